@@ -16,7 +16,6 @@ from elaunch.agent.linux import has_pidfd
 from elaunch.launcher.errors import UsageError, nearest, tidy
 from elaunch.launcher.host import HostResources
 from elaunch.launcher.options.options import Options, Source
-from elaunch.launcher.options.signal_names import signal_number
 from elaunch.launcher.options.table import TABLE
 from elaunch.launcher.program_imports import program_text
 from elaunch.launcher.schedulers.detect import mark_of
@@ -27,13 +26,10 @@ from elaunch.rendezvous.job_spec import JobSpec, Program, ProgramKind
 # The job's secret is the agents'; a training script has no use for it and may print its environment.
 _SECRETS = ("ELAUNCH_TOKEN",)
 
-# Options of elaunch that a program seldom has too: behind the program they are a slip.
-_NOT_OF_PROGRAMS = frozenset(
-    ("--nnodes", "--nproc-per-node", "--max-restarts", "--standalone", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id")
-)
-
 # The signals by which schedulers announce the end of a job.
 _NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
+
+_COLOURS = ("NO_COLOR", "FORCE_COLOR", "CLICOLOR", "CLICOLOR_FORCE", "PYTHON_COLORS")
 
 # torchrun puts this before each line under --tee. Scripts look for it.
 _TEE_PREFIX = "[${role_name}${local_rank}]:"
@@ -47,23 +43,28 @@ def agent_config(options: Options, planned: Planned, environ: Mapping[str, str],
     if options.run_id is None:
         raise ValueError("options.run_id is None: draw a fresh one first")
     cluster = planned.cluster
+    index = cluster.node_index if cluster else None
     slots, counted = count_workers(options.nproc_per_node, host, cluster)
+    _check_gpus(options, environ, slots)
     _check_own_gpus(options, host, cluster)
-    _check_visible_devices(options, environ, slots)
-    if planned.plan.is_alone:
-        _check_filters(options, slots)
     environment, threads = worker_environment(environ, slots, host.cores)
     output = output_plan(options, environ)
-    if width := _bar_width(options, output, slots, host.columns):
-        environment.setdefault("TQDM_NCOLS", str(width))
-    has_colours = width > 0 and _wants_colours(output, environ)
-    if has_colours:
-        environment |= {"FORCE_COLOR": "1", "CLICOLOR_FORCE": "1"}
-    signals, notices, has_named_signals = _signals(options)
+    shown = _for_terminal(options, output, slots, host.columns, environ)
+    environment |= shown
+    # SIGUSR1 and SIGUSR2 are notices by default: schedulers announce the end of a job by one of them (`sbatch
+    # --signal=USR1@60`), some to all processes. So do schedulers that elaunch does not know. Unhandled, it would end
+    # the agent.
+    signals = tuple(dict.fromkeys(int(signal.Signals[name]) for name in options.signals_to_handle))
+    notices = tuple(number for number in signals if number in _NOTICES)
+    has_named = "signals_to_handle" in options.given
+    may_reach_workers = cluster is not None and cluster.signals_workers
     interpreter = environ.get("PYTHON_EXEC") or host.python
+    other_python: tuple[str, ...] = ()
+    if interpreter != host.python and options.kind is not ProgramKind.COMMAND:
+        other_python = (f"workers run PYTHON_EXEC={interpreter}, each starts anew: nothing is preloaded for it",)
     preload, text = _preload(options, interpreter, host)
     warm_s, cannot = warm_seconds(options, preload, cluster, environment)
-    # Who names all modules gets these.
+    accepted = [(f"--{each.long}", each.no_effect) for each in TABLE if each.no_effect and each.name in options.given]
     return AgentConfig(
         spec=JobSpec(
             run_id=options.run_id,
@@ -78,19 +79,21 @@ def agent_config(options: Options, planned: Planned, environ: Mapping[str, str],
         environment=environment,
         # Python's own tracebacks stay plain (3.13): their words are searched. The fork server need not know that.
         worker_env={
-            **({"PYTHON_COLORS": "0"} if has_colours else {}),
+            **({"PYTHON_COLORS": "0"} if "FORCE_COLOR" in shown else {}),
             **worker_env(options, signals),
             **mark_of(environ),
         },
-        role=options.roles or options.role,
+        role=options.role,
         output=output,
         times=planned.plan.times,
         store_prefix=planned.plan.prefix,
-        node_rank=_seat(planned),
+        # Of a static job its rank, else the scheduler's own order, in which neighbours are near.
+        node_rank=next((each for each in (planned.plan.node_rank, index) if each is not None), -1),
         signals=signals,
         notices=notices,
-        has_named_signals=has_named_signals,
-        ignored=() if has_named_signals else _ignored(options, cluster, notices),
+        has_named_signals=has_named,
+        # Not by a command: a shell, and what it starts, could not undo that.
+        ignored=notices if may_reach_workers and not has_named and options.kind is not ProgramKind.COMMAND else (),
         preload=preload,
         text=text,
         warm_s=warm_s,
@@ -105,13 +108,13 @@ def agent_config(options: Options, planned: Planned, environ: Mapping[str, str],
         notes=(
             *_of_the_scheduler(options, cluster, slots, host),
             *planned.notes,
-            *_without_effect((*_lonely(options), *cannot)),
-            *_warnings(options, interpreter, host),
+            *_without_effect(cannot),
+            *other_python,
             *_misspelt_variables(environ),
         ),
         details=(
             *_chosen_for_you(options, cluster, counted, threads),
-            *_without_effect((*planned.ignored, *_never(options))),
+            *_without_effect((*planned.ignored, *accepted)),
         ),
     )
 
@@ -134,6 +137,15 @@ def count_workers(asked: int | str | None, host: HostResources, cluster: Cluster
     return host.cpus, f"{_plural(host.cpus, 'worker')}, one per CPU"
 
 
+def _check_gpus(options: Options, environ: Mapping[str, str], slots: int) -> None:
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if options.virtual_local_rank and visible is not None and len(visible.split(",")) < slots:
+        raise UsageError(
+            f"--virtual-local-rank needs a GPU for each of {slots} workers and CUDA_VISIBLE_DEVICES={visible} names"
+            f" {len(visible.split(','))}; use --nproc-per-node {len(visible.split(','))}"
+        )
+
+
 def _check_own_gpus(options: Options, host: HostResources, cluster: Cluster | None) -> None:
     """Raises UsageError for an agent that sees one task's GPUs only: the node's others would do nothing."""
     if cluster is None or cluster.tasks == 1 or not cluster.gpus:
@@ -145,33 +157,6 @@ def _check_own_gpus(options: Options, host: HostResources, cluster: Cluster | No
         f"{cluster.scheduler} gave this node {cluster.gpus} GPUs, and each of its {cluster.tasks} tasks sees only its"
         f" own, here {own}; {cluster.gpus_way_out}"
     )
-
-
-def _seat(planned: Planned) -> int:
-    """This node's place: of a static job its rank, else the scheduler's own order, in which neighbours are near."""
-    if planned.plan.node_rank is not None:
-        return planned.plan.node_rank
-    index = planned.cluster.node_index if planned.cluster else None
-    return -1 if index is None else index
-
-
-def _signals(options: Options) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
-    """The signals that the agent handles, those of them that are a scheduler's notice, and whether the user named them.
-
-    SIGUSR1 and SIGUSR2 are notices by default: schedulers announce the end of a job by one of them
-    (`sbatch --signal=USR1@60`); so do schedulers that elaunch does not know. Unhandled, it would end the agent.
-    """
-    numbers = tuple(dict.fromkeys(map(signal_number, options.signals_to_handle)))
-    has_named = "signals_to_handle" in options.given
-    return numbers, tuple(number for number in numbers if number in _NOTICES), has_named
-
-
-def _ignored(options: Options, cluster: Cluster | None, notices: tuple[int, ...]) -> tuple[int, ...]:
-    """The signals that workers ignore: a notice that the scheduler may send to all processes.
-
-    A command ignores none: a shell, and what it starts, could not undo that.
-    """
-    return notices if cluster and cluster.signals_workers and options.kind is not ProgramKind.COMMAND else ()
 
 
 def _of_the_scheduler(options: Options, cluster: Cluster | None, slots: int, host: HostResources) -> tuple[str, ...]:
@@ -208,28 +193,23 @@ def worker_environment(environ: Mapping[str, str], slots: int, cores: int) -> tu
     return environment, threads
 
 
-def _bar_width(options: Options, output: OutputPlan, slots: int, columns: int) -> int:
-    """The width of tqdm's bars on the terminal, less the longest prefix; 0 where workers have no prefix or no terminal.
+def _for_terminal(
+    options: Options, output: OutputPlan, slots: int, columns: int, environ: Mapping[str, str]
+) -> dict[str, str]:
+    """What workers with a prefix need to know of the terminal, of which their pipes say nothing; {} without one.
 
-    tqdm reads it when it is imported, and so in the fork server. Since 4.70 it asks for no other variable.
+    tqdm reads its width when it is imported, and so in the fork server. What the user has set stays.
     """
     ranks = slots * options.nnodes[1]
-    if ranks == 1 or output.log_format is LogFormat.JSON or _any_stream(output.redirects):
-        return 0
     prefix = output.prefix_template or f"[{ranks - 1}] "
     # tqdm leaves the last column free.
-    return max(0, columns - len(prefix) - 1)
-
-
-def _wants_colours(output: OutputPlan, environ: Mapping[str, str]) -> bool:
-    """Whether to make up for the pipes of workers on a terminal: torchrun's have the terminal itself, but not with -t.
-
-    Who has said anything of colours gets that.
-    """
-    is_said = any(
-        environ.get(name) for name in ("NO_COLOR", "FORCE_COLOR", "CLICOLOR", "CLICOLOR_FORCE", "PYTHON_COLORS")
-    )
-    return not is_said and output.log_dir is None and not output.makes_log_dir
+    width = columns - len(prefix) - 1
+    if ranks == 1 or width <= 0 or output.log_format is LogFormat.JSON or _any_stream(output.redirects):
+        return {}
+    bars = {"TQDM_NCOLS": environ.get("TQDM_NCOLS", str(width))}
+    if output.log_dir or output.makes_log_dir or any(map(environ.get, _COLOURS)):
+        return bars
+    return {**bars, "FORCE_COLOR": "1", "CLICOLOR_FORCE": "1"}
 
 
 def worker_env(options: Options, signals: tuple[int, ...]) -> dict[str, str]:
@@ -303,66 +283,30 @@ def warm_seconds(
     """How long a fork server may stay for the next job, and, if none stays although one was asked for, why."""
     if not options.warm:
         return 0.0, ()
-    if options.no_preload:
-        why = "--no-preload imports nothing ahead"
-    elif options.kind is ProgramKind.COMMAND:
-        why = "--no-python imports nothing ahead"
-    elif preload is None:
-        why = "nothing is preloaded for another interpreter"
-    elif options.kind is ProgramKind.SCRIPT and options.target == "-":
-        why = "the script is read from stdin"
-    elif cluster:
-        why = f"a job of {cluster.scheduler} leaves no process behind"
-    elif VARIABLE in environment:
-        why = "a job inside a worker leaves no process behind"
-    elif not has_pidfd():
-        why = "pidfd_open is refused here, as by a container's seccomp profile"
-    elif os.getpid() == 1 or os.getppid() == 0:
-        why = "it is the container's first process, which ends with the job"
-    else:
+    reasons = {
+        "nothing is preloaded": preload is None,
+        "the script is read from stdin": options.kind is ProgramKind.SCRIPT and options.target == "-",
+        "a scheduler's job leaves no process behind": cluster is not None,
+        "a job inside a worker leaves no process behind": VARIABLE in environment,
+        "pidfd_open is refused here, as by a container's seccomp profile": not has_pidfd(),
+        "it is the container's first process, which ends with the job": os.getpid() == 1 or os.getppid() == 0,
+    }
+    why = next((why for why, is_so in reasons.items() if is_so), "")
+    if not why:
         return 60 * options.warm, ()
     # A variable is set for all jobs of a shell, and most of them may be of another kind.
     return 0.0, () if options.given["warm"] is Source.ENVIRONMENT else (("--warm", why),)
 
 
-def _check_visible_devices(options: Options, environ: Mapping[str, str], slots: int) -> None:
-    variable = environ.get("CUDA_VISIBLE_DEVICES")
-    if not options.virtual_local_rank or variable is None:
-        return
-    entries = len(variable.split(","))
-    if entries < slots:
-        raise UsageError(
-            f"--virtual-local-rank needs a GPU for each of {slots} workers and CUDA_VISIBLE_DEVICES={variable}"
-            f" names {entries}; use --nproc-per-node {entries}"
-        )
-
-
 def _chosen_for_you(options: Options, cluster: Cluster | None, counted: str, threads: int | None) -> tuple[str, ...]:
     """What a scheduler has filled in, and one sentence for all defaults that differ from torchrun's."""
-    facts = []
-    if cluster:
-        facts = [line(cluster)]
+    facts = [line(cluster)] if cluster else []
     parts = [counted] if counted else []
     if threads is not None:
         parts.append(f"OMP_NUM_THREADS={threads}")
     if "max_restarts" not in options.given:
         parts.append(f"max_restarts is {options.max_restarts} (torchrun's default is 0)")
     return (*facts, *(["; ".join(parts)] if parts else []))
-
-
-def _check_filters(options: Options, slots: int) -> None:
-    """On one node local ranks and ranks are the same; a filter that none of them passes would silence everything."""
-    filters = {"--local-ranks-filter": options.local_ranks_filter, "--ranks-filter": options.ranks_filter}
-    for option, ranks in filters.items():
-        if ranks and min(ranks) >= slots:
-            named = ",".join(str(rank) for rank in sorted(ranks))
-            there = "there is only rank 0" if slots == 1 else f"the ranks are 0 to {slots - 1}"
-            raise UsageError(f"{option} {named} leaves nobody to be seen: {there}; change it or --nproc-per-node")
-
-
-def _never(options: Options) -> tuple[tuple[str, str], ...]:
-    """The options given that are accepted for torchrun's sake, each with the reason why it has no effect."""
-    return tuple((f"--{each.long}", each.no_effect) for each in TABLE if each.no_effect and each.name in options.given)
 
 
 def _without_effect(ignored: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
@@ -372,26 +316,6 @@ def _without_effect(ignored: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
         names_by_reason.setdefault(why, []).append(name)
     parts = [f"{', '.join(names)} ({why})" for why, names in names_by_reason.items()]
     return (f"without effect here: {'; '.join(parts)}",) if parts else ()
-
-
-def _lonely(options: Options) -> tuple[tuple[str, str], ...]:
-    """Options that were given without the one that they are about."""
-    lonely: list[tuple[str, str]] = []
-    if "hang_timeout" in options.given and options.hang_timeout and options.on_hang is OnHang.OFF:
-        lonely.append(("--hang-timeout", "--on-hang is off"))
-    return tuple(lonely)
-
-
-def _warnings(options: Options, interpreter: str, host: HostResources) -> tuple[str, ...]:
-    notes: list[str] = []
-    if interpreter != host.python and options.kind is not ProgramKind.COMMAND:
-        notes.append(f"workers run PYTHON_EXEC={interpreter}, each starts anew: nothing is preloaded for it")
-    typed = (
-        word.partition("=")[0].replace("_", "-") for word in options.args if options.kind is not ProgramKind.COMMAND
-    )
-    if theirs := [word for word in dict.fromkeys(typed) if word in _NOT_OF_PROGRAMS]:
-        notes.append(f"{', '.join(theirs)} comes after {options.target}, which gets it; elaunch's options come before")
-    return tuple(notes)
 
 
 def _misspelt_variables(environ: Mapping[str, str]) -> tuple[str, ...]:

@@ -6,7 +6,6 @@ What is needed after that is imported meanwhile.
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -27,8 +26,8 @@ from elaunch.launcher.host import as_started, detect
 from elaunch.launcher.options import job_file
 from elaunch.launcher.options.command_line import HelpRequested, Reading
 from elaunch.launcher.options.commands import COMMANDS, ELAUNCH
+from elaunch.launcher.options.files import read_secret
 from elaunch.launcher.options.options import RUN, Options
-from elaunch.launcher.options.secret_file import read_secret
 from elaunch.launcher.pid1 import stand_in
 from elaunch.launcher.preflight import (
     check_hook,
@@ -37,7 +36,6 @@ from elaunch.launcher.preflight import (
     check_open_files,
     check_program,
     take_program_from_stdin,
-    temporary_folder_warning,
 )
 from elaunch.launcher.schedulers.defaults import cluster_of, concerning, settle
 from elaunch.launcher.schedulers.facts import Cluster
@@ -51,13 +49,11 @@ if TYPE_CHECKING:
     from elaunch.launcher.doctor.health import HealthCheck
     from elaunch.rendezvous.types import Outcome
 
-# What a full disk or quota, or a limit of a file's size says.
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NVIDIA = "/dev/nvidiactl"
 _TRAINER = "elaunch.trainer"
 _COMPLETE = "_ELAUNCH_COMPLETE"
-# Commands that print an answer and end. Their reader may have read enough before (`| head`).
-_PRINTERS = ("doctor", "rehearse", "report", "restart", "stacks", "status", "stop", "submit", "top", "warm")
+# All other commands print an answer and end. Their reader may have read enough before (`| head`).
+_NOT_PRINTERS = ("run", "store")
 
 
 def main() -> NoReturn:
@@ -81,47 +77,22 @@ def as_command(work: Callable[[], int]) -> NoReturn:
     try:
         raise_at_ctrl_c()
         code = work()
-    except (KeyboardInterrupt, RuntimeError) as error:
-        # Before Python 3.12 what interrupts the making of a class is only the cause of what is raised.
-        if isinstance(error, RuntimeError) and not isinstance(error.__cause__, KeyboardInterrupt):
-            raise
+    except KeyboardInterrupt:
         # Before the agent takes signals over there is nothing to stop but this process and what dies with it.
         end_at_ctrl_c()
         code = 130
     except BrokenPipeError:
-        if not sys.argv[1:] or sys.argv[1] not in _PRINTERS:
+        if not {*COMMANDS}.difference(_NOT_PRINTERS).intersection(sys.argv[1:2]):
             raise
-        # As in `_flush`, for an answer that is longer than the buffer.
         code = 0
-    except OSError as error:
-        # Other files have their name in the error. Without a buffer nothing is left to flush.
-        if error.filename or error.errno not in _NO_ROOM:
-            raise
-        _flush()
-        sys.exit(_unwritten(str(error.strerror)))
-    if trouble := _flush():
-        code = _unwritten(trouble)
-    sys.exit(code)
-
-
-def _flush() -> str:
-    """Write what waits for stdout. Returns why that fails; a reader that is gone is no failure (`--help | head`)."""
     try:
         # None where the command was started with stdout closed.
         if sys.stdout:
             sys.stdout.flush()
-    except OSError as error:
+    except BrokenPipeError:
         # Python writes what waits once more when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return "" if isinstance(error, BrokenPipeError) else str(error.strerror)
-    return ""
-
-
-def _unwritten(trouble: str) -> int:
-    """Say that an answer could not be written; the exit code."""
-    said = f"stdout cannot be written ({trouble}); make room there, or write it elsewhere"
-    _say_in(_asked_format(sys.argv[1:], os.environ), said, "error")
-    return 3
+    sys.exit(code)
 
 
 def _main() -> int:
@@ -138,30 +109,21 @@ def _main() -> int:
         with suppress(BrokenPipeError):
             print(asked_for.text)
         return 0
-    except click.ClickException as error:
-        _say_in(_asked_format(sys.argv[1:], os.environ), error.format_message(), "error")
-        return 2
-    except (UsageError, SiteError) as error:
-        _say_in(_asked_format(sys.argv[1:], os.environ), str(error), "error")
-        return 2 if isinstance(error, UsageError) else 3
-    except (OSError, RuntimeError, MemoryError) as error:
-        if (sentence := shortage(error)) is None:
+    except (click.ClickException, UsageError, SiteError, OSError, RuntimeError, MemoryError) as error:
+        is_usage = isinstance(error, click.ClickException | UsageError)
+        sentence = str(error) if is_usage or isinstance(error, SiteError) else shortage(error)
+        if sentence is None:
             raise
         _say_in(_asked_format(sys.argv[1:], os.environ), sentence, "error")
-        return 3
+        return 2 if is_usage else 3
 
 
 def _start(options: Options) -> int:
     """Run the job of a command line; its exit code. Raises UsageError."""
-    if _asks_for_help_of_trainer(options):
+    if options.module and options.target == _TRAINER and not {"-h", "--help"}.isdisjoint(options.args):
         # A job would import torch first, on behalf of workers that print a text.
         os.execv(sys.executable, (sys.executable, "-m", _TRAINER, "--help"))
     return run(options, as_started(os.environ))
-
-
-def _asks_for_help_of_trainer(options: Options) -> bool:
-    """Whether the program is the bundled trainer, and is only to print its options. A user's may do more."""
-    return options.module and options.target == _TRAINER and not {"-h", "--help"}.isdisjoint(options.args)
 
 
 def show_report(outcome: Outcome, config: AgentConfig, agent: AgentRun) -> None:
@@ -172,7 +134,7 @@ def show_report(outcome: Outcome, config: AgentConfig, agent: AgentRun) -> None:
     if logs and not logs.is_dir():
         agent.warn(f"the workers' output was in {logs}, and that folder was removed")
         logs = None
-    text = report(agent.without_shown(outcome), config.spec, logs, agent.is_log_incomplete)
+    text = report(outcome, config.spec, logs, agent.is_log_incomplete)
     agent.write_report(text, record(outcome, logs))
 
 
@@ -210,8 +172,6 @@ def _run_agent(
         with begin(config) as agent:
             if health:
                 health.done(agent.warn)
-            if warning := temporary_folder_warning(environ):
-                agent.warn(warning)
             # From here on the fork server imports torch on another core.
             from elaunch.launcher.report import write_error_file
 
@@ -292,7 +252,6 @@ def _outcome(options: Options, planned: Planned, config: AgentConfig, agent: Age
                 replace(
                     config,
                     master_addr=reached.address,
-                    invitation=reached.invitation,
                     only_here=reached.only_here,
                 ),
                 reached.network,

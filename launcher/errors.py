@@ -15,29 +15,6 @@ class UsageError(Exception):
     """The user's request cannot be done. The message has its values and the way out. Exit code 2."""
 
 
-# Other launchers' names, and ours: torch.distributed.launch, mpirun, accelerate, deepspeed, horovod, Slurm.
-_ELSEWHERE = {
-    **dict.fromkeys(("np", "nprocs", "num-proc", "num-processes", "gpus", "ngpus", "num-gpus"), "nproc-per-node"),
-    **dict.fromkeys(("nproc-per-machine", "gpus-per-node", "ntasks-per-node"), "nproc-per-node"),
-    **dict.fromkeys(("num-nodes", "num-machines"), "nnodes"),
-    "machine-rank": "node-rank",
-    "main-process-ip": "master-addr",
-    "main-process-port": "master-port",
-}
-
-
-class NoSuchOption(UsageError):
-    """`word` looks like an option of `command`, and is none. `known` are the names of its options."""
-
-    def __init__(self, word: str, known: Iterable[str], command: str = "elaunch") -> None:
-        bare = word.lstrip("-").replace("_", "-")
-        names = list(known)
-        theirs = _ELSEWHERE.get(bare)
-        near = theirs if theirs in names else nearest(bare, names)
-        hint = f"did you mean --{near}?" if near else f"{command} --help lists the options"
-        super().__init__(f"{word} is no option of {command}; {hint}")
-
-
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The known word that is most similar to `word`; None if no word is similar."""
     found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)

@@ -15,7 +15,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -24,9 +24,8 @@ from typing import TypeAlias
 
 from elaunch.agent.terminal import can_move_cursor, is_one_terminal, terminal_size
 from elaunch.agent.workers.gpus import read_gpus, visible
-from elaunch.rendezvous.addresses import is_loopback, is_meant_locally
-from elaunch.rendezvous.endpoint import Endpoint
-from elaunch.rendezvous.http.resolve import resolve
+from elaunch.rendezvous.endpoint import Endpoint, is_loopback, is_meant_locally
+from elaunch.rendezvous.http.dial import resolve
 
 IpAddress: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -64,9 +63,13 @@ class HostResources:
 def detect(environ: Mapping[str, str], root: Path = Path("/")) -> HostResources:
     """Read the host's resources. Variables in `environ` may hide GPUs."""
     allowed = os.sched_getaffinity(0)
+    topology = root / "sys/devices/system/cpu"
+    # Threads of one core have the same siblings.
+    cores = len({_text(topology / f"cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in allowed})
+    quota = read_quota_cpus(root)
     return HostResources(
         cpus=len(allowed),
-        cores=within_quota(physical_cores(allowed, _siblings(allowed, root)), read_quota_cpus(root)),
+        cores=max(1, cores if quota is None else min(cores, int(quota))),
         gpus=len(visible(read_gpus(root), environ)),
         python=sys.executable,
         python_options=interpreter_options(sys.orig_argv[1:]),
@@ -110,58 +113,17 @@ def interpreter_options(words: Sequence[str]) -> tuple[str, ...]:
     return tuple(kept)
 
 
-def physical_cores(allowed: Iterable[int], siblings: Mapping[int, str]) -> int:
-    """The number of cores of the CPUs in `allowed`. `siblings` names each CPU's core, the same for its threads."""
-    return len({siblings.get(cpu, str(cpu)) for cpu in allowed})
-
-
-def within_quota(cores: int, quota_cpus: float | None) -> int:
-    """At least one core, and no more than the container's quota."""
-    return max(1, cores if quota_cpus is None else min(cores, int(quota_cpus)))
-
-
 def read_quota_cpus(root: Path = Path("/")) -> float | None:
-    """The lowest CPU limit of this process's cgroup (v1 or v2) and those above it; None without a limit."""
-    limits: list[float] = []
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        controllers, _, path = line.partition(":")[2].partition(":")
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        mounts = ("cpu", "cpu,cpuacct", "cpuacct,cpu") if controllers else ("", "unified")
-        for mount in mounts:
-            base = root / "sys/fs/cgroup" / mount
-            # If the container does not see its own path, the root of its mount is its cgroup.
-            own = base / path.lstrip("/")
-            folders = [own, *own.parents] if path else [base]
-            limits += [
-                limit
-                for folder in folders
-                if folder == base or base in folder.parents
-                for limit in (_v1_limit(folder) if controllers else _v2_limit(folder),)
-                if limit is not None
-            ]
-    return min(limits, default=None)
+    """The lowest CPU limit of this process's cgroup (v2) and those above it; None without a limit.
 
-
-def _v2_limit(folder: Path) -> float | None:
-    """The limit in `cpu.max`: "QUOTA PERIOD" in microseconds, or "max PERIOD" without a limit."""
-    words = _text(folder / "cpu.max").split()
-    if len(words) != 2 or words[0] == "max":
-        return None
-    return int(words[0]) / int(words[1])
-
-
-def _v1_limit(folder: Path) -> float | None:
-    """The limit of a v1 cgroup. A quota of -1 means no limit."""
-    quota, period = _text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us")
-    if not quota or not period or int(quota) <= 0:
-        return None
-    return int(quota) / int(period)
-
-
-def _siblings(cpus: Iterable[int], root: Path) -> dict[int, str]:
-    found = {cpu: _text(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") for cpu in cpus}
-    return {cpu: text for cpu, text in found.items() if text}
+    `cpu.max` has "QUOTA PERIOD" in microseconds, or "max PERIOD" without a limit.
+    """
+    path = next((line[3:] for line in _text(root / "proc/self/cgroup").splitlines() if line.startswith("0::")), "")
+    base = root / "sys/fs/cgroup"
+    # If the container does not see its own path, the root of its mount is its cgroup.
+    own = base / path.lstrip("/")
+    words = [_text(folder / "cpu.max").split() for folder in (own, *own.parents) if folder.is_relative_to(base)]
+    return min((int(each[0]) / int(each[1]) for each in words if len(each) == 2 and each[0] != "max"), default=None)
 
 
 def _text(path: Path) -> str:

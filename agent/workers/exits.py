@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from elaunch.agent.core.events import WorkerAsked, WorkerExited
 from elaunch.agent.diagnosis.exit_status import CRASH_CODES, Place, Remains, end_of, failure_of
-from elaunch.agent.diagnosis.oom import OutOfMemoryWatch, held_text, limit_text
+from elaunch.agent.diagnosis.oom import OutOfMemoryWatch, limit_text
 from elaunch.agent.workers.group import WorkerGroup
 from elaunch.agent.workers.link import Link
 from elaunch.rendezvous.types import Failure, FailureKind
@@ -44,10 +44,6 @@ def read_error_file(path: str | os.PathLike[str]) -> str | None:
     return content.decode(errors="replace")
 
 
-# Python's exit code for an exception.
-_EXCEPTION_CODE = 1
-
-
 class ExitReader:
     """Reads what workers on `host` leave. `keeps_files` says that their error files outlive the job."""
 
@@ -67,10 +63,8 @@ class ExitReader:
         if code == 0:
             return WorkerExited(group.generation, local_rank, 0, end=end)
         failure = self._failure(group, local_rank, pid, code)
-        # The log shows the first failure at once, so that line must name the cause.
-        told = self._told(group) if failure.kind is FailureKind.PEER_LOST and not group.failures else ()
         group.failures[local_rank] = failure
-        return WorkerExited(group.generation, local_rank, code, failure, end, told)
+        return WorkerExited(group.generation, local_rank, code, failure, end)
 
     def parent_killed(self, group: WorkerGroup, parent: Failure) -> Failure:
         """The failure of the workers' parent process, killed by SIGKILL."""
@@ -118,22 +112,6 @@ class ExitReader:
         )
         return WorkerAsked(group.generation, failure)
 
-    def _told(self, group: WorkerGroup) -> tuple[Failure, ...]:
-        """What workers that still run have told of the end of their programs, without those that lost a peer.
-
-        A worker that raised needs half a second to free what it has. Its peers see its sockets closed before.
-        """
-        told: list[Failure] = []
-        for local_rank, link in group.links.items():
-            link.read()
-            pid = group.pids.get(local_rank, -1)
-            if link.has_returned:
-                told.append(self._end(group, local_rank, pid, None))
-            elif link.raised:
-                told.append(self._failure(group, local_rank, pid, _EXCEPTION_CODE))
-        # Without a record of the exception nothing but its exit code is known.
-        return tuple(each for each in told if each.kind not in (FailureKind.PEER_LOST, FailureKind.EXIT_CODE))
-
     def _end(self, group: WorkerGroup, local_rank: int, pid: int, code: int | None) -> Failure:
         """The record of a program that ended without an exception; `code` is None while its process runs."""
         now, link = time.time(), group.links.get(local_rank)
@@ -145,7 +123,7 @@ class ExitReader:
     def _failure(self, group: WorkerGroup, local_rank: int, pid: int, code: int) -> Failure:
         link, error_file = group.links.get(local_rank), group.error_files.get(local_rank)
         record = read_error_file(error_file) if error_file else None
-        kernel = self.word_of_kernel(pid, group) if code == -signal.SIGKILL else ""
+        kernel = self.word_of_kernel(pid) if code == -signal.SIGKILL else ""
         crash_file = group.crash_files.get(local_rank) if code in CRASH_CODES else None
         remains = Remains(
             code,
@@ -172,18 +150,11 @@ class ExitReader:
         rank, world_size = group.rank(local_rank), group.table.world_size
         return Place(group.generation, group.node_id, self._host, rank, local_rank, pid, world_size)
 
-    def word_of_kernel(self, pid: int, group: WorkerGroup | None) -> str:
-        """What the kernel says about the SIGKILL of this process, with the numbers as they are now.
-
-        Empty if it was not for lack of memory, as far as is known. The other workers of `group` still live.
-        """
+    def word_of_kernel(self, pid: int) -> str:
+        """What the kernel says about the SIGKILL of this process. Empty if it was not for lack of memory."""
         word = self._oom.word_on(pid, time.monotonic())
-        if not word:
-            return ""
-        pids = group.pids.items() if group else ()
-        others = {group.rank(local_rank): other for local_rank, other in pids if group and other != pid}
-        limit, held = limit_text(), held_text(others) if others else ""
-        return "; ".join([word, *([f"its cgroup may hold {limit}"] if limit else []), *([held] if held else [])])
+        limit = limit_text() if word else ""
+        return f"{word}; its cgroup may hold {limit}" if limit else word
 
 
 def _step(link: Link | None) -> int:

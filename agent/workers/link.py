@@ -20,9 +20,8 @@ from typing import NamedTuple
 from elaunch.agent.core.actions import Message, PeerFailed, ShowStacks, StopAtStepBoundary
 from elaunch.agent.core.events import (
     LinkEvent,
+    WorkerEnded,
     WorkerListens,
-    WorkerRaised,
-    WorkerReturned,
     WorkerSaved,
     WorkerSaving,
     WorkerStopped,
@@ -221,7 +220,7 @@ class Link:
                     ended_s = message.get("monotonic_s")
                     self.ended_s = ended_s if isinstance(ended_s, float) else time.monotonic()
                     over_s = self.left_s or self.ended_s
-                    self.news.append(WorkerRaised(*where, over_s) if raised else WorkerReturned(*where, over_s))
+                    self.news.append(WorkerEnded(*where, over_s, raised))
                 self.raised, self.reached_store = raised, reached_store
 
     def _take_fds(self, ancillary: list[tuple[int, int, bytes]]) -> None:

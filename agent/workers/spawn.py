@@ -28,7 +28,7 @@ from elaunch.agent.workers import numa
 from elaunch.agent.workers.group import CrashFile, StoreControl, WorkerGroup
 from elaunch.agent.workers.link import Link
 from elaunch.agent.workers.stdio import Stdio
-from elaunch.rendezvous.addresses import is_loopback
+from elaunch.rendezvous.endpoint import is_loopback
 from elaunch.rendezvous.job_spec import Program, ProgramKind
 
 _VERSION = re.compile(r"^__version__ = ['\"]([^'\"]{1,80})['\"]", re.MULTILINE)
@@ -158,8 +158,6 @@ class Spawner:
             self._start_store(group, listener)
         for local_rank in range(group.slots):
             self._start_worker(group, local_rank)
-        # The files of the last failure were kept until now: the job might have ended with it.
-        self._run_dir.forget_before(group.generation)
 
     def signal(self, group: WorkerGroup, local_ranks: Iterable[int], signum: int) -> None:
         """Signal workers. Raises OSError where the fork server is gone.
@@ -184,7 +182,7 @@ class Spawner:
         null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         try:
             fds = (null, null, null, listener.fileno(), theirs.fileno())
-            self._server.spawn_store(group.home, group.table.master_addr, group.table.master_port, fds)
+            self._server.spawn_store(group.generation, group.table.master_addr, group.table.master_port, fds)
         finally:
             os.close(null)
             theirs.close()
@@ -199,7 +197,7 @@ class Spawner:
             group.crash_files[local_rank] = CrashFile()
             theirs.append(os.dup(group.crash_files[local_rank].fileno()))
             env = self._environment(group, local_rank)
-            self._server.spawn(group.home, local_rank, env, self._cpus(local_rank), tuple(theirs))
+            self._server.spawn(group.generation, local_rank, env, self._cpus(local_rank), tuple(theirs))
         finally:
             for fd in theirs:
                 os.close(fd)

@@ -1,6 +1,6 @@
 """DDP and RPC in one model: the embedding is on a parameter server, and the dense part is in all trainers, in DDP.
 
-elaunch --roles ps=1,trainer=3 hybrid.py --steps 200
+elaunch --role ps=1,trainer=3 hybrid.py --steps 200
 
 The trainers' Keeper has the dense part. The server keeps its table after each step, before any trainer completes that
 step. So after a failure it has the table of the step that the trainers go on from.
@@ -167,7 +167,7 @@ def main() -> None:
                 raise
             rpc.rpc_sync("ps0", ask, args=(int(number), "end", 0))
     else:
-        sys.exit("start it with --roles ps=1,trainer=3, or with --role ps on one node and --role trainer on others")
+        sys.exit("start it with --role ps=1,trainer=3, or with --role ps on one node and --role trainer on others")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A parameter server: it has the model and the optimizer; trainers send gradients and get parameters.
 
-elaunch --roles ps=1,trainer=3 parameter_server.py --steps 200
+elaunch --role ps=1,trainer=3 parameter_server.py --steps 200
 
 A step takes the gradients of all trainers, so it is the same whatever order they come in. The server's state is kept
 after each step, before a trainer sees it. The trainers have no state: they go on with the step that the server has.
@@ -106,7 +106,7 @@ def main() -> None:
     args = parser.parse_args()
     role = os.environ["ROLE_NAME"]
     if role not in ("ps", "trainer"):
-        sys.exit("start it with --roles ps=1,trainer=3, or with --role ps on one node and --role trainer on others")
+        sys.exit("start it with --role ps=1,trainer=3, or with --role ps on one node and --role trainer on others")
     with joined(follows=role == "trainer"):
         if role == "ps":
             serve(len(names("trainer")), args)

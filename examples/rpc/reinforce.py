@@ -1,6 +1,6 @@
 """Reinforcement learning: observers play, an agent chooses every action by RPC and learns from all their games.
 
-elaunch --roles agent=1,observer=2 reinforce.py --rounds 50
+elaunch --role agent=1,observer=2 reinforce.py --rounds 50
 
 The environment is a pole on a cart. The agent's Keeper has the policy. The observers have no state: a round begins
 anew if a process dies in it, with the same games.
@@ -115,7 +115,7 @@ def main() -> None:
     args = parser.parse_args()
     role = os.environ["ROLE_NAME"]
     if role not in ("agent", "observer"):
-        sys.exit("start it with --roles agent=1,observer=2")
+        sys.exit("start it with --role agent=1,observer=2")
     # An observer only answers: `joined` waits until the agent is done too.
     with joined(follows=role == "observer"):
         if role == "agent":

@@ -7,10 +7,10 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import TypeAlias
 
 import click
@@ -27,14 +27,13 @@ from elaunch.launcher.doctor.findings import (
     bad,
     from_json,
     ok,
-    python,
     worst,
 )
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.host import as_started, detect
 from elaunch.launcher.options.command_line import own
+from elaunch.launcher.options.files import read_secret
 from elaunch.launcher.options.options import JobCommand, Options, options_of
-from elaunch.launcher.options.secret_file import read_secret
 from elaunch.launcher.preflight import check_folder
 from elaunch.launcher.schedulers.defaults import cluster_of, concerning, settle
 from elaunch.launcher.schedulers.facts import Cluster
@@ -53,52 +52,24 @@ _CHECKS_S = 30.0
 
 
 Finish: TypeAlias = Callable[[], tuple[Finding, ...]]
+# Begins a check in the main thread, and returns what finishes it in another thread.
 Begin: TypeAlias = Callable[[], Finish]
+# Each check with its findings, of which there is at least one.
+Checked: TypeAlias = Mapping[str, tuple[Finding, ...]]
 
 
-@dataclass(frozen=True)
-class Check:
-    """One check. `question` is what it answers; each finding that is not ok has the way out.
-
-    `begin` is called in the main thread, and returns what finishes the check in another thread.
-    """
-
-    name: str
-    question: str
-    begin: Begin
-
-
-@dataclass(frozen=True)
-class Checked:
-    """A check with its findings, of which there is at least one."""
-
-    check: Check
-    findings: tuple[Finding, ...]
-
-    @property
-    def grade(self) -> Grade:
-        return worst(finding.grade for finding in self.findings)
-
-
-def checks_for(needs: Needs, plan: RendezvousPlan, environ: Mapping[str, str]) -> tuple[Check, ...]:
+def checks_for(needs: Needs, plan: RendezvousPlan, environ: Mapping[str, str]) -> dict[str, Begin]:
     """All checks for a job, in the order in which they are shown."""
-
-    def here(
-        find: Callable[..., tuple[Finding, ...]], *args: object
-    ) -> Callable[[], Callable[[], tuple[Finding, ...]]]:
-        return lambda: partial(find, *args)
-
-    return (
-        Check("torch", "does torch start, with CUDA where there are GPUs?", lambda: _torch(needs, environ)),
-        Check("gpus", "does the driver answer, and is each GPU sound and free?", lambda: _gpus(needs, environ)),
-        Check("rdma", "does NCCL find its fast interface?", here(devices.check_rdma, needs)),
-        Check("address", "where do other nodes and gloo find this one?", here(network.check_address, plan, needs)),
-        Check("ports", "does a firewall or another program close ports?", here(network.check_ports, plan, needs)),
-        Check("store", "is the store reached, with this token and in time?", here(network.check_store, plan, needs)),
-        Check("clock", "can log lines of several nodes be put in order?", here(host.check_clock, needs)),
-        Check("shm", "is /dev/shm large enough for NCCL and data loaders?", here(host.check_shm, needs)),
-        Check("limits", "do the limits allow the workers' files and threads?", here(host.check_limits, needs)),
-    )
+    return {
+        "torch": lambda: _torch(needs, environ),
+        "gpus": lambda: _gpus(needs, environ),
+        "rdma": lambda: devices.check_rdma,
+        "address": lambda: partial(network.check_address, plan, needs),
+        "ports": lambda: partial(network.check_ports, plan, needs),
+        "store": lambda: partial(network.check_store, plan),
+        "shm": lambda: partial(host.check_shm, needs),
+        "limits": lambda: partial(host.check_limits, needs),
+    }
 
 
 def _torch(needs: Needs, environ: Mapping[str, str]) -> Finish:
@@ -121,33 +92,36 @@ def _torch(needs: Needs, environ: Mapping[str, str]) -> Finish:
 
 
 def _gpus(needs: Needs, environ: Mapping[str, str]) -> Finish:
-    argv = python(devices.__name__, str(needs.workers), "1" if needs.wants_gpus else "0")
-    probe = Probe(argv, _GPUS_S, environ)
+    probe = devices.gpus_probe(needs, _GPUS_S, environ)
     return lambda: from_json(probe.answer())
 
 
-def examine(checks: Sequence[Check], limit_s: float = _TORCH_S + _CHECKS_S) -> tuple[Checked, ...]:
+def examine(checks: Mapping[str, Begin], limit_s: float = _TORCH_S + _CHECKS_S) -> Checked:
     """Run the checks side by side. One that fails or hangs gets a finding that says so."""
-    found: dict[str, tuple[Finding, ...]] = {}
+    late = bad(f"no answer within {limit_s:g} s", "something hangs: see to that device, disk or server")
+    found: dict[str, tuple[Finding, ...]] = dict.fromkeys(checks, (late,))
 
-    def run(check: Check, finish: Finish) -> None:
+    def run(name: str, finish: Finish) -> None:
         try:
-            found[check.name] = finish()
+            found[name] = finish()
         except ProbeFailed as error:
-            found[check.name] = (bad(f"{check.name}: {error}", "something hangs: see to that device or its driver"),)
+            found[name] = (bad(str(error), "something hangs: see to that device or its driver"),)
         except Exception as error:
             # A fault in one check must not hide the others.
-            why = f"{check.name}: the check failed ({type(error).__name__}: {error})"
-            found[check.name] = (bad(why, "please report this, with the output of elaunch doctor --json"),)
+            why = f"the check failed ({type(error).__name__}: {error})"
+            found[name] = (bad(why, "please report this, with the output of elaunch doctor --json"),)
 
     until_s = time.monotonic() + limit_s
-    threads = [threading.Thread(target=run, args=(each, each.begin()), daemon=True) for each in checks]
+    threads = [threading.Thread(target=run, args=(name, begin()), daemon=True) for name, begin in checks.items()]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(max(until_s - time.monotonic(), 0.0))
-    late = (bad(f"no answer within {limit_s:g} s", "something hangs: see to that device, disk or server"),)
-    return tuple(Checked(check, found.get(check.name, late)) for check in checks)
+    return dict(found)
+
+
+def _grade(findings: Iterable[Finding]) -> Grade:
+    return worst(each.grade for each in findings)
 
 
 def _main(ctx: click.Context) -> int:
@@ -164,7 +138,7 @@ def _main(ctx: click.Context) -> int:
     checked = examine(checks_for(needs, planned.plan, environ))
     show = as_json if ctx.params["json"] else lines
     print("\n".join(show(checked, node_host(socket.gethostname()), time.monotonic() - start_s)))
-    return 1 if worst(each.grade for each in checked) is Grade.BAD else 0
+    return 1 if _grade(chain(*checked.values())) is Grade.BAD else 0
 
 
 COMMAND = JobCommand(
@@ -172,7 +146,7 @@ COMMAND = JobCommand(
     _main,
     [own("json", "", "one JSON object in one line, for machines")],
     usage=["[--json] [options of a job] [script.py args…]"],
-    about="""Check this node: can it train? torch and CUDA, GPUs, RDMA, addresses, ports, the job's store, clock,
+    about="""Check this node: can it train? torch and CUDA, GPUs, RDMA, addresses, ports, the job's store,
 /dev/shm, limits. Every line that is not ok has the way out.
 
 With the options of a job (--nnodes, --rdzv-endpoint, --token-file, --nproc-per-node, …) it checks
@@ -205,42 +179,32 @@ def needed(options: Options, environ: Mapping[str, str], cluster: Cluster | None
     )
 
 
-def lines(checked: Sequence[Checked], hostname: str, took_s: float) -> Iterator[str]:
+def lines(checked: Checked, hostname: str, took_s: float) -> Iterator[str]:
     """A line for each finding; the host's name is first, so that the output of many nodes can be sorted."""
-    for each in checked:
-        for finding in each.findings:
-            advice = f" -> {finding.advice}" if finding.advice else ""
-            yield f"{hostname}: {finding.grade.value:4} {each.check.name:7} {finding.found}{advice}"
-    counts = Counter(finding.grade for each in checked for finding in each.findings)
+    for name, findings in checked.items():
+        for each in findings:
+            advice = f" -> {each.advice}" if each.advice else ""
+            yield f"{hostname}: {each.grade.value:4} {name:7} {each.found}{advice}"
+    counts = Counter(each.grade for each in chain(*checked.values()))
     parts = [f"{counts[grade]} {grade.value}" for grade in Grade if counts[grade]]
     conclusion = {
         Grade.OK: "this node can train",
         Grade.WARN: "this node can train; see to what is marked warn",
         Grade.BAD: "this node cannot train as asked",
-    }[worst(each.grade for each in checked)]
+    }[worst(counts)]
     yield f"{hostname}: {conclusion} ({', '.join(parts)}; {took_s:.1f} s)"
 
 
-def as_json(checked: Sequence[Checked], hostname: str, took_s: float) -> Iterator[str]:
+def as_json(checked: Checked, hostname: str, took_s: float) -> Iterator[str]:
     """One object in one line; docs/operations.md has its schema."""
-    yield json.dumps(
+    checks = [
         {
-            "schema": SCHEMA,
-            "elaunch": __version__,
-            "host": hostname,
-            "grade": worst(each.grade for each in checked).value,
-            "seconds": round(took_s, 3),
-            "checks": [
-                {
-                    "check": each.check.name,
-                    "question": each.check.question,
-                    "grade": each.grade.value,
-                    "findings": [
-                        {"grade": finding.grade.value, "found": finding.found, "advice": finding.advice}
-                        for finding in each.findings
-                    ],
-                }
-                for each in checked
-            ],
+            "check": name,
+            "grade": _grade(findings).value,
+            "findings": [{"grade": each.grade.value, "found": each.found, "advice": each.advice} for each in findings],
         }
-    )
+        for name, findings in checked.items()
+    ]
+    grade = _grade(chain(*checked.values())).value
+    known = {"schema": SCHEMA, "elaunch": __version__, "host": hostname, "grade": grade, "seconds": round(took_s, 3)}
+    yield json.dumps({**known, "checks": checks})

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from elaunch.agent.workers.gpus import Vendor, read_gpus, visible
-from elaunch.launcher.doctor.findings import Finding, Needs, as_json, bad, ok, span, warn
+from elaunch.launcher.doctor.findings import Finding, Needs, Probe, as_json, bad, ok, python, span, warn
 from elaunch.launcher.doctor.host import memlock_finding
 from elaunch.rendezvous.texts import bytes_text
 from elaunch.strict_json import parse_json
@@ -24,11 +24,11 @@ _SMI_S = 20.0
 _SLOW_IMPORT_S = 15.0
 _SHOWN_MAX = 4
 _QUERY = (
-    *("index", "uuid", "name", "driver_version", "temperature.gpu", "memory.used", "memory.total"),
-    *("ecc.errors.uncorrected.volatile.total", "retired_pages.pending"),
+    *("index", "uuid", "name", "driver_version", "memory.used", "memory.total"),
+    "ecc.errors.uncorrected.volatile.total",
 )
-# A driver may not know these, and then it refuses a whole query that has them.
-_FLAGS = ("remapped_rows.pending", "remapped_rows.failure", "clocks_throttle_reasons.hw_slowdown")
+# A driver before 2020 does not know these, and then it refuses a whole query that has them.
+_FLAGS = ("remapped_rows.pending", "remapped_rows.failure")
 _RESET = "drain the node and reset the GPU (nvidia-smi --gpu-reset -i {}), or reboot"
 
 # Run by the workers' interpreter. CUDA starts as in a worker: that finds a driver that is too old.
@@ -53,6 +53,12 @@ print("\\n" + json.dumps(found))
 def usable_gpus(environ: Mapping[str, str]) -> int:
     """The number of GPUs that a process here may use, found without their driver."""
     return len(visible(read_gpus(), environ))
+
+
+def gpus_probe(needs: Needs, limit_s: float, environ: Mapping[str, str], *, has_processes: bool = True) -> Probe:
+    """A process that prints the findings about GPUs as JSON. Raises OSError."""
+    flags = (str(int(needs.wants_gpus)), str(int(has_processes)))
+    return Probe(python(__name__, str(needs.workers), *flags), limit_s, environ)
 
 
 def judge_torch(said: str, gpus: int) -> tuple[Finding, ...]:
@@ -127,15 +133,10 @@ def check_gpus(environ: Mapping[str, str], needs: Needs, *, has_processes: bool 
 
 
 def _query() -> list[list[str]]:
-    """A row for each GPU: of `_QUERY` and `_FLAGS`. A flag that the driver does not know is empty.
-
-    Without persistence mode each call takes seconds for each GPU, so that there is one, if all is known.
-    """
-    for known in (len(_FLAGS), 2):
-        with suppress(subprocess.CalledProcessError):
-            rows = _smi(f"--query-gpu={','.join((*_QUERY, *_FLAGS[:known]))}")
-            return [[*row, *[""] * (len(_FLAGS) - known)] for row in rows]
-    return [[*row, *[""] * len(_FLAGS)] for row in _smi(f"--query-gpu={','.join(_QUERY)}")]
+    """A row for each GPU: of `_QUERY` and `_FLAGS`. A flag that the driver does not know is empty."""
+    with suppress(subprocess.CalledProcessError):
+        return _smi(f"--query-gpu={','.join((*_QUERY, *_FLAGS))}")
+    return [[*row, "", ""] for row in _smi(f"--query-gpu={','.join(_QUERY)}")]
 
 
 def _smi(query: str) -> list[list[str]]:
@@ -168,18 +169,16 @@ def judge_gpus(rows: list[list[str]], used: list[list[str]], devices: int) -> tu
                 "a GPU may have fallen off the bus: look for Xid 79 in dmesg, and reboot",
             )
         )
-    for index, uuid, _, _, temperature, memory, total, uncorrected, retired, remapping, failed, slowed in rows:
+    for index, uuid, _, _, memory, total, uncorrected, remapping, failed in rows:
         who, reset = f"GPU {index}", _RESET.format(index)
-        if _is_set(failed):
-            way_out = "have the vendor replace it (RMA)"
-            found.append(bad(f"{who} could not take a bad row of memory out of use", way_out))
+        if failed == "Yes":
+            found.append(
+                bad(f"{who} could not take a bad row of memory out of use", "have the vendor replace it (RMA)")
+            )
         if uncorrected.isdecimal() and int(uncorrected):
             found.append(bad(f"{who} had {uncorrected} uncorrectable memory errors since the driver was loaded", reset))
-        if _is_set(remapping) or _is_set(retired):
+        if remapping == "Yes":
             found.append(bad(f"{who} waits for a reset to take bad memory out of use", reset))
-        if _is_set(slowed):
-            way_out = "check the node's cooling and power supplies"
-            found.append(warn(f"{who} is slowed down by heat or power, at {temperature} °C", way_out))
         if processes := [row for row in used if row[0] == uuid and row[1].isdecimal()]:
             names = ", ".join(f"{row[2].rpartition('/')[2]} (pid {row[1]})" for row in processes[:_SHOWN_MAX])
             text = f"{who} is in use by {names}, with {_size(memory)} of {_size(total)}"
@@ -187,16 +186,11 @@ def judge_gpus(rows: list[list[str]], used: list[list[str]], devices: int) -> tu
     return tuple(found)
 
 
-def _is_set(word: str) -> bool:
-    """Whether a flag is on. A GPU that does not know it has `[N/A]` there."""
-    return word.lower() in ("yes", "active", "1")
-
-
 def _size(mib: str) -> str:
     return bytes_text(int(mib) << 20) if mib.isdecimal() else mib
 
 
-def check_rdma(_needs: Needs, root: Path = Path("/sys/class/infiniband")) -> tuple[Finding, ...]:
+def check_rdma(root: Path = Path("/sys/class/infiniband")) -> tuple[Finding, ...]:
     """Whether NCCL finds its fast interface."""
     # "4: ACTIVE"
     states = [path.read_text().partition(":")[2].strip() for path in sorted(root.glob("*/ports/*/state"))]
@@ -211,4 +205,5 @@ def check_rdma(_needs: Needs, root: Path = Path("/sys/class/infiniband")) -> tup
 
 
 if __name__ == "__main__":
-    print(as_json(check_gpus(os.environ, Needs(workers=int(sys.argv[1]), wants_gpus=sys.argv[2] == "1"))))
+    _needs = Needs(workers=int(sys.argv[1]), wants_gpus=sys.argv[2] == "1")
+    print(as_json(check_gpus(os.environ, _needs, has_processes=sys.argv[3] == "1")))

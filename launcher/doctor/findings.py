@@ -21,8 +21,8 @@ from elaunch.strict_json import parse_json
 _REAP_S = 0.5
 # The current folder is not in the path: a user's json.py must not be imported.
 _START = (
-    "import sys; root, module = sys.argv[1:3]; del sys.argv[1:3]; sys.path = [*(p for p in sys.path if p), root]; "
-    "import runpy; runpy.run_module(module, run_name='__main__', alter_sys=True)"
+    "import sys; sys.path[0] = sys.argv.pop(1); import runpy; "
+    "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
 )
 _LINE_MAX = 300
 
@@ -63,9 +63,6 @@ class Needs:
         return f"{self.workers} worker{' needs' if self.workers == 1 else 's need'} {what}"
 
 
-_ORDER = (Grade.OK, Grade.WARN, Grade.BAD)
-
-
 def ok(found: str) -> Finding:
     return Finding(Grade.OK, found)
 
@@ -80,7 +77,7 @@ def bad(found: str, advice: str) -> Finding:
 
 def worst(grades: Iterable[Grade]) -> Grade:
     """The worst of these grades; OK if there are none."""
-    return max(grades, key=_ORDER.index, default=Grade.OK)
+    return max(grades, key=[*Grade].index, default=Grade.OK)
 
 
 def span(seconds: float) -> str:
@@ -105,7 +102,9 @@ def python(module: str, *args: str) -> tuple[str, ...]:
 
 
 class ProbeFailed(Exception):
-    """A probe gave no answer. The message says why."""
+    """A probe gave no answer, perhaps since its time is over (`is_late`). The message says why."""
+
+    is_late = False
 
 
 class Probe:
@@ -137,7 +136,9 @@ class Probe:
             said, complained = self._process.communicate(timeout=max(self._until_s - time.monotonic(), 0.0))
         except subprocess.TimeoutExpired:
             self.kill()
-            raise ProbeFailed(f"no answer within {self._limit_s:g} s") from None
+            late = ProbeFailed(f"no answer within {self._limit_s:g} s")
+            late.is_late = True
+            raise late from None
         if self._process.returncode:
             lines = complained.strip().splitlines() or [f"exit code {self._process.returncode}"]
             raise ProbeFailed(lines[-1][:_LINE_MAX])

@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 
-from elaunch.launcher.doctor.devices import check_gpus
-from elaunch.launcher.doctor.findings import Finding, Grade, Needs, Probe, ProbeFailed, as_json, from_json, python
+from elaunch.launcher.doctor.devices import gpus_probe
+from elaunch.launcher.doctor.findings import Grade, Needs, ProbeFailed, from_json
 from elaunch.launcher.doctor.host import check_limits, check_shm
 from elaunch.launcher.errors import SiteError
 
 # A healthy node answers in a moment, one whose GPUs have no persistence mode in seconds.
 _LIMIT_S = 20.0
-# A check that nobody waits for leaves the CPUs to others, and may have to wait for one.
-_IDLE_LIMIT_S = 60.0
 _CLOSE_S = 1.0
 
 
 class HealthCheck:
-    """The checks run in a process of their own from the start. Make it while this process has one thread.
+    """GPUs are checked in a process of their own from the start. Make it while this process has one thread.
 
     A `strict` check keeps an unhealthy node out of the job: `done` waits, and raises. Else nothing waits, and `done`
     starts a thread that logs what is wrong.
     """
 
     def __init__(self, workers: int, environ: Mapping[str, str], *, is_strict: bool) -> None:
-        self._is_strict = is_strict
-        limit_s = _LIMIT_S if is_strict else _IDLE_LIMIT_S
-        self._probe = Probe(python(__name__, str(workers), "strict" if is_strict else "warn"), limit_s, environ)
+        self._is_strict, self._needs = is_strict, Needs(workers=workers)
+        self._probe = gpus_probe(self._needs, _LIMIT_S, environ, has_processes=False)
         self._reporter: threading.Thread | None = None
 
     def done(self, say: Callable[[str], None]) -> None:
@@ -57,38 +51,12 @@ class HealthCheck:
 
     def _complaints(self) -> list[str]:
         """What is bad on this node. A check that fails itself is no complaint: that is not the node's fault."""
+        findings = [*check_shm(self._needs), *check_limits(self._needs)]
         try:
-            findings = from_json(self._probe.answer())
+            findings += from_json(self._probe.answer())
         except ProbeFailed as error:
-            return [f"its health check: {error}"] if "within" in str(error) else []
+            if error.is_late:
+                return [f"its GPUs: {error}"]
         except ValueError:
-            return []
+            pass
         return [f"{each.found} ({each.advice})" for each in findings if each.grade is Grade.BAD]
-
-
-def quick_findings(needs: Needs, environ: Mapping[str, str]) -> list[Finding]:
-    """The findings of the checks that take a moment."""
-    # The address is not among them: joining finds it and waits for it.
-    checks: tuple[Callable[[], tuple[Finding, ...]], ...] = (
-        lambda: check_shm(needs),
-        lambda: check_limits(needs),
-        lambda: check_gpus(environ, needs, has_processes=False),
-    )
-    found: list[Finding] = []
-    for check in checks:
-        with suppress(Exception):
-            found += check()
-    return found
-
-
-def main(workers: int, *, is_strict: bool) -> None:
-    """Print the findings, as the process of a `HealthCheck`."""
-    if not is_strict:
-        # It takes little from the import of torch. With SCHED_IDLE it could not even be killed while all CPUs are busy.
-        with suppress(OSError):
-            os.nice(19)
-    print(as_json(quick_findings(Needs(workers=workers), os.environ)))
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), is_strict=sys.argv[2] == "strict")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import calendar
 import random
 import socket
 import time
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 from statistics import median
 
@@ -26,14 +25,7 @@ from elaunch.launcher.host import (
 from elaunch.launcher.store.connect import store_of
 from elaunch.launcher.store.locate import RendezvousPlan, Serving
 from elaunch.launcher.store.serve import decide_head, listen
-from elaunch.rendezvous.addresses import is_address, is_loopback
-from elaunch.rendezvous.endpoint import Endpoint
-from elaunch.rendezvous.etcd.discovery import unverified_context
-from elaunch.rendezvous.http.client import Deadline
-from elaunch.rendezvous.http.dial import dial
-from elaunch.rendezvous.http.request import DATE_FORMAT
-from elaunch.rendezvous.http.resolve import resolve
-from elaunch.rendezvous.http.response import Garbled, ResponseReader
+from elaunch.rendezvous.endpoint import Endpoint, is_address, is_loopback
 from elaunch.rendezvous.store import Denied, StoreError
 
 _RESOLVE_S, _DIAL_S = 2.0, 2.0
@@ -42,9 +34,6 @@ _SLOW_RESOLVER_S = 1.0
 _REQUESTS, _SLOW_STORE_S, _TOO_SLOW_STORE_S = 20, 0.1, 0.5
 # A prefix under which nobody writes.
 _NOTHING = "/elaunch-nothing/"
-# Each sample of the store's clock, a quarter of a second after the one before, narrows down when its second begins.
-_SAMPLES, _SAMPLE_EVERY_S, _SAMPLE_S = 3, 0.27, 1.0
-_SKEW_MAX_S = 1.0
 
 
 def check_address(plan: RendezvousPlan, needs: Needs) -> tuple[Finding, ...]:
@@ -84,7 +73,7 @@ def check_ports(plan: RendezvousPlan, needs: Needs) -> tuple[Finding, ...]:
     if error:
         return (bad(f"this node cannot listen on {address}: {error}", "give one of its own: --local-addr"),)
     taken = tuple(port for port in needs.ports if _why_not_listen(family, place, port))
-    own = judge_ports(address, needs.ports, taken, (low, high))
+    own = judge_ports(address, needs.ports, taken)
     host = plan.endpoints[0].host if plan.endpoints and plan.serving is not Serving.NOTHING else ""
     if not host or _is_here(host):
         return (own,)
@@ -112,8 +101,8 @@ def _is_here(host: str) -> bool:
         return True
 
 
-def judge_ports(address: str, wanted: Sequence[int], taken: Sequence[int], ephemeral: tuple[int, int]) -> Finding:
-    """The finding about this node's own ports. `ephemeral` are the ports of outgoing connections."""
+def judge_ports(address: str, wanted: Sequence[int], taken: Sequence[int]) -> Finding:
+    """The finding about this node's own ports."""
     if not wanted:
         return ok(f"this node can listen on {address}")
     first, last, count = wanted[0], wanted[-1], len(wanted)
@@ -122,12 +111,6 @@ def judge_ports(address: str, wanted: Sequence[int], taken: Sequence[int], ephem
         return bad(
             f"{named} for MASTER_PORT: in use, or not allowed, on {address}",
             f"see who has it (ss -ltnp 'sport = :{first}'), or choose others with --master-port FIRST:LAST",
-        )
-    low, high = ephemeral
-    if count == 1 and low <= first <= high:
-        return warn(
-            f"{named} is free, but the kernel may give it to an outgoing connection ({low} to {high})",
-            f"choose a port below {low}, or leave --master-port out",
         )
     return ok(f"{named} for MASTER_PORT: {count - len(taken)} of {count} free")
 
@@ -148,7 +131,7 @@ def _why_not_listen(family: int, place: tuple[object, ...], port: int) -> str:
     return ""
 
 
-def check_store(plan: RendezvousPlan, _needs: Needs) -> tuple[Finding, ...]:
+def check_store(plan: RendezvousPlan) -> tuple[Finding, ...]:
     """Whether the job's store is reached, lets this node in, and answers in time; and its clock."""
     if plan.is_alone:
         return (ok("one node needs no store"),)
@@ -165,7 +148,7 @@ def check_store(plan: RendezvousPlan, _needs: Needs) -> tuple[Finding, ...]:
         return (bad(str(error), "a job with these options is refused, and ends with exit code 2"),)
     except StoreError as error:
         return (_unreached(plan, where, str(error)),)
-    return (judge_latencies(f"{where} answers (version {version})", latencies_s), *judge_skew(_skew(plan)))
+    return (judge_latencies(f"{where} answers (version {version})", latencies_s),)
 
 
 def judge_latencies(text: str, latencies_s: Sequence[float]) -> Finding:
@@ -192,65 +175,8 @@ def _unreached(plan: RendezvousPlan, where: str, why: str) -> Finding:
         except (UsageError, SiteError) as error:
             trouble = str(error)
         return bad(f"{nothing}, and this node cannot serve the store: {trouble}", "choose another port")
-    try:
-        dial(resolve(endpoint.host, endpoint.port, _RESOLVE_S), Deadline(_DIAL_S).left).close()
-    except ConnectionRefusedError:
-        if is_served:
-            way_out = "this is fine if the head has not started yet; else correct --rdzv-endpoint"
-            return warn(f"{nothing} yet", way_out)
-        return bad(nothing, "start the etcd, or correct --rdzv-endpoint")
-    except OSError:
-        pass
-    return bad(f"{where} cannot be reached: {why}", "check the firewall, the route and --rdzv-endpoint")
-
-
-def judge_skew(bounds: tuple[float, float] | None) -> tuple[Finding, ...]:
-    """The finding about the store's clock minus this host's, which is within `bounds`; none if it is not known."""
-    if bounds is None:
-        return ()
-    low, high = bounds
-    precision = f"by its HTTP Date header, to {span((high - low) / 2)}"
-    if low <= _SKEW_MAX_S and high >= -_SKEW_MAX_S:
-        return (ok(f"this host's clock and the store's agree ({precision})"),)
-    middle_s = (low + high) / 2
-    which = "behind" if middle_s > 0 else "ahead of"
-    return (
-        warn(
-            f"this host's clock is {span(abs(middle_s))} {which} the store's ({precision})",
-            "start chrony or systemd-timesyncd on both hosts: log lines of the nodes cannot be put in order",
-        ),
-    )
-
-
-def _skew(plan: RendezvousPlan) -> tuple[float, float] | None:
-    """The store's clock minus this host's, from and to; None if the store does not report its time."""
-    bounds: list[tuple[float, float]] = []
-    for sample in range(_SAMPLES):
-        if sample:
-            time.sleep(_SAMPLE_EVERY_S)
-        start_s = time.time()
-        date_s = _date_of(plan.endpoints[0])
-        if date_s is None:
-            return None
-        # The header has whole seconds: the store's clock was between `date_s` and a second more.
-        bounds.append((date_s - time.time(), date_s + 1 - start_s))
-    low, high = max(low for low, _ in bounds), min(high for _, high in bounds)
-    # A clock that was set meanwhile.
-    return (low, high) if low <= high else None
-
-
-def _date_of(endpoint: Endpoint) -> float | None:
-    """The time in the response of the server there, whoever it is: no token is shown to it."""
-    for context in (unverified_context(), None):
-        with suppress(OSError, Garbled, ValueError):
-            deadline = Deadline(_SAMPLE_S)
-            connected = dial(resolve(endpoint.host, endpoint.port, _RESOLVE_S), deadline.left)
-            connected.settimeout(_SAMPLE_S)
-            with closing(context.wrap_socket(connected) if context else connected) as line:
-                line.sendall(f"GET /version HTTP/1.1\r\nHost: {endpoint}\r\nConnection: close\r\n\r\n".encode())
-                reply = ResponseReader()
-                while not reply.status and (data := line.recv(4096)):
-                    reply.feed(data)
-                text = reply.headers.get("date", "")
-                return float(calendar.timegm(time.strptime(text, DATE_FORMAT))) if text else None
-    return None
+    if why_not(endpoint) != REFUSED:
+        return bad(f"{where} cannot be reached: {why}", "check the firewall, the route and --rdzv-endpoint")
+    if is_served:
+        return warn(f"{nothing} yet", "this is fine if the head has not started yet; else correct --rdzv-endpoint")
+    return bad(nothing, "start the etcd, or correct --rdzv-endpoint")

@@ -13,9 +13,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import IO, Any
 
 from elaunch.launcher.errors import SiteError, UsageError
@@ -81,27 +81,27 @@ class launch:
         if self._config.log_line_prefix_template is not None:
             environ["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = self._config.log_line_prefix_template
         is_main = threading.current_thread() is threading.main_thread()
-        with _Forwarding(self._config.signals_to_handle.split(",") if is_main else ()) as forwarding:
-            process = subprocess.Popen(
-                [*command, *words],
-                stdin=subprocess.DEVNULL,
-                env=environ,
-                pass_fds=fds,
-                # A terminal's Ctrl-C must reach the job once. In another thread nobody can forward it.
-                start_new_session=is_main,
-            )
-            try:
-                forwarding.begin(process)
+        seen: list[int] = []
+        process = subprocess.Popen(
+            [*command, *words],
+            stdin=subprocess.DEVNULL,
+            env=environ,
+            pass_fds=fds,
+            # A terminal's Ctrl-C must reach the job once. In another thread nobody can forward it.
+            start_new_session=is_main,
+        )
+        try:
+            with _forwarded(process, self._config.signals_to_handle.split(",") if is_main else (), seen):
                 code = process.wait()
-            finally:
-                if process.returncode is None:
-                    # A handler of the program's has raised.
-                    process.terminate()
-                    process.wait()
-        if signal.SIGINT in forwarding.seen:
+        finally:
+            if process.returncode is None:
+                # A handler of the program's has raised.
+                process.terminate()
+                process.wait()
+        if signal.SIGINT in seen:
             raise KeyboardInterrupt
         check(_outcome(answer), code, name)
-        for signum in forwarding.seen:
+        for signum in seen:
             # It came too late for the job, so it is this process's after all.
             signal.raise_signal(signum)
 
@@ -117,46 +117,29 @@ class launch:
 elastic_launch = launch
 
 
-class _Forwarding:
-    """Sends the signals that would end or interrupt this process to the job instead, until the job has ended.
+@contextmanager
+def _forwarded(process: subprocess.Popen[bytes], names: Iterable[str], seen: list[int]) -> Iterator[None]:
+    """Send signals that would end or interrupt this process to the job instead, and note them in `seen`.
 
-    A signal that the program handles itself stays the program's. `seen` are the signals that were sent on.
+    A signal that the program handles itself stays the program's.
     """
 
-    def __init__(self, names: Iterable[str]) -> None:
-        known = signal.Signals.__members__
-        self._signals = [known[name.strip()] for name in names if name.strip() in known]
-        self._before: dict[int, Any] = {}
-        self._process: subprocess.Popen[bytes] | None = None
-        # Those that came before the job's process was there.
-        self._early: list[int] = []
-        self.seen: list[int] = []
+    def forward(signum: int, _frame: FrameType | None) -> None:
+        seen.append(signum)
+        process.send_signal(signum)
 
-    def __enter__(self) -> _Forwarding:
-        for signum in self._signals:
-            handler = signal.getsignal(signum)
-            # As the command does, and torch: a script's `&` ignores these.
-            is_in_background = handler is signal.SIG_IGN and signum in (signal.SIGINT, signal.SIGQUIT)
-            if is_in_background or handler in (signal.SIG_DFL, signal.default_int_handler):
-                self._before[signum] = signal.signal(signum, self._forward)
-        return self
-
-    def begin(self, process: subprocess.Popen[bytes]) -> None:
-        # In this order: at any moment a signal comes either here or to the process, and to one of them only.
-        self._process = process
-        while self._early:
-            process.send_signal(self._early.pop(0))
-
-    def _forward(self, signum: int, _frame: FrameType | None) -> None:
-        self.seen.append(signum)
-        if self._process:
-            self._process.send_signal(signum)
-        else:
-            self._early.append(signum)
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for signum, handler in self._before.items():
-            signal.signal(signum, handler)
+    before: dict[int, Any] = {}
+    for signum in [signal.Signals[name.strip()] for name in names if name.strip() in signal.Signals.__members__]:
+        handler = signal.getsignal(signum)
+        # As the command does, and torch: a script's `&` ignores these.
+        is_in_background = handler is signal.SIG_IGN and signum in (signal.SIGINT, signal.SIGQUIT)
+        if is_in_background or handler in (signal.SIG_DFL, signal.default_int_handler):
+            before[signum] = signal.signal(signum, forward)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _unnamed_file(name: str) -> IO[bytes]:
@@ -294,8 +277,7 @@ class JobFailed(Exception):
     def __init__(self, text: str, exit_code: int) -> None:
         # Not `super()`: that may be torch's class, which makes a text of its own.
         Exception.__init__(self, text, exit_code)
-        self.text = text
-        self.exit_code = exit_code
+        self.text, self.exit_code = text, exit_code
 
     def __str__(self) -> str:
         return self.text
@@ -353,8 +335,9 @@ def check(told: Mapping[str, Any], code: int, name: str) -> None:
     Raises UsageError, SiteError, ChildFailedError and JobFailed.
     """
     if not told:
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         raise JobFailed(
-            f"elaunch {_ended_how(code)} before the outcome of {name} was known; its last lines on stderr may say why",
+            f"elaunch {how} before the outcome of {name} was known; its last lines on stderr may say why",
             128 - code if code < 0 else code,
         )
     if told["outcome"] == UsageError.__name__:
@@ -386,10 +369,3 @@ def _process_failure(failure: Mapping[str, Any]) -> ProcessFailure:
         traceback=traceback,
         advice=failure.get("advice", ""),
     )
-
-
-def _ended_how(code: int) -> str:
-    if code < 0:
-        with suppress(ValueError):
-            return f"was ended by {signal.Signals(-code).name}"
-    return f"ended with exit code {code}"

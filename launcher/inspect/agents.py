@@ -22,7 +22,7 @@ from elaunch.agent.linux import credentials, in_threads, is_stopped
 from elaunch.agent.serve.status_server import SOCKET_NAME
 from elaunch.rendezvous.codec import decode, decode_fields
 from elaunch.rendezvous.rules.questions import Topic
-from elaunch.rendezvous.rules.reports import JobReport, NodeReport, is_possible
+from elaunch.rendezvous.rules.reports import JobReport, NodeReport
 from elaunch.rendezvous.texts import plain
 from elaunch.strict_json import parse_json
 
@@ -109,8 +109,6 @@ def status_of(path: Path) -> LocalAgent:
         report = decode_fields({"is_remote": bool, "job": JobReport, "node": NodeReport}, fields)
     except (KeyError, TypeError, ValueError, RecursionError):
         raise NoAnswer(f"the elaunch with pid {pid} is of another version: its answer cannot be read") from None
-    if not is_possible(report["node"]):
-        raise NoAnswer(f"the elaunch with pid {pid} gave an answer that cannot be true")
     return LocalAgent(path, pid, uid == os.geteuid(), **report)
 
 

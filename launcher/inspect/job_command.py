@@ -15,8 +15,8 @@ from elaunch.launcher.inspect.agents import FoundAgents, LocalAgent, local_agent
 from elaunch.launcher.inspect.job_source import JobSource, LocalSource, StoreSource
 from elaunch.launcher.inspect.text import span
 from elaunch.launcher.options.command_line import Command, Option, Source, own
+from elaunch.launcher.options.files import read_secret
 from elaunch.launcher.options.options import Options, parse
-from elaunch.launcher.options.secret_file import read_secret
 from elaunch.launcher.options.table import HELP, TABLE
 from elaunch.launcher.store.locate import given_addresses, plan
 from elaunch.rendezvous.job_spec import UNNAMED

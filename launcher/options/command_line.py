@@ -7,7 +7,7 @@ variables and a job file. What is wrong is one sentence. Pure.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import Any
@@ -16,13 +16,12 @@ import click
 from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
-from elaunch.launcher.errors import NoSuchOption, UsageError
+from elaunch.launcher.errors import UsageError
 from elaunch.launcher.options import values
 
-# Every user of the host can read a command line (/proc, ps), and often also a job file.
-TOKEN_IS_SECRET = "{} would show the job's token to everybody; set ELAUNCH_TOKEN, or give --token-file FILE"
 # Characters of an option and its value in a message.
 _SHOWN_MAX = 200
+# Not short for --token-file: what follows would be a secret, which every user of the host can read in /proc.
 _SECRET = "--token"
 # Where click's context has the words of the command line.
 _ARGV = "elaunch.argv"
@@ -89,7 +88,7 @@ class _Checked(click.ParamType):  # type: ignore[type-arg]  # Not generic before
         assert ctx
         if ctx.get_parameter_source(param.name) is ParameterSource.DEFAULT:
             return value
-        given = value if isinstance(value, Given) else param.typed(value, ctx)
+        given = value if isinstance(value, Given) else param.typed(value)
         ctx.obj.given[param.name] = given
         try:
             return self._convert(given.raw)
@@ -130,12 +129,7 @@ class Option(click.Option):
         **more: Any,
     ) -> None:
         self.long, self.short, self.group, self.peer = name, short, group, peer
-        self.default_text, self.differs, self.no_effect, self.environment = (
-            default_text,
-            differs,
-            no_effect,
-            environment,
-        )
+        self.default_text, self.differs, self.no_effect = default_text, differs, no_effect
         self.names = (name,) if peer in (None, name) else (name, str(peer))
         self.variables = tuple(f"PET_{each.replace('-', '_').upper()}" for each in self.names) + environment
         super().__init__(
@@ -158,20 +152,14 @@ class Option(click.Option):
         short = f"-{self.short}, " if self.short else ""
         return f"{short}--{self.long} {self.metavar or ''}".rstrip()
 
-    def typed(self, value: Any, ctx: click.Context) -> Given:
-        """A value of the command line. Raises UsageError for an option that was taken as one: `--log-dir --module`."""
+    def typed(self, value: Any) -> Given:
+        """A value of the command line."""
         if self.is_flag:
             return Given("on", Source.COMMAND_LINE, f"--{self.long}")
         # click leaves the = of -r=3.
         value = value.removeprefix("=") if self.short else value
-        options = (param for param in ctx.command.params if isinstance(param, Option))
-        if not self.multiple and any(_dashed(value) in option.opts for option in options):
-            raise UsageError(self.lacks_value(f"--{self.long}"))
         shown = value if value.isprintable() else repr(value)
         return Given(value, Source.COMMAND_LINE, f"--{self.long} {shown}".rstrip())
-
-    def lacks_value(self, typed: str) -> str:
-        return f"{typed} needs a value ({self.metavar}: {self.help})"
 
 
 def own(name: str, metavar: str, help: str, convert: values.Convert | None = None, **more: Any) -> Option:
@@ -207,7 +195,7 @@ class Command(click.Command):
             help=about,
             epilog=ending,
             add_help_option=False,
-            context_settings={"token_normalize_func": _dashed, "allow_extra_args": True, **settings},
+            context_settings={"token_normalize_func": _dashed, **settings},
         )
         self._work, self._usage, self.is_elsewhere = work, usage, is_elsewhere
         self.options = [param for param in params if isinstance(param, Option)]
@@ -225,15 +213,14 @@ class Command(click.Command):
         of_job = () if self.is_elsewhere else valued
         ctx.default_map = {option.name: given for option in of_job if (given := _variable(option, ctx.obj.environ))}
         try:
-            rest = super().parse_args(ctx, args)
+            return super().parse_args(ctx, args)
         except click.UsageError as error:
-            raise self._sentence(error, ctx) from None
-        if rest and not ctx.resilient_parsing:
-            raise UsageError(
-                f"{self.name} takes no program, and {rest[0]} looks like one; start a script called {self.name} with"
-                f" elaunch ./{self.name}"
-            )
-        return rest
+            if getattr(error, "option_name", "") == _SECRET:
+                raise UsageError(
+                    f"{_SECRET} would show the job's token to everybody; set ELAUNCH_TOKEN, or give --token-file FILE"
+                ) from None
+            command = ctx.command_path.removesuffix(" run")
+            raise UsageError(f"{error.format_message().rstrip('.')}; see {command} --help") from None
 
     def make_parser(self, ctx: click.Context) -> Any:
         """click's parser, which also knows the abbreviations that were typed."""
@@ -252,46 +239,9 @@ class Command(click.Command):
         The command's own come first, then torchrun's, so that its abbreviations stay unambiguous beside elaunch's.
         """
         name = word.removeprefix("--")
-        shown = (option for option in self.options if not option.hidden)
-        fitting = [option for option in shown if any(each.startswith(name) for each in option.names)]
+        fitting = [option for option in self.options if any(each.startswith(name) for each in option.names)]
         own = [option for option in fitting if option.group is None]
         return own or [option for option in fitting if option.peer and option.peer.startswith(name)] or fitting
-
-    def _sentence(self, error: click.UsageError, ctx: click.Context) -> UsageError:
-        """What click says about the command line, in elaunch's words."""
-        command = ctx.command_path.removesuffix(" run")
-        if not isinstance(error, click.NoSuchOption | click.BadOptionUsage):
-            return UsageError(f"{self.name}: {error.format_message().rstrip('.')}; see {command} --help")
-        name = error.option_name
-        # As it was typed; of `-mx` click names the -x alone.
-        word = next(
-            word
-            for word in ctx.meta[_ARGV]
-            if _dashed(word.partition("=")[0]) == name
-            or (word[:1] == "-" and word[1:2] != "-" and name[1:] in word[1:])
-        )
-        typed, _, value = word.partition("=")
-        if isinstance(error, click.NoSuchOption):
-            return self._unknown(typed, command)
-        option = next((each for each in self.options if name in each.opts), None) or self.meant(name)[0]
-        if not option.is_flag:
-            return UsageError(option.lacks_value(name))
-        other = f"; set {option.environment[0]}={value} in its place" if option.environment else ""
-        return UsageError(f"--{option.long} is a switch and takes no value; {word} gives it {value!r}{other}")
-
-    def _unknown(self, typed: str, command: str) -> UsageError:
-        name = _dashed(typed)
-        if name == _SECRET:
-            return UsageError(TOKEN_IS_SECRET.format(typed))
-        if typed.startswith("--") and (meant := self.meant(name)):
-            names = (f"--{each}" for option in meant for each in option.names if f"--{each}".startswith(name))
-            return UsageError(f"{typed} could be {', '.join(names)}; write it out")
-        if name == "--use-env":
-            return UsageError(
-                f"{typed} is no option of elaunch, which always does that: leave it out. A script reads LOCAL_RANK"
-                " from its environment; one that parses --local-rank gets '--local-rank=${local_rank}' behind its name"
-            )
-        return NoSuchOption(typed, (each for option in self.options for each in option.names), command)
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         path = ctx.command_path.removesuffix(" run")
@@ -317,15 +267,3 @@ def _variable(option: Option, environ: Mapping[str, str]) -> Given | None:
     """The option's value from the first of its variables that is set and not empty."""
     name = next((name for name in option.variables if environ.get(name)), None)
     return Given(environ[name], Source.ENVIRONMENT, f"{name}={environ[name]}") if name else None
-
-
-def typed_words(options: Mapping[str, Option], typed: Iterable[tuple[str, str]]) -> list[str]:
-    """The words of a command line that give these options these values."""
-    words: list[str] = []
-    for name, value in typed:
-        option = options[name]
-        if option.is_flag:
-            words.append(f"--{option.long}")
-        else:
-            words += [f"--{option.long}={value}"] if value.startswith("-") else [f"--{option.long}", value]
-    return words

@@ -9,7 +9,6 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from elaunch.launcher.errors import UsageError, nearest
 from elaunch.launcher.options.table import HELP
 
 # Each command: where it is, and a few words about it.
@@ -59,18 +58,6 @@ class _Elaunch(_Commands):
 
 
 class _Submit(_Commands):
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        known = [*self.places, "kubernetes"]
-        if ctx.resilient_parsing or (args and args[0] in (*known, *HELP.opts)):
-            return super().parse_args(ctx, ["k8s" if word == "kubernetes" else word for word in args[:1]] + args[1:])
-        way_out = "use elaunch submit slurm or elaunch submit k8s"
-        if not args:
-            raise UsageError(f"submit needs the name of a scheduler; {way_out}")
-        near = nearest(args[0], known)
-        raise UsageError(
-            f"submit {args[0]}: elaunch does not know that scheduler; {f'did you mean {near}?' if near else way_out}"
-        )
-
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         formatter.write(
             "Usage: elaunch submit slurm [options] [elaunch options] train.py args…\n"

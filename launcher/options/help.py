@@ -78,7 +78,7 @@ def help_text() -> str:
     """Groups in order, one line for each option, then the settings that have an effect."""
     parts = [_HEAD]
     for group in Group:
-        lines = [_line(option) for option in TABLE if option.group is group and not option.hidden]
+        lines = [_line(option) for option in TABLE if option.group is group]
         parts.append("\n".join([f"{group.value}:", *lines, ""]))
     settings = [f"  {', '.join(each.names):<{_COLUMN}} {each.help}" for each in SETTINGS if not each.no_effect]
     parts.append("\n".join(["Settings of --rdzv-conf, for several nodes:", *settings, ""]))
@@ -100,7 +100,7 @@ def markdown() -> str:
             "",
             *_COLUMNS,
         ]
-        rows += [_row(option) for option in TABLE if option.group is group and not option.hidden]
+        rows += [_row(option) for option in TABLE if option.group is group]
     rows += ["", _SETTINGS_HEAD, "", "| key | meaning | torchrun |", "|---|---|---|"]
     rows += [_setting_row(setting) for setting in SETTINGS]
     return "\n".join(rows) + "\n"

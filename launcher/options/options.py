@@ -16,14 +16,14 @@ from click.shell_completion import CompletionItem
 from elaunch.agent.config import LogFormat, NumaBinding, OnHang, StreamChoice
 from elaunch.launcher.errors import UsageError as UsageError
 from elaunch.launcher.options import job_file
-from elaunch.launcher.options.command_line import Command, Given, Option, Reading, typed_words
+from elaunch.launcher.options.command_line import Command, Given, Option, Reading
 from elaunch.launcher.options.command_line import Source as Source
-from elaunch.launcher.options.endpoints import Address
 from elaunch.launcher.options.help import help_text
 from elaunch.launcher.options.job_file import JobFile
 from elaunch.launcher.options.table import TABLE
+from elaunch.launcher.options.values import Address
 from elaunch.rendezvous.job_spec import ProgramKind
-from elaunch.rendezvous.rules.roles import counts_in
+from elaunch.rendezvous.rules.assign_ranks import counts_in
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Options:
     """A checked command line. The fields are the options' names in the table; `given` says which were asked for.
 
     `run_id` None asks for a fresh one, `nproc_per_node` None for one worker per GPU. `master_port` is the first and the
-    last port of a range, None or 0 any free one. `roles` are this node's workers by role, as text; empty for one role.
+    last port of a range, None or 0 any free one.
     `log_dir` is as typed: relative to where the command was started. `typed` are the options of the command line as
     text, and `program` its other words; `exported` are the options that variables decide, as text.
     """
@@ -74,7 +74,6 @@ class Options:
     numa_binding: NumaBinding | None
     virtual_local_rank: bool
     role: str
-    roles: str
     run_id: str | None
     standalone: bool
     rdzv_endpoint: tuple[Address, ...]
@@ -98,7 +97,7 @@ class Options:
 
 
 _OPTIONS = {option.name: option for option in TABLE}
-_VALUED = tuple(name for name, option in _OPTIONS.items() if option.expose_value and not option.hidden)
+_VALUED = tuple(name for name, option in _OPTIONS.items() if option.expose_value)
 
 
 class JobCommand(Command):
@@ -136,12 +135,16 @@ def options_of(ctx: click.Context, program: tuple[str, ...] = ()) -> Options:
     """The options in the context of a JobCommand, with `program` if the user has named none. Raises UsageError."""
     items = {name: given for name, given in ctx.obj.given.items() if name in _OPTIONS}
     fields: dict[str, Any] = {name: ctx.params[name] for name in _VALUED}
-    _settle_hangs(fields, ctx.params["hang_after"], items)
+    _settle_hangs(fields, items)
     lost = _settle(fields, items)
     typed = ctx.params["program"]
     kind, target, args = _program(fields, typed or program, ctx.obj.job_file or JobFile({}))
     by_source = {source: {name: each.raw for name, each in items.items() if each.source is source} for source in Source}
-    options = Options(
+    # If nodes agree on ranks in the rendezvous, torchrun ignores --node-rank. With one node the rank is always checked.
+    nodes = fields["nnodes"][1]
+    if (fields["rdzv_backend"] == "static" or nodes == 1) and fields["node_rank"] >= nodes:
+        raise UsageError(f"{items['node_rank'].words} is out of range: the nodes' ranks are 0 to {nodes - 1}")
+    return Options(
         kind=kind,
         target=target,
         args=args,
@@ -151,8 +154,6 @@ def options_of(ctx: click.Context, program: tuple[str, ...] = ()) -> Options:
         exported={name: raw for name, raw in by_source[Source.ENVIRONMENT].items() if name not in lost},
         **fields,
     )
-    _check_size(options, items)
-    return options
 
 
 # Its work is the options: `launcher.cli` runs the job.
@@ -164,17 +165,20 @@ def typed_job(ctx: click.Context) -> tuple[dict[str, str], tuple[str, ...]]:
     if not ctx.params["program"]:
         raise UsageError("no program to run; add train.py and its arguments at the end")
     given = {name: each for name, each in ctx.obj.given.items() if name in _OPTIONS}
-    return (
-        {name: each.raw for name, each in given.items() if each.source is Source.COMMAND_LINE},
-        ctx.params["program"],
-    )
+    typed = {name: each.raw for name, each in given.items() if each.source is Source.COMMAND_LINE}
+    return typed, ctx.params["program"]
 
 
 def words_of(typed: Mapping[str, str], program: Sequence[str]) -> list[str]:
     """The command line of a job that has these options and this program."""
+    words: list[str] = []
+    for name, value in typed.items():
+        option = _OPTIONS[name]
+        joined = f"--{option.long}" if option.is_flag else f"--{option.long}={value}"
+        words += [joined] if option.is_flag or value.startswith("-") else [f"--{option.long}", value]
     # A program whose name begins with a dash must come after `--`.
     end = ["--"] if program and program[0].startswith("-") and program[0] != "-" else []
-    return [*typed_words(_OPTIONS, typed.items()), *end, *program]
+    return [*words, *end, *program]
 
 
 # Pairs of which only one can be meant.
@@ -185,18 +189,14 @@ _EXCLUSIVE = (
     ("preload", "no_preload", "drop one of them"),
     ("preload_only", "no_preload", "drop one of them"),
     ("preload", "preload_only", "name all modules in the one that is meant, and drop the other"),
-    ("role", "roles", "all workers of this node have the one, or some have each of the others; drop one of them"),
-    ("nproc_per_node", "roles", "the numbers of the roles make the number of workers; drop one of them"),
 )
 
 
-def _settle_hangs(fields: dict[str, Any], after_s: float | None, items: Mapping[str, Given]) -> None:
+def _settle_hangs(fields: dict[str, Any], items: Mapping[str, Given]) -> None:
     """A limit that is given means that a hang is ended, unless the user says what to do; 0 is no limit."""
-    if "hang_timeout" not in items:
-        fields["hang_timeout"] = after_s or fields["hang_timeout"]
-    elif not fields["hang_timeout"]:
+    if not fields["hang_timeout"]:
         fields["on_hang"] = OnHang.OFF
-    elif "on_hang" not in items:
+    elif "hang_timeout" in items and "on_hang" not in items:
         fields["on_hang"] = OnHang.RESTART
 
 
@@ -210,8 +210,6 @@ def _settle(fields: dict[str, Any], items: Mapping[str, Given]) -> set[str]:
     if fields["standalone"] and fields["nnodes"][0] == 1:
         # The range allows one node, and no other can come.
         fields["nnodes"] = (1, 1)
-    if fields["nproc_per_node"] == _workers_of(fields["roles"]):
-        fields["nproc_per_node"] = None
     for first, second, way_out in _EXCLUSIVE:
         if fields[first] == defaults[first] or fields[second] == defaults[second]:
             continue
@@ -222,26 +220,22 @@ def _settle(fields: dict[str, Any], items: Mapping[str, Given]) -> set[str]:
         lost.add(loser)
     if fields["standalone"]:
         fields["run_id"] = None
-    if fields["roles"]:
-        fields["nproc_per_node"] = _workers_of(fields["roles"])
+    if workers := sum(counts_in(fields["role"]).values()):
+        asked = items.get("nproc_per_node")
+        if asked and asked.source >= items["role"].source and fields["nproc_per_node"] != workers:
+            raise UsageError(f"{asked.words} contradicts {items['role'].words}, which is {workers} workers; drop one")
+        fields["nproc_per_node"] = workers
     return lost
-
-
-def _workers_of(roles: str) -> int:
-    return sum(counts_in(roles).values())
 
 
 def _program(
     fields: Mapping[str, Any], program: tuple[str, ...], job_file: JobFile
 ) -> tuple[ProgramKind, str, tuple[str, ...]]:
-    in_file, path = job_file.module or job_file.script, fields["config"]
+    in_file = job_file.module or job_file.script
     if not program and in_file is None:
-        what = "module" if fields["module"] else "command" if fields["no_python"] else "script"
-        raise UsageError(f"no {what} to run; use elaunch [options] script.py args…, or see elaunch --help")
-    if not program and fields["module"] and job_file.script:
-        raise UsageError(f"-m asks for a module and {path} names a script ({in_file}); write module: in the file")
-    if not program and fields["no_python"] and job_file.module:
-        raise UsageError(f"--no-python asks for a command and {path} names a module ({in_file}); write script: there")
+        raise UsageError("no program to run; use elaunch [options] script.py args…, or see elaunch --help")
+    if not program and ((fields["module"] and job_file.script) or (fields["no_python"] and job_file.module)):
+        raise UsageError(f"-m or --no-python contradicts {fields['config']}, whose program is {in_file}; drop it")
     target, *args = program or (str(in_file), *job_file.args)
     is_module = fields["module"] or (not program and job_file.module is not None)
     # In torchrun too --run-path comes before the others.
@@ -250,13 +244,3 @@ def _program(
     if fields["no_python"]:
         return ProgramKind.COMMAND, target, tuple(args)
     return (ProgramKind.MODULE if is_module else ProgramKind.SCRIPT), target, tuple(args)
-
-
-def _check_size(options: Options, items: Mapping[str, Given]) -> None:
-    nodes = options.nnodes[1]
-    # If nodes agree on ranks in the rendezvous, torchrun ignores --node-rank. With one node the rank is always checked.
-    is_static = options.rdzv_backend == "static" or nodes == 1
-    if not is_static or options.node_rank < nodes:
-        return
-    there = "a job of one node has node rank 0 only" if nodes == 1 else f"the nodes' ranks are 0 to {nodes - 1}"
-    raise UsageError(f"{items['node_rank'].words} is out of range: {there}")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 from elaunch.launcher.errors import UsageError, nearest
 from elaunch.launcher.options import values
@@ -36,23 +37,23 @@ def _attempts(raw: values.Raw) -> int:
     return values.whole(raw, low=1)
 
 
+def _switch(raw: values.Raw) -> bool:
+    """As torch reads it: also t, y, f and n."""
+    word = values.text(raw).lower()
+    return values.switch({"t": "1", "y": "1", "f": "0", "n": "0"}.get(word, word))
+
+
 def _prefix(raw: values.Raw) -> str:
     """Normalises a prefix to the form `/teams/vision/`, so that all nodes of a job use the same keys."""
     word = values.text(raw)
-    if not word.isprintable():
-        raise ValueError(f"holds a character that cannot be printed; {_PREFIX_HOW}")
     names = [name for name in word.split("/") if name]
-    if not names:
-        raise ValueError(f"names no prefix; {_PREFIX_HOW}")
-    if {".", ".."} & set(names):
-        raise ValueError(f"has . or .. between its slashes, and etcd has no folders; {_PREFIX_HOW}")
     prefix = f"/{'/'.join(names)}/"
-    if len(prefix.encode()) > _PREFIX_BYTES_MAX:
-        raise ValueError(f"is longer than {_PREFIX_BYTES_MAX} bytes, and is part of each key of the job; shorten it")
+    is_long = len(prefix.encode(errors="replace")) > _PREFIX_BYTES_MAX
+    if not names or {".", ".."} & set(names) or not word.isprintable() or is_long:
+        raise ValueError(f"is no prefix of keys; give one like /teams/vision/, of at most {_PREFIX_BYTES_MAX} bytes")
     return prefix
 
 
-_PREFIX_HOW = "give one like /teams/vision/"
 _PREFIX_BYTES_MAX = 255
 
 _OURS = "not in torchrun"
@@ -82,7 +83,7 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         "is_host", "1: serve the store if none listens; 0: do not [by address]",
-        values.switch, differs="c10d only",
+        _switch, differs="c10d only",
     ),
     Setting("transport", "gateway (JSON over HTTP) or grpc [gateway]", values.one_of("gateway", "grpc"), differs=_OURS),
     Setting("protocol", "http or https, if the endpoint has neither", values.one_of("http", "https")),
@@ -117,18 +118,13 @@ _SECRETS = {
     "password": "put it in a file and give password_file, or set ETCDCTL_PASSWORD",
     "token": "put it in a file and give --token-file, or set ELAUNCH_TOKEN",
 }
-_SWITCHES = {"t": "1", "y": "1", "f": "0", "n": "0"}
-
 # torchrun's c10d backend: a node is dead after 3 missed heartbeats, one every 5 s.
 _INTERVAL_S, _ATTEMPTS = 5.0, 3
 
 
 @dataclass(frozen=True)
 class Conf:
-    """The settings in --rdzv-conf; None if not given. `ignored` are keys without effect, with reasons.
-
-    `notes` say which of two different values of one setting counts.
-    """
+    """The settings in --rdzv-conf; None if not given. `ignored` are keys without effect, with reasons."""
 
     join_timeout_s: float | None = None
     last_call_s: float | None = None
@@ -146,7 +142,6 @@ class Conf:
     password_file: str | None = None
     prefix: str = PREFIX
     ignored: tuple[tuple[str, str], ...] = ()
-    notes: tuple[str, ...] = ()
 
 
 def understand(conf: Mapping[str, str]) -> Conf:
@@ -154,26 +149,35 @@ def understand(conf: Mapping[str, str]) -> Conf:
 
     Raises UsageError for an unknown key and for a wrong value.
     """
-    found: dict[str, str] = {}
+    found: dict[str, Any] = {}
     ignored: list[tuple[str, str]] = []
-    notes: list[str] = []
-    checked: dict[str, object] = {}
     for key, value in conf.items():
         setting = _setting(key)
         if setting.no_effect:
             ignored.append((f"--rdzv-conf {key}", setting.no_effect))
-        raw = _SWITCHES.get(value.lower(), value) if setting.convert is values.switch else value
         try:
-            converted = setting.convert(raw)
+            found[setting.name] = setting.convert(value)
         except ValueError as error:
             shown = value if value.isprintable() else ascii(value)
             raise UsageError(f"--rdzv-conf {key}={shown} {error}") from None
-        before = found.get(setting.name)
-        if before and checked[setting.name] != converted:
-            notes.append(f"--rdzv-conf has {before} and {key}={value}, two names of one setting; the later counts")
-        found[setting.name] = f"{key}={value}"
-        checked[setting.name] = converted
-    return replace(_conf(checked, found, tuple(ignored)), notes=tuple(notes))
+    return Conf(
+        join_timeout_s=found.get("join_timeout"),
+        last_call_s=found.get("last_call_timeout"),
+        lease_ttl_s=_lease_ttl(found),
+        keepalive_s=found.get("keep_alive_interval"),
+        store_timeout_s=found.get("store_timeout"),
+        keys_ttl_s=found.get("keys_ttl"),
+        is_host=found.get("is_host"),
+        transport=Transport(found.get("transport", "gateway")),
+        protocol=found.get("protocol"),
+        ca=found.get("cacert") or None,
+        certificate=found.get("cert") or None,
+        key=found.get("key") or None,
+        user=found.get("user"),
+        password_file=found.get("password_file") or None,
+        prefix=found.get("etcd_prefix", PREFIX),
+        ignored=tuple(ignored),
+    )
 
 
 def _setting(key: str) -> Setting:
@@ -186,47 +190,14 @@ def _setting(key: str) -> Setting:
     raise UsageError(f"--rdzv-conf {key} is no setting of the rendezvous; {hint}")
 
 
-def _conf(checked: Mapping[str, object], words: Mapping[str, str], ignored: tuple[tuple[str, str], ...]) -> Conf:
-    def number(name: str) -> float | None:
-        value = checked.get(name)
-        return float(value) if isinstance(value, int | float) else None
-
-    def word(name: str) -> str | None:
-        value = checked.get(name)
-        return value if isinstance(value, str) else None
-
-    beats = [name for name in ("keep_alive_interval", "keep_alive_max_attempt") if name in checked]
-    interval_s, attempts = number("keep_alive_interval"), number("keep_alive_max_attempt")
-    ttl_s = number("lease_ttl")
-    if beats:
-        beats_s = (_INTERVAL_S if interval_s is None else interval_s) * (attempts or _ATTEMPTS)
-        if ttl_s not in (None, beats_s):
-            raise UsageError(
-                f"--rdzv-conf {words[beats[0]]} contradicts {words['lease_ttl']}: both say when a node is lost;"
-                " drop one of them"
-            )
-        ttl_s = beats_s
-        if ttl_s > values.SECONDS_MAX:
-            raise UsageError(
-                f"--rdzv-conf {words[beats[0]]} means that a node is lost only after {ttl_s:.0f} seconds; give less"
-            )
-    is_host = checked.get("is_host")
-    return Conf(
-        join_timeout_s=number("join_timeout"),
-        last_call_s=number("last_call_timeout"),
-        # Rounded up: a node must not be lost earlier than the user asked for.
-        lease_ttl_s=None if ttl_s is None else math.ceil(ttl_s),
-        keepalive_s=interval_s,
-        store_timeout_s=number("store_timeout"),
-        keys_ttl_s=number("keys_ttl"),
-        is_host=is_host if isinstance(is_host, bool) else None,
-        transport=Transport(word("transport") or "gateway"),
-        protocol=word("protocol"),
-        ca=word("cacert"),
-        certificate=word("cert"),
-        key=word("key"),
-        user=word("user"),
-        password_file=word("password_file"),
-        prefix=word("etcd_prefix") or PREFIX,
-        ignored=ignored,
-    )
+def _lease_ttl(found: Mapping[str, Any]) -> int | None:
+    """The seconds until a node is lost: as given, else those of torchrun's two settings."""
+    if "lease_ttl" in found:
+        return int(found["lease_ttl"])
+    if not {"keep_alive_interval", "keep_alive_max_attempt"} & found.keys():
+        return None
+    ttl_s: float = found.get("keep_alive_interval", _INTERVAL_S) * found.get("keep_alive_max_attempt", _ATTEMPTS)
+    if ttl_s > values.SECONDS_MAX:
+        raise UsageError(f"--rdzv-conf keep_alive_interval means a node is lost after {ttl_s:.0f} seconds; give less")
+    # Rounded up: a node must not be lost earlier than the user asked for.
+    return math.ceil(ttl_s)

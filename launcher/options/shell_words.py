@@ -7,8 +7,6 @@ import re
 import shlex
 from collections.abc import Iterable
 
-_ESCAPES = {b"\n": "\\n", b"\r": "\\r", b"\t": "\\t", b"'": "\\'", b"\\": "\\\\"}
-
 
 def quoted(word: str) -> str:
     """`word` as one word of bash, on one line.
@@ -18,14 +16,10 @@ def quoted(word: str) -> str:
     """
     if word.isprintable():
         return shlex.quote(word)
-    pieces = []
-    for character in word:
-        if character.isprintable() and character not in "'\\":
-            pieces.append(character)
-        else:
-            for byte in os.fsencode(character):
-                raw = bytes([byte])
-                pieces.append(_ESCAPES.get(raw) or (chr(byte) if 0x20 <= byte < 0x7F else f"\\x{byte:02x}"))
+    pieces = (
+        each if each.isprintable() and each not in "'\\" else "".join(f"\\x{byte:02x}" for byte in os.fsencode(each))
+        for each in word
+    )
     return f"$'{''.join(pieces)}'"
 
 

@@ -10,10 +10,8 @@ from elaunch import __version__
 from elaunch.agent.config import LogFormat, OnHang, StreamChoice
 from elaunch.launcher.options import values
 from elaunch.launcher.options.command_line import Command, Group, HelpRequested, Option
-from elaunch.launcher.options.endpoints import endpoints
-from elaunch.launcher.options.signal_names import signal_names
 from elaunch.launcher.schedulers.detect import SCHEDULERS
-from elaunch.rendezvous.limits import HOST_BYTES_MAX, ROLE_BYTES_MAX, RUN_ID_BYTES_MAX
+from elaunch.rendezvous.codec import HOST_BYTES_MAX, ROLE_BYTES_MAX, RUN_ID_BYTES_MAX
 
 
 def _switch(name: str, group: Group, help: str, **more: Any) -> Option:
@@ -41,10 +39,6 @@ def _job_file(ctx: click.Context, _: click.Parameter, path: str | None) -> str |
         ctx.obj.job_file = found
         ctx.default_map = {**found.options, **(ctx.default_map or {})}
     return path
-
-
-def _scheduler(raw: values.Raw) -> object:
-    return values.one_of("auto", "none", *SCHEDULERS)(raw)
 
 
 _SIZE = (
@@ -95,13 +89,11 @@ _RESTARTS = (
         default_text="warn",
     ),
     Option(
-        "on-hang", Group.RESTARTS, "ACTION", "at a hang: warn, restart, off", values.on_hang,
+        "on-hang", Group.RESTARTS, "ACTION", "at a hang: warn, restart", values.on_hang,
         default=OnHang.WARN, default_text="warn; with a limit restart",
     ),
-    # As it was called before --hang-timeout was the limit of both ways to see a hang. It does not mean a restart.
-    Option("hang-after", Group.RESTARTS, "SECONDS", "the old name of the limit", values.positive_seconds, hidden=True),
     Option(
-        "signals-to-handle", Group.RESTARTS, "NAMES", "signals that stop the job", signal_names,
+        "signals-to-handle", Group.RESTARTS, "NAMES", "signals that stop the job", values.signal_names,
         default=("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"),
         default_text="TERM, INT, HUP, QUIT, USR1, USR2",
         peer="signals-to-handle", differs="ends at USR1 and USR2 without ending the workers; ignores unknown names",
@@ -172,17 +164,11 @@ _WORKERS = (
         "virtual-local-rank", Group.WORKERS, "each worker sees LOCAL_RANK 0 and one GPU", peer="virtual-local-rank"
     ),
     Option(
-        "role", Group.WORKERS, "NAME", "the workers' ROLE_NAME, and prefix of their lines",
+        "role", Group.WORKERS, "NAME[=N,…]", "the workers' ROLE_NAME; ps=1,trainer=3: several",
         values.role(ROLE_BYTES_MAX), default="default", default_text="default", peer="role",
-        differs="takes a name like ps=1 too",
-    ),
-    Option(
-        "roles", Group.WORKERS, "NAME=N,…", "roles on this node, N workers each, in this order",
-        values.roles(ROLE_BYTES_MAX), default="", default_text="none",
+        differs="takes ps=1 as a name",
     ),
 )  # fmt: skip
-
-_BACKENDS = ("static", "c10d", "etcd", "etcd-v2")
 
 _RENDEZVOUS = (
     Option(
@@ -195,13 +181,13 @@ _RENDEZVOUS = (
         differs="with --nnodes 2 it waits for another node, which cannot come",
     ),
     Option(
-        "rdzv-endpoint", Group.RENDEZVOUS, "HOST:PORT", "where the nodes meet: one of them, or an etcd", endpoints,
-        default=(), default_text="none", peer="rdzv-endpoint",
+        "rdzv-endpoint", Group.RENDEZVOUS, "HOST:PORT", "where the nodes meet: one of them, or an etcd",
+        values.endpoints, default=(), default_text="none", peer="rdzv-endpoint",
         differs="one only; with static it is MASTER_ADDR:MASTER_PORT, here too, and the store is one port on",
     ),
     Option(
         "rdzv-backend", Group.RENDEZVOUS, "NAME", "kind of meeting: c10d, etcd, etcd-v2, static",
-        values.one_of(*_BACKENDS),
+        values.one_of("static", "c10d", "etcd", "etcd-v2"),
         default="static", default_text="what listens", peer="rdzv-backend",
         differs="default static; its c10d is no etcd, its etcd speaks v2 only",
     ),
@@ -216,7 +202,7 @@ _RENDEZVOUS = (
     ),
     Option(
         "scheduler", Group.RENDEZVOUS, "NAME", "scheduler that fills in the rest: auto, none, a name",
-        _scheduler, default="auto", default_text="auto",
+        values.one_of("auto", "none", *SCHEDULERS), default="auto", default_text="auto",
     ),
     Option(
         "token-file", Group.RENDEZVOUS, "FILE", "file with the job's secret",
@@ -247,33 +233,20 @@ _TEXT: dict[str, Any] = {"is_eager": True, "expose_value": False}
 HELP = _switch("help", Group.OTHER, "show this text", short="h", peer="help", callback=_help, **_TEXT)
 _OTHER = (
     Option(
-        "on-event",
-        Group.OTHER,
-        "COMMAND",
-        "run at failure, hang, restart, end; JSON on stdin",
-        values.command,
+        "on-event", Group.OTHER, "COMMAND", "run at failure, hang, restart, end; JSON on stdin", values.command,
         default_text="none",
     ),
     Option(
-        "metrics-port",
-        Group.OTHER,
-        "[HOST:]PORT",
-        "serve this node's Prometheus metrics",
-        values.listen_address,
+        "metrics-port", Group.OTHER, "[HOST:]PORT", "serve this node's Prometheus metrics", values.listen_address,
         default_text="none",
     ),
     Option(
-        "config",
-        Group.OTHER,
-        "FILE",
-        "YAML file of options, script or module, args",
-        default_text="none",
-        is_eager=True,
-        callback=_job_file,
+        "config", Group.OTHER, "FILE", "YAML file of options, script or module, args",
+        default_text="none", is_eager=True, callback=_job_file,
     ),
     HELP,
     _switch("version", Group.OTHER, "show the version", callback=_version, **_TEXT),
-)
+)  # fmt: skip
 
 _ACCEPTED = (
     _switch("run-path", Group.ACCEPTED, "scripts always run like this",

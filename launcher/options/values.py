@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 import re
 import shlex
+import signal
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from elaunch.agent.config import LogFormat, NumaBinding, OnHang, StreamChoice, Streams
-from elaunch.rendezvous.job_spec import SLOTS_MAX
-from elaunch.rendezvous.rules.roles import counts_in
+from elaunch.rendezvous.rules.assign_ranks import counts_in
+from elaunch.rendezvous.types import SLOTS_MAX
 
 Raw = str | list[str] | dict[str, str]
 Convert = Callable[[Raw], object]
@@ -26,6 +28,11 @@ WORKERS_MAX = SLOTS_MAX
 # Thirty years. All clocks and timers can count this far.
 SECONDS_MAX = 1e9
 _DIGITS_MAX = 18
+_NOBODYS = ("SIGKILL", "SIGSTOP")
+_USUAL = "the usual ones are SIGTERM, SIGINT, SIGHUP, SIGQUIT, SIGUSR1 and SIGUSR2"
+# Variables with the store's address. The first one that is set wins.
+PLACES = ("ELAUNCH_ENDPOINT", "ETCDCTL_ENDPOINTS")
+_ENDPOINT_HOW = "use HOST:PORT, [IPV6]:PORT or https://HOST:PORT, several separated by commas"
 # How long --warm keeps a fork server that no job uses, in minutes.
 WARM_MIN = 15.0
 
@@ -52,26 +59,12 @@ def name(bytes_max: int) -> Convert:
 
 
 def role(bytes_max: int) -> Convert:
-    """A converter for the role of all workers of a node. Numbers of workers are refused: `--roles` takes them."""
-    named = name(bytes_max)
-
-    def convert(raw: Raw) -> object:
-        if isinstance(raw, str) and counts_in(raw.strip()):
-            raise ValueError(f"reads as numbers of workers; use --roles {raw.strip()}, or a name without =")
-        return named(raw)
-
-    return convert
-
-
-def roles(bytes_max: int) -> Convert:
-    """A converter for `NAME=N,NAME=N`, which stays a text in this form; empty is none."""
+    """A converter for `NAME`, the role of all workers of a node, or `NAME=N,NAME=N` for several; stays text."""
     named = name(bytes_max)
 
     def convert(raw: Raw) -> str:
         word = named(",".join(f"{key}={number}" for key, number in raw.items()) if isinstance(raw, dict) else raw)
-        word = ",".join(item.strip() for item in str(word).split(",") if item.strip())
-        if word and not counts_in(word):
-            raise ValueError("does not say how many workers each role has; use NAME=N,NAME=N as in ps=1,trainer=3")
+        word = ",".join(names(str(word)))
         if sum(counts_in(word).values()) > WORKERS_MAX:
             raise ValueError(f"is more workers than {WORKERS_MAX}; give fewer")
         return word
@@ -120,28 +113,22 @@ def listen_address(raw: Raw) -> tuple[str, int]:
     return host.strip("[]") or "127.0.0.1", whole(port, high=PORT_MAX)
 
 
-def _number(raw: Raw) -> float:
+def seconds(raw: Raw) -> float:
     try:
         number = float(text(raw))
     except ValueError:
-        raise ValueError("is not a number of seconds; give 0 or more") from None
+        number = math.nan
     if not math.isfinite(number):
         raise ValueError("is not a number of seconds; give 0 or more")
+    if number < 0:
+        raise ValueError("is negative; give 0 or more seconds")
     if number > SECONDS_MAX:
         raise ValueError(f"is longer than {SECONDS_MAX:.0f} seconds; give less")
     return number
 
 
-def seconds(raw: Raw) -> float:
-    number = _number(raw)
-    if number < 0:
-        raise ValueError("is negative; give 0 or more seconds")
-    return number
-
-
 def positive_seconds(raw: Raw) -> float:
-    number = _number(raw)
-    if number <= 0:
+    if (number := seconds(raw)) == 0:
         raise ValueError("is not a length of time; give more than 0 seconds")
     return number
 
@@ -210,7 +197,7 @@ def one_of(*words: str) -> OneOf:
     return OneOf(words)
 
 
-on_hang = OneOf((each.value for each in OnHang), OnHang)
+on_hang = OneOf((OnHang.WARN.value, OnHang.RESTART.value), OnHang)
 numa_binding = OneOf((each.value for each in NumaBinding), NumaBinding)
 log_format = OneOf((each.value for each in LogFormat), LogFormat)
 
@@ -283,3 +270,51 @@ def key_values(raw: Raw) -> Mapping[str, str]:
     if not all(key.strip() and value.strip() for key, _, value in pairs):
         raise ValueError("is not a list of settings; use KEY=VALUE,KEY=VALUE")
     return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def signal_names(raw: Raw) -> tuple[str, ...]:
+    """A comma list of names of signals that a process can handle."""
+    listed = names(raw)
+    # `__members__` also has the second names of signals, for example SIGCLD.
+    if unknown := [each for each in listed if each not in signal.Signals.__members__ or each in _NOBODYS]:
+        raise ValueError(f"names {unknown[0]}, which is no signal that a process can handle; {_USUAL}")
+    return listed
+
+
+@dataclass(frozen=True)
+class Address:
+    """An endpoint as it is typed: `host0`, `[::1]:2379`, `https://a:2379`.
+
+    `scheme` is http, https or empty, `port` None if it was left out. `host` has no brackets.
+    """
+
+    scheme: str
+    host: str
+    port: int | None
+
+    def __str__(self) -> str:
+        scheme = f"{self.scheme}://" if self.scheme else ""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{scheme}{host}" if self.port is None else f"{scheme}{host}:{self.port}"
+
+
+def endpoints(raw: Raw) -> tuple[Address, ...]:
+    """A comma list of endpoints; an empty list has none."""
+    return tuple(map(_address, names(raw)))
+
+
+def _address(word: str) -> Address:
+    scheme, _, rest = word.rpartition("://")
+    if scheme not in ("", "http", "https"):
+        raise ValueError(f"has the scheme {scheme}, and elaunch knows only http and https; {_ENDPOINT_HOW}")
+    rest = rest.removesuffix("/")
+    # An IPv6 address without brackets has no port. It has "::" in it, or seven colons.
+    if re.fullmatch(r"(?=.*::|(?:[^:]*:){7})[0-9A-Fa-f:.]+(%[\w.-]+)?", rest):
+        return Address(scheme, rest, None)
+    found = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+(?:%[\w.-]+)?)\]|([\w.-]+))(?::([0-9]{1,5}))?", rest)
+    if not found:
+        raise ValueError(f"is no endpoint; {_ENDPOINT_HOW}")
+    port = int(found[3]) if found[3] else None
+    if port is not None and port > PORT_MAX:
+        raise ValueError(f"has the port {port}, and the last port is {PORT_MAX}")
+    return Address(scheme, found[1] or found[2], port)

@@ -26,7 +26,6 @@ from elaunch.launcher.preflight import check_program
 from elaunch.launcher.rehearse import compare
 from elaunch.rendezvous.job_spec import ProgramKind
 
-_STEPS_MIN = 4
 # Between looks at the output; the longest end of a killed agent's ranks.
 _LOOK_S, _END_S = 0.05, 30.0
 
@@ -78,10 +77,6 @@ def _main(ctx: click.Context) -> int:
         return 130
 
 
-def _steps(raw: Raw) -> int:
-    return whole(raw, low=_STEPS_MIN)
-
-
 def _link(raw: Raw) -> Path:
     path = Path(str(raw)).absolute()
     if not path.exists():
@@ -93,14 +88,8 @@ COMMAND = JobCommand(
     "rehearse",
     _main,
     [
-        own("steps", "N", "end each run after this step of a Keeper [40]", _steps, default=40),
-        own(
-            "link",
-            "PATH",
-            "a link to this file or folder is in the run's folder, for a script that reads it there",
-            _link,
-            multiple=True,
-        ),
+        own("steps", "N", "end each run after this step of a Keeper [40]", partial(whole, low=4), default=40),
+        own("link", "PATH", "a link to this file or folder is in the run's folder", _link, multiple=True),
     ],
     usage=["[--steps N] [--link PATH] [options of a job] script.py args…"],
     about="""\
@@ -136,43 +125,47 @@ def _rehearse(run: Callable[[Moment], Run]) -> int:
     """Do all runs and print the comparison. Returns the exit code."""
     alone = run(Moment("left alone"))
     again = alone if alone.code else run(Moment("left alone, once more"))
-    records, lines = alone.records, compare.stable(alone.lines, again.lines)
-    right = compare.alike(records, again.records)
+    lines = compare.stable(alone.lines, again.lines)
     if refusal := _refusal(alone, again, lines):
         print(refusal)
         return 1
+    right, warned = compare.alike(alone.records, again.records), dict[str, None]()
     table, bad, reasons = [("failure", "result", "repeated", "lost")], [], dict[str, None]()
     for moment in _moments(alone):
         its = run(moment)
-        what, reason = compare.difference(right, its.records)
-        count = compare.repeated(its.records)
-        if not records:
-            missing, count = compare.missing(lines, its.lines), compare.printed_again(alone.lines, its.lines)
-            what = f"{len(missing)} lines are missing, the first is: {missing[0]}" if missing else ""
-            reason = "its checkpoint lacks something (optimizer, scheduler, random states, position in the data)"
-        result = "DIFFERS" if what else "equal"
+        warned |= dict.fromkeys(text for records in its.records.values() for each in records for text in each["warned"])
         if its.code:
             result, what, reason = "FAILED", f"exit code {its.code}\n{its.tail}", ""
         elif not its.has_restarted:
             result, what, reason = "none", "the script ended before the failure came", ""
+        else:
+            what, reason = _difference(right, lines, its)
+            result = "DIFFERS" if what else "equal"
+        count = compare.repeated(its.records) if right else max(0, len(its.lines) - len(alone.lines))
         lost_s = max(0, its.seconds - min(alone.seconds, again.seconds))
-        cost = f"{count} {'step' if records else 'line'}{'s' * (count != 1)}"
-        table.append((moment.text, result, cost, f"{lost_s:.1f} s"))
+        table.append((moment.text, result, f"{count} {'steps' if right else 'lines'}", f"{lost_s:.1f} s"))
         bad += [f"{moment.text}: {what}"] if what else []
-        reasons |= {f"likely reason: {reason}": None} if what and reason else {}
+        reasons |= {f"likely reason: {reason}": None} if reason else {}
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     print("\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in table))
-    compared = f"{len(lines)} lines of output, but for words that differ in two quiet runs. No Keeper was entered"
-    if records:
-        last = next(iter(records.values()))[-1]
-        count, steps = len([name for name in last["facts"] if name[0] != compare.OWN]), last["step"] - 1
-        compared = f"bit for bit, {steps} steps of {alone.world_size} rank{'s' * (alone.world_size > 1)}: losses, "
-        compared += f"inputs of the model, evaluations, {count} values of state, the script's own tensors at the end"
-    said = dict.fromkeys(text for its in records.values() for each in its for text in each["warned"])
-    warned = [f"the Keeper's warning: {text}" for text in said]
-    print("\n".join([f"compared: {compared}", *bad, *warned, *reasons]))
+    steps = max(compare.steps_done(alone.records, name) for name, _ in alone.records) if right else 0
+    ranks = f"{alone.world_size} rank{'s' * (alone.world_size > 1)}"
+    compared = f"bit for bit, {steps} steps of {ranks}: losses, inputs, evaluations, state, the script's own tensors"
+    if not right:
+        compared = f"{len(lines)} lines of output, but for words that differ in two quiet runs. No Keeper was entered"
+    print("\n".join([f"compared: {compared}", *bad, *(f"the Keeper's warning: {text}" for text in warned), *reasons]))
     print("a failure changes the result" if bad else "equal: no failure has changed what was compared")
     return 1 if bad else 0
+
+
+def _difference(right: compare.Values, lines: Sequence[str], its: Run) -> tuple[str, str]:
+    """In what a run differs from those without a failure, and the likely reason; empty if in nothing."""
+    if right:
+        return compare.difference(right, its.records)
+    if missing := compare.missing(lines, its.lines):
+        reason = "its checkpoint lacks something (optimizer, scheduler, random states, position in the data)"
+        return f"{len(missing)} lines are missing, the first is: {missing[0]}", reason
+    return "", ""
 
 
 def _refusal(alone: Run, again: Run, lines: Sequence[str]) -> str:
@@ -191,9 +184,9 @@ def _refusal(alone: Run, again: Run, lines: Sequence[str]) -> str:
 
 def _moments(alone: Run) -> list[Moment]:
     """The failures to come, each at another place of the run."""
-    records = alone.records
+    records, last = alone.records, alone.world_size - 1
     if not records:
-        lines, last = max(1, len(alone.lines) // 2), alone.world_size - 1
+        lines = max(1, len(alone.lines) // 2)
         where = f"after line {lines} of the output"
         killed = Moment(f"rank {last}, {where}", (last,), lines=lines)
         return [killed, Moment(f"the agent, {where}", agent=True, lines=lines)]
@@ -205,10 +198,9 @@ def _moments(alone: Run) -> list[Moment]:
         Moment(f"rank {last}, after a backward pass of step {half}", (last,), "backward", half),
         Moment(f"rank {last}, within the commit of step {third}", (last,), "commit", third),
     ]
-    pairs = sorted((record["step"] - 1, rank, {*record["facts"]}) for rank, of in its.items() for record in of)
-    if evaluated := [(step, rank) for step, rank, facts in pairs if facts & {*compare.EVALUATIONS}]:
-        step, rank = evaluated[len(evaluated) // 2]
-        found.append(Moment(f"rank {rank}, in the evaluation of step {step}", (rank,), "evaluation", step))
+    if evaluated := [each["step"] - 1 for each in its[last] if not {*compare.EVALUATIONS}.isdisjoint(each["facts"])]:
+        step = evaluated[len(evaluated) // 2]
+        found.append(Moment(f"rank {last}, in the evaluation of step {step}", (last,), "evaluation", step))
     if len(its) > 1:
         found.append(Moment(f"all ranks, in step {late}", (*its,), "backward", late))
     found.append(Moment(f"the agent, in step {half}", (first,), "backward", half, agent=True))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -40,39 +39,38 @@ def steps_done(records: Records, name: str) -> int:
 
 def repeated(records: Records) -> int:
     """How many steps a rank has done more than once."""
-    lost = [sum(max(0, before["step"] - start["step"]) for before, start in _restarts(its)) for its in records.values()]
+    lost = [sum(max(0, int(end["step"] - now["step"])) for end, now in _restarts(its)) for its in records.values()]
     return max(lost, default=0)
 
 
 def difference(right: Values, killed: Records) -> tuple[str, str]:
     """Where the run `killed` leaves `right`, in what, and the likely reason; empty if it never does."""
     found: list[tuple[int, int, str, str]] = []
-    own, starts = dict[str, None](), set()
+    lost: dict[str, None] = {}
     for key, values in right.items():
         its = killed.get(key, ())
-        wrong, reached = _values(its), {each["step"] for each in its}
+        others, reached = _values(its), {each["step"] for each in its}
         last, end = max(step for step, _ in values), max(reached, default=1)
         if end != last:
             found.append((min(end, last) + 1, key[1], "", f"{end - 1} steps were done, not {last - 1}"))
         for (step, name), value in values.items():
-            other = wrong.get((step, name), "absent")
+            other = others.get((step, name), "absent")
             if step in reached and other != value and _decides(name, value, other, is_last=step == last):
                 found.append((step, key[1], name, _shown(name, other, value)))
         for _, start in _restarts(its):
-            starts.add(start["step"])
-            facts = [(name, values.get((start["step"], name), value), value) for name, value in start["facts"].items()]
-            own |= dict.fromkeys(name[1:] for name, before, now in facts if name[0] == OWN and before != now)
+            own = ((name, value) for name, value in start["facts"].items() if name[0] == OWN)
+            lost |= dict.fromkeys(name[1:] for name, value in own if values.get((start["step"], name), value) != value)
     if not found:
         return "", ""
     step = min(found)[0]
     texts = {name: text for at, _, name, text in found if at == step}
     where = f"first after step {step - 1}"
     if all(name.startswith(OWN) for name in texts):
-        where, own, starts = "at the end", dict.fromkeys(name[1:] for name in texts), set()
+        where, lost = "at the end", dict.fromkeys(name[1:] for name in texts)
     # All else follows from what was computed.
     shown = [text for name, text in texts.items() if name in _COMPUTED] or [*texts.values()]
     ranks = ", ".join(map(str, sorted({rank for at, rank, _, _ in found if at == step})))
-    return f"{where} (rank {ranks}): {_some(shown)}", _reason([*texts], [*own], is_restored=step in starts)
+    return f"{where} (rank {ranks}): {_some(shown)}", _reason(texts, lost)
 
 
 def _values(records: Sequence[Record]) -> dict[tuple[int, str], str]:
@@ -101,26 +99,17 @@ def _shown(name: str, other: str, value: str) -> str:
     return name.lstrip(OWN) + (values if one != two else "")
 
 
-def _reason(names: Sequence[str], own: Sequence[str], *, is_restored: bool) -> str:
-    """What was not restored comes first, since all else follows from it."""
-    if EVALUATIONS[1] in names:
-        return "an evaluation after the commit is not made again if it is cut off: make it before the next forward pass"
-    if is_restored:
-        return "the restored values differ: they change outside keeper.commit(), or this is a bug of the Keeper"
+def _reason(names: Iterable[str], lost: Iterable[str]) -> str:
+    """The likely reason: what was not restored, since all else follows from it."""
     # One within an object, as a sampler, comes back with that object.
-    if generators := [each for each in own if each.startswith("generator") and "." not in each]:
+    if generators := [each for each in lost if each.startswith("generator") and "." not in each]:
         return f"the Keeper does not keep {_some(generators)}: pass it as per_rank=[…]"
-    reasons = ["the data begin again: pass per_rank=Batches(loader)."] if "the samples" in names else []
-    if own:
-        # Many values of one object are that object. A generator's name is in quotes already.
-        roots = {name: name.partition(".")[0] for name in own if "`" not in name}
-        counts = Counter(roots.values())
-        quoted = {name: f"`{root if counts[root] > 1 else name}`" for name, root in roots.items()}
-        objects = dict.fromkeys(quoted.get(name, name) for name in own)
+    reasons = ["the data begin again: pass per_rank=Batches(loader)"] if "the samples" in names else []
+    if objects := dict.fromkeys(each if "`" in each else f"`{each.partition('.')[0]}`" for each in lost):
         reasons.append(
             f"the Keeper does not keep {_some([*objects])}: pass what must come back (extra=, scheduler=, …)"
         )
-    return " Or ".join(reasons) or "unknown: the script depends on state that is neither kept nor recorded here"
+    return ". Or ".join(reasons) or "state that is neither kept nor recorded here, or a change outside keeper.commit()"
 
 
 def _some(names: Sequence[str]) -> str:
@@ -142,9 +131,3 @@ def missing(lines: Sequence[str], killed: Sequence[str]) -> list[str]:
     text = "\n".join(" ".join(line.split()) for line in killed)
     patterns = {line: re.escape(line).replace("…", "[^ ]+") for line in lines}
     return [line for line in lines if not re.search(rf"^{patterns[line]}(?!\S)", text, re.MULTILINE)]
-
-
-def printed_again(alone: Sequence[str], killed: Sequence[str]) -> int:
-    """How many lines of the same kinds, whatever their numbers, a run has printed more than another one."""
-    kinds = [Counter(re.sub(r"\S*\d\S*", "…", " ".join(line.split())) for line in lines) for lines in (killed, alone)]
-    return sum(count for kind, count in (kinds[0] - kinds[1]).items() if kind in kinds[1])

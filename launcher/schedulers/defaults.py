@@ -14,9 +14,9 @@ from dataclasses import replace
 
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.host import NoAddress, addresses
-from elaunch.launcher.options.endpoints import PLACES
+from elaunch.launcher.options.files import read_small
 from elaunch.launcher.options.options import Options, Source
-from elaunch.launcher.options.small_file import read_small
+from elaunch.launcher.options.values import PLACES
 from elaunch.launcher.schedulers.detect import detect
 from elaunch.launcher.schedulers.facts import Cluster
 

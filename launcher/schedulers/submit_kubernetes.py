@@ -19,9 +19,9 @@ from elaunch.agent.environment import outside
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.options import rdzv_conf, values
 from elaunch.launcher.options.command_line import own
-from elaunch.launcher.options.endpoints import Address, endpoints
 from elaunch.launcher.options.job_file import JobFile
 from elaunch.launcher.options.options import JobCommand, Options, parse, typed_job, words_of
+from elaunch.launcher.options.values import Address, endpoints
 from elaunch.rendezvous.job_spec import ProgramKind
 from elaunch.rendezvous.secret import new_token
 

@@ -14,10 +14,10 @@ import click
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.host import routable_addresses
 from elaunch.launcher.options.command_line import Command, own
-from elaunch.launcher.options.endpoints import endpoints
-from elaunch.launcher.options.secret_file import read_secret
+from elaunch.launcher.options.files import read_secret
 from elaunch.launcher.options.shell_words import joined
 from elaunch.launcher.options.table import HELP
+from elaunch.launcher.options.values import endpoints
 from elaunch.launcher.store.connect import NewToken
 from elaunch.launcher.store.locate import ETCD_PORT, Serving
 from elaunch.launcher.store.serve import Bound, StoreProcess, agents_served, listen, listen_everywhere, serve

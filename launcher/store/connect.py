@@ -23,17 +23,24 @@ from elaunch.launcher.host import (
     routable_addresses,
     socket_variables,
 )
+from elaunch.launcher.options.files import TOKEN_LINE
 from elaunch.launcher.options.options import Options, Source, words_of
 from elaunch.launcher.options.rdzv_conf import understand
-from elaunch.launcher.options.secret_file import TOKEN_LINE
 from elaunch.launcher.options.shell_words import joined, quoted
 from elaunch.launcher.options.table import TABLE
 from elaunch.launcher.options.values import switch
 from elaunch.launcher.store.locate import MASTER_PORT, Planned, RendezvousPlan, Serving, way_of
 from elaunch.launcher.store.serve import StoreProcess, decide_head, listen, serve_if_head
 from elaunch.launcher.store.token import STORES, KeptTokens, Meeting, Offer, fetch, port_taken_error, token_at_home
-from elaunch.rendezvous.addresses import is_address, is_loopback, is_meant_locally, is_unspecified
-from elaunch.rendezvous.endpoint import Access, Endpoint, Transport
+from elaunch.rendezvous.endpoint import (
+    Access,
+    Endpoint,
+    Transport,
+    is_address,
+    is_loopback,
+    is_meant_locally,
+    is_unspecified,
+)
 from elaunch.rendezvous.engine.memory_store import MemoryStore
 from elaunch.rendezvous.etcd.discovery import FoundStore, check_is_etcd
 from elaunch.rendezvous.etcd.store import EtcdStore
@@ -57,8 +64,8 @@ class Reached:
     `is_remote` is true if the store is in another process. `address` is this node's address for the other nodes, and
     `network` holds variables that tell the workers so. `served` is the store's process if this agent started it.
     `offer` sends the store's token to the nodes that the same scheduler started. `way` is how another
-    process of this user reaches the store (`locate.way_of`), empty for a store in this process. `invitation` and
-    `only_here` are as in `AgentConfig`.
+    process of this user reaches the store (`locate.way_of`), empty for a store in this process. `only_here` is as in
+    `AgentConfig`.
     """
 
     store: Store
@@ -68,7 +75,6 @@ class Reached:
     served: StoreProcess | None = None
     offer: Offer | None = None
     way: str = ""
-    invitation: str = ""
     only_here: str = ""
 
     def close(self) -> None:
@@ -96,7 +102,7 @@ def reach(options: Options, planned: Planned, say: Callable[[str], None]) -> Rea
         is_head = decide_head(plan, say)
         token = token_at_home(_meeting(options, planned).name, make=True) if is_head else ""
         plan = replace(plan, is_head=is_head, token=token)
-    served, offer, invitation = serve_if_head(plan, say, options.nnodes), None, ""
+    served, offer = serve_if_head(plan, say, options.nnodes), None
     try:
         if served and planned.hands_over:
             offer = _offer(_meeting(options, planned), served.token)
@@ -107,7 +113,6 @@ def reach(options: Options, planned: Planned, say: Callable[[str], None]) -> Rea
             lecture, *lines = invite(options, plan, new_token)
             for line in (lecture, *lines) if options.verbose else lines:
                 say(line)
-            invitation = lines[0]
         elif planned.hands_over:
             plan = replace(plan, token=_secret_of_head(_meeting(options, planned), plan, say))
         if served:
@@ -121,7 +126,6 @@ def reach(options: Options, planned: Planned, say: Callable[[str], None]) -> Rea
             served,
             offer,
             way_of(plan),
-            invitation,
             only_here(plan),
         )
     except BaseException:

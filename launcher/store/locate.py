@@ -12,11 +12,10 @@ from pathlib import Path
 
 from elaunch.agent.config import OnHang
 from elaunch.launcher.errors import UsageError
-from elaunch.launcher.options.endpoints import PLACES, Address, endpoints
 from elaunch.launcher.options.options import Options, Source, words_of
 from elaunch.launcher.options.rdzv_conf import Conf, understand
 from elaunch.launcher.options.shell_words import joined
-from elaunch.launcher.options.values import PORT_MAX
+from elaunch.launcher.options.values import PLACES, PORT_MAX, Address, endpoints
 from elaunch.launcher.schedulers.facts import Cluster
 from elaunch.rendezvous.codec import decode, encode
 from elaunch.rendezvous.endpoint import PREFIX, Endpoint, Login, Tls, Transport, how_to_send
@@ -153,7 +152,6 @@ def _plan_for_nodes(
     addresses, notes = given_addresses(options, environ, backend)
     head = _scheduler_head(cluster, backend) if cluster and not addresses else None
     addresses = addresses or _require_head(options, backend, head)
-    notes = (*conf.notes, *notes)
     scheme = _choose_scheme(conf, addresses)
     serving = _serving(options, conf, addresses, scheme, backend)
     if head and serving is Serving.NOTHING:

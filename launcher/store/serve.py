@@ -29,13 +29,12 @@ from pathlib import Path
 from elaunch.agent.linux import die_with_parent
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.host import NoAddress, Owner, addresses, owner_of
-from elaunch.launcher.options.endpoints import endpoints
+from elaunch.launcher.options.values import endpoints
 from elaunch.launcher.store.locate import RendezvousPlan, Serving
 from elaunch.launcher.store.token import KeptToken
-from elaunch.rendezvous.addresses import is_address, is_loopback, is_meant_locally
-from elaunch.rendezvous.endpoint import Endpoint
+from elaunch.rendezvous.endpoint import Endpoint, is_address, is_loopback, is_meant_locally
 from elaunch.rendezvous.secret import Secret, new_token
-from elaunch.rendezvous.server.connection_limits import agents_for, descriptors_for, slots
+from elaunch.rendezvous.server.admission import agents_for, descriptors_for, slots
 
 # A store that is not up after this time has failed.
 START_S = 30.0

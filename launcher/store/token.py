@@ -29,14 +29,11 @@ from pathlib import Path
 
 from elaunch.agent.guardian.guardian import boot_id
 from elaunch.launcher.errors import SiteError
-from elaunch.launcher.options.secret_file import FOLDER, TOKEN_LINE, private_folder, read_own
+from elaunch.launcher.options.files import FOLDER, TOKEN_LINE, private_folder, read_own
 from elaunch.launcher.options.values import PORT_MAX
-from elaunch.rendezvous.addresses import is_meant_locally
-from elaunch.rendezvous.endpoint import Endpoint
+from elaunch.rendezvous.endpoint import Endpoint, is_meant_locally
 from elaunch.rendezvous.etcd.discovery import speaks_http
-from elaunch.rendezvous.http.client import Deadline
-from elaunch.rendezvous.http.dial import dial
-from elaunch.rendezvous.http.resolve import resolve
+from elaunch.rendezvous.http.dial import Deadline, dial, resolve
 from elaunch.rendezvous.secret import Secret, fingerprint
 from elaunch.strict_json import parse_json
 

@@ -12,9 +12,7 @@ from elaunch.rendezvous.endpoint import Access, Endpoint
 from elaunch.rendezvous.etcd.json_transport import JsonTransport
 from elaunch.rendezvous.etcd.store import EtcdStore
 from elaunch.rendezvous.etcd.transport import EtcdError, GatewayOff
-from elaunch.rendezvous.http.client import Deadline
-from elaunch.rendezvous.http.dial import dial
-from elaunch.rendezvous.http.resolve import resolve
+from elaunch.rendezvous.http.dial import Deadline, dial, resolve
 from elaunch.rendezvous.secret import Secret
 from elaunch.rendezvous.store import (
     SHARED,
@@ -144,8 +142,8 @@ class FoundStore:
     def _store_by(self, access: Access) -> Store:
         return EtcdStore([self._endpoint], access, self._deadline_s)
 
-    def read(self, *prefixes: str) -> View:
-        return self._ask(lambda store: store.read(*prefixes))
+    def read(self, prefix: str) -> View:
+        return self._ask(lambda store: store.read(prefix))
 
     def commit(self, txn: Txn) -> Answer:
         return self._ask(lambda store: store.commit(txn))

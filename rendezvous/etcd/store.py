@@ -23,7 +23,6 @@ from elaunch.rendezvous.store import (
     Rejected,
     StoreError,
     TimedOut,
-    TooLarge,
     Txn,
     Unavailable,
     Update,
@@ -88,15 +87,8 @@ class EtcdStore:
         by_gateway.close()
         return version
 
-    def read(self, *prefixes: str) -> View:
-        first, *others = prefixes or (None,)
-        view = self._ask(Rpc.RANGE, json_codec.read(first), json_codec.view)
-        if not others:
-            return view
-        entries = dict(view.entries)
-        for prefix in others:
-            entries |= self._ask(Rpc.RANGE, json_codec.read(prefix, view.revision), json_codec.view).entries
-        return View(view.revision, dict(sorted(entries.items())))
+    def read(self, prefix: str) -> View:
+        return self._ask(Rpc.RANGE, json_codec.read(prefix), json_codec.view)
 
     def commit(self, txn: Txn) -> Answer:
         return self._ask(Rpc.TXN, json_codec.commit(txn), json_codec.committed)
@@ -215,9 +207,6 @@ class EtcdStore:
             endpoint = self._endpoints[index]
             try:
                 answer = self._with_token(endpoint, partial(ask, endpoint))
-            except TooLarge:
-                # All members have the same limit.
-                raise
             except (Unavailable, Rejected) as error:
                 errors.append((endpoint, error))
                 self._current = (index + 1) % len(self._endpoints)

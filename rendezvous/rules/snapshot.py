@@ -5,23 +5,21 @@ Keys begin with `<prefix><run_id>/`. Generations are padded to ten digits: else 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote
 
-from elaunch.rendezvous.codec import Decoded, decode, shown, shown_text
+from elaunch.rendezvous.codec import Name, decode, shown_text
 from elaunch.rendezvous.endpoint import PREFIX
-from elaunch.rendezvous.rules.credible import check, check_generation_of_key, check_node_id, is_generation_of_key
+from elaunch.rendezvous.rules.hang_verdict import Hang, StillNode
+from elaunch.rendezvous.rules.questions import Question, read_question
 from elaunch.rendezvous.rules.table_codec import decode_table
-from elaunch.rendezvous.store import Absent, Delete, KeyEntry, Op, Put, Unchanged, View
+from elaunch.rendezvous.store import Absent, Delete, KeyEntry, Op, Put, TxnGuard, Unchanged, View
 from elaunch.rendezvous.texts import plain
-from elaunch.rendezvous.types import Failure, Generation, Joined, Node, Outcome, RankTable, Terms
-
-if TYPE_CHECKING:
-    from elaunch.rendezvous.rules.hang_records import Hang, StillNode
-    from elaunch.rendezvous.rules.questions import Question
+from elaunch.rendezvous.types import GENERATION_DIGITS, Failure, Generation, Joined, Node, Outcome, RankTable, Terms
 
 Belonging = TypeVar("Belonging", "Node", "Joined", "StillNode")
 _LEADER, _SPEC, _QUESTION = ["ctl", "leader"], ["ctl", "spec"], ["ctl", "question"]
@@ -172,6 +170,11 @@ class Snapshot:
         """Still leader: nobody has taken over since this was read."""
         return Unchanged(self.keys.leader, self.leader_revision)
 
+    @property
+    def leader_guards(self) -> tuple[TxnGuard, ...]:
+        """No newer generation, the job has not ended, and this node still leads."""
+        return self.gen_guard, self.live_guard, Unchanged(self.keys.leader, self.leader_revision)
+
     def put(self, key: str, value: str) -> Put:
         """Write a key that belongs to the run, not to a node: it is attached to the run's lease."""
         return Put(key, value, self.lease)
@@ -282,7 +285,7 @@ class SnapshotReader:
             _check_number(parts)
             if parts == _LEADER and not entry.lease:
                 raise ValueError(f"on no lease, so no elaunch wrote it: {shown_text(entry.value)!r}")
-            record = _decoder(parts)(entry.value)
+            record = _decoded(parts, entry.value)
             if parts == _QUESTION and record and record.lease != entry.lease:
                 # It would not go with its asker, and nobody could ask another one.
                 raise ValueError(f"not on the asker's lease, so no elaunch wrote it: {shown_text(entry.value)!r}")
@@ -309,7 +312,7 @@ def _is_needed(parts: list[str], generation: Generation | None, tables: Mapping[
     match parts:
         case ["ctl", "spec" | "generation" | "ended"]:
             return True
-        case ["ctl", "table", digits] if generation and is_generation_of_key(digits):
+        case ["ctl", "table", digits] if generation and _is_generation(digits):
             # The ranks that run, or that have to be gone before others run.
             return max(tables, default=-1) < int(digits) <= generation.number
     return False
@@ -325,62 +328,56 @@ def _check_successor(parts: list[str], last: KeyEntry, record: Any, entry: KeyEn
         raise ValueError(f"that of generation {newer.number}, after generation {record.number}")
 
 
+def _is_generation(digits: str) -> bool:
+    """Whether `digits` is a generation as `Keys` writes it into a key."""
+    return re.fullmatch(rf"[0-9]{{{GENERATION_DIGITS}}}", digits) is not None
+
+
 def _check_number(parts: list[str]) -> None:
     """Raises ValueError if a key that must contain a generation does not."""
     match parts:
-        case ["joined" | "failures" | "detailed" | "done" | "still", number, _]:
-            check_generation_of_key(number)
-        case ["ctl", "table", number]:
-            check_generation_of_key(number)
+        case ["joined" | "failures" | "detailed" | "done" | "still", number, _] | ["ctl", "table", number]:
+            if not _is_generation(number):
+                raise ValueError(f"not a generation's: {number[:40]!r} is no number of {GENERATION_DIGITS} digits")
 
 
-def _decoder(parts: list[str]) -> Callable[[str], Any]:
+def _decoded(parts: list[str], text: str) -> Any:
+    """The record in a key's value. Raises ValueError if it is none."""
     match parts:
         case ["members", node_id]:
-            return lambda text: _of_node(node_id, _credible(Node, text))
+            return _of_node(node_id, decode(Node, text))
         case ["joined", _, node_id]:
-            return lambda text: _of_node(node_id, _credible(Joined, text))
+            return _of_node(node_id, decode(Joined, text))
         case ["failures", _, _]:
-            return lambda text: _credible(Failure, text)
+            return decode(Failure, text)
         case ["ctl", "table", generation]:
-            return lambda text: _of_generation(int(generation), decode_table(text))
+            return _of_generation(int(generation), decode_table(text))
         case ["ctl", "spec"]:
-            return lambda text: _credible(Terms, text)
+            return _terms(decode(Terms, text))
         case ["ctl", "generation"]:
-            return lambda text: _credible(Generation, text)
+            return decode(Generation, text)
         case ["ctl", "ended"]:
-            return lambda text: _credible(Outcome, text)
+            return decode(Outcome, text)
         case ["ctl", "leader"]:
-            return _node_id
-        # Imported here: few jobs hang, or are asked.
+            return _node_id(text)
         case ["ctl", "question"]:
-            from elaunch.rendezvous.rules.questions import read_question
-
-            return read_question
+            return read_question(text)
         case ["still", _, node_id]:
-            from elaunch.rendezvous.rules.hang_records import StillNode, check_hang_record
-
-            return lambda text: _of_node(node_id, _credible(StillNode, text, check_hang_record))
+            return _of_node(node_id, decode(StillNode, text))
         case ["ctl", "hang"]:
-            from elaunch.rendezvous.rules.hang_records import Hang, check_hang_record
-
-            return lambda text: _credible(Hang, text, check_hang_record)
-        case _:
-            return lambda text: text
+            return decode(Hang, text)
+    return text
 
 
-def _credible(kind: type[Decoded], text: str, check: Callable[[Any], None] = check) -> Decoded:
-    record = decode(kind, text)
-    try:
-        check(record)
-    except ValueError as error:
-        raise ValueError(f"not a {kind.__name__}: {shown(record)} ({error})") from None
-    return record
+def _terms(terms: Terms) -> Terms:
+    if terms.nodes_max < terms.nodes_min:
+        raise ValueError(f"not a Terms: nodes_max {terms.nodes_max} is out of range")
+    return terms
 
 
 def _node_id(text: str) -> str:
     try:
-        check_node_id(text)
+        Name().check(text)
     except ValueError as error:
         raise ValueError(f"not a node: {error}") from None
     return text

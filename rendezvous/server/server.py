@@ -20,14 +20,18 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
-from elaunch.rendezvous.engine.engine import Engine
-from elaunch.rendezvous.engine.mvcc import Refused
+from elaunch.rendezvous.engine.engine import Engine, Refused
 from elaunch.rendezvous.http.request import BadRequest, HttpRequest, RequestReader, chunk, http_response, stream_head
 from elaunch.rendezvous.secret import Secret
-from elaunch.rendezvous.server.arrivals import WAY_OUT, Arrivals
-from elaunch.rendezvous.server.connected_client import ConnectedClient
-from elaunch.rendezvous.server.connection import Closed, Connection
-from elaunch.rendezvous.server.connection_limits import CONNECTIONS_MAX, unauthenticated_max
+from elaunch.rendezvous.server.admission import (
+    CONNECTIONS_MAX,
+    CROWD_S,
+    PER_ADDRESS,
+    WAY_OUT,
+    Unauthenticated,
+    unauthenticated_max,
+)
+from elaunch.rendezvous.server.connection import Closed, ConnectedClient, Connection
 from elaunch.rendezvous.server.routes import (
     EXHAUSTED,
     INTERNAL,
@@ -37,8 +41,7 @@ from elaunch.rendezvous.server.routes import (
     WatchRequest,
     error_reply,
 )
-from elaunch.rendezvous.server.unauthenticated import CROWD_S, PER_ADDRESS, UnauthenticatedConnections
-from elaunch.rendezvous.server.watchers import KeyRange, Watchers
+from elaunch.rendezvous.server.watchers import Watchers
 
 BACKLOG = 4096
 # etcd's gRPC accepts requests up to 2 MiB; this is that size as base64 in JSON.
@@ -87,9 +90,8 @@ class Server:
         self._selector = selectors.DefaultSelector()
         self._slots = slots
         self._clients: dict[ConnectedClient, None] = {}
-        self._unauthenticated: UnauthenticatedConnections[ConnectedClient] = UnauthenticatedConnections()
-        # Unauthenticated clients whose first data waits to be read. The selector does not know them.
-        self._arrivals: Arrivals[ConnectedClient] = Arrivals()
+        # The selector does not know those whose first data waits to be read.
+        self._unauthenticated: Unauthenticated[ConnectedClient] = Unauthenticated()
         self._dirty: dict[ConnectedClient, None] = {}
         self._unfinished: dict[ConnectedClient, None] = {}
         self._quiet_until_s: dict[str, float] = {}
@@ -134,7 +136,7 @@ class Server:
         running_s = 0.0
         while not self._stopping:
             timeout_s = max(min(_TICK_S, self.engine.idle_until_s - running_s), 0.0)
-            ready = self._selector.select(0.0 if self._unfinished or self._arrivals else timeout_s)
+            ready = self._selector.select(0.0 if self._unfinished or self._unauthenticated.has_arrivals else timeout_s)
             now_s = self._now_s = time.monotonic()
             running_s += min(now_s - last_s, STALL_S)
             last_s = now_s
@@ -209,7 +211,7 @@ class Server:
         return room > 0
 
     def _begin(self, connection: Connection, address: str) -> None:
-        client = ConnectedClient(connection, address, RequestReader(self._admit), self._dirty)
+        client = ConnectedClient(connection, RequestReader(self._admit), self._dirty)
         self._clients[client] = None
         self._unauthenticated.add(client, address, self._now_s)
         self._selector.register(connection.socket, client.registered, partial(self._arrive, client))
@@ -219,13 +221,13 @@ class Server:
         if client in self._clients:
             self._selector.unregister(client.connection.socket)
             client.registered = 0
-            self._arrivals.add(client, client.address, self._now_s)
+            self._unauthenticated.arrive(client, self._now_s)
 
     def _welcome(self) -> None:
         """Read the first data of clients that wait for it, up to the limit of one turn. At least one has its turn."""
         until_s = time.monotonic() + _HANDSHAKES_S
-        while self._arrivals:
-            client = self._arrivals.next(self._now_s)
+        while self._unauthenticated.has_arrivals:
+            client = self._unauthenticated.next_arrival(self._now_s)
             try:
                 client.connection.begin()
             except Closed:
@@ -270,15 +272,13 @@ class Server:
         """Run one request. Its client is authenticated: else `_admit` would have refused the request."""
         client.is_known = True
         client.deadline_s = self._now_s + IDLE_S
-        if client in self._unauthenticated:
-            self._unauthenticated.discard(client)
-            self._arrivals.shown(client.address)
+        self._unauthenticated.shown(client)
         client.closes = request.closes
         answer = self._routed(request)
         if isinstance(answer, WatchRequest):
             client.closes = False
             client.put(stream_head() + chunk(self._routes.created()))
-            client.watcher = self._watchers.add(KeyRange(answer.key, answer.end), answer.start_revision, client)
+            client.watcher = self._watchers.add(answer.prefix, answer.start_revision, client)
             return
         client.put(http_response(answer.status, answer.body, request.closes))
 
@@ -331,7 +331,7 @@ class Server:
     def _sweep(self, interval_s: float) -> None:
         """Close clients whose time is over, and accept connections again. The last sweep was `interval_s` ago."""
         now_s = self._now_s
-        if sentence := self._arrivals.tell_lag(now_s, interval_s):
+        if sentence := self._unauthenticated.tell_lag(now_s, interval_s):
             self._say("lag", sentence)
         overdue = self._unauthenticated.overdue(now_s)
         for address, count in self._unauthenticated.crowds(1) if overdue else ():
@@ -351,7 +351,6 @@ class Server:
         if client in self._clients:
             del self._clients[client]
             self._unauthenticated.discard(client)
-            self._arrivals.discard(client)
             self._dirty.pop(client, None)
             self._unfinished.pop(client, None)
             if client.watcher:

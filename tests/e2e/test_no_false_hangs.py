@@ -100,7 +100,7 @@ KINDS = [
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rank_that_is_slow_does_not_hang(tmp_path: Path, kind: str) -> None:
     script(tmp_path, PROGRAM)
-    options = ("--hang-after", "3", "--max-restarts", "0", "--nproc-per-node", "3")
+    options = ("--hang-timeout", "3", "--on-hang", "warn", "--max-restarts", "0", "--nproc-per-node", "3")
     with Job(tmp_path, *options, "train.py", kind, str(SLOW_S)) as job:
         assert job.wait(180) == 0, job.output
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tests import patience
-from tests.harness import REPOSITORY, finished, joined, script, wait_for
+from tests.harness import REPOSITORY, joined, script, wait_for
 
 pytestmark = pytest.mark.usefixtures("without_torch")
 
@@ -97,23 +97,3 @@ time.sleep(600)
 
         assert has == "[]"
         wait_for(lambda: not any(psutil.pid_exists(int(pid)) for pid in pids.split(",")), "the command's end")
-
-
-@pytest.mark.parametrize(
-    ("hook", "said"),
-    [
-        ("./notify.hs", r"--on-event \./notify\.hs is not an executable file in \S+; did you mean \./notify\.sh\?"),
-        ("notify.sh", r"--on-event notify\.sh is not an executable file on PATH; write \./notify\.sh"),
-        ("./train.py", r"--on-event \./train\.py is not an executable file; chmod \+x \./train\.py"),
-        ("sh -c 'x", r"--on-event sh -c 'x is not a command \(no closing quotation\); close the quotes"),
-    ],
-)
-def test_a_command_that_cannot_run_is_refused_before_the_job_starts(tmp_path: Path, hook: str, said: str) -> None:
-    script(tmp_path, "print('started')")
-    (tmp_path / "notify.sh").write_text("#!/bin/sh\n")
-    (tmp_path / "notify.sh").chmod(0o755)
-
-    job = finished(tmp_path, "--on-event", hook, *LIGHT, "train.py")
-
-    assert job.code == 2
-    assert re.fullmatch(f"elaunch: {said}\n", job.stderr), job.stderr

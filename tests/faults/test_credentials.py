@@ -192,30 +192,6 @@ def test_who_answers_plainly_where_a_token_was_given_is_refused(
     assert sentence in job.stderr
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (
-            "--rdzv-endpoint {} --rdzv-backend etcd",
-            "is an etcd without TLS: anybody who can reach it can read and change",
-        ),
-        ("--rdzv-endpoint http://{}", "the token is not used: http:// means an etcd without TLS"),
-        ("--rdzv-endpoint {},{}", "the token is not used: several endpoints mean an etcd cluster"),
-    ],
-)
-def test_a_token_that_an_etcd_does_not_know_is_not_sent_and_a_line_says_that_it_protects_nothing(
-    tmp_path: Path, listener: Eavesdropper, words: str, sentence: str
-) -> None:
-    argv = [*LIGHT, "--nproc-per-node", "1", "--nnodes", "2", *words.replace("{}", listener.place).split(), "train.py"]
-    (tmp_path / "train.py").write_text("")
-    with Job(tmp_path, *argv, env={"HOME": str(tmp_path), "ELAUNCH_TOKEN": TOKEN}) as job:
-        job.wait_for_output(sentence)
-        wait_for(lambda: b"POST /v3/" in listener.heard, "it is used")
-
-    assert given_away(listener) == []
-    assert job.stderr.count(sentence) == 1
-
-
 def test_an_etcd_that_was_not_named_as_one_is_used_with_a_line(tmp_path: Path, listener: Eavesdropper) -> None:
     (tmp_path / "train.py").write_text("")
     argv = [*LIGHT, "--nproc-per-node", "1", "--nnodes", "2", "--rdzv-endpoint", listener.place, "train.py"]

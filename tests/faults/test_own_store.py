@@ -222,6 +222,7 @@ def test_static_lines_of_torchrun_give_ranks_by_node_and_the_master_as_it_was_gi
     assert_both_succeed(two, head, other)
 
 
+@pytest.mark.slow
 def test_a_store_in_the_foreground_serves_the_jobs_of_a_team(two: Two) -> None:
     token = "a token of the team's"
     store = two.type(0, "store", "--listen", f":{PORT}", token=token)
@@ -239,6 +240,7 @@ def test_a_store_in_the_foreground_serves_the_jobs_of_a_team(two: Two) -> None:
     wait_for(lambda: not two.nodes.processes(), "nothing is left")
 
 
+@pytest.mark.slow
 def test_ipv6_alone_is_enough(two: Two) -> None:
     endpoint = ("--nnodes", "2", "--rdzv-endpoint", f"[fd77::1]:{PORT}")
     head = two.type(0, *endpoint, *two.program)

@@ -88,9 +88,6 @@ class LocalStorage:
             return []
         return [(mark, LocalFolder(path)) for mark, path in listed]
 
-    def recalled(self) -> list[tuple[Mark, Folder]]:
-        return self.found()
-
     def folder(self, name: str) -> LocalFolder:
         return LocalFolder(self.directory / name)
 
@@ -139,13 +136,6 @@ class LocalStorage:
         name = f".writable-{secrets.token_hex(4)}"
         self.write_note(name, b"")
         (self.directory / name).unlink()
-
-    def free_bytes(self) -> int | None:
-        try:
-            there = os.statvfs(self.directory)
-        except OSError:
-            return None
-        return there.f_bavail * there.f_frsize
 
     def read_note(self, name: str) -> bytes | None:
         try:

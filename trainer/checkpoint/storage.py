@@ -145,9 +145,6 @@ class Storage(Protocol):
     def found(self) -> list[tuple[Mark, Folder]]:
         """All published checkpoints, whole or not, oldest first; none where there is no such place."""
 
-    def recalled(self) -> list[tuple[Mark, Folder]]:
-        """The same for a message: where a query takes long, the result of the last one."""
-
     def folder(self, name: str) -> Folder:
         """What another rank's `Folder.name` says."""
 
@@ -171,9 +168,6 @@ class Storage(Protocol):
 
     def require_writable(self) -> None:
         """Write a small file and remove it."""
-
-    def free_bytes(self) -> int | None:
-        """The free bytes, or None if the storage does not tell."""
 
     def read_note(self, name: str) -> bytes | None:
         """A small file beside the checkpoints; None where it is not there."""

@@ -59,12 +59,10 @@ class Slot:
         self._region = torch.empty(0, dtype=torch.uint8)
         self._shape: tuple[object, ...] = ()
         self._views: list[Tensor] = []
-        # Whether nothing has been written to the file since `fit` made it.
-        self._is_blank = False
+        # What this object has written last, if it is still there; and its first header.
+        self._written: tuple[Packed, Header] | None = None
         self._is_settled = threading.Event()
         self._is_settled.set()
-        # What this object has written last, if it is whole and still there; and its first header.
-        self._written: tuple[Packed, Header] | None = None
 
     @property
     def size(self) -> int:
@@ -91,7 +89,7 @@ class Slot:
         there = self.size
         if not there:
             # Nothing of an older file of this name.
-            self._blank()
+            self._forget()
         if there < size:
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
@@ -112,14 +110,13 @@ class Slot:
             except OSError:
                 self.delete()
                 raise
-            self._is_blank = True
 
     def delete(self) -> None:
         """Delete the file, if there is one."""
-        self._blank()
+        self._forget()
         self.path.unlink(missing_ok=True)
 
-    def _blank(self) -> None:
+    def _forget(self) -> None:
         """Nothing of the file is known any more."""
         self._region, self._views, self._shape = torch.empty(0, dtype=torch.uint8), [], ()
         self._written = None
@@ -131,9 +128,9 @@ class Slot:
         return self.finish(piece, packed)
 
     def write_again(self, piece: Piece, packed: Packed) -> None:
-        """The same for a state whose tensors have not changed since `packed` was made.
+        """The same, but only the header is written if `packed` was the last here: each step does this.
 
-        If it was the last to be written here only the header is: for files that this process alone writes.
+        Its tensors must not have changed, and no other process may write to the file.
         """
         if self._written is None or self._written[0] is not packed:
             self._written = packed, self.write(piece, packed)
@@ -144,24 +141,18 @@ class Slot:
         """Tear the slot and copy the tensors into it. They may change after this returns."""
         self._is_settled.clear()
         try:
-            region, shape = self.region(), self._shape_of(packed)
+            region, kinds = self.region(), [(tensor.dtype, tensor.shape) for tensor in packed.tensors]
+            shape = (packed.skeleton_room, packed.offsets, kinds)
             self._written = None
             tear(region)
             if shape != self._shape:
                 # The checksum also covers the gaps between the tensors.
-                if not self._is_blank:
-                    region.zero_()
+                region.zero_()
                 self._shape, self._views = shape, views(region, packed)
-            self._is_blank = False
             copy(self._views, packed.tensors)
         except BaseException:
             self._is_settled.set()
             raise
-
-    @staticmethod
-    def _shape_of(packed: Packed) -> tuple[object, ...]:
-        kinds = [(tensor.dtype, tensor.shape) for tensor in packed.tensors]
-        return packed.skeleton_room, packed.offsets, kinds
 
     def finish(self, piece: Piece, packed: Packed) -> Header:
         """Declare the slot whole, after `begin`."""
@@ -189,11 +180,12 @@ class Slot:
 
     def raw(self, length: int) -> Tensor:
         """The first `length` bytes of the file, to send them, or to receive into them after `discard`."""
-        self._is_blank, self._written = False, None
+        self._written = None
         return self.region()[:length]
 
     def discard(self) -> None:
         """Declare the slot torn."""
+        self._written = None
         if self.size:
             tear(self.region())
 

@@ -12,8 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 HANG_TIMEOUT = "ELAUNCH_HANG_TIMEOUT"
-_HANDLING, _BLOCKING = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_BLOCKING_WAIT"
-_TRUE = {"1", "y", "yes", "t", "true"}
+_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _REASONS = {
     "TIMEOUT": "a collective took longer than the timeout of the group",
     "COMM_ERROR": "NCCL reported an error",
@@ -83,23 +82,14 @@ def contradictions(environ: Mapping[str, str], *, has_nccl: bool, is_known: bool
     """
     told = []
     handling = environ.get(_HANDLING, "3")
-    if has_nccl and environ.get(_BLOCKING, "").lower() in _TRUE:
-        told.append(
-            f"{_BLOCKING} is set, so torch has no watchdog for NCCL: a failed collective that nobody waits for on the "
-            "CPU goes unnoticed; unset it"
+    if has_nccl and not is_known and handling in ("1", "2"):
+        text = (
+            f"{_HANDLING} is {handling}, and torch before 2.7 does not say that it has aborted a collective: steps "
+            "with incomplete gradients could be committed; unset it, or use torch 2.7 or later"
         )
-    if has_nccl and handling == "0":
-        told.append(f"{_HANDLING} is 0, so nothing ends a collective that has failed; unset it, or use 3")
-    if has_nccl and not is_known and handling == "2":
-        raise ValueError(
-            f"{_HANDLING} is 2, and torch before 2.7 does not say that it has aborted a collective: steps with "
-            "incomplete gradients would be committed; unset it, or use torch 2.7 or later"
-        )
-    if has_nccl and not is_known and handling == "1":
-        told.append(
-            f"{_HANDLING} is 1, and torch before 2.7 does not say that it has aborted a collective: a step with "
-            "incomplete gradients may be committed just before torch ends the process; use 3, or torch 2.7 or later"
-        )
+        if handling == "2":
+            raise ValueError(text)
+        told.append(text)
     hang_s = float(environ.get(HANG_TIMEOUT) or 0)
     if timeout_s is not None and hang_s >= timeout_s:
         told.append(

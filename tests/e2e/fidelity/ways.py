@@ -22,7 +22,6 @@ FORKED = ("--preload", "torch")
 # The fork server does the same with a light module, without the second of importing torch.
 LIGHT = ("--preload-only", "json")
 EXECED = ("--no-preload",)
-WAYS = {"forked": FORKED, "execed": EXECED}
 # A program may compile something.
 _LONG_S = 600.0
 

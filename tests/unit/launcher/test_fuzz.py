@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,14 +16,14 @@ from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.host import HostResources
 from elaunch.launcher.options import values
 from elaunch.launcher.options.command_line import HelpRequested
-from elaunch.launcher.options.endpoints import endpoints
+from elaunch.launcher.options.files import read_small
 from elaunch.launcher.options.job_file import JobFile
 from elaunch.launcher.options.job_file import parse as parse_file
 from elaunch.launcher.options.job_file import read as read_file
 from elaunch.launcher.options.options import Options, parse
 from elaunch.launcher.options.rdzv_conf import SETTINGS, understand
-from elaunch.launcher.options.small_file import read_small
 from elaunch.launcher.options.table import TABLE
+from elaunch.launcher.options.values import endpoints
 from elaunch.launcher.schedulers.defaults import concerning, settle
 from elaunch.launcher.schedulers.detect import SCHEDULERS, detect
 from elaunch.launcher.schedulers.facts import HOSTS_MAX, Cluster, expand, line
@@ -28,6 +31,7 @@ from elaunch.launcher.store.connect import invite
 from elaunch.launcher.store.locate import plan
 from elaunch.rendezvous.rules.snapshot import Keys
 from tests.fuzzing import NESTED, NUMBERS, TEXTS, WORDS, bounded
+from tests.harness import REPOSITORY
 
 HOST = HostResources(cpus=8, cores=4, gpus=0, python="/usr/bin/python3")
 ODD = st.sampled_from(
@@ -81,8 +85,6 @@ def planned(options: Options, environ: dict[str, str], cluster: Cluster | None =
         options = settle(options, cluster)
     found = plan(options, environ, lambda path: "0123456789abcdef", cluster)
     if options.run_id is None:
-        from dataclasses import replace
-
         options = replace(options, run_id="none")
     config = agent_config(options, found, environ, HOST)
     assert Keys(config.spec.run_id).root.isascii()
@@ -164,36 +166,16 @@ def test_a_job_file_is_options_or_a_sentence(text: str) -> None:
             assert str(error)  # noqa: PT017
 
 
-SCHEDULER_VARIABLES = {
-    "slurm": (
-        "SLURM_JOB_ID", "SLURM_JOBID", "SLURM_STEP_ID", "SLURM_STEPID", "SLURM_PROCID", "SLURM_HET_SIZE",
-        "SLURM_NODEID",
-        "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", "SLURM_STEP_NODELIST", "SLURM_NODELIST",
-        "SLURM_JOB_NODELIST", "SLURM_RESTART_COUNT", "SLURM_LOCALID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID",
-        "SLURM_CLUSTER_NAME", "SLURM_STEP_TASKS_PER_NODE", "SLURM_GPUS_ON_NODE", "SLURM_STEP_GPUS",
-        "SLURM_GPUS_PER_NODE",
-        "SLURM_TRES_PER_TASK", "SLURM_GPUS_PER_TASK", "SLURM_GPUS", "CUDA_VISIBLE_DEVICES",
-    ),
-    "mpi": (
-        "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
-        "OMPI_MCA_orte_num_nodes", "PMI_RANK", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE", "MPI_LOCALRANKID",
-        "MPI_LOCALNRANKS", "PMIX_RANK", "PMIX_NAMESPACE", "MASTER_ADDR", "SLURM_JOB_NODELIST", "PBS_NODEFILE",
-        "PALS_APID",
-        "LSB_MCPU_HOSTS", "LSB_HOSTS",
-    ),
-    "flux": (
-        "FLUX_JOB_ID", "FLUX_JOB_ID_PATH", "FLUX_TASK_RANK", "FLUX_JOB_NNODES", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID",
-    ),
-    "lsf": (
-        "LSB_JOBID", "LSB_JOBINDEX", "LSB_MCPU_HOSTS", "LSB_HOSTS", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_LOCAL_RANK",
-        "JSM_NAMESPACE_LOCAL_SIZE",
-    ),
-    "pbs": ("PBS_JOBID", "PBS_NODEFILE", "PBS_TASKNUM"),
-    "kubernetes": (
-        "JOB_COMPLETION_INDEX", "KUBERNETES_SERVICE_HOST", "PET_MASTER_ADDR", "PET_RDZV_ENDPOINT", "PET_NNODES",
-        "PET_NODE_RANK", "MASTER_ADDR", "LWS_LEADER_ADDRESS", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX",
-    ),
-}  # fmt: skip
+SCHEDULER_VARIABLES = sorted(
+    {
+        *("CUDA_VISIBLE_DEVICES", "MASTER_ADDR", "PET_NNODES", "PET_NODE_RANK", "PET_RDZV_ENDPOINT", "PMIX_RANK"),
+        *(
+            name
+            for file in REPOSITORY.joinpath("launcher/schedulers").glob("*.py")
+            for name in re.findall(r'"([A-Z]{2,}_\w+)"', file.read_text())
+        ),
+    }
+)
 LISTS = st.lists(
     st.sampled_from(
         [
@@ -215,7 +197,7 @@ SAID = (
 def environments(draw: st.DrawFn) -> tuple[str, dict[str, str]]:
     """A scheduler, and all its variables that are drawn, most with a small number."""
     name = draw(st.sampled_from(sorted(SCHEDULERS)))
-    wanted = draw(st.sets(st.sampled_from(SCHEDULER_VARIABLES[name])))
+    wanted = draw(st.sets(st.sampled_from(SCHEDULER_VARIABLES)))
     return name, {
         variable: draw(SAID) if draw(st.integers(0, 3)) == 0 else draw(st.sampled_from(["0", "1", "2", "4"]))
         for variable in sorted(wanted)
@@ -264,8 +246,6 @@ def test_a_job_file_that_is_no_file_is_a_sentence(path: str) -> None:
 
 
 def test_a_file_that_a_scheduler_names_is_not_waited_for(tmp_path: Path) -> None:
-    import os
-
     os.mkfifo(tmp_path / "pipe")
 
     with pytest.raises(OSError, match="not a regular file"):

@@ -18,10 +18,8 @@ from elaunch.launcher import host
 from elaunch.launcher.host import (
     NoAddress,
     Owner,
-    can_be_bound,
     detect,
     gloo_interface,
-    interface_of,
     interpreter_options,
     own_address,
     owner_of,
@@ -30,7 +28,7 @@ from elaunch.launcher.host import (
     socket_variables,
 )
 from elaunch.rendezvous.endpoint import Endpoint
-from elaunch.rendezvous.http.resolve import HostAddress
+from elaunch.rendezvous.http.dial import HostAddress
 
 UUIDS = ("GPU-aaaa1111-0", "GPU-aaaa2222-0", "GPU-bbbb3333-0", "GPU-cccc4444-0")
 NVIDIA = tuple(Gpu(Vendor.NVIDIA, uuid) for uuid in UUIDS)
@@ -109,14 +107,6 @@ def test_the_tightest_quota_of_a_v2_group_and_those_above_it_counts(tmp_path: Pa
     assert read_quota_cpus(tmp_path) == 3.5
 
 
-def test_the_quota_of_a_v1_group_counts_where_its_mount_hides_the_path(tmp_path: Path) -> None:
-    write(tmp_path, "proc/self/cgroup", "4:memory:/x\n3:cpuacct,cpu:/docker/abc\n0::/\n")
-    write(tmp_path, "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us", "200000\n")
-    write(tmp_path, "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us", "100000\n")
-
-    assert read_quota_cpus(tmp_path) == 2.0
-
-
 def test_this_host_is_described_without_torch() -> None:
     found = detect(os.environ)
 
@@ -167,11 +157,6 @@ def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
     return known
 
 
-def test_a_loopback_endpoint_is_reached_from_loopback() -> None:
-    assert own_address([Endpoint("127.0.0.1", 9)]) == "127.0.0.1"
-    assert own_address([Endpoint("localhost", 9)]) in ("127.0.0.1", "::1")
-
-
 def test_a_name_that_nobody_knows_is_a_sentence() -> None:
     with pytest.raises(NoAddress, match=r"^the name no-such-host\.invalid has no address here \(.+\)$"):
         own_address([Endpoint("no-such-host.invalid", 9)])
@@ -183,13 +168,6 @@ def test_a_name_is_ours_if_all_its_addresses_can_be_bound_here(names: dict[str, 
     assert owner_of("me") is Owner.THIS_HOST
     assert owner_of("they") is Owner.OTHER_HOST
     assert owner_of("all") is Owner.SEVERAL_HOSTS
-
-
-def test_an_address_of_this_host_can_be_bound_and_no_other() -> None:
-    assert can_be_bound("127.0.0.1")
-    assert can_be_bound("::1")
-    assert not can_be_bound("192.0.2.77")
-    assert not can_be_bound("2001:db8::77")
 
 
 def test_a_name_that_is_loopback_here_alone_gives_an_address_that_others_reach(names: dict[str, list[str]]) -> None:
@@ -279,12 +257,6 @@ def own_addresses(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return known
 
 
-def test_the_interface_of_an_address_is_found() -> None:
-    assert interface_of("127.0.0.1") == "lo"
-    assert interface_of("192.0.2.1") is None
-    assert interface_of("fe80::1%eth7") == "eth7"
-
-
 def test_a_host_that_knows_itself_as_loopback_needs_to_be_told(own_addresses: list[str]) -> None:
     own_addresses += ["127.0.1.1", "10.0.0.1"]
 
@@ -296,12 +268,6 @@ def test_a_host_with_a_name_of_its_own_is_left_alone(own_addresses: list[str], m
     monkeypatch.setattr(host, "can_be_bound", lambda _: True)
 
     assert gloo_interface("10.0.0.1") is None
-
-
-def test_agents_on_one_host_need_nothing(own_addresses: list[str]) -> None:
-    own_addresses += ["127.0.1.1"]
-
-    assert gloo_interface("127.0.0.1") is None
 
 
 def test_rpc_is_told_of_the_same_interface_and_the_users_own_variables_stay(own_addresses: list[str]) -> None:

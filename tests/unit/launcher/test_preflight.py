@@ -2,17 +2,187 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import tempfile
+import zipapp
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 
-from elaunch.launcher.preflight import temporary_folder_warning
+from elaunch.launcher.errors import UsageError
+from elaunch.launcher.options.options import parse
+from elaunch.launcher.preflight import check_log_dir, check_program
+from tests.forked import Child
+
+
+@pytest.fixture(autouse=True)
+def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def check(*words: str, **environ: str) -> None:
+    check_program(parse(words, {}), environ)
+
+
+def refused(*words: str, **environ: str) -> str:
+    with pytest.raises(UsageError) as caught:
+        check(*words, **environ)
+    return str(caught.value)
+
+
+def test_a_folder_that_was_removed_is_said_to_be_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.py").touch()
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+
+    assert refused(str(tmp_path / "train.py")).startswith("the current folder was removed; go to another one (cd)")
 
 
 @pytest.mark.parametrize(
-    ("folder", "warning"),
-    [("", ""), ("/tmp", ""), ("/" + 74 * "x", ""), ("/" + 37 * "é", ""), ("/" + 75 * "x", "TMPDIR has 76 characters")],
+    ("words", "sentence"),
+    [
+        (["train.py"], "train.py does not exist in {}; give the path of the script"),
+        (["link.py"], "link.py does not exist in {}; give the path of the script"),
+        ([".//jobs/.././no.py"], "./no.py does not exist in {}; give the path of the script"),
+        (["jobs"], "jobs is a directory without __main__.py; name the script in it"),
+        (["a.yml"], "a.yml is no program; start a job file with --config a.yml"),
+        (["--no-python", "./a.yml"], "./a.yml is no program; start a job file with --config ./a.yml"),
+        (["-m", "plain.txt"], "-m takes the name of a module, and plain.txt is a file; leave -m out"),
+        ([""], "the name of the script is empty (perhaps a shell variable is not set); give its name"),
+        (["--no-python", "no-such"], "the command no-such is not an executable file on PATH; give its path"),
+        (
+            ["--no-python", "plain.txt"],
+            "the command ./plain.txt is not an executable file; chmod +x ./plain.txt, and write ./plain.txt",
+        ),
+    ],
 )
-def test_a_temporary_folder_too_long_for_sockets_is_named(folder: str, warning: str) -> None:
-    said = temporary_folder_warning({"TMPDIR": folder})
+def test_a_program_that_cannot_start_is_one_sentence(tmp_path: Path, words: list[str], sentence: str) -> None:
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "link.py").symlink_to("nowhere")
+    (tmp_path / "plain.txt").touch()
 
-    assert said.startswith(warning)
-    assert bool(said) == bool(warning)
+    assert refused(*words) == sentence.format(tmp_path)
+
+
+def test_a_script_a_directory_with_main_and_a_command_on_path_can_start(tmp_path: Path) -> None:
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app/__main__.py").touch()
+
+    check("app")
+    check("app/__main__.py")
+    check("-m", "json.no_matter")
+    check("--no-python", "sh")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "mode", "way_out"),
+    [
+        ("x.sh", b"set -e\necho $HOME\n", 0o755, "--no-python ./x.sh"),
+        ("x.sh", b"set -e\necho $HOME\n", 0o644, "--no-python sh ./x.sh"),
+        ("run", b"#!/usr/bin/env bash\nif true; then echo; fi\n", 0o755, "--no-python ./run"),
+        ("a.out", b"\x7fELF\x02\x01\x01\x00", 0o644, "--no-python ./a.out, after chmod +x"),
+    ],
+)
+def test_a_command_that_is_given_as_a_script_is_told_how_it_starts(
+    name: str, text: bytes, mode: int, way_out: str
+) -> None:
+    Path(name).write_bytes(text)
+    Path(name).chmod(mode)
+
+    assert refused(name) == f"./{name} is a command and no Python script; start it with {way_out}"
+    # Another interpreter may be the shell.
+    check(name, PYTHON_EXEC="sh")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("x.sh", "print('Python all the same')\n"),
+        ("tool", "#!/opt/ours/run-with-modules\nprint(1)\n"),
+        ("tool", "#!/usr/bin/python3\nprint(\n"),
+        ("t.py", "print(\n"),
+    ],
+)
+def test_what_python_may_read_is_left_to_python(name: str, text: str) -> None:
+    Path(name).write_text(text)
+
+    check(name)
+
+
+def test_an_application_of_zipapp_is_left_to_python(tmp_path: Path) -> None:
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "__main__.py").write_text("print(1)")
+    zipapp.create_archive(tmp_path / "app", tmp_path / "train", interpreter="/opt/ours/run-with-modules")
+
+    check("train")
+
+
+def test_a_preloaded_module_that_is_not_installed_is_a_sentence() -> None:
+    Path("t.py").touch()
+
+    assert refused("--preload", "json,nunpy.linalg", "t.py").startswith("there is no module nunpy.linalg in ")
+    check("--preload", "json.tool,sys,elaunch.trainer,torch.classes", "t.py")
+    # Nothing is preloaded for these.
+    check("--preload", "qqqqqq", "t.py", PYTHON_EXEC=sys.executable)
+    check("--preload", "qqqqqq", "--no-python", "sh")
+
+
+@pytest.mark.parametrize("name", ["/nonexist", "/", "no-such-python", __file__])
+def test_a_python_exec_that_cannot_run_is_a_sentence(name: str) -> None:
+    Path("t.py").touch()
+
+    for program in ("t.py",), ("-m", "no.matter"):
+        assert refused(*program, PYTHON_EXEC=name).startswith(f"PYTHON_EXEC={name} is not an executable file")
+    check("--no-python", "sh", PYTHON_EXEC=name)
+    check("t.py", PYTHON_EXEC=sys.executable)
+
+
+def test_what_may_not_be_read_is_a_sentence() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "closed").mkdir(mode=0o700)
+        Path(folder).chmod(0o755)
+        Path(folder, "t.py").touch(mode=0)
+
+        said = said_as_nobody(lambda: check(f"{folder}/t.py"))
+        within = said_as_nobody(lambda: check(f"{folder}/closed/t.py"))
+        logs = said_as_nobody(lambda: check_log_dir(parse(["--log-dir", f"{folder}/closed/deep/er", "t.py"], {})))
+
+    assert "cannot be read by user" in said
+    assert "Permission denied" in within
+    assert "Permission denied" in logs
+
+
+def said_as_nobody(check: Callable[[], None]) -> str:
+    """The complaint of `check` in a process of a user other than root, since root may read everything."""
+    ours, theirs = os.pipe()
+
+    def complains() -> None:
+        if os.geteuid() == 0:
+            os.chdir("/")
+            os.setuid(65534)
+        with pytest.raises(UsageError) as raised:
+            check()
+        os.write(theirs, str(raised.value).encode())
+
+    with Child(complains) as child:
+        os.close(theirs)
+        assert child.end() == 0
+    with os.fdopen(ours) as pipe:
+        return pipe.read()
+
+
+def test_a_file_is_no_log_directory(tmp_path: Path) -> None:
+    taken = tmp_path / "logs"
+    taken.touch()
+
+    with pytest.raises(UsageError, match=r"^--log-dir .*/logs is a file; name a directory"):
+        check_log_dir(parse(["--log-dir", str(taken), "t.py"], {}))
+    with pytest.raises(UsageError, match=r"lies below .*/logs, which is a file"):
+        check_log_dir(parse(["--log-dir", str(taken / "deep" / "er"), "t.py"], {}))
+    for fine in (str(tmp_path / "new" / "deep"), "new/deep", "/dev/null"):
+        check_log_dir(parse(["--log-dir", fine, "t.py"], {}))
+    with pytest.raises(UsageError, match=r"^--log-dir is empty; name a directory, or /dev/null to keep nothing$"):
+        parse(["--log-dir", "", "t.py"], {})

@@ -78,10 +78,6 @@ def test_the_words_that_scripts_look_for_in_torchruns_box_are_there() -> None:
     assert fields["error_file"] == "<N/A>"
 
 
-def test_exitcode_stands_as_torchrun_writes_it_since_scripts_look_for_it() -> None:
-    assert "  exitcode  : 1 (pid: 4711)" in failed(RAISED)
-
-
 def test_a_signal_is_named_beside_the_exit_code() -> None:
     assert "-9 (pid: 4711)  (SIGKILL)" in failed(KILLED)
 
@@ -101,16 +97,6 @@ def test_without_a_traceback_the_end_of_stderr_is_shown_and_no_more() -> None:
     assert "    line 99" in text
     assert "    line 80" in text
     assert "line 79" not in text
-
-
-def test_files_that_are_kept_are_named_and_private_ones_are_not() -> None:
-    failure = replace(RAISED, error_file="/logs/5/error.json", log_path="/logs/5/stderr.log")
-
-    kept, private = failed(failure, Path("/logs")), failed(replace(failure, log_path=""))
-
-    assert "error_file: /logs/5/error.json" in kept
-    assert "log       : /logs/5/stderr.log" in kept
-    assert "/logs" not in private
 
 
 def test_the_jobs_first_failure_comes_first_where_another_kind_ended_the_job() -> None:
@@ -133,30 +119,6 @@ def test_the_jobs_first_failure_comes_first_where_another_kind_ended_the_job() -
     assert "What ended the job" not in lost
 
 
-def test_a_failed_run_without_a_failure_says_its_reason() -> None:
-    text = report(replace(FAILED, failure=None, reason="cancelled by a person"), SPEC, None)
-
-    assert "train.py FAILED" in text
-    assert "cancelled by a person." in text
-
-
-def test_an_interrupted_run_says_by_what_and_its_exit_code() -> None:
-    outcome = Outcome(OutcomeKind.INTERRUPTED, "SIGTERM was received", 0, 0, 3, signum=15)
-
-    text = report(outcome, SPEC, None)
-
-    assert text.startswith("elaunch: ")
-    assert "SIGTERM was received" in text
-    assert "143" in text
-    assert "FAILED" not in text
-
-
-def test_a_success_after_restarts_says_how_many() -> None:
-    text = report(Outcome(OutcomeKind.SUCCEEDED, "done", 2, 2, 3), SPEC, None)
-
-    assert "2 of 3 restarts" in text
-
-
 def test_a_node_that_does_not_fit_the_job_says_why_and_names_no_output_for_it_had_none() -> None:
     refused = replace(FAILED, kind=OutcomeKind.REFUSED, reason="--nnodes 2 there, 3 here", failure=None)
 
@@ -173,15 +135,6 @@ def test_the_first_failures_record_is_handed_on_with_its_exit_code(tmp_path: Pat
 
     assert json.loads(ours.read_text()) == {"message": {**record["message"], "errorCode": 1}}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ours.json", "theirs.json"]
-
-
-def test_a_record_in_a_folder_that_is_not_kept_is_handed_on_too(tmp_path: Path) -> None:
-    theirs, ours = tmp_path / "theirs.json", tmp_path / "ours.json"
-    theirs.write_text('{"message": {"message": "ValueError: bad", "extraInfo": {}}}')
-
-    write_error_file(FAILED, str(ours), lambda failure: theirs if failure == FAILED.failure else None)
-
-    assert json.loads(ours.read_text())["message"]["message"] == "ValueError: bad"
 
 
 @pytest.mark.parametrize("text", [None, "", '{"mess', '{"message": "short"}', "{}", "[1]"])
@@ -290,12 +243,3 @@ def refused(failure: Failure) -> str:
 )
 def test_another_end_with_few_words_has_the_whole_report(other: Failure) -> None:
     assert "Root Cause" in refused(other)
-
-
-def test_the_object_says_in_which_generation_the_failure_happened() -> None:
-    # A generation was opened to restart, and did not run.
-    fields = record(replace(FAILED, generation=4, failure=RAISED), None)
-
-    assert fields["generation"] == 4
-    assert isinstance(fields["failure"], dict)
-    assert (fields["failure"]["generation"], fields["failure"]["rank"]) == (3, 5)

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from elaunch.rendezvous.codec import decode, encode
+from elaunch.rendezvous.codec import Limit, decode, encode, json_bytes, keep_ends, keep_head, keep_tail
 from elaunch.rendezvous.job_spec import JobSpec, Program, ProgramKind
-from elaunch.rendezvous.limits import Limit, json_bytes, keep_ends, keep_head, keep_tail
 from elaunch.rendezvous.rules.table_codec import encode_table, seats_of
 from elaunch.rendezvous.types import Failure, FailureKind, Generation, Node, OpenKind, Outcome, OutcomeKind, RankTable
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pty
 import resource
 import select
 import tracemalloc
@@ -15,7 +14,6 @@ import pytest
 from elaunch.agent.output.streams import (
     PARTIAL_LINE_WAIT_S,
     TAIL_BYTES_MAX,
-    TERMINAL_WAIT_S,
     Console,
     LogFile,
     Route,
@@ -107,20 +105,6 @@ def test_a_partial_line_is_shown_after_a_moment_and_goes_on_without_a_second_pre
     assert (before, due_s) == (b"", 5.0 + PARTIAL_LINE_WAIT_S)
     assert after == b"[0] load"
     assert screen.shown() == b"ing\n"
-
-
-def test_a_person_at_a_terminal_waits_less_for_a_prompt_than_a_pipe_for_the_rest_of_a_line(screen: Screen) -> None:
-    leader, terminal = pty.openpty()
-    try:
-        prompting = stream(Console(terminal, lambda _: None), b"[0] ")
-        prompting.feed(b"name? ", now_s=5.0)
-        piped = stream(screen.console, b"[0] ")
-        piped.feed(b"name? ", now_s=5.0)
-
-        assert prompting.flush_at_s == 5.0 + TERMINAL_WAIT_S < (piped.flush_at_s or 0.0)
-    finally:
-        os.close(leader)
-        os.close(terminal)
 
 
 def test_a_line_left_open_is_ended_before_another_rank_writes(screen: Screen) -> None:

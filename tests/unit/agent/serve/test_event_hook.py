@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -89,25 +88,6 @@ def test_a_command_that_does_not_end_is_killed_with_its_children_and_the_next_on
     )
 
 
-def test_at_the_end_of_the_job_all_runs_that_are_left_have_one_time_together(
-    tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # `close` may not wait for the run that has begun by then.
-    monkeypatch.setattr(event_hook, "RUN_S_MAX", 2 * DEADLINE_S)
-    runs = hook(said, f"touch {tmp_path}/runs; while [ ! -e {tmp_path}/closed ]; do sleep 0.05; done; exit 1")
-    for event in ("failure", "restart", "end"):
-        runs.tell({"event": event})
-    wait_for((tmp_path / "runs").exists, "the first run")
-    start_s = time.monotonic()
-
-    runs.close(0.3)
-
-    assert time.monotonic() - start_s < DEADLINE_S
-    (tmp_path / "closed").touch()
-    wait_for(lambda: len(said) == 2, "the thread's last word")
-    assert said[1] == "--on-event: there is no time left to tell restart"
-
-
 def test_events_that_come_faster_than_the_command_are_dropped_with_a_line_each_and_nobody_waits(
     tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,12 +111,3 @@ def test_much_output_is_cut_and_costs_no_memory(said: Said) -> None:
 
     assert len(said[0]) == event_hook.OUTPUT_BYTES_MAX + len("[on-event] ")
     assert said[1] == f"[on-event] … {50000000 - event_hook.OUTPUT_BYTES_MAX} bytes more …"
-
-
-def test_without_an_event_there_is_no_thread(said: Said) -> None:
-    runs = hook(said, "echo no")
-
-    runs.close(DEADLINE_S)
-
-    assert runs._thread is None
-    assert not said

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from elaunch.agent.core.events import StoreAway, StoreBack, StoreEvent, StoreLost, StoreRefuses
-from elaunch.agent.session.retry_queue import FIRST_BACKOFF_S, LAST_TRIES, RetryQueue
+from elaunch.agent.session.retry_queue import FIRST_BACKOFF_S, LAST_TRIES, SLOW_BACKOFF_MAX_S, RetryQueue
 from elaunch.rendezvous.store import (
     Denied,
     HeadAway,
@@ -69,18 +69,6 @@ def test_requests_keep_their_order_though_the_first_must_be_tried_again() -> Non
     assert bench.tried == ["first", "first", "first", "second", "second", "third"]
 
 
-def test_a_renewal_goes_before_what_waits_and_stays_wanted_until_it_is_done() -> None:
-    bench = Bench()
-    bench.failing["renewal"] = [AWAY]
-    bench.requests.add(bench.request("first"))
-    bench.requests.add_renewal()
-    bench.requests.add_renewal()
-
-    bench.run()
-
-    assert bench.tried == ["renewal", "renewal", "first"]
-
-
 def test_that_the_store_is_away_is_told_at_each_try_and_that_it_is_back_once() -> None:
     bench = Bench()
     bench.requests.add(bench.request("first", AWAY, Unavailable("timed out")))
@@ -89,16 +77,6 @@ def test_that_the_store_is_away_is_told_at_each_try_and_that_it_is_back_once() -
     bench.run()
 
     assert bench.events == [StoreAway("no route"), StoreAway("timed out"), StoreBack()]
-
-
-def test_the_first_answer_ever_is_told() -> None:
-    bench = Bench()
-    for name in ("first", "second"):
-        bench.requests.add(bench.request(name))
-
-    bench.run()
-
-    assert bench.events == [StoreBack()]
 
 
 def test_pauses_grow_to_their_longest_and_begin_anew_after_an_answer() -> None:
@@ -173,17 +151,6 @@ def test_what_this_agent_lacks_is_not_the_heads_silence() -> None:
     bench.run()
 
     assert bench.events == [StoreAway("no more files", is_own=True), StoreBack()]
-
-
-def test_what_is_refused_keeps_its_place_and_is_asked_again_without_haste() -> None:
-    bench = Bench()
-    bench.requests.add(bench.request("first", Rejected("etcd is full"), Denied("no permission")))
-    bench.requests.add(bench.request("second"))
-
-    pauses_s = bench.run()
-
-    assert bench.done == ["first", "second"]
-    assert pauses_s == [BACKOFF_MAX_S, BACKOFF_MAX_S, 0.0, 0.0]
 
 
 def test_renewals_that_succeed_do_not_hide_a_request_that_never_does() -> None:
@@ -271,8 +238,29 @@ def test_at_the_end_a_renewal_of_an_absent_store_does_not_hold_up_the_last_words
     assert bench.requests.is_over
 
 
-def test_without_requests_nothing_is_done() -> None:
-    bench = Bench()
+@pytest.mark.parametrize(
+    ("error", "was_reached", "longest_s"),
+    [
+        (TimedOut("slow"), False, SLOW_BACKOFF_MAX_S),
+        (Unavailable("nobody listens"), False, BACKOFF_MAX_S),
+        (TimedOut("slow"), True, BACKOFF_MAX_S),
+    ],
+)
+def test_only_who_has_nothing_to_lose_leaves_a_slow_store_alone_for_long(
+    error: Unavailable, was_reached: bool, longest_s: float
+) -> None:
+    requests = RetryQueue(lambda: None, lambda _: None, BACKOFF_MAX_S, lambda _, high: high)
+    if was_reached:
+        requests.add_renewal()
+        requests.do_next(0.0)
 
-    assert bench.requests.do_next(0.0) == 0.0
-    assert (bench.tried, bench.events) == ([], [])
+    def fail() -> None:
+        raise error
+
+    requests.add(fail)
+    pauses_s = [0.0]
+    for _ in range(20):
+        pauses_s.append(requests.do_next(pauses_s[-1]))
+
+    assert pauses_s == sorted(pauses_s)
+    assert pauses_s[-1] == longest_s

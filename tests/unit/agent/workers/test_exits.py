@@ -13,7 +13,7 @@ from elaunch.agent.diagnosis.oom import KernelLog, OutOfMemoryWatch
 from elaunch.agent.workers.exits import ExitReader
 from elaunch.agent.workers.group import WorkerGroup
 from elaunch.agent.workers.link import Link
-from elaunch.rendezvous.types import FailureKind, RankTable, Seat
+from elaunch.rendezvous.types import RankTable, Seat
 
 NODE = "node-a-00000001"
 
@@ -57,29 +57,3 @@ def ends_its_program(worker: socket.socket, *, raised: bool) -> None:
     said = {"event": "ended", "raised": raised, "reached_store": True, "unused": []}
     worker.send(f"\n{json.dumps(said)}\n".encode())
     worker.shutdown(socket.SHUT_WR)
-
-
-def test_the_first_that_lost_a_peer_brings_what_others_have_told_of_their_end(
-    three: tuple[WorkerGroup, list[socket.socket]],
-) -> None:
-    group, workers = three
-    reader = ExitReader("node-a", OutOfMemoryWatch(KernelLog(), []), keeps_files=True)
-    group.error_files[0].write_text(LOST)
-    group.error_files[1].write_text('{"message": "ValueError: bad batch"}')
-    for worker, raised in zip(workers, (True, True, False), strict=True):
-        ends_its_program(worker, raised=raised)
-
-    first, second = reader.exited(group, 0, 17, 1), reader.exited(group, 0, 17, 1)
-
-    assert first.failure
-    assert first.failure.kind is FailureKind.PEER_LOST
-    raised, ended = first.told
-    assert (raised.rank, raised.pid, raised.code, raised.message) == (
-        5,
-        18,
-        1,
-        "raised an error: ValueError: bad batch",
-    )
-    assert (ended.rank, ended.kind, ended.code) == (6, FailureKind.ENDED_EARLY, None)
-    assert ended.message == "reached the end of its program, but did not exit in time"
-    assert not second.told, "only the first line of a generation needs it"

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -16,8 +15,8 @@ import pytest
 
 from elaunch.agent.workers.gpus import Gpu, Vendor
 from elaunch.launcher.doctor import devices, findings, health, host, network
-from elaunch.launcher.doctor.command import COMMAND, Check, examine
-from elaunch.launcher.doctor.findings import Finding, Grade, Needs, Probe, ProbeFailed, ok, span, worst
+from elaunch.launcher.doctor.command import COMMAND, examine
+from elaunch.launcher.doctor.findings import Finding, Grade, Needs, Probe, ProbeFailed, ok, worst
 from elaunch.launcher.store.locate import RendezvousPlan
 from tests.commands import read
 from tests.harness import DEADLINE_S, environment, wait_for
@@ -27,21 +26,8 @@ ONE, EIGHT = Needs(), Needs(workers=8, nodes_max=4)
 NO_LIMIT = sys.maxsize
 TORCH = {"version": "2.13", "cuda": "12.8", "nccl": "2.27.5", "seconds": 2.0}
 # As `nvidia-smi --query-gpu=… --format=csv,noheader,nounits` writes it.
-H100 = [
-    "0",
-    "GPU-aa",
-    "NVIDIA H100 80GB HBM3",
-    "570.86.15",
-    "33",
-    "1024",
-    "81559",
-    "0",
-    "[N/A]",
-    "No",
-    "No",
-    "Not Active",
-]
-V100 = ["1", "GPU-bb", "Tesla V100-SXM2-32GB", "570.86.15", "41", "0", "32768", "2", "Yes", "", "", ""]
+H100 = ["0", "GPU-aa", "NVIDIA H100 80GB HBM3", "570.86.15", "1024", "81559", "0", "No", "No"]
+V100 = ["1", "GPU-bb", "Tesla V100-SXM2-32GB", "570.86.15", "0", "32768", "2", "", ""]
 FREE_SHM = os.statvfs("/dev/shm").f_bavail * os.statvfs("/dev/shm").f_frsize
 
 
@@ -52,26 +38,18 @@ def torch(gpus: int, **changes: object) -> tuple[Finding, ...]:
 @pytest.mark.parametrize(
     ("found", "grade", "words"),
     [
-        (host.judge_files(65536, 65536, EIGHT), "ok", "65536"),
-        (host.judge_files(111, 65536, EIGHT), "bad", "8 workers need 112"),
-        (host.judge_files(112, 65536, EIGHT), "warn", "ulimit -n 1536"),
-        (host.judge_files(1535, 1535, EIGHT), "warn", "by root: the hard limit is 1535"),
-        (host.judge_files(NO_LIMIT, NO_LIMIT, EIGHT), "ok", "no limit"),
-        (host.judge_threads(319, EIGHT), "bad", "ulimit -u 2112"),
-        (host.judge_threads(320, EIGHT), "warn", "ulimit -u 2112"),
+        (host.judge_files(111, EIGHT), "bad", "8 workers need 112"),
+        (host.judge_files(112, EIGHT), "warn", "raise it to 1536"),
+        (host.judge_files(NO_LIMIT, EIGHT), "ok", "none"),
+        (host.judge_threads(319, EIGHT), "bad", "raise it to 2112"),
         (host.judge_threads(2112, EIGHT), "ok", "2112"),
-        (host.judge_clock(True, 0.01, EIGHT), "ok", "10 ms"),
-        (host.judge_clock(False, 16.0, EIGHT), "warn", "chrony"),
-        (host.judge_clock(False, 16.0, ONE), "ok", "one node"),
-        (host.judge_clock(True, 2.0, EIGHT), "warn", "2 s"),
         (host.check_shm(Needs(workers=FREE_SHM // MIB)), "bad", "a bus error (SIGBUS) ends the job"),
         (host.check_shm(ONE, "/nowhere"), "bad", "cannot be used"),
         (devices.judge_gpus([H100], [], 1), "ok", "1 × NVIDIA H100 80GB HBM3, driver 570.86.15"),
         (devices.judge_gpus([H100], [], 2), "bad", "Xid 79"),
         (devices.judge_gpus([H100, V100], [], 2), "bad", "GPU 1 had 2 uncorrectable memory errors"),
         (devices.judge_gpus([H100, V100], [], 2), "bad", "nvidia-smi --gpu-reset -i 1"),
-        (devices.judge_gpus([[*H100[:-2], "Yes", "Not Active"]], [], 1), "bad", "RMA"),
-        (devices.judge_gpus([[*H100[:-1], "Active"]], [], 1), "warn", "at 33 °C"),
+        (devices.judge_gpus([[*H100[:-1], "Yes"]], [], 1), "bad", "RMA"),
         (
             devices.judge_gpus([H100], [["GPU-aa", "7", "/bin/python", "1"]], 1),
             "warn",
@@ -82,15 +60,11 @@ def torch(gpus: int, **changes: object) -> tuple[Finding, ...]:
         (torch(8, cuda=""), "bad", "pytorch.org"),
         (torch(8, seconds=16.0), "warn", "local disk"),
         (torch(8, cuda_error="driver too old"), "bad", "driver too old"),
-        (network.judge_ports("10.0.0.1", (500, 501), (500, 501), (32768, 60999)), "bad", "500 to 501"),
-        (network.judge_ports("10.0.0.1", (500, 501), (500,), (32768, 60999)), "ok", "1 of 2 free"),
-        (network.judge_ports("10.0.0.1", (40000,), (), (32768, 60999)), "warn", "below 32768"),
+        (network.judge_ports("10.0.0.1", (500, 501), (500, 501)), "bad", "500 to 501"),
+        (network.judge_ports("10.0.0.1", (500, 501), (500,)), "ok", "1 of 2 free"),
         (network.judge_latencies("etcd:2379 answers", (0.001,) * 20), "ok", "median 1 ms"),
         (network.judge_latencies("etcd:2379 answers", (0.2,) * 20), "warn", "200 ms"),
         (network.judge_latencies("etcd:2379 answers", (0.6,) * 20), "bad", "600 ms"),
-        (network.judge_skew((-0.2, 0.3)), "ok", "agree"),
-        (network.judge_skew((4.0, 5.0)), "warn", "4.5 s behind"),
-        (network.judge_skew((-5.0, -4.0)), "warn", "4.5 s ahead of"),
     ],
 )
 def test_a_finding_has_a_grade_and_a_way_out(found: Finding | tuple[Finding, ...], grade: str, words: str) -> None:
@@ -102,22 +76,18 @@ def test_a_finding_has_a_grade_and_a_way_out(found: Finding | tuple[Finding, ...
     assert all(bool(each.advice) == (each.grade is not Grade.OK) for each in all_found)
 
 
-def test_times_are_in_words() -> None:
-    assert [span(s) for s in (0.0123, 5, 600)] == ["12.3 ms", "5 s", "10 min"]
-
-
-# An nvidia-smi that does not know the newest field, or whose driver does not answer.
+# An nvidia-smi that does not know the newer fields, or whose driver does not answer.
 SMI = """#!/bin/sh
 case "$1" in
-*hw_slowdown*) echo "Field is not a valid field to query."; exit 2;;
-*query-gpu*) echo "0, GPU-aa, H100, 570.86, 33, 10, 81559, 0, [N/A], Yes, No";;
+*remapped_rows*) echo "Field is not a valid field to query."; exit 2;;
+*query-gpu*) echo "0, GPU-aa, H100, 570.86, 10, 81559, 3";;
 esac
 """
 
 
 @pytest.mark.parametrize(
     ("tool", "words"),
-    [(SMI, "waits for a reset"), ("#!/bin/sh\necho Failed to start\nexit 9\n", "Failed to start")],
+    [(SMI, "had 3 uncorrectable memory errors"), ("#!/bin/sh\necho Failed to start\nexit 9\n", "Failed to start")],
 )
 def test_gpus_are_read_by_any_version_of_nvidia_smi(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tool: str, words: str
@@ -143,7 +113,7 @@ def test_an_rdma_port_has_the_state_that_the_kernel_reports(
     place.parent.mkdir(parents=True)
     place.write_text(f"{state}\n")
 
-    (found,) = devices.check_rdma(ONE, tmp_path)
+    (found,) = devices.check_rdma(tmp_path)
 
     assert found.grade is grade
     assert words in found.found
@@ -178,14 +148,13 @@ def hangs() -> tuple[Finding, ...]:
 
 
 def test_a_check_that_hangs_or_fails_is_a_line_and_hides_no_other() -> None:
-    def check(name: str, finish: Callable[[], tuple[Finding, ...]]) -> Check:
-        return Check(name, "?", lambda: finish)
+    checks = {"late": lambda: hangs, "faulty": lambda: fails, "well": lambda: lambda: (ok("fine"),)}
 
-    checked = examine((check("late", hangs), check("faulty", fails), check("well", lambda: (ok("fine"),))), 1.0)
+    checked = examine(checks, 1.0)
 
-    assert [each.grade for each in checked] == [Grade.BAD, Grade.BAD, Grade.OK]
-    assert checked[0].findings[0].found == "no answer within 1 s"
-    assert "KeyError" in checked[1].findings[0].found
+    assert [worst(each.grade for each in found) for found in checked.values()] == [Grade.BAD, Grade.BAD, Grade.OK]
+    assert checked["late"][0].found == "no answer within 1 s"
+    assert "KeyError" in checked["faulty"][0].found
 
 
 def sleepers(seconds: str) -> list[psutil.Process]:
@@ -215,7 +184,7 @@ def test_a_killed_doctor_leaves_no_process() -> None:
 
 @pytest.mark.parametrize("is_strict", [False, True])
 def test_a_job_that_is_over_takes_its_health_check_with_it(monkeypatch: pytest.MonkeyPatch, is_strict: bool) -> None:
-    monkeypatch.setattr(health, "python", lambda *_: ("sleep", "1000.75"))
+    monkeypatch.setattr(devices, "python", lambda *_: ("sleep", "1000.75"))
     # On a busy machine a killed process needs its time to end.
     monkeypatch.setattr(health, "_CLOSE_S", DEADLINE_S)
     monkeypatch.setattr(findings, "_REAP_S", DEADLINE_S)

@@ -99,20 +99,3 @@ def test_the_configuration_of_an_older_torch_has_the_defaults_of_the_fields_that
     call = launch(older, print)  # type: ignore[arg-type]
 
     assert call._config == with_all
-
-
-def test_a_static_endpoint_is_the_master_also_of_one_node() -> None:
-    read = options(rdzv_backend="static", rdzv_endpoint="127.0.0.1:29500", rdzv_configs={"rank": 0})
-
-    assert read.rdzv_backend == "static"
-    assert str(read.rdzv_endpoint[0]) == "127.0.0.1:29500"
-    assert read.node_rank == 0
-
-
-def test_log_folder_and_streams(tmp_path: Path) -> None:
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
-
-    read = options(logs_specs=DefaultLogsSpecs(log_dir=str(tmp_path), tee={0: Std.ALL, 1: Std.OUT}))
-
-    assert read.log_dir == tmp_path
-    assert [read.tee.of(rank).value for rank in (0, 1)] == [3, 1]

@@ -6,14 +6,10 @@ import os
 import signal
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-import pytest
-
-from elaunch.launcher.functions.launch import _Forwarding
+from elaunch.launcher.functions.launch import _forwarded
 from tests.harness import RUN_LIMIT_S
 
 
@@ -27,50 +23,23 @@ class Job:
         self.got.append(signum)
 
 
-@pytest.mark.parametrize("moment", range(6))
-def test_a_signal_that_comes_while_the_job_begins_reaches_it_once(moment: int) -> None:
-    """Another signal comes at each line of `begin` in turn."""
-    lines: list[int] = []
-
-    def at_line(frame: FrameType, event: str, _argument: Any) -> Any:
-        if frame.f_code.co_name != "begin":
-            return None
-        if event == "line":
-            lines.append(frame.f_lineno)
-            if len(lines) == moment:
-                signal.raise_signal(signal.SIGURG)
-        return at_line
-
+def test_a_job_gets_the_signals_that_would_end_the_program_and_no_others() -> None:
+    """In the background of a script SIGINT is ignored, and under nohup SIGHUP."""
     job: Any = Job()
-    before = sys.gettrace()
-    with _Forwarding(["SIGTERM", "SIGURG"]) as forwarding:
-        signal.raise_signal(signal.SIGTERM)
-        sys.settrace(at_line)
-        try:
-            forwarding.begin(job)
-        finally:
-            sys.settrace(before)
-        if moment not in range(1, len(lines) + 1):
-            signal.raise_signal(signal.SIGURG)
-
-    assert Counter(job.got) == {signal.SIGTERM: 1, signal.SIGURG: 1}
-    assert Counter(forwarding.seen) == Counter(job.got)
-
-
-def test_in_the_background_of_a_script_sigint_reaches_the_job_and_under_nohup_sighup_does_not() -> None:
     numbers = (signal.SIGINT, signal.SIGHUP)
     before = [signal.signal(number, signal.SIG_IGN) for number in numbers]
+    seen: list[int] = []
     try:
-        with _Forwarding(["SIGINT", "SIGHUP"]) as forwarding:
-            for number in numbers:
+        with _forwarded(job, ["SIGTERM", "SIGINT", "SIGHUP"], seen):
+            for number in (signal.SIGTERM, *numbers):
                 signal.raise_signal(number)
-        handlers = [signal.getsignal(number) for number in numbers]
+        handlers = [signal.getsignal(number) for number in (signal.SIGTERM, *numbers)]
     finally:
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
 
-    assert forwarding.seen == [signal.SIGINT]
-    assert handlers == [signal.SIG_IGN, signal.SIG_IGN]
+    assert seen == job.got == [signal.SIGTERM, signal.SIGINT]
+    assert handlers == [signal.SIG_DFL, signal.SIG_IGN, signal.SIG_IGN]
 
 
 # Ctrl-C comes when elaunch's own modules are being imported.

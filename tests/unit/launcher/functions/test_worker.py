@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import pickle
 import sys
 import threading
@@ -59,14 +58,7 @@ def test_a_function_of_a_notebook_without_cloudpickle_is_a_sentence(monkeypatch:
         write_call(io.BytesIO(), notebook.train, (), {})
 
 
-def test_an_argument_that_cannot_be_sent_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "cloudpickle", None)
-
-    with pytest.raises(pickle.PicklingError, match=r"add with its arguments .* cannot pickle '_thread.lock' object"):
-        write_call(io.BytesIO(), add, (1,), {"b": threading.Lock()})
-
-
-@pytest.mark.parametrize("returned", [None, 0, {"loss": [0.5]}, os.urandom(1 << 20)], ids=["none", "0", "map", "large"])
+@pytest.mark.parametrize("returned", [None, {"loss": [0.5]}])
 def test_a_value_comes_back_with_its_rank(returned: object) -> None:
     assert value(returned) == (3, returned)
 

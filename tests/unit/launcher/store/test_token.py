@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.launcher.errors import SiteError
-from elaunch.launcher.options.secret_file import read_secret
+from elaunch.launcher.options.files import read_secret
 from elaunch.launcher.store import token as tokens
 from elaunch.launcher.store.serve import START_S, listen
 from elaunch.launcher.store.token import AnotherJob, KeptToken, KeptTokens, Meeting, Offer, fetch, token_at_home

@@ -11,7 +11,7 @@ from elaunch.rendezvous.etcd.discovery import FoundStore
 from elaunch.rendezvous.etcd.json_transport import JsonTransport
 from elaunch.rendezvous.etcd.store import EtcdStore
 from elaunch.rendezvous.etcd.transport import GatewayOff
-from elaunch.rendezvous.store import Denied, Rejected, StoreError, TooLarge, Unavailable
+from elaunch.rendezvous.store import Denied, Rejected, StoreError, Unavailable
 from tests.relay import web_server
 
 NO_ETCD = r"^what listens at .* is no etcd: it answers /version with HTTP status "
@@ -68,7 +68,7 @@ def test_a_proxy_in_trouble_may_still_stand_before_an_etcd() -> None:
 
 BY_STATUS = [
     *((401, Denied), (403, Denied), (404, GatewayOff)),
-    *((413, TooLarge), (429, Unavailable), (502, Rejected)),
+    *((413, Denied), (429, Unavailable), (502, Rejected)),
 ]
 
 

@@ -15,8 +15,8 @@ import pytest
 
 from elaunch.agent.diagnosis import reach
 from elaunch.rendezvous.endpoint import Endpoint
-from elaunch.rendezvous.http.client import ClientConnection, Deadline, Trust
-from elaunch.rendezvous.http.errors import connection_error
+from elaunch.rendezvous.http.client import ClientConnection, Trust, connection_error
+from elaunch.rendezvous.http.dial import Deadline
 from elaunch.rendezvous.store import OwnLimit, Unavailable
 from tests.harness import DEADLINE_S, RUN_LIMIT_S
 
@@ -71,7 +71,8 @@ def test_a_port_is_not_called_closed_by_an_agent_that_may_open_no_more_files() -
 LACKS = """
 import resource
 from elaunch.rendezvous.endpoint import Endpoint
-from elaunch.rendezvous.http.client import ClientConnection, Deadline, Trust
+from elaunch.rendezvous.http.client import ClientConnection, Trust
+from elaunch.rendezvous.http.dial import Deadline
 from elaunch.rendezvous.store import OwnLimit
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from elaunch.rendezvous.rules.assign_ranks import seat
 from elaunch.rendezvous.rules.excluding import stand
 from elaunch.rendezvous.rules.reports import job_report
-from elaunch.rendezvous.rules.seating import seat
 from elaunch.rendezvous.types import Exclusion, Failure, FailureKind
 from tests.unit.agent.job_world import node
 from tests.unit.rendezvous.rules.test_excluding import TWO, A, B, C, failing, three

@@ -250,7 +250,9 @@ def test_too_few_nodes_for_the_join_timeout_end_the_job_and_say_the_way_out() ->
     ended = world.snapshot.ended
     assert ended
     assert (ended.kind, ended.exit_code, ended.failure) == (OutcomeKind.FAILED, 1, None)
-    assert ended.reason.startswith("2 of 3 nodes were here after 600 s; start elaunch on the others")
+    assert ended.reason.startswith(
+        "after 600 s the job still waits for nodes: 2 of 3 are here; start elaunch on the others"
+    )
     assert "join_timeout" in ended.reason
 
 
@@ -265,7 +267,7 @@ def test_who_waits_under_a_prefix_names_it_since_a_node_with_another_never_comes
     assert waits.waiting == "nodes: 1 of 2 is here under etcd_prefix=/teams/nlp/ (gives up after 600 s)"
     assert over.txn
     (ended,) = (op for op in over.txn.then if isinstance(op, Put))
-    assert "1 of 2 nodes were here under etcd_prefix=/teams/nlp/ after 600 s" in ended.value
+    assert "after 600 s the job still waits for nodes: 1 of 2 is here under etcd_prefix=/teams/nlp/" in ended.value
 
 
 def test_nodes_that_come_and_go_do_not_put_off_the_join_timeout() -> None:
@@ -293,7 +295,9 @@ def test_the_join_timeout_begins_when_the_survivors_have_stopped_their_workers()
     assert world.look().waiting == "nodes: 1 of 2 is here (gives up after 2 s)" + LOST
     world.now_s += 2
     world.seal()
-    assert world.ended.startswith(f"1 of 2 nodes were here after 2 s{LOST}; start elaunch on the others")
+    assert world.ended.startswith(
+        f"after 2 s the job still waits for nodes: 1 of 2 is here{LOST}; start elaunch on the others"
+    )
 
 
 def test_nodes_lost_below_the_smallest_number_are_waited_for() -> None:

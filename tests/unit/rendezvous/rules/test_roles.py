@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elaunch.rendezvous.rules.roles import counts_in, role_of, role_place, role_sizes
+from elaunch.rendezvous.rules.assign_ranks import counts_in, role_of, role_place, role_sizes
 from elaunch.rendezvous.rules.table_codec import decode_table, encode_table, seats_of
 from elaunch.rendezvous.types import RankTable
 

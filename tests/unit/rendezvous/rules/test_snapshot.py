@@ -217,7 +217,6 @@ def test_a_record_of_the_job_that_is_none_is_refused_with_its_key_and_its_value(
     [
         (KEYS.member("a"), '{"node_id":"a"}', "not a Node"),
         (KEYS.member("a"), encode(replace(NODE, host="a b")), "not a Node"),
-        (KEYS.member("a"), encode(replace(NODE, role="a\nb")), "not a Node"),
         (KEYS.joined(3, "a"), "{}", "not a Joined"),
         (KEYS.still(3, "a"), "{}", "not a StillNode"),
         (KEYS.table(2), "{}", "not a rank table"),
@@ -249,7 +248,6 @@ def test_any_other_record_that_is_none_costs_a_sentence_and_the_leader_deletes_i
         ('"port":1', '"port":70000'),
         ('"port":1', '"port":"1"'),
         ('"port":1', '"port":'),
-        ('5ec12e7"', '5ec12e7\\u0007"'),
         ('5ec12e7"}', "5ec12e7"),
         ('"progressed":false', '"progressed":0'),
     ],

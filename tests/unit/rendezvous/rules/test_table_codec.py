@@ -78,13 +78,7 @@ def test_a_table_of_a_thousand_nodes_is_below_12_kb_and_that_of_a_hundred_can_be
     assert len(large.encode()) < 12_000
     assert decode_table(large) == of_nodes(1024)
     assert decode_table(large).world_size == 8192
-    assert json.loads(encode_table(of_nodes(100)))["nodes"].startswith("gpu-0000-")
-
-
-def test_ages_of_restarts_are_rounded_to_milliseconds() -> None:
-    table = RankTable(0, (), "a", 1, "", restart_ages_s=(1.23456789, 0.0))
-
-    assert decode_table(encode_table(table)).restart_ages_s == (1.235, 0.0)
+    assert json.loads(encode_table(of_nodes(100)))["nodes"][0].startswith("gpu-0000-")
 
 
 @pytest.mark.parametrize("text", ["", "{", "null", "3", "[]", '"text"', "{}"])
@@ -100,11 +94,12 @@ def test_what_is_no_table_is_refused_and_shown(text: str) -> None:
     [
         ("nodes", 3),
         ("nodes", "node-a-0000000a"),
-        ("slots", [["8", 3]]),
-        ("slots", [["eight", 4]]),
-        ("slots", "8"),
+        ("nodes", ["a-0000000a"] * 4),
+        ("slots", ["8", 8, 4, 4]),
+        ("slots", [8, 8, 4, 0]),
         ("slots", [8]),
-        ("roles", [["default", 5]]),
+        ("slots", None),
+        ("roles", ["default", "default", "default", 5]),
         ("generation", None),
         ("restarts", "many"),
         ("restart_ages_s", 3),
@@ -117,7 +112,7 @@ def test_a_table_with_a_field_that_does_not_fit_is_refused(field: str, value: ob
         decode_table(json.dumps(record))
 
 
-@pytest.mark.parametrize("field", json.loads(encode_table(TABLE)))
+@pytest.mark.parametrize("field", ["generation", "nodes", "slots", "roles", "master_port"])
 def test_a_table_without_a_field_is_refused(field: str) -> None:
     record = json.loads(encode_table(TABLE))
     del record[field]

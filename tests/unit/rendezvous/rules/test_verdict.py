@@ -281,36 +281,6 @@ def test_another_error_is_not_the_same_one(other: Failure) -> None:
     assert isinstance(decide({1: [RAISED], 2: [other]}), Restart)
 
 
-PARENT = replace(
-    KILLED, kind=FailureKind.TEMPLATE_LOST, rank=-1, message="the fork server was killed by SIGKILL", lived_s=9.0
-)
-PARENT_LATER = replace(PARENT, progressed=True)
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "kind"),
-    [
-        (PARENT, replace(PARENT, lived_s=30.0), GiveUp),
-        (PARENT_LATER, replace(PARENT_LATER, lived_s=8.0), GiveUp),
-        (replace(PARENT_LATER, step=7, lived_s=900.0), replace(PARENT_LATER, step=7), GiveUp),
-        (PARENT_LATER, replace(PARENT_LATER, lived_s=30.0), Restart),
-        (replace(PARENT_LATER, lived_s=90.0), replace(PARENT_LATER, lived_s=90.0), Restart),
-        (replace(PARENT_LATER, step=7), replace(PARENT_LATER, step=8), Restart),
-        (KILLED, PARENT, Restart),
-        (PARENT_LATER, replace(PARENT_LATER, node_id="b"), Restart),
-        # By the kernel, for lack of memory.
-        (PARENT, replace(PARENT, code=None), Restart),
-    ],
-)
-def test_a_parent_process_that_is_killed_twice_without_progress_is_not_started_a_third_time(
-    one: Failure, other: Failure, kind: type[Restart] | type[GiveUp]
-) -> None:
-    decision = decide({1: [one], 2: [other]})
-
-    assert isinstance(decision, kind)
-    assert kind is Restart or "by SIGKILL (sender unknown) twice in a row" in decision.reason
-
-
 NO_CONFIG = replace(
     RAISED,
     kind=FailureKind.EXIT_CODE,
@@ -465,17 +435,6 @@ def test_ranks_that_were_killed_at_once_are_all_named() -> None:
 LEFT = replace(RAISED, kind=FailureKind.EXIT_CODE, code=7, message="exited with code 7", exception="", frame="")
 
 
-def test_of_two_exit_codes_on_two_nodes_none_is_known_to_be_the_first() -> None:
-    caught = replace(LEFT, code=1, message="exited with code 1", node_id="b", rank=3)
-
-    named = decisive_failure([caught, LEFT])
-
-    assert named.message == "exited with code 1, while rank 0 exited with code 7 (which came first is not known),"
-    assert identical(named, caught)
-    assert decisive_failure([replace(caught, node_id="a"), LEFT]).message == "exited with code 1", "one node knows"
-    assert decisive_failure([replace(caught, code=7), LEFT]).message == "exited with code 1"
-
-
 def test_an_exit_code_names_who_waited_and_is_the_same_without() -> None:
     named = decisive_failure([replace(PEER, call="all_reduce"), LEFT])
 
@@ -494,31 +453,6 @@ def test_ranks_of_which_nothing_is_known_may_have_waited_too() -> None:
     assert all_three.message == "exited with code 7, while ranks 3 and 5 waited in all_reduce,"
     assert of_five.message == "exited with code 7, while ranks 3 and 5 waited in all_reduce (perhaps others too),"
     assert identical(all_three, of_five)
-
-
-MADE = replace(RAISED, exception="FileExistsError", message="raised FileExistsError: [Errno 17] File exists: 'runs/1'")
-CRASH = replace(
-    KILLED, code=-11, message="was killed by SIGSEGV", frame="train.py:3 in f", traceback="stack", lived_s=3
-)
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "why"),
-    [
-        (replace(MADE, progressed=True, lived_s=3), replace(MADE, progressed=True, lived_s=99), "exists already"),
-        (CRASH, replace(CRASH, rank=2, lived_s=4), "crashed in the same call"),
-        (CRASH, replace(CRASH, frame="train.py:9 in g"), ""),
-        (CRASH, replace(CRASH, traceback="another"), ""),
-        (replace(CRASH, lived_s=900), replace(CRASH, lived_s=901), ""),
-        (replace(CRASH, lived_s=900, step=4), replace(CRASH, lived_s=500, step=4), "crashed in the same call"),
-        (replace(CRASH, code=-9), replace(CRASH, code=-9), ""),
-    ],
-)
-def test_what_a_second_run_only_meets_again_is_not_tried_a_third_time(one: Failure, other: Failure, why: str) -> None:
-    decision = decide({1: [one], 2: [replace(other, generation=2)]})
-
-    assert isinstance(decision, GiveUp if why else Restart)
-    assert why in decision.reason
 
 
 @pytest.mark.parametrize(

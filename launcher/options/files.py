@@ -1,0 +1,98 @@
+"""Reads files that somebody else has chosen, and files that hold one secret: a token, a password, a key."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from elaunch.launcher.errors import UsageError, tidy
+
+BYTES_MAX = 16 << 20
+# The folder in which elaunch keeps a user's secrets. Nodes that share the home share it.
+FOLDER = "~/.elaunch"
+TOKEN_LINE = "export ELAUNCH_TOKEN=$(openssl rand -hex 16)"
+
+
+def read_small(path: str, *, may_be_pipe: bool = False) -> str:
+    """The text in a file. Raises OSError, also if it is no regular file or too large, and UnicodeDecodeError.
+
+    With `may_be_pipe` it may also be a pipe, as in `--config <(make-it)`.
+    """
+    # Without O_NONBLOCK, `open` of a pipe waits until a program writes to it.
+    flags = 0 if may_be_pipe else os.O_NONBLOCK
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
+    except ValueError:
+        raise OSError(errno.ENOENT, "no file can have this name", path) from None
+    with open(fd, "rb") as file:  # noqa: PTH123
+        mode = os.fstat(fd).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+        if not (stat.S_ISREG(mode) or (may_be_pipe and stat.S_ISFIFO(mode))):
+            raise OSError(errno.EINVAL, "it is not a regular file", path)
+        content = file.read(BYTES_MAX + 1)
+    if len(content) > BYTES_MAX:
+        raise OSError(errno.EFBIG, f"it has more than {BYTES_MAX >> 20} MiB", path)
+    return content.decode()
+
+
+def read_secret(path: str) -> str:
+    """The first line of `path`, without spaces around it. `~` means the user's home. Raises UsageError.
+
+    All further lines must be comments, which begin with `#`.
+    """
+    shown = tidy(path)
+    try:
+        secret, _, rest = read_small(str(Path(path).expanduser()), may_be_pipe=True).strip().partition("\n")
+    except (OSError, UnicodeDecodeError, RuntimeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise UsageError(f"the secret in {shown} cannot be read ({why}); give a file that you may read") from None
+    if not secret:
+        raise UsageError(f"{shown} is empty and should hold a secret; write one into it, and let only yourself read it")
+    others = [line for line in rest.splitlines() if line.strip() and not line.startswith("#")]
+    if len(secret.split()) > 1 or others:
+        raise UsageError(f"{shown} should hold one secret and holds several words; name another file")
+    return secret.strip()
+
+
+@contextmanager
+def private_folder(path: str, *, make: bool = False) -> Iterator[int]:
+    """A descriptor of a folder that only this user can open. Raises OSError if there is no such folder.
+
+    Files that are opened through the descriptor are in this folder, even if another folder gets its name meanwhile.
+    """
+    try:
+        folder = Path(path).expanduser()
+    except RuntimeError as error:
+        raise FileNotFoundError(str(error)) from None
+    if make:
+        folder.parent.mkdir(mode=0o700, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        found = os.fstat(fd)
+        if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            raise PermissionError(f"{folder} belongs to another user, or others can open it")
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def open_own(path: str | Path, folder: int | None = None) -> int:
+    """A descriptor of a file that only this user can read and write, and that is not a link. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    found = os.fstat(fd)
+    if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077:
+        return fd
+    os.close(fd)
+    raise PermissionError(f"{path} belongs to another user, or others can open it")
+
+
+def read_own(path: str | Path, bytes_max: int, folder: int | None = None) -> bytes:
+    """The first `bytes_max` bytes of a file that only this user can read and write. Raises OSError."""
+    with open(open_own(path, folder), "rb") as file:
+        return file.read(bytes_max)
