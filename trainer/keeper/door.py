@@ -107,12 +107,6 @@ _EACH_ITS_OWN = (
     f"It must be the same on all ranks: {_COST}. Make it so, or pass state that differs per rank as per_rank=: an "
     "object with state_dict and load_state_dict"
 )
-_STATISTICS = (
-    f"These are averages of each rank's own statistics, and {_COST}. Convert the model by "
-    "torch.nn.SyncBatchNorm.convert_sync_batchnorm, or call update_bn after the training"
-)
-_FLAGS = f"Freeze the same parameters on all ranks: {_COST} flags, and gradients are summed only where all have one"
-_IN_A_BUFFER = f"It must be the same on all ranks: {_COST}. A buffer (register_buffer) is each rank's own"
 _ONE_MODEL = (
     f"The ranks train one model: {_COST}. Seed all ranks alike before the model is made, load weights on all of them, "
     "or wrap it in DistributedDataParallel. Models of each rank's own need names of their own: "
@@ -354,9 +348,6 @@ class Door:
                 is_own = names[0].startswith(("extra", "scheduler", "scaler", "optimizer"))
                 which, whose = some(f"`{name}`" for name in names), first[names[0]][0]
                 way_out = _EACH_ITS_OWN if is_own else _ONE_MODEL
-                way_out = _STATISTICS if names[0].startswith("extra") and ".running_" in names[0] else way_out
-                way_out = _FLAGS if names[0].startswith("requires_grad") else way_out
-                way_out = _IN_A_BUFFER if names[0].startswith("attribute ") else way_out
                 return f"{which} of rank {rank} differs from rank {whose}'s{when}. {way_out}"
         return ""
 

@@ -246,7 +246,7 @@ class Keeper:
         with self.loop(total) as has_steps:
             settings = self._training.settings
             while has_steps and (step := self.step + 1) <= total:
-                if self._training.random.is_aside:
+                if self._training.random.aside:
                     self.redraw()
                 else:
                     self.keep_draws()
@@ -355,7 +355,7 @@ class Keeper:
         again, and goes on with the same numbers. `steps` does so before each step. After a restore `restore_random`
         has that place.
         """
-        if self.step > self._restored_step or self._training.random.is_aside:
+        if self.step > self._restored_step or self._training.random.aside:
             self._training.random.apply(self._random)
             self._redrawn_step = self.step
 
@@ -380,7 +380,7 @@ class Keeper:
 
         Then a rank that dies in the step needs no more than is stored. Draws of several Keepers cannot be told apart.
         """
-        if self._total is not None and not self._training.random.is_aside and is_alone():
+        if self._total is not None and not self._training.random.aside and is_alone():
             self._training.random.step_aside(self._copies.random_of(version), version.step)
 
     def commit(self) -> Commit:

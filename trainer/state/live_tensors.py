@@ -68,9 +68,9 @@ class LiveTensors:
                         )
 
     def stepped(self) -> list[object]:
-        """What is another after each step of an optimizer with a state: one value of each of its parameters' states."""
+        """What is another after each step of an optimizer with a state: the count of its steps, else all its values."""
         states = [its for one in self._optimizers for its in one.state.values() if type(its) is dict]
-        values = [its["step"] if "step" in its else next(iter(its.values()), None) for its in states]
+        values = [value for its in states for value in ([its["step"]] if "step" in its else its.values())]
         return [(id(one), one._version) if isinstance(one, Tensor) else repr(one) for one in values]
 
     def states(self) -> list[tuple[int, int]]:

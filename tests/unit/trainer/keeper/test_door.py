@@ -363,7 +363,7 @@ def door_of(
     ("other", "named"),
     [
         ({"seed": 1}, "`weight`, `bias` of rank 1 differs from rank 0's. The ranks train one model"),
-        ({"frozen": True}, "`requires_grad of bias` of rank 1 differs from rank 0's. Freeze the same parameters"),
+        ({"frozen": True}, "`requires_grad of bias` of rank 1 differs from rank 0's. The ranks train one model"),
         ({"lr": 0.2}, "`optimizer.param_groups.0.lr` of rank 1 differs"),
         ({"order": -1}, "`optimizer.order of parameters` of rank 1 differs"),
         ({"moment": 1.0}, "`optimizer.state.0.momentum_buffer` of rank 1 differs"),
