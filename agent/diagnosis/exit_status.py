@@ -48,7 +48,7 @@ _OUT_OF_MEMORY = re.compile(r"\bOutOfMemoryError\b|CUDA out of memory|DefaultCPU
 # Where torch, the Keeper and the link wait for other ranks. A backward pass waits there for the gradients' all-reduce.
 _COLLECTIVES = re.compile(
     r"[/\\]torch[/\\](?:distributed[/\\]|_tensor\.py$)"
-    r"|[/\\]elaunch[/\\]trainer[/\\](?:link|ranks[/\\](?:peers|agreement))\.py$"
+    r"|[/\\]elaunch[/\\]trainer[/\\](?:link|ranks[/\\]peers)\.py$"
 )
 _WRAPPERS = {"wrapper", "inner", "<lambda>"}
 _EVEN_STEPS = (
@@ -306,6 +306,9 @@ def _call(frames: Sequence[re.Match[str]]) -> str:
     A private one says nothing to a user, if there is another.
     """
     calls = [f["function"] for f in frames if f["function"] and _COLLECTIVES.search(f["file"])]
+    if "should_stop" in calls:
+        # The link's, which waits for the others as the Keeper does.
+        return "should_stop"
     named = [call for call in reversed(calls) if call not in _WRAPPERS]
     return next((call for call in named if not call.startswith("_")), named[0] if named else "")
 

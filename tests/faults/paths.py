@@ -126,7 +126,7 @@ def plant_in_copies() -> None:
     sharded.ShardedMemory._write_copy = copied  # type: ignore[method-assign]
     exchange, received = mirror.Mirror._exchange, slots.received
 
-    def exchanged(self: Any, channel: Any, ended: Any, region: Any, version: Any, spare: Any) -> None:
+    def exchanged(self: Any, channel: Any, image: Any, version: Any, spare: Any) -> None:
         begin_send = channel.begin_send
 
         def begun(image: Tensor, target: int) -> None:
@@ -134,7 +134,7 @@ def plant_in_copies() -> None:
             MOMENTS.strike("sending", version.step)
 
         channel.begin_send = begun
-        exchange(self, channel, ended, region, version, spare)
+        exchange(self, channel, image, version, spare)
 
     def arrived(region: Tensor, expected: Any) -> Any:
         if threading.current_thread().name == IN_THREAD:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.trainer.checkpoint.storage import found
+from elaunch.trainer.checkpoint.storage import storage_at
 from tests.faults.trainings import GENTLE, STEPS, CalmTrainings, OneNode
 from tests.harness import RUN_LIMIT_S, wait_for
 
@@ -81,7 +81,7 @@ def test_a_full_disk_costs_lines_and_checkpoints_but_no_step_even_when_a_worker_
         run.job.output,
     )
     assert re.search(r"metrics\.jsonl misses steps from \d+ on: No space left on device", run.job.output)
-    assert [mark.step for mark, _ in found(run.out / "checkpoints")] == [10, STEPS]
+    assert [mark.step for mark, _ in storage_at(run.out / "checkpoints").found()] == [10, STEPS]
     assert run.result["steps_lost"] == 0
     assert run.result["samples_seen"] == calm.result["samples_seen"]
     assert run.result["params_sha256"] == calm.result["params_sha256"]

@@ -60,10 +60,6 @@ class Checkpoints:
         self._said = ""
         self._keep, self._say, self._require_ours = keep, say, require_ours
         self._ranks = group if isinstance(group, Peers) else Peers(group)
-        # The threads that write have connections of their own.
-        self._writers: Peers | None = None
-        # On rank 0: those are of no use any more. A rank whose connections break tells rank 0 by that.
-        self._is_cut_off = False
         # The generation to save under, and the marks that are taken.
         self._fence = generation
         self._taken: set[Mark] = set()
@@ -129,7 +125,7 @@ class Checkpoints:
             plan=plan,
             staging=self._staging,
             plain=pack(parts) if self._ranks.leads else b"",
-            ranks=self._writers_met() if parts.is_sharded else None,
+            ranks=self._writers() if parts.is_sharded else None,
             keep=self._keep,
             require_ours=self._require_ours,
         )
@@ -156,11 +152,6 @@ class Checkpoints:
         """Until nothing is in the making any more; all ranks call it before they end."""
         self._settle()
 
-    def close(self) -> None:
-        """Close the connections of the threads that write, after `wait`. Those of `group` stay."""
-        if self._writers is not None:
-            self._writers.close()
-
     def _settle(self) -> None:
         """End the checkpoint in the making."""
         writing, self._writing = self._writing, None
@@ -170,7 +161,8 @@ class Checkpoints:
         if writing.order.ranks is not None:
             failures = self._ranks.from_all(failures[0])
         writing.wait()
-        self._is_cut_off = writing.is_cut_off
+        if writing.order.ranks is not None:
+            writing.order.ranks.close()
         # Rank 0 may have failed after its part.
         failures[0] = failures[0] or writing.failure
         if any(failures) and self._ranks.leads:
@@ -205,9 +197,7 @@ class Checkpoints:
                 failure = error.strerror or str(error)
         mark = Mark(self._fence, step)
         if parts.is_sharded:
-            mark, name, failure, is_cut_off = self._ranks.from_rank_0((mark, name, failure, self._is_cut_off))
-            if is_cut_off:
-                self._part_with_writers()
+            mark, name, failure = self._ranks.from_rank_0((mark, name, failure))
         if failure:
             if self._ranks.leads:
                 self._failed(step, failure)
@@ -238,16 +228,9 @@ class Checkpoints:
             self._plan = layouts, dcp.plan(parts.tensors, parts.paths, self._ranks if parts.is_sharded else None)
         return self._plan[1]
 
-    def _part_with_writers(self) -> None:
-        """The next checkpoint makes new connections: a network may fail for a while, and training go on."""
-        self._is_cut_off = False
-        if self._writers is not None:
-            self._writers.close()
-            self._writers = None
-
-    def _writers_met(self) -> Peers:
-        if self._writers is None:
-            self._writers = self._ranks.apart("checkpoint")
-            # A disk may take any time.
-            self._writers.meet(patient=True)
-        return self._writers
+    def _writers(self) -> Peers:
+        """Connections for the threads that write. Each checkpoint has its own: those before may be broken."""
+        writers = self._ranks.apart("checkpoint")
+        # A disk may take any time.
+        writers.meet(patient=True)
+        return writers

@@ -54,14 +54,12 @@ class WriteOrder:
 class Writing:
     """Begins at once. `on_published` is called in the thread, on rank 0.
 
-    `failure` says why there will be no checkpoint, empty as far as this rank knows. `is_cut_off` says that the ranks
-    could not tell each other: their connections are of no use any more.
+    `failure` says why there will be no checkpoint, empty as far as this rank knows.
     """
 
     def __init__(self, order: WriteOrder, on_published: Callable[[], None]) -> None:
         self.order = order
         self.failure = ""
-        self.is_cut_off = False
         self._on_published = on_published
         self._part_done = threading.Event()
         # A daemon: a process that is on its way out with an exception does not wait for the disk.
@@ -88,7 +86,7 @@ class Writing:
         self._part_done.set()
         is_published = False
         try:
-            parts = self._collected(part)
+            parts = [part] if order.ranks is None else order.ranks.to_rank_0(part)
             if parts is None:
                 return
             # By now no rank writes in the folder any more.
@@ -108,15 +106,6 @@ class Writing:
         with contextlib.suppress(OSError):
             keep_newest(order.storage, order.keep, order.mark)
         self._on_published()
-
-    def _collected(self, part: dcp.Part | None) -> list[dcp.Part | None] | None:
-        """All ranks' parts, on rank 0; None on the others."""
-        if self.order.ranks is None:
-            return [part]
-        self.is_cut_off = True
-        parts = self.order.ranks.to_rank_0(part)
-        self.is_cut_off = False
-        return parts
 
     def _write_part(self) -> dcp.Part | None:
         order = self.order

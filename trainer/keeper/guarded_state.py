@@ -15,7 +15,7 @@ from elaunch.trainer.keeper.copies import Copies
 from elaunch.trainer.keeper.hooks import LeftGradients
 from elaunch.trainer.keeper.outside_changes import OutsideChanges
 from elaunch.trainer.keeper.rehearsal import Rehearsal
-from elaunch.trainer.ranks.group_status import GroupStatus, contradictions, has_nccl
+from elaunch.trainer.ranks.group_status import GroupStatus, has_nccl, require_reported_aborts
 from elaunch.trainer.state.training_state import Training
 from elaunch.trainer.state.version import Version
 
@@ -45,10 +45,9 @@ class GroupWatch:
 
     def __enter__(self) -> GroupWatch:
         is_known = self._status.is_known
-        timeout_s = self._status.timeout_s()
-        for sentence in contradictions(os.environ, has_nccl=has_nccl(), is_known=is_known, timeout_s=timeout_s):
-            if self._tells:
-                self._say(sentence)
+        warning = require_reported_aborts(os.environ, has_nccl=has_nccl(), is_known=is_known)
+        if warning and self._tells:
+            self._say(warning)
         if is_known:
             threading.Thread(target=self._run, name="elaunch-group-watch", daemon=True).start()
         return self

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,15 +18,14 @@ from elaunch.trainer.state.version import Piece, Version
 
 @dataclass
 class _Exchange:
-    """One exchange on this rank: whether its own piece is whole, and why pieces could not be sent or kept, if so.
+    """One exchange on this rank: what is wrong with its own piece, and why pieces could not be sent or kept, if so.
 
     `is_by_other` says that `why` is no more than that another rank has left.
     """
 
-    is_whole: bool = True
+    damage: str = ""
     why: str = ""
     is_by_other: bool = False
-    sentences: list[str] = field(default_factory=list)
 
 
 class Mirror:
@@ -53,7 +51,7 @@ class Mirror:
         self._thread: threading.Thread | None = None
         self._is_finished = threading.Event()
         # The last exchange, until `settle` has ended it.
-        self._exchange: _Exchange | None = None
+        self._last: _Exchange | None = None
 
     @property
     def is_on(self) -> bool:
@@ -61,15 +59,15 @@ class Mirror:
         return self._channel is not None
 
     def give_up(self, why: str) -> None:
-        """Send and keep nothing from now on, and say `why` if it is not empty. All ranks call it. No exchange runs."""
+        """Send and receive nothing from now on, and say `why` if it is not empty. All ranks call it. No exchange runs.
+
+        What was received stays, and counts as long as the other nodes have pieces of that version.
+        """
         if why:
             self._say(
                 f"rank {self._peers.rank}: there are no more second copies on other nodes ({why}); killed workers cost "
                 f"no more than before, but {self._loss}"
             )
-        # A file that cannot be deleted goes with the job.
-        with contextlib.suppress(OSError):
-            self.delete()
         self.close()
         self._target, self._pairs, self._channel = None, {}, None
 
@@ -86,8 +84,8 @@ class Mirror:
     @property
     def has_arrived(self) -> bool:
         """Whether this rank's last piece, and those sent to it, are on both nodes."""
-        last, is_over = self._exchange, self._thread is None or not self._thread.is_alive()
-        return last is None or (is_over and last.is_whole and not last.why)
+        last, is_over = self._last, self._thread is None or not self._thread.is_alive()
+        return last is None or (is_over and not last.damage and not last.why)
 
     def has_room(self, lengths: Sequence[int], spare: Collection[Version]) -> bool:
         """Whether the next slots for other ranks' pieces have these lengths, by rank."""
@@ -110,9 +108,9 @@ class Mirror:
         until the next call. A received piece does not overwrite one of a version in `spare`.
         """
         self._is_finished.clear()
-        self._exchange = _Exchange()
+        self._last = _Exchange()
         # A daemon thread: a process that ends does not wait for its peers.
-        given = (self._exchange, finish, version, spare)
+        given = (self._last, finish, version, spare)
         self._thread = threading.Thread(target=self._run, args=given, name="mirror", daemon=True)
         self._thread.start()
 
@@ -120,22 +118,22 @@ class Mirror:
         """Wait for the last exchange. Returns whether all ranks' pieces are whole, and on both nodes. Collective.
 
         `is_kept` says that this rank has kept all that belongs to its piece. If a second copy fails, all ranks give
-        second copies up together, and one of them says why. From then on a piece on its own node is enough.
+        second copies up together, and one of them says why. For the next snapshots a piece on its own node is enough.
         """
         if self._thread is not None:
             self._thread.join()
-        last, self._thread, self._exchange = self._exchange, None, None
+        last, self._thread, self._last = self._last, None, None
         if last is None:
             return True
-        for sentence in last.sentences:
-            self._say(sentence)
+        if last.damage:
+            self._say(f"rank {self._peers.rank}'s part of the snapshot is not whole: {last.damage}")
         # The lowest rank says why, of those that know more than that another rank has left.
         world_size = self._peers.world_size
         order = world_size - self._peers.rank + world_size * (not last.is_by_other) if last.why else 0
-        is_torn, highest = self._peers.largest([not (is_kept and last.is_whole), order])
+        is_torn, highest = self._peers.largest([not is_kept or bool(last.damage), order])
         if highest:
             self.give_up(last.why if order == highest else "")
-        return not is_torn
+        return not (is_torn or highest)
 
     def _run(
         self, exchange: _Exchange, finish: Callable[[], Tensor | None], version: Version, spare: Collection[Version]
@@ -146,21 +144,23 @@ class Mirror:
             self._is_finished.set()
         # The outermost frame of the thread. Other ranks wait for this rank's piece, so they get an empty one.
         except Exception as error:
-            exchange.is_whole = False
-            exchange.sentences.append(f"rank {self._peers.rank}'s part of the snapshot is not whole: {reason(error)}")
+            exchange.damage = reason(error)
         if self._channel is None:
             return
         try:
-            if self._target is not None:
-                image = torch.empty(0, dtype=torch.uint8) if region is None else region
-                self._channel.begin_send(image, self._target)
-            for rank, pair in self._pairs.items():
-                self._receive(self._channel, Piece(version, self._peers.world_size, rank), pair, spare)
-            self._channel.flush()
+            image = torch.empty(0, dtype=torch.uint8) if region is None else region
+            self._exchange(self._channel, image, version, spare)
         except Exception as error:
             # The sender must not wait.
             self._channel.close()
             exchange.why, exchange.is_by_other = reason(error), isinstance(error, PeerLost)
+
+    def _exchange(self, channel: Peers, image: Tensor, version: Version, spare: Collection[Version]) -> None:
+        if self._target is not None:
+            channel.begin_send(image, self._target)
+        for rank, pair in self._pairs.items():
+            self._receive(channel, Piece(version, self._peers.world_size, rank), pair, spare)
+        channel.flush()
 
     def _receive(self, channel: Peers, piece: Piece, pair: Slots, spare: Collection[Version]) -> None:
         """Receive a piece, if that rank has one. Raises Torn if it arrives damaged, and OSError without room."""

@@ -562,10 +562,10 @@ def test_json_that_is_no_error_record_is_as_good_as_none(text: str) -> None:
     ("frames", "call"),
     [
         (
-            [("ranks/agreement", "from_all"), ("ranks/agreement", "_channel"), ("ranks/channel", "all_gather")],
+            [("ranks/peers", "from_all"), ("ranks/peers", "_reduce"), ("ranks/connections", "receive")],
             "from_all",
         ),
-        ([("link", "should_stop"), ("link", "_any_asked"), ("ranks/channel", "largest")], "should_stop"),
+        ([("link", "should_stop"), ("link", "_any_asked"), ("ranks/peers", "largest")], "should_stop"),
     ],
 )
 def test_a_lost_peer_of_the_ranks_own_exchange_is_told_with_its_public_function(

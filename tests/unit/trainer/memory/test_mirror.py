@@ -112,8 +112,8 @@ def test_a_snapshot_is_on_both_nodes(ranks: list[Rank]) -> None:
 def test_a_failure_ends_second_copies_on_all_ranks_and_one_says_so(ranks: list[Rank]) -> None:
     ranks[1].of_other.fails = 1
 
+    assert on_both(ranks, lambda rank: rank.snapshot(1)) == [False, False]
     # From now on a piece on its own node is enough.
-    assert on_both(ranks, lambda rank: rank.snapshot(1)) == [True, True]
     assert on_both(ranks, lambda rank: rank.snapshot(2)) == [True, True]
 
     assert [rank.mirror.is_on for rank in ranks] == [False, False]
@@ -144,10 +144,12 @@ def test_a_rank_that_cannot_speak_to_the_other_node_any_more_ends_second_copies_
     assert on_both(ranks, lambda rank: rank.snapshot(1)) == [True, True]
     fail(ranks[sayer])
 
-    assert on_both(ranks, lambda rank: rank.snapshot(2)) == [True, True]
+    assert on_both(ranks, lambda rank: rank.snapshot(2)) == [False, False]
     assert on_both(ranks, lambda rank: rank.snapshot(3)) == [True, True]
 
     assert [rank.mirror.is_on for rank in ranks] == [False, False]
+    # What had arrived stays.
+    assert [newest_of_other(rank) for rank in ranks][sayer] == Version(0, 1)
     (said,) = ranks[sayer].said
     assert said.startswith(f"rank {sayer}: there are no more second copies on other nodes (")
     assert why in said

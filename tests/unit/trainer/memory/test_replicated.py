@@ -268,10 +268,10 @@ def test_files_are_for_their_owner_alone(tmp_path: Path) -> None:
     assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
 
 
-@pytest.mark.parametrize("offset", [0, 8, 16])
+@pytest.mark.parametrize("offset", [0, 24, 40])
 def test_a_completed_step_with_a_flipped_bit_is_not_believed(tmp_path: Path, offset: int) -> None:
     Records(tmp_path, "m", LAYOUT, 0).done(Version(0, 6))
-    path = tmp_path / "m.done-0"
+    path = tmp_path / "m.done-0-0"
     content = bytearray(path.read_bytes())
     content[offset] ^= 1
     path.write_bytes(content)
