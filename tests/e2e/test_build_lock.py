@@ -43,7 +43,7 @@ def test_the_next_generation_is_warned_of_the_lock_of_a_killed_builder(tmp_path:
 
     with Job(
         tmp_path,
-        *("--preload-only", "json", "--nproc-per-node", "2", "train.py"),
+        *("--preload", "json", "--nproc-per-node", "2", "train.py"),
         *(str(Path(torch.origin).parent / "utils" / "file_baton.py"), str(lock)),
         env={"TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")},
     ) as job:

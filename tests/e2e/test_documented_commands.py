@@ -95,7 +95,7 @@ ELSEWHERE = {
     ),
     "elaunch doctor": "test_this_node_can_train",
     "elaunch --warm train.py": "test_the_next_job_starts_from_it_with_an_environment_of_its_own",
-    "elaunch warm --status": "test_status_says_what_is_there_and_stop_ends_it",
+    "elaunch warm": "test_status_says_what_is_there_and_stop_ends_it",
     "elaunch warm --stop": "test_status_says_what_is_there_and_stop_ends_it",
     "export ELAUNCH_WARM=15": "test_warm_alone_is_a_quarter_of_an_hour",
     "elaunch --metrics-port 9400 --nproc-per-node 2 train.py": "test_a_failed_and_restarted_job_shows_both",

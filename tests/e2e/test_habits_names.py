@@ -14,7 +14,7 @@ from tests.e2e.habits import LIGHT, NO_PRELOAD, fresh, same, same_twice, worker
 from tests.harness import script, slow
 
 # The tests of this file do not use torch itself.
-TORCH_ALONE = ("--preload-only", "torch")
+TORCH_ALONE = ("--preload", "torch")
 SAY = "import sys\nprint([sys.argv, sys.path, __file__, __name__, __package__, __spec__ and __spec__.name])\n"
 
 
@@ -100,7 +100,7 @@ class TestShadows:
         env = {"PYTHONPATH": os.pathsep.join(str(tmp_path / folder) for folder in ("first", "nowhere", "second"))}
         expected = fresh(tmp_path, "mine/train.py", env=env)
         assert b"on PYTHONPATH first" in expected.out
-        for how in (("--preload-only", "wave"), NO_PRELOAD):
+        for how in (("--preload", "wave"), NO_PRELOAD):
             run = worker(tmp_path, "mine/train.py", how=how, env=env)
 
             assert (run.code, run.out) == (0, expected.out), str(run)

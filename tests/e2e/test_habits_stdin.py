@@ -84,7 +84,7 @@ def test_every_worker_of_every_generation_has_the_whole_script(tmp_path: Path, h
 def test_with_torch_preloaded_a_script_on_stdin_runs_too(tmp_path: Path) -> None:
     text = b"import torch\nprint(torch.ones(2).sum().item(), torch.__name__)\n"
 
-    run = worker(tmp_path, "-", how=("--preload-only", "torch"), stdin=text)
+    run = worker(tmp_path, "-", how=("--preload", "torch"), stdin=text)
 
     assert (run.code, run.out) == (0, b"2.0 torch\n"), str(run)
     assert not run.execed

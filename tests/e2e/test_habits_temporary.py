@@ -145,7 +145,7 @@ def test_with_torch_preloaded_too(tmp_path: Path) -> None:
     (tmp_path / ".tmp").mkdir()
     script(tmp_path, "import torch\nprint(torch.ones(2).sum().item())\n")
     place, wrap = unwritable(tmp_path / "place", "read-only", everywhere=True)
-    run = worker(tmp_path, "train.py", how=("--preload-only", "torch"), env={"TMPDIR": place}, wrap=wrap)
+    run = worker(tmp_path, "train.py", how=("--preload", "torch"), env={"TMPDIR": place}, wrap=wrap)
 
     assert_ran_or_said(run, b"2.0\n")
 

@@ -170,7 +170,7 @@ def test_a_job_that_only_warns_goes_on_and_says_so(tmp_path: Path) -> None:
     script(tmp_path, PROGRAM)
     with Job(
         tmp_path,
-        "--preload-only",
+        "--preload",
         "torch.distributed",
         *OPTIONS,
         "--on-hang=warn",
@@ -203,7 +203,7 @@ if os.environ["RANK"] == "2": atexit.register(clean_up)
 
 def test_ranks_whose_programs_have_ended_while_their_processes_live_on_are_named(tmp_path: Path) -> None:
     script(tmp_path, ENDS)
-    with Job(tmp_path, "--preload-only", "json", *OPTIONS[:4], "--run-id", "night", "train.py") as job:
+    with Job(tmp_path, "--preload", "json", *OPTIONS[:4], "--run-id", "night", "train.py") as job:
         job.wait_for_output(r"elaunch stop night ends the job")
         job.process.send_signal(signal.SIGTERM)
         job.wait()

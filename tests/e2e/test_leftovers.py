@@ -14,7 +14,7 @@ from tests.harness import Job, finished, free_ports, script, slow, wait_for
 
 pytestmark = pytest.mark.usefixtures("without_torch")
 
-LIGHT = ("--preload-only", "json", "--nproc-per-node", "2")
+LIGHT = ("--preload", "json", "--nproc-per-node", "2")
 
 # An upload: it reads and writes for some time, and says so on the inherited stdout.
 UPLOAD = """
@@ -127,7 +127,7 @@ def test_a_signal_ends_the_wait_and_the_exit_code_stays(signum: signal.Signals, 
 def test_no_other_node_waits_for_what_one_has_left_behind(rank: int, tmp_path: Path) -> None:
     script(tmp_path, f"import os, subprocess\nif os.environ['RANK'] == '{rank}': subprocess.Popen(['sleep', '600'])\n")
     (port,) = free_ports(1)
-    options = ["--preload-only", "json", "--nnodes", "2", "--nproc-per-node", "1"]
+    options = ["--preload", "json", "--nnodes", "2", "--nproc-per-node", "1"]
     options += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--children-grace", "600"]
     env = {"ELAUNCH_TOKEN": "0123456789abcdef0123456789abcdef"}
 

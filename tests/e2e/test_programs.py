@@ -28,7 +28,7 @@ from tests.standin import WITH_TORCH
 
 pytestmark = pytest.mark.usefixtures("without_torch")
 
-LIGHT = ("--preload-only", "json", "--max-restarts", "0")
+LIGHT = ("--preload", "json", "--max-restarts", "0")
 
 
 # Rank 0 leaves files open and a thread that writes; rank 1 forks a child that raises.
@@ -86,7 +86,7 @@ raise Odd if os.environ["ELAUNCH_GENERATION"] == "0" else ValueError("bad \\udcf
 def odd(tmp_path_factory: pytest.TempPathFactory) -> Job:
     folder = tmp_path_factory.mktemp("odd")
     script(folder, ODD)
-    return finished(folder, "--preload-only", "json", "--max-restarts", "1", "train.py")
+    return finished(folder, "--preload", "json", "--max-restarts", "1", "train.py")
 
 
 def test_a_message_that_is_no_text_is_reported_all_the_same(odd: Job) -> None:
@@ -113,7 +113,7 @@ def test_a_late_import_error_of_one_rank_is_a_start_up_failure_though_another_wa
         "import nosuchmodule\n",
     )
 
-    with Job(tmp_path, "--preload-only", "torch", "--nproc-per-node", "2", "train.py", env=WITH_TORCH) as job:
+    with Job(tmp_path, "--preload", "torch", "--nproc-per-node", "2", "train.py", env=WITH_TORCH) as job:
         job.wait_for_output("at the store")
         # The group's leader has connected by the time that its socket is there.
         store = job.child("elaunch: worker store")
@@ -140,7 +140,7 @@ def test_a_preloaded_module_may_have_started_a_process(tmp_path: Path) -> None:
     script(tmp_path, "import time\ntime.sleep(1)\nprint('done')\n")
 
     job = finished(
-        tmp_path, "--preload-only", "helper", "--max-restarts", "0", "train.py", env={"PYTHONPATH": str(tmp_path)}
+        tmp_path, "--preload", "helper", "--max-restarts", "0", "train.py", env={"PYTHONPATH": str(tmp_path)}
     )
 
     assert job.code == 0, job.stderr
@@ -164,7 +164,7 @@ def test_a_port_that_was_asked_for_is_the_jobs_between_generations_too(tmp_path:
         "time.sleep(1000)\n",
     )
 
-    with Job(tmp_path, "--preload-only", "json", "--master-port", str(port), "train.py") as job:
+    with Job(tmp_path, "--preload", "json", "--master-port", str(port), "train.py") as job:
         job.wait_for_output("^elaunch: generation 1:")
         wait_for(lambda: job.stdout.count("\n") == 2, "a line of each generation")
         agent = psutil.Process(job.process.pid)

@@ -46,7 +46,7 @@ def test_a_restart_leaves_its_stages_in_the_log_folder(tmp_path: Path) -> None:
     script(tmp_path, ONE_DIES_ONCE)
     before_s = time.monotonic()
 
-    job = finished(tmp_path, "--preload-only", "json", "--log-dir", "logs", "--nproc-per-node", "2", "train.py")
+    job = finished(tmp_path, "--preload", "json", "--log-dir", "logs", "--nproc-per-node", "2", "train.py")
 
     assert job.code == 0, job.output
     lines = _lines(tmp_path / "logs")
@@ -106,7 +106,7 @@ def test_a_job_that_gives_up_tells_the_reason_and_the_traceback(tmp_path: Path) 
 def test_without_a_log_folder_there_is_none(tmp_path: Path) -> None:
     script(tmp_path, "print('done')")
 
-    job = finished(tmp_path, "--preload-only", "json", "train.py")
+    job = finished(tmp_path, "--preload", "json", "train.py")
 
     assert job.code == 0, job.output
     assert list(tmp_path.rglob("timeline.jsonl")) == []

@@ -87,7 +87,7 @@ def test_a_worker_killed_while_its_siblings_are_still_forked_is_a_restart_of_all
 @pytest.mark.parametrize("start_s", [0.0, 0.002, 0.01])
 def test_a_worker_store_killed_while_it_starts_is_a_restart(tmp_path: Path, start_s: float) -> None:
     script(tmp_path, MEETS)
-    with Watched(tmp_path, "--preload-only", "torch", "--nproc-per-node", "2", "train.py") as job:
+    with Watched(tmp_path, "--preload", "torch", "--nproc-per-node", "2", "train.py") as job:
         server = job.fork_server().pid
         store = wait_for(lambda: children(server), "the store's fork")[0]
         time.sleep(start_s)

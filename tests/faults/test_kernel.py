@@ -145,7 +145,7 @@ def test_the_fork_server_is_in_the_cgroup_of_the_workers_that_it_forks_next_and_
 ) -> None:
     script(tmp_path, BORN)
 
-    with Job(tmp_path, "--preload-only", "json", "--max-restarts", "1", *program) as job:
+    with Job(tmp_path, "--preload", "json", "--max-restarts", "1", *program) as job:
         assert job.wait() == 0
         found = re.findall(r"worker (\d) of (\d+) is in (\w+)", job.output)
 
@@ -158,7 +158,7 @@ def test_the_fork_server_is_in_the_cgroup_of_the_workers_that_it_forks_next_and_
 def test_a_child_without_environment_or_session_ends_with_its_generation_and_with_the_agent(tmp_path: Path) -> None:
     script(tmp_path, HIDING)
 
-    with Job(tmp_path, "--preload-only", "json", "--max-restarts", "1", "train.py") as job:
+    with Job(tmp_path, "--preload", "json", "--max-restarts", "1", "train.py") as job:
         job.wait_for_output(r"^elaunch: generation 1:")
         first = wait_for(lambda: job.pids("hidden"), "the first hidden child")[0]
         assert not alive(first)

@@ -67,7 +67,7 @@ def test_an_error_of_megabytes_costs_one_restart_and_is_told_in_a_report_that_ca
     (tmp_path / "train.py").write_text(LOUD)
     with stores(store, tmp_path) as (endpoint, options), ExitStack() as stack:
         words = ("--nnodes", "2", "--rdzv-endpoint", endpoint, *options, "--nproc-per-node", "1", "--max-restarts", "1")
-        words += ("--log-dir", str(tmp_path / "logs"), "--preload-only", "json", "train.py", str(size), what, "2")
+        words += ("--log-dir", str(tmp_path / "logs"), "--preload", "json", "train.py", str(size), what, "2")
         # To files: the console would have all of it.
         jobs = [stack.enter_context(Job(tmp_path, "--redirects", "3", *words, env=WITHOUT_TORCH)) for _ in range(2)]
 

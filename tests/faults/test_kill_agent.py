@@ -133,7 +133,7 @@ for _ in batches:
     time.sleep(0.01)
 """,
     )
-    with Watched(tmp_path, "--preload-only", "torch", "--nproc-per-node", "1", "train.py") as job:
+    with Watched(tmp_path, "--preload", "torch", "--nproc-per-node", "1", "train.py") as job:
         said_pids(job, "worker", each=1)
         pids = said_pids(job, "loader", each=2)
 
@@ -145,7 +145,7 @@ for _ in batches:
 def test_a_fork_server_that_still_imports_dies_with_the_agent(tmp_path: Path) -> None:
     env = library(tmp_path, "endless", "import time; open('importing', 'w').close(); time.sleep(600)")
     script(tmp_path, "print('the script ran')")
-    with Watched(tmp_path, "--preload-only", "endless", "train.py", env=env) as job:
+    with Watched(tmp_path, "--preload", "endless", "train.py", env=env) as job:
         wait_for((tmp_path / "importing").exists, "the import's beginning")
         template = job.fork_server()
 

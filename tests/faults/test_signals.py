@@ -360,7 +360,7 @@ def test_a_worker_that_alone_gets_sigterm_is_a_failure(tmp_path: Path) -> None:
 def test_sigterm_while_the_fork_server_imports_ends_the_job_before_any_user_code(tmp_path: Path) -> None:
     env = library(tmp_path, "endless", "import time; open('importing', 'w').close(); time.sleep(600)")
     script(tmp_path, "print('the script ran')")
-    with Watched(tmp_path, "--preload-only", "endless", "--nproc-per-node", "2", "train.py", env=env) as job:
+    with Watched(tmp_path, "--preload", "endless", "--nproc-per-node", "2", "train.py", env=env) as job:
         wait_for((tmp_path / "importing").exists, "the import's beginning")
         job.wait_for_output("generation 0")
 
@@ -462,7 +462,7 @@ while True:
     signal.sigtimedwait([], 0.1)  # not pause(): it would miss a signal that comes just before it
 """,
     )
-    with Watched(tmp_path, "--preload-only", "torch", "--nproc-per-node", "1", "train.py") as job:
+    with Watched(tmp_path, "--preload", "torch", "--nproc-per-node", "1", "train.py") as job:
         workers_up(job, 1)
         loaders = job.pids("loader")
         assert len(loaders) == 2

@@ -171,7 +171,7 @@ def test_a_job_that_a_worker_hands_in_outlives_that_workers_restart(slurm: Slurm
     here = ("-wnode0", "--output=other.out")
     by_elaunch = ("submit", "slurm", "--cpus", "1", *(f"--sbatch={option}" for option in here), "--no-python")
     words = ("sbatch", *here, "other.sh") if how == "sbatch" else (*COMMAND, *by_elaunch, "./other.sh")
-    command = " ".join((*COMMAND, "--preload-only", "json", "train.py", *words))
+    command = " ".join((*COMMAND, "--preload", "json", "train.py", *words))
     job = batch_of(slurm, command, options=("-N1", "-c1", "-wnode0", f"--chdir={home}"))
     # That job may begin before its worker knows that it has handed it in.
     both = (home / "given", home / "worker.0")
@@ -234,7 +234,7 @@ def test_a_killed_worker_is_replaced_on_both_nodes(slurm: Slurm, tmp_path: Path,
     records = Records(tmp_path / "records")
     with Etcd(hosts=[slurm.login.ipv4], ports=[2379, 2380], prefix=lambda _: slurm.login.prefix) as etcd:
         endpoint = {"ELAUNCH_ENDPOINT": etcd.endpoints} if store == "etcd" else {}
-        words = ("-N2", *COMMAND, "-v", "--preload-only", "json", str(REDUCER), str(tmp_path))
+        words = ("-N2", *COMMAND, "-v", "--preload", "json", str(REDUCER), str(tmp_path))
         with slurm.srun(*words, env={**WITHOUT_TORCH, **endpoint}) as job:
             first = met(records, 2)
             os.kill(first.pid(1), signal.SIGKILL)
@@ -343,7 +343,7 @@ def test_a_job_that_is_queued_again_goes_on_from_where_it_was(slurm: Slurm, how:
 @pytest.mark.slow
 def test_a_job_survives_the_loss_of_a_node(slurm: Slurm, tmp_path: Path) -> None:
     records = Records(tmp_path / "records")
-    words = (*COMMAND, "--nnodes", "2:3", "--preload-only", "torch", str(REDUCER), str(tmp_path))
+    words = (*COMMAND, "--nnodes", "2:3", "--preload", "torch", str(REDUCER), str(tmp_path))
     options = ("--nodes=3", "--ntasks-per-node=1", "--no-kill")
     job = batch_of(slurm, "--no-kill", *words, options=options)
     first = met(records, 3)

@@ -22,7 +22,7 @@ from tests.faults.processes import is_alive
 from tests.harness import COMMAND, DEADLINE_S, RUN_LIMIT_S, Job, environment, script, wait_for
 from tests.warm import command, own_place, run, states
 
-WARM = ("-v", "--preload-only", "json,heavy", "--warm")
+WARM = ("-v", "--preload", "json,heavy", "--warm")
 THREADS = {"OMP_NUM_THREADS": "1"}
 # A job of one worker that says who forked its fork server, and what it finds; or that waits.
 TELL = """
@@ -204,7 +204,7 @@ def test_one_that_is_stopped_makes_no_start_wait_for_long_and_is_replaced(tmp_pa
 def test_status_says_what_is_there_and_stop_ends_it(tmp_path: Path, place: Path) -> None:
     pid = first(tmp_path)
 
-    shown, ended, after = command("--status"), command("--stop"), command("--status")
+    shown, ended, after = command(), command("--stop"), command()
 
     assert re.match(
         rf"pid {pid}, since 20\d\d-.*, 1[45]\.\d min left\n  for train.py in {tmp_path}, with {sys.executable}\n"

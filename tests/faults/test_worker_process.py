@@ -89,7 +89,7 @@ if generation == "0":
     os.kill(os.getpid(), signal.SIGKILL)
 """,
         )
-        with Watched(tmp_path, "--preload-only", "torch", "--nproc-per-node", "2", "train.py") as job:
+        with Watched(tmp_path, "--preload", "torch", "--nproc-per-node", "2", "train.py") as job:
             assert job.wait() == 0, job.output
 
         facts = [json.loads((tmp_path / f"{g}.{r}").read_text()) for g in range(2) for r in range(2)]
@@ -112,7 +112,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Watched]:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
         try:
             found[name] = Watched(
-                folder, "--preload-only", name, "--nproc-per-node", "2", "train.py", *[name] * (name == "told"), env=env
+                folder, "--preload", name, "--nproc-per-node", "2", "train.py", *[name] * (name == "told"), env=env
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)

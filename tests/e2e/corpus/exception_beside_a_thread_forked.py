@@ -1,4 +1,4 @@
-# options: --preload-only json
+# options: --preload json
 # A thread that lives keeps Python from ending. The agent hears that the program is over.
 # headline: raised ValueError: shard 3 is torn in generation 0
 # next: none

@@ -1,5 +1,5 @@
 # Rank 1 does not come, and is not dead: it is named, and nothing may be said of its end.
-# options: --preload-only torch
+# options: --preload torch
 # workers: 2
 # headline: rank 1 .* did not come to the collective that timed out on rank 0 \(all_reduce for 2 s\); it waits
 # next: see where each rank is: the log has it above

@@ -1,4 +1,4 @@
-# options: --preload-only torch
+# options: --preload torch
 # headline: raised RuntimeError: .*can't allocate memory
 # next: asked for more memory than this host
 # slow

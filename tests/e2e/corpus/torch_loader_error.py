@@ -1,5 +1,5 @@
 # The data set's own error, which torch raises again in the rank.
-# options: --preload-only torch
+# options: --preload torch
 # headline: raised (?:KeyError|FileNotFoundError): .*shard
 # next: the path is relative
 # not: Next step.*num_workers

@@ -1,4 +1,4 @@
-# options: --preload-only torch
+# options: --preload torch
 # shm: 1m
 # headline: raised RuntimeError: (?:.*/dev/shm has 1 MiB in all)
 # next: --shm-size

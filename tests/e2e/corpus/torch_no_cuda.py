@@ -1,4 +1,4 @@
-# options: --preload-only torch
+# options: --preload torch
 # headline: raised AssertionError: Torch not compiled with CUDA enabled
 # next: this torch is built for CPUs only
 # slow

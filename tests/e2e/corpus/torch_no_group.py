@@ -1,4 +1,4 @@
-# options: --preload-only torch
+# options: --preload torch
 # headline: raised ValueError: Default process group has not been initialized
 # next: init_process_group\(\) before the first collective
 # slow

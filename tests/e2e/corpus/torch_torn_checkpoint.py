@@ -1,4 +1,4 @@
-# options: --preload-only torch
+# options: --preload torch
 # headline: raised RuntimeError: PytorchStreamReader failed
 # next: the file is incomplete
 # slow

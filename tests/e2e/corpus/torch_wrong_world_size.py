@@ -1,4 +1,4 @@
-# options: --preload-only torch
+# options: --preload torch
 # workers: 2
 # headline: rank [01] .*raised torch\.distributed\.DistStoreError: wait timeout after 3000ms
 # next: not all ranks came to init_process_group: leave rank= and world_size= out

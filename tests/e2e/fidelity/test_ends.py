@@ -161,7 +161,7 @@ WHOLE_FILES = (
 )
 RUNS = {
     "light": lambda name: (LIGHT, ("train.py",), ENDS[name]),
-    "torch": lambda name: (("--preload-only", "torch"), ("train.py",), TORCH_ENDS[name]),
+    "torch": lambda name: (("--preload", "torch"), ("train.py",), TORCH_ENDS[name]),
     "named": lambda name: (LIGHT, PROGRAMS[name]),
 }
 EXECED_ENDS = ("chained", "exit text", "SIGTERM")

@@ -58,7 +58,7 @@ def test_whatever_ends_a_run_its_processes_and_folders_are_gone_before_it(
         f"127.0.0.1:{free_ports(1)[0]}",
         "--nproc-per-node",
         "1",
-        "--preload-only",
+        "--preload",
         "json",
     ]
 

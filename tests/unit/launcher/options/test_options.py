@@ -272,11 +272,6 @@ def test_the_shutdown_timeout_comes_from_the_option_its_variables_or_is_30_s() -
             "--standalone contradicts --nnodes 2: a standalone job has one node; drop one of them",
         ),
         (["--preload", "a", "--no-preload"], "--preload a contradicts --no-preload: drop one of them"),
-        (["--preload-only", "a", "--no-preload"], "--preload-only a contradicts --no-preload: drop one of them"),
-        (
-            ["--preload", "a", "--preload-only", "b"],
-            "--preload a contradicts --preload-only b: name all modules in the one that is meant, and drop the other",
-        ),
     ],
 )  # fmt: skip
 def test_a_wrong_request_is_one_sentence_with_its_values_and_the_way_out(argv: list[str], sentence: str) -> None:
@@ -426,8 +421,7 @@ def test_another_interpreter_runs_the_script_and_preloads_nothing() -> None:
 
 
 def test_preloading_follows_the_options() -> None:
-    assert config_of("--preload", "numpy,torch", "t.py").preload == (*DEFAULT_PRELOAD, "numpy")
-    assert config_of("--preload-only", "numpy,json", "t.py").preload == ("numpy", "json")
+    assert config_of("--preload", "numpy,json", "t.py").preload == ("numpy", "json")
     assert config_of("--no-preload", "t.py").preload is None
     assert config_of("--no-python", "prog").preload is None
 
