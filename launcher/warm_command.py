@@ -49,7 +49,7 @@ COMMAND = Command(
         HELP,
     ],
     usage=["[--json|--stop]"],
-    about="Show this user's fork servers, which stay when a job with --warm has ended, so that the next needs no import.",
+    about="Show this user's fork servers. They stay when a job with --warm has ended: the next start needs no import.",
     ending="Exit codes: 0 done, 2 the command line is wrong, 3 a fork server cannot be looked at or ended.",
 )
 
