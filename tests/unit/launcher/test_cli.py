@@ -178,38 +178,6 @@ def test_a_wrong_command_line_has_exit_code_2_with_stderr_closed_too() -> None:
     assert subprocess.run(["/bin/sh", "-c", command], stdout=subprocess.DEVNULL, timeout=RUN_LIMIT_S).returncode == 2
 
 
-def test_a_ctrl_c_while_the_stores_name_is_looked_up_says_that_nothing_was_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script = """
-import signal, sys
-from elaunch.rendezvous.http import resolve
-def hangs(*_):
-    # As a resolver whose server is silent.
-    signal.raise_signal(signal.SIGINT)
-    signal.pause()
-resolve.resolve.__globals__["_Lookup"].join = hangs
-from elaunch.launcher.cli import main
-sys.argv = ["elaunch", "--no-preload", "--nnodes=2", "--rdzv-endpoint=no-such-name:2379", "train.py"]
-main()
-"""
-    (tmp_path / "train.py").touch()
-
-    ended = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=tmp_path,
-        env=environment({"ELAUNCH_TOKEN": "t" * 32, "HOME": str(tmp_path)}),
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-
-    assert ended.returncode == 130, ended.stderr
-    assert ended.stderr.endswith("elaunch: interrupted while it looked for the job's store; no worker was started\n")
-    assert "Traceback" not in ended.stderr
-
-
 def test_the_scripts_own_log_format_does_not_change_the_form_of_an_error() -> None:
     for words, form in (
         (["t.py", "--log-format", "json"], "text"),
