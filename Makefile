@@ -91,8 +91,8 @@ bench: $(VENV)/.installed-dev  ## Measure beside torchrun; all sections make ben
 	$(BIN)/python -m bench --samples $(N) $(ARGS)
 
 # Needs neither $(VENV) nor its torch: the Python that has the GPU's torch makes an environment that sees it.
-gpu:  ## On a machine with a GPU: its tests and benches in under nine minutes, and docs/gpu.md's figures; NANOGPT=DIR, WHEELS=DIR
-	@$(PYTHON) bench/gpu/prepare.py $(if $(NANOGPT),--nanogpt '$(NANOGPT)') $(if $(WHEELS),--wheels '$(WHEELS)')
+gpu:  ## On a machine with a GPU: its tests and benches in under nine minutes, and docs/gpu.md's figures; WHEELS=DIR
+	@$(PYTHON) bench/gpu/prepare.py $(if $(WHEELS),--wheels '$(WHEELS)')
 
 docs: $(VENV)/.installed-dev  ## The documentation as a site in site/; a broken link ends it
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

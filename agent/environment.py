@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from elaunch.agent.guardian.guardian import VARIABLE
-from elaunch.rendezvous.rules.roles import role_place
+from elaunch.rendezvous.rules.assign_ranks import role_place
 
 if TYPE_CHECKING:
     from elaunch.rendezvous.types import RankTable

@@ -71,14 +71,6 @@ def descriptors(ancillary: Iterable[tuple[int, int, bytes]]) -> tuple[int, ...]:
     return tuple(fds)
 
 
-def ptrace_scope() -> int | None:
-    """The kernel's setting of who may look into which process (Yama). None without it."""
-    try:
-        return int(Path("/proc/sys/kernel/yama/ptrace_scope").read_text())
-    except (OSError, ValueError):
-        return None
-
-
 def catches(pid: int, signum: int) -> bool:
     """Whether that process has a handler for the signal; not, where it is gone."""
     return _is_in(pid, "SigCgt", signum)

@@ -102,7 +102,6 @@ class Loop:
             restarts_hung=config.on_hang is OnHang.RESTART,
             called=called(config.spec.run_id, os.getpid()),
             logs=str(run_dir.logs or ""),
-            invitation=config.invitation,
             only_here=config.only_here,
         )
         self._selector = selectors.DefaultSelector()
@@ -149,7 +148,7 @@ class Loop:
             outcome = self._live()
             self._take_leave(outcome)
             self._await_leftovers(outcome)
-            if line := self._fork_server.stay(self._guardian.cgroup.release):
+            if line := self._fork_server.stay():
                 self._pump.say(line)
         finally:
             listening.close()

@@ -58,7 +58,6 @@ def begin(config: AgentConfig) -> Iterator[AgentRun]:
         guardian.note(pid=os.getpid(), host=node_host(socket.gethostname()), form=form)
         environment = guardian.environment(config.environment)
         fork_server = _fork_server(config, environment)
-        guardian.cgroup.move([fork_server.pid], 0)
         # Also after the loop, which stops it: that makes no difference then.
         cleanup.callback(fork_server.stop)
 
@@ -70,7 +69,7 @@ def begin(config: AgentConfig) -> Iterator[AgentRun]:
         pump = Pump(OwnLines.of_stderr(config.output.log_format), config.output.least)
         pump.start()
         warn = partial(pump.say, level="warning")
-        hook = _hook(config, guardian, pump)
+        hook = _hook(config, pump)
         agent = AgentRun(Services(config, guardian, fork_server, pump, run_dir), hook, metrics)
         try:
             for detail in config.details:
@@ -147,17 +146,6 @@ class AgentRun:
         except NoPort as error:
             raise CannotRun(str(error)) from error
 
-    def without_shown(self, outcome: Outcome) -> Outcome:
-        """The same for the report, with a line in place of a traceback that stands just above on this console."""
-        return replace(outcome, failure=self._shortened(outcome.failure), first=self._shortened(outcome.first))
-
-    def _shortened(self, failure: Failure | None) -> Failure | None:
-        if failure and (where := self._services.pump.tracebacks.near(failure.traceback)):
-            before, _, _ = failure.tail.partition(failure.traceback)
-            of = f", of {failure.frame}" if failure.frame else ""
-            return replace(failure, traceback=f"{where}{of}", tail=before)
-        return failure
-
     def write_report(self, text: str, record: Mapping[str, object]) -> None:
         """Write the report to stderr, as text or as a record, after all that the workers wrote."""
         self._services.pump.write_report(text, record)
@@ -191,12 +179,12 @@ def _metrics_listener(config: AgentConfig) -> socket.socket | None:
         ) from error
 
 
-def _hook(config: AgentConfig, guardian: GuardianClient, pump: Pump) -> EventHook | None:
+def _hook(config: AgentConfig, pump: Pump) -> EventHook | None:
     if not config.on_event:
         return None
     from elaunch.agent.serve.event_hook import EventHook
 
-    return EventHook(config.on_event, guardian.command_environment(config.environment), pump.say)
+    return EventHook(config.on_event, config.environment, pump.say)
 
 
 def _run_dir(config: AgentConfig, warn: Callable[[str], None], places: Places) -> RunDir:

@@ -16,7 +16,7 @@ from bench.contenders import ALL
 from bench.launches import first_line
 from bench.page import EMPTY, render, update
 from bench.plan import NODES_SECTIONS, PARTS, SECTIONS, Settings, Task, plan
-from bench.progress import Estimate, Progress
+from bench.progress import Progress
 from bench.samples import Run, Sample, combined
 from tests.nodes import missing
 
@@ -115,10 +115,8 @@ def _render_command(out: Path, page: Path) -> str:
 
 
 def _take(tasks: list[Task], taken: list[Sample], progress: Progress, keep: Callable[[], None]) -> None:
-    estimate = Estimate()
-    for number, task in enumerate(tasks):
-        progress.begin(task, estimate.of(tasks[number:]))
-        started_s = time.monotonic()
+    for number, task in enumerate(tasks, 1):
+        progress.begin(task, len(tasks) - number)
         turn = iter(task.run())
         try:
             for sample in turn:
@@ -130,7 +128,6 @@ def _take(tasks: list[Task], taken: list[Sample], progress: Progress, keep: Call
             # An unfinished job ends here, not when the garbage collector finds it.
             if close := getattr(turn, "close", None):
                 close()
-        estimate.took(task, time.monotonic() - started_s)
 
 
 def _in_words(settings: Settings) -> dict[str, str]:

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from typing import Any
 STEPS = 240
 _LOOK_S = 0.05
 _WORKERS = 2
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class DemoFailed(Exception):
@@ -62,9 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return run(options.out, options.steps)
     except (DemoFailed, OSError) as failed:
-        with suppress(BrokenPipeError):
-            print(f"demo: {failed}", file=sys.stderr)
-        _drop_unread_output()
+        print(f"demo: {failed}", file=sys.stderr)
         return 1
     except Interrupted as interrupted:
         # The training that was stopped has said where its output is, and what goes on from it. So the folder stays.
@@ -73,7 +71,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"; {options.out} has what was done until then, and make demo begins anew" if options.out.exists() else ""
         )
         print(f"demo: stopped by {name}; nothing of it runs any more{rest}", file=sys.stderr)
-        _drop_unread_output()
         return 128 + interrupted.signum
 
 
@@ -82,14 +79,6 @@ def _interrupt(signum: int, _frame: object) -> None:
         # The end of the training is waited for: see `train`.
         signal.signal(each, signal.SIG_IGN)
     raise Interrupted(signum)
-
-
-def _drop_unread_output() -> None:
-    """Let no flush at exit fail for a reader that is gone (`make demo | head`)."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def run(out: Path, steps: int) -> int:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from bench import scale
 from bench.samples import Results, failures
-from bench.stats import ratio, summarize
+from bench.stats import summarize
 from bench.tables import NOTHING, seconds, table, without_a_time
-
-_OURS = scale.ours("3.5")
 
 
 def rendezvous(results: Results, section: str, title: str, about: str) -> list[str]:
     """A table of times, and of what one round costs."""
     heads = (
-        *("agents", "", "n", f"{scale.RANKS}: median s", "p95 s", "× elaunch", "sealed: median s"),
+        *("agents", "", "n", f"{scale.RANKS}: median s", "p95 s", "sealed: median s"),
         *(scale.REQUESTS, scale.SEEN, scale.BYTES, f"{scale.AGENTS_CPU}, s", f"{scale.ETCD_CPU}, s"),
     )
     rows, notes = [], []
@@ -21,9 +19,7 @@ def rendezvous(results: Results, section: str, title: str, about: str) -> list[s
         taken = results.of(section, name, agents)
         row = [str(agents), name, str(sum(not s.why for s in taken))]
         ranks = summarize(results.values(section, name, agents, scale.RANKS))
-        times = ratio(ranks, summarize(results.values(section, _OURS, agents, scale.RANKS)))
         row += [seconds(ranks.median), seconds(ranks.p95)] if ranks else [NOTHING] * 2
-        row.append(NOTHING if times is None else f"{times:.2f}")
         row.append(_median(results, section, name, agents, scale.SEALED, ".3f"))
         row += _costs(results, section, name, agents, ".2f")
         rows.append(row)

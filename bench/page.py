@@ -11,7 +11,6 @@ from bench.samples import Results, failures, subset
 from bench.statetables import copies, pairs, restarts_beside
 from bench.stats import summarize
 from bench.tables import NOTHING, seconds, stages, table, timed, without_a_time
-from bench.targets import verdicts
 
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 NODES_BEGIN, NODES_END = "<!-- bench:nodes:begin -->", "<!-- bench:nodes:end -->"
@@ -82,7 +81,7 @@ def _replaced(page: str, begin: str, end: str, text: str) -> str:
 
 
 def _text(part: _Part) -> str:
-    return "\n\n".join([*_about(part.results), *_promises(part.results), *part.make(part.results)]) + "\n"
+    return "\n\n".join([*_about(part.results), *part.make(part.results)]) + "\n"
 
 
 def _one_node(results: Results) -> list[str]:
@@ -161,12 +160,6 @@ def _about(results: Results) -> Iterator[str]:
         yield "The sections come from several runs:\n\n" + "\n".join(lines)
     if set(apart) & set(_MACHINE):
         yield "**The runs are from different machines. Compare figures within a section only.**"
-
-
-def _promises(results: Results) -> list[str]:
-    kept = {True: "yes", False: "**no**", None: NOTHING}
-    rows = [(v.what, v.target, v.measured, kept[v.kept]) for v in verdicts(results)]
-    return ["### Promises\n\n" + table(("what", "target", "measured", "kept"), rows)] if rows else []
 
 
 def _limits(results: Results) -> list[str]:

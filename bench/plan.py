@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from bench import launches, nodes, restarts, scale, statecost, staterestart, steady, warm
 from bench.contenders import ELAUNCH, LIMIT_PRELOAD, LIMIT_TORCH, TORCHRUN, TORCHRUN_FORK, Contender
@@ -44,11 +45,10 @@ class Settings:
 
 @dataclass(frozen=True)
 class Task:
-    """One turn. Turns of one `key` take about the same time; before the first of them, `guess_s` is the estimate."""
+    """One turn: `key` says whose."""
 
     round: str
     key: str
-    guess_s: float
     run: Callable[[], Iterable[Sample]]
 
 
@@ -74,26 +74,18 @@ def chunks(samples: int, size: int) -> list[int]:
     return [min(size, samples - done) for done in range(0, samples, size)]
 
 
-def _slowness_s(contender: Contender, workers: int) -> float:
-    """Roughly the time from a contender's start to its first optimizer step on two cores. For estimates only."""
-    if contender == ELAUNCH:
-        return 2.5
-    return 2 + (1.0 if contender.name == TORCHRUN_FORK.name else 1.8) * workers
-
-
 def _starts(settings: Settings) -> Iterator[Task]:
     for turn in range(settings.samples):
         label = f"start, round {turn + 1} of {settings.samples}"
         for limit in (LIMIT_TORCH, LIMIT_PRELOAD):
-            yield Task(label, limit, 1.5, lambda name=limit: [launches.bare_import(name)])  # type: ignore[misc]
+            yield Task(label, limit, lambda name=limit: [launches.bare_import(name)])  # type: ignore[misc]
         for workers in settings.workers:
             for contender in settings.contenders:
 
                 def run(contender: Contender = contender, workers: int = workers) -> list[Sample]:
                     return [launches.start(contender, workers)]
 
-                key = f"start, {contender.name}, {workers}"
-                yield Task(label, key, _slowness_s(contender, workers) + 0.5, run)
+                yield Task(label, f"start, {contender.name}, {workers}", run)
 
 
 class _Restarts:
@@ -142,21 +134,9 @@ def _killed(
     for number, count in enumerate(parts, 1):
         for workers in counts:
             for contender, instead_of in turns:
-
-                def run(
-                    contender: Contender = contender,
-                    workers: int = workers,
-                    count: int = count,
-                    instead_of: Contender | None = instead_of,
-                ) -> Iterator[Sample]:
-                    return state.turn(contender, workers, count, instead_of)
-
-                slow_s = _slowness_s(contender, workers)
-                guess_s = slow_s + count * (1.0 if contender == ELAUNCH else slow_s)
-                if instead_of and workers < 4:
-                    guess_s = 0
+                run = partial(state.turn, contender, workers, count, instead_of)
                 key = f"{label}, {contender.name}, {workers}"
-                yield Task(f"{label}, round {number} of {len(parts)}", key, guess_s, run)
+                yield Task(f"{label}, round {number} of {len(parts)}", key, run)
 
 
 def _losses(settings: Settings) -> Iterator[Task]:
@@ -168,60 +148,41 @@ def _losses(settings: Settings) -> Iterator[Task]:
                 yield Task(
                     f"{nodes.LOSS_SECTION}, round {turn + 1} of {settings.samples}",
                     f"{nodes.LOSS_SECTION}, {contender.name}",
-                    8.0 if contender == ELAUNCH else nodes.LOSS_LIMIT_S + 10,
-                    lambda contender=contender: nodes.losses(contender, 1, rng),  # type: ignore[misc]
+                    partial(nodes.losses, contender, 1, rng),
                 )
 
 
 def _scale(settings: Settings) -> Iterator[Task]:
     rounds = max(1, settings.samples // SAMPLES_PER_ROUND)
     limit_s = settings.limit_s
-    torchs = dict.fromkeys(min(agents, scale.TORCH_MAX) for agents in settings.agents)
     for turn in range(rounds):
         label = f"many agents, round {turn + 1} of {rounds}"
         for agents in settings.agents:
             for version in scale.VERSIONS:
-
-                def run(version: str = version, agents: int = agents) -> Iterator[Sample]:
-                    return scale.rendezvous(version, agents, limit_s)
-
-                yield Task(label, f"{agents} agents, {scale.ours(version)}", scale.IDLE_S + 6 + agents / 100, run)
-        for agents in torchs if TORCHRUN in settings.contenders else ():
-
-            def run_torch(agents: int = agents) -> Iterator[Sample]:
-                return scale.torch_handlers(agents, limit_s)
-
-            yield Task(label, f"{agents} agents, {scale.TORCH}", 8 + agents / 8, run_torch)
+                run = partial(scale.rendezvous, version, agents, limit_s)
+                yield Task(label, f"{agents} agents, {scale.ours(version)}", run)
 
 
 def _steady(settings: Settings) -> Iterator[Task]:
     for trainer, contenders in ((False, settings.contenders), (True, _only(settings, ELAUNCH, TORCHRUN))):
         label = steady.TRAINER_SECTION if trainer else steady.SECTION
         for contender in contenders:
-
-            def run(contender: Contender = contender, trainer: bool = trainer) -> Iterator[Sample]:
-                return steady.windows(contender, settings.samples, trainer)
-
-            guess_s = settings.samples * steady.WINDOW_S + _slowness_s(contender, steady.WORKERS) + 1
-            yield Task(label, f"{label}, {contender.name}", guess_s, run)
+            run = partial(steady.windows, contender, settings.samples, trainer)
+            yield Task(label, f"{label}, {contender.name}", run)
 
 
 def _first_lines(settings: Settings) -> Iterator[Task]:
     for turn in range(settings.samples):
         label = f"first line, round {turn + 1} of {settings.samples}"
         for contender in settings.contenders:
-            yield Task(
-                label,
-                f"first line, {contender.name}",
-                2.0,
-                lambda contender=contender: [launches.first_line(contender)],  # type: ignore[misc]
-            )
+            run = lambda contender=contender: [launches.first_line(contender)]  # noqa: E731
+            yield Task(label, f"first line, {contender.name}", run)
 
 
 def _warm_lines(settings: Settings) -> Iterator[Task]:
     for turn in range(settings.samples):
         label = f"warm line, round {turn + 1} of {settings.samples}"
-        yield Task(label, warm.SECTION, warm.GUESS_S, warm.turn)
+        yield Task(label, warm.SECTION, warm.turn)
 
 
 def _sides(settings: Settings) -> tuple[Side, ...]:
@@ -233,12 +194,8 @@ def _state_restarts(settings: Settings) -> Iterator[Task]:
     rng, parts = random.Random(settings.seed), chunks(settings.samples, RESTARTS_PER_JOB)
     for number, count in enumerate(parts, 1):
         for side in _sides(settings):
-
-            def run(side: Side = side, count: int = count) -> Iterator[Sample]:
-                return staterestart.restarts(side, count, settings.limit_s, rng)
-
-            guess_s = 5.0 + count * (3.0 if side.contender == ELAUNCH else 9.0)
-            yield Task(f"{staterestart.SECTION}, round {number} of {len(parts)}", f"state: {side.name}", guess_s, run)
+            run = partial(staterestart.restarts, side, count, settings.limit_s, rng)
+            yield Task(f"{staterestart.SECTION}, round {number} of {len(parts)}", f"state: {side.name}", run)
 
 
 def _state_costs(settings: Settings) -> Iterator[Task]:
@@ -246,19 +203,10 @@ def _state_costs(settings: Settings) -> Iterator[Task]:
         return
     for size_mb in statecost.SIZES_MB:
         count = max(1, settings.samples // (SAMPLES_PER_GB if size_mb >= 1000 else 1))
-
-        def run(size_mb: int = size_mb, count: int = count) -> Iterator[Sample]:
-            return statecost.copies(size_mb, count)
-
-        yield Task("state: snapshots", f"state of {size_mb} MB", 10 + count * size_mb / 100, run)
+        yield Task("state: snapshots", f"state of {size_mb} MB", partial(statecost.copies, size_mb, count))
     for size_mb in statecost.SIZES_MB:
         count = max(1, settings.samples // (SAMPLES_PER_WINDOW if size_mb >= 1000 else 1))
-
-        def pairs(size_mb: int = size_mb, count: int = count) -> Iterator[Sample]:
-            return statecost.pairs(size_mb, count)
-
-        guess_s = 10 + (2 * count + 3) * (8.0 if size_mb < 1000 else 65.0)
-        yield Task("state: steady cost", f"pairs of {size_mb} MB", guess_s, pairs)
+        yield Task("state: steady cost", f"pairs of {size_mb} MB", partial(statecost.pairs, size_mb, count))
 
 
 def _only(settings: Settings, *wanted: Contender) -> tuple[Contender, ...]:

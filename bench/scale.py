@@ -20,10 +20,7 @@ FIRST, RESTART, IDLE = "first rendezvous of many", "restart of many", "many that
 SEALED, RANKS = "sealed", "all have ranks"
 REQUESTS, SEEN, BYTES = "requests per agent", "seen by etcd, looks too", "bytes per agent"
 AGENTS_CPU, ETCD_CPU = "CPU of all agents", "CPU of etcd"
-TORCH = "torchrun's c10d handler"
 VERSIONS = ("3.5", "3.4")
-# With more of torch's handlers, a round takes minutes.
-TORCH_MAX = 128
 # The agents of one process share its interpreter lock. The agents of a real job share none.
 _PROCESSES = 8
 # A whole number of renewals (each 0.8 s) and of comparisons (with each fourth renewal).
@@ -61,22 +58,6 @@ def rendezvous(version: str, agents: int, limit_s: float, idle_s: float = IDLE_S
                 yield round_.seated(RESTART, "fail", limit_s)
         except Trouble as trouble:
             yield Sample(section, name, agents, why=str(trouble))
-
-
-def torch_handlers(agents: int, limit_s: float) -> Iterator[Sample]:
-    """The same with torchrun's rendezvous: only its handlers, without the polling of torchrun's agent."""
-    section = FIRST
-    try:
-        with Crew("bench.handlers", [("store", "0")]) as host:
-            port = str(host.greetings[0]["port"])
-            arguments = [("handlers", port, str(agents), str(count)) for count in _shares(agents).values()]
-            with Crew("bench.handlers", arguments) as crew:
-                for section in (FIRST, RESTART):
-                    ordered_s = crew.order("join")
-                    last_s = max(answer["last_s"] for answer in crew.hear(limit_s))
-                    yield Sample(section, TORCH, agents, {RANKS: last_s - ordered_s})
-    except Trouble as trouble:
-        yield Sample(section, TORCH, agents, why=str(trouble))
 
 
 def _shares(agents: int) -> dict[int, int]:

@@ -17,7 +17,6 @@ from bench.samples import Sample
 SECTION = "warm line"
 WARM, PYTHON = "elaunch --warm", "python"
 LINE = "first line"
-GUESS_S = 10.0
 # The same for both: a shell has elaunch in its PATH, and its interpreter is this one.
 _COMMAND = (str(Path(sys.executable).with_name("elaunch")),)
 _SCRIPT = str(SCRIPTS / "torch_line.py")

@@ -42,7 +42,7 @@ from elaunch.launcher.schedulers.facts import Cluster
 from elaunch.launcher.schedulers.other_tasks import seen_by_others, wait_for_agent
 from elaunch.launcher.store.locate import Planned, plan
 from elaunch.rendezvous.job_spec import UNNAMED
-from elaunch.rendezvous.shortage import shortage
+from elaunch.rendezvous.texts import shortage
 
 if TYPE_CHECKING:
     from elaunch.agent.run import AgentRun
@@ -134,7 +134,7 @@ def show_report(outcome: Outcome, config: AgentConfig, agent: AgentRun) -> None:
     if logs and not logs.is_dir():
         agent.warn(f"the workers' output was in {logs}, and that folder was removed")
         logs = None
-    text = report(agent.without_shown(outcome), config.spec, logs, agent.is_log_incomplete)
+    text = report(outcome, config.spec, logs, agent.is_log_incomplete)
     agent.write_report(text, record(outcome, logs))
 
 
@@ -252,7 +252,6 @@ def _outcome(options: Options, planned: Planned, config: AgentConfig, agent: Age
                 replace(
                     config,
                     master_addr=reached.address,
-                    invitation=reached.invitation,
                     only_here=reached.only_here,
                 ),
                 reached.network,

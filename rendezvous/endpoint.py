@@ -1,10 +1,13 @@
-"""Where a store listens, how it is spoken to, and which credentials a client shows."""
+"""Where a store listens, how it is spoken to, which credentials a client shows, and what an address says by itself."""
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
+
+from elaunch.rendezvous.store import Denied
 
 if TYPE_CHECKING:
     # Importing ssl takes ten milliseconds, and only TLS needs it.
@@ -72,9 +75,6 @@ class Access:
     def check_login(self, endpoint: Endpoint) -> None:
         """Call this before the login is sent. Raises Denied if the login would be sent unencrypted."""
         if self.login and self.tls is None and not self.plainly:
-            # Imported here: the options need this module, and the command starts sooner without the store's.
-            from elaunch.rendezvous.store import Denied
-
             raise Denied(
                 f"the store at {endpoint} is reached without TLS, so the password of etcd's user {self.login.user} is"
                 f" not sent; {how_to_send(endpoint)}"
@@ -85,3 +85,27 @@ def how_to_send(*endpoints: object) -> str:
     """The way out for the user: how to type these endpoints so that a password is sent to them."""
     safely, plainly = (",".join(f"{scheme}://{each}" for each in endpoints) for scheme in ("https", "http"))
     return f"type {safely}, or type {plainly} to send it unencrypted"
+
+
+def is_address(host: str) -> bool:
+    """Whether `host` is an address and not a name."""
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return True
+
+
+def is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def is_unspecified(address: str) -> bool:
+    """Whether it means all addresses of a host (0.0.0.0): a connection to it stays on this host."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_unspecified
+
+
+def is_meant_locally(host: str) -> bool:
+    """Whether `host` is written as loopback. If it is, all agents of the job are on one host."""
+    is_named = host == "localhost" or host.endswith(".localhost")
+    return is_named or (is_address(host) and is_loopback(host))

@@ -5,17 +5,13 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
+from hashlib import sha256
 
 from elaunch.rendezvous.texts import plain
-
-if TYPE_CHECKING:
-    from elaunch.rendezvous.types import Terms
+from elaunch.rendezvous.types import Terms
 
 # torchrun's name for a job without --run-id. All nodes of the job must use the same name.
 UNNAMED = "none"
-# More workers than any host runs. The sum over all nodes still fits into a rank.
-SLOTS_MAX = 1 << 16
 
 
 def job_name(run_id: str) -> str:
@@ -86,12 +82,6 @@ class JobSpec:
         """What nodes compare. Interpreters may differ: each host has its own."""
         program = self.program
         words = [program.kind.value, program.target, *program.args]
-        # Imported here: the fork server has no use for them.
-
-        from hashlib import sha256
-
-        from elaunch.rendezvous.types import Terms
-
         digest = sha256("\0".join(words).encode(errors="surrogateescape")).hexdigest()[:16]
         module = ["-m"] if program.kind is ProgramKind.MODULE else []
         command = shlex.join([*module, program.target, *program.args])

@@ -29,7 +29,7 @@ class KeyEntry:
 
 @dataclass(frozen=True)
 class View:
-    """What one or more prefixes held at one revision; keys are whole (with the prefix) and in order."""
+    """What a prefix held at one revision; keys are whole (with the prefix) and in order."""
 
     revision: int
     entries: Mapping[str, KeyEntry]
@@ -41,6 +41,11 @@ class Changes:
 
     revision: int
     entries: Mapping[str, KeyEntry | None]
+
+    def under(self, prefix: str) -> Changes | None:
+        """The changes of keys that start with `prefix`; None if there are none."""
+        entries = {key: entry for key, entry in self.entries.items() if key.startswith(prefix)}
+        return Changes(self.revision, entries) if entries else None
 
 
 @dataclass(frozen=True)
@@ -163,10 +168,6 @@ class Denied(Rejected):
     """
 
 
-class TooLarge(Rejected):
-    """The request is larger than the store accepts; a smaller one may succeed."""
-
-
 class LeaseGone(StoreError):
     """The lease of a put has ended; nothing was written."""
 
@@ -207,8 +208,8 @@ class Store(Protocol):
         """The server's version. Raises Denied if it cannot serve a job: too old, or a needed part is switched off."""
         ...
 
-    def read(self, *prefixes: str) -> View:
-        """All keys that start with one of `prefixes`, at one revision."""
+    def read(self, prefix: str) -> View:
+        """All keys that start with `prefix`, at one revision."""
         ...
 
     def commit(self, txn: Txn) -> Answer:

@@ -134,72 +134,38 @@ class Times:
 
     def violations(self) -> tuple[str, ...]:
         """One sentence for each inequality that does not hold."""
-        return tuple(sentence for holds, sentence in (*self._of_the_lease(), *self._of_the_waits()) if not holds)
+        ttl, keepalive, deadline, backoff = self.lease_ttl_s, self.keepalive_s, self.call_deadline_s, self.backoff_max_s
+        # What a user may set.
+        of_users = (
+            (
+                ttl >= LEASE_TTL_MIN_S and ttl == int(ttl),
+                f"lease_ttl ({ttl:g} s) must be whole seconds, and {LEASE_TTL_MIN_S} s or more, etcd's shortest",
+            ),
+            (
+                self.store_timeout_s > 2 * ttl,
+                f"store_timeout ({self.store_timeout_s:g} s) gives up a store while leases may still be alive; with"
+                f" lease_ttl {ttl:g} s it must be above {2 * ttl:g} s",
+            ),
+            (
+                self.keys_ttl_s >= self.keys_ttl_min_s,
+                f"keys_ttl ({self.keys_ttl_s:g} s) is so short that a job could lose its keys while it runs; with"
+                f" lease_ttl {ttl:g} s it must be {self.keys_ttl_min_s:g} s or more",
+            ),
+        )
+        derived = {
+            "0 < keepalive, call deadline, backoff": min(keepalive, deadline, backoff) > 0,
+            "3 * keepalive <= lease_ttl": 3 * keepalive <= ttl,
+            "keepalive + 2 * call deadline < 2/3 * lease_ttl": 3 * (keepalive + 2 * deadline) < 2 * ttl,
+            "backoff + 2 * call deadline < lease_ttl": backoff + 2 * deadline < ttl,
+            "spare_wait < form deadline": self.spare_wait_s < self.form_deadline_s,
+            "0 < boundary_wait": self.boundary_wait_s > 0,
+            "0 < join_backoff_min <= join_backoff_max": 0 < self.join_backoff_min_s <= self.join_backoff_max_s,
+        }
+        broken = [sentence for holds, sentence in of_users if not holds]
+        broken += [f"{rule} does not hold: {self}" for rule, holds in derived.items() if not holds]
+        return tuple(broken)
 
     def check(self) -> None:
         """Raises ValueError with a sentence for each violated inequality."""
         if found := self.violations():
             raise ValueError("; ".join(found))
-
-    def _of_the_lease(self) -> tuple[tuple[bool, str], ...]:
-        ttl, keepalive, deadline, backoff = self.lease_ttl_s, self.keepalive_s, self.call_deadline_s, self.backoff_max_s
-        return (
-            (
-                min(ttl, keepalive, deadline, backoff) > 0,
-                f"lease_ttl ({ttl:g} s), keepalive ({keepalive:g} s), call deadline ({deadline:g} s) and backoff"
-                f" ({backoff:g} s) must all be more than 0; leave out what you do not mean to set",
-            ),
-            (
-                ttl >= LEASE_TTL_MIN_S,
-                f"lease_ttl ({ttl:g} s) is shorter than etcd's shortest, {LEASE_TTL_MIN_S} s; use lease_ttl=3",
-            ),
-            (
-                ttl == int(ttl),
-                f"lease_ttl ({ttl:g} s) is no whole number, and etcd counts whole seconds; use lease_ttl={ttl:.0f}",
-            ),
-            (
-                3 * keepalive <= ttl,
-                f"lease_ttl ({ttl:g} s) has no room for three renewals, one each {keepalive:g} s;"
-                f" use a lease_ttl of {3 * keepalive:g} s or more",
-            ),
-            (
-                3 * (keepalive + 2 * deadline) < 2 * ttl,
-                f"a renewal each {keepalive:g} s with two calls of up to {deadline:g} s does not fit into two thirds of"
-                f" lease_ttl ({ttl:g} s); use a lease_ttl above {1.5 * (keepalive + 2 * deadline):g} s",
-            ),
-            (
-                backoff + 2 * deadline < ttl,
-                f"reaching a store that was restarted takes up to {backoff:g} s of backoff and two calls of"
-                f" {deadline:g} s, and all leases end after lease_ttl ({ttl:g} s);"
-                f" use one above {backoff + 2 * deadline:g} s",
-            ),
-        )
-
-    def _of_the_waits(self) -> tuple[tuple[bool, str], ...]:
-        form = self.form_deadline_s
-        return (
-            (
-                self.spare_wait_s < form,
-                f"spare_wait ({self.spare_wait_s:g} s) is not shorter than the form deadline ({form:g} s); shorten it",
-            ),
-            (
-                self.store_timeout_s > 2 * self.lease_ttl_s,
-                f"store_timeout ({self.store_timeout_s:g} s) gives up a store while leases may still be alive; with"
-                f" lease_ttl {self.lease_ttl_s:g} s it must be above {2 * self.lease_ttl_s:g} s",
-            ),
-            (
-                self.keys_ttl_s >= self.keys_ttl_min_s,
-                f"keys_ttl ({self.keys_ttl_s:g} s) is so short that a job could lose its keys while it runs; with"
-                f" lease_ttl {self.lease_ttl_s:g} s it must be {self.keys_ttl_min_s:g} s or more",
-            ),
-            (
-                self.boundary_wait_s > 0,
-                f"boundary_wait ({self.boundary_wait_s:g} s) leaves workers no time to come to the end of their step;"
-                " use more than 0",
-            ),
-            (
-                0 < self.join_backoff_min_s <= self.join_backoff_max_s,
-                f"the pause between generations for newcomers would begin at {self.join_backoff_min_s:g} s and grow to"
-                f" {self.join_backoff_max_s:g} s; the first must be the smaller one, and above 0",
-            ),
-        )

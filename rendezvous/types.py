@@ -12,20 +12,37 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Annotated, NamedTuple
 
-from elaunch.rendezvous.limits import (
+from elaunch.rendezvous.codec import (
     HOST_BYTES_MAX,
     ROLE_BYTES_MAX,
+    Between,
     Bounded,
+    Name,
     keep_ends,
-    keep_head,
     keep_line,
     keep_tail,
 )
 
 _RANDOM_DIGITS = 8
 
-_Host = Annotated[str, keep_line(HOST_BYTES_MAX)]
-_NodeId = Annotated[str, keep_line(HOST_BYTES_MAX + 1 + _RANDOM_DIGITS)]
+# More workers than any host runs. The sum over all nodes still fits into a rank.
+SLOTS_MAX = 1 << 16
+GENERATION_DIGITS = 10
+# Far below the largest number that fits into a key, so the next number always fits too.
+GENERATION_MAX = 10 ** (GENERATION_DIGITS - 1)
+
+_Address = Annotated[str, keep_line(HOST_BYTES_MAX)]
+_Host = Annotated[_Address, Name()]
+_Id = Annotated[str, keep_line(HOST_BYTES_MAX + 1 + _RANDOM_DIGITS)]
+_NodeId = Annotated[_Id, Name()]
+_Role = Annotated[str, keep_line(ROLE_BYTES_MAX)]
+_Secret = Annotated[str, keep_line(64)]
+_Count = Annotated[int, Between(0)]
+_Port = Annotated[int, Between(0, 65535)]
+_Signal = Annotated[int, Between(0, 64)]
+_Number = Annotated[int, Between(0, GENERATION_MAX - 1)]
+# To the end of the year 9999, the last year of Python's datetime.
+_Time = Annotated[float, Between(0, 253_402_300_799)]
 _Reason = Annotated[str, keep_line(4 << 10)]
 _Cause = Annotated[str, keep_line(1 << 10)]
 _MESSAGE = keep_line(2 << 10)
@@ -51,14 +68,14 @@ class Terms(Bounded):
     `exclude_after` failures in a row that are alike; 0 means never.
     """
 
-    nodes_min: int = 1
-    nodes_max: int = 1
-    max_restarts: int = 3
-    restart_window_s: float | None = None
+    nodes_min: Annotated[int, Between(1, GENERATION_MAX)] = 1
+    nodes_max: Annotated[int, Between(1, GENERATION_MAX)] = 1
+    max_restarts: _Count = 3
+    restart_window_s: _Time | None = None
     # Two commands usually differ near their beginning.
     command: Annotated[str, keep_line(300)] = ""
     digest: str = ""
-    exclude_after: int = 0
+    exclude_after: _Count = 0
 
 
 @dataclass(frozen=True)
@@ -72,12 +89,12 @@ class Node(Bounded):
 
     node_id: _NodeId
     host: _Host
-    address: _Host
-    slots: int
-    process: _Host = ""
-    role: Annotated[str, keep_head(ROLE_BYTES_MAX)] = "default"
-    node_rank: int = -1
-    topology: Annotated[str, keep_head(1 << 10)] = ""
+    address: _Address
+    slots: Annotated[int, Between(1, SLOTS_MAX)]
+    process: _Address = ""
+    role: _Role = "default"
+    node_rank: Annotated[int, Between(-1, GENERATION_MAX)] = -1
+    topology: Annotated[str, keep_line(1 << 10)] = ""
 
 
 @dataclass(frozen=True)
@@ -90,10 +107,10 @@ class Joined(Bounded):
     """
 
     node_id: _NodeId
-    port: int
+    port: _Port
     progressed: bool = False
-    software: Annotated[str, keep_head(120)] = ""
-    secret: Annotated[str, keep_head(64)] = field(default="", repr=False)
+    software: Annotated[str, keep_line(120)] = ""
+    secret: _Secret = field(default="", repr=False)
 
 
 # A named tuple: every agent makes one for each node, and a data class takes three times as long.
@@ -119,7 +136,7 @@ class Streak(Bounded):
 
     who: _NodeId
     way: Annotated[str, keep_line(300)]
-    times: int
+    times: _Count
 
 
 @dataclass(frozen=True)
@@ -139,24 +156,24 @@ class RankTable(Bounded):
     each restart still in the window, how long before the seal it was. `barren` counts the generations in a row, this
     one included, that began after one without progress. `progressed` says whether any earlier generation made progress.
     `streak` and `excluded` are those after the last failure. `mismatch` is a sentence about nodes with other software.
-    `vacant` are the roles of seats that are free, and stay free for a node of that role (rules/seating.py). Workers get
-    `secret` in their environment; it is empty if a node's elaunch is too old for it.
+    `vacant` are the roles of seats that are free, and stay free for a node of that role. Workers get `secret` in their
+    environment; it is empty if a node's elaunch is too old for it.
     """
 
-    generation: int
+    generation: _Number
     seats: tuple[Seat, ...]
-    master_addr: _Host
-    master_port: int
+    master_addr: _Address
+    master_port: _Port
     reason: _Reason
-    restarts: int = 0
-    restart_ages_s: tuple[float, ...] = ()
-    barren: int = 0
+    restarts: _Count = 0
+    restart_ages_s: tuple[_Time, ...] = ()
+    barren: _Count = 0
     progressed: bool = False
     streak: Streak | None = None
     excluded: tuple[Exclusion, ...] = ()
-    mismatch: Annotated[str, keep_head(600)] = ""
+    mismatch: Annotated[str, keep_line(600)] = ""
     vacant: tuple[str, ...] = ()
-    secret: Annotated[str, keep_head(64)] = field(default="", repr=False)
+    secret: _Secret = field(default="", repr=False)
 
     @property
     def world_size(self) -> int:
@@ -191,11 +208,11 @@ class Generation(Bounded):
     node, and `signum` is the signal that made it leave. `is_secondary` says that another failure may explain that one.
     """
 
-    number: int
+    number: _Number
     kind: OpenKind
     cause: _Cause
-    node_id: _NodeId = ""
-    signum: int = 0
+    node_id: _Id = ""
+    signum: _Signal = 0
     is_secondary: bool = False
 
 
@@ -247,9 +264,9 @@ class Failure(Bounded):
     """
 
     kind: FailureKind
-    generation: int
-    node_id: _NodeId
-    host: _Host
+    generation: Annotated[int, Between(-1, GENERATION_MAX)]
+    node_id: _Id
+    host: _Address
     rank: int
     local_rank: int
     pid: int
@@ -261,13 +278,13 @@ class Failure(Bounded):
     tail: Annotated[str, TAIL] = ""
     log_path: _Path = ""
     error_file: _Path = ""
-    failed_at: float = 0.0
+    failed_at: _Time = 0.0
     progressed: bool | None = None
     is_cut: bool = False
     call: Annotated[str, keep_line(256)] = ""
     advice: Annotated[str, keep_line(1 << 10)] = ""
     step: int = -1
-    lived_s: float = 0.0
+    lived_s: _Time = 0.0
     is_blameless: bool = False
     is_mixed: bool = False
     ranks_alike: int = 1
@@ -294,11 +311,6 @@ class Failure(Bounded):
     def asks_to_end(self) -> bool:
         """Whether a worker that ran on asked for the end of the job, by a signal to its parent process."""
         return self.kind is FailureKind.REFUSED and self.code is None
-
-    @property
-    def is_killed_parent(self) -> bool:
-        """Whether the parent process of a node's ranks was killed by SIGKILL; the `code` is then the parent's."""
-        return self.kind is FailureKind.TEMPLATE_LOST and (self.code or 0) < 0
 
     @property
     def sentence(self) -> str:
@@ -341,11 +353,11 @@ class Outcome(Bounded):
 
     kind: OutcomeKind
     reason: _Reason
-    generation: int
-    restarts: int
+    generation: Annotated[int, Between(-1, GENERATION_MAX)]
+    restarts: _Count
     max_restarts: int
     failure: Failure | None = None
-    signum: int = 0
+    signum: _Signal = 0
     first: Failure | None = None
 
     @property

@@ -12,24 +12,6 @@ PAGES = (REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md")))
 _FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 # A comment behind a command is set off by two blanks.
 _COMMENT = re.compile(r"\s{2,}# .*$")
-# Words that begin a command. A line of another kind of fence that begins so would be a command that no test runs.
-PROGRAMS = (
-    *(
-        "elaunch",
-        "make",
-        "pip",
-        "python",
-        ".venv/bin/",
-        "srun",
-        "sbatch",
-        "salloc",
-        "kubectl",
-        "docker",
-        "mpirun",
-        "flux",
-    ),
-    *("etcdctl", "etcd", "systemd-run", "man", "eval", "curl", "torchrun", "cat", "cp", "export", "ssh", "sudo", "git"),
-)
 
 
 @dataclass(frozen=True)

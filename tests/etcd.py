@@ -249,12 +249,6 @@ class Etcd:
         # Each look starts a process, so look seldom.
         return wait_for(agreed, "etcd has a leader", every_s=0.2)
 
-    def term(self) -> int:
-        """The number of the election that the present leader has won."""
-        member = self.leader()
-        (answer,) = json.loads(self.ctl("endpoint", "status", "-w", "json", endpoints=member.endpoint))
-        return int(answer["Status"]["raftTerm"])
-
     def forget_tokens(self, user: str) -> None:
         """The user's tokens count no more, as if they had run out: etcd forgets them when the password is set."""
         self.ctl("user", "passwd", user, "--interactive=false", text=self._users[user])

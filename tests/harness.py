@@ -156,11 +156,6 @@ class Job:
     def stderr(self) -> str:
         return "".join(text for name, text in self._pieces if name == "stderr")
 
-    def stderr_from(self, piece: int) -> tuple[str, int]:
-        """Stderr from that piece of output on, and the number of pieces now. For jobs with much output."""
-        pieces = self._pieces[max(piece, 0) :]
-        return "".join(text for name, text in pieces if name == "stderr"), max(piece, 0) + len(pieces)
-
     def wait_for_output(self, pattern: str, deadline_s: float = DEADLINE_S) -> re.Match[str]:
         """The first match of `pattern` (multi-line) in the output."""
 

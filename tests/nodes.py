@@ -19,8 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elaunch.agent.guardian.cgroup import JobCgroup
-from elaunch.agent.guardian.guardian import kill_cgroup
+from tests.cgroups import kill_cgroup, make_cgroup, own_cgroup
 from tests.harness import DEADLINE_S, RUN_LIMIT_S
 
 PREFIX = "elaunch-nodes"
@@ -53,11 +52,10 @@ def missing() -> str:
     ]
     if absent:
         return f"not installed: {', '.join(absent)} (`make tools`)"
-    cgroup = JobCgroup(f"{PREFIX}-probe-{os.getpid()}")
-    cgroup.make()
-    if not cgroup.path:
+    cgroup = make_cgroup(f"{PREFIX}-probe-{os.getpid()}")
+    if not cgroup:
         return "no cgroup2 hierarchy that may be written, or a kernel before 5.14"
-    Path(cgroup.path).rmdir()
+    cgroup.rmdir()
     tried = subprocess.run(
         ["unshare", "--net", "--uts", "--mount", "true"], capture_output=True, text=True, timeout=RUN_LIMIT_S
     )
@@ -189,7 +187,7 @@ class Node:
         self._holders.rmdir()
 
     def _end(self) -> None:
-        kill_cgroup(str(self.cgroup))
+        kill_cgroup(self.cgroup)
         for process in self._started:
             process.wait(DEADLINE_S)
         if self._holder:
@@ -247,10 +245,9 @@ class Nodes:
     def __init__(self, count: int, *, own_name_is_loopback: bool = False) -> None:
         remove_leftovers()
         own = psutil.Process()
-        cgroup = JobCgroup(f"{PREFIX}-{own.pid}-{_born(own)}-{next(_numbers)}")
-        cgroup.make()
-        assert cgroup.path, "no cgroup2 hierarchy"
-        self._cgroup = Path(cgroup.path)
+        cgroup = make_cgroup(f"{PREFIX}-{own.pid}-{_born(own)}-{next(_numbers)}")
+        assert cgroup, "no cgroup2 hierarchy"
+        self._cgroup = cgroup
         self._nodes: list[Node] = []
         self._rules: list[str] = []
         self._switch: Switch | None = None
@@ -322,7 +319,7 @@ class Nodes:
             node.close()
         if self._switch:
             self._switch.close()
-        kill_cgroup(str(self._cgroup))
+        kill_cgroup(self._cgroup)
 
 
 def address4(index: int) -> str:
@@ -344,13 +341,13 @@ def hosts(count: int, loopback: int | None = None) -> str:
 
 def remove_leftovers() -> None:
     """End all processes that killed test runs have left on their nodes."""
-    here = JobCgroup(PREFIX).path
-    for folder in Path(here).parent.glob(f"{PREFIX}-*") if here else ():
+    own = own_cgroup()
+    for folder in own.glob(f"{PREFIX}-*") if own else ():
         pid, born = folder.name.removeprefix(f"{PREFIX}-").split("-")[:2]
         with suppress(psutil.NoSuchProcess):
             if born == _born(psutil.Process(int(pid))):
                 continue
-        kill_cgroup(str(folder))
+        kill_cgroup(folder)
 
 
 def _born(process: psutil.Process) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.etcd import READY, binary
+from tests.etcd import binary
 from tests.faults.meetings import Meeting, Records
 from tests.faults.processes import Watched
 from tests.harness import DEADLINE_S, wait_for
@@ -153,13 +153,6 @@ class Pods:
                 *self._isolation(pod), binary("3.4"), *command[1:], env=variables, stdout=log, stderr=log
             )
         return pod
-
-    def etcd_is_ready(self, pod: Pod, times: int = 1) -> None:
-        log = self.folder / f"{pod.name}.log"
-        try:
-            wait_for(lambda: log.read_bytes().count(READY) >= times, f"{pod.name} is ready")
-        except AssertionError:
-            raise AssertionError(log.read_text()[-4000:]) from None
 
     def delete(self, pod: JobPod) -> int:
         """As `kubectl delete pod`; the container's exit code."""

@@ -9,12 +9,13 @@ import ssl
 import subprocess
 import sys
 import threading
+from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, Any
 
 from elaunch.rendezvous.secret import Secret
-from elaunch.rendezvous.server.connection_limits import CONNECTIONS_MAX
+from elaunch.rendezvous.server.admission import CONNECTIONS_MAX
 from elaunch.rendezvous.server.server import Server
 from tests.harness import DEADLINE_S, joined
 
@@ -101,6 +102,10 @@ class Gateway:
             return response.status, json.loads(text)
         except ValueError:
             return response.status, text
+
+    def put(self, key: bytes, value: bytes = b"", lease: int = 0) -> tuple[int, Any]:
+        put = {"key": b64encode(key).decode(), "value": b64encode(value).decode(), "lease": str(lease)}
+        return self.call("/v3/kv/txn", {"success": [{"request_put": put}]})
 
     def watch(self, create: dict[str, Any]) -> WatchStream:
         return WatchStream(self._connection(), create, self.headers)

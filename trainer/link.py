@@ -29,7 +29,7 @@ Word = TypeVar("Word")
 Answered = TypeVar("Answered")
 
 # The agent reads once a second, so a line for each of a thousand steps would only fill the socket.
-_PAUSE_S = 0.05
+_PAUSE_S = 0.25
 # A message that must arrive waits this long for an agent that does not read.
 _SURELY_S = 1.0
 _PHASE_CHARS_MAX = 100
@@ -344,9 +344,9 @@ class _Boundary:
         self._calls = 0
         self._is_asked = False
         self._is_reached = False
-        # The process group of the channel: a program may destroy it and make another.
+        # The process group of the ranks: a program may destroy it and make another.
         self._world: Any = None
-        self._channel: Any = None
+        self._peers: Any = None
         listen(on_stop=self._ask)
 
     def should_stop(self, every: int) -> bool:
@@ -364,10 +364,10 @@ class _Boundary:
         if dist is None or not dist.is_available() or not dist.is_initialized():
             return self._is_asked
         if self._world is not dist.group.WORLD:
-            from elaunch.trainer.ranks.meeting import GroupMember
+            from elaunch.trainer.ranks.peers import Peers
 
-            self._world, self._channel = dist.group.WORLD, GroupMember.of().channel("should_stop")
-        return bool(self._channel.largest([int(self._is_asked)])[0])
+            self._world, self._peers = dist.group.WORLD, Peers().apart("should_stop")
+        return bool(self._peers.largest([int(self._is_asked)])[0])
 
 
 def _print_unless(reason: str, hook: Callable[..., object], kind: type, error: BaseException, where: Any) -> None:

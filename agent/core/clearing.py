@@ -23,7 +23,7 @@ from elaunch.agent.diagnosis.causes.table import explained
 from elaunch.agent.diagnosis.exit_status import with_tail
 from elaunch.rendezvous.rules import transactions
 from elaunch.rendezvous.rules.transactions import report_done
-from elaunch.rendezvous.rules.verdict import decisive_failure, is_one_bug, killed_together
+from elaunch.rendezvous.rules.verdict import decisive_failure, is_one_bug
 from elaunch.rendezvous.types import Failure, FailureKind, OpenKind, Outcome, OutcomeKind
 
 
@@ -54,7 +54,10 @@ def store_lost(agent: Agent, clearing: Clearing, event: StoreLost, _: float) -> 
 
 
 def signalled(agent: Agent, clearing: Clearing, event: Signalled, now_s: float) -> Step:
-    """Leave the job, or end it for all nodes (SIGINT), when all is cleared, or soon; a second SIGINT exits now."""
+    """Leave the job, or end it for all nodes (SIGINT), when all is cleared, or soon; a second SIGINT exits now.
+
+    Where all workers exited with 0, that is reported first.
+    """
     if event.is_order and agent.is_interrupted:
         return agent, ()
     if event.signum == SIGINT and agent.is_interrupted:
@@ -62,15 +65,18 @@ def signalled(agent: Agent, clearing: Clearing, event: Signalled, now_s: float) 
         return exit_with(agent, clearing.then) if clearing.then else (agent, ())
     agent, unheard = take_signal(agent, event)
     actions: tuple[Action, ...] = ()
-    is_sigint, until_s = event.signum == SIGINT, now_s + LAST_WORDS_S
     match clearing:
         case Clearing(then=None, ended=WorkersStopped()):
             outcome = interrupted(agent, event)
             agent, actions = say_goodbye(agent, outcome)
-            agent = replace(agent, phase=replace(clearing, then=outcome, until_s=until_s))
-        case Clearing(then=None, ended=WorkersDone(summons=summons) as done) if not summons or is_sigint:
-            agent = replace(agent, phase=replace(clearing, ended=replace(done, summons=event), until_s=until_s))
-        case Clearing(then=Outcome() as then) if is_sigint:
+            agent = replace(agent, phase=replace(clearing, then=outcome, until_s=now_s + LAST_WORDS_S))
+        case Clearing(then=None):
+            agent, actions = _go_on(agent, clearing)
+            # The job of a single node has ended well then.
+            if agent.spec.nodes_max > 1:
+                agent, left = leave(agent, event)
+                actions = (*actions, *left)
+        case Clearing(then=Outcome() as then) if event.signum == SIGINT:
             agent, actions = end_of_own_run(agent, clearing.table.generation, interrupted(agent, event))
             agent, more = exit_with(agent, then)
             actions = (*actions, *more)
@@ -80,7 +86,10 @@ def signalled(agent: Agent, clearing: Clearing, event: Signalled, now_s: float) 
 def tick(agent: Agent, clearing: Clearing, _: Tick, now_s: float) -> Step:
     """Wait no longer for output, where the agent is to exit."""
     agent, said = say_waits(agent, now_s)
-    agent, actions = _past_last_words(agent, clearing) if now_s >= clearing.until_s else (agent, ())
+    if clearing.then is None or now_s < clearing.until_s:
+        return agent, said
+    # Only output is left, and its reader does not read it.
+    agent, actions = exit_with(agent, clearing.then)
     return agent, (*said, *actions)
 
 
@@ -91,36 +100,21 @@ def cleared(agent: Agent, clearing: Clearing, event: Cleared, now_s: float) -> S
     agent, actions, then = _complete(agent, clearing, event)
     if event.hidden:
         # Tracebacks add nothing where the log already has the cause.
-        own, number, ended = agent.last_failure, clearing.table.generation, agent.snapshot.ended
-        opened = agent.snapshot.generation
-        is_over = (opened and opened.number > number) or (ended and ended.failure)
-        level: Level = "debug" if is_over or (own and own.generation == number) else "info"
+        opened, number = agent.snapshot.generation, clearing.table.generation
+        is_explained = agent.snapshot.ended or (opened and opened.number > number)
+        level: Level = "debug" if is_explained and not agent.is_interrupted else "info"
         actions = (Say(event.hidden, level), *actions)
     if then:
         agent, more = exit_with(agent, then)
     else:
         agent, more = _go_on(agent, clearing)
-        # The job of a single node has ended well then, even if a signal came meanwhile.
-        if isinstance(clearing.ended, WorkersDone) and clearing.ended.summons and agent.spec.nodes_max > 1:
-            agent, left = leave(agent, clearing.ended.summons)
-            more = (*more, *left)
     agent, last = end_if_store_is_gone(note_idle(agent, now_s))
     return agent, (*actions, *more, *last)
 
 
 def due_s(clearing: Clearing) -> float | None:
     """When the agent stops waiting for output; None if it waits without a limit."""
-    is_summoned = isinstance(clearing.ended, WorkersDone) and clearing.ended.summons
-    return clearing.until_s if clearing.then or is_summoned else None
-
-
-def _past_last_words(agent: Agent, clearing: Clearing) -> Step:
-    """Only output is left, and its reader does not read it."""
-    if isinstance(clearing.ended, WorkersDone) and clearing.ended.summons:
-        agent, actions = _go_on(agent, clearing)
-        agent, more = leave(agent, clearing.ended.summons)
-        return agent, (*actions, *more)
-    return exit_with(agent, clearing.then) if clearing.then else (agent, ())
+    return clearing.until_s if clearing.then else None
 
 
 def _go_on(agent: Agent, clearing: Clearing) -> Step:
@@ -143,7 +137,7 @@ def _complete(agent: Agent, clearing: Clearing, event: Cleared) -> tuple[Agent, 
         return with_tail(failure, event.tails.get(failure.local_rank, ""), event.reached_store)
 
     def with_cause(failure: Failure) -> Failure:
-        return explained(failure, event.facts.get(failure.local_rank), clearing.table.mismatch)
+        return explained(failure, event.facts, clearing.table.mismatch)
 
     if not failures:
         # The outcome of a node that bows out alone.
@@ -159,9 +153,7 @@ def _complete(agent: Agent, clearing: Clearing, event: Cleared) -> tuple[Agent, 
     known = [f for f in known if f.kind is not FailureKind.EXIT_CODE or f.local_rank not in ended.answered] or known
     cause = decisive_failure(known)
     cause = with_cause(cause)
-    cause = replace(
-        killed_together(cause, known), ranks_alike=len({each.rank for each in known if is_one_bug(cause, each)}) or 1
-    )
+    cause = replace(cause, ranks_alike=len({each.rank for each in known if is_one_bug(cause, each)}) or 1)
     asked = next((each for each in known if each.asks_to_end), cause)
     if asked.rank != cause.rank and not cause.asks_to_end:
         # It ends the job; what it may have asked for comes with it.

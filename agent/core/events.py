@@ -1,36 +1,22 @@
-"""What can happen to an agent, and the signals that the core speaks of, by their numbers on Linux."""
+"""What can happen to an agent, and the signals that the core speaks of."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum, IntEnum
+from enum import Enum
 
-from elaunch.agent.diagnosis.causes.cause import Facts
+from elaunch.agent.diagnosis.causes.cause import NO_FACTS, Facts
 from elaunch.agent.diagnosis.hang import Window
 from elaunch.agent.diagnosis.stack_groups import Stack
 from elaunch.rendezvous.rules.snapshot import Snapshot
 from elaunch.rendezvous.types import Failure
 
-
-class Signal(IntEnum):
-    """As `signal.Signals`, and equal to it."""
-
-    SIGHUP = 1
-    SIGINT = 2
-    SIGQUIT = 3
-    SIGABRT = 6
-    SIGKILL = 9
-    SIGUSR1 = 10
-    SIGUSR2 = 12
-    SIGPIPE = 13
-    SIGTERM = 15
-
-
-SIGHUP, SIGINT, SIGQUIT, SIGABRT = Signal.SIGHUP, Signal.SIGINT, Signal.SIGQUIT, Signal.SIGABRT
-SIGKILL, SIGUSR1, SIGUSR2, SIGTERM = Signal.SIGKILL, Signal.SIGUSR1, Signal.SIGUSR2, Signal.SIGTERM
+SIGHUP, SIGINT, SIGQUIT, SIGABRT = signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGABRT
+SIGKILL, SIGUSR1, SIGUSR2, SIGTERM = signal.SIGKILL, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM
 # Not sent by anybody: the agent found that nobody reads its stdout any more (agent/output/streams.py).
-SIGPIPE = Signal.SIGPIPE
+SIGPIPE = signal.SIGPIPE
 # Those that end the job on all nodes, not only this node's part in it: they are a person's.
 ENDS_JOB = frozenset((SIGINT, SIGPIPE))
 # Exit code of a program that a signal ended, as a shell says it: this and the signal.
@@ -147,8 +133,7 @@ class WorkerExited:
     """A worker is gone; `failure` is None where it exited with 0. `code` is as in `Failure`.
 
     `end` is the record of a program that came to its end without an exception, of the kind ENDED_EARLY. It counts if
-    other ranks still wait for this one. A signal may have ended the process on its way out. `told` are the records of
-    other workers whose programs have ended while their processes still run: one of them may be the peer that was lost.
+    other ranks still wait for this one. A signal may have ended the process on its way out.
     """
 
     generation: int
@@ -156,12 +141,11 @@ class WorkerExited:
     code: int
     failure: Failure | None = None
     end: Failure | None = None
-    told: tuple[Failure, ...] = ()
 
 
 @dataclass(frozen=True)
-class WorkerRaised:
-    """A worker's program ended by an exception; the process is on its way out, and may never arrive.
+class WorkerEnded:
+    """A worker's program ended, by an exception if it `raised`; the process is on its way out, and may never arrive.
 
     `over_s` is when it left its process group, or else ended, on this host's monotonic clock.
     """
@@ -169,15 +153,7 @@ class WorkerRaised:
     generation: int
     local_rank: int
     over_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class WorkerReturned:
-    """A worker's program ended without an exception; the process is on its way out. `over_s` as in `WorkerRaised`."""
-
-    generation: int
-    local_rank: int
-    over_s: float = 0.0
+    raised: bool = False
 
 
 @dataclass(frozen=True)
@@ -297,14 +273,14 @@ class Cleared:
 
     `tails` are the ends of the local ranks' stderr; `reached_store` says that a rank had used the worker store, None
     where that was on another node; `progressed` that a worker of this node had made progress. `facts` are what was
-    found out about the failures of local ranks. `hidden` is a line about output that the console did not get.
+    found out on this host after a failure. `hidden` is a line about output that the console did not get.
     """
 
     generation: int
     tails: Mapping[int, str] = field(default_factory=dict)
     reached_store: bool | None = None
     progressed: bool = False
-    facts: Mapping[int, Facts] = field(default_factory=dict)
+    facts: Facts = NO_FACTS
     hidden: str = ""
 
 
@@ -314,7 +290,7 @@ class Tick:
 
 
 StoreEvent = Looked | Leased | LeaseLost | Committed | StoreAway | StoreRefuses | WatchRefused | StoreBack | StoreLost
-LinkEvent = WorkerRaised | WorkerReturned | WorkerListens | WorkerSaving | WorkerSaved | WorkerStopped
+LinkEvent = WorkerEnded | WorkerListens | WorkerSaving | WorkerSaved | WorkerStopped
 WorkerEvent = (
     LinkEvent | WorkerExited | Reported | Sampled | StacksTaken | WorkersHung | WorkerAsked | ServiceLost | Cleared
 )

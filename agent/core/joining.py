@@ -9,13 +9,11 @@ from elaunch.agent.core.events import Leased, LeaseLost, Looked, StoreLost, Stor
 from elaunch.agent.core.membership import belongs_to_run, lease_lost, leased, loss_of_keys, with_own_id
 from elaunch.agent.core.state import Agent, Joining, Running, Step, exit_with
 from elaunch.agent.core.store_outage import store_failed
-from elaunch.rendezvous.addresses import is_meant_locally
 from elaunch.rendezvous.job_spec import UNNAMED
+from elaunch.rendezvous.rules.assign_ranks import newcomers_of, role_sizes
 from elaunch.rendezvous.rules.excluding import exclusion_of
 from elaunch.rendezvous.rules.forming import CAUSE
-from elaunch.rendezvous.rules.roles import role_sizes
-from elaunch.rendezvous.rules.seating import newcomers_of
-from elaunch.rendezvous.types import OutcomeKind, RankTable, host_of
+from elaunch.rendezvous.types import OutcomeKind, RankTable
 
 
 def looked(agent: Agent, joining: Joining, _event: Looked, _now_s: float) -> Step:
@@ -78,10 +76,9 @@ def _take_seat(agent: Agent, table: RankTable | None, joining: Joining) -> Step:
         # Else the log has a line about the failure of that worker, which may since have been explained further.
         reason = table.reason
     started = Say(f"generation {table.generation}: {workers}{nodes} ({_roles(table)}{reason}{name}){logs}")
-    crowded = _crowded(agent.me.host, table) if running.is_first else ()
     differ = (Say(table.mismatch, "warning"),) if table.mismatch not in ("", agent.mismatch) else ()
     agent = replace(agent, phase=running, mismatch=table.mismatch)
-    return agent, (started, *crowded, *differ, Spawn(table, group_rank))
+    return agent, (started, *differ, Spawn(table, group_rank))
 
 
 def _roles(table: RankTable) -> str:
@@ -94,19 +91,6 @@ def _name_of_job(agent: Agent) -> str:
     """What `elaunch status` takes on another host; on the host of a job it needs no name."""
     has_name = agent.spec.nodes_max > 1 and agent.spec.run_id != UNNAMED
     return f"; job {agent.spec.run_id}" if has_name else ""
-
-
-def _crowded(host: str, table: RankTable) -> tuple[Say, ...]:
-    """A word of several agents on one host, which is rarely meant: their workers share its accelerators.
-
-    Agents with a role each are meant, and so are those that meet at a loopback address.
-    """
-    if is_meant_locally(table.master_addr):
-        return ()
-    roles = [seat.role for seat in table.seats if host_of(seat.node_id) == host]
-    if len(roles) == len(set(roles)):
-        return ()
-    return (Say(f"{len(roles)} agents of this job run on {host}; was one meant for another host?", "warning"),)
 
 
 def _why_seatless(agent: Agent, table: RankTable) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elaunch.agent.core.actions import Action, Commit, Join, Renew, Say, Widen
+from elaunch.agent.core.actions import Commit, Join, Renew, Say, Widen
 from elaunch.agent.core.events import Committed, Leased, LeaseLost, Tag
 from elaunch.agent.core.state import (
     WORTH_A_WORD_S,
@@ -12,7 +12,6 @@ from elaunch.agent.core.state import (
     Claim,
     Finished,
     Joining,
-    Misfit,
     Phase,
     Running,
     Step,
@@ -65,12 +64,8 @@ def renew_when_due(agent: Agent, now_s: float) -> Step:
 
 # The log says what a node waits for at most once in this time.
 SAY_AGAIN_S = 5.0
-# A person who waits for the other nodes for this long needs the line for them again: it has scrolled away.
-INVITE_AGAIN_S = 60.0
 # There is one try per lease time. After these tries any lease has ended, even if the store was away at the first try.
 RUNS_REFUSED_MAX = 4
-# etcd ends a lease a little late.
-DEAD_SLACK_S = 1.0
 # Nodes that wait for a run try at so many different moments.
 _SPREAD = 97
 # If one of these transactions holds, it writes keys that a follower watches, so the follower sees its revision at once.
@@ -137,17 +132,15 @@ def loss_of_keys(agent: Agent) -> Outcome | None:
 
 
 def say_wait(agent: Agent, now_s: float) -> Step:
-    """Say what is waited for, where that takes long, and what to type on the nodes that do not come."""
-    waiting, actions = agent.waiting, tuple[Action, ...]()
-    if waiting.due_s is not None and now_s >= waiting.due_s:
-        # Nodes that ran together have found each other.
-        have_met = agent.table_seen[0] >= 0 or waiting.said_s >= 0
-        only_here = f"; {agent.only_here}" if agent.only_here and not have_met else ""
-        actions = (Say(f"waiting for {waiting.text}{only_here}", "warning" if only_here else "info"),)
-        waiting = replace(waiting, due_s=None, said_s=now_s)
-    if waiting.invite_s is not None and now_s >= waiting.invite_s:
-        waiting, actions = replace(waiting, invite_s=None), (*actions, Say(agent.invitation))
-    return replace(agent, waiting=waiting), actions
+    """Log what is waited for, where that takes long."""
+    waiting = agent.waiting
+    if waiting.due_s is None or now_s < waiting.due_s:
+        return agent, ()
+    # Nodes that ran together have found each other.
+    have_met = agent.table_seen[0] >= 0 or waiting.said_s >= 0
+    only_here = f"; {agent.only_here}" if agent.only_here and not have_met else ""
+    said = Say(f"waiting for {waiting.text}{only_here}", "warning" if only_here else "info")
+    return replace(agent, waiting=replace(waiting, due_s=None, said_s=now_s)), (said,)
 
 
 def _answered(agent: Agent, event: Committed) -> Agent:
@@ -166,7 +159,7 @@ def _answered(agent: Agent, event: Committed) -> Agent:
         case Tag.FIRST_RUN | Tag.RUN if event.revision:
             # The run that stands is the one to join, unless this node does not fit it.
             refused = member.runs_refused + 1
-            return agent.as_member(belongs=member.misfit is None, runs_refused=refused, claim=Claim.REFUSED)
+            return agent.as_member(belongs=not member.is_misfit, runs_refused=refused, claim=Claim.REFUSED)
         case Tag.JOIN if event.held:
             return agent.as_member(belongs=True, is_member=member.lease != 0, has_entered=True)
         case Tag.JOIN:
@@ -185,17 +178,19 @@ def _enter(agent: Agent, now_s: float) -> Step:
     match agent.phase:
         case Joining() as joining:
             refusal = _mismatch(agent, snapshot.terms)
-            if member.misfit and refusal:
-                return _misfit(agent, refusal, now_s)
+            if member.is_misfit and refusal:
+                return exit_with(agent, refusal)
             if snapshot.generation is None or (snapshot.ended and not belongs_to_run(agent)):
                 return _start_run(agent, now_s)
             if snapshot.ended:
                 return agent, ()
             if refusal:
-                return _misfit(agent, refusal, now_s)
+                # That job may be dead: then its members are gone, and this node can start its own.
+                agent, actions = _start_run(agent.as_member(belongs=False), now_s)
+                return agent.as_member(is_misfit=bool(actions)), actions
             if not snapshot.leader and not member.belongs:
                 return _start_run(agent, now_s)
-            agent = agent.as_member(misfit=None)
+            agent = agent.as_member(is_misfit=False)
             return _join(agent, joining)
         case Running(table=table) | Finished(table=table) if _is_newest(agent, table) and not snapshot.ended:
             back = return_as_member(snapshot, agent.me, member.lease)
@@ -254,39 +249,13 @@ def _with_claim(agent: Agent, claim: Claim) -> Agent:
     if claim is Claim.HELD:
         # The job has no members then.
         return agent.as_member(claim=claim, belongs=False, runs_refused=0)
-    return agent.as_member(claim=claim, belongs=agent.membership.misfit is None)
+    return agent.as_member(claim=claim, belongs=not agent.membership.is_misfit)
 
 
 def _holds_claim(agent: Agent) -> bool:
     """Whether this node may start the first run now. The answer to its claim may be lost: then the key tells."""
     member, starter = agent.membership, agent.snapshot.starter
     return member.claim is Claim.HELD or (starter == agent.me.node_id and not member.runs_refused)
-
-
-def _misfit(agent: Agent, refusal: Outcome, now_s: float) -> Step:
-    """A job that lives refuses this node. If the job was killed a moment ago, the node waits until its leases end.
-
-    A follower's snapshot does not show whether a job still has members. So the node tries now and then to start a run
-    of its own, and a last time before it accepts the refusal.
-    """
-    times, wait_s = agent.times, agent.times.lease_ttl_s + DEAD_SLACK_S
-    said: tuple[Action, ...] = ()
-    misfit = agent.membership.misfit or Misfit(now_s + wait_s)
-    if misfit.is_over:
-        return exit_with(agent, refusal)
-    if misfit.has_tried and not misfit.is_said:
-        job = job_name(agent.spec.run_id)
-        text = f"the {job} was started otherwise; waiting {wait_s:g} s to see whether that one is dead"
-        said, misfit = (Say(text),), replace(misfit, is_said=True)
-    actions: tuple[Action, ...] = ()
-    if now_s >= misfit.again_s:
-        agent, actions = _start_run(agent.as_member(belongs=False), now_s)
-        is_last = bool(actions) and now_s >= misfit.until_s
-        next_s = now_s + times.keepalive_s
-        again_s = min(next_s, misfit.until_s) if now_s < misfit.until_s else next_s
-        misfit = replace(misfit, again_s=again_s, has_tried=True, is_over=is_last)
-    agent = agent.as_member(belongs=False, misfit=misfit)
-    return replace(agent, lead_at_s=misfit.again_s), (*said, *actions)
 
 
 def _is_newest(agent: Agent, table: RankTable) -> bool:
@@ -367,9 +336,7 @@ def _wait(agent: Agent, text: str, now_s: float) -> Agent:
     if text == waiting.text:
         return agent
     due_s = max(now_s + WORTH_A_WORD_S, waiting.said_s + SAY_AGAIN_S) if text else None
-    invite_s = waiting.invite_s if waiting.text else now_s + INVITE_AGAIN_S
-    is_invited = text and agent.invitation and isinstance(agent.phase, Joining)
-    return replace(agent, waiting=Waiting(text, due_s, waiting.said_s, invite_s if is_invited else None))
+    return replace(agent, waiting=Waiting(text, due_s, waiting.said_s))
 
 
 def _mismatch(agent: Agent, theirs: Terms | None) -> Outcome | None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from elaunch.agent.core.actions import Action, Exit
-from elaunch.agent.core.events import Signalled, Tag
+from elaunch.agent.core.events import Tag
 from elaunch.agent.diagnosis.hang import Quiet, Standstill
 from elaunch.rendezvous.job_spec import JobSpec
 from elaunch.rendezvous.rules.leading import LeaderState
@@ -36,14 +37,28 @@ NOT_JOINED = Joining()
 
 
 @dataclass(frozen=True)
+class ProgramEnd:
+    """A worker's program has ended, and its process is on its way out.
+
+    It left its process group at `over_s` on this host's clock, and the agent knew at `known_s`. A process that is still
+    there at `limit_s` is killed if the program `raised` an exception, else named.
+    """
+
+    local_rank: int
+    over_s: float
+    known_s: float
+    raised: bool
+    limit_s: float = math.inf
+
+
+@dataclass(frozen=True)
 class LinkWords:
     """What a generation's workers have said on their links, by local rank.
 
     Those in `to_stop` want to be told there when to stop, those in `to_failure` that a peer failed; those in `hearing`
     have listened to something, so that a thread of theirs hears what they are told. Those in `stopped` have come to the
-    step boundary at which all ranks stop, those in `saving` save after a failure. The programs of those in `over_s`, at
-    those times, have ended before anybody asked them to end: by an exception, or as those in `returned_s`, at the times
-    at which the agent knew.
+    step boundary at which all ranks stop, those in `saving` save after a failure. `ended` are the programs that ended
+    before anybody asked them to end.
     """
 
     hearing: frozenset[int] = frozenset()
@@ -51,21 +66,24 @@ class LinkWords:
     to_failure: frozenset[int] = frozenset()
     stopped: frozenset[int] = frozenset()
     saving: frozenset[int] = frozenset()
-    returned_s: tuple[tuple[int, float], ...] = ()
-    over_s: tuple[tuple[int, float], ...] = ()
+    ended: tuple[ProgramEnd, ...] = ()
 
     @property
     def over(self) -> list[int]:
         """Those whose programs have ended, in the order in which they left their group."""
-        return [rank for rank, _ in sorted(self.over_s, key=lambda each: each[1])]
+        return [end.local_rank for end in sorted(self.ended, key=lambda end: end.over_s)]
+
+    @property
+    def raised(self) -> frozenset[int]:
+        return frozenset(end.local_rank for end in self.ended if end.raised)
 
     @property
     def returned(self) -> frozenset[int]:
-        return frozenset(rank for rank, _ in self.returned_s)
+        return frozenset(end.local_rank for end in self.ended if not end.raised)
 
     def exiting(self, now_s: float) -> frozenset[int]:
-        """Those whose programs have ended just now: their exit status is about to come. Others linger."""
-        return frozenset(rank for rank, at_s in self.returned_s if now_s < at_s + 2 * EXIT_S)
+        """Those whose programs have returned just now: their exit status is about to come. Others linger."""
+        return frozenset(e.local_rank for e in self.ended if not e.raised and now_s < e.known_s + 2 * EXIT_S)
 
 
 @dataclass(frozen=True)
@@ -73,18 +91,14 @@ class HeldEnd:
     """An end that may turn out to be somebody's wish: until `until_s` this agent may hear of that.
 
     `failure` is what it is otherwise, None where the last worker exited with 0. `is_stop` says that the worker had
-    stopped at a step boundary, as all ranks of the job did; else the scheduler may have signalled it. `timed_out` is
-    the sentence of a failure, this node's or another's, by a collective that timed out: the stacks of workers that may
-    not have come to it are being taken. `effects` are failures that another rank may have caused, and its exit is
-    awaited; `told` is what such ranks have told of their end.
+    stopped at a step boundary, as all ranks of the job did; else the scheduler may have signalled it. `effects` are
+    failures that another rank may have caused, and its exit is awaited.
     """
 
     failure: Failure | None
     until_s: float
     is_stop: bool = False
-    timed_out: str = ""
     effects: tuple[Failure, ...] = ()
-    told: tuple[Failure, ...] = ()
 
 
 SILENT = LinkWords()
@@ -96,17 +110,13 @@ NOT_STILL = Standstill()
 class Running:
     """This node's workers run.
 
-    Those of `live` do; `held` is the end of one that waits to be understood. `leaving_s` holds until when each worker
-    whose program raised an exception may take its time to end, `lingers_s` when one whose program ended well is named,
-    if its process is still there. `is_first` says that this agent ran no generation
-    before. `quiet` is how long nothing was reported, `standstill` how the workers look from outside. `ends` are the
-    records of workers that exited with 0, in order.
+    Those of `live` do; `held` is the end of one that waits to be understood. `is_first` says that this agent ran no
+    generation before. `quiet` is how long nothing was reported, `standstill` how the workers look from outside. `ends`
+    are the records of workers that exited with 0, in order.
     """
 
     table: RankTable
     live: frozenset[int]
-    leaving_s: tuple[tuple[int, float], ...] = ()
-    lingers_s: tuple[tuple[int, float], ...] = ()
     held: HeldEnd | None = None
     is_first: bool = True
     words: LinkWords = SILENT
@@ -115,14 +125,18 @@ class Running:
     ends: tuple[Failure, ...] = ()
 
     @property
-    def is_broken(self) -> bool:
-        """Whether a collective has timed out, so that no step ends any more."""
-        return self.held is not None and bool(self.held.timed_out)
+    def leaving(self) -> frozenset[int]:
+        """Workers whose programs raised an exception, and that have their time to end by themselves."""
+        return self.live & frozenset(e.local_rank for e in self.words.ended if e.raised and e.limit_s < math.inf)
+
+    def on_way_out(self, now_s: float) -> frozenset[int]:
+        """Workers whose programs have ended, and whose exit status is about to come. Those that stopped are none."""
+        return self.live & ((self.words.exiting(now_s) | self.leaving) - self.words.stopped)
 
     @property
-    def has_lost_step(self) -> bool:
-        """Whether a worker has lost a peer, or a collective has timed out: no worker comes to a step boundary."""
-        return self.held is not None and bool(self.held.timed_out or self.held.effects)
+    def is_broken(self) -> bool:
+        """Whether a worker has lost a peer: no worker comes to a step boundary."""
+        return self.held is not None and bool(self.held.effects)
 
     def seat_of(self, node_id: str) -> Seat:
         """This node's seat. A node that comes back under another name has stopped its workers before."""
@@ -135,16 +149,15 @@ class Running:
 class AtBoundary:
     """Workers that listen on their links stop after the same step as all ranks; the others got a signal.
 
-    Those in `signalled` got `signum`; where `signal_at_s` is set, they get it then, or with this node's own signal. A
-    worker that has not come to its step's end by `until_s` gets SIGTERM, where that is set. `notice` is a scheduler's
-    signal that another node had first and that is passed on here, 0 if there is none.
+    Those in `signalled` got `signum`. A worker that has not come to its step's end by `until_s` gets SIGTERM, where
+    that is set. `notice` is a scheduler's signal that another node had first and that is passed on here, 0 if there is
+    none.
     """
 
     signalled: frozenset[int] = frozenset()
     signum: int = 0
     notice: int = 0
     until_s: float | None = None
-    signal_at_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -201,16 +214,12 @@ class Stopping:
     def of(cls, running: Running, now_s: float, grace_s: float) -> Stopping:
         """The stop of running workers, before any of them has been told.
 
-        A collective that timed out or lost a peer stays a failure; other ends that are held were the wish that the stop
-        is for.
+        A lost peer stays a failure; other ends that are held were the wish that the stop is for.
         """
-        held = running.held
-        failures = held.effects if held else ()
-        if held and held.failure and running.is_broken:
-            failures = (held.failure,)
+        failures = running.held.effects if running.held else ()
         # A process that lingers is signalled like any other.
-        exiting, returned_s = running.words.exiting(now_s), running.words.returned_s
-        words = replace(running.words, returned_s=tuple(each for each in returned_s if each[0] in exiting))
+        exiting = running.words.exiting(now_s)
+        words = replace(running.words, ended=tuple(e for e in running.words.ended if e.local_rank in exiting))
         due_s, ends = now_s + grace_s, running.ends
         return cls(running.table, running.live, due_s, grace_s, words=words, failures=failures, ends=ends)
 
@@ -218,7 +227,7 @@ class Stopping:
     def reached(self) -> frozenset[int]:
         """Those that got a signal that asks them to end."""
         match self.mode:
-            case AtBoundary(signalled=signalled, signal_at_s=None) | Broken(signalled=signalled):
+            case AtBoundary(signalled=signalled) | Broken(signalled=signalled):
                 return signalled
         return frozenset()
 
@@ -244,8 +253,8 @@ class Stopping:
     @property
     def next_s(self) -> float:
         """When something is to be done to the workers, if they do not end before."""
-        times_s = (self.mode.until_s, self.mode.signal_at_s) if isinstance(self.mode, AtBoundary) else ()
-        return min([self.due_s, *(time_s for time_s in times_s if time_s is not None)])
+        until_s = self.mode.until_s if isinstance(self.mode, AtBoundary) else None
+        return self.due_s if until_s is None else min(self.due_s, until_s)
 
     def hurried(self, now_s: float, grace_s: float) -> Stopping:
         """With no more time than that from now on."""
@@ -263,13 +272,9 @@ class WorkersStopped:
 
 @dataclass(frozen=True)
 class WorkersDone:
-    """All workers exited with 0; `ends` as in `Running`.
-
-    `summons` is a signal that came since: it is obeyed once that is recorded.
-    """
+    """All workers exited with 0; `ends` as in `Running`."""
 
     ends: tuple[Failure, ...] = ()
-    summons: Signalled | None = None
 
 
 @dataclass(frozen=True)
@@ -312,20 +317,6 @@ Phase = Joining | Running | Stopping | Clearing | Finished | Exited
 WORTH_A_WORD_S = 2.0
 
 
-@dataclass(frozen=True)
-class Misfit:
-    """A node that does not fit the job in the store, until `until_s`: that one may turn out to be dead.
-
-    It tries to start its own again at `again_s`; `has_tried` says that it has, `is_over` that this was the last time.
-    """
-
-    until_s: float
-    again_s: float = 0.0
-    has_tried: bool = False
-    is_over: bool = False
-    is_said: bool = False
-
-
 class Claim(Enum):
     """A node's claim to start the job's first run; `REFUSED` by another node's, or by a run."""
 
@@ -345,7 +336,7 @@ class Membership:
     this node's member key is gone, `widened` that all keys are looked at. `runs_refused` counts the runs that it
     could not start, since the job had members. The next try is at `run_again_s`, when their leases may have ended.
     `claim` says whether this node may start the job's first run before all others.
-    `misfit` is there where the job in the store is another one.
+    `is_misfit` says that the job in the store is another one, over which this node has tried to start its own.
     `has_entered` says that this node was a member once, so the store's address and login are right.
     It began another at `renewed_s`. A node without one begins another at `renew_at_s`, if that is not None.
     """
@@ -363,7 +354,7 @@ class Membership:
     runs_refused: int = 0
     run_again_s: float = float("-inf")
     claim: Claim = Claim.UNTRIED
-    misfit: Misfit | None = None
+    is_misfit: bool = False
     has_entered: bool = False
     renew_at_s: float | None = None
     renewed_s: float = float("-inf")
@@ -382,45 +373,30 @@ class Trouble(Enum):
 class Reach:
     """How the store was reached: failing since `failing_since_s`, None while it does as asked; `ever` says that it did.
 
-    `trouble` and `why` are those of the last failed request. `unsaid_until_s` is when it gets a line in the log, `said`
-    has the kinds of trouble that have one, `said_s` is when the last was written. `is_heads` says that a node of the
-    job serves the store. A node whose workers ended meanwhile has waited for the store since `idle_since_s`. The head's
-    host `is_silent` if it sends nothing at all. It is lost since `silent_since_s`, None while it answers.
+    `trouble` and `why` are those of the last failed request. `log_at_s` is when it gets a line in the log, `is_said`
+    says that it has one. `is_heads` says that a node of the job serves the store. A node whose workers ended meanwhile
+    has waited for the store since `idle_since_s`. The head's host sends nothing at all since `silent_since_s`, None
+    while it answers.
     """
 
     ever: bool = False
     failing_since_s: float | None = None
-    unsaid_until_s: float | None = None
+    log_at_s: float | None = None
+    is_said: bool = False
     trouble: Trouble = Trouble.AWAY
     why: str = ""
     is_heads: bool = False
-    said: frozenset[tuple[Trouble, bool]] = frozenset()
-    said_s: float = float("-inf")
-    is_silent: bool = False
     silent_since_s: float | None = None
     idle_since_s: float = float("-inf")
-
-    @property
-    def is_said(self) -> bool:
-        return bool(self.said)
-
-    @property
-    def kind(self) -> tuple[Trouble, bool]:
-        """The kind of trouble: each is said once, and then what there is, once a minute."""
-        return self.trouble, self.is_silent
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """What the nodes wait for. The log says it at `due_s`; None means that it was said.
-
-    A node that waits in vain for others gets the line for them once more at `invite_s`.
-    """
+    """What the nodes wait for. The log says it at `due_s`; None means that it was said."""
 
     text: str = ""
     due_s: float | None = None
     said_s: float = float("-inf")
-    invite_s: float | None = None
 
 
 NOT_YET = Membership()
@@ -440,8 +416,8 @@ class Agent:
     `restarts_hung` says that a hang is a failure, as in `--on-hang restart`. `called` is what a user of this host types
     for the job. `store_gone` says how the store that this host served has ended, for good. By `last_failure` this
     node's last failed generation is judged; it has all of its output. `logs` is the run's folder in the user's log
-    folder, if there is one. `mismatch` is the last table's, which the log has. `invitation` and `only_here` are
-    as in `AgentConfig`. All times are of this host's monotonic clock.
+    folder, if there is one. `mismatch` is the last table's, which the log has. `only_here` is as in `AgentConfig`.
+    All times are of this host's monotonic clock.
     """
 
     me: Node
@@ -465,7 +441,6 @@ class Agent:
     last_failure: Failure | None = None
     logs: str = ""
     mismatch: str = ""
-    invitation: str = ""
     only_here: str = ""
 
     @property

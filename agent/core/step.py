@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
-from elaunch.agent.core import clearing, joining, leaving, membership, running, stopping, store_outage
+from elaunch.agent.core import clearing, hangs, joining, leaving, membership, running, stopping, store_outage
 from elaunch.agent.core.actions import Say
 from elaunch.agent.core.events import (
     Cleared,
@@ -29,11 +29,10 @@ from elaunch.agent.core.events import (
     Tick,
     WatchRefused,
     WorkerAsked,
+    WorkerEnded,
     WorkerEvent,
     WorkerExited,
     WorkerListens,
-    WorkerRaised,
-    WorkerReturned,
     WorkerSaved,
     WorkerSaving,
     WorkersHung,
@@ -62,7 +61,6 @@ NO_WORKERS = Ignored("no worker of this node runs")
 ALL_DONE = Ignored("all workers of this node have exited with 0")
 NONE_LEFT = Ignored("the last worker is gone")
 OVER = Ignored("this agent's work is done")
-ASKED_TO = Ignored("its signal may be the reason")
 UNBROKEN = Ignored("no peer has failed, so this worker is still needed")
 HAS_GRACE = Ignored("the stop's own deadline covers this worker")
 FORMING = Ignored("another generation is about to start, or the job ends")
@@ -109,15 +107,14 @@ ROWS: tuple[Row[Any], ...] = (
     Row(OwnStoreLost, store_outage.lost_without_workers, store_outage.lost_with_workers, store_outage.lost_with_workers,
         store_outage.lost_with_workers, store_outage.lost_without_workers),
     Row(WorkerExited, NO_WORKERS, running.worker_exited, stopping.worker_exited, NONE_LEFT, ALL_DONE),
-    Row(WorkerRaised, NO_WORKERS, running.worker_raised, HAS_GRACE, NONE_LEFT, ALL_DONE),
-    Row(WorkerReturned, NO_WORKERS, running.worker_returned, ASKED_TO, NONE_LEFT, ALL_DONE),
+    Row(WorkerEnded, NO_WORKERS, running.worker_ended, HAS_GRACE, NONE_LEFT, ALL_DONE),
     Row(WorkerListens, NO_WORKERS, running.worker_listens, stopping.worker_listens, NONE_LEFT, ALL_DONE),
     Row(WorkerSaving, NO_WORKERS, running.worker_saving, stopping.worker_saving, NONE_LEFT, ALL_DONE),
     Row(WorkerSaved, NO_WORKERS, UNBROKEN, stopping.worker_saved, NONE_LEFT, ALL_DONE),
     Row(WorkerStopped, NO_WORKERS, running.worker_stopped, stopping.worker_stopped, NONE_LEFT, ALL_DONE),
     Row(Reported, NO_WORKERS, running.reported, NOT_AWAITED, NONE_LEFT, ALL_DONE),
-    Row(Sampled, NO_WORKERS, running.sampled, NOT_AWAITED, NONE_LEFT, ALL_DONE),
-    Row(StacksTaken, NO_WORKERS, running.stacks_taken, NOT_AWAITED, NONE_LEFT, ALL_DONE),
+    Row(Sampled, NO_WORKERS, hangs.sampled, NOT_AWAITED, NONE_LEFT, ALL_DONE),
+    Row(StacksTaken, NO_WORKERS, hangs.stacks_taken, NOT_AWAITED, NONE_LEFT, ALL_DONE),
     Row(WorkersHung, NO_WORKERS, running.workers_hung, KILLED_IN_TIME, NONE_LEFT, ALL_DONE),
     Row(WorkerAsked, NO_WORKERS, running.worker_asked, stopping.worker_asked, NONE_LEFT, ALL_DONE),
     Row(ServiceLost, NO_WORKERS, running.service_lost, stopping.service_lost, NONE_LEFT, ALL_DONE),
@@ -162,8 +159,7 @@ def deadline_s(agent: Agent) -> float | None:
         _phase_due_s(agent.phase),
         agent.lead_at_s,
         agent.waiting.due_s,
-        agent.waiting.invite_s,
-        agent.reach.unsaid_until_s,
+        agent.reach.log_at_s,
         gives_up_at_s(agent),
     )
     return min((at_s for at_s in timers_s if at_s is not None), default=None)

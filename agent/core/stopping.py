@@ -55,8 +55,6 @@ from elaunch.agent.core.store_outage import say_waits
 from elaunch.rendezvous.rules import transactions
 from elaunch.rendezvous.types import Failure, FailureKind, OutcomeKind
 
-# From the first node of a job that has a scheduler's notice to the last.
-NOTICE_S = 1.0
 # A worker that listens for failures has at least so long to report that it saves, or has saved.
 _LISTENER_S = 2.0
 
@@ -69,18 +67,16 @@ def stop_at_boundary(
     actions: tuple[Action, ...] = (),
     *,
     until_s: float | None = None,
-    signal_at_s: float | None = None,
 ) -> Step:
     """Ask workers that listen to stop after the same step as all ranks; the others get the signal.
 
-    They get it at `signal_at_s`, if that is given. A worker that has not come to its step's end by `until_s` gets
-    SIGTERM then. None has been told of anything before.
+    A worker that has not come to its step's end by `until_s` gets SIGTERM then. None has been told of anything before.
     """
     live, words = stopping.live, stopping.words
     asked = live & words.to_stop
     ended = live - asked
     notice = signum if signum in agent.notices else 0
-    mode = AtBoundary(ended, signum, notice, until_s if asked - words.stopped else None, signal_at_s if ended else None)
+    mode = AtBoundary(ended, signum, notice, until_s if asked - words.stopped else None)
     stopping = replace(stopping, mode=mode)
     return _tell(agent, stopping, asked, StopAtStepBoundary(reason), stopping.reached, signum, actions)
 
@@ -103,15 +99,6 @@ def stop_otherwise(
     else:
         stopping = replace(stopping, mode=AtBoundary(reached | ended, signum))
     return _tell(agent, stopping, asked, StopAtStepBoundary(reason), ended, signum, actions)
-
-
-def pass_notice_on(agent: Agent, stopping: Stopping, boundary: AtBoundary, signum: int) -> Step:
-    """Give the workers what waits for them: this node's own notice has come, or its time is over."""
-    told = stopping.live & boundary.signalled
-    asked = told & stopping.words.to_stop
-    mode = replace(boundary, signalled=boundary.signalled - asked, signum=signum, signal_at_s=None)
-    message = StopAtStepBoundary(StopReason.LEAVE)
-    return _tell(agent, replace(stopping, mode=mode), asked, message, told - asked, signum, ())
 
 
 def stop_broken(agent: Agent, stopping: Stopping, actions: tuple[Action, ...] = ()) -> Step:
@@ -239,8 +226,6 @@ def worker_exited(agent: Agent, stopping: Stopping, event: WorkerExited, now_s: 
     stopping = replace(stopping, live=stopping.live - {event.local_rank})
     if stopping.then and not stopping.live:
         stopping = replace(stopping, due_s=min(stopping.due_s, now_s + LAST_WORDS_S))
-    if any(_has_told(known, event) for known in stopping.failures):
-        return _end_as_told(agent, stopping, event)
     if event.end and event.local_rank in stopping.words.returned - stopping.words.stopped:
         # It was on its way out when a peer noticed that it had gone.
         stopping = replace(stopping, ends=(*stopping.ends, event.end))
@@ -294,10 +279,9 @@ def worker_listens(agent: Agent, stopping: Stopping, event: WorkerListens, _: fl
     rank = stopping.live & {event.local_rank}
     now: frozenset[int] = frozenset()
     match mode:
-        case AtBoundary(signalled=signalled, signal_at_s=at_s):
+        case AtBoundary(signalled=signalled):
             now = rank - words.to_stop - words.stopped - signalled
             mode = replace(mode, signalled=signalled | now)
-            now = now if at_s is None else frozenset()
         case Broken(signalled=signalled, spent=spent):
             now = rank - words.to_failure - words.stopped - words.returned - signalled - spent
             mode = replace(mode, signalled=signalled | now)
@@ -351,9 +335,6 @@ def signalled(agent: Agent, stopping: Stopping, event: Signalled, now_s: float) 
     agent, unheard = take_signal(agent, event)
     if stopping.then is None:
         agent, actions = _leave_after(agent, stopping, event, now_s)
-    elif isinstance(mode := stopping.mode, AtBoundary) and mode.signal_at_s is not None and event.signum != SIGINT:
-        # The job ends of what another node was told, and now this one is.
-        agent, actions = pass_notice_on(agent, stopping, mode, event.signum)
     elif event.signum == SIGINT:
         agent, actions = _end_too(agent, stopping, event, now_s)
     else:
@@ -362,7 +343,7 @@ def signalled(agent: Agent, stopping: Stopping, event: Signalled, now_s: float) 
 
 
 def tick(agent: Agent, stopping: Stopping, _: Tick, now_s: float) -> Step:
-    """Act where a time is over: a notice's, a step boundary's, the grace; SIGKILL, then another fork server."""
+    """Act where a time is over: a step boundary's, the grace; SIGKILL, then another fork server."""
     agent, said = say_waits(agent, now_s)
     agent, actions = _hasten(agent, stopping, now_s)
     return agent, (*said, *actions)
@@ -371,8 +352,6 @@ def tick(agent: Agent, stopping: Stopping, _: Tick, now_s: float) -> Step:
 def _hasten(agent: Agent, stopping: Stopping, now_s: float) -> Step:
     mode, live = stopping.mode, ranks(stopping.live)
     match mode:
-        case AtBoundary(signal_at_s=at_s) if at_s is not None and now_s >= at_s:
-            return pass_notice_on(agent, stopping, mode, mode.signum)
         case AtBoundary(until_s=until_s) if until_s is not None and now_s >= until_s:
             return past_boundary(agent, stopping, mode, now_s)
         case _ if now_s < stopping.due_s:
@@ -425,23 +404,6 @@ def _heard(event: Signalled, stopping: Stopping, now_s: float, part: str) -> Say
 def _kill(agent: Agent, stopping: Stopping, now_s: float, said: Say) -> Step:
     stopping = replace(stopping, mode=Killing(stopping.mode.notice), due_s=now_s + KILL_WAIT_S)
     return replace(agent, phase=stopping), (said, SignalWorkers(stopping.table.generation, stopping.live, SIGKILL))
-
-
-def _has_told(known: Failure, event: WorkerExited) -> bool:
-    """Whether `known` is the record of this worker, made from what it told before its process ended."""
-    is_end = known.kind is not FailureKind.HANG and not known.asks_to_end
-    return known.local_rank == event.local_rank and is_end
-
-
-def _end_as_told(agent: Agent, stopping: Stopping, event: WorkerExited) -> Step:
-    """Replace what the worker told by the record of its real end. If the cause is another one, say so."""
-    failure = event.failure if event.failure and not _is_by_us(event, event.failure, stopping) else event.end
-    if failure is None or failure.code is None:
-        return go_on_stopping(agent, stopping)
-    failures = tuple(failure if _has_told(known, event) else known for known in stopping.failures)
-    first, stopping = stopping.failures[0], replace(stopping, failures=failures)
-    is_other = first.local_rank == failure.local_rank and first.kind is not failure.kind
-    return go_on_stopping(agent, stopping, (Say(f"the cause: {failure.sentence}", "error"),) if is_other else ())
 
 
 def _is_by_us(event: WorkerExited, failure: Failure, stopping: Stopping) -> bool:

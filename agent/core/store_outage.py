@@ -22,19 +22,10 @@ from elaunch.agent.core.state import (
     WorkersStopped,
     exit_with,
 )
-from elaunch.rendezvous.types import Outcome, OutcomeKind, RankTable
+from elaunch.rendezvous.types import Outcome, OutcomeKind
 
-# A refusal seldom passes by itself. One that passes within this time is not worth a line.
-REFUSAL_WORTH_A_WORD_S = 1.0
-# A new kind of trouble is worth a new line, but lines come no more often than this.
-SAY_ANEW_S = 5.0
-# Nor is every moment of a store that comes and goes: within a minute of the last line, it must fail for this long.
-FAILS_AGAIN_S = 10.0
 # A store that stays away is a long wait: nobody should wonder whether anything still happens.
 STILL_AWAY_S = 60.0
-# How each kind of trouble ends, but for that of a store that is away.
-_BACK = {Trouble.REFUSES: "does as asked again", Trouble.OWN: "can be asked again"}
-_UNTIL = {Trouble.AWAY: "is back", Trouble.OWN: "can be asked"}
 # What to type when the head's store is given up.
 _AGAIN = (
     "to start the job again, type its command on all nodes; if the host that served the store stays away, type it on"
@@ -43,28 +34,17 @@ _AGAIN = (
 
 
 def store_failed(agent: Agent, _phase: Phase, event: StoreAway | StoreRefuses, now_s: float) -> Step:
-    """Note that the store fails; say so if it lasts."""
+    """Note that the store fails; log it if it lasts."""
     if agent.store_gone:
         return agent, ()
-    reach, trouble = agent.reach, _trouble(event)
-    is_heads = isinstance(event, StoreAway) and event.is_heads
-    is_first = reach.failing_since_s is None
-    if is_first:
-        reach = Reach(reach.ever, failing_since_s=now_s, said_s=reach.said_s)
-    silent_s, is_silent = reach.silent_since_s, isinstance(event, StoreAway) and event.is_silent
-    if is_silent:
-        silent_s = now_s if silent_s is None else silent_s
-    elif trouble is not Trouble.AWAY or not _was_off(agent, reach, now_s):
-        silent_s = None
-    reach = replace(reach, trouble=trouble, why=event.why, is_heads=is_heads)
-    reach = replace(reach, is_silent=is_silent, silent_since_s=silent_s)
-    if is_first or reach.kind not in reach.said:
-        word_s = REFUSAL_WORTH_A_WORD_S if trouble is Trouble.REFUSES else WORTH_A_WORD_S
-        if is_first and now_s < reach.said_s + STILL_AWAY_S:
-            word_s = FAILS_AGAIN_S
-        due_s = max(now_s + word_s, reach.said_s + SAY_ANEW_S) if reach.is_said else now_s + word_s
-        unsaid_s = due_s if reach.unsaid_until_s is None else min(due_s, reach.unsaid_until_s)
-        reach = replace(reach, unsaid_until_s=unsaid_s)
+    reach = agent.reach
+    if reach.failing_since_s is None:
+        reach = Reach(reach.ever, failing_since_s=now_s, log_at_s=now_s + WORTH_A_WORD_S)
+    is_heads = is_silent = False
+    if isinstance(event, StoreAway):
+        is_heads, is_silent = event.is_heads, event.is_silent
+    silent_s = (now_s if reach.silent_since_s is None else reach.silent_since_s) if is_silent else None
+    reach = replace(reach, trouble=_trouble(event), why=event.why, is_heads=is_heads, silent_since_s=silent_s)
     return replace(agent, reach=reach), ()
 
 
@@ -83,10 +63,9 @@ def store_back(agent: Agent, _phase: Phase, _event: StoreBack, now_s: float) -> 
     reach = agent.reach
     if reach.failing_since_s is None:
         return replace(agent, reach=replace(reach, ever=True)), ()
-    was_said, away_s = reach.is_said, now_s - reach.failing_since_s
-    how = _BACK.get(reach.trouble, "is back" if reach.ever else "answers,")
-    said: tuple[Action, ...] = (Say(f"the store {how} after {away_s:.1f} s"),) if was_said else ()
-    agent = replace(agent, reach=Reach(ever=True, said_s=reach.said_s), lead_at_s=now_s)
+    away_s, how = now_s - reach.failing_since_s, "is back" if reach.ever else "answers,"
+    said: tuple[Action, ...] = (Say(f"the store {how} after {away_s:.1f} s"),) if reach.is_said else ()
+    agent = replace(agent, reach=Reach(ever=True), lead_at_s=now_s)
     if away_s < agent.times.shortest_loss_s:
         return agent, said
     lossless_until_s = now_s + agent.times.return_grace_s
@@ -125,12 +104,9 @@ def tick(agent: Agent, _phase: Joining | Finished, _event: Tick, now_s: float) -
 def say_waits(agent: Agent, now_s: float) -> Step:
     """Say what is waited for where that takes long, and what is wrong with the store."""
     agent, actions = say_wait(agent, now_s)
-    reach = agent.reach
-    if reach.unsaid_until_s is not None and now_s >= reach.unsaid_until_s:
-        if reach.kind not in reach.said or now_s >= reach.said_s + STILL_AWAY_S:
-            actions = (*actions, Say(_words(agent, now_s), "warning"))
-            reach = replace(reach, said=reach.said | {reach.kind}, said_s=now_s)
-        agent = replace(agent, reach=replace(reach, unsaid_until_s=reach.said_s + STILL_AWAY_S))
+    if agent.reach.log_at_s is not None and now_s >= agent.reach.log_at_s:
+        actions = (*actions, Say(_words(agent, now_s), "warning"))
+        agent = replace(agent, reach=replace(agent.reach, is_said=True, log_at_s=now_s + STILL_AWAY_S))
     return agent, actions
 
 
@@ -142,20 +118,8 @@ def note_idle(agent: Agent, now_s: float) -> Agent:
     reach = agent.reach
     if reach.failing_since_s is None or not isinstance(agent.phase, (Joining, Finished)):
         return agent
-    if reach.is_said:
-        reach = replace(reach, unsaid_until_s=now_s, said_s=float("-inf"))
-    return replace(agent, reach=replace(reach, idle_since_s=now_s))
-
-
-def _was_off(agent: Agent, reach: Reach, now_s: float) -> bool:
-    """Whether the head's host was silent from the start and for a lease time: one that refuses then was restarted.
-
-    A store that was killed before the silence says nothing about the host's ranks.
-    """
-    since_s, ttl_s = reach.silent_since_s, agent.times.lease_ttl_s
-    if since_s is None or reach.failing_since_s is None:
-        return False
-    return since_s - reach.failing_since_s < ttl_s <= now_s - since_s
+    log_at_s = now_s if reach.is_said else reach.log_at_s
+    return replace(agent, reach=replace(reach, idle_since_s=now_s, log_at_s=log_at_s))
 
 
 def _trouble(event: StoreAway | StoreRefuses) -> Trouble:
@@ -173,7 +137,7 @@ def _words(agent: Agent, now_s: float) -> str:
             hint = agent.only_here or "is it running there, and is --rdzv-endpoint right?"
             return f"waiting for the store {left}: {reach.why}; {hint}"
         case Joining():
-            meanwhile = f"no worker can start before it {_UNTIL.get(reach.trouble, 'does as asked')}; trying {left}"
+            meanwhile = f"no worker can start before it is back; trying {left}"
         case Finished():
             meanwhile = f"this node's workers are done, and how the job ends is asked there, {left}"
         case Running() if give_up_s is not None:
@@ -211,11 +175,10 @@ def end_if_store_is_gone(agent: Agent) -> Step:
         return agent, ()
     match agent.phase:
         case Finished(table=table):
-            others = _not_done(agent, table)
-            if not others:
+            done = {agent.me.node_id, *agent.snapshot.done.get(table.generation, ())}
+            if {seat.node_id for seat in table.seats} <= done:
                 return exit_with(agent, agent.outcome(OutcomeKind.SUCCEEDED, "every worker exited with 0"))
-            nodes = "the other node is" if len(others) == 1 else f"{len(others)} other nodes are"
-            why = f"this node's workers have all exited with 0, and this node cannot know how {nodes} doing"
+            why = "this node's workers have all exited with 0, and this node cannot know how the others are doing"
         case Joining():
             why = "no worker can start without it"
         case _:
@@ -234,11 +197,5 @@ def last_if_store_is_gone(agent: Agent, clearing: Clearing) -> Clearing:
 
 def _without_store(agent: Agent, event: OwnStoreLost) -> Agent:
     """This store is not away for a time but gone: lines about its absence end here."""
-    reach = replace(agent.reach, failing_since_s=None, silent_since_s=None, unsaid_until_s=None, said=frozenset())
+    reach = replace(agent.reach, failing_since_s=None, silent_since_s=None, log_at_s=None, is_said=False)
     return replace(agent, store_gone=event.why, reach=reach)
-
-
-def _not_done(agent: Agent, table: RankTable) -> list[str]:
-    """The other nodes of this generation that this node does not know as done."""
-    done = agent.snapshot.done.get(table.generation, frozenset())
-    return [seat.node_id for seat in table.seats if seat.node_id not in done and seat.node_id != agent.me.node_id]

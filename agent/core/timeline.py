@@ -20,7 +20,7 @@ from elaunch.agent.core.state import (
     WorkersStopped,
 )
 from elaunch.rendezvous.job_spec import job_name
-from elaunch.rendezvous.rules.hang_records import Hang, hang_words
+from elaunch.rendezvous.rules.hang_verdict import Hang, hang_words
 from elaunch.rendezvous.rules.reports import RANKS_MAX, NodeReport, RankReport
 from elaunch.rendezvous.rules.verdict import decisive_failure
 from elaunch.rendezvous.types import (

@@ -1,23 +1,17 @@
 """What torch's flight recorder says of the collectives of ranks: who is behind, who waits for how long; pure.
 
-The recorder keeps an entry for each collective that a rank has entered, with its number in its process group. All ranks
-of a group enter the same collectives in the same order: the numbers tell who is behind, and the names who is elsewhere.
-The form is that of `dump_json` in torch's FlightRecorderDetail.hpp.
+The recorder counts the collectives that a rank has entered in each process group. All ranks of a group enter the same
+ones in the same order: the numbers tell who is behind. The form is that of `dump_json` in torch's
+FlightRecorderDetail.hpp.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from elaunch.strict_json import parse_json
-
-DEFAULT_GROUP = "the default group"
-_DEFAULT = "default_pg"
-_NAME_MAX = 60
-_NS = 1e9
-
 
 # Four minutes. With so few looks as in one minute, two healthy ranks that wait for half of the time would often differ
 # by a tenth.
@@ -54,22 +48,6 @@ Counts = Mapping[tuple[int, int], Count]
 
 
 @dataclass(frozen=True)
-class Collective:
-    """A rank entered the collective `number` of `group` at `at_s`, on its host's clock."""
-
-    group: str
-    number: int
-    name: str
-    at_s: float
-    has_begun: bool
-    is_outstanding: bool
-
-    @property
-    def words(self) -> str:
-        return f"collective {self.number} of {self.group} ({self.name})"
-
-
-@dataclass(frozen=True)
 class LastEntered:
     """What the recorder says of a rank: `words` has the rank's last collective in the default group.
 
@@ -94,67 +72,22 @@ def read_counts(text: bytes) -> Counts:
     return dict(sorted(found.items()))
 
 
-def read_entries(text: bytes) -> tuple[Collective, ...]:
-    """The entries in dumps, one dump in each line, oldest first. Messages between two ranks are left out."""
-    counts, found = read_counts(text), []
-    for recorder, dump in enumerate(_dumps(text)):
-        entries = dump.get("entries")
-        for entry in entries if isinstance(entries, list) else ():
-            try:
-                if entry["is_p2p"]:
-                    continue
-                count = counts.get((recorder, int(entry["pg_id"])))
-                found.append(_entry(entry, is_outstanding=bool(count and count.is_outstanding)))
-            except (KeyError, TypeError, ValueError, AttributeError):
-                continue
-    return tuple(found)
-
-
 def is_stalled(before: Counts, now: Counts) -> bool:
     """Whether a rank has entered and ended nothing between two looks, and one of its collectives has not ended."""
     return before == now and any(count.is_outstanding for count in now.values())
 
 
-def evidence(entries: Mapping[int, Sequence[Collective]]) -> dict[int, LastEntered]:
-    """What each rank's entries say. Other groups than the default one are named where ranks differ in them."""
-    newest = {rank: {entry.group: entry for entry in each} for rank, each in entries.items()}
-    groups = list(dict.fromkeys(group for each in newest.values() for group in each))
-    said = [group for group in groups if group == DEFAULT_GROUP or _differ(group, newest)]
-    found = {}
-    for rank, each in newest.items():
-        words = [_said(each[group]) for group in said if group in each]
-        if not each:
-            continue
-        outstanding = [entry for entry in each.values() if entry.is_outstanding]
-        found[rank] = LastEntered(
-            " and ".join(words[:2]), bool(outstanding), any(entry.has_begun for entry in outstanding)
-        )
-    return found
-
-
-def _said(entry: Collective) -> str:
-    return f"{'in' if entry.is_outstanding else 'after'} {entry.words}"
-
-
-def _differ(group: str, newest: Mapping[int, Mapping[str, Collective]]) -> bool:
-    return len({(each[group].number, each[group].name) for each in newest.values() if group in each}) > 1
-
-
-def _entry(entry: Mapping[str, Any], *, is_outstanding: bool) -> Collective:
-    name, description = entry["process_group"]
-    return Collective(
-        DEFAULT_GROUP if description == _DEFAULT else f"group {_plain(name)}",
-        int(entry["collective_seq_id"]),
-        _plain(entry["profiling_name"].rpartition(":")[2]),
-        int(entry["time_created_ns"]) / _NS,
-        has_begun=entry.get("state") == "started",
-        is_outstanding=is_outstanding and entry.get("state") != "completed",
-    )
-
-
-def _plain(text: object) -> str:
-    """A text of the program for a log: cut, and without control characters."""
-    return "".join(letter if letter.isprintable() else "?" for letter in str(text)[:_NAME_MAX])
+def last_entered(counts: Counts) -> LastEntered | None:
+    """What a rank's counts say; None where there are none."""
+    if not counts:
+        return None
+    groups = [count for (_, group), count in counts.items() if group == _DEFAULT_GROUP and count.entered > 0]
+    newest = max(groups, key=lambda count: count.entered, default=None)
+    words = ""
+    if newest:
+        words = f"{'in' if newest.is_outstanding else 'after'} collective {newest.entered} of the default group"
+    outstanding = [count for count in counts.values() if count.is_outstanding]
+    return LastEntered(words, bool(outstanding), any(count.begun > count.ended for count in outstanding))
 
 
 def _dumps(text: bytes) -> Iterator[Mapping[str, Any]]:

@@ -26,7 +26,6 @@ _CHAINED = (
 )
 # The message of a DataLoader's exception has the traceback of its worker.
 _JOINTS = (*_CHAINED, "\nOriginal ", "]: Original ")
-_GROUP = "  + Exception Group Traceback (most recent call last):\n"
 # torch.distributed puts this before each line of an uncaught exception (its sys.excepthook).
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
 _EXCEPTION = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:: (?P<message>.*))?$", re.DOTALL)
@@ -34,12 +33,6 @@ _EXCEPTION = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:: (?P<message>.*))?$", re
 _SYNTAX_ERROR = re.compile(
     r'^  File "(?P<file>[^"]+)", line (?P<line>\d+)\n(?:    .*\n)*'
     r"(?P<type>SyntaxError|IndentationError|TabError): (?P<message>.*)$",
-    re.MULTILINE,
-)
-
-# Python 3.11 names no place above this one.
-_NOT_UTF_8 = re.compile(
-    r"^(?P<type>SyntaxError): (?P<message>Non-UTF-8 code .* in file (?P<file>.+) on line (?P<line>\d+), .*)$",
     re.MULTILINE,
 )
 
@@ -55,7 +48,7 @@ _OUT_OF_MEMORY = re.compile(r"\bOutOfMemoryError\b|CUDA out of memory|DefaultCPU
 # Where torch, the Keeper and the link wait for other ranks. A backward pass waits there for the gradients' all-reduce.
 _COLLECTIVES = re.compile(
     r"[/\\]torch[/\\](?:distributed[/\\]|_tensor\.py$)"
-    r"|[/\\]elaunch[/\\]trainer[/\\](?:link|ranks[/\\](?:peers|agreement))\.py$"
+    r"|[/\\]elaunch[/\\]trainer[/\\](?:link|ranks[/\\]peers)\.py$"
 )
 _WRAPPERS = {"wrapper", "inner", "<lambda>"}
 _EVEN_STEPS = (
@@ -279,23 +272,12 @@ def chain_start(text: str) -> int:
 def parse_traceback(text: str) -> Raised | None:
     """The last exception that Python printed in `text`, or None."""
     text = _RANK_PREFIX.sub("", text)
-    group = text.rfind(_GROUP)
-    if group >= 0 and f"\n{_TRACEBACK}" not in text[group:]:
-        # The members of a group are printed inside of it, behind a wider margin; what was raised is the group.
-        own = [line[4:] for line in text[group:].splitlines() if line.startswith("  | ")]
-        raised = _parse_plain("\n".join((_TRACEBACK, *own)))
-        return replace(raised, traceback=text[group:].rstrip()) if raised else None
-    return _parse_plain(text)
-
-
-def _parse_plain(text: str) -> Raised | None:
-    """`parse_traceback` for a text without a group of exceptions, and without rank prefixes."""
     start = text.rfind(_TRACEBACK)
     if start < 0:
         if module := _NO_MODULE.fullmatch(text.rstrip().rpartition("\n")[2]):
             return Raised("ModuleNotFoundError", module["message"], "", module[0])
         # An error in the program's own text has no frames, and so no such line.
-        syntax = [*_SYNTAX_ERROR.finditer(text)] or [*_NOT_UTF_8.finditer(text)]
+        syntax = [*_SYNTAX_ERROR.finditer(text)]
         if not syntax:
             return None
         last = syntax[-1]
@@ -324,6 +306,9 @@ def _call(frames: Sequence[re.Match[str]]) -> str:
     A private one says nothing to a user, if there is another.
     """
     calls = [f["function"] for f in frames if f["function"] and _COLLECTIVES.search(f["file"])]
+    if "should_stop" in calls:
+        # The link's, which waits for the others as the Keeper does.
+        return "should_stop"
     named = [call for call in reversed(calls) if call not in _WRAPPERS]
     return next((call for call in named if not call.startswith("_")), named[0] if named else "")
 

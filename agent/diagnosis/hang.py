@@ -4,7 +4,7 @@ A rank stands still while it uses no CPU, or while it uses one whole CPU for not
 first time, nothing is read or written. It also stands still while torch's flight recorder says that a collective has
 not ended, and that the rank has entered no other: a rank that waits for its GPU spins. That alone proves nothing, so
 stacks are taken, again and again, and each rank must be at the same place in all of them, and in the same collective.
-`rendezvous/rules/hanging.py` has the rule for the whole job.
+`rendezvous/rules/hang_verdict.py` has the rule for the whole job.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from enum import Enum
 
 from elaunch.agent.diagnosis.stack_groups import Stack, place_words, ranks_words
 from elaunch.agent.diagnosis.waits import Doing, does_where, doing, helpers_work, waits_for_ranks
-from elaunch.rendezvous.rules.hang_records import GROUPS_MAX, StillGroup, StillKind, StillNode
+from elaunch.rendezvous.rules.hang_verdict import GROUPS_MAX, StillGroup, StillKind, StillNode
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,8 @@ _BUSY_CPU = 0.9
 _IO_BYTES = 4096
 _FAULTS_IDLE = 20
 _FAULTS_BUSY = 1
-_SWITCHES_BUSY = 2
-# sys.getswitchinterval(), as Python sets it.
-_GIL_S = 0.005
+# While another thread of the process has the GIL, as elaunch's own that answers, the main thread wakes up each 5 ms.
+_SWITCHES_BUSY = 20
 # Stacks are taken when this part of the limit is over, and then once in each limit's time.
 _LOOKS_AT = (0.5, 0.75, 1.0)
 # What may go on by itself gets this many times the limit: a slow disk, a download, a long computation in C.
@@ -80,10 +79,7 @@ class Window:
     `may_stand_still`, and `is_whole` says that it was: bytes read and written, times at which the main thread slept,
     and the children's CPU time.
 
-    `earlier_s` is the length of the window before, if that could not be whole and the worker may have stood still then.
     `is_outstanding` says that a collective has not ended, and that the worker has entered and ended none meanwhile.
-    `is_disturbed` says that the agent had the worker write down its collectives: what it did in that time says nothing.
-    `answers` counts the shorter questions, to which the worker's thread takes the GIL for a moment.
     """
 
     seconds: float
@@ -96,10 +92,7 @@ class Window:
     io_bytes: int = 0
     switches: int = 0
     children_cpu_s: float = 0.0
-    earlier_s: float = 0.0
     is_outstanding: bool = False
-    is_disturbed: bool = False
-    answers: int = 0
 
 
 @dataclass(frozen=True)
@@ -122,7 +115,6 @@ def after_windows(
     if before.live - live:
         # One has exited: what the others do now begins now.
         before = _afresh(replace(before, still={}, spell_s=0.0))
-        windows = {rank: replace(window, earlier_s=0.0) for rank, window in windows.items()}
     before = replace(before, live=live)
     looks = ((rank, _after_window(before.still.get(rank), windows[rank])) for rank in live if rank in windows)
     still = {rank: found for rank, found in looks if found}
@@ -209,14 +201,10 @@ def _after_window(before: tuple[Sort, float] | None, window: Window) -> tuple[So
     """How a rank stands still, and for how long, after another window; None while it works."""
     if window.seconds > LOOK_S_MAX:
         return None
-    if window.is_disturbed and before:
-        # If it worked meanwhile, the next window or the next stack shows it.
-        sort, for_s = before
-        return sort, for_s + window.seconds
     sort_now = _sort(window)
     if sort_now is None:
         return None
-    known, for_s = before or (sort_now, window.earlier_s if window.earlier_s <= LOOK_S_MAX else 0.0)
+    known, for_s = before or (sort_now, 0.0)
     is_same = known is sort_now or Sort.OUTSTANDS in (known, sort_now)
     return sort_now, window.seconds + (for_s if is_same else 0.0)
 
@@ -247,10 +235,7 @@ def _sort(window: Window) -> Sort | None:
     if window.is_outstanding:
         return Sort.OUTSTANDS
     is_busy = window.main_cpu_s + window.main_delay_s >= _BUSY_CPU * seconds
-    # While another thread of the process has the GIL, the main thread wakes up at each interval. How long it sleeps in
-    # all, `is_busy` bounds.
-    switches_max = max(_SWITCHES_BUSY, (1 - _BUSY_CPU) / _GIL_S if window.answers else 0) * seconds
-    is_alike = window.faults <= _FAULTS_BUSY * seconds and window.switches <= switches_max
+    is_alike = window.faults <= _FAULTS_BUSY * seconds and window.switches <= _SWITCHES_BUSY * seconds
     return Sort.SPINS if is_busy and is_alike else None
 
 

@@ -1,16 +1,14 @@
-"""Whom the kernel killed for lack of memory, who held how much, and the errors that the NVIDIA driver logged."""
+"""Whom the kernel killed for lack of memory, and the errors that the NVIDIA driver logged."""
 
 from __future__ import annotations
 
 import os
 import re
 import threading
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from elaunch.agent.linux import descendants
 from elaunch.rendezvous.texts import bytes_text
 
 _KILLED = re.compile(r"[Kk]illed process (\d+)")
@@ -66,13 +64,8 @@ _SHARED = re.compile(r"shmem-rss:(\d+)kB")
 _V1_NAMES = ("memory.limit_in_bytes", "memory.max_usage_in_bytes")
 # A limit above this is none: v1 of cgroups writes the largest number of pages.
 _NO_LIMIT = 1 << 60
-# The most ranks whose memory is named: the largest ones.
-_NAMED_MAX = 4
 # Of kills that the kernel counted at once, the exits come within this time.
 _CLAIM_S = 5.0
-# A look at the memory of all workers takes this long at most.
-_LOOK_S = 0.1
-_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class OutOfMemoryWatch:
@@ -134,31 +127,6 @@ def limit_text() -> str:
         if 0 < limit < _NO_LIMIT:
             return bytes_text(limit) + (f", of which {bytes_text(peak)} were used" if peak else "")
     return ""
-
-
-def held_text(pids: Mapping[int, int]) -> str:
-    """How much memory the workers that live hold now, with their child processes; `pids` is by rank.
-
-    Empty if none of them lives. The agent's loop waits for this, so it looks at these processes only, and ends early
-    on a host that is too busy to tell soon.
-    """
-    until_s = time.monotonic() + _LOOK_S
-    held = {rank: size for rank, pid in pids.items() if (size := _resident(pid))}
-    for rank in sorted(held, key=lambda rank: -held[rank]):
-        if time.monotonic() > until_s:
-            break
-        held[rank] += sum(map(_resident, descendants(pids[rank])))
-    largest = sorted(held.items(), key=lambda item: -item[1])[:_NAMED_MAX]
-    return ", ".join(f"rank {rank} held {bytes_text(size)}" for rank, size in largest)
-
-
-def _resident(pid: int) -> int:
-    """Bytes of memory that this process holds; 0 where it is gone."""
-    try:
-        with open(f"/proc/{pid}/statm", "rb", 0) as file:  # noqa: PTH123
-            return int(file.read().split()[1]) * _PAGE
-    except (OSError, ValueError, IndexError):
-        return 0
 
 
 def _number(path: Path) -> int:

@@ -6,7 +6,7 @@ A look costs two reads for each worker. What tells a standstill from slow work i
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -46,8 +46,6 @@ class _Watched:
         self.schedstat = schedstat
         self.counts: _Counts | None = None
         self.more: _More | None = None
-        # The length of the window in which `more` was read first, if the process may have stood still in it.
-        self.first_s = 0.0
 
     def close(self) -> None:
         for fd in (self.stat, self.schedstat):
@@ -79,11 +77,8 @@ class Vitals:
         """Whether it is time for the next look."""
         return self._looked_s is None or now_s >= self._looked_s + self.every_s
 
-    def look(self, pids: Mapping[int, int], now_s: float, disturbed: Collection[int] = ()) -> dict[int, Window]:
-        """What each worker did since the last look. Those in `disturbed` did something for the agent.
-
-        A process that is gone has no window, and neither has one at its first look.
-        """
+    def look(self, pids: Mapping[int, int], now_s: float) -> dict[int, Window]:
+        """What each worker did since the last look. One that is gone has no window, nor has one at its first look."""
         seconds = now_s - (now_s if self._looked_s is None else self._looked_s)
         self._looked_s = now_s
         windows = {}
@@ -93,7 +88,7 @@ class Vitals:
             watched = self._watched.get(rank)
             if watched is None or watched.pid != pid:
                 watched = self._watched[rank] = _open(pid)
-            if (window := _window(watched, seconds, is_disturbed=rank in disturbed)) is not None:
+            if (window := _window(watched, seconds)) is not None:
                 windows[rank] = window
         return windows
 
@@ -110,7 +105,7 @@ def _open(pid: int) -> _Watched:
     return _Watched(pid, stat, schedstat)
 
 
-def _window(watched: _Watched, seconds: float, *, is_disturbed: bool) -> Window | None:
+def _window(watched: _Watched, seconds: float) -> Window | None:
     before, watched.counts = watched.counts, _counts(watched)
     now = watched.counts
     if before is None or now is None or seconds <= 0:
@@ -123,20 +118,16 @@ def _window(watched: _Watched, seconds: float, *, is_disturbed: bool) -> Window 
         now.main_delay_s - before.main_delay_s,
         now.faults - before.faults,
         now.state,
-        is_disturbed=is_disturbed,
     )
     known, watched.more = watched.more, None
-    if not is_disturbed and not may_stand_still(window):
+    if not may_stand_still(window):
         return window
     watched.more = more = _more(watched.pid, now)
     if known is None:
-        watched.first_s = seconds if may_stand_still(window) else 0.0
         return window
-    earlier_s, watched.first_s = watched.first_s, 0.0
     return replace(
         window,
         is_whole=True,
-        earlier_s=earlier_s,
         io_bytes=more.io_bytes - known.io_bytes,
         switches=more.switches - known.switches,
         # A child that ended unseen took its time with it.

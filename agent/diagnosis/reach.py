@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import socket
-from contextlib import suppress
-from pathlib import Path
 
 from elaunch.rendezvous.endpoint import Endpoint
-from elaunch.rendezvous.http.client import Deadline
-from elaunch.rendezvous.http.dial import dial, is_silence
-from elaunch.rendezvous.http.resolve import resolve
+from elaunch.rendezvous.http.dial import Deadline, dial, is_silence, resolve
 
 _TRY_S = 2.0
 REFUSED = "refused"
-_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def why_not(master: Endpoint) -> str:
@@ -30,15 +25,3 @@ def why_not(master: Endpoint) -> str:
         # Not this agent's own trouble, as too many open files: the worker may have none.
         return (error.strerror or str(error)).lower() if is_silence(error) else ""
     return ""
-
-
-def unreachable_text(master: Endpoint, why: str) -> str:
-    """The sentence, with the ports that must be open."""
-    first, last = "32768", "60999"
-    with suppress(OSError, ValueError):
-        first, last = _PORTS.read_text().split()
-    return (
-        f"this node cannot connect to {master} ({why}), MASTER_PORT on the node of rank 0: a firewall? Ports to open"
-        f" between all nodes: MASTER_PORT (--master-port FIRST:LAST limits it), and {first}-{last}, from which the"
-        " kernel gives gloo and NCCL theirs; `elaunch doctor` with the options of this job tries them"
-    )

@@ -20,7 +20,7 @@ _LIBRARY = re.compile(
     r".*[/\\](?:(?:(?:site|dist)-packages|lib[/\\]python3\.\d+)[/\\]|(?=elaunch[/\\]trainer[/\\]ranks[/\\]))"
 )
 # The functions in which ranks wait for each other.
-_COLLECTIVES = ("torch/distributed/", "elaunch/trainer/ranks/channel.py")
+_COLLECTIVES = ("torch/distributed/", "elaunch/trainer/ranks/peers.py")
 
 
 @dataclass(frozen=True)
@@ -230,9 +230,9 @@ class StackAnswer:
 
 
 def stack_answer(node_id: str, generation: int, stacks: Iterable[Stack]) -> str:
-    """The answer as JSON. If it is too large, it has no child processes, then main threads only, then no stacks."""
+    """The answer as JSON. If it is too large, it has main threads only, then no stacks."""
     groups = grouped(stacks)
-    for shorten in (lambda stack: stack, _without_children, _of_main_thread, _without_threads):
+    for shorten in (lambda stack: stack, _of_main_thread, _without_threads):
         text = encode(StackAnswer(node_id, generation, _each(groups, shorten)))
         if len(text) <= ANSWER_BYTES_MAX:
             return text
@@ -259,10 +259,6 @@ def stacks_in(answers: Iterable[StackAnswer]) -> tuple[Stack, ...]:
 
 def _each(groups: tuple[StackGroup, ...], shorten: Callable[[Stack], Stack]) -> tuple[StackGroup, ...]:
     return tuple(replace(group, stack=shorten(group.stack)) for group in groups)
-
-
-def _without_children(stack: Stack) -> Stack:
-    return replace(stack, children=())
 
 
 def _of_main_thread(stack: Stack) -> Stack:

@@ -26,21 +26,11 @@ from elaunch.rendezvous.texts import plain
 from elaunch.strict_json import parse_json
 from elaunch.threads import is_own, only_listens
 
-# What Yama's kernel.yama.ptrace_scope allows: 0 all of this user's, 1 children, and processes that allow it, as workers
-# allow their agent, 2 only with CAP_SYS_PTRACE, 3 nothing until the host is booted again.
-_ADMIN_ONLY, _NOBODY = 2, 3
-
-
-def tracing_advice(scope: int | None) -> str:
-    """What to do where the kernel denies it. `scope` is ptrace_scope, None without Yama."""
-    if scope is not None and scope >= _NOBODY:
-        return "kernel.yama.ptrace_scope is 3, which only a reboot ends: boot this host with 1"
-    capability = "the capability SYS_PTRACE (docker run --cap-add SYS_PTRACE; in a pod: securityContext.capabilities)"
-    if scope == _ADMIN_ONLY:
-        return f"sysctl kernel.yama.ptrace_scope=1 on this host, or give elaunch {capability}"
-    return f"run elaunch as the workers' user; in a container, give it {capability}"
-
-
+# Where the kernel denies it: another user, or Yama's kernel.yama.ptrace_scope of 2 or 3.
+_DENIED = (
+    "this process may not look into it: run elaunch as the workers' user with kernel.yama.ptrace_scope 0 or 1, or give"
+    " it the capability SYS_PTRACE (docker run --cap-add SYS_PTRACE; in a pod: securityContext.capabilities)"
+)
 TOOL = "py-spy"
 NO_TOOL = f"{TOOL} is not installed; `pip install {TOOL}` has it"
 _LATE = f"{TOOL} did not come to an end in time"
@@ -145,7 +135,7 @@ def _dump(tool: str, pid: int, until_s: float, *more: str) -> tuple[list[_Thread
 def _trouble(said: str) -> str:
     """py-spy's last words as the end of a sentence."""
     if "Permission" in said or "Operation not permitted" in said:
-        return f"this process may not look into it: {tracing_advice(linux.ptrace_scope())}"
+        return _DENIED
     if "Failed to find python version" in said or "Failed to find a python interpreter" in said:
         return "it runs no Python, or Python is only just starting"
     if "Check that the process is running" in said or "No such process" in said:

@@ -7,8 +7,6 @@ by its system call alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from enum import Enum
 
 from elaunch.agent.diagnosis.stack_groups import Stack, ThreadStack, called_frame, place_words
@@ -71,7 +69,6 @@ _CHILD_CALLS = {"wait4", "waitid"}
 _NETWORK_CALLS = {"recvfrom", "recvmsg", "sendto", "sendmsg", "connect", "accept", "accept4"}
 _POLL_CALLS = {"poll", "ppoll", "select", "pselect6", "epoll_wait", "epoll_pwait"}
 _LOCK_CALLS = {"futex"}
-_THREADS_SHOWN = 3
 _TERMINALS = ("/dev/pts/", "/dev/tty", "/dev/console")
 
 
@@ -133,7 +130,7 @@ def does_where(stack: Stack) -> str:
         return f"{doing_words(stack)} ({stack.trouble or 'no Python frame'})"
     mine = main.innermost_user_frame or main.frames[0]
     if doing(stack) is Doing.END:
-        return f"{doing_words(stack)}{_named([each for each in stack.threads if not each.is_main and not each.is_own])}"
+        return doing_words(stack)
     if doing(stack) is Doing.RUNS:
         return f"runs in {mine.words}"
     return f"{doing_words(stack)} ({mine.function}, {mine.short_file}:{mine.line}){_loader_words(stack)}"
@@ -148,16 +145,6 @@ def helpers_work(stack: Stack) -> bool:
     threads += [thread for child in stack.children for thread in child.threads]
     stuck = (Doing.LOCK, Doing.COLLECTIVE, Doing.RENDEZVOUS)
     return any(thread.frames and thread_doing(thread) not in stuck for thread in threads)
-
-
-def thread_words(thread: ThreadStack) -> str:
-    """A thread by its name, and what it does where."""
-    return f"{thread.name!r}, which {does_where(Stack(-1, -1, (replace(thread, is_main=True),)))}"
-
-
-def _named(threads: Sequence[ThreadStack]) -> str:
-    shown = [thread_words(each) for each in threads[:_THREADS_SHOWN]]
-    return f": {'; '.join(shown)}{'; …' if threads[_THREADS_SHOWN:] else ''}" if shown else ""
 
 
 def _loader_words(stack: Stack) -> str:

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NoReturn
 
 from elaunch.agent.environment import arguments
@@ -58,7 +57,6 @@ def become(template: Template, order: dict[str, Any], fds: tuple[int, ...]) -> N
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     take_fds(fds)
-    _enter(order["cgroup"])
     preloaded = template.preloaded
     if order["op"] == "store":
         # The store's signals stay blocked: it ends when the agent orders it, or with its parent.
@@ -88,20 +86,6 @@ def become(template: Template, order: dict[str, Any], fds: tuple[int, ...]) -> N
         # The pending SIGINT ends the process. It must not raise KeyboardInterrupt in elaunch's own frames.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, template.mask)
-
-
-def _enter(cgroup: str) -> None:
-    """Enter the generation's cgroup, unless this process was born there.
-
-    If that fails, the marker in its environment still names it.
-    """
-    if cgroup:
-        with suppress(OSError):
-            folder = Path(cgroup)
-            # The last line is that of cgroup v2. A move takes 8 to 30 ms, also one to where the process already is.
-            own = Path("/proc/self/cgroup").read_text(errors="surrogateescape").rstrip("\n")
-            if not own.endswith(f"/{folder.parent.name}/{folder.name}"):
-                (folder / "cgroup.procs").write_text("0")
 
 
 def take_fds(fds: tuple[int, ...]) -> None:

@@ -10,9 +10,8 @@ import socket
 import stat
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -41,14 +40,6 @@ _FILES = ("cgroup", "personality", "coredump_filter", "timerslack_ns", "attr/cur
 
 
 Fds = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Home:
-    """Where a process belongs: its generation, and the folder of that generation's cgroup (empty without one)."""
-
-    generation: int
-    cgroup: str = ""
 
 
 class ForkServer:
@@ -105,16 +96,12 @@ class ForkServer:
         ours.setblocking(False)
         return ours, process
 
-    def stay(self, release: Callable[[int], None]) -> str:
-        """After the job: leave it behind for later runs, if that is wanted. Returns a sentence for the log, if any.
-
-        `release` is called with its pid before.
-        """
+    def stay(self) -> str:
+        """After the job: leave it behind for later runs, if that is wanted. Returns a sentence for the log, if any."""
         if not self._warm_s or not self.preload or not self._has_imported or self.is_warm:
             return ""
         try:
             path = place_for(self._program)
-            release(self.pid)
             self._socket.settimeout(_STAYS_S)
             self._send({"op": "stay", "path": os.fspath(path), "idle_s": self._warm_s})
             while (news := self.receive()) and news["event"] != "left":
@@ -171,17 +158,16 @@ class ForkServer:
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def spawn(self, home: Home, local_rank: int, env: dict[str, str], cpus: list[int] | None, fds: Fds) -> None:
+    def spawn(self, generation: int, local_rank: int, env: dict[str, str], cpus: list[int] | None, fds: Fds) -> None:
         """Order a worker. `fds` become its fds 0 to 3. Raises OSError if the fork server is gone."""
-        self._order("worker", home, local_rank, {"local_rank": local_rank, "env": env, "cpus": cpus}, fds)
+        self._order("worker", generation, local_rank, {"local_rank": local_rank, "env": env, "cpus": cpus}, fds)
 
-    def spawn_store(self, home: Home, host: str, port: int, fds: Fds) -> None:
+    def spawn_store(self, generation: int, host: str, port: int, fds: Fds) -> None:
         """Order a worker store. `fds` become its fds 0 to 4: 3 is the listening socket, 4 its control socket."""
-        self._order("store", home, "store", {"host": host, "port": port}, fds)
+        self._order("store", generation, "store", {"host": host, "port": port}, fds)
 
-    def _order(self, op: str, home: Home, key: int | str, details: dict[str, Any], fds: Fds) -> None:
-        order = {"op": op, "generation": home.generation, "key": key, "cgroup": home.cgroup}
-        self._send({**order, **details}, fds)
+    def _order(self, op: str, generation: int, key: int | str, details: dict[str, Any], fds: Fds) -> None:
+        self._send({"op": op, "generation": generation, "key": key, **details}, fds)
 
     def signal(
         self, generation: int, keys: Sequence[int], signum: int, *, group: bool, is_notice: bool = False

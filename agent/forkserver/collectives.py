@@ -201,8 +201,7 @@ class _AnsweringThread:
 def _answer(end: Any, dumps: list[Any]) -> None:
     """Answer until the agent, or the process group, is gone.
 
-    The question `n` is for the numbers of each group's last collectives. `eMAX` is for the recorder's entries, if it
-    keeps at most MAX: to write them takes 30 µs for each, in which no other thread runs Python.
+    The question `n` is for the numbers of each group's last collectives.
     """
     import _signal  # type: ignore[import-not-found]
 
@@ -213,29 +212,8 @@ def _answer(end: Any, dumps: list[Any]) -> None:
             if question == b"n":
                 text = b"\n".join(dump(False, False) for dump in dumps)
                 end.send(question + (text if len(text) < _PACKET_BYTES_MAX else b""))
-            elif question[:1] == b"e":
-                _send_entries(end, dumps if _entries_kept() <= int(question[1:]) else [])
     except Exception:
         # The agent is gone, or this torch has other functions under these names.
         return
     finally:
         end.close()
-
-
-def _entries_kept() -> int:
-    """As torch reads it (FlightRecorder.hpp)."""
-    return int(os.environ.get("TORCH_FR_BUFFER_SIZE") or os.environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE") or 2000)
-
-
-def _send_entries(end: Any, dumps: list[Any]) -> None:
-    """Send a file in memory: a packet holds only a small part of these texts."""
-    fd = os.memfd_create("elaunch-answer", os.MFD_CLOEXEC)
-    try:
-        for dump in dumps:
-            text = memoryview(dump(True, False) + b"\n")
-            while text:
-                text = text[os.write(fd, text) :]
-        socket: Any = sys.modules["_socket"]
-        end.sendmsg([b"e"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fd.to_bytes(4, sys.byteorder))])
-    finally:
-        os.close(fd)

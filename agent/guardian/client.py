@@ -8,22 +8,9 @@ import subprocess
 import sys
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from pathlib import Path
 
-from elaunch.agent.guardian.cgroup import JobCgroup
-from elaunch.agent.guardian.guardian import (
-    RUN_DIRS,
-    VARIABLE,
-    Kin,
-    all_sockets_in_folders,
-    clean_up,
-    is_cleaner,
-    living,
-    marker_beside,
-    remove_folders,
-    sockets_in_folders,
-    sweep,
-)
+from elaunch.agent.guardian import guardian
+from elaunch.agent.guardian.guardian import RUN_DIRS, VARIABLE, Kin, clean_up, is_cleaner, living, sweep
 
 
 class GuardianClient:
@@ -36,13 +23,10 @@ class GuardianClient:
     def __init__(self, run_dirs: tuple[str, ...], inherited: Mapping[str, str]) -> None:
         self.marker = os.urandom(8).hex()
         self._kin = Kin.of_this_process(self.marker, inherited)
-        self.cgroup = JobCgroup(f"elaunch-{self.marker}")
         self.restarts = 0
-        self._folders: dict[str, str] = {}
         self._run_dirs = run_dirs
         self._notes: dict[str, object] = {}
         self._fd, self._process = self._start()
-        self.cgroup.make()
 
     def restart(self) -> None:
         """Replace a guardian that was killed. Raises OSError where that fails."""
@@ -61,21 +45,10 @@ class GuardianClient:
             stderr = os.dup(2)
         except OSError:
             stderr = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-        script = Path(__file__).with_name("start_guardian.py")
         try:
             # Without the user's environment: the guardian must have neither its PYTHON* variables nor its markers.
             process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-I",
-                    "-S",
-                    *_bytecode_options(),
-                    str(script),
-                    self._kin.text(),
-                    str(theirs),
-                    self.cgroup.path,
-                    str(stderr),
-                ],
+                [sys.executable, "-I", "-S", "-B", guardian.__file__, self._kin.text(), str(theirs), str(stderr)],
                 # Every user sees the arguments of a process, and could make these folders first.
                 env={"PATH": os.environ.get("PATH", os.defpath), RUN_DIRS: json.dumps(self._run_dirs)},
                 stdin=subprocess.DEVNULL,
@@ -96,50 +69,33 @@ class GuardianClient:
 
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
         """`inherited` with this agent's marker after those of the agents above it."""
-        return _marked(inherited, self.marker)
-
-    def command_environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
-        """`inherited` for a command that the agent runs: it ends with the agent, but not with a generation."""
-        return _marked(inherited, marker_beside(self.marker))
+        above = inherited.get(VARIABLE)
+        return {**inherited, VARIABLE: f"{above},{self.marker}" if above else self.marker}
 
     def note(self, **facts: object) -> None:
         """Note facts for the guardian's report of a killed agent.
 
-        `pid`, `host`, `form` of lines, `timeline`, `generation` and its `workers`.
-        `workers` also lets the guardian import what it needs: no worker's start has to wait for that any more. An agent
-        that notes `is_over` ends in order.
+        `pid`, `host`, `form` of lines, `timeline`, `generation` and its `workers`. An agent that notes `is_over` ends
+        in order.
         """
         self._notes |= facts
         # Whether there is a guardian to read it is found out elsewhere.
         with suppress(OSError):
             os.write(self._fd, json.dumps(self._notes).encode() + b"\n")
 
-    def left_of(self, generation: int, spare: Collection[int]) -> list[int]:
-        """The processes of a generation that live, except fork servers (`spare`) and helpers that end by themselves.
+    def left(self, spare: Collection[int]) -> list[int]:
+        """The job's processes that live, except fork servers (`spare`) and helpers that end by themselves.
 
         The store of a generation, a child of the fork server, is one of them.
         """
-        found = {*living(self._kin, spare), *self.cgroup.pids(generation)}.difference(spare)
-        return sorted(pid for pid in found if not is_cleaner(pid))
+        return [pid for pid in sorted(living(self._kin, spare)) if not is_cleaner(pid)]
 
-    def note_folders(self, spare: Collection[int]) -> None:
-        """Note the temporary folders of a generation's data loaders, before its workers are signalled.
-
-        A worker that ends ends its loaders, and Python does not remove their folders then; `end_generation` does.
-        """
-        if all_sockets_in_folders():
-            self._folders |= sockets_in_folders(living(self._kin, spare))
-
-    def end_generation(self, generation: int, spare: Collection[int], meanwhile: Callable[[], None]) -> None:
-        """End every process of a generation, whoever its parent is now, except the fork servers (their pids).
+    def end_generation(self, spare: Collection[int], meanwhile: Callable[[], None]) -> None:
+        """End every process of the workers, whoever its parent is now, except the fork servers (their pids).
 
         A process that waits for a disk ends only seconds after its signal. `meanwhile` is called again and again then.
         """
         sweep(self._kin, spare, meanwhile)
-        self.cgroup.end(generation, spare, meanwhile)
-        if self._folders:
-            remove_folders(self._folders)
-            self._folders = {}
 
     def finish(self) -> None:
         """Let the guardian clean up, and wait for it. If the guardian was killed, this process cleans up."""
@@ -147,15 +103,4 @@ class GuardianClient:
         if self._fd >= 0:
             os.close(self._fd)
         if self._process.wait() != 0:
-            clean_up(self._kin, self.cgroup.path, self._run_dirs)
-
-
-def _bytecode_options() -> list[str]:
-    """Where this interpreter keeps bytecode, if anywhere. The guardian gets no variables that say so."""
-    prefix = sys.pycache_prefix
-    return [*(["-B"] if sys.dont_write_bytecode else []), *(["-X", f"pycache_prefix={prefix}"] if prefix else [])]
-
-
-def _marked(inherited: Mapping[str, str], marker: str) -> dict[str, str]:
-    above = inherited.get(VARIABLE)
-    return {**inherited, VARIABLE: f"{above},{marker}" if above else marker}
+            clean_up(self._kin, self._run_dirs)

@@ -11,12 +11,12 @@ import queue
 import selectors
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import get_args
 
 from elaunch.agent.config import Level
-from elaunch.agent.output.folding import ShownTracebacks
 from elaunch.agent.output.streams import Console, WorkerStream, is_one_pipe, is_pipe
 from elaunch.agent.own_lines import OwnLines
 from elaunch.agent.terminal import is_one_terminal
@@ -45,8 +45,6 @@ class Pump:
             if is_one_terminal(1, 2)
             else Console(2, lambda error: self._stdout_gone(error) if is_one_pipe(1, 2) else None)
         )
-        consoles = {self.stdout, self.stderr}
-        self.tracebacks = ShownTracebacks(lambda: sum(console.lines for console in consoles))
         self._when_closed: Callable[[], None] = lambda: None
         self._is_closed = threading.Event()
         self._todo: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
@@ -101,6 +99,7 @@ class Pump:
         """Wait until all is written, at most `timeout_s`. Returns whether all was."""
 
         def stop() -> None:
+            self.stdout.show_cursor()
             self._closing = True
 
         self.do(stop)
@@ -136,8 +135,6 @@ class Pump:
                 try:
                     work()
                 except Exception:
-                    import traceback
-
                     # The agent waits for this thread; one bad piece of work must not end it.
                     self.stderr.write(traceback.format_exc().encode(errors="backslashreplace"), None)
 
@@ -154,10 +151,7 @@ class Pump:
         except OSError:
             data = b""
         if data:
-            now_s = time.monotonic()
-            for other in self._streams:
-                other.give_way(stream, now_s)
-            stream.feed(data, now_s)
+            stream.feed(data, time.monotonic())
         else:
             self._finish(stream)
         return len(data)

@@ -82,7 +82,6 @@ class RunDir:
         self._places = places or new_places()
         self._warned = False
         self._memory: MemoryFolder | None = None
-        self._times_removed = 0
         self.logs: Path | None = None
         self.private: Path | None = None
         if log_dir:
@@ -120,11 +119,9 @@ class RunDir:
         if self._memory is None:
             self._memory = _make_memory(self._places.memory)
         elif (folder := self._memory.folder) and not _is_own(folder):
-            self._times_removed += 1
-            count = f" {self._times_removed} times" if self._times_removed > 1 else ""
             removed = (
-                f"{folder} was removed{count} while workers ran; it is made again and empty, so training goes on from a"
-                " copy on another node, else from the last checkpoint (if it was systemd-logind, at a logout: loginctl"
+                f"{folder} was removed while workers ran; it is made again and empty, so training goes on from a copy"
+                " on another node, else from the last checkpoint (if it was systemd-logind, at a logout: loginctl"
                 " enable-linger keeps it)"
             )
             made = _make_memory(self._places.memory)
@@ -148,16 +145,6 @@ class RunDir:
     def error_file(self, generation: int, rank: int) -> Path | None:
         """Where that rank of this node writes its exception, or has written it."""
         return self.root / f"attempt_{generation}" / str(rank) / "error.json" if self.root else None
-
-    def forget_before(self, generation: int) -> None:
-        """Remove the private folders of older generations; a log folder keeps all of its own."""
-        if self.private and generation:
-            # Imported here: the first generation has nothing to remove.
-            import shutil
-
-            for folder in self.private.glob("attempt_*"):
-                if folder.name != f"attempt_{generation}":
-                    shutil.rmtree(folder, ignore_errors=True)
 
     def warn(self, trouble: str) -> None:
         """Say what cannot be written. Only the first call says it: a full disk fails every stream of every rank."""

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 from elaunch.agent.output.folding import TracebackFold
 from elaunch.agent.output.lines import LineSplitter, leaves_open, prefixed
-from elaunch.agent.output.live_rows import live_rows_of
+from elaunch.agent.terminal import can_move_cursor
 
 TAIL_BYTES_MAX = 64 << 10
-# A person at a terminal waits for a prompt. Elsewhere a line is to stay whole, also where its writer has to wait for a
-# CPU: `print(a, b)` of an unbuffered worker is four writes, and the line of another rank between two of them ends it.
-TERMINAL_WAIT_S = 0.1
-PARTIAL_LINE_WAIT_S = 1.0
+# A person waits for a prompt, but a line is to stay whole, also where its writer has to wait for a CPU: `print(a, b)`
+# of an unbuffered worker is four writes, and the line of another rank between two of them ends it.
+PARTIAL_LINE_WAIT_S = 0.5
+_HIDE_CURSOR, _SHOW_CURSOR = b"\x1b[?25l", b"\x1b[?25h"
 # The mode of log files, less what the umask takes away. Output may show paths, arguments and data, so others may not
 # read it.
 MODE = 0o640
@@ -27,48 +27,34 @@ class Console:
     """One of this process's standard streams, shared by the ranks: no rank's line is cut by another's.
 
     `gone` is called once if nothing can be written any more: its reader is gone, or the disk is full. Later output of
-    that stream is dropped. A partial line is shown when it has waited for `partial_line_wait_s`. `lines` counts lines.
+    that stream is dropped. `is_terminal` says that its cursor can be moved.
     """
 
     def __init__(self, fd: int, gone: Callable[[OSError], None]) -> None:
         self._fd = fd
         self._gone = gone
         self._open_line_of: WorkerStream | None = None
-        self._live = live_rows_of(fd)
-        self.lines = 0
-        self.partial_line_wait_s = TERMINAL_WAIT_S if os.isatty(fd) else PARTIAL_LINE_WAIT_S
-
-    @property
-    def is_terminal(self) -> bool:
-        """Whether it is a terminal that can move its cursor."""
-        return self._live is not None
-
-    def is_moving(self, writer: WorkerStream) -> bool:
-        """Whether the writer has a progress bar here, so that each of its states is to be seen at once."""
-        return self._live is not None and self._live.is_moving(writer)
+        self._hides_cursor = False
+        self.is_terminal = can_move_cursor(fd)
 
     def write(self, data: bytes, writer: WorkerStream | None, prefix: bytes = b"", instead_of: bytes = b"") -> None:
         """Write `data`, each line with `prefix` (see `prefixed`).
 
-        An open line of `writer` goes on, one of another writer is ended. A terminal has progress bars below the lines
-        of others.
+        An open line of `writer` goes on, one of another writer is ended.
         """
         if not data or self._fd < 0:
-            return
-        self.lines += data.count(b"\n")
-        if self._live:
-            self._send(self._live.put(data, writer, prefix, instead_of))
             return
         continued = writer is not None and self._open_line_of is writer
         ended = b"\n" if self._open_line_of is not None and not continued else b""
         data = ended + prefixed(data, prefix, continued=continued, instead_of=instead_of)
         self._open_line_of = writer if leaves_open(data) else None
+        self._hides_cursor |= self.is_terminal and _HIDE_CURSOR in data
         self._send(data)
 
-    def leave(self, writer: WorkerStream) -> None:
-        """Hear that the writer is gone."""
-        if self._live and self._fd >= 0:
-            self._send(self._live.leave(writer))
+    def show_cursor(self) -> None:
+        """Show the cursor, which a rank that was killed in its progress bar has left hidden."""
+        if self._hides_cursor:
+            self._send(_SHOW_CURSOR)
 
     def _send(self, data: bytes) -> None:
         try:
@@ -136,7 +122,6 @@ class Route:
 class WorkerStream:
     """A pipe from a worker. Everything that the worker wrote goes along `route`. With `keep_tail` its end is kept.
 
-
     `fd` is the pipe's reading end, which does not block. This object closes it and the route's files.
     """
 
@@ -181,27 +166,16 @@ class WorkerStream:
             return
         whole = self._splitter.whole(data)
         self._pass(whole, now_s)
-        if self._splitter.pending and self._route.console and self._route.console.is_moving(self):
-            self._pass(self._splitter.rest(), now_s)
         due_s = None if whole else self._partial_at_s
-        console = self._route.console
-        wait_s = console.partial_line_wait_s if console else PARTIAL_LINE_WAIT_S
-        self._partial_at_s = (due_s or now_s + wait_s) if self._splitter.pending else None
+        self._partial_at_s = (due_s or now_s + PARTIAL_LINE_WAIT_S) if self._splitter.pending else None
 
     def flush(self, now_s: float) -> None:
         """Give out what has been held back long enough: a partial line, a traceback."""
         if self._partial_at_s is not None and now_s >= self._partial_at_s:
-            self._give_out(now_s)
+            self._partial_at_s = None
+            self._pass(self._splitter.rest(), now_s)
         if self._fold and self._fold.due_s is not None and now_s >= self._fold.due_s:
             self._show_on_console(self._fold.look(now_s))
-
-    def give_way(self, other: WorkerStream, now_s: float) -> None:
-        """Give out a partial line at once if its worker has gone on to its `other` stream."""
-        # Few streams hold one back, and all are asked at each read.
-        if self._partial_at_s is None or other is self:
-            return
-        if (self.generation, self.local_rank) == (other.generation, other.local_rank):
-            self._give_out(now_s)
 
     def tail(self) -> str:
         """The end of what was written, at most TAIL_BYTES_MAX."""
@@ -211,16 +185,10 @@ class WorkerStream:
         self._pass(self._splitter.rest(), 0.0)
         if self._fold:
             self._show_on_console(self._fold.end())
-        if self._route.console:
-            self._route.console.leave(self)
         os.close(self.fd)
         for file in (self._route.file, self._route.needle_file):
             if file:
                 file.close()
-
-    def _give_out(self, now_s: float) -> None:
-        self._partial_at_s = None
-        self._pass(self._splitter.rest(), now_s)
 
     def _pass(self, data: bytes, now_s: float) -> None:
         """Copy `data` to its places; the console gets it later if it is held back."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import queue
-import selectors
 import signal
 import subprocess
 import threading
@@ -14,7 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from elaunch.agent.linux import end_of, start_thread
+from elaunch.agent.linux import memory_file, start_thread
 
 RUN_S_MAX = 10.0
 # At the job's end all runs that are left have this time together.
@@ -81,57 +80,34 @@ class EventHook:
 
     def _run(self, event: Mapping[str, Any], limit_s: float) -> str:
         """Run the command to its end; what went wrong. Raises OSError if it cannot be started."""
-        # A file, not a pipe: a command that does not read it must not hold this thread.
-        with os.fdopen(os.memfd_create("event", os.MFD_CLOEXEC), "w+b") as stdin:
-            stdin.write(json.dumps(event).encode() + b"\n")
-            stdin.seek(0)
+        # Files, not pipes: this thread must not wait for a command that does not read, nor for what it leaves behind.
+        stdin, output = memory_file("event", f"{json.dumps(event)}\n"), os.memfd_create("output", os.MFD_CLOEXEC)
+        try:
             process = subprocess.Popen(
                 self._command,
                 env=dict(self._environment),
                 stdin=stdin,
-                stdout=subprocess.PIPE,
+                stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        assert process.stdout
-        with process.stdout:
-            is_late = self._log_output(process, process.stdout.fileno(), limit_s)
-        code = process.wait()
-        if is_late:
-            return f"did not end within {limit_s:.0f} s and was killed"
+            try:
+                code = process.wait(limit_s)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                return f"did not end within {limit_s:.0f} s and was killed"
+            finally:
+                self._log_output(output)
+        finally:
+            os.close(stdin)
+            os.close(output)
         if code < 0:
             return f"was killed by signal {-code}"
         return f"exited with code {code}" if code else ""
 
-    def _log_output(self, process: subprocess.Popen[bytes], reader: int, limit_s: float) -> bool:
-        """Log the output until the process ends, and return whether it was killed after `limit_s`.
-
-        A process that it leaves in the background may hold the pipe for longer.
-        """
-        end_s, said, dropped = time.monotonic() + limit_s, b"", 0
-        ended = end_of(process.pid)
-        os.set_blocking(reader, False)
-        with selectors.DefaultSelector() as selector:
-            selector.register(ended, selectors.EVENT_READ)
-            selector.register(reader, selectors.EVENT_READ)
-            is_over = False
-            while not is_over:
-                ready = {key.fd for key, _ in selector.select(max(0.0, end_s - time.monotonic()))}
-                is_late = time.monotonic() >= end_s
-                is_over = is_late or ended in ready
-                data = b""
-                with suppress(BlockingIOError):
-                    data = os.read(reader, 64 << 10)
-                    if not data and reader in ready:
-                        selector.unregister(reader)
-                kept = data[: OUTPUT_BYTES_MAX - len(said)]
-                said, dropped = said + kept, dropped + len(data) - len(kept)
-        os.close(ended)
-        if is_late:
-            with suppress(OSError):
-                os.killpg(process.pid, signal.SIGKILL)
-        for line in said.decode(errors="replace").splitlines():
+    def _log_output(self, output: int) -> None:
+        for line in os.pread(output, OUTPUT_BYTES_MAX, 0).decode(errors="replace").splitlines():
             self._say(f"[on-event] {line}")
-        if dropped:
-            self._say(f"[on-event] … {dropped} bytes more …")
-        return is_late
+        if (more := os.fstat(output).st_size - OUTPUT_BYTES_MAX) > 0:
+            self._say(f"[on-event] … {more} bytes more …")

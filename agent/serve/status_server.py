@@ -23,10 +23,12 @@ from elaunch.agent.core.events import Event
 from elaunch.agent.core.leaving import order
 from elaunch.agent.core.state import Agent
 from elaunch.agent.core.timeline import WorkersSeen, node_report
+from elaunch.agent.diagnosis.stack_groups import stack_answer
+from elaunch.agent.diagnosis.stacks import take
 from elaunch.agent.linux import credentials, start_thread
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.rules.questions import ANSWER_BYTES_MAX, ANSWERS_PER_S, Question, Topic, answer
-from elaunch.rendezvous.rules.reports import NodeReport, RankReport, job_report
+from elaunch.rendezvous.rules.reports import NodeReport, job_report
 from elaunch.rendezvous.store import Txn
 from elaunch.strict_json import parse_json
 
@@ -331,10 +333,6 @@ class StatusServer:
         """Have a thread take the workers' stacks and `use` them as JSON. Returns False if another one does so now."""
         if not self._is_idle.acquire(blocking=False):
             return False
-        # Part of the diagnosis room, which is imported once the workers run.
-        from elaunch.agent.diagnosis.stack_groups import stack_answer
-        from elaunch.agent.diagnosis.stacks import take
-
         report = node_report(self._agent(), os.getpid(), 0.0, self._seen(time.monotonic()))
         pids = {rank.rank: rank.pid for rank in report.ranks if rank.state in _LIVE and rank.pid > 0}
 
@@ -360,24 +358,23 @@ def _refusal(why: str) -> str:
 
 def with_usage(report: NodeReport) -> NodeReport:
     """The report with the memory of its ranks, and with the memory, CPUs and load of this host."""
+    host = _kilobytes("/proc/meminfo")
+    ranks = (replace(rank, memory_bytes=_kilobytes(f"/proc/{rank.pid}/status").get("VmRSS")) for rank in report.ranks)
+    return replace(
+        report,
+        ranks=tuple(ranks),
+        memory_bytes=host.get("MemTotal"),
+        memory_free_bytes=host.get("MemAvailable"),
+        cpus=os.cpu_count(),
+        load=os.getloadavg()[0],
+    )
+
+
+def _kilobytes(path: str) -> dict[str, int]:
+    """The lines `NAME: N kB` of a file in /proc, in bytes; none where there is no such file."""
     try:
-        # Only at a query: an agent runs for weeks, and would hold this memory too.
-        import psutil
-    except ImportError:
-        # Upgraded or removed while the job runs.
-        return report
-
-    def with_memory(rank: RankReport) -> RankReport:
-        with suppress(Exception):
-            if rank.pid > 0:
-                return replace(rank, memory_bytes=psutil.Process(rank.pid).memory_info().rss)
-        return rank
-
-    report = replace(report, ranks=tuple(map(with_memory, report.ranks)))
-    # A query must not end a job: without a part of /proc (systemd's ProcSubset=pid) psutil raises many things.
-    with suppress(Exception):
-        memory = psutil.virtual_memory()
-        report = replace(report, memory_bytes=memory.total, memory_free_bytes=memory.available)
-    with suppress(Exception):
-        report = replace(report, cpus=psutil.cpu_count(), load=os.getloadavg()[0])
-    return report
+        lines = Path(path).read_text(errors="replace").splitlines()
+    except OSError:
+        return {}
+    pairs = (line.partition(":")[::2] for line in lines if line.endswith(" kB"))
+    return {name: 1024 * int(value.split()[0]) for name, value in pairs}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,11 +25,6 @@ class JobStore:
     is_remote: bool
 
 
-def random_bits(count: int) -> int:
-    """As `secrets.randbits`, whose module brings OpenSSL."""
-    return int.from_bytes(os.urandom((count + 7) // 8), "big") >> (-count % 8)
-
-
 @dataclass(frozen=True)
 class LocalHost:
     """This host's `name`, and the parts of it that a test replaces.
@@ -39,6 +34,6 @@ class LocalHost:
     """
 
     name: str
-    draw: Callable[[int], int] = random_bits
+    draw: Callable[[int], int] = random.SystemRandom().getrandbits
     is_dead: Callable[[str], bool] = is_dead_here
     now: Callable[[], float] = time.monotonic

@@ -16,8 +16,7 @@ from elaunch.agent.session.retry_queue import RetryQueue
 from elaunch.agent.session.store_view import StoreView
 from elaunch.rendezvous.codec import decode
 from elaunch.rendezvous.rules.transactions import run_lease
-from elaunch.rendezvous.rules.trimming import content_bytes, trimmed
-from elaunch.rendezvous.store import Answer, Empty, LeaseGone, Put, Rejected, StoreError, TooLarge, Txn
+from elaunch.rendezvous.store import Answer, Empty, LeaseGone, Put, Rejected, StoreError, Txn
 from elaunch.rendezvous.times import Times
 from elaunch.rendezvous.types import Node
 
@@ -225,7 +224,7 @@ class StoreClient:
     def _commit_as(self, tag: Tag | None, txn: Txn) -> Answer:
         if tag in _ENTERING and not self._is_alone:
             return self._commit_alone(txn, tag)
-        return self._commit_small(txn)
+        return self._store.commit(txn)
 
     def _commit_alone(self, txn: Txn, tag: Tag) -> Answer:
         """Enter the job after ending the lease of this agent's last life, if that lease is still there.
@@ -235,7 +234,7 @@ class StoreClient:
         member" is a guard of the transaction, and the members are read only if that guard may have refused it.
         """
         of_host = f"{self._keys.members}{self._host.name}-"
-        answer = self._commit_small(replace(txn, guards=(*txn.guards, Empty(of_host))))
+        answer = self._store.commit(replace(txn, guards=(*txn.guards, Empty(of_host))))
         if answer.held:
             return answer
         others = self._store.read(of_host).entries.values()
@@ -244,23 +243,12 @@ class StoreClient:
             self._store.revoke(lease)
         # A start of a run can be decided again without the dead member; a join was decided with that member in sight.
         is_refused_for_good = bool(dead) and tag is not Tag.RUN
-        return self._commit_small(txn) if others and not is_refused_for_good else answer
+        return self._store.commit(txn) if others and not is_refused_for_good else answer
 
     @property
     def _run_lease(self) -> int:
         """The lease on which the run's keys stand; 0 where there is no run, or one of an older elaunch."""
         return self._view.lease_of(self._keys.spec)
-
-    def _commit_small(self, txn: Txn) -> Answer:
-        """Commit. If the store says that the transaction is too large, cut its texts until it fits."""
-        while True:
-            try:
-                return self._store.commit(txn)
-            except TooLarge:
-                smaller = trimmed(txn, content_bytes(txn) // 2)
-                if smaller is None:
-                    raise
-                txn = smaller
 
     def _grant(self) -> None:
         lease, asked_s = self._host.draw(62) + 1, self._host.now()

@@ -52,8 +52,6 @@ class StoreView:
         self._watch: Watch | None = None
         self._has_watch_ended = False
         self._is_deaf_said = False
-        # The revision behind which a read found what the watch has not told yet.
-        self._untold: int | None = None
         # The prefix that is read and watched: the control keys; all keys for a leader.
         self._scope = self._keys.control if job_store.is_remote else self._keys.root
         self._is_whole = False
@@ -105,7 +103,7 @@ class StoreView:
 
     def refresh(self) -> None:
         """Read the keys once, beside the watch."""
-        self._show(self._read_beside())
+        self._show(self._store.read(self._scope))
 
     def put_off_read(self, now_s: float) -> None:
         """The view is new: the next repairing read is due in `reread_s`."""
@@ -120,12 +118,14 @@ class StoreView:
         return True
 
     def read_again(self) -> None:
-        """Find what the watch did not tell. A watch that has not told it by the next read is replaced."""
-        is_deaf = self._watch is None or self._has_watch_ended or self._untold is not None
-        if is_deaf or not self._is_as_seen():
-            view = self._read_beside()
+        """Find what the watch did not tell; a watch that has ended, or did not tell it, is replaced."""
+        has_watch = self._watch is not None and not self._has_watch_ended
+        if not has_watch or not self._is_as_seen():
+            view = self._store.read(self._scope)
+            with self._view_lock:
+                is_known = self._view is not None and self._view.entries == view.entries
             self._show(view)
-            if is_deaf:
+            if not has_watch or not is_known:
                 self._follow(self._scope, view.revision)
         self._is_reread_ordered = False
 
@@ -150,7 +150,6 @@ class StoreView:
             self._scope = scope
             # Updates that the old watch has still to tell may be of a narrower scope.
             self._epoch += 1
-            self._untold = None
             self._has_watch_ended = False
             tell = partial(self._told, self._epoch)
         if self._watch:
@@ -179,11 +178,11 @@ class StoreView:
 
     def _told(self, epoch: int, update: Update) -> None:
         match update:
-            case View(revision):
-                self._heard(epoch, revision)
+            case View():
+                self._is_deaf_said = False
                 self._show(update, epoch)
             case Changes(revision, changed):
-                self._heard(epoch, revision)
+                self._is_deaf_said = False
                 with self._view_lock:
                     view = self._view
                     if epoch != self._epoch or view is None or revision <= view.revision:
@@ -206,22 +205,6 @@ class StoreView:
                 # The next read finds the changes, and begins another watch, or is refused too.
                 self._has_watch_ended |= epoch == self._epoch
                 self._reread_due_s = 0.0
-
-    def _heard(self, epoch: int, revision: int) -> None:
-        """Note that the watch tells."""
-        self._is_deaf_said = False
-        with self._view_lock:
-            if epoch == self._epoch and self._untold is not None and revision > self._untold:
-                self._untold = None
-
-    def _read_beside(self) -> View:
-        """A read beside the watch, which may only be a little late."""
-        view = self._store.read(self._scope)
-        with self._view_lock:
-            known = self._view
-            if known and view.revision > known.revision and view.entries != known.entries and self._untold is None:
-                self._untold = known.revision
-        return view
 
     def _show(self, view: View, epoch: int | None = None) -> None:
         with self._view_lock:

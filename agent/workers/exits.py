@@ -10,9 +10,8 @@ from dataclasses import replace
 
 from elaunch.agent.core.events import WorkerAsked, WorkerExited
 from elaunch.agent.diagnosis.exit_status import CRASH_CODES, Place, Remains, end_of, failure_of
-from elaunch.agent.diagnosis.oom import OutOfMemoryWatch, held_text, limit_text
+from elaunch.agent.diagnosis.oom import OutOfMemoryWatch, limit_text
 from elaunch.agent.workers.group import WorkerGroup
-from elaunch.agent.workers.link import Link
 from elaunch.rendezvous.types import Failure, FailureKind
 
 # The record holds Python's text of the exception twice. The agent's loop waits while a record is read.
@@ -44,10 +43,6 @@ def read_error_file(path: str | os.PathLike[str]) -> str | None:
     return content.decode(errors="replace")
 
 
-# Python's exit code for an exception.
-_EXCEPTION_CODE = 1
-
-
 class ExitReader:
     """Reads what workers on `host` leave. `keeps_files` says that their error files outlive the job."""
 
@@ -58,19 +53,16 @@ class ExitReader:
 
     def exited(self, group: WorkerGroup, local_rank: int, pid: int, code: int) -> WorkerExited:
         """The event of a worker's exit; `code` is as in `Failure`."""
-        link = group.links.get(local_rank)
-        if link:
-            link.read()
+        link = group.links[local_rank]
+        link.read()
         # A signal is no end of a program that had ended by itself. An exit code is a failure, as without a link.
-        has_end = code == 0 or (code < 0 and link is not None and link.has_returned)
+        has_end = code == 0 or (code < 0 and link.has_returned)
         end = self._end(group, local_rank, pid, 0 if code == 0 else None) if has_end else None
         if code == 0:
             return WorkerExited(group.generation, local_rank, 0, end=end)
         failure = self._failure(group, local_rank, pid, code)
-        # The log shows the first failure at once, so that line must name the cause.
-        told = self._told(group) if failure.kind is FailureKind.PEER_LOST and not group.failures else ()
         group.failures[local_rank] = failure
-        return WorkerExited(group.generation, local_rank, code, failure, end, told)
+        return WorkerExited(group.generation, local_rank, code, failure, end)
 
     def parent_killed(self, group: WorkerGroup, parent: Failure) -> Failure:
         """The failure of the workers' parent process, killed by SIGKILL."""
@@ -80,7 +72,7 @@ class ExitReader:
             parent,
             code=-signal.SIGKILL,
             progressed=group.progressed or group.has_used_store or group.lasted or None,
-            step=max(map(_step, group.links.values()), default=-1),
+            step=max((link.step for link in group.links.values()), default=-1),
             lived_s=max(map(group.lived_s, group.pids)),
         )
         group.failures[parent.local_rank] = parent
@@ -111,53 +103,37 @@ class ExitReader:
             message,
             log_path=group.log_files.get(local_rank, ""),
             failed_at=time.time(),
-            progressed=_progressed(link),
-            step=_step(link),
+            progressed=link.progressed if link else None,
+            step=link.step if link else -1,
             lived_s=group.lived_s(local_rank),
             is_mixed=local_rank in group.mixed,
         )
         return WorkerAsked(group.generation, failure)
 
-    def _told(self, group: WorkerGroup) -> tuple[Failure, ...]:
-        """What workers that still run have told of the end of their programs, without those that lost a peer.
-
-        A worker that raised needs half a second to free what it has. Its peers see its sockets closed before.
-        """
-        told: list[Failure] = []
-        for local_rank, link in group.links.items():
-            link.read()
-            pid = group.pids.get(local_rank, -1)
-            if link.has_returned:
-                told.append(self._end(group, local_rank, pid, None))
-            elif link.raised:
-                told.append(self._failure(group, local_rank, pid, _EXCEPTION_CODE))
-        # Without a record of the exception nothing but its exit code is known.
-        return tuple(each for each in told if each.kind not in (FailureKind.PEER_LOST, FailureKind.EXIT_CODE))
-
     def _end(self, group: WorkerGroup, local_rank: int, pid: int, code: int | None) -> Failure:
         """The record of a program that ended without an exception; `code` is None while its process runs."""
-        now, link = time.time(), group.links.get(local_rank)
-        remains = Remains(code or 0, progressed=_progressed(link), step=_step(link), lived_s=group.lived_s(local_rank))
+        now, link = time.time(), group.links[local_rank]
+        remains = Remains(code or 0, progressed=link.progressed, step=link.step, lived_s=group.lived_s(local_rank))
         clock = time.strftime("%H:%M:%S", time.localtime(now))
         end = end_of(self._place(group, local_rank, pid), remains, clock, now, is_gone=code is not None)
         return replace(end, log_path=group.log_files.get(local_rank, ""))
 
     def _failure(self, group: WorkerGroup, local_rank: int, pid: int, code: int) -> Failure:
-        link, error_file = group.links.get(local_rank), group.error_files.get(local_rank)
+        link, error_file = group.links[local_rank], group.error_files.get(local_rank)
         record = read_error_file(error_file) if error_file else None
-        kernel = self.word_of_kernel(pid, group) if code == -signal.SIGKILL else ""
+        kernel = self.word_of_kernel(pid) if code == -signal.SIGKILL else ""
         crash_file = group.crash_files.get(local_rank) if code in CRASH_CODES else None
         remains = Remains(
             code,
             record or "",
             kernel=kernel,
             crash=crash_file.read() if crash_file else "",
-            returned=link is not None and link.has_returned,
-            progressed=_progressed(link),
-            raised=link is not None and link.raised,
-            lost=link.lost_at_end if link else None,
-            refused=link.refused if link else "",
-            step=_step(link),
+            returned=link.has_returned,
+            progressed=link.progressed,
+            raised=link.raised,
+            lost=link.lost_at_end,
+            refused=link.refused,
+            step=link.step,
             lived_s=group.lived_s(local_rank),
         )
         failure = failure_of(self._place(group, local_rank, pid), remains, signal_name(code), time.time())
@@ -172,26 +148,11 @@ class ExitReader:
         rank, world_size = group.rank(local_rank), group.table.world_size
         return Place(group.generation, group.node_id, self._host, rank, local_rank, pid, world_size)
 
-    def word_of_kernel(self, pid: int, group: WorkerGroup | None) -> str:
-        """What the kernel says about the SIGKILL of this process, with the numbers as they are now.
-
-        Empty if it was not for lack of memory, as far as is known. The other workers of `group` still live.
-        """
+    def word_of_kernel(self, pid: int) -> str:
+        """What the kernel says about the SIGKILL of this process. Empty if it was not for lack of memory."""
         word = self._oom.word_on(pid, time.monotonic())
-        if not word:
-            return ""
-        pids = group.pids.items() if group else ()
-        others = {group.rank(local_rank): other for local_rank, other in pids if group and other != pid}
-        limit, held = limit_text(), held_text(others) if others else ""
-        return "; ".join([word, *([f"its cgroup may hold {limit}"] if limit else []), *([held] if held else [])])
-
-
-def _step(link: Link | None) -> int:
-    return link.step if link else -1
-
-
-def _progressed(link: Link | None) -> bool | None:
-    return True if link and link.step >= 0 else link.reached_store if link else None
+        limit = limit_text() if word else ""
+        return f"{word}; its cgroup may hold {limit}" if limit else word
 
 
 def signal_name(code: int) -> str:

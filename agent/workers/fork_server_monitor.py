@@ -121,7 +121,7 @@ class ForkServerMonitor:
         if news is None:
             self._selector.unregister(self._server)
             how, pid = self._server.lost(), self._server.pid
-            word = self._exits.word_of_kernel(pid, self._current.latest) if how.endswith("SIGKILL") else ""
+            word = self._exits.word_of_kernel(pid) if how.endswith("SIGKILL") else ""
             if not self.is_ready and self._server.preload is not None:
                 self._reporter.warn(
                     "the fork server ended while it imported; each worker starts as a fresh interpreter"
@@ -182,7 +182,7 @@ class ForkServerMonitor:
             group.store.read()
             error, group.store = group.store.last_error(), None
             how = error or (f"was killed by {signal_name(code)}" if code < 0 else f"exited with code {code}")
-            word = self._exits.word_of_kernel(pid, group) if code == -signal.SIGKILL else ""
+            word = self._exits.word_of_kernel(pid) if code == -signal.SIGKILL else ""
             self._lost(group.generation, f"the worker store {how}", FailureKind.STORE_LOST, word)
 
     def _unstarted(self, group: WorkerGroup, key: int | str, why: str) -> None:

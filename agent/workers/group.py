@@ -16,7 +16,6 @@ from elaunch.agent.core.events import Event
 from elaunch.agent.core.timeline import NO_GENERATION
 from elaunch.agent.diagnosis.flight_recorder import FlightRecorder
 from elaunch.agent.forkserver import wire
-from elaunch.agent.forkserver.client import Home
 from elaunch.agent.output.timeline import Timeline
 from elaunch.agent.workers.link import Link
 from elaunch.rendezvous.types import Failure, FailureKind, RankTable
@@ -125,10 +124,6 @@ class Reporter:
         """Log a sentence."""
         self.tell(text, "info")
 
-    def detail(self, text: str) -> None:
-        """Log what is of use to somebody who asks for more (--verbose)."""
-        self.tell(text, "debug")
-
     def warn(self, text: str) -> None:
         """Log what may need a person."""
         self.tell(text, "warning")
@@ -140,7 +135,7 @@ LASTING_S = 600.0
 
 @dataclass
 class WorkerGroup:
-    """This node's workers of one generation, by local rank. `cgroup` is the folder of their cgroup, or empty.
+    """This node's workers of one generation, by local rank.
 
     `store` controls the generation's worker store, if that is on this node and has not ended. `reached_store` says
     whether a rank has used that store. It is None if the store is on another node, or if that is not known yet.
@@ -149,7 +144,6 @@ class WorkerGroup:
 
     table: RankTable
     group_rank: int
-    cgroup: str = ""
     links: dict[int, Link] = field(default_factory=dict)
     pids: dict[int, int] = field(default_factory=dict)
     forked_s: dict[int, float] = field(default_factory=dict)
@@ -167,10 +161,6 @@ class WorkerGroup:
     def recorders(self) -> dict[int, FlightRecorder]:
         """What answers for the collectives of each worker that has a process group, by local rank."""
         return {rank: link.recorder for rank, link in self.links.items() if link.recorder}
-
-    @property
-    def home(self) -> Home:
-        return Home(self.generation, self.cgroup)
 
     @property
     def node_id(self) -> str:

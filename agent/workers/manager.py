@@ -6,7 +6,6 @@ import selectors
 import signal
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 
 from elaunch.agent import linux
 from elaunch.agent.core.actions import (
@@ -21,7 +20,6 @@ from elaunch.agent.core.actions import (
 )
 from elaunch.agent.core.events import Cleared, LinkEvent, Reported, Sampled
 from elaunch.agent.core.timeline import WorkersSeen, of_seats
-from elaunch.agent.diagnosis.causes.cause import Facts
 from elaunch.agent.diagnosis.exit_status import with_tail
 from elaunch.agent.diagnosis.investigate import Investigator
 from elaunch.agent.diagnosis.oom import KernelLog, OutOfMemoryWatch, counter_files
@@ -32,11 +30,11 @@ from elaunch.agent.workers.fork_server_monitor import ForkServerMonitor
 from elaunch.agent.workers.group import CurrentGroup, Reporter, WorkerGroup
 from elaunch.agent.workers.link_monitor import LinkMonitor
 from elaunch.agent.workers.observers import Observers
-from elaunch.agent.workers.orphans import Leftovers, named, of_workers
+from elaunch.agent.workers.orphans import Leftovers, named
 from elaunch.agent.workers.spawn import MasterPort, Spawner, warn_of_locks
 from elaunch.agent.workers.stdio import Stdio
 from elaunch.rendezvous.texts import node_host
-from elaunch.rendezvous.types import Failure, RankTable
+from elaunch.rendezvous.types import RankTable
 
 
 class Workers:
@@ -61,8 +59,6 @@ class Workers:
         oom = OutOfMemoryWatch(self._log, self._kill_counters)
         self._exits = ExitReader(node_host(socket.gethostname()), oom, keeps_files=run_dir.logs is not None)
         self._monitor = ForkServerMonitor(fork_server, self._current, self._exits, reporter, selector)
-        # The generation whose workers are being forked.
-        self._begun: WorkerGroup | None = None
         self._environ, self._warn = {**config.environment, **config.worker_env}, reporter.warn
         hang_timeout_s = config.times.hang_timeout_s
         self._links = LinkMonitor(self._current, reporter, run_dir, hang_timeout_s, self._monitor.check)
@@ -87,11 +83,6 @@ class Workers:
         self._links.tick(now_s)
         self._observers.tick(now_s)
         self._monitor.tick(now_s, is_quiet=is_quiet)
-        if self._begun and len(self._begun.pids) >= self._begun.slots:
-            group, self._begun = self._begun, None
-            self._guardian.note(generation=group.generation, workers=group.slots)
-            # What it forks from now on is born in the next generation's cgroup: a move takes 8 to 30 ms.
-            self._guardian.cgroup.move((self._fork_server.pid,), group.generation + 1)
 
     def read_links(self) -> None:
         """Read all links now: how workers are stopped depends on their messages."""
@@ -119,7 +110,7 @@ class Workers:
 
     def word_of_kernel(self, pid: int) -> str:
         """What the kernel says about the SIGKILL of another process of this job. Empty if it says nothing."""
-        return self._exits.word_of_kernel(pid, self._current.latest)
+        return self._exits.word_of_kernel(pid)
 
     def reserve_port(self) -> int:
         """The port of the next generation's worker store, if that is this node's. Raises NoPort."""
@@ -139,7 +130,7 @@ class Workers:
             reason=table.reason,
             restarts=table.restarts,
         )
-        group = WorkerGroup(table, group_rank, self._guardian.cgroup.generation(generation))
+        group = WorkerGroup(table, group_rank)
         self._current.begin(group)
         warn_of_locks(self._environ, self._warn)
         if group_rank != 0 or not self._spawner.has_store:
@@ -156,9 +147,9 @@ class Workers:
         finally:
             self._port.release()
         self._timeline.stamp(generation, "ordered")
-        self._begun = group
+        self._guardian.note(generation=generation, workers=group.slots)
         self._links.begin(group)
-        self._observers.begin(has_store=self._spawner.has_store)
+        self._observers.begin()
         self._monitor.watch_store(group)
 
     def signal(self, order: SignalWorkers, *, is_ending: bool) -> None:
@@ -171,7 +162,6 @@ class Workers:
             return
         if order.signum == signal.SIGINT:
             self._current.group.is_interrupted = True
-        self._guardian.note_folders((self._fork_server.pid,))
         # The end of the first would free the others from a collective: a handler would begin to run, and be cut short.
         signals = (signal.SIGSTOP, order.signum) if order.signum == signal.SIGKILL and count > 1 else (order.signum,)
         try:
@@ -237,12 +227,12 @@ class Workers:
         self._observers.end()
         group.close_crash_files()
         reached, progressed = group.reached_store, group.progressed or group.lasted
-        if order.is_done and self._spare_leftovers(generation):
+        if order.is_done and self._spare_leftovers():
             # Their output goes on.
             self._timeline.stamp(generation, "cleared")
             self._reporter.post(Cleared(generation, {}, reached, progressed))
             return
-        self._guardian.end_generation(generation, (self._fork_server.pid,), meanwhile)
+        self._guardian.end_generation((self._fork_server.pid,), meanwhile)
 
         def drained(tails: dict[int, str], folded: dict[int, int]) -> None:
             self._timeline.stamp(generation, "cleared")
@@ -251,8 +241,8 @@ class Workers:
                 failures = {rank: with_tail(f, tails.get(rank, ""), reached) for rank, f in group.failures.items()}
                 # Those that lost a peer are explained only if there is no other.
                 causes = {rank: f for rank, f in failures.items() if not f.kind.is_secondary} or failures
-                self._look_into(
-                    causes,
+                Investigator(self._log, self._kill_counters).look_into(
+                    causes.values(),
                     lambda facts: self._reporter.post(Cleared(generation, tails, reached, progressed, facts, hidden)),
                 )
             except Exception:
@@ -262,31 +252,25 @@ class Workers:
 
         self._pump.drain(generation, drained)
 
-    def _spare_leftovers(self, generation: int) -> bool:
+    def _spare_leftovers(self) -> bool:
         """Whether something is left of a generation that has ended well, and may go on."""
-        left = self._find_leftovers(generation)
+        left = self._find_leftovers()
         if left and not self._children_grace_s:
-            self._name_leftovers(left, "left behind at the end of the program (--children-grace 0)")
+            self._reporter.say(f"ending {named(left)}: left behind at the end of the program (--children-grace 0)")
         self._spares_leftovers = bool(left and self._children_grace_s)
         return self._spares_leftovers
 
-    def _find_leftovers(self, generation: int) -> list[int]:
-        fork_servers = (self._fork_server.pid,)
-        if not (found := self._guardian.left_of(generation, fork_servers)):
-            return []
-        return of_workers(found, fork_servers)
-
-    def _name_leftovers(self, pids: list[int], why: str) -> None:
-        if pids:
-            self._reporter.say(f"ending {named(pids)}: {why}")
+    def _find_leftovers(self) -> list[int]:
+        fork_server = self._fork_server.pid
+        # A process that has ended has no parent. The worker store is a child of the fork server, and about to end.
+        return [pid for pid in self._guardian.left((fork_server,)) if linux.parent(pid) not in (0, fork_server)]
 
     def leftovers_go_on(self, now_s: float) -> bool:
         """Whether what the workers have left behind still may go on. The loop asks again and again after a success."""
         if not self._spares_leftovers:
             return False
         if not self._leftovers:
-            find = partial(self._find_leftovers, self._current.generation)
-            self._leftovers = Leftovers(find, self._children_grace_s, now_s, self._reporter)
+            self._leftovers = Leftovers(self._find_leftovers, self._children_grace_s, now_s, self._reporter)
         self._leftovers.tick(now_s)
         return self._leftovers.due_s is not None
 
@@ -295,21 +279,16 @@ class Workers:
         if not self._spares_leftovers:
             return
         group = self._current.group
-        self._name_leftovers(self._find_leftovers(group.generation), why)
+        if left := self._find_leftovers():
+            self._reporter.say(f"ending {named(left)}: {why}")
         self._spares_leftovers, self._leftovers = False, None
-        self._guardian.end_generation(group.generation, (self._fork_server.pid,), meanwhile)
+        self._guardian.end_generation((self._fork_server.pid,), meanwhile)
 
         def drained(_: dict[int, str], folded: dict[int, int]) -> None:
             if hidden := _said_of_folded(group, folded):
                 self._reporter.say(hidden)
 
         self._pump.drain(group.generation, drained)
-
-    def _look_into(self, failures: Mapping[int, Failure], found: Callable[[dict[int, Facts]], None]) -> None:
-        if not failures:
-            found({})
-            return
-        Investigator(self._log, self._kill_counters).look_into(failures, found)
 
 
 def _said_of_folded(group: WorkerGroup, folded: Mapping[int, int]) -> str:

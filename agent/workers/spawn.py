@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import signal
 import socket
 import stat
@@ -13,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -28,10 +28,9 @@ from elaunch.agent.workers import numa
 from elaunch.agent.workers.group import CrashFile, StoreControl, WorkerGroup
 from elaunch.agent.workers.link import Link
 from elaunch.agent.workers.stdio import Stdio
-from elaunch.rendezvous.addresses import is_loopback
+from elaunch.rendezvous.endpoint import is_loopback
 from elaunch.rendezvous.job_spec import Program, ProgramKind
 
-_VERSION = re.compile(r"^__version__ = ['\"]([^'\"]{1,80})['\"]", re.MULTILINE)
 _OWN_ADDRESS = "give one of this host's with --master-addr, or leave it out"
 
 
@@ -74,9 +73,7 @@ def reserve(config: AgentConfig) -> socket.socket:
     Raises NoPort if the wanted ports are taken, or the address is not this host's.
     """
     try:
-        # Not as text: Python would load its codec for names with other characters.
-        name = config.master_addr.encode() if config.master_addr.isascii() else config.master_addr
-        family, _, _, _, address = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0]
+        family, _, _, _, address = socket.getaddrinfo(config.master_addr, None, type=socket.SOCK_STREAM)[0]
     except OSError as error:
         raise NoPort(f"the address {config.master_addr} is unknown ({error.strerror}); {_OWN_ADDRESS}") from error
     host = str(address[0])
@@ -158,8 +155,6 @@ class Spawner:
             self._start_store(group, listener)
         for local_rank in range(group.slots):
             self._start_worker(group, local_rank)
-        # The files of the last failure were kept until now: the job might have ended with it.
-        self._run_dir.forget_before(group.generation)
 
     def signal(self, group: WorkerGroup, local_ranks: Iterable[int], signum: int) -> None:
         """Signal workers. Raises OSError where the fork server is gone.
@@ -184,7 +179,7 @@ class Spawner:
         null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         try:
             fds = (null, null, null, listener.fileno(), theirs.fileno())
-            self._server.spawn_store(group.home, group.table.master_addr, group.table.master_port, fds)
+            self._server.spawn_store(group.generation, group.table.master_addr, group.table.master_port, fds)
         finally:
             os.close(null)
             theirs.close()
@@ -199,7 +194,7 @@ class Spawner:
             group.crash_files[local_rank] = CrashFile()
             theirs.append(os.dup(group.crash_files[local_rank].fileno()))
             env = self._environment(group, local_rank)
-            self._server.spawn(group.home, local_rank, env, self._cpus(local_rank), tuple(theirs))
+            self._server.spawn(group.generation, local_rank, env, self._cpus(local_rank), tuple(theirs))
         finally:
             for fd in theirs:
                 os.close(fd)
@@ -236,19 +231,7 @@ def software(program: Program) -> str:
     own = f"elaunch {__version__}"
     if program.interpreter != sys.executable:
         return own
-    python = f"{sys.version_info[0]}.{sys.version_info[1]}"
-    torch = _torch()
-    return f"torch {torch}, Python {python}, {own}" if torch else f"Python {python}, {own}"
-
-
-def _torch() -> str:
-    spec = find_spec("torch")
-    for folder in (spec.submodule_search_locations if spec else None) or ():
-        try:
-            # pip's record of it is not read: its folder would have to be searched for.
-            found = _VERSION.search(Path(folder, "version.py").read_text())
-        except (OSError, ValueError):
-            continue
-        if found:
-            return found[1]
-    return ""
+    python = f"Python {sys.version_info[0]}.{sys.version_info[1]}"
+    with suppress(PackageNotFoundError):
+        return f"torch {version('torch')}, {python}, {own}"
+    return f"{python}, {own}"

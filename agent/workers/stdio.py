@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from contextlib import suppress
 from functools import partial
 from string import Template
@@ -15,7 +16,10 @@ from elaunch.agent.output.run_dir import RunDir
 from elaunch.agent.output.streams import LogFile, Route, WorkerStream, is_pipe
 from elaunch.agent.terminal import terminal_size
 from elaunch.agent.workers.group import WorkerGroup
-from elaunch.rendezvous.rules.roles import role_of
+from elaunch.rendezvous.rules.assign_ranks import role_of
+
+# torch.distributed puts the rank before each line.
+_INTERRUPTED = re.compile(r"^(?:\[rank\d+\]: )?KeyboardInterrupt\s*\Z", re.MULTILINE)
 
 
 class Stdio:
@@ -90,6 +94,8 @@ class Stdio:
             console = None
         frame = self._pump.lines.frame(group.generation, group.rank(local_rank), "stdout" if out else "stderr")
         needles = plan.duplicate_stdout_filters if out else plan.duplicate_stderr_filters
+        # Of a worker that is alone, no peer tells the same.
+        folds = not out and console and not plan.show_all_tracebacks and group.table.world_size > 1
         ours, theirs = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(ours, False)
         route = Route(
@@ -103,7 +109,7 @@ class Stdio:
             needles=tuple(needle.encode() for needle in needles) if needle_file and teed else (),
             needle_file=needle_file if teed else None,
             frame=frame,
-            fold=None if out or not console or plan.show_all_tracebacks else self._fold(group, local_rank),
+            fold=TracebackFold(partial(_is_no_news, group)) if folds else None,
         )
         self._pump.add(WorkerStream(ours, group.generation, local_rank, route, keep_tail=not out))
         return theirs
@@ -129,18 +135,11 @@ class Stdio:
         names = {"role_name": role, "rank": str(group.rank(local_rank)), "local_rank": str(local_rank)}
         return Template(self._plan.prefix_template).safe_substitute(names).encode()
 
-    def _fold(self, group: WorkerGroup, local_rank: int) -> TracebackFold:
-        """What holds back tracebacks that tell nothing new."""
-        once = partial(self._pump.tracebacks.once, generation=group.generation, rank=group.rank(local_rank))
-        if group.table.world_size == 1:
-            return TracebackFold(_is_whole, once=partial(once, is_alone=True))
-        return TracebackFold(tells_of_lost_peer, lambda: group.is_interrupted, once)
-
     def _on_console(self, group: WorkerGroup, local_rank: int) -> bool:
         local, ranks = self._plan.console_local_ranks, self._plan.console_ranks
         return (local is None or local_rank in local) and (ranks is None or group.rank(local_rank) in ranks)
 
 
-def _is_whole(text: str) -> bool | None:
-    """Nothing is held back of a worker that is alone: no peer has said the same. But a traceback is shown whole."""
-    return None if tells_of_lost_peer(text) is None else False
+def _is_no_news(group: WorkerGroup, text: str) -> bool | None:
+    """Whether the tracebacks in `text` come of the end of others; None while the last is not complete."""
+    return (group.is_interrupted and bool(_INTERRUPTED.search(text))) or tells_of_lost_peer(text)

@@ -36,12 +36,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit code: 1 if a part went wrong."""
     parser = argparse.ArgumentParser(prog="make gpu")
     parser.add_argument("--began-s", type=float, default=time.monotonic(), help="when it began, as time.monotonic()")
-    parser.add_argument("--nanogpt", type=Path, metavar="DIR", help="the folder of nanoGPT's train.py")
     parser.add_argument("--only", default="", metavar="PART,…", help="these parts alone; the page stays as it is")
     parser.add_argument("--page", type=Path, default=PAGE, metavar="FILE")
     options = parser.parse_args(argv)
     out = ROOT / "runs" / "gpu" / time.strftime("%Y%m%d-%H%M%S")
-    wanted = parts(out, options.nanogpt)
+    wanted = parts(out)
     if options.only:
         names = options.only.split(",")
         if unknown := sorted(set(names) - {part.name for part in wanted}):
@@ -67,9 +66,7 @@ def run_all(wanted: Sequence[Part], end_s: float, say: Say) -> dict[str, dict[st
     results: dict[str, dict[str, Any]] = {}
     for part in wanted:
         left_s = end_s - time.monotonic()
-        if part.skipped:
-            results[part.name] = {"why": part.skipped}
-        elif left_s < _LEAST_S:
+        if left_s < _LEAST_S:
             results[part.name] = {"why": "the nine minutes were over"}
         else:
             say(f"{part.name}: at most {min(part.limit_s, left_s):.0f} s")
@@ -85,7 +82,6 @@ def run(part: Part, limit_s: float) -> dict[str, Any]:
     part.folder.mkdir(parents=True)
     log = part.folder / "output.txt"
     try:
-        part.begin()
         with log.open("wb") as file:
             process = subprocess.Popen(
                 part.command,

@@ -14,7 +14,6 @@ Figures = dict[str, Any]
 # The first steps compile, allocate and find out which kernel is fast.
 SETTLED_STEP = 10
 _PYTEST = re.compile(r"(\d+) (passed|failed|skipped|errors?)\b")
-_ITERATION = re.compile(r"^iter (\d+): loss [^,]+, time ([0-9.]+)ms", re.MULTILINE)
 
 
 def facts(output: str) -> Figures:
@@ -56,15 +55,6 @@ def trained(lines: Iterable[str], profile: Mapping[str, Any] | None) -> Figures:
     if profile:
         found |= {"gpu_busy": profile.get("gpu_busy"), "profiled_step_s": profile.get("step_s")}
     return found
-
-
-def nanogpt(output: str, tokens_per_step: int) -> Figures:
-    """Tokens per second, from nanoGPT's own lines: `iter 12: loss 2.1, time 180.00ms, mfu 40.1%`. Raises ValueError."""
-    times_s = [float(ms) / 1000 for step, ms in _ITERATION.findall(output) if int(step) >= SETTLED_STEP]
-    if len(times_s) < 3:
-        raise ValueError(f"it printed {len(times_s)} settled iterations, too few to measure")
-    step_s = statistics.median(times_s)
-    return {"tokens_per_s": tokens_per_step / step_s, "step_s": step_s, "steps": len(times_s)}
 
 
 def launches(text: str) -> Figures:

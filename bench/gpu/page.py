@@ -11,14 +11,10 @@ BEGIN, END = "<!-- gpu:begin -->", "<!-- gpu:end -->"
 NOT_RUN = "Not run yet: no machine with a GPU has made this part of the page."
 _TRAININGS = (
     ("the bundled trainer, 124 M, bf16, compiled", "bf16-compile-124m"),
-    ("nanoGPT's loop, 124 M, bf16, compiled", "nanogpt-124m"),
     ("the bundled trainer, bytes, bf16, compiled", "bf16-compile"),
-    ("nanoGPT's loop, bytes, bf16, compiled", "nanogpt"),
     ("the bundled trainer, bytes, bf16", "bf16"),
     ("the bundled trainer, bytes, float32", "float32"),
 )
-# nanoGPT's model has the same shape as the trainer's of that name, so the same operations for each token.
-_LIKE = {"nanogpt-124m": "bf16-compile-124m", "nanogpt": "bf16-compile"}
 _FACTS = ("gpu", "gpus", "memory_gb", "driver", "torch", "cuda", "nccl")
 
 
@@ -64,12 +60,8 @@ def _trainings(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
     for words, name in _TRAININGS:
         if name not in found:
             continue
-        figures, like = found[name], found.get(_LIKE.get(name, ""))
-        mfu = figures.get("mfu")
-        if mfu is None and like and like.get("mfu"):
-            mfu = like["mfu"] * figures["tokens_per_s"] / like["tokens_per_s"]
-        ratio = f"{figures['tokens_per_s'] / like['tokens_per_s']:.2f}" if like else NOTHING
-        busy = figures.get("gpu_busy")
+        figures = found[name]
+        mfu, busy = figures.get("mfu"), figures.get("gpu_busy")
         rows.append(
             (
                 words,
@@ -78,12 +70,11 @@ def _trainings(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
                 seconds(figures["step_s"]),
                 NOTHING if mfu is None else f"{100 * mfu:.1f} %",
                 NOTHING if busy is None else f"{100 * busy:.0f} %",
-                ratio,
             )
         )
     if not rows:
         return []
-    heads = ("", "n", "tokens/s", "step s", "MFU", "GPU computes", "× the trainer's tokens/s")
+    heads = ("", "n", "tokens/s", "step s", "MFU", "GPU computes")
     return [f"### A GPT of 12 layers, width 768, context 1024\n\nMedians of the settled steps.\n\n{table(heads, rows)}"]
 
 

@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.gpu import figures, nanogpt
+from bench.gpu import figures
 from bench.gpu.figures import Figures
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "bench" / "scripts"
-# The windows of a forward pass and of a step: nanoGPT's 12, and five of them.
+# The windows of a forward pass and of a step.
 WINDOWS, ACCUMULATED, CONTEXT = 12, 5, 1024
 STEPS = 30
 # The last ones: after a profile, steps stay slower than before it.
@@ -26,10 +26,7 @@ GPT2_VOCABULARY, BYTES = 50304, 256
 
 @dataclass(frozen=True)
 class Part:
-    """`command` runs in `folder`, which is there and empty, for at most `limit_s`. `read` gets its output.
-
-    With `skipped`, a sentence, it is not run. `begin` prepares the folder.
-    """
+    """`command` runs in `folder`, which is there and empty, for at most `limit_s`. `read` gets its output."""
 
     name: str
     limit_s: float
@@ -37,20 +34,16 @@ class Part:
     read: Callable[[str], Figures]
     folder: Path
     env: Mapping[str, str] = field(default_factory=dict)
-    skipped: str = ""
-    begin: Callable[[], None] = lambda: None
 
 
-def parts(out: Path, nano: Path | None, *, shape: tuple[str, ...] = (*SHAPE, *BATCH)) -> list[Part]:
+def parts(out: Path, *, shape: tuple[str, ...] = (*SHAPE, *BATCH)) -> list[Part]:
     """All parts; the ones whose figures are asked for most come first, since the time may end before the last."""
     return [
         _facts(out / "facts"),
         _trainer(out / "bf16-compile-124m", shape, "--bf16", "--compile", vocabulary=GPT2_VOCABULARY),
-        _nanogpt(out / "nanogpt-124m", nano, GPT2_VOCABULARY),
         _tests(out / "tests"),
         _launches(out / "launches"),
         _trainer(out / "bf16-compile", shape, "--bf16", "--compile", "--profile", PROFILED),
-        _nanogpt(out / "nanogpt", nano, BYTES),
         _trainer(out / "bf16", shape, "--bf16"),
         _trainer(out / "float32", shape),
     ]
@@ -88,23 +81,6 @@ def _trainer(folder: Path, shape: tuple[str, ...], *options: str, vocabulary: in
         return figures.trained((folder / "run" / "metrics.jsonl").read_text().splitlines(), profile)
 
     return Part(folder.name, 90, command, read, folder)
-
-
-def _nanogpt(folder: Path, nano: Path | None, vocabulary: int) -> Part:
-    skipped = "" if nano else "nanoGPT is not given: git clone https://github.com/karpathy/nanoGPT, then NANOGPT=DIR"
-    skipped = skipped or (nanogpt.trouble(nano) if nano else "")
-    nano = nano or Path()
-    command = nanogpt.command(nano, windows=WINDOWS, accumulated=ACCUMULATED, steps=STEPS)
-    tokens = WINDOWS * ACCUMULATED * CONTEXT
-    return Part(
-        folder.name,
-        90,
-        tuple(command),
-        lambda output: figures.nanogpt(output, tokens),
-        folder,
-        skipped=skipped,
-        begin=lambda: nanogpt.prepare(folder, nano, vocabulary),
-    )
 
 
 def _elaunch(folder: Path) -> tuple[str, ...]:

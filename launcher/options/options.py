@@ -23,7 +23,7 @@ from elaunch.launcher.options.job_file import JobFile
 from elaunch.launcher.options.table import TABLE
 from elaunch.launcher.options.values import Address
 from elaunch.rendezvous.job_spec import ProgramKind
-from elaunch.rendezvous.rules.roles import counts_in
+from elaunch.rendezvous.rules.assign_ranks import counts_in
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,6 @@ class Options:
     rdzv_endpoint: tuple[Address, ...]
     rdzv_backend: str
     rdzv_conf: Mapping[str, str]
-    store: str
     scheduler: str
     token_file: str | None
     node_rank: int

@@ -11,7 +11,7 @@ from elaunch.agent.config import LogFormat, OnHang, StreamChoice
 from elaunch.launcher.options import values
 from elaunch.launcher.options.command_line import Command, Group, HelpRequested, Option
 from elaunch.launcher.schedulers.detect import SCHEDULERS
-from elaunch.rendezvous.limits import HOST_BYTES_MAX, ROLE_BYTES_MAX, RUN_ID_BYTES_MAX
+from elaunch.rendezvous.codec import HOST_BYTES_MAX, ROLE_BYTES_MAX, RUN_ID_BYTES_MAX
 
 
 def _switch(name: str, group: Group, help: str, **more: Any) -> Option:
@@ -191,11 +191,6 @@ _RENDEZVOUS = (
     Option(
         "rdzv-conf", Group.RENDEZVOUS, "K=V,K=V", "settings of the rendezvous", values.key_values,
         default={}, default_text="none", peer="rdzv-conf", differs="other keys; unknown ones are ignored",
-    ),
-    Option(
-        "store", Group.RENDEZVOUS, "KIND", "store that a node serves: auto, memory, etcd",
-        values.one_of("auto", "memory", "etcd"),
-        default="auto", default_text="auto",
     ),
     Option(
         "scheduler", Group.RENDEZVOUS, "NAME", "scheduler that fills in the rest: auto, none, a name",

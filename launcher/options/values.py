@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elaunch.agent.config import LogFormat, NumaBinding, OnHang, StreamChoice, Streams
-from elaunch.rendezvous.job_spec import SLOTS_MAX
-from elaunch.rendezvous.rules.roles import counts_in
+from elaunch.rendezvous.rules.assign_ranks import counts_in
+from elaunch.rendezvous.types import SLOTS_MAX
 
 Raw = str | list[str] | dict[str, str]
 Convert = Callable[[Raw], object]

@@ -1,51 +1,91 @@
-"""etcd v3 in memory: the part of its API that a rendezvous uses, without a network and without a clock."""
+"""The part of etcd v3 that a rendezvous uses: keys, revisions, leases, transactions; no network and no clock."""
 
 from __future__ import annotations
 
+import math
+import sys
+from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 
-from elaunch.rendezvous.engine.leases import LeaseNotFound, Leases
-from elaunch.rendezvous.engine.mvcc import UNBOUNDED, KeySpace, KeyValue, Refused, WrittenRevision, within
-from elaunch.rendezvous.engine.request_sizes import (
-    LOG_BYTES,
-    MESSAGE_BYTES_MAX,
-    REQUEST_BYTES_MAX,
-    request_bytes,
-    txn_bytes,
-)
-from elaunch.rendezvous.engine.requests import (
-    Compare,
-    DeleteAnswer,
-    DeleteRequest,
-    OpAnswer,
-    OpRequest,
-    PutAnswer,
-    PutRequest,
-    RangeAnswer,
-    RangeRequest,
-    Result,
-    Target,
-    TxnAnswer,
-    TxnRequest,
+from elaunch.rendezvous.store import (
+    Absent,
+    Answer,
+    Changes,
+    Delete,
+    Empty,
+    KeyEntry,
+    NoneNewer,
+    Op,
+    Present,
+    Put,
+    Txn,
+    TxnGuard,
+    Unchanged,
+    View,
 )
 
+# etcd's --max-request-bytes and --max-txn-ops.
+REQUEST_BYTES_MAX = 3 << 19
 OPS_MAX = 128
 HISTORY_REVISIONS = 10_000
 HISTORY_BYTES = 64 << 20
 # Memory of all keys, their history and the leases. This process runs on the head, where the workers need the memory.
 QUOTA_BYTES = 256 << 20
-_LEASE_BYTES = 1024
-# etcd's minimum at its default election timeout.
+# etcd's minimum at its default election timeout, and its own maximum, about 285 years.
 TTL_MIN_S = 2
+TTL_MAX_S = 9_000_000_000
+# Memory of an entry besides key and value, and of a lease: measured, and rounded up.
+_ENTRY_BYTES = 320
+_LEASE_BYTES = 1024
+
+
+class Refused(Exception):
+    """The engine refuses a request, with etcd's text; `code` is gRPC's status code. Nothing was changed."""
+
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+
+
+class LeaseNotFound(Refused):
+    """The lease has ended, or never was."""
+
+    def __init__(self) -> None:
+        super().__init__(5, "etcdserver: requested lease not found")
+
+
+class LeaseExists(Refused):
+    """The id is in use."""
+
+    def __init__(self) -> None:
+        super().__init__(9, "etcdserver: lease already exists")
+
+
+class Compacted(Exception):
+    """The history no longer has the requested revision; `revision` is the first that it has."""
+
+    def __init__(self, revision: int) -> None:
+        super().__init__(f"compacted up to {revision}")
+        self.revision = revision
+
+
+class _Lease:
+    """One lease. `ends_s` is on the caller's clock; `keys` are deleted when the lease ends."""
+
+    def __init__(self, ttl_s: int, ends_s: float) -> None:
+        self.ttl_s = ttl_s
+        self.ends_s = ends_s
+        self.keys: set[str] = set()
 
 
 class Engine:
-    """One etcd's keys and leases.
+    """One store's keys and leases.
 
-    Every method that takes a request may raise `Refused`; then it has changed nothing. Leases end only in `end_leases`.
-    About the last `history_revisions` revisions can be read and watched, fewer if they hold more than `history_bytes`.
-    A put or a grant that would take more than `quota_bytes` of memory is refused. Deleting a key makes room at once; a
-    real etcd must be compacted first, and its alarm disarmed.
+    Every method that writes may raise `Refused`. Leases end only in `end_leases`. About the last `history_revisions`
+    revisions can be watched, fewer if they hold more than `history_bytes`. A write that would take more than
+    `quota_bytes` of memory is refused. Deleting a key makes room at once; a real etcd must be compacted first, and its
+    alarm disarmed.
     """
 
     def __init__(
@@ -54,241 +94,203 @@ class Engine:
         history_revisions: int = HISTORY_REVISIONS,
         history_bytes: int = HISTORY_BYTES,
         quota_bytes: int = QUOTA_BYTES,
-        ttl_min_s: int = TTL_MIN_S,
     ) -> None:
-        self._told: Callable[[WrittenRevision], None] = lambda written: None
+        self.revision = 1
+        # No lease ends before this time.
+        self.idle_until_s = math.inf
+        self._listener: Callable[[Changes], None] = lambda changes: None
         self._history_revisions = history_revisions
         self._history_bytes = history_bytes
-        self._quota_bytes = quota_bytes
-        self._keys = KeySpace()
-        self._leases = Leases(ttl_min_s)
+        self.quota_bytes = quota_bytes
+        self._entries: dict[str, KeyEntry] = {}
+        self._index: list[str] = []
+        self._entries_bytes = 0
+        # What the last revisions wrote, one after the other.
+        self._history: list[Changes] = []
+        self._history_held = 0
+        self._leases: dict[int, _Lease] = {}
         self._now_s = 0.0
 
-    @property
-    def revision(self) -> int:
-        return self._keys.revision
+    def listen(self, listener: Callable[[Changes], None]) -> None:
+        """From now on, call `listener` with each new revision, before the write that made it is answered."""
+        self._listener = listener
 
-    def listen(self, told: Callable[[WrittenRevision], None]) -> None:
-        """From now on, call `told` with each new revision, before the write that made it is answered."""
-        self._told = told
+    def read(self, prefix: str) -> View:
+        """All keys that start with `prefix`."""
+        return View(self.revision, {key: self._entries[key] for key in self._keys_under(prefix)})
 
-    def range(self, request: RangeRequest) -> RangeAnswer:
-        _check_message(request_bytes(request))
-        _check(request)
-        self._keys.check(request.revision)
-        return self._range(request)
-
-    def put(self, request: PutRequest) -> PutAnswer:
-        size = request_bytes(request)
-        _check_message(size)
-        self._check_room(size)
-        _check(request)
-        _check_logged(size)
-        self._check_lease(request)
-        answer = self._put(request)
-        self._seal()
-        return answer
-
-    def delete(self, request: DeleteRequest) -> DeleteAnswer:
-        size = request_bytes(request)
-        _check_message(size)
-        _check(request)
-        _check_logged(size)
-        answer = self._delete(request)
-        self._seal()
-        return answer
-
-    def txn(self, request: TxnRequest) -> TxnAnswer:
-        """Run one branch, at one revision: `success` if every comparison is true, else `failure`."""
-        size = txn_bytes(request)
-        _check_message(size)
-        ops = (*request.success, *request.failure)
-        if any(isinstance(op, PutRequest) for op in ops):
+    def commit(self, txn: Txn) -> Answer:
+        """Run one branch, at one revision: `then` if every guard holds, else `otherwise`."""
+        size = _checked_size(txn)
+        if any(isinstance(op, Put) for op in (*txn.then, *txn.otherwise)):
             self._check_room(size)
-        _check_txn(request)
-        if not all(isinstance(op, RangeRequest) for op in ops):
-            _check_logged(size)
-        succeeded = all(map(self._is_true, request.compare))
-        branch = request.success if succeeded else request.failure
-        # In etcd's order, and before anything is written: a write would make one more revision readable.
-        for op in branch:
-            if isinstance(op, PutRequest):
-                self._check_lease(op)
-        for op in branch:
-            if isinstance(op, RangeRequest):
-                self._keys.check(op.revision)
-        answers = tuple(map(self._do, branch))
-        self._seal()
-        return TxnAnswer(self.revision, succeeded, answers)
+        held = all(map(self._holds, txn.guards))
+        branch = txn.then if held else txn.otherwise
+        if any(isinstance(op, Put) and op.lease and op.lease not in self._leases for op in branch):
+            raise LeaseNotFound
+        self._write(branch)
+        return Answer(held, self.revision)
 
-    def compact(self, revision: int) -> int:
-        """Forget the history before `revision`. Returns the store's revision."""
-        self._keys.compact(revision)
-        return self.revision
+    def since(self, revision: int, count_max: int) -> Sequence[Changes]:
+        """At most `count_max` revisions in order, beginning with `revision`. Raises Compacted."""
+        first = self.revision + 1 - len(self._history)
+        if revision < first and first > 2:
+            raise Compacted(first)
+        start = max(revision - first, 0)
+        return self._history[start : start + count_max]
 
-    def since(self, revision: int, revisions_max: int) -> Sequence[WrittenRevision]:
-        """At most `revisions_max` revisions in order, beginning with `revision`.
+    def compact(self, revision: int) -> None:
+        """Forget the history before `revision`."""
+        count = max(revision - (self.revision + 1 - len(self._history)), 0)
+        self._history_held -= sum(map(_changes_bytes, self._history[:count]))
+        del self._history[:count]
 
-        Raises Compacted if the history no longer has them.
-        """
-        return self._keys.since(revision, revisions_max)
-
-    def grant(self, lease: int, ttl_s: int) -> tuple[int, int]:
-        """Create a lease; the engine chooses the id if `lease` is 0. Returns the id and the time to live in seconds."""
+    def grant(self, lease: int, ttl_s: int) -> int:
+        """Create a lease with this id. Returns its time to live in seconds, which may be longer than requested."""
         self._check_room(_LEASE_BYTES)
-        return self._leases.grant(lease, ttl_s, self._now_s)
+        if ttl_s > TTL_MAX_S:
+            raise Refused(11, "etcdserver: too large lease TTL")
+        if lease in self._leases:
+            raise LeaseExists
+        ttl_s = max(ttl_s, TTL_MIN_S)
+        self._leases[lease] = _Lease(ttl_s, self._now_s + ttl_s)
+        self.idle_until_s = min(self.idle_until_s, self._now_s + ttl_s)
+        return ttl_s
 
     def keep_alive(self, lease: int) -> int:
         """Renew the lease. Returns the seconds that it now has, 0 if it has ended."""
-        return self._leases.renew(lease, self._now_s) if lease in self._leases else 0
-
-    def time_to_live(self, lease: int) -> tuple[int, int, Sequence[bytes]]:
-        """A lease's remaining whole seconds, its granted seconds and its keys; (-1, 0, ()) if it has ended."""
-        if lease not in self._leases:
-            return -1, 0, ()
-        found = self._leases.find(lease)
-        return int(found.ends_s - self._now_s), found.ttl_s, sorted(found.keys)
+        if (found := self._leases.get(lease)) is None:
+            return 0
+        found.ends_s = self._now_s + found.ttl_s
+        return found.ttl_s
 
     def revoke(self, lease: int) -> None:
         """End a lease and delete its keys, at one revision."""
-        for key in self._leases.end(lease):
-            self._keys.delete(key)
-        self._seal()
-
-    @property
-    def idle_until_s(self) -> float:
-        """No lease ends before this time."""
-        return self._leases.soonest_s
+        if lease not in self._leases:
+            raise LeaseNotFound
+        keys = self._leases.pop(lease).keys
+        self._write([Delete(key) for key in sorted(keys)])
 
     def tell_time(self, now_s: float) -> None:
         """Set the time to `now_s`, on a clock of the caller that never goes back. No lease ends yet."""
         self._now_s = now_s
 
     def end_leases(self) -> None:
-        """End the leases whose time is over, each at its own revision."""
-        for lease in self._leases.due(self._now_s):
-            self.revoke(lease)
-
-    def _do(self, request: OpRequest) -> OpAnswer:
-        match request:
-            case RangeRequest():
-                return self._range(request)
-            case PutRequest():
-                return self._put(request)
-            case DeleteRequest():
-                return self._delete(request)
-
-    def _range(self, request: RangeRequest) -> RangeAnswer:
-        kvs: Sequence[KeyValue] = self._keys.range(request.key, request.end, request.revision)
-        total = len(kvs)
-        more = 0 < request.limit < total and not request.count_only
-        if more:
-            kvs = kvs[: request.limit]
-        if request.count_only:
-            kvs = ()
-        elif request.keys_only:
-            kvs = [kv._replace(value=b"") for kv in kvs]
-        return RangeAnswer(self._keys.open_revision, kvs, more, total)
-
-    def _put(self, request: PutRequest) -> PutAnswer:
-        old = self._keys.put(request.key, request.value, request.lease)
-        self._leases.move(request.key, old.lease if old else 0, request.lease)
-        return PutAnswer(self._keys.open_revision, old if request.prev_kv else None)
-
-    def _delete(self, request: DeleteRequest) -> DeleteAnswer:
-        gone = self._keys.delete(request.key, request.end)
-        for old in gone:
-            self._leases.move(old.key, old.lease, 0)
-        return DeleteAnswer(self._keys.open_revision, len(gone), gone if request.prev_kv else ())
-
-    def _seal(self) -> None:
-        written = self._keys.seal()
-        if not written:
+        """End the leases whose time is over, each at its own revision, in the order in which it ran out."""
+        if self._now_s < self.idle_until_s:
             return
-        self._told(written)
-        kept = self._keys.history_length
+        for _, lease in sorted((it.ends_s, lease) for lease, it in self._leases.items() if it.ends_s <= self._now_s):
+            self.revoke(lease)
+        self.idle_until_s = min((lease.ends_s for lease in self._leases.values()), default=math.inf)
+
+    def _keys_under(self, prefix: str) -> Sequence[str]:
+        start = end = bisect_left(self._index, prefix)
+        while end < len(self._index) and self._index[end].startswith(prefix):
+            end += 1
+        return self._index[start:end]
+
+    def _holds(self, guard: TxnGuard) -> bool:
+        match guard:
+            case Absent(key):
+                return key not in self._entries
+            case Present(key):
+                return key in self._entries
+            case Unchanged(key, mod_revision):
+                return key in self._entries and self._entries[key].mod_revision == mod_revision
+            case Empty(prefix):
+                return not self._keys_under(prefix)
+            case NoneNewer(prefix, revision):
+                return all(self._entries[key].mod_revision <= revision for key in self._keys_under(prefix))
+
+    def _write(self, ops: Sequence[Op]) -> None:
+        written: dict[str, KeyEntry | None] = {}
+        for op in ops:
+            match op:
+                case Put(key, value, lease):
+                    old = self._entries.get(key)
+                    created = old.create_revision if old else self.revision + 1
+                    written[key] = self._replace(key, KeyEntry(value, created, self.revision + 1, lease))
+                case Delete(key, ""):
+                    if key in self._entries:
+                        written[key] = self._replace(key, None)
+                case Delete(start, end):
+                    for key in self._index[bisect_left(self._index, start) : bisect_left(self._index, end)]:
+                        written[key] = self._replace(key, None)
+        if written:
+            self.revision += 1
+            self._remember(Changes(self.revision, written))
+
+    def _replace(self, key: str, entry: KeyEntry | None) -> KeyEntry | None:
+        """Write a key, or delete it. Returns its new entry."""
+        if old := self._entries.pop(key, None):
+            self._entries_bytes -= _entry_bytes(key, old)
+            if old.lease in self._leases:
+                self._leases[old.lease].keys.discard(key)
+            if entry is None:
+                del self._index[bisect_left(self._index, key)]
+        if entry:
+            if old is None:
+                insort(self._index, key)
+            self._entries[key] = entry
+            self._entries_bytes += _entry_bytes(key, entry)
+            if entry.lease:
+                self._leases[entry.lease].keys.add(key)
+        return entry
+
+    def _remember(self, changes: Changes) -> None:
+        self._history.append(changes)
+        self._history_held += _changes_bytes(changes)
+        self._listener(changes)
         # With ten percent of slack, so that not every write compacts.
-        if kept > self._history_revisions + self._history_revisions // 10:
-            self._keys.compact(self.revision - self._history_revisions)
-        elif kept > 1 and self._keys.history_bytes > self._history_bytes:
-            self._keys.compact(self.revision - kept // 2)
+        if len(self._history) > self._history_revisions + self._history_revisions // 10:
+            self.compact(self.revision + 1 - self._history_revisions)
+        elif self._history_held > self._history_bytes and len(self._history) > 1:
+            self._forget_half()
+
+    def _forget_half(self) -> None:
+        self.compact(self.revision + 1 - len(self._history) // 2)
 
     def _check_room(self, size: int) -> None:
         # History is dropped before a write is refused. A watch that loses its history is told so, and reads again.
-        while self._is_full(size) and (kept := self._keys.history_length) > 1:
-            self._keys.compact(self.revision - (kept - 1) // 2)
+        while self._is_full(size) and self._history:
+            self._forget_half()
         if self._is_full(size):
             raise Refused(8, "etcdserver: mvcc: database space exceeded")
 
     def _is_full(self, size: int) -> bool:
-        return self._keys.held_bytes + _LEASE_BYTES * len(self._leases) + size > self._quota_bytes
-
-    def _check_lease(self, request: PutRequest) -> None:
-        if request.lease and request.lease not in self._leases:
-            raise LeaseNotFound
-
-    def _is_true(self, compare: Compare) -> bool:
-        kvs = self._keys.range(compare.key, compare.end)
-        if not kvs:
-            # A missing key has no value, so no comparison of its value is true. All its numbers are 0.
-            return compare.target is not Target.VALUE and _compares(compare, 0)
-        return all(_compares(compare, _subject(compare.target, kv)) for kv in kvs)
+        held = self._entries_bytes + self._history_held + _LEASE_BYTES * len(self._leases)
+        return held + size > self.quota_bytes
 
 
-def _subject(target: Target, kv: KeyValue) -> bytes | int:
-    match target:
-        case Target.VERSION:
-            return kv.version
-        case Target.CREATE:
-            return kv.create_revision
-        case Target.MOD:
-            return kv.mod_revision
-        case Target.VALUE:
-            return kv.value
-        case Target.LEASE:
-            return kv.lease
+def _entry_bytes(key: str, entry: KeyEntry | None) -> int:
+    return sys.getsizeof(key) + _ENTRY_BYTES + (sys.getsizeof(entry.value) if entry else 0)
 
 
-def _compares(compare: Compare, subject: bytes | int) -> bool:
-    match compare.result:
-        case Result.EQUAL:
-            return subject == compare.value
-        case Result.NOT_EQUAL:
-            return subject != compare.value
-        case Result.GREATER:
-            return subject > compare.value  # type: ignore[operator]
-        case Result.LESS:
-            return subject < compare.value  # type: ignore[operator]
+def _changes_bytes(changes: Changes) -> int:
+    return sum(_entry_bytes(key, entry) for key, entry in changes.entries.items())
 
 
-def _check_message(size: int) -> None:
-    """Raises Refused with the text of etcd's gRPC. The code is the same as for a full store."""
-    if size > MESSAGE_BYTES_MAX:
-        raise Refused(8, f"grpc: received message larger than max ({size} vs. {MESSAGE_BYTES_MAX})")
-
-
-def _check_logged(size: int) -> None:
-    if size + LOG_BYTES > REQUEST_BYTES_MAX:
-        raise Refused(3, "etcdserver: request is too large")
-
-
-def _check(request: OpRequest | Compare) -> None:
-    if not request.key:
-        raise Refused(3, "etcdserver: key is not provided")
-
-
-def _check_txn(request: TxnRequest) -> None:
-    if max(len(request.compare), len(request.success), len(request.failure)) > OPS_MAX:
+def _checked_size(txn: Txn) -> int:
+    """Bytes of the keys and values. Raises Refused for a transaction that etcd does not take."""
+    size = sum(len(getattr(guard, "key", getattr(guard, "prefix", "")).encode(*_RAW)) for guard in txn.guards)
+    for branch in (txn.then, txn.otherwise):
+        puts = [op for op in branch if isinstance(op, Put)]
+        deletes = [op for op in branch if isinstance(op, Delete)]
+        size += sum(len(put.key.encode(*_RAW)) + len(put.value.encode(*_RAW)) for put in puts)
+        if not all(op.key for op in branch):
+            raise Refused(3, "etcdserver: key is not provided")
+        if len({put.key for put in puts}) < len(puts) or any(_deletes(op, put.key) for op in deletes for put in puts):
+            raise Refused(3, "etcdserver: duplicate key given in txn request")
+    if max(len(txn.guards), len(txn.then), len(txn.otherwise)) > OPS_MAX:
         raise Refused(3, "etcdserver: too many operations in txn request")
-    for part in (*request.compare, *request.success, *request.failure):
-        _check(part)
-    for branch in (request.success, request.failure):
-        _check_written_once(branch)
+    if size > REQUEST_BYTES_MAX:
+        raise Refused(3, "etcdserver: request is too large")
+    return size
 
 
-def _check_written_once(branch: Sequence[OpRequest]) -> None:
-    puts = [op.key for op in branch if isinstance(op, PutRequest)]
-    # As in etcd, a range without an end is not checked.
-    deletes = [op for op in branch if isinstance(op, DeleteRequest) and op.end != UNBOUNDED]
-    if len(set(puts)) < len(puts) or any(within(key, op.key, op.end) for key in puts for op in deletes):
-        raise Refused(3, "etcdserver: duplicate key given in txn request")
+# Keys and values may be bytes that are no UTF-8.
+_RAW = ("utf-8", "surrogateescape")
+
+
+def _deletes(op: Delete, key: str) -> bool:
+    return op.key <= key < op.end if op.end else key == op.key

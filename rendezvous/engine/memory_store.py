@@ -3,41 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 
-from elaunch.rendezvous.engine.engine import Engine
-from elaunch.rendezvous.engine.leases import LeaseExists, LeaseNotFound
-from elaunch.rendezvous.engine.mvcc import UNBOUNDED, Compacted, KeyValue, Refused, WrittenRevision, prefix_end, within
-from elaunch.rendezvous.engine.requests import (
-    Compare,
-    DeleteRequest,
-    OpRequest,
-    PutRequest,
-    RangeRequest,
-    Result,
-    Target,
-    TxnRequest,
-)
-from elaunch.rendezvous.store import (
-    Absent,
-    Answer,
-    Changes,
-    Delete,
-    Empty,
-    KeyEntry,
-    LeaseGone,
-    NoneNewer,
-    Op,
-    Present,
-    Put,
-    StoreError,
-    Txn,
-    TxnGuard,
-    Unchanged,
-    Update,
-    View,
-)
+from elaunch.rendezvous.endpoint import Access, Endpoint
+from elaunch.rendezvous.engine.engine import Compacted, Engine, LeaseExists, LeaseNotFound, Refused
+from elaunch.rendezvous.etcd.errors import explain
+from elaunch.rendezvous.etcd.transport import EtcdError
+from elaunch.rendezvous.store import Answer, Changes, Txn, Update, View
 
 _BATCH_REVISIONS = 100
 # Watches are up to date after each call. A restart writes some five revisions, and an agent may restart for weeks.
@@ -59,23 +32,18 @@ class MemoryStore:
     def check(self) -> str:
         return "in memory"
 
-    def read(self, *prefixes: str) -> View:
-        found: dict[bytes, KeyValue] = {}
-        for prefix in prefixes:
-            found.update((kv.key, kv) for kv in self.engine.range(RangeRequest(*_range(prefix))).kvs)
-        entries = {kv.key.decode(): _entry(kv) for _, kv in sorted(found.items())}
-        return View(self.engine.revision, entries)
+    def read(self, prefix: str) -> View:
+        return self.engine.read(prefix)
 
     def commit(self, txn: Txn) -> Answer:
-        request = TxnRequest(tuple(map(_compare, txn.guards)), _requests(txn.then), _requests(txn.otherwise))
         try:
-            answer = self.engine.txn(request)
-        except LeaseNotFound:
-            raise LeaseGone("the lease of a put has ended") from None
+            answer = self.engine.commit(txn)
         except Refused as refused:
-            raise _store_error(refused) from None
+            # As a client of etcd would.
+            error = EtcdError(refused.code, refused.message)
+            raise explain(error, Endpoint("memory", 0), Access()) from None
         self._tell()
-        return Answer(answer.succeeded, answer.revision)
+        return answer
 
     def grant(self, lease: int, ttl_s: float) -> None:
         with suppress(LeaseExists):
@@ -123,8 +91,8 @@ class MemoryStore:
 
     def _catch_up(self, watch: _Watch) -> None:
         try:
-            for written in self.engine.since(watch.next_revision, _BATCH_REVISIONS):
-                watch.told(written)
+            for changes in self.engine.since(watch.next_revision, _BATCH_REVISIONS):
+                watch.told(changes)
         except Compacted:
             watch.view(self.read(watch.prefix))
 
@@ -136,7 +104,6 @@ class _Watch:
         self.prefix = prefix
         self.next_revision = next_revision
         self.closed = False
-        self._range = _range(prefix)
         self._tell = tell
 
     def begun(self) -> None:
@@ -145,57 +112,12 @@ class _Watch:
     def close(self) -> None:
         self.closed = True
 
-    def told(self, written: WrittenRevision) -> None:
-        self.next_revision = written.revision + 1
-        events = [event for event in written.events if within(event.key, *self._range)]
-        if events and not self.closed:
-            changes = {event.key.decode(): _entry(event) if event.version else None for event in events}
-            self._tell(Changes(written.revision, changes))
+    def told(self, changes: Changes) -> None:
+        self.next_revision = changes.revision + 1
+        if not self.closed and (seen := changes.under(self.prefix)):
+            self._tell(seen)
 
     def view(self, view: View) -> None:
         self.next_revision = view.revision + 1
         if not self.closed:
             self._tell(view)
-
-
-def _store_error(refused: Refused) -> StoreError:
-    """The error that a client of etcd would raise for the same refusal."""
-    # Imported here: without these modules a job on one node starts sooner.
-    from elaunch.rendezvous.endpoint import Access, Endpoint
-    from elaunch.rendezvous.etcd import errors, transport
-
-    return errors.explain(transport.EtcdError(refused.code, refused.message), Endpoint("memory", 0), Access())
-
-
-def _range(prefix: str) -> tuple[bytes, bytes]:
-    return (prefix.encode(), prefix_end(prefix.encode())) if prefix else (UNBOUNDED, UNBOUNDED)
-
-
-def _entry(kv: KeyValue) -> KeyEntry:
-    return KeyEntry(kv.value.decode(), kv.create_revision, kv.mod_revision, kv.lease)
-
-
-def _compare(guard: TxnGuard) -> Compare:
-    match guard:
-        case Absent(key):
-            return Compare(Target.CREATE, Result.EQUAL, key.encode(), b"", 0)
-        case Present(key):
-            return Compare(Target.CREATE, Result.GREATER, key.encode(), b"", 0)
-        case Unchanged(key, mod_revision):
-            return Compare(Target.MOD, Result.EQUAL, key.encode(), b"", mod_revision)
-        case Empty(prefix):
-            return Compare(Target.CREATE, Result.EQUAL, *_range(prefix), 0)
-        case NoneNewer(prefix, revision):
-            return Compare(Target.MOD, Result.LESS, *_range(prefix), revision + 1)
-
-
-def _requests(ops: Iterable[Op]) -> tuple[OpRequest, ...]:
-    return tuple(map(_request, ops))
-
-
-def _request(op: Op) -> OpRequest:
-    match op:
-        case Put(key, value, lease):
-            return PutRequest(key.encode(), value.encode(), lease)
-        case Delete(key, end):
-            return DeleteRequest(key.encode(), end.encode())

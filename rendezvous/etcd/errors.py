@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from elaunch.rendezvous.endpoint import Access, Endpoint
 from elaunch.rendezvous.etcd.transport import EtcdError
-from elaunch.rendezvous.store import Denied, HistoryLost, LeaseGone, Rejected, StoreError, TooLarge, Unavailable
+from elaunch.rendezvous.store import Denied, HistoryLost, LeaseGone, Rejected, StoreError, Unavailable
 
 CANCELLED, UNKNOWN, INVALID, DEADLINE, NOT_FOUND, EXISTS, PERMISSION, EXHAUSTED = range(1, 9)
 PRECONDITION, ABORTED, OUT_OF_RANGE, UNIMPLEMENTED, INTERNAL, UNAVAILABLE, DATA_LOSS, UNAUTHENTICATED = range(9, 17)
@@ -22,7 +22,6 @@ class Kind(Enum):
 
     WAIT = auto()  # The error passes by itself: ask again, also other members.
     SAY = auto()  # Ask again, and tell the user at once: somebody may have to act.
-    TRIM = auto()  # Send a smaller request.
     DENY = auto()  # Waiting does not help. An agent that has not joined the job yet ends; others treat it as SAY.
     LOGIN = auto()  # The token has expired: get another one.
     LEASE_GONE = auto()
@@ -46,6 +45,11 @@ _OURS_IS_FULL = (
     "the served store is full and takes no writes: it holds 256 MiB at most, and something that has the token fills it;"
     " end that, and delete its keys"
 )
+_TOO_LARGE = Rule(
+    Kind.DENY,
+    "this etcd, or a proxy before it, takes smaller requests than elaunch needs: start etcd with"
+    " --max-request-bytes=1572864 or more",
+)
 # By etcd's own text, which says more than the code. The first row whose words are in the text decides.
 BY_TEXT: dict[str, Rule] = {
     "requested lease not found": Rule(Kind.LEASE_GONE),
@@ -62,9 +66,9 @@ BY_TEXT: dict[str, Rule] = {
         " disarm the alarm (etcdctl alarm disarm)",
     ),
     "too many requests": Rule(Kind.WAIT),
-    "request is too large": Rule(Kind.TRIM),
-    "larger than max": Rule(Kind.TRIM),
-    "exceeding the max size": Rule(Kind.TRIM),
+    "request is too large": _TOO_LARGE,
+    "larger than max": _TOO_LARGE,
+    "exceeding the max size": _TOO_LARGE,
     "too many operations": Rule(
         Kind.DENY,
         "this etcd takes fewer operations at once than elaunch needs: start it with --max-txn-ops=128 or more",
@@ -109,7 +113,7 @@ BY_CODE: dict[int, Rule] = {
     EXHAUSTED: Rule(Kind.SAY, "etcd has run out of a resource"),
     PRECONDITION: Rule(Kind.DENY, "etcd refuses"),
     ABORTED: Rule(Kind.WAIT),
-    OUT_OF_RANGE: Rule(Kind.TRIM),
+    OUT_OF_RANGE: _TOO_LARGE,
     UNIMPLEMENTED: Rule(Kind.DENY, "this etcd does not know the request"),
     INTERNAL: Rule(Kind.SAY, "etcd has an internal error"),
     UNAVAILABLE: Rule(Kind.WAIT),
@@ -133,8 +137,6 @@ def explain(error: EtcdError, endpoint: Endpoint, access: Access) -> StoreError:
     match kind:
         case Kind.LEASE_GONE:
             return LeaseGone(f"{endpoint}: the lease has ended")
-        case Kind.TRIM:
-            return TooLarge(f"{endpoint} refuses a request of that size: {error.text}")
         case Kind.SAY | Kind.LEASE_THERE:
             # Only the store that elaunch serves gets a bearer, and that store has no alarm.
             is_ours = bool(access.bearer) and sentence == BY_TEXT[_FULL].sentence

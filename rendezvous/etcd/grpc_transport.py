@@ -1,34 +1,39 @@
-"""Requests over gRPC, for an etcd without a JSON gateway. It uses the channel, credentials and calls of package etcd3.
+"""Requests over gRPC, for an etcd without a JSON gateway, with the messages of the package etcd3.
 
-The rest of that package is not used: its watcher spins while a server is unreachable and never resumes, its lock does
-not work with today's tenacity, and its client knows one endpoint and one token that it never renews.
+Only the package's descriptors of messages are used. Its generated modules are from 2018, do not load with protobuf 4 or
+later, and register names in the pool that the whole process shares; its client knows one endpoint and one token.
 
 A process with an open channel must not fork without exec: the child would lack gRPC's threads.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
+import importlib.util
+import os
+import re
 import ssl
 import threading
 from contextlib import suppress
-from typing import Any
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from elaunch.rendezvous.endpoint import Access, Endpoint, Tls
-from elaunch.rendezvous.etcd.grpc_messages import load
 from elaunch.rendezvous.etcd.transport import EtcdError, Json, Rpc
 from elaunch.rendezvous.store import Denied, StoreError, TimedOut, Unavailable
 
-# Service, method and request of each call, in etcd's rpc.proto.
+# Service and method of each call, in etcd's rpc.proto.
 _CALLS = {
-    Rpc.RANGE: ("KV", "Range", "RangeRequest"),
-    Rpc.TXN: ("KV", "Txn", "TxnRequest"),
-    Rpc.GRANT: ("Lease", "LeaseGrant", "LeaseGrantRequest"),
-    Rpc.KEEP_ALIVE: ("Lease", "LeaseKeepAlive", "LeaseKeepAliveRequest"),
-    Rpc.REVOKE: ("Lease", "LeaseRevoke", "LeaseRevokeRequest"),
-    Rpc.WATCH: ("Watch", "Watch", "WatchRequest"),
-    Rpc.AUTHENTICATE: ("Auth", "Authenticate", "AuthenticateRequest"),
-    Rpc.STATUS: ("Maintenance", "Status", "StatusRequest"),
+    Rpc.RANGE: ("KV", "Range"),
+    Rpc.TXN: ("KV", "Txn"),
+    Rpc.GRANT: ("Lease", "LeaseGrant"),
+    Rpc.KEEP_ALIVE: ("Lease", "LeaseKeepAlive"),
+    Rpc.REVOKE: ("Lease", "LeaseRevoke"),
+    Rpc.WATCH: ("Watch", "Watch"),
+    Rpc.AUTHENTICATE: ("Auth", "Authenticate"),
+    Rpc.STATUS: ("Maintenance", "Status"),
 }
 _OPTIONS = (
     # By default gRPC tries again after 1 to 120 s.
@@ -43,6 +48,75 @@ _OPTIONS = (
     ("grpc.enable_http_proxy", 0),
 )
 _CANCELLED, _DEADLINE, _UNAVAILABLE = 1, 4, 14
+_ABSENT = "--rdzv-conf transport=grpc needs the package etcd3: pip install 'elaunch[etcd3]'"
+_VERBOSITY = "GRPC_VERBOSITY"
+
+
+class _Loaded(NamedTuple):
+    """The modules `grpc` and `json_format`, and the classes of etcd's messages by name."""
+
+    grpc: Any
+    json: Any
+    messages: dict[str, Any]
+
+
+@cache
+def load() -> _Loaded:
+    """What the transport needs of the packages. Raises Denied if it cannot be loaded."""
+    try:
+        spec = importlib.util.find_spec("etcd3")
+        grpc, json = _import_grpc_quietly(), importlib.import_module("google.protobuf.json_format")
+    except (ImportError, ValueError):
+        raise Denied(_ABSENT) from None
+    if spec is None or not spec.submodule_search_locations:
+        raise Denied(_ABSENT)
+    package = Path(spec.submodule_search_locations[0])
+    try:
+        return _Loaded(grpc, json, _messages(package / "etcdrpc"))
+    except Exception as error:
+        raise Denied(
+            f"the package etcd3 in {package} cannot be used ({type(error).__name__}: {error}); "
+            "pip install etcd3==0.12.0"
+        ) from error
+
+
+def _import_grpc_quietly() -> Any:
+    """Keep gRPC from printing errors to stderr that its callers get anyway; it reads the variable when it is loaded."""
+    said = os.environ.get(_VERBOSITY)
+    os.environ[_VERBOSITY] = said or "NONE"
+    try:
+        return importlib.import_module("grpc")
+    finally:
+        # Workers must not inherit the variable.
+        if said is None:
+            del os.environ[_VERBOSITY]
+
+
+def _messages(folder: Path) -> dict[str, Any]:
+    """The classes of all messages, by name, in a private pool."""
+    pool_module: Any = importlib.import_module("google.protobuf.descriptor_pool")
+    factory: Any = importlib.import_module("google.protobuf.message_factory")
+    descriptors: Any = importlib.import_module("google.protobuf.descriptor_pb2")
+    pool = pool_module.DescriptorPool()
+    found = {}
+    # In the order of their imports.
+    for name in ("kv", "auth", "rpc"):
+        source = (folder / f"{name}_pb2.py").read_text()
+        literal = re.search(r"serialized_pb=_b\(('(?:[^'\\]|\\.)*')\)", source)
+        if not literal:
+            raise ValueError("no descriptor in its generated modules")
+        raw = str(ast.literal_eval(literal[1])).encode("latin-1")
+        pool.AddSerializedFile(raw)
+        file = descriptors.FileDescriptorProto.FromString(raw)
+        for message in file.message_type:
+            descriptor = pool.FindMessageTypeByName(f"{file.package}.{message.name}")
+            # protobuf 3.20 and early 4.x have no GetMessageClass.
+            found[message.name] = (
+                factory.GetMessageClass(descriptor)
+                if hasattr(factory, "GetMessageClass")
+                else factory.MessageFactory(pool).GetPrototype(descriptor)
+            )
+    return found
 
 
 class GrpcTransport:
@@ -51,13 +125,10 @@ class GrpcTransport:
     def __init__(self, access: Access) -> None:
         if access.bearer or isinstance(access.tls, ssl.SSLContext):
             raise Denied("the store that elaunch serves knows no gRPC; leave --rdzv-conf transport=grpc out")
-        self._etcd3: Any = load()
-        self._grpc: Any = importlib.import_module("grpc")
-        self._json: Any = importlib.import_module("google.protobuf.json_format")
+        self._grpc, self._json, self._messages = load()
         self._tls = access.tls
         self._lock = threading.Lock()
-        self._clients: dict[Endpoint, Any] = {}
-        self._calls: dict[tuple[Endpoint, Rpc], Any] = {}
+        self._channels: dict[Endpoint, Any] = {}
 
     def version(self, endpoint: Endpoint, token: str, deadline_s: float) -> str:
         return str(self.call(endpoint, Rpc.STATUS, {}, token, deadline_s).get("version", ""))
@@ -85,11 +156,10 @@ class GrpcTransport:
 
     def close(self) -> None:
         with self._lock:
-            clients = list(self._clients.values())
-            self._clients.clear()
-            self._calls.clear()
-        for client in clients:
-            client.close()
+            channels = list(self._channels.values())
+            self._channels.clear()
+        for channel in channels:
+            channel.close()
 
     def next_of(self, stream: Any, endpoint: Endpoint, deadline_s: float | None) -> Json:
         """The next answer of a stream, as JSON. Raises StopIteration at its end."""
@@ -113,30 +183,27 @@ class GrpcTransport:
         return found
 
     def _prepared(self, endpoint: Endpoint, rpc: Rpc, request: Json) -> tuple[Any, Any]:
-        service, method, kind = _CALLS[rpc]
-        messages = self._etcd3.etcdrpc
+        service, method = _CALLS[rpc]
         with self._lock:
-            if endpoint not in self._clients:
-                self._clients[endpoint] = self._connected(endpoint)
-            if (endpoint, rpc) not in self._calls:
-                stub = getattr(messages, f"{service}Stub")(self._clients[endpoint].channel)
-                self._calls[endpoint, rpc] = getattr(stub, method)
-            call = self._calls[endpoint, rpc]
-        return call, self._json.ParseDict(request, getattr(messages, kind)())
+            if endpoint not in self._channels:
+                self._channels[endpoint] = self._connected(endpoint)
+            channel = self._channels[endpoint]
+        make = channel.stream_stream if rpc in (Rpc.KEEP_ALIVE, Rpc.WATCH) else channel.unary_unary
+        asked, answer = self._messages[f"{method}Request"], self._messages[f"{method}Response"]
+        path = f"/etcdserverpb.{service}/{method}"
+        call = make(path, request_serializer=asked.SerializeToString, response_deserializer=answer.FromString)
+        return call, self._json.ParseDict(request, asked())
 
     def _connected(self, endpoint: Endpoint) -> Any:
-        host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
-        files: dict[str, str | None] = {}
-        if isinstance(self._tls, Tls):
-            # Without a CA the package's client would use no TLS.
-            ca = self._tls.ca or ssl.get_default_verify_paths().cafile
-            if not ca:
-                raise Denied(f"{endpoint}: transport=grpc needs the file of the CA; give ca_cert in --rdzv-conf")
-            files = {"ca_cert": ca, "cert_cert": self._tls.certificate, "cert_key": self._tls.key}
+        if not isinstance(self._tls, Tls):
+            return self._grpc.insecure_channel(str(endpoint), _OPTIONS)
+        ca = self._tls.ca or ssl.get_default_verify_paths().cafile
+        names = (ca, self._tls.key, self._tls.certificate)
         try:
-            return self._etcd3.Etcd3Client(host, endpoint.port, grpc_options=_OPTIONS, **files)
-        except (OSError, ValueError) as error:
+            files = [Path(name).read_bytes() if name else None for name in names]
+        except OSError as error:
             raise Denied(f"the certificate files cannot be used: {error}") from error
+        return self._grpc.secure_channel(str(endpoint), self._grpc.ssl_channel_credentials(*files), _OPTIONS)
 
 
 class _Asked:

@@ -27,7 +27,7 @@ from elaunch.rendezvous.store import (
     View,
 )
 
-# A read of no keys, for the revision alone.
+# A read of no keys.
 _NOTHING: Json = {"key": "AA==", "count_only": True}
 _INT64 = re.compile(r"-?[0-9]{1,20}")
 
@@ -38,15 +38,13 @@ def range_end(prefix: str) -> bytes:
     return raw[:-1] + bytes([raw[-1] + 1]) if raw else b"\0"
 
 
-def read(prefix: str | None, at: int = 0) -> Json:
-    """A linearizable read of all keys under a prefix at revision `at`; 0 is now. None reads only the revision.
+def read(prefix: str) -> Json:
+    """A linearizable read of all keys under a prefix.
 
-    Never put several reads into one transaction: an etcd before 3.5.5 panics on a read-only transaction whose client
-    has left (etcd 14110), so clients that give up on a slow server would crash it.
+    Never put it into a transaction: an etcd before 3.5.5 panics on a read-only transaction whose client has left (etcd
+    14110), so clients that give up on a slow server would crash it.
     """
-    if prefix is None:
-        return _NOTHING
-    return {**_range(prefix), "revision": str(at)} if at else _range(prefix)
+    return _range(prefix)
 
 
 def view(answer: Json) -> View:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections import deque
-from typing import TYPE_CHECKING
+import ssl
 
 from elaunch.rendezvous.codec import shown
 from elaunch.rendezvous.endpoint import Endpoint, Tls
 from elaunch.rendezvous.etcd.transport import EtcdError, GatewayOff, Json, Rpc
-from elaunch.rendezvous.http.client import ClientConnection, Deadline, HttpClient
+from elaunch.rendezvous.http.client import ClientConnection, HttpClient
+from elaunch.rendezvous.http.dial import Deadline
 from elaunch.rendezvous.store import Denied, Rejected, StoreError, Unavailable
 from elaunch.strict_json import parse_json
-
-if TYPE_CHECKING:
-    import ssl
 
 # A line of a watch holds one transaction: 1.5 MiB, in base64.
 _LINE_BYTES_MAX = 1 << 23
@@ -67,9 +64,9 @@ class JsonTransport:
         connection = self._client.open(endpoint, deadline)
         headers = {**self._headers(token), "Grpc-Metadata-hasleader": "true"}
         try:
-            reply = connection.ask("POST", f"/v3/{rpc.value}", headers, _body(request), deadline)
-            if reply.status != 200:
-                _parsed(endpoint, reply.status, connection.body(deadline))
+            status = connection.ask("POST", f"/v3/{rpc.value}", headers, _body(request), deadline)
+            if status != 200:
+                _parsed(endpoint, status, connection.body(deadline))
         except BaseException:
             connection.close()
             raise
@@ -91,37 +88,28 @@ class JsonTransport:
 
 
 class JsonStream:
-    """Answers as lines of JSON. The line end of a large answer may arrive as a piece of its own."""
+    """Answers as lines of JSON. etcd puts empty lines between them."""
 
     def __init__(self, endpoint: Endpoint, connection: ClientConnection) -> None:
         self._endpoint = endpoint
         self._connection = connection
-        self._lines: deque[bytes] = deque()
-        self._rest = bytearray()
 
     def next(self, deadline_s: float | None) -> Json:
         deadline = None if deadline_s is None else Deadline(deadline_s)
-        while not self._lines:
-            self._read(deadline)
-        return _parsed(self._endpoint, 200, self._lines.popleft())
+        while True:
+            line = self._connection.line(deadline, _LINE_BYTES_MAX)
+            if len(line) >= _LINE_BYTES_MAX:
+                raise Unavailable(f"{self._endpoint} sent an answer of more than {_LINE_BYTES_MAX} bytes")
+            if not line.endswith(b"\n"):
+                raise Unavailable(f"{self._endpoint} ended the stream")
+            if line.strip():
+                return _parsed(self._endpoint, 200, line)
 
     def hang_up(self) -> None:
         self._connection.hang_up()
 
     def close(self) -> None:
         self._connection.close()
-
-    def _read(self, deadline: Deadline | None) -> None:
-        piece = self._connection.piece(deadline)
-        if not piece:
-            raise Unavailable(f"{self._endpoint} ended the stream")
-        self._rest += piece
-        if b"\n" in piece:
-            *lines, rest = self._rest.split(b"\n")
-            self._lines.extend(bytes(line) for line in lines if line.strip())
-            self._rest = rest
-        if len(self._rest) > _LINE_BYTES_MAX:
-            raise Unavailable(f"{self._endpoint} sent an answer of more than {_LINE_BYTES_MAX} bytes")
 
 
 def _body(request: Json) -> bytes:

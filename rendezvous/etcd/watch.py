@@ -7,14 +7,17 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from elaunch.rendezvous.codec import shown
 from elaunch.rendezvous.endpoint import Endpoint
 from elaunch.rendezvous.etcd import json_codec
 from elaunch.rendezvous.etcd.errors import Kind, cancelled, kind_of
 from elaunch.rendezvous.etcd.transport import AnswerStream, EtcdError, Json
-from elaunch.rendezvous.store import Denied, Rejected, StoreError, Unavailable, Update, View, WatchBlocked
+from elaunch.rendezvous.store import Denied, Rejected, StoreError, Unavailable, Update, WatchBlocked
+
+if TYPE_CHECKING:
+    from elaunch.rendezvous.etcd.store import EtcdStore
 
 BACKOFF_MAX_S = 0.5
 _BACKOFF_MIN_S = 0.02
@@ -25,40 +28,11 @@ _SETTLED_S = 1.0
 _JOIN_S = 0.2
 
 
-class WatchSource(Protocol):
-    """The calls that a watch makes to its store."""
-
-    @property
-    def members(self) -> int:
-        """The number of members."""
-        ...
-
-    def open(self, request: Json, attempt: int) -> tuple[Endpoint, AnswerStream]:
-        """A watch's stream from one member; each `attempt` asks another member. Raises StoreError."""
-        ...
-
-    def read(self, *prefixes: str) -> View:
-        """Read from any member. Raises StoreError: Denied if every member refuses."""
-        ...
-
-    def heard(self, endpoint: Endpoint, answer: Json) -> None:
-        """Check an answer to a watch. Raises HistoryLost."""
-        ...
-
-    def explained(self, endpoint: Endpoint, error: EtcdError) -> StoreError:
-        """The error that this member answered, as a sentence for people."""
-        ...
-
-    def forget(self, watch: EtcdWatch) -> None:
-        """The watch has ended."""
-        ...
-
-
 class EtcdWatch:
     """A `Watch`. After any interruption it continues behind the last revision that it delivered."""
 
-    def __init__(self, source: WatchSource, prefix: str, after: int | None, tell: Callable[[Update], None]) -> None:
-        self._source = source
+    def __init__(self, store: EtcdStore, prefix: str, after: int | None, tell: Callable[[Update], None]) -> None:
+        self._store = store
         self._prefix = prefix
         # None until something was delivered: the watch then begins now.
         self._after = after
@@ -128,7 +102,7 @@ class EtcdWatch:
             except (Unavailable, Rejected) as error:
                 was_good = self._after != told or time.monotonic() - self._begun_s > _SETTLED_S
                 failures = 0 if was_good else failures + 1
-                if failures >= self._source.members + isinstance(error, _TokenOld):
+                if failures >= self._store.members + isinstance(error, _TokenOld):
                     self._answer(Denied(str(error)) if isinstance(error, _TokenOld) else error)
                     self._say_blocked(error)
             except StoreError as error:
@@ -142,7 +116,7 @@ class EtcdWatch:
         self._answer(self._error)
         if self._error and not self._closed.is_set():
             self._tell(self._error)
-        self._source.forget(self)
+        self._store.forget(self)
 
     def _answer(self, why_not: StoreError | None) -> None:
         """Wake the callers of `begun`. Only the first call counts."""
@@ -161,14 +135,14 @@ class EtcdWatch:
                 raise Rejected(str(error)) from error
             # Perhaps only this member is wrong, or the token is too old, for which a watch says "permission denied".
             # A read asks all members: it raises Denied if none of them allows it.
-            self._source.read(self._prefix)
+            self._store.read(self._prefix)
             raise _TokenOld(str(error)) from error
         except _Compacted:
             self._say_all()
 
     def _follow(self, attempt: int) -> None:
         self._begun_s = math.inf
-        endpoint, stream = self._source.open(json_codec.watch(self._prefix, self._after), attempt)
+        endpoint, stream = self._store.open(json_codec.watch(self._prefix, self._after), attempt)
         try:
             with self._lock:
                 self._stream = endpoint, stream
@@ -182,7 +156,7 @@ class EtcdWatch:
             while not self._over():
                 self._take(endpoint, stream.next(None))
         except EtcdError as error:
-            raise _Cancelled(error, self._source.explained(endpoint, error)) from error
+            raise _Cancelled(error, self._store.explained(endpoint, error)) from error
         finally:
             with self._lock:
                 self._stream = None
@@ -190,7 +164,7 @@ class EtcdWatch:
 
     def _take(self, endpoint: Endpoint, answer: Json) -> None:
         try:
-            self._source.heard(endpoint, answer)
+            self._store.heard(endpoint, answer)
             if answer.get("canceled"):
                 compacted = json_codec.compacted(answer)
                 raise _Compacted if compacted else cancelled(str(answer.get("cancel_reason", "")))
@@ -208,7 +182,7 @@ class EtcdWatch:
             self._say(WatchBlocked(str(error)))
 
     def _say_all(self) -> None:
-        view = self._source.read(self._prefix)
+        view = self._store.read(self._prefix)
         self._after = view.revision
         self._say(view)
 

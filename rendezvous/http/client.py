@@ -1,58 +1,31 @@
-"""HTTP/1.1 over a socket, with one deadline for a whole call."""
+"""HTTP/1.1 by the standard library's parser, with one deadline for a whole call."""
 
 from __future__ import annotations
 
+import errno
+import http.client
+import io
 import os
 import select
 import socket
 import ssl
-import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
 
 from elaunch.rendezvous.endpoint import Endpoint, Tls
-from elaunch.rendezvous.http.dial import dial
-from elaunch.rendezvous.http.errors import connection_error
-from elaunch.rendezvous.http.resolve import resolve
-from elaunch.rendezvous.http.response import Garbled, ResponseReader, request
-from elaunch.rendezvous.store import Denied, StoreError, TimedOut, Unavailable
+from elaunch.rendezvous.http.dial import Deadline, NoAnswer, dial, is_silence, resolve
+from elaunch.rendezvous.store import Denied, OwnLimit, StoreError, TimedOut, Unavailable
+from elaunch.rendezvous.texts import shortage
 
 # The keys of a job with 4096 failed nodes are 24 MB. To parse a hostile answer takes 25 times its bytes of memory.
 ANSWER_BYTES_MAX = 1 << 25
 _RECEIVE_BYTES = 1 << 16
 _IDLE_CONNECTIONS_MAX = 4
-_MOMENT_S = 0.001
-
-
-class Deadline:
-    """A point in time; `left` says how many seconds remain."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._end_s = time.monotonic() + seconds
-
-    def left(self) -> float:
-        """The remaining seconds. Raises TimeoutError if there are none."""
-        left_s = self._end_s - time.monotonic()
-        if left_s <= 0:
-            raise TimeoutError("timed out")
-        return left_s
-
-    def left_to_read(self) -> float:
-        """The remaining seconds, and after the deadline a moment to read what has arrived already.
-
-        The answer may be here while this thread had to wait for a processor. Raises TimeoutError once twice the time
-        has passed.
-        """
-        left_s = self._end_s - time.monotonic()
-        if left_s <= -self._seconds:
-            raise TimeoutError
-        return max(left_s, _MOMENT_S)
-
-    def __str__(self) -> str:
-        return f"{self._seconds:.3g} s"
+# OpenSSL's names of the alerts by which a server rejects the client's certificate.
+_CLIENT_ALERTS = ("CERTIFICATE_REQUIRED", "BAD_CERTIFICATE", "UNKNOWN_CA", "CERTIFICATE_UNKNOWN", "CERTIFICATE_EXPIRED")
 
 
 @dataclass(frozen=True)
@@ -66,52 +39,74 @@ class Trust:
     hint: str = ""
 
 
+class _Incoming(io.RawIOBase):
+    """What arrives on a socket, as the stream that HTTPResponse reads. A read ends with `deadline`, if there is one."""
+
+    def __init__(self, source: socket.socket) -> None:
+        self._source = source
+        self.deadline: Deadline | None = None
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self._source.settimeout(self.deadline.left_to_read() if self.deadline else None)
+        return self._source.recv_into(buffer)
+
+    def makefile(self, *_: object) -> io.BufferedReader:
+        return io.BufferedReader(self, _RECEIVE_BYTES)
+
+
 class ClientConnection:
     """One connection to a server, for one request at a time. Every method may raise Unavailable or Denied."""
 
     def __init__(self, endpoint: Endpoint, trust: Trust, deadline: Deadline) -> None:
         self._endpoint = endpoint
         self._trust = trust
-        self._reply = ResponseReader()
         self._pid = os.getpid()
-        self._body: deque[bytes] = deque()
+        self._response: http.client.HTTPResponse | None = None
         with self._explained(deadline):
             self._socket = _connect(endpoint, trust.context, deadline)
+        self._incoming = _Incoming(self._socket)
 
-    def ask(self, method: str, path: str, headers: dict[str, str], body: bytes, deadline: Deadline) -> ResponseReader:
-        """Send a request and read the head of its answer; read the body with `piece`."""
+    def ask(self, method: str, path: str, headers: dict[str, str], body: bytes, deadline: Deadline) -> int:
+        """Send a request. Returns the status of its answer; read the answer with `body` or `line`."""
         data = request(method, str(self._endpoint), path, headers, body)
-        self._reply = ResponseReader()
-        self._body.clear()
+        self._incoming = _Incoming(self._socket)
+        self._incoming.deadline = deadline
         with self._explained(deadline):
             self._socket.settimeout(deadline.left())
             self._socket.sendall(data)
-            while not self._reply.status:
-                self._receive(deadline)
-        return self._reply
+            self._response = http.client.HTTPResponse(self._incoming, method=method)  # type: ignore[arg-type]
+            self._response.begin()
+            return self._response.status
 
-    def piece(self, deadline: Deadline | None) -> bytes:
-        """The next piece of the body; b"" at its end. Without a deadline it waits forever."""
+    def line(self, deadline: Deadline | None, bytes_max: int) -> bytes:
+        """The next line of the body; b"" at its end. Without a deadline it waits forever."""
+        assert self._response
+        self._incoming.deadline = deadline
         with self._explained(deadline):
-            while not self._body:
-                if self._reply.finished:
-                    return b""
-                self._receive(deadline)
-        return self._body.popleft()
+            return self._response.readline(bytes_max)
 
     def body(self, deadline: Deadline) -> bytes:
         """The whole body."""
-        pieces, size = [], 0
-        while piece := self.piece(deadline):
-            pieces.append(piece)
-            size += len(piece)
-            if size > ANSWER_BYTES_MAX:
-                raise Unavailable(f"{self._endpoint} sent an answer of more than {ANSWER_BYTES_MAX} bytes")
+        assert self._response
+        self._incoming.deadline = deadline
+        with self._explained(deadline):
+            if (length := self._response.length) is not None and length <= ANSWER_BYTES_MAX:
+                return self._response.read()
+            pieces, size = [], length or 0
+            while size <= ANSWER_BYTES_MAX and (piece := self._response.read1(_RECEIVE_BYTES)):
+                pieces.append(piece)
+                size += len(piece)
+        if size > ANSWER_BYTES_MAX:
+            raise Unavailable(f"{self._endpoint} sent an answer of more than {ANSWER_BYTES_MAX} bytes")
         return b"".join(pieces)
 
     def usable(self) -> bool:
         """Whether another request may be sent: this process opened it, the last answer is complete, no data waits."""
-        if not self._reply.reusable or not self._reply.finished or self._pid != os.getpid():
+        response = self._response
+        if response is None or response.will_close or not response.isclosed() or self._pid != os.getpid():
             return False
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
@@ -126,19 +121,11 @@ class ClientConnection:
     def close(self) -> None:
         self._socket.close()
 
-    def _receive(self, deadline: Deadline | None) -> None:
-        self._socket.settimeout(deadline.left_to_read() if deadline else None)
-        if data := self._socket.recv(_RECEIVE_BYTES):
-            if piece := self._reply.feed(data):
-                self._body.append(piece)
-        else:
-            self._reply.end()
-
     @contextmanager
     def _explained(self, deadline: Deadline | None) -> Iterator[None]:
         try:
             yield
-        except (OSError, Garbled) as error:
+        except (OSError, http.client.HTTPException, ValueError, OverflowError) as error:
             raise connection_error(error, self._endpoint, str(deadline or ""), self._trust.hint) from error
 
 
@@ -162,7 +149,7 @@ class HttpClient:
         connection = kept or ClientConnection(endpoint, self._trust, deadline)
         try:
             try:
-                reply = connection.ask(method, path, headers, body, deadline)
+                status = connection.ask(method, path, headers, body, deadline)
             except TimedOut:
                 raise
             except Unavailable:
@@ -171,8 +158,8 @@ class HttpClient:
                     raise
                 connection.close()
                 connection = ClientConnection(endpoint, self._trust, deadline)
-                reply = connection.ask(method, path, headers, body, deadline)
-            answer = reply.status, connection.body(deadline)
+                status = connection.ask(method, path, headers, body, deadline)
+            answer = status, connection.body(deadline)
         except BaseException:
             connection.close()
             raise
@@ -220,6 +207,72 @@ def context(tls: Tls) -> ssl.SSLContext:
         files = ", ".join(name for name in (tls.ca, tls.certificate, tls.key) if name)
         raise Denied(f"the certificate files cannot be used ({files}): {error}") from error
     return made
+
+
+def request(method: str, host: str, path: str, headers: dict[str, str], body: bytes) -> bytes:
+    """A request with its body. Raises ValueError if a header contains a line break."""
+    lines = [f"{method} {path} HTTP/1.1", f"Host: {host}", f"Content-Length: {len(body)}"]
+    lines += [f"{name}: {value}" for name, value in headers.items() if value]
+    if any("\r" in line or "\n" in line for line in lines):
+        raise ValueError("a header holds a line break")
+    return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1") + body
+
+
+def connection_error(error: Exception, endpoint: Endpoint, waited: str, hint: str) -> StoreError:
+    """The store's error for `error`, as a sentence.
+
+    `waited` is the deadline that passed ("0.5 s"; "" is without one). `hint` tells the user what to check if the server
+    is not trusted.
+    """
+    match error:
+        case ssl.SSLError():
+            return _tls_error(error, endpoint, hint)
+        case socket.gaierror():
+            return Unavailable(f"the name {endpoint.host} cannot be resolved: {error.strerror}")
+        case NoAnswer():
+            return _silent(TimedOut(f"no answer from {endpoint} within {waited}"))
+        case TimeoutError():
+            if not waited or error.errno:
+                return _silent(Unavailable(f"{endpoint} is gone: its host does not acknowledge what was sent"))
+            return TimedOut(f"no answer from {endpoint} within {waited}")
+        case ConnectionRefusedError():
+            return Unavailable(f"{endpoint} refuses connections: nobody listens there")
+        case ConnectionError():
+            return Unavailable(f"{endpoint} ended the connection")
+        case http.client.BadStatusLine():
+            start = str(error)
+            if start.startswith("\x15\x03"):
+                return Denied(f"{endpoint} speaks TLS; use https://{endpoint}")
+            return Denied(f"{endpoint} does not speak HTTP: {start[:40]!r}; is that the store's client port?")
+        case OSError() if is_silence(error):
+            return _silent(Unavailable(f"{endpoint} cannot be reached: {error.strerror or error}"))
+        case OSError() if why := shortage(error):
+            running = f", or prlimit --pid {os.getpid()} --nofile=4096" if error.errno == errno.EMFILE else ""
+            return OwnLimit(why + running)
+        case OSError():
+            ports = " (are all local ports in use? ss -s; sysctl net.ipv4.ip_local_port_range)"
+            advice = ports if error.errno == errno.EADDRNOTAVAIL else ""
+            return OwnLimit(f"this host opens no connection to {endpoint}: {error.strerror or error}{advice}")
+        case _:
+            return Unavailable(f"{endpoint} sent a garbled answer ({type(error).__name__}: {error})")
+
+
+def _silent(error: Unavailable) -> Unavailable:
+    error.is_silent = True
+    return error
+
+
+def _tls_error(error: ssl.SSLError, endpoint: Endpoint, hint: str) -> StoreError:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return Denied(f"{endpoint}: its certificate is not trusted: {error.verify_message}; {hint}")
+    reason = error.reason or ""
+    if "WRONG_VERSION_NUMBER" in reason or "HTTP_REQUEST" in reason or "RECORD_LAYER_FAILURE" in reason:
+        return Denied(f"{endpoint} does not speak TLS; use http://{endpoint}")
+    if any(alert in reason for alert in _CLIENT_ALERTS):
+        return Denied(f"{endpoint} asks for a client certificate that it trusts ({reason.lower().replace('_', ' ')})")
+    if "EOF" in reason or isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
+        return Unavailable(f"{endpoint} ended the connection")
+    return Unavailable(f"{endpoint}: TLS failed: {reason or error}")
 
 
 def _take(idle: deque[ClientConnection]) -> ClientConnection | None:

@@ -1,15 +1,16 @@
-"""A TCP connection to a host that may have several addresses, over a network that may lose packets."""
+"""Connections to a host by name, within a deadline."""
 
 from __future__ import annotations
 
 import errno
-import os
-import select
 import socket
-from collections import deque
+import threading
+import time
 from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
 
-from elaunch.rendezvous.http.resolve import HostAddress
+HostAddress = tuple[socket.AddressFamily, tuple[Any, ...]]
 
 # The kernel repeats a lost SYN after a second, which may be longer than the deadline.
 _AGAIN_S = 0.2
@@ -17,16 +18,46 @@ _AGAIN_S = 0.2
 # probes on an idle connection are not answered.
 _GONE_MS = 5000
 _IDLE_S, _ASK_EVERY_S = 2, 1
-
-
 # The errors of an unreachable host or network. EACCES is a firewall's "administratively prohibited" in IPv6.
 _SILENT = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN, errno.EACCES}
-# A host without IPv6 refuses its addresses at once. Other addresses of the same name may still work.
-_WITHOUT_IPV6 = {errno.ENETUNREACH, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT}
+_MOMENT_S = 0.001
 
 
 class NoAnswer(TimeoutError):
     """The time is over, and no address has answered: neither accepted nor refused."""
+
+
+class _Late(Exception):
+    """An address has not answered within its share of the time."""
+
+
+class Deadline:
+    """A point in time; `left` says how many seconds remain."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._end_s = time.monotonic() + seconds
+
+    def left(self) -> float:
+        """The remaining seconds. Raises TimeoutError if there are none."""
+        left_s = self._end_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("timed out")
+        return left_s
+
+    def left_to_read(self) -> float:
+        """The remaining seconds, and after the deadline a moment to read what has arrived already.
+
+        The answer may be here while this thread had to wait for a processor. Raises TimeoutError once twice the time
+        has passed.
+        """
+        left_s = self._end_s - time.monotonic()
+        if left_s <= -self._seconds:
+            raise TimeoutError
+        return max(left_s, _MOMENT_S)
+
+    def __str__(self) -> str:
+        return f"{self._seconds:.3g} s"
 
 
 def is_silence(error: OSError) -> bool:
@@ -35,75 +66,110 @@ def is_silence(error: OSError) -> bool:
 
 
 def dial(addresses: Sequence[HostAddress], left: Callable[[], float]) -> socket.socket:
-    """The first connection that one of these addresses accepts. `left` returns the remaining seconds, or raises.
+    """A connection to the first of these addresses that accepts one. `left` returns the remaining seconds, or raises.
 
-    The next address is tried if one has refused, or is silent for a moment; earlier tries go on meanwhile (RFC 8305).
-    If all addresses are silent, they are tried again, so a lost packet costs only a moment. The socket does not block.
+    An address that is silent for a moment is tried again after the others, so a lost packet costs only that moment.
     Raises an OSError if all have failed. A refusal goes before all others: it proves that the host is up. Silence goes
     last: an error of this host, as too many open files, says nothing of the other.
     """
-    untried = deque(dict.fromkeys(addresses))
-    tries: dict[int, tuple[socket.socket, HostAddress]] = {}
     errors: list[OSError] = []
-    no_ipv6: list[OSError] = []
-    poll = select.poll()
-    try:
-        while untried or tries:
-            if untried:
-                address = untried.popleft()
-                try:
-                    begun = _begin(address)
-                except OSError as error:
-                    is_no_ipv6 = address[0] == socket.AF_INET6 and error.errno in _WITHOUT_IPV6
-                    (no_ipv6 if is_no_ipv6 else errors).append(error)
-                    continue
-                tries[begun.fileno()] = begun, address
-                poll.register(begun, select.POLLOUT)
-            # The remaining time must be enough to try every address.
-            ready = poll.poll(1000 * min(_AGAIN_S, left() / (len(untried) + 1)))
-            failed: set[int] = set()
-            for fd, _ in ready:
-                tried, address = tries[fd]
-                if not (code := tried.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)):
-                    _set_options(tried)
-                    return tries.pop(fd)[0]
-                errors.append(OSError(code, os.strerror(code)))
-                failed.add(fd)
-                if code == errno.ECONNREFUSED:
-                    # Nobody listens there, so other tries of the same address fail too.
-                    failed.update(other for other, (_, its) in tries.items() if its == address)
-            for fd in failed:
-                poll.unregister(fd)
-                tries.pop(fd)[0].close()
-            if not ready and not untried:
-                untried.extend(dict.fromkeys(address for _, address in tries.values()))
-    except TimeoutError:
-        most = _telling([*errors, NoAnswer("timed out")])
-        raise TimeoutError("timed out") if isinstance(most, ConnectionRefusedError) else most from None
-    finally:
-        for tried, _ in tries.values():
-            tried.close()
-    raise _telling(errors or no_ipv6 or [OSError("it has no address")])
+    untried, wait_s = list(addresses), _AGAIN_S
+    while untried:
+        silent: list[HostAddress] = []
+        for number, (family, address) in enumerate(untried):
+            try:
+                return _connected(family, address, min(wait_s, left() / (len(untried) - number)))
+            except _Late:
+                silent.append((family, address))
+            except TimeoutError as error:
+                # The time is over, or the kernel has given up.
+                errors.append(error if error.errno else NoAnswer("timed out"))
+            except OSError as error:
+                # A host without IPv6 refuses its addresses at once, whatever their port.
+                is_no_ipv6 = family == socket.AF_INET6 and error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+                errors.append(OSError(errno.ENETUNREACH, error.strerror) if is_no_ipv6 else error)
+        # Longer each time: the way there and back may be long.
+        untried, wait_s = silent, 2 * wait_s
+    raise min(
+        errors or [OSError("it has no address")],
+        key=lambda it: (not isinstance(it, ConnectionRefusedError), is_silence(it), not isinstance(it, NoAnswer)),
+    )
 
 
-def _telling(errors: Sequence[OSError]) -> OSError:
-    """The most specific error: a refusal, then an error of this host, then silence."""
-    return min(errors, key=lambda error: (not isinstance(error, ConnectionRefusedError), is_silence(error)))
-
-
-def _begin(address: HostAddress) -> socket.socket:
-    family, place = address
+def _connected(family: socket.AddressFamily, address: tuple[Any, ...], wait_s: float) -> socket.socket:
     made = socket.socket(family, socket.SOCK_STREAM)
-    made.setblocking(False)
-    if (code := made.connect_ex(place)) not in (0, errno.EINPROGRESS):
+    try:
+        made.settimeout(wait_s)
+        made.connect(address)
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_S)
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _ASK_EVERY_S)
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _GONE_MS)
+        return made
+    except BaseException as error:
         made.close()
-        raise OSError(code, os.strerror(code))
-    return made
+        # The kernel's own ETIMEDOUT is a TimeoutError too, with a number.
+        if isinstance(error, TimeoutError) and not error.errno:
+            raise _Late from None
+        raise
 
 
-def _set_options(connected: socket.socket) -> None:
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_S)
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _ASK_EVERY_S)
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _GONE_MS)
+class _Lookup(threading.Thread):
+    """One call of the system's resolver, which has no deadline. It may hang without harm."""
+
+    def __init__(self, host: str, port: int) -> None:
+        super().__init__(name=f"resolve {host}", daemon=True)
+        self._host, self._port = host, port
+        self.error: OSError | None = None
+
+    def run(self) -> None:
+        try:
+            _known[self._host, self._port] = _lookup(self._host, self._port)
+        except OSError as error:
+            self.error = error
+
+
+_known: dict[tuple[str, int], list[HostAddress]] = {}
+_pending: dict[tuple[str, int], _Lookup] = {}
+_lock = threading.Lock()
+
+
+def resolve(host: str, port: int, wait_s: float) -> list[HostAddress]:
+    """The stream addresses of `host`. If the resolver does not answer in time: the result of an earlier call.
+
+    Raises socket.gaierror if there is no such result either, another OSError if this process has no thread for it.
+    """
+    if numeric := _numeric(host, port):
+        return numeric
+    with _lock:
+        lookup = _pending.get((host, port))
+        if lookup is None or not lookup.is_alive():
+            lookup = _pending[host, port] = _Lookup(host, port)
+            try:
+                lookup.start()
+            except RuntimeError as error:
+                lookup.error = OSError(errno.EAGAIN, str(error))
+    if lookup.ident:
+        lookup.join(max(wait_s, 0))
+    if found := _known.get((host, port)):
+        return found
+    raise lookup.error or socket.gaierror(socket.EAI_AGAIN, f"no word from the resolver within {wait_s:.3g} s")
+
+
+@lru_cache
+def _numeric(host: str, port: int) -> list[HostAddress]:
+    """The addresses if `host` is a numeric address; empty if it is a name."""
+    try:
+        return _lookup(host, port, socket.AI_NUMERICHOST)
+    except OSError:
+        return []
+
+
+def _lookup(host: str, port: int, flags: int = 0) -> list[HostAddress]:
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
+    except ValueError:
+        # IDNA cannot encode some names (an empty label, a lone surrogate); others contain a NUL.
+        raise socket.gaierror(socket.EAI_NONAME, f"{host!r} is no name of a host") from None
+    return [(family, address) for family, _, _, _, address in found]

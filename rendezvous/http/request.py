@@ -5,14 +5,12 @@ A request's body has a Content-Length. An answer is sent whole, or as a stream o
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
+from email.utils import formatdate
 from http import HTTPStatus
 from typing import NamedTuple
 
 HEAD_BYTES_MAX = 4 << 10
-# The date of HTTP (RFC 9110, 5.6.7), for time.strftime and time.strptime in the C locale.
-DATE_FORMAT = "%a, %d %b %Y %H:%M:%S GMT"
 _END = b"\r\n\r\n"
 
 
@@ -109,7 +107,7 @@ def http_response(status: int, body: bytes, closes: bool = False) -> bytes:
     """
     kind = "application/json" if body.startswith(b"{") else "text/plain; charset=utf-8"
     head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
-    closing = f"Date: {time.strftime(DATE_FORMAT, time.gmtime())}\r\nConnection: close\r\n" if closes else ""
+    closing = f"Date: {formatdate(usegmt=True)}\r\nConnection: close\r\n" if closes else ""
     return f"{head}{closing}\r\n".encode() + body
 
 

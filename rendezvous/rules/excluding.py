@@ -39,6 +39,9 @@ class Suspicion:
         return is_on_trial or is_excluded(node_id, self.excluded)
 
 
+NO_SUSPICION = Suspicion(None, ())
+
+
 def stand(
     terms: Terms, before: RankTable, failures: Sequence[Failure], members: Collection[str], table_age_s: float
 ) -> Suspicion:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from elaunch.rendezvous.rules.assign_ranks import newcomers_of
 from elaunch.rendezvous.rules.excluding import is_excluded
 from elaunch.rendezvous.rules.forming import NO_FORMATION, Formation, form
-from elaunch.rendezvous.rules.seating import newcomers_of
+from elaunch.rendezvous.rules.hang_verdict import confirm_s, declare_hang, end_hang, new_hang
 from elaunch.rendezvous.rules.snapshot import Snapshot
 from elaunch.rendezvous.rules.transactions import mend, open_failed, open_join, open_loss, succeed
 from elaunch.rendezvous.store import Delete, Txn
@@ -111,9 +112,6 @@ def _watch_for_hang(
     """Declare that the job hangs, when that has held for a while; take it back when a node goes on."""
     if not snapshot.hang and not snapshot.still.get(table.generation):
         return Lead(replace(leader_state, hang_since_s=None))
-    # No agent reads the rules of hangs before a node's ranks stand still.
-    from elaunch.rendezvous.rules.hanging import confirm_s, declare_hang, end_hang, new_hang
-
     if over := end_hang(snapshot, table, done):
         return Lead(leader_state, over)
     since_s = now_s if leader_state.hang_since_s is None else leader_state.hang_since_s

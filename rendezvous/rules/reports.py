@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Annotated
 
-from elaunch.rendezvous.codec import decode
-from elaunch.rendezvous.limits import Bounded, keep_line
-from elaunch.rendezvous.rules.hang_records import hang_words
+from elaunch.rendezvous.codec import Between, Bounded, decode, keep_line
+from elaunch.rendezvous.rules.hang_verdict import hang_words
 from elaunch.rendezvous.rules.snapshot import Snapshot
 from elaunch.rendezvous.rules.verdict import decisive_failure
 from elaunch.rendezvous.types import Failure, Generation, Outcome, Terms, host_of
@@ -20,9 +19,10 @@ from elaunch.rendezvous.types import Failure, Generation, Outcome, Terms, host_o
 # More workers than any host has; a report of so many is less than an answer may be.
 RANKS_MAX = 1024
 # More than thirty years; no host runs so long.
-_TIME_END_S = 1e9
+_Time = Annotated[float, Between(0, 1e9)]
 # No host has as much memory, and none has as many CPUs or processes that wait for one.
-_BYTES_END, _COUNT_END = 1 << 60, 1 << 30
+_Bytes = Annotated[int, Between(0, 1 << 60)]
+_COUNT = Between(0, 1 << 30)
 _Name = Annotated[str, keep_line(512)]
 _Sentence = Annotated[str, keep_line(1 << 10)]
 
@@ -54,10 +54,10 @@ class RankReport(Bounded):
     state: str = "running"
     step: int = -1
     phase: Annotated[str, keep_line(128)] = ""
-    step_s: float | None = None
-    reported_ago_s: float | None = None
-    memory_bytes: int | None = None
-    wait_share: float | None = None
+    step_s: _Time | None = None
+    reported_ago_s: _Time | None = None
+    memory_bytes: _Bytes | None = None
+    wait_share: Annotated[float, Between(0, 1.001)] | None = None
 
 
 @dataclass(frozen=True)
@@ -76,16 +76,16 @@ class NodeReport(Bounded):
     host: _Name
     pid: int
     state: str
-    age_s: float
+    age_s: _Time
     generation: int = -1
-    workers_age_s: float | None = None
+    workers_age_s: _Time | None = None
     waiting: _Sentence = ""
     trouble: _Sentence = ""
     ranks: tuple[RankReport, ...] = ()
-    memory_bytes: int | None = None
-    memory_free_bytes: int | None = None
-    cpus: int | None = None
-    load: float | None = None
+    memory_bytes: _Bytes | None = None
+    memory_free_bytes: _Bytes | None = None
+    cpus: Annotated[int, _COUNT] | None = None
+    load: Annotated[float, _COUNT] | None = None
 
 
 @dataclass(frozen=True)
@@ -161,19 +161,7 @@ def read_node_report(text: str, node_id: str) -> NodeReport | None:
         report = decode(NodeReport, text)
     except ValueError:
         return None
-    return report if report.node_id == node_id and is_possible(report) else None
-
-
-def is_possible(report: NodeReport) -> bool:
-    """Whether its numbers are possible. The text that it came in may be anybody's."""
-    times_s = [report.age_s, report.workers_age_s]
-    times_s += [seconds for rank in report.ranks for seconds in (rank.step_s, rank.reported_ago_s)]
-    sizes = [report.memory_bytes, report.memory_free_bytes, *(rank.memory_bytes for rank in report.ranks)]
-    shares = [rank.wait_share for rank in report.ranks]
-    limits = ((shares, 1.001), (times_s, _TIME_END_S), (sizes, _BYTES_END), ((report.cpus, report.load), _COUNT_END))
-    return len(report.ranks) <= RANKS_MAX and all(
-        number is None or 0 <= number < end for numbers, end in limits for number in numbers
-    )
+    return report if report.node_id == node_id and len(report.ranks) <= RANKS_MAX else None
 
 
 def _state(snapshot: Snapshot) -> JobState:

@@ -5,26 +5,25 @@ Keys begin with `<prefix><run_id>/`. Generations are padded to ten digits: else 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote
 
-from elaunch.rendezvous.codec import Decoded, decode, shown, shown_text
+from elaunch.rendezvous.codec import Name, decode, shown_text
 from elaunch.rendezvous.endpoint import PREFIX
-from elaunch.rendezvous.rules.credible import check, check_generation_of_key, check_node_id, is_generation_of_key
+from elaunch.rendezvous.rules.hang_verdict import Hang, StillNode
+from elaunch.rendezvous.rules.questions import Question, read_question
 from elaunch.rendezvous.rules.table_codec import decode_table
-from elaunch.rendezvous.store import Absent, Delete, KeyEntry, Op, Put, Unchanged, View
+from elaunch.rendezvous.store import Absent, Delete, KeyEntry, Op, Put, TxnGuard, Unchanged, View
 from elaunch.rendezvous.texts import plain
-from elaunch.rendezvous.types import Failure, Generation, Joined, Node, Outcome, RankTable, Terms
-
-if TYPE_CHECKING:
-    from elaunch.rendezvous.rules.hang_records import Hang, StillNode
-    from elaunch.rendezvous.rules.questions import Question
+from elaunch.rendezvous.types import GENERATION_DIGITS, Failure, Generation, Joined, Node, Outcome, RankTable, Terms
 
 Belonging = TypeVar("Belonging", "Node", "Joined", "StillNode")
 _LEADER, _SPEC, _QUESTION = ["ctl", "leader"], ["ctl", "spec"], ["ctl", "question"]
+_OF_NODES = ("joined", "failures", "done", "still")
 # Sentences about unreadable records that one snapshot has: somebody may have written thousands.
 _SENTENCES_MAX = 8
 # Characters of a key in such a sentence.
@@ -172,6 +171,11 @@ class Snapshot:
         """Still leader: nobody has taken over since this was read."""
         return Unchanged(self.keys.leader, self.leader_revision)
 
+    @property
+    def leader_guards(self) -> tuple[TxnGuard, ...]:
+        """No newer generation, the job has not ended, and this node still leads."""
+        return self.gen_guard, self.live_guard, Unchanged(self.keys.leader, self.leader_revision)
+
     def put(self, key: str, value: str) -> Put:
         """Write a key that belongs to the run, not to a node: it is attached to the run's lease."""
         return Put(key, value, self.lease)
@@ -200,17 +204,15 @@ class SnapshotReader:
         is left out: it costs the node that wrote it, not the job. Raises ValueError with the name of the key only for a
         record of the whole job, without which no node knows what to do.
         """
-        keys, known = self._keys, {}
+        known: dict[str, _Known] = {}
         broken: dict[str, ValueError] = {}
         unreadable: list[str] = []
         mends: list[tuple[Unchanged, Op]] = []
         fields: dict[str, Any] = {}
         members: dict[str, Node] = {}
-        joined: dict[int, dict[str, Joined]] = {}
-        failures: dict[int, list[tuple[int, Failure]]] = {}
-        done: dict[int, set[str]] = {}
-        still: dict[int, dict[str, StillNode]] = {}
         tables: dict[int, RankTable] = {}
+        # Records and their revisions of creation, by the first part of their keys, generation and node.
+        of_nodes: dict[str, dict[int, dict[str, tuple[int, Any]]]] = {part: {} for part in _OF_NODES}
         for key, entry in view.entries.items():
             before = self._known.get(key)
             # The leader of many nodes reads often, and few entries have changed.
@@ -231,16 +233,8 @@ class SnapshotReader:
                     pass
                 case ["members", node_id]:
                     members[node_id] = record
-                case ["joined", generation, node_id]:
-                    joined.setdefault(int(generation), {})[node_id] = record
-                case ["failures", generation, _]:
-                    failures.setdefault(int(generation), []).append((entry.create_revision, record))
-                case ["done", generation, node_id]:
-                    done.setdefault(int(generation), set()).add(node_id)
-                case ["still", generation, node_id]:
-                    still.setdefault(int(generation), {})[node_id] = record
-                case ["ctl", "hang"]:
-                    fields |= {"hang": record}
+                case ["joined" | "failures" | "done" | "still" as part, generation, node_id]:
+                    of_nodes[part].setdefault(int(generation), {})[node_id] = entry.create_revision, record
                 case ["ctl", "table", generation]:
                     tables[int(generation)] = record
                 case ["ctl", "spec"]:
@@ -248,25 +242,28 @@ class SnapshotReader:
                     fields |= {"terms": record, "lease": good.lease if good else 0}
                 case ["ctl", "generation"]:
                     fields |= {"generation": record, "generation_revision": entry.mod_revision}
-                case ["ctl", "starter"]:
-                    fields |= {"starter": record}
-                case ["ctl", "ended"]:
-                    fields |= {"ended": record}
-                case ["ctl", "question"]:
-                    fields |= {"question": record}
+                case ["ctl", "starter" | "ended" | "question" | "hang" as name]:
+                    fields[name] = record
         self._known = known
         for key, error in broken.items():
             if known[key].record is None and _is_needed(known[key].parts, fields.get("generation"), tables):
                 lost = "so it is not known what this job does; if no elaunch of it runs any more, delete that key"
                 raise ValueError(f"{_told(key, error)}, {lost}") from error
+        joined, still = (
+            {g: {node_id: record for node_id, (_, record) in nodes.items()} for g, nodes in of_nodes[part].items()}
+            for part in ("joined", "still")
+        )
         return Snapshot(
-            keys=keys,
+            keys=self._keys,
             revision=view.revision,
             whole=whole,
             members=members,
             joined=joined,
-            failures={g: tuple(f for _, f in sorted(records, key=lambda r: r[0])) for g, records in failures.items()},
-            done={g: frozenset(nodes) for g, nodes in done.items()},
+            failures={
+                g: tuple(failure for _, failure in sorted(nodes.values(), key=lambda made: made[0]))
+                for g, nodes in of_nodes["failures"].items()
+            },
+            done={g: frozenset(nodes) for g, nodes in of_nodes["done"].items()},
             still=still,
             tables=tables,
             unreadable=tuple(unreadable[:_SENTENCES_MAX]),
@@ -282,7 +279,7 @@ class SnapshotReader:
             _check_number(parts)
             if parts == _LEADER and not entry.lease:
                 raise ValueError(f"on no lease, so no elaunch wrote it: {shown_text(entry.value)!r}")
-            record = _decoder(parts)(entry.value)
+            record = _decoded(parts, entry.value)
             if parts == _QUESTION and record and record.lease != entry.lease:
                 # It would not go with its asker, and nobody could ask another one.
                 raise ValueError(f"not on the asker's lease, so no elaunch wrote it: {shown_text(entry.value)!r}")
@@ -309,7 +306,7 @@ def _is_needed(parts: list[str], generation: Generation | None, tables: Mapping[
     match parts:
         case ["ctl", "spec" | "generation" | "ended"]:
             return True
-        case ["ctl", "table", digits] if generation and is_generation_of_key(digits):
+        case ["ctl", "table", digits] if generation and _is_generation(digits):
             # The ranks that run, or that have to be gone before others run.
             return max(tables, default=-1) < int(digits) <= generation.number
     return False
@@ -325,62 +322,53 @@ def _check_successor(parts: list[str], last: KeyEntry, record: Any, entry: KeyEn
         raise ValueError(f"that of generation {newer.number}, after generation {record.number}")
 
 
+def _is_generation(digits: str) -> bool:
+    """Whether `digits` is a generation as `Keys` writes it into a key."""
+    return re.fullmatch(rf"[0-9]{{{GENERATION_DIGITS}}}", digits) is not None
+
+
 def _check_number(parts: list[str]) -> None:
     """Raises ValueError if a key that must contain a generation does not."""
     match parts:
-        case ["joined" | "failures" | "detailed" | "done" | "still", number, _]:
-            check_generation_of_key(number)
-        case ["ctl", "table", number]:
-            check_generation_of_key(number)
+        case ["joined" | "failures" | "detailed" | "done" | "still", number, _] | ["ctl", "table", number]:
+            if not _is_generation(number):
+                raise ValueError(f"not a generation's: {number[:40]!r} is no number of {GENERATION_DIGITS} digits")
 
 
-def _decoder(parts: list[str]) -> Callable[[str], Any]:
+def _decoded(parts: list[str], text: str) -> Any:
+    """The record in a key's value. Raises ValueError if it is none."""
     match parts:
         case ["members", node_id]:
-            return lambda text: _of_node(node_id, _credible(Node, text))
+            return _of_node(node_id, decode(Node, text))
         case ["joined", _, node_id]:
-            return lambda text: _of_node(node_id, _credible(Joined, text))
+            return _of_node(node_id, decode(Joined, text))
         case ["failures", _, _]:
-            return lambda text: _credible(Failure, text)
+            return decode(Failure, text)
         case ["ctl", "table", generation]:
-            return lambda text: _of_generation(int(generation), decode_table(text))
+            return _of_generation(int(generation), decode_table(text))
         case ["ctl", "spec"]:
-            return lambda text: _credible(Terms, text)
+            terms = decode(Terms, text)
+            if terms.nodes_max < terms.nodes_min:
+                raise ValueError(f"not a Terms: {shown_text(text)!r} (nodes_max is below nodes_min)")
+            return terms
         case ["ctl", "generation"]:
-            return lambda text: _credible(Generation, text)
+            return decode(Generation, text)
         case ["ctl", "ended"]:
-            return lambda text: _credible(Outcome, text)
+            return decode(Outcome, text)
         case ["ctl", "leader"]:
-            return _node_id
-        # Imported here: few jobs hang, or are asked.
+            return _node_id(text)
         case ["ctl", "question"]:
-            from elaunch.rendezvous.rules.questions import read_question
-
-            return read_question
+            return read_question(text)
         case ["still", _, node_id]:
-            from elaunch.rendezvous.rules.hang_records import StillNode, check_hang_record
-
-            return lambda text: _of_node(node_id, _credible(StillNode, text, check_hang_record))
+            return _of_node(node_id, decode(StillNode, text))
         case ["ctl", "hang"]:
-            from elaunch.rendezvous.rules.hang_records import Hang, check_hang_record
-
-            return lambda text: _credible(Hang, text, check_hang_record)
-        case _:
-            return lambda text: text
-
-
-def _credible(kind: type[Decoded], text: str, check: Callable[[Any], None] = check) -> Decoded:
-    record = decode(kind, text)
-    try:
-        check(record)
-    except ValueError as error:
-        raise ValueError(f"not a {kind.__name__}: {shown(record)} ({error})") from None
-    return record
+            return decode(Hang, text)
+    return text
 
 
 def _node_id(text: str) -> str:
     try:
-        check_node_id(text)
+        Name().check(text)
     except ValueError as error:
         raise ValueError(f"not a node: {error}") from None
     return text

@@ -9,9 +9,9 @@ from __future__ import annotations
 from hashlib import sha256
 
 from elaunch.rendezvous.codec import encode
-from elaunch.rendezvous.rules.pruning import ending, outdated
 from elaunch.rendezvous.rules.snapshot import Keys, Snapshot
 from elaunch.rendezvous.rules.table_codec import encode_table
+from elaunch.rendezvous.rules.verdict import decisive_failure
 from elaunch.rendezvous.store import Absent, Delete, Empty, NoneNewer, Op, Present, Put, Txn, TxnGuard, Unchanged
 from elaunch.rendezvous.types import (
     Failure,
@@ -26,6 +26,11 @@ from elaunch.rendezvous.types import (
 )
 
 _RUN_PARTS = ("joined", "failures", "detailed", "done", "still")
+# While the job runs, the failures of this many generations are kept, besides the first failed one.
+FAILURES_KEPT = 20
+# A transaction holds at most 128 operations, so one seal tidies up at most this many generations.
+_TIDIED_MAX = 40
+_ENDED_PARTS = ("joined", "detailed", "done", "still")
 _NAMES_SHOWN = 3
 # Each lost node needs two guards; etcd takes 128 in one transaction.
 _LOST_GUARDED = 50
@@ -208,7 +213,7 @@ def resign(snapshot: Snapshot) -> Txn:
 
 def end_job(snapshot: Snapshot, outcome: Outcome) -> Txn:
     """End the job because its user asked for it. This needs no guard on what is being formed: the user's word wins."""
-    return Txn((snapshot.live_guard,), ending(snapshot, outcome))
+    return Txn((snapshot.live_guard,), _ending(snapshot, outcome))
 
 
 def open_restart(snapshot: Snapshot, cause: str) -> Txn:
@@ -277,7 +282,7 @@ def mend(snapshot: Snapshot, broken: Unchanged, restored: Op) -> Txn:
     if isinstance(restored, Delete) and generation and has_joined and is_forming:
         cause = f"a record of {host_of(node_id)} in the store could not be read"
         ops.append(snapshot.put(keys.generation, encode(Generation(generation.number + 1, OpenKind.LOSS, cause))))
-    return Txn((*leader_guards(snapshot), broken), tuple(ops))
+    return Txn((*snapshot.leader_guards, broken), tuple(ops))
 
 
 def evict(snapshot: Snapshot, node_id: str) -> Txn:
@@ -285,19 +290,19 @@ def evict(snapshot: Snapshot, node_id: str) -> Txn:
     assert snapshot.generation
     keys = snapshot.keys
     not_joined = Absent(keys.joined(snapshot.generation.number, node_id))
-    return Txn((*leader_guards(snapshot), not_joined), (Delete(keys.member(node_id)),))
+    return Txn((*snapshot.leader_guards, not_joined), (Delete(keys.member(node_id)),))
 
 
 def seal_table(snapshot: Snapshot, table: RankTable) -> Txn:
     """Write the forming generation's table. It fails if any node has joined since the snapshot."""
     keys = snapshot.keys
     guards = (
-        *leader_guards(snapshot),
+        *snapshot.leader_guards,
         Absent(keys.table(table.generation)),
         NoneNewer(keys.joined(table.generation), snapshot.revision),
     )
     sealed = snapshot.put(keys.table(table.generation), encode_table(table))
-    return Txn(guards, (sealed, *outdated(snapshot, table.generation)))
+    return Txn(guards, (sealed, *_outdated(snapshot, table.generation)))
 
 
 def end_unformed(snapshot: Snapshot, outcome: Outcome) -> Txn:
@@ -305,16 +310,16 @@ def end_unformed(snapshot: Snapshot, outcome: Outcome) -> Txn:
     assert snapshot.generation
     keys = snapshot.keys
     guards = (
-        *leader_guards(snapshot),
+        *snapshot.leader_guards,
         Absent(keys.table(snapshot.generation.number)),
         NoneNewer(keys.members, snapshot.revision),
     )
-    return Txn(guards, ending(snapshot, outcome))
+    return Txn(guards, _ending(snapshot, outcome))
 
 
 def succeed(snapshot: Snapshot, outcome: Outcome) -> Txn:
     """End a job whose nodes are all done."""
-    return Txn(leader_guards(snapshot), ending(snapshot, outcome))
+    return Txn(snapshot.leader_guards, _ending(snapshot, outcome))
 
 
 def loss_of(lost: list[str]) -> str:
@@ -330,9 +335,65 @@ def hosts(node_ids: list[str]) -> str:
 
 
 def _open(snapshot: Snapshot, opened: Generation, guards: tuple[TxnGuard, ...]) -> Txn:
-    return Txn((*leader_guards(snapshot), *guards), (snapshot.put(snapshot.keys.generation, encode(opened)),))
+    return Txn((*snapshot.leader_guards, *guards), (snapshot.put(snapshot.keys.generation, encode(opened)),))
 
 
-def leader_guards(snapshot: Snapshot) -> tuple[TxnGuard, ...]:
-    """No newer generation, the job has not ended, and this node still leads."""
-    return snapshot.gen_guard, snapshot.live_guard, snapshot.leader_guard
+# --- Keys that nobody needs any more.
+
+
+def _outdated(snapshot: Snapshot, sealed: int) -> tuple[Op, ...]:
+    """Deletes what nobody needs once generation `sealed` has its table, as ranges, however many nodes.
+
+    The decisive failure stays for the first failed generation and for the last ones: the first shows how the trouble
+    began, the last ones show what it became.
+    """
+    keys = snapshot.keys
+    deletes: list[Op] = [
+        Delete(keys.table(0), keys.table(sealed)),
+        Delete(keys.joined(0), keys.joined(sealed)),
+        Delete(keys.done(0), keys.done(sealed)),
+        Delete(keys.detailed(0), keys.detailed(sealed)),
+        Delete(keys.still(0), keys.still(sealed)),
+        Delete(keys.hang),
+    ]
+    recorded = sorted(number for number in snapshot.failures if number < sealed)
+    if len(recorded) > FAILURES_KEPT + 1:
+        deletes.append(Delete(keys.failure(recorded[1]), keys.failure(recorded[-FAILURES_KEPT])))
+        recorded = [recorded[0], *recorded[-FAILURES_KEPT:]]
+    several = [number for number in recorded if len(snapshot.failures[number]) > 1]
+    for number in several[-_TIDIED_MAX:]:
+        deletes += _all_but(_judged(snapshot, number), keys.failure(number), keys.failure(number + 1))
+    return tuple(deletes)
+
+
+def _ending(snapshot: Snapshot, outcome: Outcome) -> tuple[Op, ...]:
+    """Writes the outcome and deletes the rest. Terms, the last table and the first failure stay for later readers.
+
+    An agent that does not see the failures leaves them: they are deleted when the run's lease ends.
+    """
+    keys = snapshot.keys
+    ops: list[Op] = [
+        snapshot.put(keys.ended, encode(outcome)),
+        *(Delete(f"{keys.root}{part}/", f"{keys.root}{part}0") for part in _ENDED_PARTS),
+        Delete(keys.hang),
+    ]
+    if snapshot.tables:
+        ops.append(Delete(keys.table(0), keys.table(max(snapshot.tables))))
+    start, end = f"{keys.root}failures/", f"{keys.root}failures0"
+    if snapshot.failures:
+        first = min(snapshot.failures)
+        decided = decisive_failure(snapshot.failures[first])
+        # The outcome's text may name other ranks too.
+        said = [(f.generation, f.node_id, f.rank) for f in (outcome.failure, outcome.first) if f]
+        is_said = (decided.generation, decided.node_id, decided.rank) in said
+        ops += (Delete(start, end),) if is_said else _all_but(_judged(snapshot, first), start, end)
+    return tuple(ops)
+
+
+def _judged(snapshot: Snapshot, number: int) -> str:
+    """The key of the generation's decisive failure."""
+    return snapshot.keys.failure(number, decisive_failure(snapshot.failures[number]).node_id)
+
+
+def _all_but(key: str, start: str, end: str) -> tuple[Op, ...]:
+    return Delete(start, key), Delete(f"{key}\0", end)

@@ -32,18 +32,13 @@ _MAY_PASS = re.compile(
     r"|\block(?:ed)?\b|(?:read|request|operation|connection) timed out|\bssl",
     re.IGNORECASE,
 )
-# What an earlier run of the program has left is in the way of each later one.
-_IN_THE_WAY = re.compile(r"\bFileExistsError\b|already exists")
 # A store that the program makes itself, of which no peer's end tells: the agent serves that of the job.
 _NO_STORE = re.compile(r"client socket has (?:failed to connect|timed out)", re.IGNORECASE)
-_RANKS_SHOWN = 16
 # Two workers that report no step have failed in the same step, for all that is known, if they ran equally long: within
 # so many seconds, or within this share of the longer one.
 _AS_LONG_S = 2.0
 _AS_LONG_SHARE = 0.1
-_AWAITED, _TOO = ", while ", ", and so "
-# Signals by which native code ends a process: SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV.
-_CRASHES = (-4, -6, -7, -8, -11)
+_AWAITED = ", while "
 # EX_TEMPFAIL of <sysexits.h>: a temporary failure, to be retried.
 _TRY_AGAIN = 75
 # What a shell exits with if a signal has ended its command: 128 and the signal's number.
@@ -97,7 +92,7 @@ def awaited(early: Failure, failures: Sequence[Failure]) -> Failure:
     """The record of a rank that ended by itself, with the ranks in `failures` that waited for it."""
     lost = [f for f in failures if f.kind is FailureKind.PEER_LOST and f.rank != early.rank]
     if not lost:
-        return _beside_another_exit(early, failures)
+        return early
     said, _, known = early.message.partition(_AWAITED)
     # A node's record names those of the node.
     named = {f.rank for f in lost}.union(map(int, re.findall(r"\d+", known.partition(" waited")[0])))
@@ -108,37 +103,6 @@ def awaited(early: Failure, failures: Sequence[Failure]) -> Failure:
     # A record names those that had an error when it was written; our signal may end the others before they have one.
     more = " (perhaps others too)" if len(named) + 1 < early.world_size else ""
     return replace(early, message=f"{said}{_AWAITED}{which} waited{where}{more},")
-
-
-def _beside_another_exit(exited: Failure, failures: Sequence[Failure]) -> Failure:
-    """The record of an exit; if a rank of another node exited with another code, with that: no clock compares them."""
-    others = (f for f in failures if f.kind is exited.kind is FailureKind.EXIT_CODE and f.node_id != exited.node_id)
-    other = next((f for f in others if f.code != exited.code), None)
-    if other is None:
-        return exited
-    said = exited.message.partition(_AWAITED)[0]
-    beside = f"rank {other.rank} exited with code {other.code} (which came first is not known),"
-    return replace(exited, message=f"{said}{_AWAITED}{beside}")
-
-
-def killed_together(killed: Failure, failures: Sequence[Failure]) -> Failure:
-    """The failure; if it is the end of a rank by a signal, with the ranks in `failures` that the same signal ended."""
-    kinds = (FailureKind.SIGNAL, FailureKind.OUT_OF_MEMORY)
-    same = [f for f in failures if killed.kind in kinds and (f.kind, f.code) == (killed.kind, killed.code)]
-    # A node's record names those of the node.
-    named = {f.rank for f in same}.union(*(map(int, re.findall(r"\d+", f.message.partition(_TOO)[2])) for f in same))
-    others = sorted(named - {killed.rank})
-    if not others:
-        return killed
-    from elaunch.rendezvous.texts import listed
-
-    shown = listed([str(rank) for rank in others[:_RANKS_SHOWN]])
-    more = " and others" if len(others) > _RANKS_SHOWN else ""
-    were = "was" if len(others) == 1 else "were"
-    return replace(
-        killed,
-        message=f"{killed.message.partition(_TOO)[0]}{_TOO}{were} rank{'s' if len(others) > 1 else ''} {shown}{more},",
-    )
 
 
 def identical(one: Failure, other: Failure) -> bool:
@@ -177,21 +141,14 @@ def _lived_as_long(one: Failure, other: Failure) -> bool:
     return abs(one.lived_s - other.lived_s) <= max(_AS_LONG_S, _AS_LONG_SHARE * longer_s)
 
 
-def crashes_again(one: Failure, other: Failure) -> bool:
-    """Whether native code ended two workers in the same step by the same call of Python's."""
-    is_same = one.code in _CRASHES and one.frame and (one.code, one.frame) == (other.code, other.frame)
-    if not is_same or _without_addresses(one.traceback) != _without_addresses(other.traceback):
-        return False
-    return _came_as_far(one, other)
-
-
 def exits_again(one: Failure, other: Failure) -> bool:
     """Whether two ranks exited with the same code and the same last line, soon after their start, before a step."""
     if one.kind is not FailureKind.EXIT_CODE or not identical(one, other) or one.code in _OF_SIGNALS:
         return False
     words, others = (_PASSING.sub("#", _last_line(each.tail)) for each in (one, other))
     is_same = words and words == others and not _is_of_surroundings(words)
-    return bool(is_same) and max(one.step, other.step) < 0 and _came_as_far(one, other)
+    is_early = max(one.step, other.step) < 0 and max(one.lived_s, other.lived_s) <= _START_S
+    return bool(is_same) and is_early and _lived_as_long(one, other)
 
 
 def _last_line(tail: str) -> str:
@@ -211,16 +168,6 @@ def _fails_again(one: Failure, other: Failure) -> bool:
 
 def _is_of_surroundings(words: str) -> bool:
     return bool(_OF_SURROUNDINGS.search(words) or _MAY_PASS.search(words))
-
-
-def _with_killed_parents(failures: Sequence[Failure]) -> set[str]:
-    return {f.node_id for f in failures if f.is_killed_parent}
-
-
-def _came_as_far(one: Failure, other: Failure) -> bool:
-    if one.step >= 0 or other.step >= 0:
-        return one.step == other.step
-    return max(one.lived_s, other.lived_s) <= _START_S and _lived_as_long(one, other)
 
 
 def all_failed_alike(failures: Sequence[Failure], world_size: int) -> bool:
@@ -279,9 +226,7 @@ def judge(
     has_progressed = barren == 0 if failure.progressed is None else failure.progressed
     # On another node the same error need not come again.
     earlier = decisive_failure(before) if before and not is_elsewhere else None
-    # On another node it was hardly the same sender.
-    is_same_node = bool(_with_killed_parents(before or ()) & _with_killed_parents(failures[generation]))
-    if earlier and (again := _again(failure, earlier, has_progressed=has_progressed, has_killed_parents=is_same_node)):
+    if earlier and (again := _again(failure, earlier, has_progressed=has_progressed)):
         return GiveUp(f"{again}, so another try would end the same way")
     if spent >= terms.max_restarts:
         return GiveUp(_budget(terms))
@@ -296,25 +241,15 @@ def judge(
     return Restart(f"restart {spent + 1} of {terms.max_restarts}" + ("" if left else ", the last one"))
 
 
-def _again(failure: Failure, earlier: Failure, *, has_progressed: bool, has_killed_parents: bool) -> str:
-    """The failure that was repeated, for which a retry is pointless; "" if there is none.
-
-    `has_killed_parents`: the parent of a node's ranks was killed both times, on the same node.
-    """
+def _again(failure: Failure, earlier: Failure, *, has_progressed: bool) -> str:
+    """The failure that was repeated, for which a retry is pointless; "" if there is none."""
     if not has_progressed and _fails_again(failure, earlier):
         return "it failed the same way twice in a row without progress"
     if repeats(failure, earlier):
         where = f"in the same step, after step {failure.step}" if failure.step >= 0 else "after about the same time"
         return f"it failed the same way twice in a row, {where}"
-    if identical(failure, earlier) and _IN_THE_WAY.search(f"{failure.exception} {failure.message}"):
-        return "what it creates exists already, also in the second try"
-    if crashes_again(failure, earlier):
-        return "it crashed in the same call twice in a row"
     if exits_again(failure, earlier):
         return "it exited with the same code and the same last line twice in a row, soon after its start"
-    are_killed_parents = has_killed_parents and failure.is_killed_parent and earlier.is_killed_parent
-    if are_killed_parents and (not has_progressed or _came_as_far(failure, earlier)):
-        return "the ranks' parent process was killed by SIGKILL (sender unknown) twice in a row without progress"
     return ""
 
 
@@ -328,9 +263,8 @@ def _budget(terms: Terms) -> str:
 
 def _own_words(failure: Failure) -> str:
     """The message without the other ranks, which chance decides."""
-    exits, kills = (FailureKind.EXIT_CODE, FailureKind.ENDED_EARLY), (FailureKind.SIGNAL, FailureKind.OUT_OF_MEMORY)
-    end = {**dict.fromkeys(exits, _AWAITED), **dict.fromkeys(kills, _TOO)}.get(failure.kind)
-    return failure.message.partition(end)[0] if end else failure.message
+    is_exit = failure.kind in (FailureKind.EXIT_CODE, FailureKind.ENDED_EARLY)
+    return failure.message.partition(_AWAITED)[0] if is_exit else failure.message
 
 
 def _without_numbers(message: str) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from elaunch.rendezvous.secret import Secret
-from elaunch.rendezvous.server.connection_limits import slots
+from elaunch.rendezvous.server.admission import slots
 from elaunch.rendezvous.server.server import Server
 
 

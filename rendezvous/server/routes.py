@@ -1,35 +1,40 @@
-"""Maps the requests of etcd v3's JSON gateway to calls of the engine, and their results to answers."""
+"""The requests of etcd v3's JSON gateway that elaunch's client sends, as calls of the engine, and their answers.
+
+In etcd's JSON bytes are base64, 64-bit numbers are strings, and zero fields are left out.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+import json
+from base64 import b64decode, b64encode
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-from elaunch.rendezvous.engine.engine import Engine
-from elaunch.rendezvous.engine.mvcc import UNBOUNDED, KeyValue, Refused
-from elaunch.rendezvous.server.json_codec import (
-    Fields,
-    Json,
-    delete_answer,
-    delete_request,
-    events_json,
-    lease_json,
-    put_answer,
-    put_request,
-    range_answer,
-    range_request,
-    read_json,
-    txn_answer,
-    txn_request,
-    write_json,
+from elaunch.rendezvous.codec import parse_first_json, shown
+from elaunch.rendezvous.engine.engine import Engine, Refused
+from elaunch.rendezvous.store import (
+    SHARED,
+    Absent,
+    Changes,
+    Delete,
+    Empty,
+    KeyEntry,
+    NoneNewer,
+    Op,
+    Present,
+    Put,
+    Txn,
+    TxnGuard,
+    Unchanged,
 )
-from elaunch.rendezvous.store import SHARED
+
+Json = dict[str, Any]
 
 # The version of etcd that this server imitates. Clients read it.
 ETCD_VERSION = "3.4.0"
-EXHAUSTED, INTERNAL, UNAUTHENTICATED = 8, 13, 16
+INVALID, EXHAUSTED, INTERNAL, UNAUTHENTICATED = 3, 8, 13, 16
 # The HTTP status for each gRPC status, as in etcd's gateway.
-_STATUS = {3: 400, 5: 404, EXHAUSTED: 429, 9: 400, 11: 400, 12: 501, INTERNAL: 500, UNAUTHENTICATED: 401}
+_STATUS = {INVALID: 400, 5: 404, EXHAUSTED: 429, 9: 400, 11: 400, INTERNAL: 500, UNAUTHENTICATED: 401}
 
 
 class Reply(NamedTuple):
@@ -42,8 +47,7 @@ class Reply(NamedTuple):
 class WatchRequest(NamedTuple):
     """A request for a watch; `start_revision` 0 means from now on."""
 
-    key: bytes
-    end: bytes
+    prefix: str
     start_revision: int
 
 
@@ -54,132 +58,172 @@ class Routes:
         self._engine = engine
         self._version = f"{ETCD_VERSION}{SHARED if is_shared else ''}"
         self._ids = {"cluster_id": str(cluster_id), "member_id": str(member_id)}
-        self._member_id = str(member_id)
-        handlers: dict[str, Callable[[Fields], Json]] = {
+        self._handlers: dict[str, Callable[[Json], Json | WatchRequest]] = {
             "/v3/kv/range": self._range,
-            "/v3/kv/put": self._put,
-            "/v3/kv/deleterange": self._delete,
             "/v3/kv/txn": self._txn,
-            "/v3/kv/compaction": self._compact,
             "/v3/lease/grant": self._grant,
-            "/v3/maintenance/status": self._status,
+            "/v3/lease/keepalive": self._keep_alive,
+            "/v3/lease/revoke": self._revoke,
+            "/v3/maintenance/status": lambda request: self._answered(version=self._version),
+            "/v3/watch": _watch_request,
         }
-        for name, handler in (
-            ("revoke", self._revoke),
-            ("keepalive", self._keep_alive),
-            ("timetolive", self._time_to_live),
-        ):
-            handlers[f"/v3/lease/{name}"] = handlers[f"/v3/kv/lease/{name}"] = handler
-        self._handlers = handlers
 
     def answer(self, method: str, path: str, body: bytes) -> Reply | WatchRequest:
         """Run the request and return its answer. The caller must start a watch itself."""
         if (method, path) == ("GET", "/version"):
-            return Reply(200, write_json({"etcdserver": ETCD_VERSION, "etcdcluster": ETCD_VERSION, "elaunch": True}))
+            return Reply(200, _written({"etcdserver": ETCD_VERSION, "etcdcluster": ETCD_VERSION, "elaunch": True}))
         if (method, path) == ("GET", "/health"):
-            return Reply(200, write_json({"health": "true"}))
+            return Reply(200, _written({"health": "true"}))
         handler = self._handlers.get(path)
-        if handler is None and path != "/v3/watch":
+        if handler is None:
             return Reply(404, b"Not Found\n")
         if method != "POST":
             return Reply(405, b"Method Not Allowed\n")
         try:
-            fields = read_json(body)
-            if handler is None:
-                return self._watch(_watch_request(fields))
-            return Reply(200, write_json(handler(fields)) + (b"\n" if path.endswith("/keepalive") else b""))
+            answer = handler(parse_first_json(body.strip() or b"{}"))
         except Refused as refused:
             return error_reply(refused)
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+            return error_reply(Refused(INVALID, f"elaunch's store does not understand the request: {shown(error)}"))
+        return answer if isinstance(answer, WatchRequest) else Reply(200, _written(answer))
 
     def created(self) -> bytes:
         """The first line of a watch."""
-        return self._line({"header": self._header(self._engine.revision), "created": True})
+        return self._line(self._engine.revision, created=True)
 
-    def events(self, revision: int, events: Sequence[KeyValue]) -> bytes:
-        """A line of a watch: events up to `revision`."""
-        return self._line({"header": self._header(revision), "events": events_json(events)})
+    def events(self, revision: int, changes: list[Changes]) -> bytes:
+        """A line of a watch: changes up to `revision`."""
+        events = [_event(each.revision, key, entry) for each in changes for key, entry in each.entries.items()]
+        return self._line(revision, events=events)
 
     def compacted(self, revision: int) -> bytes:
         """The last line of a watch whose next revisions are compacted."""
-        return self._line({"header": self._header(0), "canceled": True, "compact_revision": str(revision)})
+        return self._line(0, canceled=True, compact_revision=str(revision))
 
-    def _watch(self, request: WatchRequest) -> Reply | WatchRequest:
-        if not request.end or request.end == UNBOUNDED or request.key < request.end:
-            return request
-        refusal = {"watch_id": "-1", "created": True, "canceled": True, "cancel_reason": "mvcc: watcher range is empty"}
-        return Reply(200, self._line({"header": self._header(self._engine.revision), **refusal}))
+    def _line(self, revision: int, **fields: Any) -> bytes:
+        return _written({"result": {"header": self._header(revision), **fields}}) + b"\n"
 
     def _header(self, revision: int) -> Json:
         return {**self._ids, **({"revision": str(revision)} if revision else {}), "raft_term": "2"}
 
-    def _line(self, result: Json) -> bytes:
-        return write_json({"result": result}) + b"\n"
+    def _answered(self, **fields: Any) -> Json:
+        return {"header": self._header(self._engine.revision), **fields}
 
-    def _answered(self, fields: Json, revision: int = 0) -> Json:
-        return {"header": self._header(revision or self._engine.revision), **fields}
+    def _range(self, request: Json) -> Json:
+        view = self._engine.read(_prefix(request))
+        return self._answered(kvs=[_kv(key, entry) for key, entry in view.entries.items()])
 
-    def _range(self, fields: Fields) -> Json:
-        answer = self._engine.range(range_request(fields))
-        return self._answered(range_answer(answer), answer.revision)
+    def _txn(self, request: Json) -> Json:
+        then, otherwise = (tuple(map(_op, _writes(request.get(name, ())))) for name in ("success", "failure"))
+        answer = self._engine.commit(Txn(tuple(map(_guard, request.get("compare", ()))), then, otherwise))
+        return self._answered(succeeded=answer.held)
 
-    def _put(self, fields: Fields) -> Json:
-        answer = self._engine.put(put_request(fields))
-        return self._answered(put_answer(answer), answer.revision)
+    def _grant(self, request: Json) -> Json:
+        lease = _lease(request)
+        return self._answered(ID=str(lease), TTL=str(self._engine.grant(lease, _number(request, "TTL"))))
 
-    def _delete(self, fields: Fields) -> Json:
-        answer = self._engine.delete(delete_request(fields))
-        return self._answered(delete_answer(answer), answer.revision)
+    def _keep_alive(self, request: Json) -> Json:
+        lease = _lease(request)
+        ttl_s = self._engine.keep_alive(lease)
+        return {"result": self._answered(ID=str(lease), **({"TTL": str(ttl_s)} if ttl_s else {}))}
 
-    def _txn(self, fields: Fields) -> Json:
-        answer = self._engine.txn(txn_request(fields))
-        return self._answered(txn_answer(answer), answer.revision)
-
-    def _compact(self, fields: Fields) -> Json:
-        # Every compaction here is physical: it is complete when it is answered.
-        fields.get_bool("physical")
-        revision = fields.get_int("revision")
-        fields.done()
-        return self._answered({}, self._engine.compact(revision))
-
-    def _grant(self, fields: Fields) -> Json:
-        lease, ttl_s = fields.get_int("ID"), fields.get_int("TTL")
-        fields.done()
-        lease, ttl_s = self._engine.grant(lease, ttl_s)
-        return self._answered(lease_json(lease, ttl_s, 0, ()))
-
-    def _revoke(self, fields: Fields) -> Json:
-        lease = fields.get_int("ID")
-        fields.done()
-        self._engine.revoke(lease)
-        return self._answered({})
-
-    def _keep_alive(self, fields: Fields) -> Json:
-        lease = fields.get_int("ID")
-        fields.done()
-        return {"result": self._answered(lease_json(lease, self._engine.keep_alive(lease), 0, ()))}
-
-    def _time_to_live(self, fields: Fields) -> Json:
-        lease, with_keys = fields.get_int("ID"), fields.get_bool("keys")
-        fields.done()
-        left_s, granted_s, keys = self._engine.time_to_live(lease)
-        return self._answered(lease_json(lease, left_s, granted_s, keys if with_keys else ()))
-
-    def _status(self, fields: Fields) -> Json:
-        fields.done()
-        return self._answered({"version": self._version, "leader": self._member_id, "raftIndex": "1", "raftTerm": "2"})
+    def _revoke(self, request: Json) -> Json:
+        self._engine.revoke(_lease(request))
+        return self._answered()
 
 
 def error_reply(refused: Refused) -> Reply:
     body = {"error": refused.message, "code": refused.code, "message": refused.message}
-    return Reply(_STATUS[refused.code], write_json(body))
+    return Reply(_STATUS[refused.code], _written(body))
 
 
-def _watch_request(fields: Fields) -> WatchRequest:
-    create = fields.get_object("create_request")
-    # etcd sends progress notifications only every ten minutes, so a client cannot depend on them.
-    create.get_bool("progress_notify")
-    key, end, start_revision = create.get_bytes("key"), create.get_bytes("range_end"), create.get_int("start_revision")
-    create.done()
-    fields.done()
-    # An empty key is the smallest key, as in etcd.
-    return WatchRequest(key or UNBOUNDED, end, start_revision)
+def _written(value: Json) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def _watch_request(request: Json) -> WatchRequest:
+    create = request["create_request"]
+    return WatchRequest(_prefix(create), _number(create, "start_revision"))
+
+
+def _guard(compare: Json) -> TxnGuard:
+    """The guard whose comparison the client sends so. Raises ValueError for any other comparison."""
+    is_range = "range_end" in compare
+    match compare["target"], compare["result"]:
+        case "CREATE", "EQUAL" if _number(compare, "create_revision") == 0:
+            return Empty(_prefix(compare)) if is_range else Absent(_text(compare, "key"))
+        case "CREATE", "GREATER" if _number(compare, "create_revision") == 0 and not is_range:
+            return Present(_text(compare, "key"))
+        case "MOD", "EQUAL" if not is_range:
+            return Unchanged(_text(compare, "key"), _number(compare, "mod_revision"))
+        case "MOD", "LESS" if is_range:
+            return NoneNewer(_prefix(compare), _number(compare, "mod_revision") - 1)
+    raise ValueError(f"comparison {shown(compare)}")
+
+
+def _writes(ops: list[Json]) -> list[Json]:
+    """The operations that write. One that reads stands where a transaction writes nothing: nobody needs its result."""
+    return [op for op in ops if "request_range" not in op]
+
+
+def _op(op: Json) -> Op:
+    if "request_put" in op:
+        put = op["request_put"]
+        return Put(_text(put, "key"), _text(put, "value"), _number(put, "lease"))
+    delete = op["request_delete_range"]
+    return Delete(_text(delete, "key"), _text(delete, "range_end"))
+
+
+def _prefix(fields: Json) -> str:
+    """The prefix of all keys of a range. Raises ValueError for a range that is none."""
+    key, end = _bytes(fields, "key"), _bytes(fields, "range_end")
+    if (key, end) == (b"\0", b"\0"):
+        return ""
+    if not key or key[-1] == 0xFF or end != key[:-1] + bytes([key[-1] + 1]):
+        raise ValueError("a range that is no prefix")
+    return key.decode("utf-8", "surrogateescape")
+
+
+def _text(fields: Json, name: str) -> str:
+    return _bytes(fields, name).decode("utf-8", "surrogateescape")
+
+
+def _bytes(fields: Json, name: str) -> bytes:
+    return b64decode(fields.get(name, ""), validate=True)
+
+
+def _lease(fields: Json) -> int:
+    lease = _number(fields, "ID")
+    if lease < 1:
+        raise ValueError("a lease without an id")
+    return lease
+
+
+def _number(fields: Json, name: str) -> int:
+    """A 64-bit number, which may be text."""
+    value = fields.get(name, 0)
+    # int() would accept a float, and true.
+    number = int(value) if type(value) in (int, str) else 1 << 63
+    if not -(2**63) <= number < 2**63:
+        raise ValueError(f"{name} is no 64-bit number")
+    return number
+
+
+def _event(revision: int, key: str, entry: KeyEntry | None) -> Json:
+    if entry is None:
+        return {"type": "DELETE", "kv": {"key": _base64(key), "mod_revision": str(revision)}}
+    return {"kv": _kv(key, entry)}
+
+
+def _kv(key: str, entry: KeyEntry) -> Json:
+    kv = {
+        "key": _base64(key),
+        "create_revision": str(entry.create_revision),
+        "mod_revision": str(entry.mod_revision),
+        "value": _base64(entry.value),
+    }
+    return {**kv, "lease": str(entry.lease)} if entry.lease else kv
+
+
+def _base64(text: str) -> str:
+    return b64encode(text.encode("utf-8", "surrogateescape")).decode()

@@ -5,11 +5,11 @@ A watch whose outlet is full falls behind alone: when there is room again, it co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-from elaunch.rendezvous.engine.engine import Engine
-from elaunch.rendezvous.engine.mvcc import UNBOUNDED, Compacted, KeyValue, WrittenRevision, within
+from elaunch.rendezvous.engine.engine import Compacted, Engine
+from elaunch.rendezvous.server.routes import Routes
+from elaunch.rendezvous.store import Changes
 
 # Limits of one read from the history for a watch that is behind.
 _BATCH_REVISIONS = 1000
@@ -24,67 +24,50 @@ class Outlet(Protocol):
     def send(self, line: bytes) -> None: ...
 
 
-class Lines(Protocol):
-    """Serializes events as lines."""
-
-    def events(self, revision: int, events: Sequence[KeyValue]) -> bytes: ...
-
-    def compacted(self, revision: int) -> bytes: ...
-
-
-class KeyRange(NamedTuple):
-    """A range of keys that is watched."""
-
-    key: bytes
-    end: bytes
-
-
 class Watcher:
     """One watch. `next_revision` is the next that it must send. While it is `behind`, it gets no new events."""
 
-    def __init__(self, keys: KeyRange, next_revision: int, outlet: Outlet) -> None:
-        self.keys = keys
+    def __init__(self, prefix: str, next_revision: int, outlet: Outlet) -> None:
+        self.prefix = prefix
         self.next_revision = next_revision
         self.outlet = outlet
-        self.behind = False
+        self.behind = True
 
 
 class Watchers:
     """All watches. `told` is the engine's listener. Call `catch_up` whenever an outlet has room again."""
 
-    def __init__(self, engine: Engine, lines: Lines) -> None:
+    def __init__(self, engine: Engine, routes: Routes) -> None:
         self._engine = engine
-        self._lines = lines
-        self._watching: dict[KeyRange, set[Watcher]] = {}
+        self._routes = routes
+        self._watching: dict[str, set[Watcher]] = {}
 
-    def add(self, keys: KeyRange, start_revision: int, outlet: Outlet) -> Watcher:
+    def add(self, prefix: str, start_revision: int, outlet: Outlet) -> Watcher:
         """Begin a watch at `start_revision`, 0 for now. Events since then are sent at once, if there is room."""
-        watcher = Watcher(keys, start_revision or self._engine.revision + 1, outlet)
-        self._watching.setdefault(keys, set()).add(watcher)
-        watcher.behind = True
+        watcher = Watcher(prefix, start_revision or self._engine.revision + 1, outlet)
+        self._watching.setdefault(prefix, set()).add(watcher)
         self.catch_up(watcher)
         return watcher
 
     def remove(self, watcher: Watcher) -> None:
         """End a watch. One that has ended already is no error."""
-        same = self._watching.get(watcher.keys, set())
+        same = self._watching.get(watcher.prefix, set())
         same.discard(watcher)
         if not same:
-            self._watching.pop(watcher.keys, None)
+            self._watching.pop(watcher.prefix, None)
 
-    def told(self, written: WrittenRevision) -> None:
-        for keys, watchers in self._watching.items():
-            events = [event for event in written.events if within(event.key, *keys)]
-            if not events:
+    def told(self, changes: Changes) -> None:
+        for prefix, watchers in self._watching.items():
+            if not (seen := changes.under(prefix)):
                 continue
-            line = self._lines.events(written.revision, events)
+            line = self._routes.events(changes.revision, [seen])
             for watcher in watchers:
-                if watcher.behind or watcher.next_revision > written.revision:
+                if watcher.behind or watcher.next_revision > changes.revision:
                     continue
                 if watcher.outlet.has_room():
                     watcher.outlet.send(line)
                 else:
-                    watcher.next_revision = written.revision
+                    watcher.next_revision = changes.revision
                     watcher.behind = True
 
     def catch_up(self, watcher: Watcher) -> None:
@@ -93,29 +76,20 @@ class Watchers:
             try:
                 history = self._engine.since(watcher.next_revision, _BATCH_REVISIONS)
             except Compacted as compacted:
-                watcher.outlet.send(self._lines.compacted(compacted.revision))
+                watcher.outlet.send(self._routes.compacted(compacted.revision))
                 watcher.behind = False
                 self.remove(watcher)
                 return
-            if history:
-                self._send_some(watcher, history)
+            found: list[Changes] = []
+            size = 0
+            for changes in history:
+                if seen := changes.under(watcher.prefix):
+                    found.append(seen)
+                    size += sum(len(entry.value) for entry in seen.entries.values() if entry)
+                watcher.next_revision = changes.revision + 1
+                # Never send a part of a revision: the client would take it for the whole.
+                if size > _BATCH_BYTES:
+                    break
+            if found:
+                watcher.outlet.send(self._routes.events(self._engine.revision, found))
             watcher.behind = bool(history) and watcher.next_revision <= self._engine.revision
-
-    def _send_some(self, watcher: Watcher, history: Sequence[WrittenRevision]) -> None:
-        # While a thousand agents join, each begins a watch some hundreds of revisions in the past. Then this loop takes
-        # most of the server's time.
-        key, end = watcher.keys
-        bounded = end != UNBOUNDED
-        events: list[KeyValue] = []
-        size = 0
-        for written in history:
-            for event in written.events:
-                if (key <= event.key and (not bounded or event.key < end)) if end else event.key == key:
-                    events.append(event)
-                    size += len(event.value)
-            # Never send a part of a revision: the client would take it for the whole.
-            if size > _BATCH_BYTES:
-                break
-        watcher.next_revision = written.revision + 1
-        if events:
-            watcher.outlet.send(self._lines.events(self._engine.revision, events))

@@ -5,16 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
 from typing import Any
 
 
 def place(*args: Any, **named: Any) -> tuple[int, str, int, tuple[Any, ...]]:
     return int(os.environ["RANK"]), os.environ["WORLD_SIZE"], os.getpid(), (*args, *named.items())
-
-
-def larger_than_a_pipe() -> bytes:
-    return bytes([int(os.environ["RANK"])]) * (8 << 20)
 
 
 def raise_on_rank_1(word: str) -> None:
@@ -26,10 +21,6 @@ def die_once() -> str:
     if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         os.kill(os.getpid(), signal.SIGKILL)
     return os.environ["TORCHELASTIC_RESTART_COUNT"]
-
-
-def lock_of_rank_1() -> Any:
-    return threading.Lock() if os.environ["RANK"] == "1" else None
 
 
 def leave(how: str) -> int:

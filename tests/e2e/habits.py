@@ -109,22 +109,6 @@ def same(
     return expected
 
 
-def same_twice(folder: Path, *args: str | bytes, env: Mapping[str, str] | None = None, forked: bool = True) -> Run:
-    """Run a program that fails in generation 0 and succeeds in the next one. Its output must be that of fresh runs.
-
-    A fresh interpreter gets the generation as a variable. Returns the worker's run.
-    """
-    generations = [fresh(folder, *args, env={**(env or {}), "ELAUNCH_GENERATION": str(number)}) for number in range(2)]
-    assert [each.code for each in generations] == [1, 0], generations
-    run = worker(folder, *args, how=(*LIGHT, "--max-restarts", "1"), env=env)
-    assert run.code == 0, str(run)
-    assert run.out == b"".join(each.out for each in generations), f"{run}\nfresh: {generations}"
-    assert run.err == b"".join(each.err for each in generations), f"{run}\nfresh: {generations}"
-    assert (not run.execed) is forked, str(run)
-    assert "1 of 1 restarts used" in run.said[-1]
-    return run
-
-
 def _without_addresses(text: bytes) -> bytes:
     """The text without addresses, and without the pid in Python's own warnings."""
     return re.sub(rb"\(pid=\d+\)", b"(pid)", re.sub(rb"\b0x[0-9a-f]{8,}", b"0x", text))

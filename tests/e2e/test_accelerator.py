@@ -131,67 +131,6 @@ def test_types_and_memory_formats_are_kept_on_the_gpu() -> None:
     print(output_of("-m", "pytest", "-q", "-p", "no:cacheprovider", tests, ELAUNCH_TEST_DEVICE="cuda"))
 
 
-PEAK = """
-import torch
-from elaunch.trainer.parallel import trial
-
-device = torch.device("cuda", 0)
-freed = torch.empty(512 << 20, dtype=torch.uint8, device=device)
-del freed
-trial.collect(device)
-before = trial._memory_now(device)
-trial._forget_peak(device)
-taken = torch.empty(64 << 20, dtype=torch.uint8, device=device)
-peak = trial._memory_peak(device) - before
-assert 64 << 20 <= peak < 128 << 20, peak
-"""
-
-
-@pytest.mark.slow
-def test_memory_that_was_freed_before_does_not_hide_what_a_plan_takes() -> None:
-    need_gpus(1)
-
-    output_of("-c", PEAK)
-
-
-GRAPH = """
-import torch
-from elaunch.trainer import Keeper
-from elaunch.trainer.memory.device_copy import GpuCopies
-from elaunch.trainer.state.optimizer_state import has_cuda_graphs
-
-model = torch.nn.Linear(8, 8, device="cuda")
-optimizer = torch.optim.AdamW(model.parameters(), capturable=True)
-model(torch.ones(2, 8, device="cuda")).sum().backward()
-optimizer.step()
-assert not has_cuda_graphs()
-gpu = GpuCopies(torch.device("cuda", 0))
-graph = torch.cuda.CUDAGraph()
-try:
-    with torch.cuda.graph(graph):
-        optimizer.step()
-        gpu.before_commit(lambda: None)
-except RuntimeError as error:
-    assert "graph.replay()" in str(error), error
-else:
-    raise AssertionError("a commit within a capture was not refused")
-assert has_cuda_graphs()
-try:
-    Keeper(model, optimizer).restore()
-except ValueError as error:
-    print(error)
-else:
-    raise AssertionError("the graph was not refused")
-"""
-
-
-@pytest.mark.slow
-def test_a_cuda_graph_with_the_optimizer_is_refused() -> None:
-    need_gpus(1)
-
-    assert "enter the Keeper first" in output_of("-c", GRAPH)
-
-
 CONTEXT = """
 import threading, torch
 from elaunch.trainer.memory.device_copy import GpuCopies
@@ -214,13 +153,6 @@ thread.join()
 assert torch._C._cuda_hasPrimaryContext(1)
 assert not torch._C._cuda_hasPrimaryContext(0), "the thread has started CUDA on GPU 0"
 """
-
-
-@pytest.mark.slow
-def test_a_thread_that_saves_starts_no_cuda_on_gpu_0() -> None:
-    need_gpus(2)
-
-    output_of("-c", CONTEXT)
 
 
 KEPT = """

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,51 +18,9 @@ import elaunch
 from elaunch.launcher.errors import UsageError
 from tests.e2e import called
 from tests.faults.processes import is_alive
-from tests.harness import DEADLINE_S, REPOSITORY, environment, free_ports, joined, script, slow, wait_for
-from tests.standin import WITH_TORCH
+from tests.harness import DEADLINE_S, REPOSITORY, environment, free_ports, script, slow, wait_for
 
 pytestmark = pytest.mark.usefixtures("without_torch")
-
-# One import decides which launcher runs this program.
-SIDE_BY_SIDE = """
-import json, os, sys
-from {module} import LaunchConfig, elastic_launch
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
-
-class Answer:
-    def __init__(self, total, rank): self.total, self.rank = total, rank
-
-def train(scale, *, fails=False):
-    import torch, torch.distributed as dist
-    dist.init_process_group("gloo")
-    total = torch.tensor([scale * (dist.get_rank() + 1.0)])
-    dist.all_reduce(total)
-    dist.destroy_process_group()
-    if scale < 0 and os.environ["RANK"] == "1":
-        raise RuntimeError("scale is below 0")
-    return Answer(total, int(os.environ["RANK"]))
-
-@record
-def main():
-    config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=2, rdzv_backend="c10d", rdzv_endpoint="localhost:0",
-        run_id="side-by-side", max_restarts=0, start_method="spawn", monitor_interval=0.1,
-    )
-    found = elastic_launch(config, train)(10.0)
-    said = {{"values": {{rank: [answer.rank, answer.total.item()] for rank, answer in found.items()}}}}
-    try:
-        elastic_launch(config=config, entrypoint=train)(-1.0)
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        stack = failure.message["extraInfo"]["py_callstack"]
-        said["failed"] = [error.name, rank, failure.local_rank, failure.exitcode]
-        said["names the line"] = 'raise RuntimeError("scale is below 0")' in stack
-        said["shows it"] = "RuntimeError: scale is below 0" in str(error) and "train FAILED" in str(error)
-    print("said", json.dumps(said), flush=True)
-
-if __name__ == "__main__":
-    main()
-"""
 WAITS = """
 import os, sys, threading, time
 from pathlib import Path
@@ -82,14 +38,6 @@ if __name__ == "__main__":
         thread = threading.Thread(target=call, args=sys.argv[1:2])
         thread.start()
         thread.join()
-"""
-WITHOUT_GUARD = """
-from elaunch import LaunchConfig, launch
-
-def train():
-    return 1
-
-print("found", launch(LaunchConfig(1, 1, 1, max_restarts=0), train)())
 """
 ONE_OF_TWO_NODES = """
 import os, sys
@@ -160,13 +108,6 @@ def test_a_killed_worker_is_restarted_and_the_values_are_those_of_the_last_gener
     assert elaunch.launch(config(max_restarts=2), called.die_once)() == {0: "1", 1: "1"}
 
 
-def test_a_rank_may_end_by_sys_exit_and_not_by_os_exit() -> None:
-    assert elaunch.launch(config(), called.leave)("sys") == {0: None, 1: None}
-
-    with pytest.raises(EOFError, match="rank 0 ended with exit code 0 before leave returned"):
-        elaunch.launch(config(), called.leave)("os")
-
-
 def test_a_command_runs_on_each_rank() -> None:
     with pytest.raises(elaunch.ChildFailedError) as raised:
         elaunch.launch(config(), "sh")("-c", "exit $((RANK * 3))")
@@ -175,20 +116,6 @@ def test_a_command_runs_on_each_rank() -> None:
     assert elaunch.launch(config(), "true")() == {}
     with pytest.raises(UsageError, match=r'the call names lr; give words, as in \("--lr", "…"\)'):
         elaunch.launch(config(), "sh")("-c", lr=0.05)
-
-
-def test_it_runs_in_any_thread_and_twice_at_once() -> None:
-    found: list[Any] = []
-
-    def call(word: str) -> None:
-        found.append([args for *_, args in elaunch.launch(config(1, run_id=word), called.place)(word).values()])
-
-    threads = [threading.Thread(target=call, args=(word,)) for word in ("a", "b")]
-    for thread in threads:
-        thread.start()
-    joined(*threads)
-
-    assert sorted(found) == [[("a",)], [("b",)]]
 
 
 @contextmanager
@@ -230,18 +157,6 @@ def test_ctrl_c_ends_the_job_and_is_a_keyboard_interrupt(tmp_path: Path, thread:
         wait_for(lambda: all_gone(below), "the job's processes are gone")
 
 
-def test_sigterm_ends_the_job_before_the_program(tmp_path: Path) -> None:
-    with waiting(tmp_path) as (process, below):
-        process.send_signal(signal.SIGTERM)
-
-        stderr = process.communicate(timeout=DEADLINE_S)[1]
-
-        assert process.returncode == 1
-        assert all_gone([each for each in below if each.pid in pids(tmp_path)])
-        assert "JobFailed: elaunch: stopped, since" in stderr
-        wait_for(lambda: all_gone(below), "the job's processes are gone")
-
-
 def test_a_killed_program_takes_the_job_with_it(tmp_path: Path) -> None:
     with waiting(tmp_path) as (process, below):
         process.kill()
@@ -251,14 +166,6 @@ def test_a_killed_program_takes_the_job_with_it(tmp_path: Path) -> None:
 
 def pids(folder: Path) -> set[int]:
     return {int(path.read_text()) for path in folder.glob("pid-*")}
-
-
-def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
-    done = finished(script(tmp_path, WITHOUT_GUARD))
-
-    assert done.returncode == 1
-    assert "if __name__ == '__main__':" in done.stderr
-    assert "found" not in done.stdout
 
 
 def test_several_nodes_meet_and_each_has_the_values_of_its_own_ranks(tmp_path: Path) -> None:
@@ -279,28 +186,3 @@ def test_the_program_of_the_page_prints_what_it_says(tmp_path: Path) -> None:
     done = finished(script(tmp_path, program))
 
     assert done.stdout == program.rpartition("# ")[2], done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("module", ["elaunch", "torch.distributed.launcher.api"])
-def test_a_program_of_torchs_elastic_launch_runs_the_same_with_one_import_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str
-) -> None:
-    """Each worker imports torch. Torch's configuration and its error are tested in tests/unit/launcher/functions."""
-    monkeypatch.setenv("PYTHONPATH", WITH_TORCH["PYTHONPATH"])
-    # torch leaves a folder behind for each configuration.
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-
-    done = finished(script(tmp_path, SIDE_BY_SIDE.format(module=module)))
-
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.partition("said ")[2].splitlines()[0]) == {
-        "values": {"0": [0, 30.0], "1": [1, 30.0]},
-        "failed": ["train", 1, 1, 1],
-        "names the line": True,
-        "shows it": True,
-    }
-    if module == "elaunch":
-        # torch._dynamo makes a folder for compiled code when it is imported.
-        left = {path.name for path in tmp_path.iterdir() if not path.name.startswith("torchinductor_")}
-        assert left == {"tmp", "train.py"}

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.habits import TORCH, Run, fresh, worker
-from tests.harness import script
+from tests.harness import script, slow
 
 PROGRAMS = """
 import json, os, sys
@@ -77,20 +77,7 @@ SETS = {
     " TORCHINDUCTOR_MAX_AUTOTUNE='1', PYTORCH_JIT='0', CUDA_VISIBLE_DEVICES='7', TORCH_CPP_LOG_LEVEL='ERROR',"
     " TORCH_SHOW_CPP_STACKTRACES='1')",
     "MKL alone, by torch.nn": "as_asked(MKL_NUM_THREADS='1')\n" + ASKS,
-    "level and logs by a module": "sys.path.insert(0, 'mine'); import settings; import torch.utils.data",
-    "nothing": "",
-    "what is there already": "as_asked(**{n: v for n, v in os.environ.items() if 'THREADS' in n or 'TORCH' in n})\n"
-    "os.environ.setdefault('OMP_NUM_THREADS', '64'); os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')",
-    # As Lightning does. torch reads it in each `is_available()`, and not when it is imported.
-    "what a function looks up": "as_asked(PYTORCH_NVML_BASED_CUDA_CHECK='1')",
-    "forbids": "sys.modules['numpy'] = None\nimport torch\nfound(sys.modules['numpy'])\nsys.exit()",
 }
-# For the slow suite.
-MORE = {
-    "OMP alone, numpy first": "as_asked(OMP_NUM_THREADS='1'); import numpy",
-    "too late": "import torch\nas_asked(OMP_NUM_THREADS='1', MKL_NUM_THREADS='1', PYTORCH_JIT='0')",
-}
-QUIET = ("nothing", "what is there already", "what a function looks up")
 # In the first generation only the last rank runs its program, and ends the generation.
 UNSETS = {
     "gone again": "only_after_a_restart()\n"
@@ -115,12 +102,6 @@ def launched(
     folder: Path, programs: Mapping[str, str], env: Mapping[str, str], max_restarts: int = 0
 ) -> tuple[Run, dict[str, Any]]:
     """Run all programs, one in each rank. Returns the run, and the final facts of each program."""
-    (folder / "mine").mkdir(exist_ok=True)
-    script(
-        folder / "mine",
-        "import os\nos.environ['TORCH_DISTRIBUTED_DEBUG'] = 'INFO'\nos.environ['TORCH_LOGS'] = '+inductor'\n",
-        "settings.py",
-    )
     branches = "".join(
         f"{'el' if rank else ''}if os.environ['RANK'] == '{rank}':\n"
         + "".join(f"    {line}\n" for line in (text or "pass").splitlines())
@@ -178,25 +159,11 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run, dict[str, 
     return (folder, *launched(folder, SETS, {}))
 
 
-@pytest.fixture(scope="module")
-def other_job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run, dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("more")
-    return (folder, *launched(folder, MORE, {}))
-
-
-@pytest.mark.parametrize("name", ["all of them", "MKL alone, by torch.nn"])
+@pytest.mark.parametrize("name", ["all of them", slow("MKL alone, by torch.nn")])
 def test_what_a_script_sets_before_import_torch_has_its_effect_or_is_told(
     job: tuple[Path, Run, dict[str, Any]], name: str
 ) -> None:
     assert_as_alone(job, list(SETS).index(name), name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MORE)
-def test_so_has_what_it_sets_after_numpy_and_what_it_sets_too_late_is_told(
-    other_job: tuple[Path, Run, dict[str, Any]], name: str
-) -> None:
-    assert_as_alone(other_job, list(MORE).index(name), name)
 
 
 def assert_as_alone(job: tuple[Path, Run, dict[str, Any]], rank: int, name: str) -> None:
@@ -207,37 +174,6 @@ def assert_as_alone(job: tuple[Path, Run, dict[str, Any]], rank: int, name: str)
         expected = with_compiler(expected, True)
 
     assert_effect_or_word(found[name], expected, told(run, rank))
-
-
-def test_a_module_of_the_scripts_may_set_them_too(job: tuple[Path, Run, dict[str, Any]]) -> None:
-    _, _, found = job
-
-    seen = found["level and logs by a module"]
-
-    assert seen["TORCH_DISTRIBUTED_DEBUG"] == "INFO"
-    assert seen["TORCH_LOGS"][1] == 10
-
-
-@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "TORCH_DISTRIBUTED_DEBUG", "TORCH_LOGS"])
-def test_what_torch_has_a_call_for_takes_effect(job: tuple[Path, Run, dict[str, Any]], name: str) -> None:
-    _, _, found = job
-
-    assert found["all of them"][name] != found["nothing"][name]
-
-
-def test_a_script_that_sets_nothing_new_is_told_nothing(job: tuple[Path, Run, dict[str, Any]]) -> None:
-    _, run, found = job
-
-    for name in QUIET:
-        assert told(run, list(SETS).index(name)) == "", str(run)
-    assert found["nothing"] == found["what is there already"]
-
-
-def test_a_rank_is_told_of_all_its_variables_in_one_line(job: tuple[Path, Run, dict[str, Any]]) -> None:
-    _, run, _ = job
-
-    for rank in range(len(SETS)):
-        assert len(told(run, rank).splitlines()) <= 1, str(run)
 
 
 @pytest.fixture(scope="module")
@@ -253,59 +189,3 @@ def test_what_a_script_removes_before_import_torch_is_gone_or_told(
     folder, run, found = shell_job
 
     assert_effect_or_word(found["gone again"], with_compiler(alone(folder, 0, SHELL), False), told(run, 0))
-
-
-@pytest.mark.slow
-def test_variables_are_followed_again_after_a_restart(shell_job: tuple[Path, Run, dict[str, Any]]) -> None:
-    _, run, _ = shell_job
-
-    found = re.findall(r"^\[1\] found (.*)$", run.out.decode(), re.MULTILINE)
-
-    assert [json.loads(each) for each in found] == [["0", 2, "INFO"], ["1", 2, "INFO"]], str(run)
-
-
-def test_torch_is_found_by_every_kind_of_import_and_not_there_before_the_first(
-    job: tuple[Path, Run, dict[str, Any]],
-) -> None:
-    folder, _, found = job
-    name = "MKL alone, by torch.nn"
-
-    asked = found[name]["asked"]
-
-    assert asked[:2] == [False, False]
-    assert asked == alone(folder, list(SETS).index(name), {})["asked"]
-
-
-def test_a_module_that_the_program_forbids_stays_forbidden(job: tuple[Path, Run, dict[str, Any]]) -> None:
-    _, run, found = job
-
-    assert found["forbids"] is None, str(run)
-
-
-THREADS = """
-import os, sys, threading
-sys.setswitchinterval(1e-5)
-failed = []
-def load(name):
-    try:
-        __import__(name)
-    except BaseException as error:
-        failed.append((name, repr(error)))
-names = ("numpy", "torch", "torch.nn", "numpy.linalg", "torch._dynamo", "torch.distributed") * 2
-threads = [threading.Thread(target=load, args=(name,)) for name in names]
-for thread in threads: thread.start()
-for thread in threads: thread.join()
-import numpy, torch
-os.write(1, repr([failed, torch.nn.Linear(1, 1).in_features, numpy.ones(2).sum()]).encode() + b"\\n")
-"""
-
-
-@pytest.mark.slow
-def test_threads_may_import_it_at_the_same_time(tmp_path: Path) -> None:
-    script(tmp_path, THREADS)
-
-    run = worker(tmp_path, "train.py", how=(*TORCH, "--nproc-per-node", "20"))
-
-    assert run.code == 0, str(run)
-    found = {re.sub(rb"^\[\d+\] ", b"", line) for line in run.out.splitlines()}
-    assert all(line.startswith(b"[[], 1") for line in found), str(run)

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import functools
 import os
-import re
-import shutil
-import subprocess
 import sys
-import sysconfig
 import venv
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.habits import LIGHT, NO_PRELOAD, fresh, same, worker
-from tests.harness import script, slow
+from tests.e2e.habits import LIGHT, fresh, same, worker
+from tests.harness import script
 
 SAY = """
 import sys, warnings
@@ -148,23 +144,6 @@ def test_a_variable_for_python_has_its_effect(runs: InterpreterRuns, name: str) 
     assert "startup ran" not in shown
 
 
-def test_a_warning_that_the_user_made_an_error_is_one_in_a_worker_and_none_in_the_launcher(tmp_path: Path) -> None:
-    script(tmp_path, "import warnings\nwarnings.warn('old', DeprecationWarning)\n")
-
-    same(tmp_path, "train.py", python=(sys.executable, "-W", "error"), no_preload=True)
-
-
-@pytest.mark.parametrize("how", [LIGHT, slow(NO_PRELOAD)], ids=["forked", "no-preload"])
-def test_with_a_hash_seed_all_workers_have_the_fresh_interpreters_hashes(tmp_path: Path, how: tuple[str, ...]) -> None:
-    script(tmp_path, "print(hash('a word'), list({'a', 'b', 'c', 'd'}))\n")
-    env = {"PYTHONHASHSEED": "7"}
-
-    run = worker(tmp_path, "train.py", how=(*how, "--nproc-per-node", "2"), env=env)
-
-    expected = fresh(tmp_path, "train.py", env=env).out.decode().strip()
-    assert sorted(run.out.decode().splitlines()) == [f"[0] {expected}", f"[1] {expected}"]
-
-
 # A .pth file or sitecustomize that leaves one line per run, and marks the interpreter.
 SITECUSTOMIZE = """
 import builtins, os, sys
@@ -174,22 +153,9 @@ builtins.habit = "of the site"
 sys.path.append("/appended/by/site")
 os.environ["SET_BY_SITE"] = "yes"
 """
-ABOUT_SITE = """
-import os, sys
-print(habit, sys.path, os.environ["SET_BY_SITE"], sys.modules["sitecustomize"].__file__)
-print({n: v for n, v in os.environ.items() if n.startswith("PYTHON")})
-import sitecustomize
-print(sitecustomize.__name__, sitecustomize.__spec__.origin, sorted(n for n in sys.modules if "custom" in n))
-"""
 
 
 class TestSitecustomize:
-    def test_its_effects_are_there_in_every_worker(self, tmp_path: Path) -> None:
-        env = _site(tmp_path, SITECUSTOMIZE.format(log=str(tmp_path / "log")))
-        script(tmp_path, ABOUT_SITE)
-
-        same(tmp_path, "train.py", env=env)
-
     def test_it_runs_once_for_all_workers_of_a_node(self, tmp_path: Path) -> None:
         env = _site(tmp_path, SITECUSTOMIZE.format(log=str(tmp_path / "log")))
         script(
@@ -210,18 +176,6 @@ class TestSitecustomize:
         # The launcher is a Python program too, and runs it once. No other process runs it.
         assert len(ran_in) <= 2
 
-    @pytest.mark.parametrize("text", ["raise ValueError('in the site')", slow("import nosuchmodule")])
-    def test_one_that_raises_gets_pythons_own_message_and_the_job_goes_on(self, tmp_path: Path, text: str) -> None:
-        env = _site(tmp_path, text)
-        script(tmp_path, "import sys\nprint('ran', 'sitecustomize' in sys.modules)\n")
-        expected = fresh(tmp_path, "train.py", env=env)
-
-        run = worker(tmp_path, "train.py", env=env)
-
-        assert (run.code, run.out) == (0, expected.out), str(run)
-        for line in expected.err.splitlines():
-            assert line in run.err.splitlines(), str(run)
-
     def test_one_that_starts_a_thread_makes_workers_fresh_interpreters_and_a_line_says_so(self, tmp_path: Path) -> None:
         env = _site(
             tmp_path, "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()"
@@ -234,74 +188,8 @@ class TestSitecustomize:
         assert len(run.execed) == 1
         assert "thread" in run.execed[0]
 
-    def test_what_it_prints_is_printed_at_least_once_and_never_in_the_place_of_a_workers_words(
-        self, tmp_path: Path
-    ) -> None:
-        env = _site(tmp_path, "import sys\nprint('from the site', file=sys.stderr)")
-        script(tmp_path, "print('from the script')\n")
-
-        run = worker(tmp_path, "train.py", env=env)
-
-        assert (run.code, run.out) == (0, b"from the script\n"), str(run)
-        assert b"from the site" in run.err
-
-    def test_one_that_exits_or_replaces_imports_is_taken_as_python_takes_it(self, tmp_path: Path) -> None:
-        env = _site(
-            tmp_path,
-            "import builtins, sys\nreal = builtins.__import__\ncount = [0]\n"
-            "def counted(*args, **named):\n    count[0] += 1\n    return real(*args, **named)\n"
-            "builtins.__import__ = counted\n"
-            "class Finder:\n    def find_spec(self, name, path, target=None):\n"
-            "        if name == 'only_here': raise ImportError('not today')\n"
-            "sys.meta_path.insert(0, Finder())\n",
-        )
-        script(
-            tmp_path,
-            "import builtins, sys\nprint(builtins.__import__.__name__, type(sys.meta_path[0]).__name__)\n"
-            "try: import only_here\nexcept ImportError as error: print(error)\n",
-        )
-
-        same(tmp_path, "train.py", env=env, forked=None)
-
-
-@pytest.fixture(scope="module")
-def own_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An interpreter of a virtual environment with a user's .pth files, which finds this one's packages."""
-    folder = tmp_path_factory.mktemp("venv")
-    venv.create(folder, system_site_packages=True, with_pip=False, symlinks=True)
-    packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
-    ours = sysconfig.get_path("purelib")
-    (packages / "a_ours.pth").write_text(f"import site; site.addsitedir({ours!r})\n")
-    (packages / "extra").mkdir()
-    script(packages / "extra", "NAME = 'by a .pth file'\n", "by_pth.py")
-    (packages / "b_users.pth").write_text(
-        "extra\nimport sys, os; sys.habit = getattr(sys, 'habit', 0) + 1; os.environ['BY_PTH'] = 'set'\n"
-    )
-    return folder / "bin" / "python"
-
 
 class TestVirtualEnvironment:
-    def test_pth_files_and_usercustomize_have_their_effect_as_often_as_in_a_fresh_one(
-        self, tmp_path: Path, own_python: Path
-    ) -> None:
-        base = {"PYTHONUSERBASE": str(tmp_path / "user")}
-        place = Path(sysconfig.get_path("purelib", "posix_user", vars={"userbase": base["PYTHONUSERBASE"]}))
-        place.mkdir(parents=True)
-        script(place, "import sys\nsys.user_habit = getattr(sys, 'user_habit', 0) + 1\n", "usercustomize.py")
-        script(
-            tmp_path,
-            "import os, sys, by_pth\nprint(sys.habit, sys.user_habit, by_pth.NAME, os.environ['BY_PTH'], sys.path)\n"
-            "print(sys.prefix, sys.executable, 'usercustomize' in sys.modules)\n",
-        )
-
-        run = same(tmp_path, "train.py", env=base, python=(str(own_python),))
-
-        # Python decides how often site reads a .pth file. A worker must not read it more often.
-        assert b" 1 by a .pth file set" in run.out, str(run)
-        for isolated in ({"PYTHONNOUSERSITE": "1"}, {"HOME": "/nowhere"}):
-            script(tmp_path, "import sys, site\nprint(sys.habit, site.ENABLE_USER_SITE, hasattr(sys, 'user_habit'))\n")
-            same(tmp_path, "train.py", env={**base, **isolated}, python=(str(own_python),))
-
     def test_python_exec_names_another_environments_interpreter(self, tmp_path: Path) -> None:
         venv.create(tmp_path / "other", with_pip=False, symlinks=True)
         python = str(tmp_path / "other" / "bin" / "python")
@@ -317,54 +205,6 @@ class TestVirtualEnvironment:
         assert (run.code, run.out) == (0, expected.out), str(run)
         assert b"None None" in run.out
         assert len([line for line in run.said if python in line]) == 1, str(run)
-
-    def test_a_python_exec_that_is_not_there_is_told_in_one_sentence(self, tmp_path: Path) -> None:
-        script(tmp_path, "print('ran')\n")
-
-        run = worker(tmp_path, "train.py", env={"PYTHON_EXEC": str(tmp_path / "nopython")})
-
-        assert (run.code, run.out, run.err) == (2, b"", b""), str(run)
-        assert len(run.said) == 1
-        assert "nopython is not an executable file" in run.said[0]
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bool]:
-    """A shared library to preload, and whether the test has compiled it itself."""
-    folder = tmp_path_factory.mktemp("library")
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler:
-        (folder / "habit.c").write_text("int habit_answer(void) { return 42; }\nint getpagesize(void) { return 1; }\n")
-        path = folder / "libhabit.so"
-        subprocess.run([compiler, "-shared", "-fPIC", "-o", path, folder / "habit.c"], check=True, timeout=180)
-        return path, True
-    # Without a compiler, use any library that Python itself does not need: it shows that preloading works.
-    import torch
-
-    return next(iter(Path(torch.__file__).parent.glob("lib/libgomp*"))), False
-
-
-class TestLdPreload:
-    def test_the_library_is_in_every_worker(self, tmp_path: Path, library: tuple[Path, bool]) -> None:
-        path, is_own = library
-        script(
-            tmp_path,
-            "import os\n"
-            f"print(any({str(path)!r} in line for line in open('/proc/self/maps')), os.environ['LD_PRELOAD'])\n"
-            + ("import ctypes\nprint(ctypes.CDLL(None).habit_answer(), ctypes.CDLL(None).getpagesize())\n" * is_own),
-        )
-
-        run = same(tmp_path, "train.py", env={"LD_PRELOAD": str(path)})
-
-        assert run.out.startswith(b"True "), str(run)
-
-    def test_one_that_is_not_there_is_the_loaders_to_complain_about(self, tmp_path: Path) -> None:
-        script(tmp_path, "print('ran')\n")
-
-        run = worker(tmp_path, "train.py", env={"LD_PRELOAD": "/nowhere/lib.so"})
-
-        assert (run.code, run.out) == (0, b"ran\n"), str(run)
-        assert re.search(rb"/nowhere/lib.so.* cannot be preloaded", run.err)
 
 
 def _site(folder: Path, text: str) -> dict[str, str]:

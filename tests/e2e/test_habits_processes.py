@@ -193,88 +193,9 @@ def test_a_daemon_with_no_descriptor_of_its_parents_works_beside_it_and_ends_wit
     wait_for(lambda: not _alive(pid), "the daemon's end")
 
 
-def test_a_worker_that_becomes_a_daemon_has_ended_well_and_leaves_nothing(left: Left) -> None:
-    assert left.lines(3) == [], str(left.run)
-
-    pid = int((left.folder / "itself").read_text())
-    wait_for(lambda: not _alive(pid), "the daemon's end")
-
-
-# The program closes all descriptors before it fails. Then it closes only those above 2, before it raises.
-CLOSES = """
-import os, sys
-if os.environ["ELAUNCH_GENERATION"] == "0":
-    os.closerange(0, 256)
-    for _ in range(3): os.open(os.devnull, os.O_RDWR)
-    mine = open("mine", "w")
-    mine.write(f"{mine.fileno()}"); mine.flush()
-    sys.exit(7)
-os.closerange(3, 256)
-kept = open("kept", "w")
-raise ValueError("after that")
-"""
-
-
-@pytest.fixture(scope="module", params=[LIGHT, slow(NO_PRELOAD)], ids=["forked", "no-preload"])
-def closed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Path]:
-    folder = tmp_path_factory.mktemp("closed")
-    script(folder, CLOSES)
-    return worker(folder, "train.py", how=(*request.param, "--max-restarts", "1")), folder
-
-
-def test_a_worker_may_close_every_descriptor_of_its_own_and_end_well(left: Left) -> None:
-    # The program's descriptor 3 is now a file of its own: elaunch must not write to it.
-    assert (left.folder / "mine").read_text() == "3"
-    assert left.lines(2) == []
-
-
-def test_a_worker_may_close_every_descriptor_of_its_own_and_fail(closed: tuple[Run, Path]) -> None:
-    run, folder = closed
-
-    assert (folder / "mine").read_text() == "3", str(run)
-    assert "exited with code 7 in generation 0" in str(run)
-
-
-def test_a_worker_that_closes_the_link_and_fails_is_reported_as_ever(closed: tuple[Run, Path]) -> None:
-    run, folder = closed
-
-    assert run.code == 1
-    assert "raised ValueError: after that in generation 1" in str(run)
-    assert (folder / "kept").read_text() == ""
-
-
-HOOKS = {
-    "excepthook that ends the process": "def hook(kind, error, tail):\n"
-    "    sys.__excepthook__(kind, error, tail)\n    sys.stderr.flush(); os._exit(9)\nsys.excepthook = hook\n1 / 0",
-    "excepthook that exits": "sys.excepthook = lambda *_: sys.exit(8)\n1 / 0",
-    "excepthook that raises": "def hook(*_): raise KeyError('in the hook')\nsys.excepthook = hook\n1 / 0",
-    "traceback in a file": "def hook(kind, error, tail):\n    print(len(traceback.extract_tb(tail)),"
-    " traceback.extract_tb(tail)[0].filename)\nsys.excepthook = hook\n1 / 0",
-    "stack": "def f(): return [(f.filename, f.name) for f in traceback.extract_stack()]\nprint(f())",
-    "faulthandler.dump_traceback": "faulthandler.enable()\nfaulthandler.dump_traceback()",
-    "faulthandler on a signal": "faulthandler.register(signal.SIGUSR1)\nos.kill(os.getpid(), signal.SIGUSR1)",
-    "handlers at import": "seen = []\ndef handle(s, f): seen.append(print('alarm in', f.f_code.co_name, f.f_back))\n"
-    "signal.signal(signal.SIGALRM, handle)\nsignal.setitimer(signal.ITIMER_REAL, 0.01)\n"
-    # Not pause(): it would miss a signal that comes just before it.
-    "while not seen: signal.sigtimedwait([], 0.1)\nprint(signal.getsignal(signal.SIGTERM))",
-    "help": "sys.argv[1:] = ['--help']\n"
-    "parser = argparse.ArgumentParser(); parser.add_argument('--lr', type=float)\nparser.parse_args()",
-    "recursion": "def f(n): return 1 + f(n + 1)\ntry: f(0)\nexcept RecursionError: print('deep enough')\n"
-    "print(sys.getrecursionlimit())",
-    "settrace": "sys.settrace(lambda *_: None); print(sys.gettrace() is not None)",
-    "exit in a thread": "threading.Thread(target=lambda: os._exit(5)).start()\ntime.sleep(60)",
-    "warnings": "import warnings\nwarnings.warn('from the script'); warnings.warn('old', DeprecationWarning)",
-    "interactive flag": "print(sys.flags.interactive, hasattr(sys, 'ps1'), sys.flags.inspect)",
-}
-
-
 TURNS = {
     **{name: f"import atexit, os, sys, threading\nme = os.getpid()\n{text}" for name, text in FORKS.items()},
     **{name: f"import os, sys\n{text}" for name, text in EXECS.items()},
-    **{
-        name: f"import argparse, faulthandler, os, signal, sys, threading, time, traceback\n{text}"
-        for name, text in HOOKS.items()
-    },
 }
 
 
@@ -285,27 +206,14 @@ def forked(tmp_path_factory: pytest.TempPathFactory) -> Turns:
     return taken(folder, LIGHT, TURNS, "one")
 
 
-@pytest.fixture(scope="module")
-def execed(tmp_path_factory: pytest.TempPathFactory) -> Turns:
-    folder = tmp_path_factory.mktemp("execed").resolve()
-    script(folder, OTHER, "other.py")
-    return taken(folder, NO_PRELOAD, {name: TURNS[name] for name in EXECS}, "one")
-
-
 @pytest.mark.parametrize("name", FORKS)
 def test_what_a_script_forks_is_its_own(forked: Turns, name: str) -> None:
     assert_same(forked, name)
 
 
-@pytest.mark.parametrize("name", HOOKS)
-def test_what_a_script_installs_in_the_interpreter_works(forked: Turns, name: str) -> None:
-    assert_same(forked, name)
-
-
-@pytest.mark.parametrize("way", ["forked", "execed"])
 @pytest.mark.parametrize("name", EXECS)
-def test_a_script_that_execs_becomes_that(forked: Turns, execed: Turns, name: str, way: str) -> None:
-    assert_same(forked if way == "forked" else execed, name)
+def test_a_script_that_execs_becomes_that(forked: Turns, name: str) -> None:
+    assert_same(forked, name)
 
 
 def assert_same(turns: Turns, name: str) -> None:
@@ -313,17 +221,6 @@ def assert_same(turns: Turns, name: str) -> None:
     assert (ours.code, ours.out) == (theirs.code, theirs.out)
     assert ADDRESS.sub(b"", ours.err).decode() == ADDRESS.sub(b"", theirs.err).decode()
     assert "fresh interpreter" not in turns.said
-
-
-def test_faulthandler_shows_the_scripts_frames_alone_when_it_crashes(tmp_path: Path) -> None:
-    script(tmp_path, "import faulthandler\nfaulthandler.enable()\ndef f():\n    faulthandler._sigsegv()\nf()\n")
-    expected = fresh(tmp_path, "train.py")
-    assert b"Segmentation fault" in expected.err
-
-    run = worker(tmp_path, "train.py")
-
-    assert "SIGSEGV" in str(run)
-    assert re.findall(rb'  File ".*" in .*', run.err)[:2] == re.findall(rb'  File ".*" in .*', expected.err), str(run)
 
 
 def test_a_handler_that_a_script_installs_gets_the_jobs_sigterm(tmp_path: Path) -> None:

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-import sys
-import termios
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.fidelity.turns import Turns, taken
 from tests.e2e.habits import LIGHT, NO_PRELOAD, fresh, same, worker
-from tests.harness import Job, wait_for
 
 SCRIPTS = {
     "facts": "import os, sys\nprint(sys.argv, sys.path[0], sys.orig_argv[1:], __name__, globals().get('__file__'))\n"
@@ -52,14 +47,6 @@ def turns(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return taken(folder, request.param, IN_TURN, "--lr", "0.1", by_stdin=True)
 
 
-@pytest.mark.parametrize("name", IN_TURN)
-def test_a_program_on_stdin_ends_as_pythons_does(turns: Turns, name: str) -> None:
-    ours, theirs = turns.both(name)
-
-    assert ours == theirs
-    assert "fresh interpreter" not in turns.said
-
-
 @pytest.mark.parametrize("how", [LIGHT, NO_PRELOAD], ids=["forked", "no-preload"])
 def test_every_worker_of_every_generation_has_the_whole_script(tmp_path: Path, how: tuple[str, ...]) -> None:
     text = (
@@ -80,38 +67,6 @@ def test_every_worker_of_every_generation_has_the_whole_script(tmp_path: Path, h
     assert sorted(run.out.decode().splitlines()) == sorted(expected)
 
 
-@pytest.mark.slow
-def test_with_torch_preloaded_a_script_on_stdin_runs_too(tmp_path: Path) -> None:
-    text = b"import torch\nprint(torch.ones(2).sum().item(), torch.__name__)\n"
-
-    run = worker(tmp_path, "-", how=("--preload", "torch"), stdin=text)
-
-    assert (run.code, run.out) == (0, b"2.0 torch\n"), str(run)
-    assert not run.execed
-
-
-def test_a_script_that_comes_slowly_is_waited_for(tmp_path: Path) -> None:
-    read_end, write_end = os.pipe()
-    with Job(tmp_path, *LIGHT, "-", stdin=read_end) as job:
-        os.write(write_end, b"print('first')\n")
-        wait_for(lambda: job.process.poll() is not None or _waiting(read_end) == 0, "the first line to be read")
-        os.write(write_end, b"print('second')\n")
-        os.close(write_end)
-        os.close(read_end)
-        code = job.wait()
-
-    assert (code, job.stdout) == (0, "first\nsecond\n"), job.output
-
-
-def test_the_scripts_lines_are_not_taken_from_a_file_of_that_name(tmp_path: Path) -> None:
-    (tmp_path / "-").write_text("print('the file')\n")
-    (tmp_path / "<stdin>").write_text("print('the other file')\n")
-
-    run = same(tmp_path, "-", stdin=b"raise ValueError('x')\n")
-
-    assert b'File "<stdin>", line 1' in run.err
-
-
 def test_data_on_stdin_is_the_first_workers_to_the_last_byte(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         "import hashlib, os, sys\ndata = sys.stdin.buffer.read()\n"
@@ -124,24 +79,3 @@ def test_data_on_stdin_is_the_first_workers_to_the_last_byte(tmp_path: Path) -> 
 
     assert b"[0] " + expected.out in run.out, str(run)
     assert b"[1] 1 0 " in run.out
-
-
-def test_lines_of_data_are_read_one_by_one(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(
-        "import sys\nfirst = input()\nprint(first, [line for line in sys.stdin], sys.stdin.isatty())\n"
-    )
-
-    same(tmp_path, "train.py", stdin="eins\nzwei\nü".encode())
-
-
-def _waiting(pipe: int) -> int:
-    """The number of bytes that wait to be read."""
-    return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
-
-
-def test_line_ends_of_data_on_stdin_are_as_they_came(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("import sys\nprint(repr(sys.stdin.newlines), repr(sys.stdin.read()))\n")
-
-    run = same(tmp_path, "train.py", stdin=b"a\r\nb\rc\n")
-
-    assert b"a\\r\\nb\\rc\\n" in run.out

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.harness import Job, finished, free_ports, script, slow, wait_for
+from tests.harness import Job, finished, script, wait_for
 
 pytestmark = pytest.mark.usefixtures("without_torch")
 
@@ -72,36 +72,6 @@ def _commands(pid: int) -> list[str]:
         return []
 
 
-def test_without_a_grace_a_child_is_named_and_ended_at_once(tmp_path: Path) -> None:
-    script(tmp_path, SLEEPS)
-
-    job = finished(tmp_path, *LIGHT, "--children-grace", "0", "train.py", "0")
-
-    assert job.process.returncode == 0, job.stderr
-    named = r"ending pid \d+ of rank 1 \(sleep 600\): left behind at the end of the program \(--children-grace 0\)"
-    assert re.search(named, job.stderr), job.stderr
-
-
-def test_helpers_of_python_that_have_lost_their_worker_are_ended_at_once(tmp_path: Path) -> None:
-    script(
-        tmp_path,
-        """
-import multiprocessing, os, time
-
-if __name__ == "__main__":
-    helper = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
-    helper.start()
-    # Without the exit functions of Python, which wait for it.
-    os._exit(0)
-""",
-    )
-
-    job = finished(tmp_path, *LIGHT, "--children-grace", "600", "train.py")
-
-    assert job.process.returncode == 0, job.stderr
-    assert "still running" not in job.stderr
-
-
 def test_a_failed_job_waits_for_no_child(tmp_path: Path) -> None:
     script(tmp_path, SLEEPS)
 
@@ -121,24 +91,3 @@ def test_a_signal_ends_the_wait_and_the_exit_code_stays(signum: signal.Signals, 
         assert job.wait() == 0
 
     assert re.search(rf"ending pid \d+ of rank 1 \(sleep 600\): {signum.name}", job.stderr), job.stderr
-
-
-@pytest.mark.parametrize("rank", [0, slow(1)])
-def test_no_other_node_waits_for_what_one_has_left_behind(rank: int, tmp_path: Path) -> None:
-    script(tmp_path, f"import os, subprocess\nif os.environ['RANK'] == '{rank}': subprocess.Popen(['sleep', '600'])\n")
-    (port,) = free_ports(1)
-    options = ["--preload", "json", "--nnodes", "2", "--nproc-per-node", "1"]
-    options += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--children-grace", "600"]
-    env = {"ELAUNCH_TOKEN": "0123456789abcdef0123456789abcdef"}
-
-    with Job(tmp_path, *options, "train.py", env=env) as one, Job(tmp_path, *options, "train.py", env=env) as two:
-        waits = wait_for(lambda: next((job for job in (one, two) if "still running" in job.stderr), None), "the wait")
-        assert waits
-        other = two if waits is one else one
-        assert other.wait() == 0
-        assert "still running" not in other.stderr
-        waits.process.send_signal(signal.SIGTERM)
-        assert waits.wait() == 0, waits.stderr
-
-    assert re.search(rf"ending pid \d+ of rank {rank} \(sleep 600\): SIGTERM", waits.stderr), waits.stderr
-    assert "store" not in waits.stderr.partition("still running")[2], waits.stderr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -22,22 +21,7 @@ while not os.path.exists("said"):
     time.sleep(0.01)
 sys.exit(5)
 """
-TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
 JOB = ("--no-preload", "--nproc-per-node", "2", "--max-restarts", "0", "--log-dir", "logs", "train.py")
-
-
-def test_a_file_gets_the_time_before_elaunchs_lines_and_workers_lines_as_they_are(tmp_path: Path) -> None:
-    script(tmp_path, SPEAKS)
-
-    job = finished(tmp_path, *JOB, env={"PET_LOG_FORMAT": ""})
-
-    own = [line for line in job.stderr.splitlines() if "elaunch: " in line]
-    assert job.code == 1, job.output
-    assert len(own) >= 3
-    assert [line for line in own if not re.match(f"{TIME}elaunch: ", line)] == []
-    assert sorted(job.stdout.splitlines()) == ["[0] out 0", "[1] out 1"]
-    assert re.search(r"^\[1\] err 1$", job.stderr, re.MULTILINE)
-    assert re.search("^=+\ntrain.py FAILED$", job.stderr, re.MULTILINE)
 
 
 def test_a_collector_gets_objects_only_and_the_files_stay_as_they_were(tmp_path: Path) -> None:
@@ -57,31 +41,3 @@ def test_a_collector_gets_objects_only_and_the_files_stay_as_they_were(tmp_path:
     assert (report["outcome"], report["exit_code"], report["failure"]["rank"]) == ("failed", 1, 1)
     assert "train.py FAILED" in lines[-1]["text"]
     assert (tmp_path / "logs" / "latest" / "attempt_0" / "1" / "stderr.log").read_text() == "err 1\n"
-
-
-def test_the_only_worker_writes_objects_too(tmp_path: Path) -> None:
-    script(tmp_path, "print('out')")
-
-    job = finished(tmp_path, "--log-format", "json", "--no-preload", "train.py")
-
-    assert json.loads(job.stdout)["text"] == "out"
-
-
-@pytest.mark.parametrize(
-    ("options", "env", "pattern"),
-    [
-        ((), {"PET_LOG_FORMAT": ""}, f"{TIME}elaunch: no.py does not exist in .*\n"),
-        (("--log-format", "plain"), {}, r"elaunch: no.py does not exist in .*\n"),
-        ((), {"PET_LOG_FORMAT": "json"}, r'\{.*"level": "error".*"text": "no.py does not exist in .*\}\n'),
-        (("--log-format=json", "--nnodes", "x"), {}, r'\{.*"level": "error".*"text": "--nnodes x .*\}\n'),
-        (("--log_format=json", "--nnodes", "x"), {}, r'\{.*"level": "error".*"text": "--nnodes x .*\}\n'),
-        (("--log-format", "yaml"), {"PET_LOG_FORMAT": ""}, f"{TIME}elaunch: --log-format yaml is not one of .*json\n"),
-    ],
-)
-def test_what_is_wrong_with_the_command_line_has_the_same_form(
-    tmp_path: Path, options: tuple[str, ...], env: dict[str, str], pattern: str
-) -> None:
-    job = finished(tmp_path, *options, "no.py", env=env)
-
-    assert job.code == 2
-    assert re.fullmatch(pattern, job.stderr), job.stderr

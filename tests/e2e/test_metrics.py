@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
-import sys
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.harness import REPOSITORY, RUN_LIMIT_S, Job, finished, free_ports, script, wait_for
+from tests.harness import REPOSITORY, Job, finished, script, wait_for
 
 pytestmark = pytest.mark.usefixtures("without_torch")
 
@@ -95,21 +91,6 @@ def test_the_page_lists_the_metrics_of_a_real_run(training: tuple[Job, str]) -> 
     assert exposed == set(re.findall(r"^\| `(elaunch_\w+)", page, re.MULTILINE))
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (Debian: prometheus)")
-def test_prometheus_own_linter_finds_nothing(training: tuple[Job, str]) -> None:
-    checked = subprocess.run(
-        ["promtool", "check", "metrics"],
-        input=get(training[1]),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=RUN_LIMIT_S,
-    )
-
-    assert (checked.returncode, checked.stdout + checked.stderr) == (0, "")
-
-
 def test_a_port_that_is_taken_ends_the_command_at_once(training: tuple[Job, str], tmp_path: Path) -> None:
     port = re.findall(r":(\d+)/", training[1])[0]
     script(tmp_path, "print('started')")
@@ -121,70 +102,3 @@ def test_a_port_that_is_taken_ends_the_command_at_once(training: tuple[Job, str]
         rf"elaunch: --metrics-port {port}: 127\.0\.0\.1:{port} cannot be served \(Address already in use\); .*\n",
         job.stderr,
     )
-
-
-def test_without_the_library_the_command_says_how_to_get_it(tmp_path: Path) -> None:
-    script(tmp_path, "print('started')")
-    program = "import sys; sys.modules['prometheus_client'] = None; from elaunch.launcher.cli import main; main()"
-
-    ended = subprocess.run(
-        [sys.executable, "-c", program, "--metrics-port", "0", "train.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=RUN_LIMIT_S,
-    )
-
-    assert ended.returncode == 2
-    assert "--metrics-port needs the package prometheus-client; install it with pip install 'elaunch[metrics]'" in (
-        ended.stderr
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("prometheus") is None, reason="Prometheus is not installed (Debian: prometheus)")
-def test_a_real_prometheus_scrapes_the_job_and_answers_every_expression_of_the_dashboard(
-    training: tuple[Job, str], tmp_path: Path
-) -> None:
-    (port,) = free_ports(1)
-    target = urllib.parse.urlsplit(training[1]).netloc
-    scrape = {"job_name": "elaunch", "scrape_interval": "1s", "static_configs": [{"targets": [target]}]}
-    (tmp_path / "prometheus.yml").write_text(json.dumps({"scrape_configs": [scrape]}))
-    log = (tmp_path / "prometheus.log").open("wb")
-    server = subprocess.Popen(
-        [
-            "prometheus",
-            f"--config.file={tmp_path}/prometheus.yml",
-            f"--storage.tsdb.path={tmp_path}/data",
-            f"--web.listen-address=127.0.0.1:{port}",
-        ],
-        stdout=log,
-        stderr=log,
-    )
-
-    def ask(expression: str) -> list[Any]:
-        query = urllib.parse.urlencode({"query": expression})
-        try:
-            answer = json.loads(get(f"http://127.0.0.1:{port}/api/v1/query?{query}"))
-        except (urllib.error.URLError, ConnectionError):
-            return []
-        assert answer["status"] == "success", (expression, answer)
-        return list(answer["data"]["result"])
-
-    try:
-        # Rates need two samples.
-        wait_for(lambda: ask('count_over_time(elaunch_generation{run_id="night"}[1m]) > 3'), "scrapes", every_s=0.2)
-        jobs = ask("elaunch_build_info")
-        empty = [expression for expression in expressions() if not ask(expression)]
-    finally:
-        server.terminate()
-        server.wait(30)
-        log.close()
-
-    assert [result["metric"]["run_id"] for result in jobs] == ["night"]
-    # A counter that began above 0 shows no increase; no generation has begun since the first scrape.
-    assert {re.findall(r"elaunch_\w+", expression)[0] for expression in empty} <= {
-        "elaunch_failures_total",
-        "elaunch_generation",
-    }, (tmp_path / "prometheus.log").read_text()

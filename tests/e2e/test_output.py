@@ -5,13 +5,11 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import os
-import pty
 import re
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -26,7 +24,6 @@ from tests.harness import (
     Job,
     environment,
     finished,
-    free_ports,
     script,
     slow,
     wait_for,
@@ -79,21 +76,6 @@ class TestLoneWorker:
 
         assert job.stdout == "out 0\nFROM A PIPE\n"
         assert "\nerr 0\n" in job.stderr
-
-    def test_stdout_and_stderr_keep_their_order_where_both_go_to_one_file(self, tmp_path: Path) -> None:
-        script(tmp_path, "import sys\nfor i in range(2000): print('line', i, file=(sys.stdout, sys.stderr)[i % 2])")
-
-        output = _one_file(tmp_path, *LIGHT, "train.py")
-
-        assert [line for line in output if not line.startswith("elaunch: ")] == [f"line {i}" for i in range(2000)]
-
-    def test_the_report_calls_the_end_of_both_in_one_file_output_and_not_stderr(self, tmp_path: Path) -> None:
-        script(tmp_path, "import os; print('words on stdout', flush=True); os._exit(7)")
-
-        report = "\n".join(_one_file(tmp_path, *LIGHT, "--max-restarts", "0", "train.py", code=1))
-
-        assert "\n  output    : its last line\n    words on stdout\n" in report
-        assert "stderr" not in report
 
     @pytest.mark.parametrize("start", [LIGHT, slow(("--no-preload",))], ids=["forked", "exec'd"])
     def test_it_keeps_its_terminal_and_can_ask_the_user(self, start: tuple[str, ...], tmp_path: Path) -> None:
@@ -159,31 +141,6 @@ class TestPrefix:
             code = terminal.process.wait(DEADLINE_S)
 
         assert code == 0, terminal.text
-
-    def test_a_second_ctrl_c_at_a_debuggers_prompt_ends_the_job_at_once(self, tmp_path: Path) -> None:
-        script(tmp_path, WAIT + "if rank == 1:\n    breakpoint()\nwait('never')\n")
-
-        # No deadline of this test is as long as this grace.
-        options = (*LIGHT, "--stop-grace", "600", "--nproc-per-node", "2")
-        with Terminal(tmp_path, *options, "train.py") as terminal:
-            terminal.read_until("(Pdb) ")
-            terminal.type("\x03")
-            terminal.read_until("Ctrl-C again kills now")
-            terminal.type("\x03")
-            terminal.read_until("exit code 130")
-            code = terminal.process.wait(DEADLINE_S)
-
-        assert code == 130, terminal.text
-
-    def test_a_debugger_that_is_quit_ends_the_job_with_a_word_on_what_to_do(self, tmp_path: Path) -> None:
-        script(tmp_path, WAIT + "if rank == 1:\n    breakpoint()\nwait('never')\n")
-
-        job = finished(tmp_path, *LIGHT, "--nproc-per-node", "2", "train.py")
-
-        assert job.code == 1
-        assert re.search(r"rank 1 \(.*\) left its debugger \(BdbQuit\) in generation 0", job.stderr), job.stderr
-        assert "start elaunch at a terminal" in job.stderr
-        assert "generation 1" not in job.stderr
 
 
 # A line is never taken for a prompt because its writer has waited for a CPU.
@@ -378,11 +335,6 @@ else:
 
 
 class TestChattyRank:
-    def test_another_ranks_line_arrives_while_it_still_writes(self, told: dict[str, object]) -> None:
-        assert told["others"] == [b"[1] a word of rank 1\n"]
-        assert told["still_wrote"]
-        assert told["code"] == 0
-
     def test_no_byte_is_lost_on_the_console(self, told: dict[str, object]) -> None:
         assert told["console"] == told["wrote"]
 
@@ -604,48 +556,6 @@ write(f"the end of {rank}\\n")
         assert all(f"[{rank}] the end of {rank}\n" in job.stdout for rank in range(2))
         assert len(re.findall(r"No space left on device", job.stderr)) == 1, job.stderr
 
-    @pytest.mark.parametrize("size", ["size=64k", slow("nr_inodes=4")], ids=["no space", "no inode"])
-    def test_redirected_lines_that_their_file_does_not_take_are_on_the_console(
-        self, size: str, small_disk: Callable[[str], Path], tmp_path: Path
-    ) -> None:
-        disk = small_disk(size)
-        script(
-            tmp_path,
-            WAIT
-            + """
-for stream in sys.stdout, sys.stderr:
-    for i in range(2000):
-        stream.write(f"line {i} {'x' * 50}\\n")
-""",
-        )
-
-        options = ("--nproc-per-node", "2", "--log-dir", str(disk / "logs"), "-r", "3", "train.py")
-        job = finished(tmp_path, *LIGHT, *options)
-
-        assert job.code == 0, job.output
-        run = (disk / "logs" / "latest").resolve()
-        for rank in range(2):
-            for name, shown in ("stdout", job.stdout), ("stderr", job.stderr):
-                log = run / f"attempt_0/{rank}/{name}.log"
-                kept = log.read_text() if log.exists() else ""
-                on_console = "".join(re.findall(rf"^\[{rank}\] (.*\n)", shown, re.MULTILINE))
-                assert kept + on_console == "".join(f"line {i} {'x' * 50}\n" for i in range(2000))
-        assert "No space left on device" in job.stderr
-        where = f"elaunch: the workers' output is in {run}, incomplete: some of it could not be written"
-        assert where in job.stderr.splitlines()
-
-    def test_a_failure_is_reported_with_its_traceback_all_the_same(
-        self, small_disk: Callable[[str], Path], tmp_path: Path
-    ) -> None:
-        disk = small_disk("size=64k")
-        (disk / "ballast").write_bytes(bytes(60 << 10))
-        script(tmp_path, "print('x' * 100_000)\nraise ValueError('the disk is full and more')")
-
-        job = finished(tmp_path, *LIGHT, "--max-restarts", "0", "--log-dir", str(disk / "logs"), "train.py")
-
-        assert job.code == 1
-        assert re.search(r"^rank 0 .* raised ValueError: the disk is full and more", job.stderr, re.MULTILINE)
-
 
 ENDLESS = """
 import os, signal, sys, time
@@ -703,104 +613,6 @@ class TestReaderGone:
             after = errors.partition("(the job starts)\n")[2]
             assert after == "elaunch: stopped, since nobody reads its stdout any more; exit code 141\n"
 
-    def test_training_goes_on_when_the_reader_of_stderr_leaves(self, tmp_path: Path) -> None:
-        script(tmp_path, WAIT + "wait('gone')\nprint('x' * 100, file=sys.stderr)\nprint('trained')")
-
-        with (
-            subprocess.Popen(
-                [*COMMAND, "--no-preload", "--nproc-per-node", "2", "train.py"],
-                cwd=tmp_path,
-                env=environment(),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-            ) as process,
-            killed_at_deadline(process),
-        ):
-            assert process.stdout
-            assert process.stderr
-            process.stderr.close()
-            (tmp_path / "gone").touch()
-            said = process.stdout.read()
-            code = process.wait(DEADLINE_S)
-
-        assert (code, said.count(b"trained")) == (0, 2)
-
-    def test_a_full_disk_behind_stdout_is_named_and_costs_no_worker(self, tmp_path: Path) -> None:
-        script(tmp_path, WAIT + "write('more\\n')\nPath(f'trained {rank}').touch()")
-
-        with Path("/dev/full").open("w") as full:
-            done = subprocess.run(
-                [*COMMAND, "--no-preload", "--nproc-per-node", "2", "train.py"],
-                cwd=tmp_path,
-                env=environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=full,
-                stderr=subprocess.PIPE,
-                text=True,
-                timeout=DEADLINE_S,
-                check=False,
-            )
-
-        assert done.returncode == 0, done.stderr
-        assert all((tmp_path / f"trained {rank}").exists() for rank in range(2))
-        said = "elaunch: stdout cannot be written (No space left on device); training goes on without it\n"
-        assert done.stderr.count(said) == 1, done.stderr
-
-    def test_training_goes_on_when_its_terminal_is_gone(self, tmp_path: Path) -> None:
-        script(tmp_path, WAIT + "write('first\\n')\nwait('gone')\nwrite('more\\n')\nPath(f'trained {rank}').touch()")
-        leader, terminal = pty.openpty()
-
-        with (
-            subprocess.Popen(
-                [*COMMAND, "--no-preload", "--nproc-per-node", "2", "train.py"],
-                cwd=tmp_path,
-                env=environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=terminal,
-                stderr=subprocess.PIPE,
-                start_new_session=True,
-            ) as process,
-            killed_at_deadline(process),
-        ):
-            os.close(terminal)
-            shown = b""
-            while b"first" not in shown:
-                shown += os.read(leader, 100)
-            os.close(leader)
-            (tmp_path / "gone").touch()
-            assert process.stderr
-            errors = process.stderr.read().decode()
-            code = process.wait(DEADLINE_S)
-
-        assert code == 0, errors
-        assert all((tmp_path / f"trained {rank}").exists() for rank in range(2))
-        assert errors.count("training goes on without it") == 1
-
-    @pytest.mark.slow
-    def test_the_job_ends_on_all_nodes(self, tmp_path: Path) -> None:
-        script(tmp_path, ENDLESS)
-        options = ("--no-preload", "--nnodes", "2", "--nproc-per-node", "1", "--rdzv-endpoint")
-        command = [*COMMAND, *options, f"localhost:{free_ports(1)[0]}", "train.py"]
-
-        with (
-            Job(tmp_path, *command[len(COMMAND) :]) as other,
-            subprocess.Popen(
-                command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
-            ) as process,
-            killed_at_deadline(process),
-        ):
-            assert process.stdout
-            assert process.stderr
-            process.stdout.readline()
-            other.wait_for_output("line")
-            process.stdout.close()
-            process.stderr.read()
-
-            assert (process.wait(DEADLINE_S), other.wait(DEADLINE_S)) == (141, 141), other.output
-
-        assert "nobody reads its stdout any more" in other.stderr
-        assert all((tmp_path / f"saved {rank}").exists() for rank in range(2))
-
 
 @contextmanager
 def killed_at_deadline(process: subprocess.Popen[bytes]) -> Iterator[None]:
@@ -823,37 +635,7 @@ def _children(process: subprocess.Popen[bytes]) -> list[str]:
     return found
 
 
-def _one_file(folder: Path, *args: str, code: int = 0) -> Sequence[str]:
-    """The lines of a job whose stdout and stderr are the same file, and which ends with that exit code."""
-    with (folder / "output").open("wb") as file:
-        command = [*COMMAND, *args]
-        ended = subprocess.run(
-            command, cwd=folder, env=environment(), stdout=file, stderr=file, check=False, timeout=DEADLINE_S
-        )
-    assert ended.returncode == code
-    return (folder / "output").read_text().splitlines()
-
-
 def _tree(folder: Path) -> dict[str, str]:
     """All files of the workers below a run's `folder`, by their path in it."""
     files = (path for path in folder.rglob("*") if path.is_file() and path.name != "timeline.jsonl")
     return {str(path.relative_to(folder)): path.read_text() for path in files}
-
-
-def test_an_unfinished_line_is_shown_before_what_its_worker_writes_to_the_other_stream(tmp_path: Path) -> None:
-    script(tmp_path, "import sys\nprint('loading', end='', flush=True)\nprint('trouble', file=sys.stderr, flush=True)")
-    words = [*COMMAND, "--nproc-per-node", "2", "train.py"]
-
-    ended = subprocess.run(
-        words,
-        cwd=tmp_path,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=RUN_LIMIT_S,
-        check=True,
-    )
-
-    for rank in range(2):
-        assert ended.stdout.index(f"[{rank}] loading") < ended.stdout.index(f"[{rank}] trouble")

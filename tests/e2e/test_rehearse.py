@@ -93,35 +93,3 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
         assert job.wait() == 130, job.output
 
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
-
-
-@pytest.mark.slow
-def test_a_script_that_fails_alone_is_not_rehearsed(tmp_path: Path) -> None:
-    script(tmp_path, "open('data')\n")
-
-    ended = rehearse(tmp_path, "train.py")
-
-    assert ended.returncode == 1
-    assert "FileNotFoundError" in ended.stdout
-    assert "the script fails although nothing was killed" in ended.stdout
-    assert "--link PATH" in ended.stdout
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("absent.py",), "absent.py does not exist"),
-        (("--steps", "two", "train.py"), "--steps two"),
-        (("--link", "absent", "train.py"), "--link absent is no file or folder"),
-        (("--nnodes", "2", "train.py"), "on this node alone"),
-        (("--steps",), "'--steps' requires an argument"),
-    ],
-)
-def test_a_wrong_command_line_is_one_sentence(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
-    script(tmp_path, "")
-
-    ended = rehearse(tmp_path, *words)
-
-    assert ended.returncode == 2, ended.stderr
-    assert said in ended.stderr
-    assert ended.stderr.count("\n") == 1

@@ -17,54 +17,11 @@ from tests.harness import COMMAND, DEADLINE_S, REPOSITORY, RUN_LIMIT_S, Job, env
 
 pytestmark = pytest.mark.usefixtures("without_torch")
 
-# Reports a step every 0.1 s. Rank 1 dies after step 6; generation 1 goes on after step 4, up to step 12.
-LOSES_TWO_STEPS = """
-import os, signal, sys, time
-from elaunch.trainer import link
-
-generation, rank = int(os.environ["ELAUNCH_GENERATION"]), int(os.environ["RANK"])
-print("rank", rank, "</script><script>document.title = 'taken over'</script>", file=sys.stderr)
-for step in range(5, 13) if generation else range(1, 7):
-    time.sleep(0.1)
-    link.report(step)
-    if (generation, rank, step) == (0, 1, 6):
-        sys.stderr.buffer.write(bytes(range(256)))
-        sys.stderr.flush()
-        os.kill(os.getpid(), signal.SIGKILL)
-if generation == 0:
-    # It makes no step that the other rank has not made.
-    time.sleep(60)
-"""
-
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*COMMAND, *words], cwd=folder, env=environment(), capture_output=True, text=True, timeout=RUN_LIMIT_S
     )
-
-
-def test_a_job_that_lost_two_steps_says_so_in_its_report(tmp_path: Path) -> None:
-    script(tmp_path, LOSES_TWO_STEPS)
-    job = finished(tmp_path, "--no-preload", "--log-dir", "logs", "--nproc-per-node", "2", "train.py")
-    assert job.code == 0, job.output
-
-    done = run(tmp_path, "report", "logs", "--json", "-o", "page.html")
-
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert (found["outcome"], found["restarts"], found["steps_lost"]) == ("succeeded", 1, 2)
-    (failure,) = [failure for failure in found["failures"] if failure["is_cause"]]
-    assert (failure["rank"], failure["kind"], failure["generation"]) == (1, "signal", 0)
-    assert 0 < failure["recovery_s"] < found["wall_s"]
-    assert sum(found["breakdown_s"].values()) == pytest.approx(found["wall_s"], abs=0.01)
-    # Twelve steps of a tenth of a second count.
-    assert 1.0 < found["breakdown_s"]["training"] < found["wall_s"]
-    assert found["ettr"] == pytest.approx(found["breakdown_s"]["training"] / found["wall_s"], abs=0.001)
-    page = (tmp_path / "page.html").read_text()
-    assert "rank 1 (local rank 1 on" in page
-    links = re.findall(r'href="(logs/[^"]+)"', page)
-    assert links
-    assert all((tmp_path / link).is_file() for link in links)
 
 
 def test_a_job_whose_agent_was_killed_ended_so(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from contextlib import ExitStack
 from pathlib import Path
@@ -43,21 +42,6 @@ def places(*said: dict[str, Any], generation: int) -> list[tuple[str, int, int]]
 
 
 PS_AND_TRAINERS = [("ps", 0, 1), ("trainer", 0, 3), ("trainer", 1, 3), ("trainer", 2, 3)]
-
-
-def test_one_node_has_several_roles_and_a_restart_keeps_them(tmp_path: Path) -> None:
-    script(tmp_path, PROGRAM)
-    template = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[${role_name}${local_rank}] "}
-
-    with Job(tmp_path, *LIGHT, "--role", "ps=1,trainer=3", "train.py", env=template) as job:
-        assert job.wait() == 0, job.output
-
-    lines = re.findall(r"^\[(\w+)\] place (\{.*\})$", job.stdout, re.MULTILINE)
-    assert {prefix for prefix, _ in lines} == {"ps0", "trainer1", "trainer2", "trainer3"}
-    for generation in (0, 1):
-        assert places(*(json.loads(text) for _, text in lines), generation=generation) == PS_AND_TRAINERS
-    assert "elaunch: generation 0: 4 workers (1 ps, 3 trainer; the job starts)" in job.stderr
-    assert "elaunch: generation 1: 4 workers (1 ps, 3 trainer; restart 1 of 3)" in job.stderr
 
 
 def test_agents_of_one_job_may_have_a_role_each(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.harness import Job, finished, free_ports, script, wait_for
 from tests.warm import SharedStart
 
@@ -34,6 +36,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_status_shows_for_which_share_of_the_time_each_rank_waits(tmp_path: Path, torch_start: SharedStart) -> None:
     (port,) = free_ports(1)
     script(tmp_path, PROGRAM)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import psutil
@@ -13,7 +11,7 @@ import pytest
 
 from elaunch.trainer.ledger.ledger import audit_folder
 from tests.faults.processes import described
-from tests.harness import REPOSITORY, Job, environment, script, wait_for
+from tests.harness import REPOSITORY, Job, script, wait_for
 from tests.s3 import s3_server
 from tests.warm import SharedStart
 
@@ -55,20 +53,6 @@ def test_a_killed_worker_costs_no_step(tmp_path: Path, keeper_start: SharedStart
     assert list((tmp_path / "checkpoints").glob("generation-0001-step-00000300"))
 
 
-@pytest.mark.slow
-def test_it_runs_under_torchrun(tmp_path: Path) -> None:
-    program = str(kept(tmp_path, steps=50))
-    # One worker shows it: each imports torch anew.
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", program]
-
-    ended = subprocess.run(
-        command, cwd=tmp_path, env=environment({"OMP_NUM_THREADS": "1"}), capture_output=True, text=True, timeout=120
-    )
-
-    assert ended.returncode == 0, ended.stderr
-    assert "step 50: loss" in ended.stdout
-
-
 def whole(folder: Path, victim: int | None = None, *, workers: int = 3, steps: int = 300) -> Job:
     """Run the page's whole script to its end. The worker with index `victim` is killed after step 50."""
     folder.mkdir()
@@ -91,11 +75,6 @@ def killed(folder: Path, victim: int, *, workers: int = 3, steps: int = 300) -> 
     assert found.ok, found.text
     assert (found.samples, found.lost_steps) == (steps * 32, 0)
     return job
-
-
-@pytest.mark.slow
-def test_the_whole_script_loses_no_sample_by_a_kill(tmp_path: Path) -> None:
-    assert "[0] step 150: loss" in killed(tmp_path / "killed", 0, workers=2, steps=150).stdout
 
 
 @pytest.mark.slow
@@ -124,17 +103,3 @@ def test_the_whole_script_loses_no_bit_by_a_kill(tmp_path: Path, victim: int) ->
     last = re.compile(r"^\[0\] (step 300: loss .*)$", re.MULTILINE)
 
     assert last.findall(killed(tmp_path / "killed", victim).stdout) == last.findall(whole(tmp_path / "calm").stdout)
-
-
-@pytest.mark.slow
-def test_the_whole_script_runs_under_torchrun(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command.append(str(kept(tmp_path, "A whole script", steps=300)))
-
-    ended = subprocess.run(
-        command, cwd=tmp_path, env=environment({"OMP_NUM_THREADS": "1"}), capture_output=True, text=True, timeout=120
-    )
-
-    assert ended.returncode == 0, ended.stderr
-    assert "step 300: loss" in ended.stdout
-    assert audit_folder(tmp_path / "ledger", steps=300).ok

@@ -21,7 +21,6 @@ from tests.harness import free_ports, wait_for
 
 SHAPE = ["--steps", "40", "--global-batch", "6", "--checkpoint-every", "1", "--layers", "2", "--width", "32"]
 SHAPE += ["--heads", "2", "--context", "16", "--dropout", "0.1", "--seed", "5", "--micro-batch", "1"]
-SHORT = [*SHAPE, "--steps", "6"]
 TRAINER = ["-m", "elaunch.trainer"]
 TORCHRUN = ["-m", "torch.distributed.run", "--max-restarts", "3", "--monitor-interval", "0.1", "--nproc-per-node"]
 # Without the switch torchrun 2.13 reads the last group's keys again after a restart, and hangs.
@@ -101,17 +100,14 @@ def worker(launcher: subprocess.Popen[str], rank: int) -> psutil.Process:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("workers", "victim"), [(2, 1), (3, 0)])
-def test_a_run_with_a_killed_worker_ends_bit_for_bit_like_the_unfailed_one(
-    start: Start, tmp_path: Path, workers: int, victim: int
-) -> None:
+def test_a_run_with_a_killed_worker_ends_bit_for_bit_like_the_unfailed_one(start: Start, tmp_path: Path) -> None:
     shape = [*SHAPE, "--steps", "16"]
-    calm = start(*TORCHRUN, str(workers), *TRAINER, "--out", "calm", *shape)
+    calm = start(*TORCHRUN, "2", *TRAINER, "--out", "calm", *shape)
     assert finish(calm)[0] == 0
 
-    stormy = start(*TORCHRUN, str(workers), *TRAINER, "--out", "stormy", *shape)
+    stormy = start(*TORCHRUN, "2", *TRAINER, "--out", "stormy", *shape)
     wait_for(lambda: steps_done(tmp_path / "stormy") >= 5, "five steps")
-    worker(stormy, victim).send_signal(signal.SIGKILL)
+    worker(stormy, 1).send_signal(signal.SIGKILL)
     code, _, errors = finish(stormy)
 
     assert code == 0, errors
@@ -196,77 +192,13 @@ def test_a_run_that_is_complete_is_not_trained_again(alone: Alone) -> None:
     assert (alone.folder / "result-0").read_text() == (alone.folder / "result-1").read_text()
 
 
-def test_no_thread_of_the_process_group_outlives_the_training(alone: Alone) -> None:
-    # Such a thread aborts or hangs an interpreter that ends meanwhile (pytorch #190489).
-    assert alone.out.count("gloo's threads: []\n") == 2, alone.out
-
-
-def test_the_trainer_does_without_numpy(alone: Alone) -> None:
-    assert "exit code: 0\n" in alone.out
-    assert "umPy" not in alone.errors + alone.errors_again
-
-
-@pytest.mark.slow
-def test_a_run_without_out_is_found_again_by_the_same_command(start: Start, tmp_path: Path) -> None:
-    assert finish(start(*TRAINER, *SHORT))[0] == 0
-
-    again = finish(start(*TRAINER, *SHORT))
-
-    (run,) = (tmp_path / "runs").iterdir()
-    assert again[2].startswith(f"runs/{run.name} is complete")
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["--global-batch", "7", "--micro-batch", "3", "--width", "33"],
-        ["--data", "nowhere"],
-        ["--data", "empty"],
-        ["--lr", "fast"],
-    ],
-)
-def test_a_wrong_request_is_one_sentence_and_exit_code_2(start: Start, tmp_path: Path, options: list[str]) -> None:
-    (tmp_path / "empty").mkdir()
-
-    code, out, errors = finish(start(*TRAINER, *options))
+def test_a_wrong_request_is_one_sentence_and_exit_code_2(start: Start, tmp_path: Path) -> None:
+    code, out, errors = finish(start(*TRAINER, "--data", "nowhere"))
 
     assert (code, out) == (2, "")
     assert errors.count("\n") == 1
-    assert options[-1] in errors
+    assert "nowhere" in errors
     assert not (tmp_path / "runs").exists()
-
-
-# The trainer, whose waits end when the test has seen the end of rank 0, however late that one has started.
-WAITS = """
-import sys, time
-from pathlib import Path
-from types import SimpleNamespace
-from elaunch.trainer import __main__ as command
-
-def wait(seconds):
-    Path(f"rank waits for {seconds:g} s").touch()
-    while not Path("rank 0 has ended").exists():
-        time.sleep(0.01)
-
-command.time = SimpleNamespace(sleep=wait)
-sys.exit(command.main())
-"""
-
-
-def test_of_several_workers_only_rank_0_refuses_and_exits_first(start: Start, tmp_path: Path) -> None:
-    environ = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    wrong = ("--global-batch", "7", "--micro-batch", "3")
-    second = start("-c", WAITS, *wrong, **environ, RANK="1")
-    wait_for(lambda: second.poll() is not None or list(tmp_path.iterdir()), "rank 1 is at its end")
-    first = start("-c", WAITS, *wrong, **environ, RANK="0")
-
-    said = finish(first)
-
-    assert [path.name for path in tmp_path.iterdir()] == ["rank waits for 3 s"]
-    (tmp_path / "rank 0 has ended").touch()
-    assert said[0] == 2
-    assert said[2].startswith("--global-batch (7) is not divisible by --micro-batch (3)")
-    assert finish(second) == (2, "", "")
 
 
 @pytest.mark.slow
@@ -291,20 +223,3 @@ def test_a_signal_to_one_worker_stops_all_at_the_same_step_with_a_checkpoint(
     assert "Traceback" not in ended[0][2] + ended[1][2]
     assert ended[1][2] == ""
     assert not (tmp_path / "run" / "result.json").exists()
-
-
-@pytest.mark.slow
-def test_a_corrupt_newest_checkpoint_costs_one_step_and_not_the_result(start: Start, tmp_path: Path) -> None:
-    assert finish(start(*TRAINER, "--out", "calm", *SHORT))[0] == 0
-    assert finish(start(*TRAINER, "--out", "run", *SHORT))[0] == 0
-    (tmp_path / "run" / "result.json").unlink()
-    newest = tmp_path / "run" / "checkpoints" / marks(tmp_path / "run" / "checkpoints")[-1].folder_name
-    os.truncate(newest / "__0_0.distcp", 1000)
-
-    code, _, errors = finish(start(*TRAINER, "--out", "run", *SHORT))
-
-    assert code == 0
-    assert f"skipping run/checkpoints/{newest.name}: it is torn or corrupt" in errors
-    assert "resuming after step 5 of 6" in errors
-    assert result(tmp_path / "run") == {**result(tmp_path / "calm"), "steps_lost": 1, "steps_repeated": 1}
-    assert losses(tmp_path / "run") == losses(tmp_path / "calm")

@@ -8,6 +8,8 @@ import sysconfig
 import zipfile
 from pathlib import Path
 
+import pytest
+
 from tests.harness import REPOSITORY, RUN_LIMIT_S
 
 # The repository's own editable install is a .pth file, which `-S` leaves unread.
@@ -27,6 +29,7 @@ for module in pkgutil.walk_packages(elaunch.__path__, "elaunch."):
 """
 
 
+@pytest.mark.slow
 def test_every_module_is_in_the_wheel_and_can_be_imported_from_it(tmp_path: Path) -> None:
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     # With the setuptools that torch has brought: an environment for the build alone costs four seconds of CPU.

@@ -36,21 +36,6 @@ def test_torch_is_not_imported_for_a_program_that_does_not_name_it(tmp_path: Pat
     assert "interpreter" not in job.stderr
 
 
-@pytest.mark.parametrize("kind", ["script", "module"])
-def test_a_syntax_error_of_a_program_is_said_before_torch_is_imported(tmp_path: Path, kind: str) -> None:
-    (tmp_path / "lib").mkdir()
-    script(tmp_path / "lib", TORCH, "torch.py")
-    script(tmp_path, "import torch\ntorch.optim.SGD(")
-    command = {"script": ["train.py"], "module": ["-m", "train"]}[kind]
-
-    job = finished(tmp_path, *command, env={"PYTHONPATH": os.fspath(tmp_path / "lib")})
-
-    assert job.code == 1
-    assert "SyntaxError: '(' was never closed" in job.stderr
-    # The package of a module would run before it.
-    assert len(list(tmp_path.glob("imported.*"))) == (0 if kind == "script" else 1)
-
-
 # A stand-in for a home whose disk hangs: what is remembered of this program is never written.
 IN_WORKER = "import pydoc, torch\npydoc.locate('torch._dyn' + 'amo')\n"
 

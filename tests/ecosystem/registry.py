@@ -14,8 +14,8 @@ class Program:
 
     `imports` is a module that must be there, or the program is skipped. `workers` is the number that the launcher
     starts, `ranks` the number that say their steps. `leaves` are patterns of what the library itself leaves in the
-    temporary folder, also without a launcher; wandb does so if its own processes are killed. `has_loaders` says that
-    it has processes of a DataLoader that are forked. `first_step_s` is the time that it may take on a busy machine.
+    temporary folder, also without a launcher; wandb does so if its own processes are killed.
+    `first_step_s` is the time that it may take on a busy machine.
     """
 
     name: str
@@ -26,7 +26,6 @@ class Program:
     workers: int = 2
     ranks: int = 2
     leaves: tuple[str, ...] = ()
-    has_loaders: bool = False
     # Imports of a large library, several times.
     first_step_s: float = 180.0
 
@@ -51,7 +50,7 @@ _COMPILED_S = 900.0
 _TORCH = "torch"
 PROGRAMS = (
     Program("ddp", _TORCH, "DistributedDataParallel"),
-    Program("dataloader", _TORCH, "a DataLoader's processes, forked and kept", leaves=_LOADERS, has_loaders=True),
+    Program("dataloader", _TORCH, "a DataLoader's processes, forked and kept", leaves=_LOADERS),
     Program("dataloader_forkserver", _TORCH, "a DataLoader's processes from Python's fork server", leaves=_LOADERS),
     Program("fsdp", _TORCH, "FullyShardedDataParallel"),
     Program("fsdp2", _TORCH, "fully_shard (FSDP2)"),
@@ -90,7 +89,6 @@ PROGRAMS = (
         "Trainer with the DDP strategy, a loader's process",
         imports="lightning",
         leaves=_LOADERS,
-        has_loaders=True,
     ),
     Program("with_lightning_cli", "LightningCLI", "a command line, ModelCheckpoint", "jsonargparse", ("fit",)),
     Program("with_fabric", "Fabric", "Fabric's set-up, bf16, clipping", imports="lightning"),

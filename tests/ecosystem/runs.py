@@ -37,7 +37,7 @@ class Step:
 class Place:
     """The folders of one run."""
 
-    def __init__(self, folder: Path, program: Program, cache: Path | None = None) -> None:
+    def __init__(self, folder: Path, program: Program) -> None:
         self.program = program
         self.folder = folder / "programs"
         shutil.copytree(FOLDER, self.folder, ignore=shutil.ignore_patterns("__pycache__"))
@@ -45,18 +45,11 @@ class Place:
         self.temporary = Path(tempfile.mkdtemp(prefix="eco", dir="/tmp"))
         self.memory = folder / "shm"
         self.memory.mkdir()
-        self.cache = cache or folder / "cache"
+        self.cache = folder / "cache"
 
-    def job(
-        self,
-        *options: str,
-        launcher: str = "elaunch",
-        env: Mapping[str, str] | None = None,
-        has_own_memory: bool = True,
-    ) -> Job:
-        """Start the program there. A warm start is one in the mount namespace of the job before, without own memory."""
-        is_apart = has_own_memory and os.geteuid() == 0
-        prefix = ("unshare", "--mount", "sh", "-c", _OWN_MEMORY, str(self.memory)) if is_apart else ()
+    def job(self, *options: str, launcher: str = "elaunch", env: Mapping[str, str] | None = None) -> Job:
+        """Start the program there."""
+        prefix = ("unshare", "--mount", "sh", "-c", _OWN_MEMORY, str(self.memory)) if os.geteuid() == 0 else ()
         command = LAUNCHERS[launcher]
         words = (*command, "--nproc-per-node", str(self.program.workers), *options, *self.program.words)
         own = {
@@ -78,11 +71,6 @@ class Place:
         left_on_purpose = (_INDUCTOR, *self.program.leaves)
         kept = [name for name in found if not any(fnmatch(name, pattern) for pattern in left_on_purpose)]
         return sorted([*kept, *(f"/dev/shm/{path.name}" for path in self.memory.iterdir())])
-
-    def abandoned(self) -> list[str]:
-        """The temporary folders of data loaders in which nobody has a socket any more."""
-        bound = Path("/proc/net/unix").read_text()
-        return [path.name for path in self.temporary.glob("pymp-*") if f"{path}/" not in bound]
 
     def remove(self) -> None:
         """Remove the temporary folder. The rest is the test's own."""

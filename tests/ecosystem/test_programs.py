@@ -67,9 +67,6 @@ def test_a_program_survives_a_kill_and_leaves_nothing(place: Place) -> None:
         killed.touch()
         pids = [step.pid for step in before.values()]
         steps_of_all(job, place.program, pids)
-        if place.program.has_loaders:
-            # With the second generation's loaders the folders of the first one's are gone.
-            wait_for(lambda: not place.abandoned(), "the folders of killed loaders are removed")
         code = job.wait(_LIMIT_S)
         nothing_is_left(place, job)
 

@@ -11,7 +11,6 @@ from tests.harness import REPOSITORY, Job, wait_for
 from tests.ranks import RankForker, Ranks
 
 EXAMPLES = REPOSITORY / "examples"
-STRUCK = Path(__file__).with_name("struck.py")
 
 
 def told(forker: RankForker, name: str, *args: str, ranks: int = 2) -> str:
@@ -44,16 +43,6 @@ def killed_once(folder: Path, name: str, steps: int, *, after: str, rank: int = 
     assert re.search(rf"rank {rank} .* was killed by SIGKILL in generation 0", job.output), job.output
     wait_for(lambda: not job.processes(), "the job's processes to be gone")
     return job.output
-
-
-def struck_once(folder: Path, name: str, at: str, *args: str) -> str:
-    """What an example prints in generation 1, when rank 1 was killed as it came to the line with the text `at`."""
-    output = launched(folder, "--log-dir", "logs", str(STRUCK), at, str(EXAMPLES / name), *args)
-    assert re.search(r"rank 1 .* was killed by SIGKILL in generation 0", output), output
-    assert "generation 1: 2 workers" in output, output
-    # Two readers take stdout and stderr, so the lines of generation 1 may come before that one of elaunch's.
-    logs = sorted((folder / "logs" / "latest" / "attempt_1").glob("*/std*.log"))
-    return "".join(path.read_text() for path in logs)
 
 
 def weights(output: str, ranks: int = 2) -> dict[str, str]:

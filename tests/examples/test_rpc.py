@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.examples.running import struck_once
-from tests.harness import REPOSITORY, Job, finished, script, wait_for
+from tests.harness import REPOSITORY, Job, finished, wait_for
 from tests.nodes import needs_nodes
 
 EXAMPLES = REPOSITORY / "examples" / "rpc"
@@ -89,15 +88,6 @@ def test_calls_references_and_late_answers(tmp_path: Path) -> None:
     assert [f"[{rank}] default{rank}: the sum of all ranks is 1" in job.stdout for rank in (0, 1)] == [True, True]
 
 
-@pytest.mark.slow
-def test_after_the_kill_of_a_process_the_calls_are_answered_as_before(tmp_path: Path) -> None:
-    # Rank 1 has the counter by then, and rank 0 may wait for it in a call.
-    again = struck_once(tmp_path, "rpc/basics.py", "result = rpc.rpc_sync(")
-
-    assert "default0: the counter on default1 has 10" in again
-    assert [f"default{rank}: the sum of all ranks is 1" in again for rank in (0, 1)] == [True, True]
-
-
 CASES = [(program, role) for program in ALL for role in program.ranks]
 
 
@@ -125,96 +115,6 @@ def test_the_death_of_a_process_changes_nothing_of_the_result(
     assert len(first) == len({e["rank"] for e in timeline(tmp_path) if e["event"] == "forked"})
     moments = [e["monotonic_s"] for e in first]
     assert max(moments) - min(moments) < GONE_S, job.output
-
-
-# In generation 0 ranks 0 and 1 wait: for all at the end, or for each other in a call. Both processes of the call live.
-WAITING = """
-import os, sys, time
-from torch.distributed import rpc
-
-def wait():
-    time.sleep(1000)
-
-rank, first = int(os.environ["RANK"]), os.environ["ELAUNCH_GENERATION"] == "0"
-options = rpc.TensorPipeRpcBackendOptions(_transports=["uv"], _channels=["basic"])
-rpc.init_rpc(f"worker{rank}", rank=rank, world_size=3, rpc_backend_options=options)
-print("has joined", flush=True)
-if first and rank == 2:
-    time.sleep(1000)
-if first and sys.argv[1] == "call":
-    rpc.rpc_sync(f"worker{1 - rank}", wait)
-rpc.shutdown()
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("where", ["shutdown", "call"])
-def test_processes_that_wait_in_rpc_end_by_the_first_signal(where: str, tmp_path: Path) -> None:
-    script(tmp_path, WAITING)
-
-    with Job(tmp_path, "--log-dir", "logs", *PATIENT, "--nproc-per-node", "3", "train.py", where) as job:
-        for rank in range(3):
-            job.wait_for_output(rf"^\[{rank}\] has joined")
-        os.kill(pid_of(tmp_path, 2), signal.SIGKILL)
-        assert job.wait() == 0, job.output
-
-    ended = {e["rank"]: e["code"] for e in timeline(tmp_path) if e["generation"] == 0 and e["event"] == "exited"}
-    # 1: its call has failed, since the other process of it was gone.
-    assert ended[2] == -signal.SIGKILL
-    assert {ended[0], ended[1]} <= {-signal.SIGTERM, 1}, job.output
-    assert not [e for e in timeline(tmp_path) if e["event"] == "killing"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("program", [SERVER, HYBRID, GAMES], ids=lambda each: each.name)
-def test_after_a_stop_the_same_command_goes_on_from_the_disk(
-    program: Program, unfailed: dict[str, list[str]], tmp_path: Path
-) -> None:
-    expected = end_of(program, unfailed, tmp_path)
-
-    with Job(tmp_path, "--log-dir", "logs", *program.words) as job:
-        job.wait_for_output(r"^\[\d\] step 20: ")
-        job.signal(signal.SIGTERM)
-        assert job.wait() == 143, job.output
-    stopped = re.search(r"stopped after step (\d+)", job.output)
-    assert stopped, job.output
-    again = finished(tmp_path, *program.words)
-
-    assert again.code == 0, again.output
-    assert f"restored step {stopped[1]} from the checkpoint" in again.output, again.output
-    assert ends(again) == expected
-
-
-@pytest.mark.slow
-@needs_nodes
-@pytest.mark.parametrize("victim", ["ps", "trainer"])
-def test_a_server_and_its_trainers_on_two_nodes_with_an_agent_each(
-    victim: str, unfailed: dict[str, list[str]], tmp_path: Path
-) -> None:
-    from tests.faults.cluster import PRELOAD, Cluster
-
-    expected = end_of(HYBRID, unfailed, tmp_path)
-    # A host's own name means loopback to itself, as Debian installs it.
-    with Cluster(tmp_path, 2, head=True, own_name_is_loopback=True) as cluster:
-        for index, role in enumerate((("ps", "1"), ("trainer", "2"))):
-            words = ("--nnodes", "2", "--rdzv-endpoint", cluster.endpoints, "--role", role[0], "--nproc-per-node")
-            checkpoints = ("--checkpoints", str(tmp_path / "checkpoints"))
-            env = {"HOME": str(tmp_path), "ELAUNCH_TOKEN": "0123456789abcdef0123456789abcdef"}
-            program = (str(EXAMPLES / HYBRID.name), *HYBRID.args, *checkpoints)
-            cluster.type(index, *words, role[1], "--log-dir", "logs", *PRELOAD, *program, env=env)
-        ps, trainers = cluster.agents[0], cluster.agents[1]
-        trainers.wait_for_output(r"step 20: ")
-        folder = tmp_path / cluster.nodes[0 if victim == "ps" else 1].name
-        rank = next(e["rank"] for e in timeline(folder) if e["event"] == "forked")
-        os.kill(pid_of(folder, rank), signal.SIGKILL)
-
-        wait_for(lambda: ps.process.poll() is not None and trainers.process.poll() is not None, "both agents end")
-        assert [ps.wait(), trainers.wait()] == [0, 0], ps.output + trainers.output
-
-    assert "restored step" in trainers.output
-    assert "0 steps are repeated" in trainers.output
-    found = re.findall(r"((?:parameters|table) [0-9a-f ]+)$", ps.output + trainers.output, re.MULTILINE)
-    assert sorted(found) == sorted(expected)
 
 
 @pytest.mark.slow

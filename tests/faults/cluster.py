@@ -10,12 +10,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from tests.etcd import Etcd, Member
 from tests.faults.meetings import Meeting, Records
-from tests.faults.processes import LIGHT, Watched, described, is_alive
+from tests.faults.processes import LIGHT, Watched, described
 from tests.harness import wait_for
 from tests.nodes import Node, Nodes
 from tests.standin import WITHOUT_TORCH
@@ -205,11 +204,6 @@ class Cluster:
         texts = [path.read_text() for path in self.logs.glob("*_*/attempt_*/*/stdout.log")]
         for each in self.records.of("started"):
             assert sum(json.dumps(each) in text for text in texts) == 1, f"not logged (once): {each}"
-
-    def workers_on(self, node: Node) -> list[psutil.Process]:
-        """The living workers on a node."""
-        pids = {r["pid"] for r in self.records.of("started") if r["host"] == node.name}
-        return [psutil.Process(pid) for pid in pids if is_alive(pid)]
 
     def story(self) -> str:
         """The agents' output and the last records, to find out why a test failed."""

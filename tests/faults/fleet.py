@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
@@ -113,23 +112,3 @@ class Fleet:
 
     def story(self) -> str:
         return "\n".join(f"--- node{i} ({a.process.poll()}):\n{a.stderr}" for i, a in enumerate(self.agents))
-
-
-class Hearing:
-    """The agent's lines with their times. Call `listen` often."""
-
-    def __init__(self, agent: Watched) -> None:
-        self._agent = agent
-        self._piece = 0
-        self._rest = ""
-        self.lines: list[tuple[float, str]] = []
-
-    def listen(self) -> None:
-        text, self._piece = self._agent.stderr_from(self._piece)
-        *lines, self._rest = (self._rest + text).split("\n")
-        now_s = time.monotonic()
-        self.lines += [(now_s, line) for line in lines]
-
-    def since(self, at_s: float, pattern: str) -> list[str]:
-        """The lines like `pattern` that were heard from then on."""
-        return [line for heard_s, line in self.lines if heard_s >= at_s and re.search(pattern, line)]

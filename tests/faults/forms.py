@@ -56,7 +56,7 @@ class Form:
             extra=self.extra,
             per_rank=(),
             lose_at_most=1,
-            verify_every=None if name == "fsdp1" else int(os.environ.get("VERIFY_EVERY", "1")),
+            verify_every=int(os.environ.get("VERIFY_EVERY", "1")),
             # With three ranks and more DDP sums in another order before it has seen a backward pass.
             warm_up=(lambda: self.loss(torch.zeros(4, 8)).backward()) if name == "ddp" else None,
             name=name,
@@ -122,32 +122,11 @@ def gan() -> Form:
     )
 
 
-def gan_fsdp2() -> Form:
-    generator, critic = sharded(network()), sharded(network())
-    return Form(
-        [generator, critic],
-        [adamw(generator), adamw(critic)],
-        lambda inputs: (critic(generator(inputs)) - inputs).square().mean(),
-    )
-
-
-def compiled() -> Form:
-    model: Any = torch.compile(DistributedDataParallel(network()), backend="eager")
-    return Form([model], [adamw(model)], square(model))
-
-
 def zero() -> Form:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     model = DistributedDataParallel(network())
     return Form([model], [ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01)], square(model))
-
-
-def fsdp1() -> Form:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    model = FullyShardedDataParallel(network(), device_id=torch.device("cpu"), use_orig_params=True)
-    return Form([model], [adamw(model)], square(model))
 
 
 class Distributed(torch.optim.SGD):
@@ -179,18 +158,10 @@ def fsdp_tp() -> Form:
     return Form([model], [adamw(model)], square(model))
 
 
-def replicas_of_shards() -> nn.Sequential:
-    return sharded(network(), init_device_mesh("cpu", (2, WORLD_SIZE // 2), mesh_dim_names=("replicas", "shards")))
-
-
 def hsdp() -> Form:
-    model = replicas_of_shards()
+    mesh = init_device_mesh("cpu", (2, WORLD_SIZE // 2), mesh_dim_names=("replicas", "shards"))
+    model = sharded(network(), mesh)
     return Form([model], [adamw(model)], square(model))
-
-
-def muon_hsdp() -> Form:
-    model = replicas_of_shards()
-    return Form([model], muon_and_adamw(model), square(model))
 
 
 FORMS: dict[str, Callable[[], Form]] = {
@@ -199,14 +170,10 @@ FORMS: dict[str, Callable[[], Form]] = {
     "muon_fsdp2": muon_fsdp2,
     "ema": ema,
     "gan": gan,
-    "gan_fsdp2": gan_fsdp2,
-    "compiled": compiled,
     "zero": zero,
-    "fsdp1": fsdp1,
     "collective": collective,
     "fsdp_tp": fsdp_tp,
     "hsdp": hsdp,
-    "muon_hsdp": muon_hsdp,
 }
 
 

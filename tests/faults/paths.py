@@ -14,8 +14,7 @@ Keeper's. See moments.py for FOLDER. Moments:
 
 and with step 0, at a start:
 
-    hello         another rank's first word has come
-    reply         another rank's proof has come, and this one's has not been sent
+    response      another rank's proof has come, and this one's has not been sent
     inventory     all ranks have said what they have
     chain         a part of the state that goes from rank to rank has been passed on
     part          this rank is about to load its part
@@ -48,9 +47,9 @@ from elaunch.trainer.keeper import copies, verification
 from elaunch.trainer.keeper.boundary import Boundary
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.memory import mirror, sharded, slots
-from elaunch.trainer.ranks.channel import Channel
 from elaunch.trainer.ranks.connections import Connections
 from elaunch.trainer.ranks.handshake import Contact
+from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state.training_state import Training
 
 FOLDER, STEPS, KIND = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
@@ -80,14 +79,13 @@ def before(owner: Any, name: str, moment: str, step: Callable[[], int] = now) ->
 
 
 def plant_at_starts() -> None:
-    before(Contact, "heard", "hello")
-    before(Contact, "confirmation", "reply")
+    before(Contact, "confirmation", "response")
     before(copies, "decide", "inventory")
     before(Training, "load_whole", "part")
     arriving = Connections._arriving
 
-    def in_a_chain(self: Connections, source: Any, into: memoryview, waiting: Any) -> Iterator[memoryview]:
-        for part in arriving(self, source, into, waiting):
+    def in_a_chain(self: Connections, source: int, into: memoryview) -> Iterator[memoryview]:
+        for part in arriving(self, source, into):
             yield part
             if len(into) > 1 << 20 and GENERATION:
                 MOMENTS.strike("chain", now())
@@ -96,7 +94,7 @@ def plant_at_starts() -> None:
 
 
 def plant_in_looks() -> None:
-    agreed, message = Boundary.agreed, Channel._message
+    agreed, message = Boundary.agreed, Peers._message
     is_looking = False
 
     def look(self: Boundary, wants: Any) -> Any:
@@ -107,12 +105,12 @@ def plant_in_looks() -> None:
         finally:
             is_looking = False
 
-    def in_a_look(self: Channel, *args: Any) -> bytearray:
+    def in_a_look(self: Peers, *args: Any) -> bytearray:
         if is_looking:
             MOMENTS.strike("look" if RANK else "agreed", now())
         return message(self, *args)
 
-    Boundary.agreed, Channel._message = look, in_a_look  # type: ignore[method-assign]
+    Boundary.agreed, Peers._message = look, in_a_look  # type: ignore[method-assign]
 
 
 def plant_in_copies() -> None:
@@ -128,7 +126,7 @@ def plant_in_copies() -> None:
     sharded.ShardedMemory._write_copy = copied  # type: ignore[method-assign]
     exchange, received = mirror.Mirror._exchange, slots.received
 
-    def exchanged(self: Any, channel: Any, ended: Any, region: Any, version: Any, spare: Any) -> None:
+    def exchanged(self: Any, channel: Any, image: Any, version: Any, spare: Any) -> None:
         begin_send = channel.begin_send
 
         def begun(image: Tensor, target: int) -> None:
@@ -136,7 +134,7 @@ def plant_in_copies() -> None:
             MOMENTS.strike("sending", version.step)
 
         channel.begin_send = begun
-        exchange(self, channel, ended, region, version, spare)
+        exchange(self, channel, image, version, spare)
 
     def arrived(region: Tensor, expected: Any) -> Any:
         if threading.current_thread().name == IN_THREAD:

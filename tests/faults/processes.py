@@ -69,7 +69,7 @@ class Watched(Job):
         self.processes()
         self.process.kill()
         self.process.wait(DEADLINE_S)
-        # The guardians must remove the job's cgroup first. The test itself ends what they should have ended.
+        # The test itself ends what the guardians should have ended.
         with suppress(AssertionError):
             wait_for(lambda: not any(is_alive(guardian) for guardian in self._guardians), "the guardians' end")
         for path in self.memory_dirs():
@@ -170,23 +170,3 @@ def library(folder: Path, name: str, text: str) -> dict[str, str]:
     place.mkdir(exist_ok=True)
     (place / f"{name}.py").write_text(text)
     return {"PYTHONPATH": os.pathsep.join((os.fspath(place), *WITHOUT_TORCH.values()))}
-
-
-def halting_server(folder: Path, forks: int) -> tuple[tuple[str, str], dict[str, str]]:
-    """Options and an environment with which the fork server halts before a fork, until there is a file `go`.
-
-    `forks` are complete before. Then the server makes a file `halts`.
-    """
-    text = f"""
-import os, time
-server, left = os.getpid(), {forks}
-def halt():
-    global left
-    left -= os.getpid() == server
-    if left == -1:
-        open("halts", "w").close()
-        while not os.path.exists("go"):
-            time.sleep(0.01)
-os.register_at_fork(before=halt)
-"""
-    return ("--preload", "halting"), library(folder, "halting", text)

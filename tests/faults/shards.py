@@ -1,6 +1,6 @@
 """The training for tests of checkpoints and sharded snapshots: a small network on random numbers (DDP, FSDP, ZeRO).
 
-Run as `shards.py KIND STORE ACTION…` by each rank. KIND is ddp, fsdp2, hsdp, fsdp1 or zero. STORE is `disk`
+Run as `shards.py KIND STORE ACTION…` by each rank. KIND is ddp, fsdp2 or zero. STORE is `disk`
 (checkpoints in FOLDER) or `memory` (snapshots in ELAUNCH_MEMORY). The actions are done in turn:
 
     train N         N steps; the gradients depend only on the step, so every world size computes the same
@@ -8,13 +8,8 @@ Run as `shards.py KIND STORE ACTION…` by each rank. KIND is ddp, fsdp2, hsdp, 
     begin           keep the state without waiting
     load            put the newest state into model and optimizer
     weights         put the newest state's model into the model, and leave out the optimizer's state
-    hold            from here on no checkpoint is written, and no snapshot sent, before FOLDER has a file `held`
-    kill RANK       that rank kills itself
     garble RANK     change one bit in the next data that this rank receives from another rank
-    cut RANK        the connections break over which that rank tells others what it has written of a checkpoint
     die MOMENT RANK that rank will kill itself at MOMENT (see `at`) of a later action
-    touch NAME      rank 0 makes that file in FOLDER
-    await NAME      wait until there is such a file in FOLDER
     in NAME         from here on checkpoints are in the folder NAME below the first one
     note            print the messages since the last note, the present step, and a digest of the whole state
 
@@ -27,11 +22,8 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +36,6 @@ from elaunch.trainer.checkpoint import dcp, local, storage
 from elaunch.trainer.checkpoint.checkpoints import Checkpoints
 from elaunch.trainer.checkpoint.local import LocalStorage
 from elaunch.trainer.checkpoint.objects import ObjectFolder, ObjectStorage
-from elaunch.trainer.memory.mirror import Mirror
 from elaunch.trainer.memory.sharded import ShardedMemory
 from elaunch.trainer.memory.slots import Slot
 from elaunch.trainer.ranks.peers import Peers
@@ -61,23 +52,14 @@ def build() -> tuple[nn.Module, Any]:
     torch.manual_seed(17)
     # Shapes that no world size divides.
     model: nn.Module = nn.Sequential(nn.Linear(10, 21), nn.BatchNorm1d(21), nn.ReLU(), nn.Linear(21, 5))
-    if KIND in ("fsdp2", "hsdp"):
+    if KIND == "fsdp2":
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        # The first half of the ranks and the second half are replicas of each other.
-        mesh = (
-            init_device_mesh("cpu", (2, WORLD_SIZE // 2), mesh_dim_names=("replicas", "shards"))
-            if KIND == "hsdp"
-            else init_device_mesh("cpu", (WORLD_SIZE,))
-        )
+        mesh = init_device_mesh("cpu", (WORLD_SIZE,))
         for layer in model:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
-    elif KIND == "fsdp1":
-        from torch.distributed.fsdp import FullyShardedDataParallel
-
-        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
     else:
         model = nn.parallel.DistributedDataParallel(model)
     if KIND == "zero":
@@ -117,27 +99,17 @@ def digest(model: nn.Module, optimizer: Any) -> str:
 
 
 def whole(value: torch.Tensor) -> torch.Tensor:
-    if hasattr(value, "local_shards"):
-        # FSDP1 without a device mesh.
-        gathered = torch.empty(value.size()) if RANK == 0 else None
-        value.gather(0, gathered)
-        pieces = [gathered]
-        dist.broadcast_object_list(pieces, src=0)
-        assert pieces[0] is not None
-        return pieces[0]
     full = getattr(value, "full_tensor", None)
     return full() if full else value
 
 
 def at(moment: str, rank: int) -> None:
     """Be killed by SIGKILL there: `write` (in the middle of the first file), `part` (written, before it is told),
-    `manifest` (before it), `publish` (before the rename, or the manifest of objects), `discard` (half of an old
-    checkpoint is deleted);
-    of a snapshot `copy` (some tensors are copied), `unmarked` (all but the mark is there), `unsent`."""
+    `manifest` (before it), `publish` (before the rename, or the manifest of objects); of a snapshot `copy` (half)."""
     if rank != RANK:
         return
 
-    write, remove, to_rank_0 = ObjectFolder.write, ObjectFolder.remove, Peers.to_rank_0
+    write, to_rank_0 = ObjectFolder.write, Peers.to_rank_0
 
     def die(*_: object, **__: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -148,10 +120,6 @@ def at(moment: str, rank: int) -> None:
         die()
         return 0
 
-    def empty(path: Path, *_: object, **__: object) -> None:
-        (path / storage.MANIFEST).unlink()
-        die()
-
     def unmarked(self: ObjectFolder, name: str, content: bytes) -> None:
         if name == storage.MANIFEST:
             die()
@@ -161,10 +129,6 @@ def at(moment: str, rank: int) -> None:
         if threading.current_thread().name == "checkpoint":
             die()
         return to_rank_0(self, value)
-
-    def and_die(self: ObjectFolder, names: Iterable[str]) -> None:
-        remove(self, names)
-        die()
 
     def partly(self: Slot, packed: region.Packed, copy: Any) -> None:
         region.tear(self.region())
@@ -184,13 +148,6 @@ def at(moment: str, rank: int) -> None:
             ObjectFolder.write = unmarked  # type: ignore[method-assign]
         case "copy":
             Slot.begin = partly  # type: ignore[assignment, method-assign]
-        case "unmarked":
-            region.mark = die
-        case "unsent":
-            Mirror._exchange = die  # type: ignore[assignment, method-assign]
-        case "discard":
-            local.shutil.rmtree = empty  # type: ignore[attr-defined, assignment]
-            ObjectFolder.remove = and_die  # type: ignore[method-assign]
 
 
 def garble() -> None:
@@ -202,28 +159,6 @@ def garble() -> None:
         region[-1] ^= 1
 
     Peers.receive = once  # type: ignore[method-assign]
-
-
-def cut(store: Checkpoints) -> None:
-    assert store._writers
-    assert store._writers._opened
-    for each in store._writers._opened._connections._connected.values():
-        each.socket.shutdown(socket.SHUT_RDWR)
-
-
-def hold() -> None:
-    write, exchange = dcp._Summing.write, Mirror._exchange
-
-    def late(self: Any, content: Any) -> int:
-        until((FOLDER / "held").exists)
-        return write(self, content)
-
-    def later(self: Any, *given: Any) -> None:
-        until((FOLDER / "held").exists)
-        exchange(self, *given)
-
-    dcp._Summing.write = late  # type: ignore[method-assign]
-    Mirror._exchange = later  # type: ignore[method-assign]
 
 
 def main() -> None:
@@ -270,25 +205,11 @@ def main() -> None:
                 found = load(state)
                 loaded = [found.generation, found.step]
                 model_state.unwrap(model).load_state_dict(state["model"])
-            case "hold":
-                hold()
-            case "kill":
-                if int(next(actions)) == RANK:
-                    os.kill(os.getpid(), signal.SIGKILL)
             case "garble":
                 if int(next(actions)) == RANK:
                     garble()
-            case "cut":
-                if int(next(actions)) == RANK:
-                    cut(store)
             case "die":
                 at(next(actions), int(next(actions)))
-            case "touch":
-                name = next(actions)
-                if RANK == 0:
-                    (FOLDER / name).touch()
-            case "await":
-                until((FOLDER / next(actions)).exists)
             case "in":
                 store.wait()
                 store = Checkpoints(f"{place}/{next(actions)}", generation=GENERATION, say=said.append, keep=2)
@@ -306,11 +227,6 @@ def main() -> None:
     print(json.dumps(answer), flush=True)
     # Leave without destructors: the group's destructor waits for gloo's thread, which can wait for the interpreter.
     os._exit(0)
-
-
-def until(fact: Callable[[], bool]) -> None:
-    while not fact():
-        time.sleep(0.005)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
-import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +11,7 @@ from typing import Any
 import pytest
 
 from elaunch.trainer.checkpoint.storage import Mark, marks
-from tests.harness import RUN_LIMIT_S, script, slow, wait_for
+from tests.harness import script, wait_for
 from tests.ranks import Ended, RankForker, Ranks
 from tests.s3 import S3, s3_server
 
@@ -104,25 +102,11 @@ def assert_is_loaded(group: Group, kind: str, saved: Any, world_size: int) -> No
     assert loaded["said"] == []
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2", slow("fsdp1"), "zero"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "zero"])
 def test_what_four_ranks_saved_is_loaded_by_three_and_one(saved: Callable[[str], tuple[Group, Any]], kind: str) -> None:
     group, answer = saved(kind)
 
     for world_size in (3, 1):
-        assert_is_loaded(group, kind, answer, world_size)
-
-
-@pytest.mark.parametrize(
-    ("group", "kind", "saved_by", "loaded_by"),
-    [("s3", "fsdp2", 2, (1,)), slow("s3", "fsdp2", 3, (2, 1)), slow("s3", "ddp", 3, (2, 1))],
-    indirect=["group"],
-)
-def test_what_some_ranks_saved_in_an_object_store_is_loaded_by_fewer(
-    group: Group, kind: str, saved_by: int, loaded_by: tuple[int, ...]
-) -> None:
-    answer = group.run(saved_by, kind, "train", "3", "save")[0]
-
-    for world_size in loaded_by:
         assert_is_loaded(group, kind, answer, world_size)
 
 
@@ -143,9 +127,7 @@ DEATHS = {
     ("folder", "ddp"): [(0, "write"), (0, "manifest"), (0, "publish")],
     # A step of FSDP2 takes each rank much longer.
     ("folder", "zero"): [(1, "write"), (1, "part")],
-    ("folder", "fsdp2-slow"): [(0, "publish"), (1, "write"), (1, "part"), (0, "write"), (0, "part"), (0, "manifest")],
     ("s3", "ddp"): [(0, "publish")],
-    ("s3", "fsdp2-slow"): [(0, "manifest"), (0, "publish"), (1, "part")],
 }
 
 
@@ -176,7 +158,7 @@ def deaths(
             for name, value in (s3.env if s3 else {}).items():
                 patched.setenv(name, value)
             group = Group(forker, tmp_path_factory.mktemp(f"{store}-{kind}"), s3)
-            kind, planned = kind.removesuffix("-slow"), DEATHS[store, kind]
+            planned = DEATHS[store, kind]
             # One rank less is a client of the object store less: DDP's second rank would only wait.
             size = 1 if (store, kind) == ("s3", "ddp") else 2
             places = {death: group.within("-".join(map(str, death))) for death in planned}
@@ -200,11 +182,7 @@ def deaths(
 
 @pytest.mark.parametrize(
     ("store", "kind", "victim", "moment"),
-    [
-        (slow if kind.endswith("slow") else pytest.param)(store, kind, *death)
-        for (store, kind), planned in DEATHS.items()
-        for death in planned
-    ],
+    [(store, kind, *death) for (store, kind), planned in DEATHS.items() for death in planned],
 )
 def test_a_rank_killed_while_a_checkpoint_is_made_leaves_the_one_before(
     deaths: Callable[[str, str], Deaths], store: str, kind: str, victim: int, moment: str
@@ -219,51 +197,6 @@ def test_a_rank_killed_while_a_checkpoint_is_made_leaves_the_one_before(
     assert death.left == []
 
 
-@pytest.mark.parametrize("group", ["folder", slow("s3")], indirect=True)
-def test_a_rank_killed_while_an_old_checkpoint_is_deleted_leaves_the_newest(group: Group) -> None:
-    group.struck(1, "ddp", 0, *("train", "1", "save") * 2, "die", "discard", "0", "train", "1", "save")
-
-    assert group.marks == [Mark(0, 2), Mark(0, 3)]
-    loaded = group.run(1, "ddp", "load", generation=1)[0]
-    assert (loaded["loaded"], loaded["said"]) == ([0, 3], [])
-    assert group.hidden == []
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system with room for two checkpoints."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=400k", "none", str(folder)], capture_output=True, timeout=RUN_LIMIT_S
-    )
-    if mounted.returncode:
-        pytest.skip(f"mounting a file system needs root: {mounted.stderr.decode().strip()}")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=RUN_LIMIT_S)
-
-
-@pytest.mark.parametrize("cut", ["0", slow("1")])
-def test_connections_that_break_between_two_checkpoints_cost_one_of_them(group: Group, cut: str) -> None:
-    again = ("train", "1", "save")
-
-    said = group.run(2, "zero", *again, "cut", cut, *again, *again, *again)[0]["said"]
-
-    assert len(said) == 2, said
-    assert re.match("the checkpoint of step 2 could not be written: rank [01].*closed by peer", said[0]), said
-    assert said[1] == "the checkpoint of step 3 is written"
-    assert group.marks == [Mark(0, 3), Mark(0, 4)]
-
-
-def fill(path: Path) -> None:
-    with path.open("wb", buffering=0) as file:
-        try:
-            while True:
-                file.write(bytes(4096))
-        except OSError:
-            return
-
-
 def test_a_replicated_state_needs_the_directory_on_rank_0_alone(group: Group, tmp_path: Path) -> None:
     elsewhere = {1: {"FOLDER": str(tmp_path / "elsewhere")}}
     with group.begin(2, "ddp", "train", "2", "save", envs=elsewhere) as ranks:
@@ -274,22 +207,6 @@ def test_a_replicated_state_needs_the_directory_on_rank_0_alone(group: Group, tm
     assert [answer["loaded"] for answer in loaded] == [[0, 2]] * 2
     assert {answer["digest"] for answer in loaded} == {saved[0]["digest"]}
     assert not (tmp_path / "elsewhere").exists()
-
-
-def test_a_sharded_state_in_a_directory_that_a_rank_does_not_see_is_refused(group: Group, tmp_path: Path) -> None:
-    group.run(2, "zero", "train", "1", "save")
-    elsewhere = {1: {"FOLDER": str(tmp_path / "elsewhere")}}
-
-    with group.begin(2, "zero", "load", generation=1, envs=elsewhere) as ranks:
-        loading = ranks.end()
-    with group.begin(2, "zero", "train", "1", "save", generation=1, envs=elsewhere) as ranks:
-        saving = ranks.end_of(1)
-
-    for rank in (*loading, saving):
-        assert rank.code == 1
-        assert "rank 1 does not see" in rank.err
-    # The checkpoint is not to blame, and stays.
-    assert marks(group.checkpoints) == [Mark(0, 1)]
 
 
 # 19 MB in twelve tensors, the second time only most of them.

@@ -43,24 +43,6 @@ def test_a_plan_has_the_losses_and_the_weights_of_one_process(
         check(ranks.answers(DEADLINE_S), plans)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("workers", "plans"),
-    [
-        (2, ["tp=2", "pp=2", "pp=2,schedule=gpipe", "pp=2,schedule=interleaved"]),
-        (2, ["ddp", "zero1", "zero2", "fsdp2"]),
-        (4, ["tp=2,pp=2", "hsdp"]),
-    ],
-)
-def test_a_compiled_plan_has_them_too(tmp_path: Path, forker: RankForker, workers: int, plans: list[str]) -> None:
-    # Without processes of the compiler's own, which would outlive their rank.
-    env = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    compiled = [f"compiled:{plan}" for plan in plans]
-
-    with Ranks(forker, workers, PROGRAM, "2", "4", *compiled, env=env) as ranks:
-        check(ranks.answers(COMPILED_S), compiled)
-
-
 def check(answers: list[Any], plans: list[str]) -> None:
     print(answers[0])
     for answer in answers:

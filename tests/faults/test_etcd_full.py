@@ -6,7 +6,6 @@ import http.client
 import json
 from base64 import b64encode
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -70,49 +69,3 @@ def test_a_full_etcd_is_said_with_the_way_out_and_the_job_goes_on_when_it_is_men
     mend(etcd)
 
     fleet.run(1)
-
-
-def test_a_job_whose_workers_end_while_etcd_is_full_ends_well_when_it_is_mended(job: tuple[Etcd, Fleet]) -> None:
-    etcd, fleet = job
-    fleet.run(0)
-    said = [len(agent.stderr) for agent in fleet.agents]
-    fill(etcd)
-
-    fleet.end()
-
-    for node in (0, 1):
-        fleet.says(node, WAY_OUT, after=said[node])
-    mend(etcd)
-    assert [agent.wait() for agent in fleet.agents] == [0, 0], fleet.story()
-
-
-@pytest.mark.slow
-def test_a_job_that_finds_a_full_etcd_says_so_and_starts_when_it_is_mended(tmp_path: Path) -> None:
-    with Etcd("3.5", options=(f"--quota-backend-bytes={QUOTA_BYTES}",)) as etcd:
-        fill(etcd)
-        with Fleet(tmp_path / "job", [etcd.endpoints] * 2) as fleet:
-            for node in (0, 1):
-                fleet.says(node, WAY_OUT)
-
-            mend(etcd)
-
-            fleet.run(0)
-            fleet.end()
-            assert [agent.wait() for agent in fleet.agents] == [0, 0], fleet.story()
-
-
-@pytest.mark.slow
-def test_a_job_on_an_etcd_that_stays_full_ends_at_its_deadline_with_the_reason(tmp_path: Path) -> None:
-    # Shorter than the time in which the store is full.
-    options = ("--stop-grace", "1", "--rdzv-conf", "join_timeout=26,store_timeout=26")
-    with (
-        Etcd("3.5", options=(f"--quota-backend-bytes={QUOTA_BYTES}",)) as etcd,
-        Fleet(tmp_path / "job", [etcd.endpoints] * 2, *options) as fleet,
-    ):
-        fleet.run(0)
-        fill(etcd)
-
-        assert fleet.kill_worker(1)
-
-        assert fleet.agents[1].wait(180) == 3, fleet.story()
-        assert "NOSPACE" in fleet.agents[1].said_by_agent()[-1], fleet.story()

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -17,7 +14,7 @@ import pytest
 
 from elaunch.rendezvous.etcd import watch as watching_module
 from elaunch.rendezvous.etcd.store import EtcdStore
-from elaunch.rendezvous.store import Changes, Delete, KeyEntry, Put, Txn, Unavailable, Update, View
+from elaunch.rendezvous.store import Changes, Delete, HistoryLost, KeyEntry, Put, Txn, Unavailable, Update, View
 from tests.etcd import TRANSPORTS, VERSIONS, Etcd, client
 from tests.harness import DEADLINE_S, slow, wait_for
 from tests.relay import Listener, relay, silent
@@ -92,11 +89,6 @@ def in_thread(call: Callable[[], None]) -> Future[None]:
     return future
 
 
-def watch_threads() -> list[threading.Thread]:
-    """The threads of watches that live. `close` waits for one only for a moment."""
-    return [thread for thread in threading.enumerate() if thread.name == f"watch {PREFIX}"]
-
-
 class Told:
     """The events of a watch, and the state that a reader derives from them."""
 
@@ -163,38 +155,6 @@ def test_a_watch_whose_history_was_compacted_is_told_a_view_and_goes_on(
     assert told.entries == direct.read(PREFIX).entries
 
 
-def test_a_deletion_at_the_very_revision_that_is_compacted_is_not_missed(
-    etcd: Etcd, watching: EtcdStore, direct: EtcdStore, way: Listener
-) -> None:
-    told = Told()
-    watching.watch(PREFIX, direct.read(PREFIX).revision, told)
-    put(direct, A)
-    told.wait_for(put(direct, B))
-
-    way.cut()
-    etcd.compact(direct.commit(Txn((), (Delete(A),))).revision)
-    way.restore()
-    told.wait_for(put(direct, B, "last"))
-
-    # etcd itself takes a watch from the deletion's own revision, and never tells of it.
-    assert list(told.entries) == [B]
-
-
-def test_a_compaction_behind_what_was_told_costs_no_view(
-    etcd: Etcd, watching: EtcdStore, direct: EtcdStore, way: Listener
-) -> None:
-    told = Told()
-    watching.watch(PREFIX, direct.read(PREFIX).revision, told)
-    last = put(direct, A)
-    told.wait_for(last)
-
-    etcd.compact(last)
-    way.hang_up()
-    told.wait_for(put(direct, B))
-
-    assert [type(update) for update in told.updates] == [Changes, Changes]
-
-
 @pytest.mark.parametrize("seed", [0, slow(1), slow(2)])
 def test_cuts_and_compactions_at_random_leave_a_reader_with_the_truth(
     etcd: Etcd, watching: EtcdStore, direct: EtcdStore, way: Listener, seed: int
@@ -239,90 +199,10 @@ def test_a_watch_goes_on_from_a_member_that_never_answers_to_one_that_does(
         assert mute.accepted
 
 
-def test_closing_a_watch_ends_its_thread_and_its_connection(watching: EtcdStore, direct: EtcdStore) -> None:
-    before = threading.active_count()
-    told = Told()
-    watch = watching.watch(PREFIX, direct.read(PREFIX).revision, told)
-    told.wait_for(put(direct, A))
-
-    watch.close()
-
-    wait_for(lambda: threading.active_count() <= before + 2, "the end of its connection")
-    wait_for(lambda: not watch_threads(), "the end of its thread")
-
-
-def test_a_watch_that_waits_for_its_server_is_closed_at_once(watching: EtcdStore, way: Listener) -> None:
-    way.cut()
-    watch = watching.watch(PREFIX, 0, Told())
-    accepted = way.accepted
-    wait_for(lambda: way.accepted >= accepted + 3, "attempts")
-
-    watch.close()
-
-    wait_for(lambda: not watch_threads(), "the end of its thread")
-
-
-def test_a_watch_from_now_that_cannot_begin_says_so_and_leaves_no_thread(watching: EtcdStore, way: Listener) -> None:
-    way.cut()
-    told = Told()
-
-    with pytest.raises(Unavailable):
-        watching.watch(PREFIX, None, told).begun()
-
-    wait_for(lambda: not watch_threads(), "the end of its thread")
-    assert not told.updates
-    assert not watching._watches
-
-
-@pytest.mark.usefixtures("patient")
-def test_a_watch_from_now_goes_on_where_its_connection_broke(
-    watching: EtcdStore, direct: EtcdStore, way: Listener
-) -> None:
-    put(direct, A)
-    told = Told()
-    watching.watch(PREFIX, None, told).begun()
-    assert told.entries.keys() == {A}
-
-    way.cut()
-    put(direct, B)
-    way.restore()
-
-    told.wait_for(put(direct, A, "again"))
-    assert told.entries == direct.read(PREFIX).entries
-
-
-@pytest.mark.usefixtures("patient")
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_watch_that_begins_at_a_member_that_never_answers_is_closed_at_once_by_another_thread(transport: str) -> None:
-    with silent() as mute, closing(client([mute.endpoint], transport, deadline_s=10 * DEADLINE_S)) as store:
-        watch = store.watch(PREFIX, None, Told())
-        wait_for(lambda: mute.accepted, "its connection")
-
-        begun = in_thread(watch.begun)
-        in_thread(store.close).result(DEADLINE_S)
-
-        assert str(begun.exception(DEADLINE_S)) == "the watch was closed"
-
-
-@pytest.mark.usefixtures("patient")
-def test_a_watch_whose_first_read_is_never_answered_says_so_though_its_stream_is_there(
-    etcd: Etcd, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Slow(EtcdStore):
-        def read(self, *prefixes: str) -> View:
-            raise Unavailable(f"no answer about {prefixes}")
-
-    monkeypatch.setattr(watching_module, "_SETTLED_S", 0.0)
-    with closing(Slow(etcd.addresses, deadline_s=DEADLINE_S)) as store:
-        begun = in_thread(store.watch(PREFIX, None, Told()).begun)
-
-        assert str(begun.exception(DEADLINE_S)) == f"no answer about {(PREFIX,)}"
-
-
 @pytest.mark.usefixtures("patient")
 def test_a_fault_of_the_client_ends_a_watch_and_leaves_nobody_waiting(etcd: Etcd) -> None:
     class Faulty(EtcdStore):
-        def read(self, *prefixes: str) -> View:
+        def read(self, prefix: str) -> View:
             raise ZeroDivisionError("of ours")
 
     told: list[Update] = []
@@ -330,24 +210,6 @@ def test_a_fault_of_the_client_ends_a_watch_and_leaves_nobody_waiting(etcd: Etcd
         begun = in_thread(store.watch(PREFIX, None, told.append).begun)
 
         assert str(begun.exception(DEADLINE_S)) == "the store's client failed (ZeroDivisionError: of ours)"
-
-
-def test_a_watch_that_was_good_does_not_hammer_a_store_that_is_away(
-    watching: EtcdStore, direct: EtcdStore, way: Listener, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(watching_module, "_SETTLED_S", 0.0)
-    told = Told()
-    watching.watch(PREFIX, direct.read(PREFIX).revision, told)
-    told.wait_for(put(direct, A))
-
-    way.cut()
-    before = way.accepted
-    wait_for(lambda: way.accepted > before, "an attempt")
-    threading.Event().wait(1)
-
-    assert way.accepted - before < 40
-    way.restore()
-    told.wait_for(put(direct, A, "again"))
 
 
 @pytest.mark.usefixtures("patient")
@@ -380,39 +242,24 @@ def test_a_watch_from_now_misses_nothing_that_is_written_while_it_begins(
         assert [A in update.entries for update in told.updates].count(True) == 1, "told once"
 
 
-FORKING = """
-import os, sys, threading
-from elaunch.rendezvous.etcd.store import EtcdStore
-from elaunch.rendezvous.endpoint import Endpoint
-from elaunch.rendezvous.store import Put, Txn
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_store_whose_revision_went_back_has_lost_its_history(version: str) -> None:
+    told: list[Update] = []
+    with Etcd(version) as etcd:
+        store = EtcdStore(etcd.addresses)
+        port = etcd.addresses[0].port
+        for _ in range(5):
+            store.commit(Txn((), (Put(f"{PREFIX}n", ""),)))
+        store.watch(PREFIX, store.read(PREFIX).revision, told.append)
+        peer_port = int(etcd.peers[0].rpartition(":")[2])
+    with pytest.raises(Unavailable, match="nobody listens"):
+        store.read(PREFIX)
 
-store = EtcdStore([Endpoint("127.0.0.1", int(sys.argv[1]))], deadline_s=60)
-told = []
-store.watch("/elaunch/watch/", store.read("/elaunch/watch/").revision, told.append)
-for turn in range(20):
-    store.commit(Txn((), (Put("/elaunch/watch/parent", str(turn)),)))
-    pid = os.fork()
-    if not pid:
-        if turn % 2:
-            store.commit(Txn((), (Put("/elaunch/watch/child", str(turn)),)))
-            store.close()
-        os._exit(0)
-    assert os.waitpid(pid, 0)[1] == 0
-    store.read("/elaunch/watch/")
-final = store.commit(Txn((), (Put("/elaunch/watch/parent", "end"),))).revision
-while not told or told[-1].revision < final:
-    pass
-print([update.revision for update in told] == list(range(final - 30, final + 1)))
-"""
+    with Etcd(version, ports=[port, peer_port]), pytest.raises(HistoryLost, match="revision 6 before, revision 1 now"):
+        store.read(PREFIX)
 
-
-def test_forks_harm_neither_side(etcd: Etcd, direct: EtcdStore) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FORKING, str(etcd.addresses[0].port)],
-        env=dict(os.environ),
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
-
-    assert done.stdout == "True\n", done.stderr
+    wait_for(lambda: told, "the watch's end")
+    assert [type(update) for update in told] == [HistoryLost]
+    with pytest.raises(HistoryLost):
+        store.commit(Txn(()))
+    store.close()

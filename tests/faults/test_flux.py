@@ -54,17 +54,6 @@ def test_of_several_tasks_on_a_node_one_is_the_agent_and_the_others_wait(flux: F
     assert len(re.findall("Flux says: job", output)) == 2
 
 
-def test_a_job_within_a_batch_job_has_the_names_of_both(flux: Flux) -> None:
-    words = " ".join([*COMMAND, *PLAIN])
-    (flux.home / "job.sh").write_text(f"#!/bin/sh\nflux run -N2 {words}\n")
-
-    flux.wait(flux.call("flux", "batch", "-N2", "--output=batch.out", "job.sh"), 0)
-
-    output = (flux.home / "batch.out").read_text()
-    assert places(output) == [(0, 2, 0, "node0"), (1, 2, 0, "node1")]
-    assert re.search(r"Flux says: job flux-\w+-\w+, 2 nodes", output)
-
-
 def test_its_notice_reaches_workers_that_have_a_handler(flux: Flux) -> None:
     submitted = ("flux", "submit", "-N2", "--output=noticed.out", *COMMAND, "noticed.py", "SIGUSR1")
     job = flux.call(*submitted).strip()
@@ -74,16 +63,3 @@ def test_its_notice_reaches_workers_that_have_a_handler(flux: Flux) -> None:
 
     flux.wait(job, 128 + signal.SIGUSR1)
     assert (flux.home / "noticed.out").read_text().count("noticed by SIGUSR1") == 2
-
-
-def test_flux_cancel_ends_the_job_in_good_order(flux: Flux) -> None:
-    for rank in range(2):
-        (flux.home / f"here.{rank}").unlink(missing_ok=True)
-    submitted = ("flux", "submit", "-N2", "--output=cancelled.out", *COMMAND, "noticed.py", "SIGTERM")
-    job = flux.call(*submitted).strip()
-    wait_for(lambda: all((flux.home / f"here.{rank}").exists() for rank in range(2)), "both workers")
-
-    flux.call("flux", "cancel", job)
-
-    flux.wait(job, 128 + signal.SIGTERM)
-    assert (flux.home / "cancelled.out").read_text().count("noticed by SIGTERM") == 2

@@ -8,25 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import slow
 from tests.ranks import RankForker, Ranks
 
 SCRIPT = Path(__file__).with_name("forms.py")
 STEPS = 5
 # One step of each in this turn, so a kill strikes them between two steps, and one in its forward pass.
-PAIR = [
-    "ddp",
-    "muon",
-    "muon_fsdp2",
-    "ema",
-    "gan",
-    "zero",
-]
-# These take each rank up to a second of CPU time. What they are made of is in the others too, or in tests of the
-# Keeper; FSDP1 is deprecated.
-PAIR_SLOW = ["gan_fsdp2", "compiled", "fsdp1"]
+PAIR = ["ddp", "muon", "muon_fsdp2", "ema", "gan", "zero"]
 FOUR = ["fsdp_tp", "hsdp"]
-IN_PARTS = {"muon_fsdp2", "gan_fsdp2", "zero", "fsdp1", *FOUR, "muon_hsdp"}
+IN_PARTS = {"muon_fsdp2", "zero", *FOUR}
 
 
 @pytest.fixture
@@ -51,15 +40,7 @@ def begun(forker: RankForker, tmp_path: Path, memory: Path) -> Callable[..., Ran
     return begin
 
 
-@pytest.mark.parametrize(
-    ("world_size", "forms", "struck"),
-    [
-        (2, PAIR, "gan"),
-        (4, FOUR, "hsdp"),
-        slow(2, PAIR_SLOW, "compiled"),
-        slow(4, ["muon_hsdp"], "muon_hsdp"),
-    ],
-)
+@pytest.mark.parametrize(("world_size", "forms", "struck"), [(2, PAIR, "gan"), (4, FOUR, "hsdp")])
 def test_each_form_goes_on_after_a_kill_as_if_there_had_been_none(
     begun: Callable[..., Ranks], world_size: int, forms: list[str], struck: str
 ) -> None:

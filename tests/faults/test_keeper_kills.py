@@ -2,73 +2,14 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
-from pathlib import Path
-
 import pytest
 
-from tests.faults.keeper_runs import RESTORED, Calm, Run, assert_same
+from tests.faults.keeper_runs import Calm, Run, assert_same
 from tests.warm import SharedStart
 
 
 def kills(run: Run) -> list[tuple[int, str, int, int]]:
     return [(r["generation"], r["moment"], r["step"], r["rank"]) for r in run.of("killed")]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [2, 3, 4])
-def test_kills_at_all_moments_lose_no_step_where_each_step_has_a_snapshot(
-    tmp_path: Path, calm: Calm, workers: int
-) -> None:
-    last = workers - 1
-    plan: Sequence[tuple[str, int, int]] = [
-        ("forward", 1, last),
-        ("forward", 3, 0),
-        ("backward", 5, 0),
-        ("backward", 6, last),
-        ("optimizer", 8, 0),
-        ("optimizer", 9, last),
-        ("commit", 11, 0),
-        ("committed", 13, last),
-        ("restore", 0, 0),
-        # Twice in a row, and before it has computed anything.
-        ("restore", 0, last),
-        ("start", 0, 0),
-        ("copy", 16, 0),
-        ("crash", 20, 0),
-        ("forward", 30, 0),
-    ]
-    # A snapshot after each step, so that there is one after step 16 too.
-    asks = [f"{moment}-{generation}-{step}-{rank}" for generation, (moment, step, rank) in enumerate(plan)]
-
-    with Run(tmp_path / "stormy", workers, "lose_at_most=1", asks=asks) as stormy:
-        stormy.ended()
-
-    # Each moment of the plan really struck.
-    struck = {(generation, moment, rank) for generation, moment, _, rank in kills(stormy)}
-    assert struck == {(g, moment, rank) for g, (moment, _, rank) in enumerate(plan) if moment != "crash"}
-    assert "ValueError: asked for by the test, in generation 12" in stormy.job.output
-    assert {steps for *_, steps in re.findall(RESTORED, stormy.job.output)} == {"0"}
-    for generation in range(1, len(plan) + 1):
-        if stormy.of("began", generation=generation) and stormy.of("began", generation=generation - 1):
-            assert stormy.began(generation) >= stormy.newest_done(generation - 1)
-    assert_same(stormy, calm(workers))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [2, 4])
-def test_all_but_one_are_killed_and_the_last_one_saves(tmp_path: Path, calm: Calm, workers: int) -> None:
-    asks = [f"together-0-7-{rank}" for rank in range(1, workers)]
-    asks += [f"together-1-12-{rank}" for rank in range(workers - 1)]
-
-    with Run(tmp_path / "stormy", workers, "lose_at_most=100", asks=asks) as stormy:
-        stormy.ended()
-
-    assert len(kills(stormy)) == 2 * (workers - 1)
-    assert (stormy.began(1), stormy.began(2)) == (6, 11)
-    assert [steps for *_, steps in re.findall(RESTORED, stormy.job.output)] == ["0", "0"]
-    assert_same(stormy, calm(workers))
 
 
 # The kills in each generation of one job of three workers: a moment, a step and a rank.
@@ -143,12 +84,6 @@ def test_survivors_killed_while_they_save_leave_the_snapshot_before(storm: Run) 
     assert said in storm.job.output
 
 
-def test_a_survivor_killed_while_it_saves_is_made_up_for_by_another(storm: Run) -> None:
-    assert ("forward", 22, 2) in struck(storm, ONE_SURVIVOR)
-    # Rank 1 saved the step before or after rank 0 died.
-    assert restored(storm, ONE_SURVIVOR) == (21, 0)
-
-
 def test_a_worker_frozen_in_the_middle_of_a_copy_costs_no_step(storm: Run) -> None:
     assert [(r["generation"], r["rank"]) for r in storm.of("frozen")] == [(FROZEN, 0)]
     assert restored(storm, FROZEN) == (25, 0)
@@ -169,11 +104,6 @@ def test_a_corrupt_copy_is_skipped_and_said(storm: Run) -> None:
     assert f"skipping the copy of step 33 in {corrupted['path']}: its checksum is wrong" in storm.job.output
     assert restored(storm, CORRUPT) == (29, 5)
     assert "5 steps are repeated" in storm.job.output
-
-
-def test_all_but_one_of_three_are_killed_and_the_last_one_saves(storm: Run) -> None:
-    assert struck(storm, LAST_0) == {("together", 32, rank) for rank in (1, 2)}
-    assert restored(storm, LAST_0) == (31, 0)
 
 
 def test_after_all_of_these_the_end_is_that_of_the_unfailed_run(storm: Run, calm: Calm) -> None:

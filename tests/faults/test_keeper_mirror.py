@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.keeper_runs import KEPT, Recorded
-from tests.harness import slow, wait_for
+from tests.harness import slow
 from tests.ranks import RankForker, Ranks
 
 STEPS = 24
@@ -123,83 +123,3 @@ def test_a_node_lost_before_its_snapshot_has_arrived_goes_back_to_the_one_before
     assert "lost" not in stormy.said
     assert "anew" not in stormy.said
     assert stormy.ends == calm("hook=powersgd").ends
-
-
-def test_a_node_lost_after_its_snapshot_has_arrived_goes_back_to_that_one(
-    tmp_path: Path, forker: RankForker, memories: list[Path], calm: Callable[[str], Nodes]
-) -> None:
-    options = ("lose_at_most=1", "snapshot_every=5", "hook=powersgd")
-    stormy = Nodes(tmp_path / "stormy", forker, memories, *options)
-    with stormy.begun(0, ["hold-0-12-0", "forward-0-14-1"]) as ranks:
-        # Each node has the other's part of the snapshot of step 11.
-        wait_for(lambda: all(steps_of(memories[1 - rank], rank) >= {11} for rank in (0, 1)), "the snapshot")
-        (stormy.folder / "hold-0-12-0").unlink()
-        assert stormy.ends_of(ranks) == [1, -9]
-    stormy.lose(1)
-
-    assert stormy.generation(1) == [0, 0], stormy.said
-
-    # Node 0 has saved step 13, whose copy node 1 had on its own memory alone.
-    assert stormy.began(1) == 11
-    assert "2 steps are repeated" in stormy.said
-    assert stormy.ends == calm("hook=powersgd").ends
-
-
-def steps_of(memory: Path, rank: int) -> set[int]:
-    """The steps of the snapshots of that rank's own state in a node's memory."""
-    files = [path.read_bytes() for path in memory.glob(f"training.rank-{rank}-[23]")]
-    # The mark, which is written last, and the step (trainer/state/region.py, which imports torch).
-    return {int.from_bytes(content[32:40], "little") for content in files if any(content[:8])}
-
-
-def test_records_are_kept_as_long_as_the_parts_that_they_belong_to(
-    tmp_path: Path, forker: RankForker, memories: list[Path]
-) -> None:
-    options = ("lose_at_most=10", "shards=zero", f"checkpoints={tmp_path / 'checkpoints'}")
-    stormy = Nodes(tmp_path / "stormy", forker, memories, *options)
-    # The snapshot of step 11 reaches no second node.
-    deaf = [f"mirror-0-{step}-{rank}" for step in range(11, 16) for rank in (0, 1)]
-    assert stormy.generation(0, [*deaf, "together-0-15-0", "together-0-15-1"]) == [-9, -9]
-    assert stormy.of("deaf")
-    stormy.lose(1)
-
-    assert stormy.generation(1) == [0, 0], stormy.said
-
-    assert stormy.began(1) == 6
-    assert "lost" not in stormy.said
-    # A Keeper that was left has closed the connections of its threads too: of snapshots, pieces and the checkpoint.
-    assert [each["sockets"] for each in stormy.of("left")] == [0, 0]
-
-
-def test_what_cannot_be_kept_for_another_node_keeps_nobody_waiting(
-    tmp_path: Path, forker: RankForker, memories: list[Path]
-) -> None:
-    run = Nodes(tmp_path / "run", forker, memories, "lose_at_most=5")
-    with run.begun(0, ["hold-0-4-0"]) as ranks:
-        wait_for(lambda: run.of("held"), "step 4")
-        # A folder blocks the path to which rank 0's second snapshot would go.
-        (memories[1] / "training.rank-0-3").mkdir()
-        (run.folder / "hold-0-4-0").unlink()
-
-        assert run.ends_of(ranks) == [0, 0], run.said
-
-    assert run.said.count("on its own node only: rank 1 cannot keep it: Is a directory") == 1
-    # After the second snapshot of which this is so, all ranks give up, and one says so.
-    assert run.said.count("there are no more second copies on other nodes (rank 0's part: rank 1 cannot keep it") == 1
-
-
-@pytest.mark.slow
-def test_pieces_of_each_step_stay_on_their_nodes_and_the_snapshot_counts_when_one_is_lost(
-    tmp_path: Path, forker: RankForker, memories: list[Path], calm: Callable[[str], Nodes]
-) -> None:
-    stormy = Nodes(tmp_path / "stormy", forker, memories, "lose_at_most=1", "snapshot_every=5", "shards=fsdp2")
-    # Both nodes have their pieces of step 19. The last snapshot is of step 16.
-    assert stormy.generation(0, all_die(0, 20)) == [-9, -9]
-    # There is a snapshot at the start, and the next would be after step 24.
-    assert stormy.generation(1, all_die(1, 24)) == [-9, -9]
-    stormy.lose(1)
-
-    assert stormy.generation(2) == [0, 0], stormy.said
-
-    assert [stormy.began(1), stormy.began(2)] == [19, 19]
-    assert stormy.ends == calm("shards=fsdp2").ends

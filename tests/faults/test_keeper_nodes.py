@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -80,6 +79,7 @@ def mend(folder: Path, *, replaces: bool) -> Mended:
     return Mended(nodes, re.findall(r"restored step .*", nodes.output()))
 
 
+@pytest.mark.slow
 def test_a_node_whose_only_worker_died_gets_the_step_from_a_peer_and_its_own_part_from_its_memory(
     tmp_path: Path, calm: Calm
 ) -> None:
@@ -93,7 +93,7 @@ def test_a_node_whose_only_worker_died_gets_the_step_from_a_peer_and_its_own_par
     assert_same(mended.run, calm(2))
 
 
-# The third node imports torch too. Without agents test_restore_chain.py shows where a node gets the state from.
+# The third node imports torch too.
 @pytest.mark.slow
 def test_a_replaced_node_gets_the_state_from_a_peer(tmp_path: Path, calm: Calm) -> None:
     mended = mend(tmp_path, replaces=True)
@@ -114,30 +114,3 @@ def test_a_replaced_node_gets_the_state_from_a_peer(tmp_path: Path, calm: Calm) 
 def nodes(tmp_path: Path) -> Iterator[Nodes]:
     with nodes_of(tmp_path, 2) as found:
         yield found
-
-
-@pytest.mark.slow
-def test_a_node_that_joins_interrupts_no_step_and_one_that_leaves_neither(nodes: Nodes) -> None:
-    for name in ("hold-0-20-0", "hold-1-30-0"):
-        (nodes.folder / name).touch()
-    nodes.start(0, nnodes="1:2", options=("looks=1",))
-    nodes.wait_for("held", generation=0)
-
-    nodes.start(1, nnodes="1:2", options=("looks=1",))
-    nodes.wait_for("told", reason="join")
-    nodes.release("hold-0-20-0")
-    nodes.wait_for("held", generation=1)
-    assert "restored step 20 from memory (of generation 0; sent to rank 1 from rank 0); 0 steps" in nodes.output()
-
-    leaving = nodes.cluster.agents.pop(1)
-    leaving.signal(signal.SIGTERM)
-    nodes.wait_for("told", reason="leave", rank=1)
-    nodes.release("hold-1-30-0")
-    assert leaving.wait() in (0, 143), leaving.output
-    nodes.cluster.ended({0: 0})
-
-    assert nodes.began(2) == 30
-    assert "restored step 30 from memory (of generation 1); 0 steps are repeated" in nodes.output()
-    done = [(r["step"]) for r in nodes.of("done", rank=0)]
-    assert done == list(range(1, 41))
-    assert len(re.findall("stopped after step (20|30)", nodes.output())) == 2

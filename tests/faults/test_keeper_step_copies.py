@@ -71,16 +71,3 @@ def test_all_workers_killed_at_once_lose_no_step(tmp_path: Path, calm: Calm, opt
 
     assert run.began(1) == 19
     assert_same(run, calm(2, option))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("option", ["shards=fsdp2", "hook=powersgd"])
-def test_without_copies_of_each_step_a_failure_goes_back_to_the_last_one(
-    tmp_path: Path, calm: Calm, option: str
-) -> None:
-    with Run(tmp_path / "run", 2, "lose_at_most=10", option, asks=["forward-0-20-1"]) as run:
-        run.ended()
-
-    # Snapshots of DDP's state after steps 1 and 11; copies of parts after steps 2 and 12.
-    assert run.began(1) == (11 if option == "hook=powersgd" else 12)
-    assert_same(run, calm(2, option))

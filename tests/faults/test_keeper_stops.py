@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import pytest
 
 from elaunch.trainer.checkpoint.storage import marks
-from tests.faults.keeper_runs import KEPT, RESTORED, STEPS, Calm, Recorded, Run, assert_same
-from tests.harness import environment, free_ports, slow, wait_for
+from tests.faults.keeper_runs import KEPT, STEPS, Calm, Recorded, Run, assert_same
+from tests.harness import environment, wait_for
 from tests.ranks import RankForker, Ranks
 from tests.warm import SharedStart
-
-SINGLE_THREAD = {"OMP_NUM_THREADS": "1"}
-SINGLE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "LOCAL_RANK": "0", "ELAUNCH_GENERATION": "0"}
 
 
 @dataclass(frozen=True)
@@ -83,75 +77,10 @@ def assert_goes_on(stopped: Stopped, calm: Calm) -> None:
     assert_same(stopped.run, calm(2))
 
 
+@pytest.mark.slow
 def test_a_stopped_job_goes_on_from_its_checkpoint_bit_for_bit(stopped: Stopped, calm: Calm) -> None:
     assert stopped.code == 143, stopped.output
     assert_goes_on(stopped, calm)
-
-
-@pytest.mark.slow
-def test_so_does_an_interrupted_one(tmp_path: Path, calm: Calm) -> None:
-    interrupted = stopped_by(signal.SIGINT, tmp_path)
-
-    assert interrupted.code == 130, interrupted.output
-    assert_goes_on(interrupted, calm)
-
-
-@pytest.mark.parametrize("kind", [(), slow(("shards=fsdp2", "lose_at_most=0"))])
-def test_when_the_memory_folder_was_removed_a_restart_makes_it_again_and_takes_the_checkpoint(
-    tmp_path: Path, calm: Calm, keeper_start: SharedStart, kind: tuple[str, ...]
-) -> None:
-    options = [
-        "lose_at_most=4",
-        f"checkpoints={tmp_path / 'checkpoints'}",
-        "checkpoint_every=6",
-        *kind,
-    ]
-    asks = ["hold-0-20-1", "forward-0-27-0", "forward-1-33-1"]
-    with Run(tmp_path / "run", 2, *options, asks=asks, shared=keeper_start) as run:
-        wait_for(lambda: run.of("held"), "step 20")
-        names = [Path(file.path) for file in psutil.Process(run.job.process.pid).open_files()]
-        (memory,) = {path.parent for path in names if path.parent.name.endswith("_memory")}
-        shutil.rmtree(memory)
-        (run.folder / "hold-0-20-1").unlink()
-        run.ended()
-
-    assert re.search(r"restored step \d+ from the checkpoint in", run.job.output), run.job.output
-    assert f"{memory} was removed while workers ran; it is made again and empty" in run.job.output
-    # The next failure loses nothing again.
-    assert re.search(RESTORED, run.job.output), run.job.output
-    assert run.job.output.count("could not be copied to") <= 2
-    assert "FileNotFoundError" not in run.job.output
-    # A checkpoint of a state in parts has the buffers of one rank.
-    if not kind:
-        assert_same(run, calm(2))
-    assert {r["step"] for r in run.of("end")} == {40}
-
-
-def test_without_any_copy_in_memory_the_checkpoint_is_taken_and_what_is_repeated_is_said(
-    stopped: Stopped, calm: Calm
-) -> None:
-    assert len(stopped.run.of("killed", step=20)) == 2
-    # Memory has only step 1. The checkpoint of step 18 may be torn: then the one of step 12 is restored.
-    found = re.search(
-        r"restored step (12|18) from the checkpoint in \S+; (\d) steps? (?:is|are) repeated", stopped.output
-    )
-    assert found, stopped.output
-    assert int(found[1]) + int(found[2]) == 19
-    assert_same(stopped.run, calm(2))
-
-
-@pytest.mark.slow
-def test_the_newest_of_memory_and_disk_is_taken(tmp_path: Path, calm: Calm) -> None:
-    # All die in step 20: the newest copy in memory is of step 17, the newest checkpoint of step 15.
-    options = ("lose_at_most=8", f"checkpoints={tmp_path / 'checkpoints'}", "checkpoint_every=5")
-    asks = [f"together-0-20-{rank}" for rank in range(3)] + ["forward-1-30-2"]
-
-    with Run(tmp_path / "run", 3, *options, asks=asks) as run:
-        run.ended()
-
-    assert re.search(r"restored step 17 from memory \(of generation 0\); 2 steps are repeated", run.job.output)
-    assert re.search(r"restored step 29 from memory .*; 0 steps are repeated", run.job.output)
-    assert_same(run, calm(3))
 
 
 @pytest.mark.slow
@@ -170,29 +99,6 @@ def test_state_in_parts_goes_on_from_a_checkpoint_on_another_number_of_workers(t
 
     assert "restored step 20 from the checkpoint in" in run.job.output
     assert {r["step"] for r in run.of("end")} == {40}
-
-
-def alone(folder: Path, *options: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """One worker of `kept.py` without an agent."""
-    port = str(free_ports(1)[0])
-    command = [sys.executable, str(KEPT), str(folder), "40", *options]
-    environ = environment({**SINGLE, "MASTER_PORT": port, **env})
-    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
-
-
-@pytest.mark.slow
-def test_a_plain_python_process_resumes_from_its_checkpoints(tmp_path: Path) -> None:
-    options = ("lose_at_most=1", f"checkpoints={tmp_path / 'checkpoints'}", "checkpoint_every=10")
-    (tmp_path / "forward-0-25-0").touch()
-
-    killed = alone(tmp_path, *options)
-    (tmp_path / "forward-0-25-0").unlink()
-    ended = alone(tmp_path, *options)
-
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert ended.returncode == 0, ended.stderr
-    assert re.search(r"restored step (10|20) from the checkpoint", ended.stderr)
-    assert not list(Path("/dev/shm").glob(f"*{os.getpid()}*"))
 
 
 @pytest.mark.slow

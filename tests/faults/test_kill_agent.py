@@ -2,36 +2,25 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import select
 import signal
 import socket
-import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
 
-import psutil
 import pytest
 
-from elaunch.agent.guardian.guardian import kill_cgroup
-from tests.faults.processes import CHILDREN, LIGHT, SAY, Light, Watched, described, halting_server, is_alive, library
-from tests.harness import DEADLINE_S, REPOSITORY, script, slow, wait_for
+from tests.faults.processes import CHILDREN, LIGHT, SAY, Light, Watched, is_alive
+from tests.harness import DEADLINE_S, script, wait_for
 from tests.standin import WITHOUT_TORCH
 
 WITH_CHILDREN = f"""{SAY}{CHILDREN}
 say("worker", os.getpid())
 while True:
     signal.pause()
-"""
-
-FAILS_ONCE = """
-import os, sys, time
-
-if os.environ["ELAUNCH_GENERATION"] == "0":
-    sys.exit(3) if os.environ["RANK"] == "1" else time.sleep(600)
 """
 
 NAMES = ("worker", "sleep", "setsid", "daemon")
@@ -57,21 +46,6 @@ def test_children_of_workers_die_with_the_agent(tmp_path: Path, how: tuple[str, 
         job.assert_nothing_is_left(pids)
 
 
-@pytest.mark.parametrize("error", [errno.EPERM, slow(errno.ENOSYS)], ids=["refused", "unknown"])
-def test_without_pidfds_a_job_restarts_and_nothing_outlives_its_agent(tmp_path: Path, error: int) -> None:
-    script(tmp_path, FAILS_ONCE + WITH_CHILDREN)
-    prefix = (sys.executable, str(REPOSITORY / "tests" / "no_pidfd.py"), str(error))
-    with Light(tmp_path, "--nproc-per-node", "2", "train.py", prefix=prefix) as job:
-        job.wait_for_output("generation 1")
-        pids = said_pids(job, *NAMES, each=2)
-        job.guardian().kill()
-        job.wait_for_output("the guardian was killed; starting another")
-
-        job.kill_agent()
-
-        job.assert_nothing_is_left(pids)
-
-
 def test_the_guardian_reports_a_killed_agent_on_stderr_and_in_the_timeline(tmp_path: Path) -> None:
     script(tmp_path, WITH_CHILDREN)
     with Light(tmp_path, "--log-dir", "logs", "--nproc-per-node", "2", "train.py") as job:
@@ -86,14 +60,6 @@ def test_the_guardian_reports_a_killed_agent_on_stderr_and_in_the_timeline(tmp_p
         wait_for(lambda: job.said_by_agent()[-1] == died, "the guardian's line")
     event = json.loads(next((tmp_path / "logs").glob("*_*/timeline.jsonl")).read_text().splitlines()[-1])
     assert (event["event"], event["generation"], event["workers"], event["reason"]) == ("agent_died", 0, 2, died)
-
-
-def test_the_guardian_of_a_job_that_ends_in_order_writes_nothing(tmp_path: Path) -> None:
-    script(tmp_path, "raise SystemExit(7)")
-    with Light(tmp_path, "--max-restarts", "0", "train.py") as job:
-        job.wait()
-
-    assert "itself" not in job.stderr
 
 
 def test_what_a_killed_agent_had_is_gone_within_a_second(tmp_path: Path) -> None:
@@ -142,67 +108,6 @@ for _ in batches:
         job.assert_nothing_is_left(pids)
 
 
-def test_a_fork_server_that_still_imports_dies_with_the_agent(tmp_path: Path) -> None:
-    env = library(tmp_path, "endless", "import time; open('importing', 'w').close(); time.sleep(600)")
-    script(tmp_path, "print('the script ran')")
-    with Watched(tmp_path, "--preload", "endless", "train.py", env=env) as job:
-        wait_for((tmp_path / "importing").exists, "the import's beginning")
-        template = job.fork_server()
-
-        job.kill_agent()
-
-        job.assert_nothing_is_left([template.pid])
-        assert "the script ran" not in job.output
-
-
-def test_workers_that_are_being_forked_die_with_the_agent(tmp_path: Path) -> None:
-    script(tmp_path, f"{SAY}{CHILDREN}\nwhile True: signal.pause()")
-    how, env = halting_server(tmp_path, forks=16)
-    with Watched(tmp_path, *how, "--nproc-per-node", "64", "train.py", env=env) as job:
-        wait_for((tmp_path / "halts").exists, "some workers")
-        assert len(job.fork_server().children()) >= 8
-
-        job.kill_agent()
-
-        job.assert_nothing_is_left()
-
-
-def test_workers_that_are_being_stopped_die_with_the_agent(tmp_path: Path) -> None:
-    script(
-        tmp_path,
-        f"""{SAY}{CHILDREN}
-signal.signal(signal.SIGTERM, lambda *_: say("stopping", os.getpid()))
-say("worker", os.getpid())
-while True:
-    time.sleep(600)
-""",
-    )
-    with Light(tmp_path, "--nproc-per-node", "2", "--stop-grace", "600", "train.py") as job:
-        pids = said_pids(job, *NAMES, each=2)
-        job.process.terminate()
-        said_pids(job, "stopping", each=2)
-
-        job.kill_agent()
-
-        job.assert_nothing_is_left(pids)
-
-
-def test_a_nested_job_dies_with_the_outer_agent(tmp_path: Path) -> None:
-    script(tmp_path, WITH_CHILDREN, "inner.py")
-    inner = [sys.executable, "-m", "elaunch", *LIGHT, "--nproc-per-node", "2", "inner.py"]
-    script(tmp_path, f"{SAY}\nsubprocess.run({inner!r})", "outer.py")
-    with Light(tmp_path, "--nproc-per-node", "1", "outer.py") as job:
-        pids = said_pids(job, *NAMES, each=2)
-        assert len(job.run_dirs()) == 2, "each agent should have a run directory"
-        below = psutil.Process(job.process.pid).children(recursive=True)
-        guardians = [p for p in below if "guardian.py" in described(p)]
-        assert len(guardians) == 2
-
-        job.kill_agent()
-
-        job.assert_nothing_is_left(pids)
-
-
 def test_what_an_agent_killed_together_with_its_guardian_has_left_is_removed_by_the_next(tmp_path: Path) -> None:
     script(tmp_path, f"{SAY}\nsay('worker', os.getpid())\nwhile True: signal.pause()")
     options = ("--nproc-per-node", "1", "train.py")
@@ -213,7 +118,6 @@ def test_what_an_agent_killed_together_with_its_guardian_has_left_is_removed_by_
             said_pids(killed, "worker", each=1)
             left = [path for path in (*killed.run_dirs(), *killed.memory_dirs()) if path not in kept]
             guardian = killed.guardian()
-            cgroups = [word for word in guardian.cmdline() if word.startswith("/sys/fs/cgroup/")]
             # Stop the agent first: it would start another guardian.
             killed.signal(signal.SIGSTOP)
             guardian.kill()
@@ -227,6 +131,3 @@ def test_what_an_agent_killed_together_with_its_guardian_has_left_is_removed_by_
                 wait_for(lambda: not any(path.exists() for path in left), "the removal")
 
         assert all(path.exists() for path in kept), "its agent lives"
-    # No agent removes this empty cgroup any more.
-    for cgroup in cgroups:
-        kill_cgroup(cgroup)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import re
 import signal
-import sys
 from pathlib import Path
 
 import psutil
-import pytest
 
 from tests.faults.processes import CHILDREN, SAY, Light, Watched, is_alive, library
 from tests.harness import script, wait_for
-from tests.standin import WITHOUT_TORCH
 
 # Generation 0 waits to be hurt, the next ones succeed.
 WAITS_IN_GENERATION_0 = f"""{SAY}{CHILDREN}
@@ -54,20 +51,6 @@ def test_restarted_workers_have_the_new_fork_server_as_parent(tmp_path: Path) ->
         new = wait_for(lambda: job.pids("generation 1 parent"), "the second worker's parent")[0]
         assert new != old
         assert new == job.fork_server().pid
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", [("--no-preload", "train.py"), ("--no-python", sys.executable, "train.py")])
-def test_without_preloading_too_a_killed_fork_server_is_a_restart(tmp_path: Path, how: tuple[str, ...]) -> None:
-    script(tmp_path, WAITS_IN_GENERATION_0)
-    with Watched(tmp_path, "--nproc-per-node", "2", *how, env=WITHOUT_TORCH) as job:
-        wait_for(lambda: len(job.pids("worker")) == 2, "both workers")
-
-        job.fork_server().kill()
-
-        assert job.wait() == 0
-        assert job.stderr.count("the fork server was killed by SIGKILL") == 1
-        assert job.stdout.count("succeeds in generation 1") == 2
 
 
 def test_a_fork_server_killed_while_it_imports_is_replaced_by_fresh_interpreters(tmp_path: Path) -> None:
@@ -149,17 +132,3 @@ def test_a_stopped_fork_server_does_not_hide_a_dead_worker(tmp_path: Path) -> No
         assert job.stdout.count("succeeds in generation 1") == 2
         assert not is_alive(old)
         assert not any(is_alive(pid) for pid in first)
-
-
-def test_a_stopped_fork_server_does_not_keep_a_job_from_stopping(tmp_path: Path) -> None:
-    script(tmp_path, WAITS_IN_GENERATION_0)
-    with Light(tmp_path, "--nproc-per-node", "2", "--stop-grace", "0.5", "train.py") as job:
-        wait_for(lambda: len(job.pids("worker")) == 2, "both workers")
-        stopped = job.fork_server()
-        stopped.send_signal(signal.SIGSTOP)
-        wait_for(lambda: stopped.status() == psutil.STATUS_STOPPED, "the fork server's stop")
-
-        job.process.terminate()
-
-        assert job.wait() == 143
-        job.assert_nothing_is_left(pids=job.pids("worker") + job.pids("sleep"))

@@ -15,19 +15,7 @@ import pytest
 
 from tests.faults.processes import LIGHT, SAY, Light, Watched
 from tests.harness import finished, script, slow, wait_for
-from tests.nodes import needs_nodes
-from tests.standin import WITHOUT_TORCH
 from tests.warm import SharedStart
-
-# Replaces a collective in tests that are not about torch's collectives.
-MEET = """
-def meet(name):
-    # All ranks of the generation come here before one goes on.
-    places = [f"at {GENERATION} {name} of {rank}" for rank in range(int(os.environ["WORLD_SIZE"]))]
-    open(places[RANK], "w").close()
-    while not all(os.path.exists(place) for place in places):
-        time.sleep(0.002)
-"""
 
 # Rank 0 waits for rank 1 in a collective that rank 1 never enters. None of their connections ends.
 # In generation 0 the ranks listen for failures of others, in generation 1 for stops only.
@@ -165,23 +153,6 @@ def test_all_ranks_stop_after_the_same_step_and_get_no_signal(tmp_path: Path, si
     assert len({step for _, step in stops}) == 1
 
 
-@pytest.mark.parametrize(
-    ("named", "signum"),
-    [(("--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1"), signal.SIGUSR1), ((), signal.SIGUSR2)],
-    ids=["named", "by default"],
-)
-def test_a_schedulers_notice_stops_who_listens_and_is_not_passed_on(
-    tmp_path: Path, named: tuple[str, ...], signum: signal.Signals
-) -> None:
-    script(tmp_path, STEPS)
-    with Light(tmp_path, *named, "--nproc-per-node", "2", "train.py") as job:
-        wait_for(lambda: job.stdout.count("trains") == 2, "two ranks that train, each for itself")
-
-        stops = stopped_after(job, signum)
-
-    assert [rank for rank, _ in stops] == ["0", "1"]
-
-
 def test_a_worker_that_comes_to_no_end_of_its_step_is_killed_after_the_stop_grace(tmp_path: Path) -> None:
     script(
         tmp_path, f"{SAY}\nfrom elaunch.trainer import link\nlink.listen(on_stop=print)\nprint('up')\ntime.sleep(600)"
@@ -199,51 +170,7 @@ def test_a_worker_that_comes_to_no_end_of_its_step_is_killed_after_the_stop_grac
 # --- hang
 
 
-HANGING = f"""{SAY}{MEET}
-import threading
-from elaunch.trainer import link
-
-def never_ends():
-    time.sleep(600)
-
-LISTEN
-for step in range(1, 6):
-    meet(step)
-    link.report(step)
-    link.phase("between steps")
-    time.sleep(0.06)
-if GENERATION == 0:
-    if RANK == 1:
-        never_ends()
-    link.report(6)
-    meet(6)
-print("done", flush=True)
-"""
-
-
-@pytest.mark.parametrize("listens", [True, slow(False)])
-def test_workers_that_hang_show_their_stacks_and_are_started_again(tmp_path: Path, listens: bool) -> None:
-    listen = "link.listen(on_peer_failed=lambda _: link.saved(5))" if listens else ""
-    script(tmp_path, HANGING.replace("LISTEN", listen))
-    options = ("--hang-timeout", "6", "--log-dir", "logs", "--nproc-per-node", "2")
-    with Light(tmp_path, *options, "train.py") as job:
-        assert job.wait() == 0, job.output
-
-    words = (
-        r"rank 1 \(local rank 1 on \S+, pid \d+\) hung: it reported nothing for \d+ s since step 5, in its phase"
-        r" 'between steps', while others had come to step 6; it sleeps \(never_ends, train\.py:\d+\), in generation 0;"
-        r" stopping 2 workers"
-    )
-    assert re.search(words, job.stderr), job.stderr
-    assert job.stdout.count("done") == 2
-    assert "1 of 3 restarts used" in job.stderr
-    (log,) = (tmp_path / "logs").glob("*_*/attempt_0/1/stderr.log")
-    assert ("never_ends" in log.read_text()) == listens
-    assert re.search(r"^elaunch: rank 1: never_ends \(train\.py:\d+\)$", job.stderr, re.MULTILINE)
-    (stacks,) = (tmp_path / "logs").glob("*_*/attempt_0/stacks.txt")
-    assert "in never_ends" in stacks.read_text()
-
-
+@pytest.mark.slow
 def test_a_node_whose_agent_and_workers_were_all_stopped_does_not_hang_when_they_go_on(tmp_path: Path) -> None:
     script(
         tmp_path,
@@ -324,31 +251,3 @@ def test_the_memory_is_private_and_each_agents_own_and_goes_with_an_agent_that_i
 
         one.assert_nothing_is_left()
         assert [folder.exists() for folder in folders] == [False, True]
-
-
-READ_ONLY = 'mount -t tmpfs -o ro none /dev/shm && exec "$@"'
-
-
-@needs_nodes
-def test_where_there_is_no_shared_memory_the_disk_serves_and_who_keeps_things_there_is_told(tmp_path: Path) -> None:
-    script(
-        tmp_path,
-        f"""{SAY}
-from elaunch.trainer import link
-print("memory", os.environ["ELAUNCH_MEMORY"], flush=True)
-link.listen(on_peer_failed=print)
-time.sleep(2)
-""",
-    )
-    prefix = ("unshare", "--mount", "sh", "-c", READ_ONLY, "sh")
-
-    job = finished(tmp_path, *LIGHT, "--nproc-per-node", "2", "train.py", env=WITHOUT_TORCH, prefix=prefix)
-
-    assert job.code == 0, job.output
-    (memory,) = {Path(path) for path in re.findall(r"memory (\S+)", job.stdout)}
-    assert memory.parent == tmp_path
-    assert not memory.exists()
-    words = (
-        r"^elaunch: there is no shared memory to be had \(/dev/shm/elaunch_\w+: Read-only file system\); .* to (.+)$"
-    )
-    assert re.findall(words, job.stderr, re.MULTILINE) == [str(memory)], job.stderr

@@ -56,18 +56,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
         yield shared
 
 
-def test_nodes_that_were_all_given_one_master_port_come_back_after_a_failure(pair: Shared) -> None:
-    cluster, first = pair.job()
-
-    os.kill(first.pid(0), signal.SIGKILL)
-
-    second = cluster.meeting(2, after=first)
-    assert second.generation == first.generation + 1
-    assert second.hosts == first.hosts
-    assert {r["master_port"] for r in cluster.records.of("started")} == {29511}
-    cluster.goes_on(second)
-
-
 def test_two_workers_that_fail_at_once_are_one_restart(pair: Shared) -> None:
     cluster, first = pair.job()
 
@@ -82,19 +70,6 @@ def test_two_workers_that_fail_at_once_are_one_restart(pair: Shared) -> None:
     second = cluster.meeting(2, after=first)
     assert second.generation == first.generation + 1
     assert second.restarts == first.restarts + 1
-    cluster.goes_on(second)
-
-
-def test_a_fork_server_killed_on_one_node_restarts_the_workers_of_all(pair: Shared) -> None:
-    cluster, first = pair.job()
-    other = len(cluster.agents[0].stderr)
-
-    cluster.agents[1].fork_server().kill()
-
-    second = cluster.meeting(2, after=first)
-    assert second.generation == first.generation + 1
-    said = "fork server was killed by SIGKILL"
-    wait_for(lambda: said in cluster.agents[0].stderr[other:], "the other node says the cause, too")
     cluster.goes_on(second)
 
 
@@ -118,20 +93,6 @@ def test_a_failure_on_one_node_runs_the_nodes_again_that_were_done(pair: Shared)
     cluster.goes_on(second)
 
 
-def test_a_killed_agent_takes_its_workers_along_and_its_successor_takes_its_place(pair: Shared) -> None:
-    cluster, first = pair.job()
-    (rank,) = first.ranks_on(cluster.nodes[1])
-
-    cluster.agents[1].kill_agent()
-
-    cluster.agents[1].assert_nothing_is_left([first.pid(rank)])
-    pair.start(1)
-    second = cluster.meeting(2, after=first)
-    assert second.restarts == first.restarts, "a lost node is nobody's failure"
-    assert second.hosts[0] == "node0", "the survivor has rank 0"
-    cluster.goes_on(second)
-
-
 def test_a_node_with_another_command_is_refused_and_the_job_is_untouched(pair: Shared) -> None:
     cluster, meeting = pair.job()
     other = cluster.folder / "other.py"
@@ -151,38 +112,6 @@ def test_a_job_that_has_recovered_ends_well_on_all_nodes_and_leaves_nothing(pair
     cluster, _ = pair.job()
 
     cluster.end()
-
-
-@pytest.mark.slow
-def test_a_worker_and_another_node_that_fail_at_once_are_one_new_generation(tmp_path: Path) -> None:
-    with LightCluster(tmp_path, 3) as cluster:
-        cluster.start(0, 1, 2, nnodes="2:3")
-        first = cluster.meeting(3)
-        lost = cluster.node(first.hosts[2])
-
-        lost.power_off()
-        os.kill(first.pid(0), signal.SIGKILL)
-
-        second = cluster.meeting(2, after=first)
-        assert second.generation == first.generation + 1
-        assert second.hosts == first.hosts[:2]
-        cluster.end(*({0, 1, 2} - {lost.index}))
-
-
-@pytest.mark.slow
-def test_two_nodes_lost_at_once_are_one_new_generation_of_the_others(tmp_path: Path) -> None:
-    with LightCluster(tmp_path, 4) as cluster:
-        cluster.start(0, 1, 2, 3, nnodes="2:4")
-        first = cluster.meeting(4)
-        lost = [cluster.node(first.hosts[rank]) for rank in (0, 2)]
-
-        for node in lost:
-            node.power_off()
-
-        second = cluster.meeting(2, after=first)
-        assert second.hosts == [first.hosts[1], first.hosts[3]]
-        assert second.restarts == 0
-        cluster.end(*(i for i in range(4) if cluster.nodes[i] not in lost))
 
 
 def test_a_failure_with_no_restart_left_ends_all_agents_with_the_same_first_failure(tmp_path: Path) -> None:
@@ -215,34 +144,6 @@ def test_with_max_restarts_0_any_failure_ends_the_job_on_all_nodes(tmp_path: Pat
         assert {r["generation"] for r in cluster.records.of("started")} == {0}
         for agent in cluster.agents.values():
             assert f"(local rank 0 on {meeting.hosts[1]}, pid {meeting.pid(1)})" in agent.stderr
-
-
-def test_with_max_restarts_0_a_lost_node_ends_the_job(tmp_path: Path) -> None:
-    with LightCluster(tmp_path, 2) as cluster:
-        cluster.start(0, 1, nnodes="2", options=("--max-restarts", "0"))
-        cluster.meeting(2)
-
-        cluster.nodes[1].power_off()
-
-        cluster.ended({0: 1})
-        assert "node1" in cluster.agents[0].stderr
-
-
-@pytest.mark.slow
-def test_a_library_that_one_node_lacks_ends_the_job_without_another_try(tmp_path: Path) -> None:
-    with LightCluster(tmp_path, 2) as cluster:
-        program = tmp_path / "train.py"
-        program.write_text("import time, of_node0\ntime.sleep(600)\n")
-        (tmp_path / "node0").mkdir()
-        (tmp_path / "node0" / "of_node0.py").touch()
-
-        cluster.start(0, 1, nnodes="2", program=program, env={"PYTHONPATH": "."})
-
-        cluster.ended({0: 1, 1: 1})
-        for agent in cluster.agents.values():
-            assert "ModuleNotFoundError: No module named 'of_node0'" in agent.stderr
-            assert "host      : node1" in agent.stderr
-            assert "generation 1" not in agent.stderr
 
 
 @pytest.mark.slow
@@ -290,21 +191,6 @@ def test_an_agent_that_stops_for_longer_than_its_lease_comes_back_as_a_new_node(
 
 
 @pytest.mark.slow
-def test_an_agent_that_stops_for_less_than_its_lease_costs_nothing(tmp_path: Path) -> None:
-    with LightCluster(tmp_path, 2) as cluster:
-        cluster.start(0, 1, nnodes="2", options=("--rdzv-conf", "lease_ttl=12"))
-        meeting = cluster.meeting(2)
-
-        cluster.agents[1].signal(signal.SIGSTOP)
-        # The stopped agent misses one renewal of its lease.
-        cluster.trains_for(meeting, 4)
-        cluster.agents[1].signal(signal.SIGCONT)
-
-        cluster.goes_on(meeting)
-        cluster.end()
-
-
-@pytest.mark.slow
 def test_a_node_that_is_killed_while_a_generation_forms_is_left_out(tmp_path: Path) -> None:
     with LightCluster(tmp_path, 3) as cluster:
         cluster.start(0, 1, 2, nnodes="2:3", options=("--failure-grace", "8"))
@@ -324,21 +210,6 @@ def test_a_node_that_is_killed_while_a_generation_forms_is_left_out(tmp_path: Pa
         cluster.end(*({0, 1, 2} - {lost}))
 
 
-@pytest.mark.slow
-def test_a_worker_that_fails_before_the_others_have_met_it_is_a_restart(tmp_path: Path) -> None:
-    with LightCluster(tmp_path, 2) as cluster:
-        cluster.ask("kill", moment="start", generation=0, rank=1)
-        cluster.ask("kill", moment="start", generation=1, rank=0)
-
-        cluster.start(0, 1, nnodes="2")
-
-        meeting = cluster.meeting(2)
-        assert len(cluster.records.of("kill")) == 2
-        assert meeting.generation == 2
-        assert meeting.restarts == 2
-        cluster.end()
-
-
 def test_sigterm_to_one_agent_is_said_and_the_others_go_on_at_once(tmp_path: Path) -> None:
     with LightCluster(tmp_path, 3) as cluster:
         # No lease ends in this test, so the other nodes learn of an end only if the agent says it.
@@ -355,17 +226,6 @@ def test_sigterm_to_one_agent_is_said_and_the_others_go_on_at_once(tmp_path: Pat
         cluster.end(1, 2)
 
 
-def test_sigterm_to_all_agents_ends_the_job(tmp_path: Path) -> None:
-    with LightCluster(tmp_path, 2) as cluster:
-        cluster.start(0, 1, nnodes="2", options=PATIENT)
-        cluster.meeting(2)
-
-        for agent in cluster.agents.values():
-            agent.signal(signal.SIGTERM)
-
-        cluster.ended(dict.fromkeys((0, 1), 128 + signal.SIGTERM))
-
-
 @pytest.mark.slow
 def test_sigint_to_one_agent_ends_the_job_on_all_nodes(tmp_path: Path) -> None:
     with LightCluster(tmp_path, 2) as cluster:
@@ -375,43 +235,6 @@ def test_sigint_to_one_agent_ends_the_job_on_all_nodes(tmp_path: Path) -> None:
         cluster.agents[1].signal(signal.SIGINT)
 
         cluster.ended({0: 130, 1: 130})
-
-
-SAVER = """
-import os, pathlib, signal, sys, time
-
-def save(*_):
-    # Until every agent has its Ctrl-C.
-    while not pathlib.Path(sys.argv[1], "go").exists():
-        time.sleep(0.01)
-    pathlib.Path(sys.argv[1], "saved-" + os.environ["RANK"]).touch()
-    sys.exit()
-
-signal.signal(signal.SIGTERM, save)
-signal.signal(signal.SIGINT, save)
-pathlib.Path(sys.argv[1], "ready-" + os.environ["RANK"]).touch()
-while True:
-    time.sleep(0.1)
-"""
-
-
-def test_a_ctrl_c_that_every_agent_gets_lets_all_workers_save(tmp_path: Path) -> None:
-    """srun sends Ctrl-C to every node. The first one may have ended the job before it arrives on another node."""
-    program = tmp_path / "saver.py"
-    program.write_text(SAVER)
-    with LightCluster(tmp_path, 2) as cluster:
-        # All that the test waits for has to come within the grace.
-        cluster.start(0, 1, nnodes="2", program=program, options=("--stop-grace", "600", *PATIENT))
-        wait_for(lambda: len([*cluster.folder.glob("ready-*")]) == 2, "both workers")
-
-        cluster.agents[1].signal(signal.SIGINT)
-        wait_for(lambda: "the job has ended" in cluster.agents[0].stderr, "word of it on the other node")
-        cluster.agents[0].signal(signal.SIGINT)
-        cluster.agents[0].wait_for_output("SIGINT: stopping already, SIGKILL in")
-        (cluster.folder / "go").touch()
-
-        cluster.ended({0: 130, 1: 130})
-        assert {path.name for path in cluster.folder.glob("saved-*")} == {"saved-0", "saved-1"}
 
 
 @pytest.mark.slow

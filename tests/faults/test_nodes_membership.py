@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.rendezvous.rules.snapshot import Keys
-from tests.faults.cluster import PATIENT, Cluster, LightCluster
-from tests.harness import wait_for
+from tests.faults.cluster import PATIENT, LightCluster
 from tests.nodes import needs_nodes
 from tests.standin import WITHOUT_TORCH
 
@@ -55,25 +53,6 @@ def test_a_node_with_any_hostname_joins_and_no_broken_record_costs_the_job(tmp_p
         assert "this job calls it my-host-]0;x--" in said
         own = [line for line in said.splitlines() if line.startswith("elaunch: ")]
         assert [line for line in own if not line.isprintable()] == []
-
-
-@pytest.mark.slow
-def test_a_node_that_comes_when_one_is_done_gets_no_seat(tmp_path: Path) -> None:
-    with LightCluster(tmp_path, 3) as cluster:
-        cluster.start(0, 1, nnodes="2:3")
-        first = cluster.meeting(2)
-        cluster.ask("hang", moment="last", generation=first.generation, rank=1)
-        (tmp_path / "end").touch()
-        wait_for(lambda: cluster.records.of("ended"), "rank 0 has ended")
-        done = cluster.node(first.hosts[0]).index
-        wait_for(lambda: not cluster.workers_on(cluster.nodes[done]), "rank 0 is gone")
-
-        cluster.start(2, nnodes="2:3")
-
-        cluster.agents[2].wait_for_output("waiting")
-        os.kill(first.pid(1), signal.SIGUSR1)
-        cluster.ended({0: 0, 1: 0, 2: 0})
-        assert {r["generation"] for r in cluster.records.of("started")} == {first.generation}
 
 
 def test_a_spare_takes_the_seat_of_a_lost_node(tmp_path: Path) -> None:
@@ -140,29 +119,3 @@ def test_a_newcomer_that_lacks_a_library_leaves_and_the_job_goes_on(tmp_path: Pa
         assert second.restarts == 0
         cluster.goes_on(second)
         cluster.end(0)
-
-
-@pytest.mark.slow
-def test_a_job_of_which_nothing_fails_stays_in_its_first_generation(tmp_path: Path) -> None:
-    # The shortest time to live for keys, so that the run's own lease is renewed several times, like the nodes' leases.
-    _is_left_alone(LightCluster(tmp_path, 3, members_on=(0, 1, 2)), 14, 1, "--rdzv-conf", "keys_ttl=12")
-
-
-@pytest.mark.slow
-def test_a_job_of_which_nothing_fails_for_an_hour_stays_in_its_first_generation(tmp_path: Path) -> None:
-    _is_left_alone(Cluster(tmp_path, 3, members_on=(0, 1, 2)), 3600, 2)
-
-
-def _is_left_alone(made: Cluster, duration_s: float, workers: int, *options: str) -> None:
-    with made as cluster:
-        # Slow steps leave the cores to the tests that run at the same time.
-        options = ("--nproc-per-node", str(workers), *options)
-        cluster.start(0, 1, 2, nnodes="2:3", options=options, env={"STEP_S": "0.1"})
-        meeting = cluster.meeting(3 * workers)
-
-        cluster.trains_for(meeting, duration_s)
-
-        cluster.end()
-        assert {r["generation"] for r in cluster.records.of("started")} == {meeting.generation}
-        for agent in cluster.agents.values():
-            assert "the store is away" not in agent.stderr

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.faults.cluster import PATIENT, PORT, Cluster, LightCluster, Shared
+from tests.faults.cluster import PATIENT, Cluster, Shared
 from tests.faults.processes import is_alive
-from tests.harness import COMMAND, DEADLINE_S, slow, wait_for
+from tests.harness import slow
 from tests.nodes import needs_nodes
 
 pytestmark = needs_nodes
-
-TOKEN = {"ELAUNCH_TOKEN": "the token of this test"}
 
 
 @pytest.fixture(scope="module")
@@ -77,64 +73,6 @@ def test_the_job_goes_on_without_the_node_of_rank_0_from_another_address_and_end
 
 
 @pytest.mark.slow
-def test_a_node_that_was_started_again_takes_part_again(tmp_path: Path) -> None:
-    with LightCluster(tmp_path, 2) as cluster:
-        cluster.start(0, 1, nnodes="2")
-        first = cluster.meeting(2)
-        node = cluster.node(first.hosts[0])
-
-        node.power_off()
-        assert cluster.agents[node.index].process.wait(DEADLINE_S) != 0
-        node.power_on()
-        cluster.start(node.index, nnodes="2")
-
-        second = cluster.meeting(2, after=first)
-        assert second.hosts == [first.hosts[1], node.name]
-        assert second.restarts == 0
-        cluster.end()
-
-
-@pytest.mark.slow
-def test_a_lost_packet_in_ten_is_no_lost_node(tmp_path: Path) -> None:
-    with LightCluster(tmp_path, 2) as cluster:
-        cluster.start(0, 1, nnodes="2")
-        meeting = cluster.meeting(2)
-
-        cluster.nodes.lose(10)
-
-        # Train for six lease times. Now and then a renewal is lost.
-        cluster.trains_for(meeting, 20)
-        wait_for(lambda: cluster.nodes.lost() > 100, "a hundred lost packets")
-        os.kill(meeting.pid(1), signal.SIGKILL)
-        again = cluster.meeting(2, after=meeting)
-        assert again.generation == meeting.generation + 1
-        cluster.end()
-
-
-@pytest.mark.slow
-def test_two_nodes_that_lose_packets_only_between_them_and_the_store_are_not_given_up(tmp_path: Path) -> None:
-    with LightCluster(tmp_path, 2) as cluster:
-        cluster.start(0, 1, nnodes="2")
-        meeting = cluster.meeting(2)
-
-        cluster.nodes.lose(30, cluster.nodes[2])
-
-        cluster.trains_for(meeting, 10)
-        assert cluster.nodes.lost() > 20
-        cluster.end()
-
-
-@pytest.mark.slow
-def test_nodes_meet_over_ipv6(tmp_path: Path) -> None:
-    with Cluster(tmp_path, 2, family="ipv6") as cluster:
-        cluster.start(0, 1, nnodes="2")
-
-        meeting = cluster.meeting(2)
-
-        assert meeting.master_addr == cluster.node(meeting.hosts[0]).ipv6
-        cluster.end()
-
-
 def test_a_connection_that_breaks_between_healthy_ranks_is_a_lost_peer_and_no_ranks_own_failure(tmp_path: Path) -> None:
     with Cluster(tmp_path, 2) as cluster:
         one, other = cluster.nodes[0], cluster.nodes[1]
@@ -153,24 +91,3 @@ def test_a_connection_that_breaks_between_healthy_ranks_is_a_lost_peer_and_no_ra
         assert "lost a peer in all_reduce (RuntimeError: Read error [" in cluster.story()
         assert "raised RuntimeError" not in cluster.story()
         cluster.end()
-
-
-# Each way in which a firewall closes ports: rules for the node of rank 0, what the other node says, and its doctor.
-CLOSED = {"no answer": "drop", "refused": "reject", "no route to host": "reject with icmp type host-prohibited"}
-
-
-@pytest.mark.parametrize("why", ["no answer", slow("refused"), slow("no route to host")])
-def test_a_closed_port_between_nodes_is_named_by_the_node_that_cannot_connect(tmp_path: Path, why: str) -> None:
-    with Cluster(tmp_path, 2, head=True) as cluster:
-        head, other = cluster.nodes[0], cluster.nodes[1]
-        cluster.endpoints = f"{head.ipv4}:{PORT}"
-        chain = "chain closed { type filter hook input priority 0; iifname eth0 tcp dport != 2379 tcp flags syn"
-        head.run("nft", f"table ip firewall {{ {chain} {CLOSED[why]}; }}; }}")
-        cluster.start(0, 1, nnodes="2", options=PATIENT, env=TOKEN)
-
-        said = rf"^elaunch: this node cannot connect to 10\.77\.0\.1:\d+ \({why}\), MASTER_PORT on the node of rank 0: "
-        cluster.agents[1].wait_for_output(said + r"a firewall\? Ports to open")
-        command = (*COMMAND, "doctor", "--nnodes", "2", "--rdzv-endpoint", cluster.endpoints, "--no-python", "true")
-        seen = other.run("env", f"ELAUNCH_TOKEN={TOKEN['ELAUNCH_TOKEN']}", *command)
-
-        assert ("10.77.0.1 does not answer at ports" in seen) == (why != "refused"), seen

@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elaunch.agent.guardian.cgroup import JobCgroup
-from elaunch.agent.guardian.guardian import VARIABLE, kill_cgroup
+from elaunch.agent.guardian.guardian import VARIABLE
+from tests.cgroups import kill_cgroup, make_cgroup
 from tests.faults.processes import CHILDREN, LIGHT, SAY, Watched, is_alive
 from tests.harness import script, slow, wait_for
 
@@ -66,15 +66,13 @@ def test_a_job_that_a_worker_has_handed_in_survives_its_agents_restarts_and_end(
 @pytest.fixture
 def folder() -> Iterator[Path]:
     """A cgroup with two child cgroups."""
-    made = JobCgroup(f"elaunch-tests-{os.getpid()}")
-    made.make()
-    if not made.path:
+    folder = make_cgroup(f"elaunch-tests-{os.getpid()}")
+    if not folder:
         pytest.skip("no cgroup2 hierarchy that may be written, or a kernel before 5.14")
-    folder = Path(made.path)
     for name in ("session", "scope"):
         (folder / name).mkdir()
     yield folder
-    kill_cgroup(str(folder))
+    kill_cgroup(folder)
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="a pid namespace needs root and unshare")

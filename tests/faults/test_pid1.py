@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import shutil
 import signal
 import subprocess
-import sys
-import termios
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.faults.processes import CHILDREN, LIGHT, SAY, Watched, described, is_alive
+from tests.faults.processes import LIGHT, SAY, Watched, described, is_alive
 from tests.faults.test_signals import SAVES
-from tests.harness import REPOSITORY, RUN_LIMIT_S, script, wait_for
+from tests.harness import RUN_LIMIT_S, script, wait_for
 
 CONTAINER = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
-HEALTHCHECK = REPOSITORY / "deploy" / "docker" / "healthcheck.py"
 
 
 def _why() -> str:
@@ -99,26 +94,6 @@ def test_a_signal_reaches_the_agent_once_and_its_exit_code_is_kept(
         job.assert_nothing_is_left()
 
 
-def test_ctrl_c_at_the_containers_terminal_is_no_second_one(tmp_path: Path) -> None:
-    """The terminal signals both process 1 and the agent. A second Ctrl-C would mean "kill now"."""
-    script(tmp_path, SAVES)
-    ours, theirs = os.openpty()
-    terminal = {"stdin": theirs, "preexec_fn": lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)}
-    try:
-        with container(tmp_path, "--nproc-per-node", "2", "train.py", **terminal) as job:
-            wait_for(lambda: len(job.pids("worker")) == 2, "2 workers")
-
-            os.write(ours, b"\x03")
-
-            assert job.wait() == 130
-            assert job.stdout.count("saved on SIGINT") == 2
-            assert job.stderr.count("SIGINT: stopping 2 workers") == 1
-            job.assert_nothing_is_left()
-    finally:
-        os.close(ours)
-        os.close(theirs)
-
-
 def test_a_killed_agent_leaves_nothing_and_the_container_ends(tmp_path: Path) -> None:
     script(tmp_path, SAVES)
     with container(tmp_path, "train.py") as job:
@@ -130,27 +105,4 @@ def test_a_killed_agent_leaves_nothing_and_the_container_ends(tmp_path: Path) ->
 
         assert job.wait() == 137
         assert not any(is_alive(each) for each in inside)
-        job.assert_nothing_is_left()
-
-
-def test_the_images_health_check_sees_an_agent_that_is_stopped(tmp_path: Path) -> None:
-    """A daemon that the worker started is also a child of process 1, and is not stopped."""
-    script(tmp_path, f"{SAY}{CHILDREN}{SAVES}")
-    with container(tmp_path, "train.py") as job:
-        wait_for(lambda: job.pids("worker"), "a worker")
-        inside = ["nsenter", "--target", str(process_1(job).pid), "--pid", "--mount"]
-
-        def health() -> int:
-            return subprocess.run([*inside, sys.executable, "-S", str(HEALTHCHECK)], timeout=RUN_LIMIT_S).returncode
-
-        assert health() == 0
-        agent = agent_of(job)
-        wait_for(lambda: set(process_1(job).children()) - {agent}, "a daemon")
-        agent.suspend()
-        wait_for(lambda: agent.status() == psutil.STATUS_STOPPED, "the agent is stopped")
-        assert health() == 1
-        agent.resume()
-        wait_for(lambda: health() == 0, "the agent goes on")
-        process_1(job).send_signal(signal.SIGTERM)
-        assert job.wait() == 143
         job.assert_nothing_is_left()

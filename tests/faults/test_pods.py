@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-import pytest
-
-from tests.faults.cluster import PRELOAD, REDUCER
+from tests.faults.cluster import REDUCER
 from tests.faults.processes import LIGHT, described
 from tests.faults.test_signals import STUBBORN
 from tests.harness import DEADLINE_S, RUN_LIMIT_S, script, wait_for
-from tests.manifests import K8S, Object, rendered, the
+from tests.manifests import K8S, rendered, the
 from tests.nodes import Node, needs_nodes
-from tests.pods import NAMESPACE, JobPod, Pods
+from tests.pods import NAMESPACE, Pods
 from tests.standin import WITHOUT_TORCH
 
 pytestmark = needs_nodes
@@ -70,97 +67,6 @@ def test_a_jobs_pods_meet_without_a_flag_and_a_deleted_one_comes_back_with_anoth
         second = pods.meeting(head, again, after=first)
         assert second.restarts == 0
         pods.end(head, again)
-
-
-@pytest.mark.slow
-def test_a_job_whose_first_pod_is_deleted_begins_anew_in_new_pods(tmp_path: Path) -> None:
-    """Exit code 3 does not end the Job (podFailurePolicy), so both pods are replaced."""
-    job = the("Job", rendered("base"))
-    program = (*PRELOAD, str(REDUCER), str(tmp_path))
-    with Pods(tmp_path, 4, TOKEN) as pods:
-        head, other = (pods.run(job, ordinal, *program) for ordinal in (0, 1))
-        pods.meeting(head, other)
-
-        assert pods.delete(head) == 143
-        assert other.process.wait(DEADLINE_S) == 3
-        # Start the pod that waits for the head first: the head's name cannot be resolved until the head is back.
-        again = pods.run(job, 1, *program)
-        again.process.wait_for_output("elaunch:")
-        first = pods.run(job, 0, *program)
-
-        since = len(pods.records.all())
-        wait_for(lambda: len({r["host"] for r in pods.records.of("step", since=since)}) == 2, "both train again")
-        pods.end(first, again)
-
-
-def jobs_of_a_jobset(jobset: Object) -> Object:
-    """The one Job that the JobSet controller makes of it."""
-    (only,) = jobset["spec"]["replicatedJobs"]
-    job = copy.deepcopy(only["template"])
-    name = jobset["metadata"]["name"]
-    job["metadata"] = {"name": f"{name}-{only['name']}-0"}
-    job["spec"]["template"]["spec"]["subdomain"] = name
-    return job
-
-
-def kubeflows(rank: int) -> dict[str, str]:
-    """Variables that Trainer v2 sets in the pods of a TrainJob called train (pkg/runtime/framework/plugins/torch)."""
-    numbers = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": str(rank)}
-    return {**numbers, "PET_MASTER_ADDR": "train-node-0-0.train", "PET_MASTER_PORT": "29400"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["kubeflow", "jobset"])
-def test_the_pods_of_a_jobset_and_of_kubeflow_meet_and_come_back(tmp_path: Path, kind: str) -> None:
-    if kind == "kubeflow":
-        jobset = the("ClusterTrainingRuntime", rendered(kind))["spec"]["template"] | {"metadata": {"name": "train"}}
-    else:
-        jobset = the("JobSet", rendered(kind))
-    job = jobs_of_a_jobset(jobset)
-    program = (*LIGHT, str(REDUCER), str(tmp_path))
-    with Pods(tmp_path, 3, TOKEN) as pods:
-
-        def run(rank: int) -> JobPod:
-            more = kubeflows(rank) if kind == "kubeflow" else {}
-            return pods.run(job, rank, *program, env={**WITHOUT_TORCH, **more})
-
-        head, other = run(0), run(1)
-        first = pods.meeting(head, other)
-        assert first.hosts == ["train-node-0-0", "train-node-0-1"]
-
-        assert pods.delete(other) == 143
-        again = run(1)
-
-        second = pods.meeting(head, again, after=first)
-        assert second.hosts == first.hosts
-        pods.end(head, again)
-
-
-@pytest.mark.slow
-def test_an_elastic_job_over_the_etcd_outlives_its_first_pod_and_a_member(tmp_path: Path) -> None:
-    job = the("Job", rendered("overlays/elastic"))
-    members = the("StatefulSet", rendered("etcd"))
-    program = (*LIGHT, str(REDUCER), str(tmp_path))
-    with Pods(tmp_path, 8, etcd_secrets(tmp_path / "tls")) as pods:
-        etcds = [pods.run_etcd(members, ordinal) for ordinal in range(3)]
-        for each in etcds:
-            pods.etcd_is_ready(each)
-        first_pod, *others = (pods.run(job, ordinal, *program, env=WITHOUT_TORCH) for ordinal in range(3))
-        first = pods.meeting(first_pod, *others)
-
-        pods.lose(etcds[0])
-        member = pods.run_etcd(members, 0)
-        pods.etcd_is_ready(member, times=2)
-        pods.goes_on(first)
-        pods.lose(first_pod)
-
-        second = pods.meeting(*others, after=first)
-        again = pods.run(job, 0, *program, env=WITHOUT_TORCH)
-        third = pods.meeting(*others, again, after=second)
-        assert third.restarts == 0
-        pods.ask("kill", generation=third.generation, rank=1)
-        assert pods.meeting(*others, again, after=third).restarts == 1
-        pods.end(*others, again)
 
 
 def test_under_the_network_policies_a_job_meets_over_the_etcd_and_a_stranger_reaches_nobody(tmp_path: Path) -> None:

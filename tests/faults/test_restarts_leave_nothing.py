@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,7 +10,7 @@ import pytest
 
 from tests.faults.census import Holdings, holdings, shared_memory_of
 from tests.faults.processes import CHILDREN, LIGHT, SAY, Watched, is_alive
-from tests.harness import RUN_LIMIT_S, script, slow, wait_for
+from tests.harness import script, slow, wait_for
 
 RESTARTS = 10
 
@@ -81,56 +77,3 @@ def test_ten_restarts_leave_no_process_no_descriptor_no_thread_no_file(tmp_path:
         job.assert_nothing_is_left(older)
         assert not list(job.tmp.iterdir())
         assert not set(shared_memory_of(each.pid for each in older)) - shared_before
-
-
-SHARES_MEMORY = """
-import multiprocessing as mp, os, signal
-from multiprocessing.shared_memory import SharedMemory
-
-if os.environ["ELAUNCH_GENERATION"] == "0":
-    memory = SharedMemory(create=True, size=64)
-    lock = mp.get_context("spawn").Lock()
-    print("shared", memory.name, lock._semlock.name.lstrip("/"), os.getpid(), flush=True)
-    signal.pause()
-print("again")
-"""
-
-
-@pytest.mark.parametrize("whom", ["worker", slow("agent")])
-def test_what_a_killed_worker_has_shared_is_removed_by_its_own_tracker(tmp_path: Path, whom: str) -> None:
-    script(tmp_path, SHARES_MEMORY)
-    with Watched(tmp_path, *LIGHT, "train.py") as job:
-        found = job.wait_for_output(r"^shared (\S+) (\S+) (\d+)$")
-        names = [found[1], f"sem.{found[2]}"]
-        assert all(Path("/dev/shm", name).exists() for name in names)
-
-        if whom == "agent":
-            job.kill_agent()
-        else:
-            os.kill(int(found[3]), signal.SIGKILL)
-            assert job.wait() == 0, job.output
-
-        job.assert_nothing_is_left()
-    assert not [name for name in names if Path("/dev/shm", name).exists()]
-
-
-# Whoever started the job inherits what its processes leave unreaped, as does process 1 of a container.
-INHERITS = """
-import ctypes, os, subprocess, sys
-assert ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) == 0  # PR_SET_CHILD_SUBREAPER
-code = subprocess.run([sys.executable, "-m", "elaunch", *sys.argv[1:]]).returncode
-try:
-    left = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-except ChildProcessError:
-    left = None
-sys.exit(f"left unreaped: {left}" if left else code)
-"""
-
-
-def test_a_jobs_last_workers_are_reaped_before_it_ends(tmp_path: Path) -> None:
-    script(tmp_path, "")
-    command = (sys.executable, "-c", INHERITS, *LIGHT, "--nproc-per-node", "2", "train.py")
-
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=RUN_LIMIT_S)
-
-    assert done.returncode == 0, done.stderr

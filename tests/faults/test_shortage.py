@@ -18,7 +18,7 @@ _TOOLS = all(map(shutil.which, ("setpriv", "prlimit")))
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not _TOOLS, reason="another user's limit needs root, setpriv and prlimit")
-@pytest.mark.parametrize("most", range(1, 8))
+@pytest.mark.parametrize("most", [1, 3, 5])
 def test_a_limit_of_processes_is_a_sentence_wherever_it_strikes(most: int, tmp_path: Path) -> None:
     user = ("setpriv", f"--reuid={USER + most}", "--clear-groups", f"--inh-caps={RIGHTS}", f"--ambient-caps={RIGHTS}")
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.faults.processes import LIGHT, SAY, TAG, Light, Watched, is_alive, library
+from tests.faults.processes import LIGHT, SAY, TAG, Light, Watched, is_alive
 from tests.harness import COMMAND, DEADLINE_S, environment, script, slow, wait_for
 from tests.standin import WITHOUT_TORCH
 
@@ -99,93 +99,6 @@ def test_workers_get_the_signal_and_their_exit_0_does_not_hide_it(
         assert job.stderr.count(f"{signum.name}: stopping 2 workers") == 1
 
 
-ASKS = f"""{SAY}
-if RANK == 1:
-    subprocess.Popen(["sleep", "600"])
-    os.kill(os.getppid(), signal.Signals[sys.argv[1]])
-time.sleep(600)
-"""
-
-
-@pytest.mark.parametrize(
-    ("how", "signum"),
-    [
-        (LIGHT, "SIGTERM"),
-        (FRESH, "SIGQUIT"),
-        (LIGHT, "SIGUSR1"),
-        *(slow(LIGHT, name) for name in ("SIGINT", "SIGHUP", "SIGABRT", "SIGUSR2")),
-    ],
-)
-def test_a_rank_ends_the_job_by_a_signal_to_its_parent(tmp_path: Path, how: tuple[str, ...], signum: str) -> None:
-    script(tmp_path, ASKS)
-    with Watched(tmp_path, *how, "--nproc-per-node", "2", "train.py", signum, env=WITHOUT_TORCH) as job:
-        assert job.wait() == 1
-
-        assert re.search(rf"rank 1 \(.*\) sent {signum} to its parent process in generation 0; stopping", job.stderr)
-        assert "Why it stopped: a signal from a rank to its parent process ends the job" in job.stderr
-        assert "generation 1" not in job.output
-        job.assert_nothing_is_left()
-
-
-ASKS_BY_ANOTHER = f"""{SAY}
-if RANK == 1:
-    # Sent by a grandchild: when the signal is read, it has ended, or init has adopted it.
-    rest = "; sleep 600" if sys.argv[2] == "orphan" else ""
-    kill = f"sleep 0.3; kill -TERM {{os.getppid()}}{{rest}}"
-    subprocess.run(["sh", "-c", '(trap "" TERM; ' + kill + ") >&- 2>&- &"])
-time.sleep(600)
-"""
-
-
-@pytest.mark.parametrize("sender", ["gone", "orphan"])
-def test_a_rank_ends_the_job_by_a_process_that_no_rank_is_known_for(tmp_path: Path, sender: str) -> None:
-    script(tmp_path, ASKS_BY_ANOTHER)
-    with Watched(tmp_path, *LIGHT, "--nproc-per-node", "2", "train.py", "TERM", sender, env=WITHOUT_TORCH) as job:
-        assert job.wait() == 1
-
-        said = r"a process that has ended or was orphaned \(pid \d+\) sent SIGTERM to the ranks' parent process on"
-        assert re.search(said, job.stderr)
-        assert "generation 1" not in job.output
-        job.assert_nothing_is_left()
-
-
-def test_workers_that_sigstop_holds_save_and_end_when_the_job_is_stopped(tmp_path: Path) -> None:
-    script(tmp_path, ONE_SAVES)
-    with Light(tmp_path, "--nproc-per-node", "2", "--stop-grace", "600", "train.py") as job:
-        stop_all(workers_up(job, 2))
-
-        job.signal(signal.SIGTERM)
-
-        assert_stopped(job, 143)
-        assert job.stdout.count("saved on SIGTERM") == 1
-        assert "local rank 0, 1 was stopped by a signal (SIGSTOP) and is to end; SIGCONT" in job.stderr
-
-
-def test_a_worker_that_sigstop_holds_hears_of_a_failure_and_saves(tmp_path: Path) -> None:
-    listens = f"""{SAY}
-from elaunch.trainer import link
-def save(generation):
-    print("saved after", generation, flush=True)
-    link.saved(41)
-if RANK == 0:
-    link.listen(on_peer_failed=save)
-say(f"rank{{RANK}}", os.getpid())
-while RANK == 0 or not os.path.exists("fail"):
-    time.sleep(0.01)
-sys.exit(3)
-"""
-    script(tmp_path, listens)
-    how = ("--nproc-per-node", "2", "--failure-grace", "600", "--stop-grace", "600", "--max-restarts", "0")
-    with Light(tmp_path, *how, "train.py") as job:
-        stop_all(wait_for(lambda: job.pids("rank0"), "rank 0"))
-
-        (tmp_path / "fail").touch()
-
-        assert job.wait() == 1
-        assert job.stdout.count("saved after 0") == 1
-        assert "local rank 0 was stopped by a signal" in job.stderr
-
-
 def stop_all(pids: list[int]) -> None:
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
@@ -237,27 +150,6 @@ def test_under_nohup_sighup_changes_nothing(tmp_path: Path) -> None:
         assert len(job.pids("worker")) == 2
 
 
-@pytest.mark.parametrize("how", [LIGHT, slow(FRESH)], ids=["forked", "fresh"])
-def test_sigint_ends_a_job_that_a_script_has_started_in_the_background(tmp_path: Path, how: tuple[str, ...]) -> None:
-    script(
-        tmp_path,
-        f"{SAY}\nimport signal, sys\nassert signal.getsignal(signal.SIGINT) is signal.default_int_handler\n"
-        "assert signal.getsignal(signal.SIGQUIT) == signal.SIG_DFL\nsay('worker', os.getpid())\nsignal.pause()",
-    )
-
-    def ignore() -> None:
-        """As a shell without job control does for `&`."""
-        for signum in (signal.SIGINT, signal.SIGQUIT):
-            signal.signal(signum, signal.SIG_IGN)
-
-    with Watched(tmp_path, *how, "--nproc-per-node", "2", "train.py", preexec_fn=ignore) as job:
-        workers_up(job, 2)
-
-        job.signal(signal.SIGINT)
-
-        assert_stopped(job, 130)
-
-
 def test_a_signal_that_the_user_names_is_passed_on(tmp_path: Path) -> None:
     script(tmp_path, SAVES)
     with Light(tmp_path, "--signals-to-handle", "SIGUSR1", "--nproc-per-node", "2", "train.py") as job:
@@ -267,36 +159,6 @@ def test_a_signal_that_the_user_names_is_passed_on(tmp_path: Path) -> None:
 
         assert_stopped(job, 128 + signal.SIGUSR1)
         assert job.stdout.count("saved on SIGUSR1") == 2
-
-
-@pytest.mark.parametrize("how", [LIGHT, slow(FRESH)], ids=["forked", "fresh"])
-def test_after_ctrl_c_the_tracebacks_of_ranks_without_a_handler_are_one_line(
-    tmp_path: Path, how: tuple[str, ...]
-) -> None:
-    script(tmp_path, f"{PAUSES}\n")
-    with Watched(tmp_path, *how, "--nproc-per-node", "2", "--log-dir", "logs", "train.py") as job:
-        workers_up(job, 2)
-
-        job.signal(signal.SIGINT)
-
-        assert_stopped(job, 130)
-        assert "Traceback" not in job.output
-        assert "KeyboardInterrupt" not in job.output
-        assert re.search(r"^elaunch: ranks 0 and 1 were interrupted and ended; their tracebacks \(\d", job.stderr, re.M)
-        logs = [path.read_text() for path in tmp_path.glob("logs/latest/*/*/stderr.log")]
-        assert sorted(log.rstrip().endswith("\nKeyboardInterrupt") for log in logs) == [True, True]
-
-
-def test_a_fork_server_blocks_each_signal_that_a_scheduler_may_send_to_all_processes(tmp_path: Path) -> None:
-    script(tmp_path, f"{SAY}\nsay('server', os.getppid())\n{PAUSES}")
-    with Watched(tmp_path, *LIGHT, "train.py") as job:
-        workers_up(job, 1)
-
-        status = Path(f"/proc/{job.pids('server')[0]}/status").read_text()
-
-    blocked = int(re.search(r"^SigBlk:\s*(\w+)$", status, re.M)[1], 16)  # type: ignore[index]
-    free = {signum for signum in signal.valid_signals() if not blocked >> (signum - 1) & 1}
-    assert free == {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD}
 
 
 @pytest.mark.parametrize("agent_first", [slow(True), False], ids=["agent-first", "workers-first"])
@@ -357,39 +219,6 @@ def test_a_worker_that_alone_gets_sigterm_is_a_failure(tmp_path: Path) -> None:
         assert len(job.pids("worker")) == 4
 
 
-def test_sigterm_while_the_fork_server_imports_ends_the_job_before_any_user_code(tmp_path: Path) -> None:
-    env = library(tmp_path, "endless", "import time; open('importing', 'w').close(); time.sleep(600)")
-    script(tmp_path, "print('the script ran')")
-    with Watched(tmp_path, "--preload", "endless", "--nproc-per-node", "2", "train.py", env=env) as job:
-        wait_for((tmp_path / "importing").exists, "the import's beginning")
-        job.wait_for_output("generation 0")
-
-        job.signal(signal.SIGTERM)
-
-        assert_stopped(job, 143)
-        assert "the script ran" not in job.output
-
-
-@pytest.mark.parametrize("signum", [slow(signal.SIGTERM), signal.SIGINT], ids=["SIGTERM", "SIGINT"])
-def test_a_signal_in_the_first_moments_leaves_nothing_and_no_traceback(tmp_path: Path, signum: signal.Signals) -> None:
-    script(tmp_path, PAUSES)
-    for delay_s in (0.02, 0.05, 0.08, 0.11, 0.14, 0.17):
-        with Watched(tmp_path, *LIGHT, "--nproc-per-node", "2", "train.py") as job:
-            # The delay is what the test varies: from the interpreter's start to running workers.
-            time.sleep(delay_s)
-            job.processes()
-
-            job.signal(signum)
-
-            code = job.wait()
-            # On a slow machine the signal may come before Python runs elaunch's code. Python then ends in its own way.
-            is_before_us = "KeyboardInterrupt" in job.output and "/elaunch/" not in job.output
-            assert code in (128 + signum, -signum) or is_before_us, job.output
-            assert "elaunch/agent" not in job.output
-            assert "generation 1" not in job.output
-            job.assert_nothing_is_left()
-
-
 def test_sigterm_during_a_restart_ends_the_job(tmp_path: Path) -> None:
     script(
         tmp_path,
@@ -418,23 +247,6 @@ os.kill(os.getpid(), signal.SIGKILL)
 
         assert_stopped(job, 143)
         assert "asked 2" in job.stdout
-
-
-def test_a_signal_after_the_last_worker_ended_neither_hangs_nor_leaves_anything(tmp_path: Path) -> None:
-    script(tmp_path, f"{SAY}\nsay('worker', os.getpid())")
-    codes = []
-    for _ in range(2):
-        with Light(tmp_path, "--nproc-per-node", "1", "train.py") as job:
-            pid = workers_up(job, 1)[0]
-            wait_for(lambda pid=pid: not is_alive(pid), "the worker's end")
-
-            job.signal(signal.SIGTERM)
-
-            # 0: the work was done. 143: the outcome was not known yet. -SIGTERM: the outcome was known, and there was
-            # nothing left to do.
-            codes.append(job.wait())
-            job.assert_nothing_is_left()
-    assert set(codes) <= {0, 143, -signal.SIGTERM}, codes
 
 
 def test_a_worker_saves_in_its_handler_while_its_data_loaders_still_work(tmp_path: Path) -> None:
@@ -489,21 +301,6 @@ def test_a_program_below_a_shell_wrapper_gets_the_signal_and_the_time_to_save(tm
         assert_stopped(job, 143)
         assert job.stdout.count("saved on SIGTERM") == 2
         assert job.stdout.count("to the end") == 2
-
-
-def test_a_program_below_a_shell_wrapper_that_ignores_sigterm_is_killed_after_the_grace(tmp_path: Path) -> None:
-    script(tmp_path, STUBBORN)
-    script(tmp_path, f"{sys.executable} train.py\necho wrapper goes on\n", "wrapper.sh")
-    how = ("--no-python", "--stop-grace", "3", "--nproc-per-node", "2")
-    with Watched(tmp_path, *how, "bash", "wrapper.sh", env=WITHOUT_TORCH) as job:
-        workers_up(job, 2)
-        sent_at_s = time.monotonic()
-
-        job.signal(signal.SIGTERM)
-
-        wait_for(lambda: len(job.pids("asked")) == 2, "both programs are asked")
-        assert_stopped(job, 143)
-        assert time.monotonic() - sent_at_s >= 3
 
 
 @pytest.mark.parametrize("workers", [slow(1), 2])

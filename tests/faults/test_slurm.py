@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.etcd import Etcd
 from tests.faults.cluster import REDUCER
 from tests.faults.meetings import Meeting, Records
 from tests.faults.processes import described
 from tests.faults.trainings import Training
-from tests.harness import COMMAND, DEADLINE_S, REPOSITORY, slow, wait_for
+from tests.harness import COMMAND, REPOSITORY, slow, wait_for
 from tests.slurm import Batch, Slurm, needs_slurm
-from tests.standin import WITHOUT_TORCH
 
 pytestmark = needs_slurm
 
@@ -114,37 +111,26 @@ def batch_of(slurm: Slurm, *command: str, options: tuple[str, ...] = TWO, after:
 
 
 def test_srun_elaunch_needs_no_flag_and_ranks_follow_the_nodes(slurm: Slurm) -> None:
-    # Nobody can write to this home, so the secret goes by munge.
-    output = slurm.call("srun", "-N3", *COMMAND, *PLAIN, env={"HOME": "/proc"})
+    output = slurm.call("srun", "-N3", *COMMAND, *PLAIN)
 
     assert places(output) == [(i, 3, 0, f"node{i}") for i in range(3)]
     assert len(re.findall(r"Slurm says: job test-\d+\.0, 3 nodes, this is node \d, the head is node0 ", output)) == 3
     assert not SECRET.search(output)
 
 
-def test_each_node_of_a_slurm_job_is_examined_with_the_needs_of_that_job(slurm: Slurm) -> None:
-    """Two tasks on each node, one report of each; the head would serve the store, and the other waits for it."""
-    output = slurm.call("srun", "-N2", "--ntasks-per-node=2", *COMMAND, "doctor", "--no-python", "true")
-
-    lines = output.splitlines()
-    assert {line.partition(": ")[0] for line in lines} == {"node0", "node1"}
-    assert [line for line in lines if re.search("node0: ok +store +.*this node would serve the job's store", line)]
-    assert [line for line in lines if re.search("node1: warn store +.*nothing listens at node0:", line)]
-    assert len([line for line in lines if "this node can train" in line]) == 2
-
-
-def test_without_munge_the_secret_goes_through_a_shared_home_and_tasks_beside_the_agent_wait(slurm: Slurm) -> None:
-    tools = slurm.home / "tools"
-    tools.mkdir()
-    for name in ("sh", "hostname"):
-        (tools / name).symlink_to(shutil.which(name) or name)
-
-    output = slurm.call("srun", f"--export=ALL,PATH={tools}", "-N2", "--ntasks-per-node=2", *COMMAND, *PLAIN)
+def test_tasks_beside_the_agent_wait_and_the_secret_comes_from_the_shared_home(slurm: Slurm) -> None:
+    output = slurm.call("srun", "-N2", "--ntasks-per-node=2", *COMMAND, *PLAIN)
 
     assert places(output) == [(0, 4, 0, "node0"), (1, 4, 1, "node0"), (2, 4, 0, "node1"), (3, 4, 1, "node1")]
     assert len(re.findall("Slurm says: job", output)) == 2
     assert not SECRET.search(output)
     assert (slurm.home / ".elaunch").stat().st_mode & 0o777 == 0o700
+
+
+def test_without_a_shared_home_the_job_ends_with_the_line_to_add(slurm: Slurm) -> None:
+    output = slurm.call("srun", "-N2", *COMMAND, *PLAIN, env={"HOME": "/proc"}, code=2)
+
+    assert "before srun: export ELAUNCH_TOKEN=$(openssl rand -hex 16)" in output
 
 
 def test_submit_writes_and_submits_what_runs(slurm: Slurm) -> None:
@@ -229,24 +215,6 @@ def test_the_very_words_arrive_through_sbatch_and_srun_whatever_they_are(slurm: 
 # --- what happens to a running job
 
 
-@pytest.mark.parametrize("store", ["the head's", slow("etcd")])
-def test_a_killed_worker_is_replaced_on_both_nodes(slurm: Slurm, tmp_path: Path, store: str) -> None:
-    records = Records(tmp_path / "records")
-    with Etcd(hosts=[slurm.login.ipv4], ports=[2379, 2380], prefix=lambda _: slurm.login.prefix) as etcd:
-        endpoint = {"ELAUNCH_ENDPOINT": etcd.endpoints} if store == "etcd" else {}
-        words = ("-N2", *COMMAND, "-v", "--preload", "json", str(REDUCER), str(tmp_path))
-        with slurm.srun(*words, env={**WITHOUT_TORCH, **endpoint}) as job:
-            first = met(records, 2)
-            os.kill(first.pid(1), signal.SIGKILL)
-            second = met(records, 2, first)
-            (tmp_path / "end").touch()
-            output, _ = job.communicate(timeout=DEADLINE_S)
-
-    assert job.returncode == 0, output
-    assert (second.generation, second.restarts) == (1, 1)
-    assert ("this host serves the job's store" in output) == (store != "etcd")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "signum"),
@@ -295,22 +263,6 @@ def test_a_program_that_knows_no_elaunch_gets_the_notice_that_it_has_a_handler_f
     # The head's store ends with the head, sometimes before Slurm has signalled the other node.
     told = str(128 + notice)
     assert codes in ({"0": told, "1": told}, {"0": told, "1": "3"}), output
-
-
-@pytest.mark.slow
-def test_a_step_that_is_cancelled_is_killed_and_the_next_one_of_its_job_goes_on(slurm: Slurm) -> None:
-    run = Training(slurm.home / "cancelled", asks=["hold:forward-0-13-0"])
-    words = " ".join((*COMMAND, *run.words()))
-    job = batch_of(slurm, words, after=f"srun {words}\n")
-    run.wait_for("held", step=13)
-
-    # Slurm sends SIGKILL to a step at once.
-    slurm.call("scancel", f"{job.number}.0")
-    run.release("forward-0-13-0")
-
-    output = job.wait()
-    assert "restored step 10 from the checkpoint" in output
-    run.assert_complete(lost=2)
 
 
 @pytest.mark.slow

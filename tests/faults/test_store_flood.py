@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from elaunch.rendezvous.secret import Secret
-from elaunch.rendezvous.server import arrivals
+from elaunch.rendezvous.server import admission
 from elaunch.rendezvous.server import server as server_module
 from elaunch.rendezvous.server.connection import Connection
 from elaunch.rendezvous.server.server import Server
@@ -84,7 +84,7 @@ def test_a_flood_of_first_words_is_said_with_its_address_and_keeps_no_agent_out(
 ) -> None:
     # This replaces a slow server: it does one handshake in each turn, and every waiting connection counts as late.
     monkeypatch.setattr(server_module, "_HANDSHAKES_S", 0.0)
-    monkeypatch.setattr(arrivals, "LAG_S", 0.0)
+    monkeypatch.setattr(admission, "LAG_S", 0.0)
     words = first_words(secret.client_context())
     told: list[str] = []
     with thread_serving(secret) as (_, port):

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.trainer.memory.room import tightest_room
 from tests.faults.trainings import GENTLE, CalmTrainings, Forked, OneNode, Trained
-from tests.ranks import RankForker, Ranks
+from tests.ranks import RankForker
 
 STEPS = 20
 SHAPE = (*GENTLE, "--steps", str(STEPS), "--micro-batch", "3", "--layers", "4", "--dropout", "0")
@@ -19,9 +18,6 @@ AUTO = ("--parallel", "auto", "--lose-at-most", "0")
 # An option of DDP leaves plans whose state goes to any number of workers.
 ANY_NUMBER = (*AUTO, "--bucket-mb", "1")
 TOLERANCE = 1e-5
-TRIALS = Path(__file__).with_name("trial_ranks.py")
-# A C++ compiler takes a while on a busy machine.
-COMPILED_S = 1800.0
 
 
 def plan_of(run: Forked | OneNode) -> str:
@@ -32,6 +28,7 @@ def plan_of(run: Forked | OneNode) -> str:
 DEATHS = ["measuring-0-0-1", "loss-1-9-0"]
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_while_plans_are_measured_and_one_that_dies_in_a_step_cost_no_step(
     tmp_path: Path, forker: RankForker, calm_training: CalmTrainings
 ) -> None:
@@ -44,16 +41,6 @@ def test_a_worker_that_dies_while_plans_are_measured_and_one_that_dies_in_a_step
     assert_goes_on_with_its_plan(run, calm, "".join(rank.err for ranks in ended for rank in ranks))
 
 
-@pytest.mark.slow
-def test_so_it_is_under_an_agent(tmp_path: Path, calm_training: CalmTrainings) -> None:
-    calm = calm_training(2, *SHAPE, steps=STEPS)
-
-    with OneNode(tmp_path / "run", 2, *SHAPE, *AUTO, asks=DEATHS) as launched:
-        run = launched.ended()
-
-    assert_goes_on_with_its_plan(run, calm, run.job.output)
-
-
 def assert_goes_on_with_its_plan(run: Forked | OneNode, calm: Trained, said: str) -> None:
     assert run.struck() == DEATHS
     plan = plan_of(run)
@@ -64,36 +51,6 @@ def assert_goes_on_with_its_plan(run: Forked | OneNode, calm: Trained, said: str
     assert run.began(2) == 8
     run.assert_complete(steps=STEPS)
     assert run.difference(calm) <= TOLERANCE
-
-
-@pytest.mark.slow
-def test_the_measured_plans_leave_nothing_the_losses_are_those_of_the_chosen_plan_given_by_hand(
-    tmp_path: Path, forker: RankForker
-) -> None:
-    with Forked(tmp_path / "auto", forker) as auto:
-        assert [rank.code for rank in auto.generation(0, 2, *SHAPE, *AUTO)] == [0, 0]
-    with Forked(tmp_path / "given", forker) as given:
-        assert [rank.code for rank in given.generation(0, 2, *SHAPE, *AUTO, "--parallel", plan_of(auto))] == [0, 0]
-
-    auto.assert_same(given)
-    tried = [each["plan"] for each in json.loads((auto.out / "plan.json").read_text())["tried"]]
-    assert tried == ["ddp", "zero1", "zero2", "fsdp2", "pp=2,schedule=interleaved", "tp=2"]
-
-
-@pytest.mark.slow
-def test_plans_of_each_kind_are_tried_compiled(tmp_path: Path, forker: RankForker) -> None:
-    plans = ["ddp", "fsdp2", "pp=2"]
-    # Without processes of the compiler's own, which would outlive their rank.
-    env = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-
-    with Ranks(forker, 2, TRIALS, *plans, env=env) as ranks:
-        answers = ranks.answers(COMPILED_S)
-
-    print(answers[0])
-    for answer in answers:
-        assert list(answer) == plans
-        # What one trial has compiled is not there for the next one.
-        assert all(trial["graphs"] > 0 and trial["step_s"] > 0 and trial["memory"] > 0 for trial in answer.values())
 
 
 @pytest.mark.slow
@@ -115,42 +72,6 @@ def test_a_restart_with_other_workers_takes_a_plan_that_can_go_on_with_the_state
         assert run.difference(calm) <= TOLERANCE
 
 
-@pytest.mark.slow
-def test_a_new_job_goes_on_from_a_checkpoint_with_its_plan_and_one_without_a_checkpoint_chooses_anew(
-    tmp_path: Path, forker: RankForker
-) -> None:
-    words = (*SHAPE, *ANY_NUMBER, "--checkpoint-every", "6")
-
-    # The first checkpoint is that of step 6. It is written beside the steps.
-    with Forked(tmp_path / "run", forker, asks=["loss-0-3-1", "published-0-6-0"]) as run:
-        assert run.generation(0, 2, *words)[1].code == -signal.SIGKILL
-        run.forget()
-        run.release("loss-0-3-1")
-        again = run.generation(0, 2, *words)
-        assert again[0].code == -signal.SIGKILL
-        run.forget()
-        run.release("published-0-6-0")
-        plan = plan_of(run)
-        last = run.generation(0, 2, *words)
-
-    assert "as this run has chosen" not in again[0].err
-    assert f"parallel: {plan}, as this run has chosen\n" in last[0].err
-    assert [rank.code for rank in last] == [0, 0]
-    assert [line["step"] for line in run.lines] == [*range(1, STEPS + 1)]
-
-
-@pytest.mark.slow
-def test_a_state_without_its_plan_is_refused(tmp_path: Path, forker: RankForker) -> None:
-    with Forked(tmp_path / "run", forker, asks=["loss-0-9-1"]) as run:
-        assert run.generation(0, 2, *SHAPE, *ANY_NUMBER)[1].code == -signal.SIGKILL
-        (run.out / "plan.json").write_text('{"format": 3}')
-        first, second = run.generation(1, 2, *SHAPE, *ANY_NUMBER)
-
-    assert (first.code, second.code) == (2, 2)
-    assert "the plan of this run cannot be read from" in first.err
-    assert "restore that file, or give another --out" in first.err
-
-
 def test_a_network_for_which_no_plan_has_memory_is_refused_with_the_values_by_rank_0_alone(
     tmp_path: Path, forker: RankForker
 ) -> None:
@@ -167,21 +88,3 @@ def test_a_network_for_which_no_plan_has_memory_is_refused_with_the_values_by_ra
     )
     assert said.endswith("a smaller --micro-batch or a smaller network")
     assert not any(rank.err for rank in ended[1:])
-
-
-def test_what_fits_only_without_the_copies_of_the_state_is_refused_on_all_ranks_and_nobody_waits(
-    tmp_path: Path, forker: RankForker
-) -> None:
-    # Without copies the smallest plans need two thirds of what a worker may take, with them more than all of it.
-    width = 512
-    layers = int(tightest_room().most / 2 / (18 * 12 * width**2))
-
-    with Forked(tmp_path / "run", forker) as run:
-        ended = run.generation(0, 2, *SHAPE, *AUTO, "--layers", str(layers), "--width", str(width), "--heads", "4")
-
-    assert [rank.code for rank in ended] == [2, 2]
-    said = [line for line in ended[0].err.splitlines() if "no plan fits" in line]
-    assert len(said) == 1
-    assert re.search(r"of which \d+\.\d\d GiB the process itself, \d+\.\d\d GiB copies of the state", said[0])
-    assert not any("no plan fits" in rank.err for rank in ended[1:])
-    assert not (run.out / "plan.json").exists()

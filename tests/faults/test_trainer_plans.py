@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.trainings import GENTLE, CalmTrainings, Forked, OneNode, Trained
+from tests.faults.trainings import GENTLE, CalmTrainings, Forked, Trained
 from tests.ranks import RankForker
 
 STEPS, LOSE_AT_MOST = 20, 5
@@ -63,25 +63,6 @@ RESHARDED += [("pp=4", 4, "fsdp=2,pp=2", 4), ("pp=2", 2, "pp=2,schedule=interlea
 RESHARDED += [("hsdp", 4, "zero2", 2), ("zero1", 2, "zero1", 4), ("dp=2,tp=2,pp=2", 8, "tp=2,pp=2", 4)]
 
 
-@pytest.mark.parametrize(("before", "workers", "after", "workers_after"), RESHARDED)
-def test_weights_that_are_divided_anew_are_the_same_to_the_bit(
-    tmp_path: Path, forker: RankForker, before: str, workers: int, after: str, workers_after: int
-) -> None:
-    words = ("--steps", "4", "--micro-batch", "3", "--layers", "4", "--heads", "4")
-
-    with Forked(tmp_path / "run", forker) as run:
-        assert {rank.code for rank in run.generation(0, workers, *words, "--parallel", before)} == {0}
-        digest = run.result["params_sha256"]
-        run.forget()
-        # The run has all of its steps, and writes its result anew.
-        (run.out / "result.json").unlink()
-        ended = run.generation(0, workers_after, *words, "--parallel", after)
-
-        assert {rank.code for rank in ended} == {0}, ended[0].err
-        assert "restored step 4 from the checkpoint" in ended[0].err
-        assert run.result["params_sha256"] == digest
-
-
 @pytest.mark.parametrize("plan", ["dp=2,tp=2", "fsdp=2,pp=2"])
 def test_a_run_with_a_failure_is_to_the_bit_the_run_without_it(
     tmp_path: Path, forker: RankForker, calm_training: CalmTrainings, plan: str
@@ -96,28 +77,3 @@ def test_a_run_with_a_failure_is_to_the_bit_the_run_without_it(
 
         assert run.struck() == ["loss-0-9-2"]
         run.assert_same(calm)
-
-
-def test_under_an_agent_a_killed_stage_comes_back_and_no_step_is_lost(
-    tmp_path: Path, calm_training: CalmTrainings
-) -> None:
-    calm = calm_training(2, *SHAPE, steps=STEPS)
-    words = (*SHAPE, "--eval-every", "11", "--parallel", "dp=2,pp=2", "--lose-at-most", "0")
-
-    with OneNode(tmp_path / "run", 4, *words, asks=["loss-0-14-3"]) as launched:
-        run = launched.ended()
-
-    assert run.struck() == ["loss-0-14-3"]
-    assert run.began(1) == 13
-    assert_trained(run, calm, 0)
-
-
-def test_a_model_that_cannot_be_divided_any_more_is_refused_with_the_reason(tmp_path: Path, forker: RankForker) -> None:
-    words = (*SHAPE, *KEPT, "--parallel", "tp=2,pp=2")
-
-    with Forked(tmp_path / "run", forker, asks=["loss-0-9-3"]) as run:
-        assert run.generation(0, 4, *words)[3].code == -signal.SIGKILL
-        ended = run.generation(1, 2, *words)
-
-    assert [rank.code for rank in ended] == [2, 2]
-    assert "cannot be divided so; a run that goes on keeps its tp and pp here; start 4 workers" in ended[0].err

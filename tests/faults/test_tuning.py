@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -52,6 +51,7 @@ class Tuned(Forked):
         return [(each["settings"]["bucket_mb"], each["passes"]) for each in self.of("tuned", generation=generation)]
 
 
+@pytest.mark.slow
 def test_all_ranks_choose_alike_a_kill_costs_no_step_and_the_restart_uses_the_choice(
     tmp_path: Path, forker: RankForker, calm_training: CalmTrainings
 ) -> None:
@@ -72,72 +72,6 @@ def test_all_ranks_choose_alike_a_kill_costs_no_step_and_the_restart_uses_the_ch
     run.assert_complete(lost=0, steps=STEPS)
     # Two summands have one order: with any buckets the result is that of a run without tuning, bit for bit.
     run.assert_same(calm_training(2, *SHORT, steps=STEPS))
-
-
-@pytest.mark.slow
-def test_a_worker_killed_while_tuning_costs_nothing_and_the_restart_tunes_anew(
-    tmp_path: Path, forker: RankForker, calm_training: CalmTrainings
-) -> None:
-    with Tuned(tmp_path / "run", forker, ("tuning-0-0-1",)) as run:
-        killed = run.generation(0, 2)
-        again = run.generation(1, 2)
-
-    assert run.struck() == ["tuning-0-0-1"]
-    assert killed[1].code == -signal.SIGKILL
-    assert killed[0].code != 0
-    assert run.choices(0) == []
-    assert [size for size, _ in run.choices(1)] == [SMALL, SMALL]
-    assert [rank.code for rank in again] == [0, 0]
-    run.assert_same(calm_training(2, *SHORT, steps=STEPS))
-
-
-@pytest.mark.slow
-def test_with_three_workers_a_killed_run_has_the_bits_of_an_unkilled_one_with_the_same_choice(
-    tmp_path: Path, forker: RankForker
-) -> None:
-    with Tuned(tmp_path / "calm", forker) as calm:
-        calm.generation(0, 3)
-    with Tuned(tmp_path / "run", forker, ("loss-0-14-1",)) as run:
-        run.generation(0, 3)
-        run.generation(1, 3)
-
-    assert run.struck() == ["loss-0-14-1"]
-    assert [size for size, _ in run.choices(1)] == [SMALL] * 3
-    run.assert_complete(lost=0, steps=STEPS)
-    run.assert_same(calm)
-
-
-@pytest.mark.slow
-def test_at_another_number_of_workers_a_restart_keeps_the_choice_of_the_run(tmp_path: Path, forker: RankForker) -> None:
-    with Tuned(tmp_path / "run", forker, ("loss-0-14-2",)) as run:
-        run.generation(0, 3)
-        fewer = run.generation(1, 2)
-
-    assert run.choices(1) == [(SMALL, 0), (SMALL, 0)]
-    assert "as this run measured with 3 workers" in fewer[0].err
-    assert [rank.code for rank in fewer] == [0, 0]
-
-
-@pytest.mark.slow
-def test_a_killed_run_with_powersgd_goes_on_with_the_hooks_state_bit_for_bit(
-    tmp_path: Path, forker: RankForker
-) -> None:
-    times = {"powersgd": 0.3, "alone": 0.2}
-    options = ("lossy", "--lose-at-most", "4")
-    with Tuned(tmp_path / "calm", forker, times=times) as calm:
-        calm.generation(0, 2, *options)
-    with Tuned(tmp_path / "run", forker, ("loss-0-18-1",), times=times) as run:
-        run.generation(0, 2, *options)
-        second = run.generation(1, 2, *options)
-
-    assert run.struck() == ["loss-0-18-1"]
-    for one, generation in ((calm, 0), (run, 0), (run, 1)):
-        assert [each["settings"]["hook"] for each in one.of("tuned", generation=generation)] == ["powersgd"] * 2
-    # A dead rank's error feedback is that of the last copy in memory; checkpoints have none.
-    assert re.search(r"restored step \d+ from memory", second[0].err)
-    assert run.began(1) >= 16
-    run.assert_complete(lost=17 - run.began(1), steps=STEPS)
-    run.assert_same(calm)
 
 
 # A model of 1.5 MiB, trained in one process group: as it is, tuned, and with the choice remembered.

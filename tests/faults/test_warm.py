@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import resource
-import shlex
 import signal
 import socket
 import subprocess
@@ -15,11 +14,10 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.faults.processes import is_alive
-from tests.harness import COMMAND, DEADLINE_S, RUN_LIMIT_S, Job, environment, script, wait_for
+from tests.harness import RUN_LIMIT_S, Job, script, wait_for
 from tests.warm import command, own_place, run, states
 
 WARM = ("-v", "--preload", "json,heavy", "--warm")
@@ -83,10 +81,6 @@ def cold(said: str) -> str:
     return found[1]
 
 
-def are_gone(*pids: int) -> bool:
-    return not any(is_alive(pid) for pid in pids)
-
-
 def test_the_next_job_starts_from_it_with_an_environment_of_its_own(tmp_path: Path, place: Path) -> None:
     pid = first(tmp_path)
     script(tmp_path, TELL.replace("told", "edited"))
@@ -130,16 +124,6 @@ def test_each_thing_that_differs_makes_the_start_cold_and_the_one_after_it_warm(
     assert told(ended)[0] == "mine"
 
 
-def test_a_module_that_is_written_while_it_is_imported_stays_nowhere(tmp_path: Path, place: Path) -> None:
-    file = tmp_path / "lib" / "site-packages" / "heavy.py"
-    file.write_text("WORD = 'one'\nimport os\nos.utime(__file__)\n")
-
-    ended = again(tmp_path)
-
-    assert f"no fork server stays: {file} was written while it was imported" in ended.stderr
-    assert states() == []
-
-
 def test_the_kill_of_one_that_stays_ends_no_job_and_makes_the_next_start_cold(tmp_path: Path, place: Path) -> None:
     pid = first(tmp_path)
     with waiting(tmp_path) as job:
@@ -156,49 +140,6 @@ def test_the_kill_of_one_that_stays_ends_no_job_and_makes_the_next_start_cold(tm
     assert "was killed" in cold(ended.stderr)
     assert shown.stdout == cold(ended.stderr) + "\n"
     assert len(states()) == len(list(place.iterdir())) == 1
-
-
-def test_ctrl_c_and_the_kill_of_the_agent_end_the_job_and_not_the_server(tmp_path: Path, place: Path) -> None:
-    pid = first(tmp_path)
-    for signum, code in ((signal.SIGINT, 130), (signal.SIGKILL, -9)):
-        with waiting(tmp_path) as job:
-            job.wait_for_output(r"worker pid \d+\n")
-            (worker,) = job.pids("worker")
-            server = psutil.Process(worker).parent()
-            assert server
-            assert server.ppid() == pid
-            job.signal(signum)
-            assert job.wait() == code, job.output
-            wait_for(partial(are_gone, worker, server.pid), "the job's processes are gone")
-
-    assert told(again(tmp_path))[1] == str(pid)
-
-
-@pytest.mark.slow
-def test_the_loss_of_the_jobs_own_fork_server_is_a_failure_like_any_other(tmp_path: Path, place: Path) -> None:
-    first(tmp_path)
-    with waiting(tmp_path) as job:
-        job.wait_for_output(r"worker pid \d+\n")
-        os.kill(psutil.Process(job.pids("worker")[0]).ppid(), signal.SIGKILL)
-        job.wait_for_output(r"(?s)(worker pid \d+\n.*){2}")
-        job.signal(signal.SIGTERM)
-        assert job.wait() == 143, job.output
-
-    assert "the fork server was killed by SIGKILL" in job.output
-
-
-def test_one_that_is_stopped_makes_no_start_wait_for_long_and_is_replaced(tmp_path: Path, place: Path) -> None:
-    pid = first(tmp_path)
-    os.kill(pid, signal.SIGSTOP)
-
-    ended = again(tmp_path)
-
-    assert cold(ended.stderr) == (
-        f"the fork server that stayed (pid {pid}) does not answer; elaunch warm --stop ends it"
-    )
-    assert told(ended)[0] == "one"
-    wait_for(lambda: not is_alive(pid), "it is gone")
-    assert len(states()) == 1
 
 
 def test_status_says_what_is_there_and_stop_ends_it(tmp_path: Path, place: Path) -> None:
@@ -272,60 +213,3 @@ def test_a_folder_or_a_socket_of_another_user_is_refused(tmp_path: Path, place: 
     assert "no fork server stays" in of_socket.stderr
     assert cold(of_folder.stderr).startswith(f"{place} belongs to the user with id {OTHER}; ")
     assert told(of_socket)[0] == told(of_folder)[0] == "one"
-
-
-@pytest.mark.slow
-@needs_root
-def test_a_container_that_shares_the_folder_has_its_own_and_leaves_the_others_alone(
-    tmp_path: Path, place: Path
-) -> None:
-    pid = first(tmp_path)
-    words = shlex.join([*COMMAND, *WARM, "train.py"])
-
-    said = subprocess.run(
-        ["unshare", "--pid", "--fork", "--mount-proc", "sh", "-c", f"{words} && {words}; true"],
-        cwd=tmp_path,
-        env=environment(THREADS),
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=RUN_LIMIT_S,
-    )
-
-    assert said.stdout.count("told one") == 2
-    assert "warm start:" in said.stderr
-    assert told(again(tmp_path))[1] == str(pid)
-
-
-@needs_root
-def test_on_a_full_disk_or_without_a_place_the_job_runs_and_says_so(tmp_path: Path, place: Path) -> None:
-    small, long = tmp_path / "s", tmp_path / ("x" * 100)
-    small.mkdir()
-    long.mkdir()
-    subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "nr_inodes=2,mode=700", "small", small], check=True, timeout=RUN_LIMIT_S
-    )
-    try:
-        full = again(tmp_path, XDG_RUNTIME_DIR=os.fspath(small))
-    finally:
-        subprocess.run(["umount", small], check=True, timeout=RUN_LIMIT_S)
-    nowhere = again(tmp_path, XDG_RUNTIME_DIR="/proc")
-    too_long = again(tmp_path, XDG_RUNTIME_DIR=os.fspath(long))
-
-    assert "no fork server stays: No space left on device" in full.stderr
-    assert "no fork server stays: [Errno 2] No such file or directory: '/proc/elaunch_warm'" in nowhere.stderr
-    assert "is too long for a socket" in too_long.stderr
-    assert told(full)[0] == told(nowhere)[0] == told(too_long)[0] == "one"
-
-
-def test_nothing_of_a_job_holds_the_output_open(tmp_path: Path, place: Path) -> None:
-    words = [*COMMAND, *WARM, "train.py"]
-    for _ in range(2):
-        with subprocess.Popen(
-            words, cwd=tmp_path, env=environment(THREADS), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        ) as process:
-            # A process that stays with this pipe would keep its reader for a quarter of an hour.
-            said, _ = process.communicate(timeout=DEADLINE_S)
-        assert b"told one" in said
-
-    assert len(states()) == 1

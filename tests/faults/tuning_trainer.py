@@ -2,7 +2,7 @@
 
 A file FOLDER/times holds the seconds of a pass by bucket size or hook, as JSON, one for all ranks or a list of one for
 each; `alone` is a pass without communication. Each rank records `tuned` with its settings, and how many passes it has
-measured. In the fifth of them the moment `tuning` strikes, with step 0.
+measured.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from moments import RANK
 
 from elaunch.trainer.__main__ import main
 from elaunch.trainer.tuning import tune
-
-STRUCK_PASS = 5
 
 
 class Network:
@@ -43,8 +41,6 @@ class Network:
 
     def slowest_s(self, took_s: float, peers: Any) -> float:
         self.passes += 1
-        if self.passes == STRUCK_PASS:
-            MOMENTS.strike("tuning", 0)
         settings = self._wanted.settings
         name = settings.hook if settings.is_lossy else f"{settings.bucket_mb or 25:g}"
         name = "alone" if self._wanted.is_alone else name

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from elaunch.trainer import Keeper, link
-from tests.harness import free_ports
 
 pytestmark = pytest.mark.slow
 torchao = pytest.importorskip("torchao", reason="torchao is not installed; `make integrations` installs it")
@@ -25,13 +22,6 @@ def _memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ELAUNCH_GENERATION", "0")
     monkeypatch.delenv("ELAUNCH_LINK", raising=False)
     link._open_link.cache_clear()
-
-
-@pytest.fixture
-def group() -> Iterator[None]:
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{free_ports(1)[0]}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def network() -> nn.Sequential:
@@ -69,40 +59,6 @@ def test_the_state_of_a_low_bit_optimizer_is_refused_by_name_at_the_door(name: s
 
     model = network()
     optimizer = getattr(optim, name)(model.parameters(), lr=0.01)
-    step(model, optimizer, 1)
-
-    with pytest.raises(TypeError, match=r"^`0\.weight: exp_avg of the optimizer` cannot be kept: a torchao\."):
-        entered(model, optimizer)
-
-
-def test_the_state_of_a_low_bit_optimizer_is_refused_in_the_commit_that_makes_it() -> None:
-    from torchao import optim
-
-    model = network()
-    optimizer = optim.AdamW8bit(model.parameters(), lr=0.01)
-    done: list[int] = []
-
-    def train() -> None:
-        with Keeper(model, optimizer, per_rank=()) as keeper:
-            for number in keeper.steps(5):
-                with keeper.commit():
-                    step(model, optimizer, number)
-                done.append(number)
-
-    with pytest.raises(TypeError, match=r"0\.weight: exp_avg of the optimizer` cannot be kept: a torchao\."):
-        train()
-
-    assert not done
-
-
-@pytest.mark.usefixtures("group")
-def test_with_fsdp2_too_it_is_refused_by_the_parameters_name_at_the_door() -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torchao import optim
-
-    model: Any = fully_shard(network(), mesh=init_device_mesh("cpu", (1,)))
-    optimizer = optim.AdamW8bit(model.parameters(), lr=0.01)
     step(model, optimizer, 1)
 
     with pytest.raises(TypeError, match=r"^`0\.weight: exp_avg of the optimizer` cannot be kept: a torchao\."):

@@ -29,12 +29,6 @@ rank, log = int(os.environ["RANK"]), logging.getLogger("lightning.pytorch")
 ranks = {rank_zero_only.rank, torchmetrics.utilities.prints.rank_zero_only.rank}
 print("found", early, ranks == {rank}, len(log.handlers), log.propagate, took_s < 0.2)
 """
-TRANSFORMERS = """
-import gc, os
-import transformers.trainer
-alone = len(os.listdir("/proc/self/task")) == 1
-print("found", gc.get_freeze_count() > 0, alone and "JE_ARROW_MALLOC_CONF" not in os.environ)
-"""
 
 
 def require(package: str) -> None:
@@ -57,17 +51,6 @@ def test_lightning_is_preloaded_and_each_rank_knows_its_own_number(
     assert "fresh interpreter" not in job.stderr
     # lightning sets a variable that torch looks up at each call.
     assert "without effect" not in job.stderr
-
-
-def test_transformers_trainer_is_preloaded_as_a_whole(tmp_path: Path) -> None:
-    require("transformers")
-    script(tmp_path, TRANSFORMERS)
-
-    with Job(tmp_path, "--preload", "transformers.trainer", "--nproc-per-node", "2", "train.py") as job:
-        assert job.wait(600) == 0, job.output
-
-    assert job.stdout.count("found True True") == 2, job.stdout + job.stderr
-    assert "preloaded" not in job.stderr
 
 
 # Steps without end, each with the CPU time that the program's imports took.

@@ -38,8 +38,8 @@ from elaunch.agent.core.events import (
     StacksTaken,
     Tag,
     Tick,
+    WorkerEnded,
     WorkerExited,
-    WorkerRaised,
     WorkersHung,
 )
 from elaunch.agent.core.state import Agent, Exited, Running
@@ -190,7 +190,7 @@ class AgentProcess:
         self._inbox.append(event)
         self._turn_soon()
 
-    def report(self, event: WorkerExited | ServiceLost | WorkerRaised | WorkersHung | Cleared) -> None:
+    def report(self, event: WorkerExited | ServiceLost | WorkerEnded | WorkersHung | Cleared) -> None:
         """Bring the agent an event about its workers: in time or late, and sometimes a second time, much later."""
         world, rng = self.world, self.rng
         if not world.is_rough or rng.random() < 0.8:

@@ -7,12 +7,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from elaunch.agent.core.events import Cleared, Event, ServiceLost, WorkerExited, WorkerRaised
+from elaunch.agent.core.events import Cleared, Event, ServiceLost, WorkerEnded, WorkerExited
 from elaunch.agent.core.state import Agent, Clearing, Exited, Finished, Joining, Running, Stopping
 from elaunch.rendezvous.codec import decode
+from elaunch.rendezvous.rules.assign_ranks import role_of_node
 from elaunch.rendezvous.rules.excluding import is_excluded, way_of
-from elaunch.rendezvous.rules.hang_records import Hang
-from elaunch.rendezvous.rules.seating import role_of_node
+from elaunch.rendezvous.rules.hang_verdict import Hang
 from elaunch.rendezvous.rules.table_codec import decode_table
 from elaunch.rendezvous.store import Changes, KeyEntry, NoneNewer, Put, Txn, Update
 from elaunch.rendezvous.types import (
@@ -439,7 +439,7 @@ class Checks:
         steps = process.busy("steps")
         self._require(steps <= STEPS_A_SECOND_MAX, "busy", f"{process.name} takes {steps} steps a second")
         agent, living = process.agent, process.living
-        if isinstance(event, (WorkerExited, WorkerRaised, ServiceLost, Cleared)):
+        if isinstance(event, (WorkerExited, WorkerEnded, ServiceLost, Cleared)):
             is_old = event.generation < max(process.node_of, default=-1)
             # The words of an agent's whole state take longer than the check.
             text = f"{event} changed {before} into {agent}" if is_old and agent != before else ""

@@ -7,7 +7,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from elaunch.agent.core.actions import Message, PeerFailed, StopAtStepBoundary
-from elaunch.agent.core.events import WorkerExited, WorkerListens, WorkerRaised, WorkerSaved, WorkersHung, WorkerStopped
+from elaunch.agent.core.events import WorkerEnded, WorkerExited, WorkerListens, WorkerSaved, WorkersHung, WorkerStopped
 from elaunch.agent.core.running import STOPPED_HOLD_S
 from elaunch.agent.core.state import Running
 from elaunch.rendezvous.types import Failure, FailureKind, RankTable
@@ -315,7 +315,7 @@ class Group:
             worker.process.tails[worker.local_rank] = PEER_TAIL
         elif self._world.rng.random() < 0.2:
             worker.has_raised = True
-            worker.process.report(WorkerRaised(worker.generation, worker.local_rank))
+            worker.process.report(WorkerEnded(worker.generation, worker.local_rank, raised=True))
         self.end(worker, 1, kind)
 
     def _failure(self, worker: Worker, code: int, kind: FailureKind | None) -> Failure:

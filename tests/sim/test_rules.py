@@ -175,7 +175,7 @@ def survivors_not_awaited(patch: pytest.MonkeyPatch) -> None:
 
 
 def ready_not_awaited(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(forming, "_await_ready", lambda *_: None)
+    patch.setattr(forming._Forming, "_await_ready", lambda *_: None)
 
 
 def members_admitted(patch: pytest.MonkeyPatch) -> None:
@@ -184,18 +184,19 @@ def members_admitted(patch: pytest.MonkeyPatch) -> None:
 
     admit = leading._admit
     patch.setattr(leading, "_admit", off)
-    patch.setattr(forming, "_await_ready", lambda *_: None)
+    patch.setattr(forming._Forming, "_await_ready", lambda *_: None)
 
 
 def losses_counted(patch: pytest.MonkeyPatch) -> None:
-    def off(snapshot: Any, terms: Any, generation: Any, before: Any, *rest: Any) -> Any:
-        if before:
-            seated = {seat.node_id: Node(seat.node_id, seat.host, "", seat.slots) for seat in before.seats}
-            snapshot = replace(snapshot, members={**seated, **snapshot.members})
-        return decide(snapshot, terms, generation, before, *rest)
+    def off(formed: Any, table_age_s: float) -> Any:
+        if formed.before:
+            seated = {seat.node_id: Node(seat.node_id, seat.host, "", seat.slots) for seat in formed.before.seats}
+            members = {**seated, **formed.snapshot.members}
+            formed = replace(formed, snapshot=replace(formed.snapshot, members=members))
+        return decide(formed, table_age_s)
 
-    decide = forming._decide
-    patch.setattr(forming, "_decide", off)
+    decide = forming._Forming.decide
+    patch.setattr(forming._Forming, "decide", off)
 
 
 def finished_leave(patch: pytest.MonkeyPatch) -> None:

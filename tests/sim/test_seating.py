@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from elaunch.rendezvous.rules import forming, leading
-from elaunch.rendezvous.rules.seating import Seating
+from elaunch.rendezvous.rules.assign_ranks import Seating
 from elaunch.rendezvous.types import OutcomeKind, RankTable
 from tests.harness import slow
 from tests.sim.checks import Violation
@@ -87,8 +87,8 @@ def test_a_job_ends_if_no_node_of_the_role_comes() -> None:
     (run,) = world.checks.runs
     assert run.ended
     assert run.ended.reason.startswith(
-        "no node with the role ps came in 40 s for a free seat (2 nodes were here); host-0 was lost: no sign of "
-        "life from the elaunch that ran there; start a node with that role"
+        "after 40 s the job still waits for a node with the role ps; nodes: 2 of at least 1 are here; host-0 was lost:"
+        " no sign of life from the elaunch that ran there; start a node with that role"
     )
 
 

@@ -13,12 +13,8 @@ tear a checkpoint. A *sharded* one (FSDP, ZeRO-1) is written and read by all, in
 from __future__ import annotations
 
 import contextlib
-import errno
-import os
 import secrets
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -33,33 +29,18 @@ if TYPE_CHECKING:
     from elaunch.trainer.checkpoint.dcp import Plan, Staging
     from elaunch.trainer.checkpoint.writing import Writing
 
-__all__ = ["KEPT", "Checkpoints", "Mark", "Written", "marks", "tensors_sha256"]
+__all__ = ["KEPT", "Checkpoints", "Mark", "marks", "tensors_sha256"]
 
 KEPT = 3
-
-
-@dataclass(frozen=True)
-class Written:
-    """The newest checkpoint that became durable.
-
-    `size` in bytes, of all ranks; `took_s` from `save_async` to durable; `waited_s` is what training stood still for:
-    the end of the one before, agreement, and the copy.
-    """
-
-    mark: Mark
-    size: int
-    took_s: float
-    waited_s: float
 
 
 class Checkpoints:
     """The checkpoints of one job in `directory`, which rank 0 makes, or below a URL (`s3://bucket/run`).
 
     `generation` is the job's (`ELAUNCH_GENERATION`, else the restart count). `say` is given sentences, on rank 0.
-    `group` are the ranks that have the state, by default all of the job. `last` is the newest that became durable in
-    this process's time, and `failure` what was said of the newest begun if that failed, both on rank 0. At most one is
-    in the making: `save_async` waits for the one before. `require_ours` is called before each is published, and raises
-    OSError if the place is another job's by now.
+    `group` are the ranks that have the state, by default all of the job. `failure` is what was said of the newest begun
+    if that failed, on rank 0. At most one is in the making: `save_async` waits for the one before. `require_ours` is
+    called before each is published, and raises OSError if the place is another job's by now.
     """
 
     def __init__(
@@ -75,16 +56,10 @@ class Checkpoints:
         if keep < 1:
             raise ValueError(f"keep is {keep}; at least 1 checkpoint must be kept")
         self.storage = storage_at(directory)
-        self.last: Written | None = None
         self.failure = ""
         self._said = ""
-        self._size = 0
         self._keep, self._say, self._require_ours = keep, say, require_ours
         self._ranks = group if isinstance(group, Peers) else Peers(group)
-        # The threads that write have connections of their own.
-        self._writers: Peers | None = None
-        # On rank 0: those are of no use any more. A rank whose connections break tells rank 0 by that.
-        self._is_cut_off = False
         # The generation to save under, and the marks that are taken.
         self._fence = generation
         self._taken: set[Mark] = set()
@@ -108,10 +83,10 @@ class Checkpoints:
         self.storage.sweep(self._fence)
         self._is_prepared = True
 
-    def newest(self) -> Mark | None:
-        """The newest one, whole or not, as rank 0 sees the directory; None without any."""
-        seen = marks(self.storage) if self._ranks.leads else []
-        return self._ranks.from_rank_0(seen[-1] if seen else None)
+    @property
+    def newest_known(self) -> Mark | None:
+        """The newest one, whole or not, that rank 0 has seen or written; None if it knows of none."""
+        return max(self._taken, default=None)
 
     def load_newest(self, state: State) -> Mark | None:
         """Put the newest whole checkpoint into `state`: its mark, or None where there is none, and nothing is changed.
@@ -130,7 +105,6 @@ class Checkpoints:
         Errors of the disk are reported, never raised. The older checkpoints are untouched then. Raises TypeError for
         values that a checkpoint cannot hold, and ValueError if ranks of a sharded state do not see the directory.
         """
-        begun_s = time.monotonic()
         parts = flatten(state)
         if not parts.is_sharded and not self._ranks.leads:
             return
@@ -138,15 +112,12 @@ class Checkpoints:
 
         self._settle()
         self.failure = ""
-        self._size = 0 if parts.is_sharded else sum(tensor.nbytes for tensor in parts.tensors.values())
         mark, folder = self._begin(step, parts)
         if folder is None:
             return
         plan = self._planned(parts)
         self._staging = self._staging or dcp.Staging()
         self._staging.copy(plan.items, parts.tensors)
-
-        waited_s = time.monotonic() - begun_s
         order = writing.WriteOrder(
             mark=mark,
             storage=self.storage,
@@ -154,14 +125,13 @@ class Checkpoints:
             plan=plan,
             staging=self._staging,
             plain=pack(parts) if self._ranks.leads else b"",
-            ranks=self._writers_met() if parts.is_sharded else None,
+            ranks=self._writers() if parts.is_sharded else None,
             keep=self._keep,
             require_ours=self._require_ours,
         )
 
-        def published(size: int) -> None:
+        def published() -> None:
             self._taken.add(mark)
-            self.last = Written(mark, size, time.monotonic() - begun_s, waited_s)
             if self._said:
                 self._said = ""
                 self._say(f"the checkpoint of step {step} is written")
@@ -182,11 +152,6 @@ class Checkpoints:
         """Until nothing is in the making any more; all ranks call it before they end."""
         self._settle()
 
-    def close(self) -> None:
-        """Close the connections of the threads that write, after `wait`. Those of `group` stay."""
-        if self._writers is not None:
-            self._writers.close()
-
     def _settle(self) -> None:
         """End the checkpoint in the making."""
         writing, self._writing = self._writing, None
@@ -196,7 +161,8 @@ class Checkpoints:
         if writing.order.ranks is not None:
             failures = self._ranks.from_all(failures[0])
         writing.wait()
-        self._is_cut_off = writing.is_cut_off
+        if writing.order.ranks is not None:
+            writing.order.ranks.close()
         # Rank 0 may have failed after its part.
         failures[0] = failures[0] or writing.failure
         if any(failures) and self._ranks.leads:
@@ -204,28 +170,17 @@ class Checkpoints:
             self._failed(writing.order.mark.step, reason)
 
     def _failed(self, step: int, reason: str) -> None:
-        try:
-            there = self.storage.recalled()
-            if there:
-                newest = f"the newest one in {self.storage} is of step {there[-1][0].step}"
-            else:
-                newest = f"there is none in {self.storage}"
-        except OSError as error:
-            newest = f"{self.storage} cannot be read: {error.strerror or error}"
-        self.failure = f"the checkpoint of step {step} could not be written: {reason}{self._room(reason)}; {newest}"
+        if not self._is_prepared:
+            newest = f"{self.storage} has not answered yet"
+        elif self.newest_known is None:
+            newest = f"there is none in {self.storage}"
+        else:
+            newest = f"the newest one in {self.storage} is of step {self.newest_known.step}"
+        self.failure = f"the checkpoint of step {step} could not be written: {reason}; {newest}"
         # One that is tried again fails for the same reason mostly.
         if self.failure != self._said:
             self._said = self.failure
             self._say(self.failure)
-
-    def _room(self, reason: str) -> str:
-        """The numbers, where the disk is full."""
-        if not self._size or os.strerror(errno.ENOSPC) not in reason:
-            return ""
-        free = self.storage.free_bytes()
-        if free is None:
-            return ""
-        return f" ({free / 1e6:,.1f} MB are free, it takes {self._size / 1e6:,.1f} MB)"
 
     def _begin(self, step: int, parts: Tree) -> tuple[Mark, Folder | None]:
         """Begin the checkpoint's folder on rank 0 and tell the others which; None where that failed."""
@@ -242,9 +197,7 @@ class Checkpoints:
                 failure = error.strerror or str(error)
         mark = Mark(self._fence, step)
         if parts.is_sharded:
-            mark, name, failure, is_cut_off = self._ranks.from_rank_0((mark, name, failure, self._is_cut_off))
-            if is_cut_off:
-                self._part_with_writers()
+            mark, name, failure = self._ranks.from_rank_0((mark, name, failure))
         if failure:
             if self._ranks.leads:
                 self._failed(step, failure)
@@ -275,16 +228,9 @@ class Checkpoints:
             self._plan = layouts, dcp.plan(parts.tensors, parts.paths, self._ranks if parts.is_sharded else None)
         return self._plan[1]
 
-    def _part_with_writers(self) -> None:
-        """The next checkpoint makes new connections: a network may fail for a while, and training go on."""
-        self._is_cut_off = False
-        if self._writers is not None:
-            self._writers.close()
-            self._writers = None
-
-    def _writers_met(self) -> Peers:
-        if self._writers is None:
-            self._writers = self._ranks.apart("checkpoint")
-            # A disk may take any time.
-            self._writers.meet(patient=True)
-        return self._writers
+    def _writers(self) -> Peers:
+        """Connections for the threads that write. Each checkpoint has its own: those before may be broken."""
+        writers = self._ranks.apart("checkpoint")
+        # A disk may take any time.
+        writers.meet(patient=True)
+        return writers

@@ -10,13 +10,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import secrets
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import PurePath
 from typing import Any
 
@@ -35,20 +34,9 @@ _SILENT_S = 3 * _RENEW_S
 # A job that is stopped saves first, and its successor may be there already.
 _PATIENCE_S = 60.0
 _LOOK_S = 0.5
-# Options with one of these words are about how a program runs, logs and resumes, or how long it trains.
-_OPERATIONAL = re.compile(
-    r"(resumed?|restore|continue|ckpt|checkpoints?|save|out|output|logs?|logging|logdir|wandb|tensorboard|run|job|exp"
-    r"|experiment|tags?|notes|id|port|host|workers?|threads?|verbose|v|quiet|q|debug|progress|profile"
-    r"|steps?|epochs?|iters?|iterations?)"
-)
-# Most of these have no value.
-_FLAGS = re.compile(r"resumed?|restore|continue|verbose|v|quiet|q|debug|progress")
-_FLAGS_VALUE = re.compile(r".*[/.].*|true|false|yes|no|[01]|on|off|auto|last|latest", re.IGNORECASE)
-# Their arguments name a file of this start of the notebook's kernel.
-_NOTEBOOKS = ("ipykernel_launcher.py", "colab_kernel_launcher.py")
-_TEXT_MAX, _SHOWN_MAX = 4096, 300
+_TEXT_MAX = 4096
 _TYPES: dict[str, type] = {
-    **dict.fromkeys(("name", "run", "host", "process", "token", "since"), str),
+    **dict.fromkeys(("name", "script", "run", "host", "process", "token", "since"), str),
     **dict.fromkeys(("generation", "renewals"), int),
     "ended": bool,
 }
@@ -69,7 +57,7 @@ class Claim:
         self._note: dict[str, Any] = {
             "format": _FORMAT,
             "name": name,
-            "command": command(sys.argv, os.environ, str(storage)),
+            "script": script_name(sys.argv[0]),
             "run": os.environ.get("TORCHELASTIC_RUN_ID", ""),
             "generation": generation,
             "job": job,
@@ -153,8 +141,9 @@ class Claim:
         try:
             note = {} if content is None else parse_json(content)
             types = {name: type(note[name]) for name in _TYPES}
-            is_whole = types == _TYPES and all(type(word) is str for word in note["command"])
-            is_whole = is_whole and all(len(note[name]) <= _TEXT_MAX for name, kind in _TYPES.items() if kind is str)
+            is_whole = types == _TYPES and all(
+                len(note[name]) <= _TEXT_MAX for name, kind in _TYPES.items() if kind is str
+            )
             return note if is_whole and note["format"] == _FORMAT and note["process"].count(":") > 1 else None
         except (KeyError, TypeError, ValueError):
             return None
@@ -168,20 +157,14 @@ class Claim:
         return held["process"] == self._note["process"] or (is_later and is_ours and is_gone)
 
     def _require_same(self, held: dict[str, Any], step: int) -> None:
-        mine = self._note
-        if UNNAMED in (held["name"], mine["name"]):
-            its, ours = held["command"], mine["command"]
-        else:
-            its, ours = [f"name={held['name']}"], [f"name={mine['name']}"]
-        if its != ours:
-            lacks, adds = ([word for word in one if word not in other] for one, other in ((its, ours), (ours, its)))
-            shown = {"that one": lacks, "this one": adds} if lacks or adds else {"that one": its, "this one": ours}
-            parts = [f"{which} has `{' '.join(words)[:_SHOWN_MAX]}`" for which, words in shown.items() if words]
-            differs = ", ".join(parts)
+        # A job without a name is told by its script.
+        what = "script" if UNNAMED in (held["name"], self._note["name"]) else "name"
+        if held[what] != self._note[what]:
             raise NotOurs(
-                f"{self._storage} has the checkpoints of another training, by {_job(held)}: {differs}. Give each "
-                f"training its own checkpoints=, or, if both are one training, the same name=; remove "
-                f"{self._storage}/{NOTE} to resume from step {step} of that one"
+                f"{self._storage} has the checkpoints of another training, by {_job(held)}: that one has the {what} "
+                f"`{held[what]}`, this one `{self._note[what]}`. Give each training its own checkpoints=, or, if both "
+                f"are one training, the same name=; remove {self._storage}/{NOTE} to resume from step {step} of that "
+                "one"
             )
 
     def _require_over(self, held: dict[str, Any], waiting: Callable[[], object]) -> None:
@@ -210,46 +193,10 @@ class Claim:
             held = now
 
 
-def command(argv: Sequence[str], environ: Mapping[str, str], place: str) -> list[str]:
-    """What tells the command from that of another training: the script, the options in order, and other arguments.
-
-    Where script, data and checkpoints lie does not count, nor the scheduler's number of the job, or options that are
-    operational.
-    """
-    names = [name for name in environ if name == "TORCHELASTIC_RUN_ID" or name.endswith(("JOB_ID", "JOBID"))]
-    jobs = "|".join(re.escape(environ[name]) for name in names if len(environ[name]) > 3)
-    script = PurePath(argv[0])
-    options, others = list[str](), list[str]()
-    words = [] if script.name in _NOTEBOOKS else [*argv[1:]]
-    while words:
-        name, equals, value = words.pop(0).partition("=")
-        parts = re.split(r"[-_.]+", name.lower())
-        if not name.startswith("-") and not equals:
-            name, value = "", name
-        elif not equals and words and not re.match(r"-+[a-zA-Z]", words[0]):
-            is_value = _FLAGS_VALUE.fullmatch(words[0]) or not any(map(_FLAGS.fullmatch, parts))
-            value = words.pop(0) if is_value else ""
-        if name and any(map(_OPERATIONAL.fullmatch, parts)):
-            continue
-        if jobs:
-            value = re.sub(rf"(?<![0-9a-zA-Z])({jobs})(?![0-9a-zA-Z])", "JOB", value)
-        if _is_around(value, place):
-            value = "CHECKPOINTS"
-        elif "/" in value and not set(value) & set(" {[\"'"):
-            value = PurePath(value).name
-        elif value.isdecimal() and not name:
-            # A number of steps or epochs.
-            value = "N"
-        (options if name else others).append(f"{name}={value}" if name and value else name or value)
-    return ["/".join(script.parts[-2:]) if script.name == "__main__.py" else script.name, *sorted(options), *others]
-
-
-def _is_around(value: str, place: str) -> bool:
-    """Whether a path is that of the checkpoints, above it, or in it."""
-    if value == place or not value or "://" in value + place:
-        return value == place
-    one, other = os.path.abspath(value), os.path.abspath(place)  # noqa: PTH100
-    return f"{one}/".startswith(f"{other}/") or f"{other}/".startswith(f"{one}/")
+def script_name(path: str) -> str:
+    """What tells a script from that of another training, wherever it lies; of `python -m package` also the package."""
+    script = PurePath(path)
+    return "/".join(script.parts[-2:]) if script.name == "__main__.py" else script.name
 
 
 def _job(note: dict[str, Any]) -> str:

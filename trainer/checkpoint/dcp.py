@@ -17,7 +17,7 @@ import os
 import pickle
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import IO, Any
 
 import torch
@@ -29,9 +29,8 @@ from torch.distributed.checkpoint.default_planner import (
     create_default_local_save_plan,
 )
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
 from elaunch.strict_json import parse_json
 from elaunch.trainer.checkpoint.storage import LAYOUT, Folder
@@ -278,17 +277,6 @@ class _Reader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> records.Metadata:
         """Torch's unpickles the file."""
         raise NotImplementedError
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        if self._folder.is_remote:
-            # From the beginning of each file to its end: what is read ahead is what comes next.
-            places = self.storage_data
-            items = sorted(
-                plan.items,
-                key=lambda item: (places[item.storage_index].relative_path, places[item.storage_index].offset),
-            )
-            plan = replace(plan, items=items)
-        return super().read_data(plan, planner)
 
     def _slice_file(self, file: IO[bytes], sinfo: Any) -> IO[bytes]:
         if self._folder.is_remote or sinfo.length <= _SMALL_BYTES:

@@ -22,7 +22,6 @@ from elaunch.trainer.checkpoint.storage import (
     Mark,
     Storage,
     StorageError,
-    found,
     read_manifest,
     read_verified,
     verify,
@@ -327,7 +326,7 @@ def _put(state: State, plain: Any, leaves: dict[Place, object]) -> None:
 
 def _newest_first(storage: Storage, unread: list[str]) -> list[tuple[Mark, Folder]]:
     try:
-        return list(reversed(found(storage)))
+        return list(reversed(storage.found()))
     except StorageError as error:
         unread.append(f"{error.filename} cannot be read ({error.strerror})")
         return []

@@ -21,14 +21,15 @@ from elaunch.trainer.files import open_regular, read_regular, sync_directory, wr
 
 CORRUPT_SUFFIX = ".corrupt"
 _HIDDEN = re.compile(r"\.generation-(\d+)-step-\d+\.")
-_OLD = ".old"
-# After the rename a rank can add only the one file that it is just opening: it no longer finds the folder.
-_TRIES_MAX = 5
 
 
 @dataclass(frozen=True)
 class LocalFolder:
-    """A folder."""
+    """The files of one checkpoint.
+
+    `name` is that by which another rank finds it with `folder`. `is_remote` says that each read goes over a network:
+    few and in order is better than many and anywhere.
+    """
 
     path: Path
     is_remote = False
@@ -41,19 +42,23 @@ class LocalFolder:
         return self.path.name
 
     def is_there(self) -> bool:
+        """Whether this rank sees it."""
         return self.path.is_dir()
 
     def names(self) -> list[str]:
         return [path.name for path in self.path.iterdir()]
 
     def read(self, name: str, bytes_max: int) -> bytes:
+        """All of a file; raises FileNotFoundError, and OSError with a sentence where it is larger."""
         return read_regular(self.path / name, bytes_max)
 
     def open(self, name: str) -> IO[bytes]:
+        """A file to be read, with `seek`."""
         return open_regular(self.path / name)
 
     @contextlib.contextmanager
     def create(self, name: str) -> Iterator[IO[bytes]]:
+        """A file to be written from beginning to end; durable when the context is left."""
         with (self.path / name).open("wb") as file:
             yield file
             # DCP syncs what it has not flushed yet: of `.metadata` nothing at all.
@@ -61,6 +66,7 @@ class LocalFolder:
             os.fsync(file.fileno())
 
     def write(self, name: str, content: bytes) -> None:
+        """Write a small file durably: whole, or not there."""
         write_durably(self.path / name, content)
 
     def rename(self, name: str, new: str) -> None:
@@ -81,6 +87,7 @@ class LocalStorage:
         return str(self.directory)
 
     def found(self) -> list[tuple[Mark, Folder]]:
+        """All published checkpoints, whole or not, oldest first; none where there is no such place."""
         try:
             paths = [path for path in self.directory.iterdir() if path.is_dir()]
             listed = sorted((mark, path) for path in paths if (mark := Mark.of(path)))
@@ -88,33 +95,27 @@ class LocalStorage:
             return []
         return [(mark, LocalFolder(path)) for mark, path in listed]
 
-    def recalled(self) -> list[tuple[Mark, Folder]]:
-        return self.found()
-
     def folder(self, name: str) -> LocalFolder:
         return LocalFolder(self.directory / name)
 
     def begin(self, mark: Mark, nonce: str, *, shared: bool) -> LocalFolder:
+        """A place for the files of `mark` that no other writer has; not published. `shared`: other ranks write too."""
         folder = hidden(self.directory, mark, nonce)
         folder.mkdir(parents=True)
         return LocalFolder(folder)
 
     def publish(self, folder: Folder, manifest: Manifest) -> None:
+        """Make it one of the checkpoints in one moment; no other one has that mark."""
         folder.write(MANIFEST, manifest.to_bytes())
         publish(_path(folder), manifest.mark)
 
     def abandon(self, folder: Folder) -> None:
-        # First another name: other ranks may still write, and what they add to a folder keeps it from being deleted.
-        with contextlib.suppress(OSError):
-            path = _path(folder)
-            old = path.rename(path.with_suffix(_OLD))
-            # A file that another rank was about to make when the name changed may come while its folder is emptied.
-            for _ in range(_TRIES_MAX):
-                shutil.rmtree(old, ignore_errors=True)
-                if not old.exists():
-                    return
+        """Delete what `begin` began; nothing is raised."""
+        # Other ranks may still write: what they add is swept by the next start.
+        shutil.rmtree(_path(folder), ignore_errors=True)
 
     def set_aside(self, folder: Folder) -> None:
+        """Keep what is torn or corrupt for people, but count it no more; nothing is raised."""
         with contextlib.suppress(OSError):
             path = _path(folder)
             target = path.with_name(path.name + CORRUPT_SUFFIX)
@@ -123,6 +124,7 @@ class LocalStorage:
             path.rename(target)
 
     def discard(self, folder: Folder) -> None:
+        """Delete a checkpoint; killed in between, it leaves none that looks whole."""
         path = _path(folder)
         # Killed in between, it leaves a hidden folder, never a half-empty one that looks whole.
         old = path.with_name(f".{path.name}.{os.getpid()}.old")
@@ -130,24 +132,20 @@ class LocalStorage:
         shutil.rmtree(old)
 
     def sweep(self, generation: int) -> None:
+        """Delete what killed writers of this and earlier generations left; a newer group's may be in the making."""
         for path in self.directory.glob(".generation-*"):
             match = _HIDDEN.match(path.name)
             if match is not None and int(match[1]) <= generation:
                 shutil.rmtree(path, ignore_errors=True)
 
     def require_writable(self) -> None:
+        """Write a small file and remove it."""
         name = f".writable-{secrets.token_hex(4)}"
         self.write_note(name, b"")
         (self.directory / name).unlink()
 
-    def free_bytes(self) -> int | None:
-        try:
-            there = os.statvfs(self.directory)
-        except OSError:
-            return None
-        return there.f_bavail * there.f_frsize
-
     def read_note(self, name: str) -> bytes | None:
+        """A small file beside the checkpoints; None where it is not there."""
         try:
             # The user's own, and shared by runs perhaps.
             return read_regular(self.directory / name, NOTE_BYTES_MAX, follow=True)

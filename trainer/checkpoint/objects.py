@@ -46,7 +46,6 @@ _READ_AHEAD_BYTES = 8 << 20
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 # What `pathlib.Path` makes of a URL.
 _ONE_SLASH = re.compile(rf"({'|'.join(_FLAT)}|file):/[^/].*", re.DOTALL)
-_UNREACHED = re.compile(r"Connect|Endpoint|Timeout|Timed|gaierror|DNS|SSL|HTTPClient")
 
 
 @dataclass(frozen=True)
@@ -80,8 +79,6 @@ def parse(text: str) -> Path | Url:
 
     Raises ValueError with one sentence for one that cannot be meant.
     """
-    if "::" in text and "://" in text:
-        raise ValueError("checkpoints cannot go to a chained URL (…::…); give the last one of the chain")
     match = _URL.fullmatch(text)
     if match is None:
         if _ONE_SLASH.fullmatch(text) and not os.path.lexists(text.partition("/")[0]):
@@ -96,8 +93,6 @@ def parse(text: str) -> Path | Url:
             raise ValueError(f"{text} is no absolute path; write {scheme}:///folder, or the path alone")
         return Path(rest)
     url = Url(scheme, text)
-    if found := re.search(r"[*\[\]]", rest):
-        raise ValueError(f"{url} has a {found[0]}, which fsspec reads as a pattern; take a name without * [ ]")
     if not rest.strip("/"):
         raise ValueError(f"{text} names no bucket; write {scheme}://bucket/folder")
     try:
@@ -190,21 +185,12 @@ class ObjectStorage:
 
     def __init__(self, url: Url) -> None:
         self._url = url
-        self._recalled: list[tuple[Mark, Folder]] | None = None
 
     def __str__(self) -> str:
         return str(self._url)
 
     def found(self) -> list[tuple[Mark, Folder]]:
-        whole: list[tuple[Mark, Folder]] = [(mark, folder) for mark, folder in self._attempts() if folder.has(MANIFEST)]
-        self._recalled = list(whole)
-        return list(whole)
-
-    def recalled(self) -> list[tuple[Mark, Folder]]:
-        # This list is only for a message, which must not wait for a store that does not answer.
-        if self._recalled is None:
-            raise StorageError(None, "it has not answered yet", str(self))
-        return self._recalled
+        return [(mark, folder) for mark, folder in self._attempts() if folder.has(MANIFEST)]
 
     def folder(self, name: str) -> ObjectFolder:
         return ObjectFolder(self, name)
@@ -254,9 +240,6 @@ class ObjectStorage:
         self.write_note(name, b"")
         with self.errors():
             self.system.rm_file(f"{self.root}/{name}")
-
-    def free_bytes(self) -> int | None:
-        return None
 
     def read_note(self, name: str) -> bytes | None:
         try:
@@ -355,20 +338,7 @@ def plain_errors(url: Url) -> Iterator[None]:
         raise FileNotFoundError(errno.ENOENT, _words(error, url), str(url)) from None
     except Exception as error:
         number = getattr(error, "errno", None) or errno.EIO
-        raise StorageError(number, _reason(error, url), str(url)) from None
-
-
-def _reason(error: Exception, url: Url) -> str:
-    words, kind = _words(error, url), type(error).__name__
-    if "Credentials" in kind:
-        return f"{words}; give the credentials in the store's usual variables or files (S3: AWS_ACCESS_KEY_ID, …)"
-    if isinstance(error, PermissionError):
-        return f"access is denied ({words}); check the credentials, and what they may do"
-    if isinstance(error, ConnectionError | TimeoutError) or _UNREACHED.search(kind):
-        return f"it does not answer ({words}); check the network and the endpoint"
-    if isinstance(error, NotImplementedError):
-        return f"{url.scheme}:// cannot be written to"
-    return words
+        raise StorageError(number, _words(error, url), str(url)) from None
 
 
 def _words(error: Exception, url: Url) -> str:

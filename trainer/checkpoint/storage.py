@@ -15,13 +15,17 @@ import os
 import re
 import zlib
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import IO, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from elaunch.strict_json import parse_json
 from elaunch.trainer.state.version import Version
+
+if TYPE_CHECKING:
+    # Both import this module.
+    from elaunch.trainer.checkpoint.local import LocalFolder, LocalStorage
+    from elaunch.trainer.checkpoint.objects import ObjectFolder, ObjectStorage
 
 MANIFEST = "manifest.json"
 # The file that holds all of a state that is no tensor.
@@ -101,87 +105,10 @@ def _manifest_of(record: dict[str, Any]) -> Manifest:
     return Manifest(mark, record["world_size"], files)
 
 
-class Folder(Protocol):
-    """The files of one checkpoint. All methods raise OSError; `str()` of it is for people.
-
-    `name` is that by which another rank finds it with `Storage.folder`. `is_remote` says that each read goes over a
-    network: few and in order is better than many and anywhere.
-    """
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def is_remote(self) -> bool: ...
-
-    def is_there(self) -> bool:
-        """Whether this rank sees it."""
-
-    def names(self) -> list[str]:
-        """All files."""
-
-    def read(self, name: str, bytes_max: int) -> bytes:
-        """All of a file; raises FileNotFoundError, and OSError with a sentence where it is larger."""
-
-    def open(self, name: str) -> AbstractContextManager[IO[bytes]]:
-        """A file to be read, with `seek`."""
-
-    def create(self, name: str) -> AbstractContextManager[IO[bytes]]:
-        """A file to be written from beginning to end; durable when the context is left."""
-
-    def write(self, name: str, content: bytes) -> None:
-        """Write a small file durably: whole, or not there."""
-
-    def rename(self, name: str, new: str) -> None:
-        """Give `new` its final name; where files appear whole under their names, there is nothing to do."""
-
-    def remove(self, names: Iterable[str]) -> None:
-        """Delete these files."""
-
-
-class Storage(Protocol):
-    """Where the checkpoints of one run lie. All methods raise OSError; `str()` of it is for people, without secrets."""
-
-    def found(self) -> list[tuple[Mark, Folder]]:
-        """All published checkpoints, whole or not, oldest first; none where there is no such place."""
-
-    def recalled(self) -> list[tuple[Mark, Folder]]:
-        """The same for a message: where a query takes long, the result of the last one."""
-
-    def folder(self, name: str) -> Folder:
-        """What another rank's `Folder.name` says."""
-
-    def begin(self, mark: Mark, nonce: str, *, shared: bool) -> Folder:
-        """A place for the files of `mark` that no other writer has; not published. `shared`: other ranks write too."""
-
-    def publish(self, folder: Folder, manifest: Manifest) -> None:
-        """Make it one of the checkpoints in one moment; no other one has that mark."""
-
-    def abandon(self, folder: Folder) -> None:
-        """Delete what `begin` began; nothing is raised."""
-
-    def set_aside(self, folder: Folder) -> None:
-        """Keep what is torn or corrupt for people, but count it no more; nothing is raised."""
-
-    def discard(self, folder: Folder) -> None:
-        """Delete a checkpoint; killed in between, it leaves none that looks whole."""
-
-    def sweep(self, generation: int) -> None:
-        """Delete what killed writers of this and earlier generations left; a newer group's may be in the making."""
-
-    def require_writable(self) -> None:
-        """Write a small file and remove it."""
-
-    def free_bytes(self) -> int | None:
-        """The free bytes, or None if the storage does not tell."""
-
-    def read_note(self, name: str) -> bytes | None:
-        """A small file beside the checkpoints; None where it is not there."""
-
-    def write_note(self, name: str, content: bytes) -> None:
-        """Write it durably, whole or not at all."""
-
-
+# The files of one checkpoint, and where the checkpoints of one run lie; `local` says what each method does. All of them
+# raise OSError. `str()` is for people, without secrets.
+Folder: TypeAlias = "LocalFolder | ObjectFolder"
+Storage: TypeAlias = "LocalStorage | ObjectStorage"
 Where: TypeAlias = "str | os.PathLike[str] | Storage"
 
 
@@ -207,14 +134,9 @@ def storage_at(where: Where) -> Storage:
     return LocalStorage(url) if isinstance(url, Path) else ObjectStorage(url)
 
 
-def found(where: Where) -> list[tuple[Mark, Folder]]:
-    """All published checkpoints, whole or not, oldest first; none where there is no such place."""
-    return storage_at(where).found()
-
-
 def marks(where: Where) -> list[Mark]:
     """The marks of all published checkpoints, whole or not, oldest first."""
-    return [mark for mark, _ in found(where)]
+    return [mark for mark, _ in storage_at(where).found()]
 
 
 def read_manifest(folder: Folder) -> Manifest:

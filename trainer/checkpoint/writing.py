@@ -52,16 +52,14 @@ class WriteOrder:
 
 
 class Writing:
-    """Begins at once. `on_published` is called in the thread, with the checkpoint's size in bytes, on rank 0.
+    """Begins at once. `on_published` is called in the thread, on rank 0.
 
-    `failure` says why there will be no checkpoint, empty as far as this rank knows. `is_cut_off` says that the ranks
-    could not tell each other: their connections are of no use any more.
+    `failure` says why there will be no checkpoint, empty as far as this rank knows.
     """
 
-    def __init__(self, order: WriteOrder, on_published: Callable[[int], None]) -> None:
+    def __init__(self, order: WriteOrder, on_published: Callable[[], None]) -> None:
         self.order = order
         self.failure = ""
-        self.is_cut_off = False
         self._on_published = on_published
         self._part_done = threading.Event()
         # A daemon: a process that is on its way out with an exception does not wait for the disk.
@@ -86,36 +84,28 @@ class Writing:
         order = self.order
         part = self._write_part()
         self._part_done.set()
-        size = None
+        is_published = False
         try:
-            parts = self._collected(part)
+            parts = [part] if order.ranks is None else order.ranks.to_rank_0(part)
             if parts is None:
                 return
             # By now no rank writes in the folder any more.
             whole = [each for each in parts if each is not None]
             if len(whole) == len(parts):
-                size = self._seal_and_publish(whole)
+                self._seal_and_publish(whole)
+                is_published = True
         # The edge of the thread; torch makes a RuntimeError of many things that a disk can do.
         except Exception as error:
             self.failure = self.failure or reason(error)
             if order.rank:
                 return
-        if size is None:
+        if not is_published:
             order.storage.abandon(order.folder)
             return
         # Old ones that stay cost room, and are tried again after the next.
         with contextlib.suppress(OSError):
             keep_newest(order.storage, order.keep, order.mark)
-        self._on_published(size)
-
-    def _collected(self, part: dcp.Part | None) -> list[dcp.Part | None] | None:
-        """All ranks' parts, on rank 0; None on the others."""
-        if self.order.ranks is None:
-            return [part]
-        self.is_cut_off = True
-        parts = self.order.ranks.to_rank_0(part)
-        self.is_cut_off = False
-        return parts
+        self._on_published()
 
     def _write_part(self) -> dcp.Part | None:
         order = self.order
@@ -127,7 +117,7 @@ class Writing:
                 order.folder.remove(name for name in order.folder.names() if name.startswith(f"__{order.rank}_"))
             return None
 
-    def _seal_and_publish(self, parts: list[dcp.Part]) -> int:
+    def _seal_and_publish(self, parts: list[dcp.Part]) -> None:
         order = self.order
         assert order.plan.metadata is not None
         files: dict[str, tuple[int, int]] = {PLAIN: (len(order.plain), zlib.crc32(order.plain))}
@@ -139,4 +129,3 @@ class Writing:
         require_size(PLAIN, files[PLAIN][0], PLAIN_BYTES_MAX)
         order.require_ours()
         order.storage.publish(order.folder, Manifest(order.mark, len(parts), files))
-        return sum(length for length, _ in files.values())

@@ -9,7 +9,7 @@ import random
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 from zlib import crc32
 
 import torch
@@ -52,14 +52,14 @@ def is_torchs(sampler: Any, *, alone: bool = False) -> bool:
 
 def own_states(roots: dict[str, Any]) -> dict[str, Any]:
     """The states of the generators, counters and short lists in reach of `roots` (samplers), by their places."""
-    return {place: _get(owner) for place, owner in _holders(roots)}
+    return {place: _state_of(_value(*holder)) for place, holder in _holders(roots)}
 
 
 def set_own_states(roots: dict[str, Any], states: dict[str, Any]) -> None:
     """Set them to what `own_states` returned, of these objects or of others that were made alike."""
-    for place, owner in [*_holders(roots)]:
+    for place, holder in [*_holders(roots)]:
         if place in states:
-            _set(owner, states[place])
+            _set(*holder, states[place])
 
 
 def global_states() -> dict[str, Any]:
@@ -126,8 +126,8 @@ class Streams:
             rng_state.apply(outer, _CPU)
 
 
-# A generator, or the owner and the name of a value: an attribute of a sampler, or an item of its dictionaries.
-_Holder = Any
+# What has a generator or a value, and its name there: an attribute, or an item of a container.
+_Holder: TypeAlias = "tuple[Any, Any]"
 
 
 class Watched:
@@ -140,54 +140,48 @@ class Watched:
 
     def note(self) -> None:
         """The sampler has drawn: what it has changed does not count."""
-        self._marks = {place: _mark(_value(owner)) for place, owner in self._holders.items()}
+        self._marks = {place: _mark(_value(*holder)) for place, holder in self._holders.items()}
 
     def changed(self) -> list[str]:
         """Where something has changed since."""
-        return [place for place, owner in self._holders.items() if _mark(_value(owner)) != self._marks[place]]
+        return [place for place, its in self._holders.items() if _mark(_value(*its)) != self._marks[place]]
 
     def too_long(self, places: Iterable[str]) -> list[str]:
         """Those of `places` that `own_states` leaves out, each with its type and its length."""
-        values = {place: _value(self._holders[place]) for place in places}
+        values = {place: _value(*self._holders[place]) for place in places}
         return [f"`{place}` ({type(its).__name__} of {_size(its)})" for place, its in values.items() if _is_long(its)]
 
 
 def _holders(roots: dict[str, Any], *, with_long: bool = False) -> Iterator[tuple[str, _Holder]]:
     seen: set[int] = set()
-    for name, root in roots.items():
-        for place, owner in _in_reach(name, root, seen):
-            if with_long or not _is_long(_value(owner)):
-                yield place, owner
+    for name in roots:
+        for place, holder in _in_reach(name, (roots, name), seen, is_kept=False):
+            if with_long or not _is_long(_value(*holder)):
+                yield place, holder
 
 
-def _in_reach(place: str, value: Any, seen: set[int]) -> Iterator[tuple[str, _Holder]]:
-    if id(value) in seen:
-        return
-    if _is_generator(value):
-        seen.add(id(value))
-        yield place, value
-    elif type(value) in (list, tuple):
-        for number, item in enumerate(value) if len(value) <= _ITEMS_MAX else ():
-            yield from _in_reach(f"{place}.{number}", item, seen)
-    elif type(value) is dict:
-        yield from _of_items(place, value, value, seen) if len(value) <= _ITEMS_MAX else ()
-    elif _is_sampler(value):
-        seen.add(id(value))
-        is_torchs, names = type(value) in _TORCHS, _ATTRIBUTES.get(type(value), ())
-        yield from _of_items(place, value, {k: v for k, v in vars(value).items() if not is_torchs or k in names}, seen)
-        for name, item in [*vars(value).items()] if is_torchs else ():
-            yield from _in_reach(f"{place}.{name}", item, seen)
-
-
-def _of_items(place: str, owner: Any, items: dict[Any, Any], seen: set[int]) -> Iterator[tuple[str, _Holder]]:
-    for name, item in [*items.items()]:
-        is_generator = _is_generator(item) and id(item) not in seen
-        if is_generator:
-            seen.add(id(item))
-        if is_generator or _is_plain(item) or _is_long(item):
-            yield f"{place}.{name}", (owner, name)
+def _in_reach(place: str, holder: _Holder, seen: set[int], *, is_kept: bool) -> Iterator[tuple[str, _Holder]]:
+    """All generators, and with `is_kept` a plain value, or one that is too long, at this place."""
+    value = _value(*holder)
+    if not _is_generator(value) and (_is_plain(value) or _is_long(value)):
+        if is_kept:
+            yield place, holder
+    elif id(value) not in seen:
+        names: dict[Any, bool] = {}
+        if _is_generator(value):
+            yield place, holder
+        elif type(value) in (list, tuple) and len(value) <= _ITEMS_MAX:
+            names = dict.fromkeys(range(len(value)), False)
+        elif type(value) is dict and len(value) <= _ITEMS_MAX:
+            names = dict.fromkeys(value, True)
+        elif _is_sampler(value):
+            kept = _ATTRIBUTES.get(type(value), ()) if type(value) in _TORCHS else (*vars(value),)
+            names = {name: name in kept for name in vars(value)}
         else:
-            yield from _in_reach(f"{place}.{name}", item, seen)
+            return
+        seen.add(id(value))
+        for name, keeps in names.items():
+            yield from _in_reach(f"{place}.{name}", (value, name), seen, is_kept=keeps)
 
 
 def _is_sampler(value: Any) -> bool:
@@ -241,11 +235,10 @@ def _size(value: Any) -> int:
     return len(value) if isinstance(value, list | tuple) else math.prod(value.shape)
 
 
-def _value(holder: _Holder) -> Any:
-    if not isinstance(holder, tuple):
-        return holder
-    owner, name = holder
-    return owner.get(name) if type(owner) is dict else getattr(owner, name, None)
+def _value(owner: Any, name: Any) -> Any:
+    if type(owner) is dict:
+        return owner.get(name)
+    return owner[name] if type(owner) in (list, tuple) else getattr(owner, name, None)
 
 
 def _mark(value: Any) -> Any:
@@ -259,48 +252,41 @@ def _mark(value: Any) -> Any:
         return tuple(value.shape), crc32(memoryview(flat[:: 1 + len(flat) // _LIST_MAX].tobytes()))
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    state = value.get_state().numpy() if isinstance(value, torch.Generator) else _get(value)
+    state = value.get_state().numpy() if isinstance(value, torch.Generator) else _state_of(value)
     return crc32(pickle.dumps(state))
 
 
-def _get(holder: _Holder) -> Any:
-    """The state as plain values and tensors."""
-    if isinstance(holder, tuple):
-        value = _value(holder)
-        if _is_generator(value):
-            return _get(value)
-        return value.clone() if isinstance(value, Tensor) else _kept(value)
-    if isinstance(holder, torch.Generator):
-        return holder.get_state()
-    if isinstance(holder, random.Random):
-        version, words, gauss = holder.getstate()
+def _state_of(value: Any) -> Any:
+    """The state of a generator, or a copy of a value, as plain values and tensors."""
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    if isinstance(value, random.Random):
+        version, words, gauss = value.getstate()
         return version, array("I", words).tobytes(), gauss
-    if hasattr(holder, "get_state"):
-        return _kept(holder.get_state(legacy=False))
-    bits: Any = getattr(holder, "bit_generator", holder)
-    return _kept(bits.state)
+    if isinstance(value, Tensor):
+        return value.clone()
+    if _is_generator(value):
+        bits = getattr(value, "bit_generator", value)
+        value = value.get_state(legacy=False) if hasattr(value, "get_state") else bits.state
+    return _kept(value)
 
 
-def _set(holder: _Holder, state: Any) -> None:
-    if isinstance(holder, tuple):
-        owner, name = holder
-        value = _value(holder)
-        if value is None and (made := _generator_for(state)):
-            value = made
-            _put(owner, name, None, made)
-        if _is_generator(value) and state is not None:
-            _set(value, state)
-        else:
-            _put(owner, name, value, _lists(state))
-    elif isinstance(holder, torch.Generator):
-        holder.set_state(state.clone())
-    elif isinstance(holder, random.Random):
+def _set(owner: Any, name: Any, state: Any) -> None:
+    value = _value(owner, name)
+    if value is None and (made := _generator_for(state)):
+        value = made
+        _put(owner, name, None, made)
+    if state is None or not _is_generator(value):
+        _put(owner, name, value, _lists(state))
+    elif isinstance(value, torch.Generator):
+        value.set_state(state.clone())
+    elif isinstance(value, random.Random):
         version, words, gauss = state
-        holder.setstate((version, tuple(array("I", words)), gauss))
-    elif hasattr(holder, "set_state"):
-        holder.set_state(_lists(state))
+        value.setstate((version, tuple(array("I", words)), gauss))
+    elif hasattr(value, "set_state"):
+        value.set_state(_lists(state))
     else:
-        bits: Any = getattr(holder, "bit_generator", holder)
+        bits: Any = getattr(value, "bit_generator", value)
         bits.state = _lists(state)
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from elaunch.trainer.data.order import Micro, Order, Samples
+from elaunch.trainer.data.order_states import global_states, set_global_states
 
 
 class Sized(Protocol):
@@ -61,16 +62,12 @@ def seed(key: int) -> None:
 
 @contextlib.contextmanager
 def _seeded(key: int) -> Iterator[None]:
-    numpy = sys.modules.get("numpy")
-    before = random.getstate(), torch.default_generator.get_state(), numpy.random.get_state() if numpy else None
+    before = global_states()
     seed(key)
     try:
         yield
     finally:
-        random.setstate(before[0])
-        torch.default_generator.set_state(before[1])
-        if numpy:
-            numpy.random.set_state(before[2])
+        set_global_states(before)
 
 
 def accumulate(
@@ -96,23 +93,9 @@ def accumulate(
             "FSDP needs all of them; give Order even=True"
         )
     for micro in order.parts(step, rank, world_size):
-        seed_torch(micro.key)
+        torch.manual_seed(micro.key)
         with contextlib.nullcontext() if micro.is_last else _without_sync(model):
             yield micro
-
-
-def seed_torch(key: int) -> None:
-    """Seed torch's generators, as `torch.manual_seed` does.
-
-    That one takes a stack for each kind of device that is not there, which is most of its time.
-    """
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.default_generator.manual_seed(key)
-        torch.cuda.manual_seed_all(key)
-    elif torch.accelerator.current_accelerator() is None:
-        torch.default_generator.manual_seed(key)
-    else:
-        torch.manual_seed(key)
 
 
 @contextlib.contextmanager

@@ -180,9 +180,7 @@ class DiskCopies:
             self._claim.leave()
 
     def close(self) -> None:
-        """Close the connections of the checkpoints' threads, after `wait`."""
-        if self._checkpoints is not None:
-            self._checkpoints.close()
+        """Release the claim, after `wait`."""
         if self._claim is not None and self._peers.leads:
             self._claim.release()
 
@@ -197,16 +195,13 @@ class DiskCopies:
 
     def where_to_go_on(self, step: int) -> str:
         """From where the same command continues after a stop at `step`, as the rest of a sentence. Only on rank 0."""
-        if self._storage is None:
+        if self._checkpoints is None:
             return ""
-        try:
-            there = [mark for mark, _ in self._storage.recalled()]
-        except OSError:
-            return ""
-        if not there:
+        newest = self._checkpoints.newest_known
+        if newest is None:
             return "; there is no checkpoint, so the same command starts over"
-        newest = there[-1].step
-        return f"; the same command goes on from {'there' if newest == step else f'the checkpoint of step {newest}'}"
+        where = "there" if newest.step == step else f"the checkpoint of step {newest.step}"
+        return f"; the same command goes on from {where}"
 
     def _tell(self, text: str) -> None:
         if self._peers.leads:

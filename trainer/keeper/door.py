@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +17,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from elaunch.trainer import link
 from elaunch.trainer.keeper.rehearsal import digest, named
-from elaunch.trainer.keeper.sync_schedule import WITHIN_S
 from elaunch.trainer.keeper.unkept import NODES_MAX, Unkept, is_a, memory_of, reach
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state.model_state import is_fsdp1
@@ -79,9 +77,9 @@ def _held() -> dict[tuple[int, str, str, str], str]:
 # After the first of these commits the program's objects are noted, and after the other one compared.
 _NOTED_AT, _COMPARED_AT = 1, 4
 # At the first looks of a job the ranks compare once more what they must have alike, and later after so many at least.
-_LOOKS, _LOOKS_APART, _LOOKS_ALONE = 3, 8, 16
-# What comes later is looked for seldom: the time that it takes is 0.5 % of that between two times.
-_APART_S, _APART = 1.0, 200
+_LOOKS, _LOOKS_APART, _LOOKS_ALONE = 3, 1024, 16
+# What comes later is looked for again and again, each time after twice as long, and after so long at most.
+_APART_S_MAX = 256.0
 # The options that a schedule changes.
 _NUMBERS = ("lr", "momentum", "betas", "weight_decay")
 _VALUES = {float, int, tuple, type(None)}
@@ -90,6 +88,11 @@ _NO_LOOP = (
     "keeper.commit() without keeper.steps: after a failure the program's loop begins at its first step again, with the "
     "restored state, and until the end no checkpoint is written. Loop by `for step in keeper.steps(total):` or "
     "keeper.epochs, or call keeper.step_begin() before each step"
+)
+_REBOUND = (
+    "the weights changed in the commit of step {}, and none of the Keeper's optimizers has made a step: if the program "
+    "has made another optimizer since, that is not kept, and a restart resets it. Change the options of the old one "
+    "(param_groups), or enter a new Keeper with the new one, under a name= of its own"
 )
 _VALUE = (
     "`{}` was changed from {!r:.40} to {!r:.40} up to step {}. It is not kept where the ranks have different models: a "
@@ -139,13 +142,14 @@ class Door:
         self._say, self._is_first, self.is_others = say, is_first, is_others
         self._said = set(path.read_text().split("\n")) if path is not None and path.exists() else set[str]()
         self._schedulers = [one for one in several(kept["scheduler"]) if isinstance(one, LRScheduler)]
-        # What schedules change, at the end of the last commit: how often they were stepped, and the options.
-        self._counted: list[Any] = []
-        self._optioned: list[Any] = []
+        # What schedules change, at the end of the last commit if that was checked: their counts, and the options.
+        self._scheduled: tuple[list[Any], list[Any]] | None = None
         self._unkept = Unkept(training, kept, self._tell, self._numbers)
-        self._again_s, self._is_again, self._next_look = 0.0, False, 0
+        self._again_s, self._apart_s, self._is_again = 0.0, 1.0, False
         self._commits = self._looks = 0
         self._has_begun = False
+        # The counts of the weights' changes, and what an optimizer's step changes, when a checked commit began.
+        self._moved: tuple[list[int], list[object]] = [], []
         # The number of commits at the last evaluation.
         self._evaluated = -1
         # What this rank drew for a step before a failure, until it has drawn the same for it.
@@ -172,12 +176,16 @@ class Door:
         if not self._has_begun and not self.is_others:
             self._tell("loop", _NO_LOOP)
         self._compare_scheduled(step - 1, with_options=False)
+        if self._may_tell("rebound"):
+            self._moved = self._movement()
+
+    def _movement(self) -> tuple[list[int], list[object]]:
+        return [one._version for one in self._training.model.parameters()], self._training.live_tensors.stepped()
 
     def committed(self, step: int, *, is_checked: bool) -> None:
         """The commit of `step` has ended. Without `is_checked` only options are noted."""
         self._commits += 1
-        if self._may_tell("options"):
-            self._counted, self._optioned = self._counts(), self._numbers()
+        self._scheduled = (self._counts(), self._numbers()) if is_checked and self._may_tell("options") else None
         if not (is_checked or self._is_again):
             return
         if step == self._expected[0] and not self.is_others:
@@ -187,6 +195,11 @@ class Door:
                 "the failure: they depend on state that the Keeper does not keep; `elaunch rehearse` can name it",
                 by_all=True,
             )
+        weights, stepped = self._moved
+        if is_checked and stepped and self._may_tell("rebound"):
+            now, stepped_now = self._movement()
+            if now != weights and stepped_now == stepped:
+                self._tell("rebound", _REBOUND.format(step))
         if self._peers.leads and (self._is_first or self._commits > _COMPARED_AT):
             # Attributes of the program's objects may raise anything.
             with contextlib.suppress(Exception):
@@ -200,12 +213,11 @@ class Door:
         elif self._commits == _COMPARED_AT:
             self._unkept.compare()
         elif self._is_again:
-            self._is_again, begun_s = False, time.monotonic()
+            self._is_again, self._apart_s = False, min(2 * self._apart_s, _APART_S_MAX)
+            self._again_s = time.monotonic() + self._apart_s
             self._unkept.compare()
             self._unkept.look_through()
             self._unkept.note_variables()
-            now_s = time.monotonic()
-            self._again_s = now_s + max(_APART_S, _APART * (now_s - begun_s))
 
     def step_begins(self, step: int) -> None:
         """Name options that have changed since the commit of `step`. What the next step sets is set again."""
@@ -220,14 +232,12 @@ class Door:
         self._compare_scheduled(step)
 
     def _compare_scheduled(self, step: int, *, with_options: bool = True) -> None:
-        if not self._commits or not self._may_tell("options"):
+        if self._scheduled is None:
             return
-        counts, numbers = self._counts(), self._numbers() if with_options else self._optioned
-        if (counts, numbers) == (self._counted, self._optioned):
-            return
+        counts, numbers = self._counts(), self._numbers() if with_options else self._scheduled[1]
         names = [f"{type(one).__name__}.last_epoch" for one in self._every_scheduler()]
         names += [f"param_groups[{n // len(_NUMBERS)}].{_NUMBERS[n % len(_NUMBERS)]}" for n in range(len(numbers))]
-        pairs = zip(names, self._counted + self._optioned, counts + numbers, strict=False)
+        pairs = zip(names, [*self._scheduled[0], *self._scheduled[1]], counts + numbers, strict=False)
         for place, old, value in pairs:
             if old != value:
                 self._tell(
@@ -300,7 +310,8 @@ class Door:
 
     def _compares_ranks(self) -> bool:
         # A restart has no time for it, and has made the ranks alike.
-        return self._is_first if self._looks <= _LOOKS else self._looks >= self._next_look
+        is_power_of_2 = not self._looks & (self._looks - 1)
+        return self._is_first if self._looks <= _LOOKS else is_power_of_2 or not self._looks % _LOOKS_APART
 
     def _may_tell(self, kind: str, *, by_all: bool = False) -> bool:
         return kind not in self._said and (by_all or self._peers.leads)
@@ -326,12 +337,8 @@ class Door:
         """A sentence about what differs between two ranks; "" if nothing does. Collective."""
         if self._peers.world_size == 1:
             return ""
-        begun_s = time.monotonic()
         own = dict(self._alike())
-        own_sum = crc32(repr(sorted(own.items())).encode())
-        sums, times_s = zip(*self._peers.from_all((own_sum, time.monotonic() - begun_s)), strict=True)
-        self._next_look = self._looks + max(_LOOKS_APART, math.ceil(_APART * max(times_s) / WITHIN_S))
-        if len(set(sums)) == 1:
+        if len(set(self._peers.from_all(crc32(repr(sorted(own.items())).encode())))) == 1:
             return ""
         found = self._peers.from_all(own)
         # With parameters of its own a rank may lack a name.

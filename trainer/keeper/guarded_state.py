@@ -15,7 +15,7 @@ from elaunch.trainer.keeper.copies import Copies
 from elaunch.trainer.keeper.hooks import LeftGradients
 from elaunch.trainer.keeper.outside_changes import OutsideChanges
 from elaunch.trainer.keeper.rehearsal import Rehearsal
-from elaunch.trainer.ranks.group_status import GroupStatus, contradictions, has_nccl
+from elaunch.trainer.ranks.group_status import GroupStatus, has_nccl, require_reported_aborts
 from elaunch.trainer.state.training_state import Training
 from elaunch.trainer.state.version import Version
 
@@ -45,10 +45,9 @@ class GroupWatch:
 
     def __enter__(self) -> GroupWatch:
         is_known = self._status.is_known
-        timeout_s = self._status.timeout_s()
-        for sentence in contradictions(os.environ, has_nccl=has_nccl(), is_known=is_known, timeout_s=timeout_s):
-            if self._tells:
-                self._say(sentence)
+        warning = require_reported_aborts(os.environ, has_nccl=has_nccl(), is_known=is_known)
+        if warning and self._tells:
+            self._say(warning)
         if is_known:
             threading.Thread(target=self._run, name="elaunch-group-watch", daemon=True).start()
         return self
@@ -205,7 +204,7 @@ class GuardedState:
 
     def put_down(self) -> None:
         """Store this rank's own state as it will be at the end of this commit, of which the rest may take long."""
-        self._training.settings.stepped()
+        self._training.settings.stepped(is_checked=self.is_checked)
         # The backward pass has stored this already, unless random numbers were drawn since.
         if self._copies.put_down(self.next_version, unless_same=True) and not self._has_told_of_draws:
             self._has_told_of_draws = True
@@ -223,8 +222,6 @@ class GuardedState:
             if is_whole:
                 if self.is_checked:
                     self._require_kept(f"step {self.next_version.step} is not committed")
-                else:
-                    self._copies.require_plain_values()
                 if self._rehearsal is not None:
                     self._rehearsal.committing()
                 is_first = not self.version.step and self._copies.lacks_base
@@ -265,9 +262,8 @@ class GuardedState:
         self.is_checked = True
 
     def require_checked(self) -> None:
-        """Check the state that is to be copied, if the last commit has not. Raises TypeError."""
-        if not self.is_checked:
-            self._require_kept(f"step {self.version.step} is not copied")
+        """Check the state that is to be copied: it may have changed since its commit. Raises TypeError."""
+        self._require_kept(f"step {self.version.step} is not copied")
 
     def snapshot(self) -> None:
         """Take a snapshot between two steps. No other thread copies or changes the state meanwhile."""

@@ -44,6 +44,7 @@ from elaunch.trainer.keeper.verification import Verification
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.ranks.place import RankInfo
 from elaunch.trainer.state.training_state import Training
+from elaunch.trainer.state.version import Version
 
 
 class Keeper:
@@ -117,7 +118,7 @@ class Keeper:
         self._begun_step = -1
         # The random states at the end of the last complete step, and whether they were restored and not yet set.
         self._random: dict[str, Any] = {}
-        self._is_random_due = self._is_aside = False
+        self._is_random_due = False
         self._redrawn_step = -1
         # The loop of `steps` that is under way, by the step that it counts up to.
         self._total: int | None = None
@@ -248,7 +249,7 @@ class Keeper:
             raise ValueError(f"steps({total!r}): the total is a whole number, 0 or more")
         with self.loop(total) as has_steps:
             while has_steps and self.step < total:
-                if self._is_aside:
+                if self._training.random.is_aside:
                     self.redraw()
                 else:
                     self.keep_draws()
@@ -300,7 +301,9 @@ class Keeper:
             self._total = None
             if self._is_entered and not self._state.is_changing:
                 self._training.settings.note(is_whole=False)
-                self._step_aside()
+                if is_alone():
+                    # What comes after the loop is done again if that is where a failure comes.
+                    self._training.random.step_aside(self._random, self.step)
 
     def step_begin(self) -> None:
         """The boundary between two steps: if all ranks look here, obeys a request to stop, and makes what is due.
@@ -355,9 +358,9 @@ class Keeper:
         again, and goes on with the same numbers. `steps` does so before each step. After a restore `restore_random`
         has that place.
         """
-        if self.step > self._restored_step or self._is_aside:
+        if self.step > self._restored_step or self._training.random.is_aside:
             self._training.random.apply(self._random)
-            self._redrawn_step, self._is_aside = self.step, False
+            self._redrawn_step = self.step
 
     def redraw_once(self) -> None:
         """The same, unless it was done since the last step."""
@@ -373,15 +376,15 @@ class Keeper:
     def _committed(self) -> None:
         self._random = self._copies.random_of(self._state.version)
         self._door.committed(self.step, is_checked=self._state.is_checked)
-        self._is_aside = False
-        if self._total is not None:
-            self._step_aside()
+        self._step_aside(self._state.version)
 
-    def _step_aside(self) -> None:
-        """What is drawn from here on is no step's, unless it is one of another Keeper."""
-        if is_alone():
-            self._training.random.step_aside(self._random, self.step)
-            self._is_aside = True
+    def _step_aside(self, version: Version) -> None:
+        """What is drawn from here on until the next step depends on the states of `version`, and does not change them.
+
+        Then a rank that dies in the step needs no more than is stored. Draws of several Keepers cannot be told apart.
+        """
+        if self._total is not None and not self._training.random.is_aside and is_alone():
+            self._training.random.step_aside(self._copies.random_of(version), version.step)
 
     @contextlib.contextmanager
     def commit(self) -> Iterator[None]:
@@ -437,6 +440,7 @@ class Keeper:
             version = self._state.next_version
             self._copies.put_down(version, unless_same=True, is_begun=True)
             self._door.drawn(version.step, partial(self._copies.own_of, version))
+            self._step_aside(version)
 
     def _sums_end(self) -> None:
         if os.getpid() == self._pid:

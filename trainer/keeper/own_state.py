@@ -54,9 +54,6 @@ class OwnState:
         self.is_replaced = is_again and unless_same and not equal(own, self._put[2])
         if not is_begun:
             self._training.of_commit = changed_since(self._put[1], present) if have_changed else {}
-            if self.is_replaced and not equal(before := self._put[2]["random"], own["random"]):
-                # Where the ranks draw alike, one that dies in this step finds here how far they came.
-                self._training.of_commit["random"] = {"before": before, "after": own["random"]}
         if unless_same and is_again and not (have_changed or self.is_replaced):
             return False
         self._put, self._is_begun = (version, buffers, own), is_begun

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from elaunch.trainer.keeper.sync_schedule import Pace
+from elaunch.trainer.keeper.sync_schedule import COPY_SHARE, Pace
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state.training_state import Training
 from elaunch.trainer.state.version import Version
@@ -44,7 +44,7 @@ class StepCopies:
         self._training, self._peers, self._parts, self._say = training, peers, parts, say
         self._keep = keep if parts is not None or training.has_large else None
         self._has_arrived, self._settle = has_arrived, settle
-        self.pace, self._measures = Pace(every, 0, _FRESH), every is None
+        self.pace, self._measures = Pace(every, 0, _FRESH, COPY_SHARE), every is None
         # The newest two. All ranks have these copies of a communication hook's state.
         self.versions: list[Version] = []
         # If all copies must be compared ones, there are snapshots only.

@@ -8,30 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 # The steps between two looks take so many seconds at most, if they are no slower than those before.
 WITHIN_S = 0.25
 # If steps become slower, nobody can look earlier than agreed. So a rank relies on no more than twice the steps that it
 # has measured lately.
 _GROWTH = 2
-
-
-@dataclass(frozen=True)
-class _Measured:
-    """The steps between two looks."""
-
-    steps: int = 0
-    took_s: float = 0.0
-    slowest_s: float = 0.0
-
-    @property
-    def mean_s(self) -> float:
-        """The mean duration; 0 if there were none."""
-        return self.took_s / self.steps if self.steps else 0.0
-
-    def further(self, steps: int, took_s: float) -> _Measured:
-        return _Measured(self.steps + steps, self.took_s + took_s, max(self.slowest_s, took_s / steps))
 
 
 class Looks:
@@ -46,7 +28,9 @@ class Looks:
         self._every, self._multiples = every, multiples
         self._next = step if every is None else -(-step // every) * every
         self._left: tuple[int, float] | None = None
-        self._now, self._before = _Measured(), _Measured()
+        self._steps, self._took_s, self._slowest_s = 0, 0.0, 0.0
+        # Of the steps before the last look: their number, and the mean and the longest duration.
+        self._before = 0, 0.0, 0.0
 
     @property
     def next(self) -> int:
@@ -56,18 +40,20 @@ class Looks:
     @property
     def steps(self) -> int:
         """How many steps were measured since the last look."""
-        return self._now.steps
+        return self._steps
 
     @property
     def step_s(self) -> float:
         """Their mean duration; 0 if there were none."""
-        return self._now.mean_s
+        return self._took_s / self._steps if self._steps else 0.0
 
     def reached(self, step: int, now_s: float) -> bool:
         """This rank is at the boundary after `step`. Returns whether the ranks look here: the same on all of them."""
         if self._left is not None and step > self._left[0]:
-            self._now = self._now.further(step - self._left[0], now_s - self._left[1])
-        self.leave(step, now_s)
+            steps, took_s = step - self._left[0], now_s - self._left[1]
+            self._steps, self._took_s = self._steps + steps, self._took_s + took_s
+            self._slowest_s = max(self._slowest_s, took_s / steps)
+        self._left = step, now_s
         return step >= self._next
 
     def leave(self, step: int, now_s: float) -> None:
@@ -81,9 +67,9 @@ class Looks:
         """
         if self._every is not None:
             return self._every - step % self._every
-        slowest_s = max(self._now.slowest_s, self._before.slowest_s)
-        mean_s = max(self._now.mean_s, self._before.mean_s)
-        measured = _GROWTH * max(self._now.steps, self._before.steps)
+        before, before_s, slowest_before_s = self._before
+        slowest_s, mean_s = max(self._slowest_s, slowest_before_s), max(self.step_s, before_s)
+        measured = _GROWTH * max(self._steps, before)
         # Without the small addition, steps that took no time at all would divide by 0.
         allowed = min(measured, 1 + math.floor((WITHIN_S - slowest_s) / (mean_s + 1e-9)))
         multiples = ((step // every + 1) * every for every in self._multiples)
@@ -92,11 +78,13 @@ class Looks:
     def agreed(self, step: int, steps: int) -> None:
         """The look after `step` is over, and the next one is `steps` steps later: the smallest number wanted."""
         self._next = step + steps
-        if self._now.steps:
-            self._now, self._before = _Measured(), self._now
+        if self._steps:
+            self._before = self._steps, self.step_s, self._slowest_s
+            self._steps, self._took_s, self._slowest_s = 0, 0.0, 0.0
 
 
-SHARE = 0.01
+# Survivors of a failure save what they have, and nobody but a snapshot saves the rest.
+SHARE, COPY_SHARE = 0.0025, 0.01
 # The weight of the newest measurement in an average.
 _NEWEST = 0.2
 
@@ -104,11 +92,12 @@ _NEWEST = 0.2
 class Pace:
     """Decides after which steps this node wants a snapshot; `every` fixes their distance, None measures it."""
 
-    def __init__(self, every: int | None, step: int, fresh: int = 0) -> None:
-        """Begin after `step`. If it is not 0, a copy of it exists already.
+    def __init__(self, every: int | None, step: int, fresh: int = 0, share: float = SHARE) -> None:
+        """Begin after `step`. If it is not 0, a copy of it exists already. Copies take `share` of the time.
 
         The first `fresh` copies are not measured, since they take the memory from the kernel.
         """
+        self._share = share
         self._every = every
         self._last = step
         self._step_s = 0.0
@@ -129,7 +118,7 @@ class Pace:
             return self._every
         if not self._snapshot_s or not self._step_s:
             return 1
-        return max(1, math.ceil(self._snapshot_s / (SHARE * self._step_s)))
+        return max(1, math.ceil(self._snapshot_s / (self._share * self._step_s)))
 
     def step_took(self, step_s: float, steps: int = 1) -> None:
         """Record the duration of a step, without its snapshot, or the mean of `steps`."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from elaunch.trainer.files import reason
 from elaunch.trainer.memory.slots import Slots, Torn
 from elaunch.trainer.ranks.connections import PeerLost
 from elaunch.trainer.ranks.peers import Peers
@@ -17,18 +17,15 @@ from elaunch.trainer.state.version import Piece, Version
 
 
 @dataclass
-class _Ended:
-    """How an exchange has ended on this rank: whether its own piece is whole, and what people must know.
+class _Exchange:
+    """One exchange on this rank: what is wrong with its own piece, and why pieces could not be sent or kept, if so.
 
-    `why` says why this rank could not send or keep a piece, empty if it could. `is_broken` says that it cannot speak to
-    another node any more, and `is_by_other` that `why` says no more than that another rank has left.
+    `is_by_other` says that `why` is no more than that another rank has left.
     """
 
-    is_whole: bool = True
+    damage: str = ""
     why: str = ""
-    is_broken: bool = False
     is_by_other: bool = False
-    sentences: list[str] = field(default_factory=list)
 
 
 class Mirror:
@@ -36,8 +33,7 @@ class Mirror:
 
     `nodes` names each rank's node; with one node there is nobody to send to. All ranks create it together, and then
     call `exchange` and `settle` in the same order. `pair` returns the slots in this node's memory for a rank's pieces.
-    `say` gets a sentence for each piece that has no second copy, and one when all ranks give second copies up. `loss`
-    is the end of that one: what happens to a lost node then.
+    `say` gets a sentence when all ranks give second copies up. `loss` is its end: what happens to a lost node then.
     """
 
     def __init__(
@@ -54,10 +50,8 @@ class Mirror:
             self._channel.meet([self._target, *self._pairs])
         self._thread: threading.Thread | None = None
         self._is_finished = threading.Event()
-        # How the last exchange has ended; None once `settle` has told it.
-        self._ended: _Ended | None = None
-        # Whether a second copy of the last snapshot is missing. All ranks have agreed on that.
-        self._has_missed = False
+        # The last exchange, until `settle` has ended it.
+        self._last: _Exchange | None = None
 
     @property
     def is_on(self) -> bool:
@@ -65,15 +59,15 @@ class Mirror:
         return self._channel is not None
 
     def give_up(self, why: str) -> None:
-        """Send and keep nothing from now on, and say `why` if it is not empty. All ranks call it. No exchange runs."""
+        """Send and receive nothing from now on, and say `why` if it is not empty. All ranks call it. No exchange runs.
+
+        What was received stays, and counts as long as the other nodes have pieces of that version.
+        """
         if why:
             self._say(
                 f"rank {self._peers.rank}: there are no more second copies on other nodes ({why}); killed workers cost "
                 f"no more than before, but {self._loss}"
             )
-        # A file that cannot be deleted goes with the job.
-        with contextlib.suppress(OSError):
-            self.delete()
         self.close()
         self._target, self._pairs, self._channel = None, {}, None
 
@@ -90,10 +84,8 @@ class Mirror:
     @property
     def has_arrived(self) -> bool:
         """Whether this rank's last piece, and those sent to it, are on both nodes."""
-        if self._ended is None:
-            return not self._has_missed
-        is_over = self._thread is None or not self._thread.is_alive()
-        return is_over and self._ended.is_whole and not self._ended.why
+        last, is_over = self._last, self._thread is None or not self._thread.is_alive()
+        return last is None or (is_over and not last.damage and not last.why)
 
     def has_room(self, lengths: Sequence[int], spare: Collection[Version]) -> bool:
         """Whether the next slots for other ranks' pieces have these lengths, by rank."""
@@ -116,42 +108,35 @@ class Mirror:
         until the next call. A received piece does not overwrite one of a version in `spare`.
         """
         self._is_finished.clear()
-        self._ended = _Ended()
+        self._last = _Exchange()
         # A daemon thread: a process that ends does not wait for its peers.
-        given = (self._ended, finish, version, spare)
+        given = (self._last, finish, version, spare)
         self._thread = threading.Thread(target=self._run, args=given, name="mirror", daemon=True)
         self._thread.start()
 
     def settle(self, *, is_kept: bool = True) -> bool:
         """Wait for the last exchange. Returns whether all ranks' pieces are whole, and on both nodes. Collective.
 
-        `is_kept` says that this rank has kept all that belongs to its piece. A second copy that fails costs one
-        snapshot. If that happens twice in a row, or if a rank cannot speak to another node any more, all ranks give
-        second copies up together, and one of them says why. From then on a piece on its own node is enough.
+        `is_kept` says that this rank has kept all that belongs to its piece. If a second copy fails, all ranks give
+        second copies up together, and one of them says why. For the next snapshots a piece on its own node is enough.
         """
         if self._thread is not None:
             self._thread.join()
-        ended, self._thread, self._ended = self._ended, None, None
-        if ended is None:
+        last, self._thread, self._last = self._last, None, None
+        if last is None:
             return True
-        for sentence in ended.sentences:
-            self._say(sentence)
-        facts = [not (is_kept and ended.is_whole), bool(ended.why), ended.is_broken]
-        is_torn, misses, is_broken = self._peers.largest(facts)
-        if is_broken or (misses and self._has_missed):
-            self.give_up(ended.why if self._is_to_say(ended) else "")
-            misses = 0
-        self._has_missed = bool(misses)
-        return not (is_torn or misses)
-
-    def _is_to_say(self, ended: _Ended) -> bool:
-        """Whether this rank says why: it is the lowest of those that know more than that another rank has left."""
+        if last.damage:
+            self._say(f"rank {self._peers.rank}'s part of the snapshot is not whole: {last.damage}")
+        # The lowest rank says why, of those that know more than that another rank has left.
         world_size = self._peers.world_size
-        order = world_size - self._peers.rank + world_size * (not ended.is_by_other) if ended.why else 0
-        return self._peers.largest([order]) == [order]
+        order = world_size - self._peers.rank + world_size * (not last.is_by_other) if last.why else 0
+        is_torn, highest = self._peers.largest([not is_kept or bool(last.damage), order])
+        if highest:
+            self.give_up(last.why if order == highest else "")
+        return not (is_torn or highest)
 
     def _run(
-        self, ended: _Ended, finish: Callable[[], Tensor | None], version: Version, spare: Collection[Version]
+        self, exchange: _Exchange, finish: Callable[[], Tensor | None], version: Version, spare: Collection[Version]
     ) -> None:
         region = None
         try:
@@ -159,49 +144,36 @@ class Mirror:
             self._is_finished.set()
         # The outermost frame of the thread. Other ranks wait for this rank's piece, so they get an empty one.
         except Exception as error:
-            ended.is_whole = False
-            ended.sentences.append(f"rank {self._peers.rank}'s part of the snapshot is not whole: {_reason(error)}")
+            exchange.damage = reason(error)
         if self._channel is None:
             return
         try:
-            self._exchange(self._channel, ended, region, version, spare)
+            image = torch.empty(0, dtype=torch.uint8) if region is None else region
+            self._exchange(self._channel, image, version, spare)
         except Exception as error:
-            # Nobody knows what the next message would be.
+            # The sender must not wait.
             self._channel.close()
-            ended.why, ended.is_broken, ended.is_by_other = _reason(error), True, isinstance(error, PeerLost)
+            exchange.why, exchange.is_by_other = reason(error), isinstance(error, PeerLost)
 
-    def _exchange(
-        self, channel: Peers, ended: _Ended, region: Tensor | None, version: Version, spare: Collection[Version]
-    ) -> None:
-        image = torch.empty(0, dtype=torch.uint8) if region is None else region
+    def _exchange(self, channel: Peers, image: Tensor, version: Version, spare: Collection[Version]) -> None:
         if self._target is not None:
             channel.begin_send(image, self._target)
         for rank, pair in self._pairs.items():
-            if why := self._receive(channel, Piece(version, self._peers.world_size, rank), pair, spare):
-                ended.why = f"rank {rank}'s part: {why}"
-                ended.sentences.append(f"rank {rank}'s part of the snapshot is on its own node only: {why}")
+            self._receive(channel, Piece(version, self._peers.world_size, rank), pair, spare)
         channel.flush()
 
-    def _receive(self, channel: Peers, piece: Piece, pair: Slots, spare: Collection[Version]) -> str:
-        """Receive a piece, if that rank has one. Returns why it is not kept, empty if it is."""
+    def _receive(self, channel: Peers, piece: Piece, pair: Slots, spare: Collection[Version]) -> None:
+        """Receive a piece, if that rank has one. Raises Torn if it arrives damaged, and OSError without room."""
         length = channel.length_from(piece.rank)
-        if not length:
-            return ""
-        try:
+        if length:
             slot = pair.older(spare)
             slot.discard()
             slot.grow(length)
-            region = slot.raw(length)
-        # Any error: the sender waits until its piece is received, and sends the next one.
-        except Exception as error:
-            channel.skip(length, piece.rank)
-            return f"rank {self._peers.rank} cannot keep it: {_reason(error)}"
-        channel.receive(region, piece.rank)
-        try:
-            slot.accept(piece)
-        except Torn as error:
-            return f"it arrived damaged at rank {self._peers.rank}: {error}"
-        return ""
+            channel.receive(slot.raw(length), piece.rank)
+            try:
+                slot.accept(piece)
+            except Torn as error:
+                raise Torn(f"rank {piece.rank}'s part arrived damaged at rank {self._peers.rank}: {error}") from error
 
 
 def mirrors(nodes: Sequence[str]) -> list[int | None]:
@@ -219,9 +191,3 @@ def mirrors(nodes: Sequence[str]) -> list[int | None]:
             for place, rank in enumerate(ranks):
                 found[rank] = peers[place % len(peers)]
     return found
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -141,19 +141,11 @@ class StoredPiece:
 def load(choice: Choice, mine: Mapping[int, StoredPiece], state: State, peers: Peers) -> None:
     """Load the snapshot `choice` into every rank's state. `mine` are its pieces on this node, by their rank.
 
-    Collective. If each rank's node has all that the rank reads, as when the same ranks are on the same nodes again, no
-    layouts are exchanged. Else a rank gets a piece that its node lacks from the lowest rank whose node has it.
+    Collective. A rank gets a piece that its node lacks from the lowest rank whose node has it.
     """
-    enough = _enough(choice, mine, state, peers)
-    is_near = not any(peers.largest([enough is None]))
-    if is_near and enough is not None:
-        mine = enough
-        contents = {rank: _described(piece) for rank, piece in mine.items()}
-        first, covering = _of_rank_0(mine, peers), [*contents.values()]
-    else:
-        contents = _contents(choice, mine, peers)
-        covering = [contents[rank] for rank in choice.holders]
-        first = covering[0]
+    contents = _contents(choice, mine, peers)
+    covering = [contents[rank] for rank in choice.holders]
+    first = covering[0]
     share = Share(
         state,
         (first.tree.plain, first.tree.common(), list(first.tree.per_rank)),
@@ -168,45 +160,8 @@ def load(choice: Choice, mine: Mapping[int, StoredPiece], state: State, peers: P
         for rank, reads in wanted.items():
             if rank in mine:
                 _fill(planner, reads, data_of(mine[rank].region, mine[rank].header))
-        if not is_near:
-            _exchange(choice, wanted, mine, peers, planner)
+        _exchange(choice, wanted, mine, peers, planner)
     share.put()
-
-
-def _enough(
-    choice: Choice, mine: Mapping[int, StoredPiece], state: State, peers: Peers
-) -> dict[int, StoredPiece] | None:
-    """This rank's own piece, and one with what all ranks have, if the digests of their parts say that they are enough.
-
-    None if other pieces are needed: the group has another size, or the state another layout.
-    """
-    own = mine.get(peers.rank)
-    if choice.world_size != peers.world_size or own is None:
-        return None
-    wanted = Cutter(has_common=True).parts(flatten(state))
-    if not _parts(own) <= wanted:
-        # ZeRO-1's moments are not there before they are loaded, so nothing says that this rank had the same ones.
-        return None
-    enough, missing = {peers.rank: own}, wanted - _parts(own)
-    for rank, piece in mine.items():
-        if missing & _parts(piece):
-            enough[rank] = piece
-            missing -= _parts(piece)
-    return None if missing else enough
-
-
-def _parts(piece: StoredPiece) -> Parts:
-    return held_by(piece.header.piece, piece.skeleton).parts
-
-
-def _described(piece: StoredPiece) -> PieceContents:
-    return PieceContents.read(piece.skeleton, piece.header.data_length)
-
-
-def _of_rank_0(mine: Mapping[int, StoredPiece], peers: Peers) -> PieceContents:
-    """The contents of rank 0's piece, whose plain values count. Collective."""
-    own = mine[peers.rank]
-    return PieceContents.read(*peers.from_rank_0((own.skeleton, own.header.data_length) if peers.leads else None))
 
 
 def _contents(choice: Choice, mine: Mapping[int, StoredPiece], peers: Peers) -> dict[int, PieceContents]:

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-import struct
-import zlib
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from elaunch.trainer.memory.recovery_plan import Record
 from elaunch.trainer.memory.slots import Slot, Slots
 from elaunch.trainer.state.packing import pack
-from elaunch.trainer.state.region import Header, Packed, get, put
+from elaunch.trainer.state.region import Header
 from elaunch.trainer.state.version import Piece, Version
 
-_DONE = struct.Struct("<qq")
-_DONE_BYTES = _DONE.size + 4
+_NOTHING = pack({})
 
 
 class Records:
@@ -39,20 +35,12 @@ class Records:
         self._kept = Slots(path, layout, (2, 3, 4, 5))
         # Another node sends snapshots only.
         self.mirrored = Slots(path, layout, (2, 3))
-        self._done = Slot(folder / f"{name}.done-{rank}", layout)
-        # What is mapped of it once this process has written it.
-        self._done_region = torch.empty(0, dtype=torch.uint8)
-        self._state: object = None
-        self._packed: Packed | None = None
+        # Regions without content: a version and its checksum.
+        self._done = Slots(folder / f"{name}.done-{rank}", layout)
 
     def stage(self, version: Version, state: object) -> None:
-        """Store the own state that belongs to `version` once its step completes. The two before stay.
-
-        If the same object comes again nothing in it has changed since.
-        """
-        if self._packed is None or state is not self._state:
-            self._state, self._packed = state, pack(state)
-        self._staged.slots[version.step % 3].write_again(self._piece(version), self._packed)
+        """Store the own state that belongs to `version` once its step completes. The two before stay."""
+        self._staged.slots[version.step % 3].write(self._piece(version), pack(state))
 
     def keep(self, version: Version, state: object, spare: Collection[Version] = ()) -> Tensor:
         """Store the own state of a snapshot or a copy; the newest ones and those in `spare` stay. Returns its region.
@@ -65,20 +53,11 @@ class Records:
 
     def done(self, version: Version) -> None:
         """Note that this rank has completed `version`."""
-        if self._done_region.numel() < _DONE_BYTES:
-            self._done.grow(_DONE_BYTES)
-            self._done_region = self._done.region()
-        content = _DONE.pack(version.generation, version.step)
-        put(self._done_region, 0, content + zlib.crc32(content).to_bytes(4, "little"))
+        self._done.older().write(self._piece(version), _NOTHING)
 
     def completed(self) -> Version | None:
         """The newest completed step; None if there is none, or if its checksum is wrong."""
-        region = self._done.region()
-        if region.numel() < _DONE_BYTES:
-            return None
-        content = get(region, 0, _DONE_BYTES)
-        numbers, crc = content[: _DONE.size], content[_DONE.size :]
-        return Version(*_DONE.unpack(numbers)) if zlib.crc32(numbers).to_bytes(4, "little") == crc else None
+        return next((header.version for header, _ in self._done.versions()), None)
 
     def versions(self) -> list[tuple[Header, Slot, bool]]:
         """All records here, each with whether it has the large part. Not verified."""

@@ -91,8 +91,8 @@ class Decision:
     holds, for each new rank, the record that it continues, and the rank that sends or has it: the record of the same
     rank in the older group or, if that is lost, of the lowest rank (then only its buffers are used). `older` holds
     ranks whose own record exists only for an earlier step; its random state is used. `without_random_state` are the
-    ranks without either. `repeated` counts completed steps that are repeated. `differing` are the ranks whose node
-    holds another state under the same version. `reset` says that the large parts of records begin anew.
+    ranks without either. `repeated` counts completed steps that are repeated. `reset` says that the large parts of
+    records begin anew.
     """
 
     version: Version
@@ -103,7 +103,6 @@ class Decision:
     older: dict[int, RecordSource] = field(default_factory=dict)
     without_random_state: tuple[int, ...] = ()
     repeated: int = 0
-    differing: tuple[int, ...] = ()
     reset: bool = False
     choice: Choice | None = None
 
@@ -151,7 +150,6 @@ def decide(inventories: Sequence[Inventory], *, large: bool = False, sharded: bo
         source=source,
         receivers=tuple(sorted([*private, *(i.rank for i in lacking if i.node in roomy)])),
         private=private,
-        differing=tuple(sorted({rank for rank, _ in held[version]} - equal)),
         reset=large and not complete,
     )
 
@@ -186,8 +184,6 @@ def sentence(decision: Decision) -> str:
     origin = f"of generation {version.generation}{', in parts' if decision.choice else ''}"
     if decision.receivers:
         origin += f"; sent to {_ranks(decision.receivers)} from rank {decision.source}"
-    if decision.differing:
-        origin += f"; {_ranks(decision.differing)} held a different state of that step"
     text = f"restored step {version.step} from memory ({origin}); {repeated(decision.repeated)}"
     if not decision.records:
         text += "; buffers are lost and new"

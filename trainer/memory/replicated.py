@@ -3,12 +3,12 @@
     NAME.state-0, NAME.state-1     the replicated state, twice per node: one is whole while the other is written
     NAME.rank-R-0, NAME.rank-R-1   rank R's own state (buffers, random states), after even and after odd steps
     NAME.rank-R-2 … -5             the same and R's large part, of the newest snapshots and copies
-    NAME.done-R                    the newest step that rank R completed
+    NAME.done-R-0, NAME.done-R-1   the newest two steps that rank R completed
     NAME.lock                      who may write a copy
     NAME.said                      the sentences about the program that the job has had (`keeper/door`)
     NAME.left                      the loops that the program left by `break`, as JSON (`keeper/loops`)
 
-All but the last four lines have one format (`region`). A NAME contains no dot, so that the files of one training are
+All but the last three lines have one format (`region`). A NAME contains no dot, so that the files of one training are
 never taken for another's.
 """
 

@@ -54,7 +54,7 @@ class ShardedMemory:
     """The snapshots of one job in `folder`, a directory in shared memory that all ranks of a node use.
 
     `generation` is the job's. `group` are the ranks that have the state, by default all of the job. `say` gets
-    sentences for people. `cost_s` is how long the last `save` stopped the training, `copy_s` the last `copy`.
+    sentences for people. `copy_s` is how long the last `copy` stopped the training.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class ShardedMemory:
         generation: int,
     ) -> None:
         self.folder = Path(folder)
-        self.cost_s = self.copy_s = 0.0
+        self.copy_s = 0.0
         self._say, self._generation = say, generation
         self._peers = group if isinstance(group, Peers) else Peers(group)
         self._nodes = self._peers.from_all(node_of(self.folder))
@@ -167,7 +167,6 @@ class ShardedMemory:
         the state that is small, and the same on all ranks. `live` are the tensors that training changes in place:
         if the state has no other tensors, `copy` can copy them later.
         """
-        begun_s = time.monotonic()
         if self.is_off:
             return
         tree = flatten(state)
@@ -203,7 +202,6 @@ class ShardedMemory:
         if self._is_alone and self._any(live is not None):
             # There is nobody to send it to, and the next copy may overwrite the version before.
             self.wait()
-        self.cost_s = time.monotonic() - begun_s
 
     @property
     def kept(self) -> Version | None:
@@ -346,7 +344,9 @@ class ShardedMemory:
                 self._copy_slots.delete()
             problem = self._reserve(slot, length)
         if self._any(bool(problem)) and self._mirror.is_on:
-            # Then second copies go.
+            # Then second copies go. A file that cannot be deleted goes with the job.
+            with contextlib.suppress(OSError):
+                self._mirror.delete()
             self._mirror.give_up(problem and f"no room in {self.folder} for other nodes' parts: {problem}")
             problem = self._reserve(slot, length)
         if not self._any(bool(problem)):

@@ -24,7 +24,6 @@ from elaunch.trainer.state.region import (
     header_of,
     is_intact,
     mark,
-    renew,
     tear,
     views,
 )
@@ -59,12 +58,8 @@ class Slot:
         self._region = torch.empty(0, dtype=torch.uint8)
         self._shape: tuple[object, ...] = ()
         self._views: list[Tensor] = []
-        # Whether nothing has been written to the file since `fit` made it.
-        self._is_blank = False
         self._is_settled = threading.Event()
         self._is_settled.set()
-        # What this object has written last, if it is whole and still there; and its first header.
-        self._written: tuple[Packed, Header] | None = None
 
     @property
     def size(self) -> int:
@@ -83,7 +78,7 @@ class Slot:
         """The whole file as uint8."""
         if self.size != self._region.numel():
             self._region = _mapped(self.path)
-            self._shape, self._written = (), None
+            self._shape = ()
         return self._region
 
     def grow(self, size: int) -> None:
@@ -91,7 +86,7 @@ class Slot:
         there = self.size
         if not there:
             # Nothing of an older file of this name.
-            self._blank()
+            self._forget()
         if there < size:
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
@@ -112,17 +107,15 @@ class Slot:
             except OSError:
                 self.delete()
                 raise
-            self._is_blank = True
 
     def delete(self) -> None:
         """Delete the file, if there is one."""
-        self._blank()
+        self._forget()
         self.path.unlink(missing_ok=True)
 
-    def _blank(self) -> None:
+    def _forget(self) -> None:
         """Nothing of the file is known any more."""
         self._region, self._views, self._shape = torch.empty(0, dtype=torch.uint8), [], ()
-        self._written = None
 
     def write(self, piece: Piece, packed: Packed, copy: Copy = copy_on_host) -> Header:
         """Write a state. The slot is torn until everything is written."""
@@ -130,38 +123,21 @@ class Slot:
         self.begin(packed, copy)
         return self.finish(piece, packed)
 
-    def write_again(self, piece: Piece, packed: Packed) -> None:
-        """The same for a state whose tensors have not changed since `packed` was made.
-
-        If it was the last to be written here only the header is: for files that this process alone writes.
-        """
-        if self._written is None or self._written[0] is not packed:
-            self._written = packed, self.write(piece, packed)
-        else:
-            renew(self._region, self._written[1], piece)
-
     def begin(self, packed: Packed, copy: Copy = copy_on_host) -> None:
         """Tear the slot and copy the tensors into it. They may change after this returns."""
         self._is_settled.clear()
         try:
-            region, shape = self.region(), self._shape_of(packed)
-            self._written = None
+            region, kinds = self.region(), [(tensor.dtype, tensor.shape) for tensor in packed.tensors]
+            shape = (packed.skeleton_room, packed.offsets, kinds)
             tear(region)
             if shape != self._shape:
                 # The checksum also covers the gaps between the tensors.
-                if not self._is_blank:
-                    region.zero_()
+                region.zero_()
                 self._shape, self._views = shape, views(region, packed)
-            self._is_blank = False
             copy(self._views, packed.tensors)
         except BaseException:
             self._is_settled.set()
             raise
-
-    @staticmethod
-    def _shape_of(packed: Packed) -> tuple[object, ...]:
-        kinds = [(tensor.dtype, tensor.shape) for tensor in packed.tensors]
-        return packed.skeleton_room, packed.offsets, kinds
 
     def finish(self, piece: Piece, packed: Packed) -> Header:
         """Declare the slot whole, after `begin`."""
@@ -189,7 +165,6 @@ class Slot:
 
     def raw(self, length: int) -> Tensor:
         """The first `length` bytes of the file, to send them, or to receive into them after `discard`."""
-        self._is_blank, self._written = False, None
         return self.region()[:length]
 
     def discard(self) -> None:

@@ -1,4 +1,4 @@
-"""Whether the collectives of this process have succeeded, as its process groups say; and what settings mean for that.
+"""Whether the collectives of this process have succeeded, as its process groups say.
 
 A collective of NCCL that was aborted looks finished to the GPU's stream. Only its group knows that it has failed. So
 after the wait for the gradients a commit asks the groups. See docs/decisions/038-a-commit-asks-the-group.md.
@@ -11,9 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-HANG_TIMEOUT = "ELAUNCH_HANG_TIMEOUT"
-_HANDLING, _BLOCKING = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_BLOCKING_WAIT"
-_TRUE = {"1", "y", "yes", "t", "true"}
+_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _REASONS = {
     "TIMEOUT": "a collective took longer than the timeout of the group",
     "COMM_ERROR": "NCCL reported an error",
@@ -57,11 +55,6 @@ class GroupStatus:
         if error := self.error():
             raise BrokenGroup(f"{otherwise}: {error}")
 
-    def timeout_s(self) -> float | None:
-        """How long the shortest collective of these groups may take; None if no backend says it."""
-        limits = [getattr(getattr(backend, "options", None), "_timeout", None) for _, backend in self._backends()]
-        return min((limit.total_seconds() for limit in limits if limit is not None), default=None)
-
     def _errors(self) -> Iterator[tuple[str, str]]:
         names = tuple(group.group_name for group in self._groups())
         if names != self._names:
@@ -76,37 +69,21 @@ class GroupStatus:
                 yield group, group._get_backend(device)
 
 
-def contradictions(environ: Mapping[str, str], *, has_nccl: bool, is_known: bool, timeout_s: float | None) -> list[str]:
-    """Sentences about settings that contradict each other or the Keeper. Raises ValueError if steps could be wrong.
+def require_reported_aborts(environ: Mapping[str, str], *, has_nccl: bool, is_known: bool) -> str:
+    """A warning if steps with incomplete gradients could be committed; empty if not. `is_known`: groups have a status.
 
-    `is_known` says that groups have a status, `timeout_s` is that of the groups.
+    Raises ValueError if they would be.
     """
-    told = []
     handling = environ.get(_HANDLING, "3")
-    if has_nccl and environ.get(_BLOCKING, "").lower() in _TRUE:
-        told.append(
-            f"{_BLOCKING} is set, so torch has no watchdog for NCCL: a failed collective that nobody waits for on the "
-            "CPU goes unnoticed; unset it"
-        )
-    if has_nccl and handling == "0":
-        told.append(f"{_HANDLING} is 0, so nothing ends a collective that has failed; unset it, or use 3")
-    if has_nccl and not is_known and handling == "2":
-        raise ValueError(
-            f"{_HANDLING} is 2, and torch before 2.7 does not say that it has aborted a collective: steps with "
-            "incomplete gradients would be committed; unset it, or use torch 2.7 or later"
-        )
-    if has_nccl and not is_known and handling == "1":
-        told.append(
-            f"{_HANDLING} is 1, and torch before 2.7 does not say that it has aborted a collective: a step with "
-            "incomplete gradients may be committed just before torch ends the process; use 3, or torch 2.7 or later"
-        )
-    hang_s = float(environ.get(HANG_TIMEOUT) or 0)
-    if timeout_s is not None and hang_s >= timeout_s:
-        told.append(
-            f"a collective ends with an error after {timeout_s:g} s, before --hang-timeout ({hang_s:g} s) can name the "
-            f"rank that hangs; use --hang-timeout below {timeout_s:g}, or init_process_group(timeout=…) above it"
-        )
-    return told
+    if not has_nccl or is_known or handling not in ("1", "2"):
+        return ""
+    text = (
+        f"{_HANDLING} is {handling}, and torch before 2.7 does not say that it has aborted a collective: steps with "
+        "incomplete gradients could be committed; unset it, or use torch 2.7 or later"
+    )
+    if handling == "2":
+        raise ValueError(text)
+    return text
 
 
 def _has_status(backend: Any) -> bool:

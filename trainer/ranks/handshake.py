@@ -1,9 +1,9 @@
 """How two ranks prove to each other that they belong to the same channel, and the socket at which one listens.
 
-Each rank listens with a secret of its own, and puts it with its address into the process group's store. A rank that
-connects says hello, the rank that listens replies, and the first one confirms. Each of these messages proves that its
-sender knows the secret. Both choose a random number that the other one's proof has in it, so messages that somebody
-has seen on the way are of no use a second time.
+Each rank listens with a secret of its own, and puts it with its address into the process group's store. To a connection
+it sends a random challenge. The rank that has connected responds with a number of its own and a proof that it knows the
+secret, and gets a proof in turn. Both proofs have both numbers in them, so messages that somebody has seen on the way
+are of no use a second time.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import hmac
 import math
+import os
 import secrets
 import socket
 import struct
@@ -19,19 +20,16 @@ from collections.abc import Container
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-NONCE_BYTES = 16
+CHALLENGE_BYTES = 16
+PROOF_BYTES = 32
 _SECRET_BYTES = 32
-_PROOF_BYTES = 32
-_HEAD = struct.Struct(f"<8sI{NONCE_BYTES}s")
-_MARK = b"elaunchR"
+_RESPONSE = struct.Struct(f"<I{CHALLENGE_BYTES}s{PROOF_BYTES}s")
+RESPONSE_BYTES = _RESPONSE.size
 
-HELLO_BYTES = _HEAD.size + _PROOF_BYTES
-REPLY_BYTES = NONCE_BYTES + _PROOF_BYTES
-CONFIRMATION_BYTES = _PROOF_BYTES
-
-# A rank says its hello at once. A connection without one by then is no rank's, or its host hangs.
-_HELLO_S = 5.0
-# Connections that have not said it yet; of more than these the oldest is closed.
+# A rank responds immediately. A connection without a response by then is no rank's, or its host hangs. A rank that
+# connects waits as long for the challenge, then tries again: the other one may be busy, or listen elsewhere by now.
+_ANSWER_S = 5.0
+# Connections that have not responded yet; of more than these the oldest is closed.
 _UNKNOWN_MAX = 64
 # The kernel holds connections until this rank polls. All ranks that may connect have a place, and some strangers.
 _BACKLOG_MAX = 1024
@@ -43,10 +41,7 @@ _KEEPALIVE = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPC
 
 @dataclass(frozen=True)
 class Contact:
-    """Where rank `rank` listens for the ranks of `channel`, and its secret.
-
-    In a greeting `asked` is the random number of the rank that connects, `answered` that of this rank.
-    """
+    """Where rank `rank` listens for the ranks of `channel`, and its secret."""
 
     channel: str
     rank: int
@@ -68,30 +63,20 @@ class Contact:
         port, _, address = place.partition(" ")
         return cls(channel, rank, address, int(port), secret)
 
-    def hello(self, sender: int, asked: bytes) -> bytes:
-        """The first words of rank `sender` to this rank."""
-        return _HEAD.pack(_MARK, sender, asked) + self._proof("hello", sender, asked)
+    def response(self, sender: int, challenge: bytes, number: bytes) -> bytes:
+        """What rank `sender` sends to this rank after its challenge; `number` is random."""
+        return _RESPONSE.pack(sender, number, self._proof("response", sender, challenge + number))
 
-    def heard(self, hello: bytes) -> tuple[int, bytes] | None:
-        """`sender` and `asked` of a hello to this rank; None if no rank of the channel has said it."""
-        mark, sender, asked = _HEAD.unpack_from(hello)
-        is_right = hmac.compare_digest(hello[_HEAD.size :], self._proof("hello", sender, asked))
-        return (sender, asked) if mark == _MARK and is_right else None
-
-    def reply(self, sender: int, asked: bytes, answered: bytes) -> bytes:
-        """The answer of this rank."""
-        return answered + self._proof("reply", sender, asked + answered)
-
-    def confirmation(self, sender: int, asked: bytes, reply: bytes) -> bytes | None:
-        """The last words of `sender`; None if this rank has not said that reply."""
-        answered = reply[:NONCE_BYTES]
-        if not hmac.compare_digest(reply, self.reply(sender, asked, answered)):
+    def confirmation(self, challenge: bytes, response: bytes) -> tuple[int, bytes] | None:
+        """The rank that has sent this response, and this rank's proof for it; None if it is no rank's."""
+        sender, number, proof = _RESPONSE.unpack(response)
+        if not hmac.compare_digest(proof, self._proof("response", sender, challenge + number)):
             return None
-        return self._proof("confirmed", sender, asked + answered)
+        return sender, self._proof("confirmed", sender, challenge + number)
 
-    def _proof(self, word: str, sender: int, numbers: bytes) -> bytes:
-        said = f"{word} {self.channel} {sender} {self.rank} ".encode() + numbers
-        return hmac.digest(self.secret, said, "sha256")
+    def _proof(self, purpose: str, sender: int, numbers: bytes) -> bytes:
+        content = f"{purpose} {self.channel} {sender} {self.rank} ".encode() + numbers
+        return hmac.digest(self.secret, content, "sha256")
 
 
 class Contacts(Protocol):
@@ -107,7 +92,38 @@ class Contacts(Protocol):
         """The newest contact of this rank; None if there is none yet. Does not wait; may raise RuntimeError."""
 
 
-def tuned(made: socket.socket) -> socket.socket:
+def dial(contact: Contact, sender: int) -> socket.socket:
+    """Connect as rank `sender`. Raises OSError, also if nobody answers for 5 s: that rank may be busy.
+
+    This waits for so long at most, in which deaths of other ranks go unnoticed.
+    """
+    try:
+        made = socket.create_connection((contact.address, contact.port), _ANSWER_S)
+    except TimeoutError as error:
+        raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT)) from error
+    try:
+        challenge = _received(made, CHALLENGE_BYTES)
+        response = contact.response(sender, challenge, secrets.token_bytes(CHALLENGE_BYTES))
+        made.sendall(response)
+        _, proof = contact.confirmation(challenge, response) or (sender, b"")
+        if not hmac.compare_digest(_received(made, PROOF_BYTES), proof):
+            raise ConnectionRefusedError(f"the process there is not rank {contact.rank} any more")
+        return _tuned(made)
+    except BaseException:
+        made.close()
+        raise
+
+
+def _received(source: socket.socket, size: int) -> bytes:
+    content = b""
+    while len(content) < size:
+        if not (part := source.recv(size - len(content))):
+            raise ConnectionResetError("the connection was closed before its reply")
+        content += part
+    return content
+
+
+def _tuned(made: socket.socket) -> socket.socket:
     """The socket, which does not block from now on, sends at once, and notices that the other host is gone."""
     made.setblocking(False)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -119,13 +135,12 @@ def tuned(made: socket.socket) -> socket.socket:
 
 @dataclass(eq=False)
 class _Guest:
-    """A connection that is not proved to be a rank's. `rank` has said hello on it, if it is not -1."""
+    """A connection that is not proved to be a rank's."""
 
     socket: socket.socket
+    challenge: bytes
     until_s: float
-    heard: bytes = b""
-    rank: int = -1
-    confirmation: bytes = b""
+    received: bytes = b""
 
 
 class RankListener:
@@ -136,7 +151,7 @@ class RankListener:
 
     def __init__(self, channel: str, rank: int, world_size: int, address: str) -> None:
         self._missing = set(range(rank + 1, world_size))
-        contact = Contact(channel, rank, address, 0, secrets.token_bytes(32))
+        contact = Contact(channel, rank, address, 0, secrets.token_bytes(_SECRET_BYTES))
         self._socket = socket.socket(contact.family)
         try:
             self._socket.setblocking(False)
@@ -145,10 +160,10 @@ class RankListener:
             self._socket.listen(min(len(self._missing) + _UNKNOWN_MAX, _BACKLOG_MAX))
         except OSError as error:
             self._socket.close()
-            # A link-local address of IPv6, for example, which is nothing without an interface.
             why = f"this rank cannot listen at {address} ({error.strerror}), so the other ranks cannot reach it"
             raise OSError(f"{why}; GLOO_SOCKET_IFNAME=… names the interface to use") from error
         self.contact = replace(contact, port=self._socket.getsockname()[1])
+        # The oldest first.
         self._guests: list[_Guest] = []
 
     @property
@@ -162,20 +177,26 @@ class RankListener:
 
     @property
     def until_s(self) -> float:
-        """When the next connection without a hello is to be closed."""
+        """When the next connection without a response is to be closed."""
         return min((guest.until_s for guest in self._guests), default=math.inf)
 
-    def admit(self, readable: Container[int]) -> list[tuple[int, socket.socket]]:
+    def admit(self, readable: Container[int]) -> dict[int, socket.socket]:
         """Accept connections, close those of strangers, and return those of ranks. Raises OSError if none has room."""
+        earlier = [*self._guests]
         has_room = self._accept() if self._socket.fileno() in readable else True
-        now_s, found = time.monotonic(), []
+        now_s, found = time.monotonic(), dict[int, socket.socket]()
         for guest in [*self._guests]:
-            if self._is_proved(guest):
-                self._missing.discard(guest.rank)
-                found.append((guest.rank, guest.socket))
-                self._guests.remove(guest)
-            elif now_s >= guest.until_s or (guest.rank < 0 and not has_room):
+            try:
+                rank = self._authenticated(guest)
+            except BlockingIOError:
+                if now_s >= guest.until_s or (guest in earlier and not has_room):
+                    self._turn_away(guest)
+            except OSError:
                 self._turn_away(guest)
+            else:
+                self._missing.discard(rank)
+                self._guests.remove(guest)
+                found[rank] = guest.socket
         return found
 
     def close(self) -> None:
@@ -192,54 +213,34 @@ class RankListener:
                 if error.errno not in _NO_ROOM:
                     # There is no more, or this one was given up.
                     return True
-                if not self._unknown:
+                if not self._guests:
                     # The rank that connects would wait for its answer, and this one would look at it again and again.
                     raise
                 return False
-            self._guests.append(_Guest(tuned(taken), time.monotonic() + _HELLO_S))
-            if len(self._unknown) > _UNKNOWN_MAX:
-                self._turn_away(self._unknown[0])
+            guest = _Guest(_tuned(taken), secrets.token_bytes(CHALLENGE_BYTES), time.monotonic() + _ANSWER_S)
+            self._guests.append(guest)
+            try:
+                taken.send(guest.challenge)
+            except OSError:
+                self._turn_away(guest)
+            if len(self._guests) > _UNKNOWN_MAX:
+                self._turn_away(self._guests[0])
         return True
 
-    @property
-    def _unknown(self) -> list[_Guest]:
-        """The connections without a hello, the oldest first."""
-        return [guest for guest in self._guests if guest.rank < 0]
+    def _authenticated(self, guest: _Guest) -> int:
+        """The rank that has connected, which gets its proof. Raises BlockingIOError until it has responded.
 
-    def _is_proved(self, guest: _Guest) -> bool:
-        """Go on with the greeting. Returns whether it is over, and this is a rank; a stranger is turned away."""
-        try:
-            while len(guest.heard) < (wanted := CONFIRMATION_BYTES if guest.confirmation else HELLO_BYTES):
-                if not (said := guest.socket.recv(wanted - len(guest.heard))):
-                    break
-                guest.heard += said
-                if len(guest.heard) == HELLO_BYTES and not guest.confirmation:
-                    self._reply(guest)
-        except BlockingIOError:
-            return False
-        except OSError:
-            guest.heard = b""
-        if guest.confirmation and hmac.compare_digest(guest.heard, guest.confirmation) and guest.rank in self._missing:
-            return True
-        self._turn_away(guest)
-        return False
-
-    def _reply(self, guest: _Guest) -> None:
-        """Answer a hello; raises ConnectionRefusedError if it is not one of a rank that may connect."""
-        rank, asked = self.contact.heard(guest.heard) or (-1, b"")
-        if rank not in self._missing:
+        Raises ConnectionError for a stranger, and OSError if the connection fails.
+        """
+        while missing := RESPONSE_BYTES - len(guest.received):
+            if not (received := guest.socket.recv(missing)):
+                raise ConnectionResetError
+            guest.received += received
+        rank, proof = self.contact.confirmation(guest.challenge, guest.received) or (-1, b"")
+        if rank not in self._missing or guest.socket.send(proof) < PROOF_BYTES:
             raise ConnectionRefusedError
-        # An earlier try of that rank.
-        for former in [each for each in self._guests if each.rank == rank]:
-            self._turn_away(former)
-        reply = self.contact.reply(rank, asked, secrets.token_bytes(NONCE_BYTES))
-        if guest.socket.send(reply) < len(reply):
-            raise ConnectionRefusedError
-        # It knows the secret, and has all the time it needs.
-        guest.rank, guest.until_s, guest.heard = rank, math.inf, b""
-        guest.confirmation = self.contact.confirmation(rank, asked, reply) or b""
+        return rank
 
     def _turn_away(self, guest: _Guest) -> None:
         guest.socket.close()
-        if guest in self._guests:
-            self._guests.remove(guest)
+        self._guests.remove(guest)

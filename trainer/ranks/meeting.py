@@ -1,25 +1,21 @@
-"""How the ranks of a process group meet: by the group's store, each at the address at which the others reach it."""
+"""How the ranks of a process group find each other: by the group's store, each at the address that others reach."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
 import hmac
 import ipaddress
-import itertools
 import operator
 import os
 import socket
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-
-from elaunch.trainer.ranks.channel import Channel
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915
@@ -31,35 +27,7 @@ _ANYWHERE = ("192.0.2.1", "2001:db8::1")
 
 
 @dataclass(frozen=True)
-class GroupMember:
-    """Rank `rank` of `world_size` in the group of that name; without a group this process is the only rank.
-
-    A rank is waited for as long as `timeout_s`. This does not have the group itself: who holds it keeps its threads
-    alive.
-    """
-
-    rank: int = 0
-    world_size: int = 1
-    group_name: str = ""
-    timeout_s: float | None = None
-
-    @classmethod
-    def of(cls, group: Any = None) -> GroupMember:
-        """This process in `group`, by default the job's."""
-        group = group or dist.group.WORLD
-        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-        return cls(rank, world_size, group.group_name, _timeout_s(group)) if world_size > 1 else cls()
-
-    def channel(self, purpose: str) -> Channel:
-        """A channel of its own for this purpose. All ranks of a group open its channels in the same order."""
-        generation = os.environ.get("ELAUNCH_GENERATION", "")
-        name = f"elaunch/{generation}/{self.group_name}/{purpose}"
-        name += f"/{next(_count(name))}"
-        return Channel(name, self.rank, self.world_size, _StoreContacts(name), timeout_s=self.timeout_s)
-
-
-@dataclass(frozen=True)
-class _StoreContacts:
+class StoreContacts:
     """Where the ranks of a channel listen, in the store by which the job's process group was made.
 
     torchrun's agent keeps all keys at a restart, and nothing that it tells its workers names one. So a contact may be
@@ -94,21 +62,6 @@ def _masked(key: str, contact: bytes) -> bytes:
 def _store() -> Any:
     # torch has no public name for it; this one has been in every release since 1.8.
     return dist.distributed_c10d._get_default_store()
-
-
-@functools.cache
-def _count(name: str) -> Iterator[int]:
-    return itertools.count()
-
-
-def _timeout_s(group: Any) -> float:
-    """How long a rank of the group is waited for: as long as gloo would wait, in this group or in a new one."""
-    options: list[Any] = [getattr(group._get_backend(device), "options", None) for device in group._device_types]
-    limits = [each._timeout for each in options if hasattr(each, "_timeout")]
-    if not limits or "gloo" not in dist.get_backend_config(group):
-        # A GPU's collectives are short. What is agreed here may take a checkpoint's time.
-        limits.append(dist.distributed_c10d.default_pg_timeout)
-    return float(max(limits).total_seconds())
 
 
 def own_address(environ: Mapping[str, str]) -> str:

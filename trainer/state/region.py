@@ -96,18 +96,18 @@ def finish(region: Tensor, layout: bytes, piece: Piece, packed: Packed) -> Heade
         checksum=checksum(region[start : start + packed.data_length]),
     )
     put(region, PAGE, packed.skeleton)
-    _declare(region, header, piece)
+    put(region, len(MARK), _fields(header, piece))
+    mark(region)
     return header
 
 
 def renew(region: Tensor, header: Header, piece: Piece) -> None:
-    """Declare the content that `header` describes to be that of `piece`."""
-    tear(region)
-    _declare(region, header, piece)
+    """Declare the whole content that `header` describes to be that of `piece`."""
+    put(region, 0, MARK + _fields(header, piece))
 
 
-def _declare(region: Tensor, header: Header, piece: Piece) -> None:
-    """Write the header, with `piece` in it, and at last the mark."""
+def _fields(header: Header, piece: Piece) -> bytes:
+    """A header with `piece` in it, and its checksum."""
     fields = _FIELDS.pack(
         header.layout,
         piece.version.generation,
@@ -120,8 +120,7 @@ def _declare(region: Tensor, header: Header, piece: Piece) -> None:
         header.skeleton_crc,
         header.checksum,
     )
-    put(region, len(MARK), fields + zlib.crc32(fields).to_bytes(_CRC_BYTES, "little"))
-    mark(region)
+    return fields + zlib.crc32(fields).to_bytes(_CRC_BYTES, "little")
 
 
 def mark(region: Tensor) -> None:

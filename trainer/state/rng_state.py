@@ -27,12 +27,20 @@ class RandomStates:
         self._python, self._numpy = _Python(), _Numpy()
         self._state: State = {}
         self._raw: list[bytes] = []
+        self._aside: State | None = None
+
+    @property
+    def is_aside(self) -> bool:
+        """Whether `step_aside` was called, and not `apply` since."""
+        return self._aside is not None
 
     def capture(self) -> State:
         """The present states, as plain values and tensors; numpy's only if numpy is imported.
 
-        The same object as before if they are the same as before. Do not change it.
+        The same object as before if they are the same as before. Do not change it. After `step_aside` those before it.
         """
+        if self._aside is not None:
+            return self._aside
         old, python, numpy = self._state, self._python.capture(), self._numpy.capture()
         torchs = [torch.default_generator.get_state()]
         if self._is_cuda:
@@ -45,7 +53,8 @@ class RandomStates:
         return self._state
 
     def step_aside(self, state: State, step: int) -> None:
-        """Seed the generators with numbers that depend on `state`, which `capture` returned last, and on `step`."""
+        """Seed the generators with numbers that depend on `state`, the states to go on from, and on `step`."""
+        self._aside = state
         random.seed(_seed(state["python"][1], step))
         torch.default_generator.manual_seed(_seed(state["torch"], step))
         if "cuda" in state:
@@ -56,6 +65,7 @@ class RandomStates:
 
     def apply(self, state: State) -> None:
         """Set the generators to `state`, which `capture` returned or somebody has restored."""
+        self._aside = None
         if self._numpy.goes_back_to(state.get("numpy")):
             state = {name: its for name, its in state.items() if name != "numpy"}
         apply(state, self._device)

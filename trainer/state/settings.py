@@ -134,11 +134,15 @@ class Settings:
         self._noted = self._modes = self._of_commit = None
         self._add_as_usual()
 
-    def stepped(self) -> None:
-        """The commit has changed everything. An evaluation may follow, which a restart does not make again."""
+    def stepped(self, *, is_checked: bool) -> None:
+        """The commit has changed everything. An evaluation may follow, which a restart does not make again.
+
+        If it `is_checked`, the next note finds what was changed after it.
+        """
         self._modes = [*map(_TRAINING, self._modules)]
-        self.values.look(only_often=True)
-        self._of_commit = [*map(_REQUIRES_GRAD, self._parameters)], self.values.now()
+        if is_checked:
+            self.values.look(only_often=True)
+            self._of_commit = [*map(_REQUIRES_GRAD, self._parameters)], self.values.now()
 
     def options(self) -> list[list[State]]:
         """The options of all groups of all optimizers."""
@@ -289,7 +293,7 @@ class Settings:
             self._look()
         groups = [_ids_of(_groups_of(one)) for one in self._optimizers]
         if groups != self._known_groups:
-            if why := self._refused_groups(is_in_parts):
+            if why := _without_group(self._optimizers) or self._refused_groups(is_in_parts):
                 return why
             self._known_groups = groups
         if is_in_parts and not has_zero:
@@ -344,6 +348,20 @@ class Settings:
                     "ranks. Wrap the model before anything is frozen, with find_unused_parameters=True"
                 )
         return ""
+
+
+def _without_group(optimizers: Sequence[Any]) -> str:
+    """A sentence about parameters whose group was removed, and whose state was not; "" if there are none."""
+    for one in optimizers:
+        known, state = {id(each) for group in _groups_of(one) for each in group["params"]}, getattr(one, "state", None)
+        keys = state if known and isinstance(state, dict) else ()
+        if left := [each for each in keys if isinstance(each, Tensor) and id(each) not in known]:
+            return (
+                f"{type(one).__name__} has the state of {len(left)} parameters that are in none of its groups any "
+                "more, which its state_dict cannot name; remove that too (optimizer.state.pop(parameter)), or leave "
+                "the group with lr=0"
+            )
+    return ""
 
 
 def _with_buffers(modules: Iterable[tuple[str, nn.Module]]) -> set[str]:

@@ -36,7 +36,6 @@ from elaunch.trainer.state.tree import (
     State,
     cloned,
     contains_itself,
-    equal,
     flatten,
     local_parts,
     put_into,
@@ -99,8 +98,7 @@ class Training:
         self.device = _device_of(self.model)
         self.random = RandomStates(self.device)
         self._buffers = Buffers(self.model, self.device)
-        # The buffers that the last commit has changed, copied, since the next forward pass may change them again; and
-        # as `random` the random states before and after it, if it has drawn.
+        # The buffers that the last commit has changed, copied, since the next forward pass may change them again.
         self.of_commit: State = {}
         # Whether all ranks have rank 0's in each forward pass.
         self.shares_buffers = all(map(_shares_buffers, self.models))
@@ -337,15 +335,7 @@ class Training:
         self._buffers.put(state)
         if state.get("is_begun") and self.of_commit:
             # That rank has died before it came to the end of the commit. Others have what the commit has changed.
-            drawn = self.of_commit.get("random")
             self._buffers.put({"buffers": {}, **self.of_commit})
-            if drawn is not None:
-                before, after = drawn["before"], drawn["after"]
-                own = {
-                    name: after.get(name) if equal(its, before.get(name)) else its
-                    for name, its in state["random"].items()
-                }
-                state = {**state, "random": own}
         if not only_buffers:
             self._load_own(state)
 

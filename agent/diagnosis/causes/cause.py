@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 SHARED_MEMORY = "/dev/shm"
@@ -23,43 +23,6 @@ class KnownCause:
     detail: str = ""
     advice: str = ""
     is_enough: bool = False
-
-
-@dataclass(frozen=True)
-class SpaceOf:
-    """Asks for the free space of the file system that has `path`, which need not exist."""
-
-    path: str
-
-
-@dataclass(frozen=True)
-class FullDisks:
-    """Asks for the file systems of this host that are full and that a program could write to."""
-
-
-@dataclass(frozen=True)
-class IsThere:
-    """Asks whether there is a file or a package of that path (a package's path is its `__init__.py`)."""
-
-    path: str
-
-
-@dataclass(frozen=True)
-class GpuErrors:
-    """Asks for the errors that the NVIDIA driver has counted or logged on this host."""
-
-
-@dataclass(frozen=True)
-class MemoryLimits:
-    """Asks for the memory of this process's cgroup."""
-
-
-@dataclass(frozen=True)
-class KillCounters:
-    """Asks whether the kernel counts the processes of this cgroup that it kills for lack of memory."""
-
-
-Question = SpaceOf | FullDisks | IsThere | GpuErrors | MemoryLimits | KillCounters
 
 
 @dataclass(frozen=True)
@@ -83,15 +46,15 @@ class Space:
 
 @dataclass(frozen=True)
 class Facts:
-    """The answers to the questions about one failure. What could not be found out is missing.
+    """What was found out on this host after a failure. What could not be found out is missing.
 
-    `spaces` is by the path that was asked for; `full` are the file systems that have no room.
-    `mismatch` is not asked for: the rank table has it.
+    `shm` is the shared memory, `full` are the file systems that have no room: both only where a rule `wants_disks`.
+    `gpu_errors` are those that the NVIDIA driver logged. `kills_are_counted` says that the kernel counts the processes
+    of this cgroup that it kills for lack of memory. `mismatch` is that of the rank table.
     """
 
-    spaces: Mapping[str, Space] = field(default_factory=dict)
+    shm: Space | None = None
     full: tuple[Space, ...] = ()
-    there: frozenset[str] = frozenset()
     gpu_errors: tuple[str, ...] = ()
     memory_limit: str = ""
     kills_are_counted: bool = False
@@ -131,9 +94,9 @@ class CauseRule:
 
     It applies if the exit code is in `codes`, the exception in `exceptions`, and `pattern` is found in the words; one
     that is empty is not asked. `more` adds values for the templates, or says with None that the rule does not apply.
-    `detail` and `advice` are templates: `{name}` is a group of the pattern or a value of `more`. `asks` are questions
-    whose answers `more` wants. The documentation shows `shown`, or else the template of the advice. `is_enough` as in
-    `KnownCause`.
+    `detail` and `advice` are templates: `{name}` is a group of the pattern or a value of `more`, which looks at file
+    systems where it `wants_disks`. The documentation shows `shown`, or else the template of the advice. `is_enough` as
+    in `KnownCause`.
     """
 
     title: str
@@ -143,7 +106,7 @@ class CauseRule:
     codes: frozenset[int] = frozenset()
     detail: str = ""
     more: Callable[[Evidence, Values], Values | None] | None = None
-    asks: Callable[[Evidence, Values], tuple[Question, ...]] | None = None
+    wants_disks: bool = False
     shown: str = ""
     is_enough: bool = False
 
@@ -169,13 +132,6 @@ class CauseRule:
                 return None
             values = {**values, **added}
         return KnownCause(self.detail.format_map(values), self.advice.format_map(values), self.is_enough)
-
-    def questions(self, evidence: Evidence) -> tuple[Question, ...]:
-        """What has to be found out before `cause` can be asked."""
-        if self.asks is None:
-            return ()
-        values = self.values(evidence)
-        return () if values is None else self.asks(evidence, values)
 
 
 def regex(text: str) -> re.Pattern[str]:

@@ -2,18 +2,7 @@
 
 from __future__ import annotations
 
-from elaunch.agent.diagnosis.causes.cause import (
-    SHARED_MEMORY,
-    CauseRule,
-    Evidence,
-    GpuErrors,
-    KillCounters,
-    MemoryLimits,
-    Question,
-    SpaceOf,
-    Values,
-    regex,
-)
+from elaunch.agent.diagnosis.causes.cause import CauseRule, Evidence, Values, regex
 from elaunch.rendezvous.texts import bytes_text
 
 _SIGBUS, _SIGKILL = -7, -9
@@ -41,17 +30,9 @@ _SHM_ADVICE = (
 )
 
 
-def _ask_shm(_evidence: Evidence, _values: Values) -> tuple[Question, ...]:
-    return (SpaceOf(SHARED_MEMORY),)
-
-
-def _ask_limits(_evidence: Evidence, _values: Values) -> tuple[Question, ...]:
-    return (MemoryLimits(),)
-
-
 def _small_shm(evidence: Evidence, _values: Values) -> Values | None:
     """The rule is for a shared memory that is full, or so small that it must have been."""
-    space = evidence.facts.spaces.get(SHARED_MEMORY)
+    space = evidence.facts.shm
     if space is None or (space.total > _SMALL_SHM and not space.is_full):
         return None
     return {"size": bytes_text(space.total), "free": bytes_text(space.free)}
@@ -62,10 +43,6 @@ def _killed(evidence: Evidence, _values: Values) -> Values | None:
         return None
     limit = evidence.facts.memory_limit
     return {"limit": f" (its limit is {limit})" if limit else ""}
-
-
-def _ask_counters(evidence: Evidence, _values: Values) -> tuple[Question, ...]:
-    return (KillCounters(),) if evidence.has_no_sender else ()
 
 
 def _sender(evidence: Evidence, _values: Values) -> Values | None:
@@ -99,14 +76,12 @@ MEMORY_RULES = (
         MORE_MEMORY,
         codes=frozenset({_SIGKILL}),
         more=_killed,
-        asks=_ask_limits,
     ),
     CauseRule(
         "killed by a SIGKILL of an unknown sender",
         "{who}",
         codes=frozenset({_SIGKILL}),
         more=_sender,
-        asks=_ask_counters,
         shown=f"by what the kernel counts: look for the sender, which may be the kernel for lack of memory, {_SENDERS}",
     ),
     CauseRule(
@@ -141,7 +116,7 @@ MEMORY_RULES = (
         ),
         detail="/dev/shm has {size} in all, {free} free",
         more=_small_shm,
-        asks=_ask_shm,
+        wants_disks=True,
     ),
     CauseRule(
         "a DataLoader worker was killed",
@@ -160,7 +135,7 @@ MEMORY_RULES = (
         codes=frozenset({_SIGBUS}),
         detail="/dev/shm has {size} in all, {free} free",
         more=_small_shm,
-        asks=_ask_shm,
+        wants_disks=True,
     ),
 )
 
@@ -185,28 +160,21 @@ _HARDWARE_XIDS = {
 _XID = regex(r"Xid \((?P<where>[^)]*)\): (?P<xid>\d+)")
 
 
-def _ask(_evidence: Evidence, _values: Values) -> tuple[Question, ...]:
-    return (GpuErrors(),)
-
-
 def _hardware(evidence: Evidence, _values: Values) -> Values | None:
     """The first error of the hardware among the driver's. Xids that a faulty program makes too say nothing."""
     for line in evidence.facts.gpu_errors:
-        if (found := _XID.search(line)) is None:
-            return {"error": line}
-        if found["xid"] in _HARDWARE_XIDS:
+        if (found := _XID.search(line)) and found["xid"] in _HARDWARE_XIDS:
             return {"error": f"Xid {found['xid']} on {found['where']}: {_HARDWARE_XIDS[found['xid']]}"}
     return None
 
 
 GPU_RULES = (
     CauseRule(
-        "a GPU or its link is faulty (Xid, ECC)",
+        "a GPU or its link is faulty (Xid)",
         "take this node out of the job and have the GPU reset or replaced; nvidia-smi -q and the kernel log say more",
         pattern=rf"{_CUDA}|NCCL error|CUBLAS_STATUS|CUDNN_STATUS|ncclSystemError|ncclUnhandledCudaError",
         detail="the NVIDIA driver says: {error}",
         more=_hardware,
-        asks=_ask,
     ),
     CauseRule(
         "device-side assert",

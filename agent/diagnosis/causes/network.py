@@ -72,13 +72,6 @@ COLLECTIVES_RULES = (
         pattern=r"Unable to find (?:address for|interface for|interface):? ?(?P<name>[^\s\"]*)",
     ),
     CauseRule(
-        "a rank's address that refuses connections",
-        "{address} refuses connections: that rank has ended, a firewall refuses its port (open all ports between the"
-        " nodes), or a file of init_method='file://…' still has the addresses of an earlier run; remove it before the"
-        " start, or use 'env://'",
-        pattern=r"connectFullMesh failed[^\n]{0,400}Connection refused, remote=(?P<address>[][0-9a-f.:]{1,64})",
-    ),
-    CauseRule(
         "the ranks cannot reach each other",
         "the workers could not connect to each other: open the ports between the nodes, and set GLOO_SOCKET_IFNAME to"
         " the interface that connects them",
@@ -159,13 +152,6 @@ NODES_RULES = (
         "a failure between ranks, where the nodes have different versions of torch or Python",
         _ADVICE,
         pattern=r"nccl|gloo|pickle|processgroup|process group|collective",
-        more=_differ,
-        shown=_SHOWN,
-    ),
-    CauseRule(
-        "a failure to unpickle, where the nodes have different versions of torch or Python",
-        _ADVICE,
-        exceptions=frozenset({"UnpicklingError"}),
         more=_differ,
         shown=_SHOWN,
     ),

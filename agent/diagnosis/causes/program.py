@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import sys
 
-from elaunch.agent.diagnosis.causes.cause import CauseRule, Evidence, IsThere, Question, Values, regex
+from elaunch.agent.diagnosis.causes.cause import CauseRule, Evidence, Values, regex
 
 _SIGILL, _SIGABRT, _SIGFPE, _SIGSEGV, _SIGXCPU = -4, -6, -8, -11, -24
-_LIBRARY = regex(r"[/\\](?:site|dist)-packages[/\\]|[/\\]lib[/\\]python3\.\d+[/\\]|^<")
 _SAME_NAMES = (
     "torch torchvision torchaudio torchmetrics torchdata numpy scipy pandas matplotlib seaborn tqdm rich transformers"
     " datasets tokenizers accelerate diffusers peft trl evaluate safetensors huggingface_hub timm deepspeed lightning"
@@ -42,55 +40,18 @@ _PACKAGES = {
     "pkg_resources": "setuptools",
     **{name: name.replace("_", "-") for name in _SAME_NAMES.split()},
 }
-# Modules of everybody's: a file of the same name beside the script hides one.
-_WELL_KNOWN = regex(
-    r"^(?:torch|numpy|random|types|json|queue|logging|tokenize|copy|email|string|select|socket|signal|time|test|"
-    r"datasets|transformers|wandb|tensorboard|accelerate|deepspeed|profile|platform|code|inspect|abc|enum|calendar|"
-    r"statistics|secrets|operator|math|pandas|scipy|PIL|yaml|tqdm|triton|torchvision|torchaudio)$"
-)
 # Of multiprocessing's spawn, in a child process.
 NO_MAIN_GUARD = "current process has finished its bootstrapping phase"
 _ENVIRON = regex(r'File "(?:<frozen os>|[^"]*/os\.py)", line \d+, in __getitem__')
 # The end of a library's name. As Linux does, patterns limit names, and they begin where a word does: without that a
 # search takes the square of the time, and an exception may have a word of megabytes.
 _SO = r"\.so[\w.]{0,64}"
-_NAMED_MODULE = (
-    r"module '(?P<module>\w+)(?:\.[\w.]+)?' has no attribute"
-    r"|cannot import name '[^']*' from (?:partially initialized module )?'(?P<from>\w+)(?:\.[\w.]+)?'"
-    r"|No module named '(?P<package>\w+)\.[\w.]+'; '(?P<outer>\w+)' is not a package"
-)
 
 
-def _hidden(values: Values) -> str:
-    return str(values["module"] or values["from"] or values["outer"])
-
-
-def _folders(evidence: Evidence) -> tuple[str, ...]:
-    """The folders of the user's own files in the traceback: Python looks there first for a module."""
-    own = [file.rpartition("/")[0] for file in evidence.files if "/" in file and not _LIBRARY.search(file)]
-    return tuple(dict.fromkeys(own))
-
-
-def _ask_shadow(evidence: Evidence, values: Values) -> tuple[Question, ...]:
-    name = _hidden(values)
-    if not _WELL_KNOWN.match(name):
-        return ()
-    return tuple(
-        IsThere(f"{folder}/{name}{end}") for folder in _folders(evidence)[:8] for end in (".py", "/__init__.py")
-    )
-
-
-def _shadow(evidence: Evidence, values: Values) -> Values | None:
-    name = _hidden(values)
-    ends = (f"/{name}.py", f"/{name}/__init__.py")
-    found = next((path for path in sorted(evidence.facts.there) if path.endswith(ends)), "")
-    return {"name": name, "file": found} if found else None
-
-
-def _missing(evidence: Evidence, values: Values) -> Values:
+def _missing(_evidence: Evidence, values: Values) -> Values:
     name = values["missing"]
     parent, _, last = name.rpartition(".")
-    if package := _package(name, evidence.traceback):
+    if package := _PACKAGES.get(name, ""):
         step = (
             f"install {package} in the Python environment of every node (python -m pip install {package}), or put the"
             f" folder that has {name} on PYTHONPATH"
@@ -106,14 +67,6 @@ def _missing(evidence: Evidence, values: Values) -> Values:
     else:
         step = f"install the package that has {name} on every node, or put its folder on PYTHONPATH"
     return {"step": step}
-
-
-def _package(name: str, traceback: str) -> str:
-    """The package that has the module, if it is known. The line that imports it may name it in full."""
-    imported = re.findall(rf"\b{re.escape(name)}(?:\.\w+)+", traceback)
-    words = (imported[-1] if imported else name).split(".")
-    known = (_PACKAGES.get(".".join(words[:count]), "") for count in range(len(words), name.count("."), -1))
-    return next(filter(None, known), "")
 
 
 def _usage(evidence: Evidence, values: Values) -> Values:
@@ -145,16 +98,9 @@ RULES = (
         shown="correct the arguments; a script that wants --local-rank reads LOCAL_RANK instead",
     ),
     CauseRule(
-        "a file hides a module",
-        "{file} hides the module {name}: give that file another name",
-        pattern=_NAMED_MODULE,
-        exceptions=frozenset({"AttributeError", "ImportError", "ModuleNotFoundError"}),
-        more=_shadow,
-        asks=_ask_shadow,
-    ),
-    CauseRule(
         "circular import",
-        "two files import each other: move one of the imports into the function that needs it",
+        "two files import each other: move one of the imports into the function that needs it; or a file of the program"
+        " has the name of the module that it imports: give that file another name",
         pattern=r"partially initialized module .*circular import",
         exceptions=frozenset({"AttributeError", "ImportError"}),
     ),

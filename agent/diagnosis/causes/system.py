@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-from elaunch.agent.diagnosis.causes.cause import (
-    CauseRule,
-    Evidence,
-    FullDisks,
-    Question,
-    Space,
-    SpaceOf,
-    Values,
-    regex,
-)
+from elaunch.agent.diagnosis.causes.cause import CauseRule, Evidence, Space, Values, regex
 from elaunch.rendezvous.texts import bytes_text
 
 _QUOTED = regex(r"\[Errno \d+\][^\n]*?: (?P<quote>['\"])(?P<path>.*?)(?P=quote)")
@@ -31,16 +22,9 @@ def _path(evidence: Evidence) -> str:
     return found["path"] if found else ""
 
 
-def _ask_space(evidence: Evidence, _values: Values) -> tuple[Question, ...]:
-    path = _path(evidence)
-    return (SpaceOf(path),) if path else (FullDisks(),)
-
-
 def _full(evidence: Evidence, _values: Values) -> Values | None:
     """Which file systems are full. The one of the path may have room again: another process may have removed files."""
-    facts, path = evidence.facts, _path(evidence)
-    # An error without a path may be about any of those that are full.
-    spaces = [each for each in (*facts.spaces.values(), *facts.full) if each.is_full or each.is_without_files]
+    path, spaces = _path(evidence), evidence.facts.full
     if spaces:
         named = spaces[:_NAMED_DISKS]
         where = ", or ".join(map(_lack, named)) + (", or another one" if spaces[_NAMED_DISKS:] else "")
@@ -88,7 +72,7 @@ RULES = (
         pattern=rf"No space left on device|{_WRITER.pattern}",
         detail="{where}",
         more=_full,
-        asks=_ask_space,
+        wants_disks=True,
         shown="make room on the file system that is named, or write somewhere else",
     ),
     CauseRule(

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from elaunch.agent.diagnosis import exit_status
 from elaunch.agent.diagnosis.causes import hardware, network, program, system
-from elaunch.agent.diagnosis.causes.cause import NO_FACTS, CauseRule, Evidence, Facts, KnownCause, Question
+from elaunch.agent.diagnosis.causes.cause import NO_FACTS, CauseRule, Evidence, Facts, KnownCause
 from elaunch.agent.diagnosis.causes.program import NO_MAIN_GUARD
 from elaunch.agent.diagnosis.exit_status import parse_traceback
 from elaunch.agent.peer_lost import ends
@@ -27,19 +27,20 @@ _CHILD_ENDED = re.compile(r"ProcessExitedException|BrokenProcessPool|DataLoader 
 _NOT_RECOGNISED = (FailureKind.DEBUGGER, FailureKind.HANG, FailureKind.REFUSED)
 
 
-def questions_about(failure: Failure) -> frozenset[Question]:
-    """What has to be found out on this host before the failure can be explained."""
-    return questions(_evidences(failure, NO_FACTS))
+def wants_disks(failure: Failure) -> bool:
+    """Whether the file systems of this host must be looked at before the failure can be explained."""
+    evidences = _evidences(failure, NO_FACTS)
+    return any(rule.wants_disks and rule.values(evidence) is not None for evidence in evidences for rule in RULES)
 
 
-def explained(failure: Failure, facts: Facts | None = None, mismatch: str = "") -> Failure:
+def explained(failure: Failure, facts: Facts = NO_FACTS, mismatch: str = "") -> Failure:
     """The failure, its output complete, with the advice for its cause and with what its own message does not say.
 
     `mismatch` as in `RankTable`.
     """
     if failure.advice:
         return failure
-    cause = recognise(_evidences(failure, replace(facts or NO_FACTS, mismatch=mismatch)))
+    cause = recognise(_evidences(failure, replace(facts, mismatch=mismatch)))
     if not cause.detail and not cause.advice:
         return failure
     message = failure.message
@@ -118,18 +119,6 @@ def recognise(evidences: Sequence[Evidence]) -> KnownCause:
             if found := rule.cause(evidence):
                 return found
     return UNKNOWN
-
-
-def questions(evidences: Sequence[Evidence]) -> frozenset[Question]:
-    """What has to be found out on this host before `recognise` can be asked; for most failures it is nothing."""
-    asked: set[Question] = set()
-    for evidence in evidences:
-        for rule in RULES:
-            if rule.values(evidence) is not None:
-                asked.update(rule.questions(evidence))
-                if rule.more is None:
-                    return frozenset(asked)
-    return frozenset(asked)
 
 
 _PAGE_HEAD = """\

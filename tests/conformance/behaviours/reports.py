@@ -64,8 +64,8 @@ BEHAVIOURS = (
     Behaviour(
         number=40,
         fact="The report has the lines `Root Cause (first observed failure):` and `exitcode  : N (pid: …)`",
-        differs="it has the traceback (or says that it stands just above) or the last lines of stderr, also without"
-        " `@record`, and names no worker that the agent itself stopped",
+        differs="it has the traceback or the last lines of stderr, also without `@record`, and names no worker that the"
+        " agent itself stopped",
         trials=(
             Trial(
                 program="raise SystemExit(3)\n",

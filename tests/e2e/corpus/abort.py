@@ -1,5 +1,6 @@
 # headline: was killed by SIGABRT \(crashed in .*/train\.py:\d+ in step; std::runtime_error: bad tile\)
 # next: none
+# slow
 
 import os
 import sys

@@ -2,6 +2,7 @@
 # headline: was killed by SIGBUS \(crashed in .*/train\.py:\d+ in read\)
 # next: none
 # not: shm
+# slow
 
 import mmap
 import os

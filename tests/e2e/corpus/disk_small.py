@@ -3,6 +3,7 @@
 # headline: raised OSError: \[Errno 28\] No space left on device \(.*/disk has 0 B free of 64 KiB
 # next: make room on .*/disk
 # not: /dev/shm
+# slow
 
 import os
 

@@ -2,6 +2,7 @@
 # headline: raised ValueError: the loss is NaN
 # next: none
 # not: ^Next step
+# slow
 
 import logging
 

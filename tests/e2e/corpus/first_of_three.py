@@ -3,6 +3,7 @@
 # headline: rank 2 .* raised ValueError: the first
 # next: none
 # not: ^rank [01] \(|the cause: rank [01]
+# slow
 
 import os
 import signal

@@ -1,4 +1,5 @@
 # headline: was killed by SIGINT in generation
 # next: none
+# slow
 
 raise KeyboardInterrupt

@@ -2,6 +2,7 @@
 # headline: was killed by SIGBUS \(crashed in .*/train\.py:\d+ in fill; /dev/shm has 1 MiB in all, \d
 # next: --shm-size
 # not: native code
+# slow
 
 from multiprocessing import shared_memory
 

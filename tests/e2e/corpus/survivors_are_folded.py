@@ -3,6 +3,7 @@
 # headline: rank 1 .* was killed by SIGKILL in generation 0
 # next: look for .*sender: .*kill -9
 # not: Connection closed by peer
+# slow
 
 import os
 import signal

@@ -4,6 +4,7 @@
 # next: none
 # why: same
 # not: generation 2
+# slow
 
 from elaunch.trainer import link
 

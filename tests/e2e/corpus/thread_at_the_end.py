@@ -2,6 +2,7 @@
 # headline: was killed by SIGABRT after its program had ended
 # next: end it before the program ends: call destroy_process_group
 # not: even number of steps|drop_last
+# slow
 
 import ctypes
 import sys

@@ -2,6 +2,7 @@
 # headline: rank 1 .* was killed by SIGSEGV \(crashed in .*/train\.py:\d+ in backward\)
 # next: native code
 # not: ^rank 0 \(
+# slow
 
 import ctypes
 import os

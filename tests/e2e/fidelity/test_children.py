@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.fidelity.ways import EXECED, FORKED, LIGHT, caught_too, fresh, share, without_launchers, worker
+from tests.e2e.fidelity.ways import EXECED, LIGHT, caught_too, fresh, share, without_launchers, worker
 from tests.harness import finished, script, slow
 
 METHODS = ("fork", "spawn", "forkserver")
@@ -121,18 +121,6 @@ if __name__ == "__main__":
             print(torch.ones(3).sum().item())
 """
 
-COMPILED = """
-import json, torch
-
-def f(x):
-    return torch.nn.functional.relu(x * 2 - 1).sum()
-
-x = torch.arange(12.0, requires_grad=True)
-y = torch.compile(f)(x)
-y.backward()
-print(json.dumps([y.item(), x.grad.tolist(), torch._dynamo.utils.counters["stats"]["unique_graphs"]]))
-"""
-
 
 def both(folder: Path, how: tuple[str, ...], text: str, *args: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The program's output as a worker and in a fresh interpreter. Both must succeed and print nothing else."""
@@ -171,12 +159,6 @@ def with_torch(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return outputs(tmp_path_factory.mktemp("torch"), 2, "fork")
 
 
-@pytest.fixture(scope="module")
-def with_torch_anew(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """The output of all ranks of WITH_TORCH. Three of their processes import torch anew."""
-    return outputs(tmp_path_factory.mktemp("anew"), 4, "fork", "spawn")
-
-
 def outputs(folder: Path, workers: int, *methods: str) -> list[Any]:
     """The output of each rank of WITH_TORCH. No rank may print anything else."""
     script(folder, WITH_TORCH)
@@ -202,37 +184,5 @@ def test_data_loaders_load_what_a_loop_loads_in_order_and_with_one_thread(with_t
     assert_loaded_in_order_and_with_one_thread(with_torch[0], "fork")
 
 
-@pytest.mark.slow
-def test_data_loaders_that_spawn_do_so_too(with_torch_anew: list[Any]) -> None:
-    assert_loaded_in_order_and_with_one_thread(with_torch_anew[0], "fork", "spawn")
-
-
-@pytest.mark.slow
-def test_data_loaders_of_a_fork_server_do_so_too(tmp_path: Path) -> None:
-    script(tmp_path, WITH_TORCH)
-
-    end = worker(tmp_path, FORKED, "train.py", "forkserver")
-
-    assert (end.code, end.err) == (0, b""), end
-    assert_loaded_in_order_and_with_one_thread(json.loads(end.out), "forkserver")
-
-
 def test_a_script_that_has_used_torch_may_fork(with_torch: list[Any]) -> None:
     assert with_torch[1] == 4
-
-
-@pytest.mark.slow
-def test_torchs_own_spawn_shares_tensors(with_torch_anew: list[Any]) -> None:
-    assert with_torch_anew[2] == [7, 0]
-
-
-@pytest.mark.slow
-def test_a_script_that_has_imported_torch_may_exec_itself(with_torch_anew: list[Any]) -> None:
-    assert with_torch_anew[3] == 3.0
-
-
-@pytest.mark.slow
-def test_a_compiled_function_computes_the_same(tmp_path: Path) -> None:
-    ours, theirs = both(tmp_path, FORKED, COMPILED)
-
-    assert ours == theirs

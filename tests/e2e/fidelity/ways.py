@@ -23,7 +23,6 @@ FORKED = ("--preload", ",".join(DEFAULT_PRELOAD))
 # The fork server does the same with a light module, without the second of importing torch.
 LIGHT = ("--preload", "json")
 EXECED = ("--no-preload",)
-WAYS = {"forked": FORKED, "execed": EXECED}
 # A program may compile something.
 _LONG_S = 600.0
 

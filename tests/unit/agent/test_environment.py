@@ -77,19 +77,6 @@ def test_the_ranks_of_a_role_are_counted_over_its_own_nodes() -> None:
     assert [last[name] for name in names] == ["trainer", "4", "5", "5", "6"]
 
 
-def test_workers_of_one_node_may_have_several_roles() -> None:
-    seats = seats_of([("a-1", 3, "ps=1,trainer=2"), ("b-1", 2, "trainer")])
-
-    found = [
-        {name: its[name] for name in ("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE")}
-        for its in (
-            variables(group, local, table=replace(TABLE, seats=seats)) for group, local in ((0, 0), (0, 2), (1, 1))
-        )
-    ]
-
-    assert [list(its.values()) for its in found] == [["ps", "0", "1"], ["trainer", "1", "4"], ["trainer", "3", "4"]]
-
-
 @pytest.mark.parametrize(
     ("inherited", "device"),
     [({}, "1"), ({"CUDA_VISIBLE_DEVICES": "4, 6 ,7"}, "6"), ({"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"}, "GPU-b")],

@@ -7,12 +7,10 @@ import select
 import signal
 import subprocess
 import sys
-import threading
 
 import pytest
 
 from elaunch.agent.linux import catches, children, end_of, has_pidfd, is_stopped, state
-from tests.descriptors import opened
 from tests.harness import DEADLINE_S, wait_for
 
 _WAITS = """
@@ -56,22 +54,6 @@ thread.join()
         os.killpg(process.pid, signal.SIGKILL)
     assert children(process.pid) == []
     assert state(process.pid) == ""
-
-
-def test_where_no_thread_can_wait_for_a_child_the_caller_learns_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.delattr(os, "pidfd_open")
-    monkeypatch.setattr(threading.Thread, "start", refused)
-    has_pidfd.cache_clear()
-    before = opened()
-    try:
-        with pytest.raises(OSError, match="no thread can be started"):
-            end_of(os.getpid())
-    finally:
-        has_pidfd.cache_clear()
-    assert opened() == before
 
 
 @pytest.mark.parametrize("how", ["pidfd", "no pidfd"])

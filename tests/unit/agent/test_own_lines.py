@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import socket
-import time
-from datetime import datetime
 from typing import Any
 
 import pytest
 
 from elaunch.agent.config import LogFormat
-from elaunch.agent.own_lines import OwnLines, iso
+from elaunch.agent.own_lines import OwnLines
 
 TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
 
@@ -48,22 +45,6 @@ def test_in_a_report_elaunchs_own_lines_alone_get_the_time() -> None:
     assert re.fullmatch(f"=====\n    elaunch: a worker's line\n{TIME}elaunch: the workers' output is in logs\n", shown)
 
 
-def test_an_object_says_when_where_and_in_which_generation() -> None:
-    lines = OwnLines(LogFormat.JSON, has_terminal=True)
-
-    before, lines.generation = objects(lines.line("waiting")), 2
-    (line,) = objects(lines.line('a "quoted"\nsecond line, é \udc80', "error"))
-
-    assert "generation" not in before[0]
-    assert abs(datetime.fromisoformat(line.pop("time")).timestamp() - time.time()) < 60
-    assert line == {
-        "level": "error",
-        "node": socket.gethostname(),
-        "generation": 2,
-        "text": 'a "quoted"\nsecond line, é \udc80',
-    }
-
-
 @pytest.mark.parametrize(("exit_code", "level"), [(0, "info"), (1, "error")])
 def test_a_report_is_one_object_with_the_text_and_the_record(exit_code: int, level: str) -> None:
     (line,) = objects(OwnLines(LogFormat.JSON, has_terminal=False).report("=\ntext\n", {"exit_code": exit_code}))
@@ -80,16 +61,3 @@ def test_a_workers_lines_become_objects_one_each_and_any_byte_has_a_form() -> No
     assert len(objects(frame(b"a whole line\n"))) == 1
     assert [line["text"] for line in found] == ['a "b" \\ �', "", "10%", "20%", "\x00end without an end"]
     assert {(line["generation"], line["rank"], line["stream"]) for line in found} == {(3, 7, "stderr")}
-
-
-def test_the_iso_time_has_the_offset_of_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TZ", "Asia/Kolkata")
-    time.tzset()
-    try:
-        text = iso(1795435392.5)
-    finally:
-        monkeypatch.undo()
-        time.tzset()
-
-    assert text.endswith(".500+05:30")
-    assert datetime.fromisoformat(text).timestamp() == 1795435392.5

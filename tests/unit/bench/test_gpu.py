@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from bench.gpu import figures, nanogpt, prepare
+from bench.gpu import figures, prepare
 from bench.gpu.__main__ import last_words, run, run_all
 from bench.gpu.page import BEGIN, END, NOT_RUN, failed, render, update
 from bench.gpu.parts import Part, parts
@@ -95,16 +95,6 @@ def test_the_steps_that_settle_are_left_out() -> None:
         figures.trained(metrics(11), None)
 
 
-def test_nanogpts_lines_give_tokens_per_second() -> None:
-    output = "compiling the model... (takes a ~minute)\nstep 0: train loss 10.9, val loss 10.9\n"
-    output += "iter 0: loss 10.98, time 40000.00ms, mfu -100.00%\n"
-    output += "".join(f"iter {n}: loss 5.00, time 250.00ms, mfu 38.10%\n" for n in range(1, 15))
-
-    assert figures.nanogpt(output, 61_440) == {"tokens_per_s": 245_760, "step_s": 0.25, "steps": 5}
-    with pytest.raises(ValueError, match="it printed 0 settled iterations"):
-        figures.nanogpt("iter 0: loss 10.98, time 40000.00ms, mfu -100.00%\n", 61_440)
-
-
 def test_the_last_line_of_pytest_is_counted() -> None:
     output = "copied beside a stuck stream: 21.5 GB/s\n1 skipped: 2 GPUs\n===== 6 passed, 4 skipped in 95.20s =====\n"
 
@@ -168,26 +158,22 @@ def test_a_part_that_does_not_end_is_ended_with_all_that_it_started(tmp_path: Pa
     wait_for(lambda: not line.exists() or not line.read_bytes(), "its end")
 
 
-def test_a_part_without_time_or_without_its_program_is_no_failure(tmp_path: Path) -> None:
-    skipped = Part("nanogpt", 60, (), figures.facts, tmp_path, skipped="nanoGPT is not given")
+def test_a_part_without_time_is_no_failure(tmp_path: Path) -> None:
+    found = run_all([part(tmp_path, "1/0")], time.monotonic() + 5, lambda _: None)
 
-    found = run_all([skipped, part(tmp_path, "1/0")], time.monotonic() + 5, lambda _: None)
-
-    assert found == {"nanogpt": {"why": "nanoGPT is not given"}, "one": {"why": "the nine minutes were over"}}
+    assert found == {"one": {"why": "the nine minutes were over"}}
     assert failed(found) == []
 
 
 def results() -> dict[str, Any]:
     facts = {"gpu": "H200", "nccl": "2.29", "context_s": 0.3, "first_all_reduce_s": 0.8, "compile_s": 9.0}
     ours = {"tokens_per_s": 400_000.0, "step_s": 0.15, "steps": 21, "mfu": 0.4, "gpu_busy": 0.95}
-    theirs = {"tokens_per_s": 300_000.0, "step_s": 0.2, "steps": 20}
     start = {"n": 3, "first all-reduce": 2.0, "first optimizer step": 3.0}
     return {
         "machine": {"CPUs": "16 × something"},
         "parts": {
             "facts": {"figures": {**facts, "flight_recorder": 5}},
             "bf16-compile-124m": {"figures": ours},
-            "nanogpt-124m": {"figures": theirs},
             "launches": {"figures": {"restart: elaunch": start, "restart: stages": {"CUDA context": 0.4}}},
             "tests": {"figures": {"passed": 6, "failed": 1}},
             "float32": {"why": "the nine minutes were over"},
@@ -206,9 +192,6 @@ def test_the_page_has_the_figures_between_its_markers() -> None:
     assert update(fresh, results()) == fresh
     for text in ("gpu: H200", "16 × something", "400,000", "40.0 %", "95 %", "6 passed, 1 failed", "CUDA context"):
         assert text in fresh
-    # nanoGPT's model is the same, and so is the work for a token: 30 % of the peak at three quarters of the tokens.
-    (row,) = (line for line in fresh.splitlines() if line.startswith("| nanoGPT's loop, 124 M"))
-    assert [cell.strip() for cell in row.split("|")][5:8] == ["30.0 %", "–", "0.75"]
     assert "- float32: the nine minutes were over" in fresh
     assert failed(results()["parts"]) == ["tests"]
     with pytest.raises(ValueError, match="the page has no"):
@@ -222,57 +205,17 @@ def test_the_page_of_this_repository_has_the_markers() -> None:
     assert render(results()) in update(text, results())
 
 
-NANO = """
-import pickle, struct
-exec(open("configurator.py").read())
-assert open("data/bytes/val.bin", "rb").read(4)
-assert pickle.load(open("data/bytes/meta.pkl", "rb")) == {"vocab_size": 50304}
-for n in range(options["max_iters"] + 1):
-    print(f"iter {n}: loss 5.0000, time {options['batch_size']:.2f}ms, mfu 1.00%")
-"""
-CONFIGURATOR = """
-import sys
-options = dict(word.removeprefix("--").split("=") for word in sys.argv[1:])
-options = {name: int(value) if value.isdigit() else value for name, value in options.items()}
-"""
-
-
-def test_nanogpts_loop_runs_in_a_folder_of_its_own_and_its_files_stay_as_they_are(tmp_path: Path) -> None:
-    nano = tmp_path / "nanoGPT"
-    nano.mkdir()
-    for name, text in (("train.py", NANO), ("model.py", ""), ("configurator.py", CONFIGURATOR)):
-        (nano / name).write_text(text)
-    wanted = {each.name: each for each in parts(tmp_path / "out", nano)}
-
-    found = run(wanted["nanogpt-124m"], 60)
-
-    # Twelve windows "take" twelve milliseconds.
-    assert found["figures"] == {"tokens_per_s": pytest.approx(12 * 5 * 1024 / 0.012), "step_s": 0.012, "steps": 21}
-    assert sorted(path.name for path in nano.iterdir()) == ["configurator.py", "model.py", "train.py"]
-
-
-def test_a_folder_that_is_no_nanogpt_is_named_and_left_out(tmp_path: Path) -> None:
-    (tmp_path / "train.py").touch()
-
-    assert nanogpt.trouble(tmp_path) == (
-        f"{tmp_path} has no model.py, configurator.py; give the folder of nanoGPT's train.py"
-    )
-    assert all(each.skipped for each in parts(tmp_path / "out", tmp_path) if each.name.startswith("nanogpt"))
-    assert "git clone" in next(each.skipped for each in parts(tmp_path / "out", None) if each.name == "nanogpt")
-
-
 def test_the_limits_leave_time_for_the_parts_that_are_asked_for_most() -> None:
-    named = {each.name: each for each in parts(Path("out"), None)}
+    named = {each.name: each for each in parts(Path("out"))}
 
-    # Without nanoGPT all fit if the compilers are as fast as they should be; the first ones fit anyway.
-    assert list(named)[:4] == ["facts", "bf16-compile-124m", "nanogpt-124m", "tests"]
-    assert sum(each.limit_s for each in list(named.values())[:5]) <= 540
+    assert list(named)[:3] == ["facts", "bf16-compile-124m", "tests"]
+    assert sum(each.limit_s for each in list(named.values())[:4]) <= 540
 
 
 @pytest.mark.slow
 def test_the_trainers_parts_run_on_this_machine_with_a_small_shape(tmp_path: Path) -> None:
     small = ("--layers", "1", "--heads", "2", "--width", "16", "--context", "8", "--steps", "30")
-    wanted = {each.name: each for each in parts(tmp_path, None, shape=small)}
+    wanted = {each.name: each for each in parts(tmp_path, shape=small)}
 
     # The one with another vocabulary, and the one whose steps are profiled.
     # A compiler takes minutes here, and is another test's. Two threads on busy cores wait for each other.

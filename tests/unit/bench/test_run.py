@@ -41,7 +41,7 @@ def measure(tmp_path: Path, page: Path, monkeypatch: pytest.MonkeyPatch) -> Call
                 raise then
 
         def plan(_: Settings) -> list[Task]:
-            return [Task("first line", "first line, elaunch", 1.0, turn)]
+            return [Task("first line", "first line, elaunch", turn)]
 
         monkeypatch.setattr(command, "plan", plan)
         return command.main([*argv, "--out", str(tmp_path / "out.json"), "--page", str(page)])

@@ -14,7 +14,6 @@ from bench.plan import STATE_SECTIONS, Settings, plan
 from bench.samples import Results, Run, Sample, combined
 from bench.sides import KEPT, SIDES, usual
 from bench.stamps import Stamp
-from bench.targets import verdicts
 
 RANKS = 2
 TORCH = usual(10).name
@@ -221,24 +220,3 @@ def test_the_state_has_a_part_of_its_own_on_the_page() -> None:
 
     assert "### A worker is killed" in fresh.partition(STATE_BEGIN)[2].partition(STATE_END)[0]
     assert "steps lost" not in fresh.partition(STATE_BEGIN)[0]
-
-
-def test_what_was_promised_of_the_state_is_judged() -> None:
-    snapshot = {statecost.HELD: 0.1, statecost.SHARE: 0.9, statecost.MEMORY: 1.0}
-    whole = results(
-        restart("elaunch", 0, 0.5),
-        restart("elaunch", 1, 0.5),
-        Sample(statecost.SECTION, "elaunch", 10, snapshot),
-        Sample(statecost.SECTION, statecost.SAVE, 10, {statecost.HELD: 9.0}),
-        Sample(statecost.STEADY_SECTION, "elaunch", 10, {statecost.COST: 1.5}),
-    )
-
-    said = {v.what: (v.kept, v.measured.partition(";")[0]) for v in verdicts(whole)}
-
-    assert said == {
-        "steps lost by the SIGKILL of a worker": (False, "1 at most"),
-        "snapshots of 10 MB": (True, "0.90 %"),
-        "the Keeper while a state of 10 MB is trained": (False, "1.50 %"),
-    }
-    assert [v.kept for v in verdicts(results(restart("elaunch", 0, 0.5)))] == [True]
-    assert [v.kept for v in verdicts(results(Sample(staterestart.SECTION, "elaunch", 4, why="hung")))] == [False]

@@ -28,7 +28,7 @@ from elaunch.launcher.host import (
     socket_variables,
 )
 from elaunch.rendezvous.endpoint import Endpoint
-from elaunch.rendezvous.http.resolve import HostAddress
+from elaunch.rendezvous.http.dial import HostAddress
 
 UUIDS = ("GPU-aaaa1111-0", "GPU-aaaa2222-0", "GPU-bbbb3333-0", "GPU-cccc4444-0")
 NVIDIA = tuple(Gpu(Vendor.NVIDIA, uuid) for uuid in UUIDS)

@@ -38,15 +38,16 @@ def test_a_join_timeout_that_was_chosen_is_kept() -> None:
     ("times", "words"),
     [
         (replace(Times(), lease_ttl_s=1, keepalive_s=0.2, call_deadline_s=0.1, backoff_max_s=0.1), "etcd's shortest"),
-        (replace(Times(), keepalive_s=1.01, call_deadline_s=0.1), "three renewals"),
-        (replace(Times(), call_deadline_s=0.6), "two thirds of lease_ttl (3 s)"),
-        (replace(Times(), backoff_max_s=2.0), "takes up to 2 s of backoff"),
-        (replace(Times(), keepalive_s=0.0), "must all be more than 0"),
-        (replace(Times(), spare_wait_s=50.0), "spare_wait (50 s) is not shorter than the form deadline (47 s)"),
+        (replace(Times(), lease_ttl_s=3.5), "must be whole seconds"),  # type: ignore[arg-type]
+        (replace(Times(), keepalive_s=1.01, call_deadline_s=0.1), "3 * keepalive <= lease_ttl"),
+        (replace(Times(), call_deadline_s=0.6), "2/3 * lease_ttl"),
+        (replace(Times(), backoff_max_s=2.0), "backoff + 2 * call deadline"),
+        (replace(Times(), keepalive_s=0.0), "0 < keepalive"),
+        (replace(Times(), spare_wait_s=50.0), "spare_wait < form deadline"),
         (replace(Times(), store_timeout_s=6.0), "it must be above 6 s"),
         (replace(Times(), keys_ttl_s=11.0), "it must be 12 s or more"),
-        (replace(Times(), join_backoff_min_s=61.0), "begin at 61 s and grow to 60 s"),
-        (replace(Times(), boundary_wait_s=0.0), "boundary_wait (0 s) leaves workers no time"),
+        (replace(Times(), join_backoff_min_s=61.0), "join_backoff_min <= join_backoff_max"),
+        (replace(Times(), boundary_wait_s=0.0), "0 < boundary_wait"),
     ],
 )
 def test_a_violated_inequality_is_one_sentence_with_the_values(times: Times, words: str) -> None:
@@ -54,11 +55,3 @@ def test_a_violated_inequality_is_one_sentence_with_the_values(times: Times, wor
 
     with pytest.raises(ValueError, match=re.escape(words)):
         times.check()
-
-
-def test_a_lease_time_with_a_fraction_is_refused() -> None:
-    times = replace(Times(), lease_ttl_s=3.5)  # type: ignore[arg-type]
-
-    assert times.violations() == (
-        "lease_ttl (3.5 s) is no whole number, and etcd counts whole seconds; use lease_ttl=4",
-    )

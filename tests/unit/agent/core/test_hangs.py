@@ -13,9 +13,9 @@ from elaunch.agent.core.events import Reported, Sampled, Signalled, StacksTaken,
 from elaunch.agent.core.state import Running, Stopping
 from elaunch.agent.diagnosis.hang import LOOK_S_MAX, Standstill, Window, after_windows, may_stand_still
 from elaunch.agent.diagnosis.stack_groups import Frame, Stack, ThreadStack
-from elaunch.rendezvous.rules.hang_records import StillKind
+from elaunch.rendezvous.rules.hang_verdict import StillKind
 from tests.unit.agent.diagnosis.test_stack_groups import ALL_REDUCE, GPU_WAIT, LIB, STEP, stack
-from tests.unit.agent.driver import ALL, TIMES, TWO, Driver, cleared, settle, started
+from tests.unit.agent.driver import ALL, TIMES, TWO, Driver, settle, started
 
 IDLE = Window(5.0, 0.01, 0.0, 0.0, 0, "S", is_whole=True)
 SPINS = Window(5.0, 4.9, 4.9, 0.1, 0, "R", is_whole=True)
@@ -81,29 +81,6 @@ def test_a_rank_in_a_loop_is_named_when_all_have_stood_still_for_the_limit_and_n
     )
     assert [action.generation for action in driver.all_acted if isinstance(action, KeepStacks)] == [0]
     assert not any(isinstance(action, Blame) for action in driver.all_acted)
-
-
-def test_a_look_at_the_collectives_of_a_rank_does_not_count_as_work_of_that_rank() -> None:
-    driver = watching()
-    written = Window(5.0, 4.9, 4.9, 0.1, 400, "R", is_whole=True, io_bytes=1 << 20, switches=300, is_disturbed=True)
-
-    for _ in range(10):
-        samples(driver, 25, IDLE_AND_LOOP, ONE_LOOPS)
-        samples(driver, 5, {**IDLE_AND_LOOP, 1: written}, ONE_LOOPS)
-
-    assert said(driver).count("the job seems to hang: rank 1 (pid 4001 on node-a) runs in spin") == 1
-
-
-def test_a_window_that_could_not_be_whole_counts_if_the_next_one_shows_a_standstill() -> None:
-    first = dict.fromkeys(ALL, replace(IDLE, earlier_s=5.0))
-
-    state = after_windows(Standstill(), ALL, first, is_alone=True)
-    later = after_windows(state, ALL, first, is_alone=True)
-    slept = after_windows(Standstill(), ALL, dict.fromkeys(ALL, replace(IDLE, earlier_s=3600.0)), is_alone=True)
-    # One has exited: how long the others waited for it says nothing.
-    fewer = after_windows(state, frozenset({0, 1}), first, is_alone=True)
-
-    assert [each.spell_s for each in (state, later, slept, fewer)] == [10.0, 15.0, 5.0, 5.0]
 
 
 def test_it_is_said_once_and_a_failure_only_on_request() -> None:
@@ -354,25 +331,6 @@ def test_the_time_in_which_the_agent_was_stopped_is_not_counted() -> None:
     assert LOOK_S_MAX < 3600
 
 
-def test_the_verdict_is_given_when_it_has_held_for_a_while() -> None:
-    """A node whose last rank ended leaves others that have waited for it, and that are about to see that they go on."""
-    one, other = two_nodes()
-    both(one, other, 120, {0: IDLE, 1: IDLE}, {0: IDLE, 1: WORKS})
-    for local_rank in (0, 1):
-        other.exits(local_rank, 0)
-    other.happen(cleared(0))
-    other.settle()
-    for driver in (one, other):
-        driver.happen(driver.looked)
-        driver.settle()
-    assert one.snapshot.done[0]
-
-    samples(one, 5, {0: IDLE, 1: IDLE}, WAITING[:2])
-    samples(one, 10, {0: WORKS, 1: WORKS})
-
-    assert "hang" not in said(one)
-
-
 @pytest.mark.parametrize(
     ("window", "stands"),
     [
@@ -386,7 +344,7 @@ def test_the_verdict_is_given_when_it_has_held_for_a_while() -> None:
         # Two ranks on one core: the rest of the time it waited for the core.
         (replace(SPINS, cpu_s=2.0, main_cpu_s=2.0, main_delay_s=2.9), True),
         (replace(SPINS, faults=50), False),
-        (replace(SPINS, switches=100), False),
+        (replace(SPINS, switches=101), False),
         (WORKS, False),
         (OUTSTANDS, True),
         (replace(OUTSTANDS, seconds=3600.0), False),
@@ -460,29 +418,6 @@ def test_the_leader_names_a_rank_of_another_node_and_both_nodes_say_it() -> None
     assert {g.kind for n in one.snapshot.still[0].values() for g in n.groups} == {StillKind.WAITS, StillKind.RUNS}
 
 
-def test_the_time_in_which_ranks_write_down_their_collectives_counts_as_the_time_before_it() -> None:
-    driver = watching()
-    disturbed = {rank: replace(window, is_disturbed=True) for rank, window in IDLE_AND_LOOP.items()}
-    samples(driver, 30, IDLE_AND_LOOP, ONE_LOOPS)
-    assert any(isinstance(action, LookAtStacks) for action in driver.all_acted)
-
-    samples(driver, 25, disturbed, ONE_LOOPS)
-    early = said(driver)
-    samples(driver, 5, IDLE_AND_LOOP, ONE_LOOPS)
-
-    assert "hang" not in early
-    assert "the job seems to hang: rank 1 (pid 4001 on node-a) runs in spin" in said(driver)
-
-
-def test_a_rank_that_loses_the_gil_to_the_answers_still_spins() -> None:
-    driver = watching()
-    asked = replace(SPINS, switches=90, answers=5)
-
-    samples(driver, 80, {**IDLE_AND_LOOP, 1: asked}, ONE_LOOPS)
-
-    assert "the job seems to hang: rank 1 (pid 4001 on node-a) runs in spin" in said(driver)
-
-
 def test_a_failure_for_which_no_rank_differs_says_that_it_is_no_evidence() -> None:
     driver = watching(restarts=True)
     samples(driver, 300, ALL_IDLE, WAITING)
@@ -525,21 +460,6 @@ def test_a_job_that_is_stopped_while_it_hangs_does_not_go_on_after_all() -> None
 
     assert isinstance(other.agent.phase, Stopping)
     assert "no longer idle" not in said(one) + said(other)
-
-
-def test_a_rank_whose_gpu_is_in_no_collective_is_somewhere_else_than_those_that_wait_for_it() -> None:
-    driver = watching()
-    stacks = (in_commit(0), in_commit(1, waits=False), in_commit(2))
-
-    samples(driver, 290, dict.fromkeys(ALL, OUTSTANDS), stacks)
-    early = said(driver)
-    samples(driver, 30, dict.fromkeys(ALL, OUTSTANDS), stacks)
-
-    assert "hang" not in early
-    assert (
-        f"rank 1 (pid 4001 on node-a) waits for the GPU (train_step, train.py:41), {OTHER}, while ranks 0, 2"
-        in said(driver)
-    )
 
 
 def test_ranks_that_enter_collectives_at_the_same_line_again_and_again_go_on() -> None:

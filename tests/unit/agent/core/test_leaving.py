@@ -120,18 +120,6 @@ def test_a_second_stop_is_answered_and_kills_nobody() -> None:
     assert answer == OrderAnswer(True, "the job ends already: elaunch stop was received")
 
 
-def test_a_restart_is_one_on_all_nodes_however_many_order_it() -> None:
-    leader, other = pair()
-
-    leader.happen(RestartOrdered())
-    other.happen(RestartOrdered())
-    settle(leader, other)
-
-    assert leader.agent.snapshot.generation
-    assert leader.agent.snapshot.generation.number == 1
-    assert all(isinstance(driver.agent.phase, Stopping) for driver in (leader, other))
-
-
 def test_a_restart_at_a_spare_is_the_jobs() -> None:
     leader, other = pair()
     spare = Driver(TWO, store=leader.store, host="node-c", remote=True).begin()

@@ -6,22 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from elaunch.agent.core.actions import Action, Exit, Join, Renew, Say, Spawn, Widen
-from elaunch.agent.core.events import Committed, Signalled, Tag, Tick
-from elaunch.agent.core.membership import DEAD_SLACK_S
-from elaunch.agent.core.state import Exited, Joining, Running
-from elaunch.agent.core.step import deadline_s
+from elaunch.agent.core.actions import Action, Exit, Join, Renew, Widen
+from elaunch.agent.core.events import Committed, Signalled, Tag
+from elaunch.agent.core.state import Exited, Running
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.job_spec import Program, ProgramKind
 from elaunch.rendezvous.store import Delete, Put
 from elaunch.rendezvous.types import OpenKind, Outcome, OutcomeKind
 from tests.unit.agent.driver import (
-    INT,
     KEYS,
     SPEC,
-    START_S,
     TERM,
-    TIMES,
     TWO,
     Driver,
     ends,
@@ -35,40 +30,6 @@ ENDED = Outcome(OutcomeKind.FAILED, "the budget is spent", 0, 0, 3)
 
 
 # --- entering
-
-
-def test_who_could_not_start_the_run_joins_it_once_it_is_seen_whatever_else_was_written_meanwhile() -> None:
-    first = Driver(TWO, host="node-a").begin()
-    second = Driver(TWO, host="node-b", store=first.store, remote=True).begin()
-    for driver in (first, second):
-        driver.answer()
-    late = second.looked
-    first.look()
-    narrow = second.looked
-    # The second agent does not watch these keys, so it knows no newer revision than that of the run.
-    first.write(Put(KEYS.member("node-c-00000001"), encode(replace(first.agent.me, node_id="node-c-00000001"))))
-    second.happen(late)
-    second.answer()
-
-    done = second.happen(narrow)
-
-    assert done == [Join(second.lease, False, False)]
-
-
-def test_one_transaction_is_awaited_at_a_time() -> None:
-    driver = Driver().begin()
-    driver.answer()
-    awaited = []
-
-    while not isinstance(driver.agent.phase, Running):
-        driver.look()
-        awaited.append(len(tags(driver)))
-        driver.look()
-        awaited.append(len(tags(driver)))
-        if driver.answers:
-            driver.answer()
-
-    assert max(awaited) == 1
 
 
 def test_nothing_is_decided_from_a_look_older_than_the_last_answer() -> None:
@@ -110,81 +71,14 @@ def test_a_node_that_does_not_fit_the_job_refuses_with_both_values_and_the_job_i
     second = Driver(other, host="node-b", store=first.store, remote=True).begin()
     before = first.store.read(KEYS.root)
 
-    waits = second.settle()
-    second.now_s += TIMES.lease_ttl_s + DEAD_SLACK_S
-    second.happen(Tick())
     done = second.settle()
 
-    assert waits == []
     assert [type(action) for action in done] == [Exit]
-    assert next(action.text for action in second.all_acted if isinstance(action, Say)) == (
-        "the job job was started otherwise; waiting 4 s to see whether that one is dead"
-    )
     assert (second.outcome.kind, second.outcome.exit_code) == (OutcomeKind.REFUSED, 2)
     assert second.outcome.reason == (
         f"this node does not fit the job job that runs: {words}; type the same on all nodes, or choose another --run-id"
     )
     assert first.store.read(KEYS.root).entries == before.entries
-
-
-MENDED = replace(TWO, program=replace(TWO.program, args=("--lr", "2")))
-
-
-def killed_and_mended() -> tuple[Driver, Driver, Driver, Driver]:
-    """Both agents of a job were killed, and started again at once with a different argument."""
-    dead = pair()
-    again = [Driver(MENDED, host=host, store=dead[0].store, remote=True).begin() for host in ("node-c", "node-d")]
-    settle(*again)
-    return (*dead, *again)  # type: ignore[return-value]
-
-
-def test_a_job_that_was_killed_and_started_again_otherwise_begins_once_the_dead_ones_leases_end() -> None:
-    *dead, one, other = killed_and_mended()
-    for gone in dead:
-        gone.store.revoke(gone.lease)
-        settle(one, other)
-        one.now_s = other.now_s = one.now_s + TIMES.keepalive_s
-        for each in (one, other):
-            each.happen(Tick())
-        settle(one, other)
-
-    assert one.snapshot.terms == MENDED.terms
-    assert [type(each.agent.phase) for each in (one, other)] == [Running, Running]
-
-
-def test_who_waits_for_a_dead_job_tries_now_and_then_and_in_the_end_is_refused() -> None:
-    """The job's leader is gone, but another member is not."""
-    leader, _, one, other = killed_and_mended()
-    leader.store.revoke(leader.lease)
-    tried = 0
-
-    for _ in range(100):
-        one.now_s += 0.1
-        one.happen(Tick())
-        tried += Tag.RUN in tags(one)
-        settle(one, other)
-        if isinstance(one.agent.phase, Exited):
-            break
-
-    assert one.now_s - START_S == pytest.approx(TIMES.lease_ttl_s + DEAD_SLACK_S, abs=0.1)
-    assert 1 < tried <= 1 + (TIMES.lease_ttl_s + DEAD_SLACK_S) / TIMES.keepalive_s
-    assert one.outcome.kind is OutcomeKind.REFUSED
-
-
-@pytest.mark.parametrize("address", ["10.0.0.1", "::1f", "127.host", "localhosts"])
-def test_two_agents_of_a_job_on_one_host_are_worth_a_word_once(address: str) -> None:
-    alone, _ = pair()
-    assert "agents of this job" not in alone.said
-    first = Driver(TWO, host="node-a", address=address).begin()
-    second = Driver(TWO, host="node-a", address=address, store=first.store, remote=True)
-    second.incarnations = 7
-    second.begin()
-
-    settle(first, second)
-
-    for each in (first, second):
-        said = [action.text for action in each.all_acted if isinstance(action, Say) and "agents" in action.text]
-        assert said == ["2 agents of this job run on node-a; was one meant for another host?"]
 
 
 # --- a job id that was used before
@@ -216,22 +110,6 @@ def test_who_comes_to_a_run_that_has_ended_while_members_are_still_there_ends_as
 
 
 # --- joining
-
-
-def test_a_join_that_was_refused_since_the_generation_moved_is_tried_for_the_newer_one() -> None:
-    first, second = pair()
-    first.exits(0, 3)
-    ends(first, -TERM)
-    second.settle()
-    ends(second, -TERM)
-    assert tags(second) == [Tag.JOIN]
-    second.open(2, OpenKind.LOSS, "node-c was lost")
-    second.answers.clear()
-    done = second.happen(Committed(Tag.JOIN, False, second.store.read(KEYS.root).revision)) + second.look()
-
-    assert done == [Join(second.lease, True, True)]
-    assert isinstance(second.agent.phase, Joining)
-    assert second.agent.phase.asked == 2
 
 
 def test_an_evicted_node_comes_back_as_a_new_one_and_says_so() -> None:
@@ -308,25 +186,6 @@ def test_a_join_with_a_lease_that_has_ended_is_made_again_with_another() -> None
     assert second.incarnations == 2
 
 
-def test_who_comes_back_from_a_spares_wait_joins_every_generation() -> None:
-    first, second = pair()
-    spare = Driver(TWO, store=first.store, host="node-c", remote=True).begin()
-    spare.settle()
-    assert isinstance(spare.agent.phase, Joining)
-    first.exits(0, 3)
-
-    done = spare.settle()
-
-    assert done == [Join(spare.lease, True, False)]
-    ends(first, -TERM)
-    second.settle()
-    ends(second, -TERM)
-    settle(first, second, spare)
-    assert first.snapshot.table
-    assert first.snapshot.table.group_rank(spare.node_id) is None
-    assert spare.node_id in first.snapshot.joined[1]
-
-
 # --- leading
 
 
@@ -349,34 +208,7 @@ def test_a_follower_that_becomes_leader_looks_at_everything_before_it_acts() -> 
     assert second.snapshot.generation.kind is OpenKind.LOSS
 
 
-def test_a_leader_looks_again_at_its_deadlines() -> None:
-    driver = Driver(replace(SPEC, nodes_max=2)).begin()
-    driver.settle()
-
-    due_s = deadline_s(driver.agent)
-    driver.now_s = START_S + TIMES.last_call_s
-    done = driver.happen(Tick()) + driver.settle()
-
-    assert due_s == START_S + TIMES.last_call_s
-    assert [type(action) for action in done] == [Spawn]
-
-
 # --- going
-
-
-def test_of_two_agents_that_would_start_the_run_the_slower_one_joins_that_of_the_other() -> None:
-    first = Driver(TWO, host="node-a").begin()
-    second = Driver(TWO, host="node-b", store=first.store, remote=True).begin()
-    for driver in (first, second):
-        driver.answer()
-    late = second.looked
-    first.look()
-
-    second.happen(late)
-    settle(first, second)
-
-    assert isinstance(second.agent.phase, Running)
-    assert second.snapshot.leader == first.node_id
 
 
 def test_answers_to_what_is_not_awaited_change_nothing() -> None:
@@ -385,55 +217,6 @@ def test_answers_to_what_is_not_awaited_change_nothing() -> None:
 
     assert driver.happen(Committed(Tag.JOIN, False, 99)) == []
     assert driver.agent == before
-
-
-def test_who_waits_for_a_dead_job_that_ends_meanwhile_begins_its_own() -> None:
-    *dead, one, other = killed_and_mended()
-    dead[0].write(Put(KEYS.ended, encode(ENDED)))
-    settle(one, other)
-    for gone in dead:
-        gone.store.revoke(gone.lease)
-    for _ in range(2):
-        one.now_s = other.now_s = one.now_s + TIMES.keepalive_s
-        for each in (one, other):
-            each.happen(Tick())
-        settle(one, other)
-
-    assert [type(each.agent.phase) for each in (one, other)] == [Running, Running]
-
-
-def test_a_ctrl_c_on_a_node_that_does_not_fit_leaves_the_job_alone() -> None:
-    first, _, one, _ = killed_and_mended()
-
-    one.happen(Signalled(INT, "SIGINT"))
-
-    assert isinstance(one.agent.phase, Exited)
-    assert first.snapshot.ended is None
-
-
-@pytest.mark.parametrize("address", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
-def test_agents_that_meet_at_a_loopback_address_are_meant_to_be_on_one_host(address: str) -> None:
-    first = Driver(TWO, host="node-a", address=address).begin()
-    second = Driver(TWO, host="node-a", address=address, store=first.store, remote=True)
-    second.incarnations = 7
-    second.begin()
-
-    settle(first, second)
-
-    for each in (first, second):
-        assert isinstance(each.agent.phase, Running)
-        assert not any("agents" in action.text for action in each.all_acted if isinstance(action, Say))
-
-
-def test_an_old_run_that_nobody_ended_is_followed_by_a_new_one() -> None:
-    old = started()
-    old.store.revoke(old.lease)
-
-    new = Driver(store=old.store, host="node-b").begin()
-    new.settle()
-
-    assert isinstance(new.agent.phase, Running)
-    assert new.agent.phase.table.reason == "the job starts"
 
 
 def test_the_terms_of_an_old_run_bind_nobody() -> None:
@@ -446,19 +229,6 @@ def test_the_terms_of_an_old_run_bind_nobody() -> None:
     assert isinstance(new.agent.phase, Running)
     assert new.snapshot.terms
     assert new.snapshot.terms.max_restarts == 9
-
-
-def test_a_run_without_a_leader_for_the_moment_is_joined_and_not_started_anew() -> None:
-    first, second = pair(replace(SPEC, nodes_min=2, nodes_max=3))
-    generation = first.snapshot.generation
-    first.write(Delete(KEYS.leader))
-    third = Driver(replace(SPEC, nodes_min=2, nodes_max=3), store=first.store, host="node-c", remote=True).begin()
-
-    third.settle()
-
-    assert third.snapshot.generation == generation
-    assert third.node_id in third.snapshot.members
-    assert isinstance(second.agent.phase, Running)
 
 
 def test_who_lost_an_election_to_another_stays_who_it_is() -> None:
@@ -486,19 +256,6 @@ def test_followers_never_write_what_is_the_leaders() -> None:
     assert second.snapshot.generation.number == 0
     assert not second.agent.leads
     assert first.agent.leads
-
-
-def test_a_spare_that_is_told_to_go_leaves_the_others_alone() -> None:
-    first, _ = pair()
-    spare = Driver(TWO, store=first.store, host="node-c", remote=True).begin()
-    spare.settle()
-
-    done = spare.happen(Signalled(TERM, "SIGTERM"))
-
-    assert [type(action) for action in done] == [Exit]
-    assert spare.node_id not in first.snapshot.members
-    assert first.snapshot.generation
-    assert first.snapshot.generation.number == 0
 
 
 def test_a_node_on_its_way_out_writes_nothing_more_for_the_job() -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from elaunch.agent.core.actions import Action, Join, Renew, SignalWorkers
-from elaunch.agent.core.events import Event, Leased, LeaseLost, Looked, Signalled, Tag, Tick
+from elaunch.agent.core.events import Event, Leased, LeaseLost, Signalled, Tick
 from elaunch.agent.core.state import Finished, Running
 from elaunch.agent.core.step import deadline_s, step
 from elaunch.rendezvous.types import OpenKind
@@ -22,7 +20,6 @@ from tests.unit.agent.driver import (
     pair,
     settle,
     started,
-    tags,
 )
 
 
@@ -62,23 +59,6 @@ def test_a_running_node_whose_lease_ended_stops_first_and_joins_as_a_new_one_if_
     assert second.agent.phase.table.restarts == 0
 
 
-def test_a_return_that_comes_too_late_is_refused_and_the_node_stops() -> None:
-    first, second = pair()
-    second.lose_lease()
-    first.settle()
-    second.answer()
-
-    late = second.happen(Looked(replace(second.agent.snapshot, revision=second.agent.snapshot.revision)))
-
-    assert late == []
-    assert tags(second) == [Tag.RETURN]
-    done = second.settle()
-    assert done == [SignalWorkers(0, ALL, TERM)]
-    old = second.node_id
-    ends(second, -TERM)
-    assert second.node_id != old
-
-
 def test_a_stopping_node_whose_lease_ended_comes_back_as_a_new_one_once_its_workers_are_gone() -> None:
     first, second = pair()
     old = second.node_id
@@ -95,33 +75,6 @@ def test_a_stopping_node_whose_lease_ended_comes_back_as_a_new_one_once_its_work
     assert while_it_stops == old
     assert second.node_id != old
     assert isinstance(second.agent.phase, Running)
-
-
-def test_a_finished_node_whose_lease_ended_runs_again_as_a_new_one_if_a_generation_was_opened() -> None:
-    first, second = pair()
-    ends(second)
-    old = second.node_id
-    second.lose_lease()
-    first.exits(0, 3)
-    second.settle()
-    ends(first, -TERM)
-    settle(first, second)
-
-    assert second.node_id != old
-    assert isinstance(second.agent.phase, Running)
-    assert second.agent.phase.table.generation == 1
-
-
-def test_a_leader_whose_lease_ended_leads_no_more_until_it_is_elected_again() -> None:
-    first, second = pair()
-    first.lose_lease()
-
-    second.settle()
-    first.settle()
-
-    assert second.snapshot.leader == second.node_id
-    assert not first.agent.leads
-    assert second.agent.leads
 
 
 def end_leases_early(driver: Driver, seconds: float, held_s: float = 1.6) -> tuple[list[Action], int]:

@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from elaunch.agent.core.actions import Say
-from elaunch.agent.core.events import Committed, StoreAway, StoreBack, StoreRefuses, Tag, Tick
-from elaunch.agent.core.membership import RUNS_REFUSED_MAX
+from elaunch.agent.core.events import Committed, StoreBack, StoreRefuses, Tag, Tick
 from elaunch.agent.core.state import Joining, Running
 from elaunch.agent.core.step import deadline_s
 from elaunch.rendezvous.codec import encode
@@ -190,16 +189,6 @@ def test_who_may_not_start_a_run_tries_again_only_after_a_lease_time() -> None:
     assert driver.agent.lead_at_s == driver.now_s + TIMES.lease_ttl_s
 
 
-def test_a_run_starts_once_what_is_left_of_another_has_gone_with_its_lease() -> None:
-    driver = vacant()
-    driver.write(Delete(STRANGER))
-
-    at_next_deadline(driver)
-
-    assert driver.snapshot.generation
-    assert driver.node_id in driver.snapshot.members
-
-
 def test_members_that_never_go_and_no_generation_are_no_job() -> None:
     driver = vacant()
 
@@ -243,20 +232,6 @@ def test_who_is_denied_before_it_has_entered_is_refused(enter: Callable[[], tupl
     assert driver.outcome.kind is OutcomeKind.REFUSED
 
 
-def test_who_loses_its_lease_before_it_could_start_a_run_does_not_end_with_the_last_one() -> None:
-    driver = Driver(remote=True)
-    driver.write(Put(KEYS.generation, encode(Generation(3, OpenKind.FAIL, "a worker failed"))))
-    driver.write(Put(KEYS.ended, encode(Outcome(OutcomeKind.SUCCEEDED, "every worker exited with 0", 3, 3, 3))))
-    driver.begin().answer()
-    driver.store.revoke(driver.lease)
-    driver.look()
-
-    driver.answer()
-    driver.look()
-
-    assert isinstance(driver.agent.phase, Joining)
-
-
 def test_of_two_nodes_that_come_at_once_one_starts_the_run_and_the_other_joins_it() -> None:
     first, second = claimed()
     first.answer()
@@ -277,41 +252,3 @@ def test_a_claim_that_holds_starts_the_run_at_once_though_runs_were_refused_befo
     driver.settle()
 
     assert driver.node_id in driver.snapshot.members
-
-
-def test_where_a_claim_is_refused_by_members_that_are_left_the_start_is_refused_as_well_and_counted() -> None:
-    driver = Driver(remote=True)
-    driver.write(Put(STRANGER, "{}"))
-    driver.begin().settle()
-    assert driver.agent.membership.runs_refused == 0
-
-    at_next_deadline(driver)
-
-    assert driver.agent.membership.runs_refused == 1
-
-
-def test_a_run_that_came_and_went_while_it_was_awaited_is_not_run_again() -> None:
-    _, second = claimed()
-    ended = Outcome(OutcomeKind.SUCCEEDED, "every worker exited with 0", 0, 0, 3)
-    second.write(Put(KEYS.generation, encode(Generation(0, OpenKind.START, "the job starts"))))
-    second.write(Put(KEYS.ended, encode(ended)))
-
-    second.look()
-
-    assert second.outcome == ended
-
-
-def test_a_store_that_comes_and_goes_does_not_make_it_try_sooner() -> None:
-    """History (seed 4676): answers were lost, each return of the store counted as a try, and the last try ended it."""
-    driver = vacant()
-
-    tried = False
-    for _ in range(RUNS_REFUSED_MAX + 1):
-        driver.happen(StoreAway("no answer came in time"))
-        driver.happen(StoreBack())
-        driver.happen(Tick())
-        tried |= bool(driver.commits)
-        driver.settle()
-
-    assert not tried
-    assert isinstance(driver.agent.phase, Joining)

@@ -6,22 +6,19 @@ from dataclasses import replace
 
 import pytest
 
-from elaunch.agent.core.actions import Clear, Commit, Exit, Say, SignalWorkers
+from elaunch.agent.core.actions import Action, Clear, Commit, Exit, Say, SignalWorkers
 from elaunch.agent.core.events import (
     Cleared,
     Signalled,
     Tick,
+    WorkerEnded,
     WorkerExited,
-    WorkerRaised,
-    WorkerReturned,
-    WorkerStopped,
 )
-from elaunch.agent.core.running import EXIT_S, HOLD_S, UNEXPLAINED_S
-from elaunch.agent.core.state import Running, Stopping
+from elaunch.agent.core.running import EXIT_S, HOLD_S
+from elaunch.agent.core.state import Running
 from elaunch.agent.core.step import deadline_s
-from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.rules.table_codec import encode_table, seats_of
-from elaunch.rendezvous.store import Put, Unchanged
+from elaunch.rendezvous.store import Put
 from elaunch.rendezvous.types import FailureKind, OpenKind, OutcomeKind, RankTable
 from tests.unit.agent.driver import (
     ALL,
@@ -65,17 +62,6 @@ def test_a_failed_worker_stops_its_siblings_and_opens_the_next_generation() -> N
     assert [f.local_rank for f in snapshot.failures[0]] == [1]
     assert "stopping 2 others" in driver.said
     assert [action.level for action in driver.acted if isinstance(action, Say)] == ["error"]
-
-
-def test_the_failure_is_written_in_the_transaction_that_opens_the_generation() -> None:
-    driver = started()
-
-    driver.exits(1, 3)
-
-    (written,) = driver.commits
-    own = {KEYS.failure(0, driver.node_id), KEYS.detailed(0, driver.node_id)}
-    assert {op.key for op in written.then} == {KEYS.generation} | own
-    assert set(written.guards) == {driver.agent.snapshot.gen_guard, driver.agent.snapshot.live_guard}
     assert isinstance(driver.acted[0], Commit), "the others are told before anything is stopped"
 
 
@@ -106,8 +92,8 @@ def test_nobody_is_stopped_before_the_rank_on_its_way_out_has_its_exit_status(
     code: int, message: str, kind: FailureKind
 ) -> None:
     driver = started(replace(SPEC, max_restarts=0))
-    driver.happen(WorkerReturned(0, 1))
-    held = driver.happen(replace(exited(0, 0, 1, kind), told=(RETURNED,)))
+    driver.happen(WorkerEnded(0, 1))
+    held = driver.exits(0, 1, kind)
     driver.now_s += EXIT_S / 2
     held += driver.happen(Tick())
 
@@ -129,8 +115,8 @@ def test_nobody_is_stopped_before_the_rank_on_its_way_out_has_its_exit_status(
 
 def test_the_rank_that_left_its_group_first_is_the_cause_however_late_that_is_read() -> None:
     driver = started(replace(SPEC, max_restarts=0))
-    driver.happen(WorkerReturned(0, 0, over_s=7.5))
-    driver.happen(WorkerReturned(0, 1, over_s=7.4))
+    driver.happen(WorkerEnded(0, 0, over_s=7.5))
+    driver.happen(WorkerEnded(0, 1, over_s=7.4))
 
     held = driver.exits(0, 1)
     settle_with_exit_of_rank_1(driver)
@@ -142,7 +128,7 @@ def test_the_rank_that_left_its_group_first_is_the_cause_however_late_that_is_re
 
 def test_a_process_that_lingers_after_its_program_delays_no_restart() -> None:
     driver = started()
-    driver.happen(WorkerReturned(0, 1))
+    driver.happen(WorkerEnded(0, 1))
     driver.now_s += 60.0
 
     stopped = driver.exits(0, -KILL, FailureKind.SIGNAL)
@@ -152,7 +138,7 @@ def test_a_process_that_lingers_after_its_program_delays_no_restart() -> None:
 
 def test_a_rank_of_another_node_lost_a_peer_that_is_on_its_way_out_here() -> None:
     driver = started()
-    driver.happen(WorkerReturned(0, 1))
+    driver.happen(WorkerEnded(0, 1))
 
     driver.open(1, OpenKind.FAIL, "rank 9 lost a peer")
     stopped = driver.look()
@@ -170,7 +156,7 @@ def test_a_rank_of_another_node_lost_a_peer_that_is_on_its_way_out_here() -> Non
 
 def test_an_abort_after_another_programs_end_is_an_effect_and_without_one_it_is_a_failure() -> None:
     driver, alone = started(replace(SPEC, max_restarts=0)), started()
-    driver.happen(WorkerReturned(0, 1))
+    driver.happen(WorkerEnded(0, 1))
 
     # As NCCL's watchdog ends a survivor.
     held = driver.exits(0, -ABRT, FailureKind.SIGNAL)
@@ -193,27 +179,17 @@ def test_what_nobody_has_explained_waits_for_the_next_exit_and_not_for_long() ->
     assert SignalWorkers(0, frozenset({1, 2}), TERM) in unexplained.loses_peer(0)
 
 
-def test_the_first_line_names_the_rank_whose_program_has_ended_and_not_the_one_that_lost_it() -> None:
+def test_a_rank_that_raised_before_its_peer_lost_it_is_awaited_and_named() -> None:
     driver = started(replace(SPEC, max_restarts=0))
-    told = replace(failure(0, 1, 1, FailureKind.EXCEPTION), message="raised ValueError: bad")
-    driver.happen(replace(exited(0, 0, 1, FailureKind.PEER_LOST), told=(told,)))
-    first = driver.said
-    opened = driver.snapshot.generation
+    driver.happen(WorkerEnded(0, 1, over_s=7.0, raised=True))
+    driver.happen(WorkerEnded(0, 0, over_s=7.1, raised=True))
 
-    record = replace(failure(0, 1, 1, FailureKind.EXCEPTION), message="gone")
-    driver.happen(replace(exited(0, 1, 1), failure=record))
-    corrected = driver.said
-    driver.exits(2, 1, FailureKind.PEER_LOST)
-    driver.happen(cleared(0))
-    driver.settle()
+    held = driver.exits(0, 1, FailureKind.PEER_LOST)
+    driver.exits(1, 1, FailureKind.EXCEPTION)
 
-    assert first.startswith("rank 1 (local rank 1 on node-a, pid 101) raised ValueError: bad")
-    assert first.endswith("; stopping 2 workers")
-    assert opened
-    assert opened.cause.startswith("rank 1 ")
-    assert driver.outcome.failure
-    assert driver.outcome.failure.message == "gone", "the record of its end, not what it had told"
-    assert corrected == ""
+    assert held == []
+    assert driver.said.startswith("rank 1 (local rank 1 on node-a, pid 101) ")
+    assert driver.said.endswith("; stopping 1 other")
 
 
 @pytest.mark.parametrize("live", [0, 1, 3], ids=["finished", "one runs", "nobody has ended"])
@@ -237,37 +213,20 @@ def test_a_node_tells_which_of_its_workers_had_ended_when_a_rank_of_another_node
     assert not [key for key in driver.store.read(KEYS.root).entries if key.startswith(KEYS.detailed(0))]
 
 
-def test_the_loss_of_the_worker_store_is_a_failure_that_stops_all_workers() -> None:
+@pytest.mark.parametrize(
+    ("workers_too", "done", "kind"),
+    [
+        (False, SignalWorkers(0, ALL, TERM), FailureKind.STORE_LOST),
+        (True, Clear(0), FailureKind.TEMPLATE_LOST),
+    ],
+)
+def test_the_loss_of_the_worker_store_or_of_the_fork_server_is_a_failure(
+    workers_too: bool, done: Action, kind: FailureKind
+) -> None:
     driver = started()
 
-    done = driver.happen(lost(0, workers_too=False))
-
-    assert done == [SignalWorkers(0, ALL, TERM)]
-    assert [f.kind for f in driver.snapshot.failures[0]] == [FailureKind.STORE_LOST]
-
-
-def test_the_loss_of_the_fork_server_is_a_failure_that_leaves_nobody_to_stop() -> None:
-    driver = started()
-
-    done = driver.happen(lost(0, workers_too=True))
-
-    assert done == [Clear(0)]
-    assert [f.kind for f in driver.snapshot.failures[0]] == [FailureKind.TEMPLATE_LOST]
-
-
-@pytest.mark.parametrize("code", [-TERM, -INT])
-def test_a_worker_that_died_of_a_schedulers_signal_is_no_failure_if_the_agents_comes_too(code: int) -> None:
-    driver = started()
-
-    held = driver.exits(0, code)
-    due_s = deadline_s(driver.agent)
-    driver.now_s += HOLD_S / 2
-    told = driver.happen(Signalled(-code, "SIGX"))
-
-    assert held == []
-    assert due_s == START_S + HOLD_S
-    assert told == [SignalWorkers(0, frozenset({1, 2}), -code)]
-    assert not driver.snapshot.failures
+    assert driver.happen(lost(0, workers_too=workers_too)) == [done]
+    assert [f.kind for f in driver.snapshot.failures[0]] == [kind]
 
 
 def test_a_worker_that_died_of_sigterm_alone_is_a_failure_after_a_moment() -> None:
@@ -296,7 +255,7 @@ def test_the_held_death_stays_the_first_failure_when_another_worker_fails_too() 
 
 def test_a_worker_that_raised_and_does_not_end_is_killed_after_the_stop_grace() -> None:
     driver = started()
-    driver.happen(WorkerRaised(0, 1))
+    driver.happen(WorkerEnded(0, 1, raised=True))
     driver.now_s += STOP_GRACE_S - 0.001
     early = driver.happen(Tick())
     driver.now_s += 0.001
@@ -311,7 +270,7 @@ def test_a_worker_that_raised_and_does_not_end_is_killed_after_the_stop_grace() 
 
 def test_a_worker_that_raised_and_ends_by_itself_is_left_alone() -> None:
     driver = started()
-    driver.happen(WorkerRaised(0, 1))
+    driver.happen(WorkerEnded(0, 1, raised=True))
     assert deadline_s(driver.agent) == driver.now_s + STOP_GRACE_S
 
     driver.happen(exited(0, 1, 0))
@@ -322,17 +281,6 @@ def test_a_worker_that_raised_and_ends_by_itself_is_left_alone() -> None:
 
 
 # --- while the workers stop for another's failure, or for nodes that come and go
-
-
-@pytest.mark.parametrize("code", [-TERM, 128 + TERM])
-def test_a_sibling_that_our_own_sigterm_ended_is_not_blamed(code: int) -> None:
-    driver = started()
-    driver.loses_peer(0)
-
-    driver.exits(1, code)
-
-    assert isinstance(driver.agent.phase, Stopping)
-    assert len(driver.agent.phase.failures) == 1
 
 
 def test_a_sibling_that_had_raised_when_our_sigterm_ended_it_is_the_cause() -> None:
@@ -472,23 +420,11 @@ def test_an_exit_code_that_our_own_signal_made_is_no_cause() -> None:
     assert (driver.outcome.failure.rank, driver.outcome.failure.kind) == (0, FailureKind.PEER_LOST)
 
 
-def test_where_another_opened_first_the_failure_is_recorded_all_the_same() -> None:
-    driver = started()
-    driver.open(1, OpenKind.FAIL, "rank 9 failed elsewhere")
-
-    driver.exits(1, 3)
-
-    assert driver.snapshot.generation
-    assert (driver.snapshot.generation.number, driver.snapshot.generation.cause) == (1, "rank 9 failed elsewhere")
-    assert [f.local_rank for f in driver.snapshot.failures[0]] == [1]
-
-
 @pytest.mark.parametrize("code", [7, -KILL])
 def test_a_rank_whose_exit_takes_too_long_is_not_signalled_before_the_stop_ends(code: int) -> None:
     driver = started(replace(SPEC, max_restarts=0))
-    # The reader of the exit may see the word on the link before the agent's loop does.
-    driver.happen(replace(exited(0, 0, 1, FailureKind.PEER_LOST), told=(RETURNED,)))
-    driver.happen(WorkerReturned(0, 1))
+    driver.happen(WorkerEnded(0, 1))
+    driver.exits(0, 1, FailureKind.PEER_LOST)
 
     driver.now_s += EXIT_S
     signalled = driver.happen(Tick())
@@ -509,9 +445,9 @@ def test_a_rank_whose_exit_takes_too_long_is_not_signalled_before_the_stop_ends(
 
 def test_an_exit_with_nought_does_not_end_the_wait_for_a_rank_on_its_way_out() -> None:
     driver = started(replace(SPEC, max_restarts=0))
-    driver.happen(WorkerReturned(0, 1))
-    driver.happen(replace(exited(0, 0, 1, FailureKind.PEER_LOST), told=(RETURNED,)))
-    driver.happen(WorkerReturned(0, 2))
+    driver.happen(WorkerEnded(0, 1))
+    driver.exits(0, 1, FailureKind.PEER_LOST)
+    driver.happen(WorkerEnded(0, 2))
 
     stopped = driver.exits(2, 0)
     driver.exits(1, 7)
@@ -521,41 +457,6 @@ def test_an_exit_with_nought_does_not_end_the_wait_for_a_rank_on_its_way_out() -
     assert stopped == []
     assert driver.outcome.failure
     assert (driver.outcome.failure.rank, driver.outcome.failure.code) == (1, 7)
-
-
-def test_what_a_worker_told_is_no_cause_if_it_had_stopped_with_all_others() -> None:
-    driver = started(replace(SPEC, max_restarts=0))
-    driver.happen(WorkerStopped(0, 1, 7))
-    told = replace(ended(0, 1), code=None)
-
-    driver.happen(replace(exited(0, 0, 1, FailureKind.PEER_LOST), told=(told,)))
-    driver.now_s += UNEXPLAINED_S
-    driver.happen(Tick())
-
-    assert driver.said.startswith("rank 0 ")
-
-
-def test_a_worker_that_exited_with_nought_explains_no_failure_of_another_kind() -> None:
-    driver = started(replace(SPEC, max_restarts=0))
-    driver.exits(1, 0)
-
-    driver.exits(0, -KILL, FailureKind.OUT_OF_MEMORY)
-    driver.exits(2, 1, FailureKind.PEER_LOST)
-    driver.happen(cleared(0))
-    driver.settle()
-
-    assert driver.outcome.failure
-    assert (driver.outcome.failure.rank, driver.outcome.failure.kind) == (0, FailureKind.OUT_OF_MEMORY)
-
-
-def test_the_loss_of_the_fork_server_after_the_last_worker_clears_nothing_twice() -> None:
-    driver = started()
-    driver.exits(1, 3)
-    driver.exits(0, -TERM)
-    last = driver.exits(2, -TERM)
-
-    assert last == [Clear(0)]
-    assert driver.happen(lost(0, workers_too=True)) == []
 
 
 def test_an_exit_that_is_told_twice_clears_nothing_twice() -> None:
@@ -595,7 +496,7 @@ def test_a_held_death_is_not_forgotten_when_all_others_end_well() -> None:
 def test_on_a_full_disk_which_keeps_no_record_the_rank_that_raised_first_is_awaited() -> None:
     driver = started(replace(SPEC, max_restarts=0))
     for rank in (1, 0):
-        driver.happen(WorkerRaised(0, rank))
+        driver.happen(WorkerEnded(0, rank, raised=True))
 
     # Its exit code is all that is known.
     held = driver.exits(0, 1)
@@ -603,45 +504,6 @@ def test_on_a_full_disk_which_keeps_no_record_the_rank_that_raised_first_is_awai
 
     assert held == []
     assert driver.said.startswith("rank 1 ")
-
-
-def test_that_a_worker_of_another_generation_raised_changes_nothing() -> None:
-    driver = started()
-    before = driver.agent
-
-    driver.happen(WorkerRaised(1, 1))
-
-    assert driver.agent == before
-
-
-def test_such_a_failure_wins_over_the_word_of_the_peer_that_it_took_down() -> None:
-    driver = started(replace(SPEC, max_restarts=0))
-    peer = failure(0, 9, 1, FailureKind.PEER_LOST, host="node-b")
-    driver.open(1)
-    driver.write(Put(KEYS.failure(0, peer.node_id), encode(peer)))
-    driver.look()
-
-    driver.exits(0, -KILL, FailureKind.OUT_OF_MEMORY)
-    for rank in (1, 2):
-        driver.exits(rank, -TERM)
-    driver.happen(cleared(0))
-    driver.settle()
-
-    assert driver.outcome.failure
-    assert (driver.outcome.failure.kind, driver.outcome.failure.host) == (FailureKind.OUT_OF_MEMORY, "node-a")
-
-
-@pytest.mark.parametrize("kind", [FailureKind.PEER_LOST, FailureKind.EXIT_CODE])
-def test_what_a_peers_end_may_explain_opens_nothing_while_the_group_stops_to_save(kind: FailureKind) -> None:
-    driver = started()
-    driver.open(1, OpenKind.JOIN, "node-b joins")
-    driver.look()
-
-    driver.exits(0, 1, kind)
-
-    assert driver.snapshot.generation
-    assert driver.snapshot.generation.number == 1
-    assert not driver.snapshot.failures
 
 
 def test_any_other_failure_of_a_newcomer_is_one_like_any_other() -> None:
@@ -659,20 +521,3 @@ def test_a_start_up_failure_in_a_job_that_never_got_further_is_one_like_any_othe
     driver.exits(1, 2, FailureKind.STARTUP)
 
     assert [f.kind for f in driver.snapshot.failures[0]] == [FailureKind.STARTUP]
-
-
-def test_a_failure_names_the_generation_that_it_was_of_though_a_join_opened_another() -> None:
-    driver = started()
-    driver.open(1, OpenKind.JOIN, "node-b joins")
-    driver.look()
-
-    driver.exits(0, 1, FailureKind.EXCEPTION)
-
-    written, claim = driver.commits
-    revision = driver.agent.snapshot.generation_revision
-    assert Unchanged(KEYS.generation, revision) in written.guards
-    assert claim.then[0] == Put(KEYS.detailed(0, driver.node_id), "", driver.snapshot.lease)
-    assert set(driver.snapshot.failures) == {0}
-    assert encode(replace(failure(0, 0, 1, FailureKind.EXCEPTION), node_id=driver.node_id)) in {
-        op.value for op in written.then if isinstance(op, Put)
-    }

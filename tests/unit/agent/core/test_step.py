@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from elaunch.agent.core.actions import Clear, Exit, Join, Say, SignalWorkers, Spawn
-from elaunch.agent.core.events import Event, Looked, Signalled, StoreLost, Tick
+from elaunch.agent.core.events import Looked, Signalled, StoreLost, Tick
 from elaunch.agent.core.state import Exited, Finished, Joining, Running
 from elaunch.agent.core.step import deadline_s
 from elaunch.rendezvous.codec import encode
@@ -66,22 +66,6 @@ def test_a_start_is_said_with_its_size_its_reason_and_the_name_for_other_hosts(
     assert starts == [words]
 
 
-def test_a_spent_budget_ends_the_job_with_exit_code_1_and_the_last_failure() -> None:
-    driver = started(replace(SPEC, max_restarts=1))
-    for generation in range(2):
-        driver.exits(0, 5)
-        for rank in (1, 2):
-            driver.exits(rank, -TERM)
-        driver.happen(cleared(generation))
-        done = driver.settle()
-
-    assert type(done[-1]) is Exit
-    outcome = driver.outcome
-    assert (outcome.kind, outcome.exit_code, outcome.restarts) == (OutcomeKind.FAILED, 1, 1)
-    assert outcome.failure
-    assert (outcome.failure.generation, outcome.failure.code) == (1, 5)
-
-
 def test_an_agent_that_has_exited_does_nothing_more() -> None:
     driver = Driver().begin()
     driver.happen(Signalled(TERM, "SIGTERM"))
@@ -92,38 +76,6 @@ def test_an_agent_that_has_exited_does_nothing_more() -> None:
         assert driver.acted == []
 
     assert driver.agent == before
-
-
-@pytest.mark.parametrize(
-    "event",
-    [
-        exited(0, 0, 1),
-        exited(0, 0, 0),
-        exited(0, 0, -TERM),
-        exited(2, 0, 1),
-        lost(0, workers_too=False),
-        lost(0, workers_too=True),
-        lost(-1, workers_too=True),
-        cleared(0),
-        Tick(),
-    ],
-    ids=repr,
-)
-@pytest.mark.parametrize("stopping", [False, True])
-def test_an_event_of_another_generation_changes_nothing(event: Event, stopping: bool) -> None:
-    driver = started()
-    driver.happen(lost(0, workers_too=True))
-    driver.happen(cleared(0))
-    driver.settle()
-    if stopping:
-        driver.exits(2, 3)
-    before, store_before = driver.agent, driver.store.read(KEYS.root)
-
-    done = driver.happen(event)
-
-    assert driver.agent == before
-    assert (done, driver.acted) == ([], [])
-    assert driver.store.read(KEYS.root) == store_before
 
 
 def test_a_generation_whose_workers_ran_is_not_run_again_while_the_store_is_slow_to_tell() -> None:
@@ -176,22 +128,6 @@ def test_a_failure_over_a_stop_with_time_to_save_makes_it_urgent() -> None:
     assert deadline_s(driver.agent) == START_S + 1 + FAILURE_GRACE_S
 
 
-def test_a_finished_node_runs_again_when_a_generation_was_opened() -> None:
-    driver = started()
-    for rank in range(3):
-        driver.exits(rank, 0)
-    driver.open(1)
-    driver.write(Put(KEYS.failure(0, "other"), encode(failure(0, 9, 1, host="other"))))
-
-    driver.happen(cleared(0))
-    done = driver.settle()
-
-    assert [type(action) for action in done] == [Join, Spawn]
-    assert isinstance(driver.agent.phase, Running)
-    assert driver.agent.phase.table.generation == 1
-    assert not driver.snapshot.done
-
-
 def other_table(generation: int, seats: int = 1) -> RankTable:
     """A table without this node."""
     nodes = seats_of([(f"node-z-{n:08}", 1, "default") for n in range(seats)])
@@ -225,21 +161,6 @@ def test_a_node_without_a_seat_waits_and_says_so_once(
     assert (first, again, driver.said) == ([], [], "")
     assert said == f"generation 0 runs without this node: {words}"
     assert isinstance(driver.agent.phase, Joining)
-
-
-def test_a_table_of_a_generation_that_the_node_has_not_joined_starts_nothing() -> None:
-    driver = started()
-    driver.exits(0, 3)
-    for rank in (1, 2):
-        driver.exits(rank, -TERM)
-    driver.happen(cleared(0))
-    # The table has the node's name, but the node cannot be in it: it has not joined this generation.
-    seats = seats_of([(driver.node_id, 3, "default")])
-    driver.write(Put(KEYS.table(1), encode_table(RankTable(1, seats, "a", 1, "forged"))))
-
-    done = driver.look()
-
-    assert not [action for action in done if isinstance(action, Spawn)]
 
 
 @pytest.mark.parametrize(
@@ -355,28 +276,6 @@ def test_a_node_whose_end_met_a_written_over_generation_reports_it_again_once() 
     assert driver.agent.phase.outcome.kind is OutcomeKind.SUCCEEDED
 
 
-def test_restarts_age_by_the_agents_own_clock() -> None:
-    driver = started(replace(SPEC, restart_window_s=60.0, max_restarts=10))
-    for generation, at_s in enumerate((110.0, 125.0, 180.0)):
-        driver.now_s = at_s
-        driver.happen(lost(generation, workers_too=True))
-        driver.happen(cleared(generation))
-        driver.settle()
-
-    table = driver.snapshot.table
-    assert table
-    assert table.restarts == 3
-    assert table.restart_ages_s == (55.0, 0.0), "the first one, 70 s ago, is not held against the job any more"
-
-
-def test_that_a_generation_is_cleared_away_is_no_news_to_who_runs_none() -> None:
-    driver = Driver().begin()
-    before = driver.agent
-
-    assert driver.happen(cleared(0)) == []
-    assert driver.agent == before
-
-
 def test_a_second_failure_gives_the_workers_no_more_time_than_the_first() -> None:
     driver = started()
     driver.open(1)
@@ -425,29 +324,6 @@ def test_an_end_that_was_written_ends_a_finished_agent() -> None:
     driver.write(Put(KEYS.ended, encode(ended)))
 
     assert driver.look() == [Exit(ended)]
-
-
-def test_a_store_that_is_lost_while_workers_stop_after_a_signal_changes_no_outcome() -> None:
-    driver = started()
-    driver.happen(Signalled(TERM, "SIGTERM"))
-
-    driver.happen(StoreLost("the store's history is lost"))
-    for rank in range(3):
-        driver.exits(rank, 0)
-    driver.happen(cleared(0))
-
-    assert driver.outcome.exit_code == 128 + TERM
-
-
-def test_an_agent_wants_no_tick_without_a_deadline() -> None:
-    driver = Driver().begin()
-    deadlines = [deadline_s(driver.agent)]
-    driver.settle()
-    deadlines.append(deadline_s(driver.agent))
-    driver.happen(lost(0, workers_too=True))
-    deadlines.append(deadline_s(driver.agent))
-
-    assert deadlines == [None, None, None]
 
 
 def test_every_first_look_at_a_table_begins_its_age() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections import Counter
 from typing import get_args
 
@@ -19,7 +18,6 @@ from elaunch.agent.core.events import (
     RestartOrdered,
     Sampled,
     ServiceLost,
-    Signal,
     Signalled,
     StacksTaken,
     StoreAway,
@@ -30,10 +28,9 @@ from elaunch.agent.core.events import (
     Tick,
     WatchRefused,
     WorkerAsked,
+    WorkerEnded,
     WorkerExited,
     WorkerListens,
-    WorkerRaised,
-    WorkerReturned,
     WorkerSaved,
     WorkerSaving,
     WorkersHung,
@@ -89,8 +86,7 @@ def event_of(kind: type[Event], driver: Driver) -> Event:
         StoreLost("it is another cluster"),
         OwnStoreLost("the store was killed by SIGKILL"),
         exited(0, 0, 1),
-        WorkerRaised(0, 0),
-        WorkerReturned(0, 0),
+        WorkerEnded(0, 0, raised=True),
         WorkerListens(0, 0, to_stop=True, to_failure=True),
         WorkerSaving(0, 0, 7),
         WorkerSaved(0, 0, 7),
@@ -149,9 +145,3 @@ def test_an_event_of_another_generation_changes_nothing(phase: type[Phase], even
 
     assert type(newer) is type(old)
     assert step(driver.agent, newer, driver.now_s) == (driver.agent, ())
-
-
-def test_the_cores_signals_are_the_operating_systems() -> None:
-    assert {item.name: item.value for item in Signal} == {
-        item.name: item.value for item in signal.Signals if item.name in Signal.__members__
-    }

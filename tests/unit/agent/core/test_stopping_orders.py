@@ -15,12 +15,10 @@ from elaunch.agent.core.actions import (
     StopReason,
     TellWorkers,
 )
-from elaunch.agent.core.clearing import LAST_WORDS_S
 from elaunch.agent.core.events import Signalled, Tick, WorkerListens, WorkerSaved, WorkerSaving, WorkerStopped
-from elaunch.agent.core.running import HOLD_S, STOPPED_HOLD_S
+from elaunch.agent.core.running import STOPPED_HOLD_S
 from elaunch.agent.core.state import Finished, Joining, Running, Stopping
 from elaunch.agent.core.step import deadline_s
-from elaunch.agent.core.stopping import NOTICE_S
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.store import Put
 from elaunch.rendezvous.types import FailureKind, OpenKind, Outcome, OutcomeKind
@@ -35,12 +33,8 @@ from tests.unit.agent.driver import (
     STOP_GRACE_S,
     TERM,
     TIMES,
-    TWO,
     Driver,
     cleared,
-    lost,
-    pair,
-    settle,
     started,
 )
 
@@ -220,21 +214,6 @@ def test_for_nodes_that_come_and_go_who_listens_is_asked_to_stop_after_a_step(
     assert driver.look() == []
 
 
-def test_they_stop_and_exit_and_the_next_generation_starts() -> None:
-    driver = listening(started())
-    driver.open(1, OpenKind.JOIN, "node-b joins")
-    driver.look()
-
-    said = says_stopped(driver, *ALL)
-    ends = [driver.exits(0, 128 + TERM), driver.exits(1, 0), driver.exits(2, 128 + TERM)]
-    driver.happen(cleared(0))
-
-    assert said == []
-    assert ends == [[], [], [Clear(0)]]
-    assert not driver.snapshot.failures
-    assert isinstance(driver.agent.phase, Joining)
-
-
 def test_who_comes_to_no_step_boundary_in_time_gets_sigterm_and_then_the_stop_grace() -> None:
     driver = listening(started())
     driver.open(1, OpenKind.JOIN, "node-b joins")
@@ -359,66 +338,20 @@ def test_a_notice_ends_a_job_without_restarts_and_its_workers_get_it_too() -> No
     driver = started()
     driver.open(1, OpenKind.LEAVE, "node-b leaves", 10)
     driver.write(Put(KEYS.ended, encode(Outcome(OutcomeKind.FAILED, "node-b leaves", 1, 0, 0))))
-    driver.look()
 
-    assert deadline_s(driver.agent) == START_S + NOTICE_S
-    own = driver.happen(Signalled(10, "SIGX"))
-
-    assert own == [signal(10, *ALL)]
-    assert deadline_s(driver.agent) == START_S + NOTICE_S + FAILURE_GRACE_S
+    assert driver.look() == [signal(10, *ALL)]
 
 
 @pytest.mark.parametrize("signum", [10, 12])
-def test_a_notice_that_another_node_had_first_is_passed_on_once_when_it_is_time(signum: int) -> None:
+def test_a_notice_that_another_node_had_first_is_passed_on_once(signum: int) -> None:
     driver = listening(started(), 0)
     driver.open(1, OpenKind.LEAVE, "node-b leaves", signum)
 
     told = driver.look()
-    driver.now_s += NOTICE_S
-    late = driver.happen(Tick())
     own = driver.happen(Signalled(signum, "SIGX"))
 
-    assert told == [tell(LEAVE, 0)]
-    assert late == [signal(signum, 1, 2)]
+    assert told == [tell(LEAVE, 0), signal(signum, 1, 2)]
     assert own == [tell(LEAVE, 0)], "they have it already"
-
-
-def test_a_notice_that_this_node_has_a_moment_later_is_passed_on_once() -> None:
-    driver = started()
-    driver.open(1, OpenKind.LEAVE, "node-b leaves", 10)
-
-    told = driver.look()
-    own = driver.happen(Signalled(10, "SIGX"))
-    driver.now_s += NOTICE_S
-    late = driver.happen(Tick())
-
-    assert (told, own, late) == ([], [signal(10, *ALL)], [])
-
-
-def test_who_begins_or_ceases_to_listen_while_a_notice_is_waited_for_gets_it_once_in_its_way() -> None:
-    driver = listening(started(), 0)
-    driver.open(1, OpenKind.LEAVE, "node-b leaves", 10)
-    driver.look()
-
-    driver.happen(WorkerListens(0, 1, to_stop=True, to_failure=True))
-    deaf = driver.happen(WorkerListens(0, 0, to_stop=False, to_failure=False))
-    driver.now_s += NOTICE_S
-
-    assert deaf == []
-    assert driver.happen(Tick()) == [tell(LEAVE, 1), signal(10, 0, 2)]
-    assert driver.happen(Tick()) == []
-
-
-def test_a_failure_while_a_notice_is_waited_for_stops_at_once() -> None:
-    driver = listening(started(), 0)
-    driver.open(1, OpenKind.LEAVE, "node-b leaves", 10)
-    driver.look()
-    driver.open(2, OpenKind.LOSS, "node-c was lost")
-
-    assert driver.look() == [tell(PeerFailed(0), 0), signal(TERM, 1, 2)]
-
-    driver.now_s += NOTICE_S
-    assert driver.happen(Tick()) == []
 
 
 def test_any_other_signal_by_which_a_node_leaves_is_its_own() -> None:
@@ -477,20 +410,6 @@ def test_when_a_person_ends_the_job_elsewhere_who_listens_stops_after_a_step() -
 TWO_ALONE = replace(SPEC, nodes_max=2)
 
 
-def test_a_node_that_leaves_has_the_others_stop_after_the_same_step() -> None:
-    first, second = pair(TWO)
-    for driver in (first, second):
-        listening(driver)
-
-    leaving = first.happen(Signalled(TERM, "SIGTERM"))
-    settle(first, second)
-
-    assert leaving == [tell(LEAVE, 0, 1, 2)]
-    assert tell(LEAVE, 0, 1, 2) in second.all_acted
-    assert isinstance(second.agent.phase, Stopping)
-    assert not [action for action in second.all_acted if isinstance(action, SignalWorkers)]
-
-
 def test_workers_that_listen_have_two_seconds_after_a_failure_also_where_handlers_have_less() -> None:
     deaf, hearing = started(), listening(started(), 0)
     for driver in (deaf, hearing):
@@ -499,36 +418,6 @@ def test_workers_that_listen_have_two_seconds_after_a_failure_also_where_handler
         driver.exits(1, 3)
 
     assert [deadline_s(driver.agent) for driver in (deaf, hearing)] == [START_S + 0.5, START_S + 2.0]
-
-
-@pytest.mark.parametrize("kind", [OpenKind.FAIL, OpenKind.LOSS])
-def test_a_failure_elsewhere_is_told_alike(kind: OpenKind) -> None:
-    driver = listening(started())
-    driver.open(1, kind)
-
-    done = driver.look()
-
-    assert done == [tell(PeerFailed(0), 0, 1, 2)]
-    assert driver.look() == []
-    assert says_saved(driver, 1) == [signal(KILL, 1)]
-    assert deadline_s(driver.agent) == START_S + FAILURE_GRACE_S
-
-
-def test_a_lost_worker_store_is_told_as_a_failure() -> None:
-    driver = listening(started())
-
-    assert driver.happen(lost(0, workers_too=False)) == [tell(PeerFailed(0), 0, 1, 2)]
-
-
-def test_words_of_another_generation_change_nothing() -> None:
-    driver = listening(started())
-    driver.exits(1, 3)
-    before = driver.agent
-
-    for event in (WorkerSaved(1, 0, 7), WorkerStopped(1, 0, 7), WorkerListens(1, 0, to_stop=True, to_failure=True)):
-        assert driver.happen(event) == []
-
-    assert driver.agent == before
 
 
 def test_who_saves_before_its_agent_has_heard_of_the_failure_has_the_time_too() -> None:
@@ -551,13 +440,6 @@ def test_who_saved_and_listens_no_more_has_no_more_time_than_others() -> None:
 
     assert told == [tell(PeerFailed(0), 2), signal(TERM, 0)]
     assert driver.happen(Tick()) == [signal(KILL, 0, 2)]
-
-
-def test_who_listens_no_more_gets_the_signal() -> None:
-    driver = listening(started())
-    listening(driver, 1, to_stop=False, to_failure=False)
-
-    assert driver.happen(Signalled(INT, "SIGINT")) == [tell(INTERRUPT, 0, 2), signal(INT, 1)]
 
 
 def test_who_was_asked_to_stop_for_another_signal_gets_that_one() -> None:
@@ -594,33 +476,6 @@ def test_who_saves_at_a_stop_keeps_the_time_for_it_when_a_peer_is_killed_meanwhi
     assert deadline_s(driver.agent) == START_S + STOP_GRACE_S
 
 
-def test_when_all_have_ended_nobody_waits_for_a_boundary_any_more() -> None:
-    driver = listening(started())
-    driver.open(1, OpenKind.LEAVE, "node-b leaves")
-    driver.look()
-
-    for rank in ALL:
-        driver.exits(rank, 128 + TERM)
-    before_s = deadline_s(driver.agent)
-    driver.now_s += BOUNDARY_WAIT_S + 1
-    driver.happen(Signalled(TERM, "SIGTERM"))
-
-    assert before_s is None
-    assert deadline_s(driver.agent) == driver.now_s + LAST_WORDS_S
-
-
-def test_who_listens_for_stops_only_gets_sigterm_when_a_stop_for_a_join_becomes_one_for_a_failure() -> None:
-    driver = listening(started(), 0, 1, to_failure=False)
-    driver.open(1, OpenKind.JOIN, "node-b joins")
-    first = driver.look()
-    driver.open(2, OpenKind.FAIL)
-
-    second = driver.look()
-
-    assert first == [tell(JOIN, 0, 1), signal(TERM, 2)]
-    assert second == [signal(TERM, 0, 1)]
-
-
 def test_where_nothing_is_heard_any_other_exit_is_a_failure() -> None:
     driver = listening(started())
     says_stopped(driver, *ALL)
@@ -634,14 +489,6 @@ def test_where_nothing_is_heard_any_other_exit_is_a_failure() -> None:
     assert [f.local_rank for f in driver.snapshot.failures[0]] == [1]
 
 
-def test_who_has_not_stopped_is_held_no_longer_than_before() -> None:
-    driver = listening(started())
-
-    driver.exits(0, -TERM)
-
-    assert deadline_s(driver.agent) == START_S + HOLD_S
-
-
 @pytest.mark.parametrize("signum", [1, 3, 10, 12])
 def test_any_signal_that_a_scheduler_may_send_to_agent_and_workers_is_held(signum: int) -> None:
     driver = started()
@@ -652,23 +499,6 @@ def test_any_signal_that_a_scheduler_may_send_to_agent_and_workers_is_held(signu
     assert held == []
     assert told == [signal(signum, 1, 2)]
     assert not driver.snapshot.failures
-
-
-def test_after_a_signal_the_boundary_may_be_waited_for_as_long_as_the_grace_lasts() -> None:
-    driver = listening(started())
-    driver.happen(Signalled(TERM, "SIGTERM"))
-
-    driver.now_s += STOP_GRACE_S
-    done = driver.happen(Tick())
-
-    assert done == [signal(KILL, 0, 1, 2)]
-
-
-def test_a_second_ctrl_c_kills_those_that_listen_too() -> None:
-    driver = listening(started())
-    driver.happen(Signalled(INT, "SIGINT"))
-
-    assert driver.happen(Signalled(INT, "SIGINT")) == [signal(KILL, 0, 1, 2)]
 
 
 def test_a_signal_after_a_failure_disturbs_nobody_that_saves() -> None:

@@ -45,7 +45,7 @@ def test_how_other_nodes_do_is_not_known_and_not_waited_for(is_first: bool) -> N
 
     assert first.outcome.exit_code == 3
     assert first.outcome.reason == (
-        f"{GONE.why}; this node's workers have all exited with 0, and this node cannot know how the other node is doing"
+        f"{GONE.why}; this node's workers have all exited with 0, and this node cannot know how the others are doing"
     )
 
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 from elaunch.agent.core.events import Signalled, StoreAway, StoreBack, Tick
 from elaunch.agent.core.timeline import Entry
 from elaunch.rendezvous.codec import encode
-from elaunch.rendezvous.rules.hang_records import Hang
+from elaunch.rendezvous.rules.hang_verdict import Hang
 from elaunch.rendezvous.store import Delete, Put
 from elaunch.rendezvous.types import FailureKind
 from tests.event_schema import check_event
-from tests.unit.agent.driver import KEYS, SPEC, TERM, TWO, Driver, cleared, ends, exited, pair, settle, started
+from tests.unit.agent.driver import KEYS, SPEC, TERM, TWO, Driver, ends, exited, pair, settle, started
 
 
 def check(driver: Driver) -> None:
@@ -141,29 +141,6 @@ def test_a_job_that_seems_to_hang_and_goes_on_after_all_is_told_once_each() -> N
     assert (on.event, on.generation) == ("goes_on", 0)
     (told,) = driver.announcements
     assert told.text == "job job seems to hang: rank 1 on node-a sleeps, and the others wait"
-
-
-def test_survivors_that_fail_of_it_are_told_too_and_the_cause_is_the_first() -> None:
-    driver = started()
-
-    driver.exits(1, 1, FailureKind.EXCEPTION)
-    driver.exits(0, 1, FailureKind.PEER_LOST)
-    driver.exits(2, -15, FailureKind.SIGNAL)
-    driver.happen(cleared(0))
-
-    assert [entry.fields["rank"] for entry in named(driver, "failed")] == [1, 0]
-    assert [entry.fields["rank"] for entry in named(driver, "cause")] == [1]
-
-
-def test_a_job_that_ends_well_gives_up_nothing() -> None:
-    driver = started()
-
-    ends(driver)
-    driver.settle()
-
-    check(driver)
-    assert not named(driver, "gave_up", "failed", "cause", "restarting")
-    assert driver.entries[-1].fields["outcome"] == "succeeded"
 
 
 def test_a_node_that_leaves_is_not_lost() -> None:

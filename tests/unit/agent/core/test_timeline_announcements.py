@@ -10,7 +10,7 @@ from elaunch.agent.core.events import Signalled, StoreLost, WorkersHung
 from elaunch.agent.core.timeline import AnnouncementKind
 from elaunch.rendezvous.store import Delete
 from elaunch.rendezvous.types import FailureKind
-from tests.unit.agent.driver import INT, KEYS, SPEC, TERM, TWO, Driver, ends, failure, pair, settle, started
+from tests.unit.agent.driver import INT, KEYS, TERM, TWO, Driver, ends, failure, pair, settle, started
 
 ELASTIC = replace(TWO, nodes_min=1)
 
@@ -78,16 +78,6 @@ def test_a_leader_that_leaves_says_so_and_the_next_one_tells_the_rest() -> None:
     assert kinds(second) == ["restart", "end"]
 
 
-def test_the_only_node_tells_its_end_whatever_ends_it() -> None:
-    driver = started(SPEC)
-
-    driver.happen(Signalled(TERM, "SIGTERM"))
-    ends(driver, -TERM)
-
-    assert kinds(driver) == ["end"]
-    assert driver.announcements[0].fields["exit_code"] == 143
-
-
 def test_where_the_store_is_gone_with_the_leader_one_other_node_tells() -> None:
     first, second = pair(replace(TWO, nodes_max=3))
     third = Driver(replace(TWO, nodes_max=3), host="node-c", store=first.store, remote=True).begin()
@@ -123,15 +113,3 @@ def test_ctrl_c_on_any_node_ends_the_job_and_is_told_by_the_leader() -> None:
 
     assert (kinds(first), kinds(second)) == (["end"], [])
     assert first.announcements[0].text == "job job was stopped, since SIGINT was received by node-b"
-
-
-def test_another_node_that_leaves_says_nothing_since_the_leader_tells_of_the_restart() -> None:
-    first, second = pair(ELASTIC)
-
-    second.happen(Signalled(TERM, "SIGTERM"))
-    settle(first)
-    ends(second, -TERM)
-    ends(first, -TERM)
-    settle(first)
-
-    assert (kinds(first), kinds(second)) == (["restart"], [])

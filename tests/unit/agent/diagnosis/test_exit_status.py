@@ -106,10 +106,6 @@ def test_a_crash_on_the_way_out_does_not_hide_the_exception() -> None:
     assert "destroy_process_group()" in explained(with_tail(returned, tail, reached_store=None)).advice
 
 
-def killed(rank: int, code: int = -9) -> Failure:
-    return replace(failure(code), rank=rank, local_rank=rank)
-
-
 def test_a_program_that_exits_after_the_error_of_a_lost_peer_has_lost_one_though_it_printed_nothing() -> None:
     lost = Raised("RuntimeError", "[a/pair.cc:553] Connection closed by peer [::1]:7. More", "", "", call="all_reduce")
     said = "lost a peer in all_reduce (RuntimeError: Connection closed by peer [::1]:7) and"
@@ -181,20 +177,6 @@ def test_of_chained_exceptions_the_last_is_the_one_that_ended_the_worker(tmp_pat
     assert raised is not None
     assert (raised.exception, raised.message) == ("ValueError", "bad")
     assert raised.frame == f"{tmp_path}/train.py:5 in f"
-
-
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="exception groups came with Python 3.11")
-def test_of_an_exception_group_the_group_is_what_was_raised(tmp_path: Path) -> None:
-    source = "def f():\n    raise ExceptionGroup('two went wrong', [KeyError('k'), ValueError('v')])\nf()\n"
-    tail = "before\n" + stderr_of(tmp_path, source)
-
-    raised = failure(1, tail=tail)
-
-    assert raised.kind is FailureKind.EXCEPTION
-    assert raised.message == "raised ExceptionGroup: two went wrong (2 sub-exceptions)"
-    assert raised.frame == f"{tmp_path}/train.py:2 in f"
-    assert "KeyError: 'k'" in raised.traceback
-    assert "before" not in raised.traceback
 
 
 @pytest.mark.parametrize(
@@ -503,12 +485,6 @@ def test_output_that_arrives_after_the_exit_explains_it() -> None:
     assert (whole.rank, whole.local_rank, whole.pid, whole.failed_at) == (5, 1, 4711, 1.5)
 
 
-def test_progress_that_is_learned_late_takes_back_a_start_up_failure() -> None:
-    whole = with_tail(failure(2), "usage: train.py\n", reached_store=True)
-
-    assert (whole.kind, whole.message) == (FailureKind.EXIT_CODE, "exited with code 2")
-
-
 def test_output_changes_nothing_about_a_signal_or_a_recorded_exception() -> None:
     tail = 'Traceback (most recent call last):\n  File "/x.py", line 3, in f\nKeyError: 1\n'
     killed, recorded = failure(-9), failure(1, record_of("ValueError", "bad"))
@@ -565,53 +541,10 @@ def test_a_lost_peer_is_looked_for_at_the_ends_of_megabytes_of_words() -> None:
     assert time.process_time() - began_s < 2.0
 
 
-@pytest.mark.parametrize("text", ["[" * 60_000, '{"message":' * 60_000])
-def test_an_error_file_that_nests_without_end_is_as_good_as_none(text: str) -> None:
-    assert parse_record(text) is None
-
-
-def test_a_traceback_that_was_printed_before_a_signal_does_not_hide_the_signal() -> None:
-    tail = "Traceback (most recent call last):\n  File \"/a/train.py\", line 1, in f\nKeyError: 'x'\n"
-
-    assert failure(-11, tail=tail).kind is FailureKind.SIGNAL
-
-
-@pytest.mark.parametrize("code", [1, 3, 255])
-def test_an_exit_code_without_a_traceback_is_just_that(code: int) -> None:
-    exited = failure(code, tail="some words\n")
-
-    assert (exited.kind, exited.message) == (FailureKind.EXIT_CODE, f"exited with code {code}")
-
-
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="exception groups came with Python 3.11")
-def test_a_group_that_was_only_the_cause_is_not_what_was_raised(tmp_path: Path) -> None:
-    source = "try:\n    raise ExceptionGroup('g', [KeyError('k')])\nexcept Exception:\n    raise OSError('disk')\n"
-
-    raised = parse_traceback(stderr_of(tmp_path, source))
-
-    assert raised is not None
-    assert (raised.exception, raised.message) == ("OSError", "disk")
-
-
 def test_an_exception_without_a_text_has_an_empty_message(tmp_path: Path) -> None:
     raised = failure(1, tail=stderr_of(tmp_path, "assert 0\n"))
 
     assert raised.message == "raised AssertionError"
-
-
-def test_an_error_file_without_a_call_stack_still_names_the_exception() -> None:
-    raised = failure(1, record_of("my.Error", "a: b"))
-
-    assert (raised.exception, raised.message) == ("my.Error", "raised my.Error: a: b")
-
-
-def test_the_message_of_a_short_error_file_outlives_the_arrival_of_the_output() -> None:
-    said = failure(1, '{"message": "the loss is NaN", "timestamp": 10}')
-
-    whole = with_tail(said, "words on stderr\n", reached_store=False)
-
-    assert (whole.kind, whole.message) == (FailureKind.EXCEPTION, "raised an error: the loss is NaN")
-    assert whole.tail == "words on stderr\n"
 
 
 @pytest.mark.parametrize(
@@ -629,10 +562,10 @@ def test_json_that_is_no_error_record_is_as_good_as_none(text: str) -> None:
     ("frames", "call"),
     [
         (
-            [("ranks/agreement", "from_all"), ("ranks/agreement", "_channel"), ("ranks/channel", "all_gather")],
+            [("ranks/peers", "from_all"), ("ranks/peers", "_reduce"), ("ranks/connections", "receive")],
             "from_all",
         ),
-        ([("link", "should_stop"), ("link", "_any_asked"), ("ranks/channel", "largest")], "should_stop"),
+        ([("link", "should_stop"), ("link", "_any_asked"), ("ranks/peers", "largest")], "should_stop"),
     ],
 )
 def test_a_lost_peer_of_the_ranks_own_exchange_is_told_with_its_public_function(
@@ -647,11 +580,6 @@ def test_a_lost_peer_of_the_ranks_own_exchange_is_told_with_its_public_function(
     assert (lost.kind, lost.call) == (FailureKind.PEER_LOST, call)
 
 
-def test_progress_that_was_known_is_not_forgotten() -> None:
-    assert with_tail(failure(1, progressed=True), "", reached_store=False).progressed
-    assert with_tail(failure(1, progressed=None), "", reached_store=None).progressed is None
-
-
 def test_a_ranks_own_word_on_its_progress_outweighs_that_another_had_reached_the_store() -> None:
     whole = with_tail(failure(2, progressed=False), "usage: train.py\n", reached_store=True)
 
@@ -659,11 +587,6 @@ def test_a_ranks_own_word_on_its_progress_outweighs_that_another_had_reached_the
     assert whole.kind is FailureKind.STARTUP
 
 
-def test_of_a_long_output_without_a_traceback_the_end_is_kept() -> None:
-    words = "".join(f"step {number}\n" for number in range(20_000))
-
-    exited = failure(3, tail=words)
-
-    assert exited.tail.startswith("step ")
-    assert exited.tail.endswith("step 19999\n")
-    assert len(exited.tail) <= 8 << 10
+@pytest.mark.parametrize("text", ["[" * 60_000, '{"message":' * 60_000])
+def test_an_error_file_that_nests_without_end_is_as_good_as_none(text: str) -> None:
+    assert parse_record(text) is None

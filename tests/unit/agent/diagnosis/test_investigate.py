@@ -1,4 +1,4 @@
-"""agent.diagnosis.investigate: answers about this host, with a limit of time."""
+"""agent.diagnosis.investigate: what is found out about this host, with a limit of time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -18,54 +17,44 @@ from elaunch.rendezvous.types import Failure, FailureKind
 from tests.harness import DEADLINE_S, wait_for
 
 NOW = Failure(FailureKind.EXCEPTION, 0, "a-1", "a", 0, 0, 17, 1, "raised ValueError: bad", exception="ValueError")
+NO_ROOM = replace(NOW, exception="OSError", message="raised OSError: [Errno 28] No space left on device")
 
 
 def facts_about(failure: Failure) -> Facts:
-    found: list[dict[int, Facts]] = []
-    Investigator(KernelLog(), []).look_into({3: failure}, found.append)
-    return wait_for(lambda: found, "the facts")[0].get(3, Facts())
+    found: list[Facts] = []
+    Investigator(KernelLog(), []).look_into([failure], found.append)
+    return wait_for(lambda: found, "the facts")[0]
 
 
-def no_room(path: Path) -> Failure:
-    said = f"[Errno 28] No space left on device: '{path}'"
-    stack = f'Traceback (most recent call last):\n  File "/u/t.py", line 1, in f\nOSError: {said}'
-    return replace(NOW, exception="OSError", message=f"raised OSError: {said}", traceback=stack)
-
-
-def test_a_failure_that_asks_nothing_is_answered_at_once_and_without_a_thread() -> None:
-    found: list[dict[int, Facts]] = []
+def test_a_failure_that_no_disk_explains_is_answered_at_once_and_without_a_thread() -> None:
+    found: list[Facts] = []
     before = set(threading.enumerate())
 
-    Investigator(KernelLog(), []).look_into({0: NOW}, found.append)
-    Investigator(KernelLog(), []).look_into({}, found.append)
+    Investigator(KernelLog(), []).look_into([NOW], found.append)
 
-    assert found == [{}, {}]
+    assert [facts.shm for facts in found] == [None]
     assert set(threading.enumerate()) <= before
 
 
-def test_the_space_of_a_path_that_is_not_there_is_that_of_the_folder_above(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_shared_memory_is_looked_at_where_it_may_be_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(investigate, "_LIMIT_S", DEADLINE_S)
-    missing = tmp_path / "no" / "such" / "model.pt"
 
-    (space,) = facts_about(no_room(missing)).spaces.values()
+    shm = facts_about(NO_ROOM).shm
 
-    said = os.statvfs(tmp_path)
-    assert space.total == said.f_blocks * said.f_frsize
-    assert os.path.ismount(space.mount)
-    assert tmp_path.is_relative_to(space.mount)
+    said = os.statvfs("/dev/shm")
+    assert shm
+    assert (shm.mount, shm.total) == ("/dev/shm", said.f_blocks * said.f_frsize)
 
 
-def test_a_look_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_look_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     hangs = threading.Event()
     monkeypatch.setattr(investigate, "_LIMIT_S", 0.1)
     monkeypatch.setattr(investigate, "_space", lambda path: hangs.wait(300))
 
     began_s = time.monotonic()
-    facts = facts_about(no_room(tmp_path))
+    facts = facts_about(NO_ROOM)
     took_s = time.monotonic() - began_s
     hangs.set()
 
-    assert facts.spaces == {}
+    assert facts.shm is None
     assert took_s < 60

@@ -85,20 +85,6 @@ def test_a_pid_that_another_process_has_now_is_not_the_worker() -> None:
     assert vitals.look({0: worker.pid}, 3.0) == {}
 
 
-def test_the_window_before_the_first_whole_one_is_told_with_it() -> None:
-    vitals = Vitals(every_s=0.0)
-    with subprocess.Popen(["sleep", "600"]) as worker:
-        # One that is held may stand still in each window, whatever it did before.
-        worker.send_signal(signal.SIGSTOP)
-        wait_for(lambda: os.waitpid(worker.pid, os.WUNTRACED | os.WNOHANG)[0], "it is stopped")
-        looks = [vitals.look({0: worker.pid}, now_s) for now_s in (1000.0, 1004.0, 1007.0, 1009.0)]
-        worker.kill()
-
-    assert looks[0] == {}
-    told = [(look[0].seconds, look[0].is_whole, look[0].earlier_s) for look in looks[1:]]
-    assert told == [(4.0, False, 0.0), (3.0, True, 4.0), (2.0, True, 0.0)]
-
-
 def test_the_open_files_are_closed_with_the_generation() -> None:
     before = opened()
     vitals = Vitals(every_s=0.0)

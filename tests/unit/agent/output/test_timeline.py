@@ -29,29 +29,6 @@ def test_a_stage_is_a_line_with_both_clocks_and_its_fields(tmp_path: Path) -> No
     assert warnings == []
 
 
-def test_the_time_is_that_of_the_event_however_late_it_is_written(tmp_path: Path) -> None:
-    queue: list[Callable[[], None]] = []
-    timeline = Timeline(tmp_path, lambda _: None, queue.append)
-
-    timeline.stamp(0, "sealed")
-    stamped_s = time.monotonic()
-    assert (tmp_path / NAME).read_text() == ""
-    while time.monotonic() == stamped_s:
-        pass
-    queue.pop()()
-
-    assert json.loads((tmp_path / NAME).read_text())["monotonic_s"] <= stamped_s
-
-
-def test_without_a_folder_nothing_is_written_and_nothing_queued() -> None:
-    queue: list[Callable[[], None]] = []
-    timeline = Timeline(None, lambda _: None, queue.append)
-
-    timeline.stamp(0, "sealed")
-
-    assert queue == []
-
-
 def test_a_disk_error_costs_one_warning(tmp_path: Path) -> None:
     warnings: list[str] = []
     (tmp_path / NAME).symlink_to("/dev/full")

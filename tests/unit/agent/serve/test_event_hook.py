@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import pytest
 
 from elaunch.agent.serve import event_hook
 from elaunch.agent.serve.event_hook import EventHook
-from tests.harness import DEADLINE_S, RUN_LIMIT_S, joined, wait_for
+from tests.harness import DEADLINE_S, wait_for
 
 
 class Said(list[str]):
@@ -89,40 +88,6 @@ def test_a_command_that_does_not_end_is_killed_with_its_children_and_the_next_on
     )
 
 
-def test_at_the_end_of_the_job_all_runs_that_are_left_have_one_time_together(
-    tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # `close` may not wait for the run that has begun by then.
-    monkeypatch.setattr(event_hook, "RUN_S_MAX", 2 * DEADLINE_S)
-    runs = hook(said, f"touch {tmp_path}/runs; while [ ! -e {tmp_path}/closed ]; do sleep 0.05; done; exit 1")
-    for event in ("failure", "restart", "end"):
-        runs.tell({"event": event})
-    wait_for((tmp_path / "runs").exists, "the first run")
-    start_s = time.monotonic()
-
-    runs.close(0.3)
-
-    assert time.monotonic() - start_s < DEADLINE_S
-    (tmp_path / "closed").touch()
-    wait_for(lambda: len(said) == 2, "the thread's last word")
-    assert said[1] == "--on-event: there is no time left to tell restart"
-
-
-def test_events_that_come_faster_than_the_command_are_dropped_with_a_line_each_and_nobody_waits(
-    tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(event_hook, "RUN_S_MAX", RUN_LIMIT_S)
-    runs = hook(said, f"while [ ! -e {tmp_path}/go ]; do sleep 0.02; done")
-
-    for _ in range(event_hook.QUEUED_MAX + 5):
-        runs.tell({"event": "failure"})
-
-    (tmp_path / "go").touch()
-    assert 4 <= sum("events wait for the command already" in line for line in said) <= 5
-    runs.close(0.01)
-    joined(runs._thread)  # type: ignore[union-attr]
-
-
 def test_much_output_is_cut_and_costs_no_memory(said: Said) -> None:
     runs = hook(said, "head -c 50000000 /dev/zero | tr '\\0' x")
 
@@ -131,12 +96,3 @@ def test_much_output_is_cut_and_costs_no_memory(said: Said) -> None:
 
     assert len(said[0]) == event_hook.OUTPUT_BYTES_MAX + len("[on-event] ")
     assert said[1] == f"[on-event] … {50000000 - event_hook.OUTPUT_BYTES_MAX} bytes more …"
-
-
-def test_without_an_event_there_is_no_thread(said: Said) -> None:
-    runs = hook(said, "echo no")
-
-    runs.close(DEADLINE_S)
-
-    assert runs._thread is None
-    assert not said

@@ -6,11 +6,10 @@ import re
 import socket
 import threading
 import urllib.request
-from pathlib import Path
 
 import pytest
 
-from elaunch.agent.serve.metrics import TIME_USES, Counts, NodeState, RunCounters, listen, serve, url
+from elaunch.agent.serve.metrics import Counts, NodeState, RunCounters, listen, serve, url
 from tests.harness import DEADLINE_S, wait_for
 from tests.unit.agent.driver import started
 
@@ -58,27 +57,6 @@ def test_a_restart_costs_the_stop_the_wait_and_the_start_up_to_the_first_step() 
     # Steps 10, 11 and 12 had been complete.
     assert counts.steps_repeated == 3
     assert (counts.failures, counts.last_failure) == ({"signal": 1}, (1700000000.5, "signal"))
-
-
-def test_a_job_that_loses_no_step_repeats_none() -> None:
-    counters = counted(
-        (1, "progress", {"steps": [12, 12], "first_steps": [0, 0]}),
-        (2, "progress", {"steps": [13, 13], "first_steps": [13, -1]}),
-    )
-
-    assert counters.at(110.0).steps_repeated == 0
-
-
-def test_no_counter_ever_falls_between_two_scrapes() -> None:
-    events = ["sealed", "forked", "progress", "failed", "stopped", "cleared", "sealed", "forked", "progress"]
-    counters = RunCounters(0.0)
-    before = counters.at(0.0)
-
-    for number, event in enumerate(events):
-        counters.count(event, {"steps": [number], **FAILED}, float(number))
-        now = counters.at(number + 0.5)
-        assert all(now.seconds[use] >= before.seconds[use] for use in TIME_USES)
-        before = now
 
 
 def test_a_hang_counts_once_however_it_was_found() -> None:
@@ -135,28 +113,3 @@ def test_connections_that_say_nothing_keep_no_scrape_from_its_answer(place: str)
     finally:
         for connection in silent:
             connection.close()
-
-
-def test_nothing_wakes_the_server_but_a_request(place: str) -> None:
-    (thread,) = [thread for thread in threading.enumerate() if thread.name == "elaunch-metrics"]
-    get(place)
-
-    def switches() -> int:
-        status = Path(f"/proc/self/task/{thread.native_id}/status").read_text()
-        return int(re.findall(r"^voluntary_ctxt_switches:\s+(\d+)", status, re.MULTILINE)[0])
-
-    # The last request may still be on its way out.
-    last = 0
-    while last != (last := switches()):
-        threading.Event().wait(0.3)
-    before = last
-    # Longer than the half second in which socketserver would look whether it is to end.
-    threading.Event().wait(1.3)
-
-    assert switches() - before <= 1
-
-
-@pytest.mark.parametrize(("host", "shown"), [("127.0.0.1", r"127\.0\.0\.1"), ("::1", r"\[::1\]")])
-def test_the_url_can_be_pasted(host: str, shown: str) -> None:
-    with listen(host, 0) as listener:
-        assert re.fullmatch(rf"http://{shown}:\d+/metrics", url(listener))

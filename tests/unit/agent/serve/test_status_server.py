@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import selectors
-import shutil
 import socket
 import stat
 import subprocess
@@ -15,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -28,14 +26,13 @@ from elaunch.agent.serve.status_server import (
     LOCAL_PER_S,
     STORE_PAUSE_S,
     Allowance,
-    LocalRequest,
     LocalSocket,
     QueryQueue,
     StatusServer,
 )
 from elaunch.rendezvous.codec import decode, encode
-from elaunch.rendezvous.rules.questions import ANSWERS_PER_S, Question, Topic, ask
-from elaunch.rendezvous.rules.reports import NodeReport, RankReport, read_node_report
+from elaunch.rendezvous.rules.questions import Question, Topic, ask
+from elaunch.rendezvous.rules.reports import RankReport, read_node_report
 from elaunch.rendezvous.store import LeaseGone, Put, Txn
 from tests.harness import DEADLINE_S, RUN_LIMIT_S, joined, wait_for
 from tests.unit.agent.driver import KEYS, Driver, pair, started
@@ -80,18 +77,6 @@ def when_due(answers: StatusServer) -> None:
     answers.tick(due_s)
 
 
-def test_an_agent_that_sees_a_question_decides_nothing_by_it() -> None:
-    driver = started()
-    before = driver.agent
-
-    asking(driver)
-
-    assert driver.agent.snapshot.question == QUESTION
-    assert driver.acted == []
-    assert driver.agent.phase == before.phase
-    assert driver.agent.membership == before.membership
-
-
 def test_a_question_gets_this_nodes_report_on_the_askers_lease_once() -> None:
     driver, offered = started(), list[Txn]()
     answers = answers_of(driver, offered)
@@ -111,34 +96,6 @@ def test_a_question_gets_this_nodes_report_on_the_askers_lease_once() -> None:
     assert [rank.step for rank in report.ranks] == [3, 3, 3]
     assert driver.store.commit(txn).held
     assert answers.due_s is None
-
-
-def test_an_answer_never_stands_on_a_lease_of_the_job() -> None:
-    driver, offered = started(), list[Txn]()
-    answers = answers_of(driver, offered)
-    for number, lease in enumerate((driver.agent.membership.lease, driver.agent.snapshot.lease)):
-        assert lease
-        answers.note(Question(f"{number:016x}", Topic.STATUS, lease))
-        when_due(answers)
-
-    assert offered == []
-
-
-def test_stacks_are_taken_by_a_thread_one_question_at_a_time() -> None:
-    driver, offered = started(), list[Txn]()
-    answers = answers_of(driver, offered)
-    first, second = Heard("stacks"), Heard("stacks")
-
-    answers.handle(first)  # type: ignore[arg-type]
-    answers.handle(second)  # type: ignore[arg-type]
-
-    wait_for(lambda: first.answer and second.answer, "both are answered")
-    # None of these workers has a process, so there is nothing to wait for; the second may come later.
-    assert first.answer.startswith('{"version":1,"stacks":{"node_id":')
-    asking(driver, Question("f" * 16, Topic.STACKS, 4712))
-    answers.note(driver.agent.snapshot.question)
-    _until(lambda: bool(offered), lambda: answers.tick(time.monotonic()))
-    assert driver.store.commit(offered[0]).held
 
 
 def test_the_way_to_the_store_is_told_only_where_there_is_one() -> None:
@@ -171,45 +128,6 @@ def test_an_order_is_obeyed_by_the_leader_alone_and_answered_first() -> None:
     (put,) = txn.then
     assert isinstance(put, Put)
     assert decode(OrderAnswer, put.value).is_done
-
-
-def test_an_order_whose_asker_was_told_that_nobody_answered_is_not_obeyed() -> None:
-    leader, _ = pair()
-    question = Question("e" * 16, Topic.STOP, 4713)
-    answers = answers_of(leader, [])
-    asking(leader, question)
-    answers.note(question)
-    leader.store.revoke(question.lease)
-
-    when_due(answers)
-    answers.handle(Heard("stop", waits=False))  # type: ignore[arg-type]
-
-    assert isinstance(leader.agent.phase, Running)
-
-
-def test_an_order_of_this_host_is_obeyed_by_any_node() -> None:
-    _, other = pair()
-    heard = Heard("restart")
-
-    answers_of(other, []).handle(heard)  # type: ignore[arg-type]
-    other.settle()
-
-    assert json.loads(heard.answer)["order"]["is_done"]
-    assert isinstance(other.agent.phase, Stopping)
-
-
-def test_a_burst_is_refused_with_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    # No time passes, however long the answers take.
-    monkeypatch.setattr("elaunch.agent.serve.status_server.time", SimpleNamespace(monotonic=lambda: 100.0))
-    driver = started()
-    answers = answers_of(driver, [])
-    heard = [Heard("status") for _ in range(100)]
-
-    for each in heard:
-        answers.handle(each)  # type: ignore[arg-type]
-
-    refused = [each for each in heard if "it is asked too often" in each.answer]
-    assert len(refused) == len(heard) - LOCAL_BURST
 
 
 def _until(fact: Callable[[], bool], act: Callable[[], None]) -> None:
@@ -265,29 +183,6 @@ def test_a_burst_of_questions_in_the_store_gets_an_answer_now_and_then_and_the_n
     assert len(answered) == pytest.approx(5 / STORE_PAUSE_S, abs=1)
     assert queue.waiting == question(999)
     assert queue.due_s is not None
-
-
-def test_a_question_that_is_gone_is_not_answered_and_wakes_nobody() -> None:
-    queue = QueryQueue().after(question(1), 100.0, 1000, 0.5)
-    assert queue.due_s is not None
-
-    queue = queue.after(None, 100.1, 1000, 0.5)
-
-    assert queue.due_s is None
-    assert queue.take_due(1000.0)[1] is None
-
-
-@pytest.mark.parametrize("nodes", [1, 1024])
-def test_the_nodes_of_a_job_answer_in_turns_at_the_rate_of_the_job(nodes: int) -> None:
-    due_s = [QueryQueue().after(question(1), 100.0, nodes, node / nodes).due_s for node in range(nodes)]
-
-    in_one_second = sum(100.5 <= at_s < 101.5 for at_s in due_s if at_s is not None)
-    assert in_one_second <= ANSWERS_PER_S
-    assert max(at_s for at_s in due_s if at_s is not None) < 100.0 + nodes / ANSWERS_PER_S
-    # Nor does a second question at once raise the rate.
-    queue, _ = QueryQueue().after(question(1), 100.0, nodes, 0.0).take_due(100.0)
-    again = queue.after(question(2), 100.0, nodes, 0.0)
-    assert again.due_s == 100.0 + max(STORE_PAUSE_S, nodes / ANSWERS_PER_S)
 
 
 class Desk:
@@ -386,23 +281,6 @@ def test_those_that_connect_and_ask_nothing_keep_nobody_out(tmp_path: Path) -> N
             connection.close()
 
 
-def test_a_process_that_asks_and_does_not_read_holds_nobody(tmp_path: Path) -> None:
-    with desk(tmp_path / "private", "x" * (3 << 20)) as open_desk, open_desk.connected() as deaf:
-        deaf.sendall(b'{"ask":"status"}\n')
-        wait_for(lambda: open_desk.topics, "it asks")
-
-        assert len(open_desk.said(b'{"ask":"status"}\n')) == (3 << 20) + 1
-
-
-def test_a_reply_knows_whether_somebody_waits_for_it() -> None:
-    for is_waiting in (True, False):
-        ours, asker = socket.socketpair()
-        if not is_waiting:
-            asker.close()
-        assert LocalRequest("stop", ours).reply("{}") is is_waiting
-        asker.close()
-
-
 def test_each_end_knows_the_other_by_the_kernels_word(tmp_path: Path) -> None:
     with desk(tmp_path / "private") as open_desk, open_desk.connected() as connection:
         assert credentials(connection) == (os.getpid(), os.geteuid())
@@ -454,40 +332,3 @@ def test_the_first_folder_that_takes_a_socket_is_used_and_the_others_are_removed
     made.close()
     assert not short.exists()
     assert LocalSocket([], selector, lambda asked: None).path is None
-
-
-# In its own view of the processes, as systemd's ProcSubset=pid gives it to a service.
-ONLY_PROCESSES = 'mount -t proc -o subset=pid proc /proc || exit 77; ! test -e /proc/meminfo && exec "$@"'
-ASK = """
-import os
-from tests.unit.agent.serve.test_status_server import report
-from elaunch.agent.serve.status_server import with_usage
-told = with_usage(report(os.getpid()))
-assert told.memory_bytes is None and told.ranks[0].memory_bytes > 0, told
-"""
-
-
-def report(pid: int) -> NodeReport:
-    return NodeReport("node-a-01234567", "node-a", 1, "running", 1.0, ranks=(RankReport(0, 0, pid),))
-
-
-@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="a mount namespace needs root and unshare")
-def test_a_host_that_hides_its_memory_ends_no_job() -> None:
-    words = (
-        "unshare",
-        "--mount",
-        "--propagation",
-        "private",
-        "sh",
-        "-c",
-        ONLY_PROCESSES,
-        "sh",
-        sys.executable,
-        "-c",
-        ASK,
-    )
-    asked = subprocess.run(words, capture_output=True, text=True, check=False, timeout=RUN_LIMIT_S)
-
-    if asked.returncode == 77:
-        pytest.skip("this kernel cannot mount a /proc without the host's files")
-    assert asked.returncode == 0, asked.stderr

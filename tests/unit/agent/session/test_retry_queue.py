@@ -6,12 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from elaunch.agent.core.events import StoreAway, StoreBack, StoreEvent, StoreLost, StoreRefuses
-from elaunch.agent.session.retry_queue import FIRST_BACKOFF_S, LAST_TRIES, RetryQueue
+from elaunch.agent.core.events import StoreAway, StoreBack, StoreEvent, StoreRefuses
+from elaunch.agent.session.retry_queue import FIRST_BACKOFF_S, LAST_TRIES, SLOW_BACKOFF_MAX_S, RetryQueue
 from elaunch.rendezvous.store import (
     Denied,
     HeadAway,
-    HistoryLost,
     OwnLimit,
     Rejected,
     StoreError,
@@ -69,18 +68,6 @@ def test_requests_keep_their_order_though_the_first_must_be_tried_again() -> Non
     assert bench.tried == ["first", "first", "first", "second", "second", "third"]
 
 
-def test_a_renewal_goes_before_what_waits_and_stays_wanted_until_it_is_done() -> None:
-    bench = Bench()
-    bench.failing["renewal"] = [AWAY]
-    bench.requests.add(bench.request("first"))
-    bench.requests.add_renewal()
-    bench.requests.add_renewal()
-
-    bench.run()
-
-    assert bench.tried == ["renewal", "renewal", "first"]
-
-
 def test_that_the_store_is_away_is_told_at_each_try_and_that_it_is_back_once() -> None:
     bench = Bench()
     bench.requests.add(bench.request("first", AWAY, Unavailable("timed out")))
@@ -89,16 +76,6 @@ def test_that_the_store_is_away_is_told_at_each_try_and_that_it_is_back_once() -
     bench.run()
 
     assert bench.events == [StoreAway("no route"), StoreAway("timed out"), StoreBack()]
-
-
-def test_the_first_answer_ever_is_told() -> None:
-    bench = Bench()
-    for name in ("first", "second"):
-        bench.requests.add(bench.request(name))
-
-    bench.run()
-
-    assert bench.events == [StoreBack()]
 
 
 def test_pauses_grow_to_their_longest_and_begin_anew_after_an_answer() -> None:
@@ -112,17 +89,6 @@ def test_pauses_grow_to_their_longest_and_begin_anew_after_an_answer() -> None:
     assert pauses_s[:8] == sorted(pauses_s[:8])
     assert pauses_s[7:] == [BACKOFF_MAX_S, 0.0, FIRST_BACKOFF_S, 0.0]
     assert all(low == high / 2 for low, high in bench.drawn), "many agents lose the same store at the same moment"
-
-
-def test_a_lost_history_is_told_and_does_not_hold_up_the_rest() -> None:
-    bench = Bench()
-    bench.requests.add(bench.request("first", HistoryLost("another cluster answers")))
-    bench.requests.add(bench.request("second"))
-
-    bench.run()
-
-    assert [event for event in bench.events if isinstance(event, StoreLost)] == [StoreLost("another cluster answers")]
-    assert bench.done == ["second"]
 
 
 def test_away_too_slow_and_refused_are_told_apart() -> None:
@@ -175,23 +141,12 @@ def test_what_this_agent_lacks_is_not_the_heads_silence() -> None:
     assert bench.events == [StoreAway("no more files", is_own=True), StoreBack()]
 
 
-def test_what_is_refused_keeps_its_place_and_is_asked_again_without_haste() -> None:
-    bench = Bench()
-    bench.requests.add(bench.request("first", Rejected("etcd is full"), Denied("no permission")))
-    bench.requests.add(bench.request("second"))
-
-    pauses_s = bench.run()
-
-    assert bench.done == ["first", "second"]
-    assert pauses_s == [BACKOFF_MAX_S, BACKOFF_MAX_S, 0.0, 0.0]
-
-
 def test_renewals_that_succeed_do_not_hide_a_request_that_never_does() -> None:
     """Otherwise the log would be silent: each renewal would restart the time after which the trouble gets a line."""
     bench = Bench()
     bench.requests.add(bench.request("first", *[Rejected("etcd is full")] * 3))
-    for _ in range(3):
-        bench.requests.do_next(0.0)
+    bench.requests.do_next(0.0)
+    for _ in range(2):
         bench.requests.add_renewal()
         bench.requests.do_next(0.0)
     refused = list(bench.events)
@@ -200,7 +155,7 @@ def test_renewals_that_succeed_do_not_hide_a_request_that_never_does() -> None:
 
     assert refused == [StoreRefuses("etcd is full")] * 3
     assert bench.events[3:] == [StoreBack()]
-    assert bench.tried == ["first", "renewal"] * 3 + ["first"]
+    assert bench.tried == ["first", *["renewal", "first"] * 2, "first"]
 
 
 def test_a_renewal_that_is_refused_lets_what_waits_have_its_turn() -> None:
@@ -214,16 +169,6 @@ def test_a_renewal_that_is_refused_lets_what_waits_have_its_turn() -> None:
 
     assert bench.tried == ["renewal", "first", "renewal", "second", "renewal"]
     assert bench.events == [*[StoreRefuses("HTTP status 502")] * 2, StoreBack()]
-
-
-def test_last_words_that_are_denied_are_not_said_three_times() -> None:
-    bench = Bench()
-    bench.requests.add(bench.request("first", Denied("no permission"), Denied("no permission")))
-
-    bench.requests.do_next(0.0)
-
-    assert bench.requests.is_over
-    assert not bench.requests.is_away
 
 
 def test_whoever_wants_to_go_waits_for_what_is_left_unless_the_store_is_away() -> None:
@@ -256,23 +201,29 @@ def test_last_words_are_said_where_only_renewals_are_refused() -> None:
     assert bench.requests.is_over
 
 
-def test_at_the_end_a_renewal_of_an_absent_store_does_not_hold_up_the_last_words() -> None:
-    bench = Bench()
-    bench.failing["renewal"] = [AWAY] * 10
-    bench.requests.add_renewal()
-    bench.requests.add(bench.request("goodbye", *[AWAY] * LAST_TRIES))
-    bench.requests.do_next(0.0)
+@pytest.mark.parametrize(
+    ("error", "was_reached", "longest_s"),
+    [
+        (TimedOut("slow"), False, SLOW_BACKOFF_MAX_S),
+        (Unavailable("nobody listens"), False, BACKOFF_MAX_S),
+        (TimedOut("slow"), True, BACKOFF_MAX_S),
+    ],
+)
+def test_only_who_has_nothing_to_lose_leaves_a_slow_store_alone_for_long(
+    error: Unavailable, was_reached: bool, longest_s: float
+) -> None:
+    requests = RetryQueue(lambda: None, lambda _: None, BACKOFF_MAX_S, lambda _, high: high)
+    if was_reached:
+        requests.add_renewal()
+        requests.do_next(0.0)
 
-    bench.requests.end()
-    for _ in range(LAST_TRIES):
-        bench.requests.do_next(0.0)
+    def fail() -> None:
+        raise error
 
-    assert bench.tried == ["renewal", *["goodbye"] * LAST_TRIES]
-    assert bench.requests.is_over
+    requests.add(fail)
+    pauses_s = [0.0]
+    for _ in range(20):
+        pauses_s.append(requests.do_next(pauses_s[-1]))
 
-
-def test_without_requests_nothing_is_done() -> None:
-    bench = Bench()
-
-    assert bench.requests.do_next(0.0) == 0.0
-    assert (bench.tried, bench.events) == ([], [])
+    assert pauses_s == sorted(pauses_s)
+    assert pauses_s[-1] == longest_s

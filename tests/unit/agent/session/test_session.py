@@ -12,20 +12,17 @@ import pytest
 from elaunch.agent.core.events import (
     Committed,
     Leased,
-    LeaseLost,
     Looked,
     StoreAway,
     StoreBack,
     StoreEvent,
-    StoreLost,
-    StoreRefuses,
     Tag,
 )
 from elaunch.agent.inbox import LookAgain
 from elaunch.agent.session.job_store import JobStore, LocalHost
 from elaunch.agent.session.session import Session
 from elaunch.rendezvous.rules.snapshot import Keys
-from elaunch.rendezvous.store import Absent, Answer, Delete, Denied, Put, Txn, Unavailable
+from elaunch.rendezvous.store import Absent, Answer, Delete, Put, Txn, Unavailable
 from elaunch.rendezvous.times import Times
 from tests.harness import DEADLINE_S, joined, wait_for
 from tests.unit.rendezvous.flaky_store import FlakyStore
@@ -107,14 +104,6 @@ def test_a_store_in_this_process_is_asked_at_once_by_whoever_calls() -> None:
     assert bench.store.closed
 
 
-def test_a_store_in_this_process_needs_no_renewal() -> None:
-    with session(remote=False) as bench:
-        assert bench.session.due_s is None
-        bench.session.tick(1e9)
-
-    assert bench.store.calls["keep_alive"] == 0
-
-
 # --- a store elsewhere
 
 
@@ -172,35 +161,6 @@ def test_transactions_happen_in_the_order_in_which_they_were_ordered_though_the_
         assert len(bench.seen(StoreBack)) == 2
 
 
-def test_a_transaction_whose_answer_is_lost_is_sent_again_and_its_guards_keep_it_from_happening_twice() -> None:
-    with session() as bench:
-        bench.wait_for(StoreBack)
-        bench.store.lose("commit", AWAY)
-        bench.session.commit(bench.put(1), Tag.JOIN)
-        bench.session.commit(bench.put(2), Tag.JOIN)
-        bench.wait_for(Committed, 2)
-
-        held = [event.held for event in bench.seen(Committed) if isinstance(event, Committed)]
-        assert held == [False, True]
-        assert bench.numbers == [1, 2]
-
-
-def test_a_session_that_begins_while_the_store_is_away_begins_when_it_is_there() -> None:
-    bench = Bench(remote=True)
-    bench.store.down = "10.0.0.9:2379 refuses connections"
-    bench.session.open()
-    try:
-        bench.wait_for(StoreAway, 3)
-        bench.store.down = ""
-        bench.wait_for(StoreBack)
-
-        assert isinstance(bench.session.look(), Looked)
-        assert bench.looks_due == 1
-        assert bench.events[0] == StoreAway("10.0.0.9:2379 refuses connections")
-    finally:
-        bench.session.close(FLUSH_S)
-
-
 def test_a_lease_is_renewed_only_by_a_loop_that_lives() -> None:
     with session() as bench:
         bench.wait_for(StoreBack)
@@ -234,62 +194,11 @@ def test_a_renewal_does_not_wait_behind_transactions_that_the_store_does_not_ans
         bench.store.errors["commit"].clear()
 
 
-def test_a_lease_that_ended_is_told_and_another_is_begun_when_it_is_asked_for() -> None:
-    with session() as bench:
-        bench.wait_for(StoreBack)
-        first = bench.lease
-        bench.store.revoke(first)
-
-        bench.session.tick(bench.session.due_s or 0.0)
-        told = bench.wait_for(LeaseLost)
-        bench.session.renew()
-        bench.wait_for(Leased, 2)
-
-        assert told.lease == first
-        assert bench.store.keep_alive(bench.lease)
-
-
-def test_a_denial_is_told_and_asked_again_and_what_comes_after_it_keeps_its_place() -> None:
-    with session() as bench:
-        bench.wait_for(StoreBack)
-        bench.store.fail("commit", Denied("no permission to write under /elaunch/job/"))
-        bench.session.commit(bench.put(1), Tag.JOIN)
-        bench.session.commit(bench.put(2), Tag.JOIN)
-        bench.wait_for(Committed, 2)
-
-        refusal = StoreRefuses("no permission to write under /elaunch/job/", is_denied=True)
-        assert bench.seen(StoreRefuses) == [refusal]
-        assert bench.numbers == [1, 2]
-
-
 class BrokenStore(FlakyStore):
     """Its client has a fault."""
 
     def commit(self, txn: Txn) -> Answer:
         raise KeyError("succeeded")
-
-
-def test_a_fault_in_the_stores_client_is_told_and_not_waited_for() -> None:
-    with session(store=BrokenStore()) as bench:
-        bench.wait_for(StoreBack)
-
-        bench.session.commit(bench.put(1), Tag.JOIN)
-
-        assert bench.wait_for(StoreLost) == StoreLost("the store's client failed (KeyError: 'succeeded')")
-
-
-def test_what_others_write_is_seen_from_whichever_thread_it_is_told() -> None:
-    with session() as bench:
-        bench.wait_for(StoreBack)
-        bench.session.look()
-        looks = bench.looks_due
-
-        bench.store.write(Txn((), (Put(KEYS.starter, "node-b-00000001"),)))
-
-        assert bench.looks_due == looks + 1
-        looked = bench.session.look()
-        assert isinstance(looked, Looked)
-        assert looked.snapshot.starter == "node-b-00000001"
 
 
 # --- the end
@@ -326,32 +235,6 @@ def test_last_words_that_the_store_does_not_take_are_not_waited_for() -> None:
 
     assert bench.store.closed
     assert bench.store.calls["revoke"] == 0
-
-
-def test_a_session_that_was_never_answered_closes() -> None:
-    bench = Bench(remote=True)
-    bench.store.down = "no route"
-    bench.session.open()
-    bench.wait_for(StoreAway)
-
-    bench.session.close(1e9)
-
-    assert bench.store.closed
-
-
-def test_a_store_that_hangs_is_left_after_the_time_for_last_words() -> None:
-    store = SlowStore()
-    bench = Bench(remote=True, store=store)
-    bench.session.open()
-    bench.wait_for(StoreBack)
-    bench.session.commit(bench.put(1), None)
-
-    bench.session.close(0.05)
-
-    assert store.closed
-    assert bench.numbers == []
-    store.go.set()
-    wait_for(lambda: "store" not in {thread.name for thread in threading.enumerate()}, "the thread's end")
 
 
 @pytest.mark.parametrize("others_go", [False, True])

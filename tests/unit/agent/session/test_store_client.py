@@ -7,19 +7,17 @@ from dataclasses import replace
 
 import pytest
 
-from elaunch.agent.core.events import Committed, Leased, LeaseLost, Looked, StoreEvent, StoreLost, Tag, WatchRefused
+from elaunch.agent.core.events import Committed, Leased, LeaseLost, Looked, StoreEvent, StoreLost, Tag
 from elaunch.agent.inbox import LookAgain
 from elaunch.agent.session.job_store import JobStore, LocalHost
 from elaunch.agent.session.retry_queue import RetryQueue
 from elaunch.agent.session.store_client import StoreClient
 from elaunch.rendezvous.codec import decode, encode
-from elaunch.rendezvous.engine.engine import OPS_MAX
 from elaunch.rendezvous.rules.snapshot import Keys, Snapshot
-from elaunch.rendezvous.rules.transactions import claim_start, run_lease, start_run
+from elaunch.rendezvous.rules.transactions import run_lease, start_run
 from elaunch.rendezvous.store import (
     Absent,
     Changes,
-    Delete,
     Denied,
     HistoryLost,
     KeyEntry,
@@ -28,11 +26,9 @@ from elaunch.rendezvous.store import (
     Put,
     Rejected,
     StoreError,
-    TooLarge,
     Txn,
     Unavailable,
     View,
-    WatchBlocked,
 )
 from elaunch.rendezvous.times import Times
 from elaunch.rendezvous.types import Generation, Node, OpenKind, Terms
@@ -126,15 +122,6 @@ def test_a_store_that_does_not_take_the_first_read_is_asked_why(why: StoreError)
         bench.client.begin()
 
 
-def test_a_store_that_can_be_reached_in_another_way_is_looked_at_so() -> None:
-    bench = Bench()
-    bench.open(3)
-    bench.store.fail("read", Denied("the gateway is off"))
-
-    assert number(bench.begun().snapshot) == 3
-    assert bench.store.calls["check"] == 1
-
-
 @pytest.mark.parametrize("remote", [False, True])
 def test_a_store_elsewhere_is_looked_at_narrowly_and_one_in_this_process_whole(remote: bool) -> None:
     bench = Bench(remote=remote)
@@ -162,44 +149,6 @@ def test_a_beginning_that_broke_off_is_made_again_from_its_start(method: str) ->
     assert bench.store.memory.keep_alive(bench.leased[-1].lease)
 
 
-def test_why_a_first_watch_cannot_begin_is_for_whoever_waits_for_it() -> None:
-    bench = Bench()
-
-    bench.view._told(bench.view._epoch, Denied("permission denied"))
-
-    assert bench.events == []
-
-
-def test_nothing_begins_after_the_end() -> None:
-    bench = Bench()
-    bench.client.close()
-
-    with pytest.raises(Unavailable):
-        bench.client.begin()
-
-    assert (bench.store.calls["watch"], bench.store.calls["grant"]) == (0, 0)
-
-
-def test_who_started_the_run_has_its_own_key_only_on_this_host() -> None:
-    bench = Bench().begun()
-    bench.client.commit(bench.put(KEYS.member("node-a-00000001")), Tag.FIRST_RUN)
-    asked = bench.store.calls.total()
-
-    bench.client.commit(bench.put(KEYS.joined(0, "node-a-00000001")), Tag.JOIN)
-
-    assert bench.store.calls.total() == asked + 1
-
-
-def test_an_entry_that_is_refused_for_another_reason_is_not_repeated() -> None:
-    bench = Bench().begun()
-    bench.write(Put(KEYS.leader, "x"))
-    commits = bench.store.calls["commit"]
-
-    bench.client.commit(Txn((Absent(KEYS.leader),), bench.put(KEYS.done(0, "me")).then), Tag.JOIN)
-
-    assert bench.store.calls["commit"] == commits + 1
-
-
 def member(host: str, process: str) -> Node:
     return replace(NODE, node_id=f"{host}-00000009", host=host, process=process)
 
@@ -219,7 +168,7 @@ def test_a_run_is_begun_once_the_lease_of_the_agents_last_life_is_ended() -> Non
 
     bench.client.commit(Txn((Absent(KEYS.leader),), bench.put(KEYS.done(0, "me")).then), Tag.RUN)
 
-    assert bench.events[-1] == Committed(Tag.RUN, True, bench.store.memory.read().revision)
+    assert bench.events[-1] == Committed(Tag.RUN, True, bench.store.memory.engine.revision)
     assert bench.store.memory.keep_alive(5) == 0
     assert bench.snapshot.leader == ""
 
@@ -234,7 +183,7 @@ def test_a_join_that_was_decided_with_the_agents_last_life_in_sight_is_decided_a
 
     assert isinstance(refused, Committed)
     assert (refused.held, leader) == (False, "")
-    assert bench.events[-1] == Committed(Tag.JOIN, True, bench.store.memory.read().revision)
+    assert bench.events[-1] == Committed(Tag.JOIN, True, bench.store.memory.engine.revision)
     assert bench.store.memory.keep_alive(5) == 0
 
 
@@ -248,31 +197,7 @@ def test_the_lease_of_an_agent_that_lives_or_of_another_host_is_left_alone() -> 
     bench.client.commit(bench.put(KEYS.done(0, "me")), Tag.JOIN)
 
     assert [bench.store.memory.keep_alive(lease) for lease in (5, 6, 7)] == [3, 3, 3]
-    assert bench.events[-1] == Committed(Tag.JOIN, True, bench.store.memory.read().revision)
-
-
-def test_a_record_that_is_no_member_is_left_alone() -> None:
-    bench = Bench().begun()
-    bench.store.memory.grant(5, 3)
-    bench.write(Put(KEYS.member("node-a-00000009"), "garbage", 5))
-
-    bench.client.commit(bench.put(KEYS.done(0, "me")), Tag.JOIN)
-
-    assert bench.store.memory.keep_alive(5)
-
-
-@pytest.mark.parametrize("was_alone", [True, False])
-def test_a_host_that_has_no_other_member_is_not_asked_who_that_is_and_no_host_twice(was_alone: bool) -> None:
-    bench = Bench().begun()
-    if not was_alone:
-        bench.write(Put(KEYS.member("node-a-00000009"), "another's"))
-    reads = bench.store.calls["read"]
-
-    for generation in range(2):
-        bench.client.commit(bench.put(KEYS.joined(generation, "me")), Tag.JOIN)
-
-    assert bench.store.calls["read"] == reads + (not was_alone)
-    assert bench.store.calls["commit"] == 2 + (not was_alone)
+    assert bench.events[-1] == Committed(Tag.JOIN, True, bench.store.memory.engine.revision)
 
 
 @pytest.mark.parametrize("breaks_at", ["commit", "read", "revoke"])
@@ -286,24 +211,11 @@ def test_an_entry_that_broke_off_is_made_again(breaks_at: str) -> None:
     for _ in range(2):
         bench.client.commit(entry, Tag.JOIN)
 
-    assert bench.events[-1] == Committed(Tag.JOIN, True, bench.store.memory.read().revision)
+    assert bench.events[-1] == Committed(Tag.JOIN, True, bench.store.memory.engine.revision)
     assert bench.store.memory.keep_alive(5) == 0
 
 
 # --- what is seen
-
-
-def test_what_changes_is_seen() -> None:
-    bench = Bench().begun()
-    seen = [number(bench.snapshot)]
-
-    for change in (1, 2):
-        bench.open(change)
-        seen.append(number(bench.snapshot))
-    bench.write(Delete(KEYS.generation))
-    seen.append(number(bench.snapshot))
-
-    assert seen == [None, 1, 2, None]
 
 
 def test_many_changes_make_one_look() -> None:
@@ -317,27 +229,6 @@ def test_many_changes_make_one_look() -> None:
     assert number(bench.snapshot) == 99
     bench.open(100)
     assert bench.looks_due == 1
-
-
-def test_nothing_is_lost_between_the_read_and_the_watch() -> None:
-    bench = Bench()
-    bench.store.between = lambda: (bench.open(7), None)[1]
-
-    bench.begun()
-    bench.store.between = lambda: None
-
-    assert number(bench.snapshot) == 7
-
-
-def test_a_watch_that_began_anew_from_a_view_is_followed() -> None:
-    bench = Bench().begun()
-    assert number(bench.snapshot) is None
-    generation = KeyEntry(encode(Generation(8, OpenKind.FAIL, "x")), 90, 90)
-
-    bench.view._told(bench.view._epoch, View(100, {KEYS.generation: generation}))
-    seen = bench.snapshot
-
-    assert (number(seen), seen.revision, seen.generation_revision) == (8, 100, 90)
 
 
 def test_looks_never_go_back() -> None:
@@ -365,102 +256,6 @@ def test_what_a_watch_did_not_tell_is_found_by_reading_again() -> None:
     assert number(bench.snapshot) == 4
     bench.open(5)
     assert number(bench.snapshot) == 5, "and watched from there on"
-
-
-def test_reading_again_what_is_known_leaves_the_watch_alone() -> None:
-    bench = Bench().begun()
-    bench.open(4)
-    assert number(bench.snapshot) == 4
-    revision = bench.write(Put("/elaunch/other/ctl/leader", "x"))
-
-    bench.view.read_again()
-
-    assert bench.store.calls["watch"] == 1
-    assert bench.snapshot.revision == revision, "a look that is as new as it can be"
-
-
-def test_more_keys_than_one_transaction_may_compare_are_read() -> None:
-    bench = Bench().begun()
-    bench.client.widen()
-    bench.write(*(Put(KEYS.done(0, f"host-{n}"), "") for n in range(OPS_MAX)))
-    assert len(bench.snapshot.done[0]) == OPS_MAX
-    reads = bench.store.calls["read"]
-
-    bench.view.read_again()
-
-    assert bench.store.calls["read"] == reads + 1
-    assert bench.store.calls["watch"] == 2
-
-
-def test_a_look_at_everything_begins_with_what_is_there() -> None:
-    bench = Bench().begun()
-    bench.write(Put(KEYS.member(NODE.node_id), encode(NODE)))
-    narrow = bench.snapshot
-
-    bench.client.widen()
-    wide = bench.snapshot
-    bench.write(Put(KEYS.done(0, NODE.node_id), ""))
-
-    assert (narrow.whole, narrow.members) == (False, {})
-    assert (wide.whole, set(wide.members)) == (True, {NODE.node_id})
-    assert bench.snapshot.done == {0: {NODE.node_id}}
-
-
-def test_a_look_at_everything_does_not_wait_for_its_watch_to_begin() -> None:
-    """The look must not block, since the same thread renews the lease."""
-    bench = Bench().begun()
-    begun = bench.store.calls["begun"]
-
-    bench.client.widen()
-
-    assert (begun, bench.store.calls["begun"]) == (1, 1)
-
-
-def test_what_the_narrower_watch_still_tells_is_not_taken_for_everything() -> None:
-    bench = Bench().begun()
-    old_epoch = bench.view._epoch
-    bench.write(Put(KEYS.member(NODE.node_id), encode(NODE)))
-    bench.client.widen()
-    revision = bench.snapshot.revision
-
-    bench.view._told(old_epoch, View(revision + 5, {}))
-    bench.view._told(old_epoch, Changes(revision + 5, {KEYS.leader: KeyEntry("x", 9, 9)}))
-    bench.view._told(old_epoch, HistoryLost("the old watch's"))
-
-    assert bench.looks_due == 0
-    assert not [event for event in bench.events if isinstance(event, StoreLost)]
-
-
-def test_a_look_at_everything_that_broke_off_is_taken_again() -> None:
-    bench = Bench().begun()
-    bench.store.fail("watch", AWAY)
-    with pytest.raises(Unavailable):
-        bench.client.widen()
-
-    bench.client.widen()
-    bench.write(Put(KEYS.member(NODE.node_id), encode(NODE)))
-
-    assert set(bench.snapshot.members) == {NODE.node_id}
-
-
-def test_a_look_is_whole_only_when_everything_was_read() -> None:
-    bench = Bench().begun()
-    bench.write(Put(KEYS.member(NODE.node_id), encode(NODE)))
-    # The view of the control keys alone has the same revision, but not all keys.
-    bench.view.read_again()
-    narrow = bench.snapshot
-    bench.store.deaf = True
-    bench.client.widen()
-    reads = bench.store.calls["read"]
-
-    still = bench.client.look()
-    bench.view.read_again()
-    wide = bench.snapshot
-
-    assert isinstance(still, Looked)
-    assert (narrow.whole, still.snapshot.whole, narrow.revision) == (False, False, wide.revision)
-    assert bench.store.calls["read"] == reads + 1
-    assert (wide.whole, set(wide.members)) == (True, {NODE.node_id})
 
 
 def test_a_record_that_is_none_ends_the_session_with_its_key() -> None:
@@ -496,28 +291,6 @@ def test_a_watch_that_is_denied_ends_no_training_and_is_begun_again_with_the_nex
     assert bench.store.calls["watch"] == watches + 1
 
 
-def test_a_watch_that_is_refused_is_said_once_whatever_takes_its_place() -> None:
-    bench = Bench().begun()
-    for _ in range(2):
-        bench.view._told(bench.view._epoch, WatchBlocked("HTTP status 502"))
-        bench.view.read_again()
-    once = [event for event in bench.events if isinstance(event, WatchRefused)]
-
-    bench.view._told(bench.view._epoch, Changes(99, {}))
-    bench.view._told(bench.view._epoch, WatchBlocked("HTTP status 502"))
-
-    assert once == [WatchRefused("HTTP status 502")]
-    assert bench.events.count(WatchRefused("HTTP status 502")) == 2, "it had told something meanwhile"
-
-
-def test_why_a_first_watch_is_refused_is_for_whoever_waits_for_it() -> None:
-    bench = Bench()
-
-    bench.view._told(bench.view._epoch, WatchBlocked("HTTP status 502"))
-
-    assert bench.events == []
-
-
 def test_the_runs_lease_is_renewed_by_its_leader_though_the_store_takes_no_writes() -> None:
     times = replace(TIMES, keys_ttl_s=TIMES.keys_ttl_min_s)
     bench = Bench(times=times)
@@ -545,19 +318,6 @@ def test_the_runs_lease_is_renewed_by_its_leader_though_the_store_takes_no_write
 # --- transactions
 
 
-@pytest.mark.parametrize("tag", [None, Tag.RUN, Tag.LEAD])
-def test_a_transaction_that_is_too_large_is_sent_again_with_shorter_texts(tag: Tag | None) -> None:
-    bench = Bench().begun()
-    value = encode(Generation(1, OpenKind.FAIL, "x" * 500))
-    bench.store.fail("commit", TooLarge("413"))
-
-    bench.client.commit(Txn((), (Put(KEYS.generation, value),)), tag)
-
-    written = bench.store.memory.read(KEYS.generation).entries[KEYS.generation].value
-    assert len(written) < len(value) // 2
-    assert decode(Generation, written).number == 1
-
-
 def test_an_opening_that_the_store_says_has_no_lease_is_told_and_kept() -> None:
     """An opening has no tag. If it were dropped, its node would wait for a generation that no node opens."""
     bench = Bench().begun()
@@ -576,39 +336,6 @@ def test_an_opening_that_the_store_says_has_no_lease_is_told_and_kept() -> None:
     assert decode(Generation, written).number == 1
 
 
-def test_an_opening_whose_lease_is_gone_since_the_store_lost_its_history_says_that() -> None:
-    bench = Bench().begun()
-    own = bench.leased[-1]
-    bench.client.commit(
-        start_run(bench.snapshot, Terms(), replace(NODE, node_id=own.node_id), own.lease),
-        Tag.RUN,
-    )
-    opening = Txn((), (bench.snapshot.put(KEYS.generation, encode(Generation(1, OpenKind.FAIL, "x"))),))
-    bench.store.fail("commit", LeaseGone("the lease has ended"))
-    bench.store.fail("read", HistoryLost("its revision went back"))
-
-    with pytest.raises(HistoryLost):
-        bench.client.commit(opening, None)
-
-
-def test_a_transaction_without_texts_that_is_too_large_is_told_and_kept() -> None:
-    bench = Bench().begun()
-    bench.store.fail("commit", *[TooLarge("413")] * 2)
-
-    with pytest.raises(TooLarge):
-        bench.client.commit(Txn((), (Put(KEYS.leader, "x" * 500),)), Tag.LEAD)
-
-
-def test_a_transaction_with_a_tag_is_answered_and_one_without_is_not() -> None:
-    bench = Bench().begun()
-
-    bench.client.commit(bench.put(KEYS.leader), None)
-    bench.client.commit(bench.put(KEYS.leader), Tag.ELECT)
-
-    revision = bench.store.memory.read().revision
-    assert bench.events[1:] == [Committed(Tag.ELECT, True, revision)]
-
-
 def test_before_a_refusal_is_told_its_reason_can_be_seen() -> None:
     bench = Bench().begun()
     bench.store.deaf = True
@@ -620,7 +347,7 @@ def test_before_a_refusal_is_told_its_reason_can_be_seen() -> None:
     bench.client.commit(Txn((Absent(KEYS.starter),), (Put(KEYS.leader, "mine"),)), Tag.ELECT)
 
     assert seen == ["x"]
-    assert bench.events[-1] == Committed(Tag.ELECT, False, bench.store.memory.read().revision)
+    assert bench.events[-1] == Committed(Tag.ELECT, False, bench.store.memory.engine.revision)
 
 
 @pytest.mark.parametrize("tag", [None, Tag.JOIN])
@@ -634,17 +361,6 @@ def test_a_write_with_a_lease_that_has_ended_is_refused_and_the_lease_lost(tag: 
     refused = [Committed(tag, False, 0)] if tag else []
     assert bench.events[1:] == [*refused, LeaseLost(lease)]
     assert bench.client.due_s is None
-
-
-def test_a_write_with_an_older_lease_is_refused_and_the_present_one_is_kept() -> None:
-    bench = Bench().begun()
-    late = bench.put(KEYS.member("x"))
-    bench.client.new_lease()
-
-    bench.client.commit(late, Tag.JOIN)
-
-    assert bench.events[-1] == Committed(Tag.JOIN, False, 0)
-    assert not [event for event in bench.events if isinstance(event, LeaseLost)]
 
 
 # --- the lease
@@ -665,73 +381,11 @@ def test_a_lease_is_renewed_each_keepalive_and_once_a_lease_time_what_is_seen_is
     assert bench.store.calls["commit"] - compared == took_s // TIMES.lease_ttl_s
 
 
-def test_a_store_that_is_away_for_long_is_compared_once_when_it_is_back() -> None:
-    bench = Bench().begun()
-    bench.store.fail("keep_alive", *[AWAY] * 1000)
-    bench.store.fail("commit", *[AWAY] * 1000)
-    for _ in range(1000):
-        bench.now_s += TIMES.lease_ttl_s
-        bench.client.tick(bench.now_s, bench.requests)
-        bench.requests.do_next(0.0)
-    tries = bench.store.calls["commit"]
-
-    bench.store.errors.clear()
-    while bench.requests.has_any:
-        bench.requests.do_next(0.0)
-
-    assert bench.store.calls["commit"] - tries == 1
-
-
-def test_nothing_is_renewed_before_its_time() -> None:
-    bench = Bench().begun()
-
-    assert bench.client.due_s == bench.now_s + TIMES.keepalive_s
-    assert not bench.client.tick(bench.now_s + TIMES.keepalive_s - 0.01, bench.requests)
-    assert not bench.requests.has_any
-
-
 def test_a_store_in_this_process_keeps_its_leases_by_itself() -> None:
     bench = Bench(remote=False).begun()
 
     assert bench.client.due_s is None
     assert not bench.client.tick(bench.now_s + 1000, bench.requests)
-
-
-def test_a_lease_that_has_ended_is_found_by_its_renewal_and_told_once() -> None:
-    bench = Bench().begun()
-    lease = bench.leased[0].lease
-    bench.store.memory.revoke(lease)
-
-    bench.client.renew()
-    bench.client.renew()
-
-    assert bench.events[1:] == [LeaseLost(lease)]
-    assert bench.client.due_s is None
-
-
-def test_another_lease_means_another_name_and_the_old_one_is_given_back() -> None:
-    bench = Bench().begun()
-
-    bench.client.new_lease()
-
-    first, second = bench.leased
-    assert first.lease != second.lease
-    assert first.node_id != second.node_id
-    assert bench.store.memory.keep_alive(first.lease) == 0
-    assert bench.client.due_s == bench.now_s + TIMES.keepalive_s
-
-
-@pytest.mark.parametrize("method", ["revoke", "grant"])
-def test_another_lease_is_asked_for_until_there_is_one(method: str) -> None:
-    bench = Bench().begun()
-    bench.store.lose(method, AWAY)
-    with pytest.raises(Unavailable):
-        bench.client.new_lease()
-
-    bench.client.new_lease()
-
-    assert len(bench.leased) == 2
-    assert bench.store.memory.keep_alive(bench.leased[1].lease)
 
 
 def test_at_the_end_the_lease_is_given_back_and_the_keys_go_with_it() -> None:
@@ -743,16 +397,6 @@ def test_at_the_end_the_lease_is_given_back_and_the_keys_go_with_it() -> None:
 
     assert (with_me, bench.client.has_others()) == (True, False)
     assert bench.store.memory.keep_alive(bench.leased[0].lease) == 0
-
-
-def test_after_the_end_nothing_is_told() -> None:
-    bench = Bench().begun()
-    assert number(bench.snapshot) is None
-
-    bench.client.close()
-    bench.open(1)
-
-    assert bench.looks_due == 0
 
 
 # --- the run's lease
@@ -772,60 +416,10 @@ def started(*, remote: bool = True) -> tuple[Bench, int]:
 def test_who_starts_a_run_begins_the_lease_on_which_its_keys_stand(remote: bool) -> None:
     bench, lease = started(remote=remote)
 
-    assert Committed(Tag.FIRST_RUN, True, bench.store.memory.read("").revision) in bench.events
+    assert Committed(Tag.FIRST_RUN, True, bench.store.memory.engine.revision) in bench.events
     assert bench.store.memory.keep_alive(lease) == TIMES.keys_ttl_s
     assert bench.snapshot.lease == lease
     assert lease not in [leased.lease for leased in bench.leased]
-
-
-def test_who_comes_too_late_to_start_a_run_begins_no_lease() -> None:
-    bench = Bench().begun()
-    nothing, own = bench.snapshot, bench.leased[-1]
-    bench.open(3)
-    asked = bench.store.calls["grant"]
-
-    bench.client.commit(start_run(nothing, Terms(), replace(NODE, node_id=own.node_id), own.lease), Tag.RUN)
-
-    assert isinstance(bench.events[-1], Committed)
-    assert not bench.events[-1].held
-    assert bench.store.calls["grant"] == asked
-
-
-def test_a_claim_that_is_refused_costs_one_request() -> None:
-    bench = Bench().begun()
-    nothing, own = bench.snapshot, bench.leased[-1]
-    bench.open(3)
-    before = bench.store.calls.copy()
-
-    bench.client.commit(claim_start(nothing, replace(NODE, node_id=own.node_id), own.lease), Tag.CLAIM)
-
-    assert Committed(Tag.CLAIM, False, bench.store.memory.read("").revision) in bench.events
-    assert bench.store.calls - before == {"commit": 1}
-
-
-def test_who_has_claimed_the_start_begins_the_lease_without_asking_first() -> None:
-    bench = Bench().begun()
-    own = bench.leased[-1]
-    txn = start_run(bench.snapshot, Terms(), replace(NODE, node_id=own.node_id), own.lease)
-    before = bench.store.calls.copy()
-
-    bench.client.commit(txn, Tag.FIRST_RUN)
-
-    assert bench.store.calls - before == {"grant": 1, "commit": 1}
-
-
-def test_a_start_whose_answers_were_lost_is_made_again_with_the_same_lease() -> None:
-    bench = Bench().begun()
-    own = bench.leased[-1]
-    txn = start_run(bench.snapshot, Terms(), replace(NODE, node_id=own.node_id), own.lease)
-    bench.store.lose("grant", AWAY)
-
-    with pytest.raises(Unavailable):
-        bench.client.commit(txn, Tag.FIRST_RUN)
-    bench.client.commit(txn, Tag.FIRST_RUN)
-
-    assert bench.store.memory.read(KEYS.spec).entries[KEYS.spec].lease == run_lease(KEYS, txn)
-    assert bench.leased == [own]
 
 
 def test_who_starts_a_run_after_its_own_lease_has_ended_hears_of_that_and_leaves_no_lease() -> None:
@@ -862,19 +456,6 @@ def test_of_two_agents_that_start_a_run_at_once_one_lease_is_left(tag: Tag) -> N
 
     assert (memory.keep_alive(first), memory.keep_alive(second)) == (TIMES.keys_ttl_s, 0)
     assert memory.read(KEYS.spec).entries[KEYS.spec].lease == first
-
-
-def test_who_ends_before_it_could_start_a_run_ends_the_lease_that_it_began_for_it() -> None:
-    bench = Bench().begun()
-    own = bench.leased[-1]
-    txn = start_run(bench.snapshot, Terms(), replace(NODE, node_id=own.node_id), own.lease)
-    bench.store.lose("grant", AWAY)
-    with pytest.raises(Unavailable):
-        bench.client.commit(txn, Tag.FIRST_RUN)
-
-    bench.client.give_back()
-
-    assert bench.store.memory.keep_alive(run_lease(KEYS, txn)) == 0
 
 
 @pytest.mark.parametrize("tag", [Tag.FIRST_RUN, Tag.RUN])
@@ -919,31 +500,6 @@ def test_the_leader_keeps_the_runs_keys_and_whoever_follows_does_not() -> None:
 
     assert {KEYS.spec, KEYS.generation, KEYS.leader} == kept
     assert set(bench.store.memory.read(KEYS.control).entries) == {KEYS.leader}
-
-
-def test_the_runs_lease_is_renewed_by_the_time_that_it_has_whatever_this_node_would_have_given_it() -> None:
-    bench, lease = started()
-    bench.store.memory.revoke(lease)
-    bench.store.memory.grant(lease, 20)
-    bench.write(Put(KEYS.spec, encode(Terms()), lease))
-    bench.client.widen()
-
-    live(bench, 60.0)
-
-    assert KEYS.spec in bench.store.memory.read(KEYS.control).entries
-
-
-def test_a_leader_that_goes_begins_the_time_that_is_left_to_the_keys() -> None:
-    bench, _ = started()
-    bench.client.widen()
-    bench.store.memory.advance(bench.now_s + TIMES.keys_ttl_s / 2)
-
-    bench.client.give_back()
-
-    bench.store.memory.advance(bench.now_s + 1.4 * TIMES.keys_ttl_s)
-    assert set(bench.store.memory.read(KEYS.root).entries) == {KEYS.spec, KEYS.generation}
-    bench.store.memory.advance(bench.now_s + 1.6 * TIMES.keys_ttl_s)
-    assert not bench.store.memory.read(KEYS.root).entries
 
 
 @pytest.mark.parametrize(("renewed_s", "later_s"), [(0.0, 1.6), (0.8, 0.8)])

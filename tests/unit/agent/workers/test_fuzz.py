@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from elaunch.agent.diagnosis import exit_status
 from elaunch.agent.diagnosis.causes.cause import Facts, Space
-from elaunch.agent.diagnosis.causes.table import explained, questions_about
+from elaunch.agent.diagnosis.causes.table import explained, wants_disks
 from elaunch.agent.diagnosis.exit_status import (
     Place,
     Remains,
@@ -25,7 +25,7 @@ from elaunch.agent.diagnosis.exit_status import (
 )
 from elaunch.agent.diagnosis.hang import Standing, who_hangs
 from elaunch.agent.forkserver import wire
-from elaunch.agent.workers.link import Link
+from elaunch.agent.workers.link import Link, Note
 from elaunch.launcher.report import report, write_error_file
 from elaunch.rendezvous.codec import decode, encode
 from elaunch.rendezvous.job_spec import JobSpec, Program, ProgramKind
@@ -84,7 +84,7 @@ def test_an_agent_goes_on_hearing_a_worker_whatever_that_said_before(said: list[
         assert link.step == 41
         assert -1 <= link.step < 2**63
         # All of this goes to the log, the timeline and the store.
-        for text in (*link.take_notes(), sentence):
+        for text in (*(news.text for news in link.take_news() if isinstance(news, Note)), sentence):
             assert len(text.encode()) < 100_000
 
 
@@ -147,7 +147,7 @@ ERROR_RECORDS = (
     | st.sampled_from([NESTED, '{"message":' * 900 + "1" + "}" * 900, "", "7"])
     | TEXTS
 )
-FACTS = Facts({"/dev/shm": Space("/dev/shm", 1, 0), ".": Space("/", 0, 0)}, gpu_errors=("Xid (0): 79",))
+FACTS = Facts(Space("/dev/shm", 1, 0), (Space("/", 0, 0),), gpu_errors=("Xid (0): 79",))
 PLACE = Place(1, "a-1", "a", 0, 0, 17)
 HEAD = 'Traceback (most recent call last):\n  File "a", line 1, in f\n'
 SPEC = JobSpec("job", Program(ProgramKind.SCRIPT, "train.py"))
@@ -158,7 +158,7 @@ def told(record: str, tail: str, code: int) -> Failure:
     raised = code < 0 and code not in exit_status.CRASH_CODES
     failure = failure_of(PLACE, Remains(code, record, tail, crash=record, raised=raised), "SIGKILL", 1e9)
     failure = explained(with_tail(failure, tail, True), FACTS)
-    assert questions_about(failure) is not None
+    assert wants_disks(failure) is not None
     outcome = Outcome(OutcomeKind.FAILED, "it failed", 1, 0, 0, failure)
     assert report(outcome, SPEC, None).encode(errors="backslashreplace")
     return failure

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import select
 import socket
-import time
 from collections.abc import Iterator
 
 import pytest
 
 from elaunch.agent.core.actions import PeerFailed, ShowStacks, StopAtStepBoundary, StopReason
 from elaunch.agent.core.events import (
+    WorkerEnded,
     WorkerListens,
-    WorkerRaised,
     WorkerSaved,
     WorkerSaving,
     WorkerStopped,
@@ -72,34 +70,6 @@ def test_an_end_wakes_and_the_words_before_it_are_there(pair: tuple[Link, socket
     assert (link.step, link.raised, link.reached_store) == (3, True, False)
 
 
-def test_a_dropped_link_is_gone_even_if_another_process_has_a_copy(
-    pair: tuple[Link, socket.socket],
-) -> None:
-    """A thread that starts a process (a hook, py-spy) gives it a copy of each descriptor until its exec."""
-    link, theirs = pair
-    links = Links()
-    links.add(link)
-    copy = os.dup(link.fileno())
-
-    links.drop(link)
-    theirs.close()
-
-    assert not is_readable(links)
-    assert links.ready() == []
-    os.close(copy)
-
-
-@pytest.mark.parametrize("junk", [b"\xff\xfe\n", b"[]\n", b"{}\n", b'{"event": "progress", "step": "x"}\n', b"\n\n"])
-def test_what_is_no_message_is_dropped(pair: tuple[Link, socket.socket], junk: bytes) -> None:
-    link, worker = pair
-
-    worker.send(junk)
-    says(worker, event="progress", step=1)
-    link.read()
-
-    assert link.step == 1
-
-
 def test_what_the_agent_is_to_know_is_taken_once_and_in_its_order(pair: tuple[Link, socket.socket]) -> None:
     link, worker = pair
 
@@ -118,26 +88,10 @@ def test_what_the_agent_is_to_know_is_taken_once_and_in_its_order(pair: tuple[Li
         WorkerStopped(4, 0, 7),
         WorkerSaving(4, 0, 8),
         WorkerSaved(4, 0, 8),
-        WorkerRaised(4, 0, 2.5),
+        WorkerEnded(4, 0, 2.5, raised=True),
     ]
     assert link.take_news() == []
     assert (link.step, link.phase, link.reports) == (6, "evaluating", 2)
-
-
-def test_marks_of_a_start_are_taken_once_and_are_no_sign_of_life(pair: tuple[Link, socket.socket]) -> None:
-    link, worker = pair
-    ahead_s = time.monotonic() + 3600
-    says(worker, event="mark", name="restoring", monotonic_s=1.5)
-    says(worker, event="mark", name="restored", monotonic_s=ahead_s)
-    says(worker, event="mark", name="restored", monotonic_s="now")
-    link.read()
-
-    (first, second) = link.take_marks()
-    assert first == ("restoring", 1.5)
-    # Nobody can know a later time.
-    assert second.said_s < ahead_s
-    assert link.take_marks() == []
-    assert link.reports == 0
 
 
 def test_what_comes_behind_a_descriptor_is_read_at_once(pair: tuple[Link, socket.socket]) -> None:
@@ -204,17 +158,3 @@ def test_who_is_told_something_is_heard_at_once_from_then_on(
     assert not is_readable(links)
     says(worker, event="saved", step=1)
     assert is_readable(links)
-
-
-def test_who_is_gone_or_reads_nothing_is_told_nothing_and_nobody_waits(pair: tuple[Link, socket.socket]) -> None:
-    link, worker = pair
-    links = Links()
-    links.add(link)
-
-    for _ in range(100_000):
-        links.tell(link, PeerFailed(0))
-    worker.close()
-    links.tell(link, PeerFailed(0))
-    links.drop(link)
-
-    links.tell(link, PeerFailed(0))

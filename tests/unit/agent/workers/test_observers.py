@@ -1,21 +1,17 @@
-"""agent.workers.observers: what the agent's loop leaves to other threads; whether rank 0 can be reached."""
+"""agent.workers.observers: what the agent's loop leaves to other threads."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 from elaunch.agent.core.actions import Blame, KeepStacks
 from elaunch.agent.core.events import WorkersHung
 from elaunch.agent.output.run_dir import RunDir
 from elaunch.agent.output.timeline import Timeline
-from elaunch.agent.workers import observers
 from elaunch.agent.workers.group import CurrentGroup, Reporter, WorkerGroup
 from elaunch.agent.workers.observers import STACKS_FILE, Observers
 from elaunch.rendezvous.types import Failure, FailureKind, RankTable, Seat
-from tests.harness import wait_for
 
 
 def no_failure(kind: FailureKind, generation: int, message: str) -> Failure:
@@ -61,32 +57,3 @@ def test_a_hang_that_points_at_nobody_is_a_failure_that_accuses_nobody(tmp_path:
 
     failures = [event.failure for event in posted if isinstance(event, WorkersHung)]
     assert [(failure.rank, failure.is_blameless) for failure in failures] == [(5, True), (5, False)]
-
-
-@pytest.mark.parametrize("answers", [["refused", "refused"], ["refused", ""]])
-def test_a_node_that_cannot_reach_rank_0_in_two_tries_says_so_once(
-    tmp_path: Path, answers: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    left, said = [*answers], list[str]()
-    monkeypatch.setattr(observers, "why_not", lambda _: left.pop(0))
-    monkeypatch.setattr(observers, "_MASTER_AFTER_S", 0.0)
-    works: list[Callable[[], object]] = []
-    reporter = Reporter(
-        lambda _: None, lambda text, _: said.append(text), Timeline(None, said.append, works.append), no_failure
-    )
-    current = CurrentGroup()
-    seats = (Seat("node-a-00000001", 0, 1), Seat("node-b-00000001", 1, 1))
-    current.begin(WorkerGroup(RankTable(0, seats, "node-a", 5, ""), 1))
-    monitor = Observers(current, reporter, RunDir(tmp_path, "job", said.append), 0.0, works.append)
-
-    monitor.begin(has_store=True)
-    monitor.tick(float("inf"))
-    wait_for(lambda: not left, "two tries")
-
-    if all(answers):
-        wait_for(lambda: said, "the line")
-        assert said[0].startswith(
-            "this node cannot connect to node-a:5 (refused), MASTER_PORT on the node of rank 0: a fire"
-        )
-    else:
-        assert not said

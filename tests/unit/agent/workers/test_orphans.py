@@ -1,17 +1,17 @@
-"""Which processes count as left behind by workers."""
+"""agent.workers.orphans: how long what a successful job has left behind may go on."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-from elaunch.agent.workers.orphans import Leftovers, of_workers
-from tests.harness import DEADLINE_S, wait_for
+import pytest
 
-# A shell that becomes another program, with the name that it reads in its arguments.
-BECOMES = 'read name; exec sh -c "read end; : $name"'
+from elaunch.agent.workers import orphans
+from elaunch.agent.workers.orphans import Leftovers
+
+GRACE_S = 60.0
+Use = Callable[[float], tuple[float, float]]
 
 
 class Said(list[str]):
@@ -21,33 +21,34 @@ class Said(list[str]):
         self.append(text)
 
 
-def test_a_process_that_has_ended_meanwhile_is_not_left_behind() -> None:
-    with subprocess.Popen(["sleep", "600"]) as living:
-        ended = subprocess.Popen(["true"])
-        ended.wait(DEADLINE_S)
+def ends_at_s(use: Use, monkeypatch: pytest.MonkeyPatch, grace_s: float = GRACE_S) -> float:
+    """When the wait for a process is over that has used so much CPU time and moved so many bytes by then."""
+    now_s, said = 0.0, Said()
+    monkeypatch.setattr(orphans, "_use", lambda _: use(now_s))
+    reporter: Any = said
+    left = Leftovers(lambda: [1], grace_s, now_s, reporter)
+    while left.due_s is not None:
+        now_s = left.due_s
+        left.tick(now_s)
+    assert len(said) == (grace_s > 1)
+    return now_s
 
-        left = of_workers([ended.pid, living.pid], [])
-        own = of_workers([living.pid], [os.getpid()])
-        living.kill()
 
-    assert left == [living.pid]
-    assert own == [], "a child of the fork server is its own"
+@pytest.mark.parametrize(
+    "use", [lambda s: (3.0, 1e9), lambda s: (0.01 * s, 1000 * s)], ids=["nothing", "a look now and then"]
+)
+def test_what_does_next_to_nothing_has_the_grace(use: Use, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert GRACE_S <= ends_at_s(use, monkeypatch) < GRACE_S + 2
 
 
-def test_a_helper_that_was_seen_before_its_program_had_begun_is_not_waited_for() -> None:
-    said: Any = Said()
-    with subprocess.Popen(["sh", "-c", BECOMES], stdin=subprocess.PIPE) as process:
-        assert process.stdin
-        left = Leftovers(lambda: of_workers([process.pid], []), 600.0, 100.0, said)
-        left.tick(100.5)
-        due_s = left.due_s
+@pytest.mark.parametrize("use", [lambda s: (0.1 * s, 0), lambda s: (0, 20_000 * s)], ids=["cpu", "bytes"])
+def test_what_works_for_ten_minutes_ends_a_grace_later(use: Use, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 600 + GRACE_S <= ends_at_s(lambda s: use(min(s, 600.0)), monkeypatch) < 610 + GRACE_S
 
-        process.stdin.write(b"multiprocessing.spawn\n")
-        process.stdin.flush()
-        wait_for(lambda: b": multiprocessing" in Path(f"/proc/{process.pid}/cmdline").read_bytes(), "its program")
-        left.tick(102.0)
-        process.kill()
 
-    assert due_s is not None
-    assert left.due_s is None
-    assert not said
+def test_what_always_works_ends_after_sixty_graces(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 60 * GRACE_S <= ends_at_s(lambda s: (s, 0), monkeypatch) < 60 * GRACE_S + 2
+
+
+def test_a_short_grace_is_looked_at_often_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 0.5 <= ends_at_s(lambda s: (0, 0), monkeypatch, 0.5) < 0.7

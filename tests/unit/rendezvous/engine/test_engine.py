@@ -1,116 +1,80 @@
-"""rendezvous.engine where no real etcd is needed to say what is right: its history's bounds, its leases' time."""
+"""rendezvous.engine beyond the store's contract: bounds of its history and its memory, and its leases' time."""
 
 from __future__ import annotations
 
-from typing import Any
+import subprocess
+import sys
+from contextlib import suppress
 
 import pytest
 
-from elaunch.rendezvous.engine.engine import Engine
-from elaunch.rendezvous.engine.leases import LeaseNotFound
-from elaunch.rendezvous.engine.mvcc import UNBOUNDED, Compacted, Refused, WrittenRevision, prefix_end
-from elaunch.rendezvous.engine.requests import DeleteRequest, PutRequest, RangeRequest, TxnRequest
+from elaunch.rendezvous.engine.engine import Compacted, Engine, LeaseNotFound, Refused
+from elaunch.rendezvous.store import Changes, Delete, Put, Txn
+from tests.harness import RUN_LIMIT_S
 
-ALL = RangeRequest(UNBOUNDED, UNBOUNDED)
+
+def put(engine: Engine, key: str, value: str = "", lease: int = 0) -> None:
+    engine.commit(Txn((), (Put(key, value, lease),)))
+
+
+def delete(engine: Engine, key: str, end: str = "") -> None:
+    engine.commit(Txn((), (Delete(key, end),)))
 
 
 def remembered(engine: Engine) -> list[int]:
     """The revisions that the history has, from the oldest."""
-    first = 1
-    while True:
-        try:
-            return [written.revision for written in engine.since(first, 10**9)]
-        except Compacted as compacted:
-            first = compacted.revision
+    try:
+        return [changes.revision for changes in engine.since(1, 10**9)]
+    except Compacted as compacted:
+        return [changes.revision for changes in engine.since(compacted.revision, 10**9)]
 
 
-def test_a_fresh_engine_has_revision_1_and_no_history() -> None:
-    engine = Engine()
-
-    assert engine.revision == 1
-    assert engine.since(0, 10) == []
-
-
-def test_the_history_keeps_the_last_revisions_and_now_and_then_forgets_the_rest() -> None:
+def test_the_history_keeps_the_last_revisions_and_forgets_the_rest() -> None:
     engine = Engine(history_revisions=100)
     lengths = []
 
     for _ in range(1000):
-        engine.put(PutRequest(b"key"))
+        put(engine, "key")
         lengths.append(len(remembered(engine)))
 
     assert remembered(engine)[-1] == engine.revision == 1001
     assert min(lengths[200:]) >= 100
-    assert max(lengths) <= 111
+    assert max(lengths) <= 110
 
 
-def test_the_history_forgets_sooner_where_it_is_large() -> None:
-    engine = Engine(history_bytes=10_000)
+def test_the_history_forgets_sooner_where_it_is_large_but_keeps_the_last_revision() -> None:
+    large, huge = Engine(history_bytes=10_000), Engine(history_bytes=10)
 
     for turn in range(1000):
-        engine.put(PutRequest(b"key", b"%d" % turn * 200))
+        put(large, "key", f"{turn}" * 200)
+        put(huge, "key")
 
-    assert len(remembered(engine)) < 30
-    assert engine.range(ALL).kvs[0].value == b"999" * 200
-
-
-def test_one_value_larger_than_the_history_may_be_is_kept() -> None:
-    engine = Engine(history_bytes=10)
-
-    for key in (b"a", b"b", b"a"):
-        engine.put(PutRequest(key, b"x" * 100))
-
-    assert [kv.key for kv in engine.range(ALL).kvs] == [b"a", b"b"]
-
-
-def test_what_was_deleted_long_ago_takes_no_memory() -> None:
-    engine = Engine(history_revisions=10)
-    for turn in range(1000):
-        engine.put(PutRequest(b"key %d" % turn))
-        engine.delete(DeleteRequest(b"key %d" % turn))
-
-    engine.compact(engine.revision)
-
-    assert len(engine._keys._versions) == len(engine._keys._index) == 0
+    assert len(remembered(large)) < 30
+    assert large.read("").entries["key"].value == "999" * 200
+    assert remembered(huge) == [1001]
 
 
 def test_what_the_revision_of_the_compaction_itself_wrote_is_still_told() -> None:
     """Its deletions too, which etcd 3.4.23 and 3.5.1 lose."""
     engine = Engine()
-    engine.put(PutRequest(b"key"))
-    engine.delete(DeleteRequest(b"key"))
+    put(engine, "key")
+    delete(engine, "key")
 
     engine.compact(3)
 
-    assert [event.version for written in engine.since(3, 10) for event in written.events] == [0]
+    assert engine.since(3, 10) == [Changes(3, {"key": None})]
     with pytest.raises(Compacted):
         engine.since(2, 10)
 
 
-def test_each_revision_is_told_once_as_soon_as_it_is_written() -> None:
-    engine, told = Engine(), list[WrittenRevision]()
-    engine.listen(told.append)
-
-    engine.txn(TxnRequest(success=(PutRequest(b"b"), PutRequest(b"a"), RangeRequest(b"a"))))
-    engine.txn(TxnRequest(success=(RangeRequest(b"a"),)))
-    engine.delete(DeleteRequest(b"nothing"))
-    engine.delete(DeleteRequest(b"a", b"c"))
-
-    assert [(written.revision, [kv.key for kv in written.events]) for written in told] == [
-        (2, [b"b", b"a"]),
-        (3, [b"a", b"b"]),
-    ]
-
-
 def test_a_refused_transaction_leaves_no_trace() -> None:
-    engine, told = Engine(), list[WrittenRevision]()
+    engine, told = Engine(), list[Changes]()
     engine.listen(told.append)
 
-    for bad in (PutRequest(b"b", lease=5), RangeRequest(b"b", revision=9)):
-        with pytest.raises(Refused):
-            engine.txn(TxnRequest(success=(PutRequest(b"a"), bad)))
+    with pytest.raises(LeaseNotFound):
+        engine.commit(Txn((), (Put("a", ""), Put("b", "", lease=5))))
 
-    assert engine.range(ALL).total == 0
+    assert not engine.read("").entries
     assert told == []
 
 
@@ -118,32 +82,18 @@ def test_a_lease_ends_at_its_time_and_not_before() -> None:
     engine = Engine()
     engine.tell_time(100.0)
     engine.grant(7, 5)
-    engine.put(PutRequest(b"key", lease=7))
+    put(engine, "key", lease=7)
 
     engine.tell_time(104.9)
     engine.end_leases()
-    before = engine.range(ALL).total
+    before = len(engine.read("").entries)
     assert engine.idle_until_s == 105.0
     engine.tell_time(105.0)
     engine.end_leases()
 
-    assert (before, engine.range(ALL).total) == (1, 0)
+    assert (before, len(engine.read("").entries)) == (1, 0)
     assert engine.keep_alive(7) == 0
     assert engine.idle_until_s == float("inf")
-
-
-def test_a_renewed_lease_has_its_whole_time_again() -> None:
-    engine = Engine()
-    engine.grant(7, 5)
-    for now_s in (3.0, 6.0, 9.0):
-        engine.tell_time(now_s)
-        engine.end_leases()
-        assert engine.keep_alive(7) == 5
-
-    engine.tell_time(13.0)
-    engine.end_leases()
-
-    assert engine.time_to_live(7) == (1, 5, [])
 
 
 def test_a_lease_that_was_renewed_meanwhile_does_not_keep_others_from_ending() -> None:
@@ -160,29 +110,83 @@ def test_a_lease_that_was_renewed_meanwhile_does_not_keep_others_from_ending() -
     assert (engine.keep_alive(7), engine.keep_alive(8)) == (5, 0)
 
 
-def test_a_lease_without_an_id_is_given_one_that_is_free() -> None:
-    engine = Engine()
-    engine.grant(2, 5)
-    engine.grant(2**63 - 1, 5)
-
-    chosen = [engine.grant(0, 5)[0] for _ in range(3)]
-
-    assert len({*chosen, 2, 2**63 - 1}) == 5
-    assert all(0 < lease < 2**63 for lease in chosen)
+# Memory.
 
 
-def test_a_revoked_lease_is_gone() -> None:
-    engine = Engine()
-    engine.grant(7, 5)
-    engine.revoke(7)
-
-    with pytest.raises(LeaseNotFound):
-        engine.revoke(7)
+@pytest.fixture
+def small() -> Engine:
+    """With room for about ten values of 10 kB."""
+    return Engine(quota_bytes=110_000)
 
 
-@pytest.mark.parametrize(
-    ("prefix", "end"),
-    [(b"a", b"b"), (b"a/", b"a0"), (b"a\xff", b"b"), (b"\xff\xff", UNBOUNDED), ("é".encode(), b"\xc3\xaa")],
-)
-def test_a_prefix_ends_before_the_next_key_without_it(prefix: bytes, end: Any) -> None:
-    assert prefix_end(prefix) == end
+def test_a_full_engine_reads_and_deletes_and_has_room_again_at_once(small: Engine) -> None:
+    with suppress(Refused):
+        for number in range(20):
+            put(small, f"{number:05}", "x" * 10_000)
+    assert 5 < len(small.read("").entries) < 11
+
+    delete(small, "00001")
+
+    put(small, "new", "x" * 10_000)
+    with pytest.raises(Refused, match="space exceeded"):
+        put(small, "newer", "x" * 10_000)
+
+
+def test_the_past_is_forgotten_before_the_present_is_refused(small: Engine) -> None:
+    for turn in range(1000):
+        put(small, "key", f"{turn}" + "x" * 10_000)
+
+    assert small.read("").entries["key"].value.startswith("999x")
+
+
+def test_nothing_is_held_once_all_is_deleted_and_forgotten(small: Engine) -> None:
+    for turn in range(2000):
+        put(small, f"{turn * 7 % 23}", "x" * (turn % 50)) if turn % 3 else delete(small, f"{turn * 7 % 23}", "5")
+        if turn % 100 == 50:
+            small.compact(small.revision - 3)
+    delete(small, "0", "a")
+    small.compact(small.revision + 1)
+
+    assert (small._entries_bytes, small._history_held, small._entries, small._index) == (0, 0, {}, [])
+
+
+def test_leases_take_room_and_empty_transactions_do_not() -> None:
+    engine = Engine(quota_bytes=100_000)
+
+    for number in range(1, 98):
+        engine.grant(number, 60)
+    with pytest.raises(Refused, match="space exceeded"):
+        engine.grant(98, 60)
+    assert engine.commit(Txn(())).held
+    engine.revoke(1)
+
+    engine.grant(1000, 60)
+
+
+# What a full engine of 16 MiB adds to a process, beside a history that is full too.
+MEASURE = """
+import sys
+from pathlib import Path
+from elaunch.rendezvous.engine.engine import Engine, Refused
+from elaunch.rendezvous.store import Put, Txn
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+engine, size, count, before = Engine(quota_bytes=16 << 20), int(sys.argv[1]), 0, resident()
+try:
+    while True:
+        engine.commit(Txn((), (Put(f"{count:09}", chr(65 + count % 50) * size),)))
+        count += 1
+except Refused:
+    print(resident() - before)
+"""
+
+
+@pytest.mark.parametrize("size", [10, 1000, 100_000])
+def test_a_full_store_holds_about_its_quota_of_memory(size: int) -> None:
+    held = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(size)], stdout=subprocess.PIPE, check=True, timeout=RUN_LIMIT_S
+    )
+
+    assert 0.5 < int(held.stdout) / (16 << 20) < 1.25

@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 from base64 import b64encode
+from contextlib import closing, suppress
 from typing import Any
 
 import pytest
@@ -17,9 +18,9 @@ from elaunch.rendezvous.etcd import json_codec
 from elaunch.rendezvous.etcd.json_transport import JsonTransport
 from elaunch.rendezvous.etcd.store import EtcdStore
 from elaunch.rendezvous.etcd.transport import AnswerStream, Json, Rpc
-from elaunch.rendezvous.http.resolve import resolve
-from elaunch.rendezvous.http.response import Garbled, ResponseReader
-from elaunch.rendezvous.store import Put, Rejected, StoreError, Txn, Unavailable, View
+from elaunch.rendezvous.http.client import request
+from elaunch.rendezvous.http.dial import resolve
+from elaunch.rendezvous.store import Denied, Put, Rejected, StoreError, Txn, Unavailable
 from tests.fuzzing import NESTED, PLAIN, VALUES, bounded
 
 ENDPOINT = Endpoint("127.0.0.1", 1)
@@ -49,27 +50,6 @@ HEADS = st.lists(
     | st.binary(max_size=8),
     max_size=8,
 ).map(b"".join)  # fmt: skip
-
-
-def fed(pieces: list[bytes]) -> tuple[bytes, int, bool]:
-    """The body of an answer that comes in these pieces, its status, and whether it is finished or garbled."""
-    reply, body = ResponseReader(), b""
-    try:
-        for piece in pieces:
-            body += reply.feed(piece)
-        reply.end()
-    except Garbled:
-        return b"", 0, False
-    return body, reply.status, True
-
-
-@given(HEADS, st.lists(st.integers(0, 200), max_size=6))
-def test_an_answer_is_the_same_in_whatever_pieces_it_comes(data: bytes, cuts: list[int]) -> None:
-    ends = sorted({min(cut, len(data)) for cut in cuts} | {len(data)})
-    pieces = [data[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
-
-    with bounded():
-        assert fed(pieces) == fed([data]) == fed([bytes([byte]) for byte in data])
 
 
 class Answering:
@@ -186,41 +166,41 @@ def test_whatever_a_server_answers_is_json_or_the_stores_own_error(server: Serve
     store.close()
 
 
-@given(HEADS | st.binary(max_size=100))
-@example(b"HTTP/1.1 100 \r\n\r\n" * 3000)
-def test_whatever_bytes_a_server_sends_are_an_answer_or_the_stores_own_error(data: bytes) -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        reply = ResponseReader()
-        with bounded():
-            try:
-                reply.feed(data)
-                reply.end()
-            except Garbled as error:
-                assert str(error)  # noqa: PT017
+@given(data=HEADS | st.binary(max_size=100))
+@example(data=b"HTTP/1.1 100 \r\n\r\n" * 3000)
+def test_whatever_bytes_a_server_sends_are_an_answer_or_the_stores_own_error(server: Server, data: bytes) -> None:
+    server.answer = data
+    store = EtcdStore([server.endpoint], deadline_s=5, transport=JsonTransport())
+    with bounded(), suppress(StoreError):
+        store.read("/elaunch/")
+    store.close()
 
 
 # What fuzzing and reading found, by name.
 
 
-def test_thousands_of_interim_answers_are_skipped() -> None:
-    reply = ResponseReader()
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        *((b"HTTP/1.1 " + status + b" OK\r\n\r\n", Denied) for status in (b"\xb2\xb2\xb2", b"000", b"2", b"-10")),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: " + b"9" * 30 + b"\r\n\r\n{}", Unavailable),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", Unavailable),
+        (b"HTTP/1.1 200 OK\r\nX: " + b"x" * 100_000, Unavailable),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\n{", Unavailable),
+        (b"SSH-2.0-OpenSSH_9.2\r\n", Denied),
+        (b"\x15\x03\x01\x00\x02", Denied),
+    ],
+)
+def test_what_is_no_answer_of_http_is_an_error(server: Server, answer: bytes, error: type[StoreError]) -> None:
+    server.answer = answer
+    store = EtcdStore([server.endpoint], deadline_s=5, transport=JsonTransport())
+    with closing(store), pytest.raises(error):
+        store.read("/elaunch/")
 
-    body = reply.feed(b"HTTP/1.1 100 \r\n\r\n" * 3000 + b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
 
-    assert (body, reply.status, reply.finished) == (b"ok", 200, True)
-
-
-@pytest.mark.parametrize("status", [b"\xb2\xb2\xb2", b"000", b"2", b"20", b"2000", b"-10", b"900"])
-def test_a_status_of_other_digits_is_no_answer(status: bytes) -> None:
-    with pytest.raises(Garbled, match="does not speak HTTP"):
-        ResponseReader().feed(b"HTTP/1.1 " + status + b" OK\r\n\r\n")
-
-
-@pytest.mark.parametrize("length", [b"\xb2", b"9" * 5000, b"-1", b"0x5", b"1_0"])
-def test_a_length_of_other_digits_is_garbled(length: bytes) -> None:
-    with pytest.raises(Garbled, match="Content-Length"):
-        ResponseReader().feed(b"HTTP/1.1 200 OK\r\nContent-Length: " + length + b"\r\n\r\n")
+def test_a_header_cannot_smuggle_in_another() -> None:
+    with pytest.raises(ValueError, match="line break"):
+        request("POST", "h:1", "/", {"Authorization": "x\r\nHost: elsewhere"}, b"")
 
 
 @pytest.mark.parametrize(
@@ -231,22 +211,6 @@ def test_a_lease_of_no_number_is_not_kept(changed: Json) -> None:
 
     with pytest.raises(Rejected, match="cannot be understood"):
         store.keep_alive(1)
-
-
-def test_a_transaction_has_held_only_where_the_answer_says_true() -> None:
-    store = EtcdStore([ENDPOINT], transport=Answering({**ANSWER, "succeeded": "false"}))
-
-    assert not store.commit(Txn((), (Put("k", "v"),))).held
-
-
-def test_an_answer_nested_as_deep_as_can_be_read_is_a_sentence() -> None:
-    deep: Any = []
-    for _ in range(900):
-        deep = [deep]
-    store = EtcdStore([ENDPOINT], transport=Answering({**ANSWER, "kvs": deep}))
-
-    with pytest.raises(Rejected, match="cannot be understood"):
-        store.read("/elaunch/")
 
 
 @pytest.mark.parametrize("token", ["a\nHost: b", "\u20ac", 7, ["x"], "a b"])
@@ -262,13 +226,3 @@ def test_a_token_that_is_no_header_is_not_taken(token: object) -> None:
 def test_a_name_that_no_host_has_is_not_found(host: str) -> None:
     with pytest.raises(OSError, match=r"no name of a host|not known|resolver"):
         resolve(host, 2379, 5.0)
-
-
-def test_a_view_of_what_is_no_base64_is_a_value_error() -> None:
-    with pytest.raises(ValueError, match=r"padding|base64"):
-        json_codec.view({**ANSWER, "kvs": [{**KV, "value": "YQ"}]})
-
-
-def test_the_answers_of_this_file_are_understood() -> None:
-    assert isinstance(json_codec.view(ANSWER), View)
-    assert json_codec.changes(ANSWER, 0)

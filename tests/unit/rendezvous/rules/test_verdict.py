@@ -16,7 +16,6 @@ from elaunch.rendezvous.rules.verdict import (
     first_failure,
     identical,
     judge,
-    killed_together,
 )
 from elaunch.rendezvous.types import Failure, FailureKind, Terms
 
@@ -60,18 +59,8 @@ def decide(
     return judge(terms, failures, max(failures), spent, barren, progressed)
 
 
-def test_the_first_failure_is_the_verdict() -> None:
-    assert decisive_failure([RAISED, KILLED]) is RAISED
-
-
 def test_a_lost_peer_never_wins_over_a_failure_of_ones_own() -> None:
     assert decisive_failure([PEER, KILLED, RAISED]) is KILLED
-
-
-def test_where_all_only_lost_peers_the_first_says_so() -> None:
-    later = replace(PEER, rank=4)
-
-    assert decisive_failure([PEER, later]) is PEER
 
 
 def test_a_failure_is_worth_a_restart_while_the_budget_lasts() -> None:
@@ -99,15 +88,6 @@ def test_the_window_of_the_budget_is_named() -> None:
 
     assert isinstance(decision, GiveUp)
     assert "within 60 s" in decision.reason
-
-
-def test_a_plain_launch_gives_up_at_the_first_failure() -> None:
-    terms = replace(TERMS, max_restarts=0)
-
-    decision = decide({0: [KILLED]}, terms=terms)
-
-    assert isinstance(decision, GiveUp)
-    assert "max_restarts is 0" in decision.reason
 
 
 def test_a_start_up_failure_is_not_tried_again_unless_the_job_ever_got_further() -> None:
@@ -281,36 +261,6 @@ def test_another_error_is_not_the_same_one(other: Failure) -> None:
     assert isinstance(decide({1: [RAISED], 2: [other]}), Restart)
 
 
-PARENT = replace(
-    KILLED, kind=FailureKind.TEMPLATE_LOST, rank=-1, message="the fork server was killed by SIGKILL", lived_s=9.0
-)
-PARENT_LATER = replace(PARENT, progressed=True)
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "kind"),
-    [
-        (PARENT, replace(PARENT, lived_s=30.0), GiveUp),
-        (PARENT_LATER, replace(PARENT_LATER, lived_s=8.0), GiveUp),
-        (replace(PARENT_LATER, step=7, lived_s=900.0), replace(PARENT_LATER, step=7), GiveUp),
-        (PARENT_LATER, replace(PARENT_LATER, lived_s=30.0), Restart),
-        (replace(PARENT_LATER, lived_s=90.0), replace(PARENT_LATER, lived_s=90.0), Restart),
-        (replace(PARENT_LATER, step=7), replace(PARENT_LATER, step=8), Restart),
-        (KILLED, PARENT, Restart),
-        (PARENT_LATER, replace(PARENT_LATER, node_id="b"), Restart),
-        # By the kernel, for lack of memory.
-        (PARENT, replace(PARENT, code=None), Restart),
-    ],
-)
-def test_a_parent_process_that_is_killed_twice_without_progress_is_not_started_a_third_time(
-    one: Failure, other: Failure, kind: type[Restart] | type[GiveUp]
-) -> None:
-    decision = decide({1: [one], 2: [other]})
-
-    assert isinstance(decision, kind)
-    assert kind is Restart or "by SIGKILL (sender unknown) twice in a row" in decision.reason
-
-
 NO_CONFIG = replace(
     RAISED,
     kind=FailureKind.EXIT_CODE,
@@ -371,12 +321,6 @@ def test_an_exit_code_whose_last_line_has_another_number_is_tried_again() -> Non
     assert isinstance(decide({1: [shards[0]], 2: [later]}), GiveUp)
 
 
-def test_an_exception_before_the_end_by_a_signal_is_the_same_error_too() -> None:
-    printed = replace(RAISED, code=-9, message="printed ValueError: bad batch 17 just before it was killed by SIGKILL")
-
-    assert isinstance(decide({1: [printed], 2: [printed]}), GiveUp)
-
-
 def test_a_debugger_that_was_left_is_not_started_again_however_far_the_job_was() -> None:
     left = replace(RAISED, kind=FailureKind.DEBUGGER, progressed=True)
 
@@ -415,10 +359,6 @@ def test_the_gpus_memory_may_run_out_in_the_same_way_but_the_kernels_kill_never_
     assert not identical(killed, killed)
 
 
-def test_only_the_generation_before_is_compared() -> None:
-    assert isinstance(decide({0: [RAISED], 1: [KILLED], 2: [RAISED]}), Restart)
-
-
 def test_verdicts_are_compared_not_the_lost_peers_that_were_recorded_first() -> None:
     decision = decide({1: [PEER, RAISED], 2: [replace(PEER, message="broken pipe"), RAISED]})
 
@@ -452,28 +392,7 @@ def test_the_jobs_first_failure_is_no_lost_peer_if_anything_else_failed() -> Non
     assert first_failure({}) is None
 
 
-def test_ranks_that_were_killed_at_once_are_all_named() -> None:
-    here = killed_together(KILLED, [KILLED, PEER, replace(KILLED, rank=2), replace(KILLED, rank=5, code=-11)])
-
-    both = killed_together(here, [here, replace(KILLED, rank=4)])
-
-    assert here.message == "was killed by SIGKILL, and so was rank 2,"
-    assert both.message == "was killed by SIGKILL, and so were ranks 2 and 4,"
-    assert alike(KILLED, both), "which of them are recorded is chance"
-
-
 LEFT = replace(RAISED, kind=FailureKind.EXIT_CODE, code=7, message="exited with code 7", exception="", frame="")
-
-
-def test_of_two_exit_codes_on_two_nodes_none_is_known_to_be_the_first() -> None:
-    caught = replace(LEFT, code=1, message="exited with code 1", node_id="b", rank=3)
-
-    named = decisive_failure([caught, LEFT])
-
-    assert named.message == "exited with code 1, while rank 0 exited with code 7 (which came first is not known),"
-    assert identical(named, caught)
-    assert decisive_failure([replace(caught, node_id="a"), LEFT]).message == "exited with code 1", "one node knows"
-    assert decisive_failure([replace(caught, code=7), LEFT]).message == "exited with code 1"
 
 
 def test_an_exit_code_names_who_waited_and_is_the_same_without() -> None:
@@ -494,31 +413,6 @@ def test_ranks_of_which_nothing_is_known_may_have_waited_too() -> None:
     assert all_three.message == "exited with code 7, while ranks 3 and 5 waited in all_reduce,"
     assert of_five.message == "exited with code 7, while ranks 3 and 5 waited in all_reduce (perhaps others too),"
     assert identical(all_three, of_five)
-
-
-MADE = replace(RAISED, exception="FileExistsError", message="raised FileExistsError: [Errno 17] File exists: 'runs/1'")
-CRASH = replace(
-    KILLED, code=-11, message="was killed by SIGSEGV", frame="train.py:3 in f", traceback="stack", lived_s=3
-)
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "why"),
-    [
-        (replace(MADE, progressed=True, lived_s=3), replace(MADE, progressed=True, lived_s=99), "exists already"),
-        (CRASH, replace(CRASH, rank=2, lived_s=4), "crashed in the same call"),
-        (CRASH, replace(CRASH, frame="train.py:9 in g"), ""),
-        (CRASH, replace(CRASH, traceback="another"), ""),
-        (replace(CRASH, lived_s=900), replace(CRASH, lived_s=901), ""),
-        (replace(CRASH, lived_s=900, step=4), replace(CRASH, lived_s=500, step=4), "crashed in the same call"),
-        (replace(CRASH, code=-9), replace(CRASH, code=-9), ""),
-    ],
-)
-def test_what_a_second_run_only_meets_again_is_not_tried_a_third_time(one: Failure, other: Failure, why: str) -> None:
-    decision = decide({1: [one], 2: [replace(other, generation=2)]})
-
-    assert isinstance(decision, GiveUp if why else Restart)
-    assert why in decision.reason
 
 
 @pytest.mark.parametrize(

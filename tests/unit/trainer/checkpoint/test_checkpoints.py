@@ -98,7 +98,7 @@ def test_only_as_many_as_wanted_stay(tmp_path: Path) -> None:
     checkpoints.wait()
 
     assert marks(tmp_path) == [Mark(0, 3), Mark(0, 4), Mark(0, 5)]
-    assert checkpoints.newest() == Mark(0, 5)
+    assert checkpoints.newest_known == Mark(0, 5)
 
 
 def test_a_newer_generation_wins_over_a_stale_groups_later_step(tmp_path: Path) -> None:
@@ -303,7 +303,7 @@ def test_a_write_that_fails_leaves_the_older_ones_and_is_tried_again(
         checkpoints.save(2, state_of(2))
     assert re.fullmatch(
         r"the checkpoint of step 2 could not be written: No space left on device"
-        rf" \([\d,.]+ MB are free, it takes \d\.\d MB\); the newest one in {tmp_path} is of step 1",
+        rf"; the newest one in {tmp_path} is of step 1",
         "".join(said),
     )
     assert [path.name for path in tmp_path.iterdir()] == [Mark(0, 1).folder_name]
@@ -331,7 +331,7 @@ def begun(folder: Path, ranks: Writers, staging: dcp.Staging) -> writing.Writing
     # Make the plan look as if several ranks of a group had written the files.
     plan = replace(plan, items=replace(plan.items, storage_data=type(plan.items.storage_data)(f"__{ranks.rank}_")))
     places = LocalStorage(folder.parent), LocalFolder(folder)
-    return writing.Writing(writing.WriteOrder(Mark(0, 1), *places, plan, staging, b"", ranks, 1), lambda size: None)
+    return writing.Writing(writing.WriteOrder(Mark(0, 1), *places, plan, staging, b"", ranks, 1), lambda: None)
 
 
 def test_the_folder_of_a_failed_checkpoint_goes_when_no_rank_writes_in_it_any_more(tmp_path: Path) -> None:

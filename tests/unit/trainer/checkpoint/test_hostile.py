@@ -237,7 +237,7 @@ def test_an_object_that_is_too_large_is_not_fetched(monkeypatch: pytest.MonkeyPa
     url = "memory://bucket/too-large"
     for step in (1, 2):
         Checkpoints(url, generation=0, say=pytest.fail).save(step, state_of(step))
-    newest = storage.found(url)[-1][1]
+    newest = storage.storage_at(url).found()[-1][1]
     padding = newest.read(storage.MANIFEST, 1 << 20) + b" " * 10_000
     newest.write(storage.MANIFEST, padding)
     monkeypatch.setattr(storage, "MANIFEST_BYTES_MAX", 9_000)

@@ -167,8 +167,8 @@ def test_an_outage_costs_a_checkpoint_and_a_sentence_and_the_next_is_tried(monke
 
     assert said == [
         *(
-            f"the checkpoint of step {step} could not be written: it does not answer (connection refused); check the "
-            f"network and the endpoint; the newest one in {url} is of step 1"
+            f"the checkpoint of step {step} could not be written: connection refused; the newest one in {url} is of "
+            "step 1"
             for step in (2, 3)
         ),
         "the checkpoint of step 4 is written",
@@ -187,10 +187,10 @@ def test_an_outage_at_the_start_begins_nothing_anew(monkeypatch: pytest.MonkeyPa
         patched.setattr(MemoryFileSystem, "ls", away)
         said: list[str] = []
         checkpoints = opened(url, say=said.append)
-        with pytest.raises(Unreadable, match=r"does not answer .*training does not begin anew"):
+        with pytest.raises(Unreadable, match=r"connection refused.*training does not begin anew"):
             checkpoints.load_newest({})
         checkpoints.save(2, state_of(2))
-    assert said[-1].endswith(f"; {url} cannot be read: it has not answered yet")
+    assert said[-1].endswith(f"; {url} has not answered yet")
     # The present generations are listed again.
     checkpoints.save(2, state_of(2))
     assert marks_at(url) == [Mark(5, 1), Mark(5, 2)]
@@ -202,9 +202,7 @@ def test_an_outage_at_the_start_begins_nothing_anew(monkeypatch: pytest.MonkeyPa
         ("s33://bucket/run", "s33://bucket/run cannot be used: Protocol not known: s33"),
         ("s3://", "names no bucket; write s3://bucket/folder"),
         ("s3:/bucket/run", "has one slash .*; give the text s3://bucket/run"),
-        ("simplecache::s3://bucket/run", "chained URL"),
         ("file://run", "no absolute path; write file:///folder"),
-        ("memory://bucket/run[1]", "has a \\[, which fsspec reads as a pattern; take a name without"),
         ("gs://bucket/run", "gs://bucket/run cannot be used: .*install gcsfs"),
     ],
 )
@@ -218,11 +216,9 @@ def test_a_url_that_cannot_be_meant_is_one_sentence(text: str, sentence: str) ->
 @pytest.mark.parametrize(
     ("error", "sentence"),
     [
-        (PermissionError("The key is wrong."), "access is denied (The key is wrong); check the credentials"),
-        (NotImplementedError(), "memory:// cannot be written to"),
-        (ConnectionResetError(104, "Connection reset by peer"), "it does not answer (Connection reset by peer)"),
-        (type("NoCredentialsError", (Exception,), {})("Unable to locate credentials"), "AWS_ACCESS_KEY_ID"),
-        (type("EndpointConnectionError", (Exception,), {})("Could not connect"), "check the network"),
+        (PermissionError("The key is wrong."), "The key is wrong"),
+        (NotImplementedError(), "NotImplementedError"),
+        (ConnectionResetError(104, "Connection reset by peer"), "Connection reset by peer"),
         (RuntimeError("no\nlonger"), "no"),
     ],
 )

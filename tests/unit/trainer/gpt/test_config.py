@@ -178,7 +178,7 @@ def test_checkpoints_elsewhere_that_cannot_be_reached_stop_a_start_but_no_restar
     place = "memory://bucket/away"
     directory = RunDirectory(tmp_path / "out", place)
 
-    with pytest.raises(ConfigError, match=r"--checkpoints memory://bucket/away cannot be used \(it does not answer"):
+    with pytest.raises(ConfigError, match=r"--checkpoints memory://bucket/away cannot be used \(connection"):
         directory.claim(replace(config, checkpoints=place), corpus)
     directory.claim(replace(config, checkpoints=place), corpus, again=True)
 

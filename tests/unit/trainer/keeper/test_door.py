@@ -300,8 +300,7 @@ def test_a_restarted_job_does_not_say_it_again(monkeypatch: pytest.MonkeyPatch) 
     ],
 )
 def test_what_begins_in_mid_training_is_named(monkeypatch: pytest.MonkeyPatch, begun: str, named: str) -> None:
-    monkeypatch.setattr(door, "_APART_S", 0.0)
-    monkeypatch.setattr(door, "_APART", 0)
+    monkeypatch.setattr(door, "_APART_S_MAX", 0.0)
     program = Program()
     average = noise = loader = scheduler = optimizer = None
     weights = [nn.Parameter(torch.ones(2))]
@@ -382,7 +381,7 @@ class Ranks:
 
     def from_all(self, value: Any) -> list[Any]:
         its = self._its()
-        return [value, its if isinstance(value, dict) else (crc32(repr(sorted(its.items())).encode()), 0.0)]
+        return [value, its if isinstance(value, dict) else crc32(repr(sorted(its.items())).encode())]
 
 
 def door_of(
@@ -449,7 +448,7 @@ def test_ranks_that_are_alike_and_restored_ones_are_not_refused() -> None:
 @pytest.mark.parametrize(
     ("differs", "named"),
     [
-        (lambda one: one._kept["extra"][1].update(x=1), "`extra.1.x` of rank 1 differs from rank 0's after step 98"),
+        (lambda one: one._kept["extra"][1].update(x=1), "`extra.1.x` of rank 1 differs from rank 0's after step 100"),
         (lambda one: setattr(one._kept["model"], "stage", 1), "`attribute stage` of rank 1 differs from rank 0's"),
         (lambda one: one._kept["extra"][0][1].running_mean.add_(1), "`extra.0.1.running_mean` of rank 1 differs"),
     ],
@@ -457,7 +456,6 @@ def test_ranks_that_are_alike_and_restored_ones_are_not_refused() -> None:
 def test_ranks_that_become_different_in_mid_training_are_named(
     monkeypatch: pytest.MonkeyPatch, differs: Callable[[Door], Any], named: str
 ) -> None:
-    monkeypatch.setattr(door, "_APART", 0)
     said: list[str] = []
     net = nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2))
     others = door_of(x=0, net=copy.deepcopy(net))
@@ -512,3 +510,44 @@ def test_the_state_of_an_object_that_is_not_of_this_training_is_not_asked_for() 
 
     assert Program().run(extra={"ema": {"decay": 0.9}}) == ""
     assert scheduler.asked == 0
+
+
+def test_an_optimizer_that_is_made_again_in_mid_training_is_named() -> None:
+    program = Program()
+
+    def begins(step: int) -> None:
+        if step == 5:
+            program.optimizer = torch.optim.AdamW(program.model.parameters(), lr=1e-3)
+
+    program.begins = begins
+
+    said = program.run(8)
+    assert said.startswith("the weights changed in the commit of step 5, and none of the Keeper's optimizers has made")
+
+
+def removes_a_group(program: Program) -> None:
+    program.optimizer.param_groups.pop()
+
+
+def replaces_a_parameter(program: Program) -> None:
+    program.model[2].weight = nn.Parameter(torch.ones(1, 8))
+
+
+@pytest.mark.parametrize(
+    ("change", "refused"),
+    [
+        (removes_a_group, "AdamW has the state of 1 parameters that are in none of its groups any more"),
+        (replaces_a_parameter, r"parameters, or modules with buffers, were added, removed or replaced .*2\.weight"),
+    ],
+)
+@pytest.mark.parametrize("moment", ["begins", "commits", "ends"])
+def test_a_parameter_that_goes_is_refused_by_name_also_after_the_last_commit(
+    change: Callable[[Program], None], refused: str, moment: str
+) -> None:
+    program = Program()
+    *others, last = program.model.parameters()
+    program.optimizer = torch.optim.AdamW([{"params": others}, {"params": [last]}])
+    setattr(program, moment, lambda step: change(program) if step == 4 else None)
+
+    with pytest.raises(TypeError, match=refused):
+        program.run(4)

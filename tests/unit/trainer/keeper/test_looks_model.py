@@ -301,11 +301,16 @@ def late_begin(patch: pytest.MonkeyPatch) -> None:
 
 
 def fastest_step(patch: pytest.MonkeyPatch) -> None:
-    def further(measured: Any, steps: int, took_s: float) -> Any:
-        fastest_s = min(measured.slowest_s or 1e9, took_s / steps)
-        return rule._Measured(measured.steps + steps, (measured.steps + steps) * fastest_s, fastest_s)
+    reached = Looks.reached
 
-    patch.setattr(rule._Measured, "further", further)
+    def fastest(looks: Looks, step: int, now_s: float) -> bool:
+        before_s, left, found = looks._slowest_s or 1e9, looks._left, reached(looks, step, now_s)
+        if left is not None and step > left[0]:
+            looks._slowest_s = min(before_s, (now_s - left[1]) / (step - left[0]))
+            looks._took_s = looks._steps * looks._slowest_s
+        return found
+
+    patch.setattr(Looks, "reached", fastest)
 
 
 def far_at_once(patch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ def test_a_restored_step_has_one_already() -> None:
 
 
 def test_the_distance_follows_what_steps_and_snapshots_take() -> None:
-    pace = Pace(None, 0)
+    pace = Pace(None, 0, share=0.01)
     run(pace, 100, 0.1, 0.1)
     slow_steps = pace.every
 
@@ -54,7 +54,7 @@ def test_the_distance_follows_what_steps_and_snapshots_take() -> None:
 
 
 def test_copies_that_take_new_memory_are_not_measured() -> None:
-    pace = Pace(None, 0, fresh=2)
+    pace = Pace(None, 0, fresh=2, share=0.01)
     pace.step_took(1.0)
     for step in (1, 2):
         assert pace.is_due(step)

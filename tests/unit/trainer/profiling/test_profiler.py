@@ -13,7 +13,7 @@ import torch
 from elaunch.trainer import Profiler, profiled
 from elaunch.trainer.profiling import profiler as module
 from elaunch.trainer.profiling.profiler import profile_folder
-from tests.unit.trainer.ranks.test_agreement import forked
+from tests.unit.trainer.ranks.test_peers import forked
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@ import errno
 import itertools
 import os
 import resource
+import select
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,22 +18,14 @@ import pytest
 import torch.distributed as dist
 
 from elaunch.trainer.ranks import connections, handshake
-from elaunch.trainer.ranks.channel import Channel
 from elaunch.trainer.ranks.connections import PeerLost
-from elaunch.trainer.ranks.handshake import (
-    CONFIRMATION_BYTES,
-    HELLO_BYTES,
-    NONCE_BYTES,
-    REPLY_BYTES,
-    Contact,
-    RankListener,
-)
-from elaunch.trainer.ranks.meeting import _StoreContacts, own_address
+from elaunch.trainer.ranks.handshake import CHALLENGE_BYTES, PROOF_BYTES, RESPONSE_BYTES, Contact, RankListener
+from elaunch.trainer.ranks.meeting import StoreContacts, own_address
 from tests.harness import DEADLINE_S
-from tests.unit.trainer.ranks.channels import NAME, Book, channels, on_all
+from tests.unit.trainer.ranks.thread_peers import NAME, Book, ThreadPeers, on_all, thread_peers
 
 ESTABLISHED = 1
-ASKED = b"a" * NONCE_BYTES
+CHALLENGE, NUMBER = b"c" * CHALLENGE_BYTES, b"n" * CHALLENGE_BYTES
 CONTACT = Contact("job/peers", 0, "10.0.0.1", 4711, b"s" * 32)
 
 
@@ -49,7 +42,7 @@ def test_under_elaunch_the_process_groups_store_does_not_have_the_secret(
     given: str, group_store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ELAUNCH_GENERATION_SECRET", given)
-    contacts, content = _StoreContacts("job/peers"), CONTACT.to_bytes()
+    contacts, content = StoreContacts("job/peers"), CONTACT.to_bytes()
 
     contacts.publish(0, content)
 
@@ -62,24 +55,23 @@ def test_under_elaunch_the_process_groups_store_does_not_have_the_secret(
 
 
 def test_only_who_knows_the_secret_the_channel_and_the_receiver_is_taken_for_a_rank() -> None:
-    hello, reply = CONTACT.hello(3, ASKED), CONTACT.reply(3, ASKED, b"b" * NONCE_BYTES)
+    response = CONTACT.response(3, CHALLENGE, NUMBER)
+    rank, proof = CONTACT.confirmation(CHALLENGE, response) or (-1, b"")
 
-    assert (len(hello), len(reply)) == (HELLO_BYTES, REPLY_BYTES)
-    assert CONTACT.heard(hello) == (3, ASKED)
-    assert CONTACT.confirmation(3, ASKED, reply)
+    assert (len(response), len(proof), rank) == (RESPONSE_BYTES, PROOF_BYTES, 3)
     for other in (replace(CONTACT, secret=b"t" * 32), replace(CONTACT, channel="job/mirror"), replace(CONTACT, rank=1)):
-        assert other.heard(hello) is None
-        assert other.confirmation(3, ASKED, reply) is None
-    assert CONTACT.secret not in hello + reply
-    for at in range(len(hello)):
-        assert CONTACT.heard(hello[:at] + bytes([hello[at] ^ 1]) + hello[at + 1 :]) is None
+        assert other.confirmation(CHALLENGE, response) is None
+    assert CONTACT.secret not in response + proof
+    assert CONTACT.confirmation(NUMBER, response) is None
+    for at in range(len(response)):
+        changed = response[:at] + bytes([response[at] ^ 1]) + response[at + 1 :]
+        assert CONTACT.confirmation(CHALLENGE, changed) is None
 
 
-def dial(book: Book, *words: bytes) -> socket.socket:
+def dial(book: Book, words: bytes = b"") -> socket.socket:
     contact = book.contact(0)
     made = socket.create_connection((contact.address, contact.port), DEADLINE_S)
-    for word in words:
-        made.sendall(word)
+    made.sendall(words)
     return made
 
 
@@ -103,40 +95,42 @@ def state(made: socket.socket) -> int:
 
 
 def is_closed(stranger: socket.socket) -> bool:
-    """Whether the rank has closed the connection and said nothing."""
+    """Whether the rank has closed the connection, and sent nothing but its challenge."""
     stranger.settimeout(DEADLINE_S)
-    # A connection that was closed with unread words is reset.
+    # A connection that was closed with unread bytes is reset.
     with stranger, contextlib.suppress(ConnectionResetError):
-        return stranger.recv(1) == b""
+        return len(stranger.recv(CHALLENGE_BYTES + 1, socket.MSG_WAITALL)) <= CHALLENGE_BYTES
     return True
 
 
 @contextlib.contextmanager
-def rank_0_waits(world_size: int) -> Iterator[tuple[Book, list[Channel]]]:
+def rank_0_waits(world_size: int) -> Iterator[tuple[Book, list[ThreadPeers]]]:
     """Rank 0 waits in a collective for the others. They come at the end of the block, and all ranks get the answer."""
     book = Book()
-    ranks = channels(world_size, book)
+    ranks = thread_peers(world_size, book)
     with ThreadPoolExecutor(world_size) as pool:
         found = [pool.submit(ranks[0].largest, [0])]
         yield book, ranks
         assert not found[0].done()
-        found += [pool.submit(channel.largest, [rank]) for rank, channel in enumerate(ranks) if rank]
+        found += [pool.submit(peers.largest, [peers.rank]) for peers in ranks[1:]]
         assert [each.result(DEADLINE_S) for each in found] == [[world_size - 1]] * world_size
 
 
 def test_strangers_are_closed_and_hold_no_rank_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake, "_HELLO_S", 0.2)
+    monkeypatch.setattr(handshake, "_ANSWER_S", 0.2)
     with rank_0_waits(3) as (book, ranks):
-        strangers = [dial(book), dial(book, b"half"), dial(book, b"GET / HTTP/1.1\r\nHost: " + b"x" * HELLO_BYTES)]
-        # A rank that is there says hello to another rank.
-        strangers.append(dial(book, replace(book.contact(0), rank=1).hello(2, ASKED)))
+        strangers = [dial(book), dial(book, b"half"), dial(book, b"GET / HTTP/1.1\r\nHost: " + b"x" * RESPONSE_BYTES)]
+        # A rank that is there responds to another rank.
+        strangers.append(dial(book))
+        challenge = strangers[-1].recv(CHALLENGE_BYTES, socket.MSG_WAITALL)
+        strangers[-1].sendall(replace(book.contact(0), rank=1).response(2, challenge, NUMBER))
 
-    assert on_all(ranks, lambda channel, rank: channel.largest([rank])) == [[2]] * 3
+    assert on_all(ranks, lambda peers: peers.largest([peers.rank])) == [[2]] * 3
     assert all(map(is_closed, strangers))
 
 
 def test_a_stranger_that_says_nothing_is_closed_while_the_rank_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake, "_HELLO_S", 0.05)
+    monkeypatch.setattr(handshake, "_ANSWER_S", 0.05)
     with rank_0_waits(2) as (book, _):
         assert is_closed(dial(book, b"half"))
 
@@ -171,34 +165,29 @@ def test_strangers_that_take_the_last_file_descriptors_end_no_training() -> None
 
         for each in (*strangers, rank_1):
             each.connect((rank_0.contact.address, rank_0.contact.port))
-        rank_1.sendall(rank_0.contact.hello(1, ASKED))
-        for _ in range(len(strangers)):
-            assert rank_0.admit(rank_0.descriptors) == []
-        reply = rank_1.recv(REPLY_BYTES, socket.MSG_WAITALL)
-        rank_1.sendall(rank_0.contact.confirmation(1, ASKED, reply) or b"")
+        while not select.select([rank_1], [], [], 0)[0]:
+            assert rank_0.admit(rank_0.descriptors) == {}
+        challenge = rank_1.recv(CHALLENGE_BYTES, socket.MSG_WAITALL)
+        rank_1.sendall(rank_0.contact.response(1, challenge, NUMBER))
 
-        assert [rank for rank, _ in rank_0.admit(rank_0.descriptors)] == [1]
-
-
-def test_a_hello_that_was_seen_on_the_way_is_of_no_use_a_second_time() -> None:
-    with rank_0_waits(2) as (book, _), dial(book, book.contact(0).hello(1, ASKED)) as stranger:
-        # It has seen one greeting, and this one has another number.
-        seen = book.contact(0).confirmation(1, ASKED, book.contact(0).reply(1, ASKED, ASKED))
-        assert len(stranger.recv(REPLY_BYTES, socket.MSG_WAITALL)) == REPLY_BYTES
-        assert seen
-        assert len(seen) == CONFIRMATION_BYTES
-        stranger.sendall(seen)
-
-        assert is_closed(stranger)
+        assert list(rank_0.admit(rank_0.descriptors)) == [1]
 
 
-def test_a_rank_believes_nobody_who_listens_at_a_dead_ranks_port(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_response_that_was_seen_on_the_way_is_of_no_use_a_second_time() -> None:
+    with rank_0_waits(2) as (book, _), dial(book) as stranger:
+        # It was for the challenge of another connection.
+        assert len(stranger.recv(CHALLENGE_BYTES, socket.MSG_WAITALL)) == CHALLENGE_BYTES
+        stranger.sendall(book.contact(0).response(1, CHALLENGE, NUMBER))
+
+        assert stranger.recv(1) == b""
+
+
+def test_a_rank_believes_nobody_who_listens_at_a_dead_ranks_port() -> None:
     book = Book()
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
-        book.publish(0, Contact("", 0, "127.0.0.1", server.getsockname()[1], b"s" * 32).to_bytes())
+        book.publish(0, replace(CONTACT, address="127.0.0.1", port=server.getsockname()[1]).to_bytes())
         server.settimeout(DEADLINE_S)
-        monkeypatch.setattr(connections, "_TRIES_S", 0.0)
-        joining = pool.submit(channels(2, book)[1].broadcast, None)
+        joining = pool.submit(thread_peers(2, book, timeout_s=0.0)[1].from_rank_0, None)
         taken, _ = server.accept()
         with taken:
             taken.sendall(b"a pickle" * 20)
@@ -209,10 +198,10 @@ def test_a_rank_believes_nobody_who_listens_at_a_dead_ranks_port(monkeypatch: py
 
 def test_the_highest_rank_listens_nowhere_and_one_that_everybody_has_reached_no_more() -> None:
     book = Book()
-    ranks = channels(2, book)
-    on_all(ranks, lambda channel, rank: channel.largest([rank]))
+    ranks = thread_peers(2, book)
+    on_all(ranks, lambda peers: peers.largest([peers.rank]))
 
-    assert list(book._said) == [0]
+    assert list(book.published) == [0]
     with pytest.raises(ConnectionRefusedError):
         dial(book)
 
@@ -236,7 +225,7 @@ def test_a_rank_listens_where_it_reaches_the_master_or_at_gloos_interface(
 def test_an_address_at_which_no_rank_can_listen_is_named_with_the_way_out() -> None:
     # It is for documentation, so no host has it.
     with pytest.raises(OSError, match=r"cannot listen at 2001:db8::1 .*; GLOO_SOCKET_IFNAME=… names"):
-        channels(2, Book("2001:db8::1"))[0].largest([0])
+        thread_peers(2, Book("2001:db8::1"))[0].largest([0])
 
 
 def test_a_port_that_a_firewall_closes_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,10 +233,10 @@ def test_a_port_that_a_firewall_closes_is_named_with_the_way_out(monkeypatch: py
     book = Book()
     book.publish(0, replace(CONTACT, address="127.0.0.1").to_bytes())
 
-    def bars(self: socket.socket, place: object) -> None:
+    def bars(*_: object) -> None:
         raise OSError(errno.EHOSTUNREACH, os.strerror(errno.EHOSTUNREACH))
 
-    monkeypatch.setattr(socket.socket, "connect", bars)
+    monkeypatch.setattr(socket, "create_connection", bars)
 
     with pytest.raises(PeerLost, match=r"No route to host, at 127.0.0.1 port 4711; open that port to the"):
-        channels(2, book)[1].largest([1])
+        thread_peers(2, book)[1].largest([1])

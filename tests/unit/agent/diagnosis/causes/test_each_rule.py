@@ -8,7 +8,7 @@ from elaunch.agent.diagnosis.causes.cause import Evidence, Facts, Space
 from elaunch.agent.diagnosis.causes.table import RULES, _evidences
 from tests.unit.agent.diagnosis.causes.test_table import EXCEPTIONS, raised
 
-NO_SHM = Facts(spaces={"/dev/shm": Space("/dev/shm", 64 << 20, 0)})
+NO_SHM = Facts(shm=Space("/dev/shm", 64 << 20, 0))
 ECC = Facts(gpu_errors=("Xid (PCI:0000:3b:00): 79, pid=1234, GPU has fallen off the bus.",))
 OLD = Facts(mismatch="the nodes have different software: torch 2.12 on node-b; torch 2.13 on node-a")
 NCCL = "NCCL error in: x.cpp:94, "
@@ -22,21 +22,11 @@ EXAMPLES = {
         1, "RuntimeError", "DataLoader worker (pid 9) is killed by signal: Bus error. ", facts=NO_SHM
     ),
     "a bus error from a small /dev/shm": Evidence(-7, facts=NO_SHM),
-    "a GPU or its link is faulty (Xid, ECC)": Evidence(1, "RuntimeError", "CUDA error: unknown error", facts=ECC),
+    "a GPU or its link is faulty (Xid)": Evidence(1, "RuntimeError", "CUDA error: unknown error", facts=ECC),
     "a failure between ranks, where the nodes have different versions of torch or Python": Evidence(
         1, "DistBackendError", f"{NCCL}invalid usage", facts=OLD
     ),
-    "a failure to unpickle, where the nodes have different versions of torch or Python": Evidence(
-        1, "UnpicklingError", "invalid load key, 'x'", facts=OLD
-    ),
     "wrong arguments of the script": Evidence(2, words="train.py: error: unrecognized arguments: --lr0 0.1"),
-    "a file hides a module": Evidence(
-        1,
-        "AttributeError",
-        "module 'random' has no attribute 'randint'",
-        ("/home/u/train.py",),
-        facts=Facts(there=frozenset({"/home/u/random.py"})),
-    ),
     "a variable that is not set": Evidence(
         1, "KeyError", "'DATA_DIR'", traceback='File "<frozen os>", line 679, in __getitem__'
     ),

@@ -1,0 +1,302 @@
+"""When a whole job hangs, and which rank to name: the records of the nodes, the leader's rule, and its transactions.
+
+Each node writes a record while all of its ranks stand still. One node's records prove nothing: a rank of another node
+may work, and the others wait for it. So the job hangs when every seated node has a record that is ready.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import TYPE_CHECKING, Annotated
+
+from elaunch.rendezvous.codec import Between, Bounded, encode, keep_line
+from elaunch.rendezvous.store import Absent, Delete, NoneNewer, Present, Txn
+from elaunch.rendezvous.times import Times
+from elaunch.rendezvous.types import GENERATION_MAX, Node, RankTable, Seat
+
+if TYPE_CHECKING:
+    from elaunch.rendezvous.rules.snapshot import Snapshot
+
+# A node's ranks stand at a few places. More groups than this are not worth a larger record.
+GROUPS_MAX = 8
+_RANK_MAX = (1 << 31) - 1
+
+_Words = Annotated[str, keep_line(400)]
+_Id = Annotated[str, keep_line(300)]
+# -1 for none.
+_Rank = Annotated[int, Between(-1, _RANK_MAX)]
+
+
+class StillKind(Enum):
+    """Why a rank stands still, as far as its node can tell."""
+
+    WAITS = "waits"  # In a call that only other ranks can end.
+    STOPPED = "stopped"  # By a signal.
+    RUNS = "runs"  # In a loop, or a C function, that does nothing else and lets no other thread run.
+    STUCK = "stuck"  # It waits for a lock or for a data loader, and no thread or child of it does anything.
+    ELSEWHERE = "elsewhere"  # It may go on by itself: a file, the network, a sleep.
+    UNKNOWN = "unknown"  # It uses no CPU, and its stack cannot be read.
+
+
+@dataclass(frozen=True)
+class StillGroup(Bounded):
+    """Ranks of one node that stand still at the same place; `pid` is the process of `first_rank`.
+
+    `ranks` names them ("ranks 0, 2–3"), `count` is their number. `where` is the place, equal on all nodes for ranks at
+    the same place. `does` is what they do, as the middle of a sentence.
+    """
+
+    kind: StillKind
+    first_rank: Annotated[int, Between(0, _RANK_MAX)]
+    count: Annotated[int, Between(1, _RANK_MAX)]
+    ranks: _Words
+    where: _Words
+    does: _Words
+    pid: int = -1
+
+
+@dataclass(frozen=True)
+class StillNode(Bounded):
+    """A node says that all of its ranks stand still, for `still_s` when it wrote this.
+
+    `is_ready` says that this is long enough for what they do. `exited` names ranks of this node that have exited with 0
+    before; empty if there are none, and then `exited_rank` is -1. `is_lingering` says that the processes of some of
+    these are still there, after the end of their programs.
+    """
+
+    node_id: _Id
+    still_s: Annotated[float, Between(0, 1e9)]
+    is_ready: bool
+    groups: tuple[StillGroup, ...]
+    exited: _Words = ""
+    exited_rank: _Rank = -1
+    is_lingering: bool = False
+
+
+@dataclass(frozen=True)
+class Hang(Bounded):
+    """The leader's verdict: the job hangs in `generation`.
+
+    `rank` is the rank to name, -1 where none differs from the others; `node_id` is its node, else rank 0's. `message`
+    is the sentence about it, as in `Failure`. `is_blameless` as in `Failure`, too: a rank is named by order alone.
+    `is_unawaited` says that no rank waits for it, since all others have ended: that is no failure. `pid` is the named
+    rank's process, -1 if that is not known.
+    """
+
+    generation: Annotated[int, Between(0, GENERATION_MAX)]
+    node_id: _Id
+    rank: _Rank
+    message: Annotated[str, keep_line(2 << 10)]
+    is_blameless: bool = False
+    is_unawaited: bool = False
+    pid: int = -1
+
+    @property
+    def said(self) -> str:
+        """The message without the words that join it to a failure's sentence."""
+        return self.message.removeprefix("hung: ").rstrip(",")
+
+
+def hang_words(hang: Hang, host: str) -> str:
+    """The verdict as a sentence that begins with the rank it names, on `host`."""
+    if hang.rank < 0:
+        return hang.said
+    where = f"(pid {hang.pid} on {host})" if hang.pid > 0 else f"on {host}"
+    return f"rank {hang.rank} {where} {hang.said.removeprefix('it ')}"
+
+
+# Who waits for a lock may wait for another rank, so those are named late; last those that could not be looked into.
+_SUSPECT = (StillKind.STOPPED, StillKind.RUNS, StillKind.ELSEWHERE, StillKind.STUCK, StillKind.UNKNOWN)
+_SAID_MAX = 4
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Ranks of any nodes at the same place; `seat` is the first one's, `nodes` are all of them."""
+
+    group: StillGroup
+    seat: Seat
+    count: int
+    ranks: tuple[str, ...]
+    nodes: frozenset[str]
+
+    @property
+    def said(self) -> str:
+        """Which ranks do what: "ranks 0, 2, 3 wait in all_reduce (train.py:40)"."""
+        return f"{_who(self.ranks, self.count)} {_plural(self.group.does) if self.count > 1 else self.group.does}"
+
+
+def confirm_s(times: Times, table: RankTable) -> float:
+    """For how long the records must stand. Another node may notice late that it goes on; a node alone does not."""
+    return times.hang_confirm_s if len(table.seats) > 1 else 0.0
+
+
+def tell_still(snapshot: Snapshot, me: Node, generation: int, record: StillNode | None) -> Txn:
+    """Write that all ranks of this node stand still; or, with None, that one goes on."""
+    key = snapshot.keys.still(generation, me.node_id)
+    if record is None:
+        return Txn((), (Delete(key),))
+    return Txn((snapshot.gen_guard, snapshot.live_guard), (snapshot.put(key, encode(record)),))
+
+
+def end_hang(snapshot: Snapshot, table: RankTable, done: frozenset[str]) -> Txn | None:
+    """Take the verdict back if a node no longer stands still; None if there is nothing to take back."""
+    hang, records = snapshot.hang, snapshot.still.get(table.generation, {})
+    is_over = any(seat.node_id not in records and seat.node_id not in done for seat in table.seats)
+    if hang is None or hang.generation != table.generation or not is_over:
+        return None
+    return Txn(snapshot.leader_guards, (Delete(snapshot.keys.hang),))
+
+
+def new_hang(
+    snapshot: Snapshot, table: RankTable, done: frozenset[str], stood_s: float, *, has_limit: bool
+) -> Hang | None:
+    """The verdict, if the job hangs and there is none yet. The records have stood for `stood_s`."""
+    if snapshot.hang is not None and snapshot.hang.generation == table.generation:
+        return None
+    return verdict_on(snapshot.still.get(table.generation, {}), table, done, stood_s, has_limit=has_limit)
+
+
+def declare_hang(snapshot: Snapshot, table: RankTable, hang: Hang) -> Txn:
+    """Write the verdict. It fails if a node has changed what it says, or if the named one goes on."""
+    keys = snapshot.keys
+    guards = (
+        *snapshot.leader_guards,
+        Absent(keys.hang),
+        Present(keys.table(table.generation)),
+        NoneNewer(keys.still(table.generation), snapshot.revision),
+        Present(keys.still(table.generation, hang.node_id)),
+    )
+    return Txn(guards, (snapshot.put(keys.hang, encode(hang)),))
+
+
+def verdict_on(
+    records: Mapping[str, StillNode],
+    table: RankTable,
+    done: frozenset[str],
+    stood_s: float = 0.0,
+    *,
+    has_limit: bool = False,
+) -> Hang | None:
+    """The verdict, or None while somebody works or may go on by itself.
+
+    Ranks none of which waits for another hang only if the user gave a limit: `has_limit`.
+    """
+    seats = [seat for seat in table.seats if seat.node_id not in done]
+    if not seats or any(seat.node_id not in records or not records[seat.node_id].is_ready for seat in seats):
+        return None
+    places = sorted(_places(seats, records), key=lambda place: place.count)
+    waiting = [place for place in reversed(places) if place.group.kind is StillKind.WAITS]
+    others = [place for kind in _SUSPECT for place in places if place.group.kind is kind]
+    exited = _exited(table, seats, records, done)
+    are_unreadable = all(place.group.kind is StillKind.UNKNOWN for place in places)
+    # Programs that have nothing to do with each other, such as servers, stand still at one place each: no hang.
+    is_stuck = any(place.group.kind is StillKind.STUCK for place in places) and len(places) > 1
+    is_hang = has_limit or waiting or exited or is_stuck or (are_unreadable and table.world_size > 1)
+    if not places or not is_hang:
+        return None
+    still_s = min(records[seat.node_id].still_s for seat in seats) + stood_s
+    left = sum(place.count for place in places)
+    if are_unreadable and left > 1:
+        all_ = f"hung: all {left} ranks {_plural(places[-1].group.does)}, for {still_s:.0f} s,"
+        return Hang(table.generation, seats[0].node_id, -1, all_, is_blameless=True)
+    if others:
+        is_blameless = not _points_at_node(others, waiting)
+        hang = _hang(table, others[0], [*waiting, *others[1:]], still_s, is_blameless=is_blameless)
+        if waiting or not exited:
+            return hang
+        return replace(hang, message=f"{hang.message.removesuffix(',')}, after {exited.words},", is_unawaited=True)
+    if exited:
+        message = f"{exited.said}, while {_all_said(waiting)}, for {still_s:.0f} s,"
+        return Hang(table.generation, exited.seat.node_id, exited.rank, message, is_blameless=True)
+    if len(waiting) > 1:
+        # The fewest are named. Of two alike, neither is right by number: the message has both.
+        is_tie = waiting[-1].count == waiting[-2].count
+        is_blameless = is_tie or len(waiting[-1].nodes) > 1
+        return _hang(table, waiting[-1], waiting[:-1], still_s, is_blameless=is_blameless)
+    (only,) = waiting
+    everybody = only.said if only.count == 1 else f"all {only.count} ranks {_plural(only.group.does)}"
+    message = (
+        f"hung: {everybody} for {still_s:.0f} s and no rank is anywhere else (a rank may have called it once more or"
+        " less than the others, or the network between them fails),"
+    )
+    return Hang(table.generation, seats[0].node_id, -1, message, is_blameless=True)
+
+
+def _points_at_node(others: Sequence[_Place], waiting: Sequence[_Place]) -> bool:
+    """Whether the first of `others` is named for what it does, and not because one had to be named."""
+    kind = others[0].group.kind
+    if kind is StillKind.UNKNOWN or not (waiting or kind is StillKind.STOPPED):
+        return False
+    return len(frozenset[str]().union(*(place.nodes for place in others if place.group.kind is kind))) == 1
+
+
+def _places(seats: Sequence[Seat], records: Mapping[str, StillNode]) -> list[_Place]:
+    """All groups of all nodes, those at the same place as one."""
+    found: dict[object, _Place] = {}
+    for seat in seats:
+        for group in records[seat.node_id].groups:
+            key = (group.kind, group.where, group.does)
+            known = found.get(key, _Place(group, seat, 0, (), frozenset()))
+            count, ranks = known.count + group.count, (*known.ranks, group.ranks)
+            found[key] = _Place(known.group, known.seat, count, ranks, known.nodes | {seat.node_id})
+    return list(found.values())
+
+
+@dataclass(frozen=True)
+class _Exited:
+    """Ranks that ended while others wait: the node that says so, a rank (-1 for none), and how it is said of it."""
+
+    seat: Seat
+    rank: int
+    said: str
+    words: str
+
+
+def _exited(
+    table: RankTable, seats: Sequence[Seat], records: Mapping[str, StillNode], done: frozenset[str]
+) -> _Exited | None:
+    for seat in seats:
+        if (record := records[seat.node_id]).exited:
+            is_one = record.exited == f"rank {record.exited_rank}"
+            how = "reached the end of the program" if record.is_lingering else "exited with code 0"
+            said = how if is_one else f"and others ({record.exited}) {how}"
+            return _Exited(seat, record.exited_rank, said, f"{record.exited} {how}")
+    gone = [seat for seat in table.seats if seat.node_id in done]
+    if not gone:
+        return None
+    # A node that is done has no worker that could fail: a node that waits says it.
+    words = (
+        f"{f'rank {gone[0].first_rank}' if gone[0].slots == 1 else 'all ranks'} of {gone[0].host} exited with code 0"
+    )
+    return _Exited(seats[0], -1, f"hung: {words}", words)
+
+
+def _hang(table: RankTable, suspect: _Place, rest: Sequence[_Place], still_s: float, *, is_blameless: bool) -> Hang:
+    """The sentence begins with the suspect's first rank."""
+    also = f" (as {'does' if suspect.count == 2 else 'do'} {suspect.count - 1} more)" if suspect.count > 1 else ""
+    others = f", while {_all_said(rest)}" if rest else ""
+    message = f"hung: it {suspect.group.does}{also}{others}, for {still_s:.0f} s,"
+    group = suspect.group
+    return Hang(table.generation, suspect.seat.node_id, group.first_rank, message, is_blameless, pid=group.pid)
+
+
+def _all_said(places: Sequence[_Place]) -> str:
+    more = f", and {len(places) - _SAID_MAX} more groups" if len(places) > _SAID_MAX else ""
+    return ", ".join(place.said for place in places[:_SAID_MAX]) + more
+
+
+def _who(ranks: Sequence[str], count: int) -> str:
+    numbers = [text.removeprefix("ranks ").removeprefix("rank ") for text in ranks]
+    if len(numbers) > _SAID_MAX:
+        return f"ranks {', '.join(numbers[:_SAID_MAX])}, … ({count} ranks)"
+    return f"{'rank' if count == 1 else 'ranks'} {', '.join(numbers)}"
+
+
+def _plural(does: str) -> str:
+    """What several ranks do: "waits in …" becomes "wait in …"."""
+    verb, blank, more = does.partition(" ")
+    plural = {"is": "are", "shows": "show", "uses": "use"}.get(verb, verb.removesuffix("s"))
+    return f"{plural}{blank}{more}"

@@ -1,5 +1,0 @@
-# headline: exited with code 3
-# next: none
-# slow
-
-raise SystemExit(3)

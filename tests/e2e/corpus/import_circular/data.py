@@ -1,5 +1,0 @@
-import model
-
-
-class Data:
-    pass
