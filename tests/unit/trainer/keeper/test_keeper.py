@@ -623,11 +623,11 @@ def test_a_directory_that_cannot_be_read_any_more_costs_checkpoints_and_a_stop_i
         job.train(9, {3: lose, 6: lambda: signal.raise_signal(signal.SIGTERM)})
 
     assert ended.value.code == 143
-    failed = f"could not be written: Stale file handle; {tmp_path / 'c'} cannot be read: Stale file handle"
+    failed = f"could not be written: Stale file handle; the newest one in {tmp_path / 'c'} is of step 2"
     assert job.said == [
         f"the checkpoint of step 4 {failed}",
         f"the checkpoint of step 6 {failed}",
-        "stopped after step 6, as it was told to leave",
+        "stopped after step 6, as it was told to leave; the same command goes on from the checkpoint of step 2",
     ]
 
 
