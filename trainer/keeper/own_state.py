@@ -9,8 +9,6 @@ from typing import Any
 
 from torch import Tensor
 
-from elaunch.trainer import link
-from elaunch.trainer.data.batches import NotRestorable
 from elaunch.trainer.memory.records import Records
 from elaunch.trainer.state.buffers import changed_since, versions
 from elaunch.trainer.state.packing import NotPlain, not_plain, tensor_that_is_not_dense
@@ -44,11 +42,7 @@ class OwnState:
         """Store the present state as that of `version`, `is_begun` before its commit. Returns whether that was done."""
         if self._put[0] not in (None, version) and self._training.per_rank is not None:
             self._training.per_rank.go_on()
-        try:
-            own, present = self._training.own(), self._training.buffers()
-        except NotRestorable as error:
-            link.refuse(str(error))
-            raise
+        own, present = self._training.own(), self._training.buffers()
         buffers, is_again = versions(present), version == self._put[0]
         have_changed = is_again and buffers != self._put[1]
         self.is_replaced = is_again and unless_same and not equal(own, self._put[2])
