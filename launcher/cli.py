@@ -42,7 +42,7 @@ from elaunch.launcher.schedulers.facts import Cluster
 from elaunch.launcher.schedulers.other_tasks import seen_by_others, wait_for_agent
 from elaunch.launcher.store.locate import Planned, plan
 from elaunch.rendezvous.job_spec import UNNAMED
-from elaunch.rendezvous.shortage import shortage
+from elaunch.rendezvous.texts import shortage
 
 if TYPE_CHECKING:
     from elaunch.agent.run import AgentRun

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ipaddress
-import ssl
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from elaunch.rendezvous.store import Denied
+
+if TYPE_CHECKING:
+    # Importing ssl takes ten milliseconds, and only TLS needs it.
+    import ssl
 
 # The keys of a job begin with this unless etcd_prefix is given.
 PREFIX = "/elaunch/"

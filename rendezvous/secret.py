@@ -41,9 +41,14 @@ def fingerprint(certificate: bytes) -> str:
 
 
 class Secret:
-    """Everything that is derived from a token. Raises ValueError, with a sentence, if the token is too short."""
+    """Everything that is derived from a token. Raises ValueError, with a sentence, for a token that cannot be used."""
 
     def __init__(self, token: str) -> None:
+        # A person types it on the other hosts, and it is one line on the stdin of the store's process.
+        if not token.isprintable():
+            raise ValueError(
+                "the job's token has characters that cannot be typed; take the output of: openssl rand -hex 16"
+            )
         if len(token) < TOKEN_CHARACTERS_MIN:
             raise ValueError(
                 f"the job's token has {len(token)} characters, and it takes at least {TOKEN_CHARACTERS_MIN} to keep"
@@ -75,7 +80,7 @@ class Secret:
 
     @cached_property
     def key(self) -> str:
-        """The certificate's private key, in PEM: for an etcd, which reads it from a file."""
+        """The certificate's private key, in PEM."""
         from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
         return self._key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode()
@@ -86,24 +91,6 @@ class Secret:
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         # Nobody resumes sessions: clients keep their connections.
         context.num_tickets = 0
-        self._show(context)
-        return context
-
-    def client_context(self) -> ssl.SSLContext:
-        """TLS for the side that connects. It accepts only a server with the same token; the host name does not matter.
-
-        It shows the same certificate to a server that asks: an etcd that the head started recognises its clients by it.
-        """
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        # Our server speaks TLS 1.3; an etcd 3.5 that the head started may know only 1.2.
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_REQUIRED
-        context.load_verify_locations(cadata=self.certificate)
-        self._show(context)
-        return context
-
-    def _show(self, context: ssl.SSLContext) -> None:
         # ssl reads keys from files only. This file is in memory and disappears with its descriptor.
         fd = os.memfd_create("elaunch-store-key", os.MFD_CLOEXEC)
         try:
@@ -111,6 +98,16 @@ class Secret:
             context.load_cert_chain(f"/proc/self/fd/{fd}")
         finally:
             os.close(fd)
+        return context
+
+    def client_context(self) -> ssl.SSLContext:
+        """TLS for the side that connects. It accepts a server with the same token only, whatever its host name."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(cadata=self.certificate)
+        return context
 
     @cached_property
     def _key(self) -> Ed25519PrivateKey:

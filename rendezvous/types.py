@@ -156,8 +156,8 @@ class RankTable(Bounded):
     each restart still in the window, how long before the seal it was. `barren` counts the generations in a row, this
     one included, that began after one without progress. `progressed` says whether any earlier generation made progress.
     `streak` and `excluded` are those after the last failure. `mismatch` is a sentence about nodes with other software.
-    `vacant` are the roles of seats that are free, and stay free for a node of that role (rules/seating.py). Workers get
-    `secret` in their environment; it is empty if a node's elaunch is too old for it.
+    `vacant` are the roles of seats that are free, and stay free for a node of that role. Workers get `secret` in their
+    environment; it is empty if a node's elaunch is too old for it.
     """
 
     generation: _Number

@@ -23,7 +23,7 @@ from elaunch.agent.diagnosis.causes.table import explained
 from elaunch.agent.diagnosis.exit_status import with_tail
 from elaunch.rendezvous.rules import transactions
 from elaunch.rendezvous.rules.transactions import report_done
-from elaunch.rendezvous.rules.verdict import decisive_failure, is_one_bug, killed_together
+from elaunch.rendezvous.rules.verdict import decisive_failure, is_one_bug
 from elaunch.rendezvous.types import Failure, FailureKind, OpenKind, Outcome, OutcomeKind
 
 
@@ -153,9 +153,7 @@ def _complete(agent: Agent, clearing: Clearing, event: Cleared) -> tuple[Agent, 
     known = [f for f in known if f.kind is not FailureKind.EXIT_CODE or f.local_rank not in ended.answered] or known
     cause = decisive_failure(known)
     cause = with_cause(cause)
-    cause = replace(
-        killed_together(cause, known), ranks_alike=len({each.rank for each in known if is_one_bug(cause, each)}) or 1
-    )
+    cause = replace(cause, ranks_alike=len({each.rank for each in known if is_one_bug(cause, each)}) or 1)
     asked = next((each for each in known if each.asks_to_end), cause)
     if asked.rank != cause.rank and not cause.asks_to_end:
         # It ends the job; what it may have asked for comes with it.

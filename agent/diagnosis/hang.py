@@ -4,7 +4,7 @@ A rank stands still while it uses no CPU, or while it uses one whole CPU for not
 first time, nothing is read or written. It also stands still while torch's flight recorder says that a collective has
 not ended, and that the rank has entered no other: a rank that waits for its GPU spins. That alone proves nothing, so
 stacks are taken, again and again, and each rank must be at the same place in all of them, and in the same collective.
-`rendezvous/rules/hanging.py` has the rule for the whole job.
+`rendezvous/rules/hang_verdict.py` has the rule for the whole job.
 """
 
 from __future__ import annotations

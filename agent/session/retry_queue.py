@@ -51,7 +51,6 @@ class RetryQueue:
         self._failing: dict[_Lane, Unavailable | Rejected] = {}
         # Tries in a row that failed, of the queue's first request.
         self._failed_tries = 0
-        self._turn = _Lane.RENEWAL
         self._is_ending = False
 
     @property
@@ -80,27 +79,27 @@ class RetryQueue:
         return self._failed_tries >= LAST_TRIES or is_denied or not self._queue
 
     def do_next(self, backoff_s: float) -> float:
-        """Do what is next, if there is anything; the pause after it. `backoff_s` was the last pause."""
-        lane = self._next_lane()
-        if lane is None:
-            return 0.0
-        # A renewal that is ordered while this one runs is wanted once more.
-        self._renewal_wanted &= lane is not _Lane.RENEWAL
-        self._turn = _Lane.RENEWAL
-        try:
-            (self._renew if lane is _Lane.RENEWAL else self._queue[0])()
-        except (Unavailable, Rejected) as error:
-            return self._failed(lane, error, backoff_s)
-        except HistoryLost as error:
-            self._post(StoreLost(str(error)))
-        self._succeeded(lane)
-        return 0.0
+        """Do a renewal that is wanted, and the first request; the pause after it. `backoff_s` was the last pause."""
+        pause_s = 0.0
+        for lane in self._lanes():
+            # A renewal that is ordered while this one runs is wanted once more.
+            self._renewal_wanted &= lane is not _Lane.RENEWAL
+            try:
+                (self._renew if lane is _Lane.RENEWAL else self._queue[0])()
+            except (Unavailable, Rejected) as error:
+                pause_s = self._failed(lane, error, backoff_s)
+                if isinstance(error, Unavailable):
+                    break
+                # The store answers: it may do what one lane asks though it refuses the other.
+                continue
+            except HistoryLost as error:
+                self._post(StoreLost(str(error)))
+            self._succeeded(lane)
+        return pause_s
 
-    def _next_lane(self) -> _Lane | None:
-        is_queues_turn = self._is_ending or self._turn is _Lane.QUEUE
-        if self._queue and (is_queues_turn or not self._renewal_wanted):
-            return _Lane.QUEUE
-        return _Lane.RENEWAL if self._renewal_wanted else None
+    def _lanes(self) -> list[_Lane]:
+        wants_renewal = self._renewal_wanted and not (self._is_ending and self._queue)
+        return [_Lane.RENEWAL] * wants_renewal + [_Lane.QUEUE] * bool(self._queue)
 
     def _failed(self, lane: _Lane, error: Unavailable | Rejected, backoff_s: float) -> float:
         self._failing[lane] = error
@@ -108,8 +107,6 @@ class RetryQueue:
         if isinstance(error, Rejected):
             self._post(StoreRefuses(str(error), isinstance(error, Denied)))
             least_s = most_s = self._backoff_max_s
-            # The store answers: it may do what one lane asks though it refuses the other.
-            self._turn = _Lane.QUEUE if lane is _Lane.RENEWAL else _Lane.RENEWAL
         else:
             is_heads = isinstance(error, HeadAway)
             cause = error.__cause__ if is_heads else error

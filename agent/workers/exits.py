@@ -12,7 +12,6 @@ from elaunch.agent.core.events import WorkerAsked, WorkerExited
 from elaunch.agent.diagnosis.exit_status import CRASH_CODES, Place, Remains, end_of, failure_of
 from elaunch.agent.diagnosis.oom import OutOfMemoryWatch, limit_text
 from elaunch.agent.workers.group import WorkerGroup
-from elaunch.agent.workers.link import Link
 from elaunch.rendezvous.types import Failure, FailureKind
 
 # The record holds Python's text of the exception twice. The agent's loop waits while a record is read.
@@ -54,11 +53,10 @@ class ExitReader:
 
     def exited(self, group: WorkerGroup, local_rank: int, pid: int, code: int) -> WorkerExited:
         """The event of a worker's exit; `code` is as in `Failure`."""
-        link = group.links.get(local_rank)
-        if link:
-            link.read()
+        link = group.links[local_rank]
+        link.read()
         # A signal is no end of a program that had ended by itself. An exit code is a failure, as without a link.
-        has_end = code == 0 or (code < 0 and link is not None and link.has_returned)
+        has_end = code == 0 or (code < 0 and link.has_returned)
         end = self._end(group, local_rank, pid, 0 if code == 0 else None) if has_end else None
         if code == 0:
             return WorkerExited(group.generation, local_rank, 0, end=end)
@@ -74,7 +72,7 @@ class ExitReader:
             parent,
             code=-signal.SIGKILL,
             progressed=group.progressed or group.has_used_store or group.lasted or None,
-            step=max(map(_step, group.links.values()), default=-1),
+            step=max((link.step for link in group.links.values()), default=-1),
             lived_s=max(map(group.lived_s, group.pids)),
         )
         group.failures[parent.local_rank] = parent
@@ -105,8 +103,8 @@ class ExitReader:
             message,
             log_path=group.log_files.get(local_rank, ""),
             failed_at=time.time(),
-            progressed=_progressed(link),
-            step=_step(link),
+            progressed=link.progressed if link else None,
+            step=link.step if link else -1,
             lived_s=group.lived_s(local_rank),
             is_mixed=local_rank in group.mixed,
         )
@@ -114,14 +112,14 @@ class ExitReader:
 
     def _end(self, group: WorkerGroup, local_rank: int, pid: int, code: int | None) -> Failure:
         """The record of a program that ended without an exception; `code` is None while its process runs."""
-        now, link = time.time(), group.links.get(local_rank)
-        remains = Remains(code or 0, progressed=_progressed(link), step=_step(link), lived_s=group.lived_s(local_rank))
+        now, link = time.time(), group.links[local_rank]
+        remains = Remains(code or 0, progressed=link.progressed, step=link.step, lived_s=group.lived_s(local_rank))
         clock = time.strftime("%H:%M:%S", time.localtime(now))
         end = end_of(self._place(group, local_rank, pid), remains, clock, now, is_gone=code is not None)
         return replace(end, log_path=group.log_files.get(local_rank, ""))
 
     def _failure(self, group: WorkerGroup, local_rank: int, pid: int, code: int) -> Failure:
-        link, error_file = group.links.get(local_rank), group.error_files.get(local_rank)
+        link, error_file = group.links[local_rank], group.error_files.get(local_rank)
         record = read_error_file(error_file) if error_file else None
         kernel = self.word_of_kernel(pid) if code == -signal.SIGKILL else ""
         crash_file = group.crash_files.get(local_rank) if code in CRASH_CODES else None
@@ -130,12 +128,12 @@ class ExitReader:
             record or "",
             kernel=kernel,
             crash=crash_file.read() if crash_file else "",
-            returned=link is not None and link.has_returned,
-            progressed=_progressed(link),
-            raised=link is not None and link.raised,
-            lost=link.lost_at_end if link else None,
-            refused=link.refused if link else "",
-            step=_step(link),
+            returned=link.has_returned,
+            progressed=link.progressed,
+            raised=link.raised,
+            lost=link.lost_at_end,
+            refused=link.refused,
+            step=link.step,
             lived_s=group.lived_s(local_rank),
         )
         failure = failure_of(self._place(group, local_rank, pid), remains, signal_name(code), time.time())
@@ -155,14 +153,6 @@ class ExitReader:
         word = self._oom.word_on(pid, time.monotonic())
         limit = limit_text() if word else ""
         return f"{word}; its cgroup may hold {limit}" if limit else word
-
-
-def _step(link: Link | None) -> int:
-    return link.step if link else -1
-
-
-def _progressed(link: Link | None) -> bool | None:
-    return True if link and link.step >= 0 else link.reached_store if link else None
 
 
 def signal_name(code: int) -> str:

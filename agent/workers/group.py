@@ -124,10 +124,6 @@ class Reporter:
         """Log a sentence."""
         self.tell(text, "info")
 
-    def detail(self, text: str) -> None:
-        """Log what is of use to somebody who asks for more (--verbose)."""
-        self.tell(text, "debug")
-
     def warn(self, text: str) -> None:
         """Log what may need a person."""
         self.tell(text, "warning")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import select
 import socket
 import time
@@ -34,8 +35,6 @@ from elaunch.strict_json import parse_json
 
 # A step's time is a mean over this many looks at which the step had moved: ten seconds, or ten slow steps.
 _LOOKS = 10
-# A question comes at any moment. A step that ends between two looks 20 ms apart has not taken 20 ms.
-_APART_S = 0.5
 
 
 class StepTimes:
@@ -56,8 +55,6 @@ class StepTimes:
         if self._moves and step < self._moves[-1][1]:
             # It goes over these steps again.
             self._moves.clear()
-        if self._moves and now_s - self._moves[-1][0] < _APART_S:
-            return
         self._moves.append((now_s, step))
 
     @property
@@ -76,8 +73,6 @@ _LINK_BYTES_MAX = 1 << 16
 # The most characters of a note, which goes to the log, and of a phase's name, which goes into a failure's message.
 _TEXT_MAX, _NAME_MAX = 2000, 100
 _STEP_END = 1 << 63
-# Marks of one worker that go to the timeline. The Keeper makes two.
-_MARKS_MAX = 16
 # A program that catches the error of a lost peer and runs on for longer does not end by it.
 _LOST_S = 10.0
 _FDS_SPACE = socket.CMSG_SPACE(4 * 4)
@@ -90,6 +85,12 @@ class StartMark(NamedTuple):
     said_s: float
 
 
+class Note(NamedTuple):
+    """A sentence of a worker for the log."""
+
+    text: str
+
+
 @dataclass
 class Link:
     """The agent's end of one worker's link.
@@ -100,8 +101,8 @@ class Link:
     has ended. `left_s` is when it has left its newest
     process group, `lost` the error by which it has lost a peer of that group, at `lost_s`, and `ended_s` when its
     program has ended (0 if that is not known). `refused` is why it cannot do what is asked of it, if it has said so.
-    `notes` are sentences for the log, `marks` are for the timeline, of which `marks_left` are still taken. `news` are
-    events for the agent's core. `recorder` asks the worker about its collectives, while it has a process group.
+    `news` are events for the agent's core, notes for the log and marks for the timeline. `recorder` asks the worker
+    about its collectives, while it has a process group.
     """
 
     generation: int
@@ -119,10 +120,7 @@ class Link:
     lost_s: float = 0.0
     ended_s: float = 0.0
     refused: str = ""
-    notes: list[str] = field(default_factory=list)
-    marks: list[StartMark] = field(default_factory=list)
-    marks_left: int = _MARKS_MAX
-    news: list[LinkEvent] = field(default_factory=list)
+    news: list[LinkEvent | Note | StartMark] = field(default_factory=list)
     rest: bytes = b""
     recorder: FlightRecorder | None = None
 
@@ -133,6 +131,11 @@ class Link:
     def has_returned(self) -> bool:
         """Whether the program has ended without an exception."""
         return self.reached_store is not None and not self.raised
+
+    @property
+    def progressed(self) -> bool | None:
+        """Whether it has reported a step, or had made its process group; None while that is not known."""
+        return True if self.step >= 0 else self.reached_store
 
     @property
     def lost_at_end(self) -> Raised | None:
@@ -166,17 +169,7 @@ class Link:
         with suppress(OSError):
             self.socket.send(line_of(message), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
-    def take_notes(self) -> list[str]:
-        """The notes since the last call."""
-        notes, self.notes = self.notes, []
-        return notes
-
-    def take_marks(self) -> list[StartMark]:
-        """The marks since the last call."""
-        marks, self.marks = self.marks, []
-        return marks
-
-    def take_news(self) -> list[LinkEvent]:
+    def take_news(self) -> list[LinkEvent | Note | StartMark]:
         """The news since the last call."""
         news, self.news = self.news, []
         return news
@@ -212,7 +205,7 @@ class Link:
             case {"event": "refused", "reason": str(reason)}:
                 self.refused = _plain(reason)
             case {"event": "note", "text": str(text)}:
-                self.notes.append(_plain(text))
+                self.news.append(Note(_plain(text)))
             case {"event": "left", "monotonic_s": float(said_s)}:
                 self.left_s = said_s
             case {"event": "ended", "raised": bool(raised), "reached_store": bool(reached_store)}:
@@ -240,9 +233,7 @@ class Link:
             self.recorder = None
 
     def _mark(self, name: str, said_s: float) -> None:
-        if self.marks_left:
-            self.marks_left -= 1
-            self.marks.append(StartMark(name, min(said_s, time.monotonic())))
+        self.news.append(StartMark(name, min(said_s, time.monotonic())))
 
 
 def _is_step(value: object) -> bool:
@@ -268,8 +259,7 @@ def line_of(message: Message) -> bytes:
 
 
 def _next_look_s() -> float:
-    # The module random takes a start some milliseconds.
-    return _LOOK_S * (0.75 + os.urandom(1)[0] / 510)
+    return _LOOK_S * random.uniform(0.75, 1.25)
 
 
 class Links:

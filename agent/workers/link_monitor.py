@@ -14,11 +14,12 @@ from elaunch.agent.core.timeline import WorkersSeen
 from elaunch.agent.output.run_dir import RunDir
 from elaunch.agent.output.timeline import Timeline
 from elaunch.agent.workers.group import CurrentGroup, Reporter, WorkerGroup
-from elaunch.agent.workers.link import Link, Links
+from elaunch.agent.workers.link import Link, Links, Note, StartMark
 from elaunch.rendezvous.rules.reports import RankReport
 
 # A week of training is a few megabytes then.
 EVERY_S = 10.0
+_STAGES = {WorkerSaving: "saving", WorkerSaved: "saved", WorkerStopped: "at_boundary"}
 
 
 class ProgressLog:
@@ -161,7 +162,6 @@ class LinkMonitor:
             report = RankReport(group.rank(local_rank), local_rank, pid, state, wait_share=shares.get(local_rank))
             if link and link.reports:
                 times = link.step_times
-                times.look(read_s, link.step, link.reports)
                 ago_s = read_s - (times.reported_s or read_s)
                 report = replace(report, step=link.step, phase=link.phase, step_s=times.step_s, reported_ago_s=ago_s)
             ranks.append(report)
@@ -179,24 +179,22 @@ class LinkMonitor:
         if not link.read():
             self._links.drop(link)
             self._on_hang_up()
-        rank = self._current.group.rank(link.local_rank)
-        for text in link.take_notes():
-            self._say_once(text, f"rank {rank}: {text}")
-        for name, said_s in link.take_marks():
-            where = {"rank": rank, "local_rank": link.local_rank}
-            self._timeline.stamp(link.generation, "marked", **where, name=name, said_s=said_s)
-        news = link.take_news()
-        for event in news:
-            match event:
-                case WorkerSaving(generation, local_rank, step):
-                    self._timeline.stamp(generation, "saving", rank=rank, local_rank=local_rank, step=step)
-                case WorkerSaved(generation, local_rank, step):
-                    self._timeline.stamp(generation, "saved", rank=rank, local_rank=local_rank, step=step)
-                case WorkerStopped(generation, local_rank, step):
-                    self._timeline.stamp(generation, "at_boundary", rank=rank, local_rank=local_rank, step=step)
+        rank, events = self._current.group.rank(link.local_rank), list[LinkEvent]()
+        where = {"rank": rank, "local_rank": link.local_rank}
+        for news in link.take_news():
+            match news:
+                case Note(text):
+                    self._say_once(text, f"rank {rank}: {text}")
+                    continue
+                case StartMark(name, said_s):
+                    self._timeline.stamp(link.generation, "marked", **where, name=name, said_s=said_s)
+                    continue
+                case WorkerSaving() | WorkerSaved() | WorkerStopped():
+                    self._timeline.stamp(link.generation, _STAGES[type(news)], **where, step=news.step)
                 case WorkerListens(to_failure=True) if trouble := self._run_dir.memory.trouble:
                     self._say_once(trouble, trouble)
-        return news
+            events.append(news)
+        return events
 
     def _say_once(self, key: str, text: str) -> None:
         """Log `text` once per `key` in the agent's life, even if many workers and generations cause it."""

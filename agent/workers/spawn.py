@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import signal
 import socket
 import stat
@@ -13,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -31,7 +31,6 @@ from elaunch.agent.workers.stdio import Stdio
 from elaunch.rendezvous.endpoint import is_loopback
 from elaunch.rendezvous.job_spec import Program, ProgramKind
 
-_VERSION = re.compile(r"^__version__ = ['\"]([^'\"]{1,80})['\"]", re.MULTILINE)
 _OWN_ADDRESS = "give one of this host's with --master-addr, or leave it out"
 
 
@@ -74,9 +73,7 @@ def reserve(config: AgentConfig) -> socket.socket:
     Raises NoPort if the wanted ports are taken, or the address is not this host's.
     """
     try:
-        # Not as text: Python would load its codec for names with other characters.
-        name = config.master_addr.encode() if config.master_addr.isascii() else config.master_addr
-        family, _, _, _, address = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0]
+        family, _, _, _, address = socket.getaddrinfo(config.master_addr, None, type=socket.SOCK_STREAM)[0]
     except OSError as error:
         raise NoPort(f"the address {config.master_addr} is unknown ({error.strerror}); {_OWN_ADDRESS}") from error
     host = str(address[0])
@@ -234,19 +231,7 @@ def software(program: Program) -> str:
     own = f"elaunch {__version__}"
     if program.interpreter != sys.executable:
         return own
-    python = f"{sys.version_info[0]}.{sys.version_info[1]}"
-    torch = _torch()
-    return f"torch {torch}, Python {python}, {own}" if torch else f"Python {python}, {own}"
-
-
-def _torch() -> str:
-    spec = find_spec("torch")
-    for folder in (spec.submodule_search_locations if spec else None) or ():
-        try:
-            # pip's record of it is not read: its folder would have to be searched for.
-            found = _VERSION.search(Path(folder, "version.py").read_text())
-        except (OSError, ValueError):
-            continue
-        if found:
-            return found[1]
-    return ""
+    python = f"Python {sys.version_info[0]}.{sys.version_info[1]}"
+    with suppress(PackageNotFoundError):
+        return f"torch {version('torch')}, {python}, {own}"
+    return f"{python}, {own}"

@@ -23,7 +23,7 @@ from elaunch.launcher.host import (
     own_address,
 )
 from elaunch.launcher.store.connect import store_of
-from elaunch.launcher.store.locate import RendezvousPlan, Serving
+from elaunch.launcher.store.locate import RendezvousPlan
 from elaunch.launcher.store.serve import decide_head, listen
 from elaunch.rendezvous.endpoint import Endpoint, is_address, is_loopback
 from elaunch.rendezvous.store import Denied, StoreError
@@ -74,7 +74,7 @@ def check_ports(plan: RendezvousPlan, needs: Needs) -> tuple[Finding, ...]:
         return (bad(f"this node cannot listen on {address}: {error}", "give one of its own: --local-addr"),)
     taken = tuple(port for port in needs.ports if _why_not_listen(family, place, port))
     own = judge_ports(address, needs.ports, taken)
-    host = plan.endpoints[0].host if plan.endpoints and plan.serving is not Serving.NOTHING else ""
+    host = plan.endpoints[0].host if plan.endpoints and plan.serves else ""
     if not host or _is_here(host):
         return (own,)
     # The first and the last for MASTER_PORT, and two as the kernel gives them to gloo and NCCL.
@@ -164,12 +164,12 @@ def judge_latencies(text: str, latencies_s: Sequence[float]) -> Finding:
 
 def _unreached(plan: RendezvousPlan, where: str, why: str) -> Finding:
     """Why no store is there: whether a host answers; and if this node would serve the store, whether it can listen."""
-    endpoint, is_served = plan.endpoints[0], plan.serving is not Serving.NOTHING
+    endpoint, is_served = plan.endpoints[0], plan.serves
     nothing = f"nothing listens at {where}"
     if is_served and decide_head(plan, lambda _: None):
         try:
-            if bound := listen(endpoint):
-                bound.listener.close()
+            if listener := listen(endpoint):
+                listener.close()
                 return ok(f"{nothing} yet; this node would serve the job's store there")
             trouble = "another program listens there, which is no store"
         except (UsageError, SiteError) as error:

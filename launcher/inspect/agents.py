@@ -10,6 +10,7 @@ import stat
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -69,9 +70,9 @@ class FoundAgents:
 
 def local_agents() -> FoundAgents:
     """Query the agents of this user (root's: of all users), all at the same time."""
-    by_user, troubles = _sockets()
+    troubles: list[str] = []
     paths: list[Path] = []
-    for uid, found in by_user.items():
+    for uid, found in _sockets().items():
         limit = len(found) if uid == os.geteuid() else _OF_ANOTHER_MAX
         paths += found[:limit]
         if found[limit:]:
@@ -138,35 +139,19 @@ def order_to(agent: LocalAgent, topic: Topic) -> OrderAnswer:
         raise NoAnswer(f"the elaunch with pid {pid} gave no answer that can be read") from None
 
 
-def _sockets() -> tuple[dict[int, list[Path]], list[str]]:
-    """The sockets in folders that nobody but their owners can have made, by the owners' user ids.
-
-    Also a sentence for each folder that cannot be read.
-    """
+def _sockets() -> dict[int, list[Path]]:
+    """The sockets in folders that nobody but their owners can have made, by the owners' user ids."""
     found: defaultdict[int, list[Path]] = defaultdict(list)
-    troubles: list[str] = []
     own = (os.environ.get(name) for name in ("TMPDIR", "TEMP", "TMP"))
     for parent in dict.fromkeys(folder for folder in (*SOCKET_FOLDERS, *own) if folder):
-        try:
-            names = sorted(name for name in os.listdir(parent) if _FOLDER.fullmatch(name))  # noqa: PTH208
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-        except OSError as error:
-            troubles.append(f"the folder {parent}, where jobs may be, cannot be read: {error.strerror}")
-            continue
-        for name in names:
-            folder = Path(parent, name)
-            try:
-                status = folder.lstat()
-            except OSError:
-                continue
-            if os.geteuid() not in (status.st_uid, _ROOT):
-                continue
-            if stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077:
-                found[status.st_uid].append(folder / SOCKET_NAME)
-            elif status.st_uid == os.geteuid():
-                troubles.append(f"{folder} is open to other users, so its socket is not trusted")
-    return found, troubles
+        with suppress(OSError):
+            for folder in sorted(each for each in Path(parent).iterdir() if _FOLDER.fullmatch(each.name)):
+                with suppress(OSError):
+                    status = folder.lstat()
+                    is_private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
+                    if is_private and os.geteuid() in (status.st_uid, _ROOT):
+                        found[status.st_uid].append(folder / SOCKET_NAME)
+    return found
 
 
 def _query(path: Path, topic: str, wait_s: float = ANSWER_S) -> tuple[dict[str, Any], int, int]:
@@ -177,16 +162,10 @@ def _query(path: Path, topic: str, wait_s: float = ANSWER_S) -> tuple[dict[str, 
         try:
             owner = path.parent.lstat().st_uid
             connection.connect(str(path))
-        except (TimeoutError, BlockingIOError):
-            # The kernel's backlog for it is full.
-            raise NoAnswer(f"too many others query the elaunch at {path}, or it hangs") from None
-        except FileNotFoundError:
+        except (FileNotFoundError, ConnectionRefusedError):
             raise AgentGone(f"the elaunch of {path.parent} has ended") from None
-        except ConnectionRefusedError:
-            raise AgentGone(
-                f"an elaunch that was killed has left {path.parent}; its user's next one removes it"
-            ) from None
         except OSError as error:
+            # The kernel's backlog may be full: many others query it, or it hangs.
             raise NoAnswer(f"the socket {path} cannot be queried: {error.strerror or error}") from None
         pid, uid = credentials(connection)
         # The folder is its owner's alone, so this is the owner too. A link in it may lead to another user's socket,
@@ -201,7 +180,7 @@ def _query(path: Path, topic: str, wait_s: float = ANSWER_S) -> tuple[dict[str, 
         except TimeoutError:
             raise NoAnswer(f"the elaunch with pid {pid} did not answer within {wait_s:g} s") from None
         except (OSError, ValueError):
-            raise NoAnswer(f"the elaunch with pid {pid} gave no answer that can be read") from None
+            answer = None
     if not isinstance(answer, dict):
         raise NoAnswer(f"the elaunch with pid {pid} gave no answer that can be read")
     if "error" in answer:

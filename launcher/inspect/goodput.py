@@ -34,10 +34,6 @@ class Stage(Enum):
         self.key, self.label, self.meaning = key, label, meaning
 
 
-# With these the job is at work: it has recovered. Steps may be lost later.
-_AT_WORK = (Stage.TRAINING, Stage.LOST, Stage.RUNNING)
-
-
 @dataclass(frozen=True)
 class StagePart:
     """A stretch of the job's time in one stage, during `generation` (or on the way to it)."""
@@ -95,7 +91,7 @@ def goodput(history: History) -> Goodput:
     for part in walk.parts:
         seconds[part.stage] += part.length_s
     ettr = seconds[Stage.TRAINING] / history.wall_s if knows_steps and history.wall_s > 0 else math.nan
-    return Goodput(tuple(walk.parts), seconds, ettr, _recoveries_s(walk.parts, history))
+    return Goodput(tuple(walk.parts), seconds, ettr, _recoveries_s(history, knows_steps=knows_steps))
 
 
 class _Walk:
@@ -122,19 +118,12 @@ class _Walk:
         self.to(Stage.LOST, ends_s, generation)
 
 
-def _recoveries_s(parts: list[StagePart], history: History) -> dict[int, float]:
+def _recoveries_s(history: History, *, knows_steps: bool) -> dict[int, float]:
     """By generation, the time from its end until the job was at work again."""
     found: dict[int, float] = {}
-    ended_s: dict[int, float] = {}
-    at_work = (*_AT_WORK, Stage.END) if history.end.outcome == "succeeded" else _AT_WORK
-    before = -1
-    for part in parts:
-        if part.stage in at_work:
-            found |= {number: part.begin_s - at_s for number, at_s in ended_s.items() if number < part.generation}
-            ended_s = {}
-        elif part.stage in (Stage.DETECTION, Stage.STOP):
-            ended_s.setdefault(part.generation, part.begin_s)
-        elif 0 <= before < part.generation:
-            ended_s.setdefault(before, part.begin_s)
-        before = part.generation
+    resumes_s = math.nan
+    for each in reversed(history.generations):
+        if each.has_run and not math.isnan(resumes_s - each.ends_s):
+            found[each.generation] = resumes_s - each.ends_s
+        resumes_s = known_or(each.trains_s if knows_steps else each.forked_s, resumes_s)
     return found

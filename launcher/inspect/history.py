@@ -22,12 +22,12 @@ from elaunch.launcher.inspect.node_log import (
     real,
 )
 
-# Of two hosts' clocks.
-_SKEW_S = 2.0
+# A failure that is recorded later than this after it struck has another host's or a wrong clock.
+_LATE_S = 3600.0
 # Kinds of failures that another failure explains.
 _SECONDARY = ("peer lost", "ended early")
 # Of several nodes the first of these counts. Two are of the whole job, the others may be of a node that left.
-_OUTCOMES = ("failed", "succeeded", "interrupted", "refused", "unknown")
+_OUTCOMES = ("failed", "succeeded", "interrupted", "refused")
 _OF_THE_JOB = _OUTCOMES[:2]
 # The outcome of a job whose last agent was killed, as that one's guardian recorded.
 KILLED = "killed"
@@ -193,11 +193,11 @@ def _first_rank(folder: NodeFolder) -> int:
 def _named(nodes: Sequence[NodeLog]) -> tuple[NodeLog, ...]:
     """The logs with their names: agents of one host are numbered."""
     of_host = Counter(node.host for node in nodes)
-    seen: Counter[str] = Counter()
+    numbers = Counter[str]()
     named = []
     for node in nodes:
-        seen[node.host] += 1
-        number = f" ({seen[node.host]} of {of_host[node.host]})" if of_host[node.host] > 1 else ""
+        numbers[node.host] += 1
+        number = f" ({numbers[node.host]} of {of_host[node.host]})" if of_host[node.host] > 1 else ""
         named.append(replace(node, name=f"{node.host}{number}"))
     return tuple(named)
 
@@ -226,7 +226,7 @@ def _events(nodes: Sequence[NodeLog], *names: str) -> list[tuple[float, NodeLog,
 
 
 def _faults(nodes: Sequence[NodeLog]) -> tuple[Fault, ...]:
-    """All failures by generation: its cause first, then the others by time."""
+    """All failures by generation: its cause first, then the others by time. Newer records of one failure know more."""
     homes = _homes(nodes)
     numbers = sorted({visit.generation for node in nodes for visit in node.visits if visit.workers})
     found: dict[tuple[int, str, int, int], Fault] = {}
@@ -234,54 +234,37 @@ def _faults(nodes: Sequence[NodeLog]) -> tuple[Fault, ...]:
         record, generation, is_verdict = event, event.generation, event.event in ("restarting", "gave_up")
         if is_verdict:
             record = replace(event, fields=event.record("failure"))
-            if not record.fields:
-                continue
-            # `gave_up` carries the number of the failed generation itself.
-            before = bisect_left(numbers, generation)
-            generation = numbers[before - 1] if before and event.event == "restarting" else generation
-        fault = _fault(node, homes, at_s, record, generation, is_verdict)
-        key = (fault.generation, fault.host, fault.rank, fault.pid)
-        found[key] = _joined(found[key], fault) if key in found else fault
+        if not record.fields:
+            continue
+        # `gave_up` carries the number of the failed generation itself.
+        if event.event == "restarting" and (before := bisect_left(numbers, generation)):
+            generation = numbers[before - 1]
+        host, rank, pid = record.text("host") or node.host, record.number("rank"), record.number("pid")
+        folder, _ = _home(homes, host, generation, rank)
+        # `failed_at` is the wall clock of the failed worker's host; the event cannot be earlier than the failure.
+        late_s = record.at_s - real(record.fields.get("failed_at"), record.at_s) if folder == node.folder else 0.0
+        key = (generation, host, rank, pid)
+        known = found.get(key)
+        found[key] = Fault(
+            generation,
+            known.at_s if known else at_s - late_s if 0 < late_s < _LATE_S else at_s,
+            host,
+            rank,
+            record.number("local_rank"),
+            pid,
+            record.text("kind"),
+            record.text("sentence") or record.text("message"),
+            record.text("advice") or (known.advice if known else ""),
+            record.text("exception"),
+            record.text("traceback") or (known.traceback if known else ""),
+            record.text("log_path") or (known.log_path if known else ""),
+            folder,
+            is_verdict or (known is not None and known.is_cause),
+        )
     by_generation: dict[int, list[Fault]] = {}
     for fault in found.values():
         by_generation.setdefault(fault.generation, []).append(fault)
     return tuple(fault for number in sorted(by_generation) for fault in _ordered(by_generation[number]))
-
-
-def _fault(node: NodeLog, homes: _Homes, at_s: float, record: PastEvent, generation: int, is_cause: bool) -> Fault:
-    host = record.text("host") or node.host
-    folder, _ = _home(homes, host, generation, record.number("rank"))
-    # `failed_at` is the wall clock of the failed worker's host; the event cannot be earlier than the failure.
-    struck_s = real(record.fields.get("failed_at"), record.at_s) - record.at_s + at_s if folder == node.folder else at_s
-    return Fault(
-        generation,
-        min(at_s, struck_s) if at_s - struck_s < 3600 else at_s,
-        host,
-        record.number("rank"),
-        record.number("local_rank"),
-        record.number("pid"),
-        record.text("kind"),
-        record.text("sentence") or record.text("message"),
-        record.text("advice"),
-        record.text("exception"),
-        record.text("traceback"),
-        record.text("log_path"),
-        folder,
-        is_cause,
-    )
-
-
-def _joined(known: Fault, newer: Fault) -> Fault:
-    """Two records of one failure: the newer one knows more, but may be shorter."""
-    return replace(
-        newer,
-        at_s=known.at_s,
-        advice=newer.advice or known.advice,
-        traceback=newer.traceback or known.traceback,
-        log_path=newer.log_path or known.log_path,
-        folder=known.folder or newer.folder,
-        is_cause=known.is_cause or newer.is_cause,
-    )
 
 
 def _ordered(faults: list[Fault]) -> list[Fault]:
@@ -314,50 +297,34 @@ def _hangs(nodes: Sequence[NodeLog], faults: Sequence[Fault]) -> Iterator[Warned
 def _slow_ranks(nodes: Sequence[NodeLog]) -> Iterator[Warned]:
     homes = _homes(nodes)
     for at_s, node, event in _events(nodes, "slow"):
-        rank = event.number("rank")
-        yield Warned(
-            "slow rank",
-            event.generation,
-            at_s,
-            node.host,
-            rank,
-            _home(homes, node.host, event.generation, rank)[1],
-            node.folder,
-            event.text("text") or f"rank {rank} was slower than the other ranks of {node.host}",
-        )
+        rank, generation = event.number("rank"), event.generation
+        text = event.text("text") or f"rank {rank} was slower than the other ranks of {node.host}"
+        local_rank = _home(homes, node.host, generation, rank)[1]
+        yield Warned("slow rank", generation, at_s, node.host, rank, local_rank, node.folder, text)
 
 
 def _end(nodes: Sequence[NodeLog]) -> End:
     """The end that the nodes recorded; of a node that left only if no other one continued."""
     last_s = max(node.end_s for node in nodes)
-    recorded = sorted(_events(nodes, "ended"), key=lambda each: _outcome_rank(each[2]))
-    ended = recorded[0][2] if recorded else PastEvent(-1, "", 0.0, 0.0, {})
-    outcome = _OUTCOMES[_outcome_rank(ended)]
+    recorded = [event for _, _, event in _events(nodes, "ended")]
+    ended = min(recorded, key=_outcome_rank, default=PastEvent(-1, "", 0.0, 0.0, {}))
+    sealed, started = ([event for _, _, event in _events(nodes, name)] for name in ("sealed", "started"))
     end = End(
         last_s,
-        restarts=_known(nodes, ended, "restarts", "sealed"),
-        max_restarts=_known(nodes, ended, "max_restarts", "started", -1),
+        restarts=max(0, *(event.number("restarts") for event in (ended, *sealed))),
+        max_restarts=max(event.number("max_restarts") for event in (ended, *started)),
     )
-    open_s = max((node.end_s for node in nodes if not node.has_ended), default=-math.inf)
-    ended_s = max((at_s for at_s, *_ in recorded), default=math.inf)
-    is_over = open_s <= ended_s + _SKEW_S and (outcome != "unknown" or open_s == -math.inf)
-    if recorded and (outcome in _OF_THE_JOB or is_over):
-        code, reason = ended.number("code"), ended.text("reason")
-        return replace(end, outcome=ended.text("outcome") or outcome, code=code, reason=reason)
+    if recorded and (ended.text("outcome") in _OF_THE_JOB or all(node.has_ended for node in nodes)):
+        return replace(end, outcome=ended.text("outcome"), code=ended.number("code"), reason=ended.text("reason"))
     died = _events(nodes, "agent_died")
-    if died and died[-1][0] > open_s - _SKEW_S and len(nodes) >= _seats(nodes):
+    if died and died[-1][0] == last_s and len(nodes) >= _seats(nodes):
         return replace(end, outcome=KILLED, reason=died[-1][2].text("reason"))
     return end
 
 
 def _outcome_rank(ended: PastEvent) -> int:
     outcome = ended.text("outcome")
-    return _OUTCOMES.index(outcome) if outcome in _OUTCOMES else len(_OUTCOMES) - 1
-
-
-def _known(nodes: Sequence[NodeLog], ended: PastEvent, name: str, event: str, default: int = 0) -> int:
-    """The largest of a number that the end and these events have."""
-    return max(ended.number(name), *(each.number(name) for _, _, each in _events(nodes, event)), default)
+    return _OUTCOMES.index(outcome) if outcome in _OUTCOMES else len(_OUTCOMES)
 
 
 def _seats(nodes: Sequence[NodeLog]) -> int:
@@ -418,8 +385,6 @@ def _generation(number: int, visits: Sequence[Visit], cause: Fault | None, next_
 
 def _remarks(folders: Sequence[NodeFolder], end: End) -> Iterator[str]:
     for folder in folders:
-        if folder.is_cut:
-            yield f"{folder.host}'s timeline is too long; only the beginning is shown"
         if folder.unreadable:
             yield f"{folder.unreadable} lines of {folder.host}'s timeline cannot be read and are left out"
         yield from (event.text("reason") for event in folder.events if event.event == "agent_died")

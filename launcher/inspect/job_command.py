@@ -1,25 +1,27 @@
-"""The commands about one running job: which job a command line means, by name or by store; `stop` and `restart`."""
+"""The commands about one running job: which job a command line means; `stop`, `restart` and `stacks`."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any
 
 import click
 
+from elaunch.agent.diagnosis.stack_groups import full_text, group_words, grouped, place_words
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.inspect.agents import FoundAgents, LocalAgent, local_agents
-from elaunch.launcher.inspect.job_source import JobSource, LocalSource, StoreSource
-from elaunch.launcher.inspect.text import span
+from elaunch.launcher.inspect.job_source import JobSource, LocalSource, NodeStacks, StoreSource
+from elaunch.launcher.inspect.text import plural, span
 from elaunch.launcher.options.command_line import Command, Option, Source, own
 from elaunch.launcher.options.files import read_secret
 from elaunch.launcher.options.options import Options, parse
 from elaunch.launcher.options.table import HELP, TABLE
 from elaunch.launcher.store.locate import given_addresses, plan
-from elaunch.rendezvous.job_spec import UNNAMED
+from elaunch.rendezvous.job_spec import UNNAMED, job_name
 from elaunch.rendezvous.rules.questions import Topic
 from elaunch.rendezvous.texts import plain
 
@@ -31,7 +33,7 @@ RANKS = own("ranks", "", "a line for each rank, however many there are")
 _STORE_OPTIONS = ("rdzv_endpoint", "rdzv_backend", "rdzv_conf", "run_id", "token_file", "config", "master_addr")
 _WHERE = """\
 Without options it finds the jobs of this user on this host (as root: of all users).
-JOB is {}.
+JOB is a run id, or the pid of the job's elaunch.
 From another host, name the store as the job's nodes do; variables count too:
 
   --rdzv-endpoint HOST:PORT  the job's store; ELAUNCH_ENDPOINT
@@ -41,30 +43,20 @@ From another host, name the store as the job's nodes do; variables count too:
   --rdzv-backend NAME        as for the job
   --config FILE              a job file that has these options
 
-Exit codes: 0 {}, 2 the command line is wrong, 3 {}."""
-_QUERIES = _WHERE.format(
-    "a run id, or how it begins, or the pid of the job's elaunch",
-    "it was shown",
-    "no such job runs, or its store cannot be reached",
-)
-_ORDERS = _WHERE.format(
-    "a whole run id, or the pid of the job's elaunch",
-    "the order was accepted",
-    "no such job runs, its\nstore cannot be reached, or the order was refused",
-)
+Exit codes: 0 it was done, 2 the command line is wrong, 3 no such job runs, its store cannot
+be reached, or the order was refused."""
 
 Work = Callable[[click.Context, JobSource], int]
 _Jobs = Mapping[tuple[str, str], Sequence[LocalAgent]]
 
 
 def job_command(name: str, options: Sequence[Option], about: str, work: Work, *, is_order: bool = False) -> Command:
-    """A command about one job, that `work` carries out with the job's source. Orders need the job's whole name."""
+    """A command about one job, that `work` carries out with the job's source. Orders need the job's name."""
     usage = " ".join(["JOB" if is_order else "[JOB]", *(f"[--{option.long}]" for option in options)])
     of_store = [option for option in TABLE if option.name in _STORE_OPTIONS]
     job = click.Argument(["jobs"], nargs=-1)
-    ending = _ORDERS if is_order else _QUERIES
     run = partial(_run, work, is_order)
-    return Command(name, run, [*options, *of_store, job, HELP], usage=[usage], about=about, ending=ending)
+    return Command(name, run, [*options, *of_store, job, HELP], usage=[usage], about=about, ending=_WHERE)
 
 
 def _run(work: Work, is_order: bool, ctx: click.Context) -> int:
@@ -83,7 +75,7 @@ def _run(work: Work, is_order: bool, ctx: click.Context) -> int:
 
 @dataclass(frozen=True)
 class Target:
-    """The job that a command line means: its name or part of it, and the options about its store, typed or not."""
+    """The job that a command line means: its name, and the options about its store, typed or not."""
 
     command: str
     job: str
@@ -124,7 +116,7 @@ def _find(target: Target, environ: Mapping[str, str]) -> JobSource | str:
         # The only job here may be another one than is meant.
         here = f"; these run here: {_names(all_jobs)}" if all_jobs else "; none runs here"
         raise UsageError(f"{target.command} needs the job's name or the pid of its elaunch{here}")
-    jobs = _matching(target, all_jobs) if target.job else all_jobs
+    jobs = _matching(target.job, all_jobs) if target.job else all_jobs
     if not jobs and not _has_endpoint(target.options, environ):
         raise SiteError(_nothing_found(target, found))
     # Not on stdout, which may be JSON. Agents that gave no answer may be of this job, too.
@@ -149,15 +141,11 @@ def _jobs(agents: Sequence[LocalAgent]) -> dict[tuple[str, str], list[LocalAgent
     return jobs
 
 
-def _matching(target: Target, jobs: _Jobs) -> _Jobs:
-    """The jobs with that run id; else those with an agent of that pid; else, to be shown, those that begin so."""
-    name = target.job
-    return (
-        {key: group for key, group in jobs.items() if key[0] == name}
-        or {key: group for key, group in jobs.items() if name in (str(agent.pid) for agent in group)}
-        # A job that runs is not ended for half a name.
-        or {key: group for key, group in jobs.items() if not target.is_order and key[0].startswith(name)}
-    )
+def _matching(name: str, jobs: _Jobs) -> _Jobs:
+    """The jobs with that run id; else those with an agent of that pid."""
+    return {key: group for key, group in jobs.items() if key[0] == name} or {
+        key: group for key, group in jobs.items() if name in (str(agent.pid) for agent in group)
+    }
 
 
 def _name(run_id: str, agents: Sequence[LocalAgent]) -> str:
@@ -233,3 +221,45 @@ hangs. It is not counted to --max-restarts.""",
     partial(_order, Topic.RESTART),
     is_order=True,
 )
+
+
+def _stacks(ctx: click.Context, source: JobSource) -> int:
+    taken = source.stacks()
+    sys.stdout.write(json.dumps(stacks_record(taken)) + "\n" if ctx.params["json"] else stacks_text(taken))
+    return 0
+
+
+STACKS = job_command(
+    "stacks",
+    [JSON],
+    """Show where every rank of a running job is: the stacks of all workers on all nodes, equal ones together.
+py-spy reads them from outside; the workers go on.""",
+    _stacks,
+)
+
+
+def stacks_text(taken: NodeStacks) -> str:
+    """What `elaunch stacks` prints: a line for each group, then the groups' stacks in full."""
+    groups = grouped(taken.stacks)
+    what = f"{plural(len(taken.stacks), 'rank')} at {'the same place' if len(groups) == 1 else f'{len(groups)} places'}"
+    lines = [f"{job_name(taken.run_id)}: {what if groups else 'no worker runs now'}"]
+    lines += [f"  {group_words(group)}" for group in groups]
+    lines += [*taken.silent, *taken.notes]
+    lines += ["", *full_text(taken.stacks).splitlines()] if groups else []
+    return "".join(f"{plain(line)}\n" for line in lines)
+
+
+def stacks_record(taken: NodeStacks) -> dict[str, Any]:
+    """The object of `--json`; docs/observe.md has its schema."""
+    groups = []
+    for group in grouped(taken.stacks):
+        stack = asdict(group.stack)
+        del stack["rank"]
+        groups.append({"ranks": list(group.ranks), "where": place_words(group.stack), "stack": stack})
+    return {
+        "version": VERSION,
+        "run_id": taken.run_id,
+        "groups": groups,
+        "silent": list(taken.silent),
+        "notes": list(taken.notes),
+    }

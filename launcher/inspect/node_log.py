@@ -62,14 +62,13 @@ class PastEvent:
 class NodeFolder:
     """What one node's log folder holds. `run_id` is a guess from its name, for a timeline without one.
 
-    `unreadable` lines are no events. `is_cut`: the file is too long, and only its beginning was read.
+    `unreadable` lines are no events.
     """
 
     path: str
     run_id: str
     events: tuple[PastEvent, ...]
     unreadable: int = 0
-    is_cut: bool = False
 
     @property
     def started(self) -> PastEvent:
@@ -223,7 +222,7 @@ def known_or(value: float, default: float) -> float:
     return default if math.isnan(value) else value
 
 
-def node_folder(path: str, run_id: str, lines: Iterable[bytes], *, is_cut: bool = False) -> NodeFolder:
+def node_folder(path: str, run_id: str, lines: Iterable[bytes]) -> NodeFolder:
     """The events in a timeline's lines. A writer that was killed leaves half a line at the end."""
     events: list[PastEvent] = []
     unreadable = 0
@@ -233,7 +232,7 @@ def node_folder(path: str, run_id: str, lines: Iterable[bytes], *, is_cut: bool 
             events.append(found)
         elif line.endswith(b"\n") and line.strip():
             unreadable += 1
-    return NodeFolder(path, run_id, tuple(events), unreadable, is_cut)
+    return NodeFolder(path, run_id, tuple(events), unreadable)
 
 
 def _event(line: bytes) -> PastEvent | None:

@@ -2,37 +2,71 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from statistics import median
 from typing import Any
 
 import jinja2
 
-from elaunch.launcher.inspect.curves import StepMetrics, charts
-from elaunch.launcher.inspect.goodput import Goodput, Stage, StagePart
+from elaunch.launcher.inspect.goodput import Goodput, StagePart
 from elaunch.launcher.inspect.history import KILLED, Fault, History, PastGeneration, Warned
-from elaunch.launcher.inspect.node_log import NodeLog, Visit, known_or
+from elaunch.launcher.inspect.node_log import NodeLog, known_or, real
 from elaunch.launcher.inspect.text import cut, duration, moment, offset, percent, plural, sentence
 from elaunch.rendezvous.job_spec import UNNAMED
 from elaunch.rendezvous.texts import plain
 
 # The timeline has lanes for so many ranks.
 LANES_MAX = 64
-# Of causes and warnings, and of generations in the table and in the timeline the page shows so many.
-CARDS_MAX, _GENERATIONS_MAX, _GENERATIONS_DRAWN = 60, 400, 50
+# Of causes and warnings, and of the newest generations, the page shows so many.
+CARDS_MAX, GENERATIONS_MAX = 60, 50
 _PARTS_MAX = 1000
 _LANE_LABELS = {
-    "waits": "waits for its start",
     "starts": "starts and restores",
     "trains": "trains",
-    "loses": "steps that were lost",
     "runs": "runs (reports no steps)",
     "ends": "saves and exits",
-    "spare": "spare",
 }
 _TICK_STEPS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 21600, 43200)
+# A curve shows at most so many neighbourhoods of steps, each from its lowest to its highest value.
+POINTS = 500
+# The plot's size in the template's units, with room for labels on the left.
+WIDTH, HEIGHT, LEFT = 720, 180, 62
+# Step times above this multiple of the usual one are drawn at the plot's upper edge.
+_FAR = 4.0
+
+Series = list[tuple[int, float]]
+
+
+class StepMetrics:
+    """The series in a metrics file's lines, with `step`, `loss` and `seconds`; `steps` counts the lines of steps."""
+
+    def __init__(self, lines: Iterable[bytes]) -> None:
+        self.loss: Series = []
+        self.seconds: Series = []
+        self.steps = 0
+        # The first step whose loss is no finite number, -1 if there is none.
+        self.not_finite_step = -1
+        for line in lines:
+            try:
+                # Not `parse_json`: a loss may be NaN.
+                record = json.loads(line)
+            except (ValueError, RecursionError, MemoryError):
+                continue
+            step = record.get("step") if isinstance(record, dict) else None
+            if type(step) is not int or not 0 <= step < 1 << 53:
+                continue
+            self.steps += 1
+            loss, seconds = real(record.get("loss")), real(record.get("seconds"))
+            if not math.isnan(loss):
+                self.loss.append((step, loss))
+            elif isinstance(record.get("loss"), float) and self.not_finite_step < 0:
+                self.not_finite_step = step
+            if seconds >= 0:
+                self.seconds.append((step, seconds))
 
 
 @dataclass(frozen=True)
@@ -121,53 +155,44 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class Mark:
-    """A failure (`cause` or `follower`) or a warning on a lane, with the address of its card, if it has one."""
-
-    at_s: float
-    kind: str
-    href: str
-    note: str
-
-
-@dataclass(frozen=True)
 class Lane:
-    """One row of the timeline: a local rank of a node."""
+    """One row of the timeline: a local rank of a node, with its failures and warnings."""
 
     node: NodeLog
     name: str
     bars: tuple[Bar, ...]
-    marks: tuple[Mark, ...]
+    marks: tuple[Fault | Warned, ...]
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """The lanes in the order of nodes and local ranks, from `begin_s` on, with the newest `generations`."""
+    """The lanes in the order of nodes and local ranks, from `begin_s` on, for the newest generations."""
 
     lanes: tuple[Lane, ...]
     begin_s: float
-    generations: int
     left_out: int
 
 
 def timeline(report: Report) -> Timeline:
     """The lanes that a page has room for: of very many ranks those with a failure or a warning first."""
-    history, marks = report.history, _marks(report)
+    history = report.history
+    marks: dict[tuple[str, int], list[Fault | Warned]] = {}
+    shown: list[Fault | Warned] = [*history.faults, *history.warned]
+    for each in shown:
+        marks.setdefault((each.folder, each.local_rank), []).append(each)
     places = [(node, rank) for node in history.nodes for rank in _local_ranks(node)]
     order = sorted(range(len(places)), key=lambda at: (places[at][0].folder, places[at][1]) not in marks)
-    newest = history.generations[-_GENERATIONS_DRAWN:]
-    shown = {each.generation: each for each in newest}
+    newest = history.generations[-GENERATIONS_MAX:]
     begin_s = known_or(newest[0].opened_s, 0.0) if len(newest) < len(history.generations) else 0.0
-    lost_s = {part.generation: part.begin_s for part in report.goodput.parts if part.stage is Stage.LOST}
     lanes = []
     for node, rank in (places[at] for at in sorted(order[:LANES_MAX])):
         # What no worker caused is shown with the node's first lane.
         mine = marks.pop((node.folder, -1), []) + marks.get((node.folder, rank), [])
-        bars = tuple(_bars(node, rank, shown, lost_s, begin_s))
         ranks = dict.fromkeys(w.rank for visit in node.visits for w in visit.workers if w.local_rank == rank)
         name = f"rank {', '.join(map(str, [*ranks][:3]))}" if ranks else "no worker"
+        bars = tuple(_bars(node, rank, {past.generation: past for past in newest}, begin_s))
         lanes.append(Lane(node, name, bars, tuple(mark for mark in mine if mark.at_s >= begin_s)))
-    return Timeline(tuple(lanes), begin_s, len(newest), max(len(places) - LANES_MAX, 0))
+    return Timeline(tuple(lanes), begin_s, max(len(places) - LANES_MAX, 0))
 
 
 def _local_ranks(node: NodeLog) -> list[int]:
@@ -175,60 +200,25 @@ def _local_ranks(node: NodeLog) -> list[int]:
     return sorted({rank for visit in node.visits for rank in visit.by_rank}) or [-1]
 
 
-def _marks(report: Report) -> dict[tuple[str, int], list[Mark]]:
-    """The marks by folder and local rank; -1 for those of no worker."""
-    marks: dict[tuple[str, int], list[Mark]] = {}
-    cards = {fault.generation: f"#failure-{number}" for number, fault in report.causes}
-    for fault in report.history.faults:
-        kind = "cause" if fault.is_cause else "follower"
-        mark = Mark(fault.at_s, kind, cards.get(fault.generation, ""), cut(fault.sentence, 300))
-        marks.setdefault((fault.folder, fault.local_rank), []).append(mark)
-    for number, warned in enumerate(report.history.warned):
-        href = f"#warning-{number}" if number < CARDS_MAX else ""
-        mark = Mark(warned.at_s, "warning", href, cut(warned.sentence, 300))
-        marks.setdefault((warned.folder, warned.local_rank), []).append(mark)
-    return marks
-
-
-def _bars(
-    node: NodeLog,
-    local_rank: int,
-    generations: Mapping[int, PastGeneration],
-    lost_s: Mapping[int, float],
-    begin_s: float,
-) -> Iterator[Bar]:
-    """The bars of a lane, without gaps and overlaps."""
-    free_s = max(begin_s, 0.0 if node.visits and node.visits[0].generation == 0 else node.begin_s)
+def _bars(node: NodeLog, local_rank: int, generations: Mapping[int, PastGeneration], begin_s: float) -> Iterator[Bar]:
+    """What a worker of a lane did, from one moment to the next, without overlaps."""
+    free_s = begin_s
     for visit in node.visits:
-        if generation := generations.get(visit.generation):
-            for doing, until_s, what in _stretches(visit, local_rank, generation, lost_s, node.end_s):
-                if until_s > free_s:
-                    note = f"generation {visit.generation}{what}: {_LANE_LABELS[doing]} ({duration(until_s - free_s)})"
-                    yield Bar(doing, free_s, until_s, note)
-                    free_s = until_s
-
-
-def _stretches(
-    visit: Visit, local_rank: int, generation: PastGeneration, lost_s: Mapping[int, float], open_s: float
-) -> Iterator[tuple[str, float, str]]:
-    """What a worker did in a generation: each until a moment, with who it was, or the steps."""
-    worker = visit.by_rank.get(local_rank)
-    if worker is None:
-        if visit.is_spare:
-            yield "spare", known_or(visit.at("cleared"), open_s), ""
-        return
-    exited_s = known_or(worker.exited_s, open_s)
-    ends_s = min(known_or(generation.ends_s, exited_s), exited_s)
-    who = f", rank {worker.rank}, pid {worker.pid}"
-    yield "waits", worker.forked_s, who
-    if math.isnan(generation.trains_s):
-        yield "runs", ends_s, who
-    else:
-        steps = f"{who}, steps {generation.first_step:,} to {generation.last_step:,}"
-        yield "starts", min(generation.trains_s, ends_s), who
-        yield "trains", min(lost_s.get(visit.generation, ends_s), ends_s), steps
-        yield "loses", ends_s, f"{who}, {plural(generation.steps_lost, 'step')}"
-    yield "ends", exited_s, f"{who}, exit code {worker.code}"
+        worker, generation = visit.by_rank.get(local_rank), generations.get(visit.generation)
+        if worker is None or generation is None:
+            continue
+        exited_s = known_or(worker.exited_s, node.end_s)
+        ends_s = min(known_or(generation.ends_s, exited_s), exited_s)
+        who = f"generation {visit.generation}, rank {worker.rank}, pid {worker.pid}"
+        stretches = [("runs", ends_s, who)]
+        if not math.isnan(generation.trains_s):
+            steps = f"{who}, steps {generation.first_step:,} to {generation.last_step:,}"
+            stretches = [("starts", min(generation.trains_s, ends_s), who), ("trains", ends_s, steps)]
+        free_s = max(free_s, worker.forked_s)
+        for doing, until_s, what in (*stretches, ("ends", exited_s, f"{who}, exit code {worker.code}")):
+            if until_s > free_s:
+                yield Bar(doing, free_s, until_s, f"{what}: {_LANE_LABELS[doing]} ({duration(until_s - free_s)})")
+                free_s = until_s
 
 
 def render(report: Report, template: str) -> str:
@@ -241,6 +231,9 @@ def render(report: Report, template: str) -> str:
         if not fault.is_cause:
             followers.setdefault(fault.generation, []).append(fault)
     used = {bar.doing for lane in lanes.lanes for bar in lane.bars}
+    warnings = list(enumerate(history.warned))[:CARDS_MAX]
+    cards: dict[Fault | Warned, str] = {fault: f"#failure-{number}" for number, fault in report.causes}
+    cards |= {warned: f"#warning-{number}" for number, warned in warnings}
     return _compiled(template).render(
         report=report,
         history=history,
@@ -257,10 +250,11 @@ def render(report: Report, template: str) -> str:
         causes=report.causes,
         causes_left_out=sum(fault.is_cause for fault in history.faults) - len(report.causes),
         followers=followers,
-        warnings=list(enumerate(history.warned))[:CARDS_MAX],
+        warnings=warnings,
         charts=charts(report.metrics) if report.metrics else [],
-        generations=ran[-_GENERATIONS_MAX:],
-        generations_left_out=max(len(ran) - _GENERATIONS_MAX, 0),
+        generations=ran[-GENERATIONS_MAX:],
+        generations_left_out=max(len(ran) - GENERATIONS_MAX, 0),
+        card=cards.get,
         hosts=list(dict.fromkeys(node.host for node in history.nodes)),
         clock=lambda at_s: moment(history.began_at + at_s, history.utc_offset_s),
         zone=f"UTC{history.utc_offset_s / 3600:+g}",
@@ -291,3 +285,49 @@ def _time_ticks(begin_s: float, length_s: float) -> list[tuple[float, str]]:
     step = next((each for each in _TICK_STEPS if length_s / each <= 10), 86400 * math.ceil(length_s / 864000))
     numbers = range(math.ceil(begin_s / step), math.floor((begin_s + length_s) / step) + 1)
     return [(number * step, offset(number * step).removesuffix(".0")) for number in numbers]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One plot: `path` goes around the lowest and highest values; the axes' ends have labels."""
+
+    title: str
+    path: str
+    low: str
+    high: str
+    first: str
+    last: str
+    remark: str
+
+
+def charts(metrics: StepMetrics) -> list[Chart]:
+    """The plots of the series with two points or more."""
+    found = []
+    if len(metrics.loss) > 1:
+        values = [value for _, value in metrics.loss]
+        at = metrics.not_finite_step
+        remark = f"not a number from step {at:,} on" if at >= 0 else ""
+        found.append(_chart("Loss", metrics.loss, min(values), max(values), remark))
+    if len(metrics.seconds) > 1:
+        step, slowest_s = max(metrics.seconds, key=lambda point: point[1])
+        usual_s = median(value for _, value in metrics.seconds)
+        is_far = slowest_s > _FAR * usual_s > 0
+        remark = f"the slowest step, {step:,}, took {duration(slowest_s)}" if is_far else ""
+        found.append(_chart("Step time (s)", metrics.seconds, 0.0, _FAR * usual_s if is_far else slowest_s, remark))
+    return found
+
+
+def _chart(title: str, series: Series, low: float, high: float, remark: str) -> Chart:
+    first, last = series[0][0], max(series[-1][0], series[0][0] + 1)
+
+    def at(step: int, value: float) -> str:
+        x = LEFT + (step - first) / (last - first) * (WIDTH - LEFT)
+        share = (min(value, high) - low) / (high - low) if high > low else 0.5
+        return f"{x:.2f},{(1 - share) * HEIGHT:.2f}"
+
+    width = math.ceil(len(series) / POINTS)
+    groups = [series[begin : begin + width] for begin in range(0, len(series), width)]
+    outline = [at(group[0][0], max(value for _, value in group)) for group in groups]
+    outline += [at(group[0][0], min(value for _, value in group)) for group in reversed(groups)]
+    ends = (f"{low:.5g}", f"{high:.5g}", f"step {first:,}", f"step {last:,}")
+    return Chart(title, f"M{'L'.join(outline)}Z", *ends, remark)

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import secrets
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -17,11 +16,10 @@ import click
 
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.inspect import run_folder
-from elaunch.launcher.inspect.curves import StepMetrics
 from elaunch.launcher.inspect.goodput import goodput
 from elaunch.launcher.inspect.history import Fault, PastGeneration, Warned, history
 from elaunch.launcher.inspect.node_log import NodeFolder
-from elaunch.launcher.inspect.page import LogLink, Report, render
+from elaunch.launcher.inspect.page import LogLink, Report, StepMetrics, render
 from elaunch.launcher.inspect.text import cut, offset, sentence
 from elaunch.launcher.options.command_line import Command, own
 from elaunch.launcher.options.table import HELP
@@ -50,10 +48,10 @@ def _main(ctx: click.Context) -> int:
     if target:
         _write(target, render(report, Path(__file__).with_name("page.html").read_text()))
     if is_json:
-        _print(json.dumps(summary(report), indent=1) + "\n")
+        click.echo(json.dumps(summary(report), indent=1))
     elif target and target != _STDOUT:
         # Each is one line: a timeline that somebody has changed adds none.
-        _print("\n".join([*(plain(line) for line in printed(report)), str(target), ""]))
+        click.echo("\n".join([*(plain(line) for line in printed(report)), str(target)]))
     return 0
 
 
@@ -80,7 +78,7 @@ where the time went (ETTR), and curves of loss and step time.""",
 def read_report(job: Sequence[NodeFolder], metrics_path: Path | None, beside: Path) -> Report:
     """The report of a job, with links that are right for a page in the folder `beside`. Raises UsageError."""
     found = metrics_path or next((path for each in job if (path := run_folder.metrics_path(each.started))), None)
-    metrics = StepMetrics(run_folder.lines_of(found, run_folder.METRICS_BYTES_MAX)) if found else None
+    metrics = StepMetrics(run_folder.lines_of(found)) if found else None
     if metrics_path and not (metrics and metrics.steps):
         raise UsageError(f"report: --metrics {metrics_path} has no line with a step; give lines of JSON")
     past = history(job)
@@ -167,19 +165,10 @@ def _known(value: object) -> object:
     return None if value == -1 else value
 
 
-def _print(text: str) -> None:
-    """Write to stdout; a reader that has closed it (`| head`) is no error."""
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-
-
 def _write(path: Path, text: str) -> None:
     """Write a file as a whole, or not at all; `-` is stdout. Raises UsageError."""
     if path == _STDOUT:
-        _print(text)
+        click.echo(text, nl=False)
         return
     partial = path.parent / f".{path.name}.{secrets.token_hex(4)}"
     try:

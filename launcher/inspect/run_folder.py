@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -18,9 +17,8 @@ from elaunch.launcher.inspect.node_log import NodeFolder, PastEvent, node_folder
 
 TIMELINE = "timeline.jsonl"
 STACKS = "stacks.txt"
-# A week of a node's events is some 10 MB. A timeline is kept in memory; of metrics only sums are.
-_TIMELINE_BYTES_MAX = 64 << 20
-METRICS_BYTES_MAX = 4 << 30
+# A week of a node's events is some 10 MB.
+_BYTES_MAX = 256 << 20
 # A line with a traceback has 64 kB.
 _LINE_BYTES_MAX = 1 << 20
 TAIL_BYTES = 16 << 10
@@ -37,10 +35,7 @@ def find(path: Path) -> Path:
         if not path.is_dir():
             what = "is no folder" if path.exists() else "does not exist"
             raise UsageError(f"report: {path} {what}; {way_out}")
-        for folder in (path, path / "latest"):
-            if (folder / TIMELINE).is_file():
-                return folder.resolve()
-        runs = _runs(path)
+        runs = [path] if (path / TIMELINE).is_file() else _runs(path)
         if not runs:
             raise UsageError(f"report: {path} holds no run with a {TIMELINE}; {way_out}")
         return max(runs, key=lambda run: (run / TIMELINE).stat().st_mtime).resolve()
@@ -58,7 +53,12 @@ def read_job(folders: Sequence[Path]) -> list[NodeFolder]:
             " another program's"
         )
     # Whoever may write into a shared --log-dir can name a folder as a job's.
-    beside = {path.resolve() for folder in folders for path in _runs(folder.parent) if _uid(path) == _uid(folder)}
+    beside = {
+        path.resolve()
+        for folder in folders
+        for path in _runs(folder.parent)
+        if path.stat().st_uid == folder.stat().st_uid
+    }
     others = [read_folder(path) for path in sorted(beside - set(folders)) if _may_belong(path, job)]
     while joined := [other for other in others if any(_is_one_job(one, other) for one in job)]:
         job += joined
@@ -69,25 +69,17 @@ def read_job(folders: Sequence[Path]) -> list[NodeFolder]:
 def read_folder(folder: Path) -> NodeFolder:
     """One node's folder. Without a timeline that can be read it has no events."""
     name = _NAME.fullmatch(folder.name)
-    lines = lines_of(folder / TIMELINE, _TIMELINE_BYTES_MAX)
-    is_cut = _is_file(folder / TIMELINE) and (folder / TIMELINE).stat().st_size > _TIMELINE_BYTES_MAX
-    return node_folder(str(folder), name["run"] if name else folder.name, lines, is_cut=is_cut)
+    return node_folder(str(folder), name["run"] if name else folder.name, lines_of(folder / TIMELINE))
 
 
-def lines_of(path: Path, bytes_max: int) -> Iterator[bytes]:
-    """The lines of a regular file; nothing if it cannot be read. A line that is too long comes cut, and is no event."""
+def lines_of(path: Path) -> Iterator[bytes]:
+    """The lines of a regular file; nothing if it cannot be read. A line that is too long comes in pieces."""
     descriptor = _opened(path)
     if descriptor is None:
         return
     with os.fdopen(descriptor, "rb") as file, suppress(OSError):
-        left = bytes_max
-        while left > 0 and (line := file.readline(_LINE_BYTES_MAX)):
-            left -= len(line)
-            more = b"" if line.endswith(b"\n") or len(line) < _LINE_BYTES_MAX else line
-            while more and not more.endswith(b"\n"):
-                line, more = line[:1], file.readline(_LINE_BYTES_MAX)
-                left -= len(more)
-            yield line + more[-1:]
+        while file.tell() < _BYTES_MAX and (line := file.readline(_LINE_BYTES_MAX)):
+            yield line
 
 
 def tail(path: Path) -> str | None:
@@ -115,16 +107,9 @@ def tail(path: Path) -> str | None:
 
 def metrics_path(started: PastEvent) -> Path | None:
     """The metrics file of the bundled trainer, by its command line (in `started`); None if there is none."""
-    try:
-        words = shlex.split(started.text("command"))
-    except ValueError:
-        return None
-    out = ""
-    for word, value in zip(words, [*words[1:], ""], strict=False):
-        if word == "--out" or word.startswith("--out="):
-            out = value if word == "--out" else word.removeprefix("--out=")
-    path = Path(started.text("cwd") or ".", out, "metrics.jsonl")
-    return path if out and "\0" not in str(path) and _is_file(path) else None
+    out = re.search(r"--out[= ]('[^']+'|\S+)", started.text("command"))
+    path = Path(started.text("cwd") or ".", out[1].strip("'"), "metrics.jsonl") if out else None
+    return path if path and "\0" not in str(path) and _is_file(path) else None
 
 
 def has_content(path: Path) -> bool:
@@ -169,13 +154,6 @@ def _seats(folder: NodeFolder) -> set[str]:
     """The names of all nodes in the folder's tables."""
     tables = [event.items("nodes") for event in folder.events if event.event in ("sealed", "spare")]
     return {text(seat.get("node_id")) for table in tables for seat in table if isinstance(seat, dict)} - {""}
-
-
-def _uid(folder: Path) -> int:
-    try:
-        return folder.stat().st_uid
-    except OSError:
-        return -1
 
 
 def _is_file(path: Path) -> bool:

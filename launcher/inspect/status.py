@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import datetime
 from statistics import median
@@ -23,8 +24,6 @@ from elaunch.rendezvous.types import RankTable, host_of
 
 # More ranks than this are shown by node, unless --ranks asks for them.
 RANKS_SHOWN = 32
-# More hosts than these have their memory and load in the table of nodes alone.
-_HOSTS_SHOWN = 4
 _HINT = "elaunch status --ranks shows each rank"
 
 Rows = list[tuple[str, ...]]
@@ -244,11 +243,6 @@ def facts_of(record: dict[str, Any]) -> list[tuple[str, str]]:
     for node in record["nodes"]:
         facts.append(("waits", node["waiting"] and f"{node['host']} for {node['waiting']}"))
         facts.append(("trouble", node["trouble"] and f"{node['host']}: {node['trouble']}"))
-        if node["memory_bytes"] is not None and len(record["nodes"]) <= _HOSTS_SHOWN:
-            load = "" if node["load"] is None else f"; load {node['load']:.1f}"
-            cpus = f" on {plural(node['cpus'], 'CPU')}" if load and node["cpus"] else ""
-            free, total = _bytes(node["memory_free_bytes"]), _bytes(node["memory_bytes"])
-            facts.append(("host", f"{node['host']}: {free} of {total} of memory are available{load}{cpus}"))
     # Two agents of one host have the same trouble.
     return list(dict.fromkeys((label, plain(text)) for label, text in facts if text))
 
@@ -266,45 +260,38 @@ def _size(record: dict[str, Any]) -> str:
 
 
 def _rank_rows(record: dict[str, Any]) -> Rows:
-    rows: Rows = [("rank", "host", "pid", "state", "step", "step time", "waits", "last report", "memory", "phase")]
-    for rank in record["ranks"]:
-        rows.append(
-            (
-                str(rank["rank"]),
-                rank["host"],
-                str(rank["pid"]) if rank["pid"] > 0 else "–",
-                rank["state"],
-                "–" if rank["step"] is None else str(rank["step"]),
-                "–" if rank["step_s"] is None else duration(rank["step_s"]),
-                "–" if rank["wait_share"] is None else f"{rank['wait_share']:.0%}",
-                "–" if rank["reported_ago_s"] is None else f"{span(rank['reported_ago_s'])} ago",
-                _bytes(rank["memory_bytes"]),
-                rank["phase"],
-            )
+    head = ("rank", "host", "pid", "state", "step", "step time", "waits", "last report", "memory", "phase")
+    rows: Rows = [
+        (
+            str(rank["rank"]),
+            rank["host"],
+            str(rank["pid"]) if rank["pid"] > 0 else "–",
+            rank["state"],
+            _shown(rank["step"], str),
+            _shown(rank["step_s"], duration),
+            _shown(rank["wait_share"], "{:.0%}".format),
+            _shown(rank["reported_ago_s"], _ago),
+            _shown(rank["memory_bytes"], bytes_text),
+            rank["phase"],
         )
-    # Columns in which no rank has anything are left out.
-    empty = {"waits": "–", "phase": ""}
-    shown = [
-        at for at, head in enumerate(rows[0]) if head not in empty or any(row[at] != empty[head] for row in rows[1:])
+        for rank in record["ranks"]
     ]
-    rows = [tuple(row[at] for at in shown) for row in rows]
+    # Columns that few programs fill.
+    empty = {"waits": "–", "phase": ""}
+    columns = [at for at, name in enumerate(head) if name not in empty or any(row[at] != empty[name] for row in rows)]
     there = {rank["node_id"] for rank in record["ranks"]}
     for node in record["nodes"]:
         if node["node_id"] not in there:
             row = (_seats(node), node["host"], "–", node["state"] or "no answer")
-            rows.append((*row, *[""] * (len(rows[0]) - len(row))))
-    return rows
+            rows.append((*row, *[""] * (len(head) - len(row))))
+    return [tuple(row[at] for at in columns) for row in (head, *rows)]
 
 
 def _node_rows(record: dict[str, Any]) -> Rows:
     rows: Rows = [("host", "ranks", "state", "step", "step time", "last report", "memory", "host's free", "load")]
-    of_node: dict[str, list[dict[str, Any]]] = {}
-    for rank in record["ranks"]:
-        of_node.setdefault(rank["node_id"], []).append(rank)
     for node in record["nodes"]:
-        ranks = of_node.get(node["node_id"], [])
         steps, times, ages, sizes = (
-            [rank[name] for rank in ranks if rank[name] is not None]
+            [rank[name] for rank in record["ranks"] if rank["node_id"] == node["node_id"] and rank[name] is not None]
             for name in ("step", "step_s", "reported_ago_s", "memory_bytes")
         )
         rows.append(
@@ -313,11 +300,11 @@ def _node_rows(record: dict[str, Any]) -> Rows:
                 _seats(node),
                 node["state"] or "no answer",
                 "–".join(map(str, sorted({min(steps), max(steps)}))) if steps else "–",
-                duration(median(times)) if times else "–",
-                f"{span(max(ages))} ago" if ages else "–",
-                _bytes(sum(sizes) if sizes else None),
-                _bytes(node["memory_free_bytes"]),
-                "–" if node["load"] is None else f"{node['load']:.1f}",
+                _shown(median(times) if times else None, duration),
+                _shown(max(ages, default=None), _ago),
+                _shown(sum(sizes) or None, bytes_text),
+                _shown(node["memory_free_bytes"], bytes_text),
+                _shown(node["load"], "{:.1f}".format),
             )
         )
     return rows
@@ -330,5 +317,9 @@ def _seats(node: dict[str, Any]) -> str:
     return str(first) if slots == 1 else f"{first}–{first + slots - 1}"
 
 
-def _bytes(count: int | None) -> str:
-    return "–" if count is None else bytes_text(count)
+def _shown(value: Any, text: Callable[[Any], str]) -> str:
+    return "–" if value is None else text(value)
+
+
+def _ago(seconds: float) -> str:
+    return f"{span(seconds)} ago"

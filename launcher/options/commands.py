@@ -19,7 +19,7 @@ COMMANDS = {
     "submit": ("options.commands:SUBMIT", "hand a job to a scheduler"),
     "status": ("inspect.status:STATUS", "show how a running job is doing"),
     "top": ("inspect.top:TOP", "show a running job, refreshed each second"),
-    "stacks": ("inspect.stacks:STACKS", "show where every rank of a running job is"),
+    "stacks": ("inspect.job_command:STACKS", "show where every rank of a running job is"),
     "stop": ("inspect.job_command:STOP", "end a running job on all nodes, as Ctrl-C does"),
     "restart": ("inspect.job_command:RESTART", "start the workers of a running job again"),
     "warm": ("warm_command:COMMAND", "show or end what stays for the next start"),

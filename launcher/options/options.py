@@ -79,7 +79,6 @@ class Options:
     rdzv_endpoint: tuple[Address, ...]
     rdzv_backend: str
     rdzv_conf: Mapping[str, str]
-    store: str
     scheduler: str
     token_file: str | None
     node_rank: int

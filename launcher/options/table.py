@@ -196,11 +196,6 @@ _RENDEZVOUS = (
         default={}, default_text="none", peer="rdzv-conf", differs="other keys; unknown ones are ignored",
     ),
     Option(
-        "store", Group.RENDEZVOUS, "KIND", "store that a node serves: auto, memory, etcd",
-        values.one_of("auto", "memory", "etcd"),
-        default="auto", default_text="auto",
-    ),
-    Option(
         "scheduler", Group.RENDEZVOUS, "NAME", "scheduler that fills in the rest: auto, none, a name",
         values.one_of("auto", "none", *SCHEDULERS), default="auto", default_text="auto",
     ),

@@ -79,8 +79,8 @@ def _check_nodes(options: Options, cluster: Cluster) -> None:
         return
     several = f", with {cluster.tasks} tasks on this one, of which one is the agent" if cluster.tasks > 1 else ""
     raise UsageError(
-        f"{_given(options, 'nnodes')} contradicts {cluster.scheduler}, which started this job on {_nodes(started)}"
-        f"{several}; leave --nnodes out, or lower it, or ask {cluster.scheduler} for {_nodes(least)}"
+        f"{_source(options, 'nnodes')} {least} contradicts {cluster.scheduler}, which started this job on {started}"
+        f" nodes{several}; leave --nnodes out, or lower it, or ask {cluster.scheduler} for {least} nodes"
         " (--scheduler none takes no notice of it)"
     )
 
@@ -95,19 +95,12 @@ def _check_rank(options: Options, cluster: Cluster) -> None:
         return
     if cluster.nodes and options.nnodes == cluster.nodes and cluster.nodes[1] > 1:
         raise UsageError(
-            f"{_given(options, 'node_rank')} contradicts {cluster.scheduler}, for which this is node {index}; leave"
-            " --node-rank out (a variable in a job's script is the script's own, the same for all nodes), or add"
-            " --scheduler none"
+            f"{_source(options, 'node_rank')} {options.node_rank} contradicts {cluster.scheduler}, where this is node"
+            f" {index}; leave --node-rank out (a variable in a job's script is the script's own, the same for all"
+            " nodes), or add --scheduler none"
         )
 
 
-def _given(options: Options, dest: str) -> str:
-    """The option as it was given."""
-    if options.given.get(dest) is Source.ENVIRONMENT and dest in options.exported:
-        return f"PET_{dest.upper()}={options.exported[dest]}"
-    value = ":".join(str(n) for n in dict.fromkeys(options.nnodes)) if dest == "nnodes" else str(options.node_rank)
-    return f"--{dest.replace('_', '-')} {value}"
-
-
-def _nodes(count: int) -> str:
-    return "1 node" if count == 1 else f"{count} nodes"
+def _source(options: Options, dest: str) -> str:
+    is_variable = options.given.get(dest) is Source.ENVIRONMENT
+    return f"PET_{dest.upper()}" if is_variable else f"--{dest.replace('_', '-')}"

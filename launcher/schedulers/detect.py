@@ -29,8 +29,6 @@ from elaunch.strict_json import parse_json
 # A worker has it from its agent. A launcher that the worker starts knows by it that the scheduler's variables are those
 # that the agent was started with. `srun`, `mpirun` and `sbatch` inside the worker set others.
 _MARK = "ELAUNCH_SCHEDULER"
-# A job's number in F58, with ƒ or f in front. Some locales write other characters for ƒ, but no letters or digits.
-_F58 = re.compile("(?:f|[^0-9A-Za-z]+)?([1-9A-Za-z]+)")
 _UNANSWERED = (
     "flux job info does not tell the hosts of this job, and the nodes need a place where they meet: flux must be on the"
     " PATH of the job's tasks, or give --rdzv-endpoint HOST:PORT"
@@ -87,7 +85,8 @@ def _detect_flux(environ: Mapping[str, str], hostname: str, read: Callable[[str]
             " a task how many are beside it; start one task on each node (flux run -N NODES --tasks-per-node=1), or"
             " the same number"
         )
-    run_id = _flux_run_id(environ.get("FLUX_JOB_ID_PATH") or job)
+    # Without the ƒ in front of each number. If Flux itself runs in a job, the numbers of the outer jobs come first.
+    run_id = f"flux-{re.sub('[^0-9A-Za-z]+', '-', environ.get('FLUX_JOB_ID_PATH') or job).strip('-')}"
     return Cluster(
         "Flux",
         nodes=(nodes, nodes),
@@ -102,14 +101,6 @@ def _detect_flux(environ: Mapping[str, str], hostname: str, read: Callable[[str]
         head_query=HeadQuery(("flux", "job", "info", job, "R"), _first_host, _UNANSWERED) if nodes > 1 else None,
         cores_option="--exclusive or --cores-per-task",
     )
-
-
-def _flux_run_id(path: str) -> str:
-    """The job's number without its ƒ. If Flux itself runs in a job, the numbers of the outer jobs come first."""
-    found = [_F58.fullmatch(job) for job in path.strip("/").split("/")]
-    if None in found:
-        raise ValueError(f"FLUX_JOB_ID={path[:200]!r} is no number of a job")
-    return "-".join(["flux", *(job[1] for job in found if job)])
 
 
 def _first_host(said: str) -> str | None:
@@ -137,7 +128,6 @@ def _detect_lsf(environ: Mapping[str, str], hostname: str, read: Callable[[str],
         raise ValueError(f"this host, {hostname}, is none of those in LSB_MCPU_HOSTS: {' '.join(hosts)}")
     array = number(environ, "LSB_JOBINDEX") or 0
     run_id = f"lsf-{job}_{array}" if array else f"lsf-{job}"
-    is_by_hand = len(hosts) > 1 and "JSM_NAMESPACE_RANK" not in environ
     return Cluster(
         "LSF",
         nodes=(max(len(hosts), 1),) * 2,
@@ -145,10 +135,8 @@ def _detect_lsf(environ: Mapping[str, str], hostname: str, read: Callable[[str],
         head=hosts[0] if len(hosts) > 1 else None,
         head_port=port_of_name(run_id),
         run_id=run_id,
-        task=number(environ, "JSM_NAMESPACE_LOCAL_RANK") or 0,
-        tasks=number(environ, "JSM_NAMESPACE_LOCAL_SIZE") or 1,
-        sources=used(environ, "LSB_JOBID", "LSB_JOBINDEX", "LSB_MCPU_HOSTS", "JSM_NAMESPACE_LOCAL_RANK"),
-        note=f'every host is to start it once: blaunch -z "{" ".join(hosts)}" elaunch …' if is_by_hand else "",
+        sources=used(environ, "LSB_JOBID", "LSB_JOBINDEX", "LSB_MCPU_HOSTS"),
+        note=f'every host is to start it once: blaunch -z "{" ".join(hosts)}" elaunch …' if len(hosts) > 1 else "",
     )
 
 
@@ -191,7 +179,7 @@ def _detect_pbs(environ: Mapping[str, str], hostname: str, read: Callable[[str],
 # What the names of each scheduler's variables begin with, and what reads them.
 # The innermost scheduler comes first: mpirun and Flux run inside of an allocation, and Slurm's nodes may be pods.
 SCHEDULERS: Mapping[str, tuple[tuple[str, ...], Detect]] = {
-    "mpi": (("OMPI_COMM_WORLD_", "PMI_", "PMIX_"), mpi.detect),
+    "mpi": (("OMPI_COMM_WORLD_", "PMI_"), mpi.detect),
     "flux": (("FLUX_",), _detect_flux),
     "slurm": (("SLURM_",), slurm.detect),
     "lsf": (("LSB_",), _detect_lsf),

@@ -50,8 +50,8 @@ class Cluster:
     `task` is the index of this process among the `tasks` processes that the scheduler started for the job on this
     node. Only task 0 is an agent. `sources` are the variables that gave these facts. `note` is a sentence for the log.
 
-    The last fields describe the scheduler. `is_of_pods`: pods share neither munge nor a home, only Kubernetes can give
-    all of them a secret, and the head's name may be a service's. `signals_workers`: a notice of the job's end may go to
+    The last fields describe the scheduler. `is_of_pods`: pods share no home, only Kubernetes can give all of them a
+    secret, and the head's name may be a service's. `signals_workers`: a notice of the job's end may go to
     all processes, also to workers. `head_query` finds the head if the name in `head` cannot be resolved.
     `cores_option` asks for more cores for an agent. `gpus_way_out` tells how to give one agent all GPUs of its node.
     """
@@ -148,15 +148,12 @@ def expand(text: str) -> list[str]:
         raise ValueError("is no list of hosts")
     hosts: list[str] = []
     for name in re.findall(r"(?:[^][,]|\[[^][]+\])+", text):
-        pieces = re.findall(r"\[([^]]*)\]|([^][]+)", name)
-        if sum(len(plain) for _, plain in pieces) > _HOST_CHARACTERS_MAX:
-            raise ValueError(f"names a host with more than {_HOST_CHARACTERS_MAX} characters: {name[:40]}…")
         choices: list[list[str]] = []
-        for written, plain in pieces:
+        for written, plain in re.findall(r"\[([^]]*)\]|([^][]+)", name):
             choices.append([plain] if plain else _numbers(written))
-            # Count before making the names: they may be more than memory holds.
-            if len(hosts) + math.prod(map(len, choices)) > HOSTS_MAX:
-                raise ValueError(f"names more than {HOSTS_MAX} hosts")
+            # Before making the names: they may be more than memory holds.
+            if len(hosts) + math.prod(map(len, choices)) > HOSTS_MAX or len(plain) > _HOST_CHARACTERS_MAX:
+                raise ValueError(f"names more than {HOSTS_MAX} hosts, or too long ones")
         hosts += ["".join(parts) for parts in itertools.product(*choices)]
     return hosts
 
@@ -187,15 +184,9 @@ def of_slurm(environ: Mapping[str, str], *variables: str) -> list[str]:
 
 
 def of_lsf(environ: Mapping[str, str]) -> list[str]:
-    """LSF's hosts, each once: `LSB_MCPU_HOSTS` is "host slots host slots …"; `LSB_HOSTS` has a word for each slot.
-
-    Under jsrun, a first host with one slot runs only the job's script, so it is left out.
-    """
-    words = environ.get("LSB_MCPU_HOSTS", "").split()
-    slots = dict(zip(words[::2], words[1::2], strict=False))
-    hosts = list(slots) or list(dict.fromkeys(environ.get("LSB_HOSTS", "").split()))
-    is_script_host = "JSM_NAMESPACE_RANK" in environ and len(hosts) > 1 and slots.get(hosts[0]) == "1"
-    return hosts[1:] if is_script_host else hosts
+    """LSF's hosts, each once: `LSB_MCPU_HOSTS` is "host slots host slots …"; `LSB_HOSTS` has a word for each slot."""
+    hosts = environ.get("LSB_MCPU_HOSTS", "").split()[::2] or environ.get("LSB_HOSTS", "").split()
+    return list(dict.fromkeys(hosts))
 
 
 def of_lines(text: str) -> list[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 
-from elaunch.launcher.options import values
 from elaunch.launcher.schedulers.facts import Cluster, number, used
 
 HOSTS = "/etc/hosts"
@@ -27,8 +26,9 @@ def detect(environ: Mapping[str, str], hostname: str, read: Callable[[str], str]
         return _cluster("Kubernetes Job", index, named, used(environ, "JOB_COMPLETION_INDEX"))
     if not environ.get("KUBERNETES_SERVICE_HOST"):
         return None
-    if used(environ, "PET_MASTER_ADDR", "PET_RDZV_ENDPOINT"):
-        return _of_operator(environ)
+    if operators := used(environ, "PET_MASTER_ADDR", "PET_RDZV_ENDPOINT"):
+        # Its PET_ variables are read as options.
+        return Cluster("Kubernetes operator", sources=operators, is_of_pods=True)
     if environ.get("MASTER_ADDR"):
         return None
     # Any other pod belongs to a StatefulSet if its name ends in a number and it has a service's domain.
@@ -44,25 +44,6 @@ def _cluster(kind: str, index: int, named: tuple[str | None, str | None], source
     return Cluster(kind, node_index=index, head=head, run_id=run_id, sources=sources, is_of_pods=True)
 
 
-def _of_operator(environ: Mapping[str, str]) -> Cluster:
-    """The operator's PET_ variables are read as options. These facts are for the log, and for options left unset."""
-    nodes = environ.get("PET_NNODES")
-    return Cluster(
-        "Kubernetes operator",
-        nodes=_nodes(nodes) if nodes else None,
-        node_index=number(environ, "PET_NODE_RANK"),
-        sources=used(environ, "PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_RDZV_ENDPOINT"),
-        is_of_pods=True,
-    )
-
-
-def _nodes(text: str) -> tuple[int, int]:
-    try:
-        return values.nodes(text)
-    except ValueError as error:
-        raise ValueError(f"PET_NNODES={text[:200]} {error}") from None
-
-
 def _of_leader_worker_set(environ: Mapping[str, str], hostname: str) -> Cluster:
     """The leader is node 0 and is called `set-2`. The other pods of its group are `set-2-1`, `set-2-2`, …"""
     head = environ["LWS_LEADER_ADDRESS"]
@@ -71,8 +52,6 @@ def _of_leader_worker_set(environ: Mapping[str, str], hostname: str) -> Cluster:
     if index is None:
         ordinal = re.fullmatch(rf"{re.escape(leader)}(?:-([0-9]{{1,9}}))?", hostname)
         index = int(ordinal[1] or 0) if ordinal else None
-    if nodes and index is not None and index >= nodes:
-        raise ValueError(f"LWS_WORKER_INDEX={index} is no node of LWS_GROUP_SIZE={nodes}")
     return Cluster(
         "Kubernetes LeaderWorkerSet",
         nodes=(nodes, nodes) if nodes else None,

@@ -41,20 +41,7 @@ def detect(environ: Mapping[str, str], hostname: str, read: Callable[[str], str]
             sources=used(environ, *names),
             note=f"{name} does not say where rank 0 runs: export MASTER_ADDR=HOST (mpirun -x)" if is_lost else "",
         )
-    return _of_pmix(environ)
-
-
-def _of_pmix(environ: Mapping[str, str]) -> Cluster | None:
-    """The facts of a launcher that sets only PMIx's variables, like `prun`. Slurm and Flux also set their own."""
-    rank = number(environ, "PMIX_RANK")
-    if rank is None or not environ.keys().isdisjoint(("SLURM_STEP_ID", "SLURM_STEPID", "FLUX_TASK_RANK")):
-        return None
-    if rank > 0:
-        raise ValueError(
-            f"PMIX_RANK={rank} is one of several processes, and nothing says on how many nodes they are; give"
-            " --scheduler none, --nnodes and --rdzv-endpoint HOST:PORT"
-        )
-    return Cluster("PMIx", run_id=_run_id(environ), sources=used(environ, "PMIX_RANK", "PMIX_NAMESPACE"))
+    return None
 
 
 def _of_equal_nodes(name: str, size: int, tasks: int) -> int:

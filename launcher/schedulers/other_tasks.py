@@ -11,10 +11,9 @@ import hashlib
 import os
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from elaunch.agent.linux import credentials
 from elaunch.launcher.schedulers.facts import Cluster
@@ -24,8 +23,8 @@ _APPEAR_S = 60.0
 _PAUSE_S = 0.1
 # An agent that ends at once, for example for a wrong option, waits until this long after its start for the others.
 _SEEN_S = 5.0
-# Connections that may wait to be accepted.
-_BACKLOG = 128
+# Connections that the kernel holds until the agent ends. They need no thread that accepts them.
+_BACKLOG = 1024
 # The scheduler signals all processes of a step. A waiting task has nothing to stop. It must not end before the agent:
 # the scheduler might take that for the end of the node (srun --kill-on-bad-exit, --wait).
 _NOT_FOR_US = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
@@ -34,7 +33,7 @@ _NOT_FOR_US = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, sig
 @contextmanager
 def seen_by_others(cluster: Cluster, say: Callable[[str], None]) -> Iterator[None]:
     """In the agent, around all its work: the other tasks of its node wait until this context ends."""
-    begun_s = time.monotonic()
+    end_s = time.monotonic() + _SEEN_S
     with socket.socket(socket.AF_UNIX) as listener:
         try:
             listener.bind(_address(cluster))
@@ -46,11 +45,25 @@ def seen_by_others(cluster: Cluster, say: Callable[[str], None]) -> Iterator[Non
             )
             yield
             return
-        listening = _TaskListener(listener, cluster.tasks - 1)
         try:
             yield
         finally:
-            listening.close(begun_s + _SEEN_S)
+            _await_tasks(listener, cluster.tasks - 1, end_s)
+
+
+def _await_tasks(listener: socket.socket, others: int, end_s: float) -> None:
+    """Return when so many tasks of this user have connected, or at `end_s`."""
+    streams: list[socket.socket] = []
+    with suppress(OSError):
+        while len(streams) < others:
+            listener.settimeout(max(end_s - time.monotonic(), 0))
+            stream, _ = listener.accept()
+            if credentials(stream)[1] == os.geteuid():
+                streams.append(stream)
+            else:
+                stream.close()
+    for stream in streams:
+        stream.close()
 
 
 def wait_for_agent(cluster: Cluster, say: Callable[[str], None], appear_s: float = _APPEAR_S) -> int:
@@ -77,44 +90,6 @@ def wait_for_agent(cluster: Cluster, say: Callable[[str], None], appear_s: float
         time.sleep(_PAUSE_S)
     say(f"task {cluster.task} of this node has met no agent here within {appear_s:g} s: has it ended?{stranger}")
     return 0
-
-
-class _TaskListener:
-    """Accepts the other tasks as they come, and refuses other users. Closes all connections at the end."""
-
-    def __init__(self, listener: socket.socket, others: int) -> None:
-        self._listener = listener
-        self._others = others
-        self._inside: list[socket.socket] = []
-        self._all_are_in = threading.Event()
-        self._is_closed = threading.Event()
-        self._thread = threading.Thread(target=self._accept, name="elaunch-companions", daemon=True)
-        self._thread.start()
-
-    def close(self, until_s: float) -> None:
-        """Close all connections when each of the others has come, or at `until_s`."""
-        self._all_are_in.wait(max(until_s - time.monotonic(), 0))
-        self._is_closed.set()
-        # This wakes a thread in accept(); closing does not.
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._thread.join()
-        for stream in self._inside:
-            stream.close()
-
-    def _accept(self) -> None:
-        while not self._is_closed.is_set():
-            try:
-                stream, _ = self._listener.accept()
-            except OSError:
-                # For example, no descriptor is free. Try again soon.
-                self._is_closed.wait(_PAUSE_S)
-                continue
-            if credentials(stream)[1] != os.geteuid():
-                stream.close()
-                continue
-            self._inside.append(stream)
-            if len(self._inside) >= self._others:
-                self._all_are_in.set()
 
 
 def _address(cluster: Cluster) -> str:

@@ -31,8 +31,6 @@ def detect(environ: Mapping[str, str], hostname: str, read: Callable[[str], str]
         )
     nodes = number(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES") or 1
     index = number(environ, "SLURM_NODEID") or 0
-    if index >= nodes:
-        raise ValueError(f"SLURM_NODEID={index} is no node of {nodes}")
     tasks = _tasks_here(environ, index)
     gpus = _gpus_here(environ)
     hosts = of_slurm(environ, "SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")

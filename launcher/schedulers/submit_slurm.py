@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -27,23 +28,15 @@ _CALL_S = 60.0
 
 @dataclass(frozen=True)
 class Request:
-    """A job for Slurm. `words` is elaunch's command line after its name. A field that is None is left to the site.
+    """A job for Slurm. `words` is elaunch's command line after its name; `given` are the options of this command.
 
-    `site` and `more` are options of sbatch. Those in `more` come from the user and stand last, so they win. `program`
-    is the script's path, empty for a module or command. It must exist where sbatch is called.
+    `program` is the script's path, empty for a module or command. It must exist where sbatch is called.
     """
 
     words: tuple[str, ...]
     name: str
-    program: str = ""
-    nodes: tuple[int, int] = (1, 1)
-    gpus: int | None = None
-    cpus: int | None = None
-    output: str = "%x-%j.out"
-    notice_s: int = 60
-    requeues: bool = True
-    site: tuple[str, ...] = ()
-    more: tuple[str, ...] = ()
+    program: str
+    given: Mapping[str, Any]
 
 
 def _main(ctx: click.Context) -> int:
@@ -63,8 +56,6 @@ def _main(ctx: click.Context) -> int:
 def understand(ctx: click.Context) -> Request:
     """The job that is asked for. Raises UsageError, also if elaunch would refuse its command line."""
     given = ctx.params
-    if given["requeue"] and given["no_requeue"]:
-        raise UsageError("--requeue contradicts --no-requeue; drop one of them")
     typed, program = typed_job(ctx)
     checked = parse(words_of(typed, program), outside(ctx.obj.environ))
     rdzv_conf.understand(checked.rdzv_conf)
@@ -72,19 +63,8 @@ def understand(ctx: click.Context) -> Request:
     _check(checked, nodes)
     if nodes[0] < nodes[1] and "nnodes" not in checked.given:
         typed = {"nnodes": f"{nodes[0]}:{nodes[1]}", **typed}
-    return Request(
-        words=tuple(words_of(typed, program)),
-        name=given["name"] or _name(checked),
-        program=checked.target if checked.kind is ProgramKind.SCRIPT else "",
-        nodes=nodes,
-        gpus=given["gpus"],
-        cpus=given["cpus"],
-        output=given["output"],
-        notice_s=given["notice"],
-        requeues=not given["no_requeue"],
-        site=tuple(f"--{name}={given[name]}" for name in ("time", "partition", "account", "qos") if given[name]),
-        more=given["sbatch"],
-    )
+    program_path = checked.target if checked.kind is ProgramKind.SCRIPT else ""
+    return Request(tuple(words_of(typed, program)), given["name"] or _name(checked), program_path, given)
 
 
 def _one_line(raw: values.Raw) -> str:
@@ -116,8 +96,7 @@ _OPTIONS = (
     own("name", "NAME", "name of the job [the program's name]", _one_line),
     own("output", "FILE", "file for the job's output [NAME-JOB.out]", _one_line, default="%x-%j.out"),
     own("notice", "SECONDS", _NOTICE, _count, default=60),
-    own("requeue", "", "requeue the job at its time limit and after a lost node [the default]"),
-    own("no-requeue", "", "do not requeue the job"),
+    own("no-requeue", "", "do not requeue the job at its time limit and after a lost node"),
     own("sbatch", "OPTION", _SBATCH, _one_line, multiple=True),
     own("dry-run", "", "show the script, submit nothing"),
 )
@@ -156,31 +135,35 @@ def _name(options: Options) -> str:
 
 def script(request: Request, elaunch: str = "elaunch") -> str:
     """The batch script. `elaunch` is the command that starts elaunch on the nodes."""
-    least, most = request.nodes
-    is_elastic = least < most
+    given = request.given
+    least, most = given["nodes"]
+    is_elastic, cpus_per_task = least < most, given["cpus"]
     lines = [
         f"--job-name={request.name}",
         f"--nodes={least}-{most}" if is_elastic else f"--nodes={most}",
         "--ntasks-per-node=1",
-        *([f"--gpus-per-node={request.gpus}"] if request.gpus else []),
-        f"--cpus-per-task={request.cpus}" if request.cpus else "--exclusive",
-        *request.site,
-        f"--signal=USR1@{request.notice_s}",
-        "--requeue" if request.requeues else "--no-requeue",
+        *([f"--gpus-per-node={given['gpus']}"] if given["gpus"] else []),
+        f"--cpus-per-task={cpus_per_task}" if cpus_per_task else "--exclusive",
+        *(f"--{name}={given[name]}" for name in ("time", "partition", "account", "qos") if given[name]),
+        f"--signal=USR1@{given['notice']}",
+        "--no-requeue" if given["no_requeue"] else "--requeue",
         *(["--no-kill"] if is_elastic else []),
         "--open-mode=append",
-        f"--output={request.output}",
-        *request.more,
+        f"--output={given['output']}",
+        # The user's own stand last, so they win.
+        *given["sbatch"],
     ]
     # srun does not inherit the job's CPUs (Slurm 22.05 and later). It must not end all tasks if one node fails.
-    cpus = f" --cpus-per-task={request.cpus}" if request.cpus else ""
+    cpus = f" --cpus-per-task={cpus_per_task}" if cpus_per_task else ""
     kill = " --no-kill" if is_elastic else ""
     again = (
-        "# Slurm's notice (138: SIGUSR1, 140: SIGUSR2) came before the end of the time, and training has saved."
-        " It goes on later.\n"
-        'if [ "$code" = 138 ] || [ "$code" = 140 ]; then scontrol requeue "$SLURM_JOB_ID"; fi\n'
-        if request.requeues
-        else ""
+        ""
+        if given["no_requeue"]
+        else (
+            "# Slurm's notice (138: SIGUSR1, 140: SIGUSR2) came before the end of the time, and training has saved."
+            " It goes on later.\n"
+            'if [ "$code" = 138 ] || [ "$code" = 140 ]; then scontrol requeue "$SLURM_JOB_ID"; fi\n'
+        )
     )
     return (
         "#!/bin/bash\n"
@@ -207,7 +190,7 @@ def _check_submittable(request: Request) -> None:
         raise UsageError(
             "no sbatch on the PATH: this host cannot submit jobs to Slurm; log in to a host that can, or add --dry-run"
         )
-    is_elsewhere = any(re.match(r"--chdir\b|-D", option) for option in request.more)
+    is_elsewhere = any(re.match(r"--chdir\b|-D", option) for option in request.given["sbatch"])
     if request.program and not is_elsewhere:
         try:
             check_script(request.program)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 import click
 
@@ -19,37 +17,29 @@ from elaunch.launcher.options.shell_words import joined
 from elaunch.launcher.options.table import HELP
 from elaunch.launcher.options.values import endpoints
 from elaunch.launcher.store.connect import NewToken
-from elaunch.launcher.store.locate import ETCD_PORT, Serving
-from elaunch.launcher.store.serve import Bound, StoreProcess, agents_served, listen, listen_everywhere, serve
+from elaunch.launcher.store.locate import ETCD_PORT
+from elaunch.launcher.store.serve import StoreProcess, listen, listen_everywhere, serve
 from elaunch.rendezvous.endpoint import Endpoint
 
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-@dataclass(frozen=True)
-class StoreRequest:
-    """The store to serve. Without an endpoint it listens at `port` on all addresses.
-
-    An empty `token` means a new one.
-    """
-
-    endpoint: Endpoint | None
-    port: int
-    token: str
-
-
 def _main(ctx: click.Context) -> int:
     """Serve until a signal comes. Returns the exit code. Raises UsageError and SiteError."""
-    request = request_of(ctx.params, ctx.obj.environ)
-    bound = _bound(request)
-    port = bound.listener.getsockname()[1]
-    host = request.endpoint.host if request.endpoint else (routable_addresses() or ["localhost"])[0]
-    place = Endpoint(host, port)
-    server = serve(bound, Serving.MEMORY, place, request.token)
+    file = ctx.params["token_file"]
+    token = read_secret(file) if file else ctx.obj.environ.get("ELAUNCH_TOKEN", "").strip()
+    endpoint, port = place_of(ctx.params["listen"])
+    listener = listen(endpoint, exactly=True) if endpoint else listen_everywhere(port)
+    if listener is None:
+        where = endpoint or f"port {port}"
+        raise UsageError(f"another program listens at {where} already; choose another port with --listen HOST:PORT")
+    host = endpoint.host if endpoint else (routable_addresses() or ["localhost"])[0]
+    place = Endpoint(host, listener.getsockname()[1])
+    server = serve(listener, place, token)
     try:
         ends = _take_signals()
         new_token = NewToken(server.token, server.kept, server.trouble, is_terminal=os.isatty(2))
-        for line in announcement(place, None if request.token else new_token):
+        for line in announcement(place, None if token else new_token):
             print(f"elaunch: {line}", file=sys.stderr, flush=True)
         return _wait(server, ends)
     finally:
@@ -72,21 +62,11 @@ A store that is started again is empty. An etcd cluster outlives a host:
 )
 
 
-def request_of(params: Mapping[str, Any], environ: Mapping[str, str]) -> StoreRequest:
-    """The request of a command line and the variables. Reads the file that --token-file names. Raises UsageError."""
-    token = environ.get("ELAUNCH_TOKEN", "").strip()
-    if params["token_file"]:
-        token = read_secret(params["token_file"])
-    endpoint, port = _place(params["listen"])
-    if not token.isprintable():
-        raise UsageError(
-            "store: the token has characters that cannot be typed; take the output of: openssl rand -hex 16"
-        )
-    return StoreRequest(endpoint, port, token)
+def place_of(listen_at: str | None) -> tuple[Endpoint | None, int]:
+    """The endpoint and port in `HOST:PORT`, `HOST` or `:PORT`. Without an endpoint it listens on all addresses.
 
-
-def _place(listen_at: str | None) -> tuple[Endpoint | None, int]:
-    """Reads `HOST:PORT`, `HOST` or `:PORT`. An empty host, `0.0.0.0`, `::` and `*` mean all addresses."""
+    An empty host, `0.0.0.0`, `::` and `*` mean all addresses. Raises UsageError.
+    """
     if not listen_at:
         return None, ETCD_PORT
     host, separator, port = listen_at.rpartition(":")
@@ -100,14 +80,6 @@ def _place(listen_at: str | None) -> tuple[Endpoint | None, int]:
         raise UsageError(f"--listen {listen_at} is not one HOST:PORT of this host; give one")
     number = ETCD_PORT if found[0].port is None else found[0].port
     return (None if found[0].host in ("0.0.0.0", "::") else Endpoint(found[0].host, number)), number
-
-
-def _bound(request: StoreRequest) -> Bound:
-    bound = listen(request.endpoint, exactly=True) if request.endpoint else listen_everywhere(request.port)
-    if bound is None:
-        where = request.endpoint or f"port {request.port}"
-        raise UsageError(f"another program listens at {where} already; choose another port with --listen HOST:PORT")
-    return bound
 
 
 def announcement(place: Endpoint, new_token: NewToken | None) -> tuple[str, ...]:
@@ -127,7 +99,6 @@ def announcement(place: Endpoint, new_token: NewToken | None) -> tuple[str, ...]
         *(new_token.hints(place) if new_token else ()),
         "the store is in this host's memory: jobs end when it ends, and a store that is started again is empty;"
         " an etcd cluster outlives any host. Ctrl-C ends the store",
-        f"this host's limit of open files allows {agents_served()} nodes at a time",
     )
 
 

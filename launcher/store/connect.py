@@ -23,15 +23,15 @@ from elaunch.launcher.host import (
     routable_addresses,
     socket_variables,
 )
-from elaunch.launcher.options.files import TOKEN_LINE
-from elaunch.launcher.options.options import Options, Source, words_of
+from elaunch.launcher.options.files import FOLDER, TOKEN_LINE
+from elaunch.launcher.options.options import Options, words_of
 from elaunch.launcher.options.rdzv_conf import understand
 from elaunch.launcher.options.shell_words import joined, quoted
 from elaunch.launcher.options.table import TABLE
 from elaunch.launcher.options.values import switch
-from elaunch.launcher.store.locate import MASTER_PORT, Planned, RendezvousPlan, Serving, way_of
-from elaunch.launcher.store.serve import StoreProcess, decide_head, listen, serve_if_head
-from elaunch.launcher.store.token import STORES, KeptTokens, Meeting, Offer, fetch, port_taken_error, token_at_home
+from elaunch.launcher.store.locate import Planned, RendezvousPlan, way_of
+from elaunch.launcher.store.serve import StoreProcess, decide_head, serve_if_head
+from elaunch.launcher.store.token import STORES, KeptTokens, token_at_home
 from elaunch.rendezvous.endpoint import (
     Access,
     Endpoint,
@@ -42,7 +42,7 @@ from elaunch.rendezvous.endpoint import (
     is_unspecified,
 )
 from elaunch.rendezvous.engine.memory_store import MemoryStore
-from elaunch.rendezvous.etcd.discovery import FoundStore, check_is_etcd
+from elaunch.rendezvous.etcd.discovery import FoundStore
 from elaunch.rendezvous.etcd.store import EtcdStore
 from elaunch.rendezvous.store import Denied, Store
 
@@ -53,7 +53,7 @@ _ADDRESS_PAUSE_S = 0.5
 # Each node has its own value of these.
 _OWN = ("node_rank", "local_addr")
 # PET_TOKEN_FILE is not written out: ELAUNCH_TOKEN wins over it, but --token-file would win over ELAUNCH_TOKEN.
-_NOT_WRITTEN = (*_OWN, "token_file", "nnodes", "rdzv_endpoint")
+_NOT_WRITTEN = (*_OWN, "token_file")
 _SWITCHES = {option.name for option in TABLE if option.is_flag}
 
 
@@ -62,10 +62,9 @@ class Reached:
     """The store, and this node's place in the network.
 
     `is_remote` is true if the store is in another process. `address` is this node's address for the other nodes, and
-    `network` holds variables that tell the workers so. `served` is the store's process if this agent started it.
-    `offer` sends the store's token to the nodes that the same scheduler started. `way` is how another
-    process of this user reaches the store (`locate.way_of`), empty for a store in this process. `only_here` is as in
-    `AgentConfig`.
+    `network` holds variables that tell the workers so. `served` is the store's process if this agent started it. `way`
+    is how another process of this user reaches the store (`locate.way_of`), empty for a store in this process.
+    `only_here` is as in `AgentConfig`.
     """
 
     store: Store
@@ -73,14 +72,11 @@ class Reached:
     address: str = "127.0.0.1"
     network: Mapping[str, str] = field(default_factory=dict)
     served: StoreProcess | None = None
-    offer: Offer | None = None
     way: str = ""
     only_here: str = ""
 
     def close(self) -> None:
-        """Stop what was started for the other nodes."""
-        if self.offer:
-            self.offer.close()
+        """Stop the store that this agent serves."""
         if self.served:
             self.served.stop()
 
@@ -97,15 +93,19 @@ def reach(options: Options, planned: Planned, say: Callable[[str], None]) -> Rea
     _check_node_rank_0(options, plan)
     _check_head_host(options, planned)
     address = plan.own_addr or _own_address(planned, say)
-    if planned.hands_over:
-        # The head's token is one that nodes with the same home also make.
-        is_head = decide_head(plan, say)
-        token = token_at_home(_meeting(options, planned).name, make=True) if is_head else ""
-        plan = replace(plan, is_head=is_head, token=token)
-    served, offer = serve_if_head(plan, say, options.nnodes), None
+    keyring = KeptTokens()
+    if planned.has_home_token:
+        plan, keyring = _with_home_token(options, planned, say)
+    served = serve_if_head(plan, say, options.nnodes[1])
+    if planned.has_home_token and planned.at_its_head and plan.is_head and not served:
+        # A scheduler names one head, and this is it: a program that has the port already is no store of this job.
+        endpoint = plan.endpoints[0]
+        raise SiteError(
+            f"another program has port {endpoint.port}, at which this node was to serve the job's store;"
+            f" choose a free port: --rdzv-endpoint {endpoint.host}:PORT"
+        )
     try:
-        if served and planned.hands_over:
-            offer = _offer(_meeting(options, planned), served.token)
+        if served and planned.has_home_token:
             if options.verbose:
                 say(about(plan))
         elif served:
@@ -113,27 +113,47 @@ def reach(options: Options, planned: Planned, say: Callable[[str], None]) -> Rea
             lecture, *lines = invite(options, plan, new_token)
             for line in (lecture, *lines) if options.verbose else lines:
                 say(line)
-        elif planned.hands_over:
-            plan = replace(plan, token=_secret_of_head(_meeting(options, planned), plan, say))
         if served:
             plan = replace(plan, token=served.token)
         number = _numeric_address(address, planned, say)
         return Reached(
-            store_of(plan, say),
+            store_of(plan, say, keyring),
             True,
             address,
             socket_variables(number, os.environ, say, verbose=options.verbose),
             served,
-            offer,
             way_of(plan),
             only_here(plan),
         )
     except BaseException:
-        Reached(MemoryStore(), True, served=served, offer=offer).close()
+        if served:
+            served.stop()
         raise
 
 
-def store_of(plan: RendezvousPlan, say: Callable[[str], None]) -> Store:
+def _with_home_token(
+    options: Options, planned: Planned, say: Callable[[str], None]
+) -> tuple[RendezvousPlan, KeptTokens]:
+    """The plan and the keyring of a scheduler's node, with the token that all nodes with this home derive.
+
+    If the user typed the endpoint, it may be an etcd, which knows no token: only the head insists on it.
+    The token's name has the scheduler's job id: several jobs may have the same --run-id. Raises UsageError.
+    """
+    cluster, plan = planned.cluster, planned.plan
+    assert cluster
+    name = f"{cluster.run_id or cluster.scheduler}.{cluster.restarts} {options.run_id} {plan.endpoints[0].port}"
+    token, is_head = token_at_home(name), decide_head(plan, say)
+    if not (is_head or planned.at_its_head):
+        return plan, KeptTokens(token)
+    if not token:
+        raise UsageError(
+            f"the nodes cannot derive the token of the job's store: {FOLDER}/key can neither be read nor made here;"
+            f" give all nodes the same token, for example in the job's script before srun: {TOKEN_LINE}"
+        )
+    return replace(plan, is_head=is_head, token=token), KeptTokens()
+
+
+def store_of(plan: RendezvousPlan, say: Callable[[str], None], keyring: KeptTokens | None = None) -> Store:
     """The client of the store at the plan's endpoints. Nothing is sent yet.
 
     Raises UsageError if the token is too short, or the transport is not installed.
@@ -153,8 +173,8 @@ def store_of(plan: RendezvousPlan, say: Callable[[str], None]) -> Store:
             plan.token,
             access,
             deadline_s,
-            expects_ours=plan.serving is not Serving.NOTHING,
-            keyring=KeptTokens(),
+            expects_ours=plan.serves,
+            keyring=keyring or KeptTokens(),
             say=say,
         )
     except (Denied, ValueError) as error:
@@ -181,44 +201,6 @@ def only_here(plan: RendezvousPlan) -> str:
         f"{endpoint} is an address of this host alone, and no other host can reach it: if another node is on another"
         f" host, give all nodes {option}"
     )
-
-
-def _offer(meeting: Meeting, token: str) -> Offer:
-    bound = listen(meeting.port)
-    if bound is None:
-        raise port_taken_error(meeting.endpoint, meeting.port)
-    return Offer(meeting, token, bound.listener)
-
-
-def _secret_of_head(meeting: Meeting, plan: RendezvousPlan, say: Callable[[str], None]) -> str:
-    """The token of the store that another node serves; empty if an etcd listens there. The client warns of an etcd.
-
-    Raises SiteError, and UsageError if an etcd without TLS listens where this node was to serve the store.
-    """
-    endpoint = plan.endpoints[0]
-    # A scheduler names one head, and this is it: a program that has the head's port already is no store of this job.
-    if plan.is_head and not meeting.may_be_etcd:
-        raise port_taken_error(endpoint, endpoint)
-    token = fetch(meeting, plan.times.store_wait_s, say)
-    if plan.is_head and not token:
-        try:
-            check_is_etcd(endpoint, plan.times.call_deadline_s)
-        except Denied as error:
-            raise UsageError(str(error)) from None
-        raise UsageError(
-            f"this node was to serve the job's store at {endpoint}, but an etcd without TLS listens there,"
-            " and anybody can connect to it; if you mean that etcd, type on all nodes --rdzv-endpoint"
-            f" http://{endpoint}; else choose a free port: --rdzv-endpoint {endpoint.host}:PORT"
-        )
-    return token
-
-
-def _meeting(options: Options, planned: Planned) -> Meeting:
-    """Where this job's nodes meet. The name has the scheduler's job id: several jobs may have the same --run-id."""
-    cluster, endpoint = planned.cluster, planned.plan.endpoints[0]
-    assert cluster
-    name = f"{cluster.run_id or cluster.scheduler}.{cluster.restarts} {options.run_id} {endpoint.port}"
-    return Meeting(endpoint, name, may_be_etcd=not planned.at_its_head)
 
 
 def _check_node_rank_0(options: Options, plan: RendezvousPlan) -> None:
@@ -340,12 +322,9 @@ def line_for_others(options: Options, plan: RendezvousPlan, token: str, token_fi
     """
     is_static = plan.node_rank is not None
     line: dict[str, str] = {"token_file": token_file} if token_file else {}
-    if options.given.get("nnodes") is not Source.COMMAND_LINE:
-        line["nnodes"] = ":".join(str(number) for number in dict.fromkeys(options.nnodes))
+    line["nnodes"] = ":".join(str(number) for number in dict.fromkeys(options.nnodes))
     # A static job's endpoint follows from the master's address, or is the master's address.
-    if is_static and (endpoint := options.exported.get("rdzv_endpoint")):
-        line["rdzv_endpoint"] = endpoint
-    if not is_static and options.given.get("rdzv_endpoint") is not Source.COMMAND_LINE:
+    if not is_static:
         line["rdzv_endpoint"] = str(plan.endpoints[0])
     exported = {name: value for name, value in options.exported.items() if name not in _NOT_WRITTEN}
     line |= {name: value for name, value in exported.items() if name not in _SWITCHES or switch(value)}
@@ -355,24 +334,14 @@ def line_for_others(options: Options, plan: RendezvousPlan, token: str, token_fi
     if others := [pair for pair in settings if pair and not pair.strip().startswith("is_host")]:
         line["rdzv_conf"] = ",".join(others)
     line |= {"node_rank": "1"} if is_static else {}
-    variables = {"ELAUNCH_TOKEN": token, "ELAUNCH_ENDPOINT": _store_elsewhere(options, plan) if is_static else ""}
-    prefix = "".join(f"{name}={quoted(value)} " for name, value in variables.items() if value)
+    prefix = f"ELAUNCH_TOKEN={quoted(token)} " if token else ""
     return f"{prefix}{joined(['elaunch', *words_of(line, options.program)])}"
-
-
-def _store_elsewhere(options: Options, plan: RendezvousPlan) -> str:
-    """The endpoint of a static job's store if only a variable names it; else empty."""
-    if "rdzv_endpoint" in options.given:
-        return ""
-    beside_master = Endpoint(plan.master_addr or "", ((options.master_port or (0, 0))[0] or MASTER_PORT) + 1)
-    return "" if plan.endpoints[0] == beside_master else str(plan.endpoints[0])
 
 
 def about(plan: RendezvousPlan) -> str:
     """The line about the limits of a store that the head serves itself."""
-    kind = "an etcd of its own" if plan.serving is Serving.ETCD else "its memory"
     return (
-        f"this host serves the job's store at {plan.endpoints[0]} from {kind}: store and job end with this host's"
+        f"this host serves the job's store at {plan.endpoints[0]} from its memory: store and job end with this host's"
         " elaunch; a job that must outlive any host needs --rdzv-endpoint of an etcd cluster"
     )
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from pathlib import Path
 
 from elaunch.agent.config import OnHang
@@ -29,21 +28,14 @@ _ETCD = ("etcd", "etcd-v2")
 _ALONE = "one node needs no rendezvous"
 
 
-class Serving(Enum):
-    """The store that the head starts if nothing listens at the endpoint."""
-
-    NOTHING = "nothing"
-    MEMORY = "memory"
-    ETCD = "etcd"
-
-
 @dataclass(frozen=True)
 class RendezvousPlan:
     """What the command line says about the rendezvous. Without endpoints this node is alone and needs no server.
 
     `token` is the job's secret, empty if nobody gave one; `token` and `login` are used if the store asks for them.
-    `plainly` says that http:// was typed: the user means an etcd without TLS, and a login may be sent to it.
-    `is_head` says whether this node serves the store if none listens; None means that the endpoint's address decides.
+    `plainly` says that http:// was typed: the user means an etcd without TLS, and a login may be sent to it. `serves`
+    says that the head serves the job's store if nothing listens at the endpoint. `is_head` says whether this node is
+    the head; None means that the endpoint's address decides.
     With `node_rank` (static rendezvous) it decides the ranks, and which node is the head. `master_addr` is the job's
     MASTER_ADDR as given; None means the first node's own address. `local_addr` is this node's address; None means the
     address that this node uses toward the endpoint. The job's keys begin with `prefix`, which starts and ends with a
@@ -58,7 +50,7 @@ class RendezvousPlan:
     prefix: str = PREFIX
     token: str = field(default="", repr=False)
     transport: Transport = Transport.GATEWAY
-    serving: Serving = Serving.NOTHING
+    serves: bool = False
     is_head: bool | None = None
     node_rank: int | None = None
     master_addr: str | None = None
@@ -85,8 +77,8 @@ class Planned:
 
     `ignored` are options without effect, each with the reason. `notes` are sentences for the user, shown once.
     `master_port` is the port in a static endpoint. `cluster` is what the scheduler says. `at_its_head` is true if the
-    endpoint is the scheduler's head node, and nobody typed it. `hands_over` is true if the head sends the store's token
-    to the other nodes, because the user gave none.
+    endpoint is the scheduler's head node, and nobody typed it. `has_home_token` is true if the token comes from the
+    nodes' home, because the user gave none.
     """
 
     plan: RendezvousPlan
@@ -95,7 +87,7 @@ class Planned:
     master_port: int | None = None
     cluster: Cluster | None = None
     at_its_head: bool = False
-    hands_over: bool = False
+    has_home_token: bool = False
 
 
 def way_of(plan: RendezvousPlan) -> str:
@@ -128,7 +120,7 @@ def _plan_for_one_node(options: Options) -> Planned:
     asked = [name for name in ("rdzv_backend", "rdzv_endpoint", "rdzv_conf") if name in options.given]
     if options.standalone or options.rdzv_backend == "static":
         asked = []
-    asked += [name for name in ("store", "token_file") if options.given.get(name) is Source.COMMAND_LINE]
+    asked += [name for name in ("token_file",) if options.given.get(name) is Source.COMMAND_LINE]
     master = _static_master(options) if options.rdzv_backend == "static" and not options.standalone else None
     return Planned(
         RendezvousPlan(
@@ -153,8 +145,9 @@ def _plan_for_nodes(
     head = _scheduler_head(cluster, backend) if cluster and not addresses else None
     addresses = addresses or _require_head(options, backend, head)
     scheme = _choose_scheme(conf, addresses)
-    serving = _serving(options, conf, addresses, scheme, backend)
-    if head and serving is Serving.NOTHING:
+    # An etcd that runs already: a job's own store is at one endpoint, and speaks with certificates of its own.
+    is_etcd = len(addresses) > 1 or bool(scheme) or backend in _ETCD or conf.transport is Transport.GRPC
+    if head and is_etcd:
         _require_head(options, backend, None)
     is_static = backend == "static"
     master = _static_master(options) if is_static else None
@@ -168,7 +161,7 @@ def _plan_for_nodes(
         prefix=conf.prefix,
         token=_token(options, environ, read_secret),
         transport=conf.transport,
-        serving=serving,
+        serves=not is_etcd,
         is_head=_is_head(conf, is_first if is_static else None, cluster if head else None),
         node_rank=options.node_rank if is_static else None,
         master_addr=master.host if master else None,
@@ -179,10 +172,10 @@ def _plan_for_nodes(
     _check_login(made, addresses, is_asked=conf.user is not None)
     if is_static and "node_rank" not in options.given:
         notes = (*notes, "this node has rank 0, since no --node-rank is given")
-    if backend == "etcd-v2":
-        notes = (*notes, "--rdzv-backend etcd-v2 means etcd here: the v2 API is gone, and elaunch uses v3")
-    notes = (*notes, *_unused_token_notes(made, backend), *_plain_password_notes(made, addresses))
-    if options.run_id is None and serving is Serving.NOTHING:
+    if made.token and is_etcd and backend not in _ETCD:
+        notes = (*notes, f"the token is not used: {_comma_list(addresses)} means an etcd, which has its own users")
+    notes = (*notes, *_plain_password_notes(made, addresses))
+    if options.run_id is None and is_etcd:
         notes = (*notes, "the job is unnamed; if several jobs share the store, give each its own --run-id")
     return Planned(
         made,
@@ -191,11 +184,7 @@ def _plan_for_nodes(
         master.port if master else None,
         cluster,
         at_its_head=head is not None,
-        hands_over=cluster is not None
-        and cluster.nodes is not None
-        and not cluster.is_of_pods
-        and serving is not Serving.NOTHING
-        and not made.token,
+        has_home_token=bool(cluster and cluster.nodes and not cluster.is_of_pods and made.serves and not made.token),
     )
 
 
@@ -222,25 +211,6 @@ def _backend(options: Options) -> str:
     return "static" if {"node_rank", "master_addr"} & set(options.given) else ""
 
 
-def _serving(options: Options, conf: Conf, addresses: tuple[Address, ...], scheme: str, backend: str) -> Serving:
-    """The store that this job may start itself: none if the endpoint can only be an etcd that runs already."""
-    foreign = (
-        f"the endpoints {_comma_list(addresses)} are an etcd cluster" if len(addresses) > 1
-        else f"{addresses[0]} speaks https with certificates" if scheme == "https"
-        else f"{addresses[0]} is an etcd without TLS" if scheme == "http"
-        else f"--rdzv-backend {backend} means an etcd that runs already" if backend in _ETCD
-        else ""
-    )  # fmt: skip
-    if options.store == "auto":
-        is_ours = not foreign and conf.transport is Transport.GATEWAY
-        return Serving.MEMORY if is_ours else Serving.NOTHING
-    if foreign:
-        raise UsageError(f"--store {options.store} would start a store, and {foreign}; leave --store out")
-    if options.store == "memory" and conf.transport is Transport.GRPC:
-        raise UsageError("--store memory does not speak gRPC; leave --rdzv-conf transport out")
-    return Serving(options.store)
-
-
 def _tls(conf: Conf, environ: Mapping[str, str]) -> Tls:
     certificate, key = conf.certificate, conf.key
     if certificate is None:
@@ -256,39 +226,18 @@ def _token(options: Options, environ: Mapping[str, str], read_secret: Callable[[
     variable = environ.get("ELAUNCH_TOKEN", "").strip()
     is_typed = options.given.get("token_file") is Source.COMMAND_LINE
     file = options.token_file if is_typed or not variable else None
-    token = read_secret(file) if file else variable
-    # The token is one line on the stdin of the store's process, and a person types it on the other hosts.
-    if not token.isprintable():
-        raise UsageError(
-            f"the job's token in {file or 'ELAUNCH_TOKEN'} has characters that cannot be typed; take the output of:"
-            " openssl rand -hex 16"
-        )
-    return token
+    return read_secret(file) if file else variable
 
 
 def _check_secret(made: RendezvousPlan) -> None:
     """Raises UsageError if a pod is to serve the store without a token: no other pod could connect to it."""
-    if made.serving is Serving.NOTHING or made.token:
+    if made.token or not made.serves:
         return
     raise UsageError(
         "the first pod's store accepts only pods that know the job's token, and this pod has none; create a Secret once"
         " in a namespace, and give its token to all pods as ELAUNCH_TOKEN: kubectl create secret"
         " generic elaunch-token --from-literal=token=$(openssl rand -hex 16)"
     )
-
-
-def _unused_token_notes(made: RendezvousPlan, backend: str) -> tuple[str, ...]:
-    """A note for a user who gave a token, if the store cannot use it. Nothing if --rdzv-backend names an etcd."""
-    why = (
-        "several endpoints mean an etcd cluster" if len(made.endpoints) > 1
-        else "https means an etcd with its own certificates" if made.tls
-        else "http:// means an etcd without TLS" if made.plainly
-        else "only an etcd speaks gRPC" if made.transport is Transport.GRPC
-        else ""
-    )  # fmt: skip
-    if not (made.token and why) or backend in _ETCD:
-        return ()
-    return (f"the token is not used: {why}; etcd's own access control decides who may write there",)
 
 
 def _options_without_effect(options: Options, backend: str) -> tuple[tuple[str, str], ...]:
@@ -472,7 +421,7 @@ def _check_login(made: RendezvousPlan, addresses: tuple[Address, ...], *, is_ask
     A login from a variable may be for another store. In that case the agent asks the endpoint what listens there, and
     sends no password without TLS.
     """
-    if not made.login or made.tls or made.plainly or not (is_asked or made.serving is Serving.NOTHING):
+    if not made.login or made.tls or made.plainly or not (is_asked or not made.serves):
         return
     where = _comma_list(addresses)
     raise UsageError(

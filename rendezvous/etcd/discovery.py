@@ -30,9 +30,6 @@ from elaunch.rendezvous.store import (
     Watch,
 )
 
-# A prefix under which nobody writes.
-_NOTHING = "/elaunch-nothing/"
-
 Told = TypeVar("Told")
 
 
@@ -88,7 +85,10 @@ class FoundStore:
                 secret = self._kept(certificate)
                 certificate = _certificate_at(self._endpoint, secret, self._deadline_s)
             self._is_ours = certificate is not None
-            self._found = self._proven(secret) if secret and self._is_ours else self._in_the_clear()
+            if secret and self._is_ours:
+                self._found = self._store_by(Access(tls=secret.client_context(), bearer=secret.bearer))
+            else:
+                self._found = self._in_the_clear()
         version = self._found.check()
         self._is_heads = self._is_ours and not version.endswith(SHARED)
         if self._warning:
@@ -109,7 +109,7 @@ class FoundStore:
             check_is_etcd(self._endpoint, self._deadline_s)
             raise Denied(
                 f"what listens at {self._endpoint} does not know the job's token: it is an etcd, or poses as the job's"
-                " store; if you mean this etcd, unset ELAUNCH_TOKEN or add --rdzv-backend etcd"
+                f" store; if you mean this etcd, type --rdzv-endpoint http://{self._endpoint}"
             )
         if place := self._keyring.place_of(self._endpoint) if self._keyring else "":
             raise Denied(
@@ -125,19 +125,6 @@ class FoundStore:
                 f" --rdzv-endpoint http://{self._endpoint}"
             )
         return self._store_by(self._plainly)
-
-    def _proven(self, secret: Secret) -> Store:
-        """The job's own store: our server, or an etcd that a head started, which would take the bearer for a login."""
-        tls = secret.client_context()
-        ours = self._store_by(Access(tls=tls, bearer=secret.bearer))
-        try:
-            ours.read(_NOTHING)
-        except StoreError as error:
-            ours.close()
-            if not isinstance(error, Denied):
-                raise
-            return self._store_by(Access(tls=tls))
-        return ours
 
     def _store_by(self, access: Access) -> Store:
         return EtcdStore([self._endpoint], access, self._deadline_s)
@@ -206,7 +193,8 @@ def _certificate_at(endpoint: Endpoint, secret: Secret | None, deadline_s: float
                     return proven.getpeercert(binary_form=True) or b""
             except ssl.SSLCertVerificationError:
                 raise Denied(
-                    f"the token here is not that of the store at {endpoint}; type the line that elaunch printed there"
+                    f"the token here is not that of the store at {endpoint}; give all nodes the same ELAUNCH_TOKEN, or"
+                    " type the line that elaunch printed there"
                 ) from None
             except (ssl.SSLError, ConnectionError, TimeoutError) as error:
                 if secret is None and "CERTIFICATE" in (getattr(error, "reason", None) or ""):

@@ -13,7 +13,7 @@ from elaunch.rendezvous.endpoint import Access, Endpoint
 from elaunch.rendezvous.etcd import json_codec
 from elaunch.rendezvous.etcd.errors import Kind, explain, history_lost, kind_of
 from elaunch.rendezvous.etcd.json_transport import JsonTransport
-from elaunch.rendezvous.etcd.transport import AnswerStream, EtcdError, GatewayOff, Json, Rpc, RpcTransport
+from elaunch.rendezvous.etcd.transport import AnswerStream, EtcdError, Json, Rpc, RpcTransport
 from elaunch.rendezvous.etcd.watch import EtcdWatch
 from elaunch.rendezvous.store import (
     Answer,
@@ -41,7 +41,7 @@ class EtcdStore:
 
     A call asks the member that answered last, then each other member once, and waits `deadline_s` for each. With only
     one member it waits twice as long: to ask a slow server again would make it slower. Without a `transport` it uses
-    the JSON gateway, or gRPC if `check` finds the gateway off and the package etcd3 installed.
+    the JSON gateway.
     """
 
     def __init__(
@@ -55,36 +55,22 @@ class EtcdStore:
         self._endpoints = tuple(endpoints)
         self._deadline_s = deadline_s if len(self._endpoints) > 1 else 2 * deadline_s
         self._access = access
-        self._may_change = transport is None
-        self._use(transport or JsonTransport(access.tls, access.bearer))
+        self._transport = transport or JsonTransport(access.tls, access.bearer)
+        self._token = _Token(self._transport, access, max(_LOGIN_S, self._deadline_s))
         self._history = _History()
         self._current = 0
         self._watches: set[EtcdWatch] = set()
 
     def check(self) -> str:
         """The version of the first member that answers. Raises Denied if it is too old, or lacks the transport."""
-        try:
-            return self._version()
-        except GatewayOff as error:
-            if not self._may_change:
-                raise
-            from elaunch.rendezvous.etcd.grpc_transport import GrpcTransport
 
-            try:
-                transport = GrpcTransport(self._access)
-            except Denied:
-                raise error from None
-        by_gateway = self._transport
-        self._use(transport)
-        try:
-            version = self._version()
-        except StoreError:
-            # A proxy may have sent a single 404, and that is no reason to stay with gRPC.
-            self._use(by_gateway)
-            transport.close()
-            raise
-        self._may_change = False
-        by_gateway.close()
+        def ask(endpoint: Endpoint, token: str) -> str:
+            return self._transport.version(endpoint, token, self._deadline_s)
+
+        endpoint, version = self._try_each(ask)
+        numbers = tuple(int(part) for part in version.split(".")[:2] if re.fullmatch("[0-9]{1,9}", part))
+        if numbers < VERSION_MIN:
+            raise Denied(f"{endpoint} is etcd {version}; elaunch needs {'.'.join(map(str, VERSION_MIN))} or later")
         return version
 
     def read(self, prefix: str) -> View:
@@ -149,20 +135,6 @@ class EtcdStore:
     def forget(self, watch: EtcdWatch) -> None:
         """For a watch: it has ended."""
         self._watches.discard(watch)
-
-    def _use(self, transport: RpcTransport) -> None:
-        self._transport = transport
-        self._token = _Token(transport, self._access, max(_LOGIN_S, self._deadline_s))
-
-    def _version(self) -> str:
-        def ask(endpoint: Endpoint, token: str) -> str:
-            return self._transport.version(endpoint, token, self._deadline_s)
-
-        endpoint, version = self._try_each(ask)
-        numbers = tuple(int(part) for part in version.split(".")[:2] if re.fullmatch("[0-9]{1,9}", part))
-        if numbers < VERSION_MIN:
-            raise Denied(f"{endpoint} is etcd {version}; elaunch needs {'.'.join(map(str, VERSION_MIN))} or later")
-        return version
 
     def _ask(
         self,
@@ -245,8 +217,6 @@ def _of_all(errors: Sequence[tuple[Endpoint, StoreError]]) -> StoreError:
         members.setdefault(words.removeprefix(name), []).extend([name] * is_subject)
     reasons = "; ".join(f"{', '.join(names)}{words}" for words, names in members.items())
     kinds = [error for _, error in errors]
-    if any(isinstance(error, GatewayOff) for error in kinds):
-        return GatewayOff(reasons)
     if all(isinstance(error, Denied) for error in kinds):
         return Denied(reasons)
     # If one member denies and another is away, the denial may be that one member's fault.

@@ -17,8 +17,8 @@ from typing import Any
 
 from elaunch.rendezvous.endpoint import Endpoint, Tls
 from elaunch.rendezvous.http.dial import Deadline, NoAnswer, dial, is_silence, resolve
-from elaunch.rendezvous.shortage import shortage
 from elaunch.rendezvous.store import Denied, OwnLimit, StoreError, TimedOut, Unavailable
+from elaunch.rendezvous.texts import shortage
 
 # The keys of a job with 4096 failed nodes are 24 MB. To parse a hostile answer takes 25 times its bytes of memory.
 ANSWER_BYTES_MAX = 1 << 25

@@ -12,6 +12,8 @@ from typing import Any
 
 HostAddress = tuple[socket.AddressFamily, tuple[Any, ...]]
 
+# The kernel repeats a lost SYN after a second, which may be longer than the deadline.
+_AGAIN_S = 0.2
 # A connection to a host that disappeared is given up after this long: sent data is not acknowledged, or keepalive
 # probes on an idle connection are not answered.
 _GONE_MS = 5000
@@ -23,6 +25,10 @@ _MOMENT_S = 0.001
 
 class NoAnswer(TimeoutError):
     """The time is over, and no address has answered: neither accepted nor refused."""
+
+
+class _Late(Exception):
+    """An address has not answered within its share of the time."""
 
 
 class Deadline:
@@ -62,18 +68,28 @@ def is_silence(error: OSError) -> bool:
 def dial(addresses: Sequence[HostAddress], left: Callable[[], float]) -> socket.socket:
     """A connection to the first of these addresses that accepts one. `left` returns the remaining seconds, or raises.
 
-    Each address gets its share of the remaining time. Raises an OSError if all have failed. A refusal goes before all
-    others: it proves that the host is up. Silence goes last: an error of this host, as too many open files, says
-    nothing of the other.
+    An address that is silent for a moment is tried again after the others, so a lost packet costs only that moment.
+    Raises an OSError if all have failed. A refusal goes before all others: it proves that the host is up. Silence goes
+    last: an error of this host, as too many open files, says nothing of the other.
     """
     errors: list[OSError] = []
-    for number, (family, address) in enumerate(addresses):
-        try:
-            return _connected(family, address, left() / (len(addresses) - number))
-        except OSError as error:
-            # A host without IPv6 refuses its addresses at once, whatever their port.
-            is_no_ipv6 = family == socket.AF_INET6 and error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
-            errors.append(OSError(errno.ENETUNREACH, error.strerror) if is_no_ipv6 else error)
+    untried, wait_s = list(addresses), _AGAIN_S
+    while untried:
+        silent: list[HostAddress] = []
+        for number, (family, address) in enumerate(untried):
+            try:
+                return _connected(family, address, min(wait_s, left() / (len(untried) - number)))
+            except _Late:
+                silent.append((family, address))
+            except TimeoutError as error:
+                # The time is over, or the kernel has given up.
+                errors.append(error if error.errno else NoAnswer("timed out"))
+            except OSError as error:
+                # A host without IPv6 refuses its addresses at once, whatever their port.
+                is_no_ipv6 = family == socket.AF_INET6 and error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+                errors.append(OSError(errno.ENETUNREACH, error.strerror) if is_no_ipv6 else error)
+        # Longer each time: the way there and back may be long.
+        untried, wait_s = silent, 2 * wait_s
     raise min(
         errors or [OSError("it has no address")],
         key=lambda it: (not isinstance(it, ConnectionRefusedError), is_silence(it), not isinstance(it, NoAnswer)),
@@ -95,7 +111,7 @@ def _connected(family: socket.AddressFamily, address: tuple[Any, ...], wait_s: f
         made.close()
         # The kernel's own ETIMEDOUT is a TimeoutError too, with a number.
         if isinstance(error, TimeoutError) and not error.errno:
-            raise NoAnswer("timed out") from None
+            raise _Late from None
         raise
 
 

@@ -21,7 +21,6 @@ from elaunch.rendezvous.rules.verdict import (
     decisive_failure,
     first_failure,
     judge,
-    killed_together,
 )
 from elaunch.rendezvous.store import Txn
 from elaunch.rendezvous.times import Times
@@ -200,7 +199,7 @@ class _Forming:
                 world_size=before.world_size,
             )
             if isinstance(decision, GiveUp):
-                return self._failed(before, decision.reason, killed_together(decisive_failure(failures), failures))
+                return self._failed(before, decision.reason, decisive_failure(failures))
             if is_counted:
                 reason = decision.reason + _said_of_cause(self.generation, decisive_failure(failures))
         if terms.max_restarts == 0:

@@ -191,11 +191,15 @@ def verdict_on(
     waiting = [place for place in reversed(places) if place.group.kind is StillKind.WAITS]
     others = [place for kind in _SUSPECT for place in places if place.group.kind is kind]
     exited = _exited(table, seats, records, done)
-    if not places or not (has_limit or waiting or exited or _is_stuck_at_all(places, table)):
+    are_unreadable = all(place.group.kind is StillKind.UNKNOWN for place in places)
+    # Programs that have nothing to do with each other, such as servers, stand still at one place each: no hang.
+    is_stuck = any(place.group.kind is StillKind.STUCK for place in places) and len(places) > 1
+    is_hang = has_limit or waiting or exited or is_stuck or (are_unreadable and table.world_size > 1)
+    if not places or not is_hang:
         return None
     still_s = min(records[seat.node_id].still_s for seat in seats) + stood_s
     left = sum(place.count for place in places)
-    if not waiting and _are_unreadable(places) and left > 1:
+    if are_unreadable and left > 1:
         all_ = f"hung: all {left} ranks {_plural(places[-1].group.does)}, for {still_s:.0f} s,"
         return Hang(table.generation, seats[0].node_id, -1, all_, is_blameless=True)
     if others:
@@ -236,29 +240,9 @@ def _places(seats: Sequence[Seat], records: Mapping[str, StillNode]) -> list[_Pl
         for group in records[seat.node_id].groups:
             key = (group.kind, group.where, group.does)
             known = found.get(key, _Place(group, seat, 0, (), frozenset()))
-            found[key] = _Place(
-                known.group,
-                known.seat,
-                known.count + group.count,
-                (*known.ranks, group.ranks),
-                known.nodes | {seat.node_id},
-            )
+            count, ranks = known.count + group.count, (*known.ranks, group.ranks)
+            found[key] = _Place(known.group, known.seat, count, ranks, known.nodes | {seat.node_id})
     return list(found.values())
-
-
-def _is_stuck_at_all(places: Sequence[_Place], table: RankTable) -> bool:
-    """Whether it is a hang though no rank waits in a collective.
-
-    Programs that have nothing to do with each other, such as servers, stand still at one place each. They do not hang.
-    """
-    if _are_unreadable(places):
-        # It is known only that no rank does anything.
-        return table.world_size > 1
-    return any(place.group.kind is StillKind.STUCK for place in places) and len(places) > 1
-
-
-def _are_unreadable(places: Sequence[_Place]) -> bool:
-    return all(place.group.kind is StillKind.UNKNOWN for place in places)
 
 
 @dataclass(frozen=True)
@@ -300,8 +284,7 @@ def _hang(table: RankTable, suspect: _Place, rest: Sequence[_Place], still_s: fl
 
 
 def _all_said(places: Sequence[_Place]) -> str:
-    left = len(places) - _SAID_MAX
-    more = f", and {left} more {'group is' if left == 1 else 'groups are'} elsewhere" if left > 0 else ""
+    more = f", and {len(places) - _SAID_MAX} more groups" if len(places) > _SAID_MAX else ""
     return ", ".join(place.said for place in places[:_SAID_MAX]) + more
 
 

@@ -23,6 +23,7 @@ from elaunch.rendezvous.types import GENERATION_DIGITS, Failure, Generation, Joi
 
 Belonging = TypeVar("Belonging", "Node", "Joined", "StillNode")
 _LEADER, _SPEC, _QUESTION = ["ctl", "leader"], ["ctl", "spec"], ["ctl", "question"]
+_OF_NODES = ("joined", "failures", "done", "still")
 # Sentences about unreadable records that one snapshot has: somebody may have written thousands.
 _SENTENCES_MAX = 8
 # Characters of a key in such a sentence.
@@ -203,17 +204,15 @@ class SnapshotReader:
         is left out: it costs the node that wrote it, not the job. Raises ValueError with the name of the key only for a
         record of the whole job, without which no node knows what to do.
         """
-        keys, known = self._keys, {}
+        known: dict[str, _Known] = {}
         broken: dict[str, ValueError] = {}
         unreadable: list[str] = []
         mends: list[tuple[Unchanged, Op]] = []
         fields: dict[str, Any] = {}
         members: dict[str, Node] = {}
-        joined: dict[int, dict[str, Joined]] = {}
-        failures: dict[int, list[tuple[int, Failure]]] = {}
-        done: dict[int, set[str]] = {}
-        still: dict[int, dict[str, StillNode]] = {}
         tables: dict[int, RankTable] = {}
+        # Records and their revisions of creation, by the first part of their keys, generation and node.
+        of_nodes: dict[str, dict[int, dict[str, tuple[int, Any]]]] = {part: {} for part in _OF_NODES}
         for key, entry in view.entries.items():
             before = self._known.get(key)
             # The leader of many nodes reads often, and few entries have changed.
@@ -234,16 +233,8 @@ class SnapshotReader:
                     pass
                 case ["members", node_id]:
                     members[node_id] = record
-                case ["joined", generation, node_id]:
-                    joined.setdefault(int(generation), {})[node_id] = record
-                case ["failures", generation, _]:
-                    failures.setdefault(int(generation), []).append((entry.create_revision, record))
-                case ["done", generation, node_id]:
-                    done.setdefault(int(generation), set()).add(node_id)
-                case ["still", generation, node_id]:
-                    still.setdefault(int(generation), {})[node_id] = record
-                case ["ctl", "hang"]:
-                    fields |= {"hang": record}
+                case ["joined" | "failures" | "done" | "still" as part, generation, node_id]:
+                    of_nodes[part].setdefault(int(generation), {})[node_id] = entry.create_revision, record
                 case ["ctl", "table", generation]:
                     tables[int(generation)] = record
                 case ["ctl", "spec"]:
@@ -251,25 +242,28 @@ class SnapshotReader:
                     fields |= {"terms": record, "lease": good.lease if good else 0}
                 case ["ctl", "generation"]:
                     fields |= {"generation": record, "generation_revision": entry.mod_revision}
-                case ["ctl", "starter"]:
-                    fields |= {"starter": record}
-                case ["ctl", "ended"]:
-                    fields |= {"ended": record}
-                case ["ctl", "question"]:
-                    fields |= {"question": record}
+                case ["ctl", "starter" | "ended" | "question" | "hang" as name]:
+                    fields[name] = record
         self._known = known
         for key, error in broken.items():
             if known[key].record is None and _is_needed(known[key].parts, fields.get("generation"), tables):
                 lost = "so it is not known what this job does; if no elaunch of it runs any more, delete that key"
                 raise ValueError(f"{_told(key, error)}, {lost}") from error
+        joined, still = (
+            {g: {node_id: record for node_id, (_, record) in nodes.items()} for g, nodes in of_nodes[part].items()}
+            for part in ("joined", "still")
+        )
         return Snapshot(
-            keys=keys,
+            keys=self._keys,
             revision=view.revision,
             whole=whole,
             members=members,
             joined=joined,
-            failures={g: tuple(f for _, f in sorted(records, key=lambda r: r[0])) for g, records in failures.items()},
-            done={g: frozenset(nodes) for g, nodes in done.items()},
+            failures={
+                g: tuple(failure for _, failure in sorted(nodes.values(), key=lambda made: made[0]))
+                for g, nodes in of_nodes["failures"].items()
+            },
+            done={g: frozenset(nodes) for g, nodes in of_nodes["done"].items()},
             still=still,
             tables=tables,
             unreadable=tuple(unreadable[:_SENTENCES_MAX]),
@@ -353,7 +347,10 @@ def _decoded(parts: list[str], text: str) -> Any:
         case ["ctl", "table", generation]:
             return _of_generation(int(generation), decode_table(text))
         case ["ctl", "spec"]:
-            return _terms(decode(Terms, text))
+            terms = decode(Terms, text)
+            if terms.nodes_max < terms.nodes_min:
+                raise ValueError(f"not a Terms: {shown_text(text)!r} (nodes_max is below nodes_min)")
+            return terms
         case ["ctl", "generation"]:
             return decode(Generation, text)
         case ["ctl", "ended"]:
@@ -367,12 +364,6 @@ def _decoded(parts: list[str], text: str) -> Any:
         case ["ctl", "hang"]:
             return decode(Hang, text)
     return text
-
-
-def _terms(terms: Terms) -> Terms:
-    if terms.nodes_max < terms.nodes_min:
-        raise ValueError(f"not a Terms: nodes_max {terms.nodes_max} is out of range")
-    return terms
 
 
 def _node_id(text: str) -> str:

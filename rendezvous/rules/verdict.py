@@ -34,12 +34,11 @@ _MAY_PASS = re.compile(
 )
 # A store that the program makes itself, of which no peer's end tells: the agent serves that of the job.
 _NO_STORE = re.compile(r"client socket has (?:failed to connect|timed out)", re.IGNORECASE)
-_RANKS_SHOWN = 16
 # Two workers that report no step have failed in the same step, for all that is known, if they ran equally long: within
 # so many seconds, or within this share of the longer one.
 _AS_LONG_S = 2.0
 _AS_LONG_SHARE = 0.1
-_AWAITED, _TOO = ", while ", ", and so "
+_AWAITED = ", while "
 # EX_TEMPFAIL of <sysexits.h>: a temporary failure, to be retried.
 _TRY_AGAIN = 75
 # What a shell exits with if a signal has ended its command: 128 and the signal's number.
@@ -104,24 +103,6 @@ def awaited(early: Failure, failures: Sequence[Failure]) -> Failure:
     # A record names those that had an error when it was written; our signal may end the others before they have one.
     more = " (perhaps others too)" if len(named) + 1 < early.world_size else ""
     return replace(early, message=f"{said}{_AWAITED}{which} waited{where}{more},")
-
-
-def killed_together(killed: Failure, failures: Sequence[Failure]) -> Failure:
-    """The failure; if it is the end of a rank by a signal, with the ranks in `failures` that the same signal ended."""
-    kinds = (FailureKind.SIGNAL, FailureKind.OUT_OF_MEMORY)
-    same = [f for f in failures if killed.kind in kinds and (f.kind, f.code) == (killed.kind, killed.code)]
-    # A node's record names those of the node.
-    named = {f.rank for f in same}.union(*(map(int, re.findall(r"\d+", f.message.partition(_TOO)[2])) for f in same))
-    others = sorted(named - {killed.rank})
-    if not others:
-        return killed
-    shown = listed([str(rank) for rank in others[:_RANKS_SHOWN]])
-    more = " and others" if len(others) > _RANKS_SHOWN else ""
-    were = "was" if len(others) == 1 else "were"
-    return replace(
-        killed,
-        message=f"{killed.message.partition(_TOO)[0]}{_TOO}{were} rank{'s' if len(others) > 1 else ''} {shown}{more},",
-    )
 
 
 def identical(one: Failure, other: Failure) -> bool:
@@ -282,9 +263,8 @@ def _budget(terms: Terms) -> str:
 
 def _own_words(failure: Failure) -> str:
     """The message without the other ranks, which chance decides."""
-    exits, kills = (FailureKind.EXIT_CODE, FailureKind.ENDED_EARLY), (FailureKind.SIGNAL, FailureKind.OUT_OF_MEMORY)
-    end = {**dict.fromkeys(exits, _AWAITED), **dict.fromkeys(kills, _TOO)}.get(failure.kind)
-    return failure.message.partition(end)[0] if end else failure.message
+    is_exit = failure.kind in (FailureKind.EXIT_CODE, FailureKind.ENDED_EARLY)
+    return failure.message.partition(_AWAITED)[0] if is_exit else failure.message
 
 
 def _without_numbers(message: str) -> str:

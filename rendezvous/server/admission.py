@@ -135,15 +135,6 @@ def slots_for(agents: int) -> int:
     return (CONNECTIONS_PER_AGENT + 1) * agents
 
 
-def agents_for(slots: int) -> int:
-    return slots // (CONNECTIONS_PER_AGENT + 1)
-
-
-def descriptors_for(agents: int) -> int:
-    """The limit of open files that a server of so many agents needs."""
-    return slots_for(agents) + OWN_DESCRIPTORS
-
-
 def slots(descriptors: int, agents: int = 0) -> int:
     """How many connections may be open, given the limit of open files; `agents` is 0 if their number is unknown."""
     return max(min(descriptors - OWN_DESCRIPTORS, max(CONNECTIONS_MAX, slots_for(agents))), 1)

@@ -12,8 +12,8 @@ from elaunch.rendezvous.server.watchers import Watcher
 
 _READ_BYTES = 64 << 10
 # To read more from one connection at a time would starve the others. Without authentication, one TLS record is read.
-READ_BYTES_MAX = 8 * _READ_BYTES
-UNAUTHENTICATED_READ_BYTES_MAX = 16 << 10
+_READ_BYTES_MAX = 8 * _READ_BYTES
+_UNAUTHENTICATED_READ_BYTES_MAX = 16 << 10
 # While this much data waits to be sent on a connection, its watch gets no further changes.
 OUTGOING_BYTES_MAX = 1 << 20
 # The connection to a host that disappeared is closed after about this long, also while nothing is sent.
@@ -25,21 +25,44 @@ class Closed(Exception):
 
 
 class Connection:
-    """An accepted socket. If nothing can be read or written at once, `events` says what to wait for.
+    """One client. Its requests are answered in order; a watch is the last one.
 
     Call `begin` before the first `read`: it gives the connection its TLS, which a connection that is never read is not
-    worth.
+    worth. `dirty` holds all clients of the server for which data waits to be sent. This one adds itself.
     """
 
-    def __init__(self, accepted: socket.socket, tls: ssl.SSLContext | None) -> None:
+    def __init__(
+        self,
+        accepted: socket.socket,
+        tls: ssl.SSLContext | None,
+        reader: RequestReader,
+        dirty: dict[Connection, None],
+    ) -> None:
         accepted.setblocking(False)
         if accepted.family != socket.AF_UNIX:
             _tune(accepted)
-        self.outgoing = bytearray()
         self.socket = accepted
+        self.outgoing = bytearray()
+        self.reader = reader
+        # This client has sent a complete request with the secret.
+        self.is_known = False
+        # When to close it, unless another request is complete before. The deadline before the first authenticated
+        # request is in `Unauthenticated`.
+        self.deadline_s = math.inf
+        # When data was last sent to the client, or began to wait.
+        self.moved_s = math.inf
+        self.watcher: Watcher | None = None
+        # `closes`: close when all data has been sent. `lingers`: read and drop data until the client closes. If the
+        # server closed at once, the kernel would reset the connection, and the client might never read the answer.
+        self.closes = False
+        self.lingers = False
+        # Requests that have arrived are unanswered for want of room.
+        self.has_more = False
         self._tls = tls
         self._shaken_hands = tls is None
         self._wants = selectors.EVENT_READ
+        self._dirty = dirty
+        self.registered = self.events
 
     def begin(self) -> None:
         """Make ready to read, with a new `socket` for the same descriptor. Raises Closed."""
@@ -51,21 +74,29 @@ class Connection:
 
     @property
     def events(self) -> int:
-        """The events to wait for, as the module `selectors` names them."""
-        return self._wants | (selectors.EVENT_WRITE if self.outgoing else 0)
+        """The events to wait for, of `selectors`. Nothing is read from a client that does not read its answers."""
+        events = self._wants | (selectors.EVENT_WRITE if self.outgoing else 0)
+        return events if self.has_room() else events & ~selectors.EVENT_READ
 
-    def read(self, bytes_max: int = READ_BYTES_MAX) -> bytes:
-        """The data that has arrived, about `bytes_max` at most; b"" if there is none yet.
+    @property
+    def is_answered(self) -> bool:
+        """Whether further requests are answered: not after a watch, and not while the connection is being closed."""
+        return not (self.watcher or self.closes or self.lingers)
 
-        Raises Closed at the end of the stream.
-        """
+    def has_room(self) -> bool:
+        return len(self.outgoing) < OUTGOING_BYTES_MAX
+
+    def read(self) -> None:
+        """Read the data that has arrived, and drop it if no request is expected. Raises Closed at the end."""
+        bytes_max = _READ_BYTES_MAX if self.is_known else _UNAUTHENTICATED_READ_BYTES_MAX
         pieces: list[bytes] = []
         size = 0
         try:
-            if not self._shaken_hands:
-                self._shake_hands()
+            if isinstance(self.socket, ssl.SSLSocket) and not self._shaken_hands:
+                self.socket.do_handshake()
+                self._shaken_hands = True
             # No selector sees the data that TLS holds decrypted, so all of it is read here.
-            while size < bytes_max or self._is_pending():
+            while size < bytes_max or (isinstance(self.socket, ssl.SSLSocket) and self.socket.pending() > 0):
                 piece = self.socket.recv(min(_READ_BYTES, bytes_max))
                 if not piece:
                     raise Closed
@@ -80,10 +111,11 @@ class Connection:
         except Closed:
             if not pieces:
                 raise
-        return b"".join(pieces)
+        if self.is_answered:
+            self.reader.feed(b"".join(pieces))
 
-    def write(self) -> int:
-        """Send as much of `outgoing` as the connection takes. Returns the number of bytes. Raises Closed."""
+    def write(self, now_s: float) -> None:
+        """Send as much of the waiting data as the connection takes. Raises Closed."""
         before = len(self.outgoing)
         try:
             while self.outgoing:
@@ -94,18 +126,25 @@ class Connection:
             pass
         except OSError as error:
             raise Closed from error
-        return before - len(self.outgoing)
+        if len(self.outgoing) < before or self.moved_s > now_s:
+            self.moved_s = now_s
+        if not self.outgoing:
+            self.moved_s = math.inf
+
+    def is_stalled(self, since_s: float) -> bool:
+        """Whether data waits for the client, and none of it was sent after `since_s`."""
+        return bool(self.outgoing) and self.moved_s < since_s
+
+    def send(self, line: bytes) -> None:
+        """Send a line of the watch."""
+        self.put(chunk(line))
+
+    def put(self, data: bytes) -> None:
+        self.outgoing += data
+        self._dirty[self] = None
 
     def close(self) -> None:
         self.socket.close()
-
-    def _shake_hands(self) -> None:
-        assert isinstance(self.socket, ssl.SSLSocket)
-        self.socket.do_handshake()
-        self._shaken_hands = True
-
-    def _is_pending(self) -> bool:
-        return isinstance(self.socket, ssl.SSLSocket) and self.socket.pending() > 0
 
 
 def _tune(accepted: socket.socket) -> None:
@@ -115,73 +154,3 @@ def _tune(accepted: socket.socket) -> None:
     accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _DEAD_AFTER_S // 4)
     accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
     accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _DEAD_AFTER_S * 1000)
-
-
-class ConnectedClient:
-    """One client. Its requests are answered in order; a watch is the last one.
-
-    `dirty` holds all clients of the server for which data waits to be sent. This client adds itself.
-    """
-
-    def __init__(self, connection: Connection, reader: RequestReader, dirty: dict[ConnectedClient, None]) -> None:
-        self.connection = connection
-        self.reader = reader
-        # This client has sent a complete request with the secret.
-        self.is_known = False
-        # When to close it, unless another request is complete before. The deadline before the first authenticated
-        # request is in `Unauthenticated`.
-        self.deadline_s = math.inf
-        # When data was last sent to the client, or began to wait.
-        self.moved_s = math.inf
-        self.watcher: Watcher | None = None
-        # `closes`: close when all data has been sent. `lingers`: read and drop data until the client closes. If the
-        # server closed at once, the kernel would reset the connection, and the client might never read the answer.
-        self.closes = False
-        self.lingers = False
-        # Requests that have arrived may still be unanswered.
-        self.has_more = False
-        self.registered = self.events
-        self._dirty = dirty
-
-    @property
-    def events(self) -> int:
-        """The events to wait for. Nothing is read from a client that does not read its answers."""
-        events = self.connection.events
-        return events if self.is_asked() else events & ~selectors.EVENT_READ
-
-    @property
-    def is_answered(self) -> bool:
-        """Whether further requests are answered: not after a watch, and not while the connection is being closed."""
-        return not (self.watcher or self.closes or self.lingers)
-
-    def is_asked(self) -> bool:
-        """Whether further requests are read now."""
-        return self.has_room() and not self.has_more
-
-    def has_room(self) -> bool:
-        return len(self.connection.outgoing) < OUTGOING_BYTES_MAX
-
-    def read(self) -> None:
-        """Read the data that has arrived, and drop it if no request is expected. Raises Closed."""
-        data = self.connection.read(READ_BYTES_MAX if self.is_known else UNAUTHENTICATED_READ_BYTES_MAX)
-        if self.is_answered:
-            self.reader.feed(data)
-
-    def write(self, now_s: float) -> None:
-        """Send as much of the waiting data as the connection takes. Raises Closed."""
-        if self.connection.write() or self.moved_s > now_s:
-            self.moved_s = now_s
-        if not self.connection.outgoing:
-            self.moved_s = math.inf
-
-    def is_stalled(self, since_s: float) -> bool:
-        """Whether data waits for the client, and none of it was sent after `since_s`."""
-        return bool(self.connection.outgoing) and self.moved_s < since_s
-
-    def send(self, line: bytes) -> None:
-        """Send a line of the watch."""
-        self.put(chunk(line))
-
-    def put(self, data: bytes) -> None:
-        self.connection.outgoing += data
-        self._dirty[self] = None

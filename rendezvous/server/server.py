@@ -31,7 +31,7 @@ from elaunch.rendezvous.server.admission import (
     Unauthenticated,
     unauthenticated_max,
 )
-from elaunch.rendezvous.server.connection import Closed, ConnectedClient, Connection
+from elaunch.rendezvous.server.connection import Closed, Connection
 from elaunch.rendezvous.server.routes import (
     EXHAUSTED,
     INTERNAL,
@@ -57,10 +57,9 @@ STALL_S = 1.5
 # Between two lines about the same thing.
 QUIET_S = 60.0
 _TICK_S = 1.0
-# Limits of one turn of the loop: neither many clients nor one client with many requests may delay the others. More are
-# accepted than shake hands: they must not wait in the kernel's queue, where one address can be before all others.
+# Limits of one turn of the loop: many clients may not delay the others. More are accepted than shake hands: they must
+# not wait in the kernel's queue, where one address can be before all others.
 _ACCEPTED_AT_ONCE = 256
-_ANSWERED_AT_ONCE = 16
 _HANDSHAKES_S = 0.02
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
@@ -89,11 +88,10 @@ class Server:
         self._listeners = listeners
         self._selector = selectors.DefaultSelector()
         self._slots = slots
-        self._clients: dict[ConnectedClient, None] = {}
+        self._clients: dict[Connection, None] = {}
         # The selector does not know those whose first data waits to be read.
-        self._unauthenticated: Unauthenticated[ConnectedClient] = Unauthenticated()
-        self._dirty: dict[ConnectedClient, None] = {}
-        self._unfinished: dict[ConnectedClient, None] = {}
+        self._unauthenticated: Unauthenticated[Connection] = Unauthenticated()
+        self._dirty: dict[Connection, None] = {}
         self._quiet_until_s: dict[str, float] = {}
         self._now_s = time.monotonic()
         self._waker, self._woken = socket.socketpair()
@@ -136,14 +134,11 @@ class Server:
         running_s = 0.0
         while not self._stopping:
             timeout_s = max(min(_TICK_S, self.engine.idle_until_s - running_s), 0.0)
-            ready = self._selector.select(0.0 if self._unfinished or self._unauthenticated.has_arrivals else timeout_s)
+            ready = self._selector.select(0.0 if self._unauthenticated.has_arrivals else timeout_s)
             now_s = self._now_s = time.monotonic()
             running_s += min(now_s - last_s, STALL_S)
             last_s = now_s
             self.engine.tell_time(running_s)
-            unfinished, self._unfinished = self._unfinished, {}
-            for client in unfinished:
-                self._serve(client)
             for key, _ in ready:
                 key.data()
             self._welcome()
@@ -184,12 +179,12 @@ class Server:
                 accepted.close()
                 continue
             try:
-                connection = Connection(accepted, self._tls)
+                client = Connection(accepted, self._tls, RequestReader(self._admit), self._dirty)
             except (OSError, ValueError):
                 accepted.close()
                 continue
             # A listener for both families shows an IPv4 address with this prefix.
-            self._begin(connection, str(place[0]).removeprefix("::ffff:") if place else "this host")
+            self._begin(client, str(place[0]).removeprefix("::ffff:") if place else "this host")
 
     def _make_room(self) -> bool:
         """Close unauthenticated connections if there are too many. Returns whether one more connection fits."""
@@ -210,16 +205,15 @@ class Server:
             )
         return room > 0
 
-    def _begin(self, connection: Connection, address: str) -> None:
-        client = ConnectedClient(connection, RequestReader(self._admit), self._dirty)
+    def _begin(self, client: Connection, address: str) -> None:
         self._clients[client] = None
         self._unauthenticated.add(client, address, self._now_s)
-        self._selector.register(connection.socket, client.registered, partial(self._arrive, client))
+        self._selector.register(client.socket, client.registered, partial(self._arrive, client))
 
-    def _arrive(self, client: ConnectedClient) -> None:
+    def _arrive(self, client: Connection) -> None:
         """The first data of a client is here. It is read when the turn of the client's address comes."""
         if client in self._clients:
-            self._selector.unregister(client.connection.socket)
+            self._selector.unregister(client.socket)
             client.registered = 0
             self._unauthenticated.arrive(client, self._now_s)
 
@@ -229,46 +223,46 @@ class Server:
         while self._unauthenticated.has_arrivals:
             client = self._unauthenticated.next_arrival(self._now_s)
             try:
-                client.connection.begin()
+                client.begin()
             except Closed:
                 self._close(client)
                 continue
             client.registered = client.events
-            self._selector.register(client.connection.socket, client.registered, partial(self._serve, client))
+            self._selector.register(client.socket, client.registered, partial(self._serve, client))
             self._serve(client)
             if time.monotonic() >= until_s:
                 break
 
-    def _serve(self, client: ConnectedClient) -> None:
-        """Read, answer and write. Called if data has arrived, data can be sent, or requests are still unanswered."""
+    def _serve(self, client: Connection) -> None:
+        """Read, answer and write. Called if data has arrived, or can be sent."""
         if client not in self._clients:
             return
         try:
-            if client.is_asked():
+            if client.has_room():
                 client.read()
             self._answer(client)
             self._write(client)
+            while client.has_more and client.has_room():
+                self._answer(client)
+                self._write(client)
         except Closed:
             self._close(client)
 
-    def _answer(self, client: ConnectedClient) -> None:
-        """Answer requests, up to the limit of one turn."""
+    def _answer(self, client: Connection) -> None:
+        """Answer the requests that have arrived, as long as there is room for answers."""
         client.has_more = False
         try:
-            for _ in range(_ANSWERED_AT_ONCE):
-                if not (client.is_answered and client.has_room()):
-                    break
-                request = client.reader.next()
-                if request is None:
-                    return
+            while client.is_answered and (request := client.reader.next()):
                 self._do(client, request)
+                if not client.has_room():
+                    client.has_more = True
+                    return
         except BadRequest as bad:
             client.lingers = True
             client.deadline_s = self._now_s + LINGER_S
             client.put(http_response(bad.status, bad.body, closes=True))
-        client.has_more = client.is_answered
 
-    def _do(self, client: ConnectedClient, request: HttpRequest) -> None:
+    def _do(self, client: Connection, request: HttpRequest) -> None:
         """Run one request. Its client is authenticated: else `_admit` would have refused the request."""
         client.is_known = True
         client.deadline_s = self._now_s + IDLE_S
@@ -314,19 +308,17 @@ class Server:
             except Closed:
                 self._close(client)
 
-    def _write(self, client: ConnectedClient) -> None:
+    def _write(self, client: Connection) -> None:
         self._dirty.pop(client, None)
         client.write(self._now_s)
         while client.watcher and client.watcher.behind and client.has_room():
             self._watchers.catch_up(client.watcher)
             client.write(self._now_s)
-        if client.closes and not client.connection.outgoing:
+        if client.closes and not client.outgoing:
             raise Closed
-        if client.has_more and client.has_room():
-            self._unfinished[client] = None
         if client.events != client.registered:
             client.registered = client.events
-            self._selector.modify(client.connection.socket, client.events, partial(self._serve, client))
+            self._selector.modify(client.socket, client.events, partial(self._serve, client))
 
     def _sweep(self, interval_s: float) -> None:
         """Close clients whose time is over, and accept connections again. The last sweep was `interval_s` ago."""
@@ -347,17 +339,16 @@ class Server:
             self._close(client)
         self._accept_again()
 
-    def _close(self, client: ConnectedClient) -> None:
+    def _close(self, client: Connection) -> None:
         if client in self._clients:
             del self._clients[client]
             self._unauthenticated.discard(client)
             self._dirty.pop(client, None)
-            self._unfinished.pop(client, None)
             if client.watcher:
                 self._watchers.remove(client.watcher)
             if client.registered:
-                self._selector.unregister(client.connection.socket)
-            client.connection.close()
+                self._selector.unregister(client.socket)
+            client.close()
 
     def _say(self, about: str, sentence: str) -> None:
         """Write a line to stderr, at most one in `QUIET_S` seconds about the same thing."""
@@ -379,10 +370,10 @@ def _is_awaited(listener: socket.socket) -> bool:
     return bool(poll.poll(0))
 
 
-def _is_over(client: ConnectedClient, now_s: float) -> bool:
+def _is_over(client: Connection, now_s: float) -> bool:
     if client.is_stalled(now_s - STALLED_S):
         return True
-    waits = client.watcher or (client.connection.outgoing and not client.lingers)
+    waits = client.watcher or (client.outgoing and not client.lingers)
     return client.deadline_s < now_s and not waits
 
 

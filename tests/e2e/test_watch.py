@@ -129,7 +129,7 @@ def test_status_shows_ranks_steps_the_last_failure_and_what_is_left_of_the_budge
         job.wait_for_output("generation 1")
         status = trains(run_id, 2)
         took_s = time.monotonic() - began_s
-        text = asked("status", run_id[:-1]).stdout
+        text = asked("status", run_id).stdout
 
     assert (status["run_id"], status["state"], status["world_size"]) == (run_id, "running", 2)
     assert status["generation"]["number"] == 1
@@ -233,7 +233,7 @@ def test_without_arguments_a_user_finds_the_own_jobs_and_nobody_elses(tmp_path: 
 
                 both = wait_for(several, "the user finds both jobs")
                 top = asked("top", env=env, prefix=one)
-                chosen = asked("status", "sec", env=env, prefix=one)
+                chosen = asked("status", "second", env=env, prefix=one)
                 refused = [asked(order, "sec", env=env, prefix=one) for order in ("stop", "restart")]
     finally:
         shutil.rmtree(folder)

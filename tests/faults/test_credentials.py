@@ -119,7 +119,7 @@ def given_away(listener: Eavesdropper) -> list[str]:
         slow("", {**LOGIN, "ELAUNCH_ENDPOINT": "{}"}),
         slow("", {**LOGIN, "ETCDCTL_ENDPOINTS": "{},{}"}),
         ("", {"PET_RDZV_ENDPOINT": "{}", "PET_RDZV_CONF": "user=me,password_file=pw"}),
-        # Variables of a scheduler, under which the head hands a token over.
+        # Variables of a scheduler, under which the nodes derive a token.
         ("--rdzv-endpoint {} --rdzv-conf is_host=0", {**LOGIN, **SLURM, "SLURM_NODEID": "1"}),
     ],
 )
@@ -153,7 +153,7 @@ def test_no_client_of_an_etcd_sends_a_password_that_it_was_not_told_to_send_plai
     access = Access(login=Login("me", PASSWORD))
     by: RpcTransport | None = GrpcTransport(access) if transport == "grpc" else None
     with closing(EtcdStore([Endpoint("127.0.0.1", listener.port)], access, DEADLINE_S, by)) as store:
-        for call in (store.check, store.read, lambda: store.grant(1, 5)):
+        for call in (store.check, lambda: store.read("/"), lambda: store.grant(1, 5)):
             with pytest.raises(Denied, match="the password of etcd's user me is not sent; type https://"):
                 call()
 
@@ -234,7 +234,7 @@ def test_under_a_scheduler_a_plain_answer_is_refused_by_the_head_and_said_by_the
     with Job(tmp_path, *argv, env={"HOME": str(tmp_path), **SLURM, "SLURM_NODEID": node}) as job:
         if node == "0":
             assert job.wait() == 2
-            assert "an etcd without TLS listens there, and anybody can connect to it; if you mean" in job.stderr
+            assert "does not know the job's token: it is an etcd" in job.stderr
         else:
             job.wait_for_output("is an etcd without TLS: anybody who can reach it can read and change the job")
 

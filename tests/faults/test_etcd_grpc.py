@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from elaunch.rendezvous.endpoint import Access, Login, Tls
-from elaunch.rendezvous.etcd.store import EtcdStore
 from elaunch.rendezvous.store import Put, Txn, Update
 from tests.certificates import Certificates
-from tests.etcd import VERSIONS, Etcd, answered, client
+from tests.etcd import VERSIONS, Etcd, client
 from tests.harness import DEADLINE_S, wait_for
 
 KEY = "/elaunch/access/x"
@@ -38,18 +37,3 @@ def test_a_common_name_beside_users_works(version: str, tmp_path: Path) -> None:
         wait_for(lambda: told, "word of the write")
         assert store.keep_alive(1) > 0
         store.revoke(1)
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_where_the_gateway_is_off_the_check_changes_to_grpc(version: str) -> None:
-    told: list[Update] = []
-    with (
-        Etcd(version, members=3, options=["--enable-grpc-gateway=false"]) as etcd,
-        closing(EtcdStore(etcd.addresses, deadline_s=60)) as store,
-    ):
-        etcd.members[0].kill()
-        # Calls are refused while the others elect a leader.
-        assert answered(store.check).startswith(version)
-        store.watch(KEY, answered(lambda: store.read(KEY)).revision, told.append)
-        answered(lambda: store.commit(Txn((), (Put(KEY, ""),))))
-        wait_for(lambda: told, "word of the write")

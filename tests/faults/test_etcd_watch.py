@@ -202,7 +202,7 @@ def test_a_watch_goes_on_from_a_member_that_never_answers_to_one_that_does(
 @pytest.mark.usefixtures("patient")
 def test_a_fault_of_the_client_ends_a_watch_and_leaves_nobody_waiting(etcd: Etcd) -> None:
     class Faulty(EtcdStore):
-        def read(self, *prefixes: str) -> View:
+        def read(self, prefix: str) -> View:
             raise ZeroDivisionError("of ours")
 
     told: list[Update] = []

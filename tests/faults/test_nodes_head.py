@@ -114,7 +114,7 @@ def test_a_killed_store_ends_no_training_and_is_waited_for_by_nobody_whose_worke
         took_s = time.monotonic() - since_s
 
         assert codes == [3, 3], cluster.story()
-        assert "all exited with 0, and this node cannot know how the other node is doing; exit code 3" in head.stderr
+        assert "all exited with 0, and this node cannot know how the others are doing; exit code 3" in head.stderr
         assert "this node's workers had all exited with 0" in other.stderr
         # The other node's store_timeout began at the kill. Its default of a minute would take longer than this.
         assert took_s < 50

@@ -33,7 +33,6 @@ while not Path(sys.argv[1]).exists():
 """
 
 pytestmark = needs_nodes
-needs_etcd = pytest.mark.skipif(not shutil.which("etcd"), reason="no etcd on PATH (`make tools`)")
 
 
 class Two:
@@ -82,8 +81,8 @@ class Two:
         copied = Path(shutil.copy(said, self.folder / "copied"))
         return self.type_line(index, line_of(head), token_file=copied)
 
-    def assert_homes_are_empty(self) -> None:
-        assert [list(home.iterdir()) for home in self.folder.glob("home-*")] == [[], []]
+    def files_at_home(self) -> list[Path]:
+        return [path for home in self.folder.glob("home-*") for path in home.rglob("*") if path.is_file()]
 
 
 @pytest.fixture
@@ -147,7 +146,7 @@ def met(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Met]:
 def test_two_lines_start_a_job_on_two_nodes_and_nothing_is_left_of_it(met: Met) -> None:
     assert "serves the job's store" not in met.head.stderr
     assert (met.two.folder / "copied").read_text().split()[0] not in met.head.output + met.other.output
-    met.two.assert_homes_are_empty()
+    assert met.two.files_at_home() == []
 
 
 def test_a_node_without_the_token_is_told_so_and_a_wrong_one_too(met: Met) -> None:
@@ -164,12 +163,11 @@ def test_a_node_that_shares_the_home_needs_no_token(two: Two) -> None:
     assert_both_met(head, other, "10.77.0.1")
 
     assert_both_succeed(two, head, other)
-    assert list((two.folder / "home-of-both").iterdir()) == []
+    assert two.files_at_home() == []
 
 
-@pytest.mark.parametrize("store", [(), pytest.param(("--store", "etcd"), marks=(needs_etcd, pytest.mark.slow))])
-def test_two_terminals_of_one_host_need_no_token(two: Two, store: tuple[str, ...]) -> None:
-    command = ("--nnodes", "2", "--rdzv-endpoint", "localhost:2379", *store, *two.program)
+def test_two_terminals_of_one_host_need_no_token(two: Two) -> None:
+    command = ("--nnodes", "2", "--rdzv-endpoint", "localhost:2379", *two.program)
     head = two.type(0, *command)
     line_of(head)
 
@@ -187,25 +185,13 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
         head = two.type(0, *RECIPE, *two.program, user="home-of-both")
         line_of(head)
         assert len(servers(two.nodes[0])) == 1
-        assert list((two.folder / "home-of-both").iterdir())
+        assert two.files_at_home()
         head.signal(signal.SIGKILL)
         yield two
 
 
 def test_a_killed_heads_token_is_gone_with_it(killed: Two) -> None:
-    wait_for(lambda: not list((killed.folder / "home-of-both").iterdir()), "the end of the token's file")
-
-
-@needs_etcd
-def test_the_head_may_serve_an_etcd_and_nothing_is_left_of_it(two: Two, tmp_path: Path) -> None:
-    head = two.type(0, *RECIPE, "-v", "--store", "etcd", *two.program)
-    other = two.join(head)
-
-    assert_both_met(head, other, "10.77.0.1")
-
-    assert "from an etcd of its own" in head.stderr
-    assert_both_succeed(two, head, other)
-    assert list(head.tmp.iterdir()) == []
+    wait_for(lambda: not killed.files_at_home(), "the end of the token's file")
 
 
 def test_static_lines_of_torchrun_give_ranks_by_node_and_the_master_as_it_was_given(two: Two) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -112,26 +111,26 @@ def batch_of(slurm: Slurm, *command: str, options: tuple[str, ...] = TWO, after:
 
 
 def test_srun_elaunch_needs_no_flag_and_ranks_follow_the_nodes(slurm: Slurm) -> None:
-    # Nobody can write to this home, so the secret goes by munge.
-    output = slurm.call("srun", "-N3", *COMMAND, *PLAIN, env={"HOME": "/proc"})
+    output = slurm.call("srun", "-N3", *COMMAND, *PLAIN)
 
     assert places(output) == [(i, 3, 0, f"node{i}") for i in range(3)]
     assert len(re.findall(r"Slurm says: job test-\d+\.0, 3 nodes, this is node \d, the head is node0 ", output)) == 3
     assert not SECRET.search(output)
 
 
-def test_without_munge_the_secret_goes_through_a_shared_home_and_tasks_beside_the_agent_wait(slurm: Slurm) -> None:
-    tools = slurm.home / "tools"
-    tools.mkdir()
-    for name in ("sh", "hostname"):
-        (tools / name).symlink_to(shutil.which(name) or name)
-
-    output = slurm.call("srun", f"--export=ALL,PATH={tools}", "-N2", "--ntasks-per-node=2", *COMMAND, *PLAIN)
+def test_tasks_beside_the_agent_wait_and_the_secret_comes_from_the_shared_home(slurm: Slurm) -> None:
+    output = slurm.call("srun", "-N2", "--ntasks-per-node=2", *COMMAND, *PLAIN)
 
     assert places(output) == [(0, 4, 0, "node0"), (1, 4, 1, "node0"), (2, 4, 0, "node1"), (3, 4, 1, "node1")]
     assert len(re.findall("Slurm says: job", output)) == 2
     assert not SECRET.search(output)
     assert (slurm.home / ".elaunch").stat().st_mode & 0o777 == 0o700
+
+
+def test_without_a_shared_home_the_job_ends_with_the_line_to_add(slurm: Slurm) -> None:
+    output = slurm.call("srun", "-N2", *COMMAND, *PLAIN, env={"HOME": "/proc"}, code=2)
+
+    assert "before srun: export ELAUNCH_TOKEN=$(openssl rand -hex 16)" in output
 
 
 def test_submit_writes_and_submits_what_runs(slurm: Slurm) -> None:

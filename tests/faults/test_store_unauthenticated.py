@@ -191,16 +191,6 @@ def until_closed(client: socket.socket, does: Callable[[socket.socket], None], d
     return time.monotonic() - began_s
 
 
-def unread(port: int) -> int:
-    """The number of the server's connections with unread data."""
-    found = 0
-    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
-        words = line.split()
-        is_served = words[1].endswith(f":{port:04X}") and words[3] == "01"
-        found += is_served and int(words[4].partition(":")[2], 16) > 0
-    return found
-
-
 def test_a_watch_that_is_never_read_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     # A reader without a processor for a while is not closed: nobody is before the other one has read everything.
     monkeypatch.setattr(server_module, "STALLED_S", math.inf)

@@ -53,8 +53,8 @@ class Line:
     def check(self) -> None:
         self._call(lambda: None)
 
-    def read(self, *prefixes: str) -> View:
-        return self._call(lambda: self._world.store.read(*prefixes))
+    def read(self, prefix: str) -> View:
+        return self._call(lambda: self._world.store.read(prefix))
 
     def commit(self, txn: Txn) -> Answer:
         def again() -> None:

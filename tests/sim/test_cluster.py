@@ -28,8 +28,8 @@ from tests.sim.agents import KEYS
 from tests.sim.cluster import simulate
 from tests.sim.plans import OTHER_TIMES, TIMES, Strike, draw
 
-# Nothing else of these strikes in so few seeds: a Ctrl-C at a step boundary, and a bad record.
-RARE = (175, 255)
+# Nothing else of these comes in so few seeds: a node whose request is wrong, a Ctrl-C at a step boundary, a bad record.
+RARE = (64, 175, 255)
 # A job ends since no node with the role of a free seat comes, and one node is there.
 FAILED_ONCE = (185,)
 # A table of a generation that is not open yet, which nobody can read.

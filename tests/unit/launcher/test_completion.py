@@ -45,10 +45,9 @@ def test_every_option_of_the_table_is_proposed() -> None:
 
 
 def test_an_options_own_words_are_proposed_as_its_value() -> None:
-    assert words("--store", "") == ["auto", "memory", "etcd"]
     assert words("--rdzv-backend", "etc") == ["etcd", "etcd-v2"]
-    # As bash takes --store= apart.
-    assert words("--store", "=") == ["auto", "memory", "etcd"]
+    # As bash takes --rdzv-backend= apart.
+    assert words("--rdzv-backend", "=") == ["c10d", "etcd", "etcd-v2", "static"]
     assert words("--numa-binding", "so") == ["socket"]
     assert words("--nnodes", "2") == []
 

@@ -22,7 +22,7 @@ class _FlakyWatch:
 
     def begun(self) -> None:
         try:
-            self._store._call("begun", self._store.read)
+            self._store._call("begun", lambda: self._store.read(""))
         except StoreError:
             self.close()
             raise
@@ -56,8 +56,8 @@ class FlakyStore:
     def check(self) -> None:
         self._call("check", lambda: None)
 
-    def read(self, *prefixes: str) -> View:
-        view = self._call("read", lambda: self.memory.read(*prefixes))
+    def read(self, prefix: str) -> View:
+        view = self._call("read", lambda: self.memory.read(prefix))
         self.between()
         return view
 

@@ -22,7 +22,6 @@ from elaunch.rendezvous.store import (
     KeyEntry,
     LeaseGone,
     NoneNewer,
-    Present,
     Put,
     Store,
     Txn,
@@ -116,14 +115,6 @@ class StoreContract:
 
     # Reading.
 
-    def test_an_empty_prefix_has_no_entries(self, store: Store) -> None:
-        assert dict(store.read(ROOT).entries) == {}
-
-    def test_what_was_put_is_read(self, store: Store) -> None:
-        store.commit(Txn((), (Put(A, "1"), Put(B, ""))))
-
-        assert values(store) == {A: "1", B: ""}
-
     def test_text_comes_back_as_it_went_in(self, store: Store) -> None:
         text = 'é 🏖 "quoted" \n\t\0 \\ ' + "x" * 10_000
 
@@ -143,14 +134,6 @@ class StoreContract:
 
         assert list(store.read(f"{ROOT}t/").entries) == [f"{ROOT}t/", f"{ROOT}t/10", f"{ROOT}t/9"]
 
-    def test_a_view_does_not_change_with_the_store(self, store: Store) -> None:
-        put(store, A, "1")
-
-        view = store.read(ROOT)
-        store.commit(Txn((), (Put(A, "2"), Put(B, "3"))))
-
-        assert {key: entry.value for key, entry in view.entries.items()} == {A: "1"}
-
     # Revisions.
 
     def test_a_repeated_put_keeps_the_create_revision(self, store: Store) -> None:
@@ -161,14 +144,6 @@ class StoreContract:
         assert first.create_revision == first.mod_revision
         assert second.create_revision == first.create_revision
         assert second.mod_revision > first.mod_revision
-
-    def test_a_key_that_was_deleted_is_created_anew(self, store: Store) -> None:
-        first = put(store, A, "1")
-        store.commit(Txn((), (Delete(A),)))
-
-        second = put(store, A, "2")
-
-        assert second.create_revision == second.mod_revision > first.mod_revision
 
     def test_all_writes_of_a_transaction_have_one_revision_which_is_the_stores(self, store: Store) -> None:
         put(store, C, "old")
@@ -182,11 +157,6 @@ class StoreContract:
         assert {entry.mod_revision for entry in view.entries.values()} == {before + 1}
         assert list(view.entries) == [A, B]
 
-    def test_the_order_of_creation_is_the_order_of_revisions(self, store: Store) -> None:
-        revisions = [put(store, key).create_revision for key in (C, A, B)]
-
-        assert revisions == sorted(set(revisions))
-
     def test_a_transaction_that_writes_nothing_moves_no_revision(self, store: Store) -> None:
         put(store, A, "1")
         before = store.read(ROOT)
@@ -199,28 +169,6 @@ class StoreContract:
 
     # Guards.
 
-    def test_a_create_if_absent_has_one_winner(self, store: Store) -> None:
-        won = [store.commit(Txn((Absent(A),), (Put(A, name),))).held for name in ("first", "second")]
-
-        assert won == [True, False]
-        assert values(store) == {A: "first"}
-
-    def test_absent_and_present_are_opposites_before_and_after_a_key_lived(self, store: Store) -> None:
-        def held() -> tuple[bool, bool]:
-            return store.commit(Txn((Absent(A),))).held, store.commit(Txn((Present(A),))).held
-
-        never = held()
-        put(store, A)
-        alive = held()
-        store.commit(Txn((), (Delete(A),)))
-
-        assert (never, alive, held()) == ((True, False), (False, True), (True, False))
-
-    def test_a_key_guard_looks_at_no_longer_key(self, store: Store) -> None:
-        put(store, f"{A}/longer")
-
-        assert store.commit(Txn((Absent(A),))).held
-
     def test_an_unchanged_guard_holds_until_the_next_write_even_of_the_same_value(self, store: Store) -> None:
         first = put(store, A, "1")
 
@@ -230,48 +178,6 @@ class StoreContract:
 
         assert (held, held_later) == (True, False)
         assert list(store.read(ROOT).entries) == [A, B]
-
-    def test_an_unchanged_guard_does_not_hold_for_a_key_that_is_gone_or_was_made_again(self, store: Store) -> None:
-        first = put(store, A, "1")
-        guard = Unchanged(A, first.mod_revision)
-
-        store.commit(Txn((), (Delete(A),)))
-        gone = store.commit(Txn((guard,))).held
-        put(store, A, "1")
-        again = store.commit(Txn((guard,))).held
-
-        assert (gone, again) == (False, False)
-
-    def test_an_empty_guard_holds_where_no_key_has_the_prefix(self, store: Store) -> None:
-        guard = Empty(f"{ROOT}m/")
-        put(store, f"{ROOT}m")
-        put(store, f"{ROOT}n/1")
-
-        before = store.commit(Txn((guard,))).held
-        put(store, f"{ROOT}m/1")
-        occupied = store.commit(Txn((guard,))).held
-        store.commit(Txn((), (Delete(f"{ROOT}m/1"),)))
-        emptied = store.commit(Txn((guard,))).held
-
-        assert (before, occupied, emptied) == (True, False, True)
-
-    def test_a_none_newer_guard_sees_a_new_key(self, store: Store) -> None:
-        put(store, f"{ROOT}m/1")
-        read = store.read(ROOT).revision
-
-        before = store.commit(Txn((NoneNewer(f"{ROOT}m/", read),))).held
-        put(store, f"{ROOT}m/2")
-
-        assert (before, store.commit(Txn((NoneNewer(f"{ROOT}m/", read),))).held) == (True, False)
-
-    def test_a_none_newer_guard_sees_a_key_written_again(self, store: Store) -> None:
-        put(store, f"{ROOT}m/1")
-        put(store, f"{ROOT}m/2")
-        read = store.read(ROOT).revision
-
-        put(store, f"{ROOT}m/1")
-
-        assert not store.commit(Txn((NoneNewer(f"{ROOT}m/", read),))).held
 
     def test_a_none_newer_guard_sees_neither_deletions_nor_other_keys(self, store: Store) -> None:
         put(store, f"{ROOT}m/1")
@@ -290,30 +196,6 @@ class StoreContract:
 
     # Branches.
 
-    def test_where_the_guards_hold_only_the_first_branch_is_done(self, store: Store) -> None:
-        answer = store.commit(Txn((Absent(A),), (Put(B, "then"),), (Put(C, "otherwise"),)))
-
-        assert answer == Answer(True, store.read(ROOT).revision)
-        assert values(store) == {B: "then"}
-
-    def test_where_one_guard_fails_only_the_other_branch_is_done(self, store: Store) -> None:
-        put(store, A, "1")
-        before = store.read(ROOT).revision
-
-        answer = store.commit(Txn((Absent(B), Absent(A)), (Put(B, "then"),), (Put(B, "otherwise"), Delete(A))))
-
-        assert answer == Answer(False, before + 1)
-        assert values(store) == {B: "otherwise"}
-
-    def test_a_refused_transaction_writes_nothing_at_all(self, store: Store) -> None:
-        put(store, A, "1")
-        before = store.read(ROOT)
-
-        answer = store.commit(Txn((Absent(B), Absent(A)), (Put(B, "x"), Put(C, "y"), Delete(A))))
-
-        assert answer == Answer(False, before.revision)
-        assert store.read(ROOT) == before
-
     def test_a_range_is_deleted_from_its_key_to_before_its_end(self, store: Store) -> None:
         for key in (A, f"{A}/1", B, C, D):
             put(store, key)
@@ -322,20 +204,7 @@ class StoreContract:
 
         assert list(store.read(ROOT).entries) == [C, f"{C}/new", D]
 
-    def test_a_deleted_range_may_hold_no_key(self, store: Store) -> None:
-        put(store, D)
-        before = store.read(ROOT)
-
-        assert store.commit(Txn((), (Delete(A, C),))) == Answer(True, before.revision)
-        assert store.read(ROOT) == before
-
     # Leases.
-
-    def test_a_key_says_on_which_lease_it_stands(self, store: Store) -> None:
-        lease = new_lease(store)
-
-        assert put(store, A, "1", lease).lease == lease
-        assert put(store, B, "1").lease == 0
 
     def test_granting_a_lease_again_changes_nothing(self, store: Store) -> None:
         lease = new_lease(store, LONG_TTL_S)
@@ -346,9 +215,6 @@ class StoreContract:
 
         assert store.read(ROOT) == before
         assert LONG_TTL_S - 1 <= store.keep_alive(lease) <= LONG_TTL_S
-
-    def test_a_lease_kept_alive_has_its_whole_time(self, store: Store) -> None:
-        assert LONG_TTL_S - 1 <= store.keep_alive(new_lease(store)) <= LONG_TTL_S
 
     def test_a_lease_that_never_was_or_was_revoked_has_no_time(self, store: Store) -> None:
         lease = new_lease(store)
@@ -369,15 +235,6 @@ class StoreContract:
         assert list(store.read(ROOT).entries) == [C, D]
         assert told.values_until(before + 1) == [(before + 1, {A: None, B: None})]
         watch.close()
-
-    def test_revoking_an_ended_lease_or_one_without_keys_writes_nothing(self, store: Store) -> None:
-        lease = new_lease(store)
-        before = store.read(ROOT).revision
-
-        store.revoke(lease)
-        store.revoke(lease)
-
-        assert store.read(ROOT).revision == before
 
     def test_a_key_put_again_leaves_its_old_lease(self, store: Store) -> None:
         lease, other = new_lease(store), new_lease(store)
@@ -471,17 +328,6 @@ class StoreContract:
         assert (entry.create_revision, entry.mod_revision, entry.lease) == (before + 1, before + 2, lease)
         watch.close()
 
-    def test_a_watch_tells_all_keys_of_one_revision_at_once(self, store: Store) -> None:
-        put(store, C, "old")
-        before = store.read(ROOT).revision
-        told = Told()
-        watch = store.watch(ROOT, before, told)
-
-        store.commit(Txn((), (Put(B, "2"), Delete(C), Put(A, "1"))))
-
-        assert told.values_until(before + 1) == [(before + 1, {A: "1", B: "2", C: None})]
-        watch.close()
-
     def test_a_watch_from_the_past_tells_what_happened_since_and_then_what_happens(self, store: Store) -> None:
         put(store, A, "before")
         since = store.read(ROOT).revision
@@ -499,17 +345,6 @@ class StoreContract:
         ]
         watch.close()
 
-    def test_a_watch_from_before_everything_tells_up_to_the_present(self, store: Store) -> None:
-        told = Told()
-        watch = store.watch(ROOT, 0, told)
-        now = store.commit(Txn((), (Put(A, "1"), Put(B, "1")))).revision
-        told.all_until(now)
-
-        last = store.commit(Txn((), (Put(A, "2"), Delete(B)))).revision
-
-        assert told.values_until(last)[-1] == (last, {A: "2", B: None})
-        watch.close()
-
     def test_a_watch_is_not_told_of_other_keys_refusals_or_nothing(self, store: Store) -> None:
         put(store, A, "1")
         before = store.read(ROOT).revision
@@ -523,29 +358,6 @@ class StoreContract:
 
         assert told.values_until(last) == [(last, {f"{ROOT}ctl/end": "1"})]
         watch.close()
-
-    def test_what_a_watch_tells_can_be_read(self, store: Store) -> None:
-        before = store.read(ROOT).revision
-        told = Told()
-        watch = store.watch(ROOT, before, told)
-
-        for turn in range(10):
-            revision = store.commit(Txn((), (Put(A, str(turn)),))).revision
-            told.all_until(revision)
-            assert store.read(ROOT).revision >= revision
-        watch.close()
-
-    def test_every_watch_is_told(self, store: Store) -> None:
-        before = store.read(ROOT).revision
-        everything, one = Told(), Told()
-        watches = [store.watch(ROOT, before, everything), store.watch(A, before, one)]
-
-        store.commit(Txn((), (Put(A, "1"), Put(B, "2"))))
-
-        assert everything.values_until(before + 1) == [(before + 1, {A: "1", B: "2"})]
-        assert one.values_until(before + 1) == [(before + 1, {A: "1"})]
-        for watch in watches:
-            watch.close()
 
     def test_a_closed_watch_tells_nothing_more(self, store: Store) -> None:
         before = store.read(ROOT).revision
@@ -594,15 +406,6 @@ class StoreContract:
         first, *changes = told.all_until(now.mod_revision)
         assert isinstance(first, View)
         assert replayed(first, changes) == store.read(ROOT).entries
-        watch.close()
-
-    def test_a_watch_from_now_of_nothing_tells_that_it_is_nothing(self, store: Store) -> None:
-        told = Told()
-
-        watch = store.watch(f"{ROOT}nobody/", None, told)
-        watch.begun()
-
-        assert told.updates == [View(store.read(ROOT).revision, {})]
         watch.close()
 
     def test_a_compaction_does_not_disturb_a_watch_that_has_been_told_all(

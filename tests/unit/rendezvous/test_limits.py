@@ -1,4 +1,4 @@
-"""rendezvous.limits, and the records that keep them: whatever a program says, a record has a longest form."""
+"""rendezvous.codec: whatever a program says, a record has a longest form."""
 
 from __future__ import annotations
 
@@ -63,20 +63,6 @@ def test_a_line_has_no_control_characters_and_that_alone_cuts_nothing() -> None:
     assert decode(Failure, encode(said)) == said
 
 
-def test_what_is_short_enough_is_left_as_it_is() -> None:
-    short = failure("a few words")
-
-    assert not short.is_cut
-    assert {short.message, short.traceback, short.tail, short.host} == {"a few words"}
-
-
-def test_a_cut_message_shows_its_beginning_and_that_there_was_more() -> None:
-    cut = failure("m" * 5000).message
-
-    assert cut == "m" * (len(cut) - 1) + "…"
-    assert len(cut) > 2000
-
-
 def test_a_cut_traceback_shows_both_ends_in_whole_lines_and_how_much_is_missing() -> None:
     text = "".join(f"line {number:05}\n" for number in range(10_000))
 
@@ -114,11 +100,3 @@ def test_a_text_fits_once_it_was_cut_whatever_the_limit(limit: type[Limit], char
 
         assert json_bytes(cut) <= bytes_max
         assert limit(bytes_max).of(cut) == cut  # type: ignore[call-arg]
-
-
-@pytest.mark.parametrize("limit", [keep_head, keep_ends, keep_tail])
-def test_a_text_of_just_the_longest_length_is_not_cut(limit: type[Limit]) -> None:
-    text = "é" * 20
-
-    assert limit(120).of(text) == text  # type: ignore[call-arg]
-    assert limit(119).of(text) != text  # type: ignore[call-arg]

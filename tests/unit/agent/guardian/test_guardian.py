@@ -17,8 +17,7 @@ import pytest
 from elaunch.agent.guardian import guardian
 from elaunch.agent.guardian.client import GuardianClient
 from elaunch.agent.guardian.guardian import JOB_VARIABLES, VARIABLE, Kin, living, sweep
-from elaunch.agent.linux import is_stopped, thread_call
-from tests.harness import DEADLINE_S, RUN_LIMIT_S, wait_for
+from tests.harness import DEADLINE_S, wait_for
 
 SLEEP = "import time; time.sleep(600)"
 SETSID = f"import os; os.setsid(); print(os.getpid(), flush=True); {SLEEP}"
@@ -107,17 +106,6 @@ def test_a_process_of_the_job_is_found_and_ended_wherever_it_stands(spawned: Spa
     wait_until_gone(pid)
 
 
-@pytest.mark.parametrize("call", ["os.pidfd_open", "signal.pidfd_send_signal"])
-def test_a_python_without_pidfds_ends_a_job_too(spawned: Spawned, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(call)
-    mine, stranger = spawned.pid(READY), spawned.pid(READY, "")
-
-    sweep(spawned.kin)
-
-    wait_until_gone(mine)
-    assert is_running(stranger)
-
-
 def test_strangers_survive(spawned: Spawned) -> None:
     other_job, no_job = spawned.pid(READY, secrets.token_hex(8)), spawned.pid(READY, "")
     mine, spared = spawned.pid(READY), spawned.pid(READY)
@@ -149,33 +137,6 @@ def test_a_nested_agents_workers_belong_to_the_outer_job_too(spawned: Spawned) -
 
     assert inner_found == [inner_worker]
     assert sorted(outer_found) == sorted([outer_worker, inner_worker])
-
-
-def test_zombies_do_not_count(spawned: Spawned) -> None:
-    zombie = spawned.start("import os; os._exit(0)")
-    os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)
-
-    found = living(spawned.kin)
-    ended = sweep(spawned.kin)
-
-    assert os.path.exists(f"/proc/{zombie.pid}")  # noqa: PTH110
-    assert (found, ended) == ([], 0)
-
-
-def test_the_sweeper_spares_itself(spawned: Spawned) -> None:
-    source = (
-        "import sys\n"
-        "from elaunch.agent.guardian.guardian import Kin, living, sweep\n"
-        f"kin = Kin.read({spawned.kin.text()!r})\n"
-        "print(living(kin), sweep(kin))\n"
-    )
-    environ = {**os.environ, VARIABLE: spawned.kin.marker}
-
-    said = subprocess.run(
-        [sys.executable, "-c", source], env=environ, capture_output=True, text=True, check=True, timeout=RUN_LIMIT_S
-    )
-
-    assert said.stdout == "[] 0\n"
 
 
 def test_who_is_born_after_the_look_is_ended_by_the_next(spawned: Spawned, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,27 +216,6 @@ def test_a_job_is_ended_by_its_guardian_whatever_the_schedulers_id_is(spawned: S
     assert is_running(other)
 
 
-@pytest.mark.parametrize("name", ["a\rb", "a\x85b", "a\u2028b", "a:b", "\udcff"])
-def test_a_cgroup_of_any_name_is_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = f"3:name=systemd:/{name}\n2:cpu,cpuacct:/\n0::/{name}\n".encode(errors="surrogateescape")
-    monkeypatch.setattr(guardian, "_facts_of", lambda pid, name: lines)
-
-    kin = kin_of(MARKER)
-
-    assert kin._cgroups == {"": f"/{name}", "name=systemd": f"/{name}"}
-    assert vars(Kin.read(kin.text())) == vars(kin)
-
-
-def test_a_job_that_was_handed_in_from_outside_of_any_survives(spawned: Spawned) -> None:
-    kin = Kin.of_this_process(spawned.kin.marker, {})
-    job, mine = spawned.pid(READY, SLURM_JOB_ID="13"), spawned.pid(DOUBLE_FORK)
-
-    sweep(kin)
-
-    wait_until_gone(mine)
-    assert is_running(job)
-
-
 SLURM_STEP = "/system.slice/slurmstepd.scope/job_12/step_0/user/task_0"
 
 
@@ -339,24 +279,6 @@ def test_the_guardian_ends_what_is_left_of_a_job_that_ends_in_order(spawned: Spa
 
     guard.finish()
 
-    wait_until_gone(mine)
-
-
-def test_a_note_that_was_cut_keeps_the_guardian_from_nothing(spawned: Spawned) -> None:
-    guard = GuardianClient((), {})
-    mine = spawned.pid(READY, markers=guard.marker)
-    os.kill(guard.pid, signal.SIGSTOP)
-    wait_for(lambda: is_stopped(guard.pid), "the guardian's stop")
-    # More than the pipe holds, of which the kernel takes a part. It takes a part of the next, too, after a read.
-    for _ in range(10):
-        guard.note(timeline="x" * 20_000)
-
-    os.kill(guard.pid, signal.SIGCONT)
-    wait_for(lambda: thread_call(guard.pid, guard.pid)[0] == "read", "the guardian to read all")
-    guard.note(generation=0, workers=1)
-    guard.finish()
-
-    assert guard._process.returncode == 0
     wait_until_gone(mine)
 
 

@@ -57,12 +57,6 @@ def test_a_traceback_is_not_judged_before_its_last_line_is_there(fold: Traceback
     assert fold.folded == 4
 
 
-def test_one_that_stays_torn_is_shown(fold: TracebackFold) -> None:
-    fold.take(HEAD, 1.0)
-
-    assert fold.look(2.0) == HEAD
-
-
 def test_the_last_exception_of_a_chain_decides(fold: TracebackFold) -> None:
     chain = ALL + b"\nDuring handling of the above exception, another exception occurred:\n\n" + HEAD + FRAME + OWN
     fold.take(chain, 1.0)
@@ -80,12 +74,6 @@ def test_an_error_of_its_own_before_the_lost_peer_is_shown(fold: TracebackFold, 
     assert fold.folded == 0
 
 
-def test_two_tracebacks_of_lost_peers_are_not_shown(fold: TracebackFold) -> None:
-    fold.take(ALL + b"\nDuring handling of the above exception, another exception occurred:\n\n" + ALL, 1.0)
-
-    assert fold.end() == b""
-
-
 def test_what_is_held_has_a_bound(fold: TracebackFold) -> None:
     fold.take(HEAD, 1.0)
     much = b"x" * 1023 + b"\n"
@@ -94,12 +82,6 @@ def test_what_is_held_has_a_bound(fold: TracebackFold) -> None:
 
     assert shown.startswith(HEAD)
     assert len(shown) > 256 << 10
-
-
-def test_output_without_a_traceback_passes_at_once(fold: TracebackFold) -> None:
-    assert fold.take(b"loss 0.3\n", 1.0) == b"loss 0.3\n"
-    assert fold.due_s is None
-    assert fold.end() == b""
 
 
 @pytest.mark.parametrize(

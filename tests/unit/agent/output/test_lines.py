@@ -39,30 +39,6 @@ def test_what_comes_out_is_joined_what_went_in() -> None:
         assert not splitter.pending
 
 
-def test_giving_up_on_partial_lines_at_any_moment_loses_nothing() -> None:
-    for seed in range(300):
-        rng = random.Random(seed)
-        data = random_bytes(rng)
-        splitter = LineSplitter()
-
-        out = b""
-        for piece in random_pieces(rng, data):
-            out += splitter.whole(piece)
-            if rng.random() < 0.5:
-                out += splitter.rest()
-
-        assert out + splitter.rest() == data, f"seed {seed}"
-
-
-def test_a_line_waits_for_its_end() -> None:
-    splitter = LineSplitter()
-
-    assert splitter.whole(b"one\ntw") == b"one\n"
-    assert splitter.pending
-    assert splitter.whole(b"o\n") == b"two\n"
-    assert not splitter.pending
-
-
 def test_a_carriage_return_ends_a_line_so_that_progress_bars_move() -> None:
     assert LineSplitter().whole(b"10%\r20%\r30") == b"10%\r20%\r"
 
@@ -102,10 +78,6 @@ def test_each_line_gets_its_prefix(lines: bytes, expected: bytes) -> None:
 
 def test_a_line_that_goes_on_gets_no_second_prefix() -> None:
     assert prefixed(b"rest\nnext\n", PREFIX, continued=True) == b"rest\n[7] next\n"
-
-
-def test_an_empty_prefix_changes_nothing() -> None:
-    assert prefixed(b"a\r\nb\rc", b"", continued=False) == b"a\r\nb\rc"
 
 
 def test_there_is_one_prefix_at_each_lines_start_and_nowhere_else() -> None:

@@ -59,19 +59,6 @@ def test_latest_is_a_link_to_the_newest_run_that_moves_with_its_folder(tmp_path:
     assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == sorted([first.name, second.name, LATEST])
 
 
-@pytest.mark.parametrize("own", ["folder", "file"])
-def test_what_the_user_has_called_latest_stays(tmp_path: Path, warnings: Warnings, own: str) -> None:
-    latest = tmp_path / LATEST
-    latest.mkdir() if own == "folder" else latest.write_text("mine")
-
-    run_dir = RunDir(tmp_path, "job", warnings)
-
-    assert run_dir.logs
-    assert not latest.is_symlink()
-    assert {path.name for path in tmp_path.iterdir()} == {run_dir.logs.name, LATEST}
-    assert not warnings
-
-
 def test_each_generation_and_rank_has_a_folder_in_torchruns_tree(tmp_path: Path, warnings: Warnings) -> None:
     run_dir = RunDir(tmp_path, "job", warnings)
 
@@ -81,25 +68,6 @@ def test_each_generation_and_rank_has_a_folder_in_torchruns_tree(tmp_path: Path,
     assert generation == run_dir.logs / "attempt_2"
     assert rank == run_dir.logs / "attempt_2" / "5"
     assert rank.is_dir()
-
-
-def test_a_log_folder_that_cannot_be_made_is_refused(tmp_path: Path, temporary: Path, warnings: Warnings) -> None:
-    (tmp_path / "file").write_text("")
-
-    with pytest.raises(NotADirectoryError):
-        RunDir(tmp_path / "file", "job", warnings)
-
-    assert warnings == []
-    assert list(temporary.iterdir()) == []
-
-
-def test_a_rank_whose_folder_cannot_be_made_goes_without(tmp_path: Path, warnings: Warnings) -> None:
-    run_dir = RunDir(tmp_path, "job", warnings)
-    assert run_dir.logs
-    (run_dir.logs / "attempt_0").write_text("in the way")
-
-    assert run_dir.rank(0, 1) is None
-    assert len(warnings) == 1
 
 
 def test_where_nothing_can_be_written_the_run_goes_on_without_files(

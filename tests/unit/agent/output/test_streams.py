@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import select
-import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from elaunch.agent.output.streams import (
     WorkerStream,
     write_all,
 )
-from tests.descriptors import opened
 from tests.forked import Child
 from tests.harness import DEADLINE_S
 
@@ -118,23 +116,6 @@ def test_a_line_left_open_is_ended_before_another_rank_writes(screen: Screen) ->
     assert screen.shown() == b"[0] load\n[1] hi\n[0] ing\n"
 
 
-def test_the_agents_own_words_end_an_open_line_too(screen: Screen) -> None:
-    rank_0 = stream(screen.console)
-    rank_0.feed(b"epoch 1 ", now_s=1.0)
-
-    screen.console.write(b"elaunch: stopping\n", None)
-
-    assert screen.shown() == b"epoch 1 \nelaunch: stopping\n"
-
-
-def test_a_lone_workers_partial_line_is_shown_at_once(screen: Screen) -> None:
-    alone = stream(screen.console)
-
-    alone.feed(b"name? ", now_s=1.0)
-
-    assert screen.shown() == b"name? "
-
-
 def test_a_progress_bar_of_one_rank_moves(screen: Screen) -> None:
     rank_0 = stream(screen.console, b"[0] ")
 
@@ -153,19 +134,6 @@ def test_a_reader_that_went_away_costs_one_warning_and_nothing_else(screen: Scre
     assert len(screen.warnings) == 1
     assert "Broken pipe" in screen.warnings[0]
     assert rank_0.tail() == "one\ntwo\n"
-
-
-def test_a_console_on_a_full_disk_costs_one_warning() -> None:
-    warnings: list[str] = []
-    fd = os.open("/dev/full", os.O_WRONLY)
-    console = Console(fd, lambda error: warnings.append(str(error)))
-
-    console.write(b"one\n", None)
-    console.write(b"two\n", None)
-    os.close(fd)
-
-    assert len(warnings) == 1
-    assert "No space left on device" in warnings[0]
 
 
 def test_a_full_disk_costs_a_log_file_one_warning_and_the_console_goes_on(screen: Screen) -> None:
@@ -219,17 +187,6 @@ def test_a_redirected_stream_without_a_file_that_can_be_written_is_on_the_consol
     assert screen.shown() == b"[0] one\n"
 
 
-def test_a_log_file_that_cannot_be_opened_costs_one_warning(tmp_path: Path) -> None:
-    warnings: list[str] = []
-    path = tmp_path / "missing" / "stderr.log"
-
-    file = LogFile(str(path), warnings.append)
-    file.write(b"one\n")
-    file.close()
-
-    assert warnings == [f"{path} cannot be written (No such file or directory); training goes on without this log file"]
-
-
 def test_a_file_gets_every_byte_as_it_was_written(screen: Screen, tmp_path: Path) -> None:
     path = tmp_path / "stdout.log"
     rank_0 = stream(screen.console, b"[0] ", file=LogFile(str(path), screen.warnings.append))
@@ -241,34 +198,6 @@ def test_a_file_gets_every_byte_as_it_was_written(screen: Screen, tmp_path: Path
     assert path.read_bytes() == b"a\r\nb\xff\r10%\r"
 
 
-def test_a_log_file_is_appended_to_and_never_cut(tmp_path: Path) -> None:
-    path = tmp_path / "stderr.log"
-    path.write_bytes(b"earlier\n")
-
-    file = LogFile(str(path), [].append)
-    file.write(b"later\n")
-    file.close()
-
-    assert path.read_bytes() == b"earlier\nlater\n"
-
-
-def test_the_end_of_a_stream_gives_out_its_last_partial_line(screen: Screen) -> None:
-    rank_0 = stream(screen.console, b"[0] ")
-    rank_0.feed(b"no newline", now_s=1.0)
-
-    rank_0.close()
-
-    assert screen.shown() == b"[0] no newline"
-
-
-def test_a_stream_that_is_not_on_the_console_keeps_its_tail() -> None:
-    silent = stream(None, b"[0] ")
-
-    silent.feed(b"words\n", now_s=1.0)
-
-    assert silent.tail() == "words\n"
-
-
 def test_only_the_end_is_kept_and_it_has_a_bound() -> None:
     chatty = stream(None)
 
@@ -277,43 +206,6 @@ def test_only_the_end_is_kept_and_it_has_a_bound() -> None:
 
     assert len(chatty.tail()) == TAIL_BYTES_MAX
     assert chatty.tail().endswith("line 019998\nline 019999\n")
-
-
-def test_one_huge_write_is_kept_within_the_bound_too() -> None:
-    chatty = stream(None)
-
-    chatty.feed(b"x" * (TAIL_BYTES_MAX * 3) + b"end", now_s=1.0)
-
-    assert len(chatty.tail()) == TAIL_BYTES_MAX
-    assert chatty.tail().endswith("xend")
-
-
-def test_a_chatty_rank_does_not_fill_the_agents_memory() -> None:
-    chatty = stream(None)
-    tracemalloc.start()
-
-    for n in range(4000):
-        chatty.feed(b"%08d" % n * 128, now_s=1.0)
-    held, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-
-    assert held < 4 * TAIL_BYTES_MAX
-
-
-def test_no_tail_is_kept_where_none_is_wanted() -> None:
-    out = stream(None, keep_tail=False)
-
-    out.feed(b"words\n", now_s=1.0)
-
-    assert out.tail() == ""
-
-
-def test_bytes_that_are_no_text_do_not_break_the_tail() -> None:
-    binary = stream(None)
-
-    binary.feed(b"\xff\xfe ok\n", now_s=1.0)
-
-    assert binary.tail() == "\ufffd\ufffd ok\n"
 
 
 def test_lines_with_a_wanted_word_are_copied_whole(screen: Screen, tmp_path: Path) -> None:
@@ -330,17 +222,6 @@ def test_lines_with_a_wanted_word_are_copied_whole(screen: Screen, tmp_path: Pat
 
     assert path.read_bytes() == b"loss 0.3\nlr 0.1\n"
     assert screen.shown() == b"step 1\nloss 0.3\nlr 0.1\nother\n"
-
-
-def test_a_closed_stream_leaves_no_file_descriptor_open(screen: Screen, tmp_path: Path) -> None:
-    before = opened()
-    file = LogFile(str(tmp_path / "a"), screen.warnings.append)
-    needle_file = LogFile(str(tmp_path / "b"), screen.warnings.append)
-    rank_0 = stream(screen.console, needles=(b"x",), file=file, needle_file=needle_file)
-
-    rank_0.close()
-
-    assert not opened() - before
 
 
 def test_a_write_to_a_slow_reader_waits_and_loses_nothing() -> None:
@@ -361,15 +242,3 @@ def test_a_write_to_a_slow_reader_waits_and_loses_nothing() -> None:
 
         assert child.end() == 0
     assert bytes(got) == data
-
-
-def test_a_line_that_keeps_growing_is_not_held_back_for_ever(screen: Screen) -> None:
-    rank_0 = stream(screen.console, b"[0] ")
-    rank_0.feed(b".", 10.0)
-    due_s = rank_0.flush_at_s
-
-    rank_0.feed(b".", 10.09)
-
-    assert rank_0.flush_at_s == due_s
-    rank_0.flush(20.0)
-    assert screen.shown() == b"[0] .."

@@ -12,7 +12,7 @@ import pytest
 
 from elaunch.agent.serve import event_hook
 from elaunch.agent.serve.event_hook import EventHook
-from tests.harness import DEADLINE_S, RUN_LIMIT_S, joined, wait_for
+from tests.harness import DEADLINE_S, wait_for
 
 
 class Said(list[str]):
@@ -86,21 +86,6 @@ def test_a_command_that_does_not_end_is_killed_with_its_children_and_the_next_on
     wait_for(
         lambda: not [each for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"] == sleep], "its end"
     )
-
-
-def test_events_that_come_faster_than_the_command_are_dropped_with_a_line_each_and_nobody_waits(
-    tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(event_hook, "RUN_S_MAX", RUN_LIMIT_S)
-    runs = hook(said, f"while [ ! -e {tmp_path}/go ]; do sleep 0.02; done")
-
-    for _ in range(event_hook.QUEUED_MAX + 5):
-        runs.tell({"event": "failure"})
-
-    (tmp_path / "go").touch()
-    assert 4 <= sum("events wait for the command already" in line for line in said) <= 5
-    runs.close(0.01)
-    joined(runs._thread)  # type: ignore[union-attr]
 
 
 def test_much_output_is_cut_and_costs_no_memory(said: Said) -> None:

@@ -31,7 +31,7 @@ from elaunch.agent.serve.status_server import (
     StatusServer,
 )
 from elaunch.rendezvous.codec import decode, encode
-from elaunch.rendezvous.rules.questions import ANSWERS_PER_S, Question, Topic, ask
+from elaunch.rendezvous.rules.questions import Question, Topic, ask
 from elaunch.rendezvous.rules.reports import RankReport, read_node_report
 from elaunch.rendezvous.store import LeaseGone, Put, Txn
 from tests.harness import DEADLINE_S, RUN_LIMIT_S, joined, wait_for
@@ -98,34 +98,6 @@ def test_a_question_gets_this_nodes_report_on_the_askers_lease_once() -> None:
     assert answers.due_s is None
 
 
-def test_an_answer_never_stands_on_a_lease_of_the_job() -> None:
-    driver, offered = started(), list[Txn]()
-    answers = answers_of(driver, offered)
-    for number, lease in enumerate((driver.agent.membership.lease, driver.agent.snapshot.lease)):
-        assert lease
-        answers.note(Question(f"{number:016x}", Topic.STATUS, lease))
-        when_due(answers)
-
-    assert offered == []
-
-
-def test_stacks_are_taken_by_a_thread_one_question_at_a_time() -> None:
-    driver, offered = started(), list[Txn]()
-    answers = answers_of(driver, offered)
-    first, second = Heard("stacks"), Heard("stacks")
-
-    answers.handle(first)  # type: ignore[arg-type]
-    answers.handle(second)  # type: ignore[arg-type]
-
-    wait_for(lambda: first.answer and second.answer, "both are answered")
-    # None of these workers has a process, so there is nothing to wait for; the second may come later.
-    assert first.answer.startswith('{"version":1,"stacks":{"node_id":')
-    asking(driver, Question("f" * 16, Topic.STACKS, 4712))
-    answers.note(driver.agent.snapshot.question)
-    _until(lambda: bool(offered), lambda: answers.tick(time.monotonic()))
-    assert driver.store.commit(offered[0]).held
-
-
 def test_the_way_to_the_store_is_told_only_where_there_is_one() -> None:
     driver, way = started(), '{"token":"t"}'
     with_store, alone, unknown = Heard("store"), Heard("store"), Heard("shutdown")
@@ -156,17 +128,6 @@ def test_an_order_is_obeyed_by_the_leader_alone_and_answered_first() -> None:
     (put,) = txn.then
     assert isinstance(put, Put)
     assert decode(OrderAnswer, put.value).is_done
-
-
-def test_an_order_of_this_host_is_obeyed_by_any_node() -> None:
-    _, other = pair()
-    heard = Heard("restart")
-
-    answers_of(other, []).handle(heard)  # type: ignore[arg-type]
-    other.settle()
-
-    assert json.loads(heard.answer)["order"]["is_done"]
-    assert isinstance(other.agent.phase, Stopping)
 
 
 def _until(fact: Callable[[], bool], act: Callable[[], None]) -> None:
@@ -222,19 +183,6 @@ def test_a_burst_of_questions_in_the_store_gets_an_answer_now_and_then_and_the_n
     assert len(answered) == pytest.approx(5 / STORE_PAUSE_S, abs=1)
     assert queue.waiting == question(999)
     assert queue.due_s is not None
-
-
-@pytest.mark.parametrize("nodes", [1, 1024])
-def test_the_nodes_of_a_job_answer_in_turns_at_the_rate_of_the_job(nodes: int) -> None:
-    due_s = [QueryQueue().after(question(1), 100.0, nodes, node / nodes).due_s for node in range(nodes)]
-
-    in_one_second = sum(100.5 <= at_s < 101.5 for at_s in due_s if at_s is not None)
-    assert in_one_second <= ANSWERS_PER_S
-    assert max(at_s for at_s in due_s if at_s is not None) < 100.0 + nodes / ANSWERS_PER_S
-    # Nor does a second question at once raise the rate.
-    queue, _ = QueryQueue().after(question(1), 100.0, nodes, 0.0).take_due(100.0)
-    again = queue.after(question(2), 100.0, nodes, 0.0)
-    assert again.due_s == 100.0 + max(STORE_PAUSE_S, nodes / ANSWERS_PER_S)
 
 
 class Desk:

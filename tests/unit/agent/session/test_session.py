@@ -16,7 +16,6 @@ from elaunch.agent.core.events import (
     StoreAway,
     StoreBack,
     StoreEvent,
-    StoreLost,
     Tag,
 )
 from elaunch.agent.inbox import LookAgain
@@ -202,15 +201,6 @@ class BrokenStore(FlakyStore):
         raise KeyError("succeeded")
 
 
-def test_a_fault_in_the_stores_client_is_told_and_not_waited_for() -> None:
-    with session(store=BrokenStore()) as bench:
-        bench.wait_for(StoreBack)
-
-        bench.session.commit(bench.put(1), Tag.JOIN)
-
-        assert bench.wait_for(StoreLost) == StoreLost("the store's client failed (KeyError: 'succeeded')")
-
-
 # --- the end
 
 
@@ -245,21 +235,6 @@ def test_last_words_that_the_store_does_not_take_are_not_waited_for() -> None:
 
     assert bench.store.closed
     assert bench.store.calls["revoke"] == 0
-
-
-def test_a_store_that_hangs_is_left_after_the_time_for_last_words() -> None:
-    store = SlowStore()
-    bench = Bench(remote=True, store=store)
-    bench.session.open()
-    bench.wait_for(StoreBack)
-    bench.session.commit(bench.put(1), None)
-
-    bench.session.close(0.05)
-
-    assert store.closed
-    assert bench.numbers == []
-    store.go.set()
-    wait_for(lambda: "store" not in {thread.name for thread in threading.enumerate()}, "the thread's end")
 
 
 @pytest.mark.parametrize("others_go", [False, True])

@@ -168,7 +168,7 @@ def test_a_run_is_begun_once_the_lease_of_the_agents_last_life_is_ended() -> Non
 
     bench.client.commit(Txn((Absent(KEYS.leader),), bench.put(KEYS.done(0, "me")).then), Tag.RUN)
 
-    assert bench.events[-1] == Committed(Tag.RUN, True, bench.store.memory.read().revision)
+    assert bench.events[-1] == Committed(Tag.RUN, True, bench.store.memory.engine.revision)
     assert bench.store.memory.keep_alive(5) == 0
     assert bench.snapshot.leader == ""
 
@@ -183,7 +183,7 @@ def test_a_join_that_was_decided_with_the_agents_last_life_in_sight_is_decided_a
 
     assert isinstance(refused, Committed)
     assert (refused.held, leader) == (False, "")
-    assert bench.events[-1] == Committed(Tag.JOIN, True, bench.store.memory.read().revision)
+    assert bench.events[-1] == Committed(Tag.JOIN, True, bench.store.memory.engine.revision)
     assert bench.store.memory.keep_alive(5) == 0
 
 
@@ -197,21 +197,7 @@ def test_the_lease_of_an_agent_that_lives_or_of_another_host_is_left_alone() -> 
     bench.client.commit(bench.put(KEYS.done(0, "me")), Tag.JOIN)
 
     assert [bench.store.memory.keep_alive(lease) for lease in (5, 6, 7)] == [3, 3, 3]
-    assert bench.events[-1] == Committed(Tag.JOIN, True, bench.store.memory.read().revision)
-
-
-@pytest.mark.parametrize("was_alone", [True, False])
-def test_a_host_that_has_no_other_member_is_not_asked_who_that_is_and_no_host_twice(was_alone: bool) -> None:
-    bench = Bench().begun()
-    if not was_alone:
-        bench.write(Put(KEYS.member("node-a-00000009"), "another's"))
-    reads = bench.store.calls["read"]
-
-    for generation in range(2):
-        bench.client.commit(bench.put(KEYS.joined(generation, "me")), Tag.JOIN)
-
-    assert bench.store.calls["read"] == reads + (not was_alone)
-    assert bench.store.calls["commit"] == 2 + (not was_alone)
+    assert bench.events[-1] == Committed(Tag.JOIN, True, bench.store.memory.engine.revision)
 
 
 @pytest.mark.parametrize("breaks_at", ["commit", "read", "revoke"])
@@ -225,7 +211,7 @@ def test_an_entry_that_broke_off_is_made_again(breaks_at: str) -> None:
     for _ in range(2):
         bench.client.commit(entry, Tag.JOIN)
 
-    assert bench.events[-1] == Committed(Tag.JOIN, True, bench.store.memory.read().revision)
+    assert bench.events[-1] == Committed(Tag.JOIN, True, bench.store.memory.engine.revision)
     assert bench.store.memory.keep_alive(5) == 0
 
 
@@ -270,35 +256,6 @@ def test_what_a_watch_did_not_tell_is_found_by_reading_again() -> None:
     assert number(bench.snapshot) == 4
     bench.open(5)
     assert number(bench.snapshot) == 5, "and watched from there on"
-
-
-def test_a_look_at_everything_begins_with_what_is_there() -> None:
-    bench = Bench().begun()
-    bench.write(Put(KEYS.member(NODE.node_id), encode(NODE)))
-    narrow = bench.snapshot
-
-    bench.client.widen()
-    wide = bench.snapshot
-    bench.write(Put(KEYS.done(0, NODE.node_id), ""))
-
-    assert (narrow.whole, narrow.members) == (False, {})
-    assert (wide.whole, set(wide.members)) == (True, {NODE.node_id})
-    assert bench.snapshot.done == {0: {NODE.node_id}}
-
-
-def test_what_the_narrower_watch_still_tells_is_not_taken_for_everything() -> None:
-    bench = Bench().begun()
-    old_epoch = bench.view._epoch
-    bench.write(Put(KEYS.member(NODE.node_id), encode(NODE)))
-    bench.client.widen()
-    revision = bench.snapshot.revision
-
-    bench.view._told(old_epoch, View(revision + 5, {}))
-    bench.view._told(old_epoch, Changes(revision + 5, {KEYS.leader: KeyEntry("x", 9, 9)}))
-    bench.view._told(old_epoch, HistoryLost("the old watch's"))
-
-    assert bench.looks_due == 0
-    assert not [event for event in bench.events if isinstance(event, StoreLost)]
 
 
 def test_a_record_that_is_none_ends_the_session_with_its_key() -> None:
@@ -390,7 +347,7 @@ def test_before_a_refusal_is_told_its_reason_can_be_seen() -> None:
     bench.client.commit(Txn((Absent(KEYS.starter),), (Put(KEYS.leader, "mine"),)), Tag.ELECT)
 
     assert seen == ["x"]
-    assert bench.events[-1] == Committed(Tag.ELECT, False, bench.store.memory.read().revision)
+    assert bench.events[-1] == Committed(Tag.ELECT, False, bench.store.memory.engine.revision)
 
 
 @pytest.mark.parametrize("tag", [None, Tag.JOIN])
@@ -424,53 +381,11 @@ def test_a_lease_is_renewed_each_keepalive_and_once_a_lease_time_what_is_seen_is
     assert bench.store.calls["commit"] - compared == took_s // TIMES.lease_ttl_s
 
 
-def test_a_store_that_is_away_for_long_is_compared_once_when_it_is_back() -> None:
-    bench = Bench().begun()
-    bench.store.fail("keep_alive", *[AWAY] * 1000)
-    bench.store.fail("commit", *[AWAY] * 1000)
-    for _ in range(1000):
-        bench.now_s += TIMES.lease_ttl_s
-        bench.client.tick(bench.now_s, bench.requests)
-        bench.requests.do_next(0.0)
-    tries = bench.store.calls["commit"]
-
-    bench.store.errors.clear()
-    while bench.requests.has_any:
-        bench.requests.do_next(0.0)
-
-    assert bench.store.calls["commit"] - tries == 1
-
-
 def test_a_store_in_this_process_keeps_its_leases_by_itself() -> None:
     bench = Bench(remote=False).begun()
 
     assert bench.client.due_s is None
     assert not bench.client.tick(bench.now_s + 1000, bench.requests)
-
-
-def test_another_lease_means_another_name_and_the_old_one_is_given_back() -> None:
-    bench = Bench().begun()
-
-    bench.client.new_lease()
-
-    first, second = bench.leased
-    assert first.lease != second.lease
-    assert first.node_id != second.node_id
-    assert bench.store.memory.keep_alive(first.lease) == 0
-    assert bench.client.due_s == bench.now_s + TIMES.keepalive_s
-
-
-@pytest.mark.parametrize("method", ["revoke", "grant"])
-def test_another_lease_is_asked_for_until_there_is_one(method: str) -> None:
-    bench = Bench().begun()
-    bench.store.lose(method, AWAY)
-    with pytest.raises(Unavailable):
-        bench.client.new_lease()
-
-    bench.client.new_lease()
-
-    assert len(bench.leased) == 2
-    assert bench.store.memory.keep_alive(bench.leased[1].lease)
 
 
 def test_at_the_end_the_lease_is_given_back_and_the_keys_go_with_it() -> None:
@@ -501,24 +416,10 @@ def started(*, remote: bool = True) -> tuple[Bench, int]:
 def test_who_starts_a_run_begins_the_lease_on_which_its_keys_stand(remote: bool) -> None:
     bench, lease = started(remote=remote)
 
-    assert Committed(Tag.FIRST_RUN, True, bench.store.memory.read("").revision) in bench.events
+    assert Committed(Tag.FIRST_RUN, True, bench.store.memory.engine.revision) in bench.events
     assert bench.store.memory.keep_alive(lease) == TIMES.keys_ttl_s
     assert bench.snapshot.lease == lease
     assert lease not in [leased.lease for leased in bench.leased]
-
-
-def test_a_start_whose_answers_were_lost_is_made_again_with_the_same_lease() -> None:
-    bench = Bench().begun()
-    own = bench.leased[-1]
-    txn = start_run(bench.snapshot, Terms(), replace(NODE, node_id=own.node_id), own.lease)
-    bench.store.lose("grant", AWAY)
-
-    with pytest.raises(Unavailable):
-        bench.client.commit(txn, Tag.FIRST_RUN)
-    bench.client.commit(txn, Tag.FIRST_RUN)
-
-    assert bench.store.memory.read(KEYS.spec).entries[KEYS.spec].lease == run_lease(KEYS, txn)
-    assert bench.leased == [own]
 
 
 def test_who_starts_a_run_after_its_own_lease_has_ended_hears_of_that_and_leaves_no_lease() -> None:
@@ -599,31 +500,6 @@ def test_the_leader_keeps_the_runs_keys_and_whoever_follows_does_not() -> None:
 
     assert {KEYS.spec, KEYS.generation, KEYS.leader} == kept
     assert set(bench.store.memory.read(KEYS.control).entries) == {KEYS.leader}
-
-
-def test_the_runs_lease_is_renewed_by_the_time_that_it_has_whatever_this_node_would_have_given_it() -> None:
-    bench, lease = started()
-    bench.store.memory.revoke(lease)
-    bench.store.memory.grant(lease, 20)
-    bench.write(Put(KEYS.spec, encode(Terms()), lease))
-    bench.client.widen()
-
-    live(bench, 60.0)
-
-    assert KEYS.spec in bench.store.memory.read(KEYS.control).entries
-
-
-def test_a_leader_that_goes_begins_the_time_that_is_left_to_the_keys() -> None:
-    bench, _ = started()
-    bench.client.widen()
-    bench.store.memory.advance(bench.now_s + TIMES.keys_ttl_s / 2)
-
-    bench.client.give_back()
-
-    bench.store.memory.advance(bench.now_s + 1.4 * TIMES.keys_ttl_s)
-    assert set(bench.store.memory.read(KEYS.root).entries) == {KEYS.spec, KEYS.generation}
-    bench.store.memory.advance(bench.now_s + 1.6 * TIMES.keys_ttl_s)
-    assert not bench.store.memory.read(KEYS.root).entries
 
 
 @pytest.mark.parametrize(("renewed_s", "later_s"), [(0.0, 1.6), (0.8, 0.8)])

@@ -25,7 +25,7 @@ from elaunch.agent.diagnosis.exit_status import (
 )
 from elaunch.agent.diagnosis.hang import Standing, who_hangs
 from elaunch.agent.forkserver import wire
-from elaunch.agent.workers.link import Link
+from elaunch.agent.workers.link import Link, Note
 from elaunch.launcher.report import report, write_error_file
 from elaunch.rendezvous.codec import decode, encode
 from elaunch.rendezvous.job_spec import JobSpec, Program, ProgramKind
@@ -84,7 +84,7 @@ def test_an_agent_goes_on_hearing_a_worker_whatever_that_said_before(said: list[
         assert link.step == 41
         assert -1 <= link.step < 2**63
         # All of this goes to the log, the timeline and the store.
-        for text in (*link.take_notes(), sentence):
+        for text in (*(news.text for news in link.take_news() if isinstance(news, Note)), sentence):
             assert len(text.encode()) < 100_000
 
 

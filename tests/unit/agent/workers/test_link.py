@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import select
 import socket
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -71,17 +70,6 @@ def test_an_end_wakes_and_the_words_before_it_are_there(pair: tuple[Link, socket
     assert (link.step, link.raised, link.reached_store) == (3, True, False)
 
 
-@pytest.mark.parametrize("junk", [b"\xff\xfe\n", b"[]\n", b"{}\n", b'{"event": "progress", "step": "x"}\n', b"\n\n"])
-def test_what_is_no_message_is_dropped(pair: tuple[Link, socket.socket], junk: bytes) -> None:
-    link, worker = pair
-
-    worker.send(junk)
-    says(worker, event="progress", step=1)
-    link.read()
-
-    assert link.step == 1
-
-
 def test_what_the_agent_is_to_know_is_taken_once_and_in_its_order(pair: tuple[Link, socket.socket]) -> None:
     link, worker = pair
 
@@ -104,22 +92,6 @@ def test_what_the_agent_is_to_know_is_taken_once_and_in_its_order(pair: tuple[Li
     ]
     assert link.take_news() == []
     assert (link.step, link.phase, link.reports) == (6, "evaluating", 2)
-
-
-def test_marks_of_a_start_are_taken_once_and_are_no_sign_of_life(pair: tuple[Link, socket.socket]) -> None:
-    link, worker = pair
-    ahead_s = time.monotonic() + 3600
-    says(worker, event="mark", name="restoring", monotonic_s=1.5)
-    says(worker, event="mark", name="restored", monotonic_s=ahead_s)
-    says(worker, event="mark", name="restored", monotonic_s="now")
-    link.read()
-
-    (first, second) = link.take_marks()
-    assert first == ("restoring", 1.5)
-    # Nobody can know a later time.
-    assert second.said_s < ahead_s
-    assert link.take_marks() == []
-    assert link.reports == 0
 
 
 def test_what_comes_behind_a_descriptor_is_read_at_once(pair: tuple[Link, socket.socket]) -> None:

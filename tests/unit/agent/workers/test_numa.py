@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.agent.config import NumaBinding
-from elaunch.agent.workers.numa import Topology, cpu_set, ranges, read_topology
+from elaunch.agent.workers.numa import Topology, cpu_set, read_topology
 
 ALL_MODES = list(NumaBinding)
 
@@ -72,11 +72,6 @@ def test_this_host_can_be_read_and_bound_to() -> None:
 
     assert topology.cpus <= os.sched_getaffinity(0)
     assert all(cpu_set(mode, 0, topology) for mode in ALL_MODES)
-
-
-def test_ranges_are_read_as_the_kernel_writes_them() -> None:
-    assert ranges("0-2,4,6-7\n") == {0, 1, 2, 4, 6, 7}
-    assert ranges("\n") == frozenset()
 
 
 def test_the_topology_is_read_from_sysfs_within_the_affinity_and_the_visible_gpus(tmp_path: Path) -> None:

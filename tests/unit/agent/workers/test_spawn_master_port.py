@@ -70,7 +70,7 @@ def test_a_name_that_is_loopback_to_this_host_alone_is_reached_at_every_address(
 ) -> None:
     real = socket.getaddrinfo
     monkeypatch.setattr(
-        socket, "getaddrinfo", lambda host, *rest, **how: real("127.0.1.1" if host == b"me" else host, *rest, **how)
+        socket, "getaddrinfo", lambda host, *rest, **how: real("127.0.1.1" if host == "me" else host, *rest, **how)
     )
     several = replace(config(addr="me"), spec=replace(SPEC, nodes_min=2, nodes_max=2))
 

@@ -105,17 +105,6 @@ def test_steps_after_which_a_later_generation_began_are_lost() -> None:
     assert [generation.steps_lost for generation in past(job).generations] == [4, 0, 0]
 
 
-def test_ranks_that_begin_at_very_different_times_began_when_the_first_of_them_did() -> None:
-    """Rank 0 makes a step a second from 2 s on; rank 1 of the same node, and node-b, load their data much longer."""
-    near = Timeline("node-a").opens(0, 0, world_size=4).says("stepped", 3, 0, (0,)).says("stepped", 40, 0, (1,))
-    far = Timeline("node-b", 2).opens(0, 0, world_size=4).says("stepped", 70, 0)
-    near.steps(4, 0, 2, first=1).steps(80, 0, 78).succeeds(90, 0)
-    far.steps(71, 0, 1, first=1).steps(80, 0, 11).succeeds(90, 0)
-
-    for jobs in ((near, far), (far, near)):
-        assert past(*jobs).generations[0].trains_s == pytest.approx(2.0)
-
-
 def test_broken_lines_cost_only_themselves_and_a_newer_schema_is_reported() -> None:
     job = restarted()
     job.rows[0]["schema"] = 7

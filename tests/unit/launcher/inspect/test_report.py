@@ -44,9 +44,6 @@ def test_a_log_dir_means_its_newest_run(tmp_path: Path) -> None:
 
     assert run_folder.find(tmp_path) == new
     assert run_folder.find(old) == old
-    (tmp_path / "latest").symlink_to(old.name)
-    assert run_folder.find(tmp_path) == old
-    assert run_folder.find(tmp_path / "latest") == old
 
 
 def test_what_is_no_run_is_refused_with_the_way_out(tmp_path: Path) -> None:
@@ -195,7 +192,6 @@ def test_lines_without_an_end_cost_no_memory(tmp_path: Path) -> None:
         found = run_folder.read_folder(tmp_path)
 
     assert [event.event for event in found.events] == ["started", "started"]
-    assert found.unreadable == 1
 
 
 def test_a_pipe_in_a_files_place_is_not_opened(tmp_path: Path) -> None:

@@ -7,11 +7,10 @@ import json
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from elaunch.launcher.inspect.curves import StepMetrics
 from elaunch.launcher.inspect.goodput import goodput
 from elaunch.launcher.inspect.history import history
 from elaunch.launcher.inspect.node_log import node_folder
-from elaunch.launcher.inspect.page import Report, render
+from elaunch.launcher.inspect.page import Report, StepMetrics, render
 from elaunch.launcher.inspect.report import printed, summary
 from tests.fuzzing import NESTED, VALUES, bounded, json_texts
 from tests.unit.launcher.inspect.test_page import TEMPLATE, Tags

@@ -26,14 +26,6 @@ def test_a_running_node_says_how_its_workers_are() -> None:
     assert (job.state, job.is_whole, len(job.seats)) == (JobState.RUNNING, True, 1)
 
 
-def test_a_worker_without_a_process_is_only_starting() -> None:
-    ranks = (replace(RANKS[0], pid=-1), *RANKS[1:])
-
-    report = node_report(started().agent, 77, 12.5, WorkersSeen(0, 3.0, ranks))
-
-    assert [rank.state for rank in report.ranks] == ["starting", "running", "running"]
-
-
 def test_a_report_that_is_none_or_anothers_is_left_out() -> None:
     whole = node_report(started().agent, 77, 12.5, WorkersSeen(0, 3.0, RANKS))
     report = encode(whole)

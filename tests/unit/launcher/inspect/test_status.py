@@ -67,7 +67,6 @@ job night: running, generation 1 for 2 min 3 s
   failure   2 min 5 s ago: rank 3 (local rank 1 on node-b, pid 4711) raised ValueError: loss is nan in generation 0
             at /home/me/train.py:41 in step
             lower the learning rate
-  host      node-a: 40 GiB of 64 GiB of memory are available; load 2.0 on 8 CPUs
 
 rank   host    pid  state      step  step time  last report  memory
 0      node-a  100  running    1200  210 ms     0 s ago      768 MiB
@@ -95,26 +94,6 @@ def test_a_large_job_is_shown_by_node_unless_each_rank_is_asked_for() -> None:
     assert len(lines) == 24
     assert re.match(r"… \d+ more lines$", lines[-4])
     assert lines[-2] == "no answer: the store is away"
-
-
-def test_the_budget_of_a_window_counts_what_is_still_in_it() -> None:
-    job = replace(JOB, terms=Terms(2, 2, 3, 600.0, "train.py"), restarts=9, restart_ages_s=(0.0, 400.0, 550.0))
-
-    record = status_record(known(job=job), NOW)
-
-    # The table was sealed 123 s ago.
-    assert record["restarts"] == {"used": 2, "max": 3, "left": 1, "window_s": 600.0}
-    assert "1 of 3 restarts left within 10 min 0 s" in text_of(record)
-
-
-def test_ranks_of_an_older_generation_are_not_shown_as_those_of_the_newest() -> None:
-    late = {"node-a-00000001": node(1, "node-a", range(2), generation=0, state="stopping")}
-
-    record = status_record(known(nodes=late, silent={}), NOW)
-
-    assert record["ranks"] == []
-    assert record["step"] is None
-    assert re.search(r"^node-a +0–1 +stopping +– +– +– +– +40 GiB +2.0$", text_of(record), re.MULTILINE)
 
 
 def test_a_job_that_ended_or_forms_says_so() -> None:
@@ -163,19 +142,6 @@ def test_a_lost_node_is_lost_and_one_that_left_has_left() -> None:
         assert [entry["state"] for entry in record["nodes"]] == ["running", state, "waiting"]
         assert "  size      2 nodes, 4 ranks, 1 spare; 1 node of it gone\n" in text_of(record)
         assert re.search(rf"^2–3    node-b  –    {state}$", text_of(record), re.MULTILINE)
-
-
-def test_where_the_store_is_silent_nothing_is_said_of_members_that_are_not_known() -> None:
-    forms = replace(
-        JOB, state=JobState.FORMING, generation=FIRST, seats=(), others=(), failure=None, is_whole=False
-    )  # fmt: skip
-    waits = NodeReport("node-a-00000001", "node-a", 9, "waiting", 4.0)
-
-    record = status_record(Gathered(forms, {"node-a-00000001": waits}, {}), NOW)
-
-    assert record["spares"] is None
-    assert "at least 1 of 2 nodes" in text_of(record)
-    assert status_record(known(job=replace(JOB, is_whole=False, others=())), NOW)["spares"] is None
 
 
 def test_control_characters_of_others_reach_no_terminal() -> None:

@@ -17,8 +17,8 @@ from elaunch.agent.diagnosis.stack_groups import (
     stack_answer,
     stacks_in,
 )
+from elaunch.launcher.inspect.job_command import stacks_text
 from elaunch.launcher.inspect.job_source import Gathered, NodeStacks
-from elaunch.launcher.inspect.stacks import stacks_text
 from elaunch.launcher.inspect.status import status_record, text_of
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.rules.questions import Question, Topic, read_question

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -68,26 +66,6 @@ def test_a_task_beside_the_agent_stays_until_that_has_ended_whatever_signal_come
     waiting.stdout.close()
 
 
-def test_a_second_agent_of_a_long_name_says_that_it_cannot_be_waited_for_and_goes_on() -> None:
-    cluster = Cluster("Slurm", run_id=f"{os.getpid()}-{'x' * 200}", tasks=2)
-    sentences: list[str] = []
-    begun_s = time.monotonic()
-    with socket.socket(socket.AF_UNIX) as other:
-        with seen_by_others(cluster, sentences.append):
-            other.connect(_address(cluster))
-            with seen_by_others(cluster, sentences.append):
-                pass
-
-        # If the agent has not accepted the connection yet, the task sees the agent's end as a reset.
-        with suppress(ConnectionError):
-            assert other.recv(1) == b""
-    assert sentences == [
-        "the other 1 tasks of this node cannot wait for this agent, and may end before it (Address already in use:"
-        " another agent of this job, or another user, has the name)"
-    ]
-    assert time.monotonic() - begun_s < DEADLINE_S / 2
-
-
 def connected() -> list[str]:
     """The names of unix sockets with somebody connected, or waiting to be accepted (state 3 or 2)."""
     lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
@@ -108,9 +86,6 @@ for name in names:
     if deed == "enters":
         held.append(socket.socket(socket.AF_UNIX))
         held[-1].connect("\\0" + name)
-        held[-1].settimeout(60)
-        # Let in, it would wait for the agent's end.
-        held[-1].recv(1)
 print("done", flush=True)
 sys.stdin.read()
 """
@@ -146,7 +121,7 @@ def test_a_stranger_who_has_taken_the_name_is_named() -> None:
 
 
 @needs_root
-def test_a_stranger_who_knows_the_name_is_turned_away_and_taken_for_none_of_the_others() -> None:
+def test_a_stranger_who_knows_the_name_is_taken_for_none_of_the_other_tasks() -> None:
     cluster = Cluster("Slurm", run_id=f"known-{os.getpid()}", tasks=2)
     with seen_by_others(cluster, said), stranger("enters", _address(cluster)[1:]):
         waiting = companion(str(cluster.run_id))

@@ -72,7 +72,6 @@ def test_the_script_ends_as_the_job_and_queues_itself_again_after_a_notice(tmp_p
         (["--nodes", "3:2", "t.py"], "--nodes 3:2 is no range"),
         (["--gpus", "many", "t.py"], "--gpus many is not a whole number"),
         (["--time"], "requires an argument"),
-        (["--requeue", "--no-requeue", "t.py"], "contradicts"),
         (["--max-restart-count", "3", "t.py"], "No such option"),
         (["--name", "a\n#SBATCH --uid=0", "t.py"], "one line"),
         (["--nodes", "2", "--nnodes", "4", "t.py"], "--nnodes 4 is more than .*--nodes 2"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pty
 import re
-import signal
 import socket
 import subprocess
 from pathlib import Path
@@ -14,18 +13,15 @@ import pytest
 
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.store.command import COMMAND as STORE
-from elaunch.launcher.store.command import StoreRequest, announcement, request_of
+from elaunch.launcher.store.command import announcement, place_of
 from elaunch.launcher.store.connect import NewToken
-from elaunch.launcher.store.token import KeptTokens
-from elaunch.rendezvous.endpoint import Access, Endpoint
-from elaunch.rendezvous.etcd.discovery import FoundStore
-from elaunch.rendezvous.store import Put, Txn
+from elaunch.rendezvous.endpoint import Endpoint
 from tests.commands import read
-from tests.harness import COMMAND, Job, environment, finished
+from tests.harness import COMMAND, environment, finished
 
 
-def parse(argv: list[str], environ: dict[str, str]) -> StoreRequest:
-    return request_of(read(STORE, *argv).params, environ)
+def place(*argv: str) -> tuple[Endpoint | None, int]:
+    return place_of(read(STORE, *argv).params["listen"])
 
 
 @pytest.fixture(autouse=True)
@@ -48,20 +44,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_where_it_listens_is_an_endpoint_or_a_port_of_all_addresses(
     argv: list[str], endpoint: Endpoint | None, port: int
 ) -> None:
-    request = parse(argv, {})
-
-    assert (request.endpoint, request.port) == (endpoint, port)
-
-
-def test_the_token_is_in_a_file_or_the_variable(tmp_path: Path) -> None:
-    path = tmp_path / "to_ken"
-    path.write_text("from the file\n".replace(" ", "-"))
-
-    assert parse([], {}).token == ""
-    assert parse([], {"ELAUNCH_TOKEN": "from-variable"}).token == "from-variable"
-    for word in ("--token-file", "--token_file"):
-        assert parse([word, str(path)], {"ELAUNCH_TOKEN": "from-variable"}).token == "from-the-file"
-        assert parse([f"{word}={path}"], {}).token == "from-the-file"
+    assert place(*argv) == (endpoint, port)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +61,7 @@ def test_the_token_is_in_a_file_or_the_variable(tmp_path: Path) -> None:
 )
 def test_a_wrong_request_is_one_sentence(argv: list[str], sentence: str) -> None:
     with pytest.raises(UsageError) as raised:
-        parse(argv, {})
+        place(*argv)
 
     assert sentence in str(raised.value)
 
@@ -118,25 +101,7 @@ def test_at_a_terminal_the_token_is_in_the_line(tmp_path: Path) -> None:
 
     assert len(kept) == 1
     assert re.search(rb"ELAUNCH_TOKEN=[0-9a-f]{32} elaunch --nnodes 2 ", said)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_store_in_the_foreground_serves_its_user_until_ctrl_c(tmp_path: Path) -> None:
-    with Job(tmp_path, "store", "--listen", "127.0.0.1:0") as job:
-        line = job.wait_for_output(r"type: elaunch --nnodes 2 --rdzv-endpoint 127\.0\.0\.1:(\d+) ")
-        store = FoundStore(Endpoint("127.0.0.1", int(line[1])), "", Access(), 5.0, keyring=KeptTokens())
-        store.check()
-        assert store.commit(Txn((), (Put("/a", "1"),))).held
-        store.close()
-
-        job.signal(signal.SIGINT)
-
-        assert job.wait() == 0
-    assert re.search(r"^elaunch: the store ends, because of SIGINT$", job.stderr, re.MULTILINE)
-    assert "a store that is started again is empty; an etcd cluster outlives any host" in job.stderr
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", int(line[1])), timeout=5).close()
-    assert list(tmp_path.iterdir()) == []
+    assert not kept[0].exists()
 
 
 def test_a_taken_port_is_a_sentence(tmp_path: Path) -> None:

@@ -39,10 +39,6 @@ def test_node_rank_0_on_a_host_that_is_not_the_masters_is_a_sentence(nodes: str,
         reached("--nnodes", nodes, "--master-addr", ANOTHERS)
 
 
-def test_the_masters_host_serves_as_node_rank_0() -> None:
-    assert is_served_by("--master-addr", "127.0.0.1", "--node-rank", "0")
-
-
 @pytest.mark.parametrize(
     ("words", "instead"),
     [
@@ -110,14 +106,6 @@ def at_its_head(cluster: Cluster) -> tuple[Options, Planned]:
     return options, plan(options, {"ELAUNCH_TOKEN": "told to all pods"} if cluster.is_of_pods else {}, str, cluster)
 
 
-def is_served_by(*argv: str) -> bool:
-    endpoint = f"127.0.0.1:{free_ports(1)[0]}"
-    found = reached("--nnodes", "2", "--rdzv-endpoint", endpoint, "--local-addr", "127.0.0.1", *argv)
-    if found.served:
-        found.served.stop()
-    return found.served is not None
-
-
 # --- the line for the other hosts
 
 KEPT = "/home/me/.elaunch/stores/0123456789abcdef0123456789abcdef"
@@ -165,7 +153,7 @@ def test_the_line_is_the_same_command_without_what_is_this_nodes_own(typed: str,
         (
             "--rdzv-endpoint a --max-restarts 2 t.py",
             {"PET_NNODES": "2", "PET_RDZV_ID": "job 7", "PET_MAX_RESTARTS": "9", "PET_RESTART_WINDOW": "60"},
-            "elaunch --nnodes 2 --restart-window 60 --run-id 'job 7' --rdzv-endpoint a --max-restarts 2 t.py",
+            "elaunch --nnodes 2 --rdzv-endpoint a --restart-window 60 --run-id 'job 7' --max-restarts 2 t.py",
         ),
         (
             "pkg",
@@ -193,14 +181,9 @@ def test_the_line_is_the_same_command_without_what_is_this_nodes_own(typed: str,
             "elaunch --nnodes 2 --rdzv-endpoint host0:5 --rdzv-backend static --node-rank 1 t.py",
         ),
         (
-            "--nnodes 2 --node-rank 0 --master-addr host0 t.py",
-            {"ELAUNCH_ENDPOINT": "store:7"},
-            "ELAUNCH_ENDPOINT=store:7 elaunch --nnodes 2 --master-addr host0 --node-rank 1 t.py",
-        ),
-        (
             "--nnodes 2 --rdzv-endpoint a --master-port 5:9 t.py",
             {"PET_MASTER_PORT": "5", "PET_TOKEN_FILE": "f", "PET_ROLE": "-x"},
-            "elaunch --role=-x --nnodes 2 --rdzv-endpoint a --master-port 5:9 t.py",
+            "elaunch --nnodes 2 --rdzv-endpoint a --role=-x --master-port 5:9 t.py",
         ),
     ],
 )

@@ -10,8 +10,8 @@ from elaunch.launcher.errors import UsageError
 from elaunch.launcher.options.files import read_secret
 from elaunch.launcher.options.options import parse
 from elaunch.launcher.options.rdzv_conf import SETTINGS
-from elaunch.launcher.store.locate import Planned, RendezvousPlan, Serving, plan
-from elaunch.rendezvous.endpoint import Endpoint, Login, Tls, Transport
+from elaunch.launcher.store.locate import Planned, RendezvousPlan, plan
+from elaunch.rendezvous.endpoint import Endpoint, Login, Tls
 from elaunch.rendezvous.times import Times
 
 TWO = ("--nnodes", "2")
@@ -49,7 +49,7 @@ def test_one_node_is_alone_with_a_store_in_its_memory(argv: tuple[str, ...]) -> 
     found = plan_of(*argv, ELAUNCH_ENDPOINT="somewhere:1", ETCDCTL_ENDPOINTS="else:2")
 
     assert found.is_alone
-    assert found.serving is Serving.NOTHING
+    assert not found.serves
 
 
 # --- where the store is
@@ -68,16 +68,12 @@ def test_no_backend_and_c10d_mean_the_same_store_found_out_or_served_at_the_endp
     c10d = plan_of(*TWO, "--rdzv-endpoint", "host0", "--rdzv-backend", "c10d")
 
     assert unnamed == c10d
-    assert (c10d.serving, c10d.is_head, c10d.node_rank, c10d.master_addr) == (Serving.MEMORY, None, None, None)
+    assert (c10d.serves, c10d.is_head, c10d.node_rank, c10d.master_addr) == (True, None, None, None)
 
 
 @pytest.mark.parametrize("backend", ["etcd", "etcd-v2"])
 def test_etcd_is_one_that_runs_already(backend: str) -> None:
-    found = planned(*TWO, "--rdzv-backend", backend, "--rdzv-endpoint", "host0", "--rdzv-id", "job")
-
-    assert found.plan.serving is Serving.NOTHING
-    assert [note for note in found.notes if "v2 API is gone" in note] == list(found.notes)
-    assert bool(found.notes) is (backend == "etcd-v2")
+    assert not plan_of(*TWO, "--rdzv-backend", backend, "--rdzv-endpoint", "host0").serves
 
 
 def test_the_endpoint_may_come_from_variables_of_ours_and_etcdctls() -> None:
@@ -112,7 +108,7 @@ def test_a_static_job_has_its_master_as_given_and_its_store_one_port_on() -> Non
 
     assert found.plan.endpoints == (Endpoint("host0", 29601),)
     assert (found.plan.node_rank, found.plan.is_head, found.plan.master_addr) == (1, False, "host0")
-    assert found.plan.serving is Serving.MEMORY
+    assert found.plan.serves
     assert planned(*argv, "--rdzv-backend", "static") == found
 
 
@@ -140,23 +136,6 @@ def test_a_rank_out_of_range_is_refused_where_ranks_are_given() -> None:
     c10d = planned(*TWO, "--node-rank", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "a", "--master-addr", "b")
     assert [name for name, _ in c10d.ignored] == ["--node-rank", "--master-addr"]
     assert (c10d.plan.node_rank, c10d.plan.master_addr) == (None, None)
-
-
-# --- who serves
-
-
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (("--rdzv-endpoint", "a:1,b:1"), "the endpoints a:1,b:1 are an etcd cluster"),
-        (("--rdzv-endpoint", "https://a:1"), "https://a:1 speaks https with certificates"),
-        (("--rdzv-endpoint", "a:1", "--rdzv-backend", "etcd"), "--rdzv-backend etcd means an etcd that runs already"),
-    ],
-)
-def test_no_store_is_started_where_only_somebody_elses_can_be(argv: tuple[str, ...], words: str) -> None:
-    assert sentence_of(*TWO, *argv, "--store", "memory") == (
-        f"--store memory would start a store, and {words}; leave --store out"
-    )
 
 
 # --- secrets
@@ -214,7 +193,7 @@ def test_http_that_was_typed_is_an_etcd_without_tls_and_a_password_goes_there_wi
 ) -> None:
     found = planned(*TWO, *words, ETCDCTL_USER="me:pw", ELAUNCH_TOKEN="a token of its own")
 
-    assert (found.plan.plainly, found.plan.tls, found.plan.serving) == (True, None, Serving.NOTHING)
+    assert (found.plan.plainly, found.plan.tls, found.plan.serves) == (True, None, False)
     assert sum("the password of etcd's user me goes unencrypted to" in note for note in found.notes) == 1
     assert sum("the token is not used: " in note for note in found.notes) == 1
 
@@ -265,21 +244,21 @@ def test_torchruns_times_are_ours_by_other_names() -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "why"),
+    "argv",
     [
-        (("--rdzv-endpoint", "a,b,c"), "several endpoints mean an etcd cluster"),
-        (("--rdzv-endpoint", "https://a"), "https means an etcd"),
-        (("--rdzv-endpoint", "a", "--rdzv-conf", "transport=grpc"), "only an etcd speaks gRPC"),
+        ("--rdzv-endpoint", "a,b,c"),
+        ("--rdzv-endpoint", "https://a"),
+        ("--rdzv-endpoint", "a", "--rdzv-conf", "transport=grpc"),
     ],
 )
-def test_a_token_that_the_store_does_not_know_is_said_to_be_unused(argv: tuple[str, ...], why: str) -> None:
+def test_an_etcd_is_not_served_and_does_not_use_the_token_with_a_note(argv: tuple[str, ...]) -> None:
     named = (*TWO, "--run-id", "job", *argv)
 
     (note,) = planned(*named, ELAUNCH_TOKEN="a token of 16 and more").notes
 
-    assert note.startswith(f"the token is not used: {why}")
+    assert note.startswith("the token is not used: ")
     assert "16 and more" not in note
-    assert planned(*named).notes == ()
+    assert not plan_of(*named).serves
     assert planned(*named, "--rdzv-backend", "etcd", ELAUNCH_TOKEN="a token of 16 and more").notes == ()
 
 
@@ -315,15 +294,6 @@ def test_the_prefix_of_the_keys_is_the_same_however_its_slashes_are_typed(typed:
     found = plan_of(*TWO, "--rdzv-endpoint", "a", "--rdzv-conf", f"etcd_prefix={typed}")
 
     assert found.prefix == "/teams/vision/"
-
-
-def test_the_transport_can_be_grpc_and_then_nothing_is_served() -> None:
-    found = plan_of(*TWO, "--rdzv-endpoint", "a", "--rdzv-conf", "transport=grpc")
-
-    assert (found.transport, found.serving) == (Transport.GRPC, Serving.NOTHING)
-    assert "does not speak gRPC" in sentence_of(
-        *TWO, "--rdzv-endpoint", "a", "--rdzv-conf", "transport=grpc", "--store", "memory"
-    )
 
 
 @pytest.mark.parametrize("quote", ["'", '"'])

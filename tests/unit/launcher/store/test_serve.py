@@ -2,61 +2,27 @@
 
 from __future__ import annotations
 
-import os
-import resource
-import shutil
-import socket
-import ssl
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import psutil
 import pytest
 
 from elaunch.launcher import host as reach
-from elaunch.launcher.errors import UsageError
-from elaunch.launcher.store.locate import RendezvousPlan, Serving
-from elaunch.launcher.store.serve import (
-    StoreProcess,
-    check_descriptors,
-    listen,
-    serve,
-    serve_if_head,
-)
+from elaunch.launcher.store.locate import RendezvousPlan
+from elaunch.launcher.store.serve import StoreProcess, listen, serve, serve_if_head
 from elaunch.rendezvous.endpoint import Access, Endpoint
 from elaunch.rendezvous.etcd.discovery import FoundStore
-from elaunch.rendezvous.secret import Secret
 from elaunch.rendezvous.store import Absent, Denied, Put, Txn
 from elaunch.rendezvous.times import Times
 from tests.etcd import QUICK, VERSIONS, Etcd
-from tests.harness import DEADLINE_S, free_ports, wait_for
+from tests.harness import DEADLINE_S, free_ports
 
-KINDS = pytest.mark.parametrize(
-    "kind",
-    [
-        Serving.MEMORY,
-        pytest.param(
-            Serving.ETCD, marks=pytest.mark.skipif(not shutil.which("etcd"), reason="no etcd on PATH (`make tools`)")
-        ),
-    ],
-)
 CALL_S = DEADLINE_S
+
+
 # A process that does what another agent on this host would do, and then waits to be killed.
-SERVE = """
-import sys
-from elaunch.launcher.store.serve import *
-from elaunch.launcher.store.locate import Serving
-endpoint = Endpoint("127.0.0.1", int(sys.argv[1]))
-process = serve(listen(endpoint), Serving(sys.argv[2]), endpoint, "")
-print(process.pid, flush=True)
-sys.stdin.read()
-"""
-
-
 def place(host: str = "127.0.0.1") -> Endpoint:
     return Endpoint(host, free_ports(1)[0])
 
@@ -67,10 +33,10 @@ def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
 
 
 @contextmanager
-def served(kind: Serving, endpoint: Endpoint, token: str = "") -> Iterator[StoreProcess]:
-    bound = listen(endpoint)
-    assert bound
-    process = serve(bound, kind, endpoint, token)
+def served(endpoint: Endpoint, token: str = "") -> Iterator[StoreProcess]:
+    listener = listen(endpoint)
+    assert listener
+    process = serve(listener, endpoint, token)
     try:
         yield process
     finally:
@@ -81,16 +47,14 @@ def client(endpoint: Endpoint, token: str) -> FoundStore:
     return FoundStore(endpoint, token, Access(), CALL_S)
 
 
-@pytest.fixture(scope="module", params=KINDS.args[1])
-def running(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[StoreProcess, Endpoint]]:
-    """A store of each kind with a token from the shell, for tests that only read."""
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[StoreProcess, Endpoint]]:
+    """A store with a token from the shell, for tests that only read."""
     endpoint = place()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
         patch.setenv("ELAUNCH_TOKEN", TOKEN)
-        with served(request.param, endpoint, token=TOKEN) as process:
+        with served(endpoint, token=TOKEN) as process:
             yield process, endpoint
 
 
@@ -98,29 +62,14 @@ TOKEN = "the token of the job, from the variable"
 
 
 def test_the_token_that_was_made_opens_the_store_that_was_started() -> None:
-    endpoint = place()
+    endpoint = place("::1")
 
-    with served(Serving.MEMORY, endpoint) as process:
+    with served(endpoint) as process:
         store = client(endpoint, process.token)
         store.check()
 
         assert store.commit(Txn((Absent("/a"),), (Put("/a", "1"),))).held
         assert store.read("/").entries["/a"].value == "1"
-        store.close()
-
-
-@KINDS
-def test_each_kind_of_store_serves_leases(kind: Serving) -> None:
-    endpoint = place("::1")
-
-    with served(kind, endpoint) as process:
-        store = client(endpoint, process.token)
-        store.check()
-        store.grant(7, 600.0)
-        store.commit(Txn((), (Put("/a", "1", lease=7),)))
-        store.revoke(7)
-
-        assert store.read("/").entries == {}
         store.close()
 
 
@@ -134,46 +83,6 @@ def test_without_the_jobs_token_nobody_comes_in(running: tuple[StoreProcess, End
     client(endpoint, TOKEN).check()
 
 
-def test_an_etcd_that_a_head_started_takes_no_client_without_the_certificate() -> None:
-    if not shutil.which("etcd"):
-        pytest.skip("no etcd on PATH (`make tools`)")
-    endpoint, secret = place(), Secret("the token of the job")
-    knows_the_server_only = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    knows_the_server_only.check_hostname = False
-    knows_the_server_only.load_verify_locations(cadata=secret.certificate)
-
-    def ask() -> bytes:
-        with (
-            socket.create_connection((endpoint.host, endpoint.port), timeout=CALL_S) as plain,
-            knows_the_server_only.wrap_socket(plain) as encrypted,
-        ):
-            encrypted.send(b"GET /version HTTP/1.1\r\n\r\n")
-            return encrypted.recv(1)
-
-    with served(Serving.ETCD, endpoint, token="the token of the job"), pytest.raises(OSError, match="certificate"):
-        ask()
-
-
-@KINDS
-def test_the_server_ends_with_the_process_that_started_it(kind: Serving, tmp_path: Path) -> None:
-    endpoint = place()
-    with subprocess.Popen(
-        [sys.executable, "-c", SERVE, str(endpoint.port), kind.value],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-    ) as parent:
-        assert parent.stdout
-        server = psutil.Process(int(parent.stdout.readline()))
-        family = [server, *server.children()]
-        assert len(family) == (2 if kind is Serving.ETCD else 1)
-
-        parent.kill()
-
-        wait_for(lambda: not any(each.is_running() for each in family), "the end of the server")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_the_token_is_in_nobodys_sight(running: tuple[StoreProcess, Endpoint]) -> None:
     process, _ = running
     server = psutil.Process(process.pid)
@@ -182,23 +91,12 @@ def test_the_token_is_in_nobodys_sight(running: tuple[StoreProcess, Endpoint]) -
     assert "ELAUNCH_TOKEN" not in server.environ()
 
 
-def test_a_token_that_is_too_short_is_refused_before_anything_is_started() -> None:
-    endpoint = place()
-    bound = listen(endpoint)
-    assert bound
-
-    with pytest.raises(UsageError, match="the job's token has 5 characters"):
-        serve(bound, Serving.MEMORY, endpoint, "short")
-
-    socket.create_server((endpoint.host, endpoint.port)).close()
-
-
 # --- who is the head
 
 
 def plan(endpoint: Endpoint, **changes: object) -> RendezvousPlan:
     return replace(
-        RendezvousPlan(endpoints=(endpoint,), serving=Serving.MEMORY, times=Times()),
+        RendezvousPlan(endpoints=(endpoint,), serves=True, times=Times()),
         **changes,  # type: ignore[arg-type]
     )
 
@@ -215,7 +113,7 @@ def test_the_host_of_the_endpoint_serves_the_store() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"serving": Serving.NOTHING}, {"is_head": False}, {"endpoints": (Endpoint("192.0.2.77", 2379),)}]
+    "changes", [{"serves": False}, {"is_head": False}, {"endpoints": (Endpoint("192.0.2.77", 2379),)}]
 )
 def test_who_is_not_the_head_serves_nothing(changes: dict[str, object]) -> None:
     assert serve_if_head(plan(place(), **changes), no_words) is None
@@ -255,9 +153,9 @@ def test_a_name_that_others_know_by_another_address_is_served_at_all_addresses(m
 
     assert by_name
     assert by_address
-    assert (by_name.everywhere, by_address.everywhere) == (True, False)
-    by_name.listener.close()
-    by_address.listener.close()
+    assert (by_name.getsockname()[0], by_address.getsockname()[0]) == ("::", "127.0.0.1")
+    by_name.close()
+    by_address.close()
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -274,21 +172,3 @@ def test_an_etcd_without_the_token_is_spoken_to_unless_the_job_has_one(version: 
         only_ours = FoundStore(endpoint, "the token of the job", Access(), CALL_S, expects_ours=True)
         with pytest.raises(Denied, match=f"what listens at {endpoint} does not know the job's token"):
             only_ours.check()
-
-
-# --- open files
-
-
-def test_a_job_of_more_nodes_than_can_be_served_is_refused_with_both_numbers_and_the_way_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
-
-    with pytest.raises(UsageError) as raised:
-        check_descriptors((1024, 2048), print)
-
-    assert str(raised.value) == (
-        "the limit of open files on this host is 4096, which is enough for a store of 1020 nodes, but --nnodes asks for"
-        " 1024; raise the hard limit to 8208 (ulimit -Hn, LimitNOFILE= of systemd), or use an etcd: --rdzv-endpoint"
-        " etcd-host:2379"
-    )

@@ -29,13 +29,6 @@ def remembered(engine: Engine) -> list[int]:
         return [changes.revision for changes in engine.since(compacted.revision, 10**9)]
 
 
-def test_a_fresh_engine_has_revision_1_and_no_history() -> None:
-    engine = Engine()
-
-    assert engine.revision == 1
-    assert engine.since(0, 10) == []
-
-
 def test_the_history_keeps_the_last_revisions_and_forgets_the_rest() -> None:
     engine = Engine(history_revisions=100)
     lengths = []

@@ -34,14 +34,6 @@ class TestMemoryStore(StoreContract):
         return passed
 
 
-def test_two_memory_stores_share_nothing() -> None:
-    one, other = MemoryStore(), MemoryStore()
-
-    put(one, A)
-
-    assert not other.read(ROOT).entries
-
-
 def test_watches_are_told_before_the_call_that_writes_returns() -> None:
     store, told = MemoryStore(), Told()
     store.watch(ROOT, store.read(ROOT).revision, told)
@@ -66,18 +58,6 @@ def test_without_advance_no_lease_ends() -> None:
     store.advance(LONG_TTL_S - 1)
 
     assert values(store) == {A: "1"}
-
-
-def test_each_lease_that_ends_has_a_revision_of_its_own_the_earliest_first() -> None:
-    store, told = MemoryStore(), Told()
-    for key, ttl_s in ((A, 9), (B, 3)):
-        put(store, key, "1", new_lease(store, ttl_s))
-    before = store.read(ROOT).revision
-    store.watch(ROOT, before, told)
-
-    store.advance(100)
-
-    assert told.values_until(before + 2) == [(before + 1, {B: None}), (before + 2, {A: None})]
 
 
 def test_what_is_told_may_write_and_every_watch_still_hears_each_revision_in_order() -> None:

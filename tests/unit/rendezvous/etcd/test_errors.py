@@ -7,8 +7,8 @@ import ssl
 
 import pytest
 
-from elaunch.rendezvous.endpoint import Access, Endpoint, Login, Tls
-from elaunch.rendezvous.etcd.errors import BY_CODE, BY_TEXT, Kind, cancelled, explain, kind_of
+from elaunch.rendezvous.endpoint import Access, Endpoint, Login
+from elaunch.rendezvous.etcd.errors import BY_CODE, Kind, cancelled, explain, kind_of
 from elaunch.rendezvous.etcd.store import EtcdStore
 from elaunch.rendezvous.etcd.transport import EtcdError, Json
 from elaunch.rendezvous.store import Denied, LeaseGone, Put, Rejected, StoreError, TimedOut, Txn, Unavailable
@@ -86,22 +86,6 @@ def test_each_answer_means_one_error(code: int, text: str, error: type[StoreErro
     assert str(told).startswith("etcd-a:2379")
 
 
-def test_every_row_of_both_tables_is_visited() -> None:
-    texts = [text for _, text, _ in ANSWERS]
-    codes = {code for code, text, _ in ANSWERS if not any(words in text for words in BY_TEXT)}
-
-    assert [words for words in BY_TEXT if not any(words in text for text in texts)] == []
-    assert set(BY_CODE) == set(range(1, 17))
-    assert set(BY_CODE) - codes == set()
-
-
-def test_a_full_etcd_is_told_with_its_alarm_and_the_three_commands_that_mend_it() -> None:
-    told = str(explain(EtcdError(8, "etcdserver: mvcc: database space exceeded"), ETCD, Access()))
-
-    for words in ("NOSPACE", "etcdctl compact", "etcdctl defrag", "etcdctl alarm disarm", "--quota-backend-bytes"):
-        assert words in told
-
-
 def test_a_full_store_of_our_own_is_not_mended_by_etcds_commands() -> None:
     access = Access(tls=ssl.create_default_context(), bearer="x")
 
@@ -127,23 +111,6 @@ def test_without_a_user_what_is_missing_is_the_user() -> None:
 
     assert isinstance(told, Denied)
     assert "none is given" in str(told)
-
-
-def test_without_a_user_a_token_that_is_refused_is_final() -> None:
-    told = explain(EtcdError(16, "etcdserver: invalid auth token"), ETCD, Access())
-
-    assert isinstance(told, Denied)
-    assert "ELAUNCH_TOKEN" in str(told)
-
-
-def test_what_the_gateways_own_connection_says_gets_a_hint() -> None:
-    told = str(explain(EtcdError(14, "connection closed before server preface received"), ETCD, Access(tls=Tls())))
-
-    assert "clientAuth" in told
-
-
-def test_braces_in_an_etcds_words_are_only_words() -> None:
-    assert "{user} {0} {" in str(explain(EtcdError(2, "{user} {0} {"), ETCD, USER))
 
 
 # --- several members

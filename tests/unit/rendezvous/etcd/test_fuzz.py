@@ -20,7 +20,7 @@ from elaunch.rendezvous.etcd.store import EtcdStore
 from elaunch.rendezvous.etcd.transport import AnswerStream, Json, Rpc
 from elaunch.rendezvous.http.client import request
 from elaunch.rendezvous.http.dial import resolve
-from elaunch.rendezvous.store import Denied, Put, Rejected, StoreError, Txn, Unavailable, View
+from elaunch.rendezvous.store import Denied, Put, Rejected, StoreError, Txn, Unavailable
 from tests.fuzzing import NESTED, PLAIN, VALUES, bounded
 
 ENDPOINT = Endpoint("127.0.0.1", 1)
@@ -213,22 +213,6 @@ def test_a_lease_of_no_number_is_not_kept(changed: Json) -> None:
         store.keep_alive(1)
 
 
-def test_a_transaction_has_held_only_where_the_answer_says_true() -> None:
-    store = EtcdStore([ENDPOINT], transport=Answering({**ANSWER, "succeeded": "false"}))
-
-    assert not store.commit(Txn((), (Put("k", "v"),))).held
-
-
-def test_an_answer_nested_as_deep_as_can_be_read_is_a_sentence() -> None:
-    deep: Any = []
-    for _ in range(900):
-        deep = [deep]
-    store = EtcdStore([ENDPOINT], transport=Answering({**ANSWER, "kvs": deep}))
-
-    with pytest.raises(Rejected, match="cannot be understood"):
-        store.read("/elaunch/")
-
-
 @pytest.mark.parametrize("token", ["a\nHost: b", "\u20ac", 7, ["x"], "a b"])
 def test_a_token_that_is_no_header_is_not_taken(token: object) -> None:
     access = Access(login=Login("user", "password"), plainly=True)
@@ -242,13 +226,3 @@ def test_a_token_that_is_no_header_is_not_taken(token: object) -> None:
 def test_a_name_that_no_host_has_is_not_found(host: str) -> None:
     with pytest.raises(OSError, match=r"no name of a host|not known|resolver"):
         resolve(host, 2379, 5.0)
-
-
-def test_a_view_of_what_is_no_base64_is_a_value_error() -> None:
-    with pytest.raises(ValueError, match=r"padding|base64"):
-        json_codec.view({**ANSWER, "kvs": [{**KV, "value": "YQ"}]})
-
-
-def test_the_answers_of_this_file_are_understood() -> None:
-    assert isinstance(json_codec.view(ANSWER), View)
-    assert json_codec.changes(ANSWER, 0)

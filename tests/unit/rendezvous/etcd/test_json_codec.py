@@ -6,7 +6,7 @@ import base64
 
 from elaunch.rendezvous.etcd import json_codec
 from elaunch.rendezvous.etcd.transport import Json
-from elaunch.rendezvous.store import Absent, Changes, Txn
+from elaunch.rendezvous.store import Absent, Txn
 
 KEY = base64.b64encode(b"/a").decode()
 
@@ -33,17 +33,6 @@ def test_a_watch_begins_at_the_last_revision_known_and_leaves_that_one_out() -> 
 
     assert request["create_request"]["start_revision"] == "7"
     assert [changes.revision for changes in told] == [8, 9]
-
-
-def test_a_watch_from_the_beginning_does_not_begin_now() -> None:
-    assert json_codec.watch("/a", 0)["create_request"]["start_revision"] == "1"
-    assert "start_revision" not in json_codec.watch("/a", None)["create_request"]
-
-
-def test_a_deleted_key_is_told_as_none() -> None:
-    deleted = {"type": "DELETE", "kv": {"key": KEY, "mod_revision": "5"}}
-
-    assert json_codec.changes({"events": [deleted]}, 0) == [Changes(5, {"/a": None})]
 
 
 def test_a_value_that_is_no_text_is_kept_as_it_is() -> None:

@@ -61,11 +61,6 @@ def test_an_etcd_without_its_gateway_is_told_how_to_start_it() -> None:
         ask(endpoint)
 
 
-def test_a_proxy_in_trouble_may_still_stand_before_an_etcd() -> None:
-    with web_server(503, b"no backend") as endpoint, pytest.raises(Rejected, match="503"):
-        ask(endpoint)
-
-
 BY_STATUS = [
     *((401, Denied), (403, Denied), (404, GatewayOff)),
     *((413, Denied), (429, Unavailable), (502, Rejected)),

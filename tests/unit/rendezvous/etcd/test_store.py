@@ -10,13 +10,10 @@ import pytest
 
 from elaunch.rendezvous.endpoint import Access, Endpoint
 from elaunch.rendezvous.engine.engine import Engine
-from elaunch.rendezvous.etcd import grpc_transport
-from elaunch.rendezvous.etcd import store as etcd_module
 from elaunch.rendezvous.etcd.json_codec import range_end
 from elaunch.rendezvous.etcd.store import EtcdStore
-from elaunch.rendezvous.etcd.transport import GatewayOff
 from elaunch.rendezvous.secret import Secret
-from elaunch.rendezvous.store import Delete, Denied, Rejected, StoreError, TimedOut, Txn, Unavailable
+from elaunch.rendezvous.store import Delete, Denied, Txn, Unavailable
 from tests.etcd import VERSIONS, Etcd, client
 from tests.harness import slow, wait_for
 from tests.served import TOKEN, thread_serving
@@ -92,11 +89,6 @@ class TestServedStore(StoreContract):
         return served.engine.compact
 
 
-def test_the_served_store_passes_for_an_etcd_that_is_new_enough(served: Served) -> None:
-    with closing(client_of(served)) as store:
-        assert store.check() >= "3.4"
-
-
 def test_another_token_is_denied_with_the_way_out(served: Served) -> None:
     store = client_of(served, "quite another token")
 
@@ -117,48 +109,3 @@ def test_without_tls_the_served_store_is_said_to_speak_https(served: Served) -> 
 
     with pytest.raises(Denied, match="https"):
         store.check()
-
-
-class Member:
-    """A transport to a member that says of each request for its version what it is told to."""
-
-    def __init__(self, *answers: str | StoreError) -> None:
-        self._answers = list(answers)
-        self.is_closed = False
-
-    def version(self, endpoint: Endpoint, token: str, deadline_s: float) -> str:
-        answer = self._answers.pop(0)
-        if isinstance(answer, StoreError):
-            raise answer
-        return answer
-
-    def close(self) -> None:
-        self.is_closed = True
-
-
-def by(gateway: Member, grpc: Member, monkeypatch: pytest.MonkeyPatch) -> EtcdStore:
-    """A store that speaks to its only member by these."""
-    monkeypatch.setattr(etcd_module, "JsonTransport", lambda *_: gateway)
-    monkeypatch.setattr(grpc_transport, "GrpcTransport", lambda _: grpc)
-    return EtcdStore([Endpoint("etcd-a", 2379)])
-
-
-@pytest.mark.parametrize("failure", [TimedOut("no answer"), Unavailable("nobody listens"), Rejected("a 502")])
-def test_where_grpc_gets_no_answer_either_the_gateway_is_asked_again(
-    failure: StoreError, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gateway, grpc = Member(GatewayOff("a proxy's 404"), "3.5.1"), Member(failure)
-    store = by(gateway, grpc, monkeypatch)
-    with pytest.raises(type(failure)):
-        store.check()
-
-    assert (grpc.is_closed, gateway.is_closed) == (True, False)
-    assert store.check() == "3.5.1"
-
-
-def test_where_the_gateway_is_off_and_grpc_answers_that_is_spoken_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
-    gateway, grpc = Member(GatewayOff("the gateway is off")), Member("3.5.1", "3.5.2")
-    store = by(gateway, grpc, monkeypatch)
-
-    assert [store.check(), store.check()] == ["3.5.1", "3.5.2"]
-    assert (grpc.is_closed, gateway.is_closed) == (False, True)

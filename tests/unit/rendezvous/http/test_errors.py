@@ -5,9 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import resource
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,7 +15,7 @@ from elaunch.rendezvous.endpoint import Endpoint
 from elaunch.rendezvous.http.client import ClientConnection, Trust, connection_error
 from elaunch.rendezvous.http.dial import Deadline
 from elaunch.rendezvous.store import OwnLimit, Unavailable
-from tests.harness import DEADLINE_S, RUN_LIMIT_S
+from tests.harness import DEADLINE_S
 
 HEAD = Endpoint("127.0.0.1", 2379)
 SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EACCES)
@@ -53,37 +50,6 @@ def test_a_process_that_may_open_no_more_files_has_a_sentence_of_its_own() -> No
         connected()
 
 
-def test_a_process_that_may_start_no_more_threads_has_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refused)
-
-    with pytest.raises(OwnLimit, match="may start no more processes or threads here"):
-        ClientConnection(Endpoint("never.asked.test", 2379), Trust(), Deadline(DEADLINE_S))
-
-
 def test_a_port_is_not_called_closed_by_an_agent_that_may_open_no_more_files() -> None:
     with no_more_files():
         assert reach.why_not(HEAD) == ""
-
-
-LACKS = """
-import resource
-from elaunch.rendezvous.endpoint import Endpoint
-from elaunch.rendezvous.http.client import ClientConnection, Trust
-from elaunch.rendezvous.http.dial import Deadline
-from elaunch.rendezvous.store import OwnLimit
-
-resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
-try:
-    ClientConnection(Endpoint("127.0.0.1", 2379), Trust(), Deadline(1))
-except OwnLimit as error:
-    print(error)
-"""
-
-
-def test_the_first_error_of_an_agent_needs_no_file_for_its_sentence() -> None:
-    said = subprocess.run([sys.executable, "-c", LACKS], capture_output=True, text=True, timeout=RUN_LIMIT_S)
-
-    assert said.stdout.startswith("elaunch may open no more files"), said.stderr

@@ -37,14 +37,6 @@ def read(data: bytes) -> HttpRequest | None:
     return it.next()
 
 
-def test_a_request_is_read_whole() -> None:
-    request = read(POST)
-
-    assert request
-    assert (request.method, request.path, request.body, request.closes) == ("POST", "/v3/kv/put", b"{'a':1}", False)
-    assert request.headers["authorization"] == "Bearer x"
-
-
 def test_a_request_may_arrive_byte_by_byte() -> None:
     it = reader()
     seen = []
@@ -64,13 +56,6 @@ def test_requests_may_arrive_together() -> None:
     found = [it.next() for _ in range(4)]
 
     assert found == [read(POST)] * 3 + [None]
-
-
-def test_a_request_without_a_body_has_an_empty_one() -> None:
-    request = read(b"GET /health HTTP/1.1\r\nHost: here\r\n\r\n")
-
-    assert request
-    assert request.body == b""
 
 
 @pytest.mark.parametrize("ask", [b"HTTP/1.0\r\n\r\n", b"HTTP/1.1\r\nConnection: close\r\n\r\n"])
@@ -124,10 +109,6 @@ def test_an_answer_is_read_by_a_client(body: bytes, kind: str) -> None:
     assert (response.status, response.reason, response.read()) == (404, "Not Found", body)
     assert response.headers["Content-Type"] == kind
     assert not response.will_close
-
-
-def test_the_last_answer_says_so() -> None:
-    assert parsed(http_response(400, b"", closes=True)).will_close
 
 
 def test_a_stream_is_read_by_a_client_line_by_line() -> None:

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from elaunch.rendezvous.rules import transactions
-from elaunch.rendezvous.rules.excluding import STREAK_AGE_MAX_S, is_excluded
-from elaunch.rendezvous.rules.table_codec import decode_table, encode_table
-from elaunch.rendezvous.types import Exclusion, Failure, FailureKind, Node, OutcomeKind, Streak, Terms
+from elaunch.rendezvous.rules.excluding import STREAK_AGE_MAX_S, is_excluded, stand
+from elaunch.rendezvous.rules.reports import job_report
+from elaunch.rendezvous.types import Exclusion, Failure, FailureKind, Node, Streak, Terms
 from tests.unit.agent.job_world import TERMS, TIMES, A, B, C, World, node, running
 
 SIGNAL, EXCEPTION = FailureKind.SIGNAL, FailureKind.EXCEPTION
@@ -100,18 +100,6 @@ def test_with_too_few_others_nobody_is_excluded_and_the_log_says_so() -> None:
     assert world.table.reason == (
         "restart 3 of 9; host-b would be excluded (--exclude-after), but too few other nodes are here"
     )
-
-
-def test_a_node_goes_when_a_spare_comes_later_and_the_group_starts_anyway() -> None:
-    world = running(A, B, terms=TWO)
-    for _ in range(3):
-        world.fail(SIGNAL, nodes=(B,))
-        world.run(A, B)
-    world.join(C)
-
-    failing(world, A, EXCEPTION)
-
-    assert world.seated == "ac"
 
 
 @pytest.mark.parametrize(
@@ -287,39 +275,21 @@ def test_a_failure_before_the_start_ends_the_job_unless_the_node_is_excluded_for
     assert world.ended.startswith("it never got past its start")
 
 
-def test_the_budget_ends_the_job_all_the_same() -> None:
-    world = three(replace(TWO, max_restarts=2))
-    for _ in range(3):
-        world.fail(SIGNAL, nodes=(B,))
-        world.join(A, B, C)
-        world.seal()
+def test_an_excluded_node_that_runs_for_want_of_another_is_not_acquitted_by_its_own_failure() -> None:
+    own, other = Exclusion("host-b", "signal", ""), Exclusion("host-c", "signal", "")
+    before = replace(three().table, excluded=(own, other))
+    failed = Failure(FailureKind.SIGNAL, before.generation, B.node_id, B.host, 1, 0, 1, 1, "was killed by SIGKILL")
 
-    ended = world.snapshot.ended
-    assert ended
-    assert (ended.kind, ended.reason) == (OutcomeKind.FAILED, "the budget of 2 restarts is spent")
+    found = stand(TWO, before, [failed], {B.node_id, C.node_id}, 1.0)
+
+    assert found.excluded == (own,)
 
 
-def test_a_table_keeps_its_streak_and_exclusions_as_text() -> None:
-    world = failing(three(), B, times=3)
-    table = replace(world.table, streak=Streak("host-a", "signal", 2))
+def test_the_failure_that_is_shown_is_of_the_newest_generation_that_failed() -> None:
+    world = failing(three(), B)
+    world.fail(FailureKind.EXCEPTION, nodes=(A,))
 
-    assert decode_table(encode_table(table)) == table
-    assert "streak" not in encode_table(replace(table, streak=None, excluded=()))
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        '"streak":{"who":"a/b","way":"","times":1}',
-        '"streak":{"who":"a","way":"","times":-1}',
-        '"streak":[1]',
-        '"excluded":[{"who":"a b","way":"","why":""}]',
-        '"excluded":[["a"]]',
-        '"excluded":{"who":"a"}',
-    ],
-)
-def test_a_streak_or_exclusion_that_nobody_wrote_is_no_table(text: str) -> None:
-    plain = encode_table(replace(running(A).table, streak=None))
-
-    with pytest.raises(ValueError, match="not a rank table"):
-        decode_table(f"{plain[:-1]},{text}}}")
+    assert sorted(world.snapshot.failures) == [0, 1]
+    found = job_report(world.snapshot).failure
+    assert found
+    assert (found.generation, found.kind) == (1, FailureKind.EXCEPTION)

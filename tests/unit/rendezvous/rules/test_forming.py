@@ -49,20 +49,6 @@ def test_the_first_table_says_who_has_which_ranks_and_where_they_meet() -> None:
     assert world.table.world_size == 3
 
 
-def test_nothing_is_sealed_before_anybody_joined() -> None:
-    assert World(replace(TERMS, nodes_max=1)).look().txn is None
-
-
-def test_a_generation_has_one_table() -> None:
-    world = World(replace(TERMS, nodes_max=1))
-    world.join(A)
-    first, second = world.look().txn, world.look().txn
-
-    assert first
-    assert second
-    assert [world.commit(first), world.commit(second)] == [True, False]
-
-
 def evicting() -> World:
     world = forming(A, B)
     world.join(A)
@@ -153,19 +139,6 @@ def test_of_a_generation_in_which_many_failed_the_failure_that_it_was_judged_by_
 
     assert judged.kind is SIGNAL
     assert world.snapshot.failures == {0: (judged,)}
-    assert not world.store.read(f"{KEYS.root}detailed/").entries
-
-
-def test_which_record_was_in_full_is_forgotten_when_the_next_generation_is_sealed() -> None:
-    world = running(A, B, C)
-    detailed = KEYS.detailed(0, B.node_id)
-    world.fail(SIGNAL, nodes=(B,))
-    world.join(A, B, C)
-    before = world.store.read(detailed).entries
-
-    world.seal()
-
-    assert set(before) == {detailed}
     assert not world.store.read(f"{KEYS.root}detailed/").entries
 
 

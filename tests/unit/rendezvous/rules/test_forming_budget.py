@@ -59,16 +59,6 @@ def test_a_loss_is_not_charged() -> None:
     assert world.table.reason == "host-b was lost: no sign of life from the elaunch that ran there"
 
 
-def test_who_leaves_is_not_charged() -> None:
-    world = running(A, B)
-    world.leave(B)
-    world.join(A)
-
-    world.seal()
-
-    assert (world.table.restarts, world.table.reason) == (0, "host-b leaves (SIGTERM was received)")
-
-
 def test_who_joins_is_not_charged() -> None:
     world = running(A)
     world.join(B)
@@ -110,19 +100,6 @@ def test_a_spent_budget_ends_the_job_with_the_failure_that_spent_it() -> None:
     assert (ended.generation, ended.restarts, ended.max_restarts) == (1, 1, 1)
     assert ended.failure
     assert ended.failure.generation == 1
-
-
-def test_the_end_names_the_cause_and_not_the_lost_peer_that_was_recorded_first() -> None:
-    world = running(A, B, terms=replace(TERMS, max_restarts=0))
-    world.fail(FailureKind.PEER_LOST, FailureKind.OUT_OF_MEMORY)
-    world.join(A, B)
-
-    world.seal()
-
-    ended = world.snapshot.ended
-    assert ended
-    assert ended.failure
-    assert ended.failure.kind is FailureKind.OUT_OF_MEMORY
 
 
 def test_nobody_is_judged_before_all_survivors_have_recorded_their_failures() -> None:

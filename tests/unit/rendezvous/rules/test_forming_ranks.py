@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from elaunch.rendezvous.types import FailureKind
-from tests.unit.agent.job_world import PORT, TERMS, A, B, C, D, World, forming, node, running
+from tests.unit.agent.job_world import PORT, A, B, C, D, World, forming, node, running
 
 SIGNAL = FailureKind.SIGNAL
 
@@ -40,30 +38,12 @@ def test_survivors_close_ranks_over_a_lost_node() -> None:
     assert [seat.first_rank for seat in world.table.seats] == [0, 2]
 
 
-def test_ranks_are_without_holes_at_any_number_of_slots() -> None:
-    world = running(A, B, C)
-
-    ranks = [seat.first_rank + n for seat in world.table.seats for n in range(seat.slots)]
-    assert ranks == list(range(world.table.world_size)) == list(range(6))
-
-
 def test_more_nodes_than_seats_stay_without_one() -> None:
     world = World()
     world.join(D, C, B, A)
 
     assert world.seal() == "abc"
     assert world.table.group_rank(D.node_id) is None
-
-
-def test_a_spare_is_promoted_to_a_lost_nodes_seat_in_the_same_generation() -> None:
-    world = running(A, B, terms=replace(TERMS, nodes_max=2))
-    world.join(C)
-    world.lose(A)
-    world.elect(B)
-    world.lead()
-    world.join(B, C)
-
-    assert world.seal() == "bc"
 
 
 NEWCOMERS = {

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elaunch.rendezvous.rules import transactions
 from elaunch.rendezvous.rules.leading import lead
 from elaunch.rendezvous.rules.snapshot import Keys
 from elaunch.rendezvous.store import Put
-from elaunch.rendezvous.types import FailureKind, Joined, OpenKind, OutcomeKind, Terms
+from elaunch.rendezvous.types import FailureKind, OpenKind, OutcomeKind, Terms
 from tests.unit.agent.job_world import KEYS, TERMS, TIMES, A, B, C, World, forming, node, running
 
 SIGNAL = FailureKind.SIGNAL
@@ -27,13 +26,6 @@ def test_the_next_generation_waits_for_every_survivor() -> None:
     assert without_b.txn is None
     assert without_b.waiting == "host-b to stop its workers"
     assert world.seal() == "abc"
-
-
-def test_several_survivors_are_waited_for_by_name() -> None:
-    world = forming(A, B, C)
-    world.join(A)
-
-    assert world.look().waiting == "host-b, host-c to stop their workers"
 
 
 def test_a_spare_is_not_seated_over_a_slow_survivor_though_that_makes_the_number_full() -> None:
@@ -74,23 +66,6 @@ def test_where_members_of_the_table_are_gone_while_the_others_stop_to_save_the_s
     assert generation
     assert (generation.number, generation.kind) == (2, OpenKind.LOSS)
     assert generation.cause == "host-b leaves (SIGTERM was received); host-c left too, or was lost"
-
-
-def test_who_leaves_is_not_lost_too() -> None:
-    world = running(A, B)
-    world.leave(B)
-
-    assert world.look().waiting == "host-a to stop its workers"
-    assert world.look().txn is None
-
-
-def test_a_done_nodes_end_does_not_hurry_the_others() -> None:
-    world = running(A, B, C)
-    world.finish(C)
-    world.leave(B)
-    world.lose(C)
-
-    assert world.look().txn is None
 
 
 def test_who_was_cut_off_itself_seals_no_table_before_the_others_could_come_back() -> None:
@@ -300,18 +275,6 @@ def test_the_join_timeout_begins_when_the_survivors_have_stopped_their_workers()
     )
 
 
-def test_nodes_lost_below_the_smallest_number_are_waited_for() -> None:
-    world = forming(A, B, terms=Terms(2, 2))
-    world.lose(B)
-    world.join(A)
-    waiting = world.look()
-    world.join(C)
-
-    assert waiting.waiting == "nodes: 1 of 2 is here (gives up after 600 s)" + LOST
-    assert world.seal() == "ac"
-    assert world.table.restarts == 0
-
-
 def test_who_waits_for_another_node_names_the_one_that_left() -> None:
     world = running(A, B, terms=Terms(2, 2))
     world.leave(B)
@@ -377,13 +340,6 @@ def test_a_full_table_waits_for_nobody() -> None:
     assert world.seal() == "abc"
 
 
-def test_a_fixed_number_of_nodes_waits_for_nobody() -> None:
-    world = World(Terms(2, 2))
-    world.join(A, B)
-
-    assert world.seal() == "ab"
-
-
 def test_later_tables_have_no_last_call() -> None:
     world = forming(A, B)
     world.join(A, B)
@@ -409,21 +365,6 @@ def test_a_survivor_that_neither_joins_nor_goes_is_evicted() -> None:
     assert world.table.restarts == 0
 
 
-def test_an_evicted_node_is_refused_under_its_old_name_and_comes_back_under_a_new_one() -> None:
-    world = forming(A, B)
-    world.join(A)
-    before = world.snapshot
-    world.look()
-    world.now_s += TIMES.form_deadline_s
-    world.lead()
-    late = world.commit(transactions.join(before, B, Joined(B.node_id, 1), world.lease(B), is_member=True))
-    again = node("e", 2)
-
-    assert not late
-    assert world.join(again)
-    assert world.seal() == "ae"
-
-
 def test_who_joins_just_before_its_eviction_stays() -> None:
     world = forming(A, B)
     world.join(A)
@@ -435,15 +376,6 @@ def test_who_joins_just_before_its_eviction_stays() -> None:
     assert eviction
     assert not world.commit(eviction)
     assert world.seal() == "ab"
-
-
-def test_all_who_neither_stop_nor_go_are_evicted_one_after_another() -> None:
-    world = forming(A, B, C)
-    world.join(A)
-    world.look()
-    world.now_s += TIMES.form_deadline_s
-
-    assert world.seal() == "a"
 
 
 def test_nobody_is_evicted_while_nobody_waits_for_it() -> None:

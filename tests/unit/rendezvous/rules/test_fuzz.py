@@ -178,11 +178,6 @@ def test_a_record_of_60_kb_of_brackets_is_not_a_record(kind: type) -> None:
         decode(kind, NESTED)
 
 
-def test_a_table_of_60_kb_of_brackets_is_not_a_table() -> None:
-    with pytest.raises(ValueError, match=r"not a rank table: .*nested too deeply"):
-        decode_table(NESTED)
-
-
 def test_a_packed_table_that_grows_to_gigabytes_is_refused_before_it_does() -> None:
     packing = zlib.compressobj(1)
     block = b" " * (1 << 24)

@@ -10,7 +10,7 @@ from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.rules.leading import LeaderState, lead
 from elaunch.rendezvous.rules.snapshot import Snapshot
 from elaunch.rendezvous.store import Put
-from elaunch.rendezvous.types import FailureKind, OpenKind, Outcome, OutcomeKind, Terms
+from elaunch.rendezvous.types import OpenKind, Outcome, OutcomeKind, Terms
 from tests.unit.agent.job_world import KEYS, TERMS, TIMES, A, B, C, D, World, running
 
 
@@ -55,28 +55,6 @@ def test_all_done_ends_the_job_in_success() -> None:
     assert ended
     assert (ended.kind, ended.exit_code, ended.failure) == (OutcomeKind.SUCCEEDED, 0, None)
     assert ended.reason == "every worker exited with 0"
-
-
-def test_a_job_ends_once() -> None:
-    world = running(A, terms=Terms())
-    world.finish(A)
-    late = world.look().txn
-    world.lead()
-
-    assert late
-    assert not world.commit(late)
-    assert world.look().txn is None
-    assert not world.join(B)
-
-
-def test_success_is_not_written_over_a_failure_that_opened_a_generation_meanwhile() -> None:
-    world = running(A, terms=Terms())
-    world.finish(A)
-    late = world.look().txn
-    world.fail(FailureKind.SIGNAL)
-
-    assert late
-    assert not world.commit(late)
 
 
 def test_success_is_written_by_who_leads_still() -> None:
@@ -255,18 +233,6 @@ def test_after_a_quiet_time_a_newcomer_is_let_in_soon_again() -> None:
     admit(world)
 
     assert world.leader_state.join_interval_s == TIMES.join_backoff_min_s
-
-
-def test_a_join_is_opened_only_over_a_table() -> None:
-    world = running(A)
-    world.join(B)
-    world.look()
-    world.now_s += TIMES.join_gather_s
-    late = world.look().txn
-    world.fail(FailureKind.SIGNAL)
-
-    assert late
-    assert not world.commit(late)
 
 
 # --- nothing to lead

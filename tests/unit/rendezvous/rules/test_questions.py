@@ -62,13 +62,6 @@ def test_a_question_is_read_as_it_was_asked_and_there_is_one_at_a_time() -> None
     assert snapshot.question == QUESTION
 
 
-def test_nobody_is_asked_where_no_job_is() -> None:
-    empty = MemoryStore()
-    empty.grant(7, 10)
-
-    assert not empty.commit(ask(KEYS, QUESTION)).held
-
-
 def test_question_and_answers_go_with_the_askers_lease_and_a_late_answer_is_not_written() -> None:
     with_job = store()
     with_job.commit(ask(KEYS, QUESTION))

@@ -12,7 +12,7 @@ from elaunch.rendezvous.engine.memory_store import MemoryStore
 from elaunch.rendezvous.rules.snapshot import Keys, Snapshot, SnapshotReader
 from elaunch.rendezvous.rules.table_codec import encode_table
 from elaunch.rendezvous.rules.transactions import become_leader
-from elaunch.rendezvous.store import Absent, Delete, Op, Put, Txn, Unchanged
+from elaunch.rendezvous.store import Delete, Op, Put, Txn
 from elaunch.rendezvous.types import (
     Failure,
     FailureKind,
@@ -96,15 +96,6 @@ def test_a_followers_snapshot_says_that_it_is_not_whole() -> None:
     assert (snapshot.whole, snapshot.leader, snapshot.members) == (False, "a", {})
 
 
-def test_all_that_a_follower_needs_stands_under_the_control_keys() -> None:
-    names = (KEYS.spec, KEYS.generation, KEYS.leader, KEYS.ended, KEYS.table(3))
-
-    assert all(name.startswith(KEYS.control) for name in names)
-    assert not any(
-        key.startswith(KEYS.control) for key in (KEYS.members, KEYS.joined(1), KEYS.failure(1), KEYS.done(1))
-    )
-
-
 def test_failures_stand_in_the_order_in_which_they_were_first_recorded() -> None:
     store = MemoryStore()
     for node_id in ("z", "a", "m"):
@@ -116,15 +107,6 @@ def test_failures_stand_in_the_order_in_which_they_were_first_recorded() -> None
     assert messages == [("z", "with its output"), ("a", "short"), ("m", "short")]
 
 
-def test_the_newest_table_is_the_one_of_the_highest_generation() -> None:
-    store = store_with({KEYS.table(g): encode_table(table(g)) for g in (9, 10, 2)})
-
-    newest = read(store).table
-
-    assert newest
-    assert newest.generation == 10
-
-
 def test_the_current_table_is_the_newest_generations_or_none_while_that_forms() -> None:
     store = store_with({KEYS.table(3): encode_table(table(3))})
 
@@ -134,50 +116,6 @@ def test_the_current_table_is_the_newest_generations_or_none_while_that_forms() 
         tables.append((read(store).current_table, read(store).table))
 
     assert tables == [(table(3), table(3)), (None, table(3))]
-
-
-def test_keys_of_higher_generations_sort_later() -> None:
-    names = [KEYS.table(9), KEYS.table(10), KEYS.table(999), KEYS.table(1000)]
-
-    assert names == sorted(names)
-
-
-def test_the_generation_guard_fails_once_a_generation_was_opened() -> None:
-    store = store_with({KEYS.generation: encode(Generation(0, OpenKind.START, ""))})
-    snapshot = read(store)
-
-    before = store.commit(Txn((snapshot.gen_guard,), (Put(KEYS.leader, "a", 9),))).held
-    write(store, Put(KEYS.generation, encode(Generation(1, OpenKind.FAIL, ""))))
-    after = store.commit(Txn((snapshot.gen_guard,), (Put(KEYS.leader, "b"),))).held
-
-    assert (before, after) == (True, False)
-    assert isinstance(snapshot.gen_guard, Unchanged)
-
-
-def test_without_a_generation_the_guard_is_that_there_is_none() -> None:
-    assert read(MemoryStore()).gen_guard == Absent(KEYS.generation)
-
-
-def test_the_live_guard_fails_once_the_job_has_ended() -> None:
-    store = MemoryStore()
-    guard = read(store).live_guard
-
-    before = store.commit(Txn((guard,), (Put(KEYS.ended, "x"),))).held
-    after = store.commit(Txn((guard,), (Put(KEYS.leader, "b"),))).held
-
-    assert (before, after) == (True, False)
-    assert guard == Absent(KEYS.ended)
-
-
-def test_the_leader_guard_fails_once_another_leads_though_it_be_the_same_node_again() -> None:
-    store = store_with({KEYS.leader: "a"})
-    guard = read(store).leader_guard
-
-    before = store.commit(Txn((guard,), (Put(KEYS.spec, "x"),))).held
-    write(store, Put(KEYS.leader, "a", 9))
-    after = store.commit(Txn((guard,), (Put(KEYS.spec, "y"),))).held
-
-    assert (before, after) == (True, False)
 
 
 def test_another_jobs_keys_are_not_read() -> None:
@@ -196,6 +134,7 @@ RUNS = encode(Generation(3, OpenKind.FAIL, "rank 0 failed"))
     [
         (KEYS.table(3), "{}", "not a rank table"),
         (KEYS.spec, "null", "not a Terms"),
+        (KEYS.spec, encode(Terms(4, 2)), "not a Terms"),
         (KEYS.generation, "7", "not a Generation"),
         (KEYS.ended, "yes", "not a Outcome"),
     ],
@@ -353,16 +292,6 @@ def test_of_a_record_that_somebody_wrote_over_the_last_good_one_stands_and_a_sen
     assert second.unreadable == ()
 
 
-def test_over_a_generation_that_somebody_wrote_over_another_can_be_opened() -> None:
-    store, reader = store_with({KEYS.generation: encode(Generation(3, OpenKind.FAIL, ""))}), SnapshotReader(KEYS)
-    reader.read(store.read(KEYS.root), whole=True)
-    write(store, Put(KEYS.generation, "scribbled"))
-
-    guard = reader.read(store.read(KEYS.root), whole=True).gen_guard
-
-    assert store.commit(Txn((guard,), (Put(KEYS.generation, encode(Generation(4, OpenKind.FAIL, ""))),))).held
-
-
 def test_a_failure_that_nobody_can_read_is_done_without() -> None:
     store = store_with({KEYS.failure(3, "a"): "[]", KEYS.failure(3, "b"): encode(failure("b", "x"))})
     reader = SnapshotReader(KEYS)
@@ -395,15 +324,6 @@ def test_a_record_that_has_not_changed_is_decoded_once() -> None:
     assert second.members["a"] is first.members["a"]
     assert second.members["b"] is not first.members["b"]
     assert second.members == first.members
-
-
-def test_a_record_that_was_written_again_is_read_anew() -> None:
-    store = store_with({KEYS.leader: "a"})
-    reader = SnapshotReader(KEYS)
-    reader.read(store.read(KEYS.root), whole=True)
-    write(store, Put(KEYS.leader, "b", 9))
-
-    assert reader.read(store.read(KEYS.root), whole=True).leader == "b"
 
 
 def test_a_reader_forgets_what_is_gone() -> None:

@@ -13,7 +13,7 @@ from elaunch.rendezvous.engine.memory_store import MemoryStore
 from elaunch.rendezvous.rules import transactions
 from elaunch.rendezvous.rules.snapshot import Snapshot, SnapshotReader
 from elaunch.rendezvous.rules.verdict import decisive_failure
-from elaunch.rendezvous.store import Delete, LeaseGone, Put, Txn
+from elaunch.rendezvous.store import Delete, Put, Txn
 from elaunch.rendezvous.types import (
     Failure,
     FailureKind,
@@ -41,14 +41,6 @@ def test_the_first_agent_starts_a_run_and_leads_it() -> None:
     assert (snapshot.leader, snapshot.members) == (A.node_id, {A.node_id: A})
     assert snapshot.generation == Generation(0, OpenKind.START, "the job starts")
     assert snapshot.table is None
-
-
-def test_a_run_is_started_once() -> None:
-    world = World()
-    late = transactions.start_run(Snapshot(KEYS), TERMS, B, world.lease(B))
-
-    assert not world.commit(late)
-    assert world.snapshot.leader == A.node_id
 
 
 def test_a_run_on_an_id_that_was_used_keeps_nothing_of_the_last_one_but_counts_on() -> None:
@@ -106,32 +98,6 @@ def test_joining_makes_a_node_a_member_in_the_same_transaction() -> None:
     assert snapshot.joined[0][B.node_id].port
 
 
-def test_the_keys_of_a_member_end_with_its_lease() -> None:
-    world = World()
-    world.join(B)
-
-    world.lose(B)
-
-    assert set(world.snapshot.members) == {A.node_id}
-    assert world.snapshot.joined == {}
-
-
-def test_a_word_for_an_old_generation_is_refused() -> None:
-    world = running(A, B)
-    old = transactions.join(world.snapshot, A, Joined(A.node_id, 1), world.lease(A), is_member=True)
-    world.fail(FailureKind.SIGNAL)
-
-    assert not world.commit(old)
-
-
-def test_nobody_joins_a_job_that_has_ended() -> None:
-    world = running(A)
-    snapshot = world.snapshot
-    world.write(Put(KEYS.ended, encode(INTERRUPTED)))
-
-    assert not world.commit(transactions.join(snapshot, B, Joined(B.node_id, 1), world.lease(B), is_member=False))
-
-
 def test_a_member_whose_key_is_gone_is_refused_and_not_made_a_member_again() -> None:
     world = forming(A, B)
     world.evict(B)
@@ -151,18 +117,6 @@ def test_a_node_whose_lease_ended_comes_back_while_its_generation_is_the_newest(
     assert world.snapshot.members[B.node_id] == B
     world.fail(FailureKind.SIGNAL)
     assert not world.commit(transactions.return_as_member(snapshot, B, world.lease(B)))
-
-
-def test_nothing_is_written_with_a_lease_that_has_ended() -> None:
-    world = running(A)
-    lease = world.lease(B)
-    world.lose(B)
-    before = world.store.read(KEYS.root)
-
-    with pytest.raises(LeaseGone):
-        world.commit(transactions.join(world.snapshot, B, Joined(B.node_id, 1), lease, is_member=False))
-
-    assert world.store.read(KEYS.root) == before
 
 
 def test_a_node_that_is_done_says_so_of_the_generation_that_it_ran() -> None:
@@ -194,14 +148,6 @@ def test_who_is_no_member_does_not_lead() -> None:
 
     assert not world.elect(C)
     assert world.snapshot.leader == ""
-
-
-def test_nobody_begins_to_lead_a_job_that_has_ended() -> None:
-    world = running(A, B)
-    world.write(Put(KEYS.ended, encode(INTERRUPTED)))
-    world.lose(A)
-
-    assert not world.elect(B)
 
 
 # --- failures
@@ -390,38 +336,6 @@ def test_what_opens_a_generation_says_whether_another_failure_may_explain_it() -
         assert generation_of(world).is_secondary is (kind is FailureKind.PEER_LOST)
 
 
-def test_a_brief_record_still_shows_both_ends_of_its_traceback_and_the_last_output() -> None:
-    world = running(A, B)
-    world.commit(transactions.fail(world.snapshot, A, replace(LONG, node_id=A.node_id)))
-    world.commit(transactions.fail(world.snapshot, B, LONG))
-
-    complete(world, B)
-
-    record = world.snapshot.failures[0][1]
-    assert record.node_id == B.node_id
-    assert record.traceback.startswith("a line\na line\n")
-    assert record.tail.endswith("a word\n")
-    assert record.is_cut
-
-
-def test_many_nodes_that_fail_at_once_leave_a_known_number_of_bytes_each() -> None:
-    """docs/operations.md says how many."""
-    nodes = [replace(A, node_id=f"host-{number}-{number:08x}") for number in range(200)]
-    world = running(A)
-    seen = world.snapshot
-    for who in nodes:
-        world.commit(transactions.fail(seen, who, replace(LONG, node_id=who.node_id)))
-
-    for who in nodes:
-        complete(world, who, seen=seen)
-
-    entries = world.store.read(KEYS.failure(0)).entries
-    assert len(entries) == 200
-    bytes_each = sum(len(key) + len(entry.value) for key, entry in entries.items()) / 200
-    assert 2_000 < bytes_each < 4_500
-    assert len(in_full(world)) == 1
-
-
 # --- leaving, ending
 
 
@@ -438,14 +352,6 @@ def test_a_seated_node_that_leaves_says_so_instead_of_being_timed_out(who: Node)
     assert who.node_id not in snapshot.members
     assert who.node_id not in snapshot.joined[0]
     assert snapshot.leader == A.node_id
-
-
-def test_a_leader_that_goes_leaves_the_lead_to_others() -> None:
-    world = running(A, B)
-
-    world.commit(transactions.resign(world.snapshot))
-
-    assert world.snapshot.leader == ""
 
 
 def test_who_no_longer_leads_takes_the_lead_from_nobody() -> None:
@@ -495,15 +401,6 @@ def test_a_person_ends_a_job_whatever_is_formed_meanwhile() -> None:
     world.fail(FailureKind.SIGNAL)
 
     assert world.commit(end)
-    assert world.snapshot.ended == INTERRUPTED
-
-
-def test_a_job_is_not_ended_twice() -> None:
-    world = running(A)
-    world.commit(transactions.end_job(world.snapshot, INTERRUPTED))
-    other = replace(INTERRUPTED, reason="SIGINT was received by host-b")
-
-    assert not world.commit(transactions.end_job(world.snapshot, other))
     assert world.snapshot.ended == INTERRUPTED
 
 
@@ -586,15 +483,6 @@ def test_a_start_of_a_run_means_one_lease_that_no_other_start_means_and_nobody_c
     assert len({0, first, *others}) == 6
     assert transactions.run_lease(KEYS, transactions.report_done(world.snapshot, B, 0)) == 0
     assert 0 < first < 1 << 63
-
-
-def test_what_an_older_elaunch_began_is_written_on_without_a_lease() -> None:
-    world = running(A)
-    world.write(Put(KEYS.spec, encode(TERMS)))
-
-    world.finish(A)
-
-    assert world.store.read(KEYS.done(0)).entries[KEYS.done(0, A.node_id)].lease == 0
 
 
 def test_every_transaction_of_a_node_may_be_sent_twice() -> None:

@@ -16,7 +16,6 @@ from elaunch.rendezvous.rules.verdict import (
     first_failure,
     identical,
     judge,
-    killed_together,
 )
 from elaunch.rendezvous.types import Failure, FailureKind, Terms
 
@@ -60,18 +59,8 @@ def decide(
     return judge(terms, failures, max(failures), spent, barren, progressed)
 
 
-def test_the_first_failure_is_the_verdict() -> None:
-    assert decisive_failure([RAISED, KILLED]) is RAISED
-
-
 def test_a_lost_peer_never_wins_over_a_failure_of_ones_own() -> None:
     assert decisive_failure([PEER, KILLED, RAISED]) is KILLED
-
-
-def test_where_all_only_lost_peers_the_first_says_so() -> None:
-    later = replace(PEER, rank=4)
-
-    assert decisive_failure([PEER, later]) is PEER
 
 
 def test_a_failure_is_worth_a_restart_while_the_budget_lasts() -> None:
@@ -99,15 +88,6 @@ def test_the_window_of_the_budget_is_named() -> None:
 
     assert isinstance(decision, GiveUp)
     assert "within 60 s" in decision.reason
-
-
-def test_a_plain_launch_gives_up_at_the_first_failure() -> None:
-    terms = replace(TERMS, max_restarts=0)
-
-    decision = decide({0: [KILLED]}, terms=terms)
-
-    assert isinstance(decision, GiveUp)
-    assert "max_restarts is 0" in decision.reason
 
 
 def test_a_start_up_failure_is_not_tried_again_unless_the_job_ever_got_further() -> None:
@@ -341,12 +321,6 @@ def test_an_exit_code_whose_last_line_has_another_number_is_tried_again() -> Non
     assert isinstance(decide({1: [shards[0]], 2: [later]}), GiveUp)
 
 
-def test_an_exception_before_the_end_by_a_signal_is_the_same_error_too() -> None:
-    printed = replace(RAISED, code=-9, message="printed ValueError: bad batch 17 just before it was killed by SIGKILL")
-
-    assert isinstance(decide({1: [printed], 2: [printed]}), GiveUp)
-
-
 def test_a_debugger_that_was_left_is_not_started_again_however_far_the_job_was() -> None:
     left = replace(RAISED, kind=FailureKind.DEBUGGER, progressed=True)
 
@@ -385,10 +359,6 @@ def test_the_gpus_memory_may_run_out_in_the_same_way_but_the_kernels_kill_never_
     assert not identical(killed, killed)
 
 
-def test_only_the_generation_before_is_compared() -> None:
-    assert isinstance(decide({0: [RAISED], 1: [KILLED], 2: [RAISED]}), Restart)
-
-
 def test_verdicts_are_compared_not_the_lost_peers_that_were_recorded_first() -> None:
     decision = decide({1: [PEER, RAISED], 2: [replace(PEER, message="broken pipe"), RAISED]})
 
@@ -420,16 +390,6 @@ def test_the_jobs_first_failure_is_no_lost_peer_if_anything_else_failed() -> Non
     assert first_failure({1: [PEER], 2: [PEER, first], 3: [KILLED]}) == first
     assert first_failure({1: [PEER], 2: [PEER]}) is PEER
     assert first_failure({}) is None
-
-
-def test_ranks_that_were_killed_at_once_are_all_named() -> None:
-    here = killed_together(KILLED, [KILLED, PEER, replace(KILLED, rank=2), replace(KILLED, rank=5, code=-11)])
-
-    both = killed_together(here, [here, replace(KILLED, rank=4)])
-
-    assert here.message == "was killed by SIGKILL, and so was rank 2,"
-    assert both.message == "was killed by SIGKILL, and so were ranks 2 and 4,"
-    assert alike(KILLED, both), "which of them are recorded is chance"
 
 
 LEFT = replace(RAISED, kind=FailureKind.EXIT_CODE, code=7, message="exited with code 7", exception="", frame="")

@@ -87,11 +87,6 @@ def test_the_process_says_that_it_is_ready_and_serves_who_has_the_token(process:
     assert gateway.call("/v3/maintenance/status")[0] == 200
 
 
-def test_it_serves_ipv6(secret: Secret) -> None:
-    with ServerProcess(host="::1") as process:
-        assert keys(client(process, secret)) == 0
-
-
 def test_a_client_with_another_token_refuses_to_speak_with_the_server(process: ServerProcess) -> None:
     with pytest.raises(ssl.SSLCertVerificationError):
         client(process, Secret(OTHER_TOKEN)).call("/health", "", "GET")
@@ -134,14 +129,6 @@ def test_the_first_request_without_the_bearer_is_the_last_of_its_connection(secr
 
         assert read_all(stranger).count(b"HTTP/1.1 401 ") == 1
         assert not any(client.is_known for client in server._clients)
-
-
-def test_a_client_that_shows_another_bearer_later_is_closed_too(secret: Secret) -> None:
-    head = b"GET /health HTTP/1.1\r\nAuthorization: Bearer %b\r\n\r\n"
-    with thread_serving(secret) as (_, port), tls_connected(port, secret) as stranger:
-        stranger.sendall(head % secret.bearer.encode() + head % b"another")
-
-        assert re.findall(rb"HTTP/1.1 (\d+)", read_all(stranger)) == [b"200", b"401"]
 
 
 def tls_connected(port: int, secret: Secret) -> ssl.SSLSocket:
@@ -193,20 +180,6 @@ def test_a_short_token_is_refused_with_a_sentence() -> None:
     assert run.stderr.count("\n") == 1
 
 
-def test_a_store_whose_agent_ended_before_it_named_a_token_says_nothing() -> None:
-    with bound_socket() as listener:
-        run = subprocess.run(
-            [sys.executable, "-m", "elaunch.rendezvous.server", "--fd", str(listener.fileno())],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            pass_fds=[listener.fileno()],
-            check=False,
-            timeout=RUN_LIMIT_S,
-        )
-
-    assert (run.returncode, run.stdout, run.stderr) == (0, b"", b"")
-
-
 # When it ends.
 
 
@@ -224,16 +197,6 @@ def test_signals_that_a_scheduler_sends_to_all_of_a_job_do_not_end_it(process: S
 
     assert keys(client(process, secret)) == 0
     assert process.process.poll() is None
-
-
-def test_its_end_ends_watches(served: tuple[Server, int]) -> None:
-    server, port = served
-    watch = Gateway("127.0.0.1", port).watch(EVERYTHING)
-
-    server.stop()
-
-    with suppress(ConnectionError, http.client.IncompleteRead):
-        assert watch.next() == {}
 
 
 # Time.
@@ -305,7 +268,7 @@ def test_who_reads_slowly_delays_nobody_is_told_all_in_the_end_and_little_waits_
         revision = put(gateway, b"key", b"x" * size)
         # The quick one has it at once, though the slow one has taken nothing.
         assert quick.events_until(revision)[-1]["kv"]["mod_revision"] == str(revision)
-    waiting = max(len(other.connection.outgoing) for other in server._clients)
+    waiting = max(len(other.outgoing) for other in server._clients)
 
     told = [int(event["kv"]["mod_revision"]) for event in slow.events_until(revision)]
     assert told == list(range(first, revision + 1))
@@ -341,7 +304,7 @@ def test_who_does_not_read_answers_is_not_asked_for_more(patient: None, served: 
         rude.sendall(request * 200)
         assert rude.recv(1) == b"H"
         assert keys(gateway) == 1
-        waiting = max(len(other.connection.outgoing) for other in server._clients)
+        waiting = max(len(other.outgoing) for other in server._clients)
 
     assert waiting < OUTGOING_BYTES_MAX + 800_000
 
@@ -463,16 +426,6 @@ def test_what_cannot_be_understood_is_refused(served: tuple[Server, int], path: 
     assert gateway.call("/health", "", "GET")[0] == 200
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "status"),
-    [("GET", "/v3/kv/range", 405), ("GET", "/v3/watch", 405), ("POST", "/v3/kv/nothing", 404), ("GET", "/", 404)],
-)
-def test_what_is_not_there_is_not_found(served: tuple[Server, int], method: str, path: str, status: int) -> None:
-    _, port = served
-
-    assert Gateway("127.0.0.1", port).call(path, "", method)[0] == status
-
-
 def test_a_fault_of_the_server_fails_one_request(
     served: tuple[Server, int], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -485,27 +438,6 @@ def test_a_fault_of_the_server_fails_one_request(
     assert (status, answer["code"]) == (500, 13)
     assert "ZeroDivisionError" in capfd.readouterr().err
     assert keys(gateway) == 0
-
-
-def test_a_watch_whose_client_goes_away_is_forgotten(served: tuple[Server, int]) -> None:
-    server, port = served
-    gateway = Gateway("127.0.0.1", port)
-    watch = gateway.watch(EVERYTHING)
-
-    watch.close()
-
-    wait_for(lambda: not server._watchers._watching, "the watch to be forgotten")
-    put(gateway, b"key")
-
-
-def test_hundreds_of_clients_are_served_at_once(served: tuple[Server, int]) -> None:
-    _, port = served
-    gateway = Gateway("127.0.0.1", port)
-    watches = [gateway.watch(EVERYTHING) for _ in range(300)]
-
-    revision = put(gateway, b"key", b"x" * 1000)
-
-    assert all(len(watch.events_until(revision)) == 1 for watch in watches)
 
 
 @pytest.mark.slow
