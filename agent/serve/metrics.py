@@ -149,7 +149,7 @@ class NodeCollector(Collector):
             case Finished():
                 live["finished"] = agent.me.slots
         newest = snapshot.generation.number if snapshot.generation else -1
-        is_reachable = agent.reach.failing_since_s is None and not agent.store_gone
+        is_reachable = agent.reach.failing_since_s is None
         restarts = snapshot.table.restarts if snapshot.table else 0
         steps = {str(rank): float(step) for rank, step in state.steps.items()}
         speed = "Steps per second of this node's workers, over the last ten seconds or more."

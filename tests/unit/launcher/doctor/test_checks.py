@@ -15,10 +15,9 @@ import pytest
 
 from elaunch.agent.workers.gpus import Gpu, Vendor
 from elaunch.launcher.doctor import devices, findings, health, host, network
-from elaunch.launcher.doctor.command import COMMAND, examine
+from elaunch.launcher.doctor.command import examine
 from elaunch.launcher.doctor.findings import Finding, Grade, Needs, Probe, ProbeFailed, ok, worst
 from elaunch.launcher.store.locate import RendezvousPlan
-from tests.commands import read
 from tests.harness import DEADLINE_S, environment, wait_for
 
 MIB = 1 << 20
@@ -197,10 +196,3 @@ def test_a_job_that_is_over_takes_its_health_check_with_it(monkeypatch: pytest.M
 
     assert not sleepers("1000.75")
     assert not said
-
-
-def test_json_after_the_script_is_the_scripts() -> None:
-    for argv, program, is_json in (("--json t.py", "t.py", True), ("t.py --json", "t.py --json", False)):
-        params = read(COMMAND, *argv.split()).params
-
-        assert (" ".join(params["program"]), params["json"]) == (program, is_json)
