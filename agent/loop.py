@@ -27,11 +27,10 @@ from elaunch.agent.core.actions import (
     Say,
     SignalWorkers,
     Spawn,
-    TakeStacks,
     TellWorkers,
     Widen,
 )
-from elaunch.agent.core.events import Event, OwnStoreLost, Signalled, Tag, Tick
+from elaunch.agent.core.events import Event, Signalled, Tag, Tick
 from elaunch.agent.core.state import Agent, Clearing, Exited, Running, Stopping
 from elaunch.agent.core.step import deadline_s, step
 from elaunch.agent.core.timeline import NO_GENERATION, SCHEMA_VERSION, Announcement, Entry, announcements, entries
@@ -283,8 +282,6 @@ class Loop:
                 self._workers.signal(action, is_ending=self._is_ending)
             case TellWorkers():
                 self._workers.tell(action)
-            case TakeStacks():
-                self._workers.take_stacks(action)
             case LookAtStacks():
                 self._workers.look_at_stacks(action)
             case KeepStacks():
@@ -340,7 +337,8 @@ class Loop:
             how = _how_it_ended(pid)
             if how.endswith(signal.SIGKILL.name) and (word := self._workers.word_of_kernel(pid)):
                 how = f"{how} ({word})"
-            self._inbox.post(OwnStoreLost(f"the job's store, which this host served (pid {pid}), {how}"))
+            text = f"the job's store, which this host served (pid {pid}), {how}; the workers go on, without restarts"
+            self._pump.say(text, "error")
 
         self._at_end_of(pid, ended)
 

@@ -101,19 +101,6 @@ class TellWorkers:
 
 
 @dataclass(frozen=True)
-class TakeStacks:
-    """Have the workers of these local ranks show in the log what they are doing; answered by `WorkersHung`.
-
-    Those in `listening` do so themselves. `quiet_s` is how long they have reported nothing.
-    """
-
-    generation: int
-    local_ranks: frozenset[int]
-    listening: frozenset[int]
-    quiet_s: float
-
-
-@dataclass(frozen=True)
 class LookAtStacks:
     """Take the stacks of the workers of these local ranks; answered by `StacksTaken`."""
 
@@ -175,5 +162,5 @@ class Exit:
     outcome: Outcome
 
 
-ToWorkers = SignalWorkers | TellWorkers | TakeStacks | LookAtStacks | KeepStacks | Blame
+ToWorkers = SignalWorkers | TellWorkers | LookAtStacks | KeepStacks | Blame
 Action = Commit | Join | Renew | Widen | Spawn | ToWorkers | Clear | ReplaceForkServer | Say | Exit

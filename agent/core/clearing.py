@@ -18,7 +18,7 @@ from elaunch.agent.core.state import (
     WorkersStopped,
     exit_with,
 )
-from elaunch.agent.core.store_outage import end_if_store_is_gone, last_if_store_is_gone, note_idle, say_waits
+from elaunch.agent.core.store_outage import note_idle, say_waits
 from elaunch.agent.diagnosis.causes.table import explained
 from elaunch.agent.diagnosis.exit_status import with_tail
 from elaunch.rendezvous.rules import transactions
@@ -63,24 +63,24 @@ def signalled(agent: Agent, clearing: Clearing, event: Signalled, now_s: float) 
     if event.signum == SIGINT and agent.is_interrupted:
         # Only output is left, and its reader does not read it.
         return exit_with(agent, clearing.then) if clearing.then else (agent, ())
-    agent, unheard = take_signal(agent, event)
-    actions: tuple[Action, ...] = ()
+    agent = take_signal(agent, event)
+    newest, actions = agent.snapshot.generation, tuple[Action, ...]()
     match clearing:
-        case Clearing(then=None, ended=WorkersStopped()):
-            outcome = interrupted(agent, event)
-            agent, actions = say_goodbye(agent, outcome)
-            agent = replace(agent, phase=replace(clearing, then=outcome, until_s=now_s + LAST_WORDS_S))
-        case Clearing(then=None):
+        case Clearing(then=None, ended=WorkersDone()) if newest and newest.number == clearing.table.generation:
             agent, actions = _go_on(agent, clearing)
             # The job of a single node has ended well then.
             if agent.spec.nodes_max > 1:
                 agent, left = leave(agent, event)
                 actions = (*actions, *left)
+        case Clearing(then=None):
+            outcome = interrupted(agent, event)
+            agent, actions = say_goodbye(agent, outcome)
+            agent = replace(agent, phase=replace(clearing, then=outcome, until_s=now_s + LAST_WORDS_S))
         case Clearing(then=Outcome() as then) if event.signum == SIGINT:
             agent, actions = end_of_own_run(agent, clearing.table.generation, interrupted(agent, event))
             agent, more = exit_with(agent, then)
             actions = (*actions, *more)
-    return agent, (*actions, *unheard)
+    return agent, actions
 
 
 def tick(agent: Agent, clearing: Clearing, _: Tick, now_s: float) -> Step:
@@ -95,7 +95,6 @@ def tick(agent: Agent, clearing: Clearing, _: Tick, now_s: float) -> Step:
 
 def cleared(agent: Agent, clearing: Clearing, event: Cleared, now_s: float) -> Step:
     """Complete the record of the failure; then exit, be finished, or join the newest generation."""
-    clearing = last_if_store_is_gone(agent, clearing)
     agent = replace(agent, progressed=event.progressed)
     agent, actions, then = _complete(agent, clearing, event)
     if event.hidden:
@@ -108,8 +107,7 @@ def cleared(agent: Agent, clearing: Clearing, event: Cleared, now_s: float) -> S
         agent, more = exit_with(agent, then)
     else:
         agent, more = _go_on(agent, clearing)
-    agent, last = end_if_store_is_gone(note_idle(agent, now_s))
-    return agent, (*actions, *more, *last)
+    return note_idle(agent, now_s), (*actions, *more)
 
 
 def due_s(clearing: Clearing) -> float | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from elaunch.agent.diagnosis.causes.cause import NO_FACTS, Facts
-from elaunch.agent.diagnosis.hang import Window
+from elaunch.agent.diagnosis.hang import Standing, Window
 from elaunch.agent.diagnosis.stack_groups import Stack
 from elaunch.rendezvous.rules.snapshot import Snapshot
 from elaunch.rendezvous.types import Failure
@@ -122,13 +122,6 @@ class StoreLost:
 
 
 @dataclass(frozen=True)
-class OwnStoreLost:
-    """The process by which this agent served the job's store has ended. `why` as in `StoreAway`."""
-
-    why: str
-
-
-@dataclass(frozen=True)
 class WorkerExited:
     """A worker is gone; `failure` is None where it exited with 0. `code` is as in `Failure`.
 
@@ -195,11 +188,11 @@ class WorkerStopped:
 
 @dataclass(frozen=True)
 class Reported:
-    """A look at the workers' links: how many reports there have been in this generation, and who has reported."""
+    """A look at the workers' links: how many reports there have been in this generation, and what who reported last."""
 
     generation: int
     reports: int
-    reporting: frozenset[int]
+    standings: Mapping[int, Standing]
 
 
 @dataclass(frozen=True)
@@ -294,4 +287,4 @@ LinkEvent = WorkerEnded | WorkerListens | WorkerSaving | WorkerSaved | WorkerSto
 WorkerEvent = (
     LinkEvent | WorkerExited | Reported | Sampled | StacksTaken | WorkersHung | WorkerAsked | ServiceLost | Cleared
 )
-Event = StoreEvent | OwnStoreLost | WorkerEvent | Signalled | RestartOrdered | Tick
+Event = StoreEvent | WorkerEvent | Signalled | RestartOrdered | Tick

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elaunch.agent.core.actions import Action, Blame, Commit, KeepStacks, LookAtStacks, Say, ShowStacks, TellWorkers
-from elaunch.agent.core.events import Sampled, StacksTaken
+from elaunch.agent.core.events import Reported, Sampled, StacksTaken
 from elaunch.agent.core.state import Agent, Running, Step
 from elaunch.agent.diagnosis import hang
 from elaunch.agent.diagnosis.hang import Standstill
@@ -31,9 +31,31 @@ def sampled(agent: Agent, running: Running, event: Sampled, _now_s: float) -> St
     return _tell(agent, replace(running, standstill=state), looks)
 
 
+def reported(agent: Agent, running: Running, event: Reported, now_s: float) -> Step:
+    """Take the workers' stacks if none of them has reported anything for the hang timeout."""
+    quiet, limit_s = running.quiet.after(event.reports, now_s), agent.times.hang_timeout_s
+    silent = {rank: standing for rank, standing in event.standings.items() if rank in running.live}
+    is_watched = limit_s and silent and not (running.held or running.leaving)
+    if quiet.is_over or quiet.quiet_s < limit_s or not is_watched:
+        return replace(agent, phase=replace(running, quiet=quiet)), ()
+    agent = replace(agent, phase=replace(running, quiet=replace(quiet, is_over=True), silent=silent))
+    actions: tuple[Action, ...] = (LookAtStacks(running.table.generation, running.live),)
+    if hearing := running.live & running.words.hearing:
+        actions = (*actions, TellWorkers(running.table.generation, hearing, ShowStacks()))
+    return agent, actions
+
+
 def stacks_taken(agent: Agent, running: Running, event: StacksTaken, _now_s: float) -> Step:
-    """Compare the stacks with those of the last look; tell the leader of a change."""
+    """Compare the stacks with those of the last look, and tell the leader of a change; or name a silent worker."""
     seat = running.seat_of(agent.me.node_id)
+    if running.silent:
+        by_rank = {stack.rank - seat.first_rank: stack for stack in event.stacks}
+        suspect = hang.who_hangs(running.silent, by_rank, running.quiet.quiet_s)
+        return replace(agent, phase=replace(running, silent={})), (
+            *(Say(group_words(group), "warning") for group in grouped(event.stacks)),
+            KeepStacks(event.generation, full_text(event.stacks)),
+            Blame(event.generation, suspect.local_rank, suspect.message, suspect.is_blameless),
+        )
     state = hang.after_stacks(running.standstill, event.stacks, seat.first_rank)
     return _tell(agent, replace(running, standstill=state), ())
 

@@ -45,7 +45,7 @@ def lose_lease(agent: Agent, joining: Joining, event: LeaseLost, now_s: float) -
 
 def store_refuses(agent: Agent, joining: Joining, event: StoreRefuses, now_s: float) -> Step:
     """Exit if this node was never let in, for then something is wrong with its settings; else note the refusal."""
-    if event.is_denied and not agent.membership.has_entered and not agent.store_gone:
+    if event.is_denied and not agent.membership.has_entered:
         # Rejected on first contact means misconfiguration, not a lost job.
         return exit_with(agent, agent.outcome(OutcomeKind.REFUSED, event.why))
     return store_failed(agent, joining, event, now_s)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from elaunch.agent.core.actions import Action, Commit, Say
+from elaunch.agent.core.actions import Action, Commit
 from elaunch.agent.core.events import ENDS_JOB, SHELL_BASE, SIGINT, SIGPIPE, RestartOrdered, Signalled
 from elaunch.agent.core.state import Agent, Clearing, Exited, Finished, Joining, Running, Step, Stopping, exit_with
 from elaunch.rendezvous.job_spec import job_name
@@ -12,24 +12,15 @@ from elaunch.rendezvous.rules import transactions
 from elaunch.rendezvous.rules.questions import Topic
 from elaunch.rendezvous.types import Outcome, OutcomeKind
 
-_UNHEARD = "so the other nodes may not hear of it: press Ctrl-C there too"
-
 
 def signalled(agent: Agent, _: Joining | Finished, event: Signalled, now_s: float) -> Step:
     """Leave the job, or end it for all nodes (SIGINT), and exit."""
-    agent, unheard = take_signal(agent, event)
-    agent, actions = leave(agent, event)
-    return agent, (*actions, *unheard)
+    return leave(take_signal(agent, event), event)
 
 
-def take_signal(agent: Agent, event: Signalled) -> Step:
-    """Note a person's SIGINT, and say it if the other nodes cannot hear of that now."""
-    if event.signum != SIGINT:
-        return agent, ()
-    is_away = agent.reach.failing_since_s is not None or agent.store_gone
-    is_cut_off = is_away and agent.membership.belongs and not agent.snapshot.ended
-    said = Say(f"the store {agent.reach.trouble.value}, {_UNHEARD}", "warning")
-    return replace(agent, is_interrupted=True), (said,) if is_cut_off and agent.spec.nodes_max > 1 else ()
+def take_signal(agent: Agent, event: Signalled) -> Agent:
+    """Note a person's SIGINT."""
+    return replace(agent, is_interrupted=True) if event.signum == SIGINT else agent
 
 
 def leave(agent: Agent, event: Signalled) -> Step:
@@ -95,7 +86,7 @@ def order(agent: Agent, topic: Topic) -> tuple[Signalled | RestartOrdered | None
         return None, OrderAnswer(topic is Topic.STOP, f"the job ends already: {snapshot.ended.reason}")
     job = job_name(snapshot.keys.run_id)
     has_others = agent.spec.nodes_max > 1
-    is_away = has_others and (agent.reach.failing_since_s is not None or bool(agent.store_gone))
+    is_away = has_others and agent.reach.failing_since_s is not None
     if topic is Topic.STOP:
         where = " on all nodes" if has_others else ""
         where = " on this node; the store is away, so stop the other nodes there" if is_away else where

@@ -344,17 +344,13 @@ def _mismatch(agent: Agent, theirs: Terms | None) -> Outcome | None:
     ours = agent.spec.terms
     if theirs is None or theirs == ours:
         return None
-    differences: list[str] = []
-    if (theirs.nodes_min, theirs.nodes_max) != (ours.nodes_min, ours.nodes_max):
-        differences.append(
-            f"--nnodes {theirs.nodes_min}:{theirs.nodes_max} there, {ours.nodes_min}:{ours.nodes_max} here"
-        )
-    if theirs.max_restarts != ours.max_restarts:
-        differences.append(f"--max-restarts {theirs.max_restarts} there, {ours.max_restarts} here")
-    if theirs.restart_window_s != ours.restart_window_s:
-        differences.append(f"--restart-window {theirs.restart_window_s} there, {ours.restart_window_s} here")
-    if theirs.exclude_after != ours.exclude_after:
-        differences.append(f"--exclude-after {theirs.exclude_after} there, {ours.exclude_after} here")
+    shown = [
+        ("--nnodes", *(f"{terms.nodes_min}:{terms.nodes_max}" for terms in (theirs, ours))),
+        ("--max-restarts", theirs.max_restarts, ours.max_restarts),
+        ("--restart-window", theirs.restart_window_s, ours.restart_window_s),
+        ("--exclude-after", theirs.exclude_after, ours.exclude_after),
+    ]
+    differences = [f"{name} {there} there, {here} here" for name, there, here in shown if there != here]
     if theirs.digest != ours.digest:
         differences.append(f"the command `{theirs.command}` there, `{ours.command}` here")
     if not differences:

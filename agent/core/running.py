@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from elaunch.agent.core.actions import Action, Commit, Say, SignalWorkers, StopReason, TakeStacks
+from elaunch.agent.core.actions import Action, Commit, Say, SignalWorkers, StopReason
 from elaunch.agent.core.events import (
     SIGABRT,
     SIGHUP,
@@ -17,7 +17,6 @@ from elaunch.agent.core.events import (
     SIGUSR1,
     SIGUSR2,
     Looked,
-    Reported,
     ServiceLost,
     Signalled,
     StoreLost,
@@ -143,18 +142,6 @@ def worker_stopped(agent: Agent, running: Running, event: WorkerStopped, _now_s:
     return replace(agent, phase=replace(running, words=words)), ()
 
 
-def reported(agent: Agent, running: Running, event: Reported, now_s: float) -> Step:
-    """Take the workers' stacks if none of them has reported anything for the hang timeout."""
-    quiet = running.quiet.after(event.reports, now_s)
-    limit_s = agent.times.hang_timeout_s
-    awaited = running.live & event.reporting and not (running.held or running.leaving)
-    if quiet.is_over or not limit_s or quiet.quiet_s < limit_s or not awaited:
-        return replace(agent, phase=replace(running, quiet=quiet)), ()
-    agent = replace(agent, phase=replace(running, quiet=replace(quiet, is_over=True)))
-    hearing = running.live & running.words.hearing
-    return agent, (TakeStacks(running.table.generation, running.live, hearing, quiet.quiet_s),)
-
-
 def workers_hung(agent: Agent, running: Running, event: WorkersHung, now_s: float) -> Step:
     """Count it as a failure like any other, or only warn of it: their stacks are taken."""
     if not agent.restarts_hung:
@@ -176,14 +163,13 @@ def service_lost(agent: Agent, running: Running, event: ServiceLost, now_s: floa
 
 def signalled(agent: Agent, running: Running, event: Signalled, now_s: float) -> Step:
     """Tell the other nodes, pass the signal on to the workers, and exit after the stop."""
-    agent, unheard = take_signal(agent, event)
+    agent = take_signal(agent, event)
     outcome = interrupted(agent, event)
     agent, farewell = say_goodbye(agent, outcome)
     # Whoever closes a pipe (`| head`) expects no more words.
     said = () if event.signum == SIGPIPE else (Say(_farewell_text(agent, event, len(running.live))),)
     reason = StopReason.INTERRUPT if event.signum == SIGINT else StopReason.LEAVE
-    agent, actions = _stop_for(agent, running, outcome, reason, event.to_workers, now_s, *farewell, *said)
-    return agent, (*actions, *unheard)
+    return _stop_for(agent, running, outcome, reason, event.to_workers, now_s, *farewell, *said)
 
 
 def tick(agent: Agent, running: Running, _event: Tick, now_s: float) -> Step:

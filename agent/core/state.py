@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 from elaunch.agent.core.actions import Action, Exit
 from elaunch.agent.core.events import Tag
-from elaunch.agent.diagnosis.hang import Quiet, Standstill
+from elaunch.agent.diagnosis.hang import Quiet, Standing, Standstill
 from elaunch.rendezvous.job_spec import JobSpec
 from elaunch.rendezvous.rules.leading import LeaderState
 from elaunch.rendezvous.rules.snapshot import Snapshot
@@ -74,10 +75,6 @@ class LinkWords:
         return [end.local_rank for end in sorted(self.ended, key=lambda end: end.over_s)]
 
     @property
-    def raised(self) -> frozenset[int]:
-        return frozenset(end.local_rank for end in self.ended if end.raised)
-
-    @property
     def returned(self) -> frozenset[int]:
         return frozenset(end.local_rank for end in self.ended if not end.raised)
 
@@ -111,8 +108,9 @@ class Running:
     """This node's workers run.
 
     Those of `live` do; `held` is the end of one that waits to be understood. `is_first` says that this agent ran no
-    generation before. `quiet` is how long nothing was reported, `standstill` how the workers look from outside. `ends`
-    are the records of workers that exited with 0, in order.
+    generation before. `quiet` is how long nothing was reported, and `silent` what those reported last whose stacks are
+    being taken for that; `standstill` is how the workers look from outside. `ends` are the records of workers that
+    exited with 0, in order.
     """
 
     table: RankTable
@@ -121,6 +119,7 @@ class Running:
     is_first: bool = True
     words: LinkWords = SILENT
     quiet: Quiet = NOT_QUIET
+    silent: Mapping[int, Standing] = field(default_factory=dict)
     standstill: Standstill = NOT_STILL
     ends: tuple[Failure, ...] = ()
 
@@ -414,10 +413,9 @@ class Agent:
     last generation that ran here made progress; before `lossless_until_s` it declares nobody lost. At `lead_at_s` it
     looks again without being told of anything. `is_interrupted` says that a person's SIGINT has arrived here.
     `restarts_hung` says that a hang is a failure, as in `--on-hang restart`. `called` is what a user of this host types
-    for the job. `store_gone` says how the store that this host served has ended, for good. By `last_failure` this
-    node's last failed generation is judged; it has all of its output. `logs` is the run's folder in the user's log
-    folder, if there is one. `mismatch` is the last table's, which the log has. `only_here` is as in `AgentConfig`.
-    All times are of this host's monotonic clock.
+    for the job. By `last_failure` this node's last failed generation is judged; it has all of its output. `logs` is the
+    run's folder in the user's log folder, if there is one. `mismatch` is the last table's, which the log has.
+    `only_here` is as in `AgentConfig`. All times are of this host's monotonic clock.
     """
 
     me: Node
@@ -437,7 +435,6 @@ class Agent:
     is_interrupted: bool = False
     restarts_hung: bool = True
     called: str = ""
-    store_gone: str = ""
     last_failure: Failure | None = None
     logs: str = ""
     mismatch: str = ""

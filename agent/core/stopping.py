@@ -332,14 +332,10 @@ def signalled(agent: Agent, stopping: Stopping, event: Signalled, now_s: float) 
     if event.signum == SIGINT and agent.is_interrupted:
         said = Say("SIGINT again: killing the workers now")
         return (agent, ()) if isinstance(stopping.mode, Killing) else _kill(agent, stopping, now_s, said)
-    agent, unheard = take_signal(agent, event)
+    agent = take_signal(agent, event)
     if stopping.then is None:
-        agent, actions = _leave_after(agent, stopping, event, now_s)
-    elif event.signum == SIGINT:
-        agent, actions = _end_too(agent, stopping, event, now_s)
-    else:
-        return agent, ()
-    return agent, (*actions, *unheard)
+        return _leave_after(agent, stopping, event, now_s)
+    return _end_too(agent, stopping, event, now_s) if event.signum == SIGINT else (agent, ())
 
 
 def tick(agent: Agent, stopping: Stopping, _: Tick, now_s: float) -> Step:

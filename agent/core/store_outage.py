@@ -1,25 +1,22 @@
-"""A store that is away, too slow, or refuses; and the store that this host served, which is gone for good."""
+"""A store that is away, too slow, or refuses."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from elaunch.agent.core.actions import Action, Say
-from elaunch.agent.core.events import OwnStoreLost, StoreAway, StoreBack, StoreRefuses, Tick, WatchRefused
+from elaunch.agent.core.events import StoreAway, StoreBack, StoreRefuses, Tick, WatchRefused
 from elaunch.agent.core.membership import say_wait
 from elaunch.agent.core.state import (
     WORTH_A_WORD_S,
     Agent,
-    Clearing,
     Finished,
     Joining,
     Phase,
     Reach,
     Running,
     Step,
-    Stopping,
     Trouble,
-    WorkersStopped,
     exit_with,
 )
 from elaunch.rendezvous.types import Outcome, OutcomeKind
@@ -35,8 +32,6 @@ _AGAIN = (
 
 def store_failed(agent: Agent, _phase: Phase, event: StoreAway | StoreRefuses, now_s: float) -> Step:
     """Note that the store fails; log it if it lasts."""
-    if agent.store_gone:
-        return agent, ()
     reach = agent.reach
     if reach.failing_since_s is None:
         reach = Reach(reach.ever, failing_since_s=now_s, log_at_s=now_s + WORTH_A_WORD_S)
@@ -156,46 +151,3 @@ def _unknown(agent: Agent, away_s: float) -> str:
     own = "; this node's workers had all exited with 0" if isinstance(agent.phase, Finished) else ""
     again = f"; {_AGAIN}" if reach.ever and reach.is_heads else ""
     return f"the store {how} for {away_s:.0f} s ({reach.why}){own}; how the job ended is not known here{again}"
-
-
-def lost_with_workers(agent: Agent, _phase: Running | Stopping | Clearing, event: OwnStoreLost, _now_s: float) -> Step:
-    """Go on: the workers need no store. This node's part of the job ends with them."""
-    said = Say(f"{event.why}; the workers go on, but none can be restarted, and no node can join", "error")
-    return _without_store(agent, event), (said,)
-
-
-def lost_without_workers(agent: Agent, _phase: Joining | Finished, event: OwnStoreLost, _now_s: float) -> Step:
-    """Exit: nothing more can be done here without the store."""
-    return end_if_store_is_gone(_without_store(agent, event))
-
-
-def end_if_store_is_gone(agent: Agent) -> Step:
-    """End this node's part of the job if its own store is gone and none of its workers runs."""
-    if not agent.store_gone:
-        return agent, ()
-    match agent.phase:
-        case Finished(table=table):
-            done = {agent.me.node_id, *agent.snapshot.done.get(table.generation, ())}
-            if {seat.node_id for seat in table.seats} <= done:
-                return exit_with(agent, agent.outcome(OutcomeKind.SUCCEEDED, "every worker exited with 0"))
-            why = "this node's workers have all exited with 0, and this node cannot know how the others are doing"
-        case Joining():
-            why = "no worker can start without it"
-        case _:
-            return agent, ()
-    return exit_with(agent, agent.outcome(OutcomeKind.UNKNOWN, f"{agent.store_gone}; {why}"))
-
-
-def last_if_store_is_gone(agent: Agent, clearing: Clearing) -> Clearing:
-    """The stop as the last one if it follows a failure: without the store nothing can be restarted."""
-    failures = clearing.ended.failures if isinstance(clearing.ended, WorkersStopped) else ()
-    if not agent.store_gone or clearing.then or not failures:
-        return clearing
-    why = f"{agent.store_gone}, so nothing can be restarted"
-    return replace(clearing, then=agent.outcome(OutcomeKind.FAILED, why, failure=failures[0]))
-
-
-def _without_store(agent: Agent, event: OwnStoreLost) -> Agent:
-    """This store is not away for a time but gone: lines about its absence end here."""
-    reach = replace(agent.reach, failing_since_s=None, silent_since_s=None, log_at_s=None, is_said=False)
-    return replace(agent, store_gone=event.why, reach=reach)

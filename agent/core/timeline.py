@@ -149,19 +149,18 @@ def _of_table(after: Agent, old: RankTable | None, new: RankTable | None) -> Ite
         yield Entry(new.generation, how, {"hosts": went})
     if came:
         yield Entry(new.generation, "node_joined", {"hosts": came})
-    failures = after.snapshot.failures.get(old.generation)
-    yield Entry(
-        new.generation,
-        "restarting",
-        {
-            "kind": generation.kind.value,
-            "cause": generation.cause,
-            "reason": new.reason,
-            "restarts": new.restarts,
-            "max_restarts": after.spec.max_restarts,
-            **({"failure": of_failure(decisive_failure(failures))} if failures else {}),
-        },
-    )
+    yield Entry(new.generation, "restarting", {"kind": generation.kind.value, **_of_restart(after, generation, new)})
+
+
+def _of_restart(agent: Agent, opened: Generation, table: RankTable) -> dict[str, object]:
+    failures = agent.snapshot.failures.get(table.generation - 1)
+    return {
+        "cause": opened.cause,
+        "reason": table.reason,
+        "restarts": table.restarts,
+        "max_restarts": agent.spec.max_restarts,
+        **({"failure": of_failure(decisive_failure(failures))} if failures else {}),
+    }
 
 
 def _of_end(outcome: Outcome) -> Iterator[Entry]:
@@ -259,17 +258,12 @@ def _failure(agent: Agent, opened: Generation) -> Announcement:
 
 def _restart(agent: Agent, opened: Generation, table: RankTable) -> Announcement:
     nodes = "" if len(table.seats) == 1 else f" on {len(table.seats)} nodes"
-    failures = agent.snapshot.failures.get(table.generation - 1)
     workers = "1 worker" if table.world_size == 1 else f"{table.world_size} workers"
     text = f"{job_name(agent.spec.run_id)} goes on in generation {table.generation}: {workers}{nodes} ({table.reason})"
     fields = {
-        "reason": table.reason,
-        "cause": opened.cause,
-        "restarts": table.restarts,
-        "max_restarts": agent.spec.max_restarts,
+        **_of_restart(agent, opened, table),
         "world_size": table.world_size,
         "nodes": len(table.seats),
-        **({"failure": of_failure(decisive_failure(failures))} if failures else {}),
     }
     return Announcement(AnnouncementKind.RESTART, table.generation, text, fields)
 

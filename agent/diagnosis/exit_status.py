@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from elaunch.agent.peer_lost import PEER_LOST, is_peer_lost
 from elaunch.rendezvous.codec import shown
@@ -83,6 +84,11 @@ class Place:
     pid: int
     world_size: int = 0
 
+    def failure(self, kind: FailureKind, code: int | None, message: str, **more: Any) -> Failure:
+        """A failure of this worker; `more` are further fields of it."""
+        where = self.generation, self.node_id, self.host, self.rank, self.local_rank, self.pid
+        return Failure(kind, *where, code, message, world_size=self.world_size, **more)
+
 
 @dataclass(frozen=True)
 class Raised:
@@ -138,14 +144,8 @@ def failure_of(place: Place, remains: Remains, signal_name: str, failed_at: floa
     kind, message = _kind_and_message(remains, raised, signal_name)
     if raised and remains.raised and has_crashed:
         message = f"{message}, and was then killed by {signal_name}"
-    return Failure(
+    return place.failure(
         kind,
-        place.generation,
-        place.node_id,
-        place.host,
-        place.rank,
-        place.local_rank,
-        place.pid,
         remains.code,
         message,
         exception=raised.exception if raised else "",
@@ -158,7 +158,6 @@ def failure_of(place: Place, remains: Remains, signal_name: str, failed_at: floa
         call=next((each.call for each in (raised, remains.lost) if each and each.call), ""),
         step=remains.step,
         lived_s=remains.lived_s,
-        world_size=place.world_size,
     )
 
 
@@ -171,14 +170,8 @@ def end_of(place: Place, remains: Remains, clock: str, failed_at: float, *, is_g
     how = (
         f"ended with exit code 0 at {clock}" if is_gone else "reached the end of its program, but did not exit in time"
     )
-    return Failure(
+    return place.failure(
         FailureKind.ENDED_EARLY,
-        place.generation,
-        place.node_id,
-        place.host,
-        place.rank,
-        place.local_rank,
-        place.pid,
         remains.code if is_gone else None,
         how,
         advice=_EVEN_STEPS if is_gone else _NO_EXIT,
@@ -186,7 +179,6 @@ def end_of(place: Place, remains: Remains, clock: str, failed_at: float, *, is_g
         progressed=remains.progressed,
         step=remains.step,
         lived_s=remains.lived_s,
-        world_size=place.world_size,
     )
 
 

@@ -91,14 +91,8 @@ class ExitReader:
             place = replace(place, rank=-1)
             what = f"a process that has ended or was orphaned (pid {sender})"
             message = f"{what} sent {signal_name(-signum)} to the ranks' parent process"
-        failure = Failure(
+        failure = place.failure(
             FailureKind.REFUSED,
-            place.generation,
-            place.node_id,
-            place.host,
-            place.rank,
-            place.local_rank,
-            pid,
             None,
             message,
             log_path=group.log_files.get(local_rank, ""),

@@ -11,6 +11,7 @@ from elaunch.agent import linux
 from elaunch.agent.core.actions import TellWorkers
 from elaunch.agent.core.events import LinkEvent, Reported, WorkerListens, WorkerSaved, WorkerSaving, WorkerStopped
 from elaunch.agent.core.timeline import WorkersSeen
+from elaunch.agent.diagnosis.hang import Standing
 from elaunch.agent.output.run_dir import RunDir
 from elaunch.agent.output.timeline import Timeline
 from elaunch.agent.workers.group import CurrentGroup, Reporter, WorkerGroup
@@ -130,8 +131,8 @@ class LinkMonitor:
         self._progress.look(group, now_s)
         if self._hang_timeout_s:
             links = group.links
-            reporting = frozenset(rank for rank, link in links.items() if link.reports)
-            self._news.append(Reported(group.generation, sum(link.reports for link in links.values()), reporting))
+            standings = {rank: Standing(link.step, link.phase) for rank, link in links.items() if link.reports}
+            self._news.append(Reported(group.generation, sum(link.reports for link in links.values()), standings))
 
     def read_all(self) -> None:
         """Read every link now, also those whose messages do not wake the agent."""

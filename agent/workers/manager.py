@@ -15,7 +15,6 @@ from elaunch.agent.core.actions import (
     LookAtStacks,
     ShowStacks,
     SignalWorkers,
-    TakeStacks,
     TellWorkers,
 )
 from elaunch.agent.core.events import Cleared, LinkEvent, Reported, Sampled
@@ -189,11 +188,6 @@ class Workers:
                 return
             numbers = ", ".join(map(str, stopped))
             self._reporter.warn(f"local rank {numbers} was stopped by a signal (SIGSTOP) and is to end; SIGCONT")
-
-    def take_stacks(self, order: TakeStacks) -> None:
-        """Log what workers are doing. Posts `WorkersHung`."""
-        self.tell(TellWorkers(order.generation, order.listening, ShowStacks()))
-        self._observers.take_stacks(order)
 
     def look_at_stacks(self, order: LookAtStacks) -> None:
         """Take workers' stacks. Posts `StacksTaken`."""

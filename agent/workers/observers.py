@@ -10,13 +10,13 @@ from dataclasses import replace
 from functools import partial
 
 from elaunch.agent import linux
-from elaunch.agent.core.actions import Blame, KeepStacks, LookAtStacks, TakeStacks
+from elaunch.agent.core.actions import Blame, KeepStacks, LookAtStacks
 from elaunch.agent.core.events import Sampled, StacksTaken, WorkersHung
-from elaunch.agent.diagnosis import hang, stacks
+from elaunch.agent.diagnosis import stacks
 from elaunch.agent.diagnosis.collectives import LOOKS, WaitShares, last_entered, slow_rank, slow_text
 from elaunch.agent.diagnosis.hang import LOOK_EVERY_S
 from elaunch.agent.diagnosis.proc_stats import Vitals
-from elaunch.agent.diagnosis.stack_groups import Stack, full_text, group_words, grouped
+from elaunch.agent.diagnosis.stack_groups import Stack
 from elaunch.agent.linux import start_thread
 from elaunch.agent.output.run_dir import RunDir
 from elaunch.agent.workers.group import CurrentGroup, Reporter, WorkerGroup
@@ -104,27 +104,6 @@ class Observers:
         """Take stacks in a thread; posts `StacksTaken`."""
         post = self._reporter.post
         self._take(order.local_ranks, lambda found: post(StacksTaken(order.generation, found)))
-
-    def take_stacks(self, order: TakeStacks) -> None:
-        """Take the stacks of workers that have gone silent, and write them to the log; posts `WorkersHung`."""
-        group, generation = self._current.group, order.generation
-        self._reporter.timeline.stamp(generation, "hung", quiet_s=round(order.quiet_s))
-        standings = {
-            rank: hang.Standing(link.step, link.phase)
-            for rank, link in group.links.items()
-            if rank in order.local_ranks and link.reports
-        }
-
-        def taken(found: tuple[Stack, ...]) -> None:
-            for each in grouped(found):
-                self._reporter.warn(group_words(each))
-            self.keep_stacks(KeepStacks(generation, full_text(found)))
-            by_rank = {stack.rank - group.rank(0): stack for stack in found}
-            suspect = hang.who_hangs(standings, by_rank, order.quiet_s)
-            failure = self._failure(group, suspect.local_rank, suspect.message)
-            self._reporter.post(WorkersHung(generation, replace(failure, is_blameless=suspect.is_blameless)))
-
-        self._take(order.local_ranks, taken)
 
     def keep_stacks(self, order: KeepStacks) -> None:
         """Write stacks to the generation's folder, if the user keeps logs."""

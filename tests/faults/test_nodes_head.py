@@ -105,7 +105,7 @@ def test_a_killed_store_ends_no_training_and_is_waited_for_by_nobody_whose_worke
         head, other = cluster.agents[0], cluster.agents[1]
 
         kill_store(head)
-        head.wait_for_output(r"the job's store, .* was killed by SIGKILL; the workers go on, but none can be")
+        head.wait_for_output(r"the job's store, .* was killed by SIGKILL; the workers go on")
         other.wait_for_output(r"the store is away: .*; trying again; the workers go on")
         cluster.goes_on(meeting)
         (tmp_path / "end").touch()
@@ -114,8 +114,8 @@ def test_a_killed_store_ends_no_training_and_is_waited_for_by_nobody_whose_worke
         took_s = time.monotonic() - since_s
 
         assert codes == [3, 3], cluster.story()
-        assert "all exited with 0, and this node cannot know how the others are doing; exit code 3" in head.stderr
-        assert "this node's workers had all exited with 0" in other.stderr
+        for node in (head, other):
+            assert "this node's workers had all exited with 0" in node.stderr
         # The other node's store_timeout began at the kill. Its default of a minute would take longer than this.
         assert took_s < 50
 

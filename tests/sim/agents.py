@@ -24,7 +24,6 @@ from elaunch.agent.core.actions import (
     Say,
     SignalWorkers,
     Spawn,
-    TakeStacks,
     TellWorkers,
     Widen,
 )
@@ -341,7 +340,7 @@ class AgentProcess:
                 self.world.later(self.rng.uniform(0, 0.1), lambda: self.hear(StacksTaken(generation, stacks)))
             case Blame(generation):
                 self.world.groups[generation].blame(self)
-            case Say() | TakeStacks() | KeepStacks():
+            case Say() | KeepStacks():
                 pass
 
     # The agent's actions.

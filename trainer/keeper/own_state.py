@@ -9,8 +9,6 @@ from typing import Any
 
 from torch import Tensor
 
-from elaunch.trainer import link
-from elaunch.trainer.data.batches import NotRestorable
 from elaunch.trainer.memory.records import Records
 from elaunch.trainer.state.buffers import changed_since, versions
 from elaunch.trainer.state.packing import NotPlain, not_plain, tensor_that_is_not_dense
@@ -48,11 +46,7 @@ class OwnState:
             return False
         if not is_again and self._put[0] is not None and training.per_rank is not None:
             training.per_rank.go_on()
-        try:
-            own, present = training.own(), training.buffers()
-        except NotRestorable as error:
-            link.refuse(str(error))
-            raise
+        own, present = training.own(), training.buffers()
         has_buffers = present["buffers"] or present["transient"]
         buffers = versions(present) if has_buffers else {}
         have_changed = is_again and buffers != self._put[1]

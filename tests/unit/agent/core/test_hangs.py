@@ -11,7 +11,7 @@ import pytest
 from elaunch.agent.core.actions import Action, Blame, KeepStacks, LookAtStacks, TellWorkers
 from elaunch.agent.core.events import Reported, Sampled, Signalled, StacksTaken, Tick, WorkerListens
 from elaunch.agent.core.state import Running, Stopping
-from elaunch.agent.diagnosis.hang import LOOK_S_MAX, Standstill, Window, after_windows, may_stand_still
+from elaunch.agent.diagnosis.hang import LOOK_S_MAX, Standing, Standstill, Window, after_windows, may_stand_still
 from elaunch.agent.diagnosis.stack_groups import Frame, Stack, ThreadStack
 from elaunch.rendezvous.rules.hang_verdict import StillKind
 from tests.unit.agent.diagnosis.test_stack_groups import ALL_REDUCE, GPU_WAIT, LIB, STEP, stack
@@ -226,7 +226,7 @@ def test_where_stacks_cannot_be_read_workers_that_listen_show_theirs() -> None:
 def test_workers_that_report_to_a_hang_timeout_are_left_to_it() -> None:
     driver = watching()
     driver.agent = replace(driver.agent, times=replace(driver.agent.times, hang_timeout_s=1000.0))
-    driver.happen(Reported(0, 5, ALL))
+    driver.happen(Reported(0, 5, dict.fromkeys(ALL, Standing(1))))
 
     samples(driver, 600, ALL_IDLE, WAITING)
 

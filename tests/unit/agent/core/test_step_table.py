@@ -13,7 +13,6 @@ from elaunch.agent.core.events import (
     Event,
     Leased,
     LeaseLost,
-    OwnStoreLost,
     Reported,
     RestartOrdered,
     Sampled,
@@ -38,7 +37,7 @@ from elaunch.agent.core.events import (
 )
 from elaunch.agent.core.state import Agent, Clearing, Exited, Finished, Joining, Phase, Running, Stopping
 from elaunch.agent.core.step import ROWS, TABLE, Ignored, step
-from elaunch.agent.diagnosis.hang import Window
+from elaunch.agent.diagnosis.hang import Standing, Window
 from elaunch.agent.diagnosis.stack_groups import Stack
 from elaunch.rendezvous.types import FailureKind
 from tests.unit.agent.driver import KEYS, TERM, TWO, Driver, cleared, exited, failure, lost, pair
@@ -84,14 +83,13 @@ def event_of(kind: type[Event], driver: Driver) -> Event:
         WatchRefused("no role"),
         StoreBack(),
         StoreLost("it is another cluster"),
-        OwnStoreLost("the store was killed by SIGKILL"),
         exited(0, 0, 1),
         WorkerEnded(0, 0, raised=True),
         WorkerListens(0, 0, to_stop=True, to_failure=True),
         WorkerSaving(0, 0, 7),
         WorkerSaved(0, 0, 7),
         WorkerStopped(0, 0, 7),
-        Reported(0, 3, frozenset({0})),
+        Reported(0, 3, {0: Standing(1)}),
         Sampled(0, {0: Window(5.0, 0.0, 0.0, 0.0, 0, "S")}),
         StacksTaken(0, (Stack(0, 4711, trouble="it is gone"),)),
         WorkersHung(0, failure(0, 0, None, FailureKind.HANG)),
@@ -140,7 +138,7 @@ def test_an_event_of_another_generation_changes_nothing(phase: type[Phase], even
         Cleared: cleared(1),
         WorkerListens: WorkerListens(1, 0, to_stop=True, to_failure=True),
         WorkersHung: WorkersHung(1, failure(1, 0, None, FailureKind.HANG)),
-        Reported: Reported(1, 3, frozenset({0})),
+        Reported: Reported(1, 3, {0: Standing(1)}),
     }[event]
 
     assert type(newer) is type(old)

@@ -13,7 +13,6 @@ from elaunch.agent.core.events import SIGPIPE as PIPE
 from elaunch.agent.core.events import (
     Cleared,
     Signalled,
-    StoreAway,
     Tick,
     WorkerAsked,
 )
@@ -265,16 +264,6 @@ def test_a_ctrl_c_on_a_node_that_left_does_not_end_the_run_that_others_began_sin
 
     assert driver.snapshot.ended is None
     assert driver.said == "SIGINT: stopping already, SIGKILL in 30 s; Ctrl-C again kills now"
-
-
-def test_a_ctrl_c_that_the_others_may_not_hear_of_says_so() -> None:
-    driver = started()
-    driver.agent = replace(driver.agent, spec=replace(SPEC, nodes_max=2))
-    driver.happen(StoreAway("10.0.0.9:2379 refuses connections", is_heads=False))
-
-    driver.happen(Signalled(INT, "SIGINT"))
-
-    assert driver.said.endswith("\nthe store is away, so the other nodes may not hear of it: press Ctrl-C there too")
 
 
 @pytest.mark.parametrize(
