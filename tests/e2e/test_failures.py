@@ -345,7 +345,7 @@ import torch.distributed as dist
 dist.init_process_group("gloo")
 dist.all_reduce(torch.ones(1))
 if os.environ["RANK"] == "1":
-    atexit.register(time.sleep, 0.5)
+    atexit.register(time.sleep, 0.2)
     print("ERROR: shard 17 not found", file=sys.stderr)
     dist.destroy_process_group()
     sys.exit(7)

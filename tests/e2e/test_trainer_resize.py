@@ -151,16 +151,16 @@ def curve(folder: Path, plan: Plan, apart: list[list[float]]) -> Curve:
 
 def resized(**order: Any) -> tuple[Plan, Plan]:
     """A run on 4 workers, and one on 4, 3 and 4."""
-    calm = Plan([4], [90], dropout=0.2, **order)
-    return calm, Plan([4, 3, 4], [29, 61, 90], dropout=0.2, num_workers=2, **order)
+    calm = Plan([4], [45], dropout=0.2, **order)
+    return calm, Plan([4, 3, 4], [14, 30, 45], dropout=0.2, num_workers=1, **order)
 
 
 def assert_the_same(calm: Curve, resized: Curve) -> None:
-    assert sorted(calm["losses"]) == sorted(resized["losses"]) == list(range(1, 91))
+    assert sorted(calm["losses"]) == sorted(resized["losses"]) == list(range(1, 46))
     worst = max(abs(resized["losses"][step] - loss) / loss for step, loss in calm["losses"].items())
     print(f"largest relative difference of a loss: {worst:.2g}")
     assert worst < 1e-5
-    assert calm["losses"][90] < 0.5 * calm["losses"][1]
+    assert calm["losses"][45] < 0.7 * calm["losses"][1]
     assert resized["masks"] == calm["masks"]
     assert any(mask for mask in calm["masks"].values())
 
