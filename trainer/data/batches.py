@@ -304,7 +304,8 @@ class SkippingOnce:
         """
         self._count, self._streams, self._key = count, streams, key
         self._apart = apart
-        self._now = now or {}
+        # Where another rank draws for all, this one has drawn nothing.
+        self._now = now if now and now["total"] >= count else {}
         # How many indices were used in this epoch, and their checksum; and how many were drawn from the sampler.
         self._total = self._order = self._drawn = 0
         self._ready: Iterator[Any] | None = None
