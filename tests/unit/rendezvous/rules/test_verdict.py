@@ -359,10 +359,11 @@ def test_what_came_from_outside_never_counts_as_the_same_twice(kind: FailureKind
 
 def test_the_gpus_memory_may_run_out_in_the_same_way_but_the_kernels_kill_never_counts() -> None:
     raised = replace(RAISED, kind=FailureKind.OUT_OF_MEMORY)
-    killed = replace(raised, code=-9)
+    unknown = replace(raised, code=None)
 
     assert identical(raised, raised)
-    assert not identical(killed, killed)
+    for killed in (replace(raised, code=-9), unknown):
+        assert not identical(killed, killed)
 
 
 def test_verdicts_are_compared_not_the_lost_peers_that_were_recorded_first() -> None:
@@ -439,3 +440,9 @@ def test_a_bug_of_all_ranks_before_their_first_step_is_not_tried_again(
     decision = judge(TERMS, {0: failures}, 0, 0, 0, False, world_size=world_size)
 
     assert isinstance(decision, GiveUp if is_pointless else Restart)
+
+
+def test_a_bug_of_all_ranks_is_tried_again_where_the_next_try_is_on_another_node() -> None:
+    failures = {0: [replace(RAISED, ranks_alike=2)]}
+
+    assert isinstance(judge(TERMS, failures, 0, 0, 0, False, is_elsewhere=True, world_size=2), Restart)
