@@ -269,12 +269,9 @@ def _preload(options: Options, interpreter: str, host: HostResources) -> tuple[t
     """`AgentConfig.preload` and `AgentConfig.text`. What the user names is preloaded whatever the text shows."""
     if options.no_preload or options.kind is ProgramKind.COMMAND or interpreter != host.python:
         return None, ProgramText()
-    if options.preload_only is not None:
-        return options.preload_only, ProgramText()
-    text = program_text(options.kind, options.target)
-    if options.preload is None:
-        return DEFAULT_PRELOAD, text
-    return tuple(dict.fromkeys((*DEFAULT_PRELOAD, *options.preload))), ProgramText(packages=text.packages)
+    if options.preload is not None:
+        return options.preload, ProgramText()
+    return DEFAULT_PRELOAD, program_text(options.kind, options.target)
 
 
 def warm_seconds(

@@ -44,7 +44,7 @@ def check_program(options: Options, environ: Mapping[str, str]) -> None:
             return
         if kind is ProgramKind.SCRIPT:
             _check_is_python(Path(options.target))
-        _check_preload(options.preload or options.preload_only or ())
+        _check_preload(options.preload or ())
     except OSError as error:
         raise UsageError(f"{error.filename}: {error.strerror}; change its permissions, or give another path") from error
 

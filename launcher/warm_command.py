@@ -20,8 +20,8 @@ _NONE = "no fork server stays; elaunch --warm script.py leaves one"
 def _main(ctx: click.Context) -> int:
     """Run the command. Returns the exit code. Raises UsageError and SiteError."""
     stops, is_json = ctx.params["stop"], ctx.params["json"]
-    if stops and (ctx.params["status"] or is_json):
-        raise UsageError("warm takes --status [--json], or --stop")
+    if stops and is_json:
+        raise UsageError("warm takes --json or --stop")
     try:
         paths = servers()
         if stops:
@@ -44,13 +44,12 @@ COMMAND = Command(
     "warm",
     _main,
     [
-        own("status", "", "show this user's fork servers: pid, since when, what is imported, minutes left, and where"),
-        own("json", "", "with --status: as a JSON list"),
+        own("json", "", "show them as a JSON list"),
         own("stop", "", "end these fork servers; running jobs go on"),
         HELP,
     ],
-    usage=["[--status] [--json]", "--stop"],
-    about="Fork servers stay when a job with --warm has ended, so that the next start needs no import.",
+    usage=["[--json|--stop]"],
+    about="Show this user's fork servers. They stay when a job with --warm has ended: the next start needs no import.",
     ending="Exit codes: 0 done, 2 the command line is wrong, 3 a fork server cannot be looked at or ended.",
 )
 

@@ -18,7 +18,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, is_dataclass
 from enum import Enum
-from functools import cache
+from functools import cache, partial
 from types import UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -217,37 +217,16 @@ def json_bytes(text: str) -> int:
     return len(json.dumps(text)) - 2
 
 
-def keep_head(bytes_max: int) -> Limit:
-    """A limit that keeps the beginning."""
-    return Limit(bytes_max, cut_to_head)
-
-
-def keep_line(bytes_max: int) -> Limit:
-    """A limit that keeps the beginning of a text for lines, which may come from another node's program."""
-    return Limit(bytes_max, cut_to_head, is_line=True)
-
-
-def keep_ends(bytes_max: int) -> Limit:
-    """A limit that keeps the beginning and the end."""
-    return Limit(bytes_max, cut_to_ends)
-
-
-def keep_tail(bytes_max: int) -> Limit:
-    """A limit that keeps the end."""
-    return Limit(bytes_max, cut_to_tail)
-
-
 def cut_to_head(text: str, bytes_max: int) -> str:
     """The beginning, with an ellipsis after it."""
     room = bytes_max - json_bytes(_CUT)
-    return text[: _characters(text, room)] + _CUT if room >= 0 else ""
+    return _head(text, room) + _CUT if room >= 0 else ""
 
 
 def cut_to_tail(text: str, bytes_max: int) -> str:
     """The end, beginning at a whole line if one begins in the first half of what is kept."""
-    kept = _last(text, bytes_max)
-    newline = kept.find("\n", 0, len(kept) // 2)
-    return kept[newline + 1 :]
+    kept = _head(text[: -bytes_max - 1 : -1], bytes_max)[::-1]
+    return kept[kept.find("\n", 0, len(kept) // 2) + 1 :]
 
 
 def cut_to_ends(text: str, bytes_max: int) -> str:
@@ -256,7 +235,7 @@ def cut_to_ends(text: str, bytes_max: int) -> str:
     room = bytes_max - json_bytes(_left_out(len(text)))
     if room <= 0:
         return cut_to_head(text, bytes_max)
-    first = text[: _characters(text, room // 2)]
+    first = _head(text, room // 2)
     # Whole lines, unless they are very long.
     line_end = first.rfind("\n", len(first) // 2)
     first = first if line_end < 0 else first[:line_end]
@@ -264,23 +243,24 @@ def cut_to_ends(text: str, bytes_max: int) -> str:
     return first + _left_out(len(text) - len(first) - len(last)) + last
 
 
+# Limits that keep the beginning, or both ends, or the end. A line may come from another node's program.
+keep_head = partial(Limit, cut=cut_to_head)
+keep_line = partial(Limit, cut=cut_to_head, is_line=True)
+keep_ends = partial(Limit, cut=cut_to_ends)
+keep_tail = partial(Limit, cut=cut_to_tail)
+
+
 def _left_out(characters: int) -> str:
     return f"\n{_CUT} {characters:,} characters are left out here {_CUT}\n"
 
 
-def _characters(text: str, bytes_max: int) -> int:
-    """How many characters at the beginning of `text` fit into `bytes_max` bytes."""
+def _head(text: str, bytes_max: int) -> str:
+    """As much of the beginning as fits into `bytes_max` bytes."""
     low, high = 0, max(0, min(len(text), bytes_max))
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if json_bytes(text[:middle]) <= bytes_max else (low, middle - 1)
-    return low
-
-
-def _last(text: str, bytes_max: int) -> str:
-    """As much of the end as fits into `bytes_max` bytes."""
-    text = text[max(0, len(text) - bytes_max) :]
-    return text[len(text) - _characters(text[::-1], bytes_max) :]
+    return text[:low]
 
 
 @cache

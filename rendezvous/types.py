@@ -363,14 +363,5 @@ class Outcome(Bounded):
     @property
     def exit_code(self) -> int:
         """0, 1 for a failed job, 2 for a wrong request, 3 for an unavailable site, 128 + n ended by signal n."""
-        match self.kind:
-            case OutcomeKind.SUCCEEDED:
-                return 0
-            case OutcomeKind.FAILED:
-                return 1
-            case OutcomeKind.INTERRUPTED:
-                return 128 + self.signum
-            case OutcomeKind.REFUSED:
-                return 2
-            case OutcomeKind.UNKNOWN:
-                return 3
+        signalled = 128 + self.signum
+        return {"succeeded": 0, "failed": 1, "interrupted": signalled, "refused": 2, "unknown": 3}[self.kind.value]

@@ -51,7 +51,7 @@ def preloading(module: str) -> tuple[str, str]:
 
     All modules are named, so the job does not learn what its workers import: that takes a second import of them all.
     """
-    return ("--preload-only", ",".join((*DEFAULT_PRELOAD, module)))
+    return ("--preload", ",".join((*DEFAULT_PRELOAD, module)))
 
 
 def seeds(every: Sequence[int], check: int = 25) -> list[Any]:

@@ -18,8 +18,8 @@ from tests.standin import WITH_TORCH
 
 
 def states(env: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
-    """What `elaunch warm --status --json` says."""
-    found: list[dict[str, Any]] = json.loads(command("--status", "--json", env=env).stdout)
+    """What `elaunch warm --json` says."""
+    found: list[dict[str, Any]] = json.loads(command("--json", env=env).stdout)
     return found
 
 
@@ -66,4 +66,4 @@ class SharedStart:
 
     @classmethod
     def of(cls, *modules: str) -> SharedStart:
-        return cls(("--preload-only", ",".join(modules)), {"OMP_NUM_THREADS": "1", **WITH_TORCH})
+        return cls(("--preload", ",".join(modules)), {"OMP_NUM_THREADS": "1", **WITH_TORCH})

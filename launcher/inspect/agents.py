@@ -105,38 +105,30 @@ def query_all(queries: Sequence[Callable[[], Answer]], wait_s: float = ANSWER_S)
 
 def status_of(path: Path) -> LocalAgent:
     """The report of the agent at that socket. Raises NoAnswer."""
-    fields, pid, uid = _query(path, "status")
-    try:
-        report = decode_fields({"is_remote": bool, "job": JobReport, "node": NodeReport}, fields)
-    except (KeyError, TypeError, ValueError, RecursionError):
-        raise NoAnswer(f"the elaunch with pid {pid} is of another version: its answer cannot be read") from None
-    return LocalAgent(path, pid, uid == os.geteuid(), **report)
+    kinds: dict[str, type] = {"is_remote": bool, "job": JobReport, "node": NodeReport}
+    return _query(path, "status", lambda fields, *who: LocalAgent(path, *who, **decode_fields(kinds, fields)))
 
 
 def store_location(agent: LocalAgent) -> str:
     """How its agent reaches the job's store, as JSON (`locate.way_of`). Raises NoAnswer."""
-    fields, pid, _ = _query(agent.path, "store")
-    if not isinstance(fields.get("store"), dict):
-        raise NoAnswer(f"the elaunch with pid {pid} does not give the place of the job's store")
-    return json.dumps(fields["store"])
+    return _query(agent.path, "store", lambda fields, *_: json.dumps(fields["store"]))
 
 
 def stacks_of(agent: LocalAgent, wait_s: float) -> StackAnswer:
     """The stacks of that agent's workers. Raises NoAnswer."""
-    fields, pid, _ = _query(agent.path, "stacks", wait_s)
-    answer = read_stack_answer(json.dumps(fields.get("stacks")), agent.node.node_id)
-    if answer is None:
-        raise NoAnswer(f"the elaunch with pid {pid} sent stacks that cannot be read")
-    return answer
+
+    def read(fields: dict[str, Any], *_: object) -> StackAnswer:
+        answer = read_stack_answer(json.dumps(fields["stacks"]), agent.node.node_id)
+        if answer is None:
+            raise ValueError("these are no stacks")
+        return answer
+
+    return _query(agent.path, "stacks", read, wait_s)
 
 
 def order_to(agent: LocalAgent, topic: Topic) -> OrderAnswer:
     """Give that agent an order for its whole job. Raises NoAnswer."""
-    fields, pid, _ = _query(agent.path, topic.value)
-    try:
-        return decode(OrderAnswer, json.dumps(fields.get("order")))
-    except ValueError:
-        raise NoAnswer(f"the elaunch with pid {pid} gave no answer that can be read") from None
+    return _query(agent.path, topic.value, lambda fields, *_: decode(OrderAnswer, json.dumps(fields["order"])))
 
 
 def _sockets() -> dict[int, list[Path]]:
@@ -154,8 +146,10 @@ def _sockets() -> dict[int, list[Path]]:
     return found
 
 
-def _query(path: Path, topic: str, wait_s: float = ANSWER_S) -> tuple[dict[str, Any], int, int]:
-    """The answer, and the pid and user id of the process that gave it."""
+def _query(
+    path: Path, topic: str, read: Callable[[dict[str, Any], int, bool], Answer], wait_s: float = ANSWER_S
+) -> Answer:
+    """What `read` makes of an agent's answer, its pid, and whether it runs as this user. Raises NoAnswer."""
     end_s = time.monotonic() + wait_s
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(wait_s)
@@ -177,15 +171,13 @@ def _query(path: Path, topic: str, wait_s: float = ANSWER_S) -> tuple[dict[str, 
             if is_stopped(pid):
                 raise NoAnswer(f"the elaunch with pid {pid} is stopped, by SIGSTOP or a debugger (kill -CONT {pid})")
             answer = parse_json(_line(connection, end_s))
+            if isinstance(answer, dict) and "error" in answer:
+                raise NoAnswer(f"the elaunch with pid {pid}: {plain(str(answer['error'])[:200])}")
+            return read(answer, pid, uid == os.geteuid())
         except TimeoutError:
             raise NoAnswer(f"the elaunch with pid {pid} did not answer within {wait_s:g} s") from None
-        except (OSError, ValueError):
-            answer = None
-    if not isinstance(answer, dict):
-        raise NoAnswer(f"the elaunch with pid {pid} gave no answer that can be read")
-    if "error" in answer:
-        raise NoAnswer(f"the elaunch with pid {pid}: {plain(str(answer['error'])[:200])}")
-    return answer, pid, uid
+        except (OSError, KeyError, TypeError, ValueError, RecursionError):
+            raise NoAnswer(f"the elaunch with pid {pid} gave no answer that can be read") from None
 
 
 def _line(connection: socket.socket, end_s: float) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -13,9 +13,9 @@ import click
 
 from elaunch.agent.diagnosis.stack_groups import full_text, group_words, grouped, place_words
 from elaunch.launcher.errors import SiteError, UsageError
-from elaunch.launcher.inspect.agents import FoundAgents, LocalAgent, local_agents
+from elaunch.launcher.inspect.agents import LocalAgent, local_agents
 from elaunch.launcher.inspect.job_source import JobSource, LocalSource, NodeStacks, StoreSource
-from elaunch.launcher.inspect.text import plural, span
+from elaunch.launcher.inspect.text import plural
 from elaunch.launcher.options.command_line import Command, Option, Source, own
 from elaunch.launcher.options.files import read_secret
 from elaunch.launcher.options.options import Options, parse
@@ -47,7 +47,6 @@ Exit codes: 0 it was done, 2 the command line is wrong, 3 no such job runs, its 
 be reached, or the order was refused."""
 
 Work = Callable[[click.Context, JobSource], int]
-_Jobs = Mapping[tuple[str, str], Sequence[LocalAgent]]
 
 
 def job_command(name: str, options: Sequence[Option], about: str, work: Work, *, is_order: bool = False) -> Command:
@@ -61,140 +60,80 @@ def job_command(name: str, options: Sequence[Option], about: str, work: Work, *,
 
 def _run(work: Work, is_order: bool, ctx: click.Context) -> int:
     """Find the job and do the work. Returns the exit code. Raises UsageError and SiteError."""
-    found = _find(_target(ctx, is_order=is_order), ctx.obj.environ)
-    if isinstance(found, str):
-        print(found, end="")
-        return 0
+    source = _find(ctx, is_order=is_order)
     try:
-        return work(ctx, found)
+        return work(ctx, source)
     except KeyboardInterrupt:
         return 130
     finally:
-        found.close()
+        source.close()
 
 
-@dataclass(frozen=True)
-class Target:
-    """The job that a command line means: its name, and the options about its store, typed or not."""
+def _find(ctx: click.Context, *, is_order: bool) -> JobSource:
+    """The job that a command line means. Options about the store mean what they mean for a job.
 
-    command: str
-    job: str
-    options: Options
-    has_typed_store: bool
-    is_order: bool
-    is_json: bool
-
-
-def _target(ctx: click.Context, *, is_order: bool) -> Target:
-    """The target of a command line. Options about the store mean what they mean for a job. Raises UsageError."""
-    name, jobs = str(ctx.command.name), ctx.params["jobs"]
+    Raises UsageError and SiteError.
+    """
+    command, jobs, environ = str(ctx.command.name), ctx.params["jobs"], ctx.obj.environ
     if len(jobs) > 1:
         raise UsageError(
-            f"{name} takes one job, and {' '.join(jobs)} are {len(jobs)} words; start a script called {name} with"
-            f" elaunch ./{name}"
+            f"{command} takes one job, and {' '.join(jobs)} are {len(jobs)} words; start a script called {command} with"
+            f" elaunch ./{command}"
         )
     given = ctx.obj.given.items()
     typed = {each: g.raw for each, g in given if g.source is Source.COMMAND_LINE and each in _STORE_OPTIONS}
     # As a node of several: the job on one node has no store. The program is never run.
     words = [f"--{each.replace('_', '-')}={raw}" for each, raw in typed.items()]
-    options = parse([*words, "--nnodes=2", "--", name], ctx.obj.environ)
-    job = jobs[0] if jobs else ""
+    options = parse([*words, "--nnodes=2", "--", command], environ)
     run_id = options.run_id or "" if "run_id" in typed else ""
-    if job and run_id and job != run_id:
-        raise UsageError(f"{name} {job} contradicts --run-id {run_id}; drop one of them")
-    has_store = bool({"rdzv_endpoint", "master_addr"} & typed.keys())
-    return Target(name, job or run_id, options, has_store, is_order, ctx.params.get("json", False))
-
-
-def _find(target: Target, environ: Mapping[str, str]) -> JobSource | str:
-    """The job that is meant; or, for status, the text that lists several. Raises UsageError and SiteError."""
-    if target.has_typed_store:
-        return _by_store(target, environ)
+    name = jobs[0] if jobs else run_id
+    if run_id and name != run_id:
+        raise UsageError(f"{command} {name} contradicts --run-id {run_id}; drop one of them")
+    if {"rdzv_endpoint", "master_addr"} & typed.keys():
+        return _by_store(options, name, environ)
     found = local_agents()
-    all_jobs = _jobs(found.agents)
-    if target.is_order and not target.job:
+    here = _jobs(found.agents)
+    listed = ", ".join(f"{plain(job.job.run_id)} (pid {job.pid})" for job, *_ in here)
+    if is_order and not name:
         # The only job here may be another one than is meant.
-        here = f"; these run here: {_names(all_jobs)}" if all_jobs else "; none runs here"
-        raise UsageError(f"{target.command} needs the job's name or the pid of its elaunch{here}")
-    jobs = _matching(target.job, all_jobs) if target.job else all_jobs
-    if not jobs and not _has_endpoint(target.options, environ):
-        raise SiteError(_nothing_found(target, found))
-    # Not on stdout, which may be JSON. Agents that gave no answer may be of this job, too.
-    is_list = len(jobs) > 1 and target.command == "status"
-    for trouble in () if is_list and not target.is_json else found.troubles:
+        raise UsageError(
+            f"{command} needs the job's name or the pid of its elaunch; these run here: {listed or 'none'}"
+        )
+    chosen = _matching(name, here) if name else here
+    backend = options.rdzv_backend if "rdzv_backend" in options.given else ""
+    if not chosen and not given_addresses(options, environ, backend)[0]:
+        which = f"no job {plain(name)}" if name else "no job of yours"
+        elsewhere = "for a job of other hosts name its store: --rdzv-endpoint HOST:PORT"
+        parts = [f"these run: {listed}" if listed else elsewhere, *map(plain, found.troubles)]
+        raise SiteError(f"{which} runs on this host; {'; '.join(parts)}")
+    # Agents that gave no answer may be of this job, too.
+    for trouble in found.troubles:
         print(f"elaunch: {plain(trouble)}", file=sys.stderr)
-    if not jobs:
-        return _by_store(target, environ)
-    if len(jobs) == 1:
-        return LocalSource(next(iter(jobs.values())))
-    if not is_list:
-        pids = ", ".join(f"{_name(run_id, group)} (pid {group[0].pid})" for (run_id, _), group in jobs.items())
-        raise UsageError(f"several jobs run here: {pids}; name one by its pid: elaunch {target.command} PID")
-    return _list(jobs, found.troubles, is_json=target.is_json)
+    if len(chosen) > 1:
+        raise UsageError(f"several jobs run here: {listed}; name one by its pid: elaunch {command} PID")
+    return LocalSource(chosen[0]) if chosen else _by_store(options, name, environ)
 
 
-def _jobs(agents: Sequence[LocalAgent]) -> dict[tuple[str, str], list[LocalAgent]]:
+def _jobs(agents: Sequence[LocalAgent]) -> list[list[LocalAgent]]:
     """The agents by job. Two jobs may have one run id: their leaders differ."""
     jobs: dict[tuple[str, str], list[LocalAgent]] = {}
     for agent in agents:
         jobs.setdefault((agent.job.run_id, agent.job.leader), []).append(agent)
-    return jobs
+    return list(jobs.values())
 
 
-def _matching(name: str, jobs: _Jobs) -> _Jobs:
+def _matching(name: str, jobs: list[list[LocalAgent]]) -> list[list[LocalAgent]]:
     """The jobs with that run id; else those with an agent of that pid."""
-    return {key: group for key, group in jobs.items() if key[0] == name} or {
-        key: group for key, group in jobs.items() if name in (str(agent.pid) for agent in group)
-    }
+    return [job for job in jobs if job[0].job.run_id == name] or [
+        job for job in jobs if name in (str(agent.pid) for agent in job)
+    ]
 
 
-def _name(run_id: str, agents: Sequence[LocalAgent]) -> str:
-    """What a user types for that job: the pid of its elaunch, if it has no name."""
-    return str(agents[0].pid) if run_id == UNNAMED else plain(run_id)
-
-
-def _names(jobs: _Jobs) -> str:
-    return ", ".join(_name(run_id, group) for (run_id, _), group in jobs.items())
-
-
-def _has_endpoint(options: Options, environ: Mapping[str, str]) -> bool:
-    return bool(given_addresses(options, environ, options.rdzv_backend if "rdzv_backend" in options.given else "")[0])
-
-
-def _by_store(target: Target, environ: Mapping[str, str]) -> JobSource:
-    made = plan(target.options, environ, read_secret).plan
+def _by_store(options: Options, name: str, environ: Mapping[str, str]) -> JobSource:
+    made = plan(options, environ, read_secret).plan
     if made.is_alone:
         raise UsageError("a job with --standalone has no store: ask on its own host, without PET_STANDALONE")
-    return StoreSource(made, target.job or target.options.run_id or UNNAMED)
-
-
-def _nothing_found(target: Target, found: FoundAgents) -> str:
-    which = f"no job {plain(target.job)}" if target.job else "no job of yours"
-    why = "".join(f"; {plain(trouble)}" for trouble in found.troubles)
-    if found.agents:
-        return f"{which} runs on this host; these run: {_names(_jobs(found.agents))}{why}"
-    return f"{which} runs on this host{why}; for a job of other hosts name its store: --rdzv-endpoint HOST:PORT"
-
-
-def _list(jobs: _Jobs, troubles: Sequence[str], *, is_json: bool) -> str:
-    rows = [
-        {
-            "run_id": run_id,
-            "state": agents[0].job.state.value,
-            "command": agents[0].job.terms.command if agents[0].job.terms else "",
-            "pids": [agent.pid for agent in agents],
-            "since_s": round(max(agent.node.age_s for agent in agents), 1),
-        }
-        for (run_id, _), agents in jobs.items()
-    ]
-    if is_json:
-        return json.dumps({"version": VERSION, "jobs": rows}) + "\n"
-    lines = [f"{len(rows)} jobs run here; elaunch status JOB shows one:"]
-    lines += [
-        plain(f"  {_name(run_id, agents)}  {row['state']} for {span(float(str(row['since_s'])))}  {row['command']}")
-        for ((run_id, _), agents), row in zip(jobs.items(), rows, strict=True)
-    ]
-    return "\n".join([*lines, *map(plain, troubles)]) + "\n"
+    return StoreSource(made, name or options.run_id or UNNAMED)
 
 
 def _order(topic: Topic, ctx: click.Context, source: JobSource) -> int:

@@ -68,7 +68,6 @@ class Options:
     module: bool
     no_python: bool
     preload: tuple[str, ...] | None
-    preload_only: tuple[str, ...] | None
     no_preload: bool
     warm: float
     numa_binding: NumaBinding | None
@@ -186,8 +185,6 @@ _EXCLUSIVE = (
     ("standalone", "nnodes", "a standalone job has one node; drop one of them"),
     ("module", "no_python", "a module always runs in Python; drop one of them"),
     ("preload", "no_preload", "drop one of them"),
-    ("preload_only", "no_preload", "drop one of them"),
-    ("preload", "preload_only", "name all modules in the one that is meant, and drop the other"),
 )
 
 

@@ -144,11 +144,8 @@ _WORKERS = (
     _switch("module", Group.WORKERS, "the program is a module, as python -m", short="m", peer="module"),
     _switch("no-python", Group.WORKERS, "the program is a command, not Python", peer="no-python"),
     Option(
-        "preload", Group.WORKERS, "MODULES", "import these once per node, besides torch", values.names,
-        default_text="none",
-    ),
-    Option(
-        "preload-only", Group.WORKERS, "MODULES", "import these once per node, in place of torch", values.names,
+        "preload", Group.WORKERS, "MODULES", "import these once per node, and nothing else", values.names,
+        default_text="torch",
     ),
     _switch("no-preload", Group.WORKERS, "start each worker as a new interpreter"),
     Option(

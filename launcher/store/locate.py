@@ -120,7 +120,8 @@ def _plan_for_one_node(options: Options) -> Planned:
     asked = [name for name in ("rdzv_backend", "rdzv_endpoint", "rdzv_conf") if name in options.given]
     if options.standalone or options.rdzv_backend == "static":
         asked = []
-    asked += [name for name in ("token_file",) if options.given.get(name) is Source.COMMAND_LINE]
+    if options.given.get("token_file") is Source.COMMAND_LINE:
+        asked.append("token_file")
     master = _static_master(options) if options.rdzv_backend == "static" and not options.standalone else None
     return Planned(
         RendezvousPlan(

@@ -15,6 +15,7 @@ import os
 import re
 import ssl
 import threading
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -150,9 +151,9 @@ class GrpcTransport:
 
     def stream(self, endpoint: Endpoint, rpc: Rpc, request: Json, token: str, deadline_s: float) -> GrpcStream:
         call, message = self._prepared(endpoint, rpc, request)
-        asked = _Asked(message)
+        over = threading.Event()
         metadata = (*_metadata(token), ("hasleader", "true"))
-        return GrpcStream(self, endpoint, call(asked, metadata=metadata), asked)
+        return GrpcStream(self, endpoint, call(_requests(message, over), metadata=metadata), over)
 
     def close(self) -> None:
         with self._lock:
@@ -206,34 +207,20 @@ class GrpcTransport:
         return self._grpc.secure_channel(str(endpoint), self._grpc.ssl_channel_credentials(*files), _OPTIONS)
 
 
-class _Asked:
+def _requests(message: Any, over: threading.Event) -> Iterator[Any]:
     """The request side of a stream: one request, and then nothing until the stream ends."""
-
-    def __init__(self, message: Any) -> None:
-        self._messages = [message]
-        self._over = threading.Event()
-
-    def __iter__(self) -> _Asked:
-        return self
-
-    def __next__(self) -> Any:
-        if self._messages:
-            return self._messages.pop()
-        self._over.wait()
-        raise StopIteration
-
-    def end(self) -> None:
-        self._over.set()
+    yield message
+    over.wait()
 
 
 class GrpcStream:
     """The answers of one call, one by one."""
 
-    def __init__(self, transport: GrpcTransport, endpoint: Endpoint, call: Any, asked: _Asked) -> None:
+    def __init__(self, transport: GrpcTransport, endpoint: Endpoint, call: Any, over: threading.Event) -> None:
         self._transport = transport
         self._endpoint = endpoint
         self._call = call
-        self._asked = asked
+        self._over = over
 
     def next(self, deadline_s: float | None) -> Json:
         try:
@@ -242,7 +229,7 @@ class GrpcStream:
             raise Unavailable(f"{self._endpoint} ended the stream") from None
 
     def hang_up(self) -> None:
-        self._asked.end()
+        self._over.set()
         self._call.cancel()
 
     def close(self) -> None:

@@ -49,7 +49,7 @@ def read(prefix: str) -> Json:
 
 def view(answer: Json) -> View:
     """The `View` in the answer to `read`."""
-    return View(revision(answer), {_text(kv.get("key", "")): _entry(kv) for kv in answer.get("kvs", ())})
+    return View(revision(answer), {text(kv.get("key", "")): _entry(kv) for kv in answer.get("kvs", ())})
 
 
 def commit(txn: Txn) -> Json:
@@ -69,7 +69,7 @@ def _count(txn: Txn) -> Json:
     for guard in txn.guards:
         name = guard.prefix if isinstance(guard, (Empty, NoneNewer)) else guard.key
         if name:
-            return {"key": b64encode(_raw(name)).decode(), "count_only": True}
+            return {"key": base64(name), "count_only": True}
     return _NOTHING
 
 
@@ -90,7 +90,7 @@ def lease(lease: int) -> Json:
 
 def seconds_left(answer: Json) -> float:
     """The seconds in the answer to a keep-alive; 0 if the lease has ended."""
-    return float(_number(answer.get("TTL", 0)))
+    return float(number(answer.get("TTL", 0)))
 
 
 def watch(prefix: str, after: int | None) -> Json:
@@ -112,19 +112,19 @@ def changes(answer: Json, after: int) -> list[Changes]:
     """
     events = (event for event in answer.get("events", ()) if _written_at(event) > after)
     return [
-        Changes(at, {_text(event["kv"]["key"]): _event(event) for event in group})
+        Changes(at, {text(event["kv"]["key"]): _event(event) for event in group})
         for at, group in groupby(events, _written_at)
     ]
 
 
 def compacted(answer: Json) -> bool:
     """Whether etcd ended the watch because its revisions were compacted."""
-    return _number(answer.get("compact_revision", 0)) > 0
+    return number(answer.get("compact_revision", 0)) > 0
 
 
 def revision(answer: Json) -> int:
     """The store's revision as of this answer."""
-    return _number(answer.get("header", {}).get("revision", 0))
+    return number(answer.get("header", {}).get("revision", 0))
 
 
 def cluster(answer: Json) -> str:
@@ -133,17 +133,17 @@ def cluster(answer: Json) -> str:
 
 
 def _range(prefix: str) -> Json:
-    return {"key": _base64(_raw(prefix) or b"\0"), "range_end": _base64(range_end(prefix))}
+    return {"key": base64(prefix or "\0"), "range_end": b64encode(range_end(prefix)).decode()}
 
 
 def _compare(guard: TxnGuard) -> Json:
     match guard:
         case Absent(key):
-            return {"key": _key(key), "target": "CREATE", "result": "EQUAL", "create_revision": "0"}
+            return {"key": base64(key), "target": "CREATE", "result": "EQUAL", "create_revision": "0"}
         case Present(key):
-            return {"key": _key(key), "target": "CREATE", "result": "GREATER", "create_revision": "0"}
+            return {"key": base64(key), "target": "CREATE", "result": "GREATER", "create_revision": "0"}
         case Unchanged(key, mod_revision):
-            return {"key": _key(key), "target": "MOD", "result": "EQUAL", "mod_revision": str(mod_revision)}
+            return {"key": base64(key), "target": "MOD", "result": "EQUAL", "mod_revision": str(mod_revision)}
         case Empty(prefix):
             # On a range the comparison must hold for every key, and no key was created at revision 0.
             return {**_range(prefix), "target": "CREATE", "result": "EQUAL", "create_revision": "0"}
@@ -154,20 +154,20 @@ def _compare(guard: TxnGuard) -> Json:
 def _op(op: Op) -> Json:
     match op:
         case Put(key, value, lease):
-            put = {"key": _key(key), "value": _base64(_raw(value))}
+            put = {"key": base64(key), "value": base64(value)}
             return {"request_put": {**put, "lease": str(lease)} if lease else put}
         case Delete(key, ""):
-            return {"request_delete_range": {"key": _key(key)}}
+            return {"request_delete_range": {"key": base64(key)}}
         case Delete(key, end):
-            return {"request_delete_range": {"key": _key(key), "range_end": _key(end)}}
+            return {"request_delete_range": {"key": base64(key), "range_end": base64(end)}}
 
 
 def _entry(kv: Json) -> KeyEntry:
     return KeyEntry(
-        _text(kv.get("value", "")),
-        _number(kv["create_revision"]),
-        _number(kv["mod_revision"]),
-        _number(kv.get("lease", 0)),
+        text(kv.get("value", "")),
+        number(kv["create_revision"]),
+        number(kv["mod_revision"]),
+        number(kv.get("lease", 0)),
     )
 
 
@@ -176,31 +176,29 @@ def _event(event: Json) -> KeyEntry | None:
 
 
 def _written_at(event: Json) -> int:
-    return _number(event["kv"]["mod_revision"])
+    return number(event["kv"]["mod_revision"])
 
 
-def _number(value: Any) -> int:
+def number(value: Any) -> int:
     """A 64-bit number, which etcd's JSON holds as text. Raises ValueError."""
     # int() would also take a float and true, and raise another error for infinity.
     if type(value) is int or (type(value) is str and _INT64.fullmatch(value)):
-        number = int(value)
-        if -(2**63) <= number < 2**63:
-            return number
+        found = int(value)
+        if -(2**63) <= found < 2**63:
+            return found
     raise ValueError(f"{shown(value)} is no 64-bit number")
 
 
 # Values of other writers may not be UTF-8. They are kept as they are, so that the record's reader can refuse them.
-def _raw(text: str) -> bytes:
-    return text.encode("utf-8", "surrogateescape")
+def base64(text: str) -> str:
+    """A key or a value, as etcd's JSON holds it."""
+    return b64encode(_raw(text)).decode("ascii")
 
 
-def _text(base64: str) -> str:
+def text(base64: str) -> str:
+    """What `base64` was made of. Raises TypeError and ValueError."""
     return b64decode(base64).decode("utf-8", "surrogateescape")
 
 
-def _key(key: str) -> str:
-    return _base64(_raw(key))
-
-
-def _base64(raw: bytes) -> str:
-    return b64encode(raw).decode("ascii")
+def _raw(text: str) -> bytes:
+    return text.encode("utf-8", "surrogateescape")

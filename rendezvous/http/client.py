@@ -12,7 +12,6 @@ import ssl
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 from elaunch.rendezvous.endpoint import Endpoint, Tls
@@ -26,17 +25,6 @@ _RECEIVE_BYTES = 1 << 16
 _IDLE_CONNECTIONS_MAX = 4
 # OpenSSL's names of the alerts by which a server rejects the client's certificate.
 _CLIENT_ALERTS = ("CERTIFICATE_REQUIRED", "BAD_CERTIFICATE", "UNKNOWN_CA", "CERTIFICATE_UNKNOWN", "CERTIFICATE_EXPIRED")
-
-
-@dataclass(frozen=True)
-class Trust:
-    """How a client recognises its servers by TLS. Without `context` there is no TLS.
-
-    `hint` tells the user what to check if a server's certificate is not trusted.
-    """
-
-    context: ssl.SSLContext | None = None
-    hint: str = ""
 
 
 class _Incoming(io.RawIOBase):
@@ -58,15 +46,20 @@ class _Incoming(io.RawIOBase):
 
 
 class ClientConnection:
-    """One connection to a server, for one request at a time. Every method may raise Unavailable or Denied."""
+    """One connection to a server, for one request at a time. Every method may raise Unavailable or Denied.
 
-    def __init__(self, endpoint: Endpoint, trust: Trust, deadline: Deadline) -> None:
+    Without `context` there is no TLS. `hint` tells the user what to check if a server's certificate is not trusted.
+    """
+
+    def __init__(
+        self, endpoint: Endpoint, deadline: Deadline, context: ssl.SSLContext | None = None, hint: str = ""
+    ) -> None:
         self._endpoint = endpoint
-        self._trust = trust
+        self._hint = hint
         self._pid = os.getpid()
         self._response: http.client.HTTPResponse | None = None
         with self._explained(deadline):
-            self._socket = _connect(endpoint, trust.context, deadline)
+            self._socket = _connect(endpoint, context, deadline)
         self._incoming = _Incoming(self._socket)
 
     def ask(self, method: str, path: str, headers: dict[str, str], body: bytes, deadline: Deadline) -> int:
@@ -126,17 +119,18 @@ class ClientConnection:
         try:
             yield
         except (OSError, http.client.HTTPException, ValueError, OverflowError) as error:
-            raise connection_error(error, self._endpoint, str(deadline or ""), self._trust.hint) from error
+            raise connection_error(error, self._endpoint, str(deadline or ""), self._hint) from error
 
 
 class HttpClient:
     """Requests to several servers, over connections that are kept and used again. Safe for several threads."""
 
     def __init__(self, tls: Tls | ssl.SSLContext | None = None) -> None:
+        self._context: ssl.SSLContext | None
         if isinstance(tls, Tls):
-            self._trust = Trust(context(tls), "is the CA the right one?")
+            self._context, self._hint = context(tls), "is the CA the right one?"
         else:
-            self._trust = Trust(tls, "is ELAUNCH_TOKEN that of the elaunch that runs there?")
+            self._context, self._hint = tls, "is ELAUNCH_TOKEN that of the elaunch that runs there?"
         self._idle: defaultdict[Endpoint, deque[ClientConnection]] = defaultdict(deque)
 
     def ask(
@@ -146,7 +140,7 @@ class HttpClient:
         deadline = Deadline(deadline_s)
         idle = self._idle[endpoint]
         kept = _take(idle)
-        connection = kept or ClientConnection(endpoint, self._trust, deadline)
+        connection = kept or self.open(endpoint, deadline)
         try:
             try:
                 status = connection.ask(method, path, headers, body, deadline)
@@ -157,7 +151,7 @@ class HttpClient:
                 if not kept:
                     raise
                 connection.close()
-                connection = ClientConnection(endpoint, self._trust, deadline)
+                connection = self.open(endpoint, deadline)
                 status = connection.ask(method, path, headers, body, deadline)
             answer = status, connection.body(deadline)
         except BaseException:
@@ -170,14 +164,14 @@ class HttpClient:
         return answer
 
     def open(self, endpoint: Endpoint, deadline: Deadline) -> ClientConnection:
-        """A new connection that belongs to the caller, for an answer without an end."""
-        return ClientConnection(endpoint, self._trust, deadline)
+        """A new connection, which belongs to the caller."""
+        return ClientConnection(endpoint, deadline, self._context, self._hint)
 
     def other_scheme(self, endpoint: Endpoint, deadline_s: float) -> str:
         """The scheme, `http` or `https`, that the server answers if it is not the one in use; else ""."""
         deadline = Deadline(deadline_s)
-        if self._trust.context:
-            with suppress(StoreError), closing(ClientConnection(endpoint, Trust(), deadline)) as plain:
+        if self._context:
+            with suppress(StoreError), closing(ClientConnection(endpoint, deadline)) as plain:
                 plain.ask("GET", "/version", {}, b"", deadline)
                 return "http"
             return ""

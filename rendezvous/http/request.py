@@ -48,7 +48,6 @@ class RequestReader:
         self._buffer = bytearray()
         self._head: tuple[str, str, Mapping[str, str], bool] | None = None
         self._body_length = 0
-        self._searched = 0
 
     def feed(self, data: bytes) -> None:
         self._buffer += data
@@ -67,13 +66,11 @@ class RequestReader:
         return HttpRequest(method, path, headers, body, closes)
 
     def _read_head(self) -> bool:
-        end = self._buffer.find(_END, max(self._searched - len(_END), 0))
+        end = self._buffer.find(_END)
         if max(end, len(self._buffer) if end < 0 else 0) > HEAD_BYTES_MAX:
             raise BadRequest(431, "the request's headers are too long")
         if end < 0:
-            self._searched = len(self._buffer)
             return False
-        self._searched = 0
         line, *fields = self._buffer[:end].decode("latin-1").split("\r\n")
         del self._buffer[: end + len(_END)]
         try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote
 
@@ -30,53 +29,33 @@ _SENTENCES_MAX = 8
 _SHOWN = 200
 
 
-@dataclass(frozen=True)
 class Keys:
-    """The names of one job's keys. `prefix` starts and ends with a slash."""
+    """The names of one job's keys. `prefix` starts and ends with a slash.
 
-    run_id: str
-    prefix: str = PREFIX
+    Every node watches `control`, the leader watches `root`. `starter` is the node that has claimed the start of the
+    first run, `question` is what somebody asks all nodes (`questions`), `hang` is the leader's verdict.
+    """
 
-    @cached_property
-    def root(self) -> str:
+    def __init__(self, run_id: str, prefix: str = PREFIX) -> None:
+        self.run_id = run_id
+        self.prefix = prefix
         # A slash in the run id would put one job's keys among those of another job.
-        return f"{self.prefix}{quote(self.run_id, safe='')}/"
+        self.root = f"{prefix}{quote(run_id, safe='')}/"
+        self.members = f"{self.root}members/"
+        self.control = f"{self.root}ctl/"
+        self.spec = f"{self.control}spec"
+        self.generation = f"{self.control}generation"
+        self.leader = f"{self.control}leader"
+        self.starter = f"{self.control}starter"
+        self.ended = f"{self.control}ended"
+        self.question = f"{self.control}question"
+        self.hang = f"{self.control}hang"
 
-    @cached_property
-    def control(self) -> str:
-        """The prefix that every node watches; the leader watches `root`."""
-        return f"{self.root}ctl/"
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Keys) and (self.run_id, self.prefix) == (other.run_id, other.prefix)
 
-    @cached_property
-    def members(self) -> str:
-        return f"{self.root}members/"
-
-    @property
-    def spec(self) -> str:
-        # Under ctl/, so that the one watch of every node covers it.
-        return f"{self.control}spec"
-
-    @property
-    def generation(self) -> str:
-        return f"{self.control}generation"
-
-    @property
-    def leader(self) -> str:
-        return f"{self.control}leader"
-
-    @property
-    def starter(self) -> str:
-        """The node that has claimed the start of the first run."""
-        return f"{self.control}starter"
-
-    @property
-    def ended(self) -> str:
-        return f"{self.control}ended"
-
-    @property
-    def question(self) -> str:
-        """What somebody asks all nodes of the job (`questions`)."""
-        return f"{self.control}question"
+    def __hash__(self) -> int:
+        return hash(self.root)
 
     def answers(self, identity: str, node_id: str = "") -> str:
         """A node's answer to that question. It is no key of any job: a quoted run id has no question mark."""
@@ -101,11 +80,6 @@ class Keys:
     def still(self, generation: int, node_id: str = "") -> str:
         """The key by which this node says that all of its ranks stand still."""
         return f"{self.root}still/{generation:010}/{node_id}"
-
-    @property
-    def hang(self) -> str:
-        """The leader's verdict that the job hangs."""
-        return f"{self.control}hang"
 
     def table(self, generation: int) -> str:
         return f"{self.control}table/{generation:010}"

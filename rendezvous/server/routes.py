@@ -6,12 +6,13 @@ In etcd's JSON bytes are base64, 64-bit numbers are strings, and zero fields are
 from __future__ import annotations
 
 import json
-from base64 import b64decode, b64encode
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from elaunch.rendezvous.codec import parse_first_json, shown
 from elaunch.rendezvous.engine.engine import Engine, Refused
+from elaunch.rendezvous.etcd.json_codec import base64, number, range_end, text
+from elaunch.rendezvous.etcd.transport import Json
 from elaunch.rendezvous.store import (
     SHARED,
     Absent,
@@ -27,8 +28,6 @@ from elaunch.rendezvous.store import (
     TxnGuard,
     Unchanged,
 )
-
-Json = dict[str, Any]
 
 # The version of etcd that this server imitates. Clients read it.
 ETCD_VERSION = "3.4.0"
@@ -176,20 +175,12 @@ def _op(op: Json) -> Op:
 
 def _prefix(fields: Json) -> str:
     """The prefix of all keys of a range. Raises ValueError for a range that is none."""
-    key, end = _bytes(fields, "key"), _bytes(fields, "range_end")
-    if (key, end) == (b"\0", b"\0"):
+    start, end = text(fields.get("key", "")), text(fields.get("range_end", ""))
+    if (start, end) == ("\0", "\0"):
         return ""
-    if not key or key[-1] == 0xFF or end != key[:-1] + bytes([key[-1] + 1]):
+    if not start or end.encode("utf-8", "surrogateescape") != range_end(start):
         raise ValueError("a range that is no prefix")
-    return key.decode("utf-8", "surrogateescape")
-
-
-def _text(fields: Json, name: str) -> str:
-    return _bytes(fields, name).decode("utf-8", "surrogateescape")
-
-
-def _bytes(fields: Json, name: str) -> bytes:
-    return b64decode(fields.get(name, ""), validate=True)
+    return start
 
 
 def _lease(fields: Json) -> int:
@@ -199,31 +190,25 @@ def _lease(fields: Json) -> int:
     return lease
 
 
+def _text(fields: Json, name: str) -> str:
+    return text(fields.get(name, ""))
+
+
 def _number(fields: Json, name: str) -> int:
-    """A 64-bit number, which may be text."""
-    value = fields.get(name, 0)
-    # int() would accept a float, and true.
-    number = int(value) if type(value) in (int, str) else 1 << 63
-    if not -(2**63) <= number < 2**63:
-        raise ValueError(f"{name} is no 64-bit number")
-    return number
+    return number(fields.get(name, 0))
 
 
 def _event(revision: int, key: str, entry: KeyEntry | None) -> Json:
     if entry is None:
-        return {"type": "DELETE", "kv": {"key": _base64(key), "mod_revision": str(revision)}}
+        return {"type": "DELETE", "kv": {"key": base64(key), "mod_revision": str(revision)}}
     return {"kv": _kv(key, entry)}
 
 
 def _kv(key: str, entry: KeyEntry) -> Json:
     kv = {
-        "key": _base64(key),
+        "key": base64(key),
         "create_revision": str(entry.create_revision),
         "mod_revision": str(entry.mod_revision),
-        "value": _base64(entry.value),
+        "value": base64(entry.value),
     }
     return {**kv, "lease": str(entry.lease)} if entry.lease else kv
-
-
-def _base64(text: str) -> str:
-    return b64encode(text.encode("utf-8", "surrogateescape")).decode()

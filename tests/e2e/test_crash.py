@@ -11,7 +11,7 @@ from tests.harness import Job, finished, script, slow
 
 pytestmark = pytest.mark.usefixtures("without_torch")
 
-LIGHT = ("--preload-only", "json")
+LIGHT = ("--preload", "json")
 EXEC = ("--no-preload",)
 BOTH = pytest.mark.parametrize("start", [LIGHT, slow(EXEC)], ids=["forked", "exec'd"])
 

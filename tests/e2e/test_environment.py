@@ -17,7 +17,7 @@ from elaunch.launcher.host import detect
 from tests.harness import RUN_LIMIT_S, Job, environment, finished, records, script, slow
 
 # Preload a light module in place of torch: the fork server does the same, without the second of importing torch.
-LIGHT = ("--preload-only", "json")
+LIGHT = ("--preload", "json")
 
 SAY_ENVIRONMENT = """
 import json, os, sys
@@ -35,7 +35,7 @@ NESTED = """
 import os, subprocess, sys
 
 if os.environ["RANK"] == "0":
-    sys.exit(subprocess.call([sys.executable, "-m", "elaunch", "--preload-only", "json", "inner.py"]))
+    sys.exit(subprocess.call([sys.executable, "-m", "elaunch", "--preload", "json", "inner.py"]))
 """
 TWO_WORKERS = ("--nproc-per-node", "2", "--max-restarts", "2", "train.py", "--lr", "3")
 

@@ -17,7 +17,7 @@ from tests.warm import SharedStart
 pytestmark = pytest.mark.usefixtures("without_torch")
 
 # Preload a light module in place of torch: the fork server does the same, without the second of importing torch.
-LIGHT = ("--preload-only", "json")
+LIGHT = ("--preload", "json")
 EXEC = ("--no-preload",)
 # For survivors that say something when they get SIGTERM, and may have to wait for a CPU.
 PATIENT = ("--failure-grace", "300")
@@ -435,7 +435,7 @@ class TestUsage:
             (["trian.py"], "trian.py does not exist"),
             (["--max-restarts", "-1", "train.py"], "--max-restarts -1 is out of range"),
             (["--nnodes", "2:1", "train.py"], "nodes_min (2) is larger than nodes_max (1)"),
-            (["--preload-only", "json", "--no-preload", "train.py"], "contradicts --no-preload"),
+            (["--preload", "json", "--no-preload", "train.py"], "contradicts --no-preload"),
             (["--log-dir", "train.py", "train.py"], "--log-dir train.py is a file"),
             (["--no-python", "no-such-command"], "no-such-command is not an executable file"),
         ],

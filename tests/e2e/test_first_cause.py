@@ -43,7 +43,7 @@ if GENERATION == 0:
 dist.all_reduce(torch.tensor([1]))
 dist.destroy_process_group()
 """
-OPTIONS = ("--preload-only", "torch.distributed", "--failure-grace", "300")
+OPTIONS = ("--preload", "torch.distributed", "--failure-grace", "300")
 
 
 # The stand-in's ranks fail in gloo's words, and two nodes need not import torch.

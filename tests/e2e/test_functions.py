@@ -55,7 +55,7 @@ if __name__ == "__main__":
 
 def config(workers: int = 2, **fields: Any) -> elaunch.LaunchConfig:
     # Preload a light module in place of torch: the fork server does the same, without the second of importing torch.
-    light = ("--preload-only", "json")
+    light = ("--preload", "json")
     return elaunch.LaunchConfig(1, 1, workers, **{"max_restarts": 0, "run_id": "functions", "options": light, **fields})
 
 

@@ -155,7 +155,7 @@ if os.environ["RANK"] == "2": atexit.register(clean_up)
 
 def test_ranks_whose_programs_have_ended_while_their_processes_live_on_are_named(tmp_path: Path) -> None:
     script(tmp_path, ENDS)
-    with Job(tmp_path, "--preload-only", "json", *OPTIONS[:4], "--run-id", "night", "train.py") as job:
+    with Job(tmp_path, "--preload", "json", *OPTIONS[:4], "--run-id", "night", "train.py") as job:
         job.wait_for_output(r"elaunch stop night ends the job")
         job.process.send_signal(signal.SIGTERM)
         job.wait()

@@ -14,7 +14,7 @@ from tests.harness import Job, finished, script, wait_for
 
 pytestmark = pytest.mark.usefixtures("without_torch")
 
-LIGHT = ("--preload-only", "json", "--nproc-per-node", "2")
+LIGHT = ("--preload", "json", "--nproc-per-node", "2")
 
 # An upload: it reads and writes for some time, and says so on the inherited stdout.
 UPLOAD = """

@@ -30,7 +30,7 @@ from tests.warm import SharedStart
 pytestmark = pytest.mark.usefixtures("without_torch")
 
 # Preload a light module in place of torch: the fork server does the same, without the second of importing torch.
-LIGHT = ("--preload-only", "json")
+LIGHT = ("--preload", "json")
 # In the environment of the plain launch's processes alone.
 PLAIN = secrets.token_hex(8)
 

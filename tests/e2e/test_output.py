@@ -33,7 +33,7 @@ from tests.terminal import Terminal
 pytestmark = pytest.mark.usefixtures("without_torch")
 
 # Preload a light module in place of torch: the fork server does the same, without the second of importing torch.
-LIGHT = ("--preload-only", "json")
+LIGHT = ("--preload", "json")
 
 SAY_WHO = """
 import os, sys

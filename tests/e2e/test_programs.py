@@ -24,7 +24,7 @@ from tests.standin import WITH_TORCH
 
 pytestmark = pytest.mark.usefixtures("without_torch")
 
-LIGHT = ("--preload-only", "json", "--max-restarts", "0")
+LIGHT = ("--preload", "json", "--max-restarts", "0")
 
 
 # Rank 0 leaves files open and a thread that writes; rank 1 forks a child that raises.
@@ -67,7 +67,7 @@ def test_a_late_import_error_of_one_rank_is_a_start_up_failure_though_another_wa
         "import nosuchmodule\n",
     )
 
-    with Job(tmp_path, "--preload-only", "torch", "--nproc-per-node", "2", "train.py", env=WITH_TORCH) as job:
+    with Job(tmp_path, "--preload", "torch", "--nproc-per-node", "2", "train.py", env=WITH_TORCH) as job:
         job.wait_for_output("at the store")
         # The group's leader has connected by the time that its socket is there.
         store = job.child("elaunch: worker store")

@@ -12,7 +12,7 @@ from tests.terminal import Terminal
 
 pytestmark = pytest.mark.usefixtures("without_torch")
 
-LIGHT = ("--preload-only", "json", "--nproc-per-node", "2")
+LIGHT = ("--preload", "json", "--nproc-per-node", "2")
 COLUMNS = 90
 XTERM = {"TERM": "xterm-256color"}
 

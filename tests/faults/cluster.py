@@ -23,7 +23,7 @@ REDUCER = Path(__file__).with_name("reducer.py")
 # For jobs of which no node is lost: on a busy machine a node may be silent for longer than the default of 3 s.
 PATIENT = ("--rdzv-conf", "lease_ttl=60")
 # Only torch: its optimizers are not used here, and each node imports for itself, all on the same two cores.
-PRELOAD = ("--preload-only", "torch")
+PRELOAD = ("--preload", "torch")
 PORT = 2379
 
 

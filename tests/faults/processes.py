@@ -21,7 +21,7 @@ from tests.standin import WITHOUT_TORCH
 
 TAG = "FAULT_TEST_JOB"
 # Preload a light module in place of torch: the fork server does the same, without the two seconds of torch's import.
-LIGHT = ("--preload-only", "json")
+LIGHT = ("--preload", "json")
 
 # Lines for the beginning of a worker's script.
 SAY = """

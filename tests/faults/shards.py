@@ -5,7 +5,6 @@ Run as `shards.py KIND STORE ACTION…` by each rank. KIND is ddp, fsdp2 or zero
 
     train N         N steps; the gradients depend only on the step, so every world size computes the same
     save            keep the state, and wait until it is kept
-    begin           keep the state without waiting
     load            put the newest state into model and optimizer
     weights         put the newest state's model into the model, and leave out the optimizer's state
     garble RANK     change one bit in the next data that this rank receives from another rank
@@ -37,9 +36,8 @@ from elaunch.trainer.checkpoint.checkpoints import Checkpoints
 from elaunch.trainer.checkpoint.local import LocalStorage
 from elaunch.trainer.checkpoint.objects import ObjectFolder, ObjectStorage
 from elaunch.trainer.memory.sharded import ShardedMemory
-from elaunch.trainer.memory.slots import Slot
 from elaunch.trainer.ranks.peers import Peers
-from elaunch.trainer.state import model_state, region
+from elaunch.trainer.state import model_state
 from elaunch.trainer.state.tree import tensors_sha256
 
 KIND, STORE, *ACTIONS = sys.argv[1:]
@@ -105,7 +103,7 @@ def whole(value: torch.Tensor) -> torch.Tensor:
 
 def at(moment: str, rank: int) -> None:
     """Be killed by SIGKILL there: `write` (in the middle of the first file), `part` (written, before it is told),
-    `manifest` (before it), `publish` (before the rename, or the manifest of objects); of a snapshot `copy` (half)."""
+    `manifest` (before it), `publish` (before the rename, or the manifest of objects)."""
     if rank != RANK:
         return
 
@@ -130,12 +128,6 @@ def at(moment: str, rank: int) -> None:
             die()
         return to_rank_0(self, value)
 
-    def partly(self: Slot, packed: region.Packed, copy: Any) -> None:
-        region.tear(self.region())
-        for view, tensor in zip(region.views(self.region(), packed)[:3], packed.tensors, strict=False):
-            view.copy_(tensor)
-        die()
-
     match moment:
         case "write":
             dcp._Summing.write = halfway  # type: ignore[method-assign]
@@ -146,8 +138,6 @@ def at(moment: str, rank: int) -> None:
         case "publish":
             local.publish = die  # type: ignore[assignment]
             ObjectFolder.write = unmarked  # type: ignore[method-assign]
-        case "copy":
-            Slot.begin = partly  # type: ignore[assignment, method-assign]
 
 
 def garble() -> None:
@@ -191,12 +181,8 @@ def main() -> None:
             case "save" if STORE == "memory":
                 store.save(done["step"], {**done, **model_state.state_of(model, optimizer)})
                 store.wait()
-            case "begin" if STORE == "memory":
-                store.save(done["step"], {**done, **model_state.state_of(model, optimizer)})
             case "save":
                 store.save(done["step"], {**done, **model_state.state_of(model, optimizer)})
-            case "begin":
-                store.save_async(done["step"], {**done, **model_state.state_of(model, optimizer)})
             case "load":
                 found = model_state.restore(load, model, optimizer, done)
                 loaded = [found.generation, found.step] if found else None

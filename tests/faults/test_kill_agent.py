@@ -99,7 +99,7 @@ for _ in batches:
     time.sleep(0.01)
 """,
     )
-    with Watched(tmp_path, "--preload-only", "torch", "--nproc-per-node", "1", "train.py") as job:
+    with Watched(tmp_path, "--preload", "torch", "--nproc-per-node", "1", "train.py") as job:
         said_pids(job, "worker", each=1)
         pids = said_pids(job, "loader", each=2)
 

@@ -56,7 +56,7 @@ def test_restarted_workers_have_the_new_fork_server_as_parent(tmp_path: Path) ->
 def test_a_fork_server_killed_while_it_imports_is_replaced_by_fresh_interpreters(tmp_path: Path) -> None:
     env = library(tmp_path, "endless", "import time; open('importing', 'a').write('x'); time.sleep(600)")
     script(tmp_path, "print('the script ran')")
-    with Watched(tmp_path, "--preload-only", "endless", "--nproc-per-node", "2", "train.py", env=env) as job:
+    with Watched(tmp_path, "--preload", "endless", "--nproc-per-node", "2", "train.py", env=env) as job:
         begun = tmp_path / "importing"
         wait_for(lambda: begun.exists() and begun.read_text(), "the import's beginning")
 

@@ -94,7 +94,7 @@ def test_under_the_network_policies_a_job_meets_over_the_etcd_and_a_stranger_rea
 def test_a_pod_whose_workers_do_not_end_is_gone_within_its_grace(tmp_path: Path) -> None:
     job = the("Job", rendered("base"))
     with Pods(tmp_path, 1, TOKEN) as pods:
-        program = ("--preload-only", "json", str(script(tmp_path, STUBBORN)))
+        program = ("--preload", "json", str(script(tmp_path, STUBBORN)))
         pod = pods.run(job, 0, *program, env={**WITHOUT_TORCH, "PET_NNODES": "1", "PET_STOP_GRACE": "1"})
         wait_for(lambda: pod.process.pids("worker"), "a worker")
 

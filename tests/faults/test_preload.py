@@ -35,7 +35,7 @@ def test_one_line_says_why_workers_are_fresh_interpreters(tmp_path: Path, name: 
     script(tmp_path / "mine", SAYS)
     (tmp_path / "mine" / "profile.py").write_text("")
 
-    job = finished(tmp_path, "--preload-only", f"{LIGHT[1]},{name}", "mine/train.py", env=env)
+    job = finished(tmp_path, "--preload", f"{LIGHT[1]},{name}", "mine/train.py", env=env)
 
     assert job.stdout == "False True\n", job.output
     said = re.findall("fresh interpreter, which is slower: (.*)", job.stderr)

@@ -274,7 +274,7 @@ while True:
     signal.sigtimedwait([], 0.1)  # not pause(): it would miss a signal that comes just before it
 """,
     )
-    with Watched(tmp_path, "--preload-only", "torch", "--nproc-per-node", "1", "train.py") as job:
+    with Watched(tmp_path, "--preload", "torch", "--nproc-per-node", "1", "train.py") as job:
         workers_up(job, 1)
         loaders = job.pids("loader")
         assert len(loaders) == 2

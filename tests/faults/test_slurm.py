@@ -157,7 +157,7 @@ def test_a_job_that_a_worker_hands_in_outlives_that_workers_restart(slurm: Slurm
     here = ("-wnode0", "--output=other.out")
     by_elaunch = ("submit", "slurm", "--cpus", "1", *(f"--sbatch={option}" for option in here), "--no-python")
     words = ("sbatch", *here, "other.sh") if how == "sbatch" else (*COMMAND, *by_elaunch, "./other.sh")
-    command = " ".join((*COMMAND, "--preload-only", "json", "train.py", *words))
+    command = " ".join((*COMMAND, "--preload", "json", "train.py", *words))
     job = batch_of(slurm, command, options=("-N1", "-c1", "-wnode0", f"--chdir={home}"))
     # That job may begin before its worker knows that it has handed it in.
     both = (home / "given", home / "worker.0")
@@ -295,7 +295,7 @@ def test_a_job_that_is_queued_again_goes_on_from_where_it_was(slurm: Slurm, how:
 @pytest.mark.slow
 def test_a_job_survives_the_loss_of_a_node(slurm: Slurm, tmp_path: Path) -> None:
     records = Records(tmp_path / "records")
-    words = (*COMMAND, "--nnodes", "2:3", "--preload-only", "torch", str(REDUCER), str(tmp_path))
+    words = (*COMMAND, "--nnodes", "2:3", "--preload", "torch", str(REDUCER), str(tmp_path))
     options = ("--nodes=3", "--ntasks-per-node=1", "--no-kill")
     job = batch_of(slurm, "--no-kill", *words, options=options)
     first = met(records, 3)

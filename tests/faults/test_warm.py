@@ -20,7 +20,7 @@ from tests.faults.processes import is_alive
 from tests.harness import RUN_LIMIT_S, Job, script, wait_for
 from tests.warm import command, own_place, run, states
 
-WARM = ("-v", "--preload-only", "json,heavy", "--warm")
+WARM = ("-v", "--preload", "json,heavy", "--warm")
 THREADS = {"OMP_NUM_THREADS": "1"}
 # A job of one worker that says who forked its fork server, and what it finds; or that waits.
 TELL = """
@@ -145,7 +145,7 @@ def test_the_kill_of_one_that_stays_ends_no_job_and_makes_the_next_start_cold(tm
 def test_status_says_what_is_there_and_stop_ends_it(tmp_path: Path, place: Path) -> None:
     pid = first(tmp_path)
 
-    shown, ended, after = command("--status"), command("--stop"), command("--status")
+    shown, ended, after = command(), command("--stop"), command()
 
     assert re.match(
         rf"pid {pid}, since 20\d\d-.*, 1[45]\.\d min left\n  for train.py in {tmp_path}, with {sys.executable}\n"

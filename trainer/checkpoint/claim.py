@@ -22,7 +22,6 @@ from typing import Any
 from elaunch.process_identity import is_dead_here, is_here, this_process
 from elaunch.strict_json import parse_json
 from elaunch.trainer.checkpoint.storage import Storage
-from elaunch.trainer.files import reason
 
 NOTE = "elaunch-training.json"
 # A Keeper's, if the program gives it none.
@@ -76,19 +75,9 @@ class Claim:
 
     def take(self, waiting: Callable[[], object]) -> None:
         """Take the lock. Raises NotOurs; `waiting` is called while it waits for another job to end."""
-        # The first checkpoint reports what cannot be written; the thread retries.
+        # The first checkpoint reports what cannot be read or written; the thread retries.
         with contextlib.suppress(OSError):
-            try:
-                held = self._held()
-            except OSError as error:
-                # Nothing is published before it can be read, and the first checkpoint may be hours away.
-                with contextlib.suppress(OSError):
-                    self._storage.require_writable()
-                    self._say(
-                        f"{self._storage}/{NOTE} cannot be read ({reason(error)}): until it can, or is removed, no "
-                        "checkpoint is written"
-                    )
-                raise
+            held = self._held()
             if held is not None and not self._is_mine(held):
                 if there := self._storage.found():
                     self._require_same(held, there[-1][0].step)

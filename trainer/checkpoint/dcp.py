@@ -23,11 +23,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as records
-from torch.distributed.checkpoint.default_planner import (
-    DefaultLoadPlanner,
-    DefaultSavePlanner,
-    create_default_local_save_plan,
-)
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
@@ -37,19 +33,6 @@ from elaunch.trainer.checkpoint.storage import LAYOUT, Folder
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state import tree
 from elaunch.trainer.state.pickles import require_shallow
-
-__all__ = [
-    "Contents",
-    "Part",
-    "Plan",
-    "Staging",
-    "contents",
-    "fill",
-    "finish",
-    "local_chunks",
-    "plan",
-    "write",
-]
 
 _SMALL_BYTES = 1 << 20
 
@@ -238,28 +221,6 @@ def _require_inside(name: str, chunk: records.ChunkStorageMetadata, size: torch.
     is_alike = len(chunk.offsets) == len(chunk.sizes) == len(size)
     if not is_alike or min(size, default=0) < 0 or any(not 0 <= at <= at + many <= most for at, many, most in bounds):
         raise ValueError(f"{name} has a chunk that does not lie in its tensor of shape {tuple(size)}")
-
-
-def local_chunks(tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, WriteItem]]:
-    """The parts of `tensors` that this rank holds, each with DCP's description of it (offsets and sizes)."""
-    planner = DefaultSavePlanner(flatten_state_dict=False)
-    planner.set_up_planner(dict(tensors))
-    items = create_default_local_save_plan(planner.state_dict, False).items
-    return [(planner.lookup_object(item.index).detach(), item) for item in items]
-
-
-def fill(target: Tensor, name: str, whole: Tensor) -> None:
-    """Copy `whole` into `target`, or of a DTensor the part that is here."""
-    if not tree.is_shard(target):
-        target.detach().copy_(whole)
-        return
-    for part, item in local_chunks({name: target}):
-        assert item.tensor_data is not None
-        chunk = item.tensor_data.chunk
-        source = whole
-        for dimension, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
-            source = source.narrow(dimension, offset, size)
-        part.copy_(source)
 
 
 class _LoadPlanner(DefaultLoadPlanner):

@@ -60,7 +60,7 @@ def load_from_rank_0(storage: Storage, state: State, ranks: Peers, say: Callable
     unread: list[str] = []
     for candidate, folder in _newest_first(storage, unread) if ranks.leads else ():
         with _passing_over(storage, folder, say, unread):
-            whole = _read(folder, flatten(state).tensors)
+            whole = _read(folder)
             mark, source = candidate, str(folder)
             break
     _require_read(unread if whole is None else [], ranks)
@@ -151,18 +151,13 @@ def _open_share(folder: Folder, manifest: Manifest, ranks: Peers) -> tuple[_Open
     return opened, None
 
 
-def _read(folder: Folder, targets: Mapping[str, Tensor]) -> _Whole:
-    """A whole checkpoint, verified. Raises Corrupt, or torch's own error if torch cannot read a whole checkpoint.
-
-    The tensors that fit are put into `targets`, which saves a copy, once it is verified.
-    """
+def _read(folder: Folder) -> _Whole:
+    """A whole checkpoint, verified. Raises Corrupt, or torch's own error if torch cannot read a whole checkpoint."""
     manifest = read_manifest(folder)
     verify(folder, manifest, _tensor_files(manifest))
     opened = _open(folder, manifest)
     plain, paths, _ = unpack(opened.packed)
-    kinds = opened.contents.kinds
-    tensors = {name: _empty(kinds[name]) for name in paths}
-    tensors |= {n: t for n, t in targets.items() if n in tensors and (t.shape, t.dtype) == kinds[n]}
+    tensors = {name: _empty(opened.contents.kinds[name]) for name in paths}
     opened.contents.read(tensors)
     return _Whole(plain, paths, tensors)
 
@@ -177,27 +172,16 @@ def _send(mark: Mark | None, source: str, whole: _Whole | None, state: State, ra
     found_mark, source, plain, paths, kinds = head
     target = flatten(state)
     _require(target, plain, kinds, source)
-    tensors: dict[str, Tensor] = {}
-    for name, (size, dtype) in kinds.items():
-        if whole is not None:
-            tensors[name] = _sendable(whole.tensors[name])
-        else:
-            there = target.tensors.get(name)
-            if there is None or is_shard(there) or there.dtype != dtype or _sendable(there) is not there:
-                there = torch.empty(size, dtype=dtype)
-            tensors[name] = there
+    tensors = {name: _empty(kind) for name, kind in kinds.items()} if whole is None else whole.tensors
     ranks.fill_from_rank_0(list(tensors.values()))
     leaves: dict[Place, object] = {}
     for name, tensor in tensors.items():
         there = target.tensors.get(name)
-        leaves[paths[name]] = tensor if there is None else _filled(there, name, tensor)
+        if there is not None:
+            there.detach().copy_(tensor)
+        leaves[paths[name]] = tensor if there is None else there
     _put(state, plain, leaves)
     return found_mark
-
-
-def _sendable(tensor: Tensor) -> Tensor:
-    """The tensor in host memory and contiguous: itself, if it can be."""
-    return tensor.cpu().contiguous()
 
 
 def _read_share(opened: _Opened, state: State) -> None:
@@ -306,16 +290,6 @@ def _require_shape(source: str, name: str, held: torch.Size, target: Tensor) -> 
             f"{source} holds {name} of shape {tuple(held)}, not {tuple(target.shape)}; it is of another model or "
             "optimizer"
         )
-
-
-def _filled(target: Tensor, name: str, whole: Tensor) -> Tensor:
-    if is_shard(target):
-        from elaunch.trainer.checkpoint import dcp
-
-        dcp.fill(target, name, whole)
-    elif target is not whole:
-        target.detach().copy_(whole)
-    return target
 
 
 def _put(state: State, plain: Any, leaves: dict[Place, object]) -> None:

@@ -6,7 +6,6 @@ import itertools
 import weakref
 import zlib
 from array import array
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -17,7 +16,6 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from elaunch.trainer.data.order import Samples
 from elaunch.trainer.data.order_states import (
     Streams,
-    Watched,
     global_states,
     is_torchs,
     own_states,
@@ -25,7 +23,6 @@ from elaunch.trainer.data.order_states import (
     set_own_states,
 )
 from elaunch.trainer.data.sampling import seed
-from elaunch.trainer.state.tree import some
 
 # So many batches are drawn twice, to see whether an order can be drawn again.
 _TRIED = 8
@@ -56,15 +53,12 @@ class Batches:
         self._epoch = self._batch = 0
         # The generators' states when this epoch began, from which a sampler draws the epoch's order.
         self._began: dict[str, Any] = {}
-        # A checksum of the indices of this epoch's batches so far; 0 if they are no numbers.
-        self._order = 0
-        # Where the sampler is now, if the program has changed it since the epoch began.
+        # Where the sampler is now: it may be ahead of the batches, and the program may have changed it.
         self._now: dict[str, Any] = {}
         self._is_torchs = self._is_tried = _is_torchs(loader)
         self._is_iterable = isinstance(loader.dataset, IterableDataset)
         if not self._is_iterable:
             self._sampler = _skipping(loader)
-            self._sampler.drawn = deque()
         elif loader.persistent_workers:
             # The random states of workers that stay are not known after a restart; new ones begin with a seed.
             object.__setattr__(loader, "persistent_workers", False)
@@ -76,15 +70,13 @@ class Batches:
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the last batch."""
-        state = {"epoch": self._epoch, "batch": self._batch, "began": self._began, "order": self._order}
         # Until the first batch it is where an earlier process was.
-        now = self._now if self._is_iterable or self._iterator is None else changed_by_program(self._loader)
-        return {**state, "now": now} if now else state
+        now = self._now if self._is_iterable or self._iterator is None else drawn_by(self._loader)
+        return {"epoch": self._epoch, "batch": self._batch, "began": self._began, "now": now}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after that position."""
-        self._epoch, self._batch, self._began = state["epoch"], state["batch"], state["began"]
-        self._order, self._now = state["order"], state.get("now", {})
+        self._epoch, self._batch, self._began, self._now = (state[name] for name in ("epoch", "batch", "began", "now"))
         self._iterator = None
 
     def __iter__(self) -> Batches:
@@ -95,8 +87,6 @@ class Batches:
             self._iterator = self._resumed() if self._began else self._begin()
         for batch in self._iterator:
             self._batch += 1
-            if not self._is_iterable:
-                self._order = self._sampler.drawn.popleft()
             return batch
         if not self._batch:
             raise RuntimeError("the DataLoader has no batch: its dataset is empty, or smaller than a batch")
@@ -107,7 +97,7 @@ class Batches:
     def _begin(self) -> Iterator[Any]:
         set_epoch(self._loader, self._epoch)
         seeds = {} if self._is_torchs else {"seeds": Streams.seeds()}
-        self._began, self._order, self._now = generator_states(self._loader) | seeds, 0, {}
+        self._began, self._now = generator_states(self._loader) | seeds, {}
         if not self._is_tried:
             self._is_tried = True
             require_drawable_again(self._loader, self._began)
@@ -140,11 +130,6 @@ class Batches:
         if not self._loader.num_workers:
             # Workers have drawn already.
             self._sampler.draw()
-        if self._order and not self._now and self._sampler.skipped not in (0, self._order):
-            raise RuntimeError(
-                f"{self._sampler.names} draws another order for epoch {self._epoch} than the process before: samples "
-                f"would come twice or never. {WAY_OUT}"
-            )
         return batches
 
 
@@ -199,7 +184,7 @@ def skip_once(
 ) -> None:
     """Let the next iterator of `loader` begin after so many batches. They are not loaded.
 
-    `now` is what `changed_by_program` returned after them. With `began`, what `generator_states` returned when the
+    `now` is what `drawn_by` returned after them. With `began`, what `generator_states` returned when the
     epoch began and "seeds" of `Streams`, order and batches do not depend on what the training draws meanwhile.
     """
     streams, key = _drawing_from(began, epoch) if began else (None, None)
@@ -215,13 +200,12 @@ def _drawing_from(began: dict[str, Any], epoch: int) -> tuple[Streams | None, in
     return streams, zlib.crc32(bytes(began["torch"].tolist()), epoch)
 
 
-def changed_by_program(loader: DataLoader[Any]) -> dict[str, Any]:
-    """What `skip_once` needs if the program, and not the sampler, has changed the sampler since the epoch began.
+def drawn_by(loader: DataLoader[Any]) -> dict[str, Any]:
+    """What `skip_once` needs to bring the sampler back to where it is now, as the program may have changed it.
 
-    So it does with weights by loss. {} if it has not. Raises NotRestorable. The first call
-    begins to watch the loader: for later iterators.
+    So it does with weights by loss. The first call begins to watch the loader: for later iterators.
     """
-    return _skipping(loader).changed()
+    return _skipping(loader).drawn_now()
 
 
 def _skipping(loader: DataLoader[Any]) -> SkippingOnce:
@@ -295,21 +279,14 @@ def _inner(sampler: Any) -> Any:
     return sampler.inner if isinstance(sampler, SkippingOnce) else sampler
 
 
-class NotRestorable(ValueError):
-    """The program has changed its sampler so that no restart could draw the same order."""
-
-
 class SkippingOnce:
     """A sampler whose next used iterator leaves out the first `count`, and draws from `streams`.
 
-    `drawn` gets a checksum of all indices so far with each batch, and `skipped` that of those that were left out.
     `roots` returns what has the sampler's states.
     """
 
     def __init__(self, inner: Any, roots: Callable[[], dict[str, Any]]) -> None:
         self.inner, self._roots = inner, roots
-        self._is_torchs = is_torchs(inner)
-        self.drawn: deque[int] = deque(maxlen=0)
         self.prepare(0)
 
     def prepare(
@@ -322,43 +299,33 @@ class SkippingOnce:
     ) -> None:
         """Do so for the next iterator. With `key` each batch has a key of its own, as those of `Order.batches` have.
 
-        Worker processes seed their generators with it, and without them `apart` does so. `now` is what `changed`
+        Worker processes seed their generators with it, and without them `apart` does so. `now` is what `drawn_now`
         returned.
         """
-        self._count, self._streams, self._key, self.skipped = count, streams, key, 0
+        self._count, self._streams, self._key = count, streams, key
         self._apart = apart
-        self._now = now or {}
-        # Whether the program has changed the sampler since this epoch's first draw.
-        self._watched: Watched | None = None
-        self._is_changed, self._too_long, self._is_refused = bool(now), list[str](), False
-        # How many were drawn in this epoch, and their checksum: DataLoader's workers are ahead of the training.
-        self._total = self._order = self._compared = 0
-        self._began: dict[str, Any] = {}
+        # Where another rank draws for all, this one has drawn nothing.
+        self._now = now if now and now["total"] >= count else {}
+        # How many indices were used in this epoch, and their checksum; and how many were drawn from the sampler.
+        self._total = self._order = self._drawn = 0
         self._ready: Iterator[Any] | None = None
-        self.drawn.clear()
 
     def draw(self) -> None:
         """Draw the first indices of the next iterator now. Raises RuntimeError if they are others than `now` has."""
-        count, streams, now = self._count, self._streams, self._now
-        self._count, self._now = 0, {}
-        self._began = own_states(self._roots())
-        inner = self._drawing(streams)
-        self.skipped = order = checksum_of(itertools.islice(inner, count))
-        ahead = [*itertools.islice(inner, now["drawn"] - count)] if now else []
+        count, now, self._count, self._now = self._count, self._now, 0, {}
+        inner = iter(self.inner) if self._streams is None else self._streams.drawing(lambda: iter(self.inner))
+        skipped = checksum_of(itertools.islice(inner, count))
+        # With the first one a sampler draws its epoch's order.
+        ahead = [*itertools.islice(inner, now["drawn"] - count if now else 1)]
         if now:
-            order = checksum_of(ahead, order)
-            if order != now["order"]:
+            if checksum_of(ahead[: now["total"] - count], skipped) != now["order"]:
                 raise RuntimeError(
                     f"{self.names} draws another order than the process before: samples would come "
                     f"twice or never. {WAY_OUT}"
                 )
             set_own_states(self._roots(), now["own"])
-        self._total, self._order = count, self.skipped
-        self._ready = itertools.chain(ahead, [] if ahead else [*itertools.islice(inner, 1)], inner)
-        self._watched = Watched(self._roots())
-
-    def _drawing(self, streams: Streams | None) -> Iterator[Any]:
-        return iter(self.inner) if streams is None else streams.drawing(lambda: iter(self.inner))
+        self._total, self._order, self._drawn = count, skipped, count + len(ahead)
+        self._ready = itertools.chain(ahead, inner)
 
     def __iter__(self) -> Iterator[Any]:
         # Not before the first index is taken: with workers DataLoader makes two iterators, and drops the first.
@@ -366,58 +333,19 @@ class SkippingOnce:
             self.draw()
         assert self._ready is not None
         ready, self._ready = self._ready, None
-        order, key, apart = self.skipped, self._key, self._apart
+        key, apart = self._key, self._apart
         self._key = self._apart = None
         for number, indices in enumerate(ready, self._total):
-            # What the sampler changes as it draws does not count; torch's change nothing.
-            if self._watched and not self._is_torchs:
-                self._watched.note()
-            order = checksum_of([indices], order)
-            self._total, self._order = self._total + 1, order
-            self.drawn.append(order)
+            self._total, self._order = self._total + 1, checksum_of([indices], self._order)
+            self._drawn = max(self._drawn, self._total)
             if apart is not None and key is not None:
                 apart.begin(key << 32 | number)
             yield indices if key is None else _with_key(key, number, indices)
-            self._look()
 
-    def _look(self) -> None:
-        """See whether the program has changed something since the last draw."""
-        if self._watched and (changed := self._watched.changed()):
-            self._is_changed, self._too_long = True, self._too_long or self._watched.too_long(changed)
-            # torch's SubsetRandomSampler draws from them until the epoch's end.
-            self._is_refused |= self._total < len(self) and any(place.endswith(".indices") for place in changed)
-
-    def changed(self) -> dict[str, Any]:
-        """What `prepare` needs if the program, and not the sampler, has changed it since the epoch began; else {}.
-
-        Raises NotRestorable.
-        """
-        self._look()
-        if not self._is_changed:
-            return {}
-        if self._too_long:
-            raise NotRestorable(
-                f"{some(self._too_long)} of a sampler changed within an epoch, and is too long to be kept: a restart "
-                f"would bring back the old values. {WAY_OUT}"
-            )
-        state: dict[str, Any] = {"drawn": self._total, "order": self._order, "own": own_states(self._roots())}
-        if self._total > 2 * self._compared and self._streams is not None:
-            self._compared = self._total
-            self._is_refused |= self._drawn_again() != self._order
-            set_own_states(self._roots(), state["own"])
-        if self._is_refused:
-            raise NotRestorable(
-                f"the program has changed {self.names} within an epoch, which then draws otherwise in the same epoch: "
-                "a restart could not draw that order again. Let the sampler draw a whole epoch in __iter__, before it "
-                "returns the first index, or change it after the epoch's last batch"
-            )
-        return state
-
-    def _drawn_again(self) -> int:
-        """The checksum of all indices of this epoch so far, drawn as a restart draws them."""
-        assert self._streams is not None
-        set_own_states(self._roots(), self._began)
-        return checksum_of(itertools.islice(self._drawing(self._streams.again()), self._total))
+    def drawn_now(self) -> dict[str, Any]:
+        """What `prepare` needs to go on from here."""
+        own = own_states(self._roots())
+        return {"drawn": self._drawn, "total": self._total, "order": self._order, "own": own}
 
     @property
     def names(self) -> str:

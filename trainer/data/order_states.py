@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-import pickle
 import random
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias, TypeVar
-from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -130,40 +128,16 @@ class Streams:
 _Holder: TypeAlias = "tuple[Any, Any]"
 
 
-class Watched:
-    """The states in reach of `roots`, with those that are too long to be kept: to see that a program changes one."""
-
-    def __init__(self, roots: dict[str, Any]) -> None:
-        self._holders = dict(_holders(roots, with_long=True))
-        self._marks: dict[str, Any] = {}
-        self.note()
-
-    def note(self) -> None:
-        """The sampler has drawn: what it has changed does not count."""
-        self._marks = {place: _mark(_value(*holder)) for place, holder in self._holders.items()}
-
-    def changed(self) -> list[str]:
-        """Where something has changed since."""
-        return [place for place, its in self._holders.items() if _mark(_value(*its)) != self._marks[place]]
-
-    def too_long(self, places: Iterable[str]) -> list[str]:
-        """Those of `places` that `own_states` leaves out, each with its type and its length."""
-        values = {place: _value(*self._holders[place]) for place in places}
-        return [f"`{place}` ({type(its).__name__} of {_size(its)})" for place, its in values.items() if _is_long(its)]
-
-
-def _holders(roots: dict[str, Any], *, with_long: bool = False) -> Iterator[tuple[str, _Holder]]:
+def _holders(roots: dict[str, Any]) -> Iterator[tuple[str, _Holder]]:
     seen: set[int] = set()
     for name in roots:
-        for place, holder in _in_reach(name, (roots, name), seen, is_kept=False):
-            if with_long or not _is_long(_value(*holder)):
-                yield place, holder
+        yield from _in_reach(name, (roots, name), seen, is_kept=False)
 
 
 def _in_reach(place: str, holder: _Holder, seen: set[int], *, is_kept: bool) -> Iterator[tuple[str, _Holder]]:
-    """All generators, and with `is_kept` a plain value, or one that is too long, at this place."""
+    """All generators, and with `is_kept` a plain value, at this place."""
     value = _value(*holder)
-    if not _is_generator(value) and (_is_plain(value) or _is_long(value)):
+    if _is_plain(value):
         if is_kept:
             yield place, holder
     elif id(value) not in seen:
@@ -211,14 +185,7 @@ def _is_plain(value: Any) -> bool:
             and all(type(item) is kind for item in value)
             and (kind is float or all(abs(item) < 2**63 for item in value))
         )
-    return _is_numbers(value) and _size(value) <= _NUMBERS_MAX
-
-
-def _is_long(value: Any) -> bool:
-    """Whether it is too long to be kept."""
-    if type(value) in (list, tuple):
-        return len(value) > _LIST_MAX and type(value[0]) in (int, float)
-    return _is_numbers(value) and _size(value) > _NUMBERS_MAX
+    return _is_numbers(value) and math.prod(value.shape) <= _NUMBERS_MAX
 
 
 def _is_numbers(value: Any) -> bool:
@@ -231,29 +198,10 @@ def _is_array(value: Any) -> bool:
     return numpy is not None and isinstance(value, numpy.ndarray)
 
 
-def _size(value: Any) -> int:
-    return len(value) if isinstance(value, list | tuple) else math.prod(value.shape)
-
-
 def _value(owner: Any, name: Any) -> Any:
     if type(owner) is dict:
         return owner.get(name)
     return owner[name] if type(owner) in (list, tuple) else getattr(owner, name, None)
-
-
-def _mark(value: Any) -> Any:
-    """Equal as long as nothing has changed; of more than 8192 numbers some are compared."""
-    if isinstance(value, list | tuple):
-        return id(value), len(value), hash(tuple(value[:: 1 + len(value) // _LIST_MAX]))
-    if isinstance(value, Tensor) and value.device.type != "cpu":
-        return id(value), value._version
-    if _is_numbers(value):
-        flat = value.detach().flatten().view(torch.uint8).numpy() if isinstance(value, Tensor) else value.ravel()
-        return tuple(value.shape), crc32(memoryview(flat[:: 1 + len(flat) // _LIST_MAX].tobytes()))
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    state = value.get_state().numpy() if isinstance(value, torch.Generator) else _state_of(value)
-    return crc32(pickle.dumps(state))
 
 
 def _state_of(value: Any) -> Any:

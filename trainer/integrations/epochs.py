@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from elaunch.trainer.data.batches import (
-    changed_by_program,
+    drawn_by,
     first_iterator,
     generator_states,
     own_states_of,
@@ -38,7 +38,7 @@ class EpochOrder:
         # How many epochs have begun, and whether the order was tried.
         self._epoch, self._is_tried = 0, False
         # What `skip_once` needs in the epoch that another process began.
-        self._changed: dict[str, Any] = {}
+        self._drawn: dict[str, Any] = {}
 
     def begin(self, loader: Any, base: Any) -> None:
         """An epoch begins, and its order is drawn next. `base` is the DataLoader in `loader`."""
@@ -61,7 +61,7 @@ class EpochOrder:
         else:
             set_generator_states(loader, self._began)
             self._loader, self._base, self._now = loader, base, None
-        skip_once(base, done, self._changed, began=self._began, epoch=self._epoch)
+        skip_once(base, done, self._drawn, began=self._began, epoch=self._epoch)
 
     def over(self, loader: Any, base: Any) -> None:
         """Of the epoch that another process began no batch is left: the next one begins where it ended."""
@@ -72,14 +72,14 @@ class EpochOrder:
     def state_dict(self) -> dict[str, Any]:
         """The states at the beginning of the epoch, and the loader's own ones now."""
         if self._loader is None:
-            now, changed = self._now, self._changed
+            now, drawn = self._now, self._drawn
         else:
-            now, changed = own_states_of(self._loader), changed_by_program(self._base)
-        return {"began": self._began, "epoch": self._epoch, "now": now, "changed": changed}
+            now, drawn = own_states_of(self._loader), drawn_by(self._base)
+        return {"began": self._began, "epoch": self._epoch, "now": now, "drawn": drawn}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over another process's states."""
-        self._loader, self._began, self._changed = None, state["began"], state["changed"]
+        self._loader, self._began, self._drawn = None, state["began"], state["drawn"]
         self._epoch, self._now = state["epoch"], state["now"]
 
 

@@ -40,75 +40,72 @@ class StopRequest:
         end: Callable[[int], object] | None = None,
         signals: Sequence[signal.Signals] = SIGNALS,
     ) -> None:
-        self.signum = 0
-        self._pid = os.getpid()
-        self._signals = signals
-        self._before: dict[int, Any] = {}
-        self._noted_s = 0.0
-        self._is_over = False
-        self._clock_s = clock_s
-        self._end = end or self._end_at_once
+        self.signum, self.pid = 0, os.getpid()
+        self._signals, self._noted_s = signals, 0.0
+        self._clock_s, self._end = clock_s, end or self.end_at_once
 
     def __enter__(self) -> StopRequest:
-        self._before = {number: signal.signal(number, self._note) for number in self._signals}
-        if self._before:
+        self.install()
+        if self._signals:
             _entered().append(self)
         return self
 
     def install(self) -> None:
-        """Take the signals again, if a library has put its own handlers in place since the block was entered."""
-        for number in self._before:
-            if _request_of(signal.getsignal(number)) is None:
-                signal.signal(number, self._note)
+        """Take the signals, also if a library has put its own handlers in place since the block was entered."""
+        for number in self._signals:
+            handler = signal.signal(number, _note)
+            if handler is not _note and self not in _entered():
+                _before()[number] = handler
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        self._is_over = True
-        if self._before:
+        if self._signals:
             _entered().remove(self)
-        for number in self._before:
-            # If another request has this signal, it gives it back when it is left.
-            if _request_of(signal.getsignal(number)) in (self, None):
-                self._give_back(number)
-        if not self.signum or isinstance(error, SystemExit) or self._is_noted_elsewhere():
+        if _entered():
+            # It has noted the signal too, and gives it back.
+            return
+        for number in [*_before()]:
+            if number in self._signals or signal.getsignal(number) is _note:
+                _give_back(number)
+        if not self.signum or isinstance(error, SystemExit):
             return
         if error is None or callable(signal.getsignal(self.signum)):
             signal.raise_signal(self.signum)
 
-    def _note(self, signum: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._pid:
-            # A forked child has inherited this handler, and the signal asks the child to end.
-            self._end_at_once(signum)
-            return
-        if self._is_over:
-            # A library has put back what it found when it began.
-            self._give_back(signum)
-            signal.raise_signal(signum)
-            return
+    def note(self, signum: int) -> None:
+        """A signal has come."""
         now_s = self._clock_s()
         if self.signum and now_s - self._noted_s > _SAME_WISH_S:
             self._end(signum)
-        for request in (self, *_entered()):
-            if not request.signum:
-                request.signum, request._noted_s = signum, now_s
+        elif not self.signum:
+            self.signum, self._noted_s = signum, now_s
 
-    def _is_noted_elsewhere(self) -> bool:
-        """Whether another request of this process has the signal now, and has noted it already."""
-        other = _request_of(signal.getsignal(self.signum))
-        return other is not None and not other._is_over and bool(other.signum)
-
-    def _give_back(self, signum: int) -> None:
-        handler = self._before.get(signum)
-        while (request := _request_of(handler)) is not None and request._is_over:
-            handler = request._before.get(signum)
-        # None: the handler was not installed by Python.
-        signal.signal(signum, signal.SIG_DFL if handler is None else handler)
-
-    def _end_at_once(self, signum: int) -> None:
+    def end_at_once(self, signum: int) -> None:
+        """End the process by the signal."""
         for number in self._signals:
             signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(signum)
+
+
+def _note(signum: int, frame: FrameType | None) -> None:
+    """The handler of all requests."""
+    entered = [*_entered()]
+    if not entered:
+        # A library has put back what it found when it began.
+        _give_back(signum)
+        signal.raise_signal(signum)
+    for request in entered:
+        if os.getpid() != request.pid:
+            # A forked child has inherited this handler, and the signal asks the child to end.
+            request.end_at_once(signum)
+        request.note(signum)
+
+
+def _give_back(signum: int) -> None:
+    handler = _before().get(signum)
+    # None: the handler was not installed by Python.
+    signal.signal(signum, signal.SIG_DFL if handler is None else handler)
 
 
 @functools.cache
@@ -117,10 +114,10 @@ def _entered() -> list[StopRequest]:
     return []
 
 
-def _request_of(handler: object) -> StopRequest | None:
-    """The request whose handler this is; None if it is another one."""
-    owner = getattr(handler, "__self__", None)
-    return owner if isinstance(owner, StopRequest) else None
+@functools.cache
+def _before() -> dict[int, Any]:
+    """The handlers that were there before the first of them."""
+    return {}
 
 
 def free_signals() -> list[signal.Signals]:
@@ -278,7 +275,8 @@ class LookAround:
         # The step of the last checkpoint. A failure may have torn the one that was due, and nobody would miss it.
         self._checkpointed = copies.disk.found
         multiples = [checkpoint_every, *([verify_every] if verify_every else [])]
-        self._looks = Looks(None if boundary.has_peers else 1, state.version.step, multiples)
+        self._has_peers = boundary.has_peers
+        self._looks = Looks(None if self._has_peers else 1, state.version.step, multiples)
 
     def begin(self, total: int) -> None:
         """A loop up to step `total` begins: what came between it and the loop before is not the time of a step."""
@@ -296,7 +294,7 @@ class LookAround:
         A process that is alone looks after each step, and mostly makes no copy.
         """
         step = self._state.next_version.step
-        return 0 < self._total <= step or (self._boundary.has_peers and step >= self._looks.next)
+        return 0 < self._total <= step or (self._has_peers and step >= self._looks.next)
 
     def look(self) -> Wish:
         """Make what is due. Returns why all ranks stop now instead, if they do. Collective."""

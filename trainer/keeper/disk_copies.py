@@ -210,8 +210,6 @@ class DiskCopies:
 
 # Seconds before each new try.
 _AGAIN_S = (1, 2, 4, 8, *(5,) * 9)
-# Nothing else is said meanwhile: a person who looks must see what the job waits for.
-_SAID_EVERY_S = 10
 
 
 class NotDurable(OSError):
@@ -225,20 +223,15 @@ def require_durable(
 
     `say` is None on all ranks but the first. Raises NotDurable.
     """
-    left_s = sum(_AGAIN_S)
-    say_at_s = left_s - _SAID_EVERY_S
-    for again_s in _AGAIN_S:
+    for number, again_s in enumerate(_AGAIN_S):
         why = copies.disk.failure()
         if not why:
             return
-        if say and left_s == sum(_AGAIN_S):
-            say(f"it is the last one: it is tried again for {left_s} s; repair that meanwhile, or the program fails")
+        if say:
+            left_s = sum(_AGAIN_S[number:])
+            say(f"{why}; it is the last one, and is tried again for {left_s} s: repair that, or the program fails")
         for _ in range(again_s):
             time.sleep(1)
-            left_s -= 1
-            if say and 0 < left_s == say_at_s:
-                say_at_s -= _SAID_EVERY_S
-                say(f"{why}; it is tried again for {left_s} s")
             link.phase("writing the last checkpoint")
             stop_if_asked()
         copies.checkpoint(version)

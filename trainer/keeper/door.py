@@ -107,12 +107,6 @@ _EACH_ITS_OWN = (
     f"It must be the same on all ranks: {_COST}. Make it so, or pass state that differs per rank as per_rank=: an "
     "object with state_dict and load_state_dict"
 )
-_STATISTICS = (
-    f"These are averages of each rank's own statistics, and {_COST}. Convert the model by "
-    "torch.nn.SyncBatchNorm.convert_sync_batchnorm, or call update_bn after the training"
-)
-_FLAGS = f"Freeze the same parameters on all ranks: {_COST} flags, and gradients are summed only where all have one"
-_IN_A_BUFFER = f"It must be the same on all ranks: {_COST}. A buffer (register_buffer) is each rank's own"
 _ONE_MODEL = (
     f"The ranks train one model: {_COST}. Seed all ranks alike before the model is made, load weights on all of them, "
     "or wrap it in DistributedDataParallel. Models of each rank's own need names of their own: "
@@ -254,9 +248,13 @@ class Door:
         # A ChainedScheduler counts in those that it has.
         return [each for one in self._schedulers for each in (one, *getattr(one, "_schedulers", ()))]
 
-    def drawn(self, step: int, own: Callable[[], State]) -> None:
-        """A backward pass of `step` begins, and `own` returns what this rank has drawn and fetched for it."""
-        if step == self._expected[0] and self._are_alike(self._expected[1], own()):
+    def expects(self, step: int) -> bool:
+        """Whether `drawn` is to be called for that step."""
+        return step == self._expected[0]
+
+    def drawn(self, own: State) -> None:
+        """A backward pass of an expected step begins, and `own` is what this rank has drawn and fetched for it."""
+        if self._are_alike(self._expected[1], own):
             self._expected = (0, {})
 
     def _are_alike(self, one: State, other: State) -> bool:
@@ -350,9 +348,6 @@ class Door:
                 is_own = names[0].startswith(("extra", "scheduler", "scaler", "optimizer"))
                 which, whose = some(f"`{name}`" for name in names), first[names[0]][0]
                 way_out = _EACH_ITS_OWN if is_own else _ONE_MODEL
-                way_out = _STATISTICS if names[0].startswith("extra") and ".running_" in names[0] else way_out
-                way_out = _FLAGS if names[0].startswith("requires_grad") else way_out
-                way_out = _IN_A_BUFFER if names[0].startswith("attribute ") else way_out
                 return f"{which} of rank {rank} differs from rank {whose}'s{when}. {way_out}"
         return ""
 

@@ -43,7 +43,8 @@ def hook_backward(
     def after_forward(module: nn.Module, inputs: object, outputs: object) -> None:
         if not inner.training:
             return
-        if found := [tensor for tensor in _tensors(outputs) if tensor.grad_fn is not None]:
+        tensors = (outputs,) if isinstance(outputs, Tensor) else _tensors(outputs)
+        if found := [tensor for tensor in tensors if tensor.grad_fn is not None]:
             if len(found) == 1:
                 # A hook for several takes several times as long.
                 found[0].register_hook(reached)  # type: ignore[no-untyped-call]

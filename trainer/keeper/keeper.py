@@ -17,7 +17,6 @@ import os
 import re
 import sys
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -88,10 +87,7 @@ class Keeper:
         warm_up: Callable[[], object] | None = None,
         name: str = UNNAMED,
         say: Callable[[str], None] | None = None,
-        **old: int,
     ) -> None:
-        if old:
-            lose_at_most = _of_before(old, lose_at_most)
         counts = {"checkpoint_every": (checkpoint_every, 1), "keep": (keep, 1), "verify_every": (verify_every, 1)}
         for option, (count, least) in {**counts, "lose_at_most": (lose_at_most, 0)}.items():
             if count is None and option in ("verify_every", "lose_at_most"):
@@ -248,17 +244,17 @@ class Keeper:
         if not _is_count(total, 0):
             raise ValueError(f"steps({total!r}): the total is a whole number, 0 or more")
         with self.loop(total) as has_steps:
-            while has_steps and self.step < total:
-                if self._training.random.is_aside:
+            settings = self._training.settings
+            while has_steps and (step := self.step + 1) <= total:
+                if self._training.random.aside:
                     self.redraw()
                 else:
                     self.keep_draws()
-                self._training.settings.begin()
+                settings.begin()
                 self._total = total
                 self.step_begin()
-                step = self.step + 1
                 yield step
-                self._training.settings.note()
+                settings.note()
                 if self.step != step:
                     raise RuntimeError(
                         f"step {step} ended without keeper.commit(); wrap optimizer.step() in it, and where a step is "
@@ -311,20 +307,21 @@ class Keeper:
         All ranks call it between two commits, as `steps` does; further calls before the next commit do nothing. The
         first call after a restore also calls `restore_random`, unless that was called before. Raises Stopped.
         """
-        if self.step == self._restored_step:
+        step = self.step
+        if step == self._restored_step:
             self.restore_random()
-        if self.step == self._begun_step:
+        if step == self._begun_step:
             return
-        self._begun_step = self.step
+        self._begun_step = step
         if self._total is None:
             self._training.settings.note()
-        self._training.require_no_join(EVEN)
-        self._door.step_begins(self.step)
+        self._door.step_begins(step)
         if self._is_open:
             self._signals.install()
-        is_over = self._rehearsal is not None and self._rehearsal.begin(self.step + 1)
+        is_over = self._rehearsal is not None and self._rehearsal.begin(step + 1)
         if is_over or self._around.is_now():
-            self._door.look(self.step)
+            self._training.require_no_join(EVEN)
+            self._door.look(step)
             try:
                 if is_over:
                     self._end_rehearsal()
@@ -358,7 +355,7 @@ class Keeper:
         again, and goes on with the same numbers. `steps` does so before each step. After a restore `restore_random`
         has that place.
         """
-        if self.step > self._restored_step or self._training.random.is_aside:
+        if self.step > self._restored_step or self._training.random.aside:
             self._training.random.apply(self._random)
             self._redrawn_step = self.step
 
@@ -383,23 +380,15 @@ class Keeper:
 
         Then a rank that dies in the step needs no more than is stored. Draws of several Keepers cannot be told apart.
         """
-        if self._total is not None and not self._training.random.is_aside and is_alone():
+        if self._total is not None and not self._training.random.aside and is_alone():
             self._training.random.step_aside(self._copies.random_of(version), version.step)
 
-    @contextlib.contextmanager
-    def commit(self) -> Iterator[None]:
+    def commit(self) -> Commit:
         """Everything that changes the state at the end of a step goes into this block, but no collective of yours.
 
         On a GPU it first waits until the gradients are complete.
         """
-        self.commit_begin()
-        try:
-            yield
-        except BaseException:
-            self._state.end(is_whole=False)
-            raise
-        self._state.end()
-        self._committed()
+        return Commit(self._state, self._committed)
 
     @property
     def is_committing(self) -> bool:
@@ -439,7 +428,8 @@ class Keeper:
             self._state.backward_begins(model)
             version = self._state.next_version
             self._copies.put_down(version, unless_same=True, is_begun=True)
-            self._door.drawn(version.step, partial(self._copies.own_of, version))
+            if self._door.expects(version.step):
+                self._door.drawn(self._copies.own_of(version))
             self._step_aside(version)
 
     def _sums_end(self) -> None:
@@ -507,16 +497,21 @@ class Keeper:
         raise Stopped(wish)
 
 
-def _of_before(old: dict[str, int], lose_at_most: int | None) -> int | None:
-    """What the options of earlier releases mean. Raises TypeError for others."""
-    for option, value in old.items():
-        if option not in ("snapshot_every", "copy_every", "stop_every"):
-            raise TypeError(f"Keeper has no option {option!r}")
-        if option != "stop_every" and lose_at_most is None and value is not None:
-            lose_at_most = value if value != 1 else 0
-        text = f"lose_at_most={lose_at_most} has the place of {option}={value}: the steps that a failure may take back"
-        warnings.warn(text, FutureWarning, stacklevel=3)
-    return lose_at_most
+class Commit:
+    """The block of `Keeper.commit`; `committed` is called at its end, if nothing was raised in it."""
+
+    def __init__(self, state: GuardedState, committed: Callable[[], object]) -> None:
+        self._state, self._committed = state, committed
+
+    def __enter__(self) -> None:
+        self._state.begin()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self._state.end(is_whole=kind is None)
+        if kind is None:
+            self._committed()
 
 
 def _is_count(value: Any, least: int) -> bool:

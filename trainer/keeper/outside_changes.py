@@ -25,22 +25,21 @@ _REFUSALS_MAX = 3
 class OutsideChanges:
     """Compares the tensors of `live` with what they were at the end of the last commit, which `note` tells.
 
-    Until then nothing counts as changed. Some tensors of the optimizers' states are compared after each commit, all of
-    them in turn.
+    Until then nothing counts as changed.
     """
 
     def __init__(self, live: LiveTensors, named_buffers: Callable[[], Iterable[tuple[str, Tensor]]] = dict) -> None:
         self._live, self._named_buffers = live, named_buffers
         self._buffers: dict[str, Tensor] | None = None
         self._buffer_versions: list[int] = []
-        # The number of the note, and which of the optimizers' states it has; None if none.
-        self._turn = 0
-        self._seen_in: int | None = None
+        # What was noted, without the optimizers' states if that was brief.
+        self._is_brief = False
         self._noted: list[Tensor] | None = None
         self._versions: list[int] = []
         self._memory: list[int] = []
         self._states: list[tuple[int, int]] = []
         self._kinds: set[type] = set()
+        self._has_sampled = False
         self._is_said = False
         self._sentence = ""
         self._refusals = 0
@@ -48,6 +47,7 @@ class OutsideChanges:
         self._sampled: list[tuple[Tensor, int, int]] = []
         self._samples: list[bytes | Tensor] = []
         self._exchanged = ""
+        self._few: list[Tensor] = []
         self._few_versions: list[int] = []
 
     def note(self, *, is_brief: bool = False) -> None:
@@ -55,10 +55,9 @@ class OutsideChanges:
 
         If `is_brief` only changes of weights and `extra` show, and other memory by its values alone.
         """
-        self._turn += 1
-        self._seen_in = None if is_brief else self._turn
-        seen = self._live.seen(self._seen_in)
-        self._noted, self._states, self._versions = seen, self._live.states(), list(map(_VERSION, seen))
+        self._is_brief, seen = is_brief, self._live.seen(optimizers=not is_brief)
+        self._noted, self._versions = seen, list(map(_VERSION, seen))
+        self._states = [] if is_brief else self._live.states()
         self._note_few()
         self._sentence = self._exchanged = ""
         if is_brief:
@@ -73,15 +72,17 @@ class OutsideChanges:
             # A sparse tensor has no memory of its own.
             self._live.require_dense()
             raise
-        if self._turn == 1:
+        if not self._has_sampled:
+            self._has_sampled = True
             weights = [each for each in self._live.parameters if each.requires_grad and each.is_contiguous()]
             weights = [getattr(each, "_local_tensor", each) for each in weights[:: max(1, len(weights) // _SAMPLED)]]
             counts = [min(_SAMPLE, each.numel()) for each in weights]
             self._sampled = [(w, (w.numel() - count) // 2, count) for w, count in zip(weights, counts, strict=True)]
+            self._few = weights
             self._note_few()
 
     def _note_few(self) -> None:
-        self._few_versions = [each._version for each, _, _ in self._sampled]
+        self._few_versions = list(map(_VERSION, self._few))
         self._samples = list(map(_sample, self._sampled))
 
     def note_buffers(self) -> None:
@@ -117,7 +118,7 @@ class OutsideChanges:
 
     def has_stirred(self) -> bool:
         """Whether a few of the weights have changed since the commit: quicker than `found`, for each step."""
-        return self._noted is not None and self._few_versions != [each._version for each, _, _ in self._sampled]
+        return self._noted is not None and self._few_versions != list(map(_VERSION, self._few))
 
     def forget(self) -> None:
         """A commit begins. Tensors that it replaces must not be kept alive."""
@@ -129,7 +130,7 @@ class OutsideChanges:
             return self._sentence
         if self._samples and not isinstance(self._samples[0], Tensor):
             self.look(step)
-        now = self._live.seen(self._seen_in)
+        now = self._live.seen(optimizers=not self._is_brief)
         if not self._is_same(self._noted, now):
             self._sentence = (
                 f"{self._changed(self._noted, now)} changed outside keeper.commit() after step {step}. A failure "
@@ -153,7 +154,7 @@ class OutsideChanges:
 
     def _is_same(self, before: list[Tensor], now: list[Tensor]) -> bool:
         return (
-            self._states == self._live.states()
+            (self._is_brief or self._states == self._live.states())
             and len(before) == len(now)
             and all(map(is_, before, now))
             and self._versions == list(map(_VERSION, now))

@@ -9,8 +9,6 @@ from typing import Any
 
 from torch import Tensor
 
-from elaunch.trainer import link
-from elaunch.trainer.data.batches import NotRestorable
 from elaunch.trainer.memory.records import Records
 from elaunch.trainer.state.buffers import changed_since, versions
 from elaunch.trainer.state.packing import NotPlain, not_plain, tensor_that_is_not_dense
@@ -42,22 +40,24 @@ class OwnState:
 
     def put_down(self, version: Version, *, unless_same: bool = False, is_begun: bool = False) -> bool:
         """Store the present state as that of `version`, `is_begun` before its commit. Returns whether that was done."""
-        if self._put[0] not in (None, version) and self._training.per_rank is not None:
-            self._training.per_rank.go_on()
-        try:
-            own, present = self._training.own(), self._training.buffers()
-        except NotRestorable as error:
-            link.refuse(str(error))
-            raise
-        buffers, is_again = versions(present), version == self._put[0]
+        training, is_again = self._training, version is self._put[0] or version == self._put[0]
+        self.is_replaced = False
+        if unless_same and is_again and training.random.aside and not (training.per_rank or training.has_buffers):
+            return False
+        if not is_again and self._put[0] is not None and training.per_rank is not None:
+            training.per_rank.go_on()
+        own, present = training.own(), training.buffers()
+        has_buffers = present["buffers"] or present["transient"]
+        buffers = versions(present) if has_buffers else {}
         have_changed = is_again and buffers != self._put[1]
         self.is_replaced = is_again and unless_same and not equal(own, self._put[2])
         if not is_begun:
-            self._training.of_commit = changed_since(self._put[1], present) if have_changed else {}
+            training.of_commit = changed_since(self._put[1], present) if have_changed else {}
         if unless_same and is_again and not (have_changed or self.is_replaced):
             return False
         self._put, self._is_begun = (version, buffers, own), is_begun
-        self._note_buffers(present)
+        if has_buffers or self._tensors:
+            self._note_buffers(present)
         return self._stage(version, present)
 
     def _note_buffers(self, present: State) -> None:
@@ -67,7 +67,7 @@ class OwnState:
 
     def put_down_changed(self, version: Version) -> None:
         """A backward pass has come to its end: gradient checkpointing runs the forward pass once more within it."""
-        if self._put[0] == version and self._counts != [*map(_VERSION, self._tensors)]:
+        if self._counts != [*map(_VERSION, self._tensors)] and self._put[0] == version:
             self.put_down(version, is_begun=True)
 
     def restored(self, version: Version) -> None:
@@ -88,7 +88,7 @@ class OwnState:
 
     def of(self, version: Version) -> State:
         """Random states and `per_rank` as of the end of that step: a loop may have drawn or fetched since."""
-        if self._put[0] == version:
+        if self._put[0] is version or self._put[0] == version:
             return self._put[2]
         return self._training.own()
 

@@ -26,16 +26,12 @@ class Looks:
 
     def __init__(self, every: int | None, step: int, multiples: Sequence[int] = ()) -> None:
         self._every, self._multiples = every, multiples
-        self._next = step if every is None else -(-step // every) * every
+        # After which step the ranks look next.
+        self.next = step if every is None else -(-step // every) * every
         self._left: tuple[int, float] | None = None
         self._steps, self._took_s, self._slowest_s = 0, 0.0, 0.0
         # Of the steps before the last look: their number, and the mean and the longest duration.
         self._before = 0, 0.0, 0.0
-
-    @property
-    def next(self) -> int:
-        """After which step the ranks look next."""
-        return self._next
 
     @property
     def steps(self) -> int:
@@ -54,7 +50,7 @@ class Looks:
             self._steps, self._took_s = self._steps + steps, self._took_s + took_s
             self._slowest_s = max(self._slowest_s, took_s / steps)
         self._left = step, now_s
-        return step >= self._next
+        return step >= self.next
 
     def leave(self, step: int, now_s: float) -> None:
         """The step after `step` begins now."""
@@ -77,7 +73,7 @@ class Looks:
 
     def agreed(self, step: int, steps: int) -> None:
         """The look after `step` is over, and the next one is `steps` steps later: the smallest number wanted."""
-        self._next = step + steps
+        self.next = step + steps
         if self._steps:
             self._before = self._steps, self.step_s, self._slowest_s
             self._steps, self._took_s, self._slowest_s = 0, 0.0, 0.0

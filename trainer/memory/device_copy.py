@@ -104,7 +104,8 @@ class GpuCopies:
     def copy(self, targets: list[Tensor], sources: list[Tensor]) -> None:
         """Copy each source into its target in host memory, on the separate stream."""
         pairs = list(zip(targets, sources, strict=True))
-        copy_on_host(*_unzipped([pair for pair in pairs if pair[1].is_cpu]))
+        on_host = [pair for pair in pairs if pair[1].is_cpu]
+        copy_on_host([target for target, _ in on_host], [source for _, source in on_host])
         with self.reading(), torch.no_grad():
             self._staging.copy([pair for pair in pairs if not pair[1].is_cpu], self._stream)
 
@@ -133,51 +134,28 @@ class PinnedBuffers:
 
     def copy(self, pairs: Pairs, stream: Any) -> None:
         """Copy the second of each pair into the first, which is in host memory. `stream` is the present stream."""
-        parts: Pairs = []
+        # The parts on their way: an event after each, its place in a buffer, and where it goes then.
+        on_the_way: deque[tuple[Any, Tensor, Tensor]] = deque()
+        size, number = self._buffers[0].numel(), 0
         for target, source in pairs:
-            if (flat := (bytes_of(target), bytes_of(source)))[0] is None or flat[1] is None:
+            flat_target, flat_source = bytes_of(target), bytes_of(source)
+            if flat_target is None or flat_source is None:
                 # Its bytes are in another order there.
                 target.copy_(source)
-            else:
-                parts.append((flat[0], flat[1]))
-        # The batches on their way: an event after each, and where its parts go then.
-        on_the_way: deque[tuple[Any, Pairs]] = deque()
-        for number, batch in enumerate(_batches(parts, self._buffers[0].numel())):
-            if len(on_the_way) == len(self._buffers):
-                _land(*on_the_way.popleft())
-            buffer, end, staged = self._buffers[number % 2], 0, []
-            for target, source in batch:
-                room = buffer[end : end + source.numel()]
-                self._begin(room, source)
-                staged.append((target, room))
-                end += source.numel()
-            on_the_way.append((stream.record_event(), staged))
+                continue
+            for begin in range(0, flat_source.numel(), size):
+                part, into = flat_source[begin : begin + size], flat_target[begin : begin + size]
+                if len(on_the_way) == len(self._buffers):
+                    _land(*on_the_way.popleft())
+                staged = self._buffers[number % 2][: part.numel()]
+                self._begin(staged, part)
+                on_the_way.append((stream.record_event(), staged, into))
+                number += 1
         while on_the_way:
             _land(*on_the_way.popleft())
 
 
-def _land(has_arrived: Any, staged: Pairs) -> None:
-    """Empty a buffer, once it is full."""
+def _land(has_arrived: Any, staged: Tensor, target: Tensor) -> None:
+    """Empty a buffer, once its part has arrived."""
     has_arrived.synchronize()
-    copy_on_host(*_unzipped(staged))
-
-
-def _batches(parts: Pairs, size: int) -> Iterator[Pairs]:
-    """The parts, cut and put together so that each batch fits into `size` bytes."""
-    batch: Pairs = []
-    room = size
-    for target, source in parts:
-        begin = 0
-        while begin < source.numel():
-            length = min(room, source.numel() - begin)
-            batch.append((target[begin : begin + length], source[begin : begin + length]))
-            begin, room = begin + length, room - length
-            if not room:
-                yield batch
-                batch, room = [], size
-    if batch:
-        yield batch
-
-
-def _unzipped(pairs: Pairs) -> tuple[list[Tensor], list[Tensor]]:
-    return [target for target, _ in pairs], [source for _, source in pairs]
+    target.copy_(staged)

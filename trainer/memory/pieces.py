@@ -11,10 +11,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as records
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_save_plan
 from torch.distributed.checkpoint.planner import ReadItem
 
-from elaunch.trainer.checkpoint import dcp
 from elaunch.trainer.checkpoint.loading import Share
 from elaunch.trainer.memory.recovery_plan import Choice, Held, Parts
 from elaunch.trainer.memory.slots import Slot, Torn, received
@@ -76,7 +75,7 @@ class Cutter:
             return [tuple(shard.metadata.shard_offsets) for shard in tensor.local_shards()]
         key = (tensor.shape, tensor.device_mesh, tensor.placements)
         if key not in self._offsets:
-            items = [item.tensor_data for _, item in dcp.local_chunks({"": tensor})]
+            items = [item.tensor_data for item in create_default_local_save_plan({"": tensor}, False).items]
             self._offsets[key] = [tuple(data.chunk.offsets) for data in items if data is not None]
         return self._offsets[key]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from elaunch.trainer.memory.recovery_plan import Record
 from elaunch.trainer.memory.slots import Slot, Slots
 from elaunch.trainer.state.packing import pack
-from elaunch.trainer.state.region import Header
+from elaunch.trainer.state.region import Header, Packed
 from elaunch.trainer.state.version import Piece, Version
 
 _NOTHING = pack({})
@@ -37,10 +37,17 @@ class Records:
         self.mirrored = Slots(path, layout, (2, 3))
         # Regions without content: a version and its checksum.
         self._done = Slots(folder / f"{name}.done-{rank}", layout)
+        self._state: object = None
+        self._packed: Packed | None = None
 
     def stage(self, version: Version, state: object) -> None:
-        """Store the own state that belongs to `version` once its step completes. The two before stay."""
-        self._staged.slots[version.step % 3].write(self._piece(version), pack(state))
+        """Store the own state that belongs to `version` once its step completes. The two before stay.
+
+        If the same object comes again nothing in it has changed since.
+        """
+        if self._packed is None or state is not self._state:
+            self._state, self._packed = state, pack(state)
+        self._staged.slots[version.step % 3].write_again(self._piece(version), self._packed)
 
     def keep(self, version: Version, state: object, spare: Collection[Version] = ()) -> Tensor:
         """Store the own state of a snapshot or a copy; the newest ones and those in `spare` stay. Returns its region.
@@ -53,7 +60,7 @@ class Records:
 
     def done(self, version: Version) -> None:
         """Note that this rank has completed `version`."""
-        self._done.older().write(self._piece(version), _NOTHING)
+        self._done.slots[version.step % 2].write_again(self._piece(version), _NOTHING)
 
     def completed(self) -> Version | None:
         """The newest completed step; None if there is none, or if its checksum is wrong."""

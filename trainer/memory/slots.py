@@ -24,6 +24,7 @@ from elaunch.trainer.state.region import (
     header_of,
     is_intact,
     mark,
+    renew,
     tear,
     views,
 )
@@ -58,6 +59,8 @@ class Slot:
         self._region = torch.empty(0, dtype=torch.uint8)
         self._shape: tuple[object, ...] = ()
         self._views: list[Tensor] = []
+        # What this object has written last, if it is still there; and its first header.
+        self._written: tuple[Packed, Header] | None = None
         self._is_settled = threading.Event()
         self._is_settled.set()
 
@@ -78,7 +81,7 @@ class Slot:
         """The whole file as uint8."""
         if self.size != self._region.numel():
             self._region = _mapped(self.path)
-            self._shape = ()
+            self._shape, self._written = (), None
         return self._region
 
     def grow(self, size: int) -> None:
@@ -116,6 +119,7 @@ class Slot:
     def _forget(self) -> None:
         """Nothing of the file is known any more."""
         self._region, self._views, self._shape = torch.empty(0, dtype=torch.uint8), [], ()
+        self._written = None
 
     def write(self, piece: Piece, packed: Packed, copy: Copy = copy_on_host) -> Header:
         """Write a state. The slot is torn until everything is written."""
@@ -123,12 +127,23 @@ class Slot:
         self.begin(packed, copy)
         return self.finish(piece, packed)
 
+    def write_again(self, piece: Piece, packed: Packed) -> None:
+        """The same, but only the header is written if `packed` was the last here: each step does this.
+
+        Its tensors must not have changed, and no other process may write to the file.
+        """
+        if self._written is None or self._written[0] is not packed:
+            self._written = packed, self.write(piece, packed)
+        else:
+            renew(self._region, self._written[1], piece)
+
     def begin(self, packed: Packed, copy: Copy = copy_on_host) -> None:
         """Tear the slot and copy the tensors into it. They may change after this returns."""
         self._is_settled.clear()
         try:
             region, kinds = self.region(), [(tensor.dtype, tensor.shape) for tensor in packed.tensors]
             shape = (packed.skeleton_room, packed.offsets, kinds)
+            self._written = None
             tear(region)
             if shape != self._shape:
                 # The checksum also covers the gaps between the tensors.
@@ -165,10 +180,12 @@ class Slot:
 
     def raw(self, length: int) -> Tensor:
         """The first `length` bytes of the file, to send them, or to receive into them after `discard`."""
+        self._written = None
         return self.region()[:length]
 
     def discard(self) -> None:
         """Declare the slot torn."""
+        self._written = None
         if self.size:
             tear(self.region())
 

@@ -22,7 +22,8 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import TypeAlias
 
 from elaunch.trainer.files import reason
-from elaunch.trainer.ranks.handshake import Contact, Contacts, RankListener, dial
+from elaunch.trainer.ranks.handshake import Contact, RankListener, dial
+from elaunch.trainer.ranks.meeting import StoreContacts
 
 Bytes: TypeAlias = "bytes | bytearray | memoryview"
 # A read takes at most this much, so that what is passed on goes out while more comes in.
@@ -53,7 +54,7 @@ class Connections:
     """
 
     def __init__(
-        self, channel: str, rank: int, world_size: int, contacts: Contacts, *, timeout_s: float | None = None
+        self, channel: str, rank: int, world_size: int, contacts: StoreContacts, *, timeout_s: float | None = None
     ) -> None:
         self._channel, self._rank, self._world_size = channel, rank, world_size
         self._contacts, self._timeout_s = contacts, timeout_s

@@ -18,7 +18,6 @@ import struct
 import time
 from collections.abc import Container
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 CHALLENGE_BYTES = 16
 PROOF_BYTES = 32
@@ -49,10 +48,6 @@ class Contact:
     port: int
     secret: bytes = field(repr=False)
 
-    @property
-    def family(self) -> socket.AddressFamily:
-        return socket.AF_INET6 if ":" in self.address else socket.AF_INET
-
     def to_bytes(self) -> bytes:
         """Without channel and rank, which are in the key."""
         return self.secret + f"{self.port} {self.address}".encode()
@@ -77,19 +72,6 @@ class Contact:
     def _proof(self, purpose: str, sender: int, numbers: bytes) -> bytes:
         content = f"{purpose} {self.channel} {sender} {self.rank} ".encode() + numbers
         return hmac.digest(self.secret, content, "sha256")
-
-
-class Contacts(Protocol):
-    """The place where each rank of a channel writes its contact, for all others to read."""
-
-    def own_address(self) -> str:
-        """The address at which the others reach this process. Raises OSError."""
-
-    def publish(self, rank: int, content: bytes) -> None:
-        """Write the contact of this rank, in place of an older one."""
-
-    def find(self, rank: int) -> bytes | None:
-        """The newest contact of this rank; None if there is none yet. Does not wait; may raise RuntimeError."""
 
 
 def dial(contact: Contact, sender: int) -> socket.socket:
@@ -152,7 +134,7 @@ class RankListener:
     def __init__(self, channel: str, rank: int, world_size: int, address: str) -> None:
         self._missing = set(range(rank + 1, world_size))
         contact = Contact(channel, rank, address, 0, secrets.token_bytes(_SECRET_BYTES))
-        self._socket = socket.socket(contact.family)
+        self._socket = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
         try:
             self._socket.setblocking(False)
             self._socket.bind((address, 0))

@@ -40,13 +40,16 @@ class StoreContacts:
     channel: str
 
     def own_address(self) -> str:
+        """The address at which the others reach this process. Raises OSError."""
         return own_address(os.environ)
 
     def publish(self, rank: int, content: bytes) -> None:
+        """Write the contact of this rank, in place of an older one."""
         key = f"{self.channel}/{rank}"
         _store().set(key, _masked(key, content))
 
     def find(self, rank: int) -> bytes | None:
+        """The newest contact of this rank; None if there is none yet. Does not wait; may raise RuntimeError."""
         # Not `wait` with a limit: torch prints two warnings whenever its time is over.
         key = f"{self.channel}/{rank}"
         return _masked(key, bytes(_store().get(key))) if _store().check([key]) else None

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import chain, filterfalse, islice
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
 
 from elaunch.trainer.state.packing import NotPlain, require_dense
-from elaunch.trainer.state.region import up
 from elaunch.trainer.state.tree import is_shard, local_parts
-
-# Of so many parameters the optimizer's state is looked at in one turn.
-_PER_TURN = 8
 
 
 class LiveTensors:
@@ -40,27 +36,16 @@ class LiveTensors:
         """The parameters, of modules in `extra` too."""
         return self._parameters
 
-    def seen(self, turn: int | None) -> list[Tensor]:
-        """What is looked at in that turn: all of them but the optimizers' states, and of these some in each turn.
-
-        For the same turn the tensors come in the same order. An optimizer has three tensors for each parameter, and the
-        time for all of them would be that of a small step. With None there are none of its.
-        """
+    def seen(self, *, optimizers: bool) -> list[Tensor]:
+        """All of them in the same order each time, those of `optimizers` if that is wanted: they are most of them."""
         found: list[Tensor] = (
             [*self._parameters] if self._are_plain else [part for one in self._parameters for part in _parts(one)]
         )
         for nest in self._nests:
             found += [part for _, value in _nested("", nest) if not value.is_inference() for part in _parts(value)]
-        if turn is None:
-            return found
-        sizes = sum(len(one.state) for one in self._optimizers)
-        begin = turn * _PER_TURN % (up(sizes, _PER_TURN) or 1)
-        states = chain.from_iterable(one.state.values() for one in self._optimizers)
-        chosen = [its for its in islice(states, begin, begin + _PER_TURN) if type(its) is dict]
-        values = [*chain.from_iterable(map(dict.values, chosen))]
-        if set(map(type, values)) != {Tensor}:
-            values = [part for value in values if isinstance(value, Tensor) for part in _parts(value)]
-        found += filterfalse(Tensor.is_inference, values)
+        states = chain.from_iterable(one.state.values() for one in self._optimizers) if optimizers else ()
+        values = [value for its in states if type(its) is dict for value in its.values() if isinstance(value, Tensor)]
+        found += [part for value in values for part in _parts(value) if not value.is_inference()]
         return found
 
     def require_dense(self) -> None:
@@ -83,9 +68,9 @@ class LiveTensors:
                         )
 
     def stepped(self) -> list[object]:
-        """What is another after each step of an optimizer with a state: one value of each of its parameters' states."""
+        """What is another after each step of an optimizer with a state: the count of its steps, else all its values."""
         states = [its for one in self._optimizers for its in one.state.values() if type(its) is dict]
-        values = [its["step"] if "step" in its else next(iter(its.values()), None) for its in states]
+        values = [value for its in states for value in ([its["step"]] if "step" in its else its.values())]
         return [(id(one), one._version) if isinstance(one, Tensor) else repr(one) for one in values]
 
     def states(self) -> list[tuple[int, int]]:

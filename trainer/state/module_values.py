@@ -7,10 +7,9 @@ changed since the first step is state: it is restored like a buffer.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from itertools import chain
-from operator import is_, itemgetter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 from torch import nn
@@ -20,102 +19,80 @@ from elaunch.trainer.state.tree import State, is_numpy_scalar
 
 _PLAIN = (bool, int, float, str, type(None))
 _OF_MODULES = frozenset(vars(nn.Module()))
-# What programs change of torch's modules: the rate of Dropout, the momentum of BatchNorm.
-_OFTEN = ("p", "momentum")
 
 
-@dataclass
-class _Values:
-    """The values of some modules when they were read last: where they are, their paths, and what they were."""
+@dataclass(frozen=True)
+class _Seen:
+    """The values of a module when they were read last. `size` is the number of its attributes, plain or not."""
 
-    places: list[tuple[itemgetter[Any], dict[str, Any]]] = field(default_factory=list)
-    paths: list[tuple[str, nn.Module, str]] = field(default_factory=list)
-    seen: list[Any] = field(default_factory=list)
+    path: str
+    module: nn.Module
+    names: list[str]
+    values: list[Any]
+    size: int
 
-    def are_same(self) -> bool:
+    def is_same(self) -> bool:
         """Whether they are the same objects still. Nothing of a tensor in such a place is asked for."""
-        try:
-            return all(map(is_, chain.from_iterable([read(its) for read, its in self.places]), self.seen))
-        except KeyError:
-            # One was deleted.
-            return False
+        its = vars(self.module)
+        return len(its) == self.size and all(map(is_, map(its.get, self.names), self.values))
+
+    def by_path(self) -> Iterator[tuple[str, str, Any]]:
+        for name, value in zip(self.names, self.values, strict=True):
+            yield _joined(self.path, name), name, value
 
 
 class ModuleValues:
-    """The values of modules, which `follow` names. All names of values are paths: `blocks.0.drop.p`.
-
-    Those of modules that are not torch's, and those that programs change of torch's, are looked at in each step.
-    """
+    """The values of modules, which `follow` names. All names of values are paths: `blocks.0.drop.p`."""
 
     def __init__(self) -> None:
         self._modules: list[tuple[str, nn.Module, bool]] = []
-        # Those that have changed, by path, and whether they are looked at often. They are read each time.
-        self._changed: dict[str, tuple[nn.Module, str, bool]] = {}
-        self._has_begun = False
-        self._often, self._seldom = _Values(), _Values()
-        self._sizes: list[int] = []
+        # Those that have changed, by path. They are read each time, and all others by `look`, from the first step on.
+        self._changed: dict[str, tuple[nn.Module, str]] = {}
+        self._seen: list[_Seen] | None = None
 
     def follow(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
         """These are the modules. A value that a new one comes with has not changed."""
         own: dict[type, bool] = {}
         self._modules = [(name, one, own.setdefault(type(one), _is_programs(type(one)))) for name, one in modules]
-        if self._has_begun:
-            self._note()
+        if self._seen is not None:
+            self._seen = self._read()
 
     def begin(self) -> None:
         """The first step begins: what is changed from now on is state."""
-        if not self._has_begun:
-            self._has_begun = True
-            self._note()
+        if self._seen is None:
+            self._seen = self._read()
 
-    def _note(self) -> None:
-        self._often, self._seldom = _Values(), _Values()
-        for place, module, is_own in self._modules:
+    def _read(self) -> list[_Seen]:
+        found = []
+        for path, module, is_own in self._modules:
             its = vars(module)
             names = [name for name, value in [*its.items()] if _counts(name, value, is_own=is_own)]
             if type(module) is DistributedDataParallel:
                 # `no_sync` changes its flags.
                 names = [name for name in names if type(its[name]) is not bool]
-            pairs = [(path, name) for name in names if (path := f"{place}.{name}".lstrip(".")) not in self._changed]
-            if pairs:
-                is_often = not _is_torchs(type(module)) or any(name in _OFTEN for name in names)
-                values = self._often if is_often else self._seldom
-                # With two keys or more it returns a tuple.
-                keys = ["_parameters", *(name for _, name in pairs)]
-                values.places.append((itemgetter(*keys), its))
-                values.paths += [("", module, ""), *((path, module, name) for path, name in pairs)]
-                values.seen += [its[key] for key in keys]
-        self._sizes = self._sizes_now()
-
-    def _sizes_now(self) -> list[int]:
-        return [len(vars(module)) for _, module, _ in self._modules]
-
-    def look(self, *, only_often: bool = False) -> dict[str, tuple[Any, Any]]:
-        """Find values that have changed: the old and the new one by path, of each the first time.
-
-        It takes 0.2 µs for each module if none has.
-        """
-        if not self._has_begun or (
-            self._often.are_same() and (only_often or (self._seldom.are_same() and self._sizes == self._sizes_now()))
-        ):
-            return {}
-        parts = (self._often, self._seldom)
-        before = {path: value for one in parts for (path, *_), value in zip(one.paths, one.seen, strict=True)}
-        self._note()
-        found = {}
-        for one in (self._often, self._seldom):
-            for (path, module, name), value in zip(one.paths, one.seen, strict=True):
-                if name and before.get(path) != value:
-                    found[path] = before.get(path), value
-                    self._changed[path] = module, name, one is self._often
-        if found:
-            self._note()
+            names = [name for name in names if _joined(path, name) not in self._changed]
+            found.append(_Seen(path, module, names, [its[name] for name in names], len(its)))
         return found
 
-    def now(self, *, only_seldom: bool = False) -> State:
+    def look(self) -> dict[str, tuple[Any, Any]]:
+        """Find values that have changed: the old and the new one by path, of each the first time."""
+        if self._seen is None or all(one.is_same() for one in self._seen):
+            return {}
+        before = {path: value for one in self._seen for path, _, value in one.by_path()}
+        found = {}
+        for one in self._read():
+            for path, name, value in one.by_path():
+                if before.get(path) != value:
+                    found[path] = before.get(path), value
+                    self._changed[path] = one.module, name
+        self._seen = self._read()
+        return found
+
+    def now(self) -> State:
         """The present values of those that have changed, by path."""
-        places = [(path, *place) for path, place in [*self._changed.items()]]
-        values = [(path, vars(module).get(name)) for path, module, name, often in places if not (only_seldom and often)]
+        if not self._changed:
+            return {}
+        values = [(path, vars(module).get(name)) for path, (module, name) in [*self._changed.items()]]
         return {path: value for path, value in values if _is_plain(value)}
 
     def load(self, values: State) -> list[str]:
@@ -125,11 +102,15 @@ class ModuleValues:
         for path, value in values.items():
             place, _, name = path.rpartition(".")
             if (module := places.get(place)) is not None:
-                self._changed[path] = module, name, True
+                self._changed[path] = module, name
                 if (old := vars(module).get(name)) != value or type(old) is not type(value):
                     others.append(path)
                     setattr(module, name, value)
         return others
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}".lstrip(".")
 
 
 def _counts(name: str, value: object, *, is_own: bool) -> bool:

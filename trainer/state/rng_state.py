@@ -27,20 +27,16 @@ class RandomStates:
         self._python, self._numpy = _Python(), _Numpy()
         self._state: State = {}
         self._raw: list[bytes] = []
-        self._aside: State | None = None
-
-    @property
-    def is_aside(self) -> bool:
-        """Whether `step_aside` was called, and not `apply` since."""
-        return self._aside is not None
+        # The states before `step_aside`, if that was called, and not `apply` since.
+        self.aside: State | None = None
 
     def capture(self) -> State:
         """The present states, as plain values and tensors; numpy's only if numpy is imported.
 
         The same object as before if they are the same as before. Do not change it. After `step_aside` those before it.
         """
-        if self._aside is not None:
-            return self._aside
+        if self.aside is not None:
+            return self.aside
         old, python, numpy = self._state, self._python.capture(), self._numpy.capture()
         torchs = [torch.default_generator.get_state()]
         if self._is_cuda:
@@ -54,7 +50,7 @@ class RandomStates:
 
     def step_aside(self, state: State, step: int) -> None:
         """Seed the generators with numbers that depend on `state`, the states to go on from, and on `step`."""
-        self._aside = state
+        self.aside = state
         random.seed(_seed(state["python"][1], step))
         torch.default_generator.manual_seed(_seed(state["torch"], step))
         if "cuda" in state:
@@ -65,7 +61,7 @@ class RandomStates:
 
     def apply(self, state: State) -> None:
         """Set the generators to `state`, which `capture` returned or somebody has restored."""
-        self._aside = None
+        self.aside = None
         if self._numpy.goes_back_to(state.get("numpy")):
             state = {name: its for name, its in state.items() if name != "numpy"}
         apply(state, self._device)
@@ -185,10 +181,5 @@ def _words(content: bytes) -> tuple[int, ...]:
     return tuple(array("I", content))
 
 
-@functools.lru_cache(maxsize=4)
-def _crc(content: bytes | torch.Tensor) -> int:
-    return crc32(content if isinstance(content, bytes) else _bytes(content))
-
-
 def _seed(content: bytes | torch.Tensor, step: int) -> int:
-    return crc32(step.to_bytes(8, "little"), _crc(content))
+    return crc32(content if isinstance(content, bytes) else _bytes(content), step)

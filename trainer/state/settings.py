@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, takewhile
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -29,8 +28,7 @@ _Groups = list[tuple[State, list[Tensor]]]
 _FINAL = "make its groups and freeze its parameters before the Keeper (a group with lr=0 waits), or use DDP"
 
 
-@dataclass(frozen=True)
-class _Noted:
+class _Noted(NamedTuple):
     """The settings at one moment."""
 
     requires_grad: list[bool]
@@ -107,7 +105,7 @@ class Settings:
 
     def _cut_off(self) -> _Noted:
         now = self._now()
-        return now if self._modes is None else replace(now, training=self._modes)
+        return now if self._modes is None else now._replace(training=self._modes)
 
     def note(self, *, is_whole: bool = True) -> None:
         """The body of a step has ended, unless no commit came since the last time: what comes belongs to the next.
@@ -116,15 +114,16 @@ class Settings:
         """
         self.values.begin()
         if self._noted is None:
-            self.values.look(only_often=True)
+            if self._of_commit is not None:
+                self.values.look()
             self._noted = self._now() if is_whole else self._cut_off()
-            self._compare(self._noted)
+            if self._of_commit is not None:
+                self._compare(self._of_commit, self._noted)
+                self._of_commit = None
 
-    def _compare(self, now: _Noted) -> None:
+    def _compare(self, of_commit: tuple[list[bool], State], now: _Noted) -> None:
         """What has changed since the commit: a copy that was made within it does not have that."""
-        if self._of_commit is None:
-            return
-        (flags, values), self._of_commit = self._of_commit, None
+        flags, values = of_commit
         pairs = zip(self._names, flags, now.requires_grad, strict=False)
         self.late = [f"requires_grad of {name}" for name, before, its in pairs if before != its]
         self.late += [path for path, its in now.values.items() if path not in values or values[path] != its]
@@ -132,7 +131,8 @@ class Settings:
     def forget(self) -> None:
         """A commit begins."""
         self._noted = self._modes = self._of_commit = None
-        self._add_as_usual()
+        if self._added:
+            self._add_as_usual()
 
     def stepped(self, *, is_checked: bool) -> None:
         """The commit has changed everything. An evaluation may follow, which a restart does not make again.
@@ -141,7 +141,7 @@ class Settings:
         """
         self._modes = [*map(_TRAINING, self._modules)]
         if is_checked:
-            self.values.look(only_often=True)
+            self.values.look()
             self._of_commit = [*map(_REQUIRES_GRAD, self._parameters)], self.values.now()
 
     def options(self) -> list[list[State]]:
@@ -162,7 +162,7 @@ class Settings:
         return {
             "frozen": [name for name, is_on in zip(self._names, now.requires_grad, strict=True) if not is_on],
             "evaluating": [name for name, is_on in training.items() if not is_on],
-            "values": {**self.values.now(only_seldom=True), **now.values},
+            "values": {**self.values.now(), **now.values},
             "groups": [None if _ids([a]) == _ids([b]) else self._named(number, b) for number, (a, b) in groups],
         }
 
@@ -269,7 +269,8 @@ class Settings:
             for one, noted in zip(self._optimizers, self._noted.groups, strict=True):
                 for group, (options, _) in zip(_groups_of(one), noted, strict=False):
                     put_options(group, {key: its for key, its in options.items() if group.get(key) is not its})
-        self._add_as_usual()
+        if self._added:
+            self._add_as_usual()
         self.values.begin()
 
     def refusal(self, *, is_in_parts: bool, has_zero: bool, is_by_name: bool) -> str:

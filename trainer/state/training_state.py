@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from operator import is_
 from typing import Any, TypeVar
 
 import torch
@@ -35,7 +34,6 @@ from elaunch.trainer.state.tree import (
     OPTIMIZERS,
     State,
     cloned,
-    contains_itself,
     flatten,
     local_parts,
     put_into,
@@ -44,8 +42,6 @@ from elaunch.trainer.state.tree import (
 )
 
 Found = TypeVar("Found")
-# Types of options whose values stay plain.
-_UNCHANGING = {type(None), bool, int, float, str, tuple, Tensor}
 
 
 class Training:
@@ -102,8 +98,6 @@ class Training:
         self.of_commit: State = {}
         # Whether all ranks have rank 0's in each forward pass.
         self.shares_buffers = all(map(_shares_buffers, self.models))
-        # The optimizers' options when they were found plain.
-        self._plain: list[Any] = []
         parts = [*self._wrapped.modules(), *self._optimizers]
         self._joinable: list[Any] = [one for one in parts if hasattr(one, "_join_config")]
 
@@ -257,21 +251,15 @@ class Training:
     def require_plain_values(self, *, durably: bool) -> None:
         """Raise TypeError if a step has put a value into `extra`, the scheduler or the options that cannot be kept.
 
-        It takes some 20 µs in each step. What an object in `extra` gives is looked at with each snapshot.
+        What an object in `extra` gives is looked at with each snapshot.
         """
         groups = [getattr(one, "param_groups", ()) for one in self._optimizers]
-        values = [value for its in groups for group in its for key, value in group.items() if key != "params"]
-        found = ""
-        if not (len(values) == len(self._plain) and all(map(is_, values, self._plain))):
-            options = [[{key: group[key] for key in group if key != "params"} for group in its] for its in groups]
-            found = not_plain(options, "param_groups", durably=durably)
-            self._plain = values if not found and set(map(type, values)) <= _UNCHANGING else []
+        options = [[{key: group[key] for key in group if key != "params"} for group in its] for its in groups]
+        found = not_plain(options, "param_groups", durably=durably)
         # Not the scaler: its state_dict waits for the device.
         for name in ("scheduler", "extra"):
             for number, part in enumerate(several(self._rest[name])):
                 if not found and (name != "extra" or not hasattr(part, "state_dict")):
-                    if place := contains_itself(part):
-                        raise TypeError(f"`{name}.{number}{place}` contains itself, so it cannot be kept")
                     found = not_plain(_state_of(part), f"{name}.{number}", durably=durably)
         if found:
             raise TypeError(found)
@@ -452,11 +440,6 @@ def _parts_of(extra: Any) -> Any:
     if type(extra) is list and not (extra and all(isinstance(one, dict) or _is_object(one) for one in extra)):
         extra = (extra,)
     for one in several(extra):
-        if place := contains_itself(one):
-            raise ValueError(
-                f"extra{place} contains itself, so it has no end to be kept; leave that reference out, or pass what is "
-                "to be kept of it"
-            )
         if not (_is_object(one) or isinstance(one, dict | list | set | Tensor)):
             raise TypeError(
                 f"extra has {one!r:.80} of type {type(one).__qualname__}, which a restore could not put back; give a "

@@ -326,17 +326,6 @@ def tensors_sha256(tensors: Iterable[Tensor]) -> str:
     return digest.hexdigest()
 
 
-def contains_itself(value: object, path: str = "", around: tuple[int, ...] = ()) -> str:
-    """Where in nested dictionaries and lists one has itself as an item, as `['a'][0]`; "" if none has."""
-    if not isinstance(value, dict | list | tuple):
-        return ""
-    if id(value) in around:
-        return path
-    items = value.items() if isinstance(value, dict) else enumerate(value)
-    inner = ((key, item) for key, item in items if isinstance(item, dict | list | tuple))
-    return next(filter(None, (contains_itself(it, f"{path}[{key!r}]", (*around, id(value))) for key, it in inner)), "")
-
-
 def some(names: Iterable[str], count: int = 3) -> str:
     """The first few of `names` and the number of the others, for a sentence."""
     names = list(names)

@@ -140,7 +140,7 @@ BEHAVIOURS = (
         proofs=(
             f"{_OUTPUT}::test_each_generation_and_rank_keeps_its_files_through_restarts",
             f"{_OUTPUT}::test_output_that_is_to_go_to_files_goes_to_a_private_folder_if_none_is_named",
-            f"{_OPTIONS}::test_a_file_is_no_log_directory",
+            "tests/unit/launcher/test_preflight.py::test_a_file_is_no_log_directory",
             f"{_OPTIONS}::test_a_log_directory_alone_tees_everything",
         ),
     ),

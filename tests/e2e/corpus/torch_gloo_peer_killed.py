@@ -1,4 +1,4 @@
-# options: --preload-only torch
+# options: --preload torch
 # workers: 2
 # headline: rank 1 .* was killed by SIGKILL in generation 0
 # next: look for .*sender: .*kill -9

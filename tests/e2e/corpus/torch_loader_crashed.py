@@ -1,4 +1,4 @@
-# options: --preload-only torch
+# options: --preload torch
 # headline: raised RuntimeError: DataLoader worker \(pid
 # next: num_workers=0
 # not: shm|memory

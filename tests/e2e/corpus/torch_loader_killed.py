@@ -1,4 +1,4 @@
-# options: --preload-only torch
+# options: --preload torch
 # headline: raised RuntimeError: DataLoader worker \(pid
 # next: most often the kernel for lack of memory
 # not: shm

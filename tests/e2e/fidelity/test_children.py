@@ -165,7 +165,7 @@ def outputs(folder: Path, workers: int, *methods: str) -> list[Any]:
     options = ("--nproc-per-node", str(workers), "--max-restarts", "0", "--log-dir", "logs", "-r", "3")
 
     # Each program's own process has two threads.
-    job = finished(folder, "--preload-only", "torch", *options, "train.py", *methods, env={"OMP_NUM_THREADS": "2"})
+    job = finished(folder, "--preload", "torch", *options, "train.py", *methods, env={"OMP_NUM_THREADS": "2"})
 
     assert job.code == 0, job.output
     assert "fresh interpreter" not in job.output

@@ -23,7 +23,7 @@ FORMS = {
 }
 # One way to name a program is tested with torch preloaded, as test_torch.py has it by default. The other ways preload a
 # light module.
-TORCH = ("--preload-only", "torch")
+TORCH = ("--preload", "torch")
 RUNS = {
     ("forked", "script"): TORCH,
     **{("light", form): LIGHT for form in FORMS if form != "script"},

@@ -43,7 +43,7 @@ class Seen:
 
     def _worker(self, how: tuple[str, ...], threads: str) -> list[dict[str, Any]]:
         # The compiler is a second more.
-        how = how if threads == "by default" else ("--preload-only", "torch")
+        how = how if threads == "by default" else ("--preload", "torch")
         return looks(self.folder, how, *_command(threads), env=THREADS[threads])
 
     def _fresh(self, threads: str) -> dict[str, Any]:

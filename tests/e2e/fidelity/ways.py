@@ -13,14 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from elaunch.agent.default_preload import DEFAULT_PRELOAD
 from elaunch.launcher.host import detect
 from tests.harness import Job, environment
 
 HERE = Path(__file__).parent
 # Torch is imported before the fork, also for a program that does not name it.
-FORKED = ("--preload", "torch")
+FORKED = ("--preload", ",".join(DEFAULT_PRELOAD))
 # The fork server does the same with a light module, without the second of importing torch.
-LIGHT = ("--preload-only", "json")
+LIGHT = ("--preload", "json")
 EXECED = ("--no-preload",)
 # A program may compile something.
 _LONG_S = 600.0

@@ -47,7 +47,7 @@ def test_every_option_of_the_table_is_proposed() -> None:
 def test_an_options_own_words_are_proposed_as_its_value() -> None:
     assert words("--rdzv-backend", "etc") == ["etcd", "etcd-v2"]
     # As bash takes --rdzv-backend= apart.
-    assert words("--rdzv-backend", "=") == ["c10d", "etcd", "etcd-v2", "static"]
+    assert words("--rdzv-backend", "=") == ["static", "c10d", "etcd", "etcd-v2"]
     assert words("--numa-binding", "so") == ["socket"]
     assert words("--nnodes", "2") == []
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -132,13 +130,6 @@ def test_a_text_that_python_refuses(tmp_path: Path, text: str) -> None:
         assert not program_text(ProgramKind.MODULE, "app").is_refused
 
 
-def test_a_zip_file_is_no_text(tmp_path: Path) -> None:
-    with zipfile.ZipFile(tmp_path / "t.pyz", "w") as file:
-        file.writestr("__main__.py", "print(1)")
-
-    assert not program_text(ProgramKind.SCRIPT, str(tmp_path / "t.pyz")).is_refused
-
-
 @pytest.mark.parametrize(
     ("text", "packages"),
     [
@@ -223,17 +214,3 @@ def test_what_cannot_be_read_may_use_all(tmp_path: Path) -> None:
     assert unused(ProgramKind.SCRIPT, "-") == USES_ALL
     assert unused(ProgramKind.SCRIPT, str(tmp_path / "no.py")) == USES_ALL
     assert unused(ProgramKind.SCRIPT, str(tmp_path)) == USES_ALL
-
-
-def test_a_program_in_a_pipe_is_not_read(tmp_path: Path) -> None:
-    pipe = tmp_path / "program"
-    os.mkfifo(pipe)
-    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    writer = os.open(pipe, os.O_WRONLY)
-    os.write(writer, b"print(1)")
-    os.close(writer)
-
-    assert unused(ProgramKind.SCRIPT, str(pipe)) == USES_ALL
-
-    assert os.read(reader, 100) == b"print(1)"
-    os.close(reader)

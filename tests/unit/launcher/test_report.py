@@ -175,25 +175,6 @@ def test_a_long_traceback_is_shown_by_its_ends_and_the_report_says_what_is_missi
     assert "  in full   : /logs/5/error.json on node-a" in lines
 
 
-def test_a_module_that_python_does_not_find_is_one_sentence() -> None:
-    spec = replace(SPEC, program=Program(ProgramKind.MODULE, "pkg.trian"))
-    missing = replace(
-        RAISED,
-        kind=FailureKind.STARTUP,
-        exception="ModuleNotFoundError",
-        message="raised ModuleNotFoundError: No module named pkg.trian",
-        frame="",
-    )
-    inside = replace(missing, frame="/home/u/pkg/train.py:1 in <module>")
-
-    assert report(replace(FAILED, failure=missing), spec, None) == (
-        "elaunch: pkg.trian FAILED on node-a: Python cannot run it with -m (No module named pkg.trian); give the name"
-        " of a module that can be run, below the current folder or PYTHONPATH; exit code 1\n"
-    )
-    assert TRACEBACK.splitlines()[-1] in report(replace(FAILED, failure=inside), spec, None)
-    assert "Root Cause" in report(replace(FAILED, failure=missing), SPEC, None)
-
-
 WRONG_ARGUMENTS = replace(
     RAISED,
     kind=FailureKind.STARTUP,
@@ -204,12 +185,6 @@ WRONG_ARGUMENTS = replace(
     message="exited with code 2 (the exit code of a wrong command line)",
     tail="No such option: --stepz (Possible options: --steps); see elaunch -m elaunch.trainer --help\n",
 )
-OF_ARGPARSE = replace(
-    WRONG_ARGUMENTS,
-    message="exited with code 2 (the exit code of a wrong command line; unrecognized arguments: --lrr)",
-    tail="usage: train.py [-h] [--a A]\n   [--b B]\n   [--c C]\ntrain.py: error: unrecognized arguments: --lrr\n",
-    advice="correct the arguments behind the script; train.py --help lists them",
-)
 
 
 def test_what_a_program_says_of_its_own_arguments_is_one_line() -> None:
@@ -217,13 +192,6 @@ def test_what_a_program_says_of_its_own_arguments_is_one_line() -> None:
         "elaunch: train.py FAILED on node-a: rank 5 exited with code 2 (the exit code of a wrong command line): No such"
         " option: --stepz (Possible options: --steps); see elaunch -m elaunch.trainer --help; exit code 1\n"
     )
-    assert refused(OF_ARGPARSE) == (
-        "elaunch: train.py FAILED on node-a: rank 5 exited with code 2 (the exit code of a wrong command line;"
-        " unrecognized arguments: --lrr); exit code 1\n"
-        "Next step: correct the arguments behind the script; train.py --help lists them.\n"
-    )
-    log_path = "/logs/5/stderr.log"
-    assert f"elaunch: its output is in {log_path}\n" in refused(replace(WRONG_ARGUMENTS, log_path=log_path))
 
 
 def refused(failure: Failure) -> str:
@@ -231,15 +199,6 @@ def refused(failure: Failure) -> str:
     return report(replace(FAILED, restarts=0, failure=failure), SPEC, None)
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        replace(WRONG_ARGUMENTS, tail=""),
-        replace(WRONG_ARGUMENTS, tail="loading\nepoch 1\nepoch 2\nno space\n"),
-        replace(WRONG_ARGUMENTS, kind=FailureKind.EXIT_CODE),
-        replace(WRONG_ARGUMENTS, code=126),
-    ],
-    ids=["nothing said", "much said", "progress", "another code"],
-)
-def test_another_end_with_few_words_has_the_whole_report(other: Failure) -> None:
-    assert "Root Cause" in refused(other)
+def test_another_end_with_few_words_has_the_whole_report() -> None:
+    assert "Root Cause" in refused(replace(WRONG_ARGUMENTS, tail=""))
+    assert "Root Cause" in refused(replace(WRONG_ARGUMENTS, kind=FailureKind.EXIT_CODE))

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from elaunch import ChildFailedError, JobFailed
-from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.functions.launch import check
 from tests.harness import RUN_LIMIT_S
 
@@ -33,10 +32,6 @@ def failed(**fields: Any) -> ChildFailedError:
     with pytest.raises(ChildFailedError) as raised:
         check(told, 1, "train")
     return raised.value
-
-
-def test_a_success_raises_nothing() -> None:
-    check({"outcome": "succeeded", "exit_code": 0, "text": ""}, 0, "train")
 
 
 def test_a_failed_rank_has_its_traceback() -> None:
@@ -62,12 +57,6 @@ def test_it_goes_through_a_pickle() -> None:
     assert str(copy) == str(error)
     assert copy.failures == error.failures
     assert copy.failures[1].message == "raised ValueError: no"
-
-
-@pytest.mark.parametrize(("outcome", "expected"), [("UsageError", UsageError), ("SiteError", SiteError)])
-def test_what_never_began_is_the_commands_own_error(outcome: str, expected: type[Exception]) -> None:
-    with pytest.raises(expected, match=r"^use another$"):
-        check({"outcome": outcome, "exit_code": 2, "text": "use another"}, 2, "train")
 
 
 @pytest.mark.parametrize("outcome", ["interrupted", "refused", "unknown"])

@@ -10,7 +10,7 @@ import pytest
 
 from elaunch.launcher.options.commands import COMMANDS
 from elaunch.launcher.options.help import help_text
-from elaunch.launcher.options.man import manual, roff
+from elaunch.launcher.options.man import manual
 from elaunch.launcher.options.table import TABLE
 from tests.harness import REPOSITORY, RUN_LIMIT_S
 
@@ -28,11 +28,6 @@ def test_help_has_every_exit_code_of_the_page_about_them() -> None:
     assert len(codes) >= 5
     for code in codes:
         assert re.search(rf"[:, \n]{re.escape(code)}\s", help_text()), code
-
-
-def test_it_is_ascii_and_what_looks_like_a_request_is_text() -> None:
-    assert manual().isascii()
-    assert roff(".TH is – not a request, don't \\break") == "\\&.TH is \\[u2013] not a request, don\\(aqt \\ebreak"
 
 
 @pytest.mark.skipif(shutil.which("groff") is None, reason="groff is not installed")

@@ -12,7 +12,7 @@ import pytest
 
 from elaunch.agent.diagnosis import reach
 from elaunch.rendezvous.endpoint import Endpoint
-from elaunch.rendezvous.http.client import ClientConnection, Trust, connection_error
+from elaunch.rendezvous.http.client import ClientConnection, connection_error
 from elaunch.rendezvous.http.dial import Deadline
 from elaunch.rendezvous.store import OwnLimit, Unavailable
 from tests.harness import DEADLINE_S
@@ -33,7 +33,7 @@ def no_more_files() -> Iterator[None]:
 
 
 def connected() -> ClientConnection:
-    return ClientConnection(HEAD, Trust(), Deadline(DEADLINE_S))
+    return ClientConnection(HEAD, Deadline(DEADLINE_S))
 
 
 @pytest.mark.parametrize("number", [*SILENT, *OWN, errno.ECONNREFUSED, errno.ECONNRESET])

@@ -12,9 +12,11 @@ from elaunch.rendezvous.rules.hang_verdict import (
     StillGroup,
     StillKind,
     StillNode,
+    confirm_s,
     hang_words,
     verdict_on,
 )
+from elaunch.rendezvous.times import Times
 from elaunch.rendezvous.types import RankTable, Seat
 
 A, B = "node-a-00000001", "node-b-00000002"
@@ -234,3 +236,10 @@ def test_records_are_read_back_and_checked() -> None:
     ):
         with pytest.raises(ValueError, match="range"):
             decode(type(bad), encode(bad))
+
+
+def test_a_verdict_on_several_nodes_must_hold_for_a_while() -> None:
+    times = Times(hang_after_s=15.0)
+
+    assert confirm_s(times, TABLE) == 5.0
+    assert confirm_s(times, replace(TABLE, seats=TABLE.seats[:1])) == 0.0

@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 
 from elaunch.rendezvous.codec import encode
-from elaunch.rendezvous.rules.leading import LeaderState, lead
+from elaunch.rendezvous.rules.leading import Lead, LeaderState, lead
 from elaunch.rendezvous.rules.snapshot import Snapshot
-from elaunch.rendezvous.store import Put
+from elaunch.rendezvous.rules.transactions import mend
+from elaunch.rendezvous.store import Delete, Put, Txn, Unchanged
 from elaunch.rendezvous.types import OpenKind, Outcome, OutcomeKind, Terms
-from tests.unit.agent.job_world import KEYS, TERMS, TIMES, A, B, C, D, World, running
+from tests.unit.agent.job_world import KEYS, TERMS, TIMES, A, B, C, D, World, forming, running
 
 
 def kind_of(world: World) -> OpenKind:
@@ -147,15 +148,6 @@ def test_a_full_table_lets_nobody_in() -> None:
     assert (world.look().txn, world.look().wake_s) == (None, None)
 
 
-def test_only_as_many_are_named_as_there_are_seats() -> None:
-    world = running(A, B)
-    world.join(C, D)
-
-    admit(world)
-
-    assert cause_of(world) == "host-c joins"
-
-
 def test_nobody_joins_once_a_node_is_done() -> None:
     world = running(A, B)
     world.finish(B)
@@ -262,3 +254,38 @@ def test_what_a_leader_waits_for_while_one_forms_is_forgotten_when_it_runs(joine
     world.look()
 
     assert world.leader_state.ready_since_s is None
+
+
+# --- broken records
+
+
+def test_a_nodes_broken_record_is_restored_once_then_deleted_and_one_of_the_job_is_restored_alone() -> None:
+    snapshot = running(A, B).snapshot
+    key = KEYS.done(0, B.node_id)
+    of_node, of_job = Put(key, "good", 9), Put(KEYS.generation, "good", 9)
+
+    def led(restored: Put, leader_state: LeaderState) -> Lead:
+        broken = replace(snapshot, mends=((Unchanged(restored.key, 7), restored),))
+        return lead(broken, leader_state, TIMES, 100.0, 0.0, 0.0)
+
+    first = led(of_node, LeaderState())
+    second = led(of_node, first.leader_state)
+    of_job_first = led(of_job, LeaderState())
+
+    assert first.txn == Txn((*snapshot.leader_guards, Unchanged(key, 7)), (of_node,))
+    assert second.txn == Txn((*snapshot.leader_guards, Unchanged(key, 7)), (Delete(key),))
+    assert of_job_first.txn
+    assert of_job_first.txn.then == (of_job,)
+    assert led(of_job, of_job_first.leader_state).txn is None
+
+
+@pytest.mark.parametrize(("forms", "opens"), [(True, True), (False, False)])
+def test_a_joined_nodes_record_that_is_deleted_opens_the_next_generation_while_one_forms(
+    forms: bool, opens: bool
+) -> None:
+    world = forming(A, B) if forms else running(A, B)
+    key = KEYS.member(B.node_id)
+
+    txn = mend(world.snapshot, Unchanged(key, 7), Delete(key))
+
+    assert any(isinstance(op, Put) and op.key == KEYS.generation for op in txn.then) is opens

@@ -321,6 +321,12 @@ def test_an_exit_code_whose_last_line_has_another_number_is_tried_again() -> Non
     assert isinstance(decide({1: [shards[0]], 2: [later]}), GiveUp)
 
 
+def test_an_exception_before_the_end_by_a_signal_is_the_same_error_too() -> None:
+    printed = replace(RAISED, code=-9, message="printed ValueError: bad batch 17 just before it was killed by SIGKILL")
+
+    assert isinstance(decide({1: [printed], 2: [printed]}), GiveUp)
+
+
 def test_a_debugger_that_was_left_is_not_started_again_however_far_the_job_was() -> None:
     left = replace(RAISED, kind=FailureKind.DEBUGGER, progressed=True)
 

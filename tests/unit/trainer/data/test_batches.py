@@ -212,24 +212,20 @@ def test_what_a_program_changes_of_a_sampler_within_an_epoch_is_kept(make: Calla
 
 
 @pytest.mark.parametrize(
-    ("make", "name"),
-    [
-        (lambda: ByLoss("list", is_lazy=True), "ByLoss"),
-        (lambda: SubsetRandomSampler([*range(SIZE)]), "its sampler"),
-    ],
+    "make", [lambda: ByLoss("list", is_lazy=True), lambda: SubsetRandomSampler([*range(SIZE)])], ids=["ours", "torch's"]
 )
-def test_a_change_that_counts_in_the_same_epoch_is_refused(make: Callable[[], Any], name: str) -> None:
+def test_a_change_that_counts_in_the_same_epoch_is_refused_after_a_restart(make: Callable[[], Any]) -> None:
     sampler = make()
     batches = Batches(DataLoader(Numbers(), batch_size=2, sampler=sampler))
+    for batch in itertools.islice(batches, SIZE // 4):
+        for _ in range(20):
+            change(sampler, batch)
 
-    def train() -> None:
-        for batch in itertools.islice(batches, SIZE // 2):
-            for _ in range(20):
-                change(sampler, batch)
-            batches.state_dict()
+    again = Batches(DataLoader(Numbers(), batch_size=2, sampler=make()))
+    again.load_state_dict(batches.state_dict())
 
-    with pytest.raises(ValueError, match=f"the program has changed {name} within an epoch, which then draws otherwise"):
-        train()
+    with pytest.raises(RuntimeError, match="draws another order"):
+        next(again)
 
 
 def test_torchs_subset_may_change_after_an_epochs_last_batch() -> None:
@@ -246,18 +242,6 @@ def test_torchs_subset_may_change_after_an_epochs_last_batch() -> None:
     set_global_states(states)
 
     assert taken(batches, 4) == expected
-
-
-def test_a_change_of_more_numbers_than_are_kept_is_refused() -> None:
-    sampler = SubsetRandomSampler([*range(SIZE)] * 500)
-    batches = Batches(DataLoader(Numbers(), batch_size=4, sampler=sampler))
-    next(batches)
-    assert "now" not in batches.state_dict()
-
-    sampler.indices[0] = 3  # type: ignore[index]
-
-    with pytest.raises(ValueError, match=r"`sampler.indices` \(list of 11000\) of a sampler changed"):
-        batches.state_dict()
 
 
 # At the start, within the first epoch, at the end of one (of 3, 6 or 22 batches), and in a later one.
@@ -326,7 +310,7 @@ def test_another_order_than_before_is_refused_after_a_restart() -> None:
     second = Batches(DataLoader(Numbers(), batch_size=4))
     second.load_state_dict(first.state_dict())
 
-    with pytest.raises(RuntimeError, match="draws another order for epoch 0 than the process before"):
+    with pytest.raises(RuntimeError, match="draws another order than the process before"):
         next(second)
 
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from elaunch.trainer.keeper import door
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.memory.device_copy import HostCopies
 from elaunch.trainer.ranks.group_status import BrokenGroup, GroupStatus
@@ -170,14 +169,6 @@ def test_what_cannot_be_kept_is_refused_by_name_at_the_door(tensor: Tensor, why:
         pytest.fail("it was entered")
 
 
-def test_a_lazy_parameter_is_refused_at_the_door() -> None:
-    model = nn.LazyLinear(3)
-    keeper = Keeper(model, torch.optim.SGD([nn.Parameter(torch.ones(1))]))
-
-    with pytest.raises(TypeError, match=r"^`weight` cannot be kept: .*run one forward pass first"), keeper:
-        pytest.fail("it was entered")
-
-
 def test_an_optimizer_that_makes_such_tensors_is_refused_in_that_commit() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters())
@@ -208,30 +199,6 @@ def test_the_commit_that_makes_a_sparse_tensor_is_refused_by_name() -> None:
     with pytest.raises(TypeError, match=r"^`extra\.0\.counts` cannot be kept: a sparse tensor"), keeper:
         count()
     assert keeper.step == 3
-
-
-def test_a_buffer_that_becomes_sparse_is_refused_by_name() -> None:
-    model = nn.Linear(2, 2)
-    model.register_buffer("mask", None)
-
-    def loss() -> Tensor:
-        model.mask = torch.ones(2).to_sparse()
-        return model(torch.ones(1, 2)).sum()
-
-    with pytest.raises(TypeError, match=r"`buffers\.mask`: a sparse tensor cannot be kept"):
-        trained(model, torch.optim.SGD(model.parameters()), 2, loss)
-
-
-def test_a_result_of_inference_mode_comes_back() -> None:
-    with torch.inference_mode():
-        best = torch.rand(3)
-    model = nn.Linear(2, 2)
-    trained(model, torch.optim.SGD(model.parameters()), 2, extra={"best": best})
-    door._held.cache_clear()
-    restored = {"best": torch.zeros(3)}
-
-    assert trained(model, torch.optim.SGD(model.parameters()), 2, extra=restored).step == 2
-    assert bits(restored["best"]) == bits(best)
 
 
 def test_a_graph_that_may_hold_the_optimizers_state_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

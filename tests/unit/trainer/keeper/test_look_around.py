@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -108,25 +107,6 @@ def test_snapshots_at_a_given_distance_are_made_after_these_steps() -> None:
     assert len(looks) < 20
 
 
-def test_copies_that_are_seldom_do_not_take_the_place_of_snapshots_at_a_given_distance() -> None:
-    rank = Rank(snapshot_every=7)
-    rank.copied_every = 10
-
-    looks_of(rank, range(51))
-
-    # After each copy there are seven steps until the next snapshot, and after each snapshot fewer until the next copy.
-    assert rank.snapshots == [1, 8, 17, 27, 37, 47]
-
-
-def test_copies_that_are_as_frequent_as_snapshots_take_their_place() -> None:
-    rank = Rank(snapshot_every=7)
-    rank.copied_every = 7
-
-    looks_of(rank, range(51))
-
-    assert rank.snapshots == [1]
-
-
 def test_where_snapshots_are_made_at_comparisons_only_their_distance_asks_for_no_look() -> None:
     rank = Rank(snapshot_every=7, verify_every=1000, is_strict=True)
 
@@ -134,22 +114,6 @@ def test_where_snapshots_are_made_at_comparisons_only_their_distance_asks_for_no
 
     assert not rank.snapshots
     assert looks == [0, 1, 3, 7, 15, 31, 63]
-
-
-def test_the_time_of_a_snapshot_is_not_that_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = 0.0
-
-    class Slow(Rank):
-        """A snapshot takes ten seconds, a step no time."""
-
-        def snapshot(self) -> None:
-            nonlocal now_s
-            super().snapshot()
-            now_s += 10
-
-    monkeypatch.setattr(time, "monotonic", lambda: now_s)
-
-    assert looks_of(Slow(snapshot_every=7), range(31)) == looks_of(Rank(snapshot_every=7), range(31))
 
 
 def test_a_snapshot_that_is_refused_is_tried_again_after_the_next_step() -> None:
@@ -169,10 +133,6 @@ def test_a_copy_that_is_due_has_a_look_before_its_step() -> None:
     rank.next_copy = 20  # type: ignore[assignment]
 
     assert looks_of(rank, range(8, 21))[-2:] == [15, 20]
-
-
-def test_there_is_a_look_after_each_step_after_which_the_ranks_compare_their_copies() -> None:
-    assert {20, 40, 60} <= set(looks_of(Rank(verify_every=20), range(61)))
 
 
 def test_checkpoints_are_written_after_their_multiples() -> None:

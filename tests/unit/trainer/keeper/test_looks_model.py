@@ -295,7 +295,7 @@ def late_begin(patch: pytest.MonkeyPatch) -> None:
 
     def later(looks: Looks, every: int | None, step: int, multiples: Any = ()) -> None:
         begin(looks, every, step, multiples)
-        looks._next += 5 if every is None else 0
+        looks.next += 5 if every is None else 0
 
     patch.setattr(Looks, "__init__", later)
 

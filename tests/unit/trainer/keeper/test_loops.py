@@ -14,7 +14,6 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from elaunch.trainer.integrations.epochs import KeptEpochs
-from elaunch.trainer.keeper import loops
 from elaunch.trainer.keeper.keeper import Keeper
 
 pytestmark = pytest.mark.usefixtures("memory")
@@ -164,19 +163,6 @@ def test_an_exception_in_an_epoch_does_not_end_it(monkeypatch: pytest.MonkeyPatc
     assert trained == list(range(1, 10))
 
 
-def test_an_exception_in_a_loop_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(generation: int) -> Job:
-        job = Job()
-        with job.keeper:
-            for step in job.keeper.steps(10):
-                job.train(step)
-                if step == 4 and not generation:
-                    raise Failed
-        return job
-
-    assert list(again(monkeypatch, run).losses) == [5, 6, 7, 8, 9, 10]
-
-
 @pytest.mark.parametrize("fails_at", [6, 8])
 def test_a_loop_that_is_left_and_entered_again_goes_on(monkeypatch: pytest.MonkeyPatch, fails_at: int) -> None:
     """As for an evaluation every few steps, outside of the loop."""
@@ -219,14 +205,6 @@ def test_a_phase_that_was_left_stays_behind(monkeypatch: pytest.MonkeyPatch) -> 
     again(monkeypatch, run)
 
     assert trained == [*((10, step) for step in range(1, 5)), *((20, step) for step in range(5, 21))]
-
-
-def test_a_loop_is_not_left_if_its_state_was_lost() -> None:
-    said: list[str] = []
-    some = loops.Loops(None, {10: 4}, said.append)
-
-    assert some.begin(10, 3)
-    assert not said
 
 
 @pytest.mark.parametrize("fails_in", [3, 6])
@@ -355,18 +333,6 @@ def test_a_commit_outside_of_steps_is_named_once() -> None:
 
     assert [line for line in job.said if line.startswith("keeper.commit() without keeper.steps")] == job.said
     assert len(job.said) == 1
-
-
-@pytest.mark.parametrize("has_steps", [False, True])
-def test_a_loop_over_steps_and_one_that_begins_each_step_itself_are_not_named(has_steps: bool) -> None:
-    job = Job()
-
-    with job.keeper as keeper:
-        for step in keeper.steps(2) if has_steps else (1, 2):
-            keeper.step_begin()
-            job.train(step)
-
-    assert job.said == []
 
 
 @pytest.mark.parametrize("total", ["3", -1, 2.5])

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
-import re
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +15,6 @@ from torch import nn
 
 from elaunch.trainer.keeper.boundary import Stopped
 from elaunch.trainer.keeper.keeper import Keeper
-from tests.harness import environment
 
 pytestmark = pytest.mark.usefixtures("memory")
 
@@ -191,23 +187,6 @@ def test_a_handler_of_a_left_keeper_that_a_library_puts_back_passes_the_signal_o
         signal.signal(signal.SIGTERM, before)
 
 
-PROGRAM = """
-import torch
-from elaunch.trainer import Keeper
-model = torch.nn.Linear(4, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-keeper = Keeper(model, optimizer, lose_at_most=1000)
-print("begins after", keeper.restore())
-for step in range(5):
-    keeper.step_begin()
-    model(torch.randn(2, 4)).sum().backward()
-    keeper.commit_begin()
-    optimizer.step()
-    keeper.step_end()
-raise RuntimeError("nobody closes the keeper")
-"""
-
-
 def test_at_the_end_of_a_program_that_has_not_closed_it_the_keeper_keeps_the_last_step(
     memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,23 +209,6 @@ def test_at_the_end_of_a_program_that_has_not_closed_it_the_keeper_keeps_the_las
     again = Loop()
     assert again.keeper.restore() == 5
     again.keeper.close()
-
-
-@pytest.mark.slow
-def test_a_program_that_ends_without_close_keeps_its_last_step(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    env = environment({"ELAUNCH_MEMORY": str(memory), "ELAUNCH_GENERATION": "0"})
-
-    ended = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, timeout=300)
-
-    assert "RuntimeError: nobody closes the keeper" in ended.stderr
-    assert ended.stdout == "begins after 0\n"
-    # The next generation runs here, without the seconds that a fresh interpreter needs to import torch.
-    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
-    model, said = nn.Linear(4, 1), list[str]()
-    keeper = Keeper(model, torch.optim.SGD(model.parameters(), lr=0.1), say=said.append)
-    assert keeper.restore() == 5
-    keeper.close()
-    assert any("restored step 5 from memory (of generation 0); 0 steps are repeated" in sentence for sentence in said)
 
 
 def entered_with_hooks(loop: Loop, work: Callable[[Loop], object]) -> None:
@@ -298,15 +260,6 @@ def test_hooks_refuse_what_they_cannot_see(
         entered_with_hooks(Loop(**options), work)
 
 
-def test_two_commits_of_one_step_are_refused() -> None:
-    def work(loop: Loop) -> None:
-        loop.keeper.commit_begin()
-        loop.keeper.commit_begin()
-
-    with pytest.raises(RuntimeError, match="the commit of step 1 has begun already"):
-        entered_with_hooks(Loop(), work)
-
-
 @pytest.mark.parametrize("fails_in", ["the evaluation", "step 5"])
 def test_an_evaluation_is_no_step_and_its_random_numbers_do_not_count(
     monkeypatch: pytest.MonkeyPatch, fails_in: str
@@ -334,12 +287,3 @@ def test_an_evaluation_is_no_step_and_its_random_numbers_do_not_count(
 
     # Step 4 is not made again, and so its evaluation is not.
     assert run(Loop(), 8) == calm[4:]
-
-
-def test_the_page_of_the_open_form_names_what_exists() -> None:
-    page = (Path(__file__).parents[4] / "docs" / "trainer.md").read_text()
-    section = page.split("### Loops that are not yours\n", 1)[1].split("\n### ", 1)[0]
-    named = set(re.findall(r"keeper\.(\w+)\(", section))
-
-    assert {"restore", "step_begin", "commit_begin", "step_end", "close", "commit_by_hooks"} <= named
-    assert all(hasattr(Keeper, name) for name in named)

@@ -219,33 +219,11 @@ def test_a_state_that_changed_outside_is_not_kept_after_a_failure_and_it_is_said
     assert job.said == [SENTENCE]
 
 
-def test_the_next_commit_makes_the_state_whole_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = Job()
-    with pytest.raises(RuntimeError, match="reset by peer"):
-        job.train(9, changes_after=(2, 4), fails_in=7)
-    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
-
-    resumed = Job()
-    with resumed.keeper:
-        assert resumed.keeper.step == 6
-
-    assert len(job.said) == 1
-    assert "after step 2" in job.said[0]
-
-
 def test_a_program_that_changes_the_state_after_each_commit_is_told_before_it_loses_anything() -> None:
     with pytest.raises(
         RuntimeError, match=r"`weight` changed outside keeper\.commit\(\) after step 3.*never be a copy"
     ):
         Job().train(9, changes_after=tuple(range(9)))
-
-
-def test_a_change_that_is_seen_only_after_a_failure_is_said_too() -> None:
-    job = Job(lose_at_most=100)
-    with pytest.raises(RuntimeError, match="reset by peer"):
-        job.train(9, changes_after=(4,), fails_in=5)
-
-    assert job.said == [SENTENCE]
 
 
 def test_what_a_survivor_saves_does_not_count_if_the_state_changes_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:

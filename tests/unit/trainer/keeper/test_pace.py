@@ -39,20 +39,6 @@ def test_a_restored_step_has_one_already() -> None:
     assert Pace(10, 40).is_due(50)
 
 
-def test_the_distance_follows_what_steps_and_snapshots_take() -> None:
-    pace = Pace(None, 0, share=0.01)
-    run(pace, 100, 0.1, 0.1)
-    slow_steps = pace.every
-
-    for step in range(101, 400):
-        pace.step_took(0.01)
-        if pace.is_due(step):
-            pace.snapshot_took(step, 0.1)
-
-    assert slow_steps == 100
-    assert pace.every == 1000
-
-
 def test_copies_that_take_new_memory_are_not_measured() -> None:
     pace = Pace(None, 0, fresh=2, share=0.01)
     pace.step_took(1.0)
@@ -64,16 +50,3 @@ def test_copies_that_take_new_memory_are_not_measured() -> None:
     pace.snapshot_took(3, 0.02)
 
     assert pace.every == 2
-
-
-def test_the_mean_of_many_steps_counts_as_much_as_these_steps() -> None:
-    one, many = Pace(None, 0), Pace(None, 0)
-    for pace in (one, many):
-        pace.step_took(0.5)
-        pace.snapshot_took(1, 0.1)
-
-    for _ in range(20):
-        one.step_took(0.005)
-    many.step_took(0.005, 20)
-
-    assert one.every == many.every > 800

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -108,20 +107,6 @@ def test_at_another_world_size_it_begins_anew_and_the_keeper_says_so(monkeypatch
     assert resumed.seen[0][-1] == 1
 
 
-def test_a_state_of_an_earlier_step_and_a_lost_one_are_named_with_their_ranks() -> None:
-    per_rank = RankObjects([Packer()])
-
-    assert per_rank.missed_sentence(["", "is that of an earlier step", "is lost", "is lost"]) == (
-        "the state per rank (per_rank: Packer) of rank 1 is that of an earlier step: some samples come twice; the "
-        "state per rank (per_rank: Packer) of rank 2, 3 is lost: it begins anew, and samples come twice or never"
-    )
-
-
-def test_an_object_without_a_state_is_refused_with_the_way_out() -> None:
-    with pytest.raises(TypeError, match=r"a DataLoader, which has no state_dict .*trainer\.Batches\(loader\)"):
-        Job(per_rank=DataLoader(TensorDataset(torch.zeros(3)), shuffle=True))
-
-
 def test_an_ordinary_data_loader_is_named_at_entry_once() -> None:
     job = Job(per_rank=None)
 
@@ -147,11 +132,6 @@ def test_a_loader_with_an_order_or_with_per_rank_needs_no_warning(per_rank: obje
         pass
 
     assert job.said == []
-
-
-def test_without_a_group_the_world_has_one_rank() -> None:
-    assert not dist.is_initialized()
-    assert RankObjects([]).state_dict()["world_size"] == 1
 
 
 def test_no_object_is_asked_between_a_restore_and_the_first_step() -> None:

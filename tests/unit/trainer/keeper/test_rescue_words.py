@@ -20,7 +20,6 @@ from elaunch.trainer.memory import replicated, room, slots
 from elaunch.trainer.memory.records import Records
 from elaunch.trainer.state.version import Piece, Version
 from tests.harness import DEADLINE_S, free_ports
-from tests.unit.trainer.keeper.test_keeper import Feedback
 from tests.unit.trainer.keeper.test_keeper_words import said
 from tests.unit.trainer.keeper.test_step_copies import Counting, Job
 
@@ -100,13 +99,6 @@ def test_a_state_that_changed_outside_is_not_saved_and_the_snapshot_is_named(age
     assert steps == [5]
 
 
-@pytest.mark.usefixtures("agent")
-@pytest.mark.parametrize(("lose_at_most", "step"), [(0, 7), (100, 1)])
-def test_with_a_hooks_state_the_step_is_named_of_which_that_is_kept_too(lose_at_most: int, step: int) -> None:
-    # There is a snapshot of step 1, and what is saved now is of step 7.
-    assert plain(8, lose_at_most=lose_at_most, hook_state=Feedback()) == [step]
-
-
 @pytest.fixture
 def group() -> Iterator[None]:
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{free_ports(1)[0]}", rank=0, world_size=1)
@@ -148,13 +140,6 @@ def named_and_resumed(monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
     monkeypatch.setenv("ELAUNCH_GENERATION", "1")
     with Job(Counting).keeper as resumed:
         return named, resumed.step
-
-
-@pytest.mark.usefixtures("group", "agent", "no_record_of_step_9")
-def test_the_step_that_is_named_of_a_state_in_parts_is_the_one_that_a_restart_takes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert named_and_resumed(monkeypatch) == (9, 9)
 
 
 @pytest.mark.usefixtures("group", "agent", "no_record_of_step_9")

@@ -37,16 +37,6 @@ class Server:
         return self.model.weight.item()
 
 
-def test_a_process_alone_is_kept_also_if_it_is_not_the_first_of_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RuntimeError, match="reset by peer"):
-        Server(monkeypatch, 1).train(8, fails_in=5)
-
-    again = Server(monkeypatch, 1, generation=1)
-
-    assert again.train(8) == 108
-    assert again.said == ["restored step 4 from memory (of generation 0); 0 steps are repeated"]
-
-
 def test_two_processes_of_a_node_that_are_alone_keep_their_states_apart(
     monkeypatch: pytest.MonkeyPatch, memory: Path
 ) -> None:

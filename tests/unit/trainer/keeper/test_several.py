@@ -18,7 +18,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from elaunch.trainer.keeper import door, guarded_state
 from elaunch.trainer.keeper.keeper import Keeper
-from elaunch.trainer.state.model_state import unwrap
 from tests.harness import DEADLINE_S
 
 pytestmark = pytest.mark.usefixtures("memory")
@@ -119,20 +118,6 @@ def test_the_same_training_may_be_tried_again_after_an_error() -> None:
         assert keeper.step == 2
 
 
-def test_a_name_is_free_again_after_an_entry_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_disk(*_: object, **__: object) -> None:
-        raise ZeroDivisionError
-
-    with monkeypatch.context() as patch:
-        patch.setattr("elaunch.trainer.keeper.copies.Copies.restore", no_disk)
-        failing = keeper_of(nn.Linear(2, 2))
-        with pytest.raises(ZeroDivisionError):
-            failing.__enter__()
-
-    with keeper_of(nn.Linear(2, 2)) as keeper:
-        assert keeper.step == 0
-
-
 def compiled(model: nn.Module) -> nn.Module:
     found: Any = torch.compile(model, backend="eager")
     return found  # type: ignore[no-any-return]
@@ -184,22 +169,6 @@ def test_a_compiled_model_goes_on_to_the_bit(
 
     assert began == 3
     assert all(map(torch.equal, calm, resumed))
-
-
-def test_a_compiled_model_may_have_a_module_of_its_own() -> None:
-    model = nn.Sequential()
-    model.module = nn.Linear(2, 2)
-    model.head = nn.Linear(2, 2)
-
-    assert unwrap(compiled(model)) is model
-
-
-def test_hooks_need_to_know_which_of_several_models_begins_a_step() -> None:
-    models = [nn.Linear(2, 2), nn.Linear(2, 2)]
-    with keeper_of(models) as keeper:
-        with pytest.raises(ValueError, match=r"there are 2 models; call commit_by_hooks\(module\)"):
-            keeper.commit_by_hooks()
-        keeper.commit_by_hooks(models[0])
 
 
 def test_zero_beside_another_optimizer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

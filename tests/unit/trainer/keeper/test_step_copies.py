@@ -163,19 +163,3 @@ def test_a_failure_costs_no_more_than_the_steps_that_may_be_lost(monkeypatch: py
 
     with resumed.keeper:
         assert resumed.keeper.step == 7
-
-
-def test_a_change_of_a_part_outside_of_a_commit_is_named() -> None:
-    job = Job()
-    with job.keeper:
-        for step in job.keeper.steps(4):
-            job.model(torch.randn(8, 4)).pow(2).mean().backward()
-            with job.keeper.commit():
-                job.optimizer.step()
-                job.optimizer.zero_grad()
-            if step == 2:
-                with torch.no_grad():
-                    next(job.model.parameters()).add_(1)
-
-    (said,) = job.said
-    assert said.startswith("`0.weight` changed outside keeper.commit() after step 2. ")

@@ -71,22 +71,6 @@ def test_a_signal_that_was_noted_and_not_obeyed_is_the_programs_afterwards(error
     assert handled == [signal.SIGTERM]
 
 
-def test_of_two_requests_both_note_the_signal_and_the_program_gets_it_once_when_both_are_left() -> None:
-    handled: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda signum, _: handled.append(signum))
-    try:
-        with StopRequest() as outer:
-            with StopRequest() as inner:
-                signal.raise_signal(signal.SIGTERM)
-                noted = [outer.signum, inner.signum]
-            assert handled == []
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-    assert noted == [signal.SIGTERM, signal.SIGTERM]
-    assert handled == [signal.SIGTERM]
-
-
 def test_a_request_that_is_left_before_a_later_one_does_not_take_its_signals_away() -> None:
     handled: list[int] = []
 

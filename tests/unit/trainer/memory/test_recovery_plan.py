@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-import sys
-from types import FrameType
-from typing import Any
 
 import pytest
 
@@ -226,6 +223,12 @@ def test_what_lost_nodes_had_is_found_if_any_living_node_has_it(layout: str, los
         assert covered == set(parts)
 
 
+def test_pieces_of_different_world_sizes_do_not_make_one_snapshot() -> None:
+    held = {"a": [*pieces(5, "abc", 0), *pieces(5, "ab", 1)]}
+
+    assert decide(with_pieces(node("a", 0, 1), pieces=held), sharded=True) is None
+
+
 def test_every_rank_decides_the_same_whatever_is_there() -> None:
     dice = random.Random(6)
     for _ in range(500):
@@ -256,48 +259,3 @@ def test_every_rank_decides_the_same_whatever_is_there() -> None:
             assert not (has and inventory.rank in decision.receivers)
         assert decision.source not in decision.receivers
         assert dataclasses.replace(decision) == decide(inventories)
-
-
-def large(ranks: int, layout: str) -> list[Inventory]:
-    """A group of 8 ranks per node, of which some nodes are new; with `layout` "parts" the state is in parts."""
-    nodes = []
-    for first in range(0, ranks, 8):
-        its = range(first, first + 8)
-        is_new = first % 64 == 8
-        # The node's own ranks, and those of the node before it.
-        there = [] if is_new else [rank % ranks for rank in range(first - 8, first + 8)]
-        steps = (5, 7) if layout == "older" else (7, 8)
-        lost = layout == "lost" and first
-        records = () if lost else tuple((rank, 0, step, False) for rank in there for step in steps)
-        inventories = node(str(first), *its, holds=() if is_new else ((0, 8, 1), (0, 6, 1)), records=records)
-        if layout == "parts":
-            whole = digest_of(f"p{rank}" for rank in range(ranks))
-            pieces = {
-                f"piece-{rank}-{step}": Held(Piece(Version(0, step), ranks, rank), frozenset([f"p{rank}"]), whole)
-                for rank in there
-                for step in (7, 8)
-            }
-            inventories[0] = dataclasses.replace(inventories[0], pieces=pieces)
-        nodes += inventories
-    return nodes
-
-
-def work(ranks: int, layout: str) -> int:
-    """How many instructions of Python a decision takes."""
-    inventories = large(ranks, layout)
-    count = 0
-
-    def note(frame: FrameType, event: str, _: Any) -> Any:
-        nonlocal count
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        count += event == "opcode"
-        return note
-
-    before = sys.gettrace()
-    sys.settrace(note)
-    try:
-        found = decide(inventories, sharded=layout == "parts")
-    finally:
-        sys.settrace(before)
-    assert found is not None
-    return count
