@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,15 +26,15 @@ from elaunch.launcher.preflight import check_program
 from elaunch.launcher.rehearse import compare
 from elaunch.rendezvous.job_spec import ProgramKind
 
-# Between looks at the ranks of a killed agent, and their longest end.
+# Between looks at the output; the longest end of a killed agent's ranks.
 _LOOK_S, _END_S = 0.05, 30.0
 
 
 @dataclass(frozen=True)
 class Moment:
-    """A failure: these ranks, or the agent, are killed, at the first such place in `step` or later of one Keeper.
+    """A failure: these ranks, or the agent, are killed, at the first such place in `step` or later.
 
-    By default there is none.
+    Without a Keeper it comes after `lines` of output. By default there is none.
     """
 
     text: str
@@ -42,6 +43,7 @@ class Moment:
     step: int = 0
     agent: bool = False
     name: str = ""
+    lines: int = 0
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,8 @@ class Run:
     seconds: float
     has_restarted: bool
     records: compare.Records
+    lines: list[str]
+    world_size: int
     tail: str
 
 
@@ -84,7 +88,7 @@ COMMAND = JobCommand(
     "rehearse",
     _main,
     [
-        own("steps", "N", "end each run after this step of the Keeper [40]", partial(whole, low=4), default=40),
+        own("steps", "N", "end each run after this step of a Keeper [40]", partial(whole, low=4), default=40),
         own("link", "PATH", "a link to this file or folder is in the run's folder", _link, multiple=True),
     ],
     usage=["[--steps N] [--link PATH] [options of a job] script.py args…"],
@@ -92,8 +96,9 @@ COMMAND = JobCommand(
 What does a failure cost this script, and does it change the result? The script runs twice alone, and then with one
 failure in each run: a rank dies after its backward pass, within the commit, in an evaluation; all ranks; the agent.
 
-The script must enter a Keeper. Each run ends after N steps. Losses, inputs and the state of each step and rank are
-compared bit for bit, and at the end the script's own tensors.""",
+With a Keeper each run ends after N steps. Losses, inputs and the state of each step and rank are compared bit for bit,
+and at the end the script's own tensors. Without a Keeper each run goes to the script's own end, so give it arguments
+for a short run. A rank and the agent are killed in the middle of its output, and its lines are compared.""",
     ending="""\
 Each run has an empty folder of its own, which is removed, also for the Keeper's checkpoints. What the script writes to
 other absolute paths it writes there in each run. Start a script called rehearse with elaunch ./rehearse.
@@ -120,15 +125,13 @@ def _rehearse(run: Callable[[Moment], Run]) -> int:
     """Do all runs and print the comparison. Returns the exit code."""
     alone = run(Moment("left alone"))
     again = alone if alone.code else run(Moment("left alone, once more"))
-    if refusal := _refusal(alone, again):
+    lines = compare.stable(alone.lines, again.lines)
+    if refusal := _refusal(alone, again, lines):
         print(refusal)
         return 1
-    name, steps = max(
-        ((of, compare.steps_done(alone.records, of)) for of, _ in alone.records), key=lambda found: found[1]
-    )
     right, warned = compare.alike(alone.records, again.records), dict[str, None]()
     table, bad, reasons = [("failure", "result", "repeated", "lost")], [], dict[str, None]()
-    for moment in _moments(name, steps, {rank: its for (of, rank), its in alone.records.items() if of == name}):
+    for moment in _moments(alone):
         its = run(moment)
         warned |= dict.fromkeys(text for records in its.records.values() for each in records for text in each["warned"])
         if its.code:
@@ -136,38 +139,60 @@ def _rehearse(run: Callable[[Moment], Run]) -> int:
         elif not its.has_restarted:
             result, what, reason = "none", "the script ended before the failure came", ""
         else:
-            what, reason = compare.difference(right, its.records)
+            what, reason = _difference(right, lines, its)
             result = "DIFFERS" if what else "equal"
+        count = compare.repeated(its.records) if right else max(0, len(its.lines) - len(alone.lines))
         lost_s = max(0, its.seconds - min(alone.seconds, again.seconds))
-        table.append((moment.text, result, f"{compare.repeated(its.records)} steps", f"{lost_s:.1f} s"))
+        table.append((moment.text, result, f"{count} {'steps' if right else 'lines'}", f"{lost_s:.1f} s"))
         bad += [f"{moment.text}: {what}"] if what else []
         reasons |= {f"likely reason: {reason}": None} if reason else {}
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     print("\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in table))
-    ranks = len({rank for _, rank in alone.records})
-    print(
-        f"compared: bit for bit, {steps} steps of {ranks} rank{'s' * (ranks > 1)}: losses, inputs, evaluations, state"
-    )
-    print("\n".join([*bad, *(f"the Keeper's warning: {text}" for text in warned), *reasons]))
+    steps = max(compare.steps_done(alone.records, name) for name, _ in alone.records) if right else 0
+    ranks = f"{alone.world_size} rank{'s' * (alone.world_size > 1)}"
+    compared = f"bit for bit, {steps} steps of {ranks}: losses, inputs, evaluations, state, the script's own tensors"
+    if not right:
+        compared = f"{len(lines)} lines of output, but for words that differ in two quiet runs. No Keeper was entered"
+    print("\n".join([f"compared: {compared}", *bad, *(f"the Keeper's warning: {text}" for text in warned), *reasons]))
     print("a failure changes the result" if bad else "equal: no failure has changed what was compared")
     return 1 if bad else 0
 
 
-def _refusal(alone: Run, again: Run) -> str:
+def _difference(right: compare.Values, lines: Sequence[str], its: Run) -> tuple[str, str]:
+    """In what a run differs from those without a failure, and the likely reason; empty if in nothing."""
+    if right:
+        return compare.difference(right, its.records)
+    if missing := compare.missing(lines, its.lines):
+        reason = "its checkpoint lacks something (optimizer, scheduler, random states, position in the data)"
+        return f"{len(missing)} lines are missing, the first is: {missing[0]}", reason
+    return "", ""
+
+
+def _refusal(alone: Run, again: Run, lines: Sequence[str]) -> str:
     """Why there is nothing that a failure could change, or ""."""
     if again.code:
         why = f"the script fails although nothing was killed (exit code {again.code})"
         return f"{again.tail}\n{why}. If it lacks a file of the folder where you start it, give --link PATH"
-    if not any(compare.steps_done(alone.records, name) for name, _ in alone.records):
-        return "the script does no step of a Keeper: there is nothing to compare"
     if found := compare.difference(compare.computed(alone.records), again.records)[0]:
         return f"two runs without a failure differ: set all seeds, and leave out what depends on time\n{found}"
+    if alone.records and not max(compare.steps_done(alone.records, name) for name, _ in alone.records):
+        return "a Keeper was entered, and no step was done: there is nothing to rehearse"
+    if not alone.records and not lines:
+        return "the script enters no Keeper, and prints no line that is alike in two runs: let it print its losses"
     return ""
 
 
-def _moments(name: str, steps: int, its: Mapping[int, Sequence[compare.Record]]) -> list[Moment]:
-    """The failures to come, each at another place of the run of the ranks in `its`."""
-    first, last = min(its), max(its)
+def _moments(alone: Run) -> list[Moment]:
+    """The failures to come, each at another place of the run."""
+    records, last = alone.records, alone.world_size - 1
+    if not records:
+        lines = max(1, len(alone.lines) // 2)
+        where = f"after line {lines} of the output"
+        killed = Moment(f"rank {last}, {where}", (last,), lines=lines)
+        return [killed, Moment(f"the agent, {where}", agent=True, lines=lines)]
+    name = max(records, key=lambda key: compare.steps_done(records, key[0]))[0]
+    its = {rank: found for (of, rank), found in records.items() if of == name}
+    steps, first, last = compare.steps_done(records, name), min(its), max(its)
     third, half, late = (max(1, steps * n // 6) for n in (2, 3, 4))
     found = [
         Moment(f"rank {last}, after a backward pass of step {half}", (last,), "backward", half),
@@ -197,25 +222,28 @@ def _run(words: list[str], environ: Mapping[str, str], links: Sequence[Path], st
                 # What a killed rank leaves in the temporary folder, as multiprocessing's, is removed too. A warm fork
                 # server would stay with this folder.
                 own = {"ELAUNCH_REHEARSAL": asked, "TMPDIR": name, "ELAUNCH_WARM": "0"}
-                # A script that fails alone fails at once.
-                quiet = [] if its.ranks else ["--max-restarts=0"]
-                code = _job([*quiet, *words], {**environ, **own}, folder)
+                code = _job(words, {**environ, **own}, folder, its)
+        records = {path.stem.rpartition("."): _json_lines(path) for path in sorted(folder.glob("*.jsonl"))}
         output = (folder / "output").read_text(errors="replace").splitlines()
         return Run(
             code=code,
             seconds=time.monotonic() - begin_s,
             has_restarted=len([*folder.glob("logs/2*/attempt_*")]) > 1,
-            records=_records(folder),
+            records={(keeper, int(rank)): found for (keeper, _, rank), found in records.items() if found},
+            lines=_lines(folder),
+            world_size=len(_pids(folder)),
             # Paths in the folder are gone when they are read.
             tail="\n".join([line for line in output if name not in line][-30:]),
         )
 
 
-def _job(words: list[str], environ: Mapping[str, str], folder: Path) -> int:
-    """Run the job to its end. Returns the exit code."""
+def _job(words: list[str], environ: Mapping[str, str], folder: Path, moment: Moment) -> int:
+    """Start the job, and without a Keeper kill what is to be killed. Returns the exit code."""
+    # A script that fails alone fails at once.
+    quiet = [] if moment.ranks or moment.agent else ["--max-restarts=0"]
     with (folder / "output").open("ab") as output:
         job = subprocess.Popen(
-            [sys.executable, "-m", "elaunch", *words],
+            [sys.executable, "-m", "elaunch", *quiet, *words],
             cwd=folder / "work",
             env=environ,
             stdin=subprocess.DEVNULL,
@@ -224,26 +252,41 @@ def _job(words: list[str], environ: Mapping[str, str], folder: Path) -> int:
             start_new_session=True,
         )
     (folder / "agent.pid").write_text(str(job.pid))
+    is_due = bool(moment.lines)
     try:
-        return job.wait()
+        while job.poll() is None:
+            time.sleep(_LOOK_S)
+            if is_due and len(_lines(folder)) >= moment.lines and {*moment.ranks} <= _pids(folder).keys():
+                is_due = False
+                # It may have ended a moment ago.
+                with suppress(ProcessLookupError):
+                    os.kill(job.pid if moment.agent else _pids(folder)[moment.ranks[0]], signal.SIGKILL)
     finally:
-        if job.returncode is None:
+        if job.poll() is None:
             job.terminate()
             job.wait()
         # The guardian ends the ranks of a killed agent.
-        end_s, pids = time.monotonic() + _END_S, {each["pid"] for its in _records(folder).values() for each in its}
+        end_s, pids = time.monotonic() + _END_S, _pids(folder).values()
         while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < end_s:
             time.sleep(_LOOK_S)
+    return job.returncode
 
 
-def _records(folder: Path) -> compare.Records:
-    """What each rank of each Keeper has recorded. A process may have been killed while it wrote its last line."""
-    found: dict[tuple[str, int], list[compare.Record]] = {}
-    for path in sorted(folder.glob("*.jsonl")):
-        keeper, _, rank = path.stem.rpartition(".")
-        whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        found[keeper, int(rank)] = [json.loads(line) for line in whole]
-    return {key: its for key, its in found.items() if its}
+def _pids(folder: Path) -> dict[int, int]:
+    """The processes of the ranks that were started last."""
+    events = [each for path in sorted(folder.glob("logs/2*/timeline.jsonl")) for each in _json_lines(path)]
+    return {each["rank"]: each["pid"] for each in events if each["event"] == "forked"}
+
+
+def _lines(folder: Path) -> list[str]:
+    """What all ranks have printed."""
+    texts = [path.read_text(errors="replace") for path in sorted(folder.glob("logs/2*/attempt_*/*/std*.log"))]
+    return [line for text in texts for line in text.replace("\r", "\n").splitlines() if line.strip()]
+
+
+def _json_lines(path: Path) -> list[compare.Record]:
+    """The lines that are whole: a process may have been killed while it wrote."""
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 def _say(text: str) -> None:

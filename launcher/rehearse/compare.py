@@ -115,3 +115,19 @@ def _reason(names: Iterable[str], lost: Iterable[str]) -> str:
 def _some(names: Sequence[str]) -> str:
     """The first few of them, and how many more there are."""
     return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+
+
+def stable(alone: Sequence[str], again: Sequence[str]) -> list[str]:
+    """What two quiet runs print alike, with … for words that differ, such as times."""
+    words = [[line.split() for line in lines] for lines in (alone, again)]
+    if len(alone) != len(again):
+        return [" ".join(line) for line in words[0] if line in words[1]]
+    lines = [" ".join(a if a == b else "…" for a, b in zip(*pair, strict=False)) for pair in zip(*words, strict=True)]
+    return [line for line in lines if line.strip(" …")]
+
+
+def missing(lines: Sequence[str], killed: Sequence[str]) -> list[str]:
+    """Of these lines those that a run has not printed."""
+    text = "\n".join(" ".join(line.split()) for line in killed)
+    patterns = {line: re.escape(line).replace("…", "[^ ]+") for line in lines}
+    return [line for line in lines if not re.search(rf"^{patterns[line]}(?!\S)", text, re.MULTILINE)]

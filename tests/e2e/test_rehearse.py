@@ -35,6 +35,14 @@ with Keeper(model, optimizer, per_rank=per_rank, checkpoints=sys.argv[2]) as kee
             optimizer.step()
             optimizer.zero_grad()
 """
+_PLAIN = """
+import os, time
+begin = int(open("checkpoint").read()) if os.path.exists("checkpoint") else 0
+for step in range(begin, 20):
+    print("step", step, time.time(), flush=True)
+    open("checkpoint", "w").write(str(step // 5 * 5))
+    time.sleep(0.1)
+"""
 
 
 def rehearse(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -81,6 +89,17 @@ def test_a_generator_that_nobody_keeps_is_named_with_the_first_step(tmp_path: Pa
         "likely reason: the Keeper does",
     )
     assert 0 < ended.stdout.find(warning) < ended.stdout.find(f"{reason} not keep generator `noise`"), ended.stdout
+
+
+@pytest.mark.slow
+def test_of_a_script_without_a_keeper_the_lines_are_compared_and_counted(tmp_path: Path) -> None:
+    script(tmp_path, _PLAIN)
+
+    ended = rehearse(tmp_path, "--nproc-per-node", "1", "train.py")
+
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    # A killed rank goes back to the checkpoint of step 5, or of step 10 on a slow machine.
+    assert len(re.findall("after line 10 of the output +equal +[0-9]+ lines? ", ended.stdout)) == 2, ended.stdout
 
 
 @pytest.mark.slow

@@ -10,7 +10,9 @@ from elaunch.launcher.rehearse.compare import (
     alike,
     computed,
     difference,
+    missing,
     repeated,
+    stable,
     steps_done,
 )
 
@@ -108,3 +110,19 @@ def test_two_quiet_runs_with_other_losses_differ_and_with_another_generator_do_n
 def test_a_run_that_ends_too_soon_differs() -> None:
     assert "2 steps were done, not 3" in found_in(run(begin(1), begin(2, 5), begin(3, 5, EVALUATED)))[0]
     assert "0 steps were done, not 3" in found_in({})[0]
+
+
+def test_words_that_differ_without_a_failure_are_not_compared() -> None:
+    lines = stable(["step 1 loss 0.5 12ms", "step 2 loss 0.4 13ms"], ["step 1 loss 0.5 14ms", "step 2 loss 0.4 15ms"])
+
+    assert missing(lines, ["step 1 loss 0.5 9ms", "resumed", "step 2 loss 0.3 9ms"]) == ["step 2 loss 0.4 …"]
+
+
+def test_of_quiet_runs_with_other_numbers_of_lines_those_in_both_are_compared_and_no_line_is_the_begin_of_another() -> (
+    None
+):
+    lines = stable(["10% of 2", "step 2", "end"], ["step 2", "end"])
+
+    assert lines == ["step 2", "end"]
+    assert missing(lines, ["step 20", "end"]) == ["step 2"]
+    assert stable(["0.1", "0.2"], ["0.3", "0.4"]) == []
