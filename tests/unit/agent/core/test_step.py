@@ -8,12 +8,16 @@ import pytest
 
 from elaunch.agent.core.actions import Clear, Exit, Join, Say, SignalWorkers, Spawn
 from elaunch.agent.core.events import Looked, Signalled, StoreLost, Tick
-from elaunch.agent.core.state import Exited, Finished, Joining, Running
+from elaunch.agent.core.joining import _why_seatless
+from elaunch.agent.core.membership import _mismatch
+from elaunch.agent.core.state import Agent, Exited, Finished, Joining, Running
 from elaunch.agent.core.step import deadline_s
 from elaunch.rendezvous.codec import encode
+from elaunch.rendezvous.rules.snapshot import Snapshot
 from elaunch.rendezvous.rules.table_codec import encode_table, seats_of
 from elaunch.rendezvous.store import Delete, Put
-from elaunch.rendezvous.types import OpenKind, Outcome, OutcomeKind, RankTable
+from elaunch.rendezvous.times import Times
+from elaunch.rendezvous.types import Exclusion, OpenKind, Outcome, OutcomeKind, RankTable
 from tests.unit.agent.driver import (
     ALL,
     FAILURE_GRACE_S,
@@ -30,6 +34,7 @@ from tests.unit.agent.driver import (
     settle,
     started,
 )
+from tests.unit.agent.job_world import A
 
 
 def test_a_new_agent_starts_a_run_joins_and_starts_its_workers() -> None:
@@ -112,6 +117,8 @@ def test_a_generation_for_who_comes_or_goes_leaves_the_workers_time_to_save(kind
     done = driver.look()
 
     assert done == [SignalWorkers(0, ALL, TERM)]
+    levels = [action.level for action in driver.acted if isinstance(action, Say)]
+    assert levels == ["info" if kind is OpenKind.JOIN else "warning"]
     assert deadline_s(driver.agent) == START_S + STOP_GRACE_S
 
 
@@ -340,3 +347,27 @@ def test_nothing_is_decided_before_there_is_a_lease() -> None:
 
     assert driver.look() == []
     assert driver.acted == []
+
+
+# --- an excluded node
+
+
+def test_the_agent_of_an_excluded_node_says_why_and_that_it_stays() -> None:
+    agent = Agent(A, replace(SPEC, nodes_max=3), Times(), Snapshot(KEYS))
+    why = "the last 3 failures were all on host-a, and alike (signal)"
+    table = RankTable(3, (), "", 0, "", excluded=(Exclusion("host-a", "signal", why),))
+
+    assert _why_seatless(agent, table) == (
+        f"it is excluded (--exclude-after), since {why}; waiting in case too few others are left"
+    )
+    assert "excluded" not in _why_seatless(agent, replace(table, excluded=()))
+
+
+def test_a_node_with_another_exclude_after_does_not_fit_the_job() -> None:
+    agent = Agent(A, replace(SPEC, exclude_after=3), Times(), Snapshot(KEYS))
+
+    refused = _mismatch(agent, SPEC.terms)
+
+    assert refused
+    assert "--exclude-after 0 there, 3 here" in refused.reason
+    assert _mismatch(agent, agent.spec.terms) is None

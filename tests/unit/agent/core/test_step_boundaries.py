@@ -19,8 +19,7 @@ from elaunch.rendezvous.rules.hang_verdict import Hang
 from elaunch.rendezvous.store import Put
 from elaunch.rendezvous.types import FailureKind
 from tests.unit.agent.core.test_hangs import IDLE, SPINS, WAITING, busy, said, samples, watching
-from tests.unit.agent.core.test_timeline import named
-from tests.unit.agent.core.test_timeline_announcements import kinds
+from tests.unit.agent.core.test_timeline import kinds, named
 from tests.unit.agent.diagnosis.causes.test_table import OOM, advice
 from tests.unit.agent.diagnosis.causes.test_table import exited as exit_of
 from tests.unit.agent.diagnosis.test_stack_groups import LIB, STEP, main_thread, stack
