@@ -171,7 +171,7 @@ def _run_agent(
     try:
         with begin(config) as agent:
             if health:
-                health.done(agent.warn)
+                health.begin(agent.warn)
             # From here on the fork server imports torch on another core.
             from elaunch.launcher.report import write_error_file
 
@@ -188,7 +188,7 @@ def _run_agent(
 
 
 def _health(options: Options, environ: Mapping[str, str], config: AgentConfig) -> HealthCheck | None:
-    """The checks of this node, which run from now on."""
+    """The checks of this node, if it shall be checked."""
     is_default = "health_check" not in options.given
     has_gpu = os.path.exists(_NVIDIA)  # noqa: PTH110
     if options.health_check == "off" or (is_default and config.spec.nodes_max == 1 and not has_gpu):

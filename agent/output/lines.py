@@ -44,17 +44,13 @@ class LineSplitter:
         return rest
 
 
-def prefixed(lines: bytes, prefix: bytes, *, continued: bool, instead_of: bytes = b"") -> bytes:
+def prefixed(lines: bytes, prefix: bytes, *, continued: bool) -> bytes:
     """`lines` with `prefix` before each. `continued` says that the first line continues a line printed before.
 
-    The prefix of a progress bar comes after what erases the bar's last state. Where a line begins with `instead_of`,
-    the prefix takes its place.
+    The prefix of a progress bar comes after what erases the bar's last state.
     """
     if not prefix:
         return lines
-    if instead_of and instead_of in lines:
-        lines = lines.replace(b"\n" + instead_of, b"\n")
-        lines = lines if continued else lines.removeprefix(instead_of)
     if b"\r" in lines or b"\x1b[" in lines:
         body = _BETWEEN.sub(lambda between: between[0] + prefix, lines)
         first = _moves(lines)

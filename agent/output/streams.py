@@ -37,7 +37,7 @@ class Console:
         self._hides_cursor = False
         self.is_terminal = can_move_cursor(fd)
 
-    def write(self, data: bytes, writer: WorkerStream | None, prefix: bytes = b"", instead_of: bytes = b"") -> None:
+    def write(self, data: bytes, writer: WorkerStream | None, prefix: bytes = b"") -> None:
         """Write `data`, each line with `prefix` (see `prefixed`).
 
         An open line of `writer` goes on, one of another writer is ended.
@@ -46,7 +46,7 @@ class Console:
             return
         continued = writer is not None and self._open_line_of is writer
         ended = b"\n" if self._open_line_of is not None and not continued else b""
-        data = ended + prefixed(data, prefix, continued=continued, instead_of=instead_of)
+        data = ended + prefixed(data, prefix, continued=continued)
         self._open_line_of = writer if leaves_open(data) else None
         self._hides_cursor |= self.is_terminal and _HIDE_CURSOR in data
         self._send(data)
@@ -100,8 +100,6 @@ class LogFile:
 class Route:
     """Where a worker's stream goes: all of it to `console`, each line with `prefix`, and to `file`.
 
-    On the console `prefix` takes the place of `instead_of` at the begin of a line.
-
     With `file_first` the console gets only what the file does not take. Lines with one of `needles` are also copied to
     `needle_file`. With `whole_lines` partial lines are held back, since other workers write to the console too. `fold`
     holds back tracebacks on the console, `frame` makes the console's form of lines.
@@ -109,7 +107,6 @@ class Route:
 
     console: Console | None
     prefix: bytes = b""
-    instead_of: bytes = b""
     whole_lines: bool = False
     file: LogFile | None = None
     file_first: bool = False
@@ -204,7 +201,7 @@ class WorkerStream:
     def _show_on_console(self, data: bytes) -> None:
         route = self._route
         if route.console and data:
-            route.console.write(route.frame(data) if route.frame else data, self, route.prefix, route.instead_of)
+            route.console.write(route.frame(data) if route.frame else data, self, route.prefix)
 
     def _remember(self, data: bytes) -> None:
         self._tail.append(data[-TAIL_BYTES_MAX:])

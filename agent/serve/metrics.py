@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
@@ -19,6 +20,7 @@ from prometheus_client.registry import Collector
 from elaunch import __version__
 from elaunch.agent.core.state import Agent, Finished, Running, Stopping
 
+Family = CounterMetricFamily | GaugeMetricFamily
 # Scrapers are few, and ask immediately. Others may be anybody who reaches the port: the oldest is closed when another
 # one comes.
 _REQUESTS_MAX = 8
@@ -114,30 +116,22 @@ class NodeCollector(Collector):
     def __init__(self, read: Callable[[], NodeState]) -> None:
         self._read = read
 
-    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+    def collect(self) -> Iterator[Family]:
         state = self._read()
         agent, counts, snapshot = state.agent, state.counts, state.agent.snapshot
         own = [agent.spec.run_id, agent.me.host]
 
-        def gauge(name: str, help: str, value: float, **labels: str) -> GaugeMetricFamily:
-            family = GaugeMetricFamily(name, help, labels=["run_id", "node", *labels])
-            family.add_metric([*own, *labels.values()], value)
+        def made(
+            kind: type[Family], name: str, help: str, values: float | Mapping[str, float], label: str = ""
+        ) -> Family:
+            """One metric; with a `label`, `values` are by its value."""
+            by_label = values if isinstance(values, Mapping) else {"": values}
+            family = kind(name, help, labels=["run_id", "node", label] if label else ["run_id", "node"])
+            for of, value in by_label.items():
+                family.add_metric([*own, of] if label else own, value)
             return family
 
-        def counter(name: str, help: str, value: float) -> CounterMetricFamily:
-            family = CounterMetricFamily(name, help, labels=["run_id", "node"])
-            family.add_metric(own, value)
-            return family
-
-        def by_label(
-            family: type[CounterMetricFamily] | type[GaugeMetricFamily], name: str, help: str, label: str,
-            values: Mapping[str, float],
-        ) -> CounterMetricFamily | GaugeMetricFamily:  # fmt: skip
-            made = family(name, help, labels=["run_id", "node", label])
-            for of, value in values.items():
-                made.add_metric([*own, of], value)
-            return made
-
+        gauge, counter = partial(made, GaugeMetricFamily), partial(made, CounterMetricFamily)
         table = snapshot.current_table
         size, nodes = (table.world_size, len(table.seats)) if table else (0, 0)
         live = dict.fromkeys(("running", "stopping", "finished"), 0.0)
@@ -154,7 +148,7 @@ class NodeCollector(Collector):
         steps = {str(rank): float(step) for rank, step in state.steps.items()}
         speed = "Steps per second of this node's workers, over the last ten seconds or more."
 
-        yield gauge("elaunch_build_info", "Always 1; the version of elaunch is a label.", 1, version=__version__)
+        yield gauge("elaunch_build_info", "Always 1; the version of elaunch is a label.", {__version__: 1}, "version")
         yield gauge("elaunch_start_time_seconds", "When elaunch began on this node (Unix time).", state.started_at)
         yield gauge("elaunch_generation", "The newest generation that this node knows of, -1 before.", newest)
         yield gauge("elaunch_world_size", "Workers of all nodes in the newest generation; 0 while it forms.", size)
@@ -164,20 +158,17 @@ class NodeCollector(Collector):
         yield gauge("elaunch_leader", "1 if this node leads the job.", agent.leads)
         yield gauge("elaunch_store_reachable", "1 if the job's store answers this node's requests.", is_reachable)
         yield gauge("elaunch_node_up", "1 while workers of this node run.", live["running"] > 0)
-        yield by_label(GaugeMetricFamily, "elaunch_workers", "Workers of this node, by state.", "state", live)
-        reported = "The newest step that each rank of this node reported."
-        yield by_label(GaugeMetricFamily, "elaunch_step", reported, "rank", steps)
+        yield gauge("elaunch_workers", "Workers of this node, by state.", live, "state")
+        yield gauge("elaunch_step", "The newest step that each rank of this node reported.", steps, "rank")
         yield gauge("elaunch_steps_per_second", speed, state.steps_per_s)
-        failed = "Generations that failed by this node's workers."
-        yield by_label(CounterMetricFamily, "elaunch_failures", failed, "kind", counts.failures)
+        yield counter("elaunch_failures", "Generations that failed by this node's workers.", counts.failures, "kind")
         if counts.last_failure:
             at, kind = counts.last_failure
             when = "When this node's workers failed last (Unix time)."
-            yield gauge("elaunch_last_failure_timestamp_seconds", when, at, kind=kind)
+            yield gauge("elaunch_last_failure_timestamp_seconds", when, {kind: at}, "kind")
         yield counter("elaunch_hangs", "Hangs of this node's workers, or of the whole job.", counts.hangs)
         yield counter("elaunch_steps_repeated", "Steps that were trained again after a restart.", counts.steps_repeated)
-        used = "This node's time, by what it was used for."
-        yield by_label(CounterMetricFamily, "elaunch_time_seconds", used, "use", counts.seconds)
+        yield counter("elaunch_time_seconds", "This node's time, by what it was used for.", counts.seconds, "use")
 
 
 class _Handler(WSGIRequestHandler):

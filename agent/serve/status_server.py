@@ -138,7 +138,7 @@ class LocalSocket:
         self._selector = selector
         self._handle = handle
         self._listener: socket.socket | None = None
-        self._waiting: dict[socket.socket, bytes] = {}
+        self._waiting: list[socket.socket] = []
         self.path: Path | None = None
         for folder in folders:
             if self._listen(folder / SOCKET_NAME):
@@ -184,9 +184,9 @@ class LocalSocket:
             connection.close()
             return
         if len(self._waiting) >= _WAITING_MAX:
-            self._forget(next(iter(self._waiting))).close()
+            self._forget(self._waiting[0]).close()
         connection.setblocking(False)
-        self._waiting[connection] = b""
+        self._waiting.append(connection)
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._read(connection))
 
     def _read(self, connection: socket.socket) -> None:
@@ -198,13 +198,9 @@ class LocalSocket:
             return
         except OSError:
             data = b""
-        text = self._waiting[connection] + data
-        line, newline, _ = text.partition(b"\n")
-        if not newline and data and len(text) <= _REQUEST_BYTES_MAX:
-            self._waiting[connection] = text
-            return
         self._forget(connection)
-        topic = _topic(line) if newline else None
+        # A client sends its line at once.
+        topic = _topic(data) if data.endswith(b"\n") else None
         if topic is None:
             connection.close()
         else:
@@ -212,7 +208,7 @@ class LocalSocket:
 
     def _forget(self, connection: socket.socket) -> socket.socket:
         self._selector.unregister(connection)
-        del self._waiting[connection]
+        self._waiting.remove(connection)
         return connection
 
 

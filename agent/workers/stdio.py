@@ -101,8 +101,6 @@ class Stdio:
         route = Route(
             console,
             b"" if frame else self._prefix(group, local_rank),
-            # torch puts this before each line of an uncaught exception (its sys.excepthook).
-            instead_of=b"" if self._plan.prefix_template else f"[rank{group.rank(local_rank)}]: ".encode(),
             whole_lines=group.slots > 1,
             file=file,
             file_first=in_file_only,

@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from itertools import chain
@@ -22,11 +22,7 @@ from elaunch.launcher.doctor.findings import (
     Finding,
     Grade,
     Needs,
-    Probe,
-    ProbeFailed,
     bad,
-    from_json,
-    ok,
     worst,
 )
 from elaunch.launcher.errors import UsageError
@@ -44,84 +40,48 @@ from elaunch.rendezvous.texts import node_host
 SCHEMA = 1
 # Stands for the program, if none is typed: options are complete without one here.
 _NO_PROGRAM = "doctor"
-_TORCH_S = 60.0
-# Without persistence mode the driver takes seconds for each GPU.
-_GPUS_S = 30.0
-# For all others: each has its own deadlines, the store's 20 requests the longest.
-_CHECKS_S = 30.0
+# Each check has its own deadlines: the import of torch the longest, then the store's 20 requests.
+_LIMIT_S = devices.TORCH_S + 30.0
 
-
-Finish: TypeAlias = Callable[[], tuple[Finding, ...]]
-# Begins a check in the main thread, and returns what finishes it in another thread.
-Begin: TypeAlias = Callable[[], Finish]
+Check: TypeAlias = Callable[[], tuple[Finding, ...]]
 # Each check with its findings, of which there is at least one.
 Checked: TypeAlias = Mapping[str, tuple[Finding, ...]]
 
 
-def checks_for(needs: Needs, plan: RendezvousPlan, environ: Mapping[str, str]) -> dict[str, Begin]:
+def checks_for(needs: Needs, plan: RendezvousPlan, environ: Mapping[str, str]) -> dict[str, Check]:
     """All checks for a job, in the order in which they are shown."""
     return {
-        "torch": lambda: _torch(needs, environ),
-        "gpus": lambda: _gpus(needs, environ),
-        "rdma": lambda: devices.check_rdma,
-        "address": lambda: partial(network.check_address, plan, needs),
-        "ports": lambda: partial(network.check_ports, plan, needs),
-        "store": lambda: partial(network.check_store, plan),
-        "shm": lambda: partial(host.check_shm, needs),
-        "limits": lambda: partial(host.check_limits, needs),
+        "torch": partial(devices.check_torch, environ, needs),
+        "gpus": partial(devices.check_gpus, environ, needs),
+        "rdma": devices.check_rdma,
+        "address": partial(network.check_address, plan, needs),
+        "ports": partial(network.check_ports, plan, needs),
+        "store": partial(network.check_store, plan),
+        "shm": partial(host.check_shm, needs),
+        "limits": partial(host.check_limits, needs),
     }
 
 
-def _torch(needs: Needs, environ: Mapping[str, str]) -> Finish:
-    if not needs.uses_python:
-        return lambda: (ok("the program is a command: torch was not tried"),)
-    gpus = devices.usable_gpus(environ)
-    try:
-        probe = Probe((needs.interpreter, "-c", devices.LOOK, str(gpus)), _TORCH_S, environ)
-    except OSError as error:
-        trouble = devices.no_torch(needs.interpreter, error.strerror or str(error))
-        return lambda: (trouble,)
-
-    def finish() -> tuple[Finding, ...]:
-        try:
-            return devices.judge_torch(probe.answer(), gpus)
-        except (ProbeFailed, ValueError, KeyError, TypeError) as error:
-            return (devices.no_torch(needs.interpreter, str(error)),)
-
-    return finish
-
-
-def _gpus(needs: Needs, environ: Mapping[str, str]) -> Finish:
-    probe = devices.gpus_probe(needs, _GPUS_S, environ)
-    return lambda: from_json(probe.answer())
-
-
-def examine(checks: Mapping[str, Begin], limit_s: float = _TORCH_S + _CHECKS_S) -> Checked:
+def examine(checks: Mapping[str, Check], limit_s: float = _LIMIT_S) -> Checked:
     """Run the checks side by side. One that fails or hangs gets a finding that says so."""
     late = bad(f"no answer within {limit_s:g} s", "something hangs: see to that device, disk or server")
     found: dict[str, tuple[Finding, ...]] = dict.fromkeys(checks, (late,))
 
-    def run(name: str, finish: Finish) -> None:
+    def run(name: str, check: Check) -> None:
         try:
-            found[name] = finish()
-        except ProbeFailed as error:
-            found[name] = (bad(str(error), "something hangs: see to that device or its driver"),)
+            found[name] = check()
         except Exception as error:
             # A fault in one check must not hide the others.
             why = f"the check failed ({type(error).__name__}: {error})"
             found[name] = (bad(why, "please report this, with the output of elaunch doctor --json"),)
 
     until_s = time.monotonic() + limit_s
-    threads = [threading.Thread(target=run, args=(name, begin()), daemon=True) for name, begin in checks.items()]
+    threads = [threading.Thread(target=run, args=each, daemon=True) for each in checks.items()]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(max(until_s - time.monotonic(), 0.0))
     return dict(found)
-
-
-def _grade(findings: Iterable[Finding]) -> Grade:
-    return worst(each.grade for each in findings)
 
 
 def _main(ctx: click.Context) -> int:
@@ -138,7 +98,7 @@ def _main(ctx: click.Context) -> int:
     checked = examine(checks_for(needs, planned.plan, environ))
     show = as_json if ctx.params["json"] else lines
     print("\n".join(show(checked, node_host(socket.gethostname()), time.monotonic() - start_s)))
-    return 1 if _grade(chain(*checked.values())) is Grade.BAD else 0
+    return 1 if worst(chain(*checked.values())) is Grade.BAD else 0
 
 
 COMMAND = JobCommand(
@@ -191,7 +151,7 @@ def lines(checked: Checked, hostname: str, took_s: float) -> Iterator[str]:
         Grade.OK: "this node can train",
         Grade.WARN: "this node can train; see to what is marked warn",
         Grade.BAD: "this node cannot train as asked",
-    }[worst(counts)]
+    }[worst(chain(*checked.values()))]
     yield f"{hostname}: {conclusion} ({', '.join(parts)}; {took_s:.1f} s)"
 
 
@@ -200,11 +160,11 @@ def as_json(checked: Checked, hostname: str, took_s: float) -> Iterator[str]:
     checks = [
         {
             "check": name,
-            "grade": _grade(findings).value,
+            "grade": worst(findings).value,
             "findings": [{"grade": each.grade.value, "found": each.found, "advice": each.advice} for each in findings],
         }
         for name, findings in checked.items()
     ]
-    grade = _grade(chain(*checked.values())).value
+    grade = worst(chain(*checked.values())).value
     known = {"schema": SCHEMA, "elaunch": __version__, "host": hostname, "grade": grade, "seconds": round(took_s, 3)}
     yield json.dumps({**known, "checks": checks})

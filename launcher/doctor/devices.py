@@ -1,30 +1,25 @@
-"""Checks of GPUs by nvidia-smi, of torch with its CUDA, and of InfiniBand or RoCE ports.
-
-As a program (`python -m`) it prints the findings about GPUs: a driver that hangs would hold its process for ever.
-"""
+"""Checks of torch with its CUDA, of GPUs by nvidia-smi, and of InfiniBand or RoCE ports."""
 
 from __future__ import annotations
 
 import csv
-import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from elaunch.agent.workers.gpus import Vendor, read_gpus, visible
-from elaunch.launcher.doctor.findings import Finding, Needs, Probe, as_json, bad, ok, python, span, warn
+from elaunch.launcher.doctor.findings import Finding, Needs, bad, ok, span, warn
 from elaunch.launcher.doctor.host import memlock_finding
-from elaunch.rendezvous.texts import bytes_text
 from elaunch.strict_json import parse_json
 
+TORCH_S = 60.0
 _SMI_S = 20.0
 _SLOW_IMPORT_S = 15.0
 _SHOWN_MAX = 4
 _QUERY = (
-    *("index", "uuid", "name", "driver_version", "memory.used", "memory.total"),
+    *("index", "uuid", "name", "driver_version"),
     "ecc.errors.uncorrected.volatile.total",
 )
 # A driver before 2020 does not know these, and then it refuses a whole query that has them.
@@ -50,15 +45,38 @@ print("\\n" + json.dumps(found))
 """
 
 
-def usable_gpus(environ: Mapping[str, str]) -> int:
-    """The number of GPUs that a process here may use, found without their driver."""
-    return len(visible(read_gpus(), environ))
+def check_torch(environ: Mapping[str, str], needs: Needs) -> tuple[Finding, ...]:
+    """Whether the workers' interpreter imports torch, with CUDA where there are GPUs."""
+    if not needs.uses_python:
+        return (ok("the program is a command: torch was not tried"),)
+    gpus = len(visible(read_gpus(), environ))
+    argv = [needs.interpreter, "-c", LOOK, str(gpus)]
+    try:
+        return judge_torch(_run(argv, TORCH_S, environ), gpus)
+    except subprocess.CalledProcessError as error:
+        why = (error.stderr.strip().splitlines() or [str(error)])[-1]
+    except (OSError, ValueError, KeyError, TypeError, subprocess.TimeoutExpired) as error:
+        why = str(error)
+    return (
+        bad(
+            f"{needs.interpreter} cannot import torch: {why}",
+            f"{needs.interpreter} -m pip install torch, or start elaunch from the environment that has it",
+        ),
+    )
 
 
-def gpus_probe(needs: Needs, limit_s: float, environ: Mapping[str, str], *, has_processes: bool = True) -> Probe:
-    """A process that prints the findings about GPUs as JSON. Raises OSError."""
-    flags = (str(int(needs.wants_gpus)), str(int(has_processes)))
-    return Probe(python(__name__, str(needs.workers), *flags), limit_s, environ)
+def _run(argv: list[str], limit_s: float, environ: Mapping[str, str] | None = None) -> str:
+    """What a command has printed. A driver may hang in the kernel, so this is called in a thread of its own."""
+    return subprocess.run(
+        argv,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        env=environ,
+        timeout=limit_s,
+        check=True,
+    ).stdout
 
 
 def judge_torch(said: str, gpus: int) -> tuple[Finding, ...]:
@@ -82,14 +100,6 @@ def judge_torch(said: str, gpus: int) -> tuple[Finding, ...]:
         way_out = "run nvidia-smi; the driver may be too old for this torch"
         findings.append(bad(f"CUDA does not start: {error}", way_out))
     return tuple(findings)
-
-
-def no_torch(interpreter: str, why: str) -> Finding:
-    """The finding about an interpreter that does not import torch."""
-    return bad(
-        f"{interpreter} cannot import torch: {why}",
-        f"{interpreter} -m pip install torch, or start elaunch from the environment that has it",
-    )
 
 
 def check_gpus(environ: Mapping[str, str], needs: Needs, *, has_processes: bool = True) -> tuple[Finding, ...]:
@@ -140,15 +150,8 @@ def _query() -> list[list[str]]:
 
 
 def _smi(query: str) -> list[list[str]]:
-    ended = subprocess.run(
-        ["nvidia-smi", query, "--format=csv,noheader,nounits"],
-        capture_output=True,
-        text=True,
-        errors="replace",
-        timeout=_SMI_S,
-        check=True,
-    )
-    return [[word.strip() for word in row] for row in csv.reader(ended.stdout.splitlines()) if row]
+    printed = _run(["nvidia-smi", query, "--format=csv,noheader,nounits"], _SMI_S)
+    return [[word.strip() for word in row] for row in csv.reader(printed.splitlines()) if row]
 
 
 def judge_gpus(rows: list[list[str]], used: list[list[str]], devices: int) -> tuple[Finding, ...]:
@@ -169,7 +172,7 @@ def judge_gpus(rows: list[list[str]], used: list[list[str]], devices: int) -> tu
                 "a GPU may have fallen off the bus: look for Xid 79 in dmesg, and reboot",
             )
         )
-    for index, uuid, _, _, memory, total, uncorrected, remapping, failed in rows:
+    for index, uuid, _, _, uncorrected, remapping, failed in rows:
         who, reset = f"GPU {index}", _RESET.format(index)
         if failed == "Yes":
             found.append(
@@ -181,13 +184,10 @@ def judge_gpus(rows: list[list[str]], used: list[list[str]], devices: int) -> tu
             found.append(bad(f"{who} waits for a reset to take bad memory out of use", reset))
         if processes := [row for row in used if row[0] == uuid and row[1].isdecimal()]:
             names = ", ".join(f"{row[2].rpartition('/')[2]} (pid {row[1]})" for row in processes[:_SHOWN_MAX])
-            text = f"{who} is in use by {names}, with {_size(memory)} of {_size(total)}"
-            found.append(warn(text, "end them, or choose other GPUs with CUDA_VISIBLE_DEVICES"))
+            found.append(
+                warn(f"{who} is in use by {names}", "end them, or choose other GPUs with CUDA_VISIBLE_DEVICES")
+            )
     return tuple(found)
-
-
-def _size(mib: str) -> str:
-    return bytes_text(int(mib) << 20) if mib.isdecimal() else mib
 
 
 def check_rdma(root: Path = Path("/sys/class/infiniband")) -> tuple[Finding, ...]:
@@ -202,8 +202,3 @@ def check_rdma(root: Path = Path("/sys/class/infiniband")) -> tuple[Finding, ...
         return (warn(f"{text}, so NCCL uses TCP", "check cables, switch and subnet manager (ibstat)"),)
     trouble = memlock_finding()
     return (ok(text), *([trouble] if trouble else []))
-
-
-if __name__ == "__main__":
-    _needs = Needs(workers=int(sys.argv[1]), wants_gpus=sys.argv[2] == "1")
-    print(as_json(check_gpus(os.environ, _needs, has_processes=sys.argv[3] == "1")))

@@ -4,59 +4,54 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
-from elaunch.launcher.doctor.devices import gpus_probe
-from elaunch.launcher.doctor.findings import Grade, Needs, ProbeFailed, from_json
+from elaunch.launcher.doctor.devices import check_gpus
+from elaunch.launcher.doctor.findings import Finding, Grade, Needs
 from elaunch.launcher.doctor.host import check_limits, check_shm
 from elaunch.launcher.errors import SiteError
 
 # A healthy node answers in a moment, one whose GPUs have no persistence mode in seconds.
 _LIMIT_S = 20.0
-_CLOSE_S = 1.0
 
 
 class HealthCheck:
-    """GPUs are checked in a process of their own from the start. Make it while this process has one thread.
+    """The checks run in a thread: a driver may hang.
 
-    A `strict` check keeps an unhealthy node out of the job: `done` waits, and raises. Else nothing waits, and `done`
-    starts a thread that logs what is wrong.
+    A `strict` check keeps an unhealthy node out of the job: `begin` waits, and raises. Else nothing waits, and what is
+    wrong is logged when it is known.
     """
 
     def __init__(self, workers: int, environ: Mapping[str, str], *, is_strict: bool) -> None:
-        self._is_strict, self._needs = is_strict, Needs(workers=workers)
-        self._probe = gpus_probe(self._needs, _LIMIT_S, environ, has_processes=False)
-        self._reporter: threading.Thread | None = None
+        self._is_strict, self._needs, self._environ = is_strict, Needs(workers=workers), environ
+        self._findings: list[Finding] = []
+        self._is_closed = False
 
-    def done(self, say: Callable[[str], None]) -> None:
+    def begin(self, say: Callable[[str], None]) -> None:
         """Raises SiteError for an unhealthy node, if the check is strict."""
+        thread = threading.Thread(target=self._check, args=(say,), name="elaunch-health", daemon=True)
+        thread.start()
         if not self._is_strict:
-            self._reporter = threading.Thread(target=self._report, args=(say,), name="elaunch-health", daemon=True)
-            self._reporter.start()
             return
-        if complaints := self._complaints():
+        thread.join(_LIMIT_S)
+        if complaints := ["its GPUs do not answer"] if thread.is_alive() else self._complaints():
             raise SiteError(
                 f"this node does not join the job, since it is not healthy: {'; '.join(complaints)}."
                 " elaunch doctor shows more; --health-check warn joins all the same"
             )
 
     def close(self) -> None:
-        """End what still runs of the check; nothing is logged of it any more."""
-        self._probe.kill()
-        if self._reporter:
-            self._reporter.join(_CLOSE_S)
+        """Nothing is logged of the check any more."""
+        self._is_closed = True
 
-    def _report(self, say: Callable[[str], None]) -> None:
-        for complaint in self._complaints():
-            say(f"this node is not healthy: {complaint} (--health-check strict would keep it out of the job)")
+    def _check(self, say: Callable[[str], None]) -> None:
+        # A check that fails itself is no complaint: that is not the node's fault.
+        with suppress(Exception):
+            self._findings += [*check_shm(self._needs), *check_limits(self._needs)]
+            self._findings += check_gpus(self._environ, self._needs, has_processes=False)
+        for complaint in () if self._is_strict else self._complaints():
+            if not self._is_closed:
+                say(f"this node is not healthy: {complaint} (--health-check strict would keep it out of the job)")
 
     def _complaints(self) -> list[str]:
-        """What is bad on this node. A check that fails itself is no complaint: that is not the node's fault."""
-        findings = [*check_shm(self._needs), *check_limits(self._needs)]
-        try:
-            findings += from_json(self._probe.answer())
-        except ProbeFailed as error:
-            if error.is_late:
-                return [f"its GPUs: {error}"]
-        except ValueError:
-            pass
-        return [f"{each.found} ({each.advice})" for each in findings if each.grade is Grade.BAD]
+        return [f"{each.found} ({each.advice})" for each in self._findings if each.grade is Grade.BAD]

@@ -82,7 +82,9 @@ class FoundStore:
             secret = self._secret
             certificate = _certificate_at(self._endpoint, secret, self._deadline_s)
             if certificate is not None and secret is None:
-                secret = self._kept(certificate)
+                if not (token := self._keyring.token_for(certificate) if self._keyring else ""):
+                    raise _wants_token(self._endpoint)
+                secret = Secret(token)
                 certificate = _certificate_at(self._endpoint, secret, self._deadline_s)
             self._is_ours = certificate is not None
             if secret and self._is_ours:
@@ -96,12 +98,6 @@ class FoundStore:
             self._say(self._warning)
             self._warning = ""
         return version
-
-    def _kept(self, certificate: bytes) -> Secret:
-        token = self._keyring.token_for(certificate) if self._keyring else ""
-        if not token:
-            raise _wants_token(self._endpoint)
-        return Secret(token)
 
     def _in_the_clear(self) -> Store:
         """The etcd without TLS at the endpoint. Raises Denied if a store with a token is expected there."""

@@ -50,7 +50,11 @@ class JsonTransport:
         # without its gateway, or no etcd.
         is_page = status < 400 and _object(body) is None
         found = {} if is_page or status in (*_NO_SUCH_PAGE, 501) else _parsed(endpoint, status, body)
-        return str(found.get("version") or self._version_without_gateway(endpoint, headers, deadline_s))
+        if "version" in found:
+            return str(found["version"])
+        # Every etcd answers this, even without the gateway.
+        status, body = self._client.ask(endpoint, "GET", "/version", headers, b"", deadline_s)
+        return _version_without_gateway(endpoint, status, body)
 
     def call(self, endpoint: Endpoint, rpc: Rpc, request: Json, token: str, deadline_s: float) -> Json:
         status, body = self._client.ask(
@@ -74,14 +78,6 @@ class JsonTransport:
 
     def close(self) -> None:
         self._client.close()
-
-    def _version_without_gateway(self, endpoint: Endpoint, headers: dict[str, str], deadline_s: float) -> str:
-        """The version of an etcd that is too old. Raises GatewayOff for a newer one, Denied for another server."""
-        status, body = self._client.ask(endpoint, "GET", "/version", headers, b"", deadline_s)
-        version = str(_version_of(endpoint, status, body)["etcdserver"])
-        if not version.startswith(_BEFORE_THE_GATEWAY):
-            raise GatewayOff(_GATEWAY_OFF.format(endpoint))
-        return version
 
     def _headers(self, token: str) -> dict[str, str]:
         return {"Content-Type": "application/json", "Authorization": self._bearer or token}
@@ -125,19 +121,22 @@ def _object(body: bytes) -> Json | None:
     return answer if isinstance(answer, dict) else None
 
 
-def _version_of(endpoint: Endpoint, status: int, body: bytes) -> Json:
-    """The answer to /version: every etcd gives it, even without the gateway. Raises Denied for another server."""
+def _version_without_gateway(endpoint: Endpoint, status: int, body: bytes) -> str:
+    """The version of an etcd that is too old. Raises GatewayOff for a newer one, Denied for another server."""
     answer = _object(body)
     if status == 200 and answer and "etcdserver" in answer:
-        return answer
+        version = str(answer["etcdserver"])
+        if not version.startswith(_BEFORE_THE_GATEWAY):
+            raise GatewayOff(_GATEWAY_OFF.format(endpoint))
+        return version
     # Other statuses may come from a proxy in front of an etcd: it fails, or asks for a login.
-    if status < 400 or status in _NO_SUCH_PAGE:
-        said = body[:80].decode(errors="replace").strip()
-        raise Denied(
-            f"what listens at {endpoint} is no etcd: it answers /version with HTTP status {status} and {said!r};"
-            " name an etcd, or a free port of one of the nodes"
-        )
-    return _parsed(endpoint, status, body)
+    if status >= 400 and status not in _NO_SUCH_PAGE:
+        raise _by_status(endpoint, status, body, "to /version")
+    said = body[:80].decode(errors="replace").strip()
+    raise Denied(
+        f"what listens at {endpoint} is no etcd: it answers /version with HTTP status {status} and {said!r};"
+        " name an etcd, or a free port of one of the nodes"
+    )
 
 
 def _parsed(endpoint: Endpoint, status: int, body: bytes) -> Json:

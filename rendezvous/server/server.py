@@ -25,8 +25,6 @@ from elaunch.rendezvous.http.request import BadRequest, HttpRequest, RequestRead
 from elaunch.rendezvous.secret import Secret
 from elaunch.rendezvous.server.admission import (
     CONNECTIONS_MAX,
-    CROWD_S,
-    PER_ADDRESS,
     WAY_OUT,
     Unauthenticated,
     unauthenticated_max,
@@ -325,15 +323,7 @@ class Server:
         now_s = self._now_s
         if sentence := self._unauthenticated.tell_lag(now_s, interval_s):
             self._say("lag", sentence)
-        overdue = self._unauthenticated.overdue(now_s)
-        for address, count in self._unauthenticated.crowds(1) if overdue else ():
-            if count > PER_ADDRESS:
-                self._say(
-                    "crowd",
-                    f"{address} has {count} connections that have not shown the job's token; only {PER_ADDRESS} may be"
-                    f" older than {CROWD_S:g} s",
-                )
-        for client in overdue:
+        for client in self._unauthenticated.overdue(now_s):
             self._close(client)
         for client in [client for client in self._clients if _is_over(client, now_s)]:
             self._close(client)

@@ -163,6 +163,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
     return Alone(folder, steps, out, first, again)
 
 
+@pytest.mark.slow
 def test_a_process_that_nobody_launched_trains_alone_and_says_little(alone: Alone) -> None:
     run = alone.folder / "run"
 
@@ -184,21 +185,13 @@ def test_a_process_that_nobody_launched_trains_alone_and_says_little(alone: Alon
     assert [mark.step for mark in marks(run / "checkpoints")] == [alone.steps - 2, alone.steps - 1, alone.steps]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_complete_is_not_trained_again(alone: Alone) -> None:
     told = f"run is complete: {alone.steps} steps; remove it or give another --out to train again\n"
 
     assert alone.errors_again == told
     assert alone.out.endswith("exit code: 0\ngloo's threads: []\nexit code: 0\n")
     assert (alone.folder / "result-0").read_text() == (alone.folder / "result-1").read_text()
-
-
-def test_a_wrong_request_is_one_sentence_and_exit_code_2(start: Start, tmp_path: Path) -> None:
-    code, out, errors = finish(start(*TRAINER, "--data", "nowhere"))
-
-    assert (code, out) == (2, "")
-    assert errors.count("\n") == 1
-    assert "nowhere" in errors
-    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.slow

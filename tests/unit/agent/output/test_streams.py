@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import resource
 import select
 from collections.abc import Iterator
@@ -242,3 +243,21 @@ def test_a_write_to_a_slow_reader_waits_and_loses_nothing() -> None:
 
         assert child.end() == 0
     assert bytes(got) == data
+
+
+def test_a_terminal_has_its_cursor_back_after_a_rank_that_was_killed_in_its_bar(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    ours, terminal = pty.openpty()
+    console = Console(terminal, lambda _: None)
+
+    console.write(b"\x1b[?25l10%\r", None)
+    console.show_cursor()
+
+    shown = b""
+    while not shown.endswith(b"\x1b[?25h") and select.select([ours], [], [], DEADLINE_S)[0]:
+        shown += os.read(ours, 100)
+    assert shown.endswith(b"\x1b[?25h")
+    os.close(ours)
+    os.close(terminal)

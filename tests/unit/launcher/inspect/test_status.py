@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from elaunch.launcher.inspect.job_source import Gathered
 from elaunch.launcher.inspect.status import RANKS_SHOWN, status_record, text_of
-from elaunch.launcher.inspect.text import duration, span
 from elaunch.launcher.inspect.top import screen
 from elaunch.rendezvous.job_spec import UNNAMED
 from elaunch.rendezvous.rules.reports import JobReport, JobState, NodeReport, RankReport, SeatReport
@@ -181,12 +180,3 @@ def test_a_hang_and_the_cause_of_a_generation_are_facts_of_the_job() -> None:
     assert text.startswith("unnamed job: running, ")
     assert "  hang      rank 1 is not where the others wait\n" in text
     assert "  why       this generation began because node-d was lost\n" in text
-
-
-def test_times_have_two_units_or_three_digits() -> None:
-    assert [span(seconds) for seconds in (0.4, 59.9, 61, 3_725, 200_000)] == [
-        "0 s", "59 s", "1 min 1 s", "1 h 2 min", "2 d 7 h"
-    ]  # fmt: skip
-    assert [duration(seconds) for seconds in (0.0123456, 0.21, 1.2345, 42.0, 4000.0)] == [
-        "12.3 ms", "210 ms", "1.23 s", "42 s", "1 h 6 min"
-    ]  # fmt: skip

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pty
 import re
-import socket
 import subprocess
 from pathlib import Path
 
@@ -102,15 +101,3 @@ def test_at_a_terminal_the_token_is_in_the_line(tmp_path: Path) -> None:
     assert len(kept) == 1
     assert re.search(rb"ELAUNCH_TOKEN=[0-9a-f]{32} elaunch --nnodes 2 ", said)
     assert not kept[0].exists()
-
-
-def test_a_taken_port_is_a_sentence(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        job = finished(tmp_path, "store", "--listen", f"127.0.0.1:{port}")
-
-    assert job.code == 2
-    assert (
-        f"another program listens at 127.0.0.1:{port} already; choose another port with --listen HOST:PORT"
-        in job.stderr
-    )

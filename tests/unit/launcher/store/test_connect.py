@@ -203,13 +203,6 @@ def test_a_log_gets_the_name_of_the_tokens_file_and_not_the_token() -> None:
     assert "made-token" not in "".join(said) + repr(LOG)
 
 
-@pytest.mark.parametrize("telling", [TERMINAL, LOG])
-def test_another_agent_of_the_same_host_needs_no_token(telling: NewToken) -> None:
-    said = invite(*asked("--nnodes", "2", "--rdzv-endpoint", "localhost:5", "t.py"), telling)
-
-    assert said[1:] == ("on the other node type: elaunch --nnodes 2 --rdzv-endpoint localhost:5 t.py",)
-
-
 @pytest.mark.parametrize("host", ["host0", "localhost"])
 def test_a_token_that_no_file_can_keep_is_for_a_terminal_or_for_nobody(host: str) -> None:
     found = asked("--nnodes", "2", "--rdzv-endpoint", f"{host}:5", "t.py")

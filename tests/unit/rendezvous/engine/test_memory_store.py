@@ -8,7 +8,7 @@ import pytest
 
 from elaunch.rendezvous.engine.memory_store import MemoryStore
 from elaunch.rendezvous.store import Absent, Changes, Delete, Put, Txn, Update, View
-from tests.unit.rendezvous.store_contract import LONG_TTL_S, ROOT, StoreContract, Told, new_lease, put, values
+from tests.unit.rendezvous.store_contract import LONG_TTL_S, ROOT, StoreContract, Told, new_lease, put
 
 A, B = f"{ROOT}a", f"{ROOT}b"
 
@@ -49,15 +49,6 @@ def test_watches_are_told_before_the_call_that_writes_returns() -> None:
     counts.append(len(told.updates))
 
     assert counts == [1, 2, 4]
-
-
-def test_without_advance_no_lease_ends() -> None:
-    store = MemoryStore()
-    put(store, A, "1", new_lease(store))
-
-    store.advance(LONG_TTL_S - 1)
-
-    assert values(store) == {A: "1"}
 
 
 def test_what_is_told_may_write_and_every_watch_still_hears_each_revision_in_order() -> None:

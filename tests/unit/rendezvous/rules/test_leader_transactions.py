@@ -19,16 +19,6 @@ def opened(world: World) -> Generation:
     return world.snapshot.generation
 
 
-def test_a_loss_names_the_hosts() -> None:
-    world = running(A, B, C)
-    world.lose(B)
-
-    assert world.commit(open_loss(world.snapshot, [B.node_id]))
-
-    cause = "host-b was lost: no sign of life from the elaunch that ran there"
-    assert opened(world) == Generation(1, OpenKind.LOSS, cause)
-
-
 def test_a_member_key_that_was_made_again_meanwhile_is_a_node_that_lives() -> None:
     world = running(A, B, C)
     world.lose(B, C)
@@ -138,7 +128,3 @@ def test_a_rack_of_nodes_that_is_lost_at_once_fits_into_one_transaction() -> Non
 )
 def test_hosts_are_named_in_order_and_not_all_of_very_many(letters: str, names: str) -> None:
     assert hosts([node(letter).node_id for letter in letters]) == names
-
-
-def test_several_lives_of_one_host_are_named_once() -> None:
-    assert hosts([node("a", host="n-1").node_id, node("b", host="n-1").node_id]) == "n-1"

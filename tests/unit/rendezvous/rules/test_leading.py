@@ -148,15 +148,6 @@ def test_a_full_table_lets_nobody_in() -> None:
     assert (world.look().txn, world.look().wake_s) == (None, None)
 
 
-def test_only_as_many_are_named_as_there_are_seats() -> None:
-    world = running(A, B)
-    world.join(C, D)
-
-    admit(world)
-
-    assert cause_of(world) == "host-c joins"
-
-
 def test_nobody_joins_once_a_node_is_done() -> None:
     world = running(A, B)
     world.finish(B)

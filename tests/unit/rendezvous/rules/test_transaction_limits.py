@@ -19,7 +19,7 @@ from elaunch.rendezvous.job_spec import JobSpec, Program, ProgramKind
 from elaunch.rendezvous.rules import transactions
 from elaunch.rendezvous.rules.leading import LeaderState, lead
 from elaunch.rendezvous.rules.snapshot import Keys, Snapshot
-from elaunch.rendezvous.rules.table_codec import decode_table, seats_of
+from elaunch.rendezvous.rules.table_codec import seats_of
 from elaunch.rendezvous.rules.transactions import FAILURES_KEPT, open_loss
 from elaunch.rendezvous.store import Delete, Put, Txn
 from elaunch.rendezvous.types import (
@@ -188,13 +188,6 @@ def test_a_transaction_of_4096_nodes_is_one_that_etcd_takes(what: str, made: dic
 @pytest.mark.parametrize("what", [what for what in MADE if what != "a table of all is sealed"])
 def test_only_a_table_grows_with_the_job_and_nothing_with_what_programs_say(what: str, made: dict[str, Txn]) -> None:
     assert content_bytes(made[what]) <= 256 << 10
-
-
-def test_the_table_of_all_has_them_all(made: dict[str, Txn]) -> None:
-    sealed = made["a table of all is sealed"].then[0]
-
-    assert isinstance(sealed, Put)
-    assert {seat.node_id for seat in decode_table(sealed.value).seats} == set(everyone())
 
 
 def test_a_leader_that_finds_a_record_of_each_node_in_each_generation_tidies_them_all(made: dict[str, Txn]) -> None:

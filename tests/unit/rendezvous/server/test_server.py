@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import re
 import signal
 import socket
 import ssl
@@ -215,22 +214,6 @@ def test_a_lease_ends_by_itself_and_a_watch_is_told(process: ServerProcess, secr
     assert gateway.call("/v3/lease/keepalive", {"ID": 7})[1]["result"].get("TTL") is None
 
 
-def test_a_lease_granted_after_a_quiet_time_has_its_whole_time(served: tuple[Server, int]) -> None:
-    _, port = served
-    gateway = Gateway("127.0.0.1", port)
-    # Shorter than the server's own rest, so that nothing has told it the time since.
-    quiet_s = time.monotonic() + 0.8
-    assert keys(gateway) == 0
-    wait_for(lambda: time.monotonic() > quiet_s, "a quiet time")
-    started_s = time.monotonic()
-
-    gateway.call("/v3/lease/grant", {"ID": 7, "TTL": 2})
-    revision = put(gateway, b"key", lease=7)
-    gateway.watch(EVERYTHING).events_until(revision + 1)
-
-    assert time.monotonic() - started_s > 1.99
-
-
 def test_leases_do_not_run_while_the_server_is_stopped(process: ServerProcess, secret: Secret) -> None:
     gateway = client(process, secret)
     gateway.call("/v3/lease/grant", {"ID": 7, "TTL": 4})
@@ -380,19 +363,6 @@ def test_a_process_without_descriptors_serves_on_and_accepts_again_when_it_has_s
 
 
 # HTTP.
-
-
-def test_requests_sent_together_are_answered_in_order(served: tuple[Server, int]) -> None:
-    _, port = served
-    paths = ["/health", "/version", "/nowhere", "/health"]
-
-    with socket.create_connection(("127.0.0.1", port)) as connection:
-        requests = "".join(f"GET {path} HTTP/1.1\r\n\r\n" for path in paths[:-1])
-        connection.sendall(f"{requests}GET {paths[-1]} HTTP/1.0\r\n\r\n".encode())
-        answers = connection.makefile("rb").read()
-
-    assert re.findall(rb"HTTP/1.1 (\d+)", answers) == [b"200", b"200", b"404", b"200"]
-    assert answers.index(b"etcdserver") < answers.index(b"Not Found")
 
 
 @pytest.mark.parametrize(
