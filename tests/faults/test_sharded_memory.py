@@ -69,6 +69,7 @@ def test_a_part_that_arrives_garbled_on_the_second_node_does_not_count_and_is_sa
     said = [answer["notes"][0]["said"] for answer in answers]
     nodes.lose(0)
 
+    # The snapshot before is still on both nodes.
     assert nodes.run(2, LIGHT, "load", generation=1)[0]["loaded"] == [0, 1]
     # The rank at which the part arrived has reported the damage.
     assert said[0] == []
