@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import secrets
+import shlex
 import socket
 import sys
 import threading
@@ -33,9 +34,9 @@ _SILENT_S = 3 * _RENEW_S
 # A job that is stopped saves first, and its successor may be there already.
 _PATIENCE_S = 60.0
 _LOOK_S = 0.5
-_TEXT_MAX = 4096
+_TEXT_MAX, _SHOWN_MAX = 4096, 300
 _TYPES: dict[str, type] = {
-    **dict.fromkeys(("name", "script", "run", "host", "process", "token", "since"), str),
+    **dict.fromkeys(("name", "script", "arguments", "run", "host", "process", "token", "since"), str),
     **dict.fromkeys(("generation", "renewals"), int),
     "ended": bool,
 }
@@ -57,6 +58,7 @@ class Claim:
             "format": _FORMAT,
             "name": name,
             "script": script_name(sys.argv[0]),
+            "arguments": shlex.join(sys.argv[1:])[:_TEXT_MAX],
             "run": os.environ.get("TORCHELASTIC_RUN_ID", ""),
             "generation": generation,
             "job": job,
@@ -83,7 +85,7 @@ class Claim:
                     self._require_same(held, there[-1][0].step)
                 self._require_over(held, waiting)
                 if self._storage.found():
-                    self._say(f"resuming from the checkpoints of {_job(held)} in {self._storage}")
+                    self._say(f"resuming from the checkpoints of {_job(held)} in {self._storage}{self._others(held)}")
             self._old = self._note["token"] if held is None else held["token"]
             self._write()
         threading.Thread(target=self._renew, name="checkpoints' claim", daemon=True).start()
@@ -155,6 +157,15 @@ class Claim:
                 f"are one training, the same name=; remove {self._storage}/{NOTE} to resume from step {step} of that "
                 "one"
             )
+
+    def _others(self, held: dict[str, Any]) -> str:
+        """The arguments of that job, if they were others: it may have been another training of the same script."""
+        its = held["arguments"]
+        if its == self._note["arguments"] or UNNAMED not in (held["name"], self._note["name"]):
+            return ""
+        return (
+            f", which had other arguments (`{its[:_SHOWN_MAX]}`): another training needs its own checkpoints= or name="
+        )
 
     def _require_over(self, held: dict[str, Any], waiting: Callable[[], object]) -> None:
         here, began_s = is_here(held["process"]), time.monotonic()

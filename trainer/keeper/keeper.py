@@ -17,6 +17,7 @@ import os
 import re
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -87,7 +88,10 @@ class Keeper:
         warm_up: Callable[[], object] | None = None,
         name: str = UNNAMED,
         say: Callable[[str], None] | None = None,
+        **old: int | None,
     ) -> None:
+        if old:
+            lose_at_most = _of_before(old, lose_at_most)
         counts = {"checkpoint_every": (checkpoint_every, 1), "keep": (keep, 1), "verify_every": (verify_every, 1)}
         for option, (count, least) in {**counts, "lose_at_most": (lose_at_most, 0)}.items():
             if count is None and option in ("verify_every", "lose_at_most"):
@@ -512,6 +516,18 @@ class Commit:
         self._state.end(is_whole=kind is None)
         if kind is None:
             self._committed()
+
+
+def _of_before(old: dict[str, int | None], lose_at_most: int | None) -> int | None:
+    """What the options of earlier releases mean. Raises TypeError for others."""
+    for option, value in old.items():
+        if option not in ("snapshot_every", "copy_every", "stop_every"):
+            raise TypeError(f"Keeper has no option {option!r}")
+        if option != "stop_every" and lose_at_most is None and value is not None:
+            lose_at_most = value if value != 1 else 0
+        text = f"lose_at_most={lose_at_most} has the place of {option}={value}: the steps that a failure may take back"
+        warnings.warn(text, FutureWarning, stacklevel=3)
+    return lose_at_most
 
 
 def _is_count(value: Any, least: int) -> bool:

@@ -359,6 +359,15 @@ def test_the_same_training_goes_on_from_the_checkpoints_of_another_job(tmp_path:
     assert "restored step 3 from the checkpoint" in again.said[1]
 
 
+def test_other_arguments_of_the_job_whose_checkpoints_are_resumed_are_named(tmp_path: Path, left: Path) -> None:
+    left.write_text(json.dumps({**json.loads(left.read_text()), "arguments": "--lr 0.1"}))
+    again = Job(checkpoints=tmp_path / "c")
+
+    again.train(4)
+
+    assert "which had other arguments (`--lr 0.1`)" in again.said[0]
+
+
 def test_another_training_is_refused_where_there_are_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: Path
 ) -> None:
@@ -602,3 +611,15 @@ def test_too_little_memory_is_one_sentence_and_no_failure() -> None:
     (said,) = job.said
     assert re.search(r"shm has 0\.\d+ MB free and this node's copies of the training state take 0\.4\d* MB", said)
     assert "goes back to the last checkpoint" in said
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "lose_at_most"), [("copy_every", 1, 0), ("snapshot_every", 5, 5), ("stop_every", 5, None)]
+)
+def test_an_option_of_before_is_read_as_what_has_its_place(option: str, value: int, lose_at_most: int | None) -> None:
+    model = nn.Linear(1, 1)
+
+    with pytest.warns(FutureWarning, match=f"lose_at_most={lose_at_most} has the place of {option}={value}"):
+        keeper = Keeper(model, torch.optim.SGD(model.parameters()), **{option: value})
+
+    assert keeper._lose_at_most == lose_at_most
