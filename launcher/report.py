@@ -134,9 +134,10 @@ def _failed(outcome: Outcome, spec: JobSpec, logs: Path | None, lacks: str) -> s
     lines += [f"{failure.sentence}."] if failure else []
     lines.append(f"Why it stopped: {outcome.reason}{'' if spec.max_restarts == 0 else f'; {_restarts(outcome)}'}.")
     failures = [each for each in (first, failure) if each]
-    for each in failures:
-        of_which = f" (generation {each.generation})" if len(failures) > 1 else ""
-        lines += [f"Next step{of_which}: {each.advice}."] if each.advice else []
+    advised = {each.advice: each.generation for each in reversed(failures) if each.advice}
+    for advice, generation in reversed(advised.items()):
+        of_which = f" (generation {generation})" if len(advised) > 1 else ""
+        lines.append(f"Next step{of_which}: {advice}.")
     titles = ("Root Cause (first observed failure):", "What ended the job (last failure):")
     for number, (title, each) in enumerate(zip(titles, failures, strict=False)):
         lines += [_LIGHT, title, f"[{number}]:", *_details(each, logs, lacks)]

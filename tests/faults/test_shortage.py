@@ -29,5 +29,5 @@ def test_a_limit_of_processes_is_a_sentence_wherever_it_strikes(most: int, tmp_p
         job.assert_nothing_is_left()
     if "Beautiful is better" not in job.stdout:
         assert code in (1, 3)
-        said = (f"(ulimit -u is {most}, ", "Next step: raise the limit of processes and threads (ulimit -u, ")
+        said = (f"(ulimit -u is {most}, ", "raise the limit of processes and threads (ulimit -u, ")
         assert any(words in job.stderr for words in said), job.stderr

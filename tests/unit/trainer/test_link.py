@@ -82,8 +82,8 @@ def test_steps_that_follow_closely_are_left_out_and_later_ones_are_said(agent: s
 
     said = [json.loads(row)["step"] for row in received(agent).splitlines()]
     assert said[0] == 0
-    assert 15 <= len(said) <= 20
-    assert said[-1] >= 940
+    assert 4 <= len(said) <= 5
+    assert said[-1] >= 750
 
 
 def test_without_the_variable_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
