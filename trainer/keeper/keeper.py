@@ -61,9 +61,10 @@ class Keeper:
     `checkpoints` is the directory, or URL, of durable checkpoints: one is written every `checkpoint_every` steps, at a
     stop and at the end, and the newest `keep` stay. `lose_at_most` is the number of complete steps that a failure may
     take back while the nodes' memory lives: 0 copies each step within its commit, N copies one in N, and None as many
-    as take 1 % of the time. Every `verify_every` steps the ranks compare what they have alike, and raise Differs if a
-    copy is damaged. `warm_up` does one forward and backward pass on any data of the right shape, and is called as often
-    as DDP needs; without it, a resumed run of three or more workers is not bit for bit equal to a run without failures.
+    as take 0.25 % of the time (1 % where a rank alone has a part). Every `verify_every` steps the ranks compare what
+    they have alike, and raise Differs if a copy is damaged. `warm_up` does one forward and backward pass on any data of
+    the right shape, and is called as often as DDP needs; without it, a resumed run of three or more workers is not bit
+    for bit equal to a run without failures.
     `name` tells several trainings of one program apart. `say` takes sentences for people.
 
     All ranks create and enter it, after `init_process_group`; without a process group it keeps a single process.
