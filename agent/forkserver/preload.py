@@ -67,7 +67,8 @@ def preload(boot: Boot, loaded_at_start: Collection[str], cpus: Collection[int])
     `loaded_at_start` are the modules of a bare interpreter, `cpus` those that this process could use before.
     """
     names = list(_names(boot))
-    packages = {_top(name) for name in names} - sys.stdlib_module_names | {"torch", "numpy"}
+    # Those of the list also where another package has imported them: each worker finds its rank in them.
+    packages = {_top(name) for name in names} - sys.stdlib_module_names | {"torch", "numpy"} | PACKAGES
     looked_up, at_exit = set[str](), list[AtExit]()
     with _recorded(looked_up):
         _customise()

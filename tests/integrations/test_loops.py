@@ -45,7 +45,10 @@ def assert_kills_change_no_bit(library: str, folder: Path, kills: list[list[Any]
 
     for undisturbed, other in zip(calm, killed, strict=True):
         assert other["step"] == undisturbed["step"]
-        assert other["losses"].items() <= undisturbed["losses"].items()
+        # transformers logs the difference of two sums, which have begun elsewhere.
+        assert other["losses"] == {
+            step: pytest.approx(undisturbed["losses"][step], rel=1e-12) for step in other["losses"]
+        }
         assert other["losses"]
         assert other["digest"] == undisturbed["digest"]
 
