@@ -90,7 +90,8 @@ def test_a_death_is_an_error_on_a_rank_that_still_waits_to_meet_another_one(
     if has_come:
         ranks[0].connections._listen()
     with called(lambda: ranks[8].largest([8]), lambda: ranks[9].largest([9])) as (waits, dies):
-        wait_for(lambda: 9 in ranks[8].connections._connected, "rank 9 at rank 8")
+        met = {8: 9, 9: 8}
+        wait_for(lambda: all(its in ranks[one].connections._connected for one, its in met.items()), "rank 9 at rank 8")
         ranks[9].connections._connected[8].shutdown(socket.SHUT_RDWR)
 
         with pytest.raises(PeerLost, match="rank 9 is gone"):
