@@ -119,10 +119,6 @@ class Visit:
         return [self.by_rank[local_rank] for local_rank in sorted(self.by_rank)]
 
     @property
-    def is_spare(self) -> bool:
-        return "spare" in self.times and "sealed" not in self.times
-
-    @property
     def first_step_began_s(self) -> float:
         """One step before the first worker had completed one, but not before it was forked; NaN without a step."""
         steps, took_s = self.last_step - self.first_step, self.seen_s - self.stepped_s

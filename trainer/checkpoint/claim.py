@@ -147,9 +147,12 @@ class Claim:
         is_gone = not is_here(held["process"]) or is_dead_here(held["process"])
         return held["process"] == self._note["process"] or (is_later and is_ours and is_gone)
 
+    def _is_by_script(self, held: dict[str, Any]) -> bool:
+        """Whether the scripts tell the two trainings apart, since not both have names."""
+        return UNNAMED in (held["name"], self._note["name"])
+
     def _require_same(self, held: dict[str, Any], step: int) -> None:
-        # A job without a name is told by its script.
-        what = "script" if UNNAMED in (held["name"], self._note["name"]) else "name"
+        what = "script" if self._is_by_script(held) else "name"
         if held[what] != self._note[what]:
             raise NotOurs(
                 f"{self._storage} has the checkpoints of another training, by {_job(held)}: that one has the {what} "
@@ -161,7 +164,7 @@ class Claim:
     def _others(self, held: dict[str, Any]) -> str:
         """The arguments of that job, if they were others: it may have been another training of the same script."""
         its = held["arguments"]
-        if its == self._note["arguments"] or UNNAMED not in (held["name"], self._note["name"]):
+        if its == self._note["arguments"] or not self._is_by_script(held):
             return ""
         return (
             f", which had other arguments (`{its[:_SHOWN_MAX]}`): another training needs its own checkpoints= or name="

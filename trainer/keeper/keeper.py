@@ -37,7 +37,7 @@ from elaunch.trainer.keeper.boundary import EVEN, Boundary, LookAround, Stopped,
 from elaunch.trainer.keeper.copies import Copies
 from elaunch.trainer.keeper.disk_copies import NotDurable, require_durable
 from elaunch.trainer.keeper.door import Door, entered, is_alone
-from elaunch.trainer.keeper.guarded_state import GroupWatch, GuardedState
+from elaunch.trainer.keeper.guarded_state import Commit, GroupWatch, GuardedState
 from elaunch.trainer.keeper.hooks import OptimizerHooks, hook_backward
 from elaunch.trainer.keeper.rehearsal import VARIABLE, Rehearsal
 from elaunch.trainer.keeper.verification import Verification
@@ -500,23 +500,6 @@ class Keeper:
             again = self._copies.disk.where_to_go_on(self.step) if wish is not Wish.JOIN else ""
             self._say(f"stopped after step {self.step}, {wish.reason}{again}")
         raise Stopped(wish)
-
-
-class Commit:
-    """The block of `Keeper.commit`; `committed` is called at its end, if nothing was raised in it."""
-
-    def __init__(self, state: GuardedState, committed: Callable[[], object]) -> None:
-        self._state, self._committed = state, committed
-
-    def __enter__(self) -> None:
-        self._state.begin()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
-        self._state.end(is_whole=kind is None)
-        if kind is None:
-            self._committed()
 
 
 def _of_before(old: dict[str, int | None], lose_at_most: int | None) -> int | None:
