@@ -219,11 +219,6 @@ class Boundary:
         self._told = Wish.NONE
         self._news = ""
 
-    @property
-    def has_peers(self) -> bool:
-        """Whether another rank must be asked."""
-        return self._peers.world_size > 1
-
     def tell(self, reason: str) -> None:
         """The agent asks for a stop ("join", "leave", "interrupt"). Call this from any thread."""
         wish = {"join": Wish.JOIN, "interrupt": Wish.INTERRUPT}.get(reason, Wish.LEAVE)
@@ -232,6 +227,12 @@ class Boundary:
     def report(self, news: str) -> None:
         """Say this at the next look. If all ranks have such a sentence there, only the lowest one says its own."""
         self._news = self._news or news
+
+    def flush(self) -> None:
+        """There is no look any more: say what was reported since the last one."""
+        if self._news:
+            self._say(self._news)
+        self._news = ""
 
     def agreed(self, wants: Wants) -> Agreed:
         """Agree with all ranks on the plan, with this rank's wants. Collective: every rank gets the same."""
@@ -257,7 +258,7 @@ class LookAround:
     """The looks of one training, from the restored step on. A pace decides when snapshots are due.
 
     A checkpoint is written every `checkpoint_every` steps; if one is overdue, at the first look. There is a look after
-    each multiple of these and of `verify_every`. A process without peers looks after each step.
+    each multiple of these and of `verify_every`.
     """
 
     def __init__(
@@ -275,8 +276,7 @@ class LookAround:
         # The step of the last checkpoint. A failure may have torn the one that was due, and nobody would miss it.
         self._checkpointed = copies.disk.found
         multiples = [checkpoint_every, *([verify_every] if verify_every else [])]
-        self._has_peers = boundary.has_peers
-        self._looks = Looks(None if self._has_peers else 1, state.version.step, multiples)
+        self._looks = Looks(state.version.step, multiples)
 
     def begin(self, total: int) -> None:
         """A loop up to step `total` begins: what came between it and the loop before is not the time of a step."""
@@ -289,12 +289,9 @@ class LookAround:
         return is_agreed or self._state.has_failed_copy
 
     def is_next(self) -> bool:
-        """Whether the ranks look after the step that is under way, or their loop ends with it.
-
-        A process that is alone looks after each step, and mostly makes no copy.
-        """
+        """Whether the ranks look after the step that is under way, or their loop ends with it."""
         step = self._state.next_version.step
-        return 0 < self._total <= step or (self._has_peers and step >= self._looks.next)
+        return 0 < self._total <= step or step >= self._looks.next
 
     def look(self) -> Wish:
         """Make what is due. Returns why all ranks stop now instead, if they do. Collective."""

@@ -77,9 +77,9 @@ def _held() -> dict[tuple[int, str, str, str], str]:
 # After the first of these commits the program's objects are noted, and after the other one compared.
 _NOTED_AT, _COMPARED_AT = 1, 4
 # At the first looks of a job the ranks compare once more what they must have alike, and later after so many at least.
-_LOOKS, _LOOKS_APART, _LOOKS_ALONE = 3, 1024, 16
-# What comes later is looked for again and again, each time after twice as long, and after so long at most.
-_APART_S_MAX = 256.0
+_LOOKS, _LOOKS_APART = 3, 1024
+# What comes later is looked for again and again, in so great a share of the time, and after this at the earliest.
+_SHARE, _APART_S = 0.001, 1.0
 # The options that a schedule changes.
 _NUMBERS = ("lr", "momentum", "betas", "weight_decay")
 _VALUES = {float, int, tuple, type(None)}
@@ -139,7 +139,7 @@ class Door:
         # What schedules change, at the end of the last commit if that was checked: their counts, and the options.
         self._scheduled: tuple[list[Any], list[Any]] | None = None
         self._unkept = Unkept(training, kept, self._tell, self._numbers)
-        self._again_s, self._apart_s, self._is_again = 0.0, 1.0, False
+        self._again_s, self._is_again = 0.0, False
         self._commits = self._looks = 0
         self._has_begun = False
         # The counts of the weights' changes, and what an optimizer's step changes, when a checked commit began.
@@ -207,11 +207,12 @@ class Door:
         elif self._commits == _COMPARED_AT:
             self._unkept.compare()
         elif self._is_again:
-            self._is_again, self._apart_s = False, min(2 * self._apart_s, _APART_S_MAX)
-            self._again_s = time.monotonic() + self._apart_s
+            self._is_again, begun_s = False, time.monotonic()
             self._unkept.compare()
             self._unkept.look_through()
             self._unkept.note_variables()
+            took_s = time.monotonic() - begun_s
+            self._again_s = begun_s + max(_APART_S, took_s / _SHARE)
 
     def step_begins(self, step: int) -> None:
         """Name options that have changed since the commit of `step`. What the next step sets is set again."""
@@ -294,11 +295,9 @@ class Door:
         if not self._commits:
             return
         self._looks += 1
-        # A process that is alone looks at each step.
-        if self._peers.world_size > 1 or self._looks % _LOOKS_ALONE == 0:
-            for path, (old, new) in self._training.settings.values.look().items():
-                if self._training.has_names_of_its_own:
-                    self._tell("value", _VALUE.format(path, old, new, step), by_all=True)
+        for path, (old, new) in self._training.settings.values.look().items():
+            if self._training.has_names_of_its_own:
+                self._tell("value", _VALUE.format(path, old, new, step), by_all=True)
         if self._compares_ranks() and (found := self._difference(f" after step {step}")):
             self._tell("ranks", found)
         if self._peers.leads and self._commits > _COMPARED_AT and time.monotonic() >= self._again_s:

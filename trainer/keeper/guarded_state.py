@@ -77,8 +77,8 @@ _LOOK_S = 0.001
 # How long a rescue waits for a commit: so long, and so many times as long as the longest commit took. A commit that
 # takes longer waits for the failed peer, in a collective within `optimizer.step`.
 _COMMIT_S = 1.0
-# The first commits of a process are checked, then those of steps that may be copied, and one in so many.
-_CHECKED, _APART = 16, 16
+# So many first commits of a process are checked, then those of steps that may be copied: one in a second at least.
+_CHECKED = 16
 _COMMITS = 3
 
 
@@ -197,7 +197,7 @@ class GuardedState:
     def _is_to_be_checked(self) -> bool:
         self._commits += 1
         is_copied = self.copies_next or self._copies.copies_in_commit or self.is_looked_at()
-        return is_copied or self._commits <= _CHECKED or not self._commits % _APART
+        return is_copied or self._commits <= _CHECKED
 
     def _require_clean(self, otherwise: str) -> None:
         """Wait until all that this rank has begun is done, and raise BrokenGroup if a collective has failed."""

@@ -470,6 +470,7 @@ class Keeper:
                         # The program's own error is being raised, and must not be replaced by this one.
                         traceback.print_exc()
         finally:
+            self._boundary.flush()
             self._state.give_up()
             self._copies.disk.leave()
         # After an error the end of the process closes them. Then the agent hears first which rank has failed.

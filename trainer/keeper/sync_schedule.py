@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 # The steps between two looks take so many seconds at most, if they are no slower than those before.
-WITHIN_S = 0.25
+WITHIN_S = 1.0
 # If steps become slower, nobody can look earlier than agreed. So a rank relies on no more than twice the steps that it
 # has measured lately.
 _GROWTH = 2
@@ -19,15 +19,14 @@ _GROWTH = 2
 class Looks:
     """The looks as one rank sees them, after `step` was restored. The ranks look after that step first.
 
-    With `every` the looks are after its multiples. With None each rank measures its steps, and wants the next look so
-    soon that one step as slow as its slowest of late, and else steps like those of late, take no more than WITHIN_S
-    together; there is also one after each multiple of `multiples`.
+    Each rank measures its steps, and wants the next look so soon that one step as slow as its slowest of late, and else
+    steps like those of late, take no more than WITHIN_S together; there is also one after each multiple of `multiples`.
     """
 
-    def __init__(self, every: int | None, step: int, multiples: Sequence[int] = ()) -> None:
-        self._every, self._multiples = every, multiples
+    def __init__(self, step: int, multiples: Sequence[int] = ()) -> None:
+        self._multiples = multiples
         # After which step the ranks look next.
-        self.next = step if every is None else -(-step // every) * every
+        self.next = step
         self._left: tuple[int, float] | None = None
         self._steps, self._took_s, self._slowest_s = 0, 0.0, 0.0
         # Of the steps before the last look: their number, and the mean and the longest duration.
@@ -61,8 +60,6 @@ class Looks:
 
         `due` are steps after which it has something to do that cannot wait.
         """
-        if self._every is not None:
-            return self._every - step % self._every
         before, before_s, slowest_before_s = self._before
         slowest_s, mean_s = max(self._slowest_s, slowest_before_s), max(self.step_s, before_s)
         measured = _GROWTH * max(self._steps, before)

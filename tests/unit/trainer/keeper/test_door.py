@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
-from elaunch.trainer.keeper import door
+from elaunch.trainer.keeper import door, sync_schedule
 from elaunch.trainer.keeper.door import Door
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.state.training_state import Training
@@ -280,7 +280,10 @@ def test_a_restarted_job_does_not_say_it_again(monkeypatch: pytest.MonkeyPatch) 
     ],
 )
 def test_what_begins_in_mid_training_is_named(monkeypatch: pytest.MonkeyPatch, begun: str, named: str) -> None:
-    monkeypatch.setattr(door, "_APART_S_MAX", 0.0)
+    monkeypatch.setattr(door, "_APART_S", 0.0)
+    monkeypatch.setattr(door, "_SHARE", 1e9)
+    # There is a look at each step.
+    monkeypatch.setattr(sync_schedule, "WITHIN_S", 0.0)
     program = Program()
     average = noise = loader = scheduler = optimizer = None
     weights = [nn.Parameter(torch.ones(2))]

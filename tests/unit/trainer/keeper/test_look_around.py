@@ -20,7 +20,6 @@ class Rank:
         step: int = 0,
         on_disk: int = 0,
         far: int = 50,
-        peers: bool = True,
         snapshot_every: int | None = None,
         is_strict: bool = False,
         **options: Any,
@@ -52,7 +51,7 @@ class Rank:
             ),
         )
         verification = SimpleNamespace(wants_snapshot=lambda state, wants: wants and not is_strict)
-        boundary = SimpleNamespace(has_peers=peers, agreed=self.agreed)
+        boundary = SimpleNamespace(agreed=self.agreed)
         self.around = LookAround(
             *(boundary, self.state, copies, verification),  # type: ignore[arg-type]
             **{"checkpoint_every": 1000, "verify_every": None, **options},
@@ -152,7 +151,3 @@ def test_a_checkpoint_that_a_failure_has_torn_is_written_at_the_first_look_after
     looks_of(rank, range(17, 40))
 
     assert rank.checkpoints == written
-
-
-def test_a_process_alone_looks_after_each_step() -> None:
-    assert looks_of(Rank(peers=False), range(6)) == [0, 1, 2, 3, 4, 5]

@@ -50,13 +50,12 @@ class History:
     death: tuple[float, int]
     checkpoint_every: int
     snapshot_every: int
-    look_every: int | None
 
     @classmethod
     def of(cls, seed: int) -> History:
         rng = random.Random(seed)
         ranks, total = rng.randint(1, 4), rng.randint(1, 120)
-        base_s = 10 ** rng.uniform(-4, 0)
+        base_s = 10 ** rng.uniform(-3.5, 0.5)
         slow = rng.choice([0.0, 0.0, 0.05, 0.3])
         durations_s = [base_s * (rng.uniform(2, 20) if rng.random() < slow else 1) for _ in range(total)]
         if rng.random() < 0.3:
@@ -73,7 +72,6 @@ class History:
             (rng.uniform(0, 2 * lasts_s) if ranks > 1 else 1e9, rng.randrange(ranks)),
             rng.choice([5, 7, 30, 1000]),
             rng.choice([1, 6, 11, 40, 1000]),
-            rng.choice([None, None, None, 1, 4]),
         )
 
 
@@ -89,7 +87,7 @@ class Rank:
     pace: Pace = field(init=False)
 
     def __post_init__(self) -> None:
-        self.looks = Looks(self.history.look_every, self.step, [self.history.checkpoint_every])
+        self.looks = Looks(self.step, [self.history.checkpoint_every])
         self.looks.leave(self.step, self.at_s)
         self.pace = Pace(self.history.snapshot_every, self.step)
 
@@ -193,10 +191,6 @@ def check(history: History, seen: Seen) -> None:
 def _check_looks(history: History, began: int, at: list[int], snapshots: list[int]) -> None:
     """Looks are where they must be, and where they need not be there are few. `at` is not empty."""
     last = at[-1]
-    if history.look_every is not None:
-        if missing := [step for step in range(began, last) if step % history.look_every == 0 and step not in at]:
-            raise Violation(f"skipped: {missing} of {at}")
-        return
     if at[0] != began:
         raise Violation(f"late: the first look is {at[0]} and not {began}")
     if missing := [step for step in range(began + 1, last) if step % history.checkpoint_every == 0 and step not in at]:
@@ -217,7 +211,7 @@ def _check_looks(history: History, began: int, at: list[int], snapshots: list[in
 def _check_time(history: History, seen: Seen, first_s: float) -> None:
     """A request is obeyed soon: so much later than WITHIN_S and one step as steps have become slower."""
     found = next(looks for looks in seen.looks if looks and looks[-1][1] >= first_s)
-    if history.look_every is not None or found[-1] != (seen.stopped, seen.stopped_s) or first_s < found[0][1]:
+    if found[-1] != (seen.stopped, seen.stopped_s) or first_s < found[0][1]:
         # A death came between, or the request was there from the beginning.
         return
     steps = [step for step, _ in found]
@@ -293,9 +287,9 @@ def own_clock(patch: pytest.MonkeyPatch) -> None:
 def late_begin(patch: pytest.MonkeyPatch) -> None:
     begin = Looks.__init__
 
-    def later(looks: Looks, every: int | None, step: int, multiples: Any = ()) -> None:
-        begin(looks, every, step, multiples)
-        looks.next += 5 if every is None else 0
+    def later(looks: Looks, step: int, multiples: Any = ()) -> None:
+        begin(looks, step, multiples)
+        looks.next += 5
 
     patch.setattr(Looks, "__init__", later)
 
@@ -319,7 +313,7 @@ def far_at_once(patch: pytest.MonkeyPatch) -> None:
 
 def no_multiples(patch: pytest.MonkeyPatch) -> None:
     begin = Looks.__init__
-    patch.setattr(Looks, "__init__", lambda looks, every, step, multiples=(): begin(looks, every, step))
+    patch.setattr(Looks, "__init__", lambda looks, step, multiples=(): begin(looks, step))
 
 
 def nothing_due(patch: pytest.MonkeyPatch) -> None:

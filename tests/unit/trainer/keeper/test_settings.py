@@ -334,8 +334,10 @@ def test_a_restore_says_what_is_other_than_at_the_start(generations: Callable[[]
     ]
 
 
-@pytest.mark.parametrize(("lose_at_most", "refused"), [(100, "step 32 is not committed"), (1, "step 20 is not copied")])
-def test_after_the_first_commits_what_is_not_kept_is_refused_before_a_copy_or_at_one_of_16(
+@pytest.mark.parametrize(
+    ("lose_at_most", "refused"), [(100, "step 31 is not committed"), (1, "step 20 is not committed")]
+)
+def test_after_the_first_commits_what_is_not_kept_is_refused_before_a_copy_or_a_look(
     lose_at_most: int, refused: str
 ) -> None:
     model = nn.Sequential(nn.Linear(1, 1))
@@ -348,7 +350,7 @@ def test_after_the_first_commits_what_is_not_kept_is_refused_before_a_copy_or_at
                     if step == 20:
                         model.add_module("late", nn.Linear(1, 1))
 
-    with pytest.raises(TypeError, match=f"{refused}: parameters, .* were added"):
+    with pytest.raises(TypeError, match=f"{refused} is not committed: parameters, .* were added"):
         train()
 
 
