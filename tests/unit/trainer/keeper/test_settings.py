@@ -335,8 +335,6 @@ def test_a_restore_says_what_is_other_than_at_the_start(generations: Callable[[]
 
 
 @pytest.mark.parametrize(("lose_at_most", "refused"), [(100, "step 31"), (1, "step 20")])
-    ("lose_at_most", "refused"), [(100, "step 31 is not committed"), (1, "step 20 is not committed")]
-)
 def test_after_the_first_commits_what_is_not_kept_is_refused_before_a_copy_or_a_look(
     lose_at_most: int, refused: str
 ) -> None:
