@@ -33,6 +33,7 @@ from elaunch.trainer.parallel.plan import DataShare
 from elaunch.trainer.profiling.profiler import profiled
 from elaunch.trainer.ranks import process_group
 from elaunch.trainer.ranks.place import RankInfo
+from elaunch.trainer.state.tree import tensors_sha256
 from elaunch.trainer.tuning.tune import tune
 
 WEIGHT_DECAY = 0.1
@@ -146,9 +147,10 @@ def train_in_group(
             recorder.step_done(step)
 
     last_held_out = held_out_loss(parallel, windows)
-    weights = parallel.weights()
+    # All ranks take part, and none has more than one whole parameter at a time.
+    digest = tensors_sha256(weight for _, weight in parallel.weights())
     if place.leads:
-        recorder.finish(last_held_out.item(), weights)
+        recorder.finish(last_held_out.item(), digest)
 
 
 class Windows:

@@ -103,7 +103,7 @@ def planned(config: TrainConfig) -> SimpleNamespace:
         dist.all_reduce(loss)
         found.losses.append(loss.item() / WORLD_SIZE)
     found.held_out = held_out_loss(parallel, rows).item()
-    found.weights = parallel.weights()
+    found.weights = dict(parallel.weights())
     return found
 
 

@@ -16,8 +16,7 @@ import click
 
 from elaunch.trainer.checkpoint.storage import storage_at
 from elaunch.trainer.data.order import fitting_micro_batch
-from elaunch.trainer.parallel import checks
-from elaunch.trainer.parallel.plan import ParallelPlan, PlanError, Sizes, fit
+from elaunch.trainer.parallel.plan import ParallelPlan, PlanError, Shape, Sizes, fit, require_fitting
 from elaunch.trainer.parallel.plan import parse as parse_plan
 from elaunch.trainer.profiling.steps import last_step_needed, parse_steps
 from elaunch.trainer.ranks.place import RankInfo
@@ -44,8 +43,8 @@ _CHECKPOINTS = """Where the checkpoints go: a folder, or a URL that fsspec reach
 _DATA = "Train on the files below DIR, of any kind.  [default: Python's own library, *.py]"
 _LEARNING_RATE = "Peak learning rate: warms up, then falls as a cosine to a tenth."
 _PARALLEL = """How the workers share the training: ddp, zero1, zero2, fsdp2 or hsdp, or their number along each axis, as
-  dp=2,tp=2 of dp, fsdp, tp and pp (with schedule=gpipe|1f1b|interleaved, microbatches=N); auto: measure at the
-  start which one fits into the memory and is fastest."""
+  dp=2,tp=2 of dp, fsdp, tp and pp (with schedule=gpipe|1f1b|interleaved); auto: measure at the start which one fits
+  into the memory and is fastest."""
 _COMM_HOOK = "How DDP compresses gradients.  [default: not at all]"
 _POWERSGD_RANK = "Rank of PowerSGD's matrices: more is more exact and more bytes.  [default: 1]"
 _BUCKET_MB = "Size of DDP's buckets in MiB.  [default: 25, and the first 1]"
@@ -133,9 +132,9 @@ class TrainConfig:
             raise ConfigError(str(error)) from error
 
     @property
-    def shape(self) -> checks.Shape:
+    def shape(self) -> Shape:
         """What a plan divides."""
-        return checks.Shape(self.layers, self.heads, self.width, self.context, self.global_batch, self.micro_batch)
+        return Shape(self.layers, self.heads, self.width, self.context, self.global_batch, self.micro_batch)
 
     def sizes(self, place: RankInfo) -> Sizes:
         """How many workers each axis of the plan gets. Raises ConfigError."""
@@ -183,7 +182,7 @@ class TrainConfig:
         """Raise ConfigError where the plan contradicts another option, or the number of workers."""
         self._check_share(sizes.data)
         try:
-            checks.require_fitting(self.plan, sizes, self.shape)
+            require_fitting(self.plan, sizes, self.shape)
         except PlanError as error:
             raise ConfigError(str(error)) from error
         if not self.plan.has_ddp and (given := self.ddp_options):

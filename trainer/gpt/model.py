@@ -18,21 +18,25 @@ VOCABULARY = 256
 
 
 class Attention(nn.Module):
-    """Causal multi-head self-attention."""
+    """Causal multi-head self-attention.
+
+    The rows of `queries_keys_values` are ordered by head, so tensor parallel can give each worker whole heads.
+    """
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
-        self.heads, self.dropout = heads, dropout
+        self.head_width, self.dropout = width // heads, dropout
         self.queries_keys_values = nn.Linear(width, 3 * width)
         self.project = nn.Linear(width, width)
 
     def forward(self, x_BTW: Tensor) -> Tensor:
-        batch, time, width = x_BTW.shape
-        qkv = self.queries_keys_values(x_BTW).view(batch, time, 3, self.heads, width // self.heads)
-        q_BHTD, k_BHTD, v_BHTD = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        batch, time, _ = x_BTW.shape
+        # H are this worker's heads: with tensor parallel some of them.
+        qkv = self.queries_keys_values(x_BTW).view(batch, time, -1, 3, self.head_width)
+        q_BHTD, k_BHTD, v_BHTD = qkv.permute(3, 0, 2, 1, 4).unbind(0)
         dropout = self.dropout if self.training else 0.0
         y_BHTD = F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, dropout_p=dropout, is_causal=True)
-        y_BTW: Tensor = self.project(y_BHTD.transpose(1, 2).reshape(batch, time, width))
+        y_BTW: Tensor = self.project(y_BHTD.transpose(1, 2).reshape(batch, time, -1))
         return y_BTW
 
 

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from elaunch.trainer.checkpoint.checkpoints import tensors_sha256
 from elaunch.trainer.data.order import Micro, Order
 from elaunch.trainer.gpt.config import ConfigError, TrainConfig
 from elaunch.trainer.gpt.progress import Line, Progress
@@ -139,7 +138,7 @@ class Recorder:
         if is_checkpoint or step % self._log_every == 0:
             self._write_lines(durably=is_checkpoint)
 
-    def finish(self, held_out: float, weights: dict[str, Tensor]) -> None:
+    def finish(self, held_out: float, params_sha256: str) -> None:
         """Show the result, and write `result.json`, whose presence makes the run complete."""
         config, place, loss = self._config, self._place, self.loss
         self._progress.say(
@@ -152,7 +151,7 @@ class Recorder:
             {
                 "steps": config.steps,
                 "loss": loss,
-                "params_sha256": tensors_sha256(weights.values()),
+                "params_sha256": params_sha256,
                 "restarts": place.restarts,
                 "world_size": place.world_size,
                 "held_out_loss": held_out,

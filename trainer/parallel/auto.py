@@ -6,8 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
@@ -30,7 +29,6 @@ TRYING_ENOUGH_S = 120.0
 _MARGIN = 0.25
 # A plainer plan is chosen if it takes at most so many times as long: two measurements differ by more.
 _AS_FAST = 1.03
-_FORMAT = 3
 _GIB = 1 << 30
 
 
@@ -63,15 +61,11 @@ class PlanOption:
     @property
     def needs(self) -> int:
         """The memory without which it is not tried."""
-        return self.needs_with(int(max(self.memory.step, self.memory.ending) * (1 + _MARGIN)))
+        return self.needs_with(int(self.memory.step * (1 + _MARGIN)))
 
     def needs_with(self, training: int) -> int:
         """What the worker needs if the training itself takes so much."""
         return self.taken + self.memory.copies + training
-
-    def needs_as_measured(self, trial: PlanTrial) -> int:
-        """What it needs for the whole run, and not only for the steps that were tried."""
-        return self.needs_with(max(trial.memory, self.memory.ending))
 
 
 def to_try(options: Sequence[PlanOption], room: WorkerRoom) -> list[PlanOption]:
@@ -100,7 +94,7 @@ def choose(
         if fitting and (len(trials) >= TRIALS_MAX or is_over()):
             break
         trial = trials[option.text] = measure(option)
-        if option.needs_as_measured(trial) <= room.most:
+        if option.needs_with(trial.memory) <= room.most:
             fitting.append(option)
     if not fitting:
         raise NothingFits(refusal(options, room))
@@ -124,16 +118,13 @@ def table(
     chosen: PlanOption, trials: Mapping[str, PlanTrial], options: Sequence[PlanOption], room: WorkerRoom
 ) -> list[str]:
     """Lines for people: what each measured plan took, and how many others there are."""
-    cells: list[tuple[str, ...]] = [("plan", "memory: formula", "measured", "step", "")]
+    lines = []
     for option in sorted((each for each in options if each.text in trials), key=lambda each: trials[each.text].step_s):
         trial = trials[option.text]
-        verdict = "chosen" if option.text == chosen.text else ""
-        if option.needs_as_measured(trial) > room.most:
-            verdict = f"needs {gib(option.needs_as_measured(trial))} of {gib(room.most)}"
-        took = f"{1000 * trial.step_s:,.1f} ms"
-        cells.append((option.text, gib(option.memory.step), gib(trial.memory), took, verdict))
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+        needs = option.needs_with(trial.memory)
+        verdict = ", chosen" if option.text == chosen.text else f", needs {gib(needs)}" if needs > room.most else ""
+        memory = f"{gib(trial.memory)} ({gib(option.memory.step)} by the formula)"
+        lines.append(f"{option.text}: a step takes {1000 * trial.step_s:,.1f} ms and {memory}{verdict}")
     too_large = sum(each.needs > room.most for each in options)
     lines.append(f"{len(options) - len(trials)} more plans not measured, {too_large} of them too large")
     return lines
@@ -146,20 +137,16 @@ def gib(size: int) -> str:
 
 @dataclass(frozen=True)
 class KeptPlan:
-    """A choice that a run has made: its state belongs to that plan. `tried` has a row for each measured plan."""
+    """A choice that a run has made: its state belongs to that plan."""
 
     plan: str
     world_size: int
-    tried: list[dict[str, Any]]
 
     @classmethod
     def read(cls, content: bytes) -> KeptPlan:
         """Raises ValueError for what is not one."""
-        found = parse_json(content)
-        if not isinstance(found, dict) or found.pop("format", None) != _FORMAT:
-            raise ValueError(f"it is not of format {_FORMAT}")
         try:
-            record = cls(**found)
+            record = cls(**parse_json(content))
             if parse(record.plan).is_auto or record.world_size < 1:
                 raise ValueError("it is damaged")
         except (TypeError, PlanError) as error:
@@ -168,7 +155,7 @@ class KeptPlan:
 
     @property
     def content(self) -> bytes:
-        return json.dumps({"format": _FORMAT, **self.__dict__}, indent=1).encode() + b"\n"
+        return json.dumps(asdict(self)).encode() + b"\n"
 
 
 def chosen(
@@ -219,8 +206,7 @@ def chosen(
         option, trials = choose(options, room, measure, is_over)
         for line in table(option, trials, options, room):
             say(f"parallel: {line}")
-        tried = [{"plan": text, "memory": trial.memory, "step_s": trial.step_s} for text, trial in trials.items()]
-        _keep(KeptPlan(option.text, place.world_size, tried), run, peers)
+        _keep(KeptPlan(option.text, place.world_size), run, peers)
         return replace(config, parallel=option.text)
     except (NothingFits, PlanError, ConfigError) as error:
         raise AgreedRefusal(str(error)) from error
@@ -285,9 +271,9 @@ def _copies(device: torch.device, of_node: int, peers: Peers) -> KeptCopies:
     """The copies of the state that the Keeper keeps in memory that counts to the workers (docs/trainer.md)."""
     nodes, has_memory = int(os.environ.get("GROUP_WORLD_SIZE", 1)), bool(os.environ.get("ELAUNCH_MEMORY"))
     if device.type != "cpu" or not all(peers.from_all(has_memory)):
-        return KeptCopies(of_node)
+        return KeptCopies()
     # Of parts a node has those of its workers and of the node before it.
-    return KeptCopies(of_node, of_replicated=2, of_parts=2 if nodes == 1 else 6)
+    return KeptCopies(of_replicated=2 / of_node, of_parts=2 if nodes == 1 else 6)
 
 
 def _keep(record: KeptPlan, run: RunDirectory, peers: Peers) -> None:

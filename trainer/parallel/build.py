@@ -12,8 +12,7 @@ from torch.optim import AdamW
 from elaunch.trainer.ddp.hooks import wrap
 from elaunch.trainer.gpt.config import ConfigError, TrainConfig
 from elaunch.trainer.gpt.model import GPT
-from elaunch.trainer.parallel.checks import layers_of, microbatches, stages, windows_of_microbatch
-from elaunch.trainer.parallel.plan import ParallelPlan, Sizes
+from elaunch.trainer.parallel.plan import ParallelPlan, Sizes, layers_of, microbatches, stages
 from elaunch.trainer.parallel.whole import Whole
 
 if TYPE_CHECKING:
@@ -77,8 +76,7 @@ def _divided(
     from torch.distributed.fsdp import fully_shard
 
     from elaunch.trainer.parallel.divided import Division, Pipeline, TensorParallel
-    from elaunch.trainer.parallel.stages import GptStage, ModelPart
-    from elaunch.trainer.parallel.tensor import divide
+    from elaunch.trainer.parallel.stages import GptStage, ModelPart, divide
 
     axes = {"pp": sizes.pp, "dp": sizes.dp, "fsdp": sizes.fsdp, "tp": sizes.tp}
     mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
@@ -106,5 +104,4 @@ def _divided(
     own = Division(plan, sizes.share(rank), config.shape, part, local, mesh, optimizer, names, device)
     if sizes.pp == 1:
         return TensorParallel(own)
-    windows, many = windows_of_microbatch(plan, sizes, config.shape), microbatches(plan, sizes, config.shape)
-    return Pipeline(own, windows=windows, many=many)
+    return Pipeline(own, microbatches(sizes, config.shape))

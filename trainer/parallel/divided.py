@@ -17,16 +17,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import ProcessGroup
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from elaunch.trainer.data.order import Micro, Order, key_of
 from elaunch.trainer.data.sampling import accumulate
 from elaunch.trainer.gpt.model import VOCABULARY
-from elaunch.trainer.parallel.checks import Shape, layers_of, stages
-from elaunch.trainer.parallel.plan import DataShare, ParallelPlan
+from elaunch.trainer.parallel.plan import DataShare, ParallelPlan, Shape, layers_of, stages
 from elaunch.trainer.parallel.stages import IGNORED, GptStage, ModelPart, nats
-from elaunch.trainer.parallel.tensor import in_usual_order
-from elaunch.trainer.parallel.whole import clip_gradients, full, local
+from elaunch.trainer.parallel.whole import clip_gradients, full
 
 
 @dataclass(frozen=True)
@@ -63,26 +62,18 @@ class Divided:
 
     def clip(self, norm_max: float) -> Tensor:
         """Scale the gradients so that the norm of all is at most `norm_max`. Returns the norm before. Collective."""
-        return clip_gradients(self._part.parameters(), norm_max)
+        pipeline = self._mesh.get_group("pp") if self._plan.pp > 1 else None
+        return clip_gradients(self._part.parameters(), norm_max, pipeline=pipeline, twice=self._on_both())
 
-    def weights(self) -> dict[str, Tensor]:
-        """The whole network's parameters, by name. Collective."""
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The whole network's parameters, by name, one at a time. Collective."""
         own = dict(self._part.named_parameters())
-        found = {}
         for name, size in self._names.items():
-            if name in own:
-                with torch.no_grad():
-                    whole = full(own[name])
-                    whole = in_usual_order(name, whole, self._shape.heads) if self._tp is not None else whole
-            else:
-                whole = torch.empty(size, device=self._device)
+            whole = full(own[name].detach()) if name in own else torch.empty(size, device=self._device)
             if self._plan.pp > 1:
-                group = self._mesh.get_group("pp")
-                holder = self._holder(name)
                 whole = whole.contiguous()
-                dist.broadcast(whole, group=group, group_src=holder)
-            found[name] = whole
-        return found
+                dist.broadcast(whole, group=self._mesh.get_group("pp"), group_src=self._holder(name))
+            yield name, whole
 
     def _holder(self, name: str) -> int:
         """The first worker of the pipeline that has a parameter."""
@@ -93,6 +84,10 @@ class Divided:
         else:
             found = many - 1 if name.startswith("norm.") else 0
         return found % self._plan.pp
+
+    def _on_both(self) -> list[Tensor]:
+        """The parameters that the first and the last worker of a pipeline have."""
+        return [self._part.embed_byte.weight] if hasattr(self._part, "embed_byte") else []
 
     def _seed(self, key: int) -> None:
         # Each worker draws for other positions, heads or layers.
@@ -130,8 +125,8 @@ class TensorParallel(Divided):
 class Pipeline(Divided):
     """Each worker has some of the layers, and computes them for one micro-batch after the other."""
 
-    def __init__(self, own: Division, *, windows: int, many: int) -> None:
-        """`windows` are those of a micro-batch of the pipeline, and `many` its micro-batches in a step."""
+    def __init__(self, own: Division, many: int) -> None:
+        """`many` are its micro-batches in a step."""
         super().__init__(own)
         plan, shape, mesh = own.plan, own.shape, own.mesh
         self._group = mesh.get_group("pp")
@@ -139,7 +134,7 @@ class Pipeline(Divided):
         self._tied = _tied_group(mesh)
         # The mean over all windows of the step, of which each replica has its share; FSDP takes the mean of those.
         self._scale = own.share.world_size / (shape.global_batch * shape.context)
-        time = shape.context // plan.tp
+        windows, time = shape.micro_batch, shape.context // plan.tp
         between = torch.empty(windows, time, shape.width, device="meta", requires_grad=True)
         given = torch.empty(windows, shape.context, dtype=torch.int64, device="meta")
         scores = torch.empty(windows, time, VOCABULARY, device="meta", requires_grad=True)
@@ -188,10 +183,6 @@ class Pipeline(Divided):
         part = torch.stack([each.detach() for each in losses]).sum() if losses else torch.zeros((), device=self._device)
         return part * self._plan.tp * self._plan.pp
 
-    def clip(self, norm_max: float) -> Tensor:
-        """See `Divided.clip`. The byte embedding is on two workers of the pipeline."""
-        return clip_gradients(self._part.parameters(), norm_max, twice=self._on_both())
-
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """This worker's part of the mean loss in nats per byte: the parts of a replica's workers add up to it.
 
@@ -214,15 +205,11 @@ class Pipeline(Divided):
     def _loss_of(self, scores: Tensor, targets: Tensor) -> Tensor:
         return nats(scores, targets, self._tp) * self._scale
 
-    def _on_both(self) -> list[Tensor]:
-        """The parameters that the first and the last worker of the pipeline have."""
-        return [self._part.embed_byte.weight] if hasattr(self._part, "embed_byte") else []
-
     def _sum_tied(self) -> None:
         """The byte embedding's gradient: the first stage has that of its inputs, the last one that of the scores."""
         for parameter in self._on_both():
-            assert parameter.grad is not None
-            dist.all_reduce(local(parameter.grad), group=self._tied)
+            assert isinstance(parameter.grad, DTensor)
+            dist.all_reduce(parameter.grad.to_local(), group=self._tied)
 
 
 def _known(call: Callable[..., Any], **arguments: object) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What `--parallel` asks for, and how many workers each axis of it gets. Pure.
+"""What `--parallel` asks for, how many workers each axis gets, and whether that fits the network and the batch. Pure.
 
 A plan divides the workers along four axes. `dp` and `fsdp` divide the data: each of their workers computes other
 windows. With `dp` a worker has a copy of the parameters, with `fsdp` a shard of them. `tp` and `pp` divide the model:
@@ -17,7 +17,7 @@ KINDS = {"ddp": ("dp",), "zero1": ("dp",), "zero2": ("fsdp",), "fsdp2": ("fsdp",
 AUTO = "auto"
 AXES = ("dp", "fsdp", "tp", "pp")
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
-_KEYS = (*AXES, "schedule", "microbatches")
+_KEYS = (*AXES, "schedule")
 _EXAMPLE = "dp=2,tp=2"
 # How many stages of an interleaved pipeline each worker has.
 _INTERLEAVED_STAGES = 2
@@ -32,7 +32,6 @@ class ParallelPlan:
     """A parsed plan; `text` is what the user typed.
 
     `dp` and `fsdp` are None where the user left their number open: they get the workers that `tp` and `pp` leave.
-    `microbatches` are the pipeline's per step; None for one per micro-batch of the data.
     """
 
     text: str
@@ -42,7 +41,6 @@ class ParallelPlan:
     tp: int = 1
     pp: int = 1
     schedule: str = "1f1b"
-    microbatches: int | None = None
 
     @property
     def is_auto(self) -> bool:
@@ -82,6 +80,18 @@ class ParallelPlan:
     def form(self) -> tuple[str, int, int]:
         """The plan without the numbers of the data axes, and without the order of the computation."""
         return self.kind, self.tp, self.pp
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What of the network and of the batch a plan divides."""
+
+    layers: int
+    heads: int
+    width: int
+    context: int
+    global_batch: int
+    micro_batch: int
 
 
 @dataclass(frozen=True)
@@ -138,16 +148,14 @@ def parse(text: str) -> ParallelPlan:
         tp=numbers.get("tp", 1),
         pp=numbers.get("pp", 1),
         schedule=given.get("schedule", "1f1b"),
-        microbatches=numbers.get("microbatches"),
     )
     if plan.schedule not in SCHEDULES:
         raise PlanError(
             f"--parallel {text}: there is no schedule {plan.schedule}{_meant(plan.schedule, SCHEDULES)}; "
             f"use {_or(SCHEDULES)}"
         )
-    for key in ("schedule", "microbatches"):
-        if key in given and plan.pp == 1:
-            raise PlanError(f"--parallel {text}: {key} belongs to a pipeline; add pp=2 or more, or leave {key} out")
+    if "schedule" in given and plan.pp == 1:
+        raise PlanError(f"--parallel {text}: schedule belongs to a pipeline; add pp=2 or more, or leave schedule out")
     return plan
 
 
@@ -224,6 +232,81 @@ def _two_axes(plan: ParallelPlan, data: int, workers: int, again: bool) -> tuple
             f"fsdp, whose product is {data}"
         )
     return (1, data) if data % plan.fsdp else (data // plan.fsdp, plan.fsdp)
+
+
+def require_fitting(plan: ParallelPlan, sizes: Sizes, shape: Shape) -> None:
+    """Raise PlanError with the values and the way out if an axis does not divide what it must."""
+    if sizes.tp > 1:
+        _require_tensor_parallel(plan, sizes, shape)
+    if sizes.pp > 1:
+        _require_layers(plan, shape)
+        _require_microbatches(plan, sizes, shape)
+
+
+def stages(plan: ParallelPlan) -> int:
+    """The number of parts into which the pipeline divides the layers."""
+    return plan.pp * plan.stages_per_worker
+
+
+def layers_of(stage: int, plan: ParallelPlan, layers: int) -> range:
+    """The layers of that stage. They are contiguous, and the numbers of two stages' layers differ by at most one."""
+    many = stages(plan)
+    return range(layers * stage // many, layers * (stage + 1) // many)
+
+
+def microbatches(sizes: Sizes, shape: Shape) -> int:
+    """How many micro-batches a replica computes in a step; one of them may not count."""
+    return -(-shape.global_batch // shape.micro_batch // sizes.data)
+
+
+def _require_tensor_parallel(plan: ParallelPlan, sizes: Sizes, shape: Shape) -> None:
+    tp = sizes.tp
+    for option, number in (("--heads", shape.heads), ("--context", shape.context)):
+        if number % tp:
+            raise PlanError(
+                f"--parallel {plan.text}: {option} ({number}) is not divisible by tp ({tp}); use "
+                f"tp={_divisor(number, tp)} or {option} {_multiple(number, tp)}"
+            )
+    if shape.width % (tp * sizes.fsdp):
+        raise PlanError(
+            f"--parallel {plan.text}: --width ({shape.width}) is not divisible by tp × fsdp ({tp} × {sizes.fsdp}); "
+            f"use --width {_multiple(shape.width, tp * sizes.fsdp)} or another plan"
+        )
+
+
+def _require_layers(plan: ParallelPlan, shape: Shape) -> None:
+    if stages(plan) > shape.layers:
+        each = f", {plan.stages_per_worker} on each worker" if plan.stages_per_worker > 1 else ""
+        raise PlanError(
+            f"--parallel {plan.text}: the pipeline has {stages(plan)} stages{each}, and the network only "
+            f"{shape.layers} layer{'s' * (shape.layers != 1)}; use --layers {stages(plan)}, or a smaller pp"
+        )
+
+
+def _require_microbatches(plan: ParallelPlan, sizes: Sizes, shape: Shape) -> None:
+    many = microbatches(sizes, shape)
+    where = f"--parallel {plan.text}:"
+    if plan.schedule != "gpipe" and many < plan.pp:
+        raise PlanError(
+            f"{where} {plan.schedule} needs at least as many micro-batches per replica and step as pp ({plan.pp}), and "
+            f"there {'is' if many == 1 else 'are'} {many}; use a smaller --micro-batch, a larger --global-batch, or "
+            "schedule=gpipe"
+        )
+    # torch computes as many micro-batches of one stage after the other as there are stages, in rounds of one length.
+    if plan.schedule == "interleaved" and many % (many // plan.pp):
+        raise PlanError(
+            f"{where} interleaved divides {many} micro-batches into {many // plan.pp} rounds of equal length, and "
+            f"cannot; use a number of micro-batches that pp ({plan.pp}) divides, or schedule=1f1b"
+        )
+
+
+def _divisor(number: int, most: int) -> int:
+    """The largest divisor of `number` that is at most `most`."""
+    return next(divisor for divisor in range(min(most, number), 0, -1) if number % divisor == 0)
+
+
+def _multiple(number: int, of: int) -> int:
+    return -(-number // of) * of
 
 
 def _workers(number: int) -> str:

@@ -1,4 +1,12 @@
-"""A part of the network: the layers that one worker has, and the stages in which a pipeline computes them."""
+"""A part of the network: the layers that one worker has, the stages in which a pipeline computes them, and the
+division of their matrices among the workers of `tp`.
+
+Tensor parallel is Megatron's with sequence parallel (Shoeybi et al., 2019; Korthikanti et al., "Reducing Activation
+Recomputation in Large Transformer Models", 2022), by torch.distributed.tensor.parallel. The first matrix of a pair is
+divided by its outputs, the second by its inputs. Before the first all workers gather the T positions, and after the
+second they sum and scatter them. Between pairs a worker has its T / tp positions only: norms, dropout and the residual
+are divided by position.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +16,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
-from elaunch.trainer.gpt.model import GPT
+from elaunch.trainer.gpt.model import GPT, Block
 
 # What cross_entropy leaves out: the targets of windows that do not count.
 IGNORED = -100
@@ -32,6 +48,33 @@ class ModelPart(nn.Module):
         self.blocks = nn.ModuleDict({str(layer): gpt.blocks[layer] for layer in layers})
         if is_last:
             self.norm = gpt.norm
+
+
+def divide(part: ModelPart, tp: DeviceMesh) -> None:
+    """Divide the matrices of all blocks, and make DTensors of all other parameters. Collective in `tp`."""
+    for block in part.blocks.values():
+        assert isinstance(block, Block)
+        divide_block(block, tp)
+    if hasattr(part, "norm"):
+        parallelize_module(part.norm, tp, SequenceParallel())
+    for embedding in (module for module in part.children() if isinstance(module, nn.Embedding)):
+        # The same seed has made them alike on all workers.
+        whole = DTensor.from_local(embedding.weight.detach(), tp, [Replicate()], run_check=False)
+        embedding.weight = nn.Parameter(whole)
+
+
+def divide_block(block: Block, tp: DeviceMesh) -> None:
+    """Divide the matrices of one block. Its input and its output are this worker's slice of the positions."""
+    plan: dict[str, ParallelStyle] = {
+        "norm_attention": SequenceParallel(),
+        "attention": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+        "attention.queries_keys_values": ColwiseParallel(),
+        "attention.project": RowwiseParallel(output_layouts=Shard(1)),
+        "norm_feed": SequenceParallel(),
+        "expand": ColwiseParallel(input_layouts=Shard(1)),
+        "project": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    parallelize_module(block, tp, plan)
 
 
 class GptStage(nn.Module):

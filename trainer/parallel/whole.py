@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.distributed_c10d import ProcessGroup
 from torch.optim import Optimizer
 
 from elaunch.trainer.data.order import Micro, Order
@@ -63,9 +63,7 @@ class Whole:
 
     def clip(self, norm_max: float) -> Tensor:
         """Scale the gradients so that the norm of all is at most `norm_max`. Returns the norm before. Collective."""
-        if self.model is self.gpt:
-            return clip_gradients(self.gpt.parameters(), norm_max)
-        return nn.utils.clip_grad_norm_(self.gpt.parameters(), norm_max)
+        return clip_gradients(self.gpt.parameters(), norm_max)
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """This worker's part of the mean loss in nats per byte: the parts of a replica's workers add up to it."""
@@ -73,9 +71,10 @@ class Whole:
             mean: Tensor = self.gpt(inputs, targets)
         return mean.double()
 
-    def weights(self) -> dict[str, Tensor]:
-        """The whole network's parameters, by name. Collective."""
-        return {name: full(value) for name, value in self.gpt.state_dict().items()}
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The whole network's parameters, by name, one at a time. Collective."""
+        for name, value in self.gpt.state_dict().items():
+            yield name, full(value)
 
 
 def full(tensor: Tensor) -> Tensor:
@@ -83,43 +82,28 @@ def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], norm_max: float, twice: Collection[Tensor] = ()) -> Tensor:
+def clip_gradients(
+    parameters: Iterable[nn.Parameter],
+    norm_max: float,
+    *,
+    pipeline: ProcessGroup | None = None,
+    twice: Sequence[Tensor] = (),
+) -> Tensor:
     """Scale the gradients so that their norm, over all workers' parts of all parameters, is at most `norm_max`.
 
-    Returns the norm before. Each part counts once, however many workers have it: a DTensor says so for its mesh, and
-    the parameters of `twice` are on two meshes. Each worker gets the same bits, so copies of a parameter stay alike.
-    Collective, with one number.
+    Returns the norm before. The workers of `pipeline` have other parameters, but for those of `twice`, which the first
+    and the last one have. Each worker gets the same bits, so copies of a parameter stay alike. Collective.
     """
-    shards: list[Tensor] = []
-    shares: list[float] = []
-    for parameter in parameters:
-        if parameter.grad is not None:
-            shards.append(local(parameter.grad))
-            # `in` would compare the contents.
-            is_twice = any(parameter is one for one in twice)
-            shares.append(1 / (_copies(parameter.grad) * (2 if is_twice else 1)))
-    # `_foreach_norm` is what torch's own clip_grad_norm_ calls.
-    norms = torch.stack([norm.double() for norm in torch._foreach_norm([shard.float() for shard in shards])])
-    squares = (norms.square() * torch.tensor(shares, dtype=torch.float64, device=norms.device)).sum()
-    dist.all_reduce(squares)
-    norm = squares.sqrt().float()
-    torch._foreach_mul_(shards, (norm_max / (norm + 1e-6)).clamp(max=1.0))
+    own = list(parameters)
+    norm = _norm(own)
+    if pipeline is not None:
+        square = norm.double().square() - (_norm(twice).double().square() / 2 if twice else 0)
+        dist.all_reduce(square, group=pipeline)
+        norm = square.sqrt().float()
+    nn.utils.clip_grads_with_norm_(own, norm_max, norm)
     return norm
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This worker's part of a tensor, not a copy."""
-    found: Tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return found
-
-
-def _copies(gradient: Tensor) -> int:
-    """How many workers have the same part."""
-    if not isinstance(gradient, DTensor):
-        return dist.get_world_size()
-    mesh = gradient.device_mesh
-    many = 1
-    for dimension, placement in enumerate(gradient.placements):
-        if isinstance(placement, Replicate):
-            many *= mesh.size(dimension)
-    return many
+def _norm(parameters: Iterable[Tensor]) -> Tensor:
+    """The norm of all gradients. Where they are sharded, all workers of their mesh take part."""
+    return full(nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None]))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import random
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -20,8 +18,8 @@ from elaunch.trainer.parallel.auto import (
     table,
     to_try,
 )
-from elaunch.trainer.parallel.checks import Shape
 from elaunch.trainer.parallel.estimate import KeptCopies, candidates, memory
+from elaunch.trainer.parallel.plan import Shape
 from elaunch.trainer.parallel.trial import PlanTrial
 
 SHAPE = Shape(layers=4, heads=4, width=256, context=32, global_batch=32, micro_batch=2)
@@ -30,7 +28,7 @@ AMPLE = WorkerRoom(1 << 40, TAKEN, "the machine")
 
 
 def options(workers: int = 4) -> list[PlanOption]:
-    copies = KeptCopies(workers, of_replicated=2, of_parts=2)
+    copies = KeptCopies(of_replicated=2 / workers, of_parts=2)
     found = candidates(workers, workers, SHAPE)
     return [PlanOption(each, memory(each, SHAPE, copies=copies), TAKEN) for each in found]
 
@@ -48,8 +46,8 @@ def test_the_plainest_are_measured_and_the_fastest_of_them_is_taken() -> None:
     assert tried[:4] == ["ddp", "zero1", "zero2", "fsdp2"]
     assert option.text == tried[-1]
     lines = table(option, trials, options(), AMPLE)
-    assert lines[1].startswith(option.text)
-    assert lines[1].endswith("chosen")
+    assert lines[0].startswith(f"{option.text}: a step takes 1,000.0 ms")
+    assert lines[0].endswith(", chosen")
     assert lines[-1] == f"{len(options()) - TRIALS_MAX} more plans not measured, 0 of them too large"
 
 
@@ -60,7 +58,7 @@ def test_the_plainest_of_equals_is_taken_and_no_further_one_is_measured_when_the
     assert choose(options(), AMPLE, lambda each: PlanTrial(1, 1.0 if each.text == "ddp" else 0.98))[0].text == "ddp"
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(10))
 def test_whatever_is_measured_no_plan_is_tried_or_taken_that_needs_too_much(seed: int) -> None:
     draw = random.Random(seed)
     every = options(draw.choice([1, 2, 3, 4, 6, 8]))
@@ -74,7 +72,7 @@ def test_whatever_is_measured_no_plan_is_tried_or_taken_that_needs_too_much(seed
         return tried[option.text]
 
     def fitting() -> list[PlanOption]:
-        return [each for each in every if each.text in tried and each.needs_as_measured(tried[each.text]) <= room.most]
+        return [each for each in every if each.text in tried and each.needs_with(tried[each.text].memory) <= room.most]
 
     try:
         option, _ = choose(every, room, measure)
@@ -102,32 +100,26 @@ def test_a_refusal_has_the_values_and_the_way_out() -> None:
     assert "\n" not in sentence
 
 
-RECORD = KeptPlan("dp=2,tp=2", 4, [{"plan": "ddp", "memory": 5, "step_s": 0.1}])
+RECORD = KeptPlan("dp=2,tp=2", 4)
 
 
 @pytest.mark.parametrize(
-    "changed",
+    "content",
     [
-        {"format": 1},
-        {"plan": "auto"},
-        {"plan": "no plan"},
-        {"plan": 5},
-        {"world_size": 0},
-        {"world_size": "4"},
-        {"other": 1},
+        b'{"plan": "auto", "world_size": 4}',
+        b'{"plan": "no plan", "world_size": 4}',
+        b'{"plan": 5, "world_size": 4}',
+        b'{"plan": "ddp", "world_size": 0}',
+        b'{"plan": "ddp", "world_size": "4"}',
+        b'{"plan": "ddp", "world_size": 4, "other": 1}',
+        b"{",
+        b"[]",
+        b"\xff",
     ],
 )
-def test_a_record_is_read_as_it_was_written_or_refused(changed: dict[str, object]) -> None:
-    content = json.loads(RECORD.content)
+def test_a_record_is_read_as_it_was_written_or_refused(content: bytes) -> None:
     assert KeptPlan.read(RECORD.content) == RECORD
-    assert asdict(RECORD).items() <= content.items()
 
-    with pytest.raises(ValueError, match=r"it is (damaged|not of format 3)"):
-        KeptPlan.read(json.dumps({**content, **changed}).encode())
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b"null"])
-def test_damaged_bytes_are_no_record(content: bytes) -> None:
     with pytest.raises(ValueError):  # noqa: PT011
         KeptPlan.read(content)
 
