@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from elaunch.trainer.ranks.group_status import BrokenGroup as BrokenGroup
     from elaunch.trainer.state.model_state import restore as restore
     from elaunch.trainer.state.model_state import state_of as state_of
-    from elaunch.trainer.tuning.search import CommSettings as CommSettings
     from elaunch.trainer.tuning.tune import tune as tune
 
 # Each is imported when it is first used: `elaunch.trainer.link` must not import torch.
@@ -30,7 +29,6 @@ _HOMES = {
     "Batches": "data.batches",
     "BrokenGroup": "ranks.group_status",
     "Checkpoints": "checkpoint.checkpoints",
-    "CommSettings": "tuning.search",
     "Differs": "keeper.verification",
     "Keeper": "keeper.keeper",
     "Ledger": "ledger.ledger",

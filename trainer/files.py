@@ -1,4 +1,4 @@
-"""Files: durable ones, complete or absent even after a power cut; ones that others may have put there; JSON."""
+"""Files: durable ones, complete or absent even after a power cut; ones that others may have put there."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
-
-from elaunch.strict_json import parse_json
+from typing import IO
 
 TEMPORARY_SUFFIX = ".tmp"
 
@@ -67,19 +65,6 @@ def require_size(name: str, size: int, bytes_max: int) -> None:
     """Raise OSError with a sentence where a file has more bytes than one of its kind may have."""
     if size > bytes_max:
         raise OSError(f"{name} has {size:,} bytes, more than the {bytes_max:,} that one may have")
-
-
-def read_own_record(path: Path, bytes_max: int) -> dict[str, Any]:
-    """The JSON object in a file of this user's. Raises OSError or ValueError, with a reason, for any other file.
-
-    A process that was killed may have left it torn, and another user may have put one there.
-    """
-    if path.lstat().st_uid != os.geteuid():
-        raise OSError("it belongs to another user")
-    record = parse_json(read_regular(path, bytes_max))
-    if not isinstance(record, dict):
-        raise ValueError("it is no record")
-    return record
 
 
 def reason(error: BaseException) -> str:

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from elaunch.trainer import link
 from elaunch.trainer.data.order import Micro, Order
-from elaunch.trainer.ddp.hooks import hook_state
 from elaunch.trainer.gpt.config import AgreedRefusal, TrainConfig
 from elaunch.trainer.gpt.corpus import Corpus
 from elaunch.trainer.gpt.model import GPT
@@ -30,6 +29,7 @@ from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.parallel.auto import chosen
 from elaunch.trainer.parallel.build import Parallel, build
 from elaunch.trainer.parallel.plan import DataShare
+from elaunch.trainer.parallel.whole import hook_state
 from elaunch.trainer.profiling.profiler import profiled
 from elaunch.trainer.ranks import process_group
 from elaunch.trainer.ranks.place import RankInfo
@@ -96,13 +96,7 @@ def train_in_group(
         parallel.warm_up(*windows.dummy())
 
     if config.tune_comm:
-        tune(
-            parallel.model,
-            warm_up,
-            lossy=config.tune_comm == "lossy",
-            folder=run.path / "tuning",
-            say=progress.say,
-        )
+        tune(parallel.model, warm_up, folder=run.path / "tuning", say=progress.say)
 
     # Restores the newest state that is anywhere, and keeps it from now on.
     with (

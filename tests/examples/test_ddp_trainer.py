@@ -25,7 +25,7 @@ POWERSGD = ("--powersgd-rank", "2")
     ("options", "workers", "lost_max"),
     [
         # The ranks have a state each, and go back to a snapshot.
-        (("--comm-hook", "powersgd", *POWERSGD, *BUCKETS), 3, LOST_MAX),
+        (("--comm-hook", "powersgd", *POWERSGD), 3, LOST_MAX),
         # Every survivor has all of the state.
         slow(("--comm-hook", "fp16", *BUCKETS), 3, 0),
         slow(("--comm-hook", "bf16", *BUCKETS), 3, 0),

@@ -1,8 +1,7 @@
 """killing_trainer.py with `--tune-comm`, on a network on which buckets of 1 MiB take half the time: same arguments.
 
-A file FOLDER/times holds the seconds of a pass by bucket size or hook, as JSON, one for all ranks or a list of one for
-each; `alone` is a pass without communication. Each rank records `tuned` with its settings, and how many passes it has
-measured.
+A file FOLDER/times holds the seconds of a pass by bucket size, as JSON, one for all ranks or a list of one for each.
+Each rank records `tuned` with its size, and how many passes it has measured.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Generator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +27,8 @@ class Network:
         self._times, self._search, self._slowest_s = times, tune.search, tune.slowest_s
         self.passes = 0
 
-    def search(self, space: Any) -> Generator[Any, float, Any]:
-        steps = self._search(space)
+    def search(self, gradient_mb: float) -> Generator[Any, float, Any]:
+        steps = self._search(gradient_mb)
         self._wanted = next(steps)
         while True:
             took_s = yield self._wanted
@@ -41,10 +39,7 @@ class Network:
 
     def slowest_s(self, took_s: float, peers: Any) -> float:
         self.passes += 1
-        settings = self._wanted.settings
-        name = settings.hook if settings.is_lossy else f"{settings.bucket_mb or 25:g}"
-        name = "alone" if self._wanted.is_alone else name
-        time_s = self._times.get(name, 1.0)
+        time_s = self._times.get(f"{self._wanted or 25:g}", 1.0)
         # The ranks still agree over the real connections.
         return self._slowest_s(time_s[RANK] if isinstance(time_s, list) else time_s, peers)
 
@@ -57,7 +52,7 @@ if __name__ == "__main__":
 
     def recorded(*args: Any) -> Any:
         tuned = tuned_by(*args)
-        MOMENTS.record("tuned", settings=asdict(tuned.settings), passes=network.passes)
+        MOMENTS.record("tuned", size=tuned.bucket_mb, passes=network.passes)
         return tuned
 
     tune._tuned = recorded

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.util
 import io
 import os
 import shutil
@@ -50,8 +51,7 @@ _POWERSGD_RANK = "Rank of PowerSGD's matrices: more is more exact and more bytes
 _BUCKET_MB = "Size of DDP's buckets in MiB.  [default: 25, and the first 1]"
 _PROFILE = "Profile these steps on all ranks and join the traces: 10-12, or 3 for three steps once the run is warm."
 _LEDGER = "Keep in DIR/ledger which worker trained on what, and prove that nothing came twice."
-_TUNE_COMM = """Measure at the first start how DDP sends gradients fastest on this network, and remember it; lossy: also
-  try hooks that round gradients.  [default: no; without a word: neutral]"""
+_TUNE_COMM = "Measure at the first start which size of DDP's buckets is fastest on this network, and remember it."
 # They may differ between two starts of one run.
 _FREE = {"out", "checkpoints", "checkpoint_every", "lose_at_most", "eval_every", "log_every", "compile"}
 # The size of buckets changes at most the order of float sums, as another number of workers does.
@@ -69,10 +69,7 @@ class AgreedRefusal(ConfigError):
 
 
 def _option(default: Any, kind: Any, metavar: str | None, text: str, **more: Any) -> Any:
-    """A field of TrainConfig and its option. `given` is click's default, and `name` the option's, if they differ.
-
-    `alone` is the value of an option that may be given without one.
-    """
+    """A field of TrainConfig and its option. `given` is click's default, and `name` the option's, if they differ."""
     return field(default=default, metadata={"type": kind, "metavar": metavar, "help": text, **more})
 
 
@@ -110,18 +107,14 @@ class TrainConfig:
     comm_hook: str | None = _option(None, click.Choice(["fp16", "bf16", "powersgd"]), None, _COMM_HOOK)
     powersgd_rank: int | None = _option(None, _COUNT, "N", _POWERSGD_RANK)
     bucket_mb: float | None = _option(None, _POSITIVE, "MIB", _BUCKET_MB)
-    tune_comm: str | None = _option(
-        None, click.Choice(["neutral", "lossy"]), "[neutral|lossy]", _TUNE_COMM, alone="neutral"
-    )
+    tune_comm: bool = _option(False, bool, None, _TUNE_COMM)
 
     @property
     def identity(self) -> dict[str, Plain]:
         """The options that change what is computed. A run directory holds one such set; the others may vary."""
         plain = {option.name: getattr(self, option.name) for option in fields(self) if option.name not in _FREE}
         data = None if self.data is None else str(self.data.absolute())
-        # Only a hook that rounds changes what is computed.
-        lossy: dict[str, Plain] = {"tune_comm": "lossy"} if self.tune_comm == "lossy" else {}
-        return {**plain, **lossy, "data": data, "parallel": self.plan.identity}
+        return {**plain, "data": data, "parallel": self.plan.identity}
 
     @property
     def plan(self) -> ParallelPlan:
@@ -155,7 +148,7 @@ class TrainConfig:
     def ddp_options(self) -> list[str]:
         """The options that are given and that DDP alone has."""
         names = ("comm_hook", "powersgd_rank", "bucket_mb", "tune_comm")
-        return [f"--{name.replace('_', '-')}" for name in names if getattr(self, name) is not None]
+        return [f"--{name.replace('_', '-')}" for name in names if getattr(self, name)]
 
     def check(self, place: RankInfo) -> None:
         """Raise ConfigError where the options contradict each other or the number of workers."""
@@ -171,6 +164,10 @@ class TrainConfig:
         if self.powersgd_rank is not None and self.comm_hook != "powersgd":
             raise ConfigError(
                 f"--powersgd-rank {self.powersgd_rank} needs --comm-hook powersgd; add it, or leave the rank out"
+            )
+        if self.comm_hook == "powersgd" and self.bucket_mb is not None:
+            raise ConfigError(
+                f"--bucket-mb {self.bucket_mb:g}: --comm-hook powersgd has one bucket; leave one of the two out"
             )
         if self.checkpoints is not None:
             try:
@@ -192,6 +189,8 @@ class TrainConfig:
         """Raise ConfigError where this machine lacks what an option needs."""
         if self.compile and not (os.environ.get("CXX") or any(map(shutil.which, _COMPILERS))):
             raise ConfigError("--compile needs a C++ compiler, and none is on the PATH; install g++ or leave it out")
+        if self.comm_hook == "powersgd" and importlib.util.find_spec("numpy") is None:
+            raise ConfigError("--comm-hook powersgd is torch's, which needs numpy; `pip install numpy` or leave it out")
 
     def _check_profile(self) -> None:
         if self.profile is None:
@@ -282,8 +281,6 @@ _command = click.Command(
             default=option.metadata.get("given", option.default),
             metavar=option.metadata["metavar"],
             help=option.metadata["help"],
-            # The value of the option without a word behind it.
-            **({"flag_value": option.metadata["alone"]} if "alone" in option.metadata else {}),
         )
         for option in fields(TrainConfig)
     ],

@@ -9,11 +9,10 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
-from elaunch.trainer.ddp.hooks import wrap
 from elaunch.trainer.gpt.config import ConfigError, TrainConfig
 from elaunch.trainer.gpt.model import GPT
 from elaunch.trainer.parallel.plan import ParallelPlan, Sizes, layers_of, microbatches, stages
-from elaunch.trainer.parallel.whole import Whole
+from elaunch.trainer.parallel.whole import Whole, in_ddp
 
 if TYPE_CHECKING:
     from elaunch.trainer.parallel.divided import Pipeline, TensorParallel
@@ -45,7 +44,9 @@ def _whole(config: TrainConfig, gpt: GPT, sizes: Sizes, device: torch.device, gr
     """The module whose backward sums gradients over the workers, and the optimizer."""
     plan = config.plan
     if plan.has_ddp:
-        model = wrap(gpt, device, hook=config.comm_hook, powersgd_rank=config.powersgd_rank, bucket_mb=config.bucket_mb)
+        model = in_ddp(
+            gpt, device, hook=config.comm_hook, powersgd_rank=config.powersgd_rank, bucket_mb=config.bucket_mb
+        )
         if plan.kind == "zero1":
             from torch.distributed.optim import ZeroRedundancyOptimizer
 

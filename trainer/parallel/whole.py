@@ -8,13 +8,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.distributed_c10d import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from elaunch.trainer.data.order import Micro, Order
 from elaunch.trainer.data.sampling import accumulate
 from elaunch.trainer.gpt.model import GPT
 from elaunch.trainer.parallel.plan import DataShare, ParallelPlan
+
+# torch's PowerSGDState starts after 1000 steps, more than a short run has.
+POWERSGD_RANK, POWERSGD_START = 1, 10
 
 
 class Whole:
@@ -75,6 +81,55 @@ class Whole:
         """The whole network's parameters, by name, one at a time. Collective."""
         for name, value in self.gpt.state_dict().items():
             yield name, full(value)
+
+
+def in_ddp(
+    module: nn.Module,
+    device: torch.device,
+    *,
+    hook: str | None = None,
+    powersgd_rank: int | None = None,
+    bucket_mb: float | None = None,
+) -> DistributedDataParallel:
+    """The module in DDP on `device`, in the default process group, with buckets of `bucket_mb` MiB.
+
+    `hook` is fp16, bf16 or powersgd: how gradients are compressed.
+    """
+    if hook == "powersgd":
+        # With several buckets torch's hook starts collectives in another order on each rank, and hangs with gloo.
+        bucket_mb = sum(each.numel() * each.element_size() for each in module.parameters()) / (1 << 20) + 1
+    model = DistributedDataParallel(
+        module,
+        device_ids=[device.index] if device.type == "cuda" else None,
+        gradient_as_bucket_view=True,
+        # None lets the first bucket have a size of its own.
+        bucket_cap_mb=bucket_mb,
+    )
+    group = model.process_group
+    if hook == "powersgd":
+        state = PowerSGDState(
+            group,
+            powersgd_rank or POWERSGD_RANK,
+            start_powerSGD_iter=POWERSGD_START,
+            # Else a gradient of zeros becomes NaN.
+            orthogonalization_epsilon=1e-20,
+            batch_tensors_with_same_shape=True,
+        )
+        model.register_comm_hook(state, powerSGD_hook)
+    elif hook is not None:
+        model.register_comm_hook(group, {"fp16": fp16_compress_hook, "bf16": _bf16_hook}[hook])
+    return model
+
+
+def hook_state(model: nn.Module) -> PowerSGDState | None:
+    """What PowerSGD keeps from step to step, for the Keeper."""
+    states = (state for _, state in getattr(model, "_comm_hooks", ()))
+    return next((state for state in states if isinstance(state, PowerSGDState)), None)
+
+
+def _bf16_hook(group: dist.ProcessGroup, bucket):  # type: ignore[no-untyped-def]
+    """torch's hook. DDP refuses it by its name in a torch without CUDA, although gloo can add bfloat16."""
+    return bf16_compress_hook(group, bucket)
 
 
 def full(tensor: Tensor) -> Tensor:

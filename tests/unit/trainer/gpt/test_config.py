@@ -34,11 +34,11 @@ TWO = RankInfo(rank=0, world_size=2, launched=True)
         (["--parallel", "pp=2", "--layers", "1"], "2 stages, and the network only 1 layer; use --layers 2"),
         (["--profile", "ten"], "--profile: 'ten' is neither a number of steps nor a range; give 3, or 10-12"),
         (["--profile", "10-12", "--steps", "11"], "--profile 10-12 ends with step 12, and --steps is 11; give fewer"),
-        (["--tune-comm", "fast"], "'fast' is not one of 'neutral', 'lossy'"),
         (["--tune-comm", "--parallel", "fsdp2"], "--tune-comm is DDP's, and --parallel fsdp2 has no DDP; leave it out"),
         (["--bucket-mb", "5", "--parallel", "tp=2"], "--bucket-mb is DDP's, and --parallel tp=2 has no DDP"),
         (["--comm-hook", "int8"], "'int8' is not one of 'fp16', 'bf16', 'powersgd'"),
         (["--powersgd-rank", "2"], "--powersgd-rank 2 needs --comm-hook powersgd"),
+        (["--comm-hook", "powersgd", "--bucket-mb", "1"], "--comm-hook powersgd has one bucket"),
         (["--checkpoints", "s33://bucket/run"], "s33://bucket/run cannot be used: Protocol not known: s33"),
         (["--checkpoints", "gs://bucket/run"], "gs://bucket/run cannot be used: Please install gcsfs"),
     ],
@@ -181,11 +181,3 @@ def test_checkpoints_elsewhere_that_cannot_be_reached_stop_a_start_but_no_restar
     with pytest.raises(ConfigError, match=r"--checkpoints memory://bucket/away cannot be used \(connection"):
         directory.claim(replace(config, checkpoints=place), corpus)
     directory.claim(replace(config, checkpoints=place), corpus, again=True)
-
-
-def test_tuning_without_a_word_is_loss_neutral_and_another_run_only_if_it_may_round() -> None:
-    tuned = parse(["--tune-comm", "--steps", "7"], TWO)
-    assert tuned is not None
-    assert (tuned.tune_comm, tuned.steps) == ("neutral", 7)
-    assert tuned.identity == replace(tuned, tune_comm=None).identity
-    assert tuned.identity != replace(tuned, tune_comm="lossy").identity

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from elaunch.trainer.tuning.search import CommSettings, SearchResult
-from elaunch.trainer.tuning.tune import Choices, sentence_of, tune
+from elaunch.trainer.tuning.search import SearchResult
+from elaunch.trainer.tuning.tune import Choices, Tuned, sentence_of, tune
 
-RESULT = SearchResult(CommSettings(5), CommSettings(), 0.472, 0.291, passes=43, spent_s=18.24, reason="it won")
+RESULT = SearchResult(5.0, 0.472, 0.291, passes=43, spent_s=18.24, reason="it won")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -29,10 +29,8 @@ def test_without_ddp_and_with_one_worker_nothing_is_tuned() -> None:
     logged: list[str] = []
 
     tune(nn.Linear(1, 1), lambda: None, say=logged.append)
-    own = tune(DistributedDataParallel(nn.Linear(1, 1), bucket_cap_mb=3), lambda: None, say=logged.append)
+    tune(DistributedDataParallel(nn.Linear(1, 1)), lambda: None, say=logged.append)
 
-    assert own.settings == CommSettings(3)
-    assert own.hook_state is None
     assert logged == [
         "nothing to tune: the model is in no DistributedDataParallel",
         "nothing to tune: there is one worker",
@@ -41,20 +39,17 @@ def test_without_ddp_and_with_one_worker_nothing_is_tuned() -> None:
 
 def test_the_sentence_has_the_gain_the_cost_and_the_place() -> None:
     assert sentence_of(RESULT, "stored in /c/f") == (
-        "communication tuned in 43 passes (18.2 s): buckets of 5 MiB; a pass takes 291.0 ms, with the program's own "
-        "settings 472.0 ms (1.62 times as fast); stored in /c/f"
+        "communication tuned in 43 passes (18.2 s): buckets of 5 MiB; a pass takes 291.0 ms, with DDP's default "
+        "472.0 ms (1.62 times as fast); stored in /c/f"
     )
-    same = SearchResult(CommSettings(), CommSettings(), 1.5, 1.5, passes=31, spent_s=50.0, reason="nothing was faster")
+    same = SearchResult(None, 1.5, 1.5, passes=31, spent_s=50.0, reason="nothing was faster")
     assert sentence_of(same, "not stored: /c") == (
-        "communication tuned in 31 passes (50.0 s): DDP's default buckets as before, nothing was faster; not stored: /c"
-    )
-    assert str(CommSettings(0.5, bucket_view=True, hook="bf16")) == (
-        "buckets of 0.5 MiB, gradients as views of them, hook bf16"
+        "communication tuned in 31 passes (50.0 s): DDP's default buckets, nothing was faster; not stored: /c"
     )
 
 
-def choices(folder: Path | None, world_size: int = 4, key: str = "key") -> Choices:
-    return Choices(folder, key, world_size, ("bf16",))
+def choices(folder: Path, world_size: int = 4, key: str = "key") -> Choices:
+    return Choices(folder, key, world_size)
 
 
 def test_a_choice_is_found_for_its_key_and_number_of_workers_and_by_a_restart_for_any_number(
@@ -64,46 +59,27 @@ def test_a_choice_is_found_for_its_key_and_number_of_workers_and_by_a_restart_fo
 
     assert choices(tmp_path).keep(RESULT) == f"stored in {tmp_path / 'key'}"
 
-    assert choices(tmp_path).found()[0] == RESULT.settings
+    assert choices(tmp_path).found()[0] == Tuned(5.0)
     assert choices(tmp_path, key="another").found() == (None, "")
     assert choices(tmp_path, world_size=2).found() == (None, "")
     monkeypatch.setenv("ELAUNCH_GENERATION", "1")
-    assert choices(tmp_path, 2).found() == (RESULT.settings, "buckets of 5 MiB, as this run measured with 4 workers")
+    assert choices(tmp_path, 2).found() == (Tuned(5.0), "buckets of 5 MiB, as this run measured with 4 workers")
 
 
-def test_without_a_folder_it_is_in_the_users_cache_and_a_link_there_is_not_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    choices(None).keep(RESULT)
-    file = tmp_path / "cache" / "elaunch" / "tuning" / "key"
-    assert choices(None).found()[0] == RESULT.settings
-    assert file.parent.stat().st_mode & 0o777 == 0o700
-
-    file.rename(tmp_path / "elsewhere")
-    file.symlink_to(tmp_path / "elsewhere")
-    assert "symbolic link" in choices(None).found()[1]
-
-    for name in ("XDG_CACHE_HOME", "HOME"):
-        monkeypatch.delenv(name)
-    assert choices(None).found() == (None, "")
-    assert choices(None).keep(RESULT).startswith("not stored: neither HOME nor")
+def test_where_nothing_can_be_written_the_choice_is_used_and_not_stored(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
+
     assert choices(tmp_path / "file").keep(RESULT).startswith("not stored: ")
 
 
-@pytest.mark.parametrize("field", ["bucket_mb", "bucket_view", "hook", "other"])
-@pytest.mark.parametrize("value", [{}, [], "rm -rf", -5, 1e300, "powersgd"])
-def test_a_damaged_choice_is_named_and_measured_again(tmp_path: Path, field: str, value: Any) -> None:
+@pytest.mark.parametrize("size", [{}, [], "rm -rf", -5, 1e300])
+def test_a_damaged_choice_is_named_and_measured_again(tmp_path: Path, size: Any) -> None:
     choices(tmp_path).keep(RESULT)
     record = json.loads((tmp_path / "key").read_text())
-    record["settings"][field] = value
-    (tmp_path / "key").write_text(json.dumps(record))
 
-    found, sentence = choices(tmp_path).found()
-
-    assert found is None
-    assert "cannot be used" in sentence
-    for text in ("", "{", "[]", "[" * 100_000, '{"settings": {}}'):
+    for text in (json.dumps({**record, "bucket_mb": size}), "", "[]", "[" * 100_000, '{"bucket_mb": 5}'):
         (tmp_path / "key").write_text(text)
-        assert "cannot be used" in choices(tmp_path).found()[1]
+        found, sentence = choices(tmp_path).found()
+
+        assert found is None
+        assert "cannot be used" in sentence

@@ -1,1 +1,0 @@
-"""DistributedDataParallel: its buckets and its communication hooks."""
