@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from elaunch.trainer.keeper.verification import Differs as Differs
     from elaunch.trainer.ledger.ledger import Ledger as Ledger
     from elaunch.trainer.memory.sharded import ShardedMemory as ShardedMemory
-    from elaunch.trainer.profiling.profiler import Profiler as Profiler
     from elaunch.trainer.profiling.profiler import profiled as profiled
     from elaunch.trainer.ranks.group_status import BrokenGroup as BrokenGroup
     from elaunch.trainer.state.model_state import restore as restore
@@ -35,7 +34,6 @@ _HOMES = {
     "Micro": "data.order",
     "NotDurable": "keeper.last_checkpoint",
     "Order": "data.order",
-    "Profiler": "profiling.profiler",
     "Seeded": "data.sampling",
     "ShardedMemory": "memory.sharded",
     "accumulate": "data.sampling",

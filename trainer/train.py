@@ -40,8 +40,6 @@ WEIGHT_DECAY = 0.1
 BETAS = (0.9, 0.95)
 GRADIENT_NORM_MAX = 1.0
 HELD_OUT_WINDOWS_MAX = 96
-# Dense bfloat16 of one device in TFLOPS, by a part of its name (the makers' data sheets). The first that fits counts.
-PEAK_TFLOPS = {"H100 NVL": 835, "H100 PCIe": 756, "H100": 989, "H200": 989, "B200": 2250, "A100": 312, "L40S": 362}
 
 
 def train(config: TrainConfig, corpus: Corpus, place: RankInfo, run: RunDirectory) -> int:
@@ -88,8 +86,7 @@ def train_in_group(
     parallel = build(config, gpt, sizes, place.rank, device, decay_groups)
     del gpt
     optimizer = parallel.optimizer
-    costs = {"flops_per_token": flops_per_token(parameters, config), "peak_flops": peak_flops(device)}
-    recorder = Recorder(config, place, run, progress, device, share=share, **costs)
+    recorder = Recorder(config, place, run, progress, device, share=share)
 
     def warm_up() -> None:
         """DDP settles in which order it sums gradients before a state is restored; the compiler does its work."""
@@ -234,18 +231,3 @@ def held_out_loss(parallel: Parallel, windows: Windows) -> Tensor:
     loss = torch.stack(parts).sum()
     dist.all_reduce(loss)
     return loss
-
-
-def flops_per_token(parameters: int, config: TrainConfig) -> float:
-    """Floating-point operations of forward and backward for a byte (Chowdhery et al., "PaLM", 2022, appendix B).
-
-    Six for each weight that is multiplied: not for positions, which are only added. Attention's come on top.
-    """
-    weights = parameters - config.context * config.width
-    return 6 * weights + 12 * config.layers * config.width * config.context
-
-
-def peak_flops(device: torch.device) -> float:
-    """What this device can compute in a second at most; 0 if it is not known, and then there is no MFU."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return next((tflops for part, tflops in PEAK_TFLOPS.items() if part in name), 0) * 1e12

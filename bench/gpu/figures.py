@@ -35,7 +35,7 @@ def tests(output: str) -> Figures:
 
 
 def trained(lines: Iterable[str], profile: Mapping[str, Any] | None) -> Figures:
-    """Tokens per second and MFU, the medians of the settled steps; of the profile what the GPU did.
+    """Tokens per second, the median of the settled steps; of the profile what the GPU did.
 
     `lines` are those of metrics.jsonl. Raises ValueError with too few of them.
     """
@@ -50,8 +50,6 @@ def trained(lines: Iterable[str], profile: Mapping[str, Any] | None) -> Figures:
         "step_s": statistics.median(each["seconds"] for each in settled),
         "steps": len(settled),
     }
-    if all("mfu" in each for each in settled):
-        found["mfu"] = statistics.median(each["mfu"] for each in settled)
     if profile:
         found |= {"gpu_busy": profile.get("gpu_busy"), "profiled_step_s": profile.get("step_s")}
     return found

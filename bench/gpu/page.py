@@ -61,20 +61,19 @@ def _trainings(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
         if name not in found:
             continue
         figures = found[name]
-        mfu, busy = figures.get("mfu"), figures.get("gpu_busy")
+        busy = figures.get("gpu_busy")
         rows.append(
             (
                 words,
                 str(figures["steps"]),
                 f"{figures['tokens_per_s']:,.0f}",
                 seconds(figures["step_s"]),
-                NOTHING if mfu is None else f"{100 * mfu:.1f} %",
                 NOTHING if busy is None else f"{100 * busy:.0f} %",
             )
         )
     if not rows:
         return []
-    heads = ("", "n", "tokens/s", "step s", "MFU", "GPU computes")
+    heads = ("", "n", "tokens/s", "step s", "GPU computes")
     return [f"### A GPT of 12 layers, width 768, context 1024\n\nMedians of the settled steps.\n\n{table(heads, rows)}"]
 
 

@@ -73,7 +73,7 @@ def _launches(folder: Path) -> Part:
 
 def _trainer(folder: Path, shape: tuple[str, ...], *options: str, vocabulary: int = BYTES) -> Part:
     program = ("-m", "elaunch.trainer") if vocabulary == BYTES else (str(SCRIPTS / "gpt_of_124m.py"),)
-    command = (*_elaunch(folder), *program, *shape, *options, "--lr", "6e-4", "--log-every", "5", "--out", "run")
+    command = (*_elaunch(folder), *program, *shape, *options, "--lr", "6e-4", "--out", "run")
 
     def read(_: str) -> Figures:
         records = [*(folder / "logs").glob("latest/attempt_*/profile/profile.json")]

@@ -18,18 +18,17 @@ LOST_MAX = LOSE_AT_MOST - 1
 SHORT = ("--steps", str(STEPS), "--micro-batch", "3", "--checkpoint-every", str(STEPS))
 # Several buckets in a model of 28 kB.
 BUCKETS = ("--bucket-mb", "0.01")
-POWERSGD = ("--powersgd-rank", "2")
 
 
 @pytest.mark.parametrize(
     ("options", "workers", "lost_max"),
     [
         # The ranks have a state each, and go back to a snapshot.
-        (("--comm-hook", "powersgd", *POWERSGD), 3, LOST_MAX),
+        (("--comm-hook", "powersgd"), 3, LOST_MAX),
         # Every survivor has all of the state.
         slow(("--comm-hook", "fp16", *BUCKETS), 3, 0),
         slow(("--comm-hook", "bf16", *BUCKETS), 3, 0),
-        slow(("--comm-hook", "powersgd", *POWERSGD, "--parallel", "zero1"), 2, LOST_MAX),
+        slow(("--comm-hook", "powersgd", "--parallel", "zero1"), 2, LOST_MAX),
         slow(BUCKETS, 3, 0),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),

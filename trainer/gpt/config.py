@@ -35,8 +35,6 @@ _LOSE_AT_MOST = """Complete steps that a failure may take back while the nodes' 
   [default: as many copies as cost less than 1 % of the time]"""
 _EVAL_EVERY = """Compute the loss on held-out text before step 1, and again each so many steps.
   [default: only at the end]"""
-_LOG_EVERY = """Steps between two looks at the losses on the device; each step gets its line all the same.
-  [default: 1 on CPUs, 10 on GPUs]"""
 _OUT = """Run directory; the same command with the same DIR goes on where it was. On several nodes: a shared one.
   [default: runs/<name made from the options>]"""
 _CHECKPOINTS = """Where the checkpoints go: a folder, or a URL that fsspec reaches, as s3://bucket/run.
@@ -47,13 +45,12 @@ _PARALLEL = """How the workers share the training: ddp, zero1, zero2, fsdp2 or h
   dp=2,tp=2 of dp, fsdp, tp and pp (with schedule=gpipe|1f1b|interleaved); auto: measure at the start which one fits
   into the memory and is fastest."""
 _COMM_HOOK = "How DDP compresses gradients.  [default: not at all]"
-_POWERSGD_RANK = "Rank of PowerSGD's matrices: more is more exact and more bytes.  [default: 1]"
 _BUCKET_MB = "Size of DDP's buckets in MiB.  [default: 25, and the first 1]"
 _PROFILE = "Profile these steps on all ranks and join the traces: 10-12, or 3 for three steps once the run is warm."
 _LEDGER = "Keep in DIR/ledger which worker trained on what, and prove that nothing came twice."
 _TUNE_COMM = "Measure at the first start which size of DDP's buckets is fastest on this network, and remember it."
 # They may differ between two starts of one run.
-_FREE = {"out", "checkpoints", "checkpoint_every", "lose_at_most", "eval_every", "log_every", "compile"}
+_FREE = {"out", "checkpoints", "checkpoint_every", "lose_at_most", "eval_every", "compile"}
 # The size of buckets changes at most the order of float sums, as another number of workers does.
 _FREE |= {"ledger", "profile", "tune_comm", "bucket_mb"}
 
@@ -77,9 +74,8 @@ def _option(default: Any, kind: Any, metavar: str | None, text: str, **more: Any
 class TrainConfig:
     """What a run is made of.
 
-    `lose_at_most` is None where the measured cost decides, `log_every` where the device does, `out` and `data` where
-    the user left the choice to us (see `out_path` and `Corpus.open`). `checkpoints` is None for the run directory's own
-    folder.
+    `lose_at_most` is None where the measured cost decides, `out` and `data` where the user left the choice to us (see
+    `out_path` and `Corpus.open`). `checkpoints` is None for the run directory's own folder.
     """
 
     steps: int = _option(400, _COUNT, "N", "Optimizer steps in all.")
@@ -89,7 +85,6 @@ class TrainConfig:
     checkpoint_every: int = _option(50, _COUNT, "STEPS", "Steps between checkpoints; there is always one at the end.")
     lose_at_most: int | None = _option(None, click.IntRange(min=0), "STEPS", _LOSE_AT_MOST)
     eval_every: int | None = _option(None, _COUNT, "STEPS", _EVAL_EVERY)
-    log_every: int | None = _option(None, _COUNT, "STEPS", _LOG_EVERY)
     out: Path | None = _option(None, _PATH, "DIR", _OUT)  # noqa: RUF009
     checkpoints: str | None = _option(None, None, "DIR|URL", _CHECKPOINTS)
     data: Path | None = _option(None, _PATH, "DIR", _DATA)  # noqa: RUF009
@@ -105,7 +100,6 @@ class TrainConfig:
     ledger: bool = _option(False, bool, None, _LEDGER)
     profile: str | None = _option(None, None, "STEPS", _PROFILE)
     comm_hook: str | None = _option(None, click.Choice(["fp16", "bf16", "powersgd"]), None, _COMM_HOOK)
-    powersgd_rank: int | None = _option(None, _COUNT, "N", _POWERSGD_RANK)
     bucket_mb: float | None = _option(None, _POSITIVE, "MIB", _BUCKET_MB)
     tune_comm: bool = _option(False, bool, None, _TUNE_COMM)
 
@@ -147,7 +141,7 @@ class TrainConfig:
     @property
     def ddp_options(self) -> list[str]:
         """The options that are given and that DDP alone has."""
-        names = ("comm_hook", "powersgd_rank", "bucket_mb", "tune_comm")
+        names = ("comm_hook", "bucket_mb", "tune_comm")
         return [f"--{name.replace('_', '-')}" for name in names if getattr(self, name)]
 
     def check(self, place: RankInfo) -> None:
@@ -161,10 +155,6 @@ class TrainConfig:
         self._check_batch()
         if not self.plan.is_auto:
             self._check_plan(self.sizes(place))
-        if self.powersgd_rank is not None and self.comm_hook != "powersgd":
-            raise ConfigError(
-                f"--powersgd-rank {self.powersgd_rank} needs --comm-hook powersgd; add it, or leave the rank out"
-            )
         if self.comm_hook == "powersgd" and self.bucket_mb is not None:
             raise ConfigError(
                 f"--bucket-mb {self.bucket_mb:g}: --comm-hook powersgd has one bucket; leave one of the two out"

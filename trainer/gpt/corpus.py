@@ -127,12 +127,13 @@ def _walk(root: Path, wanted: Callable[[str], bool]) -> Iterator[File]:
     if root.is_file():
         yield File("", root.stat().st_size)
         return
-    pending = [""]
-    while pending:
-        inside = pending.pop()
-        with os.scandir(root / inside) as entries:
-            rows = sorted((entry for entry in entries if wanted(entry.name)), key=lambda entry: entry.name)
-        for entry in rows:
-            if entry.is_file():
-                yield File(str(Path(inside) / entry.name), entry.stat().st_size)
-        pending.extend(str(Path(inside) / row.name) for row in reversed(rows) if row.is_dir(follow_symlinks=False))
+    for folder, folders, names in os.walk(root, onerror=_raise):
+        folders[:] = filter(wanted, folders)
+        inside = Path(folder).relative_to(root)
+        for path in map(Path(folder).joinpath, filter(wanted, names)):
+            if path.is_file():
+                yield File(str(inside / path.name), path.stat().st_size)
+
+
+def _raise(error: OSError) -> None:
+    raise error

@@ -29,17 +29,19 @@ from elaunch.trainer.ranks.place import RankInfo
 
 # The figures of a step as they are kept on the device, one row per step. NaN stands for what is not known.
 FIGURES = ("step", "loss", "grad_norm", "learning_rate", "held_out_loss", "seconds", "world_size", "generation")
+# Steps between two looks at the figures: to read a GPU's, the host waits for it.
+LOG_EVERY = {"cpu": 1, "cuda": 10}
 _WHOLE_NUMBERS = ("step", "world_size", "generation")
 
 
 class Recorder:
     """Writes this rank's records, so that the loop needs no condition. Without a ledger only rank 0 writes.
 
-    Only one of the ranks that share one model has a ledger, as `share` says. `flops_per_token` and `peak_flops`, of one
-    device, make the MFU; 0 where the peak is not known. `state` is part of the training's state: the number of samples
-    seen, and the newest steps' figures, so that no line is lost if rank 0 dies before it can write it. The figures stay
-    on the device until the log reads them. Use the recorder as a context manager once the state is restored; call
-    `begin` first. A full disk does not end the training: one sentence is printed for each incomplete file.
+    Only one of the ranks that share one model has a ledger, as `share` says. `state` is part of the training's state:
+    the number of samples seen, and the newest steps' figures, so that no line is lost if rank 0 dies before it can
+    write it. The figures stay on the device until the log reads them. Use the recorder as a context manager once the
+    state is restored; call `begin` first. A full disk does not end the training: one sentence is printed for each
+    incomplete file.
     """
 
     def __init__(
@@ -51,13 +53,10 @@ class Recorder:
         device: torch.device,
         *,
         share: DataShare | None = None,
-        flops_per_token: float = 0.0,
-        peak_flops: float = 0.0,
     ) -> None:
         self._config, self._place, self._run, self._progress = config, place, run, progress
         self._share = share or DataShare(place.rank, place.world_size, leads=True)
-        self._device, self._flops_per_token, self._peak_flops = device, flops_per_token, peak_flops
-        self._log_every = config.log_every or (1 if device.type == "cpu" else 10)
+        self._device, self._log_every = device, LOG_EVERY[device.type]
         self._metrics: Metrics | None = None
         self._ledger: Ledger | None = None
         self._lines_lost = False
@@ -181,9 +180,6 @@ class Recorder:
             line["tokens"] = config.global_batch * config.context
             line["tokens_per_s"] = round(line["tokens"] / line["seconds"], 1)
             line["seconds"] = round(line["seconds"], 6)
-            if self._peak_flops:
-                peak = self._peak_flops * line["world_size"]
-                line["mfu"] = round(line["tokens_per_s"] * self._flops_per_token / peak, 6)
             yield line
 
     def _write_lines(self, *, durably: bool = False) -> None:

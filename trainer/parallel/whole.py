@@ -88,7 +88,6 @@ def in_ddp(
     device: torch.device,
     *,
     hook: str | None = None,
-    powersgd_rank: int | None = None,
     bucket_mb: float | None = None,
 ) -> DistributedDataParallel:
     """The module in DDP on `device`, in the default process group, with buckets of `bucket_mb` MiB.
@@ -109,7 +108,7 @@ def in_ddp(
     if hook == "powersgd":
         state = PowerSGDState(
             group,
-            powersgd_rank or POWERSGD_RANK,
+            POWERSGD_RANK,
             start_powerSGD_iter=POWERSGD_START,
             # Else a gradient of zeros becomes NaN.
             orthogonalization_epsilon=1e-20,

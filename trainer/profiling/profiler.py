@@ -1,4 +1,4 @@
-"""Profiles some steps of a training on all ranks: `for step in profiled(steps, "10-12")`, or `Profiler`."""
+"""Profiles some steps of a training on all ranks: `for step in profiled(steps, "10-12")`."""
 
 from __future__ import annotations
 
@@ -40,8 +40,11 @@ def profiled(
 ) -> Iterator[Item]:
     """The items of `steps`, one for each step of a training; the steps in `which` are profiled on the way.
 
-    An item that is a whole number is its step's number, as the Keeper's are; others are counted from 1. `which` is as
-    `Profiler` has it; without it this costs nothing.
+    An item that is a whole number is its step's number, as the Keeper's are; others are counted from 1. `which` is
+    `"3"` for three steps as soon as it is warm, `"10-12"` for these; without it this costs nothing. All ranks do the
+    same. Each rank's trace goes to the generation's folder in --log-dir, or below `folder`. Rank 0 joins them, and
+    gives their table to `say` (by default stderr). No error of it ends a training. Raises ValueError for a `which` that
+    makes no sense.
     """
     if which is None:
         return iter(steps)
@@ -57,23 +60,17 @@ def _profiled(steps: Iterable[Item], profiler: Profiler) -> Iterator[Item]:
 
 
 class Profiler:
-    """Profiles the steps in `which`: `"3"` three steps as soon as it is warm, `"10-12"` these.
+    """The profiler of a loop, which calls `begin_step` with each step's number."""
 
-    Call `step` at the end of each step, or `begin_step` with the step's number at its begin. All ranks do the same.
-    Each rank's trace goes to the generation's folder in --log-dir, or below `folder`. Rank 0 joins them, and gives
-    their table to `say` (by default stderr). No error of it ends a training. Raises ValueError for a `which` that makes
-    no sense.
-    """
-
-    def __init__(self, which: str, *, folder: str | os.PathLike[str] = "profile", say: Say | None = None) -> None:
+    def __init__(self, which: str, *, folder: str | os.PathLike[str], say: Say | None = None) -> None:
         self._choice, self._folder = parse_steps(which), Path(folder)
         self._place = RankInfo.from_environ(os.environ)
         self._say = (say or partial(print, file=sys.stderr, flush=True)) if self._place.leads else lambda _: None
         self._window: StepWindow | None = None
         self._profile: Any = None
         self._trouble = ""
-        # The step that has begun; if `step` counts, step 1 has begun.
-        self._current = 1
+        # The step that has begun.
+        self._current = 0
         self._is_planned = False
 
     def __enter__(self) -> Profiler:
@@ -91,10 +88,6 @@ class Profiler:
         if self._profile is not None and isinstance(error, SystemExit | GeneratorExit | None):
             self._try(self._profile.stop)
         self._say(f"profile: no trace, since the training ended before {self._window} were profiled")
-
-    def step(self) -> None:
-        """A step has ended. The first call ends step 1."""
-        self.begin_step(self._current + 1)
 
     def begin_step(self, number: int) -> None:
         """Step `number` begins, and the one before has ended."""

@@ -74,8 +74,8 @@ def test_torch_is_asked_in_the_interpreter_that_is_named(tmp_path: Path) -> None
 
 
 def metrics(count: int, tokens_per_s: float = 1000.0) -> list[str]:
-    slow = {"seconds": 60.0, "tokens_per_s": 1.0, "mfu": 0.0001}
-    fast = {"seconds": 0.5, "tokens_per_s": tokens_per_s, "mfu": 0.4}
+    slow = {"seconds": 60.0, "tokens_per_s": 1.0}
+    fast = {"seconds": 0.5, "tokens_per_s": tokens_per_s}
     return [json.dumps({"step": n, **(slow if n < 10 else fast)}) for n in range(1, count + 1)]
 
 
@@ -87,7 +87,6 @@ def test_the_steps_that_settle_are_left_out() -> None:
         "tokens_per_s": 1000.0,
         "step_s": 0.5,
         "steps": 6,
-        "mfu": 0.4,
         "gpu_busy": 0.9,
         "profiled_step_s": 0.6,
     }
@@ -167,7 +166,7 @@ def test_a_part_without_time_is_no_failure(tmp_path: Path) -> None:
 
 def results() -> dict[str, Any]:
     facts = {"gpu": "H200", "nccl": "2.29", "context_s": 0.3, "first_all_reduce_s": 0.8, "compile_s": 9.0}
-    ours = {"tokens_per_s": 400_000.0, "step_s": 0.15, "steps": 21, "mfu": 0.4, "gpu_busy": 0.95}
+    ours = {"tokens_per_s": 400_000.0, "step_s": 0.15, "steps": 21, "gpu_busy": 0.95}
     start = {"n": 3, "first all-reduce": 2.0, "first optimizer step": 3.0}
     return {
         "machine": {"CPUs": "16 × something"},
@@ -190,7 +189,7 @@ def test_the_page_has_the_figures_between_its_markers() -> None:
     assert fresh.endswith(f"{END}\nbelow\n")
     assert NOT_RUN not in fresh
     assert update(fresh, results()) == fresh
-    for text in ("gpu: H200", "16 × something", "400,000", "40.0 %", "95 %", "6 passed, 1 failed", "CUDA context"):
+    for text in ("gpu: H200", "16 × something", "400,000", "95 %", "6 passed, 1 failed", "CUDA context"):
         assert text in fresh
     assert "- float32: the nine minutes were over" in fresh
     assert failed(results()["parts"]) == ["tests"]

@@ -37,7 +37,6 @@ TWO = RankInfo(rank=0, world_size=2, launched=True)
         (["--tune-comm", "--parallel", "fsdp2"], "--tune-comm is DDP's, and --parallel fsdp2 has no DDP; leave it out"),
         (["--bucket-mb", "5", "--parallel", "tp=2"], "--bucket-mb is DDP's, and --parallel tp=2 has no DDP"),
         (["--comm-hook", "int8"], "'int8' is not one of 'fp16', 'bf16', 'powersgd'"),
-        (["--powersgd-rank", "2"], "--powersgd-rank 2 needs --comm-hook powersgd"),
         (["--comm-hook", "powersgd", "--bucket-mb", "1"], "--comm-hook powersgd has one bucket"),
         (["--checkpoints", "s33://bucket/run"], "s33://bucket/run cannot be used: Protocol not known: s33"),
         (["--checkpoints", "gs://bucket/run"], "gs://bucket/run cannot be used: Please install gcsfs"),

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from elaunch.trainer.data.order import Order
 from elaunch.trainer.gpt.config import TrainConfig
 from elaunch.trainer.gpt.progress import Line, Progress
-from elaunch.trainer.gpt.recorder import Metrics, Recorder
+from elaunch.trainer.gpt.recorder import LOG_EVERY, Metrics, Recorder
 from elaunch.trainer.gpt.run_directory import RunDirectory
 from elaunch.trainer.ranks.place import RankInfo
 
@@ -42,7 +42,7 @@ def recorder(folder: Path, generation: int = 0, **options: Any) -> Recorder:
     config = TrainConfig(steps=100, global_batch=4, context=8, **options)
     place, progress = RankInfo(0, 0, 1, generation), Progress(io.StringIO(), steps=100)
     device = torch.device("cpu")
-    return Recorder(config, place, RunDirectory(folder), progress, device, flops_per_token=100.0, peak_flops=1e6)
+    return Recorder(config, place, RunDirectory(folder), progress, device)
 
 
 def train(recorder: Recorder, steps: range, held_out: dict[int, float] | None = None) -> None:
@@ -62,7 +62,7 @@ def steps_in(folder: Path) -> list[int]:
     return [row["step"] for row in rows(folder)]
 
 
-def test_a_line_has_norm_rate_speed_mfu_and_a_held_out_loss_where_there_is_one(tmp_path: Path) -> None:
+def test_a_line_has_norm_rate_speed_and_and_a_held_out_loss_where_there_is_one(tmp_path: Path) -> None:
     with recorder(tmp_path).begin(At(0), ORDER) as found:
         train(found, range(1, 3), held_out={1: 5.5})
 
@@ -71,11 +71,13 @@ def test_a_line_has_norm_rate_speed_mfu_and_a_held_out_loss_where_there_is_one(t
     assert first["held_out_loss"] == 5.5
     assert "held_out_loss" not in second
     assert first["tokens_per_s"] == pytest.approx(first["tokens"] / first["seconds"], rel=0.1)
-    assert first["mfu"] == pytest.approx(first["tokens_per_s"] * 100 / 1e6, rel=0.01, abs=1e-6)
 
 
-def test_lines_wait_for_the_log_for_a_checkpoint_and_for_the_end(tmp_path: Path) -> None:
-    with recorder(tmp_path, log_every=4, checkpoint_every=6).begin(At(0), ORDER) as found:
+def test_lines_wait_for_the_log_for_a_checkpoint_and_for_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(LOG_EVERY, "cpu", 4)
+    with recorder(tmp_path, checkpoint_every=6).begin(At(0), ORDER) as found:
         train(found, range(1, 4))
         assert steps_in(tmp_path) == []
         train(found, range(4, 6))
@@ -87,8 +89,11 @@ def test_lines_wait_for_the_log_for_a_checkpoint_and_for_the_end(tmp_path: Path)
 
 
 @pytest.mark.parametrize("log_every", [1, 4, 9])
-def test_the_lines_that_a_killed_rank_0_had_not_written_are_in_the_state(tmp_path: Path, log_every: int) -> None:
-    killed = recorder(tmp_path, log_every=log_every)
+def test_the_lines_that_a_killed_rank_0_had_not_written_are_in_the_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log_every: int
+) -> None:
+    monkeypatch.setitem(LOG_EVERY, "cpu", log_every)
+    killed = recorder(tmp_path)
     killed.begin(At(0), ORDER)
     train(killed, range(1, 7))
     # The last line is only in the other ranks' state.
@@ -96,7 +101,7 @@ def test_the_lines_that_a_killed_rank_0_had_not_written_are_in_the_state(tmp_pat
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "metrics.jsonl").write_text("".join(line for line in lines if '"step": 7' not in line))
 
-    again = recorder(tmp_path, generation=1, log_every=log_every)
+    again = recorder(tmp_path, generation=1)
     again.state.update(killed.state)
     with again.begin(At(7), ORDER):
         train(again, range(8, 10))
@@ -188,11 +193,11 @@ def test_people_get_about_ten_lines_and_the_held_out_losses_from_rank_0_alone(sp
 
     for step in range(1, 1001):
         held_out = {"held_out_loss": 2.5} if step == 51 else {}
-        progress.update({"step": step, "loss": 5.0 / step, "tokens": 100, "seconds": 0.5, "mfu": 0.31, **held_out})
+        progress.update({"step": step, "loss": 5.0 / step, "tokens": 100, "seconds": 0.5, **held_out})
 
     shown = stream.getvalue().splitlines()
     assert len(shown) == (12 if speaks else 0)
     if speaks:
-        assert shown[0] == "step 1/1000  loss 5.000  200 tokens/s  MFU 31.0 %  8:20 left"
+        assert shown[0] == "step 1/1000  loss 5.000  200 tokens/s  8:20 left"
         assert shown[1] == "held-out loss 2.500 after step 50"
         assert shown[-1].startswith("step 1000/1000")

@@ -1,4 +1,4 @@
-"""The pure parts of the training loop: what decays, the held-out text, MFU."""
+"""The pure parts of the training loop: what decays, the held-out text."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from elaunch.trainer import train
 from elaunch.trainer.gpt.config import TrainConfig
 from elaunch.trainer.gpt.corpus import Corpus
 from elaunch.trainer.gpt.model import GPT
 from elaunch.trainer.parallel.plan import DataShare
-from elaunch.trainer.train import Windows, decay_groups, flops_per_token, peak_flops
+from elaunch.trainer.train import Windows, decay_groups
 
 CPU = torch.device("cpu")
-GPU = torch.device("cuda", 0)
 
 
 def test_matrices_decay_and_biases_and_norms_do_not() -> None:
@@ -31,33 +29,6 @@ def test_matrices_decay_and_biases_and_norms_do_not() -> None:
     assert "blocks.0.expand.weight" in of_decayed
     assert "norm.weight" in of_others
     assert all("bias" in name or "norm" in name for name in of_others)
-
-
-def test_a_byte_costs_six_operations_per_weight_that_is_multiplied_and_those_of_attention() -> None:
-    config = TrainConfig(layers=2, heads=2, width=8, context=4)
-
-    # 4 positions × 8 are only added. Attention: 12 × 2 layers × width 8 × context 4.
-    assert flops_per_token(1032, config) == 6 * 1000 + 12 * 2 * 8 * 4
-
-
-@pytest.mark.parametrize(
-    ("name", "tflops"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA H100 NVL", 835),
-        ("NVIDIA H200", 989),
-        ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA GeForce GTX 970", 0),
-    ],
-)
-def test_the_peak_is_known_by_the_devices_name_and_else_there_is_none(
-    monkeypatch: pytest.MonkeyPatch, name: str, tflops: float
-) -> None:
-    monkeypatch.setattr(train.torch.cuda, "get_device_name", lambda device: name)
-
-    assert peak_flops(GPU) == tflops * 1e12
-    assert peak_flops(CPU) == 0
 
 
 @pytest.mark.parametrize("windows_held_out", [1, 7, 500])
