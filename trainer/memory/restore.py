@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from elaunch.trainer.memory.records import Records, completed_in, records_in, verified_records_in
+from elaunch.trainer.memory.node_memory import NodeMemory
 from elaunch.trainer.memory.recovery_plan import Decision, Held, Inventory, RecordSource
-from elaunch.trainer.memory.replicated import ReplicatedMemory
-from elaunch.trainer.memory.slots import Slot, Torn, node_of, received
+from elaunch.trainer.memory.slots import Slot, Torn, received
 from elaunch.trainer.ranks.peers import Peers, neighbours
 from elaunch.trainer.state.packing import unpack
 from elaunch.trainer.state.region import Header
@@ -28,44 +26,7 @@ def gather(node_memory: NodeMemory | None, peers: Peers, *, large: bool, pieces:
     """The inventories of all ranks, by rank; `pieces` are this rank's share of the node's. Collective."""
     if node_memory is None:
         return peers.from_all(Inventory(peers.rank, "", speaks=False))
-    return peers.from_all(node_memory.inventory(peers.rank, large=large, pieces=pieces))
-
-
-@dataclass(frozen=True)
-class NodeMemory:
-    """This node's memory for one training, in a group of `world_size` ranks.
-
-    `speaks` is True for one rank of each node, which lists and fills the memory for all. `say` gets a sentence for each
-    torn copy.
-    """
-
-    memory: ReplicatedMemory
-    name: str
-    layout: bytes
-    world_size: int
-    speaks: bool
-    say: Callable[[str], None]
-
-    @property
-    def node(self) -> str:
-        return node_of(self.memory.folder)
-
-    def records(self, rank: int) -> Records:
-        return Records(self.memory.folder, self.name, self.layout, rank, self.world_size)
-
-    def inventory(self, rank: int, *, large: bool, pieces: Mapping[str, Held]) -> Inventory:
-        """The verified content of this memory. All ranks of the node call it, each with its share of the pieces."""
-        if not self.speaks:
-            return Inventory(rank, self.node, speaks=False, pieces=pieces)
-        holdings = self.memory.verified(all_of_them=large, say=self.say)
-        records = verified_records_in(self.memory.folder, self.name, self.layout)
-        return Inventory(
-            rank, self.node, True, tuple(holdings), tuple(records), self.completed(), self.memory.free, pieces
-        )
-
-    def completed(self) -> Version | None:
-        """The newest step that any worker of this node has completed, dead workers included."""
-        return completed_in(self.memory.folder, self.name, self.layout)
+    return peers.from_all(node_memory.inventory(large=large, pieces=pieces))
 
 
 def take_over(
@@ -104,9 +65,7 @@ def _load_replicated(
 def drop_newer(version: Version, node_memory: NodeMemory | None, peers: Peers) -> None:
     """Tear the copies and records of all ranks that are newer than `version`: no later start may find them."""
     if node_memory is not None and node_memory.speaks:
-        for records in records_in(node_memory.memory.folder, node_memory.name, node_memory.layout):
-            records.drop_newer(version)
-        node_memory.memory.drop_newer(version)
+        node_memory.drop_newer(version)
     # Wait for all ranks before one of them stores a newer copy of this generation.
     peers.from_all(None)
 
@@ -129,7 +88,7 @@ def _replicated_travels(
         elif node_memory is None or peers.rank in decision.private:
             image = _receive(peers, before, decision.version, pass_on=after)
         else:
-            _receive_into(node_memory.memory, decision.version, peers, before, after)
+            _receive_into(node_memory, decision.version, peers, before, after)
     if decision.receivers:
         # Other ranks of a receiver's node must not look before the state is there.
         peers.from_all(None)
@@ -163,11 +122,7 @@ def _records_travel(
             continue
         if peers.rank == source.holder:
             assert node_memory is not None
-            found = _record(node_memory, source)
-            if rank == peers.rank:
-                image = found
-            else:
-                peers.send(found[0], rank)
+            peers.send(_record(node_memory, source), rank)
         elif peers.rank == rank:
             image = _receive(peers, source.holder, source.version)
     return image
@@ -176,21 +131,21 @@ def _records_travel(
 def _found(node_memory: NodeMemory, decision: Decision, inventories: list[Inventory]) -> tuple[Header, Slot]:
     held = inventories[decision.source].holdings
     checksum = next(holding.checksum for holding in held if holding.version == decision.version)
-    found = node_memory.memory.find(decision.version, checksum)
+    found = node_memory.find(decision.version, checksum)
     if found is None:
-        raise Incomplete(f"the copy of step {decision.version.step} is gone from {node_memory.memory.folder}")
+        raise Incomplete(f"the copy of step {decision.version.step} is gone from {node_memory.folder}")
     return found
 
 
-def _record(node_memory: NodeMemory, source: RecordSource) -> tuple[Tensor, Header]:
+def _record(node_memory: NodeMemory, source: RecordSource) -> Tensor:
     for header, slot, _ in node_memory.records(source.of_rank).versions():
         if header.version == source.version and slot.is_intact(header):
-            return slot.raw(header.length), header
-    step, folder = source.version.step, node_memory.memory.folder
+            return slot.raw(header.length)
+    step, folder = source.version.step, node_memory.folder
     raise Incomplete(f"rank {source.of_rank}'s own state of step {step} is gone from {folder}")
 
 
-def _receive_into(memory: ReplicatedMemory, version: Version, peers: Peers, source: int, pass_on: int | None) -> None:
+def _receive_into(memory: NodeMemory, version: Version, peers: Peers, source: int, pass_on: int | None) -> None:
     """Receive into a slot of this node. The slot is torn until all of it has arrived and is verified."""
     with memory.locked():
         for header, slot in memory.pair.versions():

@@ -17,7 +17,7 @@ from torch import nn
 from elaunch.trainer import Keeper, link
 from elaunch.trainer.keeper import copies
 from elaunch.trainer.memory import replicated, room, slots
-from elaunch.trainer.memory.records import Records
+from elaunch.trainer.memory.node_memory import Records
 from elaunch.trainer.state.version import Piece, Version
 from tests.harness import DEADLINE_S, free_ports
 from tests.unit.trainer.keeper.test_keeper_words import said
