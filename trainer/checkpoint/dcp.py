@@ -63,9 +63,9 @@ def plan(tensors: Mapping[str, Tensor], paths: Mapping[str, tree.Path], ranks: P
         shares, metadata = planner.create_global_plan(plans)
         shares = FileSystemWriter("unused").prepare_global_plan(shares)
     if ranks is not None:
-        return Plan(ranks.each_from_rank_0(shares), metadata)
+        shares = ranks.from_rank_0(shares)
     assert shares is not None
-    return Plan(shares[0], metadata)
+    return Plan(shares[0 if ranks is None else ranks.rank], metadata)
 
 
 @dataclass(frozen=True)
