@@ -14,9 +14,6 @@ import sys
 from collections.abc import Iterator, Sequence
 
 import torch
-
-# DDP and optimizers import it anyway. If it is first imported while a group exists, it keeps that group alive.
-import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -34,7 +31,8 @@ from elaunch.trainer.parallel.auto import chosen
 from elaunch.trainer.parallel.build import Parallel, build
 from elaunch.trainer.parallel.plan import DataShare
 from elaunch.trainer.profiling.profiler import profiled
-from elaunch.trainer.ranks.place import RankInfo, join, leave, sum_over_ranks
+from elaunch.trainer.ranks import process_group
+from elaunch.trainer.ranks.place import RankInfo
 from elaunch.trainer.tuning.tune import tune
 
 WEIGHT_DECAY = 0.1
@@ -50,7 +48,7 @@ def train(config: TrainConfig, corpus: Corpus, place: RankInfo, run: RunDirector
 
     Called by every rank with the same arguments but `place`. Raises ConfigError where the ranks see different texts.
     """
-    device = join(place)
+    device = process_group.join(place)
     exit_code = 0
     try:
         train_in_group(config, corpus, place, run, device)
@@ -58,9 +56,9 @@ def train(config: TrainConfig, corpus: Corpus, place: RankInfo, run: RunDirector
         # The keeper's, on all ranks after the same step: nodes come or go, or somebody wants the job to end.
         exit_code = int(stop.code or 0)
     except AgreedRefusal:
-        leave(device)
+        process_group.leave(device)
         raise
-    leave(device)
+    process_group.leave(device)
     return exit_code
 
 
@@ -72,7 +70,7 @@ def train_in_group(
     summary = [corpus.summary]
     dist.broadcast_object_list(summary, device=device)
     corpus.require_same(summary[0])
-    if any(sum_over_ranks([place.leads and run.is_complete], device)):
+    if any(process_group.sum_over_ranks([place.leads and run.is_complete], device)):
         progress.say(f"{run.path} is complete: {config.steps} steps; remove it or give another --out to train again")
         return
 

@@ -25,7 +25,8 @@ from elaunch.trainer.gpt.run_directory import RunDirectory
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.ledger.ledger import Ledger, audit_folder, next_generation
 from elaunch.trainer.parallel.plan import DataShare
-from elaunch.trainer.ranks.place import RankInfo, sum_over_ranks
+from elaunch.trainer.ranks import process_group
+from elaunch.trainer.ranks.place import RankInfo
 
 # The figures of a step as they are kept on the device, one row per step. NaN stands for what is not known.
 FIGURES = ("step", "loss", "grad_norm", "learning_rate", "held_out_loss", "seconds", "world_size", "generation")
@@ -215,7 +216,7 @@ class Recorder:
             return
         folder, place = self._run.ledger, self._place
         unused = next_generation(folder, place.generation) if place.leads else 0
-        generation = int(sum(sum_over_ranks([unused], self._device)))
+        generation = int(sum(process_group.sum_over_ranks([unused], self._device)))
         if not self._share.leads:
             return
         ranks = {"rank": self._share.rank, "world_size": self._share.world_size}

@@ -18,7 +18,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import pickle
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -277,13 +276,15 @@ class Records:
         staged = [(header, slot, False) for header, slot in self._staged.versions()]
         return [(header, slot, True) for header, slot in self._kept.versions()] + staged
 
+    def slot_of(self, version: Version) -> tuple[Header, Slot] | None:
+        """Where this rank's own state of that version is, if possible with the large part."""
+        its = ((header, slot) for header, slot, _ in self.versions() if header.version == version)
+        return next(((header, slot) for header, slot in its if slot.is_intact(header)), None)
+
     def find(self, version: Version) -> Any:
         """This rank's own state of that version as views of the memory, if possible with the large part; else None."""
-        for header, slot, _ in self.versions():
-            if header.version == version and slot.is_intact(header):
-                with contextlib.suppress(pickle.UnpicklingError, ValueError):
-                    return slot.read(header)
-        return None
+        found = self.slot_of(version)
+        return None if found is None else found[1].read(found[0])
 
     def drop_newer(self, version: Version) -> None:
         """Declare records newer than `version` torn: those steps are given up."""

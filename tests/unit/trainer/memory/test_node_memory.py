@@ -15,7 +15,7 @@ import torch
 
 from elaunch.trainer.memory import node_memory
 from elaunch.trainer.memory.node_memory import NodeMemory, NoRoom
-from elaunch.trainer.memory.slots import copy_on_host, node_of
+from elaunch.trainer.memory.slots import copy_on_host
 from elaunch.trainer.state.version import Version
 from tests.forked import Child
 from tests.harness import DEADLINE_S, wait_for
@@ -249,16 +249,6 @@ def test_the_records_of_the_last_three_steps_stay(tmp_path: Path) -> None:
         4: None,
         **{step: [step, step] for step in (5, 6, 7)},
     }
-
-
-def test_nodes_are_told_apart_by_their_memory(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    (tmp_path / "link").symlink_to("a")
-
-    nodes = [node_of(tmp_path / name) for name in ("a", "link", "b")]
-
-    assert nodes[0] == nodes[1] != nodes[2]
 
 
 def test_files_are_for_their_owner_alone(tmp_path: Path) -> None:
