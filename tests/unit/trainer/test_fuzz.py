@@ -22,7 +22,7 @@ from elaunch.trainer.gpt.recorder import Metrics
 from elaunch.trainer.gpt.run_directory import require_ours
 from elaunch.trainer.ledger.audit import Verdict, verdict
 from elaunch.trainer.ledger.ledger import FORMAT, Ledger
-from elaunch.trainer.memory.pieces import PieceContents
+from elaunch.trainer.memory.pieces import contents
 from elaunch.trainer.memory.slots import Slot, Torn
 from elaunch.trainer.state.packing import describe, pack, unpack
 from elaunch.trainer.state.region import PAGE, Header, finish, header_of, is_intact, skeleton_of, views
@@ -180,7 +180,7 @@ def test_a_box_that_is_no_part_of_its_tensor_or_of_the_data_is_torn(reference: A
     Pickler(content, protocol=5).dump({"parts": [], "whole": [], "state": {"w": STATE}})
 
     with pytest.raises(Torn, match="its skeleton"):
-        PieceContents.read(content.getvalue(), PAGE)
+        contents(content.getvalue(), PAGE)
 
 
 def test_a_skeleton_that_nests_for_ever_is_none_of_ours() -> None:
