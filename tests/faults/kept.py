@@ -48,7 +48,7 @@ from torch.nn.parallel import DistributedDataParallel
 from elaunch.trainer.keeper.boundary import Boundary
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.memory.device_copy import HostCopies
-from elaunch.trainer.memory.records import Records
+from elaunch.trainer.memory.node_memory import Records
 from elaunch.trainer.memory.slots import copy_on_host
 from elaunch.trainer.ranks.peers import Peers
 

@@ -7,7 +7,6 @@ Run as `shards.py KIND STORE ACTION…` by each rank. KIND is ddp, fsdp2 or zero
     save            keep the state, and wait until it is kept
     load            put the newest state into model and optimizer
     weights         put the newest state's model into the model, and leave out the optimizer's state
-    garble RANK     change one bit in the next data that this rank receives from another rank
     die MOMENT RANK that rank will kill itself at MOMENT (see `at`) of a later action
     in NAME         from here on checkpoints are in the folder NAME below the first one
     note            print the messages since the last note, the present step, and a digest of the whole state
@@ -31,10 +30,8 @@ import torch._dynamo
 import torch.distributed as dist
 from torch import nn
 
-from elaunch.trainer.checkpoint import dcp, local, storage
+from elaunch.trainer.checkpoint import dcp, storage
 from elaunch.trainer.checkpoint.checkpoints import Checkpoints
-from elaunch.trainer.checkpoint.local import LocalStorage
-from elaunch.trainer.checkpoint.objects import ObjectFolder, ObjectStorage
 from elaunch.trainer.memory.sharded import ShardedMemory
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state import model_state
@@ -103,11 +100,11 @@ def whole(value: torch.Tensor) -> torch.Tensor:
 
 def at(moment: str, rank: int) -> None:
     """Be killed by SIGKILL there: `write` (in the middle of the first file), `part` (written, before it is told),
-    `manifest` (before it), `publish` (before the rename, or the manifest of objects)."""
+    `manifest` (before what leads to it), `publish` (before it is written)."""
     if rank != RANK:
         return
 
-    write, to_rank_0 = ObjectFolder.write, Peers.to_rank_0
+    write, to_rank_0 = storage.Folder.write, Peers.to_rank_0
 
     def die(*_: object, **__: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -118,7 +115,7 @@ def at(moment: str, rank: int) -> None:
         die()
         return 0
 
-    def unmarked(self: ObjectFolder, name: str, content: bytes) -> None:
+    def unmarked(self: storage.Folder, name: str, content: bytes) -> None:
         if name == storage.MANIFEST:
             die()
         write(self, name, content)
@@ -134,21 +131,9 @@ def at(moment: str, rank: int) -> None:
         case "part":
             Peers.to_rank_0 = told  # type: ignore[method-assign]
         case "manifest":
-            LocalStorage.publish = ObjectStorage.publish = die  # type: ignore[assignment, method-assign]
+            storage.Storage.publish = die  # type: ignore[assignment, method-assign]
         case "publish":
-            local.publish = die  # type: ignore[assignment]
-            ObjectFolder.write = unmarked  # type: ignore[method-assign]
-
-
-def garble() -> None:
-    receive = Peers.receive
-
-    def once(self: Peers, region: torch.Tensor, rank: int, *, pass_on: int | None = None) -> None:
-        receive(self, region, rank, pass_on=pass_on)
-        Peers.receive = receive  # type: ignore[method-assign]
-        region[-1] ^= 1
-
-    Peers.receive = once  # type: ignore[method-assign]
+            storage.Folder.write = unmarked  # type: ignore[method-assign]
 
 
 def main() -> None:
@@ -191,9 +176,6 @@ def main() -> None:
                 found = load(state)
                 loaded = [found.generation, found.step]
                 model_state.unwrap(model).load_state_dict(state["model"])
-            case "garble":
-                if int(next(actions)) == RANK:
-                    garble()
             case "die":
                 at(next(actions), int(next(actions)))
             case "in":

@@ -69,7 +69,7 @@ class Group:
             keys = self.s3.keys(f"{self.prefix}/")
             begun = {key.rpartition("/")[0] for key in keys}
             return [folder for folder in begun if f"{folder}/manifest.json" not in keys]
-        return [path.name for path in self.checkpoints.iterdir() if path.name.startswith(".")]
+        return [path.name for path in self.checkpoints.iterdir() if not (path / "manifest.json").exists()]
 
 
 @pytest.fixture

@@ -13,14 +13,14 @@ tear a checkpoint. A *sharded* one (FSDP, ZeRO-1) is written and read by all, in
 from __future__ import annotations
 
 import contextlib
-import secrets
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from elaunch.trainer.checkpoint.loading import load_from_all, load_from_rank_0
-from elaunch.trainer.checkpoint.storage import Folder, Mark, StorageError, Where, marks, storage_at
+from elaunch.trainer.checkpoint.objects import StorageError
+from elaunch.trainer.checkpoint.storage import Folder, Mark, Where, marks, storage_at
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state.tree import State, Tree, flatten, pack, tensors_sha256
 
@@ -192,7 +192,7 @@ class Checkpoints:
                     self._prepare()
                 # The job was started anew, and reached this step again.
                 self._fence += Mark(self._fence, step) in self._taken
-                name = self.storage.begin(Mark(self._fence, step), secrets.token_hex(4), shared=shown).name
+                name = self.storage.begin(Mark(self._fence, step), shared=shown).name
             except OSError as error:
                 failure = error.strerror or str(error)
         mark = Mark(self._fence, step)
@@ -204,7 +204,7 @@ class Checkpoints:
             return mark, None
         folder = self.storage.folder(name)
         try:
-            is_there = not shown or folder.is_there()
+            is_there = not shown or folder.is_there
         except OSError:
             # The write that follows reports what is wrong. The next save looks again.
             return mark, folder
@@ -213,8 +213,8 @@ class Checkpoints:
                 f"rank {self._ranks.rank} does not see {self.storage}, which rank 0 writes to; the checkpoints of a "
                 "sharded state need a directory that all ranks share"
             )
-        # Over a network one look is enough, it keeps training waiting.
-        self._is_seen = self._is_seen or (shown and folder.is_remote)
+        # One look is enough: over a network it keeps training waiting.
+        self._is_seen = self._is_seen or shown
         return mark, folder
 
     def _planned(self, parts: Tree) -> Plan:

@@ -63,9 +63,9 @@ def plan(tensors: Mapping[str, Tensor], paths: Mapping[str, tree.Path], ranks: P
         shares, metadata = planner.create_global_plan(plans)
         shares = FileSystemWriter("unused").prepare_global_plan(shares)
     if ranks is not None:
-        return Plan(ranks.each_from_rank_0(shares), metadata)
+        shares = ranks.from_rank_0(shares)
     assert shares is not None
-    return Plan(shares[0], metadata)
+    return Plan(shares[0 if ranks is None else ranks.rank], metadata)
 
 
 @dataclass(frozen=True)
@@ -126,11 +126,9 @@ def finish(folder: Folder, metadata: records.Metadata, parts: Sequence[Part]) ->
     """Write `.metadata` and `tensors.json`, which say where everything is; on rank 0, when all `parts` are there."""
     disk = _Files(folder)
     _writer(disk).finish(metadata, [part.results for part in parts])
-    # It is written under another name first.
-    files = {name.removesuffix(".tmp"): seal for name, seal in disk.files.items()}
     layout = _described(metadata)
     folder.write(LAYOUT, layout)
-    return Part([], {**files, LAYOUT: (len(layout), zlib.crc32(layout))})
+    return Part([], {**disk.files, LAYOUT: (len(layout), zlib.crc32(layout))})
 
 
 def _described(metadata: records.Metadata) -> bytes:
@@ -240,7 +238,7 @@ class _Reader(FileSystemReader):
         raise NotImplementedError
 
     def _slice_file(self, file: IO[bytes], sinfo: Any) -> IO[bytes]:
-        if self._folder.is_remote or sinfo.length <= _SMALL_BYTES:
+        if self._folder.files.is_remote or sinfo.length <= _SMALL_BYTES:
             # torch reads a tensor's end first, then its beginning: once over the network is enough. Of a small one
             # each look costs more than its bytes.
             file.seek(sinfo.offset)
@@ -265,7 +263,8 @@ class _Files(FileSystem):
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        name = os.fspath(path)
+        # DCP would rename `.metadata.tmp`; the folder is no checkpoint yet.
+        name = os.fspath(path).removesuffix(".tmp")
         if mode == "rb":
             if name not in self.readable:
                 raise pickle.UnpicklingError(f"{name!r:.200} is none of the checkpoint's files")
@@ -286,7 +285,7 @@ class _Files(FileSystem):
         return False
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        self.folder.rename(os.fspath(path), os.fspath(new_path))
+        """It has its name."""
 
 
 class _Summing:
@@ -310,14 +309,7 @@ class _Summing:
         return self.length
 
     def flush(self) -> None:
-        try:
-            self._file.flush()
-        except OSError as error:
-            self._disk.error = error
-            raise
-
-    def fileno(self) -> int:
-        return self._file.fileno()
+        """The folder flushes it."""
 
     def close(self) -> None:
         """`_Files` closes it."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from elaunch.trainer.checkpoint.objects import StorageError
 from elaunch.trainer.checkpoint.storage import (
     LAYOUT,
     LAYOUT_BYTES_MAX,
@@ -21,7 +22,6 @@ from elaunch.trainer.checkpoint.storage import (
     Manifest,
     Mark,
     Storage,
-    StorageError,
     read_manifest,
     read_verified,
     verify,
@@ -137,7 +137,7 @@ def _tensor_files(manifest: Manifest) -> list[str]:
 def _open_share(folder: Folder, manifest: Manifest, ranks: Peers) -> tuple[_Opened | None, Exception | None]:
     """The checkpoint, once this rank's share of the files is verified; or what is wrong with it."""
     try:
-        if not folder.is_there():
+        if not folder.is_there:
             return None, _Unseen()
         verify(folder, manifest, _tensor_files(manifest)[ranks.rank :: ranks.world_size])
         opened = _open(folder, manifest)
@@ -316,7 +316,7 @@ def _passing_over(storage: Storage, folder: Folder, say: Callable[[str], None], 
         raise
     except Corrupt as error:
         say(f"skipping {folder}: it is torn or corrupt ({_reason(error)}); trying the one before it")
-        storage.set_aside(folder)
+        folder.set_aside()
     # The disk's, the network's, the device's or this release's trouble: the bytes may be right.
     except Exception as error:
         unread.append(f"{folder} cannot be read ({_reason(error)})")

@@ -1,11 +1,7 @@
-"""Checkpoints in an object store, or whatever else fsspec reaches: published without a rename.
+"""Files of checkpoints in an object store, or whatever else fsspec reaches.
 
-A checkpoint is all objects below `generation-GGGG-step-SSSSSSSS.NNNNNNNN/`. N is random: no two writers ever name the
-same object. `manifest.json` is written last, when all that it lists has been seen to be there, and it is deleted first.
-Objects without it are no checkpoint.
-
-One thing is taken for granted: the store finds an object by its name as soon as it has been written (S3, GCS, Azure and
-MinIO do). A listing may lag. fsspec, which is optional, and a file system's own package are imported for a URL alone.
+The store must find an object by its name as soon as it has been written (S3, GCS, Azure and MinIO do). A listing may
+lag. fsspec, which is optional, and a file system's own package are imported for a URL alone.
 """
 
 from __future__ import annotations
@@ -15,31 +11,16 @@ import errno
 import os
 import random
 import re
-import secrets
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path, PurePath
-from typing import IO, Any, cast
+from typing import IO, Any
 from urllib.parse import unquote
 
-from elaunch.trainer.checkpoint.storage import (
-    MANIFEST,
-    MANIFEST_BYTES_MAX,
-    NOTE_BYTES_MAX,
-    Folder,
-    Manifest,
-    Mark,
-    StorageError,
-)
 from elaunch.trainer.files import require_size
 
-# Takes the manifest's place in what has proved to be corrupt.
-_SET_ASIDE = "manifest.corrupt.json"
-# There while several ranks make sure that all see the same store.
-_BEGUN = "begun"
-_ATTEMPT = re.compile(r"(generation-\d+-step-\d+)\.[0-9a-f]+")
 # In these a folder is a part of a name; making one may even make a bucket.
 _FLAT = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "memory"}
 _READ_AHEAD_BYTES = 8 << 20
@@ -104,55 +85,64 @@ def parse(text: str) -> Path | Url:
     return url
 
 
-class ObjectFolder:
-    """The objects of one attempt."""
+class StorageError(OSError):
+    """The storage does not do what was asked for; `strerror` is the reason alone, `str()` names the URL too."""
+
+    def __str__(self) -> str:
+        return f"{self.filename}: {self.strerror}"
+
+
+class ObjectFiles:
+    """The files below a URL; `LocalFiles` says what each method does. The network is not touched before the first one.
+
+    An object is there when it is whole.
+    """
 
     is_remote = True
 
-    def __init__(self, storage: ObjectStorage, name: str) -> None:
-        self._storage, self._name = storage, name
+    def __init__(self, url: Url) -> None:
+        self._url = url
 
     def __str__(self) -> str:
-        return f"{self._storage}/{self._name}"
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    def is_there(self) -> bool:
-        return self.has(MANIFEST) or self.has(_BEGUN)
-
-    def has(self, name: str) -> bool:
-        # By its name, which no listing's lag concerns.
-        return self.size(name) is not None
+        return str(self._url)
 
     def names(self) -> list[str]:
-        return self._storage.listed(self._name)
+        with self._errors():
+            self._system.invalidate_cache()
+            try:
+                paths = self._system.ls(self._path(""), detail=False)
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+        return [PurePath(path).name for path in paths]
 
     def size(self, name: str) -> int | None:
-        """In bytes; None where it is not there, which nothing but the store's own word proves."""
+        # By its name, which no listing's lag concerns. Only the store's own word proves that it is not there.
         try:
-            return self._storage.size(f"{self._name}/{name}")
+            return self._size(name)
         except FileNotFoundError:
             return None
 
     def read(self, name: str, bytes_max: int) -> bytes:
-        return self._storage.read(f"{self._name}/{name}", bytes_max)
+        size = self._size(name)
+        require_size(PurePath(name).name, size, bytes_max)
+        if not size:
+            return b""
+        # No more than that, were it another object by now.
+        with self._errors():
+            return bytes(self._system.cat_file(self._path(name), start=0, end=size))
 
     @contextlib.contextmanager
     def open(self, name: str) -> Iterator[IO[bytes]]:
-        with self._storage.errors():
-            self._storage.system.invalidate_cache()
-            with self._storage.system.open(self._path(name), "rb", block_size=_READ_AHEAD_BYTES) as file:
+        with self._errors():
+            self._system.invalidate_cache()
+            with self._system.open(self._path(name), "rb", block_size=_READ_AHEAD_BYTES) as file:
                 yield file
 
     @contextlib.contextmanager
     def create(self, name: str) -> Iterator[IO[bytes]]:
-        # An object is there when it is whole: it needs no other name first.
-        path = self._path(name.removesuffix(".tmp"))
-        with self._storage.errors():
-            self._storage.make_folder(self._name)
-            file = self._storage.system.open(path, "wb")
+        with self._errors():
+            self._make_folder_of(name)
+            file = self._system.open(self._path(name), "wb")
             try:
                 yield file
             except BaseException:
@@ -164,155 +154,48 @@ class ObjectFolder:
             file.close()
 
     def write(self, name: str, content: bytes) -> None:
-        with self._storage.errors():
-            self._storage.make_folder(self._name)
-            self._storage.system.pipe_file(self._path(name), content)
+        with self._errors():
+            self._make_folder_of(name)
+            self._system.pipe_file(self._path(name), content)
 
-    def rename(self, name: str, new: str) -> None:
-        """It has its name; see `create`."""
+    def sync(self, folder: str) -> None:
+        """An object is durable when it is there."""
 
-    def remove(self, names: Iterable[str]) -> None:
-        with self._storage.errors():
-            if paths := [self._path(name) for name in names]:
-                self._storage.system.rm(paths)
+    def remove(self, name: str) -> None:
+        with self._errors():
+            self._system.rm_file(self._path(name))
 
-    def _path(self, name: str) -> str:
-        return f"{self._storage.root}/{self._name}/{name}"
-
-
-class ObjectStorage:
-    """The checkpoints below a URL. The network is not touched before the first method is called."""
-
-    def __init__(self, url: Url) -> None:
-        self._url = url
-
-    def __str__(self) -> str:
-        return str(self._url)
-
-    def found(self) -> list[tuple[Mark, Folder]]:
-        return [(mark, folder) for mark, folder in self._attempts() if folder.has(MANIFEST)]
-
-    def folder(self, name: str) -> ObjectFolder:
-        return ObjectFolder(self, name)
-
-    def begin(self, mark: Mark, nonce: str, *, shared: bool) -> ObjectFolder:
-        folder = self.folder(f"{mark.folder_name}.{nonce}")
-        if shared:
-            folder.write(_BEGUN, b"")
-        return folder
-
-    def publish(self, folder: Folder, manifest: Manifest) -> None:
-        mine = cast(ObjectFolder, folder)
-        for name, (length, _) in manifest.files.items():
-            if (size := mine.size(name)) != length:
-                there = "is not there" if size is None else f"has {size} bytes there"
-                why = f"{name} {there} after {length} were written; another start may have cleaned it up"
-                raise StorageError(None, why, str(self))
-        mine.write(MANIFEST, manifest.to_bytes())
-
-    def abandon(self, folder: Folder) -> None:
-        with contextlib.suppress(OSError):
-            self.discard(folder)
-
-    def set_aside(self, folder: Folder) -> None:
-        with contextlib.suppress(OSError):
-            is_there = cast(ObjectFolder, folder).has(MANIFEST)
-            content = folder.read(MANIFEST, MANIFEST_BYTES_MAX) if is_there else b""
-            folder.write(_SET_ASIDE, content)
-            folder.remove([MANIFEST])
-
-    def discard(self, folder: Folder) -> None:
-        if cast(ObjectFolder, folder).has(MANIFEST):
-            folder.remove([MANIFEST])
+    def remove_all(self, folder: str) -> None:
         # Listed and deleted together where the store can.
-        with self.errors(), contextlib.suppress(FileNotFoundError):
-            self.system.invalidate_cache()
-            self.system.rm(f"{self.root}/{folder.name}", recursive=True)
-
-    def sweep(self, generation: int) -> None:
-        for mark, folder in self._attempts():
-            with contextlib.suppress(OSError):
-                if mark.generation <= generation and not folder.has(MANIFEST) and not folder.has(_SET_ASIDE):
-                    self.discard(folder)
-
-    def require_writable(self) -> None:
-        name = f".writable-{secrets.token_hex(4)}"
-        self.write_note(name, b"")
-        with self.errors():
-            self.system.rm_file(f"{self.root}/{name}")
-
-    def read_note(self, name: str) -> bytes | None:
-        try:
-            return self.read(name, NOTE_BYTES_MAX)
-        except FileNotFoundError:
-            return None
-
-    def write_note(self, name: str, content: bytes) -> None:
-        with self.errors():
-            self.make_folder("")
-            self.system.pipe_file(f"{self.root}/{name}", content)
-
-    # What `ObjectFolder` is made of.
+        with self._errors(), contextlib.suppress(FileNotFoundError):
+            self._system.invalidate_cache()
+            self._system.rm(self._path(folder), recursive=True)
 
     @property
-    def system(self) -> Any:
+    def _system(self) -> Any:
         """fsspec's file system."""
         return self._connected[0]
 
-    @property
-    def root(self) -> str:
-        """The path of this URL in it."""
-        return self._connected[1]
+    def _path(self, name: str) -> str:
+        return f"{self._connected[1]}/{name}".rstrip("/")
 
     @cached_property
     def _connected(self) -> tuple[Any, str]:
         return connect(self._url)
 
-    def errors(self) -> contextlib.AbstractContextManager[None]:
-        """Around all that fsspec does."""
+    def _errors(self) -> contextlib.AbstractContextManager[None]:
         return plain_errors(self._url)
 
-    def size(self, name: str) -> int:
-        """The size of an object below this URL, in bytes; raises FileNotFoundError."""
-        with self.errors():
-            self.system.invalidate_cache()
-            return int(self.system.info(f"{self.root}/{name}")["size"])
+    def _size(self, name: str) -> int:
+        with self._errors():
+            self._system.invalidate_cache()
+            return int(self._system.info(self._path(name))["size"])
 
-    def read(self, name: str, bytes_max: int) -> bytes:
-        """All of an object below this URL; raises FileNotFoundError, and OSError where it is larger."""
-        size = self.size(name)
-        require_size(PurePath(name).name, size, bytes_max)
-        if not size:
-            return b""
-        # No more than that, were it another object by now.
-        with self.errors():
-            return bytes(self.system.cat_file(f"{self.root}/{name}", start=0, end=size))
-
-    def listed(self, name: str) -> list[str]:
-        """The names below this URL, or below one of its folders; none where there is nothing."""
-        with self.errors():
-            self.system.invalidate_cache()
-            try:
-                paths = self.system.ls(f"{self.root}/{name}".rstrip("/"), detail=False)
-            except (FileNotFoundError, NotADirectoryError):
-                return []
-        return [PurePath(path).name for path in paths]
-
-    def make_folder(self, name: str) -> None:
+    def _make_folder_of(self, name: str) -> None:
         """Where files need one."""
-        protocol = self.system.protocol
+        protocol = self._system.protocol
         if not _FLAT & set([protocol] if isinstance(protocol, str) else protocol):
-            self.system.makedirs(f"{self.root}/{name}", exist_ok=True)
-
-    def _attempts(self) -> list[tuple[Mark, ObjectFolder]]:
-        """All that was begun and is still there, the oldest first."""
-        begun = []
-        for name in self.listed(""):
-            match = _ATTEMPT.fullmatch(name)
-            mark = Mark.of(PurePath(match[1])) if match else None
-            if mark is not None:
-                begun.append((mark, self.folder(name)))
-        return sorted(begun, key=lambda each: (each[0], each[1].name))
+            self._system.makedirs(self._path(name).rpartition("/")[0], exist_ok=True)
 
 
 def connect(url: Url) -> tuple[Any, str]:

@@ -1,7 +1,8 @@
-"""The checkpoints of a run, and the seam to the place where they lie: a folder, or an object store.
+"""The checkpoints of a run, in a folder or an object store: published by their manifest, without a rename.
 
-A `Storage` finds, publishes and deletes whole checkpoints; a `Folder` is one of them, and holds files. What is behind
-it may not rename (an object store cannot): how a checkpoint becomes whole in one moment is the storage's own business.
+A checkpoint is all files below `generation-GGGG-step-SSSSSSSS.NNNNNNNN/`. N is random: no two writers ever write the
+same file. `manifest.json` is written last, when all that it lists has been seen to be there, and it is deleted first.
+Files without it are no checkpoint.
 
 The order of checkpoints, generation before step, fences: what a group that should be gone still writes is older than
 anything of the group that replaced it, however far it got.
@@ -13,27 +14,31 @@ import contextlib
 import json
 import os
 import re
+import secrets
 import zlib
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, TypeAlias
+from pathlib import Path
+from typing import IO, Any, TypeAlias
 
 from elaunch.strict_json import parse_json
+from elaunch.trainer.checkpoint.local import LocalFiles
+from elaunch.trainer.checkpoint.objects import ObjectFiles, StorageError, parse
 from elaunch.trainer.state.version import Version
 
-if TYPE_CHECKING:
-    # Both import this module.
-    from elaunch.trainer.checkpoint.local import LocalFolder, LocalStorage
-    from elaunch.trainer.checkpoint.objects import ObjectFolder, ObjectStorage
-
 MANIFEST = "manifest.json"
+# Takes the manifest's place in what has proved to be corrupt.
+_SET_ASIDE = "manifest.corrupt.json"
+# There so that several ranks can make sure that all see the same storage.
+_BEGUN = "begun"
 # The file that holds all of a state that is no tensor.
 PLAIN = "plain.pt"
 # Where each tensor lies: DCP's account, for its tools, and the same as JSON, which is read here.
 LAYOUT = "tensors.json"
 _FORMAT = 1
-_NAME = re.compile(r"generation-(\d+)-step-(\d+)")
+# Earlier releases had no random number in the name of a folder.
+_NAME = re.compile(r"generation-(\d+)-step-(\d+)(\.[0-9a-f]+)?")
 # Limits of files that are read as a whole. Without them the writer of a folder chooses how much memory a read takes.
 # A line of the manifest is about 60 bytes for each rank, the layout about 100 for each piece of a tensor.
 MANIFEST_BYTES_MAX = 64 << 20
@@ -54,9 +59,9 @@ class Mark(Version):
         return f"generation-{self.generation:04d}-step-{self.step:08d}"
 
     @classmethod
-    def of(cls, path: PurePath) -> Mark | None:
+    def of(cls, name: str) -> Mark | None:
         """The mark in a folder's name; None where it is no checkpoint."""
-        match = _NAME.fullmatch(path.name)
+        match = _NAME.fullmatch(name)
         return cls(int(match[1]), int(match[2])) if match else None
 
 
@@ -105,18 +110,130 @@ def _manifest_of(record: dict[str, Any]) -> Manifest:
     return Manifest(mark, record["world_size"], files)
 
 
-# The files of one checkpoint, and where the checkpoints of one run lie; `local` says what each method does. All of them
-# raise OSError. `str()` is for people, without secrets.
-Folder: TypeAlias = "LocalFolder | ObjectFolder"
-Storage: TypeAlias = "LocalStorage | ObjectStorage"
-Where: TypeAlias = "str | os.PathLike[str] | Storage"
+@dataclass(frozen=True)
+class Folder:
+    """The files of one attempt to write a checkpoint, which another rank finds by its `name`. They raise OSError."""
 
-
-class StorageError(OSError):
-    """The storage does not do what was asked for; `strerror` is the reason alone, `str()` names the URL too."""
+    files: LocalFiles | ObjectFiles
+    name: str
 
     def __str__(self) -> str:
-        return f"{self.filename}: {self.strerror}"
+        return f"{self.files}/{self.name}"
+
+    @property
+    def is_there(self) -> bool:
+        """Whether this rank sees it."""
+        return self.has(MANIFEST) or self.has(_BEGUN)
+
+    @property
+    def is_published(self) -> bool:
+        """Whether it is a checkpoint. One in a folder that cannot be looked into counts: who reads it says why."""
+        try:
+            return self.has(MANIFEST)
+        except StorageError:
+            raise
+        except OSError:
+            return True
+
+    def has(self, name: str) -> bool:
+        return self.size(name) is not None
+
+    def size(self, name: str) -> int | None:
+        return self.files.size(f"{self.name}/{name}")
+
+    def read(self, name: str, bytes_max: int) -> bytes:
+        return self.files.read(f"{self.name}/{name}", bytes_max)
+
+    def open(self, name: str) -> AbstractContextManager[IO[bytes]]:
+        return self.files.open(f"{self.name}/{name}")
+
+    def create(self, name: str) -> AbstractContextManager[IO[bytes]]:
+        return self.files.create(f"{self.name}/{name}")
+
+    def write(self, name: str, content: bytes) -> None:
+        self.files.write(f"{self.name}/{name}", content)
+
+    def discard(self) -> None:
+        """Delete it; killed in between, it leaves none that looks whole."""
+        if self.has(MANIFEST):
+            self.files.remove(f"{self.name}/{MANIFEST}")
+        self.files.remove_all(self.name)
+
+    def set_aside(self) -> None:
+        """Keep what is torn or corrupt for people, but count it no more; nothing is raised."""
+        with contextlib.suppress(OSError):
+            self.write(_SET_ASIDE, self.read(MANIFEST, MANIFEST_BYTES_MAX))
+            self.files.remove(f"{self.name}/{MANIFEST}")
+
+    @property
+    def is_of_no_use(self) -> bool:
+        """Whether it is neither published nor kept for people."""
+        return not self.is_published and not self.has(_SET_ASIDE)
+
+
+class Storage:
+    """Where the checkpoints of one run lie. All methods raise OSError. `str()` is for people, without secrets."""
+
+    def __init__(self, files: LocalFiles | ObjectFiles) -> None:
+        self._files = files
+
+    def __str__(self) -> str:
+        return str(self._files)
+
+    def found(self) -> list[tuple[Mark, Folder]]:
+        """All published checkpoints, whole or not, oldest first; none where there is no such place."""
+        return [(mark, folder) for mark, folder in self._attempts() if folder.is_published]
+
+    def folder(self, name: str) -> Folder:
+        return Folder(self._files, name)
+
+    def begin(self, mark: Mark, *, shared: bool) -> Folder:
+        """A place for the files of `mark` that no other writer has, not published. `shared`: other ranks look for it"""
+        folder = self.folder(f"{mark.folder_name}.{secrets.token_hex(4)}")
+        if shared:
+            folder.write(_BEGUN, b"")
+        return folder
+
+    def publish(self, folder: Folder, manifest: Manifest) -> None:
+        """Make it one of the checkpoints in one moment."""
+        for name, (length, _) in manifest.files.items():
+            if (size := folder.size(name)) != length:
+                there = "is not there" if size is None else f"has {size} bytes there"
+                why = f"{name} {there} after {length} were written; another start may have cleaned it up"
+                raise StorageError(None, why, str(self))
+        self._files.sync(folder.name)
+        folder.write(MANIFEST, manifest.to_bytes())
+
+    def sweep(self, generation: int) -> None:
+        """Delete what killed writers of this and earlier generations left; a newer group's may be in the making."""
+        for mark, folder in self._attempts():
+            with contextlib.suppress(OSError):
+                if mark.generation <= generation and folder.is_of_no_use:
+                    folder.discard()
+
+    def require_writable(self) -> None:
+        """Write a small file and remove it."""
+        name = f".writable-{secrets.token_hex(4)}"
+        self.write_note(name, b"")
+        self._files.remove(name)
+
+    def read_note(self, name: str) -> bytes | None:
+        """A small file beside the checkpoints; None where it is not there."""
+        try:
+            return self._files.read(name, NOTE_BYTES_MAX)
+        except FileNotFoundError:
+            return None
+
+    def write_note(self, name: str, content: bytes) -> None:
+        self._files.write(name, content)
+
+    def _attempts(self) -> list[tuple[Mark, Folder]]:
+        """All that was begun and is still there, the oldest first."""
+        begun = [(mark, self.folder(name)) for name in self._files.names() if (mark := Mark.of(name))]
+        return sorted(begun, key=lambda each: (each[0], each[1].name))
+
+
+Where: TypeAlias = str | os.PathLike[str] | Storage
 
 
 def storage_at(where: Where) -> Storage:
@@ -124,14 +241,10 @@ def storage_at(where: Where) -> Storage:
 
     Nothing is touched yet. Raises ValueError with a sentence for a URL that cannot be meant.
     """
-    if not isinstance(where, str | os.PathLike):
+    if isinstance(where, Storage):
         return where
-    # Both import this module.
-    from elaunch.trainer.checkpoint.local import LocalStorage
-    from elaunch.trainer.checkpoint.objects import ObjectStorage, parse
-
     url = parse(os.fspath(where))
-    return LocalStorage(url) if isinstance(url, Path) else ObjectStorage(url)
+    return Storage(LocalFiles(url) if isinstance(url, Path) else ObjectFiles(url))
 
 
 def marks(where: Where) -> list[Mark]:
@@ -148,7 +261,6 @@ def read_manifest(folder: Folder) -> Manifest:
         manifest = Manifest.from_bytes(folder.read(MANIFEST, MANIFEST_BYTES_MAX))
     except FileNotFoundError as error:
         raise Corrupt(f"its {MANIFEST} is missing or torn") from error
-    # In an object store a random number is behind the mark.
     if folder.name.partition(".")[0] != manifest.mark.folder_name:
         raise Corrupt(f"its {MANIFEST} is that of {manifest.mark.folder_name}")
     return manifest
@@ -200,4 +312,4 @@ def keep_newest(storage: Storage, count: int, published: Mark) -> None:
         # Newer ones that could not be read may be in the way of the only one that can.
         if mark != published:
             with contextlib.suppress(OSError):
-                storage.discard(folder)
+                folder.discard()

@@ -100,7 +100,9 @@ class Writing:
             if order.rank:
                 return
         if not is_published:
-            order.storage.abandon(order.folder)
+            # Other ranks may still write: what they add is swept by the next start.
+            with contextlib.suppress(OSError):
+                order.folder.discard()
             return
         # Old ones that stay cost room, and are tried again after the next.
         with contextlib.suppress(OSError):
@@ -113,8 +115,6 @@ class Writing:
             return dcp.write(order.folder, order.plan.items, order.staging)
         except Exception as error:
             self.failure = reason(error)
-            with contextlib.suppress(OSError):
-                order.folder.remove(name for name in order.folder.names() if name.startswith(f"__{order.rank}_"))
             return None
 
     def _seal_and_publish(self, parts: list[dcp.Part]) -> None:

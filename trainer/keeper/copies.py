@@ -16,9 +16,9 @@ from elaunch.trainer.keeper.own_state import OwnState
 from elaunch.trainer.keeper.step_copies import StepCopies
 from elaunch.trainer.memory.device_copy import GpuCopies, HostCopies
 from elaunch.trainer.memory.mirror import Mirror
+from elaunch.trainer.memory.node_memory import NodeMemory, NoRoom
 from elaunch.trainer.memory.recovery_plan import decide, pieces_on_nodes, repeated, sentence
-from elaunch.trainer.memory.replicated import NoRoom, ReplicatedMemory
-from elaunch.trainer.memory.restore import NodeMemory, drop_newer, gather, take_over
+from elaunch.trainer.memory.restore import drop_newer, gather, take_over
 from elaunch.trainer.memory.slots import node_of
 from elaunch.trainer.ranks.group_status import GroupStatus
 from elaunch.trainer.ranks.peers import Peers
@@ -78,8 +78,8 @@ class Copies:
             layout, speaks = training.layout(), self._nodes.index(self._nodes[peers.rank]) == peers.rank
             # Another process on the node may keep a training of this name for itself too.
             name = f"{name}-{place.rank}" if peers.world_size == 1 < place.world_size else name
-            memory = ReplicatedMemory(Path(folder), name, layout, place.rank, place.world_size)
-            self._node_memory = NodeMemory(memory, name, layout, place.world_size, speaks, say)
+            whose = peers.rank, place.world_size
+            self._node_memory = NodeMemory(Path(folder), name, layout, *whose, speaks=speaks, say=say)
         self.loops = self._loops(Path(folder, f"{name}.left") if folder else None)
         self._parts: ShardedMemory | None = None
         if training.is_in_parts and all(self._nodes):
@@ -362,8 +362,7 @@ class Copies:
             newer = [each for each in copied if all(each > other for other in self._spare)]
             spare = self._spare[:1] if version in copied else [*self._spare, *newer]
             with self.gpu.reading():
-                memory, state = self._node_memory.memory, self._training.replicated
-                found = memory.save(version, state, self.gpu.copy, spare)
+                found = self._node_memory.save(version, self._training.replicated, self.gpu.copy, spare)
             return found >= version
         except NoRoom as error:
             self._has_room = False
@@ -376,7 +375,7 @@ class Copies:
             # The same trouble may be there at each snapshot to come: once, with the first step.
             if (reason := error.strerror or str(error)) not in self._said:
                 self._said.add(reason)
-                self._say(f"step {version.step} could not be copied to {self._node_memory.memory.folder}: {reason}")
+                self._say(f"step {version.step} could not be copied to {self._node_memory.folder}: {reason}")
         return False
 
     @property
@@ -403,7 +402,7 @@ class Copies:
             return 0
         # This rank has stored what it alone has of these.
         own = [self._full, self._newest if self._is_kept else None, *self.steps.versions]
-        kept = self._node_memory.memory.versions()
+        kept = self._node_memory.versions()
         # As `decide` does: without a copy of which the large part is there too, the large part begins anew.
         kept = [each for each in kept if self._training.has_large and each in own] or kept
         return max(kept).step if kept else 0
@@ -411,7 +410,7 @@ class Copies:
     def discard_replicated(self, version: Version) -> None:
         """Declare this node's copy of that version torn."""
         if self._node_memory is not None:
-            self._node_memory.memory.discard(version)
+            self._node_memory.discard(version)
 
     @property
     def _spare(self) -> list[Version]:

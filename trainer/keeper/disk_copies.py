@@ -14,7 +14,8 @@ from elaunch.trainer import link
 from elaunch.trainer.checkpoint.checkpoints import KEPT, Checkpoints
 from elaunch.trainer.checkpoint.claim import UNNAMED, Claim, NotOurs
 from elaunch.trainer.checkpoint.loading import Unreadable
-from elaunch.trainer.checkpoint.storage import Storage, StorageError, marks
+from elaunch.trainer.checkpoint.objects import StorageError
+from elaunch.trainer.checkpoint.storage import Storage, marks
 from elaunch.trainer.memory.recovery_plan import repeated
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state.training_state import Training

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from elaunch.trainer.memory.records import Records
+from elaunch.trainer.memory.node_memory import Records
 from elaunch.trainer.state.buffers import changed_since, versions
 from elaunch.trainer.state.packing import NotPlain, not_plain, tensor_that_is_not_dense
 from elaunch.trainer.state.training_state import Training

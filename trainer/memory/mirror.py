@@ -87,15 +87,6 @@ class Mirror:
         last, is_over = self._last, self._thread is None or not self._thread.is_alive()
         return last is None or (is_over and not last.damage and not last.why)
 
-    def has_room(self, lengths: Sequence[int], spare: Collection[Version]) -> bool:
-        """Whether the next slots for other ranks' pieces have these lengths, by rank."""
-        return all(pair.older(spare).size == lengths[rank] for rank, pair in self._pairs.items())
-
-    def reserve(self, lengths: Sequence[int], spare: Collection[Version]) -> None:
-        """Give the next slots for other ranks' pieces these lengths, by rank. Raises OSError without room."""
-        for rank, pair in self._pairs.items():
-            pair.older(spare).fit(lengths[rank])
-
     def delete(self) -> None:
         """Delete the slots for other ranks' pieces."""
         for pair in self._pairs.values():

@@ -92,24 +92,18 @@ class _Placer(Placer):
         return self.once(str(tensor.dtype).removeprefix("torch.")), self.once(tuple(tensor.shape)), boxes
 
 
-@dataclass(frozen=True)
-class PieceContents:
-    """The state in a piece, with a Boxed for each tensor."""
+def contents(skeleton: bytes, data_length: int) -> Tree:
+    """The state in a piece with that skeleton, with a Boxed for each tensor. Raises Torn if it is not one."""
+    try:
+        held, *rest = describe(skeleton, data_length)
+        return flatten({**held["state"], **dict(*rest)}, Boxed)
+    except (pickle.UnpicklingError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise Torn(f"its skeleton cannot be read ({str(error)[:200]})") from error
 
-    tree: Tree
 
-    @property
-    def tensors(self) -> dict[str, Boxed]:
-        return cast(dict[str, Boxed], self.tree.tensors)
-
-    @classmethod
-    def read(cls, skeleton: bytes, data_length: int) -> PieceContents:
-        """The contents that a piece's skeleton describes. Raises Torn if it is not one."""
-        try:
-            held, *rest = describe(skeleton, data_length)
-            return cls(flatten({**held["state"], **dict(*rest)}, Boxed))
-        except (pickle.UnpicklingError, AttributeError, KeyError, TypeError, ValueError) as error:
-            raise Torn(f"its skeleton cannot be read ({str(error)[:200]})") from error
+def boxed(tree: Tree) -> dict[str, Boxed]:
+    """The tensors of such a state by name."""
+    return cast(dict[str, Boxed], tree.tensors)
 
 
 def held_by(piece: Piece, skeleton: bytes) -> Held:
@@ -142,19 +136,19 @@ def load(choice: Choice, mine: Mapping[int, StoredPiece], state: State, peers: P
 
     Collective. A rank gets a piece that its node lacks from the lowest rank whose node has it.
     """
-    contents = _contents(choice, mine, peers)
-    covering = [contents[rank] for rank in choice.holders]
+    trees = _trees(choice, mine, peers)
+    covering = [trees[rank] for rank in choice.holders]
     first = covering[0]
     share = Share(
         state,
-        (first.tree.plain, first.tree.common(), list(first.tree.per_rank)),
-        {name: (torch.Size(held.size), held.dtype) for each in covering for name, held in each.tensors.items()},
-        {name: path for each in covering for name, path in each.tree.paths.items()},
+        (first.plain, first.common(), list(first.per_rank)),
+        {name: (torch.Size(held.size), held.dtype) for each in covering for name, held in boxed(each).items()},
+        {name: path for each in covering for name, path in each.paths.items()},
         f"the snapshot of step {choice.version.step}",
     )
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=True)
     planner.set_up_planner(dict(share.tensors), _metadata(covering))
-    wanted = _by_piece(planner.finish_plan(planner.create_local_plan()).items, contents, mine)
+    wanted = _by_piece(planner.finish_plan(planner.create_local_plan()).items, trees, mine)
     with torch.no_grad():
         for rank, reads in wanted.items():
             if rank in mine:
@@ -163,20 +157,20 @@ def load(choice: Choice, mine: Mapping[int, StoredPiece], state: State, peers: P
     share.put()
 
 
-def _contents(choice: Choice, mine: Mapping[int, StoredPiece], peers: Peers) -> dict[int, PieceContents]:
-    """The contents of the chosen pieces, and of this node's other pieces of that snapshot, by rank."""
+def _trees(choice: Choice, mine: Mapping[int, StoredPiece], peers: Peers) -> dict[int, Tree]:
+    """The states in the chosen pieces, and of this node's other pieces of that snapshot, by rank."""
     mine_to_tell = [rank for rank, holders in choice.holders.items() if holders[0] == peers.rank]
     told = peers.from_all({rank: (mine[rank].skeleton, mine[rank].header.data_length) for rank in mine_to_tell})
     heads = {rank: head for each in told for rank, head in each.items()}
     heads |= {rank: (piece.skeleton, piece.header.data_length) for rank, piece in mine.items() if rank not in heads}
-    return {rank: PieceContents.read(*head) for rank, head in heads.items()}
+    return {rank: contents(*head) for rank, head in heads.items()}
 
 
-def _metadata(contents: Iterable[PieceContents]) -> records.Metadata:
+def _metadata(trees: Iterable[Tree]) -> records.Metadata:
     """DCP's description of the tensors. A box that several pieces contain is listed once."""
     kinds: dict[str, Boxed] = {}
     boxes: dict[str, dict[Shape, Shape]] = {}
-    for name, tensor in (pair for each in contents for pair in each.tensors.items()):
+    for name, tensor in (pair for each in trees for pair in boxed(each).items()):
         kinds[name] = tensor
         boxes.setdefault(name, {}).update({box.offsets: box.sizes for box in tensor.boxes})
     return records.Metadata(
@@ -194,13 +188,11 @@ def _metadata(contents: Iterable[PieceContents]) -> records.Metadata:
     )
 
 
-def _by_piece(
-    reads: Sequence[ReadItem], contents: Mapping[int, PieceContents], near: Iterable[int]
-) -> dict[int, Reads]:
+def _by_piece(reads: Sequence[ReadItem], trees: Mapping[int, Tree], near: Iterable[int]) -> dict[int, Reads]:
     """The boxes to read from each piece. Pieces in `near`, which this node holds, come before others."""
     where: dict[tuple[str, Shape], tuple[int, Boxed, Box]] = {}
-    for rank in [*(rank for rank in contents if rank not in near), *near]:
-        for name, tensor in contents[rank].tensors.items():
+    for rank in [*(rank for rank in trees if rank not in near), *near]:
+        for name, tensor in boxed(trees[rank]).items():
             where |= {(name, box.offsets): (rank, tensor, box) for box in tensor.boxes}
     wanted: dict[int, Reads] = {}
     for read in reads:

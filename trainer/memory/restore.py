@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from elaunch.trainer.memory.records import Records, completed_in, records_in, verified_records_in
+from elaunch.trainer.memory.node_memory import NodeMemory
 from elaunch.trainer.memory.recovery_plan import Decision, Held, Inventory, RecordSource
-from elaunch.trainer.memory.replicated import ReplicatedMemory
-from elaunch.trainer.memory.slots import Slot, Torn, node_of, received
+from elaunch.trainer.memory.slots import Slot, Torn, received
 from elaunch.trainer.ranks.peers import Peers, neighbours
 from elaunch.trainer.state.packing import unpack
 from elaunch.trainer.state.region import Header
@@ -28,44 +28,7 @@ def gather(node_memory: NodeMemory | None, peers: Peers, *, large: bool, pieces:
     """The inventories of all ranks, by rank; `pieces` are this rank's share of the node's. Collective."""
     if node_memory is None:
         return peers.from_all(Inventory(peers.rank, "", speaks=False))
-    return peers.from_all(node_memory.inventory(peers.rank, large=large, pieces=pieces))
-
-
-@dataclass(frozen=True)
-class NodeMemory:
-    """This node's memory for one training, in a group of `world_size` ranks.
-
-    `speaks` is True for one rank of each node, which lists and fills the memory for all. `say` gets a sentence for each
-    torn copy.
-    """
-
-    memory: ReplicatedMemory
-    name: str
-    layout: bytes
-    world_size: int
-    speaks: bool
-    say: Callable[[str], None]
-
-    @property
-    def node(self) -> str:
-        return node_of(self.memory.folder)
-
-    def records(self, rank: int) -> Records:
-        return Records(self.memory.folder, self.name, self.layout, rank, self.world_size)
-
-    def inventory(self, rank: int, *, large: bool, pieces: Mapping[str, Held]) -> Inventory:
-        """The verified content of this memory. All ranks of the node call it, each with its share of the pieces."""
-        if not self.speaks:
-            return Inventory(rank, self.node, speaks=False, pieces=pieces)
-        holdings = self.memory.verified(all_of_them=large, say=self.say)
-        records = verified_records_in(self.memory.folder, self.name, self.layout)
-        return Inventory(
-            rank, self.node, True, tuple(holdings), tuple(records), self.completed(), self.memory.free, pieces
-        )
-
-    def completed(self) -> Version | None:
-        """The newest step that any worker of this node has completed, dead workers included."""
-        return completed_in(self.memory.folder, self.name, self.layout)
+    return peers.from_all(node_memory.inventory(large=large, pieces=pieces))
 
 
 def take_over(
@@ -75,142 +38,119 @@ def take_over(
 
     A sharded state is loaded already: here only what each rank has for itself.
     """
+    transfer = _Transfer(decision, inventories, node_memory, peers)
     if decision.choice is None:
-        _load_replicated(decision, inventories, node_memory, peers, training)
-
-    own = _brought(decision.records, inventories, node_memory, peers)
+        training.load_replicated(transfer.replicated())
+    own = transfer.own(decision.records)
     if own is not None:
         training.load_own(own, only_buffers=decision.records[peers.rank].of_rank != peers.rank)
-    older = _brought(decision.older, inventories, node_memory, peers)
+    older = transfer.own(decision.older)
     if older is not None:
         training.load_random(older)
     drop_newer(decision.version, node_memory, peers)
 
 
-def _load_replicated(
-    decision: Decision, inventories: list[Inventory], node_memory: NodeMemory | None, peers: Peers, training: Training
-) -> None:
-    """Send the state to the ranks that lack it, and load it."""
-    received = _replicated_travels(decision, inventories, node_memory, peers)
-    if received is not None:
-        state = unpack(*received)
-    else:
-        assert node_memory is not None
-        header, slot = _found(node_memory, decision, inventories)
-        state = slot.read(header)
-    training.load_replicated(state)
-
-
 def drop_newer(version: Version, node_memory: NodeMemory | None, peers: Peers) -> None:
     """Tear the copies and records of all ranks that are newer than `version`: no later start may find them."""
     if node_memory is not None and node_memory.speaks:
-        for records in records_in(node_memory.memory.folder, node_memory.name, node_memory.layout):
-            records.drop_newer(version)
-        node_memory.memory.drop_newer(version)
+        node_memory.drop_newer(version)
     # Wait for all ranks before one of them stores a newer copy of this generation.
     peers.from_all(None)
 
 
-def _replicated_travels(
-    decision: Decision, inventories: list[Inventory], node_memory: NodeMemory | None, peers: Peers
-) -> tuple[Tensor, Header] | None:
-    """Send the state to the ranks that lack it, from each to the next.
+@dataclass(frozen=True)
+class _Transfer:
+    """How the state of `decision` comes to this rank, whose node has `memory`. All ranks call its methods."""
 
-    Returns it if this rank got it into its own memory, not its node's.
-    """
-    image, chain = None, (decision.source, *decision.receivers)
-    if decision.receivers and peers.rank in chain:
-        before, after = neighbours(chain, peers.rank)
-        if before is None:
-            assert node_memory is not None
-            assert after is not None
-            header, slot = _found(node_memory, decision, inventories)
-            peers.send(slot.raw(header.length), after)
-        elif node_memory is None or peers.rank in decision.private:
-            image = _receive(peers, before, decision.version, pass_on=after)
-        else:
-            _receive_into(node_memory.memory, decision.version, peers, before, after)
-    if decision.receivers:
-        # Other ranks of a receiver's node must not look before the state is there.
-        peers.from_all(None)
-    return image
+    decision: Decision
+    inventories: list[Inventory]
+    memory: NodeMemory | None
+    peers: Peers
 
-
-def _brought(
-    records: Mapping[int, RecordSource], inventories: list[Inventory], node_memory: NodeMemory | None, peers: Peers
-) -> Any:
-    """The state that `records` has for this rank, as views of memory; None if it has none. Collective."""
-    sent = _records_travel(records, inventories, node_memory, peers)
-    if sent is not None:
-        return unpack(*sent)
-    source = records.get(peers.rank)
-    if source is None:
-        return None
-    assert node_memory is not None
-    own = node_memory.records(source.of_rank).find(source.version)
-    if own is None:
-        raise Incomplete(f"rank {source.of_rank}'s own state of step {source.version.step} is gone")
-    return own
-
-
-def _records_travel(
-    records: Mapping[int, RecordSource], inventories: list[Inventory], node_memory: NodeMemory | None, peers: Peers
-) -> tuple[Tensor, Header] | None:
-    """Send each record to its rank if that rank is on another node. Returns the one that this rank got."""
-    image = None
-    for rank, source in sorted(records.items()):
-        if inventories[rank].node and inventories[rank].node == inventories[source.holder].node:
-            continue
-        if peers.rank == source.holder:
-            assert node_memory is not None
-            found = _record(node_memory, source)
-            if rank == peers.rank:
-                image = found
+    def replicated(self) -> Any:
+        """The replicated state, as views of memory. It is sent to the ranks that lack it, from each to the next."""
+        decision, peers, image = self.decision, self.peers, None
+        chain = (decision.source, *decision.receivers)
+        if decision.receivers and peers.rank in chain:
+            before, after = neighbours(chain, peers.rank)
+            if before is None:
+                assert after is not None
+                header, slot = self._copy()
+                peers.send(slot.raw(header.length), after)
+            elif self.memory is None or peers.rank in decision.private:
+                image = self._receive(before, decision.version, pass_on=after)
             else:
-                peers.send(found[0], rank)
-        elif peers.rank == rank:
-            image = _receive(peers, source.holder, source.version)
-    return image
+                self._receive_into(self.memory, before, after)
+        if decision.receivers:
+            # Other ranks of a receiver's node must not look before the state is there.
+            peers.from_all(None)
+        if image is not None:
+            return unpack(*image)
+        header, slot = self._copy()
+        return slot.read(header)
+
+    def own(self, records: Mapping[int, RecordSource]) -> Any:
+        """The state that `records` has for this rank, as views of memory; None if it has none."""
+        image = None
+        for rank, source in sorted(records.items()):
+            node, its = self.inventories[rank].node, self.inventories[source.holder].node
+            if node and node == its:
+                continue
+            if self.peers.rank == source.holder:
+                header, slot = self._record(source)
+                self.peers.send(slot.raw(header.length), rank)
+            elif self.peers.rank == rank:
+                image = self._receive(source.holder, source.version)
+        if image is not None:
+            return unpack(*image)
+        if self.peers.rank not in records:
+            return None
+        header, slot = self._record(records[self.peers.rank])
+        return slot.read(header)
+
+    def _copy(self) -> tuple[Header, Slot]:
+        assert self.memory is not None
+        version, held = self.decision.version, self.inventories[self.decision.source].holdings
+        checksum = next(holding.checksum for holding in held if holding.version == version)
+        found = self.memory.find(version, checksum)
+        if found is None:
+            raise Incomplete(f"the copy of step {version.step} is gone from {self.memory.folder}")
+        return found
+
+    def _record(self, source: RecordSource) -> tuple[Header, Slot]:
+        assert self.memory is not None
+        found = self.memory.records(source.of_rank).slot_of(source.version)
+        if found is None:
+            raise Incomplete(
+                f"rank {source.of_rank}'s own state of step {source.version.step} is gone from {self.memory.folder}"
+            )
+        return found
+
+    def _receive_into(self, memory: NodeMemory, source: int, pass_on: int | None) -> None:
+        """Receive into a slot of this node. The slot is torn until all of it has arrived and is verified."""
+        version = self.decision.version
+        with memory.locked():
+            for header, slot in memory.pair.versions():
+                if header.version == version:
+                    slot.discard()
+            slot = memory.pair.older()
+            slot.discard()
+            length = self.peers.length_from(source)
+            slot.grow(length)
+            self.peers.receive(slot.raw(length), source, pass_on=pass_on)
+            with _complete(source):
+                slot.accept(version)
+
+    def _receive(self, source: int, expected: Version, *, pass_on: int | None = None) -> tuple[Tensor, Header]:
+        region: Any = torch.empty(self.peers.length_from(source), dtype=torch.uint8)
+        self.peers.receive(region, source, pass_on=pass_on)
+        with _complete(source):
+            return region, received(region, expected)
 
 
-def _found(node_memory: NodeMemory, decision: Decision, inventories: list[Inventory]) -> tuple[Header, Slot]:
-    held = inventories[decision.source].holdings
-    checksum = next(holding.checksum for holding in held if holding.version == decision.version)
-    found = node_memory.memory.find(decision.version, checksum)
-    if found is None:
-        raise Incomplete(f"the copy of step {decision.version.step} is gone from {node_memory.memory.folder}")
-    return found
-
-
-def _record(node_memory: NodeMemory, source: RecordSource) -> tuple[Tensor, Header]:
-    for header, slot, _ in node_memory.records(source.of_rank).versions():
-        if header.version == source.version and slot.is_intact(header):
-            return slot.raw(header.length), header
-    step, folder = source.version.step, node_memory.memory.folder
-    raise Incomplete(f"rank {source.of_rank}'s own state of step {step} is gone from {folder}")
-
-
-def _receive_into(memory: ReplicatedMemory, version: Version, peers: Peers, source: int, pass_on: int | None) -> None:
-    """Receive into a slot of this node. The slot is torn until all of it has arrived and is verified."""
-    with memory.locked():
-        for header, slot in memory.pair.versions():
-            if header.version == version:
-                slot.discard()
-        slot = memory.pair.older()
-        slot.discard()
-        length = peers.length_from(source)
-        slot.grow(length)
-        peers.receive(slot.raw(length), source, pass_on=pass_on)
-        try:
-            slot.accept(version)
-        except Torn as error:
-            raise Incomplete(f"the copy that rank {source} sent is not whole: {error}") from error
-
-
-def _receive(peers: Peers, source: int, expected: Version, *, pass_on: int | None = None) -> tuple[Tensor, Header]:
-    region: Any = torch.empty(peers.length_from(source), dtype=torch.uint8)
-    peers.receive(region, source, pass_on=pass_on)
+@contextlib.contextmanager
+def _complete(source: int) -> Iterator[None]:
     try:
-        return region, received(region, expected)
+        yield
     except Torn as error:
         raise Incomplete(f"the copy that rank {source} sent is not whole: {error}") from error

@@ -84,8 +84,8 @@ class ShardedMemory:
         # The parts in this rank's piece, and the digest of the parts of all ranks together.
         self._parts: Parts = frozenset()
         self._whole = ""
-        # Bytes of the file for each rank's piece, once they were agreed.
-        self._lengths: list[int] = []
+        # Bytes of the file for this rank's piece.
+        self._length = 0
         # `_full` is the newest snapshot that is whole on both nodes; `_newest` the one after it, on its way.
         self._full: Version | None = None
         self._newest: Version | None = None
@@ -170,25 +170,26 @@ class ShardedMemory:
         if self.is_off:
             return
         tree = flatten(state)
-        signature = tree.signature()
+        signature, is_first = tree.signature(), not self._signature
         is_other = signature != self._signature
         if is_other:
             self._signature, self._parts = signature, self._cutter.parts(tree)
         piece = self._cutter.pack(state, tree, self._parts, self._whole)
         packed = extended(piece, rest or {})
-        if not self._lengths and not self._has_looked:
+        if is_first and not self._has_looked:
             # The snapshots of an earlier generation are overwritten in the order of their age.
             self.newest()
         self.wait()
         self._protect_copies()
         self._has_looked = False
         slot = self._slots.older(self._spare)
-        if self._any(is_other or not self._fits(slot, packed)):
+        if self._any(is_other or packed.length > slot.size):
             self._whole = digest_of(frozenset().union(*self._peers.from_all(self._parts)))
             piece = self._cutter.pack(state, tree, self._parts, self._whole)
             packed = extended(piece, rest or {})
             if not self._allocate(slot, packed.length):
                 return
+        self._length = slot.size
         slot.begin(packed, copy_from_devices)
         self._newest = version = Version(self._generation, step)
         self._live = LivePiece.of(piece, live) if live is not None and self.has_room_for_copies else None
@@ -252,8 +253,7 @@ class ShardedMemory:
     def _write_copy(self, version: Version, packed: Packed | None) -> bool:
         whole = self._copy_slots.versions()
         slot = self._copy_slots.older([header.version for header, _ in whole[:1]])
-        length = self._lengths[self._peers.rank]
-        if packed is None or packed.length > length or (slot.size != length and self._try(lambda: slot.fit(length))):
+        if packed is None or packed.length > self._length or self._unfit(slot, self._length):
             return False
         slot.write(self._piece(version), packed, copy_from_devices)
         return True
@@ -325,30 +325,21 @@ class ShardedMemory:
         """Whether `fact` is True on any rank. Collective."""
         return self._peers.largest([int(fact)]) == [1]
 
-    def _fits(self, slot: Slot, packed: Packed) -> bool:
-        """Whether the next slots on this node have the agreed lengths, and the piece fits."""
-        if not self._lengths or not packed.length <= slot.size == self._lengths[self._peers.rank]:
-            return False
-        return self._mirror.has_room(self._lengths, self._spare)
-
     def _allocate(self, slot: Slot, length: int) -> bool:
-        """Allocate a version: this rank's piece, and those that it mirrors. False, for good, if a rank has no room.
-
-        This is checked here and not when a mirror arrives: then its sender would have to wait.
-        """
-        problem = self._reserve(slot, length)
+        """Allocate this rank's piece of a version. False, for good, if a rank has no room."""
+        problem = self._unfit(slot, length)
         if self._any(bool(problem)) and not self._is_alone and self.has_room_for_copies:
             # Copies go first. Every rank tries again, since this may have freed the room on another rank's node.
             self.has_room_for_copies = False
             if not self._restored_from_copy:
                 self._copy_slots.delete()
-            problem = self._reserve(slot, length)
+            problem = self._unfit(slot, length)
         if self._any(bool(problem)) and self._mirror.is_on:
             # Then second copies go. A file that cannot be deleted goes with the job.
             with contextlib.suppress(OSError):
                 self._mirror.delete()
-            self._mirror.give_up(problem and f"no room in {self.folder} for other nodes' parts: {problem}")
-            problem = self._reserve(slot, length)
+            self._mirror.give_up(problem)
+            problem = self._unfit(slot, length)
         if not self._any(bool(problem)):
             return True
         self.is_off = True
@@ -361,18 +352,10 @@ class ShardedMemory:
             )
         return False
 
-    def _reserve(self, slot: Slot, length: int) -> str:
-        """Try to allocate. Returns why it fails; empty if it succeeds. Collective."""
-        problem = self._try(lambda: slot.fit(length))
-        self._lengths = self._peers.from_all(slot.size)
-        if all(self._lengths):
-            problem = self._try(lambda: self._mirror.reserve(self._lengths, self._spare))
-        return problem
-
-    def _try(self, allocate: Callable[[], None]) -> str:
-        """Why `allocate` fails; empty if it succeeds."""
+    def _unfit(self, slot: Slot, length: int) -> str:
+        """Give the slot's file that length. Returns why that fails; empty if it succeeds."""
         try:
-            allocate()
+            slot.fit(length)
         except OSError as error:
             problem = error.strerror or str(error)
             # Somebody may have removed the folder.

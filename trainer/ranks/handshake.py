@@ -164,14 +164,14 @@ class RankListener:
 
     def admit(self, readable: Container[int]) -> dict[int, socket.socket]:
         """Accept connections, close those of strangers, and return those of ranks. Raises OSError if none has room."""
-        earlier = [*self._guests]
-        has_room = self._accept() if self._socket.fileno() in readable else True
+        if self._socket.fileno() in readable:
+            self._accept()
         now_s, found = time.monotonic(), dict[int, socket.socket]()
         for guest in [*self._guests]:
             try:
                 rank = self._authenticated(guest)
             except BlockingIOError:
-                if now_s >= guest.until_s or (guest in earlier and not has_room):
+                if now_s >= guest.until_s:
                     self._turn_away(guest)
             except OSError:
                 self._turn_away(guest)
@@ -186,19 +186,19 @@ class RankListener:
         for guest in [*self._guests]:
             self._turn_away(guest)
 
-    def _accept(self) -> bool:
-        """Accept some connections. Returns False if there is no room for more, and strangers may be the reason."""
+    def _accept(self) -> None:
+        """Accept some connections. If there is no room for more, the oldest that has not responded goes."""
         for _ in range(_UNKNOWN_MAX // 4):
             try:
                 taken, _ = self._socket.accept()
             except OSError as error:
-                if error.errno not in _NO_ROOM:
-                    # There is no more, or this one was given up.
-                    return True
-                if not self._guests:
-                    # The rank that connects would wait for its answer, and this one would look at it again and again.
-                    raise
-                return False
+                if error.errno in _NO_ROOM:
+                    if not self._guests:
+                        # The rank that connects would wait for its answer, and this one would look again and again.
+                        raise
+                    self._turn_away(self._guests[0])
+                # Otherwise there is no more, or this one was given up.
+                return
             guest = _Guest(_tuned(taken), secrets.token_bytes(CHALLENGE_BYTES), time.monotonic() + _ANSWER_S)
             self._guests.append(guest)
             try:
@@ -207,7 +207,6 @@ class RankListener:
                 self._turn_away(guest)
             if len(self._guests) > _UNKNOWN_MAX:
                 self._turn_away(self._guests[0])
-        return True
 
     def _authenticated(self, guest: _Guest) -> int:
         """The rank that has connected, which gets its proof. Raises BlockingIOError until it has responded.

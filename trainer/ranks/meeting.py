@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hmac
 import ipaddress
 import operator
 import os
 import socket
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
-_SIOCGIFADDR = 0x8915
-_IFREQ_BYTES = 40
-_ADDRESS_AT = 20
-_IF_INET6 = Path("/proc/net/if_inet6")
 # Addresses for documentation (RFC 5737, RFC 3849): the route to them is the one to everywhere. Nothing is sent.
 _ANYWHERE = ("192.0.2.1", "2001:db8::1")
 
@@ -71,22 +64,29 @@ def own_address(environ: Mapping[str, str]) -> str:
     """The address of the interface that GLOO_SOCKET_IFNAME names, else the one by which it reaches MASTER_ADDR.
 
     On the first node a name in MASTER_ADDR may mean a loopback address (127.0.1.1 in Debian's /etc/hosts). Ranks on
-    other nodes cannot use that, so it is the address by which this host reaches other networks, or its first one.
-    Without MASTER_ADDR the host's own name is taken in its place. Raises OSError for an interface without an address,
-    and for a MASTER_ADDR that nobody knows.
+    other nodes cannot use that, so it is the address by which this host reaches other networks. Without MASTER_ADDR
+    the host's own name is taken in its place. Raises OSError for an interface without an address, and for a
+    MASTER_ADDR that nobody knows.
     """
     if names := environ.get(_INTERFACE, ""):
         # gloo takes several, separated by commas.
         return _of_interface(names.split(",")[0])
-    if master := environ.get("MASTER_ADDR", ""):
-        found = _towards(master, int(environ.get("MASTER_PORT") or 1))
-    else:
-        master = socket.gethostname()
+    master = environ.get("MASTER_ADDR", "")
+    try:
+        found = _towards(master or socket.gethostname())
+    except OSError as error:
+        if master:
+            raise OSError(
+                f"this host finds no way to {master} ({error.strerror}), so the other ranks cannot reach this one; "
+                f"{_INTERFACE}=… names the interface to use"
+            ) from error
         found = "127.0.0.1"
-        with contextlib.suppress(OSError):
-            found = _towards(master, 1)
-    if _is_loopback(found) and not _is_loopback(master) and not _is_alone(environ):
-        return _outward() or found
+    here = environ.get("LOCAL_WORLD_SIZE", "")
+    is_alone = bool(here) and here == environ.get("WORLD_SIZE", "")
+    if _is_loopback(found) and not _is_loopback(master) and not is_alone:
+        for somewhere in _ANYWHERE:
+            with contextlib.suppress(OSError):
+                return _towards(somewhere)
     return found
 
 
@@ -98,46 +98,21 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _is_alone(environ: Mapping[str, str]) -> bool:
-    """Whether all ranks are on this host, as their launcher says. Without a launcher nobody knows."""
-    here = environ.get("LOCAL_WORLD_SIZE", "")
-    return bool(here) and here == environ.get("WORLD_SIZE", "")
-
-
-def _towards(host: str, port: int) -> str:
+def _towards(host: str) -> str:
     """The address that packets to `host` come from. None is sent."""
-    try:
-        family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as asked:
-            asked.connect(place)
-            return str(asked.getsockname()[0])
-    except OSError as error:
-        raise OSError(
-            f"this host finds no way to {host} ({error.strerror}), so the other ranks cannot reach this one; "
-            f"{_INTERFACE}=… names the interface to use"
-        ) from error
-
-
-def _outward() -> str:
-    """The address of the default route, or the first one that is not a loopback's; empty if this host has none."""
-    for somewhere in _ANYWHERE:
-        with contextlib.suppress(OSError):
-            return _towards(somewhere, 1)
-    for _, interface in socket.if_nameindex():
-        with contextlib.suppress(OSError):
-            if not _is_loopback(address := _of_interface(interface)):
-                return address
-    return ""
+    family, kind, protocol, _, place = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as asked:
+        asked.connect(place)
+        return str(asked.getsockname()[0])
 
 
 def _of_interface(name: str) -> str:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked, contextlib.suppress(OSError):
-        request = struct.pack(f"{_IFREQ_BYTES}s", name.encode()[:15])
-        answer = fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, request)
-        return socket.inet_ntop(socket.AF_INET, answer[_ADDRESS_AT : _ADDRESS_AT + 4])
-    for line in _IF_INET6.read_text().splitlines() if _IF_INET6.exists() else ():
-        raw, _, _, _, _, interface = line.split()
-        address = ipaddress.IPv6Address(bytes.fromhex(raw))
-        if interface == name and not address.is_link_local:
-            return str(address)
+    # Few jobs name one.
+    import psutil
+
+    found = psutil.net_if_addrs().get(name, ())
+    for family in (socket.AF_INET, socket.AF_INET6):
+        for each in found:
+            if each.family == family and not each.address.startswith("fe80:"):
+                return str(each.address)
     raise OSError(f"{_INTERFACE} is {name}, and this host has no address on an interface of that name")

@@ -16,7 +16,7 @@ import os
 import pickle
 import struct
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 from typing import Any, TypeVar
 
@@ -30,7 +30,6 @@ from elaunch.trainer.state.region import MARK
 
 Value = TypeVar("Value")
 _HEAD = struct.Struct("<BQ")
-_LENGTH = struct.Struct("<Q")
 # With 16,384 ranks the depth is 5 and rank 0 has 31 children. A smaller number makes the tree deeper, which
 # takes longer; a larger one lets more ranks wait for the root.
 FAN_OUT = 8
@@ -41,9 +40,8 @@ class _Kind(IntEnum):
 
     COLLECTED = 1
     SPREAD = 2
-    SCATTERED = 3
-    LARGEST = 4
-    REGION = 5
+    LARGEST = 3
+    REGION = 4
 
 
 class Peers:
@@ -112,56 +110,23 @@ class Peers:
 
     def from_all(self, value: Value) -> list[Value]:
         """The values of all ranks, by rank."""
-        if self.world_size == 1:
-            return [value]
-        with self._or_close():
-            collected = self._reduce(_Kind.COLLECTED, _joined([pickle.dumps(value)]), b"".join)
-            return [pickle.loads(each) for each in _split(collected)]
+        return self._reduce(_Kind.COLLECTED, [value], _joined)
 
     def to_rank_0(self, value: Value) -> list[Value] | None:
         """The values of all ranks, by rank, on rank 0; None on the others."""
-        if self.world_size == 1:
-            return [value]
-        with self._or_close():
-            collected = self._reduce(_Kind.COLLECTED, _joined([pickle.dumps(value)]), b"".join, is_spread=False)
-            return [pickle.loads(each) for each in _split(collected)] if self.leads else None
-
-    def each_from_rank_0(self, values: Sequence[Value] | None) -> Value:
-        """The value that rank 0 has for this rank: its `values` are one for each rank; others' are ignored."""
-        if self.world_size == 1:
-            assert values is not None
-            return values[0]
-        with self._or_close():
-            contents = [pickle.dumps(value) for value in values or ()]
-            self.meet()
-            if not self.leads:
-                contents = _split(self._message(parent(self.rank), _Kind.SCATTERED, self._children))
-            for child in self._children:
-                ranks = below(child, self.world_size)
-                theirs = _joined(contents[ranks.start - self.rank : ranks.stop - self.rank])
-                self._connections.send(child, _HEAD.pack(_Kind.SCATTERED, len(theirs)), theirs)
-            self._connections.flush()
-            mine: Value = pickle.loads(contents[0])
-            return mine
+        found = self._reduce(_Kind.COLLECTED, [value], _joined, is_spread=False)
+        return found if self.leads else None
 
     def largest(self, values: Sequence[int]) -> list[int]:
         """The element-wise maximum over all ranks, which give equally many numbers."""
-        numbers = struct.Struct(f"<{len(values)}q")
-
-        def most(contents: Iterable[Bytes]) -> bytes:
-            return numbers.pack(*map(max, zip(*map(numbers.unpack, contents), strict=True)))
-
-        if self.world_size == 1:
-            return [int(value) for value in values]
-        found = self._reduce(_Kind.LARGEST, numbers.pack(*values), most, length=numbers.size)
-        return list(numbers.unpack(found))
+        return self._reduce(_Kind.LARGEST, [*map(int, values)], _largest)
 
     def fill_from_rank_0(self, tensors: Sequence[Tensor]) -> None:
         """Fill these tensors with rank 0's values. They are contiguous, in host memory, and alike on all ranks."""
         before, after = neighbours(range(self.world_size), self.rank)
         for content in (bytes_of(tensor.detach().view(-1).view(torch.uint8)) for tensor in tensors if tensor.numel()):
             if before is not None:
-                self._head(before, _Kind.REGION, length=len(content))
+                self._head(before, _Kind.REGION)
                 self._receive(content, before, after)
             elif after is not None:
                 self._begin_send(content, after)
@@ -215,40 +180,43 @@ class Peers:
     def _reduce(
         self,
         kind: _Kind,
-        content: bytes,
-        merge: Callable[[Iterable[Bytes]], bytes],
+        value: list[Value],
+        merge: Callable[[list[list[Value]]], list[Value]],
         *,
         is_spread: bool = True,
-        length: int | None = None,
-    ) -> Bytes:
-        """Merge the contents of all ranks on the way to rank 0, which sends the result to all, or nothing.
+    ) -> list[Value]:
+        """Merge the values of all ranks on the way to rank 0, which sends the result to all, or nothing.
 
         So no rank leaves before all have come, and while this waits each neighbour that closes its connection is lost.
         """
-        self.meet()
-        merged = merge([content, *(self._message(child, kind, self._around, length) for child in self._children)])
-        if not self.leads:
-            self._connections.send(parent(self.rank), _HEAD.pack(kind, len(merged)), merged)
-        found = self._spread(merged if is_spread else b"")
-        return merged if self.leads else found
+        if self.world_size == 1:
+            return value
+        with self._or_close():
+            self.meet()
+            of_children = [pickle.loads(self._message(child, kind, self._around)) for child in self._children]
+            content = pickle.dumps(merge([value, *of_children]))
+            if not self.leads:
+                self._connections.send(parent(self.rank), _HEAD.pack(kind, len(content)), content)
+            found = self._spread(content if is_spread else b"")
+            merged: list[Value] = pickle.loads(found if is_spread else content)
+            return merged
 
-    def _message(self, rank: int, kind: _Kind, waiting: Sequence[int], length: int | None = None) -> bytearray:
-        content = bytearray(self._head(rank, kind, waiting, length))
+    def _message(self, rank: int, kind: _Kind, waiting: Sequence[int]) -> bytearray:
+        content = bytearray(self._head(rank, kind, waiting))
         self._connections.receive(rank, memoryview(content), waiting=waiting)
         return content
 
-    def _head(self, rank: int, kind: _Kind, waiting: Sequence[int] = (), length: int | None = None) -> int:
+    def _head(self, rank: int, kind: _Kind, waiting: Sequence[int] = ()) -> int:
         """The length of the next message. Raises PeerLost if it is another one: nobody knows what follows."""
         head = bytearray(_HEAD.size)
         self._connections.receive(rank, memoryview(head), waiting=waiting)
         found, size = _HEAD.unpack(head)
-        if found != kind or length not in (None, size):
-            wanted = kind.name if length is None else f"{kind.name} of {length}"
+        if found != kind:
             self._connections.close("ranks have called different collectives")
             kinds = {kind.value: kind.name for kind in _Kind}
             raise PeerLost(
                 f"ranks call different collectives: rank {rank} has sent {kinds.get(found, found)} of {size}, and this "
-                f"rank waits for {wanted}; all ranks must call the same ones, in the same order"
+                f"rank waits for {kind.name}; all ranks must call the same ones, in the same order"
             )
         return int(size)
 
@@ -312,11 +280,6 @@ def children(rank: int, world_size: int) -> list[int]:
     return found
 
 
-def below(rank: int, world_size: int) -> range:
-    """The rank itself, and all ranks that get rank 0's messages through it."""
-    return range(rank, min(rank + _unit(rank), world_size) if rank else world_size)
-
-
 def _unit(rank: int) -> int:
     """The power of FAN_OUT of the last digit that is not 0."""
     unit = 1
@@ -344,15 +307,9 @@ def _data_of(region: Tensor) -> memoryview:
     return bytes_of(region)[len(MARK) :]
 
 
-def _joined(contents: Iterable[bytes]) -> bytes:
-    return b"".join(part for content in contents for part in (_LENGTH.pack(len(content)), content))
+def _joined(lists: list[list[Value]]) -> list[Value]:
+    return list(itertools.chain.from_iterable(lists))
 
 
-def _split(joined: Bytes) -> list[bytes]:
-    found, at = [], 0
-    while at < len(joined):
-        (length,) = _LENGTH.unpack_from(joined, at)
-        at += _LENGTH.size
-        found.append(bytes(joined[at : at + length]))
-        at += length
-    return found
+def _largest(rows: list[list[int]]) -> list[int]:
+    return [max(column) for column in zip(*rows, strict=True)]

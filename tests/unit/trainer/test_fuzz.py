@@ -15,15 +15,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from elaunch.strict_json import parse_json
-from elaunch.trainer.checkpoint.local import LocalFolder
-from elaunch.trainer.checkpoint.storage import MANIFEST, Corrupt, read_manifest, verify
+from elaunch.trainer.checkpoint.storage import MANIFEST, Corrupt, read_manifest, storage_at, verify
 from elaunch.trainer.data.order import Order
 from elaunch.trainer.gpt.config import ConfigError
 from elaunch.trainer.gpt.recorder import Metrics
 from elaunch.trainer.gpt.run_directory import require_ours
 from elaunch.trainer.ledger.audit import Verdict, verdict
 from elaunch.trainer.ledger.ledger import FORMAT, Ledger
-from elaunch.trainer.memory.pieces import PieceContents
+from elaunch.trainer.memory.pieces import contents
 from elaunch.trainer.memory.slots import Slot, Torn
 from elaunch.trainer.state.packing import describe, pack, unpack
 from elaunch.trainer.state.region import PAGE, Header, finish, header_of, is_intact, skeleton_of, views
@@ -132,8 +131,9 @@ def test_a_manifest_is_one_or_corrupt(folders: pytest.TempPathFactory, text: str
     (folder / MANIFEST).write_bytes(text.encode(errors="surrogatepass"))
     with bounded():
         try:
-            found = read_manifest(LocalFolder(folder))
-            verify(LocalFolder(folder), found, found.files)
+            held = storage_at(folder.parent).folder(folder.name)
+            found = read_manifest(held)
+            verify(held, found, found.files)
         except ValueError as error:
             assert isinstance(error, Corrupt) or "its format is" in str(error)  # noqa: PT017
 
@@ -180,7 +180,7 @@ def test_a_box_that_is_no_part_of_its_tensor_or_of_the_data_is_torn(reference: A
     Pickler(content, protocol=5).dump({"parts": [], "whole": [], "state": {"w": STATE}})
 
     with pytest.raises(Torn, match="its skeleton"):
-        PieceContents.read(content.getvalue(), PAGE)
+        contents(content.getvalue(), PAGE)
 
 
 def test_a_skeleton_that_nests_for_ever_is_none_of_ours() -> None:
@@ -208,7 +208,7 @@ def test_a_manifest_of_another_shape_is_corrupt(tmp_path: Path, changed: dict[st
     (folder / MANIFEST).write_text(json.dumps({**json.loads(MANIFEST_TEXT), **changed}))
 
     with pytest.raises(Corrupt, match="missing or torn"):
-        read_manifest(LocalFolder(folder))
+        read_manifest(storage_at(tmp_path).folder(folder.name))
 
 
 def test_a_file_of_any_bytes_is_torn(tmp_path: Path) -> None:

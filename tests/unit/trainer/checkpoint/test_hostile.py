@@ -20,11 +20,11 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from elaunch.trainer.checkpoint import dcp, storage, writing
 from elaunch.trainer.checkpoint.checkpoints import Checkpoints, Mark
 from elaunch.trainer.checkpoint.loading import load_from_all
-from elaunch.trainer.checkpoint.local import LocalFolder, LocalStorage
+from elaunch.trainer.checkpoint.local import LocalFiles
+from elaunch.trainer.checkpoint.storage import storage_at
 from elaunch.trainer.ranks.peers import Peers
 from tests.fuzzing import bounded
 
-DCP = "torch.distributed.checkpoint.metadata"
 NEST = 3_000_000
 Change = Callable[[Path], None]
 
@@ -53,7 +53,7 @@ def state_of(step: int) -> dict[str, Any]:
 
 def save(folder: Path, step: int) -> Path:
     Checkpoints(folder, generation=0, say=pytest.fail).save(step, state_of(step))
-    return folder / Mark(0, step).folder_name
+    return folder / storage_at(folder).found()[-1][1].name
 
 
 def newest_step(folder: Path, said: list[str]) -> int:
@@ -65,7 +65,7 @@ def newest_step(folder: Path, said: list[str]) -> int:
 
 def seal_again(folder: Path) -> None:
     """Write a manifest for the present contents of the folder, as an attacker would."""
-    held = LocalFolder(folder)
+    held = storage_at(folder.parent).folder(folder.name)
     manifest = storage.read_manifest(held)
     files = {name: storage.sums(held, name) for name in manifest.files}
     held.write(storage.MANIFEST, replace(manifest, files=files).to_bytes())
@@ -109,7 +109,7 @@ def test_a_layout_that_cannot_be_true_is_passed_over(tmp_path: Path, change: Cal
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b"[" * NEST, b'{"model.w": 1}', b"\xff"])
 def test_a_layout_that_is_none_is_refused(content: bytes, tmp_path: Path) -> None:
     with in_time(), pytest.raises(ValueError, match=r"\w"):
-        dcp.contents(LocalFolder(tmp_path), content, {})
+        dcp.contents(storage_at(tmp_path).folder("x"), content, {})
 
 
 def test_bytes_that_are_no_tensor_are_never_unpickled() -> None:
@@ -123,18 +123,18 @@ def test_bytes_that_are_no_tensor_are_never_unpickled() -> None:
 @pytest.mark.parametrize("of_all", [False, True], ids=["of rank 0", "of all ranks"])
 def test_what_was_verified_is_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_all: bool) -> None:
     folder = save(tmp_path, 1)
-    read = LocalFolder.read
+    read = LocalFiles.read
 
-    def and_change(self: LocalFolder, name: str, *limit: int) -> bytes:
+    def and_change(self: LocalFiles, name: str, *limit: int) -> bytes:
         content = read(self, name, *limit)
-        if name in ("tensors.json", "plain.pt"):
-            (folder / name).write_bytes(b"another")
+        if name.endswith(("tensors.json", "plain.pt")):
+            (tmp_path / name).write_bytes(b"another")
         return content
 
-    monkeypatch.setattr(LocalFolder, "read", and_change)
+    monkeypatch.setattr(LocalFiles, "read", and_change)
 
     if of_all:
-        assert load_from_all(LocalStorage(tmp_path), state_of(0), Peers(None), pytest.fail) == Mark(0, 1)
+        assert load_from_all(storage_at(tmp_path), state_of(0), Peers(None), pytest.fail) == Mark(0, 1)
     else:
         assert newest_step(tmp_path, []) == 1
     assert (folder / "tensors.json").read_bytes() == (folder / "plain.pt").read_bytes() == b"another"

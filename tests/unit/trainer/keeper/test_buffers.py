@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from elaunch.trainer.keeper import door
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.keeper.own_state import OwnState
-from elaunch.trainer.memory.records import Records
+from elaunch.trainer.memory.node_memory import Records
 from elaunch.trainer.state.training_state import Training
 from elaunch.trainer.state.tree import cloned
 from elaunch.trainer.state.version import Version
@@ -212,7 +212,7 @@ def test_a_checkpoint_is_better_than_a_newer_state_whose_buffers_are_lost(
     door._held.cache_clear()
     trained(form, 5, **checkpoints)
     door._held.cache_clear()
-    for path in (tmp_path / "c").glob("*-00000005"):
+    for path in (tmp_path / "c").glob("*-00000005.*"):
         shutil.rmtree(path)
     for path in memory.glob("training.rank-*"):
         path.write_bytes(bytes(path.stat().st_size))

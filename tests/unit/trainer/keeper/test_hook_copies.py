@@ -16,7 +16,7 @@ from elaunch.trainer.keeper import sync_schedule
 from elaunch.trainer.keeper.copies import Copies
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.keeper.step_copies import StepCopies
-from elaunch.trainer.memory.records import Records
+from elaunch.trainer.memory.node_memory import Records
 from elaunch.trainer.state.region import header_of
 from elaunch.trainer.state.version import Version
 from tests.unit.trainer.keeper.test_keeper import Feedback

@@ -27,13 +27,13 @@ from elaunch.trainer import link
 from elaunch.trainer.checkpoint import storage
 from elaunch.trainer.checkpoint.checkpoints import Checkpoints
 from elaunch.trainer.checkpoint.claim import NOTE
-from elaunch.trainer.checkpoint.local import LocalFolder
+from elaunch.trainer.checkpoint.local import LocalFiles
 from elaunch.trainer.keeper import disk_copies
 from elaunch.trainer.keeper.copies import Copies
 from elaunch.trainer.keeper.disk_copies import NotDurable
 from elaunch.trainer.keeper.guarded_state import GuardedState
 from elaunch.trainer.keeper.keeper import Keeper
-from elaunch.trainer.memory.records import Records
+from elaunch.trainer.memory.node_memory import Records
 from elaunch.trainer.state.version import Version
 from tests.harness import RUN_LIMIT_S
 
@@ -328,10 +328,10 @@ def test_an_unreadable_checkpoint_does_not_cost_what_is_in_memory(
     newer = Checkpoints(tmp_path / "c", generation=0, say=pytest.fail)
     newer.save(9, {"model": {}})
 
-    def unreadable(self: LocalFolder, name: str) -> None:
+    def unreadable(self: LocalFiles, name: str) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(LocalFolder, "open", unreadable)
+    monkeypatch.setattr(LocalFiles, "open", unreadable)
     again = Job(checkpoints=tmp_path / "c")
 
     assert len(again.train(5)) == 5
@@ -522,7 +522,7 @@ def test_a_signal_ends_the_step_first(tmp_path: Path, signum: signal.Signals, co
     assert ended.value.code == code
     assert job.keeper.step == 3
     assert job.said[-1].startswith("stopped after step 3, as it was")
-    assert list((tmp_path / "checkpoints").glob("generation-*-step-00000003"))
+    assert list((tmp_path / "checkpoints").glob("generation-*-step-00000003*"))
     assert [signal.getsignal(number) for number in numbers] == before
 
 
@@ -560,7 +560,7 @@ def test_a_stop_for_one_of_two_keepers_makes_the_state_of_the_other_durable_too(
                 signal.raise_signal(signal.SIGTERM)
 
     for name in ("one", "other"):
-        assert list((tmp_path / name).glob("generation-*-step-00000004")), name
+        assert list((tmp_path / name).glob("generation-*-step-00000004*")), name
 
 
 def test_where_there_is_no_room_for_what_is_a_ranks_own_its_steps_are_counted_still(

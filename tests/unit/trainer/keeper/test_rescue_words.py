@@ -16,8 +16,8 @@ from torch import nn
 
 from elaunch.trainer import Keeper, link
 from elaunch.trainer.keeper import copies
-from elaunch.trainer.memory import replicated, room, slots
-from elaunch.trainer.memory.records import Records
+from elaunch.trainer.memory import node_memory, room, slots
+from elaunch.trainer.memory.node_memory import Records
 from elaunch.trainer.state.version import Piece, Version
 from tests.harness import DEADLINE_S, free_ports
 from tests.unit.trainer.keeper.test_keeper_words import said
@@ -75,7 +75,7 @@ def test_without_a_memory_nothing_is_saved_and_nobody_says_so(
 def test_without_room_nothing_is_saved_and_nobody_says_so(
     agent: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replicated, "room_in", lambda folder: room.Room(0, "the file system"))
+    monkeypatch.setattr(node_memory, "room_in", lambda folder: room.Room(0, "the file system"))
 
     assert plain(7) == [0]
     assert "saving" not in words(agent)

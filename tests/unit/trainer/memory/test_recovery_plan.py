@@ -54,12 +54,6 @@ def own(*ranks: int, generation: int = 0, step: int, full: bool = False) -> tupl
     return tuple((rank, generation, step, full) for rank in ranks)
 
 
-def test_the_newest_step_that_any_rank_completed_wins() -> None:
-    decision = decided(node("a", 0, holds=((0, 56, 1),)), node("b", 1, holds=((0, 57, 2), (0, 40, 3))))
-
-    assert (decision.version, decision.source, decision.receivers) == (Version(0, 57), 1, (0,))
-
-
 def test_a_stale_generations_larger_step_loses() -> None:
     decision = decided(node("a", 0, holds=((1, 90, 1),)), node("b", 1, holds=((2, 50, 2),)))
 

@@ -72,7 +72,7 @@ from pathlib import Path
 
 import pytest, torch
 
-from elaunch.trainer.memory.replicated import NoRoom, ReplicatedMemory
+from elaunch.trainer.memory.node_memory import NodeMemory, NoRoom
 from elaunch.trainer.memory.slots import Slot
 from elaunch.trainer.state.version import Version
 
@@ -82,7 +82,7 @@ with pytest.raises(OSError, match=rf"the cgroup .*{cgroup.name} \\(.* 6\\d\\.\\d
     Slot(folder / "large", bytes(16)).grow(200_000_000)
 (folder / "large").unlink()
 Slot(folder / "small", bytes(16)).grow(20_000_000)
-memory = ReplicatedMemory(folder, "m", bytes(16))
+memory = NodeMemory(folder, "m", bytes(16))
 with pytest.raises(NoRoom, match=r"\\d MB free and this node's copies .* take 48.0 MB; .*the job more memory"):
     memory.save(Version(0, 1), lambda: {"w": torch.zeros(6_000_000)})
 """

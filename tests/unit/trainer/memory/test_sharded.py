@@ -106,6 +106,15 @@ def test_what_arrived_is_taken_for_the_piece_that_was_to_come_and_no_other(
     assert slot.header() is not None
 
 
+def test_a_part_that_arrives_garbled_does_not_count(tmp_path: Path) -> None:
+    slot = sent(a_piece(tmp_path), tmp_path)
+    slot.region()[-4096] ^= 1
+
+    with pytest.raises(Torn, match="its checksum is wrong"):
+        slot.accept(PIECE)
+    assert slot.header() is None
+
+
 def copying(folder: Path) -> tuple[ShardedMemory, torch.Tensor]:
     """A memory with a snapshot of step 1 in generation 0, and the tensor that the training changes."""
     memory, weights = ShardedMemory(folder, generation=0), torch.full((8,), 1.0)

@@ -47,22 +47,6 @@ def test_a_rank_that_is_turned_away_tries_again(refuses: Callable[[socket.socket
                 assert [each.result(DEADLINE_S) for each in (first, second)] == [[1], [1]]
 
 
-def test_a_rank_that_is_turned_away_for_too_long_says_by_whom_and_why() -> None:
-    with Listener(resets) as turning_away:
-        book = Book()
-        port = turning_away.endpoint.port
-        book.publish(0, Contact(NAME, 0, "127.0.0.1", port, b"s" * 32).to_bytes())
-
-        with pytest.raises(PeerLost) as raised:
-            thread_peers(2, book, timeout_s=1)[1].largest([1])
-
-    assert turning_away.accepted > 2
-    assert str(raised.value) == (
-        "rank 0 is gone or has failed: connection closed by peer (Connection reset by peer, at 127.0.0.1 "
-        f"port {port}), channel {NAME}"
-    )
-
-
 def test_the_address_of_a_rank_before_a_restart_is_forgotten_when_the_new_one_is_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

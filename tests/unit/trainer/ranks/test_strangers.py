@@ -129,12 +129,6 @@ def test_strangers_are_closed_and_hold_no_rank_up(monkeypatch: pytest.MonkeyPatc
     assert all(map(is_closed, strangers))
 
 
-def test_a_stranger_that_says_nothing_is_closed_while_the_rank_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake, "_ANSWER_S", 0.05)
-    with rank_0_waits(2) as (book, _):
-        assert is_closed(dial(book, b"half"))
-
-
 def test_more_strangers_than_there_is_room_for_hold_no_rank_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake, "_UNKNOWN_MAX", 4)
     with contextlib.ExitStack() as stack, rank_0_waits(2) as (book, _):

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from elaunch.trainer.memory import replicated
-from elaunch.trainer.memory.records import Records, completed_in
-from elaunch.trainer.memory.replicated import NoRoom, ReplicatedMemory
-from elaunch.trainer.memory.slots import copy_on_host, node_of
+from elaunch.trainer.memory import node_memory
+from elaunch.trainer.memory.node_memory import NodeMemory, NoRoom
+from elaunch.trainer.memory.slots import copy_on_host
 from elaunch.trainer.state.version import Version
 from tests.forked import Child
 from tests.harness import DEADLINE_S, wait_for
@@ -29,15 +28,15 @@ def state_of(step: int, size: int = 5000) -> dict[str, Any]:
     return {"w": torch.full((size,), float(step)), "step": step}
 
 
-def saved(memory: ReplicatedMemory, generation: int, step: int) -> Version:
+def saved(memory: NodeMemory, generation: int, step: int) -> Version:
     return memory.save(Version(generation, step), lambda: state_of(step))
 
 
-def versions(memory: ReplicatedMemory) -> list[Version]:
-    return [holding.version for holding in memory.verified(all_of_them=True, say=pytest.fail)]
+def versions(memory: NodeMemory) -> list[Version]:
+    return memory.versions()
 
 
-def contents(memory: ReplicatedMemory) -> list[float]:
+def contents(memory: NodeMemory) -> list[float]:
     return [slot.read(header)["w"][7].item() for header, slot in memory.pair.versions()]
 
 
@@ -52,7 +51,7 @@ def shm() -> Iterator[Path]:
 
 
 def test_the_newest_two_stay(tmp_path: Path) -> None:
-    memory = ReplicatedMemory(tmp_path, "m", LAYOUT)
+    memory = NodeMemory(tmp_path, "m", LAYOUT)
 
     for step in (1, 2, 3):
         assert saved(memory, 0, step) == Version(0, step)
@@ -62,7 +61,7 @@ def test_the_newest_two_stay(tmp_path: Path) -> None:
 
 
 def test_a_corrupt_copy_is_named_and_the_one_before_it_counts(tmp_path: Path) -> None:
-    memory = ReplicatedMemory(tmp_path, "m", LAYOUT)
+    memory = NodeMemory(tmp_path, "m", LAYOUT)
     saved(memory, 0, 1)
     saved(memory, 0, 2)
     header, slot = memory.pair.versions()[0]
@@ -73,7 +72,7 @@ def test_a_corrupt_copy_is_named_and_the_one_before_it_counts(tmp_path: Path) ->
         file.write(bytes([byte[0] ^ 1]))
     said: list[str] = []
 
-    found = ReplicatedMemory(tmp_path, "m", LAYOUT).verified(all_of_them=False, say=said.append)
+    found = NodeMemory(tmp_path, "m", LAYOUT, say=said.append).verified(all_of_them=False)
 
     assert [holding.version for holding in found] == [Version(0, 1)]
     assert said == [f"skipping the copy of step 2 in {slot.path}: its checksum is wrong"]
@@ -88,7 +87,7 @@ def test_too_little_room_is_one_sentence_with_both_numbers(tmp_path: Path, monke
         f_bavail, f_frsize = 5, 1_000_000
 
     monkeypatch.setattr(os, "statvfs", lambda path: Full)
-    memory = ReplicatedMemory(tmp_path, "m", LAYOUT)
+    memory = NodeMemory(tmp_path, "m", LAYOUT)
 
     with pytest.raises(NoRoom, match=r"has 5.0 MB free and this node's copies of the training state take 8.0 MB"):
         memory.save(Version(0, 1), lambda: {"w": torch.zeros(1_000_000)})
@@ -127,7 +126,7 @@ class Writer:
             os.read(waiting, 1)
             copy_on_host(targets, sources)
 
-        memory = ReplicatedMemory(folder, "m", LAYOUT)
+        memory = NodeMemory(folder, "m", LAYOUT)
         for step in (1, 2, 3):
             state = {"w": torch.full((100_000,), float(step))}
             memory.save(Version(0, step), lambda state=state: state, half if step == 3 else copy_on_host)  # type: ignore[misc]
@@ -150,7 +149,7 @@ class Writer:
 
 
 def test_a_writer_killed_in_the_middle_leaves_the_other_copy_and_no_lock(shm: Path) -> None:
-    memory = ReplicatedMemory(shm, "m", LAYOUT)
+    memory = NodeMemory(shm, "m", LAYOUT)
     with Writer(shm) as writer:
         # The fault has struck: half of the slot of step 1 already has the data of step 3.
         torn = next(slot for slot in memory.pair.slots if slot.header() is None)
@@ -169,7 +168,7 @@ def test_a_writer_killed_in_the_middle_leaves_the_other_copy_and_no_lock(shm: Pa
 
 
 def test_a_writer_waits_for_another_one_and_then_has_nothing_to_do(shm: Path) -> None:
-    memory = ReplicatedMemory(shm, "m", LAYOUT)
+    memory = NodeMemory(shm, "m", LAYOUT)
     with Writer(shm) as writer:
 
         def waits() -> None:
@@ -200,8 +199,8 @@ def opened_by(pid: int) -> list[str]:
 
 
 def test_a_stopped_writer_keeps_nobody_for_ever(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replicated, "_LOCK_S", 0.3)
-    found = ReplicatedMemory(shm, "m", LAYOUT)
+    monkeypatch.setattr(node_memory, "_LOCK_S", 0.3)
+    found = NodeMemory(shm, "m", LAYOUT)
     with Writer(shm) as writer:
         os.kill(writer.pid, signal.SIGSTOP)
         with pytest.raises(TimeoutError, match=r"of this node has held the lock for 0\.3 s; is it stopped"):
@@ -210,7 +209,7 @@ def test_a_stopped_writer_keeps_nobody_for_ever(shm: Path, monkeypatch: pytest.M
 
 
 def test_survivors_that_differ_by_a_step_leave_the_snapshot_that_is_to_stay(tmp_path: Path) -> None:
-    memory = ReplicatedMemory(tmp_path, "m", LAYOUT)
+    memory = NodeMemory(tmp_path, "m", LAYOUT)
     saved(memory, 0, 45)
     saved(memory, 0, 50)
 
@@ -222,7 +221,8 @@ def test_survivors_that_differ_by_a_step_leave_the_snapshot_that_is_to_stay(tmp_
 
 
 def test_given_up_steps_are_not_found_again(tmp_path: Path) -> None:
-    memory, records = ReplicatedMemory(tmp_path, "m", LAYOUT), Records(tmp_path, "m", LAYOUT, 0)
+    memory = NodeMemory(tmp_path, "m", LAYOUT)
+    records = memory.records(0)
     saved(memory, 0, 50)
     saved(memory, 0, 57)
     records.keep(Version(0, 50), {"large": 1})
@@ -230,7 +230,6 @@ def test_given_up_steps_are_not_found_again(tmp_path: Path) -> None:
     records.stage(Version(0, 58), {})
 
     memory.drop_newer(Version(0, 50))
-    records.drop_newer(Version(0, 50))
 
     assert versions(memory) == [Version(0, 50)]
     assert [header.version for header, _, _ in records.versions()] == [Version(0, 50)]
@@ -240,7 +239,7 @@ def test_given_up_steps_are_not_found_again(tmp_path: Path) -> None:
 
 
 def test_the_records_of_the_last_three_steps_stay(tmp_path: Path) -> None:
-    records = Records(tmp_path, "m", LAYOUT, 0)
+    records = NodeMemory(tmp_path, "m", LAYOUT).records(0)
     for step in range(1, 8):
         records.stage(Version(0, step), {"random": torch.full((2,), step)})
 
@@ -252,28 +251,17 @@ def test_the_records_of_the_last_three_steps_stay(tmp_path: Path) -> None:
     }
 
 
-def test_nodes_are_told_apart_by_their_memory(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    (tmp_path / "link").symlink_to("a")
-
-    nodes = [node_of(tmp_path / name) for name in ("a", "link", "b")]
-
-    assert nodes[0] == nodes[1] != nodes[2]
-
-
 def test_files_are_for_their_owner_alone(tmp_path: Path) -> None:
-    saved(ReplicatedMemory(tmp_path, "m", LAYOUT), 0, 1)
+    saved(NodeMemory(tmp_path, "m", LAYOUT), 0, 1)
 
     assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
 
 
-@pytest.mark.parametrize("offset", [0, 24, 40])
-def test_a_completed_step_with_a_flipped_bit_is_not_believed(tmp_path: Path, offset: int) -> None:
-    Records(tmp_path, "m", LAYOUT, 0).done(Version(0, 6))
+def test_a_completed_step_with_a_flipped_bit_is_not_believed(tmp_path: Path) -> None:
+    NodeMemory(tmp_path, "m", LAYOUT).records(0).done(Version(0, 6))
     path = tmp_path / "m.done-0-0"
     content = bytearray(path.read_bytes())
-    content[offset] ^= 1
+    content[24] ^= 1
     path.write_bytes(content)
 
-    assert completed_in(tmp_path, "m", LAYOUT) is None
+    assert NodeMemory(tmp_path, "m", LAYOUT).completed() is None

@@ -1,0 +1,296 @@
+"""Training state in host memory that outlives the workers: files in the folder that ELAUNCH_MEMORY names.
+
+    NAME.state-0, NAME.state-1     the replicated state, twice per node: one is whole while the other is written
+    NAME.rank-R-0, NAME.rank-R-1   rank R's own state (buffers, random states), after even and after odd steps
+    NAME.rank-R-2 … -5             the same and R's large part, of the newest snapshots and copies
+    NAME.done-R-0, NAME.done-R-1   the newest two steps that rank R completed
+    NAME.lock                      who may write a copy
+    NAME.said                      the sentences about the program that the job has had (`keeper/door`)
+    NAME.left                      the loops that the program left by `break`, as JSON (`keeper/loops`)
+
+All but the last three lines have one format (`region`). A NAME contains no dot, so that the files of one training are
+never taken for another's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from elaunch.trainer.memory.recovery_plan import Held, Holding, Inventory, Record
+from elaunch.trainer.memory.room import Room, room_in
+from elaunch.trainer.memory.slots import Copy, Slot, Slots, copy_on_host, node_of
+from elaunch.trainer.state.packing import pack
+from elaunch.trainer.state.region import Header, Packed
+from elaunch.trainer.state.version import Piece, Version
+
+# How long to wait for another worker of the node. After a failure the agent kills a stopped worker when --failure-grace
+# (2 s) is over, and that frees the lock. The waiting worker has reported that it saves, so it has --stop-grace (30 s).
+# A first copy takes 2 s per GB, since the kernel clears its pages.
+_LOCK_S = 20.0
+_LOCK_S_PER_BYTE = 4e-9
+_LOCK_POLL_S = 0.001
+_NOTHING = pack({})
+
+
+class NoRoom(Exception):
+    """This node's copies need `needed` bytes, and there is less room: in the file system, or in a cgroup."""
+
+    def __init__(self, folder: Path, needed: int, room: Room) -> None:
+        way_out = (
+            "give the job more memory: docker run --memory, the pod's limit, sbatch --mem"
+            if room.where
+            else "in a container, give /dev/shm more: docker run --shm-size, elaunch submit k8s --shm"
+        )
+        super().__init__(
+            f"{room.where or folder.parent} has {room.free / 1e6:,.1f} MB free and this node's copies of the training "
+            f"state take {needed / 1e6:,.1f} MB; there are none, and a failure goes back to the last checkpoint "
+            f"({way_out})"
+        )
+
+
+class NodeMemory:
+    """This node's memory for one training, in a group of `world_size` ranks, of which this is `rank`.
+
+    It has copies of the replicated state and the records of ranks. One worker at a time writes a copy; if it dies, the
+    kernel frees its lock. `layout` is the digest of the state's names and shapes: copies of another state are
+    overwritten, not read. `speaks` is True for one rank of each node, which lists and fills the memory for all. `say`
+    gets a sentence for each torn copy.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        layout: bytes,
+        rank: int = 0,
+        world_size: int = 1,
+        *,
+        speaks: bool = True,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        self.folder, self.speaks = folder, speaks
+        self._name, self._layout, self._rank, self._world_size, self._say = name, layout, rank, world_size, say
+        self._lock_path = folder / f"{name}.lock"
+        self.pair = Slots(folder / f"{name}.state", layout)
+
+    def records(self, rank: int) -> Records:
+        """The own state of that rank."""
+        return Records(self.folder, self._name, self._layout, rank, self._world_size)
+
+    def all_records(self) -> list[Records]:
+        """The records of the node's own ranks, and of those that it mirrors."""
+        kinds = (path.name.removeprefix(f"{self._name}.").split("-") for path in self.folder.glob(f"{self._name}.*-*"))
+        ranks = {int(numbers[0]) for kind, *numbers in kinds if kind in ("rank", "done")}
+        return [self.records(rank) for rank in sorted(ranks)]
+
+    def completed(self) -> Version | None:
+        """The newest step that any worker of this node has completed, dead workers included."""
+        done = (records.completed() for records in self.all_records())
+        return max((version for version in done if version is not None), default=None)
+
+    def inventory(self, *, large: bool, pieces: Mapping[str, Held]) -> Inventory:
+        """The verified content of this memory. All ranks of the node call it, each with its share of the pieces."""
+        node = node_of(self.folder)
+        if not self.speaks:
+            return Inventory(self._rank, node, speaks=False, pieces=pieces)
+        records = tuple(
+            Record(records.rank, header.version, full)
+            for records in self.all_records()
+            for header, slot, full in records.versions()
+            if slot.is_intact(header)
+        )
+        held = tuple(self.verified(all_of_them=large))
+        return Inventory(self._rank, node, True, held, records, self.completed(), self.free, pieces)
+
+    @property
+    def free(self) -> int:
+        """Bytes available for a copy: the free bytes, and those of the slot that is written next."""
+        return room_in(self.folder).free + self.pair.older().size
+
+    def save(
+        self,
+        version: Version,
+        state: Callable[[], object],
+        copy: Copy = copy_on_host,
+        spare: Collection[Version] = (),
+    ) -> Version:
+        """Store `version` unless it or a newer one is in memory. Returns the newest one there.
+
+        One worker at a time does, and the others find it there. Copies in `spare` are never overwritten; if they leave
+        no slot, nothing is written. Raises NoRoom, OSError, NotPlain.
+        """
+        with self.locked():
+            if newest := self._better(version, spare):
+                return newest
+            packed = pack(state())
+            self._reserve(packed.length)
+            self.pair.older(spare).write(Piece(version, self._world_size, self._rank), packed, copy)
+        return version
+
+    def _better(self, version: Version, spare: Collection[Version]) -> Version | None:
+        """The newest version in memory, if `version` is not to be stored beside it."""
+        whole = self.versions()
+        newest = next(iter(whole), None)
+        is_full = len(whole) > 1 and set(whole) <= set(spare)
+        return newest if newest is not None and (newest >= version or is_full) else None
+
+    def verified(self, *, all_of_them: bool) -> list[Holding]:
+        """The newest verified copy, or all of them. Damaged copies are reported and declared torn."""
+        found = []
+        for header, slot in self.pair.versions():
+            if slot.is_intact(header):
+                found.append(Holding(header.version, header.checksum, header.length))
+                if not all_of_them:
+                    break
+            else:
+                self._say(f"skipping the copy of step {header.version.step} in {slot.path}: its checksum is wrong")
+                slot.discard()
+        return found
+
+    def find(self, version: Version, checksum: int) -> tuple[Header, Slot] | None:
+        """The slot with that state."""
+        return next(
+            ((h, slot) for h, slot in self.pair.versions() if (h.version, h.checksum) == (version, checksum)), None
+        )
+
+    def versions(self) -> list[Version]:
+        """The versions of the whole copies, newest first. Their content is not verified."""
+        return [header.version for header, _ in self.pair.versions()]
+
+    def discard(self, version: Version) -> None:
+        """Declare the copy of `version` torn, when nobody writes. Raises TimeoutError."""
+        with self.locked():
+            for header, slot in self.pair.versions():
+                if header.version == version:
+                    slot.discard()
+
+    def drop_newer(self, version: Version) -> None:
+        """Declare copies and records newer than `version` torn: those steps are given up, and must not be found."""
+        for records in self.all_records():
+            records.drop_newer(version)
+        with self.locked():
+            for header, slot in self.pair.versions():
+                if header.version > version:
+                    slot.discard()
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the node's lock: a POSIX lock, which forked children do not inherit and a SIGKILL releases.
+
+        Raises TimeoutError if another worker holds it for longer than a copy takes: that worker may be stopped.
+        """
+        descriptor = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            self._lock(descriptor)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _limit_s(self) -> float:
+        return _LOCK_S + _LOCK_S_PER_BYTE * max(slot.size for slot in self.pair.slots)
+
+    def _lock(self, descriptor: int) -> None:
+        begun_s = time.monotonic()
+        while True:
+            try:
+                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except (BlockingIOError, PermissionError):
+                # Asked each time: the writer of the first copy may not have set the size yet.
+                limit_s = self._limit_s()
+                if time.monotonic() - begun_s > limit_s:
+                    reason = f"another worker of this node has held the lock for {limit_s:.1f} s; is it stopped?"
+                    raise TimeoutError(errno.ETIMEDOUT, reason, self._lock_path) from None
+            time.sleep(_LOCK_POLL_S)
+
+    def _reserve(self, length: int) -> None:
+        """Allocate both copies at once, so that the second one cannot fail later."""
+        needed = sum(max(0, length - slot.size) for slot in self.pair.slots)
+        if not needed:
+            return
+        room = room_in(self.folder)
+        if needed > room.free:
+            raise NoRoom(self.folder, 2 * length, room)
+        for slot in self.pair.slots:
+            slot.grow(length)
+
+
+class Records:
+    """The own state of rank `rank`, and its newest completed step. That rank writes them; its successors read them.
+
+    `world_size` is the writer's.
+    """
+
+    def __init__(self, folder: Path, name: str, layout: bytes, rank: int, world_size: int = 1) -> None:
+        self.rank, self._world_size = rank, world_size
+        path = folder / f"{name}.rank-{rank}"
+        # A rank may be a step ahead: it has stored what belongs to its next step, and another rank has not completed
+        # the one before. If the group goes back to the step before that, its record is still there.
+        self._staged = Slots(path, layout, (0, 1, 6))
+        # The newest two snapshots, and the newest two copies between them.
+        self._kept = Slots(path, layout, (2, 3, 4, 5))
+        # Another node sends snapshots only.
+        self.mirrored = Slots(path, layout, (2, 3))
+        # Regions without content: a version and its checksum.
+        self._done = Slots(folder / f"{name}.done-{rank}", layout)
+        self._state: object = None
+        self._packed: Packed | None = None
+
+    def stage(self, version: Version, state: object) -> None:
+        """Store the own state that belongs to `version` once its step completes. The two before stay.
+
+        If the same object comes again nothing in it has changed since.
+        """
+        if self._packed is None or state is not self._state:
+            self._state, self._packed = state, pack(state)
+        self._staged.slots[version.step % 3].write_again(self._piece(version), self._packed)
+
+    def keep(self, version: Version, state: object, spare: Collection[Version] = ()) -> Tensor:
+        """Store the own state of a snapshot or a copy; the newest ones and those in `spare` stay. Returns its region.
+
+        A state of that version that is there already is overwritten.
+        """
+        same = (slot for header, slot in self._kept.versions() if header.version == version)
+        slot = next(same, None) or self._kept.older(spare)
+        return slot.raw(slot.write(self._piece(version), pack(state)).length)
+
+    def done(self, version: Version) -> None:
+        """Note that this rank has completed `version`."""
+        self._done.slots[version.step % 2].write_again(self._piece(version), _NOTHING)
+
+    def completed(self) -> Version | None:
+        """The newest completed step; None if there is none, or if its checksum is wrong."""
+        return next((header.version for header, _ in self._done.versions()), None)
+
+    def versions(self) -> list[tuple[Header, Slot, bool]]:
+        """All records here, each with whether it has the large part. Not verified."""
+        staged = [(header, slot, False) for header, slot in self._staged.versions()]
+        return [(header, slot, True) for header, slot in self._kept.versions()] + staged
+
+    def slot_of(self, version: Version) -> tuple[Header, Slot] | None:
+        """Where this rank's own state of that version is, if possible with the large part."""
+        its = ((header, slot) for header, slot, _ in self.versions() if header.version == version)
+        return next(((header, slot) for header, slot in its if slot.is_intact(header)), None)
+
+    def find(self, version: Version) -> Any:
+        """This rank's own state of that version as views of the memory, if possible with the large part; else None."""
+        found = self.slot_of(version)
+        return None if found is None else found[1].read(found[0])
+
+    def drop_newer(self, version: Version) -> None:
+        """Declare records newer than `version` torn: those steps are given up."""
+        for header, slot, _ in self.versions():
+            if header.version > version:
+                slot.discard()
+
+    def _piece(self, version: Version) -> Piece:
+        return Piece(version, self._world_size, self.rank)
