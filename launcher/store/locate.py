@@ -249,22 +249,14 @@ def _options_without_effect(options: Options, backend: str) -> tuple[tuple[str, 
     return tuple((f"--{n.replace('_', '-')}", why) for n, why in reasons.items() if n in options.given)
 
 
-@dataclass(frozen=True)
-class Master:
-    """The master of a static rendezvous. `port` is None if nobody gave one."""
-
-    host: str
-    port: int | None
-
-
-def _static_master(options: Options) -> Master | None:
+def _static_master(options: Options) -> Address | None:
     """MASTER_ADDR and MASTER_PORT. If an endpoint is given instead, both come from it, as in torchrun."""
     port = options.master_port[0] if options.master_port else None
     if options.master_addr:
-        return Master(_bare_host(options.master_addr) or "", port)
+        return Address("", _bare_host(options.master_addr) or "", port)
     if len(options.rdzv_endpoint) == 1 and not options.rdzv_endpoint[0].scheme:
         address = options.rdzv_endpoint[0]
-        return Master(address.host, address.port if port is None else port)
+        return replace(address, port=address.port if port is None else port)
     return None
 
 
@@ -313,14 +305,9 @@ def _require_head(options: Options, backend: str, head: Address | None) -> tuple
     )
 
 
-def _store_port(master: Master) -> int:
-    port = (master.port or MASTER_PORT) + 1
-    if port > PORT_MAX:
-        raise UsageError(
-            f"the job's store uses the port after --master-port {master.port}, and there is no such port;"
-            " name another address for the store with --rdzv-endpoint HOST:PORT"
-        )
-    return port
+def _store_port(master: Address) -> int:
+    port = master.port or MASTER_PORT
+    return port + 1 if port < PORT_MAX else port - 1
 
 
 def _check_addresses(addresses: tuple[Address, ...], source: str) -> tuple[Address, ...]:

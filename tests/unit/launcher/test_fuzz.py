@@ -27,7 +27,7 @@ from elaunch.launcher.options.values import endpoints
 from elaunch.launcher.schedulers.defaults import concerning, settle
 from elaunch.launcher.schedulers.detect import SCHEDULERS, detect
 from elaunch.launcher.schedulers.facts import HOSTS_MAX, Cluster, expand, line
-from elaunch.launcher.store.connect import invite
+from elaunch.launcher.store.connect import how_to_join, words_for_others
 from elaunch.launcher.store.locate import plan
 from elaunch.rendezvous.rules.snapshot import Keys
 from tests.fuzzing import NESTED, NUMBERS, TEXTS, WORDS, bounded
@@ -89,7 +89,7 @@ def planned(options: Options, environ: dict[str, str], cluster: Cluster | None =
     config = agent_config(options, found, environ, HOST)
     assert Keys(config.spec.run_id).root.isascii()
     if not found.plan.is_alone and found.plan.endpoints:
-        for said in invite(options, found.plan, "token"):
+        for said in how_to_join(words_for_others(options, found.plan), found.plan.endpoints[0], None, is_terminal=True):
             assert "\n" not in said
 
 
