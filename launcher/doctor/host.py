@@ -15,7 +15,7 @@ _MIB = 1 << 20
 # A worker's share of /dev/shm: NCCL's segments take up to 10 MB for each channel and peer, a data loader's processes
 # pass two batches each through it. Docker's default is 64 MiB for the whole container.
 _SHM_MIN, _SHM_WANTED, _SHM_NODE_WANTED = 32 * _MIB, 256 * _MIB, 1024 * _MIB
-# The agent's own open files, as in `preflight.check_open_files`; and what a data loader's tensors take beside them.
+# The agent's own open files: pipes, a link and log files each; and what a data loader's tensors take beside them.
 _FILES_WORKER, _FILES_AGENT = 6, 64
 _FILES_WORKER_WANTED, _FILES_WANTED = 128, 512
 # Threads of one worker: OpenMP, NCCL, gloo, autograd, data loaders.

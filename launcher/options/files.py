@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from elaunch.launcher.errors import UsageError, tidy
+from elaunch.launcher.errors import UsageError
 
 BYTES_MAX = 16 << 20
 # The folder in which elaunch keeps a user's secrets. Nodes that share the home share it.
@@ -45,17 +45,16 @@ def read_secret(path: str) -> str:
 
     All further lines must be comments, which begin with `#`.
     """
-    shown = tidy(path)
     try:
         secret, _, rest = read_small(str(Path(path).expanduser()), may_be_pipe=True).strip().partition("\n")
     except (OSError, UnicodeDecodeError, RuntimeError) as error:
         why = getattr(error, "strerror", None) or error
-        raise UsageError(f"the secret in {shown} cannot be read ({why}); give a file that you may read") from None
+        raise UsageError(f"the secret in {path} cannot be read ({why}); give a file that you may read") from None
     if not secret:
-        raise UsageError(f"{shown} is empty and should hold a secret; write one into it, and let only yourself read it")
+        raise UsageError(f"{path} is empty and should hold a secret; write one into it, and let only yourself read it")
     others = [line for line in rest.splitlines() if line.strip() and not line.startswith("#")]
     if len(secret.split()) > 1 or others:
-        raise UsageError(f"{shown} should hold one secret and holds several words; name another file")
+        raise UsageError(f"{path} should hold one secret and holds several words; name another file")
     return secret.strip()
 
 
