@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import shlex
 import shutil
 import sys
 import warnings
@@ -13,7 +14,6 @@ from pathlib import Path
 
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.options.options import Options
-from elaunch.launcher.options.shell_words import quoted
 from elaunch.rendezvous.job_spec import ProgramKind
 
 _SHELL_SUFFIXES = {".sh", ".bash", ".zsh"}
@@ -79,7 +79,7 @@ def _check_command(name: str, what: str) -> None:
         where = f"in {Path.cwd()}" if os.sep in name else "on PATH"
         raise UsageError(f"{what}{name} is not an executable file {where}; give its path")
     # A name without a slash is not looked for in the current folder.
-    path = quoted(name if os.sep in name else f"./{name}")
+    path = shlex.quote(name if os.sep in name else f"./{name}")
     raise UsageError(f"{what}{name} is not an executable file; chmod +x {path}, and write {path}")
 
 
@@ -118,7 +118,7 @@ def check_log_dir(options: Options) -> None:
 
 def _check_no_job_file(target: str) -> None:
     if Path(target).suffix.lower() in _JOB_FILE_SUFFIXES:
-        raise UsageError(f"{target} is no program; start a job file with --config {quoted(target)}")
+        raise UsageError(f"{target} is no program; start a job file with --config {shlex.quote(target)}")
 
 
 def check_script(target: str) -> None:

@@ -39,7 +39,7 @@ class JobFile:
 def read(path: str) -> JobFile:
     """The job file at `path`. Raises UsageError if it cannot be read or understood."""
     try:
-        text = read_small(path, may_be_pipe=True)
+        text = read_small(path)
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or error
         raise UsageError(f"--config {path} cannot be read ({why}); give a YAML file of options") from None

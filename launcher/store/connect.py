@@ -6,6 +6,7 @@ A head starts its store first, and prints the command to type on the other hosts
 from __future__ import annotations
 
 import os
+import shlex
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +27,6 @@ from elaunch.launcher.host import (
 from elaunch.launcher.options.files import FOLDER, TOKEN_LINE
 from elaunch.launcher.options.options import Options, words_of
 from elaunch.launcher.options.rdzv_conf import understand
-from elaunch.launcher.options.shell_words import joined, quoted
 from elaunch.launcher.options.table import TABLE
 from elaunch.launcher.options.values import switch
 from elaunch.launcher.store.locate import Planned, RendezvousPlan, way_of
@@ -91,7 +91,6 @@ def reach(options: Options, planned: Planned, say: Callable[[str], None]) -> Rea
         network = socket_variables("127.0.0.1", os.environ, say, verbose=options.verbose)
         return Reached(MemoryStore(), is_remote=False, address=plan.own_addr or "127.0.0.1", network=network)
     _check_node_rank_0(options, plan)
-    _check_head_host(options, planned)
     address = plan.own_addr or _own_address(planned, say)
     keyring = KeptTokens()
     if planned.has_home_token:
@@ -220,27 +219,6 @@ def _check_node_rank_0(options: Options, plan: RendezvousPlan) -> None:
             )
 
 
-def _check_head_host(options: Options, planned: Planned) -> None:
-    """Raises UsageError if the scheduler's node 0 runs here, but the head that it names is another host.
-
-    The other nodes connect to the named head.
-    """
-    cluster = planned.cluster
-    if not (planned.at_its_head and planned.plan.is_head and cluster) or understand(options.rdzv_conf).is_host:
-        return
-    # Pods may know their head by the name of a service, which is no host's address.
-    if cluster.is_of_pods:
-        return
-    with suppress(NoAddress):
-        if cluster.head and owner_of(cluster.head) is Owner.OTHER_HOST:
-            here = socket.gethostname()
-            raise UsageError(
-                f"the head of this job is {cluster.head}, which is no address of this host, {here}, but"
-                f" {cluster.scheduler} runs node 0 here; give all nodes: --rdzv-endpoint {here}:PORT, or, for"
-                f" mpirun, -x MASTER_ADDR={here}"
-            )
-
-
 def _numeric_address(address: str, planned: Planned, say: Callable[[str], None]) -> str:
     """This node's address as a number. The command line may have given a name."""
     if is_address(address):
@@ -291,14 +269,14 @@ def how_to_join(
             )
         token = served.token if is_terminal and not is_found else ""
         file = "" if is_terminal or is_found else served.kept
-    line = joined(["elaunch", *(["--token-file", file] if file else []), *words])
+    line = shlex.join(["elaunch", *(["--token-file", file] if file else []), *words])
     if not file:
-        return (f"ELAUNCH_TOKEN={quoted(token)} {line}" if token else line,)
+        return (f"ELAUNCH_TOKEN={shlex.quote(token)} {line}" if token else line,)
     host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
     return (
         line,
         f"the store's token is in {file}, which only you can read: nodes that share this home find it there; on another"
-        f" node copy it first ({joined(['scp', f'{host}:{file}', 'token'])}), and type --token-file token",
+        f" node copy it first ({shlex.join(['scp', f'{host}:{file}', 'token'])}), and type --token-file token",
     )
 
 

@@ -5,6 +5,7 @@ Every backend of torchrun becomes one store. Nothing is connected here: `connect
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,7 +14,6 @@ from elaunch.agent.config import OnHang
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.options.options import Options, Source, words_of
 from elaunch.launcher.options.rdzv_conf import Conf, understand
-from elaunch.launcher.options.shell_words import joined
 from elaunch.launcher.options.values import PLACES, PORT_MAX, Address, endpoints
 from elaunch.launcher.schedulers.facts import Cluster
 from elaunch.rendezvous.codec import decode, encode
@@ -295,10 +295,12 @@ def _require_head(options: Options, backend: str, head: Address | None) -> tuple
     nodes = ":".join(str(number) for number in dict.fromkeys(options.nnodes))
     if backend == "static":
         host = "the name of the node of rank 0"
-        line = joined(["elaunch", "--master-addr", "HOST", *words_of(options.typed, options.program)])
+        line = shlex.join(["elaunch", "--master-addr", "HOST", *words_of(options.typed, options.program)])
     else:
         host = "the name of one node, or of an etcd"
-        line = joined(["elaunch", "--rdzv-endpoint", f"HOST:{ETCD_PORT}", *words_of(options.typed, options.program)])
+        line = shlex.join(
+            ["elaunch", "--rdzv-endpoint", f"HOST:{ETCD_PORT}", *words_of(options.typed, options.program)]
+        )
     raise UsageError(
         f"--nnodes {nodes} needs the address of a store where the nodes meet; type on every node, with {host} as HOST:"
         f" {line}"
