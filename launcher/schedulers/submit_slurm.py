@@ -165,7 +165,7 @@ def script(request: Request, elaunch: str = "elaunch") -> str:
         "#!/bin/bash\n"
         + "".join(f"#SBATCH {_quoted(line)}\n" for line in lines)
         + f"\n# One agent on each node: it starts a worker for each GPU.\n"
-        f"srun{cpus} --cpu-bind=none --kill-on-bad-exit=0{kill} {elaunch} {shlex.join(request.words)}\n"
+        f"srun{cpus} --cpu-bind=none --kill-on-bad-exit=0{kill} {elaunch} {' '.join(map(_word, request.words))}\n"
         f"code=$?\n{again}exit $code\n"
     )
 
@@ -178,6 +178,17 @@ def _quoted(option: str) -> str:
         return option
     escaped = re.sub(r'(["\\])', r"\\\1", value)
     return f'{name}"{escaped}"'
+
+
+def _word(word: str) -> str:
+    """`word` as one word of bash, on one line: sbatch refuses some line breaks, also in quotes."""
+    if word.isprintable():
+        return shlex.quote(word)
+    pieces = (
+        each if each.isprintable() and each not in "'\\" else "".join(f"\\x{byte:02x}" for byte in os.fsencode(each))
+        for each in word
+    )
+    return f"$'{''.join(pieces)}'"
 
 
 def _check_submittable(request: Request) -> None:

@@ -159,7 +159,7 @@ def _plan_for_nodes(
         tls=_tls(conf, environ) if scheme == "https" else None,
         plainly=scheme == "http",
         login=_read_login(conf, environ, read_secret),
-        prefix=conf.prefix,
+        prefix=conf.etcd_prefix,
         token=_token(options, environ, read_secret),
         transport=conf.transport,
         serves=not is_etcd,
@@ -213,10 +213,10 @@ def _backend(options: Options) -> str:
 
 
 def _tls(conf: Conf, environ: Mapping[str, str]) -> Tls:
-    certificate, key = conf.certificate, conf.key
+    certificate, key = conf.cert, conf.key
     if certificate is None:
         certificate, key = environ.get("ETCDCTL_CERT"), environ.get("ETCDCTL_KEY")
-    return Tls(conf.ca or environ.get("ETCDCTL_CACERT") or None, certificate or None, key or None)
+    return Tls(conf.cacert or environ.get("ETCDCTL_CACERT") or None, certificate or None, key or None)
 
 
 def _token(options: Options, environ: Mapping[str, str], read_secret: Callable[[str], str]) -> str:
@@ -343,8 +343,8 @@ def _choose_scheme(conf: Conf, addresses: tuple[Address, ...]) -> str:
         raise UsageError(
             f"--rdzv-conf protocol={conf.protocol} contradicts the endpoint {addresses[0]}; drop one of them"
         )
-    files = [name for name, value in (("cacert", conf.ca), ("cert", conf.certificate), ("key", conf.key)) if value]
-    if conf.key and not conf.certificate:
+    files = [name for name, value in (("cacert", conf.cacert), ("cert", conf.cert), ("key", conf.key)) if value]
+    if conf.key and not conf.cert:
         raise UsageError(f"--rdzv-conf key={conf.key} has no certificate beside it; add cert=FILE")
     scheme = typed or conf.protocol or ("https" if files else "")
     if files and scheme == "http":
@@ -355,16 +355,16 @@ def _choose_scheme(conf: Conf, addresses: tuple[Address, ...]) -> str:
 def _make_times(options: Options, conf: Conf, cluster: Cluster | None) -> Times:
     """The times of a job of several nodes. Raises UsageError if they contradict each other."""
     times = Times.for_lease(
-        Times.lease_ttl_s if conf.lease_ttl_s is None else conf.lease_ttl_s,
+        Times.lease_ttl_s if conf.lease_ttl is None else conf.lease_ttl,
         failure_grace_s=options.failure_grace,
         stop_grace_s=options.stop_grace,
-        last_call_s=Times.last_call_s if conf.last_call_s is None else conf.last_call_s,
-        join_timeout_s=conf.join_timeout_s,
-        store_timeout_s=conf.store_timeout_s,
-        keys_ttl_s=conf.keys_ttl_s,
+        last_call_s=Times.last_call_s if conf.last_call_timeout is None else conf.last_call_timeout,
+        join_timeout_s=conf.join_timeout,
+        store_timeout_s=conf.store_timeout,
+        keys_ttl_s=conf.keys_ttl,
     )
-    if conf.keepalive_s is not None:
-        times = replace(times, keepalive_s=min(times.keepalive_s, conf.keepalive_s))
+    if conf.keep_alive_interval is not None:
+        times = replace(times, keepalive_s=min(times.keepalive_s, conf.keep_alive_interval))
     if cluster and cluster.nodes and cluster.nodes[0] == cluster.nodes[1]:
         times = replace(times, nodes_expected=cluster.nodes[1])
     try:

@@ -135,11 +135,6 @@ def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
     return known
 
 
-def test_a_name_that_nobody_knows_is_a_sentence() -> None:
-    with pytest.raises(NoAddress, match=r"^the name no-such-host\.invalid has no address here \(.+\)$"):
-        own_address([Endpoint("no-such-host.invalid", 9)])
-
-
 def test_a_name_is_ours_if_all_its_addresses_can_be_bound_here(names: dict[str, list[str]]) -> None:
     names.update(me=["127.0.0.1", "::1"], they=["192.0.2.77"], all=["127.0.0.1", "192.0.2.77"])
 

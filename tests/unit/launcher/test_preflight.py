@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-import zipapp
 from collections.abc import Callable
 from pathlib import Path
 
@@ -66,16 +65,6 @@ def test_a_program_that_cannot_start_is_one_sentence(tmp_path: Path, words: list
     assert refused(*words) == sentence.format(tmp_path)
 
 
-def test_a_script_a_directory_with_main_and_a_command_on_path_can_start(tmp_path: Path) -> None:
-    (tmp_path / "app").mkdir()
-    (tmp_path / "app/__main__.py").touch()
-
-    check("app")
-    check("app/__main__.py")
-    check("-m", "json.no_matter")
-    check("--no-python", "sh")
-
-
 @pytest.mark.parametrize(
     ("name", "text", "mode", "way_out"),
     [
@@ -109,14 +98,6 @@ def test_what_python_may_read_is_left_to_python(name: str, text: str) -> None:
     Path(name).write_text(text)
 
     check(name)
-
-
-def test_an_application_of_zipapp_is_left_to_python(tmp_path: Path) -> None:
-    (tmp_path / "app").mkdir()
-    (tmp_path / "app" / "__main__.py").write_text("print(1)")
-    zipapp.create_archive(tmp_path / "app", tmp_path / "train", interpreter="/opt/ours/run-with-modules")
-
-    check("train")
 
 
 def test_a_preloaded_module_that_is_not_installed_is_a_sentence() -> None:

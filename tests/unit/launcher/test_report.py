@@ -45,14 +45,6 @@ def failed(failure: Failure, logs: Path | None = None) -> str:
     return report(replace(FAILED, failure=failure), SPEC, logs)
 
 
-def test_a_failed_run_names_who_failed_first_and_why_it_stopped() -> None:
-    text = failed(RAISED)
-
-    assert "train.py FAILED" in text
-    assert "rank 5 (local rank 1 on node-a, pid 4711) raised ValueError: bad in generation 3." in text
-    assert "the budget of 3 restarts is spent" in text
-
-
 HOSTILE = "x\nelaunch: succeeded\relaunch: succeeded\x1b]0;x\x07"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 import threading
 import time
@@ -17,7 +16,6 @@ from elaunch.agent.workers.gpus import Gpu, Vendor
 from elaunch.launcher.doctor import devices, health, host, network
 from elaunch.launcher.doctor.command import examine
 from elaunch.launcher.doctor.host import Finding, Grade, Needs, bad, ok, worst
-from elaunch.launcher.store.locate import RendezvousPlan
 from tests.harness import DEADLINE_S, wait_for
 
 MIB = 1 << 20
@@ -114,16 +112,6 @@ def test_an_rdma_port_has_the_state_that_the_kernel_reports(
 
     assert found.grade is grade
     assert words in found.found
-
-
-def test_a_port_that_is_in_use_is_told_from_a_free_one() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        needs = Needs(ports=(listener.getsockname()[1],))
-
-        (taken,) = network.check_ports(RendezvousPlan(), needs)
-
-    assert taken.grade is Grade.BAD
-    assert "in use" not in next(network.check_ports(RendezvousPlan(), needs)).found
 
 
 def fails() -> tuple[Finding, ...]:

@@ -59,17 +59,6 @@ def test_a_hang_is_detection_and_not_training() -> None:
     assert of(job).seconds[Stage.DETECTION] == pytest.approx(30.5)
 
 
-def test_a_script_without_steps_has_no_ettr_but_the_time_its_workers_ran() -> None:
-    job = Timeline().opens(0, 0).dies(11, 0, 1).stops(12, 0, (0,)).opens(12, 1, "fail").succeeds(30, 1)
-
-    found = of(job)
-
-    assert math.isnan(found.ettr)
-    assert found.seconds[Stage.RUNNING] == pytest.approx(10 + 16)
-    assert sum(found.seconds.values()) == pytest.approx(30)
-    assert past(job).steps_lost == -1
-
-
 def test_a_job_that_never_trained_again_did_not_recover() -> None:
     ended = Timeline().opens(0, 0).steps(4.5, 0, 0, first=0).dies(10, 0, 1)
     ended.add(10.3, 1, "opened", kind="fail", cause="rank 1 died")

@@ -69,15 +69,6 @@ def test_the_headline_is_one_sentence_with_the_end_the_time_the_restarts_and_the
     ]
 
 
-def test_below_the_headline_is_the_failure_that_decided_it() -> None:
-    last = {"kind": "exception", "sentence": "rank 0 raised FileExistsError in generation 2", "rank": 0, "host": "a"}
-    job = Timeline().opens(0, 0).add(9, 2, "gave_up", reason="it exists", failure=last)
-    job.add(9, 2, "ended", outcome="failed", code=1, reason="it exists", restarts=2, max_restarts=3)
-
-    expected = "Rank 0 raised FileExistsError in generation 2. The job was given up: it exists."
-    assert report_of(job).reason == expected
-
-
 def test_a_page_has_a_lane_for_each_rank_and_a_card_for_each_cause() -> None:
     shown = Tags(html(report_of(restarted())))
 

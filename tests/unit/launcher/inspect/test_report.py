@@ -204,15 +204,3 @@ def test_what_a_timeline_says_reaches_no_terminal_with_control_characters(
     assert all(line.isprintable() for line in lines)
     # The headline, the failure and the page's path: a timeline adds no line.
     assert len(lines) == 3
-
-
-def test_a_pipe_or_device_is_written_to_and_not_replaced(tmp_path: Path) -> None:
-    run, pipe = put(tmp_path / "run_00000000", Timeline()), tmp_path / "pipe"
-    os.mkfifo(pipe)
-    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-
-    assert report(run, "-o", pipe) == 0
-
-    assert pipe.is_fifo()
-    assert os.read(reader, 1 << 16).startswith(b"<!DOCTYPE html>")
-    os.close(reader)
