@@ -6,14 +6,13 @@ import os
 import signal
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 from elaunch.agent.config import AgentConfig, LogFormat, OnHang, OutputPlan, ProgramText, StreamChoice, Streams
 from elaunch.agent.default_preload import DEFAULT_PRELOAD
 from elaunch.agent.environment import RANK_VARIABLES
 from elaunch.agent.guardian.guardian import VARIABLE
 from elaunch.agent.linux import has_pidfd
-from elaunch.launcher.errors import UsageError, nearest, tidy
+from elaunch.launcher.errors import UsageError, nearest
 from elaunch.launcher.host import HostResources
 from elaunch.launcher.options.options import Options, Source
 from elaunch.launcher.options.table import TABLE
@@ -236,7 +235,7 @@ def output_plan(options: Options, environ: Mapping[str, str]) -> OutputPlan:
     if options.log_dir is not None and not {"redirects", "tee"} & set(options.given):
         tee = StreamChoice(Streams.BOTH)
     return OutputPlan(
-        log_dir=options.log_dir and Path(tidy(str(options.log_dir.absolute()))),
+        log_dir=options.log_dir and options.log_dir.absolute(),
         # Not with --log-dir /dev/null.
         makes_log_dir="log_dir" not in options.given and (_any_stream(options.redirects) or _any_stream(tee)),
         redirects=options.redirects,

@@ -33,10 +33,8 @@ from elaunch.launcher.preflight import (
     check_hook,
     check_log_dir,
     check_metrics,
-    check_open_files,
     check_program,
     take_program_from_stdin,
-    temporary_folder_warning,
 )
 from elaunch.launcher.schedulers.defaults import cluster_of, concerning, settle
 from elaunch.launcher.schedulers.facts import Cluster
@@ -173,8 +171,6 @@ def _run_agent(
         with begin(config) as agent:
             if health:
                 health.begin(agent.warn)
-            if warning := temporary_folder_warning(environ):
-                agent.warn(warning)
             # From here on the fork server imports torch on another core.
             from elaunch.launcher.report import write_error_file
 
@@ -217,7 +213,6 @@ def _prepared(
     if options.run_id is None:
         options = replace(options, run_id=os.urandom(4).hex() if planned.plan.is_alone else UNNAMED)
     config = agent_config(options, planned, environ, detect(environ))
-    check_open_files(config.slots)
     if config.spec.program.is_on_stdin:
         take_program_from_stdin()
     return options, planned, config

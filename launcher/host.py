@@ -6,15 +6,10 @@ may resolve it to 127.0.1.1.
 
 from __future__ import annotations
 
-import array
-import fcntl
 import ipaddress
 import os
 import socket
-import struct
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,18 +24,11 @@ from elaunch.rendezvous.http.dial import resolve
 
 IpAddress: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 
-_SIOCGIFCONF = 0x8912
-# struct ifreq on 64 bits: a name of 16 bytes, then a socket address, whose bytes 4 to 7 are the IPv4 address.
-_IFREQ_BYTES, _IFNAME_BYTES, _IPV4_AT = 40, 16, 20
-_INTERFACES_MAX = 1024
 _RESOLVE_S = 5.0
-# gloo in the worker queries the same resolver, and waits for it.
 _OWN_NAME_S = 1.0
 # Addresses for documentation (RFC 5737, RFC 3849). No host has them, so only the default route can lead to them.
 _ELSEWHERE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
 _GLOO, _RPC = "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"
-# glibc's default is two tries of 5 s for each server (resolv.conf(5)).
-_RESOLVER, _SOONER = "RES_OPTIONS", "timeout:1 attempts:2"
 
 
 @dataclass(frozen=True)
@@ -72,7 +60,7 @@ def detect(environ: Mapping[str, str], root: Path = Path("/")) -> HostResources:
         cores=max(1, cores if quota is None else min(cores, int(quota))),
         gpus=len(visible(read_gpus(root), environ)),
         python=sys.executable,
-        python_options=interpreter_options(sys.orig_argv[1:]),
+        python_options=interpreter_options(),
         columns=terminal_size(1)[0] if is_one_terminal(1, 2) and can_move_cursor(1) else 0,
     )
 
@@ -86,31 +74,16 @@ def as_started(environ: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def interpreter_options(words: Sequence[str]) -> tuple[str, ...]:
-    """The options in an interpreter's command line that workers inherit: -W, -X, -O, -B and -b.
+def interpreter_options() -> tuple[str, ...]:
+    """This interpreter's options that workers inherit: -W, -X, -O, -B and -b, also from their variables.
 
     Options that isolate the interpreter (-E, -I, -P, -s, -S) are not inherited: installers write them into the first
     line of a command.
     """
-    kept: list[str] = []
-    rest = list(words)
-    while rest and rest[0].startswith("-") and rest[0] not in ("-", "--"):
-        word = rest.pop(0)
-        if word.startswith("--"):
-            # --check-hash-based-pycs MODE is the only long option that a program can follow.
-            del rest[:1]
-            continue
-        letters = word[1:]
-        while letters:
-            letter, letters = letters[0], letters[1:]
-            if letter in "cm":
-                return tuple(kept)
-            if letter in "WX":
-                kept += [f"-{letter}", letters or (rest.pop(0) if rest else "")]
-                break
-            if letter in "OBb":
-                kept.append(f"-{letter}")
-    return tuple(kept)
+    valued = [f"-X{name}" if value is True else f"-X{name}={value}" for name, value in sys._xoptions.items()]
+    flags = {"O": sys.flags.optimize, "b": sys.flags.bytes_warning, "B": sys.flags.dont_write_bytecode}
+    counted = [f"-{letter * count}" for letter, count in flags.items() if count]
+    return (*(f"-W{word}" for word in sys.warnoptions), *valued, *counted)
 
 
 def read_quota_cpus(root: Path = Path("/")) -> float | None:
@@ -262,67 +235,30 @@ def _of_interfaces() -> list[str]:
 
 def by_interface() -> Iterator[tuple[str, IpAddress]]:
     """Pairs of an interface's name and one of its addresses. The IPv4 addresses come first."""
-    yield from _ipv4()
-    yield from _ipv6()
+    import psutil  # Only jobs of several nodes need it.
 
-
-def _ipv4() -> Iterator[tuple[str, IpAddress]]:
-    space = array.array("B", bytes(_IFREQ_BYTES * _INTERFACES_MAX))
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        pointer, size = space.buffer_info()
-        answer = fcntl.ioctl(any_socket.fileno(), _SIOCGIFCONF, struct.pack("iL", size, pointer))
-    filled = struct.unpack("iL", answer)[0]
-    for start in range(0, filled, _IFREQ_BYTES):
-        entry = space[start : start + _IFREQ_BYTES].tobytes()
-        name = entry[:_IFNAME_BYTES].partition(b"\0")[0].decode()
-        # A second address may have its own label, for example eth0:1.
-        yield name.partition(":")[0], ipaddress.IPv4Address(entry[_IPV4_AT : _IPV4_AT + 4])
-
-
-def _ipv6(table: Path = Path("/proc/net/if_inet6")) -> Iterator[tuple[str, IpAddress]]:
-    """Columns: address, interface, prefix length, scope, flags, name."""
-    try:
-        rows = [line.split() for line in table.read_text().splitlines()]
-    except OSError:
-        return
-    for row in rows:
-        yield row[5], ipaddress.IPv6Address(int(row[0], 16))
+    listed = [(name, each) for name, several in psutil.net_if_addrs().items() for each in several]
+    for family in (socket.AF_INET, socket.AF_INET6):
+        for name, each in listed:
+            if each.family == family:
+                # A second address may have its own label, for example eth0:1.
+                yield name.partition(":")[0], ipaddress.ip_address(each.address.partition("%")[0])
 
 
 def socket_variables(
     address: str, environ: Mapping[str, str], say: Callable[[str], None], *, verbose: bool
 ) -> dict[str, str]:
-    """The variables that name the interface of `address` to gloo and RPC, if they would not find it or wait for long.
+    """The variables that name the interface of `address` to gloo and RPC, if they would not find it.
 
-    And one by which the resolver gives up sooner, if it does not answer c10d's lookup in time: c10d looks up the name
-    of each address that it connects to (socket.cpp). The user's own in `environ` stay.
+    The user's own in `environ` stay.
     """
-    # Both lookups at the same time.
-    begun_s = time.monotonic()
-    c10d = threading.Thread(target=_name_of, args=(address,), daemon=True)
-    c10d.start()
     unset = [name for name in (_GLOO, _RPC) if name not in environ]
-    variables: dict[str, str] = {}
-    if unset and (found := gloo_interface(address)):
-        interface, why = found
-        variables = dict.fromkeys(unset, interface)
-        if _GLOO in unset and (verbose or is_loopback(address)):
-            say(f"{_GLOO}={interface} is set for the workers: {why}")
-    c10d.join(max(0.0, begun_s + _OWN_NAME_S - time.monotonic()))
-    if c10d.is_alive() and _RESOLVER not in environ:
-        variables[_RESOLVER] = _SOONER
-        say(
-            f"{_RESOLVER}='{_SOONER}' is set for the workers: the lookup of the name of {address} takes more than"
-            f" {_OWN_NAME_S:g} s (does the DNS server answer?), and torch waits for it at each start"
-        )
-    return variables
-
-
-def _name_of(address: str) -> None:
-    plain = address.partition("%")[0]
-    with suppress(OSError):
-        # c10d connects from an IPv6 socket, also to IPv4. /etc/hosts does not have these forms.
-        socket.getnameinfo((plain if ":" in plain else f"::ffff:{plain}", 0), socket.NI_NUMERICSERV)
+    if not unset or not (found := gloo_interface(address)):
+        return {}
+    interface, why = found
+    if _GLOO in unset and verbose:
+        say(f"{_GLOO}={interface} is set for the workers: {why}")
+    return dict.fromkeys(unset, interface)
 
 
 def gloo_interface(address: str) -> tuple[str, str] | None:
@@ -330,19 +266,15 @@ def gloo_interface(address: str) -> tuple[str, str] | None:
 
     None if gloo finds it. gloo takes the first address of the host's own name that it can bind (ProcessGroupGloo.cpp).
     Debian's installer gives that name the address 127.0.1.1. If the name is unknown, gloo uses 127.0.0.1. No other node
-    reaches either. TensorPipe, which carries RPC, does the same (tensorpipe_agent.cpp). If all nodes are on this host
-    gloo finds it too, but waits for a resolver that is slow.
+    reaches either. TensorPipe, which carries RPC, does the same (tensorpipe_agent.cpp).
     """
-    name, begun_s = socket.gethostname(), time.monotonic()
+    if is_loopback(address):
+        return None
+    name = socket.gethostname()
     try:
         own = next((each for each in addresses(name, _OWN_NAME_S) if can_be_bound(each)), None)
     except NoAddress:
         own = None
-    if is_loopback(address):
-        is_slow = own is None and time.monotonic() - begun_s >= _OWN_NAME_S
-        interface = interface_of(address) if is_slow else None
-        why = f"the lookup of this host's own name, {name}, takes more than {_OWN_NAME_S:g} s, and gloo waits for it"
-        return (interface, why) if interface else None
     if own and not is_loopback(own):
         return None
     interface = interface_of(address)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
-import resource
+import shlex
 import shutil
 import sys
 import warnings
@@ -12,16 +12,13 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
-from elaunch.launcher.errors import UsageError, tidy
+from elaunch.launcher.errors import UsageError
 from elaunch.launcher.options.options import Options
-from elaunch.launcher.options.shell_words import quoted
 from elaunch.rendezvous.job_spec import ProgramKind
 
 _SHELL_SUFFIXES = {".sh", ".bash", ".zsh"}
 _JOB_FILE_SUFFIXES = {".yaml", ".yml"}
 _ELF = b"\x7fELF"
-# The path of a Unix socket has at most 107 bytes. multiprocessing appends /pymp-xxxxxxxx/listener-xxxxxxxx to TMPDIR.
-_TEMPORARY_MAX = 107 - 32
 
 
 def check_program(options: Options, environ: Mapping[str, str]) -> None:
@@ -36,7 +33,7 @@ def check_program(options: Options, environ: Mapping[str, str]) -> None:
         elif kind is ProgramKind.MODULE and Path(options.target).is_file():
             raise UsageError(f"-m takes the name of a module, and {options.target} is a file; leave -m out")
         elif kind is ProgramKind.COMMAND:
-            _check_no_job_file(tidy(options.target))
+            _check_no_job_file(options.target)
             _check_command(options.target, "the command ")
         # Nothing is preloaded for a command or for another interpreter.
         if kind is ProgramKind.COMMAND:
@@ -59,17 +56,6 @@ def check_folder() -> None:
         raise UsageError("the current folder was removed; go to another one (cd) and start again") from None
 
 
-def temporary_folder_warning(environ: Mapping[str, str]) -> str:
-    """About a TMPDIR whose path is too long for the sockets that multiprocessing makes there; "" for another one."""
-    folder = environ.get("TMPDIR", "")
-    if (length := len(os.fsencode(folder))) <= _TEMPORARY_MAX:
-        return ""
-    return (
-        f"TMPDIR has {length} characters, and a DataLoader with worker processes fails or hangs with more than "
-        f"{_TEMPORARY_MAX} (AF_UNIX path too long); set it to a shorter folder, as TMPDIR=/tmp"
-    )
-
-
 def check_metrics(options: Options) -> None:
     """Raises UsageError if metrics are asked for, and the library for them is not installed."""
     if options.metrics_port and find_spec("prometheus_client") is None:
@@ -89,13 +75,12 @@ def _check_command(name: str, what: str) -> None:
     """Raises UsageError if `name` cannot be run as a command."""
     if shutil.which(name):
         return
-    path = tidy(name)
     if not Path(name).is_file():
         where = f"in {Path.cwd()}" if os.sep in name else "on PATH"
-        raise UsageError(f"{what}{path} is not an executable file {where}; give its path")
+        raise UsageError(f"{what}{name} is not an executable file {where}; give its path")
     # A name without a slash is not looked for in the current folder.
-    path = path if os.sep in path else f"./{path}"
-    raise UsageError(f"{what}{path} is not an executable file; chmod +x {quoted(path)}, and write {quoted(path)}")
+    path = shlex.quote(name if os.sep in name else f"./{name}")
+    raise UsageError(f"{what}{name} is not an executable file; chmod +x {path}, and write {path}")
 
 
 def _check_preload(names: tuple[str, ...]) -> None:
@@ -131,20 +116,9 @@ def check_log_dir(options: Options) -> None:
         raise UsageError(f"--log-dir {options.log_dir} {where}; name a directory (a missing one is made)")
 
 
-def check_open_files(workers: int) -> None:
-    """Raises UsageError if the limit of open files is too low for that many workers: pipes, a link, log files each."""
-    needed = 6 * workers + 64
-    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if allowed != resource.RLIM_INFINITY and allowed < needed:
-        count = "1 worker needs" if workers == 1 else f"{workers} workers need"
-        raise UsageError(
-            f"{count} {needed} open files, and the limit (ulimit -n) is {allowed}; raise it: ulimit -n {needed}"
-        )
-
-
 def _check_no_job_file(target: str) -> None:
     if Path(target).suffix.lower() in _JOB_FILE_SUFFIXES:
-        raise UsageError(f"{target} is no program; start a job file with --config {quoted(target)}")
+        raise UsageError(f"{target} is no program; start a job file with --config {shlex.quote(target)}")
 
 
 def check_script(target: str) -> None:
@@ -153,7 +127,7 @@ def check_script(target: str) -> None:
         if os.isatty(0):
             raise UsageError("- reads the script from stdin, which is the terminal; give its path, or pipe it in")
         return
-    script, target = Path(target), tidy(target)
+    script = Path(target)
     _check_no_job_file(target)
     if script.is_dir():
         if not (script / "__main__.py").is_file():
@@ -182,8 +156,7 @@ def _check_is_python(script: Path) -> None:
         is_shell = script.suffix in _SHELL_SUFFIXES or (first.startswith(b"#!") and b"python" not in first)
         text = first + file.read() if is_shell else first
     if first.startswith(_ELF) or (is_shell and not is_python(text)):
-        path = tidy(str(script))
-        path = path if os.sep in path else f"./{path}"
+        path = str(script) if os.sep in str(script) else f"./{script}"
         command = path if os.access(script, os.X_OK) else f"sh {path}" if is_shell else f"{path}, after chmod +x"
         raise UsageError(f"{path} is a command and no Python script; start it with --no-python {command}")
 

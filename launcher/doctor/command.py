@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from itertools import chain
@@ -16,15 +15,10 @@ from typing import TypeAlias
 import click
 
 from elaunch import __version__
+from elaunch.agent.linux import in_threads
 from elaunch.launcher.agent_config import count_workers, master_ports
 from elaunch.launcher.doctor import devices, host, network
-from elaunch.launcher.doctor.findings import (
-    Finding,
-    Grade,
-    Needs,
-    bad,
-    worst,
-)
+from elaunch.launcher.doctor.host import Finding, Grade, Needs, bad, worst
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.host import as_started, detect
 from elaunch.launcher.options.command_line import own
@@ -43,7 +37,7 @@ _NO_PROGRAM = "doctor"
 # Each check has its own deadlines: the import of torch the longest, then the store's 20 requests.
 _LIMIT_S = devices.TORCH_S + 30.0
 
-Check: TypeAlias = Callable[[], tuple[Finding, ...]]
+Check: TypeAlias = Callable[[], Iterable[Finding]]
 # Each check with its findings, of which there is at least one.
 Checked: TypeAlias = Mapping[str, tuple[Finding, ...]]
 
@@ -65,23 +59,17 @@ def checks_for(needs: Needs, plan: RendezvousPlan, environ: Mapping[str, str]) -
 def examine(checks: Mapping[str, Check], limit_s: float = _LIMIT_S) -> Checked:
     """Run the checks side by side. One that fails or hangs gets a finding that says so."""
     late = bad(f"no answer within {limit_s:g} s", "something hangs: see to that device, disk or server")
-    found: dict[str, tuple[Finding, ...]] = dict.fromkeys(checks, (late,))
 
-    def run(name: str, check: Check) -> None:
+    def done(check: Check) -> tuple[Finding, ...]:
         try:
-            found[name] = check()
+            return tuple(check())
         except Exception as error:
             # A fault in one check must not hide the others.
             why = f"the check failed ({type(error).__name__}: {error})"
-            found[name] = (bad(why, "please report this, with the output of elaunch doctor --json"),)
+            return (bad(why, "please report this, with the output of elaunch doctor --json"),)
 
-    until_s = time.monotonic() + limit_s
-    threads = [threading.Thread(target=run, args=each, daemon=True) for each in checks.items()]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(max(until_s - time.monotonic(), 0.0))
-    return dict(found)
+    found = in_threads({name: partial(done, check) for name, check in checks.items()}, limit_s, "elaunch-doctor")
+    return {name: found.get(name, (late,)) for name in checks}
 
 
 def _main(ctx: click.Context) -> int:

@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from elaunch.launcher.doctor.devices import check_gpus
-from elaunch.launcher.doctor.findings import Finding, Grade, Needs
-from elaunch.launcher.doctor.host import check_limits, check_shm
+from elaunch.launcher.doctor.host import Finding, Grade, Needs, check_limits, check_shm
 from elaunch.launcher.errors import SiteError
 
 # A healthy node answers in a moment, one whose GPUs have no persistence mode in seconds.

@@ -1,19 +1,21 @@
-"""Checks of this host: shared memory and limits."""
+"""What a check finds: a grade, a sentence, and the way out. Checks of this host: shared memory and limits."""
 
 from __future__ import annotations
 
 import os
 import resource
 import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
 
-from elaunch.launcher.doctor.findings import Finding, Needs, bad, ok, warn
 from elaunch.rendezvous.texts import bytes_text
 
 _MIB = 1 << 20
 # A worker's share of /dev/shm: NCCL's segments take up to 10 MB for each channel and peer, a data loader's processes
 # pass two batches each through it. Docker's default is 64 MiB for the whole container.
 _SHM_MIN, _SHM_WANTED, _SHM_NODE_WANTED = 32 * _MIB, 256 * _MIB, 1024 * _MIB
-# The agent's own open files, as in `preflight.check_open_files`; and what a data loader's tensors take beside them.
+# The agent's own open files: pipes, a link and log files each; and what a data loader's tensors take beside them.
 _FILES_WORKER, _FILES_AGENT = 6, 64
 _FILES_WORKER_WANTED, _FILES_WANTED = 128, 512
 # Threads of one worker: OpenMP, NCCL, gloo, autograd, data loaders.
@@ -23,26 +25,80 @@ _MEMLOCK_WANTED = 1024 * _MIB
 _GROW_SHM = "mount -o remount,size=16G /dev/shm; docker run --shm-size 16g; in a pod an emptyDir with medium Memory"
 
 
-def check_shm(needs: Needs, path: str = "/dev/shm") -> tuple[Finding, ...]:
+class Grade(Enum):
+    """How a check ended. Only `BAD` means that training fails, or cannot start."""
+
+    OK = "ok"
+    WARN = "warn"
+    BAD = "bad"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the doctor. `advice` is the way out; it is empty for a check that is ok."""
+
+    grade: Grade
+    found: str
+    advice: str = ""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What the job with these options needs of this node.
+
+    `workers` is their number here. `ports` are those that MASTER_PORT may be; empty for any. `uses_python` is false for
+    a program that is a command. `wants_gpus` says that the user asked for one worker per GPU.
+    """
+
+    workers: int = 1
+    nodes_max: int = 1
+    ports: tuple[int, ...] = ()
+    interpreter: str = ""
+    uses_python: bool = True
+    wants_gpus: bool = False
+
+    def need(self, what: str) -> str:
+        return f"{self.workers} worker{' needs' if self.workers == 1 else 's need'} {what}"
+
+
+def ok(found: str) -> Finding:
+    return Finding(Grade.OK, found)
+
+
+def warn(found: str, advice: str) -> Finding:
+    return Finding(Grade.WARN, found, advice)
+
+
+def bad(found: str, advice: str) -> Finding:
+    return Finding(Grade.BAD, found, advice)
+
+
+def worst(findings: Iterable[Finding]) -> Grade:
+    """The worst of their grades; OK if there are none."""
+    return max((each.grade for each in findings), key=[*Grade].index, default=Grade.OK)
+
+
+def check_shm(needs: Needs, path: str = "/dev/shm") -> Iterator[Finding]:
     """Whether NCCL and data loaders find room; without it a bus error ends the job."""
     if not os.access(path, os.W_OK | os.X_OK):
-        return (bad(f"{path} cannot be used by user {os.geteuid()}", _GROW_SHM),)
+        yield bad(f"{path} cannot be used by user {os.geteuid()}", _GROW_SHM)
+        return
     known = os.statvfs(path)
     free, total = known.f_bavail * known.f_frsize, known.f_blocks * known.f_frsize
     text = f"{bytes_text(free)} of {bytes_text(total)} are free in {path}"
     least, wanted = _SHM_MIN * needs.workers, max(_SHM_WANTED * needs.workers, _SHM_NODE_WANTED)
     if free < least:
-        return (bad(f"{text}; {needs.need(bytes_text(least))}, or a bus error (SIGBUS) ends the job", _GROW_SHM),)
-    if free < wanted:
-        return (warn(f"{text}; data loaders and NCCL may need {bytes_text(wanted)}", _GROW_SHM),)
-    return (ok(text),)
+        yield bad(f"{text}; {needs.need(bytes_text(least))}, or a bus error (SIGBUS) ends the job", _GROW_SHM)
+    elif free < wanted:
+        yield warn(f"{text}; data loaders and NCCL may need {bytes_text(wanted)}", _GROW_SHM)
+    else:
+        yield ok(text)
 
 
-def check_limits(needs: Needs) -> tuple[Finding, ...]:
+def check_limits(needs: Needs) -> Iterator[Finding]:
     """Whether the limits of open files and of threads are enough."""
-    files = _soft(resource.RLIMIT_NOFILE)
-    threads = sys.maxsize if os.geteuid() == 0 else _soft(resource.RLIMIT_NPROC)
-    return (judge_files(files, needs), judge_threads(threads, needs))
+    yield judge_files(_soft(resource.RLIMIT_NOFILE), needs)
+    yield judge_threads(sys.maxsize if os.geteuid() == 0 else _soft(resource.RLIMIT_NPROC), needs)
 
 
 def judge_files(limit: int, needs: Needs) -> Finding:
@@ -67,15 +123,14 @@ def _judge(what: str, limit: int, least: int, wanted: int, needs: Needs) -> Find
     return ok(text)
 
 
-def memlock_finding() -> Finding | None:
-    """What is wrong with the limit of locked memory on a node with RDMA; None if nothing is."""
+def check_memlock() -> Iterator[Finding]:
+    """Whether RDMA may lock its buffers. No finding means that it may."""
     limit = _soft(resource.RLIMIT_MEMLOCK)
-    if limit >= _MEMLOCK_WANTED or os.geteuid() == 0:
-        return None
-    return warn(
-        f"the limit of locked memory (ulimit -l) is {bytes_text(limit)}, and RDMA locks its buffers",
-        "ulimit -l unlimited, in limits.conf or the scheduler's unit; docker run --ulimit memlock=-1",
-    )
+    if limit < _MEMLOCK_WANTED and os.geteuid() != 0:
+        yield warn(
+            f"the limit of locked memory (ulimit -l) is {bytes_text(limit)}, and RDMA locks its buffers",
+            "ulimit -l unlimited, in limits.conf or the scheduler's unit; docker run --ulimit memlock=-1",
+        )
 
 
 def _soft(kind: int) -> int:

@@ -1,34 +1,24 @@
-"""Checks of the network: this node's address, its ports and those of the head, and the job's store."""
+"""Checks of the network: this node's address and ports, and the job's store."""
 
 from __future__ import annotations
 
-import random
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
-from pathlib import Path
 from statistics import median
 
-from elaunch.agent.diagnosis.reach import REFUSED, why_not
-from elaunch.launcher.doctor.findings import Finding, Needs, bad, ok, span, warn
+from elaunch.launcher.doctor.host import Finding, Needs, bad, ok, warn
 from elaunch.launcher.errors import SiteError, UsageError
-from elaunch.launcher.host import (
-    AddressUnclear,
-    NoAddress,
-    addresses,
-    can_be_bound,
-    gloo_interface,
-    interface_of,
-    own_address,
-)
+from elaunch.launcher.host import AddressUnclear, NoAddress, addresses, gloo_interface, interface_of, own_address
+from elaunch.launcher.inspect.text import duration
 from elaunch.launcher.store.connect import store_of
 from elaunch.launcher.store.locate import RendezvousPlan
 from elaunch.launcher.store.serve import decide_head, listen
-from elaunch.rendezvous.endpoint import Endpoint, is_address, is_loopback
+from elaunch.rendezvous.endpoint import is_address
 from elaunch.rendezvous.store import Denied, StoreError
 
-_RESOLVE_S, _DIAL_S = 2.0, 2.0
+_RESOLVE_S = 2.0
 _SLOW_RESOLVER_S = 1.0
 # An agent sends 1.6 requests a second, and a request has 0.5 s.
 _REQUESTS, _SLOW_STORE_S, _TOO_SLOW_STORE_S = 20, 0.1, 0.5
@@ -36,21 +26,24 @@ _REQUESTS, _SLOW_STORE_S, _TOO_SLOW_STORE_S = 20, 0.1, 0.5
 _NOTHING = "/elaunch-nothing/"
 
 
-def check_address(plan: RendezvousPlan, needs: Needs) -> tuple[Finding, ...]:
+def check_address(plan: RendezvousPlan, needs: Needs) -> Iterator[Finding]:
     """How the other nodes reach this one, and which interface gloo and NCCL find."""
     start_s = time.monotonic()
     try:
         address = address_in(plan)
         number = address if is_address(address) else addresses(address, _RESOLVE_S)[0]
     except (NoAddress, AddressUnclear) as error:
-        return (bad(str(error), "correct --rdzv-endpoint, the name or the route, or give --local-addr"),)
+        yield bad(str(error), "correct --rdzv-endpoint, the name or the route, or give --local-addr")
+        return
     if needs.nodes_max == 1:
-        return (ok(f"one node: the workers meet at {address}"),)
+        yield ok(f"one node: the workers meet at {address}")
+        return
     gloo = gloo_interface(number)
     text = f"the other nodes reach this one at {address} ({interface_of(number) or 'no interface has it'})"
     if (took_s := time.monotonic() - start_s) > _SLOW_RESOLVER_S:
-        return (warn(f"{text}; the resolver took {span(took_s)}", "check the first server in /etc/resolv.conf"),)
-    return (ok(f"{text}; GLOO_SOCKET_IFNAME={gloo[0]} is set for the workers: {gloo[1]}" if gloo else text),)
+        yield warn(f"{text}; the resolver took {duration(took_s)}", "check the first server in /etc/resolv.conf")
+    else:
+        yield ok(f"{text}; GLOO_SOCKET_IFNAME={gloo[0]} is set for the workers: {gloo[1]}" if gloo else text)
 
 
 def address_in(plan: RendezvousPlan) -> str:
@@ -58,47 +51,22 @@ def address_in(plan: RendezvousPlan) -> str:
     return plan.own_addr or ("127.0.0.1" if plan.is_alone else own_address(plan.endpoints, _RESOLVE_S))
 
 
-def check_ports(plan: RendezvousPlan, needs: Needs) -> tuple[Finding, ...]:
-    """Whether this node can listen, and whether a firewall closes ports of the endpoint's host."""
-    low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+def check_ports(plan: RendezvousPlan, needs: Needs) -> Iterator[Finding]:
+    """Whether this node can listen on its address, and at one of the ports for MASTER_PORT."""
     try:
         address = address_in(plan)
         family, _, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         error = _why_not_listen(family, place, 0)
     except (NoAddress, AddressUnclear):
         # The check of the address says so.
-        return (ok("not tried: this node's address is not known"),)
+        yield ok("not tried: this node's address is not known")
+        return
     except OSError as unknown:
         error = unknown.strerror or str(unknown)
     if error:
-        return (bad(f"this node cannot listen on {address}: {error}", "give one of its own: --local-addr"),)
-    taken = tuple(port for port in needs.ports if _why_not_listen(family, place, port))
-    own = judge_ports(address, needs.ports, taken)
-    host = plan.endpoints[0].host if plan.endpoints and plan.serves else ""
-    if not host or _is_here(host):
-        return (own,)
-    # The first and the last for MASTER_PORT, and two as the kernel gives them to gloo and NCCL.
-    tried = tuple(dict.fromkeys([*needs.ports[:1], *needs.ports[-1:], *random.sample(range(low, high), 2)]))
-    # A refusal is an answer.
-    silent = {port: why for port in tried if (why := why_not(Endpoint(host, port))) not in ("", REFUSED)}
-    if not silent:
-        return (own, ok(f"{host} answers at ports {_listed(tried)}, as MASTER_PORT, gloo and NCCL need it"))
-    return (
-        own,
-        warn(
-            f"{host} does not answer at ports {_listed(tuple(silent))} ({next(iter(silent.values()))})",
-            "if it is a node of the job, its firewall must let all nodes through to MASTER_PORT (--master-port"
-            f" FIRST:LAST limits it), and to {low}-{high}, from which the kernel gives gloo and NCCL theirs",
-        ),
-    )
-
-
-def _is_here(host: str) -> bool:
-    """Whether the host is this one, or cannot be resolved."""
-    try:
-        return any(can_be_bound(address) or is_loopback(address) for address in addresses(host, _RESOLVE_S))
-    except NoAddress:
-        return True
+        yield bad(f"this node cannot listen on {address}: {error}", "give one of its own: --local-addr")
+    else:
+        yield judge_ports(address, needs.ports, [p for p in needs.ports if _why_not_listen(family, place, p)])
 
 
 def judge_ports(address: str, wanted: Sequence[int], taken: Sequence[int]) -> Finding:
@@ -115,10 +83,6 @@ def judge_ports(address: str, wanted: Sequence[int], taken: Sequence[int]) -> Fi
     return ok(f"{named} for MASTER_PORT: {count - len(taken)} of {count} free")
 
 
-def _listed(ports: Sequence[int]) -> str:
-    return ", ".join(map(str, ports))
-
-
 def _why_not_listen(family: int, place: tuple[object, ...], port: int) -> str:
     """Why this node cannot listen there; empty if it can."""
     with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -131,10 +95,11 @@ def _why_not_listen(family: int, place: tuple[object, ...], port: int) -> str:
     return ""
 
 
-def check_store(plan: RendezvousPlan) -> tuple[Finding, ...]:
-    """Whether the job's store is reached, lets this node in, and answers in time; and its clock."""
+def check_store(plan: RendezvousPlan) -> Iterator[Finding]:
+    """Whether the job's store is reached, lets this node in, and answers in time."""
     if plan.is_alone:
-        return (ok("one node needs no store"),)
+        yield ok("one node needs no store")
+        return
     where = ",".join(str(endpoint) for endpoint in plan.endpoints)
     try:
         with closing(store_of(plan, lambda _: None)) as store:
@@ -144,17 +109,19 @@ def check_store(plan: RendezvousPlan) -> tuple[Finding, ...]:
                 start_s = time.monotonic()
                 store.read(_NOTHING)
                 latencies_s.append(time.monotonic() - start_s)
+        yield judge_latencies(f"{where} answers (version {version})", latencies_s)
     except (Denied, UsageError) as error:
-        return (bad(str(error), "a job with these options is refused, and ends with exit code 2"),)
+        yield bad(str(error), "a job with these options is refused, and ends with exit code 2")
     except StoreError as error:
-        return (_unreached(plan, where, str(error)),)
-    return (judge_latencies(f"{where} answers (version {version})", latencies_s),)
+        yield _unreached(plan, where, str(error))
 
 
 def judge_latencies(text: str, latencies_s: Sequence[float]) -> Finding:
     """The finding about a store that has answered some requests."""
     middle_s = median(latencies_s)
-    text = f"{text}: median {span(middle_s)} of {len(latencies_s)} requests, the longest {span(max(latencies_s))}"
+    text = (
+        f"{text}: median {duration(middle_s)} of {len(latencies_s)} requests, the longest {duration(max(latencies_s))}"
+    )
     if middle_s > _TOO_SLOW_STORE_S:
         return bad(text, "a request has 0.5 s; use a nearer store, or --rdzv-conf lease_ttl=10")
     if middle_s > _SLOW_STORE_S:
@@ -163,20 +130,19 @@ def judge_latencies(text: str, latencies_s: Sequence[float]) -> Finding:
 
 
 def _unreached(plan: RendezvousPlan, where: str, why: str) -> Finding:
-    """Why no store is there: whether a host answers; and if this node would serve the store, whether it can listen."""
-    endpoint, is_served = plan.endpoints[0], plan.serves
-    nothing = f"nothing listens at {where}"
-    if is_served and decide_head(plan, lambda _: None):
-        try:
-            if listener := listen(endpoint):
-                listener.close()
-                return ok(f"{nothing} yet; this node would serve the job's store there")
-            trouble = "another program listens there, which is no store"
-        except (UsageError, SiteError) as error:
-            trouble = str(error)
-        return bad(f"{nothing}, and this node cannot serve the store: {trouble}", "choose another port")
-    if why_not(endpoint) != REFUSED:
-        return bad(f"{where} cannot be reached: {why}", "check the firewall, the route and --rdzv-endpoint")
-    if is_served:
-        return warn(f"{nothing} yet", "this is fine if the head has not started yet; else correct --rdzv-endpoint")
-    return bad(nothing, "start the etcd, or correct --rdzv-endpoint")
+    """Why no store is there; if this node would serve it, whether it can listen."""
+    if not plan.serves:
+        return bad(
+            f"{where} cannot be reached: {why}", "start the etcd; check the firewall, the route, --rdzv-endpoint"
+        )
+    if not decide_head(plan, lambda _: None):
+        way_out = "this is fine if the head has not started yet; else check the firewall, the route, --rdzv-endpoint"
+        return warn(f"no store answers at {where} yet: {why}", way_out)
+    try:
+        if listener := listen(plan.endpoints[0]):
+            listener.close()
+            return ok(f"nothing listens at {where} yet; this node would serve the job's store there")
+        trouble = "another program listens there, which is no store"
+    except (UsageError, SiteError) as error:
+        trouble = str(error)
+    return bad(f"this node cannot serve the store at {where}: {trouble}", "choose another port")

@@ -56,7 +56,6 @@ def main(parent: str, name: str, answer: str, call: str, results: str, *words: s
 
 
 def _run(words: tuple[str, ...], places: str, answer: int, name: str) -> int:
-
     # A failure is the caller's to report to a launcher above it, if it does not handle it.
     environ = {key: value for key, value in as_started(os.environ).items() if key != "TORCHELASTIC_ERROR_FILE"}
     if places:

@@ -76,7 +76,7 @@ class launch:
 
     def _run(self, words: list[str], fds: list[int], answer: IO[bytes], name: str) -> None:
         """Run the job to its end. Raises as the class says."""
-        command = [sys.executable, *interpreter_options(sys.orig_argv[1:]), "-m", "elaunch.launcher.functions.job"]
+        command = [sys.executable, *interpreter_options(), "-m", "elaunch.launcher.functions.job"]
         environ = dict(os.environ)
         if self._config.log_line_prefix_template is not None:
             environ["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = self._config.log_line_prefix_template

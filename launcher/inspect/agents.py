@@ -60,16 +60,8 @@ class LocalAgent:
     node: NodeReport
 
 
-@dataclass(frozen=True)
-class FoundAgents:
-    """The agents of this host that answer; `troubles` has a sentence for each one that does not."""
-
-    agents: tuple[LocalAgent, ...]
-    troubles: tuple[str, ...]
-
-
-def local_agents() -> FoundAgents:
-    """Query the agents of this user (root's: of all users), all at the same time."""
+def local_agents() -> tuple[list[LocalAgent], list[str]]:
+    """The agents of this user (root's: of all users) that answer, and a sentence for each one that does not."""
     troubles: list[str] = []
     paths: list[Path] = []
     for uid, found in _sockets().items():
@@ -85,7 +77,7 @@ def local_agents() -> FoundAgents:
             # One that has exited since it was listed is of no interest.
             troubles.append(str(answer))
     agents.sort(key=lambda agent: (agent.job.run_id, agent.pid))
-    return FoundAgents(tuple(agents), tuple(dict.fromkeys(troubles)))
+    return agents, list(dict.fromkeys(troubles))
 
 
 def query_all(queries: Sequence[Callable[[], Answer]], wait_s: float = ANSWER_S) -> list[Answer | NoAnswer]:

@@ -35,28 +35,13 @@ class Stage(Enum):
 
 
 @dataclass(frozen=True)
-class StagePart:
-    """A stretch of the job's time in one stage, during `generation` (or on the way to it)."""
-
-    stage: Stage
-    begin_s: float
-    end_s: float
-    generation: int
-
-    @property
-    def length_s(self) -> float:
-        return self.end_s - self.begin_s
-
-
-@dataclass(frozen=True)
 class Goodput:
-    """The parts of the job's time, in order and without gaps. `ettr` is NaN if no step is known.
+    """The time in each stage; together they are the job's. `ettr` is NaN if no step is known.
 
     `recoveries_s` has the time from a generation's end to the next step (or until workers ran), by generation; without
     those after which nothing worked.
     """
 
-    parts: tuple[StagePart, ...]
     seconds: Mapping[Stage, float]
     ettr: float
     recoveries_s: Mapping[int, float]
@@ -69,29 +54,26 @@ def goodput(history: History) -> Goodput:
     has_worked = False
     for generation in history.generations:
         if has_worked:
-            walk.to(Stage.RENDEZVOUS, generation.sealed_s, generation)
-            walk.to(Stage.SPAWN, known_or(generation.ready_s, generation.forked_s), generation)
+            walk.to(Stage.RENDEZVOUS, generation.sealed_s)
+            walk.to(Stage.SPAWN, known_or(generation.ready_s, generation.forked_s))
             if knows_steps:
-                walk.to(Stage.RESTORE, known_or(generation.trains_s, generation.ends_s), generation)
+                walk.to(Stage.RESTORE, known_or(generation.trains_s, generation.ends_s))
         else:
             begun_s = generation.trains_s if knows_steps else generation.forked_s
-            walk.to(Stage.START_UP, known_or(begun_s, generation.ends_s), generation)
+            walk.to(Stage.START_UP, known_or(begun_s, generation.ends_s))
         works = not math.isnan(generation.trains_s if knows_steps else generation.forked_s)
         if works and knows_steps:
             walk.train(generation)
         elif works:
-            walk.to(Stage.RUNNING, known_or(generation.ends_s, history.wall_s), generation)
+            walk.to(Stage.RUNNING, known_or(generation.ends_s, history.wall_s))
         has_worked = has_worked or works
         if generation is not history.generations[-1] or history.end.outcome == "failed":
-            walk.to(Stage.DETECTION, generation.noted_s, generation)
-            walk.to(Stage.STOP, generation.cleared_s, generation)
+            walk.to(Stage.DETECTION, generation.noted_s)
+            walk.to(Stage.STOP, generation.cleared_s)
     if history.generations:
-        walk.to(Stage.END if has_worked else Stage.START_UP, history.wall_s, history.generations[-1])
-    seconds = dict.fromkeys(Stage, 0.0)
-    for part in walk.parts:
-        seconds[part.stage] += part.length_s
-    ettr = seconds[Stage.TRAINING] / history.wall_s if knows_steps and history.wall_s > 0 else math.nan
-    return Goodput(tuple(walk.parts), seconds, ettr, _recoveries_s(history, knows_steps=knows_steps))
+        walk.to(Stage.END if has_worked else Stage.START_UP, history.wall_s)
+    ettr = walk.seconds[Stage.TRAINING] / history.wall_s if knows_steps and history.wall_s > 0 else math.nan
+    return Goodput(walk.seconds, ettr, _recoveries_s(history, knows_steps=knows_steps))
 
 
 class _Walk:
@@ -100,13 +82,13 @@ class _Walk:
     def __init__(self, wall_s: float) -> None:
         self._wall_s = wall_s
         self._now_s = 0.0
-        self.parts: list[StagePart] = []
+        self.seconds = dict.fromkeys(Stage, 0.0)
 
-    def to(self, stage: Stage, until_s: float, generation: PastGeneration) -> None:
+    def to(self, stage: Stage, until_s: float) -> None:
         """Up to `until_s` the job was in `stage`; nothing if that is over or not known."""
         until_s = min(until_s, self._wall_s)
         if until_s > self._now_s:
-            self.parts.append(StagePart(stage, self._now_s, until_s, generation.generation))
+            self.seconds[stage] += until_s - self._now_s
             self._now_s = until_s
 
     def train(self, generation: PastGeneration) -> None:
@@ -114,8 +96,8 @@ class _Walk:
         ends_s = min(known_or(generation.ends_s, self._wall_s), self._wall_s)
         done = generation.last_step - generation.first_step + 1
         kept_share = (done - generation.steps_lost) / done if done > 0 else 0.0
-        self.to(Stage.TRAINING, self._now_s + max(ends_s - self._now_s, 0.0) * kept_share, generation)
-        self.to(Stage.LOST, ends_s, generation)
+        self.to(Stage.TRAINING, self._now_s + max(ends_s - self._now_s, 0.0) * kept_share)
+        self.to(Stage.LOST, ends_s)
 
 
 def _recoveries_s(history: History, *, knows_steps: bool) -> dict[int, float]:

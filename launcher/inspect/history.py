@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from elaunch.launcher.inspect.node_log import (
-    SCHEMA_KNOWN,
-    NodeFolder,
+    NO_EVENT,
     NodeLog,
     PastEvent,
     Visit,
@@ -18,8 +17,6 @@ from elaunch.launcher.inspect.node_log import (
     earliest,
     known_or,
     latest,
-    node_log,
-    real,
 )
 
 # A failure that is recorded later than this after it struck has another host's or a wrong clock.
@@ -46,33 +43,11 @@ class End:
 
 
 @dataclass(frozen=True)
-class Fault:
-    """One failure. `rank` is -1 if no worker caused it. `is_cause`: the generation ended because of it.
+class Incident:
+    """A failure, or a warning: a hang that became no failure, or a slow rank. `rank` is -1 if none is named.
 
-    `folder` is the log folder of the failed worker's node.
-    """
-
-    generation: int
-    at_s: float
-    host: str
-    rank: int
-    local_rank: int
-    pid: int
-    kind: str
-    sentence: str
-    advice: str
-    exception: str
-    traceback: str
-    log_path: str
-    folder: str
-    is_cause: bool
-
-
-@dataclass(frozen=True)
-class Warned:
-    """A hang that became no failure, or a slow rank (`kind`, as in `--json`); `rank` is -1 if none is named.
-
-    A hang began at `at_s` and ended at `until_s`, NaN if no event says so.
+    `folder` is the log folder of the rank's node. `is_cause`: the generation ended because of this failure. A hang that
+    was warned of ended at `until_s`, NaN if no event says so.
     """
 
     kind: str
@@ -83,6 +58,13 @@ class Warned:
     local_rank: int
     folder: str
     sentence: str
+    pid: int = -1
+    advice: str = ""
+    exception: str = ""
+    traceback: str = ""
+    log_path: str = ""
+    is_cause: bool = False
+    is_warning: bool = False
     until_s: float = math.nan
 
 
@@ -134,8 +116,8 @@ class History:
     utc_offset_s: int
     nodes: tuple[NodeLog, ...]
     generations: tuple[PastGeneration, ...]
-    faults: tuple[Fault, ...]
-    warned: tuple[Warned, ...]
+    faults: tuple[Incident, ...]
+    warned: tuple[Incident, ...]
     end: End
     remarks: tuple[str, ...]
 
@@ -160,17 +142,17 @@ class History:
         return max(ran, default=-1)
 
 
-def history(folders: Sequence[NodeFolder]) -> History:
-    """The history in these folders of one job; at least one has an event."""
-    folders = sorted((f for f in folders if f.events), key=lambda f: (_first_rank(f), f.events[0].at_s))
-    origin = min(folder.events[0].at_s for folder in folders)
-    nodes = _named([node_log(folder, origin) for folder in folders])
-    faults = _faults(nodes)
+def history(logs: Sequence[NodeLog]) -> History:
+    """The history in these logs of one job; at least one has an event."""
+    logs = sorted((log for log in logs if log.events), key=lambda log: (_first_rank(log), log.events[0].at_s))
+    origin = min(log.events[0].at_s for log in logs)
+    nodes = _named(logs, origin)
+    faults = _faults(nodes, origin)
     end = _end(nodes)
-    started = folders[0].started
+    started = logs[0].started
     offset_s = started.number("utc_offset_s", 0)
     return History(
-        run_id=started.text("run_id") or folders[0].run_id,
+        run_id=started.text("run_id"),
         command=started.text("command"),
         version=started.text("version"),
         began_at=origin,
@@ -180,25 +162,25 @@ def history(folders: Sequence[NodeFolder]) -> History:
         faults=faults,
         warned=tuple(sorted([*_hangs(nodes, faults), *_slow_ranks(nodes)], key=lambda warned: warned.at_s)),
         end=end,
-        remarks=tuple(_remarks(folders, end)),
+        remarks=tuple(_remarks(nodes, end)),
     )
 
 
-def _first_rank(folder: NodeFolder) -> int:
+def _first_rank(log: NodeLog) -> int:
     """The node's first rank: the node of rank 0 comes first."""
-    ranks = (event.number("rank") for event in folder.events if event.event == "forked")
+    ranks = (event.number("rank") for event in log.events if event.event == "forked")
     return next((rank for rank in ranks if rank >= 0), 1 << 62)
 
 
-def _named(nodes: Sequence[NodeLog]) -> tuple[NodeLog, ...]:
-    """The logs with their names: agents of one host are numbered."""
-    of_host = Counter(node.host for node in nodes)
+def _named(logs: Sequence[NodeLog], origin: float) -> tuple[NodeLog, ...]:
+    """The logs as parts of the job, with their names: agents of one host are numbered."""
+    of_host = Counter(log.host for log in logs)
     numbers = Counter[str]()
     named = []
-    for node in nodes:
-        numbers[node.host] += 1
-        number = f" ({numbers[node.host]} of {of_host[node.host]})" if of_host[node.host] > 1 else ""
-        named.append(replace(node, name=f"{node.host}{number}"))
+    for log in logs:
+        numbers[log.host] += 1
+        number = f" ({numbers[log.host]} of {of_host[log.host]})" if of_host[log.host] > 1 else ""
+        named.append(log.since(origin, f"{log.host}{number}"))
     return tuple(named)
 
 
@@ -220,17 +202,17 @@ def _home(homes: _Homes, host: str, generation: int, rank: int) -> tuple[str, in
     return homes.get((host, generation, rank)) or homes.get((host, -1, -1), ("", -1))
 
 
-def _events(nodes: Sequence[NodeLog], *names: str) -> list[tuple[float, NodeLog, PastEvent]]:
-    found = [(at_s, node, event) for node in nodes for at_s, event in node.events if event.event in names]
-    return sorted(found, key=lambda each: each[0])
+def _events(nodes: Sequence[NodeLog], *names: str) -> list[tuple[NodeLog, PastEvent]]:
+    found = [(node, event) for node in nodes for event in node.events if event.event in names]
+    return sorted(found, key=lambda each: each[1].at_s)
 
 
-def _faults(nodes: Sequence[NodeLog]) -> tuple[Fault, ...]:
+def _faults(nodes: Sequence[NodeLog], origin: float) -> tuple[Incident, ...]:
     """All failures by generation: its cause first, then the others by time. Newer records of one failure know more."""
     homes = _homes(nodes)
     numbers = sorted({visit.generation for node in nodes for visit in node.visits if visit.workers})
-    found: dict[tuple[int, str, int, int], Fault] = {}
-    for at_s, node, event in _events(nodes, "failed", "cause", "restarting", "gave_up"):
+    found: dict[tuple[int, str, int, int], Incident] = {}
+    for node, event in _events(nodes, "failed", "cause", "restarting", "gave_up"):
         record, generation, is_verdict = event, event.generation, event.event in ("restarting", "gave_up")
         if is_verdict:
             record = replace(event, fields=event.record("failure"))
@@ -242,73 +224,74 @@ def _faults(nodes: Sequence[NodeLog]) -> tuple[Fault, ...]:
         host, rank, pid = record.text("host") or node.host, record.number("rank"), record.number("pid")
         folder, _ = _home(homes, host, generation, rank)
         # `failed_at` is the wall clock of the failed worker's host; the event cannot be earlier than the failure.
-        late_s = record.at_s - real(record.fields.get("failed_at"), record.at_s) if folder == node.folder else 0.0
+        failed_s = record.real("failed_at") - origin
+        is_timed = folder == node.folder and 0 < event.at_s - failed_s < _LATE_S
         key = (generation, host, rank, pid)
         known = found.get(key)
-        found[key] = Fault(
+        found[key] = Incident(
+            record.text("kind"),
             generation,
-            known.at_s if known else at_s - late_s if 0 < late_s < _LATE_S else at_s,
+            known.at_s if known else failed_s if is_timed else event.at_s,
             host,
             rank,
             record.number("local_rank"),
-            pid,
-            record.text("kind"),
+            folder,
             record.text("sentence") or record.text("message"),
+            pid,
             record.text("advice") or (known.advice if known else ""),
             record.text("exception"),
             record.text("traceback") or (known.traceback if known else ""),
             record.text("log_path") or (known.log_path if known else ""),
-            folder,
             is_verdict or (known is not None and known.is_cause),
         )
-    by_generation: dict[int, list[Fault]] = {}
+    by_generation: dict[int, list[Incident]] = {}
     for fault in found.values():
         by_generation.setdefault(fault.generation, []).append(fault)
     return tuple(fault for number in sorted(by_generation) for fault in _ordered(by_generation[number]))
 
 
-def _ordered(faults: list[Fault]) -> list[Fault]:
+def _ordered(faults: list[Incident]) -> list[Incident]:
     """The cause first; if no verdict names it, the earliest that no other failure explains."""
     faults.sort(key=lambda fault: (not fault.is_cause, fault.kind in _SECONDARY, fault.at_s))
     return [replace(faults[0], is_cause=True), *(replace(fault, is_cause=False) for fault in faults[1:])]
 
 
-def _hangs(nodes: Sequence[NodeLog], faults: Sequence[Fault]) -> Iterator[Warned]:
+def _hangs(nodes: Sequence[NodeLog], faults: Sequence[Incident]) -> Iterator[Incident]:
     """The hangs that became no failure, each once, although each node reports it."""
     homes = _homes(nodes)
     failed = {fault.generation for fault in faults if fault.kind == "hang"}
-    open_: dict[int, Warned] = {}
-    for at_s, _, event in _events(nodes, "seems_hung", "goes_on"):
-        known = open_.pop(event.generation, None)
+    open_: dict[int, Incident] = {}
+    for _, event in _events(nodes, "seems_hung", "goes_on"):
+        known, generation = open_.pop(event.generation, None), event.generation
         if event.event == "goes_on":
             if known:
-                yield replace(known, until_s=at_s)
+                yield replace(known, until_s=event.at_s)
         elif known:
-            open_[event.generation] = known
+            open_[generation] = known
         else:
             rank, message, host = event.number("rank"), event.text("message"), event.text("host")
-            folder, local_rank = _home(homes, host, event.generation, rank)
+            folder, local_rank = _home(homes, host, generation, rank)
             who = f"rank {rank} on {host} {message.removeprefix('it ')}" if rank >= 0 else message
-            sentence = f"the job seemed to hang: {who}"
-            open_[event.generation] = Warned("hang", event.generation, at_s, host, rank, local_rank, folder, sentence)
+            sentence, place = f"the job seemed to hang: {who}", (host, rank, local_rank, folder)
+            open_[generation] = Incident("hang", generation, event.at_s, *place, sentence, is_warning=True)
     yield from (warned for generation, warned in open_.items() if generation not in failed)
 
 
-def _slow_ranks(nodes: Sequence[NodeLog]) -> Iterator[Warned]:
+def _slow_ranks(nodes: Sequence[NodeLog]) -> Iterator[Incident]:
     homes = _homes(nodes)
-    for at_s, node, event in _events(nodes, "slow"):
+    for node, event in _events(nodes, "slow"):
         rank, generation = event.number("rank"), event.generation
         text = event.text("text") or f"rank {rank} was slower than the other ranks of {node.host}"
-        local_rank = _home(homes, node.host, generation, rank)[1]
-        yield Warned("slow rank", generation, at_s, node.host, rank, local_rank, node.folder, text)
+        place = (node.host, rank, _home(homes, node.host, generation, rank)[1], node.folder)
+        yield Incident("slow rank", generation, event.at_s, *place, text, is_warning=True)
 
 
 def _end(nodes: Sequence[NodeLog]) -> End:
     """The end that the nodes recorded; of a node that left only if no other one continued."""
     last_s = max(node.end_s for node in nodes)
-    recorded = [event for _, _, event in _events(nodes, "ended")]
-    ended = min(recorded, key=_outcome_rank, default=PastEvent(-1, "", 0.0, 0.0, {}))
-    sealed, started = ([event for _, _, event in _events(nodes, name)] for name in ("sealed", "started"))
+    recorded = [event for _, event in _events(nodes, "ended")]
+    ended = min(recorded, key=_outcome_rank, default=NO_EVENT)
+    sealed, started = ([event for _, event in _events(nodes, name)] for name in ("sealed", "started"))
     end = End(
         last_s,
         restarts=max(0, *(event.number("restarts") for event in (ended, *sealed))),
@@ -316,9 +299,11 @@ def _end(nodes: Sequence[NodeLog]) -> End:
     )
     if recorded and (ended.text("outcome") in _OF_THE_JOB or all(node.has_ended for node in nodes)):
         return replace(end, outcome=ended.text("outcome"), code=ended.number("code"), reason=ended.text("reason"))
-    died = _events(nodes, "agent_died")
-    if died and died[-1][0] == last_s and len(nodes) >= _seats(nodes):
-        return replace(end, outcome=KILLED, reason=died[-1][2].text("reason"))
+    died = [event for _, event in _events(nodes, "agent_died")]
+    # The newest table says how many nodes there were: the logs of some may be on other disks.
+    seats = len(sealed[-1].items("nodes")) if sealed else 1
+    if died and died[-1].at_s == last_s and len(nodes) >= seats:
+        return replace(end, outcome=KILLED, reason=died[-1].text("reason"))
     return end
 
 
@@ -327,13 +312,7 @@ def _outcome_rank(ended: PastEvent) -> int:
     return _OUTCOMES.index(outcome) if outcome in _OUTCOMES else len(_OUTCOMES)
 
 
-def _seats(nodes: Sequence[NodeLog]) -> int:
-    """How many nodes the newest table has: the logs of some may be on other disks."""
-    tables = _events(nodes, "sealed")
-    return len(tables[-1][2].items("nodes")) if tables else 1
-
-
-def _generations(nodes: Sequence[NodeLog], faults: Sequence[Fault]) -> tuple[PastGeneration, ...]:
+def _generations(nodes: Sequence[NodeLog], faults: Sequence[Incident]) -> tuple[PastGeneration, ...]:
     visits: dict[int, list[Visit]] = {}
     for node in nodes:
         for visit in node.visits:
@@ -351,7 +330,7 @@ def _generations(nodes: Sequence[NodeLog], faults: Sequence[Fault]) -> tuple[Pas
     return tuple(found[::-1])
 
 
-def _generation(number: int, visits: Sequence[Visit], cause: Fault | None, next_opened_s: float) -> PastGeneration:
+def _generation(number: int, visits: Sequence[Visit], cause: Incident | None, next_opened_s: float) -> PastGeneration:
     seated = [visit for visit in visits if visit.workers] or list(visits)
     workers: list[Worker] = [worker for visit in seated for worker in visit.workers]
     noted_s = earliest([next_opened_s, *(visit.at("failed") for visit in seated)])
@@ -383,13 +362,11 @@ def _generation(number: int, visits: Sequence[Visit], cause: Fault | None, next_
     )
 
 
-def _remarks(folders: Sequence[NodeFolder], end: End) -> Iterator[str]:
-    for folder in folders:
-        if folder.unreadable:
-            yield f"{folder.unreadable} lines of {folder.host}'s timeline cannot be read and are left out"
-        yield from (event.text("reason") for event in folder.events if event.event == "agent_died")
-        if (schema := folder.started.number("schema")) > SCHEMA_KNOWN:
-            yield f"{folder.host}'s timeline is of a newer elaunch (schema {schema}); some of it may be missing here"
+def _remarks(nodes: Sequence[NodeLog], end: End) -> Iterator[str]:
+    for node in nodes:
+        if node.unreadable:
+            yield f"{node.unreadable} lines of {node.host}'s timeline cannot be read and are left out"
+        yield from (event.text("reason") for event in node.events if event.event == "agent_died")
     if not end.outcome:
         yield (
             "No node recorded how the job ended: it still runs (see elaunch status), or elaunch itself was killed."

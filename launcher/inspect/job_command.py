@@ -91,8 +91,8 @@ def _find(ctx: click.Context, *, is_order: bool) -> JobSource:
         raise UsageError(f"{command} {name} contradicts --run-id {run_id}; drop one of them")
     if {"rdzv_endpoint", "master_addr"} & typed.keys():
         return _by_store(options, name, environ)
-    found = local_agents()
-    here = _jobs(found.agents)
+    agents, troubles = local_agents()
+    here = _jobs(agents)
     listed = ", ".join(f"{plain(job.job.run_id)} (pid {job.pid})" for job, *_ in here)
     if is_order and not name:
         # The only job here may be another one than is meant.
@@ -104,10 +104,10 @@ def _find(ctx: click.Context, *, is_order: bool) -> JobSource:
     if not chosen and not given_addresses(options, environ, backend)[0]:
         which = f"no job {plain(name)}" if name else "no job of yours"
         elsewhere = "for a job of other hosts name its store: --rdzv-endpoint HOST:PORT"
-        parts = [f"these run: {listed}" if listed else elsewhere, *map(plain, found.troubles)]
+        parts = [f"these run: {listed}" if listed else elsewhere, *map(plain, troubles)]
         raise SiteError(f"{which} runs on this host; {'; '.join(parts)}")
     # Agents that gave no answer may be of this job, too.
-    for trouble in found.troubles:
+    for trouble in troubles:
         print(f"elaunch: {plain(trouble)}", file=sys.stderr)
     if len(chosen) > 1:
         raise UsageError(f"several jobs run here: {listed}; name one by its pid: elaunch {command} PID")

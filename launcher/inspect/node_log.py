@@ -11,8 +11,6 @@ from dataclasses import dataclass, field, replace
 
 from elaunch.strict_json import parse_json
 
-# The version of the events that this release knows, in the field `schema` of `started`.
-SCHEMA_KNOWN = 1
 # A text of an event is cut here: a traceback has at most 32 kB.
 _TEXT_MAX = 64 << 10
 # The year 5138: a broken clock, whose sums would overflow.
@@ -25,9 +23,10 @@ _LATE_S = 5.0
 
 @dataclass(frozen=True)
 class PastEvent:
-    """One event. `at_s` is the wall clock (s since 1970), `monotonic_s` its host's CLOCK_MONOTONIC.
+    """One event. `at_s` is the time on the wall clock (s since 1970), in a History the seconds of the job.
 
-    The getters return a default for a field that is missing or has another type.
+    Between the events of a node its monotonic clock counts, which nobody sets: `monotonic_s`. The getters return a
+    default for a field that is missing or has another type.
     """
 
     generation: int
@@ -56,28 +55,6 @@ class PastEvent:
 
     def numbers(self, name: str) -> list[int]:
         return [item for item in self.items(name) if type(item) is int and 0 <= item < 1 << 63]
-
-
-@dataclass(frozen=True)
-class NodeFolder:
-    """What one node's log folder holds. `run_id` is a guess from its name, for a timeline without one.
-
-    `unreadable` lines are no events.
-    """
-
-    path: str
-    run_id: str
-    events: tuple[PastEvent, ...]
-    unreadable: int = 0
-
-    @property
-    def started(self) -> PastEvent:
-        """The event with the run's data; an empty one if the timeline has lost it."""
-        return next((each for each in self.events if each.event == "started"), PastEvent(-1, "started", 0.0, 0.0, {}))
-
-    @property
-    def host(self) -> str:
-        return self.started.text("host") or "this node"
 
 
 @dataclass(frozen=True)
@@ -130,8 +107,9 @@ class Visit:
         """When the event happened, NaN if it did not."""
         return self.times.get(event, math.nan)
 
-    def add(self, at_s: float, event: PastEvent) -> None:
+    def add(self, event: PastEvent) -> None:
         """Take the next event into account."""
+        at_s = event.at_s
         self.times.setdefault(event.event, at_s)
         local_rank = event.number("local_rank")
         match event.event:
@@ -168,23 +146,47 @@ class Visit:
 
 @dataclass(frozen=True)
 class NodeLog:
-    """One agent's log. Times are seconds of the job; `name` is the host's, with a number if it had several agents."""
+    """One agent's log, in its `folder`. `unreadable` lines are no events.
+
+    `name` is the host's, with a number if it had several agents. A log that was read alone has no `visits`.
+    """
 
     folder: str
-    host: str
-    name: str
-    events: tuple[tuple[float, PastEvent], ...]
-    visits: tuple[Visit, ...]
-    end_s: float
+    events: tuple[PastEvent, ...]
+    unreadable: int = 0
+    name: str = ""
+    visits: tuple[Visit, ...] = ()
 
     @property
-    def begin_s(self) -> float:
-        return self.events[0][0]
+    def started(self) -> PastEvent:
+        """The event with the run's data; an empty one if the timeline has lost it."""
+        return next((each for each in self.events if each.event == "started"), NO_EVENT)
+
+    @property
+    def host(self) -> str:
+        return self.started.text("host") or "this node"
+
+    @property
+    def end_s(self) -> float:
+        return max(event.at_s for event in self.events)
 
     @property
     def has_ended(self) -> bool:
         """Whether the node's agent recorded the end of the job."""
-        return any(event.event == "ended" for _, event in self.events)
+        return any(event.event == "ended" for event in self.events)
+
+    def since(self, origin: float, name: str) -> NodeLog:
+        """The log with `origin` (wall clock) as the job's second 0, and with its visits."""
+        events = tuple(replace(event, at_s=event.at_s - origin) for event in self.events)
+        visits: dict[int, Visit] = {}
+        for event in events:
+            if event.generation >= 0:
+                visits.setdefault(event.generation, Visit(event.generation)).add(event)
+        ordered = tuple(visits[number] for number in sorted(visits))
+        return replace(self, events=events, name=name, visits=ordered)
+
+
+NO_EVENT = PastEvent(-1, "", 0.0, 0.0, {})
 
 
 def real(value: object, default: float = math.nan) -> float:
@@ -218,17 +220,18 @@ def known_or(value: float, default: float) -> float:
     return default if math.isnan(value) else value
 
 
-def node_folder(path: str, run_id: str, lines: Iterable[bytes]) -> NodeFolder:
+def node_log(folder: str, lines: Iterable[bytes]) -> NodeLog:
     """The events in a timeline's lines. A writer that was killed leaves half a line at the end."""
     events: list[PastEvent] = []
     unreadable = 0
     for line in lines:
         found = _event(line)
-        if found and (not events or abs(found.monotonic_s - events[0].monotonic_s) < _LONGEST_S):
-            events.append(found)
+        first = events[0] if events else found
+        if found and first and abs(since_s := found.monotonic_s - first.monotonic_s) < _LONGEST_S:
+            events.append(replace(found, at_s=first.at_s + since_s))
         elif line.endswith(b"\n") and line.strip():
             unreadable += 1
-    return NodeFolder(path, run_id, tuple(events), unreadable)
+    return NodeLog(folder, tuple(events), unreadable)
 
 
 def _event(line: bytes) -> PastEvent | None:
@@ -246,19 +249,3 @@ def _event(line: bytes) -> PastEvent | None:
     if not (abs(at_s) < _CLOCK_END_S and abs(monotonic_s) < _CLOCK_END_S):
         return None
     return PastEvent(generation, text(event)[:100], at_s, monotonic_s, fields)
-
-
-def node_log(folder: NodeFolder, origin: float) -> NodeLog:
-    """The node's log with `origin` (wall clock) as the job's second 0.
-
-    Between events the monotonic clock counts, which nobody sets.
-    """
-    first = folder.events[0]
-    began_s = first.at_s - origin
-    timed = tuple((began_s + event.monotonic_s - first.monotonic_s, event) for event in folder.events)
-    visits: dict[int, Visit] = {}
-    for at_s, event in timed:
-        if event.generation >= 0:
-            visits.setdefault(event.generation, Visit(event.generation)).add(at_s, event)
-    ordered = tuple(visits[number] for number in sorted(visits))
-    return NodeLog(folder.path, folder.host, folder.host, timed, ordered, max(at_s for at_s, _ in timed))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from statistics import median
@@ -12,8 +12,8 @@ from typing import Any
 
 import jinja2
 
-from elaunch.launcher.inspect.goodput import Goodput, StagePart
-from elaunch.launcher.inspect.history import KILLED, Fault, History, PastGeneration, Warned
+from elaunch.launcher.inspect.goodput import Goodput
+from elaunch.launcher.inspect.history import KILLED, History, Incident, PastGeneration
 from elaunch.launcher.inspect.node_log import NodeLog, known_or, real
 from elaunch.launcher.inspect.text import cut, duration, moment, offset, percent, plural, sentence
 from elaunch.rendezvous.job_spec import UNNAMED
@@ -23,7 +23,6 @@ from elaunch.rendezvous.texts import plain
 LANES_MAX = 64
 # Of causes and warnings, and of the newest generations, the page shows so many.
 CARDS_MAX, GENERATIONS_MAX = 60, 50
-_PARTS_MAX = 1000
 _LANE_LABELS = {
     "starts": "starts and restores",
     "trains": "trains",
@@ -39,6 +38,8 @@ WIDTH, HEIGHT, LEFT = 720, 180, 62
 _FAR = 4.0
 
 Series = list[tuple[int, float]]
+# Log files: names, and addresses relative to the page.
+Links = tuple[tuple[str, str], ...]
 
 
 class StepMetrics:
@@ -48,8 +49,6 @@ class StepMetrics:
         self.loss: Series = []
         self.seconds: Series = []
         self.steps = 0
-        # The first step whose loss is no finite number, -1 if there is none.
-        self.not_finite_step = -1
         for line in lines:
             try:
                 # Not `parse_json`: a loss may be NaN.
@@ -63,35 +62,20 @@ class StepMetrics:
             loss, seconds = real(record.get("loss")), real(record.get("seconds"))
             if not math.isnan(loss):
                 self.loss.append((step, loss))
-            elif isinstance(record.get("loss"), float) and self.not_finite_step < 0:
-                self.not_finite_step = step
             if seconds >= 0:
                 self.seconds.append((step, seconds))
 
 
 @dataclass(frozen=True)
-class LogLink:
-    """A log file and its address relative to the page."""
-
-    name: str
-    href: str
-
-
-@dataclass(frozen=True)
 class Report:
-    """All that is known of a run.
-
-    `links` are the failed ranks' logs, `tails` the ends of their stderr, by the number of the failure; `stacks` are by
-    generation.
-    """
+    """All that is known of a run. `links` are the logs of failed ranks, `stacks` are by generation."""
 
     history: History
     goodput: Goodput
     metrics: StepMetrics | None = None
     metrics_path: str = ""
-    links: Mapping[int, tuple[LogLink, ...]] = field(default_factory=dict)
-    tails: Mapping[int, str] = field(default_factory=dict)
-    stacks: Mapping[int, tuple[LogLink, ...]] = field(default_factory=dict)
+    links: Mapping[Incident, Links] = field(default_factory=dict)
+    stacks: Mapping[int, Links] = field(default_factory=dict)
 
     @property
     def headline(self) -> str:
@@ -124,24 +108,23 @@ class Report:
         return f"{sentence(cut(cause.sentence, 400))}{given_up}"
 
     @property
-    def causes(self) -> list[tuple[int, Fault]]:
-        """The newest failures that ended a generation, with their numbers among all failures."""
-        return [(number, fault) for number, fault in enumerate(self.history.faults) if fault.is_cause][-CARDS_MAX:]
+    def causes(self) -> list[Incident]:
+        """The newest failures that ended a generation."""
+        return [fault for fault in self.history.faults if fault.is_cause][-CARDS_MAX:]
 
-    def after(self, shown: Fault | Warned) -> str:
+    def after(self, shown: Incident) -> str:
         """What came after a failure or a warning."""
         history = self.history
-        if isinstance(shown, Fault):
-            recovery_s = self.goodput.recoveries_s.get(shown.generation, math.nan)
-            if math.isnan(recovery_s):
-                is_later = shown.generation < history.last_that_ran
-                return f"No later generation {'made a step' if history.knows_steps else 'ran'}." if is_later else ""
-            lost = next((each.steps_lost for each in history.generations if each.generation == shown.generation), 0)
-            steps = f"; {plural(lost, 'step')} lost" if history.knows_steps else ""
-            return f"{'Training' if history.knows_steps else 'The job'} resumed {duration(recovery_s)} later{steps}."
-        if not math.isnan(shown.until_s):
-            return f"The job resumed by itself {duration(shown.until_s - shown.at_s)} later."
-        return ""
+        if shown.is_warning:
+            is_over = not math.isnan(shown.until_s)
+            return f"The job resumed by itself {duration(shown.until_s - shown.at_s)} later." if is_over else ""
+        recovery_s = self.goodput.recoveries_s.get(shown.generation, math.nan)
+        if math.isnan(recovery_s):
+            is_later = shown.generation < history.last_that_ran
+            return f"No later generation {'made a step' if history.knows_steps else 'ran'}." if is_later else ""
+        lost = next((each.steps_lost for each in history.generations if each.generation == shown.generation), 0)
+        steps = f"; {plural(lost, 'step')} lost" if history.knows_steps else ""
+        return f"{'Training' if history.knows_steps else 'The job'} resumed {duration(recovery_s)} later{steps}."
 
 
 @dataclass(frozen=True)
@@ -161,7 +144,7 @@ class Lane:
     node: NodeLog
     name: str
     bars: tuple[Bar, ...]
-    marks: tuple[Fault | Warned, ...]
+    marks: tuple[Incident, ...]
 
 
 @dataclass(frozen=True)
@@ -176,9 +159,8 @@ class Timeline:
 def timeline(report: Report) -> Timeline:
     """The lanes that a page has room for: of very many ranks those with a failure or a warning first."""
     history = report.history
-    marks: dict[tuple[str, int], list[Fault | Warned]] = {}
-    shown: list[Fault | Warned] = [*history.faults, *history.warned]
-    for each in shown:
+    marks: dict[tuple[str, int], list[Incident]] = {}
+    for each in (*history.faults, *history.warned):
         marks.setdefault((each.folder, each.local_rank), []).append(each)
     places = [(node, rank) for node in history.nodes for rank in _local_ranks(node)]
     order = sorted(range(len(places)), key=lambda at: (places[at][0].folder, places[at][1]) not in marks)
@@ -226,14 +208,13 @@ def render(report: Report, template: str) -> str:
     history, lanes = report.history, timeline(report)
     length_s = max(history.wall_s - lanes.begin_s, 1e-3)
     ran = [each for each in history.generations if each.has_run] or history.generations
-    followers: dict[int, list[Fault]] = {}
+    followers: dict[int, list[Incident]] = {}
     for fault in history.faults:
         if not fault.is_cause:
             followers.setdefault(fault.generation, []).append(fault)
     used = {bar.doing for lane in lanes.lanes for bar in lane.bars}
-    warnings = list(enumerate(history.warned))[:CARDS_MAX]
-    cards: dict[Fault | Warned, str] = {fault: f"#failure-{number}" for number, fault in report.causes}
-    cards |= {warned: f"#warning-{number}" for number, warned in warnings}
+    warnings = history.warned[:CARDS_MAX]
+    cards = {shown: f"card-{number}" for number, shown in enumerate((*report.causes, *warnings))}
     return _compiled(template).render(
         report=report,
         history=history,
@@ -245,12 +226,12 @@ def render(report: Report, template: str) -> str:
         place=lambda at_s: f"{100 * (at_s - lanes.begin_s) / length_s:.4f}%",
         width=lambda seconds: f"{100 * seconds / length_s:.4f}%",
         stages=[(stage, seconds) for stage, seconds in report.goodput.seconds.items() if seconds > 0],
-        parts=_parts(report.goodput),
         wall_s=max(history.wall_s, 1e-3),
-        causes=report.causes,
-        causes_left_out=sum(fault.is_cause for fault in history.faults) - len(report.causes),
+        sections=[
+            ("What failed, and why", report.causes, sum(f.is_cause for f in history.faults) - len(report.causes)),
+            ("Warnings", warnings, len(history.warned) - len(warnings)),
+        ],
         followers=followers,
-        warnings=warnings,
         charts=charts(report.metrics) if report.metrics else [],
         generations=ran[-GENERATIONS_MAX:],
         generations_left_out=max(len(ran) - GENERATIONS_MAX, 0),
@@ -271,13 +252,6 @@ def _compiled(template: str) -> jinja2.Template:
     # A log may hold anything, also what turns a line around.
     environment.filters |= {**filters, "printable": lambda value: plain(value, keep="\n\t")}
     return environment.from_string(template)
-
-
-def _parts(found: Goodput) -> Sequence[StagePart]:
-    """The parts of the bar; of very many only how long each stage took in all."""
-    if len(found.parts) <= _PARTS_MAX:
-        return found.parts
-    return [StagePart(stage, 0.0, seconds, found.parts[-1].generation) for stage, seconds in found.seconds.items()]
 
 
 def _time_ticks(begin_s: float, length_s: float) -> list[tuple[float, str]]:
@@ -305,9 +279,7 @@ def charts(metrics: StepMetrics) -> list[Chart]:
     found = []
     if len(metrics.loss) > 1:
         values = [value for _, value in metrics.loss]
-        at = metrics.not_finite_step
-        remark = f"not a number from step {at:,} on" if at >= 0 else ""
-        found.append(_chart("Loss", metrics.loss, min(values), max(values), remark))
+        found.append(_chart("Loss", metrics.loss, min(values), max(values), ""))
     if len(metrics.seconds) > 1:
         step, slowest_s = max(metrics.seconds, key=lambda point: point[1])
         usual_s = median(value for _, value in metrics.seconds)

@@ -17,9 +17,9 @@ import click
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.inspect import run_folder
 from elaunch.launcher.inspect.goodput import goodput
-from elaunch.launcher.inspect.history import Fault, PastGeneration, Warned, history
-from elaunch.launcher.inspect.node_log import NodeFolder
-from elaunch.launcher.inspect.page import LogLink, Report, StepMetrics, render
+from elaunch.launcher.inspect.history import Incident, PastGeneration, history
+from elaunch.launcher.inspect.node_log import NodeLog
+from elaunch.launcher.inspect.page import Links, Report, StepMetrics, render
 from elaunch.launcher.inspect.text import cut, offset, sentence
 from elaunch.launcher.options.command_line import Command, own
 from elaunch.launcher.options.table import HELP
@@ -75,7 +75,7 @@ where the time went (ETTR), and curves of loss and step time.""",
 )
 
 
-def read_report(job: Sequence[NodeFolder], metrics_path: Path | None, beside: Path) -> Report:
+def read_report(job: Sequence[NodeLog], metrics_path: Path | None, beside: Path) -> Report:
     """The report of a job, with links that are right for a page in the folder `beside`. Raises UsageError."""
     found = metrics_path or next((path for each in job if (path := run_folder.metrics_path(each.started))), None)
     metrics = StepMetrics(run_folder.lines_of(found)) if found else None
@@ -83,37 +83,33 @@ def read_report(job: Sequence[NodeFolder], metrics_path: Path | None, beside: Pa
         raise UsageError(f"report: --metrics {metrics_path} has no line with a step; give lines of JSON")
     past = history(job)
     report = Report(past, goodput(past), metrics, str(found or ""))
-    nodes = [(node, Path(node.folder)) for node in past.nodes]
-    links, tails, stacks = {}, {}, {}
-    for number, fault in report.causes:
-        if fault.folder and fault.rank >= 0:
-            place = Path(fault.folder, f"attempt_{fault.generation}", str(fault.rank))
-            files = (place / name for name in ("stderr.log", "stdout.log", "error.json"))
-            links[number] = _links([path for path in files if run_folder.has_content(path)], beside)
-            if (tail := run_folder.tail(place / "stderr.log")) is not None:
-                tails[number] = tail
-    explained: list[Fault | Warned] = [*past.warned, *(fault for _, fault in report.causes)]
-    for shown in explained:
+    links, stacks = {}, {}
+    for shown in (*report.causes, *past.warned):
+        if shown.is_cause and shown.folder and shown.rank >= 0:
+            place = Path(shown.folder, f"attempt_{shown.generation}", str(shown.rank))
+            files = [(name, place / name) for name in ("stderr.log", "stdout.log", "error.json")]
+            links[shown] = _links(files, beside)
         # The named rank's node first.
-        first = sorted(nodes, key=lambda each: each[0].folder != shown.folder)
-        places = [(node.name, folder / f"attempt_{shown.generation}" / run_folder.STACKS) for node, folder in first]
-        stacks[shown.generation] = tuple(
-            LogLink(f"{run_folder.STACKS} of {name}", _links([path], beside)[0].href)
-            for name, path in places
-            if run_folder.has_content(path)
-        )[:_STACKS_MAX]
-    return replace(report, links=links, tails=tails, stacks=stacks)
+        nodes = sorted(past.nodes, key=lambda node: node.folder != shown.folder)
+        name = run_folder.STACKS
+        places = [(f"{name} of {n.name}", Path(n.folder, f"attempt_{shown.generation}", name)) for n in nodes]
+        stacks[shown.generation] = _links(places, beside)[:_STACKS_MAX]
+    return replace(report, links=links, stacks=stacks)
 
 
-def _links(paths: Sequence[Path], beside: Path) -> tuple[LogLink, ...]:
-    """Links to files. Any byte may be in a path, so each that has a meaning in an address is quoted."""
-    return tuple(LogLink(path.name, quote(os.path.relpath(path, beside), errors="surrogateescape")) for path in paths)
+def _links(files: Sequence[tuple[str, Path]], beside: Path) -> Links:
+    """Names of files with content, and their addresses. Each byte of a path that has a meaning in one is quoted."""
+    return tuple(
+        (name, quote(os.path.relpath(path, beside), errors="surrogateescape"))
+        for name, path in files
+        if run_folder.has_content(path)
+    )
 
 
 def printed(report: Report) -> list[str]:
     """The report as text: the headline, then the newest failures and warnings with what came after."""
-    shown: list[Fault | Warned] = [fault for fault in report.history.faults if fault.is_cause]
-    shown = sorted([*shown, *report.history.warned], key=lambda each: each.at_s)
+    causes = [fault for fault in report.history.faults if fault.is_cause]
+    shown = sorted([*causes, *report.history.warned], key=lambda each: each.at_s)
     lines = [
         f"  {offset(each.at_s)}  {sentence(cut(each.sentence, 400))} {report.after(each)}".rstrip()
         for each in shown[-PRINTED_MAX:]
@@ -153,7 +149,7 @@ def summary(report: Report) -> dict[str, object]:
     }
 
 
-def _record(item: PastGeneration | Fault | Warned) -> dict[str, object]:
+def _record(item: PastGeneration | Incident) -> dict[str, object]:
     """Its fields; times are seconds from the start of the job."""
     return {name: _known(value) for name, value in asdict(item).items()}
 

@@ -1,4 +1,4 @@
-"""What a run left on disk: its folder, the other nodes' folders of the same job, metrics, logs and stacks.
+"""What a run left on disk: its folder, the other nodes' folders of the same job, metrics and logs.
 
 Files may be huge, torn, or not what they are called: every read has a limit, and only regular files are opened.
 """
@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from elaunch.launcher.errors import UsageError
-from elaunch.launcher.inspect.node_log import NodeFolder, PastEvent, node_folder, text
+from elaunch.launcher.inspect.node_log import NodeLog, PastEvent, node_log, text
 
 TIMELINE = "timeline.jsonl"
 STACKS = "stacks.txt"
@@ -21,11 +21,8 @@ STACKS = "stacks.txt"
 _BYTES_MAX = 256 << 20
 # A line with a traceback has 64 kB.
 _LINE_BYTES_MAX = 1 << 20
-TAIL_BYTES = 16 << 10
 # Folders of one log folder that are looked into.
 _FOLDERS_MAX = 2000
-# `2026-11-23_11-32-27_<run id>_<8 digits>`; several nodes have their host in it.
-_NAME = re.compile(r"(?:\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_)?(?P<run>.+)_[0-9a-f]{8}")
 
 
 def find(path: Path) -> Path:
@@ -43,7 +40,7 @@ def find(path: Path) -> Path:
         raise UsageError(f"report: {path} cannot be read ({error.strerror}); {way_out}") from None
 
 
-def read_job(folders: Sequence[Path]) -> list[NodeFolder]:
+def read_job(folders: Sequence[Path]) -> list[NodeLog]:
     """The given folders, and those beside them of the same job's other nodes. Raises UsageError without any event."""
     given = [read_folder(folder) for folder in folders]
     job = [folder for folder in given if folder.events]
@@ -59,17 +56,19 @@ def read_job(folders: Sequence[Path]) -> list[NodeFolder]:
         for path in _runs(folder.parent)
         if path.stat().st_uid == folder.stat().st_uid
     }
-    others = [read_folder(path) for path in sorted(beside - set(folders)) if _may_belong(path, job)]
+    # Each folder has the job's name in its own, and other jobs' files are not read.
+    names = {log.started.text("run_id").replace("/", "_") for log in job} - {""}
+    named = sorted(path for path in beside - set(folders) if any(name in path.name for name in names))
+    others = [read_folder(path) for path in named]
     while joined := [other for other in others if any(_is_one_job(one, other) for one in job)]:
         job += joined
         others = [other for other in others if other not in joined]
     return job
 
 
-def read_folder(folder: Path) -> NodeFolder:
-    """One node's folder. Without a timeline that can be read it has no events."""
-    name = _NAME.fullmatch(folder.name)
-    return node_folder(str(folder), name["run"] if name else folder.name, lines_of(folder / TIMELINE))
+def read_folder(folder: Path) -> NodeLog:
+    """One node's log. Without a timeline that can be read it has no events."""
+    return node_log(str(folder), lines_of(folder / TIMELINE))
 
 
 def lines_of(path: Path) -> Iterator[bytes]:
@@ -80,29 +79,6 @@ def lines_of(path: Path) -> Iterator[bytes]:
     with os.fdopen(descriptor, "rb") as file, suppress(OSError):
         while file.tell() < _BYTES_MAX and (line := file.readline(_LINE_BYTES_MAX)):
             yield line
-
-
-def tail(path: Path) -> str | None:
-    """The last lines of a log, without half a line at its beginning; None if there is no log.
-
-    No link is followed: the folder may be another user's, and the page must not show what that user cannot read. So
-    `path` is one without links.
-    """
-    descriptor = _opened(path)
-    if descriptor is None:
-        return None
-    with os.fdopen(descriptor, "rb") as file:
-        try:
-            if Path(f"/proc/self/fd/{descriptor}").readlink() != path:
-                return None
-            size = os.fstat(descriptor).st_size
-            file.seek(max(size - TAIL_BYTES, 0))
-            content = file.read(TAIL_BYTES)
-        except OSError:
-            return None
-    if size > TAIL_BYTES:
-        content = content.partition(b"\n")[2] or content
-    return content.decode(errors="replace").replace("\r\n", "\n")
 
 
 def metrics_path(started: PastEvent) -> Path | None:
@@ -129,15 +105,7 @@ def _runs(folder: Path) -> list[Path]:
     return [Path(entry.path) for entry in entries[-_FOLDERS_MAX:] if _is_file(Path(entry.path, TIMELINE))]
 
 
-def _may_belong(path: Path, job: Sequence[NodeFolder]) -> bool:
-    """Whether a folder's name allows that it is of the same job: other jobs' files are not read."""
-    name = _NAME.fullmatch(path.name)
-    run = name["run"] if name else path.name
-    wanted = {folder.started.text("run_id").replace("/", "_") or folder.run_id for folder in job}
-    return any(run == each or run.startswith(f"{each}_") for each in wanted)
-
-
-def _is_one_job(one: NodeFolder, other: NodeFolder) -> bool:
+def _is_one_job(one: NodeLog, other: NodeLog) -> bool:
     """Whether two folders are of one job: one run id, and one's node in a table of the other. Names are used again."""
     run_id = one.started.text("run_id")
     if not other.events or not run_id or other.started.text("run_id") != run_id:
@@ -145,12 +113,12 @@ def _is_one_job(one: NodeFolder, other: NodeFolder) -> bool:
     return bool(_own_ids(other) & _seats(one) or _own_ids(one) & _seats(other))
 
 
-def _own_ids(folder: NodeFolder) -> set[str]:
+def _own_ids(folder: NodeLog) -> set[str]:
     """The names that the folder's agent had in the job."""
     return {event.text("node_id") for event in folder.events if event.event == "joined"} - {""}
 
 
-def _seats(folder: NodeFolder) -> set[str]:
+def _seats(folder: NodeLog) -> set[str]:
     """The names of all nodes in the folder's tables."""
     tables = [event.items("nodes") for event in folder.events if event.event in ("sealed", "spare")]
     return {text(seat.get("node_id")) for table in tables for seat in table if isinstance(seat, dict)} - {""}

@@ -34,7 +34,7 @@ def _main(ctx: click.Context, source: JobSource) -> int:
         raise UsageError("top needs a terminal; elaunch status shows the job once, and its --json is for scripts")
     record = status_record(source.take(), time.time())
     trouble = over = ""
-    with _signals_end_it(), _keys() as is_over, Live(screen=True, auto_refresh=False, redirect_stderr=False) as live:
+    with _terminal() as is_over, Live(screen=True, auto_refresh=False, redirect_stderr=False) as live:
         while True:
             text = screen(record, trouble, live.console.size.height, every_rank=ctx.params["ranks"])
             live.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=True)
@@ -74,41 +74,28 @@ def screen(record: dict[str, Any], trouble: str, height: int, *, every_rank: boo
 
 
 @contextmanager
-def _signals_end_it() -> Iterator[None]:
-    """End by SIGTERM and SIGHUP as by Ctrl-C, with the terminal as it was before."""
+def _terminal() -> Iterator[Callable[[float], bool]]:
+    """A function that waits so many seconds for a key, and returns whether it is q.
+
+    SIGTERM and SIGHUP end the command as Ctrl-C does, with the terminal as it was before.
+    """
+    fd = sys.stdin.fileno()
+    before = termios.tcgetattr(fd)
 
     def end(signum: int, _frame: object) -> None:
         raise SystemExit(128 + signum)
 
-    before = {signum: signal.signal(signum, end) for signum in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
-
-
-@contextmanager
-def _keys() -> Iterator[Callable[[float], bool]]:
-    """A function that waits so many seconds, and returns whether the user typed q meanwhile."""
-    fd = sys.stdin.fileno()
-    before = termios.tcgetattr(fd)
-
     def typed_q(seconds: float) -> bool:
-        end_s = time.monotonic() + seconds
-        while (left_s := end_s - time.monotonic()) > 0:
-            if select.select([fd], [], [], left_s)[0] and (not (typed := os.read(fd, 64)) or b"q" in typed.lower()):
-                return True
-        return False
+        is_typed = bool(select.select([fd], [], [], seconds)[0])
+        return is_typed and os.read(fd, 64).lower() in (b"", b"q")
 
+    handlers = {signum: signal.signal(signum, end) for signum in (signal.SIGTERM, signal.SIGHUP)}
     try:
         tty.setcbreak(fd)
-        # Ctrl-Z would give the shell back with this screen on it.
-        modes = termios.tcgetattr(fd)
-        modes[6][termios.VSUSP] = os.fpathconf(fd, "PC_VDISABLE").to_bytes(1, "little")
-        termios.tcsetattr(fd, termios.TCSADRAIN, modes)
         yield typed_q
     finally:
         # After a SIGHUP the terminal may be gone.
         with suppress(termios.error):
             termios.tcsetattr(fd, termios.TCSADRAIN, before)
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)

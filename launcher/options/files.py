@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from elaunch.launcher.errors import UsageError, tidy
+from elaunch.launcher.errors import UsageError
 
 BYTES_MAX = 16 << 20
 # The folder in which elaunch keeps a user's secrets. Nodes that share the home share it.
@@ -17,24 +17,13 @@ FOLDER = "~/.elaunch"
 TOKEN_LINE = "export ELAUNCH_TOKEN=$(openssl rand -hex 16)"
 
 
-def read_small(path: str, *, may_be_pipe: bool = False) -> str:
-    """The text in a file. Raises OSError, also if it is no regular file or too large, and UnicodeDecodeError.
-
-    With `may_be_pipe` it may also be a pipe, as in `--config <(make-it)`.
-    """
-    # Without O_NONBLOCK, `open` of a pipe waits until a program writes to it.
-    flags = 0 if may_be_pipe else os.O_NONBLOCK
+def read_small(path: str) -> str:
+    """The text in a file, which may be a pipe, as in `--config <(make-it)`. Raises OSError and UnicodeDecodeError."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
+        with Path(path).open("rb") as file:
+            content = file.read(BYTES_MAX + 1)
     except ValueError:
         raise OSError(errno.ENOENT, "no file can have this name", path) from None
-    with open(fd, "rb") as file:  # noqa: PTH123
-        mode = os.fstat(fd).st_mode
-        if stat.S_ISDIR(mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
-        if not (stat.S_ISREG(mode) or (may_be_pipe and stat.S_ISFIFO(mode))):
-            raise OSError(errno.EINVAL, "it is not a regular file", path)
-        content = file.read(BYTES_MAX + 1)
     if len(content) > BYTES_MAX:
         raise OSError(errno.EFBIG, f"it has more than {BYTES_MAX >> 20} MiB", path)
     return content.decode()
@@ -45,17 +34,16 @@ def read_secret(path: str) -> str:
 
     All further lines must be comments, which begin with `#`.
     """
-    shown = tidy(path)
     try:
-        secret, _, rest = read_small(str(Path(path).expanduser()), may_be_pipe=True).strip().partition("\n")
+        secret, _, rest = read_small(str(Path(path).expanduser())).strip().partition("\n")
     except (OSError, UnicodeDecodeError, RuntimeError) as error:
         why = getattr(error, "strerror", None) or error
-        raise UsageError(f"the secret in {shown} cannot be read ({why}); give a file that you may read") from None
+        raise UsageError(f"the secret in {path} cannot be read ({why}); give a file that you may read") from None
     if not secret:
-        raise UsageError(f"{shown} is empty and should hold a secret; write one into it, and let only yourself read it")
+        raise UsageError(f"{path} is empty and should hold a secret; write one into it, and let only yourself read it")
     others = [line for line in rest.splitlines() if line.strip() and not line.startswith("#")]
     if len(secret.split()) > 1 or others:
-        raise UsageError(f"{shown} should hold one secret and holds several words; name another file")
+        raise UsageError(f"{path} should hold one secret and holds several words; name another file")
     return secret.strip()
 
 
@@ -82,17 +70,11 @@ def private_folder(path: str, *, make: bool = False) -> Iterator[int]:
         os.close(fd)
 
 
-def open_own(path: str | Path, folder: int | None = None) -> int:
-    """A descriptor of a file that only this user can read and write, and that is not a link. Raises OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
-    found = os.fstat(fd)
-    if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077:
-        return fd
-    os.close(fd)
-    raise PermissionError(f"{path} belongs to another user, or others can open it")
-
-
 def read_own(path: str | Path, bytes_max: int, folder: int | None = None) -> bytes:
-    """The first `bytes_max` bytes of a file that only this user can read and write. Raises OSError."""
-    with open(open_own(path, folder), "rb") as file:
+    """The first bytes of a file that only this user can read and write, and that is not a link. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    with open(fd, "rb") as file:  # noqa: PTH123
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            raise PermissionError(f"{path} belongs to another user, or others can open it")
         return file.read(bytes_max)

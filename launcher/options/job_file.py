@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from elaunch.launcher.errors import UsageError, nearest, tidy
+from elaunch.launcher.errors import UsageError, nearest
 from elaunch.launcher.options.command_line import Given, Source
 from elaunch.launcher.options.files import read_small
 from elaunch.launcher.options.table import TABLE
@@ -38,9 +38,8 @@ class JobFile:
 
 def read(path: str) -> JobFile:
     """The job file at `path`. Raises UsageError if it cannot be read or understood."""
-    path = tidy(path)
     try:
-        text = read_small(path, may_be_pipe=True)
+        text = read_small(path)
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or error
         raise UsageError(f"--config {path} cannot be read ({why}); give a YAML file of options") from None

@@ -85,7 +85,10 @@ SETTINGS: tuple[Setting, ...] = (
         "is_host", "1: serve the store if none listens; 0: do not [by address]",
         _switch, differs="c10d only",
     ),
-    Setting("transport", "gateway (JSON over HTTP) or grpc [gateway]", values.one_of("gateway", "grpc"), differs=_OURS),
+    Setting(
+        "transport", "gateway (JSON over HTTP) or grpc [gateway]",
+        values.OneOf((each.value for each in Transport), Transport), differs=_OURS,
+    ),
     Setting("protocol", "http or https, if the endpoint has neither", values.one_of("http", "https")),
     Setting("cacert", "file with the CA certificate for etcd [ETCDCTL_CACERT]", aliases=("ca_cert",)),
     Setting("cert", "file with this node's certificate for etcd [ETCDCTL_CERT]", aliases=("ssl_cert",)),
@@ -124,23 +127,27 @@ _INTERVAL_S, _ATTEMPTS = 5.0, 3
 
 @dataclass(frozen=True)
 class Conf:
-    """The settings in --rdzv-conf; None if not given. `ignored` are keys without effect, with reasons."""
+    """The settings in --rdzv-conf by their names, times in seconds; None if not given.
 
-    join_timeout_s: float | None = None
-    last_call_s: float | None = None
-    lease_ttl_s: int | None = None
-    keepalive_s: float | None = None
-    store_timeout_s: float | None = None
-    keys_ttl_s: float | None = None
+    `ignored` are keys without effect, with reasons.
+    """
+
+    join_timeout: float | None = None
+    last_call_timeout: float | None = None
+    lease_ttl: int | None = None
+    keep_alive_interval: float | None = None
+    keep_alive_max_attempt: int | None = None
+    store_timeout: float | None = None
+    keys_ttl: float | None = None
     is_host: bool | None = None
     transport: Transport = Transport.GATEWAY
     protocol: str | None = None
-    ca: str | None = None
-    certificate: str | None = None
+    cacert: str | None = None
+    cert: str | None = None
     key: str | None = None
     user: str | None = None
     password_file: str | None = None
-    prefix: str = PREFIX
+    etcd_prefix: str = PREFIX
     ignored: tuple[tuple[str, str], ...] = ()
 
 
@@ -153,31 +160,16 @@ def understand(conf: Mapping[str, str]) -> Conf:
     ignored: list[tuple[str, str]] = []
     for key, value in conf.items():
         setting = _setting(key)
-        if setting.no_effect:
-            ignored.append((f"--rdzv-conf {key}", setting.no_effect))
         try:
-            found[setting.name] = setting.convert(value)
+            made = setting.convert(value)
         except ValueError as error:
             shown = value if value.isprintable() else ascii(value)
             raise UsageError(f"--rdzv-conf {key}={shown} {error}") from None
-    return Conf(
-        join_timeout_s=found.get("join_timeout"),
-        last_call_s=found.get("last_call_timeout"),
-        lease_ttl_s=_lease_ttl(found),
-        keepalive_s=found.get("keep_alive_interval"),
-        store_timeout_s=found.get("store_timeout"),
-        keys_ttl_s=found.get("keys_ttl"),
-        is_host=found.get("is_host"),
-        transport=Transport(found.get("transport", "gateway")),
-        protocol=found.get("protocol"),
-        ca=found.get("cacert") or None,
-        certificate=found.get("cert") or None,
-        key=found.get("key") or None,
-        user=found.get("user"),
-        password_file=found.get("password_file") or None,
-        prefix=found.get("etcd_prefix", PREFIX),
-        ignored=tuple(ignored),
-    )
+        if setting.no_effect:
+            ignored.append((f"--rdzv-conf {key}", setting.no_effect))
+        else:
+            found[setting.name] = made
+    return Conf(**{**found, "lease_ttl": _lease_ttl(found)}, ignored=tuple(ignored))
 
 
 def _setting(key: str) -> Setting:

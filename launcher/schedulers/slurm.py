@@ -32,7 +32,9 @@ def detect(environ: Mapping[str, str], hostname: str, read: Callable[[str], str]
     nodes = number(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES") or 1
     index = number(environ, "SLURM_NODEID") or 0
     tasks = _tasks_here(environ, index)
-    gpus = _gpus_here(environ)
+    # How many GPUs this node was given; None if the job asked for none. A step may have 0 in a job that has some.
+    gpus = number(environ, "SLURM_GPUS_ON_NODE")
+    seen = used(environ, "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
     hosts = of_slurm(environ, "SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
     head = next(iter(hosts), None) if nodes > 1 else None
     return replace(
@@ -43,7 +45,7 @@ def detect(environ: Mapping[str, str], hostname: str, read: Callable[[str], str]
         head_port=port_of(job * _STEPS_APART + step),
         workers=gpus or (tasks if tasks > 1 else None),
         gpus=gpus,
-        own_gpus=_listed(environ, "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES") if gpus else None,
+        own_gpus=len(environ[seen[0]].split(",")) if gpus and seen else None,
         run_id=f"{name}.{step}",
         restarts=number(environ, "SLURM_RESTART_COUNT") or 0,
         task=number(environ, "SLURM_LOCALID") or 0,
@@ -100,24 +102,3 @@ def _tasks_here(environ: Mapping[str, str], index: int) -> int:
         if index < 0:
             return int(found[1])
     return 1
-
-
-def _gpus_here(environ: Mapping[str, str]) -> int | None:
-    """How many GPUs this node was given; None if the job asked for none, or Slurm does not tell."""
-    # 0 is an answer too: a step may have no GPUs in a job that has some.
-    if (on_node := number(environ, "SLURM_GPUS_ON_NODE")) is not None:
-        return on_node
-    return _listed(environ, "SLURM_STEP_GPUS") or _counted(environ.get("SLURM_GPUS_PER_NODE", "")) or None
-
-
-def _counted(text: str) -> int:
-    """The sum in `2`, `a100:2`, `gpu:a100:2` or `a100:2,v100:1`. A kind without a number counts as one."""
-    if not text:
-        return 0
-    last = [word.rpartition(":")[2] for word in text.split(",")]
-    return sum(int(word) if re.fullmatch("[0-9]{1,9}", word) else 1 for word in last)
-
-
-def _listed(environ: Mapping[str, str], *variables: str) -> int | None:
-    """The number of words, split at commas, in the first of the variables that is set. None if none is."""
-    return next((len(environ[name].split(",")) for name in used(environ, *variables)), None)

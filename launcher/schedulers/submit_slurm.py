@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,6 @@ from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.options import rdzv_conf, values
 from elaunch.launcher.options.command_line import own
 from elaunch.launcher.options.options import JobCommand, Options, parse, typed_job, words_of
-from elaunch.launcher.options.shell_words import is_one_line, joined, quoted
 from elaunch.launcher.preflight import check_script
 from elaunch.rendezvous.job_spec import ProgramKind
 
@@ -42,7 +42,7 @@ class Request:
 def _main(ctx: click.Context) -> int:
     """Show the script or submit it. Returns the exit code. Raises UsageError and SiteError."""
     request = understand(ctx)
-    text = script(request, "elaunch" if shutil.which("elaunch") else f"{quoted(sys.executable)} -m elaunch")
+    text = script(request, "elaunch" if shutil.which("elaunch") else f"{shlex.quote(sys.executable)} -m elaunch")
     if ctx.params["dry_run"]:
         # Write the bytes that were typed, whatever stdout's encoding is.
         sys.stdout.flush()
@@ -68,13 +68,9 @@ def understand(ctx: click.Context) -> Request:
 
 
 def _one_line(raw: values.Raw) -> str:
-    word = str(raw)
-    # Python keeps bytes that are not UTF-8 as lone surrogates.
-    if not is_one_line(word) or re.search(r"[\ud800-\udfff]", word):
-        raise ValueError(
-            "has a line break or another control character, or is not UTF-8; an option of sbatch is one line of text"
-        )
-    return word
+    if not str(raw).isprintable():
+        raise ValueError("has a line break or another control character, or is not UTF-8; give one line of text")
+    return str(raw)
 
 
 def _count(raw: values.Raw) -> int:
@@ -169,7 +165,7 @@ def script(request: Request, elaunch: str = "elaunch") -> str:
         "#!/bin/bash\n"
         + "".join(f"#SBATCH {_quoted(line)}\n" for line in lines)
         + f"\n# One agent on each node: it starts a worker for each GPU.\n"
-        f"srun{cpus} --cpu-bind=none --kill-on-bad-exit=0{kill} {elaunch} {joined(request.words)}\n"
+        f"srun{cpus} --cpu-bind=none --kill-on-bad-exit=0{kill} {elaunch} {' '.join(map(_word, request.words))}\n"
         f"code=$?\n{again}exit $code\n"
     )
 
@@ -182,6 +178,17 @@ def _quoted(option: str) -> str:
         return option
     escaped = re.sub(r'(["\\])', r"\\\1", value)
     return f'{name}"{escaped}"'
+
+
+def _word(word: str) -> str:
+    """`word` as one word of bash, on one line: sbatch refuses some line breaks, also in quotes."""
+    if word.isprintable():
+        return shlex.quote(word)
+    pieces = (
+        each if each.isprintable() and each not in "'\\" else "".join(f"\\x{byte:02x}" for byte in os.fsencode(each))
+        for each in word
+    )
+    return f"$'{''.join(pieces)}'"
 
 
 def _check_submittable(request: Request) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -13,10 +14,9 @@ from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.host import routable_addresses
 from elaunch.launcher.options.command_line import Command, own
 from elaunch.launcher.options.files import read_secret
-from elaunch.launcher.options.shell_words import joined
 from elaunch.launcher.options.table import HELP
 from elaunch.launcher.options.values import endpoints
-from elaunch.launcher.store.connect import NewToken
+from elaunch.launcher.store.connect import how_to_join
 from elaunch.launcher.store.locate import ETCD_PORT
 from elaunch.launcher.store.serve import StoreProcess, listen, listen_everywhere, serve
 from elaunch.rendezvous.endpoint import Endpoint
@@ -38,8 +38,7 @@ def _main(ctx: click.Context) -> int:
     server = serve(listener, place, token)
     try:
         ends = _take_signals()
-        new_token = NewToken(server.token, server.kept, server.trouble, is_terminal=os.isatty(2))
-        for line in announcement(place, None if token else new_token):
+        for line in announcement(place, None if token else server, is_terminal=os.isatty(2)):
             print(f"elaunch: {line}", file=sys.stderr, flush=True)
         return _wait(server, ends)
     finally:
@@ -65,15 +64,10 @@ A store that is started again is empty. An etcd cluster outlives a host:
 def place_of(listen_at: str | None) -> tuple[Endpoint | None, int]:
     """The endpoint and port in `HOST:PORT`, `HOST` or `:PORT`. Without an endpoint it listens on all addresses.
 
-    An empty host, `0.0.0.0`, `::` and `*` mean all addresses. Raises UsageError.
+    An empty host, `0.0.0.0` and `::` mean all addresses. Raises UsageError.
     """
-    if not listen_at:
-        return None, ETCD_PORT
-    host, separator, port = listen_at.rpartition(":")
-    if separator and host in ("", "*") and port.isdigit():
-        listen_at = f"0.0.0.0:{port}"
     try:
-        found = endpoints(listen_at)
+        found = endpoints(re.sub("^:", "0.0.0.0:", listen_at or f":{ETCD_PORT}"))
     except ValueError as error:
         raise UsageError(f"--listen {listen_at} {error}") from None
     if len(found) != 1 or found[0].scheme:
@@ -82,21 +76,17 @@ def place_of(listen_at: str | None) -> tuple[Endpoint | None, int]:
     return (None if found[0].host in ("0.0.0.0", "::") else Endpoint(found[0].host, number)), number
 
 
-def announcement(place: Endpoint, new_token: NewToken | None) -> tuple[str, ...]:
+def announcement(place: Endpoint, served: StoreProcess | None, *, is_terminal: bool) -> tuple[str, ...]:
     """What the user must know: the line to type, and the limits of this store.
 
-    `new_token` is None if the user gave the token, which is then not shown. Raises UsageError if nobody could learn the
-    new token.
+    `served` is None if the user gave the token, which is then not shown. Raises UsageError if nobody could learn it.
     """
-    command = f"elaunch --nnodes 2 --rdzv-endpoint {place} --run-id NAME train.py"
-    token = new_token.text_to_type(place) if new_token else ""
-    if new_token and (file := new_token.file_to_type(place)):
-        command = command.replace("elaunch", joined(["elaunch", "--token-file", file]), 1)
-    same = "" if new_token else "   (with ELAUNCH_TOKEN set to the same token)"
-    line = f"ELAUNCH_TOKEN={token} {command}" if token else f"{command}{same}"
+    words = ["--nnodes", "2", "--rdzv-endpoint", str(place), "--run-id", "NAME", "train.py"]
+    line, *hints = how_to_join(words, place, served, is_terminal=is_terminal)
+    same = "" if served else "   (with ELAUNCH_TOKEN set to the same token)"
     return (
-        f"serving a store at {place}; on every node of a job type: {line}",
-        *(new_token.hints(place) if new_token else ()),
+        f"serving a store at {place}; on every node of a job type: {line}{same}",
+        *hints,
         "the store is in this host's memory: jobs end when it ends, and a store that is started again is empty;"
         " an etcd cluster outlives any host. Ctrl-C ends the store",
     )

@@ -6,9 +6,10 @@ A head starts its store first, and prints the command to type on the other hosts
 from __future__ import annotations
 
 import os
+import shlex
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -26,7 +27,6 @@ from elaunch.launcher.host import (
 from elaunch.launcher.options.files import FOLDER, TOKEN_LINE
 from elaunch.launcher.options.options import Options, words_of
 from elaunch.launcher.options.rdzv_conf import understand
-from elaunch.launcher.options.shell_words import joined, quoted
 from elaunch.launcher.options.table import TABLE
 from elaunch.launcher.options.values import switch
 from elaunch.launcher.store.locate import Planned, RendezvousPlan, way_of
@@ -91,7 +91,6 @@ def reach(options: Options, planned: Planned, say: Callable[[str], None]) -> Rea
         network = socket_variables("127.0.0.1", os.environ, say, verbose=options.verbose)
         return Reached(MemoryStore(), is_remote=False, address=plan.own_addr or "127.0.0.1", network=network)
     _check_node_rank_0(options, plan)
-    _check_head_host(options, planned)
     address = plan.own_addr or _own_address(planned, say)
     keyring = KeptTokens()
     if planned.has_home_token:
@@ -105,15 +104,14 @@ def reach(options: Options, planned: Planned, say: Callable[[str], None]) -> Rea
             f" choose a free port: --rdzv-endpoint {endpoint.host}:PORT"
         )
     try:
-        if served and planned.has_home_token:
-            if options.verbose:
-                say(about(plan))
-        elif served:
-            new_token = NewToken(served.token, served.kept, served.trouble, is_terminal=os.isatty(2))
-            lecture, *lines = invite(options, plan, new_token)
-            for line in (lecture, *lines) if options.verbose else lines:
-                say(line)
         if served:
+            if options.verbose:
+                say(
+                    f"this host serves the job's store at {plan.endpoints[0]} from its memory: store and job end with"
+                    " this host's elaunch; a job that must outlive any host needs --rdzv-endpoint of an etcd cluster"
+                )
+            for line in () if planned.has_home_token else invite(options, plan, served, is_terminal=os.isatty(2)):
+                say(line)
             plan = replace(plan, token=served.token)
         number = _numeric_address(address, planned, say)
         return Reached(
@@ -221,27 +219,6 @@ def _check_node_rank_0(options: Options, plan: RendezvousPlan) -> None:
             )
 
 
-def _check_head_host(options: Options, planned: Planned) -> None:
-    """Raises UsageError if the scheduler's node 0 runs here, but the head that it names is another host.
-
-    The other nodes connect to the named head.
-    """
-    cluster = planned.cluster
-    if not (planned.at_its_head and planned.plan.is_head and cluster) or understand(options.rdzv_conf).is_host:
-        return
-    # Pods may know their head by the name of a service, which is no host's address.
-    if cluster.is_of_pods:
-        return
-    with suppress(NoAddress):
-        if cluster.head and owner_of(cluster.head) is Owner.OTHER_HOST:
-            here = socket.gethostname()
-            raise UsageError(
-                f"the head of this job is {cluster.head}, which is no address of this host, {here}, but"
-                f" {cluster.scheduler} runs node 0 here; give all nodes: --rdzv-endpoint {here}:PORT, or, for"
-                f" mpirun, -x MASTER_ADDR={here}"
-            )
-
-
 def _numeric_address(address: str, planned: Planned, say: Callable[[str], None]) -> str:
     """This node's address as a number. The command line may have given a name."""
     if is_address(address):
@@ -273,56 +250,44 @@ def _own_address(planned: Planned, say: Callable[[str], None]) -> str:
         time.sleep(_ADDRESS_PAUSE_S)
 
 
-@dataclass(frozen=True)
-class NewToken:
-    """The token that a head has made, and how the other nodes get it.
+def how_to_join(
+    words: Sequence[str], endpoint: Endpoint, served: StoreProcess | None, *, is_terminal: bool
+) -> tuple[str, ...]:
+    """The command line with these words for another host, and a line about the file of the token that it names.
 
-    `kept` is the path of a file in this user's home with the token. It is empty if there is no file, and `trouble` says
-    why. The token is shown on a terminal only, because many people may read a log.
+    `served` has made the token; it is None if the user knows the token already. The token is shown on a terminal only,
+    because many people may read a log. Raises UsageError if nobody could learn it.
     """
-
-    token: str = field(repr=False)
-    kept: str
-    trouble: str
-    is_terminal: bool
-
-    def text_to_type(self, endpoint: Endpoint) -> str:
-        """The token if the command for other nodes needs it, else empty. Raises UsageError if nobody could learn it."""
-        if self.is_terminal:
-            # Only agents on this host can reach a loopback endpoint, and they find the file.
-            return "" if self.kept and is_meant_locally(endpoint.host) else self.token
-        if not self.kept:
+    token = file = ""
+    if served:
+        # Only agents on this host can reach a loopback endpoint, and they find the file.
+        is_found = bool(served.kept) and is_meant_locally(endpoint.host)
+        if not (is_terminal or served.kept):
             raise UsageError(
                 "nobody could learn the token of the store that this host was to serve: stderr is no terminal, and no"
-                f" file can be written in {STORES} ({self.trouble}); give all nodes the same token: {TOKEN_LINE}"
+                f" file can be written in {STORES} ({served.trouble}); give all nodes the same token: {TOKEN_LINE}"
             )
-        return ""
-
-    def file_to_type(self, endpoint: Endpoint) -> str:
-        """The token's file if the command for other nodes names that, else empty."""
-        return "" if self.is_terminal or is_meant_locally(endpoint.host) else self.kept
-
-    def hints(self, endpoint: Endpoint) -> tuple[str, ...]:
-        """A line for nodes without the token's file; none if no node needs it."""
-        if not (file := self.file_to_type(endpoint)):
-            return ()
-        host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
-        copy = joined(["scp", f"{host}:{file}", "token"])
-        return (
-            f"the store's token is in {file}, which only you can read: nodes that share this home find it there;"
-            f" on another node copy it first ({copy}), and type --token-file token",
-        )
+        token = served.token if is_terminal and not is_found else ""
+        file = "" if is_terminal or is_found else served.kept
+    line = shlex.join(["elaunch", *(["--token-file", file] if file else []), *words])
+    if not file:
+        return (f"ELAUNCH_TOKEN={shlex.quote(token)} {line}" if token else line,)
+    host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
+    return (
+        line,
+        f"the store's token is in {file}, which only you can read: nodes that share this home find it there; on another"
+        f" node copy it first ({shlex.join(['scp', f'{host}:{file}', 'token'])}), and type --token-file token",
+    )
 
 
-def line_for_others(options: Options, plan: RendezvousPlan, token: str, token_file: str = "") -> str:
-    """The command line for another host. `token` and `token_file` are empty if the user knows the token already.
+def words_for_others(options: Options, plan: RendezvousPlan) -> list[str]:
+    """The command line for another host, without what is this node's own.
 
     Options from variables are written out, because the other host may not have the variables. Options from a job file
     stay in the file.
     """
     is_static = plan.node_rank is not None
-    line: dict[str, str] = {"token_file": token_file} if token_file else {}
-    line["nnodes"] = ":".join(str(number) for number in dict.fromkeys(options.nnodes))
+    line = {"nnodes": ":".join(str(number) for number in dict.fromkeys(options.nnodes))}
     # A static job's endpoint follows from the master's address, or is the master's address.
     if not is_static:
         line["rdzv_endpoint"] = str(plan.endpoints[0])
@@ -333,31 +298,15 @@ def line_for_others(options: Options, plan: RendezvousPlan, token: str, token_fi
     settings = line.pop("rdzv_conf", "").split(",")
     if others := [pair for pair in settings if pair and not pair.strip().startswith("is_host")]:
         line["rdzv_conf"] = ",".join(others)
-    line |= {"node_rank": "1"} if is_static else {}
-    prefix = f"ELAUNCH_TOKEN={quoted(token)} " if token else ""
-    return f"{prefix}{joined(['elaunch', *words_of(line, options.program)])}"
+    return words_of(line | ({"node_rank": "1"} if is_static else {}), options.program)
 
 
-def about(plan: RendezvousPlan) -> str:
-    """The line about the limits of a store that the head serves itself."""
-    return (
-        f"this host serves the job's store at {plan.endpoints[0]} from its memory: store and job end with this host's"
-        " elaunch; a job that must outlive any host needs --rdzv-endpoint of an etcd cluster"
-    )
-
-
-def invite(options: Options, plan: RendezvousPlan, new_token: NewToken) -> tuple[str, ...]:
+def invite(options: Options, plan: RendezvousPlan, served: StoreProcess, *, is_terminal: bool) -> tuple[str, ...]:
     """The lines that a head prints. A token that the user gave is not shown. Raises UsageError."""
-    endpoint = plan.endpoints[0]
     many = options.nnodes[1] > 2
     others = "each other node" if many else "the other node"
     same = " with the same token" if plan.token else ""
     ranks = ", with --node-rank 2 and so on after the first of them" if plan.node_rank is not None and many else ""
-    token = "" if plan.token else new_token.text_to_type(endpoint)
-    token_file = "" if plan.token else new_token.file_to_type(endpoint)
-    line = line_for_others(options, plan, token, token_file)
-    return (
-        about(plan),
-        f"on {others} type{same}{ranks}: {line}",
-        *(() if plan.token else new_token.hints(endpoint)),
-    )
+    made = None if plan.token else served
+    line, *hints = how_to_join(words_for_others(options, plan), plan.endpoints[0], made, is_terminal=is_terminal)
+    return f"on {others} type{same}{ranks}: {line}", *hints

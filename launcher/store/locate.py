@@ -5,6 +5,7 @@ Every backend of torchrun becomes one store. Nothing is connected here: `connect
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,7 +14,6 @@ from elaunch.agent.config import OnHang
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.options.options import Options, Source, words_of
 from elaunch.launcher.options.rdzv_conf import Conf, understand
-from elaunch.launcher.options.shell_words import joined
 from elaunch.launcher.options.values import PLACES, PORT_MAX, Address, endpoints
 from elaunch.launcher.schedulers.facts import Cluster
 from elaunch.rendezvous.codec import decode, encode
@@ -159,7 +159,7 @@ def _plan_for_nodes(
         tls=_tls(conf, environ) if scheme == "https" else None,
         plainly=scheme == "http",
         login=_read_login(conf, environ, read_secret),
-        prefix=conf.prefix,
+        prefix=conf.etcd_prefix,
         token=_token(options, environ, read_secret),
         transport=conf.transport,
         serves=not is_etcd,
@@ -213,10 +213,10 @@ def _backend(options: Options) -> str:
 
 
 def _tls(conf: Conf, environ: Mapping[str, str]) -> Tls:
-    certificate, key = conf.certificate, conf.key
+    certificate, key = conf.cert, conf.key
     if certificate is None:
         certificate, key = environ.get("ETCDCTL_CERT"), environ.get("ETCDCTL_KEY")
-    return Tls(conf.ca or environ.get("ETCDCTL_CACERT") or None, certificate or None, key or None)
+    return Tls(conf.cacert or environ.get("ETCDCTL_CACERT") or None, certificate or None, key or None)
 
 
 def _token(options: Options, environ: Mapping[str, str], read_secret: Callable[[str], str]) -> str:
@@ -249,22 +249,14 @@ def _options_without_effect(options: Options, backend: str) -> tuple[tuple[str, 
     return tuple((f"--{n.replace('_', '-')}", why) for n, why in reasons.items() if n in options.given)
 
 
-@dataclass(frozen=True)
-class Master:
-    """The master of a static rendezvous. `port` is None if nobody gave one."""
-
-    host: str
-    port: int | None
-
-
-def _static_master(options: Options) -> Master | None:
+def _static_master(options: Options) -> Address | None:
     """MASTER_ADDR and MASTER_PORT. If an endpoint is given instead, both come from it, as in torchrun."""
     port = options.master_port[0] if options.master_port else None
     if options.master_addr:
-        return Master(_bare_host(options.master_addr) or "", port)
+        return Address("", _bare_host(options.master_addr) or "", port)
     if len(options.rdzv_endpoint) == 1 and not options.rdzv_endpoint[0].scheme:
         address = options.rdzv_endpoint[0]
-        return Master(address.host, address.port if port is None else port)
+        return replace(address, port=address.port if port is None else port)
     return None
 
 
@@ -303,24 +295,21 @@ def _require_head(options: Options, backend: str, head: Address | None) -> tuple
     nodes = ":".join(str(number) for number in dict.fromkeys(options.nnodes))
     if backend == "static":
         host = "the name of the node of rank 0"
-        line = joined(["elaunch", "--master-addr", "HOST", *words_of(options.typed, options.program)])
+        line = shlex.join(["elaunch", "--master-addr", "HOST", *words_of(options.typed, options.program)])
     else:
         host = "the name of one node, or of an etcd"
-        line = joined(["elaunch", "--rdzv-endpoint", f"HOST:{ETCD_PORT}", *words_of(options.typed, options.program)])
+        line = shlex.join(
+            ["elaunch", "--rdzv-endpoint", f"HOST:{ETCD_PORT}", *words_of(options.typed, options.program)]
+        )
     raise UsageError(
         f"--nnodes {nodes} needs the address of a store where the nodes meet; type on every node, with {host} as HOST:"
         f" {line}"
     )
 
 
-def _store_port(master: Master) -> int:
-    port = (master.port or MASTER_PORT) + 1
-    if port > PORT_MAX:
-        raise UsageError(
-            f"the job's store uses the port after --master-port {master.port}, and there is no such port;"
-            " name another address for the store with --rdzv-endpoint HOST:PORT"
-        )
-    return port
+def _store_port(master: Address) -> int:
+    port = master.port or MASTER_PORT
+    return port + 1 if port < PORT_MAX else port - 1
 
 
 def _check_addresses(addresses: tuple[Address, ...], source: str) -> tuple[Address, ...]:
@@ -354,8 +343,8 @@ def _choose_scheme(conf: Conf, addresses: tuple[Address, ...]) -> str:
         raise UsageError(
             f"--rdzv-conf protocol={conf.protocol} contradicts the endpoint {addresses[0]}; drop one of them"
         )
-    files = [name for name, value in (("cacert", conf.ca), ("cert", conf.certificate), ("key", conf.key)) if value]
-    if conf.key and not conf.certificate:
+    files = [name for name, value in (("cacert", conf.cacert), ("cert", conf.cert), ("key", conf.key)) if value]
+    if conf.key and not conf.cert:
         raise UsageError(f"--rdzv-conf key={conf.key} has no certificate beside it; add cert=FILE")
     scheme = typed or conf.protocol or ("https" if files else "")
     if files and scheme == "http":
@@ -366,16 +355,16 @@ def _choose_scheme(conf: Conf, addresses: tuple[Address, ...]) -> str:
 def _make_times(options: Options, conf: Conf, cluster: Cluster | None) -> Times:
     """The times of a job of several nodes. Raises UsageError if they contradict each other."""
     times = Times.for_lease(
-        Times.lease_ttl_s if conf.lease_ttl_s is None else conf.lease_ttl_s,
+        Times.lease_ttl_s if conf.lease_ttl is None else conf.lease_ttl,
         failure_grace_s=options.failure_grace,
         stop_grace_s=options.stop_grace,
-        last_call_s=Times.last_call_s if conf.last_call_s is None else conf.last_call_s,
-        join_timeout_s=conf.join_timeout_s,
-        store_timeout_s=conf.store_timeout_s,
-        keys_ttl_s=conf.keys_ttl_s,
+        last_call_s=Times.last_call_s if conf.last_call_timeout is None else conf.last_call_timeout,
+        join_timeout_s=conf.join_timeout,
+        store_timeout_s=conf.store_timeout,
+        keys_ttl_s=conf.keys_ttl,
     )
-    if conf.keepalive_s is not None:
-        times = replace(times, keepalive_s=min(times.keepalive_s, conf.keepalive_s))
+    if conf.keep_alive_interval is not None:
+        times = replace(times, keepalive_s=min(times.keepalive_s, conf.keep_alive_interval))
     if cluster and cluster.nodes and cluster.nodes[0] == cluster.nodes[1]:
         times = replace(times, nodes_expected=cluster.nodes[1])
     try:

@@ -15,7 +15,7 @@ import pytest
 
 from elaunch.interrupts import raise_at_ctrl_c
 from elaunch.launcher import cli
-from tests.harness import COMMAND, REPOSITORY, RUN_LIMIT_S, environment, free_ports, slow
+from tests.harness import REPOSITORY, RUN_LIMIT_S, environment, free_ports, slow
 
 # The agent's loop fails here, when everything that a run starts is there.
 BROKEN = """
@@ -134,18 +134,6 @@ def test_a_reader_that_has_read_enough_of_an_answer_is_no_error(
     with pytest.raises(ends) as ended:
         cli.main()
     assert not isinstance(ended.value, SystemExit) or ended.value.code == 0
-
-
-@pytest.mark.parametrize("words", ["submit k8s --help"])
-def test_a_text_whose_reader_is_gone_is_no_error(words: str) -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
-    with os.fdopen(writer, "wb") as gone:
-        ended = subprocess.run(
-            [*COMMAND, *words.split()], stdout=gone, stderr=subprocess.PIPE, env=environment(), timeout=180, check=False
-        )
-
-    assert (ended.returncode, ended.stderr) == (0, b"")
 
 
 def test_the_options_of_the_bundled_trainer_are_shown_without_a_job(tmp_path: Path) -> None:

@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 import pytest
 
-from elaunch.launcher.errors import UsageError, tidy
+from elaunch.launcher.errors import UsageError
 from elaunch.launcher.options.command_line import Reading
 from elaunch.launcher.options.commands import ELAUNCH
-
-
-def test_a_path_is_short_unless_a_link_on_its_way_makes_it_another_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "a" / "b").mkdir(parents=True)
-    (tmp_path / "link").symlink_to(tmp_path / "a" / "b")
-    monkeypatch.chdir(tmp_path / "a")
-
-    shown = [tidy(path) for path in ("./../x", "b//c/./d", "./run.sh", f"/{tmp_path}/a/../x", "../link/../x")]
-
-    assert shown == ["../x", "b/c/d", "./run.sh", f"{tmp_path}/x", "../link/../x"]
 
 
 def told(*words: str) -> str:

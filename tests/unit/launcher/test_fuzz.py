@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import example, given
@@ -16,7 +14,6 @@ from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.host import HostResources
 from elaunch.launcher.options import values
 from elaunch.launcher.options.command_line import HelpRequested
-from elaunch.launcher.options.files import read_small
 from elaunch.launcher.options.job_file import JobFile
 from elaunch.launcher.options.job_file import parse as parse_file
 from elaunch.launcher.options.job_file import read as read_file
@@ -27,7 +24,7 @@ from elaunch.launcher.options.values import endpoints
 from elaunch.launcher.schedulers.defaults import concerning, settle
 from elaunch.launcher.schedulers.detect import SCHEDULERS, detect
 from elaunch.launcher.schedulers.facts import HOSTS_MAX, Cluster, expand, line
-from elaunch.launcher.store.connect import invite
+from elaunch.launcher.store.connect import how_to_join, words_for_others
 from elaunch.launcher.store.locate import plan
 from elaunch.rendezvous.rules.snapshot import Keys
 from tests.fuzzing import NESTED, NUMBERS, TEXTS, WORDS, bounded
@@ -89,8 +86,7 @@ def planned(options: Options, environ: dict[str, str], cluster: Cluster | None =
     config = agent_config(options, found, environ, HOST)
     assert Keys(config.spec.run_id).root.isascii()
     if not found.plan.is_alone and found.plan.endpoints:
-        for said in invite(options, found.plan, "token"):
-            assert "\n" not in said
+        assert how_to_join(words_for_others(options, found.plan), found.plan.endpoints[0], None, is_terminal=True)
 
 
 @given(ARGV, ENVIRON)
@@ -243,10 +239,3 @@ def test_a_list_of_hosts_is_no_longer_than_an_allocation(text: str) -> None:
 def test_a_job_file_that_is_no_file_is_a_sentence(path: str) -> None:
     with bounded(), pytest.raises(UsageError, match="--config"):
         read_file(path)
-
-
-def test_a_file_that_a_scheduler_names_is_not_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-
-    with pytest.raises(OSError, match="not a regular file"):
-        read_small(str(tmp_path / "pipe"))

@@ -208,9 +208,3 @@ def test_no_public_module_of_torch_imports_dynamo_without_such_a_word_in_its_nam
         script = tmp_path / "t.py"
         script.write_text(f"import {name}")
         assert unused(ProgramKind.SCRIPT, str(script)) == USES_ALL, name
-
-
-def test_what_cannot_be_read_may_use_all(tmp_path: Path) -> None:
-    assert unused(ProgramKind.SCRIPT, "-") == USES_ALL
-    assert unused(ProgramKind.SCRIPT, str(tmp_path / "no.py")) == USES_ALL
-    assert unused(ProgramKind.SCRIPT, str(tmp_path)) == USES_ALL

@@ -42,22 +42,6 @@ def test_the_fields_their_order_and_their_defaults_are_those_of_torch() -> None:
     assert list(ours)[-1] == "options"
 
 
-@pytest.mark.parametrize("shutdown_timeout", [None, 7])
-@pytest.mark.parametrize("rdzv_timeout", [-1, 60])
-def test_what_is_left_out_is_filled_in_as_torch_does(
-    monkeypatch: pytest.MonkeyPatch, shutdown_timeout: int | None, rdzv_timeout: int
-) -> None:
-    from torch.distributed.launcher.api import LaunchConfig as Torchs
-
-    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "11")
-    ours, theirs = (
-        made(1, 2, 3, shutdown_timeout=shutdown_timeout, rdzv_timeout=rdzv_timeout) for made in (LaunchConfig, Torchs)
-    )
-
-    assert ours.shutdown_timeout == theirs.shutdown_timeout
-    assert ours.rdzv_configs == theirs.rdzv_configs
-
-
 def test_a_configuration_of_torchs_own_means_the_same() -> None:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.launcher.api import LaunchConfig as Torchs

@@ -68,26 +68,9 @@ def test_a_value_that_cannot_be_pickled_is_an_error_for_the_caller_and_not_for_t
         value(threading.Lock())
 
 
-def test_the_value_of_another_generation_is_none_of_this_one() -> None:
-    assert value(1, generation=1) is None
-
-
 def test_a_rank_that_ended_without_returning_is_named() -> None:
     file = io.BytesIO()
     write_start(file, 3, 0)
 
     with pytest.raises(EOFError, match=r"rank 3 ended with exit code 0 before train returned"):
-        read_value(file, 0, "train")
-
-
-def test_a_value_that_cannot_be_read_here_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    there = ModuleType("only_there")
-    exec("class Result: pass", vars(there))
-    monkeypatch.setitem(sys.modules, "only_there", there)
-    file = io.BytesIO()
-    write_start(file, 0, 0)
-    write_value(file, there.Result())
-    monkeypatch.delitem(sys.modules, "only_there")
-
-    with pytest.raises(pickle.PicklingError, match=r"rank 0 cannot be read in this process \(ModuleNotFoundError"):
         read_value(file, 0, "train")

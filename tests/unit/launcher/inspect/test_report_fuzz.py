@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from elaunch.launcher.inspect.goodput import goodput
 from elaunch.launcher.inspect.history import history
-from elaunch.launcher.inspect.node_log import node_folder
+from elaunch.launcher.inspect.node_log import node_log
 from elaunch.launcher.inspect.page import Report, StepMetrics, render
 from elaunch.launcher.inspect.report import printed, summary
 from tests.fuzzing import NESTED, VALUES, bounded, json_texts
@@ -63,10 +63,10 @@ def test_any_timeline_gives_a_page_or_nothing(timeline: bytes, rows: list[str]) 
 
 
 def _page(timeline: bytes, rows: list[bytes]) -> str:
-    folder = node_folder("/logs/a", "night", timeline.splitlines(keepends=True))
-    if not folder.events:
+    log = node_log("/logs/a", timeline.splitlines(keepends=True))
+    if not log.events:
         return ""
-    past = history([folder])
+    past = history([log])
     report = Report(past, goodput(past), StepMetrics(rows))
     json.dumps(summary(report), allow_nan=False)
     printed(report)

@@ -9,7 +9,6 @@ from dataclasses import replace
 from elaunch.launcher.inspect.job_source import Gathered
 from elaunch.launcher.inspect.status import RANKS_SHOWN, status_record, text_of
 from elaunch.launcher.inspect.top import screen
-from elaunch.rendezvous.job_spec import UNNAMED
 from elaunch.rendezvous.rules.reports import JobReport, JobState, NodeReport, RankReport, SeatReport
 from elaunch.rendezvous.types import Failure, FailureKind, Generation, OpenKind, Outcome, OutcomeKind, Terms
 from tests.harness import REPOSITORY
@@ -169,14 +168,3 @@ def test_the_page_has_each_field_of_the_object() -> None:
         inner = value[0] if isinstance(value, list) and value else value
         if isinstance(inner, dict):
             assert [name for name in inner if f"`{name}`" not in meant[field]] == [], field
-
-
-def test_a_hang_and_the_cause_of_a_generation_are_facts_of_the_job() -> None:
-    lost = replace(JOB, generation=Generation(2, OpenKind.LOSS, "node-d was lost"), failure=None, run_id=UNNAMED)
-    hung = replace(lost, hang="rank 1 is not where the others wait")
-
-    text = text_of(status_record(known(job=hung), NOW))
-
-    assert text.startswith("unnamed job: running, ")
-    assert "  hang      rank 1 is not where the others wait\n" in text
-    assert "  why       this generation began because node-d was lost\n" in text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from elaunch.launcher.inspect.node_log import NodeFolder, node_folder
+from elaunch.launcher.inspect.node_log import NodeLog, node_log
 
 # The wall clock, and the host's monotonic clock, at the start of a job.
 BEGAN_AT, BEGAN_MONOTONIC_S = 1_800_000_000.0, 500.0
@@ -102,8 +102,8 @@ class Timeline:
     def text(self) -> bytes:
         return b"".join(json.dumps(row).encode() + b"\n" for row in self.rows)
 
-    def folder(self, path: str = "") -> NodeFolder:
-        return node_folder(path or f"/logs/{self.host}", "night", self.text.splitlines(keepends=True))
+    def log(self, path: str = "") -> NodeLog:
+        return node_log(path or f"/logs/{self.host}", self.text.splitlines(keepends=True))
 
 
 def restarted() -> Timeline:

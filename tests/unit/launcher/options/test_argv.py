@@ -53,10 +53,6 @@ def test_what_follows_the_program_is_its_own_even_if_it_looks_like_ours() -> Non
     assert options.program == ("pkg.mod", "--nproc-per-node", "4", "--", "-r3", "--help", "--no_such")
 
 
-def test_two_dashes_end_our_options() -> None:
-    assert parse(["--standalone", "--", "--odd.py", "-x"], {}).program == ("--odd.py", "-x")
-
-
 @pytest.mark.parametrize(
     ("argv", "words"),
     [

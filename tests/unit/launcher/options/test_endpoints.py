@@ -30,12 +30,6 @@ def test_an_endpoint_is_a_host_with_an_optional_scheme_and_port(text: str, addre
     assert endpoints(str(address)) == (address,)
 
 
-def test_several_endpoints_are_separated_by_commas_and_none_is_none() -> None:
-    assert [str(address) for address in endpoints("a:1, b:2,,[::1]:3,")] == ["a:1", "b:2", "[::1]:3"]
-    assert endpoints("") == ()
-    assert endpoints(["a:1", "b:2"]) == endpoints("a:1,b:2")
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [

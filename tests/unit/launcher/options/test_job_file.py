@@ -128,8 +128,3 @@ def test_a_switch_of_the_command_line_that_contradicts_the_files_program_is_an_e
         options_with("script: t.py\n", tmp_path, "-m")
 
     assert options_with("script: prog\nno-python: 1\n", tmp_path).kind is ProgramKind.COMMAND
-
-
-@pytest.mark.parametrize("text", ["# nothing\n", "log-dir: null\nmaster-addr: ~\nmax-restarts:\n"])
-def test_a_key_without_a_value_is_not_given(text: str, tmp_path: Path) -> None:
-    assert options_with(text, tmp_path, "t.py").given.keys() == {"config"}

@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from elaunch.agent.config import AgentConfig, NumaBinding, OnHang, StreamChoice, Streams
+from elaunch.agent.config import AgentConfig, OnHang, StreamChoice, Streams
 from elaunch.agent.default_preload import DEFAULT_PRELOAD
 from elaunch.launcher.agent_config import RANK_VARIABLES, agent_config, with_network
 from elaunch.launcher.host import HostResources
@@ -40,24 +40,6 @@ def sentence_of(*argv: str, host: HostResources = CPU_HOST, **environ: str) -> s
     with pytest.raises(UsageError) as caught:
         config_of(*argv, host=host, **environ)
     return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("words", "width"),
-    [
-        (("--nproc-per-node", "2"), "95"),
-        (("--nproc-per-node", "2", "--nnodes", "8", "--rdzv-endpoint", "localhost:1"), "94"),
-        (("--nproc-per-node", "1"), None),
-        (("--nproc-per-node", "2", "--log-format", "json"), None),
-        (("--nproc-per-node", "2", "--log-dir", "logs", "--redirects", "2"), None),
-    ],
-)
-def test_tqdm_knows_the_width_of_a_terminal_where_lines_have_a_prefix(words: tuple[str, ...], width: str) -> None:
-    host = dataclasses.replace(CPU_HOST, columns=100)
-
-    assert config_of(*words, "t.py", host=host).environment.get("TQDM_NCOLS") == width
-    assert "TQDM_NCOLS" not in config_of(*words, "t.py").environment
-    assert config_of(*words, "t.py", host=host, TQDM_NCOLS="50").environment["TQDM_NCOLS"] == "50"
 
 
 @pytest.mark.parametrize(
@@ -138,13 +120,6 @@ def test_the_page_of_options_is_the_table() -> None:
     assert (REPOSITORY / "docs/options.md").read_text() == markdown()
 
 
-def test_options_has_a_field_for_each_row_of_the_table() -> None:
-    fields = {field.name for field in dataclasses.fields(Options)}
-
-    others = {"kind", "target", "args", "given", "typed", "program", "exported"}
-    assert {spec.name for spec in TABLE} - {"help", "version"} == fields - others
-
-
 def test_every_option_of_torchrun_is_accepted_with_its_own_value_and_default_or_a_said_difference() -> None:
     from torch.distributed.run import parse_args
 
@@ -181,10 +156,6 @@ def test_every_option_is_read_from_its_variable_and_the_command_line_wins() -> N
     assert (options.nproc_per_node, options.run_id, options.nnodes) == (4, "job-1", (1, 1))
     for spec in TABLE:
         assert spec.variables[0] == f"PET_{spec.name.upper()}"
-
-
-def test_an_empty_variable_is_no_value() -> None:
-    assert options_of("t.py", PET_MAX_RESTARTS="", PET_STANDALONE="").max_restarts == 3
 
 
 def test_the_shutdown_timeout_comes_from_the_option_its_variables_or_is_30_s() -> None:
@@ -230,12 +201,6 @@ def test_a_wrong_request_is_one_sentence_with_its_values_and_the_way_out(argv: l
     assert sentence in said
 
 
-def test_no_program_is_a_sentence_that_names_help() -> None:
-    assert (
-        sentence_of("--nproc", "2") == "no program to run; use elaunch [options] script.py args…, or see elaunch --help"
-    )
-
-
 def test_of_two_contradicting_options_the_stronger_source_stays() -> None:
     assert config_of("--no-python", "prog", PET_MODULE="1").spec.program.kind is ProgramKind.COMMAND
     assert options_of("--standalone", "t.py", PET_NNODES="2").nnodes == (1, 1)
@@ -251,12 +216,6 @@ def test_streams_mean_what_they_mean_to_torchrun(text: str) -> None:
     ours = options_of("-r", text, "t.py").redirects
 
     assert {rank: int(std) for rank, std in theirs.items()} == {rank: int(ours.of(rank)) for rank in range(8)}
-
-
-def test_two_commas_in_a_filter_are_one_literal_comma() -> None:
-    options = options_of("--duplicate_stdout_filters", "loss: 1,,5,step 2", "t.py")
-
-    assert options.duplicate_stdout_filters == ("loss: 1,5", "step 2")
 
 
 # --- the job
@@ -323,20 +282,6 @@ def test_a_given_master_port_is_the_port_and_none_is_a_fresh_one() -> None:
     assert config_of("--master-port", "5000:5002", "t.py").master_ports == (5000, 5001, 5002)
 
 
-def test_the_master_address_is_the_given_one_without_brackets() -> None:
-    assert config_of("t.py").master_addr == "127.0.0.1"
-    assert config_of("--master-addr", "[::1]", "t.py").master_addr == "::1"
-    assert config_of("--local-addr", "10.0.0.7", "t.py").master_addr == "10.0.0.7"
-
-
-def test_a_static_endpoint_is_the_master_as_in_torchrun() -> None:
-    static = config_of("--rdzv-endpoint", "node-a:29400", "t.py")
-    c10d = config_of("--rdzv-backend", "c10d", "--rdzv-endpoint", "node-a:29400", "t.py")
-
-    assert (static.master_addr, static.master_ports) == ("node-a", (29400,))
-    assert (c10d.master_addr, c10d.master_ports) == ("127.0.0.1", ())
-
-
 def test_a_standalone_job_has_a_name_of_its_own() -> None:
     assert options_of("--rdzv-id", "x", "t.py").run_id == "x"
     assert options_of("--rdzv-id", "x", "--standalone", "t.py").run_id is None
@@ -369,12 +314,6 @@ def test_another_interpreter_runs_the_script_and_preloads_nothing() -> None:
     assert any("PYTHON_EXEC=/opt/python" in note for note in other.notes)
 
 
-def test_preloading_follows_the_options() -> None:
-    assert config_of("--preload", "numpy,json", "t.py").preload == ("numpy", "json")
-    assert config_of("--no-preload", "t.py").preload is None
-    assert config_of("--no-python", "prog").preload is None
-
-
 def test_signals_are_numbers() -> None:
     config = config_of("--signals-to-handle", "SIGTERM,SIGUSR1,SIGTERM,SIGCLD", "t.py")
 
@@ -392,13 +331,6 @@ def test_a_log_directory_alone_tees_everything() -> None:
     assert config_of("t.py").output.tee == StreamChoice()
     null = config_of("--log-dir", "/dev/null", "t.py").output
     assert (null.log_dir, null.tee) == (None, StreamChoice())
-
-
-def test_the_console_is_limited_by_local_and_by_global_ranks() -> None:
-    output = config_of("--local-ranks-filter", "0,1", "--ranks_filter", "8", "--nproc-per-node", "9", "t.py").output
-
-    assert (output.console_local_ranks, output.console_ranks) == (frozenset({0, 1}), frozenset({8}))
-    assert config_of("--local-ranks-filter", "", "t.py").output.console_local_ranks is None
 
 
 def test_virtual_local_rank_needs_a_visible_gpu_for_each_worker() -> None:
@@ -428,17 +360,6 @@ def test_one_limit_and_one_action_are_for_both_ways_to_see_a_hang(
 
     assert (config.on_hang, config.times.hang_after_s, config.times.hang_timeout_s) == (action, idle_s, reports_s)
     assert ("ELAUNCH_HANG_TIMEOUT" in config.worker_env) is bool(reports_s)
-
-
-def test_the_other_settings_reach_the_agent() -> None:
-    limits = ("--max-restarts", "9", "--restart-window", "60", "--failure-grace", "1.5", "--hang-timeout", "90")
-
-    config = config_of(*limits, "--role", "r", "--numa-binding", "core-complex", "t.py", "a")
-
-    assert (config.spec.max_restarts, config.spec.restart_window_s, config.times.failure_grace_s) == (9, 60.0, 1.5)
-    assert config.times.hang_timeout_s == 90.0
-    assert (config.role, config.numa_binding) == ("r", NumaBinding.CORE_COMPLEX)
-    assert config.spec.program.argv == (CPU_HOST.python, "-u", "t.py", "a")
 
 
 # --- notes
@@ -516,13 +437,6 @@ def test_the_word_after_warm_is_the_script() -> None:
     assert (options.target, options.warm) == ("30", 15.0)
     sentence = "PET_WARM=soon is not a number of minutes; give 0 or more, as in ELAUNCH_WARM=15"
     assert sentence_of("t.py", PET_WARM="soon") == sentence
-
-
-@pytest.mark.parametrize(
-    ("typed", "address"), [("0", ("127.0.0.1", 0)), ("0.0.0.0:9400", ("0.0.0.0", 9400)), ("[::1]:1", ("::1", 1))]
-)
-def test_metrics_are_served_to_this_host_unless_another_address_is_named(typed: str, address: tuple[str, int]) -> None:
-    assert config_of("--metrics-port", typed, "t.py").metrics == address
 
 
 @pytest.mark.parametrize(

@@ -131,22 +131,6 @@ def test_a_task_of_srun_knows_its_job() -> None:
     assert found.head_query.command == ("scontrol", "--oneliner", "show", "node", "node0")
 
 
-@pytest.mark.parametrize(
-    ("environ", "gpus"),
-    [
-        ({"SLURM_GPUS_ON_NODE": "8", "SLURM_GPUS_PER_TASK": "1"}, 8),
-        ({"SLURM_GPUS_ON_NODE": "0", "SLURM_GPUS_PER_NODE": "8"}, 0),
-        ({"SLURM_GPUS_PER_NODE": "a100:2,v100:1"}, 3),
-        ({"SLURM_GPUS_PER_NODE": "gpu:a100:4"}, 4),
-        ({}, None),
-    ],
-)
-def test_gpus_are_known_in_all_the_forms_that_they_are_asked_for(environ: dict[str, str], gpus: int | None) -> None:
-    found = of_slurm(**environ)
-
-    assert (found.gpus, found.workers) == (gpus, gpus or 2)
-
-
 def test_a_job_of_an_array_has_the_arrays_name_and_a_port_of_its_own() -> None:
     array = {"SLURM_ARRAY_JOB_ID": "77"}
     found = [of_slurm(**array, SLURM_JOB_ID=str(78 + i), SLURM_ARRAY_TASK_ID=str(i)) for i in range(100)]
@@ -200,18 +184,6 @@ def test_a_task_of_flux_run_knows_its_job_and_asks_for_the_head() -> None:
     assert found.head_query
     assert found.head_query.command == ("flux", "job", "info", "ƒEjrGHTb", "R")
     assert detect(**{**FLUX, "FLUX_JOB_NNODES": "1", "FLUX_JOB_SIZE": "1", "FLUX_TASK_RANK": "0"}).head_query is None
-
-
-@pytest.mark.parametrize(
-    ("job", "path", "run_id"),
-    [
-        ("ƒEjrGHTb", "", "flux-EjrGHTb"),
-        # In a batch job.
-        ("ƒDCB6RV", "/ƒD2e73NP/ƒDCB6RV", "flux-D2e73NP-DCB6RV"),
-    ],
-)
-def test_a_job_of_flux_has_its_number_without_the_letter_that_few_can_type(job: str, path: str, run_id: str) -> None:
-    assert detect(**{**FLUX, "FLUX_JOB_ID": job, "FLUX_JOB_ID_PATH": path}).run_id == run_id
 
 
 def test_where_flux_does_not_tell_the_head_the_user_has_to() -> None:
@@ -284,13 +256,6 @@ def test_each_scheduler_can_be_named_and_is_on_its_page() -> None:
         assert f"`{name}`" in page
     with pytest.raises(UsageError, match=f"is not one of auto, none, {', '.join(registry.SCHEDULERS)}"):
         options_of("--scheduler", "slrum")
-
-
-def test_nobody_said_anything() -> None:
-    assert registry.detect("auto", {"HOME": "/root"}, "here", no_file) is None
-    assert registry.detect("none", SLURM, "here", no_file) is None
-    with pytest.raises(UsageError, match="--scheduler lsf finds none of its variables"):
-        detect("lsf", **SLURM)
 
 
 def test_the_scheduler_of_the_agent_did_not_start_what_its_worker_starts() -> None:

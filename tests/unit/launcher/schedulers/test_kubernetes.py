@@ -117,12 +117,3 @@ def test_pods_without_the_secret_are_told_how_to_make_it(hostname: str, environ:
         planned(cluster, **environ)
 
     assert planned(cluster, ELAUNCH_TOKEN="a token of this test", **environ).plan.token
-
-
-def test_pods_that_meet_at_an_open_etcd_need_no_secret() -> None:
-    cluster = found("lws-2-1", POD | LEADER_WORKER_SET)
-    assert cluster
-
-    made = planned(cluster, ELAUNCH_ENDPOINT="etcd:2379")
-
-    assert (made.plan.endpoints[0].host, made.plan.token, made.has_home_token) == ("etcd", "", False)

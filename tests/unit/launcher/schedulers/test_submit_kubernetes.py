@@ -98,28 +98,6 @@ def test_a_job_whose_companions_are_refused_does_not_stay(
     assert [line.split()[0] for line in (cluster / "calls").read_text().splitlines()] == [*calls, "delete"]
 
 
-def test_a_dry_run_prints_all_of_it_and_asks_nobody(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    call(
-        COMMAND,
-        *IMAGE,
-        *["--dry-run", "--nodes", "2", "--namespace", "team", "train.py"],
-        ELAUNCH_TOKEN="my own token 0",
-    )
-
-    objects = list(yaml.safe_load_all(capsys.readouterr().out))
-    assert {each["kind"] for each in objects} == {"Secret", "Service", "NetworkPolicy", "Job"}
-    assert {each["metadata"]["namespace"] for each in objects} == {"team"}
-    assert the("Secret", objects)["stringData"]["token"] == "my own token 0"
-    assert not (cluster / "calls").exists()
-
-
-def test_without_kubectl_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-
-    with pytest.raises(UsageError, match=r"no kubectl on the PATH; .* --dry-run .* kubectl create -f"):
-        call(COMMAND, *IMAGE, "train.py")
-
-
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
 
 import kubernetes_validate
 import pytest
-import yaml
 
 from elaunch.launcher.schedulers.submit_kubernetes import COMMAND, companions, job, understand
 from tests.commands import read
-from tests.harness import RUN_LIMIT_S
-from tests.manifests import K8S, Object, kubectl, rendered, the
+from tests.manifests import Object, rendered, the
 
 FOLDERS = ["base", "overlays/gpu", "overlays/elastic", "etcd"]
 ALL = [*FOLDERS, "jobset", "kubeflow"]
@@ -123,18 +120,6 @@ def test_only_a_jobs_own_pods_connect_to_them_on_any_port(folder: str) -> None:
     assert not selects(spec["podSelector"], another)
 
 
-def test_a_trainjobs_policy_is_for_the_pods_of_its_jobset() -> None:
-    """Trainer gives the JobSet the TrainJob's name, and JobSet labels its pods with its own."""
-    train = yaml.safe_load((K8S / "kubeflow" / "trainjob.yaml").read_text())
-    policy = yaml.safe_load((K8S / "kubeflow" / "networkpolicy.yaml").read_text())
-
-    kubernetes_validate.validate(policy, VERSIONS[-1], strict=True)
-    own = {"matchLabels": {"jobset.sigs.k8s.io/jobset-name": train["metadata"]["name"]}}
-    assert policy["spec"] == {
-        "podSelector": own, "policyTypes": ["Ingress"], "ingress": [{"from": [{"podSelector": own}]}],
-    }  # fmt: skip
-
-
 def test_the_etcd_is_open_to_jobs_and_its_members_alone() -> None:
     objects = rendered("etcd")
     spec = the("NetworkPolicy", objects)["spec"]
@@ -187,12 +172,3 @@ def test_a_submission_with_everything_is_valid() -> None:
     assert container["resources"]["limits"]["nvidia.com/gpu"] == "8"
     assert {"name": "claim-0", "mountPath": "/checkpoints"} in container["volumeMounts"]
     assert {"name": "NCCL_DEBUG", "value": "INFO"} in container["env"]
-
-
-def test_the_dockerfile_has_nothing_that_hadolint_would_say() -> None:
-    tool = kubectl().replace("kubectl", "hadolint")
-    done = subprocess.run(
-        [tool, str(K8S.parent / "docker" / "Dockerfile")], capture_output=True, text=True, timeout=RUN_LIMIT_S
-    )
-
-    assert done.returncode == 0, done.stdout + done.stderr

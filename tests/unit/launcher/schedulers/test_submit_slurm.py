@@ -41,15 +41,6 @@ def test_options_of_sbatch_are_lines_and_those_of_elaunch_follow_it() -> None:
     assert " train.py --nodes 9 'a word'\n" in text
 
 
-def test_a_range_of_nodes_lives_on_with_what_is_left_of_it() -> None:
-    text = written("--nodes", "2:4", "-m", "pkg.train")
-
-    assert "#SBATCH --nodes=2-4\n" in text
-    assert "#SBATCH --no-kill\n" in text
-    assert "--no-kill elaunch --nnodes 2:4 --module pkg.train\n" in text
-    assert "#SBATCH --job-name=pkg.train\n" in text
-
-
 @pytest.mark.parametrize("code", [0, 1, 138, 140])
 def test_the_script_ends_as_the_job_and_queues_itself_again_after_a_notice(tmp_path: Path, code: int) -> None:
     for name, text in (("srun", f"exit {code}"), ("scontrol", "echo asked to $1 $2 >&2")):
@@ -84,13 +75,6 @@ def test_the_script_ends_as_the_job_and_queues_itself_again_after_a_notice(tmp_p
 def test_a_wrong_request_is_a_sentence(argv: list[str], sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
         request(*argv)
-
-
-def test_without_sbatch_there_is_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-
-    with pytest.raises(UsageError, match=r"no sbatch on the PATH: .*--dry-run"):
-        call(COMMAND, "train.py")
 
 
 def test_a_script_that_is_not_there_is_not_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,7 @@ import pytest
 
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.store.command import COMMAND as STORE
-from elaunch.launcher.store.command import announcement, place_of
-from elaunch.launcher.store.connect import NewToken
+from elaunch.launcher.store.command import place_of
 from elaunch.rendezvous.endpoint import Endpoint
 from tests.commands import read
 from tests.harness import COMMAND, environment, finished
@@ -34,7 +33,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ([], None, 2379),
         (["--listen", ":29400"], None, 29400),
         (["--listen=0.0.0.0:7"], None, 7),
-        (["--listen", "*:7"], None, 7),
         (["--listen", "[::]:7"], None, 7),
         (["--listen", "host0"], Endpoint("host0", 2379), 2379),
         (["--listen", "[fd00::1]:7"], Endpoint("fd00::1", 7), 7),
@@ -63,19 +61,6 @@ def test_a_wrong_request_is_one_sentence(argv: list[str], sentence: str) -> None
         place(*argv)
 
     assert sentence in str(raised.value)
-
-
-def test_a_made_token_is_shown_to_a_terminal_alone() -> None:
-    place = Endpoint("host0", 2379)
-    terminal, log = (NewToken("made", "/home/me/token", "", is_terminal=is_terminal) for is_terminal in (True, False))
-
-    assert "type: ELAUNCH_TOKEN=made elaunch --nnodes 2 --rdzv-endpoint host0:2379" in announcement(place, terminal)[0]
-    assert "made" not in " ".join(announcement(place, log))
-    assert (
-        "type: elaunch --token-file /home/me/token --nnodes 2 --rdzv-endpoint host0:2379" in announcement(place, log)[0]
-    )
-    assert "the store's token is in /home/me/token, which only you can read" in announcement(place, log)[1]
-    assert "with ELAUNCH_TOKEN set to the same token" in announcement(place, None)[0]
 
 
 def test_a_store_whose_token_nobody_could_learn_is_not_served(tmp_path: Path) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shlex
 import socket
-from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.options.options import Options, parse
 from elaunch.launcher.schedulers.facts import Cluster
 from elaunch.launcher.store import connect
-from elaunch.launcher.store.connect import NewToken, Reached, invite, line_for_others, reach
+from elaunch.launcher.store.connect import Reached, invite, reach, words_for_others
 from elaunch.launcher.store.locate import Planned, RendezvousPlan, plan
 from tests.harness import free_ports
 
@@ -65,17 +66,6 @@ def test_an_endpoint_that_no_other_host_can_reach_is_known_with_what_to_give_ins
     assert ("address of this host alone, and no other host can reach it" in said) == bool(instead)
 
 
-@pytest.mark.parametrize(("scheduler", "is_of_pods"), [("Open MPI", False), ("Kubernetes Job", True)])
-def test_a_head_that_is_not_where_node_0_is_is_a_sentence(scheduler: str, is_of_pods: bool) -> None:
-    port = free_ports(1)[0]
-    cluster = Cluster(scheduler, (2, 2), 0, head=ANOTHERS, head_port=port, run_id="mpi-1", is_of_pods=is_of_pods)
-    options, planned = at_its_head(cluster)
-
-    refusal = pytest.raises(UsageError, match=f"is {ANOTHERS}, which .*-x MASTER_ADDR=")
-    with nullcontext() if is_of_pods else refusal:
-        reach(options, planned, print).close()
-
-
 def test_what_has_the_port_of_a_schedulers_head_is_not_spoken_to() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
@@ -109,8 +99,11 @@ def at_its_head(cluster: Cluster) -> tuple[Options, Planned]:
 # --- the line for the other hosts
 
 KEPT = "/home/me/.elaunch/stores/0123456789abcdef0123456789abcdef"
-TERMINAL = NewToken("made-token", KEPT, "", is_terminal=True)
-LOG = NewToken("made-token", KEPT, "", is_terminal=False)
+
+
+def served(kept: str = KEPT) -> Any:
+    """A store's process that has made a token."""
+    return SimpleNamespace(token="made-token", kept=kept, trouble="Read-only file system")
 
 
 def asked(*argv: str, **environ: str) -> tuple[Options, RendezvousPlan]:
@@ -136,7 +129,7 @@ def asked(*argv: str, **environ: str) -> tuple[Options, RendezvousPlan]:
     ],
 )
 def test_the_line_is_the_same_command_without_what_is_this_nodes_own(typed: str, line: str) -> None:
-    assert line_for_others(*asked(*shlex.split(typed)), token="") == line
+    assert shlex.join(["elaunch", *words_for_others(*asked(*shlex.split(typed)))]) == line
 
 
 @pytest.mark.parametrize(
@@ -177,36 +170,25 @@ def test_the_line_is_the_same_command_without_what_is_this_nodes_own(typed: str,
 def test_the_other_host_needs_none_of_the_variables_here(typed: str, environ: dict[str, str], line: str) -> None:
     options, made = asked(*shlex.split(typed), **environ)
 
-    assert line_for_others(options, made, token="") == line
+    assert shlex.join(["elaunch", *words_for_others(options, made)]) == line
 
 
 def test_a_token_that_was_made_is_shown_and_one_that_was_given_is_not() -> None:
     typed = ("--nnodes", "2", "--rdzv-endpoint", "host0:5", "t.py")
 
-    made = invite(*asked(*typed), TERMINAL)
-    given = invite(*asked(*typed, ELAUNCH_TOKEN="given-token"), LOG)
+    (made,) = invite(*asked(*typed), served(), is_terminal=True)
+    (given,) = invite(*asked(*typed, ELAUNCH_TOKEN="given-token"), served(), is_terminal=False)
 
-    assert made[1] == (
-        "on the other node type: ELAUNCH_TOKEN=made-token elaunch --nnodes 2 --rdzv-endpoint host0:5 t.py"
-    )
-    assert given[1:] == ("on the other node type with the same token: elaunch --nnodes 2 --rdzv-endpoint host0:5 t.py",)
+    assert made == "on the other node type: ELAUNCH_TOKEN=made-token elaunch --nnodes 2 --rdzv-endpoint host0:5 t.py"
+    assert given == "on the other node type with the same token: elaunch --nnodes 2 --rdzv-endpoint host0:5 t.py"
 
 
 def test_a_log_gets_the_name_of_the_tokens_file_and_not_the_token() -> None:
-    said = invite(*asked("--nnodes", "2", "--rdzv-endpoint", "host0:5", "t.py"), LOG)
+    typed = ("--nnodes", "2", "--rdzv-endpoint", "host0:5", "t.py")
 
-    assert said[1] == f"on the other node type: elaunch --token-file {KEPT} --nnodes 2 --rdzv-endpoint host0:5 t.py"
-    assert said[2].startswith(
-        f"the store's token is in {KEPT}, which only you can read: nodes that share this home find it"
-    )
-    assert said[2].endswith(f"copy it first (scp host0:{KEPT} token), and type --token-file token")
-    assert "made-token" not in "".join(said) + repr(LOG)
+    line, hint = invite(*asked(*typed), served(), is_terminal=False)
 
-
-@pytest.mark.parametrize("host", ["host0", "localhost"])
-def test_a_token_that_no_file_can_keep_is_for_a_terminal_or_for_nobody(host: str) -> None:
-    found = asked("--nnodes", "2", "--rdzv-endpoint", f"{host}:5", "t.py")
-
-    assert "ELAUNCH_TOKEN=made " in invite(*found, NewToken("made", "", "Read-only file system", is_terminal=True))[1]
-    with pytest.raises(UsageError, match=r"~/.elaunch/stores \(Read-only file system\); give all nodes the same token"):
-        invite(*found, NewToken("made", "", "Read-only file system", is_terminal=False))
+    assert line == f"on the other node type: elaunch --token-file {KEPT} --nnodes 2 --rdzv-endpoint host0:5 t.py"
+    assert hint.startswith(f"the store's token is in {KEPT}, which only you can read: nodes that share this home find")
+    assert hint.endswith(f"copy it first (scp host0:{KEPT} token), and type --token-file token")
+    assert "made-token" not in line + hint

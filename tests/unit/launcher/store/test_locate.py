@@ -55,14 +55,6 @@ def test_one_node_is_alone_with_a_store_in_its_memory(argv: tuple[str, ...]) -> 
 # --- where the store is
 
 
-@pytest.mark.parametrize(
-    ("backend", "port"), [((), 2379), (("--rdzv-backend", "c10d"), 29400), (("--rdzv-backend", "etcd"), 2379)]
-)
-def test_an_endpoint_without_a_port_has_its_backends(backend: tuple[str, ...], port: int) -> None:
-    assert plan_of(*TWO, *backend, "--rdzv-endpoint", "host0").endpoints == (Endpoint("host0", port),)
-    assert plan_of(*TWO, *backend, "--rdzv-endpoint", "host0:7").endpoints == (Endpoint("host0", 7),)
-
-
 def test_no_backend_and_c10d_mean_the_same_store_found_out_or_served_at_the_endpoint() -> None:
     unnamed = plan_of(*TWO, "--rdzv-endpoint", "host0:29400")
     c10d = plan_of(*TWO, "--rdzv-endpoint", "host0", "--rdzv-backend", "c10d")
@@ -120,22 +112,6 @@ def test_node_rank_0_is_the_head_of_a_static_job() -> None:
     assert found.plan.master_addr == "fd00::1"
     assert found.notes == ("this node has rank 0, since no --node-rank is given",)
     assert planned(*TWO, "--master-addr", "a", "--node-rank", "0").notes == ()
-
-
-def test_a_static_endpoint_is_the_master_as_in_torchrun() -> None:
-    found = planned(*TWO, "--node-rank", "0", "--rdzv-endpoint", "host0:29500")
-
-    assert (found.plan.master_addr, found.master_port) == ("host0", 29500)
-    assert found.plan.endpoints == (Endpoint("host0", 29501),)
-
-
-def test_a_rank_out_of_range_is_refused_where_ranks_are_given() -> None:
-    assert sentence_of(*TWO, "--node-rank", "2", "--master-addr", "a") == (
-        "--node-rank 2 is out of range: the nodes' ranks are 0 to 1"
-    )
-    c10d = planned(*TWO, "--node-rank", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "a", "--master-addr", "b")
-    assert [name for name, _ in c10d.ignored] == ["--node-rank", "--master-addr"]
-    assert (c10d.plan.node_rank, c10d.plan.master_addr) == (None, None)
 
 
 # --- secrets
@@ -234,13 +210,6 @@ def test_an_endpoint_and_settings_that_do_not_fit_are_refused(endpoint: str, con
 
 def times_of(conf: str, *argv: str) -> Times:
     return plan_of(*TWO, "--rdzv-endpoint", "a", "--rdzv-conf", conf, *argv).times
-
-
-def test_torchruns_times_are_ours_by_other_names() -> None:
-    times = times_of("join_timeout=900,last_call_timeout=30,store_timeout=120")
-
-    assert (times.join_timeout_s, times.last_call_s, times.store_timeout_s) == (900, 30, 120)
-    assert times_of("timeout=900").join_timeout_s == 900
 
 
 @pytest.mark.parametrize(

@@ -112,13 +112,6 @@ def test_the_host_of_the_endpoint_serves_the_store() -> None:
     process.stop()
 
 
-@pytest.mark.parametrize(
-    "changes", [{"serves": False}, {"is_head": False}, {"endpoints": (Endpoint("192.0.2.77", 2379),)}]
-)
-def test_who_is_not_the_head_serves_nothing(changes: dict[str, object]) -> None:
-    assert serve_if_head(plan(place(), **changes), no_words) is None
-
-
 def test_a_node_that_is_told_to_be_the_head_serves_at_a_name_that_is_a_balancers() -> None:
     endpoint = Endpoint("192.0.2.77", free_ports(1)[0])
 
