@@ -70,10 +70,6 @@ class Keys:
     def failure(self, generation: int, node_id: str = "") -> str:
         return f"{self.root}failures/{generation:010}/{node_id}"
 
-    def detailed(self, generation: int, node_id: str = "") -> str:
-        """The key that marks this node's failure record as the full record of the generation."""
-        return f"{self.root}detailed/{generation:010}/{node_id}"
-
     def done(self, generation: int, node_id: str = "") -> str:
         return f"{self.root}done/{generation:010}/{node_id}"
 
@@ -304,7 +300,7 @@ def _is_generation(digits: str) -> bool:
 def _check_number(parts: list[str]) -> None:
     """Raises ValueError if a key that must contain a generation does not."""
     match parts:
-        case ["joined" | "failures" | "detailed" | "done" | "still", number, _] | ["ctl", "table", number]:
+        case ["joined" | "failures" | "done" | "still", number, _] | ["ctl", "table", number]:
             if not _is_generation(number):
                 raise ValueError(f"not a generation's: {number[:40]!r} is no number of {GENERATION_DIGITS} digits")
 

@@ -84,7 +84,7 @@ def one() -> Failure:
 @cache
 def many() -> tuple[Failure, ...]:
     """A failure of each node. They are alike but for their node: that is quick to make."""
-    return tuple(replace(one().brief, node_id=node_id) for node_id in everyone())
+    return tuple(replace(one().one_of(NODES), node_id=node_id) for node_id in everyone())
 
 
 def snapshot(kind: OpenKind = OpenKind.FAIL, *, forming: bool = True, gone: bool = False) -> Snapshot:
@@ -154,7 +154,7 @@ MADE = {
     "a run is started over the old one": lambda: transactions.start_run(snapshot(), TERMS, me(), 1),
     "a node joins": lambda: transactions.join(snapshot(), me(), Joined(me().node_id, 1), 1, is_member=False),
     "a node fails": lambda: transactions.fail(snapshot(forming=False), me(), one()),
-    "a node's record is completed": lambda: max(transactions.complete(snapshot(), me(), one()), key=content_bytes),
+    "a node's record is completed": lambda: transactions.complete(snapshot(), me(), one()),
     "a node leaves": lambda: transactions.leave(snapshot(forming=False), me(), opens=True, why=LONG),
     "a person ends the job": lambda: transactions.end_job(
         snapshot(), Outcome(OutcomeKind.FAILED, LONG, G, 1, 1, one())
