@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from elaunch.rendezvous.endpoint import Access, Endpoint
-from elaunch.rendezvous.etcd.json_transport import JsonTransport
 from elaunch.rendezvous.etcd.store import EtcdStore
+from elaunch.rendezvous.etcd.transport import JsonTransport
 from elaunch.rendezvous.store import Changes, Unavailable, Update
 from tests.certificates import Certificates
 from tests.harness import DEADLINE_S, free_ports, wait_for

@@ -8,11 +8,10 @@ from collections.abc import Callable
 from contextlib import closing
 from typing import Protocol, TypeVar
 
+from elaunch.rendezvous.dial import Deadline, dial, resolve
 from elaunch.rendezvous.endpoint import Access, Endpoint
-from elaunch.rendezvous.etcd.json_transport import JsonTransport
 from elaunch.rendezvous.etcd.store import EtcdStore
-from elaunch.rendezvous.etcd.transport import EtcdError, GatewayOff
-from elaunch.rendezvous.http.dial import Deadline, dial, resolve
+from elaunch.rendezvous.etcd.transport import EtcdError, GatewayOff, JsonTransport
 from elaunch.rendezvous.secret import Secret
 from elaunch.rendezvous.store import Denied, StoreError, Unavailable
 

@@ -12,8 +12,7 @@ from elaunch.rendezvous.codec import shown
 from elaunch.rendezvous.endpoint import Access, Endpoint
 from elaunch.rendezvous.etcd import json_codec
 from elaunch.rendezvous.etcd.errors import Kind, explain, history_lost, kind_of
-from elaunch.rendezvous.etcd.json_transport import JsonTransport
-from elaunch.rendezvous.etcd.transport import AnswerStream, EtcdError, Json, Rpc, RpcTransport
+from elaunch.rendezvous.etcd.transport import AnswerStream, EtcdError, Json, JsonTransport, Rpc, RpcTransport
 from elaunch.rendezvous.etcd.watch import EtcdWatch
 from elaunch.rendezvous.store import (
     SHARED,

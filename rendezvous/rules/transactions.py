@@ -9,8 +9,7 @@ from __future__ import annotations
 from hashlib import sha256
 
 from elaunch.rendezvous.codec import encode
-from elaunch.rendezvous.rules.snapshot import Keys, Snapshot
-from elaunch.rendezvous.rules.table_codec import encode_table
+from elaunch.rendezvous.rules.snapshot import Keys, Snapshot, encode_table
 from elaunch.rendezvous.rules.verdict import decisive_failure
 from elaunch.rendezvous.store import Absent, Delete, Empty, NoneNewer, Op, Present, Put, Txn, TxnGuard, Unchanged
 from elaunch.rendezvous.types import (

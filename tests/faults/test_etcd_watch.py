@@ -114,47 +114,6 @@ class Told:
         wait_for(lambda: self.revision >= revision, f"word of revision {revision}; told {self.updates[-3:]}")
 
 
-def test_a_broken_connection_loses_and_repeats_nothing(watching: EtcdStore, direct: EtcdStore, way: Listener) -> None:
-    told, before = Told(), direct.read(PREFIX).revision
-    watching.watch(PREFIX, before, told)
-
-    for turn in range(30):
-        told.wait_for(put(direct, A, str(turn)))
-        if turn % 3 == 0:
-            way.cut()
-            put(direct, B, str(turn))
-            way.restore()
-        elif turn % 3 == 1:
-            way.hang_up()
-
-    told.wait_for(put(direct, A, "end"))
-    assert [update.revision for update in told.updates if isinstance(update, Changes)] == list(
-        range(before + 1, before + 42)
-    )
-    assert way.accepted > 20
-
-
-def test_a_watch_whose_history_was_compacted_is_told_a_view_and_goes_on(
-    etcd: Etcd, watching: EtcdStore, direct: EtcdStore, way: Listener
-) -> None:
-    told = Told()
-    watching.watch(PREFIX, direct.read(PREFIX).revision, told)
-    told.wait_for(put(direct, A, "1"))
-
-    way.cut()
-    for turn in range(5):
-        put(direct, B, str(turn))
-    compacted = put(direct, A, "2")
-    etcd.compact(compacted)
-    way.restore()
-    told.wait_for(compacted)
-    told.wait_for(put(direct, B, "last"))
-
-    kinds = [type(update) for update in told.updates]
-    assert kinds == [Changes, View, Changes]
-    assert told.entries == direct.read(PREFIX).entries
-
-
 @pytest.mark.parametrize("seed", [0, slow(1), slow(2)])
 def test_cuts_and_compactions_at_random_leave_a_reader_with_the_truth(
     etcd: Etcd, watching: EtcdStore, direct: EtcdStore, way: Listener, seed: int

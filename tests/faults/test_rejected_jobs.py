@@ -83,21 +83,6 @@ def test_a_running_job_trains_on_under_each_refusal_says_it_and_goes_on_when_it_
     fleet.goes_on(1)
 
 
-def test_a_worker_that_fails_while_its_node_is_denied_is_started_again_when_the_node_is_let_in(job: Job) -> None:
-    proxies, fleet, generation = job.running()
-    heard = len(fleet.agents[1].stderr)
-    proxies[1].refuse(Rpc.TXN, refusing.PERMISSION_DENIED)
-    proxies[1].refuse(Rpc.WATCH, refusing.PERMISSION_DENIED)
-
-    fleet.kill_worker(1)
-    said = r"the store refuses what this node asks: .* no worker can start before it is back"
-    fleet.says(1, said, after=heard)
-    proxies[1].heal()
-
-    fleet.run(generation + 1)
-    fleet.goes_on(1)
-
-
 def test_a_job_that_is_denied_before_it_began_ends_at_once_with_the_reason(tmp_path: Path) -> None:
     with Etcd("3.5") as etcd, Refusing(etcd) as proxy:
         proxy.refuse(Rpc.TXN, refusing.PERMISSION_DENIED)

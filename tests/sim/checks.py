@@ -11,9 +11,9 @@ from elaunch.agent.core.events import Cleared, Event, ServiceLost, WorkerEnded, 
 from elaunch.agent.core.state import Agent, Clearing, Exited, Finished, Joining, Running, Stopping
 from elaunch.rendezvous.codec import decode
 from elaunch.rendezvous.rules.assign_ranks import role_of_node
-from elaunch.rendezvous.rules.excluding import is_excluded, way_of
 from elaunch.rendezvous.rules.hang_verdict import Hang
-from elaunch.rendezvous.rules.table_codec import decode_table
+from elaunch.rendezvous.rules.snapshot import decode_table
+from elaunch.rendezvous.rules.verdict import is_excluded, way_of
 from elaunch.rendezvous.store import Changes, KeyEntry, NoneNewer, Put, Txn, Update
 from elaunch.rendezvous.types import (
     Failure,

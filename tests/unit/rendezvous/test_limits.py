@@ -8,7 +8,7 @@ import pytest
 
 from elaunch.rendezvous.codec import Limit, decode, encode, json_bytes, keep_ends, keep_head, keep_tail
 from elaunch.rendezvous.job_spec import JobSpec, Program, ProgramKind
-from elaunch.rendezvous.rules.table_codec import encode_table, seats_of
+from elaunch.rendezvous.rules.snapshot import encode_table, seats_of
 from elaunch.rendezvous.types import Failure, FailureKind, Generation, Node, OpenKind, Outcome, OutcomeKind, RankTable
 
 # One byte of JSON, two, six, six, twelve, and six without being text at all.

@@ -17,7 +17,7 @@ from elaunch.agent.core.events import (
 from elaunch.agent.core.running import EXIT_S, HOLD_S
 from elaunch.agent.core.state import Running
 from elaunch.agent.core.step import deadline_s
-from elaunch.rendezvous.rules.table_codec import encode_table, seats_of
+from elaunch.rendezvous.rules.snapshot import encode_table, seats_of
 from elaunch.rendezvous.store import Put
 from elaunch.rendezvous.types import FailureKind, OpenKind, OutcomeKind, RankTable
 from tests.unit.agent.driver import (

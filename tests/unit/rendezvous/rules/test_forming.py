@@ -9,8 +9,7 @@ import pytest
 
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.rules import transactions
-from elaunch.rendezvous.rules.snapshot import SnapshotReader
-from elaunch.rendezvous.rules.table_codec import encode_table, seats_of
+from elaunch.rendezvous.rules.snapshot import SnapshotReader, encode_table, seats_of
 from elaunch.rendezvous.rules.transactions import FAILURES_KEPT
 from elaunch.rendezvous.rules.verdict import decisive_failure
 from elaunch.rendezvous.store import Put

@@ -18,8 +18,7 @@ from elaunch.rendezvous.codec import RUN_ID_BYTES_MAX
 from elaunch.rendezvous.job_spec import JobSpec, Program, ProgramKind
 from elaunch.rendezvous.rules import transactions
 from elaunch.rendezvous.rules.leading import LeaderState, lead
-from elaunch.rendezvous.rules.snapshot import Keys, Snapshot
-from elaunch.rendezvous.rules.table_codec import seats_of
+from elaunch.rendezvous.rules.snapshot import Keys, Snapshot, seats_of
 from elaunch.rendezvous.rules.transactions import FAILURES_KEPT, open_loss
 from elaunch.rendezvous.store import Delete, Put, Txn
 from elaunch.rendezvous.types import (

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from elaunch.rendezvous.codec import encode
-from elaunch.rendezvous.engine.memory_store import MemoryStore
+from elaunch.rendezvous.engine import MemoryStore
 from elaunch.rendezvous.rules import transactions
 from elaunch.rendezvous.rules.snapshot import Snapshot, SnapshotReader
 from elaunch.rendezvous.store import Delete, Put, Txn

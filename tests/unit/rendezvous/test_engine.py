@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 
-from elaunch.rendezvous.engine.engine import Compacted, Engine, LeaseNotFound, Refused
+from elaunch.rendezvous.engine import Compacted, Engine, LeaseNotFound, Refused
 from elaunch.rendezvous.store import Changes, Delete, Put, Txn
 from tests.harness import RUN_LIMIT_S
 
@@ -167,7 +167,7 @@ def test_leases_take_room_and_empty_transactions_do_not() -> None:
 MEASURE = """
 import sys
 from pathlib import Path
-from elaunch.rendezvous.engine.engine import Engine, Refused
+from elaunch.rendezvous.engine import Engine, Refused
 from elaunch.rendezvous.store import Put, Txn
 
 def resident():
