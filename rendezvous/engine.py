@@ -33,7 +33,6 @@ from elaunch.rendezvous.store import (
 REQUEST_BYTES_MAX = 3 << 19
 OPS_MAX = 128
 HISTORY_REVISIONS = 10_000
-HISTORY_BYTES = 64 << 20
 # Memory of all keys, their history and the leases. This process runs on the head, where the workers need the memory.
 QUOTA_BYTES = 256 << 20
 # etcd's minimum at its default election timeout, and its own maximum, about 285 years.
@@ -88,8 +87,8 @@ class Engine:
     """One store's keys and leases.
 
     Every method that writes may raise `Refused`. Leases end only in `end_leases`. About the last `history_revisions`
-    revisions can be watched, fewer if they hold more than `history_bytes`. A write that would take more than
-    `quota_bytes` of memory is refused. Deleting a key makes room at once; a real etcd must be compacted first, and its
+    revisions can be watched, fewer if they would fill the store. A write that would take more than `quota_bytes` of
+    memory is refused. Deleting a key makes room at once; a real etcd must be compacted first, and its
     alarm disarmed.
     """
 
@@ -97,7 +96,6 @@ class Engine:
         self,
         *,
         history_revisions: int = HISTORY_REVISIONS,
-        history_bytes: int = HISTORY_BYTES,
         quota_bytes: int = QUOTA_BYTES,
     ) -> None:
         self.revision = 1
@@ -105,7 +103,6 @@ class Engine:
         self.idle_until_s = math.inf
         self._listener: Callable[[Changes], None] = lambda changes: None
         self._history_revisions = history_revisions
-        self._history_bytes = history_bytes
         self.quota_bytes = quota_bytes
         self._entries: dict[str, KeyEntry] = {}
         self._index: list[str] = []
@@ -249,8 +246,6 @@ class Engine:
         # With ten percent of slack, so that not every write compacts.
         if len(self._history) > self._history_revisions + self._history_revisions // 10:
             self.compact(self.revision + 1 - self._history_revisions)
-        elif self._history_held > self._history_bytes and len(self._history) > 1:
-            self._forget_half()
 
     def _forget_half(self) -> None:
         self.compact(self.revision + 1 - len(self._history) // 2)

@@ -157,7 +157,7 @@ class RankTable(Bounded):
     one included, that began after one without progress. `progressed` says whether any earlier generation made progress.
     `streak` and `excluded` are those after the last failure. `mismatch` is a sentence about nodes with other software.
     `vacant` are the roles of seats that are free, and stay free for a node of that role. Workers get `secret` in their
-    environment; it is empty if a node's elaunch is too old for it.
+    environment.
     """
 
     generation: _Number

@@ -318,8 +318,7 @@ class _Forming:
             excluded=decision.blame.excluded,
             mismatch=_mismatch(nodes, joined),
             vacant=seating.vacant,
-            # A node without one is of an older elaunch, whose ranks would not know it.
-            secret=joined[first.node_id].secret if all(joined[node.node_id].secret for node in nodes) else "",
+            secret=joined[first.node_id].secret,
         )
 
 

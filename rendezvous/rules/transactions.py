@@ -25,10 +25,6 @@ from elaunch.rendezvous.types import (
 )
 
 _RUN_PARTS = ("joined", "failures", "done", "still")
-# While the job runs, the failures of this many generations are kept, besides the first failed one.
-FAILURES_KEPT = 20
-# A transaction holds at most 128 operations, so one seal tidies up at most this many generations.
-_TIDIED_MAX = 40
 _ENDED_PARTS = ("joined", "done", "still")
 _NAMES_SHOWN = 3
 # Each lost node needs two guards; etcd takes 128 in one transaction.
@@ -323,8 +319,8 @@ def _open(snapshot: Snapshot, opened: Generation, guards: tuple[TxnGuard, ...]) 
 def _outdated(snapshot: Snapshot, sealed: int) -> tuple[Op, ...]:
     """Deletes what nobody needs once generation `sealed` has its table, as ranges, however many nodes.
 
-    The decisive failure stays for the first failed generation and for the last ones: the first shows how the trouble
-    began, the last ones show what it became.
+    The decisive failure stays for the first failed generation, which shows how the trouble began, and for the last one,
+    with which the next is compared.
     """
     keys = snapshot.keys
     deletes: list[Op] = [
@@ -335,12 +331,11 @@ def _outdated(snapshot: Snapshot, sealed: int) -> tuple[Op, ...]:
         Delete(keys.hang),
     ]
     recorded = sorted(number for number in snapshot.failures if number < sealed)
-    if len(recorded) > FAILURES_KEPT + 1:
-        deletes.append(Delete(keys.failure(recorded[1]), keys.failure(recorded[-FAILURES_KEPT])))
-        recorded = [recorded[0], *recorded[-FAILURES_KEPT:]]
-    several = [number for number in recorded if len(snapshot.failures[number]) > 1]
-    for number in several[-_TIDIED_MAX:]:
-        deletes += _all_but(_judged(snapshot, number), keys.failure(number), keys.failure(number + 1))
+    if len(recorded) > 2:
+        deletes.append(Delete(keys.failure(recorded[1]), keys.failure(recorded[-1])))
+    for number in sorted({*recorded[:1], *recorded[-1:]}):
+        if len(snapshot.failures[number]) > 1:
+            deletes += _all_but(_judged(snapshot, number), keys.failure(number), keys.failure(number + 1))
     return tuple(deletes)
 
 

@@ -41,15 +41,8 @@ _AS_LONG_SHARE = 0.1
 _AWAITED = ", while "
 # EX_TEMPFAIL of <sysexits.h>: a temporary failure, to be retried.
 _TRY_AGAIN = 75
-# What a shell exits with if a signal has ended its command: 128 and the signal's number.
-_OF_SIGNALS = range(129, 193)
 # A line that torch's own code logs, as "[rank0]:[W1128 19:05:18.1 ProcessGroup.cpp:1] …".
 _TORCHS_LINE = re.compile(r"(?:\[rank\d+\]:)?\[[IWEF]\d")
-# What a line of a log says of its moment and its process: dates, times, addresses, ranks and pids.
-_PASSING = re.compile(
-    r"\b\d{2,4}[-/.]\d\d?[-/.]\d{1,4}|\d\d?:\d\d(?::\d\d)?(?:[.,]\d+)?|0x[0-9a-f]+|\b(?:rank|pid)\W{0,2}\d+",
-    re.IGNORECASE,
-)
 # A worker that fails within this time without a word of a step has not come to its first one, for all that is known.
 _START_S = 60.0
 
@@ -139,16 +132,6 @@ def repeats(one: Failure, other: Failure) -> bool:
 def _lived_as_long(one: Failure, other: Failure) -> bool:
     longer_s = max(one.lived_s, other.lived_s)
     return abs(one.lived_s - other.lived_s) <= max(_AS_LONG_S, _AS_LONG_SHARE * longer_s)
-
-
-def exits_again(one: Failure, other: Failure) -> bool:
-    """Whether two ranks exited with the same code and the same last line, soon after their start, before a step."""
-    if one.kind is not FailureKind.EXIT_CODE or not identical(one, other) or one.code in _OF_SIGNALS:
-        return False
-    words, others = (_PASSING.sub("#", _last_line(each.tail)) for each in (one, other))
-    is_same = words and words == others and not _is_of_surroundings(words)
-    is_early = max(one.step, other.step) < 0 and max(one.lived_s, other.lived_s) <= _START_S
-    return bool(is_same) and is_early and _lived_as_long(one, other)
 
 
 def _last_line(tail: str) -> str:
@@ -248,8 +231,6 @@ def _again(failure: Failure, earlier: Failure, *, has_progressed: bool) -> str:
     if repeats(failure, earlier):
         where = f"in the same step, after step {failure.step}" if failure.step >= 0 else "after about the same time"
         return f"it failed the same way twice in a row, {where}"
-    if exits_again(failure, earlier):
-        return "it exited with the same code and the same last line twice in a row, soon after its start"
     return ""
 
 

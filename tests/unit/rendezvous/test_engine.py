@@ -42,18 +42,6 @@ def test_the_history_keeps_the_last_revisions_and_forgets_the_rest() -> None:
     assert max(lengths) <= 110
 
 
-def test_the_history_forgets_sooner_where_it_is_large_but_keeps_the_last_revision() -> None:
-    large, huge = Engine(history_bytes=10_000), Engine(history_bytes=10)
-
-    for turn in range(1000):
-        put(large, "key", f"{turn}" * 200)
-        put(huge, "key")
-
-    assert len(remembered(large)) < 30
-    assert large.read("").entries["key"].value == "999" * 200
-    assert remembered(huge) == [1001]
-
-
 def test_what_the_revision_of_the_compaction_itself_wrote_is_still_told() -> None:
     """Its deletions too, which etcd 3.4.23 and 3.5.1 lose."""
     engine = Engine()

@@ -19,7 +19,7 @@ from elaunch.rendezvous.job_spec import JobSpec, Program, ProgramKind
 from elaunch.rendezvous.rules import transactions
 from elaunch.rendezvous.rules.leading import LeaderState, lead
 from elaunch.rendezvous.rules.snapshot import Keys, Snapshot, seats_of
-from elaunch.rendezvous.rules.transactions import FAILURES_KEPT, open_loss
+from elaunch.rendezvous.rules.transactions import open_loss
 from elaunch.rendezvous.store import Delete, Put, Txn
 from elaunch.rendezvous.types import (
     Failure,
@@ -193,7 +193,7 @@ def test_a_leader_that_finds_a_record_of_each_node_in_each_generation_tidies_the
     seal = made["a table of all is sealed"]
 
     deletes = [op for op in seal.then if isinstance(op, Delete) and "/failures/" in op.key]
-    kept = [KEYS.failure(g, me().node_id) for g in (0, *range(G - FAILURES_KEPT + 1, G + 1))]
+    kept = [KEYS.failure(g, me().node_id) for g in (0, G)]
     gone = [KEYS.failure(g, node_id) for g in range(G + 1) for node_id in everyone()]
     assert [key for key in gone if not any(op.key <= key < op.end for op in deletes)] == sorted(kept)
 
