@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
@@ -73,20 +71,6 @@ def direct(etcd: Etcd) -> Iterator[EtcdStore]:
 
 def put(store: EtcdStore, key: str, value: str = "") -> int:
     return store.commit(Txn((), (Put(key, value),))).revision
-
-
-def in_thread(call: Callable[[], None]) -> Future[None]:
-    """Call it in a thread that the test does not wait for."""
-    future: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except Exception as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
 
 
 class Told:
@@ -156,19 +140,6 @@ def test_a_watch_goes_on_from_a_member_that_never_answers_to_one_that_does(
 
         told.wait_for(put(direct, A))
         assert mute.accepted
-
-
-@pytest.mark.usefixtures("patient")
-def test_a_fault_of_the_client_ends_a_watch_and_leaves_nobody_waiting(etcd: Etcd) -> None:
-    class Faulty(EtcdStore):
-        def read(self, prefix: str) -> View:
-            raise ZeroDivisionError("of ours")
-
-    told: list[Update] = []
-    with closing(Faulty(etcd.addresses, deadline_s=DEADLINE_S)) as store:
-        begun = in_thread(store.watch(PREFIX, None, told.append).begun)
-
-        assert str(begun.exception(DEADLINE_S)) == "the store's client failed (ZeroDivisionError: of ours)"
 
 
 @pytest.mark.usefixtures("patient")
