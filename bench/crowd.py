@@ -28,8 +28,8 @@ from elaunch.agent.inbox import LookAgain
 from elaunch.agent.session.job_store import JobStore, LocalHost
 from elaunch.agent.session.session import Session
 from elaunch.rendezvous.endpoint import Endpoint
-from elaunch.rendezvous.etcd.json_transport import JsonTransport
 from elaunch.rendezvous.etcd.store import EtcdStore
+from elaunch.rendezvous.etcd.transport import JsonTransport
 from elaunch.rendezvous.job_spec import JobSpec, Program, ProgramKind
 from elaunch.rendezvous.rules.snapshot import Keys, Snapshot
 from elaunch.rendezvous.rules.transactions import join

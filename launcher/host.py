@@ -19,8 +19,8 @@ from typing import TypeAlias
 
 from elaunch.agent.terminal import can_move_cursor, is_one_terminal, terminal_size
 from elaunch.agent.workers.gpus import read_gpus, visible
+from elaunch.rendezvous.dial import resolve
 from elaunch.rendezvous.endpoint import Endpoint, is_loopback, is_meant_locally
-from elaunch.rendezvous.http.dial import resolve
 
 IpAddress: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 

@@ -48,9 +48,9 @@ _Cause = Annotated[str, keep_line(1 << 10)]
 _MESSAGE = keep_line(2 << 10)
 # Linux takes no longer paths.
 _Path = Annotated[str, keep_line(4 << 10)]
-# Limits of a full failure record, and of a brief one: one record of each generation is full.
 TRACEBACK, TAIL = keep_ends(32 << 10), keep_tail(8 << 10)
-_BRIEF_TRACEBACK, _BRIEF_TAIL = keep_ends(2 << 10), keep_tail(1 << 10)
+# Tracebacks and output of all nodes that fail in one generation: the leader reads all of it. Each has this at least.
+_TEXTS_BYTES_MAX, _TEXTS_BYTES_MIN = 4 << 20, 3 << 10
 
 
 def host_of(node_id: str) -> str:
@@ -157,7 +157,7 @@ class RankTable(Bounded):
     one included, that began after one without progress. `progressed` says whether any earlier generation made progress.
     `streak` and `excluded` are those after the last failure. `mismatch` is a sentence about nodes with other software.
     `vacant` are the roles of seats that are free, and stay free for a node of that role. Workers get `secret` in their
-    environment; it is empty if a node's elaunch is too old for it.
+    environment.
     """
 
     generation: _Number
@@ -260,7 +260,7 @@ class Failure(Bounded):
     of stderr, or if it `is_mixed` of both streams, which were one pipe. `ranks_alike` counts the node's ranks that had
     this same bug. `world_size` is that of the generation, 0 if unknown.
 
-    A full record is less than 64 kB of JSON.
+    A record is less than 64 kB of JSON.
     """
 
     kind: FailureKind
@@ -301,10 +301,12 @@ class Failure(Bounded):
         """The short record that opens a generation: without traceback and output."""
         return replace(self, traceback="", tail="")
 
-    @property
-    def brief(self) -> Failure:
-        """The brief record, for a generation in which another node's record is the full one."""
-        traceback, tail = _BRIEF_TRACEBACK.of(self.traceback), _BRIEF_TAIL.of(self.tail)
+    def one_of(self, nodes: int) -> Failure:
+        """The record for the store, where so many nodes may have one: of at most 100 nodes it is whole."""
+        bytes_max = max(_TEXTS_BYTES_MAX // nodes, _TEXTS_BYTES_MIN)
+        if bytes_max >= TRACEBACK.bytes_max + TAIL.bytes_max:
+            return self
+        traceback, tail = keep_ends(bytes_max * 4 // 5).of(self.traceback), keep_tail(bytes_max // 5).of(self.tail)
         return replace(self, traceback=traceback, tail=tail, is_cut=self.is_cut or traceback != self.traceback)
 
     @property

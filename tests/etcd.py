@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from elaunch.rendezvous.endpoint import Access, Endpoint
-from elaunch.rendezvous.etcd.json_transport import JsonTransport
 from elaunch.rendezvous.etcd.store import EtcdStore
+from elaunch.rendezvous.etcd.transport import JsonTransport
 from elaunch.rendezvous.store import Changes, Unavailable, Update
 from tests.certificates import Certificates
 from tests.harness import DEADLINE_S, free_ports, wait_for
@@ -142,9 +142,8 @@ class Etcd:
     `prefix(i)` is put before member i's command (`ip netns exec …`), and before etcdctl's with that of member 0;
     `hosts[i]` is the address on which member i listens, `ports` the first of two ports for each (free ones unless
     given). With `users`, authentication is on: those names with those passwords may use what is under `permitted`;
-    root's password is ROOT_PASSWORD. `options` are more command line options; `from_file` gives all of them in a
-    configuration file instead. Data is in memory, unless there is a `folder` for it. `peers` are the URLs among the
-    members, which with their names make the cluster's id.
+    root's password is ROOT_PASSWORD. `options` are more command line options. Data is in memory, unless there is a
+    `folder` for it. `peers` are the URLs among the members, which with their names make the cluster's id.
     """
 
     def __init__(
@@ -160,7 +159,6 @@ class Etcd:
         ports: Sequence[int] = (),
         prefix: Callable[[int], Sequence[str]] = lambda _: (),
         options: Sequence[str] = (),
-        from_file: bool = False,
         folder: Path | None = None,
     ) -> None:
         _remove_leftovers()
@@ -172,7 +170,6 @@ class Etcd:
         self._ports = list(ports)
         self._prefix = prefix
         self._options = (*(QUICK if members == 1 else ()), "--bcrypt-cost=4", *options)
-        self._from_file = from_file
         self._users: Mapping[str, str] = {}
         root = folder or (Path("/dev/shm") if Path("/dev/shm").is_dir() else None)
         self._folder = Path(tempfile.mkdtemp(prefix=f"test-etcd-{os.getpid()}-", dir=root))
@@ -293,10 +290,6 @@ class Etcd:
                 options += [f"--cert-file={self.tls.server}", f"--key-file={self.tls.server_key}"]
                 options += [f"--trusted-ca-file={self.tls.ca}"]
                 options += ["--client-cert-auth"] if self._client_certificates else []
-            if self._from_file:
-                file = self._folder / f"m{i}.yml"
-                file.write_text("".join(option[2:].replace("=", ": ", 1) + "\n" for option in options))
-                options = [f"--config-file={file}"]
             command = [*self._prefix(i), "setpriv", "--pdeathsig", "KILL", binary(self.version), *options]
             members.append(Member(f"m{i}", clients[i], command, self._folder / f"m{i}.log"))
         return members

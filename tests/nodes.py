@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -226,11 +225,6 @@ class Switch:
         lines = [table, f"delete {table}", f"{table} {{", "chain passed_on {", *chain, "}", "}", ""]
         _in_network(self._holder.pid, ["nft", "-f", "-"], "\n".join(lines))
 
-    def dropped(self) -> int:
-        """How many packets the rules that count have dropped."""
-        found = _in_network(self._holder.pid, ["nft", "list", "ruleset"], "")
-        return sum(int(packets) for packets in re.findall(r"counter packets (\d+) ", found))
-
     def close(self) -> None:
         self._holder.communicate(timeout=DEADLINE_S)
 
@@ -284,12 +278,7 @@ class Nodes:
     def lose(self, percent: int, *of: Node) -> None:
         """From now on lose this percentage of packets, to and from each of these nodes, or everywhere without nodes."""
         ways = [f'{way} "{node.port}"' for node in of for way in ("iifname", "oifname")]
-        self._add(*(f"{way} numgen random mod 100 < {percent} counter drop" for way in ways or [""]))
-
-    def lost(self) -> int:
-        """How many packets `lose` has taken since the last change of what is lost."""
-        assert self._switch
-        return self._switch.dropped()
+        self._add(*(f"{way} numgen random mod 100 < {percent} drop" for way in ways or [""]))
 
     def cut(self, one: Node, other: Node) -> None:
         """From now on no packet passes between these two nodes. Both still reach the others."""
@@ -297,7 +286,7 @@ class Nodes:
 
     def refuse(self, *rules: str) -> None:
         """From now on drop packets that these nftables rules match."""
-        self._add(*(f"{rule} counter drop" for rule in rules))
+        self._add(*(f"{rule} drop" for rule in rules))
 
     def heal(self) -> None:
         """End the effects of `lose`, `cut` and `refuse`."""

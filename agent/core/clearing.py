@@ -35,7 +35,7 @@ def report_ends(agent: Agent, generation: int, ends: tuple[Failure, ...]) -> tup
     newest = agent.snapshot.generation
     if not ends or newest is None or newest.kind is not OpenKind.FAIL or newest.number != generation + 1:
         return ()
-    return tuple(map(Commit, transactions.complete(agent.snapshot, agent.me, ends[0])))
+    return (Commit(transactions.complete(agent.snapshot, agent.me, ends[0])),)
 
 
 # After the last worker of a stop has ended, the reader of its output has this time.
@@ -156,7 +156,7 @@ def _complete(agent: Agent, clearing: Clearing, event: Cleared) -> tuple[Agent, 
     if asked.rank != cause.rank and not cause.asks_to_end:
         # It ends the job; what it may have asked for comes with it.
         cause = replace(asked, message=f"{asked.message} after rank {cause.rank} {cause.message}")
-    actions: tuple[Action, ...] = tuple(map(Commit, transactions.complete(agent.snapshot, agent.me, cause)))
+    actions: tuple[Action, ...] = (Commit(transactions.complete(agent.snapshot, agent.me, cause)),)
     if cause.local_rank != first.local_rank:
         # A worker that dies while it writes to a disk is gone later than its peers notice and give up.
         actions = (*actions, Say(f"the cause: {cause.sentence}", "error"))

@@ -11,8 +11,8 @@ from elaunch.agent.core.state import Agent, Joining, Running, Step, exit_with
 from elaunch.agent.core.store_outage import store_failed
 from elaunch.rendezvous.job_spec import UNNAMED
 from elaunch.rendezvous.rules.assign_ranks import newcomers_of, role_sizes
-from elaunch.rendezvous.rules.excluding import exclusion_of
 from elaunch.rendezvous.rules.forming import CAUSE
+from elaunch.rendezvous.rules.verdict import exclusion_of
 from elaunch.rendezvous.types import OutcomeKind, RankTable
 
 

@@ -257,7 +257,6 @@ def _note_failure(agent: Agent, stopping: Stopping, failure: Failure, now_s: flo
         # The others have SIGKILL; or another node spoke first, and may have told of nothing but this end.
         return go_on_stopping(agent, stopping, actions)
     # It was to stop for a join or a leave; now its peers wait for it in vain, and must be told to hurry.
-    actions = (*actions, Commit(transactions.claim_full_record(agent.snapshot, agent.me, failure)))
     return stop_broken(agent, stopping.hurried(now_s, grace_of_failure(agent, stopping)), actions)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import socket
 
+from elaunch.rendezvous.dial import Deadline, dial, is_silence, resolve
 from elaunch.rendezvous.endpoint import Endpoint
-from elaunch.rendezvous.http.dial import Deadline, dial, is_silence, resolve
 
 _TRY_S = 2.0
 REFUSED = "refused"

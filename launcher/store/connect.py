@@ -41,7 +41,7 @@ from elaunch.rendezvous.endpoint import (
     is_meant_locally,
     is_unspecified,
 )
-from elaunch.rendezvous.engine.memory_store import MemoryStore
+from elaunch.rendezvous.engine import MemoryStore
 from elaunch.rendezvous.etcd.discovery import FoundStore
 from elaunch.rendezvous.etcd.store import EtcdStore
 from elaunch.rendezvous.store import Denied, Store

@@ -8,27 +8,12 @@ from collections.abc import Callable
 from contextlib import closing
 from typing import Protocol, TypeVar
 
+from elaunch.rendezvous.dial import Deadline, dial, resolve
 from elaunch.rendezvous.endpoint import Access, Endpoint
-from elaunch.rendezvous.etcd.json_transport import JsonTransport
 from elaunch.rendezvous.etcd.store import EtcdStore
-from elaunch.rendezvous.etcd.transport import EtcdError, GatewayOff
-from elaunch.rendezvous.http.dial import Deadline, dial, resolve
+from elaunch.rendezvous.etcd.transport import EtcdError, GatewayOff, JsonTransport
 from elaunch.rendezvous.secret import Secret
-from elaunch.rendezvous.store import (
-    SHARED,
-    Answer,
-    Denied,
-    HeadAway,
-    HistoryLost,
-    OwnLimit,
-    Store,
-    StoreError,
-    Txn,
-    Unavailable,
-    Update,
-    View,
-    Watch,
-)
+from elaunch.rendezvous.store import Denied, StoreError, Unavailable
 
 Told = TypeVar("Told")
 
@@ -45,8 +30,8 @@ class TokenLookup(Protocol):
         ...
 
 
-class FoundStore:
-    """A `Store` at `endpoint`: the job's own store over TLS with its token, or else an etcd without TLS.
+class FoundStore(EtcdStore):
+    """The store at `endpoint`: the job's own over TLS with its token, or else an etcd without TLS.
 
     The first `check` that reaches the store finds out which one it is. `token` is empty if nobody gave one; `keyring`
     may know one then. `expects_ours` says that the user has not named an etcd: then a server that does not know the
@@ -64,45 +49,46 @@ class FoundStore:
         keyring: TokenLookup | None = None,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
+        super().__init__([endpoint], plainly, deadline_s)
         self._endpoint = endpoint
         self._secret = Secret(token) if token else None
-        self._plainly = plainly
-        self._deadline_s = deadline_s
+        self._connect_s = deadline_s
         self._expects_ours = expects_ours
         self._keyring = keyring
         self._say = say
-        self._found: Store | None = None
-        self._is_ours = False
-        self._is_heads = False
+        self._is_found = False
         # A line about an etcd without TLS, until it is said.
         self._warning = ""
 
     def check(self) -> str:
-        if self._found is None:
-            secret = self._secret
-            certificate = _certificate_at(self._endpoint, secret, self._deadline_s)
-            if certificate is not None and secret is None:
-                if not (token := self._keyring.token_for(certificate) if self._keyring else ""):
-                    raise _wants_token(self._endpoint)
-                secret = Secret(token)
-                certificate = _certificate_at(self._endpoint, secret, self._deadline_s)
-            self._is_ours = certificate is not None
-            if secret and self._is_ours:
-                self._found = self._store_by(Access(tls=secret.client_context(), bearer=secret.bearer))
+        if not self._is_found:
+            if secret := self._secret_of_server():
+                self.use(Access(tls=secret.client_context(), bearer=secret.bearer))
             else:
-                self._found = self._in_the_clear()
-        version = self._found.check()
-        self._is_heads = self._is_ours and not version.endswith(SHARED)
+                self._check_in_the_clear()
+            self._is_found = True
+        version = super().check()
         if self._warning:
             # Not before: what listens there could be no store at all.
             self._say(self._warning)
             self._warning = ""
         return version
 
-    def _in_the_clear(self) -> Store:
-        """The etcd without TLS at the endpoint. Raises Denied if a store with a token is expected there."""
+    def _secret_of_server(self) -> Secret | None:
+        """The secret that the server there has proven to have; None for a server without TLS."""
+        secret = self._secret
+        certificate = _certificate_at(self._endpoint, secret, self._connect_s)
+        if certificate is not None and secret is None:
+            if not (token := self._keyring.token_for(certificate) if self._keyring else ""):
+                raise _wants_token(self._endpoint)
+            secret = Secret(token)
+            certificate = _certificate_at(self._endpoint, secret, self._connect_s)
+        return secret if certificate is not None else None
+
+    def _check_in_the_clear(self) -> None:
+        """Raises Denied if the server without TLS is not to be used: a store with a token is expected there."""
         if self._secret and self._expects_ours:
-            check_is_etcd(self._endpoint, self._deadline_s)
+            check_is_etcd(self._endpoint, self._connect_s)
             raise Denied(
                 f"what listens at {self._endpoint} does not know the job's token: it is an etcd, or poses as the job's"
                 f" store; if you mean this etcd, type --rdzv-endpoint http://{self._endpoint}"
@@ -113,66 +99,19 @@ class FoundStore:
                 " there speaks without TLS: somebody may intercept the connection; if an etcd is there now, type"
                 f" http://{self._endpoint}"
             )
-        self._plainly.check_login(self._endpoint)
+        self._access.check_login(self._endpoint)
         if self._secret or self._expects_ours:
             self._warning = (
                 f"the store at {self._endpoint} is an etcd without TLS: anybody who can reach it can read and"
                 f" change the job{', in spite of the token' if self._secret else ''}; if you mean this etcd, type"
                 f" --rdzv-endpoint http://{self._endpoint}"
             )
-        return self._store_by(self._plainly)
 
-    def _store_by(self, access: Access) -> Store:
-        return EtcdStore([self._endpoint], access, self._deadline_s)
-
-    def read(self, prefix: str) -> View:
-        return self._ask(lambda store: store.read(prefix))
-
-    def commit(self, txn: Txn) -> Answer:
-        return self._ask(lambda store: store.commit(txn))
-
-    def grant(self, lease: int, ttl_s: float) -> None:
-        self._ask(lambda store: store.grant(lease, ttl_s))
-
-    def keep_alive(self, lease: int) -> float:
-        return self._ask(lambda store: store.keep_alive(lease))
-
-    def revoke(self, lease: int) -> None:
-        self._ask(lambda store: store.revoke(lease))
-
-    def watch(self, prefix: str, after: int | None, tell: Callable[[Update], None]) -> Watch:
-        def told(update: Update) -> None:
-            tell(self._begun_anew() if self._is_ours and isinstance(update, HistoryLost) else update)
-
-        return _FoundWatch(self._ask, self._ask(lambda store: store.watch(prefix, after, told)))
-
-    def close(self) -> None:
-        if self._found:
-            self._found.close()
-
-    def _ask(self, call: Callable[[Store], Told]) -> Told:
-        try:
-            return call(self._store)
-        except Unavailable as error:
-            if not self._is_ours or isinstance(error, OwnLimit):
-                raise
-            away = HeadAway(f"the job's store, which {self._endpoint.host} serves, does not respond: {error}")
-            away.is_silent = error.is_silent and self._is_heads
-            raise away from error
-        except HistoryLost as error:
-            raise (self._begun_anew() if self._is_ours else error) from error
-
-    def _begun_anew(self) -> HistoryLost:
-        return HistoryLost(
-            f"the job's store on {self._endpoint.host} was restarted and has lost this job;"
-            " start elaunch here again to join the new one"
-        )
-
-    @property
-    def _store(self) -> Store:
-        if self._found is None:
-            raise Unavailable(f"the store at {self._endpoint} was not reached yet")
-        return self._found
+    def _with_token(self, endpoint: Endpoint, ask: Callable[[str], Told]) -> Told:
+        # Nothing is sent in the clear to a store that may be the job's own.
+        if not self._is_found:
+            raise Unavailable(f"the store at {endpoint} was not reached yet")
+        return super()._with_token(endpoint, ask)
 
 
 def _certificate_at(endpoint: Endpoint, secret: Secret | None, deadline_s: float) -> bytes | None:
@@ -242,17 +181,3 @@ def unverified_context() -> ssl.SSLContext:
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     return context
-
-
-class _FoundWatch:
-    """A watch whose `begun` raises the same errors as the store's other calls."""
-
-    def __init__(self, ask: Callable[[Callable[[Store], None]], None], watch: Watch) -> None:
-        self._ask = ask
-        self._watch = watch
-
-    def begun(self) -> None:
-        self._ask(lambda _: self._watch.begun())
-
-    def close(self) -> None:
-        self._watch.close()

@@ -165,8 +165,13 @@ def cancelled(reason: str) -> EtcdError:
     return EtcdError(UNAVAILABLE, text or "the watch was ended")
 
 
-def history_lost(endpoint: Endpoint, was: str, now: str) -> HistoryLost:
+def history_lost(endpoint: Endpoint, access: Access, was: str, now: str) -> HistoryLost:
     """The error for a store behind `endpoint` that is no longer the same store."""
+    if access.bearer:
+        return HistoryLost(
+            f"the job's store on {endpoint.host} was restarted and has lost this job;"
+            " start elaunch here again to join the new one"
+        )
     return HistoryLost(
         f"{endpoint}: the store has lost its history ({was} before, {now} now); it was wiped, restored from a backup, "
         "or is another cluster"

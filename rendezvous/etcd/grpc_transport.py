@@ -111,12 +111,7 @@ def _messages(folder: Path) -> dict[str, Any]:
         file = descriptors.FileDescriptorProto.FromString(raw)
         for message in file.message_type:
             descriptor = pool.FindMessageTypeByName(f"{file.package}.{message.name}")
-            # protobuf 3.20 and early 4.x have no GetMessageClass.
-            found[message.name] = (
-                factory.GetMessageClass(descriptor)
-                if hasattr(factory, "GetMessageClass")
-                else factory.MessageFactory(pool).GetPrototype(descriptor)
-            )
+            found[message.name] = factory.GetMessageClass(descriptor)
     return found
 
 

@@ -12,12 +12,13 @@ from elaunch.rendezvous.codec import shown
 from elaunch.rendezvous.endpoint import Access, Endpoint
 from elaunch.rendezvous.etcd import json_codec
 from elaunch.rendezvous.etcd.errors import Kind, explain, history_lost, kind_of
-from elaunch.rendezvous.etcd.json_transport import JsonTransport
-from elaunch.rendezvous.etcd.transport import AnswerStream, EtcdError, Json, Rpc, RpcTransport
+from elaunch.rendezvous.etcd.transport import AnswerStream, EtcdError, Json, JsonTransport, Rpc, RpcTransport
 from elaunch.rendezvous.etcd.watch import EtcdWatch
 from elaunch.rendezvous.store import (
+    SHARED,
     Answer,
     Denied,
+    HeadAway,
     HistoryLost,
     OwnLimit,
     Rejected,
@@ -41,7 +42,7 @@ class EtcdStore:
 
     A call asks the member that answered last, then each other member once, and waits `deadline_s` for each. With only
     one member it waits twice as long: to ask a slow server again would make it slower. Without a `transport` it uses
-    the JSON gateway.
+    the JSON gateway. If `access` has a bearer, the job's own served store is behind it.
     """
 
     def __init__(
@@ -51,15 +52,19 @@ class EtcdStore:
         deadline_s: float = 0.5,
         transport: RpcTransport | None = None,
     ) -> None:
-        access = access or Access()
         self._endpoints = tuple(endpoints)
         self._deadline_s = deadline_s if len(self._endpoints) > 1 else 2 * deadline_s
+        self.use(access or Access(), transport)
+        self._current = 0
+        self._is_heads = False
+        self._watches: set[EtcdWatch] = set()
+
+    def use(self, access: Access, transport: RpcTransport | None = None) -> None:
+        """From now on, send requests so."""
         self._access = access
         self._transport = transport or JsonTransport(access.tls, access.bearer)
         self._token = _Token(self._transport, access, max(_LOGIN_S, self._deadline_s))
-        self._history = _History()
-        self._current = 0
-        self._watches: set[EtcdWatch] = set()
+        self._history = _History(access)
 
     def check(self) -> str:
         """The version of the first member that answers. Raises Denied if it is too old, or lacks the transport."""
@@ -71,6 +76,7 @@ class EtcdStore:
         numbers = tuple(int(part) for part in version.split(".")[:2] if re.fullmatch("[0-9]{1,9}", part))
         if numbers < VERSION_MIN:
             raise Denied(f"{endpoint} is etcd {version}; elaunch needs {'.'.join(map(str, VERSION_MIN))} or later")
+        self._is_heads = bool(self._access.bearer) and not version.endswith(SHARED)
         return version
 
     def read(self, prefix: str) -> View:
@@ -132,6 +138,14 @@ class EtcdStore:
         """For a watch: the error that this member answered, as a sentence for people."""
         return explain(error, endpoint, self._access)
 
+    def away(self, error: StoreError) -> StoreError:
+        """The error itself; HeadAway in place of Unavailable if a node of the job serves the store."""
+        if not self._access.bearer or not isinstance(error, Unavailable) or isinstance(error, (HeadAway, OwnLimit)):
+            return error
+        away = HeadAway(f"the job's store, which {self._endpoints[0].host} serves, does not respond: {error}")
+        away.is_silent = error.is_silent and self._is_heads
+        return away
+
     def forget(self, watch: EtcdWatch) -> None:
         """For a watch: it has ended."""
         self._watches.discard(watch)
@@ -187,7 +201,7 @@ class EtcdStore:
             else:
                 self._current = index
                 return endpoint, answer
-        raise _of_all(errors)
+        raise self.away(_of_all(errors)) from errors[0][1]
 
     def _with_token(self, endpoint: Endpoint, ask: Callable[[str], Parsed]) -> Parsed:
         try:
@@ -262,7 +276,8 @@ class _Token:
 class _History:
     """Checks that all answers come from one cluster, and that its revision never goes back."""
 
-    def __init__(self) -> None:
+    def __init__(self, access: Access) -> None:
+        self._access = access
         self._lock = threading.Lock()
         self._cluster = ""
         self._lost: HistoryLost | None = None
@@ -279,8 +294,8 @@ class _History:
         with self._lock:
             self._cluster = self._cluster or cluster
             if cluster not in ("", self._cluster):
-                self._lost = history_lost(endpoint, f"cluster {self._cluster}", f"cluster {cluster}")
+                self._lost = history_lost(endpoint, self._access, f"cluster {self._cluster}", f"cluster {cluster}")
             elif revision < floor:
-                self._lost = history_lost(endpoint, f"revision {floor}", f"revision {revision}")
+                self._lost = history_lost(endpoint, self._access, f"revision {floor}", f"revision {revision}")
             self.revision = max(self.revision, revision)
         self.raise_lost()

@@ -6,11 +6,17 @@ both transports share one writer and one reader.
 
 from __future__ import annotations
 
+import json
+import ssl
 from enum import Enum
 from typing import Any, Protocol
 
-from elaunch.rendezvous.endpoint import Endpoint
-from elaunch.rendezvous.store import Denied
+from elaunch.rendezvous.codec import shown
+from elaunch.rendezvous.dial import Deadline
+from elaunch.rendezvous.endpoint import Endpoint, Tls
+from elaunch.rendezvous.etcd.http_client import ClientConnection, HttpClient
+from elaunch.rendezvous.store import Denied, Rejected, StoreError, Unavailable
+from elaunch.strict_json import parse_json
 
 Json = dict[str, Any]
 
@@ -78,3 +84,166 @@ class RpcTransport(Protocol):
     def close(self) -> None:
         """Close the connections. Streams belong to their readers and stay open."""
         ...
+
+
+# A line of a watch holds one transaction: 1.5 MiB, in base64.
+_LINE_BYTES_MAX = 1 << 23
+# Characters of an error's text, which goes to the log.
+_TEXT_MAX = 1000
+_GATEWAY_OFF = (
+    "the JSON gateway of {} is off; start etcd with --enable-grpc-gateway=true, or pip install 'elaunch[etcd3]' and "
+    "use --rdzv-conf transport=grpc"
+)
+# These versions had the gateway at another path, or none.
+_BEFORE_THE_GATEWAY = ("2.", "3.0.", "3.1.", "3.2.", "3.3.")
+# gRPC's code for "unavailable", its highest code, and the codes for HTTP statuses that come without one.
+_UNAVAILABLE = 14
+_CODE_MAX = 16
+_NO_SUCH_PAGE = (404, 405, 410)
+_CODES = {400: 3, 401: 16, 403: 7, 405: 12, 413: 11}
+_TOO_MANY_REQUESTS = 429
+
+
+class JsonTransport:
+    """An `RpcTransport` over HTTP/1.1. A `bearer` replaces the token of every request."""
+
+    def __init__(self, tls: Tls | ssl.SSLContext | None = None, bearer: str = "") -> None:
+        self._client = HttpClient(tls)
+        self._bearer = f"Bearer {bearer}" if bearer else ""
+
+    def version(self, endpoint: Endpoint, token: str, deadline_s: float) -> str:
+        headers = self._headers(token)
+        try:
+            status, body = self._client.ask(endpoint, "POST", f"/v3/{Rpc.STATUS.value}", headers, b"{}", deadline_s)
+        except Unavailable:
+            if scheme := self._client.other_scheme(endpoint, deadline_s):
+                raise Denied(f"{endpoint} answers to {scheme} alone; use {scheme}://{endpoint}") from None
+            raise
+        # A server without this page or without POST, or with a page for people here, may be an old etcd, an etcd
+        # without its gateway, or no etcd.
+        is_page = status < 400 and _object(body) is None
+        found = {} if is_page or status in (*_NO_SUCH_PAGE, 501) else _parsed(endpoint, status, body)
+        if "version" in found:
+            return str(found["version"])
+        # Every etcd answers this, even without the gateway.
+        status, body = self._client.ask(endpoint, "GET", "/version", headers, b"", deadline_s)
+        return _version_without_gateway(endpoint, status, body)
+
+    def call(self, endpoint: Endpoint, rpc: Rpc, request: Json, token: str, deadline_s: float) -> Json:
+        status, body = self._client.ask(
+            endpoint, "POST", f"/v3/{rpc.value}", self._headers(token), _body(request), deadline_s
+        )
+        # The answers of a stream are lines; take the first.
+        return _parsed(endpoint, status, body.partition(b"\n")[0])
+
+    def stream(self, endpoint: Endpoint, rpc: Rpc, request: Json, token: str, deadline_s: float) -> JsonStream:
+        deadline = Deadline(deadline_s)
+        connection = self._client.open(endpoint, deadline)
+        headers = {**self._headers(token), "Grpc-Metadata-hasleader": "true"}
+        try:
+            status = connection.ask("POST", f"/v3/{rpc.value}", headers, _body(request), deadline)
+            if status != 200:
+                _parsed(endpoint, status, connection.body(deadline))
+        except BaseException:
+            connection.close()
+            raise
+        return JsonStream(endpoint, connection)
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _headers(self, token: str) -> dict[str, str]:
+        return {"Content-Type": "application/json", "Authorization": self._bearer or token}
+
+
+class JsonStream:
+    """Answers as lines of JSON. etcd puts empty lines between them."""
+
+    def __init__(self, endpoint: Endpoint, connection: ClientConnection) -> None:
+        self._endpoint = endpoint
+        self._connection = connection
+
+    def next(self, deadline_s: float | None) -> Json:
+        deadline = None if deadline_s is None else Deadline(deadline_s)
+        while True:
+            line = self._connection.line(deadline, _LINE_BYTES_MAX)
+            if len(line) >= _LINE_BYTES_MAX:
+                raise Unavailable(f"{self._endpoint} sent an answer of more than {_LINE_BYTES_MAX} bytes")
+            if not line.endswith(b"\n"):
+                raise Unavailable(f"{self._endpoint} ended the stream")
+            if line.strip():
+                return _parsed(self._endpoint, 200, line)
+
+    def hang_up(self) -> None:
+        self._connection.hang_up()
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def _body(request: Json) -> bytes:
+    return json.dumps(request, separators=(",", ":")).encode()
+
+
+def _object(body: bytes) -> Json | None:
+    """The JSON object in `body`; None if it is something else."""
+    try:
+        answer = parse_json(body)
+    except ValueError:
+        return None
+    return answer if isinstance(answer, dict) else None
+
+
+def _version_without_gateway(endpoint: Endpoint, status: int, body: bytes) -> str:
+    """The version of an etcd that is too old. Raises GatewayOff for a newer one, Denied for another server."""
+    answer = _object(body)
+    if status == 200 and answer and "etcdserver" in answer:
+        version = str(answer["etcdserver"])
+        if not version.startswith(_BEFORE_THE_GATEWAY):
+            raise GatewayOff(_GATEWAY_OFF.format(endpoint))
+        return version
+    # Other statuses may come from a proxy in front of an etcd: it fails, or asks for a login.
+    if status >= 400 and status not in _NO_SUCH_PAGE:
+        raise _by_status(endpoint, status, body, "to /version")
+    said = body[:80].decode(errors="replace").strip()
+    raise Denied(
+        f"what listens at {endpoint} is no etcd: it answers /version with HTTP status {status} and {said!r};"
+        " name an etcd, or a free port of one of the nodes"
+    )
+
+
+def _parsed(endpoint: Endpoint, status: int, body: bytes) -> Json:
+    answer = _object(body)
+    if answer is None:
+        raise _by_status(endpoint, status, body, "and no JSON")
+    error = answer.get("error")
+    # In a stream an error is a JSON object.
+    if isinstance(error, dict):
+        code, said = error.get("grpc_code") or error.get("code"), error.get("message", error)
+    elif error is not None or status != 200:
+        code, said = answer.get("code"), answer.get("message") or error or answer
+    else:
+        result = answer.get("result", answer)
+        return result if isinstance(result, dict) else answer
+    if type(code) is int and 0 < code <= _CODE_MAX:
+        raise EtcdError(code, _text(said))
+    if status == 200:
+        raise EtcdError(_UNAVAILABLE, _text(said))
+    raise _by_status(endpoint, status, body, "and no code of etcd's")
+
+
+def _text(value: object) -> str:
+    return value[:_TEXT_MAX] if isinstance(value, str) else shown(value)
+
+
+def _by_status(endpoint: Endpoint, status: int, body: bytes, lacking: str) -> StoreError | EtcdError:
+    """The error for an answer that is not etcd's: the page of a proxy, or its JSON."""
+    said = " ".join(body[:200].decode(errors="replace").split())[:80]
+    if status == 404:
+        return GatewayOff(_GATEWAY_OFF.format(endpoint))
+    if status in _CODES:
+        return EtcdError(_CODES[status], f"HTTP status {status}: {said!r}")
+    what = f"{endpoint} answers with HTTP status {status} {lacking}: {said!r}"
+    if status == _TOO_MANY_REQUESTS:
+        return Unavailable(what)
+    return Rejected(f"{what}; is a proxy in front of it, and does the proxy pass requests on?")

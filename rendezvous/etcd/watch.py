@@ -56,7 +56,7 @@ class EtcdWatch:
         self._tried.wait()
         if self._why_not:
             self.close()
-            raise self._why_not
+            raise self._store.away(self._why_not)
 
     def close(self) -> None:
         """Stop. After this returns no update is delivered, except one whose delivery has begun."""

@@ -10,17 +10,19 @@ from dataclasses import dataclass, replace
 
 from elaunch.rendezvous.endpoint import PREFIX
 from elaunch.rendezvous.rules.assign_ranks import Seating, in_order_of_rank, seat
-from elaunch.rendezvous.rules.excluding import NO_SUSPICION, Suspicion, is_excluded, stand
-from elaunch.rendezvous.rules.snapshot import Snapshot
-from elaunch.rendezvous.rules.table_codec import seats_of
+from elaunch.rendezvous.rules.snapshot import Snapshot, seats_of
 from elaunch.rendezvous.rules.transactions import end_unformed, evict, hosts, loss_of, open_loss, seal_table
 from elaunch.rendezvous.rules.verdict import (
     BARREN_MAX,
+    NO_SUSPICION,
     GiveUp,
+    Suspicion,
     alike,
     decisive_failure,
     first_failure,
+    is_excluded,
     judge,
+    stand,
 )
 from elaunch.rendezvous.store import Txn
 from elaunch.rendezvous.times import Times
@@ -316,8 +318,7 @@ class _Forming:
             excluded=decision.blame.excluded,
             mismatch=_mismatch(nodes, joined),
             vacant=seating.vacant,
-            # A node without one is of an older elaunch, whose ranks would not know it.
-            secret=joined[first.node_id].secret if all(joined[node.node_id].secret for node in nodes) else "",
+            secret=joined[first.node_id].secret,
         )
 
 

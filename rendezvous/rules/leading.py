@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from elaunch.rendezvous.rules.assign_ranks import newcomers_of
-from elaunch.rendezvous.rules.excluding import is_excluded
 from elaunch.rendezvous.rules.forming import NO_FORMATION, Formation, form
 from elaunch.rendezvous.rules.hang_verdict import confirm_s, declare_hang, end_hang, new_hang
 from elaunch.rendezvous.rules.snapshot import Snapshot
 from elaunch.rendezvous.rules.transactions import mend, open_failed, open_join, open_loss, succeed
+from elaunch.rendezvous.rules.verdict import is_excluded
 from elaunch.rendezvous.store import Delete, Txn
 from elaunch.rendezvous.times import Times
 from elaunch.rendezvous.types import Outcome, OutcomeKind, RankTable, Terms

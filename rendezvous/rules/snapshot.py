@@ -5,20 +5,35 @@ Keys begin with `<prefix><run_id>/`. Generations are padded to ten digits: else 
 
 from __future__ import annotations
 
+import json
 import re
+import zlib
+from base64 import b64decode, b64encode
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote
 
-from elaunch.rendezvous.codec import Name, decode, shown_text
+from elaunch.rendezvous.codec import Name, build, decode, shown_text
 from elaunch.rendezvous.endpoint import PREFIX
 from elaunch.rendezvous.rules.hang_verdict import Hang, StillNode
 from elaunch.rendezvous.rules.questions import Question, read_question
-from elaunch.rendezvous.rules.table_codec import decode_table
 from elaunch.rendezvous.store import Absent, Delete, KeyEntry, Op, Put, TxnGuard, Unchanged, View
 from elaunch.rendezvous.texts import plain
-from elaunch.rendezvous.types import GENERATION_DIGITS, Failure, Generation, Joined, Node, Outcome, RankTable, Terms
+from elaunch.rendezvous.types import (
+    GENERATION_DIGITS,
+    SLOTS_MAX,
+    Failure,
+    Generation,
+    Joined,
+    Node,
+    Outcome,
+    RankTable,
+    Seat,
+    Terms,
+)
+from elaunch.strict_json import parse_json
 
 Belonging = TypeVar("Belonging", "Node", "Joined", "StillNode")
 _LEADER, _SPEC, _QUESTION = ["ctl", "leader"], ["ctl", "spec"], ["ctl", "question"]
@@ -69,10 +84,6 @@ class Keys:
 
     def failure(self, generation: int, node_id: str = "") -> str:
         return f"{self.root}failures/{generation:010}/{node_id}"
-
-    def detailed(self, generation: int, node_id: str = "") -> str:
-        """The key that marks this node's failure record as the full record of the generation."""
-        return f"{self.root}detailed/{generation:010}/{node_id}"
 
     def done(self, generation: int, node_id: str = "") -> str:
         return f"{self.root}done/{generation:010}/{node_id}"
@@ -304,7 +315,7 @@ def _is_generation(digits: str) -> bool:
 def _check_number(parts: list[str]) -> None:
     """Raises ValueError if a key that must contain a generation does not."""
     match parts:
-        case ["joined" | "failures" | "detailed" | "done" | "still", number, _] | ["ctl", "table", number]:
+        case ["joined" | "failures" | "done" | "still", number, _] | ["ctl", "table", number]:
             if not _is_generation(number):
                 raise ValueError(f"not a generation's: {number[:40]!r} is no number of {GENERATION_DIGITS} digits")
 
@@ -358,3 +369,64 @@ def _of_generation(generation: int, table: RankTable) -> RankTable:
     if table.generation != generation:
         raise ValueError(f"not that of generation {generation}: it names {table.generation}")
     return table
+
+
+# Above this size it takes longer to send a table to every node than to compress it once.
+_LARGE = 4000
+_PACKED = "zlib:"
+# A thousand bytes for each of 16,000 nodes. Without a limit, a few kilobytes could decompress to gigabytes.
+UNPACKED_BYTES_MAX = 16 << 20
+
+
+def encode_table(table: RankTable) -> str:
+    """JSON with the seats as three lists: nodes, slots and roles. First ranks follow from the slots.
+
+    The table of a large job is compressed: `zlib:` and then base64, about 11 bytes a node.
+    """
+    # Most tables have no streak, no exclusion and no mismatch.
+    record = {name: value for name, value in asdict(replace(table, seats=())).items() if value not in (None, (), "")}
+    record["nodes"] = [seat.node_id for seat in table.seats]
+    record["slots"] = [seat.slots for seat in table.seats]
+    record["roles"] = [seat.role for seat in table.seats]
+    text = json.dumps(record, separators=(",", ":"))
+    return text if len(text) < _LARGE else _PACKED + b64encode(zlib.compress(text.encode())).decode()
+
+
+def decode_table(text: str) -> RankTable:
+    """The table that `encode_table` wrote. Raises ValueError if the text is no table."""
+    try:
+        record = parse_json(_unpacked(text) if text.startswith(_PACKED) else text)
+        nodes = [*zip(*(record.pop(name) for name in ("nodes", "slots", "roles")), strict=True)]
+        if not all(map(_is_seat, nodes)):
+            raise TypeError("a seat is no name with a number of slots and a role")
+        node_ids = [node_id for node_id, _, _ in nodes]
+        if len(set(node_ids)) < len(node_ids):
+            raise ValueError("a node has two seats")
+        # All names in one check: every agent reads the names of all nodes.
+        Name().check("".join(node_ids) or "nobody")
+        table: RankTable = build(RankTable, {"master_addr": "", "reason": "", **record, "seats": []})
+        return replace(table, seats=seats_of(nodes))
+    except (AttributeError, KeyError, TypeError, ValueError, zlib.error) as error:
+        raise ValueError(f"not a rank table: {shown_text(text)!r} ({shown_text(str(error))})") from error
+
+
+def seats_of(nodes: list[tuple[str, int, str]]) -> tuple[Seat, ...]:
+    """Seats for (node id, slots, role) in rank order: ranks 0 … n - 1 without holes."""
+    # `first_ranks` has one item more than nodes: the sum of all slots.
+    first_ranks = accumulate((slots for _, slots, _ in nodes), initial=0)
+    return tuple(
+        Seat(node_id, slots, first, role) for (node_id, slots, role), first in zip(nodes, first_ranks, strict=False)
+    )
+
+
+def _unpacked(text: str) -> bytes:
+    unpacking = zlib.decompressobj()
+    found = unpacking.decompress(b64decode(text.removeprefix(_PACKED)), UNPACKED_BYTES_MAX)
+    if not unpacking.eof:
+        raise ValueError(f"it is cut off, or has more than {UNPACKED_BYTES_MAX} bytes unpacked")
+    return found
+
+
+def _is_seat(seat: tuple[Any, Any, Any]) -> bool:
+    node_id, slots, role = seat
+    return type(node_id) is str and type(slots) is int and 1 <= slots <= SLOTS_MAX and type(role) is str

@@ -9,8 +9,7 @@ from __future__ import annotations
 from hashlib import sha256
 
 from elaunch.rendezvous.codec import encode
-from elaunch.rendezvous.rules.snapshot import Keys, Snapshot
-from elaunch.rendezvous.rules.table_codec import encode_table
+from elaunch.rendezvous.rules.snapshot import Keys, Snapshot, encode_table
 from elaunch.rendezvous.rules.verdict import decisive_failure
 from elaunch.rendezvous.store import Absent, Delete, Empty, NoneNewer, Op, Present, Put, Txn, TxnGuard, Unchanged
 from elaunch.rendezvous.types import (
@@ -25,12 +24,8 @@ from elaunch.rendezvous.types import (
     host_of,
 )
 
-_RUN_PARTS = ("joined", "failures", "detailed", "done", "still")
-# While the job runs, the failures of this many generations are kept, besides the first failed one.
-FAILURES_KEPT = 20
-# A transaction holds at most 128 operations, so one seal tidies up at most this many generations.
-_TIDIED_MAX = 40
-_ENDED_PARTS = ("joined", "detailed", "done", "still")
+_RUN_PARTS = ("joined", "failures", "done", "still")
+_ENDED_PARTS = ("joined", "done", "still")
 _NAMES_SHOWN = 3
 # Each lost node needs two guards; etcd takes 128 in one transaction.
 _LOST_GUARDED = 50
@@ -130,9 +125,7 @@ def report_done(snapshot: Snapshot, me: Node, generation: int) -> Txn:
 def fail(snapshot: Snapshot, me: Node, failure: Failure) -> Txn:
     """Open the next generation and record the failure that caused it; if one is open already, write the record only.
 
-    `complete` adds traceback and output later, so no program's text makes this transaction large. The opener's record
-    becomes the full one, unless the death of a peer explains the failure. An opener over a JOIN or LEAVE must ask for
-    that by `claim_full_record`: another node may have recorded a failure of this generation already.
+    `complete` adds traceback and output later, so no program's text makes this transaction large.
     """
     keys, newest, failed_in = snapshot.keys, snapshot.generation, failure.generation
     record = snapshot.put(keys.failure(failed_in, me.node_id), encode(failure.opening))
@@ -144,45 +137,29 @@ def fail(snapshot: Snapshot, me: Node, failure: Failure) -> Txn:
         if not is_hurried:
             return Txn(()) if _is_of_another_run(snapshot, failure) else Txn((snapshot.live_guard,), (record,))
         number = newest.number + 1
-    is_secondary = failure.kind.is_secondary
-    opened = Generation(number, OpenKind.FAIL, failure.sentence, me.node_id, is_secondary=is_secondary)
-    writes: list[Op] = [snapshot.put(keys.generation, encode(opened)), record]
-    if number == failed_in + 1 and not is_secondary:
-        writes.append(snapshot.put(keys.detailed(failed_in, me.node_id), ""))
-    return Txn((snapshot.gen_guard, snapshot.live_guard), tuple(writes), (record,))
+    opened = _failed(number, failure, me.node_id)
+    return Txn(
+        (snapshot.gen_guard, snapshot.live_guard), (snapshot.put(keys.generation, encode(opened)), record), (record,)
+    )
 
 
-def claim_full_record(snapshot: Snapshot, me: Node, failure: Failure) -> Txn:
-    """Make this node's record the one of its generation that is full, unless another node's is that already.
-
-    If the generation's table is gone, the generation has been judged already.
-    """
-    keys, number = snapshot.keys, failure.generation
-    guards = (snapshot.live_guard, Present(keys.table(number)), Empty(keys.detailed(number)))
-    return Txn(guards, (snapshot.put(keys.detailed(number, me.node_id), ""),))
-
-
-def complete(snapshot: Snapshot, me: Node, failure: Failure) -> tuple[Txn, ...]:
+def complete(snapshot: Snapshot, me: Node, failure: Failure) -> Txn:
     """Rewrite a failure's record once its log tail, its traceback and its final kind are known.
 
-    One record of each generation is full: the record of the node that opened the next generation, else the first one
-    that no peer's death explains. The others are brief, since a thousand nodes may fail at once. Nothing is written if
+    A thousand nodes may fail at once, so the texts are the shorter the more nodes the job has. Nothing is written if
     another run has begun: that run is not judged by this failure.
     """
     if _is_of_another_run(snapshot, failure):
-        return ()
-    keys, live, g = snapshot.keys, snapshot.live_guard, failure.generation
-    key, mine = keys.failure(g, me.node_id), keys.detailed(g, me.node_id)
-    brief = snapshot.put(key, encode(failure.brief))
-    if failure.kind.is_secondary:
-        # At first the failure may not have looked like the death of a peer.
-        return (Txn((live,), (brief, Delete(mine))),)
-    full = snapshot.put(key, encode(failure))
-    if full == brief:
-        return (Txn((live,), (full,)),)
-    # If an answer is lost and a transaction is sent again, the second one changes nothing.
-    claim = claim_full_record(snapshot, me, failure)
-    return Txn((live,), (brief,)), claim, Txn((live, Present(mine)), (full,))
+        return Txn(())
+    record = failure.one_of(len(snapshot.table.seats) if snapshot.table else 1)
+    key = snapshot.keys.failure(failure.generation, me.node_id)
+    return Txn((snapshot.live_guard,), (snapshot.put(key, encode(record)),))
+
+
+def _failed(number: int, failure: Failure, node_id: str) -> Generation:
+    """The generation that this failure opens."""
+    is_secondary = failure.kind.is_secondary
+    return Generation(number, OpenKind.FAIL, failure.sentence, node_id, is_secondary=is_secondary)
 
 
 def _is_of_another_run(snapshot: Snapshot, failure: Failure) -> bool:
@@ -231,9 +208,7 @@ def open_restart(snapshot: Snapshot, cause: str) -> Txn:
 def open_failed(snapshot: Snapshot, failure: Failure) -> Txn:
     """Open a generation after a failure whose node could not: its guard did not hold, as the key was written over."""
     assert snapshot.generation
-    number, is_secondary = snapshot.generation.number + 1, failure.kind.is_secondary
-    opened = Generation(number, OpenKind.FAIL, failure.sentence, failure.node_id, is_secondary=is_secondary)
-    return _open(snapshot, opened, ())
+    return _open(snapshot, _failed(snapshot.generation.number + 1, failure, failure.node_id), ())
 
 
 def open_loss(snapshot: Snapshot, lost: list[str]) -> Txn:
@@ -344,25 +319,23 @@ def _open(snapshot: Snapshot, opened: Generation, guards: tuple[TxnGuard, ...]) 
 def _outdated(snapshot: Snapshot, sealed: int) -> tuple[Op, ...]:
     """Deletes what nobody needs once generation `sealed` has its table, as ranges, however many nodes.
 
-    The decisive failure stays for the first failed generation and for the last ones: the first shows how the trouble
-    began, the last ones show what it became.
+    The decisive failure stays for the first failed generation, which shows how the trouble began, and for the last one,
+    with which the next is compared.
     """
     keys = snapshot.keys
     deletes: list[Op] = [
         Delete(keys.table(0), keys.table(sealed)),
         Delete(keys.joined(0), keys.joined(sealed)),
         Delete(keys.done(0), keys.done(sealed)),
-        Delete(keys.detailed(0), keys.detailed(sealed)),
         Delete(keys.still(0), keys.still(sealed)),
         Delete(keys.hang),
     ]
     recorded = sorted(number for number in snapshot.failures if number < sealed)
-    if len(recorded) > FAILURES_KEPT + 1:
-        deletes.append(Delete(keys.failure(recorded[1]), keys.failure(recorded[-FAILURES_KEPT])))
-        recorded = [recorded[0], *recorded[-FAILURES_KEPT:]]
-    several = [number for number in recorded if len(snapshot.failures[number]) > 1]
-    for number in several[-_TIDIED_MAX:]:
-        deletes += _all_but(_judged(snapshot, number), keys.failure(number), keys.failure(number + 1))
+    if len(recorded) > 2:
+        deletes.append(Delete(keys.failure(recorded[1]), keys.failure(recorded[-1])))
+    for number in sorted({*recorded[:1], *recorded[-1:]}):
+        if len(snapshot.failures[number]) > 1:
+            deletes += _all_but(_judged(snapshot, number), keys.failure(number), keys.failure(number + 1))
     return tuple(deletes)
 
 

@@ -1,13 +1,13 @@
-"""Decides why a generation failed, and whether another one is worth starting."""
+"""Decides why a generation failed, whether another one is worth starting, and which node is kept out of it."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from elaunch.rendezvous.texts import listed
-from elaunch.rendezvous.types import Failure, FailureKind, Terms
+from elaunch.rendezvous.types import Exclusion, Failure, FailureKind, RankTable, Streak, Terms, host_of
 
 # Generations in a row without progress that end a job whatever their kind (protocol, rule 9).
 BARREN_MAX = 10
@@ -41,15 +41,8 @@ _AS_LONG_SHARE = 0.1
 _AWAITED = ", while "
 # EX_TEMPFAIL of <sysexits.h>: a temporary failure, to be retried.
 _TRY_AGAIN = 75
-# What a shell exits with if a signal has ended its command: 128 and the signal's number.
-_OF_SIGNALS = range(129, 193)
 # A line that torch's own code logs, as "[rank0]:[W1128 19:05:18.1 ProcessGroup.cpp:1] …".
 _TORCHS_LINE = re.compile(r"(?:\[rank\d+\]:)?\[[IWEF]\d")
-# What a line of a log says of its moment and its process: dates, times, addresses, ranks and pids.
-_PASSING = re.compile(
-    r"\b\d{2,4}[-/.]\d\d?[-/.]\d{1,4}|\d\d?:\d\d(?::\d\d)?(?:[.,]\d+)?|0x[0-9a-f]+|\b(?:rank|pid)\W{0,2}\d+",
-    re.IGNORECASE,
-)
 # A worker that fails within this time without a word of a step has not come to its first one, for all that is known.
 _START_S = 60.0
 
@@ -139,16 +132,6 @@ def repeats(one: Failure, other: Failure) -> bool:
 def _lived_as_long(one: Failure, other: Failure) -> bool:
     longer_s = max(one.lived_s, other.lived_s)
     return abs(one.lived_s - other.lived_s) <= max(_AS_LONG_S, _AS_LONG_SHARE * longer_s)
-
-
-def exits_again(one: Failure, other: Failure) -> bool:
-    """Whether two ranks exited with the same code and the same last line, soon after their start, before a step."""
-    if one.kind is not FailureKind.EXIT_CODE or not identical(one, other) or one.code in _OF_SIGNALS:
-        return False
-    words, others = (_PASSING.sub("#", _last_line(each.tail)) for each in (one, other))
-    is_same = words and words == others and not _is_of_surroundings(words)
-    is_early = max(one.step, other.step) < 0 and max(one.lived_s, other.lived_s) <= _START_S
-    return bool(is_same) and is_early and _lived_as_long(one, other)
 
 
 def _last_line(tail: str) -> str:
@@ -248,8 +231,6 @@ def _again(failure: Failure, earlier: Failure, *, has_progressed: bool) -> str:
     if repeats(failure, earlier):
         where = f"in the same step, after step {failure.step}" if failure.step >= 0 else "after about the same time"
         return f"it failed the same way twice in a row, {where}"
-    if exits_again(failure, earlier):
-        return "it exited with the same code and the same last line twice in a row, soon after its start"
     return ""
 
 
@@ -273,3 +254,84 @@ def _without_numbers(message: str) -> str:
 
 def _without_addresses(message: str) -> str:
     return re.sub(r"0x[0-9a-fA-F]+", "#", message)
+
+
+# After a generation that ran for so long, the streak begins anew: rare failures fall on one node by chance.
+STREAK_AGE_MAX_S = 3600.0
+# These say nothing about the node on which they happened.
+_BLAMELESS = (FailureKind.PEER_LOST, FailureKind.ENDED_EARLY, FailureKind.DEBUGGER, FailureKind.REFUSED)
+
+
+@dataclass(frozen=True)
+class Suspicion:
+    """Who is to blame after a failure. `fresh` is the exclusion that this failure brought, if it did.
+
+    `on_trial` is the node that will be excluded if it fails so again and again; empty if no node has failed so twice.
+    """
+
+    streak: Streak | None
+    excluded: tuple[Exclusion, ...]
+    fresh: Exclusion | None = None
+    on_trial: str = ""
+
+    def seatable(self, members: Iterable[str]) -> list[str]:
+        """The members that are neither excluded nor on trial."""
+        return [node_id for node_id in members if not self._is_suspect(node_id)]
+
+    def _is_suspect(self, node_id: str) -> bool:
+        is_on_trial = bool(self.on_trial) and self.on_trial in (node_id, host_of(node_id))
+        return is_on_trial or is_excluded(node_id, self.excluded)
+
+
+NO_SUSPICION = Suspicion(None, ())
+
+
+def stand(
+    terms: Terms, before: RankTable, failures: Sequence[Failure], members: Collection[str], table_age_s: float
+) -> Suspicion:
+    """Who is to blame after the generation of `before`, which failed by `failures` and not because a node was lost.
+
+    `members` are the ids of all members, `table_age_s` is the time since the table was sealed.
+    """
+    unchanged = Suspicion(before.streak, before.excluded)
+    if not (terms.exclude_after and failures and terms.nodes_max > 1):
+        return unchanged
+    failure = decisive_failure(failures)
+    if failure.kind in _BLAMELESS or failure.is_blameless or before.group_rank(failure.node_id) is None:
+        return unchanged
+    if any(other.node_id != failure.node_id and is_one_bug(failure, other) for other in failures):
+        return Suspicion(None, before.excluded)
+    who, way = _identity(failure.node_id, members), way_of(failure)
+    # The same failure on another node acquits those that are excluded for it: then it is the program's.
+    excluded = tuple(each for each in before.excluded if each.way != way or each.who == who)
+    has_acquitted = excluded != before.excluded
+    streak = before.streak
+    goes_on = streak is not None and (streak.who, streak.way) == (who, way) and table_age_s < STREAK_AGE_MAX_S
+    times = streak.times + 1 if streak and goes_on else 1
+    if times < terms.exclude_after or has_acquitted or is_excluded(failure.node_id, excluded):
+        is_on_trial = 1 < times < terms.exclude_after and not has_acquitted
+        return Suspicion(Streak(who, way, times), excluded, on_trial=who if is_on_trial else "")
+    why = f"the last {times} failures were all on {failure.host}, and alike" if times > 1 else f"{failure.host} failed"
+    fresh = Exclusion(who, way, f"{why} ({way})")
+    return Suspicion(None, (*excluded, fresh), fresh)
+
+
+def way_of(failure: Failure) -> str:
+    """How a worker failed, in words that are equal for failures that are alike."""
+    return f"{failure.kind.value}: {failure.exception}" if failure.exception else failure.kind.value
+
+
+def is_excluded(node_id: str, excluded: Iterable[Exclusion]) -> bool:
+    return exclusion_of(node_id, excluded) is not None
+
+
+def exclusion_of(node_id: str, excluded: Iterable[Exclusion]) -> Exclusion | None:
+    """The exclusion of this node, or of its host."""
+    return next((each for each in excluded if each.who in (node_id, host_of(node_id))), None)
+
+
+def _identity(node_id: str, members: Iterable[str]) -> str:
+    """The host, so that an agent that is started again there is known; the node if its host's name is not its own."""
+    host = host_of(node_id)
+    is_alone = not any(other != node_id and host_of(other) == host for other in members)
+    return host if is_alone else node_id

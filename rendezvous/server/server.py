@@ -20,8 +20,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
-from elaunch.rendezvous.engine.engine import Engine, Refused
-from elaunch.rendezvous.http.request import BadRequest, HttpRequest, RequestReader, chunk, http_response, stream_head
+from elaunch.rendezvous.engine import Engine, Refused
 from elaunch.rendezvous.secret import Secret
 from elaunch.rendezvous.server.admission import (
     CONNECTIONS_MAX,
@@ -29,17 +28,26 @@ from elaunch.rendezvous.server.admission import (
     Unauthenticated,
     unauthenticated_max,
 )
-from elaunch.rendezvous.server.connection import Closed, Connection
+from elaunch.rendezvous.server.connection import (
+    BadRequest,
+    Closed,
+    Connection,
+    HttpRequest,
+    RequestReader,
+    chunk,
+    http_response,
+    stream_head,
+)
 from elaunch.rendezvous.server.routes import (
     EXHAUSTED,
     INTERNAL,
     UNAUTHENTICATED,
     Reply,
     Routes,
+    Watchers,
     WatchRequest,
     error_reply,
 )
-from elaunch.rendezvous.server.watchers import Watchers
 
 BACKLOG = 4096
 # etcd's gRPC accepts requests up to 2 MiB; this is that size as base64 in JSON.

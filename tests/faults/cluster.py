@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -87,14 +86,6 @@ class Cluster:
         if self._etcd:
             self._etcd.close()
         self.nodes.close()
-
-    def sharing(self, folder: Path) -> Cluster:
-        """Another job's view of these nodes and this etcd, with a folder of its own; closed with this one."""
-        folder.mkdir()
-        other = copy.copy(self)
-        other.folder, other.logs, other.records = folder, folder / "logs", Records(folder / "records")
-        other.agents = {}
-        return other
 
     def start(
         self,

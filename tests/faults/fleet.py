@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
@@ -96,19 +94,6 @@ class Fleet:
             wait_for(fact, what, deadline_s)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.story()}") from None
-
-    def kill_worker(self, node: int) -> bool:
-        """SIGKILL that node's worker; False where none lived."""
-        life = self.life(node)
-        if not (life and is_alive(life.pid)):
-            return False
-        with suppress(ProcessLookupError):
-            os.kill(life.pid, signal.SIGKILL)
-        return True
-
-    def end(self) -> None:
-        """Let the workers end with exit code 0, also those of later generations."""
-        (self.folder / "end").touch()
 
     def story(self) -> str:
         return "\n".join(f"--- node{i} ({a.process.poll()}):\n{a.stderr}" for i, a in enumerate(self.agents))

@@ -11,15 +11,13 @@ from pathlib import Path
 import pytest
 
 from elaunch.rendezvous.endpoint import Access, Endpoint, Login, Tls
-from elaunch.rendezvous.etcd.json_transport import JsonTransport
 from elaunch.rendezvous.etcd.store import EtcdStore
-from elaunch.rendezvous.etcd.transport import GatewayOff, Json, Rpc
+from elaunch.rendezvous.etcd.transport import GatewayOff, Json, JsonTransport, Rpc
 from elaunch.rendezvous.store import Absent, Denied, Put, Rejected, Txn, Unavailable, Update
 from tests.certificates import Certificates
 from tests.etcd import VERSIONS, Etcd, writes
-from tests.faults.processes import LIGHT
-from tests.harness import DEADLINE_S, finished, joined, script, slow, wait_for
-from tests.relay import Listener, relay, web_server
+from tests.harness import DEADLINE_S, joined, slow, wait_for
+from tests.relay import Listener, relay
 
 KEY = "/elaunch/access/x"
 LOGIN = Login("agent", "the password")
@@ -199,19 +197,3 @@ def test_an_older_etcd_is_refused_with_its_version() -> None:
 
         with pytest.raises(Denied, match=r"is etcd 3\.3\.27; elaunch needs 3\.4 or later"):
             store.check()
-
-
-@pytest.mark.parametrize("words", ["{}", "{} --token-file token"])
-def test_a_web_server_in_place_of_the_store_is_one_sentence_however_it_is_named(tmp_path: Path, words: str) -> None:
-    script(tmp_path, "")
-    (tmp_path / "token").write_text("0123456789abcdef0123456789abcdef\n")
-
-    with web_server(404, b"File not found") as place:
-        argv = (*LIGHT, "--nnodes", "2", "--rdzv-endpoint", *words.replace("{}", str(place)).split(), "train.py")
-        job = finished(tmp_path, *argv, env={"HOME": str(tmp_path)})
-
-    assert job.code == 2
-    assert [line for line in job.stderr.splitlines() if str(place) in line or "etcd" in line] == [
-        f"elaunch: what listens at {place} is no etcd: it answers /version with HTTP status 404 and 'File not found';"
-        " name an etcd, or a free port of one of the nodes"
-    ]

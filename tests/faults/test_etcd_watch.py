@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
@@ -75,20 +73,6 @@ def put(store: EtcdStore, key: str, value: str = "") -> int:
     return store.commit(Txn((), (Put(key, value),))).revision
 
 
-def in_thread(call: Callable[[], None]) -> Future[None]:
-    """Call it in a thread that the test does not wait for."""
-    future: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except Exception as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
-
-
 class Told:
     """The events of a watch, and the state that a reader derives from them."""
 
@@ -112,47 +96,6 @@ class Told:
 
     def wait_for(self, revision: int) -> None:
         wait_for(lambda: self.revision >= revision, f"word of revision {revision}; told {self.updates[-3:]}")
-
-
-def test_a_broken_connection_loses_and_repeats_nothing(watching: EtcdStore, direct: EtcdStore, way: Listener) -> None:
-    told, before = Told(), direct.read(PREFIX).revision
-    watching.watch(PREFIX, before, told)
-
-    for turn in range(30):
-        told.wait_for(put(direct, A, str(turn)))
-        if turn % 3 == 0:
-            way.cut()
-            put(direct, B, str(turn))
-            way.restore()
-        elif turn % 3 == 1:
-            way.hang_up()
-
-    told.wait_for(put(direct, A, "end"))
-    assert [update.revision for update in told.updates if isinstance(update, Changes)] == list(
-        range(before + 1, before + 42)
-    )
-    assert way.accepted > 20
-
-
-def test_a_watch_whose_history_was_compacted_is_told_a_view_and_goes_on(
-    etcd: Etcd, watching: EtcdStore, direct: EtcdStore, way: Listener
-) -> None:
-    told = Told()
-    watching.watch(PREFIX, direct.read(PREFIX).revision, told)
-    told.wait_for(put(direct, A, "1"))
-
-    way.cut()
-    for turn in range(5):
-        put(direct, B, str(turn))
-    compacted = put(direct, A, "2")
-    etcd.compact(compacted)
-    way.restore()
-    told.wait_for(compacted)
-    told.wait_for(put(direct, B, "last"))
-
-    kinds = [type(update) for update in told.updates]
-    assert kinds == [Changes, View, Changes]
-    assert told.entries == direct.read(PREFIX).entries
 
 
 @pytest.mark.parametrize("seed", [0, slow(1), slow(2)])
@@ -197,19 +140,6 @@ def test_a_watch_goes_on_from_a_member_that_never_answers_to_one_that_does(
 
         told.wait_for(put(direct, A))
         assert mute.accepted
-
-
-@pytest.mark.usefixtures("patient")
-def test_a_fault_of_the_client_ends_a_watch_and_leaves_nobody_waiting(etcd: Etcd) -> None:
-    class Faulty(EtcdStore):
-        def read(self, prefix: str) -> View:
-            raise ZeroDivisionError("of ours")
-
-    told: list[Update] = []
-    with closing(Faulty(etcd.addresses, deadline_s=DEADLINE_S)) as store:
-        begun = in_thread(store.watch(PREFIX, None, told.append).begun)
-
-        assert str(begun.exception(DEADLINE_S)) == "the store's client failed (ZeroDivisionError: of ours)"
 
 
 @pytest.mark.usefixtures("patient")

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.rendezvous.codec import decode
-from elaunch.rendezvous.types import Outcome, OutcomeKind
 from tests.etcd import Etcd
 from tests.faults.processes import LIGHT
 from tests.harness import Job, wait_for
@@ -40,31 +38,6 @@ def left(etcd: Etcd, name: str) -> dict[str, int]:
     found = json.loads(etcd.ctl("get", "--prefix", f"/elaunch/{name}/", "-w", "json")).get("kvs", [])
     assert all(kv.get("lease") for kv in found), "a key without a lease stays for ever"
     return {b64decode(kv["key"]).decode(): len(b64decode(kv["key"]) + b64decode(kv["value"])) for kv in found}
-
-
-def test_a_job_that_has_ended_leaves_its_outcome_and_few_bytes_under_a_lease_of_days(tmp_path: Path) -> None:
-    with Etcd("3.4") as etcd, ExitStack() as stack:
-        names = [f"small-{number}" for number in range(2)]
-        # A longer lease allows each request more time. An agent's lease stays where etcd is too slow to revoke it.
-        jobs = [
-            stack.enter_context(Job(tmp_path, *job_words(etcd, name, "lease_ttl=60"), FAILS_ONCE, env=WITHOUT_TORCH))
-            for name in names
-        ]
-        assert [job.wait() for job in jobs] == [0, 0], "\n".join(job.output for job in jobs)
-
-        for name in names:
-            keys = left(etcd, name)
-            kinds = {key.removeprefix(f"/elaunch/{name}/").split("/0")[0] for key in keys}
-            assert kinds == {"ctl/spec", "ctl/generation", "ctl/table", "ctl/ended", "failures"}
-            assert (len(keys), sum(keys.values()) < BYTES_AFTER_END) == (KEYS_AFTER_END, True), keys
-            ended = etcd.ctl("get", "--print-value-only", f"/elaunch/{name}/ctl/ended")
-            assert decode(Outcome, ended).kind is OutcomeKind.SUCCEEDED
-        leases = etcd.ctl("lease", "list").split()[3:]
-        assert len(leases) == 2, "one for each job, and none of an agent"
-        week_s = 7 * 24 * 3600
-        for lease in leases:
-            told = json.loads(etcd.ctl("lease", "timetolive", lease, "-w", "json"))
-            assert (told["granted-ttl"], week_s - 60 < told["ttl"] <= week_s) == (week_s, True)
 
 
 @pytest.mark.slow

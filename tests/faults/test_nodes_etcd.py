@@ -42,13 +42,6 @@ def on_three_members(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Share
         yield shared
 
 
-@pytest.fixture(scope="module")
-def on_one_member(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
-    """A job of two nodes, with an etcd on a third one."""
-    with Shared(tmp_path_factory, 2, nnodes="1:2") as shared:
-        yield shared
-
-
 class LogsFromNow:
     """The output of a job's agents from now on."""
 
@@ -97,43 +90,6 @@ def test_training_goes_on_while_all_of_etcd_is_away_and_no_generation_opens_when
     # A node that is wrongly taken for lost would be declared lost within this time.
     cluster.trains_for(meeting, 7)
     cluster.end()
-
-
-@pytest.mark.slow
-def test_a_node_cut_off_with_its_own_etcd_member_is_given_up_and_comes_back(tmp_path: Path) -> None:
-    with LightCluster(tmp_path, 3, members_on=THREE) as cluster:
-        cluster.start(0, 1, 2, nnodes="2:3")
-        first = cluster.meeting(3)
-        # Cut off the leader's node, the worst case: the leader has all keys in memory, and answers without the others.
-        victim = next(node for node in cluster.nodes if cluster.member_on(node) is cluster.etcd.leader())
-
-        victim.unplug()
-
-        second = cluster.meeting(2, after=first)
-        assert victim.name not in second.hosts
-        victim.plug_in()
-        third = cluster.meeting(3, after=second)
-        assert third.hosts == [*second.hosts, victim.name]
-        assert third.restarts == 0
-        cluster.records.assert_ended_before(third, rank=2, generation=first.generation)
-        cluster.end()
-
-
-def test_a_worker_that_fails_while_etcd_is_away_is_a_restart_when_it_is_back(on_one_member: Shared) -> None:
-    cluster, first = on_one_member.job()
-    (member,) = cluster.etcd.members
-    member.kill()
-    cluster.trains_for(first, 5)
-
-    os.kill(first.pid(1), signal.SIGKILL)
-
-    index = cluster.node(first.hosts[1]).index
-    cluster.agents[index].wait_for_output(f"was killed by SIGKILL in generation {first.generation}")
-    assert not cluster.records.of("started", first.generation + 1)
-    member.start()
-    second = cluster.meeting(2, after=first)
-    assert second.generation == first.generation + 1
-    cluster.goes_on(second)
 
 
 def test_an_agent_that_finds_no_etcd_waits_for_it(tmp_path: Path) -> None:

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.cluster import PATIENT, REDUCER, Cluster, LightCluster, Shared
+from tests.faults.cluster import PATIENT, Cluster, LightCluster, Shared
 from tests.faults.processes import is_alive
-from tests.faults.test_signals import stop_all
-from tests.harness import slow, wait_for
+from tests.harness import slow
 from tests.nodes import needs_nodes
 
 pytestmark = needs_nodes
@@ -54,43 +53,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
     """A job of two nodes, beside a third one."""
     with Shared(tmp_path_factory, 2, nodes=3, nnodes="2", options=PAIR) as shared:
         yield shared
-
-
-def test_two_workers_that_fail_at_once_are_one_restart(pair: Shared) -> None:
-    cluster, first = pair.job()
-
-    # The first one's end would stop the second one within milliseconds, by itself or by its agent. All are held.
-    stop_all([agent.process.pid for agent in cluster.agents.values()])
-    for signum in (signal.SIGSTOP, signal.SIGKILL):
-        for rank in (0, 1):
-            os.kill(first.pid(rank), signum)
-    for agent in cluster.agents.values():
-        agent.signal(signal.SIGCONT)
-
-    second = cluster.meeting(2, after=first)
-    assert second.generation == first.generation + 1
-    assert second.restarts == first.restarts + 1
-    cluster.goes_on(second)
-
-
-def test_a_failure_on_one_node_runs_the_nodes_again_that_were_done(pair: Shared) -> None:
-    cluster, first = pair.job()
-    generation = first.generation
-    cluster.ask("hang", moment="last", generation=generation, rank=1)
-    (cluster.folder / "end").touch()
-    wait_for(lambda: cluster.records.of("hang", generation), "rank 1 hangs at its end")
-    done = ("get", "--prefix", "--keys-only", f"/elaunch/job/done/{generation:010d}/")
-    wait_for(lambda: cluster.etcd.ctl(*done).strip(), "node 0 is done", every_s=0.1)
-    (cluster.folder / "end").unlink()
-
-    os.kill(first.pid(1), signal.SIGKILL)
-
-    second = cluster.meeting(2, after=first)
-    assert [r["rank"] for r in cluster.records.of("ended", generation)] == [0]
-    why = rf"running again: rank 1 .* was killed by SIGKILL in generation {generation}"
-    cluster.agents[cluster.node(first.hosts[0]).index].wait_for_output(why)
-    assert second.restarts == first.restarts + 1
-    cluster.goes_on(second)
 
 
 def test_a_node_with_another_command_is_refused_and_the_job_is_untouched(pair: Shared) -> None:
@@ -163,53 +125,6 @@ def test_a_killed_agents_node_is_given_up_and_the_others_go_on(tmp_path: Path, l
         cluster.end(*({0, 1, 2} - {index}))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("leads", [True, False])
-def test_an_agent_that_stops_for_longer_than_its_lease_comes_back_as_a_new_node(tmp_path: Path, leads: bool) -> None:
-    with LightCluster(tmp_path, 2) as cluster:
-        cluster.start(0, 1, nnodes="1:2")
-        first = cluster.meeting(2)
-        index = cluster.leader() if leads else 1 - cluster.leader()
-        (rank,) = first.ranks_on(cluster.nodes[index])
-        old_worker = first.pid(rank)
-        # Without the hang the worker would end with its peer.
-        cluster.ask("hang", generation=0, rank=rank)
-        wait_for(lambda: cluster.records.of("hang"), "it hears nobody")
-        cluster.agents[index].signal(signal.SIGSTOP)
-
-        alone = cluster.meeting(1, after=first)
-
-        assert alone.hosts == [f"node{1 - index}"]
-        assert is_alive(old_worker)
-        cluster.agents[index].signal(signal.SIGCONT)
-        both = cluster.meeting(2, after=alone)
-        assert both.hosts == [f"node{1 - index}", f"node{index}"]
-        assert both.restarts == 0
-        assert not is_alive(old_worker)
-        cluster.records.assert_ended_before(both, rank=1, generation=first.generation)
-        cluster.end()
-
-
-@pytest.mark.slow
-def test_a_node_that_is_killed_while_a_generation_forms_is_left_out(tmp_path: Path) -> None:
-    with LightCluster(tmp_path, 3) as cluster:
-        cluster.start(0, 1, 2, nnodes="2:3", options=("--failure-grace", "8"))
-        first = cluster.meeting(3)
-        # Rank 1 ignores SIGTERM, and its agent waits for it. Until then the next generation cannot be sealed.
-        cluster.ask("deaf", generation=0, rank=1)
-        wait_for(lambda: cluster.records.of("deaf"), "rank 1 is deaf")
-        os.kill(first.pid(0), signal.SIGKILL)
-        slow, lost = (cluster.node(first.hosts[rank]).index for rank in (1, 2))
-        cluster.agents[slow].wait_for_output("was killed by SIGKILL in generation 0")
-
-        cluster.nodes[lost].power_off()
-
-        assert not cluster.records.of("started", 1), "the generation was sealed before the fault"
-        second = cluster.meeting(2, after=first)
-        assert second.hosts == first.hosts[:2]
-        cluster.end(*({0, 1, 2} - {lost}))
-
-
 def test_sigterm_to_one_agent_is_said_and_the_others_go_on_at_once(tmp_path: Path) -> None:
     with LightCluster(tmp_path, 3) as cluster:
         # No lease ends in this test, so the other nodes learn of an end only if the agent says it.
@@ -235,42 +150,3 @@ def test_sigint_to_one_agent_ends_the_job_on_all_nodes(tmp_path: Path) -> None:
         cluster.agents[1].signal(signal.SIGINT)
 
         cluster.ended({0: 130, 1: 130})
-
-
-@pytest.mark.slow
-def test_a_job_whose_agents_were_killed_begins_anew_when_they_are_started_otherwise_at_once(tmp_path: Path) -> None:
-    mended = tmp_path / "mended.py"
-    mended.symlink_to(REDUCER)
-    with LightCluster(tmp_path, 2) as cluster:
-        cluster.start(0, 1, nnodes="2")
-        first = cluster.meeting(2)
-        for agent in cluster.agents.values():
-            agent.signal(signal.SIGKILL)
-            agent.wait()
-
-        cluster.start(0, 1, nnodes="2", program=mended)
-
-        second = cluster.meeting(2, after=first)
-        assert (second.generation, second.restarts) == (first.generation + 1, 0)
-        assert "(the job starts" in cluster.agents[0].stderr
-        cluster.end(0, 1)
-
-
-@pytest.mark.slow
-def test_two_jobs_on_one_etcd_do_not_notice_each_other(tmp_path: Path) -> None:
-    # Each job has one node and may have two, so each needs the etcd.
-    options = ("--nproc-per-node", "2", "--rdzv-conf", "last_call_timeout=0")
-    with LightCluster(tmp_path, 2) as one:
-        other = one.sharing(tmp_path / "other")
-        one.start(0, nnodes="1:2", job="one", options=options)
-        other.start(1, nnodes="1:2", job="other", options=options)
-        first, theirs = one.meeting(2), other.meeting(2)
-
-        os.kill(first.pid(0), signal.SIGKILL)
-
-        second = one.meeting(2, after=first)
-        assert second.restarts == 1
-        other.goes_on(theirs)
-        one.end()
-        other.goes_on(theirs)
-        other.end()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from elaunch.rendezvous.rules.snapshot import Keys
-from tests.faults.cluster import PATIENT, LightCluster
+from tests.faults.cluster import LightCluster
 from tests.nodes import needs_nodes
-from tests.standin import WITHOUT_TORCH
 
 pytestmark = needs_nodes
 
@@ -84,38 +82,3 @@ def test_a_spare_that_was_not_needed_ends_well_with_the_job(tmp_path: Path) -> N
         cluster.end()
 
         assert {r["host"] for r in cluster.records.of("started")} == set(meeting.hosts)
-
-
-@pytest.mark.slow
-def test_a_job_below_its_smallest_size_ends_after_the_join_timeout(tmp_path: Path) -> None:
-    options = ("--stop-grace", "1", "--rdzv-conf", "join_timeout=30")
-    with LightCluster(tmp_path, 2) as cluster:
-        cluster.start(0, 1, nnodes="2", options=options)
-        first = cluster.meeting(2)
-
-        cluster.nodes[1].power_off()
-
-        cluster.ended({0: 1})
-        assert "1 of 2" in cluster.agents[0].stderr
-        assert {r["generation"] for r in cluster.records.of("started")} == {first.generation}
-
-
-def test_a_newcomer_that_lacks_a_library_leaves_and_the_job_goes_on(tmp_path: Path) -> None:
-    with LightCluster(tmp_path, 2) as cluster:
-        program = tmp_path / "train.py"
-        reducer = Path(__file__).with_name("reducer.py")
-        program.write_text(f"import of_node0, runpy\nrunpy.run_path({str(reducer)!r}, run_name='__main__')\n")
-        (tmp_path / "node0").mkdir()
-        (tmp_path / "node0" / "of_node0.py").touch()
-        path = {"PYTHONPATH": os.pathsep.join((".", *WITHOUT_TORCH.values()))}
-        cluster.start(0, nnodes="1:2", program=program, options=PATIENT, env=path)
-        first = cluster.meeting(1)
-
-        cluster.start(1, nnodes="1:2", program=program, options=PATIENT, env=path)
-
-        assert cluster.agents[1].wait() == 1
-        assert "No module named 'of_node0'" in cluster.agents[1].stderr
-        second = cluster.meeting(1, after=first)
-        assert second.restarts == 0
-        cluster.goes_on(second)
-        cluster.end(0)

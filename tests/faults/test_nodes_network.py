@@ -43,35 +43,6 @@ def test_a_node_whose_link_was_off_stops_its_old_workers_and_joins_as_new(trio: 
     cluster.goes_on(third)
 
 
-def test_a_node_that_is_cut_off_from_the_store_alone_is_replaced_by_a_generation_without_it(trio: Shared) -> None:
-    cluster, first = trio.job()
-    victim = cluster.node(first.hosts[1])
-
-    cluster.nodes.cut(victim, cluster.nodes[3])
-
-    second = cluster.meeting(2, after=first)
-    assert victim.name not in second.hosts
-    assert second.restarts == 0
-    cluster.nodes.heal()
-    third = cluster.meeting(3, after=second)
-    assert third.hosts == [*second.hosts, victim.name]
-    cluster.records.assert_ended_before(third, rank=2, generation=first.generation)
-    cluster.goes_on(third)
-
-
-def test_the_job_goes_on_without_the_node_of_rank_0_from_another_address_and_ends_well(trio: Shared) -> None:
-    cluster, first = trio.job()
-    lost = cluster.node(first.hosts[0])
-
-    lost.power_off()
-
-    second = cluster.meeting(2, after=first)
-    assert second.hosts == first.hosts[1:]
-    assert second.master_addr != first.master_addr
-    assert second.restarts == 0
-    cluster.end(*({0, 1, 2} - {lost.index}))
-
-
 @pytest.mark.slow
 def test_a_connection_that_breaks_between_healthy_ranks_is_a_lost_peer_and_no_ranks_own_failure(tmp_path: Path) -> None:
     with Cluster(tmp_path, 2) as cluster:

@@ -15,7 +15,7 @@ import pytest
 from elaunch.rendezvous.secret import Secret
 from elaunch.rendezvous.server import admission
 from elaunch.rendezvous.server import server as server_module
-from elaunch.rendezvous.server.admission import PER_ADDRESS, slots_for
+from elaunch.rendezvous.server.admission import PER_ADDRESS
 from tests.harness import wait_for
 from tests.served import TOKEN, Gateway, ServerProcess, thread_serving
 
@@ -108,24 +108,6 @@ def test_authenticated_agents_are_not_closed_for_unauthenticated_connections(sec
             assert [agent._calls.sock for agent in agents] == sockets
         for agent in agents:
             agent.close()
-
-
-def test_a_job_whose_agents_all_start_behind_one_address_gets_in_at_the_first_try(
-    secret: Secret, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Long enough for a slow machine too.
-    monkeypatch.setattr(admission, "CROWD_S", 60.0)
-    monkeypatch.setattr(admission, "FIRST_REQUEST_S", 60.0)
-    agents, context = 64, secret.client_context()
-    with thread_serving(secret, slots_for(agents)) as (server, port), ExitStack() as stack:
-        plain = [connected(port) for _ in range(agents)]
-        wait_for(lambda: len(server._unauthenticated) == agents, "all are unauthenticated at the same time")
-
-        for one in plain:
-            agent = stack.enter_context(context.wrap_socket(one))
-            agent.sendall(health(secret))
-            assert agent.recv(12) == b"HTTP/1.1 200"
-        assert len(server._unauthenticated) == 0
 
 
 def test_one_address_may_hold_few_unauthenticated_connections_for_long(

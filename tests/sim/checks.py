@@ -11,9 +11,9 @@ from elaunch.agent.core.events import Cleared, Event, ServiceLost, WorkerEnded, 
 from elaunch.agent.core.state import Agent, Clearing, Exited, Finished, Joining, Running, Stopping
 from elaunch.rendezvous.codec import decode
 from elaunch.rendezvous.rules.assign_ranks import role_of_node
-from elaunch.rendezvous.rules.excluding import is_excluded, way_of
 from elaunch.rendezvous.rules.hang_verdict import Hang
-from elaunch.rendezvous.rules.table_codec import decode_table
+from elaunch.rendezvous.rules.snapshot import decode_table
+from elaunch.rendezvous.rules.verdict import is_excluded, way_of
 from elaunch.rendezvous.store import Changes, KeyEntry, NoneNewer, Put, Txn, Update
 from elaunch.rendezvous.types import (
     Failure,
@@ -366,10 +366,7 @@ class Checks:
             case ["failures", number, node_id]:
                 self._require(self._owners[node_id] is process, "stale", f"{process.name} writes {parts}")
                 self._require(int(number) <= g, "stale", f"{parts} in {g}")
-                failures = self.failures.setdefault(int(number), {})
-                failures[node_id] = decode(Failure, entry.value)
-                full = [node for node, failure in failures.items() if failure != failure.brief]
-                self._require(len(full) <= 1, "detail", f"{full} have records in full, of generation {number}")
+                self.failures.setdefault(int(number), {})[node_id] = decode(Failure, entry.value)
             case ["done", number, node_id]:
                 self._require(int(number) == g and not self.run.ended, "stale", f"{parts} in {g}")
                 codes = [w.code for w in process.workers if w.generation == g]

@@ -16,7 +16,7 @@ from dataclasses import replace
 from elaunch.agent.core.actions import Clear, Commit, Join, SignalWorkers, Spawn, TellWorkers
 from elaunch.agent.core.events import Cleared, Looked, ServiceLost, WorkerExited
 from elaunch.agent.core.leaving import order
-from elaunch.rendezvous.engine.memory_store import MemoryStore
+from elaunch.rendezvous.engine import MemoryStore
 from elaunch.rendezvous.job_spec import JobSpec, Program, ProgramKind
 from elaunch.rendezvous.rules.questions import Topic
 from elaunch.rendezvous.store import Answer, Delete, Put, Txn

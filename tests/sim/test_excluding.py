@@ -6,11 +6,8 @@ import random
 
 import pytest
 
-from elaunch.rendezvous.rules import forming
-from elaunch.rendezvous.rules.excluding import Suspicion
 from elaunch.rendezvous.types import RankTable
 from tests.harness import slow
-from tests.sim.checks import Violation
 from tests.sim.cluster import World, simulate
 from tests.sim.plans import FOREVER_S, Fault, HostPlan, Plan, Strike
 
@@ -40,15 +37,6 @@ def applied(world: World) -> list[RankTable]:
     return [table for table in world.checks.tables.values() if table.excluded]
 
 
-def first_violation(kills: int = 0) -> str:
-    for seed in SEEDS:
-        try:
-            simulate(sick_host(seed, kills=kills))
-        except Violation as violation:
-            return violation.rule
-    return ""
-
-
 @pytest.mark.parametrize("seed", EACH_SEED)
 def test_a_sick_host_is_excluded_and_the_job_ends_well(seed: int) -> None:
     world = simulate(sick_host(seed))
@@ -74,41 +62,3 @@ def test_it_stays_excluded_when_leaders_are_killed(seed: int) -> None:
     assert all(seat.host != name_of_sick(world) for table in applied(world) for seat in table.seats) or any(
         "too few other nodes" in table.reason for table in applied(world)
     )
-
-
-def test_without_the_rule_such_a_job_fails() -> None:
-    codes = (
-        process.outcome.exit_code
-        for seed in SEEDS
-        for host in simulate(sick_host(seed, exclude_after=0)).hosts
-        for process in host.processes
-        if process.outcome
-    )
-
-    assert 1 in codes
-
-
-def test_if_exclusions_are_forgotten_the_simulator_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forgetful(terms: object, before: RankTable, *rest: object) -> Suspicion:
-        standing = stand(terms, before, *rest)  # type: ignore[arg-type]
-        return standing if standing.fresh else Suspicion(standing.streak, ())
-
-    stand = forming.stand
-    monkeypatch.setattr(forming, "stand", forgetful)
-
-    assert first_violation(kills=2) == "forgotten"
-
-
-def test_if_a_node_is_excluded_too_early_the_simulator_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def hasty(terms: object, *rest: object) -> Suspicion:
-        return stand(Hasty(terms), *rest)  # type: ignore[arg-type]
-
-    class Hasty:
-        def __init__(self, terms: object) -> None:
-            self.nodes_max = terms.nodes_max  # type: ignore[attr-defined]
-            self.exclude_after = 1
-
-    stand = forming.stand
-    monkeypatch.setattr(forming, "stand", hasty)
-
-    assert first_violation() == "blamed"

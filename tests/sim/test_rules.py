@@ -13,7 +13,6 @@ the loop reads again what it watches                      "liveness": a deaf age
 who returns as a member guards the generation             "stale": a member runs workers of an older generation
 who was cut off declares nobody lost at once              "outage": an absence of the store stops the workers
 the leader renews the run's lease                         "exit code": a job that runs for long loses its keys
-one failure record of a generation is in full             "detail": each of many nodes that fail writes a long one
 who starts a run too late ends the lease that it began    "unused lease": an empty one stays in the store for days
 
 The rules themselves are in docs/protocol.md. Each hunt runs the same worlds also with the rule on, and finds nothing.
@@ -131,13 +130,6 @@ def lasting(rng: random.Random, seed: int) -> Plan:
     return plan(seed, 3, kills, nodes_min=1, work_s=60.0, times=replace(TIMES, keys_ttl_s=TIMES.keys_ttl_min_s))
 
 
-def failing_together(rng: random.Random, seed: int) -> Plan:
-    """Workers of several nodes fail independently at almost the same moment."""
-    at_s = rng.uniform(2, 5)
-    fails = [Fault(at_s + rng.uniform(0, 0.2), Strike.WORKER, host) for host in range(4)]
-    return plan(seed, 4, fails, call_s=0.1, watch_s=0.1, collective=False)
-
-
 def starting_together(_: random.Random, seed: int) -> Plan:
     """All agents come at once to run a job again that has ended."""
     return plan(seed, 4, [], call_s=0.2, watch_s=0.2, work_s=2.0, again=True)
@@ -241,14 +233,6 @@ def run_not_renewed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StoreClient, "renew_run", lambda _: None)
 
 
-def all_in_full(patch: pytest.MonkeyPatch) -> None:
-    def off(*args: Any) -> tuple[Txn, ...]:
-        return tuple(replace(txn, guards=txn.guards[:1]) for txn in complete(*args))
-
-    complete = transactions.complete
-    patch.setattr(transactions, "complete", off)
-
-
 def begun_leases_left(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StoreClient, "_end_unless_used", lambda *_, **__: None)
 
@@ -280,7 +264,6 @@ HUNTS = [
     Hunt(return_unguarded, just_back, "stale", first=112),
     Hunt(no_return_grace, away_ending, "outage"),
     Hunt(run_not_renewed, lasting, "exit code"),
-    Hunt(all_in_full, failing_together, "detail"),
     Hunt(begun_leases_left, starting_together, "unused lease", first=22),
 ]
 

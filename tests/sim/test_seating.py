@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from elaunch.rendezvous.rules import forming, leading
-from elaunch.rendezvous.rules.assign_ranks import Seating
 from elaunch.rendezvous.types import OutcomeKind, RankTable
 from tests.harness import slow
-from tests.sim.checks import Violation
 from tests.sim.cluster import World, simulate
 from tests.sim.plans import FOREVER_S, Fault, HostPlan, Plan, Strike
 
@@ -47,26 +43,6 @@ def ends(world: World) -> set[OutcomeKind]:
     return {run.ended.kind for run in world.checks.runs if run.ended}
 
 
-def test_a_spare_of_another_role_does_not_take_a_lost_nodes_seat() -> None:
-    world = simulate(losing(1, job("ps", "trainer", "ps", "trainer", seats=2, late=(3, 30.0))))
-
-    first, second = world.checks.tables.values()
-    assert [seat.host for seat in first.seats] == ["host-0", "host-1"]
-    # The spare of the other role has been there all the time.
-    assert [seat.host for seat in second.seats] == ["host-0", "host-3"]
-    assert ends(world) == {OutcomeKind.SUCCEEDED}
-
-
-def test_an_elastic_job_waits_for_a_role_that_nobody_has_any_more() -> None:
-    plan = job("ps", "trainer", "trainer", "ps", seats=3, nodes_min=1, late=(3, 30.0))
-    world = simulate(losing(0, plan))
-
-    first, second = world.checks.tables.values()
-    assert roles(world, first) == ["ps", "trainer", "trainer"]
-    assert roles(world, second) == ["trainer", "trainer", "ps"]
-    assert ends(world) == {OutcomeKind.SUCCEEDED}
-
-
 def test_an_elastic_job_goes_on_with_fewer_nodes_of_a_role_and_keeps_the_seat_for_it() -> None:
     plan = job("ps", "trainer", "trainer", "ps", "trainer", seats=3, nodes_min=1, late=(4, 15.0))
     world = simulate(losing(2, plan))
@@ -78,18 +54,6 @@ def test_an_elastic_job_goes_on_with_fewer_nodes_of_a_role_and_keeps_the_seat_fo
         ["ps", "trainer", "trainer"],
     ]
     assert ends(world) == {OutcomeKind.SUCCEEDED}
-
-
-def test_a_job_ends_if_no_node_of_the_role_comes() -> None:
-    world = simulate(losing(0, job("ps", "trainer", "trainer", "trainer", seats=3, nodes_min=1)))
-
-    assert len(world.checks.tables) == 1
-    (run,) = world.checks.runs
-    assert run.ended
-    assert run.ended.reason.startswith(
-        "after 40 s the job still waits for a node with the role ps; nodes: 2 of at least 1 are here; host-0 was lost:"
-        " no sign of life from the elaunch that ran there; start a node with that role"
-    )
 
 
 def random_job(seed: int) -> Plan:
@@ -112,34 +76,3 @@ def test_seats_keep_their_roles_whatever_is_lost(seed: int) -> None:
     world = simulate(random_job(seed))
 
     assert world.checks.tables
-
-
-def without_roles(before: RankTable | None, nodes: Any, nodes_max: int) -> Seating:
-    here = tuple(nodes)[:nodes_max]
-    return Seating(here, (), nodes_max - len(here), (), is_plain=True)
-
-
-def violation(plan: Plan) -> str:
-    try:
-        simulate(plan)
-    except Violation as found:
-        return found.rule
-    return ""
-
-
-def test_if_seats_have_no_roles_the_simulator_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = losing(1, job("ps", "trainer", "ps", seats=2))
-    monkeypatch.setattr(forming, "seat", without_roles)
-
-    assert violation(plan) == "role"
-
-
-def test_if_a_vacant_seat_is_forgotten_the_simulator_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forgetful(before: RankTable | None, *rest: Any) -> Seating:
-        return seat(before and replace(before, vacant=()), *rest)
-
-    seat = forming.seat
-    monkeypatch.setattr(forming, "seat", forgetful)
-    monkeypatch.setattr(leading, "newcomers_of", lambda table, nodes, most: tuple(nodes)[: most - len(table.seats)])
-
-    assert violation(losing(2, job("ps", "trainer", "trainer", "ps", seats=3, nodes_min=1))) == "role"

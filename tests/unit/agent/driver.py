@@ -24,7 +24,7 @@ from elaunch.agent.core.state import Agent, Clearing, Exited, Running, Stopping
 from elaunch.agent.core.step import step
 from elaunch.agent.core.timeline import Announcement, Entry, announcements, entries
 from elaunch.rendezvous.codec import encode
-from elaunch.rendezvous.engine.memory_store import MemoryStore
+from elaunch.rendezvous.engine import MemoryStore
 from elaunch.rendezvous.job_spec import JobSpec, Program, ProgramKind
 from elaunch.rendezvous.rules.snapshot import Keys, Snapshot, SnapshotReader
 from elaunch.rendezvous.rules.transactions import join

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elaunch.rendezvous.engine.memory_store import MemoryStore
+from elaunch.rendezvous.engine import MemoryStore
 from elaunch.rendezvous.rules import transactions
 from elaunch.rendezvous.rules.leading import Lead, LeaderState, lead
 from elaunch.rendezvous.rules.snapshot import Keys, Snapshot, SnapshotReader

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from elaunch.agent.environment import RANK_VARIABLES, arguments, one_gpu, outside, rank_variables
-from elaunch.rendezvous.rules.table_codec import seats_of
+from elaunch.rendezvous.rules.snapshot import seats_of
 from elaunch.rendezvous.types import RankTable
 
 TABLE = RankTable(

@@ -24,8 +24,8 @@ from elaunch.launcher.host import (
     routable_addresses,
     socket_variables,
 )
+from elaunch.rendezvous.dial import HostAddress
 from elaunch.rendezvous.endpoint import Endpoint
-from elaunch.rendezvous.http.dial import HostAddress
 
 UUIDS = ("GPU-aaaa1111-0", "GPU-aaaa2222-0", "GPU-bbbb3333-0", "GPU-cccc4444-0")
 NVIDIA = tuple(Gpu(Vendor.NVIDIA, uuid) for uuid in UUIDS)

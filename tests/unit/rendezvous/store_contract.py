@@ -14,14 +14,11 @@ import pytest
 
 from elaunch.rendezvous.store import (
     Absent,
-    Answer,
     Changes,
     Delete,
     Denied,
-    Empty,
     KeyEntry,
     LeaseGone,
-    NoneNewer,
     Put,
     Store,
     Txn,
@@ -30,7 +27,7 @@ from elaunch.rendezvous.store import (
     View,
 )
 from tests.harness import slow, wait_for
-from tests.unit.rendezvous.engine.store_model import Model, random_txn
+from tests.unit.rendezvous.store_model import Model, random_txn
 
 ROOT = "/elaunch/contract/"
 A, B, C, D = (f"{ROOT}{name}" for name in "abcd")
@@ -136,73 +133,9 @@ class StoreContract:
 
     # Revisions.
 
-    def test_a_repeated_put_keeps_the_create_revision(self, store: Store) -> None:
-        first = put(store, A, "1")
-
-        second = put(store, A, "1")
-
-        assert first.create_revision == first.mod_revision
-        assert second.create_revision == first.create_revision
-        assert second.mod_revision > first.mod_revision
-
-    def test_all_writes_of_a_transaction_have_one_revision_which_is_the_stores(self, store: Store) -> None:
-        put(store, C, "old")
-        before = store.read(ROOT).revision
-
-        answer = store.commit(Txn((), (Put(A, "1"), Put(B, "2"), Delete(C))))
-
-        view = store.read(ROOT)
-        assert answer == Answer(True, before + 1)
-        assert view.revision == before + 1
-        assert {entry.mod_revision for entry in view.entries.values()} == {before + 1}
-        assert list(view.entries) == [A, B]
-
-    def test_a_transaction_that_writes_nothing_moves_no_revision(self, store: Store) -> None:
-        put(store, A, "1")
-        before = store.read(ROOT)
-
-        answers = [store.commit(txn) for txn in (Txn(()), Txn((), (Delete(B),)), Txn((Absent(B),)), Txn((Absent(A),)))]
-
-        assert [answer.held for answer in answers] == [True, True, True, False]
-        assert {answer.revision for answer in answers} == {before.revision}
-        assert store.read(ROOT) == before
-
     # Guards.
 
-    def test_an_unchanged_guard_holds_until_the_next_write_even_of_the_same_value(self, store: Store) -> None:
-        first = put(store, A, "1")
-
-        held = store.commit(Txn((Unchanged(A, first.mod_revision),), (Put(B, "x"),))).held
-        put(store, A, "1")
-        held_later = store.commit(Txn((Unchanged(A, first.mod_revision),), (Put(C, "x"),))).held
-
-        assert (held, held_later) == (True, False)
-        assert list(store.read(ROOT).entries) == [A, B]
-
-    def test_a_none_newer_guard_sees_neither_deletions_nor_other_keys(self, store: Store) -> None:
-        put(store, f"{ROOT}m/1")
-        put(store, f"{ROOT}m/2")
-        read = store.read(ROOT).revision
-
-        put(store, f"{ROOT}n/1")
-        store.commit(Txn((), (Delete(f"{ROOT}m/1"),)))
-        one_left = store.commit(Txn((NoneNewer(f"{ROOT}m/", read),))).held
-        store.commit(Txn((), (Delete(f"{ROOT}m/2"),)))
-
-        assert (one_left, store.commit(Txn((NoneNewer(f"{ROOT}m/", read),))).held) == (True, True)
-
-    def test_a_guard_looks_at_the_store_before_the_transactions_own_writes(self, store: Store) -> None:
-        assert store.commit(Txn((Absent(A), Empty(ROOT)), (Put(A, "1"),))).held
-
     # Branches.
-
-    def test_a_range_is_deleted_from_its_key_to_before_its_end(self, store: Store) -> None:
-        for key in (A, f"{A}/1", B, C, D):
-            put(store, key)
-
-        store.commit(Txn((), (Delete(A, C), Put(f"{C}/new", "x"))))
-
-        assert list(store.read(ROOT).entries) == [C, f"{C}/new", D]
 
     # Leases.
 
@@ -298,35 +231,6 @@ class StoreContract:
         assert values(store) == {A: "1"}
 
     # Watches.
-
-    def test_a_watch_tells_puts_repeated_puts_and_deletes_each_once_and_in_order(self, store: Store) -> None:
-        before = store.read(ROOT).revision
-        told = Told()
-        watch = store.watch(ROOT, before, told)
-
-        for op in (Put(A, "1"), Put(A, "1"), Delete(A), Put(A, "2")):
-            store.commit(Txn((), (op,)))
-
-        assert told.values_until(before + 4) == [
-            (before + 1, {A: "1"}),
-            (before + 2, {A: "1"}),
-            (before + 3, {A: None}),
-            (before + 4, {A: "2"}),
-        ]
-        watch.close()
-
-    def test_a_watch_tells_the_whole_entry(self, store: Store) -> None:
-        lease = new_lease(store)
-        before = store.read(ROOT).revision
-        told = Told()
-        watch = store.watch(ROOT, before, told)
-
-        put(store, A, "1")
-        entry = put(store, A, "2", lease)
-
-        assert told.all_until(before + 2)[1] == Changes(before + 2, {A: entry})
-        assert (entry.create_revision, entry.mod_revision, entry.lease) == (before + 1, before + 2, lease)
-        watch.close()
 
     def test_a_watch_from_the_past_tells_what_happened_since_and_then_what_happens(self, store: Store) -> None:
         put(store, A, "before")

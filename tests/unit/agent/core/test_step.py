@@ -13,8 +13,7 @@ from elaunch.agent.core.membership import _mismatch
 from elaunch.agent.core.state import Agent, Exited, Finished, Joining, Running
 from elaunch.agent.core.step import deadline_s
 from elaunch.rendezvous.codec import encode
-from elaunch.rendezvous.rules.snapshot import Snapshot
-from elaunch.rendezvous.rules.table_codec import encode_table, seats_of
+from elaunch.rendezvous.rules.snapshot import Snapshot, encode_table, seats_of
 from elaunch.rendezvous.store import Delete, Put
 from elaunch.rendezvous.times import Times
 from elaunch.rendezvous.types import Exclusion, OpenKind, Outcome, OutcomeKind, RankTable

@@ -19,7 +19,7 @@ from elaunch.agent.diagnosis import stacks
 from elaunch.agent.diagnosis.collectives import LOOKS, WaitShares, last_entered, slow_rank
 from elaunch.agent.diagnosis.flight_recorder import FlightRecorder
 from elaunch.agent.workers.link import Link
-from elaunch.rendezvous.rules.table_codec import seats_of
+from elaunch.rendezvous.rules.snapshot import seats_of
 from elaunch.rendezvous.types import RankTable
 from tests.harness import DEADLINE_S, environment, free_ports, wait_for
 

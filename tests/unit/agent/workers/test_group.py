@@ -9,7 +9,7 @@ import pytest
 from elaunch.agent.core.timeline import NO_GENERATION
 from elaunch.agent.workers.group import LASTING_S, CurrentGroup, WorkerGroup
 from elaunch.agent.workers.link import Link
-from elaunch.rendezvous.rules.table_codec import seats_of
+from elaunch.rendezvous.rules.snapshot import seats_of
 from elaunch.rendezvous.types import RankTable
 
 TABLE = RankTable(4, seats_of([("a-00000001", 2, "default"), ("b-00000001", 2, "default")]), "10.0.0.1", 1, "a start")

@@ -13,13 +13,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from elaunch.rendezvous.dial import resolve
 from elaunch.rendezvous.endpoint import Access, Endpoint, Login
 from elaunch.rendezvous.etcd import json_codec
-from elaunch.rendezvous.etcd.json_transport import JsonTransport
+from elaunch.rendezvous.etcd.http_client import request
 from elaunch.rendezvous.etcd.store import EtcdStore
-from elaunch.rendezvous.etcd.transport import AnswerStream, Json, Rpc
-from elaunch.rendezvous.http.client import request
-from elaunch.rendezvous.http.dial import resolve
+from elaunch.rendezvous.etcd.transport import AnswerStream, Json, JsonTransport, Rpc
 from elaunch.rendezvous.store import Denied, Put, Rejected, StoreError, Txn, Unavailable
 from tests.fuzzing import NESTED, PLAIN, VALUES, bounded
 

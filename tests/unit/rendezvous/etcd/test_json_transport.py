@@ -8,9 +8,8 @@ import pytest
 
 from elaunch.rendezvous.endpoint import Access, Endpoint
 from elaunch.rendezvous.etcd.discovery import FoundStore
-from elaunch.rendezvous.etcd.json_transport import JsonTransport
 from elaunch.rendezvous.etcd.store import EtcdStore
-from elaunch.rendezvous.etcd.transport import GatewayOff
+from elaunch.rendezvous.etcd.transport import GatewayOff, JsonTransport
 from elaunch.rendezvous.store import Denied, Rejected, StoreError, Unavailable
 from tests.relay import web_server
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 
 from elaunch.rendezvous.endpoint import Access, Endpoint
-from elaunch.rendezvous.engine.engine import Engine
+from elaunch.rendezvous.engine import Engine
 from elaunch.rendezvous.etcd.json_codec import range_end
 from elaunch.rendezvous.etcd.store import EtcdStore
 from elaunch.rendezvous.secret import Secret

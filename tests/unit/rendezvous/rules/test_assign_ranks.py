@@ -16,7 +16,7 @@ from elaunch.rendezvous.rules.assign_ranks import (
     role_sizes,
     seat,
 )
-from elaunch.rendezvous.rules.table_codec import decode_table, encode_table, seats_of
+from elaunch.rendezvous.rules.snapshot import decode_table, encode_table, seats_of
 from elaunch.rendezvous.types import Node, RankTable
 from tests.unit.agent.job_world import TERMS, World, node
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elaunch.rendezvous.types import FailureKind
-from tests.unit.agent.job_world import PORT, A, B, C, D, World, forming, node, running
+from tests.unit.agent.job_world import PORT, A, B, C, D, World, node, running
 
 SIGNAL = FailureKind.SIGNAL
 
@@ -26,16 +26,6 @@ def test_survivors_keep_their_order_and_newcomers_come_last() -> None:
         (A.node_id, 5),
     ]
     assert (world.table.master_addr, world.table.master_port) == (B.address, PORT + B.slots)
-
-
-def test_survivors_close_ranks_over_a_lost_node() -> None:
-    world = forming(A, B, C)
-    world.lose(A)
-    world.elect(B)
-    world.join(C, B)
-
-    assert world.seal() == "bc"
-    assert [seat.first_rank for seat in world.table.seats] == [0, 2]
 
 
 def test_more_nodes_than_seats_stay_without_one() -> None:

@@ -17,8 +17,15 @@ from elaunch.agent.core.step import step
 from elaunch.rendezvous.codec import decode, encode
 from elaunch.rendezvous.rules.hang_verdict import Hang, StillGroup, StillKind, StillNode
 from elaunch.rendezvous.rules.leading import LeaderState, lead
-from elaunch.rendezvous.rules.snapshot import Keys, Snapshot, SnapshotReader
-from elaunch.rendezvous.rules.table_codec import UNPACKED_BYTES_MAX, decode_table, encode_table, seats_of
+from elaunch.rendezvous.rules.snapshot import (
+    UNPACKED_BYTES_MAX,
+    Keys,
+    Snapshot,
+    SnapshotReader,
+    decode_table,
+    encode_table,
+    seats_of,
+)
 from elaunch.rendezvous.store import KeyEntry, View
 from elaunch.rendezvous.times import Times
 from elaunch.rendezvous.types import (

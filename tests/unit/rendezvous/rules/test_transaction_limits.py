@@ -18,9 +18,8 @@ from elaunch.rendezvous.codec import RUN_ID_BYTES_MAX
 from elaunch.rendezvous.job_spec import JobSpec, Program, ProgramKind
 from elaunch.rendezvous.rules import transactions
 from elaunch.rendezvous.rules.leading import LeaderState, lead
-from elaunch.rendezvous.rules.snapshot import Keys, Snapshot
-from elaunch.rendezvous.rules.table_codec import seats_of
-from elaunch.rendezvous.rules.transactions import FAILURES_KEPT, open_loss
+from elaunch.rendezvous.rules.snapshot import Keys, Snapshot, seats_of
+from elaunch.rendezvous.rules.transactions import open_loss
 from elaunch.rendezvous.store import Delete, Put, Txn
 from elaunch.rendezvous.types import (
     Failure,
@@ -84,7 +83,7 @@ def one() -> Failure:
 @cache
 def many() -> tuple[Failure, ...]:
     """A failure of each node. They are alike but for their node: that is quick to make."""
-    return tuple(replace(one().brief, node_id=node_id) for node_id in everyone())
+    return tuple(replace(one().one_of(NODES), node_id=node_id) for node_id in everyone())
 
 
 def snapshot(kind: OpenKind = OpenKind.FAIL, *, forming: bool = True, gone: bool = False) -> Snapshot:
@@ -154,7 +153,7 @@ MADE = {
     "a run is started over the old one": lambda: transactions.start_run(snapshot(), TERMS, me(), 1),
     "a node joins": lambda: transactions.join(snapshot(), me(), Joined(me().node_id, 1), 1, is_member=False),
     "a node fails": lambda: transactions.fail(snapshot(forming=False), me(), one()),
-    "a node's record is completed": lambda: max(transactions.complete(snapshot(), me(), one()), key=content_bytes),
+    "a node's record is completed": lambda: transactions.complete(snapshot(), me(), one()),
     "a node leaves": lambda: transactions.leave(snapshot(forming=False), me(), opens=True, why=LONG),
     "a person ends the job": lambda: transactions.end_job(
         snapshot(), Outcome(OutcomeKind.FAILED, LONG, G, 1, 1, one())
@@ -194,7 +193,7 @@ def test_a_leader_that_finds_a_record_of_each_node_in_each_generation_tidies_the
     seal = made["a table of all is sealed"]
 
     deletes = [op for op in seal.then if isinstance(op, Delete) and "/failures/" in op.key]
-    kept = [KEYS.failure(g, me().node_id) for g in (0, *range(G - FAILURES_KEPT + 1, G + 1))]
+    kept = [KEYS.failure(g, me().node_id) for g in (0, G)]
     gone = [KEYS.failure(g, node_id) for g in range(G + 1) for node_id in everyone()]
     assert [key for key in gone if not any(op.key <= key < op.end for op in deletes)] == sorted(kept)
 

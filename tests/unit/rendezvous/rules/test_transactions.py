@@ -9,10 +9,9 @@ from dataclasses import replace
 import pytest
 
 from elaunch.rendezvous.codec import encode
-from elaunch.rendezvous.engine.memory_store import MemoryStore
+from elaunch.rendezvous.engine import MemoryStore
 from elaunch.rendezvous.rules import transactions
 from elaunch.rendezvous.rules.snapshot import Snapshot, SnapshotReader
-from elaunch.rendezvous.rules.verdict import decisive_failure
 from elaunch.rendezvous.store import Delete, Put, Txn
 from elaunch.rendezvous.types import (
     Failure,
@@ -229,7 +228,7 @@ def test_a_completed_record_keeps_its_place_in_the_order() -> None:
     world.commit(transactions.fail(world.snapshot, A, replace(FAILED, node_id=A.node_id)))
     whole = replace(FAILED, tail="its last words")
 
-    assert [world.commit(txn) for txn in transactions.complete(world.snapshot, B, whole)] == [True]
+    assert world.commit(transactions.complete(world.snapshot, B, whole))
 
     assert [f.node_id for f in world.snapshot.failures[0]] == [B.node_id, A.node_id]
     assert world.snapshot.failures[0][0] == whole
@@ -238,95 +237,12 @@ def test_a_completed_record_keeps_its_place_in_the_order() -> None:
 LONG = replace(FAILED, kind=FailureKind.EXCEPTION, traceback="a line\n" * 9000, tail="a word\n" * 9000)
 
 
-def complete(world: World, who: Node, failure: Failure = LONG, seen: Snapshot | None = None) -> None:
-    for txn in transactions.complete(seen or world.snapshot, who, replace(failure, node_id=who.node_id)):
-        world.commit(txn)
-
-
-def in_full(world: World) -> list[str]:
-    return [f.node_id for f in world.snapshot.failures[0] if f != f.brief]
-
-
 def test_the_transaction_that_opens_a_generation_carries_no_traceback_and_no_output() -> None:
     world = running(A, B)
 
     world.commit(transactions.fail(world.snapshot, B, LONG))
 
     assert world.snapshot.failures[0] == (replace(LONG, traceback="", tail=""),)
-
-
-def test_of_many_that_fail_the_one_that_opened_the_generation_is_recorded_in_full() -> None:
-    world = running(A, B, C)
-    seen = world.snapshot
-    for who in (B, A, C):
-        world.commit(transactions.fail(seen, who, replace(LONG, node_id=who.node_id)))
-
-    for who in (C, A, B):
-        complete(world, who)
-
-    assert [f.node_id for f in world.snapshot.failures[0]] == [B.node_id, A.node_id, C.node_id]
-    assert in_full(world) == [B.node_id]
-    assert decisive_failure(world.snapshot.failures[0]) == replace(LONG, node_id=B.node_id)
-
-
-@pytest.mark.parametrize("kind", [OpenKind.JOIN, OpenKind.LEAVE])
-def test_a_failure_that_is_hurried_after_another_ones_record_is_recorded_in_brief(kind: OpenKind) -> None:
-    """History (seed 8421): one failure was refused by a join; another one opened over the join, and both were full."""
-    world = running(A, B, C)
-    before = world.snapshot
-    world.write(Put(KEYS.generation, encode(Generation(1, kind, "host-d joins"))))
-    world.commit(transactions.fail(before, A, replace(LONG, node_id=A.node_id)))
-    complete(world, A)
-
-    world.commit(transactions.fail(world.snapshot, B, replace(LONG, node_id=B.node_id)))
-    complete(world, B)
-
-    assert generation_of(world).number == 2
-    assert in_full(world) == [A.node_id]
-
-
-@pytest.mark.parametrize("kind", [OpenKind.JOIN, OpenKind.LEAVE])
-def test_a_failure_that_is_hurried_is_recorded_in_full_also_where_another_one_is_cleared_sooner(kind: OpenKind) -> None:
-    world = running(A, B, C)
-    world.write(Put(KEYS.generation, encode(Generation(1, kind, "host-d joins"))))
-    opener = replace(LONG, node_id=B.node_id)
-    world.commit(transactions.fail(world.snapshot, B, opener))
-    world.commit(transactions.claim_full_record(world.snapshot, B, opener))
-    world.commit(transactions.fail(world.snapshot, C, replace(LONG, node_id=C.node_id)))
-
-    complete(world, C)
-    complete(world, B)
-
-    assert in_full(world) == [B.node_id]
-    assert decisive_failure(world.snapshot.failures[0]) == opener
-
-
-@pytest.mark.parametrize("kind_at_first", [FailureKind.PEER_LOST, FailureKind.EXIT_CODE])
-def test_where_a_peers_end_explains_the_opener_another_ones_record_is_in_full(kind_at_first: FailureKind) -> None:
-    world = running(A, B, C)
-    world.commit(transactions.fail(world.snapshot, A, replace(FAILED, kind=kind_at_first, node_id=A.node_id)))
-    for who in (B, C):
-        world.commit(transactions.fail(world.snapshot, who, replace(LONG, node_id=who.node_id)))
-
-    complete(world, A, replace(LONG, kind=FailureKind.PEER_LOST))
-    complete(world, B)
-    complete(world, C)
-
-    assert in_full(world) == [B.node_id]
-    assert decisive_failure(world.snapshot.failures[0]) == replace(LONG, node_id=B.node_id)
-
-
-def test_a_record_that_comes_after_its_generation_was_judged_is_brief() -> None:
-    """History (seed 3454): a node that was cut off clears up when the others have had the next table for a while."""
-    world = running(A, B, C)
-    before = world.snapshot
-    world.commit(transactions.fail(before, A, replace(LONG, node_id=A.node_id)))
-    complete(world, A)
-    world.run(A, B, C)
-
-    complete(world, B, seen=before)
-
-    assert in_full(world) == [A.node_id]
 
 
 def test_what_opens_a_generation_says_whether_another_failure_may_explain_it() -> None:
@@ -412,7 +328,7 @@ OF_B: dict[str, Callable[[Snapshot, int], Txn]] = {
     "lead": lambda seen, lease: transactions.become_leader(seen, B, lease),
     "done": lambda seen, lease: transactions.report_done(seen, B, 0),
     "fail": lambda seen, lease: transactions.fail(seen, B, FAILED),
-    "complete": lambda seen, lease: transactions.complete(seen, B, replace(FAILED, tail="last words"))[0],
+    "complete": lambda seen, lease: transactions.complete(seen, B, replace(FAILED, tail="last words")),
     "end": lambda seen, lease: transactions.end_job(seen, INTERRUPTED),
 }
 
@@ -455,7 +371,7 @@ def test_every_key_of_a_run_stands_on_a_nodes_lease_or_on_the_runs() -> None:
     world = running(A, B)
     world.finish(A)
     world.commit(transactions.fail(world.snapshot, B, LONG))
-    complete(world, B)
+    world.commit(transactions.complete(world.snapshot, B, LONG))
     world.run(A, B)
     world.leave(B)
     world.commit(transactions.end_job(world.snapshot, INTERRUPTED))
@@ -505,8 +421,7 @@ def test_every_transaction_of_a_node_may_be_sent_twice() -> None:
     twice(start)
     twice(transactions.join(read(), A, Joined(A.node_id, 1), 7, is_member=True))
     twice(transactions.fail(read(), A, replace(FAILED, node_id=A.node_id)))
-    for txn in transactions.complete(read(), A, replace(LONG, node_id=A.node_id)):
-        twice(txn)
+    twice(transactions.complete(read(), A, replace(LONG, node_id=A.node_id)))
     store.commit(Txn((), (Delete(KEYS.leader),)))
     twice(transactions.become_leader(read(), A, 7))
     twice(transactions.return_as_member(read(), A, 7))

@@ -261,66 +261,6 @@ def test_another_error_is_not_the_same_one(other: Failure) -> None:
     assert isinstance(decide({1: [RAISED], 2: [other]}), Restart)
 
 
-NO_CONFIG = replace(
-    RAISED,
-    kind=FailureKind.EXIT_CODE,
-    code=3,
-    message="exited with code 3",
-    exception="",
-    frame="",
-    tail="epoch 0\n2026-11-28 19:05 ERROR: config missing\n[rank1]:[W1128 19:05:18.1 P.cpp:1] not destroyed\n",
-    progressed=True,
-    lived_s=4.0,
-)
-
-
-@pytest.mark.parametrize(
-    ("changes", "kind"),
-    [
-        ({}, GiveUp),
-        ({"rank": 1, "tail": "2026-11-28 19:07 ERROR: config missing\n"}, GiveUp),
-        ({"code": 4, "message": "exited with code 4"}, Restart),
-        ({"tail": "ERROR: disk full\n"}, Restart),
-        ({"tail": "2026-11-28 19:05 ERROR: config 2 missing\n"}, Restart),
-        ({"lived_s": 9.0}, Restart),
-    ],
-    ids=["same", "another rank", "code", "line", "number", "later"],
-)
-def test_the_same_exit_code_with_the_same_last_line_soon_after_the_start_is_not_tried_a_third_time(
-    changes: dict[str, object], kind: type[Restart] | type[GiveUp]
-) -> None:
-    other = replace(NO_CONFIG, **changes)  # type: ignore[arg-type]
-
-    assert isinstance(decide({1: [NO_CONFIG], 2: [other]}), kind)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"tail": "[W1128 19:05:18.1 ProcessGroup.cpp:1] not destroyed\n"},
-        {"tail": "ERROR: data server: connection refused\n"},
-        {"step": 4},
-        {"lived_s": 90.0},
-        {"code": 75, "message": "exited with code 75"},
-        {"code": 75, "message": "exited with code 75", "progressed": False},
-        {"code": 137, "message": "exited with code 137"},
-    ],
-    ids=["no line", "a network", "a step", "long", "EX_TEMPFAIL", "EX_TEMPFAIL at once", "a shell's word of a signal"],
-)
-def test_an_exit_code_that_may_be_another_one_next_time_is_tried_again(changes: dict[str, object]) -> None:
-    exited = replace(NO_CONFIG, **changes)  # type: ignore[arg-type]
-
-    assert isinstance(decide({1: [exited], 2: [exited]}), Restart)
-
-
-def test_an_exit_code_whose_last_line_has_another_number_is_tried_again() -> None:
-    shards = [replace(NO_CONFIG, tail=f"2026-11-28 19:0{n}:18,7 shard {n} was not read\n") for n in (2, 3)]
-
-    assert isinstance(decide({1: [shards[0]], 2: [shards[1]]}), Restart)
-    later = replace(shards[0], tail="2026-11-28 19:04:09,1 shard 2 was not read\n")
-    assert isinstance(decide({1: [shards[0]], 2: [later]}), GiveUp)
-
-
 def test_an_exception_before_the_end_by_a_signal_is_the_same_error_too() -> None:
     printed = replace(RAISED, code=-9, message="printed ValueError: bad batch 17 just before it was killed by SIGKILL")
 

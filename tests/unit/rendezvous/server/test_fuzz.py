@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from elaunch.rendezvous.engine.engine import Engine
-from elaunch.rendezvous.http.request import BadRequest, RequestReader
+from elaunch.rendezvous.engine import Engine
+from elaunch.rendezvous.server.connection import BadRequest, RequestReader
 from elaunch.rendezvous.server.routes import Routes
 
 TEXTS = [

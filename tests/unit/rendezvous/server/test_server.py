@@ -7,8 +7,6 @@ import json
 import signal
 import socket
 import ssl
-import subprocess
-import sys
 import time
 from base64 import b64encode
 from collections.abc import Iterator
@@ -24,8 +22,8 @@ from elaunch.rendezvous.server import admission, connection, server
 from elaunch.rendezvous.server.connection import OUTGOING_BYTES_MAX
 from elaunch.rendezvous.server.server import Server
 from tests.descriptors import opened
-from tests.harness import RUN_LIMIT_S, wait_for
-from tests.served import TOKEN, Gateway, ServerProcess, bound_socket, thread_serving
+from tests.harness import wait_for
+from tests.served import TOKEN, Gateway, ServerProcess, thread_serving
 
 OTHER_TOKEN = "another token for tests"
 
@@ -162,23 +160,6 @@ def test_the_token_is_in_no_place_that_others_can_read(process: ServerProcess) -
     assert TOKEN.encode() not in (proc / "environ").read_bytes()
 
 
-def test_a_short_token_is_refused_with_a_sentence() -> None:
-    with bound_socket() as listener:
-        run = subprocess.run(
-            [sys.executable, "-m", "elaunch.rendezvous.server", "--fd", str(listener.fileno())],
-            input="short\n",
-            capture_output=True,
-            text=True,
-            pass_fds=[listener.fileno()],
-            timeout=RUN_LIMIT_S,
-        )
-
-    assert run.returncode == 2
-    assert run.stdout == ""
-    assert run.stderr.startswith("elaunch's store: the job's token has 5 characters")
-    assert run.stderr.count("\n") == 1
-
-
 # When it ends.
 
 
@@ -199,19 +180,6 @@ def test_signals_that_a_scheduler_sends_to_all_of_a_job_do_not_end_it(process: S
 
 
 # Time.
-
-
-def test_a_lease_ends_by_itself_and_a_watch_is_told(process: ServerProcess, secret: Secret) -> None:
-    gateway = client(process, secret)
-    gateway.call("/v3/lease/grant", {"ID": 7, "TTL": 2})
-    revision = put(gateway, b"key", lease=7)
-    watch = gateway.watch(EVERYTHING)
-
-    # No request comes meanwhile, so only the server's own timer can end the lease.
-    events = watch.events_until(revision + 1)
-
-    assert [event.get("type") for event in events] == [None, "DELETE"]
-    assert gateway.call("/v3/lease/keepalive", {"ID": 7})[1]["result"].get("TTL") is None
 
 
 def test_leases_do_not_run_while_the_server_is_stopped(process: ServerProcess, secret: Secret) -> None:

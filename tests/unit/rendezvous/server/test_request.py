@@ -1,4 +1,4 @@
-"""rendezvous.http.request: requests however they arrive, and what is none."""
+"""rendezvous.server.connection: requests however they arrive, and what is none."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from elaunch.rendezvous.http.request import (
+from elaunch.rendezvous.server.connection import (
     HEAD_BYTES_MAX,
     BadRequest,
     HttpRequest,

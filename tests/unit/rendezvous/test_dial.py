@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from elaunch.rendezvous.http.dial import Deadline, HostAddress, NoAnswer, dial, resolve
+from elaunch.rendezvous.dial import Deadline, HostAddress, NoAnswer, dial, resolve
 from tests.descriptors import opened
 from tests.harness import DEADLINE_S, wait_for
 

@@ -1,4 +1,4 @@
-"""rendezvous.engine.memory_store keeps the store's contract, and what else an agent alone on its node relies on."""
+"""rendezvous.engine keeps the store's contract, and what else an agent alone on its node relies on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from elaunch.rendezvous.engine.memory_store import MemoryStore
+from elaunch.rendezvous.engine import MemoryStore
 from elaunch.rendezvous.store import Absent, Changes, Delete, Put, Txn, Update, View
 from tests.unit.rendezvous.store_contract import LONG_TTL_S, ROOT, StoreContract, Told, new_lease, put
 

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 import pytest
 
 from elaunch.agent.diagnosis import reach
+from elaunch.rendezvous.dial import Deadline
 from elaunch.rendezvous.endpoint import Endpoint
-from elaunch.rendezvous.http.client import ClientConnection, connection_error
-from elaunch.rendezvous.http.dial import Deadline
+from elaunch.rendezvous.etcd.http_client import ClientConnection, connection_error
 from elaunch.rendezvous.store import OwnLimit, Unavailable
 from tests.harness import DEADLINE_S
 

@@ -1,4 +1,4 @@
-"""The part of etcd v3 that a rendezvous uses: keys, revisions, leases, transactions; no network and no clock."""
+"""The part of etcd v3 that a rendezvous uses: keys, revisions, leases, transactions; and a store in this process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import math
 import sys
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
+from elaunch.rendezvous.endpoint import Access, Endpoint
+from elaunch.rendezvous.etcd.errors import explain
+from elaunch.rendezvous.etcd.transport import EtcdError
 from elaunch.rendezvous.store import (
     Absent,
     Answer,
@@ -21,6 +25,7 @@ from elaunch.rendezvous.store import (
     Txn,
     TxnGuard,
     Unchanged,
+    Update,
     View,
 )
 
@@ -28,7 +33,6 @@ from elaunch.rendezvous.store import (
 REQUEST_BYTES_MAX = 3 << 19
 OPS_MAX = 128
 HISTORY_REVISIONS = 10_000
-HISTORY_BYTES = 64 << 20
 # Memory of all keys, their history and the leases. This process runs on the head, where the workers need the memory.
 QUOTA_BYTES = 256 << 20
 # etcd's minimum at its default election timeout, and its own maximum, about 285 years.
@@ -83,8 +87,8 @@ class Engine:
     """One store's keys and leases.
 
     Every method that writes may raise `Refused`. Leases end only in `end_leases`. About the last `history_revisions`
-    revisions can be watched, fewer if they hold more than `history_bytes`. A write that would take more than
-    `quota_bytes` of memory is refused. Deleting a key makes room at once; a real etcd must be compacted first, and its
+    revisions can be watched, fewer if they would fill the store. A write that would take more than `quota_bytes` of
+    memory is refused. Deleting a key makes room at once; a real etcd must be compacted first, and its
     alarm disarmed.
     """
 
@@ -92,7 +96,6 @@ class Engine:
         self,
         *,
         history_revisions: int = HISTORY_REVISIONS,
-        history_bytes: int = HISTORY_BYTES,
         quota_bytes: int = QUOTA_BYTES,
     ) -> None:
         self.revision = 1
@@ -100,7 +103,6 @@ class Engine:
         self.idle_until_s = math.inf
         self._listener: Callable[[Changes], None] = lambda changes: None
         self._history_revisions = history_revisions
-        self._history_bytes = history_bytes
         self.quota_bytes = quota_bytes
         self._entries: dict[str, KeyEntry] = {}
         self._index: list[str] = []
@@ -244,8 +246,6 @@ class Engine:
         # With ten percent of slack, so that not every write compacts.
         if len(self._history) > self._history_revisions + self._history_revisions // 10:
             self.compact(self.revision + 1 - self._history_revisions)
-        elif self._history_held > self._history_bytes and len(self._history) > 1:
-            self._forget_half()
 
     def _forget_half(self) -> None:
         self.compact(self.revision + 1 - len(self._history) // 2)
@@ -294,3 +294,114 @@ _RAW = ("utf-8", "surrogateescape")
 
 def _deletes(op: Delete, key: str) -> bool:
     return op.key <= key < op.end if op.end else key == op.key
+
+
+_BATCH_REVISIONS = 100
+# Watches are up to date after each call. A restart writes some five revisions, and an agent may restart for weeks.
+_HISTORY_REVISIONS = 200
+
+
+class MemoryStore:
+    """A `Store` for one thread; it ends with its process.
+
+    A call that writes updates all watches before it returns. Each watch gets every update in order, even if a watch's
+    `tell` writes again. Leases end only in `advance`. Callers may read and compact `engine`, but not write to it.
+    """
+
+    def __init__(self) -> None:
+        self.engine = Engine(history_revisions=_HISTORY_REVISIONS)
+        self._watches: list[_Watch] = []
+        self._telling = False
+
+    def check(self) -> str:
+        return "in memory"
+
+    def read(self, prefix: str) -> View:
+        return self.engine.read(prefix)
+
+    def commit(self, txn: Txn) -> Answer:
+        try:
+            answer = self.engine.commit(txn)
+        except Refused as refused:
+            # As a client of etcd would.
+            error = EtcdError(refused.code, refused.message)
+            raise explain(error, Endpoint("memory", 0), Access()) from None
+        self._tell()
+        return answer
+
+    def grant(self, lease: int, ttl_s: float) -> None:
+        with suppress(LeaseExists):
+            self.engine.grant(lease, math.ceil(ttl_s))
+
+    def keep_alive(self, lease: int) -> float:
+        return float(self.engine.keep_alive(lease))
+
+    def revoke(self, lease: int) -> None:
+        with suppress(LeaseNotFound):
+            self.engine.revoke(lease)
+        self._tell()
+
+    def watch(self, prefix: str, after: int | None, tell: Callable[[Update], None]) -> _Watch:
+        # A store begins at revision 1, at which nothing is written.
+        watch = _Watch(prefix, max(after or 0, 1) + 1, tell)
+        if after is None:
+            watch.view(self.read(prefix))
+        self._watches.append(watch)
+        self._tell()
+        return watch
+
+    def close(self) -> None:
+        for watch in self._watches:
+            watch.close()
+
+    def advance(self, now_s: float) -> None:
+        """Set the time to `now_s`, on the caller's clock, and end the leases whose time is over."""
+        self.engine.tell_time(now_s)
+        self.engine.end_leases()
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._telling:
+            # The `tell` of some watch wrote something. The loop below, further up the stack, will deliver it.
+            return
+        self._telling = True
+        try:
+            while behind := [watch for watch in self._watches if watch.next_revision <= self.engine.revision]:
+                for watch in behind:
+                    self._catch_up(watch)
+                self._watches = [watch for watch in self._watches if not watch.closed]
+        finally:
+            self._telling = False
+
+    def _catch_up(self, watch: _Watch) -> None:
+        try:
+            for changes in self.engine.since(watch.next_revision, _BATCH_REVISIONS):
+                watch.told(changes)
+        except Compacted:
+            watch.view(self.read(watch.prefix))
+
+
+class _Watch:
+    """One watch, and the first revision that it has not delivered."""
+
+    def __init__(self, prefix: str, next_revision: int, tell: Callable[[Update], None]) -> None:
+        self.prefix = prefix
+        self.next_revision = next_revision
+        self.closed = False
+        self._tell = tell
+
+    def begun(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.closed = True
+
+    def told(self, changes: Changes) -> None:
+        self.next_revision = changes.revision + 1
+        if not self.closed and (seen := changes.under(self.prefix)):
+            self._tell(seen)
+
+    def view(self, view: View) -> None:
+        self.next_revision = view.revision + 1
+        if not self.closed:
+            self._tell(view)

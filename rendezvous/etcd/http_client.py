@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from typing import Any
 
+from elaunch.rendezvous.dial import Deadline, NoAnswer, dial, is_silence, resolve
 from elaunch.rendezvous.endpoint import Endpoint, Tls
-from elaunch.rendezvous.http.dial import Deadline, NoAnswer, dial, is_silence, resolve
 from elaunch.rendezvous.store import Denied, OwnLimit, StoreError, TimedOut, Unavailable
 from elaunch.rendezvous.texts import shortage
 

@@ -1,1 +1,0 @@
-"""etcd's semantics in this process: keys, revisions, leases, transactions."""
