@@ -66,8 +66,6 @@ def _take_seat(agent: Agent, table: RankTable | None, joining: Joining) -> Step:
             return agent, ()
         said = Say(f"generation {table.generation} runs without this node: {_why_seatless(agent, table)}")
         return replace(agent, phase=replace(joining, spare_of=table.generation)), (said,)
-    workers = "1 worker" if table.world_size == 1 else f"{table.world_size} workers"
-    nodes = "" if len(table.seats) == 1 else f" on {len(table.seats)} nodes"
     running = Running(table, frozenset(range(table.seats[group_rank].slots)), is_first=joining.ran < 0)
     name = _name_of_job(agent) if running.is_first else ""
     logs = f"; output in {agent.logs}" if running.is_first and agent.logs else ""
@@ -75,7 +73,7 @@ def _take_seat(agent: Agent, table: RankTable | None, joining: Joining) -> Step:
     if agent.last_failure is None or cause.partition(")")[0] != agent.last_failure.sentence.partition(")")[0]:
         # Else the log has a line about the failure of that worker, which may since have been explained further.
         reason = table.reason
-    started = Say(f"generation {table.generation}: {workers}{nodes} ({_roles(table)}{reason}{name}){logs}")
+    started = Say(f"generation {table.generation}: {table.size_text} ({_roles(table)}{reason}{name}){logs}")
     differ = (Say(table.mismatch, "warning"),) if table.mismatch not in ("", agent.mismatch) else ()
     agent = replace(agent, phase=running, mismatch=table.mismatch)
     return agent, (started, *differ, Spawn(table, group_rank))

@@ -43,7 +43,7 @@ def lease_lost(agent: Agent, _phase: Phase, event: LeaseLost, now_s: float) -> S
     # A lease that ends again and again would hide each loss for ever.
     if now_s >= agent.lossless_until_s + agent.times.return_grace_s:
         agent = replace(agent, lossless_until_s=now_s + agent.times.return_grace_s)
-    if agent.is_going:
+    if agent.ending:
         return agent, ()
     due_s = agent.membership.renewed_s + agent.times.keepalive_s
     if now_s >= due_s:
@@ -76,9 +76,9 @@ _IN_SIGHT = (Tag.FIRST_RUN, Tag.RUN, Tag.ELECT, Tag.LEAD)
 def attend(agent: Agent, now_s: float) -> Step:
     """The next transaction of the node, for itself or as the leader: one at a time, decided from a fresh snapshot."""
     member, snapshot = agent.membership, agent.snapshot
-    if not agent.is_going and not member.lease:
+    if not agent.ending and not member.lease:
         return renew_when_due(agent, now_s)
-    if agent.is_going or member.in_flight or not snapshot.revision:
+    if agent.ending or member.in_flight or not snapshot.revision:
         return agent, ()
     if snapshot.revision < member.answered:
         return agent, ()

@@ -32,7 +32,7 @@ from elaunch.agent.core.events import (
 from elaunch.agent.core.hangs import hear_of_hang
 from elaunch.agent.core.leaving import goodbye, interrupted, say_goodbye, take_signal
 from elaunch.agent.core.membership import loss_of_keys
-from elaunch.agent.core.state import EXIT_S, Agent, Clearing, HeldEnd, ProgramEnd, Running, Step, Stopping, WorkersDone
+from elaunch.agent.core.state import EXIT_S, Agent, Clearing, HeldEnd, ProgramEnd, Running, Step, Stopping
 from elaunch.agent.core.stopping import (
     STOPPED_CODES,
     clear_up,
@@ -101,7 +101,7 @@ def worker_exited(agent: Agent, running: Running, event: WorkerExited, now_s: fl
             return _fail(agent, rest, held.failure or effects[0], now_s)
         if rest.live or held:
             return replace(agent, phase=rest), ()
-        return clear_up(agent, Clearing(running.table, now_s, WorkersDone(rest.ends)))
+        return clear_up(agent, _done(rest, now_s))
     if -event.code in ASKING and not (held and held.is_stop):
         if held is None or effects:
             until_s = max(now_s + HOLD_S, held.until_s if held else 0.0)
@@ -185,7 +185,7 @@ def tick(agent: Agent, running: Running, _event: Tick, now_s: float) -> Step:
     elif held.failure:
         agent, actions = _fail(agent, running, held.failure, now_s)
     else:
-        agent, actions = clear_up(agent, Clearing(running.table, now_s, WorkersDone(running.ends)))
+        agent, actions = clear_up(agent, _done(running, now_s))
     return agent, (*said, *actions)
 
 
@@ -218,6 +218,10 @@ def _past_limits(agent: Agent, running: Running, now_s: float) -> Step:
         signal = SignalWorkers(running.table.generation, killed, SIGKILL)
         actions = (*actions, Say(f"{text}; SIGKILL", "warning"), signal)
     return agent, actions
+
+
+def _done(running: Running, now_s: float) -> Clearing:
+    return Clearing(running.table, now_s, ends=running.ends, is_done=True)
 
 
 def _stop_for(

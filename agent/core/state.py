@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
-from elaunch.agent.core.actions import Action, Exit
+from elaunch.agent.core.actions import Action
 from elaunch.agent.core.events import Tag
 from elaunch.agent.diagnosis.hang import Quiet, Standing, Standstill
 from elaunch.rendezvous.job_spec import JobSpec
@@ -261,33 +261,20 @@ class Stopping:
 
 
 @dataclass(frozen=True)
-class WorkersStopped:
-    """The workers were stopped, or failed; `failures`, `ends` and `answered` as in `Stopping`."""
-
-    failures: tuple[Failure, ...] = ()
-    ends: tuple[Failure, ...] = ()
-    answered: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True)
-class WorkersDone:
-    """All workers exited with 0; `ends` as in `Running`."""
-
-    ends: tuple[Failure, ...] = ()
-
-
-@dataclass(frozen=True)
 class Clearing:
     """The last worker is gone; what is left of the generation is ended, and its output collected.
 
-    `ended` is how the workers came to their end. `then` as in `Stopping`. An agent that is to exit waits for the output
-    until `until_s`.
+    `is_done` says that all workers exited with 0. `failures`, `ends`, `answered` and `then` as in `Stopping`. An agent
+    that is to exit waits for the output until `until_s`.
     """
 
     table: RankTable
     until_s: float
-    ended: WorkersStopped | WorkersDone
     then: Outcome | None = None
+    failures: tuple[Failure, ...] = ()
+    ends: tuple[Failure, ...] = ()
+    answered: frozenset[int] = frozenset()
+    is_done: bool = False
 
 
 @dataclass(frozen=True)
@@ -441,12 +428,12 @@ class Agent:
     only_here: str = ""
 
     @property
-    def is_going(self) -> bool:
-        """Whether it is on its way out, so that it takes part in nothing more."""
+    def ending(self) -> Outcome | None:
+        """The outcome that it exits with, once that is known: it takes part in nothing more then."""
         match self.phase:
-            case Exited() | Stopping(then=Outcome()) | Clearing(then=Outcome()):
-                return True
-        return False
+            case Exited(outcome=outcome) | Stopping(then=outcome) | Clearing(then=outcome):
+                return outcome
+        return None
 
     @property
     def leads(self) -> bool:
@@ -467,4 +454,4 @@ Step = tuple[Agent, tuple[Action, ...]]
 
 
 def exit_with(agent: Agent, outcome: Outcome) -> Step:
-    return replace(agent, phase=Exited(outcome)), (Exit(outcome),)
+    return replace(agent, phase=Exited(outcome)), ()

@@ -48,8 +48,6 @@ from elaunch.agent.core.state import (
     Running,
     Step,
     Stopping,
-    WorkersDone,
-    WorkersStopped,
 )
 from elaunch.agent.core.store_outage import say_waits
 from elaunch.rendezvous.rules import transactions
@@ -147,13 +145,12 @@ def go_on_stopping(agent: Agent, stopping: Stopping, actions: tuple[Action, ...]
     """Wait for the workers that live, or clear up after the last one."""
     if stopping.live:
         return replace(agent, phase=stopping), actions
-    ended = WorkersStopped(stopping.failures, stopping.ends, stopping.answered)
-    return clear_up(agent, Clearing(stopping.table, stopping.due_s, ended, stopping.then), actions)
+    known = stopping.failures, stopping.ends, stopping.answered
+    return clear_up(agent, Clearing(stopping.table, stopping.due_s, stopping.then, *known), actions)
 
 
 def clear_up(agent: Agent, clearing: Clearing, actions: tuple[Action, ...] = ()) -> Step:
-    is_done = isinstance(clearing.ended, WorkersDone)
-    return replace(agent, phase=clearing), (*actions, Clear(clearing.table.generation, is_done))
+    return replace(agent, phase=clearing), (*actions, Clear(clearing.table.generation, clearing.is_done))
 
 
 def wishes_of(words: LinkWords, event: WorkerListens) -> LinkWords:

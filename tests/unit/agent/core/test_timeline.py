@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from elaunch.agent.core.events import Signalled, StoreAway, StoreBack, StoreLost, Tick, WorkersHung
-from elaunch.agent.core.timeline import AnnouncementKind, Entry
+from elaunch.agent.core.timeline import Entry
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.rules.hang_verdict import Hang
 from elaunch.rendezvous.store import Delete, Put
@@ -85,8 +85,8 @@ def test_the_jobs_first_failure_is_told_before_the_one_that_ended_the_job_where_
         assert (gave_up.fields["first_failure"]["generation"], gave_up.fields["first_failure"]["code"]) == (0, 7)
         assert gave_up.fields["failure"]["code"] == 9
     end = first.announcements[-1]
-    assert end.text.startswith("job job FAILED: failed first in generation 0: rank 1 (")
-    assert "exited with code 9" in end.text
+    assert end.fields["text"].startswith("job job FAILED: failed first in generation 0: rank 1 (")
+    assert "exited with code 9" in end.fields["text"]
     assert list(end.fields)[-2:] == ["first_failure", "failure"]
 
 
@@ -142,7 +142,7 @@ def test_a_job_that_seems_to_hang_and_goes_on_after_all_is_told_once_each() -> N
     assert hung.fields == {"host": "node-a", "message": "it sleeps, and the others wait", "rank": 1}
     assert (on.event, on.generation) == ("goes_on", 0)
     (told,) = driver.announcements
-    assert told.text == "job job seems to hang: rank 1 on node-a sleeps, and the others wait"
+    assert told.fields["text"] == "job job seems to hang: rank 1 on node-a sleeps, and the others wait"
 
 
 def test_a_node_that_leaves_is_not_lost() -> None:
@@ -178,7 +178,7 @@ ELASTIC = replace(TWO, nodes_min=1)
 
 
 def kinds(*drivers: Driver) -> list[str]:
-    return [told.kind.value for driver in drivers for told in driver.announcements]
+    return [told.event for driver in drivers for told in driver.announcements]
 
 
 def test_a_failure_on_any_node_is_told_once_by_the_leader_with_the_restart_and_its_cause() -> None:
@@ -194,8 +194,8 @@ def test_a_failure_on_any_node_is_told_once_by_the_leader_with_the_restart_and_i
     assert kinds(second) == []
     told, restart = first.announcements
     assert (told.generation, told.fields["failure"]["rank"], told.fields["failure"]["host"]) == (0, 1, "node-a")
-    assert told.text.startswith("job job: rank 1 ")
-    assert restart.text.startswith("job job goes on in generation 1: 6 workers on 2 nodes (restart 1 of 3")
+    assert told.fields["text"].startswith("job job: rank 1 ")
+    assert restart.fields["text"].startswith("job job goes on in generation 1: 6 workers on 2 nodes (restart 1 of 3")
     assert (restart.fields["restarts"], restart.fields["failure"]["code"]) == (1, -9)
 
 
@@ -221,7 +221,10 @@ def test_the_end_of_a_job_is_told_once(code: int, outcome: str) -> None:
     assert kinds(first) == (["end"] if code == 0 else ["failure", "end"])
     assert first.announcements[-1].fields["outcome"] == outcome
     if code:
-        assert "FAILED: rank 0 (local rank 0 on node-a, pid 100) exited with code 1" in first.announcements[-1].text
+        assert (
+            "FAILED: rank 0 (local rank 0 on node-a, pid 100) exited with code 1"
+            in first.announcements[-1].fields["text"]
+        )
 
 
 def test_a_leader_that_leaves_says_so_and_the_next_one_tells_the_rest() -> None:
@@ -236,7 +239,7 @@ def test_a_leader_that_leaves_says_so_and_the_next_one_tells_the_rest() -> None:
     settle(second)
 
     assert kinds(first) == ["leave"]
-    assert first.announcements[0].text == "job job: node-a leaves, since SIGTERM was received by node-a"
+    assert first.announcements[0].fields["text"] == "job job: node-a leaves, since SIGTERM was received by node-a"
     assert kinds(second) == ["restart", "end"]
 
 
@@ -260,8 +263,8 @@ def test_a_lost_node_is_a_failure_that_names_it() -> None:
     first.settle()
 
     (told,) = first.announcements
-    assert told.kind is AnnouncementKind.FAILURE
-    assert told.text.startswith("job job: node-b was lost")
+    assert told.event == "failure"
+    assert told.fields["text"].startswith("job job: node-b was lost")
 
 
 def test_ctrl_c_on_any_node_ends_the_job_and_is_told_by_the_leader() -> None:
@@ -274,4 +277,4 @@ def test_ctrl_c_on_any_node_ends_the_job_and_is_told_by_the_leader() -> None:
     settle(first, second)
 
     assert (kinds(first), kinds(second)) == (["end"], [])
-    assert first.announcements[0].text == "job job was stopped, since SIGINT was received by node-b"
+    assert first.announcements[0].fields["text"] == "job job was stopped, since SIGINT was received by node-b"
