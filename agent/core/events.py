@@ -26,19 +26,12 @@ SHELL_BASE = 128
 class Tag(Enum):
     """Transactions whose answer the agent waits for; only one at a time."""
 
-    CLAIM = "claim the start of the first run"
-    FIRST_RUN = "start the first run, before all other nodes"
     RUN = "start a run"
     JOIN = "join"
     RETURN = "return"
     ELECT = "become leader"
     STANDING = "still a member"
     LEAD = "lead"
-
-    @property
-    def is_of_first_run(self) -> bool:
-        """Whether a refusal says that the job's first run is there, or about to be: many nodes have it at once."""
-        return self in (Tag.CLAIM, Tag.FIRST_RUN)
 
 
 @dataclass(frozen=True)

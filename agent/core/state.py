@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from enum import Enum, auto
+from enum import Enum
 
 from elaunch.agent.core.actions import Action
 from elaunch.agent.core.events import Tag
@@ -303,14 +303,6 @@ Phase = Joining | Running | Stopping | Clearing | Finished | Exited
 WORTH_A_WORD_S = 2.0
 
 
-class Claim(Enum):
-    """A node's claim to start the job's first run; `REFUSED` by another node's, or by a run."""
-
-    UNTRIED = auto()
-    HELD = auto()
-    REFUSED = auto()
-
-
 @dataclass(frozen=True)
 class Membership:
     """What this node is to the job's other nodes.
@@ -321,7 +313,6 @@ class Membership:
     the last answer. `refused` says that the last join was, `outvoted` that the last try to lead was, `evicted` that
     this node's member key is gone, `widened` that all keys are looked at. `runs_refused` counts the runs that it
     could not start, since the job had members. The next try is at `run_again_s`, when their leases may have ended.
-    `claim` says whether this node may start the job's first run before all others.
     `is_misfit` says that the job in the store is another one, over which this node has tried to start its own.
     `has_entered` says that this node was a member once, so the store's address and login are right.
     It began another at `renewed_s`. A node without one begins another at `renew_at_s`, if that is not None.
@@ -339,7 +330,6 @@ class Membership:
     widened: bool = False
     runs_refused: int = 0
     run_again_s: float = float("-inf")
-    claim: Claim = Claim.UNTRIED
     is_misfit: bool = False
     has_entered: bool = False
     renew_at_s: float | None = None

@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 KEYS = Keys("job")
 FAREWELL_S = 2.0
 LOOK_S = 1.0
-IDLE = Window(LOOK_S, 0.0, 0.0, 0.0, 0, "S", is_whole=True)
+IDLE = Window(LOOK_S, 0.0, 0.0, 0.0, 0, "S")
 WORKS = Window(LOOK_S, 0.9, 0.9, 0.0, 1000, "R")
 LINK_LOOK_S = 1.0
 # Added to each timer: it must not fire early because of rounding between two clocks.

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from elaunch.agent.core.state import Exited
 from elaunch.agent.core.events import Looked
+from elaunch.agent.core.state import Exited
 from elaunch.rendezvous.store import Put, Txn
 from elaunch.rendezvous.types import Outcome, OutcomeKind
 from tests.sim.agents import KEYS

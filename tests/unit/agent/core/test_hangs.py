@@ -11,15 +11,15 @@ import pytest
 from elaunch.agent.core.actions import Action, Blame, KeepStacks, LookAtStacks, TellWorkers
 from elaunch.agent.core.events import Reported, Sampled, Signalled, StacksTaken, Tick, WorkerListens
 from elaunch.agent.core.state import Running, Stopping
-from elaunch.agent.diagnosis.hang import LOOK_S_MAX, Standing, Standstill, Window, after_windows, may_stand_still
+from elaunch.agent.diagnosis.hang import LOOK_S_MAX, Standing, Standstill, Window, after_windows
 from elaunch.agent.diagnosis.stack_groups import Frame, Stack, ThreadStack
 from elaunch.rendezvous.rules.hang_verdict import StillKind
 from tests.unit.agent.diagnosis.test_stack_groups import ALL_REDUCE, GPU_WAIT, LIB, STEP, stack
 from tests.unit.agent.driver import ALL, TIMES, TWO, Driver, settle, started
 
-IDLE = Window(5.0, 0.01, 0.0, 0.0, 0, "S", is_whole=True)
-SPINS = Window(5.0, 4.9, 4.9, 0.1, 0, "R", is_whole=True)
-WORKS = Window(5.0, 2.0, 2.0, 0.1, 5000, "R", is_whole=True)
+IDLE = Window(5.0, 0.01, 0.0, 0.0, 0, "S")
+SPINS = Window(5.0, 4.9, 4.9, 0.1, 0, "R")
+WORKS = Window(5.0, 2.0, 2.0, 0.1, 5000, "R")
 HELD = Window(5.0, 0.0, 0.0, 0.0, 0, "T")
 LOOP = (Frame("spin", "/home/me/train.py", 12),)
 
@@ -339,7 +339,6 @@ def test_the_time_in_which_the_agent_was_stopped_is_not_counted() -> None:
         (replace(IDLE, io_bytes=100_000), False),
         (replace(IDLE, children_cpu_s=4.0), False),
         (replace(IDLE, faults=500), False),
-        (replace(IDLE, is_whole=False), False),
         (SPINS, True),
         # Two ranks on one core: the rest of the time it waited for the core.
         (replace(SPINS, cpu_s=2.0, main_cpu_s=2.0, main_delay_s=2.9), True),
@@ -355,7 +354,6 @@ def test_who_stands_still(window: Window, stands: bool) -> None:
     state = after_windows(Standstill(), frozenset({0}), {0: window}, is_alone=True)
 
     assert (state.spell_s > 0) is stands
-    assert may_stand_still(window) or not stands
 
 
 def two_nodes() -> tuple[Driver, Driver]:
