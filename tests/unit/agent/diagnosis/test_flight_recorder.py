@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from elaunch.agent.diagnosis import stacks
-from elaunch.agent.diagnosis.collectives import LOOKS, WaitShares, last_entered, slow_rank
+from elaunch.agent.diagnosis.collectives import LOOKS, WaitShares, last_entered
 from elaunch.agent.diagnosis.flight_recorder import FlightRecorder
 from elaunch.agent.workers.link import Link
 from elaunch.rendezvous.rules.table_codec import seats_of
@@ -142,7 +142,6 @@ def test_ranks_tell_their_collectives_while_they_run_and_hang_and_keep_nothing_o
 
     found_shares = wait_for(shares, f"the shares of {LOOKS} looks", every_s=LOOK_S)
     assert found_shares[0] > 0.5 > found_shares[1], "rank 0 waits for rank 1"
-    assert slow_rank(found_shares) == 1
 
     worker: Any = ranks.processes[1].stdin
     worker.write("stop\n")
