@@ -25,7 +25,6 @@ from elaunch.agent.core.events import (
     WorkerEnded,
     WorkerExited,
     WorkerListens,
-    WorkerSaving,
     WorkersHung,
     WorkerStopped,
 )
@@ -128,12 +127,6 @@ def worker_ended(agent: Agent, running: Running, event: WorkerEnded, now_s: floa
 def worker_listens(agent: Agent, running: Running, event: WorkerListens, _now_s: float) -> Step:
     """Note what it wants to be told."""
     return replace(agent, phase=replace(running, words=wishes_of(running.words, event))), ()
-
-
-def worker_saving(agent: Agent, running: Running, event: WorkerSaving, _now_s: float) -> Step:
-    """Note that it saves: it may have seen a peer's failure before this agent heard of it."""
-    words = replace(running.words, saving=running.words.saving | {event.local_rank})
-    return replace(agent, phase=replace(running, words=words)), ()
 
 
 def worker_stopped(agent: Agent, running: Running, event: WorkerStopped, _now_s: float) -> Step:

@@ -144,66 +144,40 @@ class Running:
         return self.table.seats[group_rank]
 
 
-@dataclass(frozen=True)
-class AtBoundary:
-    """Workers that listen on their links stop after the same step as all ranks; the others got a signal.
+class Mode(Enum):
+    """How workers are told to end. The last mode is final."""
 
-    Those in `signalled` got `signum`. A worker that has not come to its step's end by `until_s` gets SIGTERM, where
-    that is set. `notice` is a scheduler's signal that another node had first and that is passed on here, 0 if there is
-    none.
-    """
-
-    signalled: frozenset[int] = frozenset()
-    signum: int = 0
-    notice: int = 0
-    until_s: float | None = None
-
-
-@dataclass(frozen=True)
-class Broken:
-    """A rank failed, so no step ends any more; workers that listen save what only they hold, the others got a signal.
-
-    Those in `signalled` got `signum`. Those in `spent` were killed alone: as soon as they had saved, or while others
-    save. `notice` as in `AtBoundary`.
-    """
-
-    signalled: frozenset[int]
-    signum: int
-    notice: int = 0
-    spent: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True)
-class Killing:
-    """All got SIGKILL; if one is not gone in time, the fork server is replaced.
-
-    `notice` as in `AtBoundary`.
-    """
-
-    notice: int = 0
-
-
-Mode = AtBoundary | Broken | Killing
-UNTOLD = AtBoundary()
+    BOUNDARY = "those that listen on their links stop after the same step as all ranks; the others got a signal"
+    BROKEN = "a rank failed, so no step ends: those that listen save what only they hold; the others got a signal"
+    KILLING = "all got SIGKILL; if one is not gone in time, the fork server is replaced"
 
 
 @dataclass(frozen=True)
 class Stopping:
     """Workers are to end, and some still run.
 
-    Those of `live` do, of which there is at least one; `mode` is how they were told. They have until `due_s`, `grace_s`
-    after they were told: SIGKILL comes then, and later another fork server. `failures` are this node's of the
-    generation: the first one, then those that came while it was stopping and were not its doing. Those in `answered`
-    may have exited with a code that our signal made. `ends` as in `Running`. `then` is the outcome that the agent exits
-    with afterwards, None where it goes on.
+    Those of `live` do, of which there is at least one. They have until `due_s`, `grace_s` after they were told: SIGKILL
+    comes then, and later another fork server. Those in `signalled` got `signum`; those in `spent` were killed alone, as
+    soon as they had saved, or while others save. A worker that has not come to its step's end by `until_s` gets
+    SIGTERM, where that is set. `notice` is a scheduler's signal that another node had first and that is passed on here,
+    0 if there is none.
+
+    `failures` are this node's of the generation: the first one, then those that came while it was stopping and were not
+    its doing. Those in `answered` may have exited with a code that our signal made. `ends` as in `Running`. `then` is
+    the outcome that the agent exits with afterwards, None where it goes on.
     """
 
     table: RankTable
     live: frozenset[int]
     due_s: float
     grace_s: float
-    mode: Mode = UNTOLD
+    mode: Mode = Mode.BOUNDARY
     words: LinkWords = SILENT
+    signalled: frozenset[int] = frozenset()
+    signum: int = 0
+    notice: int = 0
+    until_s: float | None = None
+    spent: frozenset[int] = frozenset()
     then: Outcome | None = None
     failures: tuple[Failure, ...] = ()
     answered: frozenset[int] = frozenset()
@@ -223,37 +197,21 @@ class Stopping:
         return cls(running.table, running.live, due_s, grace_s, words=words, failures=failures, ends=ends)
 
     @property
-    def reached(self) -> frozenset[int]:
-        """Those that got a signal that asks them to end."""
-        match self.mode:
-            case AtBoundary(signalled=signalled) | Broken(signalled=signalled):
-                return signalled
-        return frozenset()
-
-    @property
-    def spent(self) -> frozenset[int]:
-        """Those that were killed alone."""
-        return self.mode.spent if isinstance(self.mode, Broken) else frozenset()
-
-    @property
     def on_the_way(self) -> frozenset[int]:
         """Those that were asked to stop at a step boundary, and have not come to it yet."""
-        if not isinstance(self.mode, AtBoundary):
-            return frozenset()
-        return self.live - self.mode.signalled - self.words.stopped
+        waits = self.live - self.signalled - self.words.stopped
+        return waits if self.mode is Mode.BOUNDARY else frozenset()
 
     @property
     def saving(self) -> frozenset[int]:
         """Those that save after a failure."""
-        if not isinstance(self.mode, Broken):
-            return frozenset()
-        return (self.live & self.words.saving) - self.mode.signalled - self.mode.spent
+        saving = (self.live & self.words.saving) - self.signalled - self.spent
+        return saving if self.mode is Mode.BROKEN else frozenset()
 
     @property
     def next_s(self) -> float:
         """When something is to be done to the workers, if they do not end before."""
-        until_s = self.mode.until_s if isinstance(self.mode, AtBoundary) else None
-        return self.due_s if until_s is None else min(self.due_s, until_s)
+        return self.due_s if self.until_s is None else min(self.due_s, self.until_s)
 
     def hurried(self, now_s: float, grace_s: float) -> Stopping:
         """With no more time than that from now on."""
