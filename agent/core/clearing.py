@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from signal import SIGINT
 
 from elaunch.agent.config import Level
 from elaunch.agent.core.actions import Action, Commit, Say
-from elaunch.agent.core.events import SIGINT, Cleared, Looked, Signalled, StoreLost, Tick
+from elaunch.agent.core.events import Cleared, Looked, Signalled, StoreLost, Tick
 from elaunch.agent.core.leaving import end_of_own_run, interrupted, leave, say_goodbye, take_signal
 from elaunch.agent.core.membership import belongs_to_run, join_again, loss_of_keys
 from elaunch.agent.core.state import (

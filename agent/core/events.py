@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from signal import SIGINT, SIGPIPE, SIGTERM
 
 from elaunch.agent.diagnosis.causes.cause import NO_FACTS, Facts
 from elaunch.agent.diagnosis.hang import Standing, Window
@@ -13,11 +13,8 @@ from elaunch.agent.diagnosis.stack_groups import Stack
 from elaunch.rendezvous.rules.snapshot import Snapshot
 from elaunch.rendezvous.types import Failure
 
-SIGHUP, SIGINT, SIGQUIT, SIGABRT = signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGABRT
-SIGKILL, SIGUSR1, SIGUSR2, SIGTERM = signal.SIGKILL, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM
-# Not sent by anybody: the agent found that nobody reads its stdout any more (agent/output/streams.py).
-SIGPIPE = signal.SIGPIPE
-# Those that end the job on all nodes, not only this node's part in it: they are a person's.
+# Those that end the job on all nodes, not only this node's part in it: they are a person's. Nobody sends SIGPIPE: the
+# agent found that nobody reads its stdout any more (agent/output/streams.py).
 ENDS_JOB = frozenset((SIGINT, SIGPIPE))
 # Exit code of a program that a signal ended, as a shell says it: this and the signal.
 SHELL_BASE = 128

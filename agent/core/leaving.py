@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from signal import SIGINT, SIGPIPE
 
 from elaunch.agent.core.actions import Action, Commit
-from elaunch.agent.core.events import ENDS_JOB, SHELL_BASE, SIGINT, SIGPIPE, RestartOrdered, Signalled
+from elaunch.agent.core.events import ENDS_JOB, SHELL_BASE, RestartOrdered, Signalled
 from elaunch.agent.core.state import Agent, Exited, Finished, Joining, Running, Step
 from elaunch.rendezvous.job_spec import job_name
 from elaunch.rendezvous.rules import transactions

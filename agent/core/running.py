@@ -4,18 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from signal import SIGABRT, SIGHUP, SIGINT, SIGKILL, SIGPIPE, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2
 
 from elaunch.agent.core.actions import Action, Commit, Say, SignalWorkers, StopReason
 from elaunch.agent.core.events import (
-    SIGABRT,
-    SIGHUP,
-    SIGINT,
-    SIGKILL,
-    SIGPIPE,
-    SIGQUIT,
-    SIGTERM,
-    SIGUSR1,
-    SIGUSR2,
     Looked,
     ServiceLost,
     Signalled,

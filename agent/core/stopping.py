@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from signal import SIGINT, SIGKILL, SIGPIPE, SIGTERM
 
 from elaunch.agent.core.actions import (
     Action,
@@ -21,10 +22,6 @@ from elaunch.agent.core.actions import (
 from elaunch.agent.core.clearing import LAST_WORDS_S
 from elaunch.agent.core.events import (
     SHELL_BASE,
-    SIGINT,
-    SIGKILL,
-    SIGPIPE,
-    SIGTERM,
     Looked,
     ServiceLost,
     Signalled,
@@ -301,26 +298,21 @@ def _hasten(agent: Agent, stopping: Stopping, now_s: float) -> Step:
         return _signal_late(agent, stopping, late, text, SIGTERM)
     if now_s < stopping.due_s:
         return agent, ()
-    text = f"local rank {ranks(stopping.live)} still ran after {stopping.grace_s:g} s; SIGKILL"
     if stopping.mode is Mode.KILLING:
-        text = (
-            f"local rank {ranks(stopping.live)} did not end {KILL_WAIT_S:g} s after SIGKILL; replacing the fork server"
-        )
+        text = f"local rank {ranks(stopping.live)} did not end {KILL_WAIT_S:g} s after SIGKILL"
         agent = replace(agent, phase=replace(stopping, due_s=now_s + KILL_WAIT_S))
-        return agent, (Say(text, "warning"), ReplaceForkServer(stopping.table.generation))
+        replaced = ReplaceForkServer(stopping.table.generation)
+        return agent, (Say(f"{text}; replacing the fork server", "warning"), replaced)
+    late, text = stopping.live, f"still ran after {stopping.grace_s:g} s; SIGKILL"
     if stopping.saving:
         until_s = stopping.due_s - stopping.grace_s + grace_s
         if now_s < until_s:
             # All but those that save are killed.
-            late, text = (
-                stopping.live - stopping.saving - stopping.spent,
-                f"still ran after {stopping.grace_s:g} s; SIGKILL",
-            )
+            late -= stopping.saving | stopping.spent
             stopping = replace(stopping, spent=stopping.spent | late, due_s=until_s, grace_s=grace_s)
             return _signal_late(agent, stopping, late, text, SIGKILL)
-        saving = f"local rank {ranks(stopping.saving)} was still saving"
-        text = f"{saving} {stopping.grace_s:g} s after the failure; SIGKILL"
-    return _kill(agent, stopping, now_s, Say(text, "warning"))
+        late, text = stopping.saving, f"was still saving {stopping.grace_s:g} s after the failure; SIGKILL"
+    return _kill(agent, stopping, now_s, Say(f"local rank {ranks(late)} {text}", "warning"))
 
 
 def _signal_late(agent: Agent, stopping: Stopping, late: frozenset[int], text: str, signum: int) -> Step:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from elaunch.agent.core.events import SIGINT, Committed, Event, Signalled, Tag
+from elaunch.agent.core.events import Committed, Event, Signalled, Tag
 from elaunch.agent.core.state import (
     Agent,
     Clearing,
@@ -181,15 +181,10 @@ def _spare_of(phase: Phase) -> int:
 def announcements(before: Agent, after: Agent) -> Iterator[Entry]:
     """What this node has to announce after a step; each has its sentence in the field `text`.
 
-    The leader announces failures, hangs, restarts and the end of the job. `leave` is a leader that goes while other
-    nodes may go on.
+    The leader announces failures, hangs, restarts and the end of the job.
     """
     if after.leads and after.snapshot is not before.snapshot:
         yield from _of_snapshot(before, after)
-    leaving = after.ending
-    if leaving and not before.ending and before.leads and _leaves_others(after, leaving):
-        text = f"{after.me.host} leaves, since {leaving.reason}"
-        yield _announced("leave", after, leaving.generation, f": {text}", {"reason": leaving.reason})
     if isinstance(after.phase, Exited) and not isinstance(before.phase, Exited):
         outcome = after.phase.outcome
         if _tells_end(after, outcome):
@@ -254,11 +249,6 @@ def _end(agent: Agent, outcome: Outcome) -> Entry:
 def _is_alone(agent: Agent) -> bool:
     table = agent.snapshot.table
     return agent.spec.nodes_max == 1 or (table is not None and len(table.seats) == 1)
-
-
-def _leaves_others(agent: Agent, outcome: Outcome) -> bool:
-    is_leave = outcome.kind is OutcomeKind.INTERRUPTED and outcome.signum != SIGINT
-    return is_leave and not _is_alone(agent) and not agent.snapshot.ended
 
 
 def _tells_end(agent: Agent, outcome: Outcome) -> bool:

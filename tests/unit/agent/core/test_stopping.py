@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from signal import SIGPIPE as PIPE
 from typing import Any
 
 import pytest
 
 from elaunch.agent.core.actions import Clear, Commit, Join, ReplaceForkServer, Say, SignalWorkers, Spawn
 from elaunch.agent.core.clearing import LAST_WORDS_S
-from elaunch.agent.core.events import SIGPIPE as PIPE
 from elaunch.agent.core.events import (
     Cleared,
     Signalled,
