@@ -103,18 +103,6 @@ def test_another_look_at_the_same_places_is_no_news_for_the_store() -> None:
     assert driver.store.read("").revision == before
 
 
-def test_a_job_that_works_costs_the_store_nothing_and_no_stack_is_taken() -> None:
-    driver = watching()
-    before = driver.store.read("").revision
-
-    for _ in range(200):
-        driver.happen(Sampled(0, {0: WORKS, 1: IDLE, 2: SPINS}))
-        driver.settle()
-
-    assert driver.store.read("").revision == before
-    assert not any(isinstance(action, LookAtStacks) for action in driver.all_acted)
-
-
 @pytest.mark.parametrize(
     ("windows", "stacks"),
     [
@@ -310,18 +298,6 @@ def test_a_rank_that_works_beside_ranks_that_spin_is_waited_for(
     assert "hang" not in said(driver)
 
 
-def test_a_rank_that_is_behind_is_named_with_the_numbers() -> None:
-    driver = watching()
-    stacks = tuple(replace(each, entered=OTHER if each.rank == 1 else FIRST) for each in WAITING)
-    samples(driver, 80, ALL_IDLE, stacks)
-
-    assert (
-        f"rank 1 (pid 4001 on node-a) waits in all_reduce (train_step, train.py:41), {OTHER}"
-        ", while ranks 0, 2 wait in all_reduce"
-        f" (train_step, train.py:41), {FIRST}, for 60 s" in said(driver)
-    )
-
-
 def test_the_time_in_which_the_agent_was_stopped_is_not_counted() -> None:
     state = after_windows(Standstill(), ALL, ALL_IDLE, is_alone=True)
 
@@ -466,13 +442,3 @@ def test_ranks_that_enter_collectives_at_the_same_line_again_and_again_go_on() -
         samples(driver, 30, ALL_IDLE, tuple(replace(each, entered=f"in collective {number}") for each in WAITING))
 
     assert "hang" not in said(driver)
-
-
-def test_a_standstill_of_which_a_look_has_no_numbers_goes_on() -> None:
-    driver = watching()
-    numbered = tuple(replace(each, entered=FIRST) for each in WAITING)
-    samples(driver, 40, ALL_IDLE, numbered)
-    samples(driver, 10, ALL_IDLE, WAITING)
-    samples(driver, 30, ALL_IDLE, numbered)
-
-    assert "the job seems to hang" in said(driver)

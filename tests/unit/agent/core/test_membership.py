@@ -8,7 +8,7 @@ import pytest
 
 from elaunch.agent.core.actions import Action, Join, Renew, SignalWorkers, Widen
 from elaunch.agent.core.events import Committed, Event, Leased, LeaseLost, Signalled, Tag, Tick
-from elaunch.agent.core.state import Exited, Finished, Joining, Running
+from elaunch.agent.core.state import Finished, Joining, Running
 from elaunch.agent.core.step import deadline_s, step
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.job_spec import Program, ProgramKind
@@ -86,20 +86,6 @@ def test_a_node_that_does_not_fit_the_job_refuses_with_both_values_and_the_job_i
 
 
 # --- a job id that was used before
-
-
-def test_an_old_run_that_ended_is_followed_by_a_new_one() -> None:
-    old = started()
-    ends(old)
-    old.settle()
-    assert isinstance(old.agent.phase, Exited)
-    old.store.revoke(old.lease)
-
-    new = Driver(store=old.store, host="node-b").begin()
-    new.settle()
-
-    assert isinstance(new.agent.phase, Running)
-    assert new.agent.phase.table.generation == 1
 
 
 def test_who_comes_to_a_run_that_has_ended_while_members_are_still_there_ends_as_it_did() -> None:

@@ -9,14 +9,13 @@ import pytest
 
 from elaunch.agent.core.actions import Say
 from elaunch.agent.core.events import StoreAway, StoreBack, StoreRefuses, Tag, Tick
-from elaunch.agent.core.membership import RUNS_REFUSED_MAX
-from elaunch.agent.core.state import Joining, Running
+from elaunch.agent.core.state import Joining
 from elaunch.agent.core.step import deadline_s
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.job_spec import Program, ProgramKind
 from elaunch.rendezvous.store import Delete, Put
 from elaunch.rendezvous.types import Generation, Node, OpenKind, Outcome, OutcomeKind
-from tests.unit.agent.driver import KEYS, SPEC, TIMES, TWO, Driver, cleared, pair, tags
+from tests.unit.agent.driver import KEYS, SPEC, TIMES, TWO, Driver, cleared, tags
 
 STRANGER = KEYS.member("node-x-1")
 
@@ -157,24 +156,6 @@ def test_members_that_never_go_and_no_generation_are_no_job() -> None:
     assert "delete its keys, all that begin with /elaunch/job/" in driver.outcome.reason
 
 
-def alone(enter: Callable[[], tuple[Driver, Tag]]) -> Driver:
-    driver, _ = enter()
-    driver.settle()
-    return driver
-
-
-@pytest.mark.parametrize(
-    "running", [lambda: alone(first_run), lambda: alone(another_run), lambda: pair()[1]], ids=["first", "later", "join"]
-)
-def test_a_member_that_the_store_denies_keeps_its_workers(running: Callable[[], Driver]) -> None:
-    driver = running()
-    assert isinstance(driver.agent.phase, Running)
-
-    done = driver.happen(StoreRefuses("permission denied", is_denied=True))
-
-    assert (done, isinstance(driver.agent.phase, Running)) == ([], True)
-
-
 @pytest.mark.parametrize("enter", [first_run, another_run, a_run_of_others])
 def test_who_is_denied_before_it_has_entered_is_refused(enter: Callable[[], tuple[Driver, Tag]]) -> None:
     driver, _ = enter()
@@ -252,24 +233,3 @@ def test_a_newcomer_starts_a_run_over_one_whose_members_do_not_come_back() -> No
 
     assert newcomer.snapshot.generation
     assert newcomer.snapshot.generation.kind is OpenKind.START
-
-
-def test_a_store_that_comes_and_goes_does_not_make_a_newcomer_give_up_a_run_that_it_cannot_see_yet() -> None:
-    """Each refused try to start a run stands for a lease time, however often the store is back meanwhile."""
-    newcomer = Driver(remote=True)
-    other = Node("node-b-1", "node-b", "10.0.0.2", 1)
-    newcomer.write(Put(KEYS.member(other.node_id), encode(other)))
-    newcomer.begin().settle()
-    refused = newcomer.agent.membership.runs_refused
-
-    for _ in range(2 * RUNS_REFUSED_MAX):
-        newcomer.happen(StoreAway("no answer came in time"))
-        newcomer.now_s += 0.1
-        newcomer.happen(StoreBack())
-        newcomer.happen(Tick())
-        newcomer.settle()
-
-    assert refused == 1
-    assert newcomer.agent.membership.runs_refused == 1
-    assert isinstance(newcomer.agent.phase, Joining)
-    assert newcomer.agent.lead_at_s == newcomer.agent.membership.run_again_s

@@ -9,7 +9,6 @@ import pytest
 from elaunch.agent.core.actions import Action, Clear, Commit, Say, SignalWorkers
 from elaunch.agent.core.events import (
     Cleared,
-    Signalled,
     Tick,
     WorkerEnded,
     WorkerExited,
@@ -23,7 +22,6 @@ from elaunch.rendezvous.types import FailureKind, OpenKind, OutcomeKind, RankTab
 from tests.unit.agent.driver import (
     ALL,
     FAILURE_GRACE_S,
-    INT,
     KEYS,
     KILL,
     SPEC,
@@ -295,17 +293,6 @@ def test_a_sibling_that_had_raised_when_our_sigterm_ended_it_is_the_cause() -> N
     assert (record.rank, record.kind) == (1, FailureKind.EXCEPTION)
 
 
-@pytest.mark.parametrize("signum", [INT, TERM])
-def test_a_worker_that_fails_after_a_signal_to_the_agent_is_no_failure(signum: int) -> None:
-    driver = started()
-    driver.happen(Signalled(signum, "SIGX"))
-
-    driver.exits(0, 1, FailureKind.EXCEPTION)
-
-    assert driver.commits == []
-    assert not driver.snapshot.failures
-
-
 @pytest.mark.parametrize("kind", [OpenKind.FAIL, OpenKind.LOSS])
 def test_a_failure_of_its_own_that_another_node_told_of_first_is_recorded_and_opens_nothing(kind: OpenKind) -> None:
     driver = started()
@@ -491,19 +478,6 @@ def test_a_held_death_is_not_forgotten_when_all_others_end_well() -> None:
 
     assert done == [Clear(0)]
     assert [f.code for f in driver.snapshot.failures[0]] == [-TERM]
-
-
-def test_on_a_full_disk_which_keeps_no_record_the_rank_that_raised_first_is_awaited() -> None:
-    driver = started(replace(SPEC, max_restarts=0))
-    for rank in (1, 0):
-        driver.happen(WorkerEnded(0, rank, raised=True))
-
-    # Its exit code is all that is known.
-    held = driver.exits(0, 1)
-    driver.exits(1, 1)
-
-    assert held == []
-    assert driver.said.startswith("rank 1 ")
 
 
 def test_any_other_failure_of_a_newcomer_is_one_like_any_other() -> None:

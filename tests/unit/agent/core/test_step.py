@@ -10,7 +10,7 @@ from elaunch.agent.core.actions import Clear, Join, Say, SignalWorkers, Spawn
 from elaunch.agent.core.events import Looked, Signalled, StoreLost, Tick
 from elaunch.agent.core.joining import _why_seatless
 from elaunch.agent.core.membership import _mismatch
-from elaunch.agent.core.state import Agent, Exited, Finished, Joining, Running
+from elaunch.agent.core.state import Agent, Finished, Joining, Running
 from elaunch.agent.core.step import deadline_s
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.rules.snapshot import Snapshot
@@ -263,36 +263,6 @@ def test_a_record_that_somebody_wrote_over_stops_nobody_and_is_said_once() -> No
     assert driver.exits(1, 3) == [SignalWorkers(0, frozenset({0, 2}), TERM)]
     assert driver.snapshot.generation
     assert driver.snapshot.generation.number == 1
-
-
-def test_a_node_whose_end_met_a_written_over_generation_reports_it_again_once() -> None:
-    driver = started()
-    before = driver.store.read(KEYS.generation).entries[KEYS.generation].value
-    driver.write(Put(KEYS.generation, before))
-    for rank in range(3):
-        driver.exits(rank, 0)
-    driver.happen(cleared(0))
-    key = KEYS.done(0, driver.node_id)
-    lost = key not in driver.store.read(key).entries
-
-    driver.look()
-
-    assert (lost, key in driver.store.read(key).entries) == (True, True)
-    driver.settle()
-    assert isinstance(driver.agent.phase, Exited)
-    assert driver.agent.phase.outcome.kind is OutcomeKind.SUCCEEDED
-
-
-def test_a_second_failure_gives_the_workers_no_more_time_than_the_first() -> None:
-    driver = started()
-    driver.open(1)
-    driver.look()
-    driver.now_s += 1
-    driver.open(2, OpenKind.LOSS, "node-c was lost")
-
-    driver.look()
-
-    assert deadline_s(driver.agent) == START_S + FAILURE_GRACE_S
 
 
 def test_a_node_that_was_finished_already_runs_again_too() -> None:

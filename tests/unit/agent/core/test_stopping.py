@@ -132,15 +132,6 @@ def test_a_signal_is_passed_on_and_ends_the_agent_with_128_and_its_number(signum
     assert driver.outcome.reason == f"{name} was received"
 
 
-def test_the_others_are_told_of_a_signal_before_a_worker_is_touched() -> None:
-    for signum in (INT, TERM):
-        driver = started()
-
-        driver.happen(Signalled(signum, "SIGX"))
-
-        assert isinstance(driver.acted[0], Commit)
-
-
 def test_sigint_writes_the_end_of_the_job() -> None:
     driver = started()
 
@@ -264,32 +255,6 @@ def test_a_ctrl_c_on_a_node_that_left_does_not_end_the_run_that_others_began_sin
 
     assert driver.snapshot.ended is None
     assert driver.said == "SIGINT: stopping already, SIGKILL in 30 s; Ctrl-C again kills now"
-
-
-@pytest.mark.parametrize(
-    ("signum", "name", "words"),
-    [
-        (TERM, "SIGTERM", "SIGTERM: leaving the job, stopping already, SIGKILL in 30 s"),
-        (INT, "SIGINT", "SIGINT: stopping already, SIGKILL in 30 s; Ctrl-C again kills now"),
-    ],
-)
-def test_a_signal_to_a_node_that_stops_since_another_one_left_is_answered_and_named(
-    signum: int, name: str, words: str
-) -> None:
-    driver = started()
-    driver.agent = replace(driver.agent, spec=replace(SPEC, nodes_max=2))
-    driver.open(1, OpenKind.LEAVE, "node-b leaves (SIGUSR1 was received by node-b)", signum=10)
-    driver.look()
-
-    driver.happen(Signalled(signum, name))
-    answer = driver.said
-    for rank in range(3):
-        driver.exits(rank, -signum)
-    driver.happen(cleared(0))
-
-    assert answer == words
-    assert driver.outcome.reason == f"{name} was received by node-a"
-    assert driver.outcome.exit_code == 128 + signum
 
 
 @pytest.mark.parametrize("signum", [INT, TERM])
@@ -498,20 +463,6 @@ def test_a_ctrl_c_after_sigterm_when_only_output_is_left_ends_the_job_and_waits_
     assert done == []
     assert driver.outcome.exit_code == 128 + TERM
     assert driver.snapshot.ended is not None
-
-
-def test_each_ctrl_c_counts_on_a_node_that_is_done() -> None:
-    """The first Ctrl-C came while the node waited for its output. A single node succeeds nevertheless."""
-    driver = started()
-    for local_rank in ALL:
-        driver.exits(local_rank, 0)
-    driver.happen(Signalled(INT, "SIGINT"))
-    driver.happen(cleared(0))
-    assert isinstance(driver.agent.phase, Finished)
-
-    done = driver.happen(Signalled(INT, "SIGINT"))
-
-    assert done == []
 
 
 def test_a_second_sigterm_is_not_in_a_hurry() -> None:

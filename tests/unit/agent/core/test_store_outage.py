@@ -208,39 +208,6 @@ def test_a_store_that_stays_away_is_named_again_each_minute() -> None:
     assert said == [WORTH_A_WORD_S, WORTH_A_WORD_S + STILL_AWAY_S, WORTH_A_WORD_S + 2 * STILL_AWAY_S]
 
 
-def test_an_agent_without_workers_gives_up_a_store_that_refuses_for_the_join_timeout() -> None:
-    driver = Driver().begin()
-    driver.happen(StoreBack())
-    driver.happen(FULL)
-    driver.now_s += TIMES.join_timeout_s - 1
-    driver.happen(Tick())
-    said = driver.said
-    driver.now_s += 1
-
-    driver.happen(Tick())
-
-    assert "no worker can start before it is back; trying for up to 1 s more" in said
-    assert driver.outcome.exit_code == 3
-    assert driver.outcome.reason == (
-        "the store refused for 600 s (etcd-a:2379: etcd is full (alarm NOSPACE)); how the job ended is not known here"
-    )
-
-
-def test_refusals_that_recur_for_moments_do_not_hide_a_lost_node() -> None:
-    """No lease can end in such a moment. Each refusal once restarted the time in which no node is declared lost."""
-    first, second = pair()
-    first.store.revoke(second.lease)
-
-    first.happen(FULL)
-    first.now_s += TIMES.shortest_loss_s - 0.1
-    first.happen(StoreBack())
-    acted = first.settle()
-
-    assert acted == [SignalWorkers(0, ALL, TERM)]
-    assert first.snapshot.generation
-    assert first.snapshot.generation.kind is OpenKind.LOSS
-
-
 def test_the_time_to_give_up_is_counted_from_when_the_workers_are_gone() -> None:
     """The time counts from the workers' end. Otherwise a failure late in a long outage would end the job at once."""
     driver = started()
@@ -340,17 +307,6 @@ def test_a_failure_late_in_the_silence_of_the_heads_host_begins_no_new_wait() ->
     assert second.outcome.exit_code == 3
 
 
-def test_the_time_away_is_counted_anew_after_each_return() -> None:
-    driver = Driver().begin()
-    for _ in range(3):
-        driver.happen(StoreAway("no route"))
-        driver.now_s += TIMES.store_timeout_s - 1
-        driver.happen(Tick())
-        driver.happen(StoreBack())
-
-    assert isinstance(driver.agent.phase, Joining)
-
-
 def test_an_endpoint_of_this_host_alone_is_said_where_the_other_node_does_not_come() -> None:
     first, second = Driver(TWO), Driver(TWO)
     for driver in (first, second):
@@ -363,17 +319,3 @@ def test_an_endpoint_of_this_host_alone_is_said_where_the_other_node_does_not_co
 
     assert first.said.endswith("1 of 2 is here (gives up after 600 s); localhost:5 is an address of this host alone")
     assert second.said.endswith("localhost:5 refuses connections; localhost:5 is an address of this host alone")
-
-
-def test_a_follower_whose_workers_run_or_stop_waits_for_nothing() -> None:
-    first, second = pair()
-    second.now_s += 60
-    second.happen(Tick())
-    running = second.said
-    first.exits(0, 3)
-    second.settle()
-    second.now_s += WORTH_A_WORD_S - 0.1
-
-    second.happen(Tick())
-
-    assert (running, second.said) == ("", "")

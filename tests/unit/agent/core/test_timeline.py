@@ -13,7 +13,7 @@ from elaunch.rendezvous.rules.hang_verdict import Hang
 from elaunch.rendezvous.store import Delete, Put
 from elaunch.rendezvous.types import FailureKind
 from tests.event_schema import check_event
-from tests.unit.agent.driver import INT, KEYS, SPEC, TERM, TWO, Driver, ends, exited, failure, pair, settle, started
+from tests.unit.agent.driver import KEYS, TERM, TWO, Driver, ends, failure, pair, settle, started
 
 
 def check(driver: Driver) -> None:
@@ -53,20 +53,6 @@ def test_a_failure_is_told_at_once_again_with_its_output_and_as_the_reason_of_th
     for entry in named(driver, "failed", "cause"):
         assert (entry.fields["rank"], entry.fields["code"], entry.fields["kind"]) == (1, -9, "signal")
     assert "traceback" not in named(driver, "failed")[0].fields
-
-
-def test_a_job_that_gives_up_says_so_before_its_end() -> None:
-    driver = started(replace(SPEC, max_restarts=0))
-
-    driver.happen(exited(0, 2, 1))
-    ends(driver, -15)
-    driver.settle()
-
-    check(driver)
-    gave_up, ended = driver.entries[-2:]
-    assert (gave_up.event, gave_up.fields["failure"]["rank"]) == ("gave_up", 2)
-    assert gave_up.fields["reason"] == "max_restarts is 0, so any failure ends the job"
-    assert (ended.event, ended.fields["outcome"], ended.fields["code"]) == ("ended", "failed", 1)
 
 
 def test_the_jobs_first_failure_is_told_before_the_one_that_ended_the_job_where_the_kinds_differ() -> None:
@@ -253,28 +239,3 @@ def test_where_the_store_is_gone_with_the_leader_one_other_node_tells() -> None:
     third.happen(StoreLost("the store is another one"))
 
     assert (kinds(second), kinds(third)) == (["end"], [])
-
-
-def test_a_lost_node_is_a_failure_that_names_it() -> None:
-    first, second = pair()
-
-    second.lose_lease()
-    first.write(Delete(KEYS.member(second.node_id)))
-    first.settle()
-
-    (told,) = first.announcements
-    assert told.event == "failure"
-    assert told.fields["text"].startswith("job job: node-b was lost")
-
-
-def test_ctrl_c_on_any_node_ends_the_job_and_is_told_by_the_leader() -> None:
-    first, second = pair()
-
-    second.happen(Signalled(INT, "SIGINT"))
-    ends(second, -INT)
-    settle(first, second)
-    ends(first, -INT)
-    settle(first, second)
-
-    assert (kinds(first), kinds(second)) == (["end"], [])
-    assert first.announcements[0].fields["text"] == "job job was stopped, since SIGINT was received by node-b"

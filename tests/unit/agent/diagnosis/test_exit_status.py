@@ -167,18 +167,6 @@ def test_an_uncaught_exception_has_type_text_place_and_traceback(tmp_path: Path)
     assert raised.tail == tail
 
 
-def test_of_chained_exceptions_the_last_is_the_one_that_ended_the_worker(tmp_path: Path) -> None:
-    source = (
-        "def f():\n    try:\n        1 / 0\n    except Exception as e:\n        raise ValueError('bad') from e\nf()\n"
-    )
-
-    raised = parse_traceback(stderr_of(tmp_path, source))
-
-    assert raised is not None
-    assert (raised.exception, raised.message) == ("ValueError", "bad")
-    assert raised.frame == f"{tmp_path}/train.py:5 in f"
-
-
 @pytest.mark.parametrize(
     ("source", "exception", "line"),
     [("x = (\n1 +\n", "SyntaxError", 1), ("if 1:\n    x = 1\n  y = 2\n", "IndentationError", 3)],
@@ -192,15 +180,6 @@ def test_an_error_in_the_programs_own_text_is_a_start_up_failure_with_its_place(
     assert failed.exception == exception
     assert failed.frame == f"{tmp_path}/train.py:{line}"
     assert failed.traceback.splitlines()[0] == f'  File "{tmp_path}/train.py", line {line}'
-
-
-def test_a_message_of_several_lines_is_kept_up_to_an_empty_one(tmp_path: Path) -> None:
-    source = "class Bad(Exception): pass\nraise Bad('first: 1\\nsecond\\n\\nfourth')\n"
-
-    raised = parse_traceback(stderr_of(tmp_path, source))
-
-    assert raised is not None
-    assert (raised.exception, raised.message) == ("Bad", "first: 1\nsecond")
 
 
 def test_the_place_of_an_error_is_the_innermost_frame_of_the_users_own_code() -> None:
@@ -541,12 +520,6 @@ def test_a_lost_peer_is_looked_for_at_the_ends_of_megabytes_of_words() -> None:
     assert time.process_time() - began_s < 2.0
 
 
-def test_an_exception_without_a_text_has_an_empty_message(tmp_path: Path) -> None:
-    raised = failure(1, tail=stderr_of(tmp_path, "assert 0\n"))
-
-    assert raised.message == "raised AssertionError"
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -585,8 +558,3 @@ def test_a_ranks_own_word_on_its_progress_outweighs_that_another_had_reached_the
 
     assert whole.progressed is False
     assert whole.kind is FailureKind.STARTUP
-
-
-@pytest.mark.parametrize("text", ["[" * 60_000, '{"message":' * 60_000])
-def test_an_error_file_that_nests_without_end_is_as_good_as_none(text: str) -> None:
-    assert parse_record(text) is None

@@ -195,22 +195,6 @@ def test_an_answer_of_another_form_says_nothing(answer: bytes) -> None:
     recorder.close()
 
 
-def test_a_worker_that_does_not_answer_is_asked_once() -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    recorder = FlightRecorder(ours.detach())
-    with theirs:
-        assert [recorder.look(float(second)) for second in range(3)] == [None] * 3
-        assert (theirs.recv(32), theirs.recv(32, socket.MSG_DONTWAIT) if is_readable(theirs) else b"") == (b"n", b"")
-    recorder.close()
-
-
-def is_readable(end: socket.socket) -> bool:
-    try:
-        return bool(end.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK))
-    except BlockingIOError:
-        return False
-
-
 def test_a_worker_that_floods_its_agent_is_read_in_order_and_only_in_part_at_each_look() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     recorder = FlightRecorder(ours.detach())
