@@ -558,3 +558,8 @@ def test_a_ranks_own_word_on_its_progress_outweighs_that_another_had_reached_the
 
     assert whole.progressed is False
     assert whole.kind is FailureKind.STARTUP
+
+
+@pytest.mark.parametrize("text", ["[" * 60_000, '{"message":' * 60_000])
+def test_an_error_file_that_nests_without_end_is_as_good_as_none(text: str) -> None:
+    assert parse_record(text) is None
