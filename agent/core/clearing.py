@@ -7,7 +7,7 @@ from signal import SIGINT
 
 from elaunch.agent.config import Level
 from elaunch.agent.core.actions import Action, Commit, Say
-from elaunch.agent.core.events import Cleared, Looked, Signalled, StoreLost, Tick
+from elaunch.agent.core.events import Cleared, Looked, Signalled, Tick
 from elaunch.agent.core.leaving import end_of_own_run, interrupted, leave, say_goodbye, take_signal
 from elaunch.agent.core.membership import belongs_to_run, join_again, loss_of_keys
 from elaunch.agent.core.state import (
@@ -24,7 +24,7 @@ from elaunch.agent.diagnosis.exit_status import with_tail
 from elaunch.rendezvous.rules import transactions
 from elaunch.rendezvous.rules.transactions import report_done
 from elaunch.rendezvous.rules.verdict import decisive_failure, is_one_bug
-from elaunch.rendezvous.types import Failure, FailureKind, OpenKind, Outcome, OutcomeKind
+from elaunch.rendezvous.types import Failure, FailureKind, OpenKind, Outcome
 
 
 def report_ends(agent: Agent, generation: int, ends: tuple[Failure, ...]) -> tuple[Action, ...]:
@@ -40,17 +40,6 @@ def report_ends(agent: Agent, generation: int, ends: tuple[Failure, ...]) -> tup
 
 # After the last worker of a stop has ended, the reader of its output has this time.
 LAST_WORDS_S = 2.0
-
-
-def looked(agent: Agent, _clearing: Clearing, _event: Looked, _now_s: float) -> Step:
-    """Wait: a newer generation is joined when all is cleared."""
-    return agent, ()
-
-
-def store_lost(agent: Agent, clearing: Clearing, event: StoreLost, _: float) -> Step:
-    """Exit when all is cleared, as the store is gone for good."""
-    outcome = clearing.then or agent.outcome(OutcomeKind.UNKNOWN, event.why)
-    return replace(agent, phase=replace(clearing, then=outcome)), ()
 
 
 def signalled(agent: Agent, clearing: Clearing, event: Signalled, now_s: float) -> Step:
@@ -172,8 +161,3 @@ def finished_looked(agent: Agent, finished: Finished, _event: Looked, _now_s: fl
         return replace(agent, phase=replace(finished, reported=snapshot.generation_revision)), (done,)
     told = report_ends(agent, finished.table.generation, finished.ends)
     return join_again(agent, finished.table.generation), (*told, Say(f"running again: {generation.cause}"))
-
-
-def finished_store_lost(agent: Agent, _finished: Finished, event: StoreLost, _now_s: float) -> Step:
-    """Exit: how the job ends is not known here."""
-    return exit_with(agent, agent.outcome(OutcomeKind.UNKNOWN, event.why))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elaunch.agent.core.actions import Say, Spawn
-from elaunch.agent.core.events import Leased, LeaseLost, Looked, StoreLost, StoreRefuses
-from elaunch.agent.core.membership import belongs_to_run, lease_lost, leased, loss_of_keys, with_own_id
-from elaunch.agent.core.state import Agent, Joining, Running, Step, exit_with
+from elaunch.agent.core.events import Looked, StoreLost, StoreRefuses
+from elaunch.agent.core.membership import belongs_to_run, loss_of_keys
+from elaunch.agent.core.state import Agent, Finished, Joining, Running, Step, exit_with
 from elaunch.agent.core.store_outage import store_failed
 from elaunch.rendezvous.job_spec import UNNAMED
 from elaunch.rendezvous.rules.assign_ranks import newcomers_of, role_sizes
@@ -30,19 +30,6 @@ def looked(agent: Agent, joining: Joining, _event: Looked, _now_s: float) -> Ste
     return agent, ()
 
 
-def begin_with_lease(agent: Agent, joining: Joining, event: Leased, now_s: float) -> Step:
-    """Take the new lease; a node whose keys are gone comes back by it as a new one."""
-    agent, actions = leased(agent, joining, event, now_s)
-    return with_own_id(agent), actions
-
-
-def lose_lease(agent: Agent, joining: Joining, event: LeaseLost, now_s: float) -> Step:
-    """Begin another lease, and join anew; nobody is declared lost for a while, as others may have been cut off, too."""
-    if event.lease == agent.membership.lease:
-        agent = replace(agent, phase=replace(joining, asked=-1))
-    return lease_lost(agent, joining, event, now_s)
-
-
 def store_refuses(agent: Agent, joining: Joining, event: StoreRefuses, now_s: float) -> Step:
     """Exit if this node was never let in, for then something is wrong with its settings; else note the refusal."""
     if event.is_denied and not agent.membership.has_entered:
@@ -51,7 +38,7 @@ def store_refuses(agent: Agent, joining: Joining, event: StoreRefuses, now_s: fl
     return store_failed(agent, joining, event, now_s)
 
 
-def store_lost(agent: Agent, _joining: Joining, event: StoreLost, _now_s: float) -> Step:
+def store_lost(agent: Agent, _: Joining | Finished, event: StoreLost, _now_s: float) -> Step:
     """Exit: how the job ends is not known here."""
     return exit_with(agent, agent.outcome(OutcomeKind.UNKNOWN, event.why))
 

@@ -29,8 +29,9 @@ from elaunch.rendezvous.types import Outcome, OutcomeKind, RankTable, Terms, hos
 
 
 def leased(agent: Agent, _phase: Phase, event: Leased, _now_s: float) -> Step:
-    """Take the new lease; a node with workers comes back by it as the same node."""
-    return agent.as_member(lease=event.lease, next_id=event.node_id), ()
+    """Take the new lease; a node with workers comes back by it as the same node, any other as a new one."""
+    agent = agent.as_member(lease=event.lease, next_id=event.node_id)
+    return with_own_id(agent) if isinstance(agent.phase, Joining) else agent, ()
 
 
 def lease_lost(agent: Agent, _phase: Phase, event: LeaseLost, now_s: float) -> Step:
@@ -38,6 +39,8 @@ def lease_lost(agent: Agent, _phase: Phase, event: LeaseLost, now_s: float) -> S
     if event.lease != agent.membership.lease:
         return agent, ()
     agent = agent.as_member(lease=0, is_member=False, evicted=False)
+    if isinstance(agent.phase, Joining):
+        agent = replace(agent, phase=replace(agent.phase, asked=-1))
     # A lease that ends again and again would hide each loss for ever.
     if now_s >= agent.lossless_until_s + agent.times.return_grace_s:
         agent = replace(agent, lossless_until_s=now_s + agent.times.return_grace_s)

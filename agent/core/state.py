@@ -34,9 +34,6 @@ class Joining:
     spare_of: int = -1
 
 
-NOT_JOINED = Joining()
-
-
 @dataclass(frozen=True)
 class ProgramEnd:
     """A worker's program has ended, and its process is on its way out.
@@ -98,11 +95,6 @@ class HeldEnd:
     effects: tuple[Failure, ...] = ()
 
 
-SILENT = LinkWords()
-NOT_QUIET = Quiet()
-NOT_STILL = Standstill()
-
-
 @dataclass(frozen=True)
 class Running:
     """This node's workers run.
@@ -117,10 +109,10 @@ class Running:
     live: frozenset[int]
     held: HeldEnd | None = None
     is_first: bool = True
-    words: LinkWords = SILENT
-    quiet: Quiet = NOT_QUIET
+    words: LinkWords = field(default_factory=LinkWords)
+    quiet: Quiet = field(default_factory=Quiet)
     silent: Mapping[int, Standing] = field(default_factory=dict)
-    standstill: Standstill = NOT_STILL
+    standstill: Standstill = field(default_factory=Standstill)
     ends: tuple[Failure, ...] = ()
 
     @property
@@ -172,7 +164,7 @@ class Stopping:
     due_s: float
     grace_s: float
     mode: Mode = Mode.BOUNDARY
-    words: LinkWords = SILENT
+    words: LinkWords = field(default_factory=LinkWords)
     signalled: frozenset[int] = frozenset()
     signum: int = 0
     notice: int = 0
@@ -333,12 +325,6 @@ class Waiting:
     said_s: float = float("-inf")
 
 
-NOT_YET = Membership()
-UNTRIED = Reach()
-FRESH_LEADER_STATE = LeaderState()
-NO_WAIT = Waiting()
-
-
 @dataclass(frozen=True)
 class Agent:
     """One agent's whole state.
@@ -358,13 +344,13 @@ class Agent:
     times: Times
     snapshot: Snapshot
     notices: tuple[int, ...] = ()
-    phase: Phase = NOT_JOINED
-    membership: Membership = NOT_YET
-    reach: Reach = UNTRIED
-    leader_state: LeaderState = FRESH_LEADER_STATE
+    phase: Phase = field(default_factory=Joining)
+    membership: Membership = field(default_factory=Membership)
+    reach: Reach = field(default_factory=Reach)
+    leader_state: LeaderState = field(default_factory=LeaderState)
     lead_at_s: float | None = None
     lossless_until_s: float = 0.0
-    waiting: Waiting = NO_WAIT
+    waiting: Waiting = field(default_factory=Waiting)
     table_seen: tuple[int, float] = (-1, 0.0)
     progressed: bool = False
     is_interrupted: bool = False

@@ -58,6 +58,7 @@ class Ignored:
 
 NO_WORKERS = Ignored("no worker of this node runs")
 ALL_DONE = Ignored("all workers of this node have exited with 0")
+UNCLEARED = Ignored("a newer generation is joined when all is cleared")
 NONE_LEFT = Ignored("the last worker is gone")
 OVER = Ignored("this agent's work is done")
 UNBROKEN = Ignored("no peer has failed, so this worker is still needed")
@@ -91,18 +92,17 @@ def _alike(event: type[E], handler: Handler[Any, E]) -> Row[E]:
 # Each row: the event; then joining, running, stopping, clearing, finished. An event about workers names their
 # generation, and changes nothing in another one.
 ROWS: tuple[Row[Any], ...] = (
-    Row(Looked, joining.looked, running.looked, stopping.looked, clearing.looked, clearing.finished_looked),
+    Row(Looked, joining.looked, running.looked, stopping.looked, UNCLEARED, clearing.finished_looked),
     _alike(Committed, membership.committed),
-    Row(Leased, joining.begin_with_lease, membership.leased, membership.leased, membership.leased, membership.leased),
-    Row(LeaseLost, joining.lose_lease,
-        membership.lease_lost, membership.lease_lost, membership.lease_lost, membership.lease_lost),
+    _alike(Leased, membership.leased),
+    _alike(LeaseLost, membership.lease_lost),
     _alike(StoreAway, store_outage.store_failed),
     Row(StoreRefuses, joining.store_refuses,
         store_outage.store_failed, store_outage.store_failed, store_outage.store_failed, store_outage.store_failed),
     _alike(WatchRefused, store_outage.watch_refused),
     _alike(StoreBack, store_outage.store_back),
     Row(StoreLost,
-        joining.store_lost, running.store_lost, stopping.store_lost, clearing.store_lost, clearing.finished_store_lost),
+        joining.store_lost, running.store_lost, stopping.store_lost, stopping.store_lost, joining.store_lost),
     Row(WorkerExited, NO_WORKERS, running.worker_exited, stopping.worker_exited, NONE_LEFT, ALL_DONE),
     Row(WorkerEnded, NO_WORKERS, running.worker_ended, HAS_GRACE, NONE_LEFT, ALL_DONE),
     Row(WorkerListens, NO_WORKERS, running.worker_listens, stopping.worker_listens, NONE_LEFT, ALL_DONE),

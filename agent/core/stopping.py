@@ -157,10 +157,10 @@ def looked(agent: Agent, stopping: Stopping, _: Looked, now_s: float) -> Step:
     return stop_broken(agent, stopping)
 
 
-def store_lost(agent: Agent, stopping: Stopping, event: StoreLost, _: float) -> Step:
+def store_lost(agent: Agent, phase: Stopping | Clearing, event: StoreLost, _: float) -> Step:
     """Exit after the stop, as the store is gone for good."""
-    outcome = stopping.then or agent.outcome(OutcomeKind.UNKNOWN, event.why)
-    return replace(agent, phase=replace(stopping, then=outcome)), ()
+    outcome = phase.then or agent.outcome(OutcomeKind.UNKNOWN, event.why)
+    return replace(agent, phase=replace(phase, then=outcome)), ()
 
 
 def worker_exited(agent: Agent, stopping: Stopping, event: WorkerExited, now_s: float) -> Step:

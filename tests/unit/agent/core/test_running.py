@@ -310,18 +310,6 @@ def test_a_failure_of_its_own_that_another_node_told_of_first_is_recorded_and_op
     assert driver.said == driver.snapshot.failures[0][0].sentence
 
 
-@pytest.mark.parametrize("kind", [FailureKind.PEER_LOST, FailureKind.EXIT_CODE])
-def test_what_a_peers_end_may_explain_is_not_recorded_where_another_node_told_of_it_first(kind: FailureKind) -> None:
-    driver = started()
-    driver.open(1)
-    driver.look()
-
-    driver.exits(0, 1, kind)
-
-    assert driver.commits == []
-    assert not driver.snapshot.failures
-
-
 @pytest.mark.parametrize("kind", [OpenKind.JOIN, OpenKind.LEAVE])
 def test_a_failure_of_its_own_while_it_was_to_save_is_told_to_the_peers_that_wait_in_vain(kind: OpenKind) -> None:
     driver = started()
@@ -377,6 +365,16 @@ def test_a_newcomer_whose_workers_cannot_even_start_leaves_a_healthy_job_alone()
     assert driver.outcome.failure
     assert (driver.outcome.failure.local_rank, driver.outcome.failure.tail) == (1, "its last words")
     assert "they go on without it" in driver.outcome.reason
+
+
+@pytest.mark.parametrize(("progressed", "kind"), [(True, FailureKind.EXIT_CODE), (False, FailureKind.STARTUP)])
+def test_any_other_failure_of_a_newcomer_is_one_like_any_other(progressed: bool, kind: FailureKind) -> None:
+    driver = newcomer(progressed=progressed)
+
+    driver.exits(1, 2, kind)
+
+    assert [f.kind for f in driver.snapshot.failures[0]] == [kind]
+    assert driver.node_id in driver.snapshot.members
 
 
 def test_a_start_up_failure_of_a_node_that_ran_before_is_one_like_any_other() -> None:
@@ -446,17 +444,6 @@ def test_an_exit_with_nought_does_not_end_the_wait_for_a_rank_on_its_way_out() -
     assert (driver.outcome.failure.rank, driver.outcome.failure.code) == (1, 7)
 
 
-def test_an_exit_that_is_told_twice_clears_nothing_twice() -> None:
-    driver = started()
-    driver.exits(1, 3)
-    driver.exits(0, -TERM)
-    last = driver.exits(2, -TERM)
-
-    again = driver.exits(2, -TERM)
-
-    assert (last, again) == ([Clear(0)], [])
-
-
 def test_other_workers_deaths_do_not_put_off_the_moment() -> None:
     driver = started()
     driver.exits(0, -TERM)
@@ -478,20 +465,3 @@ def test_a_held_death_is_not_forgotten_when_all_others_end_well() -> None:
 
     assert done == [Clear(0)]
     assert [f.code for f in driver.snapshot.failures[0]] == [-TERM]
-
-
-def test_any_other_failure_of_a_newcomer_is_one_like_any_other() -> None:
-    driver = newcomer()
-
-    driver.exits(1, 3)
-
-    assert [f.local_rank for f in driver.snapshot.failures[0]] == [1]
-    assert driver.node_id in driver.snapshot.members
-
-
-def test_a_start_up_failure_in_a_job_that_never_got_further_is_one_like_any_other() -> None:
-    driver = newcomer(progressed=False)
-
-    driver.exits(1, 2, FailureKind.STARTUP)
-
-    assert [f.kind for f in driver.snapshot.failures[0]] == [FailureKind.STARTUP]

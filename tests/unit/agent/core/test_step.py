@@ -28,6 +28,7 @@ from tests.unit.agent.driver import (
     TERM,
     Driver,
     cleared,
+    ends,
     exited,
     failure,
     lost,
@@ -190,22 +191,6 @@ def test_an_end_that_was_written_stops_the_workers_and_then_the_agent(kind: Outc
     assert (last, driver.outcome) == ([], ended)
 
 
-def test_a_job_ends_in_success_when_all_workers_exited_with_nought() -> None:
-    driver = started()
-    for rank in (2, 0, 1):
-        driver.exits(rank, 0)
-
-    finished = driver.happen(cleared(0))
-    phase = driver.agent.phase
-    done = driver.settle()
-
-    assert finished == []
-    assert isinstance(phase, Finished)
-    assert done == []
-    assert driver.outcome.exit_code == 0
-    assert driver.snapshot.ended == driver.outcome
-
-
 def test_keys_that_are_gone_stop_the_workers_and_the_outcome_is_unknown() -> None:
     driver = started()
     driver.write(Delete(KEYS.root, f"{KEYS.root}~"))
@@ -281,25 +266,16 @@ def test_a_node_that_was_finished_already_runs_again_too() -> None:
     assert [type(action) for action in done + driver.settle()] == [Join, Spawn]
 
 
-def test_an_end_that_was_written_ends_a_waiting_agent() -> None:
-    driver = Driver().begin()
-    driver.answer()
-    driver.look()
-    driver.answer()
+@pytest.mark.parametrize("finished", [False, True])
+def test_an_end_that_was_written_ends_an_agent_without_workers(finished: bool) -> None:
+    driver = started() if finished else Driver().begin()
+    if finished:
+        ends(driver)
+    else:
+        driver.answer()
+        driver.look()
+        driver.answer()
     ended = Outcome(OutcomeKind.FAILED, "cancelled", 0, 0, 3)
-    driver.write(Put(KEYS.ended, encode(ended)))
-
-    driver.look()
-
-    assert driver.outcome == ended
-
-
-def test_an_end_that_was_written_ends_a_finished_agent() -> None:
-    driver = started()
-    for rank in range(3):
-        driver.exits(rank, 0)
-    driver.happen(cleared(0))
-    ended = Outcome(OutcomeKind.SUCCEEDED, "all is done", 0, 0, 3)
     driver.write(Put(KEYS.ended, encode(ended)))
 
     driver.look()

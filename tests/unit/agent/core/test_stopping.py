@@ -360,20 +360,6 @@ def test_a_peers_death_found_while_stopping_is_blamed_instead_of_the_one_who_tol
     assert driver.said == f"the cause: {record.sentence}"
 
 
-def test_a_worker_that_we_ended_is_not_blamed() -> None:
-    driver = started()
-    driver.loses_peer(0)
-    driver.exits(1, -TERM, FailureKind.SIGNAL)
-    driver.now_s += FAILURE_GRACE_S
-    driver.happen(Tick())
-    driver.exits(2, -KILL, FailureKind.SIGNAL)
-
-    driver.happen(cleared(0))
-
-    (record,) = driver.snapshot.failures[0]
-    assert record.rank == 0
-
-
 def test_who_ended_well_while_another_generation_was_opened_runs_again_and_is_not_done() -> None:
     driver = started()
     for local_rank in ALL:
@@ -438,18 +424,6 @@ def test_a_signal_after_the_end_was_written_writes_nothing() -> None:
 
     assert driver.commits == []
     assert driver.snapshot.ended == ended
-
-
-def test_a_second_ctrl_c_does_not_wait_for_output_that_nobody_reads() -> None:
-    driver = started()
-    driver.happen(Signalled(INT, "SIGINT"))
-    for rank in range(3):
-        driver.exits(rank, -INT)
-
-    done = driver.happen(Signalled(INT, "SIGINT"))
-
-    assert done == []
-    assert driver.outcome.exit_code == 128 + INT
 
 
 def test_a_ctrl_c_after_sigterm_when_only_output_is_left_ends_the_job_and_waits_no_longer() -> None:

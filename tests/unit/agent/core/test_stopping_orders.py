@@ -19,14 +19,11 @@ from elaunch.agent.core.events import Signalled, Tick, WorkerListens, WorkerSave
 from elaunch.agent.core.running import STOPPED_HOLD_S
 from elaunch.agent.core.state import Finished, Joining, Running, Stopping
 from elaunch.agent.core.step import deadline_s
-from elaunch.rendezvous.codec import encode
-from elaunch.rendezvous.store import Put
-from elaunch.rendezvous.types import FailureKind, OpenKind, Outcome, OutcomeKind
+from elaunch.rendezvous.types import FailureKind, OpenKind
 from tests.unit.agent.driver import (
     ALL,
     FAILURE_GRACE_S,
     INT,
-    KEYS,
     KILL,
     SPEC,
     START_S,
@@ -89,19 +86,6 @@ def test_it_is_killed_as_soon_as_it_has_saved_and_that_is_no_failure() -> None:
     assert last == [[], [Clear(0)]]
     assert [f.local_rank for f in driver.snapshot.failures[0]] == [1]
     assert [f.code for f in driver.snapshot.failures[0]] == [3]
-
-
-def test_who_does_not_come_to_saving_is_killed_after_the_failure_grace() -> None:
-    driver = listening(started())
-    driver.exits(1, 3)
-    due_s = deadline_s(driver.agent)
-
-    driver.now_s += FAILURE_GRACE_S
-    done = driver.happen(Tick())
-
-    assert due_s == START_S + FAILURE_GRACE_S
-    assert done == [signal(KILL, 0, 2)]
-    assert says_saved(driver, 0) == []
 
 
 def test_who_listens_for_stops_only_gets_sigterm_after_a_failure() -> None:
@@ -374,16 +358,6 @@ def test_a_worker_that_fails_after_a_signal_lets_nobody_wait_for_the_end_of_its_
     assert done == [tell(PeerFailed(0), 1, 2)]
     assert not driver.snapshot.failures
     assert says_saved(driver, 1) == [signal(KILL, 1)]
-
-
-def test_when_a_person_ends_the_job_elsewhere_who_listens_stops_after_a_step() -> None:
-    driver = listening(started(TWO_ALONE), 0)
-    ended = Outcome(OutcomeKind.INTERRUPTED, "SIGINT was received by node-b", 0, 0, 3, signum=INT)
-    driver.write(Put(KEYS.ended, encode(ended)))
-
-    done = driver.look()
-
-    assert done == [tell(INTERRUPT, 0), signal(TERM, 1, 2)]
 
 
 TWO_ALONE = replace(SPEC, nodes_max=2)

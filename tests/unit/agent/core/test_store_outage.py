@@ -10,7 +10,6 @@ from elaunch.agent.core.actions import SignalWorkers
 from elaunch.agent.core.events import StoreAway, StoreBack, StoreRefuses, Tick
 from elaunch.agent.core.state import WORTH_A_WORD_S, Joining, Running
 from elaunch.agent.core.step import deadline_s
-from elaunch.agent.core.store_outage import STILL_AWAY_S
 from elaunch.rendezvous.types import OpenKind, OutcomeKind
 from tests.unit.agent.driver import (
     ALL,
@@ -27,17 +26,6 @@ from tests.unit.agent.driver import (
 )
 
 # --- the store is away
-
-
-def test_a_store_that_is_away_for_a_moment_is_not_worth_a_word() -> None:
-    driver = started()
-    driver.happen(StoreAway("10.0.0.9:2379 refuses connections"))
-    driver.now_s += WORTH_A_WORD_S - 0.1
-    driver.happen(Tick())
-    early = driver.said
-    driver.happen(StoreBack())
-
-    assert (early, driver.said) == ("", "")
 
 
 def test_a_store_that_stays_away_is_named_once_with_the_newest_reason_and_its_return_is_too() -> None:
@@ -196,18 +184,6 @@ def test_each_trouble_has_its_own_words_while_the_workers_go_on(event: StoreAway
     assert driver.said == f"the store {words}; trying again; the workers go on"
 
 
-def test_a_store_that_stays_away_is_named_again_each_minute() -> None:
-    driver = started()
-    driver.happen(StoreAway("no route"))
-    said = []
-    for _ in range(130):
-        driver.now_s += 1
-        driver.happen(Tick())
-        said += [driver.now_s - START_S] if driver.said else []
-
-    assert said == [WORTH_A_WORD_S, WORTH_A_WORD_S + STILL_AWAY_S, WORTH_A_WORD_S + 2 * STILL_AWAY_S]
-
-
 def test_the_time_to_give_up_is_counted_from_when_the_workers_are_gone() -> None:
     """The time counts from the workers' end. Otherwise a failure late in a long outage would end the job at once."""
     driver = started()
@@ -255,20 +231,6 @@ def test_a_follower_says_who_knows_what_is_waited_for() -> None:
     second.happen(Tick())
 
     assert second.said == "waiting for generation 0; its leader, on node-a, says for whom it waits"
-
-
-def test_a_node_that_is_done_says_that_it_waits_for_the_others() -> None:
-    _, second = pair()
-    ends(second)
-    second.now_s += WORTH_A_WORD_S
-
-    second.happen(Tick())
-    said = second.said
-    second.now_s += 60
-    second.happen(Tick())
-
-    waited = "waiting for the workers of the other nodes; those of this node have all exited with 0"
-    assert (said, second.said) == (waited, "")
 
 
 def test_an_absent_store_is_named_again_when_the_workers_it_was_said_to_leave_alone_are_gone() -> None:
