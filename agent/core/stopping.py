@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from signal import SIGINT, SIGKILL, SIGPIPE, SIGTERM
 
+from elaunch.agent.core import events
 from elaunch.agent.core.actions import (
     Action,
     Clear,
@@ -20,20 +21,6 @@ from elaunch.agent.core.actions import (
     TellWorkers,
 )
 from elaunch.agent.core.clearing import LAST_WORDS_S
-from elaunch.agent.core.events import (
-    SHELL_BASE,
-    Looked,
-    ServiceLost,
-    Signalled,
-    StoreLost,
-    Tick,
-    WorkerAsked,
-    WorkerExited,
-    WorkerListens,
-    WorkerSaved,
-    WorkerSaving,
-    WorkerStopped,
-)
 from elaunch.agent.core.leaving import end_of_own_run, interrupted, say_goodbye, take_signal
 from elaunch.agent.core.state import (
     Agent,
@@ -104,7 +91,7 @@ def clear_up(agent: Agent, clearing: Clearing, actions: tuple[Action, ...] = ())
     return replace(agent, phase=clearing), (*actions, Clear(clearing.table.generation, clearing.is_done))
 
 
-def wishes_of(words: LinkWords, event: WorkerListens) -> LinkWords:
+def wishes_of(words: LinkWords, event: events.WorkerListens) -> LinkWords:
     """What the workers have said, with what this one wants to be told from now on."""
     rank = frozenset({event.local_rank})
     return replace(
@@ -140,10 +127,10 @@ def _tell(
 # SIGKILL needs no consent: a worker that is not gone by then is one whose fork server no longer says so.
 KILL_WAIT_S = 5.0
 # A worker that was asked to stop at a step boundary exits with one of these: no failure.
-STOPPED_CODES = (0, SHELL_BASE + SIGTERM, SHELL_BASE + SIGINT)
+STOPPED_CODES = (0, events.SHELL_BASE + SIGTERM, events.SHELL_BASE + SIGINT)
 
 
-def looked(agent: Agent, stopping: Stopping, _: Looked, now_s: float) -> Step:
+def looked(agent: Agent, stopping: Stopping, _: events.Looked, now_s: float) -> Step:
     """Hurry where a newer generation was opened for a failure or a loss: no step will end any more."""
     generation = agent.snapshot.generation
     if generation is None or generation.number <= stopping.table.generation:
@@ -157,13 +144,13 @@ def looked(agent: Agent, stopping: Stopping, _: Looked, now_s: float) -> Step:
     return stop_broken(agent, stopping)
 
 
-def store_lost(agent: Agent, phase: Stopping | Clearing, event: StoreLost, _: float) -> Step:
+def store_lost(agent: Agent, phase: Stopping | Clearing, event: events.StoreLost, _: float) -> Step:
     """Exit after the stop, as the store is gone for good."""
     outcome = phase.then or agent.outcome(OutcomeKind.UNKNOWN, event.why)
     return replace(agent, phase=replace(phase, then=outcome)), ()
 
 
-def worker_exited(agent: Agent, stopping: Stopping, event: WorkerExited, now_s: float) -> Step:
+def worker_exited(agent: Agent, stopping: Stopping, event: events.WorkerExited, now_s: float) -> Step:
     """Count it; judge whether the stop ended it or a failure of its own; clear up after the last one."""
     if event.local_rank not in stopping.live:
         return agent, ()
@@ -208,7 +195,7 @@ def _note_failure(agent: Agent, stopping: Stopping, failure: Failure, now_s: flo
     return stop_broken(agent, stopping.hurried(now_s, grace_of_failure(agent, stopping)), actions)
 
 
-def worker_asked(agent: Agent, stopping: Stopping, event: WorkerAsked, now_s: float) -> Step:
+def worker_asked(agent: Agent, stopping: Stopping, event: events.WorkerAsked, now_s: float) -> Step:
     """Count it as a failure, once: of others that have lost this worker it is the cause."""
     known = (each for each in stopping.failures if each.asks_to_end)
     if stopping.then or event.failure.local_rank in [each.local_rank for each in known]:
@@ -219,7 +206,7 @@ def worker_asked(agent: Agent, stopping: Stopping, event: WorkerAsked, now_s: fl
     return _note_failure(agent, stopping, event.failure, now_s)
 
 
-def worker_listens(agent: Agent, stopping: Stopping, event: WorkerListens, _: float) -> Step:
+def worker_listens(agent: Agent, stopping: Stopping, event: events.WorkerListens, _: float) -> Step:
     """Note what it wants to be told; if it was told what it wants no more, it gets the signal after all."""
     words = wishes_of(stopping.words, event)
     now = (stopping.live & {event.local_rank}) - words.stopped - stopping.signalled
@@ -234,7 +221,7 @@ def worker_listens(agent: Agent, stopping: Stopping, event: WorkerListens, _: fl
     return agent, (SignalWorkers(event.generation, now, stopping.signum),) if now else ()
 
 
-def worker_saving(agent: Agent, phase: Running | Stopping, event: WorkerSaving, _: float) -> Step:
+def worker_saving(agent: Agent, phase: Running | Stopping, event: events.WorkerSaving, _: float) -> Step:
     """Give it the stop's whole grace, also in a broken group: the next generation goes on from that.
 
     It may have seen a peer's failure before this agent hears of it.
@@ -243,7 +230,7 @@ def worker_saving(agent: Agent, phase: Running | Stopping, event: WorkerSaving, 
     return replace(agent, phase=replace(phase, words=words)), ()
 
 
-def worker_saved(agent: Agent, stopping: Stopping, event: WorkerSaved, _: float) -> Step:
+def worker_saved(agent: Agent, stopping: Stopping, event: events.WorkerSaved, _: float) -> Step:
     """Kill it if the group is broken: nothing of it is needed any more."""
     told = (stopping.live & stopping.words.to_failure) - stopping.words.stopped - stopping.spent
     if stopping.mode is not Mode.BROKEN or event.local_rank not in told:
@@ -253,7 +240,7 @@ def worker_saved(agent: Agent, stopping: Stopping, event: WorkerSaved, _: float)
     return agent, (SignalWorkers(event.generation, spent, SIGKILL),)
 
 
-def worker_stopped(agent: Agent, stopping: Stopping, event: WorkerStopped, now_s: float) -> Step:
+def worker_stopped(agent: Agent, stopping: Stopping, event: events.WorkerStopped, now_s: float) -> Step:
     """Note that it has come to the step boundary; after the last one the time to save begins."""
     words = stopping.words
     stopping = replace(stopping, words=replace(words, stopped=words.stopped | {event.local_rank}))
@@ -263,12 +250,12 @@ def worker_stopped(agent: Agent, stopping: Stopping, event: WorkerStopped, now_s
     return replace(agent, phase=stopping), ()
 
 
-def service_lost(agent: Agent, stopping: Stopping, event: ServiceLost, _: float) -> Step:
+def service_lost(agent: Agent, stopping: Stopping, event: events.ServiceLost, _: float) -> Step:
     """Clear up, if the workers went with it."""
     return go_on_stopping(agent, replace(stopping, live=frozenset())) if event.workers_too else (agent, ())
 
 
-def signalled(agent: Agent, stopping: Stopping, event: Signalled, now_s: float) -> Step:
+def signalled(agent: Agent, stopping: Stopping, event: events.Signalled, now_s: float) -> Step:
     """Leave the job, or end it for all nodes (SIGINT), after the stop; a second SIGINT kills the workers now."""
     if event.is_order and agent.is_interrupted:
         return agent, ()
@@ -281,7 +268,7 @@ def signalled(agent: Agent, stopping: Stopping, event: Signalled, now_s: float) 
     return _end_too(agent, stopping, event, now_s) if event.signum == SIGINT else (agent, ())
 
 
-def tick(agent: Agent, stopping: Stopping, _: Tick, now_s: float) -> Step:
+def tick(agent: Agent, stopping: Stopping, _: events.Tick, now_s: float) -> Step:
     """Act where a time is over: a step boundary's, the grace; SIGKILL, then another fork server."""
     agent, said = say_waits(agent, now_s)
     agent, actions = _hasten(agent, stopping, now_s)
@@ -323,7 +310,7 @@ def _signal_late(agent: Agent, stopping: Stopping, late: frozenset[int], text: s
     return agent, (said, SignalWorkers(stopping.table.generation, late, signum))
 
 
-def _leave_after(agent: Agent, stopping: Stopping, event: Signalled, now_s: float) -> Step:
+def _leave_after(agent: Agent, stopping: Stopping, event: events.Signalled, now_s: float) -> Step:
     """The stop of a generation becomes that of this node, or of the job."""
     outcome = interrupted(agent, event)
     agent, farewell = say_goodbye(agent, outcome)
@@ -347,7 +334,7 @@ def _leave_after(agent: Agent, stopping: Stopping, event: Signalled, now_s: floa
     return _tell(agent, stopping, asked, StopAtStepBoundary(reason), ended, (*farewell, *said))
 
 
-def _end_too(agent: Agent, stopping: Stopping, event: Signalled, now_s: float) -> Step:
+def _end_too(agent: Agent, stopping: Stopping, event: events.Signalled, now_s: float) -> Step:
     """SIGINT to a stop for something else, as the end that the same Ctrl-C has brought on another node a moment ago."""
     agent, farewell = end_of_own_run(agent, stopping.table.generation, interrupted(agent, event))
     if stopping.mode is Mode.KILLING:
@@ -356,7 +343,7 @@ def _end_too(agent: Agent, stopping: Stopping, event: Signalled, now_s: float) -
     return agent, (*farewell, _heard(event, stopping, now_s, ends))
 
 
-def _heard(event: Signalled, stopping: Stopping, now_s: float, part: str) -> Say:
+def _heard(event: events.Signalled, stopping: Stopping, now_s: float, part: str) -> Say:
     """The answer to a signal that comes while the workers stop already."""
     left_s = max(0, math.ceil(stopping.due_s - now_s))
     return Say(f"{event.name}: {part}stopping already, SIGKILL in {left_s} s{event.how_to_kill}")
@@ -368,7 +355,7 @@ def _kill(agent: Agent, stopping: Stopping, now_s: float, said: Say) -> Step:
     return replace(agent, phase=stopping), (said, SignalWorkers(stopping.table.generation, stopping.live, SIGKILL))
 
 
-def _is_by_us(event: WorkerExited, failure: Failure, stopping: Stopping) -> bool:
+def _is_by_us(event: events.WorkerExited, failure: Failure, stopping: Stopping) -> bool:
     """Whether a worker that ended while we were stopping ended of the signal that it got.
 
     One whose program had raised was on its way out: the signal found it there.
@@ -379,7 +366,7 @@ def _is_by_us(event: WorkerExited, failure: Failure, stopping: Stopping) -> bool
     has_stopped = event.local_rank in stopping.words.stopped and event.code in STOPPED_CODES
     # By another node's notice, if not by SIGTERM.
     signum = stopping.notice or SIGTERM
-    is_asked = event.code in (-SIGTERM, SHELL_BASE + SIGTERM, -signum, SHELL_BASE + signum)
+    is_asked = event.code in (-SIGTERM, events.SHELL_BASE + SIGTERM, -signum, events.SHELL_BASE + signum)
     return has_stopped or is_asked or (event.code == -SIGKILL and is_killed)
 
 

@@ -134,6 +134,15 @@ class Remains:
 
 def failure_of(place: Place, remains: Remains, signal_name: str, failed_at: float) -> Failure:
     """How the worker failed. `signal_name` is the name of signal `-remains.code`, where that is one."""
+    found = _judged(remains, signal_name)
+    known = {"progressed": remains.progressed, "step": remains.step, "lived_s": remains.lived_s}
+    return place.failure(
+        found.pop("kind"), found.pop("code"), found.pop("message"), failed_at=failed_at, **known, **found
+    )
+
+
+def _judged(remains: Remains, signal_name: str) -> dict[str, Any]:
+    """The fields of a failure that show in what the worker left."""
     raised = parse_record(remains.error_record) or parse_traceback(remains.tail)
     if remains.code < 0 and not remains.raised and (crashed := parse_crash(remains.crash, remains.code)):
         stack = crashed.traceback
@@ -145,21 +154,16 @@ def failure_of(place: Place, remains: Remains, signal_name: str, failed_at: floa
     kind, message = _kind_and_message(remains, raised, signal_name)
     if raised and remains.raised and has_crashed:
         message = f"{message}, and was then killed by {signal_name}"
-    return place.failure(
-        kind,
-        remains.code,
-        message,
-        exception=raised.exception if raised else "",
-        frame=raised.frame if raised else "",
-        traceback=raised.traceback if raised else "",
-        tail=_kept(remains.tail, raised.traceback if raised else ""),
-        failed_at=failed_at,
-        progressed=remains.progressed,
-        is_cut=raised is not None and raised.is_cut,
-        call=next((each.call for each in (raised, remains.lost) if each and each.call), ""),
-        step=remains.step,
-        lived_s=remains.lived_s,
-    )
+    calls = [each.call for each in (raised, remains.lost) if each and each.call]
+    found = {"kind": kind, "code": remains.code, "message": message, "call": calls[0] if calls else ""}
+    shown = raised or Raised("", "", "", "")
+    return found | {
+        "exception": shown.exception,
+        "frame": shown.frame,
+        "traceback": shown.traceback,
+        "is_cut": shown.is_cut,
+        "tail": _kept(remains.tail, shown.traceback),
+    }
 
 
 def end_of(place: Place, remains: Remains, clock: str, failed_at: float, *, is_gone: bool = True) -> Failure:
@@ -199,11 +203,7 @@ def with_tail(failure: Failure, tail: str, reached_store: bool | None) -> Failur
     if failure.code is None or not failure.message.startswith("exited with"):
         # Nothing can be added to what an error file said.
         return failure
-    where = failure.node_id, failure.host, failure.rank, failure.local_rank, failure.pid, failure.world_size
-    place = Place(failure.generation, *where)
-    remains = Remains(failure.code, tail=tail, progressed=progressed, step=failure.step, lived_s=failure.lived_s)
-    whole = failure_of(place, remains, "", failure.failed_at)
-    return replace(whole, log_path=failure.log_path, error_file=failure.error_file, is_mixed=failure.is_mixed)
+    return replace(failure, **_judged(Remains(failure.code, tail=tail, progressed=progressed), ""))
 
 
 def _crashed(failure: Failure, tail: str) -> Failure:
