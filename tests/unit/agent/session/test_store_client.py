@@ -340,13 +340,13 @@ def test_before_a_refusal_is_told_its_reason_can_be_seen() -> None:
     bench = Bench().begun()
     bench.store.deaf = True
     bench.write(Put(KEYS.leader, "x"))
-    seen: list[str] = []
+    seen: list[int] = []
     post = bench.events.append
-    bench.client._post = lambda event: (seen.append(bench.snapshot.leader), post(event))[1]
+    bench.client._post = lambda event: (seen.append(bench.snapshot.revision), post(event))[1]
 
     bench.client.commit(Txn((Absent(KEYS.leader),), (Put(KEYS.leader, "mine"),)), Tag.ELECT)
 
-    assert seen == ["x"]
+    assert seen == [bench.store.memory.engine.revision]
     assert bench.events[-1] == Committed(Tag.ELECT, False, bench.store.memory.engine.revision)
 
 
