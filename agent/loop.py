@@ -18,7 +18,6 @@ from elaunch.agent.core.actions import (
     Blame,
     Clear,
     Commit,
-    Exit,
     Join,
     KeepStacks,
     LookAtStacks,
@@ -33,7 +32,7 @@ from elaunch.agent.core.actions import (
 from elaunch.agent.core.events import Event, Signalled, Tag, Tick
 from elaunch.agent.core.state import Agent, Clearing, Exited, Running, Stopping
 from elaunch.agent.core.step import deadline_s, step
-from elaunch.agent.core.timeline import NO_GENERATION, SCHEMA_VERSION, Announcement, Entry, announcements, entries
+from elaunch.agent.core.timeline import NO_GENERATION, SCHEMA_VERSION, Entry, announcements, entries
 from elaunch.agent.inbox import Inbox, LookAgain
 from elaunch.agent.linux import end_of
 from elaunch.agent.output.timeline import NAME as TIMELINE
@@ -215,15 +214,14 @@ class Loop:
             self._pump.lines.generation = entry.generation
         self._timeline.stamp(entry.generation, entry.event, **entry.fields)
 
-    def _message(self, announcement: Announcement) -> dict[str, object]:
+    def _message(self, announcement: Entry) -> dict[str, object]:
         return {
-            "event": announcement.kind.value,
+            "event": announcement.event,
             "schema": SCHEMA_VERSION,
             "at": time.time(),
             "run_id": self._config.spec.run_id,
             "node": self._agent.me.host,
             "generation": announcement.generation,
-            "text": announcement.text,
             **announcement.fields,
             **({"logs": str(self._run_dir.logs)} if self._run_dir.logs else {}),
         }
@@ -294,9 +292,6 @@ class Loop:
                 self._workers.replace_fork_server(generation)
             case Say(text, level):
                 self._pump.say(text, level)
-            case Exit():
-                # The phase says it: the loop ends.
-                pass
 
     def _join(self, order: Join) -> None:
         me = self._agent.me

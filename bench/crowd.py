@@ -129,7 +129,7 @@ class Crowd:
         now_s = time.monotonic()
         if isinstance(event, LookAgain):
             event = member.session.look()
-        elif isinstance(event, Committed) and event.tag in (Tag.JOIN, Tag.FIRST_RUN) and event.held:
+        elif isinstance(event, Committed) and event.tag in (Tag.JOIN, Tag.RUN) and event.held:
             generation = member.agent.snapshot.generation
             self._reached(generation.number if generation else 0).joined_s = now_s
         member.agent, actions = step(member.agent, event, now_s)

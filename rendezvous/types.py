@@ -179,6 +179,12 @@ class RankTable(Bounded):
     def world_size(self) -> int:
         return self.seats[-1].first_rank + self.seats[-1].slots if self.seats else 0
 
+    @property
+    def size_text(self) -> str:
+        """The workers, and the nodes if there are several."""
+        workers = "1 worker" if self.world_size == 1 else f"{self.world_size} workers"
+        return workers + ("" if len(self.seats) == 1 else f" on {len(self.seats)} nodes")
+
     def group_rank(self, node_id: str) -> int | None:
         """The node's index in the table, or None if it has no seat."""
         return next((i for i, seat in enumerate(self.seats) if seat.node_id == node_id), None)

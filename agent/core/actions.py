@@ -8,7 +8,7 @@ from enum import Enum
 from elaunch.agent.config import Level
 from elaunch.agent.core.events import Tag
 from elaunch.rendezvous.store import Txn
-from elaunch.rendezvous.types import Outcome, RankTable
+from elaunch.rendezvous.types import RankTable
 
 
 class StopReason(Enum):
@@ -155,12 +155,5 @@ class Say:
     level: Level = "info"
 
 
-@dataclass(frozen=True)
-class Exit:
-    """The agent's work is done."""
-
-    outcome: Outcome
-
-
 ToWorkers = SignalWorkers | TellWorkers | LookAtStacks | KeepStacks | Blame
-Action = Commit | Join | Renew | Widen | Spawn | ToWorkers | Clear | ReplaceForkServer | Say | Exit
+Action = Commit | Join | Renew | Widen | Spawn | ToWorkers | Clear | ReplaceForkServer | Say

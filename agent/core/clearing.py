@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from signal import SIGINT
 
 from elaunch.agent.config import Level
 from elaunch.agent.core.actions import Action, Commit, Say
-from elaunch.agent.core.events import SIGINT, Cleared, Looked, Signalled, StoreLost, Tick
+from elaunch.agent.core.events import Cleared, Looked, Signalled, Tick
 from elaunch.agent.core.leaving import end_of_own_run, interrupted, leave, say_goodbye, take_signal
 from elaunch.agent.core.membership import belongs_to_run, join_again, loss_of_keys
 from elaunch.agent.core.state import (
     Agent,
     Clearing,
+    Exited,
     Finished,
     Step,
-    WorkersDone,
-    WorkersStopped,
     exit_with,
 )
 from elaunch.agent.core.store_outage import note_idle, say_waits
@@ -24,7 +24,7 @@ from elaunch.agent.diagnosis.exit_status import with_tail
 from elaunch.rendezvous.rules import transactions
 from elaunch.rendezvous.rules.transactions import report_done
 from elaunch.rendezvous.rules.verdict import decisive_failure, is_one_bug
-from elaunch.rendezvous.types import Failure, FailureKind, OpenKind, Outcome, OutcomeKind
+from elaunch.rendezvous.types import Failure, FailureKind, OpenKind, Outcome
 
 
 def report_ends(agent: Agent, generation: int, ends: tuple[Failure, ...]) -> tuple[Action, ...]:
@@ -42,17 +42,6 @@ def report_ends(agent: Agent, generation: int, ends: tuple[Failure, ...]) -> tup
 LAST_WORDS_S = 2.0
 
 
-def looked(agent: Agent, _clearing: Clearing, _event: Looked, _now_s: float) -> Step:
-    """Wait: a newer generation is joined when all is cleared."""
-    return agent, ()
-
-
-def store_lost(agent: Agent, clearing: Clearing, event: StoreLost, _: float) -> Step:
-    """Exit when all is cleared, as the store is gone for good."""
-    outcome = clearing.then or agent.outcome(OutcomeKind.UNKNOWN, event.why)
-    return replace(agent, phase=replace(clearing, then=outcome)), ()
-
-
 def signalled(agent: Agent, clearing: Clearing, event: Signalled, now_s: float) -> Step:
     """Leave the job, or end it for all nodes (SIGINT), when all is cleared, or soon; a second SIGINT exits now.
 
@@ -66,7 +55,7 @@ def signalled(agent: Agent, clearing: Clearing, event: Signalled, now_s: float) 
     agent = take_signal(agent, event)
     newest, actions = agent.snapshot.generation, tuple[Action, ...]()
     match clearing:
-        case Clearing(then=None, ended=WorkersDone()) if newest and newest.number == clearing.table.generation:
+        case Clearing(then=None, is_done=True) if newest and newest.number == clearing.table.generation:
             agent, actions = _go_on(agent, clearing)
             # The job of a single node has ended well then.
             if agent.spec.nodes_max > 1:
@@ -78,8 +67,7 @@ def signalled(agent: Agent, clearing: Clearing, event: Signalled, now_s: float) 
             agent = replace(agent, phase=replace(clearing, then=outcome, until_s=now_s + LAST_WORDS_S))
         case Clearing(then=Outcome() as then) if event.signum == SIGINT:
             agent, actions = end_of_own_run(agent, clearing.table.generation, interrupted(agent, event))
-            agent, more = exit_with(agent, then)
-            actions = (*actions, *more)
+            agent = replace(agent, phase=Exited(then))
     return agent, actions
 
 
@@ -89,8 +77,7 @@ def tick(agent: Agent, clearing: Clearing, _: Tick, now_s: float) -> Step:
     if clearing.then is None or now_s < clearing.until_s:
         return agent, said
     # Only output is left, and its reader does not read it.
-    agent, actions = exit_with(agent, clearing.then)
-    return agent, (*said, *actions)
+    return replace(agent, phase=Exited(clearing.then)), said
 
 
 def cleared(agent: Agent, clearing: Clearing, event: Cleared, now_s: float) -> Step:
@@ -103,10 +90,7 @@ def cleared(agent: Agent, clearing: Clearing, event: Cleared, now_s: float) -> S
         is_explained = agent.snapshot.ended or (opened and opened.number > number)
         level: Level = "debug" if is_explained and not agent.is_interrupted else "info"
         actions = (Say(event.hidden, level), *actions)
-    if then:
-        agent, more = exit_with(agent, then)
-    else:
-        agent, more = _go_on(agent, clearing)
+    agent, more = exit_with(agent, then) if then else _go_on(agent, clearing)
     return note_idle(agent, now_s), (*actions, *more)
 
 
@@ -118,18 +102,16 @@ def due_s(clearing: Clearing) -> float | None:
 def _go_on(agent: Agent, clearing: Clearing) -> Step:
     """Be finished, or join again."""
     newest, number = agent.snapshot.generation, clearing.table.generation
-    if isinstance(clearing.ended, WorkersDone) and newest and newest.number == number:
+    if clearing.is_done and newest and newest.number == number:
         done = Commit(transactions.report_done(agent.snapshot, agent.me, number))
-        finished = Finished(clearing.table, clearing.ended.ends, agent.snapshot.generation_revision)
+        finished = Finished(clearing.table, clearing.ends, agent.snapshot.generation_revision)
         return replace(agent, phase=finished), (done,)
-    told = report_ends(agent, number, clearing.ended.ends) if isinstance(clearing.ended, WorkersDone) else ()
-    return join_again(agent, number), told
+    return join_again(agent, number), ()
 
 
 def _complete(agent: Agent, clearing: Clearing, event: Cleared) -> tuple[Agent, tuple[Action, ...], Outcome | None]:
     """Whether an exit was only a word about a lost peer may show in the output, which is here now."""
-    then, ended = clearing.then, clearing.ended
-    failures = ended.failures if isinstance(ended, WorkersStopped) else ()
+    then, failures = clearing.then, clearing.failures
 
     def whole_of(failure: Failure) -> Failure:
         return with_tail(failure, event.tails.get(failure.local_rank, ""), event.reached_store)
@@ -141,14 +123,12 @@ def _complete(agent: Agent, clearing: Clearing, event: Cleared) -> tuple[Agent, 
         # The outcome of a node that bows out alone.
         if then and then.failure and then.failure.node_id == agent.me.node_id:
             then = replace(then, failure=with_cause(whole_of(then.failure)))
-        told = report_ends(agent, clearing.table.generation, ended.ends) if isinstance(ended, WorkersStopped) else ()
-        return agent, told, then
-    assert isinstance(ended, WorkersStopped)
+        return agent, report_ends(agent, clearing.table.generation, clearing.ends), then
     first = failures[0]
     # The others are known to have lost it, or came later: nobody reads what is known of their causes.
-    known = [*map(whole_of, failures), *map(whole_of, ended.ends)]
+    known = [*map(whole_of, failures), *map(whole_of, clearing.ends)]
     # Of an exit code alone. Its output may tell of an exception, which our signal did not make.
-    known = [f for f in known if f.kind is not FailureKind.EXIT_CODE or f.local_rank not in ended.answered] or known
+    known = [f for f in known if f.kind is not FailureKind.EXIT_CODE or f.local_rank not in clearing.answered] or known
     cause = decisive_failure(known)
     cause = with_cause(cause)
     cause = replace(cause, ranks_alike=len({each.rank for each in known if is_one_bug(cause, each)}) or 1)
@@ -181,8 +161,3 @@ def finished_looked(agent: Agent, finished: Finished, _event: Looked, _now_s: fl
         return replace(agent, phase=replace(finished, reported=snapshot.generation_revision)), (done,)
     told = report_ends(agent, finished.table.generation, finished.ends)
     return join_again(agent, finished.table.generation), (*told, Say(f"running again: {generation.cause}"))
-
-
-def finished_store_lost(agent: Agent, _finished: Finished, event: StoreLost, _now_s: float) -> Step:
-    """Exit: how the job ends is not known here."""
-    return exit_with(agent, agent.outcome(OutcomeKind.UNKNOWN, event.why))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from signal import SIGINT, SIGPIPE, SIGTERM
 
 from elaunch.agent.diagnosis.causes.cause import NO_FACTS, Facts
 from elaunch.agent.diagnosis.hang import Standing, Window
@@ -13,11 +13,8 @@ from elaunch.agent.diagnosis.stack_groups import Stack
 from elaunch.rendezvous.rules.snapshot import Snapshot
 from elaunch.rendezvous.types import Failure
 
-SIGHUP, SIGINT, SIGQUIT, SIGABRT = signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGABRT
-SIGKILL, SIGUSR1, SIGUSR2, SIGTERM = signal.SIGKILL, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM
-# Not sent by anybody: the agent found that nobody reads its stdout any more (agent/output/streams.py).
-SIGPIPE = signal.SIGPIPE
-# Those that end the job on all nodes, not only this node's part in it: they are a person's.
+# Those that end the job on all nodes, not only this node's part in it: they are a person's. Nobody sends SIGPIPE: the
+# agent found that nobody reads its stdout any more (agent/output/streams.py).
 ENDS_JOB = frozenset((SIGINT, SIGPIPE))
 # Exit code of a program that a signal ended, as a shell says it: this and the signal.
 SHELL_BASE = 128
@@ -26,19 +23,12 @@ SHELL_BASE = 128
 class Tag(Enum):
     """Transactions whose answer the agent waits for; only one at a time."""
 
-    CLAIM = "claim the start of the first run"
-    FIRST_RUN = "start the first run, before all other nodes"
     RUN = "start a run"
     JOIN = "join"
     RETURN = "return"
     ELECT = "become leader"
     STANDING = "still a member"
     LEAD = "lead"
-
-    @property
-    def is_of_first_run(self) -> bool:
-        """Whether a refusal says that the job's first run is there, or about to be: many nodes have it at once."""
-        return self in (Tag.CLAIM, Tag.FIRST_RUN)
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elaunch.agent.core.actions import Say, Spawn
-from elaunch.agent.core.events import Leased, LeaseLost, Looked, StoreLost, StoreRefuses
-from elaunch.agent.core.membership import belongs_to_run, lease_lost, leased, loss_of_keys, with_own_id
-from elaunch.agent.core.state import Agent, Joining, Running, Step, exit_with
+from elaunch.agent.core.events import Looked, StoreLost, StoreRefuses
+from elaunch.agent.core.membership import belongs_to_run, loss_of_keys
+from elaunch.agent.core.state import Agent, Finished, Joining, Running, Step, exit_with
 from elaunch.agent.core.store_outage import store_failed
 from elaunch.rendezvous.job_spec import UNNAMED
 from elaunch.rendezvous.rules.assign_ranks import newcomers_of, role_sizes
@@ -30,19 +30,6 @@ def looked(agent: Agent, joining: Joining, _event: Looked, _now_s: float) -> Ste
     return agent, ()
 
 
-def begin_with_lease(agent: Agent, joining: Joining, event: Leased, now_s: float) -> Step:
-    """Take the new lease; a node whose keys are gone comes back by it as a new one."""
-    agent, actions = leased(agent, joining, event, now_s)
-    return with_own_id(agent), actions
-
-
-def lose_lease(agent: Agent, joining: Joining, event: LeaseLost, now_s: float) -> Step:
-    """Begin another lease, and join anew; nobody is declared lost for a while, as others may have been cut off, too."""
-    if event.lease == agent.membership.lease:
-        agent = replace(agent, phase=replace(joining, asked=-1))
-    return lease_lost(agent, joining, event, now_s)
-
-
 def store_refuses(agent: Agent, joining: Joining, event: StoreRefuses, now_s: float) -> Step:
     """Exit if this node was never let in, for then something is wrong with its settings; else note the refusal."""
     if event.is_denied and not agent.membership.has_entered:
@@ -51,7 +38,7 @@ def store_refuses(agent: Agent, joining: Joining, event: StoreRefuses, now_s: fl
     return store_failed(agent, joining, event, now_s)
 
 
-def store_lost(agent: Agent, _joining: Joining, event: StoreLost, _now_s: float) -> Step:
+def store_lost(agent: Agent, _: Joining | Finished, event: StoreLost, _now_s: float) -> Step:
     """Exit: how the job ends is not known here."""
     return exit_with(agent, agent.outcome(OutcomeKind.UNKNOWN, event.why))
 
@@ -66,8 +53,6 @@ def _take_seat(agent: Agent, table: RankTable | None, joining: Joining) -> Step:
             return agent, ()
         said = Say(f"generation {table.generation} runs without this node: {_why_seatless(agent, table)}")
         return replace(agent, phase=replace(joining, spare_of=table.generation)), (said,)
-    workers = "1 worker" if table.world_size == 1 else f"{table.world_size} workers"
-    nodes = "" if len(table.seats) == 1 else f" on {len(table.seats)} nodes"
     running = Running(table, frozenset(range(table.seats[group_rank].slots)), is_first=joining.ran < 0)
     name = _name_of_job(agent) if running.is_first else ""
     logs = f"; output in {agent.logs}" if running.is_first and agent.logs else ""
@@ -75,7 +60,7 @@ def _take_seat(agent: Agent, table: RankTable | None, joining: Joining) -> Step:
     if agent.last_failure is None or cause.partition(")")[0] != agent.last_failure.sentence.partition(")")[0]:
         # Else the log has a line about the failure of that worker, which may since have been explained further.
         reason = table.reason
-    started = Say(f"generation {table.generation}: {workers}{nodes} ({_roles(table)}{reason}{name}){logs}")
+    started = Say(f"generation {table.generation}: {table.size_text} ({_roles(table)}{reason}{name}){logs}")
     differ = (Say(table.mismatch, "warning"),) if table.mismatch not in ("", agent.mismatch) else ()
     agent = replace(agent, phase=running, mismatch=table.mismatch)
     return agent, (started, *differ, Spawn(table, group_rank))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from signal import SIGINT, SIGPIPE
 
 from elaunch.agent.core.actions import Action, Commit
-from elaunch.agent.core.events import ENDS_JOB, SHELL_BASE, SIGINT, SIGPIPE, RestartOrdered, Signalled
-from elaunch.agent.core.state import Agent, Clearing, Exited, Finished, Joining, Running, Step, Stopping, exit_with
+from elaunch.agent.core.events import ENDS_JOB, SHELL_BASE, RestartOrdered, Signalled
+from elaunch.agent.core.state import Agent, Exited, Finished, Joining, Running, Step
 from elaunch.rendezvous.job_spec import job_name
 from elaunch.rendezvous.rules import transactions
 from elaunch.rendezvous.rules.questions import Topic
@@ -27,8 +28,7 @@ def leave(agent: Agent, event: Signalled) -> Step:
     """Exit for a signal, where no worker runs."""
     outcome = interrupted(agent, event)
     agent, farewell = say_goodbye(agent, outcome)
-    agent, more = exit_with(agent, outcome)
-    return agent, (*farewell, *more)
+    return replace(agent, phase=Exited(outcome)), farewell
 
 
 def interrupted(agent: Agent, event: Signalled) -> Outcome:
@@ -78,12 +78,9 @@ class OrderAnswer:
 def order(agent: Agent, topic: Topic) -> tuple[Signalled | RestartOrdered | None, OrderAnswer]:
     """The event to take, if any, and the answer."""
     snapshot, phase = agent.snapshot, agent.phase
-    match phase:
-        case Exited(outcome) | Stopping(then=Outcome() as outcome) | Clearing(then=Outcome() as outcome):
-            # A second SIGINT would kill workers that save.
-            return None, OrderAnswer(topic is Topic.STOP, f"the job ends already: {outcome.reason}")
-    if snapshot.ended:
-        return None, OrderAnswer(topic is Topic.STOP, f"the job ends already: {snapshot.ended.reason}")
+    if ended := agent.ending or snapshot.ended:
+        # A second SIGINT would kill workers that save.
+        return None, OrderAnswer(topic is Topic.STOP, f"the job ends already: {ended.reason}")
     job = job_name(snapshot.keys.run_id)
     has_others = agent.spec.nodes_max > 1
     is_away = has_others and agent.reach.failing_since_s is not None

@@ -9,7 +9,6 @@ from elaunch.agent.core.events import Committed, Leased, LeaseLost, Tag
 from elaunch.agent.core.state import (
     WORTH_A_WORD_S,
     Agent,
-    Claim,
     Finished,
     Joining,
     Phase,
@@ -22,7 +21,6 @@ from elaunch.rendezvous.job_spec import job_name
 from elaunch.rendezvous.rules.leading import lead
 from elaunch.rendezvous.rules.transactions import (
     become_leader,
-    claim_start,
     confirm_membership,
     return_as_member,
     start_run,
@@ -31,19 +29,22 @@ from elaunch.rendezvous.types import Outcome, OutcomeKind, RankTable, Terms, hos
 
 
 def leased(agent: Agent, _phase: Phase, event: Leased, _now_s: float) -> Step:
-    """Take the new lease; a node with workers comes back by it as the same node."""
-    return agent.as_member(lease=event.lease, next_id=event.node_id), ()
+    """Take the new lease; a node with workers comes back by it as the same node, any other as a new one."""
+    agent = agent.as_member(lease=event.lease, next_id=event.node_id)
+    return with_own_id(agent) if isinstance(agent.phase, Joining) else agent, ()
 
 
 def lease_lost(agent: Agent, _phase: Phase, event: LeaseLost, now_s: float) -> Step:
     """Begin another lease; nobody is declared lost for a while, as others may have been cut off, too."""
     if event.lease != agent.membership.lease:
         return agent, ()
-    agent = agent.as_member(lease=0, is_member=False, evicted=False, claim=Claim.UNTRIED)
+    agent = agent.as_member(lease=0, is_member=False, evicted=False)
+    if isinstance(agent.phase, Joining):
+        agent = replace(agent, phase=replace(agent.phase, asked=-1))
     # A lease that ends again and again would hide each loss for ever.
     if now_s >= agent.lossless_until_s + agent.times.return_grace_s:
         agent = replace(agent, lossless_until_s=now_s + agent.times.return_grace_s)
-    if agent.is_going:
+    if agent.ending:
         return agent, ()
     due_s = agent.membership.renewed_s + agent.times.keepalive_s
     if now_s >= due_s:
@@ -66,19 +67,17 @@ def renew_when_due(agent: Agent, now_s: float) -> Step:
 SAY_AGAIN_S = 5.0
 # There is one try per lease time. After these tries any lease has ended, even if the store was away at the first try.
 RUNS_REFUSED_MAX = 4
-# Nodes that wait for a run try at so many different moments.
-_SPREAD = 97
 # If one of these transactions holds, it writes keys that a follower watches, so the follower sees its revision at once.
 # The other transactions write no such keys, so the follower may see their revision a lease time later.
-_IN_SIGHT = (Tag.FIRST_RUN, Tag.RUN, Tag.ELECT, Tag.LEAD)
+_IN_SIGHT = (Tag.RUN, Tag.ELECT, Tag.LEAD)
 
 
 def attend(agent: Agent, now_s: float) -> Step:
     """The next transaction of the node, for itself or as the leader: one at a time, decided from a fresh snapshot."""
     member, snapshot = agent.membership, agent.snapshot
-    if not agent.is_going and not member.lease:
+    if not agent.ending and not member.lease:
         return renew_when_due(agent, now_s)
-    if agent.is_going or member.in_flight or not snapshot.revision:
+    if agent.ending or member.in_flight or not snapshot.revision:
         return agent, ()
     if snapshot.revision < member.answered:
         return agent, ()
@@ -148,20 +147,16 @@ def _answered(agent: Agent, event: Committed) -> Agent:
     if event.tag is not member.in_flight:
         return agent
     agent = agent.as_member(in_flight=None)
-    # After a refusal all is read again, but after that of a first run, which is in sight.
-    if event.tag in _IN_SIGHT if event.held else not event.tag.is_of_first_run:
+    # After a refusal all is read again.
+    if event.tag in _IN_SIGHT or not event.held:
         agent = agent.as_member(answered=max(member.answered, event.revision))
     match event.tag:
-        case Tag.CLAIM if event.revision:
-            return _with_claim(agent, Claim.HELD if event.held else Claim.REFUSED)
-        case Tag.FIRST_RUN | Tag.RUN if event.held:
+        case Tag.RUN | Tag.JOIN if event.held:
             return agent.as_member(belongs=True, is_member=member.lease != 0, has_entered=True)
-        case Tag.FIRST_RUN | Tag.RUN if event.revision:
+        case Tag.RUN if event.revision:
             # The run that stands is the one to join, unless this node does not fit it.
             refused = member.runs_refused + 1
-            return agent.as_member(belongs=not member.is_misfit, runs_refused=refused, claim=Claim.REFUSED)
-        case Tag.JOIN if event.held:
-            return agent.as_member(belongs=True, is_member=member.lease != 0, has_entered=True)
+            return agent.as_member(belongs=not member.is_misfit, runs_refused=refused)
         case Tag.JOIN:
             return agent.as_member(refused=True)
         case Tag.RETURN if event.held and member.lease:
@@ -200,22 +195,16 @@ def _enter(agent: Agent, now_s: float) -> Step:
 
 def _start_run(agent: Agent, now_s: float) -> Step:
     """Begin the job, unless it has members. Members without a generation are left over from a job that is gone."""
-    snapshot, member, is_first = agent.snapshot, agent.membership, False
+    snapshot, member = agent.snapshot, agent.membership
     was_away = agent.reach.failing_since_s is not None or now_s < agent.lossless_until_s
     if snapshot.generation and not snapshot.ended and was_away:
         # Nodes that run the job may have been cut off like this one. Their leases ended, and they may be back soon.
         return replace(agent, lead_at_s=now_s + agent.times.return_grace_s), ()
     if snapshot.generation is None:
-        # If an agent sees all keys before it is a member, it has a store of its own.
-        is_first = snapshot.whole or _holds_claim(agent)
-        if member.claim is Claim.UNTRIED and not is_first:
-            return _claim_start(agent, now_s)
-        # The node that starts the run may die first. The leases of members that are left end; or they have none.
-        is_to_wait = member.runs_refused or not is_first
-        if is_to_wait and now_s < member.run_again_s:
+        # The leases of members that are left end; or they have none.
+        if member.runs_refused and now_s < member.run_again_s:
             left = f"members that an earlier {job_name(agent.spec.run_id)} left in the store; their leases have to end"
-            agent = _wait(agent, left if member.runs_refused else "", now_s)
-            return replace(agent, lead_at_s=member.run_again_s), ()
+            return replace(_wait(agent, left, now_s), lead_at_s=member.run_again_s), ()
         if member.runs_refused >= RUNS_REFUSED_MAX:
             reason = (
                 f"the store holds members of the {job_name(agent.spec.run_id)} but no generation, which is no job;"
@@ -223,39 +212,9 @@ def _start_run(agent: Agent, now_s: float) -> Step:
             )
             return exit_with(agent, agent.outcome(OutcomeKind.UNKNOWN, reason))
     run = start_run(snapshot, agent.spec.terms, agent.me, member.lease)
-    tag = Tag.FIRST_RUN if is_first else Tag.RUN
     again_s = now_s + agent.times.lease_ttl_s
-    agent = replace(agent.as_member(in_flight=tag, run_again_s=again_s), lead_at_s=again_s)
-    return agent, (Commit(run, tag),)
-
-
-def _claim_start(agent: Agent, now_s: float) -> Step:
-    """Many nodes of a new job come at once: one starts its run, and the others wait a moment for it.
-
-    A run that has not begun by then is started without a claim, by whichever node is first.
-    """
-    # Not all at one moment: the first of them starts the run, and the others see it.
-    spread = sum(agent.me.node_id.encode()) % _SPREAD / _SPREAD
-    again_s = now_s + agent.times.lease_ttl_s * (1 + spread) / 2
-    agent = replace(agent.as_member(run_again_s=again_s), lead_at_s=again_s)
-    if agent.snapshot.starter:
-        return _with_claim(agent, Claim.REFUSED), ()
-    claim = claim_start(agent.snapshot, agent.me, agent.membership.lease)
-    return agent.as_member(in_flight=Tag.CLAIM), (Commit(claim, Tag.CLAIM),)
-
-
-def _with_claim(agent: Agent, claim: Claim) -> Agent:
-    """The run whose start another node has claimed is the one to join, unless this node does not fit it."""
-    if claim is Claim.HELD:
-        # The job has no members then.
-        return agent.as_member(claim=claim, belongs=False, runs_refused=0)
-    return agent.as_member(claim=claim, belongs=not agent.membership.is_misfit)
-
-
-def _holds_claim(agent: Agent) -> bool:
-    """Whether this node may start the first run now. The answer to its claim may be lost: then the key tells."""
-    member, starter = agent.membership, agent.snapshot.starter
-    return member.claim is Claim.HELD or (starter == agent.me.node_id and not member.runs_refused)
+    agent = replace(agent.as_member(in_flight=Tag.RUN, run_again_s=again_s), lead_at_s=again_s)
+    return agent, (Commit(run, Tag.RUN),)
 
 
 def _is_newest(agent: Agent, table: RankTable) -> bool:

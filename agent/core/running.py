@@ -4,35 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from signal import SIGABRT, SIGHUP, SIGINT, SIGKILL, SIGPIPE, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2
 
+from elaunch.agent.core import events
 from elaunch.agent.core.actions import Action, Commit, Say, SignalWorkers, StopReason
-from elaunch.agent.core.events import (
-    SIGABRT,
-    SIGHUP,
-    SIGINT,
-    SIGKILL,
-    SIGPIPE,
-    SIGQUIT,
-    SIGTERM,
-    SIGUSR1,
-    SIGUSR2,
-    Looked,
-    ServiceLost,
-    Signalled,
-    StoreLost,
-    Tick,
-    WorkerAsked,
-    WorkerEnded,
-    WorkerExited,
-    WorkerListens,
-    WorkerSaving,
-    WorkersHung,
-    WorkerStopped,
-)
 from elaunch.agent.core.hangs import hear_of_hang
 from elaunch.agent.core.leaving import goodbye, interrupted, say_goodbye, take_signal
 from elaunch.agent.core.membership import loss_of_keys
-from elaunch.agent.core.state import EXIT_S, Agent, Clearing, HeldEnd, ProgramEnd, Running, Step, Stopping, WorkersDone
+from elaunch.agent.core.state import EXIT_S, Agent, Clearing, HeldEnd, ProgramEnd, Running, Step, Stopping
 from elaunch.agent.core.stopping import (
     STOPPED_CODES,
     clear_up,
@@ -61,7 +40,7 @@ STOPPED_HOLD_S = 2.0
 AFTER_HANG_S = 10.0
 
 
-def looked(agent: Agent, running: Running, _event: Looked, now_s: float) -> Step:
+def looked(agent: Agent, running: Running, _event: events.Looked, now_s: float) -> Step:
     """Stop the workers if a newer generation was opened or the job has ended."""
     generation, ended, lost = agent.snapshot.generation, agent.snapshot.ended, loss_of_keys(agent)
     if lost:
@@ -80,12 +59,12 @@ def looked(agent: Agent, running: Running, _event: Looked, now_s: float) -> Step
     return agent, (*heard, *actions)
 
 
-def store_lost(agent: Agent, running: Running, event: StoreLost, now_s: float) -> Step:
+def store_lost(agent: Agent, running: Running, event: events.StoreLost, now_s: float) -> Step:
     """Stop the workers with time to save, then exit."""
     return _end_with_store(agent, running, agent.outcome(OutcomeKind.UNKNOWN, event.why), now_s)
 
 
-def worker_exited(agent: Agent, running: Running, event: WorkerExited, now_s: float) -> Step:
+def worker_exited(agent: Agent, running: Running, event: events.WorkerExited, now_s: float) -> Step:
     """After a failure stop the others and open the next generation; after the last exit with 0 clear up."""
     rest, failure, held = replace(running, live=running.live - {event.local_rank}), event.failure, running.held
     has_stopped = event.local_rank in running.words.stopped
@@ -101,7 +80,7 @@ def worker_exited(agent: Agent, running: Running, event: WorkerExited, now_s: fl
             return _fail(agent, rest, held.failure or effects[0], now_s)
         if rest.live or held:
             return replace(agent, phase=rest), ()
-        return clear_up(agent, Clearing(running.table, now_s, WorkersDone(rest.ends)))
+        return clear_up(agent, _done(rest, now_s))
     if -event.code in ASKING and not (held and held.is_stop):
         if held is None or effects:
             until_s = max(now_s + HOLD_S, held.until_s if held else 0.0)
@@ -113,7 +92,7 @@ def worker_exited(agent: Agent, running: Running, event: WorkerExited, now_s: fl
     return _fail(agent, rest, _cause(running, failure), now_s)
 
 
-def worker_ended(agent: Agent, running: Running, event: WorkerEnded, now_s: float) -> Step:
+def worker_ended(agent: Agent, running: Running, event: events.WorkerEnded, now_s: float) -> Step:
     """Give it time to end by itself: its peers may notice that before its process is gone, which a thread may keep."""
     times, held = agent.times, running.held
     lingers_s = times.hang_after_s + AFTER_HANG_S if times.hang_after_s else math.inf
@@ -125,24 +104,18 @@ def worker_ended(agent: Agent, running: Running, event: WorkerEnded, now_s: floa
     return replace(agent, phase=replace(running, words=words, held=held)), ()
 
 
-def worker_listens(agent: Agent, running: Running, event: WorkerListens, _now_s: float) -> Step:
+def worker_listens(agent: Agent, running: Running, event: events.WorkerListens, _now_s: float) -> Step:
     """Note what it wants to be told."""
     return replace(agent, phase=replace(running, words=wishes_of(running.words, event))), ()
 
 
-def worker_saving(agent: Agent, running: Running, event: WorkerSaving, _now_s: float) -> Step:
-    """Note that it saves: it may have seen a peer's failure before this agent heard of it."""
-    words = replace(running.words, saving=running.words.saving | {event.local_rank})
-    return replace(agent, phase=replace(running, words=words)), ()
-
-
-def worker_stopped(agent: Agent, running: Running, event: WorkerStopped, _now_s: float) -> Step:
+def worker_stopped(agent: Agent, running: Running, event: events.WorkerStopped, _now_s: float) -> Step:
     """Note that it has come to the step boundary: its agent may hear later why all ranks stop there."""
     words = replace(running.words, stopped=running.words.stopped | {event.local_rank})
     return replace(agent, phase=replace(running, words=words)), ()
 
 
-def workers_hung(agent: Agent, running: Running, event: WorkersHung, now_s: float) -> Step:
+def workers_hung(agent: Agent, running: Running, event: events.WorkersHung, now_s: float) -> Step:
     """Count it as a failure like any other, or only warn of it: their stacks are taken."""
     if not agent.restarts_hung:
         way_out = f"to restart the workers: elaunch restart {agent.called}"
@@ -150,18 +123,18 @@ def workers_hung(agent: Agent, running: Running, event: WorkersHung, now_s: floa
     return _fail(agent, running, _cause(running, event.failure), now_s)
 
 
-def worker_asked(agent: Agent, running: Running, event: WorkerAsked, now_s: float) -> Step:
+def worker_asked(agent: Agent, running: Running, event: events.WorkerAsked, now_s: float) -> Step:
     """Count it as a failure that ends the job."""
     return _fail(agent, running, event.failure, now_s)
 
 
-def service_lost(agent: Agent, running: Running, event: ServiceLost, now_s: float) -> Step:
+def service_lost(agent: Agent, running: Running, event: events.ServiceLost, now_s: float) -> Step:
     """Count it as a failure: stop the workers, if they did not go with it."""
     rest = replace(running, live=frozenset()) if event.workers_too else running
     return _fail(agent, rest, _cause(running, event.failure), now_s)
 
 
-def signalled(agent: Agent, running: Running, event: Signalled, now_s: float) -> Step:
+def signalled(agent: Agent, running: Running, event: events.Signalled, now_s: float) -> Step:
     """Tell the other nodes, pass the signal on to the workers, and exit after the stop."""
     agent = take_signal(agent, event)
     outcome = interrupted(agent, event)
@@ -172,7 +145,7 @@ def signalled(agent: Agent, running: Running, event: Signalled, now_s: float) ->
     return _stop_for(agent, running, outcome, reason, event.to_workers, now_s, *farewell, *said)
 
 
-def tick(agent: Agent, running: Running, _event: Tick, now_s: float) -> Step:
+def tick(agent: Agent, running: Running, _event: events.Tick, now_s: float) -> Step:
     """Count a held end as what it is; kill workers that raised and did not end; give up a head that is lost."""
     if lost := given_up(agent, now_s):
         stopping = replace(Stopping.of(running, now_s, agent.times.stop_grace_s), then=lost)
@@ -185,7 +158,7 @@ def tick(agent: Agent, running: Running, _event: Tick, now_s: float) -> Step:
     elif held.failure:
         agent, actions = _fail(agent, running, held.failure, now_s)
     else:
-        agent, actions = clear_up(agent, Clearing(running.table, now_s, WorkersDone(running.ends)))
+        agent, actions = clear_up(agent, _done(running, now_s))
     return agent, (*said, *actions)
 
 
@@ -218,6 +191,10 @@ def _past_limits(agent: Agent, running: Running, now_s: float) -> Step:
         signal = SignalWorkers(running.table.generation, killed, SIGKILL)
         actions = (*actions, Say(f"{text}; SIGKILL", "warning"), signal)
     return agent, actions
+
+
+def _done(running: Running, now_s: float) -> Clearing:
+    return Clearing(running.table, now_s, ends=running.ends, is_done=True)
 
 
 def _stop_for(
@@ -338,7 +315,7 @@ def _bow_out(agent: Agent, running: Running, failure: Failure, now_s: float) -> 
     return agent.as_member(is_member=False), actions
 
 
-def _farewell_text(agent: Agent, event: Signalled, live: int) -> str:
+def _farewell_text(agent: Agent, event: events.Signalled, live: int) -> str:
     workers = "1 worker" if live == 1 else f"{live} workers"
     part = "leaving the job, " if agent.spec.nodes_max > 1 and event.signum != SIGINT else ""
     return f"{event.name}: {part}stopping {workers}, SIGKILL in {agent.times.stop_grace_s:g} s{event.how_to_kill}"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from enum import Enum, auto
+from enum import Enum
 
-from elaunch.agent.core.actions import Action, Exit
+from elaunch.agent.core.actions import Action
 from elaunch.agent.core.events import Tag
 from elaunch.agent.diagnosis.hang import Quiet, Standing, Standstill
 from elaunch.rendezvous.job_spec import JobSpec
@@ -32,9 +32,6 @@ class Joining:
     asked: int = -1
     ran: int = -1
     spare_of: int = -1
-
-
-NOT_JOINED = Joining()
 
 
 @dataclass(frozen=True)
@@ -98,11 +95,6 @@ class HeldEnd:
     effects: tuple[Failure, ...] = ()
 
 
-SILENT = LinkWords()
-NOT_QUIET = Quiet()
-NOT_STILL = Standstill()
-
-
 @dataclass(frozen=True)
 class Running:
     """This node's workers run.
@@ -117,10 +109,10 @@ class Running:
     live: frozenset[int]
     held: HeldEnd | None = None
     is_first: bool = True
-    words: LinkWords = SILENT
-    quiet: Quiet = NOT_QUIET
+    words: LinkWords = field(default_factory=LinkWords)
+    quiet: Quiet = field(default_factory=Quiet)
     silent: Mapping[int, Standing] = field(default_factory=dict)
-    standstill: Standstill = NOT_STILL
+    standstill: Standstill = field(default_factory=Standstill)
     ends: tuple[Failure, ...] = ()
 
     @property
@@ -144,66 +136,40 @@ class Running:
         return self.table.seats[group_rank]
 
 
-@dataclass(frozen=True)
-class AtBoundary:
-    """Workers that listen on their links stop after the same step as all ranks; the others got a signal.
+class Mode(Enum):
+    """How workers are told to end. The last mode is final."""
 
-    Those in `signalled` got `signum`. A worker that has not come to its step's end by `until_s` gets SIGTERM, where
-    that is set. `notice` is a scheduler's signal that another node had first and that is passed on here, 0 if there is
-    none.
-    """
-
-    signalled: frozenset[int] = frozenset()
-    signum: int = 0
-    notice: int = 0
-    until_s: float | None = None
-
-
-@dataclass(frozen=True)
-class Broken:
-    """A rank failed, so no step ends any more; workers that listen save what only they hold, the others got a signal.
-
-    Those in `signalled` got `signum`. Those in `spent` were killed alone: as soon as they had saved, or while others
-    save. `notice` as in `AtBoundary`.
-    """
-
-    signalled: frozenset[int]
-    signum: int
-    notice: int = 0
-    spent: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True)
-class Killing:
-    """All got SIGKILL; if one is not gone in time, the fork server is replaced.
-
-    `notice` as in `AtBoundary`.
-    """
-
-    notice: int = 0
-
-
-Mode = AtBoundary | Broken | Killing
-UNTOLD = AtBoundary()
+    BOUNDARY = "those that listen on their links stop after the same step as all ranks; the others got a signal"
+    BROKEN = "a rank failed, so no step ends: those that listen save what only they hold; the others got a signal"
+    KILLING = "all got SIGKILL; if one is not gone in time, the fork server is replaced"
 
 
 @dataclass(frozen=True)
 class Stopping:
     """Workers are to end, and some still run.
 
-    Those of `live` do, of which there is at least one; `mode` is how they were told. They have until `due_s`, `grace_s`
-    after they were told: SIGKILL comes then, and later another fork server. `failures` are this node's of the
-    generation: the first one, then those that came while it was stopping and were not its doing. Those in `answered`
-    may have exited with a code that our signal made. `ends` as in `Running`. `then` is the outcome that the agent exits
-    with afterwards, None where it goes on.
+    Those of `live` do, of which there is at least one. They have until `due_s`, `grace_s` after they were told: SIGKILL
+    comes then, and later another fork server. Those in `signalled` got `signum`; those in `spent` were killed alone, as
+    soon as they had saved, or while others save. A worker that has not come to its step's end by `until_s` gets
+    SIGTERM, where that is set. `notice` is a scheduler's signal that another node had first and that is passed on here,
+    0 if there is none.
+
+    `failures` are this node's of the generation: the first one, then those that came while it was stopping and were not
+    its doing. Those in `answered` may have exited with a code that our signal made. `ends` as in `Running`. `then` is
+    the outcome that the agent exits with afterwards, None where it goes on.
     """
 
     table: RankTable
     live: frozenset[int]
     due_s: float
     grace_s: float
-    mode: Mode = UNTOLD
-    words: LinkWords = SILENT
+    mode: Mode = Mode.BOUNDARY
+    words: LinkWords = field(default_factory=LinkWords)
+    signalled: frozenset[int] = frozenset()
+    signum: int = 0
+    notice: int = 0
+    until_s: float | None = None
+    spent: frozenset[int] = frozenset()
     then: Outcome | None = None
     failures: tuple[Failure, ...] = ()
     answered: frozenset[int] = frozenset()
@@ -223,37 +189,21 @@ class Stopping:
         return cls(running.table, running.live, due_s, grace_s, words=words, failures=failures, ends=ends)
 
     @property
-    def reached(self) -> frozenset[int]:
-        """Those that got a signal that asks them to end."""
-        match self.mode:
-            case AtBoundary(signalled=signalled) | Broken(signalled=signalled):
-                return signalled
-        return frozenset()
-
-    @property
-    def spent(self) -> frozenset[int]:
-        """Those that were killed alone."""
-        return self.mode.spent if isinstance(self.mode, Broken) else frozenset()
-
-    @property
     def on_the_way(self) -> frozenset[int]:
         """Those that were asked to stop at a step boundary, and have not come to it yet."""
-        if not isinstance(self.mode, AtBoundary):
-            return frozenset()
-        return self.live - self.mode.signalled - self.words.stopped
+        waits = self.live - self.signalled - self.words.stopped
+        return waits if self.mode is Mode.BOUNDARY else frozenset()
 
     @property
     def saving(self) -> frozenset[int]:
         """Those that save after a failure."""
-        if not isinstance(self.mode, Broken):
-            return frozenset()
-        return (self.live & self.words.saving) - self.mode.signalled - self.mode.spent
+        saving = (self.live & self.words.saving) - self.signalled - self.spent
+        return saving if self.mode is Mode.BROKEN else frozenset()
 
     @property
     def next_s(self) -> float:
         """When something is to be done to the workers, if they do not end before."""
-        until_s = self.mode.until_s if isinstance(self.mode, AtBoundary) else None
-        return self.due_s if until_s is None else min(self.due_s, until_s)
+        return self.due_s if self.until_s is None else min(self.due_s, self.until_s)
 
     def hurried(self, now_s: float, grace_s: float) -> Stopping:
         """With no more time than that from now on."""
@@ -261,33 +211,20 @@ class Stopping:
 
 
 @dataclass(frozen=True)
-class WorkersStopped:
-    """The workers were stopped, or failed; `failures`, `ends` and `answered` as in `Stopping`."""
-
-    failures: tuple[Failure, ...] = ()
-    ends: tuple[Failure, ...] = ()
-    answered: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True)
-class WorkersDone:
-    """All workers exited with 0; `ends` as in `Running`."""
-
-    ends: tuple[Failure, ...] = ()
-
-
-@dataclass(frozen=True)
 class Clearing:
     """The last worker is gone; what is left of the generation is ended, and its output collected.
 
-    `ended` is how the workers came to their end. `then` as in `Stopping`. An agent that is to exit waits for the output
-    until `until_s`.
+    `is_done` says that all workers exited with 0. `failures`, `ends`, `answered` and `then` as in `Stopping`. An agent
+    that is to exit waits for the output until `until_s`.
     """
 
     table: RankTable
     until_s: float
-    ended: WorkersStopped | WorkersDone
     then: Outcome | None = None
+    failures: tuple[Failure, ...] = ()
+    ends: tuple[Failure, ...] = ()
+    answered: frozenset[int] = frozenset()
+    is_done: bool = False
 
 
 @dataclass(frozen=True)
@@ -316,14 +253,6 @@ Phase = Joining | Running | Stopping | Clearing | Finished | Exited
 WORTH_A_WORD_S = 2.0
 
 
-class Claim(Enum):
-    """A node's claim to start the job's first run; `REFUSED` by another node's, or by a run."""
-
-    UNTRIED = auto()
-    HELD = auto()
-    REFUSED = auto()
-
-
 @dataclass(frozen=True)
 class Membership:
     """What this node is to the job's other nodes.
@@ -334,7 +263,6 @@ class Membership:
     the last answer. `refused` says that the last join was, `outvoted` that the last try to lead was, `evicted` that
     this node's member key is gone, `widened` that all keys are looked at. `runs_refused` counts the runs that it
     could not start, since the job had members. The next try is at `run_again_s`, when their leases may have ended.
-    `claim` says whether this node may start the job's first run before all others.
     `is_misfit` says that the job in the store is another one, over which this node has tried to start its own.
     `has_entered` says that this node was a member once, so the store's address and login are right.
     It began another at `renewed_s`. A node without one begins another at `renew_at_s`, if that is not None.
@@ -352,7 +280,6 @@ class Membership:
     widened: bool = False
     runs_refused: int = 0
     run_again_s: float = float("-inf")
-    claim: Claim = Claim.UNTRIED
     is_misfit: bool = False
     has_entered: bool = False
     renew_at_s: float | None = None
@@ -398,12 +325,6 @@ class Waiting:
     said_s: float = float("-inf")
 
 
-NOT_YET = Membership()
-UNTRIED = Reach()
-FRESH_LEADER_STATE = LeaderState()
-NO_WAIT = Waiting()
-
-
 @dataclass(frozen=True)
 class Agent:
     """One agent's whole state.
@@ -423,13 +344,13 @@ class Agent:
     times: Times
     snapshot: Snapshot
     notices: tuple[int, ...] = ()
-    phase: Phase = NOT_JOINED
-    membership: Membership = NOT_YET
-    reach: Reach = UNTRIED
-    leader_state: LeaderState = FRESH_LEADER_STATE
+    phase: Phase = field(default_factory=Joining)
+    membership: Membership = field(default_factory=Membership)
+    reach: Reach = field(default_factory=Reach)
+    leader_state: LeaderState = field(default_factory=LeaderState)
     lead_at_s: float | None = None
     lossless_until_s: float = 0.0
-    waiting: Waiting = NO_WAIT
+    waiting: Waiting = field(default_factory=Waiting)
     table_seen: tuple[int, float] = (-1, 0.0)
     progressed: bool = False
     is_interrupted: bool = False
@@ -441,12 +362,12 @@ class Agent:
     only_here: str = ""
 
     @property
-    def is_going(self) -> bool:
-        """Whether it is on its way out, so that it takes part in nothing more."""
+    def ending(self) -> Outcome | None:
+        """The outcome that it exits with, once that is known: it takes part in nothing more then."""
         match self.phase:
-            case Exited() | Stopping(then=Outcome()) | Clearing(then=Outcome()):
-                return True
-        return False
+            case Exited(outcome=outcome) | Stopping(then=outcome) | Clearing(then=outcome):
+                return outcome
+        return None
 
     @property
     def leads(self) -> bool:
@@ -467,4 +388,4 @@ Step = tuple[Agent, tuple[Action, ...]]
 
 
 def exit_with(agent: Agent, outcome: Outcome) -> Step:
-    return replace(agent, phase=Exited(outcome)), (Exit(outcome),)
+    return replace(agent, phase=Exited(outcome)), ()

@@ -6,37 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
-from elaunch.agent.core import clearing, hangs, joining, leaving, membership, running, stopping, store_outage
+from elaunch.agent.core import clearing, events, hangs, joining, leaving, membership, running, stopping, store_outage
 from elaunch.agent.core.actions import Say
-from elaunch.agent.core.events import (
-    Cleared,
-    Committed,
-    Event,
-    Leased,
-    LeaseLost,
-    Looked,
-    Reported,
-    RestartOrdered,
-    Sampled,
-    ServiceLost,
-    Signalled,
-    StacksTaken,
-    StoreAway,
-    StoreBack,
-    StoreLost,
-    StoreRefuses,
-    Tick,
-    WatchRefused,
-    WorkerAsked,
-    WorkerEnded,
-    WorkerEvent,
-    WorkerExited,
-    WorkerListens,
-    WorkerSaved,
-    WorkerSaving,
-    WorkersHung,
-    WorkerStopped,
-)
 from elaunch.agent.core.membership import attend
 from elaunch.agent.core.state import Agent, Clearing, Exited, Finished, Joining, Phase, Running, Step, Stopping
 from elaunch.agent.core.store_outage import gives_up_at_s
@@ -58,6 +29,7 @@ class Ignored:
 
 NO_WORKERS = Ignored("no worker of this node runs")
 ALL_DONE = Ignored("all workers of this node have exited with 0")
+UNCLEARED = Ignored("a newer generation is joined when all is cleared")
 NONE_LEFT = Ignored("the last worker is gone")
 OVER = Ignored("this agent's work is done")
 UNBROKEN = Ignored("no peer has failed, so this worker is still needed")
@@ -91,38 +63,37 @@ def _alike(event: type[E], handler: Handler[Any, E]) -> Row[E]:
 # Each row: the event; then joining, running, stopping, clearing, finished. An event about workers names their
 # generation, and changes nothing in another one.
 ROWS: tuple[Row[Any], ...] = (
-    Row(Looked, joining.looked, running.looked, stopping.looked, clearing.looked, clearing.finished_looked),
-    _alike(Committed, membership.committed),
-    Row(Leased, joining.begin_with_lease, membership.leased, membership.leased, membership.leased, membership.leased),
-    Row(LeaseLost, joining.lose_lease,
-        membership.lease_lost, membership.lease_lost, membership.lease_lost, membership.lease_lost),
-    _alike(StoreAway, store_outage.store_failed),
-    Row(StoreRefuses, joining.store_refuses,
+    Row(events.Looked, joining.looked, running.looked, stopping.looked, UNCLEARED, clearing.finished_looked),
+    _alike(events.Committed, membership.committed),
+    _alike(events.Leased, membership.leased),
+    _alike(events.LeaseLost, membership.lease_lost),
+    _alike(events.StoreAway, store_outage.store_failed),
+    Row(events.StoreRefuses, joining.store_refuses,
         store_outage.store_failed, store_outage.store_failed, store_outage.store_failed, store_outage.store_failed),
-    _alike(WatchRefused, store_outage.watch_refused),
-    _alike(StoreBack, store_outage.store_back),
-    Row(StoreLost,
-        joining.store_lost, running.store_lost, stopping.store_lost, clearing.store_lost, clearing.finished_store_lost),
-    Row(WorkerExited, NO_WORKERS, running.worker_exited, stopping.worker_exited, NONE_LEFT, ALL_DONE),
-    Row(WorkerEnded, NO_WORKERS, running.worker_ended, HAS_GRACE, NONE_LEFT, ALL_DONE),
-    Row(WorkerListens, NO_WORKERS, running.worker_listens, stopping.worker_listens, NONE_LEFT, ALL_DONE),
-    Row(WorkerSaving, NO_WORKERS, running.worker_saving, stopping.worker_saving, NONE_LEFT, ALL_DONE),
-    Row(WorkerSaved, NO_WORKERS, UNBROKEN, stopping.worker_saved, NONE_LEFT, ALL_DONE),
-    Row(WorkerStopped, NO_WORKERS, running.worker_stopped, stopping.worker_stopped, NONE_LEFT, ALL_DONE),
-    Row(Reported, NO_WORKERS, hangs.reported, NOT_AWAITED, NONE_LEFT, ALL_DONE),
-    Row(Sampled, NO_WORKERS, hangs.sampled, NOT_AWAITED, NONE_LEFT, ALL_DONE),
-    Row(StacksTaken, NO_WORKERS, hangs.stacks_taken, NOT_AWAITED, NONE_LEFT, ALL_DONE),
-    Row(WorkersHung, NO_WORKERS, running.workers_hung, KILLED_IN_TIME, NONE_LEFT, ALL_DONE),
-    Row(WorkerAsked, NO_WORKERS, running.worker_asked, stopping.worker_asked, NONE_LEFT, ALL_DONE),
-    Row(ServiceLost, NO_WORKERS, running.service_lost, stopping.service_lost, NONE_LEFT, ALL_DONE),
-    Row(Cleared, NOTHING_TO_CLEAR, STILL_LIVE, STILL_LIVE, clearing.cleared, NOTHING_TO_CLEAR),
-    Row(Signalled,
+    _alike(events.WatchRefused, store_outage.watch_refused),
+    _alike(events.StoreBack, store_outage.store_back),
+    Row(events.StoreLost,
+        joining.store_lost, running.store_lost, stopping.store_lost, stopping.store_lost, joining.store_lost),
+    Row(events.WorkerExited, NO_WORKERS, running.worker_exited, stopping.worker_exited, NONE_LEFT, ALL_DONE),
+    Row(events.WorkerEnded, NO_WORKERS, running.worker_ended, HAS_GRACE, NONE_LEFT, ALL_DONE),
+    Row(events.WorkerListens, NO_WORKERS, running.worker_listens, stopping.worker_listens, NONE_LEFT, ALL_DONE),
+    Row(events.WorkerSaving, NO_WORKERS, stopping.worker_saving, stopping.worker_saving, NONE_LEFT, ALL_DONE),
+    Row(events.WorkerSaved, NO_WORKERS, UNBROKEN, stopping.worker_saved, NONE_LEFT, ALL_DONE),
+    Row(events.WorkerStopped, NO_WORKERS, running.worker_stopped, stopping.worker_stopped, NONE_LEFT, ALL_DONE),
+    Row(events.Reported, NO_WORKERS, hangs.reported, NOT_AWAITED, NONE_LEFT, ALL_DONE),
+    Row(events.Sampled, NO_WORKERS, hangs.sampled, NOT_AWAITED, NONE_LEFT, ALL_DONE),
+    Row(events.StacksTaken, NO_WORKERS, hangs.stacks_taken, NOT_AWAITED, NONE_LEFT, ALL_DONE),
+    Row(events.WorkersHung, NO_WORKERS, running.workers_hung, KILLED_IN_TIME, NONE_LEFT, ALL_DONE),
+    Row(events.WorkerAsked, NO_WORKERS, running.worker_asked, stopping.worker_asked, NONE_LEFT, ALL_DONE),
+    Row(events.ServiceLost, NO_WORKERS, running.service_lost, stopping.service_lost, NONE_LEFT, ALL_DONE),
+    Row(events.Cleared, NOTHING_TO_CLEAR, STILL_LIVE, STILL_LIVE, clearing.cleared, NOTHING_TO_CLEAR),
+    Row(events.Signalled,
         leaving.signalled, running.signalled, stopping.signalled, clearing.signalled, leaving.signalled),
-    Row(RestartOrdered, leaving.restart, leaving.restart, FORMING, FORMING, leaving.restart),
-    Row(Tick, store_outage.tick, running.tick, stopping.tick, clearing.tick, store_outage.tick),
+    Row(events.RestartOrdered, leaving.restart, leaving.restart, FORMING, FORMING, leaving.restart),
+    Row(events.Tick, store_outage.tick, running.tick, stopping.tick, clearing.tick, store_outage.tick),
 )
 # fmt: on
-TABLE: Mapping[type[Phase], Mapping[type[Event], Handler[Any, Any]]] = {
+TABLE: Mapping[type[Phase], Mapping[type[events.Event], Handler[Any, Any]]] = {
     Joining: {row.event: row.joining for row in ROWS},
     Running: {row.event: row.running for row in ROWS},
     Stopping: {row.event: row.stopping for row in ROWS},
@@ -132,19 +103,19 @@ TABLE: Mapping[type[Phase], Mapping[type[Event], Handler[Any, Any]]] = {
 }
 
 
-def step(agent: Agent, event: Event, now_s: float) -> Step:
+def step(agent: Agent, event: events.Event, now_s: float) -> Step:
     """What the agent becomes and does when `event` happens at `now_s` (monotonic)."""
     phase = agent.phase
     if isinstance(phase, Exited) or _is_of_another_generation(phase, event):
         return agent, ()
-    if isinstance(event, Looked):
+    if isinstance(event, events.Looked):
         agent, actions = _look(replace(agent, snapshot=event.snapshot), now_s)
         unreadable = (Say(f"{sentence}; going on without it", "warning") for sentence in event.snapshot.unreadable)
         return agent, (*unreadable, *actions)
     agent, actions = TABLE[type(phase)][type(event)](agent, phase, event, now_s)
     if not _is_to_look(agent, phase, event, now_s):
         return agent, actions
-    agent, more = _look(replace(agent, lead_at_s=None) if isinstance(event, Tick) else agent, now_s)
+    agent, more = _look(replace(agent, lead_at_s=None) if isinstance(event, events.Tick) else agent, now_s)
     return agent, (*actions, *more)
 
 
@@ -173,23 +144,23 @@ def _phase_due_s(phase: Phase) -> float | None:
     return None
 
 
-def _is_of_another_generation(phase: Phase, event: Event) -> bool:
+def _is_of_another_generation(phase: Phase, event: events.Event) -> bool:
     match phase:
         case Running(table=table) | Stopping(table=table) | Clearing(table=table):
-            return isinstance(event, WorkerEvent) and event.generation != table.generation
+            return isinstance(event, events.WorkerEvent) and event.generation != table.generation
     return False
 
 
-def _is_to_look(agent: Agent, before: Phase, event: Event, now_s: float) -> bool:
+def _is_to_look(agent: Agent, before: Phase, event: events.Event, now_s: float) -> bool:
     """Whether what the event changed lets the agent make something else of what the store says."""
     match event:
         case _ if isinstance(agent.phase, Exited):
             return False
-        case Leased() | Committed():
+        case events.Leased() | events.Committed():
             return True
-        case Cleared():
+        case events.Cleared():
             return isinstance(before, Clearing)
-        case Tick():
+        case events.Tick():
             return agent.lead_at_s is not None and now_s >= agent.lead_at_s
     return False
 
@@ -197,7 +168,7 @@ def _is_to_look(agent: Agent, before: Phase, event: Event, now_s: float) -> bool
 def _look(agent: Agent, now_s: float) -> Step:
     """Follow what the store says, then write to it what is this node's to write."""
     agent = _note_table(agent, now_s)
-    agent, actions = TABLE[type(agent.phase)][Looked](agent, agent.phase, Looked(agent.snapshot), now_s)
+    agent, actions = TABLE[type(agent.phase)][events.Looked](agent, agent.phase, events.Looked(agent.snapshot), now_s)
     agent, more = attend(agent, now_s)
     return agent, (*actions, *more)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from signal import SIGINT, SIGKILL, SIGPIPE, SIGTERM
 
+from elaunch.agent.core import events
 from elaunch.agent.core.actions import (
     Action,
     Clear,
@@ -19,37 +21,15 @@ from elaunch.agent.core.actions import (
     TellWorkers,
 )
 from elaunch.agent.core.clearing import LAST_WORDS_S
-from elaunch.agent.core.events import (
-    SHELL_BASE,
-    SIGINT,
-    SIGKILL,
-    SIGPIPE,
-    SIGTERM,
-    Looked,
-    ServiceLost,
-    Signalled,
-    StoreLost,
-    Tick,
-    WorkerAsked,
-    WorkerExited,
-    WorkerListens,
-    WorkerSaved,
-    WorkerSaving,
-    WorkerStopped,
-)
 from elaunch.agent.core.leaving import end_of_own_run, interrupted, say_goodbye, take_signal
 from elaunch.agent.core.state import (
     Agent,
-    AtBoundary,
-    Broken,
     Clearing,
-    Killing,
     LinkWords,
+    Mode,
     Running,
     Step,
     Stopping,
-    WorkersDone,
-    WorkersStopped,
 )
 from elaunch.agent.core.store_outage import say_waits
 from elaunch.rendezvous.rules import transactions
@@ -72,33 +52,12 @@ def stop_at_boundary(
 
     A worker that has not come to its step's end by `until_s` gets SIGTERM then. None has been told of anything before.
     """
-    live, words = stopping.live, stopping.words
-    asked = live & words.to_stop
-    ended = live - asked
+    asked = stopping.live & stopping.words.to_stop
+    ended = stopping.live - asked
     notice = signum if signum in agent.notices else 0
-    mode = AtBoundary(ended, signum, notice, until_s if asked - words.stopped else None)
-    stopping = replace(stopping, mode=mode)
-    return _tell(agent, stopping, asked, StopAtStepBoundary(reason), stopping.reached, signum, actions)
-
-
-def stop_otherwise(
-    agent: Agent, stopping: Stopping, reason: StopReason, signum: int, actions: tuple[Action, ...] = ()
-) -> Step:
-    """Workers that are stopping already are to stop for another reason, with another signal.
-
-    In a broken group there is no step to end, and those that save are left alone.
-    """
-    live, words, mode, reached = stopping.live, stopping.words, stopping.mode, stopping.reached
-    asked = frozenset[int]() if isinstance(mode, Broken) else (live & words.to_stop) - reached
-    ended = live - asked - (words.to_failure if isinstance(mode, Broken) else frozenset())
-    if isinstance(mode, (AtBoundary, Broken)) and signum == mode.signum and signum in agent.notices:
-        # Passed on before from another node, which had it first.
-        ended -= reached
-    if isinstance(mode, Broken):
-        stopping = replace(stopping, mode=Broken(reached | ended, signum, spent=mode.spent))
-    else:
-        stopping = replace(stopping, mode=AtBoundary(reached | ended, signum))
-    return _tell(agent, stopping, asked, StopAtStepBoundary(reason), ended, signum, actions)
+    until_s = until_s if asked - stopping.words.stopped else None
+    stopping = replace(stopping, signalled=ended, signum=signum, notice=notice, until_s=until_s)
+    return _tell(agent, stopping, asked, StopAtStepBoundary(reason), ended, actions)
 
 
 def stop_broken(agent: Agent, stopping: Stopping, actions: tuple[Action, ...] = ()) -> Step:
@@ -109,10 +68,10 @@ def stop_broken(agent: Agent, stopping: Stopping, actions: tuple[Action, ...] = 
     """
     left = stopping.live - stopping.words.stopped
     told = left & stopping.words.to_failure
-    ended = left - told - stopping.reached - stopping.words.returned
-    mode = Broken(stopping.reached | ended, SIGTERM, stopping.mode.notice, stopping.spent)
-    message = PeerFailed(stopping.table.generation)
-    return _tell(agent, replace(stopping, mode=mode), told, message, ended, SIGTERM, actions)
+    ended = left - told - stopping.signalled - stopping.words.returned
+    reached = stopping.signalled | ended
+    stopping = replace(stopping, mode=Mode.BROKEN, signalled=reached, signum=SIGTERM, until_s=None)
+    return _tell(agent, stopping, told, PeerFailed(stopping.table.generation), ended, actions)
 
 
 def grace_of_failure(agent: Agent, group: Running | Stopping) -> float:
@@ -120,43 +79,19 @@ def grace_of_failure(agent: Agent, group: Running | Stopping) -> float:
     return max(agent.times.failure_grace_s, _LISTENER_S if group.live & group.words.to_failure else 0.0)
 
 
-def past_boundary(agent: Agent, stopping: Stopping, boundary: AtBoundary, now_s: float) -> Step:
-    """Those that were to stop at a step boundary have not come to one in time."""
-    late, grace_s = stopping.on_the_way, agent.times.stop_grace_s
-    mode = replace(boundary, signalled=boundary.signalled | late, until_s=None)
-    agent = replace(agent, phase=replace(stopping, mode=mode, due_s=now_s + grace_s, grace_s=grace_s))
-    if not late:
-        return agent, ()
-    text = f"local rank {ranks(late)} came to no step boundary within {agent.times.boundary_wait_s:g} s; SIGTERM"
-    return agent, (Say(text, "warning"), SignalWorkers(stopping.table.generation, late, SIGTERM))
-
-
-def past_grace_of_failure(agent: Agent, stopping: Stopping, broken: Broken, until_s: float) -> Step:
-    """Kill all but those that save, which have until then."""
-    late = stopping.live - stopping.saving - broken.spent
-    mode = replace(broken, spent=broken.spent | late)
-    stopped = replace(stopping, mode=mode, due_s=until_s, grace_s=agent.times.stop_grace_s)
-    agent = replace(agent, phase=stopped)
-    if not late:
-        return agent, ()
-    text = f"local rank {ranks(late)} still ran after {stopping.grace_s:g} s; SIGKILL"
-    return agent, (Say(text, "warning"), SignalWorkers(stopping.table.generation, late, SIGKILL))
-
-
 def go_on_stopping(agent: Agent, stopping: Stopping, actions: tuple[Action, ...] = ()) -> Step:
     """Wait for the workers that live, or clear up after the last one."""
     if stopping.live:
         return replace(agent, phase=stopping), actions
-    ended = WorkersStopped(stopping.failures, stopping.ends, stopping.answered)
-    return clear_up(agent, Clearing(stopping.table, stopping.due_s, ended, stopping.then), actions)
+    known = stopping.failures, stopping.ends, stopping.answered
+    return clear_up(agent, Clearing(stopping.table, stopping.due_s, stopping.then, *known), actions)
 
 
 def clear_up(agent: Agent, clearing: Clearing, actions: tuple[Action, ...] = ()) -> Step:
-    is_done = isinstance(clearing.ended, WorkersDone)
-    return replace(agent, phase=clearing), (*actions, Clear(clearing.table.generation, is_done))
+    return replace(agent, phase=clearing), (*actions, Clear(clearing.table.generation, clearing.is_done))
 
 
-def wishes_of(words: LinkWords, event: WorkerListens) -> LinkWords:
+def wishes_of(words: LinkWords, event: events.WorkerListens) -> LinkWords:
     """What the workers have said, with what this one wants to be told from now on."""
     rank = frozenset({event.local_rank})
     return replace(
@@ -179,49 +114,48 @@ def _tell(
     told: frozenset[int],
     message: Message,
     ended: frozenset[int],
-    signum: int,
     actions: tuple[Action, ...],
 ) -> Step:
     generation = stopping.table.generation
     if stopping.live and told:
         actions = (*actions, TellWorkers(generation, told, message))
     if stopping.live and ended:
-        actions = (*actions, SignalWorkers(generation, ended, signum))
+        actions = (*actions, SignalWorkers(generation, ended, stopping.signum))
     return go_on_stopping(agent, stopping, actions)
 
 
 # SIGKILL needs no consent: a worker that is not gone by then is one whose fork server no longer says so.
 KILL_WAIT_S = 5.0
 # A worker that was asked to stop at a step boundary exits with one of these: no failure.
-STOPPED_CODES = (0, SHELL_BASE + SIGTERM, SHELL_BASE + SIGINT)
+STOPPED_CODES = (0, events.SHELL_BASE + SIGTERM, events.SHELL_BASE + SIGINT)
 
 
-def looked(agent: Agent, stopping: Stopping, _: Looked, now_s: float) -> Step:
+def looked(agent: Agent, stopping: Stopping, _: events.Looked, now_s: float) -> Step:
     """Hurry where a newer generation was opened for a failure or a loss: no step will end any more."""
     generation = agent.snapshot.generation
     if generation is None or generation.number <= stopping.table.generation:
         return agent, ()
-    if not generation.kind.is_urgent or isinstance(stopping.mode, Killing):
+    if not generation.kind.is_urgent or stopping.mode is Mode.KILLING:
         return agent, ()
     if stopping.then is None:
         stopping = stopping.hurried(now_s, grace_of_failure(agent, stopping))
-    if isinstance(stopping.mode, Broken):
+    if stopping.mode is Mode.BROKEN:
         return replace(agent, phase=stopping), ()
     return stop_broken(agent, stopping)
 
 
-def store_lost(agent: Agent, stopping: Stopping, event: StoreLost, _: float) -> Step:
+def store_lost(agent: Agent, phase: Stopping | Clearing, event: events.StoreLost, _: float) -> Step:
     """Exit after the stop, as the store is gone for good."""
-    outcome = stopping.then or agent.outcome(OutcomeKind.UNKNOWN, event.why)
-    return replace(agent, phase=replace(stopping, then=outcome)), ()
+    outcome = phase.then or agent.outcome(OutcomeKind.UNKNOWN, event.why)
+    return replace(agent, phase=replace(phase, then=outcome)), ()
 
 
-def worker_exited(agent: Agent, stopping: Stopping, event: WorkerExited, now_s: float) -> Step:
+def worker_exited(agent: Agent, stopping: Stopping, event: events.WorkerExited, now_s: float) -> Step:
     """Count it; judge whether the stop ended it or a failure of its own; clear up after the last one."""
     if event.local_rank not in stopping.live:
         return agent, ()
     failure = event.failure
-    if event.local_rank in stopping.reached - stopping.words.returned:
+    if event.local_rank in stopping.signalled - stopping.words.returned:
         stopping = replace(stopping, answered=stopping.answered | {event.local_rank})
     stopping = replace(stopping, live=stopping.live - {event.local_rank})
     if stopping.then and not stopping.live:
@@ -236,12 +170,12 @@ def worker_exited(agent: Agent, stopping: Stopping, event: WorkerExited, now_s: 
 
 def _note_failure(agent: Agent, stopping: Stopping, failure: Failure, now_s: float) -> Step:
     """Note a failure of a worker's own; tell the other nodes if it may be the first."""
-    is_killing = isinstance(stopping.mode, Killing)
+    is_killing = stopping.mode is Mode.KILLING
     if stopping.failures:
         # Two that were killed at once, or that one lack of memory has hit, are two failures.
         said = (Say(failure.sentence, "error"),) if failure.code and failure.code < 0 else ()
         return go_on_stopping(agent, replace(stopping, failures=(*stopping.failures, failure)), said)
-    is_asked = isinstance(stopping.mode, AtBoundary)
+    is_asked = stopping.mode is Mode.BOUNDARY
     if stopping.then and is_asked and failure.local_rank not in stopping.words.stopped:
         # Those that were asked to stop after a step wait for this one in vain.
         return stop_broken(agent, stopping)
@@ -260,7 +194,7 @@ def _note_failure(agent: Agent, stopping: Stopping, failure: Failure, now_s: flo
     return stop_broken(agent, stopping.hurried(now_s, grace_of_failure(agent, stopping)), actions)
 
 
-def worker_asked(agent: Agent, stopping: Stopping, event: WorkerAsked, now_s: float) -> Step:
+def worker_asked(agent: Agent, stopping: Stopping, event: events.WorkerAsked, now_s: float) -> Step:
     """Count it as a failure, once: of others that have lost this worker it is the cause."""
     known = (each for each in stopping.failures if each.asks_to_end)
     if stopping.then or event.failure.local_rank in [each.local_rank for each in known]:
@@ -271,73 +205,69 @@ def worker_asked(agent: Agent, stopping: Stopping, event: WorkerAsked, now_s: fl
     return _note_failure(agent, stopping, event.failure, now_s)
 
 
-def worker_listens(agent: Agent, stopping: Stopping, event: WorkerListens, _: float) -> Step:
+def worker_listens(agent: Agent, stopping: Stopping, event: events.WorkerListens, _: float) -> Step:
     """Note what it wants to be told; if it was told what it wants no more, it gets the signal after all."""
-    words, mode = wishes_of(stopping.words, event), stopping.mode
-    stopping = replace(stopping, words=words)
-    rank = stopping.live & {event.local_rank}
-    now: frozenset[int] = frozenset()
-    match mode:
-        case AtBoundary(signalled=signalled):
-            now = rank - words.to_stop - words.stopped - signalled
-            mode = replace(mode, signalled=signalled | now)
-        case Broken(signalled=signalled, spent=spent):
-            now = rank - words.to_failure - words.stopped - words.returned - signalled - spent
-            mode = replace(mode, signalled=signalled | now)
-        case Killing():
-            return replace(agent, phase=stopping), ()
-    agent = replace(agent, phase=replace(stopping, mode=mode))
-    return agent, (SignalWorkers(event.generation, now, mode.signum),) if now else ()
+    words = wishes_of(stopping.words, event)
+    now = (stopping.live & {event.local_rank}) - words.stopped - stopping.signalled
+    match stopping.mode:
+        case Mode.BOUNDARY:
+            now -= words.to_stop
+        case Mode.BROKEN:
+            now -= words.to_failure | words.returned | stopping.spent
+        case Mode.KILLING:
+            now = frozenset()
+    agent = replace(agent, phase=replace(stopping, words=words, signalled=stopping.signalled | now))
+    return agent, (SignalWorkers(event.generation, now, stopping.signum),) if now else ()
 
 
-def worker_saving(agent: Agent, stopping: Stopping, event: WorkerSaving, _: float) -> Step:
-    """Give it the stop's whole grace, also in a broken group: the next generation goes on from that."""
-    words = replace(stopping.words, saving=stopping.words.saving | {event.local_rank})
-    return replace(agent, phase=replace(stopping, words=words)), ()
+def worker_saving(agent: Agent, phase: Running | Stopping, event: events.WorkerSaving, _: float) -> Step:
+    """Give it the stop's whole grace, also in a broken group: the next generation goes on from that.
+
+    It may have seen a peer's failure before this agent hears of it.
+    """
+    words = replace(phase.words, saving=phase.words.saving | {event.local_rank})
+    return replace(agent, phase=replace(phase, words=words)), ()
 
 
-def worker_saved(agent: Agent, stopping: Stopping, event: WorkerSaved, _: float) -> Step:
+def worker_saved(agent: Agent, stopping: Stopping, event: events.WorkerSaved, _: float) -> Step:
     """Kill it if the group is broken: nothing of it is needed any more."""
-    mode = stopping.mode
-    if not isinstance(mode, Broken):
-        return agent, ()
-    told = (stopping.live & stopping.words.to_failure) - stopping.words.stopped - mode.spent
-    if event.local_rank not in told:
+    told = (stopping.live & stopping.words.to_failure) - stopping.words.stopped - stopping.spent
+    if stopping.mode is not Mode.BROKEN or event.local_rank not in told:
         return agent, ()
     spent = frozenset({event.local_rank})
-    agent = replace(agent, phase=replace(stopping, mode=replace(mode, spent=mode.spent | spent)))
+    agent = replace(agent, phase=replace(stopping, spent=stopping.spent | spent))
     return agent, (SignalWorkers(event.generation, spent, SIGKILL),)
 
 
-def worker_stopped(agent: Agent, stopping: Stopping, event: WorkerStopped, now_s: float) -> Step:
+def worker_stopped(agent: Agent, stopping: Stopping, event: events.WorkerStopped, now_s: float) -> Step:
     """Note that it has come to the step boundary; after the last one the time to save begins."""
-    words, mode = stopping.words, stopping.mode
+    words = stopping.words
     stopping = replace(stopping, words=replace(words, stopped=words.stopped | {event.local_rank}))
-    if isinstance(mode, AtBoundary) and mode.until_s is not None and not stopping.on_the_way:
+    if stopping.until_s is not None and not stopping.on_the_way:
         # From here on they only save.
-        stopping = replace(stopping, mode=replace(mode, until_s=None)).hurried(now_s, agent.times.stop_grace_s)
+        stopping = replace(stopping, until_s=None).hurried(now_s, agent.times.stop_grace_s)
     return replace(agent, phase=stopping), ()
 
 
-def service_lost(agent: Agent, stopping: Stopping, event: ServiceLost, _: float) -> Step:
+def service_lost(agent: Agent, stopping: Stopping, event: events.ServiceLost, _: float) -> Step:
     """Clear up, if the workers went with it."""
     return go_on_stopping(agent, replace(stopping, live=frozenset())) if event.workers_too else (agent, ())
 
 
-def signalled(agent: Agent, stopping: Stopping, event: Signalled, now_s: float) -> Step:
+def signalled(agent: Agent, stopping: Stopping, event: events.Signalled, now_s: float) -> Step:
     """Leave the job, or end it for all nodes (SIGINT), after the stop; a second SIGINT kills the workers now."""
     if event.is_order and agent.is_interrupted:
         return agent, ()
     if event.signum == SIGINT and agent.is_interrupted:
         said = Say("SIGINT again: killing the workers now")
-        return (agent, ()) if isinstance(stopping.mode, Killing) else _kill(agent, stopping, now_s, said)
+        return (agent, ()) if stopping.mode is Mode.KILLING else _kill(agent, stopping, now_s, said)
     agent = take_signal(agent, event)
     if stopping.then is None:
         return _leave_after(agent, stopping, event, now_s)
     return _end_too(agent, stopping, event, now_s) if event.signum == SIGINT else (agent, ())
 
 
-def tick(agent: Agent, stopping: Stopping, _: Tick, now_s: float) -> Step:
+def tick(agent: Agent, stopping: Stopping, _: events.Tick, now_s: float) -> Step:
     """Act where a time is over: a step boundary's, the grace; SIGKILL, then another fork server."""
     agent, said = say_waits(agent, now_s)
     agent, actions = _hasten(agent, stopping, now_s)
@@ -345,74 +275,97 @@ def tick(agent: Agent, stopping: Stopping, _: Tick, now_s: float) -> Step:
 
 
 def _hasten(agent: Agent, stopping: Stopping, now_s: float) -> Step:
-    mode, live = stopping.mode, ranks(stopping.live)
-    match mode:
-        case AtBoundary(until_s=until_s) if until_s is not None and now_s >= until_s:
-            return past_boundary(agent, stopping, mode, now_s)
-        case _ if now_s < stopping.due_s:
-            return agent, ()
-        case Killing():
-            text = f"local rank {live} did not end {KILL_WAIT_S:g} s after SIGKILL; replacing the fork server"
-            agent = replace(agent, phase=replace(stopping, due_s=now_s + KILL_WAIT_S))
-            return agent, (Say(text, "warning"), ReplaceForkServer(stopping.table.generation))
-        case Broken() if stopping.saving:
-            until_s = stopping.due_s - stopping.grace_s + agent.times.stop_grace_s
-            if now_s < until_s:
-                return past_grace_of_failure(agent, stopping, mode, until_s)
-            saving = f"local rank {ranks(stopping.saving)} was still saving"
-            late = Say(f"{saving} {stopping.grace_s:g} s after the failure; SIGKILL", "warning")
-            return _kill(agent, stopping, now_s, late)
-    late = Say(f"local rank {live} still ran after {stopping.grace_s:g} s; SIGKILL", "warning")
-    return _kill(agent, stopping, now_s, late)
+    grace_s = agent.times.stop_grace_s
+    if stopping.until_s is not None and now_s >= stopping.until_s:
+        late = stopping.on_the_way
+        stopping = replace(stopping, signalled=stopping.signalled | late, until_s=None)
+        stopping = replace(stopping, due_s=now_s + grace_s, grace_s=grace_s)
+        text = f"came to no step boundary within {agent.times.boundary_wait_s:g} s; SIGTERM"
+        return _signal_late(agent, stopping, late, text, SIGTERM)
+    if now_s < stopping.due_s:
+        return agent, ()
+    if stopping.mode is Mode.KILLING:
+        text = f"local rank {ranks(stopping.live)} did not end {KILL_WAIT_S:g} s after SIGKILL"
+        agent = replace(agent, phase=replace(stopping, due_s=now_s + KILL_WAIT_S))
+        replaced = ReplaceForkServer(stopping.table.generation)
+        return agent, (Say(f"{text}; replacing the fork server", "warning"), replaced)
+    late, text = stopping.live, f"still ran after {stopping.grace_s:g} s; SIGKILL"
+    if stopping.saving:
+        until_s = stopping.due_s - stopping.grace_s + grace_s
+        if now_s < until_s:
+            # All but those that save are killed.
+            late -= stopping.saving | stopping.spent
+            stopping = replace(stopping, spent=stopping.spent | late, due_s=until_s, grace_s=grace_s)
+            return _signal_late(agent, stopping, late, text, SIGKILL)
+        late, text = stopping.saving, f"was still saving {stopping.grace_s:g} s after the failure; SIGKILL"
+    return _kill(agent, stopping, now_s, Say(f"local rank {ranks(late)} {text}", "warning"))
 
 
-def _leave_after(agent: Agent, stopping: Stopping, event: Signalled, now_s: float) -> Step:
+def _signal_late(agent: Agent, stopping: Stopping, late: frozenset[int], text: str, signum: int) -> Step:
+    agent = replace(agent, phase=stopping)
+    if not late:
+        return agent, ()
+    said = Say(f"local rank {ranks(late)} {text}", "warning")
+    return agent, (said, SignalWorkers(stopping.table.generation, late, signum))
+
+
+def _leave_after(agent: Agent, stopping: Stopping, event: events.Signalled, now_s: float) -> Step:
     """The stop of a generation becomes that of this node, or of the job."""
     outcome = interrupted(agent, event)
     agent, farewell = say_goodbye(agent, outcome)
     stopping = replace(stopping, then=outcome)
-    if isinstance(stopping.mode, Killing):
+    if stopping.mode is Mode.KILLING:
         return replace(agent, phase=stopping), farewell
     reason = StopReason.INTERRUPT if event.signum == SIGINT else StopReason.LEAVE
     stopping = stopping.hurried(now_s, agent.times.stop_grace_s)
     part = "leaving the job, " if agent.spec.nodes_max > 1 and event.signum != SIGINT else ""
     # Whoever closes a pipe (`| head`) expects no more words.
     said = () if event.signum == SIGPIPE else (_heard(event, stopping, now_s, part),)
-    return stop_otherwise(agent, stopping, reason, event.to_workers, (*farewell, *said))
+    live, words, reached, signum = stopping.live, stopping.words, stopping.signalled, event.to_workers
+    # In a broken group there is no step to end, and those that save are left alone.
+    is_broken = stopping.mode is Mode.BROKEN
+    asked = frozenset[int]() if is_broken else (live & words.to_stop) - reached
+    ended = live - asked - (words.to_failure if is_broken else frozenset())
+    if signum == stopping.signum and signum in agent.notices:
+        # Passed on before from another node, which had it first.
+        ended -= reached
+    stopping = replace(stopping, signalled=reached | ended, signum=signum, notice=0, until_s=None)
+    return _tell(agent, stopping, asked, StopAtStepBoundary(reason), ended, (*farewell, *said))
 
 
-def _end_too(agent: Agent, stopping: Stopping, event: Signalled, now_s: float) -> Step:
+def _end_too(agent: Agent, stopping: Stopping, event: events.Signalled, now_s: float) -> Step:
     """SIGINT to a stop for something else, as the end that the same Ctrl-C has brought on another node a moment ago."""
     agent, farewell = end_of_own_run(agent, stopping.table.generation, interrupted(agent, event))
-    if isinstance(stopping.mode, Killing):
+    if stopping.mode is Mode.KILLING:
         return agent, farewell
     ends = "the whole job ends; " if farewell and agent.spec.nodes_max > 1 else ""
     return agent, (*farewell, _heard(event, stopping, now_s, ends))
 
 
-def _heard(event: Signalled, stopping: Stopping, now_s: float, part: str) -> Say:
+def _heard(event: events.Signalled, stopping: Stopping, now_s: float, part: str) -> Say:
     """The answer to a signal that comes while the workers stop already."""
     left_s = max(0, math.ceil(stopping.due_s - now_s))
     return Say(f"{event.name}: {part}stopping already, SIGKILL in {left_s} s{event.how_to_kill}")
 
 
 def _kill(agent: Agent, stopping: Stopping, now_s: float, said: Say) -> Step:
-    stopping = replace(stopping, mode=Killing(stopping.mode.notice), due_s=now_s + KILL_WAIT_S)
+    nobody = frozenset[int]()
+    stopping = replace(stopping, mode=Mode.KILLING, signalled=nobody, until_s=None, due_s=now_s + KILL_WAIT_S)
     return replace(agent, phase=stopping), (said, SignalWorkers(stopping.table.generation, stopping.live, SIGKILL))
 
 
-def _is_by_us(event: WorkerExited, failure: Failure, stopping: Stopping) -> bool:
+def _is_by_us(event: events.WorkerExited, failure: Failure, stopping: Stopping) -> bool:
     """Whether a worker that ended while we were stopping ended of the signal that it got.
 
     One whose program had raised was on its way out: the signal found it there.
     """
     if failure.kind not in (FailureKind.SIGNAL, FailureKind.EXIT_CODE):
         return False
-    is_killed = isinstance(stopping.mode, Killing) or event.local_rank in stopping.spent
+    is_killed = stopping.mode is Mode.KILLING or event.local_rank in stopping.spent
     has_stopped = event.local_rank in stopping.words.stopped and event.code in STOPPED_CODES
     # By another node's notice, if not by SIGTERM.
-    signum = stopping.mode.notice or SIGTERM
-    is_asked = event.code in (-SIGTERM, SHELL_BASE + SIGTERM, -signum, SHELL_BASE + signum)
+    signum = stopping.notice or SIGTERM
+    is_asked = event.code in (-SIGTERM, events.SHELL_BASE + SIGTERM, -signum, events.SHELL_BASE + signum)
     return has_stopped or is_asked or (event.code == -SIGKILL and is_killed)
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import Any
 
-from elaunch.agent.core.events import SIGINT, Committed, Event, Signalled, Tag
+from elaunch.agent.core.events import Committed, Event, Signalled, Tag
 from elaunch.agent.core.state import (
     Agent,
     Clearing,
@@ -17,10 +16,9 @@ from elaunch.agent.core.state import (
     Phase,
     Running,
     Stopping,
-    WorkersStopped,
 )
 from elaunch.rendezvous.job_spec import job_name
-from elaunch.rendezvous.rules.hang_verdict import Hang, hang_words
+from elaunch.rendezvous.rules.hang_verdict import hang_words
 from elaunch.rendezvous.rules.reports import RANKS_MAX, NodeReport, RankReport
 from elaunch.rendezvous.rules.verdict import decisive_failure
 from elaunch.rendezvous.types import (
@@ -85,19 +83,10 @@ def of_failure(failure: Failure) -> dict[str, object]:
     }
     if failure.rank >= 0:
         fields |= {"rank": failure.rank, "local_rank": failure.local_rank, "pid": failure.pid}
-    found = {
-        "code": failure.code,
-        "exception": failure.exception or None,
-        "frame": failure.frame or None,
-        "call": failure.call or None,
-        "advice": failure.advice or None,
-        "step": failure.step if failure.step >= 0 else None,
-        "traceback": failure.traceback or None,
-        "log_path": failure.log_path or None,
-        "error_file": failure.error_file or None,
-        "progressed": failure.progressed,
-    }
-    return {**fields, **{name: value for name, value in found.items() if value is not None}}
+    if failure.step >= 0:
+        fields["step"] = failure.step
+    optional = ("code", "exception", "frame", "call", "advice", "traceback", "log_path", "error_file", "progressed")
+    return fields | {name: value for name in optional if (value := getattr(failure, name)) not in (None, "")}
 
 
 def of_failures(outcome: Outcome) -> dict[str, object]:
@@ -164,16 +153,20 @@ def _of_restart(agent: Agent, opened: Generation, table: RankTable) -> dict[str,
 
 
 def _of_end(outcome: Outcome) -> Iterator[Entry]:
-    used = {"reason": outcome.reason, "restarts": outcome.restarts, "max_restarts": outcome.max_restarts}
+    used = _budget(outcome)
     if outcome.kind is OutcomeKind.FAILED:
         yield Entry(outcome.generation, "gave_up", {**used, **of_failures(outcome)})
     yield Entry(outcome.generation, "ended", {"outcome": outcome.kind.value, "code": outcome.exit_code, **used})
 
 
+def _budget(outcome: Outcome) -> dict[str, object]:
+    return {"reason": outcome.reason, "restarts": outcome.restarts, "max_restarts": outcome.max_restarts}
+
+
 def _failures(agent: Agent) -> tuple[Failure, ...]:
     """The failures of this node's workers in the generation that ends."""
     match agent.phase:
-        case Stopping(table, failures=failures, then=then) | Clearing(table, ended=WorkersStopped(failures), then=then):
+        case Stopping(table, failures=failures, then=then) | Clearing(table, failures=failures, then=then):
             own = then.failure if then and not failures else None
             # A node that bows out tells nobody else of its failure: only its outcome has it.
             is_bowing_out = own and own.node_id == agent.me.node_id and own.generation == table.generation
@@ -182,132 +175,80 @@ def _failures(agent: Agent) -> tuple[Failure, ...]:
 
 
 def _spare_of(phase: Phase) -> int:
-    match phase:
-        case Joining(spare_of=generation):
-            return generation
-    return NO_GENERATION
+    return phase.spare_of if isinstance(phase, Joining) else NO_GENERATION
 
 
-class AnnouncementKind(Enum):
-    """What is told. `LEAVE` is a leader that goes while other nodes may go on."""
+def announcements(before: Agent, after: Agent) -> Iterator[Entry]:
+    """What this node has to announce after a step; each has its sentence in the field `text`.
 
-    FAILURE = "failure"
-    HANG = "hang"
-    RESTART = "restart"
-    LEAVE = "leave"
-    END = "end"
-
-
-@dataclass(frozen=True)
-class Announcement:
-    """One thing to tell: `text` is a sentence for people, the values of `fields` have a JSON form."""
-
-    kind: AnnouncementKind
-    generation: int
-    text: str
-    fields: Mapping[str, Any]
-
-
-def announcements(before: Agent, after: Agent) -> Iterator[Announcement]:
-    """What this node has to tell after a step."""
+    The leader announces failures, hangs, restarts and the end of the job.
+    """
     if after.leads and after.snapshot is not before.snapshot:
         yield from _of_snapshot(before, after)
-    leaving, was_leaving = _outcome(after), _outcome(before)
-    if leaving and not was_leaving and before.leads and _leaves_others(after, leaving):
-        text = f"{job_name(after.spec.run_id)}: {after.me.host} leaves, since {leaving.reason}"
-        yield Announcement(AnnouncementKind.LEAVE, leaving.generation, text, {"reason": leaving.reason})
     if isinstance(after.phase, Exited) and not isinstance(before.phase, Exited):
         outcome = after.phase.outcome
         if _tells_end(after, outcome):
             yield _end(after, outcome)
 
 
-def _of_snapshot(before: Agent, after: Agent) -> Iterator[Announcement]:
+def _announced(event: str, agent: Agent, generation: int, text: str, fields: Mapping[str, Any]) -> Entry:
+    return Entry(generation, event, {"text": f"{job_name(agent.spec.run_id)}{text}", **fields})
+
+
+def _of_snapshot(before: Agent, after: Agent) -> Iterator[Entry]:
     known, opened = before.snapshot.generation, after.snapshot.generation
     if known is None or opened is None:
         return
     was, hang = before.snapshot.hang, after.snapshot.hang
     if hang and (was is None or was.generation != hang.generation) and (hang.is_unawaited or not after.restarts_hung):
         # Else it is told as the failure that is made of it.
-        yield _hang(after, hang)
+        text = f" seems to hang: {hang_words(hang, host_of(hang.node_id))}"
+        fields = {"reason": hang.said, **({"rank": hang.rank} if hang.rank >= 0 else {})}
+        yield _announced("hang", after, hang.generation, text, fields)
     if opened.number > known.number and opened.kind.is_urgent and opened.kind is not OpenKind.RESTART:
         yield _failure(after, opened)
     old, new = before.snapshot.table, after.snapshot.table
     if old and new and old.generation < new.generation == opened.number:
-        yield _restart(after, opened, new)
+        fields = {**_of_restart(after, opened, new), "world_size": new.world_size, "nodes": len(new.seats)}
+        text = f" goes on in generation {new.generation}: {new.size_text} ({new.reason})"
+        yield _announced("restart", after, new.generation, text, fields)
 
 
-def _hang(agent: Agent, hang: Hang) -> Announcement:
-    text = f"{job_name(agent.spec.run_id)} seems to hang: {hang_words(hang, host_of(hang.node_id))}"
-    fields = {"reason": hang.said, **({"rank": hang.rank} if hang.rank >= 0 else {})}
-    return Announcement(AnnouncementKind.HANG, hang.generation, text, fields)
-
-
-def _failure(agent: Agent, opened: Generation) -> Announcement:
+def _failure(agent: Agent, opened: Generation) -> Entry:
     failures = agent.snapshot.failures.get(opened.number - 1)
-    job = job_name(agent.spec.run_id)
+    fields: dict[str, object] = {"reason": opened.cause}
     if not failures:
-        return Announcement(
-            AnnouncementKind.FAILURE, opened.number - 1, f"{job}: {opened.cause}", {"reason": opened.cause}
-        )
+        return _announced("failure", agent, opened.number - 1, f": {opened.cause}", fields)
     failure = decisive_failure(failures)
-    kind = AnnouncementKind.HANG if failure.kind is FailureKind.HANG else AnnouncementKind.FAILURE
-    fields = {"reason": opened.cause, "failure": of_failure(failure)}
-    return Announcement(kind, failure.generation, f"{job}: {failure.sentence}", fields)
+    event = "hang" if failure.kind is FailureKind.HANG else "failure"
+    fields["failure"] = of_failure(failure)
+    return _announced(event, agent, failure.generation, f": {failure.sentence}", fields)
 
 
-def _restart(agent: Agent, opened: Generation, table: RankTable) -> Announcement:
-    nodes = "" if len(table.seats) == 1 else f" on {len(table.seats)} nodes"
-    workers = "1 worker" if table.world_size == 1 else f"{table.world_size} workers"
-    text = f"{job_name(agent.spec.run_id)} goes on in generation {table.generation}: {workers}{nodes} ({table.reason})"
-    fields = {
-        **_of_restart(agent, opened, table),
-        "world_size": table.world_size,
-        "nodes": len(table.seats),
-    }
-    return Announcement(AnnouncementKind.RESTART, table.generation, text, fields)
-
-
-def _end(agent: Agent, outcome: Outcome) -> Announcement:
-    job, used = job_name(agent.spec.run_id), f"{outcome.restarts} of {outcome.max_restarts} restarts used"
+def _end(agent: Agent, outcome: Outcome) -> Entry:
     match outcome.kind:
         case OutcomeKind.SUCCEEDED:
-            text = f"{job} succeeded, {used}"
+            text = f" succeeded, {outcome.restarts} of {outcome.max_restarts} restarts used"
         case OutcomeKind.FAILED:
             said = [outcome.first.sentence_of_first] if outcome.first else []
             said += [outcome.failure.sentence] if outcome.failure else []
-            text = f"{job} FAILED: {'; '.join([*said, outcome.reason])}"
+            text = f" FAILED: {'; '.join([*said, outcome.reason])}"
         case OutcomeKind.INTERRUPTED:
-            text = f"{job} was stopped, since {outcome.reason}"
+            text = f" was stopped, since {outcome.reason}"
         case _:
-            text = f"{job} has ended on {agent.me.host}: {outcome.reason}"
+            text = f" has ended on {agent.me.host}: {outcome.reason}"
     fields = {
         "outcome": outcome.kind.value,
         "exit_code": outcome.exit_code,
-        "reason": outcome.reason,
-        "restarts": outcome.restarts,
-        "max_restarts": outcome.max_restarts,
+        **_budget(outcome),
         **of_failures(outcome),
     }
-    return Announcement(AnnouncementKind.END, outcome.generation, text, fields)
-
-
-def _outcome(agent: Agent) -> Outcome | None:
-    """The outcome that this agent exits with, as soon as it is known."""
-    match agent.phase:
-        case Exited(outcome=outcome) | Stopping(then=Outcome() as outcome) | Clearing(then=Outcome() as outcome):
-            return outcome
-    return None
+    return _announced("end", agent, outcome.generation, text, fields)
 
 
 def _is_alone(agent: Agent) -> bool:
     table = agent.snapshot.table
     return agent.spec.nodes_max == 1 or (table is not None and len(table.seats) == 1)
-
-
-def _leaves_others(agent: Agent, outcome: Outcome) -> bool:
-    is_leave = outcome.kind is OutcomeKind.INTERRUPTED and outcome.signum != SIGINT
-    return is_leave and not _is_alone(agent) and not agent.snapshot.ended
 
 
 def _tells_end(agent: Agent, outcome: Outcome) -> bool:

@@ -19,7 +19,7 @@ NOT_USER_CODE = re.compile(
     # Where the trainer's ranks wait for each other, and what calls a job's function; also in a checkout.
     r"|[/\\]elaunch[/\\](?:trainer[/\\]ranks|launcher[/\\]functions)[/\\]"
 )
-_FRAME = re.compile(r'^ *File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>.+))?$', re.MULTILINE)
+_FRAME = re.compile(r'^ *File "(?P<file>[^"]+)", line (?P<line>\d+)(?:,? in (?P<function>.+))?$', re.MULTILINE)
 _TRACEBACK = "Traceback (most recent call last):"
 _CHAINED = (
     "During handling of the above exception, another exception occurred:",
@@ -134,9 +134,19 @@ class Remains:
 
 def failure_of(place: Place, remains: Remains, signal_name: str, failed_at: float) -> Failure:
     """How the worker failed. `signal_name` is the name of signal `-remains.code`, where that is one."""
+    found = _judged(remains, signal_name)
+    known = {"progressed": remains.progressed, "step": remains.step, "lived_s": remains.lived_s}
+    return place.failure(
+        found.pop("kind"), found.pop("code"), found.pop("message"), failed_at=failed_at, **known, **found
+    )
+
+
+def _judged(remains: Remains, signal_name: str) -> dict[str, Any]:
+    """The fields of a failure that show in what the worker left."""
     raised = parse_record(remains.error_record) or parse_traceback(remains.tail)
     if remains.code < 0 and not remains.raised and (crashed := parse_crash(remains.crash, remains.code)):
-        raised = Raised("", "", crashed.frame, TRACEBACK.of(crashed.stack), not TRACEBACK.fits(crashed.stack))
+        stack = crashed.traceback
+        raised = replace(crashed, traceback=TRACEBACK.of(stack), is_cut=not TRACEBACK.fits(stack))
     has_crashed = remains.code in CRASH_CODES
     if raised and remains.raised and remains.code in _ON_THE_WAY_OUT:
         # The end of a process may take a second. Its peers have told the agent of a lost one meanwhile.
@@ -144,21 +154,16 @@ def failure_of(place: Place, remains: Remains, signal_name: str, failed_at: floa
     kind, message = _kind_and_message(remains, raised, signal_name)
     if raised and remains.raised and has_crashed:
         message = f"{message}, and was then killed by {signal_name}"
-    return place.failure(
-        kind,
-        remains.code,
-        message,
-        exception=raised.exception if raised else "",
-        frame=raised.frame if raised else "",
-        traceback=raised.traceback if raised else "",
-        tail=_kept(remains.tail, raised.traceback if raised else ""),
-        failed_at=failed_at,
-        progressed=remains.progressed,
-        is_cut=raised is not None and raised.is_cut,
-        call=next((each.call for each in (raised, remains.lost) if each and each.call), ""),
-        step=remains.step,
-        lived_s=remains.lived_s,
-    )
+    calls = [each.call for each in (raised, remains.lost) if each and each.call]
+    found = {"kind": kind, "code": remains.code, "message": message, "call": calls[0] if calls else ""}
+    shown = raised or Raised("", "", "", "")
+    return found | {
+        "exception": shown.exception,
+        "frame": shown.frame,
+        "traceback": shown.traceback,
+        "is_cut": shown.is_cut,
+        "tail": _kept(remains.tail, shown.traceback),
+    }
 
 
 def end_of(place: Place, remains: Remains, clock: str, failed_at: float, *, is_gone: bool = True) -> Failure:
@@ -198,18 +203,14 @@ def with_tail(failure: Failure, tail: str, reached_store: bool | None) -> Failur
     if failure.code is None or not failure.message.startswith("exited with"):
         # Nothing can be added to what an error file said.
         return failure
-    where = failure.node_id, failure.host, failure.rank, failure.local_rank, failure.pid, failure.world_size
-    place = Place(failure.generation, *where)
-    remains = Remains(failure.code, tail=tail, progressed=progressed, step=failure.step, lived_s=failure.lived_s)
-    whole = failure_of(place, remains, "", failure.failed_at)
-    return replace(whole, log_path=failure.log_path, error_file=failure.error_file, is_mixed=failure.is_mixed)
+    return replace(failure, **_judged(Remains(failure.code, tail=tail, progressed=progressed), ""))
 
 
 def _crashed(failure: Failure, tail: str) -> Failure:
     """The death by a signal with what the output says of it: a program's own faulthandler, or C++."""
     assert failure.code is not None
     if not failure.traceback and (found := parse_crash(tail, failure.code)):
-        failure = replace(failure, frame=found.frame, traceback=found.stack)
+        failure = replace(failure, frame=found.frame, traceback=found.traceback)
     words = abort_text(tail) if failure.code == -_SIGABRT else ""
     frame = failure.frame if is_crash_stack(failure.traceback) else ""
     if failure.kind is not FailureKind.SIGNAL or not (words or frame):
@@ -389,23 +390,16 @@ _NAMES = {
 CRASH_CODES = frozenset(_NAMES)
 _FATAL = "Fatal Python error: "
 _CURRENT = re.compile(r"^Current thread 0x[0-9a-f]+.*\(most recent call first\):$", re.MULTILINE)
-_CRASH_FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)$', re.MULTILINE)
-_CRASH_LIBRARY = re.compile(r"[/\\](site-packages|dist-packages)[/\\]|[/\\]lib[/\\]python3\.\d+[/\\]|^<")
 _THROWN = re.compile(r"^terminate called after throwing an instance of '(?P<type>[^'\n]{1,200})'$", re.MULTILINE)
 _WHAT = re.compile(r"^ *what\(\): +(?P<text>.+)$", re.MULTILINE)
 _STACK_LINES_MAX = 200
 
 
-@dataclass(frozen=True)
-class Crash:
-    """`frame` is the innermost frame of the user's code in the thread that crashed, empty if it ran no Python."""
+def parse_crash(text: str, code: int) -> Raised | None:
+    """The last stack that faulthandler wrote into `text` for the signal `-code`.
 
-    frame: str
-    stack: str
-
-
-def parse_crash(text: str, code: int) -> Crash | None:
-    """The last stack that faulthandler wrote into `text` for the signal `-code`."""
+    Its frame is the innermost one of the user's code in the thread that crashed, empty if it ran no Python.
+    """
     start = max((text.rfind(_FATAL + name) for name in _NAMES.get(code, ())), default=-1)
     if start < 0:
         return None
@@ -416,17 +410,16 @@ def parse_crash(text: str, code: int) -> Crash | None:
     current = _CURRENT.search(stack)
     text = "\n\n".join(block for block in stack.split("\n\n") if not _only_listens(block))
     if current is None:
-        return Crash("", text)
+        return Raised("", "", "", text)
     own = stack[current.end() :].partition("\n\n")[0]
-    frames = list(_CRASH_FRAME.finditer(own))
-    mine = [frame for frame in frames if not _CRASH_LIBRARY.search(frame["file"])] or frames
-    where = f"{mine[0]['file']}:{mine[0]['line']} in {mine[0]['function']}" if mine else ""
-    return Crash(where, text)
+    frames = list(_FRAME.finditer(own))
+    mine = [frame for frame in frames if not NOT_USER_CODE.search(frame["file"])] or frames
+    return Raised("", "", _place(mine[0]) if mine else "", text)
 
 
 def _only_listens(block: str) -> bool:
     """Whether it is the stack of a thread by which elaunch listens in the worker."""
-    files = [frame["file"] for frame in _CRASH_FRAME.finditer(block)]
+    files = [frame["file"] for frame in _FRAME.finditer(block)]
     return block.startswith("Thread ") and bool(files) and only_listens(files)
 
 

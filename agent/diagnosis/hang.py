@@ -75,9 +75,8 @@ class Window:
     """What a worker's process did between two looks, `seconds` apart.
 
     `cpu_s` is the CPU time of all its threads, `main_cpu_s` its main thread's, and `main_delay_s` how long that one
-    waited for a CPU. `faults` are page faults. `state` is the letter in /proc/PID/stat. The rest is read only where
-    `may_stand_still`, and `is_whole` says that it was: bytes read and written, times at which the main thread slept,
-    and the children's CPU time.
+    waited for a CPU. `faults` are page faults. `state` is the letter in /proc/PID/stat. `io_bytes` were read and
+    written, and the main thread slept `switches` times.
 
     `is_outstanding` says that a collective has not ended, and that the worker has entered and ended none meanwhile.
     """
@@ -88,7 +87,6 @@ class Window:
     main_delay_s: float
     faults: int
     state: str
-    is_whole: bool = False
     io_bytes: int = 0
     switches: int = 0
     children_cpu_s: float = 0.0
@@ -101,11 +99,6 @@ class HangLimit:
 
     still_s: float
     confirm_s: float
-
-
-def may_stand_still(window: Window) -> bool:
-    """Whether it is worth reading the rest of the window."""
-    return _sort(replace(window, is_whole=True)) is not None
 
 
 def after_windows(
@@ -227,7 +220,7 @@ def _sort(window: Window) -> Sort | None:
     seconds = window.seconds
     if window.state in ("T", "t"):
         return Sort.STOPPED
-    if not window.is_whole or window.io_bytes > _IO_BYTES * seconds:
+    if window.io_bytes > _IO_BYTES * seconds:
         return Sort.OUTSTANDS if window.is_outstanding else None
     if window.cpu_s + window.children_cpu_s <= _IDLE_CPU * seconds:
         is_idle = window.faults <= _FAULTS_IDLE * seconds

@@ -79,7 +79,7 @@ class OutOfMemoryWatch:
         self._log = log
         self._counters = counters
         self._counted = _kills(counters)
-        self._unclaimed, self._claim_until_s = 0, 0.0
+        self._claim_until_s = 0.0
 
     def word_on(self, pid: int, now_s: float) -> str:
         """A few words if the kernel killed `pid` for lack of memory, or may have done so. Else the empty string."""
@@ -90,17 +90,11 @@ class OutOfMemoryWatch:
         return "its memory cgroup counted an out-of-memory kill at that time" if is_counted else ""
 
     def _claim(self, now_s: float) -> bool:
-        """Take one kill that the cgroup has counted, if there is one for which no process was found yet."""
+        """Whether the cgroup has counted a kill just now: several processes may have been killed at once."""
         before, self._counted = self._counted, _kills(self._counters)
-        if now_s > self._claim_until_s:
-            self._unclaimed = 0
         if self._counted > before:
-            # Several processes may have been killed at once, and each has its own exit.
-            self._unclaimed, self._claim_until_s = self._unclaimed + self._counted - before, now_s + _CLAIM_S
-        if not self._unclaimed:
-            return False
-        self._unclaimed -= 1
-        return True
+            self._claim_until_s = now_s + _CLAIM_S
+        return now_s < self._claim_until_s
 
 
 def are_counted(counters: Sequence[Path]) -> bool:

@@ -22,7 +22,7 @@ from elaunch.rendezvous.types import Node
 
 # Renewals of the run's lease in each of its times to live.
 _RUN_RENEWALS = 4
-# A node's transactions before it is a member, when others are in sight.
+# A node's transactions before it is a member.
 _ENTERING = (Tag.RUN, Tag.JOIN)
 
 
@@ -119,7 +119,7 @@ class StoreClient:
         self._run_renewal_due_s = self._host.now() + (left_s or self._times.keys_ttl_s) / _RUN_RENEWALS
 
     def commit(self, txn: Txn, tag: Tag | None) -> None:
-        if tag in _ENTERING or tag is Tag.CLAIM:
+        if tag in _ENTERING:
             self._end_former_life()
         try:
             answer = self._commit_with_run_lease(txn, tag)
@@ -137,9 +137,9 @@ class StoreClient:
             return
         if tag is None:
             return
-        self._is_alone |= answer.held and tag in (Tag.FIRST_RUN, *_ENTERING)
-        if not answer.held and not tag.is_of_first_run:
-            # The watch may never tell why: it does not cover other nodes' keys. (It does cover a first run's.)
+        self._is_alone |= answer.held and tag in _ENTERING
+        if not answer.held:
+            # The watch may never tell why: it does not cover other nodes' keys.
             self._view.refresh()
         self._post(Committed(tag, answer.held, answer.revision))
 
@@ -183,9 +183,6 @@ class StoreClient:
     def _commit_with_run_lease(self, txn: Txn, tag: Tag | None) -> Answer:
         """Commit. The agent whose transaction would start a run, its guards held, begins a lease for the run's keys."""
         lease = run_lease(self._keys, txn)
-        if tag is Tag.FIRST_RUN and lease != self._begun_for_run:
-            # The claim's guards were those of the start.
-            self._begin_for_run(lease)
         try:
             answer = self._commit_as(tag, txn)
         except LeaseGone:

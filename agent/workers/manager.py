@@ -20,7 +20,7 @@ from elaunch.agent.core.actions import (
 from elaunch.agent.core.events import Cleared, LinkEvent, Reported, Sampled
 from elaunch.agent.core.timeline import WorkersSeen, of_seats
 from elaunch.agent.diagnosis.exit_status import with_tail
-from elaunch.agent.diagnosis.investigate import Investigator
+from elaunch.agent.diagnosis.investigate import look_into
 from elaunch.agent.diagnosis.oom import KernelLog, OutOfMemoryWatch, counter_files
 from elaunch.agent.output.folding import said_of_folded
 from elaunch.agent.services import Services
@@ -235,8 +235,10 @@ class Workers:
                 failures = {rank: with_tail(f, tails.get(rank, ""), reached) for rank, f in group.failures.items()}
                 # Those that lost a peer are explained only if there is no other.
                 causes = {rank: f for rank, f in failures.items() if not f.kind.is_secondary} or failures
-                Investigator(self._log, self._kill_counters).look_into(
+                look_into(
                     causes.values(),
+                    self._log,
+                    self._kill_counters,
                     lambda facts: self._reporter.post(Cleared(generation, tails, reached, progressed, facts, hidden)),
                 )
             except Exception:

@@ -47,8 +47,8 @@ _SHOWN = 200
 class Keys:
     """The names of one job's keys. `prefix` starts and ends with a slash.
 
-    Every node watches `control`, the leader watches `root`. `starter` is the node that has claimed the start of the
-    first run, `question` is what somebody asks all nodes (`questions`), `hang` is the leader's verdict.
+    Every node watches `control`, the leader watches `root`. `question` is what somebody asks all nodes (`questions`),
+    `hang` is the leader's verdict.
     """
 
     def __init__(self, run_id: str, prefix: str = PREFIX) -> None:
@@ -61,7 +61,6 @@ class Keys:
         self.spec = f"{self.control}spec"
         self.generation = f"{self.control}generation"
         self.leader = f"{self.control}leader"
-        self.starter = f"{self.control}starter"
         self.ended = f"{self.control}ended"
         self.question = f"{self.control}question"
         self.hang = f"{self.control}hang"
@@ -101,10 +100,10 @@ class Snapshot:
     """The state on which decisions are based, as it was at `revision`.
 
     A follower's snapshot holds what is under `ctl/`. Only a `whole` snapshot has members, joined, failures (in the
-    order in which they were recorded), done and still. `starter` has claimed the start of the first run. `question`
-    is what somebody asks the nodes; nothing is decided from it. `unreadable` holds sentences about records that
-    could not be read, each once. `mends` is how the leader gets rid of these: the guard that one is still there,
-    and the operation that restores the last readable record, or deletes it.
+    order in which they were recorded), done and still. `question` is what somebody asks the nodes; nothing is decided
+    from it. `unreadable` holds sentences about records that could not be read, each once. `mends` is how the leader
+    gets rid of these: the guard that one is still there, and the operation that restores the last readable record, or
+    deletes it.
     """
 
     keys: Keys
@@ -114,7 +113,6 @@ class Snapshot:
     lease: int = 0
     generation: Generation | None = None
     generation_revision: int = 0
-    starter: str = ""
     leader: str = ""
     leader_revision: int = 0
     ended: Outcome | None = None
@@ -227,7 +225,7 @@ class SnapshotReader:
                     fields |= {"terms": record, "lease": good.lease if good else 0}
                 case ["ctl", "generation"]:
                     fields |= {"generation": record, "generation_revision": entry.mod_revision}
-                case ["ctl", "starter" | "ended" | "question" | "hang" as name]:
+                case ["ctl", "ended" | "question" | "hang" as name]:
                     fields[name] = record
         self._known = known
         for key, error in broken.items():

@@ -31,16 +31,6 @@ _NAMES_SHOWN = 3
 _LOST_GUARDED = 50
 
 
-def claim_start(snapshot: Snapshot, me: Node, lease: int) -> Txn:
-    """Claim the start of this job's first run. Nothing depends on a claim: `start_run` has guards of its own.
-
-    Many nodes of a new job come at once. Those whose claim is refused leave it to one node to grant the run's lease.
-    """
-    keys = snapshot.keys
-    guards = (snapshot.gen_guard, Empty(keys.members), Absent(keys.starter))
-    return Txn(guards, (Put(keys.starter, me.node_id, lease),))
-
-
 def start_run(snapshot: Snapshot, terms: Terms, me: Node, lease: int) -> Txn:
     """Start this job's first run, or a new run on an id whose members are all gone.
 
@@ -57,7 +47,6 @@ def start_run(snapshot: Snapshot, terms: Terms, me: Node, lease: int) -> Txn:
             *(Delete(f"{keys.root}{part}/", f"{keys.root}{part}0") for part in _RUN_PARTS),
             Delete(keys.table(0), keys.table(number)),
             Delete(keys.ended),
-            Delete(keys.starter),
             Delete(keys.hang),
             Put(keys.spec, encode(terms), run),
             Put(keys.generation, encode(Generation(number, OpenKind.START, "the job starts")), run),

@@ -11,7 +11,6 @@ import pytest
 
 from tests.harness import Job, finished, script, slow
 from tests.ranks import RankForker, Ranks
-from tests.standin import WITH_TORCH
 from tests.warm import SharedStart
 
 pytestmark = pytest.mark.usefixtures("without_torch")
@@ -52,86 +51,6 @@ if rank == "1":
 while True:
     signal.sigtimedwait([], 0.1)  # not pause(): it would miss a signal that comes just before it
 """
-
-# Rank 0 fails first, and says only that it lost its peer. The peer ends later, by the real cause. Each generation has a
-# different cause.
-PEER_FIRST = """
-import os, signal, sys, threading, time
-from pathlib import Path
-
-WAY = sys.argv[1:][int(os.environ["ELAUNCH_GENERATION"])]
-
-
-def really(*_):
-    match WAY:
-        case "exception":
-            raise ValueError("the real cause")
-        case "signal":
-            os.abort()
-        case "output":
-            raise KeyError("the real cause")
-        case "nobody":
-            # The peer is still there, and dies of our own SIGTERM.
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGTERM)
-        case "handler":
-            # As many handlers do: the code is made by our signal.
-            sys.exit(9)
-
-
-def linger():
-    threading.main_thread().join()
-    Path(WAY).touch()
-    time.sleep(60)
-
-
-if os.environ["RANK"] == "1":
-    if WAY == "lingers":
-        threading.Thread(target=linger).start()
-        raise ValueError("the cause that lingers")
-    signal.signal(signal.SIGTERM, really)
-    Path(WAY).touch()
-    while True:
-        signal.sigtimedwait([], 0.1)  # not pause(): it would miss a signal that comes just before it
-while not Path(WAY).exists():
-    time.sleep(0.01)
-if WAY == "output":
-    print("recv failed: Connection reset by peer", file=sys.stderr)
-    os._exit(1)
-raise RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:4711")
-"""
-CAUSES = {
-    "exception": "raised ValueError: the real cause",
-    "signal": r"was killed by SIGABRT \(crashed in \S+:13 in really\)",
-    "output": "raised KeyError: 'the real cause'",
-}
-# The order of the generations. The report shows the last one.
-IN_TURN = {"forked": (*CAUSES, "handler", "nobody", "lingers"), "exec'd": (*CAUSES, "handler", "nobody")}
-
-
-# A program whose record is written by torch's decorator, with or without a process group.
-RECORDS = """
-import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import record
-
-
-@record
-def main():
-    BEGIN
-    try:
-        raise KeyError("weights")
-    finally:
-        END
-
-
-main()
-"""
-
-
-def assert_record_was_read(job: Job) -> None:
-    (path,) = re.findall(r"^  error_file: (.*)$", _report(job), re.MULTILINE)
-    assert "raised KeyError: 'weights'" in _report(job)
-    assert json.loads(Path(path).read_text())["message"]["message"] == "KeyError: 'weights'"
 
 
 @pytest.fixture(scope="module")
@@ -319,18 +238,6 @@ def torn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return finished(folder, *request.param, "--max-restarts", "5", "train.py", env=env), folder
 
 
-@pytest.fixture(scope="module", params=[("forked", LIGHT), slow(("exec'd", EXEC))], ids=["forked", "exec'd"])
-def peers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[tuple[str, ...], Job]:
-    """The ways in which a job fails, one in each generation, and the job."""
-    folder = tmp_path_factory.mktemp("peers")
-    name, start = request.param
-    ways = IN_TURN[name]
-    script(folder, PEER_FIRST)
-    options = (*PATIENT, "--nproc-per-node", "2", "--max-restarts", str(len(ways) - 1))
-
-    return ways, finished(folder, *start, *options, "train.py", *ways)
-
-
 # The peers catch the error of their collective and print nothing; they are gone before the rank that left.
 CATCHES = """
 import atexit, os, sys, time
@@ -365,53 +272,8 @@ class TestFirstCause:
         said = r"^rank 1 .* exited with code 7, while ranks 0 and 2 waited in all_reduce, in generation 0\.$"
         assert re.search(said, _report(job), re.MULTILINE), job.output
 
-    @pytest.mark.parametrize("way", CAUSES)
-    def test_an_exception_or_a_word_about_a_lost_peer_gives_way(
-        self, way: str, peers: tuple[tuple[str, ...], Job]
-    ) -> None:
-        ways, job = peers
-        generation = ways.index(way)
 
-        first = rf"^elaunch: rank (\d) .* in generation {generation}; stopping 1 other"
-        cause = rf"^elaunch: the cause: rank 1 \(.*\) {CAUSES[way]} in generation {generation}$"
-        assert re.findall(first, job.stderr, re.MULTILINE) == ["0"], job.output
-        assert re.search(cause, job.stderr, re.MULTILINE), job.output
-
-    @pytest.mark.parametrize("way", ["nobody", "handler"])
-    def test_what_nobody_else_explains_is_reported_as_it_is(self, way: str, peers: tuple[tuple[str, ...], Job]) -> None:
-        ways, job = peers
-        generation = ways.index(way)
-
-        assert re.search(rf"^elaunch: rank 0 .* in generation {generation}; stopping", job.stderr, re.M), job.output
-        assert not re.search(rf"^elaunch: the cause: .* in generation {generation}$", job.stderr, re.MULTILINE)
-        lost = rf"rank 0 .* lost a peer \(RuntimeError: \[gloo\] Connection closed .*\) in generation {generation}"
-        assert re.search(lost, job.stderr), job.output
-
-    def test_a_rank_that_had_raised_is_the_cause_though_our_sigterm_found_it_on_its_way_out(
-        self, peers: tuple[tuple[str, ...], Job]
-    ) -> None:
-        ways, job = peers
-
-        assert job.code == 1
-        assert f"{len(ways) - 1} of {len(ways) - 1} restarts used" in _report(job)
-        if ways[-1] == "lingers":
-            cause = r"^rank 1 .* raised ValueError: the cause that lingers in generation 5\.$"
-            assert re.search(cause, _report(job), re.MULTILINE), job.output
-            assert "exitcode  : 1 (pid" in _report(job), "Python's own, though our signal ended it"
-            named = re.findall(r"^elaunch: (?:the cause: )?rank (\d) .* in generation 5\b", job.stderr, re.MULTILINE)
-            assert named[-1] == "1"
-
-
-class TestRecordDecorator:
-    @pytest.mark.slow
-    def test_torchs_own_record_is_read_and_kept(self, tmp_path: Path) -> None:
-        """This tests a fresh interpreter. The test in which one error uses the whole budget has a forked worker."""
-        script(tmp_path, RECORDS.replace("BEGIN", "pass").replace("END", "pass"))
-
-        job = finished(tmp_path, *EXEC, "--max-restarts", "0", "--log-dir", "logs", "train.py", env=WITH_TORCH)
-
-        assert_record_was_read(job)
-
+class TestRecord:
     def test_a_torn_record_costs_nothing(self, torn: tuple[Job, Path]) -> None:
         job, folder = torn
 

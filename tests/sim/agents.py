@@ -15,7 +15,6 @@ from elaunch.agent.core.actions import (
     Blame,
     Clear,
     Commit,
-    Exit,
     Join,
     KeepStacks,
     LookAtStacks,
@@ -64,7 +63,7 @@ if TYPE_CHECKING:
 KEYS = Keys("job")
 FAREWELL_S = 2.0
 LOOK_S = 1.0
-IDLE = Window(LOOK_S, 0.0, 0.0, 0.0, 0, "S", is_whole=True)
+IDLE = Window(LOOK_S, 0.0, 0.0, 0.0, 0, "S")
 WORKS = Window(LOOK_S, 0.9, 0.9, 0.0, 1000, "R")
 LINK_LOOK_S = 1.0
 # Added to each timer: it must not fire early because of rounding between two clocks.
@@ -305,6 +304,9 @@ class AgentProcess:
             if not isinstance(action, Say) or world.is_verbose:
                 world.log(self.name, action)
             self._act(action)
+        if isinstance(self.agent.phase, Exited) and not isinstance(before.phase, Exited):
+            world.log(self.name, self.agent.phase)
+            self._exit(self.agent.phase.outcome)
         world.checks.stepped(self, before, event)
 
     def _act(self, action: Action) -> None:
@@ -333,8 +335,6 @@ class AgentProcess:
                 self._clear(generation)
             case ReplaceForkServer(generation):
                 self.lose_service(generation, FailureKind.TEMPLATE_LOST)
-            case Exit(outcome):
-                self._exit(outcome)
             case LookAtStacks(generation, local_ranks):
                 stacks = tuple(waiting(w.rank) for w in self._living_of(generation, local_ranks))
                 self.world.later(self.rng.uniform(0, 0.1), lambda: self.hear(StacksTaken(generation, stacks)))

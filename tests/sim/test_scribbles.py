@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from elaunch.agent.core.actions import Exit
 from elaunch.agent.core.events import Looked
+from elaunch.agent.core.state import Exited
 from elaunch.rendezvous.store import Put, Txn
 from elaunch.rendezvous.types import Outcome, OutcomeKind
 from tests.sim.agents import KEYS
@@ -79,7 +79,7 @@ def test_an_outcome_that_is_none_ends_the_job_at_once_with_its_key(text: str) ->
 
     assert {end and end.kind for end in world.ends} == {OutcomeKind.UNKNOWN}
     assert all(end and end.reason.startswith(f"{KEYS.ended} in the store is not a Outcome") for end in world.ends)
-    assert max(at_s for at_s, _, what in world.history if isinstance(what, Exit)) < SCRIBBLE_S + TIMES.stop_grace_s
+    assert max(at_s for at_s, _, what in world.history if isinstance(what, Exited)) < SCRIBBLE_S + TIMES.stop_grace_s
 
 
 @pytest.mark.parametrize(

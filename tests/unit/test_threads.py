@@ -100,4 +100,4 @@ def test_the_stack_of_a_crash_has_no_thread_that_only_listens() -> None:
 
     assert found
     assert found.frame == "/home/me/train.py:9 in step"
-    assert found.stack == text.replace(f"Thread 0x01 (most recent call first):\n{listener}\n\n", "").rstrip()
+    assert found.traceback == text.replace(f"Thread 0x01 (most recent call first):\n{listener}\n\n", "").rstrip()

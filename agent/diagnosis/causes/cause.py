@@ -14,18 +14,6 @@ _FULL_PART = 50
 
 
 @dataclass(frozen=True)
-class KnownCause:
-    """`detail` is what the failure's own message does not say, `advice` the next step. Both may be empty.
-
-    `is_enough` says that a traceback and the worker's output add nothing to that but the place in the user's code.
-    """
-
-    detail: str = ""
-    advice: str = ""
-    is_enough: bool = False
-
-
-@dataclass(frozen=True)
 class Space:
     """One file system: bytes in all, bytes and files that are free for a user, and where it is mounted."""
 
@@ -95,8 +83,8 @@ class CauseRule:
     It applies if the exit code is in `codes`, the exception in `exceptions`, and `pattern` is found in the words; one
     that is empty is not asked. `more` adds values for the templates, or says with None that the rule does not apply.
     `detail` and `advice` are templates: `{name}` is a group of the pattern or a value of `more`, which looks at file
-    systems where it `wants_disks`. The documentation shows `shown`, or else the template of the advice. `is_enough` as
-    in `KnownCause`.
+    systems where it `wants_disks`. The documentation shows `shown`, or else the template of the advice. `is_enough`
+    says that a traceback and the worker's output add nothing but the place in the user's code.
     """
 
     title: str
@@ -121,8 +109,8 @@ class CauseRule:
         found = re.search(self.pattern, evidence.words, re.IGNORECASE)
         return {name: text or "" for name, text in found.groupdict().items()} if found else None
 
-    def cause(self, evidence: Evidence) -> KnownCause | None:
-        """What the rule says about this failure; None if it does not apply."""
+    def cause(self, evidence: Evidence) -> tuple[str, str] | None:
+        """What the failure's own message does not say, and the next step; None if the rule does not apply."""
         values = self.values(evidence)
         if values is None:
             return None
@@ -131,7 +119,7 @@ class CauseRule:
             if added is None:
                 return None
             values = {**values, **added}
-        return KnownCause(self.detail.format_map(values), self.advice.format_map(values), self.is_enough)
+        return self.detail.format_map(values), self.advice.format_map(values)
 
 
 def regex(text: str) -> re.Pattern[str]:

@@ -12,7 +12,10 @@ def _watchdog(_evidence: Evidence, values: Values) -> Values:
 
 
 def _too_few(_evidence: Evidence, values: Values) -> Values | None:
-    return None if values["joined"] == values["wanted"] else {}
+    joined, wanted = values["joined"], values["wanted"]
+    if wanted and joined == wanted:
+        return None
+    return {"who": f"only {joined} of {wanted} ranks" if wanted else "not all ranks"}
 
 
 def _no_store(evidence: Evidence, values: Values) -> Values | None:
@@ -56,15 +59,10 @@ COLLECTIVES_RULES = (
         pattern=r"ncclInvalidUsage|ncclInvalidArgument",
     ),
     CauseRule(
-        "NCCL: a system call failed",
+        "NCCL: a call of the system or of CUDA failed",
         "NCCL_DEBUG=INFO names the call that failed: most often the network between the nodes (NCCL_SOCKET_IFNAME,"
         " firewall), locked memory (ulimit -l) or /dev/shm",
-        pattern=r"ncclSystemError|unhandled system error",
-    ),
-    CauseRule(
-        "NCCL: a CUDA call failed",
-        "NCCL_DEBUG=INFO names the call that failed",
-        pattern=r"ncclUnhandledCudaError|unhandled cuda error",
+        pattern=r"ncclSystemError|unhandled system error|ncclUnhandledCudaError|unhandled cuda error",
     ),
     CauseRule(
         "gloo finds no such network interface",
@@ -90,16 +88,15 @@ COLLECTIVES_RULES = (
     ),
     CauseRule(
         "not all ranks came to the process group",
-        "only {joined} of {wanted} ranks came: leave rank= and world_size= out of init_process_group, since elaunch"
-        " sets RANK and WORLD_SIZE; or look for the rank that did not come",
-        pattern=r"waiting for clients\. (?P<joined>\d+)/(?P<wanted>\d+) clients joined",
-        more=_too_few,
-    ),
-    CauseRule(
-        "a rank did not come to the process group",
-        "not all ranks came to init_process_group: leave rank= and world_size= out of it, since elaunch sets RANK and"
+        "{who} came to init_process_group: leave rank= and world_size= out of it, since elaunch sets RANK and"
         " WORLD_SIZE; or look for the rank that did not come",
-        pattern=r"wait timeout after \d+ms, keys: \S*default_pg\S*",
+        pattern=(
+            r"waiting for clients\. (?P<joined>\d+)/(?P<wanted>\d+) clients joined"
+            r"|wait timeout after \d+ms, keys: \S*default_pg\S*"
+        ),
+        more=_too_few,
+        shown="leave rank= and world_size= out of init_process_group, since elaunch sets RANK and WORLD_SIZE; or look"
+        " for the rank that did not come",
     ),
     CauseRule(
         "a name that cannot be resolved",

@@ -57,12 +57,16 @@ def _no_process(evidence: Evidence, _values: Values) -> Values | None:
     return None if is_other else {}
 
 
-def _relative(evidence: Evidence, values: Values) -> Values | None:
-    return None if values["path"].startswith("/") or "://" in values["path"] else {}
-
-
-def _absolute(evidence: Evidence, values: Values) -> Values | None:
-    return {} if values["path"].startswith("/") and values["path"].count("/") > 1 else None
+def _not_there(_evidence: Evidence, values: Values) -> Values | None:
+    path = values["path"]
+    if path.startswith("/"):
+        step = "check the spelling of the path, and that its file system is mounted on this node"
+        return {"step": step} if path.count("/") > 1 else None
+    if "://" in path:
+        return None
+    return {
+        "step": "the path is relative to the folder where elaunch was started: give an absolute path, or start it there"
+    }
 
 
 RULES = (
@@ -125,17 +129,12 @@ RULES = (
     ),
     CauseRule(
         "a file is not there",
-        "the path is relative to the folder where elaunch was started: give an absolute path, or start it there",
+        "{step}",
         pattern=r"\[Errno 2\] No such file or directory: (?P<quote>['\"])(?P<path>.*?)(?P=quote)",
         exceptions=frozenset({"FileNotFoundError"}),
-        more=_relative,
-    ),
-    CauseRule(
-        "a file is not there on this node",
-        "check the spelling of the path, and that its file system is mounted on this node",
-        pattern=r"\[Errno 2\] No such file or directory: (?P<quote>['\"])(?P<path>.*?)(?P=quote)",
-        exceptions=frozenset({"FileNotFoundError"}),
-        more=_absolute,
+        more=_not_there,
+        shown="check the spelling of an absolute path, and that its file system is mounted on this node; a relative"
+        " path is looked for in the folder where elaunch was started",
     ),
     CauseRule(
         "permission denied",

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 
 from elaunch.agent.diagnosis import exit_status
 from elaunch.agent.diagnosis.causes import hardware, network, program, system
-from elaunch.agent.diagnosis.causes.cause import NO_FACTS, CauseRule, Evidence, Facts, KnownCause
+from elaunch.agent.diagnosis.causes.cause import NO_FACTS, CauseRule, Evidence, Facts
 from elaunch.agent.diagnosis.causes.program import NO_MAIN_GUARD
 from elaunch.agent.diagnosis.exit_status import parse_traceback
 from elaunch.agent.peer_lost import ends
@@ -40,16 +39,19 @@ def explained(failure: Failure, facts: Facts = NO_FACTS, mismatch: str = "") -> 
     """
     if failure.advice:
         return failure
-    cause = recognise(_evidences(failure, replace(facts, mismatch=mismatch)))
-    if not cause.detail and not cause.advice:
+    evidences = _evidences(failure, replace(facts, mismatch=mismatch))
+    causes = ((rule, cause) for evidence in evidences for rule in RULES if (cause := rule.cause(evidence)))
+    found = next(causes, None)
+    if found is None:
         return failure
+    rule, (detail, advice) = found
     message = failure.message
-    if cause.detail and cause.detail not in message:
+    if detail and detail not in message:
         # An exception's own text may end in a bracket.
         is_open = not failure.exception and message.endswith(")")
-        message = f"{message[:-1]}; {cause.detail})" if is_open else f"{message} ({cause.detail})"
-    failure = replace(failure, message=message, advice=cause.advice)
-    return replace(failure, traceback=failure.frame, tail="", is_cut=True) if cause.is_enough else failure
+        message = f"{message[:-1]}; {detail})" if is_open else f"{message} ({detail})"
+    failure = replace(failure, message=message, advice=advice)
+    return replace(failure, traceback=failure.frame, tail="", is_cut=True) if rule.is_enough else failure
 
 
 def _evidences(failure: Failure, facts: Facts) -> list[Evidence]:
@@ -109,17 +111,6 @@ ROOMS: tuple[tuple[str, tuple[CauseRule, ...]], ...] = (
     ("Collectives", network.COLLECTIVES_RULES),
 )
 RULES = tuple(rule for _, rules in ROOMS for rule in rules)
-UNKNOWN = KnownCause()
-
-
-def recognise(evidences: Sequence[Evidence]) -> KnownCause:
-    """What is known about a failure. `evidences` are its exceptions, the first cause first."""
-    for evidence in evidences:
-        for rule in RULES:
-            if found := rule.cause(evidence):
-                return found
-    return UNKNOWN
-
 
 _PAGE_HEAD = """\
 # What the report says, and what to do

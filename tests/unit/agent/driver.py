@@ -22,7 +22,7 @@ from elaunch.agent.core.events import (
 from elaunch.agent.core.running import UNEXPLAINED_S
 from elaunch.agent.core.state import Agent, Clearing, Exited, Running, Stopping
 from elaunch.agent.core.step import step
-from elaunch.agent.core.timeline import Announcement, Entry, announcements, entries
+from elaunch.agent.core.timeline import Entry, announcements, entries
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.engine import MemoryStore
 from elaunch.rendezvous.job_spec import JobSpec, Program, ProgramKind
@@ -74,7 +74,7 @@ class Driver:
         self.acted: list[Action] = []
         self.all_acted: list[Action] = []
         self.entries: list[Entry] = []
-        self.announcements: list[Announcement] = []
+        self.announcements: list[Entry] = []
         self.answers: deque[Event] = deque()
         self.lease = 0
         self.incarnations = 0

@@ -65,7 +65,7 @@ def test_a_restart_opens_a_generation_that_is_not_counted_although_ranks_hang() 
     assert driver.agent.snapshot.generation
     assert driver.agent.snapshot.generation.kind is OpenKind.RESTART
     # It is no failure for --on-event.
-    assert [each.kind.value for each in driver.announcements] == ["restart"]
+    assert [each.event for each in driver.announcements] == ["restart"]
 
 
 def test_a_restart_runs_a_finished_node_again() -> None:

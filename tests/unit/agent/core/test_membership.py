@@ -6,13 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from elaunch.agent.core.actions import Action, Exit, Join, Renew, SignalWorkers, Widen
+from elaunch.agent.core.actions import Action, Join, Renew, SignalWorkers, Widen
 from elaunch.agent.core.events import Committed, Event, Leased, LeaseLost, Signalled, Tag, Tick
-from elaunch.agent.core.state import Exited, Finished, Joining, Running
+from elaunch.agent.core.state import Finished, Joining, Running
 from elaunch.agent.core.step import deadline_s, step
-from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.job_spec import Program, ProgramKind
-from elaunch.rendezvous.store import Delete, Put
+from elaunch.rendezvous.store import Delete
 from elaunch.rendezvous.types import OpenKind, Outcome, OutcomeKind
 from tests.unit.agent.driver import (
     ALL,
@@ -77,7 +76,7 @@ def test_a_node_that_does_not_fit_the_job_refuses_with_both_values_and_the_job_i
 
     done = second.settle()
 
-    assert [type(action) for action in done] == [Exit]
+    assert done == []
     assert (second.outcome.kind, second.outcome.exit_code) == (OutcomeKind.REFUSED, 2)
     assert second.outcome.reason == (
         f"this node does not fit the job job that runs: {words}; type the same on all nodes, or choose another --run-id"
@@ -86,31 +85,6 @@ def test_a_node_that_does_not_fit_the_job_refuses_with_both_values_and_the_job_i
 
 
 # --- a job id that was used before
-
-
-def test_an_old_run_that_ended_is_followed_by_a_new_one() -> None:
-    old = started()
-    ends(old)
-    old.settle()
-    assert isinstance(old.agent.phase, Exited)
-    old.store.revoke(old.lease)
-
-    new = Driver(store=old.store, host="node-b").begin()
-    new.settle()
-
-    assert isinstance(new.agent.phase, Running)
-    assert new.agent.phase.table.generation == 1
-
-
-def test_who_comes_to_a_run_that_has_ended_while_members_are_still_there_ends_as_it_did() -> None:
-    old = started()
-    old.write(Put(KEYS.ended, encode(ENDED)))
-
-    late = Driver(store=old.store, host="node-b", remote=True).begin()
-    late.settle()
-
-    assert late.outcome == ENDED
-    assert late.snapshot.ended == ENDED
 
 
 # --- joining
@@ -392,20 +366,6 @@ def test_leases_that_end_again_and_again_do_not_hide_a_loss_for_ever() -> None:
         first.now_s += step_s
 
     assert 0.3 < hidden_s / (200 * step_s) < 0.7
-
-
-def test_a_joining_node_whose_lease_ended_comes_back_under_a_new_name() -> None:
-    first, second = pair(TWO)
-    spare = Driver(TWO, store=first.store, host="node-c", remote=True).begin()
-    spare.settle()
-    old = spare.node_id
-
-    assert spare.lose_lease() == [Renew()]
-    done = spare.settle()
-
-    assert done == [Join(spare.lease, False, False)]
-    assert spare.node_id != old
-    assert set(spare.snapshot.members) == {first.node_id, second.node_id, spare.node_id}
 
 
 def test_a_finished_node_whose_lease_ended_stays_the_same_member_if_nothing_was_opened() -> None:

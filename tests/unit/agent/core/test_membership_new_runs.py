@@ -8,15 +8,14 @@ from dataclasses import replace
 import pytest
 
 from elaunch.agent.core.actions import Say
-from elaunch.agent.core.events import Committed, StoreAway, StoreBack, StoreRefuses, Tag, Tick
-from elaunch.agent.core.membership import RUNS_REFUSED_MAX
-from elaunch.agent.core.state import Joining, Running
+from elaunch.agent.core.events import StoreAway, StoreBack, StoreRefuses, Tag, Tick
+from elaunch.agent.core.state import Joining
 from elaunch.agent.core.step import deadline_s
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.job_spec import Program, ProgramKind
 from elaunch.rendezvous.store import Delete, Put
 from elaunch.rendezvous.types import Generation, Node, OpenKind, Outcome, OutcomeKind
-from tests.unit.agent.driver import KEYS, SPEC, START_S, TIMES, TWO, Driver, cleared, pair, tags
+from tests.unit.agent.driver import KEYS, SPEC, TIMES, TWO, Driver, cleared, tags
 
 STRANGER = KEYS.member("node-x-1")
 
@@ -25,8 +24,6 @@ def vacant() -> Driver:
     driver = Driver(remote=True)
     driver.write(Put(STRANGER, "{}"))
     driver.begin().settle()
-    # First the claim of the start is refused, and then the start itself.
-    at_next_deadline(driver)
     return driver
 
 
@@ -57,7 +54,7 @@ def test_a_run_on_an_old_id_does_not_end_with_the_last_one() -> None:
 
 
 def first_run() -> tuple[Driver, Tag]:
-    return Driver(remote=True).begin(), Tag.FIRST_RUN
+    return Driver(remote=True).begin(), Tag.RUN
 
 
 def another_run() -> tuple[Driver, Tag]:
@@ -81,8 +78,6 @@ def test_who_has_entered_a_run_by_any_way_outlasts_that_the_store_denies_it(
     # First comes the answer about its own lease, then a look at the keys.
     driver.answer()
     driver.look()
-    if tags(driver) == [Tag.CLAIM]:
-        driver.answer()
     assert tags(driver) == [by]
     driver.answer()
 
@@ -94,8 +89,7 @@ def test_who_has_entered_a_run_by_any_way_outlasts_that_the_store_denies_it(
     assert driver.node_id in driver.snapshot.members
 
 
-def claimed() -> tuple[Driver, Driver]:
-    """Two nodes of a new job. The first has claimed the start and does not know it yet; the second was refused."""
+def test_of_two_nodes_that_come_at_once_one_starts_the_run_and_the_other_joins_it() -> None:
     first = Driver(TWO, remote=True).begin()
     second = Driver(TWO, host="node-b", store=first.store, remote=True).begin()
     for driver in (first, second):
@@ -103,72 +97,30 @@ def claimed() -> tuple[Driver, Driver]:
     nothing = second.looked
     for driver in (first, second):
         driver.happen(nothing)
-        assert tags(driver) == [Tag.CLAIM]
+        assert tags(driver) == [Tag.RUN]
     second.answer()
-    return first, second
-
-
-def test_a_run_whose_claimant_never_starts_it_is_started_by_another_node() -> None:
-    first, second = claimed()
-    second.look()
+    second.happen(nothing)
     assert tags(second) == []
 
-    second.now_s = second.agent.membership.run_again_s
-    second.happen(Tick())
+    first.answer()
+    second.look()
 
-    # Several nodes may try now. A start begins a lease only if no other node has started the run.
-    assert tags(second) == [Tag.RUN]
-    second.settle()
-    assert TIMES.lease_ttl_s / 2 <= second.now_s - START_S <= TIMES.lease_ttl_s
-    assert second.node_id in second.snapshot.members
-    # The node with the claim was only slow: its start is refused, and it joins.
-    first.settle()
-    assert [first.node_id in first.snapshot.joined[0], first.snapshot.leader] == [True, second.node_id]
+    assert tags(second) == [Tag.JOIN]
 
 
-def test_who_sees_a_claim_writes_none_and_joins_the_run_that_follows() -> None:
+def test_a_run_that_was_first_and_is_of_another_command_is_not_taken_for_this_nodes_own() -> None:
     driver = Driver(remote=True)
-    driver.write(Put(KEYS.starter, "node-x-1"))
     driver.begin().answer()
-
-    driver.look()
-
-    assert tags(driver) == []
-    assert deadline_s(driver.agent) == driver.agent.membership.run_again_s > driver.now_s
-    driver.write(Put(KEYS.generation, encode(Generation(0, OpenKind.START, "the job starts"))))
-    driver.look()
-    assert tags(driver) == [Tag.JOIN]
-
-
-def test_a_claim_whose_answer_was_lost_is_this_nodes_own_all_the_same() -> None:
-    driver = Driver(remote=True).begin()
-    driver.answer()
-    driver.look()
-    assert tags(driver) == [Tag.CLAIM]
-    seen = driver.looked
-    driver.answers.clear()
-    # The claim was sent again, and its own key refused it.
-    driver.happen(Committed(Tag.CLAIM, False, driver.snapshot.revision))
-    assert tags(driver) == []
-
-    driver.happen(seen)
-
-    assert tags(driver) == [Tag.FIRST_RUN]
-
-
-def test_a_run_that_was_awaited_and_is_of_another_command_is_not_taken_for_this_nodes_own() -> None:
-    driver = Driver(remote=True)
-    driver.write(Put(KEYS.starter, "node-x-1"))
-    driver.begin().answer()
-    driver.look()
+    nothing = driver.looked
     other = replace(SPEC, program=Program(ProgramKind.SCRIPT, "other.py")).terms
     ended = Outcome(OutcomeKind.SUCCEEDED, "every worker exited with 0", 0, 0, 3)
     driver.write(
-        Delete(KEYS.starter),
         Put(KEYS.spec, encode(other)),
         Put(KEYS.generation, encode(Generation(0, OpenKind.START, "the job starts"))),
         Put(KEYS.ended, encode(ended)),
     )
+    driver.happen(nothing)
+    driver.answer()
 
     driver.look()
 
@@ -204,24 +156,6 @@ def test_members_that_never_go_and_no_generation_are_no_job() -> None:
     assert "delete its keys, all that begin with /elaunch/job/" in driver.outcome.reason
 
 
-def alone(enter: Callable[[], tuple[Driver, Tag]]) -> Driver:
-    driver, _ = enter()
-    driver.settle()
-    return driver
-
-
-@pytest.mark.parametrize(
-    "running", [lambda: alone(first_run), lambda: alone(another_run), lambda: pair()[1]], ids=["first", "later", "join"]
-)
-def test_a_member_that_the_store_denies_keeps_its_workers(running: Callable[[], Driver]) -> None:
-    driver = running()
-    assert isinstance(driver.agent.phase, Running)
-
-    done = driver.happen(StoreRefuses("permission denied", is_denied=True))
-
-    assert (done, isinstance(driver.agent.phase, Running)) == ([], True)
-
-
 @pytest.mark.parametrize("enter", [first_run, another_run, a_run_of_others])
 def test_who_is_denied_before_it_has_entered_is_refused(enter: Callable[[], tuple[Driver, Tag]]) -> None:
     driver, _ = enter()
@@ -231,28 +165,6 @@ def test_who_is_denied_before_it_has_entered_is_refused(enter: Callable[[], tupl
     driver.happen(StoreRefuses("permission denied", is_denied=True))
 
     assert driver.outcome.kind is OutcomeKind.REFUSED
-
-
-def test_of_two_nodes_that_come_at_once_one_starts_the_run_and_the_other_joins_it() -> None:
-    first, second = claimed()
-    first.answer()
-    assert (tags(first), tags(second)) == ([Tag.FIRST_RUN], [])
-
-    second.look()
-
-    assert tags(second) == [Tag.JOIN]
-    assert KEYS.starter not in first.store.read(KEYS.root).entries
-
-
-def test_a_claim_that_holds_starts_the_run_at_once_though_runs_were_refused_before() -> None:
-    driver = vacant()
-    assert driver.agent.membership.runs_refused == 1
-    driver.write(Delete(STRANGER))
-
-    driver.lose_lease()
-    driver.settle()
-
-    assert driver.node_id in driver.snapshot.members
 
 
 # --- a store that was away, and comes back
@@ -321,27 +233,3 @@ def test_a_newcomer_starts_a_run_over_one_whose_members_do_not_come_back() -> No
 
     assert newcomer.snapshot.generation
     assert newcomer.snapshot.generation.kind is OpenKind.START
-
-
-def test_a_store_that_comes_and_goes_does_not_make_a_newcomer_give_up_a_run_that_it_cannot_see_yet() -> None:
-    """Each refused try to start a run stands for a lease time, however often the store is back meanwhile."""
-    newcomer = Driver(remote=True)
-    other = Node("node-b-1", "node-b", "10.0.0.2", 1)
-    newcomer.write(Put(KEYS.member(other.node_id), encode(other)))
-    newcomer.begin().settle()
-    newcomer.now_s = newcomer.agent.membership.run_again_s
-    newcomer.happen(Tick())
-    newcomer.settle()
-    refused = newcomer.agent.membership.runs_refused
-
-    for _ in range(2 * RUNS_REFUSED_MAX):
-        newcomer.happen(StoreAway("no answer came in time"))
-        newcomer.now_s += 0.1
-        newcomer.happen(StoreBack())
-        newcomer.happen(Tick())
-        newcomer.settle()
-
-    assert refused == 1
-    assert newcomer.agent.membership.runs_refused == 1
-    assert isinstance(newcomer.agent.phase, Joining)
-    assert newcomer.agent.lead_at_s == newcomer.agent.membership.run_again_s

@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from elaunch.agent.core.actions import Action, Clear, Commit, Exit, Say, SignalWorkers
+from elaunch.agent.core.actions import Action, Clear, Commit, Say, SignalWorkers
 from elaunch.agent.core.events import (
     Cleared,
-    Signalled,
     Tick,
     WorkerEnded,
     WorkerExited,
@@ -23,7 +22,6 @@ from elaunch.rendezvous.types import FailureKind, OpenKind, OutcomeKind, RankTab
 from tests.unit.agent.driver import (
     ALL,
     FAILURE_GRACE_S,
-    INT,
     KEYS,
     KILL,
     SPEC,
@@ -294,17 +292,6 @@ def test_a_sibling_that_had_raised_when_our_sigterm_ended_it_is_the_cause() -> N
     assert (record.rank, record.kind) == (1, FailureKind.EXCEPTION)
 
 
-@pytest.mark.parametrize("signum", [INT, TERM])
-def test_a_worker_that_fails_after_a_signal_to_the_agent_is_no_failure(signum: int) -> None:
-    driver = started()
-    driver.happen(Signalled(signum, "SIGX"))
-
-    driver.exits(0, 1, FailureKind.EXCEPTION)
-
-    assert driver.commits == []
-    assert not driver.snapshot.failures
-
-
 @pytest.mark.parametrize("kind", [OpenKind.FAIL, OpenKind.LOSS])
 def test_a_failure_of_its_own_that_another_node_told_of_first_is_recorded_and_opens_nothing(kind: OpenKind) -> None:
     driver = started()
@@ -320,18 +307,6 @@ def test_a_failure_of_its_own_that_another_node_told_of_first_is_recorded_and_op
     assert driver.snapshot.generation.number == 1
     assert deadline_s(driver.agent) == due_s
     assert driver.said == driver.snapshot.failures[0][0].sentence
-
-
-@pytest.mark.parametrize("kind", [FailureKind.PEER_LOST, FailureKind.EXIT_CODE])
-def test_what_a_peers_end_may_explain_is_not_recorded_where_another_node_told_of_it_first(kind: FailureKind) -> None:
-    driver = started()
-    driver.open(1)
-    driver.look()
-
-    driver.exits(0, 1, kind)
-
-    assert driver.commits == []
-    assert not driver.snapshot.failures
 
 
 @pytest.mark.parametrize("kind", [OpenKind.JOIN, OpenKind.LEAVE])
@@ -384,11 +359,21 @@ def test_a_newcomer_whose_workers_cannot_even_start_leaves_a_healthy_job_alone()
     assert (snapshot.generation.number, snapshot.generation.kind) == (1, OpenKind.LEAVE)
     assert not snapshot.failures
     assert driver.node_id not in snapshot.members
-    assert [type(action) for action in last] == [Exit]
+    assert last == []
     assert (driver.outcome.kind, driver.outcome.exit_code) == (OutcomeKind.FAILED, 1)
     assert driver.outcome.failure
     assert (driver.outcome.failure.local_rank, driver.outcome.failure.tail) == (1, "its last words")
     assert "they go on without it" in driver.outcome.reason
+
+
+@pytest.mark.parametrize(("progressed", "kind"), [(True, FailureKind.EXIT_CODE), (False, FailureKind.STARTUP)])
+def test_any_other_failure_of_a_newcomer_is_one_like_any_other(progressed: bool, kind: FailureKind) -> None:
+    driver = newcomer(progressed=progressed)
+
+    driver.exits(1, 2, kind)
+
+    assert [f.kind for f in driver.snapshot.failures[0]] == [kind]
+    assert driver.node_id in driver.snapshot.members
 
 
 def test_a_start_up_failure_of_a_node_that_ran_before_is_one_like_any_other() -> None:
@@ -458,17 +443,6 @@ def test_an_exit_with_nought_does_not_end_the_wait_for_a_rank_on_its_way_out() -
     assert (driver.outcome.failure.rank, driver.outcome.failure.code) == (1, 7)
 
 
-def test_an_exit_that_is_told_twice_clears_nothing_twice() -> None:
-    driver = started()
-    driver.exits(1, 3)
-    driver.exits(0, -TERM)
-    last = driver.exits(2, -TERM)
-
-    again = driver.exits(2, -TERM)
-
-    assert (last, again) == ([Clear(0)], [])
-
-
 def test_other_workers_deaths_do_not_put_off_the_moment() -> None:
     driver = started()
     driver.exits(0, -TERM)
@@ -490,33 +464,3 @@ def test_a_held_death_is_not_forgotten_when_all_others_end_well() -> None:
 
     assert done == [Clear(0)]
     assert [f.code for f in driver.snapshot.failures[0]] == [-TERM]
-
-
-def test_on_a_full_disk_which_keeps_no_record_the_rank_that_raised_first_is_awaited() -> None:
-    driver = started(replace(SPEC, max_restarts=0))
-    for rank in (1, 0):
-        driver.happen(WorkerEnded(0, rank, raised=True))
-
-    # Its exit code is all that is known.
-    held = driver.exits(0, 1)
-    driver.exits(1, 1)
-
-    assert held == []
-    assert driver.said.startswith("rank 1 ")
-
-
-def test_any_other_failure_of_a_newcomer_is_one_like_any_other() -> None:
-    driver = newcomer()
-
-    driver.exits(1, 3)
-
-    assert [f.local_rank for f in driver.snapshot.failures[0]] == [1]
-    assert driver.node_id in driver.snapshot.members
-
-
-def test_a_start_up_failure_in_a_job_that_never_got_further_is_one_like_any_other() -> None:
-    driver = newcomer(progressed=False)
-
-    driver.exits(1, 2, FailureKind.STARTUP)
-
-    assert [f.kind for f in driver.snapshot.failures[0]] == [FailureKind.STARTUP]

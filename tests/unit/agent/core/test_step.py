@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from elaunch.agent.core.actions import Clear, Exit, Join, Say, SignalWorkers, Spawn
+from elaunch.agent.core.actions import Clear, Join, Say, SignalWorkers, Spawn
 from elaunch.agent.core.events import Looked, Signalled, StoreLost, Tick
 from elaunch.agent.core.joining import _why_seatless
 from elaunch.agent.core.membership import _mismatch
-from elaunch.agent.core.state import Agent, Exited, Finished, Joining, Running
+from elaunch.agent.core.state import Agent, Finished, Joining, Running
 from elaunch.agent.core.step import deadline_s
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.rules.snapshot import Snapshot, encode_table, seats_of
@@ -27,6 +27,7 @@ from tests.unit.agent.driver import (
     TERM,
     Driver,
     cleared,
+    ends,
     exited,
     failure,
     lost,
@@ -186,23 +187,7 @@ def test_an_end_that_was_written_stops_the_workers_and_then_the_agent(kind: Outc
     assert said == "stopping: the job has ended: a person cancelled it"
     assert due_s == START_S + grace_s
     assert ends == [[], [], [Clear(0)]]
-    assert last == [Exit(ended)]
-
-
-def test_a_job_ends_in_success_when_all_workers_exited_with_nought() -> None:
-    driver = started()
-    for rank in (2, 0, 1):
-        driver.exits(rank, 0)
-
-    finished = driver.happen(cleared(0))
-    phase = driver.agent.phase
-    done = driver.settle()
-
-    assert finished == []
-    assert isinstance(phase, Finished)
-    assert [type(action) for action in done] == [Exit]
-    assert driver.outcome.exit_code == 0
-    assert driver.snapshot.ended == driver.outcome
+    assert (last, driver.outcome) == ([], ended)
 
 
 def test_keys_that_are_gone_stop_the_workers_and_the_outcome_is_unknown() -> None:
@@ -264,36 +249,6 @@ def test_a_record_that_somebody_wrote_over_stops_nobody_and_is_said_once() -> No
     assert driver.snapshot.generation.number == 1
 
 
-def test_a_node_whose_end_met_a_written_over_generation_reports_it_again_once() -> None:
-    driver = started()
-    before = driver.store.read(KEYS.generation).entries[KEYS.generation].value
-    driver.write(Put(KEYS.generation, before))
-    for rank in range(3):
-        driver.exits(rank, 0)
-    driver.happen(cleared(0))
-    key = KEYS.done(0, driver.node_id)
-    lost = key not in driver.store.read(key).entries
-
-    driver.look()
-
-    assert (lost, key in driver.store.read(key).entries) == (True, True)
-    driver.settle()
-    assert isinstance(driver.agent.phase, Exited)
-    assert driver.agent.phase.outcome.kind is OutcomeKind.SUCCEEDED
-
-
-def test_a_second_failure_gives_the_workers_no_more_time_than_the_first() -> None:
-    driver = started()
-    driver.open(1)
-    driver.look()
-    driver.now_s += 1
-    driver.open(2, OpenKind.LOSS, "node-c was lost")
-
-    driver.look()
-
-    assert deadline_s(driver.agent) == START_S + FAILURE_GRACE_S
-
-
 def test_a_node_that_was_finished_already_runs_again_too() -> None:
     driver = started()
     for rank in range(3):
@@ -310,26 +265,21 @@ def test_a_node_that_was_finished_already_runs_again_too() -> None:
     assert [type(action) for action in done + driver.settle()] == [Join, Spawn]
 
 
-def test_an_end_that_was_written_ends_a_waiting_agent() -> None:
-    driver = Driver().begin()
-    driver.answer()
-    driver.look()
-    driver.answer()
+@pytest.mark.parametrize("finished", [False, True])
+def test_an_end_that_was_written_ends_an_agent_without_workers(finished: bool) -> None:
+    driver = started() if finished else Driver().begin()
+    if finished:
+        ends(driver)
+    else:
+        driver.answer()
+        driver.look()
+        driver.answer()
     ended = Outcome(OutcomeKind.FAILED, "cancelled", 0, 0, 3)
     driver.write(Put(KEYS.ended, encode(ended)))
 
-    assert driver.look() == [Exit(ended)]
+    driver.look()
 
-
-def test_an_end_that_was_written_ends_a_finished_agent() -> None:
-    driver = started()
-    for rank in range(3):
-        driver.exits(rank, 0)
-    driver.happen(cleared(0))
-    ended = Outcome(OutcomeKind.SUCCEEDED, "all is done", 0, 0, 3)
-    driver.write(Put(KEYS.ended, encode(ended)))
-
-    assert driver.look() == [Exit(ended)]
+    assert driver.outcome == ended
 
 
 def test_every_first_look_at_a_table_begins_its_age() -> None:

@@ -165,4 +165,6 @@ def test_one_worker_is_not_called_workers() -> None:
     driver.happen(cleared(0))
     driver.settle()
 
-    assert driver.announcements[-1].text.startswith("job job goes on in generation 1: 1 worker (restart 1 of 3")
+    assert (
+        driver.announcements[-1].fields["text"].startswith("job job goes on in generation 1: 1 worker (restart 1 of 3")
+    )

@@ -19,14 +19,11 @@ from elaunch.agent.core.events import Signalled, Tick, WorkerListens, WorkerSave
 from elaunch.agent.core.running import STOPPED_HOLD_S
 from elaunch.agent.core.state import Finished, Joining, Running, Stopping
 from elaunch.agent.core.step import deadline_s
-from elaunch.rendezvous.codec import encode
-from elaunch.rendezvous.store import Put
-from elaunch.rendezvous.types import FailureKind, OpenKind, Outcome, OutcomeKind
+from elaunch.rendezvous.types import FailureKind, OpenKind
 from tests.unit.agent.driver import (
     ALL,
     FAILURE_GRACE_S,
     INT,
-    KEYS,
     KILL,
     SPEC,
     START_S,
@@ -89,32 +86,6 @@ def test_it_is_killed_as_soon_as_it_has_saved_and_that_is_no_failure() -> None:
     assert last == [[], [Clear(0)]]
     assert [f.local_rank for f in driver.snapshot.failures[0]] == [1]
     assert [f.code for f in driver.snapshot.failures[0]] == [3]
-
-
-def test_who_was_killed_since_it_had_saved_is_not_taken_for_the_cause() -> None:
-    driver = listening(started())
-    driver.loses_peer(1)
-    for rank in (0, 2):
-        says_saved(driver, rank)
-        driver.exits(rank, -KILL, FailureKind.SIGNAL)
-
-    driver.happen(cleared(0))
-
-    (record,) = driver.snapshot.failures[0]
-    assert (record.local_rank, record.kind) == (1, FailureKind.PEER_LOST)
-
-
-def test_who_does_not_come_to_saving_is_killed_after_the_failure_grace() -> None:
-    driver = listening(started())
-    driver.exits(1, 3)
-    due_s = deadline_s(driver.agent)
-
-    driver.now_s += FAILURE_GRACE_S
-    done = driver.happen(Tick())
-
-    assert due_s == START_S + FAILURE_GRACE_S
-    assert done == [signal(KILL, 0, 2)]
-    assert says_saved(driver, 0) == []
 
 
 def test_who_listens_for_stops_only_gets_sigterm_after_a_failure() -> None:
@@ -334,14 +305,6 @@ def test_a_signal_is_passed_on_to_those_only_that_do_not_listen(signum: int, mes
     assert deadline_s(driver.agent) == START_S + STOP_GRACE_S
 
 
-def test_a_notice_ends_a_job_without_restarts_and_its_workers_get_it_too() -> None:
-    driver = started()
-    driver.open(1, OpenKind.LEAVE, "node-b leaves", 10)
-    driver.write(Put(KEYS.ended, encode(Outcome(OutcomeKind.FAILED, "node-b leaves", 1, 0, 0))))
-
-    assert driver.look() == [signal(10, *ALL)]
-
-
 @pytest.mark.parametrize("signum", [10, 12])
 def test_a_notice_that_another_node_had_first_is_passed_on_once(signum: int) -> None:
     driver = listening(started(), 0)
@@ -397,16 +360,6 @@ def test_a_worker_that_fails_after_a_signal_lets_nobody_wait_for_the_end_of_its_
     assert says_saved(driver, 1) == [signal(KILL, 1)]
 
 
-def test_when_a_person_ends_the_job_elsewhere_who_listens_stops_after_a_step() -> None:
-    driver = listening(started(TWO_ALONE), 0)
-    ended = Outcome(OutcomeKind.INTERRUPTED, "SIGINT was received by node-b", 0, 0, 3, signum=INT)
-    driver.write(Put(KEYS.ended, encode(ended)))
-
-    done = driver.look()
-
-    assert done == [tell(INTERRUPT, 0), signal(TERM, 1, 2)]
-
-
 TWO_ALONE = replace(SPEC, nodes_max=2)
 
 
@@ -428,18 +381,6 @@ def test_who_saves_before_its_agent_has_heard_of_the_failure_has_the_time_too() 
     driver.now_s += FAILURE_GRACE_S
 
     assert driver.happen(Tick()) == [signal(KILL, 2)]
-
-
-def test_who_saved_and_listens_no_more_has_no_more_time_than_others() -> None:
-    driver = listening(started())
-    driver.happen(WorkerSaving(0, 0, 7))
-    listening(driver, 0, to_stop=False, to_failure=False)
-
-    told = driver.exits(1, 3)
-    driver.now_s += FAILURE_GRACE_S
-
-    assert told == [tell(PeerFailed(0), 2), signal(TERM, 0)]
-    assert driver.happen(Tick()) == [signal(KILL, 0, 2)]
 
 
 def test_who_was_asked_to_stop_for_another_signal_gets_that_one() -> None:

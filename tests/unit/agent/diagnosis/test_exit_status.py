@@ -167,18 +167,6 @@ def test_an_uncaught_exception_has_type_text_place_and_traceback(tmp_path: Path)
     assert raised.tail == tail
 
 
-def test_of_chained_exceptions_the_last_is_the_one_that_ended_the_worker(tmp_path: Path) -> None:
-    source = (
-        "def f():\n    try:\n        1 / 0\n    except Exception as e:\n        raise ValueError('bad') from e\nf()\n"
-    )
-
-    raised = parse_traceback(stderr_of(tmp_path, source))
-
-    assert raised is not None
-    assert (raised.exception, raised.message) == ("ValueError", "bad")
-    assert raised.frame == f"{tmp_path}/train.py:5 in f"
-
-
 @pytest.mark.parametrize(
     ("source", "exception", "line"),
     [("x = (\n1 +\n", "SyntaxError", 1), ("if 1:\n    x = 1\n  y = 2\n", "IndentationError", 3)],
@@ -192,15 +180,6 @@ def test_an_error_in_the_programs_own_text_is_a_start_up_failure_with_its_place(
     assert failed.exception == exception
     assert failed.frame == f"{tmp_path}/train.py:{line}"
     assert failed.traceback.splitlines()[0] == f'  File "{tmp_path}/train.py", line {line}'
-
-
-def test_a_message_of_several_lines_is_kept_up_to_an_empty_one(tmp_path: Path) -> None:
-    source = "class Bad(Exception): pass\nraise Bad('first: 1\\nsecond\\n\\nfourth')\n"
-
-    raised = parse_traceback(stderr_of(tmp_path, source))
-
-    assert raised is not None
-    assert (raised.exception, raised.message) == ("Bad", "first: 1\nsecond")
 
 
 def test_the_place_of_an_error_is_the_innermost_frame_of_the_users_own_code() -> None:
@@ -288,13 +267,9 @@ GLOO = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/"
         f"{GLOO}pair.cc:169] Write error [127.0.0.1]:4000: Broken pipe",
         f"{GLOO}unbound_buffer.cc:78] Timed out waiting 3000ms for recv operation to complete",
         # Its other words (gloo/transport/tcp: pair.cc, buffer.cc, unbound_buffer.cc, error.cc, socket.cc, tls/pair.cc).
-        f"{GLOO}pair.cc:534] Read error [10.0.0.2]:4000: Connection timed out",
         f"{GLOO}pair.cc:534] Read error [10.0.0.2]:4000: No route to host",
-        f"{GLOO}pair.cc:338] writev [10.0.0.2]:4000: Network is unreachable",
         f"{GLOO}pair.cc:200] Socket unexpectedly closed [10.0.0.2]:4000",
-        f"{GLOO}pair.cc:797] Socket closed [10.0.0.2]:4000",
         f"{GLOO}pair.cc:520] Read timeout [10.0.0.2]:4000",
-        f"{GLOO}buffer.cc:112] Write timeout [10.0.0.2]:4000",
         f"{GLOO}tls/pair.cc:183] SSL_read 10 failed: ssl error: 5, errno = Success, ssl error message: eof",
         f"[enforce fail at {GLOO[1:]}pair.cc:787] state_ == CONNECTED. 4 vs 3. Pair is not connected ([::1]:1",
         f"[enforce fail at {GLOO[1:]}socket.cc:142] rv != -1. -1 vs -1. connect: Network is unreachable",
@@ -302,26 +277,21 @@ GLOO = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/"
         "[Rank 0]: Ranks 1 failed to pass monitoredBarrier in 2000 ms",
         f"Gloo connectFullMesh failed with {GLOO}pair.cc:144] no error",
         "Gloo connectFullMesh failed with [..]: timed out connecting: SO_ERROR: No route to host, remote=[10.0.0.2]",
-        "Gloo connectFullMesh failed with [..]: timed out connecting: SO_ERROR: Connection refused, remote=[10.0.0.2]",
         # TCPStore.
         "Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?",
         "The client socket has failed to connect to any network address of (head, 29500).",
-        "The client socket has timed out after 60000ms while trying to connect to (head, 29500).",
         "Timed out after 4 seconds waiting for clients. 1/2 clients joined.",
         "Socket Timeout",
         "recvValue failed on SocketImpl(fd=3, addr=[a]:1, remote=[b]:2): Connection timed out",
         # RPC's TensorPipe: over TCP, and in shared memory.
         "EOF: end of file (this error originated at tensorpipe/transport/uv/connection_impl.cc:132)",
-        "eof (this error originated at tensorpipe/transport/shm/connection_impl.cc:259)",
         # NCCL.
         "NCCL error in: x.cpp:94, remote process exited or there was a network error, NCCL version 2.21.5\n"
         "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.",
         "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5, OpType=ALLREDUCE) ran for 600000",
         # As its socket.cc, os/linux.cc, proxy.cc and net_ib write the last error, of several versions.
         f"{NCCL_SYSTEM}socketStartConnect: Connect to 192.168.19.14<52822> failed : No route to host",
-        f"{NCCL_SYSTEM}ncclOsSocketPollConnect: connect to a<9> returned Connection refused, exceeded retry count",
         f"{NCCL_SYSTEM}Net : Call to recv from 10.200.84.247<58355> failed : Connection timed out",
-        f"{NCCL_SYSTEM}Call to connect failed : Connection timed out",
         f"{NCCL_INTERNAL}Net : Connection closed by remote peer user<50260>",
         f"{NCCL_INTERNAL}Socket recv failed while polling for opId=0x7f55a4",
         f"{NCCL_SYSTEM}NET/IB: Got completion from peer 10.0.0.3<58912> with status=12 opcode=0 len=0 vendor err 129",
@@ -428,15 +398,7 @@ REQUESTS = "HTTPSConnectionPool(host='hub', port=443): Max retries exceeded with
     ("exception", "message"),
     [
         *(("ValueError", said) for said in ("bad peer group", "the pipe is broken", "connection to the database lost")),
-        (
-            "requests.exceptions.ConnectionError",
-            "('Connection aborted.', ConnectionResetError(104, 'Connection reset by peer'))",
-        ),
         ("requests.exceptions.ConnectionError", f"{REQUESTS}NewConnectionError('<x>: [Errno 113] No route to host'))"),
-        (
-            "urllib3.exceptions.ProtocolError",
-            "('Connection broken: ConnectionResetError(104, 'Connection reset by peer')",
-        ),
         ("psycopg2.OperationalError", 'connection to server at "db", port 5432 failed: Connection refused'),
         ("aiohttp.client_exceptions.ClientOSError", "[Errno 32] Broken pipe"),
         ("OSError", "[Errno 101] Network is unreachable"),
@@ -445,10 +407,6 @@ REQUESTS = "HTTPSConnectionPool(host='hub', port=443): Max retries exceeded with
         (
             "torch.distributed.DistNetworkError",
             "The IPv4 network addresses of (x, 1) cannot be retrieved (gai error: -2)",
-        ),
-        (
-            "torch.distributed.DistNetworkError",
-            "The server socket has failed to listen, message: address already in use",
         ),
         ("RuntimeError", f"{GLOO}device.cc:84] Unable to find address for: eth7"),
         (
@@ -483,16 +441,6 @@ def test_output_that_arrives_after_the_exit_explains_it() -> None:
     assert (whole.kind, whole.message) == (FailureKind.EXCEPTION, "raised ValueError: late")
     assert (whole.tail, whole.progressed) == (tail, True)
     assert (whole.rank, whole.local_rank, whole.pid, whole.failed_at) == (5, 1, 4711, 1.5)
-
-
-def test_output_changes_nothing_about_a_signal_or_a_recorded_exception() -> None:
-    tail = 'Traceback (most recent call last):\n  File "/x.py", line 3, in f\nKeyError: 1\n'
-    killed, recorded = failure(-9), failure(1, record_of("ValueError", "bad"))
-
-    whole = [with_tail(killed, tail, reached_store=False), with_tail(recorded, tail, reached_store=False)]
-
-    assert [f.message for f in whole] == ["was killed by SIGKILL", "raised ValueError: bad"]
-    assert [f.tail for f in whole] == [tail, tail]
 
 
 # --- what programs say may be of any length
@@ -539,12 +487,6 @@ def test_a_lost_peer_is_looked_for_at_the_ends_of_megabytes_of_words() -> None:
     assert found == [True, True, False]
     # To search all of it takes 60 ns for each character.
     assert time.process_time() - began_s < 2.0
-
-
-def test_an_exception_without_a_text_has_an_empty_message(tmp_path: Path) -> None:
-    raised = failure(1, tail=stderr_of(tmp_path, "assert 0\n"))
-
-    assert raised.message == "raised AssertionError"
 
 
 @pytest.mark.parametrize(

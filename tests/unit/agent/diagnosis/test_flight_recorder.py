@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from elaunch.agent.diagnosis import stacks
-from elaunch.agent.diagnosis.collectives import LOOKS, WaitShares, last_entered, slow_rank
+from elaunch.agent.diagnosis.collectives import LOOKS, WaitShares, last_entered
 from elaunch.agent.diagnosis.flight_recorder import FlightRecorder
 from elaunch.agent.workers.link import Link
 from elaunch.rendezvous.rules.snapshot import seats_of
@@ -142,7 +142,6 @@ def test_ranks_tell_their_collectives_while_they_run_and_hang_and_keep_nothing_o
 
     found_shares = wait_for(shares, f"the shares of {LOOKS} looks", every_s=LOOK_S)
     assert found_shares[0] > 0.5 > found_shares[1], "rank 0 waits for rank 1"
-    assert slow_rank(found_shares) == 1
 
     worker: Any = ranks.processes[1].stdin
     worker.write("stop\n")
@@ -194,22 +193,6 @@ def test_an_answer_of_another_form_says_nothing(answer: bytes) -> None:
         theirs.close()
         assert recorder.look(3.0) is None
     recorder.close()
-
-
-def test_a_worker_that_does_not_answer_is_asked_once() -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    recorder = FlightRecorder(ours.detach())
-    with theirs:
-        assert [recorder.look(float(second)) for second in range(3)] == [None] * 3
-        assert (theirs.recv(32), theirs.recv(32, socket.MSG_DONTWAIT) if is_readable(theirs) else b"") == (b"n", b"")
-    recorder.close()
-
-
-def is_readable(end: socket.socket) -> bool:
-    try:
-        return bool(end.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK))
-    except BlockingIOError:
-        return False
 
 
 def test_a_worker_that_floods_its_agent_is_read_in_order_and_only_in_part_at_each_look() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from elaunch.agent.diagnosis import investigate
 from elaunch.agent.diagnosis.causes.cause import Facts
-from elaunch.agent.diagnosis.investigate import Investigator
+from elaunch.agent.diagnosis.investigate import look_into
 from elaunch.agent.diagnosis.oom import KernelLog
 from elaunch.rendezvous.types import Failure, FailureKind
 from tests.harness import DEADLINE_S, wait_for
@@ -22,7 +22,7 @@ NO_ROOM = replace(NOW, exception="OSError", message="raised OSError: [Errno 28] 
 
 def facts_about(failure: Failure) -> Facts:
     found: list[Facts] = []
-    Investigator(KernelLog(), []).look_into([failure], found.append)
+    look_into([failure], KernelLog(), [], found.append)
     return wait_for(lambda: found, "the facts")[0]
 
 
@@ -30,7 +30,7 @@ def test_a_failure_that_no_disk_explains_is_answered_at_once_and_without_a_threa
     found: list[Facts] = []
     before = set(threading.enumerate())
 
-    Investigator(KernelLog(), []).look_into([NOW], found.append)
+    look_into([NOW], KernelLog(), [], found.append)
 
     assert [facts.shm for facts in found] == [None]
     assert set(threading.enumerate()) <= before
@@ -49,7 +49,7 @@ def test_the_shared_memory_is_looked_at_where_it_may_be_the_cause(monkeypatch: p
 def test_a_look_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     hangs = threading.Event()
     monkeypatch.setattr(investigate, "_LIMIT_S", 0.1)
-    monkeypatch.setattr(investigate, "_space", lambda path: hangs.wait(300))
+    monkeypatch.setattr(investigate, "_spaces", lambda mounts: (hangs.wait(300), ())[1])
 
     began_s = time.monotonic()
     facts = facts_about(NO_ROOM)

@@ -125,11 +125,11 @@ def test_a_store_that_does_not_take_the_first_read_is_asked_why(why: StoreError)
 @pytest.mark.parametrize("remote", [False, True])
 def test_a_store_elsewhere_is_looked_at_narrowly_and_one_in_this_process_whole(remote: bool) -> None:
     bench = Bench(remote=remote)
-    bench.write(Put(KEYS.starter, "x"), Put(KEYS.member(NODE.node_id), encode(NODE)))
+    bench.write(Put(KEYS.member(NODE.node_id), encode(NODE)))
 
     snapshot = bench.begun().snapshot
 
-    assert (snapshot.starter, snapshot.whole, bool(snapshot.members)) == ("x", not remote, not remote)
+    assert (snapshot.whole, bool(snapshot.members)) == (not remote, not remote)
 
 
 @pytest.mark.parametrize("method", ["check", "grant", "watch", "begun"])
@@ -339,14 +339,14 @@ def test_an_opening_that_the_store_says_has_no_lease_is_told_and_kept() -> None:
 def test_before_a_refusal_is_told_its_reason_can_be_seen() -> None:
     bench = Bench().begun()
     bench.store.deaf = True
-    bench.write(Put(KEYS.starter, "x"))
-    seen: list[str] = []
+    bench.write(Put(KEYS.leader, "x"))
+    seen: list[int] = []
     post = bench.events.append
-    bench.client._post = lambda event: (seen.append(bench.snapshot.starter), post(event))[1]
+    bench.client._post = lambda event: (seen.append(bench.snapshot.revision), post(event))[1]
 
-    bench.client.commit(Txn((Absent(KEYS.starter),), (Put(KEYS.leader, "mine"),)), Tag.ELECT)
+    bench.client.commit(Txn((Absent(KEYS.leader),), (Put(KEYS.leader, "mine"),)), Tag.ELECT)
 
-    assert seen == ["x"]
+    assert seen == [bench.store.memory.engine.revision]
     assert bench.events[-1] == Committed(Tag.ELECT, False, bench.store.memory.engine.revision)
 
 
@@ -408,7 +408,7 @@ def started(*, remote: bool = True) -> tuple[Bench, int]:
     bench.store.memory.advance(bench.now_s)
     snapshot, own = bench.begun().snapshot, bench.leased[-1]
     me = replace(NODE, node_id=own.node_id, host="node-a")
-    bench.client.commit(start_run(snapshot, Terms(), me, own.lease), Tag.FIRST_RUN)
+    bench.client.commit(start_run(snapshot, Terms(), me, own.lease), Tag.RUN)
     return bench, bench.store.memory.read(KEYS.spec).entries[KEYS.spec].lease
 
 
@@ -416,7 +416,7 @@ def started(*, remote: bool = True) -> tuple[Bench, int]:
 def test_who_starts_a_run_begins_the_lease_on_which_its_keys_stand(remote: bool) -> None:
     bench, lease = started(remote=remote)
 
-    assert Committed(Tag.FIRST_RUN, True, bench.store.memory.engine.revision) in bench.events
+    assert Committed(Tag.RUN, True, bench.store.memory.engine.revision) in bench.events
     assert bench.store.memory.keep_alive(lease) == TIMES.keys_ttl_s
     assert bench.snapshot.lease == lease
     assert lease not in [leased.lease for leased in bench.leased]
@@ -435,8 +435,7 @@ def test_who_starts_a_run_after_its_own_lease_has_ended_hears_of_that_and_leaves
     assert bench.store.memory.keep_alive(run_lease(KEYS, txn)) == 0
 
 
-@pytest.mark.parametrize("tag", [Tag.FIRST_RUN, Tag.RUN])
-def test_of_two_agents_that_start_a_run_at_once_one_lease_is_left(tag: Tag) -> None:
+def test_of_two_agents_that_start_a_run_at_once_one_lease_is_left() -> None:
     benches = [Bench(), Bench(seed=2)]
     benches[1].store.memory = benches[0].store.memory
     txns = []
@@ -448,26 +447,25 @@ def test_of_two_agents_that_start_a_run_at_once_one_lease_is_left(tag: Tag) -> N
     # The second client has found that its lease is missing, and has begun it. Then the first client starts the run.
     benches[1].store.lose("grant", AWAY)
     with pytest.raises(Unavailable):
-        benches[1].client.commit(txns[1], tag)
+        benches[1].client.commit(txns[1], Tag.RUN)
     assert memory.keep_alive(second)
-    benches[0].client.commit(txns[0], tag)
+    benches[0].client.commit(txns[0], Tag.RUN)
 
-    benches[1].client.commit(txns[1], tag)
+    benches[1].client.commit(txns[1], Tag.RUN)
 
     assert (memory.keep_alive(first), memory.keep_alive(second)) == (TIMES.keys_ttl_s, 0)
     assert memory.read(KEYS.spec).entries[KEYS.spec].lease == first
 
 
-@pytest.mark.parametrize("tag", [Tag.FIRST_RUN, Tag.RUN])
-def test_a_start_that_was_done_and_whose_answer_was_lost_keeps_its_lease(tag: Tag) -> None:
+def test_a_start_that_was_done_and_whose_answer_was_lost_keeps_its_lease() -> None:
     bench = Bench().begun()
     own = bench.leased[-1]
     txn = start_run(bench.snapshot, Terms(), replace(NODE, node_id=own.node_id), own.lease)
     bench.store.lose("commit", AWAY)
 
     with pytest.raises(Unavailable):
-        bench.client.commit(txn, tag)
-    bench.client.commit(txn, tag)
+        bench.client.commit(txn, Tag.RUN)
+    bench.client.commit(txn, Tag.RUN)
 
     assert bench.store.memory.keep_alive(run_lease(KEYS, txn)) == TIMES.keys_ttl_s
     assert KEYS.spec in bench.store.memory.read(KEYS.spec).entries

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 
 import pytest
 
-from elaunch.agent.diagnosis import reach
 from elaunch.rendezvous.dial import Deadline
 from elaunch.rendezvous.endpoint import Endpoint
 from elaunch.rendezvous.etcd.http_client import ClientConnection, connection_error
@@ -48,8 +47,3 @@ def test_only_silence_is_silence(number: int) -> None:
 def test_a_process_that_may_open_no_more_files_has_a_sentence_of_its_own() -> None:
     with no_more_files(), pytest.raises(OwnLimit, match=r"^elaunch may open no more files \(ulimit -n is 3\)"):
         connected()
-
-
-def test_a_port_is_not_called_closed_by_an_agent_that_may_open_no_more_files() -> None:
-    with no_more_files():
-        assert reach.why_not(HEAD) == ""

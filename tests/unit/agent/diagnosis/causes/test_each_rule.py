@@ -43,7 +43,6 @@ EXAMPLES = {
         1, "DistBackendError", f"{NCCL}internal error\nmismatched NCCL versions 2.21 and 2.27"
     ),
     "NCCL: invalid usage": Evidence(1, "DistBackendError", f"{NCCL}invalid argument\nncclInvalidArgument"),
-    "NCCL: a CUDA call failed": Evidence(1, "DistBackendError", f"{NCCL}unhandled cuda error"),
     "the ranks disagree about the model (DDP)": Evidence(
         1, "RuntimeError", "DDP expects same model across all ranks, but Rank 0 has 2 params."
     ),
