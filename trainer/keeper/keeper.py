@@ -178,7 +178,7 @@ class Keeper:
             link.mark("restored")
             self._state.before_commit, self._state.is_looked_at = self._door.commit_begins, self._around.is_next
             self._door.enter(version.step, drawn_before)
-            self._door.watch_evaluations(stack, self._state.look, self._state.look_at_buffers)
+            self._door.watch(stack, self._state.look, self._state.look_at_buffers)
             stack.enter_context(GroupWatch(self._copies.groups, self._state.group_failed, self._say, tells=is_first))
             for model in self._training.models:
                 stack.callback(hook_backward(model, partial(self._before_sums, model), self._sums_end))

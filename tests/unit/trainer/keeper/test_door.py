@@ -442,8 +442,7 @@ def test_an_optimizer_that_is_made_again_in_mid_training_is_named() -> None:
 
     program.begins = begins
 
-    said = program.run(8)
-    assert said.startswith("the weights changed in the commit of step 5, and none of the Keeper's optimizers has made")
+    assert program.run(8).startswith("the program's AdamW steps, and is not kept: a restart resets it")
 
 
 def removes_a_group(program: Program) -> None:

@@ -408,23 +408,6 @@ def group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-class WrappedThenUnfreezes(Gradually):
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.models: list[Any] = [nn.parallel.DistributedDataParallel(self.model)]
-
-
-@pytest.mark.usefixtures("group")
-def test_parameters_that_ddp_does_not_reduce_are_named_once() -> None:
-    program = WrappedThenUnfreezes()
-    program.run()
-
-    said = [each for each in program.said if "require a gradient" in each]
-    assert [each.partition(":")[0] for each in said] == [
-        "6 parameters require a gradient, and DistributedDataParallel reduces 4"
-    ]
-
-
 class Zero(Gradually):
     def optimizer(self) -> torch.optim.Optimizer:
         return ZeroRedundancyOptimizer(self.model.parameters(), optimizer_class=torch.optim.AdamW, lr=0.01)
