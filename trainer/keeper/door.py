@@ -93,10 +93,6 @@ _VALUE = (
     "restart resets it. Register it as a buffer, or set it in each step by the step's number"
 )
 _COST = "after a failure all ranks would load one rank's"
-_LATE = (
-    "{} changed outside keeper.commit() after step {}: a failure before the next commit ends may restore the old "
-    "value. Change it in the commit, or at the beginning of a step"
-)
 _EACH_ITS_OWN = (
     f"It must be the same on all ranks: {_COST}. Make it so, or pass state that differs per rank as per_rank=: an "
     "object with state_dict and load_state_dict"
@@ -130,8 +126,8 @@ class Door:
         self._say, self._is_first, self.is_others = say, is_first, is_others
         self._said = set(path.read_text().split("\n")) if path is not None and path.exists() else set[str]()
         self._schedulers = [one for one in several(kept["scheduler"]) if isinstance(one, LRScheduler)]
-        # What schedules change, at the end of the last commit if that was checked.
-        self._scheduled: list[tuple[str, Any]] | None = None
+        # What only a commit may change, beside tensors, at the end of the last one if that was checked.
+        self._noted: dict[str, Any] | None = None
         self._unkept = Unkept(training, kept, self._tell, self._options)
         self._again_s, self._is_again = 0.0, False
         self._commits = self._looks = 0
@@ -161,13 +157,12 @@ class Door:
         """Name a scheduler that was stepped since the last commit, and a program without `step_begin`."""
         if not self._has_begun and not self.is_others:
             self._tell("loop", _NO_LOOP)
-        if self._scheduled is not None:
-            self._compare_scheduled(step - 1, self._scheduled, self._counts())
+        self._compare(step - 1, self._counts)
 
     def committed(self, step: int, *, is_checked: bool) -> None:
         """The commit of `step` has ended. Without `is_checked` only options are noted."""
         self._commits += 1
-        self._scheduled = self._counts() + self._options() if is_checked and self._may_tell("options") else None
+        self._noted = self._counts() | self._settings() if is_checked and self._may_tell("options") else None
         if not (is_checked or self._is_again):
             return
         if step == self._expected[0] and not self.is_others:
@@ -199,38 +194,43 @@ class Door:
         self._has_begun = True
         if self._evaluated == self._commits:
             self._look_at_weights()
-        if self._evaluated != self._commits or not self._training.shares_buffers:
+        if self._commits and (self._evaluated != self._commits or not self._training.shares_buffers):
             # DDP gives all ranks those of rank 0 before any pass.
             self._look_at_buffers()
-        if (late := self._training.settings.late) and not self.is_others:
-            self._tell("late", _LATE.format(some([f"`{name}`" for name in late]), step))
-        if self._scheduled is not None:
-            self._compare_scheduled(step, self._scheduled, self._counts() + self._options())
+        self._compare(step, lambda: self._counts() | self._settings())
 
-    def _compare_scheduled(self, step: int, before: list[tuple[str, Any]], now: list[tuple[str, Any]]) -> None:
-        for (place, old), (_, value) in zip(before, now, strict=False):
-            if old != value:
+    def _compare(self, step: int, present: Callable[[], dict[str, Any]]) -> None:
+        before = self._noted
+        for place, value in present().items() if before is not None else ():
+            if before is not None and (place not in before or before[place] != value):
+                was = f"from {before[place]!s:.40} " if place in before else ""
                 self._tell(
                     "options",
-                    f"`{place}` changed outside keeper.commit() after step {step} (from {old!s:.40} to {value!s:.40}): "
-                    "a failure in between restores the old value, or the change is made twice. Change it in the commit "
-                    "(options of an optimizer also at the beginning of a step)",
+                    f"`{place}` changed outside keeper.commit() after step {step} ({was}to {value!s:.40}): a failure "
+                    "in between restores the old value, or the change is made twice. Change it in the commit "
+                    "(flags, values and options of an optimizer also at the beginning of a step)",
                 )
 
-    def _counts(self) -> list[tuple[str, Any]]:
+    def _counts(self) -> dict[str, Any]:
         """The counts of the schedulers. A ChainedScheduler counts in those that it has."""
         every = [each for one in self._schedulers for each in (one, *getattr(one, "_schedulers", ()))]
-        return [(f"{type(one).__name__}.last_epoch", getattr(one, "last_epoch", 0)) for one in every]
+        numbered = [
+            (f"{type(one).__name__}.last_epoch{f' (number {n})' * bool(n)}", one) for n, one in enumerate(every)
+        ]
+        return {name: getattr(one, "last_epoch", 0) for name, one in numbered}
 
-    def _options(self) -> list[tuple[str, Any]]:
-        """The options of all groups that schedules change, one group after the other; none if a library sets them."""
+    def _settings(self) -> dict[str, Any]:
+        return {} if self.is_others else self._training.settings.changing() | self._options()
+
+    def _options(self) -> dict[str, Any]:
+        """The options of all groups that schedules change; none if a library sets them."""
         its = () if self.is_others else self._training.optimizers
         groups = [group for one in its for group in getattr(one, "param_groups", ())]
-        return [
-            (f"param_groups[{number}].{name}", _number(group.get(name)))
+        return {
+            f"param_groups[{number}].{name}": _number(group.get(name))
             for number, group in enumerate(groups)
             for name in _NUMBERS
-        ]
+        }
 
     def expects(self, step: int) -> bool:
         """Whether `drawn` is to be called for that step."""

@@ -100,7 +100,7 @@ class GuardedState:
         self._commits = 0
         # Whether what the last commit has made was checked: whether a restart can bring it back.
         self.is_checked = True
-        self._outside = OutsideChanges(training.live_tensors, training.model.named_buffers)
+        self._outside = OutsideChanges(training.live_tensors)
         # Called with the step that a checked commit begins to complete.
         self.before_commit: Callable[[int], object] = id
         # Called in a commit: whether all ranks look at the state after it, and may copy it.
@@ -149,7 +149,7 @@ class GuardedState:
 
     def look_at_buffers(self) -> None:
         """The next step begins: its passes alone change buffers."""
-        if news := self._outside.changed_buffers(self.version.step):
+        if news := self._copies.own.changed_buffers(self.version.step):
             self._report(news)
 
     def _tell_of_changes(self) -> None:
@@ -175,7 +175,7 @@ class GuardedState:
             link.refuse(left)
             raise RuntimeError(left)
         # Where no gradient has come to the first parameter.
-        self._copies.put_down_changed(self.next_version)
+        self._copies.own.put_down_changed(self.next_version)
         if self.copies_next:
             # Outside the lock: this waits for all ranks, and one of them may be dead.
             self.has_failed_copy = not self._copies.steps.before_commit(self.next_version)
@@ -203,7 +203,7 @@ class GuardedState:
 
     def put_down(self) -> None:
         """Store this rank's own state as it will be at the end of this commit, of which the rest may take long."""
-        self._training.settings.stepped(is_checked=self.is_checked)
+        self._training.settings.stepped()
         # The backward pass has stored this already, unless random numbers were drawn since.
         if self._copies.put_down(self.next_version, unless_same=True) and not self._has_told_of_draws:
             self._has_told_of_draws = True
@@ -212,7 +212,6 @@ class GuardedState:
                 f"{self.next_version.step} had begun: a rank that dies in that step, while others complete it, goes on "
                 "without that, unless all ranks draw the same. Draw, fetch and change these before loss.backward()"
             )
-        self._outside.note_buffers()
         self._is_put_down = True
 
     def end(self, *, is_whole: bool = True) -> None:
@@ -254,7 +253,7 @@ class GuardedState:
 
     def _require_kept(self, otherwise: str) -> None:
         """Raise TypeError if a restart could not bring back what the commit has made, or the program has set."""
-        self._copies.require_plain_values()
+        self._training.require_plain_values(durably=self._copies.is_durable)
         if why := self._training.refusal():
             link.refuse(refused := f"{otherwise}: {why}")
             raise TypeError(refused)

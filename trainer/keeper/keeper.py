@@ -373,10 +373,10 @@ class Keeper:
         """Keep the present random states with the last step: a run that goes on from it does not draw those again."""
         if self.step > self._restored_step:
             self._copies.redraw(self._state.version)
-            self._random = self._copies.random_of(self._state.version)
+            self._random = self._copies.own.of(self._state.version)["random"]
 
     def _committed(self) -> None:
-        self._random = self._copies.random_of(self._state.version)
+        self._random = self._copies.own.of(self._state.version)["random"]
         self._door.committed(self.step, is_checked=self._state.is_checked)
         self._step_aside(self._state.version)
 
@@ -386,7 +386,7 @@ class Keeper:
         Then a rank that dies in the step needs no more than is stored. Draws of several Keepers cannot be told apart.
         """
         if self._total is not None and not self._training.random.aside and is_alone():
-            self._training.random.step_aside(self._copies.random_of(version), version.step)
+            self._training.random.step_aside(self._copies.own.of(version)["random"], version.step)
 
     def commit(self) -> Commit:
         """Everything that changes the state at the end of a step goes into this block, but no collective of yours.
@@ -434,12 +434,12 @@ class Keeper:
             version = self._state.next_version
             self._copies.put_down(version, unless_same=True, is_begun=True)
             if self._door.expects(version.step):
-                self._door.drawn(self._copies.own_of(version))
+                self._door.drawn(self._copies.own.of(version))
             self._step_aside(version)
 
     def _sums_end(self) -> None:
         if os.getpid() == self._pid:
-            self._copies.put_down_changed(self._state.next_version)
+            self._copies.own.put_down_changed(self._state.next_version)
 
     def _leave(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None

@@ -84,7 +84,7 @@ class Unkept:
         training: Training,
         kept: Mapping[str, Any],
         tell: Callable[[str, str], None],
-        options: Callable[[], list[Any]],
+        options: Callable[[], dict[str, Any]],
     ) -> None:
         self._training, self._kept, self._tell, self._options = training, kept, tell, options
         # By path and identity, and a few values of the weights before the commit that is under way.

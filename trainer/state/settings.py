@@ -63,15 +63,13 @@ class Settings:
         # Whether a restore's settings are set once more before the first step.
         self._is_due = False
         self._restored: list[str] = []
-        # The flags and values at the end of the last commit, and the names of those that were others at the next note.
-        self._of_commit: tuple[list[bool], State] | None = None
-        self.late: list[str] = []
         # The parameters in groups that a restore has added, by optimizer.
         self._added: dict[int, set[int]] = {}
 
     def _look(self) -> None:
         self._names = [plain_name(name) for name, _ in self._model.named_parameters()]
         self._parameters = [*self._model.parameters()]
+        self._flags = [f"requires_grad of {name}" for name in self._names]
         inner = self._inner()
         modules = [*self._wrappers, *inner]
         self._places, self._modules = [name for name, _ in modules], [module for _, module in modules]
@@ -110,35 +108,22 @@ class Settings:
         """
         self.values.begin()
         if self._noted is None:
-            if self._of_commit is not None:
-                self.values.look()
             self._noted = self._now() if is_whole else self._cut_off()
-            if self._of_commit is not None:
-                self._compare(self._of_commit, self._noted)
-                self._of_commit = None
 
-    def _compare(self, of_commit: tuple[list[bool], State], now: _Noted) -> None:
-        """What has changed since the commit: a copy that was made within it does not have that."""
-        flags, values = of_commit
-        pairs = zip(self._names, flags, now.requires_grad, strict=False)
-        self.late = [f"requires_grad of {name}" for name, before, its in pairs if before != its]
-        self.late += [path for path, its in now.values.items() if path not in values or values[path] != its]
+    def changing(self) -> State:
+        """What a program may set in mid-training beside options: `requires_grad`, and values that have changed."""
+        self.values.look()
+        return dict(zip(self._flags, map(_REQUIRES_GRAD, self._parameters), strict=True)) | self.values.now()
 
     def forget(self) -> None:
         """A commit begins."""
-        self._noted = self._modes = self._of_commit = None
+        self._noted = self._modes = None
         if self._added:
             self._add_as_usual()
 
-    def stepped(self, *, is_checked: bool) -> None:
-        """The commit has changed everything. An evaluation may follow, which a restart does not make again.
-
-        If it `is_checked`, the next note finds what was changed after it.
-        """
+    def stepped(self) -> None:
+        """The commit has changed everything. An evaluation may follow, which a restart does not make again."""
         self._modes = [*map(_TRAINING, self._modules)]
-        if is_checked:
-            self.values.look()
-            self._of_commit = [*map(_REQUIRES_GRAD, self._parameters)], self.values.now()
 
     def options(self) -> list[list[State]]:
         """The options of all groups of all optimizers."""

@@ -150,7 +150,7 @@ def test_a_flag_or_a_value_that_changes_after_the_commit_is_named(at: str, name:
 
     found = [said for said in [program.run(), *program.said] if "outside" in said]
     assert bool(found) == (at == "ends")
-    assert all(said.startswith(f"`{named}` changed outside keeper.commit() after step 2: a failure") for said in found)
+    assert all(said.startswith(f"`{named}` changed outside keeper.commit() after step 2 (") for said in found)
 
 
 def test_an_averaged_model_is_named() -> None:
