@@ -11,7 +11,7 @@ from torch import Tensor
 
 from elaunch.trainer.memory.node_memory import Records
 from elaunch.trainer.state.buffers import changed_since, versions
-from elaunch.trainer.state.packing import NotPlain, not_plain, tensor_that_is_not_dense
+from elaunch.trainer.state.packing import NotPlain, not_plain
 from elaunch.trainer.state.training_state import Training
 from elaunch.trainer.state.tree import State, equal, some
 from elaunch.trainer.state.version import Version
@@ -123,9 +123,8 @@ class OwnState:
         try:
             self._records.stage(version, self._staged)
         except NotPlain as error:
-            which = tensor_that_is_not_dense(state)
-            found = not_plain(state.get("per_rank"), "per_rank") or (f"`{which}`: " if which else "") + str(error)
-            raise TypeError(f"the state that each rank has for itself cannot be kept: {found}") from None
+            found = not_plain(state, "", deeply=True) or str(error)
+            raise TypeError(f"the state that each rank has for itself: {found}") from None
         except OSError as error:
             self._records = None
             self._say(f"keeps no buffers and random states in memory: {error.strerror or error}")

@@ -26,7 +26,7 @@ from elaunch.trainer.state.model_state import (
     unwrap,
     without_buffers,
 )
-from elaunch.trainer.state.packing import NotPlain, not_plain, pack, tensor_that_is_not_dense
+from elaunch.trainer.state.packing import not_plain
 from elaunch.trainer.state.rank_objects import HookState, RankObjects
 from elaunch.trainer.state.rng_state import RandomStates
 from elaunch.trainer.state.settings import Settings
@@ -239,12 +239,8 @@ class Training:
         self.live_tensors.require_dense()
         parts, own = self.rest() if self.is_in_parts else self.replicated(), self.own(large=True)
         for name, part in {**parts, **self.buffers(), **own}.items():
-            try:
-                pack(part)
-            except NotPlain as error:
-                which = tensor_that_is_not_dense(part)
-                where = f"{which} in the state of {name}" if which else f"the state of {name}"
-                raise TypeError(not_plain(part, name) or f"{where} cannot be kept: {error}") from None
+            if why := not_plain(part, name, deeply=True):
+                raise TypeError(why)
         if durably:
             flatten({**self.rest(), "per_rank": own.get("per_rank")})
 
