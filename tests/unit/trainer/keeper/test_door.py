@@ -79,17 +79,6 @@ def test_a_scheduler_that_is_not_given_is_named_at_entry() -> None:
     assert scheduler.last_epoch == 0
 
 
-@pytest.mark.parametrize("how", ["given", "in another one"])
-def test_a_scheduler_that_is_kept_is_not_named(how: str) -> None:
-    program = Program()
-    scheduler: Any = StepLR(program.optimizer, 2)
-    if how == "in another one":
-        scheduler = torch.optim.lr_scheduler.ChainedScheduler([scheduler, StepLR(program.optimizer, 3)])
-    program.commits = lambda step: scheduler.step()
-
-    assert program.run(scheduler=scheduler) == ""
-
-
 class Noam:
     """A schedule of the program's own, which is no LRScheduler."""
 
@@ -162,15 +151,6 @@ def test_an_averaged_model_is_named() -> None:
         "`average` follows the weights, and is not kept: a restart resets it. Pass it to the Keeper (extra=…), and "
         "update it in the commit. A copy that is made before each use needs nothing"
     )
-
-
-def test_tensors_that_follow_the_weights_are_named_by_their_variable() -> None:
-    program = Program()
-    means = [weight.detach().clone() for weight in program.model.parameters()]
-    program.commits = lambda step: program.average(means)
-
-    assert program.run().startswith("`means` follows the weights, and is not kept: a restart resets it.")
-    assert len(program.said) == 1
 
 
 @pytest.mark.parametrize("how", ["given", "frozen"])

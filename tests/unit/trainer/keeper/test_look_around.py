@@ -106,15 +106,6 @@ def test_snapshots_at_a_given_distance_are_made_after_these_steps() -> None:
     assert len(looks) < 20
 
 
-def test_where_snapshots_are_made_at_comparisons_only_their_distance_asks_for_no_look() -> None:
-    rank = Rank(snapshot_every=7, verify_every=1000, is_strict=True)
-
-    looks = looks_of(rank, range(101))
-
-    assert not rank.snapshots
-    assert looks == [0, 1, 3, 7, 15, 31, 63]
-
-
 def test_a_snapshot_that_is_refused_is_tried_again_after_the_next_step() -> None:
     rank = Rank(snapshot_every=20)
     looks_of(rank, range(21))

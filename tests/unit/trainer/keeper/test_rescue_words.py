@@ -63,15 +63,6 @@ def test_a_rank_that_saves_says_so_and_names_the_step(agent: socket.socket) -> N
     assert "saving" in words(agent)
 
 
-def test_without_a_memory_nothing_is_saved_and_nobody_says_so(
-    agent: socket.socket, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("ELAUNCH_MEMORY")
-
-    assert plain(7) == [0]
-    assert "saving" not in words(agent)
-
-
 def test_without_room_nothing_is_saved_and_nobody_says_so(
     agent: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,24 +70,6 @@ def test_without_room_nothing_is_saved_and_nobody_says_so(
 
     assert plain(7) == [0]
     assert "saving" not in words(agent)
-
-
-def test_a_state_that_changed_outside_is_not_saved_and_the_snapshot_is_named(agent: socket.socket) -> None:
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    steps: list[int] = []
-    with Keeper(model, optimizer, per_rank=(), lose_at_most=4, say=lambda text: None) as keeper:
-        for now in keeper.steps(7):
-            if now == 7:
-                with torch.no_grad():
-                    model.weight.add_(1)
-                steps.append(keeper._state.peer_failed(0))
-                keeper._state._is_sealed = False
-            with keeper.commit():
-                pass
-
-    # Snapshots of steps 1 and 5.
-    assert steps == [5]
 
 
 @pytest.fixture
