@@ -61,7 +61,7 @@ _all: weakref.WeakSet[Unkept] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _Mover:
     """A generator, a schedule or a tensor that is like the weights, which a warning of `kind` would name.
 
     It counts as state if all `values` are others when it is seen again. `one` is None for a tensor.
@@ -88,7 +88,7 @@ class Unkept:
     ) -> None:
         self._training, self._kept, self._tell, self._options = training, kept, tell, options
         # By path and identity, and a few values of the weights before the commit that is under way.
-        self._noted: dict[tuple[object, ...], _Seen] = {}
+        self._noted: dict[tuple[object, ...], _Mover] = {}
         self._weights: list[Tensor] = []
         _all.add(self)
 
@@ -135,7 +135,7 @@ class Unkept:
                 if not is_copy:
                     self._tell(now.kind, now.sentence)
 
-    def _seen(self, likes: Mapping[torch.Size, list[Tensor]]) -> Iterator[tuple[tuple[object, ...], _Seen]]:
+    def _seen(self, likes: Mapping[torch.Size, list[Tensor]]) -> Iterator[tuple[tuple[object, ...], _Mover]]:
         things, memory = _kept_by_all()
         averages = 0
         for path, one in _of_program(things):
@@ -145,15 +145,15 @@ class Unkept:
                 if sample is not None and any(_is_near(sample, like) for like in likes.get(one.shape, ())):
                     averages += 1
                     memory.add(memory_of(one))
-                    yield (path,), _Seen(f"average {root}", _FOLLOWS.format(root), (sample,))
+                    yield (path,), _Mover(f"average {root}", _FOLLOWS.format(root), (sample,))
             elif (state := _drawn(one)) is not None:
                 its = f"[…, {path}]" if is_a(one, torch.Generator) else "an object with its state_dict"
                 # One that each step seeds needs no state.
                 key = path, id(one), one.initial_seed() if is_a(one, torch.Generator) else 0
-                yield key, _Seen(f"generator {path}", _GENERATOR.format(path, its), (state,), one)
+                yield key, _Mover(f"generator {path}", _GENERATOR.format(path, its), (state,), one)
             elif self._kept["scheduler"] is None and (held := self._schedule(one)) is not None:
                 counters = [value for value in held.values() if is_a(value, int, float)]
-                seen = _Seen(f"scheduler {name}", _SCHEDULE.format(name), (counters, self._options()), one)
+                seen = _Mover(f"scheduler {name}", _SCHEDULE.format(name), (counters, self._options()), one)
                 yield (path, id(one)), seen
 
     def _schedule(self, one: Any) -> dict[str, Any] | None:
