@@ -278,7 +278,7 @@ class Door:
         if not self._commits:
             return
         self._looks += 1
-        for path, (old, new) in self._training.settings.values.look().items():
+        for path, (old, new) in self._training.settings.look().items():
             if self._training.has_names_of_its_own:
                 self._tell("value", _VALUE.format(path, old, new, step), by_all=True)
         if self._compares_ranks() and (found := self._difference(f" after step {step}")):

@@ -195,7 +195,7 @@ class GuardedState:
     def _is_to_be_checked(self) -> bool:
         self._commits += 1
         is_copied = self.copies_next or self._copies.copies_in_commit or self.is_looked_at()
-        return is_copied or self._commits <= _CHECKED
+        return is_copied or self._commits <= _CHECKED or self._rehearsal is not None
 
     def _require_clean(self, otherwise: str) -> None:
         """Wait until all that this rank has begun is done, and raise BrokenGroup if a collective has failed."""
@@ -203,7 +203,7 @@ class GuardedState:
 
     def put_down(self) -> None:
         """Store this rank's own state as it will be at the end of this commit, of which the rest may take long."""
-        self._training.settings.stepped()
+        self._training.settings.stepped(is_checked=self.is_checked)
         # The backward pass has stored this already, unless random numbers were drawn since.
         if self._copies.put_down(self.next_version, unless_same=True) and not self._has_told_of_draws:
             self._has_told_of_draws = True
@@ -280,6 +280,7 @@ class GuardedState:
 
     def put_away(self, *, durably: bool) -> None:
         """At a stop or the end: a snapshot, and a checkpoint. No rank goes on before the snapshot is complete."""
+        self._training.settings.look()
         self.snapshot()
         with self._lock:
             if self._is_whole and not self._training.is_in_parts:

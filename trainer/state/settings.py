@@ -62,6 +62,8 @@ class Settings:
         self._noted: _Noted | None = None
         # Whether a restore's settings are set once more before the first step.
         self._is_due = False
+        # Whether all values of the last step are known, and whether one has changed since that may be of it.
+        self._is_checked = self._is_unclear = False
         self._restored: list[str] = []
         # The parameters in groups that a restore has added, by optimizer.
         self._added: dict[int, set[int]] = {}
@@ -108,7 +110,16 @@ class Settings:
         """
         self.values.begin()
         if self._noted is None:
-            self._noted = self._now() if is_whole else self._cut_off()
+            if self._is_checked:
+                self.values.look()
+            self._noted, self._is_unclear = self._now() if is_whole else self._cut_off(), False
+
+    def look(self) -> dict[str, tuple[Any, Any]]:
+        """Between two steps, or at the end: all values that have changed belong to the step, and are returned once."""
+        found = self.values.look()
+        if self._noted is not None:
+            self._noted, self._is_checked = self._noted._replace(values=self.values.now()), True
+        return found
 
     def changing(self) -> State:
         """What a program may set in mid-training beside options: `requires_grad`, and values that have changed."""
@@ -117,13 +128,18 @@ class Settings:
 
     def forget(self) -> None:
         """A commit begins."""
-        self._noted = self._modes = None
+        self._noted, self._modes, self._is_unclear = None, None, False
         if self._added:
             self._add_as_usual()
 
-    def stepped(self) -> None:
-        """The commit has changed everything. An evaluation may follow, which a restart does not make again."""
-        self._modes = [*map(_TRAINING, self._modules)]
+    def stepped(self, *, is_checked: bool) -> None:
+        """The commit has changed everything. An evaluation may follow, which a restart does not make again.
+
+        If it `is_checked`, the next note finds values that were changed after it.
+        """
+        self._modes, self._is_checked = [*map(_TRAINING, self._modules)], is_checked
+        if is_checked:
+            self.values.look()
 
     def options(self) -> list[list[State]]:
         """The options of all groups of all optimizers."""
@@ -134,16 +150,21 @@ class Settings:
         return [[len(parameters) for _, parameters in groups] for groups in self._start.groups]
 
     def state(self) -> State:
-        """Plain values, for `load`: the names of what is off, and the groups of each optimizer that has got others."""
-        self.values.look()
-        now = self._noted or self._cut_off()
+        """Plain values, for `load`: the names of what is off, and the groups of each optimizer that has got others.
+
+        Raises NotPlain if nobody knows whether the commit or the body of the next step has changed a value.
+        """
+        found, now = self.values.look(), self._noted or self._cut_off()
+        self._is_unclear |= self._noted is not None and not self._is_checked and bool(found)
+        if self._is_unclear:
+            raise NotPlain(f"the commit, or the step that is under way, was the first to change {some(found)}")
         # Of a wrapped module what is inside counts.
         training = dict(zip(self._places, now.training, strict=True))
         groups = enumerate(zip(self._start.groups, now.groups, strict=True))
         return {
             "frozen": [name for name, is_on in zip(self._names, now.requires_grad, strict=True) if not is_on],
             "evaluating": [name for name, is_on in training.items() if not is_on],
-            "values": {**self.values.now(), **now.values},
+            "values": self.values.now() if self._noted is None else now.values,
             "groups": [None if _ids([a]) == _ids([b]) else self._named(number, b) for number, (a, b) in groups],
         }
 

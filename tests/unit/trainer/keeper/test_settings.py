@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils._pytree import tree_map
 
+from elaunch.trainer.keeper import sync_schedule
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.state.tree import cloned, equal
 from tests.harness import free_ports
@@ -290,6 +292,35 @@ def test_a_training_goes_on_with_the_settings_that_it_had(
 
     failures = [(5, "tail"), (6, "body"), (6, "tail"), (7, "body"), (8, "evaluation"), (9, "body")]
     assert equal(interrupted(program, failures, generations), alone)
+
+
+class ChangesLate(ChangesValues):
+    """At the step that fails: that commit may be unchecked."""
+
+    def body(self, step: int) -> None:
+        if step == self.late:
+            self.model.stage += 1
+
+    def tail(self, step: int) -> None:
+        pass
+
+    late = 6
+
+
+@pytest.mark.parametrize(("late", "total"), [(6, 12), (30, 34)])
+def test_a_value_that_the_failed_step_has_changed_first_is_changed_once(
+    late: int, total: int, memory: Path, generations: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ChangesLate, "late", late)
+    monkeypatch.setattr(sys.modules[__name__], "TOTAL", total)
+    # No look comes in between.
+    monkeypatch.setattr(sync_schedule, "WITHIN_S", 1000.0)
+    alone = ChangesLate().run()
+    for path in memory.iterdir():
+        path.unlink()
+    generations()
+
+    assert equal(interrupted(ChangesLate, [(late, "body")], generations), alone)
 
 
 @pytest.mark.parametrize("program", [AddsAGroup, FreezesBatchNorm, TwoPhases, TwoModels, ChangesValues])
