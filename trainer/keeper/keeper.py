@@ -420,7 +420,9 @@ class Keeper:
         be right.
         """
         if module is None:
-            module = self._training.only_model("commit_by_hooks(module), with the one whose forward pass begins a step")
+            if len(self._training.models) > 1:
+                raise ValueError("of several models call commit_by_hooks(module) with the one whose pass begins a step")
+            module = self._training.models[0]
         hooks = OptimizerHooks(self, self._state, self._training, module, redraws=draws_again)
         self._stack.callback(hooks.remove)
         self._door.is_others = True

@@ -251,7 +251,7 @@ class Settings:
 
     def restored(self, step: int) -> str:
         """A state was restored, of `step`: a sentence about what the program has set otherwise at its start, or ""."""
-        self._noted, self._is_due = self._now(), step > 0
+        self._noted, self._is_due, self._is_checked = self._now(), step > 0, True
         return f"restored with step {step}: {' and '.join(self._restored)}" if self._restored else ""
 
     def are_the_programs(self) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean as mean
 
-from elaunch.trainer.keeper.boundary import Agreed, Wants, Wish
+from elaunch.trainer.keeper.boundary import LookPlan, Wish
 from elaunch.trainer.keeper.sync_schedule import WITHIN_S, Looks, Pace
 
 HISTORIES = 400
@@ -97,9 +97,9 @@ class Rank:
         snapshot = bool(self.number) or self.pace.is_due(self.step)
         due = [] if self.number else [self.pace.due_after(self.step, is_taken=snapshot)]
         steps = self.looks.wanted(self.step, due) if where == "look" else 1
-        return Wants(steps, snapshot).numbers(Wish.LEAVE if is_told else Wish.NONE, 0)
+        return LookPlan(steps, snapshot, wish=Wish.LEAVE if is_told else Wish.NONE).numbers(0)
 
-    def take(self, agreed: Agreed, now_s: float) -> None:
+    def take(self, agreed: LookPlan, now_s: float) -> None:
         if agreed.snapshot and self.step:
             self.pace.snapshot_took(self.step, 0.0)
         self.looks.agreed(self.step, agreed.steps)
@@ -146,7 +146,7 @@ def _generation(ranks: list[Rank], until_s: float, seen: Seen) -> str:
             return "dead"
         ((place, step),) = living
         numbers = [max(each) for each in zip(*(rank.ask(place) for rank in ranks), strict=True)]
-        agreed, now_s = Agreed.by(numbers), max(rank.at_s for rank in ranks)
+        agreed, now_s = LookPlan.agreed(numbers), max(rank.at_s for rank in ranks)
         # The end is a look too.
         seen.looks[-1].append((step, now_s))
         if agreed.wish:

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import nn
 
 from elaunch.trainer import Keeper, link
-from elaunch.trainer.keeper import copies
 from elaunch.trainer.memory import node_memory, room, slots
 from elaunch.trainer.memory.node_memory import Records
 from elaunch.trainer.state.version import Piece, Version
@@ -128,21 +127,3 @@ def test_a_rank_says_that_it_saves_and_waits_while_its_part_is_being_written(mon
     monkeypatch.setattr(link, "saving", lambda step: has_said.set())
 
     assert named_and_resumed(monkeypatch) == (9, 9)
-
-
-@pytest.mark.usefixtures("group", "agent", "no_record_of_step_9")
-def test_a_part_that_nobody_completes_is_not_awaited_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    finish, is_over = slots.finish, threading.Event()
-
-    def finish_too_late(region: torch.Tensor, layout: bytes, piece: Piece, *rest: Any) -> Any:
-        if threading.current_thread().name == "mirror" and piece.version == Version(0, 9):
-            assert is_over.wait(DEADLINE_S)
-        return finish(region, layout, piece, *rest)
-
-    monkeypatch.setattr(slots, "finish", finish_too_late)
-    monkeypatch.setattr(copies, "_WRITE_S", 0.01)
-
-    try:
-        assert named_and_resumed(monkeypatch) == (5, 5)
-    finally:
-        is_over.set()

@@ -145,12 +145,6 @@ class HasACriterion(AddsAGroup):
         return torch.optim.AdamW([*self.model[2:].parameters(), self.extra], lr=0.01)
 
 
-class LostItsCriterion(HasACriterion):
-    def optimizer(self) -> torch.optim.Optimizer:
-        super().optimizer()
-        return AddsAGroup.optimizer(self)
-
-
 class AddsANamedGroup(AddsAGroup):
     def optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.model[2:].named_parameters(), lr=0.01)
@@ -397,15 +391,6 @@ class AddsAModuleOfBuffers(AddsAGroup):
 def test_what_no_restart_could_find_is_refused_at_once(program: type[Program], why: str) -> None:
     with pytest.raises(TypeError, match=f"step 6 is not committed: {why}"):
         program().run()
-
-
-def test_a_group_of_a_parameter_that_is_gone_is_refused(generations: Callable[[], None]) -> None:
-    with pytest.raises(Failure):
-        HasACriterion(9, "body").run()
-    generations()
-
-    with pytest.raises(ValueError, match=r"the saved parameter groups refer to 4, which this program does not have"):
-        LostItsCriterion().run()
 
 
 @pytest.fixture
