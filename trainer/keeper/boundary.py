@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 from elaunch.trainer.keeper.copies import Copies
 from elaunch.trainer.keeper.guarded_state import GuardedState
@@ -34,6 +33,10 @@ class StopRequest:
     that runs. `clock_s` is the time (monotonic); `end` is how a later signal ends the process.
     """
 
+    # Those of this process that have signals, and whose blocks are not left; the handlers before the first of them.
+    entered: ClassVar[list[StopRequest]] = []
+    before: ClassVar[dict[int, Any]] = {}
+
     def __init__(
         self,
         clock_s: Callable[[], float] = time.monotonic,
@@ -47,25 +50,25 @@ class StopRequest:
     def __enter__(self) -> StopRequest:
         self.install()
         if self._signals:
-            _entered().append(self)
+            self.entered.append(self)
         return self
 
     def install(self) -> None:
         """Take the signals, also if a library has put its own handlers in place since the block was entered."""
         for number in self._signals:
             handler = signal.signal(number, _note)
-            if handler is not _note and self not in _entered():
-                _before()[number] = handler
+            if handler is not _note and self not in self.entered:
+                self.before[number] = handler
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         if self._signals:
-            _entered().remove(self)
-        if _entered():
+            self.entered.remove(self)
+        if self.entered:
             # It has noted the signal too, and gives it back.
             return
-        for number in [*_before()]:
+        for number in [*self.before]:
             if number in self._signals or signal.getsignal(number) is _note:
                 _give_back(number)
         if not self.signum or isinstance(error, SystemExit):
@@ -90,7 +93,7 @@ class StopRequest:
 
 def _note(signum: int, frame: FrameType | None) -> None:
     """The handler of all requests."""
-    entered = [*_entered()]
+    entered = [*StopRequest.entered]
     if not entered:
         # A library has put back what it found when it began.
         _give_back(signum)
@@ -103,21 +106,9 @@ def _note(signum: int, frame: FrameType | None) -> None:
 
 
 def _give_back(signum: int) -> None:
-    handler = _before().get(signum)
+    handler = StopRequest.before.get(signum)
     # None: the handler was not installed by Python.
     signal.signal(signum, signal.SIG_DFL if handler is None else handler)
-
-
-@functools.cache
-def _entered() -> list[StopRequest]:
-    """Those of this process that have signals, and whose blocks are not left."""
-    return []
-
-
-@functools.cache
-def _before() -> dict[int, Any]:
-    """The handlers that were there before the first of them."""
-    return {}
 
 
 def free_signals() -> list[signal.Signals]:
@@ -168,9 +159,11 @@ class Stopped(SystemExit):
 
 
 @dataclass(frozen=True)
-class Wants:
-    """The wants of one rank at a look: the next look in `steps` steps at the latest, a snapshot now, a copy of the next
-    step, and copies of all steps until the next look if there are any. Its loop counts up to step `total`.
+class LookPlan:
+    """What one rank wants at a look, and then what all ranks have agreed on.
+
+    That is the next look in `steps` steps at the latest, a snapshot now, a copy of the next step, and copies of all
+    steps until the next look if there are any. A rank's loop counts up to step `total`. `wish` is why they stop now.
     """
 
     steps: int = 1
@@ -178,29 +171,19 @@ class Wants:
     copy: bool = False
     copies: bool = False
     total: int = 0
+    wish: Wish = Wish.NONE
 
-    def numbers(self, wish: Wish, speaker: int) -> list[int]:
-        """The numbers that the ranks compare, with this rank's reason to stop; `speaker` is 0 if it has nothing to say.
+    def numbers(self, speaker: int) -> list[int]:
+        """The numbers that the ranks compare; `speaker` is 0 if this rank has nothing to say.
 
         The greatest counts: one rank can make all stop or look soon, and refuse a copy for all.
         """
         total = self.total
-        return [wish, not self.snapshot, not self.copy, not self.copies, -self.steps, total, -total, speaker]
-
-
-@dataclass(frozen=True)
-class Agreed:
-    """The plan of all ranks after a look: `wish` is why they stop now, the rest is as in `Wants`."""
-
-    wish: Wish
-    snapshot: bool
-    copy: bool
-    copies: bool
-    steps: int
+        return [self.wish, not self.snapshot, not self.copy, not self.copies, -self.steps, total, -total, speaker]
 
     @classmethod
-    def by(cls, numbers: Sequence[int]) -> Agreed:
-        """From the greatest of all ranks' `Wants.numbers`, one by one. Raises ValueError if their loops differ."""
+    def agreed(cls, numbers: Sequence[int]) -> LookPlan:
+        """From the greatest of all ranks' `numbers`, one by one. Raises ValueError if their loops differ."""
         wish, *refused, steps, most, least, _ = numbers
         if most != -least:
             raise ValueError(
@@ -208,7 +191,7 @@ class Agreed:
                 f"the Keeper needs all ranks; {EVEN}"
             )
         snapshot, copy, copies = (not each for each in refused)
-        return cls(Wish(wish), snapshot, copy, copies, -steps)
+        return cls(-steps, snapshot, copy, copies, most, Wish(wish))
 
 
 class Boundary:
@@ -234,15 +217,15 @@ class Boundary:
             self._say(self._news)
         self._news = ""
 
-    def agreed(self, wants: Wants) -> Agreed:
+    def agreed(self, wants: LookPlan) -> LookPlan:
         """Agree with all ranks on the plan, with this rank's wants. Collective: every rank gets the same."""
         order = self._peers.world_size - self._peers.rank
-        wish = max(self._told, self._noted())
-        numbers = self._peers.largest(wants.numbers(wish, order if self._news else 0))
+        wants = replace(wants, wish=max(self._told, self._noted()))
+        numbers = self._peers.largest(wants.numbers(order if self._news else 0))
         if numbers[-1] == order:
             self._say(self._news)
         self._news = ""
-        return Agreed.by(numbers)
+        return LookPlan.agreed(numbers)
 
     def _noted(self) -> Wish:
         match self._signals.signum:
@@ -322,10 +305,10 @@ class LookAround:
         """Why all ranks stop now, at a place between looks that is the same on all of them. Collective."""
         return self._ask(1, snapshot=False).wish
 
-    def _ask(self, steps: int, *, snapshot: bool) -> Agreed:
+    def _ask(self, steps: int, *, snapshot: bool) -> LookPlan:
         copies = self._copies.steps
         copy = copies.wants(self._state.version.step + 1)
-        agreed = self._boundary.agreed(Wants(steps, snapshot, copy, copies.every == 1, self._total))
+        agreed = self._boundary.agreed(LookPlan(steps, snapshot, copy, copies.every == 1, self._total))
         self._state.copies_next, self._state.copies_each = agreed.copy, agreed.copies
         self._state.has_failed_copy = False
         return agreed

@@ -112,8 +112,8 @@ class Copies:
         self._is_checked = False
         self._said: set[str] = set()
         self.disk = DiskCopies(training, peers, storage, place.generation, say, kept, training_name, folder)
-        self._is_durable = storage is not None
-        self._own = OwnState(training, self._records, lambda said: say(f"rank {peers.rank} {said}"))
+        self.is_durable = storage is not None
+        self.own = OwnState(training, self._records, lambda said: say(f"rank {peers.rank} {said}"))
         # How many completed steps `restore` has lost.
         self.repeated = 0
         # The state that all ranks have compared, and the newest snapshot of such a state.
@@ -192,7 +192,7 @@ class Copies:
             # The copy that was just restored is not overwritten: it may be the only one.
             self.put_down(version)
         else:
-            self._own.restored(version)
+            self.own.restored(version)
         self._tell_of_missed(version)
         return version
 
@@ -204,31 +204,14 @@ class Copies:
             if said:
                 self._tell(said)
 
-    def require_plain_values(self) -> None:
-        """Raise TypeError if the commit has put a value into the state that cannot be kept."""
-        self._training.require_plain_values(durably=self._is_durable)
-
     def put_down(self, version: Version, *, unless_same: bool = False, is_begun: bool = False) -> bool:
         """Store this rank's own state in memory as the state of `version`; `is_begun` if its commit is to come.
 
         Returns whether that replaces another state of that version, which a failure of this rank alone would have used.
         """
-        if self._own.put_down(version, unless_same=unless_same, is_begun=is_begun) and version in self.steps.versions:
+        if self.own.put_down(version, unless_same=unless_same, is_begun=is_begun) and version in self.steps.versions:
             self._keep(version)
-        return self._own.is_replaced and self._peers.world_size > 1
-
-    def put_down_changed(self, version: Version) -> None:
-        """Store this rank's own state once more if the backward pass has changed buffers."""
-        self._own.put_down_changed(version)
-
-    def random_of(self, version: Version) -> State:
-        """The generators' states at the end of that step."""
-        random: State = self._own.of(version)["random"]
-        return random
-
-    def own_of(self, version: Version) -> State:
-        """What this rank had drawn and fetched when `put_down(version)` was called."""
-        return self._own.of(version)
+        return self.own.is_replaced and self._peers.world_size > 1
 
     def begun_before(self) -> tuple[int, State]:
         """The newest step that this rank had begun before a failure, and what it had drawn and fetched; 0 if none."""
@@ -243,7 +226,7 @@ class Copies:
 
     def redraw(self, version: Version) -> None:
         """Store the generators' present states with what `put_down(version)` has stored."""
-        if self._own.redraw(version) and version in self.steps.versions:
+        if self.own.redraw(version) and version in self.steps.versions:
             self._keep(version)
 
     def done(self, version: Version) -> None:
@@ -284,7 +267,7 @@ class Copies:
         Raises TypeError if the training has made something since that cannot be kept: the copy before stays.
         """
         if not self._is_checked:
-            self._training.require_plain(durably=self._is_durable)
+            self._training.require_plain(durably=self.is_durable)
             self._is_checked = True
         self.before_snapshot()
         if self._parts is not None and (version == self._full or self._parts.has_copies(version.step)):
@@ -335,15 +318,15 @@ class Copies:
         if self._records is None:
             return None
         try:
-            own = {**self._training.buffers(), **self._training.own(large=True), **self._own.of(version)}
-            own["is_begun"] = self._own.is_begun(version)
+            own = {**self._training.buffers(), **self._training.own(large=True), **self.own.of(version)}
+            own["is_begun"] = self.own.is_begun(version)
             return self._records.keep(version, own, [*self._spare, *self.steps.versions[-1:]])
         except OSError as error:
             self._say_once(f"rank {self._peers.rank} keeps no snapshots of its own state: {error.strerror or error}")
             return None
         except NotPlain:
             # This names the part.
-            self._training.require_plain(durably=self._is_durable)
+            self._training.require_plain(durably=self.is_durable)
             raise
 
     def save_replicated(self, version: Version) -> bool:
@@ -369,7 +352,7 @@ class Copies:
             self._say(str(error))
         except NotPlain:
             # This names the part.
-            self._training.require_plain(durably=self._is_durable)
+            self._training.require_plain(durably=self.is_durable)
             raise
         except OSError as error:
             # The same trouble may be there at each snapshot to come: once, with the first step.
@@ -421,7 +404,7 @@ class Copies:
 
     def checkpoint(self, version: Version) -> None:
         """Begin to write a checkpoint of this state, unless there is one."""
-        self.disk.write(version, lambda: self._own.of(version))
+        self.disk.write(version, lambda: self.own.of(version))
 
     def wait(self) -> None:
         """Wait until all copies that were begun are complete."""

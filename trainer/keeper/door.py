@@ -82,27 +82,17 @@ _LOOKS, _LOOKS_APART = 3, 1024
 _SHARE, _APART_S = 0.001, 1.0
 # The options that a schedule changes.
 _NUMBERS = ("lr", "momentum", "betas", "weight_decay")
-_VALUES = {float, int, tuple, type(None)}
 
 _NO_LOOP = (
     "keeper.commit() without keeper.steps: after a failure the program's loop begins at its first step again, with the "
     "restored state, and until the end no checkpoint is written. Loop by `for step in keeper.steps(total):` or "
     "keeper.epochs, or call keeper.step_begin() before each step"
 )
-_REBOUND = (
-    "the weights changed in the commit of step {}, and none of the Keeper's optimizers has made a step: if the program "
-    "has made another optimizer since, that is not kept, and a restart resets it. Change the options of the old one "
-    "(param_groups), or enter a new Keeper with the new one, under a name= of its own"
-)
 _VALUE = (
     "`{}` was changed from {!r:.40} to {!r:.40} up to step {}. It is not kept where the ranks have different models: a "
     "restart resets it. Register it as a buffer, or set it in each step by the step's number"
 )
 _COST = "after a failure all ranks would load one rank's"
-_LATE = (
-    "{} changed outside keeper.commit() after step {}: a failure before the next commit ends may restore the old "
-    "value. Change it in the commit, or at the beginning of a step"
-)
 _EACH_ITS_OWN = (
     f"It must be the same on all ranks: {_COST}. Make it so, or pass state that differs per rank as per_rank=: an "
     "object with state_dict and load_state_dict"
@@ -136,14 +126,12 @@ class Door:
         self._say, self._is_first, self.is_others = say, is_first, is_others
         self._said = set(path.read_text().split("\n")) if path is not None and path.exists() else set[str]()
         self._schedulers = [one for one in several(kept["scheduler"]) if isinstance(one, LRScheduler)]
-        # What schedules change, at the end of the last commit if that was checked: their counts, and the options.
-        self._scheduled: tuple[list[Any], list[Any]] | None = None
-        self._unkept = Unkept(training, kept, self._tell, self._numbers)
+        # What only a commit may change, beside tensors, at the end of the last one if that was checked.
+        self._noted: dict[str, Any] | None = None
+        self._unkept = Unkept(training, kept, self._tell, self._options)
         self._again_s, self._is_again = 0.0, False
         self._commits = self._looks = 0
         self._has_begun = False
-        # The counts of the weights' changes, and what an optimizer's step changes, when a checked commit began.
-        self._moved: tuple[list[int], list[object]] = [], []
         # The number of commits at the last evaluation.
         self._evaluated = -1
         # What this rank drew for a step before a failure, until it has drawn the same for it.
@@ -169,17 +157,12 @@ class Door:
         """Name a scheduler that was stepped since the last commit, and a program without `step_begin`."""
         if not self._has_begun and not self.is_others:
             self._tell("loop", _NO_LOOP)
-        self._compare_scheduled(step - 1, with_options=False)
-        if self._may_tell("rebound"):
-            self._moved = self._movement()
-
-    def _movement(self) -> tuple[list[int], list[object]]:
-        return [one._version for one in self._training.model.parameters()], self._training.live_tensors.stepped()
+        self._compare(step - 1, self._counts)
 
     def committed(self, step: int, *, is_checked: bool) -> None:
         """The commit of `step` has ended. Without `is_checked` only options are noted."""
         self._commits += 1
-        self._scheduled = (self._counts(), self._numbers()) if is_checked and self._may_tell("options") else None
+        self._noted = self._counts() | self._settings() if is_checked and self._may_tell("options") else None
         if not (is_checked or self._is_again):
             return
         if step == self._expected[0] and not self.is_others:
@@ -189,28 +172,20 @@ class Door:
                 "the failure: they depend on state that the Keeper does not keep; `elaunch rehearse` can name it",
                 by_all=True,
             )
-        weights, stepped = self._moved
-        if is_checked and stepped and self._may_tell("rebound"):
-            now, stepped_now = self._movement()
-            if now != weights and stepped_now == stepped:
-                self._tell("rebound", _REBOUND.format(step))
         if self._peers.leads and (self._is_first or self._commits > _COMPARED_AT):
             # Attributes of the program's objects may raise anything.
             with contextlib.suppress(Exception):
                 self._look_at_objects()
 
     def _look_at_objects(self) -> None:
-        if self._commits == _NOTED_AT:
-            self._unkept.note_variables()
+        if self._commits in (_NOTED_AT, _COMPARED_AT):
+            self._unkept.compare()
         elif self._commits == _COMPARED_AT - 1:
             self._unkept.note_weights()
-        elif self._commits == _COMPARED_AT:
-            self._unkept.compare()
         elif self._is_again:
             self._is_again, begun_s = False, time.monotonic()
             self._unkept.compare()
             self._unkept.look_through()
-            self._unkept.note_variables()
             took_s = time.monotonic() - begun_s
             self._again_s = begun_s + max(_APART_S, took_s / _SHARE)
 
@@ -219,35 +194,43 @@ class Door:
         self._has_begun = True
         if self._evaluated == self._commits:
             self._look_at_weights()
-        if self._evaluated != self._commits or not self._training.shares_buffers:
+        if self._commits and (self._evaluated != self._commits or not self._training.shares_buffers):
             # DDP gives all ranks those of rank 0 before any pass.
             self._look_at_buffers()
-        if (late := self._training.settings.late) and not self.is_others:
-            self._tell("late", _LATE.format(some([f"`{name}`" for name in late]), step))
-        self._compare_scheduled(step)
+        self._compare(step, lambda: self._counts() | self._settings())
 
-    def _compare_scheduled(self, step: int, *, with_options: bool = True) -> None:
-        if self._scheduled is None:
-            return
-        counts, numbers = self._counts(), self._numbers() if with_options else self._scheduled[1]
-        names = [f"{type(one).__name__}.last_epoch" for one in self._every_scheduler()]
-        names += [f"param_groups[{n // len(_NUMBERS)}].{_NUMBERS[n % len(_NUMBERS)]}" for n in range(len(numbers))]
-        pairs = zip(names, [*self._scheduled[0], *self._scheduled[1]], counts + numbers, strict=False)
-        for place, old, value in pairs:
-            if old != value:
+    def _compare(self, step: int, present: Callable[[], dict[str, Any]]) -> None:
+        before = self._noted
+        for place, value in present().items() if before is not None else ():
+            if before is not None and (place not in before or before[place] != value):
+                was = f"from {before[place]!s:.40} " if place in before else ""
                 self._tell(
                     "options",
-                    f"`{place}` changed outside keeper.commit() after step {step} (from {old!s:.40} to {value!s:.40}): "
-                    "a failure in between restores the old value, or the change is made twice. Change it in the commit "
-                    "(options of an optimizer also at the beginning of a step)",
+                    f"`{place}` changed outside keeper.commit() after step {step} ({was}to {value!s:.40}): a failure "
+                    "in between restores the old value, or the change is made twice. Change it in the commit "
+                    "(flags, values and options of an optimizer also at the beginning of a step)",
                 )
 
-    def _counts(self) -> list[int]:
-        return [getattr(one, "last_epoch", 0) for one in self._every_scheduler()] if self._schedulers else []
+    def _counts(self) -> dict[str, Any]:
+        """The counts of the schedulers. A ChainedScheduler counts in those that it has."""
+        every = [each for one in self._schedulers for each in (one, *getattr(one, "_schedulers", ()))]
+        numbered = [
+            (f"{type(one).__name__}.last_epoch{f' (number {n})' * bool(n)}", one) for n, one in enumerate(every)
+        ]
+        return {name: getattr(one, "last_epoch", 0) for name, one in numbered}
 
-    def _every_scheduler(self) -> list[Any]:
-        # A ChainedScheduler counts in those that it has.
-        return [each for one in self._schedulers for each in (one, *getattr(one, "_schedulers", ()))]
+    def _settings(self) -> dict[str, Any]:
+        return {} if self.is_others else self._training.settings.changing() | self._options()
+
+    def _options(self) -> dict[str, Any]:
+        """The options of all groups that schedules change; none if a library sets them."""
+        its = () if self.is_others else self._training.optimizers
+        groups = [group for one in its for group in getattr(one, "param_groups", ())]
+        return {
+            f"param_groups[{number}].{name}": _number(group.get(name))
+            for number, group in enumerate(groups)
+            for name in _NUMBERS
+        }
 
     def expects(self, step: int) -> bool:
         """Whether `drawn` is to be called for that step."""
@@ -267,14 +250,14 @@ class Door:
         pairs = zip(self._training.per_rank.kinds, one["per_rank"]["states"], other["per_rank"]["states"], strict=True)
         return all(equal(its, now) for kind, its, now in pairs if kind in ("Batches", "GeneratorState"))
 
-    def watch_evaluations(
-        self, stack: contextlib.ExitStack, look: Callable[[], None], look_at_buffers: Callable[[], None]
-    ) -> None:
+    def watch(self, stack: contextlib.ExitStack, look: Callable[[], None], look_at_buffers: Callable[[], None]) -> None:
         """Until `stack` is left, `look` at the weights when an evaluation begins, and when the next step does.
 
-        Each step begins with `look_at_buffers`.
+        Each step begins with `look_at_buffers`. Another optimizer's steps are seen at once.
         """
         self._look_at_weights, self._look_at_buffers = look, look_at_buffers
+        if self._peers.leads:
+            self._unkept.watch_optimizers(stack, lambda: self._commits)
 
         def before_forward(module: nn.Module, _: object) -> None:
             if not module.training and self._evaluated != self._commits:
@@ -295,7 +278,7 @@ class Door:
         if not self._commits:
             return
         self._looks += 1
-        for path, (old, new) in self._training.settings.values.look().items():
+        for path, (old, new) in self._training.settings.look().items():
             if self._training.has_names_of_its_own:
                 self._tell("value", _VALUE.format(path, old, new, step), by_all=True)
         if self._compares_ranks() and (found := self._difference(f" after step {step}")):
@@ -324,12 +307,6 @@ class Door:
                 file.write(f"{kind}\n")
         self._say(sentence)
 
-    def _numbers(self) -> list[Any]:
-        """The options of all groups that schedules change, one group after the other; none if a library sets them."""
-        its = () if self.is_others else self._training.optimizers
-        found = [group.get(name) for one in its for group in getattr(one, "param_groups", ()) for name in _NUMBERS]
-        return found if set(map(type, found)) <= _VALUES else [*map(_number, found)]
-
     def _difference(self, when: str = "") -> str:
         """A sentence about what differs between two ranks; "" if nothing does. Collective."""
         if self._peers.world_size == 1:
@@ -355,8 +332,7 @@ class Door:
         training, is_later = self._training, bool(self._commits)
         # FSDP1's parts have no type of their own.
         has_parts = is_fsdp1(training.model)
-        # Later `verify_every` compares the weights.
-        weights = () if has_parts or self._looks > _LOOKS else [*training.model.named_parameters()]
+        weights = () if has_parts else [*training.model.named_parameters()]
         seen = [(name, one) for name, one in weights if not is_shard(one) and (one.requires_grad or not is_later)]
         # DDP and FSDP reduce in the order of those that need a gradient.
         yield from ((f"requires_grad of {name}", "False") for name, one in weights if not one.requires_grad)

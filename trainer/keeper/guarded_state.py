@@ -100,7 +100,7 @@ class GuardedState:
         self._commits = 0
         # Whether what the last commit has made was checked: whether a restart can bring it back.
         self.is_checked = True
-        self._outside = OutsideChanges(training.live_tensors, training.model.named_buffers)
+        self._outside = OutsideChanges(training.live_tensors)
         # Called with the step that a checked commit begins to complete.
         self.before_commit: Callable[[int], object] = id
         # Called in a commit: whether all ranks look at the state after it, and may copy it.
@@ -149,7 +149,7 @@ class GuardedState:
 
     def look_at_buffers(self) -> None:
         """The next step begins: its passes alone change buffers."""
-        if news := self._outside.changed_buffers(self.version.step):
+        if news := self._copies.own.changed_buffers(self.version.step):
             self._report(news)
 
     def _tell_of_changes(self) -> None:
@@ -175,7 +175,7 @@ class GuardedState:
             link.refuse(left)
             raise RuntimeError(left)
         # Where no gradient has come to the first parameter.
-        self._copies.put_down_changed(self.next_version)
+        self._copies.own.put_down_changed(self.next_version)
         if self.copies_next:
             # Outside the lock: this waits for all ranks, and one of them may be dead.
             self.has_failed_copy = not self._copies.steps.before_commit(self.next_version)
@@ -188,8 +188,6 @@ class GuardedState:
         if self.is_checked or self._outside.has_stirred():
             self._tell_of_changes()
         self._outside.forget()
-        if self.is_checked and (news := self._training.settings.unreduced()):
-            self._report(news)
         self._training.settings.forget()
         self.is_changing, self._is_whole = True, False
         self._begun_s = time.monotonic()
@@ -197,7 +195,7 @@ class GuardedState:
     def _is_to_be_checked(self) -> bool:
         self._commits += 1
         is_copied = self.copies_next or self._copies.copies_in_commit or self.is_looked_at()
-        return is_copied or self._commits <= _CHECKED
+        return is_copied or self._commits <= _CHECKED or self._rehearsal is not None
 
     def _require_clean(self, otherwise: str) -> None:
         """Wait until all that this rank has begun is done, and raise BrokenGroup if a collective has failed."""
@@ -214,7 +212,6 @@ class GuardedState:
                 f"{self.next_version.step} had begun: a rank that dies in that step, while others complete it, goes on "
                 "without that, unless all ranks draw the same. Draw, fetch and change these before loss.backward()"
             )
-        self._outside.note_buffers()
         self._is_put_down = True
 
     def end(self, *, is_whole: bool = True) -> None:
@@ -256,7 +253,7 @@ class GuardedState:
 
     def _require_kept(self, otherwise: str) -> None:
         """Raise TypeError if a restart could not bring back what the commit has made, or the program has set."""
-        self._copies.require_plain_values()
+        self._training.require_plain_values(durably=self._copies.is_durable)
         if why := self._training.refusal():
             link.refuse(refused := f"{otherwise}: {why}")
             raise TypeError(refused)
@@ -283,6 +280,7 @@ class GuardedState:
 
     def put_away(self, *, durably: bool) -> None:
         """At a stop or the end: a snapshot, and a checkpoint. No rank goes on before the snapshot is complete."""
+        self._training.settings.look()
         self.snapshot()
         with self._lock:
             if self._is_whole and not self._training.is_in_parts:

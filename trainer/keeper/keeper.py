@@ -178,7 +178,7 @@ class Keeper:
             link.mark("restored")
             self._state.before_commit, self._state.is_looked_at = self._door.commit_begins, self._around.is_next
             self._door.enter(version.step, drawn_before)
-            self._door.watch_evaluations(stack, self._state.look, self._state.look_at_buffers)
+            self._door.watch(stack, self._state.look, self._state.look_at_buffers)
             stack.enter_context(GroupWatch(self._copies.groups, self._state.group_failed, self._say, tells=is_first))
             for model in self._training.models:
                 stack.callback(hook_backward(model, partial(self._before_sums, model), self._sums_end))
@@ -373,10 +373,10 @@ class Keeper:
         """Keep the present random states with the last step: a run that goes on from it does not draw those again."""
         if self.step > self._restored_step:
             self._copies.redraw(self._state.version)
-            self._random = self._copies.random_of(self._state.version)
+            self._random = self._copies.own.of(self._state.version)["random"]
 
     def _committed(self) -> None:
-        self._random = self._copies.random_of(self._state.version)
+        self._random = self._copies.own.of(self._state.version)["random"]
         self._door.committed(self.step, is_checked=self._state.is_checked)
         self._step_aside(self._state.version)
 
@@ -386,7 +386,7 @@ class Keeper:
         Then a rank that dies in the step needs no more than is stored. Draws of several Keepers cannot be told apart.
         """
         if self._total is not None and not self._training.random.aside and is_alone():
-            self._training.random.step_aside(self._copies.random_of(version), version.step)
+            self._training.random.step_aside(self._copies.own.of(version)["random"], version.step)
 
     def commit(self) -> Commit:
         """Everything that changes the state at the end of a step goes into this block, but no collective of yours.
@@ -420,7 +420,9 @@ class Keeper:
         be right.
         """
         if module is None:
-            module = self._training.only_model("commit_by_hooks(module), with the one whose forward pass begins a step")
+            if len(self._training.models) > 1:
+                raise ValueError("of several models call commit_by_hooks(module) with the one whose pass begins a step")
+            module = self._training.models[0]
         hooks = OptimizerHooks(self, self._state, self._training, module, redraws=draws_again)
         self._stack.callback(hooks.remove)
         self._door.is_others = True
@@ -434,12 +436,12 @@ class Keeper:
             version = self._state.next_version
             self._copies.put_down(version, unless_same=True, is_begun=True)
             if self._door.expects(version.step):
-                self._door.drawn(self._copies.own_of(version))
+                self._door.drawn(self._copies.own.of(version))
             self._step_aside(version)
 
     def _sums_end(self) -> None:
         if os.getpid() == self._pid:
-            self._copies.put_down_changed(self._state.next_version)
+            self._copies.own.put_down_changed(self._state.next_version)
 
     def _leave(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable
 from operator import attrgetter, is_
 
 from torch import Tensor
 from torch.cuda import is_current_stream_capturing
 
 from elaunch.trainer.state.live_tensors import LiveTensors
-from elaunch.trainer.state.tree import equal, some
+from elaunch.trainer.state.tree import equal
 
 # torch counts the changes of a tensor. `tensor.data = other` counts nothing, and gives the tensor other memory. A
 # change through `tensor.data` (`tensor.data.copy_(average)`) does neither: so some values of some weights are compared.
@@ -28,10 +27,8 @@ class OutsideChanges:
     Until then nothing counts as changed.
     """
 
-    def __init__(self, live: LiveTensors, named_buffers: Callable[[], Iterable[tuple[str, Tensor]]] = dict) -> None:
-        self._live, self._named_buffers = live, named_buffers
-        self._buffers: dict[str, Tensor] | None = None
-        self._buffer_versions: list[int] = []
+    def __init__(self, live: LiveTensors) -> None:
+        self._live = live
         # What was noted, without the optimizers' states if that was brief.
         self._is_brief = False
         self._noted: list[Tensor] | None = None
@@ -84,25 +81,6 @@ class OutsideChanges:
     def _note_few(self) -> None:
         self._few_versions = list(map(_VERSION, self._few))
         self._samples = list(map(_sample, self._sampled))
-
-    def note_buffers(self) -> None:
-        """This rank's own state of a step is stored: the buffers change again in the next step's passes only."""
-        if self._buffers is None:
-            self._buffers = {name: its for name, its in self._named_buffers() if not its.is_inference()}
-        self._buffer_versions = list(map(_VERSION, self._buffers.values()))
-
-    def changed_buffers(self, step: int) -> str:
-        """A sentence, once, about buffers that have changed since `note_buffers`; "" if none have."""
-        if not self._buffers or list(map(_VERSION, self._buffers.values())) == self._buffer_versions:
-            return ""
-        pairs = zip(self._buffers.items(), self._buffer_versions, strict=True)
-        names = [f"`{name}`" for (name, its), version in pairs if its._version != version]
-        self._buffers = {}
-        return (
-            f"the buffers {some(names)} changed between step {step} and the next one. A failure in between restores "
-            "the old values, and what changed them is not done again. Change them in keeper.commit(), before "
-            "optimizer.step, or in a step before its backward pass; evaluate in training mode with a copy of the model"
-        )
 
     def look(self, step: int) -> None:
         """Compare the values too. On a GPU this waits for the device, and only this does it."""

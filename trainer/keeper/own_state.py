@@ -11,9 +11,9 @@ from torch import Tensor
 
 from elaunch.trainer.memory.node_memory import Records
 from elaunch.trainer.state.buffers import changed_since, versions
-from elaunch.trainer.state.packing import NotPlain, not_plain, tensor_that_is_not_dense
+from elaunch.trainer.state.packing import NotPlain, not_plain
 from elaunch.trainer.state.training_state import Training
-from elaunch.trainer.state.tree import State, equal
+from elaunch.trainer.state.tree import State, equal, some
 from elaunch.trainer.state.version import Version
 
 _VERSION = attrgetter("_version")
@@ -33,6 +33,7 @@ class OwnState:
         # The buffers of it, and the counts of their changes.
         self._tensors: list[Tensor] = []
         self._counts: list[int] = []
+        self._has_told = False
         # Whether that was before the end of the commit, which may change buffers (an average of the weights).
         self._is_begun = False
         # Whether the last `put_down` has replaced another state of the same version.
@@ -69,6 +70,21 @@ class OwnState:
         """A backward pass has come to its end: gradient checkpointing runs the forward pass once more within it."""
         if self._counts != [*map(_VERSION, self._tensors)] and self._put[0] == version:
             self.put_down(version, is_begun=True)
+
+    def changed_buffers(self, step: int) -> str:
+        """A sentence, once, about buffers that have changed since the commit of `step`; "" if none have."""
+        if self._has_told or self._counts == [*map(_VERSION, self._tensors)]:
+            return ""
+        now = versions(self._training.buffers())
+        names = [f"`{name}`" for name in now if now[name] != self._put[1].get(name)]
+        self._has_told = bool(names)
+        if not names:
+            return ""
+        return (
+            f"the buffers {some(names)} changed between step {step} and the next one. A failure in between restores "
+            "the old values, and what changed them is not done again. Change them in keeper.commit(), before "
+            "optimizer.step, or in a step before its backward pass; evaluate in training mode with a copy of the model"
+        )
 
     def restored(self, version: Version) -> None:
         """The present state is that of `version`, which is stored: the program may draw before it is stored again."""
@@ -107,9 +123,8 @@ class OwnState:
         try:
             self._records.stage(version, self._staged)
         except NotPlain as error:
-            which = tensor_that_is_not_dense(state)
-            found = not_plain(state.get("per_rank"), "per_rank") or (f"`{which}`: " if which else "") + str(error)
-            raise TypeError(f"the state that each rank has for itself cannot be kept: {found}") from None
+            found = not_plain(state, "", deeply=True) or str(error)
+            raise TypeError(f"the state that each rank has for itself: {found}") from None
         except OSError as error:
             self._records = None
             self._say(f"keeps no buffers and random states in memory: {error.strerror or error}")

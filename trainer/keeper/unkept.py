@@ -8,7 +8,8 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from functools import partial
+from contextlib import ExitStack
+from dataclasses import dataclass
 from itertools import chain, islice
 from types import FunctionType, ModuleType
 from typing import Any
@@ -17,12 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sampler
 
 from elaunch.trainer.data.order import BatchSampler
 from elaunch.trainer.keeper.rehearsal import generator_state, variables
 from elaunch.trainer.state.training_state import Training
-from elaunch.trainer.state.tree import local_parts, tensors_in
+from elaunch.trainer.state.tree import equal, local_parts
 
 # How far the program's objects are followed. What is larger is data.
 NODES_MAX, _ITEMS_MAX, _PATH_MAX, _AVERAGED_MAX = 20_000, 1_000, 1_000, 64
@@ -43,7 +45,8 @@ _SCHEDULE = (
 )
 _OPTIMIZER = (
     "the program's {} steps, and is not kept: a restart resets it and its parameters. Pass all of them: "
-    "Keeper([model, other], [optimizer, its_optimizer])"
+    "Keeper([model, other], [optimizer, its_optimizer]). In place of one that was made anew, change the options of the "
+    "old one (param_groups), or enter a new Keeper with it, under a name= of its own"
 )
 _FOLLOWS = (
     "`{}` follows the weights, and is not kept: a restart resets it. Pass it to the Keeper (extra=…), and update it in "
@@ -57,6 +60,19 @@ _GENERATOR = (
 _all: weakref.WeakSet[Unkept] = weakref.WeakSet()
 
 
+@dataclass(frozen=True)
+class _Mover:
+    """A generator, a schedule or a tensor that is like the weights, which a warning of `kind` would name.
+
+    It counts as state if all `values` are others when it is seen again. `one` is None for a tensor.
+    """
+
+    kind: str
+    sentence: str
+    values: tuple[Any, ...]
+    one: Any = None
+
+
 class Unkept:
     """What one training has beside `kept`, the Keeper's arguments by name.
 
@@ -68,14 +84,33 @@ class Unkept:
         training: Training,
         kept: Mapping[str, Any],
         tell: Callable[[str, str], None],
-        options: Callable[[], list[Any]],
+        options: Callable[[], dict[str, Any]],
     ) -> None:
         self._training, self._kept, self._tell, self._options = training, kept, tell, options
-        self._movers: list[tuple[str, str, Callable[[], Any], Any]] = []
-        # Tensors that are like the weights, by path, each with a few values.
-        self._averages: dict[str, tuple[weakref.ref[Tensor], Tensor]] = {}
+        # By path and identity, and a few values of the weights before the commit that is under way.
+        self._noted: dict[tuple[object, ...], _Mover] = {}
         self._weights: list[Tensor] = []
         _all.add(self)
+
+    def watch_optimizers(self, stack: ExitStack, step: Callable[[], int]) -> None:
+        """Until `stack` is left, warn of an optimizer that no Keeper has and that is used in two steps."""
+        first: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+
+        def stepped(one: Optimizer, args: object, kwargs: object) -> None:
+            now = step()
+            if 0 <= first.setdefault(one, now) < now:
+                # Judged once.
+                first[one] = -1
+                if not self._is_kept(one):
+                    name = type(one).__name__
+                    self._tell(f"optimizer {name}", _OPTIMIZER.format(name))
+
+        stack.callback(register_optimizer_step_post_hook(stepped).remove)
+
+    def _is_kept(self, one: Optimizer) -> bool:
+        ours = {id(each) for its in self._training.optimizers for each in (its, getattr(its, "param_groups", its))}
+        # Another one may be a library's, around ours.
+        return bool(ours & {id(one.param_groups), *map(id, vars(one).values())}) or id(one) in _kept_by_all()[0]
 
     def note_weights(self) -> None:
         """For `compare` after the next commit: a copy of the weights that it makes for itself is no average of them."""
@@ -90,74 +125,36 @@ class Unkept:
         return found
 
     def compare(self) -> None:
-        """Warn of what `note_variables` has noted and the steps since then have changed."""
-        for kind, sentence, read, before in self._movers:
-            with contextlib.suppress(Exception):
-                if read() not in (None, before):
-                    self._tell(kind, sentence)
-        gone = {path: sample for path, (one, sample) in self._averages.items() if one() is None}
-        for path, (ref, sample) in self._averages.items():
-            if (one := ref()) is not None and not _is_equal(_sample(one), sample):
-                self._tell_of_average(path)
-        # Others may have been made in their places.
-        weights = [*self._weights, *(one for its in self._samples().values() for one in its)] if gone else []
-        for path, one in _of_program(_kept_by_all()[0]) if gone else ():
-            known = [gone[path], *weights] if path in gone and is_a(one, Tensor) else None
-            if known and not any(_is_equal(_sample(one), each) for each in known):
-                self._tell_of_average(path)
-        self._movers, self._averages = [], {}
-
-    def _tell_of_average(self, path: str) -> None:
-        name = path.partition(".")[0]
-        self._tell(f"average {name}", _FOLLOWS.format(name))
-
-    def look_through(self) -> None:
-        """Name the loaders, schedulers and scalers of this training that no Keeper has."""
-        objects = gc.get_objects()
-        # By type: isinstance would load lazy objects.
-        kinds = {each for each in set(map(type, objects)) if issubclass(each, _LOOKED_FOR) or _is_schedule(each)}
-        things, _ = _kept_by_all()
-        for one in [one for one in objects if type(one) in kinds and id(one) not in things]:
-            name = type(one).__name__
-            if type(one) is DataLoader:
-                if self._kept["per_rank"] is None and _shuffles(one):
-                    self._tell("loader", _LOADER)
-            elif isinstance(one, torch.amp.GradScaler):
-                if one.is_enabled():
-                    self._tell("scaler", _NOT_GIVEN.format(name, "scaler", "call its update()"))
-            elif any(getattr(one, "__dict__", {}).get("optimizer") is each for each in self._training.optimizers):
-                self._tell(f"scheduler {name}", _NOT_GIVEN.format(name, "scheduler", "call its step()"))
-
-    def _note(self, kind: str, sentence: str, read: Callable[[], Any]) -> None:
-        """Warn with `sentence` if the value of `read` changes in the next steps. None: the object is gone."""
-        # A SystemRandom has no state.
-        with contextlib.suppress(Exception):
-            self._movers.append((kind, sentence, read, read()))
-
-    def note_variables(self) -> None:
-        """Note optimizers, generators, and tensors that are like the weights, that the program's variables lead to."""
-        things, memory = _kept_by_all()
-        ours = {id(each) for one in self._training.optimizers for each in (one, getattr(one, "param_groups", one))}
+        """Warn of what the program's variables lead to, and the steps since the last call have changed."""
         likes = self._samples()
+        before, self._noted = self._noted, dict(self._seen(likes))
+        weights = [*self._weights, *(one for its in likes.values() for one in its)]
+        for key, now in self._noted.items():
+            if key in before and not any(map(equal, now.values, before[key].values)):
+                is_copy = now.one is None and any(equal(now.values[0], each) for each in weights)
+                if not is_copy:
+                    self._tell(now.kind, now.sentence)
+
+    def _seen(self, likes: Mapping[torch.Size, list[Tensor]]) -> Iterator[tuple[tuple[object, ...], _Mover]]:
+        things, memory = _kept_by_all()
+        averages = 0
         for path, one in _of_program(things):
-            name = type(one).__name__
-            # Another one may be a library's, around ours.
-            if is_a(one, Optimizer) and not ours & {id(one.param_groups), *map(id, vars(one).values())}:
-                self._note(f"optimizer {name}", _OPTIMIZER.format(name), partial(_steps, one, memory))
-            elif (read := _draws(one)) is not None:
+            name, root = type(one).__name__, path.partition(".")[0]
+            if is_a(one, Tensor):
+                sample = _sample(one) if averages < _AVERAGED_MAX and memory_of(one) not in memory else None
+                if sample is not None and any(_is_near(sample, like) for like in likes.get(one.shape, ())):
+                    averages += 1
+                    memory.add(memory_of(one))
+                    yield (path,), _Mover(f"average {root}", _FOLLOWS.format(root), (sample,))
+            elif (state := _drawn(one)) is not None:
                 its = f"[…, {path}]" if is_a(one, torch.Generator) else "an object with its state_dict"
-                self._note(f"generator {path}", _GENERATOR.format(path, its), read)
-            elif (
-                len(self._averages) < _AVERAGED_MAX
-                and is_a(one, Tensor)
-                and memory_of(one) not in memory
-                and any(_is_near(sample := _sample(one), like) for like in likes.get(one.shape, ()))
-            ):
-                memory.add(memory_of(one))
-                self._averages[path] = weakref.ref(one), sample
+                # One that each step seeds needs no state.
+                key = path, id(one), one.initial_seed() if is_a(one, torch.Generator) else 0
+                yield key, _Mover(f"generator {path}", _GENERATOR.format(path, its), (state,), one)
             elif self._kept["scheduler"] is None and (held := self._schedule(one)) is not None:
-                name, before = type(one).__name__, (self._options(), _counters(held))
-                self._note(f"scheduler {name}", _SCHEDULE.format(name), partial(self._counted, held, *before))
+                counters = [value for value in held.values() if is_a(value, int, float)]
+                seen = _Mover(f"scheduler {name}", _SCHEDULE.format(name), (counters, self._options()), one)
+                yield (path, id(one)), seen
 
     def _schedule(self, one: Any) -> dict[str, Any] | None:
         """The attributes of an object that has an optimizer of the Keeper; None if it also has a model, or others."""
@@ -170,10 +167,22 @@ class Unkept:
         has_ours = any(value is each for value in its.values() for each in self._training.optimizers)
         return its if has_ours and not any(is_a(value, nn.Module) for value in its.values()) else None
 
-    def _counted(self, its: dict[str, Any], options: list[Any], counters: list[float]) -> list[float] | None:
-        """The numbers of such an object if they and the options of the optimizers have changed; else None."""
-        now = _counters(its)
-        return now if now != counters and self._options() != options else None
+    def look_through(self) -> None:
+        """Name the loaders, schedulers and scalers of this training that no Keeper has."""
+        objects = gc.get_objects()
+        # By type: isinstance would load lazy objects.
+        kinds = {each for each in set(map(type, objects)) if issubclass(each, _LOOKED_FOR)}
+        things, _ = _kept_by_all()
+        for one in [one for one in objects if type(one) in kinds and id(one) not in things]:
+            name = type(one).__name__
+            if type(one) is DataLoader:
+                if self._kept["per_rank"] is None and _shuffles(one):
+                    self._tell("loader", _LOADER)
+            elif isinstance(one, torch.amp.GradScaler):
+                if one.is_enabled():
+                    self._tell("scaler", _NOT_GIVEN.format(name, "scaler", "call its update()"))
+            elif any(getattr(one, "__dict__", {}).get("optimizer") is each for each in self._training.optimizers):
+                self._tell(f"scheduler {name}", _NOT_GIVEN.format(name, "scheduler", "call its step()"))
 
 
 def _of_program(without: Collection[int]) -> Iterator[tuple[str, Any]]:
@@ -221,27 +230,10 @@ def _kept_by_all() -> tuple[set[int], set[int]]:
     return things, memory
 
 
-def _draws(one: Any) -> Callable[[], Any] | None:
-    """A function that returns the present state of a generator; None for another object, and for a global one."""
+def _drawn(one: Any) -> Any:
+    """The present state of a generator; None for another object, and for a global one."""
     numpys = getattr(sys.modules.get("numpy.random.mtrand"), "_rand", None)
-    if one is torch.default_generator or one is numpys or generator_state(one) is None:
-        return None
-    if not is_a(one, torch.Generator):
-        return partial(generator_state, one)
-    seed = one.initial_seed()
-    # One that each step seeds needs no state.
-    return lambda: one.get_state().tolist() if one.initial_seed() == seed else None
-
-
-def _steps(optimizer: Optimizer, memory: set[int]) -> Any:
-    """Version counters of an optimizer's state, and of those of its parameters that no Keeper has."""
-    own = [p for group in optimizer.param_groups for p in group["params"] if memory_of(p) not in memory]
-    states = [*tensors_in([*optimizer.state.values()])]
-    return len(states), sum(each._version for each in [*states, *own])
-
-
-def _counters(its: dict[str, Any]) -> list[float]:
-    return [value for value in its.values() if is_a(value, int, float)]
+    return None if one is torch.default_generator or one is numpys else generator_state(one)
 
 
 def _sample(tensor: Tensor) -> Tensor:
@@ -254,18 +246,9 @@ def _sample(tensor: Tensor) -> Tensor:
     return part.flatten()[max(0, begin) :][:_SAMPLE].float().cpu().clone()
 
 
-def _is_equal(sample: Tensor, other: Tensor) -> bool:
-    return sample.shape == other.shape and torch.equal(sample, other)
-
-
 def _is_near(sample: Tensor, like: Tensor) -> bool:
     is_alike = sample.shape == like.shape and bool((sample - like).norm() <= _NEAR * like.norm())
     return is_alike and bool(like.any())
-
-
-def _is_schedule(kind: type) -> bool:
-    """Whether it looks like a library's own scheduler."""
-    return "schedul" in kind.__name__.lower() and hasattr(kind, "step")
 
 
 def _shuffles(loader: Any) -> bool:

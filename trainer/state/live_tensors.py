@@ -67,12 +67,6 @@ class LiveTensors:
                             "rank 0's; make it with torch.zeros_like(parameter), or by DTensor.from_local"
                         )
 
-    def stepped(self) -> list[object]:
-        """What is another after each step of an optimizer with a state: the count of its steps, else all its values."""
-        states = [its for one in self._optimizers for its in one.state.values() if type(its) is dict]
-        values = [value for its in states for value in ([its["step"]] if "step" in its else its.values())]
-        return [(id(one), one._version) if isinstance(one, Tensor) else repr(one) for one in values]
-
     def states(self) -> list[tuple[int, int]]:
         """The identities and lengths of the optimizers' states: loading one replaces it."""
         return [(id(one.state), len(one.state)) for one in self._optimizers]

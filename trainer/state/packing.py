@@ -219,33 +219,25 @@ def require_dense(tensor: Any) -> None:
         raise NotPlain("a tensor on the meta device cannot be kept, since it has no content; materialize it first")
 
 
-def tensor_that_is_not_dense(value: object, path: str = "") -> str:
-    """Where in nested dictionaries, lists and tuples the first tensor is that cannot be kept, as a name with dots."""
-    if isinstance(value, Tensor):
-        try:
-            require_dense(value)
-        except NotPlain:
-            return path
-        return ""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
-    named = (tensor_that_is_not_dense(item, f"{path}.{key}".lstrip(".")) for key, item in items)
-    return next(filter(None, named), "")
-
-
-def not_plain(value: object, path: str, *, durably: bool = False) -> str:
+def not_plain(value: object, path: str, *, durably: bool = False, deeply: bool = False) -> str:
     """A sentence about the first value in dictionaries, lists, tuples and sets that cannot be kept; "" if all can.
 
     `path` is the name of `value`. With `durably` it must fit into a checkpoint. Tensors are not looked at, so this
-    is quick.
+    is quick, unless `deeply`.
     """
     kind = type(value)
     if durably and kind in (bytearray, frozenset):
         return f"`{path}` is a {kind.__name__}, which no checkpoint can hold; use bytes or a set"
-    if is_quickly_plain(value) or isinstance(value, Tensor | bytearray) or is_numpy_scalar(value):
+    if deeply and isinstance(value, Tensor):
+        try:
+            require_dense(value)
+        except NotPlain as error:
+            return f"`{path}` cannot be kept: {error}"
+    if (not deeply and is_quickly_plain(value)) or isinstance(value, Tensor | bytearray) or is_numpy_scalar(value):
         return ""
     if kind in _DICTIONARIES:
         for key, item in cast(dict[Any, Any], value).items():
-            if found := not_plain(item, f"{path}.{key}", durably=durably):
+            if found := not_plain(item, f"{path}.{key}".lstrip("."), durably=durably, deeply=deeply):
                 return found
             if durably and kind is not Counter and type(key) not in (str, int) and not is_numpy_scalar(key):
                 return f"`{path}` has the key {key!r:.80}, which no checkpoint can hold; use strings or integers"
@@ -254,8 +246,9 @@ def not_plain(value: object, path: str, *, durably: bool = False) -> str:
         return ""
     if kind in _SEQUENCES or kind is frozenset:
         items = enumerate(cast(list[Any], value))
-        return next(filter(None, (not_plain(item, f"{path}.{n}", durably=durably) for n, item in items)), "")
-    return f"`{path}` cannot be kept: {value!r:.80} is a {_type_of(value)}; {_WAY_OUT}"
+        each = (not_plain(item, f"{path}.{n}", durably=durably, deeply=deeply) for n, item in items)
+        return next(filter(None, each), "")
+    return "" if kind in _VALUES else f"`{path}` cannot be kept: {value!r:.80} is a {_type_of(value)}; {_WAY_OUT}"
 
 
 def is_quickly_plain(value: Any) -> bool:

@@ -5,7 +5,6 @@ A program changes them once (`if step == 50:`), and would not do so again after 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain, takewhile
@@ -13,7 +12,6 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from elaunch.trainer.state.buffers import plain_name
 from elaunch.trainer.state.model_state import is_sharded
@@ -63,19 +61,17 @@ class Settings:
         self._known_groups = _ids(self._start.groups)
         self._noted: _Noted | None = None
         # Whether a restore's settings are set once more before the first step.
-        self._is_due = self._has_told = False
-        # The flags as the program or a restore has given them, or as DDP's were compared with them.
-        self._given = self._start.requires_grad
+        self._is_due = False
+        # Whether all values of the last step are known, and whether one has changed since that may be of it.
+        self._is_checked = self._is_unclear = False
         self._restored: list[str] = []
-        # The flags and values at the end of the last commit, and the names of those that were others at the next note.
-        self._of_commit: tuple[list[bool], State] | None = None
-        self.late: list[str] = []
         # The parameters in groups that a restore has added, by optimizer.
         self._added: dict[int, set[int]] = {}
 
     def _look(self) -> None:
         self._names = [plain_name(name) for name, _ in self._model.named_parameters()]
         self._parameters = [*self._model.parameters()]
+        self._flags = [f"requires_grad of {name}" for name in self._names]
         inner = self._inner()
         modules = [*self._wrappers, *inner]
         self._places, self._modules = [name for name, _ in modules], [module for _, module in modules]
@@ -114,35 +110,36 @@ class Settings:
         """
         self.values.begin()
         if self._noted is None:
-            if self._of_commit is not None:
+            if self._is_checked:
                 self.values.look()
-            self._noted = self._now() if is_whole else self._cut_off()
-            if self._of_commit is not None:
-                self._compare(self._of_commit, self._noted)
-                self._of_commit = None
+            self._noted, self._is_unclear = self._now() if is_whole else self._cut_off(), False
 
-    def _compare(self, of_commit: tuple[list[bool], State], now: _Noted) -> None:
-        """What has changed since the commit: a copy that was made within it does not have that."""
-        flags, values = of_commit
-        pairs = zip(self._names, flags, now.requires_grad, strict=False)
-        self.late = [f"requires_grad of {name}" for name, before, its in pairs if before != its]
-        self.late += [path for path, its in now.values.items() if path not in values or values[path] != its]
+    def look(self) -> dict[str, tuple[Any, Any]]:
+        """Between two steps, or at the end: all values that have changed belong to the step, and are returned once."""
+        found = self.values.look()
+        if self._noted is not None:
+            self._noted, self._is_checked = self._noted._replace(values=self.values.now()), True
+        return found
+
+    def changing(self) -> State:
+        """What a program may set in mid-training beside options: `requires_grad`, and values that have changed."""
+        self.values.look()
+        return dict(zip(self._flags, map(_REQUIRES_GRAD, self._parameters), strict=True)) | self.values.now()
 
     def forget(self) -> None:
         """A commit begins."""
-        self._noted = self._modes = self._of_commit = None
+        self._noted, self._modes, self._is_unclear = None, None, False
         if self._added:
             self._add_as_usual()
 
     def stepped(self, *, is_checked: bool) -> None:
         """The commit has changed everything. An evaluation may follow, which a restart does not make again.
 
-        If it `is_checked`, the next note finds what was changed after it.
+        If it `is_checked`, the next note finds values that were changed after it.
         """
-        self._modes = [*map(_TRAINING, self._modules)]
+        self._modes, self._is_checked = [*map(_TRAINING, self._modules)], is_checked
         if is_checked:
             self.values.look()
-            self._of_commit = [*map(_REQUIRES_GRAD, self._parameters)], self.values.now()
 
     def options(self) -> list[list[State]]:
         """The options of all groups of all optimizers."""
@@ -153,16 +150,21 @@ class Settings:
         return [[len(parameters) for _, parameters in groups] for groups in self._start.groups]
 
     def state(self) -> State:
-        """Plain values, for `load`: the names of what is off, and the groups of each optimizer that has got others."""
-        self.values.look()
-        now = self._noted or self._cut_off()
+        """Plain values, for `load`: the names of what is off, and the groups of each optimizer that has got others.
+
+        Raises NotPlain if nobody knows whether the commit or the body of the next step has changed a value.
+        """
+        found, now = self.values.look(), self._noted or self._cut_off()
+        self._is_unclear |= self._noted is not None and not self._is_checked and bool(found)
+        if self._is_unclear:
+            raise NotPlain(f"the commit, or the step that is under way, was the first to change {some(found)}")
         # Of a wrapped module what is inside counts.
         training = dict(zip(self._places, now.training, strict=True))
         groups = enumerate(zip(self._start.groups, now.groups, strict=True))
         return {
             "frozen": [name for name, is_on in zip(self._names, now.requires_grad, strict=True) if not is_on],
             "evaluating": [name for name, is_on in training.items() if not is_on],
-            "values": {**self.values.now(), **now.values},
+            "values": self.values.now() if self._noted is None else now.values,
             "groups": [None if _ids([a]) == _ids([b]) else self._named(number, b) for number, (a, b) in groups],
         }
 
@@ -249,8 +251,7 @@ class Settings:
 
     def restored(self, step: int) -> str:
         """A state was restored, of `step`: a sentence about what the program has set otherwise at its start, or ""."""
-        self._noted, self._is_due = self._now(), step > 0
-        self._given = self._noted.requires_grad
+        self._noted, self._is_due, self._is_checked = self._now(), step > 0, True
         return f"restored with step {step}: {' and '.join(self._restored)}" if self._restored else ""
 
     def are_the_programs(self) -> None:
@@ -330,24 +331,6 @@ class Settings:
                         "that belongs to no model of the Keeper, so it could not be restored; pass its module too: "
                         "Keeper([model, …], …)"
                     )
-        return ""
-
-    def unreduced(self) -> str:
-        """A sentence, once, about parameters that require a gradient and that DDP does not reduce; "" without any."""
-        if self._has_told or self._noted is None or self._noted.requires_grad == self._given:
-            return ""
-        self._given = self._noted.requires_grad
-        for ddp in [module for _, module in self._wrappers if isinstance(module, DistributedDataParallel)]:
-            named, ignored = ddp.module.named_parameters(), ddp.parameters_to_ignore
-            wanted = sum(one.requires_grad for name, one in named if name not in ignored)
-            facts: Any = ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]
-            if wanted > (reduced := facts.get("num_parameter_tensors", math.inf)):
-                self._has_told = True
-                return (
-                    f"{wanted} parameters require a gradient, and DistributedDataParallel reduces {reduced}: those "
-                    "that required one when it was made. Unless the program reduces the others, they diverge between "
-                    "ranks. Wrap the model before anything is frozen, with find_unused_parameters=True"
-                )
         return ""
 
 

@@ -26,7 +26,7 @@ from elaunch.trainer.state.model_state import (
     unwrap,
     without_buffers,
 )
-from elaunch.trainer.state.packing import NotPlain, not_plain, pack, tensor_that_is_not_dense
+from elaunch.trainer.state.packing import not_plain
 from elaunch.trainer.state.rank_objects import HookState, RankObjects
 from elaunch.trainer.state.rng_state import RandomStates
 from elaunch.trainer.state.settings import Settings
@@ -71,19 +71,24 @@ class Training:
         self.models: list[nn.Module] = list(several(model))
         self._wrapped = Models(self.models) if len(self.models) > 1 else self.models[0]
         self.model = unwrap(self._wrapped)
-        self._optimizers = several(optimizer)
+        self.optimizers = several(optimizer)
         self._hook = None if hook_state is None else HookState(hook_state)
+        # Whether a rank's own state has a large part.
+        self.has_large = self._hook is not None
+        self.has_scaler = scaler is not None
+        # Whether more than the model and the optimizers changes in a step, and is the same on every rank.
+        self.has_scheduler_or_extra = not (scheduler is None and extra is None)
         self.per_rank = RankObjects(several(per_rank)) if per_rank is not None else None
-        self.has_zero = any(is_zero(one) for one in self._optimizers)
-        self.is_in_parts = any(is_in_parts(self._wrapped, one) for one in self._optimizers)
+        self.has_zero = any(is_zero(one) for one in self.optimizers)
+        self.is_in_parts = any(is_in_parts(self._wrapped, one) for one in self.optimizers)
         # The names and types of all ranks' parameters and buffers, if the ranks have different ones.
         self._names_of_all: list[tuple[str, str]] = []
         extra = _parts_of(extra)
-        self.live_tensors = LiveTensors(self.model, self._optimizers, several(extra))
-        self.settings = Settings(self.models, self.model, self._optimizers)
-        if self.has_zero and len(self._optimizers) > 1:
+        self.live_tensors = LiveTensors(self.model, self.optimizers, several(extra))
+        self.settings = Settings(self.models, self.model, self.optimizers)
+        if self.has_zero and len(self.optimizers) > 1:
             raise ValueError(
-                f"{len(self._optimizers)} optimizers, one of them a ZeroRedundancyOptimizer, cannot be kept together; "
+                f"{len(self.optimizers)} optimizers, one of them a ZeroRedundancyOptimizer, cannot be kept together; "
                 "give one ZeroRedundancyOptimizer all parameters, in groups, or use fully_shard"
             )
         self._rest = {"scheduler": scheduler, "scaler": scaler, "extra": extra, "optimizers": ()}
@@ -98,13 +103,13 @@ class Training:
         self.of_commit: State = {}
         # Whether all ranks have rank 0's in each forward pass.
         self.shares_buffers = all(map(_shares_buffers, self.models))
-        parts = [*self._wrapped.modules(), *self._optimizers]
+        parts = [*self._wrapped.modules(), *self.optimizers]
         self._joinable: list[Any] = [one for one in parts if hasattr(one, "_join_config")]
 
     def _divide_optimizers(self) -> None:
         # FSDP's optimizers have one state together, by the names of the parameters.
-        self._others = self._optimizers[1:] if self.is_in_parts else ()
-        self._rest["optimizers"] = () if self.is_in_parts else self._optimizers[1:]
+        self._others = self.optimizers[1:] if self.is_in_parts else ()
+        self._rest["optimizers"] = () if self.is_in_parts else self.optimizers[1:]
 
     def compare_names(self, from_all: Callable[[Any], list[Any]]) -> None:
         """Find out whether the ranks have different parameters, as the stages of a pipeline have. Collective.
@@ -141,36 +146,10 @@ class Training:
                     f"step of the Keeper needs all ranks; leave out join(), and {otherwise}"
                 )
 
-    def only_model(self, otherwise: str) -> nn.Module:
-        """The model, if there is only one. Raises ValueError with the way out."""
-        if len(self.models) > 1:
-            raise ValueError(f"there are {len(self.models)} models; call {otherwise}")
-        (model,) = self.models
-        return model
-
-    @property
-    def has_large(self) -> bool:
-        """Whether a rank's own state has a large part."""
-        return self._hook is not None
-
-    @property
-    def optimizers(self) -> Sequence[Any]:
-        """All optimizers."""
-        return self._optimizers
-
     @property
     def has_names_of_its_own(self) -> bool:
         """Whether the ranks have different parameters, as the stages of a pipeline have."""
         return bool(self._names_of_all)
-
-    @property
-    def has_scaler(self) -> bool:
-        return self._rest["scaler"] is not None
-
-    @property
-    def has_scheduler_or_extra(self) -> bool:
-        """Whether more than the model and the optimizers changes in a step, and is the same on every rank."""
-        return any(self._rest[name] is not None for name in ("scheduler", "extra"))
 
     def layout(self) -> bytes:
         """A digest of the state's structure: names and shapes of the model, classes of the other parts."""
@@ -179,7 +158,7 @@ class Training:
         for name, value in named:
             # The shape of a part depends on the world size.
             digest.update(repr((name, value.dtype, () if self.is_in_parts else tuple(value.shape))).encode())
-        for name, part in [*self._rest.items(), ("optimizer", self._optimizers)]:
+        for name, part in [*self._rest.items(), ("optimizer", self.optimizers)]:
             digest.update(repr((name, [type(one).__qualname__ for one in several(part)])).encode())
         if self.per_rank is not None:
             digest.update(repr(self.per_rank.kinds).encode())
@@ -189,7 +168,7 @@ class Training:
         """The replicated state, with the live tensors that training changes."""
         model = self.model.state_dict()
         without_buffers(model, self._buffers)
-        own = [self.settings.of_step(0, one.state_dict()) for one in self._optimizers[:1]]
+        own = [self.settings.of_step(0, one.state_dict()) for one in self.optimizers[:1]]
         return {"model": model, "optimizer": own, "of_commit": self.of_commit, **self.rest()}
 
     def rest(self) -> State:
@@ -213,11 +192,11 @@ class Training:
 
     def _state(self) -> State:
         by_name = bool(self._names_of_all)
-        return state_of(self._wrapped, self._optimizers[0], *self._others, by_name=by_name)
+        return state_of(self._wrapped, self.optimizers[0], *self._others, by_name=by_name)
 
     def live(self) -> list[Tensor] | None:
         """The tensors of `large`, which training changes in place. None if other values change with them."""
-        moments = [each for one in self._optimizers for each in moments_of(one)]
+        moments = [each for one in self.optimizers for each in moments_of(one)]
         if self._has_extra_state or not all(isinstance(each, Tensor) for each in moments):
             return None
         return [*self.model.parameters(), *moments]
@@ -239,12 +218,8 @@ class Training:
         self.live_tensors.require_dense()
         parts, own = self.rest() if self.is_in_parts else self.replicated(), self.own(large=True)
         for name, part in {**parts, **self.buffers(), **own}.items():
-            try:
-                pack(part)
-            except NotPlain as error:
-                which = tensor_that_is_not_dense(part)
-                where = f"{which} in the state of {name}" if which else f"the state of {name}"
-                raise TypeError(not_plain(part, name) or f"{where} cannot be kept: {error}") from None
+            if why := not_plain(part, name, deeply=True):
+                raise TypeError(why)
         if durably:
             flatten({**self.rest(), "per_rank": own.get("per_rank")})
 
@@ -253,7 +228,7 @@ class Training:
 
         What an object in `extra` gives is looked at with each snapshot.
         """
-        groups = [getattr(one, "param_groups", ()) for one in self._optimizers]
+        groups = [getattr(one, "param_groups", ()) for one in self.optimizers]
         options = [[{key: group[key] for key in group if key != "params"} for group in its] for its in groups]
         found = not_plain(options, "param_groups", durably=durably)
         # Not the scaler: its state_dict waits for the device.
@@ -313,7 +288,7 @@ class Training:
         """Load a replicated state; it is copied."""
         self.settings.load_groups(state)
         self.model.load_state_dict({**self.model.state_dict(), **state["model"]})
-        for one, its in zip(self._optimizers, [*state["optimizer"], *state["optimizers"]], strict=True):
+        for one, its in zip(self.optimizers, [*state["optimizer"], *state["optimizers"]], strict=True):
             optimizer_state.load(one, its)
         self.of_commit = cloned(state.get("of_commit", {}))
         self._load_rest({name: its for name, its in state.items() if name != "optimizers"})
@@ -355,7 +330,7 @@ class Training:
 
     def _kinds(self) -> State:
         """The optimizers with the groups that they began with; `settings` adds those that came later."""
-        kinds = kinds_of(self._wrapped, self._optimizers, by_name=bool(self._names_of_all))
+        kinds = kinds_of(self._wrapped, self.optimizers, by_name=bool(self._names_of_all))
         starts = zip(kinds, self.settings.start_sizes(), strict=True)
         return {OPTIMIZERS: [[name, sizes and start] for (name, sizes), start in starts]}
 
@@ -375,7 +350,7 @@ class Training:
 
         rest = self._kinds()
         how: Any = {"by_name": bool(self._names_of_all), "has_buffers": has_buffers}
-        found = restore(load_with_groups, self._wrapped, self._optimizers[0], rest, self._others, **how)
+        found = restore(load_with_groups, self._wrapped, self.optimizers[0], rest, self._others, **how)
         if found is not None:
             self._load_rest(rest)
             # At another number of ranks all get rank 0's.
@@ -406,7 +381,7 @@ class Training:
                 for one, its in zip(several(part), state[name], strict=True):
                     _load(one, its, spare)
         options = state.get("param_groups", ()) if self.is_in_parts else ()
-        for one, groups in zip(self._optimizers, options, strict=False):
+        for one, groups in zip(self.optimizers, options, strict=False):
             for group, its in zip(one.param_groups, groups, strict=True):
                 optimizer_state.put_options(group, its)
         self.settings.load(state)

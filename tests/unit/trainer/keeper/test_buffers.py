@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
@@ -167,38 +166,6 @@ def test_a_checkpoint_with_a_buffer_of_another_model_is_refused(
             checkpoints=tmp_path / "c",
             name="a-third",
         ).restore()
-
-
-def test_a_parameter_that_comes_in_mid_training_is_refused_by_name() -> None:
-    model = nn.Sequential(nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def trained_and_pruned() -> None:
-        with Keeper(model, optimizer, per_rank=(), lose_at_most=1) as keeper:
-            for step in keeper.steps(5):
-                if step == 3:
-                    prune.identity(model[0], "weight")
-                with keeper.commit():
-                    pass
-
-    with pytest.raises(TypeError, match=r"parameters, .* were added, .*0\.weight_orig"):
-        trained_and_pruned()
-
-
-def test_a_module_in_extra_may_get_a_buffer_that_it_lacks_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    def kept(steps: int) -> Any:
-        model, other = nn.Linear(4, 1), Centred(is_none, _NONE, True)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with Keeper(model, optimizer, extra=other, per_rank=(), say=lambda _: None) as keeper:
-            for _ in keeper.steps(steps):
-                with keeper.commit():
-                    other.center = torch.full((4,), 3.0)
-        return other.center
-
-    kept(2)
-    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
-
-    assert kept(2).tolist() == [3.0] * 4
 
 
 def test_a_checkpoint_is_better_than_a_newer_state_whose_buffers_are_lost(

@@ -79,17 +79,6 @@ def test_a_scheduler_that_is_not_given_is_named_at_entry() -> None:
     assert scheduler.last_epoch == 0
 
 
-@pytest.mark.parametrize("how", ["given", "in another one"])
-def test_a_scheduler_that_is_kept_is_not_named(how: str) -> None:
-    program = Program()
-    scheduler: Any = StepLR(program.optimizer, 2)
-    if how == "in another one":
-        scheduler = torch.optim.lr_scheduler.ChainedScheduler([scheduler, StepLR(program.optimizer, 3)])
-    program.commits = lambda step: scheduler.step()
-
-    assert program.run(scheduler=scheduler) == ""
-
-
 class Noam:
     """A schedule of the program's own, which is no LRScheduler."""
 
@@ -150,7 +139,7 @@ def test_a_flag_or_a_value_that_changes_after_the_commit_is_named(at: str, name:
 
     found = [said for said in [program.run(), *program.said] if "outside" in said]
     assert bool(found) == (at == "ends")
-    assert all(said.startswith(f"`{named}` changed outside keeper.commit() after step 2: a failure") for said in found)
+    assert all(said.startswith(f"`{named}` changed outside keeper.commit() after step 2 (") for said in found)
 
 
 def test_an_averaged_model_is_named() -> None:
@@ -162,15 +151,6 @@ def test_an_averaged_model_is_named() -> None:
         "`average` follows the weights, and is not kept: a restart resets it. Pass it to the Keeper (extra=…), and "
         "update it in the commit. A copy that is made before each use needs nothing"
     )
-
-
-def test_tensors_that_follow_the_weights_are_named_by_their_variable() -> None:
-    program = Program()
-    means = [weight.detach().clone() for weight in program.model.parameters()]
-    program.commits = lambda step: program.average(means)
-
-    assert program.run().startswith("`means` follows the weights, and is not kept: a restart resets it.")
-    assert len(program.said) == 1
 
 
 @pytest.mark.parametrize("how", ["given", "frozen"])
@@ -442,8 +422,7 @@ def test_an_optimizer_that_is_made_again_in_mid_training_is_named() -> None:
 
     program.begins = begins
 
-    said = program.run(8)
-    assert said.startswith("the weights changed in the commit of step 5, and none of the Keeper's optimizers has made")
+    assert program.run(8).startswith("the program's AdamW steps, and is not kept: a restart resets it")
 
 
 def removes_a_group(program: Program) -> None:

@@ -33,9 +33,9 @@ def copied(steps: int, *, each: bool) -> list[int]:
         steps=of_steps,
         gpu=gpu,
         put_down=nothing,
-        put_down_changed=nothing,
+        own=SimpleNamespace(put_down_changed=nothing),
         done=nothing,
-        require_plain_values=lambda: None,
+        is_durable=False,
         lacks_base=False,
         copies_in_commit=False,
     )

@@ -82,18 +82,6 @@ def test_a_step_without_copies_does_not_take_the_place_of_the_copied_one_before(
     assert restored() == 8
 
 
-def test_copies_older_than_a_snapshot_keep_no_later_snapshot_away(
-    monkeypatch: pytest.MonkeyPatch, memory: Path
-) -> None:
-    # Copies end soon after the snapshot of step 6.
-    monkeypatch.setattr(StepCopies, "wants", lambda self, step: step < 8)
-
-    failed(18)
-
-    assert Version(0, 16) in versions(memory)
-    assert restored() == 16
-
-
 def failed(fails_in: int, before: Callable[[Keeper], None] = lambda keeper: None) -> Keeper:
     """A training whose hook's state is copied at each step, after it has failed in that step."""
     keeper = kept(generation=0)

@@ -110,15 +110,6 @@ def test_containers_and_tensors_stay_the_same_objects() -> None:
     assert list(there) == ["t", "l", "s", "c", "new"]
 
 
-def test_a_tensor_in_two_places_stays_in_both_also_with_a_nan() -> None:
-    tensor, saved = torch.zeros(2), torch.tensor([torch.nan, 1.0])
-    there = {"a": tensor, "b": tensor}
-
-    put_into(there, {"a": saved, "b": saved.clone()})
-
-    assert there["a"] is there["b"] is tensor
-
-
 def test_a_tensor_of_another_shape_or_type_stays_the_same_object() -> None:
     there = {"shape": one(), "type": one()}
     shape, kind = there["shape"], there["type"]

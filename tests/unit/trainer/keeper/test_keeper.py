@@ -161,23 +161,6 @@ def test_an_optimizer_step_that_fails_is_not_kept(monkeypatch: pytest.MonkeyPatc
         assert not torch.equal(resumed.model[0].weight, job.model[0].weight)
 
 
-def test_a_training_that_is_over_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    losses = Job(lose_at_most=1000).train(7)
-
-    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
-
-    assert Job().train(7) == losses
-
-
-def test_two_trainings_of_one_program_are_told_apart_by_name() -> None:
-    Job(name="first").train(4)
-
-    second = Job(name="second")
-
-    with second.keeper:
-        assert second.keeper.step == 0
-
-
 class Feedback:
     """The state of a hook."""
 
@@ -221,14 +204,6 @@ def test_what_other_nodes_ranks_had_of_given_up_steps_is_not_found_again(
     Job().train(5)
 
     assert [header.version for header, *_ in mirrored.versions()] == [Version(0, 3)]
-
-
-def test_a_state_that_cannot_be_kept_is_refused_when_the_keeper_is_entered() -> None:
-    job = Job()
-    job.extra["path"] = Path("of a file")
-
-    with pytest.raises(TypeError, match=r"^`extra\.0\.path` cannot be kept: .*of a file.* is a pathlib"), job.keeper:
-        pytest.fail("it was entered")
 
 
 @pytest.fixture
@@ -351,14 +326,6 @@ def left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return note
 
 
-def test_the_same_training_goes_on_from_the_checkpoints_of_another_job(tmp_path: Path, left: Path) -> None:
-    again = Job(checkpoints=tmp_path / "c")
-
-    assert len(again.train(5)) == 5
-    assert re.search(r"resuming from the checkpoints of job other .* in ", again.said[0])
-    assert "restored step 3 from the checkpoint" in again.said[1]
-
-
 def test_other_arguments_of_the_job_whose_checkpoints_are_resumed_are_named(tmp_path: Path, left: Path) -> None:
     left.write_text(json.dumps({**json.loads(left.read_text()), "arguments": "--lr 0.1"}))
     again = Job(checkpoints=tmp_path / "c")
@@ -377,14 +344,6 @@ def test_another_training_is_refused_where_there_are_checkpoints(
 
     left.unlink()
     assert len(Job(checkpoints=tmp_path / "c").train(5)) == 5
-
-
-def test_a_name_says_which_training_it_is_whatever_its_script_is(tmp_path: Path, left: Path) -> None:
-    left.write_text(json.dumps({**json.loads(left.read_text()), "name": "first", "script": "old.py"}))
-    with pytest.raises(ValueError, match=r"that one has the name `first`, this one `second`"):
-        Job(name="second", checkpoints=tmp_path / "c").keeper.__enter__()
-
-    assert len(Job(name="first", checkpoints=tmp_path / "c").train(5)) == 5
 
 
 def test_a_job_ends_at_the_checkpoint_after_another_one_has_taken_its_place(tmp_path: Path) -> None:
@@ -524,16 +483,6 @@ def test_a_signal_ends_the_step_first(tmp_path: Path, signum: signal.Signals, co
     assert job.said[-1].startswith("stopped after step 3, as it was")
     assert list((tmp_path / "checkpoints").glob("generation-*-step-00000003*"))
     assert [signal.getsignal(number) for number in numbers] == before
-
-
-def test_a_signal_during_the_last_step_ends_the_program_after_it(tmp_path: Path) -> None:
-    job = Job(checkpoints=tmp_path / "checkpoints")
-
-    with pytest.raises(SystemExit) as ended:
-        job.train(3, {3: lambda: signal.raise_signal(signal.SIGTERM)})
-
-    assert ended.value.code == 143
-    assert job.said[-1].startswith("stopped after step 3, as it was told to leave")
 
 
 def test_a_signal_after_the_last_step_is_the_programs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

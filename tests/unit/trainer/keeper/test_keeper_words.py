@@ -140,21 +140,3 @@ def test_a_state_that_cannot_be_saved_after_a_failure_keeps_nobody_waiting(
 
     assert steps == [0]
     assert "no state today" in capfd.readouterr().err
-
-
-def test_who_fails_during_a_stop_does_not_ask_for_the_signal_that_would_hide_it(
-    agent: socket.socket, capfd: pytest.CaptureFixture[str]
-) -> None:
-    training = Training(agent)
-
-    def fail_at_a_stop() -> None:
-        tell(agent, event="stop_at_step_boundary", reason="join")
-        # The link's thread answers one message after the other, so the first is handled then.
-        tell(agent, event="stacks")
-        wait_for(lambda: "what this worker's threads" in capfd.readouterr().err, "the request is heard")
-        fail()
-
-    with pytest.raises(ValueError, match="asked for"):
-        training.train(begun=fail_at_a_stop)
-
-    assert training.words.count("listens") == 1

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from elaunch.trainer.keeper.boundary import Agreed, LookAround, Wants, Wish
+from elaunch.trainer.keeper.boundary import LookAround, LookPlan
 from elaunch.trainer.state.version import Version
 
 
@@ -24,7 +25,7 @@ class Rank:
         is_strict: bool = False,
         **options: Any,
     ) -> None:
-        self.wants: list[Wants] = []
+        self.wants: list[LookPlan] = []
         self.far, self.may_be_copied, self.next_copy = far, True, None
         # Steps between two copies that are as good as a snapshot; None without any.
         self.copied_every = 1 if snapshot_every is None else None
@@ -57,9 +58,9 @@ class Rank:
             **{"checkpoint_every": 1000, "verify_every": None, **options},
         )
 
-    def agreed(self, wants: Wants) -> Agreed:
+    def agreed(self, wants: LookPlan) -> LookPlan:
         self.wants.append(wants)
-        return Agreed(Wish.NONE, wants.snapshot, wants.copy, wants.copies, min(self.far, wants.steps))
+        return replace(wants, steps=min(self.far, wants.steps))
 
     def snapshot(self) -> None:
         self.snapshots.append(self.state.version.step)
@@ -91,10 +92,10 @@ def test_copies_of_each_step_need_no_look_each_but_a_failed_one_has_a_look_at_on
 
 
 def test_ranks_whose_loops_have_different_lengths_are_refused_at_a_look() -> None:
-    ranks = [Wants(total=total).numbers(Wish.NONE, 0) for total in (20, 25, 25)]
+    ranks = [LookPlan(total=total).numbers(0) for total in (20, 25, 25)]
 
     with pytest.raises(ValueError, match=r"different numbers of steps: 20 on one and 25 on another.*drop_last=True"):
-        Agreed.by([max(numbers) for numbers in zip(*ranks, strict=True)])
+        LookPlan.agreed([max(numbers) for numbers in zip(*ranks, strict=True)])
 
 
 def test_snapshots_at_a_given_distance_are_made_after_these_steps() -> None:
@@ -104,15 +105,6 @@ def test_snapshots_at_a_given_distance_are_made_after_these_steps() -> None:
 
     assert rank.snapshots == [1, 8, 15, 22, 29]
     assert len(looks) < 20
-
-
-def test_where_snapshots_are_made_at_comparisons_only_their_distance_asks_for_no_look() -> None:
-    rank = Rank(snapshot_every=7, verify_every=1000, is_strict=True)
-
-    looks = looks_of(rank, range(101))
-
-    assert not rank.snapshots
-    assert looks == [0, 1, 3, 7, 15, 31, 63]
 
 
 def test_a_snapshot_that_is_refused_is_tried_again_after_the_next_step() -> None:

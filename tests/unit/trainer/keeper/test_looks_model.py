@@ -1,34 +1,17 @@
 """A model of several ranks that look after the steps they have agreed on, in 400 random histories.
 
 Each rank has its own `Looks`, `Pace` and speed. Requests to stop come at any moment at any rank, ranks die, and a new
-generation goes on. Between two looks the ranks have nothing in common, so each may be any number of steps ahead. Each
-rule is then switched off, and the same histories find what it prevents:
-
-rule that is off                                      what is found
-the number that all have agreed on counts             "apart": a rank waits at a look that another passes
-the smallest number counts                            "skipped": a rank's checkpoint or snapshot has no look
-the steps until the look count, not a rank's clock    "apart"
-a generation begins with a look                       "late": its first steps may be slow, and nobody has measured them
-all steps of late count                               "late": a request waits for slow steps
-twice the measured steps at most                      "trust": one fast step, and the next look is hundreds away
-a look at each multiple of `checkpoint_every`         "skipped"
-a look where a snapshot is due                        "skipped"
-looks grow apart                                      "asks": the ranks ask each other at each step
+generation goes on. Between two looks the ranks have nothing in common, so each may be any number of steps ahead.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean as mean
-from typing import Any
 
-import pytest
-
-from elaunch.trainer.keeper import sync_schedule as rule
-from elaunch.trainer.keeper.boundary import Agreed, Wants, Wish
+from elaunch.trainer.keeper.boundary import LookPlan, Wish
 from elaunch.trainer.keeper.sync_schedule import WITHIN_S, Looks, Pace
 
 HISTORIES = 400
@@ -114,9 +97,9 @@ class Rank:
         snapshot = bool(self.number) or self.pace.is_due(self.step)
         due = [] if self.number else [self.pace.due_after(self.step, is_taken=snapshot)]
         steps = self.looks.wanted(self.step, due) if where == "look" else 1
-        return Wants(steps, snapshot).numbers(Wish.LEAVE if is_told else Wish.NONE, 0)
+        return LookPlan(steps, snapshot, wish=Wish.LEAVE if is_told else Wish.NONE).numbers(0)
 
-    def take(self, agreed: Agreed, now_s: float) -> None:
+    def take(self, agreed: LookPlan, now_s: float) -> None:
         if agreed.snapshot and self.step:
             self.pace.snapshot_took(self.step, 0.0)
         self.looks.agreed(self.step, agreed.steps)
@@ -163,7 +146,7 @@ def _generation(ranks: list[Rank], until_s: float, seen: Seen) -> str:
             return "dead"
         ((place, step),) = living
         numbers = [max(each) for each in zip(*(rank.ask(place) for rank in ranks), strict=True)]
-        agreed, now_s = Agreed.by(numbers), max(rank.at_s for rank in ranks)
+        agreed, now_s = LookPlan.agreed(numbers), max(rank.at_s for rank in ranks)
         # The end is a look too.
         seen.looks[-1].append((step, now_s))
         if agreed.wish:
@@ -245,105 +228,3 @@ def test_all_facts_hold_in_all_histories() -> None:
     assert sum(len(each.looks) > 1 for each in seen) > HISTORIES / 10
     far = [max((b - a for (a, _), (b, _) in pairwise(looks)), default=0) for each in seen for looks in each.looks]
     assert sum(steps > 8 for steps in far) > HISTORIES / 20
-
-
-def own_number(patch: pytest.MonkeyPatch) -> None:
-    real = Looks.wanted
-
-    def wanted(looks: Looks, step: int, due: Any = ()) -> int:
-        found = real(looks, step, due)
-        # Each rank keeps what it wanted itself; it has this from its own number.
-        looks.own = found  # type: ignore[attr-defined]
-        return found
-
-    agreed = Looks.agreed
-    patch.setattr(Looks, "wanted", wanted)
-    patch.setattr(Looks, "agreed", lambda looks, step, steps: agreed(looks, step, looks.own))
-
-
-def greatest(patch: pytest.MonkeyPatch) -> None:
-    numbers, by = Wants.numbers, Agreed.by.__func__  # type: ignore[attr-defined]
-    patch.setattr(Wants, "numbers", lambda asked, *rest: [*(its := numbers(asked, *rest))[:4], asked.steps, *its[5:]])
-    patch.setattr(Agreed, "by", classmethod(lambda cls, found: by(cls, [*found[:4], -found[4], *found[5:]])))
-
-
-def own_clock(patch: pytest.MonkeyPatch) -> None:
-    reached, agreed = Looks.reached, Looks.agreed
-
-    def by_time(looks: Looks, step: int, now_s: float) -> bool:
-        is_first = not hasattr(looks, "looked_s")
-        looks.now_s = now_s  # type: ignore[attr-defined]
-        reached(looks, step, now_s)
-        return is_first or now_s - looks.looked_s >= WITHIN_S / 2  # type: ignore[attr-defined]
-
-    def note(looks: Looks, step: int, steps: int) -> None:
-        looks.looked_s = looks.now_s  # type: ignore[attr-defined]
-        agreed(looks, step, steps)
-
-    patch.setattr(Looks, "reached", by_time)
-    patch.setattr(Looks, "agreed", note)
-
-
-def late_begin(patch: pytest.MonkeyPatch) -> None:
-    begin = Looks.__init__
-
-    def later(looks: Looks, step: int, multiples: Any = ()) -> None:
-        begin(looks, step, multiples)
-        looks.next += 5
-
-    patch.setattr(Looks, "__init__", later)
-
-
-def fastest_step(patch: pytest.MonkeyPatch) -> None:
-    reached = Looks.reached
-
-    def fastest(looks: Looks, step: int, now_s: float) -> bool:
-        before_s, left, found = looks._slowest_s or 1e9, looks._left, reached(looks, step, now_s)
-        if left is not None and step > left[0]:
-            looks._slowest_s = min(before_s, (now_s - left[1]) / (step - left[0]))
-            looks._took_s = looks._steps * looks._slowest_s
-        return found
-
-    patch.setattr(Looks, "reached", fastest)
-
-
-def far_at_once(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(rule, "_GROWTH", 10**6)
-
-
-def no_multiples(patch: pytest.MonkeyPatch) -> None:
-    begin = Looks.__init__
-    patch.setattr(Looks, "__init__", lambda looks, step, multiples=(): begin(looks, step))
-
-
-def nothing_due(patch: pytest.MonkeyPatch) -> None:
-    wanted = Looks.wanted
-    patch.setattr(Looks, "wanted", lambda looks, step, due=(): wanted(looks, step))
-
-
-def each_step(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(rule, "_GROWTH", 0)
-
-
-@pytest.mark.parametrize(
-    ("switch", "found"),
-    [
-        (own_number, "apart"),
-        (greatest, "skipped"),
-        (own_clock, "apart"),
-        (late_begin, "late"),
-        (fastest_step, "late"),
-        (far_at_once, "trust"),
-        (no_multiples, "skipped"),
-        (nothing_due, "skipped"),
-        (each_step, "asks"),
-    ],
-)
-def test_without_the_rule_a_fact_does_not_hold(
-    switch: Callable[[pytest.MonkeyPatch], None], found: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    switch(monkeypatch)
-
-    violation, _ = hunt()
-
-    assert violation.startswith(found), violation

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from elaunch.trainer.integrations.epochs import KeptEpochs
 from elaunch.trainer.keeper.keeper import Keeper
@@ -126,44 +125,6 @@ def test_a_loop_that_was_left_ends_at_the_same_step_after_a_failure(monkeypatch:
     assert job.said[1:] == ["the loop up to step 10 ends after step 4, where it was left before"]
 
 
-def test_epochs_that_were_left_end_at_the_same_epoch_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(generation: int) -> Job:
-        job = Job()
-        with job.keeper:
-            for epoch, steps in job.keeper.epochs(5, 3):
-                for step in steps:
-                    job.train(step)
-                if epoch == 1:
-                    break
-        if not generation:
-            raise Failed
-        return job
-
-    job = again(monkeypatch, run)
-
-    assert job.keeper.step == 6
-    assert job.said[1:] == ["the loop up to step 15 ends after step 6, where it was left before"]
-
-
-@pytest.mark.parametrize("fails_in", [6])
-def test_an_exception_in_an_epoch_does_not_end_it(monkeypatch: pytest.MonkeyPatch, fails_in: int) -> None:
-    trained = []
-
-    def run(generation: int) -> None:
-        job = Job()
-        with job.keeper:
-            for _, steps in job.keeper.epochs(3, 3):
-                for step in steps:
-                    job.train(step)
-                    trained.append(step)
-                    if step == fails_in and not generation:
-                        raise Failed
-
-    again(monkeypatch, run)
-
-    assert trained == list(range(1, 10))
-
-
 @pytest.mark.parametrize("fails_at", [6, 8])
 def test_a_loop_that_is_left_and_entered_again_goes_on(monkeypatch: pytest.MonkeyPatch, fails_at: int) -> None:
     """As for an evaluation every few steps, outside of the loop."""
@@ -186,26 +147,6 @@ def test_a_loop_that_is_left_and_entered_again_goes_on(monkeypatch: pytest.Monke
 
     assert [step for step, _ in found] == [5, 10, 12]
     assert len({numbers for _, numbers in found}) == 3
-
-
-def test_a_phase_that_was_left_stays_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    trained: list[tuple[int, int]] = []
-
-    def run(generation: int) -> None:
-        job = Job()
-        with job.keeper:
-            for total, ends_after in ((10, 4), (20, 20)):
-                for step in job.keeper.steps(total):
-                    job.train(step)
-                    trained.append((total, step))
-                    if step == 6 and not generation:
-                        raise Failed
-                    if step == ends_after:
-                        break
-
-    again(monkeypatch, run)
-
-    assert trained == [*((10, step) for step in range(1, 5)), *((20, step) for step in range(5, 21))]
 
 
 @pytest.mark.parametrize("fails_in", [3, 6])
@@ -233,17 +174,6 @@ def test_what_is_drawn_between_two_steps_changes_no_step_also_if_it_is_cut_off(
     assert found[1] == calm[1]
     assert list(found[0]) == list(range(fails_in + 1, 9))
     assert found[0].items() <= calm[0].items()
-
-
-def test_a_program_that_draws_between_steps_only_never_draws_the_same_numbers() -> None:
-    """Exploration noise, augmentation of a batch that is fetched ahead: setting the generators back would repeat it."""
-    job, found = Job(dropout=0.0), []
-    with job.keeper:
-        for step in job.keeper.steps(5):
-            job.train(step)
-            found.append(drawn())
-
-    assert all(len(set(numbers)) == 5 for numbers in zip(*found, strict=True))
 
 
 def test_what_is_drawn_after_a_backward_pass_comes_back_with_its_step_and_changes_no_record(
@@ -342,21 +272,6 @@ def test_an_evaluation_in_a_loop_with_hooks_changes_no_step_also_if_it_is_cut_of
     assert [step for step, _ in calm] == list(range(1, 13))
 
 
-class Endless(IterableDataset[float]):
-    def __iter__(self) -> Iterator[float]:
-        return itertools.repeat(1.0)
-
-
-def test_an_iterable_dataset_whose_batches_cannot_be_passed_over_is_refused() -> None:
-    model, loader = nn.Linear(1, 1), DataLoader(Endless())
-    optimizer = torch.optim.SGD(model.parameters())
-
-    with pytest.raises(ValueError, match=r"^Endless is an IterableDataset, .*Keeper and Batches\(loader\)"):
-        KeptEpochs(
-            *(model, [optimizer]), outermost=model, loader=loader, base=loader, accumulate=1, set_epoch=lambda _: None
-        )
-
-
 def test_a_commit_outside_of_steps_is_named_once() -> None:
     job = Job()
 
@@ -374,11 +289,3 @@ def test_a_total_that_is_no_number_of_steps_is_refused(total: Any) -> None:
 
     with job.keeper as keeper, pytest.raises(ValueError, match=r"the total is a whole number, 0 or more"):
         next(keeper.steps(total))
-
-
-@pytest.mark.parametrize(
-    "option", [{"lose_at_most": "1"}, {"lose_at_most": 1.5}, {"keep": None}, {"checkpoint_every": None}]
-)
-def test_a_count_that_is_no_whole_number_is_refused_by_its_name(option: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=rf"{next(iter(option))} is .*; it is a whole number"):
-        Job(**option)

@@ -258,32 +258,3 @@ def test_hooks_refuse_what_they_cannot_see(
 ) -> None:
     with pytest.raises((ValueError, RuntimeError), match=sentence):
         entered_with_hooks(Loop(**options), work)
-
-
-@pytest.mark.parametrize("fails_in", ["the evaluation", "step 5"])
-def test_an_evaluation_is_no_step_and_its_random_numbers_do_not_count(
-    monkeypatch: pytest.MonkeyPatch, fails_in: str
-) -> None:
-    def run(loop: Loop, until: int, fails_in: str = "") -> list[float]:
-        drawn = []
-        with loop.keeper:
-            for step in loop.keeper.steps(until):
-                loop.backward()
-                drawn.append(loop.loss)
-                if fails_in == f"step {step}":
-                    fail()
-                with loop.keeper.commit():
-                    loop.update()
-                if step == 4:
-                    torch.rand(3)
-                    if fails_in == "the evaluation":
-                        fail()
-        return drawn
-
-    calm = run(Loop(name="calm"), 8)
-    with pytest.raises(RuntimeError, match="reset by peer"):
-        run(Loop(), 8, fails_in)
-    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
-
-    # Step 4 is not made again, and so its evaluation is not.
-    assert run(Loop(), 8) == calm[4:]

@@ -50,20 +50,12 @@ def exchanged(parts: Parts) -> None:
     parts.model[2].bias.data = torch.zeros(1)
 
 
-def moment(parts: Parts) -> None:
-    parts.optimizer.state[parts.model[0].weight]["exp_avg"].zero_()
-
-
 def replaced(parts: Parts) -> None:
     parts.optimizer.state[parts.model[0].bias]["exp_avg_sq"] = torch.zeros(8)
 
 
 def averaged(parts: Parts) -> None:
     parts.average.update_parameters(parts.model)
-
-
-def queue(parts: Parts) -> None:
-    parts.extra["queue"][0] = 1
 
 
 def deep(parts: Parts) -> None:
@@ -83,10 +75,8 @@ def loaded(parts: Parts) -> None:
     [
         (weight, "`0.weight` changed"),
         (exchanged, "`2.bias` changed"),
-        (moment, "`0.weight: exp_avg of the optimizer` changed"),
         (replaced, "`0.bias: exp_avg_sq of the optimizer` changed"),
         (averaged, "`extra.0.module.0.weight` (and 5 more tensors) changed"),
-        (queue, "`extra.0.queue` changed"),
         (deep, "`extra.0.deep.1.0` changed"),
         (cleared, "the state of an optimizer, or the number of tensors in `extra`, changed"),
         (loaded, "`0.weight` (and 5 more tensors) changed"),
@@ -144,20 +134,6 @@ def test_what_a_loop_does_between_two_commits_is_no_change(act: Callable[[Parts]
     act(parts)
 
     assert not parts.changes.found(12)
-
-
-def test_an_optimizer_needs_no_state_beside_its_state_dict() -> None:
-    class Own:
-        def state_dict(self) -> dict[str, Any]:
-            return {}
-
-    parts = Parts()
-    changes = OutsideChanges(LiveTensors(parts.model, [Own()], []))
-    changes.note()
-
-    weight(parts)
-
-    assert "`0.weight`" in changes.found(1)
 
 
 def test_tensors_that_a_commit_replaces_are_not_kept_alive() -> None:
@@ -246,14 +222,3 @@ def test_what_a_survivor_saves_does_not_count_if_the_state_changes_meanwhile(mon
         assert resumed.keeper.step == 1
 
     assert job.said == [SENTENCE]
-
-
-def test_at_a_stop_the_state_is_kept_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = Job(lose_at_most=100)
-    job.train(5, changes_after=(5,))
-    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
-
-    resumed = Job()
-    with resumed.keeper:
-        assert resumed.keeper.step == 5
-        assert torch.equal(resumed.model.weight, job.model.weight)

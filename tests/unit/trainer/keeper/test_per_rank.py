@@ -79,18 +79,6 @@ def test_after_a_failure_every_rank_goes_on_at_its_own_sample(
     assert failed.seen + resumed.train(12) == undisturbed
 
 
-def test_it_is_in_the_checkpoints_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("ELAUNCH_MEMORY")
-    undisturbed = Job().train(12)
-    folder = tmp_path / "checkpoints"
-
-    first = Job(checkpoints=folder).train(5)
-    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
-    resumed = Job(checkpoints=folder)
-
-    assert first + resumed.train(12) == undisturbed
-
-
 def test_at_another_world_size_it_begins_anew_and_the_keeper_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="reset by peer"):
         Job().train(12, 4)

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import nn
 
 from elaunch.trainer import Keeper, link
-from elaunch.trainer.keeper import copies
 from elaunch.trainer.memory import node_memory, room, slots
 from elaunch.trainer.memory.node_memory import Records
 from elaunch.trainer.state.version import Piece, Version
@@ -63,15 +62,6 @@ def test_a_rank_that_saves_says_so_and_names_the_step(agent: socket.socket) -> N
     assert "saving" in words(agent)
 
 
-def test_without_a_memory_nothing_is_saved_and_nobody_says_so(
-    agent: socket.socket, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("ELAUNCH_MEMORY")
-
-    assert plain(7) == [0]
-    assert "saving" not in words(agent)
-
-
 def test_without_room_nothing_is_saved_and_nobody_says_so(
     agent: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,24 +69,6 @@ def test_without_room_nothing_is_saved_and_nobody_says_so(
 
     assert plain(7) == [0]
     assert "saving" not in words(agent)
-
-
-def test_a_state_that_changed_outside_is_not_saved_and_the_snapshot_is_named(agent: socket.socket) -> None:
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    steps: list[int] = []
-    with Keeper(model, optimizer, per_rank=(), lose_at_most=4, say=lambda text: None) as keeper:
-        for now in keeper.steps(7):
-            if now == 7:
-                with torch.no_grad():
-                    model.weight.add_(1)
-                steps.append(keeper._state.peer_failed(0))
-                keeper._state._is_sealed = False
-            with keeper.commit():
-                pass
-
-    # Snapshots of steps 1 and 5.
-    assert steps == [5]
 
 
 @pytest.fixture
@@ -155,21 +127,3 @@ def test_a_rank_says_that_it_saves_and_waits_while_its_part_is_being_written(mon
     monkeypatch.setattr(link, "saving", lambda step: has_said.set())
 
     assert named_and_resumed(monkeypatch) == (9, 9)
-
-
-@pytest.mark.usefixtures("group", "agent", "no_record_of_step_9")
-def test_a_part_that_nobody_completes_is_not_awaited_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    finish, is_over = slots.finish, threading.Event()
-
-    def finish_too_late(region: torch.Tensor, layout: bytes, piece: Piece, *rest: Any) -> Any:
-        if threading.current_thread().name == "mirror" and piece.version == Version(0, 9):
-            assert is_over.wait(DEADLINE_S)
-        return finish(region, layout, piece, *rest)
-
-    monkeypatch.setattr(slots, "finish", finish_too_late)
-    monkeypatch.setattr(copies, "_WRITE_S", 0.01)
-
-    try:
-        assert named_and_resumed(monkeypatch) == (5, 5)
-    finally:
-        is_over.set()

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-from elaunch.trainer.keeper import door, guarded_state
+from elaunch.trainer.keeper import door
 from elaunch.trainer.keeper.keeper import Keeper
 from tests.harness import DEADLINE_S
 
@@ -227,22 +227,3 @@ def test_a_rescue_does_not_wait_for_a_commit_that_waits_for_a_dead_peer(monkeypa
     monkeypatch.setenv("ELAUNCH_GENERATION", "1")
     with keeper_of(model) as resumed:
         assert resumed.step == 2
-
-
-def test_a_rescue_waits_for_a_commit_that_is_only_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guarded_state, "_COMMIT_S", DEADLINE_S)
-    model = nn.Linear(2, 2)
-    keeper = keeper_of(model, lose_at_most=100)
-    saved: list[int] = []
-
-    with keeper:
-        for step in keeper.steps(3):
-            with keeper.commit():
-                if step == 3:
-                    thread = threading.Thread(target=lambda: saved.append(keeper._state.peer_failed(1)))
-                    thread.start()
-                    time.sleep(0.5)
-            if step == 3:
-                thread.join(DEADLINE_S)
-
-    assert saved == [3]

@@ -73,20 +73,6 @@ def test_the_model_that_needs_most_decides_wherever_its_wrapper_is() -> None:
     assert passes_to_final_sums([wrapped(), nn.ModuleList([wrapped(static_graph=True)])], 3) == 2
 
 
-def test_a_model_whose_wrapper_is_elsewhere_counts_as_one_that_needs_most() -> None:
-    wrapper = wrapped()
-
-    assert passes_to_final_sums([wrapper.module], 3) == 2
-    assert passes_to_final_sums([wrapper.module], 2) == 0
-
-
-def test_of_two_ranks_a_static_graph_needs_them_too() -> None:
-    pair = dist.new_group([0, 1])
-
-    assert passes_to_final_sums([wrapped(process_group=pair)], 2) == 0
-    assert passes_to_final_sums([wrapped(process_group=pair, static_graph=True)], 2) == 2
-
-
 def test_shards_are_not_summed_in_buckets() -> None:
     sharded = fully_shard(nn.Linear(6, 6), mesh=init_device_mesh("cpu", (3,)))
 

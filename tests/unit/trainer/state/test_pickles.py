@@ -13,7 +13,6 @@ import torch
 from elaunch.trainer.state.packing import unpack
 from elaunch.trainer.state.pickles import DEPTH_MAX, require_shallow, require_shallow_value, scan
 from elaunch.trainer.state.region import PAGE, Header
-from elaunch.trainer.state.tree import flatten, pack
 from elaunch.trainer.state.tree import unpack as unpack_plain
 from elaunch.trainer.state.version import Piece, Version
 from tests.fuzzing import bounded
@@ -111,13 +110,6 @@ def test_plain_values_that_are_in_too_many_places_are_refused(value: Any) -> Non
 def test_values_that_nest_too_deeply_are_refused(value: Any, why: str) -> None:
     with bounded(), pytest.raises(pickle.UnpicklingError, match=why):
         require_shallow_value(value, 10_000)
-
-
-@pytest.mark.thorough
-def test_what_a_state_may_nest_is_read() -> None:
-    state = {"a": in_lists(100), "b": in_tuples(100), "c": [{"d": [1.5] * 10_000}] * 50}
-
-    assert unpack_plain(pack(flatten(state)))[0] == state
 
 
 @pytest.mark.parametrize("name", [("collections", "Counter"), ("collections", "OrderedDict"), ("torch", "Size")])
