@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from elaunch.trainer.data.batches import first_iterator, require_skippable, set_epoch
-from elaunch.trainer.integrations.epochs import EpochOrder, require_free, with_own
+from elaunch.trainer.data.batches import EpochOrder, require_skippable, set_epoch
+from elaunch.trainer.integrations.epochs import require_free, with_own
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.state import rng_state
 from elaunch.trainer.state.rng_state import RandomStates
@@ -90,11 +90,7 @@ class ElaunchCallback(Callback):  # type: ignore[misc]
         """Go on within an epoch. The loop has made its iterators already, and makes new ones."""
         loop = trainer.fit_loop
         loaders = _loaders_of(trainer)
-        epoch = loop.epoch_progress.current.processed
         is_over = self._repeats and loop.epoch_loop._num_ready_batches_reached()
-        for loader in loaders if epoch or is_over else ():
-            set_epoch(loader, epoch)
-            first_iterator(loader)
         if self._is_resumed:
             trainer.should_stop = trainer.should_stop or self._state.get("stops", False)
         done = loop.epoch_loop.batch_progress.current.ready if self._is_resumed else 0
@@ -221,16 +217,13 @@ class _Orders:
     def over(self, loaders: list[Any]) -> None:
         """The epoch that another process began has no batch left."""
         for order, loader in zip(self._orders, loaders, strict=True):
-            order.over(loader, loader)
+            order.over(loader)
 
     def begin(self, loaders: list[Any], done: int) -> None:
         """The epoch begins, or after `done` batches the one that another process began."""
         self._orders = self._orders or [EpochOrder() for _ in loaders]
         for order, loader in zip(self._orders, loaders, strict=True):
-            if done:
-                order.begin_again(loader, loader, done)
-            else:
-                order.begin(loader, loader)
+            order.begin(loader, done)
 
     def state_dict(self) -> dict[str, Any]:
         return {"orders": [order.state_dict() for order in self._orders]}
