@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sampler
 
 from elaunch.trainer.data.order import BatchSampler
-from elaunch.trainer.keeper.rehearsal import generator_state, variables
+from elaunch.trainer.keeper.values import generator_state, variables
 from elaunch.trainer.state.training_state import Training
 from elaunch.trainer.state.tree import local_parts, tensors_in
 
