@@ -23,6 +23,8 @@ class Program:
     shows: str
     imports: str = "torch"
     arguments: tuple[str, ...] = ()
+    # The file's name without its end, if it has several programs.
+    script: str = ""
     workers: int = 2
     ranks: int = 2
     leaves: tuple[str, ...] = ()
@@ -34,11 +36,15 @@ class Program:
         """The end of the launcher's command line. Run it in a copy of `programs/`."""
         if self.arguments[:1] == ("-m",):
             return self.arguments
-        return (f"{self.name}.py", *self.arguments)
+        return (self.file, *self.arguments)
 
     @property
     def file(self) -> str:
-        return f"{self.arguments[1].replace('.', '/')}.py" if self.arguments[:1] == ("-m",) else f"{self.name}.py"
+        return (
+            f"{self.arguments[1].replace('.', '/')}.py"
+            if self.arguments[:1] == ("-m",)
+            else f"{self.script or self.name}.py"
+        )
 
 
 # torch.multiprocessing's file of an error, which a parent that is killed does not read.
@@ -48,22 +54,28 @@ _LOADERS = ("pymp-*",)
 # Of what is compiled in C++ at the first step, anew in each test's cache.
 _COMPILED_S = 900.0
 _TORCH = "torch"
+
+
+def _form(name: str, shows: str, workers: int = 2, ranks: int = 2) -> Program:
+    return Program(name, _TORCH, shows, arguments=(name,), script="forms", workers=workers, ranks=ranks)
+
+
 PROGRAMS = (
-    Program("ddp", _TORCH, "DistributedDataParallel"),
+    _form("ddp", "DistributedDataParallel"),
     Program("dataloader", _TORCH, "a DataLoader's processes, forked and kept", leaves=_LOADERS),
     Program("dataloader_forkserver", _TORCH, "a DataLoader's processes from Python's fork server", leaves=_LOADERS),
-    Program("fsdp", _TORCH, "FullyShardedDataParallel"),
-    Program("fsdp2", _TORCH, "fully_shard (FSDP2)"),
-    Program("tensor_parallel", _TORCH, "parallelize_module"),
-    Program("mesh_2d", _TORCH, "a mesh of two dimensions: FSDP2 and tensor parallelism", workers=4, ranks=4),
+    _form("fsdp", "FullyShardedDataParallel"),
+    _form("fsdp2", "fully_shard (FSDP2)"),
+    _form("tensor_parallel", "parallelize_module"),
+    _form("mesh_2d", "a mesh of two dimensions: FSDP2 and tensor parallelism", workers=4, ranks=4),
     Program("pipelining", _TORCH, "PipelineStage and a 1F1B schedule"),
     Program("dcp", _TORCH, "distributed checkpoints, saved beside the training"),
     Program("join", _TORCH, "Join: uneven inputs"),
-    Program("zero", _TORCH, "ZeroRedundancyOptimizer"),
+    _form("zero", "ZeroRedundancyOptimizer"),
     Program("compile", _TORCH, "torch.compile", first_step_s=_COMPILED_S),
     Program("rpc", _TORCH, "torch.distributed.rpc"),
-    Program("comm_hooks", _TORCH, "a communication hook: PowerSGD"),
-    Program("local_sgd", _TORCH, "post-local SGD"),
+    _form("comm_hooks", "a communication hook: PowerSGD"),
+    _form("local_sgd", "post-local SGD"),
     Program("amp", _TORCH, "autocast, no_sync, activation checkpoints, averaged weights"),
     Program("megatron_groups", _TORCH, "tensor and data groups as Megatron makes them", workers=4, ranks=4),
     Program("objects", _TORCH, "collectives of objects, monitored_barrier, the store"),
@@ -94,7 +106,6 @@ PROGRAMS = (
     Program("with_fabric", "Fabric", "Fabric's set-up, bf16, clipping", imports="lightning"),
     Program("with_accelerate", "Accelerate", "Accelerator, accumulate, gather", imports="accelerate"),
     Program("with_transformers", "transformers", "Trainer with checkpoints", imports="transformers"),
-    Program("with_transformers_loop", "transformers", "a model in one's own loop", imports="transformers"),
     Program("with_peft", "PEFT", "LoRA adapters", imports="peft"),
     Program("with_trl", "TRL", "SFTTrainer", imports="trl", leaves=("*wandb*",)),
     Program("with_ignite", "ignite", "idist.Parallel, Engine, a metric", imports="ignite"),

@@ -199,14 +199,10 @@ class BatchSampler:
         self.order, self.micros, self.after, self.until = order, micros, after, until
 
     def __iter__(self) -> Iterator[Samples]:
-        for step, micro in self.places():
+        steps = itertools.count(self.after + 1) if self.until is None else range(self.after + 1, self.until + 1)
+        for step, micro in ((step, micro) for step in steps for micro in self.micros):
             ids = tuple(self.order.sample(position) for position in self.order.loaded(step, micro))
             yield Samples(ids, step, micro, self.order.key(step, micro))
-
-    def places(self) -> Iterator[tuple[int, int]]:
-        """Step and number of each micro-batch, in order."""
-        steps = itertools.count(self.after + 1) if self.until is None else range(self.after + 1, self.until + 1)
-        return ((step, micro) for step in steps for micro in self.micros)
 
     def __len__(self) -> int:
         if self.until is None:

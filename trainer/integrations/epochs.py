@@ -10,6 +10,7 @@ from torch import nn
 
 from elaunch.trainer.data.batches import EpochOrder, require_skippable
 from elaunch.trainer.keeper.keeper import Keeper
+from elaunch.trainer.state.training_state import parts_of
 from elaunch.trainer.state.tree import several
 
 
@@ -36,8 +37,7 @@ class KeptEpochs:
     ) -> None:
         require_skippable(base)
         self._order = EpochOrder()
-        options = with_own({**options, "per_rank": per_rank}, per_rank=self._order)
-        self.keeper = Keeper(model, list(optimizers), **options)
+        self.keeper = Keeper(model, list(optimizers), per_rank=(self._order, *several(per_rank)), **options)
         self._outermost, self._loader, self._base, self._accumulate = outermost, loader, base, accumulate
         self._set_epoch = set_epoch
         self._done = 0
@@ -92,22 +92,10 @@ class KeptEpochs:
                 )
 
 
-def require_free(owner: str, options: Mapping[str, Any], way_out: str, *more: str) -> None:
-    """Raise ValueError if `options` has what the integration `owner` takes from its library, or one of `more`."""
-    taken = [name for name in ("model", "optimizer", "scheduler", "scaler", *more) if name in options]
-    if taken:
-        raise ValueError(f"{owner} has no option {' or '.join(taken)}: {way_out}")
-
-
-def with_own(options: Mapping[str, Any], *, per_rank: Any, extra: Any = None) -> dict[str, Any]:
+def with_own(options: Mapping[str, Any], *, per_rank: Any, extra: Any) -> dict[str, Any]:
     """`options`, with the integration's objects before those of the program."""
-    given = options.get("extra")
-    # As for the Keeper, a list of anything else is one part.
-    is_one = type(given) is list and not (given and all(isinstance(one, dict) or _is_object(one) for one in given))
-    parts = (given,) if is_one else tuple(several(given))
-    own = {"per_rank": (per_rank, *several(options.get("per_rank")))}
-    return {**options, **own} if extra is None else {**options, **own, "extra": (extra, *parts)}
-
-
-def _is_object(one: Any) -> bool:
-    return hasattr(one, "state_dict") and hasattr(one, "load_state_dict")
+    return {
+        **options,
+        "per_rank": (per_rank, *several(options.get("per_rank"))),
+        "extra": (extra, *several(parts_of(options.get("extra")))),
+    }

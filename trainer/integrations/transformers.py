@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import TrainerCallback
 
 from elaunch.trainer.data.batches import EpochOrder, require_skippable
-from elaunch.trainer.integrations.epochs import require_free, with_own
+from elaunch.trainer.integrations.epochs import with_own
 from elaunch.trainer.keeper.keeper import Keeper
 
 # What a Trainer records of a run. The other fields come from its arguments.
@@ -33,7 +33,6 @@ class ElaunchTrainerCallback(TrainerCallback):  # type: ignore[misc]
     """
 
     def __init__(self, **options: Any) -> None:
-        require_free("ElaunchTrainerCallback", options, "it keeps those of the Trainer")
         self._options, self._order = options, EpochOrder()
         self._keeper: Keeper | None = None
         self._epoch = -1

@@ -14,7 +14,7 @@ import itertools
 import reprlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from elaunch.strict_json import parse_json
 from elaunch.trainer.data.order import Order
@@ -48,7 +48,7 @@ def verdict(files: Iterable[Iterable[str]], *, steps: int | None = None) -> Verd
         sessions = [session for lines in files if (session := _open(lines)) is not None]
         if not sessions:
             return Verdict(False, "the ledger holds no steps")
-        _judge(sessions, _common_order(sessions), tally)
+        _judge(sessions, _one("had different orders", (session.order for session in sessions)), tally)
         if steps is not None and tally.last != steps:
             raise _Violation(f"the last step that counts is {tally.last}, not {steps}")
     except _Violation as violation:
@@ -123,7 +123,10 @@ def _judge(sessions: list[_Session], order: Order, tally: _Tally) -> None:
     """Check all generations from the oldest to the newest, step by step."""
     ordered = sorted(sessions, key=lambda session: session.generation)
     generations = [(number, list(group)) for number, group in itertools.groupby(ordered, key=lambda s: s.generation)]
-    afters = [_after(number, group) for number, group in generations]
+    afters = [
+        _one(f"of generation {number} began after different steps", (session.after for session in group))
+        for number, group in generations
+    ]
     tally.first = tally.last = afters[0]
     tally.generations = len(generations)
     for place, (number, group) in enumerate(generations):
@@ -187,22 +190,12 @@ def _step(number: int, step: int, rows: Iterable[_Row], order: Order) -> tuple[d
     return micros, done
 
 
-def _after(number: int, group: list[_Session]) -> int:
-    afters = sorted({session.after for session in group})
-    if len(afters) > 1:
-        raise _Violation(f"the ranks of generation {number} began after different steps, {afters[0]} and {afters[-1]}")
-    return afters[0]
-
-
-def _common_order(sessions: list[_Session]) -> Order:
-    first = sessions[0]
-    for session in sessions:
-        if session.order != first.order:
-            raise _Violation(
-                f"rank {session.rank} of generation {session.generation} had {session.order}, and rank {first.rank} "
-                f"of generation {first.generation} {first.order}"
-            )
-    return first.order
+def _one(what: str, values: Iterable[Any]) -> Any:
+    """The value that all ranks have."""
+    different = [*dict.fromkeys(values)]
+    if len(different) > 1:
+        raise _Violation(f"the ranks {what}, {different[0]} and {different[1]}")
+    return different[0]
 
 
 def _open(lines: Iterable[str]) -> _Session | None:

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler
 
 from elaunch.trainer.data.batches import EpochOrder
-from elaunch.trainer.integrations.epochs import require_free, with_own
+from elaunch.trainer.integrations.epochs import with_own
 
 SIZE = 24
 
@@ -147,9 +147,3 @@ def test_options_of_the_program_come_after_those_of_the_integration() -> None:
 
     assert options == {"per_rank": (own, generator), "extra": (own, average), "keep": 2}
     assert with_own({"extra": [1, 2]}, per_rank=own, extra=own)["extra"] == (own, [1, 2])
-    assert with_own({"extra": [average, average]}, per_rank=own) == {"extra": [average, average], "per_rank": (own,)}
-
-
-def test_an_option_that_the_library_has_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"ElaunchCallback has no option optimizer or scaler: it keeps Lightning's"):
-        require_free("ElaunchCallback", {"scaler": None, "optimizer": 1, "keep": 2}, "it keeps Lightning's")
