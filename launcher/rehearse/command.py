@@ -103,14 +103,11 @@ COMMAND = JobCommand(
 What does a failure cost this script, and does it change the result? The script runs twice alone, and then with one
 failure in each run: a rank dies after its backward pass, within the commit, in an evaluation; all ranks; the agent.
 
-With a Keeper each run ends after N steps. Losses, inputs and the state of each step and rank are compared bit for bit,
-and at the end the script's own tensors. Without a Keeper each run goes to the script's own end, so give it arguments
-for a short run. A rank and the agent are killed in the middle of its output, and its lines are compared.""",
+With a Keeper each run ends after N steps, and losses, inputs, the state of each step and the script's own tensors are
+compared bit for bit. Without a Keeper each run goes to the script's own end, and its lines are compared.""",
     ending="""\
-Each run has an empty folder of its own, which is removed, also for the Keeper's checkpoints. What the script writes to
-other absolute paths it writes there in each run. Start a script called rehearse with elaunch ./rehearse.
-
-Exit codes: 0 equal, 1 something differs or nothing could be compared, 2 the command line is wrong.""",
+Each run has an empty folder of its own, also for the Keeper's checkpoints, which is removed. Exit codes: 0 equal,
+1 something differs or nothing could be compared, 2 the command line is wrong.""",
 )
 
 

@@ -70,7 +70,7 @@ PROGRAMS = (
     _form("mesh_2d", "a mesh of two dimensions: FSDP2 and tensor parallelism", workers=4, ranks=4),
     Program("pipelining", _TORCH, "PipelineStage and a 1F1B schedule"),
     Program("dcp", _TORCH, "distributed checkpoints, saved beside the training"),
-    Program("join", _TORCH, "Join: uneven inputs"),
+    _form("join", "Join: uneven inputs"),
     _form("zero", "ZeroRedundancyOptimizer"),
     Program("compile", _TORCH, "torch.compile", first_step_s=_COMPILED_S),
     Program("rpc", _TORCH, "torch.distributed.rpc"),

@@ -54,11 +54,6 @@ class Batches:
             # The random states of workers that stay are not known after a restart; new ones begin with a seed.
             object.__setattr__(loader, "persistent_workers", False)
 
-    @property
-    def epoch(self) -> int:
-        """The epoch, from 0, of the last batch."""
-        return self._epoch
-
     def state_dict(self) -> dict[str, Any]:
         """The position after the last batch."""
         return {"epoch": self._epoch, "batch": self._batch, "order": self._order.state_dict()}

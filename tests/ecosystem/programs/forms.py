@@ -1,10 +1,12 @@
 """One loop with each form of torch's parallel training: `forms.py FORM`. A form makes a model and its optimizer."""
 
 import sys
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
 from common import STEPS, step
+from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
@@ -79,15 +81,18 @@ def mesh_2d():
 
 dist.init_process_group("gloo")
 form = sys.argv[1]
-model, optimizer = globals()[form]()
-for number in range(1, STEPS + 1):
-    if form in ("tensor_parallel", "mesh_2d"):
-        # The ranks of a tensor need the same inputs.
-        torch.manual_seed(number)
-    model(torch.randn(8, 16)).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    step(number)
+model, optimizer = globals()["ddp" if form == "join" else form]()
+# Uneven inputs: ranks that are done early wait for the others.
+extra = 5 * dist.get_rank() if form == "join" else 0
+with Join([model]) if form == "join" else nullcontext():
+    for number in range(1, STEPS + extra + 1):
+        if form in ("tensor_parallel", "mesh_2d"):
+            # The ranks of a tensor need the same inputs.
+            torch.manual_seed(number)
+        model(torch.randn(8, 16)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        step(number)
 if form == "zero":
     optimizer.consolidate_state_dict(to=0)
 dist.destroy_process_group()
