@@ -96,7 +96,6 @@ def test_any_honest_history_is_proved(tmp_path: Path, seed: int) -> None:
     order = dice.choice(
         (
             ORDER,
-            Order(50, global_batch=12, micro_batch=2, tail="drop"),
             Order(50, global_batch=12, micro_batch=2, even=True),
             Order(50, global_batch=12, micro_batch=2, shuffle=False),
         )
