@@ -10,7 +10,6 @@ from torch import nn
 
 from elaunch.trainer.data.batches import EpochOrder, require_skippable
 from elaunch.trainer.keeper.keeper import Keeper
-from elaunch.trainer.state.training_state import parts_of
 from elaunch.trainer.state.tree import several
 
 
@@ -94,8 +93,8 @@ class KeptEpochs:
 
 def with_own(options: Mapping[str, Any], *, per_rank: Any, extra: Any) -> dict[str, Any]:
     """`options`, with the integration's objects before those of the program."""
-    return {
-        **options,
-        "per_rank": (per_rank, *several(options.get("per_rank"))),
-        "extra": (extra, *several(parts_of(options.get("extra")))),
-    }
+    given = options.get("extra")
+    # To the Keeper a list of values is one part, which may grow.
+    is_one = type(given) is list and not any(hasattr(one, "state_dict") for one in given)
+    parts = (given,) if is_one else several(given)
+    return {**options, "per_rank": (per_rank, *several(options.get("per_rank"))), "extra": (extra, *parts)}

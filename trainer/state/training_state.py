@@ -78,7 +78,7 @@ class Training:
         self.is_in_parts = any(is_in_parts(self._wrapped, one) for one in self._optimizers)
         # The names and types of all ranks' parameters and buffers, if the ranks have different ones.
         self._names_of_all: list[tuple[str, str]] = []
-        extra = parts_of(extra)
+        extra = _parts_of(extra)
         self.live_tensors = LiveTensors(self.model, self._optimizers, several(extra))
         self.settings = Settings(self.models, self.model, self._optimizers)
         if self.has_zero and len(self._optimizers) > 1:
@@ -435,7 +435,7 @@ def _state_of(part: Any) -> Any:
     return part.state_dict() if hasattr(part, "state_dict") else part
 
 
-def parts_of(extra: Any) -> Any:
+def _parts_of(extra: Any) -> Any:
     """`extra` as objects, dictionaries and tensors. A list of anything else is one part, which may grow."""
     if type(extra) is list and not (extra and all(isinstance(one, dict) or _is_object(one) for one in extra)):
         extra = (extra,)
