@@ -1,9 +1,9 @@
-"""Compares what the runs of a rehearsal have recorded and printed. Pure."""
+"""Compares what the runs of a rehearsal have recorded. Pure."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -12,10 +12,10 @@ Record = Mapping[str, Any]
 Records = Mapping[tuple[str, int], Sequence[Record]]
 # The same as values, by step and name.
 Values = Mapping[tuple[str, int], Mapping[tuple[int, str], str]]
-EVALUATIONS = ("the evaluation", "the evaluation after it")
-_COMPUTED = ("the loss", "the samples", *EVALUATIONS)
+EVALUATIONS = {"the evaluation", "the evaluation after it"}
+_COMPUTED = {"the loss", "the samples", *EVALUATIONS}
 # The names of the script's own variables begin with it.
-OWN = "~"
+_OWN = "~"
 # The digest of a tensor begins with its type and shape.
 _TENSOR = re.compile(r"[a-z]\w*\[")
 _SHOWN = 4
@@ -32,9 +32,9 @@ def computed(alone: Records) -> Values:
     return {key: {at: it for at, it in _values(its).items() if at[1] in _COMPUTED} for key, its in alone.items()}
 
 
-def steps_done(records: Records, name: str) -> int:
-    """The last step after which all ranks have a record."""
-    return min((its[-1]["step"] - 1 for (of, _), its in records.items() if of == name), default=0)
+def steps_done(records: Records) -> int:
+    """The last step of any Keeper."""
+    return max((its[-1]["step"] - 1 for its in records.values()), default=0)
 
 
 def repeated(records: Records) -> int:
@@ -47,30 +47,30 @@ def difference(right: Values, killed: Records) -> tuple[str, str]:
     """Where the run `killed` leaves `right`, in what, and the likely reason; empty if it never does."""
     found: list[tuple[int, int, str, str]] = []
     lost: dict[str, None] = {}
-    for key, values in right.items():
-        its = killed.get(key, ())
+    for (keeper, rank), values in right.items():
+        its = killed.get((keeper, rank), ())
         others, reached = _values(its), {each["step"] for each in its}
         last, end = max(step for step, _ in values), max(reached, default=1)
         if end != last:
-            found.append((min(end, last) + 1, key[1], "", f"{end - 1} steps were done, not {last - 1}"))
+            found.append((min(end, last) + 1, rank, "", f"{end - 1} steps were done, not {last - 1}"))
         for (step, name), value in values.items():
             other = others.get((step, name), "absent")
             if step in reached and other != value and _decides(name, value, other, is_last=step == last):
-                found.append((step, key[1], name, _shown(name, other, value)))
+                found.append((step, rank, name, f"{name.lstrip(_OWN)} ({other}, not {value})"))
         for _, start in _restarts(its):
-            own = ((name, value) for name, value in start["facts"].items() if name[0] == OWN)
+            own = ((name, value) for name, value in start["facts"].items() if name[0] == _OWN)
             lost |= dict.fromkeys(name[1:] for name, value in own if values.get((start["step"], name), value) != value)
     if not found:
         return "", ""
     step = min(found)[0]
     texts = {name: text for at, _, name, text in found if at == step}
     where = f"first after step {step - 1}"
-    if all(name.startswith(OWN) for name in texts):
+    if all(name.startswith(_OWN) for name in texts):
         where, lost = "at the end", dict.fromkeys(name[1:] for name in texts)
     # All else follows from what was computed.
     shown = [text for name, text in texts.items() if name in _COMPUTED] or [*texts.values()]
     ranks = ", ".join(map(str, sorted({rank for at, rank, _, _ in found if at == step})))
-    return f"{where} (rank {ranks}): {_some(shown)}", _reason(texts, lost)
+    return f"{where} (rank {ranks}): {_some(shown)}", _reason([*lost], are_samples="the samples" in texts)
 
 
 def _values(records: Sequence[Record]) -> dict[tuple[int, str], str]:
@@ -85,49 +85,24 @@ def _restarts(records: Sequence[Record]) -> list[tuple[Record, Record]]:
 
 def _decides(name: str, value: str, other: str, *, is_last: bool) -> bool:
     """Whether it is a difference of the results."""
-    if name[0] == OWN:
+    if name[0] == _OWN:
         # Many begin again and change nothing, but a tensor that differs at the end, as an average, is a result.
         return is_last and bool(_TENSOR.match(value) and _TENSOR.match(other))
     # What a dead rank has computed for a step that others have completed is not computed again.
-    return other != "absent" or name not in _COMPUTED[:-1]
+    return other != "absent" or name not in _COMPUTED - {"the evaluation after it"}
 
 
-def _shown(name: str, other: str, value: str) -> str:
-    """Without digests, which are not readable."""
-    one, two = (its.rpartition(" ")[0] or its for its in (other, value))
-    values = " is missing" if other == "absent" else f" ({one}, not {two})"
-    return name.lstrip(OWN) + (values if one != two else "")
-
-
-def _reason(names: Iterable[str], lost: Iterable[str]) -> str:
+def _reason(lost: Sequence[str], *, are_samples: bool) -> str:
     """The likely reason: what was not restored, since all else follows from it."""
     # One within an object, as a sampler, comes back with that object.
     if generators := [each for each in lost if each.startswith("generator") and "." not in each]:
         return f"the Keeper does not keep {_some(generators)}: pass it as per_rank=[…]"
-    reasons = ["the data begin again: pass per_rank=Batches(loader)"] if "the samples" in names else []
+    reasons = ["the data begin again: pass per_rank=Batches(loader)"] if are_samples else []
     if objects := dict.fromkeys(each if "`" in each else f"`{each.partition('.')[0]}`" for each in lost):
-        reasons.append(
-            f"the Keeper does not keep {_some([*objects])}: pass what must come back (extra=, scheduler=, …)"
-        )
+        reasons.append(f"the Keeper does not keep {_some([*objects])}: pass it (extra=, scheduler=, …)")
     return ". Or ".join(reasons) or "state that is neither kept nor recorded here, or a change outside keeper.commit()"
 
 
 def _some(names: Sequence[str]) -> str:
     """The first few of them, and how many more there are."""
     return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
-
-
-def stable(alone: Sequence[str], again: Sequence[str]) -> list[str]:
-    """What two quiet runs print alike, with … for words that differ, such as times."""
-    words = [[line.split() for line in lines] for lines in (alone, again)]
-    if len(alone) != len(again):
-        return [" ".join(line) for line in words[0] if line in words[1]]
-    lines = [" ".join(a if a == b else "…" for a, b in zip(*pair, strict=False)) for pair in zip(*words, strict=True)]
-    return [line for line in lines if line.strip(" …")]
-
-
-def missing(lines: Sequence[str], killed: Sequence[str]) -> list[str]:
-    """Of these lines those that a run has not printed."""
-    text = "\n".join(" ".join(line.split()) for line in killed)
-    patterns = {line: re.escape(line).replace("…", "[^ ]+") for line in lines}
-    return [line for line in lines if not re.search(rf"^{patterns[line]}(?!\S)", text, re.MULTILINE)]

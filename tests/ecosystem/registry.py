@@ -1,4 +1,4 @@
-"""The programs: which library each is of, what it needs, and what it shows. One row is one program."""
+"""The programs: which library each is of, and what it needs. One row is one program; its docstring says more."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ class Program:
 
     name: str
     library: str
-    shows: str
     imports: str = "torch"
     arguments: tuple[str, ...] = ()
+    # The file's name without its end, if it has several programs.
+    script: str = ""
     workers: int = 2
     ranks: int = 2
     leaves: tuple[str, ...] = ()
@@ -34,11 +35,15 @@ class Program:
         """The end of the launcher's command line. Run it in a copy of `programs/`."""
         if self.arguments[:1] == ("-m",):
             return self.arguments
-        return (f"{self.name}.py", *self.arguments)
+        return (self.file, *self.arguments)
 
     @property
     def file(self) -> str:
-        return f"{self.arguments[1].replace('.', '/')}.py" if self.arguments[:1] == ("-m",) else f"{self.name}.py"
+        return (
+            f"{self.arguments[1].replace('.', '/')}.py"
+            if self.arguments[:1] == ("-m",)
+            else f"{self.script or self.name}.py"
+        )
 
 
 # torch.multiprocessing's file of an error, which a parent that is killed does not read.
@@ -48,73 +53,58 @@ _LOADERS = ("pymp-*",)
 # Of what is compiled in C++ at the first step, anew in each test's cache.
 _COMPILED_S = 900.0
 _TORCH = "torch"
+
+
+def _form(name: str, workers: int = 2, ranks: int = 2) -> Program:
+    return Program(name, _TORCH, arguments=(name,), script="forms", workers=workers, ranks=ranks)
+
+
 PROGRAMS = (
-    Program("ddp", _TORCH, "DistributedDataParallel"),
-    Program("dataloader", _TORCH, "a DataLoader's processes, forked and kept", leaves=_LOADERS),
-    Program("dataloader_forkserver", _TORCH, "a DataLoader's processes from Python's fork server", leaves=_LOADERS),
-    Program("fsdp", _TORCH, "FullyShardedDataParallel"),
-    Program("fsdp2", _TORCH, "fully_shard (FSDP2)"),
-    Program("tensor_parallel", _TORCH, "parallelize_module"),
-    Program("mesh_2d", _TORCH, "a mesh of two dimensions: FSDP2 and tensor parallelism", workers=4, ranks=4),
-    Program("pipelining", _TORCH, "PipelineStage and a 1F1B schedule"),
-    Program("dcp", _TORCH, "distributed checkpoints, saved beside the training"),
-    Program("join", _TORCH, "Join: uneven inputs"),
-    Program("zero", _TORCH, "ZeroRedundancyOptimizer"),
-    Program("compile", _TORCH, "torch.compile", first_step_s=_COMPILED_S),
-    Program("rpc", _TORCH, "torch.distributed.rpc"),
-    Program("comm_hooks", _TORCH, "a communication hook: PowerSGD"),
-    Program("local_sgd", _TORCH, "post-local SGD"),
-    Program("amp", _TORCH, "autocast, no_sync, activation checkpoints, averaged weights"),
-    Program("megatron_groups", _TORCH, "tensor and data groups as Megatron makes them", workers=4, ranks=4),
-    Program("objects", _TORCH, "collectives of objects, monitored_barrier, the store"),
-    Program("elastic_launch", _TORCH, "elastic_launch inside a worker", leaves=("torchelastic_*",)),
-    Program(
-        "own_spawn",
-        _TORCH,
-        "a program that spawns its own ranks",
-        workers=1,
-        leaves=_SPAWN,
-    ),
-    Program("own_processes", _TORCH, "a launcher of one's own, by subprocess", workers=1),
-    Program("record", _TORCH, "@record, argparse, logging, torch.profiler", arguments=("--lr", "0.1")),
-    Program("module", _TORCH, "a package, started by -m", arguments=("-m", "package.train")),
-    Program("without_torch", "none", "a program that never imports torch"),
-    Program("bars", "rich, tqdm", "progress bars and a table", imports="rich"),
-    Program("with_tensorboard", "TensorBoard", "SummaryWriter on rank 0", imports="tensorboard"),
-    Program("with_wandb", "wandb", "an offline run on rank 0", imports="wandb", leaves=("*wandb*",)),
-    Program("with_hydra", "Hydra", "hydra.main, instantiate, overrides", "hydra", ("optimizer.lr=0.01",)),
-    Program(
-        "with_lightning",
-        "Lightning",
-        "Trainer with the DDP strategy, a loader's process",
-        imports="lightning",
-        leaves=_LOADERS,
-    ),
-    Program("with_lightning_cli", "LightningCLI", "a command line, ModelCheckpoint", "jsonargparse", ("fit",)),
-    Program("with_fabric", "Fabric", "Fabric's set-up, bf16, clipping", imports="lightning"),
-    Program("with_accelerate", "Accelerate", "Accelerator, accumulate, gather", imports="accelerate"),
-    Program("with_transformers", "transformers", "Trainer with checkpoints", imports="transformers"),
-    Program("with_transformers_loop", "transformers", "a model in one's own loop", imports="transformers"),
-    Program("with_peft", "PEFT", "LoRA adapters", imports="peft"),
-    Program("with_trl", "TRL", "SFTTrainer", imports="trl", leaves=("*wandb*",)),
-    Program("with_ignite", "ignite", "idist.Parallel, Engine, a metric", imports="ignite"),
-    Program("with_torchmetrics", "torchmetrics", "a metric over all ranks", imports="torchmetrics"),
-    Program("with_datasets", "datasets", "map, split by node, a loader's process", "datasets", leaves=_LOADERS),
-    Program("with_torchdata", "torchdata", "StatefulDataLoader with processes", imports="torchdata", leaves=_LOADERS),
-    Program(
-        "with_torchao",
-        "torchao",
-        "an optimizer of 8 bits",
-        imports="torchao",
-        first_step_s=_COMPILED_S,
-    ),
-    Program("with_fairscale", "fairscale", "OSS and ShardedDataParallel", imports="fairscale"),
+    _form("ddp"),
+    Program("dataloader", _TORCH, leaves=_LOADERS),
+    Program("dataloader_forkserver", _TORCH, leaves=_LOADERS),
+    _form("fsdp"),
+    _form("fsdp2"),
+    _form("tensor_parallel"),
+    _form("mesh_2d", workers=4, ranks=4),
+    Program("pipelining", _TORCH),
+    Program("dcp", _TORCH),
+    _form("join"),
+    _form("zero"),
+    Program("compile", _TORCH, first_step_s=_COMPILED_S),
+    Program("rpc", _TORCH),
+    _form("comm_hooks"),
+    _form("local_sgd"),
+    Program("amp", _TORCH),
+    Program("megatron_groups", _TORCH, workers=4, ranks=4),
+    Program("objects", _TORCH),
+    Program("elastic_launch", _TORCH, leaves=("torchelastic_*",)),
+    Program("own_spawn", _TORCH, workers=1, leaves=_SPAWN),
+    Program("own_processes", _TORCH, workers=1),
+    Program("record", _TORCH, arguments=("--lr", "0.1")),
+    Program("module", _TORCH, arguments=("-m", "package.train")),
+    Program("without_torch", "none"),
+    Program("bars", "rich, tqdm", imports="rich"),
+    Program("with_tensorboard", "TensorBoard", imports="tensorboard"),
+    Program("with_wandb", "wandb", imports="wandb", leaves=("*wandb*",)),
+    Program("with_hydra", "Hydra", "hydra", ("optimizer.lr=0.01",)),
+    Program("with_lightning", "Lightning", imports="lightning", leaves=_LOADERS),
+    Program("with_lightning_cli", "LightningCLI", "jsonargparse", ("fit",)),
+    Program("with_fabric", "Fabric", imports="lightning"),
+    Program("with_accelerate", "Accelerate", imports="accelerate"),
+    Program("with_transformers", "transformers", imports="transformers"),
+    Program("with_peft", "PEFT", imports="peft"),
+    Program("with_trl", "TRL", imports="trl", leaves=("*wandb*",)),
+    Program("with_ignite", "ignite", imports="ignite"),
+    Program("with_torchmetrics", "torchmetrics", imports="torchmetrics"),
+    Program("with_datasets", "datasets", "datasets", leaves=_LOADERS),
+    Program("with_torchdata", "torchdata", imports="torchdata", leaves=_LOADERS),
+    Program("with_torchao", "torchao", imports="torchao", first_step_s=_COMPILED_S),
+    Program("with_fairscale", "fairscale", imports="fairscale"),
     Program(
         "with_deepspeed",
         "DeepSpeed",
-        "an engine with ZeRO stage 1",
-        imports="deepspeed",
-        # It compiles an extension in C++ for its collectives on CPUs.
+        imports="deepspeed",  # It compiles an extension in C++ for its collectives on CPUs.
         first_step_s=_COMPILED_S,
     ),
 )

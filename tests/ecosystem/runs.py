@@ -13,7 +13,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from tests.ecosystem.registry import FOLDER, Program
-from tests.harness import COMMAND, Job
+from tests.harness import COMMAND, Job, wait_for
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 LAUNCHERS: Mapping[str, Sequence[str]] = {"elaunch": COMMAND, "torchrun": TORCHRUN}
@@ -93,3 +93,16 @@ def first_steps(job: Job, but: Sequence[int] = ()) -> dict[int, Step]:
         if step.pid not in but and (step.rank not in found or found[step.rank].pid != step.pid):
             found[step.rank] = step
     return found
+
+
+def steps_of_all(job: Job, program: Program, but: Sequence[int] = ()) -> dict[int, Step]:
+    """The first step of each rank in processes other than `but`, once all ranks have made one."""
+    ranks = program.ranks
+
+    def found() -> dict[int, Step] | None:
+        steps = first_steps(job, but)
+        is_whole = len(steps) == ranks
+        assert is_whole or job.process.poll() is None, f"ended before all ranks made a step:\n{job.output}"
+        return steps if is_whole else None
+
+    return wait_for(found, "a step of each rank", program.first_step_s)

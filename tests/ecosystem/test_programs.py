@@ -6,13 +6,13 @@ import importlib.util
 import os
 import random
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.ecosystem.registry import PROGRAMS, Program
-from tests.ecosystem.runs import Place, Step, first_steps, steps
+from tests.ecosystem.runs import Place, steps, steps_of_all
 from tests.harness import Job, wait_for
 
 # From the first step of a generation to the end of a program.
@@ -39,19 +39,6 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
 def nothing_is_left(place: Place, job: Job) -> None:
     wait_for(lambda: not job.processes(), "no process is left")
     assert place.left() == []
-
-
-def steps_of_all(job: Job, program: Program, but: Sequence[int] = ()) -> dict[int, Step]:
-    """The first step of each rank in processes other than `but`, once all ranks have made one."""
-    ranks = program.ranks
-
-    def found() -> dict[int, Step] | None:
-        steps = first_steps(job, but)
-        is_whole = len(steps) == ranks
-        assert is_whole or job.process.poll() is None, f"ended before all ranks made a step:\n{job.output}"
-        return steps if is_whole else None
-
-    return wait_for(found, "a step of each rank", program.first_step_s)
 
 
 def test_a_program_survives_a_kill_and_leaves_nothing(place: Place) -> None:

@@ -15,12 +15,9 @@ import hashlib
 import itertools
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
-from typing import Literal, TypeAlias
 
 _ROUNDS = 4
 _MASK_64 = 2**64 - 1
-
-Tail: TypeAlias = Literal["carry", "drop"]
 
 
 @dataclass(frozen=True)
@@ -45,12 +42,10 @@ class Order:
     """The order of a job's data: `size` samples per epoch.
 
     Steps count from 1, and each trains on `global_batch` samples in M = `global_batch / micro_batch` micro-batches.
-    Every sample is drawn once per epoch, mixed unless `shuffle` is False. `tail` says what happens if `global_batch`
-    does not divide `size`. "carry": the step continues into the next epoch. "drop": the rest is left out, another rest
-    in each epoch. `even` gives all ranks the same number of forward passes, the surplus ones with weight 0. Models with
-    a collective forward pass (FSDP, SyncBatchNorm) need it if the world size does not divide M. An object takes a few
-    hundred bytes, and any step is computed at once. Raises ValueError with one sentence for values that contradict each
-    other.
+    Every sample is drawn once per epoch, mixed unless `shuffle` is False. If `global_batch` does not divide `size`, a
+    step continues into the next epoch. `even` gives all ranks the same number of forward passes, the surplus ones with
+    weight 0. Models with a collective forward pass (FSDP, SyncBatchNorm) need it if the world size does not divide M.
+    Any step is computed at once. Raises ValueError with one sentence for values that contradict each other.
     """
 
     size: int
@@ -59,11 +54,18 @@ class Order:
     micro_batch: int
     seed: int = 0
     shuffle: bool = True
-    tail: Tail = "carry"
     even: bool = False
 
     def __post_init__(self) -> None:
-        _check(self)
+        batch, micro = self.global_batch, self.micro_batch
+        for name, number in (("size", self.size), ("global_batch", batch), ("micro_batch", micro)):
+            if number < 1:
+                raise ValueError(f"{name} ({number}) must be at least 1")
+        if batch % micro:
+            raise ValueError(
+                f"global_batch ({batch}) is not a multiple of micro_batch ({micro}); use micro_batch "
+                f"{fitting_micro_batch(batch, micro)} or global_batch {-(-batch // micro) * micro}"
+            )
 
     @property
     def micro_batches(self) -> int:
@@ -75,7 +77,9 @@ class Order:
 
         Position p is sample number `p % size`, in drawing order, of epoch `p // size`.
         """
-        first = self._first(step)
+        if step < 1:
+            raise ValueError(f"step {step} does not exist; steps count from 1")
+        first = (step - 1) * self.global_batch
         if micro is None:
             return range(first, first + self.global_batch)
         if not 0 <= micro < self.micro_batches:
@@ -151,27 +155,17 @@ class Order:
 
     def steps(self, epochs: int) -> int:
         """The step that completes so many epochs."""
-        if self.tail == "drop":
-            return epochs * (self.size // self.global_batch)
         return -(-epochs * self.size // self.global_batch)
 
     def epoch(self, step: int) -> int:
         """The epoch, from 0, of the first sample of `step`."""
-        return self._first(step) // self.size
+        return self.span(step).start // self.size
 
     def _places(self, rank: int, world_size: int) -> tuple[int, ...]:
         """The numbers of the micro-batches that `rank` computes, with -1 for each filler."""
         share = self.share(rank, world_size)
         most = -(-self.micro_batches // world_size) if self.even else 0
         return (*share, *[-1] * (most - len(share)))
-
-    def _first(self, step: int) -> int:
-        if step < 1:
-            raise ValueError(f"step {step} does not exist; steps count from 1")
-        if self.tail == "carry":
-            return (step - 1) * self.global_batch
-        epoch, before = divmod(step - 1, self.size // self.global_batch)
-        return epoch * self.size + before * self.global_batch
 
 
 class Samples(list[int]):
@@ -199,14 +193,10 @@ class BatchSampler:
         self.order, self.micros, self.after, self.until = order, micros, after, until
 
     def __iter__(self) -> Iterator[Samples]:
-        for step, micro in self.places():
+        steps = itertools.count(self.after + 1) if self.until is None else range(self.after + 1, self.until + 1)
+        for step, micro in ((step, micro) for step in steps for micro in self.micros):
             ids = tuple(self.order.sample(position) for position in self.order.loaded(step, micro))
             yield Samples(ids, step, micro, self.order.key(step, micro))
-
-    def places(self) -> Iterator[tuple[int, int]]:
-        """Step and number of each micro-batch, in order."""
-        steps = itertools.count(self.after + 1) if self.until is None else range(self.after + 1, self.until + 1)
-        return ((step, micro) for step in steps for micro in self.micros)
 
     def __len__(self) -> int:
         if self.until is None:
@@ -243,22 +233,6 @@ def _mix(word: int) -> int:
     word = ((word ^ word >> 30) * 0xBF58476D1CE4E5B9) & _MASK_64
     word = ((word ^ word >> 27) * 0x94D049BB133111EB) & _MASK_64
     return word ^ word >> 31
-
-
-def _check(order: Order) -> None:
-    size, batch, micro = order.size, order.global_batch, order.micro_batch
-    for name, number in (("size", size), ("global_batch", batch), ("micro_batch", micro)):
-        if number < 1:
-            raise ValueError(f"{name} ({number}) must be at least 1")
-    if batch % micro:
-        raise ValueError(
-            f"global_batch ({batch}) is not a multiple of micro_batch ({micro}); use micro_batch "
-            f"{fitting_micro_batch(batch, micro)} or global_batch {-(-batch // micro) * micro}"
-        )
-    if order.tail not in ("carry", "drop"):
-        raise ValueError(f'tail ({order.tail!r}) must be "carry" or "drop"')
-    if order.tail == "drop" and size < batch:
-        raise ValueError(f'with tail="drop" a size of {size} has no step of {batch} samples; use a smaller one')
 
 
 def fitting_micro_batch(global_batch: int, wanted: int) -> int:

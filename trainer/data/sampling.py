@@ -6,7 +6,7 @@ import contextlib
 import random
 import sys
 from collections.abc import Iterator
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -14,15 +14,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from elaunch.trainer.data.order import Micro, Order, Samples
-from elaunch.trainer.data.order_states import global_states, set_global_states
-
-
-class Sized(Protocol):
-    """A map-style dataset."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Any: ...
+from elaunch.trainer.data.sampler_state import global_states, set_global_states
 
 
 class Seeded(Dataset[Any]):
@@ -32,7 +24,7 @@ class Seeded(Dataset[Any]):
     torch's CPU generator are seeded with the micro-batch's key. Afterwards their states are restored.
     """
 
-    def __init__(self, dataset: Sized) -> None:
+    def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
 
     def __len__(self) -> int:
@@ -45,10 +37,14 @@ class Seeded(Dataset[Any]):
         """DataLoader calls this with the ids of one batch."""
         if not isinstance(ids, Samples):
             raise TypeError("Seeded needs the keys of Order.batches(); give them to DataLoader as batch_sampler")
-        with _seeded(ids.key):
+        before = global_states()
+        seed(ids.key)
+        try:
             if hasattr(self._dataset, "__getitems__"):
                 return cast("list[Any]", self._dataset.__getitems__(ids))
             return [self._dataset[index] for index in ids]
+        finally:
+            set_global_states(before)
 
 
 def seed(key: int) -> None:
@@ -58,16 +54,6 @@ def seed(key: int) -> None:
     if numpy := sys.modules.get("numpy"):
         # numpy takes seeds as numbers of 32 bits.
         numpy.random.seed([key & 0xFFFFFFFF, key >> 32])
-
-
-@contextlib.contextmanager
-def _seeded(key: int) -> Iterator[None]:
-    before = global_states()
-    seed(key)
-    try:
-        yield
-    finally:
-        set_global_states(before)
 
 
 def accumulate(

@@ -7,7 +7,7 @@ from typing import Any
 from accelerate import Accelerator
 from torch import nn
 
-from elaunch.trainer.integrations.epochs import KeptEpochs, require_free
+from elaunch.trainer.integrations.epochs import KeptEpochs
 from elaunch.trainer.state.tree import several
 
 
@@ -19,7 +19,6 @@ def keep(
     `optimizer` and `scheduler` may be lists. `options` are the Keeper's. Raises ValueError with fp16, whose GradScaler
     skips steps.
     """
-    require_free("keep", options, "it keeps Accelerator's, and takes gradient_accumulation_steps from it", "accumulate")
 
     def set_epoch(epoch: int) -> None:
         loader.iteration = epoch

@@ -8,79 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from elaunch.trainer.data.batches import (
-    drawn_by,
-    first_iterator,
-    generator_states,
-    own_states_of,
-    require_drawable_again,
-    require_skippable,
-    set_generator_states,
-    set_own_states_of,
-    skip_once,
-)
-from elaunch.trainer.data.order_states import Streams
+from elaunch.trainer.data.batches import EpochOrder, require_skippable
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.state.tree import several
-
-
-class EpochOrder:
-    """The generators from which a sampler draws, as they were when the epoch began. Stateful, for `per_rank`.
-
-    The loader's and its samplers' own ones are also kept as they are now: so they are when the next epoch begins.
-    """
-
-    def __init__(self) -> None:
-        self._loader: Any = None
-        self._base: Any = None
-        self._began: dict[str, Any] = {}
-        self._now: Any = None
-        # How many epochs have begun, and whether the order was tried.
-        self._epoch, self._is_tried = 0, False
-        # What `skip_once` needs in the epoch that another process began.
-        self._drawn: dict[str, Any] = {}
-
-    def begin(self, loader: Any, base: Any) -> None:
-        """An epoch begins, and its order is drawn next. `base` is the DataLoader in `loader`."""
-        if self._now is not None:
-            # The epoch before was another process's.
-            set_own_states_of(loader, self._now)
-        self._loader, self._base, self._now = loader, base, None
-        self._began = generator_states(loader) | {"seeds": Streams.seeds()}
-        if not self._is_tried:
-            self._is_tried = True
-            # Its generators may have other names in `loader`.
-            require_drawable_again(base, self._began | {"own": own_states_of(base)})
-        self._epoch += 1
-        skip_once(base, 0, began=self._began, epoch=self._epoch)
-
-    def begin_again(self, loader: Any, base: Any, done: int) -> None:
-        """The epoch that another process began begins once more, after `done` batches."""
-        if not self._began:
-            self.begin(loader, base)
-        else:
-            set_generator_states(loader, self._began)
-            self._loader, self._base, self._now = loader, base, None
-        skip_once(base, done, self._drawn, began=self._began, epoch=self._epoch)
-
-    def over(self, loader: Any, base: Any) -> None:
-        """Of the epoch that another process began no batch is left: the next one begins where it ended."""
-        if self._now is not None:
-            set_own_states_of(loader, self._now)
-        self._loader, self._base, self._now = loader, base, None
-
-    def state_dict(self) -> dict[str, Any]:
-        """The states at the beginning of the epoch, and the loader's own ones now."""
-        if self._loader is None:
-            now, drawn = self._now, self._drawn
-        else:
-            now, drawn = own_states_of(self._loader), drawn_by(self._base)
-        return {"began": self._began, "epoch": self._epoch, "now": now, "drawn": drawn}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over another process's states."""
-        self._loader, self._began, self._drawn = None, state["began"], state["drawn"]
-        self._epoch, self._now = state["epoch"], state["now"]
 
 
 class KeptEpochs:
@@ -106,8 +36,7 @@ class KeptEpochs:
     ) -> None:
         require_skippable(base)
         self._order = EpochOrder()
-        options = with_own({**options, "per_rank": per_rank}, per_rank=self._order)
-        self.keeper = Keeper(model, list(optimizers), **options)
+        self.keeper = Keeper(model, list(optimizers), per_rank=(self._order, *several(per_rank)), **options)
         self._outermost, self._loader, self._base, self._accumulate = outermost, loader, base, accumulate
         self._set_epoch = set_epoch
         self._done = 0
@@ -144,18 +73,14 @@ class KeptEpochs:
         batches = len(self._loader)
         steps = -(-batches // self._accumulate)
         resumed, done = divmod(self.keeper.step, steps)
-        if resumed:
-            first_iterator(self._base)
         for epoch in range(resumed, total):
             self._set_epoch(epoch)
             self._done = done * self._accumulate if epoch == resumed else 0
-            if epoch > resumed or not done:
+            if not self._done:
                 self.keeper.redraw()
                 self.keeper.restore_random()
-                self._order.begin(self._loader, self._base)
-            else:
-                # The generators of the training are restored when the first step begins.
-                self._order.begin_again(self._loader, self._base, self._done)
+            # Else the generators of the training are restored when the first step begins.
+            self._order.begin(self._base, self._done)
             yield epoch
             self.keeper.step_end()
             if self.keeper.step != (epoch + 1) * steps:
@@ -166,22 +91,10 @@ class KeptEpochs:
                 )
 
 
-def require_free(owner: str, options: Mapping[str, Any], way_out: str, *more: str) -> None:
-    """Raise ValueError if `options` has what the integration `owner` takes from its library, or one of `more`."""
-    taken = [name for name in ("model", "optimizer", "scheduler", "scaler", *more) if name in options]
-    if taken:
-        raise ValueError(f"{owner} has no option {' or '.join(taken)}: {way_out}")
-
-
-def with_own(options: Mapping[str, Any], *, per_rank: Any, extra: Any = None) -> dict[str, Any]:
+def with_own(options: Mapping[str, Any], *, per_rank: Any, extra: Any) -> dict[str, Any]:
     """`options`, with the integration's objects before those of the program."""
     given = options.get("extra")
-    # As for the Keeper, a list of anything else is one part.
-    is_one = type(given) is list and not (given and all(isinstance(one, dict) or _is_object(one) for one in given))
-    parts = (given,) if is_one else tuple(several(given))
-    own = {"per_rank": (per_rank, *several(options.get("per_rank")))}
-    return {**options, **own} if extra is None else {**options, **own, "extra": (extra, *parts)}
-
-
-def _is_object(one: Any) -> bool:
-    return hasattr(one, "state_dict") and hasattr(one, "load_state_dict")
+    # To the Keeper a list of values is one part, which may grow.
+    is_one = type(given) is list and not any(hasattr(one, "state_dict") for one in given)
+    parts = (given,) if is_one else several(given)
+    return {**options, "per_rank": (per_rank, *several(options.get("per_rank"))), "extra": (extra, *parts)}

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from elaunch.trainer.data.batches import first_iterator, require_skippable, set_epoch
-from elaunch.trainer.integrations.epochs import EpochOrder, require_free, with_own
+from elaunch.trainer.data.batches import EpochOrder, require_skippable, set_epoch
+from elaunch.trainer.integrations.epochs import with_own
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.state import rng_state
 from elaunch.trainer.state.rng_state import RandomStates
@@ -39,7 +39,6 @@ class ElaunchCallback(Callback):  # type: ignore[misc]
     """
 
     def __init__(self, **options: Any) -> None:
-        require_free("ElaunchCallback", options, "it keeps those of Lightning's Trainer")
         self._options, self._orders = options, _Orders()
         self._keeper: Keeper | None = None
         self._state: dict[str, Any] = {}
@@ -66,11 +65,14 @@ class ElaunchCallback(Callback):  # type: ignore[misc]
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Restore the newest state."""
         _require_possible(trainer)
-        if not pl_module.automatic_optimization and isinstance(trainer.strategy.model, DistributedDataParallel):
-            _share_no_buffers(trainer.strategy.model)
+        model = trainer.strategy.model
+        if not pl_module.automatic_optimization and isinstance(model, DistributedDataParallel):
+            # There Lightning lets DDP share buffers before the first of all passes only. A restart must not do it
+            # again, and each rank's own ones are kept.
+            model.broadcast_buffers = model.forward_sync_buffers = False
         self._state.update(_state_of(trainer), repeats=False)
         self._keeper = Keeper(
-            trainer.strategy.model,
+            model,
             trainer.optimizers[0],
             scheduler=[config.scheduler for config in trainer.lr_scheduler_configs],
             scaler=getattr(trainer.precision_plugin, "scaler", None),
@@ -89,20 +91,15 @@ class ElaunchCallback(Callback):  # type: ignore[misc]
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Go on within an epoch. The loop has made its iterators already, and makes new ones."""
         loop = trainer.fit_loop
-        loaders = _loaders_of(trainer)
-        epoch = loop.epoch_progress.current.processed
         is_over = self._repeats and loop.epoch_loop._num_ready_batches_reached()
-        for loader in loaders if epoch or is_over else ():
-            set_epoch(loader, epoch)
-            first_iterator(loader)
         if self._is_resumed:
             trainer.should_stop = trainer.should_stop or self._state.get("stops", False)
         done = loop.epoch_loop.batch_progress.current.ready if self._is_resumed else 0
         self._is_within = done > 0
         if is_over:
-            self._orders.over(loaders)
+            self._orders.over(_loaders_of(trainer))
         elif done:
-            self._begin(trainer, loaders, done)
+            self.begin_epoch(trainer, done)
         if self._repeats:
             self._kept.restore_random()
             self._random = RandomStates(pl_module.device).capture()
@@ -118,12 +115,9 @@ class ElaunchCallback(Callback):  # type: ignore[misc]
         # Where an epoch had nothing but its end, its loop has not noticed.
         trainer.fit_loop.epoch_loop.restarting = False
 
-    def begin_epoch(self, trainer: Any) -> None:
-        """An epoch begins, whose order may be what other callbacks have set."""
-        self._begin(trainer, _loaders_of(trainer), 0)
-
-    def _begin(self, trainer: Any, loaders: list[Any], done: int) -> None:
-        loop = trainer.fit_loop
+    def begin_epoch(self, trainer: Any, done: int = 0) -> None:
+        """An epoch begins, whose order may be what other callbacks have set, or goes on after `done` batches."""
+        loop, loaders = trainer.fit_loop, _loaders_of(trainer)
         epoch = loop.epoch_progress.current.processed
         for loader in loaders:
             # With workers, the order is drawn before Lightning sets the epoch.
@@ -221,16 +215,13 @@ class _Orders:
     def over(self, loaders: list[Any]) -> None:
         """The epoch that another process began has no batch left."""
         for order, loader in zip(self._orders, loaders, strict=True):
-            order.over(loader, loader)
+            order.over(loader)
 
     def begin(self, loaders: list[Any], done: int) -> None:
         """The epoch begins, or after `done` batches the one that another process began."""
         self._orders = self._orders or [EpochOrder() for _ in loaders]
         for order, loader in zip(self._orders, loaders, strict=True):
-            if done:
-                order.begin_again(loader, loader, done)
-            else:
-                order.begin(loader, loader)
+            order.begin(loader, done)
 
     def state_dict(self) -> dict[str, Any]:
         return {"orders": [order.state_dict() for order in self._orders]}
@@ -380,14 +371,6 @@ def _require_possible(trainer: Any) -> None:
             f"fit(ckpt_path={trainer.ckpt_path!r}) restores another state after ElaunchCallback has; leave it out: "
             "ElaunchCallback(checkpoints=…) restores from memory and from its own checkpoints"
         )
-
-
-def _share_no_buffers(model: Any) -> None:
-    """With manual optimization Lightning lets DDP share buffers before the first of all passes only.
-
-    A restart must not do it again, and each rank's own ones are kept.
-    """
-    model.broadcast_buffers = model.forward_sync_buffers = False
 
 
 def _warn_of_hooks(parts: list[Any]) -> None:

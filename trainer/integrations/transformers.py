@@ -8,8 +8,8 @@ from typing import Any
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import TrainerCallback
 
-from elaunch.trainer.data.batches import require_skippable, skip_once
-from elaunch.trainer.integrations.epochs import EpochOrder, require_free, with_own
+from elaunch.trainer.data.batches import EpochOrder, require_skippable
+from elaunch.trainer.integrations.epochs import with_own
 from elaunch.trainer.keeper.keeper import Keeper
 
 # What a Trainer records of a run. The other fields come from its arguments.
@@ -33,7 +33,6 @@ class ElaunchTrainerCallback(TrainerCallback):  # type: ignore[misc]
     """
 
     def __init__(self, **options: Any) -> None:
-        require_free("ElaunchTrainerCallback", options, "it keeps those of the Trainer")
         self._options, self._order = options, EpochOrder()
         self._keeper: Keeper | None = None
         self._epoch = -1
@@ -68,17 +67,16 @@ class ElaunchTrainerCallback(TrainerCallback):  # type: ignore[misc]
     def on_epoch_begin(self, args: Any, state: Any, control: Any, *, train_dataloader: Any, **_: Any) -> None:
         """Pass over what is done."""
         self._epoch += 1
-        batches, _steps = _epoch_of(train_dataloader, args)
         base = getattr(train_dataloader, "base_dataloader", train_dataloader)
         if self._epoch < self._resumed_epoch:
-            skip_once(base, batches)
-        elif self._epoch == self._resumed_epoch and self._done:
-            # The generators of the training are restored when the first step begins.
-            self._order.begin_again(train_dataloader, base, self._done * args.gradient_accumulation_steps)
-        else:
+            self._order.skip(base)
+            return
+        done = self._done * args.gradient_accumulation_steps if self._epoch == self._resumed_epoch else 0
+        if not done:
             self._kept.redraw()
             self._kept.restore_random()
-            self._order.begin(train_dataloader, base)
+        # Else the generators of the training are restored when the first step begins.
+        self._order.begin(base, done)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Stop here if a stop is requested, and make the copies that are due."""

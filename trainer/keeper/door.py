@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from elaunch.trainer import link
-from elaunch.trainer.keeper.rehearsal import digest, named
 from elaunch.trainer.keeper.unkept import NODES_MAX, Unkept, is_a, memory_of, reach
+from elaunch.trainer.keeper.values import digest, named
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state.model_state import is_fsdp1
 from elaunch.trainer.state.training_state import Training

@@ -165,7 +165,7 @@ class Keeper:
             is_first = self._peers.leads and not self._place.generation
             self._door = Door(
                 *(self._training, self._kept, self._peers, Path(memory, f"{self._name}.said") if memory else None),
-                say=partial(self._rehearsal.warn, self._say) if self._rehearsal is not None else self._say,
+                say=self._say,
                 is_first=not self._place.generation,
                 is_others=self._is_open,
             )

@@ -8,27 +8,24 @@ import os
 import signal
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from inspect import CO_OPTIMIZED
 from itertools import chain, islice
 from pathlib import Path
-from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from elaunch.trainer.keeper.values import digest, named, variables
 from elaunch.trainer.ranks.place import RankInfo
 from elaunch.trainer.state.model_state import hook_after_forward
 from elaunch.trainer.state.training_state import Training
-from elaunch.trainer.state.tree import State, digests, local_parts, tensors_in, tensors_sha256
+from elaunch.trainer.state.tree import State, local_parts, several, tensors_in, tensors_sha256
 
 # Set by the command. JSON: the `folder` of the records, the number of `steps`, and when to kill which process.
 VARIABLE = "ELAUNCH_REHEARSAL"
-# How far the program's own variables are followed. What is larger is data.
-_DEPTH, _ITEMS_MAX, _NAMES_MAX, _BYTES_MAX = 6, 1000, 5000, 1 << 26
-_SHOWN_CHARS, _HASHED_BYTES_MAX = 40, 1 << 20
+_NAMES_MAX = 5000
 
 
 class Rehearsal:
@@ -36,24 +33,14 @@ class Rehearsal:
 
     def __init__(self, environ: Mapping[str, str], place: RankInfo, name: str, kept: Mapping[str, Any]) -> None:
         self._asked, self._kept = json.loads(environ[VARIABLE]), [*kept.values()]
-        self._rank = place.rank
-        self._dies = not place.generation and name == self._asked["name"] and place.rank in self._asked["ranks"]
-        self._folder, self._name = Path(self._asked["folder"]), name
-        self._step, self._warned = 0, list[str]()
-        self._begin_record(is_after_step=True)
-
-    def _begin_record(self, *, is_after_step: bool = False) -> None:
-        self._is_after_step, self._losses = is_after_step, list[str]()
+        self._rank, self._name, self._folder = place.rank, name, Path(self._asked["folder"])
+        self._dies = not place.generation and place.rank in self._asked["ranks"]
+        self._step, self._is_after_step, self._losses = 0, True, list[str]()
         self._seen: dict[str, Any] = defaultdict(hashlib.sha256)
 
     def checkpoints(self, given: Any, every: int) -> tuple[Any, int]:
         """Where checkpoints go instead, and how often: so that a new agent finds one."""
         return given and self._folder / f"checkpoints-{self._name}", min(every, max(1, self._asked["steps"] // 4))
-
-    def warn(self, say: Callable[[str], object], text: str) -> None:
-        """The Keeper names state that it does not keep."""
-        self._warned.append(text)
-        say(text)
 
     def attach(self, training: Training, stack: ExitStack) -> None:
         """The state is restored: watch the passes until `stack` is left."""
@@ -66,9 +53,8 @@ class Rehearsal:
         original: Any = torch.autograd.backward
 
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            self._losses += [
-                repr(each.tolist()) if each.numel() == 1 else digest(each) for each in tensors_in([tensors])
-            ]
+            for each in tensors_in([tensors]):
+                self._losses.append(repr(each.tolist()) if each.numel() == 1 else digest(each))
             original(tensors, *args, **kwargs)
             self._die("backward")
 
@@ -92,19 +78,17 @@ class Rehearsal:
         facts |= {name: f"done {its.hexdigest()[:16]}" for name, its in self._seen.items()}
         facts |= {**dict(training.live_tensors.named()), **buffers["transient"], **buffers["buffers"]}
         facts |= dict(named("", rest))
-        values = {name: digest(its) for name, its in facts.items() if its is not None} | self._own(own)
-        record = {"step": step, "pid": os.getpid(), "warned": self._warned, "facts": values}
+        values = {name: digest(its) for name, its in facts.items() if its is not None} | self._beside(own)
         with (self._folder / f"{self._name}.{self._rank}.jsonl").open("a") as file:
-            file.write(json.dumps(record) + "\n")
-        self._warned = []
-        self._begin_record()
+            file.write(json.dumps({"step": step, "pid": os.getpid(), "facts": values}) + "\n")
+        self._is_after_step, self._losses = False, []
+        self._seen.clear()
         return step > int(self._asked["steps"])
 
-    def _own(self, own: Mapping[str, Any]) -> dict[str, str]:
+    def _beside(self, own: Mapping[str, Any]) -> dict[str, str]:
         """What the program has beside its state, which may be the reason of a difference."""
-        several = [each for one in self._kept if isinstance(one, list | tuple) for each in one]
-        modules = [module for one in self._training.models for module in one.modules()]
-        kept = frozenset(map(id, [*self._kept, *several, *modules]))
+        kept = frozenset(id(each) for one in self._kept for each in (one, *several(one)))
+        kept |= {id(module) for one in self._training.models for module in one.modules()}
         frames = variables(sys._getframe(1))
         found = chain(named("per_rank", own.get("per_rank")), *(named(name, its, kept) for name, its in frames))
         digested: dict[str, str] = {}
@@ -139,79 +123,3 @@ class Rehearsal:
         if self._dies and at == self._asked["at"] and self._step >= self._asked["step"]:
             agent = int((self._folder / "agent.pid").read_text())
             os.kill(agent if self._asked["agent"] else os.getpid(), signal.SIGKILL)
-
-
-def variables(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
-    """The variables of the program's own functions that call, by names that are in its source."""
-    while frame is not None:
-        module, path = str(frame.f_globals.get("__name__")), frame.f_code.co_filename
-        if (
-            not module.startswith("elaunch.")
-            and "site-packages" not in path
-            and not path.startswith(("<", sys.base_prefix))
-        ):
-            held = frame.f_locals
-            found = [(name, value) for name, value in [*held.items()] if name[:2] != "__"]
-            if type(held) is dict and frame.f_code.co_flags & CO_OPTIMIZED:
-                # Before Python 3.13 a function's frame keeps this copy of its variables, and so this step's tensors.
-                for name in [name for name, value in found if _has_tensors(value)]:
-                    del held[name]
-            yield from found
-            del held, found
-        frame = frame.f_back
-
-
-def _has_tensors(value: object) -> bool:
-    several: Any = value.values() if type(value) is dict else value if type(value) in (list, tuple) else (value,)
-    return any(issubclass(type(each), Tensor) for each in several)
-
-
-def named(path: str, value: Any, kept: frozenset[int] | None = None, depth: int = _DEPTH) -> Iterator[tuple[str, Any]]:
-    """Tensors, generators and plain values in `value` by their paths. With `kept` those in objects too, less these."""
-    if isinstance(value, Tensor):
-        if kept is None or value.nbytes < _BYTES_MAX:
-            yield path, value
-    elif (state := generator_state(value)) is not None:
-        yield f"generator `{path}`", state
-    elif isinstance(value, set | frozenset):
-        yield path, repr(sorted(map(repr, value)))
-    elif isinstance(value, str | bytes | int | float | complex | None):
-        yield path, repr(value)
-    elif depth and not type(value).__module__.startswith("elaunch.") and id(value) not in (kept or ()):
-        items: Any = value.items() if isinstance(value, dict) else ()
-        if isinstance(value, list | tuple):
-            items = enumerate(value)
-        elif kept is not None and not isinstance(value, dict | ModuleType | FunctionType | type):
-            # An attribute that has not changed may be that of the class.
-            numbers = {name: its for name, its in vars(type(value)).items() if isinstance(its, int | float)}
-            own = value.state_dict() if isinstance(value, nn.Module) else getattr(value, "__dict__", {})
-            items = (numbers | own).items()
-        for key, item in islice(items, _ITEMS_MAX):
-            yield from named(f"{path}.{key}".lstrip("."), item, kept, depth - 1)
-
-
-def generator_state(value: Any) -> Tensor | str | None:
-    """The present state of a generator of torch, numpy or Python; None of another object."""
-    if type(value).__module__.partition(".")[0] not in ("torch", "numpy", "random"):
-        return None
-    ask = getattr(value, "get_state", None) or getattr(value, "getstate", None)
-    if not ask and not hasattr(value, "bit_generator"):
-        return None
-    try:
-        state = ask() if ask else value.bit_generator.state
-    except NotImplementedError:
-        # The system's generator has none.
-        return None
-    return state if isinstance(state, Tensor) else repr(state)
-
-
-def digest(value: Any) -> str:
-    """What is compared of a value: itself, or its digest if it is long."""
-    if isinstance(value, Tensor):
-        return "; ".join(f"{str(part.dtype)[6:]}{[*part.shape]} {_bits(part)}" for part in local_parts(value))
-    return value if len(value) <= _SHOWN_CHARS else "… " + hashlib.sha256(value.encode()).hexdigest()[:16]
-
-
-def _bits(part: Tensor) -> str:
-    # A sum is fast, but a generator that counts one number up and another one down keeps its sum.
-    return f"{digests({'': part})['']:x}" if part.nbytes > _HASHED_BYTES_MAX else tensors_sha256([part])[:16]

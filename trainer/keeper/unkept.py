@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sampler
 
 from elaunch.trainer.data.order import BatchSampler
-from elaunch.trainer.keeper.rehearsal import generator_state, variables
+from elaunch.trainer.keeper.values import generator_state, variables
 from elaunch.trainer.state.training_state import Training
 from elaunch.trainer.state.tree import equal, local_parts
 

@@ -8,8 +8,10 @@ that are done count.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
+import reprlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -38,17 +40,15 @@ class Verdict:
 def verdict(files: Iterable[Iterable[str]], *, steps: int | None = None) -> Verdict:
     """The verdict on a ledger, from the lines of its files in any order. `steps` is the required number, if known.
 
-    Each file is read once, from beginning to end, so a file object is enough. It needs memory for one bit per sample of
-    an epoch, and for one step of every rank.
+    Each file is read once, from beginning to end, so a file object is enough. It needs memory for one byte per sample
+    of an epoch, and for one step of every rank.
     """
     tally = _Tally()
     try:
         sessions = [session for lines in files if (session := _open(lines)) is not None]
         if not sessions:
             return Verdict(False, "the ledger holds no steps")
-        order = _common_order(sessions)
-        tally.begin(order, min(sessions, key=lambda session: session.generation).after)
-        _judge(sessions, order, tally)
+        _judge(sessions, _one("had different orders", (session.order for session in sessions)), tally)
         if steps is not None and tally.last != steps:
             raise _Violation(f"the last step that counts is {tally.last}, not {steps}")
     except _Violation as violation:
@@ -90,16 +90,20 @@ class _Tally:
     generations: int = 0
     lost: list[int] = field(default_factory=list)
     repeated: int = 0
-    once: _Once = field(init=False)
+    # Which samples of the epoch have come.
+    epoch: int = -1
+    seen: bytearray = field(default_factory=bytearray)
 
-    def begin(self, order: Order, after: int) -> None:
-        self.first = self.last = after
-        self.once = _Once(order)
-
-    def count(self, step: int, micros: dict[int, _Row]) -> None:
-        for micro in sorted(micros):
-            self.once.take(step, micro, micros[micro].samples)
-            self.samples += len(micros[micro].samples)
+    def count(self, step: int, micros: dict[int, _Row], order: Order) -> None:
+        samples = [sample for micro in sorted(micros) for sample in micros[micro].samples]
+        for position, sample in zip(order.span(step), samples, strict=True):
+            epoch = position // order.size
+            if epoch != self.epoch:
+                self.epoch, self.seen = epoch, bytearray(order.size)
+            if self.seen[sample]:
+                raise _Violation(f"sample {sample} comes twice in epoch {epoch}, the second time in step {step}")
+            self.seen[sample] = True
+        self.samples += len(samples)
         self.repeated += self.lost.count(step)
         self.last = step
 
@@ -115,36 +119,15 @@ class _Tally:
         )
 
 
-class _Once:
-    """Raises _Violation if a sample comes twice in one epoch."""
-
-    def __init__(self, order: Order) -> None:
-        self._order = order
-        self._number, self._missing = -1, 0
-        self._seen = bytearray()
-
-    def take(self, step: int, micro: int, samples: list[int]) -> None:
-        for position, sample in zip(self._order.span(step, micro), samples, strict=True):
-            number, before = divmod(position, self._order.size)
-            if number != self._number:
-                if self._missing and self._order.tail != "drop":
-                    raise _Violation(f"epoch {self._number} ended in step {step} with {self._missing} samples missing")
-                self._number, self._missing = number, self._order.size - before
-                self._seen = bytearray(self._order.size // 8 + 1)
-            if not 0 <= sample < self._order.size:
-                raise _Violation(f"sample {sample} in step {step} does not exist there")
-            byte, bit = sample >> 3, 1 << (sample & 7)
-            if self._seen[byte] & bit:
-                raise _Violation(f"sample {sample} comes twice in epoch {number}, the second time in step {step}")
-            self._seen[byte] |= bit
-            self._missing -= 1
-
-
 def _judge(sessions: list[_Session], order: Order, tally: _Tally) -> None:
     """Check all generations from the oldest to the newest, step by step."""
     ordered = sorted(sessions, key=lambda session: session.generation)
     generations = [(number, list(group)) for number, group in itertools.groupby(ordered, key=lambda s: s.generation)]
-    afters = [_after(number, group) for number, group in generations]
+    afters = [
+        _one(f"of generation {number} began after different steps", (session.after for session in group))
+        for number, group in generations
+    ]
+    tally.first = tally.last = afters[0]
     tally.generations = len(generations)
     for place, (number, group) in enumerate(generations):
         kept_until = min(afters[place + 1 :], default=None)
@@ -179,7 +162,7 @@ def _judge_generation(
         missing = [micro for micro in range(order.micro_batches) if micro not in micros]
         if missing:
             raise _Violation(f"micro-batch {missing[0]} of step {step} was computed by nobody")
-        tally.count(step, micros)
+        tally.count(step, micros, order)
 
 
 def _step(number: int, step: int, rows: Iterable[_Row], order: Order) -> tuple[dict[int, _Row], bool]:
@@ -200,29 +183,19 @@ def _step(number: int, step: int, rows: Iterable[_Row], order: Order) -> tuple[d
         due = list(order.samples(step, row.micro))
         if row.samples != due:
             raise _Violation(
-                f"micro-batch {row.micro} of step {step} had samples {_shown(row.samples)} in generation {number}, "
-                f"not {_shown(due)}"
+                f"micro-batch {row.micro} of step {step} had samples {reprlib.repr(row.samples)} in generation "
+                f"{number}, not {reprlib.repr(due)}"
             )
         micros[row.micro] = row
     return micros, done
 
 
-def _after(number: int, group: list[_Session]) -> int:
-    afters = sorted({session.after for session in group})
-    if len(afters) > 1:
-        raise _Violation(f"the ranks of generation {number} began after different steps, {afters[0]} and {afters[-1]}")
-    return afters[0]
-
-
-def _common_order(sessions: list[_Session]) -> Order:
-    first = sessions[0]
-    for session in sessions:
-        if session.order != first.order:
-            raise _Violation(
-                f"rank {session.rank} of generation {session.generation} had {session.order}, and rank {first.rank} "
-                f"of generation {first.generation} {first.order}"
-            )
-    return first.order
+def _one(what: str, values: Iterable[Any]) -> Any:
+    """The value that all ranks have."""
+    different = [*dict.fromkeys(values)]
+    if len(different) > 1:
+        raise _Violation(f"the ranks {what}, {different[0]} and {different[1]}")
+    return different[0]
 
 
 def _open(lines: Iterable[str]) -> _Session | None:
@@ -231,48 +204,37 @@ def _open(lines: Iterable[str]) -> _Session | None:
     first = next(reading, "")
     if not first.endswith("\n"):
         return None
-    header = _parsed(first, "its first line")
-    try:
+    with _reading("the first line of a file", first):
+        header = parse_json(first)
         if header["ledger"] != FORMAT:
             raise _Violation(f"it has format {header['ledger']}, and only format {FORMAT} is known here")
         order = Order(**header["order"])
         generation, rank, after = int(header["generation"]), int(header["rank"]), int(header["after"])
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise _Violation(f"a file begins with {first.strip()[:80]!r}, which is no ledger's header") from error
     return _Session(generation, rank, after, order, _rows(reading, generation, rank))
 
 
 def _rows(lines: Iterator[str], generation: int, rank: int) -> Iterator[_Row]:
-    where = f"a line of rank {rank} in generation {generation}"
     newest = 0
     for line in lines:
         # A killed rank may leave half a line at the end.
         if not line.endswith("\n"):
             return
-        record = _parsed(line, where)
-        try:
+        with _reading(f"a line of rank {rank} in generation {generation}", line):
+            record = parse_json(line)
             row = (
                 _Row(int(record["done"]), -1, [], rank)
                 if "done" in record
                 else _Row(int(record["step"]), int(record["micro"]), list(record["samples"]), rank)
             )
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise _Violation(f"{where} is no ledger's: {line.strip()[:80]!r}") from error
         if row.step < newest:
             raise _Violation(f"rank {rank} went back from step {newest} to step {row.step} in generation {generation}")
         newest = row.step
         yield row
 
 
-def _parsed(line: str, where: str) -> dict[str, Any]:
+@contextlib.contextmanager
+def _reading(what: str, line: str) -> Iterator[None]:
     try:
-        record = parse_json(line)
-    except ValueError as error:
-        raise _Violation(f"{where} cannot be read: {line.strip()[:80]!r}") from error
-    if not isinstance(record, dict):
-        raise _Violation(f"{where} is no record: {line.strip()[:80]!r}")
-    return record
-
-
-def _shown(samples: list[int]) -> str:
-    return f"{samples[:8]}".replace("]", ", …]") if len(samples) > 8 else f"{samples}"
+        yield
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise _Violation(f"{what} is no ledger's: {line.strip()[:80]!r}") from error

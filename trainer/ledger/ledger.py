@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import errno
 import json
@@ -10,9 +9,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from elaunch.strict_json import parse_json
 from elaunch.trainer.data.order import Micro, Order
 from elaunch.trainer.ledger.audit import FORMAT, Verdict, verdict
 
@@ -34,7 +31,9 @@ class Ledger:
         self.path = _path(folder, generation, rank)
         group = {"generation": generation, "rank": rank, "world_size": world_size, "after": after}
         header = {"ledger": FORMAT, **group, "order": dataclasses.asdict(order)}
-        _require_unused(self.path, header)
+        # There may be thousands of ranks and files, so one rank looks at all.
+        if rank == 0 and next_generation(folder) > generation + 1:
+            raise _used(Path(folder))
         try:
             self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         except FileExistsError:
@@ -78,27 +77,6 @@ class Ledger:
 
 def _path(folder: str | Path, generation: int, rank: int) -> Path:
     return Path(folder) / f"generation-{generation:04d}-rank-{rank:05d}.jsonl"
-
-
-def _require_unused(path: Path, header: dict[str, Any]) -> None:
-    """Raise FileExistsError if another run has written under this generation or a later one.
-
-    Rank 0 checks all files, other ranks check only rank 0's: there may be thousands of ranks and files.
-    """
-    folder, generation = path.parent, header["generation"]
-    others = [_path(folder, generation, 0)]
-    if header["rank"] == 0:
-        if next_generation(folder) > generation + 1:
-            raise _used(folder)
-        others = sorted(folder.glob(f"generation-{generation:04d}-rank-*.jsonl"))
-    for other in others:
-        # A file that a peer is just creating has no line yet.
-        with contextlib.suppress(FileNotFoundError, ValueError):
-            with other.open() as file:
-                found = parse_json(file.readline())
-            ours = {**json.loads(json.dumps(header)), "rank": None}
-            if not isinstance(found, dict) or {**found, "rank": None} != ours:
-                raise _used(other)
 
 
 def _used(path: Path) -> FileExistsError:

@@ -25,3 +25,15 @@ def step(number: int) -> None:
     held_until = os.environ.get("PROGRAM_HELD_UNTIL")
     while held_until and number >= _HELD_FROM and not Path(held_until).exists():
         time.sleep(_STEP_S)
+
+
+def train(model, optimizer, inputs, after=None) -> None:
+    """The plain loop: `inputs()` makes a batch, `after(number, loss)` is called before a step ends."""
+    for number in range(1, STEPS + 1):
+        loss = model(inputs()).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if after:
+            after(number, loss)
+        step(number)

@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from common import STEPS, step
+from common import train
 from fairscale.nn.data_parallel import ShardedDataParallel
 from fairscale.optim.oss import OSS
 
@@ -10,9 +10,5 @@ dist.init_process_group("gloo")
 net = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4))
 optimizer = OSS(params=net.parameters(), optim=torch.optim.SGD, lr=0.01)
 model = ShardedDataParallel(net, optimizer)
-for number in range(1, STEPS + 1):
-    model.zero_grad()
-    model(torch.randn(8, 16)).square().mean().backward()
-    optimizer.step()
-    step(number)
+train(model, optimizer, lambda: torch.randn(8, 16))
 dist.destroy_process_group()

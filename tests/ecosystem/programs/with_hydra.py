@@ -3,7 +3,7 @@
 import hydra
 import torch
 import torch.distributed as dist
-from common import STEPS, step
+from common import train
 from omegaconf import DictConfig
 
 
@@ -12,11 +12,7 @@ def main(config: DictConfig) -> None:
     dist.init_process_group("gloo")
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(config.model.width, 4))
     optimizer = hydra.utils.instantiate(config.optimizer, model.parameters())
-    for number in range(1, STEPS + 1):
-        model(torch.randn(8, config.model.width)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        step(number)
+    train(model, optimizer, lambda: torch.randn(8, config.model.width))
     dist.destroy_process_group()
 
 

@@ -2,15 +2,11 @@
 
 import torch
 import torch.distributed as dist
-from common import STEPS, step
+from common import train
 from torchao.optim import AdamW8bit
 
 dist.init_process_group("gloo")
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
 optimizer = AdamW8bit(model.parameters())
-for number in range(1, STEPS + 1):
-    model(torch.randn(8, 64)).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    step(number)
+train(model, optimizer, lambda: torch.randn(8, 64))
 dist.destroy_process_group()

@@ -3,20 +3,18 @@
 import torch
 import torch.distributed as dist
 import wandb
-from common import STEPS, step
+from common import train
 
 dist.init_process_group("gloo")
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(16, 4))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 run = wandb.init(project="example", mode="offline") if dist.get_rank() == 0 else None
-for number in range(1, STEPS + 1):
-    loss = model(torch.randn(8, 16)).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    if run:
-        run.log({"loss": loss.item()}, step=number)
-    step(number)
+train(
+    model,
+    optimizer,
+    lambda: torch.randn(8, 16),
+    lambda number, loss: run and run.log({"loss": loss.item()}, step=number),
+)
 if run:
     run.finish()
 dist.destroy_process_group()

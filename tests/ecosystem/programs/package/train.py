@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from common import STEPS, step
+from common import train
 
 from .net import Net
 
@@ -11,11 +11,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     model = torch.nn.parallel.DistributedDataParallel(Net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for number in range(1, STEPS + 1):
-        model(torch.randn(8, 16)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        step(number)
+    train(model, optimizer, lambda: torch.randn(8, 16))
     dist.destroy_process_group()
 
 

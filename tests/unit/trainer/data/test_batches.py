@@ -25,7 +25,7 @@ from torch.utils.data import (
 )
 
 from elaunch.trainer.data.batches import Batches
-from elaunch.trainer.data.order_states import global_states, set_global_states
+from elaunch.trainer.data.sampler_state import global_states, set_global_states
 from elaunch.trainer.data.sampling import seed
 from tests.harness import slow
 
@@ -146,8 +146,8 @@ class ByLoss(Sampler[int]):
 
     def __init__(self, kind: str, *, is_lazy: bool = False) -> None:
         self.dice, size, self.is_lazy = np.random.default_rng(4), SIZE, is_lazy
-        kinds: dict[str, Any] = {"list": [0.1] * size, "tuple": (0.1,) * size, "array": np.ones(size) / 10}
-        self.chances: Any = (kinds | {"tensor": torch.ones(size) / 10, "dict": {"even": 0.1, "odd": 0.1}})[kind]
+        kinds: dict[str, Any] = {"list": [0.1] * size, "array": np.ones(size) / 10, "tensor": torch.ones(size) / 10}
+        self.chances: Any = kinds[kind]
 
     def __len__(self) -> int:
         return SIZE
@@ -155,8 +155,7 @@ class ByLoss(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         at_once = 1 if self.is_lazy else SIZE
         for _ in range(0, SIZE, at_once):
-            chances: Any = self.chances
-            chances = [*chances.values()] * (SIZE // 2) if isinstance(chances, dict) else [*map(float, chances)]
+            chances = [*map(float, self.chances)]
             yield from self.dice.choice(SIZE, at_once, p=np.asarray(chances) / sum(chances)).tolist()
 
 
@@ -167,17 +166,13 @@ def change(sampler: Any, batch: Any) -> None:
         sampler.indices[:] = [(one + len(seen)) % SIZE for one in sampler.indices]
     elif isinstance(sampler, WeightedRandomSampler):
         sampler.weights[[*seen]] *= 1.1
-    elif isinstance(sampler.chances, dict):
-        sampler.chances["odd"] *= 1.1
-    elif isinstance(sampler.chances, tuple):
-        sampler.chances = tuple(1.1 * one if n in seen else one for n, one in enumerate(sampler.chances))
     else:
         for one in seen:
             sampler.chances[one] *= 1.1
 
 
 CHANGING: list[Callable[[], Any]] = [
-    *(partial(ByLoss, kind) for kind in ("list", "tuple", "array", "tensor", "dict")),
+    *(partial(ByLoss, kind) for kind in ("list", "array", "tensor")),
     lambda: WeightedRandomSampler(torch.ones(SIZE), SIZE),
 ]
 

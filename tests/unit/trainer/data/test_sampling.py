@@ -72,7 +72,8 @@ def noise_by_place(world_size: int, workers: dict[str, Any], after: int = 0) -> 
     for rank in range(world_size):
         batches = ORDER.batches(rank, world_size, after=after, until=4)
         loader: DataLoader[Tensor] = DataLoader(Seeded(Noisy()), batch_sampler=batches, **workers)
-        found.update(zip(batches.places(), (batch.tolist() for batch in loader), strict=True))
+        places = ((samples.step, samples.micro) for samples in batches)
+        found.update(zip(places, (batch.tolist() for batch in loader), strict=True))
     return found
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler
 
-from elaunch.trainer.integrations.epochs import EpochOrder, require_free, with_own
+from elaunch.trainer.data.batches import EpochOrder
+from elaunch.trainer.integrations.epochs import with_own
 
 SIZE = 24
 
@@ -86,9 +87,9 @@ def test_samples_and_noise_of_an_epoch_do_not_depend_on_what_the_training_draws(
 ) -> None:
     order, loader = process(make, workers)
     for _ in range(epoch):
-        order.begin(loader, loader)
+        order.begin(loader)
         trained(iter(loader), 6)
-    order.begin(loader, loader)
+    order.begin(loader)
     batches = iter(loader)
     trained(batches, 2)
     state = order.state_dict()
@@ -97,7 +98,7 @@ def test_samples_and_noise_of_an_epoch_do_not_depend_on_what_the_training_draws(
     other, loader = process(make, workers)
     other.load_state_dict(state)
     torch.rand(7), random.random()
-    other.begin_again(loader, loader, 2)
+    other.begin(loader, 2)
 
     assert trained(iter(loader), 4) == expected
 
@@ -106,28 +107,28 @@ def test_samples_and_noise_of_an_epoch_do_not_depend_on_what_the_training_draws(
 @pytest.mark.parametrize("is_over", [True, False])
 def test_an_epoch_begins_where_another_process_ended_the_one_before(make: Callable[[], Any], is_over: bool) -> None:
     order, loader = process(make)
-    order.begin(loader, loader)
+    order.begin(loader)
     trained(iter(loader), 6)
     state = order.state_dict()
     torch.manual_seed(6)
     random.seed(6)
-    order.begin(loader, loader)
+    order.begin(loader)
     expected = trained(iter(loader), 6)
 
     other, loader = process(make)
     other.load_state_dict(state)
     if is_over:
-        other.over(loader, loader)
+        other.over(loader)
     torch.manual_seed(6)
     random.seed(6)
-    other.begin(loader, loader)
+    other.begin(loader)
 
     assert trained(iter(loader), 6) == expected
 
 
 def test_what_is_drawn_for_a_batch_leaves_the_trainings_generators_alone() -> None:
     order, loader = EpochOrder(), DataLoader(Noisy(), batch_size=4, shuffle=True, collate_fn=collated)
-    order.begin(loader, loader)
+    order.begin(loader)
     batches = iter(loader)
     next(batches)
     before = torch.get_rng_state(), random.getstate()
@@ -146,9 +147,3 @@ def test_options_of_the_program_come_after_those_of_the_integration() -> None:
 
     assert options == {"per_rank": (own, generator), "extra": (own, average), "keep": 2}
     assert with_own({"extra": [1, 2]}, per_rank=own, extra=own)["extra"] == (own, [1, 2])
-    assert with_own({"extra": [average, average]}, per_rank=own) == {"extra": [average, average], "per_rank": (own,)}
-
-
-def test_an_option_that_the_library_has_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"ElaunchCallback has no option optimizer or scaler: it keeps Lightning's"):
-        require_free("ElaunchCallback", {"scaler": None, "optimizer": 1, "keep": 2}, "it keeps Lightning's")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import math
+import itertools
 import random
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,8 +33,8 @@ _TORCHS = (BatchSampler, DistributedSampler, RandomSampler, SequentialSampler, *
 # A list of a sampler is kept up to so many numbers, a tensor or an array up to so many more: written with each step.
 _LIST_MAX, _NUMBERS_MAX = 8192, 1 << 18
 _ITEMS_MAX = 64
-# The key of a list among kept values, and up to how many numbers it stays a list.
-_LIST, _WORDS_MAX = "list of numbers", 8
+# The keys of a list or an array among stored values: its bytes, and the type of a number.
+_BYTES, _TYPE = "bytes of numbers", "type"
 _CPU = torch.device("cpu")
 _END = object()
 
@@ -48,29 +48,14 @@ def is_torchs(sampler: Any, *, alone: bool = False) -> bool:
     return sampler is None or type(sampler) in _TORCHS
 
 
-def own_states(roots: dict[str, Any]) -> dict[str, Any]:
-    """The states of the generators, counters and short lists in reach of `roots` (samplers), by their places."""
-    return {place: _state_of(_value(*holder)) for place, holder in _holders(roots)}
-
-
-def set_own_states(roots: dict[str, Any], states: dict[str, Any]) -> None:
-    """Set them to what `own_states` returned, of these objects or of others that were made alike."""
-    for place, holder in [*_holders(roots)]:
-        if place in states:
-            _set(*holder, states[place])
-
-
 def global_states() -> dict[str, Any]:
     """The states of Python's, numpy's and torch's global generators."""
     return RandomStates(_CPU).capture()
 
 
 def set_global_states(states: dict[str, Any]) -> None:
-    """Set them to what `global_states` returned, or only torch's if there is no other."""
-    if "python" in states:
-        rng_state.apply(states, _CPU)
-    else:
-        torch.set_rng_state(states["torch"].clone())
+    """Set them to what `global_states` returned."""
+    rng_state.apply(states, _CPU)
 
 
 class Streams:
@@ -91,14 +76,15 @@ class Streams:
         numpy: Any = sys.modules.get("numpy")
         return seeds | ({"numpy": int(numpy.random.randint(2**31))} if numpy else {})
 
-    def again(self) -> Streams:
-        """The same from their beginning."""
-        return Streams(self._seeds)
-
-    def drawing(self, begin: Callable[[], Iterator[Item]]) -> Iterator[Item]:
-        """The items of the iterator that `begin` returns, each drawn from these generators."""
+    def drawing(self, begin: Callable[[], Iterator[Item]], *, at_once: bool = False) -> Iterator[Item]:
+        """The items of the iterator that `begin` returns, drawn from these generators; `at_once`: with the first."""
         with self._entered():
             items = begin()
+            if at_once:
+                items = itertools.chain([*itertools.islice(items, 1)], items)
+        if at_once:
+            yield from items
+            return
         while True:
             with self._entered():
                 item = next(items, _END)
@@ -124,38 +110,41 @@ class Streams:
             rng_state.apply(outer, _CPU)
 
 
-# What has a generator or a value, and its name there: an attribute, or an item of a container.
-_Holder: TypeAlias = "tuple[Any, Any]"
+def own_states(roots: dict[str, Any]) -> dict[str, Any]:
+    """The states of the generators, counters and short lists in reach of `roots` (samplers), by their places."""
+    return {place: _state_of(_value(owner, name)) for place, owner, name in _places(roots)}
 
 
-def _holders(roots: dict[str, Any]) -> Iterator[tuple[str, _Holder]]:
+def set_own_states(roots: dict[str, Any], states: dict[str, Any]) -> None:
+    """Set them to what `own_states` returned, of these objects or of others that were made alike."""
+    for place, owner, name in [*_places(roots)]:
+        if place in states:
+            _set(owner, name, states[place])
+
+
+def _places(roots: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """The path of each generator and plain value, what has it, and its name there: an attribute, key or number."""
     seen: set[int] = set()
-    for name in roots:
-        yield from _in_reach(name, (roots, name), seen, is_kept=False)
 
-
-def _in_reach(place: str, holder: _Holder, seen: set[int], *, is_kept: bool) -> Iterator[tuple[str, _Holder]]:
-    """All generators, and with `is_kept` a plain value, at this place."""
-    value = _value(*holder)
-    if _is_plain(value):
-        if is_kept:
-            yield place, holder
-    elif id(value) not in seen:
-        names: dict[Any, bool] = {}
-        if _is_generator(value):
-            yield place, holder
-        elif type(value) in (list, tuple) and len(value) <= _ITEMS_MAX:
-            names = dict.fromkeys(range(len(value)), False)
-        elif type(value) is dict and len(value) <= _ITEMS_MAX:
-            names = dict.fromkeys(value, True)
-        elif _is_sampler(value):
-            kept = _ATTRIBUTES.get(type(value), ()) if type(value) in _TORCHS else (*vars(value),)
-            names = {name: name in kept for name in vars(value)}
-        else:
+    def in_reach(place: str, owner: Any, name: Any, *, is_kept: bool) -> Iterator[tuple[str, Any, Any]]:
+        value = _value(owner, name)
+        if _is_generator(value) or (is_kept and _is_plain(value)):
+            yield place, owner, name
             return
-        seen.add(id(value))
-        for name, keeps in names.items():
-            yield from _in_reach(f"{place}.{name}", (value, name), seen, is_kept=keeps)
+        names: dict[Any, bool] = {}
+        if type(value) in (list, tuple, dict):
+            if len(value) <= _ITEMS_MAX:
+                names = dict.fromkeys(value, True) if type(value) is dict else dict.fromkeys(range(len(value)), False)
+        elif _is_sampler(value):
+            kept = _ATTRIBUTES.get(type(value), ()) if type(value) in _TORCHS else vars(value)
+            names = {name: name in kept for name in vars(value)}
+        if id(value) not in seen:
+            seen.add(id(value))
+            for each, keeps in names.items():
+                yield from in_reach(f"{place}.{each}", value, each, is_kept=keeps)
+
+    for name in roots:
+        yield from in_reach(name, roots, name, is_kept=False)
 
 
 def _is_sampler(value: Any) -> bool:
@@ -175,22 +164,13 @@ def _is_generator(value: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    if value is None or type(value) in (bool, int, float, str):
-        return True
     if type(value) in (list, tuple):
-        kind = type(value[0]) if value else int
         return (
-            len(value) <= _LIST_MAX
-            and kind in (int, float)
-            and all(type(item) is kind for item in value)
-            and (kind is float or all(abs(item) < 2**63 for item in value))
+            len(value) <= _LIST_MAX and {*map(type, value)} in (set(), {int}, {float}) and _array_of(value) is not None
         )
-    return _is_numbers(value) and math.prod(value.shape) <= _NUMBERS_MAX
-
-
-def _is_numbers(value: Any) -> bool:
-    """Whether it is a tensor or an array of numbers."""
-    return isinstance(value, Tensor) or (_is_array(value) and value.dtype.kind in "biuf")
+    if isinstance(value, Tensor) or (_is_array(value) and value.dtype.kind in "biuf"):
+        return (value.numel() if isinstance(value, Tensor) else value.size) <= _NUMBERS_MAX
+    return value is None or type(value) in (bool, int, float, str)
 
 
 def _is_array(value: Any) -> bool:
@@ -216,26 +196,25 @@ def _state_of(value: Any) -> Any:
     if _is_generator(value):
         bits = getattr(value, "bit_generator", value)
         value = value.get_state(legacy=False) if hasattr(value, "get_state") else bits.state
-    return _kept(value)
+    return _stored(value)
 
 
 def _set(owner: Any, name: Any, state: Any) -> None:
     value = _value(owner, name)
     if value is None and (made := _generator_for(state)):
-        value = made
-        _put(owner, name, None, made)
+        setattr(owner, name, value := made)
     if state is None or not _is_generator(value):
-        _put(owner, name, value, _lists(state))
+        _put(owner, name, value, _loaded(state))
     elif isinstance(value, torch.Generator):
         value.set_state(state.clone())
     elif isinstance(value, random.Random):
         version, words, gauss = state
         value.setstate((version, tuple(array("I", words)), gauss))
     elif hasattr(value, "set_state"):
-        value.set_state(_lists(state))
+        value.set_state(_loaded(state))
     else:
         bits: Any = getattr(value, "bit_generator", value)
-        bits.state = _lists(state)
+        bits.state = _loaded(state)
 
 
 def _generator_for(state: Any) -> Any:
@@ -252,11 +231,9 @@ def _put(owner: Any, name: Any, value: Any, kept: Any) -> None:
         value[:] = kept
     elif isinstance(value, Tensor) and isinstance(kept, Tensor) and value.shape == kept.shape:
         value.copy_(kept)
-    elif _is_array(value) and isinstance(kept, list) and len(value) == len(kept):
-        value[...] = kept
+    elif _is_array(value) and _is_array(kept) and value.size == kept.size:
+        value[...] = kept.reshape(value.shape)
     else:
-        if _is_array(value):
-            kept = sys.modules["numpy"].asarray(kept, value.dtype)
         kept = kept.clone() if isinstance(kept, Tensor) else tuple(kept) if isinstance(value, tuple) else kept
         if type(owner) is dict:
             owner[name] = kept
@@ -264,28 +241,28 @@ def _put(owner: Any, name: Any, value: Any, kept: Any) -> None:
             setattr(owner, name, kept)
 
 
-def _kept(value: Any) -> Any:
-    """A copy that can be stored. A list is a tensor there, since each of its items would take time in each step."""
+def _array_of(value: Any) -> array[Any] | None:
+    try:
+        return array("d" if value and type(value[0]) is float else "q", value)
+    except (TypeError, OverflowError):
+        return None
+
+
+def _stored(value: Any) -> Any:
+    """A copy with bytes for lists and arrays, since each number would take time in each step."""
     if isinstance(value, dict):
-        return {name: _kept(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        is_float = bool(value) and type(value[0]) is float
-        long = (
-            torch.tensor(value, dtype=torch.float64 if is_float else torch.int64) if len(value) > _WORDS_MAX else None
-        )
-        return {_LIST: [*value] if long is None else long}
-    if _is_array(value):
-        # A generator's few words of 64 bits have no tensor.
-        if value.size <= _WORDS_MAX or value.dtype.kind not in "biuf" or value.dtype == "uint64":
-            return {_LIST: value.tolist()}
-        return {_LIST: torch.from_numpy(value.astype("float64" if value.dtype.kind == "f" else "int64"))}
-    return value
+        return {name: _stored(item) for name, item in value.items()}
+    if isinstance(value, list | tuple) and (numbers := _array_of(value)) is not None:
+        return {_BYTES: numbers.tobytes(), _TYPE: numbers.typecode}
+    return {_BYTES: value.tobytes(), _TYPE: value.dtype.str} if _is_array(value) else value
 
 
-def _lists(value: Any) -> Any:
-    """The same with lists again."""
+def _loaded(value: Any) -> Any:
+    """What `_stored` was given; a tuple as a list, an array without its shape."""
     if not isinstance(value, dict):
         return value
-    if _LIST in value:
-        return value[_LIST].tolist() if isinstance(value[_LIST], Tensor) else value[_LIST]
-    return {name: _lists(item) for name, item in value.items()}
+    if _BYTES not in value:
+        return {name: _loaded(item) for name, item in value.items()}
+    if value[_TYPE] in ("d", "q"):
+        return [*array(value[_TYPE], value[_BYTES])]
+    return sys.modules["numpy"].frombuffer(value[_BYTES], value[_TYPE]).copy()
