@@ -16,8 +16,7 @@ from bench.contenders import ALL
 from bench.launches import first_line
 from bench.page import EMPTY, render, update
 from bench.plan import NODES_SECTIONS, PARTS, SECTIONS, Settings, Task, plan
-from bench.progress import Progress
-from bench.samples import Run, Sample, combined
+from bench.samples import Run, Sample
 from tests.nodes import missing
 
 ROOT = Path(__file__).parent.parent
@@ -47,6 +46,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _run(settings, out, options.page)
 
 
+class Progress:
+    """Prints a line per round to stderr. On a terminal it also shows the current turn."""
+
+    def __init__(self) -> None:
+        self._round = ""
+        self._live = sys.stderr.isatty()
+
+    def begin(self, task: Task, left: int) -> None:
+        """A turn begins; `left` turns come after it."""
+        if task.round != self._round:
+            self._round = task.round
+            self.say(f"{task.round}; {left} turns left")
+        if self._live:
+            print(f"\r\033[K  {task.key}", end="", file=sys.stderr, flush=True)
+
+    def say(self, text: str) -> None:
+        """A line of its own."""
+        print(("\r\033[K" if self._live else "") + text, file=sys.stderr, flush=True)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m bench",
@@ -74,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         nargs="+",
         metavar="FILE",
-        help="measure nothing; make the page from these samples; a later file's sections replace an earlier file's",
+        help="measure nothing; make the parts of the page of which these files have samples",
     )
     return parser
 
@@ -97,13 +116,13 @@ def _run(settings: Settings, out: Path, page: Path) -> int:
     if not taken:
         progress.say("there are no samples")
         return stopped or 0
-    print(render(combined([Run(about, in_words, tuple(taken))])), end="", flush=True)
+    print(render(Run(about, in_words, tuple(taken))), end="", flush=True)
     # Only whole parts of the page are replaced. Otherwise the page would lose its other sections.
     wanted = set(settings.sections)
     if stopped is None and all(wanted >= set(part) or not wanted & set(part) for part in PARTS):
         return _render([out], page)
     what = "a part only" if stopped is None else f"stopped after {len(taken)} samples"
-    progress.say(f"{what}: {page} stays as it is; this makes it (add the sample files of other sections):")
+    progress.say(f"{what}: {page} stays as it is; this makes its part with these samples alone:")
     progress.say(f"  {_render_command(out, page)}")
     return stopped or 0
 
@@ -141,8 +160,9 @@ def _in_words(settings: Settings) -> dict[str, str]:
 
 def _render(files: Sequence[Path], page: Path) -> int:
     try:
-        results = combined([samples.decode(path.read_text()) for path in files])
-        fresh = update(page.read_text() if page.exists() else EMPTY, results)
+        fresh = page.read_text() if page.exists() else EMPTY
+        for path in files:
+            fresh = update(fresh, samples.decode(path.read_text()))
         page.parent.mkdir(parents=True, exist_ok=True)
         page.write_text(fresh)
     except (OSError, ValueError, KeyError, TypeError) as error:

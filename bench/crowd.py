@@ -19,7 +19,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
 
-from bench.counting import Counting, Tally
 from elaunch.agent.core.actions import Action, Clear, Commit, Join, Renew, Say, SignalWorkers, Spawn, Widen
 from elaunch.agent.core.events import Cleared, Committed, Event, Tag, Tick, WorkerExited
 from elaunch.agent.core.state import Agent
@@ -67,7 +66,6 @@ class Crowd:
     """Agents `first` … `first + count - 1` of a job that needs exactly `nodes` nodes."""
 
     def __init__(self, endpoint: Endpoint, run_id: str, nodes: int, first: int, count: int) -> None:
-        self.tally = Tally()
         self._inbox: queue.SimpleQueue[tuple[int, Event | LookAgain | Callable[[], None]]] = queue.SimpleQueue()
         self._timers: list[tuple[float, int]] = []
         self._milestones: dict[int, Milestones] = {}
@@ -78,7 +76,7 @@ class Crowd:
         keys, times, host = Keys(run_id), Times(), f"node{number}"
         spec = JobSpec(run_id, Program(ProgramKind.SCRIPT, "train.py"), nodes, nodes)
         node = Node("", host, f"10.0.{number // 256}.{number % 256}", SLOTS)
-        store = EtcdStore([endpoint], transport=Counting(JsonTransport(), self.tally))
+        store = EtcdStore([endpoint], transport=JsonTransport())
         post = partial(self._post, index)
         session = Session(JobStore(store, keys, is_remote=True), LocalHost(host), times, post)
         return Member(Agent(node, spec, times, Snapshot(keys), progressed=True), session)
@@ -215,7 +213,6 @@ def main() -> None:
     orders: dict[str, Callable[[], None]] = {
         "open": crowd.open,
         "fail": crowd.fail,
-        "count": lambda: tell(asdict(crowd.tally.take())),
     }
 
     def listen() -> None:

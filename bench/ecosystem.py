@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
-from bench.stats import percentile
+from bench.samples import percentile
 from tests.ecosystem.registry import Program, named
 from tests.ecosystem.runs import LAUNCHERS, Place, first_steps
 from tests.harness import wait_for

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-
-from bench import launches, nodes, restarts, scale, statecost, staterestart, steady, warm
-from bench.manytables import idle, rendezvous
-from bench.samples import Results, failures, subset
+from bench import launches, nodes, restarts, scale, statecost, staterestart, steady
+from bench.samples import Run, failures, summarize
 from bench.statetables import copies, pairs, restarts_beside
-from bench.stats import summarize
 from bench.tables import NOTHING, seconds, stages, table, timed, without_a_time
 
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 NODES_BEGIN, NODES_END = "<!-- bench:nodes:begin -->", "<!-- bench:nodes:end -->"
 STATE_BEGIN, STATE_END = "<!-- bench:state:begin -->", "<!-- bench:state:end -->"
 # The page has three parts: one node, several nodes, the training's state. One with samples is made anew.
-NODES_SECTIONS = (nodes.SECTION, nodes.LOSS_SECTION, scale.FIRST, scale.RESTART, scale.IDLE)
+NODES_SECTIONS = (nodes.SECTION, nodes.LOSS_SECTION, scale.FIRST, scale.RESTART)
 STATE_SECTIONS = (staterestart.SECTION, statecost.SECTION, statecost.STEADY_SECTION)
 # A new page, before its first tables.
 EMPTY = (
@@ -24,52 +19,38 @@ EMPTY = (
     f"## Several nodes\n\n{NODES_BEGIN}\n{NODES_END}\n\n"
     f"## The training's state\n\n{STATE_BEGIN}\n{STATE_END}\n"
 )
-_MACHINE = ("CPUs", "memory", "kernel")
 _FIRST = (
-    "All agents start at once. The times are from then until the first agent has the table (sealed), and until the\n"
-    "last one has it (all have ranks). Requests, and the bytes of bodies in both directions, are counted at the\n"
-    "clients, without requests by the clock: an agent renews its lease each 0.8 s, and once per lease time (3 s) it\n"
-    "looks whether it has seen all keys. etcd's own count includes these looks; a longer round has more of them. CPU\n"
-    "is that of the whole round."
+    "All agents start at once. The times are from then until the last one has its ranks, and until the first one has\n"
+    "the table (sealed)."
 )
 _RESTART = (
     "The same times, from the death of one worker. Its agent is told and opens a generation. All agents stop their\n"
     "workers, join again, and are told of the sealed table."
 )
-_IDLE = f"Medians of windows of {scale.IDLE_S:g} s. A window has a whole number of renewals and of looks."
 
 
-def update(page: str, results: Results) -> str:
+def update(page: str, results: Run) -> str:
     """`page` with each part that has samples made anew. Raises ValueError if the markers of such a part are missing."""
-    for part in _parted(results):
-        page = _replaced(page, part.begin, part.end, _text(part))
+    for begin, end, text in _parts(results):
+        page = _replaced(page, begin, end, text)
     return page
 
 
-def render(results: Results) -> str:
+def render(results: Run) -> str:
     """All tables."""
-    return "\n".join(_text(part) for part in _parted(results))
+    return "\n".join(text for _, _, text in _parts(results))
 
 
-@dataclass(frozen=True)
-class _Part:
-    """A part of the page: its samples, the function that makes its tables, and its markers."""
-
-    results: Results
-    make: Callable[[Results], list[str]]
-    begin: str
-    end: str
-
-
-def _parted(results: Results) -> list[_Part]:
-    """The parts that have samples."""
-    other = (*NODES_SECTIONS, *STATE_SECTIONS)
+def _parts(results: Run) -> list[tuple[str, str, str]]:
+    """The parts that have samples: their markers, and their text."""
+    there = {s.section for s in results.samples}
     parts = (
-        _Part(subset(results, lambda s: s not in other), _one_node, BEGIN, END),
-        _Part(subset(results, lambda s: s in NODES_SECTIONS), _nodes, NODES_BEGIN, NODES_END),
-        _Part(subset(results, lambda s: s in STATE_SECTIONS), _state, STATE_BEGIN, STATE_END),
+        (there - {*NODES_SECTIONS, *STATE_SECTIONS}, _one_node, BEGIN, END),
+        (there & {*NODES_SECTIONS}, _nodes, NODES_BEGIN, NODES_END),
+        (there & {*STATE_SECTIONS}, _state, STATE_BEGIN, STATE_END),
     )
-    return [part for part in parts if part.results.samples]
+    about = "\n".join(f"- {name}: {fact}" for name, fact in {**results.machine, **results.settings}.items())
+    return [(begin, end, "\n\n".join([about, *make(results)]) + "\n") for found, make, begin, end in parts if found]
 
 
 def _replaced(page: str, begin: str, end: str, text: str) -> str:
@@ -80,11 +61,7 @@ def _replaced(page: str, begin: str, end: str, text: str) -> str:
     return f"{before}{begin}\n\n{text}\n{end}{after}"
 
 
-def _text(part: _Part) -> str:
-    return "\n\n".join([*_about(part.results), *part.make(part.results)]) + "\n"
-
-
-def _one_node(results: Results) -> list[str]:
+def _one_node(results: Run) -> list[str]:
     return [
         *timed(
             results,
@@ -102,19 +79,11 @@ def _one_node(results: Results) -> list[str]:
         ),
         *stages(results, restarts.SECTION, "the kill"),
         *timed(results, launches.LINE_SECTION, "First line", "from the command to one worker's first line. No torch."),
-        *timed(
-            results,
-            warm.SECTION,
-            "First line after a run",
-            "from the command to the first line of one worker, after `import torch`. A run with `--warm` came before"
-            " each turn.",
-        ),
-        *_steady(results, steady.SECTION, "While 2 workers train"),
-        *_steady(results, steady.TRAINER_SECTION, "While 2 workers train with the bundled trainer"),
+        *_steady(results),
     ]
 
 
-def _nodes(results: Results) -> list[str]:
+def _nodes(results: Run) -> list[str]:
     return [
         *timed(
             results,
@@ -122,47 +91,35 @@ def _nodes(results: Results) -> list[str]:
             "Restart on two nodes",
             "from SIGKILL of one worker on node A to the last rank's first all-reduce or optimizer step on A and B.",
         ),
-        *stages(results, nodes.SECTION, "the kill"),
         *timed(
             results,
             nodes.LOSS_SECTION,
             "Loss of a node",
             "from the end of the node's processes and link to the other ranks' first all-reduce or optimizer step.",
         ),
-        *stages(results, nodes.LOSS_SECTION, "the loss"),
-        *rendezvous(results, scale.FIRST, "Many agents: first rendezvous", _FIRST),
-        *rendezvous(results, scale.RESTART, "Many agents: restart of all", _RESTART),
-        *idle(results, "Many agents: while they train", _IDLE),
+        *_many(results, scale.FIRST, "Many agents: first rendezvous", _FIRST),
+        *_many(results, scale.RESTART, "Many agents: restart of all", _RESTART),
     ]
 
 
-def _state(results: Results) -> list[str]:
+def _many(results: Run, section: str, title: str, about: str) -> list[str]:
+    """A row for each number of agents."""
+    rows, notes = [], []
+    for agents in results.workers(section):
+        taken = results.of(section, scale.NAME, agents)
+        times = (summarize(results.values(section, scale.NAME, agents, name)) for name in (scale.RANKS, scale.SEALED))
+        pairs = ((seconds(each.median), seconds(each.p95)) if each else (NOTHING, NOTHING) for each in times)
+        rows.append([str(agents), str(sum(not s.why for s in taken)), *(cell for pair in pairs for cell in pair)])
+        notes += [f"- {agents} agents: {failure}" for failure in failures(taken)]
+    heads = ("agents", "n", f"{scale.RANKS}: median s", "p95 s", "sealed: median s", "p95 s")
+    return [f"### {title}\n\n{about}\n\n{table(heads, rows)}", *without_a_time(notes)] if rows else []
+
+
+def _state(results: Run) -> list[str]:
     return [*restarts_beside(results), *copies(results), *pairs(results)]
 
 
-def _about(results: Results) -> Iterator[str]:
-    """The facts that all runs share; then each run's sections, with the facts in which the run differs."""
-    sections: dict[int, list[str]] = {}
-    for section, run in results.runs.items():
-        sections.setdefault(id(run), []).append(section)
-    facts = {id(run): {**run.machine, **run.settings} for run in results.runs.values()}
-    names = list(dict.fromkeys(name for of_run in facts.values() for name in of_run))
-    apart = [name for name in names if len({of_run.get(name) for of_run in facts.values()}) > 1]
-    # Without a sample there is no run.
-    for common in list(facts.values())[:1]:
-        yield "\n".join(f"- {name}: {common[name]}" for name in names if name not in apart)
-    if apart:
-        lines = [
-            f"- {', '.join(f'`{section}`' for section in sections[run])}: "
-            + "; ".join(f"{name} {facts[run][name]}" for name in apart if name in facts[run])
-            for run in facts
-        ]
-        yield "The sections come from several runs:\n\n" + "\n".join(lines)
-    if set(apart) & set(_MACHINE):
-        yield "**The runs are from different machines. Compare figures within a section only.**"
-
-
-def _limits(results: Results) -> list[str]:
+def _limits(results: Run) -> list[str]:
     rows, notes = [], []
     for name in results.contenders(launches.LIMIT_SECTION):
         taken = results.of(launches.LIMIT_SECTION, name, 0)
@@ -176,9 +133,9 @@ def _limits(results: Results) -> list[str]:
     return [part, *without_a_time(notes)]
 
 
-def _steady(results: Results, section: str, title: str) -> list[str]:
+def _steady(results: Run) -> list[str]:
     """A column per contender: median (p95)."""
-    contenders = results.contenders(section)
+    section, contenders = steady.SECTION, results.contenders(steady.SECTION)
     if not contenders:
         return []
     cpu, wake_ups = "% of one CPU", "per second"
@@ -204,4 +161,4 @@ def _steady(results: Results, section: str, title: str) -> list[str]:
         "The contenders do not take turns here, so a slow minute affects only one of them.\n"
         '"Launcher in all" is the sum of all its processes except the workers.'
     )
-    return [f"### {title}\n\n{about}\n\n{table(('', *contenders), rows)}", *(["\n".join(notes)] if notes else [])]
+    return [f"### While 2 workers train\n\n{about}\n\n{table(('', *contenders), rows)}", *without_a_time(notes)]

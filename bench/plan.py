@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from bench import launches, nodes, restarts, scale, statecost, staterestart, steady, warm
+from bench import launches, nodes, restarts, scale, statecost, staterestart, steady
 from bench.contenders import ELAUNCH, LIMIT_PRELOAD, LIMIT_TORCH, TORCHRUN, TORCHRUN_FORK, Contender
-from bench.fleet import RANKS
 from bench.samples import Sample
-from bench.sides import KEPT, SIDES, Side
+from bench.staterestart import KEPT, SIDES, Side
 
-ONE_NODE_SECTIONS = ("start", "restart", "steady", "first-line", "warm-line")
+ONE_NODE_SECTIONS = ("start", "restart", "steady", "first-line")
 NODES_SECTIONS = ("nodes-restart", "nodes-loss", "scale")
 STATE_SECTIONS = ("state-restart", "state-cost")
 # The parts of the page. Each part is made anew as a whole.
@@ -21,7 +20,7 @@ PARTS = (ONE_NODE_SECTIONS, NODES_SECTIONS, STATE_SECTIONS)
 SECTIONS = tuple(section for part in PARTS for section in part)
 # Restarts of one job before the next contender's turn. There are several, since a job's start costs more.
 RESTARTS_PER_JOB = 5
-# A round of many agents, with its windows of training, counts as this many samples of the other kinds.
+# A round of many agents counts as this many samples of the other kinds.
 SAMPLES_PER_ROUND = 4
 # The same for a turn of steps with a gigabyte; and for a copy of a gigabyte.
 SAMPLES_PER_WINDOW, SAMPLES_PER_GB = 4, 2
@@ -59,7 +58,6 @@ def plan(settings: Settings) -> list[Task]:
         "restart": _restarts,
         "steady": _steady,
         "first-line": _first_lines,
-        "warm-line": _warm_lines,
         "nodes-restart": _nodes_restarts,
         "nodes-loss": _losses,
         "scale": _scale,
@@ -120,7 +118,7 @@ def _restarts(settings: Settings) -> Iterator[Task]:
 
 def _nodes_restarts(settings: Settings) -> Iterator[Task]:
     contenders = _only(settings, ELAUNCH, TORCHRUN, TORCHRUN_FORK)
-    return _killed(nodes.SECTION, settings, contenders, (RANKS,), nodes.restarts)
+    return _killed(nodes.SECTION, settings, contenders, (nodes.RANKS,), nodes.restarts)
 
 
 def _killed(
@@ -158,17 +156,13 @@ def _scale(settings: Settings) -> Iterator[Task]:
     for turn in range(rounds):
         label = f"many agents, round {turn + 1} of {rounds}"
         for agents in settings.agents:
-            for version in scale.VERSIONS:
-                run = partial(scale.rendezvous, version, agents, limit_s)
-                yield Task(label, f"{agents} agents, {scale.ours(version)}", run)
+            yield Task(label, f"{agents} agents", partial(scale.rendezvous, agents, limit_s))
 
 
 def _steady(settings: Settings) -> Iterator[Task]:
-    for trainer, contenders in ((False, settings.contenders), (True, _only(settings, ELAUNCH, TORCHRUN))):
-        label = steady.TRAINER_SECTION if trainer else steady.SECTION
-        for contender in contenders:
-            run = partial(steady.windows, contender, settings.samples, trainer)
-            yield Task(label, f"{label}, {contender.name}", run)
+    for contender in settings.contenders:
+        run = partial(steady.windows, contender, settings.samples)
+        yield Task(steady.SECTION, f"{steady.SECTION}, {contender.name}", run)
 
 
 def _first_lines(settings: Settings) -> Iterator[Task]:
@@ -177,12 +171,6 @@ def _first_lines(settings: Settings) -> Iterator[Task]:
         for contender in settings.contenders:
             run = lambda contender=contender: [launches.first_line(contender)]  # noqa: E731
             yield Task(label, f"first line, {contender.name}", run)
-
-
-def _warm_lines(settings: Settings) -> Iterator[Task]:
-    for turn in range(settings.samples):
-        label = f"warm line, round {turn + 1} of {settings.samples}"
-        yield Task(label, warm.SECTION, warm.turn)
 
 
 def _sides(settings: Settings) -> tuple[Side, ...]:

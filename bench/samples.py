@@ -1,9 +1,10 @@
-"""The samples: one record per measurement, kept as JSON."""
+"""The samples: one record per measurement, kept as JSON; and what a list of values says."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,14 +34,6 @@ class Run:
     settings: Mapping[str, str]
     samples: tuple[Sample, ...]
 
-
-@dataclass(frozen=True)
-class Results:
-    """The content of a page: samples, and for each section the run of its samples. A section has one run only."""
-
-    samples: tuple[Sample, ...]
-    runs: Mapping[str, Run]
-
     def values(self, section: str, contender: str, workers: int, name: str) -> list[float]:
         """All values of one kind."""
         return [s.values[name] for s in self.of(section, contender, workers) if name in s.values]
@@ -57,19 +50,6 @@ class Results:
     def workers(self, section: str) -> list[int]:
         """The numbers of workers in a section, ascending."""
         return sorted({s.workers for s in self.samples if s.section == section})
-
-
-def combined(runs: Iterable[Run]) -> Results:
-    """All sections of these runs. If several runs have a section, the last run's section counts as a whole."""
-    chosen = {sample.section: run for run in runs for sample in run.samples}
-    samples = [s for section, run in chosen.items() for s in run.samples if s.section == section]
-    return Results(tuple(samples), chosen)
-
-
-def subset(results: Results, is_wanted: Callable[[str], bool]) -> Results:
-    """Only the sections whose name is wanted."""
-    samples = tuple(s for s in results.samples if is_wanted(s.section))
-    return Results(samples, {section: run for section, run in results.runs.items() if is_wanted(section)})
 
 
 def encode(run: Run) -> str:
@@ -95,3 +75,33 @@ def failures(samples: Iterable[Sample]) -> list[str]:
     """Each different reason why samples failed, with its count: "3 × died"."""
     reasons = [s.why for s in samples if s.why]
     return [f"{reasons.count(reason)} × {reason}" for reason in dict.fromkeys(reasons)]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Median and 95th percentile of `n` samples, in the samples' unit."""
+
+    n: int
+    median: float
+    p95: float
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value below which `share` (0 to 1) of `values` lie, interpolated. Raises ValueError if there are none."""
+    if not values:
+        raise ValueError("no values")
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def summarize(values: Sequence[float]) -> Summary | None:
+    """The summary, or None if there is no value."""
+    return Summary(len(values), statistics.median(values), percentile(values, 0.95)) if values else None
+
+
+def ratio(of: Summary | None, to: Summary | None) -> float | None:
+    """The ratio of two medians, or None if one is missing or the second is 0."""
+    return of.median / to.median if of and to and to.median else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 # The stamps of scripts/train.py, in order; "context" on a GPU only. "training" follows after a few more steps.
@@ -15,15 +15,6 @@ _RESTART = (
     ("others told to stop", "stopping", min),
     ("all stopped", "stopped", max),
     ("cleared", "cleared", max),
-)
-# (name in the tables, the nodes, how many generations before the new one, the event, which of several times counts)
-_NODES = (
-    ("noticed on A", "A", 1, "exited", min),
-    ("A told of the new generation", "A", 0, "opened", min),
-    ("B told of the new generation", "B", 0, "opened", min),
-    ("A stopped", "A", 1, "stopped", max),
-    ("B stopped", "B", 1, "stopped", max),
-    ("all joined", "AB", 0, "joined", max),
 )
 _BIRTH = (
     ("sealed", "sealed", max),
@@ -104,25 +95,6 @@ def again(stamps: Sequence[Stamp], since_s: float, ranks: int) -> list[Stamp] | 
 def last_s(stamps: Iterable[Stamp], event: str) -> float:
     """When the last process stamped an event. Raises ValueError if no process did."""
     return max(stamp.monotonic_s for stamp in stamps if stamp.event == event)
-
-
-def node_stages(nodes: Mapping[str, Sequence[Stamp]], generation: int, since_s: float) -> dict[str, float]:
-    """Seconds from `since_s` to the stages of several agents on their way to `generation`.
-
-    `nodes` has the agents' stamps. Node "A" has the worker that was killed, "B" is the other node. A missing node
-    has no stages.
-    """
-    stages = {}
-    for name, whose, back, event, first_or_last in _NODES:
-        times_s = [
-            stamp.monotonic_s
-            for node in whose
-            for stamp in nodes.get(node, ())
-            if (stamp.generation, stamp.event) == (generation - back, event) and stamp.monotonic_s >= since_s
-        ]
-        if times_s:
-            stages[name] = first_or_last(times_s) - since_s
-    return stages
 
 
 def restart_stages(

@@ -1,22 +1,104 @@
-"""SIGKILL of one worker: the steps that its group loses, and the time until the first new step is done."""
+"""SIGKILL of one worker: the steps that its group loses, and the time until the first new step is done.
+
+Two sides: elaunch with its Keeper, and the usual script under torchrun.
+"""
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 
-from bench.job import Trouble
-from bench.marks import NEXT_STEP, History, restart_stages, resumed
+from bench.contenders import ELAUNCH, TORCHRUN, Contender
+from bench.job import SCRIPTS, Fact, Job, Trouble
+from bench.marks import NEXT_STEP, History, Tail, resumed
 from bench.samples import Sample
-from bench.sides import WORKERS, Side, Trained
 
 SECTION = "state: restart"
+# This number divides the demo model's batch. It is twice the number of cores, so workers compete in a restart.
+WORKERS = 4
+_START_LIMIT_S = 120.0
+# After this step all ranks are past the first steps, which are special.
+_STEADY_STEPS = 5
 LOST = "steps lost"
 # Kills are spread over this many steps, the longest distance between two saves.
 _SPREAD_STEPS = 50
 # A step takes less time than this, so a kill may strike at every moment of a step.
 _SPREAD_S = 0.2
+
+
+@dataclass(frozen=True)
+class Side:
+    """A launcher with a script. All sides train the same model. `name` stands in the tables for both together."""
+
+    name: str
+    contender: Contender
+    script: str
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+
+KEPT = Side(ELAUNCH.name, ELAUNCH, "kept.py")
+
+
+def usual(save_every: int) -> Side:
+    """The usual script under torchrun in torchrun's better case: each generation has a store of its own."""
+    variables = {"BENCH_SAVE_EVERY": str(save_every)}
+    return Side(f"torchrun, torch.save every {save_every}", TORCHRUN.with_fresh_store(), "usual.py", variables)
+
+
+SIDES = (KEPT, usual(10), usual(50))
+
+
+class Trained:
+    """A side's job and its workers' marks. On entry the context manager waits until all are training."""
+
+    def __init__(self, side: Side, *, max_restarts: int, workers: int = WORKERS) -> None:
+        self.side, self.workers = side, workers
+        self.job = Job(
+            side.contender,
+            workers,
+            (str(SCRIPTS / side.script),),
+            max_restarts=max_restarts,
+            env=side.variables,
+        )
+        self._tail = Tail(self.job.stamps_path)
+        self._history = History()
+
+    def __enter__(self) -> Trained:
+        try:
+            self.wait_for(lambda h: h.all_done_s(0, _STEADY_STEPS, self.workers), "all were training", _START_LIMIT_S)
+        except BaseException:
+            self.job.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.job.close()
+
+    @property
+    def history(self) -> History:
+        """All marks up to now, freshly read."""
+        self._history.add(self._tail.read())
+        return self._history
+
+    def wait_for(self, fact: Callable[[History], Fact | None], what: str, limit_s: float) -> Fact:
+        """The first value of `fact(history)` that is not None. Raises Trouble if the job ends or the time is over."""
+        return self.job.wait_for(lambda: fact(self.history), what, limit_s)
+
+    def kill(self, rng: random.Random) -> float:
+        """SIGKILL a random rank's newest process. Returns the time (s) just before. Raises Trouble if it is gone."""
+        rank = rng.randrange(self.workers)
+        pid = self.history.pid(rank)
+        assert pid is not None
+        killed_s = time.monotonic()
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            raise Trouble(f"rank {rank} ended before it was killed") from None
+        return killed_s
 
 
 def restarts(side: Side, count: int, limit_s: float, rng: random.Random) -> Iterator[Sample]:
@@ -43,9 +125,7 @@ def _restart(trained: Trained, generation: int, limit_s: float, rng: random.Rand
         return None if again is None else history.all_done_s(generation, again.next_step, trained.workers)
 
     done_s = trained.wait_for(is_new, "all had made a new step", limit_s)
-    history = trained.history
-    again = resumed(history, generation)
+    again = resumed(trained.history, generation)
     assert again is not None
-    stages = restart_stages(trained.job.timeline(), history, generation, trained.workers, killed_s)
     values = {LOST: float(again.lost), NEXT_STEP: done_s - killed_s}
-    return Sample(SECTION, trained.side.name, trained.workers, values, stages)
+    return Sample(SECTION, trained.side.name, trained.workers, values)

@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from bench import statecost, staterestart
-from bench.marks import NEXT_STEP, STAGES
-from bench.samples import Results, Sample, failures
-from bench.sides import WORKERS
-from bench.stats import Summary, summarize
+from bench.marks import NEXT_STEP
+from bench.samples import Run, Sample, Summary, failures, summarize
+from bench.staterestart import WORKERS
 from bench.tables import NOTHING, seconds, table, without_a_time
 
 _RESTART = f"""\
 {WORKERS} workers train the bundled model at its default size (a state of 10 MB). A random rank gets SIGKILL at a random
 moment. k is the last step that any rank had completed. Steps lost are the steps up to k that had to be made again."""
-_STAGES = (
-    "Median seconds (p95) from the kill until the last rank has reached the stage. A dash: the launcher does not tell."
-)
 _COPIES = f"""\
 {statecost.WORKERS} workers train a stack of linear layers with AdamW. All copies go into shared memory. Host memory is
 the peak need of the node's ranks, an older copy included. k is the number of steps between two snapshots, as the Keeper
@@ -27,8 +23,8 @@ Each n is a pair of turns of 40 steps, or of as many as the Keeper leaves betwee
 cost includes snapshots, the records of each step, and the question whether to stop."""
 
 
-def restarts_beside(results: Results) -> list[str]:
-    """Two tables: each side's lost steps and time to the first new step; then the stages of all sides."""
+def restarts_beside(results: Run) -> list[str]:
+    """Each side's lost steps and time to the first new step."""
     section = staterestart.SECTION
     sides = results.contenders(section)
     if not sides:
@@ -39,19 +35,10 @@ def restarts_beside(results: Results) -> list[str]:
         (side, _n(taken[side]), *_lost(taken[side]), *_two(_summary(taken[side], NEXT_STEP), seconds)) for side in sides
     ]
     notes = _notes(sides, lambda side: taken[side])
-    staged = [
-        (stage, *(_both(summarize([s.stages[stage] for s in taken[side] if stage in s.stages])) for side in sides))
-        for stage in STAGES
-    ]
-    staged = [row for row in staged if any(cell != NOTHING for cell in row[1:])]
-    return [
-        f"### A worker is killed\n\n{_RESTART}\n\n{table(heads, rows)}",
-        *without_a_time(notes),
-        *([f"#### Where the time goes\n\n{_STAGES}\n\n{table(('stage', *sides), staged)}"] if staged else []),
-    ]
+    return [f"### A worker is killed\n\n{_RESTART}\n\n{table(heads, rows)}", *without_a_time(notes)]
 
 
-def copies(results: Results) -> list[str]:
+def copies(results: Run) -> list[str]:
     """A table with a row per size and way of copying."""
     section = statecost.SECTION
     heads = (
@@ -80,7 +67,7 @@ def copies(results: Results) -> list[str]:
     return [f"### Copies of the state\n\n{_COPIES}\n\n{table(heads, rows)}", *without_a_time(notes)]
 
 
-def pairs(results: Results) -> list[str]:
+def pairs(results: Run) -> list[str]:
     """A table with a row per size: the Keeper's cost while nothing fails."""
     section = statecost.STEADY_SECTION
     steps = (statecost.PLAIN, statecost.PLAIN_P95, statecost.KEPT, statecost.KEPT_P95)
@@ -118,10 +105,6 @@ def _one(summary: Summary | None, words: Callable[[float], str]) -> str:
 
 def _two(summary: Summary | None, words: Callable[[float], str]) -> tuple[str, str]:
     return (words(summary.median), words(summary.p95)) if summary else (NOTHING, NOTHING)
-
-
-def _both(summary: Summary | None) -> str:
-    return f"{seconds(summary.median)} ({seconds(summary.p95)})" if summary else NOTHING
 
 
 def _notes(sides: Sequence[str], taken: Callable[[str], list[Sample]]) -> list[str]:

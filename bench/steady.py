@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -18,7 +17,6 @@ from bench.samples import Sample
 from bench.stamps import all_at_s
 
 SECTION = "steady"
-TRAINER_SECTION = "steady, bundled trainer"
 WORKERS = 2
 WINDOW_S = 1.0
 AGENT_RSS, AGENT_PSS, CPU, WAKE_UPS = "agent RSS", "agent PSS", "agent CPU", "agent wake-ups"
@@ -40,32 +38,17 @@ class Cost:
     pss_mb: float
 
 
-def windows(contender: Contender, count: int, trainer: bool) -> Iterator[Sample]:
-    """One job, `count` windows of a second while it trains. MB, % of one CPU, wake-ups per second.
-
-    With `trainer` the bundled trainer runs, whose workers report every step to elaunch. Otherwise a loop runs that
-    reports nothing.
-    """
-    section = TRAINER_SECTION if trainer else SECTION
-    program: tuple[str, ...] = (str(SCRIPTS / "train.py"),)
-    if trainer:
-        program = ("-m", "elaunch.trainer", "--steps", "1000000", "--out", "out")
+def windows(contender: Contender, count: int) -> Iterator[Sample]:
+    """One job, `count` windows of a second while it trains. MB, % of one CPU, wake-ups per second."""
+    program = (str(SCRIPTS / "train.py"),)
     with Job(contender, WORKERS, program, env={"BENCH_STEPS": "0", "BENCH_STEP_S": "0.02"}) as job:
         try:
-            job.wait_for(lambda: _trains(job, trainer), "all were training", _START_LIMIT_S)
+            job.wait_for(lambda: all_at_s(job.stamps(), 0, "training", WORKERS), "all were training", _START_LIMIT_S)
             family = family_of(job.process.pid, contender.ours)
             for _ in range(count):
-                yield Sample(section, contender.name, WORKERS, _window(job.process.pid, family))
+                yield Sample(SECTION, contender.name, WORKERS, _window(job.process.pid, family))
         except (Trouble, psutil.Error, OSError) as trouble:
-            yield Sample(section, contender.name, WORKERS, why=str(trouble))
-
-
-def _trains(job: Job, trainer: bool) -> bool | None:
-    if not trainer:
-        return True if all_at_s(job.stamps(), 0, "training", WORKERS) is not None else None
-    with suppress(OSError):
-        return True if (job.folder / "out" / "metrics.jsonl").read_text().count("\n") > 4 else None
-    return None
+            yield Sample(SECTION, contender.name, WORKERS, why=str(trouble))
 
 
 def family_of(agent: int, ours: bool) -> dict[str, list[int]]:

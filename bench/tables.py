@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from bench.contenders import ELAUNCH
-from bench.samples import Results, Sample, failures
-from bench.stats import Summary, ratio, summarize
+from bench.samples import Run, Sample, Summary, failures, ratio, summarize
 
 NOTHING = "–"
 
@@ -29,7 +28,7 @@ def seconds(value: float) -> str:
     return f"{value:.3f}" if value < 1 else f"{value:.2f}"
 
 
-def timed(results: Results, section: str, title: str, what: str) -> list[str]:
+def timed(results: Run, section: str, title: str, what: str) -> list[str]:
     """A table per number of workers, a row per contender: n, then median, p95 and ratio to elaunch of each value."""
     parts = []
     for workers in results.workers(section):
@@ -67,7 +66,7 @@ def cells(summary: Summary | None, ours: Summary | None, words: Callable[[float]
     return [words(summary.median), words(summary.p95), NOTHING if times is None else f"{times:.2f}"]
 
 
-def stages(results: Results, section: str, since: str) -> list[str]:
+def stages(results: Run, section: str, since: str) -> list[str]:
     """Tables of elaunch's stages, one per number of workers."""
     parts = []
     for workers in results.workers(section):

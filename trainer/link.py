@@ -69,7 +69,7 @@ def saving(step: int) -> None:
     Without this call it has only `--failure-grace`, also if a peer fails during a stop. Call it from any thread; it
     waits for a busy agent, a second at most.
     """
-    _open_link().send_surely(_line(event="saving", step=step))
+    _open_link().send(_line(event="saving", step=step), _SURELY_S)
 
 
 def saved(step: int) -> None:
@@ -87,7 +87,7 @@ def stopped(step: int) -> None:
     After this call its exit (code 143, 130 or 0) is neither a failure nor the end of the job, whether this agent asked
     for the stop or another node's agent. Call it from any thread; it waits for a busy agent, a second at most.
     """
-    _open_link().send_surely(_line(event="stopped", step=step))
+    _open_link().send(_line(event="stopped", step=step), _SURELY_S)
 
 
 def refuse(reason: str) -> None:
@@ -196,26 +196,16 @@ class _Link:
             self._sent_step = self.step
             self.send(_line(event="progress", step=self.step))
 
-    def send(self, line: bytes) -> None:
-        """Send the line if the socket has room now, else drop it."""
-        if not self._lock.acquire(blocking=False):
-            # Another thread sends a line that must arrive, and may be waiting.
-            return
-        try:
-            # The rest of a partly sent line goes first, or the agent would read two lines as one.
-            if self._push():
-                self._rest = line
-                self._push(is_whole=True)
-        finally:
-            self._lock.release()
-
-    def send_surely(self, line: bytes, wait_s: float = _SURELY_S) -> None:
-        """Send the line, and wait if the agent must make room first."""
+    def send(self, line: bytes, wait_s: float = 0.0) -> None:
+        """Send the line, and wait so long if the agent must make room first. Without that time it may be dropped."""
         end_s = time.monotonic() + wait_s
         # With a limit: this may be a signal handler in the thread that holds the lock.
         if not self._lock.acquire(timeout=wait_s):
             return
         try:
+            # The rest of a partly sent line goes first, or the agent would read two lines as one.
+            if not wait_s and not self._push():
+                return
             self._rest += line
             while not self._push() and self._end is not None and time.monotonic() < end_s:
                 poll = select.poll()
@@ -244,11 +234,11 @@ class _Link:
     def answer(self, step: int) -> None:
         """The script has saved its state. Dropped while a `rescue` still runs: the script is asked again after it."""
         if self._is_rescued or not any(listener.rescue for listener in self._listeners):
-            self.send_surely(_line(event="saved", step=step))
+            self.send(_line(event="saved", step=step), _SURELY_S)
 
     def refuse(self, reason: str) -> bool:
         """Whether there is an agent for it."""
-        self.send_surely(_line(event="refused", reason=reason))
+        self.send(_line(event="refused", reason=reason), _SURELY_S)
         return self._end is not None
 
     def close(self) -> None:
@@ -262,16 +252,14 @@ class _Link:
         self._lock = threading.Lock()
         self.close()
 
-    def _push(self, is_whole: bool = False) -> bool:
-        """Send as much of `_rest` as fits. Returns whether all of it is sent. A line is dropped if none of it fits."""
+    def _push(self) -> bool:
+        """Send as much of `_rest` as fits. Returns whether all of it is sent."""
         if not self._rest or self._end is None:
             self._rest = b""
             return self._end is not None
         try:
             sent = self._end.send(self._rest, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         except BlockingIOError:
-            if is_whole:
-                self._rest = b""
             return False
         except OSError:
             # The socket stays open: the listening thread reads from it and notices the error too.
@@ -284,7 +272,7 @@ class _Link:
         if self._end is not None:
             stop = any(listener.on_stop for listener in self._listeners)
             peer_failed = any(listener.on_peer_failed or listener.rescue for listener in self._listeners)
-            self.send_surely(_line(event="listens", stop=stop, peer_failed=peer_failed))
+            self.send(_line(event="listens", stop=stop, peer_failed=peer_failed), _SURELY_S)
 
     def _hear(self) -> None:
         """The thread of `listen`; it ends when the agent closes the link."""

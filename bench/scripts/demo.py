@@ -1,6 +1,6 @@
 """Shared by the scripts about the training state: the bundled model, and the ranks' marks.
 
-Variables: BENCH_STAMPS, the file for the marks; BENCH_LARGE=1 for parameters of 100 MB, else the default size.
+Variable: BENCH_STAMPS, the file for the marks.
 """
 
 import json
@@ -14,12 +14,8 @@ _GENERATION = int(os.environ.get("ELAUNCH_GENERATION") or os.environ["TORCHELAST
 _STAMPS_FD = os.open(os.environ["BENCH_STAMPS"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 _PID = os.getpid()
 _CONTEXT = 64
-if os.environ.get("BENCH_LARGE"):
-    # 25.4 million parameters, and with AdamW's moments a state of 305 MB. The small batch keeps a step below a second.
-    _SHAPE, _GLOBAL_BATCH = {"layers": 8, "heads": 8, "width": 512}, 2
-else:
-    # The defaults of `elaunch -m elaunch.trainer`: a state of 10 MB.
-    _SHAPE, _GLOBAL_BATCH = {"layers": 4, "heads": 4, "width": 128}, 24
+# The defaults of `elaunch -m elaunch.trainer`: a state of 10 MB.
+_SHAPE, _GLOBAL_BATCH = {"layers": 4, "heads": 4, "width": 128}, 24
 
 
 def mark(event: str, step: int = -1) -> None:
@@ -40,10 +36,9 @@ def network() -> Any:
 
 
 def train(keeper: Any, model: Any, optimizer: Any) -> None:
-    """Train within the Keeper until the job is ended, with a mark before and after each step."""
+    """Train within the Keeper until the job is ended, with a mark after each step."""
     mark("restored", keeper.step)
     for step in keeper.steps(10**9):
-        mark("begun", step)
         loss(model, step).backward()
         with keeper.commit():
             optimizer.step()

@@ -32,7 +32,6 @@ demo.mark("restored", step)
 
 while True:
     step += 1
-    demo.mark("begun", step)
     demo.loss(model, step).backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -46,7 +46,7 @@ _PARALLEL = """How the workers share the training: ddp, zero1, zero2, fsdp2 or h
   into the memory and is fastest."""
 _COMM_HOOK = "How DDP compresses gradients.  [default: not at all]"
 _BUCKET_MB = "Size of DDP's buckets in MiB.  [default: 25, and the first 1]"
-_PROFILE = "Profile these steps on all ranks and join the traces: 10-12, or 3 for three steps once the run is warm."
+_PROFILE = "Profile these steps on all ranks: 10-12, or 3 for three steps once the run is warm."
 _LEDGER = "Keep in DIR/ledger which worker trained on what, and prove that nothing came twice."
 _TUNE_COMM = "Measure at the first start which size of DDP's buckets is fastest on this network, and remember it."
 # They may differ between two starts of one run.

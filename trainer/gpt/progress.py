@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TextIO, TypeAlias
 
 from elaunch.trainer.gpt.config import TrainConfig
@@ -38,12 +39,10 @@ class Progress:
 
 
 def progress_line(line: Line, steps: int) -> str:
-    """`step 40/120  loss 2.815  norm 0.52  9,400 tokens/s  0:24 left`; speeds are those of this step."""
+    """`step 40/120  loss 2.815  norm 0.52  9,400 tokens/s  0:00:24 left`; speeds are those of this step."""
     step = int(line["step"])
     norm = f"  norm {line['grad_norm']:.2f}" if "grad_norm" in line else ""
-    minutes, second = divmod(round((steps - step) * line["seconds"]), 60)
-    hours, minute = divmod(minutes, 60)
-    left = f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
+    left = timedelta(seconds=round((steps - step) * line["seconds"]))
     speed = f"{line['tokens'] / line['seconds']:,.0f} tokens/s"
     return f"step {step}/{steps}  loss {line['loss']:.3f}{norm}  {speed}  {left} left"
 

@@ -52,27 +52,25 @@ class Divided:
     def __init__(self, own: Division) -> None:
         self.gpt = self.model = own.part
         self.optimizer = own.optimizer
-        self._plan, self._share, self._shape, self._names = own.plan, own.share, own.shape, own.names
-        self._part, self._stages, self._mesh, self._device = own.part, own.stages, own.mesh, own.device
+        self._own, self._plan = own, own.plan
         self._tp = own.mesh["tp"] if own.plan.tp > 1 else None
-        self._place = (own.mesh.get_local_rank("pp"), own.mesh.get_local_rank("tp"))
 
     def warm_up(self, inputs: Tensor, targets: Tensor) -> None:
         """Nothing: FSDP2 sums in one order from the first step on."""
 
     def clip(self, norm_max: float) -> Tensor:
         """Scale the gradients so that the norm of all is at most `norm_max`. Returns the norm before. Collective."""
-        pipeline = self._mesh.get_group("pp") if self._plan.pp > 1 else None
-        return clip_gradients(self._part.parameters(), norm_max, pipeline=pipeline, twice=self._on_both())
+        pipeline = self._own.mesh.get_group("pp") if self._plan.pp > 1 else None
+        return clip_gradients(self._own.part.parameters(), norm_max, pipeline=pipeline, twice=self._on_both())
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The whole network's parameters, by name, one at a time. Collective."""
-        own = dict(self._part.named_parameters())
-        for name, size in self._names.items():
-            whole = full(own[name].detach()) if name in own else torch.empty(size, device=self._device)
+        own = dict(self._own.part.named_parameters())
+        for name, size in self._own.names.items():
+            whole = full(own[name].detach()) if name in own else torch.empty(size, device=self._own.device)
             if self._plan.pp > 1:
                 whole = whole.contiguous()
-                dist.broadcast(whole, group=self._mesh.get_group("pp"), group_src=self._holder(name))
+                dist.broadcast(whole, group=self._own.mesh.get_group("pp"), group_src=self._holder(name))
             yield name, whole
 
     def _holder(self, name: str) -> int:
@@ -80,18 +78,19 @@ class Divided:
         many = stages(self._plan)
         if name.startswith("blocks."):
             layer = int(name.split(".")[1])
-            found = next(n for n in range(many) if layer in layers_of(n, self._plan, self._shape.layers))
+            found = next(n for n in range(many) if layer in layers_of(n, self._plan, self._own.shape.layers))
         else:
             found = many - 1 if name.startswith("norm.") else 0
         return found % self._plan.pp
 
     def _on_both(self) -> list[Tensor]:
         """The parameters that the first and the last worker of a pipeline have."""
-        return [self._part.embed_byte.weight] if hasattr(self._part, "embed_byte") else []
+        return [self._own.part.embed_byte.weight] if hasattr(self._own.part, "embed_byte") else []
 
     def _seed(self, key: int) -> None:
         # Each worker draws for other positions, heads or layers.
-        torch.manual_seed(key_of(key, *self._place))
+        mesh = self._own.mesh
+        torch.manual_seed(key_of(key, mesh.get_local_rank("pp"), mesh.get_local_rank("tp")))
 
 
 class TensorParallel(Divided):
@@ -99,8 +98,8 @@ class TensorParallel(Divided):
 
     def micro_batches(self, order: Order, step: int) -> Iterator[list[Micro]]:
         """This replica's micro-batches of a step, each to be given to `backward` by itself."""
-        (stage,) = self._stages
-        for micro in accumulate(stage, order, step, self._share.rank, self._share.world_size):
+        (stage,) = self._own.stages
+        for micro in accumulate(stage, order, step, self._own.share.rank, self._own.share.world_size):
             self._seed(micro.key)
             yield [micro]
 
@@ -118,7 +117,7 @@ class TensorParallel(Divided):
         return self._mean(inputs, targets).double()
 
     def _mean(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        (stage,) = self._stages
+        (stage,) = self._own.stages
         return nats(stage(inputs), targets, self._tp) / targets.numel()
 
 
@@ -162,7 +161,7 @@ class Pipeline(Divided):
 
     def micro_batches(self, order: Order, step: int) -> Iterator[list[Micro]]:
         """This replica's micro-batches of a step, all to be given to `backward` together."""
-        micros = order.parts(step, self._share.rank, self._share.world_size)
+        micros = order.parts(step, self._own.share.rank, self._own.share.world_size)
         self._seed(micros[0].key)
         yield micros
 
@@ -172,15 +171,19 @@ class Pipeline(Divided):
         Returns this worker's part of the step's loss: the mean over all workers is the loss.
         """
         losses: list[Tensor] = []
-        inputs, targets = _without_fillers(inputs, targets, micros, self._shape.micro_batch)
+        inputs, targets = _without_fillers(inputs, targets, micros, self._own.shape.micro_batch)
         self._schedule.step(
-            *([inputs] if self._stages[0].is_first else []),
-            target=targets if self._stages[-1].is_last else None,
+            *([inputs] if self._own.stages[0].is_first else []),
+            target=targets if self._own.stages[-1].is_last else None,
             losses=losses,
             **self._returns_nothing,
         )
         self._sum_tied()
-        part = torch.stack([each.detach() for each in losses]).sum() if losses else torch.zeros((), device=self._device)
+        part = (
+            torch.stack([each.detach() for each in losses]).sum()
+            if losses
+            else torch.zeros((), device=self._own.device)
+        )
         return part * self._plan.tp * self._plan.pp
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -189,18 +192,18 @@ class Pipeline(Divided):
         One micro-batch goes through the stages; the next one follows as soon as a stage is free.
         """
         many = stages(self._plan)
-        between = (len(inputs), inputs.shape[1] // self._plan.tp, self._shape.width)
+        between = (len(inputs), inputs.shape[1] // self._plan.tp, self._own.shape.width)
         x = inputs
-        for number, stage in zip(self._numbers, self._stages, strict=True):
+        for number, stage in zip(self._numbers, self._own.stages, strict=True):
             if not stage.is_first:
-                x = torch.empty(between, device=self._device)
+                x = torch.empty(between, device=self._own.device)
                 dist.recv(x, group=self._group, group_src=(number - 1) % self._plan.pp)
             x = stage(x)
             if number < many - 1:
                 dist.send(x.contiguous(), group=self._group, group_dst=(number + 1) % self._plan.pp)
-        if self._stages[-1].is_last:
+        if self._own.stages[-1].is_last:
             return (nats(x, targets, self._tp) / targets.numel()).double()
-        return torch.zeros((), dtype=torch.float64, device=self._device)
+        return torch.zeros((), dtype=torch.float64, device=self._own.device)
 
     def _loss_of(self, scores: Tensor, targets: Tensor) -> Tensor:
         return nats(scores, targets, self._tp) * self._scale

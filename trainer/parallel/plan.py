@@ -8,6 +8,7 @@ windows. With `dp` a worker has a copy of the parameters, with `fsdp` a shard of
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -200,38 +201,24 @@ def fit(plan: ParallelPlan, workers: int, *, again: bool = False) -> Sizes:
 
 
 def _data_axes(plan: ParallelPlan, data: int, workers: int, again: bool) -> tuple[int, int]:
-    """`dp` and `fsdp` for so many replicas."""
-    if plan.kind == "hsdp":
-        return _two_axes(plan, data, workers, again)
-    (axis,) = KINDS[plan.kind]
-    given = plan.dp if axis == "dp" else plan.fsdp
-    if given not in (None, data) and not again:
-        assert given is not None
-        needed = given * plan.tp * plan.pp
-        raise PlanError(
-            f"--parallel {plan.text} is for {_workers(needed)}, and there are {workers}; use {axis}={data}, "
-            f"or leave {axis} out where another axis is given"
-        )
-    return (data, 1) if axis == "dp" else (1, data)
-
-
-def _two_axes(plan: ParallelPlan, data: int, workers: int, again: bool) -> tuple[int, int]:
-    """For HSDP: replicas of the shards, and shards. Without numbers there are two replicas."""
-    if plan.fsdp is None:
-        if data % 2 and not again:
-            raise PlanError(
-                f"--parallel {plan.text} has two replicas of the shards, and {_workers(workers)} cannot be halved; "
-                "use an even number of workers, dp=N,fsdp=M with N × M workers, or fsdp2"
-            )
-        return (1, data) if data % 2 else (2, data // 2)
-    assert plan.dp is not None
-    if plan.dp * plan.fsdp != data and not again:
-        needed = plan.dp * plan.fsdp * plan.tp * plan.pp
-        raise PlanError(
-            f"--parallel {plan.text} is for {_workers(needed)}, and there are {workers}; use other numbers for dp and "
-            f"fsdp, whose product is {data}"
-        )
-    return (1, data) if data % plan.fsdp else (data // plan.fsdp, plan.fsdp)
+    """`dp` and `fsdp` for so many replicas. At a restart `fsdp` stays if it can."""
+    match KINDS[plan.kind]:
+        case ("dp",):
+            wanted, follows = (plan.dp or data, 1), (data, 1)
+        case ("fsdp",):
+            wanted, follows = (1, plan.fsdp or data), (1, data)
+        case _:
+            # Without numbers there are two sets of shards.
+            fsdp = plan.fsdp or (data if data % 2 else data // 2)
+            wanted = (plan.dp or 2, fsdp)
+            follows = (1, data) if data % fsdp else (data // fsdp, fsdp)
+    if again or math.prod(wanted) == data:
+        return follows
+    needed = math.prod(wanted) * plan.tp * plan.pp
+    raise PlanError(
+        f"--parallel {plan.text} is for {_workers(needed)}, and there are {workers}; use numbers for dp and fsdp whose "
+        f"product is {data}, or leave them out where another axis is given"
+    )
 
 
 def require_fitting(plan: ParallelPlan, sizes: Sizes, shape: Shape) -> None:

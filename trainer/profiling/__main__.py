@@ -1,4 +1,4 @@
-"""`python -m elaunch.trainer.profiling DIR… -o FILE`: joins the ranks' traces of several nodes."""
+"""`python -m elaunch.trainer.profiling DIR… -o FILE`: joins the ranks' traces."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import contextlib
 import gzip
 import json
 import os
+import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,15 +22,13 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from elaunch.trainer import link
 from elaunch.trainer.files import reason
 from elaunch.trainer.profiling.steps import StepWindow, parse_steps, record, table, window_of
-from elaunch.trainer.profiling.traces import JOINED, StepTimes, parsed, step_times, write_joined
+from elaunch.trainer.profiling.traces import StepTimes, parsed, step_times
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.ranks.place import RankInfo
 
 Item = TypeVar("Item")
 Say = Callable[[str], None]
 RECORD = "profile.json"
-# Rank 0 joins one trace after the other while all wait, a second for each MB: more is joined by the user, later.
-JOINED_BYTES_MAX = 32 << 20
 # A folder of --log-dir has this file; the private folder of a job without --log-dir is removed with the job.
 _TIMELINE = "timeline.jsonl"
 _TROUBLES_MAX = 8
@@ -42,7 +41,7 @@ def profiled(
 
     An item that is a whole number is its step's number, as the Keeper's are; others are counted from 1. `which` is
     `"3"` for three steps as soon as it is warm, `"10-12"` for these; without it this costs nothing. All ranks do the
-    same. Each rank's trace goes to the generation's folder in --log-dir, or below `folder`. Rank 0 joins them, and
+    same. Each rank's trace goes to the generation's folder in --log-dir, or below `folder`. Rank 0
     gives their table to `say` (by default stderr). No error of it ends a training. Raises ValueError for a `which` that
     makes no sense.
     """
@@ -139,20 +138,17 @@ class Profiler:
         window, self._window = StepWindow(self._window.first, last), None
         folder = profile_folder(os.environ, self._place.generation, self._folder)
         link.phase("profiling")
-        mine, content = self._collected(window, folder)
         ranks = Peers().apart("profile")
         try:
-            found = ranks.to_rank_0(mine)
-            is_small = found is not None and sum(each.packed_bytes for each in found) <= JOINED_BYTES_MAX
-            contents = ranks.to_rank_0(content if ranks.from_rank_0(is_small) else b"")
+            found = ranks.to_rank_0(self._collected(window, folder))
         finally:
             ranks.close()
-        if found is not None and contents is not None:
-            for line in _written(found, contents, folder, self._place.generation):
+        if found is not None:
+            for line in _written(found, folder, self._place.generation):
                 self._say(f"profile: {line}")
 
-    def _collected(self, window: StepWindow, folder: Path) -> tuple[_Collected, bytes]:
-        """End the recording, write this rank's file, and read its times. The file's content is gzipped."""
+    def _collected(self, window: StepWindow, folder: Path) -> _Collected:
+        """End the recording, write this rank's file, and read its times."""
         self._try(self._profile.stop)
         rank = self._place.rank
         try:
@@ -161,9 +157,9 @@ class Profiler:
             content = _exported(self._profile)
             times, on_gpu = step_times(parsed(content), rank, window.first)
         except (OSError, RuntimeError, ValueError) as error:
-            return _Collected(f"rank {rank} has no trace: {reason(error)}"), b""
-        content, path = gzip.compress(content, 6), folder / f"rank_{rank}.json.gz"
-        return _Collected(_write(path, content), tuple(times), on_gpu, len(content)), content
+            return _Collected(f"rank {rank} has no trace: {reason(error)}")
+        trouble = _write(folder / f"rank_{rank}.json.gz", gzip.compress(content, 6))
+        return _Collected(trouble, tuple(times), on_gpu)
 
 
 @dataclass(frozen=True)
@@ -173,7 +169,6 @@ class _Collected:
     trouble: str
     times: tuple[StepTimes, ...] = ()
     on_gpu: bool = False
-    packed_bytes: int = 0
 
 
 def _exported(profile: Any) -> bytes:
@@ -184,25 +179,16 @@ def _exported(profile: Any) -> bytes:
         return path.read_bytes()
 
 
-def _written(found: Sequence[_Collected], contents: Sequence[bytes], folder: Path, generation: int) -> list[str]:
-    """Write the record and the joined trace on rank 0. Returns the table, and what could not be written."""
+def _written(found: Sequence[_Collected], folder: Path, generation: int) -> list[str]:
+    """Write the record on rank 0. Returns the table, and what could not be written."""
     times = [each for one in found for each in one.times]
     lines, troubles = table(times), [each.trouble for each in found if each.trouble]
-    joined, path = "", folder / JOINED
-    if any(contents):
-        link.phase("joining traces")
-        try:
-            write_joined(path, ((rank, content) for rank, content in enumerate(contents) if content))
-            joined = JOINED
-        except (OSError, EOFError, ValueError) as error:
-            troubles.append(f"{path} cannot be written ({reason(error)})")
-    elif times:
-        troubles.append("the traces are too large to be joined here; use python -m elaunch.trainer.profiling")
-    made = record(times, lines, generation=generation, on_gpu=any(one.on_gpu for one in found), joined=joined)
+    made = record(times, lines, generation=generation, on_gpu=any(one.on_gpu for one in found))
     if trouble := _write(folder / RECORD, json.dumps(made, indent=1).encode() + b"\n"):
         troubles.append(trouble)
-    opening = [f"open {path.absolute()} at https://ui.perfetto.dev"] if joined else []
-    return [*lines, *opening, *troubles[:_TROUBLES_MAX]]
+    command = shlex.join(["python", "-m", "elaunch.trainer.profiling", str(folder.absolute())])
+    joining = [f"for https://ui.perfetto.dev join the ranks' traces: {command}"] if times else []
+    return [*lines, *joining, *troubles[:_TROUBLES_MAX]]
 
 
 def _write(path: Path, content: bytes) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from elaunch.trainer.profiling.traces import StepTimes
 
 # The version of profile.json. It grows when a field goes or changes its meaning.
-SCHEMA = 2
+SCHEMA = 3
 # Steps at the beginning of each start that a count leaves out: memory is allocated, DDP settles the order of its sums,
 # the compiler works. The profiler itself warms up in the last of them.
 WARM_UP_STEPS = 2
@@ -91,10 +91,8 @@ def table(times: Sequence[StepTimes]) -> list[str]:
     return lines
 
 
-def record(
-    times: Sequence[StepTimes], lines: Sequence[str], *, generation: int, on_gpu: bool, joined: str
-) -> dict[str, Any]:
-    """profile.json: seconds of each step on each rank. `joined` is the joined trace's name, or empty."""
+def record(times: Sequence[StepTimes], lines: Sequence[str], *, generation: int, on_gpu: bool) -> dict[str, Any]:
+    """profile.json: seconds of each step on each rank."""
     of_all = _mean(times) if times else {}
     return {
         "schema": SCHEMA,
@@ -102,7 +100,6 @@ def record(
         "first_step": min((each.step for each in times), default=0),
         "last_step": max((each.step for each in times), default=0),
         "sentences": list(lines),
-        "trace": joined,
         "step_s": of_all.get("seconds"),
         "gpu_busy": of_all["computation_s"] / of_all["seconds"] if of_all and on_gpu else None,
         "steps": [asdict(each) for each in times],

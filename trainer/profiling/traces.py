@@ -157,17 +157,14 @@ def _processes(rank: int, slices: Sequence[Mapping[str, Any]]) -> dict[Any, tupl
 
     kineto calls a GPU a process too, with its number as the id; what is not a number is of its own making.
     """
-    counts: dict[int, int] = defaultdict(int)
-    on_device: set[int] = set()
+    on_device: dict[int, bool] = {}
     for event in slices:
         pid = event.get("pid")
         if isinstance(pid, int) and pid >= 0:
-            counts[pid] += 1
-            if event.get("cat") in (*_ON_DEVICE, "gpu_user_annotation"):
-                on_device.add(pid)
+            on_device[pid] = on_device.get(pid, False) or event.get("cat") in (*_ON_DEVICE, "gpu_user_annotation")
     named: dict[Any, tuple[int, str]] = {}
-    for number, pid in enumerate(sorted(counts, key=lambda each: (each in on_device, -counts[each]))):
-        what = f", GPU {pid}" if pid in on_device else "" if number == 0 else f", process {pid}"
+    for number, pid in enumerate(sorted(on_device, key=lambda each: (on_device[each], each))):
+        what = f", GPU {pid}" if on_device[pid] else "" if number == 0 else f", process {pid}"
         named[pid] = rank * _PER_RANK + number, f"rank {rank}{what}"
     return named
 

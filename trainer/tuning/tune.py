@@ -79,9 +79,9 @@ def _tuned(
     folder: Path,
     log: Callable[[str], None],
 ) -> Tuned:
-    choices = Choices(folder, _key_of(ddp), ddp.process_group.size())
+    file, world_size = folder / _key_of(ddp), ddp.process_group.size()
     # Rank 0's file alone counts: all ranks must do the same.
-    found, sentence = peers.from_rank_0(choices.found() if peers.leads else None)
+    found, sentence = peers.from_rank_0(found_in(file, world_size) if peers.leads else None)
     if sentence:
         log(f"communication: {sentence}")
     if found is not None:
@@ -90,7 +90,7 @@ def _tuned(
         return found
     result = measure(ddp, warm_up, peers)
     if peers.leads:
-        log(sentence_of(result, choices.keep(result)))
+        log(sentence_of(result, keep(file, result, world_size)))
     rebuild.apply(ddp, result.bucket_mb)
     return Tuned(result.bucket_mb, result)
 
@@ -153,43 +153,36 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         rng_state.apply(random, device)
 
 
-class Choices:
-    """The file of the choice for a key. One that is damaged, or that cannot be written, is no error: the choice is then
-    measured again.
+def found_in(file: Path, world_size: int) -> tuple[Tuned | None, str]:
+    """The choice to use, None to measure, and what is logged of it.
+
+    A restart does not wait for a measurement: it uses the run's choice also with another number of workers. A damaged
+    file is no error: the choice is then measured again.
     """
-
-    def __init__(self, folder: Path, key: str, world_size: int) -> None:
-        self._file, self._world_size = folder / key, world_size
-
-    def found(self) -> tuple[Tuned | None, str]:
-        """The choice to use, None to measure, and what is logged of it.
-
-        A restart does not wait for a measurement: it uses the run's choice also with another number of workers.
-        """
-        try:
-            record = parse_json(read_regular(self._file, _CHOICE_BYTES_MAX))
-            size, world_size = record["bucket_mb"], int(record["world_size"])
-            if size is not None and not (isinstance(size, int | float) and 0 < size <= _SIZE_MB_MAX):
-                raise ValueError("its size is unknown")
-        except FileNotFoundError:
-            return None, ""
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            return None, f"{self._file} cannot be used ({reason(error).lower()}), and is written again"
-        if world_size == self._world_size:
-            return Tuned(size), f"{in_words(size)}, as measured before (stored in {self._file})"
-        if RankInfo.from_environ(os.environ).generation > 0:
-            return Tuned(size), f"{in_words(size)}, as this run measured with {world_size} workers"
+    try:
+        record = parse_json(read_regular(file, _CHOICE_BYTES_MAX))
+        size, its_size = record["bucket_mb"], int(record["world_size"])
+        if size is not None and not (isinstance(size, int | float) and 0 < size <= _SIZE_MB_MAX):
+            raise ValueError("its size is unknown")
+    except FileNotFoundError:
         return None, ""
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        return None, f"{file} cannot be used ({reason(error).lower()}), and is written again"
+    if its_size == world_size:
+        return Tuned(size), f"{in_words(size)}, as measured before (stored in {file})"
+    if RankInfo.from_environ(os.environ).generation > 0:
+        return Tuned(size), f"{in_words(size)}, as this run measured with {its_size} workers"
+    return None, ""
 
-    def keep(self, result: SearchResult) -> str:
-        """Store the choice. Returns where it is, or why it is nowhere."""
-        record = {**asdict(result), "world_size": self._world_size}
-        try:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            write_durably(self._file, json.dumps(record, indent=1).encode() + b"\n")
-        except OSError as error:
-            return f"not stored: {self._file.parent}: {reason(error).lower()}"
-        return f"stored in {self._file}"
+
+def keep(file: Path, result: SearchResult, world_size: int) -> str:
+    """Store the choice. Returns where it is, or why it is nowhere."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_durably(file, json.dumps({**asdict(result), "world_size": world_size}, indent=1).encode() + b"\n")
+    except OSError as error:
+        return f"not stored: {file.parent}: {reason(error).lower()}"
+    return f"stored in {file}"
 
 
 def sentence_of(result: SearchResult, stored: str) -> str:

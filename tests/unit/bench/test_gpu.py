@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from bench.gpu import figures, prepare
+from bench.gpu import parts as gpu_parts
+from bench.gpu import prepare
 from bench.gpu.__main__ import last_words, run, run_all
 from bench.gpu.page import BEGIN, END, NOT_RUN, failed, render, update
 from bench.gpu.parts import Part, parts
@@ -81,7 +82,7 @@ def metrics(count: int, tokens_per_s: float = 1000.0) -> list[str]:
 
 def test_the_steps_that_settle_are_left_out() -> None:
     # Steps slow down from the one before the profile on.
-    found = figures.trained(metrics(20), {"gpu_busy": 0.9, "step_s": 0.6, "first_step": 17})
+    found = gpu_parts.trained(metrics(20), {"gpu_busy": 0.9, "step_s": 0.6, "first_step": 17})
 
     assert found == {
         "tokens_per_s": 1000.0,
@@ -91,15 +92,15 @@ def test_the_steps_that_settle_are_left_out() -> None:
         "profiled_step_s": 0.6,
     }
     with pytest.raises(ValueError, match="it made 11 steps, too few"):
-        figures.trained(metrics(11), None)
+        gpu_parts.trained(metrics(11), None)
 
 
 def test_the_last_line_of_pytest_is_counted() -> None:
     output = "copied beside a stuck stream: 21.5 GB/s\n1 skipped: 2 GPUs\n===== 6 passed, 4 skipped in 95.20s =====\n"
 
-    assert figures.tests(output) == {"passed": 6, "skipped": 4, "copy_gb_per_s": 21.5}
+    assert gpu_parts.tests(output) == {"passed": 6, "skipped": 4, "copy_gb_per_s": 21.5}
     with pytest.raises(ValueError, match="no result"):
-        figures.tests("")
+        gpu_parts.tests("")
 
 
 def test_medians_of_launches_are_by_section_and_contender() -> None:
@@ -110,7 +111,7 @@ def test_medians_of_launches_are_by_section_and_contender() -> None:
     samples = [sample("restart", "elaunch", s, **{"CUDA context": s / 2}) for s in (1.0, 2.0, 9.0)]
     samples += [sample("restart", "torchrun", 7.0), {**sample("start", "torchrun", 0.0), "why": "it hung"}]
 
-    found = figures.launches(json.dumps({"samples": samples}))
+    found = gpu_parts.launches(json.dumps({"samples": samples}))
 
     assert found["restart: elaunch"] == {"n": 3, "first all-reduce": 2.0, "first optimizer step": 3.0}
     assert found["restart: stages"] == {"CUDA context": 1.0}
@@ -118,7 +119,7 @@ def test_medians_of_launches_are_by_section_and_contender() -> None:
 
 
 def part(folder: Path, program: str, name: str = "one", limit_s: float = 60) -> Part:
-    return Part(name, limit_s, (sys.executable, "-c", program), figures.facts, folder / name)
+    return Part(name, limit_s, (sys.executable, "-c", program), gpu_parts.facts, folder / name)
 
 
 def test_a_part_gives_its_figures(tmp_path: Path) -> None:

@@ -1,29 +1,27 @@
-"""bench.page and bench.targets: tables from samples."""
+"""bench.page: tables from samples."""
 
 from __future__ import annotations
 
 import pytest
 
 from bench import scale
-from bench.contenders import LIMIT_PRELOAD
 from bench.page import BEGIN, EMPTY, END, NODES_BEGIN, NODES_END, render, update
-from bench.samples import Results, Run, Sample, combined
+from bench.samples import Run, Sample
 from bench.tables import stage_rows, table
 
 REDUCE, STEP = "first all-reduce", "first optimizer step"
 
 
-def results(*samples: Sample) -> Results:
-    return combined([Run({"CPUs": "2 × something"}, {"seed": "1"}, samples)])
+def results(*samples: Sample) -> Run:
+    return Run({"CPUs": "2 × something"}, {"seed": "1"}, samples)
 
 
 def start(contender: str, reduced_s: float, stepped_s: float) -> Sample:
     return Sample("start", contender, 8, {REDUCE: reduced_s, STEP: stepped_s}, {"sealed": 0.25})
 
 
-def many(agents: int, ranks_s: float, requests: float) -> list[Sample]:
-    values = {scale.SEALED: ranks_s / 2, scale.RANKS: ranks_s, scale.REQUESTS: requests}
-    return [Sample(scale.FIRST, scale.ours("3.5"), agents, values)]
+def many(agents: int, ranks_s: float) -> Sample:
+    return Sample(scale.FIRST, scale.NAME, agents, {scale.SEALED: ranks_s / 2, scale.RANKS: ranks_s})
 
 
 def row(text: str, *first: str) -> list[str]:
@@ -56,19 +54,11 @@ def test_a_page_without_its_markers_is_refused(page: str) -> None:
 def test_a_part_without_samples_stays_as_it_is() -> None:
     page = EMPTY.replace(BEGIN, f"{BEGIN}\nold of one node")
 
-    fresh = update(page, results(*many(64, 0.1, 8.0)))
+    fresh = update(page, results(many(64, 0.1)))
 
     assert "old of one node" in fresh
     several = fresh.partition(NODES_BEGIN)[2].partition(NODES_END)[0]
-    assert row(several, "64", "elaunch, etcd 3.5")[2:7] == ["1", "0.100", "0.100", "0.050", "8.00"]
-    assert "both of one run" not in update(fresh.replace("old of", "both of"), results(start("elaunch", 2.0, 2.5)))
-
-
-def test_many_agents_have_a_row_for_each_number_and_what_was_not_counted_is_left_out() -> None:
-    text = render(results(*many(64, 0.1, 8.0), *many(256, 0.5, 8.0)))
-
-    assert row(text, "64", "elaunch, etcd 3.5")[2:7] == ["1", "0.100", "0.100", "0.050", "8.00"]
-    assert row(text, "256", "elaunch, etcd 3.5")[7:] == ["–"] * 4
+    assert row(several, "64") == ["64", "1", "0.100", "0.100", "0.050", "0.050"]
 
 
 def test_a_row_has_median_percentile_and_the_ratio_to_elaunch() -> None:
@@ -82,38 +72,6 @@ def test_who_has_no_time_has_a_reason() -> None:
 
     assert row(text, "torchrun") == ["torchrun", "0", *["–"] * 6]
     assert "- torchrun: 1 × hung" in text
-
-
-def test_an_import_that_failed_is_said() -> None:
-    text = render(results(Sample("import", LIMIT_PRELOAD, 0, why="no such module")))
-
-    assert row(text, LIMIT_PRELOAD) == [LIMIT_PRELOAD, "0", "–", "–"]
-    assert f"- {LIMIT_PRELOAD}: 1 × no such module" in text
-
-
-def test_a_page_that_is_made_anew_has_its_markers() -> None:
-    assert update(EMPTY, results(start("elaunch", 2.0, 2.5))).count("### Start") == 1
-
-
-def test_a_section_says_which_run_it_comes_from() -> None:
-    machine = {"date": "1", "CPUs": "2", "elaunch": "aaa"}
-    old = Run(machine, {"seed": "1"}, (start("elaunch", 2.0, 2.5), Sample("restart", "elaunch", 2, {REDUCE: 9.0})))
-    new = Run({**machine, "elaunch": "bbb"}, {"seed": "2"}, (Sample("restart", "elaunch", 2, {REDUCE: 0.1}),))
-
-    text = render(combined([old, new]))
-
-    assert "- date: 1\n- CPUs: 2\n" in text
-    assert "- `start`: elaunch aaa; seed 1\n- `restart`: elaunch bbb; seed 2" in text
-    assert "different machines" not in text
-
-
-def test_sections_of_two_machines_are_not_to_be_compared() -> None:
-    one = Run({"CPUs": "2"}, {}, (Sample("import", LIMIT_PRELOAD, 0, {"import": 2.0}),))
-    other = Run({"CPUs": "64"}, {}, (start("elaunch", 2.0, 2.5),))
-
-    both = combined([one, other])
-
-    assert "**The runs are from different machines. Compare figures within a section only.**" in render(both)
 
 
 def test_windows_of_one_job_are_named_as_such_with_each_ones_number() -> None:

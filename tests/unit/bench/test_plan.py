@@ -36,12 +36,7 @@ def test_restarts_are_taken_from_several_jobs() -> None:
 def test_of_many_agents_there_are_fewer_rounds() -> None:
     tasks = plan(settings("scale", samples=8))
 
-    assert [t.key for t in tasks] == 2 * [
-        "8 agents, elaunch, etcd 3.5",
-        "8 agents, elaunch, etcd 3.4",
-        "256 agents, elaunch, etcd 3.5",
-        "256 agents, elaunch, etcd 3.4",
-    ]
+    assert [t.key for t in tasks] == 2 * ["8 agents", "256 agents"]
 
 
 def test_who_never_notices_the_loss_of_a_node_is_not_asked_often() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import subprocess
 import sys
@@ -14,15 +13,9 @@ import pytest
 import bench.__main__ as command
 from bench import launches
 from bench.contenders import LIMIT_TORCH
-from bench.counting import COMPARED, TOLD, Counting, Tally
 from bench.plan import SECTIONS, Settings, Task
 from bench.samples import Sample, decode
-from bench.scale import asked, started
 from bench.steady import Cost, summed
-from elaunch.rendezvous.endpoint import Endpoint
-from elaunch.rendezvous.etcd import json_codec
-from elaunch.rendezvous.etcd.transport import Rpc
-from elaunch.rendezvous.store import Txn
 
 
 @pytest.fixture
@@ -103,15 +96,6 @@ def test_a_whole_run_prints_its_tables_and_makes_the_page(
     assert capsys.readouterr().out in page.read_text()
 
 
-@pytest.mark.parametrize("argv", [["--samples", "x"], ["--samples", "0"], ["--workers", "2,-1"], ["--workers", "1,,2"]])
-def test_a_number_that_is_none_is_named(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        command.main(argv)
-
-    assert f"argument {argv[0]}: '" in (said := capsys.readouterr().err)
-    assert "is not a whole number of 1 or more" in said
-
-
 @pytest.mark.parametrize(
     ("outcome", "why"),
     [
@@ -134,43 +118,6 @@ def test_an_import_that_fails_is_a_failed_sample(
     monkeypatch.setattr("subprocess.run", run)
 
     assert launches.bare_import(LIMIT_TORCH) == Sample("import", LIMIT_TORCH, 0, why=why)
-
-
-def test_what_is_counted_at_the_client_is_what_was_carried() -> None:
-    class Canned:
-        def call(self, *_: object) -> dict[str, object]:
-            return {"header": {"revision": "7"}}
-
-    tally = Tally()
-    transport = Counting(Canned(), tally)  # type: ignore[arg-type]
-    written = {"success": [{"request_put": {}}], "failure": []}
-    transport.call(Endpoint("h", 1), Rpc.TXN, written, "", 1.0)
-    transport.call(Endpoint("h", 1), Rpc.TXN, json_codec.commit(Txn(())), "", 1.0)
-    transport.call(Endpoint("h", 1), Rpc.KEEP_ALIVE, {}, "", 1.0)
-
-    first, second = tally.take(), tally.take()
-
-    assert first.requests == {"kv/txn": 1, COMPARED: 1, "lease/keepalive": 1}
-    sent = (written, json_codec.commit(Txn(())))
-    assert first.sent == sum(len(json.dumps(each, separators=(",", ":"))) for each in sent)
-    assert first.received == 3 * len('{"header":{"revision":"7"}}')
-    assert (second.requests, second.sent, second.received) == ({}, 0, 0)
-
-
-def test_only_calls_that_agents_make_are_counted_of_an_etcds_own() -> None:
-    metrics = """# TYPE grpc_server_started_total counter
-grpc_server_started_total{grpc_method="Txn",grpc_service="etcdserverpb.KV",grpc_type="unary"} 5
-grpc_server_started_total{grpc_method="LeaseKeepAlive",grpc_service="etcdserverpb.Lease",grpc_type="bidi_stream"} 20
-grpc_server_started_total{grpc_method="Watch",grpc_service="etcdserverpb.Watch",grpc_type="bidi_stream"} 1e+03
-grpc_server_started_total{grpc_method="MemberList",grpc_service="etcdserverpb.Cluster",grpc_type="unary"} 70
-grpc_server_handled_total{grpc_code="OK",grpc_method="Txn",grpc_service="etcdserverpb.KV",grpc_type="unary"} 5
-"""
-
-    assert started(metrics, renewals=True) == 1025
-    assert started(metrics, renewals=False) == 1005
-    requests = {"kv/txn": 5, COMPARED: 3, "watch": 2, "lease/keepalive": 20, TOLD: 100}
-    assert asked(requests, renewals=True) == 30
-    assert asked(requests, renewals=False) == 7
 
 
 def test_the_launcher_in_all_is_every_process_but_the_workers() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.stamps import Stamp, again, all_at_s, at, last_s, node_stages, parse, restart_stages, start_stages
+from bench.stamps import Stamp, again, all_at_s, at, last_s, parse, restart_stages, start_stages
 
 
 def stamps(*entries: tuple[int, str, float, int]) -> list[Stamp]:
@@ -16,12 +16,6 @@ def test_a_line_that_is_still_being_written_is_left_out() -> None:
 
     assert parse(whole + whole[:20]) == [Stamp(0, "step", 2.5, 1, 7)]
     assert parse("") == []
-
-
-def test_an_agents_line_has_no_rank() -> None:
-    (stamp,) = parse('{"generation": 1, "event": "sealed", "at": 9.0, "monotonic_s": 2, "world_size": 2}\n')
-
-    assert (stamp.rank, stamp.pid, stamp.monotonic_s) == (-1, -1, 2.0)
 
 
 def test_all_are_there_when_the_last_rank_is() -> None:
@@ -73,23 +67,6 @@ def test_whoever_trains_again_is_the_newest_process_of_its_rank() -> None:
     assert again(before + after[:2], 10.0, 2) is None
     assert again(before + after, 10.0, 2) == after
     assert last_s(after, "all_reduce") == 12.0
-
-
-def test_stages_of_two_nodes_say_whose_they_are() -> None:
-    a = stamps((0, "exited", 10.1, 1), (1, "opened", 10.3, -1), (0, "stopped", 10.4, -1), (1, "joined", 10.5, -1))
-    b = stamps((1, "opened", 10.2, -1), (0, "exited", 10.3, 2), (0, "stopped", 10.6, -1), (1, "joined", 10.7, -1))
-
-    assert node_stages({"A": a, "B": b}, 1, 10.0) == pytest.approx(
-        {
-            "noticed on A": 0.1,
-            "A told of the new generation": 0.3,
-            "B told of the new generation": 0.2,
-            "A stopped": 0.4,
-            "B stopped": 0.6,
-            "all joined": 0.7,
-        }
-    )
-    assert "B stopped" not in node_stages({"A": a}, 1, 10.0)
 
 
 def test_stages_that_nobody_stamped_are_left_out() -> None:

@@ -8,12 +8,12 @@ import pytest
 
 from bench import statecost, staterestart
 from bench.contenders import ALL, ELAUNCH, FRESH_STORE, TORCHRUN
-from bench.marks import FIRST_STEP, NEXT_STEP, History, Resumed, Tail, restart_stages, resumed
+from bench.marks import NEXT_STEP, History, Resumed, Tail, resumed
 from bench.page import EMPTY, STATE_BEGIN, STATE_END, render, update
 from bench.plan import STATE_SECTIONS, Settings, plan
-from bench.samples import Results, Run, Sample, combined
-from bench.sides import KEPT, SIDES, usual
+from bench.samples import Run, Sample
 from bench.stamps import Stamp
+from bench.staterestart import KEPT, SIDES, usual
 
 RANKS = 2
 TORCH = usual(10).name
@@ -43,12 +43,12 @@ def history(*stamps: Stamp) -> History:
     return found
 
 
-def results(*samples: Sample) -> Results:
-    return combined([Run({}, {}, samples)])
+def results(*samples: Sample) -> Run:
+    return Run({}, {}, samples)
 
 
-def restart(side: str, lost: float, seconds: float, **stages: float) -> Sample:
-    return Sample(staterestart.SECTION, side, 4, {staterestart.LOST: lost, NEXT_STEP: seconds}, stages)
+def restart(side: str, lost: float, seconds: float) -> Sample:
+    return Sample(staterestart.SECTION, side, 4, {staterestart.LOST: lost, NEXT_STEP: seconds})
 
 
 def row(text: str, *first: str) -> list[str]:
@@ -110,41 +110,6 @@ def test_the_first_generation_lost_nothing() -> None:
     assert resumed(history(*births(0, 0, 1.0, (1, 2))), 0) == Resumed(lost=0, next_step=1)
 
 
-def test_stages_of_a_restart_are_the_last_ranks_and_those_after_the_kill() -> None:
-    agent = [
-        Stamp(0, "exited", 9.0, 1),
-        Stamp(0, "exited", 20.1, 0),
-        Stamp(0, "told", 20.2),
-        Stamp(0, "saved", 20.3, 1, step=4),
-        Stamp(0, "exited", 20.4, 1),
-        Stamp(0, "stopped", 20.5),
-        Stamp(1, "sealed", 20.6),
-        Stamp(1, "forked", 20.7, 0),
-        Stamp(1, "forked", 20.8, 1),
-    ]
-    seen = history(*steps(0, 1, 4, 10.0), *births(1, 2, 21.0, (1, 2)), *steps(1, 3, 5, 22.0))
-
-    stages = restart_stages(agent, seen, 1, RANKS, since_s=20.0)
-
-    assert stages == pytest.approx(
-        {
-            "noticed": 0.1,
-            "survivors told": 0.2,
-            "saved by all survivors": 0.3,
-            "all killed": 0.5,
-            "sealed": 0.6,
-            "last fork": 0.8,
-            "script's first line": 1.0,
-            "torch imported": 1.1,
-            "group ready": 1.2,
-            "state restored": 1.3,
-            FIRST_STEP: 2.875,
-            NEXT_STEP: 4.875,
-        }
-    )
-    assert set(restart_stages([], seen, 1, RANKS, 20.0)) == set(list(stages)[6:])
-
-
 def test_the_usual_script_runs_under_torchrun_in_its_better_case() -> None:
     name, value = FRESH_STORE.split("=")
 
@@ -197,21 +162,18 @@ def test_a_pair_says_how_much_longer_a_step_takes() -> None:
     assert "- 1000 MB: 1 × hung" in text
 
 
-def test_restarts_stand_beside_each_other_in_the_order_of_the_stages() -> None:
+def test_restarts_stand_beside_each_other_with_what_was_lost() -> None:
     text = render(
         results(
-            restart("elaunch", 0, 0.5, noticed=0.01, **{"group ready": 0.2}),
-            restart(TORCH, 4, 6.0, **{"group ready": 4.0}),
-            restart(TORCH, 7, 8.0, **{"group ready": 4.0}),
+            restart("elaunch", 0, 0.5),
+            restart(TORCH, 4, 6.0),
+            restart(TORCH, 7, 8.0),
             Sample(staterestart.SECTION, TORCH, 4, why="hung"),
         )
     )
 
     assert row(text, "elaunch") == ["elaunch", "1", "0", "0", "0.500", "0.500"]
     assert row(text, TORCH) == [TORCH, "2", "5.5", "7", "7.00", "7.90"]
-    assert row(text, "noticed") == ["noticed", "0.010 (0.010)", "–"]
-    assert row(text, "group ready") == ["group ready", "0.200 (0.200)", "4.00 (4.00)"]
-    assert text.index("| noticed") < text.index("| group ready")
     assert f"- {TORCH}: 1 × hung" in text
 
 

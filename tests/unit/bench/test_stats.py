@@ -1,4 +1,4 @@
-"""bench.stats and bench.samples: what a list of samples says, and how it is kept."""
+"""bench.samples: what a list of samples says, and how it is kept."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.samples import Run, Sample, combined, decode, encode, failures, write
-from bench.stats import Summary, percentile, ratio, summarize
+from bench.samples import Run, Sample, Summary, decode, failures, percentile, ratio, summarize, write
 
 
 @pytest.mark.parametrize(
@@ -41,19 +40,7 @@ def test_results_are_the_same_after_they_were_kept(tmp_path: Path) -> None:
     write(tmp_path / "deep" / "results.json", run)
 
     assert decode((tmp_path / "deep" / "results.json").read_text()) == run
-    assert decode(encode(run)) == run
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["results.json"]
-
-
-def test_a_later_run_replaces_its_sections_and_leaves_the_others() -> None:
-    old = Run({"date": "1"}, {}, (Sample("start", "a", 1, {"x": 1.0}), Sample("restart", "a", 1, {"x": 2.0})))
-    new = Run({"date": "2"}, {}, (Sample("restart", "a", 1, {"x": 3.0}),))
-
-    both = combined([old, new])
-
-    assert both.runs == {"start": old, "restart": new}
-    assert both.values("start", "a", 1, "x") == [1.0]
-    assert both.values("restart", "a", 1, "x") == [3.0]
 
 
 def test_failures_are_counted_by_what_went_wrong() -> None:

@@ -210,7 +210,7 @@ def test_what_must_arrive_waits_for_an_agent_that_makes_room(
     agent: socket.socket, say: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     line = link._open_link()
-    monkeypatch.setattr(type(line).send_surely, "__defaults__", (DEADLINE_S,))
+    monkeypatch.setattr(link, "_SURELY_S", DEADLINE_S)
     for step in range(20_000):
         line.send_step(step, now_s=float(step))
     waiting = threading.Thread(target=say, args=(7,))
@@ -243,7 +243,7 @@ def test_an_agent_that_reads_nothing_is_waited_for_a_second_at_most(agent: socke
         line.send_step(step, now_s=float(step))
     began_s = time.monotonic()
 
-    line.send_surely(b'{"event": "saved", "step": 1}\n', wait_s=0.2)
+    line.send(b'{"event": "saved", "step": 1}\n', wait_s=0.2)
 
     assert 0.2 <= time.monotonic() - began_s < DEADLINE_S
 

@@ -29,7 +29,7 @@ TWO = RankInfo(rank=0, world_size=2, launched=True)
         (["--steps", "many"], "'many'"),
         (["--stepz", "3"], "--stepz"),
         (["--parallel", "fsdp3"], "--parallel fsdp3: there is no such plan (did you mean fsdp2?)"),
-        (["--parallel", "dp=4"], "--parallel dp=4 is for 4 workers, and there are 2; use dp=2"),
+        (["--parallel", "dp=4"], "--parallel dp=4 is for 4 workers, and there are 2; use numbers"),
         (["--parallel", "tp=2", "--heads", "1"], "--heads (1) is not divisible by tp (2); use tp=1 or --heads 2"),
         (["--parallel", "pp=2", "--layers", "1"], "2 stages, and the network only 1 layer; use --layers 2"),
         (["--profile", "ten"], "--profile: 'ten' is neither a number of steps nor a range; give 3, or 10-12"),

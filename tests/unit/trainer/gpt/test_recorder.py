@@ -198,6 +198,6 @@ def test_people_get_about_ten_lines_and_the_held_out_losses_from_rank_0_alone(sp
     shown = stream.getvalue().splitlines()
     assert len(shown) == (12 if speaks else 0)
     if speaks:
-        assert shown[0] == "step 1/1000  loss 5.000  200 tokens/s  8:20 left"
+        assert shown[0] == "step 1/1000  loss 5.000  200 tokens/s  0:08:20 left"
         assert shown[1] == "held-out loss 2.500 after step 50"
         assert shown[-1].startswith("step 1000/1000")

@@ -88,12 +88,12 @@ def test_an_open_axis_gets_the_workers_that_are_left(text: str, workers: int, si
 @pytest.mark.parametrize(
     ("text", "workers", "sentence"),
     [
-        ("dp=2,tp=2", 8, "is for 4 workers, and there are 8; use dp=4, or leave dp out"),
-        ("fsdp=4", 2, "is for 4 workers, and there are 2; use fsdp=2"),
+        ("dp=2,tp=2", 8, "is for 4 workers, and there are 8; use numbers for dp and fsdp whose product is 4"),
+        ("fsdp=4", 2, "is for 4 workers, and there are 2; use numbers"),
         ("tp=2,pp=2", 6, "divides one model among 4 workers, and 6 workers cannot be divided so; start 4 or 8 workers"),
         ("tp=4", 1, "divides one model among 4 workers, and 1 worker cannot be divided so; start 4 workers"),
-        ("dp=2,fsdp=2", 2, "is for 4 workers, and there are 2; use other numbers for dp and fsdp, whose product is 2"),
-        ("hsdp", 3, "has two replicas of the shards, and 3 workers cannot be halved"),
+        ("dp=2,fsdp=2", 2, "is for 4 workers, and there are 2; use numbers"),
+        ("hsdp", 3, "is for 6 workers, and there are 3; use numbers"),
     ],
 )
 def test_a_plan_for_another_number_of_workers_is_refused_at_the_first_start(

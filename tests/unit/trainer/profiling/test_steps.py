@@ -60,7 +60,7 @@ def test_the_table_has_a_steps_mean_on_each_rank_and_names_the_one_that_the_othe
     ]
     assert lines[5:] == ["rank 1 kept the others waiting, for 30.00 ms of each step"]
     assert len(table(times[:1])) == 3
-    made = record(times, lines, generation=2, on_gpu=True, joined="t.gz")
+    made = record(times, lines, generation=2, on_gpu=True)
     assert (made["first_step"], made["last_step"], made["step_s"]) == (10, 11, pytest.approx(0.1))
     assert made["gpu_busy"] == pytest.approx(1.6 / 3)
-    assert record([], [], generation=0, on_gpu=False, joined="")["step_s"] is None
+    assert record([], [], generation=0, on_gpu=False)["step_s"] is None

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from elaunch.trainer.tuning.search import SearchResult
-from elaunch.trainer.tuning.tune import Choices, Tuned, sentence_of, tune
+from elaunch.trainer.tuning.tune import Tuned, found_in, keep, sentence_of, tune
 
 RESULT = SearchResult(5.0, 0.472, 0.291, passes=43, spent_s=18.24, reason="it won")
 
@@ -48,38 +48,34 @@ def test_the_sentence_has_the_gain_the_cost_and_the_place() -> None:
     )
 
 
-def choices(folder: Path, world_size: int = 4, key: str = "key") -> Choices:
-    return Choices(folder, key, world_size)
-
-
-def test_a_choice_is_found_for_its_key_and_number_of_workers_and_by_a_restart_for_any_number(
+def test_a_choice_is_found_for_its_number_of_workers_and_by_a_restart_for_any_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert choices(tmp_path).found() == (None, "")
+    file = tmp_path / "key"
+    assert found_in(file, 4) == (None, "")
 
-    assert choices(tmp_path).keep(RESULT) == f"stored in {tmp_path / 'key'}"
+    assert keep(file, RESULT, 4) == f"stored in {file}"
 
-    assert choices(tmp_path).found()[0] == Tuned(5.0)
-    assert choices(tmp_path, key="another").found() == (None, "")
-    assert choices(tmp_path, world_size=2).found() == (None, "")
+    assert found_in(file, 4)[0] == Tuned(5.0)
+    assert found_in(file, 2) == (None, "")
     monkeypatch.setenv("ELAUNCH_GENERATION", "1")
-    assert choices(tmp_path, 2).found() == (Tuned(5.0), "buckets of 5 MiB, as this run measured with 4 workers")
+    assert found_in(file, 2) == (Tuned(5.0), "buckets of 5 MiB, as this run measured with 4 workers")
 
 
 def test_where_nothing_can_be_written_the_choice_is_used_and_not_stored(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
 
-    assert choices(tmp_path / "file").keep(RESULT).startswith("not stored: ")
+    assert keep(tmp_path / "file" / "key", RESULT, 4).startswith("not stored: ")
 
 
 @pytest.mark.parametrize("size", [{}, [], "rm -rf", -5, 1e300])
 def test_a_damaged_choice_is_named_and_measured_again(tmp_path: Path, size: Any) -> None:
-    choices(tmp_path).keep(RESULT)
+    keep(tmp_path / "key", RESULT, 4)
     record = json.loads((tmp_path / "key").read_text())
 
     for text in (json.dumps({**record, "bucket_mb": size}), "", "[]", "[" * 100_000, '{"bucket_mb": 5}'):
         (tmp_path / "key").write_text(text)
-        found, sentence = choices(tmp_path).found()
+        found, sentence = found_in(tmp_path / "key", 4)
 
         assert found is None
         assert "cannot be used" in sentence

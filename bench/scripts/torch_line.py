@@ -1,5 +1,0 @@
-"""One line, after the import of torch."""
-
-import torch
-
-print("first line", torch.__version__, flush=True)
