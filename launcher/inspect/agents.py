@@ -8,6 +8,7 @@ import re
 import socket
 import stat
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,7 +32,8 @@ ANSWER_S = 3.0
 _ANSWER_BYTES_MAX = 4 << 20
 _FOLDER = re.compile(r"elaunch_[0-9a-f]{16}_socket")
 _ROOT = 0
-_SOCKETS_MAX = 1000
+# Sockets of one other user that root queries, who may have made any number. Each takes a thread.
+_OF_ANOTHER_MAX = 64
 # A query that is late has its own message, which names the agent.
 _SPARE_S = 0.5
 
@@ -61,7 +63,12 @@ class LocalAgent:
 def local_agents() -> tuple[list[LocalAgent], list[str]]:
     """The agents of this user (root's: of all users) that answer, and a sentence for each one that does not."""
     troubles: list[str] = []
-    paths = _sockets()
+    paths: list[Path] = []
+    for uid, found in _sockets().items():
+        limit = len(found) if uid == os.geteuid() else _OF_ANOTHER_MAX
+        paths += found[:limit]
+        if found[limit:]:
+            troubles.append(f"{len(found) - limit} more sockets of user {uid} were not queried: it takes too long")
     agents: list[LocalAgent] = []
     for path, answer in zip(paths, query_all([partial(status_of, path) for path in paths]), strict=True):
         if isinstance(answer, LocalAgent):
@@ -116,9 +123,9 @@ def order_to(agent: LocalAgent, topic: Topic) -> OrderAnswer:
     return _query(agent.path, topic.value, lambda fields, *_: decode(OrderAnswer, json.dumps(fields["order"])))
 
 
-def _sockets() -> list[Path]:
-    """The sockets in folders that nobody but their owners can have made: this user's, and for root everybody's."""
-    found: list[Path] = []
+def _sockets() -> dict[int, list[Path]]:
+    """The sockets in folders that nobody but their owners can have made, by the owners' user ids."""
+    found: defaultdict[int, list[Path]] = defaultdict(list)
     own = (os.environ.get(name) for name in ("TMPDIR", "TEMP", "TMP"))
     for parent in dict.fromkeys(folder for folder in (*SOCKET_FOLDERS, *own) if folder):
         with suppress(OSError):
@@ -127,9 +134,8 @@ def _sockets() -> list[Path]:
                     status = folder.lstat()
                     is_private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
                     if is_private and os.geteuid() in (status.st_uid, _ROOT):
-                        found.append(folder / SOCKET_NAME)
-    # Another user may have made any number, and each query takes a thread.
-    return found[:_SOCKETS_MAX]
+                        found[status.st_uid].append(folder / SOCKET_NAME)
+    return found
 
 
 def _query(

@@ -47,17 +47,22 @@ def take_one(listener: socket.socket) -> None:
 
 
 @as_root
-def test_sockets_that_are_silent_are_asked_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sockets_that_are_silent_are_asked_at_the_same_time_and_of_another_user_not_any_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     with ExitStack() as stack:
         for number in range(6):
             stack.enter_context(listening(folder_of(tmp_path, number, 0) / "agent", 0))
+        for number in range(6, 6 + 66):
+            stack.enter_context(listening(folder_of(tmp_path, number, NOBODY) / "agent", NOBODY))
         begun_s = time.monotonic()
 
         _, troubles = local_agents()
 
         # One after the other they would take six times that long.
         assert time.monotonic() - begun_s < 5 * ANSWER_S
+    assert f"2 more sockets of user {NOBODY} were not queried: it takes too long" in troubles
     assert f"the elaunch with pid {os.getpid()} did not answer within 3 s" in troubles
 
 
