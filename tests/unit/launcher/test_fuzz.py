@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+import click
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -12,7 +13,6 @@ from hypothesis import strategies as st
 from elaunch.launcher.agent_config import agent_config
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.host import HostResources
-from elaunch.launcher.options.command_line import HelpRequested
 from elaunch.launcher.options.job_file import JobFile
 from elaunch.launcher.options.job_file import parse as parse_file
 from elaunch.launcher.options.job_file import read as read_file
@@ -91,7 +91,7 @@ def test_a_command_line_is_a_plan_or_a_sentence(argv: list[str], environ: dict[s
     with bounded():
         try:
             planned(parse(argv, environ, no_file), environ)
-        except HelpRequested:
+        except click.exceptions.Exit:
             pass
         except (UsageError, SiteError) as error:
             assert str(error)  # noqa: PT017
