@@ -24,7 +24,7 @@ from elaunch.launcher.agent_config import agent_config, with_network
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.host import as_started, detect
 from elaunch.launcher.options import job_file
-from elaunch.launcher.options.command_line import HelpRequested, Reading
+from elaunch.launcher.options.command_line import Reading
 from elaunch.launcher.options.commands import COMMANDS, ELAUNCH
 from elaunch.launcher.options.files import read_secret
 from elaunch.launcher.options.options import RUN, Options
@@ -103,11 +103,8 @@ def _main() -> int:
         with ELAUNCH.make_context("elaunch", sys.argv[1:], obj=Reading(os.environ, job_file.read)) as ctx:
             found: Options | int = ELAUNCH.invoke(ctx)
         return found if isinstance(found, int) else _start(found)
-    except HelpRequested as asked_for:
-        # Longer than the buffer, so its reader may be gone already (`| head`).
-        with suppress(BrokenPipeError):
-            print(asked_for.text)
-        return 0
+    except click.exceptions.Exit as done:
+        return done.exit_code
     except (click.ClickException, UsageError, SiteError, OSError, RuntimeError, MemoryError) as error:
         is_usage = isinstance(error, click.ClickException | UsageError)
         sentence = str(error) if is_usage or isinstance(error, SiteError) else shortage(error)

@@ -181,10 +181,8 @@ def _indented(text: str) -> list[str]:
     lines = text.rstrip().splitlines()
     hidden = lines[_TRACEBACK_LINES:-_TRACEBACK_LINES]
     if hidden:
-        # Keep lines which say that text was left out before.
-        said = [line for line in hidden if line.startswith("… ") and line.endswith(" …")]
-        middle = f"… {len(hidden) - len(said)} lines are not shown here …"
-        lines = [*lines[:_TRACEBACK_LINES], middle, *said, *lines[-_TRACEBACK_LINES:]]
+        middle = f"… {len(hidden)} lines are not shown here …"
+        lines = [*lines[:_TRACEBACK_LINES], middle, *lines[-_TRACEBACK_LINES:]]
     return [f"    {_shown(line)}" for line in lines]
 
 

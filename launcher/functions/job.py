@@ -24,6 +24,8 @@ from dataclasses import replace
 from functools import partial
 from typing import NoReturn
 
+import click
+
 from elaunch.agent.config import AgentConfig
 from elaunch.agent.linux import die_with_parent
 from elaunch.agent.run import AgentRun
@@ -31,7 +33,6 @@ from elaunch.launcher.cli import as_command, run
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.functions import worker
 from elaunch.launcher.host import as_started
-from elaunch.launcher.options.command_line import HelpRequested
 from elaunch.launcher.options.options import parse
 from elaunch.launcher.report import record, report
 from elaunch.rendezvous.job_spec import ProgramKind
@@ -64,7 +65,7 @@ def _run(words: tuple[str, ...], places: str, answer: int, name: str) -> int:
         # The configuration is whole: the command's variables (PET_…) do not change it, as in torch.
         try:
             options = parse(words, {})
-        except HelpRequested:
+        except click.exceptions.Exit:
             asks = "LaunchConfig.options asks for a text, not for a job; leave --help and --version out"
             raise UsageError(asks) from None
         return run(options, environ, partial(_tell, answer, name))

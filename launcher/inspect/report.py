@@ -168,10 +168,6 @@ def _write(path: Path, text: str) -> None:
         return
     partial = path.parent / f".{path.name}.{secrets.token_hex(4)}"
     try:
-        if not path.is_file() and path.exists():
-            # /dev/null or a pipe: root could replace it by a file.
-            path.write_text(text, encoding="utf-8")
-            return
         # As log files, whose content it has: open to the user and the group at most. In a folder of another user
         # nothing that is there already is written to.
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o640)

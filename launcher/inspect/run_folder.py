@@ -27,17 +27,12 @@ _FOLDERS_MAX = 2000
 
 def find(path: Path) -> Path:
     """The run's folder that `path` means: itself, or the newest run of a --log-dir. Raises UsageError."""
-    way_out = "give a run's folder below --log-dir, or the --log-dir"
-    try:
-        if not path.is_dir():
-            what = "is no folder" if path.exists() else "does not exist"
-            raise UsageError(f"report: {path} {what}; {way_out}")
-        runs = [path] if (path / TIMELINE).is_file() else _runs(path)
-        if not runs:
-            raise UsageError(f"report: {path} holds no run with a {TIMELINE}; {way_out}")
-        return max(runs, key=lambda run: (run / TIMELINE).stat().st_mtime).resolve()
-    except OSError as error:
-        raise UsageError(f"report: {path} cannot be read ({error.strerror}); {way_out}") from None
+    runs = [path] if _is_file(path / TIMELINE) else _runs(path)
+    if not runs:
+        raise UsageError(
+            f"report: {path} holds no run with a {TIMELINE}; give a run's folder below --log-dir, or the --log-dir"
+        )
+    return max(runs, key=lambda run: (run / TIMELINE).stat().st_mtime).resolve()
 
 
 def read_job(folders: Sequence[Path]) -> list[NodeLog]:

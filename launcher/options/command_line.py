@@ -48,14 +48,6 @@ class Source(IntEnum):
     COMMAND_LINE = 3
 
 
-class HelpRequested(Exception):
-    """The command line asks for a text (--help, --version), and for nothing else."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.text = text
-
-
 @dataclass(frozen=True)
 class Given:
     """One value before its check, and how a message names it."""
@@ -201,7 +193,7 @@ class Command(click.Command):
         self.options = [param for param in params if isinstance(param, Option)]
 
     def read(self, argv: Sequence[str], reading: Reading) -> click.Context:
-        """The context of a command line. Raises UsageError, and HelpRequested where a text is asked for."""
+        """The context of a command line. Raises UsageError, and click's Exit after a text."""
         return self.make_context(f"elaunch {self.name}", list(argv), obj=reading)
 
     def invoke(self, ctx: click.Context) -> Any:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from elaunch.launcher.options.command_line import HelpRequested, Reading
+import io
+from contextlib import redirect_stdout, suppress
+
+import click
+
+from elaunch.launcher.options.command_line import Reading
 from elaunch.launcher.options.commands import COMMANDS, ELAUNCH
 
 _HEAD = """\
@@ -28,12 +33,14 @@ def manual() -> str:
 
 
 def _help(words: tuple[str, ...]) -> str:
-    try:
-        with ELAUNCH.make_context("elaunch", [*words, "--help"], obj=Reading()) as ctx:
-            ELAUNCH.invoke(ctx)
-    except HelpRequested as asked:
-        return asked.text
-    raise AssertionError(words)
+    text = io.StringIO()
+    with (
+        redirect_stdout(text),
+        suppress(click.exceptions.Exit),
+        ELAUNCH.make_context("elaunch", [*words, "--help"], obj=Reading()) as ctx,
+    ):
+        ELAUNCH.invoke(ctx)
+    return text.getvalue()
 
 
 def roff(text: str) -> str:

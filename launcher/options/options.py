@@ -122,7 +122,7 @@ class _Run(JobCommand):
 def parse(
     argv: Sequence[str], environ: Mapping[str, str], read_job_file: Callable[[str], JobFile] = job_file.read
 ) -> Options:
-    """The options and the program in `argv`. Raises UsageError, and HelpRequested where a text is asked for.
+    """The options and the program in `argv`. Raises UsageError, and click's Exit after a text.
 
     Reads nothing but its arguments and the file that --config names.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import click
@@ -9,7 +10,7 @@ import click
 from elaunch import __version__
 from elaunch.agent.config import LogFormat, OnHang, StreamChoice
 from elaunch.launcher.options import values
-from elaunch.launcher.options.command_line import Command, Group, HelpRequested, Option
+from elaunch.launcher.options.command_line import Command, Group, Option
 from elaunch.launcher.schedulers.detect import SCHEDULERS
 from elaunch.rendezvous.codec import HOST_BYTES_MAX, ROLE_BYTES_MAX, RUN_ID_BYTES_MAX
 
@@ -24,12 +25,19 @@ def _accepted(name: str, metavar: str, why: str, convert: values.Convert | None 
 
 def _help(ctx: click.Context, _: click.Parameter, is_asked: bool) -> None:
     if is_asked:
-        raise HelpRequested(ctx.get_help())
+        _show(ctx, ctx.get_help())
 
 
 def _version(ctx: click.Context, _: click.Parameter, is_asked: bool) -> None:
     if is_asked:
-        raise HelpRequested(f"elaunch {__version__}")
+        _show(ctx, f"elaunch {__version__}")
+
+
+def _show(ctx: click.Context, text: str) -> None:
+    # Longer than the buffer, so its reader may be gone already (`| head`).
+    with suppress(BrokenPipeError):
+        click.echo(text)
+    ctx.exit()
 
 
 def _job_file(ctx: click.Context, _: click.Parameter, path: str | None) -> str | None:

@@ -17,7 +17,7 @@ HOSTS = "/etc/hosts"
 def detect(environ: Mapping[str, str], hostname: str, read: Callable[[str], str]) -> Cluster | None:
     """The facts in the pod's variables and name. None outside of such a pod."""
     if environ.get("LWS_LEADER_ADDRESS"):
-        return _of_leader_worker_set(environ, hostname)
+        return _of_leader_worker_set(environ)
     index = number(environ, "JOB_COMPLETION_INDEX")
     if index is not None:
         # An operator may give its pods any names. A name tells the head only if it ends in the index.
@@ -44,14 +44,11 @@ def _cluster(kind: str, index: int, named: tuple[str | None, str | None], source
     return Cluster(kind, node_index=index, head=head, run_id=run_id, sources=sources, is_of_pods=True)
 
 
-def _of_leader_worker_set(environ: Mapping[str, str], hostname: str) -> Cluster:
+def _of_leader_worker_set(environ: Mapping[str, str]) -> Cluster:
     """The leader is node 0 and is called `set-2`. The other pods of its group are `set-2-1`, `set-2-2`, …"""
     head = environ["LWS_LEADER_ADDRESS"]
     leader, _, domain = head.partition(".")
     nodes, index = number(environ, "LWS_GROUP_SIZE"), number(environ, "LWS_WORKER_INDEX")
-    if index is None:
-        ordinal = re.fullmatch(rf"{re.escape(leader)}(?:-([0-9]{{1,9}}))?", hostname)
-        index = int(ordinal[1] or 0) if ordinal else None
     return Cluster(
         "Kubernetes LeaderWorkerSet",
         nodes=(nodes, nodes) if nodes else None,

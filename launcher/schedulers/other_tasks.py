@@ -71,7 +71,6 @@ def wait_for_agent(cluster: Cluster, say: Callable[[str], None], appear_s: float
     for signum in _NOT_FOR_US:
         signal.signal(signum, signal.SIG_IGN)
     end_s = time.monotonic() + appear_s
-    stranger = ""
     while time.monotonic() < end_s:
         with socket.socket(socket.AF_UNIX) as stream:
             # Another user's listener that accepts nobody would make connect() wait: do not wait, but try again.
@@ -86,9 +85,8 @@ def wait_for_agent(cluster: Cluster, say: Callable[[str], None], appear_s: float
                 stream.setblocking(True)
                 _read_to_end(stream)
                 return 0
-            stranger = f"; user id {uid}, who is not this user, has the socket of the agent"
         time.sleep(_PAUSE_S)
-    say(f"task {cluster.task} of this node has met no agent here within {appear_s:g} s: has it ended?{stranger}")
+    say(f"task {cluster.task} of this node has met no agent here within {appear_s:g} s: has it ended?")
     return 0
 
 

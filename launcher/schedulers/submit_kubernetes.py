@@ -9,10 +9,11 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import click
+import jinja2
 import yaml
 
 from elaunch.agent.environment import outside
@@ -27,11 +28,7 @@ from elaunch.rendezvous.secret import new_token
 
 Object = dict[str, Any]
 
-# Seconds between the workers' end and the pod's end: for their logs, and to tell the other nodes.
-_LEAVE_S = 15
 _FOLDER = "/etc/elaunch/etcd"
-_CONTAINER = "elaunch"
-_USER = 1000
 # A host name has at most 63 characters. The rest is for the submission's suffix: `name-1f2e3d`.
 _NAME_MAX = 52
 
@@ -63,12 +60,22 @@ class PodJob:
     given: Mapping[str, Any]
 
     @property
-    def is_elastic(self) -> bool:
-        return self.nodes[0] < self.nodes[1]
-
-    @property
     def has_token(self) -> bool:
         return self.nodes[1] > 1 and not self.etcd
+
+    @property
+    def variables(self) -> list[tuple[str, str]]:
+        """The pods' variables that the command line decides, before those of --env."""
+        values = {"PET_NNODES": ":".join(str(number) for number in dict.fromkeys(self.nodes))}
+        if self.etcd:
+            values["ELAUNCH_ENDPOINT"] = self.etcd
+        if self.given["etcd_secret"]:
+            names = {"CACERT": "ca.crt", "CERT": "tls.crt", "KEY": "tls.key"}
+            values |= {f"ETCDCTL_{name}": f"{_FOLDER}/{file}" for name, file in names.items()}
+        if not self.given["writable_image"] and "HOME" not in dict(self.given["env"]):
+            # Libraries write caches into HOME, and the image's folders are read-only.
+            values["HOME"] = "/tmp"
+        return [*values.items()]
 
 
 def _main(ctx: click.Context) -> int:
@@ -79,7 +86,7 @@ def _main(ctx: click.Context) -> int:
         token = outside(ctx.obj.environ).get("ELAUNCH_TOKEN", "").strip() or new_token()
     namespace = ctx.params["namespace"]
     if ctx.params["dry_run"]:
-        made = [*companions(asked, token), job(asked)]
+        made = objects(asked, token)
         if namespace:
             made = [{**each, "metadata": {**each["metadata"], "namespace": namespace}} for each in made]
         sys.stdout.write(as_yaml(made))
@@ -158,20 +165,12 @@ def _pair(separator: str, metavar: str) -> values.Convert:
     return convert
 
 
-def _job_name(raw: values.Raw) -> str:
-    if not re.fullmatch(rf"(?=.{{1,{_NAME_MAX}}}$)[a-z]([-a-z0-9]*[a-z0-9])?", str(raw), re.ASCII):
-        raise ValueError(
-            f"is not a host name; use up to {_NAME_MAX} small letters, digits and dashes, with a letter first"
-        )
-    return str(raw)
-
-
 _CLAIM, _VARIABLE = _pair(":", "NAME:/PATH"), _pair("=", "NAME=VALUE")
 _WRITABLE = "let the program write into the image's folders, not only /tmp, /dev/shm and claims"
 # The API server checks names and quantities.
 _OPTIONS = (
     own("image", "IMAGE", "holds elaunch and the program (deploy/docker/Dockerfile); required"),
-    own("name", "NAME", "name of the Job [the program's name]", _job_name),
+    own("name", "NAME", "name of the Job [the program's name]"),
     own("namespace", "NAME", "namespace of the Job [kubectl's]"),
     own("nodes", "MIN:MAX", "number of pods, or a range [1]", values.nodes, default=(1, 1)),
     own("gpus", "N", "GPUs per pod [0]", values.whole, default=0),
@@ -215,14 +214,12 @@ def as_yaml(made: Sequence[Object]) -> str:
 
 def _create(asked: PodJob, token: str, where: Sequence[str]) -> None:
     """Create the Job, suspended, then the objects that it owns, then its pods. Existing objects are not changed."""
-    made = job(asked)
+    *companions, made = objects(asked, token)
     suspended = {**made, "spec": {"suspend": True, **made["spec"]}}
     uid = _kubectl("create", [suspended], *where, "--output=jsonpath={.metadata.uid}")
     # Kubernetes deletes the objects together with their owner.
     owner = {"apiVersion": made["apiVersion"], "kind": made["kind"], "name": asked.name, "uid": uid}
-    owned = [
-        {**each, "metadata": {**each["metadata"], "ownerReferences": [owner]}} for each in companions(asked, token)
-    ]
+    owned = [{**each, "metadata": {**each["metadata"], "ownerReferences": [owner]}} for each in companions]
     try:
         _kubectl("create", owned, *where)
         _kubectl("patch", [made], *where, "--type=merge", '--patch={"spec":{"suspend":false}}')
@@ -246,146 +243,20 @@ def _kubectl(verb: str, made: Sequence[Object], *options: str) -> str:
     return done.stdout
 
 
-# The objects as data: those of deploy/k8s, made for one command line.
+def objects(asked: PodJob, token: str = "") -> list[Object]:
+    """The Job, after the objects beside it: a Service, a NetworkPolicy, a PodDisruptionBudget, a Secret for `token`."""
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["text"] = _scalar
+    # Kubernetes would replace $(NAME) by a variable's value.
+    environment.filters["literal"] = lambda word: _scalar(word.replace("$", "$$"))
+    template = environment.from_string(Path(__file__).with_name("pods.yaml").read_text())
+    return list(yaml.safe_load_all(template.render(asked=asked, given=asked.given, token=token)))
 
 
-def job(asked: PodJob) -> Object:
-    """The Job, with indexed pods. deploy/k8s/base/job.yaml has the reason for each setting."""
-    count = asked.nodes[1]
-    on_exit = {"containerName": _CONTAINER, "operator": "In", "values": [1, 2]}
-    spec: Object = {
-        "completionMode": "Indexed",
-        "completions": count,
-        "parallelism": count,
-        "backoffLimitPerIndex": 20,
-        "maxFailedIndexes": 0,
-        "podReplacementPolicy": "Failed",
-        "podFailurePolicy": {
-            "rules": [
-                {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-                {"action": "FailJob", "onExitCodes": on_exit},
-            ]
-        },
-    }
-    if asked.is_elastic:
-        spec["successPolicy"] = {"rules": [{"succeededCount": 1}]}
-    spec["template"] = {"metadata": {"labels": labels(asked)}, "spec": _pod(asked)}
-    return _object("batch/v1", "Job", asked, asked.name, spec=spec)
-
-
-def companions(asked: PodJob, token: str = "") -> list[Object]:
-    """The objects beside the Job: a Service, a NetworkPolicy, a PodDisruptionBudget, and a Secret for `token`."""
-    made: list[Object] = []
-    own = {"matchLabels": labels(asked)}
-    if token:
-        made.append(_object("v1", "Secret", asked, asked.token_secret, stringData={"token": token}))
-    service = {
-        "clusterIP": "None",
-        "publishNotReadyAddresses": True,
-        "selector": labels(asked),
-        "ports": [{"name": "store", "port": 2379}],
-    }
-    made.append(_object("v1", "Service", asked, asked.instance, spec=service))
-    if not asked.given["no_network_policy"]:
-        policy = {"podSelector": own, "policyTypes": ["Ingress"], "ingress": [{"from": [{"podSelector": own}]}]}
-        made.append(_object("networking.k8s.io/v1", "NetworkPolicy", asked, asked.instance, spec=policy))
-    if asked.is_elastic:
-        budget = {"minAvailable": asked.nodes[0], "selector": own}
-        made.append(_object("policy/v1", "PodDisruptionBudget", asked, asked.instance, spec=budget))
-    return made
+def _scalar(word: str) -> str:
+    """Any text as a scalar of YAML on one line."""
+    return yaml.safe_dump(word, default_style='"', width=sys.maxsize).strip()
 
 
 def labels(asked: PodJob) -> dict[str, str]:
     return {"app.kubernetes.io/name": "elaunch", "app.kubernetes.io/instance": asked.instance}
-
-
-def _object(version: str, kind: str, asked: PodJob, name: str, **content: Object) -> Object:
-    return {"apiVersion": version, "kind": kind, "metadata": {"name": name, "labels": labels(asked)}, **content}
-
-
-def _pod(asked: PodJob) -> Object:
-    given = asked.given
-    volumes, mounts = _volumes(given)
-    requests = _filled({"cpu": given["cpus"], "memory": given["memory"]})
-    limits = _filled({"memory": given["memory"], given["gpu_resource"]: str(given["gpus"] or "")})
-    resources = {"resources": {"requests": requests, "limits": limits}} if requests or limits else {}
-    gone = {"operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 30}
-    container = {
-        "name": _CONTAINER,
-        "image": given["image"],
-        "command": ["elaunch"],
-        "args": [_literal(word) for word in asked.command],
-        "env": _variables(asked),
-        **resources,
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "readOnlyRootFilesystem": not given["writable_image"],
-            "capabilities": {"drop": ["ALL"]},
-        },
-        "volumeMounts": mounts,
-    }
-    return {
-        "subdomain": asked.instance,
-        "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": given["grace"] + _LEAVE_S,
-        "automountServiceAccountToken": False,
-        "enableServiceLinks": False,
-        "securityContext": {
-            "runAsNonRoot": True,
-            "runAsUser": _USER,
-            "runAsGroup": _USER,
-            "fsGroup": _USER,
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
-        "tolerations": [{"key": f"node.kubernetes.io/{what}", **gone} for what in ("not-ready", "unreachable")],
-        "containers": [container],
-        "volumes": volumes,
-    }
-
-
-def _volumes(given: Mapping[str, Any]) -> tuple[list[Object], list[Object]]:
-    """The pod's volumes, and where its container mounts them."""
-    found: list[tuple[str, Object, Object]] = []
-    if secret := given["etcd_secret"]:
-        files = {"secret": {"secretName": secret, "defaultMode": 0o440}}
-        found.append(("etcd", files, {"mountPath": _FOLDER, "readOnly": True}))
-    if "/tmp" not in (place.rstrip("/") for _, place in given["claim"]):
-        found.append(("tmp", {"emptyDir": {}}, {"mountPath": "/tmp"}))
-    shm = given["shm"] or ("16Gi" if given["gpus"] else "1Gi")
-    found.append(("shm", {"emptyDir": {"medium": "Memory", "sizeLimit": shm}}, {"mountPath": "/dev/shm"}))
-    # A number names a volume: a claim's name may be shm, or too long for a volume.
-    for i, (name, place) in enumerate(given["claim"]):
-        found.append((f"claim-{i}", {"persistentVolumeClaim": {"claimName": name}}, {"mountPath": place}))
-    return [{"name": name, **what} for name, what, _ in found], [{"name": name, **where} for name, _, where in found]
-
-
-def _filled(values: dict[str, str | None]) -> Object:
-    return {name: value for name, value in values.items() if value}
-
-
-def _literal(text: str) -> str:
-    """`text` escaped for a manifest: Kubernetes would replace $(NAME) by a variable's value."""
-    return text.replace("$", "$$")
-
-
-def _variables(asked: PodJob) -> list[Object]:
-    given = asked.given
-    values = {"PET_NNODES": ":".join(str(number) for number in dict.fromkeys(asked.nodes))}
-    if asked.etcd:
-        values["ELAUNCH_ENDPOINT"] = asked.etcd
-    if given["etcd_secret"]:
-        names = {"CACERT": "ca.crt", "CERT": "tls.crt", "KEY": "tls.key"}
-        values |= {f"ETCDCTL_{name}": f"{_FOLDER}/{file}" for name, file in names.items()}
-    if not given["writable_image"] and "HOME" not in dict(given["env"]):
-        # Libraries write caches into HOME, and the image's folders are read-only.
-        values["HOME"] = "/tmp"
-    uid = {"fieldRef": {"fieldPath": "metadata.labels['batch.kubernetes.io/controller-uid']"}}
-    token = {"secretKeyRef": {"name": asked.token_secret, "key": "token"}}
-    return [
-        *({"name": name, "value": _literal(value)} for name, value in values.items()),
-        # A Job that is created again under the same name is another job.
-        {"name": "PET_RUN_ID", "valueFrom": uid},
-        {"name": "PET_STOP_GRACE", "value": str(given["grace"])},
-        *([{"name": "ELAUNCH_TOKEN", "valueFrom": token}] if asked.has_token else []),
-        *({"name": name, "value": _literal(value)} for name, value in given["env"]),
-    ]

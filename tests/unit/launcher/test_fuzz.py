@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+import click
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -12,15 +13,11 @@ from hypothesis import strategies as st
 from elaunch.launcher.agent_config import agent_config
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.host import HostResources
-from elaunch.launcher.options import values
-from elaunch.launcher.options.command_line import HelpRequested
 from elaunch.launcher.options.job_file import JobFile
 from elaunch.launcher.options.job_file import parse as parse_file
 from elaunch.launcher.options.job_file import read as read_file
 from elaunch.launcher.options.options import Options, parse
-from elaunch.launcher.options.rdzv_conf import SETTINGS, understand
 from elaunch.launcher.options.table import TABLE
-from elaunch.launcher.options.values import endpoints
 from elaunch.launcher.schedulers.defaults import concerning, settle
 from elaunch.launcher.schedulers.detect import SCHEDULERS, detect
 from elaunch.launcher.schedulers.facts import HOSTS_MAX, Cluster, expand, line
@@ -94,43 +91,10 @@ def test_a_command_line_is_a_plan_or_a_sentence(argv: list[str], environ: dict[s
     with bounded():
         try:
             planned(parse(argv, environ, no_file), environ)
-        except HelpRequested:
+        except click.exceptions.Exit:
             pass
         except (UsageError, SiteError) as error:
             assert str(error)  # noqa: PT017
-
-
-CONVERTERS = (
-    values.text, values.name, values.switch, values.whole, values.ports, values.listen_address, values.seconds,
-    values.positive_seconds, values.nodes, values.workers, values.numa_binding, values.directory, values.streams,
-    values.names, values.phrases, values.ranks, values.key_values, values.node_rank, endpoints,
-)  # fmt: skip
-
-
-@given(
-    st.sampled_from(CONVERTERS),
-    VALUE | TEXTS | st.lists(VALUE | TEXTS, max_size=3) | st.dictionaries(VALUE | TEXTS, VALUE | TEXTS, max_size=3),
-)
-def test_a_value_is_converted_or_told_what_it_is_not(convert: values.Convert, raw: values.Raw) -> None:
-    with bounded():
-        try:
-            convert(raw)
-        except ValueError as error:
-            assert str(error)[:1].islower()  # noqa: PT017
-
-
-KEYS = st.sampled_from([name for setting in SETTINGS for name in setting.names]) | WORDS
-
-
-@given(st.dictionaries(KEYS, VALUE, max_size=4))
-@example({"keep_alive_interval": "1e308", "keep_alive_max_attempt": "9" * 18})
-@example({"lease_ttl": "9" * 400})
-def test_settings_of_the_rendezvous_are_understood_or_a_sentence(conf: dict[str, str]) -> None:
-    with bounded():
-        try:
-            understand(conf)
-        except UsageError as error:
-            assert str(error).startswith("--rdzv-conf")  # noqa: PT017
 
 
 YAML = st.lists(

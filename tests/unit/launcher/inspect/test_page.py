@@ -166,21 +166,11 @@ def many_nodes(nodes: int) -> list[Timeline]:
     return jobs
 
 
-def many_warnings(generations: int) -> list[Timeline]:
-    job = Timeline()
-    for number in range(generations):
-        begin_s = 400.0 * number
-        job.opens(begin_s, number, "join").add(begin_s + 70, number, "seems_hung", host="node-a", rank=1, message="x")
-        job.add(begin_s + 90, number, "goes_on")
-    return [job]
-
-
 @pytest.mark.parametrize(
     ("shape", "left_out"),
     [
         (crash_loop, ("650 generations left out", "The timeline shows the newest generations", "And 640 more")),
         (many_nodes, ("1336 more ranks have no lane here", "elaunch report --json has all")),
-        (many_warnings, ("And 640 more; elaunch report --json has all",)),
     ],
 )
 def test_the_page_of_a_large_job_is_bounded_and_says_what_it_leaves_out(

@@ -43,14 +43,9 @@ def test_a_log_dir_means_its_newest_run(tmp_path: Path) -> None:
 
 
 def test_what_is_no_run_is_refused_with_the_way_out(tmp_path: Path) -> None:
-    for path, said in ((tmp_path / "nothing", "does not exist"), (tmp_path, "holds no run with a timeline.jsonl")):
-        with pytest.raises(UsageError, match=said):
+    for path in (tmp_path / "nothing", tmp_path, tmp_path / ("x" * 300)):
+        with pytest.raises(UsageError, match=r"holds no run with a timeline\.jsonl; give a run's folder"):
             report(path)
-    (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match="is no folder"):
-        report(tmp_path / "file")
-    with pytest.raises(UsageError, match=r"cannot be read \(File name too long"):
-        report(tmp_path / ("x" * 300))
     (tmp_path / "timeline.jsonl").touch()
     with pytest.raises(UsageError, match="holds no event"):
         report(tmp_path)

@@ -8,22 +8,10 @@ from elaunch.agent.core.timeline import WorkersSeen, node_report
 from elaunch.agent.diagnosis.stack_groups import Frame, Stack, ThreadStack, read_stack_answer, stack_answer, stacks_in
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.rules.questions import ANSWER_BYTES_MAX
-from elaunch.rendezvous.rules.reports import RANKS_MAX, JobState, RankReport, job_report, read_node_report
-from tests.unit.agent.driver import ALL, started
+from elaunch.rendezvous.rules.reports import RankReport, read_node_report
+from tests.unit.agent.driver import started
 
 RANKS = tuple(RankReport(local, local, 100 + local, step=5, step_s=0.5) for local in range(3))
-
-
-def test_a_running_node_says_how_its_workers_are() -> None:
-    agent = started().agent
-
-    report = node_report(agent, 77, 12.5, WorkersSeen(0, 3.0, RANKS))
-
-    assert (report.state, report.generation, report.pid, report.workers_age_s) == ("running", 0, 77, 3.0)
-    assert [rank.state for rank in report.ranks] == ["running"] * len(ALL)
-    assert read_node_report(encode(report), agent.me.node_id) == report
-    job = job_report(agent.snapshot)
-    assert (job.state, job.is_whole, len(job.seats)) == (JobState.RUNNING, True, 1)
 
 
 def test_a_report_that_is_none_or_anothers_is_left_out() -> None:
@@ -56,18 +44,3 @@ def test_the_stacks_of_many_ranks_fit_into_an_answer() -> None:
     shown = stacks_in([answer])
     assert sorted(stack.rank for stack in shown) == list(range(8))
     assert all(stack.trouble or stack.main for stack in shown)
-
-
-def test_equal_stacks_travel_once_and_come_back_for_each_rank() -> None:
-    main = ThreadStack("MainThread", (Frame("wait", "/a.py", 3),), is_main=True)
-    stacks = [Stack(rank, 100 + rank, (main,), "S") for rank in range(RANKS_MAX)]
-
-    text = stack_answer("node-a-1", 3, stacks)
-    answer = read_stack_answer(text, "node-a-1")
-
-    assert len(text) < 6000
-    assert answer is not None
-    assert len(answer.groups) == 1
-    assert len(stacks_in([answer])) == RANKS_MAX
-    too_many = text.replace('"ranks":[0,', '"ranks":[-1,0,')
-    assert read_stack_answer(too_many, "node-a-1") is None

@@ -72,28 +72,20 @@ def connected() -> list[str]:
     return [words[7] for words in lines if len(words) > 7 and words[5] in ("02", "03")]
 
 
-# Another user of the host, who takes the names in argv, or connects to them. It prints a line when it has done so.
+# Another user of the host, who connects to the name in argv. It prints a line when it has done so.
 STRANGER = """
 import os, socket, sys
 os.setgid(65534); os.setuid(65534)
-deed, *names = sys.argv[1:]
-held = []
-for name in names:
-    if deed == "takes":
-        held.append(socket.socket(socket.AF_UNIX))
-        held[-1].bind("\\0" + name)
-        held[-1].listen()
-    if deed == "enters":
-        held.append(socket.socket(socket.AF_UNIX))
-        held[-1].connect("\\0" + name)
+held = socket.socket(socket.AF_UNIX)
+held.connect("\\0" + sys.argv[1])
 print("done", flush=True)
 sys.stdin.read()
 """
 
 
 @contextmanager
-def stranger(deed: str, *names: str) -> Iterator[None]:
-    command = [sys.executable, "-c", STRANGER, deed, *names]
+def stranger(name: str) -> Iterator[None]:
+    command = [sys.executable, "-c", STRANGER, name]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/") as other:
         assert other.stdout
         assert other.stdout.readline() == "done\n"
@@ -105,25 +97,9 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be anot
 
 
 @needs_root
-def test_a_stranger_who_has_taken_the_name_is_named() -> None:
-    run_id = f"taken-{os.getpid()}"
-    sentences: list[str] = []
-    with stranger("takes", _address(Cluster("Slurm", run_id=run_id))[1:]):
-        waiting = companion(run_id, 0.5)
-        with seen_by_others(Cluster("Slurm", run_id=run_id, tasks=2), sentences.append):
-            output, _ = waiting.communicate(timeout=DEADLINE_S)
-
-    assert sentences == [
-        "the other 1 tasks of this node cannot wait for this agent, and may end before it (Address already in use:"
-        " another agent of this job, or another user, has the name)"
-    ]
-    assert "user id 65534, who is not this user, has the socket of the agent" in output
-
-
-@needs_root
 def test_a_stranger_who_knows_the_name_is_taken_for_none_of_the_other_tasks() -> None:
     cluster = Cluster("Slurm", run_id=f"known-{os.getpid()}", tasks=2)
-    with seen_by_others(cluster, said), stranger("enters", _address(cluster)[1:]):
+    with seen_by_others(cluster, said), stranger(_address(cluster)[1:]):
         waiting = companion(str(cluster.run_id))
         assert waiting.stdout
         waiting.stdout.readline()

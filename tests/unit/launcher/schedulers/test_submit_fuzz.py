@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.schedulers import submit_kubernetes as kubernetes
 from elaunch.launcher.schedulers import submit_slurm as slurm
-from elaunch.launcher.schedulers.submit_kubernetes import job
 from tests.commands import read
 from tests.fuzzing import WORDS
 from tests.harness import RUN_LIMIT_S
@@ -118,7 +117,7 @@ def test_a_pod_calls_elaunch_with_the_very_words(arguments: list[str], variable:
         assert "UTF-8" in str(error)  # noqa: PT017
         return
 
-    made: Any = yaml.safe_load(kubernetes.as_yaml([job(asked)]))
+    made: Any = yaml.safe_load(kubernetes.as_yaml(kubernetes.objects(asked)[-1:]))
 
     container = made["spec"]["template"]["spec"]["containers"][0]
     secrets = {"PET_NNODES": "2", "ELAUNCH_TOKEN": "secret"}

@@ -104,7 +104,6 @@ def test_a_job_whose_companions_are_refused_does_not_stay(
         (["train.py"], "--image is missing"),
         ([*IMAGE], "no program to run; add train.py"),
         ([*IMAGE, "--nnodes", "2", "train.py"], "use --nodes instead"),
-        ([*IMAGE, "--name", "My_Job", "train.py"], "--name My_Job is not a host name"),
         ([*IMAGE, "--claim", "data", "train.py"], "--claim data is not NAME:/PATH"),
         ([*IMAGE, "--token", "x", "train.py"], "ELAUNCH_TOKEN"),
         ([*IMAGE, "--standalone", "train.py"], "--standalone is for a job on one node"),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import kubernetes_validate
 import pytest
 
-from elaunch.launcher.schedulers.submit_kubernetes import COMMAND, companions, job, understand
+from elaunch.launcher.schedulers.submit_kubernetes import COMMAND, objects, understand
 from tests.commands import read
 from tests.manifests import Object, rendered, the
 
@@ -34,7 +34,7 @@ def pods(objects: list[Object]) -> Iterator[tuple[Object, Object]]:
 
 def submitted(*words: str) -> list[Object]:
     asked = understand(read(COMMAND, *words, "train.py"))
-    return [*companions(asked), job(asked)]
+    return objects(asked)
 
 
 @pytest.mark.parametrize("version", VERSIONS)

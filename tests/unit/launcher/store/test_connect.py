@@ -136,11 +136,6 @@ def test_the_line_is_the_same_command_without_what_is_this_nodes_own(typed: str,
     ("typed", "environ", "line"),
     [
         (
-            "--rdzv-endpoint a --max-restarts 2 t.py",
-            {"PET_NNODES": "2", "PET_RDZV_ID": "job 7", "PET_MAX_RESTARTS": "9", "PET_RESTART_WINDOW": "60"},
-            "elaunch --nnodes 2 --rdzv-endpoint a --restart-window 60 --run-id 'job 7' --max-restarts 2 t.py",
-        ),
-        (
             "pkg",
             {
                 "PET_NNODES": "2",
@@ -154,16 +149,6 @@ def test_the_line_is_the_same_command_without_what_is_this_nodes_own(typed: str,
             },
             "elaunch --nnodes 2 --rdzv-endpoint a:5 --nproc-per-node 4 --stop-grace 5 --module --rdzv-backend c10d"
             " --rdzv-conf timeout=99 pkg",
-        ),
-        (
-            "t.py",
-            {"PET_NNODES": "2", "PET_RDZV_BACKEND": "static", "PET_RDZV_ENDPOINT": "host0:5", "PET_LOCAL_ADDR": "me"},
-            "elaunch --nnodes 2 --rdzv-endpoint host0:5 --rdzv-backend static --node-rank 1 t.py",
-        ),
-        (
-            "--nnodes 2 --rdzv-endpoint a --master-port 5:9 t.py",
-            {"PET_MASTER_PORT": "5", "PET_TOKEN_FILE": "f", "PET_ROLE": "-x"},
-            "elaunch --nnodes 2 --rdzv-endpoint a --role=-x --master-port 5:9 t.py",
         ),
     ],
 )
