@@ -1,4 +1,4 @@
-"""agent.diagnosis.flight_recorder: whatever a worker answers. Real ranks: tests/e2e/test_hangs.py and test_slow_node.py."""
+"""agent.diagnosis.flight_recorder: whatever a worker answers; tests/e2e/test_hangs.py has real ranks."""
 
 from __future__ import annotations
 
