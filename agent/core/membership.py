@@ -25,7 +25,7 @@ from elaunch.rendezvous.rules.transactions import (
     return_as_member,
     start_run,
 )
-from elaunch.rendezvous.types import Outcome, OutcomeKind, RankTable, Terms, host_of
+from elaunch.rendezvous.types import Outcome, OutcomeKind, Terms, host_of
 
 
 def leased(agent: Agent, _phase: Phase, event: Leased, _now_s: float) -> Step:
@@ -187,9 +187,11 @@ def _enter(agent: Agent, now_s: float) -> Step:
                 return _start_run(agent, now_s)
             agent = agent.as_member(is_misfit=False)
             return _join(agent, joining)
-        case Running(table=table) | Finished(table=table) if _is_newest(agent, table) and not snapshot.ended:
-            back = return_as_member(snapshot, agent.me, member.lease)
-            return agent.as_member(in_flight=Tag.RETURN), (Commit(back, Tag.RETURN),)
+        case Running(table=table) | Finished(table=table):
+            newest = snapshot.generation
+            if newest and newest.number == table.generation and not snapshot.ended:
+                back = return_as_member(snapshot, agent.me, member.lease)
+                return agent.as_member(in_flight=Tag.RETURN), (Commit(back, Tag.RETURN),)
     return agent, ()
 
 
@@ -215,10 +217,6 @@ def _start_run(agent: Agent, now_s: float) -> Step:
     again_s = now_s + agent.times.lease_ttl_s
     agent = replace(agent.as_member(in_flight=Tag.RUN, run_again_s=again_s), lead_at_s=again_s)
     return agent, (Commit(run, Tag.RUN),)
-
-
-def _is_newest(agent: Agent, table: RankTable) -> bool:
-    return agent.snapshot.generation is not None and agent.snapshot.generation.number == table.generation
 
 
 def _join(agent: Agent, joining: Joining) -> Step:

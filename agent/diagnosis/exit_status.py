@@ -61,8 +61,6 @@ _NO_EXIT = "look for what keeps the process from its exit: an exit function (ate
 _DEBUGGER_LEFT = "BdbQuit"
 # Words are looked for in this much of a message.
 _SAID_CHARACTERS_MAX = 64 << 10
-# Two texts with the same last characters, this many, are the same traceback.
-_ALIKE_CHARACTERS = 200
 _STARTUP_TYPES = {"ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "TabError"}
 # 126 and 127 are the shell's words for a command that cannot run or is not there.
 _SIGABRT, _SIGKILL, _SIGTERM = 6, 9, 15
@@ -314,11 +312,8 @@ def _kept(tail: str, traceback: str) -> str:
     """The end of the output for the failure record. A long one goes without its traceback, which is there already."""
     if not traceback or TAIL.fits(tail):
         return tail
-    if (start := chain_start(tail)) >= 0:
-        return tail[:start]
-    # The traceback is so long that its beginning is not in the output's end.
-    end = _RANK_PREFIX.sub("", tail).rstrip()[-_ALIKE_CHARACTERS:]
-    return "" if traceback.rstrip().endswith(end) else tail
+    start = chain_start(tail)
+    return tail[:start] if start >= 0 else tail
 
 
 def _kind_and_message(remains: Remains, raised: Raised | None, signal_name: str) -> tuple[FailureKind, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from elaunch.agent.diagnosis.exit_status import NOT_USER_CODE
@@ -187,13 +187,10 @@ def full_text(stacks: Iterable[Stack]) -> str:
     """All threads of all ranks and their children, ranks with equal stacks once: for a file, or for a page."""
     parts = []
     for group in grouped(stacks):
-        parts.append(f"=== {ranks_words(group.ranks)} (pid {group.stack.pid}{_and_more(group)})")
+        of = f" of rank {group.stack.rank}" if len(group.ranks) > 1 else ""
+        parts.append(f"=== {ranks_words(group.ranks)} (pid {group.stack.pid}{of})")
         parts.append(_process_text(group.stack))
     return "\n".join(parts) + "\n"
-
-
-def _and_more(group: StackGroup) -> str:
-    return f" of rank {group.stack.rank}" if len(group.ranks) > 1 else ""
 
 
 def _process_text(stack: Stack, margin: str = "") -> str:
@@ -233,7 +230,8 @@ def stack_answer(node_id: str, generation: int, stacks: Iterable[Stack]) -> str:
     """The answer as JSON. If it is too large, it has main threads only, then no stacks."""
     groups = grouped(stacks)
     for shorten in (lambda stack: stack, _of_main_thread, _without_threads):
-        text = encode(StackAnswer(node_id, generation, _each(groups, shorten)))
+        shorter = tuple(replace(group, stack=shorten(group.stack)) for group in groups)
+        text = encode(StackAnswer(node_id, generation, shorter))
         if len(text) <= ANSWER_BYTES_MAX:
             return text
     return encode(StackAnswer(node_id, generation, ()))
@@ -255,10 +253,6 @@ def stacks_in(answers: Iterable[StackAnswer]) -> tuple[Stack, ...]:
     return tuple(
         replace(group.stack, rank=rank) for answer in answers for group in answer.groups for rank in group.ranks
     )
-
-
-def _each(groups: tuple[StackGroup, ...], shorten: Callable[[Stack], Stack]) -> tuple[StackGroup, ...]:
-    return tuple(replace(group, stack=shorten(group.stack)) for group in groups)
 
 
 def _of_main_thread(stack: Stack) -> Stack:

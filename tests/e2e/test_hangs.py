@@ -79,7 +79,7 @@ VERDICTS = {
     rf" another thread in Stuck\.__getitem__ \(train\.py:\d+\){AFTER}, while {WAIT}",
     "never_comes": rf"exited with code 0, while ranks 0, 2 {FOR_ALL}",
     "other_collective": r"hung: it waits in broadcast \(other_collective, train\.py:\d+\), in collective 2 of the"
-    rf" default group \(broadcast\), while {WAIT}",
+    rf" default group, while {WAIT}",
 }
 
 

@@ -1,7 +1,7 @@
 """Healthy programs whose ranks wait for one that is slow: none of them hangs.
 
 Here a second stands for twenty: a hang takes 3 s, not 60. Each kind of slowness takes 13 s, so it stands for over
-four minutes, and all of them together for over an hour. Each is a job of its own: a job learns from its pauses.
+four minutes, and all of them together for most of an hour. Each is a job of its own: a job learns from its pauses.
 """
 
 from __future__ import annotations
@@ -28,9 +28,6 @@ def evaluation():
     model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(8)])
     with torch.no_grad():
         while goes_on(): model(torch.randn(64, 256)).sum().item()
-def small_evaluation():
-    model = torch.nn.Linear(8, 8)
-    while goes_on(): model(torch.randn(2, 8)).sum().item()
 def checkpoint():
     state = {str(number): torch.randn(1000, 1000) for number in range(10)}
     while goes_on(): torch.save(state, "state.pt")
@@ -54,22 +51,13 @@ def busy_loader():
             while index == 1 and goes_on(): pass
             return torch.ones(4)
     list(DataLoader(Works(), num_workers=1))
-def one_line():
-    while goes_on(): sum(hash((i, j)) % 7 for i in range(100) for j in range(20000))
 def table():
     words, row = [i % 7 for i in range(20_000)], [0] * 20_001
     for i in range(len(words)):
         if not goes_on(): break
         for j in range(len(words)): row[j + 1] = min(row[j] + 1, row[j + 1] + 1, row[j] + (words[i] != words[j]))
-def counting():
-    lines = ["a b c d e f"] * 100_000
-    while goes_on(): collections.Counter(word for line in lines for word in line.split())
-def records():
-    while goes_on(): json.loads(json.dumps(pickle.loads(pickle.dumps([(i, str(i)) for i in range(200_000)]))))
 def patterns():
     while goes_on(): re.sub(r"(\\w+) (\\w+)", r"\\2 \\1", "lorem ipsum dolor 123 " * 200_000)
-def decomposition():
-    while goes_on(): torch.linalg.svd(torch.randn(1500, 1500))
 def child():
     text = f"import time; end_s = time.monotonic() + {SLOW_S}\\nwhile time.monotonic() < end_s: pass"
     subprocess.run([sys.executable, "-c", text])
@@ -77,10 +65,6 @@ def compile():
     @torch.compile
     def function(x): return torch.sin(x) * torch.cos(x) + x.sum()
     function(torch.randn(100, 100))
-def thread():
-    worker = threading.Thread(target=evaluation)
-    worker.start()
-    worker.join()
 def pause():
     time.sleep(SLOW_S)
 dist.init_process_group("gloo")

@@ -10,7 +10,6 @@ from elaunch.agent.core.actions import Blame
 from elaunch.agent.core.events import Signalled
 from elaunch.agent.core.state import Clearing, Joining, Reach, Stopping
 from elaunch.agent.core.store_outage import gives_up_at_s
-from elaunch.agent.diagnosis.exit_status import tells_of_lost_peer
 from elaunch.agent.diagnosis.hang import HangLimit, Standing, Standstill, wants_stacks, who_hangs
 from elaunch.agent.diagnosis.stack_groups import Frame, Stack, place_words
 from elaunch.agent.diagnosis.waits import Doing, doing
@@ -92,21 +91,6 @@ def test_of_an_exit_code_the_last_three_lines_are_about_it(lines: int, has_step:
     tail = f"{OOM}\n" + "".join(f"step {number}\n" for number in range(lines))
 
     assert ("make room" in advice(exit_of(1, tail))) is has_step
-
-
-def test_two_tracebacks_that_tell_of_lost_peers_tell_of_nothing_else() -> None:
-    peer = (
-        'Traceback (most recent call last):\n  File "/home/u/train.py", line 3, in step\n'
-        "RuntimeError: [gloo] Connection closed by peer [127.0.0.1]:31937.\n"
-    )
-    own = peer.replace("[gloo] Connection closed by peer [127.0.0.1]:31937.", "the loss is NaN")
-
-    assert [tells_of_lost_peer(text) for text in (peer, peer + peer, own + peer, peer + own)] == [
-        True,
-        True,
-        False,
-        False,
-    ]
 
 
 def test_a_main_thread_without_a_frame_has_no_place() -> None:
