@@ -36,11 +36,12 @@ with Keeper(model, optimizer, per_rank=per_rank, checkpoints=sys.argv[2]) as kee
             optimizer.zero_grad()
 """
 _PLAIN = """
-import os, time
+import os, pathlib, time
 begin = int(open("checkpoint").read()) if os.path.exists("checkpoint") else 0
 for step in range(begin, 20):
     print("step", step, flush=True)
-    open("checkpoint", "w").write(str(step // 5 * 5))
+    pathlib.Path("new").write_text(str(step // 5 * 5))
+    os.replace("new", "checkpoint")
     time.sleep(0.1)
 """
 

@@ -21,7 +21,7 @@ class Ledger:
 
     The generation continues after step `after` (`Keeper.step`). Each micro-batch and each step writes a line of some
     hundred bytes. Nothing is synced: the lines of a killed process are kept, but a power cut may lose lines. Raises
-    OSError if the file cannot be created, or if another run has written under this generation or a later one.
+    OSError if the file cannot be created or exists, on rank 0 also if another run has written under a later generation.
     """
 
     def __init__(
