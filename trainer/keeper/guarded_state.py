@@ -21,7 +21,7 @@ from elaunch.trainer.state.training_state import Training
 from elaunch.trainer.state.version import Version
 
 # NCCL's watchdog waits for a minute (four times TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC) before it ends the process.
-_LOOK_S = 1.0
+_WATCH_S = 1.0
 
 
 class GroupWatch:
@@ -38,7 +38,7 @@ class GroupWatch:
         say: Callable[[str], None],
         *,
         tells: bool,
-        look_s: float = _LOOK_S,
+        look_s: float = _WATCH_S,
     ) -> None:
         self._status, self._save, self._say = status, save, say
         self._tells, self._look_s = tells, look_s

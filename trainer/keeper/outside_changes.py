@@ -36,16 +36,14 @@ class OutsideChanges:
         self._memory: list[int] = []
         self._states: list[tuple[int, int]] = []
         self._kinds: set[type] = set()
-        self._has_sampled = False
         self._is_said = False
         self._sentence = ""
         self._refusals = 0
         # Weights, each with where in it a few values begin, and how many.
         self._sampled: list[tuple[Tensor, int, int]] = []
         self._samples: list[bytes | Tensor] = []
-        self._exchanged = ""
-        self._few: list[Tensor] = []
         self._few_versions: list[int] = []
+        self._exchanged = ""
 
     def note(self, *, is_brief: bool = False) -> None:
         """A commit has ended, or a state was restored. Raises TypeError if a tensor cannot be kept.
@@ -55,7 +53,8 @@ class OutsideChanges:
         self._is_brief, seen = is_brief, self._live.seen(optimizers=not is_brief)
         self._noted, self._versions = seen, list(map(_VERSION, seen))
         self._states = [] if is_brief else self._live.states()
-        self._note_few()
+        self._sampled = self._sampled or self._chosen()
+        self._few_versions, self._samples = self._versions_of_few(), list(map(_sample, self._sampled))
         self._sentence = self._exchanged = ""
         if is_brief:
             self._memory = []
@@ -69,18 +68,15 @@ class OutsideChanges:
             # A sparse tensor has no memory of its own.
             self._live.require_dense()
             raise
-        if not self._has_sampled:
-            self._has_sampled = True
-            weights = [each for each in self._live.parameters if each.requires_grad and each.is_contiguous()]
-            weights = [getattr(each, "_local_tensor", each) for each in weights[:: max(1, len(weights) // _SAMPLED)]]
-            counts = [min(_SAMPLE, each.numel()) for each in weights]
-            self._sampled = [(w, (w.numel() - count) // 2, count) for w, count in zip(weights, counts, strict=True)]
-            self._few = weights
-            self._note_few()
 
-    def _note_few(self) -> None:
-        self._few_versions = list(map(_VERSION, self._few))
-        self._samples = list(map(_sample, self._sampled))
+    def _chosen(self) -> list[tuple[Tensor, int, int]]:
+        weights = [each for each in self._live.parameters if each.requires_grad and each.is_contiguous()]
+        weights = [getattr(each, "_local_tensor", each) for each in weights[:: max(1, len(weights) // _SAMPLED)]]
+        counts = [min(_SAMPLE, each.numel()) for each in weights]
+        return [(w, (w.numel() - count) // 2, count) for w, count in zip(weights, counts, strict=True)]
+
+    def _versions_of_few(self) -> list[int]:
+        return [weight._version for weight, _, _ in self._sampled]
 
     def look(self, step: int) -> None:
         """Compare the values too. On a GPU this waits for the device, and only this does it."""
@@ -96,7 +92,7 @@ class OutsideChanges:
 
     def has_stirred(self) -> bool:
         """Whether a few of the weights have changed since the commit: quicker than `found`, for each step."""
-        return self._noted is not None and self._few_versions != list(map(_VERSION, self._few))
+        return self._noted is not None and self._few_versions != self._versions_of_few()
 
     def forget(self) -> None:
         """A commit begins. Tensors that it replaces must not be kept alive."""

@@ -8,7 +8,6 @@ import io
 import json
 import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -29,7 +28,6 @@ from elaunch.trainer.checkpoint.checkpoints import Checkpoints
 from elaunch.trainer.checkpoint.claim import NOTE
 from elaunch.trainer.checkpoint.local import LocalFiles
 from elaunch.trainer.keeper import disk_copies
-from elaunch.trainer.keeper.copies import Copies
 from elaunch.trainer.keeper.disk_copies import NotDurable
 from elaunch.trainer.keeper.guarded_state import GuardedState
 from elaunch.trainer.keeper.keeper import Keeper
@@ -172,22 +170,6 @@ class Feedback:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.seen = state["seen"]
-
-
-def test_survivors_that_differ_by_a_step_do_not_cost_the_hook_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    for generation, fails_in in enumerate((9, 8, 8)):
-        monkeypatch.setenv("ELAUNCH_GENERATION", str(generation))
-        job = Job(lose_at_most=6, hook_state=Feedback())
-        with pytest.raises(RuntimeError, match="reset by peer"):
-            job.train(10, {fails_in: fail})
-        # Two other workers of this node, which have come further, also save.
-        for step in (fails_in, fails_in + 1):
-            job.keeper._copies.save_replicated(Version(generation, step))
-
-        # Snapshots after step 1 and 7.
-        if generation:
-            assert job.said[0].startswith("restored step 7 from memory (of generation 0); ")
-            assert "anew" not in job.said[0]
 
 
 def test_what_other_nodes_ranks_had_of_given_up_steps_is_not_found_again(
@@ -361,21 +343,6 @@ def test_a_job_ends_at_the_checkpoint_after_another_one_has_taken_its_place(tmp_
     assert json.loads(note.read_text())["token"] == "its"
 
 
-def test_a_checkpoint_that_was_not_complete_at_a_failure_is_written_at_the_next_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = Job(checkpoints=tmp_path / "c", checkpoint_every=3)
-    with pytest.raises(RuntimeError, match="reset by peer"):
-        job.train(9, {5: fail})
-    job.keeper._state._copies.disk.wait()
-    shutil.rmtree(tmp_path / "c")
-    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
-
-    Job(checkpoints=tmp_path / "c", checkpoint_every=3).train(9)
-
-    assert [mark.step for mark in storage.marks(tmp_path / "c")] == [4, 6, 9]
-
-
 @pytest.mark.parametrize(("keep", "steps"), [({}, [4, 6, 7]), ({"keep": 1}, [7])])
 def test_the_newest_checkpoints_stay(tmp_path: Path, keep: dict[str, int], steps: list[int]) -> None:
     Job(checkpoints=tmp_path / "c", checkpoint_every=2, **keep).train(7)
@@ -483,18 +450,6 @@ def test_a_signal_ends_the_step_first(tmp_path: Path, signum: signal.Signals, co
     assert job.said[-1].startswith("stopped after step 3, as it was")
     assert list((tmp_path / "checkpoints").glob("generation-*-step-00000003*"))
     assert [signal.getsignal(number) for number in numbers] == before
-
-
-def test_a_signal_after_the_last_step_is_the_programs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    handled: list[object] = []
-    monkeypatch.setattr(Copies, "wait", lambda _: signal.raise_signal(signal.SIGTERM))
-    before = signal.signal(signal.SIGTERM, lambda signum, _: handled.append(signum))
-    try:
-        Job().train(3)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-    assert handled == [signal.SIGTERM]
 
 
 def test_a_stop_for_one_of_two_keepers_makes_the_state_of_the_other_durable_too(tmp_path: Path) -> None:

@@ -151,15 +151,3 @@ def test_copies_that_would_cost_more_than_1_percent_are_made_seldom_and_it_is_sa
     (said,) = job.said
     assert said.startswith("a copy of what rank 0 alone has takes ")
     assert "Keeper(…, lose_at_most=0) copies each step" in said
-
-
-def test_a_failure_costs_no_more_than_the_steps_that_may_be_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RuntimeError, match="asked for"):
-        # Copies of steps 2 and 7.
-        Job(lose_at_most=5).train(20, fails_in=11)
-    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
-
-    resumed = Job()
-
-    with resumed.keeper:
-        assert resumed.keeper.step == 7
