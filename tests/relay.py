@@ -7,9 +7,12 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TypeVar
 
 from elaunch.rendezvous.endpoint import Endpoint
 from tests.harness import joined
+
+Listening = TypeVar("Listening", bound="Listener")
 
 
 class Listener:
@@ -28,7 +31,7 @@ class Listener:
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
         self._threads[0].start()
 
-    def __enter__(self) -> Listener:
+    def __enter__(self: Listening) -> Listening:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,7 +1,7 @@
-"""The interface of a transport, which sends requests to one member of the store: JSON over HTTP, or gRPC.
+"""The interface of a transport, which sends requests to one member of the store; and etcd's JSON gateway, `POST /v3/…`.
 
 Requests and answers have etcd's JSON form: the JSON mapping of protocol buffers (int64 as text, bytes in base64). So
-both transports share one writer and one reader.
+this transport and the one over gRPC share one writer and one reader.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ def fail(snapshot: Snapshot, me: Node, failure: Failure) -> Txn:
         # If the newest generation is not the next one, other nodes have sealed a table since, perhaps in another run.
         is_hurried = newest.kind in (OpenKind.JOIN, OpenKind.LEAVE) and newest.number == failed_in + 1
         if not is_hurried:
-            return Txn(()) if _is_of_another_run(snapshot, failure) else Txn((snapshot.live_guard,), (record,))
+            return Txn((snapshot.live_guard,), () if _is_of_another_run(snapshot, failure) else (record,))
         number = newest.number + 1
     opened = _failed(number, failure, me.node_id)
     return Txn(
@@ -139,7 +139,7 @@ def complete(snapshot: Snapshot, me: Node, failure: Failure) -> Txn:
     another run has begun: that run is not judged by this failure.
     """
     if _is_of_another_run(snapshot, failure):
-        return Txn(())
+        return Txn((snapshot.live_guard,))
     record = failure.one_of(len(snapshot.table.seats) if snapshot.table else 1)
     key = snapshot.keys.failure(failure.generation, me.node_id)
     return Txn((snapshot.live_guard,), (snapshot.put(key, encode(record)),))

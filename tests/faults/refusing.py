@@ -4,9 +4,8 @@
         store = client([proxy.endpoint])
         proxy.refuse(Rpc.TXN, PERMISSION_DENIED)
 
-It speaks HTTP/1.1 with kept connections, as etcd's JSON gateway does. Errors are as etcd 3.5 sends them: a call's error
-is one JSON object with gRPC's code; a watch that is not permitted begins with status 200 and is cancelled with a
-reason.
+It speaks HTTP/1.1 with kept connections, as etcd's JSON gateway does. Errors are as etcd 3.5 sends them: one
+JSON object with gRPC's code.
 """
 
 from __future__ import annotations
@@ -36,30 +35,20 @@ class Answer:
     status: int
     body: str
     content_type: str = "application/json"
-    cancels: str = ""
 
-    def response(self, rpc: Rpc | None) -> bytes:
-        """All that is sent for a request of this kind."""
-        if rpc is Rpc.WATCH and self.cancels:
-            reason = f"rpc error: code = PermissionDenied desc = {self.cancels}"
-            result = {"header": {}, "watch_id": "-1", "created": True, "canceled": True, "cancel_reason": reason}
-            data = json.dumps({"result": result}).encode() + b"\n"
-            return self._head("Transfer-Encoding: chunked") + b"%x\r\n%b\r\n" % (len(data), data)
-        return self._head(f"Content-Length: {len(self.body)}") + self.body.encode()
-
-    def _head(self, framing: str) -> bytes:
-        status = 200 if framing.startswith("Transfer") else self.status
-        lines = (f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", f"Content-Type: {self.content_type}", framing)
-        return ("\r\n".join(lines) + "\r\n\r\n").encode()
+    @property
+    def response(self) -> bytes:
+        head = f"HTTP/1.1 {self.status} {HTTPStatus(self.status).phrase}\r\nContent-Type: {self.content_type}\r\n"
+        return f"{head}Content-Length: {len(self.body)}\r\n\r\n{self.body}".encode()
 
 
-def _error(status: int, code: int, text: str, cancels: str = "") -> Answer:
-    return Answer(status, json.dumps({"error": text, "code": code, "message": text}), cancels=cancels)
+def _error(status: int, code: int, text: str) -> Answer:
+    return Answer(status, json.dumps({"error": text, "code": code, "message": text}))
 
 
 NO_LEADER = _error(503, 14, "etcdserver: no leader")
 CORRUPT = _error(500, 15, "etcdserver: corrupt cluster")
-PERMISSION_DENIED = _error(403, 7, "etcdserver: permission denied", cancels="etcdserver: permission denied")
+PERMISSION_DENIED = _error(403, 7, "etcdserver: permission denied")
 BAD_GATEWAY = Answer(502, "<html><head><title>502 Bad Gateway</title></head></html>", "text/html")
 HANG = Answer(0, "")
 
@@ -114,13 +103,12 @@ class Refusing:
                 if request.rpc and answer:
                     self.struck.append((request.rpc, answer))
                     if answer is not HANG:
-                        client.sendall(answer.response(request.rpc))
-                    if answer is HANG or request.rpc is Rpc.WATCH:
-                        self._hung.append(client)
-                        while client.recv(_RECEIVE_BYTES):
-                            pass
-                        return
-                    continue
+                        client.sendall(answer.response)
+                        continue
+                    self._hung.append(client)
+                    while client.recv(_RECEIVE_BYTES):
+                        pass
+                    return
                 server.sendall(request.raw)
                 if request.rpc is Rpc.WATCH:
                     _relay(client, server)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import base64
 import socket
 import ssl
-import threading
 from collections.abc import Iterator, Mapping
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from elaunch.launcher.store.token import KeptToken
-from elaunch.rendezvous.endpoint import Access, Endpoint, Login, Tls
+from elaunch.rendezvous.endpoint import Access, Login, Tls
 from elaunch.rendezvous.etcd.grpc_transport import GrpcTransport
 from elaunch.rendezvous.etcd.store import EtcdStore
 from elaunch.rendezvous.etcd.transport import RpcTransport
@@ -22,6 +21,7 @@ from elaunch.rendezvous.store import Denied
 from tests.certificates import Certificates
 from tests.faults.processes import LIGHT
 from tests.harness import DEADLINE_S, Job, slow, wait_for
+from tests.relay import Listener
 
 PASSWORD = "the password of the team's etcd"
 TOKEN = "the token of this very job"
@@ -36,7 +36,7 @@ SLURM = {
 }
 
 
-class Eavesdropper:
+class Eavesdropper(Listener):
     """Answers every request as an etcd without users or TLS would, and keeps the bytes that it receives.
 
     With `certificates` it speaks TLS with a certificate of its own, and keeps the decrypted bytes.
@@ -44,44 +44,28 @@ class Eavesdropper:
 
     def __init__(self, certificates: Certificates | None = None) -> None:
         self.heard = b""
-        self._lock = threading.Lock()
         self._context: ssl.SSLContext | None = None
         if certificates:
             self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             self._context.load_cert_chain(certificates.server, certificates.server_key)
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=100)
-        self.port: int = self._listener.getsockname()[1]
-        self.place = f"127.0.0.1:{self.port}"
-        threading.Thread(target=self._serve, daemon=True).start()
-
-    def close(self) -> None:
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        super().__init__(self._answer)
+        self.place = str(self.endpoint)
 
     def has_heard(self, secret: str) -> bool:
         forms = (secret.encode(), base64.b64encode(secret.encode()).rstrip(b"="))
         return any(form in self.heard for form in forms)
 
-    def _serve(self) -> None:
-        with suppress(OSError):
-            while True:
-                asking, _ = self._listener.accept()
-                threading.Thread(target=self._answer, args=(asking,), daemon=True).start()
-
     def _answer(self, asking: socket.socket) -> None:
-        with asking, suppress(OSError):
-            stream = self._context.wrap_socket(asking, server_side=True) if self._context else asking
-            while data := stream.recv(65536):
-                with self._lock:
-                    self.heard += data
-                if data.startswith((b"GET", b"POST")):
-                    stream.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(ANSWER) + ANSWER)
+        stream = self._context.wrap_socket(asking, server_side=True) if self._context else asking
+        while data := stream.recv(65536):
+            self.heard += data
+            if data.startswith((b"GET", b"POST")):
+                stream.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(ANSWER) + ANSWER)
 
 
 @pytest.fixture
 def listener() -> Iterator[Eavesdropper]:
-    with closing(Eavesdropper()) as made:
+    with Eavesdropper() as made:
         yield made
 
 
@@ -152,7 +136,7 @@ def test_no_client_of_an_etcd_sends_a_password_that_it_was_not_told_to_send_plai
 ) -> None:
     access = Access(login=Login("me", PASSWORD))
     by: RpcTransport | None = GrpcTransport(access) if transport == "grpc" else None
-    with closing(EtcdStore([Endpoint("127.0.0.1", listener.port)], access, DEADLINE_S, by)) as store:
+    with closing(EtcdStore([listener.endpoint], access, DEADLINE_S, by)) as store:
         for call in (store.check, lambda: store.read("/"), lambda: store.grant(1, 5)):
             with pytest.raises(Denied, match="the password of etcd's user me is not sent; type https://"):
                 call()
@@ -166,8 +150,8 @@ def test_a_server_that_the_authority_does_not_know_gets_no_password(tmp_path: Pa
         folder.mkdir()
     access = Access(Tls(str(Certificates(ours).ca)), Login("me", PASSWORD))
     with (
-        closing(Eavesdropper(Certificates(theirs))) as listener,
-        closing(EtcdStore([Endpoint("127.0.0.1", listener.port)], access, DEADLINE_S)) as store,
+        Eavesdropper(Certificates(theirs)) as listener,
+        closing(EtcdStore([listener.endpoint], access, DEADLINE_S)) as store,
     ):
         with pytest.raises(Denied, match="not trusted"):
             store.check()
@@ -205,7 +189,7 @@ def test_who_answers_plainly_where_this_users_own_store_is_known_to_be_is_refuse
     tmp_path: Path, listener: Eavesdropper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    kept = KeptToken(TOKEN, Endpoint("127.0.0.1", listener.port))
+    kept = KeptToken(TOKEN, listener.endpoint)
 
     job = told(tmp_path, listener, "--rdzv-endpoint {}", {})
     kept.remove()
@@ -215,7 +199,7 @@ def test_who_answers_plainly_where_this_users_own_store_is_known_to_be_is_refuse
 
 
 def test_who_speaks_tls_without_the_token_gets_nothing_of_it(tmp_path: Path) -> None:
-    with closing(Eavesdropper(Certificates(tmp_path))) as listener:
+    with Eavesdropper(Certificates(tmp_path)) as listener:
         job = told(tmp_path, listener, "--rdzv-endpoint {}", {"ELAUNCH_TOKEN": TOKEN, **LOGIN})
 
         assert listener.heard == b""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 from base64 import b64encode
+from collections.abc import Iterator
 from contextlib import closing, suppress
-from typing import Any
 
 import pytest
 from hypothesis import example, given
@@ -21,6 +20,7 @@ from elaunch.rendezvous.etcd.store import EtcdStore
 from elaunch.rendezvous.etcd.transport import AnswerStream, Json, JsonTransport, Rpc
 from elaunch.rendezvous.store import Denied, Put, Rejected, StoreError, Txn, Unavailable
 from tests.fuzzing import NESTED, PLAIN, VALUES, bounded
+from tests.relay import Listener
 
 ENDPOINT = Endpoint("127.0.0.1", 1)
 KV = {
@@ -108,35 +108,22 @@ def test_what_a_watch_is_told_is_changes_or_one_of_four_errors(answer: Json) -> 
             return
 
 
-class Server:
+class Server(Listener):
     """A server on loopback that answers every request with the same bytes, and hangs up."""
 
     def __init__(self) -> None:
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.endpoint = Endpoint("127.0.0.1", self.listener.getsockname()[1])
         self.answer = b""
-        threading.Thread(target=self._serve, daemon=True).start()
+        super().__init__(self._say)
 
-    def _serve(self) -> None:
-        while True:
-            try:
-                asking, _ = self.listener.accept()
-            except OSError:
-                return
-            with asking:
-                try:
-                    asking.recv(65536)
-                    asking.sendall(self.answer)
-                except OSError:
-                    continue
+    def _say(self, client: socket.socket) -> None:
+        client.recv(65536)
+        client.sendall(self.answer)
 
 
 @pytest.fixture(scope="module")
-def server() -> Any:
-    found = Server()
-    yield found
-    found.listener.shutdown(socket.SHUT_RDWR)
-    found.listener.close()
+def server() -> Iterator[Server]:
+    with Server() as found:
+        yield found
 
 
 BODIES = (

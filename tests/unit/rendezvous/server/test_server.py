@@ -227,23 +227,6 @@ def test_who_reads_slowly_delays_nobody_is_told_all_in_the_end_and_little_waits_
     assert waiting < OUTGOING_BYTES_MAX + 4 * size
 
 
-def test_who_reads_too_slowly_for_the_history_is_told_that_it_is_compacted(
-    patient: None, served: tuple[Server, int]
-) -> None:
-    server, port = served
-    gateway = Gateway("127.0.0.1", port)
-    slow = gateway.watch(EVERYTHING)
-    # More than fits into the buffers of both sides.
-    for _ in range(100):
-        revision = put(gateway, b"key", b"x" * 200_000)
-
-    server.engine.compact(revision)
-
-    *events, last = slow.events_until(revision)
-    assert 0 < len(events) < 100
-    assert (last["canceled"], last["compact_revision"]) == (True, str(revision))
-
-
 def test_who_does_not_read_answers_is_not_asked_for_more(patient: None, served: tuple[Server, int]) -> None:
     server, port = served
     gateway = Gateway("127.0.0.1", port)
