@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import struct
@@ -116,30 +115,6 @@ def has_pidfd() -> bool:
     except (AttributeError, OSError):
         return False
     return True
-
-
-def end_of(child: int) -> int:
-    """A new descriptor that is readable when this child has ended. Where there are no pidfds, a thread waits for it.
-
-    Raises OSError if there is no descriptor or no thread for it.
-    """
-    if has_pidfd():
-        return os.pidfd_open(child)
-    ended = os.eventfd(0, os.EFD_CLOEXEC)
-    # The caller may close its own at any time, and the number is another file's then.
-    told = os.dup(ended)
-
-    def wait() -> None:
-        with suppress(ChildProcessError):
-            os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
-        os.eventfd_write(told, 1)
-        os.close(told)
-
-    if not start_thread(wait, "elaunch-end"):
-        os.close(ended)
-        os.close(told)
-        raise OSError(errno.EAGAIN, "no thread can be started")
-    return ended
 
 
 def signal_fd(signums: Iterable[int], fd: int = -1) -> int:

@@ -13,38 +13,21 @@ from functools import cached_property
 
 from elaunch import __version__
 from elaunch.agent.config import OnHang
-from elaunch.agent.core.actions import (
-    Action,
-    Blame,
-    Clear,
-    Commit,
-    Join,
-    KeepStacks,
-    LookAtStacks,
-    Renew,
-    ReplaceForkServer,
-    Say,
-    SignalWorkers,
-    Spawn,
-    TellWorkers,
-    Widen,
-)
+from elaunch.agent.core.actions import Action, Commit, Join, Renew, Say, Widen
 from elaunch.agent.core.events import Event, Signalled, Tag, Tick
 from elaunch.agent.core.state import Agent, Clearing, Exited, Running, Stopping
 from elaunch.agent.core.step import deadline_s, step
 from elaunch.agent.core.timeline import NO_GENERATION, SCHEMA_VERSION, Entry, announcements, entries
 from elaunch.agent.inbox import Inbox, LookAgain
-from elaunch.agent.linux import end_of
 from elaunch.agent.output.timeline import NAME as TIMELINE
 from elaunch.agent.output.timeline import Timeline
 from elaunch.agent.serve.event_hook import EventHook
 from elaunch.agent.serve.status_server import LocalSocket, StatusServer
-from elaunch.agent.services import Services
 from elaunch.agent.session.job_store import JobStore, LocalHost
 from elaunch.agent.session.session import Session
 from elaunch.agent.workers.exits import signal_name
 from elaunch.agent.workers.group import Reporter
-from elaunch.agent.workers.manager import Workers
+from elaunch.agent.workers.manager import Services, Workers
 from elaunch.agent.workers.spawn import software
 from elaunch.process_identity import this_process
 from elaunch.rendezvous.job_spec import called
@@ -104,7 +87,7 @@ class Loop:
         )
         self._selector = selectors.DefaultSelector()
         reporter = Reporter(self._inbox.post, pump.say, self._timeline, self._node_failure)
-        self._workers = Workers(services, reporter, self._selector)
+        self._workers = Workers(services, reporter, self._selector, self._keep_session)
         post, offer = self._inbox.post, self._session.offer
         self._status = StatusServer(lambda: self._agent, self._workers.seen, offer, way, time.monotonic(), post)
         self._run_dir = run_dir
@@ -176,7 +159,7 @@ class Loop:
                 why = event.name
             elif event is None:
                 self._wait()
-        self._workers.end_leftovers(why or _IDLE, self._keep_session)
+        self._workers.end_leftovers(why or _IDLE)
 
     def _keep_session(self) -> None:
         """What takes seconds calls this again and again: the lease must be renewed meanwhile."""
@@ -273,25 +256,12 @@ class Loop:
                 self._session.renew()
             case Widen():
                 self._session.widen()
-            case Spawn(table, group_rank):
-                self._workers.end_leftovers("the workers start again", self._keep_session)
-                self._workers.spawn(table, group_rank)
-            case SignalWorkers():
-                self._workers.signal(action, is_ending=self._is_ending)
-            case TellWorkers():
-                self._workers.tell(action)
-            case LookAtStacks():
-                self._workers.look_at_stacks(action)
-            case KeepStacks():
-                self._workers.keep_stacks(action)
-            case Blame():
-                self._workers.blame(action)
-            case Clear():
-                self._workers.clear(action, self._keep_session)
-            case ReplaceForkServer(generation):
-                self._workers.replace_fork_server(generation)
             case Say(text, level):
                 self._pump.say(text, level)
+            case _:
+                phase = self._agent.phase
+                is_ending = isinstance(phase, (Stopping, Clearing)) and phase.then is not None
+                self._workers.act(action, is_ending=is_ending)
 
     def _join(self, order: Join) -> None:
         me = self._agent.me
@@ -306,16 +276,16 @@ class Loop:
             return ""
         return software(self._config.spec.program)
 
-    @property
-    def _is_ending(self) -> bool:
-        return isinstance(self._agent.phase, (Stopping, Clearing)) and self._agent.phase.then is not None
-
     def _node_failure(self, kind: FailureKind, generation: int, message: str) -> Failure:
         me = self._agent.me
         return Failure(kind, generation, me.node_id, me.host, -1, -1, -1, None, message, failed_at=time.time())
 
     def _at_end_of(self, pid: int, do: Callable[[], None]) -> None:
-        fd = end_of(pid)
+        try:
+            fd = os.pidfd_open(pid)
+        except OSError:
+            # A container's seccomp profile may refuse it: nothing is done then.
+            return
 
         def ended() -> None:
             self._selector.unregister(fd)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from elaunch.agent.config import AgentConfig
     from elaunch.agent.output.pump import Pump
     from elaunch.agent.serve.event_hook import EventHook
-    from elaunch.agent.services import Services
+    from elaunch.agent.workers.manager import Services
     from elaunch.rendezvous.store import Store
     from elaunch.rendezvous.types import Failure, Outcome
 
@@ -64,7 +64,7 @@ def begin(config: AgentConfig) -> Iterator[AgentRun]:
         # From here on the fork server imports torch on another core.
         from elaunch.agent.output.pump import Pump
         from elaunch.agent.own_lines import OwnLines
-        from elaunch.agent.services import Services
+        from elaunch.agent.workers.manager import Services
 
         pump = Pump(OwnLines.of_stderr(config.output.log_format), config.output.least)
         pump.start()

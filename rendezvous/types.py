@@ -316,11 +316,6 @@ class Failure(Bounded):
         return replace(self, traceback=traceback, tail=tail, is_cut=self.is_cut or traceback != self.traceback)
 
     @property
-    def asks_to_end(self) -> bool:
-        """Whether a worker that ran on asked for the end of the job, by a signal to its parent process."""
-        return self.kind is FailureKind.REFUSED and self.code is None
-
-    @property
     def sentence(self) -> str:
         """Which rank failed and how, without a full stop."""
         if self.rank < 0:

@@ -132,10 +132,6 @@ def _complete(agent: Agent, clearing: Clearing, event: Cleared) -> tuple[Agent, 
     cause = decisive_failure(known)
     cause = with_cause(cause)
     cause = replace(cause, ranks_alike=len({each.rank for each in known if is_one_bug(cause, each)}) or 1)
-    asked = next((each for each in known if each.asks_to_end), cause)
-    if asked.rank != cause.rank and not cause.asks_to_end:
-        # It ends the job; what it may have asked for comes with it.
-        cause = replace(asked, message=f"{asked.message} after rank {cause.rank} {cause.message}")
     actions: tuple[Action, ...] = (Commit(transactions.complete(agent.snapshot, agent.me, cause)),)
     if cause.local_rank != first.local_rank:
         # A worker that dies while it writes to a disk is gone later than its peers notice and give up.

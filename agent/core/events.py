@@ -210,14 +210,6 @@ class WorkersHung:
 
 
 @dataclass(frozen=True)
-class WorkerAsked:
-    """A worker asks for the end of the job: it has sent a signal to its parent process, as to a launcher."""
-
-    generation: int
-    failure: Failure
-
-
-@dataclass(frozen=True)
 class ServiceLost:
     """What serves all workers of this node is gone: the worker store, or the fork server and all workers with it."""
 
@@ -274,7 +266,5 @@ class Tick:
 
 StoreEvent = Looked | Leased | LeaseLost | Committed | StoreAway | StoreRefuses | WatchRefused | StoreBack | StoreLost
 LinkEvent = WorkerEnded | WorkerListens | WorkerSaving | WorkerSaved | WorkerStopped
-WorkerEvent = (
-    LinkEvent | WorkerExited | Reported | Sampled | StacksTaken | WorkersHung | WorkerAsked | ServiceLost | Cleared
-)
+WorkerEvent = LinkEvent | WorkerExited | Reported | Sampled | StacksTaken | WorkersHung | ServiceLost | Cleared
 Event = StoreEvent | WorkerEvent | Signalled | RestartOrdered | Tick

@@ -123,11 +123,6 @@ def workers_hung(agent: Agent, running: Running, event: events.WorkersHung, now_
     return _fail(agent, running, _cause(running, event.failure), now_s)
 
 
-def worker_asked(agent: Agent, running: Running, event: events.WorkerAsked, now_s: float) -> Step:
-    """Count it as a failure that ends the job."""
-    return _fail(agent, running, event.failure, now_s)
-
-
 def service_lost(agent: Agent, running: Running, event: events.ServiceLost, now_s: float) -> Step:
     """Count it as a failure: stop the workers, if they did not go with it."""
     rest = replace(running, live=frozenset()) if event.workers_too else running

@@ -84,7 +84,6 @@ ROWS: tuple[Row[Any], ...] = (
     Row(events.Sampled, NO_WORKERS, hangs.sampled, NOT_AWAITED, NONE_LEFT, ALL_DONE),
     Row(events.StacksTaken, NO_WORKERS, hangs.stacks_taken, NOT_AWAITED, NONE_LEFT, ALL_DONE),
     Row(events.WorkersHung, NO_WORKERS, running.workers_hung, KILLED_IN_TIME, NONE_LEFT, ALL_DONE),
-    Row(events.WorkerAsked, NO_WORKERS, running.worker_asked, stopping.worker_asked, NONE_LEFT, ALL_DONE),
     Row(events.ServiceLost, NO_WORKERS, running.service_lost, stopping.service_lost, NONE_LEFT, ALL_DONE),
     Row(events.Cleared, NOTHING_TO_CLEAR, STILL_LIVE, STILL_LIVE, clearing.cleared, NOTHING_TO_CLEAR),
     Row(events.Signalled,

@@ -194,17 +194,6 @@ def _note_failure(agent: Agent, stopping: Stopping, failure: Failure, now_s: flo
     return stop_broken(agent, stopping.hurried(now_s, grace_of_failure(agent, stopping)), actions)
 
 
-def worker_asked(agent: Agent, stopping: Stopping, event: events.WorkerAsked, now_s: float) -> Step:
-    """Count it as a failure, once: of others that have lost this worker it is the cause."""
-    known = (each for each in stopping.failures if each.asks_to_end)
-    if stopping.then or event.failure.local_rank in [each.local_rank for each in known]:
-        return agent, ()
-    if stopping.failures:
-        failures = (*stopping.failures, event.failure)
-        return replace(agent, phase=replace(stopping, failures=failures)), (Say(event.failure.sentence, "error"),)
-    return _note_failure(agent, stopping, event.failure, now_s)
-
-
 def worker_listens(agent: Agent, stopping: Stopping, event: events.WorkerListens, _: float) -> Step:
     """Note what it wants to be told; if it was told what it wants no more, it gets the signal after all."""
     words = wishes_of(stopping.words, event)

@@ -149,7 +149,7 @@ def serve_store(host: str, port: int, *, store_class: Any = None) -> NoReturn:
     control = socket.socket(fileno=CONTROL_FD)
     try:
         if not store_class:
-            _wait_for_a_rank(control)
+            _wait_for_a_rank()
         if sys.flags.no_site:
             # A bare fork server has not looked for installed packages.
             site.main()
@@ -165,18 +165,13 @@ def serve_store(host: str, port: int, *, store_class: Any = None) -> NoReturn:
     os._exit(0)
 
 
-def _wait_for_a_rank(control: socket.socket) -> None:
+def _wait_for_a_rank() -> None:
     """Stay idle until a rank connects, or for a while. Ends the process if the agent ends the store meanwhile."""
-    wire.send(control, {"idle": True})
     sockets = select.poll()
     sockets.register(LISTEN_FD, select.POLLIN)
     sockets.register(CONTROL_FD, select.POLLIN)
-    ready = [fd for fd, _ in sockets.poll(1000 * _IDLE_S)]
-    if ready == [CONTROL_FD]:
-        if wire.receive(control):
-            wire.send(control, {"keys": 0})
+    if [fd for fd, _ in sockets.poll(1000 * _IDLE_S)] == [CONTROL_FD]:
         os._exit(0)
-    wire.send(control, {"idle": False})
 
 
 def _class() -> Any:

@@ -21,14 +21,12 @@ import time
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NoReturn
 
 from elaunch.agent.forkserver import after_fork, child, warm, wire
 from elaunch.agent.forkserver.hidden_modules import HiddenModules
 from elaunch.agent.forkserver.preload import Unfaithful, default_of, open_files, preload
 from elaunch.agent.forkserver.wire import BOOT_VARIABLE, HOOK_DIR, Boot
-from elaunch.agent.guardian.guardian import VARIABLE
 from elaunch.agent.linux import die_with_parent, parent, read_signal, set_command_line, signal_fd, stat_fields
 
 # What a program sends to its parent, as to a launcher that is to end. SIGKILL ends this process.
@@ -39,7 +37,6 @@ _FROM_PROGRAMS = frozenset(
     )
 )
 _GROUP_POLL_S = 0.02
-_NO_RANK = -1
 # One that waits for a disk exits later.
 _KILLED_S = 1.0
 
@@ -212,10 +209,9 @@ class Server:
 
     def _report_signal(self) -> None:
         signum, sender = read_signal(self._signals)
-        is_user = signum in (signal.SIGUSR1, signal.SIGUSR2)
-        if name := self._children.whose(sender) or (None if is_user else self._children.whose_orphan(sender)):
-            self._report({"event": "asked", "generation": name[0], "key": name[1], "pid": sender, "signum": signum})
-        elif is_user:
+        if name := self._children.whose(sender):
+            self._report({"event": "asked", "generation": name[0], "key": name[1], "signum": signum})
+        elif signum in (signal.SIGUSR1, signal.SIGUSR2):
             # A scheduler's, to all processes: it stays pending, by which `_turn` knows.
             self._accepted -= {signum}
             signal_fd(self._accepted, self._signals)
@@ -320,29 +316,6 @@ class Children:
         while pid and pid not in self._names:
             pid = parent(pid)
         return self._names.get(pid)
-
-    def whose_orphan(self, pid: int) -> Name | None:
-        """A name of the newest generation for a process which may have come from any of its ranks, local rank -1.
-
-        It has ended, or init has adopted it; None for others, and for a sender outside of this pid namespace (0).
-        """
-        generations = [generation for generation, key in self._names.values() if isinstance(key, int)]
-        if pid <= 0 or not generations or not _may_be_of_this_job(pid):
-            return None
-        return max(generations), _NO_RANK
-
-
-def _may_be_of_this_job(pid: int) -> bool:
-    """Whether that process has this job's marker, or had one that cannot be seen any more."""
-    try:
-        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-    except OSError:
-        return False
-    marker = f"{VARIABLE}={os.environ.get(VARIABLE)}".encode()
-    # The kernel takes a process's memory before it is a zombie.
-    return marker in variables or (variables == [b""] and parent(pid) <= 1)
 
 
 def _signal_group(leader: int, signum: int) -> bool:

@@ -8,11 +8,11 @@ import stat
 import time
 from dataclasses import replace
 
-from elaunch.agent.core.events import WorkerAsked, WorkerExited
+from elaunch.agent.core.events import WorkerExited
 from elaunch.agent.diagnosis.exit_status import CRASH_CODES, Place, Remains, end_of, failure_of
 from elaunch.agent.diagnosis.oom import OutOfMemoryWatch, limit_text
 from elaunch.agent.workers.group import WorkerGroup
-from elaunch.rendezvous.types import Failure, FailureKind
+from elaunch.rendezvous.types import Failure
 
 # The record holds Python's text of the exception twice. The agent's loop waits while a record is read.
 BYTES_MAX = 32 << 20
@@ -77,32 +77,6 @@ class ExitReader:
         )
         group.failures[parent.local_rank] = parent
         return parent
-
-    def asked(self, group: WorkerGroup, local_rank: int, sender: int, signum: int) -> WorkerAsked:
-        """The event of a signal that a worker, or `sender`, a process that it has started, sent to its parent.
-
-        `local_rank` is -1 if it is not known which worker has started the sender.
-        """
-        link, pid = group.links.get(local_rank), group.pids.get(local_rank, -1)
-        by = "" if sender == pid else f" (by pid {sender}, which it has started)"
-        message = f"sent {signal_name(-signum)} to its parent process{by}"
-        place = self._place(group, local_rank, pid)
-        if local_rank < 0:
-            place = replace(place, rank=-1)
-            what = f"a process that has ended or was orphaned (pid {sender})"
-            message = f"{what} sent {signal_name(-signum)} to the ranks' parent process"
-        failure = place.failure(
-            FailureKind.REFUSED,
-            None,
-            message,
-            log_path=group.log_files.get(local_rank, ""),
-            failed_at=time.time(),
-            progressed=link.progressed if link else None,
-            step=link.step if link else -1,
-            lived_s=group.lived_s(local_rank),
-            is_mixed=local_rank in group.mixed,
-        )
-        return WorkerAsked(group.generation, failure)
 
     def _end(self, group: WorkerGroup, local_rank: int, pid: int, code: int | None) -> Failure:
         """The record of a program that ended without an exception; `code` is None while its process runs."""

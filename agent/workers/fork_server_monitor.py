@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from elaunch.agent.core.events import ServiceLost, WorkerExited
+from elaunch.agent.core.events import ServiceLost, Signalled, WorkerExited
 from elaunch.agent.core.stopping import KILL_WAIT_S
 from elaunch.agent.diagnosis.causes.hardware import MORE_MEMORY
 from elaunch.agent.diagnosis.causes.system import MORE_PROCESSES
@@ -143,8 +143,10 @@ class ForkServerMonitor:
                     local_rank = int(news["key"])
                     group.pids[local_rank], group.forked_s[local_rank] = int(news["pid"]), time.monotonic()
             case "asked" if group and isinstance(news["key"], int):
-                asked = self._exits.asked(group, news["key"], int(news["pid"]), int(news["signum"]))
-                self._reporter.post(asked)
+                name = signal.Signals(news["signum"]).name
+                by = f"{name} from rank {group.rank(news['key'])} to its parent process"
+                # As to a launcher, which ends the job then.
+                self._reporter.post(Signalled(signal.SIGINT, by, is_order=True))
             case "unstarted" if group:
                 self._unstarted(group, news["key"], news["why"])
             case "exited" if group:

@@ -1,16 +1,9 @@
-"""The agent's ends of its workers' links: the messages from workers, and the messages to them.
-
-A worker that reports every step would wake the agent at every step. So messages wake the agent only on a link on which
-it has sent one itself, since it expects an answer there. The other links wake it only when the worker or its program
-ends. The agent reads them once a second, and before each decision that may depend on them.
-"""
+"""The agent's end of a worker's link: the messages from the worker, and the messages to it."""
 
 from __future__ import annotations
 
 import json
 import os
-import random
-import select
 import socket
 import time
 from collections import deque
@@ -66,9 +59,6 @@ class StepTimes:
         return (to_s - from_s) / (last - first)
 
 
-# The mean time between two looks, each of which is up to a quarter earlier or later. Looks in step with the program
-# would always find it in the same call.
-_LOOK_S = 1.0
 _LINK_BYTES_MAX = 1 << 16
 # The most characters of a note, which goes to the log, and of a phase's name, which goes into a failure's message.
 _TEXT_MAX, _NAME_MAX = 2000, 100
@@ -256,60 +246,3 @@ def line_of(message: Message) -> bytes:
         case ShowStacks():
             said = {"event": "stacks"}
     return json.dumps(said).encode() + b"\n"
-
-
-def _next_look_s() -> float:
-    return _LOOK_S * random.uniform(0.75, 1.25)
-
-
-class Links:
-    """The open links of a generation. `fileno` is readable when one of them must be read at once."""
-
-    def __init__(self) -> None:
-        self._epoll = select.epoll()
-        self._open: dict[int, Link] = {}
-        self._look_at_s = 0.0
-
-    def fileno(self) -> int:
-        return self._epoll.fileno()
-
-    def add(self, link: Link) -> None:
-        """Watch a link from now on."""
-        if not self._open:
-            self._look_at_s = time.monotonic() + _next_look_s()
-        self._open[link.fileno()] = link
-        self._epoll.register(link, select.EPOLLRDHUP)
-
-    def drop(self, link: Link) -> None:
-        """Close a link."""
-        if self._open.pop(link.fileno(), None):
-            # A process that another thread starts has a copy of the socket for a moment, which keeps it in the epoll.
-            self._epoll.unregister(link)
-        link.forget_recorder()
-        link.socket.close()
-
-    def tell(self, link: Link, message: Message) -> None:
-        """Send the message. From now on messages of that worker wake the agent at once."""
-        if link.fileno() in self._open:
-            link.tell(message)
-            self._epoll.modify(link, select.EPOLLRDHUP | select.EPOLLIN)
-
-    def ready(self) -> list[Link]:
-        """The links that must be read at once, and those that have ended and are not dropped yet."""
-        return [self._open[fd] for fd, _ in self._epoll.poll(0)]
-
-    @property
-    def open(self) -> list[Link]:
-        return list(self._open.values())
-
-    @property
-    def due_s(self) -> float | None:
-        """When `due` returns links again, on the monotonic clock. None without open links."""
-        return self._look_at_s if self._open else None
-
-    def due(self, now_s: float) -> list[Link]:
-        """All open links when the next look is due, else none."""
-        if not self._open or now_s < self._look_at_s:
-            return []
-        self._look_at_s = now_s + _next_look_s()
-        return self.open

@@ -1,7 +1,14 @@
-"""Turns the workers' messages on their links into events, and sends the agent's messages to workers."""
+"""Turns the workers' messages on their links into events, and sends the agent's messages to workers.
+
+A worker that reports every step would wake the agent at every step. So messages wake the agent only on a link on which
+it has sent one itself, since it expects an answer there. The other links wake it only when the worker or its program
+ends. The agent reads them once a second, and before each decision that may depend on them.
+"""
 
 from __future__ import annotations
 
+import random
+import select
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -15,9 +22,12 @@ from elaunch.agent.diagnosis.hang import Standing
 from elaunch.agent.output.run_dir import RunDir
 from elaunch.agent.output.timeline import Timeline
 from elaunch.agent.workers.group import CurrentGroup, Reporter, WorkerGroup
-from elaunch.agent.workers.link import Link, Links, Note, StartMark
+from elaunch.agent.workers.link import Link, Note, StartMark
 from elaunch.rendezvous.rules.reports import RankReport
 
+# The mean time between two samples, each of which is up to a quarter earlier or later. Samples in step with the program
+# would always find it in the same call.
+_SAMPLE_S = 1.0
 # A week of training is a few megabytes then.
 EVERY_S = 10.0
 _STAGES = {WorkerSaving: "saving", WorkerSaved: "saved", WorkerStopped: "at_boundary"}
@@ -85,17 +95,19 @@ class LinkMonitor:
         self._run_dir = run_dir
         self._hang_timeout_s = hang_timeout_s
         self._on_hang_up = on_hang_up
-        self._links = Links()
+        self._epoll = select.epoll()
+        self._open: dict[int, Link] = {}
+        self._sample_at_s = 0.0
         self._news: deque[LinkEvent | Reported] = deque()
         self._said: set[str] = set()
 
     def fileno(self) -> int:
-        return self._links.fileno()
+        return self._epoll.fileno()
 
     @property
     def due_s(self) -> float | None:
-        """When `tick` is due, on the monotonic clock."""
-        return self._links.due_s
+        """When `tick` is due, on the monotonic clock. None without open links."""
+        return self._sample_at_s if self._open else None
 
     @property
     def steps_per_s(self) -> float:
@@ -105,26 +117,29 @@ class LinkMonitor:
     def begin(self, group: WorkerGroup) -> None:
         """Read these workers' links from now on."""
         self._progress.begin()
+        self._sample_at_s = time.monotonic() + _SAMPLE_S
         for link in group.links.values():
-            self._links.add(link)
+            self._open[link.fileno()] = link
+            self._epoll.register(link, select.EPOLLRDHUP)
 
     def end(self, group: WorkerGroup) -> None:
         """Close these workers' links."""
         self._progress.note(group, time.monotonic())
         for link in group.links.values():
-            self._links.drop(link)
+            self._drop(link)
 
     def read_ready(self) -> None:
         """Read the links that woke the loop."""
-        for link in self._links.ready():
-            self._news += self._read(link)
+        for fd, _ in self._epoll.poll(0):
+            self._read(self._open[fd])
 
     def tick(self, now_s: float) -> None:
         """Once a second, read all links, and count the reports."""
-        if not (due := self._links.due(now_s)):
+        if not self._open or now_s < self._sample_at_s:
             return
-        for link in due:
-            self._news += self._read(link)
+        self._sample_at_s = now_s + _SAMPLE_S * random.uniform(0.75, 1.25)
+        for link in [*self._open.values()]:
+            self._read(link)
             # Not `now_s`: the loop may have worked since then, and the worker has gone on.
             link.step_times.look(time.monotonic(), link.step, link.reports)
         group = self._current.group
@@ -136,18 +151,18 @@ class LinkMonitor:
 
     def read_all(self) -> None:
         """Read every link now, also those whose messages do not wake the agent."""
-        for link in self._links.open:
-            self._news += self._read(link)
+        for link in [*self._open.values()]:
+            self._read(link)
 
     def take_news(self) -> Iterator[LinkEvent | Reported]:
         """The messages of workers since the last call, in the order in which each worker sent them."""
         while self._news:
             yield self._news.popleft()
 
-    def seen(self, now_s: float, wait_shares: Callable[[int], Mapping[int, float]]) -> WorkersSeen | None:
+    def seen(self, now_s: float, shares: Mapping[int, float]) -> WorkersSeen | None:
         """The workers of the current generation, for whoever asks how they are; None before the first one.
 
-        `wait_shares` returns those of a generation by local rank.
+        `shares` has for which share of the last minutes each of them waited in collectives, by local rank.
         """
         group = self._current.latest
         if group is None:
@@ -156,7 +171,6 @@ class LinkMonitor:
         # `now_s` was before these modules were imported and the links were read.
         read_s = time.monotonic()
         ranks: list[RankReport] = []
-        shares = wait_shares(group.generation)
         for local_rank in range(group.slots):
             link, pid = group.links.get(local_rank), group.pids.get(local_rank, -1)
             state = "stopped" if linux.is_stopped(pid) else "running"
@@ -173,14 +187,24 @@ class LinkMonitor:
         word = type(order.message).__name__
         self._timeline.stamp(order.generation, "told", message=word, workers=len(order.local_ranks))
         for local_rank in order.local_ranks:
-            self._links.tell(self._current.group.links[local_rank], order.message)
+            link = self._current.group.links[local_rank]
+            if link.fileno() in self._open:
+                link.tell(order.message)
+                self._epoll.modify(link, select.EPOLLRDHUP | select.EPOLLIN)
 
-    def _read(self, link: Link) -> list[LinkEvent]:
-        """Read one link: the events for the agent's core. A note goes to the log at once."""
+    def _drop(self, link: Link) -> None:
+        if self._open.pop(link.fileno(), None):
+            # A process that another thread starts has a copy of the socket for a moment, which keeps it in the epoll.
+            self._epoll.unregister(link)
+        link.forget_recorder()
+        link.socket.close()
+
+    def _read(self, link: Link) -> None:
+        """Read one link: keep the events for the agent's core. A note goes to the log at once."""
         if not link.read():
-            self._links.drop(link)
+            self._drop(link)
             self._on_hang_up()
-        rank, events = self._current.group.rank(link.local_rank), list[LinkEvent]()
+        rank = self._current.group.rank(link.local_rank)
         where = {"rank": rank, "local_rank": link.local_rank}
         for news in link.take_news():
             match news:
@@ -194,8 +218,7 @@ class LinkMonitor:
                     self._timeline.stamp(link.generation, _STAGES[type(news)], **where, step=news.step)
                 case WorkerListens(to_failure=True) if trouble := self._run_dir.memory.trouble:
                     self._say_once(trouble, trouble)
-            events.append(news)
-        return events
+            self._news.append(news)
 
     def _say_once(self, key: str, text: str) -> None:
         """Log `text` once per `key` in the agent's life, even if many workers and generations cause it."""

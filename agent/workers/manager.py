@@ -6,15 +6,19 @@ import selectors
 import signal
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 from elaunch.agent import linux
+from elaunch.agent.config import AgentConfig
 from elaunch.agent.core.actions import (
     Blame,
     Clear,
     KeepStacks,
     LookAtStacks,
+    ReplaceForkServer,
     ShowStacks,
     SignalWorkers,
+    Spawn,
     TellWorkers,
 )
 from elaunch.agent.core.events import Cleared, LinkEvent, Reported, Sampled
@@ -22,8 +26,11 @@ from elaunch.agent.core.timeline import WorkersSeen, of_seats
 from elaunch.agent.diagnosis.exit_status import with_tail
 from elaunch.agent.diagnosis.investigate import look_into
 from elaunch.agent.diagnosis.oom import KernelLog, OutOfMemoryWatch, counter_files
+from elaunch.agent.forkserver.client import ForkServer
+from elaunch.agent.guardian.client import GuardianClient
 from elaunch.agent.output.folding import said_of_folded
-from elaunch.agent.services import Services
+from elaunch.agent.output.pump import Pump
+from elaunch.agent.output.run_dir import RunDir
 from elaunch.agent.workers.exits import ExitReader, signal_name
 from elaunch.agent.workers.fork_server_monitor import ForkServerMonitor
 from elaunch.agent.workers.group import CurrentGroup, Reporter, WorkerGroup
@@ -36,17 +43,38 @@ from elaunch.rendezvous.texts import node_host
 from elaunch.rendezvous.types import RankTable
 
 
+@dataclass(frozen=True)
+class Services:
+    """What an agent's loop works with: the processes, the thread and the folder that `run.begin` starts and ends."""
+
+    config: AgentConfig
+    guardian: GuardianClient
+    fork_server: ForkServer
+    pump: Pump
+    run_dir: RunDir
+
+
+WorkerAction = Spawn | SignalWorkers | TellWorkers | LookAtStacks | KeepStacks | Blame | Clear | ReplaceForkServer
+
+
 class Workers:
     """Carries out what the agent decides about its workers.
 
     The workers' messages on their links are kept for `take_news`. All other events go to `reporter`. The agent's loop
-    calls all methods, and waits for `selector`.
+    calls all methods, and waits for `selector`. What takes seconds calls `meanwhile` again and again.
     """
 
-    def __init__(self, services: Services, reporter: Reporter, selector: selectors.BaseSelector) -> None:
+    def __init__(
+        self,
+        services: Services,
+        reporter: Reporter,
+        selector: selectors.BaseSelector,
+        meanwhile: Callable[[], None],
+    ) -> None:
         config, run_dir, fork_server = services.config, services.run_dir, services.fork_server
         self._guardian = services.guardian
         self._pump = services.pump
+        self._meanwhile = meanwhile
         self._reporter = reporter
         self._timeline = reporter.timeline
         self._fork_server = fork_server
@@ -115,7 +143,30 @@ class Workers:
         """The port of the next generation's worker store, if that is this node's. Raises NoPort."""
         return self._port.reserve()
 
-    def spawn(self, table: RankTable, group_rank: int) -> None:
+    def act(self, order: WorkerAction, *, is_ending: bool) -> None:
+        """Carry out what was decided. `is_ending` says that the agent exits after this generation."""
+        match order:
+            case Spawn(table, group_rank):
+                self.end_leftovers("the workers start again")
+                self._spawn(table, group_rank)
+            case SignalWorkers():
+                self._signal(order, is_ending=is_ending)
+            case TellWorkers():
+                self._links.tell(order)
+                if not isinstance(order.message, ShowStacks):
+                    self._let_go_on(order.local_ranks)
+            case LookAtStacks():
+                self._observers.look_at_stacks(order)
+            case KeepStacks():
+                self._observers.keep_stacks(order)
+            case Blame():
+                self._observers.blame(order)
+            case Clear():
+                self._clear(order)
+            case ReplaceForkServer(generation):
+                self._monitor.replace(generation, "did not answer")
+
+    def _spawn(self, table: RankTable, group_rank: int) -> None:
         """Begin a generation: have the fork server start its workers, and its store if this node has rank 0."""
         generation = table.generation
         seat = table.seats[group_rank]
@@ -131,6 +182,7 @@ class Workers:
         )
         group = WorkerGroup(table, group_rank)
         self._current.begin(group)
+        self._observers.begin()
         warn_of_locks(self._environ, self._warn)
         if group_rank != 0 or not self._spawner.has_store:
             # No worker store of this node takes the port: rank 0 binds one, here or on another node.
@@ -148,10 +200,9 @@ class Workers:
         self._timeline.stamp(generation, "ordered")
         self._guardian.note(generation=generation, workers=group.slots)
         self._links.begin(group)
-        self._observers.begin()
         self._monitor.watch_store(group)
 
-    def signal(self, order: SignalWorkers, *, is_ending: bool) -> None:
+    def _signal(self, order: SignalWorkers, *, is_ending: bool) -> None:
         """Signal workers. If the agent is ending and the fork server still imports, no worker runs: end that server."""
         stage = "killing" if order.signum == signal.SIGKILL else "stopping"
         name, count = signal_name(-order.signum), len(order.local_ranks)
@@ -171,12 +222,6 @@ class Workers:
         if order.signum != signal.SIGKILL:
             self._let_go_on(order.local_ranks)
 
-    def tell(self, order: TellWorkers) -> None:
-        """Send workers a message on their links."""
-        self._links.tell(order)
-        if not isinstance(order.message, ShowStacks):
-            self._let_go_on(order.local_ranks)
-
     def _let_go_on(self, local_ranks: Iterable[int]) -> None:
         """Continue workers that a SIGSTOP holds: they are to end, and can neither save nor take a signal before."""
         pids = self._current.group.pids
@@ -189,27 +234,8 @@ class Workers:
             numbers = ", ".join(map(str, stopped))
             self._reporter.warn(f"local rank {numbers} was stopped by a signal (SIGSTOP) and is to end; SIGCONT")
 
-    def look_at_stacks(self, order: LookAtStacks) -> None:
-        """Take workers' stacks. Posts `StacksTaken`."""
-        self._observers.look_at_stacks(order)
-
-    def keep_stacks(self, order: KeepStacks) -> None:
-        """Write stacks to a file, if the user keeps logs."""
-        self._observers.keep_stacks(order)
-
-    def blame(self, order: Blame) -> None:
-        """Make a failure of a hang. Posts `WorkersHung`."""
-        self._observers.blame(order)
-
-    def replace_fork_server(self, generation: int) -> None:
-        """End a fork server that does not answer, and start another; posts `ServiceLost`."""
-        self._monitor.replace(generation, "did not answer")
-
-    def clear(self, order: Clear, meanwhile: Callable[[], None]) -> None:
-        """End what is left of the generation and collect its output; posts `Cleared`.
-
-        It may take seconds: `meanwhile` is called again and again then.
-        """
+    def _clear(self, order: Clear) -> None:
+        """End what is left of the generation and collect its output; posts `Cleared`."""
         generation = order.generation
         self._timeline.stamp(generation, "stopped")
         group = self._current.group
@@ -226,7 +252,7 @@ class Workers:
             self._timeline.stamp(generation, "cleared")
             self._reporter.post(Cleared(generation, {}, reached, progressed))
             return
-        self._guardian.end_generation((self._fork_server.pid,), meanwhile)
+        self._guardian.end_generation((self._fork_server.pid,), self._meanwhile)
 
         def drained(tails: dict[int, str], folded: dict[int, int]) -> None:
             self._timeline.stamp(generation, "cleared")
@@ -270,7 +296,7 @@ class Workers:
         self._leftovers.tick(now_s)
         return self._leftovers.due_s is not None
 
-    def end_leftovers(self, why: str, meanwhile: Callable[[], None]) -> None:
+    def end_leftovers(self, why: str) -> None:
         """End what workers of a generation that has ended well have left behind, and collect its output."""
         if not self._spares_leftovers:
             return
@@ -278,7 +304,7 @@ class Workers:
         if left := self._find_leftovers():
             self._reporter.say(f"ending {named(left)}: {why}")
         self._spares_leftovers, self._leftovers = False, None
-        self._guardian.end_generation((self._fork_server.pid,), meanwhile)
+        self._guardian.end_generation((self._fork_server.pid,), self._meanwhile)
 
         def drained(_: dict[int, str], folded: dict[int, int]) -> None:
             if hidden := _said_of_folded(group, folded):

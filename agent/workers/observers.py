@@ -60,7 +60,8 @@ class Observers:
         self._is_looking = False
         self._count_at_s = 0.0
         self._waits = WaitShares()
-        self._shares: Mapping[int, float] = {}
+        # For which share of the last minutes each worker waited in collectives, by local rank.
+        self.wait_shares: Mapping[int, float] = {}
         self._samples: deque[Sampled] = deque()
 
     @property
@@ -71,7 +72,7 @@ class Observers:
     def begin(self) -> None:
         """Look at the current generation's workers from now on."""
         self._first_s = time.monotonic() + _FIRST_LOOK_S if self._is_on else None
-        self._waits, self._shares = WaitShares(), {}
+        self._waits, self.wait_shares = WaitShares(), {}
 
     def end(self) -> None:
         """Look at them no more."""
@@ -92,10 +93,6 @@ class Observers:
         """What was seen since the last call."""
         while self._samples:
             yield self._samples.popleft()
-
-    def wait_shares(self, generation: int) -> Mapping[int, float]:
-        """For which share of the last minutes each worker of that generation waited in collectives, by local rank."""
-        return self._shares if generation == self._current.generation else {}
 
     def look_at_stacks(self, order: LookAtStacks) -> None:
         """Take stacks in a thread; posts `StacksTaken`."""
@@ -139,7 +136,7 @@ class Observers:
             return
         self._waits, shares = self._waits.after(known)
         if shares is not None:
-            self._shares = shares
+            self.wait_shares = shares
 
     def _write(self, order: KeepStacks) -> None:
         folder = self._run_dir.generation(order.generation)

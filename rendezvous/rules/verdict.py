@@ -196,8 +196,6 @@ def judge(
             "its debugger was quit, or its stdin was at an end, and another try would only stop there again;"
             " to debug any rank, start elaunch at a terminal with its stdin not redirected"
         )
-    if any(each.asks_to_end for each in failures[generation]):
-        return GiveUp("a signal from a rank to its parent process ends the job")
     if failure.kind is FailureKind.REFUSED:
         return GiveUp("the program said that another try would end the same way")
     if failure.kind is FailureKind.STARTUP and not progressed and not is_elsewhere:

@@ -219,6 +219,14 @@ def test_a_worker_that_alone_gets_sigterm_is_a_failure(tmp_path: Path) -> None:
         assert len(job.pids("worker")) == 4
 
 
+def test_a_rank_that_signals_its_parent_stops_the_job_as_a_person_does(tmp_path: Path) -> None:
+    signals = "if RANK == 1: os.kill(os.getppid(), signal.SIGTERM)"
+    script(tmp_path, f"{SAY}\nsay('worker', os.getpid())\n{signals}\nwhile True: signal.pause()")
+    with Light(tmp_path, "--nproc-per-node", "2", "train.py") as job:
+        assert_stopped(job, 130)
+        assert "SIGTERM from rank 1 to its parent process" in job.stderr
+
+
 def test_sigterm_during_a_restart_ends_the_job(tmp_path: Path) -> None:
     script(
         tmp_path,

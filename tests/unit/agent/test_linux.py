@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import subprocess
 import sys
 
-import pytest
-
-from elaunch.agent.linux import catches, children, end_of, has_pidfd, is_stopped, state
+from elaunch.agent.linux import catches, children, is_stopped, state
 from tests.harness import DEADLINE_S, wait_for
 
 _WAITS = """
@@ -54,22 +51,3 @@ thread.join()
         os.killpg(process.pid, signal.SIGKILL)
     assert children(process.pid) == []
     assert state(process.pid) == ""
-
-
-@pytest.mark.parametrize("how", ["pidfd", "no pidfd"])
-def test_the_end_of_a_child_can_be_waited_for(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if how == "no pidfd":
-        # Python is built without it where the kernel's headers are old.
-        monkeypatch.delattr(os, "pidfd_open")
-    has_pidfd.cache_clear()
-    try:
-        with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
-            ended = end_of(process.pid)
-            before = select.select([ended], [], [], 0)[0]
-            process.communicate(timeout=DEADLINE_S)
-
-            assert has_pidfd() == (how == "pidfd")
-            assert (before, select.select([ended], [], [], DEADLINE_S)[0]) == ([], [ended])
-            os.close(ended)
-    finally:
-        has_pidfd.cache_clear()

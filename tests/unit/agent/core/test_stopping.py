@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from signal import SIGPIPE as PIPE
-from typing import Any
 
 import pytest
 
@@ -14,7 +13,6 @@ from elaunch.agent.core.events import (
     Cleared,
     Signalled,
     Tick,
-    WorkerAsked,
 )
 from elaunch.agent.core.state import Finished
 from elaunch.agent.core.step import deadline_s
@@ -35,7 +33,6 @@ from tests.unit.agent.driver import (
     Driver,
     cleared,
     exited,
-    failure,
     lost,
     started,
 )
@@ -69,29 +66,6 @@ def test_workers_that_do_not_end_are_killed_after_the_failure_grace() -> None:
     assert early == []
     assert late == [SignalWorkers(0, frozenset({0, 2}), KILL)]
     assert "local rank 0, 2 still ran after 2 s" in driver.said
-
-
-@pytest.mark.parametrize("before", [(), ((0, 1, FailureKind.PEER_LOST),)], ids=["first", "after its peer's end"])
-@pytest.mark.parametrize("code", [4, 0, -TERM])
-def test_a_worker_that_signals_its_parent_ends_the_job_whatever_it_does_then(
-    before: tuple[Any, ...], code: int
-) -> None:
-    driver = started()
-    asking = replace(failure(0, 1, None, FailureKind.REFUSED), message="sent SIGQUIT to its parent process")
-    for exit_before in before:
-        driver.exits(*exit_before)
-
-    driver.happen(WorkerAsked(0, asking))
-    driver.exits(1, code)
-    for rank in {0, 2} - {each[0] for each in before}:
-        driver.exits(rank, -TERM)
-    driver.happen(cleared(0))
-    driver.settle()
-
-    assert driver.outcome.exit_code == 1
-    assert driver.outcome.failure
-    assert driver.outcome.failure.message == asking.message
-    assert driver.outcome.reason == "a signal from a rank to its parent process ends the job"
 
 
 def test_a_fork_server_that_does_not_report_killed_workers_is_replaced() -> None:

@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
-
 from elaunch.agent.forkserver import wire
 from tests.harness import DEADLINE_S
 
@@ -47,34 +45,15 @@ def started(store_class: str) -> Iterator[tuple[subprocess.Popen[bytes], socket.
             process.kill()
 
 
-@pytest.fixture
-def store() -> Iterator[tuple[subprocess.Popen[bytes], socket.socket, socket.socket]]:
-    """A store that says that it is idle."""
-    with started("None") as made:
-        assert wire.receive(made[2]) == ({"idle": True}, ())
-        yield made
+def test_a_store_that_ends_before_a_rank_connects_imports_nothing() -> None:
+    with started("None") as (process, _, control):
+        control.close()
+
+        assert process.wait(DEADLINE_S) == 0
 
 
-def test_a_store_that_ends_before_a_rank_connects_has_no_keys_and_imports_nothing(
-    store: tuple[subprocess.Popen[bytes], socket.socket, socket.socket],
-) -> None:
-    process, _, control = store
-
-    wire.send(control, {"op": "end"})
-
-    assert wire.receive(control) == ({"keys": 0}, ())
-    assert process.wait(DEADLINE_S) == 0
-
-
-def test_a_store_starts_when_a_rank_connects(
-    store: tuple[subprocess.Popen[bytes], socket.socket, socket.socket],
-) -> None:
-    process, listener, control = store
-
-    with socket.create_connection(listener.getsockname()):
-        said = wire.receive(control)
-
-        assert said == ({"idle": False}, ())
+def test_a_store_starts_when_a_rank_connects() -> None:
+    with started("None") as (process, listener, _), socket.create_connection(listener.getsockname()):
         assert process.wait(DEADLINE_S) == 7
 
 

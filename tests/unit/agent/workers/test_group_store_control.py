@@ -25,42 +25,29 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[StoreControl, socke
         yield StoreControl(ours), theirs
 
 
-@pytest.mark.parametrize(
-    ("reports", "answer", "used"),
-    [
-        ([{"up": True}], {"keys": 0}, False),
-        ([{"up": True}], {"keys": 3}, True),
-        ([{"idle": True}], {"keys": 0}, False),
-        ([{"idle": True}, {"idle": False}, {"up": True}], {"keys": 3}, True),
-        ([{"idle": True}], {"idle": False}, None),
-    ],
-)
+@pytest.mark.parametrize("keys", [0, 3])
 def test_at_its_end_a_store_says_whether_a_rank_had_used_it(
-    store: tuple[StoreControl, socket.socket],
-    reports: list[dict[str, Any]],
-    answer: dict[str, Any],
-    used: bool | None,
+    store: tuple[StoreControl, socket.socket], keys: int
 ) -> None:
     control, process = store
-    for report in reports:
-        wire.send(process, report)
+    wire.send(process, {"up": True})
     orders: list[object] = []
 
     def reply() -> None:
         order = wire.receive(process)
         orders.append(order and order[0])
-        wire.send(process, answer)
+        wire.send(process, {"keys": keys})
 
     thread = threading.Thread(target=reply)
     thread.start()
     said = control.end()
     joined(thread)
 
-    assert (said, orders) == (used, [{"op": "end"}])
+    assert (said, orders) == (keys > 0, [{"op": "end"}])
 
 
-@pytest.mark.parametrize("reports", [[], [{"idle": True}, {"idle": False}], [{"error": "no memory"}]])
-def test_a_store_that_is_neither_idle_nor_up_is_not_waited_for(
+@pytest.mark.parametrize("reports", [[], [{"error": "no memory"}]])
+def test_a_store_that_is_not_up_is_not_waited_for(
     store: tuple[StoreControl, socket.socket], reports: list[dict[str, Any]]
 ) -> None:
     control, process = store

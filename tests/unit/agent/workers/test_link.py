@@ -1,9 +1,8 @@
-"""The agent's ends of the links: an end wakes it; a word does so only where the agent has spoken."""
+"""The agent's end of a link: what it reads, and what it sends."""
 
 from __future__ import annotations
 
 import json
-import select
 import socket
 from collections.abc import Iterator
 
@@ -17,7 +16,7 @@ from elaunch.agent.core.events import (
     WorkerSaving,
     WorkerStopped,
 )
-from elaunch.agent.workers.link import Link, Links
+from elaunch.agent.workers.link import Link
 
 
 @pytest.fixture
@@ -30,44 +29,6 @@ def pair() -> Iterator[tuple[Link, socket.socket]]:
 
 def says(worker: socket.socket, **message: object) -> None:
     worker.send(json.dumps(message).encode() + b"\n")
-
-
-def is_readable(links: Links) -> bool:
-    return bool(select.select([links], [], [], 0)[0])
-
-
-def test_a_word_wakes_nobody_and_is_read_when_it_is_time(pair: tuple[Link, socket.socket]) -> None:
-    link, worker = pair
-    links = Links()
-    links.add(link)
-
-    says(worker, event="progress", step=7)
-
-    assert not is_readable(links)
-    assert links.due_s is not None
-    assert links.due(links.due_s - 0.01) == []
-    assert links.due(links.due_s) == [link]
-    assert link.read()
-    assert link.step == 7
-
-
-@pytest.mark.parametrize("end", ["dies", "has said its last"])
-def test_an_end_wakes_and_the_words_before_it_are_there(pair: tuple[Link, socket.socket], end: str) -> None:
-    link, worker = pair
-    links = Links()
-    links.add(link)
-
-    says(worker, event="progress", step=3)
-    says(worker, event="ended", raised=True, reached_store=False)
-    if end == "dies":
-        worker.close()
-    else:
-        worker.shutdown(socket.SHUT_WR)
-
-    assert is_readable(links)
-    assert links.ready() == [link]
-    assert not link.read()
-    assert (link.step, link.raised, link.reached_store) == (3, True, False)
 
 
 def test_what_the_agent_is_to_know_is_taken_once_and_in_its_order(pair: tuple[Link, socket.socket]) -> None:
@@ -136,25 +97,15 @@ def test_an_error_of_a_collective_that_tells_of_a_lost_peer_counts_until_the_nex
         (ShowStacks(), {"event": "stacks"}),
     ],
 )
-def test_who_is_told_something_is_heard_at_once_from_then_on(
+def test_a_message_to_a_worker_is_one_line_of_json(
     pair: tuple[Link, socket.socket],
     message: StopAtStepBoundary | PeerFailed | ShowStacks,
     line: dict[str, object],
 ) -> None:
     link, worker = pair
-    links = Links()
-    links.add(link)
-    says(worker, event="progress", step=1)
-    before = is_readable(links)
 
-    links.tell(link, message)
+    link.tell(message)
 
     told = worker.recv(1 << 10)
     assert told.endswith(b"\n")
     assert json.loads(told) == line
-    assert not before
-    assert links.ready() == [link]
-    link.read()
-    assert not is_readable(links)
-    says(worker, event="saved", step=1)
-    assert is_readable(links)

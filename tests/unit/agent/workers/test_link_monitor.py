@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import select
 import socket
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from elaunch.agent.core.actions import ShowStacks, TellWorkers
 from elaunch.agent.core.events import Event, WorkerListens
 from elaunch.agent.workers.group import CurrentGroup, Reporter
 from elaunch.agent.workers.link import Link
@@ -51,22 +52,53 @@ def linked() -> Iterator[LinkedGroup]:
         yield LinkedGroup(monitor, link, theirs, posted)
 
 
-def test_what_the_look_of_each_second_reads_does_not_queue_behind_what_waits_in_the_inbox(linked: LinkedGroup) -> None:
-    """Else the agent signals a worker that has asked to be told on its link."""
+def is_readable(monitor: LinkMonitor) -> bool:
+    return bool(select.select([monitor], [], [], 0)[0])
+
+
+def test_a_message_wakes_nobody_and_is_read_when_it_is_time(linked: LinkedGroup) -> None:
+    """It does not queue behind what waits in the inbox: else the agent signals a worker that wants a message."""
+    linked.says(event="progress", step=7)
     linked.says(event="listens", stop=True, peer_failed=False)
 
-    linked.monitor.tick(time.monotonic() + 2)
+    assert not is_readable(linked.monitor)
+    assert linked.monitor.due_s is not None
+    linked.monitor.tick(linked.monitor.due_s - 0.01)
+    before = linked.link.step
+    linked.monitor.tick(linked.monitor.due_s)
     linked.monitor.read_all()
 
+    assert (before, linked.link.step) == (-1, 7)
     assert list(linked.monitor.take_news()) == [WorkerListens(GENERATION, 0, to_stop=True, to_failure=False)]
+    assert not list(linked.monitor.take_news())
     assert not linked.posted
 
 
-def test_a_word_is_handed_out_once(linked: LinkedGroup) -> None:
-    linked.says(event="listens", stop=True, peer_failed=True)
-    linked.monitor.read_all()
-    assert len(list(linked.monitor.take_news())) == 1
+@pytest.mark.parametrize("end", ["dies", "has sent its last"])
+def test_an_end_wakes_and_the_messages_before_it_are_there(linked: LinkedGroup, end: str) -> None:
+    linked.says(event="progress", step=3)
+    linked.says(event="ended", raised=True, reached_store=False)
+    if end == "dies":
+        linked.worker.close()
+    else:
+        linked.worker.shutdown(socket.SHUT_WR)
 
-    linked.monitor.read_all()
+    assert is_readable(linked.monitor)
+    linked.monitor.read_ready()
 
-    assert not list(linked.monitor.take_news())
+    assert (linked.link.step, linked.link.raised, linked.link.reached_store) == (3, True, False)
+    assert linked.monitor.due_s is None
+
+
+def test_messages_of_a_worker_that_got_one_wake_the_agent(linked: LinkedGroup) -> None:
+    linked.says(event="progress", step=1)
+    before = is_readable(linked.monitor)
+
+    linked.monitor.tell(TellWorkers(GENERATION, frozenset({0}), ShowStacks()))
+
+    assert not before
+    assert is_readable(linked.monitor)
+    linked.monitor.read_ready()
+    assert not is_readable(linked.monitor)
+    linked.says(event="saved", step=1)
+    assert is_readable(linked.monitor)
