@@ -1,4 +1,4 @@
-"""The environment of a worker: torchrun's variables, unchanged in name and meaning, and ours."""
+"""The environment of a worker: torchrun's variables, unchanged in name and meaning, ours, and what is preloaded."""
 
 from __future__ import annotations
 
@@ -12,6 +12,15 @@ from elaunch.rendezvous.rules.assign_ranks import role_place
 if TYPE_CHECKING:
     from elaunch.rendezvous.types import RankTable
 
+# What a training script and its optimizers import; torch._dynamo alone is most of a first optimizer step's delay.
+DEFAULT_PRELOAD = ("torch", "torch.distributed", "torch._dynamo")
+# Packages that a program's text may add: `make ecosystem` runs programs of them.
+PACKAGES = frozenset(
+    (
+        *("accelerate", "datasets", "hydra", "ignite", "lightning", "peft", "pytorch_lightning", "timm"),
+        *("torchmetrics", "torchvision", "transformers", "trl"),
+    )
+)
 # As `string.Template.safe_substitute`, whose module a worker would import before its program.
 _PLACES = re.compile(r"\$(\$|local_rank(?![_a-zA-Z0-9])|\{local_rank\})")
 

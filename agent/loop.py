@@ -19,12 +19,11 @@ from elaunch.agent.core.state import Agent, Clearing, Exited, Running, Stopping
 from elaunch.agent.core.step import deadline_s, step
 from elaunch.agent.core.timeline import NO_GENERATION, SCHEMA_VERSION, Entry, announcements, entries
 from elaunch.agent.inbox import Inbox, LookAgain
-from elaunch.agent.output.timeline import NAME as TIMELINE
-from elaunch.agent.output.timeline import Timeline
+from elaunch.agent.output.run_dir import TIMELINE, Timeline
 from elaunch.agent.serve.event_hook import EventHook
 from elaunch.agent.serve.status_server import LocalSocket, StatusServer
-from elaunch.agent.session.job_store import JobStore, LocalHost
 from elaunch.agent.session.session import Session
+from elaunch.agent.session.store_view import JobStore, LocalHost
 from elaunch.agent.workers.exits import signal_name
 from elaunch.agent.workers.group import Reporter
 from elaunch.agent.workers.manager import Services, Workers

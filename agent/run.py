@@ -132,7 +132,7 @@ class AgentRun:
         which another process of this user reaches that store, for `elaunch status`.
         """
         from elaunch.agent.loop import Loop
-        from elaunch.agent.session.job_store import JobStore
+        from elaunch.agent.session.store_view import JobStore
         from elaunch.agent.workers.spawn import NoPort
         from elaunch.rendezvous.rules.snapshot import Keys
 

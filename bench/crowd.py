@@ -24,8 +24,8 @@ from elaunch.agent.core.events import Cleared, Committed, Event, Tag, Tick, Work
 from elaunch.agent.core.state import Agent
 from elaunch.agent.core.step import deadline_s, step
 from elaunch.agent.inbox import LookAgain
-from elaunch.agent.session.job_store import JobStore, LocalHost
 from elaunch.agent.session.session import Session
+from elaunch.agent.session.store_view import JobStore, LocalHost
 from elaunch.rendezvous.endpoint import Endpoint
 from elaunch.rendezvous.etcd.store import EtcdStore
 from elaunch.rendezvous.etcd.transport import JsonTransport

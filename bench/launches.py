@@ -11,7 +11,7 @@ from bench.contenders import LIMIT_PRELOAD, LIMIT_TORCH, Contender
 from bench.job import SCRIPTS, Job, Trouble
 from bench.samples import Sample
 from bench.stamps import all_at_s, start_stages
-from elaunch.agent.default_preload import DEFAULT_PRELOAD
+from elaunch.agent.environment import DEFAULT_PRELOAD
 
 SECTION = "start"
 LIMIT_SECTION = "import"

@@ -7,9 +7,16 @@ import signal
 from collections.abc import Mapping
 from dataclasses import replace
 
-from elaunch.agent.config import AgentConfig, LogFormat, OnHang, OutputPlan, ProgramText, StreamChoice, Streams
-from elaunch.agent.default_preload import DEFAULT_PRELOAD
-from elaunch.agent.environment import RANK_VARIABLES
+from elaunch.agent.config import (
+    AgentConfig,
+    LogFormat,
+    OnHang,
+    OutputPlan,
+    ProgramText,
+    StreamChoice,
+    Streams,
+)
+from elaunch.agent.environment import DEFAULT_PRELOAD, RANK_VARIABLES
 from elaunch.agent.guardian.guardian import VARIABLE
 from elaunch.agent.linux import has_pidfd
 from elaunch.launcher.errors import UsageError, nearest

@@ -17,7 +17,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TypeAlias
 
-from elaunch.agent.terminal import can_move_cursor, is_one_terminal, terminal_size
+from elaunch.agent.own_lines import can_move_cursor, is_one_terminal, terminal_size
 from elaunch.agent.workers.gpus import read_gpus, visible
 from elaunch.rendezvous.dial import resolve
 from elaunch.rendezvous.endpoint import Endpoint, is_loopback, is_meant_locally

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from elaunch.agent.config import ProgramText
-from elaunch.agent.default_preload import DEFAULT_PRELOAD, PACKAGES
+from elaunch.agent.environment import DEFAULT_PRELOAD, PACKAGES
 from elaunch.launcher.preflight import is_python
 from elaunch.rendezvous.job_spec import ProgramKind
 

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import psutil
 import pytest
 
-from elaunch.agent.default_preload import DEFAULT_PRELOAD
+from elaunch.agent.environment import DEFAULT_PRELOAD
 from elaunch.agent.guardian.guardian import VARIABLE
 
 Fact = TypeVar("Fact")

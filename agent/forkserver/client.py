@@ -18,12 +18,11 @@ from zlib import crc32
 
 from elaunch.agent.forkserver import wire
 from elaunch.agent.forkserver.wire import PROCESS_NAME, Boot
-from elaunch.agent.linux import credentials, is_stopped, name
+from elaunch.agent.linux import credentials, name
 from elaunch.rendezvous.job_spec import Program
 from elaunch.rendezvous.texts import plain
 
 _ORDER_WAIT_S = 60.0
-_REAPS_S = 1.0
 _STAYS_S = 5.0
 _ADDRESS_BYTES_MAX = 107
 # A server answers in milliseconds, unless it is stopped or the host has no CPU for it.
@@ -68,13 +67,13 @@ class ForkServer:
         self.packages = packages
         self.is_warm, self.how = False, ""
         self._warm_s = warm_s if preload is not None else 0.0
-        self._has_forked = self._has_imported = self._is_left = False
+        self._has_imported = self._is_left = False
         self._socket, self._process = self._borrow() if self._warm_s else self._start()
 
     def restart(self) -> None:
         """Start another fork server after `stop` or `lost`. It imports what `preload` names now. Raises OSError."""
         self._socket, self._process = self._start()
-        self._has_forked = self._has_imported = self.is_warm = False
+        self._has_imported = self.is_warm = False
 
     def preload_nothing(self) -> None:
         """From the next `restart` on each worker is a fresh interpreter."""
@@ -198,7 +197,6 @@ class ForkServer:
         if packet is None:
             return None
         news = packet[0]
-        self._has_forked |= news["event"] == "forked"
         self._has_imported |= news["event"] == "ready" and not news["reason"]
         return news
 
@@ -206,20 +204,9 @@ class ForkServer:
         """End the fork server and, by the kernel, all its children. One that stays goes on."""
         if self._is_left:
             return
-        if self._has_forked and not is_stopped(self.pid):
-            self._let_reap()
         self._process.kill()
         self._process.wait()
         self._socket.close()
-
-    def _let_reap(self) -> None:
-        """Let it reap its dead, and end."""
-        until_s = time.monotonic() + _REAPS_S
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_WR)
-            while select.select([self._socket], [], [], max(until_s - time.monotonic(), 0.0))[0]:
-                if self.receive() is None:
-                    return
 
     def lost(self) -> str:
         """Words that say how a lost fork server has ended."""

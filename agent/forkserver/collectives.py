@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import sys
 
+from elaunch.agent.forkserver import reports
+
 # `typing` itself is not imported: a fresh worker imports this before its program.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -17,7 +19,6 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-LINK_FD = 3
 C10D = "torch.distributed.distributed_c10d"
 _NATIVE = "torch._C._distributed_c10d"
 # Of characters.
@@ -106,8 +107,7 @@ class _AnsweringThread:
 
     def __init__(self) -> None:
         self._pid = os.getpid()
-        # The program may reuse the fd for another file. The inode identifies the socket.
-        self._link = os.fstat(LINK_FD).st_ino
+        self._link = os.fstat(reports.LINK_FD).st_ino
         self._end: Any = None
         self._closes_after_fork = False
 
@@ -139,21 +139,21 @@ class _AnsweringThread:
             self._end.shutdown(2)
             self._end = None
             # Its peers lose it now, whenever its program ends.
-            self._tell({"event": "left", "monotonic_s": sys.modules["time"].monotonic()})
+            reports.send(self._link, {"event": "left", "monotonic_s": sys.modules["time"].monotonic()})
         # Without a thread of the process group's own, this one would be the only one beside the program's.
         if pg is None or len(os.listdir("/proc/self/task")) == 1:  # noqa: PTH208
             return
         socket: Any = sys.modules.get("_socket")
         native = sys.modules.get(_NATIVE)
         dumps = [getattr(native, name) for name in _DUMPS if hasattr(native, name)]
-        if socket is None or not dumps or not self._is_link():
+        if socket is None or not dumps or not reports.is_link(self._link):
             return
         import _thread
 
         end, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, theirs.fileno().to_bytes(4, sys.byteorder))]
-            self._send(socket, b'{"event": "recorder"}', rights)
+            reports.send(self._link, {"event": "recorder"}, rights)
         finally:
             theirs.close()
         self._end = end
@@ -162,35 +162,17 @@ class _AnsweringThread:
             os.register_at_fork(after_in_child=self._forked)
         _thread.start_new_thread(_answer, (end, dumps))
 
-    def _is_link(self) -> bool:
-        try:
-            return os.fstat(LINK_FD).st_ino == self._link
-        except OSError:
-            return False
-
-    def _send(self, socket: Any, line: bytes, rights: Any = ()) -> None:
-        link = socket.socket(fileno=os.dup(LINK_FD))
-        try:
-            link.sendmsg([b"\n%b\n" % line], rights, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-        finally:
-            link.close()
-
     def _report_error(self, record: Any) -> bool:
         kind = sys.exc_info()[0]
         try:
             said = {"event": "error", "call": record.msg["func_name"], "message": record.msg["error"][:_ERROR_MAX]}
             if kind is not None and os.getpid() == self._pid:
                 now_s = sys.modules["time"].monotonic()
-                self._tell({**said, "exception": kind.__qualname__, "monotonic_s": now_s})
+                reports.send(self._link, {**said, "exception": kind.__qualname__, "monotonic_s": now_s})
         except Exception:
             # Another torch may log something else there.
             pass
         return True
-
-    def _tell(self, said: dict[str, object]) -> None:
-        if self._is_link():
-            modules: Any = sys.modules
-            self._send(modules["_socket"], modules["json"].dumps(said).encode())
 
     def _forked(self) -> None:
         if self._end is not None:

@@ -18,8 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from elaunch.agent.default_preload import PACKAGES
-from elaunch.agent.environment import RANK_VARIABLES
+from elaunch.agent.environment import PACKAGES, RANK_VARIABLES
 from elaunch.agent.forkserver.wire import Boot
 from elaunch.rendezvous.job_spec import Program, ProgramKind
 

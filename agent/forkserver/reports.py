@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 LINK_FD = 3
 _VARIABLE = "ELAUNCH_BOOT"
-_NAMES_MAX, _NAME_MAX = 16, 100
 # The modules of the standard library that these reports need, and that a bare Python has not loaded. A program that is
 # a fresh interpreter and has a module of such a name beside it must get its own: it reports no end.
 NEEDED = (
@@ -80,7 +79,6 @@ def report_exit() -> int:
     import threading
 
     pid = os.getpid()
-    # The program may reuse the fd for another file. The inode identifies the socket.
     link = os.fstat(LINK_FD).st_ino
 
     def report() -> None:
@@ -108,39 +106,31 @@ def _report(link: int) -> None:
     if error is not None and ("traceback" in sys.modules or not isinstance(error, KeyboardInterrupt)):
         _record(error)
     message = {"event": "ended", "raised": error is not None, "reached_store": _reached_store()}
-    threads = _threads()
-    send(link, {**message, "monotonic_s": time.monotonic(), **({"threads": threads} if threads else {})}, is_last=True)
+    send(link, {**message, "monotonic_s": time.monotonic()}, is_last=True)
 
 
-def _threads() -> list[str]:
-    """The threads that Python will wait for."""
-    threading = sys.modules["threading"]
+def is_link(link: int) -> bool:
+    """Whether fd 3 is still the socket with that inode: the program may reuse the number."""
     try:
-        found = [each.name for each in threading.enumerate() if not each.daemon]
-        main = threading.main_thread().name
-    except Exception:
-        # gevent and others put classes of their own there.
-        return []
-    return [name[:_NAME_MAX] for name in found if name != main][:_NAMES_MAX]
+        return os.fstat(LINK_FD).st_ino == link
+    except OSError:
+        return False
 
 
-def send(link: int, message: dict[str, Any], *, is_last: bool = False) -> None:
+def send(link: int, message: dict[str, Any], rights: Any = (), *, is_last: bool = False) -> None:
     """Send a message on the link, the socket with that inode, if fd 3 is still that socket.
 
-    The agent reads the link from time to time; the last message wakes it.
+    The agent reads the link from time to time; the last message wakes it. `rights` is ancillary data.
     """
     import json
-    from _socket import MSG_DONTWAIT, SHUT_WR, socket
+    from _socket import MSG_DONTWAIT, MSG_NOSIGNAL, SHUT_WR, socket
 
-    try:
-        if os.fstat(LINK_FD).st_ino != link:
-            return
-        end = socket(fileno=os.dup(LINK_FD))
-    except OSError:
+    if not is_link(link):
         return
+    end = socket(fileno=os.dup(LINK_FD))
     try:
         # The program must not wait for an agent that does not read.
-        end.send(f"\n{json.dumps(message)}\n".encode(), MSG_DONTWAIT)
+        end.sendmsg([f"\n{json.dumps(message)}\n".encode()], rights, MSG_DONTWAIT | MSG_NOSIGNAL)
     except OSError:
         pass
     finally:

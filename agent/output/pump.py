@@ -18,8 +18,7 @@ from typing import get_args
 
 from elaunch.agent.config import Level
 from elaunch.agent.output.streams import Console, WorkerStream, is_one_pipe, is_pipe
-from elaunch.agent.own_lines import OwnLines
-from elaunch.agent.terminal import is_one_terminal
+from elaunch.agent.own_lines import OwnLines, is_one_terminal
 
 _READ_BYTES = 256 << 10
 _LEVELS = get_args(Level)

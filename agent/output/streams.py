@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from elaunch.agent.output.folding import TracebackFold
 from elaunch.agent.output.lines import LineSplitter, leaves_open, prefixed
-from elaunch.agent.terminal import can_move_cursor
+from elaunch.agent.own_lines import can_move_cursor
 
 TAIL_BYTES_MAX = 64 << 10
 # A person waits for a prompt, but a line is to stay whole, also where its writer has to wait for a CPU: `print(a, b)`

@@ -13,9 +13,9 @@ from contextlib import suppress
 
 from elaunch.agent.core.events import Looked, StoreEvent, StoreLost, Tag
 from elaunch.agent.inbox import LookAgain
-from elaunch.agent.session.job_store import JobStore, LocalHost
 from elaunch.agent.session.retry_queue import Request, RetryQueue
 from elaunch.agent.session.store_client import StoreClient
+from elaunch.agent.session.store_view import JobStore, LocalHost
 from elaunch.rendezvous.store import Rejected, StoreError, Txn
 from elaunch.rendezvous.times import Times
 

@@ -11,9 +11,8 @@ from dataclasses import replace
 
 from elaunch.agent.core.events import Committed, Leased, LeaseLost, Looked, StoreEvent, StoreLost, Tag
 from elaunch.agent.inbox import LookAgain
-from elaunch.agent.session.job_store import JobStore, LocalHost
 from elaunch.agent.session.retry_queue import RetryQueue
-from elaunch.agent.session.store_view import StoreView
+from elaunch.agent.session.store_view import JobStore, LocalHost, StoreView
 from elaunch.rendezvous.codec import decode
 from elaunch.rendezvous.rules.transactions import run_lease
 from elaunch.rendezvous.store import Answer, Empty, LeaseGone, Put, Rejected, StoreError, Txn

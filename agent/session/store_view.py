@@ -5,21 +5,24 @@ Nothing is decided here. A change of the view posts `LookAgain`; `look` then rea
 
 from __future__ import annotations
 
+import random
 import threading
+import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from elaunch.agent.core.events import Looked, StoreEvent, StoreLost, WatchRefused
 from elaunch.agent.inbox import LookAgain
-from elaunch.agent.session.job_store import JobStore
-from elaunch.rendezvous.rules.snapshot import SnapshotReader
+from elaunch.process_identity import is_dead_here
+from elaunch.rendezvous.rules.snapshot import Keys, SnapshotReader
 from elaunch.rendezvous.store import (
     Changes,
     HistoryLost,
     NoneNewer,
     Present,
     Rejected,
+    Store,
     StoreError,
     TimedOut,
     Txn,
@@ -32,6 +35,33 @@ from elaunch.rendezvous.store import (
 
 # etcd refuses a transaction of more than 128 operations. A leader sees all keys. If there are too many, it reads them.
 _COMPARED_MAX = 100
+
+
+@dataclass(frozen=True)
+class JobStore:
+    """The store, and the names of the job's keys in it.
+
+    `is_remote` says that it is in another process. Such a store keeps a lease only for an agent that renews it, and
+    an agent watches no more of it than it needs.
+    """
+
+    store: Store
+    keys: Keys
+    is_remote: bool
+
+
+@dataclass(frozen=True)
+class LocalHost:
+    """This host's `name`, and the parts of it that a test replaces.
+
+    `draw(n)` gives n random bits, `now()` is the monotonic time. `is_dead(process)` says whether an agent's process (as
+    `this_process` names it) was on this host and is gone.
+    """
+
+    name: str
+    draw: Callable[[int], int] = random.SystemRandom().getrandbits
+    is_dead: Callable[[str], bool] = is_dead_here
+    now: Callable[[], float] = time.monotonic
 
 
 class StoreView:

@@ -16,7 +16,7 @@ from elaunch.agent.core.events import Event
 from elaunch.agent.core.timeline import NO_GENERATION
 from elaunch.agent.diagnosis.flight_recorder import FlightRecorder
 from elaunch.agent.forkserver import wire
-from elaunch.agent.output.timeline import Timeline
+from elaunch.agent.output.run_dir import Timeline
 from elaunch.agent.workers.link import Link
 from elaunch.rendezvous.types import Failure, FailureKind, RankTable
 

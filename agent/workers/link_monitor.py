@@ -19,8 +19,7 @@ from elaunch.agent.core.actions import TellWorkers
 from elaunch.agent.core.events import LinkEvent, Reported, WorkerListens, WorkerSaved, WorkerSaving, WorkerStopped
 from elaunch.agent.core.timeline import WorkersSeen
 from elaunch.agent.diagnosis.hang import Standing
-from elaunch.agent.output.run_dir import RunDir
-from elaunch.agent.output.timeline import Timeline
+from elaunch.agent.output.run_dir import RunDir, Timeline
 from elaunch.agent.workers.group import CurrentGroup, Reporter, WorkerGroup
 from elaunch.agent.workers.link import Link, Note, StartMark
 from elaunch.rendezvous.rules.reports import RankReport

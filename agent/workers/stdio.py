@@ -14,7 +14,7 @@ from elaunch.agent.output.folding import TracebackFold
 from elaunch.agent.output.pump import Pump
 from elaunch.agent.output.run_dir import RunDir
 from elaunch.agent.output.streams import LogFile, Route, WorkerStream, is_pipe
-from elaunch.agent.terminal import terminal_size
+from elaunch.agent.own_lines import terminal_size
 from elaunch.agent.workers.group import WorkerGroup
 from elaunch.rendezvous.rules.assign_ranks import role_of
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from elaunch.agent.default_preload import DEFAULT_PRELOAD
+from elaunch.agent.environment import DEFAULT_PRELOAD
 from tests.harness import DEADLINE_S, environment
 
 # Preload a light module in place of torch: the fork server does the same, without the two seconds of importing torch.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.agent.default_preload import DEFAULT_PRELOAD
+from elaunch.agent.environment import DEFAULT_PRELOAD
 from tests.faults.keeper_runs import Calm
 from tests.faults.trainings import CalmTrainings
 from tests.ranks import RankForker, forker

@@ -45,9 +45,9 @@ from elaunch.agent.core.step import deadline_s, step
 from elaunch.agent.diagnosis.hang import Window
 from elaunch.agent.diagnosis.stack_groups import Frame, Stack, ThreadStack
 from elaunch.agent.inbox import LookAgain
-from elaunch.agent.session.job_store import JobStore, LocalHost
 from elaunch.agent.session.retry_queue import Request, RetryQueue
 from elaunch.agent.session.store_client import StoreClient
+from elaunch.agent.session.store_view import JobStore, LocalHost
 from elaunch.rendezvous.job_spec import JobSpec
 from elaunch.rendezvous.rules.snapshot import Keys, Snapshot
 from elaunch.rendezvous.rules.transactions import join

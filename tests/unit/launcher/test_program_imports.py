@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.agent.default_preload import DEFAULT_PRELOAD
+from elaunch.agent.environment import DEFAULT_PRELOAD
 from elaunch.launcher.program_imports import program_text
 from elaunch.rendezvous.job_spec import ProgramKind
 

@@ -1,4 +1,4 @@
-"""agent.output.timeline: when each stage happened."""
+"""agent.output.run_dir: when each stage happened."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from elaunch.agent.output.timeline import NAME, Timeline
+from elaunch.agent.output.run_dir import TIMELINE, Timeline
 
 
 def at_once(work: Callable[[], None]) -> None:
@@ -22,7 +22,7 @@ def test_a_stage_is_a_line_with_both_clocks_and_its_fields(tmp_path: Path) -> No
     timeline.stamp(2, "forked", rank=3, pid=4711)
     timeline.stamp(2, "store_ready")
 
-    first, second = [json.loads(line) for line in (tmp_path / NAME).read_text().splitlines()]
+    first, second = [json.loads(line) for line in (tmp_path / TIMELINE).read_text().splitlines()]
     assert (first["generation"], first["event"], first["rank"], first["pid"]) == (2, "forked", 3, 4711)
     assert before <= first["monotonic_s"] <= second["monotonic_s"] <= time.monotonic()
     assert abs(first["at"] - time.time()) < 60
@@ -31,7 +31,7 @@ def test_a_stage_is_a_line_with_both_clocks_and_its_fields(tmp_path: Path) -> No
 
 def test_a_disk_error_costs_one_warning(tmp_path: Path) -> None:
     warnings: list[str] = []
-    (tmp_path / NAME).symlink_to("/dev/full")
+    (tmp_path / TIMELINE).symlink_to("/dev/full")
     timeline = Timeline(tmp_path, warnings.append, at_once)
 
     timeline.stamp(0, "sealed")

@@ -19,8 +19,8 @@ from elaunch.agent.core.events import (
     Tag,
 )
 from elaunch.agent.inbox import LookAgain
-from elaunch.agent.session.job_store import JobStore, LocalHost
 from elaunch.agent.session.session import Session
+from elaunch.agent.session.store_view import JobStore, LocalHost
 from elaunch.rendezvous.rules.snapshot import Keys
 from elaunch.rendezvous.store import Absent, Answer, Delete, Put, Txn, Unavailable
 from elaunch.rendezvous.times import Times

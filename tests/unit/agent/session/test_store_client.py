@@ -9,9 +9,9 @@ import pytest
 
 from elaunch.agent.core.events import Committed, Leased, LeaseLost, Looked, StoreEvent, StoreLost, Tag
 from elaunch.agent.inbox import LookAgain
-from elaunch.agent.session.job_store import JobStore, LocalHost
 from elaunch.agent.session.retry_queue import RetryQueue
 from elaunch.agent.session.store_client import StoreClient
+from elaunch.agent.session.store_view import JobStore, LocalHost
 from elaunch.rendezvous.codec import decode, encode
 from elaunch.rendezvous.rules.snapshot import Keys, Snapshot
 from elaunch.rendezvous.rules.transactions import run_lease, start_run

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from elaunch.agent.core.actions import Blame, KeepStacks
 from elaunch.agent.core.events import WorkersHung
-from elaunch.agent.output.run_dir import RunDir
-from elaunch.agent.output.timeline import Timeline
+from elaunch.agent.output.run_dir import RunDir, Timeline
 from elaunch.agent.workers.group import CurrentGroup, Reporter, WorkerGroup
 from elaunch.agent.workers.observers import STACKS_FILE, Observers
 from elaunch.rendezvous.types import Failure, FailureKind, RankTable, Seat

@@ -10,7 +10,7 @@ import click
 import pytest
 
 from elaunch.agent.config import AgentConfig, OnHang, StreamChoice, Streams
-from elaunch.agent.default_preload import DEFAULT_PRELOAD
+from elaunch.agent.environment import DEFAULT_PRELOAD
 from elaunch.launcher.agent_config import RANK_VARIABLES, agent_config, with_network
 from elaunch.launcher.host import HostResources
 from elaunch.launcher.options.command_line import Group
