@@ -72,7 +72,7 @@ def descriptors(ancillary: Iterable[tuple[int, int, bytes]]) -> tuple[int, ...]:
 
 def catches(pid: int, signum: int) -> bool:
     """Whether that process has a handler for the signal; not, where it is gone."""
-    return _is_in(pid, "SigCgt", signum)
+    return bool(int(_status(pid, "SigCgt") or "0", 16) >> (signum - 1) & 1)
 
 
 def start_thread(work: Callable[[], object], name: str) -> threading.Thread | None:
@@ -137,11 +137,6 @@ def read_signal(fd: int) -> tuple[int, int]:
     # struct signalfd_siginfo of linux/signalfd.h.
     info = os.read(fd, 128)
     return int.from_bytes(info[:4], sys.byteorder), int.from_bytes(info[12:16], sys.byteorder)
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether a SIGSTOP or a debugger holds that process; not, where it is gone."""
-    return _status(pid, "State")[:1] in ("T", "t")
 
 
 # Calls in which a thread sleeps, by their numbers (linux/arch/*/entry/syscalls).
@@ -223,25 +218,16 @@ def descendants(pid: int, most: int = 64) -> list[int]:
     return found
 
 
-def _is_in(pid: int, field: str, signum: int) -> bool:
-    return bool(int(_status(pid, field) or "0", 16) >> (signum - 1) & 1)
-
-
 def _status(pid: int, field: str) -> str:
     """The words of that field of /proc/PID/status; empty where the process is gone."""
-    return _fields(pid).get(field, "")
-
-
-def _fields(pid: int) -> dict[str, str]:
-    """The fields of /proc/PID/status; none where the process is gone."""
     try:
         # Without pathlib, which takes longer than the kernel: a restart looks at each worker.
         with open(f"/proc/{pid}/status", "rb", 0) as file:  # noqa: PTH123
             # A process's own name in this file is cut at 15 bytes, perhaps in the middle of a character.
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:
-        return {}
-    return {name: words.strip() for name, _, words in (line.partition(":") for line in lines)}
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(f"{field}:")), "")
 
 
 def stat_fields(pid: int | str) -> list[bytes]:

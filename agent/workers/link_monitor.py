@@ -172,7 +172,7 @@ class LinkMonitor:
         ranks: list[RankReport] = []
         for local_rank in range(group.slots):
             link, pid = group.links.get(local_rank), group.pids.get(local_rank, -1)
-            state = "stopped" if linux.is_stopped(pid) else "running"
+            state = "stopped" if linux.state(pid) in ("T", "t") else "running"
             report = RankReport(group.rank(local_rank), local_rank, pid, state, wait_share=shares.get(local_rank))
             if link and link.reports:
                 times = link.step_times

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from elaunch.agent.core.leaving import OrderAnswer
 from elaunch.agent.diagnosis.stack_groups import StackAnswer, read_stack_answer
 from elaunch.agent.guardian.guardian import SOCKET_FOLDERS
-from elaunch.agent.linux import credentials, in_threads, is_stopped
+from elaunch.agent.linux import credentials, in_threads, state
 from elaunch.agent.serve.status_server import SOCKET_NAME
 from elaunch.rendezvous.codec import decode, decode_fields
 from elaunch.rendezvous.rules.questions import Topic
@@ -160,7 +160,7 @@ def _query(
             raise NoAnswer(f"the socket {path} is served by another user; it is not trusted")
         try:
             connection.sendall(f'{{"ask":"{topic}"}}\n'.encode())
-            if is_stopped(pid):
+            if state(pid) in ("T", "t"):
                 raise NoAnswer(f"the elaunch with pid {pid} is stopped, by SIGSTOP or a debugger (kill -CONT {pid})")
             answer = parse_json(_line(connection, end_s))
             if isinstance(answer, dict) and "error" in answer:

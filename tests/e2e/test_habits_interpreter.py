@@ -176,18 +176,6 @@ class TestSitecustomize:
         # The launcher is a Python program too, and runs it once. No other process runs it.
         assert len(ran_in) <= 2
 
-    def test_one_that_starts_a_thread_makes_workers_fresh_interpreters_and_a_line_says_so(self, tmp_path: Path) -> None:
-        env = _site(
-            tmp_path, "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()"
-        )
-        script(tmp_path, "import threading\nprint(threading.active_count())\n")
-
-        run = worker(tmp_path, "train.py", env=env)
-
-        assert (run.code, run.out) == (0, b"2\n"), str(run)
-        assert len(run.execed) == 1
-        assert "thread" in run.execed[0]
-
 
 class TestVirtualEnvironment:
     def test_python_exec_names_another_environments_interpreter(self, tmp_path: Path) -> None:

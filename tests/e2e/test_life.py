@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import re
 import secrets
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from elaunch import __version__
 from tests.harness import (
-    COMMAND,
-    RUN_LIMIT_S,
     Job,
-    environment,
     finished,
     free_ports,
     records,
@@ -323,36 +317,6 @@ class TestProgram:
 
         assert job.code == 0, job.output
         assert sorted(job.stdout.splitlines()) == ["[0] 0 of 2: word", "[1] 1 of 2: word"]
-
-    def test_a_command_that_fails_fails_the_job_with_its_exit_code_in_the_report(self, tmp_path: Path) -> None:
-        job = finished(tmp_path, "--max-restarts", "0", "--no-python", "sh", "-c", "exit 19")
-
-        assert job.code == 1, job.output
-        assert "exited with code 19" in job.stderr
-
-    def test_the_command_and_python_dash_m_elaunch_are_the_same(self, tmp_path: Path) -> None:
-        script(tmp_path, SAY_ARGUMENTS)
-        installed = str(Path(sys.executable).with_name("elaunch"))
-
-        # All other tests type `python -m elaunch`.
-        done = subprocess.run(
-            [installed, *LIGHT, "train.py", "a"],
-            cwd=tmp_path,
-            env=environment(),
-            capture_output=True,
-            text=True,
-            timeout=RUN_LIMIT_S,
-        )
-        versions = [
-            subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=RUN_LIMIT_S)
-            for command in ([installed], COMMAND)
-        ]
-
-        assert (done.returncode, done.stdout) == (
-            0,
-            'argv {"argv": ["train.py", "a"], "name": "__main__", "rank": "0"}\n',
-        )
-        assert [(each.returncode, each.stdout) for each in versions] == [(0, f"elaunch {__version__}\n")] * 2
 
 
 def _by_generation(job: Job) -> dict[str, list[dict[str, object]]]:

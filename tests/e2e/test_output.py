@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 import re
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -43,7 +40,6 @@ print("err", os.environ["RANK"], file=sys.stderr)
 """
 
 LINES = 10_000
-CHATTY_BYTES_MIN = 20_000_000
 
 # Scripts wait until the test makes a file.
 WAIT = """
@@ -188,158 +184,6 @@ def test_under_load_every_line_arrives_once_whole_and_in_its_ranks_order(
     assert len(lines) == 4 * LINES
     turns = sum(one[:3] != other[:3] for one, other in itertools.pairwise(lines))
     assert turns > 20, "the ranks wrote one after the other: this proves nothing"
-
-
-PARTIAL = (
-    WAIT
-    + """
-if rank == 0:
-    write("epoch 1 ...")
-    wait("soon")
-    write(" done\\n")
-    write("epoch 2 ...")
-    wait("other")
-    write(" done\\n")
-    for percent in 10, 20, 30:
-        write(f"\\r{percent}%")
-        wait(f"shown {percent}")
-    write("\\r100%\\n")
-    write("x" * 3_000_000 + "\\n")
-    Path("long").touch()
-else:
-    wait("between")
-    write("meanwhile\\n")
-    wait("long")
-write(f"the end of {rank}")
-"""
-)
-
-
-@pytest.fixture(scope="module")
-def partial(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The new output of two workers on the console at each stage, and at the end."""
-    folder = tmp_path_factory.mktemp("partial")
-    script(folder, PARTIAL)
-    seen: dict[str, str] = {}
-    with Job(folder, *LIGHT, "--nproc-per-node", "2", "train.py") as job:
-
-        def shown(name: str, words: str, then: str) -> None:
-            before = sum(map(len, seen.values()))
-            wait_for(lambda: job.stdout.endswith(words), f"{words!r} on the console")
-            seen[name] = job.stdout[before:]
-            (folder / then).touch()
-
-        shown("soon", "epoch 1 ...", then="soon")
-        shown("completed", "epoch 2 ...", then="between")
-        shown("between", "meanwhile\n", then="other")
-        for percent in (10, 20, 30):
-            shown(f"{percent}%", f"\r[0] {percent}%", then=f"shown {percent}")
-        assert job.wait() == 0, job.stderr
-        seen["rest"] = job.stdout[sum(map(len, seen.values())) :]
-    return seen
-
-
-class TestPartialLines:
-    def test_they_are_shown_soon_and_completed_in_place(self, partial: dict[str, str]) -> None:
-        assert partial["soon"] == "[0] epoch 1 ..."
-        assert partial["completed"] == " done\n[0] epoch 2 ..."
-
-    def test_another_ranks_line_does_not_run_into_one(self, partial: dict[str, str]) -> None:
-        assert partial["between"] == "\n[1] meanwhile\n"
-        assert partial["10%"].startswith("[0]  done\n")
-
-    def test_a_progress_bar_moves_in_place(self, partial: dict[str, str]) -> None:
-        assert partial["10%"] + partial["20%"] + partial["30%"] == "[0]  done\n[0] \r[0] 10%\r[0] 20%\r[0] 30%"
-        assert partial["rest"].startswith("\r[0] 100%\n")
-
-    def test_a_line_of_megabytes_arrives_whole(self, partial: dict[str, str]) -> None:
-        _, long, *_ = partial["rest"].split("\n")
-
-        assert long == f"[0] {'x' * 3_000_000}"
-
-    def test_a_partial_last_line_is_not_lost(self, partial: dict[str, str]) -> None:
-        assert sorted(partial["rest"].split("\n")[2:]) == ["[0] the end of 0", "[1] the end of 1"]
-
-
-@pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    """Results of a job in which one rank prints without a pause, until the test has seen another rank's only line."""
-    folder = tmp_path_factory.mktemp("chatty")
-    script(
-        folder,
-        f"""
-import hashlib, json, os, time
-from pathlib import Path
-
-if os.environ["RANK"] == "0":
-    block = b"".join(b"%07d %s\\n" % (i, b"x" * 990) for i in range(1000))
-    seen, written = hashlib.sha256(), 0
-    while written < {CHATTY_BYTES_MIN} or not Path("heard").exists():
-        rest = memoryview(block)
-        while rest:
-            rest = rest[os.write(1, rest):]
-        seen.update(block)
-        written += len(block)
-    Path("wrote.tmp").write_text(json.dumps([written, seen.hexdigest()]))
-    Path("wrote.tmp").rename("wrote")
-else:
-    while not Path("speak").exists():
-        time.sleep(0.005)
-    print("a word of rank 1")
-    while not Path("wrote").exists():
-        time.sleep(0.005)
-""",
-    )
-
-    process = subprocess.Popen(
-        [*PATIENT, *LIGHT, "--nproc-per-node", "2", "--log-dir", "logs", "train.py"],
-        cwd=folder,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    )
-    console, count, others, was_asked, still_wrote = hashlib.sha256(), 0, [], False, False
-    with killed_at_deadline(process):
-        assert process.stdout
-        for line in process.stdout:
-            if line.startswith(b"[0] "):
-                console.update(line[4:])
-                count += len(line) - 4
-            else:
-                others.append(line)
-                still_wrote = not (folder / "wrote").exists()
-                (folder / "heard").touch()
-            if count > CHATTY_BYTES_MIN // 4 and not was_asked:
-                was_asked = True
-                (folder / "speak").touch()
-            if was_asked and not others:
-                # Read slowly, like a slow terminal, so that the chatty rank's pipe is always full.
-                time.sleep(0.0001)
-        code = process.wait(DEADLINE_S)
-
-    (log,) = folder.glob("logs/latest/attempt_0/0/stdout.log")
-    kept, size = hashlib.sha256(), log.stat().st_size
-    with log.open("rb") as file:
-        while piece := file.read(1 << 20):
-            kept.update(piece)
-    log.unlink()
-
-    return {
-        "code": code,
-        "wrote": json.loads((folder / "wrote").read_text()),
-        "console": [count, console.hexdigest()],
-        "file": [size, kept.hexdigest()],
-        "others": others,
-        "still_wrote": still_wrote,
-    }
-
-
-class TestChattyRank:
-    def test_no_byte_is_lost_on_the_console(self, told: dict[str, object]) -> None:
-        assert told["console"] == told["wrote"]
-
-    def test_no_byte_is_lost_in_the_log_file(self, told: dict[str, object]) -> None:
-        assert told["file"] == told["wrote"]
 
 
 def test_what_a_worker_wrote_before_its_end_arrives_however_slow_the_reader(tmp_path: Path) -> None:

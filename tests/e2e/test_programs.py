@@ -13,71 +13,16 @@ from tests.faults.processes import is_alive
 from tests.harness import (
     COMMAND,
     DEADLINE_S,
-    Job,
     environment,
     finished,
     script,
     slow,
     wait_for,
 )
-from tests.standin import WITH_TORCH
 
 pytestmark = pytest.mark.usefixtures("without_torch")
 
 LIGHT = ("--preload", "json", "--max-restarts", "0")
-
-
-# Rank 0 leaves files open and a thread that writes; rank 1 forks a child that raises.
-LATE = """
-import os, threading, time
-if os.environ["RANK"] == "0":
-    keep = [open(f"file{i}", "w") for i in range(40)]
-    for file in keep: file.write("x" * 10)
-    late = open("late", "w")
-    def write():
-        threading.main_thread().join()
-        late.write("late"); late.flush()
-    threading.Thread(target=write).start()
-else:
-    pid = os.fork()
-    if pid == 0: raise ValueError("the child only")
-    print("child ended with", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-"""
-
-
-@pytest.fixture(scope="module")
-def late(tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, Path]:
-    """A job that ends well, and its folder."""
-    folder = tmp_path_factory.mktemp("late")
-    script(folder, LATE)
-    return finished(folder, *LIGHT, "--nproc-per-node", "2", "--log-dir", "logs", "train.py"), folder
-
-
-def test_a_late_import_error_of_one_rank_is_a_start_up_failure_though_another_waits_at_the_store(
-    tmp_path: Path,
-) -> None:
-    script(
-        tmp_path,
-        "import os, time\n"
-        "import torch.distributed as dist\n"
-        "if os.environ['RANK'] == '0':\n"
-        "    print('at the store', flush=True)\n"
-        "    dist.init_process_group('gloo')\n"
-        "while not os.path.exists('go'): time.sleep(0.01)\n"
-        "import nosuchmodule\n",
-    )
-
-    with Job(tmp_path, "--preload", "torch", "--nproc-per-node", "2", "train.py", env=WITH_TORCH) as job:
-        job.wait_for_output("at the store")
-        # The group's leader has connected by the time that its socket is there.
-        store = job.child("elaunch: worker store")
-        wait_for(lambda: len([c for c in store.net_connections() if c.status == "ESTABLISHED"]) >= 3, "a client")
-        (tmp_path / "go").touch()
-        code = job.wait()
-
-    assert code == 1
-    assert "it never got past its start" in job.stderr
-    assert "generation 1" not in job.stderr
 
 
 @pytest.mark.slow

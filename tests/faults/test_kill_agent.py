@@ -82,32 +82,6 @@ def test_what_a_killed_agent_had_is_gone_within_a_second(tmp_path: Path) -> None
     assert min(took_s) <= 1
 
 
-@pytest.mark.slow
-def test_data_loader_workers_die_with_the_agent(tmp_path: Path) -> None:
-    script(
-        tmp_path,
-        f"""{SAY}
-from torch.utils.data import DataLoader
-
-loader = DataLoader(range(1 << 20), batch_size=2, num_workers=2)
-batches = iter(loader)
-next(batches)
-for process in batches._workers:
-    say("loader", process.pid)
-say("worker", os.getpid())
-for _ in batches:
-    time.sleep(0.01)
-""",
-    )
-    with Watched(tmp_path, "--preload", "torch", "--nproc-per-node", "1", "train.py") as job:
-        said_pids(job, "worker", each=1)
-        pids = said_pids(job, "loader", each=2)
-
-        job.kill_agent()
-
-        job.assert_nothing_is_left(pids)
-
-
 def test_what_an_agent_killed_together_with_its_guardian_has_left_is_removed_by_the_next(tmp_path: Path) -> None:
     script(tmp_path, f"{SAY}\nsay('worker', os.getpid())\nwhile True: signal.pause()")
     options = ("--nproc-per-node", "1", "train.py")

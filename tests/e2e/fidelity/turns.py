@@ -51,24 +51,22 @@ def taken(
     programs: Mapping[str, str],
     *args: str,
     env: Mapping[str, str] | None = None,
-    by_stdin: bool = False,
 ) -> Turns:
     """Run all programs with these arguments, as workers and as fresh interpreters.
 
-    The script is `folder`/train.py. With `by_stdin` the interpreters get it from stdin and do not know its name.
+    The script is `folder`/train.py.
     """
     text = WHOSE + "".join(
         f"{'el' * (turn > 0)}if TURN == {turn}:  # {name}\n{textwrap.indent(program or 'pass', '    ')}\n"
         for turn, (name, program) in enumerate(programs.items())
     )
-    place = script(folder, text)
-    program, stdin = ("-", place) if by_stdin else ("train.py", Path(os.devnull))
+    script(folder, text)
     # Set two threads for all: the number that the launcher chooses would differ from that of a fresh process.
     common = {"OMP_NUM_THREADS": "2", **(env or {})}
 
     with ThreadPoolExecutor(2) as pool:
         ends = pool.map(
-            lambda turn: fresh(folder, program, *args, env={**common, "TURN": str(turn)}, stdin=stdin),
+            lambda turn: fresh(folder, "train.py", *args, env={**common, "TURN": str(turn)}),
             range(len(programs)),
         )
         alone = dict(zip(programs, ends, strict=True))
@@ -85,8 +83,8 @@ def taken(
             continue
         logs = folder / f"logs of {len(workers)}"
         order = {"TURNS": " ".join(str(names.index(name)) for name in group), **common}
-        words = (*how, *options, "--log-dir", str(logs), "-r", "3", program, *args)
-        with stdin.open("rb") as typed, Job(folder, *words, env=_own(folder, order), stdin=typed) as job:
+        words = (*how, *options, "--log-dir", str(logs), "-r", "3", "train.py", *args)
+        with Path(os.devnull).open("rb") as typed, Job(folder, *words, env=_own(folder, order), stdin=typed) as job:
             # Those that fail run one after the other.
             job.wait(DEADLINE_S + 10.0 * len(group))
         said += job.output

@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,6 +111,22 @@ def with_crash_stack(name: str, fresh: Any) -> Any:
     if name == "signal_sets":
         return {**fresh, "SigCgt": caught_too(fresh["SigCgt"])}
     return fresh
+
+
+def differences(names: Iterable[str], worker: Mapping[str, Any], fresh: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts that differ, with both values, but for what each worker has by docs/fidelity.md."""
+    found = {}
+    for name in names:
+        ours, theirs = worker[name], with_crash_stack(name, fresh[name])
+        if name.startswith(("environ", "torch_var")):
+            # Drop the launcher's variables. Those that the test set for the fresh process too are in both.
+            ours = without_launchers(ours)
+        if name == "import_hooks":
+            # One of elaunch's waits for torch, where that is not preloaded.
+            ours = [[hook for hook in ours[0] if hook != "_Finder"], ours[1]]
+        if ours != theirs:
+            found[name] = (ours, theirs)
+    return found
 
 
 def caught_too(mask: str) -> str:

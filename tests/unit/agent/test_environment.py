@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from elaunch.agent.environment import RANK_VARIABLES, arguments, one_gpu, outside, rank_variables
@@ -65,16 +63,6 @@ def test_the_ranks_of_all_nodes_are_without_holes() -> None:
     ranks = [int(variables(g, n)["RANK"]) for g, seat in enumerate(TABLE.seats) for n in range(seat.slots)]
 
     assert ranks == [0, 1, 2, 3, 4]
-
-
-def test_the_ranks_of_a_role_are_counted_over_its_own_nodes() -> None:
-    seats = seats_of([("a-1", 2, "trainer"), ("b-1", 1, "reader"), ("c-1", 3, "trainer")])
-
-    reader, last = (variables(*where, table=replace(TABLE, seats=seats)) for where in ((1, 0), (2, 2)))
-
-    names = ("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "RANK", "WORLD_SIZE")
-    assert [reader[name] for name in names] == ["reader", "0", "1", "2", "6"]
-    assert [last[name] for name in names] == ["trainer", "4", "5", "5", "6"]
 
 
 @pytest.mark.parametrize(

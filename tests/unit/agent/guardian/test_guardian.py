@@ -273,15 +273,6 @@ def test_the_end_of_a_job_removes_no_folder_of_another_user(tmp_path: Path) -> N
     assert (own.exists(), other.exists()) == (False, True)
 
 
-def test_the_guardian_ends_what_is_left_of_a_job_that_ends_in_order(spawned: Spawned) -> None:
-    guard = GuardianClient((), {})
-    mine = spawned.pid(READY, markers=guard.marker)
-
-    guard.finish()
-
-    wait_until_gone(mine)
-
-
 def test_where_a_guardian_cannot_be_replaced_the_agent_cleans_up_itself(spawned: Spawned) -> None:
     guard = GuardianClient((), {})
     mine = spawned.pid(READY, markers=guard.marker)

@@ -70,15 +70,6 @@ def test_each_generation_and_rank_has_a_folder_in_torchruns_tree(tmp_path: Path,
     assert rank.is_dir()
 
 
-def test_where_nothing_can_be_written_the_run_goes_on_without_files(
-    warnings: Warnings,
-) -> None:
-    run_dir = RunDir(None, "job", warnings, Places(*[("/proc/nowhere/elaunch", "/proc/elaunch")] * 3))
-
-    assert (run_dir.root, run_dir.generation(0), run_dir.rank(0, 0)) == (None, None, None)
-    assert len(warnings) == 1
-
-
 def test_what_workers_keep_lies_in_shared_memory_in_a_folder_that_is_nobody_elses(warnings: Warnings) -> None:
     places = new_places()
     run_dir = RunDir(None, "job", warnings, places)

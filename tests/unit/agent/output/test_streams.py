@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pty
 import resource
 import select
 from collections.abc import Iterator
@@ -125,30 +124,6 @@ def test_a_progress_bar_of_one_rank_moves(screen: Screen) -> None:
     assert screen.shown() == b"[0] 10%\r[0] 20%\r"
 
 
-def test_a_reader_that_went_away_costs_one_warning_and_nothing_else(screen: Screen) -> None:
-    screen.lose_reader()
-    rank_0 = stream(screen.console, b"[0] ")
-
-    rank_0.feed(b"one\n", now_s=1.0)
-    rank_0.feed(b"two\n", now_s=1.0)
-
-    assert len(screen.warnings) == 1
-    assert "Broken pipe" in screen.warnings[0]
-    assert rank_0.tail() == "one\ntwo\n"
-
-
-def test_a_full_disk_costs_a_log_file_one_warning_and_the_console_goes_on(screen: Screen) -> None:
-    warnings: list[str] = []
-    rank_0 = stream(screen.console, b"[0] ", file=LogFile("/dev/full", warnings.append))
-
-    rank_0.feed(b"one\n", now_s=1.0)
-    rank_0.feed(b"two\n", now_s=1.0)
-    rank_0.close()
-
-    assert warnings == ["/dev/full cannot be written (No space left on device); training goes on without this log file"]
-    assert screen.shown() == b"[0] one\n[0] two\n"
-
-
 def test_a_redirected_stream_is_on_the_console_only_from_where_its_file_takes_no_more(
     screen: Screen, tmp_path: Path
 ) -> None:
@@ -188,17 +163,6 @@ def test_a_redirected_stream_without_a_file_that_can_be_written_is_on_the_consol
     assert screen.shown() == b"[0] one\n"
 
 
-def test_a_file_gets_every_byte_as_it_was_written(screen: Screen, tmp_path: Path) -> None:
-    path = tmp_path / "stdout.log"
-    rank_0 = stream(screen.console, b"[0] ", file=LogFile(str(path), screen.warnings.append))
-
-    for piece in (b"a\r", b"\nb", b"\xff\r10%", b"\r"):
-        rank_0.feed(piece, now_s=1.0)
-    rank_0.close()
-
-    assert path.read_bytes() == b"a\r\nb\xff\r10%\r"
-
-
 def test_only_the_end_is_kept_and_it_has_a_bound() -> None:
     chatty = stream(None)
 
@@ -207,22 +171,6 @@ def test_only_the_end_is_kept_and_it_has_a_bound() -> None:
 
     assert len(chatty.tail()) == TAIL_BYTES_MAX
     assert chatty.tail().endswith("line 019998\nline 019999\n")
-
-
-def test_lines_with_a_wanted_word_are_copied_whole(screen: Screen, tmp_path: Path) -> None:
-    path = tmp_path / "filtered_stdout.log"
-    wanted = stream(
-        screen.console,
-        needles=(b"loss", b"lr"),
-        needle_file=LogFile(str(path), screen.warnings.append),
-    )
-
-    for piece in (b"step 1\nlo", b"ss 0.3\n", b"lr 0.1\nother\n"):
-        wanted.feed(piece, now_s=1.0)
-    wanted.close()
-
-    assert path.read_bytes() == b"loss 0.3\nlr 0.1\n"
-    assert screen.shown() == b"step 1\nloss 0.3\nlr 0.1\nother\n"
 
 
 def test_a_write_to_a_slow_reader_waits_and_loses_nothing() -> None:
@@ -243,21 +191,3 @@ def test_a_write_to_a_slow_reader_waits_and_loses_nothing() -> None:
 
         assert child.end() == 0
     assert bytes(got) == data
-
-
-def test_a_terminal_has_its_cursor_back_after_a_rank_that_was_killed_in_its_bar(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    ours, terminal = pty.openpty()
-    console = Console(terminal, lambda _: None)
-
-    console.write(b"\x1b[?25l10%\r", None)
-    console.show_cursor()
-
-    shown = b""
-    while not shown.endswith(b"\x1b[?25h") and select.select([ours], [], [], DEADLINE_S)[0]:
-        shown += os.read(ours, 100)
-    assert shown.endswith(b"\x1b[?25h")
-    os.close(ours)
-    os.close(terminal)

@@ -130,10 +130,6 @@ def test_an_order_is_obeyed_by_the_leader_alone_and_answered_first() -> None:
     assert decode(OrderAnswer, put.value).is_done
 
 
-def _until(fact: Callable[[], bool], act: Callable[[], None]) -> None:
-    wait_for(lambda: (act(), fact())[1], "the answer in the store")
-
-
 def test_an_answer_has_the_memory_of_a_rank_and_of_its_host() -> None:
     driver = started()
     ended = subprocess.Popen(["true"])
@@ -316,19 +312,3 @@ def test_another_user_gets_nothing_even_if_somebody_opened_the_folder(tmp_path: 
     finally:
         if folder.exists():
             folder.rmdir()
-
-
-def test_the_first_folder_that_takes_a_socket_is_used_and_the_others_are_removed(tmp_path: Path) -> None:
-    # A socket's address has at most 108 bytes.
-    long, short = tmp_path / ("x" * 120), tmp_path / "short"
-    long.mkdir()
-    short.mkdir()
-    selector = selectors.DefaultSelector()
-
-    made = LocalSocket([long, short], selector, lambda asked: None)
-
-    assert made.path == short / "agent"
-    assert not long.exists()
-    made.close()
-    assert not short.exists()
-    assert LocalSocket([], selector, lambda asked: None).path is None

@@ -107,17 +107,6 @@ def test_away_too_slow_and_refused_are_told_apart() -> None:
     ]
 
 
-def test_a_head_that_answers_too_late_is_slow_not_away() -> None:
-    bench = Bench()
-    error = HeadAway("the job's store is silent: no answer")
-    error.__cause__ = TimedOut("no answer")
-    bench.requests.add(bench.request("first", error))
-
-    bench.run()
-
-    assert bench.events[0] == StoreAway("the job's store is silent: no answer", is_heads=True, is_slow=True)
-
-
 @pytest.mark.parametrize("is_heads", [True, False])
 def test_a_head_of_whose_host_nothing_is_heard_is_away_and_silent(is_heads: bool) -> None:
     bench = Bench()

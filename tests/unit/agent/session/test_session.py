@@ -107,17 +107,6 @@ def test_a_store_in_this_process_is_asked_at_once_by_whoever_calls() -> None:
 # --- a store elsewhere
 
 
-def test_a_store_elsewhere_is_asked_by_a_thread_of_the_sessions_own() -> None:
-    with session() as bench:
-        bench.wait_for(Leased)
-        bench.session.commit(bench.put(1), Tag.JOIN)
-        bench.wait_for(Committed)
-
-        assert threading.current_thread().name not in bench.store.threads
-
-    assert not [thread for thread in threading.enumerate() if thread.name == "store"]
-
-
 class SlowStore(FlakyStore):
     """A store whose commits wait until the test lets them go."""
 
@@ -144,21 +133,6 @@ def test_whoever_orders_never_waits_for_the_store() -> None:
         bench.wait_for(Committed, 5)
 
     assert answered == 0
-
-
-def test_transactions_happen_in_the_order_in_which_they_were_ordered_though_the_store_is_away_meanwhile() -> None:
-    with session() as bench:
-        bench.wait_for(StoreBack)
-        bench.store.down = "no route"
-        for number in range(20):
-            bench.session.commit(bench.put(number), Tag.JOIN)
-        bench.wait_for(StoreAway, 3)
-        bench.store.down = ""
-        bench.wait_for(Committed, 20)
-
-        assert bench.numbers == list(range(20))
-        assert len(bench.seen(Committed)) == 20
-        assert len(bench.seen(StoreBack)) == 2
 
 
 def test_a_lease_is_renewed_only_by_a_loop_that_lives() -> None:
@@ -220,21 +194,6 @@ def test_the_last_words_are_heard_and_the_lease_is_given_back() -> None:
     assert bench.store.calls["revoke"] == 1
     assert bench.store.closed
     assert bench.session.due_s is None
-
-
-def test_last_words_that_the_store_does_not_take_are_not_waited_for() -> None:
-    bench = Bench(remote=True)
-    bench.session.open()
-    bench.wait_for(StoreBack)
-    bench.store.down = "no route"
-    bench.session.commit(bench.put(1), None)
-    bench.wait_for(StoreAway)
-
-    # Without end, if it waited for the store.
-    bench.session.close(1e9)
-
-    assert bench.store.closed
-    assert bench.store.calls["revoke"] == 0
 
 
 @pytest.mark.parametrize("others_go", [False, True])

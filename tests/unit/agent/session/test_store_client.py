@@ -19,7 +19,6 @@ from elaunch.rendezvous.store import (
     Absent,
     Changes,
     Denied,
-    HistoryLost,
     KeyEntry,
     LeaseGone,
     Op,
@@ -98,18 +97,6 @@ def number(snapshot: Snapshot) -> int | None:
 
 
 # --- the beginning
-
-
-def test_a_lease_is_begun_and_a_look_taken() -> None:
-    bench = Bench().begun()
-
-    (leased,) = bench.events
-    assert isinstance(leased, Leased)
-    assert leased.node_id.startswith("node-a-")
-    assert len(leased.node_id) == len("node-a-") + 8
-    assert bench.store.memory.keep_alive(leased.lease) == TIMES.lease_ttl_s
-    assert bench.store.calls["check"] == 0, "that the first read was answered says it all"
-    assert bench.looks_due == 1
 
 
 @pytest.mark.parametrize("why", [Denied("no such page"), AWAY], ids=["denied", "away"])
@@ -244,20 +231,6 @@ def test_looks_never_go_back() -> None:
     assert number(bench.snapshot) == 2
 
 
-def test_what_a_watch_did_not_tell_is_found_by_reading_again() -> None:
-    bench = Bench().begun()
-    bench.store.deaf = True
-    bench.open(4)
-    assert number(bench.snapshot) is None
-
-    bench.store.deaf = False
-    bench.view.read_again()
-
-    assert number(bench.snapshot) == 4
-    bench.open(5)
-    assert number(bench.snapshot) == 5, "and watched from there on"
-
-
 def test_a_record_that_is_none_ends_the_session_with_its_key() -> None:
     bench = Bench().begun()
     bench.write(Put(KEYS.generation, "garbage"))
@@ -266,14 +239,6 @@ def test_a_record_that_is_none_ends_the_session_with_its_key() -> None:
 
     assert isinstance(lost, StoreLost)
     assert lost.why.startswith(f"{KEYS.generation} in the store is not a Generation: 'garbage'")
-
-
-def test_what_ends_a_watch_is_told() -> None:
-    bench = Bench().begun()
-
-    bench.view._told(bench.view._epoch, HistoryLost("the store's revision went back from 9 to 3"))
-
-    assert bench.events[-1] == StoreLost("the store's revision went back from 9 to 3")
 
 
 def test_a_watch_that_is_denied_ends_no_training_and_is_begun_again_with_the_next_read() -> None:
@@ -381,24 +346,6 @@ def test_a_lease_is_renewed_each_keepalive_and_once_a_lease_time_what_is_seen_is
     assert bench.store.calls["commit"] - compared == took_s // TIMES.lease_ttl_s
 
 
-def test_a_store_in_this_process_keeps_its_leases_by_itself() -> None:
-    bench = Bench(remote=False).begun()
-
-    assert bench.client.due_s is None
-    assert not bench.client.tick(bench.now_s + 1000, bench.requests)
-
-
-def test_at_the_end_the_lease_is_given_back_and_the_keys_go_with_it() -> None:
-    bench = Bench().begun()
-    bench.client.commit(bench.put(KEYS.member("x")), None)
-    with_me = bench.client.has_others()
-
-    bench.client.give_back()
-
-    assert (with_me, bench.client.has_others()) == (True, False)
-    assert bench.store.memory.keep_alive(bench.leased[0].lease) == 0
-
-
 # --- the run's lease
 
 
@@ -435,28 +382,6 @@ def test_who_starts_a_run_after_its_own_lease_has_ended_hears_of_that_and_leaves
     assert bench.store.memory.keep_alive(run_lease(KEYS, txn)) == 0
 
 
-def test_of_two_agents_that_start_a_run_at_once_one_lease_is_left() -> None:
-    benches = [Bench(), Bench(seed=2)]
-    benches[1].store.memory = benches[0].store.memory
-    txns = []
-    for bench in benches:
-        own = bench.begun().leased[-1]
-        txns.append(start_run(bench.snapshot, Terms(), replace(NODE, node_id=own.node_id), own.lease))
-    first, second = (run_lease(KEYS, txn) for txn in txns)
-    memory = benches[0].store.memory
-    # The second client has found that its lease is missing, and has begun it. Then the first client starts the run.
-    benches[1].store.lose("grant", AWAY)
-    with pytest.raises(Unavailable):
-        benches[1].client.commit(txns[1], Tag.RUN)
-    assert memory.keep_alive(second)
-    benches[0].client.commit(txns[0], Tag.RUN)
-
-    benches[1].client.commit(txns[1], Tag.RUN)
-
-    assert (memory.keep_alive(first), memory.keep_alive(second)) == (TIMES.keys_ttl_s, 0)
-    assert memory.read(KEYS.spec).entries[KEYS.spec].lease == first
-
-
 def test_a_start_that_was_done_and_whose_answer_was_lost_keeps_its_lease() -> None:
     bench = Bench().begun()
     own = bench.leased[-1]
@@ -469,35 +394,6 @@ def test_a_start_that_was_done_and_whose_answer_was_lost_keeps_its_lease() -> No
 
     assert bench.store.memory.keep_alive(run_lease(KEYS, txn)) == TIMES.keys_ttl_s
     assert KEYS.spec in bench.store.memory.read(KEYS.spec).entries
-
-
-def live(bench: Bench, seconds: float) -> None:
-    """Let time pass for the client and its store. The client does what is due."""
-    end_s = bench.now_s + seconds
-    while bench.now_s < end_s:
-        bench.now_s += TIMES.keepalive_s
-        bench.store.memory.advance(bench.now_s)
-        bench.client.tick(bench.now_s, bench.requests)
-        while bench.requests.has_any:
-            bench.requests.do_next(0.0)
-
-
-def test_the_leader_keeps_the_runs_keys_and_whoever_follows_does_not() -> None:
-    times = replace(TIMES, keys_ttl_s=TIMES.keys_ttl_min_s)
-    bench = Bench(times=times)
-    bench.store.memory.advance(bench.now_s)
-    bench.begun()
-    own = bench.leased[-1]
-    bench.client.commit(start_run(bench.snapshot, Terms(), replace(NODE, node_id=own.node_id), own.lease), Tag.RUN)
-    bench.client.widen()
-
-    live(bench, 5 * times.keys_ttl_s)
-    kept = set(bench.store.memory.read(KEYS.control).entries)
-    bench.view._scope = KEYS.control
-    live(bench, 1.5 * times.keys_ttl_s)
-
-    assert {KEYS.spec, KEYS.generation, KEYS.leader} == kept
-    assert set(bench.store.memory.read(KEYS.control).entries) == {KEYS.leader}
 
 
 @pytest.mark.parametrize(("renewed_s", "later_s"), [(0.0, 1.6), (0.8, 0.8)])

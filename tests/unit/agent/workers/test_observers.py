@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from elaunch.agent.core.actions import Blame, KeepStacks
-from elaunch.agent.core.events import WorkersHung
+from elaunch.agent.core.actions import KeepStacks
 from elaunch.agent.output.run_dir import RunDir, Timeline
-from elaunch.agent.workers.group import CurrentGroup, Reporter, WorkerGroup
+from elaunch.agent.workers.group import CurrentGroup, Reporter
 from elaunch.agent.workers.observers import STACKS_FILE, Observers
-from elaunch.rendezvous.types import Failure, FailureKind, RankTable, Seat
+from elaunch.rendezvous.types import Failure, FailureKind
 
 
 def no_failure(kind: FailureKind, generation: int, message: str) -> Failure:
@@ -37,22 +36,3 @@ def test_the_loop_never_waits_for_the_disk_to_which_stacks_go(tmp_path: Path) ->
     assert path.read_text() == "one\ntwo\n"
     assert path.stat().st_mode & 0o777 == 0o600
     assert said == [f"all stacks are in {path}"] * 2
-
-
-def test_a_hang_that_points_at_nobody_is_a_failure_that_accuses_nobody(tmp_path: Path) -> None:
-    posted: list[object] = []
-
-    def of_node(kind: FailureKind, generation: int, message: str) -> Failure:
-        return Failure(kind, generation, "node-a-00000001", "node-a", -1, -1, -1, None, message)
-
-    works: list[Callable[[], object]] = []
-    reporter = Reporter(posted.append, lambda *_: None, Timeline(None, lambda _: None, works.append), of_node)
-    current = CurrentGroup()
-    current.begin(WorkerGroup(RankTable(3, (Seat("node-a-00000001", 2, 4),), "", 0, ""), 0))
-    monitor = Observers(current, reporter, RunDir(tmp_path, "job", lambda _: None), 60.0, works.append)
-
-    for is_blameless in (True, False):
-        monitor.blame(Blame(3, 1, "hung: it waits,", is_blameless))
-
-    failures = [event.failure for event in posted if isinstance(event, WorkersHung)]
-    assert [(failure.rank, failure.is_blameless) for failure in failures] == [(5, True), (5, False)]
