@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from elaunch.agent.serve.event_hook import EventHook
     from elaunch.agent.workers.manager import Services
     from elaunch.rendezvous.store import Store
-    from elaunch.rendezvous.types import Failure, Outcome
+    from elaunch.rendezvous.types import Outcome
 
 _LAST_WORDS_S = 2.0
 _UNREAD = "stopped; not all output was taken by the console or its reader"
@@ -95,32 +95,15 @@ def _fork_server(config: AgentConfig, environment: Mapping[str, str]) -> ForkSer
 
 
 class AgentRun:
-    """An agent that has begun: its fork server imports."""
+    """An agent that has begun: its fork server imports. The launcher writes to `pump`, and reads `run_dir`."""
 
     def __init__(self, services: Services, hook: EventHook | None, metrics: socket.socket | None) -> None:
         self._services, self._hook, self._metrics = services, hook, metrics
-
-    @property
-    def logs(self) -> Path | None:
-        """The run's folder in the user's log folder, if there is one."""
-        return self._services.run_dir.logs
-
-    @property
-    def is_log_incomplete(self) -> bool:
-        """Whether something could not be written that belongs into the run's folder."""
-        return self._services.run_dir.is_incomplete
-
-    def error_file(self, failure: Failure) -> Path | None:
-        """The error file of the worker that failed, which is there if it ran on this host."""
-        return self._services.run_dir.error_file(failure.generation, failure.rank)
-
-    def say(self, line: str) -> None:
-        """Write one line of elaunch's own to stderr."""
-        self._services.pump.say(line)
+        self.pump, self.run_dir = services.pump, services.run_dir
 
     def warn(self, line: str) -> None:
-        """The same for what may need a person."""
-        self._services.pump.say(line, "warning")
+        """Write one line of elaunch's own to stderr, about what may need a person."""
+        self.pump.say(line, "warning")
 
     def run(
         self, config: AgentConfig, store: Store, *, is_remote: bool, served_pid: int | None, way: str = ""
@@ -146,20 +129,16 @@ class AgentRun:
         except NoPort as error:
             raise CannotRun(str(error)) from error
 
-    def write_report(self, text: str, record: Mapping[str, object]) -> None:
-        """Write the report to stderr, as text or as a record, after all that the workers wrote."""
-        self._services.pump.write_report(text, record)
-
     def finish_output(self, outcome: Outcome) -> None:
         """Wait until all is told and written; after an interruption not for long, since the user wants the prompt."""
         from elaunch.rendezvous.types import OutcomeKind
 
         if self._hook:
             self._hook.close()
-        if not self._services.pump.close(timeout_s=_LAST_WORDS_S if outcome.kind is OutcomeKind.INTERRUPTED else None):
+        if not self.pump.close(timeout_s=_LAST_WORDS_S if outcome.kind is OutcomeKind.INTERRUPTED else None):
             os.set_blocking(2, False)
             with suppress(OSError):
-                os.write(2, self._services.pump.lines.line(_UNREAD, "warning"))
+                os.write(2, self.pump.lines.line(_UNREAD, "warning"))
 
 
 def _metrics_listener(config: AgentConfig) -> socket.socket | None:

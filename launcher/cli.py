@@ -126,12 +126,12 @@ def show_report(outcome: Outcome, config: AgentConfig, agent: AgentRun) -> None:
     """Write the report about the job's end to stderr."""
     from elaunch.launcher.report import record, report
 
-    logs = agent.logs
+    logs = agent.run_dir.logs
     if logs and not logs.is_dir():
         agent.warn(f"the workers' output was in {logs}, and that folder was removed")
         logs = None
-    text = report(outcome, config.spec, logs, agent.is_log_incomplete)
-    agent.write_report(text, record(outcome, logs))
+    text = report(outcome, config.spec, logs, agent.run_dir.is_incomplete)
+    agent.pump.write_report(text, record(outcome, logs))
 
 
 def run(
@@ -173,7 +173,7 @@ def _run_agent(
 
             outcome = _outcome(options, planned, config, agent)
             tell(outcome, config, agent)
-            write_error_file(outcome, environ.get("TORCHELASTIC_ERROR_FILE"), agent.error_file)
+            write_error_file(outcome, environ.get("TORCHELASTIC_ERROR_FILE"), agent.run_dir.error_file)
             agent.finish_output(outcome)
     except CannotRun as error:
         raise UsageError(str(error)) from error
@@ -237,9 +237,9 @@ def _outcome(options: Options, planned: Planned, config: AgentConfig, agent: Age
 
     try:
         # What is left with --quiet are warnings, and the line without which no other node could join.
-        reached = reach(options, planned, agent.warn if options.quiet else agent.say)
+        reached = reach(options, planned, agent.warn if options.quiet else agent.pump.say)
     except KeyboardInterrupt:
-        agent.say("interrupted while it looked for the job's store; no worker was started")
+        agent.pump.say("interrupted while it looked for the job's store; no worker was started")
         raise
     try:
         return agent.run(

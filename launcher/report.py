@@ -72,12 +72,12 @@ def record(outcome: Outcome, logs: Path | None) -> dict[str, object]:
 
 
 def write_error_file(
-    outcome: Outcome, path: str | None, own: Callable[[Failure], Path | None] = lambda _failure: None
+    outcome: Outcome, path: str | None, own: Callable[[int, int], Path | None] = lambda _generation, _rank: None
 ) -> None:
     """Write the failure that ended the job to `path` for the program that started elaunch: its record with `errorCode`.
 
-    The format is that of torch's `@record`. `own` tells where a rank of this host wrote its record, if that file is not
-    kept and so is not in the failure's.
+    The format is that of torch's `@record`. `own` tells where a rank of this host wrote its record in a generation,
+    if that file is not kept and so is not in the failure's.
     """
     failure = outcome.failure
     if not path or failure is None:
@@ -86,7 +86,7 @@ def write_error_file(
     # The path comes from another agent: on this host it may be a pipe. JSON that was read may be nested too deeply
     # to be written.
     with suppress(OSError, ValueError, TypeError, RecursionError):
-        theirs = failure.error_file or own(failure)
+        theirs = failure.error_file or own(failure.generation, failure.rank)
         if theirs and (kept := read_error_file(theirs)):
             text = _record_with_code(dict(parse_json(kept)), failure)
     text = text or _record_with_code({}, failure)

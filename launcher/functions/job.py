@@ -79,11 +79,11 @@ def _tell(answer: int, name: str, outcome: Outcome, config: AgentConfig, agent: 
     # The report is about the function. That the program is a module of elaunch's is nobody's concern.
     program = replace(config.spec.program, kind=ProgramKind.SCRIPT, target=name)
     spec = replace(config.spec, program=program)
-    text = report(outcome, spec, agent.logs, agent.is_log_incomplete)
-    told = record(outcome, agent.logs)
+    text = report(outcome, spec, agent.run_dir.logs, agent.run_dir.is_incomplete)
+    told = record(outcome, agent.run_dir.logs)
     if outcome.exit_code == 0:
         # Any other text is in the exception that the caller raises.
-        agent.write_report(text, told)
+        agent.pump.write_report(text, told)
     _write(answer, {**told, "text": text})
 
 

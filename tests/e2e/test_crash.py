@@ -49,18 +49,3 @@ def test_the_report_has_the_stack_and_the_users_innermost_line(start: tuple[str,
     assert "exitcode  : -11" in report
     assert "before the crash\n" in before
     assert "Fatal Python error" not in before, "a fresh interpreter would not have written it"
-
-
-@pytest.mark.parametrize(
-    ("before", "env"),
-    [("import faulthandler; faulthandler.enable()", {}), ("", {"PYTHONFAULTHANDLER": "1"})],
-    ids=["enabled", "PYTHONFAULTHANDLER"],
-)
-def test_a_user_of_faulthandler_gets_the_stack_on_stderr_as_ever(
-    before: str, env: dict[str, str], tmp_path: Path
-) -> None:
-    _, written, report = crashed(tmp_path, EXEC, CRASHES.replace("BEFORE", before), env)
-
-    assert written.count("Fatal Python error: Segmentation fault") == 1
-    assert report.count("Fatal Python error: Segmentation fault") == 1
-    assert re.search(r"\(crashed in \S+/train\.py:7 in forward\)", report)

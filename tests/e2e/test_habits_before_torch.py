@@ -118,7 +118,7 @@ def launched(
         env=env,
     )
     assert run.code == 0, str(run)
-    assert not run.execed, str(run)
+    assert not any("fresh interpreter" in line for line in run.said), str(run)
     lines = re.findall(r"^\[(\d+)\] found (.*)$", run.out.decode(), re.MULTILINE)
     names = list(programs)
     return run, {names[int(rank)]: json.loads(text) for rank, text in lines}

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 import venv
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -96,52 +96,32 @@ SHOWN = {
 }
 
 
-class InterpreterRuns:
-    """The settings that a program prints, which are the same in a fresh interpreter and in workers. Runs are shared."""
-
-    def __init__(self, tmp_path_factory: pytest.TempPathFactory) -> None:
-        self._factory = tmp_path_factory
-        self.options = functools.cache(self._options)
-        self.variables = functools.cache(self._variables)
-
-    def _options(self, names: tuple[str, ...]) -> str:
-        python = (sys.executable, *(word for name in names for word in OPTIONS[name]))
-        # Python gets the words of a worker that is not forked in the same way whatever they are.
-        twice = names == OPTIONS_AT_ONCE[0]
-        return same(self._folder(), "train.py", python=python, no_preload=twice).out.decode()
-
-    def _variables(self, names: tuple[str, ...]) -> str:
-        return same(self._folder(), "train.py", env={name: VARIABLES[name] for name in names}).out.decode("latin-1")
-
-    def _folder(self) -> Path:
-        folder = self._factory.mktemp("runs")
-        script(folder, "", "helper.py")
-        script(folder, SAY)
-        script(folder, "print('startup ran')\n", "startup.py")
-        return folder
+def shown(folder: Path, *python: str, env: Mapping[str, str] | None = None, no_preload: bool = False) -> str:
+    """The settings that a program prints, which are the same in a fresh interpreter and in workers."""
+    script(folder, "", "helper.py")
+    script(folder, SAY)
+    script(folder, "print('startup ran')\n", "startup.py")
+    found = same(folder, "train.py", python=(sys.executable, *python), env=env, no_preload=no_preload)
+    return found.out.decode("latin-1")
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> InterpreterRuns:
-    return InterpreterRuns(tmp_path_factory)
+@pytest.mark.parametrize("names", OPTIONS_AT_ONCE, ids=", ".join)
+def test_the_interpreters_options_are_the_workers(tmp_path: Path, names: tuple[str, ...]) -> None:
+    # Python gets the words of a worker that is not forked in the same way whatever they are.
+    twice = names == OPTIONS_AT_ONCE[0]
+
+    said = shown(tmp_path, *(word for name in names for word in OPTIONS[name]), no_preload=twice)
+
+    assert [name for name in names if SHOWN[name] not in said] == []
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_the_interpreters_options_are_the_workers(runs: InterpreterRuns, name: str) -> None:
-    (at_once,) = [names for names in OPTIONS_AT_ONCE if name in names]
+@pytest.mark.parametrize("names", VARIABLES_AT_ONCE, ids=", ".join)
+def test_a_variable_for_python_has_its_effect(tmp_path: Path, names: tuple[str, ...]) -> None:
+    said = shown(tmp_path, env={name: VARIABLES[name] for name in names})
 
-    assert SHOWN[name] in runs.options(at_once)
-
-
-@pytest.mark.parametrize("name", VARIABLES)
-def test_a_variable_for_python_has_its_effect(runs: InterpreterRuns, name: str) -> None:
-    (at_once,) = [names for names in VARIABLES_AT_ONCE if name in names]
-
-    shown = runs.variables(at_once)
-
-    assert f"'{name}': '{VARIABLES[name]}'" in shown
-    assert SHOWN.get(name, "") in shown
-    assert "startup ran" not in shown
+    assert [name for name in names if f"'{name}': '{VARIABLES[name]}'" not in said] == []
+    assert [name for name in names if SHOWN.get(name, "") not in said] == []
+    assert "startup ran" not in said
 
 
 # A .pth file or sitecustomize that leaves one line per run, and marks the interpreter.

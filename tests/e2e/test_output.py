@@ -7,10 +7,9 @@ import re
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests import patience
@@ -23,7 +22,6 @@ from tests.harness import (
     finished,
     script,
     slow,
-    wait_for,
 )
 from tests.terminal import Terminal
 
@@ -184,28 +182,6 @@ def test_under_load_every_line_arrives_once_whole_and_in_its_ranks_order(
     assert len(lines) == 4 * LINES
     turns = sum(one[:3] != other[:3] for one, other in itertools.pairwise(lines))
     assert turns > 20, "the ranks wrote one after the other: this proves nothing"
-
-
-def test_what_a_worker_wrote_before_its_end_arrives_however_slow_the_reader(tmp_path: Path) -> None:
-    # Each worker only fills its own pipe, so that all can end. The console's pipe holds the output of one worker.
-    script(tmp_path, WAIT + "wait('go')\nos.write(1, b''.join(b'%099d\\n' % i for i in range(600)))")
-    process = subprocess.Popen(
-        [*COMMAND, *LIGHT, "--nproc-per-node", "4", "--max-restarts", "0", "train.py"],
-        cwd=tmp_path,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-
-    with killed_at_deadline(process):
-        wait_for(lambda: "elaunch: worker store" in _children(process), "the start")
-        (tmp_path / "go").touch()
-        wait_for(lambda: "elaunch: worker store" not in _children(process), "the workers' end")
-        output, errors = process.communicate(timeout=DEADLINE_S)
-
-    assert process.returncode == 0, errors
-    expected = [f"[{rank}] {i:099}" for rank in range(4) for i in range(600)]
-    assert sorted(output.decode().splitlines()) == sorted(expected)
 
 
 class TestLogDir:
@@ -468,15 +444,6 @@ def killed_at_deadline(process: subprocess.Popen[bytes]) -> Iterator[None]:
     finally:
         timer.cancel()
         process.kill()
-
-
-def _children(process: subprocess.Popen[bytes]) -> list[str]:
-    """The command lines of a process's descendants."""
-    found: list[str] = []
-    for child in psutil.Process(process.pid).children(recursive=True):
-        with suppress(psutil.Error):
-            found.append(" ".join(child.cmdline()).rstrip())
-    return found
 
 
 def _tree(folder: Path) -> dict[str, str]:

@@ -25,16 +25,6 @@ pytestmark = pytest.mark.usefixtures("without_torch")
 LIGHT = ("--preload", "json", "--max-restarts", "0")
 
 
-@pytest.mark.slow
-def test_a_hundred_short_workers_are_no_sign_of_a_dead_fork_server(tmp_path: Path) -> None:
-    script(tmp_path, "print('hello')\n")
-
-    job = finished(tmp_path, *LIGHT, "--nproc-per-node", "130", "train.py")
-
-    assert job.code == 0, job.stderr
-    assert job.stdout.count("hello") == 130
-
-
 @pytest.mark.parametrize("signums", [[signal.SIGTERM], slow([signal.SIGINT, signal.SIGINT])])
 def test_a_reader_that_has_stopped_reading_does_not_keep_a_job_from_being_stopped(
     tmp_path: Path, signums: list[signal.Signals]

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import stat
-import time
 from pathlib import Path
 from typing import Any
 
@@ -168,38 +166,6 @@ def test_a_worker_that_comes_to_no_end_of_its_step_is_killed_after_the_stop_grac
 
 
 # --- hang
-
-
-@pytest.mark.slow
-def test_a_node_whose_agent_and_workers_were_all_stopped_does_not_hang_when_they_go_on(tmp_path: Path) -> None:
-    script(
-        tmp_path,
-        f"""{SAY}
-from elaunch.trainer import link
-for step in range(1 << 30):
-    link.report(step)
-    time.sleep(0.05)
-    if step == 20: say("worker", os.getpid())
-    if os.path.exists("end"): break
-""",
-    )
-    with Light(tmp_path, "--hang-timeout", "9", "train.py") as job:
-        job.wait_for_output("worker pid")
-        worker = job.pids("worker")[0]
-        os.kill(worker, signal.SIGSTOP)
-        # Wait until the agent has read the earlier reports.
-        time.sleep(1.2)
-        job.signal(signal.SIGSTOP)
-        time.sleep(10)
-        job.signal(signal.SIGCONT)
-        # The agent looks before its worker goes on.
-        time.sleep(0.3)
-        os.kill(worker, signal.SIGCONT)
-        time.sleep(1.5)
-        (tmp_path / "end").touch()
-
-        assert job.wait() == 0, job.output
-    assert "hung" not in job.stderr
 
 
 # --- what outlives workers

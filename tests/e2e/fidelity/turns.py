@@ -45,13 +45,7 @@ class Turns:
         return self.worker[name], self.fresh[name]
 
 
-def taken(
-    folder: Path,
-    how: tuple[str, ...],
-    programs: Mapping[str, str],
-    *args: str,
-    env: Mapping[str, str] | None = None,
-) -> Turns:
+def taken(folder: Path, how: tuple[str, ...], programs: Mapping[str, str], *args: str) -> Turns:
     """Run all programs with these arguments, as workers and as fresh interpreters.
 
     The script is `folder`/train.py.
@@ -62,7 +56,7 @@ def taken(
     )
     script(folder, text)
     # Set two threads for all: the number that the launcher chooses would differ from that of a fresh process.
-    common = {"OMP_NUM_THREADS": "2", **(env or {})}
+    common = {"OMP_NUM_THREADS": "2"}
 
     with ThreadPoolExecutor(2) as pool:
         ends = pool.map(

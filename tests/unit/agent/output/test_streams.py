@@ -38,10 +38,6 @@ class Screen:
         except BlockingIOError:
             return b""
 
-    def lose_reader(self) -> None:
-        os.close(self._read_fd)
-        self._read_fd = -1
-
     def close(self) -> None:
         for fd in (self._read_fd, self._write_fd):
             if fd >= 0:
@@ -63,12 +59,10 @@ def stream(
     keep_tail: bool = True,
     file: LogFile | None = None,
     file_first: bool = False,
-    needles: tuple[bytes, ...] = (),
-    needle_file: LogFile | None = None,
 ) -> WorkerStream:
     read_fd, write_fd = os.pipe()
     os.close(write_fd)
-    route = Route(console, prefix, file=file, file_first=file_first, needles=needles, needle_file=needle_file)
+    route = Route(console, prefix, file=file, file_first=file_first)
     return WorkerStream(read_fd, 0, local_rank, route, keep_tail=keep_tail)
 
 

@@ -77,21 +77,6 @@ def get(place: str) -> str:
         return str(answer.read().decode())
 
 
-def test_a_scrape_has_the_state_of_the_node_with_its_job_and_host(place: str) -> None:
-    text = get(place)
-
-    own = '{node="node-a",run_id="job"'
-    for sample in (
-        'elaunch_step{node="node-a",rank="2",run_id="job"} 7.0',
-        'elaunch_workers{node="node-a",run_id="job",state="running"} 3.0',
-        f"elaunch_steps_per_second{own}}} 1.5",
-        f"elaunch_leader{own}}} 1.0",
-        f"elaunch_restarts_total{own}}} 0.0",
-        f'elaunch_time_seconds_total{own},use="waiting"}} 1.0',
-    ):
-        assert sample in text.splitlines()
-
-
 def test_connections_that_say_nothing_keep_no_scrape_from_its_answer(place: str) -> None:
     port = int(re.findall(r":(\d+)/", place)[0])
     silent = [socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S) for _ in range(40)]

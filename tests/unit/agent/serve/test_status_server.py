@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import selectors
 import socket
@@ -128,28 +127,6 @@ def test_an_order_is_obeyed_by_the_leader_alone_and_answered_first() -> None:
     (put,) = txn.then
     assert isinstance(put, Put)
     assert decode(OrderAnswer, put.value).is_done
-
-
-def test_an_answer_has_the_memory_of_a_rank_and_of_its_host() -> None:
-    driver = started()
-    ended = subprocess.Popen(["true"])
-    ended.wait(DEADLINE_S)
-    seen = WorkersSeen(0, 1.0, (RankReport(0, 0, os.getpid()), RankReport(1, 1, -1), RankReport(2, 2, ended.pid)))
-    answers = StatusServer(
-        lambda: driver.agent, lambda now_s: seen, lambda *_: None, "", time.monotonic(), driver.happen
-    )
-    heard = Heard("status")
-
-    answers.handle(heard)  # type: ignore[arg-type]
-
-    node = json.loads(heard.answer)["node"]
-    mine, starting, gone = (rank["memory_bytes"] for rank in node["ranks"])
-    # The interpreter alone has more than a MiB.
-    assert 1 << 20 < mine < node["memory_bytes"]
-    assert (starting, gone) == (None, None)
-    assert 0 < node["memory_free_bytes"] <= node["memory_bytes"]
-    assert node["cpus"] >= len(os.sched_getaffinity(0))
-    assert node["load"] >= 0
 
 
 def question(number: int) -> Question:

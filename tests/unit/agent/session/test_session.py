@@ -13,7 +13,6 @@ from elaunch.agent.core.events import (
     Committed,
     Leased,
     Looked,
-    StoreAway,
     StoreBack,
     StoreEvent,
     Tag,
@@ -152,20 +151,6 @@ def test_a_lease_is_renewed_only_by_a_loop_that_lives() -> None:
         wait_for(lambda: bench.store.calls["keep_alive"], "a renewal")
 
     assert (untouched, early) == (0, 0)
-
-
-def test_a_renewal_does_not_wait_behind_transactions_that_the_store_does_not_answer() -> None:
-    with session() as bench:
-        bench.wait_for(StoreBack)
-        bench.store.fail("commit", *[AWAY] * 1000)
-        bench.session.commit(bench.put(1), Tag.JOIN)
-        bench.wait_for(StoreAway)
-
-        bench.session.tick(bench.session.due_s or 0.0)
-        wait_for(lambda: bench.store.calls["keep_alive"], "a renewal")
-
-        assert not bench.seen(Committed)
-        bench.store.errors["commit"].clear()
 
 
 class BrokenStore(FlakyStore):
