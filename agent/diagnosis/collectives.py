@@ -22,6 +22,10 @@ _PAUSE_LOOKS = 12
 _CPU, _DEFAULT_GROUP = 0, 0
 
 
+# A rank is slow if it waits for so much less of the time than any other rank of its node.
+_SLOW_MIN = 0.15
+
+
 @dataclass(frozen=True)
 class Count:
     """Numbers of the last collectives of a process group: entered by the rank, begun on its GPU, ended; -1 for none.
@@ -145,3 +149,20 @@ def _default_group(counts: Counts) -> Count | None:
 
 def _waits(count: Count) -> bool:
     return count.ended < (count.begun if count.begun >= 0 else count.entered)
+
+
+def slow_rank(shares: Mapping[int, float]) -> int:
+    """The rank that the others wait for: it waits less than all of them, by far; -1 if there is none."""
+    ordered = sorted(shares, key=lambda rank: shares[rank])
+    is_alone = len(ordered) > 1 and shares[ordered[1]] - shares[ordered[0]] >= _SLOW_MIN
+    return ordered[0] if is_alone else -1
+
+
+def slow_text(rank: int, local_rank: int, shares: Mapping[int, float]) -> tuple[str, float]:
+    """The sentence about a rank that was slow in two windows, and the least share for which the others wait."""
+    wait = min(share for other, share in shares.items() if other != local_rank)
+    return (
+        f"rank {rank} is slower than the other ranks of this node: they wait in collectives for {wait:.0%} of the time"
+        f" and more, and it for {shares[local_rank]:.0%}, for the last {2 * LOOKS} s",
+        wait,
+    )

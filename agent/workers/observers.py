@@ -1,4 +1,4 @@
-"""Looks at the current generation's workers from outside: do they hang, how long do they wait?"""
+"""Looks at the current generation's workers from outside: do they hang, is one slow?"""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from elaunch.agent import linux
 from elaunch.agent.core.actions import Blame, KeepStacks, LookAtStacks
 from elaunch.agent.core.events import Sampled, StacksTaken, WorkersHung
 from elaunch.agent.diagnosis import stacks
-from elaunch.agent.diagnosis.collectives import WaitShares, last_entered
+from elaunch.agent.diagnosis.collectives import LOOKS, WaitShares, last_entered, slow_rank, slow_text
 from elaunch.agent.diagnosis.hang import LOOK_EVERY_S
 from elaunch.agent.diagnosis.proc_stats import Vitals
 from elaunch.agent.diagnosis.stack_groups import Stack
@@ -62,6 +62,9 @@ class Observers:
         self._waits = WaitShares()
         # For which share of the last minutes each worker waited in collectives, by local rank.
         self.wait_shares: Mapping[int, float] = {}
+        # The rank that was slow in the last window, and those that were named: each once in an agent's life.
+        self._suspect = -1
+        self._named: set[int] = set()
         self._samples: deque[Sampled] = deque()
 
     @property
@@ -72,7 +75,7 @@ class Observers:
     def begin(self) -> None:
         """Look at the current generation's workers from now on."""
         self._first_s = time.monotonic() + _FIRST_LOOK_S if self._is_on else None
-        self._waits, self.wait_shares = WaitShares(), {}
+        self._waits, self.wait_shares, self._suspect = WaitShares(), {}, -1
 
     def end(self) -> None:
         """Look at them no more."""
@@ -135,8 +138,17 @@ class Observers:
         if not known or len(known) < len(counts):
             return
         self._waits, shares = self._waits.after(known)
-        if shares is not None:
-            self.wait_shares = shares
+        if shares is None:
+            return
+        self.wait_shares, before = shares, self._suspect
+        self._suspect = slow_rank(shares)
+        rank = group.rank(self._suspect)
+        if self._suspect >= 0 and self._suspect == before and rank not in self._named:
+            self._named.add(rank)
+            text, wait = slow_text(rank, self._suspect, shares)
+            fields = {"rank": rank, "wait_percent": round(100 * wait), "lasted_s": 2 * LOOKS, "text": text}
+            self._reporter.timeline.stamp(group.generation, "slow", **fields)
+            self._reporter.warn(text)
 
     def _write(self, order: KeepStacks) -> None:
         folder = self._run_dir.generation(order.generation)

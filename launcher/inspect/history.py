@@ -44,7 +44,7 @@ class End:
 
 @dataclass(frozen=True)
 class Incident:
-    """A failure, or a warning: a hang that became no failure. `rank` is -1 if none is named.
+    """A failure, or a warning: a hang that became no failure, or a slow rank. `rank` is -1 if none is named.
 
     `folder` is the log folder of the rank's node. `is_cause`: the generation ended because of this failure. A hang that
     was warned of ended at `until_s`, NaN if no event says so.
@@ -160,7 +160,7 @@ def history(logs: Sequence[NodeLog]) -> History:
         nodes=nodes,
         generations=_generations(nodes, faults),
         faults=faults,
-        warned=tuple(sorted([*_hangs(nodes, faults)], key=lambda warned: warned.at_s)),
+        warned=tuple(sorted([*_hangs(nodes, faults), *_slow_ranks(nodes)], key=lambda warned: warned.at_s)),
         end=end,
         remarks=tuple(_remarks(nodes, end)),
     )
@@ -275,6 +275,15 @@ def _hangs(nodes: Sequence[NodeLog], faults: Sequence[Incident]) -> Iterator[Inc
             sentence, place = f"the job seemed to hang: {who}", (host, rank, local_rank, folder)
             open_[generation] = Incident("hang", generation, event.at_s, *place, sentence, is_warning=True)
     yield from (warned for generation, warned in open_.items() if generation not in failed)
+
+
+def _slow_ranks(nodes: Sequence[NodeLog]) -> Iterator[Incident]:
+    homes = _homes(nodes)
+    for node, event in _events(nodes, "slow"):
+        rank, generation = event.number("rank"), event.generation
+        text = event.text("text") or f"rank {rank} was slower than the other ranks of {node.host}"
+        place = (node.host, rank, _home(homes, node.host, generation, rank)[1], node.folder)
+        yield Incident("slow rank", generation, event.at_s, *place, text, is_warning=True)
 
 
 def _end(nodes: Sequence[NodeLog]) -> End:

@@ -81,6 +81,7 @@ def test_a_page_has_a_lane_for_each_rank_and_a_card_for_each_cause() -> None:
 
 def test_the_text_and_the_json_have_what_failed_and_what_was_warned_of() -> None:
     hung = two_nodes()
+    hung[0].add(200, 0, "slow", rank=1, wait_percent=31, lasted_s=120, text="rank 1 is slow", causes=["nice value"])
     warned = report_of(*(job.succeeds(300, 0, 0) for job in hung), stacks={0: (("stacks.txt", "a/stacks.txt"),)})
     lines, shown = printed(warned), Tags(html(warned))
     numbers = json.loads(json.dumps(summary(report_of(restarted())), allow_nan=False))
@@ -89,11 +90,12 @@ def test_the_text_and_the_json_have_what_failed_and_what_was_warned_of() -> None
     assert printed(report_of(restarted()))[1:] == ["  +0:20.0  Rank 1 died. Training resumed 5 s later; 3 steps lost."]
     assert lines[1].startswith("  +1:10  The job seemed to hang: rank 3 on node-b runs in wait")
     assert lines[1].endswith("for 61 s. The job resumed by itself 20 s later.")
+    assert lines[2] == ("  +3:20  Rank 1 is slow.")
     anchors = {attrs.get("id") for _, attrs in shown.tags}
-    assert "#card-0" in {attrs.get("href") for tag, attrs in shown.tags if tag == "a"}
-    assert "card-0" in anchors
+    assert {"#card-0", "#card-1"} <= {attrs.get("href") for tag, attrs in shown.tags if tag == "a"}
+    assert {"card-0", "card-1"} <= anchors
     assert any(attrs.get("href") == "a/stacks.txt" for _, attrs in shown.tags)
-    assert [warning["kind"] for warning in summary(warned)["warnings"]] == ["hang"]  # type: ignore[attr-defined]
+    assert [warning["kind"] for warning in summary(warned)["warnings"]] == ["hang", "slow rank"]  # type: ignore[attr-defined]
     (failure,) = numbers["failures"]
     assert (failure["rank"], failure["recovery_s"], numbers["steps_lost"]) == (1, 5.0, 3)
     assert (silent["ettr"], silent["steps_lost"]) == (None, None)

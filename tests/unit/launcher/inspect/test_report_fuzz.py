@@ -18,7 +18,7 @@ from tests.unit.launcher.inspect.timelines import Timeline, restarted
 
 # A job that is warned of, and has no end.
 WARNED = restarted().add(61, 1, "seems_hung", host="node-a", rank=1, message="it runs").add(70, 1, "goes_on")
-ROWS = WARNED.rows
+ROWS = WARNED.add(80, 1, "slow", rank=1, wait_percent=20).rows
 del ROWS[[row["event"] for row in ROWS].index("ended")]
 LINES = [json.dumps(row) for row in ROWS]
 METRIC = json.dumps({"step": 3, "loss": 1.0, "seconds": 0.1, "generation": 0, "at": 1.8e9, "steps_lost": 2})
