@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 from elaunch.trainer.data.order import Order
 from elaunch.trainer.gpt.config import TrainConfig
-from elaunch.trainer.gpt.progress import Line, Progress
-from elaunch.trainer.gpt.recorder import LOG_EVERY, Metrics, Recorder
+from elaunch.trainer.gpt.recorder import LOG_EVERY, Line, Metrics, Progress, Recorder
 from elaunch.trainer.gpt.run_directory import RunDirectory
 from elaunch.trainer.ranks.place import RankInfo
 
