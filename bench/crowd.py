@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 
 from elaunch.agent.core.actions import Action, Clear, Commit, Join, Renew, Say, SignalWorkers, Spawn, Widen
-from elaunch.agent.core.events import Cleared, Committed, Event, Tag, Tick, WorkerExited
+from elaunch.agent.core.events import Cleared, Event, Tag, Tick, WorkerExited
 from elaunch.agent.core.state import Agent
 from elaunch.agent.core.step import deadline_s, step
 from elaunch.agent.inbox import LookAgain
@@ -47,7 +47,6 @@ class Milestones:
     """When this process's agents reached each stage of one generation (monotonic s). `seated` agents have ranks."""
 
     generation: int
-    joined_s: float = 0.0
     first_s: float = 0.0
     last_s: float = 0.0
     seated: int = 0
@@ -127,9 +126,6 @@ class Crowd:
         now_s = time.monotonic()
         if isinstance(event, LookAgain):
             event = member.session.look()
-        elif isinstance(event, Committed) and event.tag in (Tag.JOIN, Tag.RUN) and event.held:
-            generation = member.agent.snapshot.generation
-            self._reached(generation.number if generation else 0).joined_s = now_s
         member.agent, actions = step(member.agent, event, now_s)
         for action in actions:
             self._act(index, member, action)

@@ -22,8 +22,7 @@ from elaunch.trainer.data.order import Micro, Order
 from elaunch.trainer.gpt.config import AgreedRefusal, TrainConfig
 from elaunch.trainer.gpt.corpus import Corpus
 from elaunch.trainer.gpt.model import GPT
-from elaunch.trainer.gpt.progress import Progress, opening
-from elaunch.trainer.gpt.recorder import Recorder
+from elaunch.trainer.gpt.recorder import Progress, Recorder, opening
 from elaunch.trainer.gpt.run_directory import RunDirectory
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.parallel.auto import chosen

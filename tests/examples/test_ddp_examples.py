@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from pathlib import Path
 
@@ -25,25 +24,6 @@ SHOWN = {
     "data_parallel.py": ((), r"no GPU: DataParallel is the module itself"),
 }
 TRAINING = {"own_hook.py": (200, r"step 40"), "local_sgd.py": (60, r"round 10"), "gossip.py": (400, r"step 50")}
-
-
-WITH_DDP = sorted(path for path in EXAMPLES.rglob("*.py") if "DistributedDataParallel(" in path.read_text())
-
-
-@pytest.mark.parametrize("path", WITH_DDP, ids=lambda path: path.name)
-def test_ddp_is_freed_before_its_group_is_destroyed(path: Path) -> None:
-    """DDP that is freed afterwards may wait without an end. It is in a cycle, so only a collection frees it."""
-    ends = "dist.destroy_process_group()"
-    blocks = [
-        node.body for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, (ast.Module, ast.FunctionDef))
-    ]
-    ending = [lines for block in blocks if ends in (lines := [ast.unparse(each) for each in block])]
-
-    assert sum(line == ends for lines in ending for line in lines) == path.read_text().count(ends), "not in an if"
-    for lines in ending:
-        assert lines[lines.index(ends) - 1] == "gc.collect()"
-        bound = [line for line in lines if re.match(r"[\w, ]+ = (?:.*, )?DistributedDataParallel\(", line)]
-        assert not bound, "a name of this scope still refers to it"
 
 
 def test_each_example_has_its_line_here_and_in_the_list() -> None:

@@ -45,7 +45,7 @@ def assert_goes_on_with_its_plan(run: Forked | OneNode, calm: Trained, said: str
     assert run.struck() == DEATHS
     plan = plan_of(run)
     # Generation 1 measures, since nothing was chosen; generation 2 has a state, and its plan.
-    assert len(re.findall(r"parallel: \S+: a step takes .*, chosen$", said, re.MULTILINE)) == 1
+    assert len(re.findall(r"parallel: \S+ is chosen", said, re.MULTILINE)) == 1
     assert said.count(f"parallel: {plan}, as this run has chosen") == 1
     assert said.count(f" workers with {plan}") == 2
     assert run.began(2) == 8

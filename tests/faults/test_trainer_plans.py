@@ -57,12 +57,6 @@ def test_a_job_of_4_workers_goes_on_with_2_and_then_with_4(
         assert [line["world_size"] for line in run.lines if line["step"] in (1, run.began(2), STEPS)] == [4, 2, 4]
 
 
-# Each pair has the state of its checkpoint cut in two ways.
-RESHARDED = [("tp=2", 2, "tp=4", 4), ("tp=4", 4, "fsdp=2,tp=2", 4)]
-RESHARDED += [("pp=4", 4, "fsdp=2,pp=2", 4), ("pp=2", 2, "pp=2,schedule=interleaved", 2), ("fsdp2", 4, "hsdp", 4)]
-RESHARDED += [("hsdp", 4, "zero2", 2), ("zero1", 2, "zero1", 4), ("dp=2,tp=2,pp=2", 8, "tp=2,pp=2", 4)]
-
-
 @pytest.mark.parametrize("plan", ["dp=2,tp=2", "fsdp=2,pp=2"])
 def test_a_run_with_a_failure_is_to_the_bit_the_run_without_it(
     tmp_path: Path, forker: RankForker, calm_training: CalmTrainings, plan: str

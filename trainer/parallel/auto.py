@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -114,22 +114,6 @@ def refusal(options: Sequence[PlanOption], room: WorkerRoom) -> str:
     )
 
 
-def table(
-    chosen: PlanOption, trials: Mapping[str, PlanTrial], options: Sequence[PlanOption], room: WorkerRoom
-) -> list[str]:
-    """Lines for people: what each measured plan took, and how many others there are."""
-    lines = []
-    for option in sorted((each for each in options if each.text in trials), key=lambda each: trials[each.text].step_s):
-        trial = trials[option.text]
-        needs = option.needs_with(trial.memory)
-        verdict = ", chosen" if option.text == chosen.text else f", needs {gib(needs)}" if needs > room.most else ""
-        memory = f"{gib(trial.memory)} ({gib(option.memory.step)} by the formula)"
-        lines.append(f"{option.text}: a step takes {1000 * trial.step_s:,.1f} ms and {memory}{verdict}")
-    too_large = sum(each.needs > room.most for each in options)
-    lines.append(f"{len(options) - len(trials)} more plans not measured, {too_large} of them too large")
-    return lines
-
-
 def gib(size: int) -> str:
     """Bytes in GiB, with two decimals."""
     return f"{size / _GIB:.2f} GiB"
@@ -196,7 +180,11 @@ def chosen(
             # If nothing is compared, nothing is compiled: that takes no less memory.
             tried = replace(config, parallel=option.text, compile=config.compile and len(among) > 1)
             sizes = option.candidate.sizes
-            return try_plan(tried, sizes, place.rank, device, peers, new_gpt=new_gpt, groups=groups)
+            trial = try_plan(tried, sizes, place.rank, device, peers, new_gpt=new_gpt, groups=groups)
+            needs = option.needs_with(trial.memory)
+            verdict = f"; it needs {gib(needs)} of {gib(room.most)}" if needs > room.most else ""
+            say(f"parallel: {option.text}: a step takes {1000 * trial.step_s:,.1f} ms and {gib(trial.memory)}{verdict}")
+            return trial
 
         def is_over() -> bool:
             spent: bool = peers.from_rank_0(time.monotonic() - begun_s > TRYING_ENOUGH_S)
@@ -204,8 +192,7 @@ def chosen(
 
         say(f"parallel: each worker may take {gib(room.most)}, of which {gib(room.taken)} are taken: {room.where}")
         option, trials = choose(options, room, measure, is_over)
-        for line in table(option, trials, options, room):
-            say(f"parallel: {line}")
+        say(f"parallel: {option.text} is chosen; {len(options) - len(trials)} more plans are not measured")
         _keep(KeptPlan(option.text, place.world_size), run, peers)
         return replace(config, parallel=option.text)
     except (NothingFits, PlanError, ConfigError) as error:

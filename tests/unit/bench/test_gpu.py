@@ -39,41 +39,6 @@ def test_make_gpu_without_a_gpu_says_so_in_one_sentence_and_runs_nothing() -> No
     assert {path.name for path in REPOSITORY.iterdir()} == there
 
 
-def test_a_device_of_any_driver_counts(tmp_path: Path) -> None:
-    with pytest.raises(prepare.NotHere):
-        prepare.require_device(tmp_path)
-    (tmp_path / "dev").mkdir()
-    (tmp_path / "dev" / "nvidiactl").touch()
-    with pytest.raises(prepare.NotHere):
-        prepare.require_device(tmp_path)
-    (tmp_path / "dev" / "nvidia0").touch()
-    prepare.require_device(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("found", "sentence"),
-    [
-        ({}, "cannot import it; name another with make gpu PYTHON="),
-        ({"torch": "2.13.0+cpu", "built_for": "", "gpus": 0}, r"torch 2.13.0\+cpu in .* sees no GPU \(it is a build"),
-        ({"torch": "2.13.0", "built_for": "13.0", "gpus": 0}, r"it is built for 13\.0"),
-    ],
-)  # fmt: skip
-def test_a_torch_that_cannot_use_the_gpu_is_told_before_anything_is_installed(
-    found: dict[str, object], sentence: str
-) -> None:
-    with pytest.raises(prepare.NotHere, match=sentence):
-        prepare.require_torch(found)
-
-
-def test_torch_is_asked_in_the_interpreter_that_is_named(tmp_path: Path) -> None:
-    python = tmp_path / "python"
-    python.write_text('#!/bin/sh\necho a warning\necho \'{"torch": "2.13.0", "gpus": 1}\'\n')
-    python.chmod(0o755)
-
-    assert prepare.ask_torch(str(python)) == {"torch": "2.13.0", "gpus": 1}
-    assert prepare.ask_torch("/bin/false") == {}
-
-
 def metrics(count: int, tokens_per_s: float = 1000.0) -> list[str]:
     slow = {"seconds": 60.0, "tokens_per_s": 1.0}
     fast = {"seconds": 0.5, "tokens_per_s": tokens_per_s}
@@ -120,13 +85,6 @@ def test_medians_of_launches_are_by_section_and_contender() -> None:
 
 def part(folder: Path, program: str, name: str = "one", limit_s: float = 60) -> Part:
     return Part(name, limit_s, (sys.executable, "-c", program), gpu_parts.facts, folder / name)
-
-
-def test_a_part_gives_its_figures(tmp_path: Path) -> None:
-    found = run(part(tmp_path, 'print(\'facts {"gpu": "H200"}\')'), 60)
-
-    assert found["figures"] == {"gpu": "H200"}
-    assert "why" not in found
 
 
 def test_a_part_that_fails_is_told_with_its_last_lines_and_the_others_run(tmp_path: Path) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
 from bench import scale
 from bench.page import BEGIN, EMPTY, END, NODES_BEGIN, NODES_END, render, update
 from bench.samples import Run, Sample
-from bench.tables import stage_rows, table
+from bench.tables import stage_rows
 
 REDUCE, STEP = "first all-reduce", "first optimizer step"
 
@@ -45,12 +43,6 @@ def test_only_what_lies_between_the_markers_changes() -> None:
     assert update(fresh, results(start("elaunch", 2.0, 2.5))) == fresh
 
 
-@pytest.mark.parametrize("page", ["", BEGIN, END + BEGIN])
-def test_a_page_without_its_markers_is_refused(page: str) -> None:
-    with pytest.raises(ValueError, match="the page has no"):
-        update(page, results(start("elaunch", 2.0, 2.5)))
-
-
 def test_a_part_without_samples_stays_as_it_is() -> None:
     page = EMPTY.replace(BEGIN, f"{BEGIN}\nold of one node")
 
@@ -74,17 +66,6 @@ def test_who_has_no_time_has_a_reason() -> None:
     assert "- torchrun: 1 × hung" in text
 
 
-def test_windows_of_one_job_are_named_as_such_with_each_ones_number() -> None:
-    window = Sample("steady", "elaunch", 2, {"agent CPU": 0.1, "launcher in all: CPU": 0.3})
-
-    text = render(results(window, window, Sample("steady", "torchrun", 2, why="died")))
-
-    assert "do not take turns here" in text
-    assert row(text, "n") == ["n", "2", "0"]
-    assert row(text, "launcher in all: CPU, % of one CPU")[1:] == ["0.30 (0.30)", "–"]
-    assert "- torchrun: 1 × died" in text
-
-
 def test_stages_come_in_the_order_of_time_with_the_step_since_the_one_before() -> None:
     taken = [
         Sample("restart", "elaunch", 2, stages={"forked": 0.3, "detected": 0.1}),
@@ -94,13 +75,4 @@ def test_stages_come_in_the_order_of_time_with_the_step_since_the_one_before() -
     assert stage_rows(taken) == [
         ("detected", "0.100", "0.100", "0.100", "0.100"),
         ("forked", "0.400", "0.490", "0.300", "0.390"),
-    ]
-
-
-def test_a_table_is_markdown_and_stands_in_line_as_it_is() -> None:
-    assert table(("", "median"), [("a", "1"), ("torchrun", "–")]).splitlines() == [
-        "|          | median |",
-        "| -------- | -----: |",
-        "| a        |      1 |",
-        "| torchrun |      – |",
     ]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bench.contenders import ALL, ELAUNCH, FRESH_STORE, TORCHRUN, TORCHRUN_FORK, environment
-from bench.plan import SECTIONS, Settings, chunks, plan
+from bench.contenders import ALL, ELAUNCH, FRESH_STORE, TORCHRUN, environment
+from bench.plan import Settings, plan
 
 
 def settings(*sections: str, samples: int = 3) -> Settings:
@@ -18,19 +18,6 @@ def test_contenders_take_turns_in_every_round() -> None:
     keys = [[t.key for t in tasks if t.round == name] for name in rounds]
     assert keys[0] == keys[1] == keys[2]
     assert len(keys[0]) == len(set(keys[0])) == 2 + 4 * 2
-
-
-def test_only_the_sections_that_were_asked_for_are_done_in_their_own_order() -> None:
-    heads = list(dict.fromkeys(t.round.split(",")[0] for t in plan(settings("restart", "start"))))
-
-    assert heads == ["start", "restart"]
-    assert len({t.key for t in plan(settings(*SECTIONS))}) > 20
-
-
-def test_restarts_are_taken_from_several_jobs() -> None:
-    assert chunks(20, 5) == [5, 5, 5, 5]
-    assert chunks(7, 5) == [5, 2]
-    assert chunks(2, 5) == [2]
 
 
 def test_of_many_agents_there_are_fewer_rounds() -> None:
@@ -59,10 +46,3 @@ def test_all_get_the_same_number_of_threads_and_nothing_of_a_launcher_above() ->
         assert environment(inherited, contender, {"A": "b"}) == {"PATH": "/bin", "OMP_NUM_THREADS": "1", "A": "b"}
     name, value = FRESH_STORE.split("=")
     assert environment(inherited, TORCHRUN.with_fresh_store(), {})[name] == value
-
-
-def test_a_command_names_workers_and_restarts_before_the_script() -> None:
-    assert TORCHRUN_FORK.command(4, 25) == (
-        *("torchrun", "--run-path", "--start-method", "fork"),
-        *("--nproc-per-node", "4", "--max-restarts", "25"),
-    )

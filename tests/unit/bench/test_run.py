@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 import bench.__main__ as command
-from bench import launches
-from bench.contenders import LIMIT_TORCH
 from bench.plan import SECTIONS, Settings, Task
 from bench.samples import Sample, decode
 from bench.steady import Cost, summed
@@ -58,18 +53,6 @@ def test_a_part_prints_its_tables_and_leaves_the_page(
     assert not page.exists()
 
 
-def test_the_command_that_is_named_makes_a_page_that_is_not_there_yet(
-    measure: Callable[..., int], page: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    measure("--only", "first-line")
-    python, *words = shlex.split(capsys.readouterr().err.splitlines()[-1])
-
-    assert python == sys.orig_argv[0]
-    assert words[:2] == ["-m", "bench"]
-    assert command.main(words[2:]) == 0
-    assert "### First line, 1 worker" in page.read_text()
-
-
 @pytest.mark.parametrize(("stop", "code"), [(KeyboardInterrupt(), 130), (SystemExit(143), 143)])
 def test_a_run_that_is_stopped_prints_what_it_has(
     stop: BaseException,
@@ -94,30 +77,6 @@ def test_a_whole_run_prints_its_tables_and_makes_the_page(
     assert measure("--only", ",".join(SECTIONS)) == 0
 
     assert capsys.readouterr().out in page.read_text()
-
-
-@pytest.mark.parametrize(
-    ("outcome", "why"),
-    [
-        (subprocess.TimeoutExpired("python", 120), "did not import within 120 s"),
-        (
-            subprocess.CompletedProcess("python", 1, "", "Traceback\nImportError: no torch\n"),
-            "the import ended with code 1: ImportError: no torch",
-        ),
-        (subprocess.CompletedProcess("python", -9, "", ""), "the import ended with code -9"),
-    ],
-)
-def test_an_import_that_fails_is_a_failed_sample(
-    outcome: subprocess.TimeoutExpired | subprocess.CompletedProcess[str], why: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run(*_: object, **__: object) -> subprocess.CompletedProcess[str]:
-        if isinstance(outcome, subprocess.TimeoutExpired):
-            raise outcome
-        return outcome
-
-    monkeypatch.setattr("subprocess.run", run)
-
-    assert launches.bare_import(LIMIT_TORCH) == Sample("import", LIMIT_TORCH, 0, why=why)
 
 
 def test_the_launcher_in_all_is_every_process_but_the_workers() -> None:

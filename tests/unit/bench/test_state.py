@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from bench import statecost, staterestart
-from bench.contenders import ALL, ELAUNCH, FRESH_STORE, TORCHRUN
+from bench.contenders import ELAUNCH, FRESH_STORE, TORCHRUN
 from bench.marks import NEXT_STEP, History, Resumed, Tail, resumed
-from bench.page import EMPTY, STATE_BEGIN, STATE_END, render, update
-from bench.plan import STATE_SECTIONS, Settings, plan
+from bench.page import render
 from bench.samples import Run, Sample
 from bench.stamps import Stamp
 from bench.staterestart import KEPT, SIDES, usual
@@ -82,12 +81,6 @@ def test_a_step_is_done_when_its_last_rank_has_done_it() -> None:
     assert seen.completed(0) == 0
 
 
-def test_the_process_of_a_rank_is_the_newest_generations() -> None:
-    seen = history(*births(1, 5, 9.0, (13, 14)), *births(0, 0, 1.0, (11, 12)))
-
-    assert (seen.pid(0), seen.pid(1), seen.pid(2)) == (13, 14, None)
-
-
 @pytest.mark.parametrize(
     ("restored", "expected"),
     [
@@ -106,10 +99,6 @@ def test_lost_is_what_any_rank_had_done_and_is_not_restored(restored: int, expec
     assert resumed(seen, 1) == expected
 
 
-def test_the_first_generation_lost_nothing() -> None:
-    assert resumed(history(*births(0, 0, 1.0, (1, 2))), 0) == Resumed(lost=0, next_step=1)
-
-
 def test_the_usual_script_runs_under_torchrun_in_its_better_case() -> None:
     name, value = FRESH_STORE.split("=")
 
@@ -119,19 +108,6 @@ def test_the_usual_script_runs_under_torchrun_in_its_better_case() -> None:
         assert side.contender.program == TORCHRUN.program
         assert side.contender.variables[name] == value
         assert side.variables == {"BENCH_SAVE_EVERY": every}
-
-
-def test_sides_take_turns_and_large_copies_are_fewer() -> None:
-    settings = Settings(20, (1,), (8,), tuple(ALL.values()), STATE_SECTIONS, limit_s=40, seed=1)
-    tasks = plan(settings)
-
-    rounds = [t.key for t in tasks if t.round.startswith("state: restart,")]
-    assert rounds == 4 * [f"state: {side.name}" for side in SIDES]
-    assert [t.key for t in tasks if t.round == "state: snapshots"] == [f"state of {n} MB" for n in (10, 100, 1000)]
-    ours = Settings(20, (1,), (8,), (ELAUNCH,), STATE_SECTIONS, limit_s=40, seed=1)
-    assert not [t for t in plan(ours) if "torchrun" in t.key]
-    theirs = Settings(20, (1,), (8,), (TORCHRUN,), ("state-cost",), limit_s=40, seed=1)
-    assert plan(theirs) == []
 
 
 def test_what_a_copy_costs_is_related_to_the_steps_that_the_keeper_chose() -> None:
@@ -175,10 +151,3 @@ def test_restarts_stand_beside_each_other_with_what_was_lost() -> None:
     assert row(text, "elaunch") == ["elaunch", "1", "0", "0", "0.500", "0.500"]
     assert row(text, TORCH) == [TORCH, "2", "5.5", "7", "7.00", "7.90"]
     assert f"- {TORCH}: 1 × hung" in text
-
-
-def test_the_state_has_a_part_of_its_own_on_the_page() -> None:
-    fresh = update(EMPTY, results(restart("elaunch", 0, 0.5)))
-
-    assert "### A worker is killed" in fresh.partition(STATE_BEGIN)[2].partition(STATE_END)[0]
-    assert "steps lost" not in fresh.partition(STATE_BEGIN)[0]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.samples import Run, Sample, Summary, decode, failures, percentile, ratio, summarize, write
+from bench.samples import Run, Sample, decode, percentile, write
 
 
 @pytest.mark.parametrize(
@@ -17,22 +17,6 @@ def test_a_percentile_lies_linearly_between_two_values(values: list[float], shar
     assert percentile(values, share) == pytest.approx(expected)
 
 
-def test_no_values_have_no_percentile_and_no_summary() -> None:
-    with pytest.raises(ValueError, match="no values"):
-        percentile([], 0.5)
-    assert summarize([]) is None
-
-
-def test_a_ratio_is_that_of_the_medians_and_needs_both() -> None:
-    two, four = summarize([1.0, 2.0, 9.0]), summarize([4.0])
-
-    assert two == Summary(3, 2.0, pytest.approx(8.3))
-    assert ratio(four, two) == 2
-    assert ratio(None, two) is None
-    assert ratio(two, None) is None
-    assert ratio(two, summarize([0.0])) is None
-
-
 def test_results_are_the_same_after_they_were_kept(tmp_path: Path) -> None:
     sample = Sample("start", "elaunch", 2, {"first all-reduce": 1.5}, {"sealed": 0.5})
     run = Run({"CPUs": "2"}, {"seed": "1"}, (sample, Sample("start", "torchrun", 2, why="died")))
@@ -41,9 +25,3 @@ def test_results_are_the_same_after_they_were_kept(tmp_path: Path) -> None:
 
     assert decode((tmp_path / "deep" / "results.json").read_text()) == run
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["results.json"]
-
-
-def test_failures_are_counted_by_what_went_wrong() -> None:
-    samples = [Sample("s", "a", 1, why=why) for why in ("died", "", "hung", "died")]
-
-    assert failures(samples) == ["2 × died", "1 × hung"]

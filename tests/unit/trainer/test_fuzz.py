@@ -145,14 +145,6 @@ def test_a_ledger_of_60_kb_of_brackets_cannot_be_read() -> None:
     assert "no ledger's" in verdict([[f"{HEADER}\n", f"{NESTED}\n"]]).text
 
 
-def test_metrics_that_count_no_number_are_none(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step":1,"steps_lost":"x"}\n{"step":1e999}\n')
-
-    Metrics(tmp_path / "metrics.jsonl", 3).close()
-
-    assert (tmp_path / "metrics.jsonl").exists()
-
-
 @pytest.mark.parametrize(
     "reference",
     [

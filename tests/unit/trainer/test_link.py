@@ -86,13 +86,6 @@ def test_steps_that_follow_closely_are_left_out_and_later_ones_are_said(agent: s
     assert said[-1] >= 750
 
 
-def test_without_the_variable_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("ELAUNCH_LINK", raising=False)
-    link._open_link.cache_clear()
-
-    link.report(1)
-
-
 @pytest.mark.parametrize("number", ["", "x", "-1", "99999"])
 def test_a_number_that_is_no_socket_is_ignored(monkeypatch: pytest.MonkeyPatch, number: str) -> None:
     monkeypatch.setenv("ELAUNCH_LINK", number)
@@ -227,16 +220,6 @@ def test_what_must_arrive_waits_for_an_agent_that_makes_room(
     assert [row["event"] for row in rows[:-1]] == ["progress"] * (len(rows) - 1)
 
 
-def test_a_step_is_left_out_while_something_else_waits_to_be_sent(agent: socket.socket) -> None:
-    line = link._open_link()
-    with line._lock:
-        line.send_step(1, now_s=1.0)
-    line.send_step(2, now_s=2.0)
-
-    assert [row["step"] for row in said(agent)] == [2]
-    assert line.step == 2
-
-
 def test_an_agent_that_reads_nothing_is_waited_for_a_second_at_most(agent: socket.socket) -> None:
     line = link._open_link()
     for step in range(20_000):
@@ -265,19 +248,6 @@ def test_who_listens_says_to_what_and_hears_it_in_a_thread(agent: socket.socket)
     assert heard.get(timeout=DEADLINE_S) == ("leave", "elaunch-link")
     assert heard.get(timeout=DEADLINE_S) == (3, "elaunch-link")
     assert said(agent) == [{"event": "listens", "stop": True, "peer_failed": True}]
-
-
-def test_two_may_listen_and_the_agent_knows_to_what_together(agent: socket.socket) -> None:
-    heard: queue.SimpleQueue[object] = queue.SimpleQueue()
-    before = threading.enumerate()
-    link.listen(on_stop=heard.put)
-    link.listen(on_stop=heard.put, on_peer_failed=heard.put)
-
-    tell(agent, event="stop_at_step_boundary", reason="join")
-
-    assert [heard.get(timeout=DEADLINE_S) for _ in range(2)] == ["join", "join"]
-    assert [row["peer_failed"] for row in said(agent)] == [False, True]
-    assert [thread.name for thread in threading.enumerate() if thread not in before] == ["elaunch-link"]
 
 
 @pytest.mark.parametrize(

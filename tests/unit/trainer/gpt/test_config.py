@@ -30,11 +30,9 @@ TWO = RankInfo(rank=0, world_size=2, launched=True)
         (["--stepz", "3"], "--stepz"),
         (["--parallel", "fsdp3"], "--parallel fsdp3: there is no such plan (did you mean fsdp2?)"),
         (["--parallel", "dp=4"], "--parallel dp=4 is for 4 workers, and there are 2; use numbers"),
-        (["--parallel", "tp=2", "--heads", "1"], "--heads (1) is not divisible by tp (2); use tp=1 or --heads 2"),
         (["--parallel", "pp=2", "--layers", "1"], "2 stages, and the network only 1 layer; use --layers 2"),
         (["--profile", "ten"], "--profile: 'ten' is neither a number of steps nor a range; give 3, or 10-12"),
         (["--profile", "10-12", "--steps", "11"], "--profile 10-12 ends with step 12, and --steps is 11; give fewer"),
-        (["--tune-comm", "--parallel", "fsdp2"], "--tune-comm is DDP's, and --parallel fsdp2 has no DDP; leave it out"),
         (["--bucket-mb", "5", "--parallel", "tp=2"], "--bucket-mb is DDP's, and --parallel tp=2 has no DDP"),
         (["--comm-hook", "int8"], "'int8' is not one of 'fp16', 'bf16', 'powersgd'"),
         (["--comm-hook", "powersgd", "--bucket-mb", "1"], "--comm-hook powersgd has one bucket"),
@@ -104,15 +102,6 @@ def run(tmp_path: Path) -> tuple[RunDirectory, TrainConfig, Corpus]:
     (tmp_path / "text").write_bytes(bytes(range(256)) * 20)
     config = TrainConfig(data=tmp_path / "text", context=16, out=tmp_path / "out")
     return RunDirectory(config.out_path), config, Corpus.open(config)
-
-
-def test_a_directory_takes_its_own_run_again(run: tuple[RunDirectory, TrainConfig, Corpus]) -> None:
-    directory, config, corpus = run
-    directory.claim(config, corpus)
-
-    directory.claim(replace(config, checkpoint_every=3), corpus)
-
-    assert "checkpoint_every: 3" in (directory.path / "config.yaml").read_text()
 
 
 def test_a_directory_refuses_another_configuration(run: tuple[RunDirectory, TrainConfig, Corpus]) -> None:

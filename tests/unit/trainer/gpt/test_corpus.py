@@ -33,18 +33,6 @@ def read_step(windows: Windows, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat(inputs), torch.cat(targets)
 
 
-def test_a_file_far_larger_than_memory_is_no_burden(tmp_path: Path) -> None:
-    with (tmp_path / "huge").open("wb") as file:
-        file.truncate(1 << 40)
-
-    windows = Windows(config_for(tmp_path), Corpus.open(config_for(tmp_path)), ALONE, CPU)
-    inputs, targets = read_step(windows, 12345)
-
-    assert windows.order.size is not None
-    assert windows.order.size > 1 << 36
-    assert inputs.shape == targets.shape == (4, 8)
-
-
 def test_a_read_across_files_is_a_slice_of_all_of_them(tmp_path: Path) -> None:
     write_files(tmp_path, {"a": 100, "b": 3, "c": 50, "sub/d": 200, "sub/e": 1})
     corpus = Corpus.open(config_for(tmp_path))

@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 from elaunch.trainer.data.order import Order
 from elaunch.trainer.gpt.config import TrainConfig
-from elaunch.trainer.gpt.progress import Line, Progress
-from elaunch.trainer.gpt.recorder import LOG_EVERY, Metrics, Recorder
+from elaunch.trainer.gpt.recorder import LOG_EVERY, Line, Metrics, Progress, Recorder
 from elaunch.trainer.gpt.run_directory import RunDirectory
 from elaunch.trainer.ranks.place import RankInfo
 
@@ -133,14 +132,6 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(row) for row in path.read_text().splitlines()]
 
 
-def test_lines_past_the_restored_step_make_room_for_the_first_new_one(tmp_path: Path) -> None:
-    write(tmp_path / "m", range(1, 9))
-
-    write(tmp_path / "m", range(6, 8), restored_step=5)
-
-    assert steps_of(tmp_path / "m") == [1, 2, 3, 4, 5, 6, 7]
-
-
 @pytest.mark.parametrize("torn", [b"{", b'{"step": 4, "lo', b'{"step": 4}', b"[4]\n", b"\0\0\0\n", b'"text"\n'])
 def test_a_torn_last_line_goes(tmp_path: Path, torn: bytes) -> None:
     write(tmp_path / "m", range(1, 4))
@@ -161,14 +152,6 @@ def test_lost_steps_are_counted_from_the_lines_once_and_again_if_they_are_lost_a
     write(tmp_path / "m", range(7, 10), restored_step=6)
 
     assert [row["steps_lost"] for row in rows_of(tmp_path / "m")] == [0, 0, 0, 0, 0, 3, 4, 4, 4]
-
-
-def test_a_step_that_only_another_rank_had_done_is_lost_too(tmp_path: Path) -> None:
-    write(tmp_path / "m", range(1, 9))
-
-    assert Metrics(tmp_path / "m", 8, done=9).steps_lost == 1
-    assert Metrics(tmp_path / "m", 7, done=9).steps_lost == 2
-    assert Metrics(tmp_path / "m", 8, done=8).steps_lost == 0
 
 
 def test_a_full_disk_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

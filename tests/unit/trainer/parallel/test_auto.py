@@ -15,7 +15,6 @@ from elaunch.trainer.parallel.auto import (
     PlanOption,
     WorkerRoom,
     choose,
-    table,
     to_try,
 )
 from elaunch.trainer.parallel.estimate import KeptCopies, candidates, memory
@@ -40,15 +39,11 @@ def test_the_plainest_are_measured_and_the_fastest_of_them_is_taken() -> None:
         tried.append(option.text)
         return PlanTrial(option.memory.step, 9.0 - len(tried))
 
-    option, trials = choose(options(), AMPLE, measure)
+    option, _ = choose(options(), AMPLE, measure)
 
     assert tried == [each.text for each in to_try(options(), AMPLE)][:TRIALS_MAX]
     assert tried[:4] == ["ddp", "zero1", "zero2", "fsdp2"]
     assert option.text == tried[-1]
-    lines = table(option, trials, options(), AMPLE)
-    assert lines[0].startswith(f"{option.text}: a step takes 1,000.0 ms")
-    assert lines[0].endswith(", chosen")
-    assert lines[-1] == f"{len(options()) - TRIALS_MAX} more plans not measured, 0 of them too large"
 
 
 def test_the_plainest_of_equals_is_taken_and_no_further_one_is_measured_when_the_time_is_over() -> None:

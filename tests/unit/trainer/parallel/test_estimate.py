@@ -55,14 +55,6 @@ def test_what_the_network_or_the_batch_cannot_do_is_no_candidate() -> None:
     assert sorted(texts(2, shape=replace(SHAPE, global_batch=2))) == ["pp=2,schedule=gpipe", "tp=2"]
 
 
-@pytest.mark.parametrize("kept", ["ddp", "fsdp2", "dp=2,tp=2", "fsdp=2,pp=2,schedule=1f1b"])
-def test_a_state_stays_with_a_plan_of_its_kind(kept: str) -> None:
-    found = successors(parse(kept), candidates(8, 8, SHAPE), 8, SHAPE)
-
-    assert found
-    assert {each.plan.identity for each in found} == {parse(kept).identity}
-
-
 def test_a_plan_that_is_no_candidate_for_these_workers_follows_their_number_or_is_refused() -> None:
     three = candidates(3, 3, SHAPE)
     (hybrid,) = successors(parse("dp=2,fsdp=2"), three, 3, SHAPE)

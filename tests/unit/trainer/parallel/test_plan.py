@@ -163,12 +163,6 @@ def test_runs_are_the_same_if_their_state_is_cut_in_the_same_way() -> None:
     assert len(set.union(*found)) == len(alike)
 
 
-def test_auto_is_a_plan_of_which_nothing_else_is_known() -> None:
-    assert parse("auto").is_auto
-    assert parse("auto").identity == "auto"
-    assert not parse("ddp").is_auto
-
-
 @pytest.mark.parametrize(
     ("text", "workers", "shape", "sentence"),
     [

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from elaunch.trainer.tuning.rebuild import apply, obstacle, wrapper_in
+from elaunch.trainer.tuning.rebuild import apply, obstacle
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -138,11 +138,3 @@ def test_what_cannot_be_rebuilt_is_said() -> None:
     compiled = wrapped()
     compiled.compile()
     assert "compiled as a whole" in obstacle(compiled, compiled)
-
-
-def test_the_wrapper_is_found_inside_and_two_are_refused() -> None:
-    model = wrapped()
-    assert wrapper_in(nn.ModuleList([model])) is model
-    assert wrapper_in(nn.Linear(1, 1)) is None
-    with pytest.raises(ValueError, match="2 DistributedDataParallel"):
-        wrapper_in(nn.ModuleList([model, wrapped()]))
