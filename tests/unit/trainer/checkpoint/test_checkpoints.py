@@ -8,7 +8,6 @@ import pickle
 import re
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from elaunch.trainer.checkpoint import dcp, storage, writing
+from elaunch.trainer.checkpoint import storage, writing
 from elaunch.trainer.checkpoint.checkpoints import Checkpoints, Mark, marks
 from elaunch.trainer.checkpoint.loading import Unreadable
 from elaunch.trainer.checkpoint.local import LocalFiles
-from elaunch.trainer.checkpoint.storage import Storage, storage_at
-from elaunch.trainer.ranks.peers import Peers
+from elaunch.trainer.checkpoint.storage import storage_at
 from elaunch.trainer.state.tree import PerRank
 from tests.harness import DEADLINE_S
 
@@ -195,7 +193,7 @@ def fails(monkeypatch: pytest.MonkeyPatch, error: Exception, *paths: Path) -> No
     real = LocalFiles.open
 
     def opened(self: LocalFiles, name: str) -> Any:
-        if name.partition("/")[0] in [path.name for path in paths]:
+        if self.name in [path.name for path in paths]:
             raise error
         return real(self, name)
 
@@ -216,7 +214,8 @@ def test_what_cannot_be_read_now_is_passed_over_and_keeps_its_name(
 
     assert newest_step(tmp_path, said) == 1
 
-    assert said == [f"skipping {newest}: it cannot be read ({error}); trying the one before it"]
+    why = getattr(error, "strerror", error)
+    assert said == [f"skipping {newest}: it cannot be read ({why}); trying the one before it"]
     monkeypatch.undo()
     assert newest_step(tmp_path) == 2
 
@@ -307,45 +306,6 @@ def test_a_write_that_fails_leaves_the_older_ones_and_is_tried_again(
     assert said[1:] == ["the checkpoint of step 3 is written"]
 
 
-class Writers(Peers):
-    """Three ranks whose messages the test makes."""
-
-    def __init__(self, rank: int, collect: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.rank, self.world_size, self.collect = rank, 3, collect
-
-    def to_rank_0(self, value: Any) -> Any:
-        return self.collect(value)
-
-
-def begun(folder: Path, ranks: Writers, staging: dcp.Staging) -> writing.Writing:
-    state = {"weight": torch.ones(2)}
-    plan = dcp.plan(state, {"weight": ("weight",)}, None)
-    # Make the plan look as if several ranks of a group had written the files.
-    plan = replace(plan, items=replace(plan.items, storage_data=type(plan.items.storage_data)(f"__{ranks.rank}_")))
-    store = Storage(LocalFiles(folder.parent))
-    places = store, store.folder(folder.name)
-    return writing.Writing(writing.WriteOrder(Mark(0, 1), *places, plan, staging, b"", ranks, 1), lambda: None)
-
-
-def test_the_folder_of_a_failed_checkpoint_goes_when_no_rank_writes_in_it_any_more(tmp_path: Path) -> None:
-    folder, others_are_done = tmp_path / "hidden", threading.Event()
-
-    def collect(part: dcp.Part | None) -> list[dcp.Part | None]:
-        others_are_done.wait(DEADLINE_S)
-        return [part, dcp.Part([], {}), None]
-
-    # Nothing is staged, so rank 0's part fails.
-    failed = begun(folder, Writers(0, collect), dcp.Staging())
-    assert failed.own_part()
-    (folder / "__2_0.distcp").parent.mkdir(exist_ok=True)
-    (folder / "__2_0.distcp").write_bytes(b"more")
-    others_are_done.set()
-    failed.wait()
-
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_everything_is_durable_before_it_counts_and_its_manifest_after(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -362,8 +322,9 @@ def test_everything_is_durable_before_it_counts_and_its_manifest_after(
     folder = save(tmp_path, 0, 1).name
 
     written = next(at for at, name in enumerate(synced) if "manifest.json" in name)
-    assert {"__0_0.distcp", ".metadata"} <= set(synced[:written])
+    assert "__0_0.distcp" in synced[:written]
     assert any("plain.pt" in name for name in synced[:written])
+    assert any(".metadata" in name for name in synced[:written])
     assert any("tensors.json" in name for name in synced[:written])
     # The names of the files, and of their folder, then that of the manifest.
     assert synced[written - 2 : written] == [folder, "root"]
