@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
@@ -16,7 +15,6 @@ from elaunch.launcher.host import (
     AddressUnclear,
     NoAddress,
     Owner,
-    detect,
     gloo_interface,
     own_address,
     owner_of,
@@ -98,12 +96,6 @@ def test_the_tightest_quota_of_a_v2_group_and_those_above_it_counts(tmp_path: Pa
     write(tmp_path, "sys/fs/cgroup/job/cpu.max", "350000 100000\n")
 
     assert read_quota_cpus(tmp_path) == 3.5
-
-
-def test_the_gpus_counted_are_those_that_torch_counts() -> None:
-    import torch
-
-    assert detect(os.environ).gpus == torch.cuda.device_count()
 
 
 def test_workers_get_the_interpreters_options_that_are_not_about_the_launcher() -> None:

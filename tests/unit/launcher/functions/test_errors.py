@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import pickle
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
 from elaunch import ChildFailedError, JobFailed
 from elaunch.launcher.functions.launch import check
-from tests.harness import RUN_LIMIT_S
 
 FAILURE = {
     "kind": "exception",
@@ -72,16 +69,3 @@ def test_a_job_that_no_rank_failed_is_no_failure_of_a_rank(outcome: str) -> None
 def test_a_job_that_could_not_answer_is_said_so(code: int, words: str) -> None:
     with pytest.raises(JobFailed, match=f"elaunch {words} before the outcome of train was known"):
         check({}, code, "train")
-
-
-def test_to_import_the_package_imports_nothing_and_to_launch_imports_no_torch() -> None:
-    program = (
-        "import sys; before = set(sys.modules); import elaunch; print(sorted(set(sys.modules) - before));"
-        "from elaunch import ChildFailedError, LaunchConfig, elastic_launch, launch; print('torch' in sys.modules)"
-    )
-
-    printed = subprocess.run(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=True, timeout=RUN_LIMIT_S
-    ).stdout
-
-    assert printed.splitlines() == ["['elaunch']", "False"]

@@ -24,19 +24,3 @@ from elaunch.launcher.options.values import Address, endpoints
 def test_an_endpoint_is_a_host_with_an_optional_scheme_and_port(text: str, address: Address) -> None:
     assert endpoints(text) == (address,)
     assert endpoints(str(address)) == (address,)
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("a:70000", "has the port 70000, and the last port is 65535"),
-        ("a:b", "is no endpoint; use HOST:PORT"),
-        ("https://a/v2/keys", "is no endpoint"),
-        ("unix:///tmp/s", "has the scheme unix, and elaunch knows only http and https"),
-    ],
-)
-def test_what_is_no_endpoint_is_said_with_the_form_of_one(text: str, words: str) -> None:
-    with pytest.raises(ValueError, match=r"^(is|has)") as raised:
-        endpoints(text)
-
-    assert words in str(raised.value)

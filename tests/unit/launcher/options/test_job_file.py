@@ -117,12 +117,6 @@ def test_a_file_that_is_no_job_is_one_sentence(text: str, words: str, tmp_path: 
     assert "\n" not in str(caught.value)
 
 
-def test_a_file_that_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
-    for path, why in ((tmp_path / "none.yaml", "No such file or directory"), (tmp_path, "Is a directory")):
-        with pytest.raises(UsageError, match=rf"cannot be read \({why}\); give a YAML file of options$"):
-            parse(["--config", str(path), "t.py"], {})
-
-
 def test_a_switch_of_the_command_line_that_contradicts_the_files_program_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"^-m or --no-python contradicts .*, whose program is t\.py; drop it"):
         options_with("script: t.py\n", tmp_path, "-m")

@@ -104,16 +104,6 @@ def test_a_static_job_has_its_master_as_given_and_its_store_one_port_on() -> Non
     assert planned(*argv, "--rdzv-backend", "static") == found
 
 
-def test_node_rank_0_is_the_head_of_a_static_job() -> None:
-    found = planned(*TWO, "--master-addr", "[fd00::1]")
-
-    assert (found.plan.is_head, found.plan.node_rank) == (True, 0)
-    assert found.plan.endpoints == (Endpoint("fd00::1", 29501),)
-    assert found.plan.master_addr == "fd00::1"
-    assert found.notes == ("this node has rank 0, since no --node-rank is given",)
-    assert planned(*TWO, "--master-addr", "a", "--node-rank", "0").notes == ()
-
-
 # --- secrets
 
 
@@ -158,20 +148,6 @@ def test_a_user_of_etcd_is_etcdctls_or_the_settings(conf: str, environ: dict[str
     settings = ("--rdzv-conf", conf) if conf else ()
 
     assert plan_of(*TWO, "--rdzv-endpoint", "https://a", *settings, **environ).login == login
-
-
-@pytest.mark.parametrize(
-    "words",
-    [("--rdzv-endpoint", "http://a:1,http://b:2"), ("--rdzv-endpoint", "a:1,b:2", "--rdzv-conf", "protocol=http")],
-)
-def test_http_that_was_typed_is_an_etcd_without_tls_and_a_password_goes_there_with_a_note(
-    words: tuple[str, ...],
-) -> None:
-    found = planned(*TWO, *words, ETCDCTL_USER="me:pw", ELAUNCH_TOKEN="a token of its own")
-
-    assert (found.plan.plainly, found.plan.tls, found.plan.serves) == (True, None, False)
-    assert sum("the password of etcd's user me goes unencrypted to" in note for note in found.notes) == 1
-    assert sum("the token is not used: " in note for note in found.notes) == 1
 
 
 def test_a_secret_is_read_from_its_file_without_the_line_end(tmp_path: Path) -> None:
