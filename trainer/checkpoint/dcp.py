@@ -1,8 +1,8 @@
 """The parts of `torch.distributed.checkpoint` (DCP) that a checkpoint consists of, without its collectives.
 
 DCP's own `save` and `load` agree between ranks by collectives in whatever thread they run, which no other thread may
-disturb and in which a survivor of a failure waits for minutes. Here its planners, its writer and its reader are called
-one by one; who agrees with whom, and when, is the caller's. The files are DCP's, readable with its tools.
+disturb and in which a survivor of a failure waits for minutes. Here its planners are called one by one; who agrees with
+whom, and when, is the caller's. The files are DCP's, readable with its tools.
 
 DCP trusts what it reads: `.metadata` is a pickle, written for DCP's tools and never read here. What it says is in
 `tensors.json` too, and of that DCP's records are made: each chunk lies in its tensor, and in a file of the checkpoint.
@@ -10,23 +10,20 @@ DCP trusts what it reads: `.metadata` is a pickle, written for DCP's tools and n
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
-import os
 import pickle
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import IO, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as records
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan
 
 from elaunch.strict_json import parse_json
 from elaunch.trainer.checkpoint.storage import LAYOUT, Folder
@@ -34,7 +31,8 @@ from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state import tree
 from elaunch.trainer.state.pickles import require_shallow
 
-_SMALL_BYTES = 1 << 20
+# What DCP's tools read, and no trainer.
+_METADATA = ".metadata"
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,6 @@ def plan(tensors: Mapping[str, Tensor], paths: Mapping[str, tree.Path], ranks: P
     shares: list[SavePlan] | None = None
     if plans is not None:
         shares, metadata = planner.create_global_plan(plans)
-        shares = FileSystemWriter("unused").prepare_global_plan(shares)
     if ranks is not None:
         shares = ranks.from_rank_0(shares)
     assert shares is not None
@@ -70,9 +67,9 @@ def plan(tensors: Mapping[str, Tensor], paths: Mapping[str, tree.Path], ranks: P
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank has written: DCP's account of it, and length and CRC-32 of each file by name."""
+    """What one rank has written: where each piece of a tensor is, and length and CRC-32 of each file by name."""
 
-    results: list[WriteResult]
+    places: dict[records.MetadataIndex, _StorageInfo]
     files: dict[str, tuple[int, int]]
 
 
@@ -101,34 +98,39 @@ class Staging:
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
 
-    # SavePlanner's way for a writer to get at the data.
-    def resolve_data(self, item: WriteItem) -> Tensor:
-        return self._copies[item.index]
+    def of(self, index: records.MetadataIndex) -> Tensor:
+        return self._copies[index]
 
 
-def write(folder: Folder, items: SavePlan, staging: Staging) -> Part:
-    """Write this rank's tensors durably to files in `folder`.
+def write(folder: Folder, rank: int, items: SavePlan, staging: Staging) -> Part:
+    """Write this rank's tensors durably to a file in `folder`.
 
     Raises OSError, also where torch has made something else of the one that a full disk raises.
     """
-    disk = _Files(folder)
-    try:
-        writer = _writer(disk)
-        results = writer.write_data(items, staging).wait()  # type: ignore[arg-type]
-    except Exception:
-        if disk.error is not None:
-            raise disk.error from None
-        raise
-    return Part(results, disk.files)
+    if not items.items:
+        return Part({}, {})
+    name, places = f"__{rank}_0.distcp", {}
+    with folder.create(name) as file:
+        summing = _Summing(file)
+        try:
+            for item in items.items:
+                begin = summing.length
+                torch.save(staging.of(item.index), cast(IO[bytes], summing))
+                places[item.index] = _StorageInfo(name, begin, summing.length - begin)
+        except Exception:
+            if summing.error is not None:
+                raise summing.error from None
+            raise
+    return Part(places, {name: (summing.length, summing.crc)})
 
 
 def finish(folder: Folder, metadata: records.Metadata, parts: Sequence[Part]) -> Part:
     """Write `.metadata` and `tensors.json`, which say where everything is; on rank 0, when all `parts` are there."""
-    disk = _Files(folder)
-    _writer(disk).finish(metadata, [part.results for part in parts])
-    layout = _described(metadata)
-    folder.write(LAYOUT, layout)
-    return Part([], {**disk.files, LAYOUT: (len(layout), zlib.crc32(layout))})
+    metadata.storage_data = {index: place for part in parts for index, place in part.places.items()}
+    contents = {_METADATA: pickle.dumps(metadata), LAYOUT: _described(metadata)}
+    for name, content in contents.items():
+        folder.write(name, content)
+    return Part({}, {name: (len(content), zlib.crc32(content)) for name, content in contents.items()})
 
 
 def _described(metadata: records.Metadata) -> bytes:
@@ -148,11 +150,10 @@ def _described(metadata: records.Metadata) -> bytes:
 
 @dataclass(frozen=True)
 class Contents:
-    """What `tensors.json` says of a checkpoint in `folder`: its tensors, and where they lie in its `files`."""
+    """What `tensors.json` says of a checkpoint in `folder`: its tensors, and where they lie in its files."""
 
     folder: Folder
     metadata: records.Metadata
-    files: frozenset[str]
 
     @property
     def kinds(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
@@ -171,12 +172,40 @@ class Contents:
 
     def read(self, targets: Mapping[str, Tensor]) -> None:
         """Fill `targets`, DTensors too, however many ranks have written the checkpoint."""
-        reader = _Reader(self.folder, self.files)
-        planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=True)
-        planner.set_up_planner(dict(targets), self.metadata)
-        items = planner.finish_plan(planner.create_local_plan())
-        reader.set_up_storage_reader(self.metadata, is_coordinator=False)
-        reader.read_data(items, planner).wait()
+        planner, items = load_plan(targets, self.metadata)
+        by_file: dict[str, list[tuple[_StorageInfo, ReadItem]]] = {}
+        for item in items:
+            place = self.metadata.storage_data[item.storage_index]
+            by_file.setdefault(place.relative_path, []).append((place, item))
+        for name, reads in by_file.items():
+            with self.folder.open(name) as file:
+                for place, item in sorted(reads, key=lambda read: read[0].offset):
+                    file.seek(place.offset)
+                    fill(planner, item, _tensor(item.storage_index.fqn, file.read(place.length)))
+
+
+def load_plan(targets: Mapping[str, Tensor], metadata: records.Metadata) -> tuple[DefaultLoadPlanner, list[ReadItem]]:
+    """What is to be read for `targets`, which the planner knows."""
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=True)
+    planner.set_up_planner(dict(targets), metadata)
+    return planner, planner.finish_plan(planner.create_local_plan()).items
+
+
+def fill(planner: DefaultLoadPlanner, item: ReadItem, source: Tensor) -> None:
+    """Fill the part of a target that `item` names. `source` is what was saved of it in one place."""
+    for dimension, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+        source = source.narrow(dimension, offset, length)
+    planner.resolve_tensor(item).detach().copy_(source)
+
+
+def _tensor(name: str, content: bytes) -> Tensor:
+    """Raises pickle.UnpicklingError for what is none."""
+    file = io.BytesIO(content)
+    require_shallow(file)
+    found = torch.load(file, map_location="cpu", weights_only=True)
+    if not isinstance(found, Tensor):
+        raise pickle.UnpicklingError(f"{name} is no tensor")
+    return found
 
 
 def contents(folder: Folder, layout: bytes, lengths: Mapping[str, int]) -> Contents:
@@ -204,7 +233,7 @@ def contents(folder: Folder, layout: bytes, lengths: Mapping[str, int]) -> Conte
             found.planner_data[name] = tuple(map(str, entry["path"]))
     except (AttributeError, KeyError, TypeError, OverflowError, RuntimeError) as error:
         raise ValueError(f"{LAYOUT} cannot be read ({type(error).__name__}: {str(error)[:200]})") from error
-    return Contents(folder, found, frozenset(lengths))
+    return Contents(folder, found)
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -221,105 +250,23 @@ def _require_inside(name: str, chunk: records.ChunkStorageMetadata, size: torch.
         raise ValueError(f"{name} has a chunk that does not lie in its tensor of shape {tuple(size)}")
 
 
-class _LoadPlanner(DefaultLoadPlanner):
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """DCP's would unpickle them, whatever they are."""
-        raise pickle.UnpicklingError(f"{read_item.storage_index.fqn} is no tensor")
-
-
-class _Reader(FileSystemReader):
-    def __init__(self, folder: Folder, files: frozenset[str]) -> None:
-        super().__init__("unused")
-        self._folder = folder
-        self.fs = _Files(folder, readable=files)
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> records.Metadata:
-        """Torch's unpickles the file."""
-        raise NotImplementedError
-
-    def _slice_file(self, file: IO[bytes], sinfo: Any) -> IO[bytes]:
-        if self._folder.files.is_remote or sinfo.length <= _SMALL_BYTES:
-            # torch reads a tensor's end first, then its beginning: once over the network is enough. Of a small one
-            # each look costs more than its bytes.
-            file.seek(sinfo.offset)
-            tensor: IO[bytes] = io.BytesIO(file.read(sinfo.length))
-        else:
-            tensor = super()._slice_file(file, sinfo)
-        require_shallow(tensor)
-        return tensor
-
-
-@dataclass
-class _Files(FileSystem):
-    """The files of a folder, by name, with length and CRC-32 of those that are written; the first OSError is kept."""
-
-    folder: Folder
-    readable: frozenset[str] = frozenset()
-    files: dict[str, tuple[int, int]] = field(default_factory=dict)
-    error: OSError | None = None
-
-    def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str:
-        return suffix
-
-    @contextlib.contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        # DCP would rename `.metadata.tmp`; the folder is no checkpoint yet.
-        name = os.fspath(path).removesuffix(".tmp")
-        if mode == "rb":
-            if name not in self.readable:
-                raise pickle.UnpicklingError(f"{name!r:.200} is none of the checkpoint's files")
-            with self.folder.open(name) as file:
-                yield file
-            return
-        try:
-            with self.folder.create(name) as file:
-                stream = _Summing(file, self)
-                yield stream
-        except OSError as error:
-            self.error = error
-            raise
-        self.files[name] = (stream.length, stream.crc)
-
-    def exists(self, path: str | os.PathLike[str]) -> bool:
-        """Always False: the folder is new."""
-        return False
-
-    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        """It has its name."""
-
-
 class _Summing:
-    """A file that is written from beginning to end, and sums what it is given."""
+    """A file that is written from beginning to end, and sums what it is given. The first OSError is kept."""
 
-    def __init__(self, file: IO[bytes], disk: _Files) -> None:
-        self._file, self._disk = file, disk
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
         self.length = self.crc = 0
+        self.error: OSError | None = None
 
     def write(self, content: bytes | memoryview) -> int:
         self.crc = zlib.crc32(content, self.crc)
         try:
             written = self._file.write(content)
         except OSError as error:
-            self._disk.error = error
+            self.error = self.error or error
             raise
         self.length += written
         return written
 
-    def tell(self) -> int:
-        return self.length
-
     def flush(self) -> None:
         """The folder flushes it."""
-
-    def close(self) -> None:
-        """`_Files` closes it."""
-
-
-def _writer(disk: _Files) -> FileSystemWriter:
-    # No copying ahead: what it writes is in host memory already. The files are synced by the folder.
-    writer = FileSystemWriter("unused", sync_files=False, per_thread_copy_ahead=0)
-    writer.fs = disk
-    # It is noted in `.metadata`.
-    writer.path = str(disk.folder)
-    writer.set_up_storage_writer(is_coordinator=True)
-    return writer

@@ -13,12 +13,7 @@ from elaunch.trainer.files import open_regular, read_regular, sync_directory, wr
 
 
 class LocalFiles:
-    """The files in `root`, which is made when something is written. Names are relative to it. Raises OSError.
-
-    `is_remote` says that each read goes over a network: few and in order is better than many and anywhere.
-    """
-
-    is_remote = False
+    """The files in `root`, which is made when something is written. Names are relative to it. Raises OSError."""
 
     def __init__(self, root: Path) -> None:
         self._root = root

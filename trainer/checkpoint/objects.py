@@ -98,8 +98,6 @@ class ObjectFiles:
     An object is there when it is whole.
     """
 
-    is_remote = True
-
     def __init__(self, url: Url) -> None:
         self._url = url
 

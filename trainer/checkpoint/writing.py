@@ -112,7 +112,7 @@ class Writing:
     def _write_part(self) -> dcp.Part | None:
         order = self.order
         try:
-            return dcp.write(order.folder, order.plan.items, order.staging)
+            return dcp.write(order.folder, order.rank, order.plan.items, order.staging)
         except Exception as error:
             self.failure = reason(error)
             return None

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint import metadata as records
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_save_plan
 from torch.distributed.checkpoint.planner import ReadItem
 
+from elaunch.trainer.checkpoint.dcp import fill, load_plan
 from elaunch.trainer.checkpoint.loading import Share
 from elaunch.trainer.memory.recovery_plan import Choice, Held, Parts
 from elaunch.trainer.memory.slots import Slot, Torn, received
@@ -146,9 +147,8 @@ def load(choice: Choice, mine: Mapping[int, StoredPiece], state: State, peers: P
         {name: path for each in covering for name, path in each.paths.items()},
         f"the snapshot of step {choice.version.step}",
     )
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=True)
-    planner.set_up_planner(dict(share.tensors), _metadata(covering))
-    wanted = _by_piece(planner.finish_plan(planner.create_local_plan()).items, trees, mine)
+    planner, items = load_plan(share.tensors, _metadata(covering))
+    wanted = _by_piece(items, trees, mine)
     with torch.no_grad():
         for rank, reads in wanted.items():
             if rank in mine:
@@ -238,7 +238,4 @@ def _exchange(
 
 def _fill(planner: DefaultLoadPlanner, reads: Reads, data: Tensor) -> None:
     for read, tensor, box in reads:
-        source = tensor.view(box, data)
-        for dimension, (offset, length) in enumerate(zip(read.storage_offsets, read.lengths, strict=True)):
-            source = source.narrow(dimension, offset, length)
-        planner.resolve_tensor(read).detach().copy_(source)
+        fill(planner, read, tensor.view(box, data))
