@@ -32,6 +32,8 @@ from torch import nn
 
 from elaunch.trainer.checkpoint import dcp, storage
 from elaunch.trainer.checkpoint.checkpoints import Checkpoints
+from elaunch.trainer.checkpoint.local import LocalFiles
+from elaunch.trainer.checkpoint.objects import ObjectFiles
 from elaunch.trainer.memory.sharded import ShardedMemory
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state import model_state
@@ -104,7 +106,7 @@ def at(moment: str, rank: int) -> None:
     if rank != RANK:
         return
 
-    write, to_rank_0 = storage.Folder.write, Peers.to_rank_0
+    to_rank_0 = Peers.to_rank_0
 
     def die(*_: object, **__: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -115,10 +117,10 @@ def at(moment: str, rank: int) -> None:
         die()
         return 0
 
-    def unmarked(self: storage.Folder, name: str, content: bytes) -> None:
+    def unmarked(self: Any, name: str, content: bytes) -> None:
         if name == storage.MANIFEST:
             die()
-        write(self, name, content)
+        self.written(name, content)
 
     def told(self: Peers, value: Any) -> Any:
         if threading.current_thread().name == "checkpoint":
@@ -133,7 +135,8 @@ def at(moment: str, rank: int) -> None:
         case "manifest":
             storage.Storage.publish = die  # type: ignore[assignment, method-assign]
         case "publish":
-            storage.Folder.write = unmarked  # type: ignore[method-assign]
+            for files in (LocalFiles, ObjectFiles):
+                files.written, files.write = files.write, unmarked  # type: ignore[attr-defined]
 
 
 def main() -> None:

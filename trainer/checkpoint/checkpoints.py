@@ -66,7 +66,7 @@ class Checkpoints:
         self._plan: tuple[list[str], Plan] | None = None
         self._staging: Staging | None = None
         self._writing: Writing | None = None
-        self._is_seen = self._is_prepared = False
+        self._is_prepared = False
         if self._ranks.leads:
             # If the storage does not answer, the first save asks again. A load reports the error.
             with contextlib.suppress(StorageError):
@@ -103,7 +103,7 @@ class Checkpoints:
         """Begin a checkpoint of `state` after `step`; on return it may be changed.
 
         Errors of the disk are reported, never raised. The older checkpoints are untouched then. Raises TypeError for
-        values that a checkpoint cannot hold, and ValueError if ranks of a sharded state do not see the directory.
+        values that a checkpoint cannot hold.
         """
         parts = flatten(state)
         if not parts.is_sharded and not self._ranks.leads:
@@ -183,39 +183,23 @@ class Checkpoints:
             self._say(self.failure)
 
     def _begin(self, step: int, parts: Tree) -> tuple[Mark, Folder | None]:
-        """Begin the checkpoint's folder on rank 0 and tell the others which; None where that failed."""
+        """Name the checkpoint's folder on rank 0 and tell the others; None where that failed."""
         name = failure = ""
-        shown = parts.is_sharded and not self._is_seen
         if self._ranks.leads:
             try:
                 if not self._is_prepared:
                     self._prepare()
                 # The job was started anew, and reached this step again.
                 self._fence += Mark(self._fence, step) in self._taken
-                name = self.storage.begin(Mark(self._fence, step), shared=shown).name
+                name = self.storage.begin(Mark(self._fence, step)).name
             except OSError as error:
                 failure = error.strerror or str(error)
         mark = Mark(self._fence, step)
         if parts.is_sharded:
             mark, name, failure = self._ranks.from_rank_0((mark, name, failure))
-        if failure:
-            if self._ranks.leads:
-                self._failed(step, failure)
-            return mark, None
-        folder = self.storage.folder(name)
-        try:
-            is_there = not shown or folder.is_there
-        except OSError:
-            # The write that follows reports what is wrong. The next save looks again.
-            return mark, folder
-        if not is_there:
-            raise ValueError(
-                f"rank {self._ranks.rank} does not see {self.storage}, which rank 0 writes to; the checkpoints of a "
-                "sharded state need a directory that all ranks share"
-            )
-        # One look is enough: over a network it keeps training waiting.
-        self._is_seen = self._is_seen or shown
-        return mark, folder
+        if failure and self._ranks.leads:
+            self._failed(step, failure)
+        return mark, None if failure else self.storage.folder(name)
 
     def _planned(self, parts: Tree) -> Plan:
         """Who writes what; made again only when the layout of the state has changed on some rank."""

@@ -22,8 +22,10 @@ from elaunch.trainer.checkpoint.storage import (
     Manifest,
     Mark,
     Storage,
+    is_published,
     read_manifest,
     read_verified,
+    set_aside,
     verify,
 )
 from elaunch.trainer.ranks.peers import Peers
@@ -137,7 +139,7 @@ def _tensor_files(manifest: Manifest) -> list[str]:
 def _open_share(folder: Folder, manifest: Manifest, ranks: Peers) -> tuple[_Opened | None, Exception | None]:
     """The checkpoint, once this rank's share of the files is verified; or what is wrong with it."""
     try:
-        if not folder.is_there:
+        if not is_published(folder):
             return None, _Unseen()
         verify(folder, manifest, _tensor_files(manifest)[ranks.rank :: ranks.world_size])
         opened = _open(folder, manifest)
@@ -316,7 +318,7 @@ def _passing_over(storage: Storage, folder: Folder, say: Callable[[str], None], 
         raise
     except Corrupt as error:
         say(f"skipping {folder}: it is torn or corrupt ({_reason(error)}); trying the one before it")
-        folder.set_aside()
+        set_aside(folder)
     # The disk's, the network's, the device's or this release's trouble: the bytes may be right.
     except Exception as error:
         unread.append(f"{folder} cannot be read ({_reason(error)})")

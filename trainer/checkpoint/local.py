@@ -13,7 +13,7 @@ from elaunch.trainer.files import open_regular, read_regular, sync_directory, wr
 
 
 class LocalFiles:
-    """The files in `root`, which is made when something is written. Names are relative to it. Raises OSError."""
+    """The files in `root`, which is made when something is written. Its methods raise OSError."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -21,6 +21,15 @@ class LocalFiles:
     def __str__(self) -> str:
         """For people, without secrets."""
         return str(self._root)
+
+    @property
+    def name(self) -> str:
+        """By which another rank finds it `below` the same place."""
+        return self._root.name
+
+    def below(self, name: str) -> LocalFiles:
+        """A folder in it."""
+        return LocalFiles(self._root / name)
 
     def names(self) -> list[str]:
         """The names in the root; none if there is no such place."""
@@ -47,27 +56,25 @@ class LocalFiles:
     @contextlib.contextmanager
     def create(self, name: str) -> Iterator[IO[bytes]]:
         """A file to be written from beginning to end; durable when the context is left."""
-        path = self._root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("wb") as file:
+        self._root.mkdir(parents=True, exist_ok=True)
+        with (self._root / name).open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
 
     def write(self, name: str, content: bytes) -> None:
         """Write a small file durably: whole, or not there."""
-        path = self._root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_durably(path, content)
+        self._root.mkdir(parents=True, exist_ok=True)
+        write_durably(self._root / name, content)
 
-    def sync(self, folder: str) -> None:
-        """Make the name of a folder, and the names in it, durable."""
-        sync_directory(self._root / folder)
+    def sync(self) -> None:
+        """Make the names of the files durable, and that of the folder itself."""
         sync_directory(self._root)
+        sync_directory(self._root.parent)
 
     def remove(self, name: str) -> None:
         (self._root / name).unlink()
 
-    def remove_all(self, folder: str) -> None:
-        """Delete a folder, and all that is in it."""
-        shutil.rmtree(self._root / folder)
+    def remove_all(self) -> None:
+        """Delete the folder, and all that is in it."""
+        shutil.rmtree(self._root)

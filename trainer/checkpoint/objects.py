@@ -93,16 +93,19 @@ class StorageError(OSError):
 
 
 class ObjectFiles:
-    """The files below a URL; `LocalFiles` says what each method does. The network is not touched before the first one.
+    """The files in the folder `name` below a URL; `LocalFiles` says what each method does. The first one connects.
 
     An object is there when it is whole.
     """
 
-    def __init__(self, url: Url) -> None:
-        self._url = url
+    def __init__(self, url: Url, name: str = "") -> None:
+        self._url, self.name = url, name
 
     def __str__(self) -> str:
-        return str(self._url)
+        return f"{self._url}/{self.name}".rstrip("/")
+
+    def below(self, name: str) -> ObjectFiles:
+        return ObjectFiles(self._url, name)
 
     def names(self) -> list[str]:
         with self._errors():
@@ -139,7 +142,7 @@ class ObjectFiles:
     @contextlib.contextmanager
     def create(self, name: str) -> Iterator[IO[bytes]]:
         with self._errors():
-            self._make_folder_of(name)
+            self._make_folder()
             file = self._system.open(self._path(name), "wb")
             try:
                 yield file
@@ -153,21 +156,21 @@ class ObjectFiles:
 
     def write(self, name: str, content: bytes) -> None:
         with self._errors():
-            self._make_folder_of(name)
+            self._make_folder()
             self._system.pipe_file(self._path(name), content)
 
-    def sync(self, folder: str) -> None:
+    def sync(self) -> None:
         """An object is durable when it is there."""
 
     def remove(self, name: str) -> None:
         with self._errors():
             self._system.rm_file(self._path(name))
 
-    def remove_all(self, folder: str) -> None:
+    def remove_all(self) -> None:
         # Listed and deleted together where the store can.
         with self._errors(), contextlib.suppress(FileNotFoundError):
             self._system.invalidate_cache()
-            self._system.rm(self._path(folder), recursive=True)
+            self._system.rm(self._path(""), recursive=True)
 
     @property
     def _system(self) -> Any:
@@ -175,7 +178,7 @@ class ObjectFiles:
         return self._connected[0]
 
     def _path(self, name: str) -> str:
-        return f"{self._connected[1]}/{name}".rstrip("/")
+        return "/".join(filter(None, (self._connected[1], self.name, name)))
 
     @cached_property
     def _connected(self) -> tuple[Any, str]:
@@ -189,11 +192,11 @@ class ObjectFiles:
             self._system.invalidate_cache()
             return int(self._system.info(self._path(name))["size"])
 
-    def _make_folder_of(self, name: str) -> None:
+    def _make_folder(self) -> None:
         """Where files need one."""
         protocol = self._system.protocol
         if not _FLAT & set([protocol] if isinstance(protocol, str) else protocol):
-            self._system.makedirs(self._path(name).rpartition("/")[0], exist_ok=True)
+            self._system.makedirs(self._path(""), exist_ok=True)
 
 
 def connect(url: Url) -> tuple[Any, str]:

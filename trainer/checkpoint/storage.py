@@ -17,10 +17,9 @@ import re
 import secrets
 import zlib
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from elaunch.strict_json import parse_json
 from elaunch.trainer.checkpoint.local import LocalFiles
@@ -30,8 +29,6 @@ from elaunch.trainer.state.version import Version
 MANIFEST = "manifest.json"
 # Takes the manifest's place in what has proved to be corrupt.
 _SET_ASIDE = "manifest.corrupt.json"
-# There so that several ranks can make sure that all see the same storage.
-_BEGUN = "begun"
 # The file that holds all of a state that is no tensor.
 PLAIN = "plain.pt"
 # Where each tensor lies: DCP's account, for its tools, and the same as JSON, which is read here.
@@ -110,71 +107,38 @@ def _manifest_of(record: dict[str, Any]) -> Manifest:
     return Manifest(mark, record["world_size"], files)
 
 
-@dataclass(frozen=True)
-class Folder:
-    """The files of one attempt to write a checkpoint, which another rank finds by its `name`. They raise OSError."""
+# The files of one attempt to write a checkpoint. Their `name` is that of the folder.
+Folder: TypeAlias = LocalFiles | ObjectFiles
 
-    files: LocalFiles | ObjectFiles
-    name: str
 
-    def __str__(self) -> str:
-        return f"{self.files}/{self.name}"
+def is_published(folder: Folder) -> bool:
+    """Whether it is a checkpoint. One in a folder that cannot be looked into counts: who reads it says why."""
+    try:
+        return folder.size(MANIFEST) is not None
+    except StorageError:
+        raise
+    except OSError:
+        return True
 
-    @property
-    def is_there(self) -> bool:
-        """Whether this rank sees it."""
-        return self.has(MANIFEST) or self.has(_BEGUN)
 
-    @property
-    def is_published(self) -> bool:
-        """Whether it is a checkpoint. One in a folder that cannot be looked into counts: who reads it says why."""
-        try:
-            return self.has(MANIFEST)
-        except StorageError:
-            raise
-        except OSError:
-            return True
+def discard(folder: Folder) -> None:
+    """Delete it; killed in between, it leaves none that looks whole. Raises OSError."""
+    if folder.size(MANIFEST) is not None:
+        folder.remove(MANIFEST)
+    folder.remove_all()
 
-    def has(self, name: str) -> bool:
-        return self.size(name) is not None
 
-    def size(self, name: str) -> int | None:
-        return self.files.size(f"{self.name}/{name}")
-
-    def read(self, name: str, bytes_max: int) -> bytes:
-        return self.files.read(f"{self.name}/{name}", bytes_max)
-
-    def open(self, name: str) -> AbstractContextManager[IO[bytes]]:
-        return self.files.open(f"{self.name}/{name}")
-
-    def create(self, name: str) -> AbstractContextManager[IO[bytes]]:
-        return self.files.create(f"{self.name}/{name}")
-
-    def write(self, name: str, content: bytes) -> None:
-        self.files.write(f"{self.name}/{name}", content)
-
-    def discard(self) -> None:
-        """Delete it; killed in between, it leaves none that looks whole."""
-        if self.has(MANIFEST):
-            self.files.remove(f"{self.name}/{MANIFEST}")
-        self.files.remove_all(self.name)
-
-    def set_aside(self) -> None:
-        """Keep what is torn or corrupt for people, but count it no more; nothing is raised."""
-        with contextlib.suppress(OSError):
-            self.write(_SET_ASIDE, self.read(MANIFEST, MANIFEST_BYTES_MAX))
-            self.files.remove(f"{self.name}/{MANIFEST}")
-
-    @property
-    def is_of_no_use(self) -> bool:
-        """Whether it is neither published nor kept for people."""
-        return not self.is_published and not self.has(_SET_ASIDE)
+def set_aside(folder: Folder) -> None:
+    """Keep what is torn or corrupt for people, but count it no more; nothing is raised."""
+    with contextlib.suppress(OSError):
+        folder.write(_SET_ASIDE, folder.read(MANIFEST, MANIFEST_BYTES_MAX))
+        folder.remove(MANIFEST)
 
 
 class Storage:
     """Where the checkpoints of one run lie. All methods raise OSError. `str()` is for people, without secrets."""
 
-    def __init__(self, files: LocalFiles | ObjectFiles) -> None:
+    def __init__(self, files: Folder) -> None:
         self._files = files
 
     def __str__(self) -> str:
@@ -182,34 +146,36 @@ class Storage:
 
     def found(self) -> list[tuple[Mark, Folder]]:
         """All published checkpoints, whole or not, oldest first; none where there is no such place."""
-        return [(mark, folder) for mark, folder in self._attempts() if folder.is_published]
+        return [(mark, folder) for mark, folder in self._attempts() if is_published(folder)]
 
     def folder(self, name: str) -> Folder:
-        return Folder(self._files, name)
+        return self._files.below(name)
 
-    def begin(self, mark: Mark, *, shared: bool) -> Folder:
-        """A place for the files of `mark` that no other writer has, not published. `shared`: other ranks look for it"""
-        folder = self.folder(f"{mark.folder_name}.{secrets.token_hex(4)}")
-        if shared:
-            folder.write(_BEGUN, b"")
-        return folder
+    def begin(self, mark: Mark) -> Folder:
+        """A place for the files of `mark` that no other writer has, not published."""
+        return self.folder(f"{mark.folder_name}.{secrets.token_hex(4)}")
 
     def publish(self, folder: Folder, manifest: Manifest) -> None:
         """Make it one of the checkpoints in one moment."""
         for name, (length, _) in manifest.files.items():
             if (size := folder.size(name)) != length:
                 there = "is not there" if size is None else f"has {size} bytes there"
-                why = f"{name} {there} after {length} were written; another start may have cleaned it up"
-                raise StorageError(None, why, str(self))
-        self._files.sync(folder.name)
+                raise StorageError(
+                    None,
+                    f"{name} {there} after {length} were written; either another start has cleaned it up, or that rank "
+                    "has another directory of that name (the checkpoints of a sharded state need one that all share)",
+                    str(self),
+                )
+        folder.sync()
         folder.write(MANIFEST, manifest.to_bytes())
 
     def sweep(self, generation: int) -> None:
         """Delete what killed writers of this and earlier generations left; a newer group's may be in the making."""
         for mark, folder in self._attempts():
             with contextlib.suppress(OSError):
-                if mark.generation <= generation and folder.is_of_no_use:
-                    folder.discard()
+                is_kept = is_published(folder) or folder.size(_SET_ASIDE) is not None
+                if mark.generation <= generation and not is_kept:
+                    discard(folder)
 
     def require_writable(self) -> None:
         """Write a small file and remove it."""
@@ -312,4 +278,4 @@ def keep_newest(storage: Storage, count: int, published: Mark) -> None:
         # Newer ones that could not be read may be in the way of the only one that can.
         if mark != published:
             with contextlib.suppress(OSError):
-                folder.discard()
+                discard(folder)

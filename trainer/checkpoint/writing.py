@@ -23,6 +23,7 @@ from elaunch.trainer.checkpoint.storage import (
     Manifest,
     Mark,
     Storage,
+    discard,
     keep_newest,
 )
 from elaunch.trainer.files import reason, require_size
@@ -102,7 +103,7 @@ class Writing:
         if not is_published:
             # Other ranks may still write: what they add is swept by the next start.
             with contextlib.suppress(OSError):
-                order.folder.discard()
+                discard(order.folder)
             return
         # Old ones that stay cost room, and are tried again after the next.
         with contextlib.suppress(OSError):

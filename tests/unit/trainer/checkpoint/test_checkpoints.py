@@ -195,7 +195,7 @@ def fails(monkeypatch: pytest.MonkeyPatch, error: Exception, *paths: Path) -> No
     real = LocalFiles.open
 
     def opened(self: LocalFiles, name: str) -> Any:
-        if name.partition("/")[0] in [path.name for path in paths]:
+        if self.name in [path.name for path in paths]:
             raise error
         return real(self, name)
 

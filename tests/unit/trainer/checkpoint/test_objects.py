@@ -94,7 +94,7 @@ def test_one_without_its_manifest_is_never_loaded_and_is_swept_by_the_next_start
     torn = saved(url, 1, 2)
     system(url).rm_file(f"{torn}/{MANIFEST}")
     storage = Storage(ObjectFiles(url))
-    begun_by_a_newer_group = storage.begin(Mark(2, 3), shared=False)
+    begun_by_a_newer_group = storage.begin(Mark(2, 3))
     begun_by_a_newer_group.write("__0_0.distcp", b"half")
 
     assert marks_at(url) == [Mark(1, 1)]
