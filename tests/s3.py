@@ -15,9 +15,6 @@ from typing import Any
 
 from tests.harness import DEADLINE_S, environment, wait_for
 
-# Parts of 5 MiB, the least that S3 takes. fsspec reads it when it is imported.
-FSSPEC = {"FSSPEC_S3": '{"default_block_size": 5242880}'}
-
 
 class S3:
     """One server with the bucket `bucket`. `env` is what its clients need."""
@@ -39,7 +36,6 @@ class S3:
             "AWS_ACCESS_KEY_ID": "a-key",
             "AWS_SECRET_ACCESS_KEY": "a-secret",
             "AWS_DEFAULT_REGION": "us-east-1",
-            **FSSPEC,
         }
         self.client: Any = boto3.client(
             "s3",
@@ -55,26 +51,6 @@ class S3:
         """The keys in the bucket, sorted."""
         pages = self.client.get_paginator("list_objects_v2").paginate(Bucket="bucket", Prefix=prefix)
         return [each["Key"] for page in pages for each in page.get("Contents", [])]
-
-    def get(self, key: str) -> bytes:
-        content: bytes = self.client.get_object(Bucket="bucket", Key=key)["Body"].read()
-        return content
-
-    def put(self, key: str, content: bytes) -> None:
-        self.client.put_object(Bucket="bucket", Key=key, Body=content)
-
-    def delete(self, *keys: str) -> None:
-        for key in keys:
-            self.client.delete_object(Bucket="bucket", Key=key)
-
-    def parts_uploaded(self, prefix: str) -> int:
-        """The uploaded parts of multipart uploads that are not complete."""
-        uploads = self.client.list_multipart_uploads(Bucket="bucket").get("Uploads", [])
-        return sum(
-            len(self.client.list_parts(Bucket="bucket", Key=each["Key"], UploadId=each["UploadId"]).get("Parts", []))
-            for each in uploads
-            if each["Key"].startswith(prefix)
-        )
 
     def close(self) -> None:
         self._process.terminate()

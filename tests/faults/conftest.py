@@ -12,7 +12,6 @@ from elaunch.agent.environment import DEFAULT_PRELOAD
 from tests.faults.keeper_runs import Calm
 from tests.faults.trainings import CalmTrainings
 from tests.ranks import RankForker, forker
-from tests.s3 import FSSPEC
 from tests.warm import SharedStart
 
 # The modules that their ranks import.
@@ -22,9 +21,7 @@ _MODULES = ("keeper.keeper", "memory.sharded", "checkpoint.objects", "train", "p
 @pytest.fixture(scope="session", name="forker")
 def _forker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankForker]:
     """The process that forks ranks for all files and all processes of a test run."""
-    with forker(
-        shared(tmp_path_factory) / "forker", *(f"elaunch.trainer.{name}" for name in _MODULES), "s3fs", env=FSSPEC
-    ) as held:
+    with forker(shared(tmp_path_factory) / "forker", *(f"elaunch.trainer.{name}" for name in _MODULES), "s3fs") as held:
         yield held
 
 

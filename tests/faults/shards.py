@@ -102,7 +102,7 @@ def whole(value: torch.Tensor) -> torch.Tensor:
 
 def at(moment: str, rank: int) -> None:
     """Be killed by SIGKILL there: `write` (in the middle of the first file), `part` (written, before it is told),
-    `manifest` (before what leads to it), `publish` (before it is written)."""
+    `publish` (before the manifest)."""
     if rank != RANK:
         return
 
@@ -132,8 +132,6 @@ def at(moment: str, rank: int) -> None:
             dcp._Summing.write = halfway  # type: ignore[method-assign]
         case "part":
             Peers.to_rank_0 = told  # type: ignore[method-assign]
-        case "manifest":
-            storage.Storage.publish = die  # type: ignore[assignment, method-assign]
         case "publish":
             for files in (LocalFiles, ObjectFiles):
                 files.written, files.write = files.write, unmarked  # type: ignore[attr-defined]

@@ -8,7 +8,6 @@ import pickle
 import re
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from elaunch.trainer.checkpoint import dcp, storage, writing
+from elaunch.trainer.checkpoint import storage, writing
 from elaunch.trainer.checkpoint.checkpoints import Checkpoints, Mark, marks
 from elaunch.trainer.checkpoint.loading import Unreadable
 from elaunch.trainer.checkpoint.local import LocalFiles
-from elaunch.trainer.checkpoint.storage import Storage, storage_at
-from elaunch.trainer.ranks.peers import Peers
+from elaunch.trainer.checkpoint.storage import storage_at
 from elaunch.trainer.state.tree import PerRank
 from tests.harness import DEADLINE_S
 
@@ -305,43 +303,6 @@ def test_a_write_that_fails_leaves_the_older_ones_and_is_tried_again(
     checkpoints.save(3, state_of(3))
     assert marks(tmp_path) == [Mark(0, 1), Mark(0, 3)]
     assert said[1:] == ["the checkpoint of step 3 is written"]
-
-
-class Writers(Peers):
-    """Three ranks whose messages the test makes."""
-
-    def __init__(self, rank: int, collect: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.rank, self.world_size, self.collect = rank, 3, collect
-
-    def to_rank_0(self, value: Any) -> Any:
-        return self.collect(value)
-
-
-def begun(folder: Path, ranks: Writers, staging: dcp.Staging) -> writing.Writing:
-    state = {"weight": torch.ones(2)}
-    plan = dcp.plan(state, {"weight": ("weight",)}, None)
-    store = Storage(LocalFiles(folder.parent))
-    places = store, store.folder(folder.name)
-    return writing.Writing(writing.WriteOrder(Mark(0, 1), *places, plan, staging, b"", ranks, 1), lambda: None)
-
-
-def test_the_folder_of_a_failed_checkpoint_goes_when_no_rank_writes_in_it_any_more(tmp_path: Path) -> None:
-    folder, others_are_done = tmp_path / "hidden", threading.Event()
-
-    def collect(part: dcp.Part | None) -> list[dcp.Part | None]:
-        others_are_done.wait(DEADLINE_S)
-        return [part, dcp.Part([], {}), None]
-
-    # Nothing is staged, so rank 0's part fails.
-    failed = begun(folder, Writers(0, collect), dcp.Staging())
-    assert failed.own_part()
-    (folder / "__2_0.distcp").parent.mkdir(exist_ok=True)
-    (folder / "__2_0.distcp").write_bytes(b"more")
-    others_are_done.set()
-    failed.wait()
-
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_everything_is_durable_before_it_counts_and_its_manifest_after(
