@@ -28,6 +28,7 @@ from elaunch.trainer.checkpoint.storage import (
     set_aside,
     verify,
 )
+from elaunch.trainer.files import reason
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state.tree import OPTIMIZERS, PerRank, State, Tree, flatten, is_shard, rebuild, some, unpack
 from elaunch.trainer.state.tree import Path as Place
@@ -91,7 +92,10 @@ def load_from_all(storage: Storage, state: State, ranks: Peers, say: Callable[[s
             )
         found_wrong = [problem for problem in problems if problem is not None]
         if opened is not None and not found_wrong:
-            _read_share(opened, state)
+            contents, packed = opened
+            share = Share(state, unpack(packed), contents.kinds, contents.paths, str(folder))
+            contents.read(share.tensors)
+            share.put()
             return mark
         # One rank's proof is enough, whatever the others could not read.
         worst = next((problem for problem in found_wrong if isinstance(problem, Corrupt)), found_wrong[0])
@@ -114,29 +118,26 @@ class _Unseen(Exception):
     """There is no such folder for this rank."""
 
 
-@dataclass(frozen=True)
-class _Opened:
-    """A verified checkpoint: what `tensors.json` says, and the packed plain values."""
+def _open(folder: Folder, manifest: Manifest) -> tuple[Contents, bytes]:
+    """What `tensors.json` says, and the packed plain values, verified.
 
-    contents: Contents
-    packed: bytes
-
-
-def _open(folder: Folder, manifest: Manifest) -> _Opened:
-    """Raises Corrupt, OSError, and pickle.UnpicklingError for what this release does not write."""
+    Raises Corrupt, OSError, and pickle.UnpicklingError for what this release does not write.
+    """
     from elaunch.trainer.checkpoint import dcp
 
     packed = read_verified(folder, manifest, PLAIN, PLAIN_BYTES_MAX)
     layout = read_verified(folder, manifest, LAYOUT, LAYOUT_BYTES_MAX)
     lengths = {name: length for name, (length, _) in manifest.files.items()}
-    return _Opened(dcp.contents(folder, layout, lengths), packed)
+    return dcp.contents(folder, layout, lengths), packed
 
 
 def _tensor_files(manifest: Manifest) -> list[str]:
     return sorted(name for name in manifest.files if name not in (PLAIN, LAYOUT))
 
 
-def _open_share(folder: Folder, manifest: Manifest, ranks: Peers) -> tuple[_Opened | None, Exception | None]:
+def _open_share(
+    folder: Folder, manifest: Manifest, ranks: Peers
+) -> tuple[tuple[Contents, bytes] | None, Exception | None]:
     """The checkpoint, once this rank's share of the files is verified; or what is wrong with it."""
     try:
         if not is_published(folder):
@@ -144,12 +145,12 @@ def _open_share(folder: Folder, manifest: Manifest, ranks: Peers) -> tuple[_Open
         verify(folder, manifest, _tensor_files(manifest)[ranks.rank :: ranks.world_size])
         opened = _open(folder, manifest)
         # What cannot be unpacked is passed over by all ranks, as what is torn.
-        unpack(opened.packed)
+        unpack(opened[1])
     except (Corrupt, OSError, MemoryError) as error:
         return None, error
     except Exception as error:
         # Another's exception may not survive the way to the other ranks.
-        return None, pickle.UnpicklingError(_reason(error))
+        return None, pickle.UnpicklingError(reason(error))
     return opened, None
 
 
@@ -157,10 +158,11 @@ def _read(folder: Folder) -> _Whole:
     """A whole checkpoint, verified. Raises Corrupt, or torch's own error if torch cannot read a whole checkpoint."""
     manifest = read_manifest(folder)
     verify(folder, manifest, _tensor_files(manifest))
-    opened = _open(folder, manifest)
-    plain, paths, _ = unpack(opened.packed)
-    tensors = {name: _empty(opened.contents.kinds[name]) for name in paths}
-    opened.contents.read(tensors)
+    contents, packed = _open(folder, manifest)
+    plain, paths, _ = unpack(packed)
+    kinds = contents.kinds
+    tensors = {name: _empty(kinds[name]) for name in paths}
+    contents.read(tensors)
     return _Whole(plain, paths, tensors)
 
 
@@ -184,14 +186,6 @@ def _send(mark: Mark | None, source: str, whole: _Whole | None, state: State, ra
         leaves[paths[name]] = tensor if there is None else there
     _put(state, plain, leaves)
     return found_mark
-
-
-def _read_share(opened: _Opened, state: State) -> None:
-    """Put this rank's part of a verified checkpoint into its state."""
-    contents = opened.contents
-    share = Share(state, unpack(opened.packed), contents.kinds, contents.paths, str(contents.folder))
-    contents.read(share.tensors)
-    share.put()
 
 
 class Share:
@@ -317,12 +311,12 @@ def _passing_over(storage: Storage, folder: Folder, say: Callable[[str], None], 
         # Nothing is wrong with the checkpoint, and there is no more room for the one before.
         raise
     except Corrupt as error:
-        say(f"skipping {folder}: it is torn or corrupt ({_reason(error)}); trying the one before it")
+        say(f"skipping {folder}: it is torn or corrupt ({reason(error)}); trying the one before it")
         set_aside(folder)
     # The disk's, the network's, the device's or this release's trouble: the bytes may be right.
     except Exception as error:
-        unread.append(f"{folder} cannot be read ({_reason(error)})")
-        say(f"skipping {folder}: it cannot be read ({_reason(error)}); trying the one before it")
+        unread.append(f"{folder} cannot be read ({reason(error)})")
+        say(f"skipping {folder}: it cannot be read ({reason(error)}); trying the one before it")
 
 
 def _require_read(unread: list[str], ranks: Peers) -> None:
@@ -332,7 +326,3 @@ def _require_read(unread: list[str], ranks: Peers) -> None:
             f"{told[0]}, and there is no older checkpoint to go on from; training does not begin anew while there is "
             "one that may be whole: start again when it can be read, or move it away"
         )
-
-
-def _reason(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
