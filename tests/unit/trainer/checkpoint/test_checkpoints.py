@@ -214,7 +214,8 @@ def test_what_cannot_be_read_now_is_passed_over_and_keeps_its_name(
 
     assert newest_step(tmp_path, said) == 1
 
-    assert said == [f"skipping {newest}: it cannot be read ({getattr(error, 'strerror', error)}); trying the one before it"]
+    why = getattr(error, "strerror", error)
+    assert said == [f"skipping {newest}: it cannot be read ({why}); trying the one before it"]
     monkeypatch.undo()
     assert newest_step(tmp_path) == 2
 
