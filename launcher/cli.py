@@ -35,6 +35,7 @@ from elaunch.launcher.preflight import (
     check_metrics,
     check_program,
     take_program_from_stdin,
+    temporary_folder_warning,
 )
 from elaunch.launcher.schedulers.defaults import cluster_of, concerning, settle
 from elaunch.launcher.schedulers.facts import Cluster
@@ -168,6 +169,8 @@ def _run_agent(
         with begin(config) as agent:
             if health:
                 health.begin(agent.warn)
+            if warning := temporary_folder_warning(environ):
+                agent.warn(warning)
             # From here on the fork server imports torch on another core.
             from elaunch.launcher.report import write_error_file
 

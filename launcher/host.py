@@ -10,6 +10,8 @@ import ipaddress
 import os
 import socket
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,10 +27,13 @@ from elaunch.rendezvous.endpoint import Endpoint, is_loopback, is_meant_locally
 IpAddress: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 _RESOLVE_S = 5.0
+# gloo in the worker queries the same resolver, and waits for it.
 _OWN_NAME_S = 1.0
 # Addresses for documentation (RFC 5737, RFC 3849). No host has them, so only the default route can lead to them.
 _ELSEWHERE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
 _GLOO, _RPC = "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"
+# glibc's default is two tries of 5 s for each server (resolv.conf(5)).
+_RESOLVER, _SOONER = "RES_OPTIONS", "timeout:1 attempts:2"
 
 
 @dataclass(frozen=True)
@@ -248,17 +253,37 @@ def by_interface() -> Iterator[tuple[str, IpAddress]]:
 def socket_variables(
     address: str, environ: Mapping[str, str], say: Callable[[str], None], *, verbose: bool
 ) -> dict[str, str]:
-    """The variables that name the interface of `address` to gloo and RPC, if they would not find it.
+    """The variables that name the interface of `address` to gloo and RPC, if they would not find it or wait for long.
 
-    The user's own in `environ` stay.
+    And one by which the resolver gives up sooner, if it does not answer c10d's lookup in time: c10d looks up the name
+    of each address that it connects to (socket.cpp). The user's own in `environ` stay.
     """
+    # Both lookups at the same time.
+    begun_s = time.monotonic()
+    c10d = threading.Thread(target=_name_of, args=(address,), daemon=True)
+    c10d.start()
     unset = [name for name in (_GLOO, _RPC) if name not in environ]
-    if not unset or not (found := gloo_interface(address)):
-        return {}
-    interface, why = found
-    if _GLOO in unset and verbose:
-        say(f"{_GLOO}={interface} is set for the workers: {why}")
-    return dict.fromkeys(unset, interface)
+    variables: dict[str, str] = {}
+    if unset and (found := gloo_interface(address)):
+        interface, why = found
+        variables = dict.fromkeys(unset, interface)
+        if _GLOO in unset and (verbose or is_loopback(address)):
+            say(f"{_GLOO}={interface} is set for the workers: {why}")
+    c10d.join(max(0.0, begun_s + _OWN_NAME_S - time.monotonic()))
+    if c10d.is_alive() and _RESOLVER not in environ:
+        variables[_RESOLVER] = _SOONER
+        say(
+            f"{_RESOLVER}='{_SOONER}' is set for the workers: the lookup of the name of {address} takes more than"
+            f" {_OWN_NAME_S:g} s (does the DNS server answer?), and torch waits for it at each start"
+        )
+    return variables
+
+
+def _name_of(address: str) -> None:
+    plain = address.partition("%")[0]
+    with suppress(OSError):
+        # c10d connects from an IPv6 socket, also to IPv4. /etc/hosts does not have these forms.
+        socket.getnameinfo((plain if ":" in plain else f"::ffff:{plain}", 0), socket.NI_NUMERICSERV)
 
 
 def gloo_interface(address: str) -> tuple[str, str] | None:
@@ -266,15 +291,19 @@ def gloo_interface(address: str) -> tuple[str, str] | None:
 
     None if gloo finds it. gloo takes the first address of the host's own name that it can bind (ProcessGroupGloo.cpp).
     Debian's installer gives that name the address 127.0.1.1. If the name is unknown, gloo uses 127.0.0.1. No other node
-    reaches either. TensorPipe, which carries RPC, does the same (tensorpipe_agent.cpp).
+    reaches either. TensorPipe, which carries RPC, does the same (tensorpipe_agent.cpp). If all nodes are on this host
+    gloo finds it too, but waits for a resolver that is slow.
     """
-    if is_loopback(address):
-        return None
-    name = socket.gethostname()
+    name, begun_s = socket.gethostname(), time.monotonic()
     try:
         own = next((each for each in addresses(name, _OWN_NAME_S) if can_be_bound(each)), None)
     except NoAddress:
         own = None
+    if is_loopback(address):
+        is_slow = own is None and time.monotonic() - begun_s >= _OWN_NAME_S
+        interface = interface_of(address) if is_slow else None
+        why = f"the lookup of this host's own name, {name}, takes more than {_OWN_NAME_S:g} s, and gloo waits for it"
+        return (interface, why) if interface else None
     if own and not is_loopback(own):
         return None
     interface = interface_of(address)

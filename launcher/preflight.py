@@ -19,6 +19,8 @@ from elaunch.rendezvous.job_spec import ProgramKind
 _SHELL_SUFFIXES = {".sh", ".bash", ".zsh"}
 _JOB_FILE_SUFFIXES = {".yaml", ".yml"}
 _ELF = b"\x7fELF"
+# The path of a Unix socket has at most 107 bytes. multiprocessing appends /pymp-xxxxxxxx/listener-xxxxxxxx to TMPDIR.
+_TEMPORARY_MAX = 107 - 32
 
 
 def check_program(options: Options, environ: Mapping[str, str]) -> None:
@@ -54,6 +56,17 @@ def check_folder() -> None:
         Path.cwd()
     except FileNotFoundError:
         raise UsageError("the current folder was removed; go to another one (cd) and start again") from None
+
+
+def temporary_folder_warning(environ: Mapping[str, str]) -> str:
+    """About a TMPDIR whose path is too long for the sockets that multiprocessing makes there; "" for another one."""
+    folder = environ.get("TMPDIR", "")
+    if (length := len(os.fsencode(folder))) <= _TEMPORARY_MAX:
+        return ""
+    return (
+        f"TMPDIR has {length} characters, and a DataLoader with worker processes fails or hangs with more than "
+        f"{_TEMPORARY_MAX} (AF_UNIX path too long); set it to a shorter folder, as TMPDIR=/tmp"
+    )
 
 
 def check_metrics(options: Options) -> None:

@@ -182,7 +182,7 @@ class Workers:
         )
         group = WorkerGroup(table, group_rank)
         self._current.begin(group)
-        self._observers.begin()
+        self._observers.begin(has_store=self._spawner.has_store)
         warn_of_locks(self._environ, self._warn)
         if group_rank != 0 or not self._spawner.has_store:
             # No worker store of this node takes the port: rank 0 binds one, here or on another node.

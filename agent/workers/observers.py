@@ -1,4 +1,4 @@
-"""Looks at the current generation's workers from outside: do they hang, is one slow?"""
+"""Looks at the current generation's workers from outside: do they hang, is one slow, can they reach rank 0?"""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from elaunch.agent.diagnosis import stacks
 from elaunch.agent.diagnosis.collectives import LOOKS, WaitShares, last_entered, slow_rank, slow_text
 from elaunch.agent.diagnosis.hang import LOOK_EVERY_S
 from elaunch.agent.diagnosis.proc_stats import Vitals
+from elaunch.agent.diagnosis.reach import unreachable_text, why_not
 from elaunch.agent.diagnosis.stack_groups import Stack
 from elaunch.agent.linux import start_thread
 from elaunch.agent.output.run_dir import RunDir
 from elaunch.agent.workers.group import CurrentGroup, Reporter, WorkerGroup
+from elaunch.rendezvous.endpoint import Endpoint
 from elaunch.rendezvous.types import Failure, FailureKind
 
 # A short job ends before.
@@ -28,6 +30,8 @@ _FIRST_LOOK_S = 1.0
 _COUNT_EVERY_S = 0.7
 # The longest look is a part of the time after which idle ranks hang.
 _LOOKS_PER_LIMIT = 6
+# The node of rank 0 may start its workers later than this one, or just be losing them: a second try decides.
+_MASTER_AFTER_S = 5.0
 STACKS_FILE = "stacks.txt"
 _STOPPED_ADVICE = (
     "find out who sent it SIGSTOP (a person, a debugger, a scheduler that suspends jobs); kill -CONT PID lets a stopped"
@@ -58,6 +62,7 @@ class Observers:
         self._vitals = Vitals(min(LOOK_EVERY_S, hang_after_s / _LOOKS_PER_LIMIT))
         self._first_s: float | None = None
         self._is_looking = False
+        self._master_at_s: float | None = None
         self._count_at_s = 0.0
         self._waits = WaitShares()
         # For which share of the last minutes each worker waited in collectives, by local rank.
@@ -72,14 +77,20 @@ class Observers:
         """When the next look is due, on the monotonic clock; it waits for a wake-up that is due earlier."""
         return self._first_s if self._first_s is not None else self._vitals.due_s
 
-    def begin(self) -> None:
-        """Look at the current generation's workers from now on."""
-        self._first_s = time.monotonic() + _FIRST_LOOK_S if self._is_on else None
+    def begin(self, *, has_store: bool = False) -> None:
+        """Look at the current generation's workers from now on.
+
+        `has_store` says that a process of its own serves MASTER_PORT, which listens from the start.
+        """
+        group, now_s = self._current.latest, time.monotonic()
+        self._first_s = now_s + _FIRST_LOOK_S if self._is_on else None
         self._waits, self.wait_shares, self._suspect = WaitShares(), {}, -1
+        is_other = group is not None and group.group_rank > 0 and has_store
+        self._master_at_s = now_s + _MASTER_AFTER_S if is_other else None
 
     def end(self) -> None:
         """Look at them no more."""
-        self._first_s = None
+        self._first_s = self._master_at_s = None
         self._is_looking = False
         self._vitals.forget()
 
@@ -91,6 +102,10 @@ class Observers:
         if self._is_looking:
             self._sample(now_s)
             self._count_collectives(now_s)
+        if self._master_at_s is not None and now_s >= self._master_at_s:
+            self._master_at_s, group = None, self._current.group
+            if len(group.recorders) < group.slots:
+                start_thread(partial(self._try_master, group), "elaunch-reach")
 
     def take_samples(self) -> Iterator[Sampled]:
         """What was seen since the last call."""
@@ -149,6 +164,15 @@ class Observers:
             fields = {"rank": rank, "wait_percent": round(100 * wait), "lasted_s": 2 * LOOKS, "text": text}
             self._reporter.timeline.stamp(group.generation, "slow", **fields)
             self._reporter.warn(text)
+
+    def _try_master(self, group: WorkerGroup) -> None:
+        master = Endpoint(group.table.master_addr, group.table.master_port)
+        for pause_s in (_MASTER_AFTER_S, 0.0):
+            if not (why := why_not(master)):
+                return
+            time.sleep(pause_s)
+        if group is self._current.latest:
+            self._reporter.warn(unreachable_text(master, why))
 
     def _write(self, order: KeepStacks) -> None:
         folder = self._run_dir.generation(order.generation)

@@ -1,21 +1,31 @@
-"""Checks of the network: this node's address and ports, and the job's store."""
+"""Checks of the network: this node's address, its ports and those of the head, and the job's store."""
 
 from __future__ import annotations
 
+import random
 import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from statistics import median
 
+from elaunch.agent.diagnosis.reach import REFUSED, kernels_ports, why_not
 from elaunch.launcher.doctor.host import Finding, Needs, bad, ok, warn
 from elaunch.launcher.errors import SiteError, UsageError
-from elaunch.launcher.host import AddressUnclear, NoAddress, addresses, gloo_interface, interface_of, own_address
+from elaunch.launcher.host import (
+    AddressUnclear,
+    NoAddress,
+    addresses,
+    can_be_bound,
+    gloo_interface,
+    interface_of,
+    own_address,
+)
 from elaunch.launcher.inspect.text import duration
 from elaunch.launcher.store.connect import store_of
 from elaunch.launcher.store.locate import RendezvousPlan
 from elaunch.launcher.store.serve import decide_head, listen
-from elaunch.rendezvous.endpoint import is_address
+from elaunch.rendezvous.endpoint import Endpoint, is_address, is_loopback
 from elaunch.rendezvous.store import Denied, StoreError
 
 _RESOLVE_S = 2.0
@@ -52,7 +62,7 @@ def address_in(plan: RendezvousPlan) -> str:
 
 
 def check_ports(plan: RendezvousPlan, needs: Needs) -> Iterator[Finding]:
-    """Whether this node can listen on its address, and at one of the ports for MASTER_PORT."""
+    """Whether this node can listen, and whether a firewall closes ports of the endpoint's host."""
     try:
         address = address_in(plan)
         family, _, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
@@ -67,6 +77,36 @@ def check_ports(plan: RendezvousPlan, needs: Needs) -> Iterator[Finding]:
         yield bad(f"this node cannot listen on {address}: {error}", "give one of its own: --local-addr")
     else:
         yield judge_ports(address, needs.ports, [p for p in needs.ports if _why_not_listen(family, place, p)])
+        host = plan.endpoints[0].host if plan.endpoints and plan.serves else ""
+        if host and not _is_here(host):
+            yield _try_ports(host, needs.ports)
+
+
+def _try_ports(host: str, wanted: Sequence[int]) -> Finding:
+    """The first and the last port for MASTER_PORT, and two as the kernel gives them to gloo and NCCL."""
+    low, high = kernels_ports()
+    tried = tuple(dict.fromkeys([*wanted[:1], *wanted[-1:], *random.sample(range(low, high), 2)]))
+    # A refusal is an answer.
+    silent = {port: why for port in tried if (why := why_not(Endpoint(host, port))) not in ("", REFUSED)}
+    if not silent:
+        return ok(f"{host} answers at ports {_listed(tried)}, as MASTER_PORT, gloo and NCCL need it")
+    return warn(
+        f"{host} does not answer at ports {_listed(tuple(silent))} ({next(iter(silent.values()))})",
+        "if it is a node of the job, its firewall must let all nodes through to MASTER_PORT (--master-port"
+        f" FIRST:LAST limits it), and to {low}-{high}, from which the kernel gives gloo and NCCL theirs",
+    )
+
+
+def _is_here(host: str) -> bool:
+    """Whether the host is this one, or cannot be resolved."""
+    try:
+        return any(can_be_bound(address) or is_loopback(address) for address in addresses(host, _RESOLVE_S))
+    except NoAddress:
+        return True
+
+
+def _listed(ports: Sequence[int]) -> str:
+    return ", ".join(map(str, ports))
 
 
 def judge_ports(address: str, wanted: Sequence[int], taken: Sequence[int]) -> Finding:

@@ -97,7 +97,7 @@ _RESTARTS = (
         default_text="warn",
     ),
     Option(
-        "on-hang", Group.RESTARTS, "ACTION", "at a hang: warn, restart", values.on_hang,
+        "on-hang", Group.RESTARTS, "ACTION", "at a hang: warn, restart, off", values.on_hang,
         default=OnHang.WARN, default_text="warn; with a limit restart",
     ),
     Option(

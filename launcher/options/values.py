@@ -197,7 +197,7 @@ def one_of(*words: str) -> OneOf:
     return OneOf(words)
 
 
-on_hang = OneOf((OnHang.WARN.value, OnHang.RESTART.value), OnHang)
+on_hang = OneOf(tuple(each.value for each in OnHang), OnHang)
 numa_binding = OneOf((each.value for each in NumaBinding), NumaBinding)
 log_format = OneOf((each.value for each in LogFormat), LogFormat)
 

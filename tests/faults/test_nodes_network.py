@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.cluster import PATIENT, Cluster, Shared
+from tests.faults.cluster import PATIENT, PORT, Cluster, Shared
 from tests.faults.processes import is_alive
-from tests.harness import slow
+from tests.harness import COMMAND, slow
 from tests.nodes import needs_nodes
 
 pytestmark = needs_nodes
+
+TOKEN = {"ELAUNCH_TOKEN": "the token of this test"}
 
 
 @pytest.fixture(scope="module")
@@ -62,3 +64,24 @@ def test_a_connection_that_breaks_between_healthy_ranks_is_a_lost_peer_and_no_ra
         assert "lost a peer in all_reduce (RuntimeError: Read error [" in cluster.story()
         assert "raised RuntimeError" not in cluster.story()
         cluster.end()
+
+
+# Each way in which a firewall closes ports: rules for the node of rank 0, what the other node says, and its doctor.
+CLOSED = {"no answer": "drop", "refused": "reject", "no route to host": "reject with icmp type host-prohibited"}
+
+
+@pytest.mark.parametrize("why", ["no answer", slow("refused"), slow("no route to host")])
+def test_a_closed_port_between_nodes_is_named_by_the_node_that_cannot_connect(tmp_path: Path, why: str) -> None:
+    with Cluster(tmp_path, 2, head=True) as cluster:
+        head, other = cluster.nodes[0], cluster.nodes[1]
+        cluster.endpoints = f"{head.ipv4}:{PORT}"
+        chain = "chain closed { type filter hook input priority 0; iifname eth0 tcp dport != 2379 tcp flags syn"
+        head.run("nft", f"table ip firewall {{ {chain} {CLOSED[why]}; }}; }}")
+        cluster.start(0, 1, nnodes="2", options=PATIENT, env=TOKEN)
+
+        said = rf"^elaunch: this node cannot connect to 10\.77\.0\.1:\d+ \({why}\), MASTER_PORT on the node of rank 0: "
+        cluster.agents[1].wait_for_output(said + r"a firewall\? Ports to open")
+        command = (*COMMAND, "doctor", "--nnodes", "2", "--rdzv-endpoint", cluster.endpoints, "--no-python", "true")
+        seen = other.run("env", f"ELAUNCH_TOKEN={TOKEN['ELAUNCH_TOKEN']}", *command)
+
+        assert ("10.77.0.1 does not answer at ports" in seen) == (why != "refused"), seen

@@ -5,7 +5,9 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 
@@ -200,3 +202,39 @@ def test_rpc_is_told_of_the_same_interface_and_the_users_own_variables_stay(own_
     assert said == [
         "GLOO_SOCKET_IFNAME=eth1 is set for the workers: this host resolves its own name, node-a, to 127.0.1.1"
     ]
+
+
+def test_on_one_host_a_resolver_that_does_not_answer_is_not_waited_for_by_the_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[object] = []
+    answer = threading.Event()
+
+    def hang(address: object, *_: object) -> NoReturn:
+        asked.append(address)
+        answer.wait(180)
+        raise socket.gaierror(socket.EAI_AGAIN, "too late")
+
+    real = socket.getaddrinfo
+
+    def lookup(host: Any, *rest: Any, **options: Any) -> Any:
+        return real(host, *rest, **options) if options.get("flags") else hang(host)
+
+    monkeypatch.setattr(socket, "gethostname", lambda: "node-a")
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
+    monkeypatch.setattr(socket, "getnameinfo", hang)
+    monkeypatch.setattr(host, "_OWN_NAME_S", 0.05)
+    said: list[str] = []
+    try:
+        found = socket_variables("127.0.0.1", {"TP_SOCKET_IFNAME": "mine"}, said.append, verbose=False)
+        own = socket_variables("127.0.0.1", {**found, "TP_SOCKET_IFNAME": "mine"}, said.append, verbose=True)
+    finally:
+        answer.set()
+
+    assert ("::ffff:127.0.0.1", 0) in asked
+    assert found == {"GLOO_SOCKET_IFNAME": "lo", "RES_OPTIONS": "timeout:1 attempts:2"}
+    assert [line.split(" is set for the workers: ")[0] for line in said] == [
+        "GLOO_SOCKET_IFNAME=lo",
+        "RES_OPTIONS='timeout:1 attempts:2'",
+    ]
+    assert own == {}
