@@ -17,9 +17,9 @@ _NS = 1e9
 
 @dataclass(frozen=True)
 class _Counts:
-    """A process's counters at one look; it began at `began`, by which it differs from a later one of its pid."""
+    """A process's counters at one look; by its pid and start time it differs from all others."""
 
-    began: int
+    identity: tuple[int, int]
     state: str
     cpu_s: float
     main_cpu_s: float
@@ -59,7 +59,7 @@ class Vitals:
         return {
             rank: _window(before[rank], now, seconds)
             for rank, now in found.items()
-            if seconds > 0 and rank in before and before[rank].began == now.began
+            if seconds > 0 and rank in before and before[rank].identity == now.identity
         }
 
 
@@ -88,10 +88,10 @@ def _counts(pid: int) -> _Counts | None:
         with suppress(FileNotFoundError):
             main_ns, delay_ns, _ = Path(f"/proc/{pid}/schedstat").read_text().split()
             main_s, delay_s = int(main_ns) / _NS, int(delay_ns) / _NS
-        faults, began = int(fields[7]) + int(fields[9]), int(fields[19])
+        faults, identity = int(fields[7]) + int(fields[9]), (pid, int(fields[19]))
         children_s = sum(map(_cpu_s, linux.descendants(pid))) + reaped_s
         return _Counts(
-            began, fields[0].decode(), cpu_s, main_s, delay_s, faults, _io_bytes(pid), _switches(pid), children_s
+            identity, fields[0].decode(), cpu_s, main_s, delay_s, faults, _io_bytes(pid), _switches(pid), children_s
         )
     except (OSError, ValueError, IndexError):
         return None

@@ -56,7 +56,6 @@ BEHAVIOURS = (
             ),
         ),
         proofs=(
-            f"{_FAILURES}::test_torchs_own_record_is_read_and_kept",
             f"{_FAILURES}::test_it_is_the_first_failures_record_with_the_exit_code",
             f"{_FAILURES}::test_a_torn_record_costs_nothing",
         ),

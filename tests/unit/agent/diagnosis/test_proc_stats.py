@@ -18,7 +18,7 @@ from tests.harness import DEADLINE_S, wait_for
 PROGRAMS = {
     "idle": "threading.Lock().acquire(); lock = threading.Lock(); lock.acquire(); ready(); lock.acquire()",
     "loop": "ready()\nwhile True: pass",
-    "touches_memory": "ready()\nwhile True: bytes(1 << 24)",
+    "touches_memory": "import mmap; ready()\nwhile True: mmap.mmap(-1, 1 << 22).write(bytes(1 << 22))",
     "reads": "file = open('/dev/zero', 'rb'); ready()\nwhile not time.sleep(0.01): file.read(1 << 14)",
     "child": "ready()\nif os.fork(): time.sleep(600)\nwhile True: pass",
     "stopped": "ready(); time.sleep(600)",
@@ -75,11 +75,17 @@ def test_a_process_that_does_nothing_is_told_from_one_that_works(running: dict[s
 
 def test_a_pid_that_is_gone_or_that_another_process_has_now_is_not_the_worker() -> None:
     vitals = Vitals(every_s=0.0)
-    with subprocess.Popen(["sleep", "600"]) as worker:
-        vitals.look({0: worker.pid, 1: os.getpid()}, 1.0)
-        assert set(vitals.look({0: worker.pid, 1: os.getpid()}, 2.0)) == {0, 1}
-        # Rank 1 has the pid of another process now.
-        assert set(vitals.look({0: worker.pid, 1: os.getppid()}, 3.0)) == {0}
-        worker.kill()
+    with subprocess.Popen(["sleep", "600"]) as worker, subprocess.Popen(["sleep", "600"]) as other:
+        try:
+            vitals.look({0: worker.pid, 1: os.getpid()}, 1.0)
+            both = vitals.look({0: worker.pid, 1: os.getpid()}, 2.0)
+            # Rank 1 has the pid of another process now.
+            first = vitals.look({0: worker.pid, 1: other.pid}, 3.0)
+            # It began at the same time.
+            exchanged = vitals.look({0: other.pid, 1: worker.pid}, 4.0)
+        finally:
+            worker.kill()
+            other.kill()
 
+    assert (set(both), set(first), exchanged) == ({0, 1}, {0}, {})
     assert vitals.look({0: worker.pid, 1: -1}, 4.0) == {}
