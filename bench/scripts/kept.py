@@ -1,4 +1,4 @@
-"""A training whose state the Keeper keeps, as in docs/trainer.md. It ends only when it is killed."""
+"""A training whose state the Keeper keeps, as in docs/keeper.md. It ends only when it is killed."""
 
 import demo
 

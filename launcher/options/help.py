@@ -61,7 +61,7 @@ interpreter's options `-W`, `-X`, `-O`, `-B` and `-b` (`python -X dev -m elaunch
 `elaunch report` [what happened in a run](observe.md#what-happened-the-report), `elaunch doctor`
 [whether this node can train](operations.md#before-a-run-elaunch-doctor), `elaunch warm`
 [what stays for the next start](warm.md), and `elaunch rehearse`
-[what a failure changes and costs](survive.md#a-rehearsal). `elaunch run train.py` is the same as
+[what a failure changes and costs](keeper.md#a-rehearsal). `elaunch run train.py` is the same as
 `elaunch train.py`. Start a script with one of these names by its path: `elaunch ./store`.
 [A shell completes](shell.md) all of them.
 

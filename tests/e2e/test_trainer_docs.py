@@ -1,4 +1,4 @@
-"""The scripts in docs/trainer.md and docs/survive.md: a kill costs them no step, and they run without elaunch."""
+"""The scripts in docs/trainer.md and docs/keeper.md: a kill costs them no step, and they run without elaunch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.warm import SharedStart
 PAGE = REPOSITORY / "docs" / "trainer.md"
 
 
-def kept(folder: Path, heading: str = "Keeping the state", *, steps: int, page: Path = PAGE) -> Path:
+def kept(folder: Path, heading: str = "A whole script", *, steps: int, page: Path = PAGE) -> Path:
     """Write the first script in a section of the page to a file, with this number of steps."""
     section = page.read_text().split(f"## {heading}\n", 1)[1]
     block = re.search(r"\n```python\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)
@@ -28,12 +28,8 @@ def kept(folder: Path, heading: str = "Keeping the state", *, steps: int, page: 
     return script(folder, text, "kept.py")
 
 
-@pytest.mark.parametrize(
-    ("page", "heading"),
-    [("trainer.md", "Keeping the state"), pytest.param("survive.md", "With the Keeper", marks=pytest.mark.slow)],
-)
-def test_a_killed_worker_costs_no_step(tmp_path: Path, keeper_start: SharedStart, page: str, heading: str) -> None:
-    path = kept(tmp_path, heading, steps=300, page=PAGE.with_name(page))
+def test_a_killed_worker_costs_no_step(tmp_path: Path, keeper_start: SharedStart) -> None:
+    path = kept(tmp_path, steps=300, page=PAGE.with_name("keeper.md"))
 
     def a_worker() -> psutil.Process | None:
         named = [p for p in psutil.process_iter() if described(p).endswith(f" {path}") and p.pid != job.process.pid]
@@ -56,7 +52,7 @@ def test_a_killed_worker_costs_no_step(tmp_path: Path, keeper_start: SharedStart
 def whole(folder: Path, victim: int | None = None, *, workers: int = 3, steps: int = 300) -> Job:
     """Run the page's whole script to its end. The worker with index `victim` is killed after step 50."""
     folder.mkdir()
-    path = kept(folder, "A whole script", steps=steps)
+    path = kept(folder, steps=steps)
     with Job(folder, "--nproc-per-node", str(workers), str(path), env={"OMP_NUM_THREADS": "1"}) as job:
         if victim is not None:
             job.wait_for_output(r"step 50: loss")

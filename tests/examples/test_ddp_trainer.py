@@ -12,7 +12,7 @@ from tests.harness import slow
 from tests.ranks import RankForker
 
 STEPS, LOSE_AT_MOST = 20, 5
-# The kills come between two snapshots, and all ranks have the one before (docs/trainer.md, "What a failure costs").
+# The kills come between two snapshots, and all ranks have the one before (docs/keeper.md, "What a failure costs").
 LOST_MAX = LOSE_AT_MOST - 1
 # A checkpoint that is newer than the snapshot would be taken instead, and has no hook's state.
 SHORT = ("--steps", str(STEPS), "--micro-batch", "3", "--checkpoint-every", str(STEPS))

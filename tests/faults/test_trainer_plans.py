@@ -11,7 +11,7 @@ from tests.faults.trainings import GENTLE, CalmTrainings, Forked, Trained
 from tests.ranks import RankForker
 
 STEPS, LOSE_AT_MOST = 20, 5
-# The kills come between two snapshots, and all ranks have the one before (docs/trainer.md, "What a failure costs").
+# The kills come between two snapshots, and all ranks have the one before (docs/keeper.md, "What a failure costs").
 LOST_MAX = LOSE_AT_MOST - 1
 # Four layers for pipelines. Workers that share one model draw masks of their own: no dropout.
 SHAPE = (*GENTLE, "--steps", str(STEPS), "--micro-batch", "3", "--layers", "4", "--dropout", "0")

@@ -13,6 +13,9 @@ from elaunch.trainer.files import read_regular, sweep, write_durably
 from elaunch.trainer.gpt.config import ConfigError, Plain, TrainConfig
 from elaunch.trainer.gpt.corpus import Corpus
 
+# Another number where weights of before would mean something else (2: the rows of attention are ordered by head).
+_LAYOUT = 2
+
 
 class RunDirectory:
     """The files of one run.
@@ -37,7 +40,7 @@ class RunDirectory:
 
         `again`: this is a restart, which must not fail because checkpoints elsewhere cannot be reached now.
         """
-        wanted: dict[str, Plain] = {**config.identity, "corpus": corpus.summary}
+        wanted: dict[str, Plain] = {**config.identity, "corpus": corpus.summary, "layout": _LAYOUT}
         record = {**wanted, "checkpoint_every": config.checkpoint_every}
         content = yaml.safe_dump(record, sort_keys=False).encode()
         folders = [self.path] if config.checkpoints is not None else [self.path, self.path / "checkpoints"]

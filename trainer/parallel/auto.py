@@ -255,7 +255,7 @@ def _room(device: torch.device, of_node: int, peers: Peers) -> WorkerRoom:
 
 
 def _copies(device: torch.device, of_node: int, peers: Peers) -> KeptCopies:
-    """The copies of the state that the Keeper keeps in memory that counts to the workers (docs/trainer.md)."""
+    """The copies of the state that the Keeper keeps in memory that counts to the workers (docs/keeper.md)."""
     nodes, has_memory = int(os.environ.get("GROUP_WORLD_SIZE", 1)), bool(os.environ.get("ELAUNCH_MEMORY"))
     if device.type != "cpu" or not all(peers.from_all(has_memory)):
         return KeptCopies()

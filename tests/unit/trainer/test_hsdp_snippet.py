@@ -1,4 +1,4 @@
-"""The mesh that docs/survive.md shows for HSDP."""
+"""The mesh that docs/keeper.md shows for HSDP."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.harness import REPOSITORY
 
 
 def test_the_mesh_for_hsdp_has_two_replicas_of_each_shard() -> None:
-    page = (REPOSITORY / "docs" / "survive.md").read_text()
+    page = (REPOSITORY / "docs" / "keeper.md").read_text()
     block = re.search(r"^```python\n(mesh = .*?)^```$", page, re.DOTALL | re.MULTILINE)
     assert block
     model: nn.Module = nn.Linear(4, 4)
