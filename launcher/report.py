@@ -17,10 +17,12 @@ from elaunch.agent.diagnosis.exit_status import CRASH_CODES, chain_start
 from elaunch.agent.workers.exits import read_error_file
 from elaunch.rendezvous.job_spec import JobSpec
 from elaunch.rendezvous.texts import plain
-from elaunch.rendezvous.types import Failure, Outcome, OutcomeKind
+from elaunch.rendezvous.types import Failure, FailureKind, Outcome, OutcomeKind
 from elaunch.strict_json import parse_json
 
 _TAIL_LINES = 20
+# The exit code of a wrong command line, and how many lines a program writes about it that does not name its usage.
+_USAGE_CODE, _USAGE_LINES = 2, 3
 # Lines that are shown from each end of a traceback. A longer one comes from a recursion, or has a long message.
 _TRACEBACK_LINES = 60
 _LINE_CHARACTERS = 1000
@@ -112,6 +114,11 @@ def _record_with_code(kept: dict[str, object], failure: Failure) -> str:
 def _failed(outcome: Outcome, spec: JobSpec, logs: Path | None, lacks: str) -> str:
     """torchrun's box, whose words scripts search for, with the reason of the end above it."""
     failure = outcome.failure
+    if failure and outcome.restarts == 0 and (said := _wrong_arguments(failure)):
+        head = f"elaunch: {spec.program.target} FAILED on {failure.host}: rank {failure.rank} {said}"
+        next_step = f"Next step: {failure.advice}.\n" if failure.advice else ""
+        log = f"elaunch: its output is in {failure.log_path}\n" if failure.log_path else ""
+        return f"{head}; exit code {outcome.exit_code}\n{next_step}{log}"
     lines = [_HEAVY, f"{spec.program.target} FAILED"]
     first = outcome.first
     if not (failure or first):
@@ -150,6 +157,23 @@ def _details(failure: Failure, logs: Path | None, lacks: str) -> list[str]:
     if failure.log_path or logs:
         lines.append(f"  log       : {failure.log_path or logs}{lacks}")
     return lines
+
+
+def _wrong_arguments(failure: Failure) -> str:
+    """What the program said of its own arguments, in one line; empty if it ended for another reason.
+
+    The console has the same, and nothing else of the failure is of use: not the rank, the time nor the process.
+    """
+    if failure.kind is FailureKind.REFUSED:
+        return failure.message
+    is_usage = failure.kind is FailureKind.STARTUP and failure.code == _USAGE_CODE and not failure.exception
+    lines = _tail(failure) if is_usage else []
+    # A program with much to say has begun its work. The usage of argparse stands above its last line.
+    if not lines or (len(lines) > _USAGE_LINES and not failure.advice):
+        return ""
+    last = _shown(lines[-1].strip()).rstrip(".")
+    is_told = last.endswith(failure.message.rpartition("; ")[2].removesuffix(")").rstrip("."))
+    return failure.message if is_told else f"{failure.message}: {last}"
 
 
 def _exit_code(failure: Failure) -> str:

@@ -164,3 +164,32 @@ def test_a_long_traceback_is_shown_by_its_ends_and_the_report_says_what_is_missi
     assert any("lines are not shown here" in line for line in lines)
     assert any("RuntimeError: xxx" in line and "more characters)" in line for line in lines)
     assert "  in full   : /logs/5/error.json on node-a" in lines
+
+
+WRONG_ARGUMENTS = replace(
+    RAISED,
+    kind=FailureKind.STARTUP,
+    code=2,
+    exception="",
+    frame="",
+    traceback="",
+    message="exited with code 2 (the exit code of a wrong command line)",
+    tail="No such option: --stepz (Possible options: --steps); see elaunch -m elaunch.trainer --help\n",
+)
+
+
+def refused(failure: Failure) -> str:
+    """The report on a job that ends by this failure without a restart."""
+    return report(replace(FAILED, restarts=0, failure=failure), SPEC, None)
+
+
+def test_what_a_program_says_of_its_own_arguments_is_one_line() -> None:
+    assert refused(WRONG_ARGUMENTS) == (
+        "elaunch: train.py FAILED on node-a: rank 5 exited with code 2 (the exit code of a wrong command line): No such"
+        " option: --stepz (Possible options: --steps); see elaunch -m elaunch.trainer --help; exit code 1\n"
+    )
+
+
+def test_another_end_with_few_words_has_the_whole_report() -> None:
+    assert "Root Cause" in refused(replace(WRONG_ARGUMENTS, tail=""))
+    assert "Root Cause" in refused(replace(WRONG_ARGUMENTS, kind=FailureKind.EXIT_CODE))
