@@ -33,6 +33,7 @@ from elaunch.launcher.preflight import (
     check_hook,
     check_log_dir,
     check_metrics,
+    check_open_files,
     check_program,
     take_program_from_stdin,
     temporary_folder_warning,
@@ -213,6 +214,7 @@ def _prepared(
     if options.run_id is None:
         options = replace(options, run_id=os.urandom(4).hex() if planned.plan.is_alone else UNNAMED)
     config = agent_config(options, planned, environ, detect(environ))
+    check_open_files(config.slots)
     if config.spec.program.is_on_stdin:
         take_program_from_stdin()
     return options, planned, config

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import resource
 import shlex
 import shutil
 import sys
@@ -127,6 +128,17 @@ def check_log_dir(options: Options) -> None:
     if not is_folder:
         where = "is a file" if place == options.log_dir else f"lies below {place}, which is a file"
         raise UsageError(f"--log-dir {options.log_dir} {where}; name a directory (a missing one is made)")
+
+
+def check_open_files(workers: int) -> None:
+    """Raises UsageError if the limit of open files is too low for that many workers: pipes, a link, log files each."""
+    needed = 6 * workers + 64
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if allowed != resource.RLIM_INFINITY and allowed < needed:
+        count = "1 worker needs" if workers == 1 else f"{workers} workers need"
+        raise UsageError(
+            f"{count} {needed} open files, and the limit (ulimit -n) is {allowed}; raise it: ulimit -n {needed}"
+        )
 
 
 def _check_no_job_file(target: str) -> None:

@@ -309,7 +309,7 @@ class Failure(Bounded):
 
     def one_of(self, nodes: int) -> Failure:
         """The record for the store, where so many nodes may have one: of at most 100 nodes it is whole."""
-        bytes_max = max(_TEXTS_BYTES_MAX // nodes, _TEXTS_BYTES_MIN)
+        bytes_max = max(_TEXTS_BYTES_MAX // max(nodes, 1), _TEXTS_BYTES_MIN)
         if bytes_max >= TRACEBACK.bytes_max + TAIL.bytes_max:
             return self
         traceback, tail = keep_ends(bytes_max * 4 // 5).of(self.traceback), keep_tail(bytes_max // 5).of(self.tail)

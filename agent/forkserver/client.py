@@ -30,6 +30,7 @@ _GREETING_S = 2.0
 # It looks at each file that is loaded, which may be on a slow network file system.
 _CHECKS_S = 10.0
 _EXIT_S = 1.0
+_REAPS_S = 1.0
 # In /proc/self/status.
 _STATUS = (
     "Uid", "Gid", "Groups", "NoNewPrivs", "Seccomp", "Seccomp_filters", "CapInh", "CapPrm", "CapEff", "CapBnd",
@@ -204,6 +205,10 @@ class ForkServer:
         """End the fork server and, by the kernel, all its children. One that stays goes on."""
         if self._is_left:
             return
+        # It reaps its dead first: in a container nobody else may do that.
+        with suppress(OSError, subprocess.TimeoutExpired):
+            self._socket.shutdown(socket.SHUT_WR)
+            self._process.wait(_REAPS_S)
         self._process.kill()
         self._process.wait()
         self._socket.close()

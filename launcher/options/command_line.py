@@ -159,8 +159,13 @@ def own(name: str, metavar: str, help: str, convert: values.Convert | None = Non
     return Option(name, None, metavar, help, convert, **more)
 
 
+# Former names of options.
+_FORMERLY = {"hang-after": "hang-timeout"}
+
+
 def _dashed(word: str) -> str:
-    return word.replace("_", "-")
+    name = word.replace("_", "-")
+    return _FORMERLY.get(name, name)
 
 
 class Command(click.Command):

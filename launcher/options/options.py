@@ -190,8 +190,8 @@ _EXCLUSIVE = (
 
 def _settle_hangs(fields: dict[str, Any], items: Mapping[str, Given]) -> None:
     """A limit that is given means that a hang is ended, unless the user says what to do; 0 is no limit."""
-    if not fields["hang_timeout"]:
-        fields["on_hang"] = OnHang.OFF
+    if not fields["hang_timeout"] or fields["on_hang"] is OnHang.OFF:
+        fields["hang_timeout"], fields["on_hang"] = 0.0, OnHang.OFF
     elif "hang_timeout" in items and "on_hang" not in items:
         fields["on_hang"] = OnHang.RESTART
 

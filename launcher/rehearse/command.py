@@ -91,12 +91,18 @@ def _absolute(path: Raw) -> str:
     return str(Path(str(path)).absolute()) if Path(str(path)).exists() else str(path)
 
 
+def _link(path: Raw) -> str:
+    if not Path(str(path)).exists():
+        raise ValueError("is no file or folder")
+    return _absolute(path)
+
+
 COMMAND = JobCommand(
     "rehearse",
     _main,
     [
         own("steps", "N", "end each run after this step of a Keeper [40]", partial(whole, low=4), default=40),
-        own("link", "PATH", "a link to this file or folder is in the run's folder", _absolute, multiple=True),
+        own("link", "PATH", "a link to this file or folder is in the run's folder", _link, multiple=True),
     ],
     usage=["[--steps N] [--link PATH] [options of a job] script.py args…"],
     about="""\

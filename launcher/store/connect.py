@@ -91,6 +91,7 @@ def reach(options: Options, planned: Planned, say: Callable[[str], None]) -> Rea
         network = socket_variables("127.0.0.1", os.environ, say, verbose=options.verbose)
         return Reached(MemoryStore(), is_remote=False, address=plan.own_addr or "127.0.0.1", network=network)
     _check_node_rank_0(options, plan)
+    _check_head_host(options, planned)
     address = plan.own_addr or _own_address(planned, say)
     keyring = KeptTokens()
     if planned.has_home_token:
@@ -216,6 +217,27 @@ def _check_node_rank_0(options: Options, plan: RendezvousPlan) -> None:
                 f"node rank 0 belongs to the master's host, and {plan.master_addr} is no address of this host; on this"
                 f" node use --node-rank {others}, or, if {plan.master_addr} leads here through a balancer,"
                 " --rdzv-conf is_host=1"
+            )
+
+
+def _check_head_host(options: Options, planned: Planned) -> None:
+    """Raises UsageError if the scheduler's node 0 runs here, but the head that it names is another host.
+
+    The other nodes connect to the named head.
+    """
+    cluster = planned.cluster
+    if not (planned.at_its_head and planned.plan.is_head and cluster) or understand(options.rdzv_conf).is_host:
+        return
+    # Pods may know their head by the name of a service, which is no host's address.
+    if cluster.is_of_pods:
+        return
+    with suppress(NoAddress):
+        if cluster.head and owner_of(cluster.head) is Owner.OTHER_HOST:
+            here = socket.gethostname()
+            raise UsageError(
+                f"the head of this job is {cluster.head}, which is no address of this host, {here}, but"
+                f" {cluster.scheduler} runs node 0 here; give all nodes: --rdzv-endpoint {here}:PORT, or, for"
+                f" mpirun, -x MASTER_ADDR={here}"
             )
 
 

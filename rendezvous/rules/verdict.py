@@ -9,6 +9,9 @@ from dataclasses import dataclass, replace
 from elaunch.rendezvous.texts import listed
 from elaunch.rendezvous.types import Exclusion, Failure, FailureKind, RankTable, Streak, Terms, host_of
 
+_TRACEBACK = "Traceback (most recent call last)"
+# The exit code of a process that SIGKILL has ended.
+_KILLED = -9
 # Generations in a row without progress that end a job whatever their kind (protocol, rule 9).
 BARREN_MAX = 10
 
@@ -67,6 +70,9 @@ def decisive_failure(failures: Sequence[Failure]) -> Failure:
     If all others only lost a peer, a rank that ended with exit code 0 before them is the peer that they lost.
     """
     if primary := next((f for f in failures if not f.kind.is_secondary), None):
+        if primary.code == _KILLED and _TRACEBACK not in primary.tail:
+            # A rank that raises may kill its peers, and itself last.
+            primary = next((f for f in failures if f.code == _KILLED and _TRACEBACK in f.tail), primary)
         return awaited(primary, failures) if primary.kind is FailureKind.EXIT_CODE else primary
     early = next((f for f in failures if f.kind is FailureKind.ENDED_EARLY), None)
     lost = [f for f in failures if f.kind is FailureKind.PEER_LOST]

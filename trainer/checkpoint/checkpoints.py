@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from elaunch.trainer.checkpoint.loading import load_from_all, load_from_rank_0
 from elaunch.trainer.checkpoint.objects import StorageError
-from elaunch.trainer.checkpoint.storage import Folder, Mark, Where, marks, storage_at
+from elaunch.trainer.checkpoint.storage import Folder, Mark, Where, discard, marks, storage_at
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state.tree import State, Tree, flatten, pack, tensors_sha256
 
@@ -92,8 +92,8 @@ class Checkpoints:
         """Put the newest whole checkpoint into `state`: its mark, or None where there is none, and nothing is changed.
 
         Tensors of `state` are filled in place, DTensors with this rank's part of them, at whatever world size they were
-        saved; what the checkpoint has and `state` lacks is added, tensors in host memory. A torn or corrupt checkpoint
-        is named, renamed and passed over. No code of a file is run. Raises ValueError where `state` has a tensor that
+        saved; what the checkpoint has and `state` lacks is added, tensors in host memory. A corrupt checkpoint is
+        named, set aside and passed over. No code of a file is run. Raises ValueError where `state` has a tensor that
         the checkpoint lacks, or of another shape.
         """
         load = load_from_all if flatten(state).is_sharded else load_from_rank_0
@@ -165,6 +165,10 @@ class Checkpoints:
             writing.order.ranks.close()
         # Rank 0 may have failed after its part.
         failures[0] = failures[0] or writing.failure
+        if any(failures) and not self._ranks.leads:
+            # Where the directory is not shared, only this rank sees what it has written.
+            with contextlib.suppress(OSError):
+                discard(writing.order.folder)
         if any(failures) and self._ranks.leads:
             reason = "; ".join(f"rank {r}: {why}" if r else why for r, why in enumerate(failures) if why)
             self._failed(writing.order.mark.step, reason)

@@ -27,6 +27,11 @@ class LocalFiles:
         """By which another rank finds it `below` the same place."""
         return self._root.name
 
+    @property
+    def is_link(self) -> bool:
+        """Whether the root is a symbolic link."""
+        return self._root.is_symlink()
+
     def below(self, name: str) -> LocalFiles:
         """A folder in it."""
         return LocalFiles(self._root / name)

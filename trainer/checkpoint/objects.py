@@ -104,6 +104,11 @@ class ObjectFiles:
     def __str__(self) -> str:
         return f"{self._url}/{self.name}".rstrip("/")
 
+    @property
+    def is_link(self) -> bool:
+        """An object store has no links."""
+        return False
+
     def below(self, name: str) -> ObjectFiles:
         return ObjectFiles(self._url, name)
 

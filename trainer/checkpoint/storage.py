@@ -35,7 +35,7 @@ PLAIN = "plain.pt"
 LAYOUT = "tensors.json"
 _FORMAT = 1
 # Earlier releases had no random number in the name of a folder.
-_NAME = re.compile(r"generation-(\d+)-step-(\d+)(\.[0-9a-f]+)?")
+_NAME = re.compile(r"generation-(\d+)-step-(\d+)(\.[0-9a-f]{8})?")
 # Limits of files that are read as a whole. Without them the writer of a folder chooses how much memory a read takes.
 # A line of the manifest is about 60 bytes for each rank, the layout about 100 for each piece of a tensor.
 MANIFEST_BYTES_MAX = 64 << 20
@@ -122,7 +122,9 @@ def is_published(folder: Folder) -> bool:
 
 
 def discard(folder: Folder) -> None:
-    """Delete it; killed in between, it leaves none that looks whole. Raises OSError."""
+    """Delete it; killed in between, it leaves none that looks whole. What a link leads to stays. Raises OSError."""
+    if folder.is_link:
+        return
     if folder.size(MANIFEST) is not None:
         folder.remove(MANIFEST)
     folder.remove_all()
@@ -170,10 +172,13 @@ class Storage:
         folder.write(MANIFEST, manifest.to_bytes())
 
     def sweep(self, generation: int) -> None:
-        """Delete what killed writers of this and earlier generations left; a newer group's may be in the making."""
+        """Delete what killed writers of this and earlier generations left; a newer group's may be in the making.
+
+        Each of their folders has a random number.
+        """
         for mark, folder in self._attempts():
             with contextlib.suppress(OSError):
-                is_kept = is_published(folder) or folder.size(_SET_ASIDE) is not None
+                is_kept = is_published(folder) or folder.size(_SET_ASIDE) is not None or "." not in folder.name
                 if mark.generation <= generation and not is_kept:
                     discard(folder)
 

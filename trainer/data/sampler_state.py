@@ -34,7 +34,7 @@ _TORCHS = (BatchSampler, DistributedSampler, RandomSampler, SequentialSampler, *
 _LIST_MAX, _NUMBERS_MAX = 8192, 1 << 18
 _ITEMS_MAX = 64
 # The keys of a list or an array among stored values: its bytes, and the type of a number.
-_BYTES, _TYPE = "bytes of numbers", "type"
+_BYTES, _TYPE, _SHAPE = "bytes of numbers", "type", "shape"
 _CPU = torch.device("cpu")
 _END = object()
 
@@ -254,15 +254,17 @@ def _stored(value: Any) -> Any:
         return {name: _stored(item) for name, item in value.items()}
     if isinstance(value, list | tuple) and (numbers := _array_of(value)) is not None:
         return {_BYTES: numbers.tobytes(), _TYPE: numbers.typecode}
-    return {_BYTES: value.tobytes(), _TYPE: value.dtype.str} if _is_array(value) else value
+    if not _is_array(value):
+        return value
+    return {_BYTES: value.tobytes(), _TYPE: value.dtype.str, _SHAPE: [*value.shape]}
 
 
 def _loaded(value: Any) -> Any:
-    """What `_stored` was given; a tuple as a list, an array without its shape."""
+    """What `_stored` was given; a tuple as a list."""
     if not isinstance(value, dict):
         return value
     if _BYTES not in value:
         return {name: _loaded(item) for name, item in value.items()}
     if value[_TYPE] in ("d", "q"):
         return [*array(value[_TYPE], value[_BYTES])]
-    return sys.modules["numpy"].frombuffer(value[_BYTES], value[_TYPE]).copy()
+    return sys.modules["numpy"].frombuffer(value[_BYTES], value[_TYPE]).reshape(value[_SHAPE]).copy()

@@ -63,7 +63,9 @@ class Settings:
         # Whether a restore's settings are set once more before the first step.
         self._is_due = False
         # Whether all values of the last step are known, and whether one has changed since that may be of it.
-        self._is_checked = self._is_unclear = False
+        self._is_checked = False
+        # Values of which nobody knows whether the commit or the body of the next step was the first to change them.
+        self._unclear: dict[str, object] = {}
         self._restored: list[str] = []
         # The parameters in groups that a restore has added, by optimizer.
         self._added: dict[int, set[int]] = {}
@@ -112,7 +114,7 @@ class Settings:
         if self._noted is None:
             if self._is_checked:
                 self.values.look()
-            self._noted, self._is_unclear = self._now() if is_whole else self._cut_off(), False
+            self._noted, self._unclear = self._now() if is_whole else self._cut_off(), {}
 
     def look(self) -> dict[str, tuple[Any, Any]]:
         """Between two steps, or at the end: all values that have changed belong to the step, and are returned once."""
@@ -128,7 +130,7 @@ class Settings:
 
     def forget(self) -> None:
         """A commit begins."""
-        self._noted, self._modes, self._is_unclear = None, None, False
+        self._noted, self._modes, self._unclear = None, None, {}
         if self._added:
             self._add_as_usual()
 
@@ -155,9 +157,9 @@ class Settings:
         Raises NotPlain if nobody knows whether the commit or the body of the next step has changed a value.
         """
         found, now = self.values.look(), self._noted or self._cut_off()
-        self._is_unclear |= self._noted is not None and not self._is_checked and bool(found)
-        if self._is_unclear:
-            raise NotPlain(f"the commit, or the step that is under way, was the first to change {some(found)}")
+        self._unclear |= found if self._noted is not None and not self._is_checked else {}
+        if self._unclear:
+            raise NotPlain(f"the commit, or the step that is under way, was the first to change {some(self._unclear)}")
         # Of a wrapped module what is inside counts.
         training = dict(zip(self._places, now.training, strict=True))
         groups = enumerate(zip(self._start.groups, now.groups, strict=True))

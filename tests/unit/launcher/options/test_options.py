@@ -340,6 +340,8 @@ def test_virtual_local_rank_needs_a_visible_gpu_for_each_worker() -> None:
     [
         ((), OnHang.WARN, 60, 0),
         (("--hang-timeout", "20"), OnHang.RESTART, 20, 20),
+        (("--hang-after", "20"), OnHang.RESTART, 20, 20),
+        (("--on-hang", "off"), OnHang.OFF, 0, 0),
         (("--hang-timeout", "20", "--on-hang", "warn"), OnHang.WARN, 20, 20),
         (("--on-hang", "restart"), OnHang.RESTART, 60, 0),
         (("--hang-timeout", "0"), OnHang.OFF, 0, 0),

@@ -386,3 +386,12 @@ def test_a_bug_of_all_ranks_is_tried_again_where_the_next_try_is_on_another_node
     failures = {0: [replace(RAISED, ranks_alike=2)]}
 
     assert isinstance(judge(TERMS, failures, 0, 0, 0, False, is_elsewhere=True, world_size=2), Restart)
+
+
+def test_of_ranks_that_sigkill_ended_the_one_that_printed_an_exception_is_the_cause() -> None:
+    killed = [replace(KILLED, rank=rank) for rank in range(3)]
+    raised = replace(killed[1], tail="Traceback (most recent call last):\nValueError: bad batch 17")
+
+    assert decisive_failure([killed[0], killed[2], raised]) is raised
+    assert decisive_failure(killed) is killed[0]
+    assert decisive_failure([replace(killed[0], code=-11), raised]).code == -11
