@@ -188,6 +188,8 @@ class GuardedState:
         if self.is_checked or self._outside.has_stirred():
             self._tell_of_changes()
         self._outside.forget()
+        if self.is_checked and (news := self._training.settings.unreduced()):
+            self._report(news)
         self._training.settings.forget()
         self.is_changing, self._is_whole = True, False
         self._begun_s = time.monotonic()

@@ -5,6 +5,7 @@ A program changes them once (`if step == 50:`), and would not do so again after 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain, takewhile
@@ -12,6 +13,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from elaunch.trainer.state.buffers import plain_name
 from elaunch.trainer.state.model_state import is_sharded
@@ -58,12 +60,13 @@ class Settings:
         self.values = ModuleValues()
         self._look()
         self._start = self._now()
+        self._given = self._start.requires_grad
         self._known_groups = _ids(self._start.groups)
         self._noted: _Noted | None = None
         # Whether a restore's settings are set once more before the first step.
         self._is_due = False
         # Whether all values of the last step are known, and whether one has changed since that may be of it.
-        self._is_checked = False
+        self._is_checked = self._has_told = False
         # Values of which nobody knows whether the commit or the body of the next step was the first to change them.
         self._unclear: dict[str, object] = {}
         self._restored: list[str] = []
@@ -254,6 +257,7 @@ class Settings:
     def restored(self, step: int) -> str:
         """A state was restored, of `step`: a sentence about what the program has set otherwise at its start, or ""."""
         self._noted, self._is_due, self._is_checked = self._now(), step > 0, True
+        self._given = self._noted.requires_grad
         return f"restored with step {step}: {' and '.join(self._restored)}" if self._restored else ""
 
     def are_the_programs(self) -> None:
@@ -333,6 +337,24 @@ class Settings:
                         "that belongs to no model of the Keeper, so it could not be restored; pass its module too: "
                         "Keeper([model, …], …)"
                     )
+        return ""
+
+    def unreduced(self) -> str:
+        """A sentence, once, about parameters that require a gradient and that DDP does not reduce; "" without any."""
+        if self._has_told or self._noted is None or self._noted.requires_grad == self._given:
+            return ""
+        self._given = self._noted.requires_grad
+        for ddp in [module for _, module in self._wrappers if isinstance(module, DistributedDataParallel)]:
+            named, ignored = ddp.module.named_parameters(), ddp.parameters_to_ignore
+            wanted = sum(one.requires_grad for name, one in named if name not in ignored)
+            facts: Any = ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+            if wanted > (reduced := facts.get("num_parameter_tensors", math.inf)):
+                self._has_told = True
+                return (
+                    f"{wanted} parameters require a gradient, and DistributedDataParallel reduces {reduced}: those "
+                    "that required one when it was made. Unless the program reduces the others, they diverge between "
+                    "ranks. Wrap the model before anything is frozen, with find_unused_parameters=True"
+                )
         return ""
 
 

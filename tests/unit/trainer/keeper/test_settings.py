@@ -454,3 +454,20 @@ def test_where_each_rank_has_a_part_of_the_state_flags_come_back(
 def test_where_each_rank_has_a_part_of_the_state_other_changes_are_refused(program: type[Program], why: str) -> None:
     with pytest.raises(TypeError, match=why):
         program().run()
+
+
+class WrappedThenUnfreezes(Gradually):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.models: list[Any] = [nn.parallel.DistributedDataParallel(self.model)]
+
+
+@pytest.mark.usefixtures("group")
+def test_parameters_that_ddp_does_not_reduce_are_named_once() -> None:
+    program = WrappedThenUnfreezes()
+    program.run()
+
+    said = [each for each in program.said if "require a gradient" in each]
+    assert [each.partition(":")[0] for each in said] == [
+        "6 parameters require a gradient, and DistributedDataParallel reduces 4"
+    ]
