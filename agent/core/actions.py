@@ -109,6 +109,13 @@ class LookAtStacks:
 
 
 @dataclass(frozen=True)
+class NameThreads:
+    """Log which threads keep the processes of these local ranks, whose programs have ended."""
+
+    local_ranks: frozenset[int]
+
+
+@dataclass(frozen=True)
 class KeepStacks:
     """Write these stacks to the generation's folder, if the user keeps logs."""
 
@@ -155,5 +162,5 @@ class Say:
     level: Level = "info"
 
 
-ToWorkers = SignalWorkers | TellWorkers | LookAtStacks | KeepStacks | Blame
+ToWorkers = SignalWorkers | TellWorkers | LookAtStacks | NameThreads | KeepStacks | Blame
 Action = Commit | Join | Renew | Widen | Spawn | ToWorkers | Clear | ReplaceForkServer | Say

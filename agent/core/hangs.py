@@ -9,7 +9,7 @@ from elaunch.agent.core.events import Reported, Sampled, StacksTaken
 from elaunch.agent.core.state import Agent, Running, Step
 from elaunch.agent.diagnosis import hang
 from elaunch.agent.diagnosis.hang import Standstill
-from elaunch.agent.diagnosis.stack_groups import full_text, group_words, grouped, what_keeps
+from elaunch.agent.diagnosis.stack_groups import full_text, group_words, grouped
 from elaunch.rendezvous.rules.hang_verdict import Hang, StillNode, confirm_s, hang_words, tell_still
 from elaunch.rendezvous.types import host_of
 
@@ -48,8 +48,6 @@ def reported(agent: Agent, running: Running, event: Reported, now_s: float) -> S
 def stacks_taken(agent: Agent, running: Running, event: StacksTaken, _now_s: float) -> Step:
     """Compare the stacks with those of the last look, and tell the leader of a change; or name a silent worker."""
     seat = running.seat_of(agent.me.node_id)
-    if not running.silent and {stack.rank - seat.first_rank for stack in event.stacks} <= running.words.returned:
-        return agent, tuple(Say(text, "warning") for text in what_keeps(event.stacks))
     if running.silent:
         by_rank = {stack.rank - seat.first_rank: stack for stack in event.stacks}
         suspect = hang.who_hangs(running.silent, by_rank, running.quiet.quiet_s)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from signal import SIGABRT, SIGHUP, SIGINT, SIGKILL, SIGPIPE, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2
 
 from elaunch.agent.core import events
-from elaunch.agent.core.actions import Action, Commit, LookAtStacks, Say, SignalWorkers, StopReason
+from elaunch.agent.core.actions import Action, Commit, NameThreads, Say, SignalWorkers, StopReason
 from elaunch.agent.core.hangs import hear_of_hang
 from elaunch.agent.core.leaving import goodbye, interrupted, say_goodbye, take_signal
 from elaunch.agent.core.membership import loss_of_keys
@@ -179,7 +179,7 @@ def _past_limits(agent: Agent, running: Running, now_s: float) -> Step:
             f" process has not exited: elaunch stacks {agent.called} shows what keeps it, elaunch stop {agent.called}"
             " ends the job"
         )
-        actions = (Say(text, "warning"), LookAtStacks(running.table.generation, lingering))
+        actions = (Say(text, "warning"), NameThreads(lingering))
     # Seen with torch: the last reference to a process group waits for a thread that waits for the GIL.
     if killed := late - lingering:
         text = f"local rank {ranks(killed)} raised an exception and did not end within {times.stop_grace_s:g} s"

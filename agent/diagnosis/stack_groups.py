@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import PurePath
 
 from elaunch.agent.diagnosis.exit_status import NOT_USER_CODE
 from elaunch.rendezvous.codec import decode, encode
@@ -268,7 +267,5 @@ def what_keeps(stacks: Iterable[Stack]) -> Iterator[str]:
     """Sentences about the threads that keep processes whose programs have ended."""
     for stack in stacks:
         for thread in stack.threads:
-            frame = thread.innermost_user_frame
-            if frame and not thread.is_own:
-                place = f"{frame.function} ({PurePath(frame.file).name}:{frame.line})"
-                yield f"rank {stack.rank} is kept by thread {thread.name or '?'}, in {place}"
+            if (frame := thread.innermost_user_frame) and not thread.is_own:
+                yield f"rank {stack.rank} is kept by thread {thread.name or '?'}, in {frame.words}"

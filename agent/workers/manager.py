@@ -15,11 +15,13 @@ from elaunch.agent.core.actions import (
     Clear,
     KeepStacks,
     LookAtStacks,
+    NameThreads,
     ReplaceForkServer,
     ShowStacks,
     SignalWorkers,
     Spawn,
     TellWorkers,
+    ToWorkers,
 )
 from elaunch.agent.core.events import Cleared, LinkEvent, Reported, Sampled
 from elaunch.agent.core.timeline import WorkersSeen, of_seats
@@ -54,7 +56,7 @@ class Services:
     run_dir: RunDir
 
 
-WorkerAction = Spawn | SignalWorkers | TellWorkers | LookAtStacks | KeepStacks | Blame | Clear | ReplaceForkServer
+WorkerAction = Spawn | ToWorkers | Clear | ReplaceForkServer
 
 
 class Workers:
@@ -157,6 +159,8 @@ class Workers:
                     self._let_go_on(order.local_ranks)
             case LookAtStacks():
                 self._observers.look_at_stacks(order)
+            case NameThreads():
+                self._observers.name_threads(order)
             case KeepStacks():
                 self._observers.keep_stacks(order)
             case Blame():

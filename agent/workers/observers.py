@@ -10,14 +10,14 @@ from dataclasses import replace
 from functools import partial
 
 from elaunch.agent import linux
-from elaunch.agent.core.actions import Blame, KeepStacks, LookAtStacks
+from elaunch.agent.core.actions import Blame, KeepStacks, LookAtStacks, NameThreads
 from elaunch.agent.core.events import Sampled, StacksTaken, WorkersHung
 from elaunch.agent.diagnosis import stacks
 from elaunch.agent.diagnosis.collectives import LOOKS, WaitShares, last_entered, slow_rank, slow_text
 from elaunch.agent.diagnosis.hang import LOOK_EVERY_S
 from elaunch.agent.diagnosis.proc_stats import Vitals
 from elaunch.agent.diagnosis.reach import unreachable_text, why_not
-from elaunch.agent.diagnosis.stack_groups import Stack
+from elaunch.agent.diagnosis.stack_groups import Stack, what_keeps
 from elaunch.agent.linux import start_thread
 from elaunch.agent.output.run_dir import RunDir
 from elaunch.agent.workers.group import CurrentGroup, Reporter, WorkerGroup
@@ -116,6 +116,15 @@ class Observers:
         """Take stacks in a thread; posts `StacksTaken`."""
         post = self._reporter.post
         self._take(order.local_ranks, lambda found: post(StacksTaken(order.generation, found)))
+
+    def name_threads(self, order: NameThreads) -> None:
+        """Log the threads of these workers, from another thread."""
+
+        def log(found: tuple[Stack, ...]) -> None:
+            for text in what_keeps(found):
+                self._reporter.warn(text)
+
+        self._take(order.local_ranks, log)
 
     def keep_stacks(self, order: KeepStacks) -> None:
         """Write stacks to the generation's folder, if the user keeps logs."""

@@ -18,6 +18,7 @@ from elaunch.agent.core.actions import (
     Join,
     KeepStacks,
     LookAtStacks,
+    NameThreads,
     Renew,
     ReplaceForkServer,
     Say,
@@ -340,7 +341,7 @@ class AgentProcess:
                 self.world.later(self.rng.uniform(0, 0.1), lambda: self.hear(StacksTaken(generation, stacks)))
             case Blame(generation):
                 self.world.groups[generation].blame(self)
-            case Say() | KeepStacks():
+            case Say() | KeepStacks() | NameThreads():
                 pass
 
     # The agent's actions.

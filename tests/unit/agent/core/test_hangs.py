@@ -211,6 +211,15 @@ def test_where_stacks_cannot_be_read_workers_that_listen_show_theirs() -> None:
     assert told == [frozenset({2})]
 
 
+def test_a_look_that_found_no_stack_is_followed_by_another() -> None:
+    driver = watching()
+
+    samples(driver, 120, ALL_IDLE)
+
+    looks = [action for action in driver.all_acted if isinstance(action, LookAtStacks)]
+    assert len(looks) > 1
+
+
 def test_workers_that_report_to_a_hang_timeout_are_left_to_it() -> None:
     driver = watching()
     driver.agent = replace(driver.agent, times=replace(driver.agent.times, hang_timeout_s=1000.0))
