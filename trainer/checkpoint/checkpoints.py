@@ -165,13 +165,13 @@ class Checkpoints:
             writing.order.ranks.close()
         # Rank 0 may have failed after its part.
         failures[0] = failures[0] or writing.failure
-        if any(failures) and not self._ranks.leads:
-            # Where the directory is not shared, only this rank sees what it has written.
-            with contextlib.suppress(OSError):
-                discard(writing.order.folder)
         if any(failures) and self._ranks.leads:
             reason = "; ".join(f"rank {r}: {why}" if r else why for r, why in enumerate(failures) if why)
             self._failed(writing.order.mark.step, reason)
+        if writing.order.ranks is not None and self._ranks.from_rank_0(any(failures)) and not self._ranks.leads:
+            # Where the directory is not shared, only this rank sees what it has written.
+            with contextlib.suppress(OSError):
+                discard(writing.order.folder)
 
     def _failed(self, step: int, reason: str) -> None:
         if not self._is_prepared:
