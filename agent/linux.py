@@ -117,16 +117,13 @@ def has_pidfd() -> bool:
     return True
 
 
-def signal_fd(signums: Iterable[int], fd: int = -1) -> int:
-    """A new descriptor from which this process reads these signals, which it blocks; or `fd`, for these from now on.
-
-    Raises OSError.
-    """
+def signal_fd(signums: Iterable[int]) -> int:
+    """A new descriptor from which this process reads these signals, which it blocks. Raises OSError."""
     from ctypes import c_ulong, get_errno
 
     # A sigset_t has 128 bytes.
     mask = (c_ulong * 16)(sum(1 << (signum - 1) for signum in signums))
-    fd = _libc().signalfd(fd, mask, os.O_CLOEXEC | os.O_NONBLOCK)
+    fd = _libc().signalfd(-1, mask, os.O_CLOEXEC | os.O_NONBLOCK)
     if fd < 0:
         raise OSError(get_errno(), os.strerror(get_errno()))
     return fd

@@ -37,6 +37,8 @@ _FROM_PROGRAMS = frozenset(
     )
 )
 _GROUP_POLL_S = 0.02
+# A scheduler signals the processes of a step one after the other, and each node by itself.
+_NOTICE_S = 1.0
 # One that waits for a disk exits later.
 _KILLED_S = 1.0
 
@@ -141,7 +143,7 @@ class Server:
         self._boot = boot
         self._control = control
         self._children = Children()
-        self._accepted = _FROM_PROGRAMS
+        self._notices: set[int] = set()
         self._signals = -1
         # Where the system has none (a sandbox), a signal to this process is ignored.
         with suppress(OSError):
@@ -187,7 +189,7 @@ class Server:
         match order["op"]:
             case "ask":
                 self._report({"event": "here"})
-            case "signal" if order["is_notice"] and order["signum"] in signal.sigpending():
+            case "signal" if order["is_notice"] and self._comes_to_all(order["signum"]):
                 pass
             case "signal":
                 names = {(order["generation"], key) for key in order["keys"]}
@@ -212,10 +214,18 @@ class Server:
         if name := self._children.whose(sender):
             self._report({"event": "asked", "generation": name[0], "key": name[1], "signum": signum})
         elif signum in (signal.SIGUSR1, signal.SIGUSR2):
-            # A scheduler's, to all processes: it stays pending, by which `_turn` knows.
-            self._accepted -= {signum}
-            signal_fd(self._accepted, self._signals)
-            os.kill(os.getpid(), signum)
+            self._notices.add(signum)
+
+    def _comes_to_all(self, signum: int) -> bool:
+        """Whether a scheduler signals all processes, so that the workers have its notice or get it at once.
+
+        The agent may be signalled first, or get the notice from another node: wait for the signal to this process.
+        """
+        if signum not in self._notices:
+            came = signal.sigtimedwait({signum}, _NOTICE_S)
+            if came and not self._children.whose(came.si_pid):
+                self._notices.add(signum)
+        return signum in self._notices
 
     def _fork(self, order: dict[str, Any], fds: tuple[int, ...]) -> Order | None:
         """Make a process for the order. Returns the order in that process."""

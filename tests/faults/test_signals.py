@@ -150,6 +150,23 @@ def test_a_signal_that_the_user_names_is_passed_on(tmp_path: Path) -> None:
         assert job.stdout.count("saved on SIGUSR1") == 2
 
 
+def test_a_notice_that_a_scheduler_sends_to_all_processes_reaches_a_worker_once(tmp_path: Path) -> None:
+    counts = 'signal.signal(signal.SIGUSR1, lambda *_: say("noticed", os.getpid()))'
+    script(tmp_path, f"{SAY}\n{counts}\nsay('worker', os.getpid())\nwhile not os.path.exists('go'): time.sleep(0.01)")
+    with Light(tmp_path, "train.py") as job:
+        [worker] = workers_up(job, 1)
+        job.signal(signal.SIGUSR1)
+        # The agent has ordered the fork server by now to pass it on.
+        wait_for(lambda: "SIGUSR1: stopping" in job.stderr, "the agent stops the job")
+
+        for pid in (job.fork_server().pid, worker):
+            os.kill(pid, signal.SIGUSR1)
+
+        (tmp_path / "go").touch()
+        assert_stopped(job, 128 + signal.SIGUSR1)
+        assert job.pids("noticed") == [worker]
+
+
 @pytest.mark.parametrize("agent_first", [slow(True), False], ids=["agent-first", "workers-first"])
 def test_sigterm_to_all_processes_at_once_is_a_stop_and_no_failure(tmp_path: Path, agent_first: bool) -> None:
     script(tmp_path, ONE_SAVES)
