@@ -123,7 +123,7 @@ def signal_fd(signums: Iterable[int]) -> int:
 
     # A sigset_t has 128 bytes.
     mask = (c_ulong * 16)(sum(1 << (signum - 1) for signum in signums))
-    fd = _libc().signalfd(-1, mask, os.O_CLOEXEC | os.O_NONBLOCK)
+    fd: int = _libc().signalfd(-1, mask, os.O_CLOEXEC | os.O_NONBLOCK)
     if fd < 0:
         raise OSError(get_errno(), os.strerror(get_errno()))
     return fd
