@@ -1,7 +1,7 @@
 """Whether the collectives of this process have succeeded, as its process groups say.
 
 A collective of NCCL that was aborted looks finished to the GPU's stream. Only its group knows that it has failed. So
-after the wait for the gradients a commit asks the groups. See docs/decisions/038-a-commit-asks-the-group.md.
+after the wait for the gradients a commit asks the groups. See docs/decisions/038-commit-queries-the-group.md.
 """
 
 from __future__ import annotations
