@@ -42,36 +42,32 @@ an address was not there, or this node does not know how the job ended, 128 + N 
 _PAGE_HEAD = """\
 # Options
 
-This page lists every option, its default, its variables, and what torchrun does with it. A terminal shows the same
-list, but shorter:
+This page lists every option, its default in brackets, and what torchrun does with it. A terminal shows the same list:
 
 ```sh
 elaunch --help
 ```
 
-A long option can be written with `_` for `-`, and shortened while it stays unambiguous. elaunch also reads it from the
-variables named here, and under its own name from the job file of `--config`. The command line wins over variables,
-variables over the file, and the file over the default. The last column says where torchrun's meaning differs.
+A long option can be written with `_` for `-`, and shortened while it stays unambiguous. Each has a variable, `PET_` and
+its name (`PET_MAX_RESTARTS`), and its own name in the job file of `--config`. The command line wins over variables,
+variables over the file, and the file over the default. In the last column – means that torchrun does not have it.
 
-elaunch reads a script called `-` once from stdin, and gives it to every worker of every generation. Workers inherit the
-interpreter's options `-W`, `-X`, `-O`, `-B` and `-b` (`python -X dev -m elaunch …`).
+A script called `-` is read once from stdin, for every worker of every generation. Workers inherit the interpreter's
+options `-W`, `-X`, `-O`, `-B` and `-b` (`python -X dev -m elaunch …`).
 
-`elaunch store` serves a store ([several nodes](operations.md)). `elaunch submit` submits a job to [Slurm](slurm.md) or
-[Kubernetes](kubernetes.md). `elaunch status`, `top` and `stacks` show [a running job](observe.md#how-is-it-going),
-`elaunch report` [what happened in a run](observe.md#what-happened-the-report), `elaunch doctor`
-[whether this node can train](operations.md#before-a-run-elaunch-doctor), `elaunch warm`
-[what stays for the next start](warm.md), and `elaunch rehearse`
-[what a failure changes and costs](keeper.md#a-rehearsal). `elaunch run train.py` is the same as
-`elaunch train.py`. Start a script with one of these names by its path: `elaunch ./store`.
-[A shell completes](shell.md) all of them.
+Commands: `elaunch store` serves [a store](operations.md#the-heads-own-store), `submit` submits a job to
+[Slurm](slurm.md) or [Kubernetes](kubernetes.md), `status`, `top`, `stacks`, `stop` and `restart` are for
+[a running job](observe.md#how-is-it-going), `report` shows [a run](observe.md#what-happened-the-report), `doctor`
+[checks this node](operations.md#before-a-run-elaunch-doctor), `warm` shows [what stays for the next start](warm.md),
+`rehearse` [what a failure changes and costs](keeper.md#a-rehearsal). Start a script with one of these names by its
+path: `elaunch ./store`. [A shell completes](shell.md) all of them.
 
-`python -m elaunch.launcher.options.help > docs/options.md` makes this page from `launcher/options/table.py`. A test
-checks that both are equal."""
+`python -m elaunch.launcher.options.help > docs/options.md` makes this page from `launcher/options/table.py`."""
 _SETTINGS_HEAD = """\
 ## Settings of the rendezvous
 
-Keys of `--rdzv-conf`, for jobs of several nodes. A job on one node ignores them. elaunch refuses other keys."""
-_COLUMNS = ("| option | meaning | default | variables | torchrun |", "|---|---|---|---|---|")
+Keys of `--rdzv-conf`, for jobs of several nodes. Other keys are refused."""
+_COLUMNS = ("| option | meaning | torchrun |", "|---|---|---|")
 
 
 def help_text() -> str:
@@ -115,10 +111,12 @@ def _setting_row(setting: Setting) -> str:
 def _row(option: Option) -> str:
     names = [f"`-{option.short}`"] if option.short else []
     names += [f"`--{name} {option.metavar or ''}".rstrip() + "`" for name in option.names]
-    peer = "not in torchrun" if option.peer is None else option.differs or "the same"
-    has_variables = option.long not in ("help", "version")
-    variables = ", ".join(f"`{name}`" for name in option.variables) if has_variables else ""
-    return f"| {', '.join(names)} | {option.help} | {option.default_text or '–'} | {variables or '–'} | {peer} |"
+    peer = "–" if option.peer is None else option.differs or "the same"
+    default = f" [{option.default_text}]" if option.default_text else ""
+    own = f"PET_{option.long.upper().replace('-', '_')}"
+    others = [f"`{name}`" for name in option.variables if name != own and option.long not in ("help", "version")]
+    variables = f"; also {', '.join(others)}" if others else ""
+    return f"| {', '.join(names)} | {option.help}{default}{variables} | {peer} |"
 
 
 if __name__ == "__main__":
