@@ -17,7 +17,7 @@ _SHARED = "failure"
 
 
 def table() -> str:
-    """One row for each event: its name, what happened, and its own fields."""
+    """One row for each event: its name, what happened, and the names of its own fields."""
     events = {name: event for name, event in SCHEMA["$defs"].items() if name != _SHARED}
     rows = [f"| `{name}` | {event['description']} | {_fields(event)} |" for name, event in events.items()]
     return "\n".join(["| `event` | what happened | its own fields |", "|---|---|---|", *rows])
@@ -31,13 +31,7 @@ def failure_fields() -> str:
 def _fields(event: dict[str, Any]) -> str:
     if "$ref" in event:
         return "those of a failure"
-    return "; ".join(_field(name, field) for name, field in event.get("properties", {}).items())
-
-
-def _field(name: str, field: dict[str, Any]) -> str:
-    if "enum" in field:
-        return f"`{name}`: {field['description']} ({', '.join(f'`{value}`' for value in field['enum'])})"
-    return f"`{name}`: {field['description']}"
+    return ", ".join(f"`{name}`" for name in event.get("properties", {}))
 
 
 if __name__ == "__main__":

@@ -13,29 +13,27 @@ from tests.conformance.behaviours import LIST
 
 
 def tables() -> tuple[str, str]:
-    """torchrun's options, and the behaviours."""
-    options = [_option_row(spec) for spec in TABLE if spec.peer]
+    """torchrun's options, those that mean the same in one row, and the behaviours."""
+    same = ", ".join(_names(spec) for spec in TABLE if spec.peer and not (spec.differs or spec.no_effect))
+    options = [_option_row(spec) for spec in TABLE if spec.peer and (spec.differs or spec.no_effect)]
     behaviours = [f"| {each.number} | {each.fact} | {each.differs or 'the same'} |" for each in LIST]
     return (
-        "\n".join(["| torchrun's option | here | torchrun |", "|---|---|---|", *options]),
+        "\n".join(["| torchrun's option | here | torchrun |", "|---|---|---|", *options, f"| {same} | the same | |"]),
         "\n".join(["| | torchrun | elaunch |", "|---|---|---|", *behaviours]),
     )
 
 
-def _option_row(spec: Option) -> str:
+def _names(spec: Option) -> str:
     names = [f"`-{spec.short}`"] if spec.short else []
-    names.append(f"`--{spec.peer}`")
+    return ", ".join([*names, f"`--{spec.peer}`"])
+
+
+def _option_row(spec: Option) -> str:
     if spec.no_effect:
-        here, theirs = f"accepted, no effect: {spec.no_effect}", spec.differs
-    elif spec.differs:
-        own = f"`--{spec.long}`: " if spec.long != spec.peer else ""
-        here, theirs = (
-            f"{own}{spec.help} [{spec.default_text}]" if spec.default_text else f"{own}{spec.help}",
-            spec.differs,
-        )
-    else:
-        here, theirs = "the same", ""
-    return f"| {', '.join(names)} | {here} | {theirs} |"
+        return f"| {_names(spec)} | accepted, no effect: {spec.no_effect} |  |"
+    own = f"`--{spec.long}`: " if spec.long != spec.peer else ""
+    default = f" [{spec.default_text}]" if spec.default_text else ""
+    return f"| {_names(spec)} | {own}{spec.help}{default} | {spec.differs} |"
 
 
 if __name__ == "__main__":
