@@ -214,7 +214,7 @@ def _backend(options: Options) -> str:
 
 def _tls(conf: Conf, environ: Mapping[str, str]) -> Tls:
     certificate, key = conf.cert, conf.key
-    if certificate is None:
+    if not certificate:
         certificate, key = environ.get("ETCDCTL_CERT"), environ.get("ETCDCTL_KEY")
     return Tls(conf.cacert or environ.get("ETCDCTL_CACERT") or None, certificate or None, key or None)
 
