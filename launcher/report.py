@@ -212,7 +212,7 @@ def _indented(text: str) -> list[str]:
 
 
 def _normal_path(found: re.Match[str]) -> str:
-    """The path without `.` and `..`, unless it may mean another file then: its folder may be a link, or another host's."""
+    """The path without `.` and `..`, if it means the same file then: its folder may be a link, or another host's."""
     path, normal = found[0], os.path.normpath(found[0])
     with suppress(OSError, ValueError):
         return normal if Path(path).samefile(normal) else path

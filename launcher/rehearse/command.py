@@ -140,7 +140,7 @@ def _rehearse(run: Callable[[Moment], Run]) -> int:
         table.append((moment.text, result, f"{count} {'steps' if right else 'lines'}", f"{lost_s:.1f} s"))
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     print("\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in table))
-    compared = f"{len(lines)} of {len(alone.lines)} lines of output, those that two quiet runs print alike. No Keeper was entered"
+    compared = f"{len(lines)} of {len(alone.lines)} lines of output, alike in two quiet runs. No Keeper was entered"
     if right:
         compared = (
             f"bit for bit, {compare.steps_done(alone.records)} steps of {alone.world_size} ranks,"
