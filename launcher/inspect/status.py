@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from datetime import datetime
 from statistics import median
@@ -25,8 +24,6 @@ from elaunch.rendezvous.types import RankTable, host_of
 # More ranks than this are shown by node, unless --ranks asks for them.
 RANKS_SHOWN = 32
 _HINT = "elaunch status --ranks shows each rank"
-
-Rows = list[tuple[str, ...]]
 
 
 def _main(ctx: click.Context, source: JobSource) -> int:
@@ -196,8 +193,8 @@ def text_of(record: dict[str, Any], *, every_rank: bool = False) -> str:
     lines = [headline(record), *(f"  {label:{width}}  {text}" for label, text in facts)]
     ranks, nodes = record["ranks"], record["nodes"]
     if not record["outcome"] and (ranks or nodes):
-        is_by_rank = ranks and (every_rank or len(ranks) <= RANKS_SHOWN)
-        lines += ["", *aligned(_rank_rows(record) if is_by_rank else _node_rows(record))]
+        is_by_rank = bool(ranks) and (every_rank or len(ranks) <= RANKS_SHOWN)
+        lines += ["", *aligned(_rows(record, by_rank=is_by_rank))]
     lines += [f"{node['host']} {node['silent']}" for node in nodes if node["silent"]]
     lines += [_HINT] if len(ranks) > RANKS_SHOWN and not every_rank else []
     return "".join(f"{plain(line)}\n" for line in (*lines, *record["notes"]))
@@ -259,55 +256,37 @@ def _size(record: dict[str, Any]) -> str:
     return size + (f"; {plural(gone, 'node')} of it gone" if gone else "")
 
 
-def _rank_rows(record: dict[str, Any]) -> Rows:
+def _rows(record: dict[str, Any], *, by_rank: bool) -> list[tuple[str, ...]]:
+    """A row for each rank, or for each node with its ranks taken together; without columns that nothing fills."""
     head = ("rank", "host", "pid", "state", "step", "step time", "waits", "last report", "memory", "phase")
-    rows: Rows = [
-        (
-            str(rank["rank"]),
-            rank["host"],
-            str(rank["pid"]) if rank["pid"] > 0 else "–",
-            rank["state"],
-            _shown(rank["step"], str),
-            _shown(rank["step_s"], duration),
-            _shown(rank["wait_share"], "{:.0%}".format),
-            _shown(rank["reported_ago_s"], _ago),
-            _shown(rank["memory_bytes"], bytes_text),
-            rank["phase"],
-        )
-        for rank in record["ranks"]
-    ]
-    # Columns that few programs fill.
-    empty = {"waits": "–", "phase": ""}
-    columns = [at for at, name in enumerate(head) if name not in empty or any(row[at] != empty[name] for row in rows)]
-    there = {rank["node_id"] for rank in record["ranks"]}
+    head += ("host's free", "load")
+    rows: list[tuple[str, ...]] = []
     for node in record["nodes"]:
-        if node["node_id"] not in there:
-            row = (_seats(node), node["host"], "–", node["state"] or "no answer")
-            rows.append((*row, *[""] * (len(head) - len(row))))
-    return [tuple(row[at] for at in columns) for row in (head, *rows)]
-
-
-def _node_rows(record: dict[str, Any]) -> Rows:
-    rows: Rows = [("host", "ranks", "state", "step", "step time", "last report", "memory", "host's free", "load")]
-    for node in record["nodes"]:
-        steps, times, ages, sizes = (
-            [rank[name] for rank in record["ranks"] if rank["node_id"] == node["node_id"] and rank[name] is not None]
-            for name in ("step", "step_s", "reported_ago_s", "memory_bytes")
-        )
-        rows.append(
-            (
-                node["host"],
-                _seats(node),
-                node["state"] or "no answer",
-                "–".join(map(str, sorted({min(steps), max(steps)}))) if steps else "–",
-                _shown(median(times) if times else None, duration),
-                _shown(max(ages, default=None), _ago),
-                _shown(sum(sizes) or None, bytes_text),
-                _shown(node["memory_free_bytes"], bytes_text),
-                _shown(node["load"], "{:.1f}".format),
+        its = [rank for rank in record["ranks"] if rank["node_id"] == node["node_id"]]
+        for ranks in [[rank] for rank in its] if by_rank and its else [its]:
+            one = ranks[0] if by_rank and ranks else {}
+            steps, times, waits, ages, sizes = (
+                [rank[name] for rank in ranks if rank[name] is not None]
+                for name in ("step", "step_s", "wait_share", "reported_ago_s", "memory_bytes")
             )
-        )
-    return rows
+            rows.append(
+                (
+                    str(one["rank"]) if one else _seats(node),
+                    node["host"],
+                    str(one["pid"]) if one.get("pid", 0) > 0 else "",
+                    one["state"] if one else node["state"] or "no answer",
+                    "–".join(map(str, sorted({min(steps), max(steps)}))) if steps else "",
+                    duration(median(times)) if times else "",
+                    f"{median(waits):.0%}" if waits else "",
+                    f"{span(max(ages))} ago" if ages else "",
+                    bytes_text(sum(sizes)) if sizes else "",
+                    one.get("phase", ""),
+                    "" if by_rank or node["memory_free_bytes"] is None else bytes_text(node["memory_free_bytes"]),
+                    "" if by_rank or node["load"] is None else f"{node['load']:.1f}",
+                )
+            )
+    columns = [at for at in range(len(head)) if any(row[at] for row in rows)]
+    return [tuple(row[at] for at in columns) for row in (head, *rows)]
 
 
 def _seats(node: dict[str, Any]) -> str:
@@ -315,11 +294,3 @@ def _seats(node: dict[str, Any]) -> str:
     if first is None:
         return "spare" if node["is_spare"] else "–"
     return str(first) if slots == 1 else f"{first}–{first + slots - 1}"
-
-
-def _shown(value: Any, text: Callable[[Any], str]) -> str:
-    return "–" if value is None else text(value)
-
-
-def _ago(seconds: float) -> str:
-    return f"{span(seconds)} ago"
