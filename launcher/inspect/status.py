@@ -23,6 +23,8 @@ from elaunch.rendezvous.types import RankTable, host_of
 
 # More ranks than this are shown by node, unless --ranks asks for them.
 RANKS_SHOWN = 32
+_OF_RANKS = ("rank", "host", "pid", "state", "step", "step time", "waits", "last report", "memory", "phase")
+_HEAD = (*_OF_RANKS, "host's free", "load")
 _HINT = "elaunch status --ranks shows each rank"
 
 
@@ -258,8 +260,6 @@ def _size(record: dict[str, Any]) -> str:
 
 def _rows(record: dict[str, Any], *, by_rank: bool) -> list[tuple[str, ...]]:
     """A row for each rank, or for each node with its ranks taken together; without columns that nothing fills."""
-    head = ("rank", "host", "pid", "state", "step", "step time", "waits", "last report", "memory", "phase")
-    head += ("host's free", "load")
     rows: list[tuple[str, ...]] = []
     for node in record["nodes"]:
         its = [rank for rank in record["ranks"] if rank["node_id"] == node["node_id"]]
@@ -285,8 +285,8 @@ def _rows(record: dict[str, Any], *, by_rank: bool) -> list[tuple[str, ...]]:
                     "" if by_rank or node["load"] is None else f"{node['load']:.1f}",
                 )
             )
-    columns = [at for at in range(len(head)) if any(row[at] for row in rows)]
-    return [tuple(row[at] for at in columns) for row in (head, *rows)]
+    columns = [at for at in range(len(_HEAD)) if any(row[at] for row in rows)]
+    return [tuple(row[at] for at in columns) for row in (_HEAD, *rows)]
 
 
 def _seats(node: dict[str, Any]) -> str:
