@@ -27,7 +27,6 @@ NODES_MAX = 1_000_000
 WORKERS_MAX = SLOTS_MAX
 # Thirty years. All clocks and timers can count this far.
 SECONDS_MAX = 1e9
-_DIGITS_MAX = 18
 _NOBODYS = ("SIGKILL", "SIGSTOP")
 _USUAL = "the usual ones are SIGTERM, SIGINT, SIGHUP, SIGQUIT, SIGUSR1 and SIGUSR2"
 # Variables with the store's address. The first one that is set wins.
@@ -87,7 +86,7 @@ def whole(raw: Raw, *, low: int = 0, high: int | None = None) -> int:
     word = text(raw)
     if not re.fullmatch(r"[+-]?[0-9]+", word):
         raise ValueError(f"is not a whole number; give {reach}")
-    if len(word) > _DIGITS_MAX or (number := int(word)) < low or (high is not None and number > high):
+    if (number := int(word)) < low or (high is not None and number > high):
         raise ValueError(f"is out of range; give {reach}")
     return number
 
