@@ -122,17 +122,12 @@ def _failure(job: JobReport, now: float) -> dict[str, Any] | None:
     failure = job.failure
     if failure is None:
         return None
+    names = ("generation", "host", "code", "sentence", "exception", "frame", "advice")
     return {
-        "generation": failure.generation,
+        **{name: getattr(failure, name) for name in names},
         "kind": failure.kind.value,
-        "host": failure.host,
         "rank": None if failure.rank < 0 else failure.rank,
         "local_rank": None if failure.local_rank < 0 else failure.local_rank,
-        "code": failure.code,
-        "sentence": failure.sentence,
-        "exception": failure.exception,
-        "frame": failure.frame,
-        "advice": failure.advice,
         "at": _time(failure.failed_at) if failure.failed_at else None,
         "ago_s": round(max(0.0, now - failure.failed_at), 1) if failure.failed_at else None,
     }
@@ -146,6 +141,7 @@ def _nodes(known: Gathered) -> list[dict[str, Any]]:
     is_live = known.job.ended is None
     absent = {seat.node_id for seat in known.job.seats if seat.is_member is False and is_live}
     rows += [(id_, report.host, None, 0) for id_, report in known.nodes.items() if id_ not in listed]
+    names = ("pid", "waiting", "trouble", "memory_bytes", "memory_free_bytes", "cpus")
     found: list[dict[str, Any]] = []
     for node_id, host, first_rank, slots in rows:
         report = known.nodes.get(node_id)
@@ -157,13 +153,8 @@ def _nodes(known: Gathered) -> list[dict[str, Any]]:
                 "first_rank": first_rank,
                 "slots": slots,
                 "state": report.state if report else absence(known.job, node_id) if node_id in absent else None,
-                "pid": report.pid if report else None,
                 "since_s": round(report.age_s, 1) if report else None,
-                "waiting": report.waiting if report else "",
-                "trouble": report.trouble if report else "",
-                "memory_bytes": report.memory_bytes if report else None,
-                "memory_free_bytes": report.memory_free_bytes if report else None,
-                "cpus": report.cpus if report else None,
+                **{name: getattr(report, name, None) for name in names},
                 "load": _rounded(report.load, 2) if report else None,
                 "silent": known.silent.get(node_id),
             }
