@@ -10,7 +10,7 @@ import math
 import re
 import shlex
 import signal
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -182,8 +182,8 @@ def workers(raw: Raw) -> int | str:
 class OneOf:
     """Converts one of a few words, by `made`; `words` are what a shell may complete."""
 
-    def __init__(self, words: Iterable[str], made: Callable[[str], object] = str) -> None:
-        self.words, self._made = tuple(words), made
+    def __init__(self, *words: str, made: Callable[[str], object] = str) -> None:
+        self.words, self._made = words, made
 
     def __call__(self, raw: Raw) -> object:
         word = text(raw)
@@ -192,13 +192,9 @@ class OneOf:
         return self._made(word)
 
 
-def one_of(*words: str) -> OneOf:
-    return OneOf(words)
-
-
-on_hang = OneOf(tuple(each.value for each in OnHang), OnHang)
-numa_binding = OneOf((each.value for each in NumaBinding), NumaBinding)
-log_format = OneOf((each.value for each in LogFormat), LogFormat)
+on_hang = OneOf(*(each.value for each in OnHang), made=OnHang)
+numa_binding = OneOf(*(each.value for each in NumaBinding), made=NumaBinding)
+log_format = OneOf(*(each.value for each in LogFormat), made=LogFormat)
 
 
 def command(raw: Raw) -> tuple[str, ...]:
