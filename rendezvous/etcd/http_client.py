@@ -139,20 +139,9 @@ class HttpClient:
         """The status and the body of the answer."""
         deadline = Deadline(deadline_s)
         idle = self._idle[endpoint]
-        kept = _take(idle)
-        connection = kept or self.open(endpoint, deadline)
+        connection = _take(idle) or self.open(endpoint, deadline)
         try:
-            try:
-                status = connection.ask(method, path, headers, body, deadline)
-            except TimedOut:
-                raise
-            except Unavailable:
-                # The server may have closed the kept connection while the request was on its way.
-                if not kept:
-                    raise
-                connection.close()
-                connection = self.open(endpoint, deadline)
-                status = connection.ask(method, path, headers, body, deadline)
+            status = connection.ask(method, path, headers, body, deadline)
             answer = status, connection.body(deadline)
         except BaseException:
             connection.close()
@@ -290,15 +279,13 @@ def _tls_error(error: ssl.SSLError, endpoint: Endpoint, hint: str) -> StoreError
 
 
 def _take(idle: deque[ClientConnection]) -> ClientConnection | None:
-    while idle:
-        try:
+    # Another thread may take the last one.
+    with suppress(IndexError):
+        while True:
             connection = idle.pop()
-        except IndexError:
-            # Another thread was faster.
-            return None
-        if connection.usable():
-            return connection
-        connection.close()
+            if connection.usable():
+                return connection
+            connection.close()
     return None
 
 
