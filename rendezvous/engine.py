@@ -79,7 +79,8 @@ class Engine:
         self.revision = 1
         # No lease ends before this time.
         self.idle_until_s = math.inf
-        self._listener: Callable[[Changes], None] = lambda changes: None
+        # Called with each new revision, before the write that made it is answered.
+        self.listener: Callable[[Changes], None] = lambda changes: None
         self._history_revisions = history_revisions
         self.quota_bytes = quota_bytes
         self._entries: dict[str, KeyEntry] = {}
@@ -90,10 +91,6 @@ class Engine:
         self._history_held = 0
         self._leases: dict[int, _Lease] = {}
         self._now_s = 0.0
-
-    def listen(self, listener: Callable[[Changes], None]) -> None:
-        """From now on, call `listener` with each new revision, before the write that made it is answered."""
-        self._listener = listener
 
     def read(self, prefix: str) -> View:
         """All keys that start with `prefix`."""
@@ -220,18 +217,15 @@ class Engine:
     def _remember(self, changes: Changes) -> None:
         self._history.append(changes)
         self._history_held += _changes_bytes(changes)
-        self._listener(changes)
+        self.listener(changes)
         # With ten percent of slack, so that not every write compacts.
         if len(self._history) > self._history_revisions + self._history_revisions // 10:
             self.compact(self.revision + 1 - self._history_revisions)
 
-    def _forget_half(self) -> None:
-        self.compact(self.revision + 1 - len(self._history) // 2)
-
     def _check_room(self, size: int) -> None:
         # History is dropped before a write is refused. A watch that loses its history is told so, and reads again.
         while self._is_full(size) and self._history:
-            self._forget_half()
+            self.compact(self.revision + 1 - len(self._history) // 2)
         if self._is_full(size):
             raise EtcdError(errors.EXHAUSTED, "etcdserver: mvcc: database space exceeded")
 

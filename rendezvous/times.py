@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 LEASE_TTL_MIN_S = 2
 # A lease may end this much late: etcd checks its leases twice a second.
 LEASE_SLACK_S = 0.5
-# Twice the time between two looks at a worker.
-HANG_CONFIRM_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,11 +101,6 @@ class Times:
     def form_deadline_s(self) -> float:
         """A seated node that has neither joined nor left after this long is evicted."""
         return self.longest_stop_s + self.lease_ttl_s + 2.0
-
-    @property
-    def hang_confirm_s(self) -> float:
-        """The leader's verdict that the job of several nodes hangs must hold for this long: see `hanging.confirm_s`."""
-        return min(HANG_CONFIRM_S, self.hang_after_s / 3 or HANG_CONFIRM_S)
 
     @property
     def store_wait_s(self) -> float:

@@ -79,7 +79,7 @@ class Server:
         self.engine = Engine()
         self._routes = Routes(self.engine, secrets.randbits(63), secrets.randbits(63), is_shared=is_shared)
         self._watchers = Watchers(self.engine, self._routes)
-        self.engine.listen(self._watchers.told)
+        self.engine.listener = self._watchers.told
         self._tls: ssl.SSLContext | None = secret.server_context() if secret else None
         self._authorization = f"Bearer {secret.bearer}".encode() if secret else None
         self._listeners = listeners
@@ -170,7 +170,7 @@ class Server:
                 accepted.close()
                 continue
             # A listener for both families shows an IPv4 address with this prefix.
-            self._begin(client, str(place[0]).removeprefix("::ffff:") if place else "this host")
+            self._begin(client, str(place[0]).removeprefix("::ffff:"))
 
     def _make_room(self) -> bool:
         """Close unauthenticated connections if there are too many. Returns whether one more connection fits."""

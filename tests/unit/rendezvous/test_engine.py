@@ -58,7 +58,7 @@ def test_what_the_revision_of_the_compaction_itself_wrote_is_still_told() -> Non
 
 def test_a_refused_transaction_leaves_no_trace() -> None:
     engine, told = Engine(), list[Changes]()
-    engine.listen(told.append)
+    engine.listener = told.append
 
     with pytest.raises(EtcdError, match="lease not found"):
         engine.commit(Txn((), (Put("a", ""), Put("b", "", lease=5))))
