@@ -335,9 +335,8 @@ class ShardedMemory:
                 self._copy_slots.delete()
             problem = self._unfit(slot, length)
         if self._any(bool(problem)) and self._mirror.is_on:
-            # Then second copies go. A file that cannot be deleted goes with the job.
-            with contextlib.suppress(OSError):
-                self._mirror.delete()
+            # Then second copies go.
+            self._mirror.delete()
             self._mirror.give_up(problem)
             problem = self._unfit(slot, length)
         if not self._any(bool(problem)):
