@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from elaunch.trainer.checkpoint.loading import load_from_all, load_from_rank_0
+from elaunch.trainer.checkpoint.loading import load_newest
 from elaunch.trainer.checkpoint.objects import StorageError
-from elaunch.trainer.checkpoint.storage import Folder, Mark, Where, discard, marks, storage_at
+from elaunch.trainer.checkpoint.storage import MANIFEST, Folder, Mark, Where, discard, marks, storage_at
 from elaunch.trainer.ranks.peers import Peers
-from elaunch.trainer.state.tree import State, Tree, flatten, pack, tensors_sha256
+from elaunch.trainer.state.tree import State, Tree, flatten, pack, some, tensors_sha256
 
 if TYPE_CHECKING:
     # torch.distributed.checkpoint takes a while to import; a start that finds no checkpoint does without.
@@ -80,7 +80,9 @@ class Checkpoints:
         """
         self._taken = set(marks(self.storage))
         self._fence = max([self._fence, *(mark.generation for mark in self._taken)])
-        self.storage.sweep(self._fence)
+        if swept := self.storage.sweep(self._fence):
+            why = f"without {MANIFEST}: its writer was killed, or that file was deleted"
+            self._say(f"{self.storage}: removed {some(swept)}, {why}")
         self._is_prepared = True
 
     @property
@@ -96,8 +98,7 @@ class Checkpoints:
         named, set aside and passed over. No code of a file is run. Raises ValueError where `state` has a tensor that
         the checkpoint lacks, or of another shape.
         """
-        load = load_from_all if flatten(state).is_sharded else load_from_rank_0
-        return load(self.storage, state, self._ranks, self._say)
+        return load_newest(self.storage, state, self._ranks, self._say)
 
     def save_async(self, step: int, state: State) -> None:
         """Begin a checkpoint of `state` after `step`; on return it may be changed.

@@ -16,10 +16,8 @@ import torch
 
 from elaunch.trainer.checkpoint import dcp, storage, writing
 from elaunch.trainer.checkpoint.checkpoints import Checkpoints, Mark
-from elaunch.trainer.checkpoint.loading import load_from_all
 from elaunch.trainer.checkpoint.local import LocalFiles
 from elaunch.trainer.checkpoint.storage import storage_at
-from elaunch.trainer.ranks.peers import Peers
 from tests.fuzzing import bounded
 
 NEST = 3_000_000
@@ -109,8 +107,7 @@ def test_a_layout_that_is_none_is_refused(content: bytes, tmp_path: Path) -> Non
         dcp.contents(storage_at(tmp_path).folder("x"), content, {})
 
 
-@pytest.mark.parametrize("of_all", [False, True], ids=["of rank 0", "of all ranks"])
-def test_what_was_verified_is_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_all: bool) -> None:
+def test_what_was_verified_is_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save(tmp_path, 1)
     read = LocalFiles.read
 
@@ -122,10 +119,7 @@ def test_what_was_verified_is_what_is_read(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(LocalFiles, "read", and_change)
 
-    if of_all:
-        assert load_from_all(storage_at(tmp_path), state_of(0), Peers(None), pytest.fail) == Mark(0, 1)
-    else:
-        assert newest_step(tmp_path, []) == 1
+    assert newest_step(tmp_path, []) == 1
     assert (folder / "tensors.json").read_bytes() == (folder / "plain.pt").read_bytes() == b"another"
 
 
