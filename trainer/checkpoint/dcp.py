@@ -31,6 +31,9 @@ from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state import tree
 from elaunch.trainer.state.pickles import require_shallow
 
+Metadata = records.Metadata
+# What is to be written, in host memory.
+Copies = dict[records.MetadataIndex, Tensor]
 # What DCP's tools read, and no trainer.
 _METADATA = ".metadata"
 
@@ -73,36 +76,28 @@ class Part:
     files: dict[str, tuple[int, int]]
 
 
-class Staging:
-    """Copies in host memory of the tensors to be written; the memory is used again by the next checkpoint."""
+def staged(items: SavePlan, tensors: Mapping[str, Tensor], before: Copies) -> Copies:
+    """Copies in host memory of what `items` lists, in the memory of those `before` where they fit.
 
-    def __init__(self) -> None:
-        self._copies: dict[records.MetadataIndex, Tensor] = {}
-
-    def copy(self, items: SavePlan, tensors: Mapping[str, Tensor]) -> None:
-        """Copy what `items` lists; on return the originals may change. Tensors of a GPU are copied by its queue."""
-        planner = DefaultSavePlanner(flatten_state_dict=False)
-        planner.set_up_planner(dict(tensors))
-        kept = self._copies
-        self._copies = {}
-        devices = set()
-        for item in items.items:
-            original = planner.lookup_object(item.index).detach()
-            copy = kept.get(item.index)
-            if copy is None or copy.shape != original.shape or copy.dtype != original.dtype:
-                copy = torch.empty(original.shape, dtype=original.dtype, pin_memory=original.is_cuda)
-            copy.copy_(original, non_blocking=original.is_cuda)
-            self._copies[item.index] = copy
-            if original.is_cuda:
-                devices.add(original.device)
-        for device in devices:
-            torch.cuda.current_stream(device).synchronize()
-
-    def of(self, index: records.MetadataIndex) -> Tensor:
-        return self._copies[index]
+    On return the originals may change. Tensors of a GPU are copied by its queue.
+    """
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    planner.set_up_planner(dict(tensors))
+    copies, devices = Copies(), set()
+    for item in items.items:
+        original = planner.lookup_object(item.index).detach()
+        copy = before.get(item.index)
+        if copy is None or copy.shape != original.shape or copy.dtype != original.dtype:
+            copy = torch.empty(original.shape, dtype=original.dtype, pin_memory=original.is_cuda)
+        copies[item.index] = copy.copy_(original, non_blocking=original.is_cuda)
+        if original.is_cuda:
+            devices.add(original.device)
+    for device in devices:
+        torch.cuda.current_stream(device).synchronize()
+    return copies
 
 
-def write(folder: Folder, rank: int, items: SavePlan, staging: Staging) -> Part:
+def write(folder: Folder, rank: int, items: SavePlan, copies: Copies) -> Part:
     """Write this rank's tensors durably to a file in `folder`.
 
     Raises OSError, also where torch has made something else of the one that a full disk raises.
@@ -115,7 +110,7 @@ def write(folder: Folder, rank: int, items: SavePlan, staging: Staging) -> Part:
         try:
             for item in items.items:
                 begin = summing.length
-                torch.save(staging.of(item.index), cast(IO[bytes], summing))
+                torch.save(copies[item.index], cast(IO[bytes], summing))
                 places[item.index] = _StorageInfo(name, begin, summing.length - begin)
         except Exception:
             if summing.error is not None:
