@@ -7,11 +7,12 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from elaunch.trainer.checkpoint.layout import Contents, contents
 from elaunch.trainer.checkpoint.storage import (
     LAYOUT,
     LAYOUT_BYTES_MAX,
@@ -34,11 +35,9 @@ from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state.tree import OPTIMIZERS, PerRank, State, Tree, flatten, is_shard, rebuild, some, unpack
 from elaunch.trainer.state.tree import Path as Place
 
-if TYPE_CHECKING:
-    # torch.distributed.checkpoint takes a while to import; see `Checkpoints`.
-    from elaunch.trainer.checkpoint.dcp import Contents
-
 Kinds = dict[str, tuple[torch.Size, torch.dtype]]
+# What `tree.unpack` returns.
+Unpacked = tuple[Any, dict[str, Place], list[Place]]
 
 
 class Unreadable(RuntimeError):
@@ -47,19 +46,25 @@ class Unreadable(RuntimeError):
 
 @dataclass(frozen=True)
 class _Offer:
-    """A checkpoint that rank 0 has found. `plain` and `layout` are the verified contents of those two files."""
+    """A checkpoint that rank 0 has found. `plain` and `layout` are the verified bytes of those two files."""
 
     mark: Mark
     name: str
     manifest: Manifest
     plain: bytes
     layout: bytes
-    kinds: Kinds
-    places: dict[str, Place]
 
     @property
     def tensor_files(self) -> list[str]:
         return sorted(name for name in self.manifest.files if name not in (PLAIN, LAYOUT))
+
+    def opened(self, folder: Folder) -> tuple[Unpacked, Contents]:
+        """What the two files say. Raises ValueError or pickle.UnpicklingError for what this release does not write."""
+        lengths = {name: length for name, (length, _) in self.manifest.files.items()}
+        saved, found = unpack(self.plain), contents(folder, self.layout, lengths)
+        if missing := [name for name in saved[1] if name not in found.tensors]:
+            raise ValueError(f"{LAYOUT} lacks {some(missing)}")
+        return saved, found
 
 
 def find_newest(storage: Storage, ranks: Peers, newer_than: int = -1) -> tuple[Mark | None, str]:
@@ -95,13 +100,15 @@ def load_newest(storage: Storage, state: State, ranks: Peers, say: Callable[[str
     unread: list[str] = []
     candidates = iter(_newest_first(storage, unread) if ranks.leads else ())
     # Only rank 0's list counts: another's view of a network's file system may be old.
-    while offer := ranks.from_rank_0(_offer(storage, candidates, say, unread, is_sharded) if ranks.leads else None):
+    while offer := ranks.from_rank_0(_offer(storage, candidates, say, unread) if ranks.leads else None):
         folder = storage.folder(offer.name)
+        saved, there = offer.opened(folder)
+        kinds = there.kinds if is_sharded else {name: there.kinds[name] for name in saved[1]}
         # What is sent is in host memory. The state changes when all ranks agree that the checkpoint is whole.
-        sent = {} if is_sharded else {name: _empty(kind) for name, kind in offer.kinds.items()}
+        sent = {} if is_sharded else {name: _empty(kind) for name, kind in kinds.items()}
         reads = is_sharded or ranks.leads
         files = offer.tensor_files[ranks.rank :: ranks.world_size] if is_sharded else offer.tensor_files
-        problems = ranks.from_all(_problem(folder, offer, files, sent) if reads else None)
+        problems = ranks.from_all(_problem(there, offer.manifest, files, sent) if reads else None)
         if unseen := [rank for rank, problem in enumerate(problems) if isinstance(problem, _Unseen)]:
             raise ValueError(
                 f"rank {unseen[0]} does not see {folder}, which rank 0 found; the checkpoints of a sharded state need "
@@ -109,9 +116,9 @@ def load_newest(storage: Storage, state: State, ranks: Peers, say: Callable[[str
             )
         found_wrong = [problem for problem in problems if problem is not None]
         if not found_wrong:
-            share = Share(state, unpack(offer.plain), offer.kinds, offer.places, str(folder), sent)
+            share = Share(state, saved, kinds, there.paths, str(folder), sent)
             if is_sharded:
-                _contents(folder, offer.manifest, offer.layout).read(share.tensors)
+                there.read(share.tensors)
             ranks.fill_from_rank_0([*sent.values()])
             share.put()
             return offer.mark
@@ -125,11 +132,7 @@ def load_newest(storage: Storage, state: State, ranks: Peers, say: Callable[[str
 
 
 def _offer(
-    storage: Storage,
-    candidates: Iterator[tuple[Mark, Folder]],
-    say: Callable[[str], None],
-    unread: list[str],
-    is_sharded: bool,
+    storage: Storage, candidates: Iterator[tuple[Mark, Folder]], say: Callable[[str], None], unread: list[str]
 ) -> _Offer | None:
     """Rank 0's next candidate; None at the end."""
     for mark, folder in candidates:
@@ -137,32 +140,25 @@ def _offer(
             manifest = read_manifest(folder)
             plain = read_verified(folder, manifest, PLAIN, PLAIN_BYTES_MAX)
             layout = read_verified(folder, manifest, LAYOUT, LAYOUT_BYTES_MAX)
-            contents = _contents(folder, manifest, layout)
-            kinds = {name: contents.kinds[name] for name in unpack(plain)[1]}
-            kinds = contents.kinds if is_sharded else kinds
-            return _Offer(mark, folder.name, manifest, plain, layout, kinds, contents.paths)
+            offer = _Offer(mark, folder.name, manifest, plain, layout)
+            offer.opened(folder)
+            return offer
     return None
-
-
-def _contents(folder: Folder, manifest: Manifest, layout: bytes) -> Contents:
-    """What `tensors.json` says. Raises ValueError for what this release does not write."""
-    from elaunch.trainer.checkpoint import dcp
-
-    return dcp.contents(folder, layout, {name: length for name, (length, _) in manifest.files.items()})
 
 
 class _Unseen(Exception):
     """There is no such folder for this rank."""
 
 
-def _problem(folder: Folder, offer: _Offer, files: Sequence[str], tensors: Mapping[str, Tensor]) -> Exception | None:
+def _problem(
+    there: Contents, manifest: Manifest, files: Sequence[str], tensors: Mapping[str, Tensor]
+) -> Exception | None:
     """Verify these files and fill `tensors`. Returns what is wrong with the checkpoint, if anything is."""
     try:
-        if not is_published(folder):
+        if not is_published(there.folder):
             return _Unseen()
-        verify(folder, offer.manifest, files)
-        if tensors:
-            _contents(folder, offer.manifest, offer.layout).read(tensors)
+        verify(there.folder, manifest, files)
+        there.read(tensors)
     except (Corrupt, OSError, MemoryError) as error:
         return error
     except Exception as error:
@@ -182,7 +178,7 @@ class Share:
     def __init__(
         self,
         state: State,
-        saved: tuple[Any, dict[str, Place], list[Place]],
+        saved: Unpacked,
         kinds: Kinds,
         places: Mapping[str, Place],
         source: str,

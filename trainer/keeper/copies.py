@@ -19,6 +19,7 @@ from elaunch.trainer.memory.mirror import Mirror
 from elaunch.trainer.memory.node_memory import NodeMemory, NoRoom
 from elaunch.trainer.memory.recovery_plan import decide, decide_in_parts, repeated, sentence
 from elaunch.trainer.memory.restore import drop_newer, gather, take_over
+from elaunch.trainer.memory.sharded import ShardedMemory
 from elaunch.trainer.memory.slots import node_of
 from elaunch.trainer.ranks.group_status import GroupStatus
 from elaunch.trainer.ranks.peers import Peers
@@ -32,8 +33,6 @@ from elaunch.trainer.state.version import Version
 if TYPE_CHECKING:
     from torch import Tensor
 
-    # This imports torch.distributed.checkpoint, which takes long. A replicated state does not need it.
-    from elaunch.trainer.memory.sharded import ShardedMemory
 
 # How long a part may take to be written: a first copy takes 2 s per GB, since the kernel clears its pages.
 _WRITE_S = 1.0
@@ -85,8 +84,6 @@ class Copies:
         if training.is_in_parts and all(self._nodes):
             parts = Path(folder, f"{name}.parts")
             parts.mkdir(mode=0o700, exist_ok=True)
-            from elaunch.trainer.memory.sharded import ShardedMemory
-
             self._parts = ShardedMemory(parts, peers, say, generation=place.generation)
         self._records = None if self._node_memory is None else self._node_memory.records(peers.rank)
         # If there was no room once, it is not tried again.
