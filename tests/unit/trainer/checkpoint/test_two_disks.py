@@ -23,7 +23,7 @@ def on_both(act: Callable[[ThreadPeers], Any]) -> list[Any]:
     """What each of two ranks returns or raises."""
     with ThreadPoolExecutor(2) as pool:
         calls = [pool.submit(act, peers) for peers in thread_peers(2)]
-        return [call.exception(DEADLINE_S) or call.result() for call in calls]
+        return [call.exception(DEADLINE_S) or call.result(DEADLINE_S) for call in calls]
 
 
 def saved(folder: Path, step: int) -> None:
