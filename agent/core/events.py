@@ -8,7 +8,7 @@ from enum import Enum
 from signal import SIGINT, SIGPIPE, SIGTERM
 
 from elaunch.agent.diagnosis.causes.cause import NO_FACTS, Facts
-from elaunch.agent.diagnosis.hang import Standing, Window
+from elaunch.agent.diagnosis.hang import Window
 from elaunch.agent.diagnosis.stack_groups import Stack
 from elaunch.rendezvous.rules.snapshot import Snapshot
 from elaunch.rendezvous.types import Failure
@@ -177,15 +177,6 @@ class WorkerStopped:
 
 
 @dataclass(frozen=True)
-class Reported:
-    """A look at the workers' links: how many reports there have been in this generation, and what who reported last."""
-
-    generation: int
-    reports: int
-    standings: Mapping[int, Standing]
-
-
-@dataclass(frozen=True)
 class Sampled:
     """A look at the workers' processes: what each of them did since the last look, by local rank."""
 
@@ -266,5 +257,5 @@ class Tick:
 
 StoreEvent = Looked | Leased | LeaseLost | Committed | StoreAway | StoreRefuses | WatchRefused | StoreBack | StoreLost
 LinkEvent = WorkerEnded | WorkerListens | WorkerSaving | WorkerSaved | WorkerStopped
-WorkerEvent = LinkEvent | WorkerExited | Reported | Sampled | StacksTaken | WorkersHung | ServiceLost | Cleared
+WorkerEvent = LinkEvent | WorkerExited | Sampled | StacksTaken | WorkersHung | ServiceLost | Cleared
 Event = StoreEvent | WorkerEvent | Signalled | RestartOrdered | Tick

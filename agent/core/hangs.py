@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elaunch.agent.core.actions import Action, Blame, Commit, KeepStacks, LookAtStacks, Say, ShowStacks, TellWorkers
-from elaunch.agent.core.events import Reported, Sampled, StacksTaken
+from elaunch.agent.core.events import Sampled, StacksTaken
 from elaunch.agent.core.state import Agent, Running, Step
 from elaunch.agent.diagnosis import hang
 from elaunch.agent.diagnosis.hang import Standstill
@@ -20,7 +20,8 @@ _GROUPS_SHOWN = 8
 def sampled(agent: Agent, running: Running, event: Sampled, _now_s: float) -> Step:
     """Count how long all workers have stood still; take their stacks now and then; tell the leader of a change."""
     state, live = running.standstill, _awaited(running)
-    if not agent.times.hang_after_s or _is_watched_otherwise(agent, running):
+    # An end that is being understood is no hang.
+    if not agent.times.hang_after_s or running.held or running.leaving:
         return agent, ()
     is_alone = len(running.table.seats) == 1
     state = hang.after_windows(state, live, event.windows, is_alone=is_alone)
@@ -31,31 +32,9 @@ def sampled(agent: Agent, running: Running, event: Sampled, _now_s: float) -> St
     return _tell(agent, replace(running, standstill=state), looks)
 
 
-def reported(agent: Agent, running: Running, event: Reported, now_s: float) -> Step:
-    """Take the workers' stacks if none of them has reported anything for the hang timeout."""
-    quiet, limit_s = running.quiet.after(event.reports, now_s), agent.times.hang_timeout_s
-    silent = {rank: standing for rank, standing in event.standings.items() if rank in running.live}
-    is_watched = limit_s and silent and not (running.held or running.leaving)
-    if quiet.is_over or quiet.quiet_s < limit_s or not is_watched:
-        return replace(agent, phase=replace(running, quiet=quiet)), ()
-    agent = replace(agent, phase=replace(running, quiet=replace(quiet, is_over=True), silent=silent))
-    actions: tuple[Action, ...] = (LookAtStacks(running.table.generation, running.live),)
-    if hearing := running.live & running.words.hearing:
-        actions = (*actions, TellWorkers(running.table.generation, hearing, ShowStacks()))
-    return agent, actions
-
-
 def stacks_taken(agent: Agent, running: Running, event: StacksTaken, _now_s: float) -> Step:
-    """Compare the stacks with those of the last look, and tell the leader of a change; or name a silent worker."""
+    """Compare the stacks with those of the last look, and tell the leader of a change."""
     seat = running.seat_of(agent.me.node_id)
-    if running.silent:
-        by_rank = {stack.rank - seat.first_rank: stack for stack in event.stacks}
-        suspect = hang.who_hangs(running.silent, by_rank, running.quiet.quiet_s)
-        return replace(agent, phase=replace(running, silent={})), (
-            *(Say(group_words(group), "warning") for group in grouped(event.stacks)),
-            KeepStacks(event.generation, full_text(event.stacks)),
-            Blame(event.generation, suspect.local_rank, suspect.message, suspect.is_blameless),
-        )
     state = hang.after_stacks(running.standstill, event.stacks, seat.first_rank)
     return _tell(agent, replace(running, standstill=state), ())
 
@@ -75,12 +54,6 @@ def hear_of_hang(agent: Agent, running: Running) -> tuple[Running, tuple[Action,
     healed_s = max(state.healed_s, state.spell_s)
     calm = replace(running, standstill=replace(state, said="", healed_s=healed_s))
     return calm, (Say("the job is no longer idle: a rank has made progress, or has exited"),)
-
-
-def _is_watched_otherwise(agent: Agent, running: Running) -> bool:
-    """Whether --hang-timeout finds a hang by what the workers report, or an end of theirs is being understood."""
-    reports = agent.times.hang_timeout_s and running.quiet.reports
-    return bool(reports or running.held or running.leaving)
 
 
 def _awaited(running: Running) -> frozenset[int]:
@@ -121,7 +94,7 @@ def _verdict(agent: Agent, running: Running, hang: Hang) -> tuple[Action, ...]:
         actions.append(TellWorkers(generation, hearing, ShowStacks()))
     if is_failure and hang.node_id == seat.node_id:
         local_rank = hang.rank - seat.first_rank if hang.rank >= 0 else -1
-        actions.append(Blame(generation, local_rank, hang.message, hang.is_blameless))
+        actions.append(Blame(generation, local_rank, hang.message, round(state.spell_s), hang.is_blameless))
     return tuple(actions)
 
 

@@ -116,10 +116,7 @@ def worker_stopped(agent: Agent, running: Running, event: events.WorkerStopped, 
 
 
 def workers_hung(agent: Agent, running: Running, event: events.WorkersHung, now_s: float) -> Step:
-    """Count it as a failure like any other, or only warn of it: their stacks are taken."""
-    if not agent.restarts_hung:
-        way_out = f"to restart the workers: elaunch restart {agent.called}"
-        return agent, (Say(f"the job seems to hang: {event.failure.sentence}\n  {way_out}", "warning"),)
+    """Count it as a failure like any other."""
     return _fail(agent, running, _cause(running, event.failure), now_s)
 
 

@@ -80,7 +80,6 @@ ROWS: tuple[Row[Any], ...] = (
     Row(events.WorkerSaving, NO_WORKERS, stopping.worker_saving, stopping.worker_saving, NONE_LEFT, ALL_DONE),
     Row(events.WorkerSaved, NO_WORKERS, UNBROKEN, stopping.worker_saved, NONE_LEFT, ALL_DONE),
     Row(events.WorkerStopped, NO_WORKERS, running.worker_stopped, stopping.worker_stopped, NONE_LEFT, ALL_DONE),
-    Row(events.Reported, NO_WORKERS, hangs.reported, NOT_AWAITED, NONE_LEFT, ALL_DONE),
     Row(events.Sampled, NO_WORKERS, hangs.sampled, NOT_AWAITED, NONE_LEFT, ALL_DONE),
     Row(events.StacksTaken, NO_WORKERS, hangs.stacks_taken, NOT_AWAITED, NONE_LEFT, ALL_DONE),
     Row(events.WorkersHung, NO_WORKERS, running.workers_hung, KILLED_IN_TIME, NONE_LEFT, ALL_DONE),

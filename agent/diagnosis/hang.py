@@ -4,6 +4,7 @@ A rank stands still while it uses no CPU, or while it uses one whole CPU for not
 first time, nothing is read or written. It also stands still while torch's flight recorder says that a collective has
 not ended, and that the rank has entered no other: a rank that waits for its GPU spins. That alone proves nothing, so
 stacks are taken, again and again, and each rank must be at the same place in all of them, and in the same collective.
+Where programs report steps and the user gave a limit, ranks are idle while none of them reports, whatever they do.
 `rendezvous/rules/hang_verdict.py` has the rule for the whole job.
 """
 
@@ -24,8 +25,9 @@ class Standstill:
 
     Those of `live` ran at the last look. `still` says how each rank stands still and for how many seconds; `spell_s` is
     for how long all of them do. Stacks were taken in `looks` looks of this standstill; `stacks` are the last ones, and
-    ranks in `held_gil` held the GIL in all of them. `told` is this node's record in the store. `healed_s` is the
-    longest standstill that ended by itself. `said` is the verdict that the log has.
+    ranks in `held_gil` held the GIL in all of them. `reported` is what each rank reported last, where reports count.
+    `told` is this node's record in the store. `healed_s` is the longest standstill that ended by itself. `said` is the
+    verdict that the log has.
     """
 
     live: frozenset[int] = frozenset()
@@ -35,6 +37,7 @@ class Standstill:
     is_looking: bool = False
     stacks: tuple[Stack, ...] = ()
     held_gil: frozenset[int] = frozenset()
+    reported: Mapping[int, str] = field(default_factory=dict)
     told: StillNode | None = None
     healed_s: float = 0.0
     said: str = ""
@@ -68,6 +71,7 @@ class Sort(Enum):
     SPINS = "it uses one CPU, for nothing that is seen from outside"
     OUTSTANDS = "it uses a CPU, and a collective of it does not end"
     STOPPED = "a signal or a debugger holds it"
+    SILENT = "it reports nothing, and neither does any other rank of its node"
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,8 @@ class Window:
     written, and the main thread slept `switches` times.
 
     `is_outstanding` says that a collective has not ended, and that the worker has entered and ended none meanwhile.
+    `is_silent` says that no worker of the node has reported anything, None where reports do not count; `reported` has
+    what this one reported last, as the end of a sentence.
     """
 
     seconds: float
@@ -91,6 +97,8 @@ class Window:
     switches: int = 0
     children_cpu_s: float = 0.0
     is_outstanding: bool = False
+    is_silent: bool | None = None
+    reported: str = ""
 
 
 @dataclass(frozen=True)
@@ -108,7 +116,7 @@ def after_windows(
     if before.live - live:
         # One has exited: what the others do now begins now.
         before = _afresh(replace(before, still={}, spell_s=0.0))
-    before = replace(before, live=live)
+    before = replace(before, live=live, reported={rank: windows[rank].reported for rank in live if rank in windows})
     looks = ((rank, _after_window(before.still.get(rank), windows[rank])) for rank in live if rank in windows)
     still = {rank: found for rank, found in looks if found}
     spell_s = min((for_s for _, for_s in still.values()), default=0.0) if len(still) == len(live) else 0.0
@@ -131,6 +139,7 @@ def after_stacks(before: Standstill, stacks: tuple[Stack, ...], first_rank: int)
         return before
     known = {stack.rank: stack for stack in before.stacks} if before.looks else {}
     moved = {stack.rank - first_rank for stack in stacks if _has_moved(known.get(stack.rank, stack), stack)}
+    moved -= {rank for rank, (sort, _) in before.still.items() if sort is Sort.SILENT}
     gil = frozenset(stack.rank for stack in stacks if stack.main and stack.main.holds_gil)
     if moved:
         still = {rank: (sort, 0.0 if rank in moved else for_s) for rank, (sort, for_s) in before.still.items()}
@@ -164,13 +173,15 @@ def record_of(
         kind = _kind(state, stack, sort)
         if kind is None:
             return None
-        is_patient = is_patient or (kind is StillKind.WAITS and _may_compute(stack, sort))
-        found.setdefault((kind, place_words(stack), _does(kind, stack)), []).append(stack)
+        if sort is not Sort.SILENT:
+            may_go_on = kind in (StillKind.ELSEWHERE, StillKind.UNKNOWN)
+            is_patient |= may_go_on or (kind is StillKind.WAITS and _may_compute(stack, sort))
+        does = _does(kind, stack, state.reported.get(stack.rank - first_rank, ""))
+        found.setdefault((kind, place_words(stack), does), []).append(stack)
     groups = tuple(
         StillGroup(kind, same[0].rank, len(same), ranks_words([each.rank for each in same]), where, does, same[0].pid)
         for (kind, where, does), same in list(found.items())[:GROUPS_MAX]
     )
-    is_patient = is_patient or any(group.kind in (StillKind.ELSEWHERE, StillKind.UNKNOWN) for group in groups)
     is_ready = not is_patient or state.spell_s >= _told_at_s(state, limit, PATIENCE)
     gone = sorted(first_rank + rank for rank in exited)
     words, first = (ranks_words(gone), gone[0]) if gone else ("", -1)
@@ -207,7 +218,12 @@ def _afresh(state: Standstill) -> Standstill:
 
 
 def _counts_as_healed(state: Standstill, is_alone: bool) -> bool:
-    """Whether the standstill was this node's own: if all its ranks waited for others, another node may have worked."""
+    """Whether the standstill was this node's own: if all its ranks waited for others, another node may have worked.
+
+    Reports have the user's limit, and no other.
+    """
+    if any(sort is Sort.SILENT for sort, _ in state.still.values()):
+        return False
     return is_alone or any(not (doing(stack).is_for_ranks or stack.waits) for stack in state.stacks)
 
 
@@ -218,6 +234,8 @@ def _told_at_s(state: Standstill, limit: HangLimit, times: int = 1) -> float:
 
 def _sort(window: Window) -> Sort | None:
     seconds = window.seconds
+    if window.is_silent is not None:
+        return Sort.SILENT if window.is_silent else None
     if window.state in ("T", "t"):
         return Sort.STOPPED
     if window.io_bytes > _IO_BYTES * seconds:
@@ -277,88 +295,14 @@ def _may_compute(stack: Stack, sort: Sort) -> bool:
     return is_on_gpu and not stack.has_begun
 
 
-def _does(kind: StillKind, stack: Stack) -> str:
-    """The middle of a sentence: what it does, where in the user's code, and the last collective that it entered."""
-    entered = f", {stack.entered}" if stack.entered else ""
+def _does(kind: StillKind, stack: Stack, reported: str) -> str:
+    """The middle of a sentence: what it does, where in the user's code, its last collective, and its last report."""
+    entered = (f", {stack.entered}" if stack.entered else "") + (f", {reported}" if reported else "")
     if kind is StillKind.UNKNOWN:
-        return f"uses no CPU ({stack.trouble or 'no Python frame'}){entered}"
+        return f"{'shows no stack' if reported else 'uses no CPU'} ({stack.trouble or 'no Python frame'}){entered}"
     if kind is StillKind.WAITS and doing(stack) in (Doing.RUNS, Doing.UNKNOWN):
         where = stack.main.innermost_user_frame if stack.main else None
         return f"waits{f' in {where.words}' if where else ''}{entered}"
     # Without a number: each look would change the record, and the store would hear of it.
-    looks = ", at the same line in every look" if doing(stack) is Doing.RUNS else ""
+    looks = ", at the same line in every look" if doing(stack) is Doing.RUNS and not reported else ""
     return f"{does_where(stack)}{looks}{entered}"
-
-
-# Links are looked at once a second. What passes beyond this between two looks has passed without this agent: it was
-# stopped, and so were its workers, perhaps.
-_REPORT_LOOK_S_MAX = 2.0
-
-
-@dataclass(frozen=True)
-class Quiet:
-    """How long a generation's workers have reported nothing, by what their agent saw: `reports` until `looked_s`."""
-
-    reports: int = 0
-    looked_s: float = 0.0
-    quiet_s: float = 0.0
-    is_over: bool = False
-
-    def after(self, reports: int, now_s: float) -> Quiet:
-        """The state after another look. Before the first report no time counts as quiet."""
-        if reports > self.reports or not reports:
-            return replace(self, reports=reports, looked_s=now_s, quiet_s=0.0)
-        return replace(self, looked_s=now_s, quiet_s=self.quiet_s + min(now_s - self.looked_s, _REPORT_LOOK_S_MAX))
-
-
-@dataclass(frozen=True)
-class Standing:
-    """What a worker reported last: a step (-1 for none) and what it was doing."""
-
-    step: int
-    phase: str = ""
-
-
-@dataclass(frozen=True)
-class Suspect:
-    """The local rank to name, and what it did, as the middle of a sentence. `is_blameless` as in `Failure`."""
-
-    local_rank: int
-    message: str
-    is_blameless: bool
-
-
-def who_hangs(standings: Mapping[int, Standing], stacks: Mapping[int, Stack], quiet_s: float) -> Suspect:
-    """The worker to name.
-
-    `standings` has the workers that have reported and still run, and `stacks` those whose stack was taken. Named is one
-    that a signal holds; else one that does not wait for other ranks while others do; else one that reported least.
-    Only the first two point at this node: the ranks of other nodes are silent too, and one of those may be the cause.
-    """
-    suspects, is_known = _suspects(standings, stacks)
-    least = min(standings[rank].step for rank in suspects)
-    behind = sorted(rank for rank in suspects if standings[rank].step == least)
-    named, phase = behind[0], standings[behind[0]].phase
-    stands = (f" since step {least}" if least >= 0 else "") + (f", in its phase {phase!r}" if phase else "")
-    others = ", ".join(str(rank) for rank in behind[1:])
-    if others:
-        stands += f", as did local rank {others}"
-    most = max(standing.step for standing in standings.values())
-    if most > least:
-        stands += f", while others had come to step {most}"
-    is_seen = named in stacks and doing(stacks[named]) is not Doing.UNKNOWN
-    does = f"; it {does_where(stacks[named])}" if is_seen else ""
-    message = f"hung: it reported nothing for {quiet_s:.0f} s{stands}{does},"
-    return Suspect(named, message, is_blameless=not is_known)
-
-
-def _suspects(standings: Mapping[int, Standing], stacks: Mapping[int, Stack]) -> tuple[frozenset[int], bool]:
-    """The workers that may be the cause, and whether their stacks say so."""
-    everybody = frozenset(standings)
-    known = {rank: stack for rank, stack in stacks.items() if rank in everybody}
-    held = frozenset(rank for rank, stack in known.items() if doing(stack) in (Doing.STOPPED, Doing.TRACED))
-    waits = {rank: waits_for_ranks(stack) for rank, stack in known.items()}
-    elsewhere = frozenset(rank for rank, is_waiting in waits.items() if is_waiting is False)
-    if found := held or (elsewhere if True in waits.values() else frozenset()):
-        return found, True
-    return everybody, False

@@ -75,8 +75,6 @@ class RunCounters:
                     kind = str(fields["kind"])
                     self._failures[kind] += 1
                     self._last_failure = (float(fields["failed_at"]), kind)
-                case "hung" if "quiet_s" in fields:
-                    self._hangs += 1
                 case "seems_hung":
                     self._hangs += 1
 

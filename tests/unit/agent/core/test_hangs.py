@@ -8,14 +8,15 @@ from dataclasses import replace
 
 import pytest
 
-from elaunch.agent.core.actions import Action, Blame, KeepStacks, LookAtStacks, TellWorkers
-from elaunch.agent.core.events import Reported, Sampled, Signalled, StacksTaken, Tick, WorkerListens
+from elaunch.agent.core.actions import Action, Blame, KeepStacks, LookAtStacks, PeerFailed, SignalWorkers, TellWorkers
+from elaunch.agent.core.events import Sampled, Signalled, StacksTaken, Tick, WorkerListens, WorkersHung
 from elaunch.agent.core.state import Running, Stopping
-from elaunch.agent.diagnosis.hang import LOOK_S_MAX, Standing, Standstill, Window, after_windows
+from elaunch.agent.diagnosis.hang import LOOK_S_MAX, Standstill, Window, after_windows
 from elaunch.agent.diagnosis.stack_groups import Frame, Stack, ThreadStack
 from elaunch.rendezvous.rules.hang_verdict import StillKind
+from elaunch.rendezvous.types import FailureKind
 from tests.unit.agent.diagnosis.test_stack_groups import ALL_REDUCE, GPU_WAIT, LIB, STEP, stack
-from tests.unit.agent.driver import ALL, TIMES, TWO, Driver, settle, started
+from tests.unit.agent.driver import ALL, TERM, TIMES, TWO, Driver, failure, settle, started
 
 IDLE = Window(5.0, 0.01, 0.0, 0.0, 0, "S")
 SPINS = Window(5.0, 4.9, 4.9, 0.1, 0, "R")
@@ -220,14 +221,68 @@ def test_a_look_that_found_no_stack_is_followed_by_another() -> None:
     assert len(looks) > 1
 
 
-def test_workers_that_report_to_a_hang_timeout_are_left_to_it() -> None:
-    driver = watching()
-    driver.agent = replace(driver.agent, times=replace(driver.agent.times, hang_timeout_s=1000.0))
-    driver.happen(Reported(0, 5, dict.fromkeys(ALL, Standing(1))))
+def reporting(window: Window, last: str = "without a report since step 7", *, is_silent: bool = True) -> Window:
+    """What a worker did whose program reports its steps, where the user gave a limit."""
+    return replace(window, is_silent=is_silent, reported=last)
 
-    samples(driver, 600, ALL_IDLE, WAITING)
+
+@pytest.mark.parametrize("other", [WORKS, IDLE, SPINS])
+def test_ranks_that_report_nothing_for_the_limit_hang_whatever_they_do(other: Window) -> None:
+    driver = watching()
+    silent = {0: reporting(IDLE), 1: reporting(other, "without a report since step 6"), 2: reporting(IDLE)}
+    stacks = (WAITING[0], stack(1, STEP, call="clock_nanosleep"), WAITING[2])
+
+    samples(driver, 55, silent, stacks)
+    early = said(driver)
+    samples(driver, 5, silent, (WAITING[0], busy(1, "other values"), WAITING[2]))
+
+    assert "hang" not in early
+    assert (
+        "the job seems to hang: rank 1 (pid 4001 on node-a) runs in spin (train.py:12), without a report since step 6,"
+        " while ranks 0, 2 wait in all_reduce (train_step, train.py:41), without a report since step 7, for 60 s"
+    ) in said(driver)
+
+
+def test_ranks_that_report_do_not_hang_however_idle_they_are() -> None:
+    driver = watching()
+
+    samples(driver, 600, dict.fromkeys(ALL, reporting(IDLE, is_silent=False)), WAITING)
 
     assert not any(isinstance(action, LookAtStacks) for action in driver.all_acted)
+
+
+def test_a_slow_step_makes_the_limit_of_reports_no_longer() -> None:
+    driver = watching()
+    silent = dict.fromkeys(ALL, reporting(WORKS))
+    samples(driver, 50, silent, WAITING)
+    samples(driver, 5, dict.fromkeys(ALL, reporting(WORKS, is_silent=False)))
+
+    samples(driver, 60, silent, WAITING)
+
+    assert "the job seems to hang" in said(driver)
+
+
+def test_silent_ranks_whose_stacks_cannot_be_read_are_not_called_idle() -> None:
+    driver = watching()
+    unread = tuple(Stack(rank, 1, trouble="py-spy is not installed") for rank in ALL)
+
+    samples(driver, 60, dict.fromkeys(ALL, reporting(WORKS)), unread)
+
+    assert "all 3 ranks show no stack (py-spy is not installed), without a report since step 7, for 60" in said(driver)
+
+
+def test_a_hang_is_a_failure_of_the_group_and_a_worker_that_failed_before_is_its_cause() -> None:
+    hung = WorkersHung(0, failure(0, 1, None, FailureKind.HANG))
+    driver, late = watching(restarts=True), watching(restarts=True)
+    driver.happen(WorkerListens(0, 2, to_stop=True, to_failure=True))
+
+    done = driver.happen(hung)
+    late.exits(1, 3)
+
+    assert done == [TellWorkers(0, frozenset({2}), PeerFailed(0)), SignalWorkers(0, frozenset({0, 1}), TERM)]
+    assert [f.kind for f in driver.snapshot.failures[0]] == [FailureKind.HANG]
+    assert late.happen(hung) == []
+    assert [f.kind for f in late.snapshot.failures[0]] == [FailureKind.EXIT_CODE]
 
 
 # Ranks of a job on GPUs: the main thread spins in C, without the GIL, and its process does other things too.
