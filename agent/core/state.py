@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from elaunch.agent.core.actions import Action
-from elaunch.agent.core.events import Tag
+from elaunch.agent.core.events import Tag, Trouble
 from elaunch.agent.diagnosis.hang import Standstill
 from elaunch.rendezvous.job_spec import JobSpec
 from elaunch.rendezvous.rules.leading import LeaderState
@@ -280,15 +280,6 @@ class Membership:
     has_entered: bool = False
     renew_at_s: float | None = None
     renewed_s: float = float("-inf")
-
-
-class Trouble(Enum):
-    """The kind of trouble with the store; the value is the end of a sentence."""
-
-    AWAY = "is away"
-    SLOW = "is too slow"
-    OWN = "cannot be asked"
-    REFUSES = "refuses what this node asks"
 
 
 @dataclass(frozen=True)
