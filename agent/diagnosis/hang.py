@@ -91,10 +91,10 @@ class Window:
     cpu_s: float
     main_cpu_s: float
     main_delay_s: float
-    faults: int
+    faults: float
     state: str
-    io_bytes: int = 0
-    switches: int = 0
+    io_bytes: float = 0
+    switches: float = 0
     children_cpu_s: float = 0.0
     is_outstanding: bool = False
     is_silent: bool | None = None

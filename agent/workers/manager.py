@@ -27,7 +27,7 @@ from elaunch.agent.core.events import Cleared, LinkEvent, Sampled
 from elaunch.agent.core.timeline import WorkersSeen, of_seats
 from elaunch.agent.diagnosis.exit_status import with_tail
 from elaunch.agent.diagnosis.investigate import look_into
-from elaunch.agent.diagnosis.oom import KernelLog, OutOfMemoryWatch, counter_files
+from elaunch.agent.diagnosis.oom import KernelLog, counter_files
 from elaunch.agent.forkserver.client import ForkServer
 from elaunch.agent.guardian.client import GuardianClient
 from elaunch.agent.output.folding import said_of_folded
@@ -84,9 +84,8 @@ class Workers:
         self._port = MasterPort(config)
         self._spawner = Spawner(config, run_dir, Stdio(config, services.pump, run_dir), fork_server)
         # Before any worker starts: it reads what the kernel says from then on.
-        self._log, self._kill_counters = KernelLog(), counter_files()
-        oom = OutOfMemoryWatch(self._log, self._kill_counters)
-        self._exits = ExitReader(node_host(socket.gethostname()), oom, keeps_files=run_dir.logs is not None)
+        self._log = KernelLog(counter_files())
+        self._exits = ExitReader(node_host(socket.gethostname()), self._log, keeps_files=run_dir.logs is not None)
         self._monitor = ForkServerMonitor(fork_server, self._current, self._exits, reporter, selector)
         self._environ, self._warn = {**config.environment, **config.worker_env}, reporter.warn
         self._links = LinkMonitor(self._current, reporter, run_dir, self._monitor.check)
@@ -266,7 +265,6 @@ class Workers:
                 look_into(
                     causes.values(),
                     self._log,
-                    self._kill_counters,
                     lambda facts: self._reporter.post(Cleared(generation, tails, reached, progressed, facts, hidden)),
                 )
             except Exception:
