@@ -10,7 +10,7 @@ from elaunch.agent.core.state import Agent, Running, Step
 from elaunch.agent.diagnosis import hang
 from elaunch.agent.diagnosis.hang import Standstill
 from elaunch.agent.diagnosis.stack_groups import full_text, group_words, grouped
-from elaunch.rendezvous.rules.hang_verdict import Hang, StillNode, confirm_s, hang_words, tell_still
+from elaunch.rendezvous.rules.hang_verdict import Hang, confirm_s, hang_words, tell_still
 from elaunch.rendezvous.types import host_of
 
 # Groups of equal stacks that the console shows; the others are in the file.
@@ -67,13 +67,7 @@ def _limit(agent: Agent, running: Running) -> hang.HangLimit:
 
 def _tell(agent: Agent, running: Running, actions: tuple[Action, ...]) -> Step:
     seat, state = running.seat_of(agent.me.node_id), running.standstill
-    awaited, limit = _awaited(running), _limit(agent, running)
-    ended, is_lingering = frozenset(range(seat.slots)) - awaited, awaited != running.live
-    if is_lingering and not awaited:
-        record: StillNode | None = hang.ended_record(seat.node_id, seat.first_rank, ended, limit)
-    else:
-        place = (seat.node_id, seat.first_rank)
-        record = hang.record_of(state, *place, ended, limit, is_lingering=is_lingering)
+    record = hang.record_of(state, seat, running.live, _awaited(running), _limit(agent, running))
     if hang.is_news(state.told, record):
         txn = tell_still(agent.snapshot, agent.me, running.table.generation, record)
         running = replace(running, standstill=replace(state, told=record))

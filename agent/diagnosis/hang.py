@@ -17,6 +17,7 @@ from enum import Enum
 from elaunch.agent.diagnosis.stack_groups import Stack, place_words, ranks_words
 from elaunch.agent.diagnosis.waits import Doing, does_where, doing, helpers_work, waits_for_ranks
 from elaunch.rendezvous.rules.hang_verdict import GROUPS_MAX, StillGroup, StillKind, StillNode
+from elaunch.rendezvous.types import Seat
 
 
 @dataclass(frozen=True)
@@ -149,49 +150,39 @@ def after_stacks(before: Standstill, stacks: tuple[Stack, ...], first_rank: int)
 
 
 def record_of(
-    state: Standstill,
-    node_id: str,
-    first_rank: int,
-    exited: frozenset[int],
-    limit: HangLimit,
-    *,
-    is_lingering: bool = False,
+    state: Standstill, seat: Seat, live: frozenset[int], awaited: frozenset[int], limit: HangLimit
 ) -> StillNode | None:
     """What this node tells the leader; None while its ranks work, or a person is at work in one of them.
 
-    The programs of `exited` have ended; with `is_lingering` not all of these processes are gone.
+    The processes of `live` run; other ranks may wait for those of `awaited`, as the programs of the rest have ended.
     """
+    gone = [seat.first_rank + rank for rank in range(seat.slots) if rank not in awaited]
+    words, first, is_lingering = ranks_words(gone) if gone else "", gone[0] if gone else -1, awaited != live
+    if is_lingering and not awaited:
+        return StillNode(seat.node_id, limit.still_s, True, (), words, first, is_lingering)
     if state.looks < len(_LOOKS_AT) or state.spell_s < _told_at_s(state, limit):
         return None
     found: dict[tuple[StillKind, str, str], list[Stack]] = {}
     is_patient = False
     for stack in state.stacks:
-        if stack.rank - first_rank not in state.still:
+        if stack.rank - seat.first_rank not in state.still:
             # It has exited since.
             continue
-        sort = state.still[stack.rank - first_rank][0]
+        sort = state.still[stack.rank - seat.first_rank][0]
         kind = _kind(state, stack, sort)
         if kind is None:
             return None
         if sort is not Sort.SILENT:
             may_go_on = kind in (StillKind.ELSEWHERE, StillKind.UNKNOWN)
             is_patient |= may_go_on or (kind is StillKind.WAITS and _may_compute(stack, sort))
-        does = _does(kind, stack, state.reported.get(stack.rank - first_rank, ""))
+        does = _does(kind, stack, state.reported.get(stack.rank - seat.first_rank, ""))
         found.setdefault((kind, place_words(stack), does), []).append(stack)
     groups = tuple(
         StillGroup(kind, same[0].rank, len(same), ranks_words([each.rank for each in same]), where, does, same[0].pid)
         for (kind, where, does), same in list(found.items())[:GROUPS_MAX]
     )
     is_ready = not is_patient or state.spell_s >= _told_at_s(state, limit, PATIENCE)
-    gone = sorted(first_rank + rank for rank in exited)
-    words, first = (ranks_words(gone), gone[0]) if gone else ("", -1)
-    return StillNode(node_id, round(state.spell_s, 1), is_ready, groups, words, first, is_lingering)
-
-
-def ended_record(node_id: str, first_rank: int, ended: frozenset[int], limit: HangLimit) -> StillNode:
-    """The record of a node whose programs have all ended, and not all processes: the other nodes may wait for them."""
-    gone = sorted(first_rank + rank for rank in ended)
-    return StillNode(node_id, limit.still_s, True, (), ranks_words(gone), gone[0], is_lingering=True)
+    return StillNode(seat.node_id, round(state.spell_s, 1), is_ready, groups, words, first, is_lingering)
 
 
 def is_news(told: StillNode | None, record: StillNode | None) -> bool:
