@@ -23,8 +23,7 @@ def sampled(agent: Agent, running: Running, event: Sampled, _now_s: float) -> St
     # An end that is being understood is no hang.
     if not agent.times.hang_after_s or running.held or running.leaving:
         return agent, ()
-    is_alone = len(running.table.seats) == 1
-    state = hang.after_windows(state, live, event.windows, is_alone=is_alone)
+    state = hang.after_windows(state, live, event.windows)
     looks: tuple[Action, ...] = ()
     if hang.wants_stacks(state, _limit(agent, running)):
         state = replace(state, is_looking=True)
@@ -51,8 +50,7 @@ def hear_of_hang(agent: Agent, running: Running) -> tuple[Running, tuple[Action,
     # The end of the job wipes the verdict too.
     if not state.said or not is_still_here or agent.snapshot.ended:
         return running, ()
-    healed_s = max(state.healed_s, state.spell_s)
-    calm = replace(running, standstill=replace(state, said="", healed_s=healed_s))
+    calm = replace(running, standstill=replace(state, said=""))
     return calm, (Say("the job is no longer idle: a rank has made progress, or has exited"),)
 
 

@@ -27,8 +27,7 @@ class Standstill:
     Those of `live` ran at the last look. `still` says how each rank stands still and for how many seconds; `spell_s` is
     for how long all of them do. Stacks were taken in `looks` looks of this standstill; `stacks` are the last ones, and
     ranks in `held_gil` held the GIL in all of them. `reported` is what each rank reported last, where reports count.
-    `told` is this node's record in the store. `healed_s` is the longest standstill that ended by itself. `said` is the
-    verdict that the log has.
+    `told` is this node's record in the store. `said` is the verdict that the log has.
     """
 
     live: frozenset[int] = frozenset()
@@ -40,7 +39,6 @@ class Standstill:
     held_gil: frozenset[int] = frozenset()
     reported: Mapping[int, str] = field(default_factory=dict)
     told: StillNode | None = None
-    healed_s: float = 0.0
     said: str = ""
 
 
@@ -60,9 +58,6 @@ _SWITCHES_BUSY = 20
 _LOOKS_AT = (0.5, 0.75, 1.0)
 # What may go on by itself gets this many times the limit: a slow disk, a download, a long computation in C.
 PATIENCE = 5
-# A standstill that ended by itself was healthy. The next one may be so many times longer.
-_HEALED_TIMES = 3
-_HEALED_S_MAX = 3600.0
 
 
 class Sort(Enum):
@@ -110,10 +105,8 @@ class HangLimit:
     confirm_s: float
 
 
-def after_windows(
-    before: Standstill, live: frozenset[int], windows: Mapping[int, Window], *, is_alone: bool
-) -> Standstill:
-    """The state after another look. `is_alone` says that the job has no other node."""
+def after_windows(before: Standstill, live: frozenset[int], windows: Mapping[int, Window]) -> Standstill:
+    """The state after another look."""
     if before.live - live:
         # One has exited: what the others do now begins now.
         before = _afresh(replace(before, still={}, spell_s=0.0))
@@ -121,16 +114,14 @@ def after_windows(
     looks = ((rank, _after_window(before.still.get(rank), windows[rank])) for rank in live if rank in windows)
     still = {rank: found for rank, found in looks if found}
     spell_s = min((for_s for _, for_s in still.values()), default=0.0) if len(still) == len(live) else 0.0
-    if spell_s >= before.spell_s > 0.0 or not before.looks:
-        return replace(before, still=still, spell_s=spell_s)
-    healed_s = max(before.healed_s, before.spell_s) if _counts_as_healed(before, is_alone) else before.healed_s
-    return _afresh(replace(before, still=still, spell_s=spell_s, healed_s=min(healed_s, _HEALED_S_MAX)))
+    after = replace(before, still=still, spell_s=spell_s)
+    return after if spell_s >= before.spell_s > 0.0 else _afresh(after)
 
 
 def wants_stacks(state: Standstill, limit: HangLimit) -> bool:
     """Whether stacks are to be taken now."""
     due = _LOOKS_AT[state.looks] if state.looks < len(_LOOKS_AT) else state.looks - len(_LOOKS_AT) + 2.0
-    return not state.is_looking and bool(state.still) and state.spell_s >= due * _told_at_s(state, limit)
+    return not state.is_looking and bool(state.still) and state.spell_s >= due * _told_at_s(limit)
 
 
 def after_stacks(before: Standstill, stacks: tuple[Stack, ...], first_rank: int) -> Standstill:
@@ -160,7 +151,7 @@ def record_of(
     words, first, is_lingering = ranks_words(gone) if gone else "", gone[0] if gone else -1, awaited != live
     if is_lingering and not awaited:
         return StillNode(seat.node_id, limit.still_s, True, (), words, first, is_lingering)
-    if state.looks < len(_LOOKS_AT) or state.spell_s < _told_at_s(state, limit):
+    if state.looks < len(_LOOKS_AT) or state.spell_s < _told_at_s(limit):
         return None
     found: dict[tuple[StillKind, str, str], list[Stack]] = {}
     is_patient = False
@@ -181,7 +172,7 @@ def record_of(
         StillGroup(kind, same[0].rank, len(same), ranks_words([each.rank for each in same]), where, does, same[0].pid)
         for (kind, where, does), same in list(found.items())[:GROUPS_MAX]
     )
-    is_ready = not is_patient or state.spell_s >= _told_at_s(state, limit, PATIENCE)
+    is_ready = not is_patient or state.spell_s >= _told_at_s(limit, PATIENCE)
     return StillNode(seat.node_id, round(state.spell_s, 1), is_ready, groups, words, first, is_lingering)
 
 
@@ -208,19 +199,9 @@ def _afresh(state: Standstill) -> Standstill:
     return replace(state, looks=0, stacks=(), held_gil=frozenset(), is_looking=state.is_looking)
 
 
-def _counts_as_healed(state: Standstill, is_alone: bool) -> bool:
-    """Whether the standstill was this node's own: if all its ranks waited for others, another node may have worked.
-
-    Reports have the user's limit, and no other.
-    """
-    if any(sort is Sort.SILENT for sort, _ in state.still.values()):
-        return False
-    return is_alone or any(not (doing(stack).is_for_ranks or stack.waits) for stack in state.stacks)
-
-
-def _told_at_s(state: Standstill, limit: HangLimit, times: int = 1) -> float:
+def _told_at_s(limit: HangLimit, times: int = 1) -> float:
     """How long the ranks have stood still when the leader is told, so that its verdict comes at the limit."""
-    return times * max(limit.still_s, _HEALED_TIMES * state.healed_s) - limit.confirm_s
+    return times * limit.still_s - limit.confirm_s
 
 
 def _sort(window: Window) -> Sort | None:
@@ -282,8 +263,7 @@ def _kind(state: Standstill, stack: Stack, sort: Sort) -> StillKind | None:
 def _may_compute(stack: Stack, sort: Sort) -> bool:
     """Whether its GPU may still do what the program gave it before the collective that it waits for."""
     what = doing(stack)
-    is_on_gpu = what is Doing.GPU or (sort is Sort.OUTSTANDS and not what.is_for_ranks)
-    return is_on_gpu and not stack.has_begun
+    return what is Doing.GPU or (sort is Sort.OUTSTANDS and not what.is_for_ranks)
 
 
 def _does(kind: StillKind, stack: Stack, reported: str) -> str:

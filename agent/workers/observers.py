@@ -228,9 +228,7 @@ class Observers:
                 now_s = time.monotonic()
                 entered = {rank: last_entered(recorder.fresh_counts(now_s)) for rank, recorder in recorders.items()}
                 found = tuple(
-                    replace(each, entered=said.words, waits=said.waits, has_begun=said.has_begun)
-                    if (said := entered.get(each.rank))
-                    else each
+                    replace(each, entered=said.words, waits=said.waits) if (said := entered.get(each.rank)) else each
                     for each in found
                 )
             finally:

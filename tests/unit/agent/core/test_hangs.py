@@ -152,19 +152,6 @@ def test_what_may_end_by_itself_gets_five_times_as_long(slow: Stack) -> None:
     assert "the job seems to hang: rank 1 " in said(driver)
 
 
-def test_a_standstill_that_ended_by_itself_makes_the_next_one_longer_by_three() -> None:
-    driver = watching()
-    samples(driver, 50, ALL_IDLE, WAITING)
-    samples(driver, 5, {**ALL_IDLE, 1: WORKS})
-
-    samples(driver, 145, ALL_IDLE, WAITING)
-    early = said(driver)
-    samples(driver, 5, ALL_IDLE, WAITING)
-
-    assert "hang" not in early
-    assert "the job seems to hang" in said(driver)
-
-
 def test_that_a_job_goes_on_after_all_is_said_and_the_store_forgets_it() -> None:
     driver = watching()
     samples(driver, 80, ALL_IDLE, WAITING)
@@ -251,17 +238,6 @@ def test_ranks_that_report_do_not_hang_however_idle_they_are() -> None:
     assert not any(isinstance(action, LookAtStacks) for action in driver.all_acted)
 
 
-def test_a_slow_step_makes_the_limit_of_reports_no_longer() -> None:
-    driver = watching()
-    silent = dict.fromkeys(ALL, reporting(WORKS))
-    samples(driver, 50, silent, WAITING)
-    samples(driver, 5, dict.fromkeys(ALL, reporting(WORKS, is_silent=False)))
-
-    samples(driver, 60, silent, WAITING)
-
-    assert "the job seems to hang" in said(driver)
-
-
 def test_silent_ranks_whose_stacks_cannot_be_read_are_not_called_idle() -> None:
     driver = watching()
     unread = tuple(Stack(rank, 1, trouble="py-spy is not installed") for rank in ALL)
@@ -293,26 +269,27 @@ FIRST, OTHER = (
 )
 
 
-def on_gpu(rank: int, *, has_begun: bool = True, waits: bool = True, gil: bool = False) -> Stack:
-    return replace(busy(rank, gil=gil), entered=FIRST if waits else OTHER, waits=waits, has_begun=has_begun)
+def on_gpu(rank: int, *, waits: bool = True, gil: bool = False) -> Stack:
+    return replace(busy(rank, gil=gil), entered=FIRST if waits else OTHER, waits=waits)
 
 
-def test_ranks_that_spin_in_a_collective_that_does_not_end_hang() -> None:
+def test_ranks_that_spin_in_a_collective_that_does_not_end_hang_after_five_times_the_limit() -> None:
+    """Their GPUs may still compute before the collective."""
     driver = watching()
 
-    samples(driver, 55, dict.fromkeys(ALL, OUTSTANDS), tuple(on_gpu(rank) for rank in ALL))
+    samples(driver, 295, dict.fromkeys(ALL, OUTSTANDS), tuple(on_gpu(rank) for rank in ALL))
     early = said(driver)
     samples(driver, 5, dict.fromkeys(ALL, OUTSTANDS), tuple(on_gpu(rank) for rank in ALL))
 
     assert "hang" not in early
-    assert f"all 3 ranks wait in spin (train.py:12), {FIRST} for 60 s" in said(driver)
+    assert f"all 3 ranks wait in spin (train.py:12), {FIRST} for 300 s" in said(driver)
 
 
-def in_commit(rank: int, *, line: int = 81, active: bool = False, waits: bool = True, has_begun: bool = True) -> Stack:
+def in_commit(rank: int, *, line: int = 81, active: bool = False, waits: bool = True) -> Stack:
     """A rank whose Keeper polls the GPU in a commit; `line` is where in that loop it is."""
     poll = replace(GPU_WAIT[0], line=line)
     found = stack(rank, poll, *GPU_WAIT[1:], call="clock_nanosleep", active=active)
-    return replace(found, entered=FIRST if waits else OTHER, waits=waits, has_begun=has_begun)
+    return replace(found, entered=FIRST if waits else OTHER, waits=waits)
 
 
 def test_ranks_that_wait_in_a_commit_for_a_collective_of_their_gpu_are_not_somewhere_else() -> None:
@@ -322,26 +299,14 @@ def test_ranks_that_wait_in_a_commit_for_a_collective_of_their_gpu_are_not_somew
         tuple(in_commit(rank, line=81 + number % 2, active=number % 2 == 1) for rank in (0, 2)) for number in range(99)
     )
 
-    for zero, two in itertools.islice(looks, 16):
+    for zero, two in itertools.islice(looks, 60):
         samples(driver, 5, {0: OUTSTANDS, 1: SPINS, 2: OUTSTANDS}, (zero, busy(1), two))
 
     assert (
         "the job seems to hang: rank 1 (pid 4001 on node-a) runs in spin (train.py:12)"
         ", at the same line in every look, while ranks 0, 2"
-        f" wait for the GPU (train_step, train.py:41), {FIRST}, for 60 s" in said(driver)
+        f" wait for the GPU (train_step, train.py:41), {FIRST}, for 300 s" in said(driver)
     )
-
-
-def test_where_the_gpu_may_still_compute_before_the_collective_it_gets_five_times_as_long() -> None:
-    driver = watching()
-    stacks = (on_gpu(0), on_gpu(1, has_begun=False), on_gpu(2))
-
-    samples(driver, 290, dict.fromkeys(ALL, OUTSTANDS), stacks)
-    early = said(driver)
-    samples(driver, 30, dict.fromkeys(ALL, OUTSTANDS), stacks)
-
-    assert "hang" not in early
-    assert "the job seems to hang" in said(driver)
 
 
 @pytest.mark.parametrize(
@@ -363,9 +328,9 @@ def test_a_rank_that_works_beside_ranks_that_spin_is_waited_for(
 
 
 def test_the_time_in_which_the_agent_was_stopped_is_not_counted() -> None:
-    state = after_windows(Standstill(), ALL, ALL_IDLE, is_alone=True)
+    state = after_windows(Standstill(), ALL, ALL_IDLE)
 
-    asleep = after_windows(state, ALL, dict.fromkeys(ALL, replace(IDLE, seconds=3600.0)), is_alone=True)
+    asleep = after_windows(state, ALL, dict.fromkeys(ALL, replace(IDLE, seconds=3600.0)))
 
     assert (state.spell_s, asleep.spell_s) == (5.0, 0.0)
     assert LOOK_S_MAX < 3600
@@ -391,7 +356,7 @@ def test_the_time_in_which_the_agent_was_stopped_is_not_counted() -> None:
     ],
 )
 def test_who_stands_still(window: Window, stands: bool) -> None:
-    state = after_windows(Standstill(), frozenset({0}), {0: window}, is_alone=True)
+    state = after_windows(Standstill(), frozenset({0}), {0: window})
 
     assert (state.spell_s > 0) is stands
 
