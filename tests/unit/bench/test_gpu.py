@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -68,19 +69,20 @@ def test_the_last_line_of_pytest_is_counted() -> None:
         gpu_parts.tests("")
 
 
-def test_medians_of_launches_are_by_section_and_contender() -> None:
+def test_the_tables_of_launches_are_the_benchs() -> None:
     def sample(section: str, contender: str, seconds: float, **stages: float) -> dict[str, Any]:
         values = {"first all-reduce": seconds, "first optimizer step": seconds + 1}
-        return {"section": section, "contender": contender, "values": values, "stages": stages, "why": ""}
+        return {"section": section, "contender": contender, "workers": 1, "values": values, "stages": stages, "why": ""}
 
     samples = [sample("restart", "elaunch", s, **{"CUDA context": s / 2}) for s in (1.0, 2.0, 9.0)]
-    samples += [sample("restart", "torchrun", 7.0), {**sample("start", "torchrun", 0.0), "why": "it hung"}]
+    samples += [sample("restart", "torchrun", 7.0), {**sample("start", "torchrun", 0.0), "values": {}, "why": "hung"}]
 
-    found = gpu_parts.launches(json.dumps({"samples": samples}))
+    tables = gpu_parts.launches(json.dumps({"machine": {}, "settings": {}, "samples": samples}))["tables"]
 
-    assert found["restart: elaunch"] == {"n": 3, "first all-reduce": 2.0, "first optimizer step": 3.0}
-    assert found["restart: stages"] == {"CUDA context": 1.0}
-    assert "start: torchrun" not in found
+    text = "\n".join(tables)
+    assert re.search(r"first all-reduce +\| +1 \| +elaunch \| +3 \| +2.00", text)
+    assert re.search(r"CUDA context +\| +1.00", text)
+    assert "- 1 workers, torchrun: 1 × hung" in text
 
 
 def part(folder: Path, program: str, name: str = "one", limit_s: float = 60) -> Part:
@@ -126,13 +128,12 @@ def test_a_part_without_time_is_no_failure(tmp_path: Path) -> None:
 def results() -> dict[str, Any]:
     facts = {"gpu": "H200", "nccl": "2.29", "context_s": 0.3, "first_all_reduce_s": 0.8, "compile_s": 9.0}
     ours = {"tokens_per_s": 400_000.0, "step_s": 0.15, "steps": 21, "gpu_busy": 0.95}
-    start = {"n": 3, "first all-reduce": 2.0, "first optimizer step": 3.0}
     return {
         "machine": {"CPUs": "16 × something"},
         "parts": {
             "facts": {"figures": {**facts, "flight_recorder": 5}},
             "bf16-compile-124m": {"figures": ours},
-            "launches": {"figures": {"restart: elaunch": start, "restart: stages": {"CUDA context": 0.4}}},
+            "launches": {"figures": {"tables": ["CUDA context"]}},
             "tests": {"figures": {"passed": 6, "failed": 1}},
             "float32": {"why": "the nine minutes were over"},
         },

@@ -48,7 +48,7 @@ def test_a_part_prints_its_tables_and_leaves_the_page(
 
     out, err = capsys.readouterr()
     assert code == 0
-    assert "| elaunch |   1 |                0.125 | 0.125 |      1.00 |" in out
+    assert "| first line |       1 | elaunch |   1 |  0.125 | 0.125 | 0.125 |      1.00 |" in out
     assert "a part only" in err
     assert not page.exists()
 
@@ -65,7 +65,7 @@ def test_a_run_that_is_stopped_prints_what_it_has(
     assert measure(then=stop) == code
 
     out, err = capsys.readouterr()
-    assert "### First line, 1 worker" in out
+    assert "### First line" in out
     assert "stopped after 1 samples" in err
     assert len(decode((tmp_path / "out.json").read_text()).samples) == 1
     assert not page.exists()
@@ -82,19 +82,19 @@ def test_a_whole_run_prints_its_tables_and_makes_the_page(
 def test_the_launcher_in_all_is_every_process_but_the_workers() -> None:
     agent, guardian, worker = Cost(0.1, 1.0, 24.0, 14.0), Cost(0.2, 2.0, 9.0, 5.0), Cost(99.0, 500.0, 300.0, 80.0)
 
-    values = summed(agent, {"guardian PSS": [guardian], "PSS per worker": [worker, worker]})
+    values = summed(agent, {"guardian PSS, MB": [guardian], "PSS per worker, MB": [worker, worker]})
 
     assert values == pytest.approx(
         {
-            "agent RSS": 24.0,
-            "agent PSS": 14.0,
-            "agent CPU": 0.1,
-            "agent wake-ups": 1.0,
-            "launcher in all: PSS": 19.0,
-            "launcher in all: CPU": 0.3,
-            "launcher in all: wake-ups": 3.0,
-            "guardian PSS": 5.0,
-            "PSS per worker": 80.0,
-            "RSS per worker": 300.0,
+            "agent RSS, MB": 24.0,
+            "agent PSS, MB": 14.0,
+            "agent CPU, %": 0.1,
+            "agent wake-ups, 1/s": 1.0,
+            "launcher in all: PSS, MB": 19.0,
+            "launcher in all: CPU, %": 0.3,
+            "launcher in all: wake-ups, 1/s": 3.0,
+            "guardian PSS, MB": 5.0,
+            "PSS per worker, MB": 80.0,
+            "RSS per worker, MB": 300.0,
         }
     )

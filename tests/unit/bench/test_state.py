@@ -1,4 +1,4 @@
-"""bench.marks, bench.statecost, bench.statetables and the promises about the training's state: pure parts."""
+"""bench.marks, bench.statecost and the promises about the training's state: pure parts."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from bench import statecost, staterestart
+from bench import statecost
 from bench.contenders import ELAUNCH, FRESH_STORE, TORCHRUN
-from bench.marks import NEXT_STEP, History, Resumed, Tail, resumed
-from bench.page import render
-from bench.samples import Run, Sample
+from bench.marks import History, Resumed, Tail, resumed
 from bench.stamps import Stamp
-from bench.staterestart import KEPT, SIDES, usual
+from bench.staterestart import KEPT, SIDES
 
 RANKS = 2
-TORCH = usual(10).name
 
 
 def steps(generation: int, first: int, last: int, at_s: float, step_s: float = 1.0) -> list[Stamp]:
@@ -40,22 +37,6 @@ def history(*stamps: Stamp) -> History:
     found = History()
     found.add(stamps)
     return found
-
-
-def results(*samples: Sample) -> Run:
-    return Run({}, {}, samples)
-
-
-def restart(side: str, lost: float, seconds: float) -> Sample:
-    return Sample(staterestart.SECTION, side, 4, {staterestart.LOST: lost, NEXT_STEP: seconds})
-
-
-def row(text: str, *first: str) -> list[str]:
-    for line in text.splitlines():
-        cells = [cell.strip() for cell in line.strip("| ").split("|")]
-        if cells[: len(first)] == list(first):
-            return cells
-    raise AssertionError(f"no row {first} in:\n{text}")
 
 
 def test_a_growing_file_is_read_once_and_only_whole_lines(tmp_path: Path) -> None:
@@ -133,21 +114,3 @@ def test_a_pair_says_how_much_longer_a_step_takes() -> None:
     (pair,) = statecost.pair_samples(100, notes)
 
     assert pair.values[statecost.COST] == pytest.approx(0.5)
-    text = render(results(pair, Sample(statecost.STEADY_SECTION, statecost.KEEPER, 1000, why="hung")))
-    assert row(text, "100")[1:] == ["1", "0.0400", "0.0500", "0.0402", "0.0600", "0.50", "0.50"]
-    assert "- 1000 MB: 1 × hung" in text
-
-
-def test_restarts_stand_beside_each_other_with_what_was_lost() -> None:
-    text = render(
-        results(
-            restart("elaunch", 0, 0.5),
-            restart(TORCH, 4, 6.0),
-            restart(TORCH, 7, 8.0),
-            Sample(staterestart.SECTION, TORCH, 4, why="hung"),
-        )
-    )
-
-    assert row(text, "elaunch") == ["elaunch", "1", "0", "0", "0.500", "0.500"]
-    assert row(text, TORCH) == [TORCH, "2", "5.5", "7", "7.00", "7.90"]
-    assert f"- {TORCH}: 1 × hung" in text
