@@ -266,16 +266,13 @@ class Metrics:
         self.steps_lost += max(0, done - restored_step)
 
     def append(self, line: Line) -> None:
-        """Add one line. If it raises OSError, the file is as before: a full disk leaves no half line."""
+        """Add one line. Raises OSError; the next line then replaces what a full disk has taken of this one."""
         content = json.dumps({**line, "steps_lost": self.steps_lost}).encode() + b"\n"
-        written = os.pwrite(self._descriptor, content, self._end)
-        if written < len(content):
-            os.ftruncate(self._descriptor, self._end)
+        # Away go lost lines, and half a line of a killed writer or of a full disk.
+        os.ftruncate(self._descriptor, self._end)
+        if os.pwrite(self._descriptor, content, self._end) < len(content):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self._end, self.newest = self._end + written, int(line["step"])
-        # After a restart there may be lost lines, or half a line of a killed writer.
-        if os.fstat(self._descriptor).st_size > self._end:
-            os.ftruncate(self._descriptor, self._end)
+        self._end, self.newest = self._end + len(content), int(line["step"])
 
     def sync(self) -> None:
         """Make all lines durable. Call it before a checkpoint: a restart from there never writes these lines again."""
