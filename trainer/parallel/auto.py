@@ -171,7 +171,8 @@ def chosen(
             trial = try_plan(tried, candidate.sizes, place.rank, device, peers, new_gpt=new_gpt, groups=groups)
             needs = room.needed(candidate, trial.memory)
             verdict = f"; it needs {gib(needs)} of {gib(room.most)}" if needs > room.most else ""
-            say(f"parallel: {text}: a step takes {1000 * trial.step_s:,.1f} ms and {gib(trial.memory)}{verdict}")
+            measured = "" if trial.memory is None else f" and {gib(trial.memory)}"
+            say(f"parallel: {text}: a step takes {1000 * trial.step_s:,.1f} ms{measured}{verdict}")
             return trial
 
         def is_over() -> bool:
