@@ -83,17 +83,10 @@ class Summary:
     most: float
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` (0 to 1) of `values` lie, interpolated. Raises ValueError if there are none."""
-    if not values:
-        raise ValueError("no values")
-    ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
-
-
 def summarize(values: Sequence[float]) -> Summary | None:
     """The summary, or None if there is no value."""
-    return Summary(len(values), statistics.median(values), percentile(values, 0.95), max(values)) if values else None
+    if not values:
+        return None
+    # Python 3.10 to 3.12 need two values.
+    p95 = statistics.quantiles(values, n=20, method="inclusive")[-1] if len(values) > 1 else values[0]
+    return Summary(len(values), statistics.median(values), p95, max(values))

@@ -10,7 +10,6 @@ import pytest
 import bench.__main__ as command
 from bench.plan import SECTIONS, Settings, Task
 from bench.samples import Sample, decode
-from bench.steady import Cost, summed
 
 
 @pytest.fixture
@@ -77,24 +76,3 @@ def test_a_whole_run_prints_its_tables_and_makes_the_page(
     assert measure("--only", ",".join(SECTIONS)) == 0
 
     assert capsys.readouterr().out in page.read_text()
-
-
-def test_the_launcher_in_all_is_every_process_but_the_workers() -> None:
-    agent, guardian, worker = Cost(0.1, 1.0, 24.0, 14.0), Cost(0.2, 2.0, 9.0, 5.0), Cost(99.0, 500.0, 300.0, 80.0)
-
-    values = summed(agent, {"guardian PSS, MB": [guardian], "PSS per worker, MB": [worker, worker]})
-
-    assert values == pytest.approx(
-        {
-            "agent RSS, MB": 24.0,
-            "agent PSS, MB": 14.0,
-            "agent CPU, %": 0.1,
-            "agent wake-ups, 1/s": 1.0,
-            "launcher in all: PSS, MB": 19.0,
-            "launcher in all: CPU, %": 0.3,
-            "launcher in all: wake-ups, 1/s": 3.0,
-            "guardian PSS, MB": 5.0,
-            "PSS per worker, MB": 80.0,
-            "RSS per worker, MB": 300.0,
-        }
-    )

@@ -61,17 +61,6 @@ def steps_in(folder: Path) -> list[int]:
     return [row["step"] for row in rows(folder)]
 
 
-def test_a_line_has_norm_rate_speed_and_and_a_held_out_loss_where_there_is_one(tmp_path: Path) -> None:
-    with recorder(tmp_path).begin(At(0), ORDER) as found:
-        train(found, range(1, 3), held_out={1: 5.5})
-
-    first, second = rows(tmp_path)
-    assert (first["loss"], first["grad_norm"], first["learning_rate"]) == (0.25, 2.5, 0.25)
-    assert first["held_out_loss"] == 5.5
-    assert "held_out_loss" not in second
-    assert first["tokens_per_s"] == pytest.approx(first["tokens"] / first["seconds"], rel=0.1)
-
-
 def test_lines_wait_for_the_log_for_a_checkpoint_and_for_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

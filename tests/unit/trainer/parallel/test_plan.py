@@ -15,7 +15,6 @@ from elaunch.trainer.parallel.plan import (
     Sizes,
     fit,
     layers_of,
-    microbatches,
     parse,
     require_fitting,
     stages,
@@ -65,23 +64,6 @@ def test_what_cannot_be_meant_is_one_sentence_with_the_way_out(text: str, senten
     assert sentence in str(caught.value)
     assert f"--parallel {text}" in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "workers", "sizes"),
-    [
-        ("ddp", 3, Sizes(dp=3)),
-        ("fsdp2", 1, Sizes(fsdp=1)),
-        ("hsdp", 2, Sizes(dp=2, fsdp=1)),
-        ("hsdp", 8, Sizes(dp=2, fsdp=4)),
-        ("dp=4,fsdp=2", 8, Sizes(dp=4, fsdp=2)),
-        ("tp=2", 8, Sizes(dp=4, tp=2)),
-        ("fsdp=2,tp=2", 4, Sizes(fsdp=2, tp=2)),
-        ("dp=2,tp=2,pp=2", 8, Sizes(dp=2, tp=2, pp=2)),
-    ],
-)
-def test_an_open_axis_gets_the_workers_that_are_left(text: str, workers: int, sizes: Sizes) -> None:
-    assert fit(parse(text), workers) == sizes
 
 
 @pytest.mark.parametrize(
@@ -204,8 +186,3 @@ def test_each_layer_is_in_one_stage_and_stages_differ_by_one_layer_at_most(text:
 
     assert [layer for part in parts for layer in part] == list(range(layers))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
-
-
-def test_a_pipelines_micro_batches_are_those_of_the_data() -> None:
-    # 8 micro-batches; of three replicas one computes 2 of them and one that does not count.
-    assert [microbatches(replicas, SHAPE) for replicas in (1, 2, 3)] == [8, 4, 3]
