@@ -16,7 +16,7 @@ from elaunch.trainer.gpt.model import GPT
 from elaunch.trainer.gpt.run_directory import RunDirectory
 from elaunch.trainer.memory.room import SPARE_SHARE, shared_by, tightest_room
 from elaunch.trainer.parallel.build import Groups
-from elaunch.trainer.parallel.estimate import Candidate, KeptCopies, candidates, resumed
+from elaunch.trainer.parallel.estimate import Candidate, candidates, resumed
 from elaunch.trainer.parallel.plan import AUTO, PlanError, parse
 from elaunch.trainer.parallel.trial import PlanTrial, collect, try_plan
 from elaunch.trainer.ranks.peers import Peers
@@ -47,7 +47,7 @@ class WorkerRoom:
     def needed(self, candidate: Candidate, training: int | None = None) -> int:
         """What a worker needs for a plan whose steps take so much: as measured, or by the formulas and a margin."""
         step = int(candidate.memory.step * (1 + _MARGIN)) if training is None else training
-        return self.taken + candidate.memory.copies + step
+        return self.taken + step
 
 
 def to_try(among: Sequence[Candidate], room: WorkerRoom) -> list[Candidate]:
@@ -88,11 +88,9 @@ def choose(
 def refusal(among: Sequence[Candidate], room: WorkerRoom) -> str:
     """Why nothing can be chosen, and the way out."""
     least = min(among, key=room.needed)
-    parts = {"the process itself": room.taken, "copies of the state": least.memory.copies}
-    of_which = ", ".join(f"{gib(size)} {what}" for what, size in parts.items() if size)
     return (
         f"--parallel auto: no plan fits. The smallest is {least.plan.text}: it needs {gib(room.needed(least))} for "
-        f"each worker{f' (of which {of_which})' if of_which else ''}, and a worker may take {gib(room.most)}: "
+        f"each worker (of which {gib(room.taken)} the process itself), and a worker may take {gib(room.most)}: "
         f"{room.where}; "
         "give the job more memory, or use fewer workers on a node, a smaller --micro-batch or a smaller network"
     )
@@ -149,13 +147,11 @@ def chosen(
         if recorded is not None:
             return replace(config, parallel=_as_recorded(recorded, config, place, say))
         of_node = min(peers.from_all(int(os.environ.get("LOCAL_WORLD_SIZE", place.world_size))))
-        copies = _copies(device, of_node, peers)
         among = candidates(
             place.world_size,
             of_node,
             config.shape,
             needs_ddp=bool(config.ddp_options),
-            copies=copies,
             bf16=config.bf16,
         )
         if not among:
@@ -238,15 +234,6 @@ def _room(device: torch.device, of_node: int, peers: Peers) -> WorkerRoom:
         node = tightest_room()
         own = WorkerRoom(node.most // of_node, node.used // of_node, shared_by(of_node, node))
     return min(peers.from_all(own), key=lambda each: each.most - each.taken)
-
-
-def _copies(device: torch.device, of_node: int, peers: Peers) -> KeptCopies:
-    """The copies of the state that the Keeper keeps in memory that counts to the workers (docs/keeper.md)."""
-    nodes, has_memory = int(os.environ.get("GROUP_WORLD_SIZE", 1)), bool(os.environ.get("ELAUNCH_MEMORY"))
-    if device.type != "cpu" or not all(peers.from_all(has_memory)):
-        return KeptCopies()
-    # Of parts a node has those of its workers and of the node before it.
-    return KeptCopies(of_replicated=2 / of_node, of_parts=2 if nodes == 1 else 6)
 
 
 def _keep(record: KeptPlan, run: RunDirectory, peers: Peers) -> None:

@@ -36,27 +36,14 @@ _KEPT_OF_SCORES = 3
 
 
 @dataclass(frozen=True)
-class KeptCopies:
-    """How many copies of its state a worker's share of the node's memory has (the Keeper's): `of_replicated` of what
-    all workers have alike, which the workers of a node share, and `of_parts` of what it alone has.
-    """
-
-    of_replicated: float = 0
-    of_parts: float = 0
-
-
-@dataclass(frozen=True)
 class Memory:
-    """Bytes of one worker, by what they are for: `activations` of all micro-batches that are under way, `copies` its
-    share of the copies in memory.
-    """
+    """Bytes of one worker, by what they are for: `activations` of all micro-batches that are under way."""
 
     parameters: int
     gradients: int
     moments: int
     gathered: int
     activations: int
-    copies: int
 
     @property
     def step(self) -> int:
@@ -79,12 +66,11 @@ def candidates(
     shape: Shape,
     *,
     needs_ddp: bool = False,
-    copies: KeptCopies = KeptCopies(),
     bf16: bool = False,
 ) -> list[Candidate]:
     """All plans that fit the workers, of which each node has `of_node`, the network and the batch. Plainest first.
 
-    `needs_ddp`: an option of DDP is given. `copies` and `bf16` are as for `memory`.
+    `needs_ddp`: an option of DDP is given. `bf16` is as for `memory`.
     """
     texts = [kind for kind in KINDS if kind != "hsdp"] if workers > 1 else ["ddp"]
     texts += [*_hybrid(workers, of_node), *_divided(workers, of_node)]
@@ -92,7 +78,7 @@ def candidates(
     for plan in map(parse, texts):
         if (plan.has_ddp or not needs_ddp) and _fits(plan, workers, shape):
             sizes = fit(plan, workers)
-            found.append(Candidate(plan, sizes, memory(plan, sizes, shape, copies=copies, bf16=bf16)))
+            found.append(Candidate(plan, sizes, memory(plan, sizes, shape, bf16=bf16)))
     return found
 
 
@@ -154,14 +140,11 @@ def _divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
-def memory(
-    plan: ParallelPlan, sizes: Sizes, shape: Shape, *, copies: KeptCopies = KeptCopies(), bf16: bool = False
-) -> Memory:
+def memory(plan: ParallelPlan, sizes: Sizes, shape: Shape, *, bf16: bool = False) -> Memory:
     """The memory of a worker that has as many blocks as any, and both ends. `bf16`: it computes in bfloat16."""
     block, blocks, own = parameters_of(plan, shape)
     ends = own - block * blocks
     held, moments, gradients, gathered = own, 2 * own, own, 0
-    replicated, parts = held + moments, 0
     if not plan.has_ddp:
         held = -(-own // sizes.fsdp)
         moments = 2 * held
@@ -169,18 +152,15 @@ def memory(
         keeps = plan.pp > 1 or (plan.kind == "zero2" and not plan.divides_model)
         gathered = own if keeps else min(own, 2 * block + ends)
         gradients = held + own
-        replicated, parts = 0, held + moments
     elif plan.kind == "zero1":
         # Whole parameters are dealt out: one worker has at least the largest.
         moments = 2 * max(-(-own // sizes.dp), _VOCABULARY * shape.width)
-        replicated, parts = held, moments
     return Memory(
         _BYTES * held,
         _BYTES * gradients,
         _BYTES * moments,
         _BYTES * gathered,
         _BYTES * _activations(plan, sizes, shape, bf16=bf16),
-        int(_BYTES * (copies.of_parts * parts + copies.of_replicated * replicated)),
     )
 
 

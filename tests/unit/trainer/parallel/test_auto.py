@@ -16,7 +16,7 @@ from elaunch.trainer.parallel.auto import (
     choose,
     to_try,
 )
-from elaunch.trainer.parallel.estimate import Candidate, KeptCopies, candidates
+from elaunch.trainer.parallel.estimate import Candidate, candidates
 from elaunch.trainer.parallel.plan import Shape
 from elaunch.trainer.parallel.trial import PlanTrial
 
@@ -26,7 +26,7 @@ AMPLE = WorkerRoom(1 << 40, TAKEN, "the machine")
 
 
 def options(workers: int = 4) -> list[Candidate]:
-    return candidates(workers, workers, SHAPE, copies=KeptCopies(of_replicated=2 / workers, of_parts=2))
+    return candidates(workers, workers, SHAPE)
 
 
 def test_the_plainest_are_measured_and_the_fastest_of_them_is_taken() -> None:
