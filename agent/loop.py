@@ -101,8 +101,8 @@ class Loop:
         self._timeline.count = counters.count
 
         def read() -> NodeState:
-            counts, workers = counters.at(time.monotonic()), self._workers
-            return NodeState(self._agent, counts, workers.steps(), workers.steps_per_s, started_at)
+            workers = self._workers
+            return NodeState(self._agent, counters, workers.steps(), workers.steps_per_s, started_at)
 
         serve(listener, read)
         # A port that the user gave is known.

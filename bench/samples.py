@@ -34,10 +34,6 @@ class Run:
     settings: Mapping[str, str]
     samples: tuple[Sample, ...]
 
-    def values(self, section: str, contender: str, workers: int, name: str) -> list[float]:
-        """All values of one kind."""
-        return [s.values[name] for s in self.of(section, contender, workers) if name in s.values]
-
     def of(self, section: str, contender: str, workers: int) -> list[Sample]:
         """All samples of one contender in one section at one number of workers."""
         wanted = (section, contender, workers)
@@ -79,29 +75,18 @@ def failures(samples: Iterable[Sample]) -> list[str]:
 
 @dataclass(frozen=True)
 class Summary:
-    """Median and 95th percentile of `n` samples, in the samples' unit."""
+    """Of `n` samples, in their unit."""
 
     n: int
     median: float
     p95: float
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` (0 to 1) of `values` lie, interpolated. Raises ValueError if there are none."""
-    if not values:
-        raise ValueError("no values")
-    ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    most: float
 
 
 def summarize(values: Sequence[float]) -> Summary | None:
     """The summary, or None if there is no value."""
-    return Summary(len(values), statistics.median(values), percentile(values, 0.95)) if values else None
-
-
-def ratio(of: Summary | None, to: Summary | None) -> float | None:
-    """The ratio of two medians, or None if one is missing or the second is 0."""
-    return of.median / to.median if of and to and to.median else None
+    if not values:
+        return None
+    # Python 3.10 to 3.12 need two values.
+    p95 = statistics.quantiles(values, n=20, method="inclusive")[-1] if len(values) > 1 else values[0]
+    return Summary(len(values), statistics.median(values), p95, max(values))

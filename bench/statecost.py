@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,10 +19,10 @@ SIZES_MB = (10, 100, 1000)
 WORKERS = 2
 # The names in the tables of the ways in which scripts/snapshots.py copies.
 KEEPER, SAVE, DCP = ELAUNCH.name, "torch.save", "DCP async_save"
-HELD, WHOLE, MEMORY = "training stands still", "whole after", "host memory"
-EVERY, STEP, SHARE = "k", "step", "share of the time at k"
-COST, PLAIN, KEPT = "steady cost", "step without the Keeper", "step with it"
-PLAIN_P95, KEPT_P95 = "p95 of a step without the Keeper", "p95 of a step with it"
+HELD, WHOLE, MEMORY = "training waits, s", "whole after, s", "host memory, MB"
+EVERY, STEP, SHARE = "k, steps", "step, s", "share of the time at k, %"
+COST, PLAIN, KEPT = "steady cost, %", "step without the Keeper, s", "step with it, s"
+PLAIN_P95, KEPT_P95 = "p95 of a step without the Keeper, s", "p95 of a step with it, s"
 _WAYS = {"keeper": KEEPER, "torch.save": SAVE, "async_save": DCP}
 _SHARED = Path("/dev/shm")
 _LIMIT_S = 2400.0
@@ -38,23 +38,31 @@ class Note:
 
 def copies(size_mb: int, count: int) -> Iterator[Sample]:
     """One job of a model whose state has `size_mb` MB (10^6 bytes): `count` copies in each way."""
-    shared = Path(tempfile.mkdtemp(prefix="bench_", dir=_SHARED))
-    env = {"BENCH_STATE_BYTES": str(size_mb * 10**6), "BENCH_SAMPLES": str(count), "BENCH_SHARED": str(shared)}
+    shared = tempfile.mkdtemp(prefix="bench_", dir=_SHARED)
     try:
-        yield from snapshot_samples(size_mb, _notes("snapshots.py", env))
-    except Trouble as trouble:
-        yield Sample(SECTION, KEEPER, size_mb, why=str(trouble))
+        yield from _samples(SECTION, snapshot_samples, "snapshots.py", size_mb, count, {"BENCH_SHARED": shared})
     finally:
         shutil.rmtree(shared, ignore_errors=True)
 
 
 def pairs(size_mb: int, count: int) -> Iterator[Sample]:
     """One job of a state of `size_mb` MB: `count` pairs of stretches of training with and without the Keeper."""
-    env = {"BENCH_STATE_BYTES": str(size_mb * 10**6), "BENCH_SAMPLES": str(count)}
+    return _samples(STEADY_SECTION, pair_samples, "paired.py", size_mb, count, {})
+
+
+def _samples(
+    section: str,
+    samples: Callable[[int, Sequence[Note]], list[Sample]],
+    script: str,
+    size_mb: int,
+    count: int,
+    env: Mapping[str, str],
+) -> Iterator[Sample]:
+    asked = {"BENCH_STATE_BYTES": str(size_mb * 10**6), "BENCH_SAMPLES": str(count), **env}
     try:
-        yield from pair_samples(size_mb, _notes("paired.py", env))
+        yield from samples(size_mb, _notes(script, asked))
     except Trouble as trouble:
-        yield Sample(STEADY_SECTION, KEEPER, size_mb, why=str(trouble))
+        yield Sample(section, KEEPER, size_mb, why=str(trouble))
 
 
 def snapshot_samples(size_mb: int, notes: Sequence[Note]) -> list[Sample]:

@@ -19,11 +19,13 @@ from bench.stamps import all_at_s
 SECTION = "steady"
 WORKERS = 2
 WINDOW_S = 1.0
-AGENT_RSS, AGENT_PSS, CPU, WAKE_UPS = "agent RSS", "agent PSS", "agent CPU", "agent wake-ups"
+# MB, % of one CPU, wake-ups per second.
+AGENT_RSS, AGENT_PSS, CPU, WAKE_UPS = "agent RSS, MB", "agent PSS, MB", "agent CPU, %", "agent wake-ups, 1/s"
 # torchrun's agent hosts the workers' store, and forks the workers. elaunch has a process of its own for each task.
-ALL_CPU, ALL_WAKE_UPS, ALL_PSS = "launcher in all: CPU", "launcher in all: wake-ups", "launcher in all: PSS"
-GUARDIAN, FORK_SERVER, STORE, WORKER = "guardian PSS", "fork server PSS", "worker store PSS", "PSS per worker"
-WORKER_RSS = "RSS per worker"
+ALL_CPU, ALL_WAKE_UPS = "launcher in all: CPU, %", "launcher in all: wake-ups, 1/s"
+ALL_PSS = "launcher in all: PSS, MB"
+GUARDIAN, FORK_SERVER, STORE, WORKER = "guardian PSS, MB", "fork server PSS, MB", "store PSS, MB", "PSS per worker, MB"
+WORKER_RSS = "RSS per worker, MB"
 _START_LIMIT_S = 120.0
 _KIB_PER_MB = 1e6 / 1024
 

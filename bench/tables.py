@@ -1,11 +1,11 @@
-"""Tables in Markdown, and the tables that several sections share."""
+"""Tables in Markdown: any, those of a section's samples, and those of elaunch's stages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from bench.contenders import ELAUNCH
-from bench.samples import Run, Sample, Summary, failures, ratio, summarize
+from bench.samples import Run, Sample, failures, summarize
 
 NOTHING = "–"
 
@@ -24,46 +24,29 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def seconds(value: float) -> str:
-    """Seconds with few digits: even three are more than the noise leaves."""
+    """Seconds, or another figure, with few digits: even three are more than the noise leaves."""
     return f"{value:.3f}" if value < 1 else f"{value:.2f}"
 
 
-def timed(results: Run, section: str, title: str, what: str) -> list[str]:
-    """A table per number of workers, a row per contender: n, then median, p95 and ratio to elaunch of each value."""
-    parts = []
+def measured(results: Run, section: str, title: str, about: str, *, count: str = "workers") -> list[str]:
+    """A row per number of workers (or what else `count` names), value and contender, and the reasons of failures."""
+    rows, notes = [], []
     for workers in results.workers(section):
-        names = list(dict.fromkeys(n for s in results.samples if s.section == section for n in s.values))
-        heads = ["", "n", *(head for name in names for head in (f"{name}: median s", "p95 s", "× elaunch"))]
-        rows, notes = [], []
-        for contender in results.contenders(section):
-            taken = results.of(section, contender, workers)
-            if not taken:
-                continue
-            row = [contender, str(sum(not s.why for s in taken))]
-            for name in names:
-                ours = summarize(results.values(section, ELAUNCH.name, workers, name))
-                row += cells(summarize(results.values(section, contender, workers, name)), ours, seconds)
-            rows.append(row)
-            notes += [f"- {contender}: {failure}" for failure in failures(taken)]
-        parts += [f"### {title}, {count(workers)}\n\nTime {what}\n\n{table(heads, rows)}", *without_a_time(notes)]
-    return parts
-
-
-def count(workers: int) -> str:
-    return "1 worker" if workers == 1 else f"{workers} workers"
-
-
-def without_a_time(notes: Sequence[str]) -> list[str]:
-    """A paragraph about the samples that failed, if there are any."""
-    return ["Samples that failed:\n\n" + "\n".join(notes)] if notes else []
-
-
-def cells(summary: Summary | None, ours: Summary | None, words: Callable[[float], str]) -> list[str]:
-    """Median, p95 and ratio to elaunch's median."""
-    if summary is None:
-        return [NOTHING] * 3
-    times = ratio(summary, ours)
-    return [words(summary.median), words(summary.p95), NOTHING if times is None else f"{times:.2f}"]
+        taken = {contender: results.of(section, contender, workers) for contender in results.contenders(section)}
+        for value in dict.fromkeys(name for each in taken.values() for s in each for name in s.values):
+            figures = {
+                name: summarize([s.values[value] for s in each if value in s.values]) for name, each in taken.items()
+            }
+            ours = figures.get(ELAUNCH.name)
+            for contender, found in figures.items():
+                if found is not None:
+                    times = f"{found.median / ours.median:.2f}" if ours and ours.median else NOTHING
+                    numbers = (seconds(each) for each in (found.median, found.p95, found.most))
+                    rows.append((value, str(workers), contender, str(found.n), *numbers, times))
+        notes += [f"- {workers} {count}, {name}: {why}" for name, each in taken.items() for why in failures(each)]
+    heads = ("", count, "", "n", "median", "p95", "most", "× elaunch")
+    parts = [f"### {title}\n\n{about}\n\n{table(heads, rows)}"] if rows else [f"### {title}"] if notes else []
+    return [*parts, *(["Samples that failed:\n\n" + "\n".join(notes)] if notes else [])]
 
 
 def stages(results: Run, section: str, since: str) -> list[str]:
@@ -73,7 +56,7 @@ def stages(results: Run, section: str, since: str) -> list[str]:
         taken = [s for s in results.of(section, ELAUNCH.name, workers) if s.stages]
         if taken:
             heads = ("stage", f"since {since}: median s", "p95 s", "since the stage before: median s", "p95 s")
-            title = f"#### Where elaunch's time goes: {section}, {count(workers)}, n = {len(taken)}"
+            title = f"#### Where elaunch's time goes: {section}, workers: {workers}, n = {len(taken)}"
             parts.append(f"{title}\n\n{table(heads, stage_rows(taken))}")
     return parts
 

@@ -28,6 +28,7 @@ from elaunch.launcher.schedulers.detect import mark_of
 from elaunch.launcher.schedulers.facts import Cluster, line
 from elaunch.launcher.store.locate import Planned
 from elaunch.rendezvous.job_spec import JobSpec, Program, ProgramKind
+from elaunch.rendezvous.texts import plural
 
 # The job's secret is the agents'; a training script has no use for it and may print its environment.
 _SECRETS = ("ELAUNCH_TOKEN",)
@@ -135,12 +136,12 @@ def count_workers(asked: int | str | None, host: HostResources, cluster: Cluster
     if asked == "gpu" and host.gpus == 0:
         raise UsageError("--nproc-per-node gpu finds no GPU that this process may use; use cpu, or give a number")
     if asked != "cpu" and host.gpus > 0:
-        return host.gpus, f"{_plural(host.gpus, 'worker')}, one per GPU"
+        return host.gpus, f"{plural(host.gpus, 'worker')}, one per GPU"
     if asked is None and cluster and cluster.workers:
-        return cluster.workers, f"{_plural(cluster.workers, 'worker')}, as {cluster.scheduler} says"
+        return cluster.workers, f"{plural(cluster.workers, 'worker')}, as {cluster.scheduler} says"
     if asked is None:
         return 1, "1 worker, no GPU was found"
-    return host.cpus, f"{_plural(host.cpus, 'worker')}, one per CPU"
+    return host.cpus, f"{plural(host.cpus, 'worker')}, one per CPU"
 
 
 def _check_gpus(options: Options, environ: Mapping[str, str], slots: int) -> None:
@@ -176,9 +177,7 @@ def _of_the_scheduler(options: Options, cluster: Cluster | None, slots: int, hos
         )
     if slots > host.cores:
         more = f"; more are asked for with {cluster.cores_option}" if cluster.cores_option else ""
-        notes.append(
-            f"{slots} workers share the {_plural(host.cores, 'CPU core')} that this node's agent may use{more}"
-        )
+        notes.append(f"{slots} workers share the {plural(host.cores, 'CPU core')} that this node's agent may use{more}")
     return tuple(notes)
 
 
@@ -337,7 +336,3 @@ def _misspelt_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 def _any_stream(choice: StreamChoice) -> bool:
     return any((choice.default, *choice.by_rank.values()))
-
-
-def _plural(count: int, word: str) -> str:
-    return f"{count} {word}" if count == 1 else f"{count} {word}s"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
@@ -47,7 +47,6 @@ from elaunch.rendezvous.texts import shortage
 
 if TYPE_CHECKING:
     from elaunch.agent.run import AgentRun
-    from elaunch.launcher.doctor.health import HealthCheck
     from elaunch.rendezvous.types import Outcome
 
 _NVIDIA = "/dev/nvidiactl"
@@ -165,11 +164,8 @@ def _run_agent(
     # Imported here, as all that a job alone needs: other commands do without.
     from elaunch.agent.run import CannotRun, begin
 
-    health = _health(options, environ, config)
     try:
-        with begin(config) as agent:
-            if health:
-                health.begin(agent.warn)
+        with begin(config) as agent, _health(options, environ, config, agent):
             if warning := temporary_folder_warning(environ):
                 agent.warn(warning)
             # From here on the fork server imports torch on another core.
@@ -181,22 +177,21 @@ def _run_agent(
             agent.finish_output(outcome)
     except CannotRun as error:
         raise UsageError(str(error)) from error
-    finally:
-        if health:
-            health.close()
     return outcome.exit_code
 
 
-def _health(options: Options, environ: Mapping[str, str], config: AgentConfig) -> HealthCheck | None:
-    """The checks of this node, if it shall be checked."""
+def _health(
+    options: Options, environ: Mapping[str, str], config: AgentConfig, agent: AgentRun
+) -> AbstractContextManager[None]:
+    """The checks of this node, if it shall be checked. Raises SiteError."""
     is_default = "health_check" not in options.given
     has_gpu = os.path.exists(_NVIDIA)  # noqa: PTH110
     if options.health_check == "off" or (is_default and config.spec.nodes_max == 1 and not has_gpu):
         # A job of one node without a GPU fails at once, and says why, where the check would only warn.
-        return None
-    from elaunch.launcher.doctor.health import HealthCheck
+        return nullcontext()
+    from elaunch.launcher.doctor.health import health_check
 
-    return HealthCheck(config.slots, environ, is_strict=options.health_check == "strict")
+    return health_check(config.slots, environ, agent.warn, is_strict=options.health_check == "strict")
 
 
 def _prepared(

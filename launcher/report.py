@@ -26,6 +26,7 @@ _USAGE_CODE, _USAGE_LINES = 2, 3
 # Lines that are shown from each end of a traceback. A longer one comes from a recursion, or has a long message.
 _TRACEBACK_LINES = 60
 _LINE_CHARACTERS = 1000
+_FRAME = re.compile(r'(?<=^  File ")[^"]+')
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
 _HEAVY, _LIGHT = "=" * 72, "-" * 72
 
@@ -207,7 +208,15 @@ def _indented(text: str) -> list[str]:
     if hidden:
         middle = f"… {len(hidden)} lines are not shown here …"
         lines = [*lines[:_TRACEBACK_LINES], middle, *lines[-_TRACEBACK_LINES:]]
-    return [f"    {_shown(line)}" for line in lines]
+    return [f"    {_shown(_FRAME.sub(_normal_path, line))}" for line in lines]
+
+
+def _normal_path(found: re.Match[str]) -> str:
+    """The path without `.` and `..`, if it means the same file then: its folder may be a link, or another host's."""
+    path, normal = found[0], os.path.normpath(found[0])
+    with suppress(OSError, ValueError):
+        return normal if Path(path).samefile(normal) else path
+    return path
 
 
 def _shown(line: str) -> str:

@@ -172,7 +172,7 @@ class Name:
         """Raises ValueError for what cannot be such a name."""
         # A slash would name another key, and UTF-8 has no lone surrogates.
         if not name or not name.isprintable() or "/" in name or " " in name:
-            raise ValueError(f"{name[:40]!r} is no name of a node")
+            raise ValueError(f"no name of a node: {name[:40]!r}")
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import sys
 from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from elaunch.rendezvous.endpoint import Access, Endpoint
-from elaunch.rendezvous.etcd.errors import explain
+from elaunch.rendezvous.etcd import errors
 from elaunch.rendezvous.etcd.transport import EtcdError
 from elaunch.rendezvous.store import (
     Absent,
@@ -41,29 +41,7 @@ TTL_MAX_S = 9_000_000_000
 # Memory of an entry besides key and value, and of a lease: measured, and rounded up.
 _ENTRY_BYTES = 320
 _LEASE_BYTES = 1024
-
-
-class Refused(Exception):
-    """The engine refuses a request, with etcd's text; `code` is gRPC's status code. Nothing was changed."""
-
-    def __init__(self, code: int, message: str) -> None:
-        super().__init__(message)
-        self.code = code
-        self.message = message
-
-
-class LeaseNotFound(Refused):
-    """The lease has ended, or never was."""
-
-    def __init__(self) -> None:
-        super().__init__(5, "etcdserver: requested lease not found")
-
-
-class LeaseExists(Refused):
-    """The id is in use."""
-
-    def __init__(self) -> None:
-        super().__init__(9, "etcdserver: lease already exists")
+_LEASE_NOT_FOUND = (errors.NOT_FOUND, "etcdserver: requested lease not found")
 
 
 class Compacted(Exception):
@@ -86,10 +64,10 @@ class _Lease:
 class Engine:
     """One store's keys and leases.
 
-    Every method that writes may raise `Refused`. Leases end only in `end_leases`. About the last `history_revisions`
-    revisions can be watched, fewer if they would fill the store. A write that would take more than `quota_bytes` of
-    memory is refused. Deleting a key makes room at once; a real etcd must be compacted first, and its
-    alarm disarmed.
+    Every method that writes may raise EtcdError, with etcd's text; nothing was changed then. Leases end only in
+    `end_leases`. About the last `history_revisions` revisions can be watched, fewer if they would fill the store. A
+    write that would take more than `quota_bytes` of memory is refused. Deleting a key makes room at once; a real etcd
+    must be compacted first, and its alarm disarmed.
     """
 
     def __init__(
@@ -101,7 +79,8 @@ class Engine:
         self.revision = 1
         # No lease ends before this time.
         self.idle_until_s = math.inf
-        self._listener: Callable[[Changes], None] = lambda changes: None
+        # Called with each new revision, before the write that made it is answered.
+        self.listener: Callable[[Changes], None] = lambda changes: None
         self._history_revisions = history_revisions
         self.quota_bytes = quota_bytes
         self._entries: dict[str, KeyEntry] = {}
@@ -112,10 +91,6 @@ class Engine:
         self._history_held = 0
         self._leases: dict[int, _Lease] = {}
         self._now_s = 0.0
-
-    def listen(self, listener: Callable[[Changes], None]) -> None:
-        """From now on, call `listener` with each new revision, before the write that made it is answered."""
-        self._listener = listener
 
     def read(self, prefix: str) -> View:
         """All keys that start with `prefix`."""
@@ -129,7 +104,7 @@ class Engine:
         held = all(map(self._holds, txn.guards))
         branch = txn.then if held else txn.otherwise
         if any(isinstance(op, Put) and op.lease and op.lease not in self._leases for op in branch):
-            raise LeaseNotFound
+            raise EtcdError(*_LEASE_NOT_FOUND)
         self._write(branch)
         return Answer(held, self.revision)
 
@@ -151,9 +126,9 @@ class Engine:
         """Create a lease with this id. Returns its time to live in seconds, which may be longer than requested."""
         self._check_room(_LEASE_BYTES)
         if ttl_s > TTL_MAX_S:
-            raise Refused(11, "etcdserver: too large lease TTL")
+            raise EtcdError(errors.OUT_OF_RANGE, "etcdserver: too large lease TTL")
         if lease in self._leases:
-            raise LeaseExists
+            raise EtcdError(errors.PRECONDITION, "etcdserver: lease already exists")
         ttl_s = max(ttl_s, TTL_MIN_S)
         self._leases[lease] = _Lease(ttl_s, self._now_s + ttl_s)
         self.idle_until_s = min(self.idle_until_s, self._now_s + ttl_s)
@@ -169,7 +144,7 @@ class Engine:
     def revoke(self, lease: int) -> None:
         """End a lease and delete its keys, at one revision."""
         if lease not in self._leases:
-            raise LeaseNotFound
+            raise EtcdError(*_LEASE_NOT_FOUND)
         keys = self._leases.pop(lease).keys
         self._write([Delete(key) for key in sorted(keys)])
 
@@ -242,20 +217,17 @@ class Engine:
     def _remember(self, changes: Changes) -> None:
         self._history.append(changes)
         self._history_held += _changes_bytes(changes)
-        self._listener(changes)
+        self.listener(changes)
         # With ten percent of slack, so that not every write compacts.
         if len(self._history) > self._history_revisions + self._history_revisions // 10:
             self.compact(self.revision + 1 - self._history_revisions)
 
-    def _forget_half(self) -> None:
-        self.compact(self.revision + 1 - len(self._history) // 2)
-
     def _check_room(self, size: int) -> None:
         # History is dropped before a write is refused. A watch that loses its history is told so, and reads again.
         while self._is_full(size) and self._history:
-            self._forget_half()
+            self.compact(self.revision + 1 - len(self._history) // 2)
         if self._is_full(size):
-            raise Refused(8, "etcdserver: mvcc: database space exceeded")
+            raise EtcdError(errors.EXHAUSTED, "etcdserver: mvcc: database space exceeded")
 
     def _is_full(self, size: int) -> bool:
         held = self._entries_bytes + self._history_held + _LEASE_BYTES * len(self._leases)
@@ -271,20 +243,20 @@ def _changes_bytes(changes: Changes) -> int:
 
 
 def _checked_size(txn: Txn) -> int:
-    """Bytes of the keys and values. Raises Refused for a transaction that etcd does not take."""
+    """Bytes of the keys and values. Raises EtcdError for a transaction that etcd does not take."""
     size = sum(len(getattr(guard, "key", getattr(guard, "prefix", "")).encode(*_RAW)) for guard in txn.guards)
     for branch in (txn.then, txn.otherwise):
         puts = [op for op in branch if isinstance(op, Put)]
         deletes = [op for op in branch if isinstance(op, Delete)]
         size += sum(len(put.key.encode(*_RAW)) + len(put.value.encode(*_RAW)) for put in puts)
         if not all(op.key for op in branch):
-            raise Refused(3, "etcdserver: key is not provided")
+            raise EtcdError(errors.INVALID, "etcdserver: key is not provided")
         if len({put.key for put in puts}) < len(puts) or any(_deletes(op, put.key) for op in deletes for put in puts):
-            raise Refused(3, "etcdserver: duplicate key given in txn request")
+            raise EtcdError(errors.INVALID, "etcdserver: duplicate key given in txn request")
     if max(len(txn.guards), len(txn.then), len(txn.otherwise)) > OPS_MAX:
-        raise Refused(3, "etcdserver: too many operations in txn request")
+        raise EtcdError(errors.INVALID, "etcdserver: too many operations in txn request")
     if size > REQUEST_BYTES_MAX:
-        raise Refused(3, "etcdserver: request is too large")
+        raise EtcdError(errors.INVALID, "etcdserver: request is too large")
     return size
 
 
@@ -320,24 +292,20 @@ class MemoryStore:
         return self.engine.read(prefix)
 
     def commit(self, txn: Txn) -> Answer:
-        try:
+        with _explained():
             answer = self.engine.commit(txn)
-        except Refused as refused:
-            # As a client of etcd would.
-            error = EtcdError(refused.code, refused.message)
-            raise explain(error, Endpoint("memory", 0), Access()) from None
         self._tell()
         return answer
 
     def grant(self, lease: int, ttl_s: float) -> None:
-        with suppress(LeaseExists):
+        with _explained(errors.Kind.LEASE_THERE):
             self.engine.grant(lease, math.ceil(ttl_s))
 
     def keep_alive(self, lease: int) -> float:
         return float(self.engine.keep_alive(lease))
 
     def revoke(self, lease: int) -> None:
-        with suppress(LeaseNotFound):
+        with _explained(errors.Kind.LEASE_GONE):
             self.engine.revoke(lease)
         self._tell()
 
@@ -379,6 +347,16 @@ class MemoryStore:
                 watch.told(changes)
         except Compacted:
             watch.view(self.read(watch.prefix))
+
+
+@contextmanager
+def _explained(passing: errors.Kind | None = None) -> Iterator[None]:
+    """Raise the StoreError that a client of etcd would raise; an error of the kind `passing` is none."""
+    try:
+        yield
+    except EtcdError as error:
+        if errors.kind_of(error) is not passing:
+            raise errors.explain(error, Endpoint("memory", 0), Access()) from None
 
 
 class _Watch:

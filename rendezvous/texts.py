@@ -16,6 +16,11 @@ def listed(items: Sequence[str]) -> str:
     return f"{', '.join(items[:-1])} and {items[-1]}" if len(items) > 1 else "".join(items)
 
 
+def plural(count: int, noun: str) -> str:
+    """ "1 restart", "2 restarts"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def node_host(hostname: str) -> str:
     """A host's name as keys, records and lines have it: Linux takes any bytes, and these need one printable word."""
     word = "".join(letter if letter.isprintable() and letter not in " /" else "-" for letter in hostname)

@@ -35,13 +35,23 @@ def thread_serving(secret: Secret | None = None, slots: int = CONNECTIONS_MAX) -
     listener = bound_socket()
     port = listener.getsockname()[1]
     server = Server([listener], secret, slots)
+    with running(server):
+        yield server, port
+
+
+@contextmanager
+def running(server: Server) -> Iterator[None]:
+    """Run the server in a thread."""
+    end, other_end = socket.socketpair()
+    server.stop_at_end_of(end.fileno())
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
-        yield server, port
+        yield
     finally:
-        server.stop()
+        other_end.close()
         joined(thread)
+        end.close()
 
 
 class ServerProcess:

@@ -32,7 +32,7 @@ _HOMES = {
     "Keeper": "keeper.keeper",
     "Ledger": "ledger.ledger",
     "Micro": "data.order",
-    "NotDurable": "keeper.last_checkpoint",
+    "NotDurable": "keeper.disk_copies",
     "Order": "data.order",
     "Seeded": "data.sampling",
     "ShardedMemory": "memory.sharded",

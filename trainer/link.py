@@ -20,13 +20,10 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from elaunch.strict_json import parse_json
 from elaunch.threads import stacks_text
-
-Word = TypeVar("Word")
-Answered = TypeVar("Answered")
 
 # The agent reads once a second, so a line for each of a thousand steps would only fill the socket.
 _PAUSE_S = 0.25
@@ -34,8 +31,6 @@ _PAUSE_S = 0.25
 _SURELY_S = 1.0
 _PHASE_CHARS_MAX = 100
 _REASON_CHARS_MAX = 2000
-_READ_BYTES = 4096
-_LINE_BYTES_MAX = 1 << 16
 _STDERR = 2
 
 
@@ -307,18 +302,10 @@ class _Link:
             self.answer(min((step or 0 for step in steps), default=max(self.step, 0)))
 
     def _messages(self) -> Iterator[dict[str, Any]]:
-        rest = b""
-        while self._end is not None:
-            try:
-                data = self._end.recv(_READ_BYTES)
-            except OSError:
-                return
-            if not data:
-                return
-            *lines, rest = (rest + data).split(b"\n")
-            # No message is longer than this.
-            rest = rest[-_LINE_BYTES_MAX:]
-            for line in lines:
+        assert self._end is not None
+        # Unbuffered: a buffer's lock, held by a daemon thread, is fatal at the interpreter's shutdown.
+        with contextlib.suppress(OSError), open(self._end.fileno(), "rb", buffering=0, closefd=False) as file:
+            for line in file:
                 with contextlib.suppress(ValueError):
                     message = parse_json(line)
                     if isinstance(message, dict):
@@ -364,10 +351,10 @@ def _print_unless(reason: str, hook: Callable[..., object], kind: type, error: B
         hook(kind, error, where)
 
 
-def _tried(callback: Callable[[Word], Answered], word: Word) -> Answered | None:
+def _tried(callback: Callable[[Any], Any], message: Any) -> Any:
     """The callback's result. An error is printed, not raised: the next callback may be the one that saves the state."""
     try:
-        return callback(word)
+        return callback(message)
     except Exception:
         traceback.print_exc()
         return None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from elaunch.trainer.data.order import Micro, Order
 from elaunch.trainer.gpt.config import AgreedRefusal, TrainConfig
 from elaunch.trainer.gpt.corpus import Corpus
 from elaunch.trainer.gpt.model import GPT
-from elaunch.trainer.gpt.recorder import Progress, Recorder, opening
+from elaunch.trainer.gpt.recorder import Recorder, opening
 from elaunch.trainer.gpt.run_directory import RunDirectory
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.parallel.auto import chosen
@@ -64,17 +64,19 @@ def train_in_group(
     config: TrainConfig, corpus: Corpus, place: RankInfo, run: RunDirectory, device: torch.device
 ) -> None:
     """All that happens between joining the group and leaving it."""
-    progress = Progress(sys.stderr, steps=config.steps, speaks=place.leads)
+    say: Callable[[str], None] = (
+        functools.partial(print, file=sys.stderr, flush=True) if place.leads else lambda _: None
+    )
     summary = [corpus.summary]
     dist.broadcast_object_list(summary, device=device)
     corpus.require_same(summary[0])
     if any(process_group.sum_over_ranks([place.leads and run.is_complete], device)):
-        progress.say(f"{run.path} is complete: {config.steps} steps; remove it or give another --out to train again")
+        say(f"{run.path} is complete: {config.steps} steps; remove it or give another --out to train again")
         return
 
     if config.plan.is_auto:
         untrained = functools.partial(new_gpt, config, device)
-        config = chosen(config, place, run, device, new_gpt=untrained, groups=decay_groups, say=progress.say)
+        config = chosen(config, place, run, device, new_gpt=untrained, groups=decay_groups, say=say)
 
     # The workers that share one model read the same windows.
     sizes = config.sizes(place)
@@ -85,14 +87,14 @@ def train_in_group(
     parallel = build(config, gpt, sizes, place.rank, device, decay_groups)
     del gpt
     optimizer = parallel.optimizer
-    recorder = Recorder(config, place, run, progress, device, share=share)
+    recorder = Recorder(config, place, run, say, device, share=share)
 
     def warm_up() -> None:
         """DDP settles in which order it sums gradients before a state is restored; the compiler does its work."""
         parallel.warm_up(*windows.dummy())
 
     if config.tune_comm:
-        tune(parallel.model, warm_up, folder=run.path / "tuning", say=progress.say)
+        tune(parallel.model, warm_up, folder=run.path / "tuning", say=say)
 
     # Restores the newest state that is anywhere, and keeps it from now on.
     with (
@@ -107,12 +109,12 @@ def train_in_group(
             warm_up=warm_up,
             # config.yaml identifies the training.
             name="gpt",
-            say=progress.say if place.leads else None,
+            say=say if place.leads else None,
         ) as keeper,
         recorder.begin(keeper, windows.order),
     ):
-        progress.say(opening(config, corpus, place, run, parameters, keeper.step))
-        for step in profiled(keeper.steps(config.steps), config.profile, folder=run.profile, say=progress.say):
+        say(opening(config, corpus, place, run, parameters, keeper.step))
+        for step in profiled(keeper.steps(config.steps), config.profile, folder=run.profile, say=say):
             # At the beginning of the step: a restart, which does the step again, evaluates again.
             is_due = config.eval_every is not None and (step - 1) % config.eval_every == 0
             held_out = held_out_loss(parallel, windows) if is_due else None

@@ -127,12 +127,13 @@ class KeepStacks:
 class Blame:
     """Make a failure of this local rank's hang, or of this node's with -1; answered by `WorkersHung`.
 
-    `is_blameless` as in `Failure`.
+    This node's ranks have been idle for `idle_s`. `is_blameless` as in `Failure`.
     """
 
     generation: int
     local_rank: int
     message: str
+    idle_s: int
     is_blameless: bool = False
 
 

@@ -8,7 +8,7 @@ from enum import Enum
 from signal import SIGINT, SIGPIPE, SIGTERM
 
 from elaunch.agent.diagnosis.causes.cause import NO_FACTS, Facts
-from elaunch.agent.diagnosis.hang import Standing, Window
+from elaunch.agent.diagnosis.hang import Window
 from elaunch.agent.diagnosis.stack_groups import Stack
 from elaunch.rendezvous.rules.snapshot import Snapshot
 from elaunch.rendezvous.types import Failure
@@ -65,36 +65,34 @@ class Committed:
     revision: int
 
 
-@dataclass(frozen=True)
-class StoreAway:
-    """The store does not answer; it is being tried again and again. `why` is a sentence without a full stop.
+class Trouble(Enum):
+    """The kind of trouble with the store; the value is the end of a sentence."""
 
-    `is_heads` says that a node of the job serves the store, `is_slow` that the store is there but answers too late.
-    `is_silent`: nothing came from the head's host, not even a refusal: it may be off, and its ranks are lost with it.
-    `is_own`: this agent cannot open a connection, so nothing is known of the store.
+    AWAY = "is away"
+    SLOW = "is too slow"
+    OWN = "cannot be asked"
+    REFUSES = "refuses what this node asks"
+    DENIED = "denies what this node asks"
+
+
+@dataclass(frozen=True)
+class StoreFailed:
+    """A request to the store failed; it is being tried again and again. `why` is a sentence without a full stop.
+
+    The trouble is OWN where this agent cannot open a connection, so nothing is known of the store; DENIED where waiting
+    alone does not help. `is_heads` says that a node of the job serves the store. `is_silent`: nothing came from the
+    head's host, not even a refusal: it may be off, and its ranks are lost with it.
     """
 
     why: str
+    trouble: Trouble = Trouble.AWAY
     is_heads: bool = False
-    is_slow: bool = False
     is_silent: bool = False
-    is_own: bool = False
-
-
-@dataclass(frozen=True)
-class StoreRefuses:
-    """The store answers, but does not do as asked; it is being asked again and again. `why` as in `StoreAway`.
-
-    `is_denied` says that waiting alone does not help.
-    """
-
-    why: str
-    is_denied: bool = False
 
 
 @dataclass(frozen=True)
 class WatchRefused:
-    """The store refuses the watch, so changes are found by reading. `why` as in `StoreAway`."""
+    """The store refuses the watch, so changes are found by reading. `why` as in `StoreFailed`."""
 
     why: str
 
@@ -106,7 +104,7 @@ class StoreBack:
 
 @dataclass(frozen=True)
 class StoreLost:
-    """The store is another one than before, or holds data that cannot be read. `why` as in `StoreAway`."""
+    """The store is another one than before, or holds data that cannot be read. `why` as in `StoreFailed`."""
 
     why: str
 
@@ -174,15 +172,6 @@ class WorkerStopped:
     generation: int
     local_rank: int
     step: int
-
-
-@dataclass(frozen=True)
-class Reported:
-    """A look at the workers' links: how many reports there have been in this generation, and what who reported last."""
-
-    generation: int
-    reports: int
-    standings: Mapping[int, Standing]
 
 
 @dataclass(frozen=True)
@@ -264,7 +253,7 @@ class Tick:
     """A deadline of the agent's may have passed."""
 
 
-StoreEvent = Looked | Leased | LeaseLost | Committed | StoreAway | StoreRefuses | WatchRefused | StoreBack | StoreLost
+StoreEvent = Looked | Leased | LeaseLost | Committed | StoreFailed | WatchRefused | StoreBack | StoreLost
 LinkEvent = WorkerEnded | WorkerListens | WorkerSaving | WorkerSaved | WorkerStopped
-WorkerEvent = LinkEvent | WorkerExited | Reported | Sampled | StacksTaken | WorkersHung | ServiceLost | Cleared
+WorkerEvent = LinkEvent | WorkerExited | Sampled | StacksTaken | WorkersHung | ServiceLost | Cleared
 Event = StoreEvent | WorkerEvent | Signalled | RestartOrdered | Tick

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elaunch.agent.core.actions import Action, Blame, Commit, KeepStacks, LookAtStacks, Say, ShowStacks, TellWorkers
-from elaunch.agent.core.events import Reported, Sampled, StacksTaken
+from elaunch.agent.core.events import Sampled, StacksTaken
 from elaunch.agent.core.state import Agent, Running, Step
 from elaunch.agent.diagnosis import hang
 from elaunch.agent.diagnosis.hang import Standstill
 from elaunch.agent.diagnosis.stack_groups import full_text, group_words, grouped
-from elaunch.rendezvous.rules.hang_verdict import Hang, StillNode, confirm_s, hang_words, tell_still
+from elaunch.rendezvous.rules.hang_verdict import Hang, confirm_s, hang_words, tell_still
 from elaunch.rendezvous.types import host_of
 
 # Groups of equal stacks that the console shows; the others are in the file.
@@ -20,10 +20,10 @@ _GROUPS_SHOWN = 8
 def sampled(agent: Agent, running: Running, event: Sampled, _now_s: float) -> Step:
     """Count how long all workers have stood still; take their stacks now and then; tell the leader of a change."""
     state, live = running.standstill, _awaited(running)
-    if not agent.times.hang_after_s or _is_watched_otherwise(agent, running):
+    # An end that is being understood is no hang.
+    if not agent.times.hang_after_s or running.held or running.leaving:
         return agent, ()
-    is_alone = len(running.table.seats) == 1
-    state = hang.after_windows(state, live, event.windows, is_alone=is_alone)
+    state = hang.after_windows(state, live, event.windows)
     looks: tuple[Action, ...] = ()
     if hang.wants_stacks(state, _limit(agent, running)):
         state = replace(state, is_looking=True)
@@ -31,31 +31,9 @@ def sampled(agent: Agent, running: Running, event: Sampled, _now_s: float) -> St
     return _tell(agent, replace(running, standstill=state), looks)
 
 
-def reported(agent: Agent, running: Running, event: Reported, now_s: float) -> Step:
-    """Take the workers' stacks if none of them has reported anything for the hang timeout."""
-    quiet, limit_s = running.quiet.after(event.reports, now_s), agent.times.hang_timeout_s
-    silent = {rank: standing for rank, standing in event.standings.items() if rank in running.live}
-    is_watched = limit_s and silent and not (running.held or running.leaving)
-    if quiet.is_over or quiet.quiet_s < limit_s or not is_watched:
-        return replace(agent, phase=replace(running, quiet=quiet)), ()
-    agent = replace(agent, phase=replace(running, quiet=replace(quiet, is_over=True), silent=silent))
-    actions: tuple[Action, ...] = (LookAtStacks(running.table.generation, running.live),)
-    if hearing := running.live & running.words.hearing:
-        actions = (*actions, TellWorkers(running.table.generation, hearing, ShowStacks()))
-    return agent, actions
-
-
 def stacks_taken(agent: Agent, running: Running, event: StacksTaken, _now_s: float) -> Step:
-    """Compare the stacks with those of the last look, and tell the leader of a change; or name a silent worker."""
+    """Compare the stacks with those of the last look, and tell the leader of a change."""
     seat = running.seat_of(agent.me.node_id)
-    if running.silent:
-        by_rank = {stack.rank - seat.first_rank: stack for stack in event.stacks}
-        suspect = hang.who_hangs(running.silent, by_rank, running.quiet.quiet_s)
-        return replace(agent, phase=replace(running, silent={})), (
-            *(Say(group_words(group), "warning") for group in grouped(event.stacks)),
-            KeepStacks(event.generation, full_text(event.stacks)),
-            Blame(event.generation, suspect.local_rank, suspect.message, suspect.is_blameless),
-        )
     state = hang.after_stacks(running.standstill, event.stacks, seat.first_rank)
     return _tell(agent, replace(running, standstill=state), ())
 
@@ -72,15 +50,8 @@ def hear_of_hang(agent: Agent, running: Running) -> tuple[Running, tuple[Action,
     # The end of the job wipes the verdict too.
     if not state.said or not is_still_here or agent.snapshot.ended:
         return running, ()
-    healed_s = max(state.healed_s, state.spell_s)
-    calm = replace(running, standstill=replace(state, said="", healed_s=healed_s))
+    calm = replace(running, standstill=replace(state, said=""))
     return calm, (Say("the job is no longer idle: a rank has made progress, or has exited"),)
-
-
-def _is_watched_otherwise(agent: Agent, running: Running) -> bool:
-    """Whether --hang-timeout finds a hang by what the workers report, or an end of theirs is being understood."""
-    reports = agent.times.hang_timeout_s and running.quiet.reports
-    return bool(reports or running.held or running.leaving)
 
 
 def _awaited(running: Running) -> frozenset[int]:
@@ -94,13 +65,7 @@ def _limit(agent: Agent, running: Running) -> hang.HangLimit:
 
 def _tell(agent: Agent, running: Running, actions: tuple[Action, ...]) -> Step:
     seat, state = running.seat_of(agent.me.node_id), running.standstill
-    awaited, limit = _awaited(running), _limit(agent, running)
-    ended, is_lingering = frozenset(range(seat.slots)) - awaited, awaited != running.live
-    if is_lingering and not awaited:
-        record: StillNode | None = hang.ended_record(seat.node_id, seat.first_rank, ended, limit)
-    else:
-        place = (seat.node_id, seat.first_rank)
-        record = hang.record_of(state, *place, ended, limit, is_lingering=is_lingering)
+    record = hang.record_of(state, seat, running.live, _awaited(running), _limit(agent, running))
     if hang.is_news(state.told, record):
         txn = tell_still(agent.snapshot, agent.me, running.table.generation, record)
         running = replace(running, standstill=replace(state, told=record))
@@ -121,7 +86,7 @@ def _verdict(agent: Agent, running: Running, hang: Hang) -> tuple[Action, ...]:
         actions.append(TellWorkers(generation, hearing, ShowStacks()))
     if is_failure and hang.node_id == seat.node_id:
         local_rank = hang.rank - seat.first_rank if hang.rank >= 0 else -1
-        actions.append(Blame(generation, local_rank, hang.message, hang.is_blameless))
+        actions.append(Blame(generation, local_rank, hang.message, round(state.spell_s), hang.is_blameless))
     return tuple(actions)
 
 

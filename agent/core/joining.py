@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elaunch.agent.core.actions import Say, Spawn
-from elaunch.agent.core.events import Looked, StoreLost, StoreRefuses
+from elaunch.agent.core.events import Looked, StoreLost
 from elaunch.agent.core.membership import belongs_to_run, loss_of_keys
 from elaunch.agent.core.state import Agent, Finished, Joining, Running, Step, exit_with
-from elaunch.agent.core.store_outage import store_failed
 from elaunch.rendezvous.job_spec import UNNAMED
 from elaunch.rendezvous.rules.assign_ranks import newcomers_of, role_sizes
 from elaunch.rendezvous.rules.forming import CAUSE
@@ -28,14 +27,6 @@ def looked(agent: Agent, joining: Joining, _event: Looked, _now_s: float) -> Ste
     if joining.asked == snapshot.generation.number > joining.ran and agent.membership.is_member:
         return _take_seat(agent, snapshot.current_table, joining)
     return agent, ()
-
-
-def store_refuses(agent: Agent, joining: Joining, event: StoreRefuses, now_s: float) -> Step:
-    """Exit if this node was never let in, for then something is wrong with its settings; else note the refusal."""
-    if event.is_denied and not agent.membership.has_entered:
-        # Rejected on first contact means misconfiguration, not a lost job.
-        return exit_with(agent, agent.outcome(OutcomeKind.REFUSED, event.why))
-    return store_failed(agent, joining, event, now_s)
 
 
 def store_lost(agent: Agent, _: Joining | Finished, event: StoreLost, _now_s: float) -> Step:

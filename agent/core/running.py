@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from signal import SIGABRT, SIGHUP, SIGINT, SIGKILL, SIGPIPE, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2
+from signal import SIGABRT, SIGHUP, SIGINT, SIGKILL, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2
 
 from elaunch.agent.core import events
 from elaunch.agent.core.actions import Action, Commit, NameThreads, Say, SignalWorkers, StopReason
@@ -14,6 +14,7 @@ from elaunch.agent.core.membership import loss_of_keys
 from elaunch.agent.core.state import EXIT_S, Agent, Clearing, HeldEnd, ProgramEnd, Running, Step, Stopping
 from elaunch.agent.core.stopping import (
     STOPPED_CODES,
+    answer_to_signal,
     clear_up,
     grace_of_failure,
     ranks,
@@ -116,10 +117,7 @@ def worker_stopped(agent: Agent, running: Running, event: events.WorkerStopped, 
 
 
 def workers_hung(agent: Agent, running: Running, event: events.WorkersHung, now_s: float) -> Step:
-    """Count it as a failure like any other, or only warn of it: their stacks are taken."""
-    if not agent.restarts_hung:
-        way_out = f"to restart the workers: elaunch restart {agent.called}"
-        return agent, (Say(f"the job seems to hang: {event.failure.sentence}\n  {way_out}", "warning"),)
+    """Count it as a failure like any other."""
     return _fail(agent, running, _cause(running, event.failure), now_s)
 
 
@@ -134,8 +132,8 @@ def signalled(agent: Agent, running: Running, event: events.Signalled, now_s: fl
     agent = take_signal(agent, event)
     outcome = interrupted(agent, event)
     agent, farewell = say_goodbye(agent, outcome)
-    # Whoever closes a pipe (`| head`) expects no more words.
-    said = () if event.signum == SIGPIPE else (Say(_farewell_text(agent, event, len(running.live))),)
+    workers = "1 worker" if len(running.live) == 1 else f"{len(running.live)} workers"
+    said = answer_to_signal(agent, event, f"stopping {workers}", agent.times.stop_grace_s)
     reason = StopReason.INTERRUPT if event.signum == SIGINT else StopReason.LEAVE
     return _stop_for(agent, running, outcome, reason, event.to_workers, now_s, *farewell, *said)
 
@@ -308,9 +306,3 @@ def _bow_out(agent: Agent, running: Running, failure: Failure, now_s: float) -> 
     stopping = replace(Stopping.of(running, now_s, agent.times.stop_grace_s), then=outcome)
     agent, actions = stop_broken(agent, stopping, (Say(failure.sentence, "error"), *farewell))
     return agent.as_member(is_member=False), actions
-
-
-def _farewell_text(agent: Agent, event: events.Signalled, live: int) -> str:
-    workers = "1 worker" if live == 1 else f"{live} workers"
-    part = "leaving the job, " if agent.spec.nodes_max > 1 and event.signum != SIGINT else ""
-    return f"{event.name}: {part}stopping {workers}, SIGKILL in {agent.times.stop_grace_s:g} s{event.how_to_kill}"

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from elaunch.agent.core.actions import Action
-from elaunch.agent.core.events import Tag
-from elaunch.agent.diagnosis.hang import Quiet, Standing, Standstill
+from elaunch.agent.core.events import Tag, Trouble
+from elaunch.agent.diagnosis.hang import Standstill
 from elaunch.rendezvous.job_spec import JobSpec
 from elaunch.rendezvous.rules.leading import LeaderState
 from elaunch.rendezvous.rules.snapshot import Snapshot
@@ -100,9 +99,8 @@ class Running:
     """This node's workers run.
 
     Those of `live` do; `held` is the end of one that waits to be understood. `is_first` says that this agent ran no
-    generation before. `quiet` is how long nothing was reported, and `silent` what those reported last whose stacks are
-    being taken for that; `standstill` is how the workers look from outside. `ends` are the records of workers that
-    exited with 0, in order.
+    generation before. `standstill` is how the workers look from outside. `ends` are the records of workers that exited
+    with 0, in order.
     """
 
     table: RankTable
@@ -110,8 +108,6 @@ class Running:
     held: HeldEnd | None = None
     is_first: bool = True
     words: LinkWords = field(default_factory=LinkWords)
-    quiet: Quiet = field(default_factory=Quiet)
-    silent: Mapping[int, Standing] = field(default_factory=dict)
     standstill: Standstill = field(default_factory=Standstill)
     ends: tuple[Failure, ...] = ()
 
@@ -284,15 +280,6 @@ class Membership:
     has_entered: bool = False
     renew_at_s: float | None = None
     renewed_s: float = float("-inf")
-
-
-class Trouble(Enum):
-    """The kind of trouble with the store; the value is the end of a sentence."""
-
-    AWAY = "is away"
-    SLOW = "is too slow"
-    OWN = "cannot be asked"
-    REFUSES = "refuses what this node asks"
 
 
 @dataclass(frozen=True)

@@ -108,6 +108,14 @@ def ranks(local_ranks: frozenset[int]) -> str:
     return ", ".join(str(rank) for rank in sorted(local_ranks))
 
 
+def answer_to_signal(agent: Agent, event: events.Signalled, what: str, left_s: float) -> tuple[Say, ...]:
+    """The line for a signal; none for whoever closes a pipe (`| head`), and expects no more words."""
+    if event.signum == SIGPIPE:
+        return ()
+    part = "leaving the job, " if agent.spec.nodes_max > 1 and event.signum != SIGINT else ""
+    return (Say(f"{event.name}: {part}{what}, SIGKILL in {left_s:g} s{event.how_to_kill}"),)
+
+
 def _tell(
     agent: Agent,
     stopping: Stopping,
@@ -307,9 +315,7 @@ def _leave_after(agent: Agent, stopping: Stopping, event: events.Signalled, now_
         return replace(agent, phase=stopping), farewell
     reason = StopReason.INTERRUPT if event.signum == SIGINT else StopReason.LEAVE
     stopping = stopping.hurried(now_s, agent.times.stop_grace_s)
-    part = "leaving the job, " if agent.spec.nodes_max > 1 and event.signum != SIGINT else ""
-    # Whoever closes a pipe (`| head`) expects no more words.
-    said = () if event.signum == SIGPIPE else (_heard(event, stopping, now_s, part),)
+    said = answer_to_signal(agent, event, "stopping already", _left_s(stopping, now_s))
     live, words, reached, signum = stopping.live, stopping.words, stopping.signalled, event.to_workers
     # In a broken group there is no step to end, and those that save are left alone.
     is_broken = stopping.mode is Mode.BROKEN
@@ -328,13 +334,11 @@ def _end_too(agent: Agent, stopping: Stopping, event: events.Signalled, now_s: f
     if stopping.mode is Mode.KILLING:
         return agent, farewell
     ends = "the whole job ends; " if farewell and agent.spec.nodes_max > 1 else ""
-    return agent, (*farewell, _heard(event, stopping, now_s, ends))
+    return agent, (*farewell, *answer_to_signal(agent, event, f"{ends}stopping already", _left_s(stopping, now_s)))
 
 
-def _heard(event: events.Signalled, stopping: Stopping, now_s: float, part: str) -> Say:
-    """The answer to a signal that comes while the workers stop already."""
-    left_s = max(0, math.ceil(stopping.due_s - now_s))
-    return Say(f"{event.name}: {part}stopping already, SIGKILL in {left_s} s{event.how_to_kill}")
+def _left_s(stopping: Stopping, now_s: float) -> int:
+    return max(0, math.ceil(stopping.due_s - now_s))
 
 
 def _kill(agent: Agent, stopping: Stopping, now_s: float, said: Say) -> Step:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elaunch.agent.core.actions import Action, Say
-from elaunch.agent.core.events import StoreAway, StoreBack, StoreRefuses, Tick, WatchRefused
+from elaunch.agent.core.events import StoreBack, StoreFailed, Tick, Trouble, WatchRefused
 from elaunch.agent.core.membership import say_wait
 from elaunch.agent.core.state import (
     WORTH_A_WORD_S,
@@ -16,7 +16,6 @@ from elaunch.agent.core.state import (
     Reach,
     Running,
     Step,
-    Trouble,
     exit_with,
 )
 from elaunch.rendezvous.types import Outcome, OutcomeKind
@@ -30,16 +29,16 @@ _AGAIN = (
 )
 
 
-def store_failed(agent: Agent, _phase: Phase, event: StoreAway | StoreRefuses, now_s: float) -> Step:
-    """Note that the store fails; log it if it lasts."""
+def store_failed(agent: Agent, _phase: Phase, event: StoreFailed, now_s: float) -> Step:
+    """Note that the store fails; log it if it lasts. Exit if this node was denied before it was ever let in."""
+    if event.trouble is Trouble.DENIED and not agent.membership.has_entered:
+        # Rejected on first contact means misconfiguration, not a lost job.
+        return exit_with(agent, agent.outcome(OutcomeKind.REFUSED, event.why))
     reach = agent.reach
     if reach.failing_since_s is None:
         reach = Reach(reach.ever, failing_since_s=now_s, log_at_s=now_s + WORTH_A_WORD_S)
-    is_heads = is_silent = False
-    if isinstance(event, StoreAway):
-        is_heads, is_silent = event.is_heads, event.is_silent
-    silent_s = (now_s if reach.silent_since_s is None else reach.silent_since_s) if is_silent else None
-    reach = replace(reach, trouble=_trouble(event), why=event.why, is_heads=is_heads, silent_since_s=silent_s)
+    silent_s = (now_s if reach.silent_since_s is None else reach.silent_since_s) if event.is_silent else None
+    reach = replace(reach, trouble=event.trouble, why=event.why, is_heads=event.is_heads, silent_since_s=silent_s)
     return replace(agent, reach=reach), ()
 
 
@@ -117,12 +116,6 @@ def note_idle(agent: Agent, now_s: float) -> Agent:
     return replace(agent, reach=replace(reach, idle_since_s=now_s, log_at_s=log_at_s))
 
 
-def _trouble(event: StoreAway | StoreRefuses) -> Trouble:
-    if isinstance(event, StoreRefuses):
-        return Trouble.REFUSES
-    return Trouble.OWN if event.is_own else Trouble.SLOW if event.is_slow else Trouble.AWAY
-
-
 def _words(agent: Agent, now_s: float) -> str:
     """What a failing store means for this node now, and when the agent gives up."""
     reach, give_up_s = agent.reach, gives_up_at_s(agent)
@@ -147,7 +140,8 @@ def _words(agent: Agent, now_s: float) -> str:
 def _unknown(agent: Agent, away_s: float) -> str:
     reach = agent.reach
     how = "did not answer" if reach.ever else "was never reached"
-    how = {Trouble.REFUSES: "refused", Trouble.OWN: "could not be asked"}.get(reach.trouble, how)
+    past = {Trouble.REFUSES: "refused", Trouble.DENIED: "refused", Trouble.OWN: "could not be asked"}
+    how = past.get(reach.trouble, how)
     own = "; this node's workers had all exited with 0" if isinstance(agent.phase, Finished) else ""
     again = f"; {_AGAIN}" if reach.ever and reach.is_heads else ""
     return f"the store {how} for {away_s:.0f} s ({reach.why}){own}; how the job ended is not known here{again}"

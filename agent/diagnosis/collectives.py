@@ -51,12 +51,11 @@ Counts = Mapping[tuple[int, int], Count]
 class LastEntered:
     """What the recorder says of a rank: `words` has the rank's last collective in the default group.
 
-    `waits` says that a collective of any group has not ended, and `has_begun` that its GPU has begun it.
+    `waits` says that a collective of any group has not ended.
     """
 
     words: str
     waits: bool
-    has_begun: bool
 
 
 def read_counts(text: bytes) -> Counts:
@@ -86,8 +85,7 @@ def last_entered(counts: Counts) -> LastEntered | None:
     words = ""
     if newest:
         words = f"{'in' if newest.is_outstanding else 'after'} collective {newest.entered} of the default group"
-    outstanding = [count for count in counts.values() if count.is_outstanding]
-    return LastEntered(words, bool(outstanding), any(count.begun > count.ended for count in outstanding))
+    return LastEntered(words, any(count.is_outstanding for count in counts.values()))
 
 
 def _dumps(text: bytes) -> Iterator[Mapping[str, Any]]:

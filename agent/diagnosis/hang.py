@@ -4,6 +4,7 @@ A rank stands still while it uses no CPU, or while it uses one whole CPU for not
 first time, nothing is read or written. It also stands still while torch's flight recorder says that a collective has
 not ended, and that the rank has entered no other: a rank that waits for its GPU spins. That alone proves nothing, so
 stacks are taken, again and again, and each rank must be at the same place in all of them, and in the same collective.
+Where programs report steps and the user gave a limit, ranks are idle while none of them reports, whatever they do.
 `rendezvous/rules/hang_verdict.py` has the rule for the whole job.
 """
 
@@ -16,6 +17,7 @@ from enum import Enum
 from elaunch.agent.diagnosis.stack_groups import Stack, place_words, ranks_words
 from elaunch.agent.diagnosis.waits import Doing, does_where, doing, helpers_work, waits_for_ranks
 from elaunch.rendezvous.rules.hang_verdict import GROUPS_MAX, StillGroup, StillKind, StillNode
+from elaunch.rendezvous.types import Seat
 
 
 @dataclass(frozen=True)
@@ -24,8 +26,8 @@ class Standstill:
 
     Those of `live` ran at the last look. `still` says how each rank stands still and for how many seconds; `spell_s` is
     for how long all of them do. Stacks were taken in `looks` looks of this standstill; `stacks` are the last ones, and
-    ranks in `held_gil` held the GIL in all of them. `told` is this node's record in the store. `healed_s` is the
-    longest standstill that ended by itself. `said` is the verdict that the log has.
+    ranks in `held_gil` held the GIL in all of them. `reported` is what each rank reported last, where reports count.
+    `told` is this node's record in the store. `said` is the verdict that the log has.
     """
 
     live: frozenset[int] = frozenset()
@@ -35,8 +37,8 @@ class Standstill:
     is_looking: bool = False
     stacks: tuple[Stack, ...] = ()
     held_gil: frozenset[int] = frozenset()
+    reported: Mapping[int, str] = field(default_factory=dict)
     told: StillNode | None = None
-    healed_s: float = 0.0
     said: str = ""
 
 
@@ -56,9 +58,6 @@ _SWITCHES_BUSY = 20
 _LOOKS_AT = (0.5, 0.75, 1.0)
 # What may go on by itself gets this many times the limit: a slow disk, a download, a long computation in C.
 PATIENCE = 5
-# A standstill that ended by itself was healthy. The next one may be so many times longer.
-_HEALED_TIMES = 3
-_HEALED_S_MAX = 3600.0
 
 
 class Sort(Enum):
@@ -68,6 +67,7 @@ class Sort(Enum):
     SPINS = "it uses one CPU, for nothing that is seen from outside"
     OUTSTANDS = "it uses a CPU, and a collective of it does not end"
     STOPPED = "a signal or a debugger holds it"
+    SILENT = "it reports nothing, and neither does any other rank of its node"
 
 
 @dataclass(frozen=True)
@@ -79,18 +79,22 @@ class Window:
     written, and the main thread slept `switches` times.
 
     `is_outstanding` says that a collective has not ended, and that the worker has entered and ended none meanwhile.
+    `is_silent` says that no worker of the node has reported anything, None where reports do not count; `reported` has
+    what this one reported last, as the end of a sentence.
     """
 
     seconds: float
     cpu_s: float
     main_cpu_s: float
     main_delay_s: float
-    faults: int
+    faults: float
     state: str
-    io_bytes: int = 0
-    switches: int = 0
+    io_bytes: float = 0
+    switches: float = 0
     children_cpu_s: float = 0.0
     is_outstanding: bool = False
+    is_silent: bool | None = None
+    reported: str = ""
 
 
 @dataclass(frozen=True)
@@ -101,27 +105,23 @@ class HangLimit:
     confirm_s: float
 
 
-def after_windows(
-    before: Standstill, live: frozenset[int], windows: Mapping[int, Window], *, is_alone: bool
-) -> Standstill:
-    """The state after another look. `is_alone` says that the job has no other node."""
+def after_windows(before: Standstill, live: frozenset[int], windows: Mapping[int, Window]) -> Standstill:
+    """The state after another look."""
     if before.live - live:
         # One has exited: what the others do now begins now.
         before = _afresh(replace(before, still={}, spell_s=0.0))
-    before = replace(before, live=live)
+    before = replace(before, live=live, reported={rank: windows[rank].reported for rank in live if rank in windows})
     looks = ((rank, _after_window(before.still.get(rank), windows[rank])) for rank in live if rank in windows)
     still = {rank: found for rank, found in looks if found}
     spell_s = min((for_s for _, for_s in still.values()), default=0.0) if len(still) == len(live) else 0.0
-    if spell_s >= before.spell_s > 0.0 or not before.looks:
-        return replace(before, still=still, spell_s=spell_s)
-    healed_s = max(before.healed_s, before.spell_s) if _counts_as_healed(before, is_alone) else before.healed_s
-    return _afresh(replace(before, still=still, spell_s=spell_s, healed_s=min(healed_s, _HEALED_S_MAX)))
+    after = replace(before, still=still, spell_s=spell_s)
+    return after if spell_s >= before.spell_s > 0.0 else _afresh(after)
 
 
 def wants_stacks(state: Standstill, limit: HangLimit) -> bool:
     """Whether stacks are to be taken now."""
     due = _LOOKS_AT[state.looks] if state.looks < len(_LOOKS_AT) else state.looks - len(_LOOKS_AT) + 2.0
-    return not state.is_looking and bool(state.still) and state.spell_s >= due * _told_at_s(state, limit)
+    return not state.is_looking and bool(state.still) and state.spell_s >= due * _told_at_s(limit)
 
 
 def after_stacks(before: Standstill, stacks: tuple[Stack, ...], first_rank: int) -> Standstill:
@@ -131,6 +131,7 @@ def after_stacks(before: Standstill, stacks: tuple[Stack, ...], first_rank: int)
         return before
     known = {stack.rank: stack for stack in before.stacks} if before.looks else {}
     moved = {stack.rank - first_rank for stack in stacks if _has_moved(known.get(stack.rank, stack), stack)}
+    moved -= {rank for rank, (sort, _) in before.still.items() if sort is Sort.SILENT}
     gil = frozenset(stack.rank for stack in stacks if stack.main and stack.main.holds_gil)
     if moved:
         still = {rank: (sort, 0.0 if rank in moved else for_s) for rank, (sort, for_s) in before.still.items()}
@@ -140,47 +141,39 @@ def after_stacks(before: Standstill, stacks: tuple[Stack, ...], first_rank: int)
 
 
 def record_of(
-    state: Standstill,
-    node_id: str,
-    first_rank: int,
-    exited: frozenset[int],
-    limit: HangLimit,
-    *,
-    is_lingering: bool = False,
+    state: Standstill, seat: Seat, live: frozenset[int], awaited: frozenset[int], limit: HangLimit
 ) -> StillNode | None:
     """What this node tells the leader; None while its ranks work, or a person is at work in one of them.
 
-    The programs of `exited` have ended; with `is_lingering` not all of these processes are gone.
+    The processes of `live` run; other ranks may wait for those of `awaited`, as the programs of the rest have ended.
     """
-    if state.looks < len(_LOOKS_AT) or state.spell_s < _told_at_s(state, limit):
+    gone = [seat.first_rank + rank for rank in range(seat.slots) if rank not in awaited]
+    words, first, is_lingering = ranks_words(gone) if gone else "", gone[0] if gone else -1, awaited != live
+    if is_lingering and not awaited:
+        return StillNode(seat.node_id, limit.still_s, True, (), words, first, is_lingering)
+    if state.looks < len(_LOOKS_AT) or state.spell_s < _told_at_s(limit):
         return None
     found: dict[tuple[StillKind, str, str], list[Stack]] = {}
     is_patient = False
     for stack in state.stacks:
-        if stack.rank - first_rank not in state.still:
+        if stack.rank - seat.first_rank not in state.still:
             # It has exited since.
             continue
-        sort = state.still[stack.rank - first_rank][0]
+        sort = state.still[stack.rank - seat.first_rank][0]
         kind = _kind(state, stack, sort)
         if kind is None:
             return None
-        is_patient = is_patient or (kind is StillKind.WAITS and _may_compute(stack, sort))
-        found.setdefault((kind, place_words(stack), _does(kind, stack)), []).append(stack)
+        if sort is not Sort.SILENT:
+            may_go_on = kind in (StillKind.ELSEWHERE, StillKind.UNKNOWN)
+            is_patient |= may_go_on or (kind is StillKind.WAITS and _may_compute(stack, sort))
+        does = _does(kind, stack, state.reported.get(stack.rank - seat.first_rank, ""))
+        found.setdefault((kind, place_words(stack), does), []).append(stack)
     groups = tuple(
         StillGroup(kind, same[0].rank, len(same), ranks_words([each.rank for each in same]), where, does, same[0].pid)
         for (kind, where, does), same in list(found.items())[:GROUPS_MAX]
     )
-    is_patient = is_patient or any(group.kind in (StillKind.ELSEWHERE, StillKind.UNKNOWN) for group in groups)
-    is_ready = not is_patient or state.spell_s >= _told_at_s(state, limit, PATIENCE)
-    gone = sorted(first_rank + rank for rank in exited)
-    words, first = (ranks_words(gone), gone[0]) if gone else ("", -1)
-    return StillNode(node_id, round(state.spell_s, 1), is_ready, groups, words, first, is_lingering)
-
-
-def ended_record(node_id: str, first_rank: int, ended: frozenset[int], limit: HangLimit) -> StillNode:
-    """The record of a node whose programs have all ended, and not all processes: the other nodes may wait for them."""
-    gone = sorted(first_rank + rank for rank in ended)
-    return StillNode(node_id, limit.still_s, True, (), ranks_words(gone), gone[0], is_lingering=True)
+    is_ready = not is_patient or state.spell_s >= _told_at_s(limit, PATIENCE)
+    return StillNode(seat.node_id, round(state.spell_s, 1), is_ready, groups, words, first, is_lingering)
 
 
 def is_news(told: StillNode | None, record: StillNode | None) -> bool:
@@ -206,18 +199,15 @@ def _afresh(state: Standstill) -> Standstill:
     return replace(state, looks=0, stacks=(), held_gil=frozenset(), is_looking=state.is_looking)
 
 
-def _counts_as_healed(state: Standstill, is_alone: bool) -> bool:
-    """Whether the standstill was this node's own: if all its ranks waited for others, another node may have worked."""
-    return is_alone or any(not (doing(stack).is_for_ranks or stack.waits) for stack in state.stacks)
-
-
-def _told_at_s(state: Standstill, limit: HangLimit, times: int = 1) -> float:
+def _told_at_s(limit: HangLimit, times: int = 1) -> float:
     """How long the ranks have stood still when the leader is told, so that its verdict comes at the limit."""
-    return times * max(limit.still_s, _HEALED_TIMES * state.healed_s) - limit.confirm_s
+    return times * limit.still_s - limit.confirm_s
 
 
 def _sort(window: Window) -> Sort | None:
     seconds = window.seconds
+    if window.is_silent is not None:
+        return Sort.SILENT if window.is_silent else None
     if window.state in ("T", "t"):
         return Sort.STOPPED
     if window.io_bytes > _IO_BYTES * seconds:
@@ -273,92 +263,17 @@ def _kind(state: Standstill, stack: Stack, sort: Sort) -> StillKind | None:
 def _may_compute(stack: Stack, sort: Sort) -> bool:
     """Whether its GPU may still do what the program gave it before the collective that it waits for."""
     what = doing(stack)
-    is_on_gpu = what is Doing.GPU or (sort is Sort.OUTSTANDS and not what.is_for_ranks)
-    return is_on_gpu and not stack.has_begun
+    return what is Doing.GPU or (sort is Sort.OUTSTANDS and not what.is_for_ranks)
 
 
-def _does(kind: StillKind, stack: Stack) -> str:
-    """The middle of a sentence: what it does, where in the user's code, and the last collective that it entered."""
-    entered = f", {stack.entered}" if stack.entered else ""
+def _does(kind: StillKind, stack: Stack, reported: str) -> str:
+    """The middle of a sentence: what it does, where in the user's code, its last collective, and its last report."""
+    entered = (f", {stack.entered}" if stack.entered else "") + (f", {reported}" if reported else "")
     if kind is StillKind.UNKNOWN:
-        return f"uses no CPU ({stack.trouble or 'no Python frame'}){entered}"
+        return f"{'shows no stack' if reported else 'uses no CPU'} ({stack.trouble or 'no Python frame'}){entered}"
     if kind is StillKind.WAITS and doing(stack) in (Doing.RUNS, Doing.UNKNOWN):
         where = stack.main.innermost_user_frame if stack.main else None
         return f"waits{f' in {where.words}' if where else ''}{entered}"
     # Without a number: each look would change the record, and the store would hear of it.
-    looks = ", at the same line in every look" if doing(stack) is Doing.RUNS else ""
+    looks = ", at the same line in every look" if doing(stack) is Doing.RUNS and not reported else ""
     return f"{does_where(stack)}{looks}{entered}"
-
-
-# Links are looked at once a second. What passes beyond this between two looks has passed without this agent: it was
-# stopped, and so were its workers, perhaps.
-_REPORT_LOOK_S_MAX = 2.0
-
-
-@dataclass(frozen=True)
-class Quiet:
-    """How long a generation's workers have reported nothing, by what their agent saw: `reports` until `looked_s`."""
-
-    reports: int = 0
-    looked_s: float = 0.0
-    quiet_s: float = 0.0
-    is_over: bool = False
-
-    def after(self, reports: int, now_s: float) -> Quiet:
-        """The state after another look. Before the first report no time counts as quiet."""
-        if reports > self.reports or not reports:
-            return replace(self, reports=reports, looked_s=now_s, quiet_s=0.0)
-        return replace(self, looked_s=now_s, quiet_s=self.quiet_s + min(now_s - self.looked_s, _REPORT_LOOK_S_MAX))
-
-
-@dataclass(frozen=True)
-class Standing:
-    """What a worker reported last: a step (-1 for none) and what it was doing."""
-
-    step: int
-    phase: str = ""
-
-
-@dataclass(frozen=True)
-class Suspect:
-    """The local rank to name, and what it did, as the middle of a sentence. `is_blameless` as in `Failure`."""
-
-    local_rank: int
-    message: str
-    is_blameless: bool
-
-
-def who_hangs(standings: Mapping[int, Standing], stacks: Mapping[int, Stack], quiet_s: float) -> Suspect:
-    """The worker to name.
-
-    `standings` has the workers that have reported and still run, and `stacks` those whose stack was taken. Named is one
-    that a signal holds; else one that does not wait for other ranks while others do; else one that reported least.
-    Only the first two point at this node: the ranks of other nodes are silent too, and one of those may be the cause.
-    """
-    suspects, is_known = _suspects(standings, stacks)
-    least = min(standings[rank].step for rank in suspects)
-    behind = sorted(rank for rank in suspects if standings[rank].step == least)
-    named, phase = behind[0], standings[behind[0]].phase
-    stands = (f" since step {least}" if least >= 0 else "") + (f", in its phase {phase!r}" if phase else "")
-    others = ", ".join(str(rank) for rank in behind[1:])
-    if others:
-        stands += f", as did local rank {others}"
-    most = max(standing.step for standing in standings.values())
-    if most > least:
-        stands += f", while others had come to step {most}"
-    is_seen = named in stacks and doing(stacks[named]) is not Doing.UNKNOWN
-    does = f"; it {does_where(stacks[named])}" if is_seen else ""
-    message = f"hung: it reported nothing for {quiet_s:.0f} s{stands}{does},"
-    return Suspect(named, message, is_blameless=not is_known)
-
-
-def _suspects(standings: Mapping[int, Standing], stacks: Mapping[int, Stack]) -> tuple[frozenset[int], bool]:
-    """The workers that may be the cause, and whether their stacks say so."""
-    everybody = frozenset(standings)
-    known = {rank: stack for rank, stack in stacks.items() if rank in everybody}
-    held = frozenset(rank for rank, stack in known.items() if doing(stack) in (Doing.STOPPED, Doing.TRACED))
-    waits = {rank: waits_for_ranks(stack) for rank, stack in known.items()}
-    elsewhere = frozenset(rank for rank, is_waiting in waits.items() if is_waiting is False)
-    if found := held or (elsewhere if True in waits.values() else frozenset()):
-        return found, True
-    return everybody, False

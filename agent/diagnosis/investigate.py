@@ -6,7 +6,7 @@ A file system whose server is gone may hang. So threads look, and nobody waits f
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ import psutil
 
 from elaunch.agent.diagnosis.causes.cause import SHARED_MEMORY, Facts, Space
 from elaunch.agent.diagnosis.causes.table import wants_disks
-from elaunch.agent.diagnosis.oom import KernelLog, are_counted, limit_text
+from elaunch.agent.diagnosis.oom import KernelLog, limit_text
 from elaunch.agent.linux import in_threads, start_thread
 from elaunch.rendezvous.types import Failure
 
@@ -24,15 +24,13 @@ _LIMIT_S = 2.0
 _WRITTEN_KINDS = ("tmpfs", "overlay", "lustre", "gpfs", "beegfs", "zfs", "btrfs", "ceph")
 
 
-def look_into(
-    failures: Iterable[Failure], log: KernelLog, counters: Sequence[Path], found: Callable[[Facts], None]
-) -> None:
+def look_into(failures: Iterable[Failure], log: KernelLog, found: Callable[[Facts], None]) -> None:
     """Call `found` with what explains failures on this host: now, or soon, in another thread.
 
-    `log` is the kernel's since before any worker started; `counters` are the files that count its kills.
+    `log` is the kernel's since before any worker started.
     """
     limit = limit_text().partition(",")[0]
-    facts = Facts(gpu_errors=log.xids(), memory_limit=limit, kills_are_counted=are_counted(counters))
+    facts = Facts(gpu_errors=log.xids(), memory_limit=limit, kills_are_counted=log.counts_kills)
     # A restart after a kill does not wait for threads.
     if not any(map(wants_disks, failures)) or not start_thread(lambda: found(_with_disks(facts)), "elaunch-facts"):
         found(facts)

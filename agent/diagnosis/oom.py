@@ -11,6 +11,8 @@ from pathlib import Path
 
 from elaunch.rendezvous.texts import bytes_text
 
+_ANONYMOUS = re.compile(r"anon-rss:(\d+)kB")
+_SHARED = re.compile(r"shmem-rss:(\d+)kB")
 _KILLED = re.compile(r"[Kk]illed process (\d+)")
 _XID = "NVRM: Xid"
 # Of a driver that repeats itself the first lines are enough.
@@ -18,10 +20,21 @@ _XIDS_MAX = 32
 _KILLS_MAX = 1024
 
 
-class KernelLog:
-    """The kernel's messages since this object was made; none if this user may not read them. For any thread."""
+# Of kills that the kernel counted at once, the exits come within this time.
+_CLAIM_S = 5.0
 
-    def __init__(self) -> None:
+
+class KernelLog:
+    """The kernel's messages and its counts of kills since this object was made. For any thread.
+
+    There are no messages if this user may not read them. `counters` are the event files of this process's memory cgroup
+    (v2 `memory.events`, v1 `memory.oom_control`).
+    """
+
+    def __init__(self, counters: Sequence[Path]) -> None:
+        self._counters = counters
+        self._counted = self._kills_counted() or 0
+        self._claim_until_s = 0.0
         self._lock = threading.Lock()
         self._kills: dict[int, str] = {}
         self._xids: list[str] = []
@@ -31,11 +44,23 @@ class KernelLog:
         except OSError:
             self._fd = -1
 
-    def kill_of(self, pid: int) -> str:
-        """The message that the kernel killed that process for lack of memory, or the empty string."""
+    def word_on(self, pid: int, now_s: float) -> str:
+        """A few words if the kernel killed `pid` for lack of memory, or may have done so. Else the empty string."""
         with self._lock:
             self._read()
-            return self._kills.get(pid, "")
+            before, self._counted = self._counted, self._kills_counted() or 0
+            if self._counted > before:
+                # Several processes may have been killed at once.
+                self._claim_until_s = now_s + _CLAIM_S
+        if record := self._kills.get(pid):
+            held = sum(int(m[1]) << 10 for pattern in (_ANONYMOUS, _SHARED) for m in [pattern.search(record)] if m)
+            return "out of memory, says the kernel log" + (f"; it held {bytes_text(held)}" if held else "")
+        return "its memory cgroup counted an out-of-memory kill at that time" if now_s < self._claim_until_s else ""
+
+    @property
+    def counts_kills(self) -> bool:
+        """Whether kills are counted, so that a count that has not grown says that there was none."""
+        return self._kills_counted() is not None
 
     def xids(self) -> tuple[str, ...]:
         """The driver's errors, oldest first, as in "Xid (PCI:0000:3b:00): 79, …"."""
@@ -58,52 +83,15 @@ class KernelLog:
             if found and len(self._xids) < _XIDS_MAX:
                 self._xids.append("Xid" + rest.partition("\n")[0])
 
+    def _kills_counted(self) -> int | None:
+        """The sum of the counters; None where there is none."""
+        found = [count for path in self._counters if (count := _count(path)) is not None]
+        return sum(found) if found else None
 
-_ANONYMOUS = re.compile(r"anon-rss:(\d+)kB")
-_SHARED = re.compile(r"shmem-rss:(\d+)kB")
+
 _V1_NAMES = ("memory.limit_in_bytes", "memory.max_usage_in_bytes")
 # A limit above this is none: v1 of cgroups writes the largest number of pages.
 _NO_LIMIT = 1 << 60
-# Of kills that the kernel counted at once, the exits come within this time.
-_CLAIM_S = 5.0
-
-
-class OutOfMemoryWatch:
-    """Finds out whether a SIGKILL came from the kernel's out-of-memory killer.
-
-    Asks the kernel log, if it can be read, and `counters`: the event files of this process's memory cgroup (v2
-    `memory.events`, v1 `memory.oom_control`). Kills from before this object was made do not count.
-    """
-
-    def __init__(self, log: KernelLog, counters: Sequence[Path]) -> None:
-        self._log = log
-        self._counters = counters
-        self._counted = _kills(counters)
-        self._claim_until_s = 0.0
-
-    def word_on(self, pid: int, now_s: float) -> str:
-        """A few words if the kernel killed `pid` for lack of memory, or may have done so. Else the empty string."""
-        is_counted = self._claim(now_s)
-        if record := self._log.kill_of(pid):
-            held = sum(int(m[1]) << 10 for pattern in (_ANONYMOUS, _SHARED) for m in [pattern.search(record)] if m)
-            return "out of memory, says the kernel log" + (f"; it held {bytes_text(held)}" if held else "")
-        return "its memory cgroup counted an out-of-memory kill at that time" if is_counted else ""
-
-    def _claim(self, now_s: float) -> bool:
-        """Whether the cgroup has counted a kill just now: several processes may have been killed at once."""
-        before, self._counted = self._counted, _kills(self._counters)
-        if self._counted > before:
-            self._claim_until_s = now_s + _CLAIM_S
-        return now_s < self._claim_until_s
-
-
-def are_counted(counters: Sequence[Path]) -> bool:
-    """Whether these files count kills, so that a count that has not grown says that there was none."""
-    return any(_count(path) is not None for path in counters)
-
-
-def _kills(counters: Sequence[Path]) -> int:
-    return sum(_count(path) or 0 for path in counters)
 
 
 def _count(path: Path) -> int | None:

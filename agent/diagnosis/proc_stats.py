@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from elaunch.agent import linux
 from elaunch.agent.diagnosis.hang import LOOK_EVERY_S, Window
@@ -15,19 +15,12 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 _NS = 1e9
 
 
-@dataclass(frozen=True)
-class _Counts:
-    """A process's counters at one look; by its pid and start time it differs from all others."""
+class _Counts(NamedTuple):
+    """A process's counters at one look, in the order of `Window`'s; by `identity` it differs from all others."""
 
     identity: tuple[int, int]
     state: str
-    cpu_s: float
-    main_cpu_s: float
-    main_delay_s: float
-    faults: int
-    io_bytes: int
-    switches: int
-    children_cpu_s: float
+    sums: tuple[float, ...]
 
 
 class Vitals:
@@ -64,18 +57,10 @@ class Vitals:
 
 
 def _window(before: _Counts, now: _Counts, seconds: float) -> Window:
-    return Window(
-        seconds,
-        now.cpu_s - before.cpu_s,
-        now.main_cpu_s - before.main_cpu_s,
-        now.main_delay_s - before.main_delay_s,
-        now.faults - before.faults,
-        now.state,
-        now.io_bytes - before.io_bytes,
-        now.switches - before.switches,
-        # A child that ended unseen took its time with it.
-        abs(now.children_cpu_s - before.children_cpu_s),
-    )
+    # A child that ended unseen took its time with it.
+    gained = (abs(new - old) for old, new in zip(before.sums, now.sums, strict=True))
+    cpu_s, main_s, delay_s, faults, io_bytes, switches, children_s = gained
+    return Window(seconds, cpu_s, main_s, delay_s, faults, now.state, io_bytes, switches, children_s)
 
 
 def _counts(pid: int) -> _Counts | None:
@@ -88,11 +73,10 @@ def _counts(pid: int) -> _Counts | None:
         with suppress(FileNotFoundError):
             main_ns, delay_ns, _ = Path(f"/proc/{pid}/schedstat").read_text().split()
             main_s, delay_s = int(main_ns) / _NS, int(delay_ns) / _NS
-        faults, identity = int(fields[7]) + int(fields[9]), (pid, int(fields[19]))
+        faults = int(fields[7]) + int(fields[9])
         children_s = sum(map(_cpu_s, linux.descendants(pid))) + reaped_s
-        return _Counts(
-            identity, fields[0].decode(), cpu_s, main_s, delay_s, faults, _io_bytes(pid), _switches(pid), children_s
-        )
+        sums = cpu_s, main_s, delay_s, faults, _io_bytes(pid), _switches(pid), children_s
+        return _Counts((pid, int(fields[19])), fields[0].decode(), sums)
     except (OSError, ValueError, IndexError):
         return None
 

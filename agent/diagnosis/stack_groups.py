@@ -91,7 +91,7 @@ class Stack:
     `children` are the worker's own child processes that run Python.
 
     What torch's flight recorder says: `entered` has the rank's last collective, empty if that is not known. `waits`
-    says that a collective has not ended, and `has_begun` that the rank's GPU has begun it.
+    says that a collective has not ended.
     """
 
     rank: int
@@ -102,7 +102,6 @@ class Stack:
     children: tuple[Stack, ...] = ()
     entered: str = ""
     waits: bool = False
-    has_begun: bool = False
 
     @property
     def main(self) -> ThreadStack | None:

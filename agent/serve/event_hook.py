@@ -43,14 +43,12 @@ class EventHook:
         if self._thread is None:
             self._thread = start_thread(self._work, "elaunch-hook")
         if self._thread is None:
-            self._say(f"--on-event: no thread can be started, so {event['event']} is not told", "warning")
+            self._warn(f"no thread can be started, so {event['event']} is not told")
             return
         try:
             self._events.put_nowait(event)
         except queue.Full:
-            self._say(
-                f"--on-event: {QUEUED_MAX} events wait for the command already; {event['event']} is not told", "warning"
-            )
+            self._warn(f"{QUEUED_MAX} events wait for the command already; {event['event']} is not told")
 
     def close(self, wait_s: float | None = None) -> None:
         """Let the runs that are left come to an end, `wait_s` (else FAREWELL_S) at the longest."""
@@ -67,16 +65,17 @@ class EventHook:
         while (event := self._events.get()) is not None:
             left_s = self._until_s - time.monotonic()
             if left_s <= 0:
-                self._say(f"--on-event: there is no time left to tell {event['event']}", "warning")
+                self._warn(f"there is no time left to tell {event['event']}")
                 return
             try:
                 trouble = self._run(event, min(RUN_S_MAX, left_s))
             except OSError as error:
                 trouble = f"cannot be started ({error.strerror})"
             if trouble:
-                self._say(
-                    f"--on-event: {self._command[0]} {trouble}; {event['event']} may not have been told", "warning"
-                )
+                self._warn(f"{self._command[0]} {trouble}; {event['event']} may not have been told")
+
+    def _warn(self, text: str) -> None:
+        self._say(f"--on-event: {text}", "warning")
 
     def _run(self, event: Mapping[str, Any], limit_s: float) -> str:
         """Run the command to its end; what went wrong. Raises OSError if it cannot be started."""

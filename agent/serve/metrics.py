@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -29,19 +30,10 @@ _REQUEST_S_MAX = 10.0
 TIME_USES = ("productive", "starting", "stopping", "waiting")
 
 
-@dataclass(frozen=True)
-class Counts:
-    """The counters at one moment: seconds by use. `last_failure` is its wall clock (s) and kind, None without one."""
-
-    seconds: Mapping[str, float]
-    failures: Mapping[str, float]
-    hangs: int
-    steps_repeated: int
-    last_failure: tuple[float, str] | None
-
-
 class RunCounters:
-    """Counts events of one agent's timeline; any thread may count and read. `now_s` is of the monotonic clock.
+    """Counts events of one agent's timeline; one thread counts, any may read. `now_s` is of the monotonic clock.
+
+    `last_failure` is the last one's wall clock (s) and kind, None without one.
 
     Time is productive while workers run. Once a program has reported a step, the time before the first step of each
     later generation is that of a start.
@@ -51,10 +43,10 @@ class RunCounters:
         self._lock = threading.Lock()
         self._use, self._since_s = "waiting", now_s
         self._seconds = dict.fromkeys(TIME_USES, 0.0)
-        self._failures: Counter[str] = Counter()
-        self._hangs = 0
-        self._steps_repeated = 0
-        self._last_failure: tuple[float, str] | None = None
+        self.failures: Counter[str] = Counter()
+        self.hangs = 0
+        self.steps_repeated = 0
+        self.last_failure: tuple[float, str] | None = None
         self._newest_step = -1
 
     def count(self, event: str, fields: Mapping[str, Any], now_s: float) -> None:
@@ -73,18 +65,15 @@ class RunCounters:
                     self._turn("waiting", now_s)
                 case "cause":
                     kind = str(fields["kind"])
-                    self._failures[kind] += 1
-                    self._last_failure = (float(fields["failed_at"]), kind)
-                case "hung" if "quiet_s" in fields:
-                    self._hangs += 1
+                    self.failures[kind] += 1
+                    self.last_failure = (float(fields["failed_at"]), kind)
                 case "seems_hung":
-                    self._hangs += 1
+                    self.hangs += 1
 
-    def at(self, now_s: float) -> Counts:
-        """The counters now."""
+    def seconds(self, now_s: float) -> dict[str, float]:
+        """The seconds until now, by use."""
         with self._lock:
-            seconds = {**self._seconds, self._use: self._seconds[self._use] + now_s - self._since_s}
-            return Counts(seconds, dict(self._failures), self._hangs, self._steps_repeated, self._last_failure)
+            return {**self._seconds, self._use: self._seconds[self._use] + now_s - self._since_s}
 
     def _turn(self, use: str, now_s: float) -> None:
         self._seconds[self._use] += now_s - self._since_s
@@ -95,7 +84,7 @@ class RunCounters:
             self._turn("productive", now_s)
         first = [step for step in fields.get("first_steps", ()) if step >= 0]
         if first:
-            self._steps_repeated += max(0, self._newest_step - min(first) + 1)
+            self.steps_repeated += max(0, self._newest_step - min(first) + 1)
         self._newest_step = max(fields["steps"])
 
 
@@ -104,7 +93,7 @@ class NodeState:
     """What one scrape reads. `steps` are the newest steps by rank; `started_at` is the wall clock (s)."""
 
     agent: Agent
-    counts: Counts
+    counters: RunCounters
     steps: Mapping[int, int]
     steps_per_s: float
     started_at: float
@@ -118,7 +107,7 @@ class NodeCollector(Collector):
 
     def collect(self) -> Iterator[Family]:
         state = self._read()
-        agent, counts, snapshot = state.agent, state.counts, state.agent.snapshot
+        agent, counts, snapshot = state.agent, state.counters, state.agent.snapshot
         own = [agent.spec.run_id, agent.me.host]
 
         def made(
@@ -161,14 +150,17 @@ class NodeCollector(Collector):
         yield gauge("elaunch_workers", "Workers of this node, by state.", live, "state")
         yield gauge("elaunch_step", "The newest step that each rank of this node reported.", steps, "rank")
         yield gauge("elaunch_steps_per_second", speed, state.steps_per_s)
-        yield counter("elaunch_failures", "Generations that failed by this node's workers.", counts.failures, "kind")
+        yield counter(
+            "elaunch_failures", "Generations that failed by this node's workers.", counts.failures.copy(), "kind"
+        )
         if counts.last_failure:
             at, kind = counts.last_failure
             when = "When this node's workers failed last (Unix time)."
             yield gauge("elaunch_last_failure_timestamp_seconds", when, {kind: at}, "kind")
         yield counter("elaunch_hangs", "Hangs of this node's workers, or of the whole job.", counts.hangs)
         yield counter("elaunch_steps_repeated", "Steps that were trained again after a restart.", counts.steps_repeated)
-        yield counter("elaunch_time_seconds", "This node's time, by what it was used for.", counts.seconds, "use")
+        seconds = counts.seconds(time.monotonic())
+        yield counter("elaunch_time_seconds", "This node's time, by what it was used for.", seconds, "use")
 
 
 class _Handler(WSGIRequestHandler):

@@ -19,6 +19,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import psutil
+
 from elaunch.agent.core.events import Event
 from elaunch.agent.core.leaving import order
 from elaunch.agent.core.state import Agent
@@ -354,23 +356,19 @@ def _refusal(why: str) -> str:
 
 def with_usage(report: NodeReport) -> NodeReport:
     """The report with the memory of its ranks, and with the memory, CPUs and load of this host."""
-    host = _kilobytes("/proc/meminfo")
-    ranks = (replace(rank, memory_bytes=_kilobytes(f"/proc/{rank.pid}/status").get("VmRSS")) for rank in report.ranks)
+    host = psutil.virtual_memory()
     return replace(
         report,
-        ranks=tuple(ranks),
-        memory_bytes=host.get("MemTotal"),
-        memory_free_bytes=host.get("MemAvailable"),
+        ranks=tuple(replace(rank, memory_bytes=_memory_of(rank.pid)) for rank in report.ranks),
+        memory_bytes=host.total,
+        memory_free_bytes=host.available,
         cpus=os.cpu_count(),
         load=os.getloadavg()[0],
     )
 
 
-def _kilobytes(path: str) -> dict[str, int]:
-    """The lines `NAME: N kB` of a file in /proc, in bytes; none where there is no such file."""
-    try:
-        lines = Path(path).read_text(errors="replace").splitlines()
-    except OSError:
-        return {}
-    pairs = (line.partition(":")[::2] for line in lines if line.endswith(" kB"))
-    return {name: 1024 * int(value.split()[0]) for name, value in pairs}
+def _memory_of(pid: int) -> int | None:
+    """The resident memory of that process; None where it is gone."""
+    with suppress(psutil.Error, ValueError):
+        return int(psutil.Process(pid).memory_info().rss)
+    return None

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from enum import Enum, auto
 
-from elaunch.agent.core.events import StoreAway, StoreBack, StoreEvent, StoreLost, StoreRefuses
+from elaunch.agent.core.events import StoreBack, StoreEvent, StoreFailed, StoreLost, Trouble
 from elaunch.rendezvous.store import Denied, HeadAway, HistoryLost, OwnLimit, Rejected, TimedOut, Unavailable
 
 FIRST_BACKOFF_S = 0.02
@@ -105,17 +105,18 @@ class RetryQueue:
         self._failing[lane] = error
         self._failed_tries += lane is _Lane.QUEUE
         if isinstance(error, Rejected):
-            self._post(StoreRefuses(str(error), isinstance(error, Denied)))
+            self._post(StoreFailed(str(error), Trouble.DENIED if isinstance(error, Denied) else Trouble.REFUSES))
             least_s = most_s = self._backoff_max_s
         else:
             is_heads = isinstance(error, HeadAway)
             cause = error.__cause__ if is_heads else error
-            is_late = isinstance(cause, TimedOut)
-            is_slow = isinstance(cause, TimedOut) and not cause.is_silent
-            is_own = isinstance(error, OwnLimit)
-            self._post(StoreAway(str(error), is_heads, is_slow, is_heads and error.is_silent, is_own))
+            trouble = Trouble.OWN if isinstance(error, OwnLimit) else Trouble.AWAY
+            if isinstance(cause, TimedOut) and not cause.is_silent:
+                trouble = Trouble.SLOW
+            self._post(StoreFailed(str(error), trouble, is_heads, is_heads and error.is_silent))
             least_s = FIRST_BACKOFF_S
-            most_s = SLOW_BACKOFF_MAX_S if is_late and not self._was_reached else self._backoff_max_s
+            is_late = isinstance(cause, TimedOut) and not self._was_reached
+            most_s = SLOW_BACKOFF_MAX_S if is_late else self._backoff_max_s
         self._renewal_wanted |= lane is _Lane.RENEWAL
         longest_s = min(most_s, max(2 * backoff_s, least_s))
         # Many agents lose the same store at the same moment.

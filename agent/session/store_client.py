@@ -64,18 +64,13 @@ class StoreClient:
         return self._renewal_due_s
 
     def tick(self, now_s: float, requests: RetryQueue) -> bool:
-        """Order a renewal of the lease, if it is time: only a loop that lives keeps it. Once a lease time, a read too.
-
-        A watch can be deaf; what it did not tell is then found here.
-        """
+        """Order a renewal of the lease, if it is time: only a loop that lives keeps it."""
         # Read once: the session's thread may set it meanwhile.
         due_s = self._renewal_due_s
         if due_s is None or now_s < due_s:
             return False
         self._renewal_due_s = now_s + self._times.keepalive_s
         requests.add_renewal()
-        if self._view.take_due_read(now_s):
-            requests.add(self._view.read_again)
         return True
 
     def begin(self) -> None:
@@ -96,7 +91,8 @@ class StoreClient:
     def renew(self) -> None:
         """Begin the lease's time anew, and a leader now and then that of the run's lease too.
 
-        Both are renewals: a store that takes no writes any more does these still.
+        Both are renewals: a store that takes no writes any more does these still. Once a lease time, the keys are read
+        too: a watch can be deaf.
         """
         lease, asked_s = self._lease, self._host.now()
         if lease and self._store.keep_alive(lease) > 0:
@@ -105,6 +101,9 @@ class StoreClient:
             self._lose_lease(lease)
         if self._view.is_of_all_keys and self._host.now() >= self._run_renewal_due_s:
             self.renew_run()
+        if lease and self._view.is_read_due(self._host.now()):
+            self._view.read_again()
+            self._view.put_off_read(self._host.now())
 
     def renew_run(self) -> None:
         """Renew the run's lease, on which stand all keys of the job that belong to no node.

@@ -88,7 +88,6 @@ class StoreView:
         self._is_dirty = False
         self._epoch = 0
         self._reread_due_s = 0.0
-        self._is_reread_ordered = False
         self._is_closed = False
 
     def look(self) -> Looked | StoreLost:
@@ -139,13 +138,9 @@ class StoreView:
         """The view is new: the next repairing read is due in `reread_s`."""
         self._reread_due_s = now_s + self._reread_s
 
-    def take_due_read(self, now_s: float) -> bool:
-        """Whether `read_again` is to be called now; if so, it is due again in `reread_s`."""
-        if now_s < self._reread_due_s or self._is_reread_ordered:
-            return False
-        self._reread_due_s = now_s + self._reread_s
-        self._is_reread_ordered = True
-        return True
+    def is_read_due(self, now_s: float) -> bool:
+        """Whether `read_again` is to be called now."""
+        return now_s >= self._reread_due_s or self._has_watch_ended
 
     def read_again(self) -> None:
         """Find what the watch did not tell; a watch that has ended, or did not tell it, is replaced."""
@@ -157,7 +152,6 @@ class StoreView:
             self._show(view)
             if not has_watch or not is_known:
                 self._follow(self._scope, view.revision)
-        self._is_reread_ordered = False
 
     def close(self) -> None:
         """Stop watching, also where another thread begins to."""
@@ -234,7 +228,6 @@ class StoreView:
             case StoreError():
                 # The next read finds the changes, and begins another watch, or is refused too.
                 self._has_watch_ended |= epoch == self._epoch
-                self._reread_due_s = 0.0
 
     def _show(self, view: View, epoch: int | None = None) -> None:
         with self._view_lock:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from elaunch.agent.core.events import WorkerExited
 from elaunch.agent.diagnosis.exit_status import CRASH_CODES, Place, Remains, end_of, failure_of
-from elaunch.agent.diagnosis.oom import OutOfMemoryWatch, limit_text
+from elaunch.agent.diagnosis.oom import KernelLog, limit_text
 from elaunch.agent.workers.group import WorkerGroup
 from elaunch.rendezvous.types import Failure
 
@@ -46,9 +46,9 @@ def read_error_file(path: str | os.PathLike[str]) -> str | None:
 class ExitReader:
     """Reads what workers on `host` leave. `keeps_files` says that their error files outlive the job."""
 
-    def __init__(self, host: str, oom: OutOfMemoryWatch, *, keeps_files: bool) -> None:
+    def __init__(self, host: str, log: KernelLog, *, keeps_files: bool) -> None:
         self._host = host
-        self._oom = oom
+        self._log = log
         self._keeps_files = keeps_files
 
     def exited(self, group: WorkerGroup, local_rank: int, pid: int, code: int) -> WorkerExited:
@@ -118,7 +118,7 @@ class ExitReader:
 
     def word_of_kernel(self, pid: int) -> str:
         """What the kernel says about the SIGKILL of this process. Empty if it was not for lack of memory."""
-        word = self._oom.word_on(pid, time.monotonic())
+        word = self._log.word_on(pid, time.monotonic())
         limit = limit_text() if word else ""
         return f"{word}; its cgroup may hold {limit}" if limit else word
 

@@ -16,9 +16,8 @@ from dataclasses import replace
 
 from elaunch.agent import linux
 from elaunch.agent.core.actions import TellWorkers
-from elaunch.agent.core.events import LinkEvent, Reported, WorkerListens, WorkerSaved, WorkerSaving, WorkerStopped
+from elaunch.agent.core.events import LinkEvent, WorkerListens, WorkerSaved, WorkerSaving, WorkerStopped
 from elaunch.agent.core.timeline import WorkersSeen
-from elaunch.agent.diagnosis.hang import Standing
 from elaunch.agent.output.run_dir import RunDir, Timeline
 from elaunch.agent.workers.group import CurrentGroup, Reporter, WorkerGroup
 from elaunch.agent.workers.link import Link, Note, StartMark
@@ -75,8 +74,7 @@ class LinkMonitor:
     """Reads the links of the current generation's workers. `fileno` is readable when `read_ready` has work to do.
 
     Messages of workers are kept until `take_news` returns them. They must not queue in the inbox behind the events
-    that the agent decides with their help. Reports are counted only with a `hang_timeout_s`. `on_hang_up` is called
-    when a link has ended.
+    that the agent decides with their help. `on_hang_up` is called when a link has ended.
     """
 
     def __init__(
@@ -84,7 +82,6 @@ class LinkMonitor:
         current: CurrentGroup,
         reporter: Reporter,
         run_dir: RunDir,
-        hang_timeout_s: float,
         on_hang_up: Callable[[], None],
     ) -> None:
         self._current = current
@@ -92,12 +89,11 @@ class LinkMonitor:
         self._timeline = reporter.timeline
         self._progress = ProgressLog(reporter.timeline)
         self._run_dir = run_dir
-        self._hang_timeout_s = hang_timeout_s
         self._on_hang_up = on_hang_up
         self._epoll = select.epoll()
         self._open: dict[int, Link] = {}
         self._sample_at_s = 0.0
-        self._news: deque[LinkEvent | Reported] = deque()
+        self._news: deque[LinkEvent] = deque()
         self._said: set[str] = set()
 
     def fileno(self) -> int:
@@ -133,7 +129,7 @@ class LinkMonitor:
             self._read(self._open[fd])
 
     def tick(self, now_s: float) -> None:
-        """Once a second, read all links, and count the reports."""
+        """Once a second, read all links."""
         if not self._open or now_s < self._sample_at_s:
             return
         self._sample_at_s = now_s + _SAMPLE_S * random.uniform(0.75, 1.25)
@@ -141,19 +137,14 @@ class LinkMonitor:
             self._read(link)
             # Not `now_s`: the loop may have worked since then, and the worker has gone on.
             link.step_times.look(time.monotonic(), link.step, link.reports)
-        group = self._current.group
-        self._progress.look(group, now_s)
-        if self._hang_timeout_s:
-            links = group.links
-            standings = {rank: Standing(link.step, link.phase) for rank, link in links.items() if link.reports}
-            self._news.append(Reported(group.generation, sum(link.reports for link in links.values()), standings))
+        self._progress.look(self._current.group, now_s)
 
     def read_all(self) -> None:
         """Read every link now, also those whose messages do not wake the agent."""
         for link in [*self._open.values()]:
             self._read(link)
 
-    def take_news(self) -> Iterator[LinkEvent | Reported]:
+    def take_news(self) -> Iterator[LinkEvent]:
         """The messages of workers since the last call, in the order in which each worker sent them."""
         while self._news:
             yield self._news.popleft()

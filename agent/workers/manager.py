@@ -23,11 +23,11 @@ from elaunch.agent.core.actions import (
     TellWorkers,
     ToWorkers,
 )
-from elaunch.agent.core.events import Cleared, LinkEvent, Reported, Sampled
+from elaunch.agent.core.events import Cleared, LinkEvent, Sampled
 from elaunch.agent.core.timeline import WorkersSeen, of_seats
 from elaunch.agent.diagnosis.exit_status import with_tail
 from elaunch.agent.diagnosis.investigate import look_into
-from elaunch.agent.diagnosis.oom import KernelLog, OutOfMemoryWatch, counter_files
+from elaunch.agent.diagnosis.oom import KernelLog, counter_files
 from elaunch.agent.forkserver.client import ForkServer
 from elaunch.agent.guardian.client import GuardianClient
 from elaunch.agent.output.folding import said_of_folded
@@ -84,15 +84,12 @@ class Workers:
         self._port = MasterPort(config)
         self._spawner = Spawner(config, run_dir, Stdio(config, services.pump, run_dir), fork_server)
         # Before any worker starts: it reads what the kernel says from then on.
-        self._log, self._kill_counters = KernelLog(), counter_files()
-        oom = OutOfMemoryWatch(self._log, self._kill_counters)
-        self._exits = ExitReader(node_host(socket.gethostname()), oom, keeps_files=run_dir.logs is not None)
+        self._log = KernelLog(counter_files())
+        self._exits = ExitReader(node_host(socket.gethostname()), self._log, keeps_files=run_dir.logs is not None)
         self._monitor = ForkServerMonitor(fork_server, self._current, self._exits, reporter, selector)
         self._environ, self._warn = {**config.environment, **config.worker_env}, reporter.warn
-        hang_timeout_s = config.times.hang_timeout_s
-        self._links = LinkMonitor(self._current, reporter, run_dir, hang_timeout_s, self._monitor.check)
-        hang_after_s = config.times.hang_after_s
-        self._observers = Observers(self._current, reporter, run_dir, hang_after_s, services.pump.do)
+        self._links = LinkMonitor(self._current, reporter, run_dir, self._monitor.check)
+        self._observers = Observers(self._current, reporter, run_dir, config.times, services.pump.do)
         self._children_grace_s = config.children_grace_s
         self._spares_leftovers = False
         self._leftovers: Leftovers | None = None
@@ -117,7 +114,7 @@ class Workers:
         """Read all links now: how workers are stopped depends on their messages."""
         self._links.read_all()
 
-    def take_news(self) -> Iterator[LinkEvent | Reported | Sampled]:
+    def take_news(self) -> Iterator[LinkEvent | Sampled]:
         """The messages of workers since the last call, in the order in which each worker sent them; then samples."""
         yield from self._links.take_news()
         yield from self._observers.take_samples()
@@ -268,7 +265,6 @@ class Workers:
                 look_into(
                     causes.values(),
                     self._log,
-                    self._kill_counters,
                     lambda facts: self._reporter.post(Cleared(generation, tails, reached, progressed, facts, hidden)),
                 )
             except Exception:

@@ -21,7 +21,9 @@ from elaunch.agent.diagnosis.stack_groups import Stack, what_keeps
 from elaunch.agent.linux import start_thread
 from elaunch.agent.output.run_dir import RunDir
 from elaunch.agent.workers.group import CurrentGroup, Reporter, WorkerGroup
+from elaunch.agent.workers.link import Link
 from elaunch.rendezvous.endpoint import Endpoint
+from elaunch.rendezvous.times import Times
 from elaunch.rendezvous.types import Failure, FailureKind
 
 # A short job ends before.
@@ -37,11 +39,12 @@ _STOPPED_ADVICE = (
     "find out who sent it SIGSTOP (a person, a debugger, a scheduler that suspends jobs); kill -CONT PID lets a stopped"
     " rank go on"
 )
+_PHASE_MAX = 100
 _ADVICE = "see where each rank is: the log has it above"
 
 
 class Observers:
-    """Samples workers if there is a `hang_after_s`, and takes their stacks when asked. Only the agent's loop calls it.
+    """Samples workers if hangs are looked for, and takes their stacks when asked. Only the agent's loop calls it.
 
     `later` runs the writing of files in another thread: the disk may be why the workers hang.
     """
@@ -51,15 +54,18 @@ class Observers:
         current: CurrentGroup,
         reporter: Reporter,
         run_dir: RunDir,
-        hang_after_s: float,
+        times: Times,
         later: Callable[[Callable[[], object]], None],
     ) -> None:
         self._current = current
         self._reporter = reporter
         self._run_dir = run_dir
         self._later = later
-        self._is_on = hang_after_s > 0
-        self._vitals = Vitals(min(LOOK_EVERY_S, hang_after_s / _LOOKS_PER_LIMIT))
+        self._is_on = times.hang_after_s > 0
+        # A healthy step may take longer than the default: reports count only where the user gave a limit.
+        self._counts_reports = times.hang_timeout_s > 0
+        self._reports: Mapping[int, int] = {}
+        self._vitals = Vitals(min(LOOK_EVERY_S, times.hang_after_s / _LOOKS_PER_LIMIT))
         self._first_s: float | None = None
         self._is_looking = False
         self._master_at_s: float | None = None
@@ -134,7 +140,7 @@ class Observers:
     def blame(self, order: Blame) -> None:
         """Make a failure of a hang; posts `WorkersHung`."""
         group, generation = self._current.group, order.generation
-        self._reporter.timeline.stamp(generation, "hung")
+        self._reporter.timeline.stamp(generation, "hung", quiet_s=order.idle_s)
         failure = self._failure(group, order.local_rank, order.message)
         self._reporter.post(WorkersHung(generation, replace(failure, is_blameless=order.is_blameless)))
 
@@ -148,6 +154,14 @@ class Observers:
             is_outstanding = recorder.is_stalled(now_s)
             if window := windows.get(rank):
                 windows[rank] = replace(window, is_outstanding=is_outstanding)
+        reports = {rank: link.reports for rank, link in group.links.items()}
+        if self._counts_reports and any(reports.values()):
+            is_silent = reports == self._reports
+            windows = {
+                rank: replace(window, is_silent=is_silent, reported=_last_report(group.links[rank]))
+                for rank, window in windows.items()
+            }
+        self._reports = reports
         if windows:
             self._samples.append(Sampled(group.generation, windows))
 
@@ -214,9 +228,7 @@ class Observers:
                 now_s = time.monotonic()
                 entered = {rank: last_entered(recorder.fresh_counts(now_s)) for rank, recorder in recorders.items()}
                 found = tuple(
-                    replace(each, entered=said.words, waits=said.waits, has_begun=said.has_begun)
-                    if (said := entered.get(each.rank))
-                    else each
+                    replace(each, entered=said.words, waits=said.waits) if (said := entered.get(each.rank)) else each
                     for each in found
                 )
             finally:
@@ -243,3 +255,9 @@ class Observers:
             pid=group.pids.get(local_rank, -1),
             log_path=group.log_files.get(local_rank, ""),
         )
+
+
+def _last_report(link: Link) -> str:
+    last = [f"step {link.step}"] if link.step >= 0 else []
+    last += [f"its phase {link.phase[:_PHASE_MAX]!r}"] if link.phase else []
+    return f"without a report since {', in '.join(last)}" if last else "without a report"

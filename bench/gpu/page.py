@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from bench.page import replaced
 from bench.tables import NOTHING, seconds, table
 
 BEGIN, END = "<!-- gpu:begin -->", "<!-- gpu:end -->"
@@ -20,11 +21,7 @@ _FACTS = ("gpu", "gpus", "memory_gb", "driver", "torch", "cuda", "nccl")
 
 def update(page: str, results: Mapping[str, Any]) -> str:
     """`page` with the part between the markers made anew. Raises ValueError if the markers are missing."""
-    before, found_begin, rest = page.partition(BEGIN)
-    _, found_end, after = rest.partition(END)
-    if not (found_begin and found_end):
-        raise ValueError(f"the page has no {BEGIN} … {END}")
-    return f"{before}{BEGIN}\n\n{render(results)}\n{END}{after}"
+    return replaced(page, BEGIN, END, render(results))
 
 
 def render(results: Mapping[str, Any]) -> str:
@@ -37,7 +34,7 @@ def render(results: Mapping[str, Any]) -> str:
         "\n".join(f"- {name.replace('_', ' ')}: {value}" for name, value in machine.items()),
         *_first(facts),
         *_trainings(found),
-        *_launches(found.get("launches", {})),
+        *found.get("launches", {}).get("tables", ()),
         *_tests(found.get("tests", {})),
         *_missing(parts),
     ]
@@ -75,26 +72,6 @@ def _trainings(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
         return []
     heads = ("", "n", "tokens/s", "step s", "GPU computes")
     return [f"### A GPT of 12 layers, width 768, context 1024\n\nMedians of the settled steps.\n\n{table(heads, rows)}"]
-
-
-def _launches(figures: Mapping[str, Any]) -> list[str]:
-    sections = []
-    for section, what in (("start", "the command"), ("restart", "SIGKILL of the worker")):
-        rows = [
-            (name.removeprefix(f"{section}: "), str(each["n"]), *(seconds(v) for k, v in each.items() if k != "n"))
-            for name, each in figures.items()
-            if name.startswith(f"{section}: ") and not name.endswith("stages")
-        ]
-        if rows:
-            heads = ("", "n", "first all-reduce: median s", "first optimizer step: median s")
-            sections.append(
-                f"### {section.title()} of one worker on the GPU\n\nTime from {what}.\n\n{table(heads, rows)}"
-            )
-        stages: Mapping[str, float] = figures.get(f"{section}: stages", {})
-        if stages:
-            ordered = sorted(stages.items(), key=lambda each: each[1])
-            sections.append(table(("stage", f"since {what}: median s"), [(n, seconds(v)) for n, v in ordered]))
-    return sections
 
 
 def _tests(figures: Mapping[str, Any]) -> list[str]:

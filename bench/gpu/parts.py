@@ -12,6 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.launches import SECTION as START
+from bench.restarts import SECTION as RESTART
+from bench.samples import decode
+from bench.tables import measured, stages
+
 Figures = dict[str, Any]
 
 # The first steps compile, allocate and find out which kernel is fast.
@@ -131,24 +136,14 @@ def trained(lines: Iterable[str], profile: Mapping[str, Any] | None) -> Figures:
 
 
 def launches(text: str) -> Figures:
-    """Medians of what `python -m bench --out FILE` wrote, by section and contender; of elaunch its stages too."""
-    samples = json.loads(text)["samples"]
-    found: Figures = {}
-    for section in ("start", "restart"):
-        for contender in dict.fromkeys(each["contender"] for each in samples if each["section"] == section):
-            taken = [s for s in samples if (s["section"], s["contender"]) == (section, contender) and not s["why"]]
-            if taken:
-                found[f"{section}: {contender}"] = {"n": len(taken), **_medians(each["values"] for each in taken)}
-                stages = _medians(each["stages"] for each in taken)
-                found |= {f"{section}: stages": stages} if stages else {}
-    if not found:
+    """The tables of what `python -m bench --out FILE` wrote. Raises ValueError if no sample has a time."""
+    results = decode(text)
+    tables = [
+        *measured(results, START, "Start of one worker on the GPU", "s from the command"),
+        *stages(results, START, "the command"),
+        *measured(results, RESTART, "Restart of one worker on the GPU", "s from SIGKILL of the worker"),
+        *stages(results, RESTART, "the kill"),
+    ]
+    if not any(sample.values for sample in results.samples):
         raise ValueError("no sample has a time")
-    return found
-
-
-def _medians(each: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    values: dict[str, list[float]] = {}
-    for one in each:
-        for name, value in one.items():
-            values.setdefault(name, []).append(value)
-    return {name: statistics.median(many) for name, many in values.items()}
+    return {"tables": tables}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 
 from elaunch.launcher.doctor.devices import check_gpus
 from elaunch.launcher.doctor.host import Finding, Grade, Needs, check_limits, check_shm
@@ -14,43 +14,37 @@ from elaunch.launcher.errors import SiteError
 _LIMIT_S = 20.0
 
 
-class HealthCheck:
-    """The checks run in a thread: a driver may hang.
+@contextmanager
+def health_check(
+    workers: int, environ: Mapping[str, str], say: Callable[[str], None], *, is_strict: bool
+) -> Iterator[None]:
+    """Run the checks in a thread: a driver may hang. What is wrong is logged when it is known, until the context ends.
 
-    A `strict` check keeps an unhealthy node out of the job: `begin` waits, and raises. Else nothing waits, and what is
-    wrong is logged when it is known.
+    A strict check is waited for, and raises SiteError for an unhealthy node, which keeps it out of the job.
     """
+    needs, findings, is_over = Needs(workers=workers), list[Finding](), threading.Event()
 
-    def __init__(self, workers: int, environ: Mapping[str, str], *, is_strict: bool) -> None:
-        self._is_strict, self._needs, self._environ = is_strict, Needs(workers=workers), environ
-        self._findings: list[Finding] = []
-        self._is_closed = False
+    def complaints() -> list[str]:
+        return [f"{each.found} ({each.advice})" for each in findings if each.grade is Grade.BAD]
 
-    def begin(self, say: Callable[[str], None]) -> None:
-        """Raises SiteError for an unhealthy node, if the check is strict."""
-        thread = threading.Thread(target=self._check, args=(say,), name="elaunch-health", daemon=True)
-        thread.start()
-        if not self._is_strict:
-            return
-        thread.join(_LIMIT_S)
-        if complaints := ["its GPUs do not answer"] if thread.is_alive() else self._complaints():
-            raise SiteError(
-                f"this node does not join the job, since it is not healthy: {'; '.join(complaints)}."
-                " elaunch doctor shows more; --health-check warn joins all the same"
-            )
-
-    def close(self) -> None:
-        """Nothing is logged of the check any more."""
-        self._is_closed = True
-
-    def _check(self, say: Callable[[str], None]) -> None:
+    def check() -> None:
         # A check that fails itself is no complaint: that is not the node's fault.
         with suppress(Exception):
-            self._findings += [*check_shm(self._needs), *check_limits(self._needs)]
-            self._findings += check_gpus(self._environ, self._needs, has_processes=False)
-        for complaint in () if self._is_strict else self._complaints():
-            if not self._is_closed:
-                say(f"this node is not healthy: {complaint} (--health-check strict would keep it out of the job)")
+            findings.extend([*check_shm(needs), *check_limits(needs)])
+            findings.extend(check_gpus(environ, needs, has_processes=False))
+        for complaint in () if is_strict or is_over.is_set() else complaints():
+            say(f"this node is not healthy: {complaint} (--health-check strict would keep it out of the job)")
 
-    def _complaints(self) -> list[str]:
-        return [f"{each.found} ({each.advice})" for each in self._findings if each.grade is Grade.BAD]
+    thread = threading.Thread(target=check, name="elaunch-health", daemon=True)
+    thread.start()
+    if is_strict:
+        thread.join(_LIMIT_S)
+        if bad := ["its GPUs do not answer"] if thread.is_alive() else complaints():
+            raise SiteError(
+                f"this node does not join the job, since it is not healthy: {'; '.join(bad)}."
+                " elaunch doctor shows more; --health-check warn joins all the same"
+            )
+    try:
+        yield
+    finally:
+        is_over.set()

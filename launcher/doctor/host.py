@@ -15,11 +15,11 @@ _MIB = 1 << 20
 # A worker's share of /dev/shm: NCCL's segments take up to 10 MB for each channel and peer, a data loader's processes
 # pass two batches each through it. Docker's default is 64 MiB for the whole container.
 _SHM_MIN, _SHM_WANTED, _SHM_NODE_WANTED = 32 * _MIB, 256 * _MIB, 1024 * _MIB
+# A limit, what each worker and the agent need at least, and what they may need.
 # The agent's own open files: pipes, a link and log files each; and what a data loader's tensors take beside them.
-_FILES_WORKER, _FILES_AGENT = 6, 64
-_FILES_WORKER_WANTED, _FILES_WANTED = 128, 512
+FILES = ("open files (ulimit -n)", (6, 64), (128, 512))
 # Threads of one worker: OpenMP, NCCL, gloo, autograd, data loaders.
-_THREADS_MIN, _THREADS_WANTED, _THREADS_AGENT = 32, 256, 64
+THREADS = ("this user's threads (ulimit -u)", (32, 64), (256, 64))
 _MEMLOCK_WANTED = 1024 * _MIB
 
 _GROW_SHM = "mount -o remount,size=16G /dev/shm; docker run --shm-size 16g; in a pod an emptyDir with medium Memory"
@@ -97,24 +97,14 @@ def check_shm(needs: Needs, path: str = "/dev/shm") -> Iterator[Finding]:
 
 def check_limits(needs: Needs) -> Iterator[Finding]:
     """Whether the limits of open files and of threads are enough."""
-    yield judge_files(_soft(resource.RLIMIT_NOFILE), needs)
-    yield judge_threads(sys.maxsize if os.geteuid() == 0 else _soft(resource.RLIMIT_NPROC), needs)
+    yield judge_limit(FILES, _soft(resource.RLIMIT_NOFILE), needs)
+    yield judge_limit(THREADS, sys.maxsize if os.geteuid() == 0 else _soft(resource.RLIMIT_NPROC), needs)
 
 
-def judge_files(limit: int, needs: Needs) -> Finding:
-    """The finding about the limit of open files, `sys.maxsize` if there is none."""
-    least = _FILES_WORKER * needs.workers + _FILES_AGENT
-    wanted = _FILES_WORKER_WANTED * needs.workers + _FILES_WANTED
-    return _judge("open files (ulimit -n)", limit, least, wanted, needs)
-
-
-def judge_threads(limit: int, needs: Needs) -> Finding:
-    """The finding about the limit of this user's threads, `sys.maxsize` if there is none."""
-    least, wanted = (count * needs.workers + _THREADS_AGENT for count in (_THREADS_MIN, _THREADS_WANTED))
-    return _judge("this user's threads (ulimit -u)", limit, least, wanted, needs)
-
-
-def _judge(what: str, limit: int, least: int, wanted: int, needs: Needs) -> Finding:
+def judge_limit(rule: tuple[str, tuple[int, int], tuple[int, int]], limit: int, needs: Needs) -> Finding:
+    """The finding about a limit, `sys.maxsize` if there is none."""
+    what, *numbers = rule
+    least, wanted = (each * needs.workers + own for each, own in numbers)
     text = f"the limit of {what} is {'none' if limit == sys.maxsize else limit}"
     if limit < least:
         return bad(f"{text}, and {needs.need(str(least))}", f"raise it to {wanted}")

@@ -89,9 +89,9 @@ def _try_ports(host: str, wanted: Sequence[int]) -> Finding:
     # A refusal is an answer.
     silent = {port: why for port in tried if (why := why_not(Endpoint(host, port))) not in ("", REFUSED)}
     if not silent:
-        return ok(f"{host} answers at ports {_listed(tried)}, as MASTER_PORT, gloo and NCCL need it")
+        return ok(f"{host} answers at ports {', '.join(map(str, tried))}, as MASTER_PORT, gloo and NCCL need it")
     return warn(
-        f"{host} does not answer at ports {_listed(tuple(silent))} ({next(iter(silent.values()))})",
+        f"{host} does not answer at ports {', '.join(map(str, silent))} ({next(iter(silent.values()))})",
         "if it is a node of the job, its firewall must let all nodes through to MASTER_PORT (--master-port"
         f" FIRST:LAST limits it), and to {low}-{high}, from which the kernel gives gloo and NCCL theirs",
     )
@@ -103,10 +103,6 @@ def _is_here(host: str) -> bool:
         return any(can_be_bound(address) or is_loopback(address) for address in addresses(host, _RESOLVE_S))
     except NoAddress:
         return True
-
-
-def _listed(ports: Sequence[int]) -> str:
-    return ", ".join(map(str, ports))
 
 
 def judge_ports(address: str, wanted: Sequence[int], taken: Sequence[int]) -> Finding:

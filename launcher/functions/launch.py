@@ -71,11 +71,16 @@ class launch:
                 fds.append(file.fileno())
                 call = str(file.fileno())
             numbers = ",".join(str(file.fileno()) for file in results)
-            self._run([str(os.getpid()), name, str(answer.fileno()), call, numbers, *words], fds, answer, name)
-            return self._returned(answer, results, name)
+            outcome = self._run(
+                [str(os.getpid()), name, str(answer.fileno()), call, numbers, *words], fds, answer, name
+            )
+            if isinstance(self._entrypoint, str):
+                return {}
+            found = (worker.read_value(file, outcome["generation"], name) for file in results)
+            return dict(each for each in found if each)
 
-    def _run(self, words: list[str], fds: list[int], answer: IO[bytes], name: str) -> None:
-        """Run the job to its end. Raises as the class says."""
+    def _run(self, words: list[str], fds: list[int], answer: IO[bytes], name: str) -> dict[str, Any]:
+        """Run the job to its end, and return its outcome. Raises as the class says."""
         command = [sys.executable, *interpreter_options(), "-m", "elaunch.launcher.functions.job"]
         environ = dict(os.environ)
         if self._config.log_line_prefix_template is not None:
@@ -100,17 +105,17 @@ class launch:
                 process.wait()
         if signal.SIGINT in seen:
             raise KeyboardInterrupt
-        check(_outcome(answer), code, name)
+        answer.seek(0)
+        try:
+            outcome = json.loads(answer.read())
+        except ValueError:
+            # The job was killed before it had written all of it.
+            outcome = {}
+        check(outcome, code, name)
         for signum in seen:
             # It came too late for the job, so it is this process's after all.
             signal.raise_signal(signum)
-
-    def _returned(self, answer: IO[bytes], results: list[IO[bytes]], name: str) -> dict[int, Any]:
-        generation = _outcome(answer)["generation"]
-        if isinstance(self._entrypoint, str):
-            return {}
-        found = (worker.read_value(file, generation, name) for file in results)
-        return dict(each for each in found if each)
+        return dict(outcome)
 
 
 # torch's name.
@@ -144,16 +149,6 @@ def _forwarded(process: subprocess.Popen[bytes], names: Iterable[str], seen: lis
 
 def _unnamed_file(name: str) -> IO[bytes]:
     return open(os.memfd_create(f"elaunch-{name}"), "w+b")  # noqa: PTH123
-
-
-def _outcome(answer: IO[bytes]) -> dict[str, Any]:
-    answer.seek(0)
-    try:
-        outcome: dict[str, Any] = json.loads(answer.read())
-    except ValueError:
-        # The job was killed before it had written all of it.
-        return {}
-    return outcome
 
 
 @dataclass
@@ -285,7 +280,7 @@ class JobFailed(Exception):
 
 @dataclass(frozen=True)
 class ProcessFailure:
-    """The worker that failed first. The fields down to `timestamp` have torch's names and meanings.
+    """The worker that failed first. The fields down to `timestamp`, and `error_file`, have torch's names and meanings.
 
     `message` is text, or, for an exception, what `@record` writes: a map with `message` and `extraInfo`. `sentence`
     says which rank failed and how, and `advice` what to do about it, if that is known.
@@ -294,11 +289,11 @@ class ProcessFailure:
     local_rank: int
     pid: int
     exitcode: int
-    error_file: str
     message: Any
     timestamp: int
     host: str
     sentence: str
+    error_file: str = _NOT_AVAILABLE
     traceback: str = ""
     advice: str = ""
 
@@ -353,19 +348,9 @@ def check(told: Mapping[str, Any], code: int, name: str) -> None:
 
 
 def _process_failure(failure: Mapping[str, Any]) -> ProcessFailure:
-    traceback, timestamp = failure.get("traceback", ""), int(failure["failed_at"])
-    message: Any = failure["message"]
-    if traceback:
-        message = {"message": message, "extraInfo": {"py_callstack": traceback, "timestamp": str(timestamp)}}
-    return ProcessFailure(
-        local_rank=failure["local_rank"],
-        pid=failure["pid"],
-        exitcode=failure.get("code", -1),
-        error_file=failure.get("error_file", _NOT_AVAILABLE),
-        message=message,
-        timestamp=timestamp,
-        host=failure["host"],
-        sentence=failure["sentence"],
-        traceback=traceback,
-        advice=failure.get("advice", ""),
-    )
+    known = {each.name: failure[each.name] for each in fields(ProcessFailure) if each.name in failure}
+    timestamp = int(failure["failed_at"])
+    if failure.get("traceback"):
+        extra = {"py_callstack": failure["traceback"], "timestamp": str(timestamp)}
+        known["message"] = {"message": failure["message"], "extraInfo": extra}
+    return ProcessFailure(**known, exitcode=failure.get("code", -1), timestamp=timestamp)

@@ -15,7 +15,6 @@ from elaunch.agent.diagnosis.stack_groups import full_text, group_words, grouped
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.inspect.agents import LocalAgent, local_agents
 from elaunch.launcher.inspect.job_source import JobSource, LocalSource, NodeStacks, StoreSource
-from elaunch.launcher.inspect.text import plural
 from elaunch.launcher.options.command_line import Command, Option, Source, own
 from elaunch.launcher.options.files import read_secret
 from elaunch.launcher.options.options import Options, parse
@@ -23,7 +22,7 @@ from elaunch.launcher.options.table import HELP, TABLE
 from elaunch.launcher.store.locate import given_addresses, plan
 from elaunch.rendezvous.job_spec import UNNAMED, job_name
 from elaunch.rendezvous.rules.questions import Topic
-from elaunch.rendezvous.texts import plain
+from elaunch.rendezvous.texts import plain, plural
 
 # Grows when a field of `--json` changes its meaning or goes away. New fields may come without that.
 VERSION = 1

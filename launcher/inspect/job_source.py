@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import secrets
-import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,14 +32,14 @@ from elaunch.rendezvous.job_spec import job_name
 from elaunch.rendezvous.rules.questions import ANSWER_BYTES_MAX, ANSWERS_PER_S, Question, Topic, ask
 from elaunch.rendezvous.rules.reports import JobReport, JobState, NodeReport, job_report, read_node_report
 from elaunch.rendezvous.rules.snapshot import Keys, Snapshot, SnapshotReader
-from elaunch.rendezvous.store import Changes, Denied, OwnLimit, Store, StoreError, Unavailable, Update, View
+from elaunch.rendezvous.store import Denied, OwnLimit, Store, StoreError, Unavailable
 from elaunch.rendezvous.types import OpenKind, host_of
 
 # A healthy node answers immediately. The nodes of a large job take turns.
 PATIENCE_S = 3.0
 # The lease outlives the query, so that a late answer is deleted with it.
 _LEASE_SPARE_S = 5.0
-_RETRY_S = 0.2
+_RETRY_S, _POLL_S = 0.2, 0.05
 _OF_NO_JOB = (JobState.ENDED, JobState.GONE)
 
 
@@ -88,57 +87,31 @@ def read_job(store: Store, keys: Keys) -> Snapshot:
     return SnapshotReader(keys).read(store.read(keys.root), whole=True)
 
 
-def query_nodes(store: Store, keys: Keys, topic: Topic, node_ids: Collection[str], wait_s: float) -> dict[str, str]:
+def query_nodes(store: Store, keys: Keys, topic: Topic, node_ids: Set[str], wait_s: float) -> dict[str, str]:
     """The nodes' answers as text, by node id: of all of `node_ids`, or of those that answer within `wait_s`.
 
     While another query is pending it is waited for, within the same time. Raises StoreError and QueryRefused.
     """
     question = Question(secrets.token_hex(8), topic, secrets.randbits(62) + 1)
-    answers = _Answers(keys.answers(question.identity), frozenset(node_ids))
+    prefix = keys.answers(question.identity)
     end_s = time.monotonic() + wait_s
     store.grant(question.lease, math.ceil(wait_s + _LEASE_SPARE_S))
     try:
-        watch = store.watch(keys.answers(question.identity), None, answers.receive)
-        try:
-            watch.begun()
-            while not store.commit(ask(keys, question)).held:
-                if time.monotonic() > end_s:
-                    raise QueryRefused(f"another query of its nodes is pending, for more than {wait_s:g} s by now")
-                time.sleep(_RETRY_S)
-            return answers.wait(wait_s)
-        finally:
-            watch.close()
+        while not store.commit(ask(keys, question)).held:
+            if time.monotonic() > end_s:
+                raise QueryRefused(f"another query of its nodes is pending, for more than {wait_s:g} s by now")
+            time.sleep(_RETRY_S)
+        end_s = time.monotonic() + wait_s
+        while True:
+            found = {key.removeprefix(prefix): entry.value for key, entry in store.read(prefix).entries.items()}
+            answers = {id_: found[id_] for id_ in node_ids & found.keys() if len(found[id_]) <= ANSWER_BYTES_MAX}
+            if len(answers) == len(node_ids) or time.monotonic() > end_s:
+                return answers
+            # The nodes of a large job answer in turns, and each read has all answers so far.
+            time.sleep(_POLL_S + len(node_ids) / ANSWERS_PER_S / 10)
     finally:
         with suppress(StoreError):
             store.revoke(question.lease)
-
-
-class _Answers:
-    """Collects the answers of a watch, from any thread."""
-
-    def __init__(self, prefix: str, wanted: frozenset[str]) -> None:
-        self._prefix = prefix
-        self._wanted = wanted
-        self._answers: dict[str, str] = {}
-        self._changed = threading.Condition()
-        self._error: StoreError | None = None
-
-    def receive(self, update: Update) -> None:
-        with self._changed:
-            match update:
-                case View(_, entries) | Changes(_, entries):
-                    for key, entry in entries.items():
-                        node_id = key[len(self._prefix) :]
-                        if entry and node_id in self._wanted and len(entry.value) <= ANSWER_BYTES_MAX:
-                            self._answers[node_id] = entry.value
-                case StoreError():
-                    self._error = update
-            self._changed.notify_all()
-
-    def wait(self, wait_s: float) -> dict[str, str]:
-        with self._changed:
-            self._changed.wait_for(lambda: self._error or len(self._answers) == len(self._wanted), wait_s)
-            return dict(self._answers)
 
 
 class StoreSource:

@@ -15,9 +15,9 @@ import jinja2
 from elaunch.launcher.inspect.goodput import Goodput
 from elaunch.launcher.inspect.history import KILLED, History, Incident, PastGeneration
 from elaunch.launcher.inspect.node_log import NodeLog, known_or, real
-from elaunch.launcher.inspect.text import cut, duration, moment, offset, percent, plural, sentence
+from elaunch.launcher.inspect.text import cut, duration, moment, offset, percent, sentence
 from elaunch.rendezvous.job_spec import UNNAMED
-from elaunch.rendezvous.texts import plain
+from elaunch.rendezvous.texts import plain, plural
 
 # The timeline has lanes for so many ranks.
 LANES_MAX = 64

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from datetime import datetime
 from statistics import median
@@ -15,18 +14,18 @@ import click
 
 from elaunch.launcher.inspect.job_command import JSON, RANKS, VERSION, job_command
 from elaunch.launcher.inspect.job_source import Gathered, JobSource, absence
-from elaunch.launcher.inspect.text import aligned, duration, plural, span
+from elaunch.launcher.inspect.text import aligned, duration, span
 from elaunch.rendezvous.job_spec import job_name
 from elaunch.rendezvous.rules.forming import counted_restarts
 from elaunch.rendezvous.rules.reports import JobReport, JobState
-from elaunch.rendezvous.texts import bytes_text, plain
+from elaunch.rendezvous.texts import bytes_text, plain, plural
 from elaunch.rendezvous.types import RankTable, host_of
 
 # More ranks than this are shown by node, unless --ranks asks for them.
 RANKS_SHOWN = 32
+_OF_RANKS = ("rank", "host", "pid", "state", "step", "step time", "waits", "last report", "memory", "phase")
+_HEAD = (*_OF_RANKS, "host's free", "load")
 _HINT = "elaunch status --ranks shows each rank"
-
-Rows = list[tuple[str, ...]]
 
 
 def _main(ctx: click.Context, source: JobSource) -> int:
@@ -123,17 +122,12 @@ def _failure(job: JobReport, now: float) -> dict[str, Any] | None:
     failure = job.failure
     if failure is None:
         return None
+    names = ("generation", "host", "code", "sentence", "exception", "frame", "advice")
     return {
-        "generation": failure.generation,
+        **{name: getattr(failure, name) for name in names},
         "kind": failure.kind.value,
-        "host": failure.host,
         "rank": None if failure.rank < 0 else failure.rank,
         "local_rank": None if failure.local_rank < 0 else failure.local_rank,
-        "code": failure.code,
-        "sentence": failure.sentence,
-        "exception": failure.exception,
-        "frame": failure.frame,
-        "advice": failure.advice,
         "at": _time(failure.failed_at) if failure.failed_at else None,
         "ago_s": round(max(0.0, now - failure.failed_at), 1) if failure.failed_at else None,
     }
@@ -147,6 +141,7 @@ def _nodes(known: Gathered) -> list[dict[str, Any]]:
     is_live = known.job.ended is None
     absent = {seat.node_id for seat in known.job.seats if seat.is_member is False and is_live}
     rows += [(id_, report.host, None, 0) for id_, report in known.nodes.items() if id_ not in listed]
+    names = ("pid", "waiting", "trouble", "memory_bytes", "memory_free_bytes", "cpus")
     found: list[dict[str, Any]] = []
     for node_id, host, first_rank, slots in rows:
         report = known.nodes.get(node_id)
@@ -158,13 +153,8 @@ def _nodes(known: Gathered) -> list[dict[str, Any]]:
                 "first_rank": first_rank,
                 "slots": slots,
                 "state": report.state if report else absence(known.job, node_id) if node_id in absent else None,
-                "pid": report.pid if report else None,
                 "since_s": round(report.age_s, 1) if report else None,
-                "waiting": report.waiting if report else "",
-                "trouble": report.trouble if report else "",
-                "memory_bytes": report.memory_bytes if report else None,
-                "memory_free_bytes": report.memory_free_bytes if report else None,
-                "cpus": report.cpus if report else None,
+                **{name: getattr(report, name, None) for name in names},
                 "load": _rounded(report.load, 2) if report else None,
                 "silent": known.silent.get(node_id),
             }
@@ -196,8 +186,8 @@ def text_of(record: dict[str, Any], *, every_rank: bool = False) -> str:
     lines = [headline(record), *(f"  {label:{width}}  {text}" for label, text in facts)]
     ranks, nodes = record["ranks"], record["nodes"]
     if not record["outcome"] and (ranks or nodes):
-        is_by_rank = ranks and (every_rank or len(ranks) <= RANKS_SHOWN)
-        lines += ["", *aligned(_rank_rows(record) if is_by_rank else _node_rows(record))]
+        is_by_rank = bool(ranks) and (every_rank or len(ranks) <= RANKS_SHOWN)
+        lines += ["", *aligned(_rows(record, by_rank=is_by_rank))]
     lines += [f"{node['host']} {node['silent']}" for node in nodes if node["silent"]]
     lines += [_HINT] if len(ranks) > RANKS_SHOWN and not every_rank else []
     return "".join(f"{plain(line)}\n" for line in (*lines, *record["notes"]))
@@ -259,55 +249,35 @@ def _size(record: dict[str, Any]) -> str:
     return size + (f"; {plural(gone, 'node')} of it gone" if gone else "")
 
 
-def _rank_rows(record: dict[str, Any]) -> Rows:
-    head = ("rank", "host", "pid", "state", "step", "step time", "waits", "last report", "memory", "phase")
-    rows: Rows = [
-        (
-            str(rank["rank"]),
-            rank["host"],
-            str(rank["pid"]) if rank["pid"] > 0 else "–",
-            rank["state"],
-            _shown(rank["step"], str),
-            _shown(rank["step_s"], duration),
-            _shown(rank["wait_share"], "{:.0%}".format),
-            _shown(rank["reported_ago_s"], _ago),
-            _shown(rank["memory_bytes"], bytes_text),
-            rank["phase"],
-        )
-        for rank in record["ranks"]
-    ]
-    # Columns that few programs fill.
-    empty = {"waits": "–", "phase": ""}
-    columns = [at for at, name in enumerate(head) if name not in empty or any(row[at] != empty[name] for row in rows)]
-    there = {rank["node_id"] for rank in record["ranks"]}
+def _rows(record: dict[str, Any], *, by_rank: bool) -> list[tuple[str, ...]]:
+    """A row for each rank, or for each node with its ranks taken together; without columns that nothing fills."""
+    rows: list[tuple[str, ...]] = []
     for node in record["nodes"]:
-        if node["node_id"] not in there:
-            row = (_seats(node), node["host"], "–", node["state"] or "no answer")
-            rows.append((*row, *[""] * (len(head) - len(row))))
-    return [tuple(row[at] for at in columns) for row in (head, *rows)]
-
-
-def _node_rows(record: dict[str, Any]) -> Rows:
-    rows: Rows = [("host", "ranks", "state", "step", "step time", "last report", "memory", "host's free", "load")]
-    for node in record["nodes"]:
-        steps, times, ages, sizes = (
-            [rank[name] for rank in record["ranks"] if rank["node_id"] == node["node_id"] and rank[name] is not None]
-            for name in ("step", "step_s", "reported_ago_s", "memory_bytes")
-        )
-        rows.append(
-            (
-                node["host"],
-                _seats(node),
-                node["state"] or "no answer",
-                "–".join(map(str, sorted({min(steps), max(steps)}))) if steps else "–",
-                _shown(median(times) if times else None, duration),
-                _shown(max(ages, default=None), _ago),
-                _shown(sum(sizes) or None, bytes_text),
-                _shown(node["memory_free_bytes"], bytes_text),
-                _shown(node["load"], "{:.1f}".format),
+        its = [rank for rank in record["ranks"] if rank["node_id"] == node["node_id"]]
+        for ranks in [[rank] for rank in its] if by_rank and its else [its]:
+            one = ranks[0] if by_rank and ranks else {}
+            steps, times, waits, ages, sizes = (
+                [rank[name] for rank in ranks if rank[name] is not None]
+                for name in ("step", "step_s", "wait_share", "reported_ago_s", "memory_bytes")
             )
-        )
-    return rows
+            rows.append(
+                (
+                    str(one["rank"]) if one else _seats(node),
+                    node["host"],
+                    str(one["pid"]) if one.get("pid", 0) > 0 else "",
+                    one["state"] if one else node["state"] or "no answer",
+                    "–".join(map(str, sorted({min(steps), max(steps)}))) if steps else "",
+                    duration(median(times)) if times else "",
+                    f"{median(waits):.0%}" if waits else "",
+                    f"{span(max(ages))} ago" if ages else "",
+                    bytes_text(sum(sizes)) if sizes else "",
+                    one.get("phase", ""),
+                    "" if by_rank or node["memory_free_bytes"] is None else bytes_text(node["memory_free_bytes"]),
+                    "" if by_rank or node["load"] is None else f"{node['load']:.1f}",
+                )
+            )
+    columns = [at for at in range(len(_HEAD)) if any(row[at] for row in rows)]
+    return [tuple(row[at] for at in columns) for row in (_HEAD, *rows)]
 
 
 def _seats(node: dict[str, Any]) -> str:
@@ -315,11 +285,3 @@ def _seats(node: dict[str, Any]) -> str:
     if first is None:
         return "spare" if node["is_spare"] else "–"
     return str(first) if slots == 1 else f"{first}–{first + slots - 1}"
-
-
-def _shown(value: Any, text: Callable[[Any], str]) -> str:
-    return "–" if value is None else text(value)
-
-
-def _ago(seconds: float) -> str:
-    return f"{span(seconds)} ago"

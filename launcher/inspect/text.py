@@ -47,11 +47,6 @@ def percent(share: float) -> str:
     return "–" if math.isnan(share) else f"{min(round(100 * share, 1), 99.9 if share < 1 else 100.0):.1f} %"
 
 
-def plural(count: int, noun: str) -> str:
-    """`1 restart`, `2 restarts`."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
 def cut(text: str, length: int) -> str:
     """The text with its middle left out if it is longer; a sentence's end names its generation."""
     return text if len(text) <= length else f"{text[: length - 60]} … {text[-50:]}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -11,22 +10,9 @@ from pathlib import Path
 
 from elaunch.launcher.errors import UsageError
 
-BYTES_MAX = 16 << 20
 # The folder in which elaunch keeps a user's secrets. Nodes that share the home share it.
 FOLDER = "~/.elaunch"
 TOKEN_LINE = "export ELAUNCH_TOKEN=$(openssl rand -hex 16)"
-
-
-def read_small(path: str) -> str:
-    """The text in a file, which may be a pipe, as in `--config <(make-it)`. Raises OSError and UnicodeDecodeError."""
-    try:
-        with Path(path).open("rb") as file:
-            content = file.read(BYTES_MAX + 1)
-    except ValueError:
-        raise OSError(errno.ENOENT, "no file can have this name", path) from None
-    if len(content) > BYTES_MAX:
-        raise OSError(errno.EFBIG, f"it has more than {BYTES_MAX >> 20} MiB", path)
-    return content.decode()
 
 
 def read_secret(path: str) -> str:
@@ -35,7 +21,7 @@ def read_secret(path: str) -> str:
     All further lines must be comments, which begin with `#`.
     """
     try:
-        secret, _, rest = read_small(str(Path(path).expanduser())).strip().partition("\n")
+        secret, _, rest = Path(path).expanduser().read_text().strip().partition("\n")
     except (OSError, UnicodeDecodeError, RuntimeError) as error:
         why = getattr(error, "strerror", None) or error
         raise UsageError(f"the secret in {path} cannot be read ({why}); give a file that you may read") from None

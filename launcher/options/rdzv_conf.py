@@ -87,9 +87,9 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         "transport", "gateway (JSON over HTTP) or grpc [gateway]",
-        values.OneOf((each.value for each in Transport), Transport), differs=_OURS,
+        values.OneOf(*(each.value for each in Transport), made=Transport), differs=_OURS,
     ),
-    Setting("protocol", "http or https, if the endpoint has neither", values.one_of("http", "https")),
+    Setting("protocol", "http or https, if the endpoint has neither", values.OneOf("http", "https")),
     Setting("cacert", "file with the CA certificate for etcd [ETCDCTL_CACERT]", aliases=("ca_cert",)),
     Setting("cert", "file with this node's certificate for etcd [ETCDCTL_CERT]", aliases=("ssl_cert",)),
     Setting("key", "file with the certificate's private key [ETCDCTL_KEY]", aliases=("ssl_cert_key",)),
@@ -100,7 +100,7 @@ SETTINGS: tuple[Setting, ...] = (
         differs="default /torchelastic/p2p",
     ),
     Setting(
-        "store_type", "", values.one_of("tcp", "file"), differs="has an effect",
+        "store_type", "", values.OneOf("tcp", "file"), differs="has an effect",
         no_effect="elaunch finds out which store listens at the endpoint",
     ),
     Setting(

@@ -93,7 +93,7 @@ _RESTARTS = (
     ),
     Option(
         "health-check", Group.RESTARTS, "HOW", "look at this node before it joins: off, warn, strict",
-        values.one_of("off", "warn", "strict"), default="warn",
+        values.OneOf("off", "warn", "strict"), default="warn",
         default_text="warn",
     ),
     Option(
@@ -192,7 +192,7 @@ _RENDEZVOUS = (
     ),
     Option(
         "rdzv-backend", Group.RENDEZVOUS, "NAME", "kind of meeting: c10d, etcd, etcd-v2, static",
-        values.one_of("static", "c10d", "etcd", "etcd-v2"),
+        values.OneOf("static", "c10d", "etcd", "etcd-v2"),
         default="static", default_text="what listens", peer="rdzv-backend",
         differs="default static; its c10d is no etcd, its etcd speaks v2 only",
     ),
@@ -202,7 +202,7 @@ _RENDEZVOUS = (
     ),
     Option(
         "scheduler", Group.RENDEZVOUS, "NAME", "scheduler that fills in the rest: auto, none, a name",
-        values.one_of("auto", "none", *SCHEDULERS), default="auto", default_text="auto",
+        values.OneOf("auto", "none", *SCHEDULERS), default="auto", default_text="auto",
     ),
     Option(
         "token-file", Group.RENDEZVOUS, "FILE", "file with the job's secret",
@@ -253,7 +253,7 @@ _ACCEPTED = (
             peer="run-path", differs="runs the script by runpy, in a child of the agent"),
     _accepted("monitor-interval", "SECONDS", "exits are events, nothing is polled", values.seconds),
     _accepted("start-method", "NAME", "workers are forked from a preloaded process",
-              values.one_of("spawn", "fork", "forkserver")),
+              values.OneOf("spawn", "fork", "forkserver")),
     _accepted("event-log-handler", "NAME", "there are no event handlers"),
     _accepted("logs-specs", "NAME", "there are no log plug-ins"),
 )  # fmt: skip

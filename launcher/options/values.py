@@ -10,7 +10,7 @@ import math
 import re
 import shlex
 import signal
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +27,6 @@ NODES_MAX = 1_000_000
 WORKERS_MAX = SLOTS_MAX
 # Thirty years. All clocks and timers can count this far.
 SECONDS_MAX = 1e9
-_DIGITS_MAX = 18
 _NOBODYS = ("SIGKILL", "SIGSTOP")
 _USUAL = "the usual ones are SIGTERM, SIGINT, SIGHUP, SIGQUIT, SIGUSR1 and SIGUSR2"
 # Variables with the store's address. The first one that is set wins.
@@ -87,7 +86,7 @@ def whole(raw: Raw, *, low: int = 0, high: int | None = None) -> int:
     word = text(raw)
     if not re.fullmatch(r"[+-]?[0-9]+", word):
         raise ValueError(f"is not a whole number; give {reach}")
-    if len(word) > _DIGITS_MAX or (number := int(word)) < low or (high is not None and number > high):
+    if (number := int(word)) < low or (high is not None and number > high):
         raise ValueError(f"is out of range; give {reach}")
     return number
 
@@ -183,8 +182,8 @@ def workers(raw: Raw) -> int | str:
 class OneOf:
     """Converts one of a few words, by `made`; `words` are what a shell may complete."""
 
-    def __init__(self, words: Iterable[str], made: Callable[[str], object] = str) -> None:
-        self.words, self._made = tuple(words), made
+    def __init__(self, *words: str, made: Callable[[str], object] = str) -> None:
+        self.words, self._made = words, made
 
     def __call__(self, raw: Raw) -> object:
         word = text(raw)
@@ -193,13 +192,9 @@ class OneOf:
         return self._made(word)
 
 
-def one_of(*words: str) -> OneOf:
-    return OneOf(words)
-
-
-on_hang = OneOf(tuple(each.value for each in OnHang), OnHang)
-numa_binding = OneOf((each.value for each in NumaBinding), NumaBinding)
-log_format = OneOf((each.value for each in LogFormat), LogFormat)
+on_hang = OneOf(*(each.value for each in OnHang), made=OnHang)
+numa_binding = OneOf(*(each.value for each in NumaBinding), made=NumaBinding)
+log_format = OneOf(*(each.value for each in LogFormat), made=LogFormat)
 
 
 def command(raw: Raw) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -28,6 +29,8 @@ from elaunch.rendezvous.job_spec import ProgramKind
 
 # Between looks at the output; the longest end of a killed agent's ranks.
 _LOOK_S, _END_S = 0.05, 30.0
+# A line without one, as "done", shows no result.
+_NUMBER = re.compile("[0-9]")
 
 
 @dataclass(frozen=True)
@@ -122,7 +125,7 @@ def _rehearse(run: Callable[[Moment], Run]) -> int:
     alone = run(Moment("left alone"))
     again = alone if alone.code else run(Moment("left alone, once more"))
     right, lines = compare.alike(alone.records, again.records), [line for line in alone.lines if line in again.lines]
-    if refusal := _refusal(alone, again, lines):
+    if refusal := _refusal(alone, again, right, lines):
         print(refusal)
         return 1
     # What comes several times is shown once.
@@ -137,18 +140,18 @@ def _rehearse(run: Callable[[Moment], Run]) -> int:
         table.append((moment.text, result, f"{count} {'steps' if right else 'lines'}", f"{lost_s:.1f} s"))
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     print("\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in table))
-    compared = f"{len(lines)} lines of output, which two quiet runs print alike. No Keeper was entered"
+    compared = f"{len(lines)} of {len(alone.lines)} lines of output, alike in two quiet runs. No Keeper was entered"
     if right:
         compared = (
-            f"bit for bit, {compare.steps_done(alone.records)} steps of {alone.world_size} ranks: losses, inputs, "
+            f"bit for bit, {compare.steps_done(alone.records)} steps of {alone.world_size} ranks,"
+            f" {sum(map(len, right.values()))} values: losses, inputs, evaluations, state, the script's own tensors"
         )
-        compared += "evaluations, state, the script's own tensors"
     print("\n".join([f"compared: {compared}", *bad, *reasons]))
     print("a failure changes the result" if bad else "equal: no failure has changed what was compared")
     return 1 if bad else 0
 
 
-def _refusal(alone: Run, again: Run, lines: Sequence[str]) -> str:
+def _refusal(alone: Run, again: Run, right: compare.Values, lines: Sequence[str]) -> str:
     """Why there is nothing that a failure could change, or ""."""
     if again.code:
         why = f"the script fails although nothing was killed (exit code {again.code})"
@@ -157,8 +160,10 @@ def _refusal(alone: Run, again: Run, lines: Sequence[str]) -> str:
         return f"two runs without a failure differ: set all seeds, and leave out what depends on time\n{found}"
     if alone.records and not compare.steps_done(alone.records):
         return "a Keeper was entered, and no step was done: there is nothing to rehearse"
-    missing = "the script enters no Keeper, and prints no line that is alike in two runs: let it print its losses"
-    return "" if alone.records or lines else missing
+    if any(right.values()) or (not alone.records and any(map(_NUMBER.search, lines))):
+        return ""
+    alike = f"of {len(alone.lines)} lines of output {len(lines)} are alike in two runs, and none of these has a number"
+    return f"nothing can be compared: {alike}; let it print its losses, without times"
 
 
 def _result(right: compare.Values, lines: Sequence[str], its: Run) -> tuple[str, str, str]:

@@ -11,10 +11,10 @@ import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.host import NoAddress, addresses
-from elaunch.launcher.options.files import read_small
 from elaunch.launcher.options.options import Options, Source
 from elaunch.launcher.options.values import PLACES
 from elaunch.launcher.schedulers.detect import detect
@@ -25,7 +25,9 @@ _CALL_S = 10.0
 
 def cluster_of(options: Options, environ: Mapping[str, str]) -> Cluster | None:
     """What a scheduler says about this process; None if there is none, or its user wants none. Raises UsageError."""
-    found = None if options.standalone else detect(options.scheduler, environ, socket.gethostname(), read_small)
+    if options.standalone:
+        return None
+    found = detect(options.scheduler, environ, socket.gethostname(), lambda path: Path(path).read_text())
     return reachable(found) if found else None
 
 

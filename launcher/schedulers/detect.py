@@ -15,7 +15,6 @@ from elaunch.launcher.schedulers.facts import (
     Cluster,
     Detect,
     HeadQuery,
-    check,
     expand,
     number,
     of_lines,
@@ -58,7 +57,6 @@ def detect(choice: str, environ: Mapping[str, str], hostname: str, read: Callabl
             continue
         try:
             if found := facts_of(environ, hostname, read):
-                check(found)
                 return found
         except (ValueError, OSError) as error:
             raise UsageError(

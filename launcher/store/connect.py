@@ -90,7 +90,6 @@ def reach(options: Options, planned: Planned, say: Callable[[str], None]) -> Rea
     if plan.is_alone:
         network = socket_variables("127.0.0.1", os.environ, say, verbose=options.verbose)
         return Reached(MemoryStore(), is_remote=False, address=plan.own_addr or "127.0.0.1", network=network)
-    _check_node_rank_0(options, plan)
     _check_head_host(options, planned)
     address = plan.own_addr or _own_address(planned, say)
     keyring = KeptTokens()
@@ -202,43 +201,34 @@ def only_here(plan: RendezvousPlan) -> str:
     )
 
 
-def _check_node_rank_0(options: Options, plan: RendezvousPlan) -> None:
-    """Raises UsageError if this node has rank 0, but MASTER_ADDR is another host, and is_host=1 is not given.
+def _check_head_host(options: Options, planned: Planned) -> None:
+    """Raises UsageError if this node is the head, by its rank or its scheduler, and the head's name is another host's.
 
-    Two hosts with node rank 0 (the same command on each) would be two jobs, or one job that waits in vain.
+    The other nodes connect to that name. Two hosts with node rank 0 (the same command on each) would be two jobs. With
+    is_host=1 the name may be a balancer's.
     """
-    if plan.node_rank != 0 or not plan.master_addr or understand(options.rdzv_conf).is_host:
+    plan, cluster = planned.plan, planned.cluster
+    # Pods may know their head by the name of a service, which is no host's address.
+    is_scheduled = planned.at_its_head and plan.is_head and cluster and not cluster.is_of_pods
+    head = plan.master_addr if plan.node_rank == 0 else cluster.head if cluster and is_scheduled else None
+    if not head or understand(options.rdzv_conf).is_host:
         return
     # A name without an address yet may belong to this host.
     with suppress(NoAddress):
-        if owner_of(plan.master_addr) is Owner.OTHER_HOST:
+        if owner_of(head) is not Owner.OTHER_HOST:
+            return
+        if plan.node_rank == 0:
             others = {2: "1", 3: "1 or 2"}.get(options.nnodes[1], f"1 to {options.nnodes[1] - 1}")
             raise UsageError(
-                f"node rank 0 belongs to the master's host, and {plan.master_addr} is no address of this host; on this"
-                f" node use --node-rank {others}, or, if {plan.master_addr} leads here through a balancer,"
-                " --rdzv-conf is_host=1"
+                f"node rank 0 belongs to the master's host, and {head} is no address of this host; on this node use"
+                f" --node-rank {others}, or, if {head} leads here through a balancer, --rdzv-conf is_host=1"
             )
-
-
-def _check_head_host(options: Options, planned: Planned) -> None:
-    """Raises UsageError if the scheduler's node 0 runs here, but the head that it names is another host.
-
-    The other nodes connect to the named head.
-    """
-    cluster = planned.cluster
-    if not (planned.at_its_head and planned.plan.is_head and cluster) or understand(options.rdzv_conf).is_host:
-        return
-    # Pods may know their head by the name of a service, which is no host's address.
-    if cluster.is_of_pods:
-        return
-    with suppress(NoAddress):
-        if cluster.head and owner_of(cluster.head) is Owner.OTHER_HOST:
-            here = socket.gethostname()
-            raise UsageError(
-                f"the head of this job is {cluster.head}, which is no address of this host, {here}, but"
-                f" {cluster.scheduler} runs node 0 here; give all nodes: --rdzv-endpoint {here}:PORT, or, for"
-                f" mpirun, -x MASTER_ADDR={here}"
-            )
+        here = socket.gethostname()
+        raise UsageError(
+            f"the head of this job is {head}, which is no address of this host, {here}, but"
+            f" {cluster and cluster.scheduler} runs node 0 here; give all nodes: --rdzv-endpoint {here}:PORT, or, for"
+            f" mpirun, -x MASTER_ADDR={here}"
+        )
 
 
 def _numeric_address(address: str, planned: Planned, say: Callable[[str], None]) -> str:

@@ -143,16 +143,23 @@ def _plan_for_nodes(
     conf = understand(options.rdzv_conf)
     backend = _backend(options)
     addresses, notes = given_addresses(options, environ, backend)
-    head = _scheduler_head(cluster, backend) if cluster and not addresses else None
-    addresses = addresses or _require_head(options, backend, head)
+    is_static = backend == "static"
+    head = None
+    if not addresses:
+        if cluster is None or cluster.head is None or backend in _ETCD or is_static:
+            raise _no_store(options, backend)
+        # The scheduler's head serves the store.
+        head = Address("", cluster.head, cluster.head_port)
+        addresses = (head,)
     scheme = _choose_scheme(conf, addresses)
     # An etcd that runs already: a job's own store is at one endpoint, and speaks with certificates of its own.
     is_etcd = len(addresses) > 1 or bool(scheme) or backend in _ETCD or conf.transport is Transport.GRPC
     if head and is_etcd:
-        _require_head(options, backend, None)
-    is_static = backend == "static"
+        raise _no_store(options, backend)
     master = _static_master(options) if is_static else None
-    is_first = is_static and options.node_rank == 0
+    is_head = conf.is_host
+    if is_head is None and (head or is_static):
+        is_head = (cluster.node_index if cluster and head else options.node_rank) == 0
     made = RendezvousPlan(
         times=_make_times(options, conf, cluster),
         endpoints=tuple(_endpoint(address, backend) for address in addresses),
@@ -163,7 +170,7 @@ def _plan_for_nodes(
         token=_token(options, environ, read_secret),
         transport=conf.transport,
         serves=not is_etcd,
-        is_head=_is_head(conf, is_first if is_static else None, cluster if head else None),
+        is_head=is_head,
         node_rank=options.node_rank if is_static else None,
         master_addr=master.host if master else None,
         local_addr=_bare_host(options.local_addr),
@@ -171,11 +178,14 @@ def _plan_for_nodes(
     if cluster and cluster.is_of_pods and (head or backend in ("static", "c10d")):
         _check_secret(made)
     _check_login(made, addresses, is_asked=conf.user is not None)
-    if is_static and "node_rank" not in options.given:
-        notes = (*notes, "this node has rank 0, since no --node-rank is given")
     if made.token and is_etcd and backend not in _ETCD:
         notes = (*notes, f"the token is not used: {_comma_list(addresses)} means an etcd, which has its own users")
-    notes = (*notes, *_plain_password_notes(made, addresses))
+    if made.login and made.plainly:
+        notes = (
+            *notes,
+            f"the password of etcd's user {made.login.user} goes unencrypted to {_comma_list(addresses)}: anybody who"
+            " can read the network can use it; for an etcd with TLS type https://",
+        )
     if options.run_id is None and is_etcd:
         notes = (*notes, "the job is unnamed; if several jobs share the store, give each its own --run-id")
     return Planned(
@@ -187,19 +197,6 @@ def _plan_for_nodes(
         at_its_head=head is not None,
         has_home_token=bool(cluster and cluster.nodes and not cluster.is_of_pods and made.serves and not made.token),
     )
-
-
-def _scheduler_head(cluster: Cluster, backend: str) -> Address | None:
-    """The address at which the scheduler's head serves the store; None for the backends etcd and static."""
-    if cluster.head is None or backend in (*_ETCD, "static"):
-        return None
-    return Address("", cluster.head, cluster.head_port)
-
-
-def _is_head(conf: Conf, is_first: bool | None, at_its_head: Cluster | None) -> bool | None:
-    if conf.is_host is not None:
-        return conf.is_host
-    return at_its_head.node_index == 0 if at_its_head else is_first
 
 
 def _backend(options: Options) -> str:
@@ -214,7 +211,7 @@ def _backend(options: Options) -> str:
 
 def _tls(conf: Conf, environ: Mapping[str, str]) -> Tls:
     certificate, key = conf.cert, conf.key
-    if certificate is None:
+    if not certificate:
         certificate, key = environ.get("ETCDCTL_CERT"), environ.get("ETCDCTL_KEY")
     return Tls(conf.cacert or environ.get("ETCDCTL_CACERT") or None, certificate or None, key or None)
 
@@ -288,20 +285,14 @@ def given_addresses(
     return (), ()
 
 
-def _require_head(options: Options, backend: str, head: Address | None) -> tuple[Address, ...]:
-    """The scheduler's head as the store's address. Raises UsageError if there is none."""
-    if head:
-        return (head,)
+def _no_store(options: Options, backend: str) -> UsageError:
+    """The error of a job whose nodes have nowhere to meet."""
     nodes = ":".join(str(number) for number in dict.fromkeys(options.nnodes))
+    option, place, host = "--rdzv-endpoint", f"HOST:{ETCD_PORT}", "the name of one node, or of an etcd"
     if backend == "static":
-        host = "the name of the node of rank 0"
-        line = shlex.join(["elaunch", "--master-addr", "HOST", *words_of(options.typed, options.program)])
-    else:
-        host = "the name of one node, or of an etcd"
-        line = shlex.join(
-            ["elaunch", "--rdzv-endpoint", f"HOST:{ETCD_PORT}", *words_of(options.typed, options.program)]
-        )
-    raise UsageError(
+        option, place, host = "--master-addr", "HOST", "the name of the node of rank 0"
+    line = shlex.join(["elaunch", option, place, *words_of(options.typed, options.program)])
+    return UsageError(
         f"--nnodes {nodes} needs the address of a store where the nodes meet; type on every node, with {host} as HOST:"
         f" {line}"
     )
@@ -417,15 +408,4 @@ def _check_login(made: RendezvousPlan, addresses: tuple[Address, ...], *, is_ask
     raise UsageError(
         f"the password of etcd's user {made.login.user} is sent over TLS only, and {where} does not say"
         f" whether TLS is spoken there; {how_to_send(*addresses)}"
-    )
-
-
-def _plain_password_notes(made: RendezvousPlan, addresses: tuple[Address, ...]) -> tuple[str, ...]:
-    """A note for a password that the user has chosen to send unencrypted."""
-    if not (made.login and made.plainly):
-        return ()
-    where = _comma_list(addresses)
-    return (
-        f"the password of etcd's user {made.login.user} goes unencrypted to {where}: anybody who can read the"
-        " network can use it; for an etcd with TLS type https://",
     )

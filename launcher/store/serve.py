@@ -18,7 +18,7 @@ from pathlib import Path
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.host import NoAddress, Owner, addresses, owner_of
 from elaunch.launcher.store.locate import RendezvousPlan
-from elaunch.launcher.store.token import KeptToken
+from elaunch.launcher.store.token import keep_token
 from elaunch.rendezvous.endpoint import Endpoint, is_address, is_loopback, is_meant_locally
 from elaunch.rendezvous.secret import Secret, new_token
 
@@ -48,8 +48,7 @@ class StoreProcess:
         root, fd = str(Path(__file__).parents[3]), listener.fileno()
         environ = {name: value for name, value in os.environ.items() if name != "ELAUNCH_TOKEN"}
         self.token = token
-        self.trouble = ""
-        self._kept: KeptToken | None = None
+        self.kept = self.trouble = ""
         self._process = subprocess.Popen(
             [sys.executable, "-c", _START, root, title, "--fd", str(fd), "--agents", str(agents)],
             env=environ,
@@ -64,18 +63,13 @@ class StoreProcess:
         if keep_for:
             # The server starts meanwhile. It answers no client before it has the token.
             try:
-                self._kept = KeptToken(token, keep_for)
+                self.kept = keep_token(token, keep_for)
             except OSError as error:
                 self.trouble = error.strerror or str(error)
         # A pipe's capacity is larger than any token.
         with suppress(BrokenPipeError):
             self._process.stdin.write(f"{self.kept}\n{token}\n".encode())
             self._process.stdin.flush()
-
-    @property
-    def kept(self) -> str:
-        """The path of the file with the token, or empty."""
-        return self._kept.path if self._kept else ""
 
     @property
     def pid(self) -> int:
@@ -93,10 +87,7 @@ class StoreProcess:
         return self._process.poll()
 
     def stop(self) -> None:
-        """End the server, and remove the token's file."""
-        if self._kept:
-            self._kept.remove()
-            self._kept = None
+        """End the server, which removes the token's file."""
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe:
                 with suppress(BrokenPipeError):

@@ -27,33 +27,26 @@ _FILE_BYTES_MAX = 4096
 _KEY_BYTES = 32
 
 
-class KeptToken:
-    """The file of one token. Its name is the fingerprint of the certificate that a store shows to every client.
+def keep_token(token: str, endpoint: Endpoint) -> str:
+    """Write the file of one token, and return its path. Its name is the fingerprint of the store's certificate.
 
     So a client finds the file however the endpoint is spelled, and a file that was left behind cannot affect another
-    store. The file exists before the store answers any client, and is removed when the store ends.
+    store. The store's process removes it. Raises OSError if this user has no home, or nothing can be written there.
     """
-
-    def __init__(self, token: str, endpoint: Endpoint) -> None:
-        """Raises OSError if this user has no home, or nothing can be written there."""
-        name, draft = fingerprint(Secret(token).der), secrets.token_hex(16)
-        text = f"{token}\n# at {endpoint}\n# {_here()}\n# of elaunch's process {os.getpid()}, which removes it\n"
-        with private_folder(STORES, make=True) as folder:
-            fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder)
-            try:
-                os.write(fd, text.encode())
-                # The file gets its name when it is whole.
-                os.rename(draft, name, src_dir_fd=folder, dst_dir_fd=folder)
-            except BaseException:
-                os.unlink(draft, dir_fd=folder)
-                raise
-            finally:
-                os.close(fd)
-        self.path = str(Path(STORES).expanduser() / name)
-
-    def remove(self) -> None:
-        with suppress(OSError):
-            Path(self.path).unlink()
+    name, draft = fingerprint(Secret(token).der), secrets.token_hex(16)
+    text = f"{token}\n# at {endpoint}\n# {_here()}\n# of elaunch's process {os.getpid()}, whose store removes it\n"
+    with private_folder(STORES, make=True) as folder:
+        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder)
+        try:
+            os.write(fd, text.encode())
+            # The file gets its name when it is whole.
+            os.rename(draft, name, src_dir_fd=folder, dst_dir_fd=folder)
+        except BaseException:
+            os.unlink(draft, dir_fd=folder)
+            raise
+        finally:
+            os.close(fd)
+    return str(Path(STORES).expanduser() / name)
 
 
 class KeptTokens:

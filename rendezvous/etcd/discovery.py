@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import socket
 import ssl
 from collections.abc import Callable
-from contextlib import closing
 from typing import Protocol, TypeVar
 
-from elaunch.rendezvous.dial import Deadline, dial, resolve
 from elaunch.rendezvous.endpoint import Access, Endpoint
+from elaunch.rendezvous.etcd.http_client import certificate_at, unverified_context
 from elaunch.rendezvous.etcd.store import EtcdStore
-from elaunch.rendezvous.etcd.transport import EtcdError, GatewayOff, JsonTransport
+from elaunch.rendezvous.etcd.transport import EtcdError, GatewayOff
 from elaunch.rendezvous.secret import Secret
 from elaunch.rendezvous.store import Denied, StoreError, Unavailable
 
@@ -88,7 +86,14 @@ class FoundStore(EtcdStore):
     def _check_in_the_clear(self) -> None:
         """Raises Denied if the server without TLS is not to be used: a store with a token is expected there."""
         if self._secret and self._expects_ours:
-            check_is_etcd(self._endpoint, self._connect_s)
+            try:
+                self._transport.version(self._endpoint, "", self._connect_s)
+            except GatewayOff:
+                pass
+            except (EtcdError, StoreError) as error:
+                # Another answer than a denial may come from a proxy in front of an etcd.
+                if isinstance(error, Denied):
+                    raise
             raise Denied(
                 f"what listens at {self._endpoint} does not know the job's token: it is an etcd, or poses as the job's"
                 f" store; if you mean this etcd, type --rdzv-endpoint http://{self._endpoint}"
@@ -120,25 +125,13 @@ def _certificate_at(endpoint: Endpoint, secret: Secret | None, deadline_s: float
     With `secret`, the server has proven that it has the same token. An etcd with its own certificates never gets here,
     since its endpoint is typed with https://. Raises Unavailable if nothing listens, Denied if the token is wrong.
     """
-    context = secret.client_context() if secret else unverified_context()
     try:
-        with _connected(endpoint, deadline_s) as plain:
-            try:
-                with context.wrap_socket(plain) as proven:
-                    return proven.getpeercert(binary_form=True) or b""
-            except ssl.SSLCertVerificationError:
-                raise Denied(
-                    f"the token here is not that of the store at {endpoint}; give all nodes the same ELAUNCH_TOKEN, or"
-                    " type the line that elaunch printed there"
-                ) from None
-            except (ssl.SSLError, ConnectionError, TimeoutError) as error:
-                if secret is None and "CERTIFICATE" in (getattr(error, "reason", None) or ""):
-                    # The server speaks TLS, and asks for the certificate that is derived from the token.
-                    raise _wants_token(endpoint) from None
-                # An etcd without TLS closes the connection or waits for more. Our own server may do so under load.
-                if speaks_http(endpoint, deadline_s):
-                    return None
-                raise
+        return certificate_at(endpoint, secret.client_context() if secret else unverified_context(), deadline_s)
+    except ssl.SSLCertVerificationError:
+        raise Denied(
+            f"the token here is not that of the store at {endpoint}; give all nodes the same ELAUNCH_TOKEN, or type the"
+            " line that elaunch printed there"
+        ) from None
     except OSError as error:
         raise Unavailable(f"{endpoint}: {error.strerror or error}") from error
 
@@ -149,35 +142,3 @@ def _wants_token(endpoint: Endpoint) -> Denied:
         " (ELAUNCH_TOKEN=… elaunch …), or add --token-file with a copy of the file that it named; for an etcd that"
         " speaks TLS, type --rdzv-endpoint https://…"
     )
-
-
-def check_is_etcd(endpoint: Endpoint, deadline_s: float) -> None:
-    """Raises Denied if the server without TLS there is of another kind."""
-    with closing(JsonTransport()) as transport:
-        try:
-            transport.version(endpoint, "", deadline_s)
-        except (EtcdError, StoreError) as error:
-            # Another answer than these may come from a proxy in front of an etcd.
-            if isinstance(error, Denied) and not isinstance(error, GatewayOff):
-                raise
-
-
-def speaks_http(endpoint: Endpoint, deadline_s: float) -> bool:
-    """Whether the server there answers plain HTTP, as an etcd without TLS does. Raises OSError."""
-    with _connected(endpoint, deadline_s) as plain:
-        plain.sendall(f"GET /version HTTP/1.1\r\nHost: {endpoint}\r\nConnection: close\r\n\r\n".encode())
-        return plain.recv(16).startswith(b"HTTP/")
-
-
-def _connected(endpoint: Endpoint, deadline_s: float) -> socket.socket:
-    # The time that the resolver takes does not count as time to connect.
-    plain = dial(resolve(endpoint.host, endpoint.port, deadline_s), Deadline(deadline_s).left)
-    plain.settimeout(deadline_s)
-    return plain
-
-
-def unverified_context() -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    return context

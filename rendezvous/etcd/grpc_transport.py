@@ -16,7 +16,7 @@ import re
 import ssl
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -130,25 +130,20 @@ class GrpcTransport:
         return str(self.call(endpoint, Rpc.STATUS, {}, token, deadline_s).get("version", ""))
 
     def call(self, endpoint: Endpoint, rpc: Rpc, request: Json, token: str, deadline_s: float) -> Json:
-        call, message = self._prepared(endpoint, rpc, request)
+        if rpc is Rpc.KEEP_ALIVE:
+            with closing(self.stream(endpoint, rpc, request, token, deadline_s)) as stream:
+                return stream.next(deadline_s)
         try:
-            if rpc is not Rpc.KEEP_ALIVE:
-                return self._plain(call(message, timeout=deadline_s, metadata=_metadata(token)))
-            stream = call(iter([message]), timeout=deadline_s, metadata=_metadata(token))
-            try:
-                return self._plain(next(stream))
-            finally:
-                stream.cancel()
-        except StopIteration:
-            raise Unavailable(f"{endpoint} ended the stream") from None
+            answer: Json = self._method(endpoint, rpc)(request, timeout=deadline_s, metadata=_metadata(token))
         except self._grpc.RpcError as error:
             raise explained(error, endpoint, deadline_s) from error
+        return answer
 
     def stream(self, endpoint: Endpoint, rpc: Rpc, request: Json, token: str, deadline_s: float) -> GrpcStream:
-        call, message = self._prepared(endpoint, rpc, request)
         over = threading.Event()
         metadata = (*_metadata(token), ("hasleader", "true"))
-        return GrpcStream(self, endpoint, call(_requests(message, over), metadata=metadata), over)
+        call = self._method(endpoint, rpc)(_requests(request, over), metadata=metadata)
+        return GrpcStream(endpoint, call, over, self._grpc.RpcError)
 
     def close(self) -> None:
         with self._lock:
@@ -157,28 +152,8 @@ class GrpcTransport:
         for channel in channels:
             channel.close()
 
-    def next_of(self, stream: Any, endpoint: Endpoint, deadline_s: float | None) -> Json:
-        """The next answer of a stream, as JSON. Raises StopIteration at its end."""
-        # A timer ends the wait: gRPC only knows a deadline for a whole stream.
-        timer = threading.Timer(deadline_s, stream.cancel) if deadline_s is not None else None
-        if timer:
-            timer.daemon = True
-            timer.start()
-        try:
-            return self._plain(next(stream))
-        except self._grpc.RpcError as error:
-            if timer and timer.finished.is_set() and error.code().value[0] == _CANCELLED:
-                raise TimedOut(f"no answer from {endpoint} within {deadline_s:.3g} s") from error
-            raise explained(error, endpoint, deadline_s or 0) from error
-        finally:
-            if timer:
-                timer.cancel()
-
-    def _plain(self, message: Any) -> Json:
-        found: Json = self._json.MessageToDict(message, preserving_proto_field_name=True)
-        return found
-
-    def _prepared(self, endpoint: Endpoint, rpc: Rpc, request: Json) -> tuple[Any, Any]:
+    def _method(self, endpoint: Endpoint, rpc: Rpc) -> Any:
+        """What sends a request and returns the answer, or for a stream the answers, as JSON."""
         service, method = _CALLS[rpc]
         with self._lock:
             if endpoint not in self._channels:
@@ -186,9 +161,14 @@ class GrpcTransport:
             channel = self._channels[endpoint]
         make = channel.stream_stream if rpc in (Rpc.KEEP_ALIVE, Rpc.WATCH) else channel.unary_unary
         asked, answer = self._messages[f"{method}Request"], self._messages[f"{method}Response"]
-        path = f"/etcdserverpb.{service}/{method}"
-        call = make(path, request_serializer=asked.SerializeToString, response_deserializer=answer.FromString)
-        return call, self._json.ParseDict(request, asked())
+
+        def written(request: Json) -> Any:
+            return self._json.ParseDict(request, asked()).SerializeToString()
+
+        def read(data: bytes) -> Any:
+            return self._json.MessageToDict(answer.FromString(data), preserving_proto_field_name=True)
+
+        return make(f"/etcdserverpb.{service}/{method}", request_serializer=written, response_deserializer=read)
 
     def _connected(self, endpoint: Endpoint) -> Any:
         if not isinstance(self._tls, Tls):
@@ -202,26 +182,38 @@ class GrpcTransport:
         return self._grpc.secure_channel(str(endpoint), self._grpc.ssl_channel_credentials(*files), _OPTIONS)
 
 
-def _requests(message: Any, over: threading.Event) -> Iterator[Any]:
+def _requests(request: Json, over: threading.Event) -> Iterator[Json]:
     """The request side of a stream: one request, and then nothing until the stream ends."""
-    yield message
+    yield request
     over.wait()
 
 
 class GrpcStream:
     """The answers of one call, one by one."""
 
-    def __init__(self, transport: GrpcTransport, endpoint: Endpoint, call: Any, over: threading.Event) -> None:
-        self._transport = transport
+    def __init__(self, endpoint: Endpoint, call: Any, over: threading.Event, rpc_error: Any) -> None:
         self._endpoint = endpoint
         self._call = call
         self._over = over
+        self._rpc_error = rpc_error
 
     def next(self, deadline_s: float | None) -> Json:
+        # A timer ends the wait: gRPC only knows a deadline for a whole stream.
+        timer = threading.Timer(deadline_s or 0, self._call.cancel)
+        timer.daemon = True
+        if deadline_s is not None:
+            timer.start()
         try:
-            return self._transport.next_of(self._call, self._endpoint, deadline_s)
+            answer: Json = next(self._call)
+            return answer
         except StopIteration:
             raise Unavailable(f"{self._endpoint} ended the stream") from None
+        except self._rpc_error as error:
+            if timer.finished.is_set() and error.code().value[0] == _CANCELLED:
+                raise TimedOut(f"no answer from {self._endpoint} within {deadline_s:.3g} s") from error
+            raise explained(error, self._endpoint, deadline_s or 0) from error
+        finally:
+            timer.cancel()
 
     def hang_up(self) -> None:
         self._over.set()

@@ -139,20 +139,9 @@ class HttpClient:
         """The status and the body of the answer."""
         deadline = Deadline(deadline_s)
         idle = self._idle[endpoint]
-        kept = _take(idle)
-        connection = kept or self.open(endpoint, deadline)
+        connection = _take(idle) or self.open(endpoint, deadline)
         try:
-            try:
-                status = connection.ask(method, path, headers, body, deadline)
-            except TimedOut:
-                raise
-            except Unavailable:
-                # The server may have closed the kept connection while the request was on its way.
-                if not kept:
-                    raise
-                connection.close()
-                connection = self.open(endpoint, deadline)
-                status = connection.ask(method, path, headers, body, deadline)
+            status = connection.ask(method, path, headers, body, deadline)
             answer = status, connection.body(deadline)
         except BaseException:
             connection.close()
@@ -169,20 +158,11 @@ class HttpClient:
 
     def other_scheme(self, endpoint: Endpoint, deadline_s: float) -> str:
         """The scheme, `http` or `https`, that the server answers if it is not the one in use; else ""."""
-        deadline = Deadline(deadline_s)
-        if self._context:
-            with suppress(StoreError), closing(ClientConnection(endpoint, deadline)) as plain:
-                plain.ask("GET", "/version", {}, b"", deadline)
-                return "http"
-            return ""
-        try:
-            with closing(_connect(endpoint, ssl._create_unverified_context(), deadline)):
-                return "https"
-        except ssl.SSLError as error:
-            # A TLS alert: the server speaks TLS, and refuses this client.
-            return "https" if "ALERT" in (error.reason or "") else ""
-        except OSError:
-            return ""
+        with suppress(OSError):
+            is_plain = certificate_at(endpoint, unverified_context(), deadline_s) is None
+            if is_plain == bool(self._context):
+                return "http" if is_plain else "https"
+        return ""
 
     def close(self) -> None:
         """Close the kept connections."""
@@ -201,6 +181,35 @@ def context(tls: Tls) -> ssl.SSLContext:
         files = ", ".join(name for name in (tls.ca, tls.certificate, tls.key) if name)
         raise Denied(f"the certificate files cannot be used ({files}): {error}") from error
     return made
+
+
+def unverified_context() -> ssl.SSLContext:
+    made = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    made.check_hostname = False
+    made.verify_mode = ssl.CERT_NONE
+    return made
+
+
+def certificate_at(endpoint: Endpoint, context: ssl.SSLContext, deadline_s: float) -> bytes | None:
+    """The certificate (DER) of the server there; None if it answers plain HTTP, as an etcd without TLS does.
+
+    Empty if the server asks for a certificate of the client. Raises OSError.
+    """
+    try:
+        with closing(_connect(endpoint, context, Deadline(deadline_s))) as connected:
+            assert isinstance(connected, ssl.SSLSocket)
+            return connected.getpeercert(binary_form=True) or b""
+    except ssl.SSLCertVerificationError:
+        raise
+    except (ssl.SSLError, ConnectionError, TimeoutError) as error:
+        if isinstance(error, ssl.SSLError) and "ALERT" in (error.reason or ""):
+            return b""
+        # An etcd without TLS closes the connection or waits for more. A server with TLS may do so under load.
+        deadline = Deadline(deadline_s)
+        with suppress(StoreError), closing(ClientConnection(endpoint, deadline)) as plain:
+            plain.ask("GET", "/version", {}, b"", deadline)
+            return None
+        raise
 
 
 def request(method: str, host: str, path: str, headers: dict[str, str], body: bytes) -> bytes:
@@ -270,15 +279,13 @@ def _tls_error(error: ssl.SSLError, endpoint: Endpoint, hint: str) -> StoreError
 
 
 def _take(idle: deque[ClientConnection]) -> ClientConnection | None:
-    while idle:
-        try:
+    # Another thread may take the last one.
+    with suppress(IndexError):
+        while True:
             connection = idle.pop()
-        except IndexError:
-            # Another thread was faster.
-            return None
-        if connection.usable():
-            return connection
-        connection.close()
+            if connection.usable():
+                return connection
+            connection.close()
     return None
 
 

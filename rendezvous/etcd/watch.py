@@ -128,11 +128,7 @@ class EtcdWatch:
         """Follow one stream to its end. If this returns without an error, the next stream is opened at once."""
         try:
             self._follow(failures)
-        except (Denied, _Cancelled) as error:
-            if isinstance(error, _Cancelled) and error.kind is Kind.WAIT:
-                raise Unavailable(str(error)) from error
-            if isinstance(error, _Cancelled) and error.kind not in (Kind.DENY, Kind.LOGIN):
-                raise Rejected(str(error)) from error
+        except Denied as error:
             # Perhaps only this member is wrong, or the token is too old, for which a watch says "permission denied".
             # A read asks all members: it raises Denied if none of them allows it.
             self._store.read(self._prefix)
@@ -156,7 +152,8 @@ class EtcdWatch:
             while not self._over():
                 self._take(endpoint, stream.next(None))
         except EtcdError as error:
-            raise _Cancelled(error, self._store.explained(endpoint, error)) from error
+            why = self._store.explained(endpoint, error)
+            raise Denied(str(why)) if kind_of(error) is Kind.LOGIN else why from error
         finally:
             with self._lock:
                 self._stream = None
@@ -196,14 +193,6 @@ class _TokenOld(Unavailable):
 
     If the watch is denied again, the member allows reads but no watches. The first watch reports that.
     """
-
-
-class _Cancelled(Exception):
-    """A member ended the watch. The text is a sentence for people."""
-
-    def __init__(self, error: EtcdError, explained: StoreError) -> None:
-        super().__init__(str(explained))
-        self.kind = kind_of(error)
 
 
 class _Compacted(Exception):

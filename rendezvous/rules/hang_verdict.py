@@ -19,6 +19,8 @@ from elaunch.rendezvous.types import GENERATION_MAX, Node, RankTable, Seat
 if TYPE_CHECKING:
     from elaunch.rendezvous.rules.snapshot import Snapshot
 
+# Twice the time between two looks at a worker.
+HANG_CONFIRM_S = 10.0
 # A node's ranks stand at a few places. More groups than this are not worth a larger record.
 GROUPS_MAX = 8
 _RANK_MAX = (1 << 31) - 1
@@ -130,7 +132,7 @@ class _Place:
 
 def confirm_s(times: Times, table: RankTable) -> float:
     """For how long the records must stand. Another node may notice late that it goes on; a node alone does not."""
-    return times.hang_confirm_s if len(table.seats) > 1 else 0.0
+    return min(HANG_CONFIRM_S, times.hang_after_s / 3 or HANG_CONFIRM_S) if len(table.seats) > 1 else 0.0
 
 
 def tell_still(snapshot: Snapshot, me: Node, generation: int, record: StillNode | None) -> Txn:
@@ -148,15 +150,6 @@ def end_hang(snapshot: Snapshot, table: RankTable, done: frozenset[str]) -> Txn 
     if hang is None or hang.generation != table.generation or not is_over:
         return None
     return Txn(snapshot.leader_guards, (Delete(snapshot.keys.hang),))
-
-
-def new_hang(
-    snapshot: Snapshot, table: RankTable, done: frozenset[str], stood_s: float, *, has_limit: bool
-) -> Hang | None:
-    """The verdict, if the job hangs and there is none yet. The records have stood for `stood_s`."""
-    if snapshot.hang is not None and snapshot.hang.generation == table.generation:
-        return None
-    return verdict_on(snapshot.still.get(table.generation, {}), table, done, stood_s, has_limit=has_limit)
 
 
 def declare_hang(snapshot: Snapshot, table: RankTable, hang: Hang) -> Txn:

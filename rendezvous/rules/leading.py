@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 
 from elaunch.rendezvous.rules.assign_ranks import newcomers_of
 from elaunch.rendezvous.rules.forming import NO_FORMATION, Formation, form
-from elaunch.rendezvous.rules.hang_verdict import confirm_s, declare_hang, end_hang, new_hang
+from elaunch.rendezvous.rules.hang_verdict import confirm_s, declare_hang, end_hang, verdict_on
 from elaunch.rendezvous.rules.snapshot import Snapshot
 from elaunch.rendezvous.rules.transactions import mend, open_failed, open_join, open_loss, succeed
 from elaunch.rendezvous.rules.verdict import is_excluded
 from elaunch.rendezvous.store import Delete, Txn
 from elaunch.rendezvous.times import Times
-from elaunch.rendezvous.types import Outcome, OutcomeKind, RankTable, Terms
+from elaunch.rendezvous.types import RankTable, Terms
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def lead(
         return Lead(leader_state, formed.txn, formed.wake_s, formed.waiting)
     done = snapshot.done.get(table.generation, frozenset())
     if all(seat.node_id in done for seat in table.seats):
-        return Lead(leader_state, succeed(snapshot, _succeeded(table, snapshot.terms)))
+        return Lead(leader_state, succeed(snapshot, snapshot.terms, table))
     if failures := snapshot.failures.get(table.generation):
         return Lead(leader_state, open_failed(snapshot, failures[0]))
     lost = _lost(snapshot, table, done)
@@ -115,18 +115,14 @@ def _watch_for_hang(
     if over := end_hang(snapshot, table, done):
         return Lead(leader_state, over)
     since_s = now_s if leader_state.hang_since_s is None else leader_state.hang_since_s
-    hang = new_hang(snapshot, table, done, now_s - since_s, has_limit=times.hang_timeout_s > 0)
-    if hang is None:
+    records = snapshot.still.get(table.generation, {})
+    hang = verdict_on(records, table, done, now_s - since_s, has_limit=times.hang_timeout_s > 0)
+    if hang is None or (snapshot.hang and snapshot.hang.generation == table.generation):
         return Lead(replace(leader_state, hang_since_s=None))
     confirmed_s = since_s + confirm_s(times, table)
     if now_s >= confirmed_s:
         return Lead(leader_state, declare_hang(snapshot, table, hang))
     return Lead(replace(leader_state, hang_since_s=since_s), wake_s=confirmed_s)
-
-
-def _succeeded(table: RankTable, terms: Terms) -> Outcome:
-    reason = "every worker exited with 0"
-    return Outcome(OutcomeKind.SUCCEEDED, reason, table.generation, table.restarts, terms.max_restarts)
 
 
 def _lost(snapshot: Snapshot, table: RankTable, done: frozenset[str]) -> list[str]:

@@ -12,7 +12,7 @@ from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from elaunch.rendezvous.codec import Name, build, decode, shown_text
@@ -35,7 +35,14 @@ from elaunch.rendezvous.types import (
 )
 from elaunch.strict_json import parse_json
 
-Belonging = TypeVar("Belonging", "Node", "Joined", "StillNode")
+_RECORDS: dict[str, Any] = {
+    "members": Node,
+    "joined": Joined,
+    "still": StillNode,
+    "generation": Generation,
+    "ended": Outcome,
+    "hang": Hang,
+}
 _LEADER, _SPEC, _QUESTION = ["ctl", "leader"], ["ctl", "spec"], ["ctl", "question"]
 _OF_NODES = ("joined", "failures", "done", "still")
 # Sentences about unreadable records that one snapshot has: somebody may have written thousands.
@@ -157,7 +164,7 @@ class Snapshot:
     @property
     def leader_guards(self) -> tuple[TxnGuard, ...]:
         """No newer generation, the job has not ended, and this node still leads."""
-        return self.gen_guard, self.live_guard, Unchanged(self.keys.leader, self.leader_revision)
+        return self.gen_guard, self.live_guard, self.leader_guard
 
     def put(self, key: str, value: str) -> Put:
         """Write a key that belongs to the run, not to a node: it is attached to the run's lease."""
@@ -259,7 +266,6 @@ class SnapshotReader:
     ) -> _Known:
         parts = key[len(self._keys.root) :].split("/")
         try:
-            _check_number(parts)
             if parts == _LEADER and not entry.lease:
                 raise ValueError(f"on no lease, so no elaunch wrote it: {shown_text(entry.value)!r}")
             record = _decoded(parts, entry.value)
@@ -310,63 +316,37 @@ def _is_generation(digits: str) -> bool:
     return re.fullmatch(rf"[0-9]{{{GENERATION_DIGITS}}}", digits) is not None
 
 
-def _check_number(parts: list[str]) -> None:
-    """Raises ValueError if a key that must contain a generation does not."""
-    match parts:
-        case ["joined" | "failures" | "done" | "still", number, _] | ["ctl", "table", number]:
-            if not _is_generation(number):
-                raise ValueError(f"not a generation's: {number[:40]!r} is no number of {GENERATION_DIGITS} digits")
-
-
 def _decoded(parts: list[str], text: str) -> Any:
-    """The record in a key's value. Raises ValueError if it is none."""
+    """The record in a key's value. Raises ValueError if it is none, or that of another key."""
     match parts:
-        case ["members", node_id]:
-            return _of_node(node_id, decode(Node, text))
-        case ["joined", _, node_id]:
-            return _of_node(node_id, decode(Joined, text))
+        case ["joined" | "failures" | "done" | "still", number, _] | ["ctl", "table", number] if not _is_generation(
+            number
+        ):
+            raise ValueError(f"not a generation's: {number[:40]!r} is no number of {GENERATION_DIGITS} digits")
+        case ["members", node_id] | ["joined" | "still", _, node_id]:
+            record = decode(_RECORDS[parts[0]], text)
+            if record.node_id != node_id:
+                raise ValueError(f"not that of {node_id[:40]!r}: it names {record.node_id[:40]!r}")
+            return record
         case ["failures", _, _]:
             return decode(Failure, text)
         case ["ctl", "table", generation]:
-            return _of_generation(int(generation), decode_table(text))
+            table = decode_table(text)
+            if table.generation != int(generation):
+                raise ValueError(f"not that of generation {int(generation)}: it names {table.generation}")
+            return table
         case ["ctl", "spec"]:
             terms = decode(Terms, text)
             if terms.nodes_max < terms.nodes_min:
                 raise ValueError(f"not a Terms: {shown_text(text)!r} (nodes_max is below nodes_min)")
             return terms
-        case ["ctl", "generation"]:
-            return decode(Generation, text)
-        case ["ctl", "ended"]:
-            return decode(Outcome, text)
+        case ["ctl", "generation" | "ended" | "hang" as name]:
+            return decode(_RECORDS[name], text)
         case ["ctl", "leader"]:
-            return _node_id(text)
+            Name().check(text)
         case ["ctl", "question"]:
             return read_question(text)
-        case ["still", _, node_id]:
-            return _of_node(node_id, decode(StillNode, text))
-        case ["ctl", "hang"]:
-            return decode(Hang, text)
     return text
-
-
-def _node_id(text: str) -> str:
-    try:
-        Name().check(text)
-    except ValueError as error:
-        raise ValueError(f"not a node: {error}") from None
-    return text
-
-
-def _of_node(node_id: str, record: Belonging) -> Belonging:
-    if record.node_id != node_id:
-        raise ValueError(f"not that of {node_id[:40]!r}: it names {record.node_id[:40]!r}")
-    return record
-
-
-def _of_generation(generation: int, table: RankTable) -> RankTable:
-    if table.generation != generation:
-        raise ValueError(f"not that of generation {generation}: it names {table.generation}")
-    return table
 
 
 # Above this size it takes longer to send a table to every node than to compress it once.

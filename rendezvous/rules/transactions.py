@@ -19,6 +19,7 @@ from elaunch.rendezvous.types import (
     Node,
     OpenKind,
     Outcome,
+    OutcomeKind,
     RankTable,
     Terms,
     host_of,
@@ -281,8 +282,10 @@ def end_unformed(snapshot: Snapshot, outcome: Outcome) -> Txn:
     return Txn(guards, _ending(snapshot, outcome))
 
 
-def succeed(snapshot: Snapshot, outcome: Outcome) -> Txn:
+def succeed(snapshot: Snapshot, terms: Terms, table: RankTable) -> Txn:
     """End a job whose nodes are all done."""
+    reason = "every worker exited with 0"
+    outcome = Outcome(OutcomeKind.SUCCEEDED, reason, table.generation, table.restarts, terms.max_restarts)
     return Txn(snapshot.leader_guards, _ending(snapshot, outcome))
 
 

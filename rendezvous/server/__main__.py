@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--fd", type=int, action="append", required=True, help="an inherited, bound socket")
     parser.add_argument("--agents", type=int, default=0)
     options = parser.parse_args(argv)
-    token = _read_line(0)
+    token = sys.stdin.buffer.readline().decode().removesuffix("\n")
     if not token:
         # The agent was ended before it could name one.
         return 0
@@ -53,14 +53,6 @@ def _raised_limit() -> int:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return sys.maxsize if hard == resource.RLIM_INFINITY else hard
-
-
-def _read_line(fd: int) -> str:
-    """The first line of `fd`, or everything if there is no line end. Reads nothing beyond the line."""
-    text = b""
-    while (byte := os.read(fd, 1)) not in (b"", b"\n"):
-        text += byte
-    return text.decode()
 
 
 if __name__ == "__main__":

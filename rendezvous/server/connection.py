@@ -152,8 +152,7 @@ class Connection:
         dirty: dict[Connection, None],
     ) -> None:
         accepted.setblocking(False)
-        if accepted.family != socket.AF_UNIX:
-            _tune(accepted)
+        _tune(accepted)
         self.socket = accepted
         self.outgoing = bytearray()
         self.reader = reader

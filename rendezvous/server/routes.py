@@ -8,13 +8,15 @@ continues from the history.
 from __future__ import annotations
 
 import json
+import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from elaunch.rendezvous.codec import parse_first_json, shown
-from elaunch.rendezvous.engine import Compacted, Engine, Refused
+from elaunch.rendezvous.engine import Compacted, Engine
+from elaunch.rendezvous.etcd import errors
 from elaunch.rendezvous.etcd.json_codec import base64, number, range_end, text
-from elaunch.rendezvous.etcd.transport import Json
+from elaunch.rendezvous.etcd.transport import EtcdError, Json
 from elaunch.rendezvous.store import (
     SHARED,
     Absent,
@@ -33,9 +35,8 @@ from elaunch.rendezvous.store import (
 
 # The version of etcd that this server imitates. Clients read it.
 ETCD_VERSION = "3.4.0"
-INVALID, EXHAUSTED, INTERNAL, UNAUTHENTICATED = 3, 8, 13, 16
-# The HTTP status for each gRPC status, as in etcd's gateway.
-_STATUS = {INVALID: 400, 5: 404, EXHAUSTED: 429, 9: 400, 11: 400, INTERNAL: 500, UNAUTHENTICATED: 401}
+# The HTTP status for each gRPC status, as in etcd's gateway; 400 for all others that the engine answers.
+_STATUS = {errors.NOT_FOUND: 404, errors.EXHAUSTED: 429, errors.INTERNAL: 500, errors.UNAUTHENTICATED: 401}
 
 
 class Reply(NamedTuple):
@@ -82,10 +83,14 @@ class Routes:
             return Reply(405, b"Method Not Allowed\n")
         try:
             answer = handler(parse_first_json(body.strip() or b"{}"))
-        except Refused as refused:
-            return error_reply(refused)
+        except EtcdError as error:
+            return error_reply(error.code, error.text)
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-            return error_reply(Refused(INVALID, f"elaunch's store does not understand the request: {shown(error)}"))
+            return error_reply(errors.INVALID, f"elaunch's store does not understand the request: {shown(error)}")
+        except Exception:
+            # A bug in this server: this request fails, and the store goes on for all others.
+            traceback.print_exc()
+            return error_reply(errors.INTERNAL, "the store failed; its own output says why")
         return answer if isinstance(answer, WatchRequest) else Reply(200, _written(answer))
 
     def created(self) -> bytes:
@@ -133,9 +138,8 @@ class Routes:
         return self._answered()
 
 
-def error_reply(refused: Refused) -> Reply:
-    body = {"error": refused.message, "code": refused.code, "message": refused.message}
-    return Reply(_STATUS[refused.code], _written(body))
+def error_reply(code: int, text: str) -> Reply:
+    return Reply(_STATUS.get(code, 400), _written({"error": text, "code": code, "message": text}))
 
 
 def _written(value: Json) -> bytes:

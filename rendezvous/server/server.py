@@ -15,12 +15,12 @@ import socket
 import ssl
 import sys
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
-from elaunch.rendezvous.engine import Engine, Refused
+from elaunch.rendezvous.engine import Engine
+from elaunch.rendezvous.etcd.errors import EXHAUSTED, UNAUTHENTICATED
 from elaunch.rendezvous.secret import Secret
 from elaunch.rendezvous.server.admission import (
     CONNECTIONS_MAX,
@@ -38,16 +38,7 @@ from elaunch.rendezvous.server.connection import (
     http_response,
     stream_head,
 )
-from elaunch.rendezvous.server.routes import (
-    EXHAUSTED,
-    INTERNAL,
-    UNAUTHENTICATED,
-    Reply,
-    Routes,
-    Watchers,
-    WatchRequest,
-    error_reply,
-)
+from elaunch.rendezvous.server.routes import Routes, Watchers, WatchRequest, error_reply
 
 BACKLOG = 4096
 # etcd's gRPC accepts requests up to 2 MiB; this is that size as base64 in JSON.
@@ -71,7 +62,7 @@ _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Server:
-    """Serves one engine on `listeners`, which are bound already, until it is stopped.
+    """Serves one engine on `listeners`, which are bound already.
 
     Without a secret it serves anybody. `slots` is how many connections may be open. A connection is unauthenticated
     until a complete request on it has carried the secret. `is_shared`: no node of a job serves it.
@@ -88,7 +79,7 @@ class Server:
         self.engine = Engine()
         self._routes = Routes(self.engine, secrets.randbits(63), secrets.randbits(63), is_shared=is_shared)
         self._watchers = Watchers(self.engine, self._routes)
-        self.engine.listen(self._watchers.told)
+        self.engine.listener = self._watchers.told
         self._tls: ssl.SSLContext | None = secret.server_context() if secret else None
         self._authorization = f"Bearer {secret.bearer}".encode() if secret else None
         self._listeners = listeners
@@ -100,7 +91,6 @@ class Server:
         self._dirty: dict[Connection, None] = {}
         self._quiet_until_s: dict[str, float] = {}
         self._now_s = time.monotonic()
-        self._waker, self._woken = socket.socketpair()
         self._stopping = False
         # From here on every connection is accepted.
         for listener in listeners:
@@ -108,23 +98,16 @@ class Server:
             listener.listen(BACKLOG)
 
     def run(self) -> None:
-        """Serve until `stop`. Closes the listeners and all connections at the end."""
+        """Serve until the end of `stop_at_end_of`. Closes the listeners and all connections at the end."""
         self._accept_again()
-        self._selector.register(self._woken, selectors.EVENT_READ, self._wake_up)
         try:
             self._loop()
         finally:
             for client in list(self._clients):
                 self._close(client)
             self._selector.close()
-            for each in (*self._listeners, self._waker, self._woken):
-                each.close()
-
-    def stop(self) -> None:
-        """End `run`, from any thread or from a signal handler."""
-        self._stopping = True
-        with suppress(OSError):
-            self._waker.send(b"\0")
+            for listener in self._listeners:
+                listener.close()
 
     def stop_at_end_of(self, fd: int) -> None:
         """End `run` when the other end of `fd` (a pipe or socket) is closed."""
@@ -154,9 +137,6 @@ class Server:
             if now_s - swept_s >= _TICK_S:
                 self._sweep(now_s - swept_s)
                 swept_s = now_s
-
-    def _wake_up(self) -> None:
-        self._woken.recv(64)
 
     def _accept_again(self) -> None:
         for listener in self._listeners:
@@ -190,7 +170,7 @@ class Server:
                 accepted.close()
                 continue
             # A listener for both families shows an IPv4 address with this prefix.
-            self._begin(client, str(place[0]).removeprefix("::ffff:") if place else "this host")
+            self._begin(client, str(place[0]).removeprefix("::ffff:"))
 
     def _make_room(self) -> bool:
         """Close unauthenticated connections if there are too many. Returns whether one more connection fits."""
@@ -274,7 +254,7 @@ class Server:
         client.deadline_s = self._now_s + IDLE_S
         self._unauthenticated.shown(client)
         client.closes = request.closes
-        answer = self._routed(request)
+        answer = self._routes.answer(request.method, request.path, request.body)
         if isinstance(answer, WatchRequest):
             client.closes = False
             client.put(stream_head() + chunk(self._routes.created()))
@@ -282,23 +262,15 @@ class Server:
             return
         client.put(http_response(answer.status, answer.body, request.closes))
 
-    def _routed(self, request: HttpRequest) -> Reply | WatchRequest:
-        try:
-            return self._routes.answer(request.method, request.path, request.body)
-        except Exception:
-            # A bug in this server: this request fails, and the store goes on for all others.
-            traceback.print_exc()
-            return error_reply(Refused(INTERNAL, "the store failed; its own output says why"))
-
     def _admit(self, headers: Mapping[str, str], body_bytes: int) -> None:
         """Raises BadRequest to refuse a request by its headers, before its body is read."""
         if not self._is_authorized(headers):
-            reply = error_reply(Refused(UNAUTHENTICATED, "etcdserver: invalid auth token"))
+            reply = error_reply(UNAUTHENTICATED, "etcdserver: invalid auth token")
             raise BadRequest(reply.status, reply.body)
         if body_bytes > REQUEST_BYTES_MAX:
             # etcd's own text. etcd counts the bytes as protocol buffers; this request has not been parsed.
             words = f"grpc: received message larger than max ({body_bytes} vs. {REQUEST_BYTES_MAX})"
-            raise BadRequest(413, error_reply(Refused(EXHAUSTED, words)).body)
+            raise BadRequest(413, error_reply(EXHAUSTED, words).body)
 
     def _is_authorized(self, headers: Mapping[str, str]) -> bool:
         if self._authorization is None:

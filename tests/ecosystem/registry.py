@@ -108,11 +108,3 @@ PROGRAMS = (
         first_step_s=_COMPILED_S,
     ),
 )
-
-
-def named(names: str) -> list[Program]:
-    """The programs whose names are in a list with commas. Raises ValueError with those that are not there."""
-    wanted = names.split(",")
-    if unknown := sorted({*wanted} - {each.name for each in PROGRAMS}):
-        raise ValueError(f"there is no program {', '.join(unknown)}")
-    return [each for each in PROGRAMS if each.name in wanted]

@@ -15,8 +15,6 @@ from pathlib import Path
 from tests.ecosystem.registry import FOLDER, Program
 from tests.harness import COMMAND, Job, wait_for
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
-LAUNCHERS: Mapping[str, Sequence[str]] = {"elaunch": COMMAND, "torchrun": TORCHRUN}
 _STEP = re.compile(r"step (\d+) rank (\d+) pid (\d+) at ([\d.]+)\n")
 # torch.compile's cache, which the next run uses. torch makes the folder with the first optimizer, also in plain Python.
 _INDUCTOR = "torchinductor_*"
@@ -47,11 +45,10 @@ class Place:
         self.memory.mkdir()
         self.cache = folder / "cache"
 
-    def job(self, *options: str, launcher: str = "elaunch", env: Mapping[str, str] | None = None) -> Job:
+    def job(self, *options: str, env: Mapping[str, str] | None = None) -> Job:
         """Start the program there."""
         prefix = ("unshare", "--mount", "sh", "-c", _OWN_MEMORY, str(self.memory)) if os.geteuid() == 0 else ()
-        command = LAUNCHERS[launcher]
-        words = (*command, "--nproc-per-node", str(self.program.workers), *options, *self.program.words)
+        words = (*COMMAND, "--nproc-per-node", str(self.program.workers), *options, *self.program.words)
         own = {
             "TMPDIR": str(self.temporary),
             "XDG_CACHE_HOME": str(self.cache),
@@ -86,23 +83,16 @@ def steps(job: Job) -> list[Step]:
     return [Step(int(n), int(rank), int(pid), float(at_s)) for n, rank, pid, at_s in _STEP.findall(job.stdout)]
 
 
-def first_steps(job: Job, but: Sequence[int] = ()) -> dict[int, Step]:
-    """The first step of each rank's newest process, leaving out the processes `but`."""
-    found: dict[int, Step] = {}
-    for step in steps(job):
-        if step.pid not in but and (step.rank not in found or found[step.rank].pid != step.pid):
-            found[step.rank] = step
-    return found
-
-
 def steps_of_all(job: Job, program: Program, but: Sequence[int] = ()) -> dict[int, Step]:
     """The first step of each rank in processes other than `but`, once all ranks have made one."""
-    ranks = program.ranks
 
     def found() -> dict[int, Step] | None:
-        steps = first_steps(job, but)
-        is_whole = len(steps) == ranks
+        first: dict[int, Step] = {}
+        for step in steps(job):
+            if step.pid not in but and (step.rank not in first or first[step.rank].pid != step.pid):
+                first[step.rank] = step
+        is_whole = len(first) == program.ranks
         assert is_whole or job.process.poll() is None, f"ended before all ranks made a step:\n{job.output}"
-        return steps if is_whole else None
+        return first if is_whole else None
 
     return wait_for(found, "a step of each rank", program.first_step_s)

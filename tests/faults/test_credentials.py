@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.launcher.store.token import KeptToken
+from elaunch.launcher.store.token import keep_token
 from elaunch.rendezvous.endpoint import Access, Login, Tls
 from elaunch.rendezvous.etcd.grpc_transport import GrpcTransport
 from elaunch.rendezvous.etcd.store import EtcdStore
@@ -189,10 +189,9 @@ def test_who_answers_plainly_where_this_users_own_store_is_known_to_be_is_refuse
     tmp_path: Path, listener: Eavesdropper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    kept = KeptToken(TOKEN, listener.endpoint)
+    keep_token(TOKEN, listener.endpoint)
 
     job = told(tmp_path, listener, "--rdzv-endpoint {}", {})
-    kept.remove()
 
     assert (job.code, given_away(listener)) == (2, [])
     assert f" says that your elaunch serves a store with a token at {listener.place}, but what answers" in job.stderr

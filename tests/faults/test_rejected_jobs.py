@@ -10,7 +10,7 @@ from tests.faults import refusing
 from tests.faults.fleet import Fleet
 from tests.faults.refusing import Refusing
 
-AWAY = r"the store (is away|is too slow|refuses what this node asks): .*the workers go on"
+AWAY = r"the store (is away|is too slow|(refuses|denies) what this node asks): .*the workers go on"
 BACK = r"the store is back after"
 REFUSALS = (refusing.PERMISSION_DENIED, refusing.BAD_GATEWAY, refusing.CORRUPT, refusing.NO_LEADER, refusing.HANG)
 

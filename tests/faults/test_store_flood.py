@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import socket
 import ssl
-import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 
 import pytest
 
@@ -15,8 +13,8 @@ from elaunch.rendezvous.server import admission
 from elaunch.rendezvous.server import server as server_module
 from elaunch.rendezvous.server.connection import Connection
 from elaunch.rendezvous.server.server import Server
-from tests.harness import joined, wait_for
-from tests.served import TOKEN, Gateway, bound_socket, thread_serving
+from tests.harness import wait_for
+from tests.served import TOKEN, Gateway, bound_socket, running, thread_serving
 
 STRANGERS = 200
 
@@ -39,17 +37,6 @@ def connected(port: int, host: str, words: bytes) -> socket.socket:
     connection = socket.create_connection(("127.0.0.1", port), timeout=180, source_address=(host, 0))
     connection.sendall(words)
     return connection
-
-
-@contextmanager
-def running(server: Server) -> Iterator[None]:
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        yield
-    finally:
-        server.stop()
-        joined(thread)
 
 
 def test_an_agent_comes_in_before_the_strangers_of_one_address_that_came_before_it(

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.ecosystem.registry import named
+from tests.ecosystem.registry import PROGRAMS
 from tests.ecosystem.runs import Place, Step, steps_of_all
 from tests.harness import Job, script
 
@@ -57,7 +57,7 @@ def test_lightning_is_preloaded_and_each_rank_knows_its_own_number(
 
 @pytest.mark.parametrize("name", ["with_lightning", "with_fabric", "with_accelerate", "with_transformers"])
 def test_the_first_start_and_the_first_restart_need_no_imports(tmp_path: Path, name: str) -> None:
-    (program,) = named(name)
+    (program,) = (each for each in PROGRAMS if each.name == name)
     require(program.imports)
     place, killed = Place(tmp_path, program), tmp_path / "killed"
 

@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from elaunch.trainer.checkpoint.loading import load_from_all, load_from_rank_0
+from elaunch.trainer.checkpoint.loading import load_newest
 from elaunch.trainer.checkpoint.objects import StorageError
-from elaunch.trainer.checkpoint.storage import Folder, Mark, Where, discard, marks, storage_at
+from elaunch.trainer.checkpoint.storage import MANIFEST, Folder, Mark, Where, discard, marks, storage_at
 from elaunch.trainer.ranks.peers import Peers
-from elaunch.trainer.state.tree import State, Tree, flatten, pack, tensors_sha256
+from elaunch.trainer.state.tree import State, Tree, flatten, pack, some, tensors_sha256
 
 if TYPE_CHECKING:
     # torch.distributed.checkpoint takes a while to import; a start that finds no checkpoint does without.
-    from elaunch.trainer.checkpoint.dcp import Plan, Staging
+    from elaunch.trainer.checkpoint.dcp import Copies, Plan
     from elaunch.trainer.checkpoint.writing import Writing
 
 __all__ = ["KEPT", "Checkpoints", "Mark", "marks", "tensors_sha256"]
@@ -64,7 +64,7 @@ class Checkpoints:
         self._fence = generation
         self._taken: set[Mark] = set()
         self._plan: tuple[list[str], Plan] | None = None
-        self._staging: Staging | None = None
+        self._copies: Copies = {}
         self._writing: Writing | None = None
         self._is_prepared = False
         if self._ranks.leads:
@@ -80,7 +80,9 @@ class Checkpoints:
         """
         self._taken = set(marks(self.storage))
         self._fence = max([self._fence, *(mark.generation for mark in self._taken)])
-        self.storage.sweep(self._fence)
+        if swept := self.storage.sweep(self._fence):
+            why = f"without {MANIFEST}: its writer was killed, or that file was deleted"
+            self._say(f"{self.storage}: removed {some(swept)}, {why}")
         self._is_prepared = True
 
     @property
@@ -96,8 +98,7 @@ class Checkpoints:
         named, set aside and passed over. No code of a file is run. Raises ValueError where `state` has a tensor that
         the checkpoint lacks, or of another shape.
         """
-        load = load_from_all if flatten(state).is_sharded else load_from_rank_0
-        return load(self.storage, state, self._ranks, self._say)
+        return load_newest(self.storage, state, self._ranks, self._say)
 
     def save_async(self, step: int, state: State) -> None:
         """Begin a checkpoint of `state` after `step`; on return it may be changed.
@@ -110,25 +111,13 @@ class Checkpoints:
             return
         from elaunch.trainer.checkpoint import dcp, writing
 
-        self._settle()
+        self.wait()
         self.failure = ""
         mark, folder = self._begin(step, parts)
         if folder is None:
             return
         plan = self._planned(parts)
-        self._staging = self._staging or dcp.Staging()
-        self._staging.copy(plan.items, parts.tensors)
-        order = writing.WriteOrder(
-            mark=mark,
-            storage=self.storage,
-            folder=folder,
-            plan=plan,
-            staging=self._staging,
-            plain=pack(parts) if self._ranks.leads else b"",
-            ranks=self._writers() if parts.is_sharded else None,
-            keep=self._keep,
-            require_ours=self._require_ours,
-        )
+        self._copies = dcp.staged(plan.items, parts.tensors, self._copies)
 
         def published() -> None:
             self._taken.add(mark)
@@ -136,7 +125,19 @@ class Checkpoints:
                 self._said = ""
                 self._say(f"the checkpoint of step {step} is written")
 
-        self._writing = writing.Writing(order, published)
+        self._writing = writing.Writing(
+            mark=mark,
+            storage=self.storage,
+            folder=folder,
+            plan=plan,
+            copies=self._copies,
+            plain=pack(parts) if self._ranks.leads else b"",
+            ranks=self._writers() if parts.is_sharded else None,
+            keep=self._keep,
+            require_ours=self._require_ours,
+            on_published=published,
+        )
+        self._writing.begin()
 
     def save(self, step: int, state: State) -> None:
         """As `save_async`, and wait until it is durable, or has failed, which is said."""
@@ -145,33 +146,26 @@ class Checkpoints:
 
     def look(self) -> None:
         """Say what has failed as soon as that is known; not collective, so of a replicated state alone."""
-        if self._writing is not None and self._writing.order.ranks is None and self._writing.is_over:
-            self._settle()
+        if self._writing is not None and self._writing.ranks is None and self._writing.is_over:
+            self.wait()
 
     def wait(self) -> None:
         """Until nothing is in the making any more; all ranks call it before they end."""
-        self._settle()
-
-    def _settle(self) -> None:
-        """End the checkpoint in the making."""
         writing, self._writing = self._writing, None
         if writing is None:
             return
-        failures = [writing.own_part()]
-        if writing.order.ranks is not None:
-            failures = self._ranks.from_all(failures[0])
         writing.wait()
-        if writing.order.ranks is not None:
-            writing.order.ranks.close()
-        # Rank 0 may have failed after its part.
-        failures[0] = failures[0] or writing.failure
+        failures = [writing.failure]
+        if writing.ranks is not None:
+            failures = self._ranks.from_all(writing.failure)
+            writing.ranks.close()
         if any(failures) and self._ranks.leads:
             reason = "; ".join(f"rank {r}: {why}" if r else why for r, why in enumerate(failures) if why)
-            self._failed(writing.order.mark.step, reason)
-        if writing.order.ranks is not None and self._ranks.from_rank_0(any(failures)) and not self._ranks.leads:
+            self._failed(writing.mark.step, reason)
+        elif any(failures):
             # Where the directory is not shared, only this rank sees what it has written.
             with contextlib.suppress(OSError):
-                discard(writing.order.folder)
+                discard(writing.folder)
 
     def _failed(self, step: int, reason: str) -> None:
         if not self._is_prepared:

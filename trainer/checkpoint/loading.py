@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from elaunch.trainer.checkpoint.objects import StorageError
+from elaunch.trainer.checkpoint.layout import Contents, contents
 from elaunch.trainer.checkpoint.storage import (
     LAYOUT,
     LAYOUT_BYTES_MAX,
@@ -23,6 +24,7 @@ from elaunch.trainer.checkpoint.storage import (
     Mark,
     Storage,
     is_published,
+    marks,
     read_manifest,
     read_verified,
     set_aside,
@@ -33,11 +35,9 @@ from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state.tree import OPTIMIZERS, PerRank, State, Tree, flatten, is_shard, rebuild, some, unpack
 from elaunch.trainer.state.tree import Path as Place
 
-if TYPE_CHECKING:
-    # torch.distributed.checkpoint takes a while to import; see `Checkpoints`.
-    from elaunch.trainer.checkpoint.dcp import Contents
-
 Kinds = dict[str, tuple[torch.Size, torch.dtype]]
+# What `tree.unpack` returns.
+Unpacked = tuple[Any, dict[str, Place], list[Place]]
 
 
 class Unreadable(RuntimeError):
@@ -45,72 +45,104 @@ class Unreadable(RuntimeError):
 
 
 @dataclass(frozen=True)
-class _Whole:
-    """A checkpoint in host memory; `kinds` are the sizes and types of its tensors."""
+class _Offer:
+    """A checkpoint that rank 0 has found. `plain` and `layout` are the verified bytes of those two files."""
 
-    plain: Any
-    paths: dict[str, Place]
-    tensors: dict[str, Tensor]
+    mark: Mark
+    name: str
+    manifest: Manifest
+    plain: bytes
+    layout: bytes
 
     @property
-    def kinds(self) -> Kinds:
-        return {name: (tensor.shape, tensor.dtype) for name, tensor in self.tensors.items()}
+    def tensor_files(self) -> list[str]:
+        return sorted(name for name in self.manifest.files if name not in (PLAIN, LAYOUT))
+
+    def opened(self, folder: Folder) -> tuple[Unpacked, Contents]:
+        """What the two files say. Raises ValueError or pickle.UnpicklingError for what this release does not write."""
+        lengths = {name: length for name, (length, _) in self.manifest.files.items()}
+        saved, found = unpack(self.plain), contents(folder, self.layout, lengths)
+        if missing := [name for name in saved[1] if name not in found.tensors]:
+            raise ValueError(f"{LAYOUT} lacks {some(missing)}")
+        return saved, found
 
 
-def load_from_rank_0(storage: Storage, state: State, ranks: Peers, say: Callable[[str], None]) -> Mark | None:
-    """Rank 0 reads and sends; see `Checkpoints.load_newest`."""
-    mark, source, whole = None, "", None
-    unread: list[str] = []
-    for candidate, folder in _newest_first(storage, unread) if ranks.leads else ():
-        with _passing_over(storage, folder, say, unread):
-            whole = _read(folder)
-            mark, source = candidate, str(folder)
-            break
-    _require_read(unread if whole is None else [], ranks)
-    return _send(mark, source, whole, state, ranks)
+def find_newest(storage: Storage, ranks: Peers, newer_than: int = -1) -> tuple[Mark | None, str]:
+    """The mark of rank 0's newest checkpoint; or None, and why rank 0 cannot know. Collective.
+
+    Raises ValueError if another rank's directory has a newer one, of a step after `newer_than`: each node has a disk of
+    its own there, and rank 0 was on another node.
+    """
+    newest, unreached = None, ""
+    if ranks.leads or storage.is_local:
+        try:
+            newest = max(marks(storage), default=None)
+        except OSError as error:
+            unreached = f"the checkpoints in {storage} cannot be reached: {error.strerror}"
+    of_all = ranks.from_all((newest, unreached))
+    (first, why), others = of_all[0], [mark for mark, _ in of_all]
+    rank = max(range(len(others)), key=lambda rank: (others[rank] or Mark(-1, -1), -rank))
+    newer = others[rank]
+    if not why and rank and newer is not None and newer.step > newer_than:
+        raise ValueError(
+            f"{storage} on rank {rank}'s node has the checkpoint of step {newer.step}, and on rank 0's "
+            f"{f'none after step {first.step}' if first else 'there is none'}: each node has a directory of its own "
+            "there, and rank 0 alone reads its checkpoints. Give `checkpoints` a directory that all nodes share, copy "
+            "that checkpoint to rank 0's node, or remove it"
+        )
+    return first, why
 
 
-def load_from_all(storage: Storage, state: State, ranks: Peers, say: Callable[[str], None]) -> Mark | None:
-    """Every rank reads its part; see `Checkpoints.load_newest`."""
+def load_newest(storage: Storage, state: State, ranks: Peers, say: Callable[[str], None]) -> Mark | None:
+    """See `Checkpoints.load_newest`. Of a sharded state each rank reads its part, others rank 0 reads and sends."""
+    is_sharded = flatten(state).is_sharded
+    find_newest(storage, ranks)
     unread: list[str] = []
     candidates = iter(_newest_first(storage, unread) if ranks.leads else ())
-    while True:
-        # Only rank 0's list counts: another's view of a network's file system may be old.
-        offer = _offer(storage, candidates, say, unread) if ranks.leads else None
-        (offer,) = ranks.from_rank_0([offer])
-        if offer is None:
-            _require_read(unread, ranks)
-            return None
-        mark, name, manifest = offer
-        folder = storage.folder(name)
-        opened, problem = _open_share(folder, manifest, ranks)
-        problems = ranks.from_all(problem)
+    # Only rank 0's list counts: another's view of a network's file system may be old.
+    while offer := ranks.from_rank_0(_offer(storage, candidates, say, unread) if ranks.leads else None):
+        folder = storage.folder(offer.name)
+        saved, there = offer.opened(folder)
+        kinds = there.kinds if is_sharded else {name: there.kinds[name] for name in saved[1]}
+        # What is sent is in host memory. The state changes when all ranks agree that the checkpoint is whole.
+        sent = {} if is_sharded else {name: _empty(kind) for name, kind in kinds.items()}
+        reads = is_sharded or ranks.leads
+        files = offer.tensor_files[ranks.rank :: ranks.world_size] if is_sharded else offer.tensor_files
+        problems = ranks.from_all(_problem(there, offer.manifest, files, sent) if reads else None)
         if unseen := [rank for rank, problem in enumerate(problems) if isinstance(problem, _Unseen)]:
             raise ValueError(
                 f"rank {unseen[0]} does not see {folder}, which rank 0 found; the checkpoints of a sharded state need "
                 "a directory that all ranks share"
             )
         found_wrong = [problem for problem in problems if problem is not None]
-        if opened is not None and not found_wrong:
-            contents, packed = opened
-            share = Share(state, unpack(packed), contents.kinds, contents.paths, str(folder))
-            contents.read(share.tensors)
+        if not found_wrong:
+            share = Share(state, saved, kinds, there.paths, str(folder), sent)
+            if is_sharded:
+                there.read(share.tensors)
+            ranks.fill_from_rank_0([*sent.values()])
             share.put()
-            return mark
+            return offer.mark
         # One rank's proof is enough, whatever the others could not read.
         worst = next((problem for problem in found_wrong if isinstance(problem, Corrupt)), found_wrong[0])
         if ranks.leads:
             with _passing_over(storage, folder, say, unread):
                 raise worst
+    _require_read(unread, ranks)
+    return None
 
 
 def _offer(
     storage: Storage, candidates: Iterator[tuple[Mark, Folder]], say: Callable[[str], None], unread: list[str]
-) -> tuple[Mark, str, Manifest] | None:
-    """Rank 0's next candidate: its mark, its folder's name and its manifest; None at the end."""
+) -> _Offer | None:
+    """Rank 0's next candidate; None at the end."""
     for mark, folder in candidates:
         with _passing_over(storage, folder, say, unread):
-            return mark, folder.name, read_manifest(folder)
+            manifest = read_manifest(folder)
+            plain = read_verified(folder, manifest, PLAIN, PLAIN_BYTES_MAX)
+            layout = read_verified(folder, manifest, LAYOUT, LAYOUT_BYTES_MAX)
+            offer = _Offer(mark, folder.name, manifest, plain, layout)
+            offer.opened(folder)
+            return offer
     return None
 
 
@@ -118,97 +150,47 @@ class _Unseen(Exception):
     """There is no such folder for this rank."""
 
 
-def _open(folder: Folder, manifest: Manifest) -> tuple[Contents, bytes]:
-    """What `tensors.json` says, and the packed plain values, verified.
-
-    Raises Corrupt, OSError, and pickle.UnpicklingError for what this release does not write.
-    """
-    from elaunch.trainer.checkpoint import dcp
-
-    packed = read_verified(folder, manifest, PLAIN, PLAIN_BYTES_MAX)
-    layout = read_verified(folder, manifest, LAYOUT, LAYOUT_BYTES_MAX)
-    lengths = {name: length for name, (length, _) in manifest.files.items()}
-    return dcp.contents(folder, layout, lengths), packed
-
-
-def _tensor_files(manifest: Manifest) -> list[str]:
-    return sorted(name for name in manifest.files if name not in (PLAIN, LAYOUT))
-
-
-def _open_share(
-    folder: Folder, manifest: Manifest, ranks: Peers
-) -> tuple[tuple[Contents, bytes] | None, Exception | None]:
-    """The checkpoint, once this rank's share of the files is verified; or what is wrong with it."""
+def _problem(
+    there: Contents, manifest: Manifest, files: Sequence[str], tensors: Mapping[str, Tensor]
+) -> Exception | None:
+    """Verify these files and fill `tensors`. Returns what is wrong with the checkpoint, if anything is."""
     try:
-        if not is_published(folder):
-            return None, _Unseen()
-        verify(folder, manifest, _tensor_files(manifest)[ranks.rank :: ranks.world_size])
-        opened = _open(folder, manifest)
-        # What cannot be unpacked is passed over by all ranks, as what is torn.
-        unpack(opened[1])
+        if not is_published(there.folder):
+            return _Unseen()
+        verify(there.folder, manifest, files)
+        there.read(tensors)
     except (Corrupt, OSError, MemoryError) as error:
-        return None, error
+        return error
     except Exception as error:
         # Another's exception may not survive the way to the other ranks.
-        return None, pickle.UnpicklingError(reason(error))
-    return opened, None
-
-
-def _read(folder: Folder) -> _Whole:
-    """A whole checkpoint, verified. Raises Corrupt, or torch's own error if torch cannot read a whole checkpoint."""
-    manifest = read_manifest(folder)
-    verify(folder, manifest, _tensor_files(manifest))
-    contents, packed = _open(folder, manifest)
-    plain, paths, _ = unpack(packed)
-    kinds = contents.kinds
-    tensors = {name: _empty(kinds[name]) for name in paths}
-    contents.read(tensors)
-    return _Whole(plain, paths, tensors)
-
-
-def _send(mark: Mark | None, source: str, whole: _Whole | None, state: State, ranks: Peers) -> Mark | None:
-    """Put what rank 0 has read into everybody's state."""
-    head: Any = (mark, source, whole.plain, whole.paths, whole.kinds) if whole else None
-    head = ranks.from_rank_0(head)
-    if head is None:
-        return None
-    found_mark: Mark
-    found_mark, source, plain, paths, kinds = head
-    target = flatten(state)
-    _require(target, plain, kinds, source)
-    tensors = {name: _empty(kind) for name, kind in kinds.items()} if whole is None else whole.tensors
-    ranks.fill_from_rank_0(list(tensors.values()))
-    leaves: dict[Place, object] = {}
-    for name, tensor in tensors.items():
-        there = target.tensors.get(name)
-        if there is not None:
-            there.detach().copy_(tensor)
-        leaves[paths[name]] = tensor if there is None else there
-    _put(state, plain, leaves)
-    return found_mark
+        return pickle.UnpicklingError(reason(error))
+    return None
 
 
 class Share:
     """What this rank needs of a saved state: `tensors` are to be filled, by name, and then `put` changes the state.
 
     `saved` is what `tree.unpack` returns, `kinds` and `places` are sizes, types and paths of all saved tensors, and
-    `source` is named in errors. Raises ValueError as `Checkpoints.load_newest` does.
+    `source` is named in errors. Tensors in `sent` are filled already. Raises ValueError as `Checkpoints.load_newest`
+    does.
     """
 
     def __init__(
         self,
         state: State,
-        saved: tuple[Any, dict[str, Place], list[Place]],
+        saved: Unpacked,
         kinds: Kinds,
         places: Mapping[str, Place],
         source: str,
+        sent: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
-        self._state = state
+        self._state, self._sent = state, sent
         self._plain, paths, roots = saved
         target = flatten(state)
         _require(target, self._plain, kinds, source)
         self.tensors = {name: target.tensors[name] for name in target.common()}
-        self.tensors |= {name: _empty(kinds[name]) for name in paths if name not in self.tensors}
+        new = [name for name in paths if name not in self.tensors]
+        self.tensors |= {name: sent[name] if name in sent else _empty(kinds[name]) for name in new}
         self._leaves: dict[Place, object] = {
             paths.get(name, target.paths.get(name, ())): tensor for name, tensor in self.tensors.items()
         }
@@ -223,8 +205,13 @@ class Share:
             self._leaves[root] = _nest(owned, mine)
 
     def put(self) -> None:
-        """Change the state, when all tensors are filled."""
-        _put(self._state, self._plain, self._leaves)
+        """Change the state, when all tensors that were not sent are filled."""
+        for name, tensor in self._sent.items():
+            if tensor is not self.tensors[name]:
+                self.tensors[name].detach().copy_(tensor)
+        loaded = rebuild(self._plain, self._leaves)
+        self._state.clear()
+        self._state.update(loaded)
 
 
 def _empty(kind: tuple[torch.Size, torch.dtype]) -> Tensor:
@@ -288,17 +275,11 @@ def _require_shape(source: str, name: str, held: torch.Size, target: Tensor) -> 
         )
 
 
-def _put(state: State, plain: Any, leaves: dict[Place, object]) -> None:
-    loaded = rebuild(plain, leaves)
-    state.clear()
-    state.update(loaded)
-
-
 def _newest_first(storage: Storage, unread: list[str]) -> list[tuple[Mark, Folder]]:
     try:
         return list(reversed(storage.found()))
-    except StorageError as error:
-        unread.append(f"{error.filename} cannot be read ({error.strerror})")
+    except OSError as error:
+        unread.append(f"{storage} cannot be read ({error.strerror})")
         return []
 
 

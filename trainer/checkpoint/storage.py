@@ -146,6 +146,11 @@ class Storage:
     def __str__(self) -> str:
         return str(self._files)
 
+    @property
+    def is_local(self) -> bool:
+        """Whether it is a directory, which may be another one on each node."""
+        return isinstance(self._files, LocalFiles)
+
     def found(self) -> list[tuple[Mark, Folder]]:
         """All published checkpoints, whole or not, oldest first; none where there is no such place."""
         return [(mark, folder) for mark, folder in self._attempts() if is_published(folder)]
@@ -171,22 +176,25 @@ class Storage:
         folder.sync()
         folder.write(MANIFEST, manifest.to_bytes())
 
-    def sweep(self, generation: int) -> None:
+    def sweep(self, generation: int) -> list[str]:
         """Delete what killed writers of this and earlier generations left; a newer group's may be in the making.
 
-        Each of their folders has a random number.
+        Each of their folders has a random number. Returns the names of the deleted ones.
         """
+        swept = []
         for mark, folder in self._attempts():
             with contextlib.suppress(OSError):
                 is_kept = is_published(folder) or folder.size(_SET_ASIDE) is not None or "." not in folder.name
-                if mark.generation <= generation and not is_kept:
+                if mark.generation <= generation and not is_kept and not folder.is_link:
                     discard(folder)
+                    swept.append(folder.name)
+        return swept
 
     def require_writable(self) -> None:
         """Write a small file and remove it."""
         name = f".writable-{secrets.token_hex(4)}"
         self.write_note(name, b"")
-        self._files.remove(name)
+        self.remove_note(name)
 
     def read_note(self, name: str) -> bytes | None:
         """A small file beside the checkpoints; None where it is not there."""
@@ -197,6 +205,9 @@ class Storage:
 
     def write_note(self, name: str, content: bytes) -> None:
         self._files.write(name, content)
+
+    def remove_note(self, name: str) -> None:
+        self._files.remove(name)
 
     def _attempts(self) -> list[tuple[Mark, Folder]]:
         """All that was begun and is still there, the oldest first."""

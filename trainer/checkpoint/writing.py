@@ -1,8 +1,8 @@
 """One checkpoint in the making: written, sealed and published by a thread while training goes on.
 
-Each rank tells rank 0 what it has written, or that it has failed, over connections that these threads have for
-themselves. Rank 0 waits for all of them and then writes the rest. When a rank dies, rank 0 hears of it at once, and the
-checkpoint stays unpublished.
+Each rank sends rank 0 the account of what it has written, over connections that these threads have for themselves.
+Rank 0 waits for all of them and then writes the rest. If a rank dies, rank 0 gets an error at once, and the checkpoint
+stays unpublished.
 """
 
 from __future__ import annotations
@@ -30,47 +30,31 @@ from elaunch.trainer.files import reason, require_size
 from elaunch.trainer.ranks.peers import Peers
 
 
-@dataclass(frozen=True)
-class WriteOrder:
-    """One checkpoint to write, in the unpublished `folder`. `plain` is the packed rest of the state.
+@dataclass
+class Writing:
+    """One checkpoint to write, in the unpublished `folder`, after `begin`. `plain` is the packed rest of the state.
 
     `ranks` write it together, and use these connections in no other thread. With None this rank writes all of it.
+    `on_published` is called in the thread, on rank 0. `failure` says why there will be no checkpoint, empty as far as
+    this rank knows.
     """
 
     mark: Mark
     storage: Storage
     folder: Folder
     plan: dcp.Plan
-    staging: dcp.Staging
+    copies: dcp.Copies
     plain: bytes
     ranks: Peers | None
     keep: int
-    require_ours: Callable[[], None] = lambda: None
+    require_ours: Callable[[], None]
+    on_published: Callable[[], None]
+    failure: str = ""
 
-    @property
-    def rank(self) -> int:
-        return 0 if self.ranks is None else self.ranks.rank
-
-
-class Writing:
-    """Begins at once. `on_published` is called in the thread, on rank 0.
-
-    `failure` says why there will be no checkpoint, empty as far as this rank knows.
-    """
-
-    def __init__(self, order: WriteOrder, on_published: Callable[[], None]) -> None:
-        self.order = order
-        self.failure = ""
-        self._on_published = on_published
-        self._part_done = threading.Event()
+    def begin(self) -> None:
         # A daemon: a process that is on its way out with an exception does not wait for the disk.
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
         self._thread.start()
-
-    def own_part(self) -> str:
-        """Wait until this rank has written its part, or failed: then the reason, else empty."""
-        self._part_done.wait()
-        return self.failure
 
     @property
     def is_over(self) -> bool:
@@ -82,51 +66,47 @@ class Writing:
         self._thread.join()
 
     def _run(self) -> None:
-        order = self.order
-        part = self._write_part()
-        self._part_done.set()
         is_published = False
         try:
-            parts = [part] if order.ranks is None else order.ranks.to_rank_0(part)
+            part = self._write_part()
+            parts = [part] if self.ranks is None else self.ranks.to_rank_0(part)
             if parts is None:
                 return
             # By now no rank writes in the folder any more.
             whole = [each for each in parts if each is not None]
             if len(whole) == len(parts):
-                self._seal_and_publish(whole)
+                self._seal_and_publish(self.plan.metadata, whole)
                 is_published = True
         # The edge of the thread; torch makes a RuntimeError of many things that a disk can do.
         except Exception as error:
             self.failure = self.failure or reason(error)
-            if order.rank:
+            if self.ranks is not None and not self.ranks.leads:
                 return
-        if not is_published:
-            # Other ranks may still write: what they add is swept by the next start.
-            with contextlib.suppress(OSError):
-                discard(order.folder)
-            return
-        # Old ones that stay cost room, and are tried again after the next.
+        # Other ranks may still write: what they add is swept by the next start. Old checkpoints that stay cost room,
+        # and are tried again after the next.
         with contextlib.suppress(OSError):
-            keep_newest(order.storage, order.keep, order.mark)
-        self._on_published()
+            if is_published:
+                keep_newest(self.storage, self.keep, self.mark)
+            else:
+                discard(self.folder)
+        if is_published:
+            self.on_published()
 
     def _write_part(self) -> dcp.Part | None:
-        order = self.order
         try:
-            return dcp.write(order.folder, order.rank, order.plan.items, order.staging)
+            return dcp.write(self.folder, 0 if self.ranks is None else self.ranks.rank, self.plan.items, self.copies)
         except Exception as error:
             self.failure = reason(error)
             return None
 
-    def _seal_and_publish(self, parts: list[dcp.Part]) -> None:
-        order = self.order
-        assert order.plan.metadata is not None
-        files: dict[str, tuple[int, int]] = {PLAIN: (len(order.plain), zlib.crc32(order.plain))}
-        order.folder.write(PLAIN, order.plain)
-        for part in (*parts, dcp.finish(order.folder, order.plan.metadata, parts)):
+    def _seal_and_publish(self, metadata: dcp.Metadata | None, parts: list[dcp.Part]) -> None:
+        assert metadata is not None
+        files: dict[str, tuple[int, int]] = {PLAIN: (len(self.plain), zlib.crc32(self.plain))}
+        self.folder.write(PLAIN, self.plain)
+        for part in (*parts, dcp.finish(self.folder, metadata, parts)):
             files.update(part.files)
         # Nothing is published that no rank would read.
         require_size(LAYOUT, files[LAYOUT][0], LAYOUT_BYTES_MAX)
         require_size(PLAIN, files[PLAIN][0], PLAIN_BYTES_MAX)
-        order.require_ours()
-        order.storage.publish(order.folder, Manifest(order.mark, len(parts), files))
+        self.require_ours()
+        self.storage.publish(self.folder, Manifest(self.mark, len(parts), files))

@@ -107,10 +107,13 @@ class Order:
         """
         many = self.micro_batches
         if world_size > many:
+            if self.global_batch < world_size:
+                fits = f"global_batch {self.micro_batch * world_size}"
+            else:
+                fits = f"micro_batch {fitting_micro_batch(self.global_batch, self.global_batch // world_size)}"
             raise ValueError(
                 f"{world_size} workers are more than the {many} micro-batches of a step (global_batch "
-                f"{self.global_batch} / micro_batch {self.micro_batch}); use at most {many} workers or smaller "
-                "micro-batches"
+                f"{self.global_batch} / micro_batch {self.micro_batch}); use at most {many} workers, or {fits}"
             )
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is not one of {world_size}, which count from 0")

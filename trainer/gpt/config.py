@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import click
 
 from elaunch.trainer.checkpoint.storage import storage_at
-from elaunch.trainer.data.order import fitting_micro_batch
+from elaunch.trainer.data.order import Order, fitting_micro_batch
 from elaunch.trainer.parallel.plan import ParallelPlan, PlanError, Shape, Sizes, fit, require_fitting
 from elaunch.trainer.parallel.plan import parse as parse_plan
 from elaunch.trainer.profiling.steps import last_step_needed, parse_steps
@@ -149,7 +149,7 @@ class TrainConfig:
         if self.width % self.heads:
             raise ConfigError(
                 f"--width ({self.width}) is not divisible by --heads ({self.heads}); "
-                f"use --width {_next_multiple(self.width, self.heads)} or another number of heads"
+                f"use --width {-(-self.width // self.heads) * self.heads} or another number of heads"
             )
         self._check_profile()
         self._check_batch()
@@ -167,7 +167,6 @@ class TrainConfig:
 
     def _check_plan(self, sizes: Sizes) -> None:
         """Raise ConfigError where the plan contradicts another option, or the number of workers."""
-        self._check_share(sizes.data)
         try:
             require_fitting(self.plan, sizes, self.shape)
         except PlanError as error:
@@ -196,27 +195,10 @@ class TrainConfig:
             )
 
     def _check_batch(self) -> None:
-        batch, micro = self.global_batch, self.micro_batch
-        if batch % micro:
-            raise ConfigError(
-                f"--global-batch ({batch}) is not divisible by --micro-batch ({micro}); use --micro-batch "
-                f"{fitting_micro_batch(batch, micro)} or --global-batch {_next_multiple(batch, micro)}"
-            )
-
-    def _check_share(self, world_size: int) -> None:
-        """Each of so many replicas needs a micro-batch."""
-        batch, micro = self.global_batch, self.micro_batch
-        many = batch // micro
-        if many < world_size:
-            fitting = (
-                f"--micro-batch {fitting_micro_batch(batch, batch // world_size)}"
-                if batch >= world_size
-                else f"--global-batch {micro * world_size}"
-            )
-            raise ConfigError(
-                f"--global-batch {batch} with --micro-batch {micro} makes {many} micro-batch{'es' * (many > 1)}, too "
-                f"few for {world_size} workers; use {fitting} or at most {many} worker{'s' * (many > 1)}"
-            )
+        try:
+            Order(1, global_batch=self.global_batch, micro_batch=self.micro_batch)
+        except ValueError as error:
+            raise ConfigError(f"--global-batch, --micro-batch: {error}") from error
 
 
 def parse(argv: Sequence[str], place: RankInfo) -> TrainConfig | None:
@@ -238,10 +220,6 @@ def parse(argv: Sequence[str], place: RankInfo) -> TrainConfig | None:
     if place.leads:
         config.check_machine()
     return config
-
-
-def _next_multiple(number: int, of: int) -> int:
-    return -(-number // of) * of
 
 
 def _micro_batch_for(global_batch: int) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -53,17 +53,18 @@ class Recorder:
         config: TrainConfig,
         place: RankInfo,
         run: RunDirectory,
-        progress: Progress,
+        say: Callable[[str], None],
         device: torch.device,
         *,
         share: DataShare | None = None,
     ) -> None:
-        self._config, self._place, self._run, self._progress = config, place, run, progress
+        self._config, self._place, self._run, self._say = config, place, run, say
         self._share = share or DataShare(place.rank, place.world_size, leads=True)
         self._device, self._log_every = device, LOG_EVERY[device.type]
         self._metrics: Metrics | None = None
         self._ledger: Ledger | None = None
-        self._lines_lost = False
+        # The next step whose line is for people: ten of them over the whole run.
+        self._lines_lost, self._shown_next = False, 0
         self._marked_s, self._seconds = 0.0, torch.zeros(())
         # Rank 0's clock at the end of the steps that are not written yet.
         self._at: dict[int, float] = {}
@@ -144,12 +145,12 @@ class Recorder:
     def finish(self, held_out: float, params_sha256: str) -> None:
         """Show the result, and write `result.json`, whose presence makes the run complete."""
         config, place, loss = self._config, self._place, self.loss
-        self._progress.say(
+        self._say(
             f"done: {config.steps} steps, loss {loss:.3f}, held-out loss {held_out:.3f} nats per byte; {self._run.path}"
         )
         ledger = audit_folder(self._run.ledger, steps=config.steps).text if config.ledger else None
         if ledger is not None:
-            self._progress.say(f"ledger: {ledger}")
+            self._say(f"ledger: {ledger}")
         self._run.write_result(
             {
                 "steps": config.steps,
@@ -198,16 +199,26 @@ class Recorder:
                 if step <= self._metrics.newest:
                     continue
                 if at is not None:
-                    self._progress.update(line)
+                    self._show(line)
                     line["at"] = round(at, 6)
                 self._metrics.append(line)
             if durably:
                 self._metrics.sync()
         except OSError as error:
             if not self._lines_lost:
-                self._progress.say(f"{self._run.metrics} misses steps from {step} on: {error.strerror}")
+                self._say(f"{self._run.metrics} misses steps from {step} on: {error.strerror}")
             self._lines_lost = True
             self._at.clear()
+
+    def _show(self, line: Line) -> None:
+        """Show a step to people, if its turn has come, and a held-out loss."""
+        step, steps = int(line["step"]), self._config.steps
+        if "held_out_loss" in line:
+            self._say(f"held-out loss {line['held_out_loss']:.3f} after step {step - 1}")
+        if step >= self._shown_next or step == steps:
+            self._say(progress_line(line, steps))
+            tenth = max(1, steps // _LINES)
+            self._shown_next = (step // tenth + 1) * tenth
 
     def _open_ledger(self, order: Order, after: int) -> None:
         """Open this rank's file with --ledger, under a generation that no earlier start has used."""
@@ -266,16 +277,13 @@ class Metrics:
         self.steps_lost += max(0, done - restored_step)
 
     def append(self, line: Line) -> None:
-        """Add one line. If it raises OSError, the file is as before: a full disk leaves no half line."""
+        """Add one line. Raises OSError; the next line then replaces what a full disk has taken of this one."""
         content = json.dumps({**line, "steps_lost": self.steps_lost}).encode() + b"\n"
-        written = os.pwrite(self._descriptor, content, self._end)
-        if written < len(content):
-            os.ftruncate(self._descriptor, self._end)
+        # Away go lost lines, and half a line of a killed writer or of a full disk.
+        os.ftruncate(self._descriptor, self._end)
+        if os.pwrite(self._descriptor, content, self._end) < len(content):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self._end, self.newest = self._end + written, int(line["step"])
-        # After a restart there may be lost lines, or half a line of a killed writer.
-        if os.fstat(self._descriptor).st_size > self._end:
-            os.ftruncate(self._descriptor, self._end)
+        self._end, self.newest = self._end + len(content), int(line["step"])
 
     def sync(self) -> None:
         """Make all lines durable. Call it before a checkpoint: a restart from there never writes these lines again."""
@@ -294,29 +302,6 @@ def _record(row: bytes) -> dict[str, Any] | None:
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
     return record if row.endswith(b"\n") and isinstance(record, dict) else None
-
-
-class Progress:
-    """Writes to `stream` after each step if this rank `speaks`."""
-
-    def __init__(self, stream: TextIO, *, steps: int, speaks: bool = True) -> None:
-        self._stream, self._steps, self._speaks = stream, steps, speaks
-        self._next = 0
-
-    def update(self, line: Line) -> None:
-        """Show a step: ten of them over the whole run, and those with a held-out loss."""
-        step = int(line["step"])
-        if "held_out_loss" in line:
-            self.say(f"held-out loss {line['held_out_loss']:.3f} after step {step - 1}")
-        if step >= self._next or step == self._steps:
-            self.say(progress_line(line, self._steps))
-            tenth = max(1, self._steps // _LINES)
-            self._next = (step // tenth + 1) * tenth
-
-    def say(self, sentence: str) -> None:
-        """Write a sentence on a line of its own."""
-        if self._speaks:
-            print(sentence, file=self._stream, flush=True)
 
 
 def progress_line(line: Line, steps: int) -> str:

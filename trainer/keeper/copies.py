@@ -17,8 +17,9 @@ from elaunch.trainer.keeper.step_copies import StepCopies
 from elaunch.trainer.memory.device_copy import GpuCopies, HostCopies
 from elaunch.trainer.memory.mirror import Mirror
 from elaunch.trainer.memory.node_memory import NodeMemory, NoRoom
-from elaunch.trainer.memory.recovery_plan import decide, pieces_on_nodes, repeated, sentence
+from elaunch.trainer.memory.recovery_plan import decide, decide_in_parts, repeated, sentence
 from elaunch.trainer.memory.restore import drop_newer, gather, take_over
+from elaunch.trainer.memory.sharded import ShardedMemory
 from elaunch.trainer.memory.slots import node_of
 from elaunch.trainer.ranks.group_status import GroupStatus
 from elaunch.trainer.ranks.peers import Peers
@@ -32,8 +33,6 @@ from elaunch.trainer.state.version import Version
 if TYPE_CHECKING:
     from torch import Tensor
 
-    # This imports torch.distributed.checkpoint, which takes long. A replicated state does not need it.
-    from elaunch.trainer.memory.sharded import ShardedMemory
 
 # How long a part may take to be written: a first copy takes 2 s per GB, since the kernel clears its pages.
 _WRITE_S = 1.0
@@ -85,8 +84,6 @@ class Copies:
         if training.is_in_parts and all(self._nodes):
             parts = Path(folder, f"{name}.parts")
             parts.mkdir(mode=0o700, exist_ok=True)
-            from elaunch.trainer.memory.sharded import ShardedMemory
-
             self._parts = ShardedMemory(parts, peers, say, generation=place.generation)
         self._records = None if self._node_memory is None else self._node_memory.records(peers.rank)
         # If there was no room once, it is not tried again.
@@ -148,12 +145,12 @@ class Copies:
         """Load the newest state there is into the objects, and say so. Returns its version; step 0 if there is none."""
         if self._training.per_rank is not None:
             self._training.per_rank.begin_anew()
-        large, pieces = self._training.has_large, {} if self._parts is None else self._parts.share()
-        inventories = gather(self._node_memory, self._peers, large=large, pieces=pieces)
-        decision = decide(inventories, large=large, sharded=self._training.is_in_parts)
-        if self._parts is not None:
-            found = pieces_on_nodes(inventories)[inventories[self._peers.rank].node]
-            self._parts.adopt(decision.choice if decision else None, found)
+        large = self._training.has_large
+        inventories = gather(self._node_memory, self._peers, large=large)
+        if self._training.is_in_parts:
+            decision = decide_in_parts(inventories, None if self._parts is None else self._parts.find())
+        else:
+            decision = decide(inventories, large=large)
         completed = max((i.completed for i in inventories if i.completed is not None), default=None)
         done = 0 if completed is None else completed.step
         newer_than = -1 if decision is None else decision.version.step

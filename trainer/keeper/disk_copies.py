@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 from elaunch.trainer import link
 from elaunch.trainer.checkpoint.checkpoints import KEPT, Checkpoints
 from elaunch.trainer.checkpoint.claim import UNNAMED, Claim, NotOurs
-from elaunch.trainer.checkpoint.loading import Unreadable
-from elaunch.trainer.checkpoint.objects import StorageError
-from elaunch.trainer.checkpoint.storage import Storage, marks
+from elaunch.trainer.checkpoint.loading import Unreadable, find_newest
+from elaunch.trainer.checkpoint.storage import Storage
 from elaunch.trainer.memory.recovery_plan import repeated
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state.training_state import Training
@@ -61,6 +60,8 @@ class DiskCopies:
                 storage, generation=generation, keep=kept, say=say, group=peers, require_ours=ours
             )
             self._require_writable(storage)
+            if training.is_in_parts and storage.is_local and not generation:
+                self._require_shared(storage)
 
     def _require_writable(self, storage: Storage) -> None:
         """Say why no checkpoint can be written. Raises ValueError on all ranks, at the job's start, if that stays so.
@@ -85,6 +86,28 @@ class DiskCopies:
             raise ValueError(text)
         if rank == self._peers.rank:
             self._say(f"{text}; until they can, there are none")
+
+    def _require_shared(self, storage: Storage) -> None:
+        """Raise ValueError on all ranks if a rank, which writes its part of a state, has another directory there."""
+        name, is_seen = f".shared-{secrets.token_hex(4)}", True
+        if self._peers.leads:
+            with contextlib.suppress(OSError):
+                storage.write_note(name, b"")
+        name = self._peers.from_rank_0(name)
+        with contextlib.suppress(OSError):
+            is_seen = storage.read_note(name) is not None
+        unseen = [rank for rank, seen in enumerate(self._peers.from_all(is_seen)) if not seen]
+        if self._peers.leads:
+            with contextlib.suppress(OSError):
+                storage.remove_note(name)
+        # If rank 0 does not see it either, it could not be written.
+        if unseen and unseen[0]:
+            text = (
+                f"rank {unseen[0]} has another directory at {storage} than rank 0; the checkpoints of a sharded state "
+                "need one that all ranks share: give another checkpoints="
+            )
+            link.refuse(text)
+            raise ValueError(text)
 
     def _claimed(self, storage: Storage, name: str, path: Path | None) -> Claim:
         """The job's claim on the checkpoints. Raises NotOurs on all ranks. `path` keeps what identifies the job."""
@@ -117,13 +140,13 @@ class DiskCopies:
         """
         if self._checkpoints is None or self._storage is None:
             return None
-        newest, unreached = -1, ""
-        if self._peers.leads:
-            try:
-                newest = max((mark.step for mark in marks(self._storage)), default=-1)
-            except StorageError as error:
-                unreached = f"the checkpoints in {error.filename} cannot be reached: {error.strerror}"
-        newest, unreached = self._peers.from_rank_0((newest, unreached))
+        try:
+            found, unreached = find_newest(self._storage, self._peers, newer_than)
+        except ValueError as error:
+            # A retry would fail in the same way.
+            link.refuse(str(error))
+            raise
+        newest = -1 if found is None else found.step
         if unreached and newer_than < 0:
             raise Unreadable(f"{unreached}; training does not begin anew while there may be some")
         if unreached:

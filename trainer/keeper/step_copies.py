@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from elaunch.trainer.keeper.sync_schedule import COPY_SHARE, Pace
+from elaunch.trainer.memory.sharded import ShardedMemory
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state.training_state import Training
 from elaunch.trainer.state.version import Version
-
-if TYPE_CHECKING:
-    # This imports torch.distributed.checkpoint, which takes long. A replicated state does not need it.
-    from elaunch.trainer.memory.sharded import ShardedMemory
 
 # The first copies take new memory from the kernel, which takes several times as long.
 _FRESH = 4

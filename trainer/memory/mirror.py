@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -61,7 +62,7 @@ class Mirror:
     def give_up(self, why: str) -> None:
         """Send and receive nothing from now on, and say `why` if it is not empty. All ranks call it. No exchange runs.
 
-        What was received stays, and counts as long as the other nodes have pieces of that version.
+        What was received stays until the next snapshot is whole.
         """
         if why:
             self._say(
@@ -69,7 +70,7 @@ class Mirror:
                 f"no more than before, but {self._loss}"
             )
         self.close()
-        self._target, self._pairs, self._channel = None, {}, None
+        self._channel = None
 
     def close(self) -> None:
         """Close the connections. No exchange runs on this rank."""
@@ -88,9 +89,10 @@ class Mirror:
         return last is None or (is_over and not last.damage and not last.why)
 
     def delete(self) -> None:
-        """Delete the slots for other ranks' pieces."""
-        for pair in self._pairs.values():
-            pair.delete()
+        """Delete the slots for other ranks' pieces. A file that cannot be deleted goes with the job."""
+        with contextlib.suppress(OSError):
+            for pair in self._pairs.values():
+                pair.delete()
 
     def exchange(self, finish: Callable[[], Tensor | None], version: Version, spare: Collection[Version]) -> None:
         """Begin to send what `finish` returns, and to receive other ranks' pieces of `version`, after `settle`.
@@ -124,7 +126,11 @@ class Mirror:
         is_torn, highest = self._peers.largest([not is_kept or bool(last.damage), order])
         if highest:
             self.give_up(last.why if order == highest else "")
-        return not (is_torn or highest)
+        is_whole = not (is_torn or highest)
+        if is_whole and not self.is_on:
+            self.delete()
+            self._pairs = {}
+        return is_whole
 
     def _run(
         self, exchange: _Exchange, finish: Callable[[], Tensor | None], version: Version, spare: Collection[Version]

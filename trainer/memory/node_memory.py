@@ -19,13 +19,13 @@ import errno
 import fcntl
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from elaunch.trainer.memory.recovery_plan import Held, Holding, Inventory, Record
+from elaunch.trainer.memory.recovery_plan import Holding, Inventory, Record
 from elaunch.trainer.memory.room import Room, room_in
 from elaunch.trainer.memory.slots import Copy, Slot, Slots, copy_on_host, node_of
 from elaunch.trainer.state.packing import pack
@@ -97,11 +97,11 @@ class NodeMemory:
         done = (records.completed() for records in self.all_records())
         return max((version for version in done if version is not None), default=None)
 
-    def inventory(self, *, large: bool, pieces: Mapping[str, Held]) -> Inventory:
-        """The verified content of this memory. All ranks of the node call it, each with its share of the pieces."""
+    def inventory(self, *, large: bool) -> Inventory:
+        """The verified content of this memory, as one rank of the node lists it."""
         node = node_of(self.folder)
         if not self.speaks:
-            return Inventory(self._rank, node, speaks=False, pieces=pieces)
+            return Inventory(self._rank, node, speaks=False)
         records = tuple(
             Record(records.rank, header.version, full)
             for records in self.all_records()
@@ -109,7 +109,7 @@ class NodeMemory:
             if slot.is_intact(header)
         )
         held = tuple(self.verified(all_of_them=large))
-        return Inventory(self._rank, node, True, held, records, self.completed(), self.free, pieces)
+        return Inventory(self._rank, node, True, held, records, self.completed(), self.free)
 
     @property
     def free(self) -> int:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import metadata as records
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_save_plan
-from torch.distributed.checkpoint.planner import ReadItem
 
-from elaunch.trainer.checkpoint.dcp import fill, load_plan
+from elaunch.trainer.checkpoint.layout import Targets, local_boxes
 from elaunch.trainer.checkpoint.loading import Share
 from elaunch.trainer.memory.recovery_plan import Choice, Held, Parts
 from elaunch.trainer.memory.slots import Slot, Torn, received
@@ -25,8 +22,8 @@ from elaunch.trainer.state.tree import State, Tree, flatten, is_shard, local_par
 from elaunch.trainer.state.version import Piece
 
 Boxes = list[tuple[Tensor, Shape]]
-# A box to read from a piece: DCP's description, the tensor as that piece has it, and the box of it.
-Reads = list[tuple[ReadItem, Boxed, Box]]
+# Boxes to read from a piece: the tensor's name, the tensor as that piece has it, and the box of it.
+Reads = list[tuple[str, Boxed, Box]]
 
 
 class Cutter:
@@ -63,22 +60,17 @@ class Cutter:
         """The tensors that are not the same on all ranks, by identity."""
         return {id(t) for name, t in tree.tensors.items() if is_shard(t) or tree.owner(tree.paths[name]) is not None}
 
-    def _boxes(self, tensor: Tensor, is_own: bool) -> Boxes:
+    def _boxes(self, tensor: Any, is_own: bool) -> Boxes:
         if not is_shard(tensor):
-            return [(tensor.detach(), (0,) * tensor.ndim)] if is_own or self._has_common else []
-        locals_ = local_parts(tensor)
-        offsets = self._offsets_of(tensor)
-        return [(part.detach(), at) for part, at in zip(locals_, offsets, strict=True) if part.numel()]
-
-    def _offsets_of(self, tensor: Any) -> list[Shape]:
-        """Where the local parts lie in the tensor. DCP's answer takes 0.1 ms, so it is kept for each distribution."""
+            return local_boxes(tensor) if is_own or self._has_common else []
         if not hasattr(tensor, "placements"):
-            return [tuple(shard.metadata.shard_offsets) for shard in tensor.local_shards()]
-        key = (tensor.shape, tensor.device_mesh, tensor.placements)
-        if key not in self._offsets:
-            items = [item.tensor_data for item in create_default_local_save_plan({"": tensor}, False).items]
-            self._offsets[key] = [tuple(data.chunk.offsets) for data in items if data is not None]
-        return self._offsets[key]
+            return [(part, at) for part, at in local_boxes(tensor) if part.numel()]
+        # DTensor's answer takes 0.1 ms, so it is kept for each distribution.
+        kind = (tensor.shape, tensor.device_mesh, tensor.placements)
+        if kind not in self._offsets:
+            self._offsets[kind] = [at for _, at in local_boxes(tensor)]
+        parts = zip(local_parts(tensor), self._offsets[kind], strict=True)
+        return [(part, at) for part, at in parts if part.numel()]
 
 
 class _Placer(Placer):
@@ -147,13 +139,12 @@ def load(choice: Choice, mine: Mapping[int, StoredPiece], state: State, peers: P
         {name: path for each in covering for name, path in each.paths.items()},
         f"the snapshot of step {choice.version.step}",
     )
-    planner, items = load_plan(share.tensors, _metadata(covering))
-    wanted = _by_piece(items, trees, mine)
-    with torch.no_grad():
-        for rank, reads in wanted.items():
-            if rank in mine:
-                _fill(planner, reads, data_of(mine[rank].region, mine[rank].header))
-        _exchange(choice, wanted, mine, peers, planner)
+    targets = Targets(share.tensors)
+    wanted = _wanted(targets, trees, mine)
+    for rank, reads in wanted.items():
+        if rank in mine:
+            _fill(targets, reads, data_of(mine[rank].region, mine[rank].header))
+    _exchange(choice, wanted, mine, peers, targets)
     share.put()
 
 
@@ -166,40 +157,16 @@ def _trees(choice: Choice, mine: Mapping[int, StoredPiece], peers: Peers) -> dic
     return {rank: contents(*head) for rank, head in heads.items()}
 
 
-def _metadata(trees: Iterable[Tree]) -> records.Metadata:
-    """DCP's description of the tensors. A box that several pieces contain is listed once."""
-    kinds: dict[str, Boxed] = {}
-    boxes: dict[str, dict[Shape, Shape]] = {}
-    for name, tensor in (pair for each in trees for pair in boxed(each).items()):
-        kinds[name] = tensor
-        boxes.setdefault(name, {}).update({box.offsets: box.sizes for box in tensor.boxes})
-    return records.Metadata(
-        {
-            name: records.TensorStorageMetadata(
-                properties=records.TensorProperties(dtype=kinds[name].dtype),
-                size=torch.Size(kinds[name].size),
-                chunks=[
-                    records.ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
-                    for offsets, sizes in held.items()
-                ],
-            )
-            for name, held in boxes.items()
-        }
-    )
-
-
-def _by_piece(reads: Sequence[ReadItem], trees: Mapping[int, Tree], near: Iterable[int]) -> dict[int, Reads]:
+def _wanted(targets: Targets, trees: Mapping[int, Tree], near: Iterable[int]) -> dict[int, Reads]:
     """The boxes to read from each piece. Pieces in `near`, which this node holds, come before others."""
     where: dict[tuple[str, Shape], tuple[int, Boxed, Box]] = {}
     for rank in [*(rank for rank in trees if rank not in near), *near]:
         for name, tensor in boxed(trees[rank]).items():
             where |= {(name, box.offsets): (rank, tensor, box) for box in tensor.boxes}
     wanted: dict[int, Reads] = {}
-    for read in reads:
-        offsets = read.storage_index.offset
-        assert offsets is not None
-        rank, tensor, box = where[read.storage_index.fqn, tuple(offsets)]
-        wanted.setdefault(rank, []).append((read, tensor, box))
+    for (name, offsets), (rank, tensor, box) in where.items():
+        if targets.need(name, offsets, box.sizes):
+            wanted.setdefault(rank, []).append((name, tensor, box))
     return wanted
 
 
@@ -208,7 +175,7 @@ def _exchange(
     wanted: Mapping[int, Reads],
     mine: Mapping[int, StoredPiece],
     peers: Peers,
-    planner: DefaultLoadPlanner,
+    targets: Targets,
 ) -> None:
     """Send whole pieces along the ranks that need them, one after the other, in the same order on all ranks.
 
@@ -233,9 +200,9 @@ def _exchange(
             header = received(region, choice.piece(rank))
         except Torn as error:
             raise Torn(f"rank {rank}'s part of the snapshot arrived damaged from rank {before}: {error}") from error
-        _fill(planner, wanted[rank], data_of(region, header))
+        _fill(targets, wanted[rank], data_of(region, header))
 
 
-def _fill(planner: DefaultLoadPlanner, reads: Reads, data: Tensor) -> None:
-    for read, tensor, box in reads:
-        fill(planner, read, tensor.view(box, data))
+def _fill(targets: Targets, reads: Reads, data: Tensor) -> None:
+    for name, tensor, box in reads:
+        targets.fill(name, box.offsets, tensor.view(box, data))

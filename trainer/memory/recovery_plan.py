@@ -69,7 +69,6 @@ class Inventory:
 
     `node` identifies the memory; it is empty without one. Only one rank of each node `speaks`: it lists the whole,
     verified copies and the free bytes. `completed` is the newest step that any worker of the node has completed.
-    Pieces of a sharded state are verified by all ranks of a node: `pieces` are this rank's share, by file name.
     """
 
     rank: int
@@ -79,7 +78,6 @@ class Inventory:
     records: tuple[Record, ...] = ()
     completed: Version | None = None
     free: int = 0
-    pieces: Mapping[str, Held] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -116,19 +114,14 @@ class RecordSource:
     version: Version
 
 
-def decide(inventories: Sequence[Inventory], *, large: bool = False, sharded: bool = False) -> Decision | None:
+def decide(inventories: Sequence[Inventory], *, large: bool = False) -> Decision | None:
     """The newest state that can be continued, or None if no memory holds one.
 
-    `inventories` has one entry for each rank of the new group. The nodes must have all parts of a `sharded` state.
+    `inventories` has one entry for each rank of the new group.
     `large` says that records have a large part, without which a rank cannot continue exactly. Then the newest step is
     taken for which every rank's full record exists. If no such step is left, or the group has another size, the newest
     state is taken and the large parts begin anew (`reset`).
     """
-    if sharded:
-        on_node = pieces_on_nodes(inventories)
-        whole = {node: pieces.values() for node, pieces in on_node.items()}
-        choice = choose(whole, [inventory.node for inventory in inventories])
-        return None if choice is None else _decision(inventories, choice.version, choice=choice)
     held: dict[Version, list[tuple[int, Holding]]] = {}
     for inventory in inventories:
         for holding in inventory.holdings:
@@ -154,12 +147,9 @@ def decide(inventories: Sequence[Inventory], *, large: bool = False, sharded: bo
     )
 
 
-def pieces_on_nodes(inventories: Sequence[Inventory]) -> dict[str, dict[str, Held]]:
-    """The pieces on each node, by file name: those of all its ranks' shares."""
-    on_node: dict[str, dict[str, Held]] = {}
-    for inventory in inventories:
-        on_node.setdefault(inventory.node, {}).update(inventory.pieces)
-    return on_node
+def decide_in_parts(inventories: Sequence[Inventory], choice: Choice | None) -> Decision | None:
+    """The decision for a sharded state, of which `choice` is the newest complete snapshot."""
+    return None if choice is None else _decision(inventories, choice.version, choice=choice)
 
 
 def _decision(inventories: Sequence[Inventory], version: Version, **state: Any) -> Decision:

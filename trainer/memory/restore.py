@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from elaunch.trainer.memory.node_memory import NodeMemory
-from elaunch.trainer.memory.recovery_plan import Decision, Held, Inventory, RecordSource
+from elaunch.trainer.memory.recovery_plan import Decision, Inventory, RecordSource
 from elaunch.trainer.memory.slots import Slot, Torn, received
 from elaunch.trainer.ranks.peers import Peers, neighbours
 from elaunch.trainer.state.packing import unpack
@@ -24,11 +24,11 @@ class Incomplete(RuntimeError):
     """A copy from another rank is missing or damaged: this start has failed, and the next may succeed."""
 
 
-def gather(node_memory: NodeMemory | None, peers: Peers, *, large: bool, pieces: Mapping[str, Held]) -> list[Inventory]:
-    """The inventories of all ranks, by rank; `pieces` are this rank's share of the node's. Collective."""
+def gather(node_memory: NodeMemory | None, peers: Peers, *, large: bool) -> list[Inventory]:
+    """The inventories of all ranks, by rank. Collective."""
     if node_memory is None:
         return peers.from_all(Inventory(peers.rank, "", speaks=False))
-    return peers.from_all(node_memory.inventory(large=large, pieces=pieces))
+    return peers.from_all(node_memory.inventory(large=large))
 
 
 def take_over(

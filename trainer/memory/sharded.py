@@ -109,20 +109,25 @@ class ShardedMemory:
         self._found: Mapping[str, Held] = {}
 
     def newest(self) -> Version | None:
-        """The newest snapshot that is complete on the living nodes; None if there is none.
+        """The newest snapshot that is complete on the living nodes; None if there is none. Collective."""
+        choice = self.find()
+        return choice.version if choice else None
 
-        The ranks of a node share the work of reading and checking its pieces. Collective.
+    def find(self) -> Choice | None:
+        """That snapshot's pieces; the next `load` loads them. Collective.
+
+        The ranks of a node share the work of reading and checking its pieces.
         """
         self.wait()
-        told = self._peers.from_all(self.share())
         on_node: dict[str, dict[str, Held]] = {node: {} for node in self._nodes}
-        for node, held in zip(self._nodes, told, strict=True):
+        for node, held in zip(self._nodes, self._peers.from_all(self._share()), strict=True):
             on_node[node] |= held
-        whole = {node: held.values() for node, held in on_node.items()}
-        self.adopt(choose(whole, self._nodes), on_node[self._node])
-        return self._full
+        self._choice = choose({node: held.values() for node, held in on_node.items()}, self._nodes)
+        self._found, self._full = on_node[self._node], self._choice.version if self._choice else None
+        self._has_looked = True
+        return self._choice
 
-    def share(self) -> dict[str, Held]:
+    def _share(self) -> dict[str, Held]:
         """The whole pieces in this rank's share of the node's files, by file name. They are read and checked here."""
         whole = {}
         names = sorted(path.name for path in self.folder.glob("piece-*"))
@@ -133,12 +138,6 @@ class ShardedMemory:
                 with contextlib.suppress(Torn):
                     whole[name] = held_by(header.piece, skeleton_of(slot.region(), header))
         return whole
-
-    def adopt(self, choice: Choice | None, found: Mapping[str, Held]) -> None:
-        """Take `choice` for the newest snapshot; `found` are all pieces on this node. The next `load` loads it."""
-        self._choice, self._found = choice, found
-        self._full = choice.version if choice else None
-        self._has_looked = True
 
     def load(self, state: State) -> Version | None:
         """Load the newest complete snapshot into `state`, as `Checkpoints.load_newest` does. Returns its version.
@@ -335,9 +334,8 @@ class ShardedMemory:
                 self._copy_slots.delete()
             problem = self._unfit(slot, length)
         if self._any(bool(problem)) and self._mirror.is_on:
-            # Then second copies go. A file that cannot be deleted goes with the job.
-            with contextlib.suppress(OSError):
-                self._mirror.delete()
+            # Then second copies go.
+            self._mirror.delete()
             self._mirror.give_up(problem)
             problem = self._unfit(slot, length)
         if not self._any(bool(problem)):

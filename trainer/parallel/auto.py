@@ -16,7 +16,7 @@ from elaunch.trainer.gpt.model import GPT
 from elaunch.trainer.gpt.run_directory import RunDirectory
 from elaunch.trainer.memory.room import SPARE_SHARE, shared_by, tightest_room
 from elaunch.trainer.parallel.build import Groups
-from elaunch.trainer.parallel.estimate import Candidate, KeptCopies, Memory, candidates, memory, successors
+from elaunch.trainer.parallel.estimate import Candidate, candidates, resumed
 from elaunch.trainer.parallel.plan import AUTO, PlanError, parse
 from elaunch.trainer.parallel.trial import PlanTrial, collect, try_plan
 from elaunch.trainer.ranks.peers import Peers
@@ -44,72 +44,54 @@ class WorkerRoom:
     taken: int
     where: str
 
-
-@dataclass(frozen=True)
-class PlanOption:
-    """A candidate, and its memory by the formulas. `taken` is what the process has without it."""
-
-    candidate: Candidate
-    memory: Memory
-    taken: int
-
-    @property
-    def text(self) -> str:
-        """What a user would type."""
-        return self.candidate.plan.text
-
-    @property
-    def needs(self) -> int:
-        """The memory without which it is not tried."""
-        return self.needs_with(int(self.memory.step * (1 + _MARGIN)))
-
-    def needs_with(self, training: int) -> int:
-        """What the worker needs if the training itself takes so much."""
-        return self.taken + self.memory.copies + training
+    def needed(self, candidate: Candidate, training: int | None = None) -> int:
+        """What a worker needs for a plan whose steps take so much: as measured, or by the formulas and a margin."""
+        step = int(candidate.memory.step * (1 + _MARGIN)) if training is None else training
+        return self.taken + step
 
 
-def to_try(options: Sequence[PlanOption], room: WorkerRoom) -> list[PlanOption]:
+def to_try(among: Sequence[Candidate], room: WorkerRoom) -> list[Candidate]:
     """Those that fit by the formulas, the plainest first; one of those that differ in the order of computation only."""
-    found: dict[tuple[str, int, int], PlanOption] = {}
-    for option in options:
-        if option.needs <= room.most:
-            found.setdefault(option.candidate.plan.form, option)
+    found: dict[tuple[str, int, int], Candidate] = {}
+    for each in among:
+        if room.needed(each) <= room.most:
+            found.setdefault(each.plan.form, each)
     return list(found.values())
 
 
 def choose(
-    options: Sequence[PlanOption],
+    among: Sequence[Candidate],
     room: WorkerRoom,
-    measure: Callable[[PlanOption], PlanTrial],
+    measure: Callable[[Candidate], PlanTrial],
     is_over: Callable[[], bool] = lambda: False,
-) -> tuple[PlanOption, dict[str, PlanTrial]]:
-    """The fastest of those that fit as measured, and all trials by the plans' texts. Raises NothingFits.
+) -> tuple[Candidate, int]:
+    """The fastest of those that fit as measured, and how many were measured. Raises NothingFits.
 
-    `options` begin with the plainest. No further one is measured once `is_over`. All workers call this with the same
+    `among` begins with the plainest. No further one is measured once `is_over`. All workers call this with the same
     values and get the same choice.
     """
-    trials: dict[str, PlanTrial] = {}
-    fitting: list[PlanOption] = []
-    for option in to_try(options, room):
-        if fitting and (len(trials) >= TRIALS_MAX or is_over()):
+    tried = 0
+    fitting: list[tuple[Candidate, float]] = []
+    for each in to_try(among, room):
+        if fitting and (tried >= TRIALS_MAX or is_over()):
             break
-        trial = trials[option.text] = measure(option)
-        if option.needs_with(trial.memory) <= room.most:
-            fitting.append(option)
+        trial = measure(each)
+        tried += 1
+        if room.needed(each, trial.memory) <= room.most:
+            fitting.append((each, trial.step_s))
     if not fitting:
-        raise NothingFits(refusal(options, room))
-    best_s = min(trials[each.text].step_s for each in fitting)
-    return next(each for each in fitting if trials[each.text].step_s <= _AS_FAST * best_s), trials
+        raise NothingFits(refusal(among, room))
+    best_s = min(step_s for _, step_s in fitting)
+    return next(each for each, step_s in fitting if step_s <= _AS_FAST * best_s), tried
 
 
-def refusal(options: Sequence[PlanOption], room: WorkerRoom) -> str:
+def refusal(among: Sequence[Candidate], room: WorkerRoom) -> str:
     """Why nothing can be chosen, and the way out."""
-    least = min(options, key=lambda each: each.needs)
-    parts = {"the process itself": least.taken, "copies of the state": least.memory.copies}
-    of_which = ", ".join(f"{gib(size)} {what}" for what, size in parts.items() if size)
+    least = min(among, key=room.needed)
     return (
-        f"--parallel auto: no plan fits. The smallest is {least.text}: it needs {gib(least.needs)} for each worker"
-        f"{f' (of which {of_which})' if of_which else ''}, and a worker may take {gib(room.most)}: {room.where}; "
+        f"--parallel auto: no plan fits. The smallest is {least.plan.text}: it needs {gib(room.needed(least))} for "
+        f"each worker (of which {gib(room.taken)} the process itself), and a worker may take {gib(room.most)}: "
+        f"{room.where}; "
         "give the job more memory, or use fewer workers on a node, a smaller --micro-batch or a smaller network"
     )
 
@@ -133,7 +115,7 @@ class KeptPlan:
             record = cls(**parse_json(content))
             if parse(record.plan).is_auto or record.world_size < 1:
                 raise ValueError("it is damaged")
-        except (TypeError, PlanError) as error:
+        except (TypeError, AttributeError, PlanError) as error:
             raise ValueError("it is damaged") from error
         return record
 
@@ -162,28 +144,31 @@ def chosen(
         recorded, trouble = peers.from_rank_0(_recorded(place, run) if peers.leads else None)
         if trouble:
             raise NothingFits(trouble)
-        of_node = min(peers.from_all(int(os.environ.get("LOCAL_WORLD_SIZE", place.world_size))))
-        among = candidates(place.world_size, of_node, config.shape, needs_ddp=bool(config.ddp_options))
         if recorded is not None:
-            return replace(config, parallel=_as_recorded(recorded, among, config, place, say))
+            return replace(config, parallel=_as_recorded(recorded, config, place, say))
+        of_node = min(peers.from_all(int(os.environ.get("LOCAL_WORLD_SIZE", place.world_size))))
+        among = candidates(
+            place.world_size,
+            of_node,
+            config.shape,
+            needs_ddp=bool(config.ddp_options),
+            bf16=config.bf16,
+        )
         if not among:
             # DDP needs least of the batch; so its own refusal says what is wrong.
             replace(config, parallel="ddp").check(place)
         room = _room(device, of_node, peers)
-        copies = _copies(device, of_node, peers)
-        options = [
-            PlanOption(each, memory(each, config.shape, copies=copies, bf16=config.bf16), room.taken) for each in among
-        ]
         begun_s = time.monotonic()
 
-        def measure(option: PlanOption) -> PlanTrial:
+        def measure(candidate: Candidate) -> PlanTrial:
+            text = candidate.plan.text
             # If nothing is compared, nothing is compiled: that takes no less memory.
-            tried = replace(config, parallel=option.text, compile=config.compile and len(among) > 1)
-            sizes = option.candidate.sizes
-            trial = try_plan(tried, sizes, place.rank, device, peers, new_gpt=new_gpt, groups=groups)
-            needs = option.needs_with(trial.memory)
+            tried = replace(config, parallel=text, compile=config.compile and len(among) > 1)
+            trial = try_plan(tried, candidate.sizes, place.rank, device, peers, new_gpt=new_gpt, groups=groups)
+            needs = room.needed(candidate, trial.memory)
             verdict = f"; it needs {gib(needs)} of {gib(room.most)}" if needs > room.most else ""
-            say(f"parallel: {option.text}: a step takes {1000 * trial.step_s:,.1f} ms and {gib(trial.memory)}{verdict}")
+            measured = "" if trial.memory is None else f" and {gib(trial.memory)}"
+            say(f"parallel: {text}: a step takes {1000 * trial.step_s:,.1f} ms{measured}{verdict}")
             return trial
 
         def is_over() -> bool:
@@ -191,10 +176,11 @@ def chosen(
             return spent
 
         say(f"parallel: each worker may take {gib(room.most)}, of which {gib(room.taken)} are taken: {room.where}")
-        option, trials = choose(options, room, measure, is_over)
-        say(f"parallel: {option.text} is chosen; {len(options) - len(trials)} more plans are not measured")
-        _keep(KeptPlan(option.text, place.world_size), run, peers)
-        return replace(config, parallel=option.text)
+        choice, tried = choose(among, room, measure, is_over)
+        text = choice.plan.text
+        say(f"parallel: {text} is chosen; {len(among) - tried} more plans are not measured")
+        _keep(KeptPlan(text, place.world_size), run, peers)
+        return replace(config, parallel=text)
     except (NothingFits, PlanError, ConfigError) as error:
         raise AgreedRefusal(str(error)) from error
     finally:
@@ -219,16 +205,12 @@ def _recorded(place: RankInfo, run: RunDirectory) -> tuple[KeptPlan | None, str]
         )
 
 
-def _as_recorded(
-    record: KeptPlan, among: Sequence[Candidate], config: TrainConfig, place: RankInfo, say: Callable[[str], None]
-) -> str:
+def _as_recorded(record: KeptPlan, config: TrainConfig, place: RankInfo, say: Callable[[str], None]) -> str:
     """The recorded plan, or with another number of workers the one that goes on with its state. Raises PlanError."""
     if record.world_size == place.world_size:
         say(f"parallel: {record.plan}, as this run has chosen")
         return record.plan
-    kept = parse(record.plan)
-    able = successors(kept, among, place.world_size, config.shape)
-    text = next((each for each in able if each.plan.schedule == kept.schedule), able[0]).plan.text
+    text = resumed(parse(record.plan), place.world_size, config.shape).text
     say(
         f"parallel: {record.plan}, as this run has chosen with {record.world_size} workers; "
         f"for {place.world_size}: {text}"
@@ -252,15 +234,6 @@ def _room(device: torch.device, of_node: int, peers: Peers) -> WorkerRoom:
         node = tightest_room()
         own = WorkerRoom(node.most // of_node, node.used // of_node, shared_by(of_node, node))
     return min(peers.from_all(own), key=lambda each: each.most - each.taken)
-
-
-def _copies(device: torch.device, of_node: int, peers: Peers) -> KeptCopies:
-    """The copies of the state that the Keeper keeps in memory that counts to the workers (docs/keeper.md)."""
-    nodes, has_memory = int(os.environ.get("GROUP_WORLD_SIZE", 1)), bool(os.environ.get("ELAUNCH_MEMORY"))
-    if device.type != "cpu" or not all(peers.from_all(has_memory)):
-        return KeptCopies()
-    # Of parts a node has those of its workers and of the node before it.
-    return KeptCopies(of_replicated=2 / of_node, of_parts=2 if nodes == 1 else 6)
 
 
 def _keep(record: KeptPlan, run: RunDirectory, peers: Peers) -> None:

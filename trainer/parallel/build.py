@@ -11,7 +11,7 @@ from torch.optim import AdamW
 
 from elaunch.trainer.gpt.config import ConfigError, TrainConfig
 from elaunch.trainer.gpt.model import GPT
-from elaunch.trainer.parallel.plan import ParallelPlan, Sizes, layers_of, microbatches, stages
+from elaunch.trainer.parallel.plan import ParallelPlan, Sizes
 from elaunch.trainer.parallel.whole import Whole, in_ddp
 
 if TYPE_CHECKING:
@@ -74,25 +74,18 @@ def _divided(
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from elaunch.trainer.parallel.divided import Division, Pipeline, TensorParallel
+    from elaunch.trainer.parallel.divided import Pipeline, TensorParallel
     from elaunch.trainer.parallel.stages import GptStage, ModelPart, divide
 
     axes = {"pp": sizes.pp, "dp": sizes.dp, "fsdp": sizes.fsdp, "tp": sizes.tp}
     mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     numbers = [mesh.get_local_rank("pp") + turn * plan.pp for turn in range(plan.stages_per_worker)]
-    layers = {number: layers_of(number, plan, config.layers) for number in numbers}
-    last = stages(plan) - 1
     names = {name: parameter.shape for name, parameter in gpt.named_parameters()}
-    here = [layer for number in numbers for layer in layers[number]]
-    part = ModelPart(gpt, here, is_first=0 in numbers, is_last=last in numbers)
+    part = ModelPart(gpt, plan, numbers)
     tp = mesh["tp"] if sizes.tp > 1 else None
     if tp is not None:
         divide(part, tp)
-    ends = [{"is_first": number == 0, "is_last": number == last} for number in numbers]
-    local = [
-        GptStage(part, layers[number], **each, tp=tp, device=device, bf16=config.bf16)
-        for number, each in zip(numbers, ends, strict=True)
-    ]
+    local = [GptStage(part, plan, number, config.layers, tp=tp, device=device, bf16=config.bf16) for number in numbers]
     # A pipeline computes a stage for many micro-batches in turn: it would gather the parameters for each.
     options: dict[str, Any] = {"mesh": mesh["dp", "fsdp"], "reshard_after_forward": plan.pp == 1}
     for stage in local:
@@ -100,7 +93,5 @@ def _divided(
             fully_shard(block, **options)
         fully_shard(stage, **options)
     optimizer = AdamW(groups(part), fused=True)
-    own = Division(plan, sizes.share(rank), config.shape, part, local, mesh, optimizer, names, device)
-    if sizes.pp == 1:
-        return TensorParallel(own)
-    return Pipeline(own, microbatches(sizes, config.shape))
+    kind = TensorParallel if sizes.pp == 1 else Pipeline
+    return kind(plan, sizes.share(rank), config.shape, part, local, mesh, optimizer, names, device)

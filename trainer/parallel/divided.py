@@ -23,14 +23,14 @@ from torch.optim import Optimizer
 from elaunch.trainer.data.order import Micro, Order, key_of
 from elaunch.trainer.data.sampling import accumulate
 from elaunch.trainer.gpt.model import VOCABULARY
-from elaunch.trainer.parallel.plan import DataShare, ParallelPlan, Shape, layers_of, stages
+from elaunch.trainer.parallel.plan import DataShare, ParallelPlan, Shape, layers_of, microbatches, stages
 from elaunch.trainer.parallel.stages import IGNORED, GptStage, ModelPart, nats
 from elaunch.trainer.parallel.whole import clip_gradients, full
 
 
-@dataclass(frozen=True)
-class Division:
-    """What a worker has of a network on several workers: `part` of its parameters, and `stages`, its computation.
+@dataclass(eq=False)
+class Divided:
+    """One model on several workers: `model` has this worker's part of it, and `stages` are its computation.
 
     `names` are those of the whole network's parameters with their shapes. `mesh` has the axes pp, dp, fsdp and tp.
     """
@@ -38,58 +38,57 @@ class Division:
     plan: ParallelPlan
     share: DataShare
     shape: Shape
-    part: ModelPart
+    model: ModelPart
     stages: Sequence[GptStage]
     mesh: DeviceMesh
     optimizer: Optimizer
     names: dict[str, torch.Size]
     device: torch.device
 
+    @property
+    def gpt(self) -> ModelPart:
+        """What has the parameters."""
+        return self.model
 
-class Divided:
-    """One model on several workers. `gpt` and `model` are this worker's part of it."""
-
-    def __init__(self, own: Division) -> None:
-        self.gpt = self.model = own.part
-        self.optimizer = own.optimizer
-        self._own, self._plan = own, own.plan
-        self._tp = own.mesh["tp"] if own.plan.tp > 1 else None
+    @property
+    def _tp(self) -> DeviceMesh | None:
+        return self.mesh["tp"] if self.plan.tp > 1 else None
 
     def warm_up(self, inputs: Tensor, targets: Tensor) -> None:
         """Nothing: FSDP2 sums in one order from the first step on."""
 
     def clip(self, norm_max: float) -> Tensor:
         """Scale the gradients so that the norm of all is at most `norm_max`. Returns the norm before. Collective."""
-        pipeline = self._own.mesh.get_group("pp") if self._plan.pp > 1 else None
-        return clip_gradients(self._own.part.parameters(), norm_max, pipeline=pipeline, twice=self._on_both())
+        pipeline = self.mesh.get_group("pp") if self.plan.pp > 1 else None
+        return clip_gradients(self.model.parameters(), norm_max, pipeline=pipeline, twice=self._on_both())
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The whole network's parameters, by name, one at a time. Collective."""
-        own = dict(self._own.part.named_parameters())
-        for name, size in self._own.names.items():
-            whole = full(own[name].detach()) if name in own else torch.empty(size, device=self._own.device)
-            if self._plan.pp > 1:
+        own = dict(self.model.named_parameters())
+        for name, size in self.names.items():
+            whole = full(own[name].detach()) if name in own else torch.empty(size, device=self.device)
+            if self.plan.pp > 1:
                 whole = whole.contiguous()
-                dist.broadcast(whole, group=self._own.mesh.get_group("pp"), group_src=self._holder(name))
+                dist.broadcast(whole, group=self.mesh.get_group("pp"), group_src=self._holder(name))
             yield name, whole
 
     def _holder(self, name: str) -> int:
         """The first worker of the pipeline that has a parameter."""
-        many = stages(self._plan)
+        many = stages(self.plan)
         if name.startswith("blocks."):
             layer = int(name.split(".")[1])
-            found = next(n for n in range(many) if layer in layers_of(n, self._plan, self._own.shape.layers))
+            found = next(n for n in range(many) if layer in layers_of(n, self.plan, self.shape.layers))
         else:
             found = many - 1 if name.startswith("norm.") else 0
-        return found % self._plan.pp
+        return found % self.plan.pp
 
     def _on_both(self) -> list[Tensor]:
         """The parameters that the first and the last worker of a pipeline have."""
-        return [self._own.part.embed_byte.weight] if hasattr(self._own.part, "embed_byte") else []
+        return [self.model.embed_byte.weight] if hasattr(self.model, "embed_byte") else []
 
     def _seed(self, key: int) -> None:
         # Each worker draws for other positions, heads or layers.
-        mesh = self._own.mesh
+        mesh = self.mesh
         torch.manual_seed(key_of(key, mesh.get_local_rank("pp"), mesh.get_local_rank("tp")))
 
 
@@ -98,8 +97,8 @@ class TensorParallel(Divided):
 
     def micro_batches(self, order: Order, step: int) -> Iterator[list[Micro]]:
         """This replica's micro-batches of a step, each to be given to `backward` by itself."""
-        (stage,) = self._own.stages
-        for micro in accumulate(stage, order, step, self._own.share.rank, self._own.share.world_size):
+        (stage,) = self.stages
+        for micro in accumulate(stage, order, step, self.share.rank, self.share.world_size):
             self._seed(micro.key)
             yield [micro]
 
@@ -110,29 +109,28 @@ class TensorParallel(Divided):
         """
         part = self._mean(inputs, targets) * micros[0].weight
         part.backward()  # type: ignore[no-untyped-call]
-        return part.detach() * self._plan.tp
+        return part.detach() * self.plan.tp
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """This worker's part of the mean loss in nats per byte: the parts of a replica's workers add up to it."""
         return self._mean(inputs, targets).double()
 
     def _mean(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        (stage,) = self._own.stages
+        (stage,) = self.stages
         return nats(stage(inputs), targets, self._tp) / targets.numel()
 
 
+@dataclass(eq=False)
 class Pipeline(Divided):
     """Each worker has some of the layers, and computes them for one micro-batch after the other."""
 
-    def __init__(self, own: Division, many: int) -> None:
-        """`many` are its micro-batches in a step."""
-        super().__init__(own)
-        plan, shape, mesh = own.plan, own.shape, own.mesh
+    def __post_init__(self) -> None:
+        plan, shape, mesh = self.plan, self.shape, self.mesh
         self._group = mesh.get_group("pp")
-        self._numbers = [mesh.get_local_rank("pp") + turn * plan.pp for turn in range(plan.stages_per_worker)]
         self._tied = _tied_group(mesh)
         # The mean over all windows of the step, of which each replica has its share; FSDP takes the mean of those.
-        self._scale = own.share.world_size / (shape.global_batch * shape.context)
+        self._scale = self.share.world_size / (shape.global_batch * shape.context)
+        many = microbatches(self.share.world_size, shape)
         windows, time = shape.micro_batch, shape.context // plan.tp
         between = torch.empty(windows, time, shape.width, device="meta", requires_grad=True)
         given = torch.empty(windows, shape.context, dtype=torch.int64, device="meta")
@@ -140,15 +138,15 @@ class Pipeline(Divided):
         wrapped = [
             PipelineStage(
                 stage,
-                number,
+                stage.number,
                 stages(plan),
-                own.device,
+                self.device,
                 # With both torch need not compute a first micro-batch to find the shapes out.
                 input_args=given if stage.is_first else between,
                 output_args=scores if stage.is_last else between,
                 group=self._group,
             )
-            for number, stage in zip(self._numbers, own.stages, strict=True)
+            for stage in self.stages
         ]
         self._schedule: ScheduleGPipe | Schedule1F1B | ScheduleInterleaved1F1B
         if plan.schedule == "interleaved":
@@ -161,7 +159,7 @@ class Pipeline(Divided):
 
     def micro_batches(self, order: Order, step: int) -> Iterator[list[Micro]]:
         """This replica's micro-batches of a step, all to be given to `backward` together."""
-        micros = order.parts(step, self._own.share.rank, self._own.share.world_size)
+        micros = order.parts(step, self.share.rank, self.share.world_size)
         self._seed(micros[0].key)
         yield micros
 
@@ -171,39 +169,34 @@ class Pipeline(Divided):
         Returns this worker's part of the step's loss: the mean over all workers is the loss.
         """
         losses: list[Tensor] = []
-        inputs, targets = _without_fillers(inputs, targets, micros, self._own.shape.micro_batch)
+        inputs, targets = _without_fillers(inputs, targets, micros, self.shape.micro_batch)
         self._schedule.step(
-            *([inputs] if self._own.stages[0].is_first else []),
-            target=targets if self._own.stages[-1].is_last else None,
+            *([inputs] if self.stages[0].is_first else []),
+            target=targets if self.stages[-1].is_last else None,
             losses=losses,
             **self._returns_nothing,
         )
         self._sum_tied()
-        part = (
-            torch.stack([each.detach() for each in losses]).sum()
-            if losses
-            else torch.zeros((), device=self._own.device)
-        )
-        return part * self._plan.tp * self._plan.pp
+        part = torch.stack([each.detach() for each in losses]).sum() if losses else torch.zeros((), device=self.device)
+        return part * self.plan.tp * self.plan.pp
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """This worker's part of the mean loss in nats per byte: the parts of a replica's workers add up to it.
 
         One micro-batch goes through the stages; the next one follows as soon as a stage is free.
         """
-        many = stages(self._plan)
-        between = (len(inputs), inputs.shape[1] // self._plan.tp, self._own.shape.width)
+        between = (len(inputs), inputs.shape[1] // self.plan.tp, self.shape.width)
         x = inputs
-        for number, stage in zip(self._numbers, self._own.stages, strict=True):
+        for stage in self.stages:
             if not stage.is_first:
-                x = torch.empty(between, device=self._own.device)
-                dist.recv(x, group=self._group, group_src=(number - 1) % self._plan.pp)
+                x = torch.empty(between, device=self.device)
+                dist.recv(x, group=self._group, group_src=(stage.number - 1) % self.plan.pp)
             x = stage(x)
-            if number < many - 1:
-                dist.send(x.contiguous(), group=self._group, group_dst=(number + 1) % self._plan.pp)
-        if self._own.stages[-1].is_last:
+            if not stage.is_last:
+                dist.send(x.contiguous(), group=self._group, group_dst=(stage.number + 1) % self.plan.pp)
+        if self.stages[-1].is_last:
             return (nats(x, targets, self._tp) / targets.numel()).double()
-        return torch.zeros((), dtype=torch.float64, device=self._own.device)
+        return torch.zeros((), dtype=torch.float64, device=self.device)
 
     def _loss_of(self, scores: Tensor, targets: Tensor) -> Tensor:
         return nats(scores, targets, self._tp) * self._scale

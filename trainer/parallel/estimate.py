@@ -6,7 +6,7 @@ Plans are of the bundled network in float32 with AdamW. docs/parallelism.md has 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from elaunch.trainer.parallel.plan import (
@@ -36,35 +36,14 @@ _KEPT_OF_SCORES = 3
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A plan, and how many workers each axis gets."""
-
-    plan: ParallelPlan
-    sizes: Sizes
-
-
-@dataclass(frozen=True)
-class KeptCopies:
-    """How many copies of its state a worker's share of the node's memory has (the Keeper's): `of_replicated` of what
-    all workers have alike, which the workers of a node share, and `of_parts` of what it alone has.
-    """
-
-    of_replicated: float = 0
-    of_parts: float = 0
-
-
-@dataclass(frozen=True)
 class Memory:
-    """Bytes of one worker, by what they are for: `activations` of all micro-batches that are under way, `copies` its
-    share of the copies in memory.
-    """
+    """Bytes of one worker, by what they are for: `activations` of all micro-batches that are under way."""
 
     parameters: int
     gradients: int
     moments: int
     gathered: int
     activations: int
-    copies: int
 
     @property
     def step(self) -> int:
@@ -72,42 +51,55 @@ class Memory:
         return self.parameters + self.gradients + self.moments + self.gathered + self.activations
 
 
-def candidates(workers: int, of_node: int, shape: Shape, *, needs_ddp: bool = False) -> list[Candidate]:
+@dataclass(frozen=True)
+class Candidate:
+    """A plan, how many workers each axis gets, and a worker's memory by the formulas."""
+
+    plan: ParallelPlan
+    sizes: Sizes
+    memory: Memory
+
+
+def candidates(
+    workers: int,
+    of_node: int,
+    shape: Shape,
+    *,
+    needs_ddp: bool = False,
+    bf16: bool = False,
+) -> list[Candidate]:
     """All plans that fit the workers, of which each node has `of_node`, the network and the batch. Plainest first.
 
-    `needs_ddp`: an option of DDP is given.
+    `needs_ddp`: an option of DDP is given. `bf16` is as for `memory`.
     """
     texts = [kind for kind in KINDS if kind != "hsdp"] if workers > 1 else ["ddp"]
     texts += [*_hybrid(workers, of_node), *_divided(workers, of_node)]
     found = []
-    for text in texts:
-        plan = parse(text)
-        if not needs_ddp or plan.has_ddp:
-            found += _fitting(plan, workers, shape)
+    for plan in map(parse, texts):
+        if (plan.has_ddp or not needs_ddp) and _fits(plan, workers, shape):
+            sizes = fit(plan, workers)
+            found.append(Candidate(plan, sizes, memory(plan, sizes, shape, bf16=bf16)))
     return found
 
 
-def successors(kept: ParallelPlan, among: Sequence[Candidate], workers: int, shape: Shape) -> list[Candidate]:
-    """The candidates that can go on with the state of the plan `kept`. Raises PlanError if there is none.
+def resumed(kept: ParallelPlan, workers: int, shape: Shape) -> ParallelPlan:
+    """The plan that goes on with the state of the plan `kept`. Raises PlanError if there is none.
 
     Only the numbers of the data axes and the order of the computation may differ.
     """
-    found = [each for each in among if each.plan.form == kept.form]
-    if found:
-        return found
     sizes = fit(kept, workers, again=True)
-    many = shape.global_batch // shape.micro_batch
-    if many < sizes.data:
-        raise PlanError(
-            f"--parallel {kept.text}: a step has {many} micro-batches, too few for {sizes.data} replicas; "
-            "use fewer workers or a smaller --micro-batch"
-        )
-    require_fitting(kept, sizes, shape)
+    axes = kept.text.partition(",schedule=")[0]
     if kept.dp or kept.fsdp:
         # A new job takes typed numbers at their word.
         axes = str(sizes) if sizes != Sizes() else "fsdp2"
-        kept = parse(f"{axes},schedule={kept.schedule}" if kept.pp > 1 else axes)
-    return [Candidate(kept, sizes)]
+    if kept.pp == 1:
+        able = [parse(axes)]
+    else:
+        able = [parse(f"{axes},schedule={schedule}") for schedule in (kept.schedule, *reversed(SCHEDULES))]
+    found = next((plan for plan in able if _fits(plan, workers, shape)), None)
+    if found is None:
+        require_fitting(kept, sizes, shape)
+    return found or kept
 
 
 def _hybrid(workers: int, of_node: int) -> Iterator[str]:
@@ -136,26 +128,23 @@ def _divided(workers: int, of_node: int) -> Iterator[str]:
                 yield from (f"{divided},schedule={schedule}" for schedule in reversed(SCHEDULES))
 
 
-def _fitting(plan: ParallelPlan, workers: int, shape: Shape) -> list[Candidate]:
+def _fits(plan: ParallelPlan, workers: int, shape: Shape) -> bool:
     try:
-        sizes = fit(plan, workers)
-        require_fitting(plan, sizes, shape)
+        require_fitting(plan, fit(plan, workers), shape)
     except PlanError:
-        return []
-    return [Candidate(plan, sizes)] if shape.global_batch // shape.micro_batch >= sizes.data else []
+        return False
+    return True
 
 
 def _divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
-def memory(candidate: Candidate, shape: Shape, *, copies: KeptCopies = KeptCopies(), bf16: bool = False) -> Memory:
+def memory(plan: ParallelPlan, sizes: Sizes, shape: Shape, *, bf16: bool = False) -> Memory:
     """The memory of a worker that has as many blocks as any, and both ends. `bf16`: it computes in bfloat16."""
-    plan, sizes = candidate.plan, candidate.sizes
     block, blocks, own = parameters_of(plan, shape)
     ends = own - block * blocks
     held, moments, gradients, gathered = own, 2 * own, own, 0
-    replicated, parts = held + moments, 0
     if not plan.has_ddp:
         held = -(-own // sizes.fsdp)
         moments = 2 * held
@@ -163,18 +152,15 @@ def memory(candidate: Candidate, shape: Shape, *, copies: KeptCopies = KeptCopie
         keeps = plan.pp > 1 or (plan.kind == "zero2" and not plan.divides_model)
         gathered = own if keeps else min(own, 2 * block + ends)
         gradients = held + own
-        replicated, parts = 0, held + moments
     elif plan.kind == "zero1":
         # Whole parameters are dealt out: one worker has at least the largest.
         moments = 2 * max(-(-own // sizes.dp), _VOCABULARY * shape.width)
-        replicated, parts = held, moments
     return Memory(
         _BYTES * held,
         _BYTES * gradients,
         _BYTES * moments,
         _BYTES * gathered,
         _BYTES * _activations(plan, sizes, shape, bf16=bf16),
-        int(_BYTES * (copies.of_parts * parts + copies.of_replicated * replicated)),
     )
 
 
@@ -190,7 +176,7 @@ def parameters_of(plan: ParallelPlan, shape: Shape) -> tuple[int, int, int]:
 def _activations(plan: ParallelPlan, sizes: Sizes, shape: Shape, *, bf16: bool) -> int:
     """Floats that the backward passes of all micro-batches under way need."""
     _, blocks, own = parameters_of(plan, shape)
-    many = microbatches(sizes, shape) if plan.pp > 1 else 1
+    many = microbatches(sizes.data, shape) if plan.pp > 1 else 1
     # Interleaved computes so many of half-sized stages ahead (Narayanan et al., 2021, section 2.2).
     ahead = {"gpipe": many, "1f1b": plan.pp, "interleaved": -(-(3 * plan.pp - 1) // 2)}[plan.schedule]
     under_way = min(many, ahead)

@@ -7,10 +7,11 @@ windows. With `dp` a worker has a copy of the parameters, with `fsdp` a shard of
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Iterable
+import re
 from dataclasses import dataclass
+
+from elaunch.trainer.data.order import Order
 
 # The data axes of each kind of plan.
 KINDS = {"ddp": ("dp",), "zero1": ("dp",), "zero2": ("fsdp",), "fsdp2": ("fsdp",), "hsdp": ("dp", "fsdp")}
@@ -18,8 +19,8 @@ KINDS = {"ddp": ("dp",), "zero1": ("dp",), "zero2": ("fsdp",), "fsdp2": ("fsdp",
 AUTO = "auto"
 AXES = ("dp", "fsdp", "tp", "pp")
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
-_KEYS = (*AXES, "schedule")
-_EXAMPLE = "dp=2,tp=2"
+_AXIS = re.compile(rf"({'|'.join(AXES)})=0*([1-9][0-9]{{0,8}})")
+_SCHEDULE = re.compile(rf"(schedule)=({'|'.join(SCHEDULES)})")
 # How many stages of an interleaved pipeline each worker has.
 _INTERLEAVED_STAGES = 2
 
@@ -129,56 +130,26 @@ class Sizes:
 
 def parse(text: str) -> ParallelPlan:
     """The plan that `text` names. Raises PlanError."""
-    if "=" not in text:
-        words = (*KINDS, AUTO)
-        if text not in words:
-            raise PlanError(
-                f"--parallel {text}: there is no such plan{_meant(text, words)}; use {_or(words)}, or axes as "
-                f"{_EXAMPLE} with {_or(AXES)}"
-            )
+    if text in (*KINDS, AUTO):
         return ParallelPlan(text, text)
-    given = _pairs(text)
-    numbers = {key: _number(text, key, value) for key, value in given.items() if key != "schedule"}
-    dp, fsdp = numbers.get("dp"), numbers.get("fsdp")
-    kind = "hsdp" if dp is not None and fsdp is not None else "fsdp2" if fsdp is not None else "ddp"
-    plan = ParallelPlan(
-        text,
-        kind,
-        dp,
-        fsdp,
-        tp=numbers.get("tp", 1),
-        pp=numbers.get("pp", 1),
-        schedule=given.get("schedule", "1f1b"),
-    )
-    if plan.schedule not in SCHEDULES:
-        raise PlanError(
-            f"--parallel {text}: there is no schedule {plan.schedule}{_meant(plan.schedule, SCHEDULES)}; "
-            f"use {_or(SCHEDULES)}"
-        )
-    if "schedule" in given and plan.pp == 1:
-        raise PlanError(f"--parallel {text}: schedule belongs to a pipeline; add pp=2 or more, or leave schedule out")
-    return plan
-
-
-def _pairs(text: str) -> dict[str, str]:
     given: dict[str, str] = {}
     for word in text.split(","):
-        key, equals, value = word.partition("=")
-        if key not in _KEYS:
-            hint = f"; {key} alone is a plan by itself" if key in (*KINDS, AUTO) else f"; use {_or(_KEYS)}"
-            raise PlanError(f"--parallel {text}: {key!r} is no key{_meant(key, _KEYS)}{hint}")
-        if not equals or not value:
-            raise PlanError(f"--parallel {text}: {key} has no value; write {key}={'1f1b' if key == 'schedule' else 2}")
-        if key in given:
-            raise PlanError(f"--parallel {text}: {key} is there twice; leave one out")
-        given[key] = value
-    return given
-
-
-def _number(text: str, key: str, value: str) -> int:
-    if not (value.isascii() and value.isdigit() and 0 < int(value) < 1 << 31):
-        raise PlanError(f"--parallel {text}: {key} is {value}; it is a number of at least 1")
-    return int(value)
+        match = _AXIS.fullmatch(word) or _SCHEDULE.fullmatch(word)
+        if match is None:
+            raise PlanError(
+                f"--parallel {text}: there is no plan {word!r}; use one of {', '.join((*KINDS, AUTO))}, or the number "
+                f"of workers along each axis, as dp=2,tp=2, of {', '.join(AXES)}, and with pp a "
+                f"schedule={'|'.join(SCHEDULES)}"
+            )
+        if match[1] in given:
+            raise PlanError(f"--parallel {text}: {match[1]} is there twice; leave one out")
+        given[match[1]] = match[2]
+    schedule = given.pop("schedule", "")
+    numbers = {axis: int(number) for axis, number in given.items()}
+    if schedule and numbers.get("pp", 1) == 1:
+        raise PlanError(f"--parallel {text}: schedule belongs to a pipeline; add pp=2 or more, or leave schedule out")
+    kind = "ddp" if "fsdp" not in numbers else "hsdp" if "dp" in numbers else "fsdp2"
+    return ParallelPlan(text, kind, **numbers, schedule=schedule or "1f1b")
 
 
 def fit(plan: ParallelPlan, workers: int, *, again: bool = False) -> Sizes:
@@ -223,6 +194,11 @@ def _data_axes(plan: ParallelPlan, data: int, workers: int, again: bool) -> tupl
 
 def require_fitting(plan: ParallelPlan, sizes: Sizes, shape: Shape) -> None:
     """Raise PlanError with the values and the way out if an axis does not divide what it must."""
+    try:
+        # Each replica needs a micro-batch.
+        Order(1, global_batch=shape.global_batch, micro_batch=shape.micro_batch).share(0, sizes.data)
+    except ValueError as error:
+        raise PlanError(f"--parallel {plan.text}: {error}") from error
     if sizes.tp > 1:
         _require_tensor_parallel(plan, sizes, shape)
     if sizes.pp > 1:
@@ -241,9 +217,9 @@ def layers_of(stage: int, plan: ParallelPlan, layers: int) -> range:
     return range(layers * stage // many, layers * (stage + 1) // many)
 
 
-def microbatches(sizes: Sizes, shape: Shape) -> int:
-    """How many micro-batches a replica computes in a step; one of them may not count."""
-    return -(-shape.global_batch // shape.micro_batch // sizes.data)
+def microbatches(replicas: int, shape: Shape) -> int:
+    """How many micro-batches each of the replicas computes in a step; one of them may not count."""
+    return -(-shape.global_batch // shape.micro_batch // replicas)
 
 
 def _require_tensor_parallel(plan: ParallelPlan, sizes: Sizes, shape: Shape) -> None:
@@ -271,7 +247,7 @@ def _require_layers(plan: ParallelPlan, shape: Shape) -> None:
 
 
 def _require_microbatches(plan: ParallelPlan, sizes: Sizes, shape: Shape) -> None:
-    many = microbatches(sizes, shape)
+    many = microbatches(sizes.data, shape)
     where = f"--parallel {plan.text}:"
     if plan.schedule != "gpipe" and many < plan.pp:
         raise PlanError(
@@ -298,13 +274,3 @@ def _multiple(number: int, of: int) -> int:
 
 def _workers(number: int) -> str:
     return f"{number} worker{'s' * (number != 1)}"
-
-
-def _or(words: Iterable[str]) -> str:
-    *first, last = words
-    return f"{', '.join(first)} or {last}"
-
-
-def _meant(word: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f" (did you mean {close[0]}?)" if close else ""

@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from elaunch.trainer.gpt.model import GPT, Block
+from elaunch.trainer.parallel.plan import ParallelPlan, layers_of, stages
 
 # What cross_entropy leaves out: the targets of windows that do not count.
 IGNORED = -100
@@ -38,8 +39,11 @@ class ModelPart(nn.Module):
     The byte embedding is on the first stage, and again on the last one, which computes its scores with it.
     """
 
-    def __init__(self, gpt: GPT, layers: Sequence[int], *, is_first: bool, is_last: bool) -> None:
+    def __init__(self, gpt: GPT, plan: ParallelPlan, numbers: Sequence[int]) -> None:
+        """`numbers` are those of the worker's stages."""
         super().__init__()
+        is_first, is_last = 0 in numbers, stages(plan) - 1 in numbers
+        layers = [layer for number in numbers for layer in layers_of(number, plan, len(gpt.blocks))]
         if is_first or is_last:
             self.embed_byte = gpt.embed_byte
         if is_first:
@@ -87,23 +91,24 @@ class GptStage(nn.Module):
     def __init__(
         self,
         part: ModelPart,
-        layers: Sequence[int],
+        plan: ParallelPlan,
+        number: int,
+        layers: int,
         *,
-        is_first: bool,
-        is_last: bool,
         tp: DeviceMesh | None,
         device: torch.device,
         bf16: bool,
     ) -> None:
+        """`number` is the stage's in the pipeline; the network has so many `layers`."""
         super().__init__()
-        self.is_first, self.is_last = is_first, is_last
+        self.number, self.is_first, self.is_last = number, number == 0, number == stages(plan) - 1
         self._tp, self._device_type, self._bf16 = tp, device.type, bf16
-        if is_first or is_last:
+        if self.is_first or self.is_last:
             self.embed_byte = part.embed_byte
-        if is_first:
+        if self.is_first:
             self.embed_position, self.dropout = part.embed_position, part.dropout
-        self.blocks = nn.ModuleList(part.blocks[str(layer)] for layer in layers)
-        if is_last:
+        self.blocks = nn.ModuleList(part.blocks[str(layer)] for layer in layers_of(number, plan, layers))
+        if self.is_last:
             self.norm = part.norm
 
     def forward(self, x: Tensor) -> Tensor:

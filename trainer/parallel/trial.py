@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -30,9 +28,9 @@ _NORM_MAX = 1.0
 
 @dataclass(frozen=True)
 class PlanTrial:
-    """What a plan took in a few steps: the most bytes, and of the fastest step the slowest worker's seconds."""
+    """What a plan took in a few steps: a GPU's most bytes, and of the fastest step the slowest worker's seconds."""
 
-    memory: int
+    memory: int | None
     step_s: float
 
 
@@ -52,11 +50,12 @@ def try_plan(
     """
     link.phase("measuring")
     collect(device)
-    before = _memory_now(device)
+    before = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
     parallel = build(config, new_gpt(), sizes, rank, device, groups)
     # The whole network was there on each worker, and is gone.
     collect(device)
-    _forget_peak(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
     order = Order(
         max(4096, config.global_batch),
         global_batch=config.global_batch,
@@ -80,13 +79,15 @@ def try_plan(
         finish_device(device)
         times_s.append(slowest_s(time.perf_counter() - begun_s, peers))
         link.phase("measuring")
-    (peak,) = peers.largest([max(0, _memory_peak(device) - before)])
+    memory: int | None = None
+    if device.type == "cuda":
+        (memory,) = peers.largest([max(0, torch.cuda.max_memory_reserved(device) - before)])
     del parallel
     if config.compile:
         # What was compiled holds parameters.
         torch.compiler.reset()
     collect(device)
-    return PlanTrial(peak, min(times_s))
+    return PlanTrial(memory, min(times_s))
 
 
 def _step(parallel: Parallel, order: Order, step: int, config: TrainConfig, device: torch.device) -> None:
@@ -108,29 +109,3 @@ def collect(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def _memory_now(device: torch.device) -> int:
-    return torch.cuda.memory_reserved(device) if device.type == "cuda" else _status()["RssAnon"]
-
-
-def _forget_peak(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return
-    # Where this is not allowed, the peak is that of the process's whole life: too much, never too little.
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def _memory_peak(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_reserved(device)
-    status = _status()
-    return status["VmHWM"] - status["RssFile"] - status["RssShmem"]
-
-
-def _status() -> dict[str, int]:
-    """The sizes in /proc/self/status, in bytes (proc_pid_status(5))."""
-    lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
-    return {words[0].rstrip(":"): int(words[1]) << 10 for words in lines if words[2:] == ["kB"]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,29 +24,25 @@ from elaunch.trainer.parallel.plan import DataShare, ParallelPlan
 POWERSGD_RANK, POWERSGD_START = 1, 10
 
 
+@dataclass(eq=False)
 class Whole:
     """`gpt` is the network, `model` what the loop calls, and `optimizer` has the parameters.
 
     `model` is DDP around `gpt`, or `gpt` itself where its parameters are sharded.
     """
 
-    def __init__(
-        self,
-        plan: ParallelPlan,
-        share: DataShare,
-        gpt: GPT,
-        model: nn.Module,
-        optimizer: Optimizer,
-        autocast: torch.autocast,
-    ) -> None:
-        self.gpt, self.model, self.optimizer = gpt, model, optimizer
-        self._plan, self._share, self._autocast = plan, share, autocast
+    plan: ParallelPlan
+    share: DataShare
+    gpt: GPT
+    model: nn.Module
+    optimizer: Optimizer
+    autocast: torch.autocast
 
     def micro_batches(self, order: Order, step: int) -> Iterator[list[Micro]]:
         """This worker's micro-batches of a step, each to be given to `backward` by itself."""
         model: Any = self.model
-        for micro in accumulate(model, order, step, self._share.rank, self._share.world_size):
-            if self._plan.kind == "zero2":
+        for micro in accumulate(model, order, step, self.share.rank, self.share.world_size):
+            if self.plan.kind == "zero2":
                 # The parameters are gathered for the first micro-batch, and dropped after the last one.
                 model.set_reshard_after_backward(micro.is_last)
             yield [micro]
@@ -55,7 +52,7 @@ class Whole:
 
         Returns this worker's part of the step's loss: the mean over all workers is the loss.
         """
-        with self._autocast:
+        with self.autocast:
             loss = self.model(inputs, targets) * micros[0].weight
         loss.backward()
         found: Tensor = loss.detach()
@@ -63,7 +60,7 @@ class Whole:
 
     def warm_up(self, inputs: Tensor, targets: Tensor) -> None:
         """A pass whose gradients do not count: DDP settles in which order it sums, and the compiler does its work."""
-        with self._autocast:
+        with self.autocast:
             loss = self.model(inputs, targets)
         loss.backward()
 
@@ -73,7 +70,7 @@ class Whole:
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """This worker's part of the mean loss in nats per byte: the parts of a replica's workers add up to it."""
-        with self._autocast:
+        with self.autocast:
             mean: Tensor = self.gpt(inputs, targets)
         return mean.double()
 

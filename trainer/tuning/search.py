@@ -58,25 +58,38 @@ def search(gradient_mb: float) -> Generator[Size, float, SearchResult]:
 
     The model sends `gradient_mb` MiB.
     """
-    passes, default = _Passes(), None
+    default: Size = None
+    took_s: list[float] = []
+
+    def measure(size: Size, count: int) -> Generator[Size, float, list[float]]:
+        """The times of `count` passes with this size, after those in which DDP settles."""
+        begin = len(took_s) + _SETTLING
+        for _ in range(_SETTLING + count):
+            took_s.append((yield size))
+        return took_s[begin:]
+
+    def result(chosen: Size, samples: dict[Size, list[float]], reason: str) -> SearchResult:
+        default_s, chosen_s = (statistics.median(samples[each]) for each in (default, chosen))
+        return SearchResult(chosen, default_s, chosen_s, len(took_s), sum(took_s), reason)
+
     samples: dict[Size, list[float]] = {}
     for size in (default, *sizes(gradient_mb)):
-        samples[size] = yield from passes.measure(size, _MEASURED)
+        samples[size] = yield from measure(size, _MEASURED)
     best = min(samples, key=lambda each: statistics.median(samples[each]))
     if not _saves(samples[best], samples[default]):
-        return passes.result(default, samples, f"nothing else was faster by {GAIN_MIN:.0%}")
+        return result(default, samples, f"nothing else was faster by {GAIN_MIN:.0%}")
     # Only passes of the final count: the two took turns in it, whatever else changed.
     turns: list[dict[Size, list[float]]] = []
     for number in range(_TURNS):
         turns.append({})
         for size in (default, best) if number % 2 == 0 else (best, default):
-            turns[-1][size] = yield from passes.measure(size, _MEASURED_IN_TURN)
+            turns[-1][size] = yield from measure(size, _MEASURED_IN_TURN)
     pooled: dict[Size, list[float]] = {each: [s for turn in turns for s in turn[each]] for each in (default, best)}
     # The least of a turn: something else on the machine makes single passes longer, and none shorter.
     wins_each = all(min(turn[best]) < min(turn[default]) for turn in turns)
     if wins_each and _saves(pooled[best], pooled[default]) and _is_clear(pooled[best], pooled[default]):
-        return passes.result(best, pooled, "it won each turn")
-    return passes.result(default, pooled, "what looked faster did not stay so in turns")
+        return result(best, pooled, "it won each turn")
+    return result(default, pooled, "what looked faster did not stay so in turns")
 
 
 def sizes(gradient_mb: float) -> list[float]:
@@ -102,23 +115,3 @@ def _noise_s(samples: Sequence[float]) -> float:
     """A standard error of the median, by the samples' median distance from it."""
     middle = statistics.median(samples)
     return _DEVIATION * statistics.median(abs(each - middle) for each in samples) / math.sqrt(len(samples))
-
-
-class _Passes:
-    """Runs passes, and counts them."""
-
-    def __init__(self) -> None:
-        self._passes, self._spent_s = 0, 0.0
-
-    def measure(self, size: Size, count: int) -> Generator[Size, float, list[float]]:
-        """The times of `count` passes with this size, after those in which DDP settles."""
-        found: list[float] = []
-        for _ in range(_SETTLING + count):
-            found.append((yield size))
-        self._passes += len(found)
-        self._spent_s += sum(found)
-        return found[_SETTLING:]
-
-    def result(self, chosen: Size, samples: dict[Size, list[float]], reason: str) -> SearchResult:
-        default_s, chosen_s = (statistics.median(samples[each]) for each in (None, chosen))
-        return SearchResult(chosen, default_s, chosen_s, self._passes, self._spent_s, reason)

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -55,7 +56,11 @@ def tune(
     `say` takes sentences on rank 0. Raises ValueError for several DDP wrappers.
     """
     ddp = rebuild.wrapper_in(model)
-    log = (say or _to_stderr) if ddp is None or dist.get_rank(ddp.process_group) == 0 else lambda _: None
+    log = (
+        (say or partial(print, file=sys.stderr, flush=True))
+        if ddp is None or dist.get_rank(ddp.process_group) == 0
+        else lambda _: None
+    )
     if ddp is None:
         log("nothing to tune: the model is in no DistributedDataParallel")
         return Tuned()
@@ -204,7 +209,3 @@ def _key_of(ddp: DistributedDataParallel) -> str:
     link_of_ranks = (dist.get_backend(ddp.process_group), device, interfaces)
     key = (shapes, link_of_ranks, torch.__version__, ddp.gradient_as_bucket_view, ddp.static_graph)
     return hashlib.sha256(repr(key).encode()).hexdigest()[:32]
-
-
-def _to_stderr(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

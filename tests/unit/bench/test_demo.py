@@ -12,45 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bench import demo
 from tests.faults.processes import is_alive
 from tests.harness import REPOSITORY, environment
-
-# Stands for a training that is over before anybody could kill one of its ranks.
-FAST = """\
-import json, pathlib, signal, subprocess, sys
-ended = subprocess.Popen(["true"])
-ended.wait()
-out = pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
-logs = pathlib.Path(sys.argv[sys.argv.index("--log-dir") + 1], "latest")
-logs.mkdir(parents=True)
-out.mkdir()
-forked = [{"event": "forked", "rank": rank, "pid": ended.pid} for rank in (0, 1)]
-(logs / "timeline.jsonl").write_text("".join(json.dumps(line) + "\\n" for line in forked))
-(out / "metrics.jsonl").write_text('{"step": 36}\\n')
-signal.pause()
-"""
-
-
-def test_a_rank_that_ended_before_its_kill_is_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    (package := tmp_path / "elaunch").mkdir()
-    (package / "__init__.py").touch()
-    (package / "__main__.py").write_text(FAST)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-
-    try:
-        code = demo.main(["--steps", "36", "--out", str(tmp_path / "out")])
-    finally:
-        for signum, handler in handlers.items():
-            signal.signal(signum, handler)
-
-    assert code == 1
-    assert re.fullmatch(
-        r"demo: rank 1 \(pid \d+\) had ended before it could be killed; .*: give more --steps\n", capfd.readouterr().err
-    )
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ import pytest
 from bench.gpu import parts as gpu_parts
 from bench.gpu import prepare
 from bench.gpu.__main__ import last_words, run, run_all
-from bench.gpu.page import BEGIN, END, NOT_RUN, failed, render, update
+from bench.gpu.page import BEGIN, END, NOT_RUN, failed, update
 from bench.gpu.parts import Part, parts
 from tests.harness import REPOSITORY, RUN_LIMIT_S, wait_for
 
@@ -39,48 +40,20 @@ def test_make_gpu_without_a_gpu_says_so_in_one_sentence_and_runs_nothing() -> No
     assert {path.name for path in REPOSITORY.iterdir()} == there
 
 
-def metrics(count: int, tokens_per_s: float = 1000.0) -> list[str]:
-    slow = {"seconds": 60.0, "tokens_per_s": 1.0}
-    fast = {"seconds": 0.5, "tokens_per_s": tokens_per_s}
-    return [json.dumps({"step": n, **(slow if n < 10 else fast)}) for n in range(1, count + 1)]
-
-
-def test_the_steps_that_settle_are_left_out() -> None:
-    # Steps slow down from the one before the profile on.
-    found = gpu_parts.trained(metrics(20), {"gpu_busy": 0.9, "step_s": 0.6, "first_step": 17})
-
-    assert found == {
-        "tokens_per_s": 1000.0,
-        "step_s": 0.5,
-        "steps": 6,
-        "gpu_busy": 0.9,
-        "profiled_step_s": 0.6,
-    }
-    with pytest.raises(ValueError, match="it made 11 steps, too few"):
-        gpu_parts.trained(metrics(11), None)
-
-
-def test_the_last_line_of_pytest_is_counted() -> None:
-    output = "copied beside a stuck stream: 21.5 GB/s\n1 skipped: 2 GPUs\n===== 6 passed, 4 skipped in 95.20s =====\n"
-
-    assert gpu_parts.tests(output) == {"passed": 6, "skipped": 4, "copy_gb_per_s": 21.5}
-    with pytest.raises(ValueError, match="no result"):
-        gpu_parts.tests("")
-
-
-def test_medians_of_launches_are_by_section_and_contender() -> None:
+def test_the_tables_of_launches_are_the_benchs() -> None:
     def sample(section: str, contender: str, seconds: float, **stages: float) -> dict[str, Any]:
         values = {"first all-reduce": seconds, "first optimizer step": seconds + 1}
-        return {"section": section, "contender": contender, "values": values, "stages": stages, "why": ""}
+        return {"section": section, "contender": contender, "workers": 1, "values": values, "stages": stages, "why": ""}
 
     samples = [sample("restart", "elaunch", s, **{"CUDA context": s / 2}) for s in (1.0, 2.0, 9.0)]
-    samples += [sample("restart", "torchrun", 7.0), {**sample("start", "torchrun", 0.0), "why": "it hung"}]
+    samples += [sample("restart", "torchrun", 7.0), {**sample("start", "torchrun", 0.0), "values": {}, "why": "hung"}]
 
-    found = gpu_parts.launches(json.dumps({"samples": samples}))
+    tables = gpu_parts.launches(json.dumps({"machine": {}, "settings": {}, "samples": samples}))["tables"]
 
-    assert found["restart: elaunch"] == {"n": 3, "first all-reduce": 2.0, "first optimizer step": 3.0}
-    assert found["restart: stages"] == {"CUDA context": 1.0}
-    assert "start: torchrun" not in found
+    text = "\n".join(tables)
+    assert re.search(r"first all-reduce +\| +1 \| +elaunch \| +3 \| +2.00", text)
+    assert re.search(r"CUDA context +\| +1.00", text)
+    assert "- 1 workers, torchrun: 1 × hung" in text
 
 
 def part(folder: Path, program: str, name: str = "one", limit_s: float = 60) -> Part:
@@ -116,23 +89,15 @@ def test_a_part_that_does_not_end_is_ended_with_all_that_it_started(tmp_path: Pa
     wait_for(lambda: not line.exists() or not line.read_bytes(), "its end")
 
 
-def test_a_part_without_time_is_no_failure(tmp_path: Path) -> None:
-    found = run_all([part(tmp_path, "1/0")], time.monotonic() + 5, lambda _: None)
-
-    assert found == {"one": {"why": "the nine minutes were over"}}
-    assert failed(found) == []
-
-
 def results() -> dict[str, Any]:
     facts = {"gpu": "H200", "nccl": "2.29", "context_s": 0.3, "first_all_reduce_s": 0.8, "compile_s": 9.0}
     ours = {"tokens_per_s": 400_000.0, "step_s": 0.15, "steps": 21, "gpu_busy": 0.95}
-    start = {"n": 3, "first all-reduce": 2.0, "first optimizer step": 3.0}
     return {
         "machine": {"CPUs": "16 × something"},
         "parts": {
             "facts": {"figures": {**facts, "flight_recorder": 5}},
             "bf16-compile-124m": {"figures": ours},
-            "launches": {"figures": {"restart: elaunch": start, "restart: stages": {"CUDA context": 0.4}}},
+            "launches": {"figures": {"tables": ["CUDA context"]}},
             "tests": {"figures": {"passed": 6, "failed": 1}},
             "float32": {"why": "the nine minutes were over"},
         },
@@ -154,20 +119,6 @@ def test_the_page_has_the_figures_between_its_markers() -> None:
     assert failed(results()["parts"]) == ["tests"]
     with pytest.raises(ValueError, match="the page has no"):
         update("", results())
-
-
-def test_the_page_of_this_repository_has_the_markers() -> None:
-    text = (REPOSITORY / "docs" / "gpu.md").read_text()
-
-    assert text.count(BEGIN) == text.count(END) == 1
-    assert render(results()) in update(text, results())
-
-
-def test_the_limits_leave_time_for_the_parts_that_are_asked_for_most() -> None:
-    named = {each.name: each for each in parts(Path("out"))}
-
-    assert list(named)[:3] == ["facts", "bf16-compile-124m", "tests"]
-    assert sum(each.limit_s for each in list(named.values())[:4]) <= 540
 
 
 @pytest.mark.slow

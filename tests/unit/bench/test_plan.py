@@ -20,12 +20,6 @@ def test_contenders_take_turns_in_every_round() -> None:
     assert len(keys[0]) == len(set(keys[0])) == 2 + 4 * 2
 
 
-def test_of_many_agents_there_are_fewer_rounds() -> None:
-    tasks = plan(settings("scale", samples=8))
-
-    assert [t.key for t in tasks] == 2 * ["8 agents", "256 agents"]
-
-
 def test_who_never_notices_the_loss_of_a_node_is_not_asked_often() -> None:
     keys = [t.key for t in plan(settings("nodes-loss", samples=20))]
 

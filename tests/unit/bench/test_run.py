@@ -10,7 +10,6 @@ import pytest
 import bench.__main__ as command
 from bench.plan import SECTIONS, Settings, Task
 from bench.samples import Sample, decode
-from bench.steady import Cost, summed
 
 
 @pytest.fixture
@@ -48,7 +47,7 @@ def test_a_part_prints_its_tables_and_leaves_the_page(
 
     out, err = capsys.readouterr()
     assert code == 0
-    assert "| elaunch |   1 |                0.125 | 0.125 |      1.00 |" in out
+    assert "| first line |       1 | elaunch |   1 |  0.125 | 0.125 | 0.125 |      1.00 |" in out
     assert "a part only" in err
     assert not page.exists()
 
@@ -65,7 +64,7 @@ def test_a_run_that_is_stopped_prints_what_it_has(
     assert measure(then=stop) == code
 
     out, err = capsys.readouterr()
-    assert "### First line, 1 worker" in out
+    assert "### First line" in out
     assert "stopped after 1 samples" in err
     assert len(decode((tmp_path / "out.json").read_text()).samples) == 1
     assert not page.exists()
@@ -77,24 +76,3 @@ def test_a_whole_run_prints_its_tables_and_makes_the_page(
     assert measure("--only", ",".join(SECTIONS)) == 0
 
     assert capsys.readouterr().out in page.read_text()
-
-
-def test_the_launcher_in_all_is_every_process_but_the_workers() -> None:
-    agent, guardian, worker = Cost(0.1, 1.0, 24.0, 14.0), Cost(0.2, 2.0, 9.0, 5.0), Cost(99.0, 500.0, 300.0, 80.0)
-
-    values = summed(agent, {"guardian PSS": [guardian], "PSS per worker": [worker, worker]})
-
-    assert values == pytest.approx(
-        {
-            "agent RSS": 24.0,
-            "agent PSS": 14.0,
-            "agent CPU": 0.1,
-            "agent wake-ups": 1.0,
-            "launcher in all: PSS": 19.0,
-            "launcher in all: CPU": 0.3,
-            "launcher in all: wake-ups": 3.0,
-            "guardian PSS": 5.0,
-            "PSS per worker": 80.0,
-            "RSS per worker": 300.0,
-        }
-    )

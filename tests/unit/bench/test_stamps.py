@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.stamps import Stamp, again, all_at_s, at, last_s, parse, restart_stages, start_stages
+from bench.stamps import Stamp, again, all_at_s, at, last_s, parse, restart_stages
 
 
 def stamps(*entries: tuple[int, str, float, int]) -> list[Stamp]:
@@ -67,11 +67,3 @@ def test_whoever_trains_again_is_the_newest_process_of_its_rank() -> None:
     assert again(before + after[:2], 10.0, 2) is None
     assert again(before + after, 10.0, 2) == after
     assert last_s(after, "all_reduce") == 12.0
-
-
-def test_stages_that_nobody_stamped_are_left_out() -> None:
-    agent = stamps((-1, "started", 1.2, -1), (0, "fork_server_ready", 2.0, -1), (0, "sealed", 1.3, -1))
-
-    stages = start_stages(agent, [], 1, 1.0)
-
-    assert stages == pytest.approx({"agent's loop runs": 0.2, "fork server ready": 1.0, "sealed": 0.3})

@@ -1,4 +1,4 @@
-"""bench.marks, bench.statecost, bench.statetables and the promises about the training's state: pure parts."""
+"""bench.marks, bench.statecost and the promises about the training's state: pure parts."""
 
 from __future__ import annotations
 
@@ -6,16 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from bench import statecost, staterestart
-from bench.contenders import ELAUNCH, FRESH_STORE, TORCHRUN
-from bench.marks import NEXT_STEP, History, Resumed, Tail, resumed
-from bench.page import render
-from bench.samples import Run, Sample
+from bench import statecost
+from bench.marks import History, Resumed, Tail, resumed
 from bench.stamps import Stamp
-from bench.staterestart import KEPT, SIDES, usual
 
 RANKS = 2
-TORCH = usual(10).name
 
 
 def steps(generation: int, first: int, last: int, at_s: float, step_s: float = 1.0) -> list[Stamp]:
@@ -42,22 +37,6 @@ def history(*stamps: Stamp) -> History:
     return found
 
 
-def results(*samples: Sample) -> Run:
-    return Run({}, {}, samples)
-
-
-def restart(side: str, lost: float, seconds: float) -> Sample:
-    return Sample(staterestart.SECTION, side, 4, {staterestart.LOST: lost, NEXT_STEP: seconds})
-
-
-def row(text: str, *first: str) -> list[str]:
-    for line in text.splitlines():
-        cells = [cell.strip() for cell in line.strip("| ").split("|")]
-        if cells[: len(first)] == list(first):
-            return cells
-    raise AssertionError(f"no row {first} in:\n{text}")
-
-
 def test_a_growing_file_is_read_once_and_only_whole_lines(tmp_path: Path) -> None:
     path = tmp_path / "stamps"
     tail = Tail(path)
@@ -70,15 +49,6 @@ def test_a_growing_file_is_read_once_and_only_whole_lines(tmp_path: Path) -> Non
         file.write(line[9:])
     assert len(tail.read()) == 1
     assert tail.read() == []
-
-
-def test_a_step_is_done_when_its_last_rank_has_done_it() -> None:
-    seen = history(*steps(0, 1, 2, at_s=10.0), Stamp(0, "done", 13.0, 0, step=3))
-
-    assert seen.all_done_s(0, 2, RANKS) == 11.875
-    assert seen.all_done_s(0, 3, RANKS) is None
-    assert seen.completed(1) == 3
-    assert seen.completed(0) == 0
 
 
 @pytest.mark.parametrize(
@@ -99,17 +69,6 @@ def test_lost_is_what_any_rank_had_done_and_is_not_restored(restored: int, expec
     assert resumed(seen, 1) == expected
 
 
-def test_the_usual_script_runs_under_torchrun_in_its_better_case() -> None:
-    name, value = FRESH_STORE.split("=")
-
-    assert SIDES[0] is KEPT
-    assert KEPT.contender is ELAUNCH
-    for side, every in zip(SIDES[1:], ("10", "50"), strict=True):
-        assert side.contender.program == TORCHRUN.program
-        assert side.contender.variables[name] == value
-        assert side.variables == {"BENCH_SAVE_EVERY": every}
-
-
 def test_what_a_copy_costs_is_related_to_the_steps_that_the_keeper_chose() -> None:
     notes = statecost.read(
         '{"way": "keeper", "values": {"held_s": 0.004, "memory": 21e6}}\n'
@@ -124,30 +83,3 @@ def test_what_a_copy_costs_is_related_to_the_steps_that_the_keeper_chose() -> No
     assert kept.values[statecost.SHARE] == pytest.approx(0.5)
     assert kept.values[statecost.MEMORY] == pytest.approx(21.0)
     assert saved.values == {statecost.HELD: 0.02, statecost.MEMORY: 20.0, statecost.WHOLE: 0.02}
-
-
-def test_a_pair_says_how_much_longer_a_step_takes() -> None:
-    values = '{"plain": 0.04, "plain_p95": 0.05, "kept": 0.0402, "kept_p95": 0.06}'
-    notes = statecost.read(f'{{"way": "pair", "values": {values}}}\n')
-
-    (pair,) = statecost.pair_samples(100, notes)
-
-    assert pair.values[statecost.COST] == pytest.approx(0.5)
-    text = render(results(pair, Sample(statecost.STEADY_SECTION, statecost.KEEPER, 1000, why="hung")))
-    assert row(text, "100")[1:] == ["1", "0.0400", "0.0500", "0.0402", "0.0600", "0.50", "0.50"]
-    assert "- 1000 MB: 1 × hung" in text
-
-
-def test_restarts_stand_beside_each_other_with_what_was_lost() -> None:
-    text = render(
-        results(
-            restart("elaunch", 0, 0.5),
-            restart(TORCH, 4, 6.0),
-            restart(TORCH, 7, 8.0),
-            Sample(staterestart.SECTION, TORCH, 4, why="hung"),
-        )
-    )
-
-    assert row(text, "elaunch") == ["elaunch", "1", "0", "0", "0.500", "0.500"]
-    assert row(text, TORCH) == [TORCH, "2", "5.5", "7", "7.00", "7.90"]
-    assert f"- {TORCH}: 1 × hung" in text

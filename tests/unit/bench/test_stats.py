@@ -4,17 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from bench.samples import Run, Sample, decode, percentile, write
-
-
-@pytest.mark.parametrize(
-    ("values", "share", "expected"),
-    [([3.0], 0.95, 3.0), ([1.0, 2.0], 0.5, 1.5), ([2.0, 1.0, 3.0], 1.0, 3.0), (list(range(21)), 0.95, 19.0)],
-)
-def test_a_percentile_lies_linearly_between_two_values(values: list[float], share: float, expected: float) -> None:
-    assert percentile(values, share) == pytest.approx(expected)
+from bench.samples import Run, Sample, decode, write
 
 
 def test_results_are_the_same_after_they_were_kept(tmp_path: Path) -> None:

@@ -193,3 +193,18 @@ def test_what_a_program_says_of_its_own_arguments_is_one_line() -> None:
 def test_another_end_with_few_words_has_the_whole_report() -> None:
     assert "Root Cause" in refused(replace(WRONG_ARGUMENTS, tail=""))
     assert "Root Cause" in refused(replace(WRONG_ARGUMENTS, kind=FailureKind.EXIT_CODE))
+
+
+def test_paths_in_a_traceback_are_normalised_unless_that_may_be_another_file(tmp_path: Path) -> None:
+    (tmp_path / "there" / "below").mkdir(parents=True)
+    (tmp_path / "x").mkdir()
+    (tmp_path / "link").symlink_to("there/below")
+    script = tmp_path / "train.py"
+    script.touch()
+    (tmp_path / "there" / "train.py").touch()
+    frames = "".join(f'  File "{tmp_path}/{path}", line 3, in f\n' for path in ("./x/../train.py", "link/../train.py"))
+
+    text = failed(replace(RAISED, traceback=f"Traceback (most recent call last):\n{frames}ValueError: bad"))
+
+    assert f'File "{script}", line 3' in text
+    assert f'File "{tmp_path}/link/../train.py", line 3' in text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import socket
 import threading
 from collections.abc import Iterator
@@ -78,16 +77,6 @@ def test_who_listens_is_connected(listeners: list[Listener]) -> None:
     with dial([listeners[0].address], Deadline(DEADLINE_S).left) as connected:
         assert connected.getpeername() == listeners[0].address[1]
         assert connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-
-
-def test_when_all_refuse_the_first_ones_error_is_told(refusing: list[HostAddress]) -> None:
-    before = opened()
-
-    with pytest.raises(ConnectionRefusedError) as caught:
-        dial([*refusing, NOWHERE], Deadline(DEADLINE_S).left)
-
-    assert caught.value.errno == errno.ECONNREFUSED
-    assert not opened() - before
 
 
 def test_a_silent_one_does_not_keep_from_the_next(listeners: list[Listener]) -> None:

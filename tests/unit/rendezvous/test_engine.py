@@ -8,7 +8,8 @@ from contextlib import suppress
 
 import pytest
 
-from elaunch.rendezvous.engine import Compacted, Engine, LeaseNotFound, Refused
+from elaunch.rendezvous.engine import Compacted, Engine
+from elaunch.rendezvous.etcd.transport import EtcdError
 from elaunch.rendezvous.store import Changes, Delete, Put, Txn
 from tests.harness import RUN_LIMIT_S
 
@@ -57,9 +58,9 @@ def test_what_the_revision_of_the_compaction_itself_wrote_is_still_told() -> Non
 
 def test_a_refused_transaction_leaves_no_trace() -> None:
     engine, told = Engine(), list[Changes]()
-    engine.listen(told.append)
+    engine.listener = told.append
 
-    with pytest.raises(LeaseNotFound):
+    with pytest.raises(EtcdError, match="lease not found"):
         engine.commit(Txn((), (Put("a", ""), Put("b", "", lease=5))))
 
     assert not engine.read("").entries
@@ -108,7 +109,7 @@ def small() -> Engine:
 
 
 def test_a_full_engine_reads_and_deletes_and_has_room_again_at_once(small: Engine) -> None:
-    with suppress(Refused):
+    with suppress(EtcdError):
         for number in range(20):
             put(small, f"{number:05}", "x" * 10_000)
     assert 5 < len(small.read("").entries) < 11
@@ -116,7 +117,7 @@ def test_a_full_engine_reads_and_deletes_and_has_room_again_at_once(small: Engin
     delete(small, "00001")
 
     put(small, "new", "x" * 10_000)
-    with pytest.raises(Refused, match="space exceeded"):
+    with pytest.raises(EtcdError, match="space exceeded"):
         put(small, "newer", "x" * 10_000)
 
 
@@ -143,7 +144,7 @@ def test_leases_take_room_and_empty_transactions_do_not() -> None:
 
     for number in range(1, 98):
         engine.grant(number, 60)
-    with pytest.raises(Refused, match="space exceeded"):
+    with pytest.raises(EtcdError, match="space exceeded"):
         engine.grant(98, 60)
     assert engine.commit(Txn(())).held
     engine.revoke(1)
@@ -155,7 +156,8 @@ def test_leases_take_room_and_empty_transactions_do_not() -> None:
 MEASURE = """
 import sys
 from pathlib import Path
-from elaunch.rendezvous.engine import Engine, Refused
+from elaunch.rendezvous.engine import Engine
+from elaunch.rendezvous.etcd.transport import EtcdError
 from elaunch.rendezvous.store import Put, Txn
 
 def resident():
@@ -166,7 +168,7 @@ try:
     while True:
         engine.commit(Txn((), (Put(f"{count:09}", chr(65 + count % 50) * size),)))
         count += 1
-except Refused:
+except EtcdError:
     print(resident() - before)
 """
 

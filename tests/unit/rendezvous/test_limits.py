@@ -36,13 +36,6 @@ def test_no_failure_record_is_longer_than_64_kb(character: str) -> None:
 
 
 @pytest.mark.parametrize("character", CHARACTERS)
-def test_a_record_that_was_cut_is_read_as_it_was_written(character: str) -> None:
-    longest = failure(character * LONG)
-
-    assert decode(Failure, encode(longest)) == longest
-
-
-@pytest.mark.parametrize("character", CHARACTERS)
 def test_the_other_records_have_a_longest_form_too(character: str) -> None:
     text = character * LONG
     seats = seats_of([("host-00000001", 1, "default")])

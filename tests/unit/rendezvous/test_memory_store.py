@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from elaunch.rendezvous.engine import MemoryStore
-from elaunch.rendezvous.store import Absent, Changes, Delete, Put, Txn, Update, View
+from elaunch.rendezvous.store import Absent, Put, Txn, Update
 from tests.unit.rendezvous.store_contract import LONG_TTL_S, ROOT, StoreContract, Told, new_lease, put
 
 A, B = f"{ROOT}a", f"{ROOT}b"
@@ -81,18 +81,3 @@ def test_a_watch_may_be_closed_by_what_it_tells() -> None:
     put(store, A, "2")
 
     assert len(told.updates) == 1
-
-
-def test_the_history_is_bounded_and_a_watch_from_before_it_is_told_a_view() -> None:
-    store, told = MemoryStore(), Told()
-    for turn in range(1000):
-        store.commit(Txn((), (Put(A, str(turn)),) if turn % 2 else (Delete(A), Put(B, str(turn)))))
-
-    store.watch(ROOT, 1, told)
-    recent = Told()
-    store.watch(ROOT, store.read(ROOT).revision - 200, recent)
-
-    assert isinstance(told.updates[0], View)
-    assert len(told.updates) == 1
-    assert len(recent.updates) == 200
-    assert isinstance(recent.updates[0], Changes)

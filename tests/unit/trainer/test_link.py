@@ -75,17 +75,6 @@ def test_the_last_step_is_said_at_the_programs_end_if_it_was_left_out(agent: soc
     assert [json.loads(line)["step"] for line in received(agent).splitlines()] == [1, 3]
 
 
-def test_steps_that_follow_closely_are_left_out_and_later_ones_are_said(agent: socket.socket) -> None:
-    line = link._open_link()
-    for step in range(1000):
-        line.send_step(step, now_s=100 + step / 1000)
-
-    said = [json.loads(row)["step"] for row in received(agent).splitlines()]
-    assert said[0] == 0
-    assert 4 <= len(said) <= 5
-    assert said[-1] >= 750
-
-
 @pytest.mark.parametrize("number", ["", "x", "-1", "99999"])
 def test_a_number_that_is_no_socket_is_ignored(monkeypatch: pytest.MonkeyPatch, number: str) -> None:
     monkeypatch.setenv("ELAUNCH_LINK", number)
@@ -218,17 +207,6 @@ def test_what_must_arrive_waits_for_an_agent_that_makes_room(
     assert not waiting.is_alive()
     assert rows[-1]["step"] == 7
     assert [row["event"] for row in rows[:-1]] == ["progress"] * (len(rows) - 1)
-
-
-def test_an_agent_that_reads_nothing_is_waited_for_a_second_at_most(agent: socket.socket) -> None:
-    line = link._open_link()
-    for step in range(20_000):
-        line.send_step(step, now_s=float(step))
-    began_s = time.monotonic()
-
-    line.send(b'{"event": "saved", "step": 1}\n', wait_s=0.2)
-
-    assert 0.2 <= time.monotonic() - began_s < DEADLINE_S
 
 
 def tell(agent: socket.socket, **message: object) -> None:
@@ -392,19 +370,6 @@ def test_the_stacks_of_all_threads_go_to_stderr(agent: socket.socket, capfd: pyt
     assert "elaunch: what this worker's threads are doing" in err
     assert "test_the_stacks_of_all_threads_go_to_stderr" in err
     assert "_hear" not in err, "the thread that listens is elaunch's own"
-
-
-def test_without_the_variable_listening_starts_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("ELAUNCH_LINK", raising=False)
-    link._open_link.cache_clear()
-    before = set(threading.enumerate())
-
-    link.listen(on_stop=print, on_peer_failed=print)
-    link.saved(1)
-    link.stopped(1)
-    link.phase("x")
-
-    assert set(threading.enumerate()) <= before
 
 
 def test_a_child_forked_while_another_thread_has_something_to_say_has_no_link(agent: socket.socket) -> None:

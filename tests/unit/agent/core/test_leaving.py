@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elaunch.agent.core.actions import SignalWorkers
-from elaunch.agent.core.events import RestartOrdered, StoreAway, WorkerExited
+from elaunch.agent.core.events import RestartOrdered, StoreFailed, WorkerExited
 from elaunch.agent.core.leaving import OrderAnswer, order
 from elaunch.agent.core.state import Joining, Running, Stopping
 from elaunch.rendezvous.rules.questions import Topic
@@ -102,7 +102,7 @@ def test_a_restart_is_refused_where_there_is_nothing_to_restart() -> None:
 
 def test_without_the_store_a_stop_is_of_this_node_and_a_restart_is_refused() -> None:
     _, other = pair()
-    other.happen(StoreAway("it does not answer"))
+    other.happen(StoreFailed("it does not answer"))
 
     restart, stop = ordered(other, Topic.RESTART), ordered(other, Topic.STOP)
 

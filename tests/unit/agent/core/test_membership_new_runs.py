@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from elaunch.agent.core.actions import Say
-from elaunch.agent.core.events import StoreAway, StoreBack, StoreRefuses, Tag, Tick
+from elaunch.agent.core.events import StoreBack, StoreFailed, Tag, Tick, Trouble
 from elaunch.agent.core.state import Joining
 from elaunch.agent.core.step import deadline_s
 from elaunch.rendezvous.codec import encode
@@ -81,7 +81,7 @@ def test_who_has_entered_a_run_by_any_way_outlasts_that_the_store_denies_it(
     assert tags(driver) == [by]
     driver.answer()
 
-    driver.happen(StoreRefuses("permission denied", is_denied=True))
+    driver.happen(StoreFailed("permission denied", Trouble.DENIED))
 
     assert isinstance(driver.agent.phase, Joining)
     driver.happen(StoreBack())
@@ -162,7 +162,7 @@ def test_who_is_denied_before_it_has_entered_is_refused(enter: Callable[[], tupl
     driver.answer()
     driver.look()
 
-    driver.happen(StoreRefuses("permission denied", is_denied=True))
+    driver.happen(StoreFailed("permission denied", Trouble.DENIED))
 
     assert driver.outcome.kind is OutcomeKind.REFUSED
 
@@ -189,7 +189,7 @@ def test_a_leader_that_was_cut_off_gives_the_others_time_to_join_before_it_evict
     one.happen(cleared(0))
     one.settle()
 
-    one.happen(StoreAway("nobody answers"))
+    one.happen(StoreFailed("nobody answers"))
     one.now_s += TIMES.form_deadline_s + 1
     one.happen(Tick())
     one.happen(StoreBack())
@@ -201,7 +201,7 @@ def test_a_leader_that_was_cut_off_gives_the_others_time_to_join_before_it_evict
 def test_a_newcomer_that_waited_for_the_store_starts_no_run_over_one_whose_members_were_away_too() -> None:
     newcomer = Driver(remote=True)
     newcomer.write(Put(KEYS.generation, encode(Generation(3, OpenKind.JOIN, "node-b joins"))))
-    newcomer.happen(StoreAway("nobody answers"))
+    newcomer.happen(StoreFailed("nobody answers"))
     newcomer.begin().settle()
     newcomer.happen(StoreBack())
     newcomer.settle()
@@ -220,7 +220,7 @@ def test_a_newcomer_that_waited_for_the_store_starts_no_run_over_one_whose_membe
 def test_a_newcomer_starts_a_run_over_one_whose_members_do_not_come_back() -> None:
     newcomer = Driver(remote=True)
     newcomer.write(Put(KEYS.generation, encode(Generation(3, OpenKind.JOIN, "node-b joins"))), Delete(KEYS.leader))
-    newcomer.happen(StoreAway("nobody answers"))
+    newcomer.happen(StoreFailed("nobody answers"))
     newcomer.begin().settle()
     newcomer.happen(StoreBack())
     assert isinstance(newcomer.agent.phase, Joining)

@@ -10,7 +10,7 @@ from elaunch.agent.core.actions import Blame
 from elaunch.agent.core.events import Signalled
 from elaunch.agent.core.state import Clearing, Joining, Reach, Stopping
 from elaunch.agent.core.store_outage import gives_up_at_s
-from elaunch.agent.diagnosis.hang import HangLimit, Standing, Standstill, wants_stacks, who_hangs
+from elaunch.agent.diagnosis.hang import HangLimit, Standstill, wants_stacks
 from elaunch.agent.diagnosis.stack_groups import Frame, Stack, place_words
 from elaunch.agent.diagnosis.waits import Doing, doing
 from elaunch.rendezvous.codec import encode
@@ -133,12 +133,6 @@ def test_a_person_is_told_of_a_restart_only_where_the_job_may_restart(max_restar
 
     assert ("to restart the workers: elaunch restart " in said(driver)) is bool(max_restarts)
     assert ("start the job with --on-hang restart" in said(driver)) is bool(max_restarts)
-
-
-def test_of_several_ranks_that_are_behind_the_phase_is_that_of_the_one_that_is_named() -> None:
-    suspect = who_hangs({0: Standing(7, "evaluating"), 1: Standing(7, "loading")}, {}, 30.2)
-
-    assert "in its phase 'evaluating', as did local rank 1" in suspect.message
 
 
 def test_one_worker_is_not_called_workers() -> None:

@@ -14,16 +14,14 @@ from elaunch.agent.core.events import (
     Leased,
     LeaseLost,
     Looked,
-    Reported,
     RestartOrdered,
     Sampled,
     ServiceLost,
     Signalled,
     StacksTaken,
-    StoreAway,
     StoreBack,
+    StoreFailed,
     StoreLost,
-    StoreRefuses,
     Tag,
     Tick,
     WatchRefused,
@@ -37,7 +35,7 @@ from elaunch.agent.core.events import (
 )
 from elaunch.agent.core.state import Agent, Clearing, Exited, Finished, Joining, Phase, Running, Stopping
 from elaunch.agent.core.step import ROWS, TABLE, Ignored, step
-from elaunch.agent.diagnosis.hang import Standing, Window
+from elaunch.agent.diagnosis.hang import Window
 from elaunch.agent.diagnosis.stack_groups import Stack
 from elaunch.rendezvous.types import FailureKind
 from tests.unit.agent.driver import KEYS, TERM, TWO, Driver, cleared, exited, failure, lost, pair
@@ -78,8 +76,7 @@ def event_of(kind: type[Event], driver: Driver) -> Event:
         Committed(Tag.LEAD, True, driver.store.read(KEYS.root).revision),
         Leased(17, "node-b-00000017"),
         LeaseLost(driver.agent.membership.lease),
-        StoreAway("it does not answer"),
-        StoreRefuses("it is full"),
+        StoreFailed("it does not answer"),
         WatchRefused("no role"),
         StoreBack(),
         StoreLost("it is another cluster"),
@@ -89,7 +86,6 @@ def event_of(kind: type[Event], driver: Driver) -> Event:
         WorkerSaving(0, 0, 7),
         WorkerSaved(0, 0, 7),
         WorkerStopped(0, 0, 7),
-        Reported(0, 3, {0: Standing(1)}),
         Sampled(0, {0: Window(5.0, 0.0, 0.0, 0.0, 0, "S")}),
         StacksTaken(0, (Stack(0, 4711, trouble="it is gone"),)),
         WorkersHung(0, failure(0, 0, None, FailureKind.HANG)),
@@ -125,7 +121,7 @@ def test_each_cell_decides_and_an_ignored_event_changes_nothing(phase: type[Phas
 
 
 @pytest.mark.parametrize("phase", [Running, Stopping, Clearing])
-@pytest.mark.parametrize("event", [WorkerExited, ServiceLost, Cleared, WorkerListens, WorkersHung, Reported])
+@pytest.mark.parametrize("event", [WorkerExited, ServiceLost, Cleared, WorkerListens, WorkersHung])
 def test_an_event_of_another_generation_changes_nothing(phase: type[Phase], event: type[Event]) -> None:
     driver = second_of_two(phase)
     assert isinstance(driver.agent.phase, (Running, Stopping, Clearing))
@@ -137,7 +133,6 @@ def test_an_event_of_another_generation_changes_nothing(phase: type[Phase], even
         Cleared: cleared(1),
         WorkerListens: WorkerListens(1, 0, to_stop=True, to_failure=True),
         WorkersHung: WorkersHung(1, failure(1, 0, None, FailureKind.HANG)),
-        Reported: Reported(1, 3, {0: Standing(1)}),
     }[event]
 
     assert type(newer) is type(old)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from elaunch.agent.core.actions import SignalWorkers
-from elaunch.agent.core.events import StoreAway, StoreBack, StoreRefuses, Tick
+from elaunch.agent.core.events import StoreBack, StoreFailed, Tick, Trouble
 from elaunch.agent.core.state import WORTH_A_WORD_S, Joining, Running
 from elaunch.agent.core.step import deadline_s
 from elaunch.rendezvous.types import OpenKind, OutcomeKind
@@ -31,10 +31,10 @@ from tests.unit.agent.driver import (
 def test_a_store_that_stays_away_is_named_once_with_the_newest_reason_and_its_return_is_too() -> None:
     driver = started()
     driver.happen(StoreBack())
-    driver.happen(StoreAway("10.0.0.9:2379 refuses connections"))
+    driver.happen(StoreFailed("10.0.0.9:2379 refuses connections"))
     assert deadline_s(driver.agent) == START_S + WORTH_A_WORD_S
     driver.now_s += 1
-    driver.happen(StoreAway("10.0.0.8:2379 did not answer within 0.5 s"))
+    driver.happen(StoreFailed("10.0.0.8:2379 did not answer within 0.5 s"))
     driver.now_s += 1
     driver.happen(Tick())
     said = driver.said
@@ -50,7 +50,7 @@ def test_a_store_that_stays_away_is_named_once_with_the_newest_reason_and_its_re
 
 def test_a_store_that_was_never_there_is_waited_for_with_a_word_on_what_may_be_wrong() -> None:
     driver = Driver()
-    driver.happen(StoreAway("10.0.0.9:2379 refuses connections"))
+    driver.happen(StoreFailed("10.0.0.9:2379 refuses connections"))
     driver.now_s += WORTH_A_WORD_S
     driver.happen(Tick())
     said = driver.said
@@ -66,7 +66,7 @@ def test_a_store_that_was_never_there_is_waited_for_with_a_word_on_what_may_be_w
 
 def test_a_leader_that_was_cut_off_declares_nobody_lost_before_the_others_could_come_back() -> None:
     first, second = pair()
-    first.happen(StoreAway("no route"))
+    first.happen(StoreFailed("no route"))
     first.now_s += 20
     second.store.revoke(second.lease)
     first.happen(StoreBack())
@@ -85,7 +85,7 @@ def test_a_leader_that_was_cut_off_declares_nobody_lost_before_the_others_could_
 
 def test_a_store_that_was_never_reached_is_given_up_after_the_join_timeout() -> None:
     driver = Driver().begin()
-    driver.happen(StoreAway("10.0.0.9:2379 refuses connections"))
+    driver.happen(StoreFailed("10.0.0.9:2379 refuses connections"))
     driver.now_s += TIMES.join_timeout_s - 1
     early = driver.happen(Tick())
     assert deadline_s(driver.agent) == START_S + TIMES.join_timeout_s
@@ -114,7 +114,7 @@ def test_an_agent_without_workers_gives_up_a_heads_store_sooner_than_any_other(
         first.exits(0, 3)
         second.settle()
         ends(second, -TERM)
-    second.happen(StoreAway("no route", is_heads))
+    second.happen(StoreFailed("no route", is_heads=is_heads))
     second.now_s += wait_s - 1
     second.happen(Tick())
     assert not second.agent.ending
@@ -131,8 +131,8 @@ def test_an_agent_without_workers_gives_up_a_heads_store_sooner_than_any_other(
     assert ("--rdzv-endpoint" in second.outcome.reason) == is_heads
 
 
-SILENT = StoreAway("no answer", is_heads=True, is_silent=True)
-REFUSED = StoreAway("nobody listens there", is_heads=True)
+SILENT = StoreFailed("no answer", is_heads=True, is_silent=True)
+REFUSED = StoreFailed("nobody listens there", is_heads=True)
 
 
 def test_workers_are_stopped_when_the_heads_host_has_been_silent_for_the_store_timeout() -> None:
@@ -162,18 +162,18 @@ def test_workers_are_stopped_when_the_heads_host_has_been_silent_for_the_store_t
 
 # --- the store answers, and does not do as asked
 
-FULL = StoreRefuses("etcd-a:2379: etcd is full (alarm NOSPACE)")
+FULL = StoreFailed("etcd-a:2379: etcd is full (alarm NOSPACE)", Trouble.REFUSES)
 
 
 @pytest.mark.parametrize(
     ("event", "words"),
     [
         (FULL, "refuses what this node asks: etcd-a:2379: etcd is full (alarm NOSPACE)"),
-        (StoreAway("no answer within 1 s", is_slow=True), "is too slow: no answer within 1 s"),
-        (StoreAway("too many open files", is_own=True), "cannot be asked: too many open files"),
+        (StoreFailed("no answer within 1 s", Trouble.SLOW), "is too slow: no answer within 1 s"),
+        (StoreFailed("too many open files", Trouble.OWN), "cannot be asked: too many open files"),
     ],
 )
-def test_each_trouble_has_its_own_words_while_the_workers_go_on(event: StoreAway | StoreRefuses, words: str) -> None:
+def test_each_trouble_has_its_own_words_while_the_workers_go_on(event: StoreFailed, words: str) -> None:
     driver = started()
     driver.happen(StoreBack())
     driver.happen(event)
@@ -236,7 +236,7 @@ def test_a_follower_says_who_knows_what_is_waited_for() -> None:
 def test_an_absent_store_is_named_again_when_the_workers_it_was_said_to_leave_alone_are_gone() -> None:
     driver = started()
     driver.happen(StoreBack())
-    driver.happen(StoreAway("no route"))
+    driver.happen(StoreFailed("no route"))
     driver.now_s += WORTH_A_WORD_S
     driver.happen(Tick())
     ends(driver, -9)
@@ -274,7 +274,7 @@ def test_an_endpoint_of_this_host_alone_is_said_where_the_other_node_does_not_co
     for driver in (first, second):
         driver.agent = replace(driver.agent, only_here="localhost:5 is an address of this host alone")
     first.begin().settle()
-    second.happen(StoreAway("localhost:5 refuses connections"))
+    second.happen(StoreFailed("localhost:5 refuses connections"))
     for driver in (first, second):
         driver.now_s += WORTH_A_WORD_S
         driver.happen(Tick())

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from elaunch.agent.core.events import Signalled, StoreAway, StoreBack, StoreLost, Tick, WorkersHung
+from elaunch.agent.core.events import Signalled, StoreBack, StoreFailed, StoreLost, Tick, WorkersHung
 from elaunch.agent.core.timeline import Entry
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.rules.hang_verdict import Hang
@@ -101,7 +101,7 @@ def test_a_lost_node_and_the_one_that_takes_its_place_are_named_on_each_node() -
 def test_a_store_that_fails_is_told_when_the_log_says_so_and_once() -> None:
     driver = started()
 
-    driver.happen(StoreAway("no route to host"))
+    driver.happen(StoreFailed("no route to host"))
     assert not named(driver, "store_away")
     driver.now_s += 3
     driver.happen(Tick())

@@ -22,7 +22,7 @@ NO_ROOM = replace(NOW, exception="OSError", message="raised OSError: [Errno 28] 
 
 def facts_about(failure: Failure) -> Facts:
     found: list[Facts] = []
-    look_into([failure], KernelLog(), [], found.append)
+    look_into([failure], KernelLog([]), found.append)
     return wait_for(lambda: found, "the facts")[0]
 
 
@@ -30,7 +30,7 @@ def test_a_failure_that_no_disk_explains_is_answered_at_once_and_without_a_threa
     found: list[Facts] = []
     before = set(threading.enumerate())
 
-    look_into([NOW], KernelLog(), [], found.append)
+    look_into([NOW], KernelLog([]), found.append)
 
     assert [facts.shm for facts in found] == [None]
     assert set(threading.enumerate()) <= before

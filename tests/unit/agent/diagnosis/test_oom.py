@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.agent.diagnosis.oom import KernelLog, OutOfMemoryWatch, are_counted
+from elaunch.agent.diagnosis.oom import KernelLog
 
 COUNTED = "its memory cgroup counted an out-of-memory kill at that time"
 # The pid of no process: the kernel log says nothing about it.
@@ -25,7 +25,7 @@ def count(path: Path, kills: int) -> None:
 
 
 def test_two_processes_that_are_killed_at_once_are_two_kills(counter: Path) -> None:
-    watch = OutOfMemoryWatch(KernelLog(), [counter])
+    watch = KernelLog([counter])
     before = watch.word_on(PID, 10.0)
     count(counter, 5)
 
@@ -39,6 +39,6 @@ def test_a_counter_says_that_there_was_no_kill_and_its_absence_says_nothing(coun
     old = tmp_path / "memory.oom_control"
     old.write_text("oom_kill_disable 0\nunder_oom 0\n")
 
-    assert are_counted([counter])
-    assert not are_counted([])
-    assert not are_counted([old, tmp_path / "missing"])
+    assert KernelLog([counter]).counts_kills
+    assert not KernelLog([]).counts_kills
+    assert not KernelLog([old, tmp_path / "missing"]).counts_kills

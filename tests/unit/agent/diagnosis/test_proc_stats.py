@@ -48,7 +48,7 @@ def running() -> Iterator[dict[str, int]]:
 
 
 def sort_of(window: Window) -> Sort | None:
-    state = after_windows(Standstill(), frozenset({0}), {0: window}, is_alone=True)
+    state = after_windows(Standstill(), frozenset({0}), {0: window})
     return state.still[0][0] if 0 in state.still else None
 
 

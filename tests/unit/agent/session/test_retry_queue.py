@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from elaunch.agent.core.events import StoreAway, StoreBack, StoreEvent, StoreRefuses
+from elaunch.agent.core.events import StoreBack, StoreEvent, StoreFailed, Trouble
 from elaunch.agent.session.retry_queue import FIRST_BACKOFF_S, LAST_TRIES, SLOW_BACKOFF_MAX_S, RetryQueue
 from elaunch.rendezvous.store import (
     Denied,
@@ -75,7 +75,7 @@ def test_that_the_store_is_away_is_told_at_each_try_and_that_it_is_back_once() -
 
     bench.run()
 
-    assert bench.events == [StoreAway("no route"), StoreAway("timed out"), StoreBack()]
+    assert bench.events == [StoreFailed("no route"), StoreFailed("timed out"), StoreBack()]
 
 
 def test_pauses_grow_to_their_longest_and_begin_anew_after_an_answer() -> None:
@@ -99,10 +99,10 @@ def test_away_too_slow_and_refused_are_told_apart() -> None:
     bench.run()
 
     assert bench.events == [
-        StoreAway("no route"),
-        StoreAway("no answer", is_slow=True),
-        StoreRefuses("etcd is full"),
-        StoreRefuses("no permission", is_denied=True),
+        StoreFailed("no route"),
+        StoreFailed("no answer", Trouble.SLOW),
+        StoreFailed("etcd is full", Trouble.REFUSES),
+        StoreFailed("no permission", Trouble.DENIED),
         StoreBack(),
     ]
 
@@ -118,7 +118,7 @@ def test_a_head_of_whose_host_nothing_is_heard_is_away_and_silent(is_heads: bool
     bench.run()
 
     # Not slow: its host would at least accept a connection.
-    assert bench.events[0] == StoreAway(str(error), is_heads=True, is_silent=is_heads)
+    assert bench.events[0] == StoreFailed(str(error), is_heads=True, is_silent=is_heads)
 
 
 def test_what_this_agent_lacks_is_not_the_heads_silence() -> None:
@@ -127,7 +127,7 @@ def test_what_this_agent_lacks_is_not_the_heads_silence() -> None:
 
     bench.run()
 
-    assert bench.events == [StoreAway("no more files", is_own=True), StoreBack()]
+    assert bench.events == [StoreFailed("no more files", Trouble.OWN), StoreBack()]
 
 
 def test_renewals_that_succeed_do_not_hide_a_request_that_never_does() -> None:
@@ -142,7 +142,7 @@ def test_renewals_that_succeed_do_not_hide_a_request_that_never_does() -> None:
 
     bench.run()
 
-    assert refused == [StoreRefuses("etcd is full")] * 3
+    assert refused == [StoreFailed("etcd is full", Trouble.REFUSES)] * 3
     assert bench.events[3:] == [StoreBack()]
     assert bench.tried == ["first", *["renewal", "first"] * 2, "first"]
 
@@ -157,7 +157,7 @@ def test_a_renewal_that_is_refused_lets_what_waits_have_its_turn() -> None:
     bench.run()
 
     assert bench.tried == ["renewal", "first", "renewal", "second", "renewal"]
-    assert bench.events == [*[StoreRefuses("HTTP status 502")] * 2, StoreBack()]
+    assert bench.events == [*[StoreFailed("HTTP status 502", Trouble.REFUSES)] * 2, StoreBack()]
 
 
 def test_whoever_wants_to_go_waits_for_what_is_left_unless_the_store_is_away() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.agent.diagnosis.oom import KernelLog, OutOfMemoryWatch
+from elaunch.agent.diagnosis.oom import KernelLog
 from elaunch.agent.workers.exits import ExitReader, read_error_file
 from elaunch.agent.workers.group import WorkerGroup
 from elaunch.agent.workers.link import Link
@@ -28,7 +28,7 @@ def test_an_error_file_is_read_and_named_only_if_it_outlives_the_job(tmp_path: P
     theirs.close()
     links = {0: Link(3, 0, ours)}
     group = WorkerGroup(RankTable(3, (Seat(NODE, 1, 4),), "", 0, ""), 0, links=links, error_files={0: path})
-    reader = ExitReader("node-a", OutOfMemoryWatch(KernelLog(), []), keeps_files=keeps_files)
+    reader = ExitReader("node-a", KernelLog([]), keeps_files=keeps_files)
 
     with ours:
         failure = reader.exited(group, 0, 17, 1).failure

@@ -23,9 +23,9 @@ from elaunch.agent.diagnosis.exit_status import (
     parse_traceback,
     with_tail,
 )
-from elaunch.agent.diagnosis.hang import Standing, who_hangs
 from elaunch.agent.forkserver import wire
 from elaunch.agent.workers.link import Link, Note
+from elaunch.agent.workers.observers import _last_report
 from elaunch.launcher.report import report, write_error_file
 from elaunch.rendezvous.codec import decode, encode
 from elaunch.rendezvous.job_spec import JobSpec, Program, ProgramKind
@@ -79,8 +79,7 @@ def test_an_agent_goes_on_hearing_a_worker_whatever_that_said_before(said: list[
         link = Link(3, 1, ours)
         with bounded():
             read_all(link, theirs, b"\n".join(said) + GOOD)
-            standing = {1: Standing(link.step, link.phase)}
-            sentence = who_hangs(standing, {}, 5.0).message
+            sentence = _last_report(link)
         assert link.step == 41
         assert -1 <= link.step < 2**63
         # All of this goes to the log, the timeline and the store.

@@ -46,7 +46,7 @@ def linked() -> Iterator[LinkedGroup]:
     current = CurrentGroup()
     current.begin(group)
     reporter = Reporter(posted.append, lambda *_: None, others, others)
-    monitor = LinkMonitor(current, reporter, run_dir, 0.0, lambda: None)
+    monitor = LinkMonitor(current, reporter, run_dir, lambda: None)
     monitor.begin(group)
     with ours, theirs:
         yield LinkedGroup(monitor, link, theirs, posted)

@@ -12,6 +12,7 @@ from elaunch.agent.output.run_dir import RunDir, Timeline
 from elaunch.agent.workers import observers
 from elaunch.agent.workers.group import CurrentGroup, Reporter, WorkerGroup
 from elaunch.agent.workers.observers import STACKS_FILE, Observers
+from elaunch.rendezvous.times import Times
 from elaunch.rendezvous.types import Failure, FailureKind, RankTable, Seat
 from tests.harness import wait_for
 
@@ -27,7 +28,7 @@ def test_the_loop_never_waits_for_the_disk_to_which_stacks_go(tmp_path: Path) ->
     reporter = Reporter(
         lambda _: None, lambda text, _: said.append(text), Timeline(None, said.append, works.append), no_failure
     )
-    monitor = Observers(CurrentGroup(), reporter, run_dir, 60.0, works.append)
+    monitor = Observers(CurrentGroup(), reporter, run_dir, Times(hang_after_s=60.0), works.append)
 
     for text in ("one\n", "two\n"):
         monitor.keep_stacks(KeepStacks(3, text))
@@ -56,7 +57,7 @@ def test_a_node_that_cannot_reach_rank_0_in_two_tries_says_so_once(
     current = CurrentGroup()
     seats = (Seat("node-a-00000001", 0, 1), Seat("node-b-00000001", 1, 1))
     current.begin(WorkerGroup(RankTable(0, seats, "node-a", 5, ""), 1))
-    monitor = Observers(current, reporter, RunDir(tmp_path, "job", said.append), 0.0, works.append)
+    monitor = Observers(current, reporter, RunDir(tmp_path, "job", said.append), Times(), works.append)
 
     monitor.begin(has_store=True)
     monitor.tick(float("inf"))

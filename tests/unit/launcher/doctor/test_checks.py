@@ -35,11 +35,11 @@ def torch(gpus: int, **changes: object) -> Iterator[Finding]:
 @pytest.mark.parametrize(
     ("found", "grade", "words"),
     [
-        (host.judge_files(111, EIGHT), "bad", "8 workers need 112"),
-        (host.judge_files(112, EIGHT), "warn", "raise it to 1536"),
-        (host.judge_files(NO_LIMIT, EIGHT), "ok", "none"),
-        (host.judge_threads(319, EIGHT), "bad", "raise it to 2112"),
-        (host.judge_threads(2112, EIGHT), "ok", "2112"),
+        (host.judge_limit(host.FILES, 111, EIGHT), "bad", "8 workers need 112"),
+        (host.judge_limit(host.FILES, 112, EIGHT), "warn", "raise it to 1536"),
+        (host.judge_limit(host.FILES, NO_LIMIT, EIGHT), "ok", "none"),
+        (host.judge_limit(host.THREADS, 319, EIGHT), "bad", "raise it to 2112"),
+        (host.judge_limit(host.THREADS, 2112, EIGHT), "ok", "2112"),
         (host.check_shm(Needs(workers=FREE_SHM // MIB)), "bad", "a bus error (SIGBUS) ends the job"),
         (host.check_shm(ONE, "/nowhere"), "bad", "cannot be used"),
         (devices.judge_gpus([H100], [], 1), "ok", "1 × NVIDIA H100 80GB HBM3, driver 570.86.15"),
@@ -149,11 +149,10 @@ def test_a_health_check_logs_what_is_bad_while_the_job_runs(monkeypatch: pytest.
     monkeypatch.setattr(
         health, "check_gpus", lambda *_, **__: has_checked.wait(DEADLINE_S) and (bad("broken", "mend"),)
     )
-    check = health.HealthCheck(1, os.environ, is_strict=False)
-    check.begin(said.append)
-    if is_over:
-        check.close()
-
+    with health.health_check(1, os.environ, said.append, is_strict=False):
+        if not is_over:
+            has_checked.set()
+            wait_for(lambda: "elaunch-health" not in {each.name for each in threading.enumerate()}, "the check ends")
     has_checked.set()
     wait_for(lambda: "elaunch-health" not in {each.name for each in threading.enumerate()}, "the check ends")
 

@@ -69,8 +69,8 @@ job night: running, generation 1 for 2 min 3 s
 rank   host    pid  state      step  step time  last report  memory
 0      node-a  100  running    1200  210 ms     0 s ago      768 MiB
 1      node-a  101  running    1201  210 ms     0 s ago      768 MiB
-2–3    node-b  –    no answer
-spare  node-c  –    waiting
+2–3    node-b       no answer
+spare  node-c       waiting
 node-b did not answer within 3 s; its lease still holds
 """
     )
@@ -84,7 +84,7 @@ def test_a_large_job_is_shown_by_node_unless_each_rank_is_asked_for() -> None:
     by_node, by_rank = text_of(record), text_of(record, every_rank=True)
 
     assert len(record["ranks"]) > RANKS_SHOWN
-    assert re.search(r"^n1 +8–15 +running +101–108 +210 ms +0 s ago +6 GiB +40 GiB +2.0$", by_node, re.MULTILINE)
+    assert re.search(r"^8–15 +n1 +running +101–108 +210 ms +0 s ago +6 GiB +40 GiB +2.0$", by_node, re.MULTILINE)
     assert by_node.endswith("--ranks shows each rank\n")
     assert len(re.findall(r"^\d+ +n\d ", by_rank, re.MULTILINE)) == 64
     # A screen has as many lines as fit, and counts the others.
@@ -139,7 +139,7 @@ def test_a_lost_node_is_lost_and_one_that_left_has_left() -> None:
 
         assert [entry["state"] for entry in record["nodes"]] == ["running", state, "waiting"]
         assert "  size      2 nodes, 4 ranks, 1 spare; 1 node of it gone\n" in text_of(record)
-        assert re.search(rf"^2–3    node-b  –    {state}$", text_of(record), re.MULTILINE)
+        assert re.search(rf"^2–3    node-b       {state}$", text_of(record), re.MULTILINE)
 
 
 def test_control_characters_of_others_reach_no_terminal() -> None:

@@ -172,3 +172,14 @@ def test_a_submission_with_everything_is_valid() -> None:
     assert container["resources"]["limits"]["nvidia.com/gpu"] == "8"
     assert {"name": "claim-0", "mountPath": "/checkpoints"} in container["volumeMounts"]
     assert {"name": "NCCL_DEBUG", "value": "INFO"} in container["env"]
+
+
+@pytest.mark.parametrize("folder", ["base", "jobset", "kubeflow"])
+def test_a_job_that_failed_or_was_stopped_is_not_started_again(folder: str) -> None:
+    ((job, _),) = pods(rendered(folder))
+
+    (values,) = (
+        rule["onExitCodes"]["values"] for rule in job["podFailurePolicy"]["rules"] if rule["action"] == "FailJob"
+    )
+
+    assert values == [1, 2, 130]

@@ -181,6 +181,16 @@ def test_an_endpoint_and_settings_that_do_not_fit_are_refused(endpoint: str, con
     assert words in sentence_of(*TWO, "--rdzv-endpoint", endpoint, "--rdzv-conf", conf)
 
 
+def test_an_empty_certificate_in_a_job_file_leaves_etcdctls_variables(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text("rdzv-conf: {cert: '', cacert: ''}\n")
+    variables = {"ETCDCTL_CACERT": "ca", "ETCDCTL_CERT": "mine", "ETCDCTL_KEY": "key"}
+
+    tls = plan_of("--config", str(file), *TWO, "--rdzv-endpoint", "https://a", **variables).tls
+
+    assert tls == Tls("ca", "mine", "key")
+
+
 # --- settings and times
 
 

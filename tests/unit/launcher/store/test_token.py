@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from elaunch.launcher.options.files import read_secret
-from elaunch.launcher.store.token import KeptToken, KeptTokens, token_at_home
+from elaunch.launcher.store.token import KeptTokens, keep_token, token_at_home
 from elaunch.rendezvous.endpoint import Endpoint
 from elaunch.rendezvous.secret import Secret, fingerprint
 from tests.harness import environment, free_ports, wait_for
@@ -61,21 +61,17 @@ def test_a_key_that_others_can_read_is_none_and_neither_is_one_without_a_home(
 # --- files
 
 
-def test_a_kept_token_is_found_by_the_stores_certificate_and_nothing_is_left_of_it() -> None:
+def test_a_kept_token_is_found_by_the_stores_certificate() -> None:
     before = os.umask(0)
-    kept = KeptToken(TOKEN, PLACE)
+    kept = keep_token(TOKEN, PLACE)
     os.umask(before)
 
-    assert Path(kept.path).stat().st_mode & 0o777 == 0o600
-    assert Path(kept.path).parent.stat().st_mode & 0o777 == 0o700
+    assert Path(kept).stat().st_mode & 0o777 == 0o600
+    assert Path(kept).parent.stat().st_mode & 0o777 == 0o700
     assert KeptTokens().token_for(DER) == TOKEN
     assert KeptTokens().place_of(PLACE) == f"~/.elaunch/stores/{fingerprint(DER)}"
     # The option in the line for a node without this home: --token-file with a copy of the file.
-    assert read_secret(kept.path) == TOKEN
-
-    kept.remove()
-    assert KeptTokens().token_for(DER) == KeptTokens().place_of(PLACE) == ""
-    assert list(Path(kept.path).parent.iterdir()) == []
+    assert read_secret(kept) == TOKEN
 
 
 def as_others_could_read_it(path: Path) -> None:
@@ -111,19 +107,18 @@ def as_another_users(path: Path) -> None:
     ],
 )
 def test_what_others_could_have_put_there_is_not_believed(spoilt: Callable[[Path], None]) -> None:
-    kept = KeptToken(TOKEN, PLACE)
+    kept = keep_token(TOKEN, PLACE)
 
-    spoilt(Path(kept.path))
+    spoilt(Path(kept))
 
     assert KeptTokens().token_for(DER) == KeptTokens().place_of(PLACE) == ""
-    kept.remove()
 
 
 def test_without_a_home_nothing_is_kept_or_found(monkeypatch: pytest.MonkeyPatch) -> None:
     for home in ("/proc", "/nowhere"):
         monkeypatch.setenv("HOME", home)
         with pytest.raises(OSError, match=r"No such file|not permitted|denied|Read-only"):
-            KeptToken(TOKEN, PLACE)
+            keep_token(TOKEN, PLACE)
         assert KeptTokens().token_for(DER) == ""
 
 

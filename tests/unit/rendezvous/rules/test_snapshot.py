@@ -337,15 +337,5 @@ def test_a_reader_forgets_what_is_gone() -> None:
     assert reader.read(view, whole=True).members["a"] is not whole.members["a"]
 
 
-def test_a_job_of_the_same_name_has_other_keys_under_another_prefix() -> None:
-    ours, theirs = Keys("job", "/teams/vision/"), Keys("job", "/teams/nlp/")
-    store = store_with({ours.leader: "a", theirs.leader: "b", KEYS.leader: "c"})
-
-    read = SnapshotReader(ours).read(store.read(ours.root), whole=True)
-
-    assert read.leader == "a"
-    assert ours.leader == "/teams/vision/job/ctl/leader"
-
-
 def test_no_jobs_keys_lie_among_those_of_another() -> None:
     assert not Keys("a/b").root.startswith(Keys("a").root)

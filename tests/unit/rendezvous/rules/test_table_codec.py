@@ -81,12 +81,3 @@ def test_a_table_with_a_field_that_does_not_fit_is_refused(field: str, value: ob
 
     with pytest.raises(ValueError, match="not a rank table: "):
         decode_table(json.dumps(record))
-
-
-@pytest.mark.parametrize("field", ["generation", "nodes", "slots", "roles", "master_port"])
-def test_a_table_without_a_field_is_refused(field: str) -> None:
-    record = json.loads(encode_table(TABLE))
-    del record[field]
-
-    with pytest.raises(ValueError, match="not a rank table: "):
-        decode_table(json.dumps(record))

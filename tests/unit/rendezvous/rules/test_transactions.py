@@ -9,10 +9,9 @@ from dataclasses import replace
 import pytest
 
 from elaunch.rendezvous.codec import encode
-from elaunch.rendezvous.engine import MemoryStore
 from elaunch.rendezvous.rules import transactions
-from elaunch.rendezvous.rules.snapshot import Snapshot, SnapshotReader
-from elaunch.rendezvous.store import Delete, Put, Txn
+from elaunch.rendezvous.rules.snapshot import Snapshot
+from elaunch.rendezvous.store import Put, Txn
 from elaunch.rendezvous.types import (
     Failure,
     FailureKind,
@@ -24,7 +23,7 @@ from elaunch.rendezvous.types import (
     OutcomeKind,
     Terms,
 )
-from tests.unit.agent.job_world import KEYS, TERMS, A, B, C, World, begin_run_lease, forming, running
+from tests.unit.agent.job_world import KEYS, TERMS, A, B, C, World, forming, running
 
 FAILED = Failure(FailureKind.SIGNAL, 0, B.node_id, B.host, 1, 0, 17, -9, "was killed by SIGKILL")
 INTERRUPTED = Outcome(OutcomeKind.INTERRUPTED, "SIGINT was received", 0, 0, 3, signum=2)
@@ -62,16 +61,6 @@ def test_a_run_that_has_members_is_not_swept_away() -> None:
 
     assert not world.start(C)
     assert world.snapshot.ended == INTERRUPTED
-
-
-def test_of_two_agents_that_come_to_an_old_run_one_starts_the_new_one() -> None:
-    world = running(A)
-    world.lose(A)
-    snapshot = world.snapshot
-    both = [transactions.start_run(snapshot, TERMS, who, world.lease(who)) for who in (B, C)]
-
-    begin_run_lease(world.store, both[0])
-    assert [world.commit(txn) for txn in both] == [True, False]
 
 
 def test_who_would_start_a_run_that_was_started_and_left_meanwhile_looks_again_first() -> None:
@@ -399,31 +388,3 @@ def test_a_start_of_a_run_means_one_lease_that_no_other_start_means_and_nobody_c
     assert len({0, first, *others}) == 6
     assert transactions.run_lease(KEYS, transactions.report_done(world.snapshot, B, 0)) == 0
     assert 0 < first < 1 << 63
-
-
-def test_every_transaction_of_a_node_may_be_sent_twice() -> None:
-    """An answer that was lost on the way: what is sent again changes nothing, or is refused."""
-    store = MemoryStore()
-    store.grant(7, 3)
-
-    def read() -> Snapshot:
-        return SnapshotReader(KEYS).read(store.read(KEYS.root), whole=True)
-
-    def twice(txn: Txn) -> None:
-        store.commit(txn)
-        once = store.read(KEYS.root).entries
-        store.commit(txn)
-        again = store.read(KEYS.root).entries
-        assert {key: entry.value for key, entry in again.items()} == {key: entry.value for key, entry in once.items()}
-
-    start = transactions.start_run(read(), Terms(), A, 7)
-    begin_run_lease(store, start)
-    twice(start)
-    twice(transactions.join(read(), A, Joined(A.node_id, 1), 7, is_member=True))
-    twice(transactions.fail(read(), A, replace(FAILED, node_id=A.node_id)))
-    twice(transactions.complete(read(), A, replace(LONG, node_id=A.node_id)))
-    store.commit(Txn((), (Delete(KEYS.leader),)))
-    twice(transactions.become_leader(read(), A, 7))
-    twice(transactions.return_as_member(read(), A, 7))
-    twice(transactions.leave(read(), A, opens=True, why="SIGTERM was received"))
-    twice(transactions.end_job(read(), INTERRUPTED))

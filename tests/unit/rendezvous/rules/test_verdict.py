@@ -224,10 +224,6 @@ def test_a_rank_that_ended_well_explains_no_store_that_nobody_serves() -> None:
     assert decisive_failure([no_store, PEER, EARLY]).kind is FailureKind.ENDED_EARLY
 
 
-def test_a_rank_that_ended_well_explains_no_failure_of_its_own() -> None:
-    assert decisive_failure([EARLY, PEER, KILLED]) is KILLED
-
-
 def test_a_rank_that_ends_early_twice_is_not_waited_for_a_third_time() -> None:
     late = replace(EARLY, lived_s=20.0)
 
@@ -323,12 +319,6 @@ def test_ten_generations_without_progress_end_a_job_whatever_its_budget() -> Non
     assert isinstance(last, Restart)
     assert isinstance(over, GiveUp)
     assert "10 generations" in over.reason
-
-
-def test_what_a_lost_nodes_peers_say_each_time_is_not_the_same_error_twice() -> None:
-    exited = replace(RAISED, kind=FailureKind.EXIT_CODE, exception="", frame="", message="exited with code 1")
-
-    assert isinstance(decide({0: [exited], 1: [exited]}, spent=None), Restart)
 
 
 def test_the_jobs_first_failure_is_no_lost_peer_if_anything_else_failed() -> None:

@@ -111,13 +111,6 @@ def served_with_secret(secret: Secret) -> Iterator[Gateway]:
         gateway.close()
 
 
-def test_nothing_that_a_stranger_sends_after_the_headers_is_waited_for(secret: Secret) -> None:
-    with thread_serving(secret) as (_, port), tls_connected(port, secret) as stranger:
-        stranger.sendall(b"POST /v3/kv/put HTTP/1.1\r\nContent-Length: 1000\r\n\r\n")
-
-        assert read_all(stranger).startswith(b"HTTP/1.1 401 ")
-
-
 @pytest.mark.parametrize("count", [1, 10_000])
 def test_the_first_request_without_the_bearer_is_the_last_of_its_connection(secret: Secret, count: int) -> None:
     with thread_serving(secret) as (server, port), tls_connected(port, secret) as stranger:

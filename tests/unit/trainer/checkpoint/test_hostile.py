@@ -14,12 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from elaunch.trainer.checkpoint import dcp, storage, writing
+from elaunch.trainer.checkpoint import layout, storage, writing
 from elaunch.trainer.checkpoint.checkpoints import Checkpoints, Mark
-from elaunch.trainer.checkpoint.loading import load_from_all
 from elaunch.trainer.checkpoint.local import LocalFiles
 from elaunch.trainer.checkpoint.storage import storage_at
-from elaunch.trainer.ranks.peers import Peers
 from tests.fuzzing import bounded
 
 NEST = 3_000_000
@@ -92,9 +90,9 @@ def test_a_layout_that_cannot_be_true_is_passed_over(tmp_path: Path, change: Cal
     save(tmp_path, 1)
     newest = save(tmp_path, 2)
     (newest / "another").write_bytes((newest / "__0_0.distcp").read_bytes())
-    layout = json.loads((newest / "tensors.json").read_text())
-    change(layout["model.w"])
-    (newest / "tensors.json").write_text(json.dumps(layout))
+    tensors = json.loads((newest / "tensors.json").read_text())
+    change(tensors["model.w"])
+    (newest / "tensors.json").write_text(json.dumps(tensors))
     seal_again(newest)
     said: list[str] = []
 
@@ -106,11 +104,10 @@ def test_a_layout_that_cannot_be_true_is_passed_over(tmp_path: Path, change: Cal
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b"[" * NEST, b'{"model.w": 1}', b"\xff"])
 def test_a_layout_that_is_none_is_refused(content: bytes, tmp_path: Path) -> None:
     with in_time(), pytest.raises(ValueError, match=r"\w"):
-        dcp.contents(storage_at(tmp_path).folder("x"), content, {})
+        layout.contents(storage_at(tmp_path).folder("x"), content, {})
 
 
-@pytest.mark.parametrize("of_all", [False, True], ids=["of rank 0", "of all ranks"])
-def test_what_was_verified_is_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_all: bool) -> None:
+def test_what_was_verified_is_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save(tmp_path, 1)
     read = LocalFiles.read
 
@@ -122,10 +119,7 @@ def test_what_was_verified_is_what_is_read(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(LocalFiles, "read", and_change)
 
-    if of_all:
-        assert load_from_all(storage_at(tmp_path), state_of(0), Peers(None), pytest.fail) == Mark(0, 1)
-    else:
-        assert newest_step(tmp_path, []) == 1
+    assert newest_step(tmp_path, []) == 1
     assert (folder / "tensors.json").read_bytes() == (folder / "plain.pt").read_bytes() == b"another"
 
 
@@ -198,9 +192,9 @@ def test_a_file_that_nests_without_end_is_passed_over(tmp_path: Path, file: str)
     newest = save(tmp_path, 2)
     replace_pickle(newest / file, b"\x80\x02})" + b"\x85" * NEST + b"Ns.")
     if file == "__0_0.distcp":
-        layout = json.loads((newest / "tensors.json").read_text())
-        layout["model.w"]["chunks"][0][3:] = 0, (newest / file).stat().st_size
-        (newest / "tensors.json").write_text(json.dumps(layout))
+        tensors = json.loads((newest / "tensors.json").read_text())
+        tensors["model.w"]["chunks"][0][3:] = 0, (newest / file).stat().st_size
+        (newest / "tensors.json").write_text(json.dumps(tensors))
     seal_again(newest)
     said: list[str] = []
 

@@ -97,9 +97,12 @@ def test_one_without_its_manifest_is_never_loaded_and_is_swept_by_the_next_start
     begun_by_a_newer_group = storage.begin(Mark(2, 3))
     begun_by_a_newer_group.write("__0_0.distcp", b"half")
 
+    said: list[str] = []
     assert marks_at(url) == [Mark(1, 1)]
-    assert loaded(url) == 1
-    assert PurePath(torn).name not in folders(url)
+    assert loaded(url, said.append) == 1
+    name = PurePath(torn).name
+    assert said == [f"{storage}: removed {name}, without {MANIFEST}: its writer was killed, or that file was deleted"]
+    assert name not in folders(url)
     assert begun_by_a_newer_group.name in folders(url)
 
 

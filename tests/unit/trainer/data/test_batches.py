@@ -289,11 +289,6 @@ def test_what_is_done_is_not_loaded_again() -> None:
     assert len(loader.dataset.read) == 4
 
 
-def test_a_loader_without_a_batch_is_named() -> None:
-    with pytest.raises(RuntimeError, match="the DataLoader has no batch"):
-        next(Batches(DataLoader(Numbers(), batch_size=50, drop_last=True)))
-
-
 def test_an_order_that_cannot_be_drawn_again_is_refused_at_the_first_batch() -> None:
     with pytest.raises(ValueError, match="ByTheClock draws its order from something that no restart can know"):
         next(Batches(DataLoader(Numbers(), batch_size=4, sampler=ByTheClock())))

@@ -129,19 +129,6 @@ def test_batches_begin_behind_the_step_that_is_complete_and_end_where_asked() ->
     assert list(order.batches(1, 3, after=6, until=6)) == []
 
 
-@pytest.mark.parametrize(
-    ("wrong", "sentence"),
-    [
-        ({"global_batch": 24, "micro_batch": 5}, r"\(24\) is not a multiple of micro_batch \(5\); use micro_batch 4 "),
-        ({"size": 0}, r"size \(0\) must be at least 1"),
-        ({"micro_batch": 0}, r"micro_batch \(0\) must be at least 1"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_meant_is_one_sentence_with_its_values(wrong: dict[str, object], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        Order(**{"size": 100, "global_batch": 24, "micro_batch": 3, **wrong})  # type: ignore[arg-type]
-
-
 def test_order_and_ledger_cost_no_import_of_torch() -> None:
     code = "import sys; from elaunch.trainer import Ledger, Order, link; sys.exit('torch' in sys.modules)"
 

@@ -21,14 +21,14 @@ TWO = RankInfo(rank=0, world_size=2, launched=True)
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
-        (["--global-batch", "8", "--micro-batch", "3"], "--micro-batch (3); use --micro-batch 2 or --global-batch 9"),
-        (["--global-batch", "3", "--micro-batch", "3"], "too few for 2 workers; use --micro-batch 1 or at most 1"),
-        (["--global-batch", "1"], "too few for 2 workers; use --global-batch 2 or at most 1"),
-        (["--micro-batch", "5"], "by --micro-batch (5); use --micro-batch 4 or --global-batch 25"),
+        (["--global-batch", "8", "--micro-batch", "3"], "of micro_batch (3); use micro_batch 2 or global_batch 9"),
+        (["--global-batch", "3", "--micro-batch", "3"], "2 workers are more than the 1 micro-batches of a step"),
+        (["--global-batch", "1"], "use at most 1 workers, or global_batch 2"),
+        (["--micro-batch", "5"], "--micro-batch: global_batch (24) is not a multiple of micro_batch (5)"),
         (["--width", "30", "--heads", "4"], "--width (30) is not divisible by --heads (4); use --width 32"),
         (["--steps", "many"], "'many'"),
         (["--stepz", "3"], "--stepz"),
-        (["--parallel", "fsdp3"], "--parallel fsdp3: there is no such plan (did you mean fsdp2?)"),
+        (["--parallel", "fsdp3"], "--parallel fsdp3: there is no plan 'fsdp3'; use one of ddp"),
         (["--parallel", "dp=4"], "--parallel dp=4 is for 4 workers, and there are 2; use numbers"),
         (["--parallel", "pp=2", "--layers", "1"], "2 stages, and the network only 1 layer; use --layers 2"),
         (["--profile", "ten"], "--profile: 'ten' is neither a number of steps nor a range; give 3, or 10-12"),
@@ -52,7 +52,7 @@ def test_with_auto_only_what_no_plan_can_do_is_refused_by_the_options() -> None:
     # Two workers can share one micro-batch if they share the model.
     assert parse(["--parallel", "auto", "--global-batch", "1", "--tune-comm", "--compile"], TWO)
 
-    with pytest.raises(ConfigError, match="not divisible by --micro-batch"):
+    with pytest.raises(ConfigError, match="not a multiple of micro_batch"):
         parse(["--parallel", "auto", "--global-batch", "8", "--micro-batch", "3"], TWO)
     with pytest.raises(ConfigError, match="--checkpoints: s33://bucket/run"):
         parse(["--parallel", "auto", "--checkpoints", "s33://bucket/run"], TWO)

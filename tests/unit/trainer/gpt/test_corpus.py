@@ -93,12 +93,3 @@ def test_too_little_text_is_refused_with_the_least_that_works(tmp_path: Path, si
 
     write_files(tmp_path, {"a": 181})
     assert Corpus.open(config_for(tmp_path)).size == 181
-
-
-def test_a_file_that_shrank_is_named(tmp_path: Path) -> None:
-    write_files(tmp_path, {"a": 500})
-    corpus = Corpus.open(config_for(tmp_path))
-    (tmp_path / "a").write_bytes(b"short")
-
-    with pytest.raises(ConfigError, match="a has become shorter than the 500 bytes"):
-        corpus.read(400, 10)

@@ -8,7 +8,6 @@ import sys
 import pytest
 import torch
 
-from elaunch.trainer.gpt.config import TrainConfig
 from elaunch.trainer.gpt.model import GPT
 from tests.harness import RUN_LIMIT_S
 
@@ -63,21 +62,3 @@ def test_a_compiled_network_is_one_graph_or_a_graph_for_all_blocks_and_one_for_t
     )
 
     assert done.stdout == f"graphs {graphs}\n", done.stdout + done.stderr
-
-
-def learning_rate(config: TrainConfig, step: int) -> float:
-    """The trainer's. Its module imports torch's compiler, and each process of a test run imports this file."""
-    from elaunch.trainer import train
-
-    return train.learning_rate(config, step)
-
-
-def test_the_learning_rate_warms_up_and_falls_to_a_tenth() -> None:
-    config = TrainConfig(steps=100, learning_rate=1.0)
-
-    rates = [learning_rate(config, step) for step in range(1, 101)]
-
-    assert rates[0] == pytest.approx(0.1)
-    assert max(rates) == rates[9] == 1.0
-    assert rates[-1] == pytest.approx(0.1)
-    assert rates[9:] == sorted(rates[9:], reverse=True)

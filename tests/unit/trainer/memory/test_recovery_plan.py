@@ -14,7 +14,9 @@ from elaunch.trainer.memory.recovery_plan import (
     Inventory,
     Record,
     RecordSource,
+    choose,
     decide,
+    decide_in_parts,
     digest_of,
     sentence,
 )
@@ -138,16 +140,11 @@ def test_a_large_part_that_is_lost_or_of_another_group_size_begins_anew(ranks: t
     assert "the communication hook starts with a new state" in sentence(decision)
 
 
-def with_pieces(*nodes: list[Inventory], pieces: dict[str, list[Held]]) -> list[Inventory]:
-    """The inventories with those pieces on the nodes, shared among the ranks of each."""
+def decided_in_parts(*nodes: list[Inventory], pieces: dict[str, list[Held]]) -> Decision | None:
+    """The decision if those pieces are on the nodes."""
     inventories = [inventory for its in nodes for inventory in its]
-    for name, held in pieces.items():
-        mates = [inventory.rank for inventory in inventories if inventory.node == name]
-        for number, piece in enumerate(held):
-            rank = mates[number % len(mates)]
-            named = {**inventories[rank].pieces, f"piece-{piece.piece.rank}-{piece.piece.version.step % 2}": piece}
-            inventories[rank] = dataclasses.replace(inventories[rank], pieces=named)
-    return inventories
+    names = [inventory.node for inventory in inventories]
+    return decide_in_parts(inventories, choose({name: pieces.get(name, ()) for name in names}, names))
 
 
 def pieces(step: int, parts: str, *ranks: int) -> list[Held]:
@@ -161,7 +158,7 @@ def test_a_sharded_state_goes_back_to_the_snapshot_that_the_nodes_have_all_of() 
     b = node("b", 2, 3, records=own(2, 3, step=5, full=True))
     held = {"a": [*pieces(5, "abcd", 0, 1), *pieces(8, "abcd", 0, 1, 2)], "b": pieces(5, "abcd", 2, 3)}
 
-    decision = decide(with_pieces(a, b, pieces=held), sharded=True)
+    decision = decided_in_parts(a, b, pieces=held)
 
     assert decision is not None
     assert (decision.version, decision.receivers) == (Version(0, 5), ())
@@ -191,7 +188,7 @@ def test_what_lost_nodes_had_is_found_if_any_living_node_has_it(layout: str, los
                     held.setdefault(str(place), []).extend([*pieces(1, parts, rank), *newer])
         nodes = [node(str(place), *range(place * each, (place + 1) * each)) for place in range(count)]
 
-        decision = decide(with_pieces(*nodes, pieces=held), sharded=True)
+        decision = decided_in_parts(*nodes, pieces=held)
 
         def there(step: int, held: dict[str, list[Held]] = held) -> set[str]:
             each = [piece for its in held.values() for piece in its if piece.piece.version.step == step]
@@ -220,7 +217,7 @@ def test_what_lost_nodes_had_is_found_if_any_living_node_has_it(layout: str, los
 def test_pieces_of_different_world_sizes_do_not_make_one_snapshot() -> None:
     held = {"a": [*pieces(5, "abc", 0), *pieces(5, "ab", 1)]}
 
-    assert decide(with_pieces(node("a", 0, 1), pieces=held), sharded=True) is None
+    assert decided_in_parts(node("a", 0, 1), pieces=held) is None
 
 
 def test_every_rank_decides_the_same_whatever_is_there() -> None:

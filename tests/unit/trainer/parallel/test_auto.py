@@ -12,12 +12,11 @@ from elaunch.trainer.parallel.auto import (
     TRIALS_MAX,
     KeptPlan,
     NothingFits,
-    PlanOption,
     WorkerRoom,
     choose,
     to_try,
 )
-from elaunch.trainer.parallel.estimate import KeptCopies, candidates, memory
+from elaunch.trainer.parallel.estimate import Candidate, candidates
 from elaunch.trainer.parallel.plan import Shape
 from elaunch.trainer.parallel.trial import PlanTrial
 
@@ -26,31 +25,30 @@ TAKEN = 100 << 20
 AMPLE = WorkerRoom(1 << 40, TAKEN, "the machine")
 
 
-def options(workers: int = 4) -> list[PlanOption]:
-    copies = KeptCopies(of_replicated=2 / workers, of_parts=2)
-    found = candidates(workers, workers, SHAPE)
-    return [PlanOption(each, memory(each, SHAPE, copies=copies), TAKEN) for each in found]
+def options(workers: int = 4) -> list[Candidate]:
+    return candidates(workers, workers, SHAPE)
 
 
 def test_the_plainest_are_measured_and_the_fastest_of_them_is_taken() -> None:
     tried: list[str] = []
 
-    def measure(option: PlanOption) -> PlanTrial:
-        tried.append(option.text)
+    def measure(option: Candidate) -> PlanTrial:
+        tried.append(option.plan.text)
         return PlanTrial(option.memory.step, 9.0 - len(tried))
 
     option, _ = choose(options(), AMPLE, measure)
 
-    assert tried == [each.text for each in to_try(options(), AMPLE)][:TRIALS_MAX]
+    assert tried == [each.plan.text for each in to_try(options(), AMPLE)][:TRIALS_MAX]
     assert tried[:4] == ["ddp", "zero1", "zero2", "fsdp2"]
-    assert option.text == tried[-1]
+    assert option.plan.text == tried[-1]
 
 
 def test_the_plainest_of_equals_is_taken_and_no_further_one_is_measured_when_the_time_is_over() -> None:
-    option, trials = choose(options(), AMPLE, lambda each: PlanTrial(1, 1.0), is_over=lambda: True)
+    option, tried = choose(options(), AMPLE, lambda each: PlanTrial(1, 1.0), is_over=lambda: True)
 
-    assert (option.text, [*trials]) == ("ddp", ["ddp"])
-    assert choose(options(), AMPLE, lambda each: PlanTrial(1, 1.0 if each.text == "ddp" else 0.98))[0].text == "ddp"
+    assert (option.plan.text, tried) == ("ddp", 1)
+    option, _ = choose(options(), AMPLE, lambda each: PlanTrial(1, 1.0 if each.plan.text == "ddp" else 0.98))
+    assert option.plan.text == "ddp"
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -60,14 +58,16 @@ def test_whatever_is_measured_no_plan_is_tried_or_taken_that_needs_too_much(seed
     room = WorkerRoom(draw.randint(TAKEN, 260 << 20), TAKEN, "the cgroup")
     tried: dict[str, PlanTrial] = {}
 
-    def measure(option: PlanOption) -> PlanTrial:
-        assert option.text not in tried
-        assert option.needs <= room.most
-        tried[option.text] = PlanTrial(int(option.memory.step * draw.uniform(0.7, 1.6)), draw.uniform(0.5, 5))
-        return tried[option.text]
+    def measure(option: Candidate) -> PlanTrial:
+        assert option.plan.text not in tried
+        assert room.needed(option) <= room.most
+        trial = PlanTrial(int(option.memory.step * draw.uniform(0.7, 1.6)), draw.uniform(0.5, 5))
+        tried[option.plan.text] = trial
+        return trial
 
-    def fitting() -> list[PlanOption]:
-        return [each for each in every if each.text in tried and each.needs_with(tried[each.text].memory) <= room.most]
+    def fitting() -> list[Candidate]:
+        measured = [each for each in every if each.plan.text in tried]
+        return [each for each in measured if room.needed(each, tried[each.plan.text].memory) <= room.most]
 
     try:
         option, _ = choose(every, room, measure)
@@ -78,18 +78,18 @@ def test_whatever_is_measured_no_plan_is_tried_or_taken_that_needs_too_much(seed
         return
 
     assert option in fitting()
-    assert tried[option.text].step_s <= 1.03 * min(tried[each.text].step_s for each in fitting())
+    assert tried[option.plan.text].step_s <= 1.03 * min(tried[each.plan.text].step_s for each in fitting())
 
 
 def test_a_refusal_has_the_values_and_the_way_out() -> None:
     room = WorkerRoom(110 << 20, TAKEN, "the cgroup /a (memory.max 440.0 MB), for 4 workers")
-    least = min(options(), key=lambda each: each.needs)
+    least = min(options(), key=room.needed)
 
     with pytest.raises(NothingFits) as caught:
         choose(options(), room, lambda each: PlanTrial(1, 1.0))
 
     sentence = str(caught.value)
-    assert f"The smallest is {least.text}: it needs {least.needs / (1 << 30):.2f} GiB" in sentence
+    assert f"The smallest is {least.plan.text}: it needs {room.needed(least) / (1 << 30):.2f} GiB" in sentence
     assert "0.10 GiB the process itself" in sentence
     assert "may take 0.11 GiB: the cgroup /a (memory.max 440.0 MB), for 4 workers; give the job more" in sentence
     assert "\n" not in sentence

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from elaunch.trainer.gpt.model import GPT
-from elaunch.trainer.parallel.estimate import Candidate, Memory, candidates, memory, parameters_of, successors
+from elaunch.trainer.parallel.estimate import Memory, candidates, memory, parameters_of, resumed
 from elaunch.trainer.parallel.plan import PlanError, Shape, fit, parse, require_fitting
 from tests.harness import REPOSITORY
 
@@ -21,7 +21,7 @@ def texts(workers: int, of_node: int | None = None, shape: Shape = SHAPE, **opti
 
 def of(text: str, workers: int = 4, shape: Shape = SHAPE) -> Memory:
     plan = parse(text)
-    return memory(Candidate(plan, fit(plan, workers)), shape)
+    return memory(plan, fit(plan, workers), shape)
 
 
 def test_the_plainest_comes_first_then_those_that_divide_the_model_among_few() -> None:
@@ -56,16 +56,17 @@ def test_what_the_network_or_the_batch_cannot_do_is_no_candidate() -> None:
 
 
 def test_a_plan_that_is_no_candidate_for_these_workers_follows_their_number_or_is_refused() -> None:
-    three = candidates(3, 3, SHAPE)
-    (hybrid,) = successors(parse("dp=2,fsdp=2"), three, 3, SHAPE)
-    assert (hybrid.sizes.dp, hybrid.sizes.fsdp) == (1, 3)
-    # A new job fits the plan's text as if it were typed.
-    assert fit(hybrid.plan, 3) == hybrid.sizes
+    assert resumed(parse("dp=2,fsdp=2"), 3, SHAPE).text == "fsdp=3"
+    assert resumed(parse("zero1"), 3, SHAPE).text == "zero1"
+    assert resumed(parse("pp=2,schedule=1f1b"), 4, SHAPE).text == "pp=2,schedule=1f1b"
+    # Five micro-batches cannot be interleaved in rounds of one length.
+    odd = replace(SHAPE, global_batch=10)
+    assert resumed(parse("dp=2,pp=2,schedule=interleaved"), 2, odd).text == "pp=2,schedule=1f1b"
 
-    with pytest.raises(PlanError, match="micro-batches, too few for 9 replicas; use fewer workers"):
-        successors(parse("ddp"), [], 9, replace(SHAPE, global_batch=8, micro_batch=1))
+    with pytest.raises(PlanError, match="9 workers are more than the 8 micro-batches of a step"):
+        resumed(parse("ddp"), 9, replace(SHAPE, global_batch=8, micro_batch=1))
     with pytest.raises(PlanError, match="a run that goes on keeps its tp and pp here; start 2 or 4 workers"):
-        successors(parse("dp=2,tp=2"), three, 3, SHAPE)
+        resumed(parse("dp=2,tp=2"), 3, SHAPE)
 
 
 def test_the_parameters_are_those_of_the_network() -> None:
@@ -95,7 +96,7 @@ def test_the_network_that_a_gpu_measured_in_bfloat16_is_estimated_within_a_tenth
     shape = Shape(layers=12, heads=12, width=768, context=1024, global_batch=12, micro_batch=12)
     plan = parse("ddp")
 
-    found = memory(Candidate(plan, fit(plan, 1)), shape, bf16=True)
+    found = memory(plan, fit(plan, 1), shape, bf16=True)
 
     assert found.step == pytest.approx((7.2 - 1.3) * 2**30, rel=0.1)
 

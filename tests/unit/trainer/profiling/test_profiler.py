@@ -54,11 +54,6 @@ def test_a_loop_makes_its_steps_and_the_ones_that_were_asked_for_are_profiled(tm
     assert profiled(steps, None) is steps
 
 
-def test_steps_are_counted_for_items_that_are_no_numbers(tmp_path: Path) -> None:
-    assert [*profiled(iter("abcdef"), "2", folder=tmp_path, say=lambda _: None)] == [*"abcdef"]
-    assert (record(tmp_path)["first_step"], record(tmp_path)["last_step"]) == (3, 4)
-
-
 def test_a_loop_that_ends_early_gives_the_steps_that_it_made_and_a_restart_those_that_are_left(tmp_path: Path) -> None:
     run(range(1, 4), "2-9", tmp_path)
     assert [each["step"] for each in record(tmp_path)["steps"]] == [2, 3]

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elaunch.trainer.profiling.__main__ import main
-from elaunch.trainer.profiling.traces import StepTimes, clip, length, minus, step_times, union, write_joined
+from elaunch.trainer.profiling.traces import StepTimes, clip, length, minus, step_times, union
 
 BASE_NS = 1_700_000_000_000_000_000
 MAIN, GLOO = 100, 200
@@ -133,12 +133,3 @@ def test_each_rank_is_a_process_of_the_joined_file_and_so_is_each_of_its_gpus(tm
     assert len({e["id"] for e in found if e["ph"] == "s"}) == 2
     (tmp_path / "empty").mkdir()
     assert "there is no rank_N.json.gz" in CliRunner().invoke(main, [str(tmp_path / "empty")]).output
-
-
-def test_half_a_file_never_has_the_name(tmp_path: Path) -> None:
-    torn = [(0, packed(trace(op("aten::mm", 5, 6)))), (1, packed(trace())[:20])]
-
-    with pytest.raises(EOFError):
-        write_joined(tmp_path / "t.gz", torn)
-
-    assert [*tmp_path.iterdir()] == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -60,31 +59,6 @@ def test_it_has_the_buckets_that_it_was_given_and_the_same_gradients() -> None:
         apply(model, size)
         assert bucket_count(model) == count, size
         assert all(map(torch.equal, gradients(model), before)), size
-
-
-def test_the_old_reducer_and_its_buckets_are_gone() -> None:
-    model = wrapped()
-    gradients(model)
-    old = weakref.ref(model.reducer), weakref.ref(model.logger)
-
-    apply(model, 1)
-
-    assert [each() for each in old] == [None, None]
-
-
-def test_hooks_on_the_wrapper_and_on_the_module_stay() -> None:
-    model = wrapped()
-    called: list[str] = []
-    model.register_forward_hook(lambda *_: called.append("wrapper"))
-    model.module.register_forward_hook(lambda *_: called.append("module"))
-    next(model.parameters()).register_post_accumulate_grad_hook(lambda _: called.append("parameter"))
-    parameters = list(model.parameters())
-
-    apply(model, 1)
-    gradients(model, passes=1)
-
-    assert called == ["module", "wrapper", "parameter"]
-    assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
 
 
 def test_a_hook_of_the_programs_own_is_called_once_for_each_bucket_and_stays() -> None:

@@ -62,12 +62,6 @@ def test_a_choice_is_found_for_its_number_of_workers_and_by_a_restart_for_any_nu
     assert found_in(file, 2) == (Tuned(5.0), "buckets of 5 MiB, as this run measured with 4 workers")
 
 
-def test_where_nothing_can_be_written_the_choice_is_used_and_not_stored(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-
-    assert keep(tmp_path / "file" / "key", RESULT, 4).startswith("not stored: ")
-
-
 @pytest.mark.parametrize("size", [{}, [], "rm -rf", -5, 1e300])
 def test_a_damaged_choice_is_named_and_measured_again(tmp_path: Path, size: Any) -> None:
     keep(tmp_path / "key", RESULT, 4)
