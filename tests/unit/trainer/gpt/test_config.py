@@ -129,8 +129,9 @@ def test_a_broken_config_yaml_is_one_sentence(run: tuple[RunDirectory, TrainConf
 
 def test_checkpoints_of_nobody_are_not_taken_over(run: tuple[RunDirectory, TrainConfig, Corpus]) -> None:
     directory, config, corpus = run
-    directory.checkpoints.mkdir(parents=True)
-    (directory.checkpoints / "generation-0000-step-00000001.pt").touch()
+    folder = directory.checkpoints / "generation-0000-step-00000001.0a0b0c0d"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").touch()
 
     with pytest.raises(ConfigError, match=r"holds checkpoints but no config\.yaml"):
         directory.claim(config, corpus)
