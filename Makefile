@@ -83,7 +83,7 @@ tools:  ## The commands that tests on several nodes need: etcd, etcdctl, nft, ip
 	@tests/tools.sh
 
 N ?= 20
-bench: $(VENV)/.installed-dev  ## Measure beside torchrun; all sections make bench/results/README.md anew; ARGS="--only start --workers 1,2"
+bench: $(VENV)/.installed-dev  ## Measure beside torchrun, and print the tables and the command that puts them into bench/results/README.md; ARGS="--only start --workers 1,2"
 	$(BIN)/python -m bench --samples $(N) $(ARGS)
 
 # Needs neither $(VENV) nor its torch: the Python that has the GPU's torch makes an environment that sees it.

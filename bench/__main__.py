@@ -1,4 +1,4 @@
-"""`python -m bench`: parse, take the samples, write them, print the tables, render the page."""
+"""`python -m bench`: parse, take the samples, write them, print the tables; `--render` makes the page of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bench import machine, samples
 from bench.contenders import ALL
 from bench.launches import first_line
 from bench.page import EMPTY, render, update
-from bench.plan import NODES_SECTIONS, PARTS, SECTIONS, Settings, Task, plan
+from bench.plan import NODES_SECTIONS, SECTIONS, Settings, Task, plan
 from bench.samples import Run, Sample
 from tests.nodes import missing
 
@@ -46,24 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _run(settings, out, options.page)
 
 
-class Progress:
-    """Prints a line per round to stderr. On a terminal it also shows the current turn."""
-
-    def __init__(self) -> None:
-        self._round = ""
-        self._live = sys.stderr.isatty()
-
-    def begin(self, task: Task, left: int) -> None:
-        """A turn begins; `left` turns come after it."""
-        if task.round != self._round:
-            self._round = task.round
-            self.say(f"{task.round}; {left} turns left")
-        if self._live:
-            print(f"\r\033[K  {task.key}", end="", file=sys.stderr, flush=True)
-
-    def say(self, text: str) -> None:
-        """A line of its own."""
-        print(("\r\033[K" if self._live else "") + text, file=sys.stderr, flush=True)
+def _say(text: str) -> None:
+    """A line of its own."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -86,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="raw samples (runs/bench/<date>.json)")
     parser.add_argument(
-        "--page", type=Path, default=PAGE, metavar="FILE", help="page to update or make (bench/results/README.md)"
+        "--page", type=Path, default=PAGE, metavar="FILE", help="page that --render makes (bench/results/README.md)"
     )
     parser.add_argument(
         "--render",
@@ -100,48 +85,40 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(settings: Settings, out: Path, page: Path) -> int:
     about, in_words = machine.describe(), _in_words(settings)
-    tasks, progress = plan(settings), Progress()
-    progress.say(f"seed {settings.seed}; samples go to {out}; Ctrl-C stops the run and keeps its samples")
+    tasks = plan(settings)
+    _say(f"seed {settings.seed}; samples go to {out}; Ctrl-C stops the run and keeps its samples")
     taken: list[Sample] = []
     stopped: int | None = None
     try:
-        progress.say("warming up: one job of each contender, not counted")
+        _say("warming up: one job of each contender, not counted")
         for contender in settings.contenders:
             first_line(contender)
-        _take(tasks, taken, progress, lambda: samples.write(out, Run(about, in_words, tuple(taken))))
+        _take(tasks, taken, lambda: samples.write(out, Run(about, in_words, tuple(taken))))
     except KeyboardInterrupt:
         stopped = 130
     except SystemExit:
         stopped = 143
     if not taken:
-        progress.say("there are no samples")
+        _say("there are no samples")
         return stopped or 0
     print(render(Run(about, in_words, tuple(taken))), end="", flush=True)
-    # Only whole parts of the page are replaced. Otherwise the page would lose its other sections.
-    wanted = set(settings.sections)
-    if stopped is None and all(wanted >= set(part) or not wanted & set(part) for part in PARTS):
-        return _render([out], page)
-    what = "a part only" if stopped is None else f"stopped after {len(taken)} samples"
-    progress.say(f"{what}: {page} stays as it is; this makes its part with these samples alone:")
-    progress.say(f"  {_render_command(out, page)}")
+    if stopped is not None:
+        _say(f"stopped after {len(taken)} samples")
+    # The interpreter is the one that was typed; the one on the PATH may be another.
+    command = (sys.orig_argv[0], "-m", "bench", "--render", str(out), "--page", str(page))
+    _say(f"this makes the parts of {page} of which there are samples: {shlex.join(command)}")
     return stopped or 0
 
 
-def _render_command(out: Path, page: Path) -> str:
-    """The command to type here. The interpreter is the one that was typed; the one on the PATH may be another."""
-    other_page = () if page == PAGE else ("--page", str(page))
-    return shlex.join((sys.orig_argv[0], "-m", "bench", "--render", str(out), *other_page))
-
-
-def _take(tasks: list[Task], taken: list[Sample], progress: Progress, keep: Callable[[], None]) -> None:
+def _take(tasks: list[Task], taken: list[Sample], keep: Callable[[], None]) -> None:
     for number, task in enumerate(tasks, 1):
-        progress.begin(task, len(tasks) - number)
+        _say(f"{number} of {len(tasks)}: {task.round}: {task.key}")
         turn = iter(task.run())
         try:
             for sample in turn:
                 taken.append(sample)
                 if sample.why:
-                    progress.say(f"  {task.key}: {sample.why}")
+                    _say(f"  {sample.why}")
                 keep()
         finally:
             # An unfinished job ends here, not when the garbage collector finds it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -15,9 +16,7 @@ from bench.staterestart import KEPT, SIDES, Side
 ONE_NODE_SECTIONS = ("start", "restart", "steady", "first-line")
 NODES_SECTIONS = ("nodes-restart", "nodes-loss", "scale")
 STATE_SECTIONS = ("state-restart", "state-cost")
-# The parts of the page. Each part is made anew as a whole.
-PARTS = (ONE_NODE_SECTIONS, NODES_SECTIONS, STATE_SECTIONS)
-SECTIONS = tuple(section for part in PARTS for section in part)
+SECTIONS = (*ONE_NODE_SECTIONS, *NODES_SECTIONS, *STATE_SECTIONS)
 # Restarts of one job before the next contender's turn. There are several, since a job's start costs more.
 RESTARTS_PER_JOB = 5
 # A round of many agents counts as this many samples of the other kinds.
@@ -86,32 +85,6 @@ def _starts(settings: Settings) -> Iterator[Task]:
                 yield Task(label, f"start, {contender.name}, {workers}", run)
 
 
-class _Restarts:
-    """Decides whether a contender takes its turn. One that failed too often takes no turn. One that stands in for
-    another takes a turn only if the other has failed.
-
-    `restart` runs one job of a contender, with a given number of restarts.
-    """
-
-    def __init__(self, settings: Settings, restart: _Restart) -> None:
-        self._settings = settings
-        self._restart = restart
-        self._failures: dict[tuple[str, int], int] = {}
-        # One random source for all turns, so the seed decides all ranks and delays of the run.
-        self._rng = random.Random(settings.seed)
-
-    def turn(self, contender: Contender, workers: int, count: int, instead_of: Contender | None) -> Iterator[Sample]:
-        if instead_of and not self._failures.get((instead_of.name, workers)):
-            return
-        me = (contender.name, workers)
-        if self._failures.get(me, 0) >= restarts.FAILURES_MAX:
-            return
-        for sample in self._restart(contender, workers, count, self._settings.limit_s, self._rng):
-            if sample.why:
-                self._failures[me] = self._failures.get(me, 0) + 1
-            yield sample
-
-
 def _restarts(settings: Settings) -> Iterator[Task]:
     return _killed("restart", settings, settings.contenders, settings.workers, restarts.restarts)
 
@@ -124,17 +97,24 @@ def _nodes_restarts(settings: Settings) -> Iterator[Task]:
 def _killed(
     label: str, settings: Settings, contenders: tuple[Contender, ...], counts: tuple[int, ...], restart: _Restart
 ) -> Iterator[Task]:
-    state = _Restarts(settings, restart)
-    turns: list[tuple[Contender, Contender | None]] = [(contender, None) for contender in contenders]
-    ways = [way for way in (TORCHRUN, TORCHRUN_FORK) if way in contenders]
-    turns += [(contender.with_fresh_store(), contender) for contender in ways]
+    # One random source for all turns, so the seed decides all ranks and delays of the run.
+    rng = random.Random(settings.seed)
+    failed: Counter[tuple[str, int]] = Counter()
+
+    def turn(contender: Contender, workers: int, count: int) -> Iterator[Sample]:
+        """One job. A contender that failed too often takes no turn."""
+        if failed[contender.name, workers] < restarts.FAILURES_MAX:
+            for sample in restart(contender, workers, count, settings.limit_s, rng):
+                failed[contender.name, workers] += bool(sample.why)
+                yield sample
+
     parts = chunks(settings.samples, RESTARTS_PER_JOB)
     for number, count in enumerate(parts, 1):
         for workers in counts:
-            for contender, instead_of in turns:
-                run = partial(state.turn, contender, workers, count, instead_of)
+            # Without a store for each generation torchrun's workers may never meet again.
+            for contender in (each if each.ours else each.with_fresh_store() for each in contenders):
                 key = f"{label}, {contender.name}, {workers}"
-                yield Task(f"{label}, round {number} of {len(parts)}", key, run)
+                yield Task(f"round {number} of {len(parts)}", key, partial(turn, contender, workers, count))
 
 
 def _losses(settings: Settings) -> Iterator[Task]:

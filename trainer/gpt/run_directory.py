@@ -32,7 +32,6 @@ class RunDirectory:
         self.ledger = path / "ledger"
         self.profile = path / "profile"
         self.plan = path / "plan.json"
-        self._config = path / "config.yaml"
         self._result = path / "result.json"
 
     def claim(self, config: TrainConfig, corpus: Corpus, *, again: bool = False) -> None:
@@ -41,38 +40,29 @@ class RunDirectory:
         `again`: this is a restart, which must not fail because checkpoints elsewhere cannot be reached now.
         """
         wanted: dict[str, Plain] = {**config.identity, "corpus": corpus.summary, "layout": _LAYOUT}
-        record = {**wanted, "checkpoint_every": config.checkpoint_every}
-        content = yaml.safe_dump(record, sort_keys=False).encode()
-        folders = [self.path] if config.checkpoints is not None else [self.path, self.path / "checkpoints"]
-        try:
-            folders[-1].mkdir(parents=True, exist_ok=True)
-            text = self._config.read_bytes() if self._config.exists() else None
-            is_old = len(folders) > 1 and any(folders[-1].iterdir())
-            require_ours("--out", str(self.path), text, wanted, has_checkpoints=is_old)
-            for folder in folders:
-                sweep(folder)
-            # A restart writes nothing here: it must not fail if the disk is full by then.
-            if text != content:
-                write_durably(self._config, content)
-        except OSError as error:
-            raise ConfigError(
-                f"--out {self.path} cannot be used ({error.strerror}: {error.filename}); give one that can be written"
-            ) from error
-        if config.checkpoints is None or again:
-            return
-        storage = storage_at(config.checkpoints)
-        try:
-            # What is written first shows that the place can be written.
-            noted = storage.read_note("config.yaml")
-            is_old = noted is None and bool(storage.found())
-            require_ours("--checkpoints", str(storage), noted, wanted, has_checkpoints=is_old)
-            if noted is None:
-                storage.write_note("config.yaml", content)
-        except OSError as error:
-            raise ConfigError(
-                f"--checkpoints {storage} cannot be used ({error.strerror or error}); give a place that is there and "
-                "can be written"
-            ) from error
+        holder = "--out" if config.checkpoints is None else "--checkpoints"
+        content = yaml.safe_dump(wanted, sort_keys=False).encode()
+        for option, place in (("--out", self.path), ("--checkpoints", config.checkpoints)):
+            if place is None or (again and option == "--checkpoints"):
+                continue
+            storage = storage_at(place)
+            try:
+                if option == "--out":
+                    self.path.mkdir(parents=True, exist_ok=True)
+                    for folder in (self.path, self.path / "checkpoints"):
+                        sweep(folder)
+                noted = storage.read_note("config.yaml")
+                is_theirs = noted is None and option == holder and self.has_checkpoints()
+                require_ours(option, str(storage), noted, wanted, has_checkpoints=is_theirs)
+                # A restart writes nothing here: it must not fail if the disk is full by then. What is written first
+                # shows that the place can be written.
+                if noted is None:
+                    storage.write_note("config.yaml", content)
+            except OSError as error:
+                raise ConfigError(
+                    f"{option} {storage} cannot be used ({error.strerror or error}); give a place that is there and "
+                    "can be written"
+                ) from error
 
     @property
     def is_complete(self) -> bool:

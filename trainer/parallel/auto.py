@@ -50,15 +50,6 @@ class WorkerRoom:
         return self.taken + step
 
 
-def to_try(among: Sequence[Candidate], room: WorkerRoom) -> list[Candidate]:
-    """Those that fit by the formulas, the plainest first; one of those that differ in the order of computation only."""
-    found: dict[tuple[str, int, int], Candidate] = {}
-    for each in among:
-        if room.needed(each) <= room.most:
-            found.setdefault(each.plan.form, each)
-    return list(found.values())
-
-
 def choose(
     among: Sequence[Candidate],
     room: WorkerRoom,
@@ -70,19 +61,22 @@ def choose(
     `among` begins with the plainest. No further one is measured once `is_over`. All workers call this with the same
     values and get the same choice.
     """
-    tried = 0
+    # Of plans that differ in the order of computation only, one is measured.
+    tried: set[tuple[str, int, int]] = set()
     fitting: list[tuple[Candidate, float]] = []
-    for each in to_try(among, room):
-        if fitting and (tried >= TRIALS_MAX or is_over()):
+    for each in among:
+        if room.needed(each) > room.most or each.plan.form in tried:
+            continue
+        if fitting and (len(tried) >= TRIALS_MAX or is_over()):
             break
+        tried.add(each.plan.form)
         trial = measure(each)
-        tried += 1
         if room.needed(each, trial.memory) <= room.most:
             fitting.append((each, trial.step_s))
     if not fitting:
         raise NothingFits(refusal(among, room))
     best_s = min(step_s for _, step_s in fitting)
-    return next(each for each, step_s in fitting if step_s <= _AS_FAST * best_s), tried
+    return next(each for each, step_s in fitting if step_s <= _AS_FAST * best_s), len(tried)
 
 
 def refusal(among: Sequence[Candidate], room: WorkerRoom) -> str:

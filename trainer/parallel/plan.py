@@ -199,11 +199,33 @@ def require_fitting(plan: ParallelPlan, sizes: Sizes, shape: Shape) -> None:
         Order(1, global_batch=shape.global_batch, micro_batch=shape.micro_batch).share(0, sizes.data)
     except ValueError as error:
         raise PlanError(f"--parallel {plan.text}: {error}") from error
+    where = f"--parallel {plan.text}:"
     if sizes.tp > 1:
-        _require_tensor_parallel(plan, sizes, shape)
-    if sizes.pp > 1:
-        _require_layers(plan, shape)
-        _require_microbatches(plan, sizes, shape)
+        divided = (("--heads", shape.heads, 1), ("--context", shape.context, 1), ("--width", shape.width, sizes.fsdp))
+        for option, number, shards in divided:
+            by, axes = sizes.tp * shards, "tp" if shards == 1 else "tp × fsdp"
+            if number % by:
+                raise PlanError(
+                    f"{where} {option} ({number}) is not divisible by {axes} ({by}); use {option} "
+                    f"{-(-number // by) * by}, or another plan"
+                )
+    many = microbatches(sizes.data, shape)
+    if stages(plan) > shape.layers:
+        raise PlanError(
+            f"{where} the pipeline has {stages(plan)} stages ({plan.stages_per_worker} on each worker), and the "
+            f"network --layers {shape.layers}; use --layers {stages(plan)}, or a smaller pp"
+        )
+    if plan.schedule != "gpipe" and many < plan.pp:
+        raise PlanError(
+            f"{where} {plan.schedule} needs at least as many micro-batches per replica and step as pp ({plan.pp}); of "
+            f"{many} there are too few: use a smaller --micro-batch, a larger --global-batch, or schedule=gpipe"
+        )
+    # torch computes as many micro-batches of one stage after the other as there are stages, in rounds of one length.
+    if plan.schedule == "interleaved" and many % (many // plan.pp):
+        raise PlanError(
+            f"{where} interleaved divides {many} micro-batches into {many // plan.pp} rounds of equal length, and "
+            f"cannot; use a number of micro-batches that pp ({plan.pp}) divides, or schedule=1f1b"
+        )
 
 
 def stages(plan: ParallelPlan) -> int:
@@ -220,56 +242,6 @@ def layers_of(stage: int, plan: ParallelPlan, layers: int) -> range:
 def microbatches(replicas: int, shape: Shape) -> int:
     """How many micro-batches each of the replicas computes in a step; one of them may not count."""
     return -(-shape.global_batch // shape.micro_batch // replicas)
-
-
-def _require_tensor_parallel(plan: ParallelPlan, sizes: Sizes, shape: Shape) -> None:
-    tp = sizes.tp
-    for option, number in (("--heads", shape.heads), ("--context", shape.context)):
-        if number % tp:
-            raise PlanError(
-                f"--parallel {plan.text}: {option} ({number}) is not divisible by tp ({tp}); use "
-                f"tp={_divisor(number, tp)} or {option} {_multiple(number, tp)}"
-            )
-    if shape.width % (tp * sizes.fsdp):
-        raise PlanError(
-            f"--parallel {plan.text}: --width ({shape.width}) is not divisible by tp × fsdp ({tp} × {sizes.fsdp}); "
-            f"use --width {_multiple(shape.width, tp * sizes.fsdp)} or another plan"
-        )
-
-
-def _require_layers(plan: ParallelPlan, shape: Shape) -> None:
-    if stages(plan) > shape.layers:
-        each = f", {plan.stages_per_worker} on each worker" if plan.stages_per_worker > 1 else ""
-        raise PlanError(
-            f"--parallel {plan.text}: the pipeline has {stages(plan)} stages{each}, and the network only "
-            f"{shape.layers} layer{'s' * (shape.layers != 1)}; use --layers {stages(plan)}, or a smaller pp"
-        )
-
-
-def _require_microbatches(plan: ParallelPlan, sizes: Sizes, shape: Shape) -> None:
-    many = microbatches(sizes.data, shape)
-    where = f"--parallel {plan.text}:"
-    if plan.schedule != "gpipe" and many < plan.pp:
-        raise PlanError(
-            f"{where} {plan.schedule} needs at least as many micro-batches per replica and step as pp ({plan.pp}), and "
-            f"there {'is' if many == 1 else 'are'} {many}; use a smaller --micro-batch, a larger --global-batch, or "
-            "schedule=gpipe"
-        )
-    # torch computes as many micro-batches of one stage after the other as there are stages, in rounds of one length.
-    if plan.schedule == "interleaved" and many % (many // plan.pp):
-        raise PlanError(
-            f"{where} interleaved divides {many} micro-batches into {many // plan.pp} rounds of equal length, and "
-            f"cannot; use a number of micro-batches that pp ({plan.pp}) divides, or schedule=1f1b"
-        )
-
-
-def _divisor(number: int, most: int) -> int:
-    """The largest divisor of `number` that is at most `most`."""
-    return next(divisor for divisor in range(min(most, number), 0, -1) if number % divisor == 0)
-
-
-def _multiple(number: int, of: int) -> int:
-    return -(-number // of) * of
 
 
 def _workers(number: int) -> str:

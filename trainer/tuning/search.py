@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -53,28 +53,24 @@ class SearchResult:
         return self.default_s / self.chosen_s
 
 
-def search(gradient_mb: float) -> Generator[Size, float, SearchResult]:
-    """Yields the size for the next pass, is sent the seconds that the slowest rank took, and returns the result.
+def search(gradient_mb: float, run: Callable[[Size], float]) -> SearchResult:
+    """Search with `run`, which makes a pass with buckets of that size, and returns the seconds of the slowest rank.
 
     The model sends `gradient_mb` MiB.
     """
     default: Size = None
     took_s: list[float] = []
 
-    def measure(size: Size, count: int) -> Generator[Size, float, list[float]]:
+    def measure(size: Size, count: int) -> list[float]:
         """The times of `count` passes with this size, after those in which DDP settles."""
-        begin = len(took_s) + _SETTLING
-        for _ in range(_SETTLING + count):
-            took_s.append((yield size))
-        return took_s[begin:]
+        took_s.extend(run(size) for _ in range(_SETTLING + count))
+        return took_s[-count:]
 
     def result(chosen: Size, samples: dict[Size, list[float]], reason: str) -> SearchResult:
         default_s, chosen_s = (statistics.median(samples[each]) for each in (default, chosen))
         return SearchResult(chosen, default_s, chosen_s, len(took_s), sum(took_s), reason)
 
-    samples: dict[Size, list[float]] = {}
-    for size in (default, *sizes(gradient_mb)):
-        samples[size] = yield from measure(size, _MEASURED)
+    samples = {size: measure(size, _MEASURED) for size in (default, *sizes(gradient_mb))}
     best = min(samples, key=lambda each: statistics.median(samples[each]))
     if not _saves(samples[best], samples[default]):
         return result(default, samples, f"nothing else was faster by {GAIN_MIN:.0%}")
@@ -83,7 +79,7 @@ def search(gradient_mb: float) -> Generator[Size, float, SearchResult]:
     for number in range(_TURNS):
         turns.append({})
         for size in (default, best) if number % 2 == 0 else (best, default):
-            turns[-1][size] = yield from measure(size, _MEASURED_IN_TURN)
+            turns[-1][size] = measure(size, _MEASURED_IN_TURN)
     pooled: dict[Size, list[float]] = {each: [s for turn in turns for s in turn[each]] for each in (default, best)}
     # The least of a turn: something else on the machine makes single passes longer, and none shorter.
     wins_each = all(min(turn[best]) < min(turn[default]) for turn in turns)

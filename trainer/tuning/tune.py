@@ -107,28 +107,26 @@ def measure(ddp: DistributedDataParallel, warm_up: Callable[[], object], peers: 
     size that was measured last.
     """
     gradients = [each for each in ddp.module.parameters() if each.requires_grad]
-    passes = search(sum(each.numel() * each.element_size() for each in gradients) / (1 << 20))
     current: Size = None
+
+    def run(size: Size) -> float:
+        nonlocal current
+        if size != current:
+            # A heartbeat for the agent: on a slow link the passes take long, and no step ends.
+            link.phase("tuning")
+            rebuild.apply(ddp, size)
+            current = size
+        # All begin together, or a rank's time would have another rank's lateness in it.
+        peers.largest([0])
+        begun_s = time.perf_counter()
+        warm_up()
+        finish_device(ddp.device)
+        took_s = time.perf_counter() - begun_s
+        ddp.zero_grad(set_to_none=True)
+        return slowest_s(took_s, peers)
+
     with unchanged(ddp):
-        size = next(passes)
-        while True:
-            if size != current:
-                # A heartbeat for the agent: on a slow link the passes take long, and no step ends.
-                link.phase("tuning")
-                rebuild.apply(ddp, size)
-                current = size
-            # All begin together, or a rank's time would have another rank's lateness in it.
-            peers.largest([0])
-            begun_s = time.perf_counter()
-            warm_up()
-            finish_device(ddp.device)
-            took_s = time.perf_counter() - begun_s
-            ddp.zero_grad(set_to_none=True)
-            try:
-                size = passes.send(slowest_s(took_s, peers))
-            except StopIteration as end:
-                result: SearchResult = end.value
-                return result
+        return search(sum(each.numel() * each.element_size() for each in gradients) / (1 << 20), run)
 
 
 def slowest_s(took_s: float, peers: Peers) -> float:

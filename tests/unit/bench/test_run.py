@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import bench.__main__ as command
-from bench.plan import SECTIONS, Settings, Task
+from bench.plan import Settings, Task
 from bench.samples import Sample, decode
 
 
@@ -40,16 +40,17 @@ def measure(tmp_path: Path, page: Path, monkeypatch: pytest.MonkeyPatch) -> Call
     return run
 
 
-def test_a_part_prints_its_tables_and_leaves_the_page(
-    measure: Callable[..., int], page: Path, capsys: pytest.CaptureFixture[str]
+def test_a_run_prints_its_tables_and_render_makes_the_page_of_its_samples(
+    measure: Callable[..., int], tmp_path: Path, page: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code = measure("--only", "first-line")
+    assert measure("--only", "first-line") == 0
 
     out, err = capsys.readouterr()
-    assert code == 0
     assert "| first line |       1 | elaunch |   1 |  0.125 | 0.125 | 0.125 |      1.00 |" in out
-    assert "a part only" in err
+    assert f"--render {tmp_path / 'out.json'} --page {page}" in err
     assert not page.exists()
+    assert command.main(["--render", str(tmp_path / "out.json"), "--page", str(page)]) == 0
+    assert out in page.read_text()
 
 
 @pytest.mark.parametrize(("stop", "code"), [(KeyboardInterrupt(), 130), (SystemExit(143), 143)])
@@ -68,11 +69,3 @@ def test_a_run_that_is_stopped_prints_what_it_has(
     assert "stopped after 1 samples" in err
     assert len(decode((tmp_path / "out.json").read_text()).samples) == 1
     assert not page.exists()
-
-
-def test_a_whole_run_prints_its_tables_and_makes_the_page(
-    measure: Callable[..., int], page: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert measure("--only", ",".join(SECTIONS)) == 0
-
-    assert capsys.readouterr().out in page.read_text()

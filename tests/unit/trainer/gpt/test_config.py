@@ -30,7 +30,7 @@ TWO = RankInfo(rank=0, world_size=2, launched=True)
         (["--stepz", "3"], "--stepz"),
         (["--parallel", "fsdp3"], "--parallel fsdp3: there is no plan 'fsdp3'; use one of ddp"),
         (["--parallel", "dp=4"], "--parallel dp=4 is for 4 workers, and there are 2; use numbers"),
-        (["--parallel", "pp=2", "--layers", "1"], "2 stages, and the network only 1 layer; use --layers 2"),
+        (["--parallel", "pp=2", "--layers", "1"], "(1 on each worker), and the network --layers 1; use --layers 2"),
         (["--profile", "ten"], "--profile: 'ten' is neither a number of steps nor a range; give 3, or 10-12"),
         (["--profile", "10-12", "--steps", "11"], "--profile 10-12 ends with step 12, and --steps is 11; give fewer"),
         (["--bucket-mb", "5", "--parallel", "tp=2"], "--bucket-mb is DDP's, and --parallel tp=2 has no DDP"),
@@ -129,8 +129,9 @@ def test_a_broken_config_yaml_is_one_sentence(run: tuple[RunDirectory, TrainConf
 
 def test_checkpoints_of_nobody_are_not_taken_over(run: tuple[RunDirectory, TrainConfig, Corpus]) -> None:
     directory, config, corpus = run
-    directory.checkpoints.mkdir(parents=True)
-    (directory.checkpoints / "generation-0000-step-00000001.pt").touch()
+    folder = directory.checkpoints / "generation-0000-step-00000001.0a0b0c0d"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").touch()
 
     with pytest.raises(ConfigError, match=r"holds checkpoints but no config\.yaml"):
         directory.claim(config, corpus)

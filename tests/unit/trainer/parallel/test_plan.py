@@ -147,16 +147,16 @@ def test_runs_are_the_same_if_their_state_is_cut_in_the_same_way() -> None:
 @pytest.mark.parametrize(
     ("text", "workers", "shape", "sentence"),
     [
-        ("tp=3", 3, {"heads": 4}, "--heads (4) is not divisible by tp (3); use tp=2 or --heads 6"),
-        ("tp=4", 4, {"context": 66}, "--context (66) is not divisible by tp (4); use tp=3 or --context 68"),
-        ("fsdp=3,tp=2", 6, {}, "--width (128) is not divisible by tp × fsdp (2 × 3); use --width 132"),
+        ("tp=3", 3, {"heads": 4}, "--heads (4) is not divisible by tp (3); use --heads 6, or"),
+        ("tp=4", 4, {"context": 66}, "--context (66) is not divisible by tp (4); use --context 68, or"),
+        ("fsdp=3,tp=2", 6, {}, "--width (128) is not divisible by tp × fsdp (6); use --width 132"),
         (
             "pp=4,schedule=interleaved",
             4,
             {},
-            "the pipeline has 8 stages, 2 on each worker, and the network only 4 layers; use --layers 8",
+            "the pipeline has 8 stages (2 on each worker), and the network --layers 4; use --layers 8",
         ),
-        ("dp=8,pp=2", 16, {}, "1f1b needs at least as many micro-batches per replica and step as pp (2), and there is"),
+        ("dp=8,pp=2", 16, {}, "1f1b needs at least as many micro-batches per replica and step as pp (2); of 1 there"),
         (
             "pp=2,schedule=interleaved",
             2,

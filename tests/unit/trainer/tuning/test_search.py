@@ -36,19 +36,16 @@ class World:
     def run(self, gradient_mb: float = GRADIENT_MB) -> SearchResult:
         """The whole search."""
         dice = random.Random(self.seed)
-        steps = search(gradient_mb)
-        wanted = next(steps)
-        while True:
-            self.passes.append(wanted)
+
+        def pass_s(size: Size) -> float:
+            self.passes.append(size)
             assert len(self.passes) < 1000, "the search does not end"
             drifted = 1 + self.drift * len(self.passes) / 100
             spike = 5.0 if dice.random() < self.spikes else 1.0
-            costs = [self.cost_s(wanted, rank) * dice.gauss(1, self.noise) for rank in range(self.ranks)]
-            try:
-                wanted = steps.send(max(0.1 * max(costs), max(costs)) * drifted * spike)
-            except StopIteration as end:
-                result: SearchResult = end.value
-                return result
+            costs = [self.cost_s(size, rank) * dice.gauss(1, self.noise) for rank in range(self.ranks)]
+            return max(0.1 * max(costs), max(costs)) * drifted * spike
+
+        return search(gradient_mb, pass_s)
 
 
 def by_size(times: dict[Size, float]) -> Callable[[Size, int], float]:
