@@ -144,11 +144,6 @@ class WorkerStream:
         due_s = (self._partial_at_s, self._fold.due_s if self._fold else None)
         return min((at_s for at_s in due_s if at_s is not None), default=None)
 
-    @property
-    def folded(self) -> int:
-        """Lines that the console does not get, since they only tell of a lost peer."""
-        return self._fold.folded if self._fold else 0
-
     def feed(self, data: bytes, now_s: float) -> None:
         """Pass `data` on: whole lines at once, a partial line when its end comes or `flush_at_s` has passed."""
         if self._keep_tail:

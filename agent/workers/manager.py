@@ -5,7 +5,7 @@ from __future__ import annotations
 import selectors
 import signal
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from elaunch.agent import linux
@@ -30,7 +30,6 @@ from elaunch.agent.diagnosis.investigate import look_into
 from elaunch.agent.diagnosis.oom import KernelLog, counter_files
 from elaunch.agent.forkserver.client import ForkServer
 from elaunch.agent.guardian.client import GuardianClient
-from elaunch.agent.output.folding import said_of_folded
 from elaunch.agent.output.pump import Pump
 from elaunch.agent.output.run_dir import RunDir
 from elaunch.agent.workers.exits import ExitReader, signal_name
@@ -255,9 +254,8 @@ class Workers:
             return
         self._guardian.end_generation((self._fork_server.pid,), self._meanwhile)
 
-        def drained(tails: dict[int, str], folded: dict[int, int]) -> None:
+        def drained(tails: dict[int, str]) -> None:
             self._timeline.stamp(generation, "cleared")
-            hidden = _said_of_folded(group, folded)
             try:
                 failures = {rank: with_tail(f, tails.get(rank, ""), reached) for rank, f in group.failures.items()}
                 # Those that lost a peer are explained only if there is no other.
@@ -265,11 +263,11 @@ class Workers:
                 look_into(
                     causes.values(),
                     self._log,
-                    lambda facts: self._reporter.post(Cleared(generation, tails, reached, progressed, facts, hidden)),
+                    lambda facts: self._reporter.post(Cleared(generation, tails, reached, progressed, facts)),
                 )
             except Exception:
                 # Without this event the agent would wait for ever. A program's odd output must not do that.
-                self._reporter.post(Cleared(generation, tails, reached, progressed, hidden=hidden))
+                self._reporter.post(Cleared(generation, tails, reached, progressed))
                 raise
 
         self._pump.drain(generation, drained)
@@ -300,20 +298,8 @@ class Workers:
         """End what workers of a generation that has ended well have left behind, and collect its output."""
         if not self._spares_leftovers:
             return
-        group = self._current.group
         if left := self._find_leftovers():
             self._reporter.say(f"ending {named(left)}: {why}")
         self._spares_leftovers, self._leftovers = False, None
         self._guardian.end_generation((self._fork_server.pid,), self._meanwhile)
-
-        def drained(_: dict[int, str], folded: dict[int, int]) -> None:
-            if hidden := _said_of_folded(group, folded):
-                self._reporter.say(hidden)
-
-        self._pump.drain(group.generation, drained)
-
-
-def _said_of_folded(group: WorkerGroup, folded: Mapping[int, int]) -> str:
-    """A sentence about tracebacks that the console did not get; empty if it got all."""
-    lines = {group.rank(rank): count for rank, count in folded.items()}
-    return said_of_folded(lines, is_interrupted=group.is_interrupted) if lines else ""
+        self._pump.drain(self._current.generation, lambda _: None)
