@@ -174,8 +174,8 @@ class ForkServer:
     ) -> None:
         """Signal those that still live, one right after the other, or their process groups.
 
-        `keys` are local ranks. A scheduler that gave its notice to the fork server too has given it to all processes:
-        with `is_notice` they do not get it again.
+        `keys` are local ranks. With `is_notice` only those with a handler get the signal, the others SIGTERM. A
+        scheduler that gave its notice to the fork server too has given it to all processes: they do not get it again.
         """
         order = {"op": "signal", "keys": keys, "generation": generation, "signum": int(signum), "group": group}
         self._send(order | {"is_notice": is_notice})

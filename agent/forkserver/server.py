@@ -27,7 +27,7 @@ from elaunch.agent.forkserver import after_fork, child, warm, wire
 from elaunch.agent.forkserver.hidden_modules import HiddenModules
 from elaunch.agent.forkserver.preload import Unfaithful, default_of, open_files, preload
 from elaunch.agent.forkserver.wire import BOOT_VARIABLE, HOOK_DIR, Boot
-from elaunch.agent.linux import die_with_parent, parent, read_signal, set_command_line, signal_fd, stat_fields
+from elaunch.agent.linux import catches, die_with_parent, parent, read_signal, set_command_line, signal_fd, stat_fields
 
 # What a program sends to its parent, as to a launcher that is to end. SIGKILL ends this process.
 _FROM_PROGRAMS = frozenset(
@@ -189,11 +189,15 @@ class Server:
         match order["op"]:
             case "ask":
                 self._report({"event": "here"})
-            case "signal" if order["is_notice"] and self._comes_to_all(order["signum"]):
-                pass
             case "signal":
-                names = {(order["generation"], key) for key in order["keys"]}
-                self._children.signal(names, order["signum"], order["group"])
+                names, signum = {(order["generation"], key) for key in order["keys"]}, order["signum"]
+                if order["is_notice"]:
+                    # Only this process knows all children: the agent may not have read yet that they were forked.
+                    catching = self._children.catching(names, signum)
+                    if catching and not self._comes_to_all(signum):
+                        self._children.signal(catching, signum, group=False)
+                    names, signum = names - catching, signal.SIGTERM
+                self._children.signal(names, signum, order["group"])
             case "stay":
                 self._children.kill()
                 self._release()
@@ -311,6 +315,10 @@ class Children:
             # The pid remains the group's number as long as the group has members.
             with suppress(PermissionError):
                 _signal_group(pid, signum)
+
+    def catching(self, names: Collection[Name], signum: int) -> set[Name]:
+        """Those of the living children that have a handler for the signal."""
+        return {name for pid, name in self._names.items() if name in names and catches(pid, signum)}
 
     def kill(self) -> None:
         """Kill and reap all children that are left."""
