@@ -6,9 +6,7 @@ At the first run that does not fit it exits, and the fork server of that run may
 
 from __future__ import annotations
 
-import builtins
 import ctypes
-import io
 import os
 import selectors
 import signal
@@ -34,11 +32,10 @@ from elaunch.agent.linux import credentials, outlive_parent, set_command_line, s
 _REQUEST_S = 2.0
 _BACKLOG = 64
 _POLL_S = 30.0
-# The kernel's stamps of files lag behind its clock by a tick, and a few modules come before the recording.
+# The kernel's stamps of files lag behind its clock by a tick, and a few modules come before.
 _MARGIN_NS = 100_000_000
 # What installers add to a folder of packages.
 _RECORDS = (".dist-info", ".egg-info", ".egg-link", ".pth")
-_NO_FILES = ("/proc/", "/sys/", "/dev/")
 # Variables that may differ: the shell's own, those that each worker gets, and those that are read when they are used.
 _FREE = RANK_VARIABLES | {VARIABLE, "_", "OLDPWD", "PWD", "SHLVL", "CUDA_VISIBLE_DEVICES"}
 _FREE_PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_")
@@ -53,31 +50,18 @@ class Imports:
     def __init__(self, target: str) -> None:
         self._target = os.path.abspath(target)  # noqa: PTH100
         self._began_ns = time.time_ns() - _MARGIN_NS
-        self._opened: set[str] = set()
-        self._open: Any = builtins.open
         self.modules: Mapping[str, ModuleType] = {}
-        self._is_on = True
-
-        def recorded(file: Any, *args: Any, **kwargs: Any) -> Any:
-            # A module may keep this function for later.
-            if self._is_on and not isinstance(file, int):
-                self._opened.add(os.path.abspath(os.fsdecode(file)))  # noqa: PTH100
-            return self._open(file, *args, **kwargs)
-
-        builtins.open = io.open = recorded
 
     def finish(self) -> None:
-        """Take the state of all files: of modules, libraries and other files that were opened."""
-        builtins.open = io.open = self._open
-        self._is_on = False
+        """Take the state of all files of modules and libraries."""
         self.modules = dict(sys.modules)
         self._names = {name.partition(".")[0] for name in self.modules}
         # A lazy module may import more if it is asked for an attribute that it lacks.
         files = {getattr(module, "__dict__", {}).get("__file__") for module in self.modules.values()}
-        paths = {*self._opened, *_libraries(), *sys.path, *(file for file in files if isinstance(file, str))}
+        paths = {*_libraries(), *sys.path, *(file for file in files if isinstance(file, str))}
         paths |= {os.fspath(file) for folder in sys.path for file in Path(folder).glob("*.pth")}
         paths.add(os.path.join(sys.prefix, "pyvenv.cfg"))  # noqa: PTH118
-        self._known = {path: self._state(path) for path in paths - {self._target} if not path.startswith(_NO_FILES)}
+        self._known = {path: self._state(path) for path in paths - {self._target}}
 
     def change(self) -> str:
         """A sentence on a file that has changed since the imports began, or was added or removed; empty without one."""

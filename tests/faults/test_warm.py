@@ -42,8 +42,7 @@ def place(tmp_path: Path) -> Iterator[Path]:
     """Where fork servers stay; a package that they import is installed beside."""
     packages = tmp_path / "lib" / "site-packages"
     packages.mkdir(parents=True)
-    (packages / "word.txt").write_text("one")
-    (packages / "heavy.py").write_text("import os\nWORD = open(os.path.dirname(__file__) + '/word.txt').read()\n")
+    (packages / "heavy.py").write_text("WORD = 'one'\n")
     with own_place(tmp_path / "run") as where, pytest.MonkeyPatch.context() as patched:
         patched.setenv("PYTHONPATH", os.fspath(packages))
         script(tmp_path, TELL)
@@ -114,8 +113,8 @@ def test_each_thing_that_differs_makes_the_start_cold_and_the_one_after_it_warm(
 
     changed("the limit Max core file size is '.*', and was '4096 ", "one")
     changed("the variable MINE is another one", "one", MINE="yes")
-    (packages / "word.txt").write_text("two")
-    changed(rf"{packages}/word.txt has changed", "two", MINE="yes")
+    (packages / "heavy.py").write_text("WORD = 'two'\n")
+    changed(rf"{packages}/heavy.py has changed", "two", MINE="yes")
     (packages / "new-1.0.dist-info").mkdir()
     changed(rf"{packages} has changed", "two", MINE="yes")
     script(tmp_path, "WORD = 'mine'", "heavy.py")
