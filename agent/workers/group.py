@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from elaunch.agent.config import Level
 from elaunch.agent.core.events import Event
@@ -55,27 +56,6 @@ class StoreControl:
 
     def __init__(self, control: socket.socket) -> None:
         self._socket = control
-        self._is_up = False
-        self._is_gone = False
-        self._error = ""
-
-    def fileno(self) -> int:
-        return self._socket.fileno()
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether nothing more is to be read before the end: it is up, or it failed, or it is gone."""
-        return self._is_up or self._is_gone or bool(self._error)
-
-    def read(self) -> bool:
-        """Read the store's report if it has come. Returns whether the store is up."""
-        if not self.is_settled:
-            with suppress(OSError):
-                report = wire.receive(self._socket)
-                self._is_gone = report is None
-                self._is_up = bool(report and "up" in report[0])
-                self._error = report[0].get("error", "") if report else ""
-        return self._is_up
 
     def end(self, *, is_used: bool = False) -> bool | None:
         """End the store. Returns whether a rank has used it, or None if the store is not up.
@@ -85,18 +65,23 @@ class StoreControl:
         with self._socket, suppress(OSError):
             if is_used:
                 return True
-            if self.read():
+            if "up" in self._report():
                 wire.send(self._socket, {"op": "end"})
                 select.select([self._socket], [], [], _ANSWER_S)
-                answer = wire.receive(self._socket)
-                return bool(answer and answer[0]["keys"])
+                return bool(self._report().get("keys"))
         return None
 
     def last_error(self) -> str:
         """The error that a store reported before it ended, in words. Empty if it reported none."""
-        with self._socket:
-            self.read()
-        return f"failed: {self._error}" if self._error else ""
+        with self._socket, suppress(OSError):
+            if error := self._report().get("error"):
+                return f"failed: {error}"
+        return ""
+
+    def _report(self) -> dict[str, Any]:
+        """The next report; empty where the store is gone. Raises BlockingIOError where none has come."""
+        packet = wire.receive(self._socket)
+        return packet[0] if packet else {}
 
 
 @dataclass(frozen=True)

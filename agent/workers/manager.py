@@ -200,7 +200,6 @@ class Workers:
         self._timeline.stamp(generation, "ordered")
         self._guardian.note(generation=generation, workers=group.slots)
         self._links.begin(group)
-        self._monitor.watch_store(group)
 
     def _signal(self, order: SignalWorkers, *, is_ending: bool) -> None:
         """Signal workers. If the agent is ending and the fork server still imports, no worker runs: end that server."""
@@ -239,7 +238,6 @@ class Workers:
         generation = order.generation
         self._timeline.stamp(generation, "stopped")
         group = self._current.group
-        self._monitor.unwatch_store(group)
         if group.store:
             # A restart would wait for the store's answer, on the CPUs on which old workers end.
             group.reached_store, group.store = group.store.end(is_used=group.has_used_store), None
