@@ -116,8 +116,7 @@ class Loop:
                 f"this host's name, {name!r}, cannot be in keys and lines: this job calls it {host}", "warning"
             )
         self._inbox.catch(self._config.signals)
-        for fd in self._inbox.fds:
-            self._selector.register(fd, selectors.EVENT_READ)
+        self._selector.register(self._inbox, selectors.EVENT_READ)
         self._selector.register(self._guardian, selectors.EVENT_READ, self._replace_guardian)
         if self._served_pid is not None:
             self._watch_store_process(self._served_pid)

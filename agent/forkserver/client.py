@@ -24,7 +24,6 @@ from elaunch.rendezvous.texts import plain
 
 _ORDER_WAIT_S = 60.0
 _STAYS_S = 5.0
-_ADDRESS_BYTES_MAX = 107
 # A server answers in milliseconds, unless it is stopped or the host has no CPU for it.
 _GREETING_S = 2.0
 # It looks at each file that is loaded, which may be on a slow network file system.
@@ -278,14 +277,10 @@ def checked(place: Path) -> Path:
 
 
 def socket_path(program: Program) -> Path:
-    """Where the fork server for this program, in this folder, listens. Raises Cold if the path is too long."""
+    """Where the fork server for this program, in this folder, listens."""
     # Containers may share the folder: a server of another one can be neither used nor ended.
     parts = (os.readlink("/proc/self/ns/pid"), os.getcwd(), program.interpreter, program.kind.value, program.target)  # noqa: PTH109, PTH115
-    path = folder(os.environ) / f"{crc32(json.dumps(parts).encode()):08x}"
-    # With the pid that its name ends in at first.
-    if len(os.fsencode(path)) + len(".4194304") > _ADDRESS_BYTES_MAX:
-        raise Cold(f"the path {path} is too long for a socket; set XDG_RUNTIME_DIR to a shorter folder")
-    return path
+    return folder(os.environ) / f"{crc32(json.dumps(parts).encode()):08x}"
 
 
 def place_for(program: Program) -> Path:
@@ -309,7 +304,7 @@ def connected(path: Path) -> Iterator[socket.socket]:
         except ConnectionRefusedError:
             raise Cold(f"the fork server that stayed at {path} was killed") from None
         except OSError as error:
-            raise Cold(f"{path} cannot be reached ({error.strerror})") from error
+            raise Cold(f"{path} cannot be reached ({error.strerror or error})") from error
         if (uid := credentials(connection)[1]) != os.geteuid():
             raise Cold(f"{path} is a socket of the user with id {uid}; remove it")
         yield connection

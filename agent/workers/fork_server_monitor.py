@@ -49,7 +49,6 @@ class ForkServerMonitor:
         self._reporter = reporter
         self._timeline = reporter.timeline
         self._selector = selector
-        self._told: set[str] = set()
         self._answer_due_s: float | None = None
         self._patience_until_s = time.monotonic() + _PATIENCE_S if server.preload else None
         self._selector.register(server, selectors.EVENT_READ, self._read)
@@ -139,10 +138,7 @@ class ForkServerMonitor:
         self._patience_until_s = None
         self._timeline.stamp(self._current.generation, "fork_server_ready", pid=self._server.pid)
         for sentence in left_out:
-            # A fork server that takes the place of another one says the same again.
-            if sentence.partition("(")[0] not in self._told:
-                self._told.add(sentence.partition("(")[0])
-                self._reporter.say(sentence)
+            self._reporter.say(sentence)
         if reason:
             self._server.preload_nothing()
             self._reporter.warn(f"each worker starts as a fresh interpreter, which is slower: {reason}")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import selectors
 import signal
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 from elaunch.agent import linux
@@ -17,7 +19,6 @@ from elaunch.agent.core.actions import (
     LookAtStacks,
     NameThreads,
     ReplaceForkServer,
-    ShowStacks,
     SignalWorkers,
     Spawn,
     TellWorkers,
@@ -84,7 +85,7 @@ class Workers:
         self._spawner = Spawner(config, run_dir, Stdio(config, services.pump, run_dir), fork_server)
         # Before any worker starts: it reads what the kernel says from then on.
         self._log = KernelLog(counter_files())
-        self._exits = ExitReader(node_host(socket.gethostname()), self._log, keeps_files=run_dir.logs is not None)
+        self._exits = ExitReader(node_host(socket.gethostname()), self._log, run_dir)
         self._monitor = ForkServerMonitor(fork_server, self._current, self._exits, reporter, selector)
         self._environ, self._warn = {**config.environment, **config.worker_env}, reporter.warn
         self._links = LinkMonitor(self._current, reporter, run_dir, self._monitor.check)
@@ -151,8 +152,6 @@ class Workers:
                 self._signal(order, is_ending=is_ending)
             case TellWorkers():
                 self._links.tell(order)
-                if not isinstance(order.message, ShowStacks):
-                    self._let_go_on(order.local_ranks)
             case LookAtStacks():
                 self._observers.look_at_stacks(order)
             case NameThreads():
@@ -181,7 +180,7 @@ class Workers:
             restarts=table.restarts,
         )
         group = WorkerGroup(table, group_rank)
-        self._current.begin(group)
+        self._current.latest = group
         self._observers.begin(has_store=self._spawner.has_store)
         warn_of_locks(self._environ, self._warn)
         if group_rank != 0 or not self._spawner.has_store:
@@ -213,25 +212,9 @@ class Workers:
             self._current.group.is_interrupted = True
         # The end of the first would free the others from a collective: a handler would begin to run, and be cut short.
         signals = (signal.SIGSTOP, order.signum) if order.signum == signal.SIGKILL and count > 1 else (order.signum,)
-        try:
+        with suppress(OSError):
             for signum in signals:
                 self._spawner.signal(self._current.group, order.local_ranks, signum)
-        except OSError:
-            return
-        if order.signum != signal.SIGKILL:
-            self._let_go_on(order.local_ranks)
-
-    def _let_go_on(self, local_ranks: Iterable[int]) -> None:
-        """Continue workers that a SIGSTOP holds: they are to end, and can neither save nor take a signal before."""
-        pids = self._current.group.pids
-        stopped = sorted(rank for rank in local_ranks if linux.state(pids.get(rank, -1)) == "T")
-        if stopped:
-            try:
-                self._spawner.signal(self._current.group, stopped, signal.SIGCONT)
-            except OSError:
-                return
-            numbers = ", ".join(map(str, stopped))
-            self._reporter.warn(f"local rank {numbers} was stopped by a signal (SIGSTOP) and is to end; SIGCONT")
 
     def _clear(self, order: Clear) -> None:
         """End what is left of the generation and collect its output; posts `Cleared`."""
@@ -243,7 +226,8 @@ class Workers:
             group.reached_store, group.store = group.store.end(is_used=group.has_used_store), None
         self._links.end(group)
         self._observers.end()
-        group.close_crash_files()
+        while group.crash_fds:
+            os.close(group.crash_fds.popitem()[1])
         reached, progressed = group.reached_store, group.progressed or group.lasted
         if order.is_done and self._spare_leftovers():
             # Their output goes on.

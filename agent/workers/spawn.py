@@ -24,7 +24,7 @@ from elaunch.agent.forkserver import wire
 from elaunch.agent.forkserver.client import ForkServer
 from elaunch.agent.output.run_dir import RunDir
 from elaunch.agent.workers import numa
-from elaunch.agent.workers.group import CrashFile, StoreControl, WorkerGroup
+from elaunch.agent.workers.group import StoreControl, WorkerGroup
 from elaunch.agent.workers.link import Link
 from elaunch.agent.workers.stdio import Stdio
 from elaunch.rendezvous.endpoint import is_loopback
@@ -179,10 +179,10 @@ class Spawner:
         group.links[local_rank] = Link(group.generation, local_rank, link)
         try:
             theirs += [*self._stdio.standard_fds(group, local_rank), link_end.detach()]
-            group.crash_files[local_rank] = CrashFile()
-            theirs.append(os.dup(group.crash_files[local_rank].fileno()))
+            # The worker owns what is in it: it may hold anything, and any amount.
+            crash_fd = group.crash_fds[local_rank] = os.memfd_create("elaunch-crash", os.MFD_CLOEXEC)
             env = self._environment(group, local_rank)
-            self._server.spawn(group.generation, local_rank, env, self._cpus(local_rank), tuple(theirs))
+            self._server.spawn(group.generation, local_rank, env, self._cpus(local_rank), (*theirs, crash_fd))
         finally:
             for fd in theirs:
                 os.close(fd)
@@ -191,15 +191,13 @@ class Spawner:
         config = self._config
         rank = group.rank(local_rank)
         has_folder = self._run_dir.rank(group.generation, rank) is not None
-        error_file = self._run_dir.error_file(group.generation, rank) if has_folder else None
-        if error_file:
-            group.error_files[local_rank] = error_file
+        error_file = self._run_dir.error_file(group.generation, rank) if has_folder else ""
         env = environment.rank_variables(
             group.table,
             group.group_rank,
             local_rank,
             agent_store=self.has_store,
-            error_file=str(error_file or ""),
+            error_file=str(error_file),
             memory=str(self._run_dir.memory_at_start().folder or ""),
         )
         if config.virtual_local_rank:
