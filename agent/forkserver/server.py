@@ -83,7 +83,6 @@ def main(loaded_at_start: Collection[str]) -> None:
         server = warm.WarmServer(boot, imports, loaded_at_start)
         server.stay(order, control)
         boot, control = server.serve()
-        # In a fork, for another run.
         given = dict(boot.environment)
         preloaded = replace(preloaded, restore={name: given.get(name) for name in preloaded.restore})
     child.become(template, order, fds)
