@@ -16,39 +16,36 @@ class LookAgain:
 
 
 class Inbox:
-    """A queue of events with a file descriptor that is readable when something waits.
+    """A queue of events. Its `fileno` is readable when something waits.
 
     `post` may be called from any thread. `catch` turns signals into events; the handlers do nothing else.
     """
 
     def __init__(self) -> None:
         self._events: deque[Event | LookAgain] = deque()
+        # A byte is a signal's number, or 0 to wake the loop.
         self._wake_r, self._wake_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self._signal_r, self._signal_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._caught: list[int] = []
 
-    @property
-    def fds(self) -> tuple[int, int]:
-        return self._wake_r, self._signal_r
+    def fileno(self) -> int:
+        return self._wake_r
 
     def post(self, event: Event | LookAgain) -> None:
         self._events.append(event)
-        # A full pipe already holds a wake-up.
-        with suppress(BlockingIOError):
+        # Whoever takes the first event takes those behind it too. So a signal always finds room in the pipe.
+        if len(self._events) == 1:
             os.write(self._wake_w, b"\0")
 
     def take(self) -> Event | LookAgain | None:
         """The next event, or None."""
         with suppress(BlockingIOError):
-            os.read(self._wake_r, 4096)
-        with suppress(BlockingIOError):
-            for signum in os.read(self._signal_r, 256):
+            for signum in filter(None, os.read(self._wake_r, 4096)):
                 self._events.append(Signalled(signum, signal.Signals(signum).name))
         return self._events.popleft() if self._events else None
 
     def catch(self, signums: Iterable[int]) -> None:
         """Turn these signals into events; one that is ignored stays so (SIGHUP under nohup)."""
-        signal.set_wakeup_fd(self._signal_w, warn_on_full_buffer=False)
+        signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
         for signum in signums:
             if signal.getsignal(signum) is not signal.SIG_IGN:
                 signal.signal(signum, lambda *_: None)

@@ -7,7 +7,6 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 
@@ -117,9 +116,8 @@ class Loop:
                 f"this host's name, {name!r}, cannot be in keys and lines: this job calls it {host}", "warning"
             )
         self._inbox.catch(self._config.signals)
-        for fd in self._inbox.fds:
-            self._selector.register(fd, selectors.EVENT_READ)
-        self._watch_guardian()
+        self._selector.register(self._inbox, selectors.EVENT_READ)
+        self._selector.register(self._guardian, selectors.EVENT_READ, self._replace_guardian)
         if self._served_pid is not None:
             self._watch_store_process(self._served_pid)
         self._session.open()
@@ -279,24 +277,17 @@ class Loop:
         me = self._agent.me
         return Failure(kind, generation, me.node_id, me.host, -1, -1, -1, None, message, failed_at=time.time())
 
-    def _at_end_of(self, pid: int, do: Callable[[], None]) -> None:
+    def _watch_store_process(self, pid: int) -> None:
+        """Tell why the store has ended: no other agent can see it."""
         try:
             fd = os.pidfd_open(pid)
         except OSError:
-            # A container's seccomp profile may refuse it: nothing is done then.
+            # A container's seccomp profile may refuse it: nothing is told then.
             return
 
         def ended() -> None:
             self._selector.unregister(fd)
             os.close(fd)
-            do()
-
-        self._selector.register(fd, selectors.EVENT_READ, ended)
-
-    def _watch_store_process(self, pid: int) -> None:
-        """Tell why the store has ended: no other agent can see it."""
-
-        def ended() -> None:
             self._served_pid = None
             how = _how_it_ended(pid)
             if how.endswith(signal.SIGKILL.name) and (word := self._workers.word_of_kernel(pid)):
@@ -304,25 +295,21 @@ class Loop:
             text = f"the job's store, which this host served (pid {pid}), {how}; the workers go on, without restarts"
             self._pump.say(text, "error")
 
-        self._at_end_of(pid, ended)
+        self._selector.register(fd, selectors.EVENT_READ, ended)
 
-    def _watch_guardian(self) -> None:
-        def gone() -> None:
-            if self._guardian.restarts == _GUARDIANS_MAX:
-                kept = "the guardian keeps ending; going on without one: kill -9 may leave processes behind"
-                self._pump.say(kept, "warning")
-                return
+    def _replace_guardian(self) -> None:
+        self._selector.unregister(self._guardian)
+        why = "it keeps ending"
+        if self._guardian.restarts < _GUARDIANS_MAX:
             self._pump.say("the guardian was killed; starting another", "warning")
             try:
                 self._guardian.restart()
-                self._watch_guardian()
             except OSError as error:
-                why = error.strerror
-                self._pump.say(
-                    f"the guardian cannot be replaced ({why}): kill -9 may leave processes behind", "warning"
-                )
-
-        self._at_end_of(self._guardian.pid, gone)
+                why = error.strerror or str(error)
+            else:
+                self._selector.register(self._guardian, selectors.EVENT_READ, self._replace_guardian)
+                return
+        self._pump.say(f"the guardian cannot be replaced ({why}): kill -9 may leave processes behind", "warning")
 
 
 def _working_directory() -> str:

@@ -8,13 +8,11 @@ import re
 import socket
 import time
 from collections.abc import Callable, Mapping
+from datetime import datetime
 from functools import partial
 
 from elaunch.agent.config import LogFormat
 from elaunch.rendezvous.texts import node_host, plain
-
-# For a `\r` too, so that a progress bar is a line each time it moves.
-_LINE_ENDS = re.compile(rb"\r\n|\n|\r")
 
 
 class OwnLines:
@@ -55,14 +53,10 @@ class OwnLines:
         return partial(self._objects, generation, rank, stream) if self.is_json else None
 
     def _objects(self, generation: int, rank: int, stream: str, lines: bytes) -> bytes:
-        ended = _LINE_ENDS.split(lines)
-        if not ended[-1]:
-            ended.pop()
         head = {"time": iso(time.time()), "node": self._host, "generation": generation, "rank": rank, "stream": stream}
-        # A chatty worker writes a hundred thousand lines a second: only the text is encoded for each.
-        before = json.dumps(head)[:-1] + ', "text": '
-        quoted = (json.encoder.encode_basestring(line.decode(errors="replace")) for line in ended)
-        return "".join([f"{before}{text}}}\n" for text in quoted]).encode()
+        # At a `\r` too, so that a progress bar is a line each time it moves.
+        texts = (line.decode(errors="replace") for line in lines.splitlines())
+        return b"".join(json.dumps({**head, "text": text}).encode() + b"\n" for text in texts)
 
     def _time(self) -> str:
         return time.strftime("%Y-%m-%d %H:%M:%S ") if self._has_time else ""
@@ -75,9 +69,7 @@ class OwnLines:
 
 def iso(at_s: float) -> str:
     """ISO 8601, in local time with its offset, to the millisecond."""
-    local = time.localtime(at_s)
-    offset = time.strftime("%z", local)
-    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', local)}.{int(at_s % 1 * 1000):03d}{offset[:3]}:{offset[3:]}"
+    return datetime.fromtimestamp(at_s).astimezone().isoformat(timespec="milliseconds")
 
 
 def can_move_cursor(fd: int) -> bool:
@@ -88,12 +80,3 @@ def can_move_cursor(fd: int) -> bool:
 def is_one_terminal(one: int, other: int) -> bool:
     """Whether both descriptors are the same terminal."""
     return os.isatty(one) and os.isatty(other) and os.path.samestat(os.fstat(one), os.fstat(other))
-
-
-def terminal_size(fd: int) -> tuple[int, int]:
-    """Columns and rows of a terminal; the usual ones if it does not know them."""
-    try:
-        columns, rows = os.get_terminal_size(fd)
-    except OSError:
-        columns, rows = 0, 0
-    return columns or 80, rows or 24

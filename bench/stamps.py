@@ -19,7 +19,6 @@ _RESTART = (
 _BIRTH = (
     ("sealed", "sealed", max),
     ("last fork", "forked", max),
-    ("store ready", "store_ready", max),
 )
 _WORKER_NAMES = {
     "script": "script's first line",

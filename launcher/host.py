@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import shutil
 import socket
 import sys
 import threading
@@ -19,7 +20,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TypeAlias
 
-from elaunch.agent.own_lines import can_move_cursor, is_one_terminal, terminal_size
+from elaunch.agent.own_lines import can_move_cursor, is_one_terminal
 from elaunch.agent.workers.gpus import read_gpus, visible
 from elaunch.rendezvous.dial import resolve
 from elaunch.rendezvous.endpoint import Endpoint, is_loopback, is_meant_locally
@@ -66,7 +67,7 @@ def detect(environ: Mapping[str, str], root: Path = Path("/")) -> HostResources:
         gpus=len(visible(read_gpus(root), environ)),
         python=sys.executable,
         python_options=interpreter_options(),
-        columns=terminal_size(1)[0] if is_one_terminal(1, 2) and can_move_cursor(1) else 0,
+        columns=shutil.get_terminal_size().columns if is_one_terminal(1, 2) and can_move_cursor(1) else 0,
     )
 
 

@@ -45,7 +45,7 @@ COMMAND = Command(
     _main,
     [
         own("json", "", "show them as a JSON list"),
-        own("stop", "", "end these fork servers; running jobs go on"),
+        own("stop", "", "end these fork servers"),
         HELP,
     ],
     usage=["[--json|--stop]"],
@@ -70,10 +70,8 @@ def _text(record: dict[str, Any]) -> str:
     if "trouble" in record:
         return str(record["trouble"])
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record["since"]))
-    left = record["seconds_left"]
-    use = "in use" if left is None else f"{max(left, 0) / 60:.1f} min left"
     return (
-        f"pid {record['pid']}, since {since}, {use}\n"
+        f"pid {record['pid']}, since {since}, {max(record['seconds_left'], 0) / 60:.1f} min left\n"
         f"  for {record['program']} in {record['folder']}, with {record['python']}\n"
         f"  imported: {', '.join(record['packages'])}\n"
         f"  socket: {record['socket']}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from signal import SIGINT
 
-from elaunch.agent.config import Level
 from elaunch.agent.core.actions import Action, Commit, Say
 from elaunch.agent.core.events import Cleared, Looked, Signalled, Tick
 from elaunch.agent.core.leaving import end_of_own_run, interrupted, leave, say_goodbye, take_signal
@@ -84,12 +83,6 @@ def cleared(agent: Agent, clearing: Clearing, event: Cleared, now_s: float) -> S
     """Complete the record of the failure; then exit, be finished, or join the newest generation."""
     agent = replace(agent, progressed=event.progressed)
     agent, actions, then = _complete(agent, clearing, event)
-    if event.hidden:
-        # Tracebacks add nothing where the log already has the cause.
-        opened, number = agent.snapshot.generation, clearing.table.generation
-        is_explained = agent.snapshot.ended or (opened and opened.number > number)
-        level: Level = "debug" if is_explained and not agent.is_interrupted else "info"
-        actions = (Say(event.hidden, level), *actions)
     agent, more = exit_with(agent, then) if then else _go_on(agent, clearing)
     return note_idle(agent, now_s), (*actions, *more)
 

@@ -237,7 +237,7 @@ class Cleared:
 
     `tails` are the ends of the local ranks' stderr; `reached_store` says that a rank had used the worker store, None
     where that was on another node; `progressed` that a worker of this node had made progress. `facts` are what was
-    found out on this host after a failure. `hidden` is a line about output that the console did not get.
+    found out on this host after a failure.
     """
 
     generation: int
@@ -245,7 +245,6 @@ class Cleared:
     reached_store: bool | None = None
     progressed: bool = False
     facts: Facts = NO_FACTS
-    hidden: str = ""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ import fcntl
 import importlib
 import os
 import resource
-import select
 import signal
 import site
 import socket
@@ -29,9 +28,6 @@ _CRASH_FD = 4
 _HIGH_FD = 1023
 # In a worker store: the socket at which it listens, and the one to the agent.
 LISTEN_FD, CONTROL_FD = 3, 4
-# `import torch` takes 2 s of CPU, and many programs never connect. Those that do first import torch themselves, which
-# takes longer than this.
-_IDLE_S = 0.8
 
 
 @dataclass(frozen=True)
@@ -148,12 +144,10 @@ def serve_store(host: str, port: int, *, store_class: Any = None) -> NoReturn:
     set_command_line(("elaunch: worker store",), "elaunch-store")
     control = socket.socket(fileno=CONTROL_FD)
     try:
-        if not store_class:
-            _wait_for_a_rank()
         if sys.flags.no_site:
             # A bare fork server has not looked for installed packages.
             site.main()
-        made = store_class or _class()
+        made = store_class or importlib.import_module("torch.distributed").TCPStore
         store = made(host, port, is_master=True, wait_for_workers=False, master_listen_fd=LISTEN_FD)
     except Exception as error:
         wire.send(control, {"error": f"{type(error).__name__}: {error}"})
@@ -163,16 +157,3 @@ def serve_store(host: str, port: int, *, store_class: Any = None) -> NoReturn:
         wire.send(control, {"keys": store.num_keys()})
     # Python's and C++'s destructors have nothing left to do.
     os._exit(0)
-
-
-def _wait_for_a_rank() -> None:
-    """Stay idle until a rank connects, or for a while. Ends the process if the agent ends the store meanwhile."""
-    sockets = select.poll()
-    sockets.register(LISTEN_FD, select.POLLIN)
-    sockets.register(CONTROL_FD, select.POLLIN)
-    if [fd for fd, _ in sockets.poll(1000 * _IDLE_S)] == [CONTROL_FD]:
-        os._exit(0)
-
-
-def _class() -> Any:
-    return importlib.import_module("torch.distributed").TCPStore

@@ -24,12 +24,10 @@ from elaunch.rendezvous.texts import plain
 
 _ORDER_WAIT_S = 60.0
 _STAYS_S = 5.0
-_ADDRESS_BYTES_MAX = 107
 # A server answers in milliseconds, unless it is stopped or the host has no CPU for it.
 _GREETING_S = 2.0
 # It looks at each file that is loaded, which may be on a slow network file system.
 _CHECKS_S = 10.0
-_EXIT_S = 1.0
 _REAPS_S = 1.0
 # In /proc/self/status.
 _STATUS = (
@@ -45,9 +43,9 @@ Fds = tuple[int, ...]
 class ForkServer:
     """The fork server of one agent: a process and the socket to it. `restart` replaces both.
 
-    `packages` as in `Boot`. With `warm_s` it is forked from one that an earlier run has left behind, if that fits, and
-    may be left behind itself (`stay`), idle for so long. `is_warm` says whether it was forked, `how` is a sentence on
-    that. Make it as early as possible: it imports while the agent does its own work. Orders that come before it is
+    `packages` as in `Boot`. With `warm_s` it is one that an earlier run has left behind, if that fits, and may be left
+    behind again (`stay`), idle for so long. `is_warm` says whether an earlier run had it, `how` is a sentence on that.
+    Make it as early as possible: it imports while the agent does its own work. Orders that come before it is
     ready wait in the socket. `fileno` is readable when `receive` has news.
     """
 
@@ -98,7 +96,7 @@ class ForkServer:
 
     def stay(self) -> str:
         """After the job: leave it behind for later runs, if that is wanted. Returns a sentence for the log, if any."""
-        if not self._warm_s or not self.preload or not self._has_imported or self.is_warm:
+        if not self._warm_s or not self.preload or not self._has_imported:
             return ""
         try:
             path = place_for(self._program)
@@ -113,6 +111,8 @@ class ForkServer:
             return f"no fork server stays: {why}"
         self._is_left = True
         self._socket.close()
+        if self.is_warm:
+            return ""
         minutes = f"{self._warm_s / 60:g} min"
         return f"a fork server stays for {minutes}, so that the next start needs no import; elaunch warm --stop ends it"
 
@@ -174,8 +174,8 @@ class ForkServer:
     ) -> None:
         """Signal those that still live, one right after the other, or their process groups.
 
-        `keys` are local ranks. A scheduler that gave its notice to the fork server too has given it to all processes:
-        with `is_notice` they do not get it again.
+        `keys` are local ranks. With `is_notice` only those with a handler get the signal, the others SIGTERM. A
+        scheduler that gave its notice to the fork server too has given it to all processes: they do not get it again.
         """
         order = {"op": "signal", "keys": keys, "generation": generation, "signum": int(signum), "group": group}
         self._send(order | {"is_notice": is_notice})
@@ -224,7 +224,7 @@ class ForkServer:
 
 
 class Cold(Exception):
-    """No fork can be had; the text says why, empty where no fork server is there."""
+    """None can be had; the text says why, empty where no fork server is there."""
 
 
 def facts(program: Program, ignored: tuple[int, ...]) -> dict[str, str]:
@@ -278,14 +278,10 @@ def checked(place: Path) -> Path:
 
 
 def socket_path(program: Program) -> Path:
-    """Where the fork server for this program, in this folder, listens. Raises Cold if the path is too long."""
+    """Where the fork server for this program, in this folder, listens."""
     # Containers may share the folder: a server of another one can be neither used nor ended.
     parts = (os.readlink("/proc/self/ns/pid"), os.getcwd(), program.interpreter, program.kind.value, program.target)  # noqa: PTH109, PTH115
-    path = folder(os.environ) / f"{crc32(json.dumps(parts).encode()):08x}"
-    # With the pid that its name ends in at first.
-    if len(os.fsencode(path)) + len(".4194304") > _ADDRESS_BYTES_MAX:
-        raise Cold(f"the path {path} is too long for a socket; set XDG_RUNTIME_DIR to a shorter folder")
-    return path
+    return folder(os.environ) / f"{crc32(json.dumps(parts).encode()):08x}"
 
 
 def place_for(program: Program) -> Path:
@@ -309,7 +305,7 @@ def connected(path: Path) -> Iterator[socket.socket]:
         except ConnectionRefusedError:
             raise Cold(f"the fork server that stayed at {path} was killed") from None
         except OSError as error:
-            raise Cold(f"{path} cannot be reached ({error.strerror})") from error
+            raise Cold(f"{path} cannot be reached ({error.strerror or error})") from error
         if (uid := credentials(connection)[1]) != os.geteuid():
             raise Cold(f"{path} is a socket of the user with id {uid}; remove it")
         yield connection
@@ -317,10 +313,10 @@ def connected(path: Path) -> Iterator[socket.socket]:
 
 def greeting(connection: socket.socket) -> dict[str, Any]:
     """What the fork server says of itself. Raises Cold."""
-    return _receive(connection, _GREETING_S)[0]
+    return _receive(connection, _GREETING_S)
 
 
-def _receive(connection: socket.socket, timeout_s: float) -> tuple[dict[str, Any], tuple[int, ...]]:
+def _receive(connection: socket.socket, timeout_s: float) -> dict[str, Any]:
     """The fork server's next packet. Raises Cold if none comes, or if it says that the start is cold."""
     connection.settimeout(timeout_s)
     try:
@@ -332,58 +328,44 @@ def _receive(connection: socket.socket, timeout_s: float) -> tuple[dict[str, Any
         raise Cold("the fork server that stayed has ended")
     if packet[0].get("event") == "cold":
         raise Cold(plain(str(packet[0].get("why"))))
-    return packet
+    return packet[0]
 
 
 class Borrowed:
-    """A job's fork server that one that stayed has forked, with the methods of a Popen that an agent uses.
+    """A fork server that stayed, with the methods of a Popen that an agent uses. `server` is what it says of itself."""
 
-    `server` is what the one that stayed says of itself.
-    """
-
-    def __init__(self, pid: int, pidfd: int, connection: socket.socket, server: Mapping[str, Any]) -> None:
+    def __init__(self, pid: int, server: Mapping[str, Any]) -> None:
         self.pid = pid
         self.server = server
-        self._pidfd = pidfd
-        self._connection = connection
-        self._code: int | None = None
+        self._pidfd = os.pidfd_open(pid)
 
     def kill(self) -> None:
-        if self._code is None:
-            with suppress(OSError):
-                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        with suppress(OSError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit code, negative for a signal; -9 if the fork server that stayed is gone, and nobody knows.
-
-        Raises subprocess.TimeoutExpired.
-        """
-        if self._code is None:
-            if not select.select([self._pidfd], [], [], timeout)[0]:
-                raise subprocess.TimeoutExpired("elaunch: fork server", timeout or 0.0)
-            os.close(self._pidfd)
-            self._code = -signal.SIGKILL
-            with self._connection, suppress(Cold, KeyError):
-                self._code = int(_receive(self._connection, _EXIT_S)[0]["code"])
-        return self._code
+        """Wait for its end. Its code is its parent's: by itself it ends after its agent. Raises TimeoutExpired."""
+        if not select.select([self._pidfd], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired("elaunch: fork server", timeout or 0.0)
+        return -signal.SIGKILL
 
 
 def borrow(boot: Boot, control: socket.socket) -> Borrowed:
-    """A fork for `boot`, whose end of the socket is `control`. Raises Cold."""
+    """The fork server that stayed for `boot`; the agent's end of `control` leads to it. Raises Cold."""
     path = socket_path(boot.program)
     checked(path.parent)
     with connected(path) as connection:
         # Nothing is sent before: while a server does not read, the kernel would keep the job's files open.
-        server = greeting(connection)
+        process = Borrowed(credentials(connection)[0], greeting(connection))
         boot_fd = boot.memfd()
         try:
-            wire.send(connection, {"op": "fork"}, (boot_fd, 2, control.fileno()))
+            wire.send(connection, {"op": "take"}, (boot_fd, 2, control.fileno()))
         except OSError as error:
             raise Cold("the fork server that stayed has ended") from error
         finally:
             os.close(boot_fd)
-        forked, fds = _receive(connection, _CHECKS_S)
-        return Borrowed(int(forked["pid"]), fds[0], connection.dup(), server)
+        _receive(connection, _CHECKS_S)
+        return process
 
 
 def servers() -> list[Path]:
@@ -392,7 +374,7 @@ def servers() -> list[Path]:
 
 
 def stop(path: Path) -> bool:
-    """Kill the fork server at `path`, and remove the socket; jobs go on. Returns whether one was there. Raises Cold."""
+    """Kill the fork server at `path`, and remove the socket. Returns whether one was there. Raises Cold."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.setblocking(False)
         is_there = connection.connect_ex(os.fspath(path)) == 0

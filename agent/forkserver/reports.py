@@ -127,16 +127,18 @@ def send(link: int, message: dict[str, Any], rights: Any = (), *, is_last: bool 
 
     if not is_link(link):
         return
-    end = socket(fileno=os.dup(LINK_FD))
+    line = f"\n{json.dumps(message)}\n".encode()
+    # Not a duplicate: the program may have no descriptor left.
+    end = socket(fileno=LINK_FD)
     try:
         # The program must not wait for an agent that does not read.
-        end.sendmsg([f"\n{json.dumps(message)}\n".encode()], rights, MSG_DONTWAIT | MSG_NOSIGNAL)
+        end.sendmsg([line], rights, MSG_DONTWAIT | MSG_NOSIGNAL)
     except OSError:
         pass
     finally:
         if is_last:
             end.shutdown(SHUT_WR)
-        end.close()
+        end.detach()
 
 
 def fatal() -> BaseException | None:

@@ -27,7 +27,7 @@ from elaunch.agent.forkserver import after_fork, child, warm, wire
 from elaunch.agent.forkserver.hidden_modules import HiddenModules
 from elaunch.agent.forkserver.preload import Unfaithful, default_of, open_files, preload
 from elaunch.agent.forkserver.wire import BOOT_VARIABLE, HOOK_DIR, Boot
-from elaunch.agent.linux import die_with_parent, parent, read_signal, set_command_line, signal_fd, stat_fields
+from elaunch.agent.linux import catches, die_with_parent, parent, read_signal, set_command_line, signal_fd
 
 # What a program sends to its parent, as to a launcher that is to end. SIGKILL ends this process.
 _FROM_PROGRAMS = frozenset(
@@ -83,7 +83,6 @@ def main(loaded_at_start: Collection[str]) -> None:
         server = warm.WarmServer(boot, imports, loaded_at_start)
         server.stay(order, control)
         boot, control = server.serve()
-        # In a fork, for another run.
         given = dict(boot.environment)
         preloaded = replace(preloaded, restore={name: given.get(name) for name in preloaded.restore})
     child.become(template, order, fds)
@@ -189,11 +188,15 @@ class Server:
         match order["op"]:
             case "ask":
                 self._report({"event": "here"})
-            case "signal" if order["is_notice"] and self._comes_to_all(order["signum"]):
-                pass
             case "signal":
-                names = {(order["generation"], key) for key in order["keys"]}
-                self._children.signal(names, order["signum"], order["group"])
+                names, signum = {(order["generation"], key) for key in order["keys"]}, order["signum"]
+                if order["is_notice"]:
+                    # Only this process knows all children: the agent may not have read yet that they were forked.
+                    catching = self._children.catching(names, signum)
+                    if catching and not self._comes_to_all(signum):
+                        self._children.signal(catching, signum, group=False)
+                    names, signum = names - catching, signal.SIGTERM
+                self._children.signal(names, signum, order["group"])
             case "stay":
                 self._children.kill()
                 self._release()
@@ -290,7 +293,7 @@ class Children:
                     else:
                         yield exited
         if self._held:
-            for pid in self._held.keys() - (_living_groups() & self._asked):
+            for pid in [pid for pid in self._held if pid not in self._asked or not _signal_group(pid, 0)]:
                 self._asked.discard(pid)
                 yield self._held.pop(pid)
 
@@ -304,13 +307,16 @@ class Children:
             self._asked.update(living)
         for pid in living:
             # A child that has not come to its setsid has no group yet.
-            with suppress(PermissionError):
-                if not group or not _signal_group(pid, signum):
+            if not group or not _signal_group(pid, signum):
+                with suppress(PermissionError):
                     os.kill(pid, signum)
         for pid in held:
             # The pid remains the group's number as long as the group has members.
-            with suppress(PermissionError):
-                _signal_group(pid, signum)
+            _signal_group(pid, signum)
+
+    def catching(self, names: Collection[Name], signum: int) -> set[Name]:
+        """Those of the living children that have a handler for the signal."""
+        return {name for pid, name in self._names.items() if name in names and catches(pid, signum)}
 
     def kill(self) -> None:
         """Kill and reap all children that are left."""
@@ -329,21 +335,12 @@ class Children:
 
 
 def _signal_group(leader: int, signum: int) -> bool:
-    """Signal a process group. Returns whether it exists. Raises PermissionError if it is all another user's (sudo)."""
+    """Signal a process group. Returns whether it exists."""
     try:
         os.killpg(leader, signum)
     except ProcessLookupError:
         return False
+    except PermissionError:
+        # It is all another user's (sudo).
+        return True
     return True
-
-
-def _living_groups() -> set[int]:
-    """The process groups that have a member which is no zombie."""
-    groups: set[int] = set()
-    for name in os.listdir("/proc"):  # noqa: PTH208
-        if name.isdigit():
-            with suppress(OSError):
-                fields = stat_fields(name)
-                if fields[0] not in (b"Z", b"X"):
-                    groups.add(int(fields[2]))
-    return groups

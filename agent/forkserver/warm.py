@@ -1,16 +1,14 @@
-"""A fork server that stays when its job has ended: it forks a fork server for each later run of the same program.
+"""A fork server that stays when its job has ended, to be the fork server of the next run of the same program.
 
-It is used for nothing else meanwhile, and forks only for a run that would have the same from its start: see `_unfit`.
-At the first run that does not fit it exits, and the fork server of that run may stay in its place.
+It is used for nothing else meanwhile, and only by a run that would have the same from its start: see `_unfit`. At the
+first run that does not fit it exits, and the fork server of that run may stay in its place.
 """
 
 from __future__ import annotations
 
-import builtins
 import ctypes
-import io
 import os
-import selectors
+import select
 import signal
 import socket
 import sys
@@ -24,7 +22,6 @@ from typing import Any, NoReturn
 
 from elaunch.agent.environment import RANK_VARIABLES
 from elaunch.agent.forkserver import wire
-from elaunch.agent.forkserver.child import take_fds
 from elaunch.agent.forkserver.preload import restore_environment, shadows
 from elaunch.agent.forkserver.wire import PROCESS_NAME, Boot
 from elaunch.agent.guardian.guardian import VARIABLE
@@ -34,11 +31,10 @@ from elaunch.agent.linux import credentials, outlive_parent, set_command_line, s
 _REQUEST_S = 2.0
 _BACKLOG = 64
 _POLL_S = 30.0
-# The kernel's stamps of files lag behind its clock by a tick, and a few modules come before the recording.
+# The kernel's stamps of files lag behind its clock by a tick, and a few modules come before.
 _MARGIN_NS = 100_000_000
 # What installers add to a folder of packages.
 _RECORDS = (".dist-info", ".egg-info", ".egg-link", ".pth")
-_NO_FILES = ("/proc/", "/sys/", "/dev/")
 # Variables that may differ: the shell's own, those that each worker gets, and those that are read when they are used.
 _FREE = RANK_VARIABLES | {VARIABLE, "_", "OLDPWD", "PWD", "SHLVL", "CUDA_VISIBLE_DEVICES"}
 _FREE_PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_")
@@ -53,31 +49,18 @@ class Imports:
     def __init__(self, target: str) -> None:
         self._target = os.path.abspath(target)  # noqa: PTH100
         self._began_ns = time.time_ns() - _MARGIN_NS
-        self._opened: set[str] = set()
-        self._open: Any = builtins.open
         self.modules: Mapping[str, ModuleType] = {}
-        self._is_on = True
-
-        def recorded(file: Any, *args: Any, **kwargs: Any) -> Any:
-            # A module may keep this function for later.
-            if self._is_on and not isinstance(file, int):
-                self._opened.add(os.path.abspath(os.fsdecode(file)))  # noqa: PTH100
-            return self._open(file, *args, **kwargs)
-
-        builtins.open = io.open = recorded
 
     def finish(self) -> None:
-        """Take the state of all files: of modules, libraries and other files that were opened."""
-        builtins.open = io.open = self._open
-        self._is_on = False
+        """Take the state of all files of modules and libraries."""
         self.modules = dict(sys.modules)
         self._names = {name.partition(".")[0] for name in self.modules}
         # A lazy module may import more if it is asked for an attribute that it lacks.
         files = {getattr(module, "__dict__", {}).get("__file__") for module in self.modules.values()}
-        paths = {*self._opened, *_libraries(), *sys.path, *(file for file in files if isinstance(file, str))}
+        paths = {*_libraries(), *sys.path, *(file for file in files if isinstance(file, str))}
         paths |= {os.fspath(file) for folder in sys.path for file in Path(folder).glob("*.pth")}
         paths.add(os.path.join(sys.prefix, "pyvenv.cfg"))  # noqa: PTH118
-        self._known = {path: self._state(path) for path in paths - {self._target} if not path.startswith(_NO_FILES)}
+        self._known = {path: self._state(path) for path in paths - {self._target}}
 
     def change(self) -> str:
         """A sentence on a file that has changed since the imports began, or was added or removed; empty without one."""
@@ -110,15 +93,13 @@ def _libraries() -> set[str]:
 
 
 class WarmServer:
-    """The fork server in this process, whose job is over. `boot` is that job's, `restore` as in `Preloaded`."""
+    """The fork server in this process, between two jobs. `boot` is the last one's."""
 
     def __init__(self, boot: Boot, imports: Imports, loaded_at_start: Collection[str]) -> None:
         self._boot = boot
         self._imports = imports
         self._loaded_at_start = loaded_at_start
         self._since = time.time()
-        self._jobs: dict[int, tuple[int, socket.socket]] = {}
-        self._selector = selectors.DefaultSelector()
 
     def stay(self, order: Mapping[str, Any], control: socket.socket) -> None:
         """Let go of the job, and listen where the agent has said; it gets an answer. Exits if that cannot be."""
@@ -154,61 +135,44 @@ class WarmServer:
             own.unlink(missing_ok=True)
             raise
         self._path, self._inode = path, path.stat().st_ino
-        self._idle_s, self._until_s = idle_s, time.monotonic() + idle_s
+        self._until_s = time.monotonic() + idle_s
         self._signals = signal_fd((signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
-        for each in (self._listener, self._signals):
-            self._selector.register(each, selectors.EVENT_READ)
 
     def serve(self) -> tuple[Boot, socket.socket]:
-        """Serve until it is time to exit. Returns in a fork only: its job, and the socket to that job's agent."""
+        """Wait for the next job. Returns it, and the socket to its agent. Exits if none that fits comes in time."""
         while True:
             left_s = max(self._until_s - time.monotonic(), 0.0)
-            for key, _ in self._selector.select(_POLL_S if self._jobs else min(_POLL_S, left_s)):
-                if key.fileobj is self._listener:
-                    if job := self._accept():
-                        return job
-                elif key.fileobj == self._signals:
-                    self._exit()
-                else:
-                    self._reap(key.fd)
-            if (not self._jobs and time.monotonic() >= self._until_s) or not self._has_socket():
+            listener = self._listener.fileno()
+            ready, _, _ = select.select([listener, self._signals], [], [], min(_POLL_S, left_s))
+            if listener in ready and (job := self._accept()):
+                return job
+            if self._signals in ready or time.monotonic() >= self._until_s or not self._has_socket():
                 self._exit()
 
     def _accept(self) -> tuple[Boot, socket.socket] | None:
-        """Answer a client. Returns in a fork for its job only."""
-        forked = None
-        # Where no process can be made, or the client has another version, the end of the connection is the answer.
+        """Answer a client. Returns its job if it has one."""
+        # If the client has ended, or has another version, the end of the connection is the answer.
         with suppress(OSError, ValueError):
             connection, _ = self._listener.accept()
             with connection:
-                forked = self._answer(connection)
-        return self._become(*forked) if forked else None
-
-    def _answer(self, connection: socket.socket) -> tuple[Boot, tuple[int, ...]] | None:
-        if credentials(connection)[1] != os.geteuid():
-            wire.send(connection, {"event": "cold", "why": "it is another user's"})
-            return None
-        connection.settimeout(_REQUEST_S)
-        wire.send(connection, self._greeting())
-        _, fds = wire.receive(connection) or ({}, ())
-        try:
-            if len(fds) != 3:
-                return None
-            job = Boot.read(os.dup(fds[0]))
-            if why := self._unfit(job):
-                # The next run is like that one.
-                wire.send(connection, {"event": "cold", "why": why})
-                self._exit()
-            if (pid := os.fork()) == 0:
-                forked, fds = fds, ()
-                return job, forked
-            pidfd = os.pidfd_open(pid)
-            self._jobs[pidfd] = pid, connection.dup()
-            self._selector.register(pidfd, selectors.EVENT_READ)
-            wire.send(connection, {"event": "forked", "pid": pid}, (pidfd,))
-        finally:
-            for fd in fds:
-                os.close(fd)
+                if credentials(connection)[1] != os.geteuid():
+                    wire.send(connection, {"event": "cold", "why": "it is another user's"})
+                    return None
+                connection.settimeout(_REQUEST_S)
+                wire.send(connection, self._greeting())
+                _, fds = wire.receive(connection) or ({}, ())
+                if len(fds) == 3:
+                    job = Boot.read(fds[0])
+                    if why := self._unfit(job):
+                        # The next run is like that one.
+                        wire.send(connection, {"event": "cold", "why": why})
+                        self._exit()
+                    try:
+                        agent = self._take(job, *fds[1:])
+                    except OSError:
+                        self._exit()
+                    wire.send(connection, {"event": "taken"})
+                    return self._boot, agent
         return None
 
     def _greeting(self) -> dict[str, Any]:
@@ -216,7 +180,7 @@ class WarmServer:
             "event": "ready",
             "pid": os.getpid(),
             "since": self._since,
-            "seconds_left": None if self._jobs else round(self._until_s - time.monotonic(), 1),
+            "seconds_left": round(self._until_s - time.monotonic(), 1),
             "python": sys.executable,
             "program": self._boot.program.target,
             "folder": os.getcwd(),  # noqa: PTH109
@@ -224,7 +188,7 @@ class WarmServer:
         }
 
     def _unfit(self, job: Boot) -> str:
-        """Why that job must not be forked from here; empty if it may."""
+        """Why that job must not have this fork server; empty if it may."""
         then, now = dict(self._boot.facts), dict(job.facts)
         for what in [what for what in now if now[what] != then.get(what)]:
             return f"{what} is {now[what]!r:.60}, and was {then.get(what)!r:.60}"
@@ -244,15 +208,15 @@ class WarmServer:
             return f"{job.program.target} imports {missing[0].replace(':', '.')}, which is not loaded"
         return ""
 
-    def _become(self, job: Boot, fds: tuple[int, ...]) -> tuple[Boot, socket.socket]:
-        """In the fork: take over what the job has of its own."""
-        self._selector.close()
-        for each in (self._listener, *(connection for _, connection in self._jobs.values())):
-            # A socket object would close a descriptor that is another file's by then.
-            each.detach()
-        _, stderr, control = fds
-        take_fds((os.open(os.devnull, os.O_RDONLY), stderr, stderr, control))
-        os.setsid()
+    def _take(self, job: Boot, stderr: int, control: int) -> socket.socket:
+        """Take over what the job has of its own. Returns the socket to its agent."""
+        # Other runs start cold from here on.
+        self._path.unlink(missing_ok=True)
+        self._listener.close()
+        os.close(self._signals)
+        for fd in (1, 2):
+            os.dup2(stderr, fd)
+        os.close(stderr)
         then, now = dict(self._boot.environment), dict(job.environment)
         Path("/proc/self/oom_score_adj").write_text(dict(job.facts)["oom_score_adj"])
         restore_environment({name: now.get(name) for name in {*then, *now} if then.get(name) != now.get(name)})
@@ -260,19 +224,8 @@ class WarmServer:
         set_command_line(("elaunch: fork server",), "elaunch-fork")
         sys.argv[1:] = job.program.args
         sys.orig_argv[:] = job.program.argv
-        agent = socket.socket(fileno=3)
-        agent.set_inheritable(False)
-        boot = replace(self._boot, agent_pid=job.agent_pid, program=job.program, environment=job.environment)
-        return boot, agent
-
-    def _reap(self, pidfd: int) -> None:
-        self._selector.unregister(pidfd)
-        os.close(pidfd)
-        pid, connection = self._jobs.pop(pidfd)
-        _, status = os.waitpid(pid, 0)
-        with connection, suppress(OSError):
-            wire.send(connection, {"event": "exited", "code": os.waitstatus_to_exitcode(status)})
-        self._until_s = time.monotonic() + self._idle_s
+        self._boot = replace(self._boot, agent_pid=job.agent_pid, program=job.program, environment=job.environment)
+        return socket.socket(fileno=control)
 
     def _has_socket(self) -> bool:
         """Whether the socket has not been removed, and no other fork server has taken its place."""

@@ -15,7 +15,6 @@ from typing import Any
 from elaunch.agent.linux import descriptors, memory_file
 from elaunch.rendezvous.codec import decode, encode
 from elaunch.rendezvous.job_spec import Program
-from elaunch.strict_json import parse_json
 
 # By this variable and by this folder on PYTHONPATH an interpreter runs elaunch's sitecustomize.
 BOOT_VARIABLE = "ELAUNCH_BOOT"
@@ -110,7 +109,7 @@ def send(end: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ())
 
 
 def receive(end: socket.socket) -> tuple[dict[str, Any], tuple[int, ...]] | None:
-    """The next packet and its fds (close-on-exec). None if the peer is gone, or sends something that is no message.
+    """The next packet and its fds (close-on-exec). None if the peer is gone.
 
     Raises BlockingIOError if `end` does not block and no packet waits.
     """
@@ -118,16 +117,4 @@ def receive(end: socket.socket) -> tuple[dict[str, Any], tuple[int, ...]] | None
         data, ancillary, _, _ = end.recvmsg(_PACKET_BYTES_MAX, socket.CMSG_SPACE(_FDS_MAX * 4), socket.MSG_CMSG_CLOEXEC)
     except ConnectionResetError:
         return None
-    if not data:
-        return None
-    found = descriptors(ancillary)
-    try:
-        message = parse_json(data)
-        if not isinstance(message, dict):
-            raise ValueError("no object")
-    except ValueError:
-        # The packet was cut off, so the other end is of no use any more. Nobody else would close these descriptors.
-        for fd in found:
-            os.close(fd)
-        return None
-    return message, found
+    return (json.loads(data), descriptors(ancillary)) if data else None

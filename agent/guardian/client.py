@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Mapping
@@ -17,7 +18,7 @@ class GuardianClient:
     """Starts the guardian. From then on this process may die at any moment, and nothing of the job stays.
 
     Those of `run_dirs` that exist at the end are removed. The job's processes have `marker` in their environment;
-    `inherited` is the rest of that environment.
+    `inherited` is the rest of that environment. `fileno` is readable when the guardian has been killed.
     """
 
     def __init__(self, run_dirs: tuple[str, ...], inherited: Mapping[str, str]) -> None:
@@ -26,46 +27,35 @@ class GuardianClient:
         self.restarts = 0
         self._run_dirs = run_dirs
         self._notes: dict[str, object] = {}
-        self._fd, self._process = self._start()
+        self._socket, self._process = self._start()
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
 
     def restart(self) -> None:
         """Replace a guardian that was killed. Raises OSError where that fails."""
-        os.close(self._fd)
-        self._fd = -1
+        self._socket.close()
         self._process.wait()
         self.restarts += 1
-        self._fd, self._process = self._start()
+        self._socket, self._process = self._start()
         self.note()
 
-    def _start(self) -> tuple[int, subprocess.Popen[bytes]]:
-        theirs, ours = os.pipe2(os.O_CLOEXEC)
+    def _start(self) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+        ours, theirs = socket.socketpair()
         # A guardian that is stopped reads nothing, and must not hold the agent.
-        os.set_blocking(ours, False)
-        try:
-            stderr = os.dup(2)
-        except OSError:
-            stderr = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-        try:
+        ours.setblocking(False)
+        with theirs:
             # Without the user's environment: the guardian must have neither its PYTHON* variables nor its markers.
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-B", guardian.__file__, self._kin.text(), str(theirs), str(stderr)],
+                [sys.executable, "-I", "-S", "-B", guardian.__file__, self._kin.text()],
                 # Every user sees the arguments of a process, and could make these folders first.
                 env={"PATH": os.environ.get("PATH", os.defpath), RUN_DIRS: json.dumps(self._run_dirs)},
-                stdin=subprocess.DEVNULL,
+                stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=(theirs, stderr),
                 start_new_session=True,
                 cwd="/",
             )
-        finally:
-            os.close(theirs)
-            os.close(stderr)
         return ours, process
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
         """`inherited` with this agent's marker after those of the agents above it."""
@@ -81,7 +71,7 @@ class GuardianClient:
         self._notes |= facts
         # Whether there is a guardian to read it is found out elsewhere.
         with suppress(OSError):
-            os.write(self._fd, json.dumps(self._notes).encode() + b"\n")
+            self._socket.send(json.dumps(self._notes).encode() + b"\n")
 
     def left(self, spare: Collection[int]) -> list[int]:
         """The job's processes that live, except fork servers (`spare`) and helpers that end by themselves.
@@ -100,7 +90,6 @@ class GuardianClient:
     def finish(self) -> None:
         """Let the guardian clean up, and wait for it. If the guardian was killed, this process cleans up."""
         self.note(is_over=True)
-        if self._fd >= 0:
-            os.close(self._fd)
+        self._socket.close()
         if self._process.wait() != 0:
             clean_up(self._kin, self._run_dirs)

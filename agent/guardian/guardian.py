@@ -5,10 +5,10 @@ children, through setsid and double forks, and so do nested agents'. A process t
 hold the marker too: `sbatch`, `at` and `systemd-run` copy the environment. Such a process is spared. It is in another
 job of the scheduler, or in another cgroup.
 
-Run as `python -I -S -B guardian.py KIN FD STDERR` this file is the guardian, a process that outlives the agent for a
-moment: when the pipe FD ends, because the agent closed it or died, it ends all these processes and removes the run
+Run as `python -I -S -B guardian.py KIN` this file is the guardian, a process that outlives the agent for a
+moment: when its stdin ends, because the agent closed it or died, it ends all these processes and removes the run
 directories. Before that, it removes the run directories of agents that were killed together with their guardians. An
-agent that ends in order reports so; after any other end the guardian writes a line to STDERR, and an event to the
+agent that ends in order reports so; after any other end the guardian writes a line to stderr, and an event to the
 timeline. This file imports only the standard library, so that the guardian is small and starts without the package.
 """
 
@@ -292,7 +292,7 @@ def _empty(folder: Path) -> None:
     (folder / CLAIM).unlink()
 
 
-def _report_death(notes: Mapping[str, Any], stderr: int) -> None:
+def _report_death(notes: Mapping[str, Any]) -> None:
     """Report the end of an agent that did not end in order. `notes` are its facts: see `GuardianClient.note`."""
     pid, host, generation, count = notes["pid"], notes["host"], notes.get("generation", -1), notes.get("workers", 0)
     when = f"in generation {generation}" if generation >= 0 else "before its workers ran"
@@ -309,8 +309,8 @@ def _report_death(notes: Mapping[str, Any], stderr: int) -> None:
         line = time.strftime("%Y-%m-%d %H:%M:%S ") + line
     with suppress(OSError):
         # Nobody may read a pipe that is full.
-        if select.select([], [stderr], [], _LAST_LINE_S)[1]:
-            os.write(stderr, f"{line}\n".encode(errors="backslashreplace"))
+        if select.select([], [2], [], _LAST_LINE_S)[1]:
+            os.write(2, f"{line}\n".encode(errors="backslashreplace"))
     event = {"generation": generation, "event": "agent_died", "at": at, "monotonic_s": time.monotonic()}
     entry = json.dumps({**event, "host": host, "pid": pid, "workers": count, "reason": text})
     with suppress(OSError), open(notes.get("timeline", ""), "r+b", opener=_append) as file:
@@ -328,23 +328,22 @@ def main() -> None:
     # A scheduler signals all of a job's processes. The guardian ends only when its work is done.
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_IGN)
-    kin, fd, stderr = Kin.read(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    run_dirs = json.loads(os.environ[RUN_DIRS])
+    kin, run_dirs = Kin.read(sys.argv[1]), json.loads(os.environ[RUN_DIRS])
     # In a thread, since removing gigabytes takes seconds, and the agent may die meanwhile.
     # Where the system gives no thread, or the job ends before, the next agent's guardian removes them.
     with suppress(RuntimeError):
         threading.Thread(target=remove_abandoned, args=(run_dirs,), daemon=True).start()
     notes: dict[str, Any] = {}
     rest = b""
-    while piece := os.read(fd, 4096):
+    while piece := os.read(0, 4096):
         *lines, rest = (rest + piece).split(b"\n")
         for line in lines:
-            # A note that did not fit into a full pipe was cut. The next one has all facts again.
+            # A note that did not fit into a full socket was cut. The next one has all facts again.
             with suppress(ValueError):
                 notes.update(json.loads(line))
     clean_up(kin, run_dirs)
     if "pid" in notes and not notes.get("is_over"):
-        _report_death(notes, stderr)
+        _report_death(notes)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from elaunch.rendezvous.texts import listed
-
 _BEGIN = b"Traceback (most recent call last):"
 # A traceback comes in one go. If its exception is no lost peer, it is shown after this time.
 _LOOK_S = 0.1
@@ -18,19 +16,17 @@ _WHOLE_S = 1.0
 # A rank that lost its peer ends within this time. If it does not, its program goes on, and so does its output.
 _END_S = 5.0
 _HELD_BYTES_MAX = 256 << 10
-_RANKS_SHOWN = 8
 
 
 class TracebackFold:
     """One worker's stderr on its way to the console.
 
     `judge(text)` says whether the tracebacks in `text` tell nothing new; None while the last is not complete. `due_s`
-    is when `look` is due, on the clock of `now_s`; None if nothing is held. `folded` counts lines never shown.
+    is when `look` is due, on the clock of `now_s`; None if nothing is held.
     """
 
     def __init__(self, judge: Callable[[str], bool | None]) -> None:
         self.due_s: float | None = None
-        self.folded = 0
         self._judge = judge
         self._held = b""
         self._since_s = 0.0
@@ -60,21 +56,9 @@ class TracebackFold:
     def end(self) -> bytes:
         """What is shown of the rest: the worker has ended."""
         if self._held and self._judge(self._held.decode(errors="replace")):
-            self.folded += self._held.count(b"\n")
             self._held = b""
         return self._release()
 
     def _release(self) -> bytes:
         held, self._held, self.due_s = self._held, b"", None
         return held
-
-
-def said_of_folded(lines: dict[int, int], *, is_interrupted: bool) -> str:
-    """What the log says of tracebacks that the console did not get. `lines` counts their lines by rank."""
-    ranks = [str(rank) for rank in sorted(lines)]
-    their, are, were = ("its traceback", "is", "was") if len(ranks) == 1 else ("their tracebacks", "are", "were")
-    how = f"{were} interrupted" if is_interrupted else "lost a peer"
-    if len(ranks) > _RANKS_SHOWN:
-        ranks = [*ranks[:_RANKS_SHOWN], f"{len(ranks) - _RANKS_SHOWN} more"]
-    hidden = f"{their} ({sum(lines.values())} lines) {are} not shown (-v shows all)"
-    return f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks)} {how} and ended; {hidden}"

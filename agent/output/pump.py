@@ -23,8 +23,8 @@ from elaunch.agent.own_lines import OwnLines, is_one_terminal
 _READ_BYTES = 256 << 10
 _LEVELS = get_args(Level)
 
-# Gets, by local rank, the end of each stderr, and the number of its lines that were not shown (`TracebackFold`).
-Drained = Callable[[dict[int, str], dict[int, int]], None]
+# Gets the end of each stderr by local rank.
+Drained = Callable[[dict[int, str]], None]
 
 
 class Pump:
@@ -52,7 +52,6 @@ class Pump:
         self._selector.register(self._wake_r, selectors.EVENT_READ)
         self._streams: list[WorkerStream] = []
         self._tails: dict[int, dict[int, str]] = {}
-        self._folded: dict[int, dict[int, int]] = {}
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="elaunch-output", daemon=True)
 
@@ -161,8 +160,6 @@ class Pump:
         stream.close()
         if tail := stream.tail():
             self._tails.setdefault(stream.generation, {})[stream.local_rank] = tail
-        if stream.folded:
-            self._folded.setdefault(stream.generation, {})[stream.local_rank] = stream.folded
 
     def _drain(self, generation: int, drained: Drained) -> None:
         try:
@@ -174,5 +171,4 @@ class Pump:
                 if stream in self._streams:
                     self._finish(stream)
         finally:
-            tails, folded = self._tails.pop(generation, {}), self._folded.pop(generation, {})
-            drained(tails, folded)
+            drained(self._tails.pop(generation, {}))

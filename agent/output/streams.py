@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import select
 import stat
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -132,8 +131,7 @@ class WorkerStream:
         self._whole_lines = route.whole_lines or bool(route.prefix or route.needles or route.frame)
         self._splitter = LineSplitter()
         self._keep_tail = keep_tail
-        self._tail: deque[bytes] = deque()
-        self._tail_bytes = 0
+        self._tail = b""
 
     def fileno(self) -> int:
         return self.fd
@@ -144,15 +142,10 @@ class WorkerStream:
         due_s = (self._partial_at_s, self._fold.due_s if self._fold else None)
         return min((at_s for at_s in due_s if at_s is not None), default=None)
 
-    @property
-    def folded(self) -> int:
-        """Lines that the console does not get, since they only tell of a lost peer."""
-        return self._fold.folded if self._fold else 0
-
     def feed(self, data: bytes, now_s: float) -> None:
         """Pass `data` on: whole lines at once, a partial line when its end comes or `flush_at_s` has passed."""
         if self._keep_tail:
-            self._remember(data)
+            self._tail = (self._tail + data)[-TAIL_BYTES_MAX:]
         left = self._route.file.write(data) if self._route.file else data
         if self._route.file_first:
             data = left
@@ -176,7 +169,7 @@ class WorkerStream:
 
     def tail(self) -> str:
         """The end of what was written, at most TAIL_BYTES_MAX."""
-        return b"".join(self._tail)[-TAIL_BYTES_MAX:].decode(errors="replace")
+        return self._tail.decode(errors="replace")
 
     def close(self) -> None:
         self._pass(self._splitter.rest(), 0.0)
@@ -202,12 +195,6 @@ class WorkerStream:
         route = self._route
         if route.console and data:
             route.console.write(route.frame(data) if route.frame else data, self, route.prefix)
-
-    def _remember(self, data: bytes) -> None:
-        self._tail.append(data[-TAIL_BYTES_MAX:])
-        self._tail_bytes += len(self._tail[-1])
-        while self._tail_bytes - len(self._tail[0]) >= TAIL_BYTES_MAX:
-            self._tail_bytes -= len(self._tail.popleft())
 
 
 def is_pipe(fd: int) -> bool:

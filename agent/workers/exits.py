@@ -6,16 +6,20 @@ import os
 import signal
 import stat
 import time
+from contextlib import suppress
 from dataclasses import replace
 
 from elaunch.agent.core.events import WorkerExited
 from elaunch.agent.diagnosis.exit_status import CRASH_CODES, Place, Remains, end_of, failure_of
 from elaunch.agent.diagnosis.oom import KernelLog, limit_text
+from elaunch.agent.output.run_dir import RunDir
 from elaunch.agent.workers.group import WorkerGroup
 from elaunch.rendezvous.types import Failure
 
 # The record holds Python's text of the exception twice. The agent's loop waits while a record is read.
 BYTES_MAX = 32 << 20
+# faulthandler writes at most 100 frames of each of 100 threads; the newest stack is at the end.
+_CRASH_BYTES_MAX = 256 << 10
 
 
 def read_error_file(path: str | os.PathLike[str]) -> str | None:
@@ -43,13 +47,21 @@ def read_error_file(path: str | os.PathLike[str]) -> str | None:
     return content.decode(errors="replace")
 
 
-class ExitReader:
-    """Reads what workers on `host` leave. `keeps_files` says that their error files outlive the job."""
+def _crash_text(fd: int) -> str:
+    """The end of what a worker has left in its crash file."""
+    with suppress(OSError):
+        size = os.fstat(fd).st_size
+        return os.pread(fd, _CRASH_BYTES_MAX, max(size - _CRASH_BYTES_MAX, 0)).decode(errors="replace")
+    return ""
 
-    def __init__(self, host: str, log: KernelLog, *, keeps_files: bool) -> None:
+
+class ExitReader:
+    """Reads what workers on `host` leave, also in their folders in `run_dir`."""
+
+    def __init__(self, host: str, log: KernelLog, run_dir: RunDir) -> None:
         self._host = host
         self._log = log
-        self._keeps_files = keeps_files
+        self._run_dir = run_dir
 
     def exited(self, group: WorkerGroup, local_rank: int, pid: int, code: int) -> WorkerExited:
         """The event of a worker's exit; `code` is as in `Failure`."""
@@ -87,15 +99,14 @@ class ExitReader:
         return replace(end, log_path=group.log_files.get(local_rank, ""))
 
     def _failure(self, group: WorkerGroup, local_rank: int, pid: int, code: int) -> Failure:
-        link, error_file = group.links[local_rank], group.error_files.get(local_rank)
+        link, error_file = group.links[local_rank], self._run_dir.error_file(group.generation, group.rank(local_rank))
         record = read_error_file(error_file) if error_file else None
         kernel = self.word_of_kernel(pid) if code == -signal.SIGKILL else ""
-        crash_file = group.crash_files.get(local_rank) if code in CRASH_CODES else None
         remains = Remains(
             code,
             record or "",
             kernel=kernel,
-            crash=crash_file.read() if crash_file else "",
+            crash=_crash_text(group.crash_fds.get(local_rank, -1)) if code in CRASH_CODES else "",
             returned=link.has_returned,
             progressed=link.progressed,
             raised=link.raised,
@@ -108,7 +119,7 @@ class ExitReader:
         return replace(
             failure,
             log_path=group.log_files.get(local_rank, ""),
-            error_file=str(error_file) if record is not None and self._keeps_files else "",
+            error_file=str(error_file) if record is not None and self._run_dir.logs else "",
             is_mixed=local_rank in group.mixed,
         )
 

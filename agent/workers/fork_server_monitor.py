@@ -10,7 +10,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 
 from elaunch.agent.core.events import ServiceLost, Signalled, WorkerExited
 from elaunch.agent.core.stopping import KILL_WAIT_S
@@ -50,7 +49,6 @@ class ForkServerMonitor:
         self._reporter = reporter
         self._timeline = reporter.timeline
         self._selector = selector
-        self._told: set[str] = set()
         self._answer_due_s: float | None = None
         self._patience_until_s = time.monotonic() + _PATIENCE_S if server.preload else None
         self._selector.register(server, selectors.EVENT_READ, self._read)
@@ -96,23 +94,6 @@ class ForkServerMonitor:
         self._server.stop()
         self._lost(generation, "the fork server was stopped", FailureKind.TEMPLATE_LOST)
 
-    def watch_store(self, group: WorkerGroup) -> None:
-        """Read the control socket of the generation's worker store, if this node has that store."""
-        if group.store:
-            self._selector.register(group.store, selectors.EVENT_READ, partial(self._read_store, group))
-
-    def unwatch_store(self, group: WorkerGroup) -> None:
-        if group.store:
-            with suppress(KeyError):
-                self._selector.unregister(group.store)
-
-    def _read_store(self, group: WorkerGroup) -> None:
-        """Read what the worker store says of itself; its exit is the fork server's to report."""
-        if group.store and group.store.read():
-            self._timeline.stamp(group.generation, "store_ready")
-        if not group.store or group.store.is_settled:
-            self.unwatch_store(group)
-
     def _read(self) -> None:
         try:
             news = self._server.receive()
@@ -157,10 +138,7 @@ class ForkServerMonitor:
         self._patience_until_s = None
         self._timeline.stamp(self._current.generation, "fork_server_ready", pid=self._server.pid)
         for sentence in left_out:
-            # A fork server that takes the place of another one says the same again.
-            if sentence.partition("(")[0] not in self._told:
-                self._told.add(sentence.partition("(")[0])
-                self._reporter.say(sentence)
+            self._reporter.say(sentence)
         if reason:
             self._server.preload_nothing()
             self._reporter.warn(f"each worker starts as a fresh interpreter, which is slower: {reason}")
@@ -180,8 +158,6 @@ class ForkServerMonitor:
         if news["key"] != "store":
             self._reporter.post(self._exits.exited(group, int(news["key"]), pid, code))
         elif group.store:
-            self.unwatch_store(group)
-            group.store.read()
             error, group.store = group.store.last_error(), None
             how = error or (f"was killed by {signal_name(code)}" if code < 0 else f"exited with code {code}")
             word = self._exits.word_of_kernel(pid) if code == -signal.SIGKILL else ""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import select
 import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import Any
 
 from elaunch.agent.config import Level
 from elaunch.agent.core.events import Event
@@ -20,33 +19,6 @@ from elaunch.agent.output.run_dir import Timeline
 from elaunch.agent.workers.link import Link
 from elaunch.rendezvous.types import Failure, FailureKind, RankTable
 
-# faulthandler writes at most 100 frames of each of 100 threads; the newest stack is at the end.
-_BYTES_MAX = 256 << 10
-
-
-class CrashFile:
-    """One worker's file. The agent keeps it open, and the worker gets a descriptor of the same file.
-
-    The worker owns what is in it: it may hold anything, and any amount.
-    """
-
-    def __init__(self) -> None:
-        self._fd = os.memfd_create("elaunch-crash", os.MFD_CLOEXEC)
-
-    def fileno(self) -> int:
-        return self._fd
-
-    def read(self) -> str:
-        """The end of what was written."""
-        with suppress(OSError):
-            size = os.fstat(self._fd).st_size
-            return os.pread(self._fd, _BYTES_MAX, max(size - _BYTES_MAX, 0)).decode(errors="replace")
-        return ""
-
-    def close(self) -> None:
-        os.close(self._fd)
-
-
 _ANSWER_S = 0.5
 
 
@@ -55,27 +27,6 @@ class StoreControl:
 
     def __init__(self, control: socket.socket) -> None:
         self._socket = control
-        self._is_up = False
-        self._is_gone = False
-        self._error = ""
-
-    def fileno(self) -> int:
-        return self._socket.fileno()
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether nothing more is to be read before the end: it is up, or it failed, or it is gone."""
-        return self._is_up or self._is_gone or bool(self._error)
-
-    def read(self) -> bool:
-        """Read the store's report if it has come. Returns whether the store is up."""
-        if not self.is_settled:
-            with suppress(OSError):
-                report = wire.receive(self._socket)
-                self._is_gone = report is None
-                self._is_up = bool(report and "up" in report[0])
-                self._error = report[0].get("error", "") if report else ""
-        return self._is_up
 
     def end(self, *, is_used: bool = False) -> bool | None:
         """End the store. Returns whether a rank has used it, or None if the store is not up.
@@ -85,18 +36,23 @@ class StoreControl:
         with self._socket, suppress(OSError):
             if is_used:
                 return True
-            if self.read():
+            if "up" in self._report():
                 wire.send(self._socket, {"op": "end"})
                 select.select([self._socket], [], [], _ANSWER_S)
-                answer = wire.receive(self._socket)
-                return bool(answer and answer[0]["keys"])
+                return bool(self._report().get("keys"))
         return None
 
     def last_error(self) -> str:
         """The error that a store reported before it ended, in words. Empty if it reported none."""
-        with self._socket:
-            self.read()
-        return f"failed: {self._error}" if self._error else ""
+        with self._socket, suppress(OSError):
+            if error := self._report().get("error"):
+                return f"failed: {error}"
+        return ""
+
+    def _report(self) -> dict[str, Any]:
+        """The next report; empty where the store is gone. Raises BlockingIOError where none has come."""
+        packet = wire.receive(self._socket)
+        return packet[0] if packet else {}
 
 
 @dataclass(frozen=True)
@@ -130,7 +86,8 @@ class WorkerGroup:
 
     `store` controls the generation's worker store, if that is on this node and has not ended. `reached_store` says
     whether a rank has used that store. It is None if the store is on another node, or if that is not known yet.
-    `mixed` are workers whose stdout and stderr are one pipe. `is_interrupted` says that workers have got SIGINT.
+    In `crash_fds` workers leave their stacks at a crash. `mixed` are workers whose stdout and stderr are one pipe.
+    `is_interrupted` says that workers have got SIGINT.
     """
 
     table: RankTable
@@ -138,9 +95,8 @@ class WorkerGroup:
     links: dict[int, Link] = field(default_factory=dict)
     pids: dict[int, int] = field(default_factory=dict)
     forked_s: dict[int, float] = field(default_factory=dict)
-    error_files: dict[int, Path] = field(default_factory=dict)
     log_files: dict[int, str] = field(default_factory=dict)
-    crash_files: dict[int, CrashFile] = field(default_factory=dict)
+    crash_fds: dict[int, int] = field(default_factory=dict)
     failures: dict[int, Failure] = field(default_factory=dict)
     mixed: set[int] = field(default_factory=set)
     is_interrupted: bool = False
@@ -188,10 +144,6 @@ class WorkerGroup:
         """Workers of this node."""
         return self.table.seats[self.group_rank].slots
 
-    def close_crash_files(self) -> None:
-        while self.crash_files:
-            self.crash_files.popitem()[1].close()
-
     def lived_s(self, local_rank: int) -> float:
         """How long ago the worker was forked. Before that it waited for the fork server's imports."""
         return time.monotonic() - self.forked_s.get(local_rank, self.started_s)
@@ -201,30 +153,21 @@ class WorkerGroup:
 
 
 class CurrentGroup:
-    """The one owner of the generation that this node runs, or ran last. Only `Workers` calls `begin`."""
+    """The one owner of the generation that this node runs, or ran last. Only `Workers` sets `latest`."""
 
-    def __init__(self) -> None:
-        self._group: WorkerGroup | None = None
-
-    def begin(self, group: WorkerGroup) -> None:
-        self._group = group
-
-    @property
-    def latest(self) -> WorkerGroup | None:
-        """The workers, None before the first `begin`."""
-        return self._group
+    latest: WorkerGroup | None = None
 
     @property
     def group(self) -> WorkerGroup:
-        """The workers. Do not read it before the first `begin`."""
-        assert self._group is not None
-        return self._group
+        """The workers. Do not read it before there are any."""
+        assert self.latest is not None
+        return self.latest
 
     @property
     def generation(self) -> int:
-        """The number of the current generation. NO_GENERATION before the first `begin`."""
-        return self._group.generation if self._group else NO_GENERATION
+        """The number of the current generation, or NO_GENERATION."""
+        return self.latest.generation if self.latest else NO_GENERATION
 
     def of(self, generation: object) -> WorkerGroup | None:
         """The workers of that generation, if it is the current one: news of another generation changes nothing."""
-        return self._group if self._group and self._group.generation == generation else None
+        return self.latest if self.generation == generation else None

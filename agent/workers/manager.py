@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import selectors
 import signal
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 from elaunch.agent import linux
@@ -17,7 +19,6 @@ from elaunch.agent.core.actions import (
     LookAtStacks,
     NameThreads,
     ReplaceForkServer,
-    ShowStacks,
     SignalWorkers,
     Spawn,
     TellWorkers,
@@ -30,7 +31,6 @@ from elaunch.agent.diagnosis.investigate import look_into
 from elaunch.agent.diagnosis.oom import KernelLog, counter_files
 from elaunch.agent.forkserver.client import ForkServer
 from elaunch.agent.guardian.client import GuardianClient
-from elaunch.agent.output.folding import said_of_folded
 from elaunch.agent.output.pump import Pump
 from elaunch.agent.output.run_dir import RunDir
 from elaunch.agent.workers.exits import ExitReader, signal_name
@@ -85,7 +85,7 @@ class Workers:
         self._spawner = Spawner(config, run_dir, Stdio(config, services.pump, run_dir), fork_server)
         # Before any worker starts: it reads what the kernel says from then on.
         self._log = KernelLog(counter_files())
-        self._exits = ExitReader(node_host(socket.gethostname()), self._log, keeps_files=run_dir.logs is not None)
+        self._exits = ExitReader(node_host(socket.gethostname()), self._log, run_dir)
         self._monitor = ForkServerMonitor(fork_server, self._current, self._exits, reporter, selector)
         self._environ, self._warn = {**config.environment, **config.worker_env}, reporter.warn
         self._links = LinkMonitor(self._current, reporter, run_dir, self._monitor.check)
@@ -152,8 +152,6 @@ class Workers:
                 self._signal(order, is_ending=is_ending)
             case TellWorkers():
                 self._links.tell(order)
-                if not isinstance(order.message, ShowStacks):
-                    self._let_go_on(order.local_ranks)
             case LookAtStacks():
                 self._observers.look_at_stacks(order)
             case NameThreads():
@@ -182,7 +180,7 @@ class Workers:
             restarts=table.restarts,
         )
         group = WorkerGroup(table, group_rank)
-        self._current.begin(group)
+        self._current.latest = group
         self._observers.begin(has_store=self._spawner.has_store)
         warn_of_locks(self._environ, self._warn)
         if group_rank != 0 or not self._spawner.has_store:
@@ -201,7 +199,6 @@ class Workers:
         self._timeline.stamp(generation, "ordered")
         self._guardian.note(generation=generation, workers=group.slots)
         self._links.begin(group)
-        self._monitor.watch_store(group)
 
     def _signal(self, order: SignalWorkers, *, is_ending: bool) -> None:
         """Signal workers. If the agent is ending and the fork server still imports, no worker runs: end that server."""
@@ -215,38 +212,22 @@ class Workers:
             self._current.group.is_interrupted = True
         # The end of the first would free the others from a collective: a handler would begin to run, and be cut short.
         signals = (signal.SIGSTOP, order.signum) if order.signum == signal.SIGKILL and count > 1 else (order.signum,)
-        try:
+        with suppress(OSError):
             for signum in signals:
                 self._spawner.signal(self._current.group, order.local_ranks, signum)
-        except OSError:
-            return
-        if order.signum != signal.SIGKILL:
-            self._let_go_on(order.local_ranks)
-
-    def _let_go_on(self, local_ranks: Iterable[int]) -> None:
-        """Continue workers that a SIGSTOP holds: they are to end, and can neither save nor take a signal before."""
-        pids = self._current.group.pids
-        stopped = sorted(rank for rank in local_ranks if linux.state(pids.get(rank, -1)) == "T")
-        if stopped:
-            try:
-                self._spawner.signal(self._current.group, stopped, signal.SIGCONT)
-            except OSError:
-                return
-            numbers = ", ".join(map(str, stopped))
-            self._reporter.warn(f"local rank {numbers} was stopped by a signal (SIGSTOP) and is to end; SIGCONT")
 
     def _clear(self, order: Clear) -> None:
         """End what is left of the generation and collect its output; posts `Cleared`."""
         generation = order.generation
         self._timeline.stamp(generation, "stopped")
         group = self._current.group
-        self._monitor.unwatch_store(group)
         if group.store:
             # A restart would wait for the store's answer, on the CPUs on which old workers end.
             group.reached_store, group.store = group.store.end(is_used=group.has_used_store), None
         self._links.end(group)
         self._observers.end()
-        group.close_crash_files()
+        while group.crash_fds:
+            os.close(group.crash_fds.popitem()[1])
         reached, progressed = group.reached_store, group.progressed or group.lasted
         if order.is_done and self._spare_leftovers():
             # Their output goes on.
@@ -255,9 +236,8 @@ class Workers:
             return
         self._guardian.end_generation((self._fork_server.pid,), self._meanwhile)
 
-        def drained(tails: dict[int, str], folded: dict[int, int]) -> None:
+        def drained(tails: dict[int, str]) -> None:
             self._timeline.stamp(generation, "cleared")
-            hidden = _said_of_folded(group, folded)
             try:
                 failures = {rank: with_tail(f, tails.get(rank, ""), reached) for rank, f in group.failures.items()}
                 # Those that lost a peer are explained only if there is no other.
@@ -265,11 +245,11 @@ class Workers:
                 look_into(
                     causes.values(),
                     self._log,
-                    lambda facts: self._reporter.post(Cleared(generation, tails, reached, progressed, facts, hidden)),
+                    lambda facts: self._reporter.post(Cleared(generation, tails, reached, progressed, facts)),
                 )
             except Exception:
                 # Without this event the agent would wait for ever. A program's odd output must not do that.
-                self._reporter.post(Cleared(generation, tails, reached, progressed, hidden=hidden))
+                self._reporter.post(Cleared(generation, tails, reached, progressed))
                 raise
 
         self._pump.drain(generation, drained)
@@ -300,20 +280,8 @@ class Workers:
         """End what workers of a generation that has ended well have left behind, and collect its output."""
         if not self._spares_leftovers:
             return
-        group = self._current.group
         if left := self._find_leftovers():
             self._reporter.say(f"ending {named(left)}: {why}")
         self._spares_leftovers, self._leftovers = False, None
         self._guardian.end_generation((self._fork_server.pid,), self._meanwhile)
-
-        def drained(_: dict[int, str], folded: dict[int, int]) -> None:
-            if hidden := _said_of_folded(group, folded):
-                self._reporter.say(hidden)
-
-        self._pump.drain(group.generation, drained)
-
-
-def _said_of_folded(group: WorkerGroup, folded: Mapping[int, int]) -> str:
-    """A sentence about tracebacks that the console did not get; empty if it got all."""
-    lines = {group.rank(rank): count for rank, count in folded.items()}
-    return said_of_folded(lines, is_interrupted=group.is_interrupted) if lines else ""
+        self._pump.drain(self._current.generation, lambda _: None)

@@ -66,8 +66,7 @@ class Observers:
         self._counts_reports = times.hang_timeout_s > 0
         self._reports: Mapping[int, int] = {}
         self._vitals = Vitals(min(LOOK_EVERY_S, times.hang_after_s / _LOOKS_PER_LIMIT))
-        self._first_s: float | None = None
-        self._is_looking = False
+        self._from_s: float | None = None
         self._master_at_s: float | None = None
         self._count_at_s = 0.0
         self._waits = WaitShares()
@@ -81,7 +80,7 @@ class Observers:
     @property
     def due_s(self) -> float | None:
         """When the next look is due, on the monotonic clock; it waits for a wake-up that is due earlier."""
-        return self._first_s if self._first_s is not None else self._vitals.due_s
+        return None if self._from_s is None else max(self._from_s, self._vitals.due_s or 0.0)
 
     def begin(self, *, has_store: bool = False) -> None:
         """Look at the current generation's workers from now on.
@@ -89,23 +88,19 @@ class Observers:
         `has_store` says that a process of its own serves MASTER_PORT, which listens from the start.
         """
         group, now_s = self._current.latest, time.monotonic()
-        self._first_s = now_s + _FIRST_LOOK_S if self._is_on else None
+        self._from_s = now_s + _FIRST_LOOK_S if self._is_on else None
         self._waits, self.wait_shares, self._suspect = WaitShares(), {}, -1
         is_other = group is not None and group.group_rank > 0 and has_store
         self._master_at_s = now_s + _MASTER_AFTER_S if is_other else None
 
     def end(self) -> None:
         """Look at them no more."""
-        self._first_s = self._master_at_s = None
-        self._is_looking = False
+        self._from_s = self._master_at_s = None
         self._vitals.forget()
 
     def tick(self, now_s: float) -> None:
         """Look, if that is due."""
-        if self._first_s is not None and now_s >= self._first_s:
-            self._first_s, self._is_looking = None, True
-            self._vitals.forget()
-        if self._is_looking:
+        if self._from_s is not None and now_s >= self._from_s:
             self._sample(now_s)
             self._count_collectives(now_s)
         if self._master_at_s is not None and now_s >= self._master_at_s:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 
-from elaunch.agent import linux
+import psutil
+
 from elaunch.agent.workers.group import Reporter
 
 # They work if they use this share of a core, or move this many bytes a second. An upload that reads its file does; a
@@ -22,7 +21,6 @@ _GRACES_MAX = 60
 _SOON_S, _LOOK_SOON_S, _LOOK_S = 1.0, 0.1, 1.0
 _SHOWN_MAX = 4
 _COMMAND_MAX = 100
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class Leftovers:
@@ -70,35 +68,28 @@ class Leftovers:
 
 def named(pids: list[int]) -> str:
     """The processes in words: whose they are, and what they run."""
-    words = [f"pid {pid} of rank {_rank(pid)} ({_command(pid)})" for pid in pids[:_SHOWN_MAX]]
+    words = [_named(pid) for pid in pids[:_SHOWN_MAX]]
     return ", ".join([*words, *([f"{len(pids) - _SHOWN_MAX} more"] if len(pids) > _SHOWN_MAX else [])])
 
 
-def _rank(pid: int) -> str:
-    with suppress(OSError):
-        for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-            if entry.startswith(b"RANK="):
-                return entry[5:].decode(errors="replace")
-    return "?"
-
-
-def _command(pid: int) -> str:
-    words = ""
-    with suppress(OSError):
+def _named(pid: int) -> str:
+    rank, command = "?", ""
+    with suppress(psutil.Error):
+        process = psutil.Process(pid)
         # In one line: an argument may be a whole script.
-        arguments = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
-        words = " ".join(arguments.decode(errors="replace").split())
-    return words if len(words) <= _COMMAND_MAX else f"{words[:_COMMAND_MAX]}…"
+        command = " ".join(" ".join(process.cmdline()).split())
+        rank = process.environ().get("RANK", rank)
+    return f"pid {pid} of rank {rank} ({command if len(command) <= _COMMAND_MAX else f'{command[:_COMMAND_MAX]}…'})"
 
 
 def _use(pids: list[int]) -> tuple[float, int]:
     """The CPU seconds that they and their ended children have used, and the bytes that they read and wrote."""
-    ticks = moved_bytes = 0
+    cpu_s, moved_bytes = 0.0, 0
     for pid in pids:
         # A process of another user does not show its bytes.
-        with suppress(OSError):
-            # utime, stime, cutime, cstime
-            ticks += sum(map(int, linux.stat_fields(pid)[11:15]))
-            lines = Path(f"/proc/{pid}/io").read_text().splitlines()
-            moved_bytes += sum(int(line.split()[1]) for line in lines if line.startswith(("rchar:", "wchar:")))
-    return ticks / _TICKS_PER_S, moved_bytes
+        with suppress(psutil.Error):
+            process = psutil.Process(pid)
+            cpu_s += sum(process.cpu_times()[:4])
+            io = process.io_counters()
+            moved_bytes += io.read_chars + io.write_chars
+    return cpu_s, moved_bytes

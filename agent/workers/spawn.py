@@ -22,10 +22,9 @@ from elaunch.agent.config import AgentConfig
 from elaunch.agent.environment import extensions_root
 from elaunch.agent.forkserver import wire
 from elaunch.agent.forkserver.client import ForkServer
-from elaunch.agent.linux import catches
 from elaunch.agent.output.run_dir import RunDir
 from elaunch.agent.workers import numa
-from elaunch.agent.workers.group import CrashFile, StoreControl, WorkerGroup
+from elaunch.agent.workers.group import StoreControl, WorkerGroup
 from elaunch.agent.workers.link import Link
 from elaunch.agent.workers.stdio import Stdio
 from elaunch.rendezvous.endpoint import is_loopback
@@ -144,11 +143,6 @@ class Spawner:
         # The store runs in this interpreter. Another interpreter's torch may use another version of its protocol.
         self.has_store = ours and find_spec("torch") is not None
 
-    @property
-    def signals_groups(self) -> bool:
-        """Whether a worker is signalled with its process group, also with signals that it can handle."""
-        return self._config.spec.program.kind is ProgramKind.COMMAND
-
     def start(self, group: WorkerGroup, listener: socket.socket | None) -> None:
         """Order all workers, and a worker store for `listener`. Raises OSError where the fork server is gone."""
         if listener:
@@ -160,17 +154,11 @@ class Spawner:
         """Signal workers. Raises OSError where the fork server is gone.
 
         A Python program gets the signal alone, so that its data loaders live until its last save. A command gets it
-        with its process group, since a shell does not pass it on. A scheduler's notice goes only to a worker that has a
-        handler for it; another worker gets SIGTERM.
+        with its process group, since a shell does not pass it on.
         """
-        others = sorted(local_ranks)
-        if signum in self._config.notices and not self._config.has_named_signals:
-            noticing = [rank for rank in others if (pid := group.pids.get(rank, 0)) and catches(pid, signum)]
-            if noticing:
-                self._server.signal(group.generation, noticing, signum, group=False, is_notice=True)
-            others, signum = [rank for rank in others if rank not in noticing], signal.SIGTERM
-        if others:
-            self._server.signal(group.generation, others, signum, group=self.signals_groups or signum == signal.SIGKILL)
+        is_notice = signum in self._config.notices and not self._config.has_named_signals
+        to_groups = signum == signal.SIGKILL or self._config.spec.program.kind is ProgramKind.COMMAND
+        self._server.signal(group.generation, sorted(local_ranks), signum, group=to_groups, is_notice=is_notice)
 
     def _start_store(self, group: WorkerGroup, listener: socket.socket) -> None:
         ours, theirs = wire.pair()
@@ -191,10 +179,10 @@ class Spawner:
         group.links[local_rank] = Link(group.generation, local_rank, link)
         try:
             theirs += [*self._stdio.standard_fds(group, local_rank), link_end.detach()]
-            group.crash_files[local_rank] = CrashFile()
-            theirs.append(os.dup(group.crash_files[local_rank].fileno()))
+            # The worker owns what is in it: it may hold anything, and any amount.
+            crash_fd = group.crash_fds[local_rank] = os.memfd_create("elaunch-crash", os.MFD_CLOEXEC)
             env = self._environment(group, local_rank)
-            self._server.spawn(group.generation, local_rank, env, self._cpus(local_rank), tuple(theirs))
+            self._server.spawn(group.generation, local_rank, env, self._cpus(local_rank), (*theirs, crash_fd))
         finally:
             for fd in theirs:
                 os.close(fd)
@@ -203,15 +191,13 @@ class Spawner:
         config = self._config
         rank = group.rank(local_rank)
         has_folder = self._run_dir.rank(group.generation, rank) is not None
-        error_file = self._run_dir.error_file(group.generation, rank) if has_folder else None
-        if error_file:
-            group.error_files[local_rank] = error_file
+        error_file = self._run_dir.error_file(group.generation, rank) if has_folder else ""
         env = environment.rank_variables(
             group.table,
             group.group_rank,
             local_rank,
             agent_store=self.has_store,
-            error_file=str(error_file or ""),
+            error_file=str(error_file),
             memory=str(self._run_dir.memory_at_start().folder or ""),
         )
         if config.virtual_local_rank:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from contextlib import suppress
 from functools import partial
 from string import Template
@@ -14,7 +15,6 @@ from elaunch.agent.output.folding import TracebackFold
 from elaunch.agent.output.pump import Pump
 from elaunch.agent.output.run_dir import RunDir
 from elaunch.agent.output.streams import LogFile, Route, WorkerStream, is_pipe
-from elaunch.agent.own_lines import terminal_size
 from elaunch.agent.workers.group import WorkerGroup
 from elaunch.rendezvous.rules.assign_ranks import role_of
 
@@ -47,7 +47,7 @@ class Stdio:
             return None
         if self._may_share_console(group, local_rank):
             return None
-        columns, rows = terminal_size(1)
+        columns, rows = shutil.get_terminal_size()
         prefix = len(self._prefix(group, local_rank).decode())
         return (columns - prefix, rows) if columns > prefix else None
 

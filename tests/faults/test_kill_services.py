@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import signal
+import sys
 from pathlib import Path
 
 import psutil
 
+from tests import no_pidfd
 from tests.faults.processes import CHILDREN, SAY, Light, Watched, is_alive, library
 from tests.harness import script, wait_for
 
@@ -101,9 +104,10 @@ print("reduced", int(total), "in generation", GENERATION)
         assert re.search("succeeded.* 1 of 3 restarts used", job.stderr)
 
 
-def test_a_killed_guardian_is_replaced_and_the_new_one_does_its_work(tmp_path: Path) -> None:
+def test_a_killed_guardian_is_replaced_also_where_the_kernel_refuses_pidfds(tmp_path: Path) -> None:
+    without_pidfd = (sys.executable, no_pidfd.__file__, str(errno.EPERM))
     script(tmp_path, f"{SAY}{CHILDREN}\nsay('worker', os.getpid())\nwhile True: signal.pause()")
-    with Light(tmp_path, "--nproc-per-node", "2", "train.py") as job:
+    with Light(tmp_path, "--nproc-per-node", "2", "train.py", prefix=without_pidfd) as job:
         wait_for(lambda: len(job.pids("worker")) == 2, "both workers")
         pids = [pid for name in ("worker", "sleep", "setsid", "daemon") for pid in job.pids(name)]
         assert len(pids) == 8

@@ -36,7 +36,6 @@ def test_a_restart_is_detected_by_the_first_exit_after_the_kill() -> None:
         (1, "sealed", 10.5, -1),
         (1, "forked", 10.6, 0),
         (1, "forked", 10.7, 1),
-        (1, "store_ready", 10.65, -1),
     )
     workers = stamps((0, "step", 5.0, 0), (1, "script", 10.8, 0), (1, "script", 10.9, 1), (1, "step", 11.0, 0))
 
@@ -50,7 +49,6 @@ def test_a_restart_is_detected_by_the_first_exit_after_the_kill() -> None:
             "cleared": 0.4,
             "sealed": 0.5,
             "last fork": 0.7,
-            "store ready": 0.65,
             "script's first line": 0.9,
         }
     )

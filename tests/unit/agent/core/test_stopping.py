@@ -487,14 +487,3 @@ def test_of_two_that_fail_at_once_a_killed_one_is_logged_and_an_exit_code_that_t
 
     assert second == ["error"]
     assert not [action for action in driver.acted if isinstance(action, Say)]
-
-
-def test_tracebacks_that_nothing_explains_are_logged() -> None:
-    driver = started()
-    driver.happen(Signalled(INT, "SIGINT"))
-    for local_rank in (0, 1, 2):
-        driver.exits(local_rank, -INT, FailureKind.SIGNAL)
-
-    driver.happen(replace(cleared(0), hidden="ranks 0, 1 and 2 were interrupted and ended"))
-
-    assert Say("ranks 0, 1 and 2 were interrupted and ended", "info") in driver.acted

@@ -1,66 +1,57 @@
-"""The worker store: a store to which no rank connects imports nothing of torch. Real processes."""
+"""What forked processes are and report, in real processes: a worker store, and a worker without free descriptors."""
 
 from __future__ import annotations
 
-import fcntl
+import json
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 from elaunch.agent.forkserver import wire
-from tests.harness import DEADLINE_S
+from tests.harness import DEADLINE_S, environment
 
-REPOSITORY = Path(__file__).parents[4]
-# Idle until somebody does something. Who then imports torch ends with that code.
-PROGRAM = """
+STORE = """
 import os, sys
 from elaunch.agent.forkserver import child
-for fd, number in zip(map(int, sys.argv[1:]), (child.LISTEN_FD, child.CONTROL_FD)):
-    os.dup2(fd, number)
-child._IDLE_S = 600.0
-child._class = lambda *_, **__: os._exit(7)
-child.serve_store("127.0.0.1", 0, store_class=STORE_CLASS)
+os.dup2(int(sys.argv[1]), child.CONTROL_FD)
+child.serve_store("127.0.0.1", 0, store_class=lambda *_, **__: type("Store", (), {"num_keys": lambda _: 3})())
 """
-CLASS = "(lambda *_, **__: type('Store', (), {'num_keys': lambda _: 3})())"
+REPORTS = """
+import json, os, resource, socket, sys
+from elaunch.agent.forkserver import reports
+os.dup2(int(sys.argv[1]), reports.LINK_FD)
+for fd in map(int, os.listdir("/proc/self/fd")):
+    if fd > reports.LINK_FD:
+        try: os.close(fd)
+        except OSError: pass
+resource.setrlimit(resource.RLIMIT_NOFILE, (reports.LINK_FD + 1, reports.LINK_FD + 1))
+reports.send(os.fstat(reports.LINK_FD).st_ino, {"event": "note"})
+assert os.fstat(reports.LINK_FD)
+"""
 
 
-@contextmanager
-def started(store_class: str) -> Iterator[tuple[subprocess.Popen[bytes], socket.socket, socket.socket]]:
-    """A store; the socket at which it listens, and the agent's end of its control socket."""
-    program = PROGRAM.replace("STORE_CLASS", store_class)
+def running(program: str, end: socket.socket) -> subprocess.Popen[bytes]:
+    env = environment({"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
+    return subprocess.Popen([sys.executable, "-c", program, str(end.fileno())], env=env, pass_fds=(end.fileno(),))
+
+
+def test_a_store_tells_at_its_end_how_many_keys_it_has() -> None:
     control, theirs = wire.pair()
-    with socket.create_server(("127.0.0.1", 0)) as listener, control, theirs:
-        # Above the numbers that they get.
-        fds = [fcntl.fcntl(end, fcntl.F_DUPFD, 20) for end in (listener, theirs)]
-        with subprocess.Popen([sys.executable, "-c", program, *map(str, fds)], cwd=REPOSITORY, pass_fds=fds) as process:
-            for end in fds:
-                os.close(end)
-            theirs.close()
-            control.settimeout(DEADLINE_S)
-            yield process, listener, control
-            process.kill()
-
-
-def test_a_store_that_ends_before_a_rank_connects_imports_nothing() -> None:
-    with started("None") as (process, _, control):
-        control.close()
-
-        assert process.wait(DEADLINE_S) == 0
-
-
-def test_a_store_starts_when_a_rank_connects() -> None:
-    with started("None") as (process, listener, _), socket.create_connection(listener.getsockname()):
-        assert process.wait(DEADLINE_S) == 7
-
-
-def test_a_store_that_has_its_class_imports_nothing_and_waits_for_nobody() -> None:
-    with started(CLASS) as (process, _, control):
+    with control, theirs, running(STORE, theirs) as process:
+        control.settimeout(DEADLINE_S)
         assert wire.receive(control) == ({"up": True}, ())
+
         wire.send(control, {"op": "end"})
 
         assert wire.receive(control) == ({"keys": 3}, ())
         assert process.wait(DEADLINE_S) == 0
+
+
+def test_a_worker_without_a_free_descriptor_reports_on_its_link() -> None:
+    link, theirs = socket.socketpair()
+    with link, theirs, running(REPORTS, theirs) as process:
+        assert process.wait(DEADLINE_S) == 0
+        link.settimeout(DEADLINE_S)
+
+        assert json.loads(link.recv(1000)) == {"event": "note"}

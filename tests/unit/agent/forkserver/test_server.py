@@ -101,6 +101,11 @@ def test_a_killed_workers_group_is_not_waited_for(children: Children, two: tuple
     asked_and_leaders_gone(children, (second,))
 
 
+def test_of_a_notice_those_with_a_handler_are_told_apart(children: Children, two: tuple[Worker, Worker]) -> None:
+    assert children.catching({two[1].name}, signal.SIGTERM) == {two[1].name}
+    assert children.catching({two[0].name}, signal.SIGUSR2) == set()
+
+
 def dead(*command: str) -> int:
     """The pid of a child that has ended, and that nobody has reaped."""
     process = subprocess.Popen(command)

@@ -209,7 +209,7 @@ def test_a_job_is_ended_by_its_guardian_whatever_the_schedulers_id_is(spawned: S
     guard = GuardianClient((), {"OAR_JOB_ID": job})
     mine = spawned.pid(READY, markers=guard.marker, OAR_JOB_ID=job)
     other = spawned.pid(READY, markers=guard.marker, OAR_JOB_ID="13")
-    os.close(guard._fd)
+    guard._socket.close()
 
     assert guard._process.wait(DEADLINE_S) == 0
     wait_until_gone(mine)
@@ -276,7 +276,7 @@ def test_the_end_of_a_job_removes_no_folder_of_another_user(tmp_path: Path) -> N
 def test_where_a_guardian_cannot_be_replaced_the_agent_cleans_up_itself(spawned: Spawned) -> None:
     guard = GuardianClient((), {})
     mine = spawned.pid(READY, markers=guard.marker)
-    os.kill(guard.pid, signal.SIGKILL)
+    guard._process.kill()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
     try:

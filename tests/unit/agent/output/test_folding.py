@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elaunch.agent.diagnosis.exit_status import tells_of_lost_peer
-from elaunch.agent.output.folding import TracebackFold, said_of_folded
+from elaunch.agent.output.folding import TracebackFold
 
 HEAD = b"[rank0]: Traceback (most recent call last):\n"
 FRAME = b'[rank0]:   File "train.py", line 7, in <module>\n[rank0]:     dist.all_reduce(x)\n'
@@ -25,7 +25,6 @@ def test_a_traceback_that_tells_of_a_lost_peer_is_not_shown_if_the_worker_ends(f
 
     assert shown == b"step 3\n"
     assert looked == fold.end() == b""
-    assert fold.folded == 4
 
 
 def test_it_is_shown_if_the_program_goes_on(fold: TracebackFold) -> None:
@@ -36,7 +35,7 @@ def test_it_is_shown_if_the_program_goes_on(fold: TracebackFold) -> None:
     assert fold.take(b"trying again\n", 3.0) == b""
     assert fold.look(6.0) == ALL + b"trying again\n"
     assert fold.take(b"step 4\n", 6.1) == b"step 4\n"
-    assert (fold.folded, fold.due_s) == (0, None)
+    assert fold.due_s is None
 
 
 def test_any_other_traceback_is_shown_after_a_moment(fold: TracebackFold) -> None:
@@ -54,7 +53,6 @@ def test_a_traceback_is_not_judged_before_its_last_line_is_there(fold: Traceback
 
     assert early == b""
     assert fold.look(1.6) == fold.end() == b""
-    assert fold.folded == 4
 
 
 def test_the_last_exception_of_a_chain_decides(fold: TracebackFold) -> None:
@@ -62,7 +60,6 @@ def test_the_last_exception_of_a_chain_decides(fold: TracebackFold) -> None:
     fold.take(chain, 1.0)
 
     assert fold.end() == chain
-    assert fold.folded == 0
 
 
 @pytest.mark.parametrize("between", [b"", b"\nDuring handling of the above exception, another exception occurred:\n\n"])
@@ -71,7 +68,6 @@ def test_an_error_of_its_own_before_the_lost_peer_is_shown(fold: TracebackFold, 
     fold.take(both, 1.0)
 
     assert fold.end() == both
-    assert fold.folded == 0
 
 
 def test_what_is_held_has_a_bound(fold: TracebackFold) -> None:
@@ -82,15 +78,3 @@ def test_what_is_held_has_a_bound(fold: TracebackFold) -> None:
 
     assert shown.startswith(HEAD)
     assert len(shown) > 256 << 10
-
-
-@pytest.mark.parametrize(
-    ("lines", "is_interrupted", "said"),
-    [
-        ({1: 9}, False, "rank 1 lost a peer and ended; its traceback (9 lines) is not shown"),
-        ({1: 9}, True, "rank 1 was interrupted and ended; its traceback (9 lines) is not shown"),
-        ({1: 9, 0: 3}, True, "ranks 0 and 1 were interrupted and ended; their tracebacks (12 lines) are not shown"),
-    ],
-)
-def test_one_line_says_whose_tracebacks_are_not_shown(lines: dict[int, int], is_interrupted: bool, said: str) -> None:
-    assert said_of_folded(lines, is_interrupted=is_interrupted).startswith(f"{said} (-v")

@@ -20,7 +20,7 @@ def test_a_stage_is_a_line_with_both_clocks_and_its_fields(tmp_path: Path) -> No
     before = time.monotonic()
 
     timeline.stamp(2, "forked", rank=3, pid=4711)
-    timeline.stamp(2, "store_ready")
+    timeline.stamp(2, "cleared")
 
     first, second = [json.loads(line) for line in (tmp_path / TIMELINE).read_text().splitlines()]
     assert (first["generation"], first["event"], first["rank"], first["pid"]) == (2, "forked", 3, 4711)

@@ -6,6 +6,8 @@ import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -27,8 +29,9 @@ def test_an_error_file_is_read_and_named_only_if_it_outlives_the_job(tmp_path: P
     ours, theirs = socket.socketpair()
     theirs.close()
     links = {0: Link(3, 0, ours)}
-    group = WorkerGroup(RankTable(3, (Seat(NODE, 1, 4),), "", 0, ""), 0, links=links, error_files={0: path})
-    reader = ExitReader("node-a", KernelLog([]), keeps_files=keeps_files)
+    group = WorkerGroup(RankTable(3, (Seat(NODE, 1, 4),), "", 0, ""), 0, links=links)
+    run_dir: Any = SimpleNamespace(error_file=lambda *_: path, logs=tmp_path if keeps_files else None)
+    reader = ExitReader("node-a", KernelLog([]), run_dir)
 
     with ours:
         failure = reader.exited(group, 0, 17, 1).failure

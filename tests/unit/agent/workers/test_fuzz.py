@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 from pathlib import Path
 
@@ -23,7 +22,6 @@ from elaunch.agent.diagnosis.exit_status import (
     parse_traceback,
     with_tail,
 )
-from elaunch.agent.forkserver import wire
 from elaunch.agent.workers.link import Link, Note
 from elaunch.agent.workers.observers import _last_report
 from elaunch.launcher.report import report, write_error_file
@@ -31,7 +29,6 @@ from elaunch.rendezvous.codec import decode, encode
 from elaunch.rendezvous.job_spec import JobSpec, Program, ProgramKind
 from elaunch.rendezvous.types import Failure, FailureKind, Outcome, OutcomeKind
 from elaunch.trainer.link import _Link as WorkersLink
-from tests.descriptors import opened
 from tests.fuzzing import EXAMPLES, NESTED, PLAIN, TEXTS, VALUES, bounded
 
 EVENTS = ("progress", "phase", "listens", "saving", "saved", "stopped", "note", "ended", "peer_failed", "stacks", "?")
@@ -97,24 +94,6 @@ def test_a_worker_goes_on_hearing_its_agent_whatever_that_said_before(said: list
         with bounded():
             heard = list(WorkersLink(ours)._messages())
     assert heard[-1] == {"event": "progress", "step": 41}
-
-
-@given(MESSAGES, st.integers(0, 3))
-def test_a_packet_of_the_fork_servers_wire_is_a_message_or_the_end(data: bytes, count: int) -> None:
-    ours, theirs = wire.pair()
-    with ours, theirs:
-        fds = [os.open(os.devnull, os.O_RDONLY) for _ in range(count)]
-        socket.send_fds(theirs, [data or b" "], fds)
-        for fd in fds:
-            os.close(fd)
-        before = opened()
-        with bounded():
-            packet = wire.receive(ours)
-        kept = packet[1] if packet else ()
-        assert packet is None or isinstance(packet[0], dict)
-        assert (opened() - before).total() == len(kept)
-        for fd in kept:
-            os.close(fd)
 
 
 PIECES = st.sampled_from(

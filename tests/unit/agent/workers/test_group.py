@@ -65,7 +65,7 @@ def test_news_of_another_generation_than_the_current_one_finds_no_workers() -> N
     before = (current.generation, current.of(TABLE.generation))
     now = group(reached_store=None)
 
-    current.begin(now)
+    current.latest = now
 
     assert before == (NO_GENERATION, None)
     assert current.generation == TABLE.generation

@@ -44,7 +44,7 @@ def linked() -> Iterator[LinkedGroup]:
     others: Any = SimpleNamespace(stamp=lambda *_, **__: None)
     posted: list[Event] = []
     current = CurrentGroup()
-    current.begin(group)
+    current.latest = group
     reporter = Reporter(posted.append, lambda *_: None, others, others)
     monitor = LinkMonitor(current, reporter, run_dir, lambda: None)
     monitor.begin(group)

@@ -56,7 +56,7 @@ def test_a_node_that_cannot_reach_rank_0_in_two_tries_says_so_once(
     )
     current = CurrentGroup()
     seats = (Seat("node-a-00000001", 0, 1), Seat("node-b-00000001", 1, 1))
-    current.begin(WorkerGroup(RankTable(0, seats, "node-a", 5, ""), 1))
+    current.latest = WorkerGroup(RankTable(0, seats, "node-a", 5, ""), 1)
     monitor = Observers(current, reporter, RunDir(tmp_path, "job", said.append), Times(), works.append)
 
     monitor.begin(has_store=True)

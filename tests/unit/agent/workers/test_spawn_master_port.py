@@ -1,16 +1,19 @@
-"""agent.workers.spawn: the worker store's port, with real sockets."""
+"""agent.workers.spawn: the worker store's port, with real sockets, and what the fork server is asked to signal."""
 
 from __future__ import annotations
 
+import signal
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from elaunch.agent.config import AgentConfig
-from elaunch.agent.workers.spawn import MasterPort, NoPort, reserve
+from elaunch.agent.workers.spawn import MasterPort, NoPort, Spawner, reserve
 from elaunch.rendezvous.job_spec import JobSpec, Program, ProgramKind
 from tests.harness import DEADLINE_S, free_ports
 
@@ -98,3 +101,15 @@ def test_the_one_port_that_was_asked_for_stays_reserved_between_two_generations(
     assert is_taken(wanted)
     assert port.reserve() == wanted
     port.close()
+
+
+def test_a_notice_is_ordered_as_one_also_before_the_workers_forks_are_known() -> None:
+    orders: list[tuple[object, ...]] = []
+    server: Any = SimpleNamespace(signal=lambda *order, **how: orders.append((*order, how["is_notice"])))
+    unused: Any = None
+    group: Any = SimpleNamespace(generation=3, pids={})
+    spawner = Spawner(replace(config(), notices=(signal.SIGUSR2,)), unused, unused, server)
+
+    spawner.signal(group, {1, 0}, signal.SIGUSR2)
+
+    assert orders == [(3, [0, 1], signal.SIGUSR2, True)]
