@@ -4,7 +4,7 @@ Programs and users write texts of any length, and a store accepts 1.5 MiB. A cla
 limit of a text in its type, and no object of that class holds a longer text. The range of a number is in its type too.
 It is checked where a record is read, since anybody with access to the store may have written that record:
 
-    message: Annotated[str, keep_head(2 << 10)]
+    message: Annotated[str, keep_line(2 << 10)]
     port: Annotated[int, Between(0, 65535)]
 
 Sizes are bytes of the JSON that is sent. In JSON a control character takes six bytes, and so do most non-ASCII letters.
@@ -186,16 +186,14 @@ class Limit:
     def of(self, text: str) -> str:
         """The text itself if it fits, else the shortened text."""
         text = self.clean(text)
-        return text if self._has_room(text) else self.cut(text, self.bytes_max)
+        return text if self.fits(text) else self.cut(text, self.bytes_max)
 
     def clean(self, text: str) -> str:
         """The text, or if it is a line as much of it as could fit, without control characters."""
         return plain(text[: self.bytes_max + 1], keep="\t") if self.is_line else text
 
     def fits(self, text: str) -> bool:
-        return self._has_room(text) and (not self.is_line or str.isprintable(text))
-
-    def _has_room(self, text: str) -> bool:
+        """Whether the text is short enough."""
         # Nearly all texts are so short that they fit in any encoding, and need not be encoded to find that out.
         is_short = len(text) * _CHARACTER_BYTES_MAX <= self.bytes_max
         return is_short or (len(text) <= self.bytes_max and json_bytes(text) <= self.bytes_max)
@@ -208,8 +206,8 @@ class Bounded:
         kind: type = type(self)
         for name, limit in _limits(kind).items():
             text = getattr(self, name)
-            if not limit.fits(text):
-                object.__setattr__(self, name, limit.of(text))
+            if (cut := limit.of(text)) is not text:
+                object.__setattr__(self, name, cut)
 
 
 def json_bytes(text: str) -> int:
@@ -243,8 +241,7 @@ def cut_to_ends(text: str, bytes_max: int) -> str:
     return first + _left_out(len(text) - len(first) - len(last)) + last
 
 
-# Limits that keep the beginning, or both ends, or the end. A line may come from another node's program.
-keep_head = partial(Limit, cut=cut_to_head)
+# Limits that keep the beginning of a line, both ends, or the end. A line may come from another node's program.
 keep_line = partial(Limit, cut=cut_to_head, is_line=True)
 keep_ends = partial(Limit, cut=cut_to_ends)
 keep_tail = partial(Limit, cut=cut_to_tail)

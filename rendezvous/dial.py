@@ -27,10 +27,6 @@ class NoAnswer(TimeoutError):
     """The time is over, and no address has answered: neither accepted nor refused."""
 
 
-class _Late(Exception):
-    """An address has not answered within its share of the time."""
-
-
 class Deadline:
     """A point in time; `left` says how many seconds remain."""
 
@@ -78,8 +74,8 @@ def dial(addresses: Sequence[HostAddress], left: Callable[[], float]) -> socket.
         silent: list[HostAddress] = []
         for number, (family, address) in enumerate(untried):
             try:
-                return _connected(family, address, min(wait_s, left() / (len(untried) - number)))
-            except _Late:
+                if made := _connected(family, address, min(wait_s, left() / (len(untried) - number))):
+                    return made
                 silent.append((family, address))
             except TimeoutError as error:
                 # The time is over, or the kernel has given up.
@@ -96,7 +92,8 @@ def dial(addresses: Sequence[HostAddress], left: Callable[[], float]) -> socket.
     )
 
 
-def _connected(family: socket.AddressFamily, address: tuple[Any, ...], wait_s: float) -> socket.socket:
+def _connected(family: socket.AddressFamily, address: tuple[Any, ...], wait_s: float) -> socket.socket | None:
+    """A connection; None if the address has not answered within `wait_s`."""
     made = socket.socket(family, socket.SOCK_STREAM)
     try:
         made.settimeout(wait_s)
@@ -111,7 +108,7 @@ def _connected(family: socket.AddressFamily, address: tuple[Any, ...], wait_s: f
         made.close()
         # The kernel's own ETIMEDOUT is a TimeoutError too, with a number.
         if isinstance(error, TimeoutError) and not error.errno:
-            raise _Late from None
+            return None
         raise
 
 

@@ -44,14 +44,6 @@ _LEASE_BYTES = 1024
 _LEASE_NOT_FOUND = (errors.NOT_FOUND, "etcdserver: requested lease not found")
 
 
-class Compacted(Exception):
-    """The history no longer has the requested revision; `revision` is the first that it has."""
-
-    def __init__(self, revision: int) -> None:
-        super().__init__(f"compacted up to {revision}")
-        self.revision = revision
-
-
 class _Lease:
     """One lease. `ends_s` is on the caller's clock; `keys` are deleted when the lease ends."""
 
@@ -108,17 +100,21 @@ class Engine:
         self._write(branch)
         return Answer(held, self.revision)
 
-    def since(self, revision: int, count_max: int) -> Sequence[Changes]:
-        """At most `count_max` revisions in order, beginning with `revision`. Raises Compacted."""
-        first = self.revision + 1 - len(self._history)
-        if revision < first and first > 2:
-            raise Compacted(first)
-        start = max(revision - first, 0)
+    @property
+    def first_revision(self) -> int:
+        """The first revision that the history has."""
+        return self.revision + 1 - len(self._history)
+
+    def since(self, revision: int, count_max: int) -> Sequence[Changes] | None:
+        """At most `count_max` revisions in order, beginning with `revision`; None if that one is compacted."""
+        if revision < self.first_revision and self.first_revision > 2:
+            return None
+        start = max(revision - self.first_revision, 0)
         return self._history[start : start + count_max]
 
     def compact(self, revision: int) -> None:
         """Forget the history before `revision`."""
-        count = max(revision - (self.revision + 1 - len(self._history)), 0)
+        count = max(revision - self.first_revision, 0)
         self._history_held -= sum(map(_changes_bytes, self._history[:count]))
         del self._history[:count]
 
@@ -342,11 +338,11 @@ class MemoryStore:
             self._telling = False
 
     def _catch_up(self, watch: _Watch) -> None:
-        try:
-            for changes in self.engine.since(watch.next_revision, _BATCH_REVISIONS):
-                watch.told(changes)
-        except Compacted:
+        history = self.engine.since(watch.next_revision, _BATCH_REVISIONS)
+        if history is None:
             watch.view(self.read(watch.prefix))
+        for changes in history or ():
+            watch.told(changes)
 
 
 @contextmanager

@@ -238,6 +238,9 @@ def sources() -> list[Path]:
 def tried(mutant: Mutant, tests: dict[str, Any], folder: Path) -> Mutant:
     """Import the changed module, and run the tests that call the function, the nearest first."""
     tree, diff = mutated(mutant)
+    # The tests' own helpers have imported some modules before the fork.
+    for name in [name for name in sys.modules if name.partition(".")[0] == "elaunch"]:
+        del sys.modules[name]
     path, get_code = ROOT / mutant["file"], SourceFileLoader.get_code
     SourceFileLoader.get_code = lambda self, name: (  # type: ignore[assignment,method-assign,misc]
         compile(tree, self.path, "exec") if Path(self.path).resolve() == path else get_code(self, name)

@@ -80,9 +80,9 @@ def relay(target: Endpoint) -> Listener:
 
     def serve(client: socket.socket) -> None:
         with socket.create_connection((target.host, target.port)) as server:
-            back = threading.Thread(target=_copy, args=(server, client), daemon=True)
+            back = threading.Thread(target=copy, args=(server, client), daemon=True)
             back.start()
-            _copy(client, server)
+            copy(client, server)
             back.join(60)
 
     return Listener(serve)
@@ -139,7 +139,8 @@ def web_server(status: int, version: bytes, *, posts: bool = False) -> Iterator[
             joined(thread)
 
 
-def _copy(source: socket.socket, target: socket.socket) -> None:
+def copy(source: socket.socket, target: socket.socket) -> None:
+    """Pass all data on until the source ends."""
     with suppress(OSError):
         while data := source.recv(65536):
             target.sendall(data)

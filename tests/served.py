@@ -34,7 +34,7 @@ def thread_serving(secret: Secret | None = None, slots: int = CONNECTIONS_MAX) -
     """Run a server in a thread. Yields it and its port on 127.0.0.1. Without a secret it uses no TLS and no token."""
     listener = bound_socket()
     port = listener.getsockname()[1]
-    server = Server([listener], secret, slots)
+    server = Server(listener, secret, slots)
     with running(server):
         yield server, port
 

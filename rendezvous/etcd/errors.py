@@ -156,13 +156,9 @@ def explain(error: EtcdError, endpoint: Endpoint, access: Access) -> StoreError:
 def cancelled(reason: str) -> EtcdError:
     """The error for which the server ended a watch. etcd 3.4 and 3.5 write gRPC's code as words into `reason`."""
     text = reason.rpartition(" desc = ")[2]
-    if "Unauthenticated" in reason:
-        return EtcdError(UNAUTHENTICATED, text)
-    if "permission denied" in reason:
-        return EtcdError(PERMISSION, text)
-    if "InvalidArgument" in reason:
-        return EtcdError(INVALID, text)
-    return EtcdError(UNAVAILABLE, text or "the watch was ended")
+    words = {"Unauthenticated": UNAUTHENTICATED, "permission denied": PERMISSION, "InvalidArgument": INVALID}
+    code = next((code for word, code in words.items() if word in reason), UNAVAILABLE)
+    return EtcdError(code, text or "the watch was ended")
 
 
 def history_lost(endpoint: Endpoint, access: Access, was: str, now: str) -> HistoryLost:

@@ -69,22 +69,17 @@ class EtcdWatch:
         """Close the watch without waiting for its thread."""
         self._closed.set()
         self._answer(Unavailable("the watch was closed"))
-        self._interrupt()
+        self.leave()
 
     def fail(self, error: StoreError) -> None:
         """Deliver `error` as the last update."""
         self._error = error
-        self._interrupt()
+        self.leave()
 
-    def leave(self, endpoint: Endpoint) -> None:
-        """Move to another member if the watch is on `endpoint`, which hangs: an idle watch cannot notice that."""
+    def leave(self, endpoint: Endpoint | None = None) -> None:
+        """End the stream, if it is on `endpoint`; an idle watch cannot notice that its member hangs."""
         with self._lock:
-            if self._stream and self._stream[0] == endpoint:
-                self._stream[1].hang_up()
-
-    def _interrupt(self) -> None:
-        with self._lock:
-            if self._stream:
+            if self._stream and endpoint in (None, self._stream[0]):
                 self._stream[1].hang_up()
 
     def _over(self) -> bool:

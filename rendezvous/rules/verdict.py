@@ -121,38 +121,17 @@ def alike(one: Failure, other: Failure) -> bool:
     return kinds[0] == kinds[1] and _without_numbers(_own_words(one)) == _without_numbers(_own_words(other))
 
 
-def repeats(one: Failure, other: Failure) -> bool:
-    """Whether two failures are the same bug of the program in the same step, however far the job had come.
-
-    The rank may be another one: if all ranks have a bug, chance decides which of them is recorded first.
-    """
-    if not identical(one, other) or not _is_bug(one):
-        return False
-    if one.step >= 0 or other.step >= 0:
-        return one.step == other.step
-    if one.kind is FailureKind.EXCEPTION and _without_addresses(one.message) != _without_addresses(other.message):
-        return False
-    return _lived_as_long(one, other)
-
-
-def _lived_as_long(one: Failure, other: Failure) -> bool:
-    longer_s = max(one.lived_s, other.lived_s)
-    return abs(one.lived_s - other.lived_s) <= max(_AS_LONG_S, _AS_LONG_SHARE * longer_s)
-
-
 def _last_line(tail: str) -> str:
     lines = [line.strip() for line in tail.splitlines()]
     return next((line for line in reversed(lines) if line and not _TORCHS_LINE.match(line)), "")
 
 
-def _fails_again(one: Failure, other: Failure) -> bool:
-    """Whether two failures before any progress are the same error, and none that may pass."""
-    if not identical(one, other):
-        return False
-    if one.kind is FailureKind.EXIT_CODE:
-        words = _last_line(other.tail)
-        return _without_numbers(_last_line(one.tail)) == _without_numbers(words) and not _MAY_PASS.search(words)
-    return not _MAY_PASS.search(f"{other.exception} {other.message}")
+def _may_pass(failure: Failure, earlier: Failure) -> bool:
+    """Whether a failure before any progress, like the earlier one, may not come again."""
+    if failure.kind is FailureKind.EXIT_CODE:
+        words = _last_line(earlier.tail)
+        return _without_numbers(_last_line(failure.tail)) != _without_numbers(words) or bool(_MAY_PASS.search(words))
+    return bool(_MAY_PASS.search(f"{earlier.exception} {earlier.message}"))
 
 
 def _is_of_surroundings(words: str) -> bool:
@@ -229,13 +208,25 @@ def judge(
 
 
 def _again(failure: Failure, earlier: Failure, *, has_progressed: bool) -> str:
-    """The failure that was repeated, for which a retry is pointless; "" if there is none."""
-    if not has_progressed and _fails_again(failure, earlier):
-        return "it failed the same way twice in a row without progress"
-    if repeats(failure, earlier):
-        where = f"in the same step, after step {failure.step}" if failure.step >= 0 else "after about the same time"
-        return f"it failed the same way twice in a row, {where}"
-    return ""
+    """The failure that was repeated, for which a retry is pointless; "" if there is none.
+
+    The rank may be another one: if all ranks have a bug, chance decides which of them is recorded first.
+    """
+    if not identical(failure, earlier):
+        return ""
+    twice = "it failed the same way twice in a row"
+    if not has_progressed and not _may_pass(failure, earlier):
+        return f"{twice} without progress"
+    if not _is_bug(failure):
+        return ""
+    if failure.step >= 0 or earlier.step >= 0:
+        return f"{twice}, in the same step, after step {failure.step}" if failure.step == earlier.step else ""
+    messages = {_without_addresses(each.message) for each in (failure, earlier)}
+    if failure.kind is FailureKind.EXCEPTION and len(messages) > 1:
+        return ""
+    longer_s = max(failure.lived_s, earlier.lived_s)
+    is_as_long = abs(failure.lived_s - earlier.lived_s) <= max(_AS_LONG_S, _AS_LONG_SHARE * longer_s)
+    return f"{twice}, after about the same time" if is_as_long else ""
 
 
 def _budget(terms: Terms) -> str:

@@ -1,4 +1,4 @@
-"""The process of the served store. It inherits bound sockets and the job's token, and ends with its parent."""
+"""The process of the served store. It inherits a bound socket and the job's token, and ends with its parent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from elaunch.rendezvous.server.server import Server
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve until stdin ends. `--fd N` names each bound socket; the first line of stdin is the token.
+    """Serve until stdin ends. `--fd N` names the bound socket; the first line of stdin is the token.
 
     `--agents N` is the largest number of agents that will come, 0 for `elaunch store`. Prints "ready" when it accepts
     clients.
@@ -27,32 +27,23 @@ def main(argv: Sequence[str]) -> int:
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_IGN)
     parser = argparse.ArgumentParser(prog="elaunch.rendezvous.server")
-    parser.add_argument("--fd", type=int, action="append", required=True, help="an inherited, bound socket")
+    parser.add_argument("--fd", type=int, required=True, help="an inherited, bound socket")
     parser.add_argument("--agents", type=int, default=0)
     options = parser.parse_args(argv)
     token = sys.stdin.buffer.readline().decode().removesuffix("\n")
     if not token:
         # The agent was ended before it could name one.
         return 0
-    try:
-        secret = Secret(token)
-    except ValueError as error:
-        print(f"elaunch's store: {error}", file=sys.stderr)
-        return 2
-    listeners = [socket.socket(fileno=fd) for fd in options.fd]
-    server = Server(listeners, secret, slots(_raised_limit(), options.agents), is_shared=not options.agents)
+    # As many open files as the host allows.
+    _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
+    room = slots(sys.maxsize if files == resource.RLIM_INFINITY else files, options.agents)
+    server = Server(socket.socket(fileno=options.fd), Secret(token), room, is_shared=not options.agents)
     server.stop_at_end_of(0)
     with suppress(BrokenPipeError):
         os.write(1, b"ready\n")
     server.run()
     return 0
-
-
-def _raised_limit() -> int:
-    """Raise the limit of open files as far as the host allows, and return it."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return sys.maxsize if hard == resource.RLIM_INFINITY else hard
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from elaunch.rendezvous.codec import parse_first_json, shown
-from elaunch.rendezvous.engine import Compacted, Engine
+from elaunch.rendezvous.engine import Engine
 from elaunch.rendezvous.etcd import errors
 from elaunch.rendezvous.etcd.json_codec import base64, number, range_end, text
 from elaunch.rendezvous.etcd.transport import EtcdError, Json
@@ -282,10 +282,9 @@ class Watchers:
     def catch_up(self, watcher: Watcher) -> None:
         """Send the events that a watch has missed, until it is up to date or its outlet is full."""
         while watcher.behind and watcher.outlet.has_room():
-            try:
-                history = self._engine.since(watcher.next_revision, _BATCH_REVISIONS)
-            except Compacted as compacted:
-                watcher.outlet.send(self._routes.compacted(compacted.revision))
+            history = self._engine.since(watcher.next_revision, _BATCH_REVISIONS)
+            if history is None:
+                watcher.outlet.send(self._routes.compacted(self._engine.first_revision))
                 watcher.behind = False
                 self.remove(watcher)
                 return

@@ -15,7 +15,7 @@ import socket
 import ssl
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 
@@ -62,7 +62,7 @@ _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Server:
-    """Serves one engine on `listeners`, which are bound already.
+    """Serves one engine on `listener`, which is bound already.
 
     Without a secret it serves anybody. `slots` is how many connections may be open. A connection is unauthenticated
     until a complete request on it has carried the secret. `is_shared`: no node of a job serves it.
@@ -70,7 +70,7 @@ class Server:
 
     def __init__(
         self,
-        listeners: Sequence[socket.socket],
+        listener: socket.socket,
         secret: Secret | None,
         slots: int = CONNECTIONS_MAX,
         *,
@@ -82,7 +82,7 @@ class Server:
         self.engine.listener = self._watchers.told
         self._tls: ssl.SSLContext | None = secret.server_context() if secret else None
         self._authorization = f"Bearer {secret.bearer}".encode() if secret else None
-        self._listeners = listeners
+        self._listener = listener
         self._selector = selectors.DefaultSelector()
         self._slots = slots
         self._clients: dict[Connection, None] = {}
@@ -93,12 +93,11 @@ class Server:
         self._now_s = time.monotonic()
         self._stopping = False
         # From here on every connection is accepted.
-        for listener in listeners:
-            listener.setblocking(False)
-            listener.listen(BACKLOG)
+        listener.setblocking(False)
+        listener.listen(BACKLOG)
 
     def run(self) -> None:
-        """Serve until the end of `stop_at_end_of`. Closes the listeners and all connections at the end."""
+        """Serve until the end of `stop_at_end_of`. Closes the listener and all connections at the end."""
         self._accept_again()
         try:
             self._loop()
@@ -106,8 +105,7 @@ class Server:
             for client in list(self._clients):
                 self._close(client)
             self._selector.close()
-            for listener in self._listeners:
-                listener.close()
+            self._listener.close()
 
     def stop_at_end_of(self, fd: int) -> None:
         """End `run` when the other end of `fd` (a pipe or socket) is closed."""
@@ -139,27 +137,26 @@ class Server:
                 swept_s = now_s
 
     def _accept_again(self) -> None:
-        for listener in self._listeners:
-            if listener not in self._selector.get_map():
-                self._selector.register(listener, selectors.EVENT_READ, lambda it=listener: self._accept(it))
+        if self._listener not in self._selector.get_map():
+            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
-    def _accept(self, listener: socket.socket) -> None:
+    def _accept(self) -> None:
         for _ in range(_ACCEPTED_AT_ONCE):
             try:
-                accepted, place = listener.accept()
+                accepted, place = self._listener.accept()
             except BlockingIOError:
                 return
             except ConnectionError:
                 continue
             except OSError as error:
-                if error.errno in _NO_ROOM and not _is_awaited(listener):
+                if error.errno in _NO_ROOM and not _is_awaited(self._listener):
                     return
                 self._say("descriptors", f"no connection can be accepted until another one ends: {error.strerror}")
                 if error.errno in _NO_ROOM and (first := self._unauthenticated.first_to_go()):
                     self._close(first)
                     continue
                 # Waiting connections are accepted at the next sweep: other connections may have ended by then.
-                self._selector.unregister(listener)
+                self._selector.unregister(self._listener)
                 return
             if not self._make_room():
                 accepted.close()

@@ -54,7 +54,7 @@ def test_an_agent_comes_in_before_the_strangers_of_one_address_that_came_before_
     listener = bound_socket()
     port = listener.getsockname()[1]
     # The server listens, but does not serve yet: all connections wait in the kernel's queue.
-    server = Server([listener], secret)
+    server = Server(listener, secret)
     with ExitStack() as stack:
         for _ in range(STRANGERS):
             stack.enter_context(connected(port, "127.0.0.2", words))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from elaunch.rendezvous.codec import Limit, decode, encode, json_bytes, keep_ends, keep_head, keep_tail
+from elaunch.rendezvous.codec import Limit, decode, encode, json_bytes, keep_ends, keep_line, keep_tail
 from elaunch.rendezvous.job_spec import JobSpec, Program, ProgramKind
 from elaunch.rendezvous.rules.snapshot import encode_table, seats_of
 from elaunch.rendezvous.types import Failure, FailureKind, Generation, Node, OpenKind, Outcome, OutcomeKind, RankTable
@@ -85,7 +85,7 @@ def test_a_long_output_alone_does_not_make_a_record_a_cut_one() -> None:
     assert not replace(failure(""), tail="x" * LONG).is_cut
 
 
-@pytest.mark.parametrize("limit", [keep_head, keep_ends, keep_tail])
+@pytest.mark.parametrize("limit", [keep_line, keep_ends, keep_tail])
 @pytest.mark.parametrize("character", CHARACTERS)
 @pytest.mark.parametrize("bytes_max", [0, 1, 5, 6, 7, 12, 40, 60, 100, 1000])
 def test_a_text_fits_once_it_was_cut_whatever_the_limit(limit: type[Limit], character: str, bytes_max: int) -> None:
