@@ -136,10 +136,10 @@ def plant_in_copies() -> None:
         channel.begin_send = begun
         exchange(self, channel, image, version, spare)
 
-    def arrived(region: Tensor, expected: Any) -> Any:
+    def arrived(region: Tensor, expected: Any, sender: int) -> Any:
         if threading.current_thread().name == IN_THREAD:
             MOMENTS.strike("received", getattr(expected, "version", expected).step)
-        return received(region, expected)
+        return received(region, expected, sender)
 
     mirror.Mirror._exchange = exchanged  # type: ignore[method-assign]
     slots.received = arrived

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from elaunch.trainer.files import reason
-from elaunch.trainer.memory.slots import Slots, Torn
+from elaunch.trainer.memory.slots import Slots
 from elaunch.trainer.ranks.connections import PeerLost
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state.version import Piece, Version
@@ -167,10 +167,7 @@ class Mirror:
             slot.discard()
             slot.grow(length)
             channel.receive(slot.raw(length), piece.rank)
-            try:
-                slot.accept(piece)
-            except Torn as error:
-                raise Torn(f"rank {piece.rank}'s part arrived damaged at rank {self._peers.rank}: {error}") from error
+            slot.accept(piece, piece.rank)
 
 
 def mirrors(nodes: Sequence[str]) -> list[int | None]:

@@ -39,7 +39,7 @@ from elaunch.trainer.memory.device_copy import copy_from_devices
 from elaunch.trainer.memory.mirror import Mirror
 from elaunch.trainer.memory.pieces import Cutter, StoredPiece, held_by
 from elaunch.trainer.memory.recovery_plan import Choice, Held, Parts, choose, digest_of
-from elaunch.trainer.memory.slots import Slot, Slots, Torn, node_of
+from elaunch.trainer.memory.slots import Slot, Slots, Torn, node_of, tear_newer
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state.packing import NotPlain, extended
 from elaunch.trainer.state.region import Packed, skeleton_of
@@ -288,11 +288,8 @@ class ShardedMemory:
 
     def drop_newer(self, version: Version) -> None:
         """Declare this node's pieces that are newer than `version` torn: those steps are given up."""
-        for path in self.folder.glob("piece-*") if self._speaks else ():
-            slot = Slot(path, _LAYOUT)
-            header = slot.header()
-            if header is not None and header.version > version:
-                slot.discard()
+        if self._speaks:
+            tear_newer(self.folder.glob("piece-*"), version)
 
     @property
     def copied_step(self) -> int:
