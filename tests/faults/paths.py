@@ -81,6 +81,7 @@ def before(owner: Any, name: str, moment: str, step: Callable[[], int] = now) ->
 def plant_at_starts() -> None:
     before(Contact, "confirmation", "response")
     before(copies, "decide", "inventory")
+    before(copies, "decide_in_parts", "inventory")
     before(Training, "load_whole", "part")
     arriving = Connections._arriving
 
