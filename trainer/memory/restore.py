@@ -21,13 +21,6 @@ from elaunch.trainer.state.version import Version
 Stored = Callable[[], tuple[Header, Slot]]
 
 
-def gather(node_memory: NodeMemory | None, peers: Peers, *, large: bool) -> list[Inventory]:
-    """The inventories of all ranks, by rank. Collective."""
-    if node_memory is None:
-        return peers.from_all(Inventory(peers.rank, "", speaks=False))
-    return peers.from_all(node_memory.inventory(large=large))
-
-
 def take_over(
     decision: Decision, inventories: list[Inventory], node_memory: NodeMemory | None, peers: Peers, training: Training
 ) -> None:

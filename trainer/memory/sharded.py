@@ -292,16 +292,12 @@ class ShardedMemory:
             tear_newer(self.folder.glob("piece-*"), version)
 
     @property
-    def copied_step(self) -> int:
-        """The newest step whose copies are as good as a snapshot. The same on all ranks.
+    def copied(self) -> Version | None:
+        """The newest version whose copies are as good as a snapshot. The same on all ranks.
 
-        0 if copies have stopped, or if there is another node.
+        None if copies have stopped, or if there is another node.
         """
-        return self._copied.step if self._is_alone and self._copies_go_on and self._copied else 0
-
-    def has_copies(self, step: int) -> bool:
-        """Whether the copies of that step are as good as a snapshot: there is no other node."""
-        return self._is_alone and self._copied == Version(self._generation, step)
+        return self._copied if self._is_alone and self._copies_go_on else None
 
     def _protect_copies(self) -> None:
         """Where snapshots overwrite copies, keep the newest copy that all ranks have."""
