@@ -81,6 +81,7 @@ def before(owner: Any, name: str, moment: str, step: Callable[[], int] = now) ->
 def plant_at_starts() -> None:
     before(Contact, "confirmation", "response")
     before(copies, "decide", "inventory")
+    before(copies, "decide_in_parts", "inventory")
     before(Training, "load_whole", "part")
     arriving = Connections._arriving
 
@@ -136,10 +137,10 @@ def plant_in_copies() -> None:
         channel.begin_send = begun
         exchange(self, channel, image, version, spare)
 
-    def arrived(region: Tensor, expected: Any) -> Any:
+    def arrived(region: Tensor, expected: Any, sender: int) -> Any:
         if threading.current_thread().name == IN_THREAD:
             MOMENTS.strike("received", getattr(expected, "version", expected).step)
-        return received(region, expected)
+        return received(region, expected, sender)
 
     mirror.Mirror._exchange = exchanged  # type: ignore[method-assign]
     slots.received = arrived

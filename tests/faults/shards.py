@@ -1,7 +1,7 @@
-"""The training for tests of checkpoints and sharded snapshots: a small network on random numbers (DDP, FSDP, ZeRO).
+"""The training for tests of checkpoints: a small network on random numbers (DDP, FSDP, ZeRO).
 
-Run as `shards.py KIND STORE ACTION…` by each rank. KIND is ddp, fsdp2 or zero. STORE is `disk`
-(checkpoints in FOLDER) or `memory` (snapshots in ELAUNCH_MEMORY). The actions are done in turn:
+Run as `shards.py KIND ACTION…` by each rank. KIND is ddp, fsdp2 or zero. Checkpoints are in FOLDER. The actions are
+done in turn:
 
     train N         N steps; the gradients depend only on the step, so every world size computes the same
     save            keep the state, and wait until it is kept
@@ -34,12 +34,11 @@ from elaunch.trainer.checkpoint import dcp, storage
 from elaunch.trainer.checkpoint.checkpoints import Checkpoints
 from elaunch.trainer.checkpoint.local import LocalFiles
 from elaunch.trainer.checkpoint.objects import ObjectFiles
-from elaunch.trainer.memory.sharded import ShardedMemory
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state import model_state
 from elaunch.trainer.state.tree import tensors_sha256
 
-KIND, STORE, *ACTIONS = sys.argv[1:]
+KIND, *ACTIONS = sys.argv[1:]
 FOLDER = Path(os.environ["FOLDER"])
 GENERATION = int(os.environ.get("ELAUNCH_GENERATION", "0"))
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -149,14 +148,8 @@ def main() -> None:
         new = said[sum(len(note["said"]) for note in notes) :]
         return {"said": new, "loaded": loaded, **done, "digest": digest(model, optimizer)}
 
-    store: Any
-    if STORE == "disk":
-        place = os.environ.get("CHECKPOINTS", str(FOLDER / "checkpoints"))
-        store = Checkpoints(place, generation=GENERATION, say=said.append, keep=2)
-        load = store.load_newest
-    else:
-        store = ShardedMemory(os.environ["ELAUNCH_MEMORY"], say=said.append, generation=GENERATION)
-        load = store.load
+    place = os.environ.get("CHECKPOINTS", str(FOLDER / "checkpoints"))
+    store = Checkpoints(place, generation=GENERATION, say=said.append, keep=2)
     actions = iter(ACTIONS)
     for action in actions:
         match action:
@@ -164,17 +157,14 @@ def main() -> None:
                 for _ in range(int(next(actions))):
                     done["step"] += 1
                     step(model, optimizer, done["step"])
-            case "save" if STORE == "memory":
-                store.save(done["step"], {**done, **model_state.state_of(model, optimizer)})
-                store.wait()
             case "save":
                 store.save(done["step"], {**done, **model_state.state_of(model, optimizer)})
             case "load":
-                found = model_state.restore(load, model, optimizer, done)
+                found = model_state.restore(store.load_newest, model, optimizer, done)
                 loaded = [found.generation, found.step] if found else None
             case "weights":
                 state = {"model": model_state.unwrap(model).state_dict()}
-                found = load(state)
+                found = store.load_newest(state)
                 loaded = [found.generation, found.step]
                 model_state.unwrap(model).load_state_dict(state["model"])
             case "die":
@@ -182,12 +172,10 @@ def main() -> None:
             case "in":
                 store.wait()
                 store = Checkpoints(f"{place}/{next(actions)}", generation=GENERATION, say=said.append, keep=2)
-                load = store.load_newest
             case "note":
                 notes.append(noted())
                 print(json.dumps(notes[-1]), flush=True)
-    if STORE == "disk":
-        store.wait()
+    store.wait()
     answer = {**noted(), "notes": notes}
     if KIND in ("ddp", "fsdp2"):
         answer["weights"] = digest(model, None)

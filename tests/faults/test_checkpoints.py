@@ -41,7 +41,7 @@ class Group:
 
     def begin(self, world_size: int, kind: str, *actions: str, generation: int = 0, **options: Any) -> Ranks:
         env = {"FOLDER": str(self.folder), "ELAUNCH_GENERATION": str(generation), **self.env}
-        return Ranks(self.forker, world_size, SCRIPT, kind, "disk", *actions, env=env, **options)
+        return Ranks(self.forker, world_size, SCRIPT, kind, *actions, env=env, **options)
 
     def run(self, world_size: int, kind: str, *actions: str, generation: int = 0) -> list[Any]:
         """Run a group. Returns the ranks' answers, which must have the same digests."""

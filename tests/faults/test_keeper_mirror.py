@@ -77,7 +77,7 @@ def all_die(generation: int, step: int) -> list[str]:
 
 @pytest.mark.parametrize(
     ("option", "lost"),
-    [("hook=powersgd", 1), slow("looks=1", 0), slow("shards=fsdp2", 1), slow("hook=powersgd", 0)],
+    [("hook=powersgd", 1), slow("looks=1", 0), ("shards=fsdp2", 1), slow("hook=powersgd", 0)],
 )
 def test_a_lost_nodes_own_state_is_that_of_the_last_snapshot_to_the_bit(
     tmp_path: Path,

@@ -17,8 +17,8 @@ from elaunch.trainer.keeper.step_copies import StepCopies
 from elaunch.trainer.memory.device_copy import GpuCopies, HostCopies
 from elaunch.trainer.memory.mirror import Mirror
 from elaunch.trainer.memory.node_memory import NodeMemory, NoRoom
-from elaunch.trainer.memory.recovery_plan import decide, decide_in_parts, repeated, sentence
-from elaunch.trainer.memory.restore import drop_newer, gather, take_over
+from elaunch.trainer.memory.recovery_plan import Inventory, decide, decide_in_parts, repeated, sentence
+from elaunch.trainer.memory.restore import drop_newer, take_over
 from elaunch.trainer.memory.sharded import ShardedMemory
 from elaunch.trainer.memory.slots import node_of
 from elaunch.trainer.ranks.group_status import GroupStatus
@@ -134,7 +134,8 @@ class Copies:
     @property
     def copied_step(self) -> int:
         """The newest step whose copies are as good as a snapshot, 0 if none are. The same on all ranks."""
-        return 0 if self._parts is None else self._parts.copied_step
+        copied = None if self._parts is None else self._parts.copied
+        return copied.step if copied else 0
 
     @property
     def copies_after_snapshot(self) -> bool:
@@ -146,7 +147,10 @@ class Copies:
         if self._training.per_rank is not None:
             self._training.per_rank.begin_anew()
         large = self._training.has_large
-        inventories = gather(self._node_memory, self._peers, large=large)
+        mine = Inventory(self._peers.rank, "", speaks=False)
+        if self._node_memory is not None:
+            mine = self._node_memory.inventory(large=large)
+        inventories = self._peers.from_all(mine)
         if self._training.is_in_parts:
             decision = decide_in_parts(inventories, None if self._parts is None else self._parts.find())
         else:
@@ -267,7 +271,7 @@ class Copies:
             self._training.require_plain(durably=self.is_durable)
             self._is_checked = True
         self.before_snapshot()
-        if self._parts is not None and (version == self._full or self._parts.has_copies(version.step)):
+        if self._parts is not None and version in (self._full, self._parts.copied):
             self._full = version
             return
         spare = self._spare

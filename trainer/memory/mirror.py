@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from elaunch.trainer.files import reason
-from elaunch.trainer.memory.slots import Slots, Torn
+from elaunch.trainer.memory.slots import Slots
 from elaunch.trainer.ranks.connections import PeerLost
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state.version import Piece, Version
@@ -21,12 +21,13 @@ from elaunch.trainer.state.version import Piece, Version
 class _Exchange:
     """One exchange on this rank: what is wrong with its own piece, and why pieces could not be sent or kept, if so.
 
-    `is_by_other` says that `why` is no more than that another rank has left.
+    `is_by_other` says that `why` is no more than that another rank has left. `has_finished`: its own piece is whole.
     """
 
     damage: str = ""
     why: str = ""
     is_by_other: bool = False
+    has_finished: bool = False
 
 
 class Mirror:
@@ -49,10 +50,9 @@ class Mirror:
             # Connections of its own: messages of other threads must not mix with these.
             self._channel = peers.apart("mirror")
             self._channel.meet([self._target, *self._pairs])
+        # The last exchange, and its thread until `settle` has ended it.
+        self._last = _Exchange()
         self._thread: threading.Thread | None = None
-        self._is_finished = threading.Event()
-        # The last exchange, until `settle` has ended it.
-        self._last: _Exchange | None = None
 
     @property
     def is_on(self) -> bool:
@@ -80,13 +80,12 @@ class Mirror:
     @property
     def has_finished(self) -> bool:
         """Whether this rank's last piece is complete."""
-        return self._is_finished.is_set()
+        return self._last.has_finished
 
     @property
     def has_arrived(self) -> bool:
         """Whether this rank's last piece, and those sent to it, are on both nodes."""
-        last, is_over = self._last, self._thread is None or not self._thread.is_alive()
-        return last is None or (is_over and not last.damage and not last.why)
+        return self._thread is None or not (self._thread.is_alive() or self._last.damage or self._last.why)
 
     def delete(self) -> None:
         """Delete the slots for other ranks' pieces. A file that cannot be deleted goes with the job."""
@@ -100,7 +99,6 @@ class Mirror:
         `finish` completes this rank's piece, in the thread; None says that there is none. The region must not change
         until the next call. A received piece does not overwrite one of a version in `spare`.
         """
-        self._is_finished.clear()
         self._last = _Exchange()
         # A daemon thread: a process that ends does not wait for its peers.
         given = (self._last, finish, version, spare)
@@ -113,11 +111,10 @@ class Mirror:
         `is_kept` says that this rank has kept all that belongs to its piece. If a second copy fails, all ranks give
         second copies up together, and one of them says why. For the next snapshots a piece on its own node is enough.
         """
-        if self._thread is not None:
-            self._thread.join()
-        last, self._thread, self._last = self._last, None, None
-        if last is None:
+        if self._thread is None:
             return True
+        self._thread.join()
+        last, self._thread = self._last, None
         if last.damage:
             self._say(f"rank {self._peers.rank}'s part of the snapshot is not whole: {last.damage}")
         # The lowest rank says why, of those that know more than that another rank has left.
@@ -138,7 +135,7 @@ class Mirror:
         region = None
         try:
             region = finish()
-            self._is_finished.set()
+            exchange.has_finished = True
         # The outermost frame of the thread. Other ranks wait for this rank's piece, so they get an empty one.
         except Exception as error:
             exchange.damage = reason(error)
@@ -167,10 +164,7 @@ class Mirror:
             slot.discard()
             slot.grow(length)
             channel.receive(slot.raw(length), piece.rank)
-            try:
-                slot.accept(piece)
-            except Torn as error:
-                raise Torn(f"rank {piece.rank}'s part arrived damaged at rank {self._peers.rank}: {error}") from error
+            slot.accept(piece, piece.rank)
 
 
 def mirrors(nodes: Sequence[str]) -> list[int | None]:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from elaunch.trainer.memory.recovery_plan import Holding, Inventory, Record
 from elaunch.trainer.memory.room import Room, room_in
-from elaunch.trainer.memory.slots import Copy, Slot, Slots, copy_on_host, node_of
+from elaunch.trainer.memory.slots import Copy, Slot, Slots, copy_on_host, node_of, tear_newer
 from elaunch.trainer.state.packing import pack
 from elaunch.trainer.state.region import Header, Packed
 from elaunch.trainer.state.version import Piece, Version
@@ -175,12 +175,9 @@ class NodeMemory:
 
     def drop_newer(self, version: Version) -> None:
         """Declare copies and records newer than `version` torn: those steps are given up, and must not be found."""
-        for records in self.all_records():
-            records.drop_newer(version)
         with self.locked():
-            for header, slot in self.pair.versions():
-                if header.version > version:
-                    slot.discard()
+            for kind in ("rank", "state"):
+                tear_newer(self.folder.glob(f"{self._name}.{kind}-*"), version)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -285,12 +282,6 @@ class Records:
         """This rank's own state of that version as views of the memory, if possible with the large part; else None."""
         found = self.slot_of(version)
         return None if found is None else found[1].read(found[0])
-
-    def drop_newer(self, version: Version) -> None:
-        """Declare records newer than `version` torn: those steps are given up."""
-        for header, slot, _ in self.versions():
-            if header.version > version:
-                slot.discard()
 
     def _piece(self, version: Version) -> Piece:
         return Piece(version, self._world_size, self.rank)

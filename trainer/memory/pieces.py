@@ -15,7 +15,7 @@ from elaunch.trainer.checkpoint.layout import Targets, local_boxes
 from elaunch.trainer.checkpoint.loading import Share
 from elaunch.trainer.memory.recovery_plan import Choice, Held, Parts
 from elaunch.trainer.memory.slots import Slot, Torn, received
-from elaunch.trainer.ranks.peers import Peers, neighbours
+from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state.packing import Box, Boxed, Placer, Reference, Shape, describe, pack, values
 from elaunch.trainer.state.region import Header, Packed, data_of, skeleton_of
 from elaunch.trainer.state.tree import State, Tree, flatten, is_shard, local_parts
@@ -187,20 +187,10 @@ def _exchange(
             takers.setdefault(rank, []).append(taker)
     for rank, holders in choice.holders.items():
         chain = (holders[0], *takers.get(rank, ()))
-        if peers.rank not in chain or len(chain) == 1:
-            continue
-        before, after = neighbours(chain, peers.rank)
-        if before is None:
-            assert after is not None
-            peers.send(mine[rank].region, after)
-            continue
-        region = torch.empty(peers.length_from(before), dtype=torch.uint8)
-        peers.receive(region, before, pass_on=after)
-        try:
-            header = received(region, choice.piece(rank))
-        except Torn as error:
-            raise Torn(f"rank {rank}'s part of the snapshot arrived damaged from rank {before}: {error}") from error
-        _fill(targets, wanted[rank], data_of(region, header))
+        if (arrived := peers.along(chain, mine[rank].region if chain[0] == peers.rank else None)) is not None:
+            region, sender = arrived
+            header = received(region, choice.piece(rank), sender)
+            _fill(targets, wanted[rank], data_of(region, header))
 
 
 def _fill(targets: Targets, reads: Reads, data: Tensor) -> None:

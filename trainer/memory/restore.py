@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from elaunch.trainer.memory.node_memory import NodeMemory
 from elaunch.trainer.memory.recovery_plan import Decision, Inventory, RecordSource
-from elaunch.trainer.memory.slots import Slot, Torn, received
-from elaunch.trainer.ranks.peers import Peers, neighbours
+from elaunch.trainer.memory.slots import Slot, received
+from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state.packing import unpack
 from elaunch.trainer.state.region import Header
 from elaunch.trainer.state.training_state import Training
 from elaunch.trainer.state.version import Version
 
-
-class Incomplete(RuntimeError):
-    """A copy from another rank is missing or damaged: this start has failed, and the next may succeed."""
-
-
-def gather(node_memory: NodeMemory | None, peers: Peers, *, large: bool) -> list[Inventory]:
-    """The inventories of all ranks, by rank. Collective."""
-    if node_memory is None:
-        return peers.from_all(Inventory(peers.rank, "", speaks=False))
-    return peers.from_all(node_memory.inventory(large=large))
+Stored = Callable[[], tuple[Header, Slot]]
 
 
 def take_over(
@@ -69,43 +59,43 @@ class _Transfer:
 
     def replicated(self) -> Any:
         """The replicated state, as views of memory. It is sent to the ranks that lack it, from each to the next."""
-        decision, peers, image = self.decision, self.peers, None
+        decision, rank = self.decision, self.peers.rank
         chain = (decision.source, *decision.receivers)
-        if decision.receivers and peers.rank in chain:
-            before, after = neighbours(chain, peers.rank)
-            if before is None:
-                assert after is not None
-                header, slot = self._copy()
-                peers.send(slot.raw(header.length), after)
-            elif self.memory is None or peers.rank in decision.private:
-                image = self._receive(before, decision.version, pass_on=after)
-            else:
-                self._receive_into(self.memory, before, after)
+        if self.memory is None or rank in decision.private or rank not in decision.receivers:
+            image = self._along(chain, self._copy, decision.version)
+        else:
+            image = None
+            self._receive_into(self.memory, chain)
         if decision.receivers:
             # Other ranks of a receiver's node must not look before the state is there.
-            peers.from_all(None)
-        if image is not None:
-            return unpack(*image)
-        header, slot = self._copy()
-        return slot.read(header)
+            self.peers.from_all(None)
+        return self._read(image, self._copy)
 
     def own(self, records: Mapping[int, RecordSource]) -> Any:
         """The state that `records` has for this rank, as views of memory; None if it has none."""
         image = None
         for rank, source in sorted(records.items()):
             node, its = self.inventories[rank].node, self.inventories[source.holder].node
-            if node and node == its:
-                continue
-            if self.peers.rank == source.holder:
-                header, slot = self._record(source)
-                self.peers.send(slot.raw(header.length), rank)
-            elif self.peers.rank == rank:
-                image = self._receive(source.holder, source.version)
-        if image is not None:
-            return unpack(*image)
+            if not node or node != its:
+                stored = functools.partial(self._record, source)
+                image = self._along((source.holder, rank), stored, source.version) or image
         if self.peers.rank not in records:
             return None
-        header, slot = self._record(records[self.peers.rank])
+        return self._read(image, functools.partial(self._record, records[self.peers.rank]))
+
+    def _along(self, chain: Sequence[int], stored: Stored, version: Version) -> tuple[Tensor, Header] | None:
+        """Send what is `stored` at the first of these ranks to the others. Returns what has arrived at this one."""
+        region = None
+        if chain[0] == self.peers.rank:
+            header, slot = stored()
+            region = slot.raw(header.length)
+        arrived = self.peers.along(chain, region)
+        return arrived and (arrived[0], received(arrived[0], version, arrived[1]))
+
+    def _read(self, image: tuple[Tensor, Header] | None, stored: Stored) -> Any:
+        if image is not None:
+            return unpack(*image)
+        header, slot = stored()
         return slot.read(header)
 
     def _copy(self) -> tuple[Header, Slot]:
@@ -114,19 +104,19 @@ class _Transfer:
         checksum = next(holding.checksum for holding in held if holding.version == version)
         found = self.memory.find(version, checksum)
         if found is None:
-            raise Incomplete(f"the copy of step {version.step} is gone from {self.memory.folder}")
+            raise RuntimeError(f"the copy of step {version.step} is gone from {self.memory.folder}")
         return found
 
     def _record(self, source: RecordSource) -> tuple[Header, Slot]:
         assert self.memory is not None
         found = self.memory.records(source.of_rank).slot_of(source.version)
         if found is None:
-            raise Incomplete(
+            raise RuntimeError(
                 f"rank {source.of_rank}'s own state of step {source.version.step} is gone from {self.memory.folder}"
             )
         return found
 
-    def _receive_into(self, memory: NodeMemory, source: int, pass_on: int | None) -> None:
+    def _receive_into(self, memory: NodeMemory, chain: Sequence[int]) -> None:
         """Receive into a slot of this node. The slot is torn until all of it has arrived and is verified."""
         version = self.decision.version
         with memory.locked():
@@ -135,22 +125,11 @@ class _Transfer:
                     slot.discard()
             slot = memory.pair.older()
             slot.discard()
-            length = self.peers.length_from(source)
-            slot.grow(length)
-            self.peers.receive(slot.raw(length), source, pass_on=pass_on)
-            with _complete(source):
-                slot.accept(version)
 
-    def _receive(self, source: int, expected: Version, *, pass_on: int | None = None) -> tuple[Tensor, Header]:
-        region: Any = torch.empty(self.peers.length_from(source), dtype=torch.uint8)
-        self.peers.receive(region, source, pass_on=pass_on)
-        with _complete(source):
-            return region, received(region, expected)
+            def room(length: int) -> Tensor:
+                slot.grow(length)
+                return slot.raw(length)
 
-
-@contextlib.contextmanager
-def _complete(source: int) -> Iterator[None]:
-    try:
-        yield
-    except Torn as error:
-        raise Incomplete(f"the copy that rank {source} sent is not whole: {error}") from error
+            arrived = self.peers.along(chain, None, room)
+            assert arrived is not None
+            slot.accept(version, arrived[1])

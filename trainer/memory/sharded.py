@@ -39,7 +39,7 @@ from elaunch.trainer.memory.device_copy import copy_from_devices
 from elaunch.trainer.memory.mirror import Mirror
 from elaunch.trainer.memory.pieces import Cutter, StoredPiece, held_by
 from elaunch.trainer.memory.recovery_plan import Choice, Held, Parts, choose, digest_of
-from elaunch.trainer.memory.slots import Slot, Slots, Torn, node_of
+from elaunch.trainer.memory.slots import Slot, Slots, Torn, node_of, tear_newer
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state.packing import NotPlain, extended
 from elaunch.trainer.state.region import Packed, skeleton_of
@@ -288,23 +288,16 @@ class ShardedMemory:
 
     def drop_newer(self, version: Version) -> None:
         """Declare this node's pieces that are newer than `version` torn: those steps are given up."""
-        for path in self.folder.glob("piece-*") if self._speaks else ():
-            slot = Slot(path, _LAYOUT)
-            header = slot.header()
-            if header is not None and header.version > version:
-                slot.discard()
+        if self._speaks:
+            tear_newer(self.folder.glob("piece-*"), version)
 
     @property
-    def copied_step(self) -> int:
-        """The newest step whose copies are as good as a snapshot. The same on all ranks.
+    def copied(self) -> Version | None:
+        """The newest version whose copies are as good as a snapshot. The same on all ranks.
 
-        0 if copies have stopped, or if there is another node.
+        None if copies have stopped, or if there is another node.
         """
-        return self._copied.step if self._is_alone and self._copies_go_on and self._copied else 0
-
-    def has_copies(self, step: int) -> bool:
-        """Whether the copies of that step are as good as a snapshot: there is no other node."""
-        return self._is_alone and self._copied == Version(self._generation, step)
+        return self._copied if self._is_alone and self._copies_go_on else None
 
     def _protect_copies(self) -> None:
         """Where snapshots overwrite copies, keep the newest copy that all ranks have."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -189,11 +189,11 @@ class Slot:
         if self.size:
             tear(self.region())
 
-    def accept(self, piece: Piece | Version) -> Header:
+    def accept(self, piece: Piece | Version, sender: int) -> Header:
         """Declare the received content whole, if it is that piece, or any rank's of that version. Raises Torn."""
-        header = received(self.region(), piece)
+        header = received(self.region(), piece, sender)
         if header.layout != self._layout:
-            raise Torn("it was made for another state")
+            raise Torn(f"what rank {sender} has sent was made for another state")
         mark(self.region())
         return header
 
@@ -222,16 +222,28 @@ class Slots:
             slot.delete()
 
 
-def received(region: Tensor, expected: Piece | Version) -> Header:
-    """The header of a region that was received without its mark. Raises Torn if it is not what was expected."""
+def received(region: Tensor, expected: Piece | Version, sender: int) -> Header:
+    """The header of a region that was received without its mark. Raises Torn if it is not what was expected.
+
+    Then this start has failed, and the next one may succeed.
+    """
     header = header_of(region, marked=False)
     if header is None:
-        raise Torn("its header is damaged")
+        raise Torn(f"what rank {sender} has sent is not whole: its header is damaged")
     if not is_intact(region, header):
-        raise Torn("its checksum is wrong")
+        raise Torn(f"what rank {sender} has sent is not whole: its checksum is wrong")
     if expected not in (header.piece, header.version):
-        raise Torn(f"it is {header.piece}, not {expected}")
+        raise Torn(f"what rank {sender} has sent is {header.piece}, not {expected}")
     return header
+
+
+def tear_newer(paths: Iterable[Path], version: Version) -> None:
+    """Declare the states in these files torn that are newer than `version`: those steps are given up."""
+    for path in paths:
+        region = _mapped(path)
+        header = header_of(region)
+        if header is not None and header.version > version:
+            tear(region)
 
 
 def _mapped(path: Path) -> Tensor:

@@ -13,6 +13,7 @@ import contextlib
 import errno
 import math
 import os
+import secrets
 import select
 import socket
 import time
@@ -22,7 +23,7 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import TypeAlias
 
 from elaunch.trainer.files import reason
-from elaunch.trainer.ranks.handshake import Contact, RankListener, dial
+from elaunch.trainer.ranks.handshake import SECRET_BYTES, UNKNOWN_MAX, Contact, Guest, dial, listen
 from elaunch.trainer.ranks.meeting import StoreContacts
 
 Bytes: TypeAlias = "bytes | bytearray | memoryview"
@@ -31,6 +32,7 @@ _READ_BYTES = 1 << 20
 # A rank that is turned away tries again, with pauses between: a flood of strangers may be over by then, or the address
 # was that of a process before a restart. Where there is no route it gives up after two minutes.
 _PAUSE_S, _NO_ROUTE_S = 0.2, 120.0
+_NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _NO_ROUTE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH}
 # How often the store is read for a rank that has not come: after an eighth of the time that it was waited for.
 _READ_SHARE, _READ_S, _READ_S_MAX = 8, 0.001, 1.0
@@ -56,9 +58,12 @@ class Connections:
     def __init__(
         self, channel: str, rank: int, world_size: int, contacts: StoreContacts, *, timeout_s: float | None = None
     ) -> None:
-        self._channel, self._rank, self._world_size = channel, rank, world_size
+        self._channel, self._rank = channel, rank
         self._contacts, self._timeout_s = contacts, timeout_s
-        self._listener: RankListener | None = None
+        # The higher ranks that have not connected yet, and where this one listens for them. The oldest guest is first.
+        self._missing = set(range(rank + 1, world_size))
+        self._listening: tuple[socket.socket, Contact] | None = None
+        self._guests: list[Guest] = []
         self._is_open = False
         self._connected: dict[int, socket.socket] = {}
         # What is waiting to be sent, by rank.
@@ -146,9 +151,12 @@ class Connections:
 
     def _listen(self) -> None:
         """Listen for higher ranks, and publish where."""
-        if not self._is_open and self._rank + 1 < self._world_size:
-            self._listener = RankListener(self._channel, self._rank, self._world_size, self._contacts.own_address())
-            self._contacts.publish(self._rank, self._listener.contact.to_bytes())
+        if not self._is_open and self._missing:
+            address = self._contacts.own_address()
+            made = listen(address, len(self._missing))
+            port, secret = made.getsockname()[1], secrets.token_bytes(SECRET_BYTES)
+            self._listening = made, Contact(self._channel, self._rank, address, port, secret)
+            self._contacts.publish(self._rank, self._listening[1].to_bytes())
         self._is_open = True
 
     def _connect(self, rank: int) -> socket.socket:
@@ -180,17 +188,49 @@ class Connections:
         return Contact.from_bytes(self._channel, rank, content)
 
     def _admit(self, events: Collection[int]) -> bool:
-        """Take the connections of higher ranks. Returns whether a rank has connected."""
-        if self._listener is None:
+        """Take the connections of higher ranks, and close those of strangers. Returns whether a rank has connected."""
+        if self._listening is None:
             return False
-        try:
-            admitted = self._listener.admit(events)
-        except OSError as error:
-            raise PeerLost(f"no other rank can connect to this one: {error.strerror}") from error
-        self._connected |= admitted
-        if self._listener.is_complete:
-            self._close_listener()
-        return bool(admitted)
+        made, contact = self._listening
+        if made.fileno() in events:
+            self._accept(made)
+        now_s, there = time.monotonic(), len(self._missing)
+        for guest in [*self._guests]:
+            try:
+                rank = guest.admitted(contact, self._missing)
+            except BlockingIOError:
+                if now_s >= guest.until_s:
+                    self._turn_away(guest)
+            except OSError:
+                self._turn_away(guest)
+            else:
+                self._missing.discard(rank)
+                self._guests.remove(guest)
+                self._connected[rank] = guest.socket
+        if not self._missing:
+            self._close_listening()
+        return len(self._missing) < there
+
+    def _accept(self, made: socket.socket) -> None:
+        """Accept some connections. If there is no room for more, the oldest that has not responded goes."""
+        for _ in range(UNKNOWN_MAX // 4):
+            try:
+                taken, _ = made.accept()
+            except OSError as error:
+                if error.errno in _NO_ROOM:
+                    if not self._guests:
+                        # The rank that connects would wait for its answer, and this one would look again and again.
+                        raise PeerLost(f"no other rank can connect to this one: {error.strerror}") from error
+                    self._turn_away(self._guests[0])
+                # Otherwise there is no more, or this one was given up.
+                return
+            self._guests.append(Guest(taken))
+            if len(self._guests) > UNKNOWN_MAX:
+                self._turn_away(self._guests[0])
+
+    def _turn_away(self, guest: Guest) -> None:
+        guest.socket.close()
+        self._guests.remove(guest)
 
     # Waiting
 
@@ -243,9 +283,10 @@ class Connections:
     def _poll(self, source: int | None, until_s: float) -> dict[int, int]:
         """The events of each socket by file descriptor, as soon as there is one; empty when the time is over."""
         wanted: dict[int, int] = {}
-        if self._listener is not None:
-            wanted.update((descriptor, _IN) for descriptor in self._listener.descriptors)
-            until_s = min(until_s, self._listener.until_s)
+        if self._listening is not None:
+            wanted[self._listening[0].fileno()] = _IN
+            wanted.update((guest.socket.fileno(), _IN) for guest in self._guests)
+            until_s = min([until_s, *(guest.until_s for guest in self._guests)])
         wanted.update((self._connected[rank].fileno(), _LEFT) for rank in self._waiting & self._connected.keys())
         if source is not None:
             wanted[self._connected[source].fileno()] = _IN
@@ -286,13 +327,15 @@ class Connections:
             # Its text is in the message. By a chain of two the agent would take it for the program's own error.
             raise self._lost(rank, reason(error)) from None
 
-    def _close_listener(self) -> None:
-        if self._listener is not None:
-            self._listener.close()
-        self._listener = None
+    def _close_listening(self) -> None:
+        if self._listening is not None:
+            self._listening[0].close()
+        self._listening = None
+        for guest in [*self._guests]:
+            self._turn_away(guest)
 
     def _close_sockets(self) -> None:
-        self._close_listener()
+        self._close_listening()
         for each in self._connected.values():
             each.close()
         self._outgoing.clear()

@@ -35,6 +35,10 @@ _HEAD = struct.Struct("<BQ")
 FAN_OUT = 8
 
 
+def empty_bytes(length: int) -> Tensor:
+    return torch.empty(length, dtype=torch.uint8)
+
+
 class _Kind(IntEnum):
     """The kind of a message: ranks that call different methods get an error, not each other's bytes."""
 
@@ -52,9 +56,7 @@ class Peers:
     order, and if a rank dies they raise PeerLost on all others. Call them from one thread only, the first one from the
     training thread; for another thread there is `apart`. What a rank sends must be trusted: values are pickled.
 
-    For each `send` of a region the receiver calls `length_from` and `receive`. A region that several ranks need goes
-    along a chain of them: each receives it and passes it on to the next (`pass_on`), so that n receivers take one
-    transfer's time, not n times that.
+    For each `begin_send` of a region the receiver calls `length_from` and `receive`.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -123,7 +125,7 @@ class Peers:
 
     def fill_from_rank_0(self, tensors: Sequence[Tensor]) -> None:
         """Fill these tensors with rank 0's values. They are contiguous, in host memory, and alike on all ranks."""
-        before, after = neighbours(range(self.world_size), self.rank)
+        before, after = _neighbours(range(self.world_size), self.rank)
         for content in (bytes_of(tensor.detach().view(-1).view(torch.uint8)) for tensor in tensors if tensor.numel()):
             if before is not None:
                 self._head(before, _Kind.REGION)
@@ -140,11 +142,6 @@ class Peers:
         """Wait until all that this rank has begun to send is sent."""
         self._connections.flush()
 
-    def send(self, region: Tensor, rank: int) -> None:
-        """Send a region without its mark, and wait until it is sent."""
-        self.begin_send(region, rank)
-        self.flush()
-
     def length_from(self, rank: int) -> int:
         """The number of bytes that `receive` will get."""
         length = self._head(rank, _Kind.REGION)
@@ -156,6 +153,27 @@ class Peers:
         Each part is sent on to rank `pass_on` while the rest arrives.
         """
         self._receive(_data_of(region), rank, pass_on)
+
+    def along(
+        self, chain: Sequence[int], region: Tensor | None, room: Callable[[int], Tensor] = empty_bytes
+    ) -> tuple[Tensor, int] | None:
+        """Send the first rank's `region` along a chain of ranks: each passes it on to the next while it arrives.
+
+        So n receivers take one transfer's time, not n times that. Returns what has arrived at this rank, in `room` for
+        so many bytes and without its mark, and from which rank; None on the first rank and outside of the chain.
+        """
+        if self.rank not in chain or len(chain) == 1:
+            return None
+        before, after = _neighbours(chain, self.rank)
+        if before is None:
+            assert after is not None
+            assert region is not None
+            self.begin_send(region, after)
+            self.flush()
+            return None
+        taken = room(self.length_from(before))
+        self.receive(taken, before, pass_on=after)
+        return taken, before
 
     def _begin_send(self, content: memoryview, rank: int) -> None:
         self._connections.send(rank, _HEAD.pack(_Kind.REGION, len(content)), content)
@@ -288,7 +306,7 @@ def _unit(rank: int) -> int:
     return unit
 
 
-def neighbours(chain: Sequence[int], rank: int) -> tuple[int | None, int | None]:
+def _neighbours(chain: Sequence[int], rank: int) -> tuple[int | None, int | None]:
     """The ranks before and after `rank` in a chain; None at its ends."""
     place = chain.index(rank)
     return (chain[place - 1] if place else None), (chain[place + 1] if place + 1 < len(chain) else None)

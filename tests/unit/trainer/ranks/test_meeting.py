@@ -51,7 +51,7 @@ def test_the_address_of_a_rank_before_a_restart_is_forgotten_when_the_new_one_is
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """There is another process by now, which never answers."""
-    monkeypatch.setattr(handshake, "_ANSWER_S", 0.05)
+    monkeypatch.setattr(handshake, "ANSWER_S", 0.05)
     with silent() as other:
         book = Book()
         ranks = thread_peers(2, book)
@@ -69,7 +69,7 @@ def test_a_death_is_an_error_on_a_rank_that_still_waits_to_meet_another_one(
     has_come: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 9 sends its number to rank 8, and dies. Rank 8 cannot send it to rank 0, which does not come."""
-    monkeypatch.setattr(handshake, "_ANSWER_S", 0.5)
+    monkeypatch.setattr(handshake, "ANSWER_S", 0.5)
     ranks = thread_peers(10)
     if has_come:
         ranks[0].connections._listen()

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -42,9 +43,9 @@ def pattern(seed: int, length: int = REGION_BYTES) -> Tensor:
     return content
 
 
-def received(peers: Peers, source: int, pass_on: int | None = None) -> Tensor:
+def received(peers: Peers, source: int) -> Tensor:
     region = torch.zeros(peers.length_from(source), dtype=torch.uint8)
-    peers.receive(region, source, pass_on=pass_on)
+    peers.receive(region, source)
     return region
 
 
@@ -77,18 +78,19 @@ def test_collectives_are_right_on_all_ranks(world_size: int) -> None:
 
 @pytest.mark.parametrize("chain", [[0, 1, 2, 3], [3, 1, 0, 2], [2, 3]])
 def test_a_region_goes_along_a_chain_bit_for_bit(chain: list[int]) -> None:
-    def pass_on(peers: ThreadPeers) -> Tensor:
-        if peers.rank not in chain:
-            return torch.empty(0)
-        place = chain.index(peers.rank)
-        if not place:
-            peers.send(pattern(1), chain[1])
-            return pattern(1)
-        return received(peers, chain[place - 1], chain[place + 1] if place + 1 < len(chain) else None)
+    def pass_on(peers: ThreadPeers) -> tuple[Tensor, int] | None:
+        found = peers.along(chain, pattern(1))
+        if found:
+            found[0][: len(MARK)] = 0
+        return found
 
     found = on_all(thread_peers(4), pass_on)
 
-    assert all(torch.equal(found[rank], pattern(1)) for rank in chain)
+    for before, rank in pairwise(chain):
+        region, sender = found[rank] or (torch.empty(0), -1)
+        assert torch.equal(region, pattern(1))
+        assert sender == before
+    assert sum(each is None for each in found) == 5 - len(chain)
 
 
 @pytest.mark.parametrize("step", [1, 2])

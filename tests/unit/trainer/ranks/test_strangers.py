@@ -9,6 +9,7 @@ import os
 import resource
 import select
 import socket
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -18,8 +19,8 @@ import pytest
 import torch.distributed as dist
 
 from elaunch.trainer.ranks import connections, handshake
-from elaunch.trainer.ranks.connections import PeerLost
-from elaunch.trainer.ranks.handshake import CHALLENGE_BYTES, PROOF_BYTES, RESPONSE_BYTES, Contact, RankListener
+from elaunch.trainer.ranks.connections import Connections, PeerLost
+from elaunch.trainer.ranks.handshake import CHALLENGE_BYTES, PROOF_BYTES, RESPONSE_BYTES, Contact
 from elaunch.trainer.ranks.meeting import StoreContacts, own_address
 from tests.harness import DEADLINE_S
 from tests.unit.trainer.ranks.thread_peers import NAME, Book, ThreadPeers, on_all, thread_peers
@@ -75,14 +76,22 @@ def dial(book: Book, words: bytes = b"") -> socket.socket:
     return made
 
 
+def listening(book: Book) -> Connections:
+    """Rank 0 of two, which waits for nothing yet."""
+    waiting = Connections(NAME, 0, 2, book)
+    waiting._listen()
+    return waiting
+
+
 def test_while_a_rank_does_not_look_the_kernel_holds_few_strangers() -> None:
-    waiting = RankListener("job/peers", 0, 2, "127.0.0.1")
+    book = Book()
+    waiting = listening(book)
     with contextlib.ExitStack() as stack:
         stack.callback(waiting.close)
         strangers = [stack.enter_context(socket.socket()) for _ in range(200)]
         for each in strangers:
             each.setblocking(False)
-            each.connect_ex((waiting.contact.address, waiting.contact.port))
+            each.connect_ex((book.address, book.contact(0).port))
         # On loopback the kernel has answered by now, if it does: what it does not take waits for a second SYN.
         connected = [each for each in strangers if state(each) == ESTABLISHED]
 
@@ -117,7 +126,7 @@ def rank_0_waits(world_size: int) -> Iterator[tuple[Book, list[ThreadPeers]]]:
 
 
 def test_strangers_are_closed_and_hold_no_rank_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake, "_ANSWER_S", 0.2)
+    monkeypatch.setattr(handshake, "ANSWER_S", 0.2)
     with rank_0_waits(3) as (book, ranks):
         strangers = [dial(book), dial(book, b"half"), dial(book, b"GET / HTTP/1.1\r\nHost: " + b"x" * RESPONSE_BYTES)]
         # A rank that is there responds to another rank.
@@ -130,7 +139,7 @@ def test_strangers_are_closed_and_hold_no_rank_up(monkeypatch: pytest.MonkeyPatc
 
 
 def test_more_strangers_than_there_is_room_for_hold_no_rank_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake, "_UNKNOWN_MAX", 4)
+    monkeypatch.setattr(connections, "UNKNOWN_MAX", 4)
     with contextlib.ExitStack() as stack, rank_0_waits(2) as (book, _):
         for _ in range(20):
             stack.enter_context(dial(book))
@@ -147,7 +156,8 @@ def is_open(fd: int) -> bool:
 def test_strangers_that_take_the_last_file_descriptors_end_no_training() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.ExitStack() as stack:
-        rank_0 = RankListener(NAME, 0, 2, "127.0.0.1")
+        book = Book()
+        rank_0 = listening(book)
         stack.callback(rank_0.close)
         strangers = [stack.enter_context(socket.socket()) for _ in range(8)]
         rank_1 = stack.enter_context(socket.socket())
@@ -158,13 +168,14 @@ def test_strangers_that_take_the_last_file_descriptors_end_no_training() -> None
         stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
 
         for each in (*strangers, rank_1):
-            each.connect((rank_0.contact.address, rank_0.contact.port))
+            each.connect((book.address, book.contact(0).port))
         while not select.select([rank_1], [], [], 0)[0]:
-            assert rank_0.admit(rank_0.descriptors) == {}
+            assert not rank_0._admit(rank_0._poll(None, 0.0))
         challenge = rank_1.recv(CHALLENGE_BYTES, socket.MSG_WAITALL)
-        rank_1.sendall(rank_0.contact.response(1, challenge, NUMBER))
+        rank_1.sendall(book.contact(0).response(1, challenge, NUMBER))
 
-        assert list(rank_0.admit(rank_0.descriptors)) == [1]
+        assert rank_0._admit(rank_0._poll(None, time.monotonic() + DEADLINE_S))
+        assert list(rank_0._connected) == [1]
 
 
 def test_a_response_that_was_seen_on_the_way_is_of_no_use_a_second_time() -> None:
