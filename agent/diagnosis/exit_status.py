@@ -134,9 +134,7 @@ def failure_of(place: Place, remains: Remains, signal_name: str, failed_at: floa
     """How the worker failed. `signal_name` is the name of signal `-remains.code`, where that is one."""
     found = _judged(remains, signal_name)
     known = {"progressed": remains.progressed, "step": remains.step, "lived_s": remains.lived_s}
-    return place.failure(
-        found.pop("kind"), found.pop("code"), found.pop("message"), failed_at=failed_at, **known, **found
-    )
+    return place.failure(**found, **known, failed_at=failed_at)
 
 
 def _judged(remains: Remains, signal_name: str) -> dict[str, Any]:
