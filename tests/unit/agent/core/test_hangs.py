@@ -173,7 +173,18 @@ def test_a_rank_that_sigstop_holds_is_named() -> None:
         "rank 1 (pid 4001 on node-a) is stopped by a signal (SIGSTOP) (train_step, train.py:41), while ranks 0, 2 wait"
         in said(driver)
     )
-    assert "\nto let rank 1 go on: kill -CONT 4001\n" in said(driver)
+    assert "\nto let rank 1 go on: kill -CONT 4001\nto see all threads: elaunch stacks" in said(driver)
+
+
+def test_while_the_end_of_a_rank_is_being_understood_nobody_hangs() -> None:
+    driver = watching()
+    driver.happen(WorkerEnded(0, 1))
+    driver.exits(0, 1, FailureKind.PEER_LOST)
+
+    driver.happen(Sampled(0, {1: IDLE, 2: IDLE}))
+
+    assert isinstance(driver.agent.phase, Running)
+    assert driver.agent.phase.standstill == Standstill()
 
 
 def test_a_rank_that_exited_while_the_others_wait_is_named() -> None:
