@@ -176,14 +176,7 @@ class HistoryLost(StoreError):
     """This is not the store that it was: its revision went back, or it is another cluster."""
 
 
-@dataclass(frozen=True)
-class WatchBlocked:
-    """The store refuses a watch, and the watch keeps trying. `why` is a sentence without a full stop."""
-
-    why: str
-
-
-Update = Changes | View | WatchBlocked | StoreError
+Update = Changes | View | StoreError
 
 
 class Watch(Protocol):
@@ -233,8 +226,8 @@ class Store(Protocol):
 
         With `after` None the first update is a `View` of what is there. A later `View` replaces all changes up to its
         revision: the store no longer has them one by one. A StoreError (Denied, HistoryLost) ends the watch. After
-        Unavailable and after any other Rejected the watch tries again by itself; a Rejected is reported once, as
-        `WatchBlocked`. `tell` is called from any thread and must return at once.
+        Unavailable and after any other Rejected the watch tries again by itself. `tell` is called from any thread and
+        must return at once.
         """
         ...
 

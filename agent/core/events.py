@@ -91,13 +91,6 @@ class StoreFailed:
 
 
 @dataclass(frozen=True)
-class WatchRefused:
-    """The store refuses the watch, so changes are found by reading. `why` as in `StoreFailed`."""
-
-    why: str
-
-
-@dataclass(frozen=True)
 class StoreBack:
     """The store answers, and does as asked."""
 
@@ -252,7 +245,7 @@ class Tick:
     """A deadline of the agent's may have passed."""
 
 
-StoreEvent = Looked | Leased | LeaseLost | Committed | StoreFailed | WatchRefused | StoreBack | StoreLost
+StoreEvent = Looked | Leased | LeaseLost | Committed | StoreFailed | StoreBack | StoreLost
 LinkEvent = WorkerEnded | WorkerListens | WorkerSaving | WorkerSaved | WorkerStopped
 WorkerEvent = LinkEvent | WorkerExited | Sampled | StacksTaken | WorkersHung | ServiceLost | Cleared
 Event = StoreEvent | WorkerEvent | Signalled | RestartOrdered | Tick

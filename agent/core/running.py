@@ -46,8 +46,7 @@ def looked(agent: Agent, running: Running, _event: events.Looked, now_s: float) 
     generation, ended, lost = agent.snapshot.generation, agent.snapshot.ended, loss_of_keys(agent)
     if lost:
         return _end_with_store(agent, running, lost, now_s)
-    if generation is None:
-        return agent, ()
+    assert generation
     heard: tuple[Action, ...] = ()
     if agent.snapshot.hang or running.standstill.said:
         running, heard = hear_of_hang(agent, running)

@@ -68,7 +68,6 @@ ROWS: tuple[Row[Any], ...] = (
     _alike(events.Leased, membership.leased),
     _alike(events.LeaseLost, membership.lease_lost),
     _alike(events.StoreFailed, store_outage.store_failed),
-    _alike(events.WatchRefused, store_outage.watch_refused),
     _alike(events.StoreBack, store_outage.store_back),
     Row(events.StoreLost,
         joining.store_lost, running.store_lost, stopping.store_lost, stopping.store_lost, joining.store_lost),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elaunch.agent.core.actions import Action, Say
-from elaunch.agent.core.events import StoreBack, StoreFailed, Tick, Trouble, WatchRefused
+from elaunch.agent.core.events import StoreBack, StoreFailed, Tick, Trouble
 from elaunch.agent.core.membership import say_wait
 from elaunch.agent.core.state import (
     WORTH_A_WORD_S,
@@ -40,12 +40,6 @@ def store_failed(agent: Agent, _phase: Phase, event: StoreFailed, now_s: float) 
     silent_s = (now_s if reach.silent_since_s is None else reach.silent_since_s) if event.is_silent else None
     reach = replace(reach, trouble=event.trouble, why=event.why, is_heads=event.is_heads, silent_since_s=silent_s)
     return replace(agent, reach=reach), ()
-
-
-def watch_refused(agent: Agent, _phase: Phase, event: WatchRefused, _now_s: float) -> Step:
-    """Say that changes are found by reading."""
-    every_s = f"{agent.times.lease_ttl_s:g} s"
-    return agent, (Say(f"the store refuses to tell of changes: {event.why}; they are read every {every_s}", "warning"),)
 
 
 def store_back(agent: Agent, _phase: Phase, _event: StoreBack, now_s: float) -> Step:

@@ -246,21 +246,16 @@ def _end(agent: Agent, outcome: Outcome) -> Entry:
     return _announced("end", agent, outcome.generation, text, fields)
 
 
-def _is_alone(agent: Agent) -> bool:
-    table = agent.snapshot.table
-    return agent.spec.nodes_max == 1 or (table is not None and len(table.seats) == 1)
-
-
 def _tells_end(agent: Agent, outcome: Outcome) -> bool:
     """Whether this node's end is the job's, and this node tells of it."""
     if outcome.kind is OutcomeKind.REFUSED:
         return False
-    if _is_alone(agent):
+    leader, table = agent.snapshot.leader, agent.snapshot.table
+    if agent.spec.nodes_max == 1 or (table and len(table.seats) == 1):
         return True
-    leader = agent.snapshot.leader
-    if outcome.kind is OutcomeKind.UNKNOWN and agent.snapshot.table:
+    if outcome.kind is OutcomeKind.UNKNOWN and table:
         # The store is gone, perhaps with the leader that served it. The others cannot agree on who tells.
-        others = [seat.node_id for seat in agent.snapshot.table.seats if seat.node_id != leader]
+        others = [seat.node_id for seat in table.seats if seat.node_id != leader]
         return agent.me.node_id in (leader, *others[:1])
     return agent.snapshot.ended is not None and leader == agent.me.node_id
 

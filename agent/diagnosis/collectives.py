@@ -47,17 +47,6 @@ class Count:
 Counts = Mapping[tuple[int, int], Count]
 
 
-@dataclass(frozen=True)
-class LastEntered:
-    """What the recorder says of a rank: `words` has the rank's last collective in the default group.
-
-    `waits` says that a collective of any group has not ended.
-    """
-
-    words: str
-    waits: bool
-
-
 def read_counts(text: bytes) -> Counts:
     """The counts in dumps, one in each line. Nothing is read of what has another form."""
     found: dict[tuple[int, int], Count] = {}
@@ -76,16 +65,14 @@ def is_stalled(before: Counts, now: Counts) -> bool:
     return before == now and any(count.is_outstanding for count in now.values())
 
 
-def last_entered(counts: Counts) -> LastEntered | None:
-    """What a rank's counts say; None where there are none."""
-    if not counts:
-        return None
+def last_entered(counts: Counts) -> tuple[str, bool]:
+    """The rank's last collective in the default group, as words, and whether one of any group has not ended."""
     groups = [count for (_, group), count in counts.items() if group == _DEFAULT_GROUP and count.entered > 0]
     newest = max(groups, key=lambda count: count.entered, default=None)
     words = ""
     if newest:
         words = f"{'in' if newest.is_outstanding else 'after'} collective {newest.entered} of the default group"
-    return LastEntered(words, any(count.is_outstanding for count in counts.values()))
+    return words, any(count.is_outstanding for count in counts.values())
 
 
 def _dumps(text: bytes) -> Iterator[Mapping[str, Any]]:

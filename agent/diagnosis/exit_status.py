@@ -71,24 +71,6 @@ _STARTUP_CODES = {2: "the exit code of a wrong command line", 126: "cannot be ex
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a worker ran."""
-
-    generation: int
-    node_id: str
-    host: str
-    rank: int
-    local_rank: int
-    pid: int
-    world_size: int = 0
-
-    def failure(self, kind: FailureKind, code: int | None, message: str, **more: Any) -> Failure:
-        """A failure of this worker; `more` are further fields of it."""
-        where = self.generation, self.node_id, self.host, self.rank, self.local_rank, self.pid
-        return Failure(kind, *where, code, message, world_size=self.world_size, **more)
-
-
-@dataclass(frozen=True)
 class Raised:
     """An uncaught exception: its type, its text, the innermost frame in the user's code, the printed traceback.
 
@@ -113,7 +95,6 @@ class Remains:
     that its program was over, by an exception, before a signal ended the process; `returned` that it was over without
     one. `crash` is what faulthandler wrote.
     `lost` is the error by which it has lost a peer, `refused` why it cannot do what is asked, if that is known.
-    `step` and `lived_s` as in `Failure`.
     """
 
     code: int
@@ -126,17 +107,14 @@ class Remains:
     returned: bool = False
     lost: Raised | None = None
     refused: str = ""
-    step: int = -1
-    lived_s: float = 0.0
 
 
-def failure_of(place: Place, remains: Remains, signal_name: str, failed_at: float) -> Failure:
-    """How the worker failed. `signal_name` is the name of signal `-remains.code`, where that is one."""
-    found = _judged(remains, signal_name)
-    known = {"progressed": remains.progressed, "step": remains.step, "lived_s": remains.lived_s}
-    return place.failure(
-        found.pop("kind"), found.pop("code"), found.pop("message"), failed_at=failed_at, **known, **found
-    )
+def failure_of(worker: Failure, remains: Remains, signal_name: str) -> Failure:
+    """How the worker failed; `worker` is a failure of it that has all but how.
+
+    `signal_name` is the name of signal `-remains.code`, where that is one.
+    """
+    return replace(worker, **_judged(remains, signal_name))
 
 
 def _judged(remains: Remains, signal_name: str) -> dict[str, Any]:
@@ -164,25 +142,17 @@ def _judged(remains: Remains, signal_name: str) -> dict[str, Any]:
     }
 
 
-def end_of(place: Place, remains: Remains, clock: str, failed_at: float, *, is_gone: bool = True) -> Failure:
+def end_of(worker: Failure, clock: str, *, is_gone: bool) -> Failure:
     """The record of a program that ended without an exception, which is a failure only if other ranks still waited.
 
-    `clock` is the time in words. A process that is not gone yet has no code, nor has one that a signal ended on its way
-    out.
+    `worker` as in `failure_of`, `clock` is the time in words. A process that is not gone yet has no code, nor has one
+    that a signal ended on its way out.
     """
-    how = (
-        f"ended with exit code 0 at {clock}" if is_gone else "reached the end of its program, but did not exit in time"
-    )
-    return place.failure(
-        FailureKind.ENDED_EARLY,
-        remains.code if is_gone else None,
-        how,
-        advice=_EVEN_STEPS if is_gone else _NO_EXIT,
-        failed_at=failed_at,
-        progressed=remains.progressed,
-        step=remains.step,
-        lived_s=remains.lived_s,
-    )
+    if is_gone:
+        how = f"ended with exit code 0 at {clock}"
+        return replace(worker, kind=FailureKind.ENDED_EARLY, code=0, message=how, advice=_EVEN_STEPS)
+    how = "reached the end of its program, but did not exit in time"
+    return replace(worker, kind=FailureKind.ENDED_EARLY, message=how, advice=_NO_EXIT)
 
 
 def with_tail(failure: Failure, tail: str, reached_store: bool | None) -> Failure:

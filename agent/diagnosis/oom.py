@@ -18,8 +18,6 @@ _XID = "NVRM: Xid"
 # Of a driver that repeats itself the first lines are enough.
 _XIDS_MAX = 32
 _KILLS_MAX = 1024
-
-
 # Of kills that the kernel counted at once, the exits come within this time.
 _CLAIM_S = 5.0
 
@@ -119,20 +117,12 @@ def _number(path: Path) -> int:
 
 def counter_files() -> list[Path]:
     """The event counters of this process's own memory cgroups."""
-    mounts: dict[str, str] = {}
+    found: list[str] = []
     with suppress(OSError):
-        for line in Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines():
-            left, _, right = line.partition(" - ")
-            kind, _, options = right.split()[0], *right.split()[1:3]
-            if kind == "cgroup2":
-                mounts[""] = left.split()[4]
-            elif kind == "cgroup" and "memory" in options.split(","):
-                mounts["memory"] = left.split()[4]
         for line in Path("/proc/self/cgroup").read_text(errors="surrogateescape").splitlines():
             _, controllers, path = line.split(":", 2)
-            if controllers == "" and "" in mounts:
-                mounts[""] += path
-            elif "memory" in controllers.split(",") and "memory" in mounts:
-                mounts["memory"] += path
-    names = {"": "memory.events", "memory": "memory.oom_control"}
-    return [p for key, root in mounts.items() if (p := Path(root) / names[key]).exists()]
+            if controllers == "":
+                found.append(f"/sys/fs/cgroup{path}/memory.events")
+            elif "memory" in controllers.split(","):
+                found.append(f"/sys/fs/cgroup/memory{path}/memory.oom_control")
+    return [path for path in map(Path, found) if path.exists()]

@@ -227,13 +227,13 @@ class StackAnswer:
 
 def stack_answer(node_id: str, generation: int, stacks: Iterable[Stack]) -> str:
     """The answer as JSON. If it is too large, it has main threads only, then no stacks."""
-    groups = grouped(stacks)
+    groups, text = grouped(stacks), ""
     for shorten in (lambda stack: stack, _of_main_thread, _without_threads):
         shorter = tuple(replace(group, stack=shorten(group.stack)) for group in groups)
         text = encode(StackAnswer(node_id, generation, shorter))
         if len(text) <= ANSWER_BYTES_MAX:
-            return text
-    return encode(StackAnswer(node_id, generation, ()))
+            break
+    return text
 
 
 def read_stack_answer(text: str, node_id: str) -> StackAnswer | None:

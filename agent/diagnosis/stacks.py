@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from elaunch.agent import linux
 from elaunch.agent.diagnosis.stack_groups import Frame, Stack, ThreadStack
@@ -96,19 +96,20 @@ def _take_one(tool: str | None, rank: int, pid: int, until_s: float) -> Stack:
         items, trouble = _dump(tool, pid, until_s)
         if items or time.monotonic() >= until_s:
             break
-    threads = tuple(_thread(pid, item) for item in items if item.tid == pid or not only_listens(item.files))
+    threads = tuple(item for item in items if item.is_main or not only_listens(_files(item.frames)))
     if any(thread.is_main and thread.is_active for thread in threads):
-        items, _ = _dump(tool, pid, until_s, "--locals")
-        # elaunch's own thread takes the GIL to answer. A look in that moment says nothing of what the main thread does.
-        held = any(item.tid == pid and item.owns_gil for item in items)
+        again, _ = _dump(tool, pid, until_s, "--locals")
+        main = next((each for each in again if each.is_main), None)
+        # What could not be read may have changed. elaunch's own thread takes the GIL to answer: a look in that moment
+        # says nothing of what the main thread does.
+        values, held = (main.values, main.holds_gil) if main else (f"unread at {time.monotonic()}", False)
         threads = tuple(
-            replace(each, values=_values(pid, items), holds_gil=each.holds_gil or held) if each.is_main else each
-            for each in threads
+            replace(each, values=values, holds_gil=each.holds_gil or held) if each.is_main else each for each in threads
         )
     return Stack(rank, pid, threads, linux.state(pid), trouble)
 
 
-def _dump(tool: str, pid: int, until_s: float, *more: str) -> tuple[list[_Thread], str]:
+def _dump(tool: str, pid: int, until_s: float, *more: str) -> tuple[list[ThreadStack], str]:
     """The process's threads, or the trouble."""
     command = [tool, "dump", "--json", "--nonblocking", "--full-filenames", *more, "--pid", str(pid)]
     # py-spy prints tens of frames of its own where this is set.
@@ -127,7 +128,7 @@ def _dump(tool: str, pid: int, until_s: float, *more: str) -> tuple[list[_Thread
     if len(ended.stdout) > _OUTPUT_BYTES_MAX:
         return [], "its stacks are too long to show"
     try:
-        return [_parsed(item) for item in parse_json(ended.stdout)[:_THREADS_MAX]], ""
+        return [_parsed(pid, item) for item in parse_json(ended.stdout)[:_THREADS_MAX]], ""
     except (ValueError, KeyError, TypeError, AttributeError):
         return [], f"{TOOL} wrote something that cannot be read"
 
@@ -144,59 +145,34 @@ def _trouble(said: str) -> str:
     return f"{TOOL} could not read it ({causes[0][:_TEXT_MAX]})" if causes else f"{TOOL} could not read it"
 
 
-class _Thread(NamedTuple):
-    """One thread of py-spy's JSON. `locals` are the local variables of all its frames, as they came."""
-
-    tid: int
-    name: str
-    is_active: bool
-    owns_gil: bool
-    frames: tuple[Frame, ...]
-    locals: tuple[object, ...]
-
-    @property
-    def files(self) -> list[str]:
-        return [frame.file for frame in self.frames]
-
-
-def _parsed(item: dict[str, Any]) -> _Thread:
-    """Raises KeyError, TypeError and ValueError where it has another form."""
-    frames = item["frames"]
-    if not isinstance(frames, list):
+def _parsed(pid: int, item: dict[str, Any]) -> ThreadStack:
+    """One thread of py-spy's JSON. Raises KeyError, TypeError and ValueError where it has another form."""
+    found = item["frames"]
+    if not isinstance(found, list):
         raise TypeError("no frames")
-    frames = frames[:_FRAMES_MAX]
-    tid = int(item["os_thread_id"])
-    return _Thread(
-        tid,
-        _text(item.get("thread_name") or f"of id {tid}"),
-        bool(item["active"]),
-        bool(item["owns_gil"]),
-        tuple(Frame(_text(f["name"]), _text(f["filename"]), int(f["line"])) for f in frames),
-        tuple(frame.get("locals") for frame in frames),
-    )
-
-
-def _thread(pid: int, item: _Thread) -> ThreadStack:
-    call, target = ("", "") if item.is_active else _sleeps_in(pid, item.tid)
+    found, tid, is_active = found[:_FRAMES_MAX], int(item["os_thread_id"]), bool(item["active"])
+    frames = tuple(Frame(_text(f["name"]), _text(f["filename"]), int(f["line"])) for f in found)
+    call, target = ("", "") if is_active else _sleeps_in(pid, tid)
     return ThreadStack(
-        item.name,
-        item.frames,
-        is_main=item.tid == pid,
-        is_own=item.tid != pid and is_own(item.files),
-        is_active=item.is_active,
-        holds_gil=item.owns_gil,
+        _text(item.get("thread_name") or f"of id {tid}"),
+        frames,
+        is_main=tid == pid,
+        is_own=tid != pid and is_own(_files(frames)),
+        is_active=is_active,
+        holds_gil=bool(item["owns_gil"]),
         syscall=call,
         target=target,
+        values=_hash([frame.get("locals") for frame in found]),
     )
 
 
-def _values(pid: int, items: list[_Thread]) -> str:
-    """The main thread's local variables as a hash: they may be secrets, and only a change of them is asked for."""
-    found = next((item.locals for item in items if item.tid == pid), None)
-    if found is None:
-        # What could not be read may have changed.
-        return f"unread at {time.monotonic()}"
-    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16] if any(found) else ""
+def _files(frames: tuple[Frame, ...]) -> list[str]:
+    return [frame.file for frame in frames]
+
+
+def _hash(values: list[object]) -> str:
+    """Local variables as a hash: they may be secrets, and only a change of them is asked for."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16] if any(values) else ""
 
 
 def _text(value: object) -> str:

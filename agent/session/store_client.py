@@ -186,24 +186,18 @@ class StoreClient:
         except LeaseGone:
             if not lease:
                 raise
-            self._begin_for_run(lease)
-            answer = self._commit_again(tag, txn, lease)
+            # Noted first: the answer may be lost.
+            self._begun_for_run = lease
+            self._store.grant(lease, self._times.keys_ttl_s)
+            try:
+                answer = self._commit_as(tag, txn)
+            except LeaseGone:
+                # It is this node's own that has ended.
+                self._end_unless_used(lease, is_used=False)
+                raise
         if lease and lease == self._begun_for_run:
             self._end_unless_used(lease, is_used=answer.held)
         return answer
-
-    def _begin_for_run(self, lease: int) -> None:
-        # Noted first: the answer may be lost.
-        self._begun_for_run = lease
-        self._store.grant(lease, self._times.keys_ttl_s)
-
-    def _commit_again(self, tag: Tag | None, txn: Txn, lease: int) -> Answer:
-        try:
-            return self._commit_as(tag, txn)
-        except LeaseGone:
-            # It is this node's own that has ended.
-            self._end_unless_used(lease, is_used=False)
-            raise
 
     def _end_unless_used(self, lease: int, *, is_used: bool) -> None:
         """End the lease that was begun for a run that another agent has started meanwhile.
@@ -217,17 +211,14 @@ class StoreClient:
         self._begun_for_run = 0
 
     def _commit_as(self, tag: Tag | None, txn: Txn) -> Answer:
-        if tag in _ENTERING and not self._is_alone:
-            return self._commit_alone(txn, tag)
-        return self._store.commit(txn)
-
-    def _commit_alone(self, txn: Txn, tag: Tag) -> Answer:
-        """Enter the job after ending the lease of this agent's last life, if that lease is still there.
+        """Commit; where that enters the job, only after ending the lease of this agent's last life, if that is there.
 
         An agent that was started again within a lease time ends that lease first, and decides anew: a run whose only
         member was itself is no run. Most agents have no such lease, and many come at once. So "this host has no
         member" is a guard of the transaction, and the members are read only if that guard may have refused it.
         """
+        if tag not in _ENTERING or self._is_alone:
+            return self._store.commit(txn)
         of_host = f"{self._keys.members}{self._host.name}-"
         answer = self._store.commit(replace(txn, guards=(*txn.guards, Empty(of_host))))
         if answer.held:

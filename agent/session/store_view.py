@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from elaunch.agent.core.events import Looked, StoreEvent, StoreLost, WatchRefused
+from elaunch.agent.core.events import Looked, StoreEvent, StoreLost
 from elaunch.agent.inbox import LookAgain
 from elaunch.process_identity import is_dead_here
 from elaunch.rendezvous.rules.snapshot import Keys, SnapshotReader
@@ -30,7 +30,6 @@ from elaunch.rendezvous.store import (
     Update,
     View,
     Watch,
-    WatchBlocked,
 )
 
 # etcd refuses a transaction of more than 128 operations. A leader sees all keys. If there are too many, it reads them.
@@ -81,7 +80,6 @@ class StoreView:
         self._view_lock = threading.Lock()
         self._watch: Watch | None = None
         self._has_watch_ended = False
-        self._is_deaf_said = False
         # The prefix that is read and watched: the control keys; all keys for a leader.
         self._scope = self._keys.control if job_store.is_remote else self._keys.root
         self._is_whole = False
@@ -203,10 +201,8 @@ class StoreView:
     def _told(self, epoch: int, update: Update) -> None:
         match update:
             case View():
-                self._is_deaf_said = False
                 self._show(update, epoch)
             case Changes(revision, changed):
-                self._is_deaf_said = False
                 with self._view_lock:
                     view = self._view
                     if epoch != self._epoch or view is None or revision <= view.revision:
@@ -216,11 +212,6 @@ class StoreView:
                     is_news = self._put(replace(view, revision=revision, entries=entries))
                 if is_news:
                     self._post(LookAgain())
-            case WatchBlocked(why):
-                # The first watch reports its own failure to its caller. Each later one is refused too: say it once.
-                if self._view is not None and not self._is_deaf_said:
-                    self._post(WatchRefused(why))
-                self._is_deaf_said = True
             case HistoryLost():
                 # The first watch reports its own failure to its caller.
                 if epoch == self._epoch and self._view is not None:

@@ -10,11 +10,11 @@ from contextlib import suppress
 from dataclasses import replace
 
 from elaunch.agent.core.events import WorkerExited
-from elaunch.agent.diagnosis.exit_status import CRASH_CODES, Place, Remains, end_of, failure_of
+from elaunch.agent.diagnosis.exit_status import CRASH_CODES, Remains, end_of, failure_of
 from elaunch.agent.diagnosis.oom import KernelLog, limit_text
 from elaunch.agent.output.run_dir import RunDir
 from elaunch.agent.workers.group import WorkerGroup
-from elaunch.rendezvous.types import Failure
+from elaunch.rendezvous.types import Failure, FailureKind
 
 # The record holds Python's text of the exception twice. The agent's loop waits while a record is read.
 BYTES_MAX = 32 << 20
@@ -69,7 +69,8 @@ class ExitReader:
         link.read()
         # A signal is no end of a program that had ended by itself. An exit code is a failure, as without a link.
         has_end = code == 0 or (code < 0 and link.has_returned)
-        end = self._end(group, local_rank, pid, 0 if code == 0 else None) if has_end else None
+        clock = time.strftime("%H:%M:%S")
+        end = end_of(self._worker(group, local_rank, pid), clock, is_gone=code == 0) if has_end else None
         if code == 0:
             return WorkerExited(group.generation, local_rank, 0, end=end)
         failure = self._failure(group, local_rank, pid, code)
@@ -90,14 +91,6 @@ class ExitReader:
         group.failures[parent.local_rank] = parent
         return parent
 
-    def _end(self, group: WorkerGroup, local_rank: int, pid: int, code: int | None) -> Failure:
-        """The record of a program that ended without an exception; `code` is None while its process runs."""
-        now, link = time.time(), group.links[local_rank]
-        remains = Remains(code or 0, progressed=link.progressed, step=link.step, lived_s=group.lived_s(local_rank))
-        clock = time.strftime("%H:%M:%S", time.localtime(now))
-        end = end_of(self._place(group, local_rank, pid), remains, clock, now, is_gone=code is not None)
-        return replace(end, log_path=group.log_files.get(local_rank, ""))
-
     def _failure(self, group: WorkerGroup, local_rank: int, pid: int, code: int) -> Failure:
         link, error_file = group.links[local_rank], self._run_dir.error_file(group.generation, group.rank(local_rank))
         record = read_error_file(error_file) if error_file else None
@@ -112,20 +105,33 @@ class ExitReader:
             raised=link.raised,
             lost=link.lost_at_end,
             refused=link.refused,
-            step=link.step,
-            lived_s=group.lived_s(local_rank),
         )
-        failure = failure_of(self._place(group, local_rank, pid), remains, signal_name(code), time.time())
         return replace(
-            failure,
-            log_path=group.log_files.get(local_rank, ""),
+            failure_of(self._worker(group, local_rank, pid), remains, signal_name(code)),
             error_file=str(error_file) if record is not None and self._run_dir.logs else "",
             is_mixed=local_rank in group.mixed,
         )
 
-    def _place(self, group: WorkerGroup, local_rank: int, pid: int) -> Place:
-        rank, world_size = group.rank(local_rank), group.table.world_size
-        return Place(group.generation, group.node_id, self._host, rank, local_rank, pid, world_size)
+    def _worker(self, group: WorkerGroup, local_rank: int, pid: int) -> Failure:
+        """A failure of this worker that has all but how it failed."""
+        link = group.links[local_rank]
+        return Failure(
+            FailureKind.EXIT_CODE,
+            group.generation,
+            group.node_id,
+            self._host,
+            group.rank(local_rank),
+            local_rank,
+            pid,
+            None,
+            "",
+            log_path=group.log_files.get(local_rank, ""),
+            failed_at=time.time(),
+            progressed=link.progressed,
+            step=link.step,
+            lived_s=group.lived_s(local_rank),
+            world_size=group.table.world_size,
+        )
 
     def word_of_kernel(self, pid: int) -> str:
         """What the kernel says about the SIGKILL of this process. Empty if it was not for lack of memory."""

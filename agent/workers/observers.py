@@ -222,9 +222,9 @@ class Observers:
                 found = stacks.take(pids)
                 now_s = time.monotonic()
                 entered = {rank: last_entered(recorder.fresh_counts(now_s)) for rank, recorder in recorders.items()}
+                said = [entered.get(each.rank, ("", False)) for each in found]
                 found = tuple(
-                    replace(each, entered=said.words, waits=said.waits) if (said := entered.get(each.rank)) else each
-                    for each in found
+                    replace(each, entered=words, waits=waits) for each, (words, waits) in zip(found, said, strict=True)
                 )
             finally:
                 then(found)

@@ -14,7 +14,7 @@ from elaunch.rendezvous.endpoint import Endpoint
 from elaunch.rendezvous.etcd import json_codec
 from elaunch.rendezvous.etcd.errors import Kind, cancelled, kind_of
 from elaunch.rendezvous.etcd.transport import AnswerStream, EtcdError, Json
-from elaunch.rendezvous.store import Denied, Rejected, StoreError, Unavailable, Update, WatchBlocked
+from elaunch.rendezvous.store import Denied, Rejected, StoreError, Unavailable, Update
 
 if TYPE_CHECKING:
     from elaunch.rendezvous.etcd.store import EtcdStore
@@ -42,7 +42,6 @@ class EtcdWatch:
         self._closed = threading.Event()
         self._error: StoreError | None = None
         self._begun_s = math.inf
-        self._is_blocked = False
         self._tried = threading.Event()
         self._why_not: StoreError | None = None
         self._thread = threading.Thread(target=self._run, name=f"watch {prefix}", daemon=True)
@@ -99,7 +98,6 @@ class EtcdWatch:
                 failures = 0 if was_good else failures + 1
                 if failures >= self._store.members + isinstance(error, _TokenOld):
                     self._answer(Denied(str(error)) if isinstance(error, _TokenOld) else error)
-                    self._say_blocked(error)
             except StoreError as error:
                 self._error = self._error or error
             except Exception as error:
@@ -143,7 +141,7 @@ class EtcdWatch:
             if self._after is None:
                 self._say_all()
             self._answer(None)
-            self._begun_s, self._is_blocked = time.monotonic(), False
+            self._begun_s = time.monotonic()
             while not self._over():
                 self._take(endpoint, stream.next(None))
         except EtcdError as error:
@@ -166,12 +164,6 @@ class EtcdWatch:
         for changes in told:
             self._after = changes.revision
             self._say(changes)
-
-    def _say_blocked(self, error: StoreError) -> None:
-        """Deliver `WatchBlocked` once. Not while the store is unreachable: other calls report that."""
-        if isinstance(error, (Rejected, _TokenOld)) and not self._is_blocked:
-            self._is_blocked = True
-            self._say(WatchBlocked(str(error)))
 
     def _say_all(self) -> None:
         view = self._store.read(self._prefix)

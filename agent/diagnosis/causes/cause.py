@@ -57,15 +57,13 @@ class Evidence:
     """What is known about one failure.
 
     `code` is as in `Failure`. `exception` is the uncaught exception's type without its module. `words` is its whole
-    text; without an exception it is the end of what the worker wrote to stderr. `files` are the files of the
-    traceback's frames, outermost first. `crash` is the innermost frame of the user's code at a crash.
-    `has_no_sender` says that it is not known who sent the SIGKILL.
+    text; without an exception it is the end of what the worker wrote to stderr. `crash` is the innermost frame of the
+    user's code at a crash. `has_no_sender` says that it is not known who sent the SIGKILL.
     """
 
     code: int | None
     exception: str = ""
     words: str = ""
-    files: tuple[str, ...] = ()
     traceback: str = ""
     crash: str = ""
     was_out_of_memory: bool = False

@@ -80,7 +80,7 @@ def _usage(evidence: Evidence, values: Values) -> Values:
 
 
 def _crashed(evidence: Evidence, _values: Values) -> Values | None:
-    return {"crash": evidence.crash} if evidence.crash else None
+    return {} if evidence.crash else None
 
 
 def _variable(evidence: Evidence, values: Values) -> Values | None:

@@ -16,7 +16,6 @@ from elaunch.rendezvous.types import Failure, FailureKind
 _SIGABRT, _SIGKILL = -6, -9
 # Behind an exit code, only the very last lines are about it. An abort writes more: stacks of C++.
 _LAST_LINES, _ABORT_LINES = 3, 40
-_FILE = re.compile(r'^ *File "([^"]+)", line \d+', re.MULTILINE)
 # "raise X from error": the first error says more of the cause, and X of where it came up.
 _DIRECT_CAUSE = "\nThe above exception was the direct cause of the following exception:\n"
 _RAISED = re.compile(r"^raised (?P<type>[\w.]+)(?:: (?P<message>.*))?$", re.DOTALL)
@@ -86,9 +85,8 @@ def _of_exceptions(failure: Failure, facts: Facts) -> list[Evidence]:
         if raised is None:
             # The middle of a long traceback is left out.
             continue
-        files = tuple(_FILE.findall(text))
         name = raised.exception.rpartition(".")[2]
-        found.append(Evidence(failure.code, name, ends(raised.message), files, text, facts=facts))
+        found.append(Evidence(failure.code, name, ends(raised.message), text, facts=facts))
     if found:
         return found
     said = _RAISED.match(failure.message)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from elaunch.agent.core.actions import Action, Blame, KeepStacks, LookAtStacks, PeerFailed, SignalWorkers, TellWorkers
-from elaunch.agent.core.events import Sampled, Signalled, StacksTaken, Tick, WorkerListens, WorkersHung
+from elaunch.agent.core.events import Sampled, Signalled, StacksTaken, Tick, WorkerEnded, WorkerListens, WorkersHung
 from elaunch.agent.core.state import Running, Stopping
 from elaunch.agent.diagnosis.hang import LOOK_S_MAX, Standstill, Window, after_windows
 from elaunch.agent.diagnosis.stack_groups import Frame, Stack, ThreadStack
@@ -173,7 +173,18 @@ def test_a_rank_that_sigstop_holds_is_named() -> None:
         "rank 1 (pid 4001 on node-a) is stopped by a signal (SIGSTOP) (train_step, train.py:41), while ranks 0, 2 wait"
         in said(driver)
     )
-    assert "\nto let rank 1 go on: kill -CONT 4001\n" in said(driver)
+    assert "\nto let rank 1 go on: kill -CONT 4001\nto see all threads: elaunch stacks" in said(driver)
+
+
+def test_while_the_end_of_a_rank_is_being_understood_nobody_hangs() -> None:
+    driver = watching()
+    driver.happen(WorkerEnded(0, 1))
+    driver.exits(0, 1, FailureKind.PEER_LOST)
+
+    driver.happen(Sampled(0, {1: IDLE, 2: IDLE}))
+
+    assert isinstance(driver.agent.phase, Running)
+    assert driver.agent.phase.standstill == Standstill()
 
 
 def test_a_rank_that_exited_while_the_others_wait_is_named() -> None:
@@ -419,6 +430,16 @@ def test_the_leader_names_a_rank_of_another_node_and_both_nodes_say_it() -> None
     assert [action.local_rank for action in other.all_acted if isinstance(action, Blame)] == [1]
     assert not any(isinstance(action, Blame) for action in one.all_acted)
     assert {g.kind for n in one.snapshot.still[0].values() for g in n.groups} == {StillKind.WAITS, StillKind.RUNS}
+
+
+def test_a_node_whose_programs_have_ended_while_their_processes_stay_is_what_the_others_wait_for() -> None:
+    one, other = two_nodes()
+    for rank in (0, 1):
+        other.happen(WorkerEnded(0, rank))
+
+    both(one, other, 80, {0: IDLE, 1: IDLE}, {0: IDLE, 1: IDLE})
+
+    assert "rank 2 on node-b and others (ranks 2, 3) reached the end of the program, while ranks 0, 1" in said(one)
 
 
 def test_a_failure_for_which_no_rank_differs_says_that_it_is_no_evidence() -> None:

@@ -25,7 +25,6 @@ from tests.unit.agent.driver import (
     FAILURE_GRACE_S,
     INT,
     KILL,
-    SPEC,
     START_S,
     STOP_GRACE_S,
     TERM,
@@ -358,9 +357,6 @@ def test_a_worker_that_fails_after_a_signal_lets_nobody_wait_for_the_end_of_its_
     assert done == [tell(PeerFailed(0), 1, 2)]
     assert not driver.snapshot.failures
     assert says_saved(driver, 1) == [signal(KILL, 1)]
-
-
-TWO_ALONE = replace(SPEC, nodes_max=2)
 
 
 def test_workers_that_listen_have_two_seconds_after_a_failure_also_where_handlers_have_less() -> None:

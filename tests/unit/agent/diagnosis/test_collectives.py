@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from elaunch.agent.diagnosis.collectives import Count, LastEntered, is_stalled, last_entered, read_counts
+from elaunch.agent.diagnosis.collectives import Count, is_stalled, last_entered, read_counts
 
 
 def dump(**groups: tuple[int, int, int]) -> bytes:
@@ -44,18 +44,18 @@ def test_of_another_form_nothing_is_read(text: bytes) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (dump(g0=(38, -1, 37)), LastEntered("in collective 38 of the default group", True)),
-        (dump(g0=(37, -1, 37)), LastEntered("after collective 37 of the default group", False)),
+        (dump(g0=(38, -1, 37)), ("in collective 38 of the default group", True)),
+        (dump(g0=(37, -1, 37)), ("after collective 37 of the default group", False)),
         # On a GPU it is known whether the GPU has begun one.
-        (dump(g0=(40, 38, 37)), LastEntered("in collective 40 of the default group", True)),
-        (dump(g0=(38, 37, 37)), LastEntered("in collective 38 of the default group", True)),
+        (dump(g0=(40, 38, 37)), ("in collective 40 of the default group", True)),
+        (dump(g0=(38, 37, 37)), ("in collective 38 of the default group", True)),
         # In another group it waits, too; without a collective of the default group there are no words.
-        (dump(g1=(5, -1, 4), g0=(7, -1, 7)), LastEntered("after collective 7 of the default group", True)),
-        (dump(g1=(5, -1, 5), g0=(-1, -1, -1)), LastEntered("", False)),
-        (b"", None),
+        (dump(g1=(5, -1, 4), g0=(7, -1, 7)), ("after collective 7 of the default group", True)),
+        (dump(g1=(5, -1, 5), g0=(-1, -1, -1)), ("", False)),
+        (b"", ("", False)),
     ],
 )
-def test_a_rank_is_in_or_after_its_last_collective(text: bytes, said: LastEntered | None) -> None:
+def test_a_rank_is_in_or_after_its_last_collective(text: bytes, said: tuple[str, bool]) -> None:
     assert last_entered(read_counts(text)) == said
 
 

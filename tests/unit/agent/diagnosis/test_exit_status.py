@@ -14,7 +14,6 @@ import pytest
 
 from elaunch.agent.diagnosis.causes.table import explained
 from elaunch.agent.diagnosis.exit_status import (
-    Place,
     Raised,
     Remains,
     failure_of,
@@ -28,14 +27,14 @@ from elaunch.rendezvous.rules.verdict import identical
 from elaunch.rendezvous.types import Failure, FailureKind
 from tests.harness import RUN_LIMIT_S
 
-PLACE = Place(generation=2, node_id="node-a-1", host="node-a", rank=5, local_rank=1, pid=4711)
+WORKER = Failure(FailureKind.EXIT_CODE, 2, "node-a-1", "node-a", 5, 1, 4711, None, "", failed_at=1.5)
 
 
 def failure(
     code: int, record: str = "", tail: str = "", *, progressed: bool | None = None, kernel: str = ""
 ) -> Failure:
     remains = Remains(code, error_record=record, tail=tail, kernel=kernel, progressed=progressed)
-    return failure_of(PLACE, remains, "SIGKILL" if code == -9 else f"signal {-code}", 1.5)
+    return failure_of(replace(WORKER, progressed=progressed), remains, "SIGKILL" if code == -9 else f"signal {-code}")
 
 
 def record_of(exception: str, message: str, stack: str = "") -> str:
@@ -62,8 +61,8 @@ def test_a_worker_killed_by_a_signal_is_named_by_it() -> None:
 
 def test_a_program_that_refuses_is_named_by_its_reason_unless_a_signal_ended_it() -> None:
     remains = Remains(2, tail="words", progressed=True, refused="6 layers cannot be divided by 4\nmore")
-    refused = failure_of(PLACE, remains, "", 1.5)
-    killed = failure_of(PLACE, replace(remains, code=-9), "SIGKILL", 1.5)
+    refused = failure_of(WORKER, remains, "")
+    killed = failure_of(WORKER, replace(remains, code=-9), "SIGKILL")
 
     assert (refused.kind, refused.code) == (FailureKind.REFUSED, 2)
     assert with_tail(refused, "words", reached_store=True).message == (
@@ -87,7 +86,7 @@ def test_an_exception_whose_process_the_agent_ended_on_its_way_out_has_pythons_e
     """A peer that lost it may end first. Then the agent stops all workers, also this one."""
     record = record_of("ValueError", "bad batch")
 
-    ended = failure_of(PLACE, Remains(code, error_record=record, raised=True), f"signal {-code}", 1.5)
+    ended = failure_of(WORKER, Remains(code, error_record=record, raised=True), f"signal {-code}")
 
     assert (ended.kind, ended.exception, ended.code) == (FailureKind.EXCEPTION, "ValueError", shown)
     assert identical(ended, replace(ended, generation=3)), "the second time ends the job"
@@ -97,8 +96,8 @@ def test_a_crash_on_the_way_out_does_not_hide_the_exception() -> None:
     tail = "terminate called without an active exception\n"
     aborts = partial(Remains, -6, tail=tail)
 
-    raised = failure_of(PLACE, aborts(error_record=record_of("ValueError", "nan"), raised=True), "SIGABRT", 1.5)
-    returned = failure_of(PLACE, aborts(returned=True), "SIGABRT", 1.5)
+    raised = failure_of(WORKER, aborts(error_record=record_of("ValueError", "nan"), raised=True), "SIGABRT")
+    returned = failure_of(WORKER, aborts(returned=True), "SIGABRT")
 
     assert (raised.kind, raised.code) == (FailureKind.EXCEPTION, 1)
     assert raised.message == "raised ValueError: nan, and was then killed by SIGABRT"
@@ -110,14 +109,14 @@ def test_a_program_that_exits_after_the_error_of_a_lost_peer_has_lost_one_though
     lost = Raised("RuntimeError", "[a/pair.cc:553] Connection closed by peer [::1]:7. More", "", "", call="all_reduce")
     said = "lost a peer in all_reduce (RuntimeError: Connection closed by peer [::1]:7) and"
 
-    caught = failure_of(PLACE, Remains(1, lost=lost), "", 1.5)
+    caught = failure_of(WORKER, Remains(1, lost=lost), "")
 
     whole = with_tail(caught, "bye\n", reached_store=None)
 
     assert (whole.kind, whole.call) == (FailureKind.PEER_LOST, "all_reduce")
     assert whole.message == f"{said} exited with code 1"
     record = record_of("TrainingFailed", "see the log")
-    raised = failure_of(PLACE, Remains(1, error_record=record, lost=lost, raised=True), "", 1.5)
+    raised = failure_of(WORKER, Remains(1, error_record=record, lost=lost, raised=True), "")
     assert (raised.kind, raised.call) == (FailureKind.PEER_LOST, "all_reduce")
     assert raised.message == f"{said} raised TrainingFailed: see the log"
 

@@ -153,13 +153,6 @@ def test_a_lease_is_renewed_only_by_a_loop_that_lives() -> None:
     assert (untouched, early) == (0, 0)
 
 
-class BrokenStore(FlakyStore):
-    """Its client has a fault."""
-
-    def commit(self, txn: Txn) -> Answer:
-        raise KeyError("succeeded")
-
-
 # --- the end
 
 

@@ -14,7 +14,6 @@ from elaunch.agent.diagnosis import exit_status
 from elaunch.agent.diagnosis.causes.cause import Facts, Space
 from elaunch.agent.diagnosis.causes.table import explained, wants_disks
 from elaunch.agent.diagnosis.exit_status import (
-    Place,
     Remains,
     chain_start,
     failure_of,
@@ -126,7 +125,7 @@ ERROR_RECORDS = (
     | TEXTS
 )
 FACTS = Facts(Space("/dev/shm", 1, 0), (Space("/", 0, 0),), gpu_errors=("Xid (0): 79",))
-PLACE = Place(1, "a-1", "a", 0, 0, 17)
+WORKER = Failure(FailureKind.EXIT_CODE, 1, "a-1", "a", 0, 0, 17, None, "", failed_at=1e9)
 HEAD = 'Traceback (most recent call last):\n  File "a", line 1, in f\n'
 SPEC = JobSpec("job", Program(ProgramKind.SCRIPT, "train.py"))
 
@@ -134,7 +133,7 @@ SPEC = JobSpec("job", Program(ProgramKind.SCRIPT, "train.py"))
 def told(record: str, tail: str, code: int) -> Failure:
     """The failure record of what a worker left behind, after every step that is done with it."""
     raised = code < 0 and code not in exit_status.CRASH_CODES
-    failure = failure_of(PLACE, Remains(code, record, tail, crash=record, raised=raised), "SIGKILL", 1e9)
+    failure = failure_of(WORKER, Remains(code, record, tail, crash=record, raised=raised), "SIGKILL")
     failure = explained(with_tail(failure, tail, True), FACTS)
     assert wants_disks(failure) is not None
     outcome = Outcome(OutcomeKind.FAILED, "it failed", 1, 0, 0, failure)

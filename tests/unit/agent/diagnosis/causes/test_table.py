@@ -12,11 +12,11 @@ import pytest
 
 from elaunch.agent.diagnosis.causes.cause import NO_FACTS, Facts, Space
 from elaunch.agent.diagnosis.causes.table import explained, markdown, wants_disks
-from elaunch.agent.diagnosis.exit_status import Place, Remains, failure_of, with_tail
-from elaunch.rendezvous.types import Failure
+from elaunch.agent.diagnosis.exit_status import Remains, failure_of, with_tail
+from elaunch.rendezvous.types import Failure, FailureKind
 from tests.harness import REPOSITORY
 
-PLACE = Place(generation=0, node_id="node-a-1", host="node-a", rank=1, local_rank=1, pid=4711)
+WORKER = Failure(FailureKind.EXIT_CODE, 0, "node-a-1", "node-a", 1, 1, 4711, None, "", failed_at=1.5)
 SIGNALS = {-4: "SIGILL", -6: "SIGABRT", -7: "SIGBUS", -9: "SIGKILL", -11: "SIGSEGV", -15: "SIGTERM", -24: "SIGXCPU"}
 FRAME = '  File "/home/u/train.py", line 3, in step\n    step()\n'
 HEAD = "Traceback (most recent call last):\n"
@@ -35,13 +35,13 @@ def raised(exception: str, message: str, frames: str = FRAME, before: str = "") 
     """A failure by an uncaught exception, as a worker's own record tells it."""
     stack = f"{before}{HEAD}{frames}{exception}: {message}\n"
     record = json.dumps({"message": {"message": f"{exception}: {message}", "extraInfo": {"py_callstack": stack}}})
-    return failure_of(PLACE, Remains(1, record), "", 1.5)
+    return failure_of(WORKER, Remains(1, record), "")
 
 
 def exited(code: int, tail: str = "", kernel: str = "", crash: str = "", *, raised: bool = False) -> Failure:
     """A failure by an exit code or a signal, all output there."""
     remains = Remains(code, kernel=kernel, crash=crash, raised=raised)
-    return with_tail(failure_of(PLACE, remains, SIGNALS.get(code, ""), 1.5), tail, reached_store=None)
+    return with_tail(failure_of(WORKER, remains, SIGNALS.get(code, "")), tail, reached_store=None)
 
 
 def advice(failure: Failure, facts: Facts = NO_FACTS) -> str:
@@ -188,7 +188,7 @@ def test_without_a_main_guard_the_report_has_the_place_and_the_next_step_and_no_
     library = "".join(f'  File "/usr/lib/python3.11/multiprocessing/m{n}.py", line {n}, in f\n' for n in range(12))
     tail = f"{HEAD}{FRAME}{library}RuntimeError: {UNGUARDED}{later}"
 
-    failed = explained(with_tail(failure_of(PLACE, Remains(1), "", 1.5), tail, reached_store=None))
+    failed = explained(with_tail(failure_of(WORKER, Remains(1), ""), tail, reached_store=None))
 
     assert "__main__" in failed.advice
     assert (failed.traceback, failed.tail) == ("/home/u/train.py:3 in step", "")
