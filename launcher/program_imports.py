@@ -70,26 +70,19 @@ def _program_files(kind: ProgramKind, target: str) -> tuple[list[Path], Path]:
 
 def _read(files: list[Path], root: Path) -> ProgramText:
     """What these files, and those beside them that they import, show."""
-    uses_torch = uses_dynamo = may_set = sets_dynamo = False
     is_clear = True
     packages: dict[str, None] = {}
-    seen: set[Path] = set()
+    texts: dict[Path, bytes] = {}
     size, files = 0, [*files]
-    while files and len(seen) < _FILES_MAX and size < _BYTES_MAX:
+    while files and len(texts) < _FILES_MAX and size < _BYTES_MAX:
         file = files.pop(0)
-        if file in seen:
+        if file in texts:
             continue
         if not file.is_file():
             # A pipe can be read only once, and the program needs it.
             return ProgramText()
-        seen.add(file)
-        text = _COMMENT.sub(b"", file.read_bytes())
+        texts[file] = text = _COMMENT.sub(b"", file.read_bytes())
         size += len(text)
-        uses_torch = uses_torch or b"torch" in text
-        uses_dynamo = uses_dynamo or bool(_USES_DYNAMO.search(text))
-        may_set = may_set or bool(_SETS.search(text))
-        sets_dynamo = sets_dynamo or bool(_SETS_DYNAMO.search(text))
-        is_clear = is_clear and b"\0" not in text and not _HIDING.search(text)
         for module, names in _imported(text, file, root):
             own = [each for name in (module, *(f"{module}.{name}" for name in names)) for each in _files(root, name)]
             files += own
@@ -98,10 +91,12 @@ def _read(files: list[Path], root: Path) -> ProgramText:
                 packages |= dict.fromkeys([f"{module}:{name}" for name in names] or [module])
             is_known = first in _KNOWN or (first in sys.stdlib_module_names and first not in _HIDING_MODULES)
             is_clear = is_clear and (bool(own) or is_known)
-    unused: tuple[str, ...] = _WITHOUT_DYNAMO if sets_dynamo else ()
-    if is_clear and not files and size < _BYTES_MAX and not (uses_torch and uses_dynamo):
-        unused = _WITHOUT_DYNAMO if uses_torch else DEFAULT_PRELOAD
-    return ProgramText(unused, packages=() if may_set else tuple(packages))
+    whole = b"\n".join(texts.values())
+    unused: tuple[str, ...] = _WITHOUT_DYNAMO if _SETS_DYNAMO.search(whole) else ()
+    is_clear = is_clear and not files and size < _BYTES_MAX and b"\0" not in whole and not _HIDING.search(whole)
+    if is_clear and not (b"torch" in whole and _USES_DYNAMO.search(whole)):
+        unused = _WITHOUT_DYNAMO if b"torch" in whole else DEFAULT_PRELOAD
+    return ProgramText(unused, packages=() if _SETS.search(whole) else tuple(packages))
 
 
 def _imported(text: bytes, file: Path, root: Path) -> Iterator[tuple[str, list[str]]]:

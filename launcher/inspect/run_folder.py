@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +14,8 @@ from pathlib import Path
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.inspect.node_log import NodeLog, PastEvent, node_log, text
 
+# Unlike `Path.is_file`, it is false where the folder cannot be read.
+_is_file = os.path.isfile
 TIMELINE = "timeline.jsonl"
 STACKS = "stacks.txt"
 # A week of a node's events is some 10 MB.
@@ -68,10 +69,10 @@ def read_folder(folder: Path) -> NodeLog:
 
 def lines_of(path: Path) -> Iterator[bytes]:
     """The lines of a regular file; nothing if it cannot be read. A line that is too long comes in pieces."""
-    descriptor = _opened(path)
-    if descriptor is None:
+    # A pipe would wait for its writer, and a device has no end.
+    if not _is_file(path):
         return
-    with os.fdopen(descriptor, "rb") as file, suppress(OSError):
+    with suppress(OSError), path.open("rb") as file:
         while file.tell() < _BYTES_MAX and (line := file.readline(_LINE_BYTES_MAX)):
             yield line
 
@@ -80,16 +81,12 @@ def metrics_path(started: PastEvent) -> Path | None:
     """The metrics file of the bundled trainer, by its command line (in `started`); None if there is none."""
     out = re.search(r"--out[= ]('[^']+'|\S+)", started.text("command"))
     path = Path(started.text("cwd") or ".", out[1].strip("'"), "metrics.jsonl") if out else None
-    return path if path and "\0" not in str(path) and _is_file(path) else None
+    return path if path and _is_file(path) else None
 
 
 def has_content(path: Path) -> bool:
     """Whether it is a regular file, no link, that is not empty."""
-    try:
-        found = path.lstat()
-    except OSError:
-        return False
-    return stat.S_ISREG(found.st_mode) and found.st_size > 0
+    return _is_file(path) and not path.is_symlink() and path.stat().st_size > 0
 
 
 def _runs(folder: Path) -> list[Path]:
@@ -117,22 +114,3 @@ def _seats(folder: NodeLog) -> set[str]:
     """The names of all nodes in the folder's tables."""
     tables = [event.items("nodes") for event in folder.events if event.event in ("sealed", "spare")]
     return {text(seat.get("node_id")) for table in tables for seat in table if isinstance(seat, dict)} - {""}
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return stat.S_ISREG(path.stat().st_mode)
-    except (OSError, ValueError):
-        return False
-
-
-def _opened(path: Path) -> int | None:
-    """A descriptor of a regular file: a pipe would wait for its writer, and a device has no end."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except (OSError, ValueError):
-        return None
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
-        return descriptor
-    os.close(descriptor)
-    return None
