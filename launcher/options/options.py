@@ -6,14 +6,13 @@ Precedence: command line, then `PET_<NAME>` variables (torchrun's), then the job
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
 
-from elaunch.agent.config import LogFormat, NumaBinding, OnHang, StreamChoice
+from elaunch.agent.config import OnHang
 from elaunch.launcher.errors import UsageError as UsageError
 from elaunch.launcher.options import job_file
 from elaunch.launcher.options.command_line import Command, Given, Option, Reading
@@ -21,78 +20,9 @@ from elaunch.launcher.options.command_line import Source as Source
 from elaunch.launcher.options.help import help_text
 from elaunch.launcher.options.job_file import JobFile
 from elaunch.launcher.options.table import TABLE
-from elaunch.launcher.options.values import Address
+from elaunch.launcher.options.table import Options as Options
 from elaunch.rendezvous.job_spec import ProgramKind
 from elaunch.rendezvous.rules.assign_ranks import counts_in
-
-
-@dataclass(frozen=True)
-class Options:
-    """A checked command line. The fields are the options' names in the table; `given` says which were asked for.
-
-    `run_id` None asks for a fresh one, `nproc_per_node` None for one worker per GPU. `master_port` is the first and the
-    last port of a range, None or 0 any free one.
-    `log_dir` is as typed: relative to where the command was started. `typed` are the options of the command line as
-    text, and `program` its other words; `exported` are the options that variables decide, as text.
-    """
-
-    kind: ProgramKind
-    target: str
-    args: tuple[str, ...]
-    given: Mapping[str, Source]
-    typed: Mapping[str, str]
-    program: tuple[str, ...]
-    exported: Mapping[str, str]
-    nnodes: tuple[int, int]
-    nproc_per_node: int | str | None
-    max_restarts: int
-    restart_window: float | None
-    exclude_after: int
-    stop_grace: float
-    failure_grace: float
-    children_grace: float
-    hang_timeout: float
-    health_check: str
-    on_hang: OnHang
-    signals_to_handle: tuple[str, ...]
-    log_dir: Path | None
-    redirects: StreamChoice
-    tee: StreamChoice
-    local_ranks_filter: frozenset[int] | None
-    ranks_filter: frozenset[int] | None
-    log_format: LogFormat
-    verbose: bool
-    quiet: bool
-    duplicate_stdout_filters: tuple[str, ...]
-    duplicate_stderr_filters: tuple[str, ...]
-    module: bool
-    no_python: bool
-    preload: tuple[str, ...] | None
-    no_preload: bool
-    warm: float
-    numa_binding: NumaBinding | None
-    virtual_local_rank: bool
-    role: str
-    run_id: str | None
-    standalone: bool
-    rdzv_endpoint: tuple[Address, ...]
-    rdzv_backend: str
-    rdzv_conf: Mapping[str, str]
-    scheduler: str
-    token_file: str | None
-    node_rank: int
-    master_addr: str | None
-    master_port: tuple[int, int] | None
-    local_addr: str | None
-    on_event: tuple[str, ...] | None
-    metrics_port: tuple[str, int] | None
-    config: str | None
-    run_path: bool
-    monitor_interval: float | None
-    start_method: str | None
-    event_log_handler: str | None
-    logs_specs: str | None
-
 
 _OPTIONS = {option.name: option for option in TABLE}
 _VALUED = tuple(name for name, option in _OPTIONS.items() if option.expose_value)
