@@ -1,10 +1,12 @@
 """The keys of --rdzv-conf: those of torchrun's backends, and elaunch's own."""
 
+# ruff: noqa: RUF009  # What looks like a default is a field.
+
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from elaunch.launcher.errors import UsageError, nearest
@@ -18,14 +20,25 @@ class Setting:
 
     name: str
     help: str
-    convert: values.Convert = values.text
-    aliases: tuple[str, ...] = ()
-    differs: str = ""
-    no_effect: str = ""
+    convert: values.Convert
+    aliases: tuple[str, ...]
+    differs: str
+    no_effect: str
 
     @property
     def names(self) -> tuple[str, ...]:
         return (self.name, *self.aliases)
+
+
+def _setting(
+    help: str, convert: values.Convert = values.text, *aliases: str, default: Any = None, differs: str = ""
+) -> Any:
+    """A field that is the setting of its name."""
+    return field(default=default, metadata={"setting": (help, convert, aliases, differs, "")})
+
+
+def _ignored(why: str, convert: values.Convert, differs: str = "has an effect") -> Any:
+    return field(default=None, metadata={"setting": ("", convert, (), differs, why)})
 
 
 def _lease(raw: values.Raw) -> int:
@@ -58,64 +71,65 @@ _PREFIX_BYTES_MAX = 255
 
 _OURS = "not in torchrun"
 
-SETTINGS: tuple[Setting, ...] = (
-    Setting(
-        "join_timeout", "seconds with too few nodes until the job ends [600]", values.positive_seconds,
-        ("timeout",), differs="timeout: c10d ignores it",
-    ),
-    Setting(
-        "last_call_timeout", "seconds to wait for more nodes of a range, first start [2]",
-        values.seconds, differs="default 30, at every start",
-    ),
-    Setting("lease_ttl", "whole seconds without contact until a node is lost [3]", _lease, differs=_OURS),
-    Setting(
-        "keep_alive_interval", "seconds; lease_ttl is this times keep_alive_max_attempt [5]", values.positive_seconds,
-        differs="a silent node is dropped without a message",
-    ),
-    Setting("keep_alive_max_attempt", "a number; see keep_alive_interval [3]", _attempts),
-    Setting(
-        "store_timeout", "seconds without the head's store until the job ends [60]", values.positive_seconds,
-        differs=_OURS,
-    ),
-    Setting(
-        "keys_ttl", "seconds that the store keeps an ended job's keys [604800]",
-        values.positive_seconds, differs=_OURS,
-    ),
-    Setting(
-        "is_host", "1: serve the store if none listens; 0: do not [by address]",
-        _switch, differs="c10d only",
-    ),
-    Setting(
-        "transport", "gateway (JSON over HTTP) or grpc [gateway]",
-        values.OneOf(*(each.value for each in Transport), made=Transport), differs=_OURS,
-    ),
-    Setting("protocol", "http or https, if the endpoint has neither", values.OneOf("http", "https")),
-    Setting("cacert", "file with the CA certificate for etcd [ETCDCTL_CACERT]", aliases=("ca_cert",)),
-    Setting("cert", "file with this node's certificate for etcd [ETCDCTL_CERT]", aliases=("ssl_cert",)),
-    Setting("key", "file with the certificate's private key [ETCDCTL_KEY]", aliases=("ssl_cert_key",)),
-    Setting("user", "a user of etcd [ETCDCTL_USER]", differs=_OURS),
-    Setting("password_file", "file with the user's password [ETCDCTL_PASSWORD]", differs=_OURS),
-    Setting(
-        "etcd_prefix", f"prefix of the job's keys, the same on all nodes [{PREFIX}]", _prefix,
-        differs="default /torchelastic/p2p",
-    ),
-    Setting(
-        "store_type", "", values.OneOf("tcp", "file"), differs="has an effect",
-        no_effect="elaunch finds out which store listens at the endpoint",
-    ),
-    Setting(
-        "close_timeout", "", values.seconds, differs="has an effect", no_effect="one write closes a rendezvous",
-    ),
-    Setting(
-        "heartbeat_timeout", "", values.seconds, differs="has an effect",
-        no_effect="lease_ttl decides when a node is lost",
-    ),
-    Setting(
-        "read_timeout", "", values.seconds, differs="a single read of the store",
-        no_effect="each request has its own deadline and is repeated",
-    ),
-)  # fmt: skip
 
+@dataclass(frozen=True)
+class Conf:
+    """The settings in --rdzv-conf, times in seconds; None if not given.
+
+    `ignored` are keys without effect, with reasons.
+    """
+
+    # fmt: off
+    join_timeout: float | None = _setting(
+        "seconds with too few nodes until the job ends [600]", values.positive_seconds, "timeout",
+        differs="timeout: c10d ignores it",
+    )
+    last_call_timeout: float | None = _setting(
+        "seconds to wait for more nodes of a range, first start [2]", values.seconds,
+        differs="default 30, at every start",
+    )
+    lease_ttl: int | None = _setting("whole seconds without contact until a node is lost [3]", _lease, differs=_OURS)
+    keep_alive_interval: float | None = _setting(
+        "seconds; lease_ttl is this times keep_alive_max_attempt [5]", values.positive_seconds,
+        differs="a silent node is dropped without a message",
+    )
+    keep_alive_max_attempt: int | None = _setting("a number; see keep_alive_interval [3]", _attempts)
+    store_timeout: float | None = _setting(
+        "seconds without the head's store until the job ends [60]", values.positive_seconds, differs=_OURS
+    )
+    keys_ttl: float | None = _setting(
+        "seconds that the store keeps an ended job's keys [604800]", values.positive_seconds, differs=_OURS
+    )
+    is_host: bool | None = _setting(
+        "1: serve the store if none listens; 0: do not [by address]", _switch, differs="c10d only"
+    )
+    transport: Transport = _setting(
+        "gateway (JSON over HTTP) or grpc [gateway]",
+        values.OneOf(*(each.value for each in Transport), made=Transport), default=Transport.GATEWAY, differs=_OURS,
+    )
+    protocol: str | None = _setting("http or https, if the endpoint has neither", values.OneOf("http", "https"))
+    cacert: str | None = _setting("file with the CA certificate for etcd [ETCDCTL_CACERT]", values.text, "ca_cert")
+    cert: str | None = _setting("file with this node's certificate for etcd [ETCDCTL_CERT]", values.text, "ssl_cert")
+    key: str | None = _setting("file with the certificate's private key [ETCDCTL_KEY]", values.text, "ssl_cert_key")
+    user: str | None = _setting("a user of etcd [ETCDCTL_USER]", differs=_OURS)
+    password_file: str | None = _setting("file with the user's password [ETCDCTL_PASSWORD]", differs=_OURS)
+    etcd_prefix: str = _setting(
+        f"prefix of the job's keys, the same on all nodes [{PREFIX}]", _prefix, default=PREFIX,
+        differs="default /torchelastic/p2p",
+    )
+    store_type: str | None = _ignored(
+        "elaunch finds out which store listens at the endpoint", values.OneOf("tcp", "file")
+    )
+    close_timeout: float | None = _ignored("one write closes a rendezvous", values.seconds)
+    heartbeat_timeout: float | None = _ignored("lease_ttl decides when a node is lost", values.seconds)
+    read_timeout: float | None = _ignored(
+        "each request has its own deadline and is repeated", values.seconds, "a single read of the store"
+    )
+    # fmt: on
+    ignored: tuple[tuple[str, str], ...] = ()
+
+
+SETTINGS = tuple(Setting(each.name, *each.metadata["setting"]) for each in fields(Conf) if each.metadata)
 _KNOWN = {name: setting for setting in SETTINGS for name in setting.names}
 _SECRETS = {
     "password": "put it in a file and give password_file, or set ETCDCTL_PASSWORD",
@@ -123,32 +137,6 @@ _SECRETS = {
 }
 # torchrun's c10d backend: a node is dead after 3 missed heartbeats, one every 5 s.
 _INTERVAL_S, _ATTEMPTS = 5.0, 3
-
-
-@dataclass(frozen=True)
-class Conf:
-    """The settings in --rdzv-conf by their names, times in seconds; None if not given.
-
-    `ignored` are keys without effect, with reasons.
-    """
-
-    join_timeout: float | None = None
-    last_call_timeout: float | None = None
-    lease_ttl: int | None = None
-    keep_alive_interval: float | None = None
-    keep_alive_max_attempt: int | None = None
-    store_timeout: float | None = None
-    keys_ttl: float | None = None
-    is_host: bool | None = None
-    transport: Transport = Transport.GATEWAY
-    protocol: str | None = None
-    cacert: str | None = None
-    cert: str | None = None
-    key: str | None = None
-    user: str | None = None
-    password_file: str | None = None
-    etcd_prefix: str = PREFIX
-    ignored: tuple[tuple[str, str], ...] = ()
 
 
 def understand(conf: Mapping[str, str]) -> Conf:
@@ -159,7 +147,7 @@ def understand(conf: Mapping[str, str]) -> Conf:
     found: dict[str, Any] = {}
     ignored: list[tuple[str, str]] = []
     for key, value in conf.items():
-        setting = _setting(key)
+        setting = _known(key)
         try:
             made = setting.convert(value)
         except ValueError as error:
@@ -172,7 +160,7 @@ def understand(conf: Mapping[str, str]) -> Conf:
     return Conf(**{**found, "lease_ttl": _lease_ttl(found)}, ignored=tuple(ignored))
 
 
-def _setting(key: str) -> Setting:
+def _known(key: str) -> Setting:
     if key in _KNOWN:
         return _KNOWN[key]
     if way_out := _SECRETS.get(key):
