@@ -7,7 +7,6 @@ import os
 import re
 import socket
 import stat
-import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -142,7 +141,6 @@ def _query(
     path: Path, topic: str, read: Callable[[dict[str, Any], int, bool], Answer], wait_s: float = ANSWER_S
 ) -> Answer:
     """What `read` makes of an agent's answer, its pid, and whether it runs as this user. Raises NoAnswer."""
-    end_s = time.monotonic() + wait_s
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(wait_s)
         try:
@@ -162,7 +160,8 @@ def _query(
             connection.sendall(f'{{"ask":"{topic}"}}\n'.encode())
             if state(pid) in ("T", "t"):
                 raise NoAnswer(f"the elaunch with pid {pid} is stopped, by SIGSTOP or a debugger (kill -CONT {pid})")
-            answer = parse_json(_line(connection, end_s))
+            with connection.makefile("rb") as stream:
+                answer = parse_json(stream.readline(_ANSWER_BYTES_MAX))
             if isinstance(answer, dict) and "error" in answer:
                 raise NoAnswer(f"the elaunch with pid {pid}: {plain(str(answer['error'])[:200])}")
             return read(answer, pid, uid == os.geteuid())
@@ -170,17 +169,3 @@ def _query(
             raise NoAnswer(f"the elaunch with pid {pid} did not answer within {wait_s:g} s") from None
         except (OSError, KeyError, TypeError, ValueError, RecursionError):
             raise NoAnswer(f"the elaunch with pid {pid} gave no answer that can be read") from None
-
-
-def _line(connection: socket.socket, end_s: float) -> bytes:
-    data = bytearray()
-    while not data.endswith(b"\n"):
-        left_s = end_s - time.monotonic()
-        if left_s <= 0:
-            raise TimeoutError
-        connection.settimeout(left_s)
-        piece = connection.recv(1 << 16)
-        if not piece or len(data) > _ANSWER_BYTES_MAX:
-            raise ValueError("the answer ends too early or not at all")
-        data += piece
-    return bytes(data)
