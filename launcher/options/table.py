@@ -253,7 +253,7 @@ class Options:
         default_text="none",
     )
     metrics_port: tuple[str, int] | None = _option(
-        Group.OTHER, "[HOST:]PORT", "serve this node's Prometheus metrics", values.listen_address,
+        Group.OTHER, "[HOST:]PORT", "serve this node's Prometheus metrics", values.listen_address("127.0.0.1"),
         default_text="none",
     )
     config: str | None = _option(

@@ -106,10 +106,14 @@ def ports(raw: Raw) -> tuple[int, int]:
     return first, last
 
 
-def listen_address(raw: Raw) -> tuple[str, int]:
-    """`[HOST:]PORT`: where to listen; 127.0.0.1 without a host, any free port for 0."""
-    host, _, port = text(raw).rpartition(":")
-    return host.strip("[]") or "127.0.0.1", whole(port, high=PORT_MAX)
+def listen_address(default: str) -> Convert:
+    """A converter for `[HOST:]PORT`: where to listen, at the host `default` if none is given; any free port for 0."""
+
+    def convert(raw: Raw) -> tuple[str, int]:
+        host, _, port = text(raw).rpartition(":")
+        return host.strip("[]") or default, whole(port, high=PORT_MAX)
+
+    return convert
 
 
 def seconds(raw: Raw) -> float:

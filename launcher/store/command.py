@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -15,12 +14,13 @@ from elaunch.launcher.host import routable_addresses
 from elaunch.launcher.options.command_line import Command, own
 from elaunch.launcher.options.files import read_secret
 from elaunch.launcher.options.table import HELP
-from elaunch.launcher.options.values import endpoints
+from elaunch.launcher.options.values import listen_address
 from elaunch.launcher.store.connect import how_to_join
 from elaunch.launcher.store.locate import ETCD_PORT
 from elaunch.launcher.store.serve import StoreProcess, listen, listen_everywhere, serve
 from elaunch.rendezvous.endpoint import Endpoint
 
+_LISTEN = "its address; without HOST all addresses of this host [port 2379]"
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -28,12 +28,13 @@ def _main(ctx: click.Context) -> int:
     """Serve until a signal comes. Returns the exit code. Raises UsageError and SiteError."""
     file = ctx.params["token_file"]
     token = read_secret(file) if file else ctx.obj.environ.get("ELAUNCH_TOKEN", "").strip()
-    endpoint, port = place_of(ctx.params["listen"])
+    host, port = ctx.params["listen"]
+    endpoint = Endpoint(host, port) if host not in ("", "0.0.0.0", "::") else None
     listener = listen(endpoint, exactly=True) if endpoint else listen_everywhere(port)
     if listener is None:
         where = endpoint or f"port {port}"
         raise UsageError(f"another program listens at {where} already; choose another port with --listen HOST:PORT")
-    host = endpoint.host if endpoint else (routable_addresses() or ["localhost"])[0]
+    host = host if endpoint else (routable_addresses() or ["localhost"])[0]
     place = Endpoint(host, listener.getsockname()[1])
     server = serve(listener, place, token)
     try:
@@ -49,7 +50,7 @@ COMMAND = Command(
     "store",
     _main,
     [
-        own("listen", "HOST:PORT", "its address; without HOST all addresses of this host [port 2379]"),
+        own("listen", "HOST:PORT", _LISTEN, listen_address(""), default=("", ETCD_PORT)),
         own("token-file", "FILE", "holds the token that every job must know [ELAUNCH_TOKEN, else a new token]"),
         HELP,
     ],
@@ -59,21 +60,6 @@ COMMAND = Command(
 A store that is started again is empty. An etcd cluster outlives a host:
 --rdzv-endpoint a:2379,b:2379,c:2379.""",
 )
-
-
-def place_of(listen_at: str | None) -> tuple[Endpoint | None, int]:
-    """The endpoint and port in `HOST:PORT`, `HOST` or `:PORT`. Without an endpoint it listens on all addresses.
-
-    An empty host, `0.0.0.0` and `::` mean all addresses. Raises UsageError.
-    """
-    try:
-        found = endpoints(re.sub("^:", "0.0.0.0:", listen_at or f":{ETCD_PORT}"))
-    except ValueError as error:
-        raise UsageError(f"--listen {listen_at} {error}") from None
-    if len(found) != 1 or found[0].scheme:
-        raise UsageError(f"--listen {listen_at} is not one HOST:PORT of this host; give one")
-    number = ETCD_PORT if found[0].port is None else found[0].port
-    return (None if found[0].host in ("0.0.0.0", "::") else Endpoint(found[0].host, number)), number
 
 
 def announcement(place: Endpoint, served: StoreProcess | None, *, is_terminal: bool) -> tuple[str, ...]:
