@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,8 +11,6 @@ from elaunch.launcher.program_imports import program_text
 from elaunch.rendezvous.job_spec import ProgramKind
 
 USES_ALL, USES_TORCH, USES_NOTHING = (), ("torch._dynamo",), DEFAULT_PRELOAD
-# Hundreds of processes.
-WALK_S = 800
 PACKAGE = {"app/__init__.py": "", "app/__main__.py": "from . import model\nfrom .data import load", "app/data.py": ""}
 
 
@@ -141,50 +135,3 @@ def test_packages_that_the_text_imports(tmp_path: Path, text: str, packages: tup
     tree(tmp_path, {"package/sub/__init__.py": "from .. import part", "package/sub/part.py": ""})
 
     assert program_text(ProgramKind.SCRIPT, str(tmp_path / "t.py")).packages == packages
-
-
-# Imports each of torch's public modules in a process of its own, and says which of them ask for torch._dynamo.
-WALKS = """
-import importlib, os, sys
-import torch.distributed
-
-class Tells:
-    def find_spec(self, name, path=None, target=None):
-        if name == "torch._dynamo":
-            os._exit(77)
-
-sys.meta_path.insert(0, Tells())
-for name in sys.argv[1:]:
-    pid = os.fork()
-    if not pid:
-        os.dup2(os.open(os.devnull, os.O_RDWR), 2)
-        try:
-            importlib.import_module(name)
-        finally:
-            os._exit(0)
-    if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 77:
-        print(name)
-"""
-
-
-@pytest.mark.slow
-def test_no_public_module_of_torch_imports_dynamo_without_such_a_word_in_its_name(tmp_path: Path) -> None:
-    spec = importlib.util.find_spec("torch")
-    assert spec
-    assert spec.submodule_search_locations
-    root = Path(spec.submodule_search_locations[0]).parent
-    files = (path.relative_to(root).with_suffix("") for path in root.glob("torch/**/*.py"))
-    names = {".".join(part for part in file.parts if part != "__init__") for file in files}
-    public = sorted(name for name in names if not re.search(r"\._|\.(testing|test|include|lib)\b", name))
-    assert len(public) > 500
-
-    walk = subprocess.run(
-        [sys.executable, "-c", WALKS, *public], capture_output=True, text=True, check=True, timeout=WALK_S
-    )
-
-    importing = walk.stdout.split()
-    assert importing
-    for name in importing:
-        script = tmp_path / "t.py"
-        script.write_text(f"import {name}")
-        assert unused(ProgramKind.SCRIPT, str(script)) == USES_ALL, name

@@ -13,7 +13,6 @@ from elaunch.launcher.errors import UsageError
 from elaunch.launcher.inspect import run_folder
 from elaunch.launcher.inspect.report import COMMAND
 from tests.commands import call
-from tests.fuzzing import bounded
 from tests.unit.launcher.inspect.timelines import Timeline, restarted
 
 
@@ -158,19 +157,6 @@ def test_stacks_of_a_hang_are_linked_relative_to_the_page_those_of_the_named_ran
     assert [name for _, name in links] == ["stacks.txt of node-b", "stacks.txt of node-a"]
     assert [(tmp_path / link).read_text() for link, _ in links] == ["node-b", "node-a"]
     assert not run_folder.has_content(folder / "attempt_1" / "stacks.txt")
-
-
-def test_lines_without_an_end_cost_no_memory(tmp_path: Path) -> None:
-    path = tmp_path / "timeline.jsonl"
-    with path.open("wb") as file:
-        file.write(Timeline().text)
-        file.seek(40 << 20, os.SEEK_CUR)
-        file.write(b"\n" + Timeline().text)
-
-    with bounded(memory_bytes=64 << 20):
-        found = run_folder.read_folder(tmp_path)
-
-    assert [event.event for event in found.events] == ["started", "started"]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")

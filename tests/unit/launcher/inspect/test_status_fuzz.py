@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 
 from hypothesis import given
-from hypothesis import strategies as st
 
 from elaunch.agent.core.timeline import WorkersSeen, node_report
 from elaunch.agent.diagnosis.stack_groups import (
@@ -21,7 +20,6 @@ from elaunch.launcher.inspect.job_command import stacks_text
 from elaunch.launcher.inspect.job_source import Gathered, NodeStacks
 from elaunch.launcher.inspect.status import status_record, text_of
 from elaunch.rendezvous.codec import encode
-from elaunch.rendezvous.rules.questions import Question, Topic, read_question
 from elaunch.rendezvous.rules.reports import NodeReport, RankReport, job_report, read_node_report
 from tests.fuzzing import bounded, json_texts
 from tests.unit.agent.driver import started
@@ -32,7 +30,6 @@ RANKS = (RankReport(0, 0, 100, "running", 5, "trains", 0.5, 0.1),)
 REPORT = encode(node_report(AGENT, 77, 12.5, WorkersSeen(0, 3.0, RANKS)))
 MAIN = ThreadStack("MainThread", (Frame("wait", "/a.py", 3),), is_main=True)
 STACKS = stack_answer(NODE, 0, [Stack(0, 100, (MAIN,), "S", children=(Stack(0, 101, (MAIN,)),))])
-QUESTION = encode(Question("0123456789abcdef", Topic.STATUS, 7))
 
 
 @given(json_texts(REPORT))
@@ -56,11 +53,3 @@ def test_a_nodes_stacks_are_shown_or_left_out(text: str) -> None:
         if answer:
             shown = stacks_text(NodeStacks("night", stacks_in([answer])))
             assert all(letter.isprintable() or letter == "\n" for letter in shown)
-
-
-@given(json_texts(QUESTION) | st.text())
-def test_a_question_is_one_or_none(text: str) -> None:
-    with bounded():
-        question = read_question(text)
-
-    assert question is None or (question.lease > 0 and len(question.identity) == 16)

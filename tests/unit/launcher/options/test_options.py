@@ -10,7 +10,6 @@ import click
 import pytest
 
 from elaunch.agent.config import AgentConfig, OnHang, StreamChoice, Streams
-from elaunch.agent.environment import DEFAULT_PRELOAD
 from elaunch.launcher.agent_config import RANK_VARIABLES, agent_config, with_network
 from elaunch.launcher.host import HostResources
 from elaunch.launcher.options.command_line import Group
@@ -229,13 +228,6 @@ def test_workers_are_counted_by_what_was_asked_for(asked: list[str], host: HostR
     assert config_of(*asked, "t.py", host=host).slots == slots
 
 
-def test_several_workers_share_the_cores_as_threads() -> None:
-    config = config_of("t.py", host=GPU_HOST)
-
-    assert config.environment["OMP_NUM_THREADS"] == "8"
-    assert config_of("--nproc", "100", "t.py").environment["OMP_NUM_THREADS"] == "1"
-
-
 def test_a_chosen_number_of_threads_is_kept_and_a_single_worker_gets_all_cores() -> None:
     assert config_of("t.py", host=GPU_HOST, OMP_NUM_THREADS="5").environment["OMP_NUM_THREADS"] == "5"
     assert config_of("--nproc", "1", "t.py", host=GPU_HOST).environment["OMP_NUM_THREADS"] == "64"
@@ -297,15 +289,6 @@ def test_the_jobs_secret_is_not_for_its_workers() -> None:
     assert "hush" not in repr(config)
 
 
-def test_another_interpreter_runs_the_script_and_preloads_nothing() -> None:
-    own = config_of("t.py")
-    other = config_of("t.py", PYTHON_EXEC="/opt/python")
-
-    assert (own.spec.program.interpreter, own.preload) == (CPU_HOST.python, DEFAULT_PRELOAD)
-    assert (other.spec.program.interpreter, other.preload) == ("/opt/python", None)
-    assert any("PYTHON_EXEC=/opt/python" in note for note in other.notes)
-
-
 def test_signals_are_numbers() -> None:
     config = config_of("--signals-to-handle", "SIGTERM,SIGUSR1,SIGTERM,SIGCLD", "t.py")
 
@@ -323,16 +306,6 @@ def test_a_log_directory_alone_tees_everything() -> None:
     assert config_of("t.py").output.tee == StreamChoice()
     null = config_of("--log-dir", "/dev/null", "t.py").output
     assert (null.log_dir, null.tee) == (None, StreamChoice())
-
-
-def test_virtual_local_rank_needs_a_visible_gpu_for_each_worker() -> None:
-    sentence = sentence_of("--virtual-local-rank", "--nproc", "4", "t.py", CUDA_VISIBLE_DEVICES="0,1")
-
-    assert sentence == (
-        "--virtual-local-rank needs a GPU for each of 4 workers and CUDA_VISIBLE_DEVICES=0,1 names 2;"
-        " use --nproc-per-node 2"
-    )
-    assert config_of("--virtual-local-rank", "--nproc", "2", "t.py", CUDA_VISIBLE_DEVICES="0,1").virtual_local_rank
 
 
 @pytest.mark.parametrize(
@@ -368,20 +341,6 @@ def test_defaults_that_differ_from_torchruns_are_one_detail_and_no_note() -> Non
     )
 
 
-@pytest.mark.parametrize(
-    ("words", "environ", "least"),
-    [
-        ((), {}, "info"),
-        (("-v",), {}, "debug"),
-        (("--quiet",), {}, "warning"),
-        (("-v",), {"PET_QUIET": "1"}, "debug"),
-    ],
-)
-def test_how_much_elaunch_itself_writes(words: tuple[str, ...], environ: dict[str, str], least: str) -> None:
-    assert config_of(*words, "t.py", **environ).output.least == least
-    assert sentence_of("-v", "-q", "t.py") == "--verbose contradicts --quiet: drop one of them"
-
-
 def test_options_without_effect_are_one_detail() -> None:
     chosen = ("--nproc", "1", "--max-restarts", "0")
     ignored = ("--monitor-interval", "5", "--logs-specs", "x", "--rdzv-backend", "c10d", "--rdzv-conf", "a=b")
@@ -409,36 +368,12 @@ def test_a_warm_start_that_cannot_be_is_said_where_it_was_asked_for(words: tuple
     assert asked.warm_s == set_for_all.warm_s == 0
 
 
-@pytest.mark.parametrize(
-    ("words", "environ", "seconds"),
-    [
-        ((), {}, 0),
-        (("--warm",), {}, 900),
-        ((), {"ELAUNCH_WARM": "2.5"}, 150),
-        ((), {"ELAUNCH_WARM": ""}, 0),
-    ],
-)
-def test_warm_alone_is_a_quarter_of_an_hour(words: tuple[str, ...], environ: dict[str, str], seconds: float) -> None:
-    assert config_of(*words, "t.py", **environ).warm_s == seconds
-
-
 def test_the_word_after_warm_is_the_script() -> None:
     options = options_of("--warm", "30")
 
     assert (options.target, options.warm) == ("30", 15.0)
     sentence = "PET_WARM=soon is not a number of minutes; give 0 or more, as in ELAUNCH_WARM=15"
     assert sentence_of("t.py", PET_WARM="soon") == sentence
-
-
-@pytest.mark.parametrize(
-    ("words", "is_made"),
-    [
-        (("-r", "0:3"), True), (("-t", "1"), True), ((), False), (("-r", "0"), False),
-        (("-r", "3", "--log-dir", "logs"), False), (("-r", "3", "--log-dir", "/dev/null"), False),
-    ],
-)  # fmt: skip
-def test_output_that_is_to_go_to_files_gets_a_folder_if_none_is_named(words: tuple[str, ...], is_made: bool) -> None:
-    assert config_of("--nproc", "1", *words, "t.py").output.makes_log_dir is is_made
 
 
 def test_a_misspelt_variable_is_named_with_the_one_that_is_meant() -> None:

@@ -79,18 +79,6 @@ def slurm_head() -> str:
     return plain[: plain.index("\nsrun ")]
 
 
-@given(flag=st.sampled_from(["name", "partition", "account", "qos", "time", "output", "sbatch"]), value=NASTY | WORDS)
-def test_an_option_of_sbatch_is_one_line_or_refused(flag: str, value: str) -> None:
-    try:
-        text = slurm.script(slurm.understand(read(slurm.COMMAND, f"--{flag}={value}", "t.py")))
-    except UsageError as error:
-        assert str(error)  # noqa: PT017
-        return
-    plain = slurm.script(slurm.understand(read(slurm.COMMAND, f"--{flag}=x", "t.py")))
-    assert len(text.split("\n")) == len(plain.split("\n"))
-    assert all(line.isprintable() for line in text.split("\n"))
-
-
 def expanded(text: str, variables: dict[str, str]) -> str:
     """As Kubernetes does it (third_party/forked/golang/expansion/expand.go)."""
     found, at = "", 0
