@@ -6,7 +6,7 @@ import random
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from statistics import median
 
 from elaunch.agent.diagnosis.reach import REFUSED, kernels_ports, why_not
@@ -15,17 +15,18 @@ from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.host import (
     AddressUnclear,
     NoAddress,
+    Owner,
     addresses,
-    can_be_bound,
     gloo_interface,
     interface_of,
     own_address,
+    owner_of,
 )
 from elaunch.launcher.inspect.text import duration
 from elaunch.launcher.store.connect import store_of
 from elaunch.launcher.store.locate import RendezvousPlan
 from elaunch.launcher.store.serve import decide_head, listen
-from elaunch.rendezvous.endpoint import Endpoint, is_address, is_loopback
+from elaunch.rendezvous.endpoint import Endpoint, is_address
 from elaunch.rendezvous.store import Denied, StoreError
 
 _RESOLVE_S = 2.0
@@ -78,8 +79,9 @@ def check_ports(plan: RendezvousPlan, needs: Needs) -> Iterator[Finding]:
     else:
         yield judge_ports(address, needs.ports, [p for p in needs.ports if _why_not_listen(family, place, p)])
         host = plan.endpoints[0].host if plan.endpoints and plan.serves else ""
-        if host and not _is_here(host):
-            yield _try_ports(host, needs.ports)
+        with suppress(NoAddress):
+            if host and owner_of(host, _RESOLVE_S) is Owner.OTHER_HOST:
+                yield _try_ports(host, needs.ports)
 
 
 def _try_ports(host: str, wanted: Sequence[int]) -> Finding:
@@ -95,14 +97,6 @@ def _try_ports(host: str, wanted: Sequence[int]) -> Finding:
         "if it is a node of the job, its firewall must let all nodes through to MASTER_PORT (--master-port"
         f" FIRST:LAST limits it), and to {low}-{high}, from which the kernel gives gloo and NCCL theirs",
     )
-
-
-def _is_here(host: str) -> bool:
-    """Whether the host is this one, or cannot be resolved."""
-    try:
-        return any(can_be_bound(address) or is_loopback(address) for address in addresses(host, _RESOLVE_S))
-    except NoAddress:
-        return True
 
 
 def judge_ports(address: str, wanted: Sequence[int], taken: Sequence[int]) -> Finding:
