@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
@@ -235,26 +235,18 @@ def _outcome(options: Options, planned: Planned, config: AgentConfig, agent: Age
     """Take part in the job until its outcome is known. Raises UsageError, SiteError and CannotRun."""
     from elaunch.launcher.store.connect import reach
 
-    try:
-        # What is left with --quiet are warnings, and the line without which no other node could join.
-        reached = reach(options, planned, agent.warn if options.quiet else agent.pump.say)
-    except KeyboardInterrupt:
-        agent.pump.say("interrupted while it looked for the job's store; no worker was started")
-        raise
-    try:
+    with ExitStack() as opened:
+        try:
+            # What is left with --quiet are warnings, and the line without which no other node could join.
+            reached = opened.enter_context(reach(options, planned, agent.warn if options.quiet else agent.pump.say))
+        except KeyboardInterrupt:
+            agent.pump.say("interrupted while it looked for the job's store; no worker was started")
+            raise
+        settled = replace(config, master_addr=reached.address, only_here=reached.only_here)
         return agent.run(
-            with_network(
-                replace(
-                    config,
-                    master_addr=reached.address,
-                    only_here=reached.only_here,
-                ),
-                reached.network,
-            ),
+            with_network(settled, reached.network),
             reached.store,
             is_remote=reached.is_remote,
-            served_pid=reached.served.pid if reached.served else None,
+            served_pid=reached.served_pid,
             way=reached.way,
         )
-    finally:
-        reached.close()

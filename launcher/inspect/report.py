@@ -26,7 +26,6 @@ from elaunch.launcher.options.table import HELP
 from elaunch.rendezvous.texts import plain
 
 PAGE = "report.html"
-_STDOUT = Path("-")
 # Links to the stacks of one generation.
 _STACKS_MAX = 8
 # The newest failures and warnings are printed.
@@ -39,8 +38,6 @@ def _main(ctx: click.Context) -> int:
     if not given:
         raise UsageError("report: no folder is given; give a run's folder below --log-dir, or the --log-dir itself")
     page, metrics_path = (Path(word) if (word := ctx.params[name]) else None for name in ("output", "metrics"))
-    if is_json and page == _STDOUT:
-        raise UsageError("report: of -o - and --json only one can have stdout; give the page a file")
     folders = tuple(dict.fromkeys(run_folder.find(folder) for folder in given))
     job = run_folder.read_job(folders)
     target = page or (None if is_json else folders[0] / PAGE)
@@ -49,7 +46,7 @@ def _main(ctx: click.Context) -> int:
         _write(target, render(report, Path(__file__).with_name("page.html").read_text()))
     if is_json:
         click.echo(json.dumps(summary(report), indent=1))
-    elif target and target != _STDOUT:
+    else:
         # Each is one line: a timeline that somebody has changed adds none.
         click.echo("\n".join([*(plain(line) for line in printed(report)), str(target)]))
     return 0
@@ -162,10 +159,7 @@ def _known(value: object) -> object:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file as a whole, or not at all; `-` is stdout. Raises UsageError."""
-    if path == _STDOUT:
-        click.echo(text, nl=False)
-        return
+    """Write a file as a whole, or not at all. Raises UsageError."""
     partial = path.parent / f".{path.name}.{secrets.token_hex(4)}"
     try:
         # As log files, whose content it has: open to the user and the group at most. In a folder of another user

@@ -9,8 +9,8 @@ import os
 import shlex
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
 from elaunch.launcher.errors import SiteError, UsageError
@@ -61,8 +61,8 @@ _SWITCHES = {option.name for option in TABLE if option.is_flag}
 class Reached:
     """The store, and this node's place in the network.
 
-    `is_remote` is true if the store is in another process. `address` is this node's address for the other nodes, and
-    `network` holds variables that tell the workers so. `served` is the store's process if this agent started it. `way`
+    `is_remote` is true if the store is in another process, and `served_pid` is that process if this agent started it.
+    `address` is this node's address for the other nodes, and `network` holds variables that tell the workers so. `way`
     is how another process of this user reaches the store (`locate.way_of`), empty for a store in this process.
     `only_here` is as in `AgentConfig`.
     """
@@ -71,25 +71,22 @@ class Reached:
     is_remote: bool
     address: str = "127.0.0.1"
     network: Mapping[str, str] = field(default_factory=dict)
-    served: StoreProcess | None = None
+    served_pid: int | None = None
     way: str = ""
     only_here: str = ""
 
-    def close(self) -> None:
-        """Stop the store that this agent serves."""
-        if self.served:
-            self.served.stop()
 
+@contextmanager
+def reach(options: Options, planned: Planned, say: Callable[[str], None]) -> Iterator[Reached]:
+    """The store that the plan names. If this node is the head, its store is started first, and stopped at the end.
 
-def reach(options: Options, planned: Planned, say: Callable[[str], None]) -> Reached:
-    """The store that the plan names. If this node is the head, its store is started first. Nothing is sent to it yet.
-
-    Raises UsageError and SiteError.
+    Nothing is sent to it yet. Raises UsageError and SiteError.
     """
     plan = planned.plan
     if plan.is_alone:
         network = socket_variables("127.0.0.1", os.environ, say, verbose=options.verbose)
-        return Reached(MemoryStore(), is_remote=False, address=plan.own_addr or "127.0.0.1", network=network)
+        yield Reached(MemoryStore(), is_remote=False, address=plan.own_addr or "127.0.0.1", network=network)
+        return
     _check_head_host(options, planned)
     address = plan.own_addr or _own_address(planned, say)
     keyring = KeptTokens()
@@ -114,19 +111,18 @@ def reach(options: Options, planned: Planned, say: Callable[[str], None]) -> Rea
                 say(line)
             plan = replace(plan, token=served.token)
         number = _numeric_address(address, planned, say)
-        return Reached(
+        yield Reached(
             store_of(plan, say, keyring),
             True,
             address,
             socket_variables(number, os.environ, say, verbose=options.verbose),
-            served,
+            served.pid if served else None,
             way_of(plan),
             only_here(plan),
         )
-    except BaseException:
+    finally:
         if served:
             served.stop()
-        raise
 
 
 def _with_home_token(

@@ -14,7 +14,7 @@ from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.options.options import Options, parse
 from elaunch.launcher.schedulers.facts import Cluster
 from elaunch.launcher.store import connect
-from elaunch.launcher.store.connect import Reached, invite, reach, words_for_others
+from elaunch.launcher.store.connect import invite, reach, words_for_others
 from elaunch.launcher.store.locate import Planned, RendezvousPlan, plan
 from tests.harness import free_ports
 
@@ -27,17 +27,14 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
 
 
-def reached(*argv: str) -> Reached:
-    options = parse([*argv, "t.py"], {})
-    return reach(options, plan(options, {}, str), lambda line: None)
-
-
 @pytest.mark.parametrize(("nodes", "ranks"), [("2", "1"), ("4:8", "1 to 7")])
 def test_node_rank_0_on_a_host_that_is_not_the_masters_is_a_sentence(nodes: str, ranks: str) -> None:
     sentence = f"{ANOTHERS} is no address of this host; on this node use --node-rank {ranks}, or"
 
-    with pytest.raises(UsageError, match=sentence):
-        reached("--nnodes", nodes, "--master-addr", ANOTHERS)
+    options = parse(["--nnodes", nodes, "--master-addr", ANOTHERS, "t.py"], {})
+
+    with pytest.raises(UsageError, match=sentence), reach(options, plan(options, {}, str), print):
+        pass
 
 
 @pytest.mark.parametrize(
@@ -71,8 +68,8 @@ def test_what_has_the_port_of_a_schedulers_head_is_not_spoken_to() -> None:
         port = other.getsockname()[1]
         options, planned = at_its_head(Cluster("Slurm", (2, 2), 0, "127.0.0.1", port, run_id="test-1.0"))
 
-        with pytest.raises(SiteError, match=f"another program has port {port}, "):
-            reach(options, planned, print)
+        with pytest.raises(SiteError, match=f"another program has port {port}, "), reach(options, planned, print):
+            pass
 
         other.settimeout(0)
         with pytest.raises(BlockingIOError):
@@ -83,12 +80,8 @@ def test_a_schedulers_node_reaches_the_store_that_its_head_serves() -> None:
     port = free_ports(1)[0]
     head, other = (Cluster("Slurm", (2, 2), i, "127.0.0.1", port, run_id="test-1.0") for i in range(2))
 
-    served = reach(*at_its_head(head), print)
-    joined = reach(*at_its_head(other), print)
-
-    assert joined.store.check() == served.store.check()
-    joined.close()
-    served.close()
+    with reach(*at_its_head(head), print) as served, reach(*at_its_head(other), print) as joined:
+        assert joined.store.check() == served.store.check()
 
 
 def at_its_head(cluster: Cluster) -> tuple[Options, Planned]:
