@@ -262,9 +262,7 @@ def key_values(raw: Raw) -> Mapping[str, str]:
     """
     if isinstance(raw, dict):
         return dict(raw)
-    word = raw.strip() if isinstance(raw, str) else raw
-    if isinstance(word, str) and len(word) > 1 and word[0] == word[-1] and word[0] in "\"'":
-        word = word[1:-1]
+    word = re.sub(r"""^(["'])(.*)\1$""", r"\2", raw.strip()) if isinstance(raw, str) else raw
     pairs = [item.partition("=") for item in names(word)]
     if not all(key.strip() and value.strip() for key, _, value in pairs):
         raise ValueError("is not a list of settings; use KEY=VALUE,KEY=VALUE")
