@@ -117,16 +117,17 @@ def listen_address(default: str) -> Convert:
 
 
 def seconds(raw: Raw) -> float:
+    return _number(text(raw), SECONDS_MAX, "is not a number of seconds; give 0 or more")
+
+
+def _number(word: str, high: float, wrong: str) -> float:
+    """A number from 0 to `high`. Raises ValueError with `wrong`, also for nan."""
     try:
-        number = float(text(raw))
+        number = float(word)
     except ValueError:
         number = math.nan
-    if not math.isfinite(number):
-        raise ValueError("is not a number of seconds; give 0 or more")
-    if number < 0:
-        raise ValueError("is negative; give 0 or more seconds")
-    if number > SECONDS_MAX:
-        raise ValueError(f"is longer than {SECONDS_MAX:.0f} seconds; give less")
+    if not 0 <= number <= high:
+        raise ValueError(wrong)
     return number
 
 
@@ -143,13 +144,7 @@ def minutes(raw: Raw) -> float:
         return WARM_MIN
     if word in ("", "false", "no", "off"):
         return 0.0
-    try:
-        number = float(word)
-    except ValueError:
-        number = math.nan
-    if not 0 <= number <= SECONDS_MAX / 60:
-        raise ValueError("is not a number of minutes; give 0 or more, as in ELAUNCH_WARM=15")
-    return number
+    return _number(word, SECONDS_MAX / 60, "is not a number of minutes; give 0 or more, as in ELAUNCH_WARM=15")
 
 
 def nodes(raw: Raw) -> tuple[int, int]:
