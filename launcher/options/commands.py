@@ -9,7 +9,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from elaunch.launcher.options.table import HELP
+from elaunch.launcher.options.command_line import HELP
 
 # Each command: where it is, and a few words about it.
 COMMANDS = {
