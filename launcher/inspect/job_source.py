@@ -67,10 +67,6 @@ class JobOver(SiteError):
     """The job's agent on this host has ended since the last query."""
 
 
-class QueryRefused(Exception):
-    """The query could not be written to the store; the message says why, without a full stop."""
-
-
 def patience_s(nodes: int, base_s: float = PATIENCE_S) -> float:
     """How long the answers of that many nodes may take."""
     return base_s + nodes / ANSWERS_PER_S
@@ -90,7 +86,7 @@ def read_job(store: Store, keys: Keys) -> Snapshot:
 def query_nodes(store: Store, keys: Keys, topic: Topic, node_ids: Set[str], wait_s: float) -> dict[str, str]:
     """The nodes' answers as text, by node id: of all of `node_ids`, or of those that answer within `wait_s`.
 
-    While another query is pending it is waited for, within the same time. Raises StoreError and QueryRefused.
+    While another query is pending it is waited for, within the same time. Raises StoreError.
     """
     question = Question(secrets.token_hex(8), topic, secrets.randbits(62) + 1)
     prefix = keys.answers(question.identity)
@@ -99,7 +95,7 @@ def query_nodes(store: Store, keys: Keys, topic: Topic, node_ids: Set[str], wait
     try:
         while not store.commit(ask(keys, question)).held:
             if time.monotonic() > end_s:
-                raise QueryRefused(f"another query of its nodes is pending, for more than {wait_s:g} s by now")
+                raise Unavailable(f"another query of its nodes is pending, for more than {wait_s:g} s by now")
             time.sleep(_RETRY_S)
         end_s = time.monotonic() + wait_s
         while True:
@@ -169,7 +165,7 @@ class StoreSource:
             text = query_nodes(self._store, self._keys, topic, {leader}, patience_s(len(snapshot.members))).get(leader)
             if text:
                 return decode(OrderAnswer, text)
-        except (QueryRefused, StoreError, ValueError) as error:
+        except (StoreError, ValueError) as error:
             raise SiteError(f"the job did not get the order: {error}") from None
         raise SiteError(
             f"{host_of(leader)}, which leads the job, did not answer: it may run an older elaunch, or be stopped; on a"
@@ -209,8 +205,6 @@ class StoreSource:
         wait_s = patience_s(len(wanted)) + seconds
         try:
             answers = query_nodes(self._store, self._keys, topic, wanted, wait_s)
-        except QueryRefused as error:
-            return {}, missing, [f"the nodes were not queried: {error}"]
         except StoreError as error:
             may = "the store allows reading only, so " if isinstance(error, Denied) else ""
             return {}, missing, [f"{may}the nodes were not queried: {error}"]
