@@ -1,4 +1,4 @@
-"""One client of a served store: HTTP/1.1 (a part of RFC 9112), and its non-blocking connection, with or without TLS.
+"""One client of a served store: HTTP/1.1 (a part of RFC 9112), and its non-blocking connection with TLS.
 
 A request's body has a Content-Length. An answer is sent whole, or as a stream of chunks.
 """
@@ -147,7 +147,7 @@ class Connection:
     def __init__(
         self,
         accepted: socket.socket,
-        tls: ssl.SSLContext | None,
+        tls: ssl.SSLContext,
         reader: RequestReader,
         dirty: dict[Connection, None],
     ) -> None:
@@ -171,18 +171,17 @@ class Connection:
         # Requests that have arrived are unanswered for want of room.
         self.has_more = False
         self._tls = tls
-        self._shaken_hands = tls is None
+        self._shaken_hands = False
         self._wants = selectors.EVENT_READ
         self._dirty = dirty
         self.registered = self.events
 
     def begin(self) -> None:
         """Make ready to read, with a new `socket` for the same descriptor. Raises Closed."""
-        if self._tls:
-            try:
-                self.socket = self._tls.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
-            except (OSError, ValueError) as error:
-                raise Closed from error
+        try:
+            self.socket = self._tls.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
+        except (OSError, ValueError) as error:
+            raise Closed from error
 
     @property
     def events(self) -> int:
@@ -203,18 +202,19 @@ class Connection:
         bytes_max = _READ_BYTES_MAX if self.is_known else _UNAUTHENTICATED_READ_BYTES_MAX
         pieces: list[bytes] = []
         size = 0
+        assert isinstance(self.socket, ssl.SSLSocket)
         try:
-            if isinstance(self.socket, ssl.SSLSocket) and not self._shaken_hands:
+            if not self._shaken_hands:
                 self.socket.do_handshake()
                 self._shaken_hands = True
             # No selector sees the data that TLS holds decrypted, so all of it is read here.
-            while size < bytes_max or (isinstance(self.socket, ssl.SSLSocket) and self.socket.pending() > 0):
+            while size < bytes_max or self.socket.pending() > 0:
                 piece = self.socket.recv(min(_READ_BYTES, bytes_max))
                 if not piece:
                     raise Closed
                 pieces.append(piece)
                 size += len(piece)
-        except (BlockingIOError, ssl.SSLWantReadError):
+        except ssl.SSLWantReadError:
             self._wants = selectors.EVENT_READ
         except ssl.SSLWantWriteError:
             self._wants = selectors.EVENT_READ | selectors.EVENT_WRITE
@@ -234,7 +234,7 @@ class Connection:
                 with memoryview(self.outgoing) as view:
                     sent = self.socket.send(view[:_READ_BYTES])
                 del self.outgoing[:sent]
-        except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
+        except (ssl.SSLWantWriteError, ssl.SSLWantReadError):
             pass
         except OSError as error:
             raise Closed from error

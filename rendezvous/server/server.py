@@ -12,7 +12,6 @@ import secrets
 import select
 import selectors
 import socket
-import ssl
 import sys
 import time
 from collections.abc import Mapping
@@ -64,14 +63,14 @@ _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 class Server:
     """Serves one engine on `listener`, which is bound already.
 
-    Without a secret it serves anybody. `slots` is how many connections may be open. A connection is unauthenticated
-    until a complete request on it has carried the secret. `is_shared`: no node of a job serves it.
+    `slots` is how many connections may be open. A connection is unauthenticated until a complete request on it has
+    carried the secret. `is_shared`: no node of a job serves it.
     """
 
     def __init__(
         self,
         listener: socket.socket,
-        secret: Secret | None,
+        secret: Secret,
         slots: int = CONNECTIONS_MAX,
         *,
         is_shared: bool = False,
@@ -80,8 +79,8 @@ class Server:
         self._routes = Routes(self.engine, secrets.randbits(63), secrets.randbits(63), is_shared=is_shared)
         self._watchers = Watchers(self.engine, self._routes)
         self.engine.listener = self._watchers.told
-        self._tls: ssl.SSLContext | None = secret.server_context() if secret else None
-        self._authorization = f"Bearer {secret.bearer}".encode() if secret else None
+        self._tls = secret.server_context()
+        self._authorization = f"Bearer {secret.bearer}".encode()
         self._listener = listener
         self._selector = selectors.DefaultSelector()
         self._slots = slots
@@ -261,19 +260,14 @@ class Server:
 
     def _admit(self, headers: Mapping[str, str], body_bytes: int) -> None:
         """Raises BadRequest to refuse a request by its headers, before its body is read."""
-        if not self._is_authorized(headers):
+        shown = headers.get("authorization", "").encode("latin-1")
+        if not hmac.compare_digest(shown, self._authorization):
             reply = error_reply(UNAUTHENTICATED, "etcdserver: invalid auth token")
             raise BadRequest(reply.status, reply.body)
         if body_bytes > REQUEST_BYTES_MAX:
             # etcd's own text. etcd counts the bytes as protocol buffers; this request has not been parsed.
             words = f"grpc: received message larger than max ({body_bytes} vs. {REQUEST_BYTES_MAX})"
             raise BadRequest(413, error_reply(EXHAUSTED, words).body)
-
-    def _is_authorized(self, headers: Mapping[str, str]) -> bool:
-        if self._authorization is None:
-            return True
-        shown = headers.get("authorization", "").encode("latin-1")
-        return hmac.compare_digest(shown, self._authorization)
 
     def _flush(self) -> None:
         while self._dirty:
