@@ -222,41 +222,38 @@ class Server:
         try:
             if client.has_room():
                 client.read()
-            self._answer(client)
-            self._write(client)
-            while client.has_more and client.has_room():
-                self._answer(client)
+            while self._answer(client):
                 self._write(client)
+                if not client.has_room():
+                    return
+            self._write(client)
         except Closed:
             self._close(client)
 
-    def _answer(self, client: Connection) -> None:
-        """Answer the requests that have arrived, as long as there is room for answers."""
-        client.has_more = False
+    def _answer(self, client: Connection) -> bool:
+        """Answer the requests that have arrived. Returns whether there was no room for further answers."""
         try:
             while client.is_answered and (request := client.reader.next()):
                 self._do(client, request)
                 if not client.has_room():
-                    client.has_more = True
-                    return
+                    return True
         except BadRequest as bad:
             client.lingers = True
             client.deadline_s = self._now_s + LINGER_S
             client.put(http_response(bad.status, bad.body, closes=True))
+        return False
 
     def _do(self, client: Connection, request: HttpRequest) -> None:
         """Run one request. Its client is authenticated: else `_admit` would have refused the request."""
         client.is_known = True
         client.deadline_s = self._now_s + IDLE_S
         self._unauthenticated.shown(client)
-        client.closes = request.closes
         answer = self._routes.answer(request.method, request.path, request.body)
         if isinstance(answer, WatchRequest):
-            client.closes = False
             client.put(stream_head() + chunk(self._routes.created()))
             client.watcher = self._watchers.add(answer.prefix, answer.start_revision, client)
             return
-        client.put(http_response(answer.status, answer.body, request.closes))
+        client.put(http_response(answer.status, answer.body))
 
     def _admit(self, headers: Mapping[str, str], body_bytes: int) -> None:
         """Raises BadRequest to refuse a request by its headers, before its body is read."""
@@ -283,8 +280,6 @@ class Server:
         while client.watcher and client.watcher.behind and client.has_room():
             self._watchers.catch_up(client.watcher)
             client.write(self._now_s)
-        if client.closes and not client.outgoing:
-            raise Closed
         if client.events != client.registered:
             client.registered = client.events
             self._selector.modify(client.socket, client.events, partial(self._serve, client))
