@@ -21,7 +21,7 @@ def read_secret(path: str) -> str:
     All further lines must be comments, which begin with `#`.
     """
     try:
-        secret, _, rest = Path(path).expanduser().read_text().strip().partition("\n")
+        secret, _, rest = Path(path).expanduser().read_text("utf-8").strip().partition("\n")
     except (OSError, UnicodeDecodeError, RuntimeError) as error:
         why = getattr(error, "strerror", None) or error
         raise UsageError(f"the secret in {path} cannot be read ({why}); give a file that you may read") from None
