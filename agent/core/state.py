@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from elaunch.agent.core.actions import Action
-from elaunch.agent.core.events import Tag, Trouble
+from elaunch.agent.core.events import StoreFailed, Tag
 from elaunch.agent.diagnosis.hang import Standstill
 from elaunch.rendezvous.job_spec import JobSpec
 from elaunch.rendezvous.rules.leading import LeaderState
@@ -286,19 +286,16 @@ class Membership:
 class Reach:
     """How the store was reached: failing since `failing_since_s`, None while it does as asked; `ever` says that it did.
 
-    `trouble` and `why` are those of the last failed request. `log_at_s` is when it gets a line in the log, `is_said`
-    says that it has one. `is_heads` says that a node of the job serves the store. A node whose workers ended meanwhile
-    has waited for the store since `idle_since_s`. The head's host sends nothing at all since `silent_since_s`, None
-    while it answers.
+    `last` is the last failed request. `log_at_s` is when it gets a line in the log, `is_said` says that it has one. A
+    node whose workers ended meanwhile has waited for the store since `idle_since_s`. The head's host sends nothing at
+    all since `silent_since_s`, None while it answers.
     """
 
     ever: bool = False
     failing_since_s: float | None = None
     log_at_s: float | None = None
     is_said: bool = False
-    trouble: Trouble = Trouble.AWAY
-    why: str = ""
-    is_heads: bool = False
+    last: StoreFailed = field(default_factory=lambda: StoreFailed(""))
     silent_since_s: float | None = None
     idle_since_s: float = float("-inf")
 

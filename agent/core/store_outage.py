@@ -38,8 +38,7 @@ def store_failed(agent: Agent, _phase: Phase, event: StoreFailed, now_s: float) 
     if reach.failing_since_s is None:
         reach = Reach(reach.ever, failing_since_s=now_s, log_at_s=now_s + WORTH_A_WORD_S)
     silent_s = (now_s if reach.silent_since_s is None else reach.silent_since_s) if event.is_silent else None
-    reach = replace(reach, trouble=event.trouble, why=event.why, is_heads=event.is_heads, silent_since_s=silent_s)
-    return replace(agent, reach=reach), ()
+    return replace(agent, reach=replace(reach, last=event, silent_since_s=silent_s)), ()
 
 
 def store_back(agent: Agent, _phase: Phase, _event: StoreBack, now_s: float) -> Step:
@@ -65,7 +64,7 @@ def store_back(agent: Agent, _phase: Phase, _event: StoreBack, now_s: float) -> 
 def gives_up_at_s(agent: Agent) -> float | None:
     """When an agent stops waiting for a failing store: without workers, or if the head's ranks are lost too."""
     reach, times = agent.reach, agent.times
-    is_gone = reach.ever and reach.is_heads
+    is_gone = reach.ever and reach.last.is_heads
     if is_gone and reach.silent_since_s is not None and isinstance(agent.phase, (Joining, Running, Finished)):
         return reach.silent_since_s + times.store_timeout_s
     if reach.failing_since_s is None or not isinstance(agent.phase, (Joining, Finished)):
@@ -115,9 +114,9 @@ def _words(agent: Agent, now_s: float) -> str:
     reach, give_up_s = agent.reach, gives_up_at_s(agent)
     left = f"for up to {give_up_s - now_s:.0f} s more" if give_up_s is not None else ""
     match agent.phase:
-        case Joining() if reach.trouble is Trouble.AWAY and not reach.ever:
+        case Joining() if reach.last.trouble is Trouble.AWAY and not reach.ever:
             hint = agent.only_here or "is it running there, and is --rdzv-endpoint right?"
-            return f"waiting for the store {left}: {reach.why}; {hint}"
+            return f"waiting for the store {left}: {reach.last.why}; {hint}"
         case Joining():
             meanwhile = f"no worker can start before it is back; trying {left}"
         case Finished():
@@ -128,14 +127,14 @@ def _words(agent: Agent, now_s: float) -> str:
             )
         case _:
             meanwhile = "trying again; the workers go on"
-    return f"the store {reach.trouble.value}: {reach.why}; {meanwhile}"
+    return f"the store {reach.last.trouble.value}: {reach.last.why}; {meanwhile}"
 
 
 def _unknown(agent: Agent, away_s: float) -> str:
     reach = agent.reach
     how = "did not answer" if reach.ever else "was never reached"
     past = {Trouble.REFUSES: "refused", Trouble.DENIED: "refused", Trouble.OWN: "could not be asked"}
-    how = past.get(reach.trouble, how)
+    how = past.get(reach.last.trouble, how)
     own = "; this node's workers had all exited with 0" if isinstance(agent.phase, Finished) else ""
-    again = f"; {_AGAIN}" if reach.ever and reach.is_heads else ""
-    return f"the store {how} for {away_s:.0f} s ({reach.why}){own}; how the job ended is not known here{again}"
+    again = f"; {_AGAIN}" if reach.ever and reach.last.is_heads else ""
+    return f"the store {how} for {away_s:.0f} s ({reach.last.why}){own}; how the job ended is not known here{again}"

@@ -110,7 +110,7 @@ def _of_the_store(before: Agent, after: Agent, number: int) -> Iterator[Entry]:
     """A store that fails for so long that the log says so, and its return."""
     was, now = before.reach, after.reach
     if now.is_said and not was.is_said:
-        yield Entry(number, "store_away", {"trouble": now.trouble.value, "why": now.why})
+        yield Entry(number, "store_away", {"trouble": now.last.trouble.value, "why": now.last.why})
     elif was.is_said and not now.is_said:
         yield Entry(number, "store_back", {})
 
@@ -279,7 +279,7 @@ def node_report(agent: Agent, pid: int, age_s: float, seen: WorkersSeen | None) 
         state,
         age_s,
         waiting=agent.waiting.text,
-        trouble="" if reach.failing_since_s is None else f"the store {reach.trouble.value}: {reach.why}",
+        trouble="" if reach.failing_since_s is None else f"the store {reach.last.trouble.value}: {reach.last.why}",
     )
     if seen is None:
         return report

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 from elaunch.agent.core.events import Committed, Leased, LeaseLost, Looked, StoreEvent, StoreLost, Tag
 from elaunch.agent.inbox import LookAgain
-from elaunch.agent.session.retry_queue import RetryQueue
 from elaunch.agent.session.store_view import JobStore, LocalHost, StoreView
 from elaunch.rendezvous.codec import decode
 from elaunch.rendezvous.rules.transactions import run_lease
@@ -63,14 +62,13 @@ class StoreClient:
         """When `tick` is due, on the monotonic clock."""
         return self._renewal_due_s
 
-    def tick(self, now_s: float, requests: RetryQueue) -> bool:
-        """Order a renewal of the lease, if it is time: only a loop that lives keeps it."""
+    def tick(self, now_s: float) -> bool:
+        """Whether it is time for a renewal of the lease: only a loop that lives keeps it."""
         # Read once: the session's thread may set it meanwhile.
         due_s = self._renewal_due_s
         if due_s is None or now_s < due_s:
             return False
         self._renewal_due_s = now_s + self._times.keepalive_s
-        requests.add_renewal()
         return True
 
     def begin(self) -> None:

@@ -46,7 +46,7 @@ from elaunch.agent.core.step import deadline_s, step
 from elaunch.agent.diagnosis.hang import Window
 from elaunch.agent.diagnosis.stack_groups import Frame, Stack, ThreadStack
 from elaunch.agent.inbox import LookAgain
-from elaunch.agent.session.retry_queue import Request, RetryQueue
+from elaunch.agent.session.session import Request, RetryQueue
 from elaunch.agent.session.store_client import StoreClient
 from elaunch.agent.session.store_view import JobStore, LocalHost
 from elaunch.rendezvous.job_spec import JobSpec
@@ -282,7 +282,8 @@ class AgentProcess:
         if timer != self._timer or self.holds(lambda: self._ring(timer), is_loop=True):
             return
         now_s = self.host.now_s()
-        if self.client.tick(now_s, self._requests):
+        if self.client.tick(now_s):
+            self._requests.add_renewal()
             self._work_soon()
         due_s = deadline_s(self.agent)
         if due_s is not None and now_s >= due_s:

@@ -205,7 +205,8 @@ def finished_leave(patch: pytest.MonkeyPatch) -> None:
 
 def lease_kept_by_itself(patch: pytest.MonkeyPatch) -> None:
     def off(process: AgentProcess, timer: int) -> None:
-        if process.is_wedged and process.is_alive and process.client.tick(process.host.now_s(), process._requests):
+        if process.is_wedged and process.is_alive and process.client.tick(process.host.now_s()):
+            process._requests.add_renewal()
             process._work_soon()
             process.world.later(0.8, lambda: off(process, timer))
         ring(process, timer)

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from elaunch.rendezvous.types import FailureKind
+
 SHARED_MEMORY = "/dev/shm"
 # Less than this is no room for a checkpoint.
 _FULL_BYTES = 16 << 20
@@ -58,7 +60,7 @@ class Evidence:
 
     `code` is as in `Failure`. `exception` is the uncaught exception's type without its module. `words` is its whole
     text; without an exception it is the end of what the worker wrote to stderr. `crash` is the innermost frame of the
-    user's code at a crash. `has_no_sender` says that it is not known who sent the SIGKILL.
+    user's code at a crash, and `killed` the kind of failure where a signal ended the worker.
     """
 
     code: int | None
@@ -66,8 +68,7 @@ class Evidence:
     words: str = ""
     traceback: str = ""
     crash: str = ""
-    was_out_of_memory: bool = False
-    has_no_sender: bool = False
+    killed: FailureKind | None = None
     facts: Facts = NO_FACTS
 
 

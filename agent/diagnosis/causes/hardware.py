@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from elaunch.agent.diagnosis.causes.cause import CauseRule, Evidence, Values, regex
 from elaunch.rendezvous.texts import bytes_text
+from elaunch.rendezvous.types import FailureKind
 
 _SIGBUS, _SIGKILL = -7, -9
 # Docker's default is 64 MiB. Such a small one is the cause of a bus error, even if its files are gone by now.
@@ -39,7 +40,7 @@ def _small_shm(evidence: Evidence, _values: Values) -> Values | None:
 
 
 def _killed(evidence: Evidence, _values: Values) -> Values | None:
-    if not evidence.was_out_of_memory:
+    if evidence.killed is not FailureKind.OUT_OF_MEMORY:
         return None
     limit = evidence.facts.memory_limit
     return {"limit": f" (its limit is {limit})" if limit else ""}
@@ -47,7 +48,7 @@ def _killed(evidence: Evidence, _values: Values) -> Values | None:
 
 def _sender(evidence: Evidence, _values: Values) -> Values | None:
     """Who may have sent it. Its own cgroup's counter would have said that it was the kernel."""
-    if not evidence.has_no_sender:
+    if evidence.killed is not FailureKind.SIGNAL:
         return None
     if evidence.facts.kills_are_counted:
         return {"who": f"the kernel's out-of-memory killer did not send it; look for another sender: {_SENDERS}"}

@@ -13,7 +13,7 @@ from elaunch.agent.diagnosis.exit_status import parse_traceback
 from elaunch.agent.peer_lost import ends
 from elaunch.rendezvous.types import Failure, FailureKind
 
-_SIGABRT, _SIGKILL = -6, -9
+_SIGABRT = -6
 # Behind an exit code, only the very last lines are about it. An abort writes more: stacks of C++.
 _LAST_LINES, _ABORT_LINES = 3, 40
 # "raise X from error": the first error says more of the cause, and X of where it came up.
@@ -67,8 +67,7 @@ def _evidences(failure: Failure, facts: Facts) -> list[Evidence]:
                 failure.code,
                 words=_last(failure.tail, _ABORT_LINES) if failure.code == _SIGABRT else "",
                 crash=failure.frame if is_crash else "",
-                was_out_of_memory=failure.kind is FailureKind.OUT_OF_MEMORY and failure.code == _SIGKILL,
-                has_no_sender=failure.kind is FailureKind.SIGNAL and was_killed,
+                killed=failure.kind if was_killed else None,
                 facts=facts,
             )
         ]

@@ -84,9 +84,6 @@ def test_a_node_that_does_not_fit_the_job_refuses_with_both_values_and_the_job_i
     assert first.store.read(KEYS.root).entries == before.entries
 
 
-# --- a job id that was used before
-
-
 # --- joining
 
 

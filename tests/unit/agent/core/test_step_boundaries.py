@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from elaunch.agent.core.actions import Blame
-from elaunch.agent.core.events import Signalled
+from elaunch.agent.core.events import Signalled, StoreFailed
 from elaunch.agent.core.state import Clearing, Joining, Reach, Stopping
 from elaunch.agent.core.store_outage import gives_up_at_s
 from elaunch.agent.diagnosis.hang import HangLimit, Standstill, wants_stacks
@@ -78,7 +78,9 @@ def test_a_head_that_never_answered_is_waited_for_as_any_store() -> None:
     joining = Driver(SPEC).begin().agent
     assert isinstance(joining.phase, Joining)
     times = joining.times
-    never = replace(joining, reach=Reach(ever=False, failing_since_s=10.0, is_heads=True, silent_since_s=10.0))
+    never = replace(
+        joining, reach=Reach(failing_since_s=10.0, last=StoreFailed("", is_heads=True), silent_since_s=10.0)
+    )
     lost = replace(never, reach=replace(never.reach, ever=True))
 
     assert gives_up_at_s(never) == 10.0 + times.store_wait_s

@@ -166,17 +166,6 @@ def test_a_signal_is_answered_by_a_sentence(signum: int, nodes_max: int, words: 
     assert driver.said == words
 
 
-def test_workers_that_ignore_a_signal_are_killed_after_the_stop_grace() -> None:
-    driver = started()
-    driver.happen(Signalled(TERM, "SIGTERM"))
-
-    driver.now_s += STOP_GRACE_S
-    done = driver.happen(Tick())
-
-    assert done == [SignalWorkers(0, ALL, KILL)]
-    assert "still ran after 30 s" in driver.said
-
-
 def test_a_second_ctrl_c_kills_now() -> None:
     driver = started()
     driver.happen(Signalled(INT, "SIGINT"))

@@ -1,4 +1,4 @@
-"""agent.session.retry_queue: requests to the store keep their order, and each is tried until it is answered."""
+"""agent.session.session: requests to the store keep their order, and each is tried until it is answered."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from elaunch.agent.core.events import StoreBack, StoreEvent, StoreFailed, Trouble
-from elaunch.agent.session.retry_queue import FIRST_BACKOFF_S, LAST_TRIES, SLOW_BACKOFF_MAX_S, RetryQueue
+from elaunch.agent.session.session import FIRST_BACKOFF_S, LAST_TRIES, SLOW_BACKOFF_MAX_S, RetryQueue
 from elaunch.rendezvous.store import (
     Denied,
     HeadAway,

@@ -9,7 +9,7 @@ import pytest
 
 from elaunch.agent.core.events import Committed, Leased, LeaseLost, Looked, StoreEvent, StoreLost, Tag
 from elaunch.agent.inbox import LookAgain
-from elaunch.agent.session.retry_queue import RetryQueue
+from elaunch.agent.session.session import RetryQueue
 from elaunch.agent.session.store_client import StoreClient
 from elaunch.agent.session.store_view import JobStore, LocalHost
 from elaunch.rendezvous.codec import decode, encode
@@ -273,7 +273,8 @@ def test_the_runs_lease_is_renewed_by_its_leader_though_the_store_takes_no_write
     while bench.now_s < end_s:
         bench.now_s += times.keepalive_s
         bench.store.memory.advance(bench.now_s)
-        bench.client.tick(bench.now_s, bench.requests)
+        if bench.client.tick(bench.now_s):
+            bench.requests.add_renewal()
         for _ in range(4):
             bench.requests.do_next(0.5)
 
@@ -337,7 +338,8 @@ def test_a_lease_is_renewed_each_keepalive_and_once_a_lease_time_what_is_seen_is
 
     for _ in range(12):
         bench.now_s = bench.client.due_s or 0.0
-        assert bench.client.tick(bench.now_s, bench.requests)
+        assert bench.client.tick(bench.now_s)
+        bench.requests.add_renewal()
         while bench.requests.has_any:
             bench.requests.do_next(0.0)
 

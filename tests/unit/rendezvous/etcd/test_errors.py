@@ -74,7 +74,7 @@ ANSWERS = [
     (15, "lost", Rejected),
     (99, "a code that nobody knows", Rejected),
 ]
-# The agent's reaction to an error: see agent.session.retry_queue and agent.core.store_outage.
+# The agent's reaction to an error: see agent.session.session and agent.core.store_outage.
 ACTIONS = {Unavailable: "wait", Rejected: "say", Denied: "end"}
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from elaunch.agent.diagnosis.causes.cause import Evidence, Facts, Space
 from elaunch.agent.diagnosis.causes.table import RULES, _evidences
+from elaunch.rendezvous.types import FailureKind
 from tests.unit.agent.diagnosis.causes.test_table import EXCEPTIONS, raised
 
 NO_SHM = Facts(shm=Space("/dev/shm", 64 << 20, 0))
@@ -15,8 +16,8 @@ NCCL = "NCCL error in: x.cpp:94, "
 WATCHDOG = "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5, OpType=ALLREDUCE, Timeout(ms)=600000)"
 # What `EXCEPTIONS` does not have: facts of the host, exit codes, signals, and the rarer messages.
 EXAMPLES = {
-    "killed by the kernel's out-of-memory killer": Evidence(-9, was_out_of_memory=True),
-    "killed by a SIGKILL of an unknown sender": Evidence(-9, has_no_sender=True),
+    "killed by the kernel's out-of-memory killer": Evidence(-9, killed=FailureKind.OUT_OF_MEMORY),
+    "killed by a SIGKILL of an unknown sender": Evidence(-9, killed=FailureKind.SIGNAL),
     "memory error of Python": Evidence(1, "MemoryError"),
     "a DataLoader worker has too little shared memory": Evidence(
         1, "RuntimeError", "DataLoader worker (pid 9) is killed by signal: Bus error. ", facts=NO_SHM

@@ -204,15 +204,10 @@ def test_a_wrong_command_line_is_told_in_argparses_own_words() -> None:
     assert failed.advice == "correct the arguments behind the script; train.py --help lists them"
 
 
-@pytest.mark.parametrize(
-    ("code", "tail", "words"),
-    [
-        (-6, "terminate called after throwing an instance of 'c10::Error'\n  what():  CUDA error: device-side assert"
-         " triggered\nException raised from c10_cuda_check_implementation at x.cpp:43\n", "index is out of range"),
-    ],
-)  # fmt: skip
-def test_an_exit_code_or_a_signal_has_its_next_step(code: int, tail: str, words: str) -> None:
-    assert words in advice(exited(code, tail))
+def test_an_abort_by_an_exception_of_cpp_has_the_next_step_of_its_words() -> None:
+    what = "  what():  CUDA error: device-side assert triggered\nException raised from c10_cuda at x.cpp:43\n"
+
+    assert "index is out of range" in advice(exited(-6, f"terminate called after throwing 'c10::Error'\n{what}"))
 
 
 def test_nccls_watchdog_names_the_collective_and_its_number() -> None:
