@@ -186,7 +186,7 @@ def restore_environment(variables: Mapping[str, str | None]) -> None:
 def _check(boot: Boot, loaded_at_start: Collection[str], looked_up: Collection[str], cpus: Collection[int]) -> None:
     """One thread, no CUDA, no open file, and nothing that depends on the rank. Raises Unfaithful."""
     if shadow := next(shadows(boot.program, loaded_at_start), None):
-        raise Unfaithful(f"{shadow[1]} has the name of a module that was preloaded")
+        raise Unfaithful(f"{shadow} has the name of a module that was preloaded")
     custom = [name for name in ("sitecustomize", "usercustomize") if name in sys.modules]
     what = " or ".join([*custom, "a preloaded module"])
     if own := sorted(RANK_VARIABLES & set(looked_up)):
@@ -219,8 +219,8 @@ def open_files() -> dict[int, str]:
 
 def shadows(
     program: Program, loaded_at_start: Collection[str], modules: Mapping[str, ModuleType] | None = None
-) -> Iterator[tuple[str, Path]]:
-    """The modules in place of which a fresh interpreter would import a file beside the program, and these files.
+) -> Iterator[Path]:
+    """The files beside the program that a fresh interpreter would import in place of a loaded module.
 
     `modules` are all that are loaded, if some are hidden now.
     """
@@ -235,7 +235,7 @@ def shadows(
             ours = getattr(modules[name], "__file__", None)
             # Installed packages may be below the program's folder.
             if ours is None or Path(os.path.realpath(ours)).parent not in (Path(place), Path(place, name)):
-                yield name, Path(place, entry)
+                yield Path(place, entry)
 
 
 def _programs_place(program: Program) -> str:

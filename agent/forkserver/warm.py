@@ -200,7 +200,7 @@ class WarmServer:
         if why := self._imports.change():
             return why
         if shadow := next(shadows(job.program, self._loaded_at_start, self._imports.modules), None):
-            return f"{shadow[1]} has the name of a module that is loaded"
+            return f"{shadow} has the name of a module that is loaded"
         has = {*(self._boot.preload or ()), *self._boot.packages}
         missing = [name for name in (*(job.preload or ()), *job.packages) if name not in has]
         # What cannot be preloaded is no reason.

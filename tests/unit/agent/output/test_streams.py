@@ -15,7 +15,6 @@ from elaunch.agent.output.streams import (
     TAIL_BYTES_MAX,
     Console,
     LogFile,
-    Route,
     WorkerStream,
     write_all,
 )
@@ -62,8 +61,7 @@ def stream(
 ) -> WorkerStream:
     read_fd, write_fd = os.pipe()
     os.close(write_fd)
-    route = Route(console, prefix, file=file, file_first=file_first)
-    return WorkerStream(read_fd, 0, local_rank, route, keep_tail=keep_tail)
+    return WorkerStream(read_fd, 0, local_rank, console, prefix, keep_tail, file=file, file_first=file_first)
 
 
 def test_whole_lines_are_shown_at_once_with_their_ranks_prefix(screen: Screen) -> None:
