@@ -232,8 +232,7 @@ class Loop:
         timers_s = (due_s, self._workers.due_s, self._session.due_s, self._status.due_s)
         wanted_s = [at_s for at_s in timers_s if at_s is not None]
         timeout_s = max(0.0, min(min(wanted_s) - time.monotonic(), _WAIT_MAX_S)) if wanted_s else None
-        ready = self._selector.select(timeout_s)
-        for key, _ in ready:
+        for key, _ in self._selector.select(timeout_s):
             if key.data:
                 key.data()
         now_s = time.monotonic()
@@ -241,7 +240,7 @@ class Loop:
         self._status.tick(now_s)
         if due_s is not None and now_s >= due_s:
             self._inbox.post(Tick())
-        self._workers.tick(now_s, is_quiet=not ready)
+        self._workers.tick(now_s)
 
     def _act(self, action: Action) -> None:
         match action:

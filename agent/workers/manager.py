@@ -104,11 +104,11 @@ class Workers:
         timers_s = (looks_s, self._monitor.due_s, left_s)
         return min((at_s for at_s in timers_s if at_s is not None), default=None)
 
-    def tick(self, now_s: float, *, is_quiet: bool) -> None:
-        """Do what is due. `is_quiet` says that no descriptor of the selector had anything to read."""
+    def tick(self, now_s: float) -> None:
+        """Do what is due."""
         self._links.tick(now_s)
         self._observers.tick(now_s)
-        self._monitor.tick(now_s, is_quiet=is_quiet)
+        self._monitor.tick(now_s)
 
     def read_links(self) -> None:
         """Read all links now: how workers are stopped depends on their messages."""
