@@ -69,7 +69,7 @@ def preload(boot: Boot, loaded_at_start: Collection[str], cpus: Collection[int])
     # Those of the list also where another package has imported them: each worker finds its rank in them.
     packages = {_top(name) for name in names} - sys.stdlib_module_names | {"torch", "numpy"} | PACKAGES
     looked_up, at_exit = set[str](), list[AtExit]()
-    with _recorded(looked_up):
+    with _recorded(looked_up, at_exit, ()):
         _customise()
     before, modules, filters = dict(os.environ), set(sys.modules), list(warnings.filters)
     os.environ.update(_WHILE_IMPORTING)
@@ -142,9 +142,7 @@ def _changes(first: Mapping[str, str], second: Mapping[str, str]) -> dict[str, s
 
 
 @contextmanager
-def _recorded(
-    looked_up: set[str], at_exit: list[AtExit] | None = None, packages: Collection[str] = ()
-) -> Iterator[None]:
+def _recorded(looked_up: set[str], at_exit: list[AtExit], packages: Collection[str]) -> Iterator[None]:
     """Note which variables are looked up by name in os.environ, and what `packages` register for Python's end.
 
     That is not registered yet: the program may never import them.
@@ -161,7 +159,7 @@ def _recorded(
 
     def recorded_register(call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Callable[..., Any]:
         # A module may keep this function and call it after the recording has ended.
-        if is_on and at_exit is not None and _top(getattr(call, "__module__", None) or "") in packages:
+        if is_on and _top(getattr(call, "__module__", None) or "") in packages:
             at_exit.append((call, args, kwargs))
             return call
         return register(call, *args, **kwargs)
