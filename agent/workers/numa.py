@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -103,7 +103,6 @@ def read_topology(
     environ: Mapping[str, str] = os.environ,
     root: Path = Path("/"),
     allowed: Iterable[int] | None = None,
-    usable: Callable[[Path], bool] | None = None,
 ) -> Topology:
     """Look at the host. `slots` workers share a host without GPUs; `environ` holds the variables that hide GPUs.
 
@@ -126,9 +125,7 @@ def read_topology(
         cores={cpu: _text(path / "topology/thread_siblings_list") for cpu, path in folders.items()},
         caches={cpu: _largest_cache(path / "cache") for cpu, path in folders.items()},
         # The driver says -1 on a host with one node.
-        gpu_nodes=tuple(
-            gpu.numa_node if gpu.numa_node >= 0 else first for gpu in visible(read_gpus(root, usable), environ)
-        ),
+        gpu_nodes=tuple(gpu.numa_node if gpu.numa_node >= 0 else first for gpu in visible(read_gpus(root), environ)),
         slots=slots,
     )
 
