@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import struct
 import sys
 import threading
@@ -101,20 +100,6 @@ def in_threads(works: Mapping[Key, Callable[[], Found]], within_s: float, name: 
         if thread:
             thread.join(max(0.0, end_s - time.monotonic()))
     return dict(found)
-
-
-@cache
-def has_pidfd() -> bool:
-    """Whether pidfds can be used here: some containers' seccomp profiles refuse them, and an old Python has none."""
-    try:
-        pidfd = os.pidfd_open(os.getpid())
-        try:
-            signal.pidfd_send_signal(pidfd, 0)
-        finally:
-            os.close(pidfd)
-    except (AttributeError, OSError):
-        return False
-    return True
 
 
 def signal_fd(signums: Iterable[int]) -> int:

@@ -101,7 +101,7 @@ class Loop:
 
         def read() -> NodeState:
             workers = self._workers
-            return NodeState(self._agent, counters, workers.steps(), workers.steps_per_s, started_at)
+            return NodeState(self._agent, counters, workers.steps(), workers.links.steps_per_s, started_at)
 
         serve(listener, read)
         # A port that the user gave is known.
@@ -171,8 +171,8 @@ class Loop:
                 event = self._session.look()
             if event and isinstance(self._agent.phase, Running):
                 # How workers are stopped depends on what they have said.
-                self._workers.read_links()
-            for said in self._workers.take_news():
+                self._workers.links.read_all()
+            for said in self._workers.links.take_news():
                 self._take(said)
             if event:
                 self._take(event)
@@ -232,8 +232,7 @@ class Loop:
         timers_s = (due_s, self._workers.due_s, self._session.due_s, self._status.due_s)
         wanted_s = [at_s for at_s in timers_s if at_s is not None]
         timeout_s = max(0.0, min(min(wanted_s) - time.monotonic(), _WAIT_MAX_S)) if wanted_s else None
-        ready = self._selector.select(timeout_s)
-        for key, _ in ready:
+        for key, _ in self._selector.select(timeout_s):
             if key.data:
                 key.data()
         now_s = time.monotonic()
@@ -241,7 +240,7 @@ class Loop:
         self._status.tick(now_s)
         if due_s is not None and now_s >= due_s:
             self._inbox.post(Tick())
-        self._workers.tick(now_s, is_quiet=not ready)
+        self._workers.tick(now_s)
 
     def _act(self, action: Action) -> None:
         match action:
@@ -262,7 +261,7 @@ class Loop:
 
     def _join(self, order: Join) -> None:
         me = self._agent.me
-        port, secret = self._workers.reserve_port(), os.urandom(16).hex()
+        port, secret = self._workers.port.reserve(), os.urandom(16).hex()
         joined = Joined(me.node_id, port, order.progressed, self._software, secret)
         txn = join(self._agent.snapshot, me, joined, order.lease, is_member=order.is_member)
         self._session.commit(txn, Tag.JOIN)
@@ -290,7 +289,7 @@ class Loop:
             os.close(fd)
             self._served_pid = None
             how = _how_it_ended(pid)
-            if how.endswith(signal.SIGKILL.name) and (word := self._workers.word_of_kernel(pid)):
+            if how.endswith(signal.SIGKILL.name) and (word := self._workers.exits.word_of_kernel(pid)):
                 how = f"{how} ({word})"
             text = f"the job's store, which this host served (pid {pid}), {how}; the workers go on, without restarts"
             self._pump.say(text, "error")

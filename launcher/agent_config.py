@@ -18,7 +18,6 @@ from elaunch.agent.config import (
 )
 from elaunch.agent.environment import DEFAULT_PRELOAD, RANK_VARIABLES
 from elaunch.agent.guardian.guardian import VARIABLE
-from elaunch.agent.linux import has_pidfd
 from elaunch.launcher.errors import UsageError, nearest
 from elaunch.launcher.host import HostResources
 from elaunch.launcher.options.options import Options, Source
@@ -290,7 +289,6 @@ def warm_seconds(
         "the script is read from stdin": options.kind is ProgramKind.SCRIPT and options.target == "-",
         "a scheduler's job leaves no process behind": cluster is not None,
         "a job inside a worker leaves no process behind": VARIABLE in environment,
-        "pidfd_open is refused here, as by a container's seccomp profile": not has_pidfd(),
         "it is the container's first process, which ends with the job": os.getpid() == 1 or os.getppid() == 0,
     }
     why = next((why for why, is_so in reasons.items() if is_so), "")

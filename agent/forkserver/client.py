@@ -17,7 +17,7 @@ from typing import Any
 from zlib import crc32
 
 from elaunch.agent.forkserver import wire
-from elaunch.agent.forkserver.wire import PROCESS_NAME, Boot
+from elaunch.agent.forkserver.wire import PROCESS_NAME, SERVER_NAME, Boot
 from elaunch.agent.linux import credentials, name
 from elaunch.rendezvous.job_spec import Program
 from elaunch.rendezvous.texts import plain
@@ -29,6 +29,8 @@ _GREETING_S = 2.0
 # It looks at each file that is loaded, which may be on a slow network file system.
 _CHECKS_S = 10.0
 _REAPS_S = 1.0
+# Its socket has ended, or it was asked to end.
+_EXIT_S = 0.2
 # In /proc/self/status.
 _STATUS = (
     "Uid", "Gid", "Groups", "NoNewPrivs", "Seccomp", "Seccomp_filters", "CapInh", "CapPrm", "CapEff", "CapBnd",
@@ -67,32 +69,35 @@ class ForkServer:
         self.is_warm, self.how = False, ""
         self._warm_s = warm_s if preload is not None else 0.0
         self._has_imported = self._is_left = False
-        self._socket, self._process = self._borrow() if self._warm_s else self._start()
+        # One that stayed has another parent.
+        self._process: subprocess.Popen[bytes] | None = None
+        if not (self._warm_s and self._borrow()):
+            self._start()
 
     def restart(self) -> None:
         """Start another fork server after `stop` or `lost`. It imports what `preload` names now. Raises OSError."""
-        self._socket, self._process = self._start()
         self._has_imported = self.is_warm = False
+        self._start()
 
     def preload_nothing(self) -> None:
         """From the next `restart` on each worker is a fresh interpreter."""
         self.preload, self.packages = None, ()
 
-    def _borrow(self) -> tuple[socket.socket, subprocess.Popen[bytes] | Borrowed]:
-        ours, theirs = wire.pair()
-        try:
-            process = borrow(self._boot(theirs, self.preload), theirs)
-        except Cold as error:
-            self.how = f"cold start: {error}" if str(error) else ""
-            ours.close()
-            return self._start()
-        finally:
-            theirs.close()
-        clock = time.strftime("%H:%M", time.localtime(float(process.server["since"])))
-        self.how = f"warm start: from the fork server that stayed since {clock} (pid {process.server['pid']})"
+    def _borrow(self) -> bool:
+        """Take over the fork server that stayed. Returns whether there is one that fits."""
+        self._socket, theirs = wire.pair()
+        with theirs:
+            try:
+                self.pid, since = borrow(self._boot(theirs), theirs)
+            except Cold as error:
+                self.how = f"cold start: {error}" if str(error) else ""
+                self._socket.close()
+                return False
+        clock = time.strftime("%H:%M", time.localtime(since))
+        self.how = f"warm start: from the fork server that stayed since {clock} (pid {self.pid})"
         self.is_warm = True
-        ours.setblocking(False)
-        return ours, process
+        self._socket.setblocking(False)
+        return True
 
     def stay(self) -> str:
         """After the job: leave it behind for later runs, if that is wanted. Returns a sentence for the log, if any."""
@@ -116,13 +121,13 @@ class ForkServer:
         minutes = f"{self._warm_s / 60:g} min"
         return f"a fork server stays for {minutes}, so that the next start needs no import; elaunch warm --stop ends it"
 
-    def _boot(self, control: socket.socket, preload: tuple[str, ...] | None) -> Boot:
+    def _boot(self, control: socket.socket) -> Boot:
         own = facts(self._program, self._ignored) if self._warm_s else {}
         return Boot(
             os.getpid(),
             control.fileno(),
             self._program,
-            preload,
+            self.preload,
             self._environment.get("PYTHONPATH"),
             self._ignored,
             packages=self.packages,
@@ -130,13 +135,13 @@ class ForkServer:
             environment=tuple(self._environment.items()) if self._warm_s else (),
         )
 
-    def _start(self) -> tuple[socket.socket, subprocess.Popen[bytes] | Borrowed]:
-        ours, theirs = wire.pair()
-        boot = self._boot(theirs, self.preload)
+    def _start(self) -> None:
+        self._socket, theirs = wire.pair()
+        boot = self._boot(theirs)
         boot_fd = boot.memfd()
         command, environment = boot.command(self._environment, boot_fd)
         try:
-            process = subprocess.Popen(
+            self._process = subprocess.Popen(
                 command,
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -148,12 +153,8 @@ class ForkServer:
         finally:
             os.close(boot_fd)
             theirs.close()
-        ours.setblocking(False)
-        return ours, process
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+        self.pid = self._process.pid
+        self._socket.setblocking(False)
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -180,10 +181,6 @@ class ForkServer:
         order = {"op": "signal", "keys": keys, "generation": generation, "signum": int(signum), "group": group}
         self._send(order | {"is_notice": is_notice})
 
-    def ping(self) -> None:
-        """Ask the fork server for the answer "here"."""
-        self._send({"op": "ask"})
-
     def _send(self, order: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
         try:
             wire.send(self._socket, order, fds)
@@ -206,21 +203,31 @@ class ForkServer:
         if self._is_left:
             return
         # It reaps its dead first: in a container nobody else may do that.
-        with suppress(OSError, subprocess.TimeoutExpired):
+        with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
-            self._process.wait(_REAPS_S)
-        self._process.kill()
-        self._process.wait()
+            self._socket.settimeout(_REAPS_S)
+            while self._socket.recv(1 << 16):
+                pass
+        self._kill()
         self._socket.close()
 
     def lost(self) -> str:
         """Words that say how a lost fork server has ended."""
         self._socket.close()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(1)
-        self._process.kill()
-        code = self._process.wait()
+        code = self._kill()
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+
+    def _kill(self) -> int:
+        """Kill it if it does not end by itself now. Returns its exit code, SIGKILL's for one that had stayed."""
+        if self._process:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_EXIT_S)
+            self._process.kill()
+            return self._process.wait()
+        if name(self.pid) == SERVER_NAME:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+        return -signal.SIGKILL
 
 
 class Cold(Exception):
@@ -331,32 +338,16 @@ def _receive(connection: socket.socket, timeout_s: float) -> dict[str, Any]:
     return packet[0]
 
 
-class Borrowed:
-    """A fork server that stayed, with the methods of a Popen that an agent uses. `server` is what it says of itself."""
+def borrow(boot: Boot, control: socket.socket) -> tuple[int, float]:
+    """Have the fork server that stayed take `boot`; the agent has the other end of `control`. Raises Cold.
 
-    def __init__(self, pid: int, server: Mapping[str, Any]) -> None:
-        self.pid = pid
-        self.server = server
-        self._pidfd = os.pidfd_open(pid)
-
-    def kill(self) -> None:
-        with suppress(OSError):
-            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end. Its code is its parent's: by itself it ends after its agent. Raises TimeoutExpired."""
-        if not select.select([self._pidfd], [], [], timeout)[0]:
-            raise subprocess.TimeoutExpired("elaunch: fork server", timeout or 0.0)
-        return -signal.SIGKILL
-
-
-def borrow(boot: Boot, control: socket.socket) -> Borrowed:
-    """The fork server that stayed for `boot`; the agent's end of `control` leads to it. Raises Cold."""
+    Returns its pid, and when it stayed.
+    """
     path = socket_path(boot.program)
     checked(path.parent)
     with connected(path) as connection:
         # Nothing is sent before: while a server does not read, the kernel would keep the job's files open.
-        process = Borrowed(credentials(connection)[0], greeting(connection))
+        since = float(greeting(connection)["since"])
         boot_fd = boot.memfd()
         try:
             wire.send(connection, {"op": "take"}, (boot_fd, 2, control.fileno()))
@@ -365,7 +356,7 @@ def borrow(boot: Boot, control: socket.socket) -> Borrowed:
         finally:
             os.close(boot_fd)
         _receive(connection, _CHECKS_S)
-        return process
+        return credentials(connection)[0], since
 
 
 def servers() -> list[Path]:

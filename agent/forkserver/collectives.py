@@ -109,7 +109,6 @@ class _AnsweringThread:
         self._pid = os.getpid()
         self._link = os.fstat(reports.LINK_FD).st_ino
         self._end: Any = None
-        self._closes_after_fork = False
 
     def follow(self, c10d: ModuleType) -> None:
         """Hear of every default process group from now on. torch has no public call for that."""
@@ -126,6 +125,7 @@ class _AnsweringThread:
                 return
 
         vars(c10d)["_update_default_pg"] = _update_default_pg
+        os.register_at_fork(after_in_child=self._forked)
         # torch logs each exception of a collective there. The program may catch it, and exit with a code of its own.
         names: Any = getattr(getattr(c10d, "_exception_logger", None), "__globals__", {})
         if logger := names.get("_c10d_logger"):
@@ -157,9 +157,6 @@ class _AnsweringThread:
         finally:
             theirs.close()
         self._end = end
-        if not self._closes_after_fork:
-            self._closes_after_fork = True
-            os.register_at_fork(after_in_child=self._forked)
         _thread.start_new_thread(_answer, (end, dumps))
 
     def _report_error(self, record: Any) -> bool:

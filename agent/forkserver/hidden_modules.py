@@ -41,7 +41,6 @@ class HiddenModules:
         self._environment: dict[str, str] = {}
         self._link = 0
         self._late: set[str] = set()
-        self._has_registered = False
         if not self._modules:
             return
         after_fork.forget_ranks(self._modules)
@@ -86,11 +85,10 @@ class HiddenModules:
         # In one step: all workers of a restart do this at the same time.
         sys.modules.update(back)
         sys.modules.update(own)
+        if not self._back:
+            self._register()
         self._back.update(groups)
         changed = {n for n in {*self._environment, *os.environ} if self._environment.get(n) != os.environ.get(n)}
-        if not self._has_registered:
-            self._has_registered = True
-            self._register()
         if _OTHERS in groups:
             restore_environment({n: value for n, value in self._preloaded.sets.items() if n not in changed})
         after_fork.find_ranks(back)

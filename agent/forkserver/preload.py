@@ -69,7 +69,7 @@ def preload(boot: Boot, loaded_at_start: Collection[str], cpus: Collection[int])
     # Those of the list also where another package has imported them: each worker finds its rank in them.
     packages = {_top(name) for name in names} - sys.stdlib_module_names | {"torch", "numpy"} | PACKAGES
     looked_up, at_exit = set[str](), list[AtExit]()
-    with _recorded(looked_up):
+    with _recorded(looked_up, at_exit, ()):
         _customise()
     before, modules, filters = dict(os.environ), set(sys.modules), list(warnings.filters)
     os.environ.update(_WHILE_IMPORTING)
@@ -142,9 +142,7 @@ def _changes(first: Mapping[str, str], second: Mapping[str, str]) -> dict[str, s
 
 
 @contextmanager
-def _recorded(
-    looked_up: set[str], at_exit: list[AtExit] | None = None, packages: Collection[str] = ()
-) -> Iterator[None]:
+def _recorded(looked_up: set[str], at_exit: list[AtExit], packages: Collection[str]) -> Iterator[None]:
     """Note which variables are looked up by name in os.environ, and what `packages` register for Python's end.
 
     That is not registered yet: the program may never import them.
@@ -161,7 +159,7 @@ def _recorded(
 
     def recorded_register(call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Callable[..., Any]:
         # A module may keep this function and call it after the recording has ended.
-        if is_on and at_exit is not None and _top(getattr(call, "__module__", None) or "") in packages:
+        if is_on and _top(getattr(call, "__module__", None) or "") in packages:
             at_exit.append((call, args, kwargs))
             return call
         return register(call, *args, **kwargs)
@@ -186,7 +184,7 @@ def restore_environment(variables: Mapping[str, str | None]) -> None:
 def _check(boot: Boot, loaded_at_start: Collection[str], looked_up: Collection[str], cpus: Collection[int]) -> None:
     """One thread, no CUDA, no open file, and nothing that depends on the rank. Raises Unfaithful."""
     if shadow := next(shadows(boot.program, loaded_at_start), None):
-        raise Unfaithful(f"{shadow[1]} has the name of a module that was preloaded")
+        raise Unfaithful(f"{shadow} has the name of a module that was preloaded")
     custom = [name for name in ("sitecustomize", "usercustomize") if name in sys.modules]
     what = " or ".join([*custom, "a preloaded module"])
     if own := sorted(RANK_VARIABLES & set(looked_up)):
@@ -219,8 +217,8 @@ def open_files() -> dict[int, str]:
 
 def shadows(
     program: Program, loaded_at_start: Collection[str], modules: Mapping[str, ModuleType] | None = None
-) -> Iterator[tuple[str, Path]]:
-    """The modules in place of which a fresh interpreter would import a file beside the program, and these files.
+) -> Iterator[Path]:
+    """The files beside the program that a fresh interpreter would import in place of a loaded module.
 
     `modules` are all that are loaded, if some are hidden now.
     """
@@ -235,7 +233,7 @@ def shadows(
             ours = getattr(modules[name], "__file__", None)
             # Installed packages may be below the program's folder.
             if ours is None or Path(os.path.realpath(ours)).parent not in (Path(place), Path(place, name)):
-                yield name, Path(place, entry)
+                yield Path(place, entry)
 
 
 def _programs_place(program: Program) -> str:

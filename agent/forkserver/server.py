@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 from elaunch.agent.forkserver import after_fork, child, warm, wire
 from elaunch.agent.forkserver.hidden_modules import HiddenModules
 from elaunch.agent.forkserver.preload import Unfaithful, default_of, open_files, preload
-from elaunch.agent.forkserver.wire import BOOT_VARIABLE, HOOK_DIR, Boot
+from elaunch.agent.forkserver.wire import BOOT_VARIABLE, HOOK_DIR, SERVER_NAME, Boot
 from elaunch.agent.linux import catches, die_with_parent, parent, read_signal, set_command_line, signal_fd
 
 # What a program sends to its parent, as to a launcher that is to end. SIGKILL ends this process.
@@ -107,7 +107,7 @@ def _settle(boot: Boot) -> tuple[Collection[int], socket.socket]:
         signal.signal(signum, signal.SIG_IGN)
     control = socket.socket(fileno=boot.control_fd)
     die_with_parent(boot.agent_pid, signal.SIGKILL)
-    set_command_line(("elaunch: fork server",), "elaunch-fork")
+    set_command_line(("elaunch: fork server",), SERVER_NAME)
     control.set_inheritable(False)
     return mask, control
 
@@ -186,8 +186,6 @@ class Server:
             os._exit(0)
         order, fds = packet
         match order["op"]:
-            case "ask":
-                self._report({"event": "here"})
             case "signal":
                 names, signum = {(order["generation"], key) for key in order["keys"]}, order["signum"]
                 if order["is_notice"]:

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 from elaunch.agent.environment import RANK_VARIABLES
 from elaunch.agent.forkserver import wire
 from elaunch.agent.forkserver.preload import restore_environment, shadows
-from elaunch.agent.forkserver.wire import PROCESS_NAME, Boot
+from elaunch.agent.forkserver.wire import PROCESS_NAME, SERVER_NAME, Boot
 from elaunch.agent.guardian.guardian import VARIABLE
 from elaunch.agent.linux import credentials, outlive_parent, set_command_line, signal_fd, stat_fields
 
@@ -200,7 +200,7 @@ class WarmServer:
         if why := self._imports.change():
             return why
         if shadow := next(shadows(job.program, self._loaded_at_start, self._imports.modules), None):
-            return f"{shadow[1]} has the name of a module that is loaded"
+            return f"{shadow} has the name of a module that is loaded"
         has = {*(self._boot.preload or ()), *self._boot.packages}
         missing = [name for name in (*(job.preload or ()), *job.packages) if name not in has]
         # What cannot be preloaded is no reason.
@@ -221,7 +221,7 @@ class WarmServer:
         Path("/proc/self/oom_score_adj").write_text(dict(job.facts)["oom_score_adj"])
         restore_environment({name: now.get(name) for name in {*then, *now} if then.get(name) != now.get(name)})
         _mark(now[VARIABLE])
-        set_command_line(("elaunch: fork server",), "elaunch-fork")
+        set_command_line(("elaunch: fork server",), SERVER_NAME)
         sys.argv[1:] = job.program.args
         sys.orig_argv[:] = job.program.argv
         self._boot = replace(self._boot, agent_pid=job.agent_pid, program=job.program, environment=job.environment)

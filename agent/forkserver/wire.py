@@ -21,6 +21,8 @@ BOOT_VARIABLE = "ELAUNCH_BOOT"
 HOOK_DIR = str(Path(__file__).with_name("hook"))
 # The name of a fork server that stays, as `ps -o comm` shows it.
 PROCESS_NAME = "elaunch-warm"
+# The name of one that a job has.
+SERVER_NAME = "elaunch-fork"
 _PACKET_BYTES_MAX = 128 << 10
 _FDS_MAX = 8
 

@@ -84,7 +84,8 @@ class RunDir:
         """
         self._warn = warn
         self._places = places or new_places()
-        self._warned = False
+        # Whether something that belongs into these folders could not be written.
+        self.is_incomplete = False
         self._memory: MemoryFolder | None = None
         self.logs: Path | None = None
         self.private: Path | None = None
@@ -99,11 +100,6 @@ class RunDir:
             self.logs = logs.absolute()
         else:
             self.private = self._private()
-
-    @property
-    def is_incomplete(self) -> bool:
-        """Whether something that belongs into these folders could not be written."""
-        return self._warned
 
     @property
     def root(self) -> Path | None:
@@ -152,8 +148,8 @@ class RunDir:
 
     def warn(self, trouble: str) -> None:
         """Say what cannot be written. Only the first call says it: a full disk fails every stream of every rank."""
-        if not self._warned:
-            self._warned = True
+        if not self.is_incomplete:
+            self.is_incomplete = True
             self._warn(f"{trouble}; further errors of this kind are not shown")
 
     def _make(self, path: Path) -> Path | None:

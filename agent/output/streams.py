@@ -6,7 +6,7 @@ import os
 import select
 import stat
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from elaunch.agent.output.folding import TracebackFold
 from elaunch.agent.output.lines import LineSplitter, leaves_open, prefixed
@@ -95,17 +95,22 @@ class LogFile:
         self._warn(f"{self._path} cannot be written ({error.strerror}); training goes on without this log file")
 
 
-@dataclass(frozen=True)
-class Route:
-    """Where a worker's stream goes: all of it to `console`, each line with `prefix`, and to `file`.
+@dataclass(eq=False)
+class WorkerStream:
+    """A pipe from a worker. All that it wrote goes to `console`, each line with `prefix`, and to `file`.
 
-    With `file_first` the console gets only what the file does not take. Lines with one of `needles` are also copied to
-    `needle_file`. With `whole_lines` partial lines are held back, since other workers write to the console too. `fold`
-    holds back tracebacks on the console, `frame` makes the console's form of lines.
+    `fd` is the pipe's reading end, which does not block. This object closes it and the files. With `keep_tail` the end
+    of what was written is kept. With `file_first` the console gets only what the file does not take. Lines with one of
+    `needles` are also copied to `needle_file`. With `whole_lines` partial lines are held back, since other workers
+    write to the console too. `fold` holds back tracebacks on the console, `frame` makes the console's form of lines.
     """
 
+    fd: int
+    generation: int
+    local_rank: int
     console: Console | None
     prefix: bytes = b""
+    keep_tail: bool = False
     whole_lines: bool = False
     file: LogFile | None = None
     file_first: bool = False
@@ -113,25 +118,9 @@ class Route:
     needle_file: LogFile | None = None
     fold: TracebackFold | None = None
     frame: Callable[[bytes], bytes] | None = None
-
-
-class WorkerStream:
-    """A pipe from a worker. Everything that the worker wrote goes along `route`. With `keep_tail` its end is kept.
-
-    `fd` is the pipe's reading end, which does not block. This object closes it and the route's files.
-    """
-
-    def __init__(self, fd: int, generation: int, local_rank: int, route: Route, *, keep_tail: bool) -> None:
-        self.fd = fd
-        self.generation = generation
-        self.local_rank = local_rank
-        self._partial_at_s: float | None = None
-        self._route = route
-        self._fold = route.fold
-        self._whole_lines = route.whole_lines or bool(route.prefix or route.needles or route.frame)
-        self._splitter = LineSplitter()
-        self._keep_tail = keep_tail
-        self._tail = b""
+    _partial_at_s: float | None = None
+    _splitter: LineSplitter = field(default_factory=LineSplitter)
+    _tail: bytes = b""
 
     def fileno(self) -> int:
         return self.fd
@@ -139,19 +128,19 @@ class WorkerStream:
     @property
     def flush_at_s(self) -> float | None:
         """When `flush` is due; None if nothing is held back."""
-        due_s = (self._partial_at_s, self._fold.due_s if self._fold else None)
+        due_s = (self._partial_at_s, self.fold.due_s if self.fold else None)
         return min((at_s for at_s in due_s if at_s is not None), default=None)
 
     def feed(self, data: bytes, now_s: float) -> None:
         """Pass `data` on: whole lines at once, a partial line when its end comes or `flush_at_s` has passed."""
-        if self._keep_tail:
+        if self.keep_tail:
             self._tail = (self._tail + data)[-TAIL_BYTES_MAX:]
-        left = self._route.file.write(data) if self._route.file else data
-        if self._route.file_first:
+        left = self.file.write(data) if self.file else data
+        if self.file_first:
             data = left
             if not data:
                 return
-        if not self._whole_lines:
+        if not (self.whole_lines or self.prefix or self.needles or self.frame):
             self._pass(data, now_s)
             return
         whole = self._splitter.whole(data)
@@ -164,8 +153,8 @@ class WorkerStream:
         if self._partial_at_s is not None and now_s >= self._partial_at_s:
             self._partial_at_s = None
             self._pass(self._splitter.rest(), now_s)
-        if self._fold and self._fold.due_s is not None and now_s >= self._fold.due_s:
-            self._show_on_console(self._fold.look(now_s))
+        if self.fold and self.fold.due_s is not None and now_s >= self.fold.due_s:
+            self._show_on_console(self.fold.look(now_s))
 
     def tail(self) -> str:
         """The end of what was written, at most TAIL_BYTES_MAX."""
@@ -173,28 +162,26 @@ class WorkerStream:
 
     def close(self) -> None:
         self._pass(self._splitter.rest(), 0.0)
-        if self._fold:
-            self._show_on_console(self._fold.end())
+        if self.fold:
+            self._show_on_console(self.fold.end())
         os.close(self.fd)
-        for file in (self._route.file, self._route.needle_file):
+        for file in (self.file, self.needle_file):
             if file:
                 file.close()
 
     def _pass(self, data: bytes, now_s: float) -> None:
         """Copy `data` to its places; the console gets it later if it is held back."""
         self._copy_needles(data)
-        self._show_on_console(self._fold.take(data, now_s) if self._fold else data)
+        self._show_on_console(self.fold.take(data, now_s) if self.fold else data)
 
     def _copy_needles(self, data: bytes) -> None:
-        route = self._route
-        if route.needle_file and route.needles:
+        if self.needle_file and self.needles:
             lines = data.splitlines(keepends=True)
-            route.needle_file.write(b"".join(line for line in lines if any(n in line for n in route.needles)))
+            self.needle_file.write(b"".join(line for line in lines if any(n in line for n in self.needles)))
 
     def _show_on_console(self, data: bytes) -> None:
-        route = self._route
-        if route.console and data:
-            route.console.write(route.frame(data) if route.frame else data, self, route.prefix)
+        if self.console and data:
+            self.console.write(self.frame(data) if self.frame else data, self, self.prefix)
 
 
 def is_pipe(fd: int) -> bool:

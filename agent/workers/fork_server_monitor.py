@@ -8,11 +8,10 @@ import selectors
 import signal
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 
+from elaunch.agent import linux
 from elaunch.agent.core.events import ServiceLost, Signalled, WorkerExited
-from elaunch.agent.core.stopping import KILL_WAIT_S
 from elaunch.agent.diagnosis.causes.hardware import MORE_MEMORY
 from elaunch.agent.diagnosis.causes.system import MORE_PROCESSES
 from elaunch.agent.forkserver.client import ForkServer
@@ -20,7 +19,6 @@ from elaunch.agent.workers.exits import ExitReader, signal_name
 from elaunch.agent.workers.group import CurrentGroup, Reporter, WorkerGroup
 from elaunch.rendezvous.types import FailureKind
 
-_FORK_S = 0.05
 # An import that takes longer than this is worth a line in the log: the user waits for it.
 _PATIENCE_S = 10.0
 # Nothing tells who has sent a SIGKILL.
@@ -49,36 +47,24 @@ class ForkServerMonitor:
         self._reporter = reporter
         self._timeline = reporter.timeline
         self._selector = selector
-        self._answer_due_s: float | None = None
         self._patience_until_s = time.monotonic() + _PATIENCE_S if server.preload else None
         self._selector.register(server, selectors.EVENT_READ, self._read)
 
     @property
     def due_s(self) -> float | None:
         """When `tick` is due, on the monotonic clock."""
-        timers_s = [at_s for at_s in (self._answer_due_s, self._patience_until_s) if at_s is not None]
-        return min(timers_s, default=None)
+        return self._patience_until_s
 
-    def tick(self, now_s: float, *, is_quiet: bool) -> None:
-        """Say that an import takes long; replace a server that is silent, when nothing else is heard."""
+    def tick(self, now_s: float) -> None:
+        """Say that an import takes long."""
         if self._patience_until_s is not None and now_s >= self._patience_until_s:
             self._patience_until_s = None
             self._reporter.say(f"importing {', '.join(self._server.preload or ())} once for all workers …")
-        if self._answer_due_s is not None and now_s >= self._answer_due_s and is_quiet:
-            self.replace(self._current.generation, "did not answer when a worker was gone")
 
     def check(self) -> None:
-        """A link has ended, as at a worker's death: ask whether the fork server is there to report that death.
-
-        One that still imports cannot answer, and has no worker: that link was one of its predecessor's workers.
-        """
-        if not self.is_ready:
-            return
-        with suppress(OSError):
-            self._server.ping()
-            # The fork server may have many workers to fork before it answers.
-            wait_s = KILL_WAIT_S + _FORK_S * self._current.group.slots
-            self._answer_due_s = self._answer_due_s or time.monotonic() + wait_s
+        """A link has ended, as at a worker's death, which a fork server that was stopped (SIGSTOP) does not report."""
+        if self._server.fileno() >= 0 and linux.state(self._server.pid) == "T":
+            self.replace(self._current.generation, "was stopped by a signal when a worker was gone")
 
     def replace(self, generation: int, how: str) -> None:
         """End the fork server and its workers, and start another."""
@@ -110,14 +96,10 @@ class ForkServerMonitor:
                 self._server.preload_nothing()
             self._restart(self._current.generation, how, word)
             return
-        if self._answer_due_s is not None:
-            self._answer_due_s = time.monotonic() + KILL_WAIT_S
         group = self._current.of(news.get("generation"))
         match news["event"]:
             case "ready":
                 self._ready(news["reason"], news["left_out"])
-            case "here":
-                self._answer_due_s = None
             case "forked" if group:
                 self._stamp_process(group, "forked", news)
                 if news["key"] != "store":
@@ -178,7 +160,6 @@ class ForkServerMonitor:
     def _restart(self, generation: int, how: str, word: str = "") -> None:
         """Start another fork server for the next generation; the workers of this one died with theirs."""
         self.is_ready = False
-        self._answer_due_s = None
         self._server.restart()
         self._selector.register(self._server, selectors.EVENT_READ, self._read)
         self._lost(generation, f"the fork server {how}", FailureKind.TEMPLATE_LOST, word)

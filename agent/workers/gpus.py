@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -67,20 +67,21 @@ def _index(word: str, gpus: Sequence[Gpu]) -> int | None:
     return 0 if gpus and not any(gpu.uuid for gpu in gpus) else None
 
 
-def read_gpus(root: Path = Path("/"), usable: Callable[[Path], bool] | None = None) -> tuple[Gpu, ...]:
-    """The GPUs of this host (or container) in the order of their PCI addresses.
-
-    `usable` says whether a device node may be opened; the kernel answers without opening it, device cgroups included.
-    """
-    allowed = usable or (lambda path: os.access(path, os.R_OK | os.W_OK))
-    return _read_nvidia(root, allowed) or _read_amd(root, allowed)
+def read_gpus(root: Path = Path("/")) -> tuple[Gpu, ...]:
+    """The GPUs of this host (or container) in the order of their PCI addresses."""
+    return _read_nvidia(root) or _read_amd(root)
 
 
-def _read_nvidia(root: Path, allowed: Callable[[Path], bool]) -> tuple[Gpu, ...]:
+def _is_usable(node: Path) -> bool:
+    """Whether the device node may be opened. The kernel answers without opening it, device cgroups included."""
+    return os.access(node, os.R_OK | os.W_OK)
+
+
+def _read_nvidia(root: Path) -> tuple[Gpu, ...]:
     minors = {
         int(node.name.removeprefix("nvidia"))
         for node in (root / "dev").glob("nvidia[0-9]*")
-        if re.fullmatch(r"nvidia[0-9]+", node.name) and allowed(node)
+        if re.fullmatch(r"nvidia[0-9]+", node.name) and _is_usable(node)
     }
     gpus: list[Gpu] = []
     for folder in sorted((root / "proc/driver/nvidia/gpus").glob("*")):
@@ -94,14 +95,14 @@ def _read_nvidia(root: Path, allowed: Callable[[Path], bool]) -> tuple[Gpu, ...]
     return (*gpus, *(Gpu(Vendor.NVIDIA) for _ in minors))
 
 
-def _read_amd(root: Path, allowed: Callable[[Path], bool]) -> tuple[Gpu, ...]:
+def _read_amd(root: Path) -> tuple[Gpu, ...]:
     gpus: list[Gpu] = []
     for folder in sorted((root / "sys/class/kfd/kfd/topology/nodes").glob("*"), key=lambda path: path.name.zfill(8)):
         facts = _facts(folder / "properties", " ")
         minor = facts.get("drm_render_minor", "0")
         render = f"renderD{minor}"
         # CPUs are nodes too, but have no SIMD units. A GPU of another container has no render node here.
-        if facts.get("simd_count", "0") == "0" or (minor != "0" and not allowed(root / "dev/dri" / render)):
+        if facts.get("simd_count", "0") == "0" or (minor != "0" and not _is_usable(root / "dev/dri" / render)):
             continue
         unique_id = int(facts.get("unique_id", "0") or 0)
         uuid = f"GPU-{unique_id:016x}" if unique_id else ""

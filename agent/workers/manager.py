@@ -6,7 +6,7 @@ import os
 import selectors
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -24,7 +24,7 @@ from elaunch.agent.core.actions import (
     TellWorkers,
     ToWorkers,
 )
-from elaunch.agent.core.events import Cleared, LinkEvent, Sampled
+from elaunch.agent.core.events import Cleared
 from elaunch.agent.core.timeline import WorkersSeen, of_seats
 from elaunch.agent.diagnosis.exit_status import with_tail
 from elaunch.agent.diagnosis.investigate import look_into
@@ -62,8 +62,9 @@ WorkerAction = Spawn | ToWorkers | Clear | ReplaceForkServer
 class Workers:
     """Carries out what the agent decides about its workers.
 
-    The workers' messages on their links are kept for `take_news`. All other events go to `reporter`. The agent's loop
-    calls all methods, and waits for `selector`. What takes seconds calls `meanwhile` again and again.
+    `links` keeps the workers' messages, and `port` is of the next generation's store. All other events go to
+    `reporter`. The agent's loop calls all methods, and waits for `selector`. What takes seconds calls `meanwhile` again
+    and again.
     """
 
     def __init__(
@@ -81,66 +82,44 @@ class Workers:
         self._timeline = reporter.timeline
         self._fork_server = fork_server
         self._current = CurrentGroup()
-        self._port = MasterPort(config)
+        self.port = MasterPort(config)
         self._spawner = Spawner(config, run_dir, Stdio(config, services.pump, run_dir), fork_server)
         # Before any worker starts: it reads what the kernel says from then on.
         self._log = KernelLog(counter_files())
-        self._exits = ExitReader(node_host(socket.gethostname()), self._log, run_dir)
-        self._monitor = ForkServerMonitor(fork_server, self._current, self._exits, reporter, selector)
+        self.exits = ExitReader(node_host(socket.gethostname()), self._log, run_dir)
+        self._monitor = ForkServerMonitor(fork_server, self._current, self.exits, reporter, selector)
         self._environ, self._warn = {**config.environment, **config.worker_env}, reporter.warn
-        self._links = LinkMonitor(self._current, reporter, run_dir, self._monitor.check)
+        self.links = LinkMonitor(self._current, reporter, run_dir, self._monitor.check)
         self._observers = Observers(self._current, reporter, run_dir, config.times, services.pump.do)
         self._children_grace_s = config.children_grace_s
         self._spares_leftovers = False
         self._leftovers: Leftovers | None = None
-        selector.register(self._links, selectors.EVENT_READ, self._links.read_ready)
+        selector.register(self.links, selectors.EVENT_READ, self.links.read_ready)
 
     @property
     def due_s(self) -> float | None:
         """When `tick` is due, on the monotonic clock."""
         # A look at the processes waits for the look at the links, which is due once a second.
-        looks_s = self._observers.due_s if self._links.due_s is None else self._links.due_s
+        looks_s = self._observers.due_s if self.links.due_s is None else self.links.due_s
         left_s = self._leftovers.due_s if self._leftovers else None
         timers_s = (looks_s, self._monitor.due_s, left_s)
         return min((at_s for at_s in timers_s if at_s is not None), default=None)
 
-    def tick(self, now_s: float, *, is_quiet: bool) -> None:
-        """Do what is due. `is_quiet` says that no descriptor of the selector had anything to read."""
-        self._links.tick(now_s)
+    def tick(self, now_s: float) -> None:
+        """Do what is due."""
+        self.links.tick(now_s)
         self._observers.tick(now_s)
-        self._monitor.tick(now_s, is_quiet=is_quiet)
-
-    def read_links(self) -> None:
-        """Read all links now: how workers are stopped depends on their messages."""
-        self._links.read_all()
-
-    def take_news(self) -> Iterator[LinkEvent | Sampled]:
-        """The messages of workers since the last call, in the order in which each worker sent them; then samples."""
-        yield from self._links.take_news()
-        yield from self._observers.take_samples()
+        self._monitor.tick(now_s)
 
     def seen(self, now_s: float) -> WorkersSeen | None:
         """How the workers of the last generation are; None before the first one."""
-        return self._links.seen(now_s, self._observers.wait_shares)
+        return self.links.seen(now_s, self._observers.wait_shares)
 
     def steps(self) -> dict[int, int]:
         """The newest step of each rank that has reported one. Any thread may call it."""
         group = self._current.latest
         links = list(group.links.items()) if group else []
         return {group.rank(local_rank): link.step for local_rank, link in links if group and link.step >= 0}
-
-    @property
-    def steps_per_s(self) -> float:
-        """How fast this node's workers were, over the last ten seconds or more."""
-        return self._links.steps_per_s
-
-    def word_of_kernel(self, pid: int) -> str:
-        """What the kernel says about the SIGKILL of another process of this job. Empty if it says nothing."""
-        return self._exits.word_of_kernel(pid)
-
-    def reserve_port(self) -> int:
-        """The port of the next generation's worker store, if that is this node's. Raises NoPort."""
-        return self._port.reserve()
 
     def act(self, order: WorkerAction, *, is_ending: bool) -> None:
         """Carry out what was decided. `is_ending` says that the agent exits after this generation."""
@@ -151,7 +130,7 @@ class Workers:
             case SignalWorkers():
                 self._signal(order, is_ending=is_ending)
             case TellWorkers():
-                self._links.tell(order)
+                self.links.tell(order)
             case LookAtStacks():
                 self._observers.look_at_stacks(order)
             case NameThreads():
@@ -185,9 +164,9 @@ class Workers:
         warn_of_locks(self._environ, self._warn)
         if group_rank != 0 or not self._spawner.has_store:
             # No worker store of this node takes the port: rank 0 binds one, here or on another node.
-            self._port.close()
+            self.port.close()
         try:
-            self._spawner.start(group, self._port.listener)
+            self._spawner.start(group, self.port.listener)
         except (BrokenPipeError, ConnectionResetError):
             # The fork server is gone. The monitor reads the same from its socket, and handles it there.
             return
@@ -195,10 +174,10 @@ class Workers:
             self._monitor.replace(generation, f"could not be given the workers: {error.strerror}")
             return
         finally:
-            self._port.release()
+            self.port.release()
         self._timeline.stamp(generation, "ordered")
         self._guardian.note(generation=generation, workers=group.slots)
-        self._links.begin(group)
+        self.links.begin(group)
 
     def _signal(self, order: SignalWorkers, *, is_ending: bool) -> None:
         """Signal workers. If the agent is ending and the fork server still imports, no worker runs: end that server."""
@@ -224,7 +203,7 @@ class Workers:
         if group.store:
             # A restart would wait for the store's answer, on the CPUs on which old workers end.
             group.reached_store, group.store = group.store.end(is_used=group.has_used_store), None
-        self._links.end(group)
+        self.links.end(group)
         self._observers.end()
         while group.crash_fds:
             os.close(group.crash_fds.popitem()[1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,8 +20,8 @@ class Topology:
     """The host as this process may use it.
 
     `nodes` are the allowed CPUs of each NUMA node that has any. `packages`, `cores` and `caches` name each CPU's
-    socket, physical core and largest shared cache; CPUs with the same name share it. `gpu_nodes` is the NUMA node of
-    each visible GPU. Without GPUs, `slots` workers are assigned to the nodes in turn.
+    socket, physical core and largest shared cache, if it is known; CPUs with the same name share it. `gpu_nodes` is the
+    NUMA node of each visible GPU. Without GPUs, `slots` workers are assigned to the nodes in turn.
     """
 
     nodes: Mapping[int, frozenset[int]]
@@ -72,7 +72,7 @@ def _places(topology: Topology, index: int) -> tuple[int, ...]:
 
 def _socket(cpus: frozenset[int], topology: Topology) -> frozenset[int]:
     package = topology.packages.get(min(cpus))
-    if package is None:
+    if not package:
         return cpus
     nodes = [node for node in topology.nodes.values() if topology.packages.get(min(node)) == package]
     return frozenset().union(*nodes)
@@ -82,7 +82,7 @@ def _groups(cpus: Iterable[int], names: Mapping[int, str]) -> list[frozenset[int
     """Groups of CPUs with the same name, in the order of their lowest CPU. A CPU without a name is alone."""
     groups: dict[str, set[int]] = {}
     for cpu in sorted(cpus):
-        groups.setdefault(names.get(cpu, f"cpu {cpu}"), set()).add(cpu)
+        groups.setdefault(names.get(cpu) or f"cpu {cpu}", set()).add(cpu)
     return [frozenset(group) for group in groups.values()]
 
 
@@ -103,7 +103,6 @@ def read_topology(
     environ: Mapping[str, str] = os.environ,
     root: Path = Path("/"),
     allowed: Iterable[int] | None = None,
-    usable: Callable[[Path], bool] | None = None,
 ) -> Topology:
     """Look at the host. `slots` workers share a host without GPUs; `environ` holds the variables that hide GPUs.
 
@@ -122,13 +121,11 @@ def read_topology(
     first = min(nodes)
     return Topology(
         nodes=nodes,
-        packages=_named({cpu: _text(path / "topology/physical_package_id") for cpu, path in folders.items()}),
-        cores=_named({cpu: _text(path / "topology/thread_siblings_list") for cpu, path in folders.items()}),
-        caches=_named({cpu: _largest_cache(path / "cache") for cpu, path in folders.items()}),
+        packages={cpu: _text(path / "topology/physical_package_id") for cpu, path in folders.items()},
+        cores={cpu: _text(path / "topology/thread_siblings_list") for cpu, path in folders.items()},
+        caches={cpu: _largest_cache(path / "cache") for cpu, path in folders.items()},
         # The driver says -1 on a host with one node.
-        gpu_nodes=tuple(
-            gpu.numa_node if gpu.numa_node >= 0 else first for gpu in visible(read_gpus(root, usable), environ)
-        ),
+        gpu_nodes=tuple(gpu.numa_node if gpu.numa_node >= 0 else first for gpu in visible(read_gpus(root), environ)),
         slots=slots,
     )
 
@@ -149,10 +146,6 @@ def _largest_cache(folder: Path) -> str:
         if re.fullmatch("Unified|Data", _text(index / "type"))
     ]
     return max(found)[1] if found else ""
-
-
-def _named(names: Mapping[int, str]) -> dict[int, str]:
-    return {cpu: name for cpu, name in names.items() if name}
 
 
 def _text(path: Path) -> str:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -75,7 +74,6 @@ class Observers:
         # The rank that was slow in the last window, and those that were named: each once in an agent's life.
         self._suspect = -1
         self._named: set[int] = set()
-        self._samples: deque[Sampled] = deque()
 
     @property
     def due_s(self) -> float | None:
@@ -107,11 +105,6 @@ class Observers:
             self._master_at_s, group = None, self._current.group
             if len(group.recorders) < group.slots:
                 start_thread(partial(self._try_master, group), "elaunch-reach")
-
-    def take_samples(self) -> Iterator[Sampled]:
-        """What was seen since the last call."""
-        while self._samples:
-            yield self._samples.popleft()
 
     def look_at_stacks(self, order: LookAtStacks) -> None:
         """Take stacks in a thread; posts `StacksTaken`."""
@@ -158,7 +151,7 @@ class Observers:
             }
         self._reports = reports
         if windows:
-            self._samples.append(Sampled(group.generation, windows))
+            self._reporter.post(Sampled(group.generation, windows))
 
     def _count_collectives(self, now_s: float) -> None:
         """Once a second, ask the workers how many collectives they have entered. They are not waited for."""

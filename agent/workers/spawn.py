@@ -42,17 +42,13 @@ class MasterPort:
 
     def __init__(self, config: AgentConfig) -> None:
         self._config = config
-        self._listener: socket.socket | None = None
+        # For a worker store to take over.
+        self.listener: socket.socket | None = None
 
     def reserve(self) -> int:
         """The reserved port. If none is reserved, reserve one. Raises NoPort."""
-        self._listener = self._listener or reserve(self._config)
-        return int(self._listener.getsockname()[1])
-
-    @property
-    def listener(self) -> socket.socket | None:
-        """The socket, for a worker store to take over."""
-        return self._listener
+        self.listener = self.listener or reserve(self._config)
+        return int(self.listener.getsockname()[1])
 
     def release(self) -> None:
         """The worker store has the socket now: close it here. A single port that the user chose stays reserved."""
@@ -61,9 +57,9 @@ class MasterPort:
 
     def close(self) -> None:
         """Let another process bind the port."""
-        if self._listener:
-            self._listener.close()
-        self._listener = None
+        if self.listener:
+            self.listener.close()
+        self.listener = None
 
 
 def reserve(config: AgentConfig) -> socket.socket:

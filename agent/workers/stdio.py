@@ -14,7 +14,7 @@ from elaunch.agent.diagnosis.exit_status import tells_of_lost_peer
 from elaunch.agent.output.folding import ShownTracebacks, TracebackFold
 from elaunch.agent.output.pump import Pump
 from elaunch.agent.output.run_dir import RunDir
-from elaunch.agent.output.streams import LogFile, Route, WorkerStream, is_pipe
+from elaunch.agent.output.streams import LogFile, WorkerStream, is_pipe
 from elaunch.agent.workers.group import WorkerGroup
 from elaunch.rendezvous.rules.assign_ranks import role_of
 
@@ -100,9 +100,13 @@ class Stdio:
         once = partial(self._tracebacks.once, generation=group.generation, rank=group.rank(local_rank))
         ours, theirs = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(ours, False)
-        route = Route(
+        stream = WorkerStream(
+            ours,
+            group.generation,
+            local_rank,
             console,
             b"" if frame else self._prefix(group, local_rank),
+            keep_tail=not out,
             whole_lines=group.slots > 1,
             file=file,
             file_first=in_file_only,
@@ -111,7 +115,7 @@ class Stdio:
             frame=frame,
             fold=TracebackFold(partial(_is_no_news, group), once) if folds else None,
         )
-        self._pump.add(WorkerStream(ours, group.generation, local_rank, route, keep_tail=not out))
+        self._pump.add(stream)
         return theirs
 
     def _files(self, group: WorkerGroup, local_rank: int, which: Streams) -> tuple[LogFile | None, LogFile | None]:

@@ -81,13 +81,12 @@ def test_a_failed_job_waits_for_no_child(tmp_path: Path) -> None:
     assert "still running" not in job.stderr
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM], ids=lambda signum: signum.name)
-def test_a_signal_ends_the_wait_and_the_exit_code_stays(signum: signal.Signals, tmp_path: Path) -> None:
+def test_a_signal_ends_the_wait_and_the_exit_code_stays(tmp_path: Path) -> None:
     script(tmp_path, SLEEPS)
 
     with Job(tmp_path, *LIGHT, "--children-grace", "600", "train.py", "0") as job:
         wait_for(lambda: "still running" in job.stderr, "the sentence about the child")
-        job.process.send_signal(signum)
+        job.process.send_signal(signal.SIGINT)
         assert job.wait() == 0
 
-    assert re.search(rf"ending pid \d+ of rank 1 \(sleep 600\): {signum.name}", job.stderr), job.stderr
+    assert re.search(r"ending pid \d+ of rank 1 \(sleep 600\): SIGINT", job.stderr), job.stderr

@@ -188,18 +188,6 @@ def test_sigterm_to_all_processes_at_once_is_a_stop_and_no_failure(tmp_path: Pat
         assert_stopped(job, 143)
 
 
-def test_a_worker_that_alone_gets_sigterm_is_a_failure(tmp_path: Path) -> None:
-    script(tmp_path, f"{SAY}\nsay('worker', os.getpid())\nwhile GENERATION == 0: signal.pause()")
-    with Light(tmp_path, "--nproc-per-node", "2", "train.py") as job:
-        pid = workers_up(job, 2)[0]
-
-        os.kill(pid, signal.SIGTERM)
-
-        assert job.wait() == 0
-        assert re.search(rf"pid {pid}.* SIGTERM in generation 0", job.stderr)
-        assert len(job.pids("worker")) == 4
-
-
 def test_a_rank_that_signals_its_parent_stops_the_job_as_a_person_does(tmp_path: Path) -> None:
     signals = "if RANK == 1: os.kill(os.getppid(), signal.SIGTERM)"
     script(tmp_path, f"{SAY}\nsay('worker', os.getpid())\n{signals}\nwhile True: signal.pause()")

@@ -65,7 +65,9 @@ def test_amds_variables_narrow_one_after_the_other() -> None:
     assert numbers(AMD, CUDA_VISIBLE_DEVICES="1", HIP_VISIBLE_DEVICES="2") == [2]
 
 
-def test_nvidia_gpus_are_counted_by_usable_device_nodes_and_described_by_the_driver(tmp_path: Path) -> None:
+def test_nvidia_gpus_are_counted_by_usable_device_nodes_and_described_by_the_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for node in ("nvidia0", "nvidia1", "nvidia2", "nvidiactl", "nvidia-uvm"):
         write(tmp_path, f"dev/{node}")
     # The GPUs are in the order of their bus addresses, which is not that of the minor numbers.
@@ -74,12 +76,15 @@ def test_nvidia_gpus_are_counted_by_usable_device_nodes_and_described_by_the_dri
         write(tmp_path, f"proc/driver/nvidia/gpus/{address}/information", text)
         write(tmp_path, f"sys/bus/pci/devices/{address.lower()}/numa_node", f"{numa}\n")
 
-    gpus = read_gpus(tmp_path, usable=lambda node: node.name != "nvidia0")
+    monkeypatch.setattr("elaunch.agent.workers.gpus._is_usable", lambda node: node.name != "nvidia0")
+    gpus = read_gpus(tmp_path)
 
     assert gpus == (Gpu(Vendor.NVIDIA, "GPU-2-abc", 0), Gpu(Vendor.NVIDIA, "GPU-1-abc", 1))
 
 
-def test_amd_gpus_are_topology_nodes_with_simd_units_and_a_usable_render_node(tmp_path: Path) -> None:
+def test_amd_gpus_are_topology_nodes_with_simd_units_and_a_usable_render_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     base = "sys/class/kfd/kfd/topology/nodes"
     write(tmp_path, f"{base}/0/properties", "cpu_cores_count 64\nsimd_count 0\n")
     write(tmp_path, f"{base}/10/properties", "simd_count 304\ndrm_render_minor 129\n")
@@ -87,7 +92,8 @@ def test_amd_gpus_are_topology_nodes_with_simd_units_and_a_usable_render_node(tm
     write(tmp_path, f"{base}/11/properties", "simd_count 304\ndrm_render_minor 130\n")
     write(tmp_path, "sys/class/drm/renderD128/device/numa_node", "1\n")
 
-    gpus = read_gpus(tmp_path, usable=lambda node: node.name != "renderD130")
+    monkeypatch.setattr("elaunch.agent.workers.gpus._is_usable", lambda node: node.name != "renderD130")
+    gpus = read_gpus(tmp_path)
 
     assert gpus == (Gpu(Vendor.AMD, "GPU-00000000000000ff", 1), Gpu(Vendor.AMD, "", -1))
 

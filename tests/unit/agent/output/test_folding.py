@@ -62,14 +62,6 @@ def test_the_last_exception_of_a_chain_decides(fold: TracebackFold) -> None:
     assert fold.end() == chain
 
 
-@pytest.mark.parametrize("between", [b"", b"\nDuring handling of the above exception, another exception occurred:\n\n"])
-def test_an_error_of_its_own_before_the_lost_peer_is_shown(fold: TracebackFold, between: bytes) -> None:
-    both = HEAD + FRAME + OWN + between + ALL
-    fold.take(both, 1.0)
-
-    assert fold.end() == both
-
-
 def test_what_is_held_has_a_bound(fold: TracebackFold) -> None:
     fold.take(HEAD, 1.0)
     much = b"x" * 1023 + b"\n"

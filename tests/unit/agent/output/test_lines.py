@@ -39,10 +39,6 @@ def test_what_comes_out_is_joined_what_went_in() -> None:
         assert not splitter.pending
 
 
-def test_a_carriage_return_ends_a_line_so_that_progress_bars_move() -> None:
-    assert LineSplitter().whole(b"10%\r20%\r30") == b"10%\r20%\r"
-
-
 def test_a_carriage_return_and_newline_are_never_torn_apart() -> None:
     splitter = LineSplitter()
 
@@ -74,10 +70,6 @@ def test_a_line_that_never_ends_is_passed_on_in_pieces() -> None:
 )
 def test_each_line_gets_its_prefix(lines: bytes, expected: bytes) -> None:
     assert prefixed(lines, PREFIX, continued=False) == expected
-
-
-def test_a_line_that_goes_on_gets_no_second_prefix() -> None:
-    assert prefixed(b"rest\nnext\n", PREFIX, continued=True) == b"rest\n[7] next\n"
 
 
 def test_there_is_one_prefix_at_each_lines_start_and_nowhere_else() -> None:

@@ -38,16 +38,6 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_without_a_log_folder_files_are_private(temporary: Path, warnings: Warnings) -> None:
-    run_dir = RunDir(None, "job", warnings)
-
-    assert run_dir.logs is None
-    assert run_dir.private
-    assert run_dir.private.parent == temporary
-    assert stat.S_IMODE(run_dir.private.stat().st_mode) == 0o700
-    assert run_dir.root == run_dir.private
-
-
 def test_latest_is_a_link_to_the_newest_run_that_moves_with_its_folder(tmp_path: Path, warnings: Warnings) -> None:
     first, second = (RunDir(tmp_path / "logs", "job", warnings).logs for _ in range(2))
     assert first
@@ -57,17 +47,6 @@ def test_latest_is_a_link_to_the_newest_run_that_moves_with_its_folder(tmp_path:
     (tmp_path / "logs").rename(tmp_path / "kept")
     assert (tmp_path / "kept" / LATEST / ".").samefile(tmp_path / "kept" / second.name)
     assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == sorted([first.name, second.name, LATEST])
-
-
-def test_each_generation_and_rank_has_a_folder_in_torchruns_tree(tmp_path: Path, warnings: Warnings) -> None:
-    run_dir = RunDir(tmp_path, "job", warnings)
-
-    generation, rank = run_dir.generation(2), run_dir.rank(2, 5)
-
-    assert run_dir.logs
-    assert generation == run_dir.logs / "attempt_2"
-    assert rank == run_dir.logs / "attempt_2" / "5"
-    assert rank.is_dir()
 
 
 def test_what_workers_keep_lies_in_shared_memory_in_a_folder_that_is_nobody_elses(warnings: Warnings) -> None:
@@ -136,13 +115,12 @@ def test_a_folder_that_somebody_has_made_before_is_not_taken(
     assert list(run_dir.socket_folders()) == [Path(f"{free}_socket")]
 
 
-@pytest.mark.parametrize("has_logs", [False, True])
 def test_without_shared_memory_it_lies_with_the_temporary_files(
-    tmp_path: Path, temporary: Path, warnings: Warnings, monkeypatch: pytest.MonkeyPatch, has_logs: bool
+    temporary: Path, warnings: Warnings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("elaunch.agent.output.run_dir.SHARED_MEMORY", "/proc/nowhere")
     places = new_places()
-    run_dir = RunDir(tmp_path / "logs" if has_logs else None, "job", warnings, places)
+    run_dir = RunDir(None, "job", warnings, places)
 
     folder, trouble = run_dir.memory
 

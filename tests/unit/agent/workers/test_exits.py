@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import socket
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +10,7 @@ from typing import Any
 import pytest
 
 from elaunch.agent.diagnosis.oom import KernelLog
-from elaunch.agent.workers.exits import ExitReader, read_error_file
+from elaunch.agent.workers.exits import ExitReader
 from elaunch.agent.workers.group import WorkerGroup
 from elaunch.agent.workers.link import Link
 from elaunch.rendezvous.types import RankTable, Seat
@@ -39,23 +37,6 @@ def test_an_error_file_is_read_and_named_only_if_it_outlives_the_job(tmp_path: P
     assert failure
     assert failure.message == "raised an error: ValueError: bad"
     assert failure.error_file == (str(path) if keeps_files else "")
-
-
-NO_FILES: list[Callable[[Path], object]] = [
-    os.mkfifo,
-    Path.mkdir,
-    lambda path: path.symlink_to("/dev/zero"),
-    lambda path: path.symlink_to(path),
-    lambda path: None,
-]
-
-
-@pytest.mark.parametrize("make", NO_FILES, ids=["pipe", "folder", "device", "loop", "nothing"])
-def test_what_is_no_regular_file_holds_no_record(make: Callable[[Path], object], tmp_path: Path) -> None:
-    path = tmp_path / "error.json"
-    make(path)
-
-    assert read_error_file(path) is None
 
 
 @pytest.mark.parametrize("made", ["os.mkfifo(path)", "os.symlink('/dev/zero', path)", "os.truncate(path, 3 << 30)"])

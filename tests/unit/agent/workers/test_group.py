@@ -6,8 +6,7 @@ import socket
 
 import pytest
 
-from elaunch.agent.core.timeline import NO_GENERATION
-from elaunch.agent.workers.group import LASTING_S, CurrentGroup, WorkerGroup
+from elaunch.agent.workers.group import WorkerGroup
 from elaunch.agent.workers.link import Link
 from elaunch.rendezvous.rules.snapshot import seats_of
 from elaunch.rendezvous.types import RankTable
@@ -50,25 +49,3 @@ def test_progress_is_a_step_or_a_process_group_or_where_nobody_says_a_use_of_the
     links: tuple[tuple[int, bool | None], ...], reached_store: bool | None, progressed: bool
 ) -> None:
     assert group(*links, reached_store=reached_store).progressed is progressed
-
-
-def test_a_group_that_ran_for_long_has_done_something_also_where_nobody_says_so() -> None:
-    short, long = group(reached_store=None), group(reached_store=None)
-    long.started_s -= LASTING_S
-
-    assert not short.lasted
-    assert long.lasted
-
-
-def test_news_of_another_generation_than_the_current_one_finds_no_workers() -> None:
-    current = CurrentGroup()
-    before = (current.generation, current.of(TABLE.generation))
-    now = group(reached_store=None)
-
-    current.latest = now
-
-    assert before == (NO_GENERATION, None)
-    assert current.generation == TABLE.generation
-    assert current.of(TABLE.generation) is now
-    assert current.of(TABLE.generation - 1) is None
-    assert current.of(None) is None

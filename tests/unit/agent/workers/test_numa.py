@@ -96,9 +96,7 @@ def test_the_topology_is_read_from_sysfs_within_the_affinity_and_the_visible_gpu
         write(f"proc/driver/nvidia/gpus/{address}/information", f"Device Minor: {minor}")
         write(f"sys/bus/pci/devices/{address}/numa_node", str(node))
 
-    topology = read_topology(
-        environ={"CUDA_VISIBLE_DEVICES": "1,0"}, root=tmp_path, allowed={1, 2, 3}, usable=lambda _: True
-    )
+    topology = read_topology(environ={"CUDA_VISIBLE_DEVICES": "1,0"}, root=tmp_path, allowed={1, 2, 3})
 
     assert topology.nodes == {0: {1}, 1: {2, 3}}
     assert topology.caches == {1: "0-1", 2: "2-3", 3: "2-3"}
