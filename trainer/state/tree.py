@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -13,15 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elaunch.trainer.state.pickles import require_shallow, require_shallow_value
-
 State = dict[str, Any]
 # The entry of a state with the classes and group sizes of its optimizers.
 OPTIMIZERS = "optimizers_are"
 Path = tuple[str | int, ...]
 
-# The types that torch.load(weights_only=True) reads back. Exact types: numpy's float64 is a float, but not one of them.
-# `pack` stores numpy's scalars beside them.
+# Exact types: numpy's float64 is a float, but not one of them.
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, Counter)
 
 
@@ -141,48 +137,6 @@ def rebuild(plain: Any, leaves: Mapping[Path, object]) -> Any:
         return value
 
     return build(plain, ())
-
-
-def pack(tree: Tree) -> bytes:
-    """The plain values and the places of the tensors, for `unpack`."""
-    content, numpys = io.BytesIO(), list[tuple[Path, str, bytes]]()
-    plain = _without_numpy(tree.plain, (), numpys)
-    held = {"plain": plain, "tensors": tree.common(), "per_rank": list(tree.per_rank), "numpy": numpys}
-    torch.save(held, content)
-    return content.getvalue()
-
-
-def unpack(content: bytes | bytearray) -> tuple[Any, dict[str, Path], list[Path]]:
-    """What `pack` was given: plain values, paths of tensors by name, paths of PerRanks. Runs no code from it.
-
-    Raises pickle.UnpicklingError, and what else torch raises, for what is nothing of the kind.
-    """
-    file = io.BytesIO(content)
-    require_shallow(file)
-    held = torch.load(file, map_location="cpu", weights_only=True)
-    # Each value takes a byte at least where it is not one that was there before.
-    require_shallow_value(held, 4 * len(content))
-    # Earlier releases had none.
-    numpys = {tuple(path): numpy_scalar(kind, raw) for path, kind, raw in held.get("numpy", ())}
-    return rebuild(held["plain"], numpys) if numpys else held["plain"], held["tensors"], held["per_rank"]
-
-
-def _without_numpy(value: Any, path: Path, found: list[tuple[Path, str, bytes]]) -> Any:
-    """A plain nest with Python's number for each scalar of numpy; `found` gets the scalar itself, unless in a set."""
-    if type(value) is dict:
-        return {key: _without_numpy(item, (*path, key), found) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_without_numpy(item, (*path, index), found) for index, item in enumerate(value))
-    if type(value) is set:
-        return {_without_numpy(item, (), []) for item in value}
-    if type(value) is Counter:
-        return Counter({_without_numpy(key, (), []): _without_numpy(n, (), []) for key, n in value.items()})
-    if is_numpy_scalar(value):
-        found.append((path, value.dtype.str, value.tobytes()))
-        number = value.item()
-        # Of a date, or of a float of 128 bits, there is none.
-        return number if type(number) in _PLAIN else None
-    return value
 
 
 def is_numpy_scalar(value: object) -> bool:
