@@ -7,7 +7,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from types import TracebackType
 
 from torch import nn
 
@@ -365,20 +364,3 @@ class GuardedState:
     def _is_behind(self) -> bool:
         newest = self._copies.newest_done() if self._is_whole and not self._training.is_in_parts else None
         return newest is not None and newest > max(self.version, Version(self._generation, 0))
-
-
-class Commit:
-    """The block of `Keeper.commit`; `committed` is called at its end, if nothing was raised in it."""
-
-    def __init__(self, state: GuardedState, committed: Callable[[], object]) -> None:
-        self._state, self._committed = state, committed
-
-    def __enter__(self) -> None:
-        self._state.begin()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
-        self._state.end(is_whole=kind is None)
-        if kind is None:
-            self._committed()

@@ -53,7 +53,7 @@ class Rehearsal:
         original: Any = torch.autograd.backward
 
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            for each in tensors_in([tensors]):
+            for _, each in tensors_in([tensors]):
                 self._losses.append(repr(each.tolist()) if each.numel() == 1 else digest(each))
             original(tensors, *args, **kwargs)
             self._die("backward")
@@ -116,7 +116,7 @@ class Rehearsal:
 
     def _note(self, module: nn.Module, values: object) -> None:
         name = "the evaluation after it" if self._is_after_step else "the evaluation"
-        parts = [part for each in tensors_in(values) for part in local_parts(each)]
+        parts = [part for _, each in tensors_in(values) for part in local_parts(each)]
         self._seen["the samples" if module.training else name].update(tensors_sha256(parts).encode())
 
     def _die(self, at: str) -> None:

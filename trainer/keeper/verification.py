@@ -17,7 +17,7 @@ from elaunch.trainer.keeper.guarded_state import GuardedState
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state.model_state import is_fsdp1
 from elaunch.trainer.state.training_state import Training
-from elaunch.trainer.state.tree import digests, total
+from elaunch.trainer.state.tree import digests, some, total
 from elaunch.trainer.state.version import Version
 
 # The differing rank fails first: its failure is the one that is told, and that counts against its node.
@@ -142,7 +142,7 @@ def sentence(
     other = next(other for other in right or alike if told[other].values != told[rank].values)
     # One of them may not even have a tensor of that name.
     names = [name for name in {**found[rank], **found[other]} if found[rank].get(name) != found[other].get(name)]
-    what = f"`{names[0]}`" + (f" (and {len(names) - 1} more tensors)" if len(names) > 1 else "")
+    what = some((f"`{name}`" for name in names), 1)
     if right:
         whom = f"the other {len(right)} ranks'" if len(right) > 1 else f"rank {right[0]}'s"
         which = f"rank {rank}'s copy of {what} on {told[rank].host} differs from {whom}"

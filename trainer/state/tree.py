@@ -6,7 +6,7 @@ import hashlib
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -256,16 +256,20 @@ def several(part: Any) -> Sequence[Any]:
     return part if isinstance(part, list | tuple) else (part,)
 
 
-def tensors_in(value: object) -> Iterator[Tensor]:
-    """All tensors in nested dictionaries and lists, in their order."""
+def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """All tensors in nested dictionaries, lists, tuples and dataclasses, in their order, with their paths."""
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
+        yield path, value
+        return
+    items: Any = ()
+    if isinstance(value, dict):
+        items = value.items()
     elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
+        items = enumerate(value)
+    elif is_dataclass(value):
+        items = ((field.name, getattr(value, field.name)) for field in fields(value))
+    for key, item in items:
+        yield from tensors_in(item, f"{path}.{key}")
 
 
 def tensors_sha256(tensors: Iterable[Tensor]) -> str:
