@@ -244,8 +244,6 @@ class GuardedState:
                 self._left.commit_ended()
                 self._longest_s = max(self._longest_s, time.monotonic() - self._begun_s)
                 self._copies.done(self.version)
-                if self._rehearsal is not None:
-                    self._rehearsal.committed()
                 link.report(self.version.step)
         finally:
             self.is_changing = self._is_put_down = False
@@ -358,9 +356,8 @@ class GuardedState:
         The other worker may be dead, and then its step would be lost.
         """
         end_s = time.monotonic() + _ARRIVAL_S
-        while self._is_behind() and time.monotonic() < end_s:
+        while self._is_whole and not self._training.is_in_parts and time.monotonic() < end_s:
+            newest = self._copies.newest_done()
+            if newest is None or newest <= max(self.version, Version(self._generation, 0)):
+                return
             time.sleep(_LOOK_S)
-
-    def _is_behind(self) -> bool:
-        newest = self._copies.newest_done() if self._is_whole and not self._training.is_in_parts else None
-        return newest is not None and newest > max(self.version, Version(self._generation, 0))

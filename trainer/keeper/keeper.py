@@ -178,7 +178,7 @@ class Keeper:
             for model in self._training.models:
                 stack.callback(hook_backward(model, partial(self._before_sums, model), self._sums_end))
             if self._rehearsal is not None:
-                self._rehearsal.attach(self._training, stack)
+                self._rehearsal.attach(self._training, lambda: self.step, stack)
             stack.push(self._leave)
             self._stack = stack.pop_all()
         self._is_entered = True
