@@ -5,20 +5,18 @@ from __future__ import annotations
 import errno
 import socket
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from elaunch.trainer import Keeper, link
 from elaunch.trainer.memory import node_memory, room, slots
 from elaunch.trainer.memory.node_memory import Records
 from elaunch.trainer.state.version import Piece, Version
-from tests.harness import DEADLINE_S, free_ports
+from tests.harness import DEADLINE_S
 from tests.unit.trainer.keeper.test_keeper_words import said
 from tests.unit.trainer.keeper.test_step_copies import Counting, Job
 
@@ -69,13 +67,6 @@ def test_without_room_nothing_is_saved_and_nobody_says_so(
 
     assert plain(7) == [0]
     assert "saving" not in words(agent)
-
-
-@pytest.fixture
-def group() -> Iterator[None]:
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{free_ports(1)[0]}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("group", "agent")
