@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,18 @@ def entered(name: str, memory: str, checkpoints: str) -> Iterator[None]:
         _held()[key] = "left"
     if not memory:
         del _held()[keys[0]]
+
+
+def of_before(old: Mapping[str, int | None], lose_at_most: int | None) -> int | None:
+    """What options mean that `lose_at_most` has replaced. Raises TypeError for others."""
+    for option, value in old.items():
+        if option not in ("snapshot_every", "copy_every", "stop_every"):
+            raise TypeError(f"Keeper has no option {option!r}")
+        if option != "stop_every" and lose_at_most is None and value is not None:
+            lose_at_most = value if value != 1 else 0
+        text = f"lose_at_most={lose_at_most} has the place of {option}={value}: the steps that a failure may take back"
+        warnings.warn(text, FutureWarning, stacklevel=3)
+    return lose_at_most
 
 
 def require_group(world_size: int, name: str) -> None:

@@ -34,7 +34,7 @@ from elaunch.trainer.checkpoint.storage import storage_at
 from elaunch.trainer.keeper.boundary import EVEN, Boundary, LookAround, Stopped, StopRequest, Wish, free_signals
 from elaunch.trainer.keeper.copies import Copies
 from elaunch.trainer.keeper.disk_copies import NotDurable, require_durable
-from elaunch.trainer.keeper.door import Door, entered, is_alone, require_group
+from elaunch.trainer.keeper.door import Door, entered, is_alone, of_before, require_group
 from elaunch.trainer.keeper.guarded_state import GroupWatch, GuardedState
 from elaunch.trainer.keeper.hooks import OptimizerHooks, hook_backward
 from elaunch.trainer.keeper.rehearsal import VARIABLE, Rehearsal
@@ -87,7 +87,9 @@ class Keeper:
         warm_up: Callable[[], object] | None = None,
         name: str = UNNAMED,
         say: Callable[[str], None] | None = None,
+        **old: int | None,
     ) -> None:
+        lose_at_most = of_before(old, lose_at_most)
         counts = {"checkpoint_every": (checkpoint_every, 1), "keep": (keep, 1), "verify_every": (verify_every, 1)}
         for option, (count, least) in {**counts, "lose_at_most": (lose_at_most, 0)}.items():
             if count is None and option in ("verify_every", "lose_at_most"):
@@ -109,8 +111,7 @@ class Keeper:
         self._warm_up, self._name, self._say = warm_up, name, say or _to_stderr
         self._pid = os.getpid()
         self._state = GuardedState(self._training, self._place.generation, self._rehearsal)
-        self._has_stopped = False
-        self._is_entered = self._is_open = False
+        self._has_stopped = self._is_entered = self._is_open = False
         self._begun_step = -1
         # The random states at the end of the last complete step, and whether they were restored and not yet set.
         self._random: dict[str, Any] = {}
@@ -165,10 +166,8 @@ class Keeper:
                 is_others=self._is_open,
             )
             self._state.restored(self._copies, version, self._boundary.report, self._say)
-            self._verification = Verification(
-                self._training, self._peers, self._copies, version, self._verify_every, self._checkpoint_every
-            )
             every = self._checkpoint_every, self._verify_every
+            self._verification = Verification(self._training, self._peers, self._copies, version, *every)
             self._around = LookAround(self._boundary, self._state, self._copies, self._verification, *every)
             link.mark("restored")
             self._state.before_commit, self._state.is_looked_at = self._door.commit_begins, self._around.is_next

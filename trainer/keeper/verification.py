@@ -53,8 +53,8 @@ class Verification:
         peers: Peers,
         copies: Copies,
         version: Version,
-        every: int | None,
         checkpoint_every: int,
+        every: int | None,
     ) -> None:
         self._training, self._peers, self._copies = training, peers, copies
         self._is_off = every is None or peers.world_size == 1

@@ -506,3 +506,15 @@ def test_too_little_memory_is_one_sentence_and_no_failure() -> None:
     (said,) = job.said
     assert re.search(r"shm has 0\.\d+ MB free and this node's copies of the training state take 0\.4\d* MB", said)
     assert "goes back to the last checkpoint" in said
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "lose_at_most"), [("copy_every", 1, 0), ("snapshot_every", 5, 5), ("stop_every", 5, None)]
+)
+def test_an_option_of_before_is_read_as_what_has_its_place(option: str, value: int, lose_at_most: int | None) -> None:
+    model = nn.Linear(1, 1)
+
+    with pytest.warns(FutureWarning, match=f"lose_at_most={lose_at_most} has the place of {option}={value}"):
+        keeper = Keeper(model, torch.optim.SGD(model.parameters()), **{option: value})
+
+    assert keeper._lose_at_most == lose_at_most
