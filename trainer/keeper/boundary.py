@@ -143,7 +143,6 @@ class Wish(IntEnum):
     def reason(self) -> str:
         """The reason as the end of a sentence."""
         return {
-            Wish.NONE: "for no reason",
             Wish.JOIN: "for nodes that join",
             Wish.LEAVE: "as it was told to leave",
             Wish.INTERRUPT: "as it was interrupted",

@@ -17,7 +17,7 @@ from elaunch.trainer.keeper.guarded_state import GuardedState
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state.model_state import is_fsdp1
 from elaunch.trainer.state.training_state import Training
-from elaunch.trainer.state.tree import digests, some, total
+from elaunch.trainer.state.tree import digests, some
 from elaunch.trainer.state.version import Version
 
 # The differing rank fails first: its failure is the one that is told, and that counts against its node.
@@ -92,7 +92,8 @@ class Verification:
         holds = [(name, str(tensor.dtype), tuple(tensor.shape), part) for name, (tensor, part) in tensors.items()]
         # All ranks have the same tensors of a replicated state, or something is wrong.
         held = hashlib.sha256(repr(holds).encode()).hexdigest() if self._training.is_in_parts else ""
-        told = self._peers.from_all(Told(socket.gethostname(), held, total(found)))
+        values = hashlib.sha256(repr([*found.items()]).encode()).hexdigest()
+        told = self._peers.from_all(Told(socket.gethostname(), held, values))
         wrong = differing(told)
         if wrong:
             # First: a rescue must not keep this state.

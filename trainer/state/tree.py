@@ -313,11 +313,6 @@ def digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     return found
 
 
-def total(found: Mapping[str, int]) -> str:
-    """A digest of all of them."""
-    return hashlib.sha256(repr([*found.items()]).encode()).hexdigest()[:16]
-
-
 def _sum(tensor: Tensor) -> Tensor:
     raw = tensor.contiguous().view(-1).view(torch.uint8)
     if raw.data_ptr() % _WORD:
