@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from elaunch.trainer import link
 from elaunch.trainer.checkpoint.checkpoints import KEPT
@@ -29,10 +30,6 @@ from elaunch.trainer.state.packing import NotPlain
 from elaunch.trainer.state.training_state import Training
 from elaunch.trainer.state.tree import State, cloned
 from elaunch.trainer.state.version import Version
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 # How long a part may take to be written: a first copy takes 2 s per GB, since the kernel clears its pages.
 _WRITE_S = 1.0
