@@ -22,7 +22,8 @@ from elaunch.trainer.checkpoint.loading import load_newest
 from elaunch.trainer.checkpoint.objects import StorageError
 from elaunch.trainer.checkpoint.storage import MANIFEST, Folder, Mark, Where, discard, marks, storage_at
 from elaunch.trainer.ranks.peers import Peers
-from elaunch.trainer.state.tree import State, Tree, flatten, pack, some, tensors_sha256
+from elaunch.trainer.state.packing import pack_plain
+from elaunch.trainer.state.tree import State, Tree, flatten, some, tensors_sha256
 
 if TYPE_CHECKING:
     # torch.distributed.checkpoint takes a while to import; a start that finds no checkpoint does without.
@@ -131,7 +132,7 @@ class Checkpoints:
             folder=folder,
             plan=plan,
             copies=self._copies,
-            plain=pack(parts) if self._ranks.leads else b"",
+            plain=pack_plain(parts) if self._ranks.leads else b"",
             ranks=self._writers() if parts.is_sharded else None,
             keep=self._keep,
             require_ours=self._require_ours,

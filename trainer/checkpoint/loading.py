@@ -32,11 +32,12 @@ from elaunch.trainer.checkpoint.storage import (
 )
 from elaunch.trainer.files import reason
 from elaunch.trainer.ranks.peers import Peers
-from elaunch.trainer.state.tree import OPTIMIZERS, PerRank, State, Tree, flatten, is_shard, rebuild, some, unpack
+from elaunch.trainer.state.packing import unpack_plain
+from elaunch.trainer.state.tree import OPTIMIZERS, PerRank, State, Tree, flatten, is_shard, rebuild, some
 from elaunch.trainer.state.tree import Path as Place
 
 Kinds = dict[str, tuple[torch.Size, torch.dtype]]
-# What `tree.unpack` returns.
+# What `unpack_plain` returns.
 Unpacked = tuple[Any, dict[str, Place], list[Place]]
 
 
@@ -61,7 +62,7 @@ class _Offer:
     def opened(self, folder: Folder) -> tuple[Unpacked, Contents]:
         """What the two files say. Raises ValueError or pickle.UnpicklingError for what this release does not write."""
         lengths = {name: length for name, (length, _) in self.manifest.files.items()}
-        saved, found = unpack(self.plain), contents(folder, self.layout, lengths)
+        saved, found = unpack_plain(self.plain), contents(folder, self.layout, lengths)
         if missing := [name for name in saved[1] if name not in found.tensors]:
             raise ValueError(f"{LAYOUT} lacks {some(missing)}")
         return saved, found
@@ -170,7 +171,7 @@ def _problem(
 class Share:
     """What this rank needs of a saved state: `tensors` are to be filled, by name, and then `put` changes the state.
 
-    `saved` is what `tree.unpack` returns, `kinds` and `places` are sizes, types and paths of all saved tensors, and
+    `saved` is what `unpack_plain` returns, `kinds` and `places` are sizes, types and paths of all saved tensors, and
     `source` is named in errors. Tensors in `sent` are filled already. Raises ValueError as `Checkpoints.load_newest`
     does.
     """

@@ -30,7 +30,7 @@ MANIFEST = "manifest.json"
 # Takes the manifest's place in what has proved to be corrupt.
 _SET_ASIDE = "manifest.corrupt.json"
 # The file that holds all of a state that is no tensor.
-PLAIN = "plain.pt"
+PLAIN = "plain.pickle"
 # Where each tensor lies: DCP's account, for its tools, and the same as JSON, which is read here.
 LAYOUT = "tensors.json"
 _FORMAT = 1

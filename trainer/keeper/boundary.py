@@ -137,13 +137,12 @@ class Wish(IntEnum):
     @property
     def exit_code(self) -> int:
         """The exit code of a script that stopped for this reason."""
-        return 130 if self is Wish.INTERRUPT else 143
+        return {Wish.NONE: 0, Wish.INTERRUPT: 130}.get(self, 143)
 
     @property
     def reason(self) -> str:
         """The reason as the end of a sentence."""
         return {
-            Wish.NONE: "for no reason",
             Wish.JOIN: "for nodes that join",
             Wish.LEAVE: "as it was told to leave",
             Wish.INTERRUPT: "as it was interrupted",

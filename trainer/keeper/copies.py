@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from elaunch.trainer import link
 from elaunch.trainer.checkpoint.checkpoints import KEPT
 from elaunch.trainer.checkpoint.storage import Storage
 from elaunch.trainer.keeper.disk_copies import DiskCopies
-from elaunch.trainer.keeper.loops import Loops, loops_left
+from elaunch.trainer.keeper.loops import Loops
 from elaunch.trainer.keeper.own_state import OwnState
 from elaunch.trainer.keeper.step_copies import StepCopies
 from elaunch.trainer.memory.device_copy import GpuCopies, HostCopies
@@ -29,10 +30,6 @@ from elaunch.trainer.state.packing import NotPlain
 from elaunch.trainer.state.training_state import Training
 from elaunch.trainer.state.tree import State, cloned
 from elaunch.trainer.state.version import Version
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 # How long a part may take to be written: a first copy takes 2 s per GB, since the kernel clears its pages.
 _WRITE_S = 1.0
@@ -79,7 +76,8 @@ class Copies:
             name = f"{name}-{place.rank}" if peers.world_size == 1 < place.world_size else name
             whose = peers.rank, place.world_size
             self._node_memory = NodeMemory(Path(folder), name, layout, *whose, speaks=speaks, say=say)
-        self.loops = self._loops(Path(folder, f"{name}.left") if folder else None)
+        left = Path(folder, f"{name}.left") if folder else None
+        self.loops = Loops(left, peers, self._tell, is_restart=bool(place.generation))
         self._parts: ShardedMemory | None = None
         if training.is_in_parts and all(self._nodes):
             parts = Path(folder, f"{name}.parts")
@@ -97,14 +95,7 @@ class Copies:
         # Whether each rank waits within its commit until its node has a copy of the step.
         self.copies_in_commit = lose_at_most == 0 and self.can_rescue
         self._every = None if lose_at_most is None else max(1, lose_at_most)
-        keep = None if self._records is None else lambda version: self._keep(version) is not None
-        self.steps = StepCopies(
-            *(training, peers, self._parts, keep),
-            has_arrived=self._has_arrived,
-            settle=self.before_snapshot,
-            every=self._every,
-            say=self._say_once,
-        )
+        self.steps = StepCopies(self, training, peers, self._parts, self._every, self._say_once)
         # Whether the state was looked at once more when an optimizer had one.
         self._is_checked = False
         self._said: set[str] = set()
@@ -121,6 +112,11 @@ class Copies:
     def paces(self) -> bool:
         """Whether this rank decides when the snapshots of its node are due."""
         return self._node_memory is not None and self._node_memory.speaks
+
+    @property
+    def has_records(self) -> bool:
+        """Whether this rank's own state has a place in memory."""
+        return self._records is not None
 
     @property
     def snapshot_every(self) -> int | None:
@@ -166,7 +162,11 @@ class Copies:
             version, self.repeated = from_disk
             return version
         if decision is None:
-            self._say_nothing_is_there(done)
+            self.repeated = done
+            if self._place.generation:
+                # Without room in memory nobody knows how many steps are lost.
+                lost = f"; {repeated(done)}" if done else ""
+                self._tell(f"there is no state to restore: training begins at step 1{lost}")
             return Version(self._place.generation, 0)
         if self._parts is not None:
             place = self._peers.rank, self._peers.world_size
@@ -211,7 +211,7 @@ class Copies:
         Returns whether that replaces another state of that version, which a failure of this rank alone would have used.
         """
         if self.own.put_down(version, unless_same=unless_same, is_begun=is_begun) and version in self.steps.versions:
-            self._keep(version)
+            self.keep(version)
         return self.own.is_replaced and self._peers.world_size > 1
 
     def begun_before(self) -> tuple[int, State]:
@@ -228,7 +228,7 @@ class Copies:
     def redraw(self, version: Version) -> None:
         """Store the generators' present states with what `put_down(version)` has stored."""
         if self.own.redraw(version) and version in self.steps.versions:
-            self._keep(version)
+            self.keep(version)
 
     def done(self, version: Version) -> None:
         """Record that this rank has completed the step of `version`."""
@@ -240,7 +240,7 @@ class Copies:
         """The newest step that any worker of this node has completed."""
         return None if self._node_memory is None else self._node_memory.completed()
 
-    def _has_arrived(self) -> bool:
+    def has_arrived(self) -> bool:
         """Whether this rank need not wait in `before_snapshot`, and knows of nothing that the last snapshot lacks."""
         is_there = self._mirror is None or self._mirror.has_arrived
         return self._newest is None or (self._is_kept and is_there)
@@ -275,7 +275,7 @@ class Copies:
             self._full = version
             return
         spare = self._spare
-        record = self._keep(version)
+        record = self.keep(version)
         if self._parts is not None or self._training.has_large:
             self._newest = version
         self._is_kept = record is not None
@@ -314,8 +314,8 @@ class Copies:
             self._parts.drop_newer(self.verified or Version(-1, 0))
         drop_newer(self.verified or Version(-1, 0), self._node_memory, self._peers)
 
-    def _keep(self, version: Version) -> Tensor | None:
-        """Store this rank's own state with the large part; None if there is no room for it."""
+    def keep(self, version: Version) -> Tensor | None:
+        """Store this rank's own state with the large part; None if there is no memory, or no room, for it."""
         if self._records is None:
             return None
         try:
@@ -420,13 +420,6 @@ class Copies:
             self._parts.close()
         self.disk.close()
 
-    def _loops(self, path: Path | None) -> Loops:
-        found: dict[int, int] = {}
-        if self._place.generation:
-            for its in self._peers.from_all({} if path is None else loops_left(path)):
-                found |= its
-        return Loops(path, found, self._tell)
-
     def _mirrored(self) -> Mirror | None:
         """The mirror that sends records to a second node; None if there is no second node or no memory."""
         node_memory, nodes = self._node_memory, self._nodes
@@ -435,13 +428,6 @@ class Copies:
         lost = "the communication hook" if self._training.has_large else "the random state of its ranks"
         loss = f"if a node is lost, {lost} begins anew"
         return Mirror(self._peers, nodes, lambda rank: node_memory.records(rank).mirrored, self._say_once, loss=loss)
-
-    def _say_nothing_is_there(self, done: int) -> None:
-        self.repeated = done
-        if self._place.generation:
-            # Without room in memory nobody knows how many steps are lost.
-            lost = f"; {repeated(done)}" if done else ""
-            self._tell(f"there is no state to restore: training begins at step 1{lost}")
 
     def _say_once(self, text: str) -> None:
         if text not in self._said:

@@ -6,16 +6,19 @@ import contextlib
 import functools
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from elaunch.trainer import link
+from elaunch.trainer.checkpoint.claim import UNNAMED
 from elaunch.trainer.keeper.unkept import NODES_MAX, Unkept, is_a, memory_of, reach
 from elaunch.trainer.keeper.values import digest, named
 from elaunch.trainer.ranks.peers import Peers
@@ -60,6 +63,31 @@ def entered(name: str, memory: str, checkpoints: str) -> Iterator[None]:
         _held()[key] = "left"
     if not memory:
         del _held()[keys[0]]
+
+
+def of_before(old: Mapping[str, int | None], lose_at_most: int | None) -> int | None:
+    """What options mean that `lose_at_most` has replaced. Raises TypeError for others."""
+    for option, value in old.items():
+        if option not in ("snapshot_every", "copy_every", "stop_every"):
+            raise TypeError(f"Keeper has no option {option!r}")
+        if option != "stop_every" and lose_at_most is None and value is not None:
+            lose_at_most = value if value != 1 else 0
+        text = f"lose_at_most={lose_at_most} has the place of {option}={value}: the steps that a failure may take back"
+        warnings.warn(text, FutureWarning, stacklevel=3)
+    return lose_at_most
+
+
+def require_group(world_size: int, name: str) -> None:
+    """Raise ValueError for one of several workers that has no process group, and whose Keeper is not named."""
+    if world_size > 1 and name == UNNAMED and not (dist.is_available() and dist.is_initialized()):
+        refused = (
+            f"this job has {world_size} workers, and this one has no process group: each would train and keep a model "
+            "for itself. Call torch.distributed.init_process_group() before the Keeper, or start one worker "
+            "(--nproc-per-node 1). If this process is to be alone, as a parameter server, give its Keeper a name= of "
+            "its own, and checkpoints= that no other has"
+        )
+        link.refuse(refused)
+        raise ValueError(refused)
 
 
 def is_alone() -> bool:

@@ -7,7 +7,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from types import TracebackType
 
 from torch import nn
 
@@ -245,8 +244,6 @@ class GuardedState:
                 self._left.commit_ended()
                 self._longest_s = max(self._longest_s, time.monotonic() - self._begun_s)
                 self._copies.done(self.version)
-                if self._rehearsal is not None:
-                    self._rehearsal.committed()
                 link.report(self.version.step)
         finally:
             self.is_changing = self._is_put_down = False
@@ -359,26 +356,8 @@ class GuardedState:
         The other worker may be dead, and then its step would be lost.
         """
         end_s = time.monotonic() + _ARRIVAL_S
-        while self._is_behind() and time.monotonic() < end_s:
+        while self._is_whole and not self._training.is_in_parts and time.monotonic() < end_s:
+            newest = self._copies.newest_done()
+            if newest is None or newest <= max(self.version, Version(self._generation, 0)):
+                return
             time.sleep(_LOOK_S)
-
-    def _is_behind(self) -> bool:
-        newest = self._copies.newest_done() if self._is_whole and not self._training.is_in_parts else None
-        return newest is not None and newest > max(self.version, Version(self._generation, 0))
-
-
-class Commit:
-    """The block of `Keeper.commit`; `committed` is called at its end, if nothing was raised in it."""
-
-    def __init__(self, state: GuardedState, committed: Callable[[], object]) -> None:
-        self._state, self._committed = state, committed
-
-    def __enter__(self) -> None:
-        self._state.begin()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
-        self._state.end(is_whole=kind is None)
-        if kind is None:
-            self._committed()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -15,7 +14,7 @@ from torch.optim import Optimizer
 
 from elaunch.trainer.state.model_state import hook_after_forward, unwrap
 from elaunch.trainer.state.training_state import Training
-from elaunch.trainer.state.tree import is_shard
+from elaunch.trainer.state.tree import is_shard, some, tensors_in
 
 if TYPE_CHECKING:
     from elaunch.trainer.keeper.guarded_state import GuardedState
@@ -43,8 +42,7 @@ def hook_backward(
     def after_forward(module: nn.Module, inputs: object, outputs: object) -> None:
         if not inner.training:
             return
-        tensors = (outputs,) if isinstance(outputs, Tensor) else _tensors(outputs)
-        if found := [tensor for tensor in tensors if tensor.grad_fn is not None]:
+        if found := [tensor for _, tensor in tensors_in(outputs) if tensor.grad_fn is not None]:
             if len(found) == 1:
                 # A hook for several takes several times as long.
                 found[0].register_hook(reached)  # type: ignore[no-untyped-call]
@@ -68,19 +66,6 @@ def hook_backward(
             handle.remove()
 
     return remove
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """All tensors in what a forward pass returned: DDP finds those in dictionaries, sequences and dataclasses too."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        yield from _tensors([*value.values()])
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
-    elif is_dataclass(value):
-        yield from _tensors([getattr(value, field.name) for field in fields(value)])
 
 
 # A hook for each parameter costs time. After these commits a few are enough to see that accumulation begins later.
@@ -110,13 +95,12 @@ class LeftGradients:
     def commit_begins(self, step: int) -> str:
         """A sentence about the gradients that the commit before `step` has left; "" if there are none."""
         self._left = {}
-        names = [self._name_of(parameter) for parameter, is_used in self._found if is_used]
+        names = [f"`{self._name_of(parameter)}`" for parameter, is_used in self._found if is_used]
         self._found = []
         if not names:
             return ""
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         return (
-            f"the gradients of `{names[0]}`{more} were still there after the commit of step {step - 1}, and the "
+            f"the gradients of {some(names, 1)} were still there after the commit of step {step - 1}, and the "
             f"backward pass of step {step} has added to them: a gradient that lives across a commit is not kept, and a "
             "failure would lose it. Let one step of the Keeper be all backward passes up to optimizer.step(), with one "
             "commit after them, and call optimizer.zero_grad() in the commit or before the next backward pass"

@@ -17,7 +17,6 @@ import os
 import re
 import sys
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -26,7 +25,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
 from elaunch.trainer import link
@@ -36,8 +34,8 @@ from elaunch.trainer.checkpoint.storage import storage_at
 from elaunch.trainer.keeper.boundary import EVEN, Boundary, LookAround, Stopped, StopRequest, Wish, free_signals
 from elaunch.trainer.keeper.copies import Copies
 from elaunch.trainer.keeper.disk_copies import NotDurable, require_durable
-from elaunch.trainer.keeper.door import Door, entered, is_alone
-from elaunch.trainer.keeper.guarded_state import Commit, GroupWatch, GuardedState
+from elaunch.trainer.keeper.door import Door, entered, is_alone, of_before, require_group
+from elaunch.trainer.keeper.guarded_state import GroupWatch, GuardedState
 from elaunch.trainer.keeper.hooks import OptimizerHooks, hook_backward
 from elaunch.trainer.keeper.rehearsal import VARIABLE, Rehearsal
 from elaunch.trainer.keeper.verification import Verification
@@ -91,8 +89,7 @@ class Keeper:
         say: Callable[[str], None] | None = None,
         **old: int | None,
     ) -> None:
-        if old:
-            lose_at_most = _of_before(old, lose_at_most)
+        lose_at_most = of_before(old, lose_at_most)
         counts = {"checkpoint_every": (checkpoint_every, 1), "keep": (keep, 1), "verify_every": (verify_every, 1)}
         for option, (count, least) in {**counts, "lose_at_most": (lose_at_most, 0)}.items():
             if count is None and option in ("verify_every", "lose_at_most"):
@@ -114,8 +111,7 @@ class Keeper:
         self._warm_up, self._name, self._say = warm_up, name, say or _to_stderr
         self._pid = os.getpid()
         self._state = GuardedState(self._training, self._place.generation, self._rehearsal)
-        self._has_stopped = False
-        self._is_entered = self._is_open = False
+        self._has_stopped = self._is_entered = self._is_open = False
         self._begun_step = -1
         # The random states at the end of the last complete step, and whether they were restored and not yet set.
         self._random: dict[str, Any] = {}
@@ -137,7 +133,7 @@ class Keeper:
     def __enter__(self) -> Keeper:
         with ExitStack() as stack:
             memory, storage = os.environ.get("ELAUNCH_MEMORY", ""), self._storage
-            self._require_group()
+            require_group(self._place.world_size, self._name)
             stack.enter_context(entered(self._name, memory, "" if storage is None else str(storage)))
             self._peers = Peers()
             self._signals = stack.enter_context(StopRequest(signals=free_signals()))
@@ -170,10 +166,8 @@ class Keeper:
                 is_others=self._is_open,
             )
             self._state.restored(self._copies, version, self._boundary.report, self._say)
-            self._verification = Verification(
-                self._training, self._peers, self._copies, version, self._verify_every, self._checkpoint_every
-            )
             every = self._checkpoint_every, self._verify_every
+            self._verification = Verification(self._training, self._peers, self._copies, version, *every)
             self._around = LookAround(self._boundary, self._state, self._copies, self._verification, *every)
             link.mark("restored")
             self._state.before_commit, self._state.is_looked_at = self._door.commit_begins, self._around.is_next
@@ -183,22 +177,11 @@ class Keeper:
             for model in self._training.models:
                 stack.callback(hook_backward(model, partial(self._before_sums, model), self._sums_end))
             if self._rehearsal is not None:
-                self._rehearsal.attach(self._training, stack)
+                self._rehearsal.attach(self._training, lambda: self.step, stack)
             stack.push(self._leave)
             self._stack = stack.pop_all()
         self._is_entered = True
         return self
-
-    def _require_group(self) -> None:
-        if self._place.world_size > 1 and self._name == UNNAMED and not (dist.is_available() and dist.is_initialized()):
-            refused = (
-                f"this job has {self._place.world_size} workers, and this one has no process group: each would train "
-                "and keep a model for itself. Call torch.distributed.init_process_group() before the Keeper, or start "
-                "one worker (--nproc-per-node 1). If this process is to be alone, as a parameter server, give its "
-                "Keeper a name= of its own, and checkpoints= that no other has"
-            )
-            link.refuse(refused)
-            raise ValueError(refused)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
@@ -329,20 +312,15 @@ class Keeper:
             self._door.look(step)
             try:
                 if is_over:
-                    self._end_rehearsal()
+                    # No rank is gone before all have done the step.
+                    self._peers.largest([0])
+                    self._has_stopped = True
+                    raise Stopped(Wish.NONE)
                 self._stop_for(self._around.look())
             except Stopped as stopped:
                 if self._is_open:
                     self.close(stopped)
                 raise
-
-    def _end_rehearsal(self) -> None:
-        # No rank is gone before all have done the step.
-        self._peers.largest([0])
-        self._has_stopped = True
-        stopped = Stopped(Wish.NONE)
-        stopped.code = 0
-        raise stopped
 
     def restore_random(self) -> None:
         """After a restore, set the random states to those at the end of the restored step, once.
@@ -388,12 +366,20 @@ class Keeper:
         if self._total is not None and not self._training.random.aside and is_alone():
             self._training.random.step_aside(self._copies.own.of(version)["random"], version.step)
 
-    def commit(self) -> Commit:
+    @contextlib.contextmanager
+    def commit(self) -> Iterator[None]:
         """Everything that changes the state at the end of a step goes into this block, but no collective of yours.
 
         On a GPU it first waits until the gradients are complete.
         """
-        return Commit(self._state, self._committed)
+        self._state.begin()
+        try:
+            yield
+        except BaseException:
+            self._state.end(is_whole=False)
+            raise
+        self._state.end()
+        self._committed()
 
     @property
     def is_committing(self) -> bool:
@@ -503,18 +489,6 @@ class Keeper:
             again = self._copies.disk.where_to_go_on(self.step) if wish is not Wish.JOIN else ""
             self._say(f"stopped after step {self.step}, {wish.reason}{again}")
         raise Stopped(wish)
-
-
-def _of_before(old: dict[str, int | None], lose_at_most: int | None) -> int | None:
-    """What the options of earlier releases mean. Raises TypeError for others."""
-    for option, value in old.items():
-        if option not in ("snapshot_every", "copy_every", "stop_every"):
-            raise TypeError(f"Keeper has no option {option!r}")
-        if option != "stop_every" and lose_at_most is None and value is not None:
-            lose_at_most = value if value != 1 else 0
-        text = f"lose_at_most={lose_at_most} has the place of {option}={value}: the steps that a failure may take back"
-        warnings.warn(text, FutureWarning, stacklevel=3)
-    return lose_at_most
 
 
 def _is_count(value: Any, least: int) -> bool:

@@ -5,20 +5,25 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
+
+from elaunch.trainer.ranks.peers import Peers
 
 
 class Loops:
     """The loops of this process, each named by the step that it counts up to.
 
-    `path` lists the loops that were left, in the node's memory; None without such a memory. `found` are those that the
-    job's earlier workers left, each with the step after which that was. `tell` takes a sentence from one rank.
+    `path` lists the loops that were left, each with the step after which that was, in the node's memory; None without
+    such a memory. After a restart all ranks create it together. `tell` takes a sentence from one rank.
     """
 
-    def __init__(self, path: Path | None, found: Mapping[int, int], tell: Callable[[str], object]) -> None:
+    def __init__(self, path: Path | None, peers: Peers, tell: Callable[[str], object], *, is_restart: bool) -> None:
         self._path, self._tell = path, tell
-        self._left, self._to_leave = dict(found), dict(found)
+        self._left: dict[int, int] = {}
+        for its in peers.from_all(self._read()) if is_restart else ():
+            self._left |= its
+        self._to_leave = dict(self._left)
         # The step that the loops of this process have come to.
         self._come_to = -1
         self._is_leaving = False
@@ -65,6 +70,12 @@ class Loops:
             self._write()
         self._is_leaving = False
 
+    def _read(self) -> dict[int, int]:
+        with contextlib.suppress(OSError, ValueError):
+            if self._path is not None:
+                return {int(total): step for total, step in json.loads(self._path.read_text()).items()}
+        return {}
+
     def _write(self) -> None:
         # Without room for so little there is no state to restore either.
         with contextlib.suppress(OSError):
@@ -72,10 +83,3 @@ class Loops:
                 new = self._path.with_name(f"{self._path.name}-{os.getpid()}")
                 new.write_text(json.dumps(self._left))
                 new.replace(self._path)
-
-
-def loops_left(path: Path) -> dict[int, int]:
-    """The loops that the workers of this node have left."""
-    with contextlib.suppress(OSError, ValueError):
-        return {int(total): step for total, step in json.loads(path.read_text()).items()}
-    return {}

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.cuda import is_current_stream_capturing
 
 from elaunch.trainer.state.live_tensors import LiveTensors
-from elaunch.trainer.state.tree import equal
+from elaunch.trainer.state.tree import equal, some
 
 # torch counts the changes of a tensor. `tensor.data = other` counts nothing, and gives the tensor other memory. A
 # change through `tensor.data` (`tensor.data.copy_(average)`) does neither: so some values of some weights are compared.
@@ -143,9 +143,7 @@ class OutsideChanges:
         changed = [t for t in now if id(t) not in known or known[id(t)] != [t._version, t.data_ptr()]]
         if not changed:
             return "the state of an optimizer, or the number of tensors in `extra`,"
-        names = list(dict.fromkeys(map(self._live.name_of, changed)))
-        more = f" (and {len(names) - 1} more tensors)" if len(names) > 1 else ""
-        return f"`{names[0]}`{more}"
+        return some((f"`{name}`" for name in dict.fromkeys(map(self._live.name_of, changed))), 1)
 
 
 def _sample(place: tuple[Tensor, int, int]) -> bytes | Tensor:

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from itertools import chain, islice
 from pathlib import Path
@@ -35,16 +35,16 @@ class Rehearsal:
         self._asked, self._kept = json.loads(environ[VARIABLE]), [*kept.values()]
         self._rank, self._name, self._folder = place.rank, name, Path(self._asked["folder"])
         self._dies = not place.generation and place.rank in self._asked["ranks"]
-        self._step, self._is_after_step, self._losses = 0, True, list[str]()
+        self._step, self._losses = 0, list[str]()
         self._seen: dict[str, Any] = defaultdict(hashlib.sha256)
 
     def checkpoints(self, given: Any, every: int) -> tuple[Any, int]:
         """Where checkpoints go instead, and how often: so that a new agent finds one."""
         return given and self._folder / f"checkpoints-{self._name}", min(every, max(1, self._asked["steps"] // 4))
 
-    def attach(self, training: Training, stack: ExitStack) -> None:
-        """The state is restored: watch the passes until `stack` is left."""
-        self._training = training
+    def attach(self, training: Training, completed: Callable[[], int], stack: ExitStack) -> None:
+        """The state is restored: watch the passes until `stack` is left. `completed` is the last complete step."""
+        self._training, self._completed = training, completed
         for model in training.models:
             # A program may evaluate what is in the wrapper.
             inner = getattr(model, "module", model)
@@ -53,7 +53,7 @@ class Rehearsal:
         original: Any = torch.autograd.backward
 
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            for each in tensors_in([tensors]):
+            for _, each in tensors_in([tensors]):
                 self._losses.append(repr(each.tolist()) if each.numel() == 1 else digest(each))
             original(tensors, *args, **kwargs)
             self._die("backward")
@@ -81,7 +81,7 @@ class Rehearsal:
         values = {name: digest(its) for name, its in facts.items() if its is not None} | self._beside(own)
         with (self._folder / f"{self._name}.{self._rank}.jsonl").open("a") as file:
             file.write(json.dumps({"step": step, "pid": os.getpid(), "facts": values}) + "\n")
-        self._is_after_step, self._losses = False, []
+        self._losses = []
         self._seen.clear()
         return step > int(self._asked["steps"])
 
@@ -102,10 +102,6 @@ class Rehearsal:
         """All changes of the step are made, and the commit has not ended."""
         self._die("commit")
 
-    def committed(self) -> None:
-        """The step is complete."""
-        self._is_after_step = True
-
     def _before_forward(self, module: nn.Module, args: object, kwargs: object) -> None:
         self._note(module, [args, kwargs])
 
@@ -115,8 +111,8 @@ class Rehearsal:
             self._die("evaluation")
 
     def _note(self, module: nn.Module, values: object) -> None:
-        name = "the evaluation after it" if self._is_after_step else "the evaluation"
-        parts = [part for each in tensors_in(values) for part in local_parts(each)]
+        name = "the evaluation after it" if self._completed() >= self._step else "the evaluation"
+        parts = [part for _, each in tensors_in(values) for part in local_parts(each)]
         self._seen["the samples" if module.training else name].update(tensors_sha256(parts).encode())
 
     def _die(self, at: str) -> None:

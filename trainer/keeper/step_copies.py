@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from elaunch.trainer.keeper.sync_schedule import COPY_SHARE, Pace
 from elaunch.trainer.memory.sharded import ShardedMemory
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state.training_state import Training
 from elaunch.trainer.state.version import Version
+
+if TYPE_CHECKING:
+    from elaunch.trainer.keeper.copies import Copies
 
 # The first copies take new memory from the kernel, which takes several times as long.
 _FRESH = 4
@@ -18,28 +22,22 @@ _FRESH = 4
 class StepCopies:
     """Copies of this rank's part of a state in parts, or of the state of its communication hook, in its node's memory.
 
-    `parts` holds the pieces of a state in parts. `keep` stores this rank's own state, and returns whether it is stored.
-    `has_arrived` says whether all of the last snapshot that this rank is to keep is there. If that is so on all ranks,
-    `settle` makes it the one that no copy overwrites.
-    `every` is the number of steps between two copies; None keeps their cost under 1 % of the time. All ranks copy the
-    same steps, and none is sent to another node: snapshots are.
+    `parts` holds the pieces of a state in parts. `every` is the number of steps between two copies; None keeps their
+    cost under 1 % of the time. All ranks copy the same steps, and none is sent to another node: snapshots are.
     """
 
     def __init__(
         self,
+        copies: Copies,
         training: Training,
         peers: Peers,
         parts: ShardedMemory | None,
-        keep: Callable[[Version], bool] | None,
-        *,
-        has_arrived: Callable[[], bool],
-        settle: Callable[[], None],
         every: int | None,
         say: Callable[[str], None],
     ) -> None:
-        self._training, self._peers, self._parts, self._say = training, peers, parts, say
-        self._keep = keep if parts is not None or training.has_large else None
-        self._has_arrived, self._settle = has_arrived, settle
+        self._copies, self._training, self._peers, self._parts, self._say = copies, training, peers, parts, say
+        # Whether there is a state of which each step is copied.
+        self._has_any = copies.has_records and (parts is not None or training.has_large)
         self.pace, self._measures = Pace(every, 0, _FRESH, COPY_SHARE), every is None
         # The newest two. All ranks have these copies of a communication hook's state.
         self.versions: list[Version] = []
@@ -53,7 +51,7 @@ class StepCopies:
     @property
     def every(self) -> int:
         """Steps between two copies; 0 if there are none."""
-        if self.is_off or self._has_failed or self._keep is None or (self._parts is None and self.pace.every > 1):
+        if self.is_off or self._has_failed or not self._has_any or (self._parts is None and self.pace.every > 1):
             return 0
         return self.pace.every
 
@@ -82,19 +80,19 @@ class StepCopies:
         Returns False if a rank could not. No rank changes the parameters before all ranks have this copy. So a survivor
         has the parameters that belong to it, or to the copy before.
         """
-        if self._keep is None or self._parts is not None:
+        if not self._has_any or self._parts is not None:
             return True
         begun_s = time.monotonic()
-        is_kept = self._keep(version)
+        is_kept = self._copies.keep(version) is not None
         took_s = time.monotonic() - begun_s
-        lacks, waits = self._peers.largest([int(not is_kept), int(not self._has_arrived())])
+        lacks, waits = self._peers.largest([int(not is_kept), int(not self._copies.has_arrived())])
         self._has_failed = bool(lacks)
         if self._has_failed:
             return False
         if not waits:
             # A survivor saves the parameters of a copied step in place of the older snapshot. If a node dies, its copy
             # of that step is gone, and the newer snapshot counts.
-            self._settle()
+            self._copies.before_snapshot()
         self._has_copied(version, took_s)
         return True
 
@@ -104,10 +102,10 @@ class StepCopies:
         Returns False if a rank could not. No rank has completed the step before all ranks have this copy. So no step is
         complete that a dead rank lacks.
         """
-        if self._keep is None or self._parts is None:
+        if not self._has_any or self._parts is None:
             return True
         begun_s = time.monotonic()
-        live = self._training.live() if self._keep(version) else None
+        live = self._training.live() if self._copies.keep(version) is not None else None
         small = self._training.small()
         took_s = time.monotonic() - begun_s
         if not self._parts.copy(version.step, small, live):

@@ -17,7 +17,7 @@ from elaunch.trainer.keeper.guarded_state import GuardedState
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state.model_state import is_fsdp1
 from elaunch.trainer.state.training_state import Training
-from elaunch.trainer.state.tree import digests, total
+from elaunch.trainer.state.tree import digests, some
 from elaunch.trainer.state.version import Version
 
 # The differing rank fails first: its failure is the one that is told, and that counts against its node.
@@ -53,8 +53,8 @@ class Verification:
         peers: Peers,
         copies: Copies,
         version: Version,
-        every: int | None,
         checkpoint_every: int,
+        every: int | None,
     ) -> None:
         self._training, self._peers, self._copies = training, peers, copies
         self._is_off = every is None or peers.world_size == 1
@@ -92,7 +92,8 @@ class Verification:
         holds = [(name, str(tensor.dtype), tuple(tensor.shape), part) for name, (tensor, part) in tensors.items()]
         # All ranks have the same tensors of a replicated state, or something is wrong.
         held = hashlib.sha256(repr(holds).encode()).hexdigest() if self._training.is_in_parts else ""
-        told = self._peers.from_all(Told(socket.gethostname(), held, total(found)))
+        values = hashlib.sha256(repr([*found.items()]).encode()).hexdigest()
+        told = self._peers.from_all(Told(socket.gethostname(), held, values))
         wrong = differing(told)
         if wrong:
             # First: a rescue must not keep this state.
@@ -142,7 +143,7 @@ def sentence(
     other = next(other for other in right or alike if told[other].values != told[rank].values)
     # One of them may not even have a tensor of that name.
     names = [name for name in {**found[rank], **found[other]} if found[rank].get(name) != found[other].get(name)]
-    what = f"`{names[0]}`" + (f" (and {len(names) - 1} more tensors)" if len(names) > 1 else "")
+    what = some((f"`{name}`" for name in names), 1)
     if right:
         whom = f"the other {len(right)} ranks'" if len(right) > 1 else f"rank {right[0]}'s"
         which = f"rank {rank}'s copy of {what} on {told[rank].host} differs from {whom}"

@@ -36,7 +36,7 @@ def take_over(
         training.load_own(own, only_buffers=decision.records[peers.rank].of_rank != peers.rank)
     older = transfer.own(decision.older)
     if older is not None:
-        training.load_random(older)
+        training.load_random(older, is_older=True)
     drop_newer(decision.version, node_memory, peers)
 
 

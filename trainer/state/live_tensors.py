@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from elaunch.trainer.state.packing import NotPlain, require_dense
-from elaunch.trainer.state.tree import is_shard, local_parts
+from elaunch.trainer.state.tree import is_shard, local_parts, tensors_in
 
 
 class LiveTensors:
@@ -42,7 +42,7 @@ class LiveTensors:
             [*self._parameters] if self._are_plain else [part for one in self._parameters for part in _parts(one)]
         )
         for nest in self._nests:
-            found += [part for _, value in _nested("", nest) if not value.is_inference() for part in _parts(value)]
+            found += [part for _, value in tensors_in(nest) if not value.is_inference() for part in _parts(value)]
         states = chain.from_iterable(one.state.values() for one in self._optimizers) if optimizers else ()
         values = [value for its in states if type(its) is dict for value in its.values() if isinstance(value, Tensor)]
         found += [part for value in values for part in _parts(value) if not value.is_inference()]
@@ -85,22 +85,11 @@ class LiveTensors:
                     if isinstance(value, Tensor):
                         yield f"{names.get(id(parameter), parameter)!s:.200}: {key} of {whose}", value
         for number, nest in enumerate(self._nests):
-            yield from _nested(f"extra.{number}", nest)
+            yield from tensors_in(nest, f"extra.{number}")
 
     def name_of(self, tensor: Tensor) -> str:
         """The name of one of them; "" for a tensor that is not there any more."""
         return next((name for name, value in self.named() if any(part is tensor for part in _parts(value))), "")
-
-
-def _nested(path: str, value: object) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
-        yield path, value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from _nested(f"{path}.{key}", item)
-    elif isinstance(value, list | tuple):
-        for number, item in enumerate(value):
-            yield from _nested(f"{path}.{number}", item)
 
 
 def _parts(tensor: Any) -> list[Tensor]:

@@ -200,12 +200,8 @@ def _passes_of(wrapper: DistributedDataParallel) -> int:
 
 def moments_of(optimizer: Any) -> list[Any]:
     """Every value that the optimizer keeps for a parameter on this rank, except None."""
-    return [value for held in _inner(optimizer).state.values() for value in held.values() if value is not None]
-
-
-def _inner(optimizer: Any) -> Any:
-    """The optimizer that has the state on this rank."""
-    return optimizer.optim if is_zero(optimizer) else optimizer
+    states = (optimizer.optim if is_zero(optimizer) else optimizer).state.values()
+    return [value for held in states for value in held.values() if value is not None]
 
 
 def _put(model: nn.Module, optimizers: Sequence[Optimizer], weights: Any, moments: Any) -> None:

@@ -1,4 +1,4 @@
-"""Nested training state as a skeleton of plain values and boxes of tensors, for a region of memory.
+"""Nested training state as a skeleton of plain values and boxes of tensors, for a region of memory or a checkpoint.
 
 The skeleton is a pickle in which a tensor is a reference: its type, its shape, and for each box of it that this rank
 has, where the box lies in the tensor and where its bytes are. A tensor that is not distributed is one box, which covers
@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from elaunch.trainer.state.pickles import require_shallow_value, scan
 from elaunch.trainer.state.region import PAGE, Header, Packed, data_of, skeleton_of, up, view
-from elaunch.trainer.state.tree import PerRank, is_numpy_scalar, numpy_scalar
+from elaunch.trainer.state.tree import Path, PerRank, Tree, is_numpy_scalar, numpy_scalar
 
 _ALIGNMENT = 64
 _PLAIN: dict[tuple[str, str], Any] = {
@@ -140,6 +141,24 @@ def describe(skeleton: bytes, data_length: int) -> list[Any]:
 def values(skeleton: bytes) -> Any:
     """The first nest with None in the place of each tensor. Raises UnpicklingError or ValueError if it is not valid."""
     return _load(skeleton, lambda *_: None)[0]
+
+
+def pack_plain(tree: Tree) -> bytes:
+    """The plain values of a state and the places of its tensors, for `unpack_plain`."""
+    held = {"plain": tree.plain, "tensors": tree.common(), "per_rank": list(tree.per_rank)}
+    return pack(held).skeleton
+
+
+def unpack_plain(content: bytes | bytearray) -> tuple[Any, dict[str, Path], list[Path]]:
+    """What `pack_plain` was given: plain values, paths of tensors by name, paths of PerRanks.
+
+    Anybody may have written it: raises UnpicklingError or ValueError for what is nothing of the kind.
+    """
+    scan(content)
+    held = values(bytes(content))
+    # Each value takes a byte at least where it is not one that was there before.
+    require_shallow_value(held, 4 * len(content))
+    return held["plain"], held["tensors"], held["per_rank"]
 
 
 def _load(skeleton: bytes, place: Place) -> list[Any]:

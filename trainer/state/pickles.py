@@ -1,4 +1,4 @@
-"""Files of torch.save that nest without end are refused before torch reads them.
+"""Pickles that nest without end, as in files of torch.save, are refused before anything reads them.
 
 `torch.load(weights_only=True)` runs no code, but it takes the hash of a tuple that is a key. Python computes that with
 a call for each tuple in the tuple and no limit: some 100,000 of them overflow the stack, and a few, each of which holds
@@ -19,7 +19,7 @@ _ZIP = b"PK\x03\x04"
 # With fewer tuples than this of more than one item, nothing can take long.
 _FEW_TUPLES, _SHORT_BYTES = 20, 2000
 _PAIRS = (pickle.TUPLE2, pickle.TUPLE3, pickle.TUPLE)
-# What torch.save and DCP write.
+# What torch.save, DCP and `packing` write.
 _KNOWN = """
     ADDITEMS APPEND APPENDS BINBYTES BINFLOAT BINGET BININT BININT1 BININT2 BINPERSID BINPUT BINUNICODE BINUNICODE8
     BUILD EMPTY_DICT EMPTY_LIST EMPTY_SET EMPTY_TUPLE FRAME GLOBAL LONG1 LONG_BINGET LONG_BINPUT MARK MEMOIZE NEWFALSE
@@ -43,7 +43,7 @@ def require_shallow(file: IO[bytes]) -> None:
         reader: Any = torch._C.PyTorchFileReader(file)
         content: bytes = reader.get_record("data.pkl")
         if len(content) > _SHORT_BYTES or sum(map(content.count, _PAIRS)) > _FEW_TUPLES:
-            scan(io.BytesIO(content))
+            scan(content)
     else:
         raise pickle.UnpicklingError("it is no file of torch.save")
     file.seek(start)
@@ -66,22 +66,20 @@ def require_shallow_value(value: object, nodes_max: int) -> None:
         open_ones += [(item, depth + 1) for item in items if isinstance(item, dict | list | tuple)]
 
 
-def scan(file: IO[bytes]) -> None:
-    """Read a pickle to its end. Raises pickle.UnpicklingError if it nests too deeply, or is none."""
+def scan(content: bytes | bytearray) -> None:
+    """Raise pickle.UnpicklingError if `content` nests too deeply, or is not one pickle."""
     try:
-        _scan(file)
+        _scan(content)
     except (IndexError, KeyError, ValueError) as error:
         raise pickle.UnpicklingError("it is no pickle, or a torn one") from error
 
 
-def _scan(file: IO[bytes]) -> None:
+def _scan(content: bytes | bytearray) -> None:
     stack: list[_Nested] = []
     marks: list[int] = []
     memo: dict[int, _Nested] = {}
-    begin = file.tell()
-    known = set(_KNOWN.split())
-    size_max = file.seek(0, io.SEEK_END) - begin
-    file.seek(begin)
+    known, size_max = set(_KNOWN.split()), len(content)
+    file = io.BytesIO(content)
     argument: Any
     for op, argument, _ in pickletools.genops(file):
         name = op.name
@@ -112,6 +110,8 @@ def _scan(file: IO[bytes]) -> None:
                 raise IndexError(name)
             del stack[len(stack) - len(taken) :]
             stack += [(0, 0)] * len(op.stack_after)
+    if file.read(1):
+        raise ValueError("something follows it")
 
 
 def _tuple_of(items: list[_Nested], size_max: int) -> _Nested:

@@ -234,7 +234,7 @@ class Settings:
         self._added = {}
 
     def load(self, state: State) -> None:
-        """Set `requires_grad` and `training` as in a state; one of an earlier release has none."""
+        """Set `requires_grad` and `training` as in a state; one of ranks with different models has none."""
         if "frozen" not in (saved := state.get("settings", {})):
             return
         frozen, evaluating = set(saved["frozen"]), set(saved["evaluating"])

@@ -264,7 +264,7 @@ class Training:
             for _ in range(passes):
                 one_pass()
             self._buffers.put(before, all_of_them=True)
-            self._load_own(before)
+            self.load_random(before)
             self._buffers.note()
         for model in self.models:
             model.zero_grad(set_to_none=True)
@@ -300,20 +300,15 @@ class Training:
             # That rank has died before it came to the end of the commit. Others have what the commit has changed.
             self._buffers.put({"buffers": {}, **self.of_commit})
         if not only_buffers:
-            self._load_own(state)
+            self.load_random(state)
 
-    def _load_own(self, state: State) -> None:
+    def load_random(self, state: State, *, is_older: bool = False) -> None:
+        """Load a rank's own state but its buffers; it is copied. `is_older` if it is that of an earlier step."""
         rng_state.apply(state["random"], self.device)
         if self._hook is not None and "hook" in state:
             self._hook.load_state_dict(cloned(state["hook"], self.device))
         if self.per_rank is not None and "per_rank" in state:
-            self.per_rank.load_state_dict(cloned(state["per_rank"]))
-
-    def load_random(self, state: State) -> None:
-        """Load only the random states, and those of the `per_rank` objects, from an earlier step."""
-        rng_state.apply(state["random"], self.device)
-        if self.per_rank is not None and "per_rank" in state:
-            self.per_rank.load_state_dict(cloned(state["per_rank"]), is_older=True)
+            self.per_rank.load_state_dict(cloned(state["per_rank"]), is_older=is_older)
 
     def whole(self, own: Mapping[str, Sequence[State]]) -> State:
         """The whole state for a checkpoint, with `random`, `per_rank` and `own_buffers` of all ranks.
@@ -367,7 +362,7 @@ class Training:
         return found
 
     def _load_rest(self, state: State) -> None:
-        """Load the parts that exist: a checkpoint of an earlier release has only model and optimizer."""
+        """Load the parts that are there; they are copied."""
         # A program's first `extra` may be the live `model.state_dict()`, for which it puts copies later.
         tensors = [part for each in (*self.model.parameters(), *self.model.buffers()) for part in local_parts(each)]
         spare = {each.untyped_storage().data_ptr() for each in tensors if each.numel()}

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from elaunch.trainer.state.pickles import require_shallow, require_shallow_value
 
 State = dict[str, Any]
 # The entry of a state with the classes and group sizes of its optimizers.
 OPTIMIZERS = "optimizers_are"
 Path = tuple[str | int, ...]
 
-# The types that torch.load(weights_only=True) reads back. Exact types: numpy's float64 is a float, but not one of them.
-# `pack` stores numpy's scalars beside them.
+# Exact types: numpy's float64 is a float, but not one of them.
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, Counter)
 
 
@@ -143,48 +139,6 @@ def rebuild(plain: Any, leaves: Mapping[Path, object]) -> Any:
     return build(plain, ())
 
 
-def pack(tree: Tree) -> bytes:
-    """The plain values and the places of the tensors, for `unpack`."""
-    content, numpys = io.BytesIO(), list[tuple[Path, str, bytes]]()
-    plain = _without_numpy(tree.plain, (), numpys)
-    held = {"plain": plain, "tensors": tree.common(), "per_rank": list(tree.per_rank), "numpy": numpys}
-    torch.save(held, content)
-    return content.getvalue()
-
-
-def unpack(content: bytes | bytearray) -> tuple[Any, dict[str, Path], list[Path]]:
-    """What `pack` was given: plain values, paths of tensors by name, paths of PerRanks. Runs no code from it.
-
-    Raises pickle.UnpicklingError, and what else torch raises, for what is nothing of the kind.
-    """
-    file = io.BytesIO(content)
-    require_shallow(file)
-    held = torch.load(file, map_location="cpu", weights_only=True)
-    # Each value takes a byte at least where it is not one that was there before.
-    require_shallow_value(held, 4 * len(content))
-    # Earlier releases had none.
-    numpys = {tuple(path): numpy_scalar(kind, raw) for path, kind, raw in held.get("numpy", ())}
-    return rebuild(held["plain"], numpys) if numpys else held["plain"], held["tensors"], held["per_rank"]
-
-
-def _without_numpy(value: Any, path: Path, found: list[tuple[Path, str, bytes]]) -> Any:
-    """A plain nest with Python's number for each scalar of numpy; `found` gets the scalar itself, unless in a set."""
-    if type(value) is dict:
-        return {key: _without_numpy(item, (*path, key), found) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_without_numpy(item, (*path, index), found) for index, item in enumerate(value))
-    if type(value) is set:
-        return {_without_numpy(item, (), []) for item in value}
-    if type(value) is Counter:
-        return Counter({_without_numpy(key, (), []): _without_numpy(n, (), []) for key, n in value.items()})
-    if is_numpy_scalar(value):
-        found.append((path, value.dtype.str, value.tobytes()))
-        number = value.item()
-        # Of a date, or of a float of 128 bits, there is none.
-        return number if type(number) in _PLAIN else None
-    return value
-
-
 def is_numpy_scalar(value: object) -> bool:
     """Whether it is a number, a date or a string of numpy's."""
     generic = getattr(sys.modules.get("numpy"), "generic", None)
@@ -302,16 +256,20 @@ def several(part: Any) -> Sequence[Any]:
     return part if isinstance(part, list | tuple) else (part,)
 
 
-def tensors_in(value: object) -> Iterator[Tensor]:
-    """All tensors in nested dictionaries and lists, in their order."""
+def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """All tensors in nested dictionaries, lists, tuples and dataclasses, in their order, with their paths."""
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
+        yield path, value
+        return
+    items: Any = ()
+    if isinstance(value, dict):
+        items = value.items()
     elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
+        items = enumerate(value)
+    elif is_dataclass(value):
+        items = ((field.name, getattr(value, field.name)) for field in fields(value))
+    for key, item in items:
+        yield from tensors_in(item, f"{path}.{key}")
 
 
 def tensors_sha256(tensors: Iterable[Tensor]) -> str:
@@ -353,11 +311,6 @@ def digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     for its in sums.values():
         found.update(zip(its, torch.stack([*its.values()]).tolist(), strict=True))
     return found
-
-
-def total(found: Mapping[str, int]) -> str:
-    """A digest of all of them."""
-    return hashlib.sha256(repr([*found.items()]).encode()).hexdigest()[:16]
 
 
 def _sum(tensor: Tensor) -> Tensor:

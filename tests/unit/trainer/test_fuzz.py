@@ -120,7 +120,7 @@ def test_any_bytes_as_a_skeleton_are_a_state_or_none_of_ours(first: bytes, secon
 
 
 MANIFEST_TEXT = json.dumps(
-    {"format": 1, "generation": 1, "step": 2, "world_size": 1, "files": {"plain.pt": [3, 7], "a": [0, 0]}}
+    {"format": 1, "generation": 1, "step": 2, "world_size": 1, "files": {"plain.pickle": [3, 7], "a": [0, 0]}}
 )
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from elaunch.trainer import link
 from elaunch.trainer.keeper import door
@@ -25,3 +27,11 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     gc.collect()
     gc.freeze()
     return folder
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    yield
+    dist.destroy_process_group()

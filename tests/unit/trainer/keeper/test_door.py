@@ -413,18 +413,6 @@ def test_a_step_that_draws_other_numbers_than_before_the_failure_is_named() -> N
         assert (said != []) == (again == 3)
 
 
-def test_an_optimizer_that_is_made_again_in_mid_training_is_named() -> None:
-    program = Program()
-
-    def begins(step: int) -> None:
-        if step == 5:
-            program.optimizer = torch.optim.AdamW(program.model.parameters(), lr=1e-3)
-
-    program.begins = begins
-
-    assert program.run(8).startswith("the program's AdamW steps, and is not kept: a restart resets it")
-
-
 def removes_a_group(program: Program) -> None:
     program.optimizer.param_groups.pop()
 

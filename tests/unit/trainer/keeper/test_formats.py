@@ -166,19 +166,6 @@ def test_what_cannot_be_kept_is_refused_by_name_at_the_door(tensor: Tensor, why:
         pytest.fail("it was entered")
 
 
-def test_an_optimizer_that_makes_such_tensors_is_refused_in_that_commit() -> None:
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters())
-
-    def step() -> None:
-        optimizer.state[model.weight]["odd"] = TwoTensor(torch.ones(2), torch.ones(2))
-
-    optimizer.step = step  # type: ignore[method-assign, assignment]
-
-    with pytest.raises(TypeError, match=r"^`weight: odd of the optimizer` cannot be kept"):
-        trained(model, optimizer, 3)
-
-
 def test_the_commit_that_makes_a_sparse_tensor_is_refused_by_name() -> None:
     model = nn.Embedding(4, 2, sparse=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -120,25 +120,3 @@ def versions(memory: Path) -> list[Version]:
         for path in memory.glob("*.state-?")
     ]
     return sorted(header.version for header in headers if header is not None)
-
-
-def test_a_start_from_a_checkpoint_says_that_the_hook_begins_anew(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    said: list[str] = []
-    for steps in (2, 4):
-        # Another job's memory: nothing is left but the checkpoint.
-        monkeypatch.setenv("ELAUNCH_GENERATION", str(steps))
-        (tmp_path / f"memory-{steps}").mkdir()
-        monkeypatch.setenv("ELAUNCH_MEMORY", str(tmp_path / f"memory-{steps}"))
-        model = nn.Linear(1, 1)
-        optimizer = torch.optim.SGD(model.parameters())
-        options: dict[str, Any] = {"checkpoints": tmp_path / "checkpoints", "per_rank": (), "say": said.append}
-        with Keeper(model, optimizer, hook_state=Feedback(), **options) as keeper:
-            for _ in keeper.steps(steps):
-                with keeper.commit():
-                    optimizer.step()
-
-    restored = [text for text in said if text.startswith("restored step 2 from the checkpoint in")]
-    assert len(restored) == 1
-    assert restored[0].endswith("; the communication hook starts with a new state")

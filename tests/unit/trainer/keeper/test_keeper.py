@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -186,14 +185,6 @@ def test_what_other_nodes_ranks_had_of_given_up_steps_is_not_found_again(
     Job().train(5)
 
     assert [header.version for header, *_ in mirrored.versions()] == [Version(0, 3)]
-
-
-@pytest.fixture
-def group() -> Iterator[None]:
-    """A group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("group")

@@ -76,10 +76,10 @@ def loaded(parts: Parts) -> None:
         (weight, "`0.weight` changed"),
         (exchanged, "`2.bias` changed"),
         (replaced, "`0.bias: exp_avg_sq of the optimizer` changed"),
-        (averaged, "`extra.0.module.0.weight` (and 5 more tensors) changed"),
+        (averaged, "`extra.0.module.0.weight` and 5 more changed"),
         (deep, "`extra.0.deep.1.0` changed"),
         (cleared, "the state of an optimizer, or the number of tensors in `extra`, changed"),
-        (loaded, "`0.weight` (and 5 more tensors) changed"),
+        (loaded, "`0.weight` and 5 more changed"),
     ],
 )
 def test_a_change_is_found_and_named(change: Callable[[Parts], object], name: str) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from elaunch.trainer import Keeper
-from elaunch.trainer.keeper.hooks import hook_backward
+from elaunch.trainer.keeper.hooks import LeftGradients, hook_backward
 
 
 @dataclass
@@ -84,3 +84,20 @@ def test_gradients_that_are_zeroed_in_time_are_no_state(memory: Path, how: str) 
 def test_a_gradient_that_a_commit_leaves_is_refused_by_the_next_one(memory: Path, how: str) -> None:
     with pytest.raises(RuntimeError, match=r"the gradients of `bias` and 1 more .* after the commit of step 1, and"):
         train(how)
+
+
+def test_accumulation_that_begins_late_is_refused_too() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = LeftGradients(model, [optimizer])
+    said = []
+
+    for step in range(1, 25):
+        model(torch.ones(2)).sum().backward()
+        said.append(found.commit_begins(step))
+        if step < 20:
+            optimizer.zero_grad()
+        found.commit_ended()
+
+    assert not any(said[:20])
+    assert "still there after the commit of step 20" in said[20]

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -20,7 +19,6 @@ from torch.utils._pytree import tree_map
 from elaunch.trainer.keeper import sync_schedule
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.state.tree import cloned, equal
-from tests.harness import free_ports
 
 pytestmark = pytest.mark.usefixtures("memory")
 
@@ -391,13 +389,6 @@ class AddsAModuleOfBuffers(AddsAGroup):
 def test_what_no_restart_could_find_is_refused_at_once(program: type[Program], why: str) -> None:
     with pytest.raises(TypeError, match=f"step 6 is not committed: {why}"):
         program().run()
-
-
-@pytest.fixture
-def group() -> Iterator[None]:
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{free_ports(1)[0]}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 class Zero(Gradually):

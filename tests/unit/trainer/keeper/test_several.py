@@ -1,17 +1,16 @@
-"""Several models, optimizers and Keepers in one program, compiled models, and a commit that does not end."""
+"""Several models, optimizers and Keepers in one program or job, compiled models, and a commit that does not end."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -55,7 +54,7 @@ def test_a_second_training_of_a_program_has_checkpoints_of_its_own(tmp_path: Pat
         keeper_of(nn.Linear(2, 2), name="b", checkpoints=tmp_path / "all").__enter__()
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["plain", "fsdp2"])
 def test_a_checkpoint_of_another_optimizer_is_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_sharded: bool
@@ -184,15 +183,7 @@ def test_zero_beside_another_optimizer_is_refused(monkeypatch: pytest.MonkeyPatc
         keeper_of(model, [torch.optim.SGD(model.parameters()), zero])
 
 
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """A process group of this process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    yield
-    dist.destroy_process_group()
-
-
-def test_fsdp1_cannot_be_compared_and_is_refused(alone: None) -> None:
+def test_fsdp1_cannot_be_compared_and_is_refused(group: None) -> None:
     model = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"), use_orig_params=True)
 
     with pytest.raises(ValueError, match="verify_every is 5, and FullyShardedDataParallel does not say which part"):
@@ -227,3 +218,53 @@ def test_a_rescue_does_not_wait_for_a_commit_that_waits_for_a_dead_peer(monkeypa
     monkeypatch.setenv("ELAUNCH_GENERATION", "1")
     with keeper_of(model) as resumed:
         assert resumed.step == 2
+
+
+class Server:
+    """A parameter server's training, alone in its Keeper."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, rank: int, generation: int = 0) -> None:
+        places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 3, "ELAUNCH_GENERATION": generation}
+        for name, number in places.items():
+            monkeypatch.setenv(name, str(number))
+        self.model = nn.Linear(1, 1, bias=False)
+        nn.init.constant_(self.model.weight, 100.0 * rank)
+        self.said: list[str] = []
+        self.keeper = keeper_of(self.model, say=self.said.append, name="server")
+
+    def train(self, steps: int, fails_in: int = 0) -> float:
+        with self.keeper:
+            for step in self.keeper.steps(steps):
+                if step == fails_in:
+                    raise RuntimeError("Connection reset by peer")
+                with self.keeper.commit(), torch.no_grad():
+                    self.model.weight += 1
+        return self.model.weight.item()
+
+
+def test_two_processes_of_a_node_that_are_alone_keep_their_states_apart(
+    monkeypatch: pytest.MonkeyPatch, memory: Path
+) -> None:
+    for rank, fails_in in ((0, 3), (1, 5)):
+        with pytest.raises(RuntimeError, match="reset by peer"):
+            Server(monkeypatch, rank).train(8, fails_in)
+
+    # Processes of their own: a program has no two Keepers of one name.
+    assert [Server(monkeypatch, rank, generation=1 + rank).train(8) for rank in (0, 1)] == [8, 108]
+    assert {path.name.partition(".")[0] for path in memory.iterdir()} == {"server-0", "server-1"}
+
+
+def test_workers_without_a_process_group_are_refused_since_each_would_train_for_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    model = nn.Linear(1, 1)
+
+    with (
+        pytest.raises(
+            ValueError, match=r"2 workers, and this one has no process group: .*init_process_group\(\) before"
+        ),
+        Keeper(model, torch.optim.SGD(model.parameters())),
+    ):
+        pass

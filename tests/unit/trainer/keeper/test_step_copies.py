@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from elaunch.trainer import link
 from elaunch.trainer.keeper.keeper import Keeper
 
-
-@pytest.fixture(autouse=True)
-def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The job's memory on this node, and a group of this process alone. The training has no link."""
-    monkeypatch.setenv("ELAUNCH_MEMORY", str(tmp_path))
-    monkeypatch.delenv("ELAUNCH_LINK", raising=False)
-    monkeypatch.setenv("ELAUNCH_GENERATION", "0")
-    link._open_link.cache_clear()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("memory", "group")
 
 
 class Counting(torch.optim.SGD):
