@@ -25,7 +25,7 @@ from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state.tree import State, Tree, flatten, pack, some, tensors_sha256
 
 if TYPE_CHECKING:
-    # torch.distributed.checkpoint takes a while to import; a start that finds no checkpoint does without.
+    # torch.distributed.checkpoint takes a while to import; a start does without.
     from elaunch.trainer.checkpoint.dcp import Copies, Plan
     from elaunch.trainer.checkpoint.writing import Writing
 
