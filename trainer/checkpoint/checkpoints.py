@@ -26,7 +26,7 @@ from elaunch.trainer.state.packing import pack_plain
 from elaunch.trainer.state.tree import State, Tree, flatten, some, tensors_sha256
 
 if TYPE_CHECKING:
-    # torch.distributed.checkpoint takes a while to import; a start that finds no checkpoint does without.
+    # torch.distributed.checkpoint takes a while to import; a start does without.
     from elaunch.trainer.checkpoint.dcp import Copies, Plan
     from elaunch.trainer.checkpoint.writing import Writing
 

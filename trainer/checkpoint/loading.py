@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -74,24 +75,31 @@ def find_newest(storage: Storage, ranks: Peers, newer_than: int = -1) -> tuple[M
     Raises ValueError if another rank's directory has a newer one, of a step after `newer_than`: each node has a disk of
     its own there, and rank 0 was on another node.
     """
-    newest, unreached = None, ""
-    if ranks.leads or storage.is_local:
-        try:
-            newest = max(marks(storage), default=None)
-        except OSError as error:
-            unreached = f"the checkpoints in {storage} cannot be reached: {error.strerror}"
-    of_all = ranks.from_all((newest, unreached))
-    (first, why), others = of_all[0], [mark for mark, _ in of_all]
-    rank = max(range(len(others)), key=lambda rank: (others[rank] or Mark(-1, -1), -rank))
-    newer = others[rank]
-    if not why and rank and newer is not None and newer.step > newer_than:
+    # One rank of each node looks. An object store is the same for all.
+    looks = ranks.leads or (storage.is_local and os.environ.get("LOCAL_RANK", "0") == "0")
+    of_all = ranks.from_all(_newest(storage) if looks else (None, ""))
+    first, why = of_all[0]
+    newest, place = max(((mark, -rank) for rank, (mark, _) in enumerate(of_all) if mark), default=(None, 0))
+    if why or newest is None or not place or newest.step <= newer_than:
+        return first, why
+    # It may have been published meanwhile, or be visible by now.
+    first, why = ranks.from_rank_0(_newest(storage) if ranks.leads else None)
+    if not why and (first is None or first < newest):
         raise ValueError(
-            f"{storage} on rank {rank}'s node has the checkpoint of step {newer.step}, and on rank 0's "
+            f"{storage} on rank {-place}'s node has the checkpoint of step {newest.step}, and on rank 0's "
             f"{f'none after step {first.step}' if first else 'there is none'}: each node has a directory of its own "
             "there, and rank 0 alone reads its checkpoints. Give `checkpoints` a directory that all nodes share, copy "
             "that checkpoint to rank 0's node, or remove it"
         )
     return first, why
+
+
+def _newest(storage: Storage) -> tuple[Mark | None, str]:
+    """The mark of the newest checkpoint that this rank sees, and why it cannot know."""
+    try:
+        return max(marks(storage), default=None), ""
+    except OSError as error:
+        return None, f"the checkpoints in {storage} cannot be reached: {error.strerror}"
 
 
 def load_newest(storage: Storage, state: State, ranks: Peers, say: Callable[[str], None]) -> Mark | None:

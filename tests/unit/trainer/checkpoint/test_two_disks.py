@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from elaunch.trainer.checkpoint.checkpoints import Checkpoints, marks
+from elaunch.trainer.checkpoint import loading
+from elaunch.trainer.checkpoint.checkpoints import Checkpoints, Mark, marks
 from elaunch.trainer.checkpoint.storage import storage_at
 from elaunch.trainer.keeper.disk_copies import DiskCopies
 from elaunch.trainer.state.tree import PerRank
@@ -61,6 +62,24 @@ def test_a_newer_checkpoint_on_another_nodes_disk_is_not_passed_over(tmp_path: P
     for error in loaded(disks):
         assert isinstance(error, ValueError)
         assert f"on rank 1's node has the checkpoint of step 5, and on rank 0's {what}: each node has a" in str(error)
+
+
+def test_a_checkpoint_that_rank_0_sees_a_moment_later_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path, 5)
+    seen = {rank: storage_at(tmp_path) for rank in range(2)}
+    looked: list[object] = []
+
+    def marks_of(storage: object) -> list[Mark]:
+        looked.append(storage)
+        return [] if looked.count(seen[0]) == 1 and storage is seen[0] else marks(tmp_path)
+
+    monkeypatch.setattr(loading, "marks", marks_of)
+
+    found = on_both(lambda peers: loading.find_newest(seen[peers.rank], peers))
+
+    assert found == [(Mark(0, 5), "")] * 2
 
 
 def test_a_part_of_a_sharded_state_that_rank_0_does_not_see_is_said_and_left_nowhere(tmp_path: Path) -> None:

@@ -50,16 +50,6 @@ def shm() -> Iterator[Path]:
     folder.rmdir()
 
 
-def test_the_newest_two_stay(tmp_path: Path) -> None:
-    memory = NodeMemory(tmp_path, "m", LAYOUT)
-
-    for step in (1, 2, 3):
-        assert saved(memory, 0, step) == Version(0, step)
-
-    assert versions(memory) == [Version(0, 3), Version(0, 2)]
-    assert contents(memory) == [3.0, 2.0]
-
-
 def test_a_corrupt_copy_is_named_and_the_one_before_it_counts(tmp_path: Path) -> None:
     memory = NodeMemory(tmp_path, "m", LAYOUT)
     saved(memory, 0, 1)
