@@ -36,7 +36,7 @@ _PATIENCE_S = 60.0
 _LOOK_S = 0.5
 _TEXT_MAX, _SHOWN_MAX = 4096, 300
 _TYPES: dict[str, type] = {
-    **dict.fromkeys(("name", "script", "arguments", "run", "host", "process", "token", "since"), str),
+    **dict.fromkeys(("name", "script", "arguments", "run", "job", "host", "process", "token", "since"), str),
     **dict.fromkeys(("generation", "renewals"), int),
     "ended": bool,
 }
@@ -142,8 +142,8 @@ class Claim:
     def _is_mine(self, held: dict[str, Any]) -> bool:
         """Whether it is this process's, or that of an earlier generation of this job, which the agent has ended."""
         is_later = "ELAUNCH_GENERATION" in os.environ and held["generation"] < self._note["generation"]
-        # Two jobs may have been given one --run-id. Earlier releases had nothing else.
-        is_ours = held["run"] == self._note["run"] and held.get("job") in (None, self._note["job"])
+        # Two jobs may have been given one --run-id.
+        is_ours = (held["run"], held["job"]) == (self._note["run"], self._note["job"])
         is_gone = not is_here(held["process"]) or is_dead_here(held["process"])
         return held["process"] == self._note["process"] or (is_later and is_ours and is_gone)
 

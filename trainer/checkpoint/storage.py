@@ -34,8 +34,7 @@ PLAIN = "plain.pickle"
 # Where each tensor lies: DCP's account, for its tools, and the same as JSON, which is read here.
 LAYOUT = "tensors.json"
 _FORMAT = 1
-# Earlier releases had no random number in the name of a folder.
-_NAME = re.compile(r"generation-(\d+)-step-(\d+)(\.[0-9a-f]{8})?")
+_NAME = re.compile(r"generation-(\d+)-step-(\d+)\.[0-9a-f]{8}")
 # Limits of files that are read as a whole. Without them the writer of a folder chooses how much memory a read takes.
 # A line of the manifest is about 60 bytes for each rank, the layout about 100 for each piece of a tensor.
 MANIFEST_BYTES_MAX = 64 << 20
@@ -179,13 +178,13 @@ class Storage:
     def sweep(self, generation: int) -> list[str]:
         """Delete what killed writers of this and earlier generations left; a newer group's may be in the making.
 
-        Each of their folders has a random number. Returns the names of the deleted ones.
+        Returns the names of the deleted folders.
         """
         swept = []
         for mark, folder in self._attempts():
             with contextlib.suppress(OSError):
-                is_kept = is_published(folder) or folder.size(_SET_ASIDE) is not None or "." not in folder.name
-                if mark.generation <= generation and not is_kept and not folder.is_link:
+                is_kept = is_published(folder) or folder.size(_SET_ASIDE) is not None or folder.is_link
+                if mark.generation <= generation and not is_kept:
                     discard(folder)
                     swept.append(folder.name)
         return swept
