@@ -17,7 +17,8 @@ import click
 
 from elaunch.trainer.checkpoint.storage import storage_at
 from elaunch.trainer.data.order import Order, fitting_micro_batch
-from elaunch.trainer.parallel.plan import ParallelPlan, PlanError, Shape, Sizes, fit, require_fitting
+from elaunch.trainer.parallel.plan import ConfigError as ConfigError
+from elaunch.trainer.parallel.plan import ParallelPlan, Shape, Sizes, fit, require_fitting
 from elaunch.trainer.parallel.plan import parse as parse_plan
 from elaunch.trainer.profiling.steps import last_step_needed, parse_steps
 from elaunch.trainer.ranks.place import RankInfo
@@ -55,10 +56,6 @@ _FREE = {"out", "checkpoints", "checkpoint_every", "lose_at_most", "eval_every",
 _FREE |= {"ledger", "profile", "tune_comm", "bucket_mb"}
 
 _COMPILERS = ("cc", "gcc", "clang", "c++", "g++", "clang++")
-
-
-class ConfigError(Exception):
-    """The user's request cannot be done as asked: one sentence with the values and the way out, exit code 2."""
 
 
 class AgreedRefusal(ConfigError):
@@ -113,10 +110,7 @@ class TrainConfig:
     @property
     def plan(self) -> ParallelPlan:
         """What `--parallel` asks for. Raises ConfigError."""
-        try:
-            return parse_plan(self.parallel)
-        except PlanError as error:
-            raise ConfigError(str(error)) from error
+        return parse_plan(self.parallel)
 
     @property
     def shape(self) -> Shape:
@@ -125,10 +119,7 @@ class TrainConfig:
 
     def sizes(self, place: RankInfo) -> Sizes:
         """How many workers each axis of the plan gets. Raises ConfigError."""
-        try:
-            return fit(self.plan, place.world_size, again=place.generation > 0)
-        except PlanError as error:
-            raise ConfigError(str(error)) from error
+        return fit(self.plan, place.world_size, again=place.generation > 0)
 
     @property
     def out_path(self) -> Path:
@@ -167,10 +158,7 @@ class TrainConfig:
 
     def _check_plan(self, sizes: Sizes) -> None:
         """Raise ConfigError where the plan contradicts another option, or the number of workers."""
-        try:
-            require_fitting(self.plan, sizes, self.shape)
-        except PlanError as error:
-            raise ConfigError(str(error)) from error
+        require_fitting(self.plan, sizes, self.shape)
         if not self.plan.has_ddp and (given := self.ddp_options):
             raise ConfigError(f"{given[0]} is DDP's, and --parallel {self.parallel} has no DDP; leave it out")
 

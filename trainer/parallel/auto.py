@@ -42,7 +42,7 @@ _AS_FAST = 1.03
 _GIB = 1 << 30
 
 
-class NothingFits(Exception):
+class NothingFits(ConfigError):
     """No plan fits into the memory: a sentence with the values and the way out."""
 
 
@@ -185,7 +185,7 @@ def chosen(
         say(f"parallel: {text} is chosen; {len(among) - tried} more plans are not measured")
         _keep(KeptPlan(text, place.world_size), run, peers)
         return replace(config, parallel=text)
-    except (NothingFits, PlanError, ConfigError) as error:
+    except ConfigError as error:
         raise AgreedRefusal(str(error)) from error
     finally:
         peers.close()

@@ -25,8 +25,12 @@ _SCHEDULE = re.compile(rf"(schedule)=({'|'.join(SCHEDULES)})")
 _INTERLEAVED_STAGES = 2
 
 
-class PlanError(ValueError):
-    """The plan cannot be carried out: one sentence with the values and the way out."""
+class ConfigError(ValueError):
+    """The user's request cannot be done as asked: one sentence with the values and the way out, exit code 2."""
+
+
+class PlanError(ConfigError):
+    """The plan cannot be carried out."""
 
 
 @dataclass(frozen=True)
