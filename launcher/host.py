@@ -231,12 +231,11 @@ def _host_of(place: tuple[object, ...]) -> str:
 
 def _of_interfaces() -> list[str]:
     """The first address of each interface that other nodes may know: IPv4 addresses, else IPv6 ones."""
-    old: dict[str, str] = {}
-    new: dict[str, str] = {}
+    of_version: dict[int, dict[str, str]] = {4: {}, 6: {}}
     for name, address in by_interface():
         if not (address.is_loopback or address.is_link_local):
-            (old if address.version == 4 else new).setdefault(name, str(address))
-    return [*old.values()] or [*new.values()]
+            of_version[address.version].setdefault(name, str(address))
+    return [*(of_version[4] or of_version[6]).values()]
 
 
 def by_interface() -> Iterator[tuple[str, IpAddress]]:

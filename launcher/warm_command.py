@@ -12,7 +12,6 @@ import click
 from elaunch.agent.forkserver.client import Cold, connected, greeting, servers, stop
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.options.command_line import Command, own
-from elaunch.launcher.options.table import HELP
 
 _NONE = "no fork server stays; elaunch --warm script.py leaves one"
 
@@ -46,7 +45,6 @@ COMMAND = Command(
     [
         own("json", "", "show them as a JSON list"),
         own("stop", "", "end these fork servers"),
-        HELP,
     ],
     usage=["[--json|--stop]"],
     about="Show this user's fork servers. They stay when a job with --warm has ended: the next start needs no import.",

@@ -6,6 +6,7 @@ All times are durations on one host's monotonic clock. docs/protocol.md tells wh
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 # etcd's shortest lease. A change of etcd's leader takes a little longer than this.
 LEASE_TTL_MIN_S = 2
@@ -58,39 +59,28 @@ class Times:
     keys_ttl_s: float = 7 * 24 * 3600.0
 
     @classmethod
-    def for_lease(
-        cls,
-        lease_ttl_s: int = 3,
-        *,
-        failure_grace_s: float = 2.0,
-        stop_grace_s: float = 30.0,
-        last_call_s: float = 2.0,
-        join_timeout_s: float | None = None,
-        store_timeout_s: float | None = None,
-        keys_ttl_s: float | None = None,
-    ) -> Times:
-        """Times with the given values; all others are chosen so that every inequality can hold.
+    def for_lease(cls, lease_ttl_s: int = 3, **given: float | None) -> Times:
+        """Times with the values that are given and not None; all others are chosen so that every inequality can hold.
 
         Renewals and call deadlines keep their share of the lease time. The backoff never grows beyond its default:
         otherwise a store that comes back would be noticed late.
         """
         scale = lease_ttl_s / cls.lease_ttl_s
+        fixed: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         fitted = cls(
             lease_ttl_s=lease_ttl_s,
             keepalive_s=cls.keepalive_s * scale,
             call_deadline_s=cls.call_deadline_s * scale,
             backoff_max_s=cls.backoff_max_s * min(1.0, scale),
-            failure_grace_s=failure_grace_s,
-            stop_grace_s=stop_grace_s,
-            last_call_s=last_call_s,
+            **fixed,
         )
-        if join_timeout_s is None:
-            join_timeout_s = max(cls.join_timeout_s, fitted.form_deadline_s + 2 * lease_ttl_s)
-        if store_timeout_s is None:
-            store_timeout_s = max(cls.store_timeout_s, 3 * lease_ttl_s)
-        if keys_ttl_s is None:
-            keys_ttl_s = max(cls.keys_ttl_s, fitted.keys_ttl_min_s)
-        return replace(fitted, join_timeout_s=join_timeout_s, store_timeout_s=store_timeout_s, keys_ttl_s=keys_ttl_s)
+        least = {
+            "join_timeout_s": fitted.form_deadline_s + 2 * lease_ttl_s,
+            "store_timeout_s": 3.0 * lease_ttl_s,
+            "keys_ttl_s": fitted.keys_ttl_min_s,
+        }
+        chosen = {name: max(getattr(cls, name), least_s) for name, least_s in least.items()}
+        return replace(fitted, **(chosen | fixed))
 
     @property
     def longest_stop_s(self) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import socket
-import ssl
 import subprocess
 import sys
 import threading
@@ -20,6 +19,7 @@ from elaunch.rendezvous.server.server import Server
 from tests.harness import DEADLINE_S, joined
 
 TOKEN = "a token for tests only"
+SECRET = Secret(TOKEN)
 
 
 def bound_socket(host: str = "127.0.0.1") -> socket.socket:
@@ -30,8 +30,8 @@ def bound_socket(host: str = "127.0.0.1") -> socket.socket:
 
 
 @contextmanager
-def thread_serving(secret: Secret | None = None, slots: int = CONNECTIONS_MAX) -> Iterator[tuple[Server, int]]:
-    """Run a server in a thread. Yields it and its port on 127.0.0.1. Without a secret it uses no TLS and no token."""
+def thread_serving(secret: Secret = SECRET, slots: int = CONNECTIONS_MAX) -> Iterator[tuple[Server, int]]:
+    """Run a server in a thread. Yields it and its port on 127.0.0.1."""
     listener = bound_socket()
     port = listener.getsockname()[1]
     server = Server(listener, secret, slots)
@@ -94,12 +94,12 @@ class ServerProcess:
 
 
 class Gateway:
-    """A client that sends any request and returns the answer as it is; for etcd and for the served store."""
+    """A client that sends any request and returns the answer as it is."""
 
-    def __init__(self, host: str, port: int, secret: Secret | None = None) -> None:
+    def __init__(self, host: str, port: int, secret: Secret = SECRET) -> None:
         self._address = (host, port)
-        self._tls: ssl.SSLContext | None = secret.client_context() if secret else None
-        self.headers = {"Authorization": f"Bearer {secret.bearer}"} if secret else {}
+        self._tls = secret.client_context()
+        self.headers = {"Authorization": f"Bearer {secret.bearer}"}
         self._calls = self._connection()
 
     def call(self, path: str, body: Any = None, method: str = "POST") -> tuple[int, Any]:
@@ -124,9 +124,7 @@ class Gateway:
         self._calls.close()
 
     def _connection(self) -> http.client.HTTPConnection:
-        if self._tls:
-            return http.client.HTTPSConnection(*self._address, context=self._tls, timeout=180)
-        return http.client.HTTPConnection(*self._address, timeout=180)
+        return http.client.HTTPSConnection(*self._address, context=self._tls, timeout=180)
 
 
 class WatchStream:

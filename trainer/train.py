@@ -9,11 +9,15 @@ its workers, and are elaunch's: the Keeper has the state, and Order says which w
 from __future__ import annotations
 
 import functools
+import gc
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+
+# DDP and optimizers import it anyway. If it is first imported while a group exists, it keeps that group alive.
+import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -30,7 +34,6 @@ from elaunch.trainer.parallel.build import Parallel, build
 from elaunch.trainer.parallel.plan import DataShare
 from elaunch.trainer.parallel.whole import hook_state
 from elaunch.trainer.profiling.profiler import profiled
-from elaunch.trainer.ranks import process_group
 from elaunch.trainer.ranks.place import RankInfo
 from elaunch.trainer.state.tree import tensors_sha256
 from elaunch.trainer.tuning.tune import tune
@@ -46,7 +49,7 @@ def train(config: TrainConfig, corpus: Corpus, place: RankInfo, run: RunDirector
 
     Called by every rank with the same arguments but `place`. Raises ConfigError where the ranks see different texts.
     """
-    device = process_group.join(place)
+    device = join(place)
     exit_code = 0
     try:
         train_in_group(config, corpus, place, run, device)
@@ -54,10 +57,40 @@ def train(config: TrainConfig, corpus: Corpus, place: RankInfo, run: RunDirector
         # The keeper's, on all ranks after the same step: nodes come or go, or somebody wants the job to end.
         exit_code = int(stop.code or 0)
     except AgreedRefusal:
-        process_group.leave(device)
+        leave(device)
         raise
-    process_group.leave(device)
+    leave(device)
     return exit_code
+
+
+def join(place: RankInfo) -> torch.device:
+    """Meet the other ranks. Returns this rank's device.
+
+    With GPUs it is `cuda:<local_rank>` with NCCL, without GPUs the CPU with gloo. A process without a launcher is a
+    group of one, which needs no address.
+    """
+    device = torch.device("cuda", place.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if place.launched:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    return device
+
+
+def leave(device: torch.device) -> None:
+    """Wait until every rank is here, then destroy the group. Call it when nothing refers to the group's models.
+
+    Only then are the group's threads gone. A thread that releases a tensor while Python ends aborts the process
+    (pytorch #190489): with three workers on two cores, one run in seven.
+    """
+    together = torch.zeros((), device=device)
+    dist.all_reduce(together)
+    together.item()
+    gc.collect()
+    dist.destroy_process_group()
 
 
 def train_in_group(
@@ -67,10 +100,11 @@ def train_in_group(
     say: Callable[[str], None] = (
         functools.partial(print, file=sys.stderr, flush=True) if place.leads else lambda _: None
     )
-    summary = [corpus.summary]
-    dist.broadcast_object_list(summary, device=device)
-    corpus.require_same(summary[0])
-    if any(process_group.sum_over_ranks([place.leads and run.is_complete], device)):
+    of_rank_0 = [corpus.summary, run.is_complete]
+    dist.broadcast_object_list(of_rank_0, device=device)
+    summary, is_complete = of_rank_0
+    corpus.require_same(str(summary))
+    if is_complete:
         say(f"{run.path} is complete: {config.steps} steps; remove it or give another --out to train again")
         return
 

@@ -1,11 +1,12 @@
 """Holds back tracebacks on the console that tell nothing new.
 
 When one rank of 64 fails, 63 others print a traceback each about a lost peer. After Ctrl-C, 64 ranks print one each
-about the KeyboardInterrupt. The log files and the failure records keep all of them.
+about the KeyboardInterrupt. A bug that all ranks have comes 64 times. The log files and the failure records keep all.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 _BEGIN = b"Traceback (most recent call last):"
@@ -16,18 +17,40 @@ _WHOLE_S = 1.0
 # A rank that lost its peer ends within this time. If it does not, its program goes on, and so does its output.
 _END_S = 5.0
 _HELD_BYTES_MAX = 256 << 10
+# torch.distributed puts the rank before each line.
+_RANK = re.compile(rb"^\[rank\d+\]: ?", re.MULTILINE)
+_SHOWN_MAX = 64
+
+
+class ShownTracebacks:
+    """The tracebacks that the console has got. One that is equal, of another rank or generation, becomes a line."""
+
+    def __init__(self) -> None:
+        self._shown: dict[bytes, tuple[int, int]] = {}
+
+    def once(self, traceback: bytes, generation: int, rank: int) -> bytes:
+        """The form of this rank's traceback that the console gets."""
+        while len(self._shown) >= _SHOWN_MAX:
+            del self._shown[next(iter(self._shown))]
+        before, other = self._shown.setdefault(_RANK.sub(b"", traceback), (generation, rank))
+        if (before, other) == (generation, rank):
+            return traceback
+        where = [f"rank {other}"] * (other != rank) + [f"in generation {before}"] * (before != generation)
+        return f"elaunch: rank {rank}: the same traceback as {' '.join(where)}\n".encode()
 
 
 class TracebackFold:
     """One worker's stderr on its way to the console.
 
-    `judge(text)` says whether the tracebacks in `text` tell nothing new; None while the last is not complete. `due_s`
-    is when `look` is due, on the clock of `now_s`; None if nothing is held.
+    `judge(text)` says whether the tracebacks in `text` tell nothing new; None while the last is not complete.
+    `once(text)` is the form in which the console gets what was held. `due_s` is when `look` is due, on the clock of
+    `now_s`; None if nothing is held.
     """
 
-    def __init__(self, judge: Callable[[str], bool | None]) -> None:
+    def __init__(self, judge: Callable[[str], bool | None], once: Callable[[bytes], bytes] = bytes) -> None:
         self.due_s: float | None = None
         self._judge = judge
+        self._once = once
         self._held = b""
         self._since_s = 0.0
 
@@ -61,4 +84,4 @@ class TracebackFold:
 
     def _release(self) -> bytes:
         held, self._held, self.due_s = self._held, b"", None
-        return held
+        return self._once(held) if held else b""

@@ -11,7 +11,7 @@ from string import Template
 
 from elaunch.agent.config import AgentConfig, Streams
 from elaunch.agent.diagnosis.exit_status import tells_of_lost_peer
-from elaunch.agent.output.folding import TracebackFold
+from elaunch.agent.output.folding import ShownTracebacks, TracebackFold
 from elaunch.agent.output.pump import Pump
 from elaunch.agent.output.run_dir import RunDir
 from elaunch.agent.output.streams import LogFile, WorkerStream, is_pipe
@@ -31,6 +31,7 @@ class Stdio:
         self._program_on_stdin = config.spec.program.is_on_stdin
         self._pump = pump
         self._run_dir = run_dir
+        self._tracebacks = ShownTracebacks()
 
     def standard_fds(self, group: WorkerGroup, local_rank: int) -> tuple[int, int, int]:
         """The worker's fds 0, 1 and 2; the caller closes them once the worker has them."""
@@ -96,6 +97,7 @@ class Stdio:
         needles = plan.duplicate_stdout_filters if out else plan.duplicate_stderr_filters
         # Of a worker that is alone, no peer tells the same.
         folds = not out and console and not plan.show_all_tracebacks and group.table.world_size > 1
+        once = partial(self._tracebacks.once, generation=group.generation, rank=group.rank(local_rank))
         ours, theirs = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(ours, False)
         stream = WorkerStream(
@@ -111,7 +113,7 @@ class Stdio:
             needles=tuple(needle.encode() for needle in needles) if needle_file and teed else (),
             needle_file=needle_file if teed else None,
             frame=frame,
-            fold=TracebackFold(partial(_is_no_news, group)) if folds else None,
+            fold=TracebackFold(partial(_is_no_news, group), once) if folds else None,
         )
         self._pump.add(stream)
         return theirs

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
@@ -17,6 +16,7 @@ from elaunch.launcher.host import (
     NoAddress,
     Owner,
     addresses,
+    can_be_bound,
     gloo_interface,
     interface_of,
     own_address,
@@ -41,47 +41,32 @@ def check_address(plan: RendezvousPlan, needs: Needs) -> Iterator[Finding]:
     """How the other nodes reach this one, and which interface gloo and NCCL find."""
     start_s = time.monotonic()
     try:
-        address = address_in(plan)
+        address = plan.own_addr or ("127.0.0.1" if plan.is_alone else own_address(plan.endpoints, _RESOLVE_S))
         number = address if is_address(address) else addresses(address, _RESOLVE_S)[0]
     except (NoAddress, AddressUnclear) as error:
         yield bad(str(error), "correct --rdzv-endpoint, the name or the route, or give --local-addr")
         return
-    if needs.nodes_max == 1:
+    if not can_be_bound(number):
+        yield bad(f"this node cannot listen on {address}", "give one of its own: --local-addr")
+    elif needs.nodes_max == 1:
         yield ok(f"one node: the workers meet at {address}")
-        return
-    gloo = gloo_interface(number)
-    text = f"the other nodes reach this one at {address} ({interface_of(number) or 'no interface has it'})"
-    if (took_s := time.monotonic() - start_s) > _SLOW_RESOLVER_S:
-        yield warn(f"{text}; the resolver took {duration(took_s)}", "check the first server in /etc/resolv.conf")
     else:
-        yield ok(f"{text}; GLOO_SOCKET_IFNAME={gloo[0]} is set for the workers: {gloo[1]}" if gloo else text)
-
-
-def address_in(plan: RendezvousPlan) -> str:
-    """The address of this node in a job with this plan. Raises NoAddress and AddressUnclear."""
-    return plan.own_addr or ("127.0.0.1" if plan.is_alone else own_address(plan.endpoints, _RESOLVE_S))
+        gloo = gloo_interface(number)
+        text = f"the other nodes reach this one at {address} ({interface_of(number) or 'no interface has it'})"
+        if (took_s := time.monotonic() - start_s) > _SLOW_RESOLVER_S:
+            yield warn(f"{text}; the resolver took {duration(took_s)}", "check the first server in /etc/resolv.conf")
+        else:
+            yield ok(f"{text}; GLOO_SOCKET_IFNAME={gloo[0]} is set for the workers: {gloo[1]}" if gloo else text)
 
 
 def check_ports(plan: RendezvousPlan, needs: Needs) -> Iterator[Finding]:
-    """Whether this node can listen, and whether a firewall closes ports of the endpoint's host."""
-    try:
-        address = address_in(plan)
-        family, _, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
-        error = _why_not_listen(family, place, 0)
-    except (NoAddress, AddressUnclear):
-        # The check of the address says so.
-        yield ok("not tried: this node's address is not known")
-        return
-    except OSError as unknown:
-        error = unknown.strerror or str(unknown)
-    if error:
-        yield bad(f"this node cannot listen on {address}: {error}", "give one of its own: --local-addr")
-    else:
-        yield judge_ports(address, needs.ports, [p for p in needs.ports if _why_not_listen(family, place, p)])
-        host = plan.endpoints[0].host if plan.endpoints and plan.serves else ""
-        with suppress(NoAddress):
-            if host and owner_of(host, _RESOLVE_S) is Owner.OTHER_HOST:
-                yield _try_ports(host, needs.ports)
+    """Whether a firewall closes ports of the endpoint's host."""
+    host = plan.endpoints[0].host if plan.endpoints and plan.serves else ""
+    with suppress(NoAddress):
+        if host and owner_of(host, _RESOLVE_S) is Owner.OTHER_HOST:
+            yield _try_ports(host, needs.ports)
+            return
+    yield ok("no other node's ports are tried from here")
 
 
 def _try_ports(host: str, wanted: Sequence[int]) -> Finding:
@@ -97,32 +82,6 @@ def _try_ports(host: str, wanted: Sequence[int]) -> Finding:
         "if it is a node of the job, its firewall must let all nodes through to MASTER_PORT (--master-port"
         f" FIRST:LAST limits it), and to {low}-{high}, from which the kernel gives gloo and NCCL theirs",
     )
-
-
-def judge_ports(address: str, wanted: Sequence[int], taken: Sequence[int]) -> Finding:
-    """The finding about this node's own ports."""
-    if not wanted:
-        return ok(f"this node can listen on {address}")
-    first, last, count = wanted[0], wanted[-1], len(wanted)
-    named = f"port {first}" if count == 1 else f"ports {first} to {last}"
-    if len(taken) == count:
-        return bad(
-            f"{named} for MASTER_PORT: in use, or not allowed, on {address}",
-            f"see who has it (ss -ltnp 'sport = :{first}'), or choose others with --master-port FIRST:LAST",
-        )
-    return ok(f"{named} for MASTER_PORT: {count - len(taken)} of {count} free")
-
-
-def _why_not_listen(family: int, place: tuple[object, ...], port: int) -> str:
-    """Why this node cannot listen there; empty if it can."""
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((place[0], port, *place[2:]))
-            probe.listen(1)
-        except OSError as error:
-            return error.strerror or str(error)
-    return ""
 
 
 def check_store(plan: RendezvousPlan) -> Iterator[Finding]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from elaunch.launcher.inspect.node_log import (
@@ -184,22 +184,14 @@ def _named(logs: Sequence[NodeLog], origin: float) -> tuple[NodeLog, ...]:
     return tuple(named)
 
 
-_Homes = Mapping[tuple[str, int, int], tuple[str, int]]
-
-
-def _homes(nodes: Sequence[NodeLog]) -> _Homes:
-    """The log folder and the local rank by host, generation and rank; (host, -1, -1) is the first log of that host."""
-    homes: dict[tuple[str, int, int], tuple[str, int]] = {}
-    for node in nodes:
-        homes.setdefault((node.host, -1, -1), (node.folder, -1))
-        for visit in node.visits:
-            for worker in visit.workers:
-                homes.setdefault((node.host, visit.generation, worker.rank), (node.folder, worker.local_rank))
-    return homes
-
-
-def _home(homes: _Homes, host: str, generation: int, rank: int) -> tuple[str, int]:
-    return homes.get((host, generation, rank)) or homes.get((host, -1, -1), ("", -1))
+def _home(nodes: Sequence[NodeLog], host: str, generation: int, rank: int) -> tuple[str, int]:
+    """The log folder and the local rank of a rank; the first log of its host and -1 if no log has it."""
+    of_host = [node for node in nodes if node.host == host]
+    for node in of_host:
+        workers = (worker for visit in node.visits if visit.generation == generation for worker in visit.workers)
+        if found := next((worker for worker in workers if worker.rank == rank), None):
+            return node.folder, found.local_rank
+    return (of_host[0].folder if of_host else "", -1)
 
 
 def _events(nodes: Sequence[NodeLog], *names: str) -> list[tuple[NodeLog, PastEvent]]:
@@ -209,7 +201,6 @@ def _events(nodes: Sequence[NodeLog], *names: str) -> list[tuple[NodeLog, PastEv
 
 def _faults(nodes: Sequence[NodeLog], origin: float) -> tuple[Incident, ...]:
     """All failures by generation: its cause first, then the others by time. Newer records of one failure know more."""
-    homes = _homes(nodes)
     numbers = sorted({visit.generation for node in nodes for visit in node.visits if visit.workers})
     found: dict[tuple[int, str, int, int], Incident] = {}
     for node, event in _events(nodes, "failed", "cause", "restarting", "gave_up"):
@@ -222,7 +213,7 @@ def _faults(nodes: Sequence[NodeLog], origin: float) -> tuple[Incident, ...]:
         if event.event == "restarting" and (before := bisect_left(numbers, generation)):
             generation = numbers[before - 1]
         host, rank, pid = record.text("host") or node.host, record.number("rank"), record.number("pid")
-        folder, _ = _home(homes, host, generation, rank)
+        folder, _ = _home(nodes, host, generation, rank)
         # `failed_at` is the wall clock of the failed worker's host; the event cannot be earlier than the failure.
         failed_s = record.real("failed_at") - origin
         is_timed = folder == node.folder and 0 < event.at_s - failed_s < _LATE_S
@@ -258,7 +249,6 @@ def _ordered(faults: list[Incident]) -> list[Incident]:
 
 def _hangs(nodes: Sequence[NodeLog], faults: Sequence[Incident]) -> Iterator[Incident]:
     """The hangs that became no failure, each once, although each node reports it."""
-    homes = _homes(nodes)
     failed = {fault.generation for fault in faults if fault.kind == "hang"}
     open_: dict[int, Incident] = {}
     for _, event in _events(nodes, "seems_hung", "goes_on"):
@@ -270,7 +260,7 @@ def _hangs(nodes: Sequence[NodeLog], faults: Sequence[Incident]) -> Iterator[Inc
             open_[generation] = known
         else:
             rank, message, host = event.number("rank"), event.text("message"), event.text("host")
-            folder, local_rank = _home(homes, host, generation, rank)
+            folder, local_rank = _home(nodes, host, generation, rank)
             who = f"rank {rank} on {host} {message.removeprefix('it ')}" if rank >= 0 else message
             sentence, place = f"the job seemed to hang: {who}", (host, rank, local_rank, folder)
             open_[generation] = Incident("hang", generation, event.at_s, *place, sentence, is_warning=True)
@@ -278,11 +268,10 @@ def _hangs(nodes: Sequence[NodeLog], faults: Sequence[Incident]) -> Iterator[Inc
 
 
 def _slow_ranks(nodes: Sequence[NodeLog]) -> Iterator[Incident]:
-    homes = _homes(nodes)
     for node, event in _events(nodes, "slow"):
         rank, generation = event.number("rank"), event.generation
         text = event.text("text") or f"rank {rank} was slower than the other ranks of {node.host}"
-        place = (node.host, rank, _home(homes, node.host, generation, rank)[1], node.folder)
+        place = (node.host, rank, _home(nodes, node.host, generation, rank)[1], node.folder)
         yield Incident("slow rank", generation, event.at_s, *place, text, is_warning=True)
 
 

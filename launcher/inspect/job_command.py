@@ -18,7 +18,7 @@ from elaunch.launcher.inspect.job_source import JobSource, LocalSource, NodeStac
 from elaunch.launcher.options.command_line import Command, Option, Source, own
 from elaunch.launcher.options.files import read_secret
 from elaunch.launcher.options.options import Options, parse
-from elaunch.launcher.options.table import HELP, TABLE
+from elaunch.launcher.options.table import TABLE
 from elaunch.launcher.store.locate import given_addresses, plan
 from elaunch.rendezvous.job_spec import UNNAMED, job_name
 from elaunch.rendezvous.rules.questions import Topic
@@ -54,7 +54,7 @@ def job_command(name: str, options: Sequence[Option], about: str, work: Work, *,
     of_store = [option for option in TABLE if option.name in _STORE_OPTIONS]
     job = click.Argument(["jobs"], nargs=-1)
     run = partial(_run, work, is_order)
-    return Command(name, run, [*options, *of_store, job, HELP], usage=[usage], about=about, ending=_WHERE)
+    return Command(name, run, [*options, *of_store, job], usage=[usage], about=about, ending=_WHERE)
 
 
 def _run(work: Work, is_order: bool, ctx: click.Context) -> int:

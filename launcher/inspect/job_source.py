@@ -6,9 +6,10 @@ import math
 import secrets
 import time
 from collections.abc import Collection, Mapping, Set
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from queue import Empty, SimpleQueue
 
 from elaunch.agent.core.leaving import OrderAnswer
 from elaunch.agent.diagnosis.stack_groups import Stack, StackAnswer, read_stack_answer, stacks_in
@@ -32,14 +33,14 @@ from elaunch.rendezvous.job_spec import job_name
 from elaunch.rendezvous.rules.questions import ANSWER_BYTES_MAX, ANSWERS_PER_S, Question, Topic, ask
 from elaunch.rendezvous.rules.reports import JobReport, JobState, NodeReport, job_report, read_node_report
 from elaunch.rendezvous.rules.snapshot import Keys, Snapshot, SnapshotReader
-from elaunch.rendezvous.store import Denied, OwnLimit, Store, StoreError, Unavailable
+from elaunch.rendezvous.store import Changes, Denied, OwnLimit, Store, StoreError, Unavailable, Update, View
 from elaunch.rendezvous.types import OpenKind, host_of
 
 # A healthy node answers immediately. The nodes of a large job take turns.
 PATIENCE_S = 3.0
 # The lease outlives the query, so that a late answer is deleted with it.
 _LEASE_SPARE_S = 5.0
-_RETRY_S, _POLL_S = 0.2, 0.05
+_RETRY_S = 0.2
 _OF_NO_JOB = (JobState.ENDED, JobState.GONE)
 
 
@@ -67,10 +68,6 @@ class JobOver(SiteError):
     """The job's agent on this host has ended since the last query."""
 
 
-class QueryRefused(Exception):
-    """The query could not be written to the store; the message says why, without a full stop."""
-
-
 def patience_s(nodes: int, base_s: float = PATIENCE_S) -> float:
     """How long the answers of that many nodes may take."""
     return base_s + nodes / ANSWERS_PER_S
@@ -90,28 +87,41 @@ def read_job(store: Store, keys: Keys) -> Snapshot:
 def query_nodes(store: Store, keys: Keys, topic: Topic, node_ids: Set[str], wait_s: float) -> dict[str, str]:
     """The nodes' answers as text, by node id: of all of `node_ids`, or of those that answer within `wait_s`.
 
-    While another query is pending it is waited for, within the same time. Raises StoreError and QueryRefused.
+    While another query is pending it is waited for, within the same time. Raises StoreError.
     """
     question = Question(secrets.token_hex(8), topic, secrets.randbits(62) + 1)
     prefix = keys.answers(question.identity)
     end_s = time.monotonic() + wait_s
     store.grant(question.lease, math.ceil(wait_s + _LEASE_SPARE_S))
     try:
-        while not store.commit(ask(keys, question)).held:
-            if time.monotonic() > end_s:
-                raise QueryRefused(f"another query of its nodes is pending, for more than {wait_s:g} s by now")
-            time.sleep(_RETRY_S)
-        end_s = time.monotonic() + wait_s
-        while True:
-            found = {key.removeprefix(prefix): entry.value for key, entry in store.read(prefix).entries.items()}
-            answers = {id_: found[id_] for id_ in node_ids & found.keys() if len(found[id_]) <= ANSWER_BYTES_MAX}
-            if len(answers) == len(node_ids) or time.monotonic() > end_s:
-                return answers
-            # The nodes of a large job answer in turns, and each read has all answers so far.
-            time.sleep(_POLL_S + len(node_ids) / ANSWERS_PER_S / 10)
+        # Watched, not read again and again: the answers of a large job are long.
+        updates = SimpleQueue[Update]()
+        with closing(store.watch(prefix, None, updates.put)) as watch:
+            watch.begun()
+            while not store.commit(ask(keys, question)).held:
+                if time.monotonic() > end_s:
+                    raise Unavailable(f"another query of its nodes is pending, for more than {wait_s:g} s by now")
+                time.sleep(_RETRY_S)
+            return _collected(updates, prefix, node_ids, wait_s)
     finally:
         with suppress(StoreError):
             store.revoke(question.lease)
+
+
+def _collected(updates: SimpleQueue[Update], prefix: str, node_ids: Set[str], wait_s: float) -> dict[str, str]:
+    answers: dict[str, str] = {}
+    end_s = time.monotonic() + wait_s
+    with suppress(Empty):
+        while len(answers) < len(node_ids) and (left_s := end_s - time.monotonic()) > 0:
+            match updates.get(timeout=left_s):
+                case View(_, entries) | Changes(_, entries):
+                    for key, entry in entries.items():
+                        node_id = key.removeprefix(prefix)
+                        if entry and node_id in node_ids and len(entry.value) <= ANSWER_BYTES_MAX:
+                            answers[node_id] = entry.value
+                case StoreError():
+                    break
+    return answers
 
 
 class StoreSource:
@@ -169,7 +179,7 @@ class StoreSource:
             text = query_nodes(self._store, self._keys, topic, {leader}, patience_s(len(snapshot.members))).get(leader)
             if text:
                 return decode(OrderAnswer, text)
-        except (QueryRefused, StoreError, ValueError) as error:
+        except (StoreError, ValueError) as error:
             raise SiteError(f"the job did not get the order: {error}") from None
         raise SiteError(
             f"{host_of(leader)}, which leads the job, did not answer: it may run an older elaunch, or be stopped; on a"
@@ -209,8 +219,6 @@ class StoreSource:
         wait_s = patience_s(len(wanted)) + seconds
         try:
             answers = query_nodes(self._store, self._keys, topic, wanted, wait_s)
-        except QueryRefused as error:
-            return {}, missing, [f"the nodes were not queried: {error}"]
         except StoreError as error:
             may = "the store allows reading only, so " if isinstance(error, Denied) else ""
             return {}, missing, [f"{may}the nodes were not queried: {error}"]

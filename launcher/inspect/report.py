@@ -22,7 +22,6 @@ from elaunch.launcher.inspect.node_log import NodeLog
 from elaunch.launcher.inspect.page import Links, Report, StepMetrics, render
 from elaunch.launcher.inspect.text import cut, offset, sentence
 from elaunch.launcher.options.command_line import Command, own
-from elaunch.launcher.options.table import HELP
 from elaunch.rendezvous.texts import plain
 
 PAGE = "report.html"
@@ -60,7 +59,6 @@ COMMAND = Command(
         own("json", "", "print the numbers as JSON, and write a page only with -o"),
         own("metrics", "FILE", "lines of JSON with step, loss and seconds [those of elaunch.trainer's --out]"),
         click.Argument(["folders"], nargs=-1, type=click.Path(path_type=Path)),
-        HELP,
     ],
     usage=["[-o FILE] [--json] [--metrics FILE] DIR…"],
     about="""Show what happened in a run: one HTML page from the folder that it left in --log-dir.

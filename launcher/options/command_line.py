@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import Any
@@ -160,6 +161,22 @@ def own(name: str, metavar: str, help: str, convert: values.Convert | None = Non
     return Option(name, None, metavar, help, convert, **more)
 
 
+def show(ctx: click.Context, text: str) -> None:
+    # Longer than the buffer, so its reader may be gone already (`| head`).
+    with suppress(BrokenPipeError):
+        click.echo(text)
+    ctx.exit()
+
+
+def _help(ctx: click.Context, _: click.Parameter, is_asked: bool) -> None:
+    if is_asked:
+        show(ctx, ctx.get_help())
+
+
+# A text is shown before anything else is checked.
+TEXT: dict[str, Any] = {"is_eager": True, "expose_value": False}
+HELP = Option("help", Group.OTHER, "", "show this text", short="h", peer=True, callback=_help, **TEXT)
+
 # Former names of options.
 _FORMERLY = {"hang-after": "hang-timeout"}
 
@@ -189,14 +206,14 @@ class Command(click.Command):
     ) -> None:
         super().__init__(
             name,
-            params=list(params),
+            params=[*params, *(() if HELP in params else (HELP,))],
             help=about,
             epilog=ending,
             add_help_option=False,
             context_settings={"token_normalize_func": _dashed, **settings},
         )
         self._work, self._usage, self.is_elsewhere = work, usage, is_elsewhere
-        self.options = [param for param in params if isinstance(param, Option)]
+        self.options = [param for param in self.params if isinstance(param, Option)]
 
     def read(self, argv: Sequence[str], reading: Reading) -> click.Context:
         """The context of a command line. Raises UsageError, and click's Exit after a text."""

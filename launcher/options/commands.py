@@ -9,7 +9,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from elaunch.launcher.options.table import HELP
+from elaunch.launcher.options.command_line import HELP
 
 # Each command: where it is, and a few words about it.
 COMMANDS = {
@@ -35,9 +35,12 @@ _SCHEDULERS = {
 class _Commands(click.Group):
     """Commands that are imported by name."""
 
-    def __init__(self, name: str, places: Mapping[str, tuple[str, str]], **settings: Any) -> None:
+    def __init__(self, name: str, places: Mapping[str, tuple[str, str]], text: str = "", **settings: Any) -> None:
         super().__init__(name, add_help_option=False, no_args_is_help=False, **settings)
-        self.places = places
+        self.places, self._text = places, text
+
+    def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        formatter.write(self._text)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in self.places:
@@ -57,16 +60,13 @@ class _Elaunch(_Commands):
         return super().parse_args(ctx, args if args and args[0] in self.places else ["run", *args])
 
 
-class _Submit(_Commands):
-    def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        formatter.write(
-            "Usage: elaunch submit slurm [options] [elaunch options] train.py args…\n"
-            "       elaunch submit k8s [options] [elaunch options] train.py args…\n\n"
-            "Write the job for a cluster's scheduler and submit it; with --dry-run, only show it.\n"
-            "elaunch submit slurm --help and elaunch submit k8s --help list the options.\n"
-            "Start a script called submit with elaunch ./submit.\n"
-        )
+_SUBMIT = """\
+Usage: elaunch submit slurm [options] [elaunch options] train.py args…
+       elaunch submit k8s [options] [elaunch options] train.py args…
 
-
-SUBMIT = _Submit("submit", _SCHEDULERS, params=[HELP])
+Write the job for a cluster's scheduler and submit it; with --dry-run, only show it.
+elaunch submit slurm --help and elaunch submit k8s --help list the options.
+Start a script called submit with elaunch ./submit.
+"""
+SUBMIT = _Commands("submit", _SCHEDULERS, _SUBMIT, params=[HELP])
 ELAUNCH = _Elaunch("elaunch", COMMANDS)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from elaunch.launcher.errors import UsageError
@@ -21,7 +21,7 @@ def read_secret(path: str) -> str:
     All further lines must be comments, which begin with `#`.
     """
     try:
-        secret, _, rest = Path(path).expanduser().read_text().strip().partition("\n")
+        secret, _, rest = Path(path).expanduser().read_text("utf-8").strip().partition("\n")
     except (OSError, UnicodeDecodeError, RuntimeError) as error:
         why = getattr(error, "strerror", None) or error
         raise UsageError(f"the secret in {path} cannot be read ({why}); give a file that you may read") from None
@@ -33,34 +33,20 @@ def read_secret(path: str) -> str:
     return secret.strip()
 
 
-@contextmanager
-def private_folder(path: str, *, make: bool = False) -> Iterator[int]:
-    """A descriptor of a folder that only this user can open. Raises OSError if there is no such folder.
-
-    Files that are opened through the descriptor are in this folder, even if another folder gets its name meanwhile.
-    """
-    try:
-        folder = Path(path).expanduser()
-    except RuntimeError as error:
-        raise FileNotFoundError(str(error)) from None
-    if make:
-        folder.parent.mkdir(mode=0o700, exist_ok=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        found = os.fstat(fd)
-        if found.st_uid != os.geteuid() or found.st_mode & 0o077:
-            raise PermissionError(f"{folder} belongs to another user, or others can open it")
-        yield fd
-    finally:
-        os.close(fd)
-
-
-def read_own(path: str | Path, bytes_max: int, folder: int | None = None) -> bytes:
+def read_own(path: Path, bytes_max: int) -> bytes:
     """The first bytes of a file that only this user can read and write, and that is not a link. Raises OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(fd, "rb") as file:  # noqa: PTH123
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
             raise PermissionError(f"{path} belongs to another user, or others can open it")
         return file.read(bytes_max)
+
+
+def write_own(path: Path, content: bytes) -> None:
+    """Write a file that only this user can read, whole or not at all. One that is there stays. Raises OSError."""
+    with suppress(FileExistsError), tempfile.NamedTemporaryFile(dir=path.parent) as draft:
+        draft.write(content)
+        draft.flush()
+        os.fsync(draft.fileno())
+        os.link(draft.name, path)

@@ -37,7 +37,7 @@ def read(path: str) -> JobFile:
     """The job file at `path`. Raises UsageError if it cannot be read or understood."""
     try:
         # It may be a pipe, as in `--config <(make-it)`.
-        text = Path(path).read_text()
+        text = Path(path).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or error
         raise UsageError(f"--config {path} cannot be read ({why}); give a YAML file of options") from None

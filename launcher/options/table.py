@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import click
 from elaunch import __version__
 from elaunch.agent.config import LogFormat, NumaBinding, OnHang, StreamChoice
 from elaunch.launcher.options import values
-from elaunch.launcher.options.command_line import Command, Group, Option, Source
+from elaunch.launcher.options.command_line import HELP, TEXT, Command, Group, Option, Source, show
 from elaunch.launcher.options.values import Address
 from elaunch.launcher.schedulers.detect import SCHEDULERS
 from elaunch.rendezvous.codec import HOST_BYTES_MAX, ROLE_BYTES_MAX, RUN_ID_BYTES_MAX
@@ -35,21 +34,9 @@ def _accepted(metavar: str, why: str, convert: values.Convert | None = None) -> 
     return _option(Group.ACCEPTED, metavar, why, convert, peer=True, differs="has an effect", no_effect=why)
 
 
-def _help(ctx: click.Context, _: click.Parameter, is_asked: bool) -> None:
-    if is_asked:
-        _show(ctx, ctx.get_help())
-
-
 def _version(ctx: click.Context, _: click.Parameter, is_asked: bool) -> None:
     if is_asked:
-        _show(ctx, f"elaunch {__version__}")
-
-
-def _show(ctx: click.Context, text: str) -> None:
-    # Longer than the buffer, so its reader may be gone already (`| head`).
-    with suppress(BrokenPipeError):
-        click.echo(text)
-    ctx.exit()
+        show(ctx, f"elaunch {__version__}")
 
 
 def _job_file(ctx: click.Context, _: click.Parameter, path: str | None) -> str | None:
@@ -271,9 +258,6 @@ class Options:
     # fmt: on
 
 
-# A text is shown before anything else is checked.
-_TEXT: dict[str, Any] = {"is_eager": True, "expose_value": False}
-HELP = Option("help", Group.OTHER, "", "show this text", short="h", peer=True, callback=_help, **_TEXT)
-_VERSION = Option("version", Group.OTHER, "", "show the version", callback=_version, **_TEXT)
+_VERSION = Option("version", Group.OTHER, "", "show the version", callback=_version, **TEXT)
 _OF_FIELDS = (each.metadata["option"](each.name.replace("_", "-")) for each in fields(Options) if each.metadata)
 TABLE: tuple[Option, ...] = (*_OF_FIELDS, HELP, _VERSION)

@@ -117,16 +117,17 @@ def listen_address(default: str) -> Convert:
 
 
 def seconds(raw: Raw) -> float:
+    return _number(text(raw), SECONDS_MAX, "is not a number of seconds; give 0 or more")
+
+
+def _number(word: str, high: float, wrong: str) -> float:
+    """A number from 0 to `high`. Raises ValueError with `wrong`, also for nan."""
     try:
-        number = float(text(raw))
+        number = float(word)
     except ValueError:
         number = math.nan
-    if not math.isfinite(number):
-        raise ValueError("is not a number of seconds; give 0 or more")
-    if number < 0:
-        raise ValueError("is negative; give 0 or more seconds")
-    if number > SECONDS_MAX:
-        raise ValueError(f"is longer than {SECONDS_MAX:.0f} seconds; give less")
+    if not 0 <= number <= high:
+        raise ValueError(wrong)
     return number
 
 
@@ -143,13 +144,7 @@ def minutes(raw: Raw) -> float:
         return WARM_MIN
     if word in ("", "false", "no", "off"):
         return 0.0
-    try:
-        number = float(word)
-    except ValueError:
-        number = math.nan
-    if not 0 <= number <= SECONDS_MAX / 60:
-        raise ValueError("is not a number of minutes; give 0 or more, as in ELAUNCH_WARM=15")
-    return number
+    return _number(word, SECONDS_MAX / 60, "is not a number of minutes; give 0 or more, as in ELAUNCH_WARM=15")
 
 
 def nodes(raw: Raw) -> tuple[int, int]:
@@ -262,9 +257,7 @@ def key_values(raw: Raw) -> Mapping[str, str]:
     """
     if isinstance(raw, dict):
         return dict(raw)
-    word = raw.strip() if isinstance(raw, str) else raw
-    if isinstance(word, str) and len(word) > 1 and word[0] == word[-1] and word[0] in "\"'":
-        word = word[1:-1]
+    word = re.sub(r"""^(["'])(.*)\1$""", r"\2", raw.strip()) if isinstance(raw, str) else raw
     pairs = [item.partition("=") for item in names(word)]
     if not all(key.strip() and value.strip() for key, _, value in pairs):
         raise ValueError("is not a list of settings; use KEY=VALUE,KEY=VALUE")

@@ -27,7 +27,7 @@ def cluster_of(options: Options, environ: Mapping[str, str]) -> Cluster | None:
     """What a scheduler says about this process; None if there is none, or its user wants none. Raises UsageError."""
     if options.standalone:
         return None
-    found = detect(options.scheduler, environ, socket.gethostname(), lambda path: Path(path).read_text())
+    found = detect(options.scheduler, environ, socket.gethostname(), lambda path: Path(path).read_text("utf-8"))
     return reachable(found) if found else None
 
 

@@ -136,9 +136,10 @@ def _numbers(text: str) -> list[str]:
     found: list[str] = []
     for each in text.split(","):
         match = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", each)
-        if not match:
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if not match or first > last:
             raise ValueError(f"has {each}, which is neither a number nor a range")
-        found += [str(number).zfill(len(match[1])) for number in range(int(match[1]), int(match[2] or match[1]) + 1)]
+        found += [str(number).zfill(len(match[1])) for number in range(first, last + 1)]
     return found
 
 

@@ -83,7 +83,10 @@ def wait_for_agent(cluster: Cluster, say: Callable[[str], None], appear_s: float
             _, uid = credentials(stream)
             if uid == os.geteuid():
                 stream.setblocking(True)
-                _read_to_end(stream)
+                # A ConnectionError: the agent ended before it accepted this connection.
+                with suppress(ConnectionError):
+                    while stream.recv(64):
+                        pass
                 return 0
         time.sleep(_PAUSE_S)
     say(f"task {cluster.task} of this node has met no agent here within {appear_s:g} s: has it ended?")
@@ -94,12 +97,3 @@ def _address(cluster: Cluster) -> str:
     """An abstract socket name. It is short, is known only on this host, needs no folder and leaves nothing behind."""
     job = f"{cluster.run_id}.{cluster.restarts}"
     return f"\0elaunch-agent-{os.geteuid()}-{hashlib.sha256(job.encode()).hexdigest()[:32]}"
-
-
-def _read_to_end(stream: socket.socket) -> None:
-    try:
-        while stream.recv(64):
-            pass
-    except ConnectionError:
-        # The agent ended before it accepted this connection.
-        return

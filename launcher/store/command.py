@@ -13,7 +13,6 @@ from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.host import routable_addresses
 from elaunch.launcher.options.command_line import Command, own
 from elaunch.launcher.options.files import read_secret
-from elaunch.launcher.options.table import HELP
 from elaunch.launcher.options.values import listen_address
 from elaunch.launcher.store.connect import how_to_join
 from elaunch.launcher.store.locate import ETCD_PORT
@@ -52,7 +51,6 @@ COMMAND = Command(
     [
         own("listen", "HOST:PORT", _LISTEN, listen_address(""), default=("", ETCD_PORT)),
         own("token-file", "FILE", "holds the token that every job must know [ELAUNCH_TOKEN, else a new token]"),
-        HELP,
     ],
     usage=["[--listen HOST:PORT] [--token-file FILE]"],
     about="Serve a store for jobs of several nodes until Ctrl-C. Jobs that share it need different --run-ids.",

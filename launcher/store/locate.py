@@ -349,7 +349,7 @@ def _make_times(options: Options, conf: Conf, cluster: Cluster | None) -> Times:
         Times.lease_ttl_s if conf.lease_ttl is None else conf.lease_ttl,
         failure_grace_s=options.failure_grace,
         stop_grace_s=options.stop_grace,
-        last_call_s=Times.last_call_s if conf.last_call_timeout is None else conf.last_call_timeout,
+        last_call_s=conf.last_call_timeout,
         join_timeout_s=conf.join_timeout,
         store_timeout_s=conf.store_timeout,
         keys_ttl_s=conf.keys_ttl,

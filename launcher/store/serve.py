@@ -64,8 +64,8 @@ class StoreProcess:
             # The server starts meanwhile. It answers no client before it has the token.
             try:
                 self.kept = keep_token(token, keep_for)
-            except OSError as error:
-                self.trouble = error.strerror or str(error)
+            except (OSError, RuntimeError) as error:
+                self.trouble = getattr(error, "strerror", None) or str(error)
         # A pipe's capacity is larger than any token.
         with suppress(BrokenPipeError):
             self._process.stdin.write(f"{self.kept}\n{token}\n".encode())

@@ -10,13 +10,12 @@ import hmac
 import os
 import re
 import secrets
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from elaunch.agent.guardian.guardian import boot_id
-from elaunch.launcher.options.files import FOLDER, private_folder, read_own
+from elaunch.launcher.options.files import FOLDER, read_own, write_own
 from elaunch.rendezvous.endpoint import Endpoint, is_meant_locally
 from elaunch.rendezvous.secret import Secret, fingerprint
 
@@ -31,22 +30,14 @@ def keep_token(token: str, endpoint: Endpoint) -> str:
     """Write the file of one token, and return its path. Its name is the fingerprint of the store's certificate.
 
     So a client finds the file however the endpoint is spelled, and a file that was left behind cannot affect another
-    store. The store's process removes it. Raises OSError if this user has no home, or nothing can be written there.
+    store. The store's process removes it. Raises OSError if nothing can be written there, RuntimeError without a home.
     """
-    name, draft = fingerprint(Secret(token).der), secrets.token_hex(16)
+    path = Path(STORES).expanduser() / fingerprint(Secret(token).der)
+    for folder in (path.parent.parent, path.parent):
+        folder.mkdir(mode=0o700, exist_ok=True)
     text = f"{token}\n# at {endpoint}\n# {_here()}\n# of elaunch's process {os.getpid()}, whose store removes it\n"
-    with private_folder(STORES, make=True) as folder:
-        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder)
-        try:
-            os.write(fd, text.encode())
-            # The file gets its name when it is whole.
-            os.rename(draft, name, src_dir_fd=folder, dst_dir_fd=folder)
-        except BaseException:
-            os.unlink(draft, dir_fd=folder)
-            raise
-        finally:
-            os.close(fd)
-    return str(Path(STORES).expanduser() / name)
+    write_own(path, text.encode())
+    return str(path)
 
 
 class KeptTokens:
@@ -63,8 +54,8 @@ class KeptTokens:
         name = fingerprint(certificate)
         if self._derived and fingerprint(Secret(self._derived).der) == name:
             return self._derived
-        with suppress(OSError), private_folder(STORES) as folder:
-            return _lines(name, folder)[0]
+        with suppress(OSError, RuntimeError):
+            return _lines(Path(STORES).expanduser() / name)[0]
         return ""
 
     def place_of(self, endpoint: Endpoint) -> str:
@@ -73,11 +64,11 @@ class KeptTokens:
         A loopback address names a different endpoint on each host, and in each container.
         """
         wanted = {f"# at {endpoint}", *([f"# {_here()}"] if is_meant_locally(endpoint.host) else [])}
-        with suppress(OSError), private_folder(STORES) as folder:
-            for name in os.listdir(folder):  # noqa: PTH208
+        with suppress(OSError, RuntimeError):
+            for path in Path(STORES).expanduser().iterdir():
                 with suppress(OSError):
-                    if _NAME.fullmatch(name) and wanted <= {*_lines(name, folder)}:
-                        return f"{STORES}/{name}"
+                    if _NAME.fullmatch(path.name) and wanted <= {*_lines(path)}:
+                        return f"{STORES}/{path.name}"
         return ""
 
 
@@ -99,8 +90,8 @@ def token_removed_at_exit() -> Iterator[None]:
                 Path(os.fsdecode(path)).unlink()
 
 
-def _lines(name: str, folder: int) -> list[str]:
-    return read_own(name, _FILE_BYTES_MAX, folder).decode(errors="replace").splitlines() or [""]
+def _lines(path: Path) -> list[str]:
+    return read_own(path, _FILE_BYTES_MAX).decode(errors="replace").splitlines() or [""]
 
 
 def _here() -> str:
@@ -115,21 +106,12 @@ def token_at_home(name: str) -> str:
     """
     try:
         path = Path(FOLDER, "key").expanduser()
-        _make_key(path)
+        if not path.exists():
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            # If several agents make it, the first one's stays.
+            write_own(path, secrets.token_bytes(_KEY_BYTES))
         key = read_own(path, _KEY_BYTES + 1)
     except (OSError, RuntimeError):
         # RuntimeError: this user has no home.
         return ""
     return hmac.digest(key, name.encode(), "sha256").hex()[:32] if len(key) == _KEY_BYTES else ""
-
-
-def _make_key(path: Path) -> None:
-    """Make the key file whole or not at all. If several agents make it, the first one's stays."""
-    if path.exists():
-        return
-    path.parent.mkdir(mode=0o700, exist_ok=True)
-    with suppress(FileExistsError), tempfile.NamedTemporaryFile(dir=path.parent) as draft:
-        draft.write(secrets.token_bytes(_KEY_BYTES))
-        draft.flush()
-        os.fsync(draft.fileno())
-        os.link(draft.name, path)

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import closing, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from elaunch.rendezvous.endpoint import Access, Endpoint, Tls
 from elaunch.rendezvous.etcd.transport import EtcdError, Json, Rpc
@@ -53,17 +53,9 @@ _ABSENT = "--rdzv-conf transport=grpc needs the package etcd3: pip install 'elau
 _VERBOSITY = "GRPC_VERBOSITY"
 
 
-class _Loaded(NamedTuple):
-    """The modules `grpc` and `json_format`, and the classes of etcd's messages by name."""
-
-    grpc: Any
-    json: Any
-    messages: dict[str, Any]
-
-
 @cache
-def load() -> _Loaded:
-    """What the transport needs of the packages. Raises Denied if it cannot be loaded."""
+def load() -> tuple[Any, Any, dict[str, Any]]:
+    """The modules `grpc` and `json_format`, and the classes of etcd's messages by name. Raises Denied without them."""
     try:
         spec = importlib.util.find_spec("etcd3")
         grpc, json = _import_grpc_quietly(), importlib.import_module("google.protobuf.json_format")
@@ -73,7 +65,7 @@ def load() -> _Loaded:
         raise Denied(_ABSENT)
     package = Path(spec.submodule_search_locations[0])
     try:
-        return _Loaded(grpc, json, _messages(package / "etcdrpc"))
+        return grpc, json, _messages(package / "etcdrpc")
     except Exception as error:
         raise Denied(
             f"the package etcd3 in {package} cannot be used ({type(error).__name__}: {error}); "

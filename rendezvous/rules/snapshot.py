@@ -72,12 +72,6 @@ class Keys:
         self.question = f"{self.control}question"
         self.hang = f"{self.control}hang"
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Keys) and (self.run_id, self.prefix) == (other.run_id, other.prefix)
-
-    def __hash__(self) -> int:
-        return hash(self.root)
-
     def answers(self, identity: str, node_id: str = "") -> str:
         """A node's answer to that question. It is no key of any job: a quoted run id has no question mark."""
         return f"{self.prefix}?answers/{quote(self.run_id, safe='')}/{identity}/{node_id}"

@@ -48,9 +48,6 @@ class Unauthenticated(Generic[Client]):
     def __len__(self) -> int:
         return len(self._came)
 
-    def __contains__(self, who: Client) -> bool:
-        return who in self._came
-
     def add(self, who: Client, address: str, now_s: float) -> None:
         self._came[who] = address, now_s
         self._from.setdefault(address, {})[who] = None

@@ -1,4 +1,4 @@
-"""One client of a served store: HTTP/1.1 (a part of RFC 9112), and its non-blocking connection, with or without TLS.
+"""One client of a served store: HTTP/1.1 (a part of RFC 9112), and its non-blocking connection with TLS.
 
 A request's body has a Content-Length. An answer is sent whole, or as a stream of chunks.
 """
@@ -10,7 +10,6 @@ import selectors
 import socket
 import ssl
 from collections.abc import Callable, Mapping
-from email.utils import formatdate
 from http import HTTPStatus
 from typing import NamedTuple
 
@@ -21,13 +20,11 @@ _END = b"\r\n\r\n"
 
 
 class HttpRequest(NamedTuple):
-    """`headers` have lower-case names. `closes` says that the client sends no further request on the connection."""
+    """A whole request, without its headers."""
 
     method: str
     path: str
-    headers: Mapping[str, str]
     body: bytes
-    closes: bool
 
 
 class BadRequest(Exception):
@@ -52,7 +49,7 @@ class RequestReader:
     def __init__(self, admit: Callable[[Mapping[str, str], int], None]) -> None:
         self._admit = admit
         self._buffer = bytearray()
-        self._head: tuple[str, str, Mapping[str, str], bool] | None = None
+        self._head: tuple[str, str] | None = None
         self._body_length = 0
 
     def feed(self, data: bytes) -> None:
@@ -67,9 +64,9 @@ class RequestReader:
             return None
         body = bytes(self._buffer[: self._body_length])
         del self._buffer[: self._body_length]
-        method, path, headers, closes = self._head
+        method, path = self._head
         self._head = None
-        return HttpRequest(method, path, headers, body, closes)
+        return HttpRequest(method, path, body)
 
     def _read_head(self) -> bool:
         end = self._buffer.find(_END)
@@ -85,12 +82,11 @@ class RequestReader:
             headers = {name.lower(): value.strip() for name, value in names_values}
         except ValueError:
             raise BadRequest(400, "not HTTP") from None
-        if version not in ("HTTP/1.0", "HTTP/1.1") or len(headers) < len(fields):
+        if version != "HTTP/1.1" or len(headers) < len(fields):
             raise BadRequest(400, "not HTTP/1.1, or a header twice")
         self._body_length = _body_length(headers)
         self._admit(headers, self._body_length)
-        closes = version == "HTTP/1.0" or headers.get("connection", "").lower() == "close"
-        self._head = (method, target.partition("?")[0], headers, closes)
+        self._head = method, target.partition("?")[0]
         return True
 
 
@@ -104,13 +100,10 @@ def _body_length(headers: Mapping[str, str]) -> int:
 
 
 def http_response(status: int, body: bytes, closes: bool = False) -> bytes:
-    """A whole answer; `closes` tells the client that the server closes the connection.
-
-    Such an answer also has the time (RFC 9110, 6.6.1): a client that asks for nothing else compares its clock by it.
-    """
+    """A whole answer; `closes` tells the client that the server closes the connection."""
     kind = "application/json" if body.startswith(b"{") else "text/plain; charset=utf-8"
     head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
-    closing = f"Date: {formatdate(usegmt=True)}\r\nConnection: close\r\n" if closes else ""
+    closing = "Connection: close\r\n" if closes else ""
     return f"{head}{closing}\r\n".encode() + body
 
 
@@ -147,7 +140,7 @@ class Connection:
     def __init__(
         self,
         accepted: socket.socket,
-        tls: ssl.SSLContext | None,
+        tls: ssl.SSLContext,
         reader: RequestReader,
         dirty: dict[Connection, None],
     ) -> None:
@@ -164,25 +157,21 @@ class Connection:
         # When data was last sent to the client, or began to wait.
         self.moved_s = math.inf
         self.watcher: Watcher | None = None
-        # `closes`: close when all data has been sent. `lingers`: read and drop data until the client closes. If the
-        # server closed at once, the kernel would reset the connection, and the client might never read the answer.
-        self.closes = False
+        # After a refusal: read and drop data until the client closes. If the server closed at once, the kernel would
+        # reset the connection, and the client might never read the answer.
         self.lingers = False
-        # Requests that have arrived are unanswered for want of room.
-        self.has_more = False
         self._tls = tls
-        self._shaken_hands = tls is None
+        self._shaken_hands = False
         self._wants = selectors.EVENT_READ
         self._dirty = dirty
         self.registered = self.events
 
     def begin(self) -> None:
         """Make ready to read, with a new `socket` for the same descriptor. Raises Closed."""
-        if self._tls:
-            try:
-                self.socket = self._tls.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
-            except (OSError, ValueError) as error:
-                raise Closed from error
+        try:
+            self.socket = self._tls.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
+        except (OSError, ValueError) as error:
+            raise Closed from error
 
     @property
     def events(self) -> int:
@@ -192,8 +181,8 @@ class Connection:
 
     @property
     def is_answered(self) -> bool:
-        """Whether further requests are answered: not after a watch, and not while the connection is being closed."""
-        return not (self.watcher or self.closes or self.lingers)
+        """Whether further requests are answered: not after a watch, and not after a refusal."""
+        return not (self.watcher or self.lingers)
 
     def has_room(self) -> bool:
         return len(self.outgoing) < OUTGOING_BYTES_MAX
@@ -203,18 +192,19 @@ class Connection:
         bytes_max = _READ_BYTES_MAX if self.is_known else _UNAUTHENTICATED_READ_BYTES_MAX
         pieces: list[bytes] = []
         size = 0
+        assert isinstance(self.socket, ssl.SSLSocket)
         try:
-            if isinstance(self.socket, ssl.SSLSocket) and not self._shaken_hands:
+            if not self._shaken_hands:
                 self.socket.do_handshake()
                 self._shaken_hands = True
             # No selector sees the data that TLS holds decrypted, so all of it is read here.
-            while size < bytes_max or (isinstance(self.socket, ssl.SSLSocket) and self.socket.pending() > 0):
+            while size < bytes_max or self.socket.pending() > 0:
                 piece = self.socket.recv(min(_READ_BYTES, bytes_max))
                 if not piece:
                     raise Closed
                 pieces.append(piece)
                 size += len(piece)
-        except (BlockingIOError, ssl.SSLWantReadError):
+        except ssl.SSLWantReadError:
             self._wants = selectors.EVENT_READ
         except ssl.SSLWantWriteError:
             self._wants = selectors.EVENT_READ | selectors.EVENT_WRITE
@@ -234,7 +224,7 @@ class Connection:
                 with memoryview(self.outgoing) as view:
                     sent = self.socket.send(view[:_READ_BYTES])
                 del self.outgoing[:sent]
-        except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
+        except (ssl.SSLWantWriteError, ssl.SSLWantReadError):
             pass
         except OSError as error:
             raise Closed from error

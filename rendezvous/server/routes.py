@@ -72,10 +72,6 @@ class Routes:
 
     def answer(self, method: str, path: str, body: bytes) -> Reply | WatchRequest:
         """Run the request and return its answer. The caller must start a watch itself."""
-        if (method, path) == ("GET", "/version"):
-            return Reply(200, _written({"etcdserver": ETCD_VERSION, "etcdcluster": ETCD_VERSION, "elaunch": True}))
-        if (method, path) == ("GET", "/health"):
-            return Reply(200, _written({"health": "true"}))
         handler = self._handlers.get(path)
         if handler is None:
             return Reply(404, b"Not Found\n")

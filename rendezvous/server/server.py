@@ -12,7 +12,6 @@ import secrets
 import select
 import selectors
 import socket
-import ssl
 import sys
 import time
 from collections.abc import Mapping
@@ -64,14 +63,14 @@ _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 class Server:
     """Serves one engine on `listener`, which is bound already.
 
-    Without a secret it serves anybody. `slots` is how many connections may be open. A connection is unauthenticated
-    until a complete request on it has carried the secret. `is_shared`: no node of a job serves it.
+    `slots` is how many connections may be open. A connection is unauthenticated until a complete request on it has
+    carried the secret. `is_shared`: no node of a job serves it.
     """
 
     def __init__(
         self,
         listener: socket.socket,
-        secret: Secret | None,
+        secret: Secret,
         slots: int = CONNECTIONS_MAX,
         *,
         is_shared: bool = False,
@@ -80,8 +79,8 @@ class Server:
         self._routes = Routes(self.engine, secrets.randbits(63), secrets.randbits(63), is_shared=is_shared)
         self._watchers = Watchers(self.engine, self._routes)
         self.engine.listener = self._watchers.told
-        self._tls: ssl.SSLContext | None = secret.server_context() if secret else None
-        self._authorization = f"Bearer {secret.bearer}".encode() if secret else None
+        self._tls = secret.server_context()
+        self._authorization = f"Bearer {secret.bearer}".encode()
         self._listener = listener
         self._selector = selectors.DefaultSelector()
         self._slots = slots
@@ -223,57 +222,49 @@ class Server:
         try:
             if client.has_room():
                 client.read()
-            self._answer(client)
-            self._write(client)
-            while client.has_more and client.has_room():
-                self._answer(client)
+            while self._answer(client):
                 self._write(client)
+                if not client.has_room():
+                    return
+            self._write(client)
         except Closed:
             self._close(client)
 
-    def _answer(self, client: Connection) -> None:
-        """Answer the requests that have arrived, as long as there is room for answers."""
-        client.has_more = False
+    def _answer(self, client: Connection) -> bool:
+        """Answer the requests that have arrived. Returns whether there was no room for further answers."""
         try:
             while client.is_answered and (request := client.reader.next()):
                 self._do(client, request)
                 if not client.has_room():
-                    client.has_more = True
-                    return
+                    return True
         except BadRequest as bad:
             client.lingers = True
             client.deadline_s = self._now_s + LINGER_S
             client.put(http_response(bad.status, bad.body, closes=True))
+        return False
 
     def _do(self, client: Connection, request: HttpRequest) -> None:
         """Run one request. Its client is authenticated: else `_admit` would have refused the request."""
         client.is_known = True
         client.deadline_s = self._now_s + IDLE_S
         self._unauthenticated.shown(client)
-        client.closes = request.closes
         answer = self._routes.answer(request.method, request.path, request.body)
         if isinstance(answer, WatchRequest):
-            client.closes = False
             client.put(stream_head() + chunk(self._routes.created()))
             client.watcher = self._watchers.add(answer.prefix, answer.start_revision, client)
             return
-        client.put(http_response(answer.status, answer.body, request.closes))
+        client.put(http_response(answer.status, answer.body))
 
     def _admit(self, headers: Mapping[str, str], body_bytes: int) -> None:
         """Raises BadRequest to refuse a request by its headers, before its body is read."""
-        if not self._is_authorized(headers):
+        shown = headers.get("authorization", "").encode("latin-1")
+        if not hmac.compare_digest(shown, self._authorization):
             reply = error_reply(UNAUTHENTICATED, "etcdserver: invalid auth token")
             raise BadRequest(reply.status, reply.body)
         if body_bytes > REQUEST_BYTES_MAX:
             # etcd's own text. etcd counts the bytes as protocol buffers; this request has not been parsed.
             words = f"grpc: received message larger than max ({body_bytes} vs. {REQUEST_BYTES_MAX})"
             raise BadRequest(413, error_reply(EXHAUSTED, words).body)
-
-    def _is_authorized(self, headers: Mapping[str, str]) -> bool:
-        if self._authorization is None:
-            return True
-        shown = headers.get("authorization", "").encode("latin-1")
-        return hmac.compare_digest(shown, self._authorization)
 
     def _flush(self) -> None:
         while self._dirty:
@@ -289,8 +280,6 @@ class Server:
         while client.watcher and client.watcher.behind and client.has_room():
             self._watchers.catch_up(client.watcher)
             client.write(self._now_s)
-        if client.closes and not client.outgoing:
-            raise Closed
         if client.events != client.registered:
             client.registered = client.events
             self._selector.modify(client.socket, client.events, partial(self._serve, client))

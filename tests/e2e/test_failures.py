@@ -114,6 +114,21 @@ class TestReport:
         assert "exited with code 7" not in failed.stderr
 
 
+def test_a_bug_of_two_ranks_in_each_generation_is_one_traceback(tmp_path: Path) -> None:
+    # The last rank of three waits: a bug that all ranks have at their start is not tried again.
+    text = "import os, time\nif os.environ['RANK'] == '2':\n    time.sleep(600)\n"
+    script(tmp_path, f"{text}def step():\n    raise ValueError('bad batch')\nstep()")
+
+    job = finished(tmp_path, *LIGHT, "--nproc-per-node", "3", "--max-restarts", "3", "--log-dir", "logs", "train.py")
+
+    # The other one is the report's.
+    assert job.stderr.count("Traceback (most recent call last):") == 2, job.output
+    again = r"^\[\d\] elaunch: rank \d: the same traceback as (?:rank \d )?in generation 0$"
+    assert re.search(again, job.stderr, re.MULTILINE)
+    logs = sorted((tmp_path / "logs").glob("latest/attempt_0/*/stderr.log"))
+    assert "ValueError: bad batch\n" in logs[0].read_text()
+
+
 MEETS_IN_A_FILE = """
 import os, sys
 import torch.distributed as dist

@@ -26,13 +26,6 @@ SHOWN = {
 TRAINING = {"own_hook.py": (200, r"step 40"), "local_sgd.py": (60, r"round 10"), "gossip.py": (400, r"step 50")}
 
 
-def test_each_example_has_its_line_here_and_in_the_list() -> None:
-    there = {path.name for path in (EXAMPLES / "ddp").glob("*.py")}
-    listed = set(re.findall(r"\]\(ddp/(\w+\.py)\)", (EXAMPLES / "README.md").read_text()))
-
-    assert there == set(SHOWN) == listed
-
-
 # Two ranks of one take 0.1 s of CPU time, as they are forked.
 @pytest.mark.parametrize("name", SHOWN)
 def test_an_example_shows_what_it_says(forker: RankForker, name: str) -> None:

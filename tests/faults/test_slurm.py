@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.cluster import REDUCER
 from tests.faults.meetings import Meeting, Records
 from tests.faults.processes import described
 from tests.faults.trainings import Training
@@ -289,24 +288,3 @@ def test_a_job_that_is_queued_again_goes_on_from_where_it_was(slurm: Slurm, how:
     output = job.wait()
     assert "stopped after step 3" in output
     run.assert_complete()
-
-
-@pytest.mark.slow
-def test_a_job_survives_the_loss_of_a_node(slurm: Slurm, tmp_path: Path) -> None:
-    records = Records(tmp_path / "records")
-    words = (*COMMAND, "--nnodes", "2:3", "--preload", "torch", str(REDUCER), str(tmp_path))
-    options = ("--nodes=3", "--ntasks-per-node=1", "--no-kill")
-    job = batch_of(slurm, "--no-kill", *words, options=options)
-    first = met(records, 3)
-
-    slurm.nodes[1].power_off()
-    second = met(records, 2, first)
-    (tmp_path / "end").touch()
-
-    assert second.hosts == ["node0", "node2"]
-    assert second.restarts == 0
-    # srun waits until Slurm has noticed the lost node too. Then it ends as the other tasks did.
-    output = job.wait()
-    assert "Node failure on node1" in output
-    slurm.nodes[1].power_on()
-    slurm.slurmd(1)

@@ -76,7 +76,7 @@ def test_a_flood_of_first_words_is_said_with_its_address_and_keeps_no_agent_out(
     told: list[str] = []
     with thread_serving(secret) as (_, port):
         known = Gateway("127.0.0.1", port, secret)
-        assert known.call("/health", "", "GET")[0] == 200
+        assert known.call("/v3/maintenance/status")[0] == 200
 
         def is_told() -> bool:
             with ExitStack() as stack:
@@ -86,9 +86,9 @@ def test_a_flood_of_first_words_is_said_with_its_address_and_keeps_no_agent_out(
             return bool(told)
 
         wait_for(is_told, "the line about the lag")
-        assert known.call("/health", "", "GET")[0] == 200
+        assert known.call("/v3/maintenance/status")[0] == 200
         new = Gateway("127.0.0.1", port, secret)
-        assert new.call("/health", "", "GET")[0] == 200
+        assert new.call("/v3/maintenance/status")[0] == 200
         known.close()
         new.close()
 

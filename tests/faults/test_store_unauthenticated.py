@@ -50,14 +50,14 @@ def gets_in(port: int, secret: Secret) -> float:
     """Send an agent's first request. Returns how long it took. Fails if it is not answered."""
     began_s = time.monotonic()
     gateway = Gateway("127.0.0.1", port, secret)
-    assert gateway.call("/health", "", "GET")[0] == 200
+    assert gateway.call("/v3/maintenance/status")[0] == 200
     gateway.close()
     return time.monotonic() - began_s
 
 
 def health(secret: Secret) -> bytes:
     """A request that carries the secret."""
-    return f"GET /health HTTP/1.1\r\nAuthorization: Bearer {secret.bearer}\r\n\r\n".encode()
+    return f"POST /v3/maintenance/status HTTP/1.1\r\nAuthorization: Bearer {secret.bearer}\r\n\r\n".encode()
 
 
 def is_open(connection: socket.socket) -> bool:
@@ -98,11 +98,11 @@ def test_authenticated_agents_are_not_closed_for_unauthenticated_connections(sec
         agents = [Gateway("127.0.0.1", process.port, secret) for _ in range(3 * UNAUTHENTICATED)]
         sockets = []
         for agent in agents:
-            assert agent.call("/health", "", "GET")[0] == 200
+            assert agent.call("/v3/maintenance/status")[0] == 200
             sockets.append(agent._calls.sock)
 
         with crowd(process.port, OPEN_FILES):
-            assert all(agent.call("/health", "", "GET")[0] == 200 for agent in agents)
+            assert all(agent.call("/v3/maintenance/status")[0] == 200 for agent in agents)
 
             # The agents used the same connections: http.client would silently open another.
             assert [agent._calls.sock for agent in agents] == sockets

@@ -25,7 +25,6 @@ from elaunch.trainer.gpt.run_directory import RunDirectory
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.ledger.ledger import Ledger, audit_folder, next_generation
 from elaunch.trainer.parallel.plan import DataShare
-from elaunch.trainer.ranks import process_group
 from elaunch.trainer.ranks.place import RankInfo
 
 # What is known of a step, by name; `step` is always there. docs/trainer.md lists the names.
@@ -225,13 +224,13 @@ class Recorder:
         if not self._config.ledger:
             return
         folder, place = self._run.ledger, self._place
-        unused = next_generation(folder, place.generation) if place.leads else 0
-        generation = int(sum(process_group.sum_over_ranks([unused], self._device)))
+        unused = [next_generation(folder, place.generation) if place.leads else 0]
+        dist.broadcast_object_list(unused, device=self._device)
         if not self._share.leads:
             return
         ranks = {"rank": self._share.rank, "world_size": self._share.world_size}
         try:
-            self._ledger = Ledger(folder, order, **ranks, generation=generation, after=after)
+            self._ledger = Ledger(folder, order, **ranks, generation=unused[0], after=after)
         except OSError as error:
             if after == 0:
                 raise ConfigError(f"--ledger cannot be kept in {folder}: {error.strerror}; leave it out") from error

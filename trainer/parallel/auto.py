@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import time
@@ -9,22 +10,31 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
+from torch import Tensor
 
 from elaunch.strict_json import parse_json
+from elaunch.trainer import link
+from elaunch.trainer.data.order import Order
 from elaunch.trainer.gpt.config import AgreedRefusal, ConfigError, TrainConfig
-from elaunch.trainer.gpt.model import GPT
+from elaunch.trainer.gpt.model import GPT, VOCABULARY
 from elaunch.trainer.gpt.run_directory import RunDirectory
 from elaunch.trainer.memory.room import SPARE_SHARE, shared_by, tightest_room
-from elaunch.trainer.parallel.build import Groups
+from elaunch.trainer.parallel.build import Groups, Parallel, build
 from elaunch.trainer.parallel.estimate import Candidate, candidates, resumed
-from elaunch.trainer.parallel.plan import AUTO, PlanError, parse
-from elaunch.trainer.parallel.trial import PlanTrial, collect, try_plan
+from elaunch.trainer.parallel.plan import AUTO, PlanError, Sizes, parse
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.ranks.place import RankInfo
+from elaunch.trainer.state.model_state import passes_to_final_sums
+from elaunch.trainer.tuning.tune import finish_device, slowest_s
 
 # So many plans are measured at most, and none after so many seconds, if one fits.
 TRIALS_MAX = 8
 TRYING_ENOUGH_S = 120.0
+# Steps of a trial.
+_MEASURED = 3
+# After so many seconds a plan is measured no further.
+_ENOUGH_S = 20.0
+_NORM_MAX = 1.0
 # The formulas may be too low by this share.
 _MARGIN = 0.25
 # A plainer plan is chosen if it takes at most so many times as long: two measurements differ by more.
@@ -240,3 +250,88 @@ def _keep(record: KeptPlan, run: RunDirectory, peers: Peers) -> None:
             trouble = f"--parallel auto: the choice cannot be kept in {run.plan} ({error.strerror or error})"
     if trouble := peers.from_rank_0(trouble):
         raise NothingFits(f"{trouble}; make room there, or give {record.plan} in place of {AUTO}")
+
+
+@dataclass(frozen=True)
+class PlanTrial:
+    """What a plan took in a few steps: a GPU's most bytes, and of the fastest step the slowest worker's seconds."""
+
+    memory: int | None
+    step_s: float
+
+
+def try_plan(
+    config: TrainConfig,
+    sizes: Sizes,
+    rank: int,
+    device: torch.device,
+    peers: Peers,
+    *,
+    new_gpt: Callable[[], GPT],
+    groups: Groups,
+) -> PlanTrial:
+    """Build the plan of `config`, do a few steps on random text, and throw all of it away. Collective.
+
+    The process groups of its axes stay: DTensor remembers meshes, and takes those of an equal mesh again.
+    """
+    link.phase("measuring")
+    collect(device)
+    before = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+    parallel = build(config, new_gpt(), sizes, rank, device, groups)
+    # The whole network was there on each worker, and is gone.
+    collect(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    order = Order(
+        max(4096, config.global_batch),
+        global_batch=config.global_batch,
+        micro_batch=config.micro_batch,
+        even=config.plan.is_even,
+    )
+    # As the Keeper does it.
+    for _ in range(passes_to_final_sums([parallel.model], peers.world_size)):
+        parallel.warm_up(*_random(config, 1, device))
+        parallel.optimizer.zero_grad(set_to_none=True)
+    # The optimizer makes its moments, DDP its buckets, and the compiler does its work.
+    _step(parallel, order, 1, config, device)
+    finish_device(device)
+    link.phase("measuring")
+    times_s: list[float] = []
+    while len(times_s) < _MEASURED and sum(times_s) < _ENOUGH_S:
+        # All begin together, or a rank's time would have another rank's lateness in it.
+        peers.largest([0])
+        begun_s = time.perf_counter()
+        _step(parallel, order, len(times_s) + 2, config, device)
+        finish_device(device)
+        times_s.append(slowest_s(time.perf_counter() - begun_s, peers))
+        link.phase("measuring")
+    memory: int | None = None
+    if device.type == "cuda":
+        (memory,) = peers.largest([max(0, torch.cuda.max_memory_reserved(device) - before)])
+    del parallel
+    if config.compile:
+        # What was compiled holds parameters.
+        torch.compiler.reset()
+    collect(device)
+    return PlanTrial(memory, min(times_s))
+
+
+def _step(parallel: Parallel, order: Order, step: int, config: TrainConfig, device: torch.device) -> None:
+    for micros in parallel.micro_batches(order, step):
+        parallel.backward(*_random(config, len(micros), device), micros)
+    parallel.clip(_NORM_MAX)
+    parallel.optimizer.step()
+    parallel.optimizer.zero_grad(set_to_none=True)
+
+
+def _random(config: TrainConfig, many: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of so many micro-batches."""
+    rows = torch.randint(VOCABULARY, (many * config.micro_batch, config.context + 1), device=device)
+    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+def collect(device: torch.device) -> None:
+    """Free what nothing refers to. The caching allocator of a GPU keeps it otherwise."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

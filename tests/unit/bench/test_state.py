@@ -1,4 +1,4 @@
-"""bench.marks, bench.statecost and the promises about the training's state: pure parts."""
+"""bench.staterestart, bench.statecost and the promises about the training's state: pure parts."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from bench import statecost
-from bench.marks import History, Resumed, Tail, resumed
 from bench.stamps import Stamp
+from bench.staterestart import History, Resumed, Tail, resumed
 
 RANKS = 2
 

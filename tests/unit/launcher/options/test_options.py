@@ -160,7 +160,7 @@ def test_the_shutdown_timeout_comes_from_the_option_its_variables_or_is_30_s() -
     assert config_of("t.py", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="7").times.stop_grace_s == 7
     assert config_of("t.py", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="7", PET_SHUTDOWN_TIMEOUT="8").times.stop_grace_s == 8
     assert config_of("--shutdown-timeout", "0", "t.py", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="7").times.stop_grace_s == 0
-    assert sentence_of("--stop-grace", "-1", "t.py") == "--stop-grace -1 is negative; give 0 or more seconds"
+    assert sentence_of("--stop-grace", "-1", "t.py") == "--stop-grace -1 is not a number of seconds; give 0 or more"
     assert sentence_of("t.py", PET_STOP_GRACE="x") == "PET_STOP_GRACE=x is not a number of seconds; give 0 or more"
 
 

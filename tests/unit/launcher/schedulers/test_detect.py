@@ -150,7 +150,12 @@ def test_the_shell_of_a_job_is_one_node_and_says_so(changes: dict[str, str]) -> 
 
 @pytest.mark.parametrize(
     "changes",
-    [{"SLURM_NODEID": "x"}, {"SLURM_STEP_NODELIST": "n["}, {"SLURM_STEP_TASKS_PER_NODE": "2x"}],
+    [
+        {"SLURM_NODEID": "x"},
+        {"SLURM_STEP_NODELIST": "n["},
+        {"SLURM_STEP_NODELIST": "n[5-1]"},
+        {"SLURM_STEP_TASKS_PER_NODE": "2x"},
+    ],
 )
 def test_variables_that_make_no_sense_are_a_sentence(changes: dict[str, str]) -> None:
     ((name, _),) = changes.items()

@@ -78,10 +78,6 @@ def as_others_could_read_it(path: Path) -> None:
     path.chmod(0o640)
 
 
-def as_others_could_look_into_the_folder(path: Path) -> None:
-    path.parent.chmod(0o755)
-
-
 def as_a_link(path: Path) -> None:
     path.rename(path.parent / "real")
     path.symlink_to("real")
@@ -100,7 +96,6 @@ def as_another_users(path: Path) -> None:
     "spoilt",
     [
         as_others_could_read_it,
-        as_others_could_look_into_the_folder,
         as_a_link,
         as_a_pipe,
         pytest.param(as_another_users, marks=needs_root),

@@ -12,12 +12,12 @@ from elaunch.trainer.parallel.auto import (
     TRIALS_MAX,
     KeptPlan,
     NothingFits,
+    PlanTrial,
     WorkerRoom,
     choose,
 )
 from elaunch.trainer.parallel.estimate import Candidate, candidates
 from elaunch.trainer.parallel.plan import Shape, parse
-from elaunch.trainer.parallel.trial import PlanTrial
 
 SHAPE = Shape(layers=4, heads=4, width=256, context=32, global_batch=32, micro_batch=2)
 TAKEN = 100 << 20

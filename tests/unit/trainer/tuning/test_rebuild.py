@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from elaunch.trainer.tuning.rebuild import apply, obstacle
+from elaunch.trainer.tuning.tune import apply, obstacle
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
