@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
+from string import Template
 from typing import TYPE_CHECKING
 
 from elaunch.agent.guardian.guardian import VARIABLE
@@ -21,8 +21,6 @@ PACKAGES = frozenset(
         *("torchmetrics", "torchvision", "transformers", "trl"),
     )
 )
-# As `string.Template.safe_substitute`, whose module a worker would import before its program.
-_PLACES = re.compile(r"\$(\$|local_rank(?![_a-zA-Z0-9])|\{local_rank\})")
 
 # The agent sets these for each worker; an outer launcher's must not shine through.
 RANK_VARIABLES = frozenset(
@@ -115,4 +113,4 @@ def one_gpu(inherited: Mapping[str, str], local_rank: int) -> dict[str, str]:
 
 def arguments(args: tuple[str, ...], local_rank: int) -> tuple[str, ...]:
     """The program's arguments for one worker: `${local_rank}` is replaced, and `$$` stands for `$`, as in torchrun."""
-    return tuple(_PLACES.sub(lambda found: "$" if found[1] == "$" else str(local_rank), arg) for arg in args)
+    return tuple(Template(arg).safe_substitute(local_rank=local_rank) for arg in args)

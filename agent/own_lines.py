@@ -56,7 +56,7 @@ class OwnLines:
         head = {"time": iso(time.time()), "node": self._host, "generation": generation, "rank": rank, "stream": stream}
         # At a `\r` too, so that a progress bar is a line each time it moves.
         texts = (line.decode(errors="replace") for line in lines.splitlines())
-        return b"".join(json.dumps({**head, "text": text}).encode() + b"\n" for text in texts)
+        return b"".join(json.dumps({**head, "text": text}, ensure_ascii=False).encode() + b"\n" for text in texts)
 
     def _time(self) -> str:
         return time.strftime("%Y-%m-%d %H:%M:%S ") if self._has_time else ""

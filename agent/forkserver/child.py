@@ -28,6 +28,8 @@ _CRASH_FD = 4
 _HIGH_FD = 1023
 # In a worker store: the socket at which it listens, and the one to the agent.
 LISTEN_FD, CONTROL_FD = 3, 4
+# Of characters: it goes into one packet, and into a failure's message.
+_ERROR_MAX = 2000
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,7 @@ def serve_store(host: str, port: int, *, store_class: Any = None) -> NoReturn:
         made = store_class or importlib.import_module("torch.distributed").TCPStore
         store = made(host, port, is_master=True, wait_for_workers=False, master_listen_fd=LISTEN_FD)
     except Exception as error:
-        wire.send(control, {"error": f"{type(error).__name__}: {error}"})
+        wire.send(control, {"error": f"{type(error).__name__}: {error}"[:_ERROR_MAX]})
         os._exit(1)
     wire.send(control, {"up": True})
     if wire.receive(control):

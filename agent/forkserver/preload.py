@@ -31,6 +31,9 @@ _DEFAULT = ("torch", "elaunch")
 # By these variables an OpenMP runtime binds the process that loads it (GNU's) or that first uses it (Intel's).
 _BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "KMP_HW_SUBSET")
 
+# Of characters: it goes into one packet, and into one line of the log.
+_REASON_MAX = 2000
+
 AtExit = tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]
 
 
@@ -133,7 +136,7 @@ def _import(name: str) -> None:
             with suppress(AttributeError):
                 getattr(sys.modules[module], wanted)
     except (Exception, SystemExit) as error:
-        raise Unfaithful(f"importing {module} failed: {type(error).__name__}: {error}") from error
+        raise Unfaithful(f"importing {module} failed: {type(error).__name__}: {error}"[:_REASON_MAX]) from error
 
 
 def _changes(first: Mapping[str, str], second: Mapping[str, str]) -> dict[str, str | None]:

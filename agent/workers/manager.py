@@ -92,7 +92,6 @@ class Workers:
         self.links = LinkMonitor(self._current, reporter, run_dir, self._monitor.check)
         self._observers = Observers(self._current, reporter, run_dir, config.times, services.pump.do)
         self._children_grace_s = config.children_grace_s
-        self._spares_leftovers = False
         self._leftovers: Leftovers | None = None
         selector.register(self.links, selectors.EVENT_READ, self.links.read_ready)
 
@@ -208,7 +207,12 @@ class Workers:
         while group.crash_fds:
             os.close(group.crash_fds.popitem()[1])
         reached, progressed = group.reached_store, group.progressed or group.lasted
-        if order.is_done and self._spare_leftovers():
+        if order.is_done and (left := self._find_leftovers()):
+            if not self._children_grace_s:
+                self._reporter.say(f"ending {named(left)}: left behind at the end of the program (--children-grace 0)")
+            else:
+                self._leftovers = Leftovers(self._find_leftovers, self._children_grace_s, self._reporter)
+        if self._leftovers:
             # Their output goes on.
             self._timeline.stamp(generation, "cleared")
             self._reporter.post(Cleared(generation, {}, reached, progressed))
@@ -233,14 +237,6 @@ class Workers:
 
         self._pump.drain(generation, drained)
 
-    def _spare_leftovers(self) -> bool:
-        """Whether something is left of a generation that has ended well, and may go on."""
-        left = self._find_leftovers()
-        if left and not self._children_grace_s:
-            self._reporter.say(f"ending {named(left)}: left behind at the end of the program (--children-grace 0)")
-        self._spares_leftovers = bool(left and self._children_grace_s)
-        return self._spares_leftovers
-
     def _find_leftovers(self) -> list[int]:
         fork_server = self._fork_server.pid
         # A process that has ended has no parent. The worker store is a child of the fork server, and about to end.
@@ -248,19 +244,14 @@ class Workers:
 
     def leftovers_go_on(self, now_s: float) -> bool:
         """Whether what the workers have left behind still may go on. The loop asks again and again after a success."""
-        if not self._spares_leftovers:
-            return False
-        if not self._leftovers:
-            self._leftovers = Leftovers(self._find_leftovers, self._children_grace_s, now_s, self._reporter)
-        self._leftovers.tick(now_s)
-        return self._leftovers.due_s is not None
+        return self._leftovers is not None and self._leftovers.go_on(now_s)
 
     def end_leftovers(self, why: str) -> None:
         """End what workers of a generation that has ended well have left behind, and collect its output."""
-        if not self._spares_leftovers:
+        if not self._leftovers:
             return
         if left := self._find_leftovers():
             self._reporter.say(f"ending {named(left)}: {why}")
-        self._spares_leftovers, self._leftovers = False, None
+        self._leftovers = None
         self._guardian.end_generation((self._fork_server.pid,), self._meanwhile)
         self._pump.drain(self._current.generation, lambda _: None)

@@ -26,26 +26,29 @@ _COMMAND_MAX = 100
 class Leftovers:
     """Waits for the processes that `find` lists by pid, until they have done nothing for `grace_s`.
 
-    `due_s` is when `tick` is due, None if the wait is over.
+    `due_s` is when `go_on` is to be asked again; None before it was asked, and when the wait is over.
     """
 
-    def __init__(self, find: Callable[[], list[int]], grace_s: float, now_s: float, reporter: Reporter) -> None:
+    def __init__(self, find: Callable[[], list[int]], grace_s: float, reporter: Reporter) -> None:
         self._find = find
         self._grace_s = grace_s
         self._reporter = reporter
-        self._begun_s = self._compared_s = self._worked_s = now_s
-        self._cpu_s, self._moved_bytes = _use(find())
+        self._begun_s: float | None = None
         self._has_said = False
-        self.due_s: float | None = now_s + _LOOK_SOON_S
+        self.due_s: float | None = None
 
-    def tick(self, now_s: float) -> None:
-        """Look whether they have ended, or do nothing."""
+    def go_on(self, now_s: float) -> bool:
+        """Look, if that is due, whether they have ended, or do nothing. Returns whether they may go on."""
+        if self._begun_s is None:
+            self._begun_s = self._compared_s = self._worked_s = now_s
+            self._cpu_s, self._moved_bytes = _use(self._find())
+            self.due_s = now_s + _LOOK_SOON_S
         if self.due_s is None or now_s < self.due_s:
-            return
+            return self.due_s is not None
         pids = self._find()
-        if not pids or self._is_over(pids, now_s):
+        if not pids or self._is_over(pids, now_s, self._begun_s):
             self.due_s = None
-            return
+            return False
         is_soon = now_s < self._begun_s + _SOON_S
         self.due_s = now_s + (_LOOK_SOON_S if is_soon else min(_LOOK_S, self._grace_s / 2))
         if not is_soon and not self._has_said:
@@ -54,8 +57,9 @@ class Leftovers:
                 f"the job has ended well; still running: {named(pids)}; waiting until they end, or have done"
                 f" nothing for {self._grace_s:g} s (--children-grace); Ctrl-C ends them now"
             )
+        return True
 
-    def _is_over(self, pids: list[int], now_s: float) -> bool:
+    def _is_over(self, pids: list[int], now_s: float, begun_s: float) -> bool:
         since_s = now_s - self._compared_s
         if since_s >= min(_WINDOW_S, self._grace_s / 2):
             cpu_s, moved_bytes = _use(pids)
@@ -63,7 +67,7 @@ class Leftovers:
             if is_moving or cpu_s - self._cpu_s >= _CPU_SHARE * since_s:
                 self._worked_s = now_s
             self._cpu_s, self._moved_bytes, self._compared_s = cpu_s, moved_bytes, now_s
-        return now_s >= min(self._worked_s + self._grace_s, self._begun_s + self._grace_s * _GRACES_MAX)
+        return now_s >= min(self._worked_s + self._grace_s, begun_s + self._grace_s * _GRACES_MAX)
 
 
 def named(pids: list[int]) -> str:

@@ -8,10 +8,10 @@ import signal
 import socket
 import stat
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +22,7 @@ from elaunch.agent.config import AgentConfig
 from elaunch.agent.environment import extensions_root
 from elaunch.agent.forkserver import wire
 from elaunch.agent.forkserver.client import ForkServer
+from elaunch.agent.linux import start_thread
 from elaunch.agent.output.run_dir import RunDir
 from elaunch.agent.workers import numa
 from elaunch.agent.workers.group import StoreControl, WorkerGroup
@@ -109,7 +110,7 @@ def warn_of_locks(environ: Mapping[str, str], warn: Callable[[str], None]) -> No
     In a thread, since the folder may be on a disk that hangs.
     """
     if root := extensions_root(environ):
-        threading.Thread(target=_look_for_locks, args=(Path(root), warn), name="elaunch-builds", daemon=True).start()
+        start_thread(partial(_look_for_locks, Path(root), warn), "elaunch-builds")
 
 
 def _look_for_locks(root: Path, warn: Callable[[str], None]) -> None:

@@ -15,6 +15,7 @@ MODULES = {
     "threaded": "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n",
     "profile": "",
     "failing": "1 / 0\n",
+    "verbose": "raise ValueError(300_000 * 'x')\n",
 }
 SAYS = "import gc, os, ranked\nprint(gc.get_freeze_count() > 0, ranked.rank == os.environ['LOCAL_RANK'])\n"
 
@@ -26,6 +27,7 @@ SAYS = "import gc, os, ranked\nprint(gc.get_freeze_count() > 0, ranked.rank == o
         ("threaded", "a preloaded module started a thread"),
         ("profile", ".*/mine/profile.py has the name of a module that was preloaded"),
         ("failing", "importing failing failed: ZeroDivisionError: division by zero"),
+        ("verbose", "importing verbose failed: ValueError: x{100,2000}"),
     ],
 )
 def test_one_line_says_why_workers_are_fresh_interpreters(tmp_path: Path, name: str, why: str) -> None:

@@ -26,10 +26,9 @@ def ends_at_s(use: Use, monkeypatch: pytest.MonkeyPatch, grace_s: float = GRACE_
     now_s, said = 0.0, Said()
     monkeypatch.setattr(orphans, "_use", lambda _: use(now_s))
     reporter: Any = said
-    left = Leftovers(lambda: [1], grace_s, now_s, reporter)
-    while left.due_s is not None:
-        now_s = left.due_s
-        left.tick(now_s)
+    left = Leftovers(lambda: [1], grace_s, reporter)
+    while left.go_on(now_s):
+        now_s = left.due_s or now_s
     assert len(said) == (grace_s > 1)
     return now_s
 
