@@ -23,7 +23,7 @@ from types import UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from elaunch.rendezvous.texts import plain
-from elaunch.strict_json import ANY, no_constant, parse_with
+from elaunch.strict_json import no_constant, parse_with
 
 Decoded = TypeVar("Decoded")
 
@@ -58,11 +58,6 @@ def shown_text(text: str) -> str:
 def encode(record: Any) -> str:
     """`record` (of strings, numbers, enums, tuples and records) as compact JSON."""
     return json.dumps(asdict(record), default=_plain, separators=(",", ":"))
-
-
-def parse_first_json(text: str | bytes) -> Any:
-    """`parse_json` for the value at the beginning of `text`, whatever follows it."""
-    return parse_with(ANY, text, whole=False)
 
 
 def decode(kind: type[Decoded], text: str) -> Decoded:

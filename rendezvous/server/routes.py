@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from elaunch.rendezvous.codec import parse_first_json, shown
+from elaunch.rendezvous.codec import shown
 from elaunch.rendezvous.engine import Engine
 from elaunch.rendezvous.etcd import errors
 from elaunch.rendezvous.etcd.json_codec import base64, number, range_end, text
@@ -32,6 +32,7 @@ from elaunch.rendezvous.store import (
     TxnGuard,
     Unchanged,
 )
+from elaunch.strict_json import parse_json
 
 # The version of etcd that this server imitates. Clients read it.
 ETCD_VERSION = "3.4.0"
@@ -78,7 +79,7 @@ class Routes:
         if method != "POST":
             return Reply(405, b"Method Not Allowed\n")
         try:
-            answer = handler(parse_first_json(body.strip() or b"{}"))
+            answer = handler(parse_json(body.strip() or b"{}"))
         except EtcdError as error:
             return error_reply(error.code, error.text)
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:

@@ -16,11 +16,10 @@ def parse_json(text: str | bytes) -> Any:
     return parse_with(ANY, text)
 
 
-def parse_with(decoder: json.JSONDecoder, text: str | bytes, *, whole: bool = True) -> Any:
-    """`parse_json` by `decoder`; without `whole` the value at the beginning of `text`, whatever follows it."""
+def parse_with(decoder: json.JSONDecoder, text: str | bytes) -> Any:
+    """`parse_json` by `decoder`."""
     try:
-        words = (text if isinstance(text, str) else text.decode()).strip()
-        return decoder.decode(words) if whole else decoder.raw_decode(words)[0]
+        return decoder.decode(text if isinstance(text, str) else text.decode())
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except MemoryError:

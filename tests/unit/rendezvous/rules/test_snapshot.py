@@ -230,9 +230,9 @@ def test_over_a_leader_that_is_no_node_or_stands_on_no_lease_any_member_may_lead
     store, reader = store_with({KEYS.generation: RUNS}), SnapshotReader(KEYS)
     store.grant(7, 60.0)
     write(store, Put(KEYS.leader, "a", 7), Put(KEYS.member("a"), encode(NODE), 7))
-    for scribble in ("b", "a\x1b[2J", ""):
+    for scribble, lease in (("b", 0), ("a\x1b[2J", 0), ("", 0), ("a b", 7)):
         reader.read(store.read(KEYS.root), whole=True)
-        write(store, Put(KEYS.leader, scribble))
+        write(store, Put(KEYS.leader, scribble, lease))
 
         snapshot = reader.read(store.read(KEYS.root), whole=True)
 
