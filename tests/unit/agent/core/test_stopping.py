@@ -166,6 +166,16 @@ def test_a_signal_is_answered_by_a_sentence(signum: int, nodes_max: int, words: 
     assert driver.said == words
 
 
+def test_the_last_worker_is_one_worker() -> None:
+    driver = started()
+    for rank in (1, 2):
+        driver.exits(rank, 0)
+
+    driver.happen(Signalled(TERM, "SIGTERM"))
+
+    assert driver.said == "SIGTERM: stopping 1 worker, SIGKILL in 30 s"
+
+
 def test_a_second_ctrl_c_kills_now() -> None:
     driver = started()
     driver.happen(Signalled(INT, "SIGINT"))
