@@ -22,7 +22,7 @@ from elaunch.agent.diagnosis.causes.table import explained
 from elaunch.agent.diagnosis.exit_status import with_tail
 from elaunch.rendezvous.rules import transactions
 from elaunch.rendezvous.rules.transactions import report_done
-from elaunch.rendezvous.rules.verdict import decisive_failure, is_one_bug
+from elaunch.rendezvous.rules.verdict import decisive_failure, is_one_bug, killed_together
 from elaunch.rendezvous.types import Failure, FailureKind, OpenKind, Outcome
 
 
@@ -122,8 +122,7 @@ def _complete(agent: Agent, clearing: Clearing, event: Cleared) -> tuple[Agent, 
     known = [*map(whole_of, failures), *map(whole_of, clearing.ends)]
     # Of an exit code alone. Its output may tell of an exception, which our signal did not make.
     known = [f for f in known if f.kind is not FailureKind.EXIT_CODE or f.local_rank not in clearing.answered] or known
-    cause = decisive_failure(known)
-    cause = with_cause(cause)
+    cause = killed_together(with_cause(decisive_failure(known)), known)
     cause = replace(cause, ranks_alike=len({each.rank for each in known if is_one_bug(cause, each)}) or 1)
     actions: tuple[Action, ...] = (Commit(transactions.complete(agent.snapshot, agent.me, cause)),)
     if cause.local_rank != first.local_rank:

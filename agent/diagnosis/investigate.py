@@ -1,4 +1,4 @@
-"""Finds out what the rules about causes need to know of this host: full disks, GPU errors, limits.
+"""Finds out what the rules about causes need to know of this host: full disks, GPU errors, limits, folders.
 
 A file system whose server is gone may hang. So threads look, and nobody waits for them longer than the limit.
 """
@@ -6,14 +6,18 @@ A file system whose server is gone may hang. So threads look, and nobody waits f
 from __future__ import annotations
 
 import os
+import re
+import stat
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from elaunch.agent.diagnosis.causes.cause import SHARED_MEMORY, Facts, Space
+from elaunch.agent.diagnosis.causes.program import MISSING
 from elaunch.agent.diagnosis.causes.table import wants_disks
 from elaunch.agent.diagnosis.oom import KernelLog, limit_text
 from elaunch.agent.linux import in_threads, start_thread
@@ -32,14 +36,43 @@ def look_into(failures: Iterable[Failure], log: KernelLog, found: Callable[[Fact
     limit = limit_text().partition(",")[0]
     facts = Facts(gpu_errors=log.xids(), memory_limit=limit, kills_are_counted=log.counts_kills)
     # A restart after a kill does not wait for threads.
-    if not any(map(wants_disks, failures)) or not start_thread(lambda: found(_with_disks(facts)), "elaunch-facts"):
+    of_disks = [failure for failure in failures if wants_disks(failure)]
+    if not of_disks or not start_thread(lambda: found(_with_disks(facts, of_disks)), "elaunch-facts"):
         found(facts)
 
 
-def _with_disks(facts: Facts) -> Facts:
-    looks = {"shm": lambda: _spaces([SHARED_MEMORY]), "full": _full_disks}
-    looked = in_threads(looks, _LIMIT_S, "elaunch-look")
-    return replace(facts, shm=next(iter(looked.get("shm", ())), None), full=looked.get("full", ()))
+def _with_disks(facts: Facts, failures: Iterable[Failure]) -> Facts:
+    looks: dict[str, Callable[[], Any]] = {
+        "shm": lambda: next(iter(_spaces([SHARED_MEMORY])), None),
+        "full": _full_disks,
+        "folder": lambda: next(filter(None, map(_folder_of_missing, failures)), ""),
+    }
+    return replace(facts, **in_threads(looks, _LIMIT_S, "elaunch-look"))
+
+
+def _folder_of_missing(failure: Failure) -> str:
+    """The current folder or one above a file of the traceback, if it has the module that is missing."""
+    missing = re.search(MISSING, failure.message)
+    if not missing:
+        return ""
+    name, here = missing["missing"].replace(".", "/"), Path.cwd()
+    files = [file for file in re.findall(r'File "([^"<]+)"', failure.traceback) if "/lib/python3" not in file]
+    with suppress(OSError, RuntimeError):
+        for folder in dict.fromkeys((here, *(above for file in files for above in (here / file).resolve().parents))):
+            # The root's folders are the system's, as /lib. A folder without Python code is data, as wandb's.
+            found = (path for end in (".py", "/*.py", "/*/*.py") for path in folder.glob(name + end))
+            if folder.parent != folder and _is_safe(folder) and any(map(_is_safe, found)):
+                return str(folder)
+    return ""
+
+
+def _is_safe(path: Path) -> bool:
+    """Whether only this user or root can have put it there: nobody else's code is advised for import."""
+    with suppress(OSError):
+        found = path.stat()
+        is_shared = stat.S_ISDIR(found.st_mode) and found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        return found.st_uid in (os.geteuid(), 0) and not is_shared
+    return False
 
 
 def _full_disks() -> tuple[Space, ...]:

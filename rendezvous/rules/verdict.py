@@ -18,7 +18,8 @@ BARREN_MAX = 10
 # What an error in the program raises, or bad data. Whatever else is raised may come from its surroundings: a device, a
 # network, a file system, a service.
 _BUGS = {
-    *("AssertionError", "AttributeError", "FloatingPointError", "ImportError", "IndexError", "KeyError", "LookupError"),
+    *("AssertionError", "AttributeError", "FileExistsError", "FloatingPointError", "ImportError", "IndexError"),
+    *("KeyError", "LookupError"),
     *("ModuleNotFoundError", "NameError", "NotImplementedError", "OverflowError", "RecursionError", "RuntimeError"),
     *("TypeError", "UnboundLocalError", "UnicodeDecodeError", "UnicodeEncodeError", "ValueError", "ZeroDivisionError"),
 }
@@ -41,7 +42,9 @@ _NO_STORE = re.compile(r"client socket has (?:failed to connect|timed out)", re.
 # so many seconds, or within this share of the longer one.
 _AS_LONG_S = 2.0
 _AS_LONG_SHARE = 0.1
-_AWAITED = ", while "
+_AWAITED, _TOO = ", while ", ", and so "
+# Signals by which native code ends a process: SIGILL, SIGBUS, SIGFPE, SIGSEGV. NCCL aborts where a network fails.
+_CRASHES = (-4, -7, -8, -11)
 # EX_TEMPFAIL of <sysexits.h>: a temporary failure, to be retried.
 _TRY_AGAIN = 75
 # A line that torch's own code logs, as "[rank0]:[W1128 19:05:18.1 ProcessGroup.cpp:1] …".
@@ -102,6 +105,15 @@ def awaited(early: Failure, failures: Sequence[Failure]) -> Failure:
     # A record names those that had an error when it was written; our signal may end the others before they have one.
     more = " (perhaps others too)" if len(named) + 1 < early.world_size else ""
     return replace(early, message=f"{said}{_AWAITED}{which} waited{where}{more},")
+
+
+def killed_together(killed: Failure, failures: Sequence[Failure]) -> Failure:
+    """The failure; if it is the end of a rank by a signal, with the other ranks that the same signal ended."""
+    same = {f.rank for f in failures if (f.kind, f.code) == (killed.kind, killed.code)} - {killed.rank}
+    if killed.kind not in (FailureKind.SIGNAL, FailureKind.OUT_OF_MEMORY) or not same:
+        return killed
+    others = f"was rank {min(same)}" if len(same) == 1 else f"were ranks {listed([str(rank) for rank in sorted(same)])}"
+    return replace(killed, message=f"{killed.message}{_TOO}{others},")
 
 
 def identical(one: Failure, other: Failure) -> bool:
@@ -212,12 +224,13 @@ def _again(failure: Failure, earlier: Failure, *, has_progressed: bool) -> str:
 
     The rank may be another one: if all ranks have a bug, chance decides which of them is recorded first.
     """
-    if not identical(failure, earlier):
+    crashes = _is_crash(failure) and alike(failure, earlier)
+    if not crashes and not identical(failure, earlier):
         return ""
     twice = "it failed the same way twice in a row"
     if not has_progressed and not _may_pass(failure, earlier):
         return f"{twice} without progress"
-    if not _is_bug(failure):
+    if not crashes and not _is_bug(failure):
         return ""
     if failure.step >= 0 or earlier.step >= 0:
         return f"{twice}, in the same step, after step {failure.step}" if failure.step == earlier.step else ""
@@ -227,6 +240,12 @@ def _again(failure: Failure, earlier: Failure, *, has_progressed: bool) -> str:
     longer_s = max(failure.lived_s, earlier.lived_s)
     is_as_long = abs(failure.lived_s - earlier.lived_s) <= max(_AS_LONG_S, _AS_LONG_SHARE * longer_s)
     return f"{twice}, after about the same time" if is_as_long else ""
+
+
+def _is_crash(failure: Failure) -> bool:
+    """Whether native code crashed in a known line, or somebody killed the ranks' parent process."""
+    is_killed_parent = failure.kind is FailureKind.TEMPLATE_LOST and failure.code == _KILLED
+    return is_killed_parent or (failure.code in _CRASHES and failure.frame != "")
 
 
 def _budget(terms: Terms) -> str:
@@ -240,7 +259,9 @@ def _budget(terms: Terms) -> str:
 def _own_words(failure: Failure) -> str:
     """The message without the other ranks, which chance decides."""
     is_exit = failure.kind in (FailureKind.EXIT_CODE, FailureKind.ENDED_EARLY)
-    return failure.message.partition(_AWAITED)[0] if is_exit else failure.message
+    is_kill = failure.kind in (FailureKind.SIGNAL, FailureKind.OUT_OF_MEMORY)
+    end = _AWAITED if is_exit else _TOO if is_kill else ""
+    return failure.message.partition(end)[0] if end else failure.message
 
 
 def _without_numbers(message: str) -> str:

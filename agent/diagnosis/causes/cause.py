@@ -38,13 +38,15 @@ class Space:
 class Facts:
     """What was found out on this host after a failure. What could not be found out is missing.
 
-    `shm` is the shared memory, `full` are the file systems that have no room: both only where a rule `wants_disks`.
+    `shm` is the shared memory, `full` are the file systems that have no room, and `folder` is the one of the job that
+    has the missing module: all three only where a rule `wants_disks`.
     `gpu_errors` are those that the NVIDIA driver logged. `kills_are_counted` says that the kernel counts the processes
     of this cgroup that it kills for lack of memory. `mismatch` is that of the rank table.
     """
 
     shm: Space | None = None
     full: tuple[Space, ...] = ()
+    folder: str = ""
     gpu_errors: tuple[str, ...] = ()
     memory_limit: str = ""
     kills_are_counted: bool = False

@@ -29,6 +29,11 @@ _SHM_ADVICE = (
     "give the container more shared memory (docker run --shm-size=8g, or --ipc=host; in Kubernetes an emptyDir with"
     " medium: Memory at /dev/shm), or use fewer DataLoader workers"
 )
+# Semaphores and shared memory of Python and torch: their paths, if they have one, do not begin with /dev/shm.
+_IN_SHM = regex(
+    r"/dev/shm\b|shared memory|</?torch_|semaphore"
+    r"|(?:multiprocess(?:ing)?|loky/backend)/(?:synchronize|shared_memory|heap)\.py"
+)
 
 
 def _small_shm(evidence: Evidence, _values: Values) -> Values | None:
@@ -37,6 +42,14 @@ def _small_shm(evidence: Evidence, _values: Values) -> Values | None:
     if space is None or (space.total > _SMALL_SHM and not space.is_full):
         return None
     return {"size": bytes_text(space.total), "free": bytes_text(space.free)}
+
+
+def _full_shm(evidence: Evidence, _values: Values) -> Values | None:
+    innermost = evidence.traceback[evidence.traceback.rfind("\n  File ") :]
+    if not _IN_SHM.search(f"{innermost}\n{evidence.words}"):
+        return None
+    space = evidence.facts.shm
+    return {"size": f"/dev/shm has {bytes_text(space.total)} in all, {bytes_text(space.free)} free" if space else ""}
 
 
 def _killed(evidence: Evidence, _values: Values) -> Values | None:
@@ -117,6 +130,15 @@ MEMORY_RULES = (
         ),
         detail="/dev/shm has {size} in all, {free} free",
         more=_small_shm,
+        wants_disks=True,
+    ),
+    CauseRule(
+        "no room in /dev/shm",
+        "make room on /dev/shm, which semaphores and shared memory need: remove what ended programs have left there"
+        " (ls -l /dev/shm), or " + _SHM_ADVICE,
+        pattern=r"No space left on device",
+        detail="{size}",
+        more=_full_shm,
         wants_disks=True,
     ),
     CauseRule(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from shlex import quote
 
 from elaunch.agent.diagnosis.causes.cause import CauseRule, Evidence, Values, regex
 
@@ -40,6 +41,7 @@ _PACKAGES = {
     "pkg_resources": "setuptools",
     **{name: name.replace("_", "-") for name in _SAME_NAMES.split()},
 }
+MISSING = r"No module named '?(?P<missing>\w[\w.]*)'?(?:\. Did you mean: .*)?$"
 # Of multiprocessing's spawn, in a child process.
 NO_MAIN_GUARD = "current process has finished its bootstrapping phase"
 _ENVIRON = regex(r'File "(?:<frozen os>|[^"]*/os\.py)", line \d+, in __getitem__')
@@ -48,10 +50,13 @@ _ENVIRON = regex(r'File "(?:<frozen os>|[^"]*/os\.py)", line \d+, in __getitem__
 _SO = r"\.so[\w.]{0,64}"
 
 
-def _missing(_evidence: Evidence, values: Values) -> Values:
+def _missing(evidence: Evidence, values: Values) -> Values:
     name = values["missing"]
     parent, _, last = name.rpartition(".")
-    if package := _PACKAGES.get(name, ""):
+    if folder := evidence.facts.folder:
+        why = f"another {parent} is found before it" if parent else "it is not on Python's path"
+        step = f"{folder} has {name}, but {why}: export PYTHONPATH={quote(folder)}:$PYTHONPATH before elaunch starts"
+    elif package := _PACKAGES.get(name, ""):
         step = (
             f"install {package} in the Python environment of every node (python -m pip install {package}), or put the"
             f" folder that has {name} on PYTHONPATH"
@@ -107,11 +112,12 @@ RULES = (
     CauseRule(
         "a missing module",
         "{step}",
-        pattern=r"No module named '?(?P<missing>\w[\w.]*)'?(?:\. Did you mean: .*)?$",
+        pattern=MISSING,
         exceptions=frozenset({"ModuleNotFoundError"}),
         more=_missing,
+        wants_disks=True,
         shown="install the package that has it on every node, or put its folder on PYTHONPATH; a package is named only"
-        " where that is known",
+        " where that is known, and a folder where the module is in the current one or in one above the script",
     ),
     CauseRule(
         "a missing library",

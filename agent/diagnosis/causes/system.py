@@ -14,6 +14,8 @@ MORE_PROCESSES = (
 )
 _WRITER = regex(r"(?:PytorchStreamWriter failed writing file|inline_container\.cc|iostream error)")
 _NO_ADDRESS = r"\[Errno 99\]|EADDRNOTAVAIL|Cannot assign requested address"
+# Of a socket that cannot be bound, which may be of a thread whose end nobody notices.
+SOCKET_PATH = "AF_UNIX path (?:too long|length)"
 _STARTS_PROCESS = regex(r"fork|spawn|subprocess|popen|clone|thread")
 
 
@@ -94,6 +96,12 @@ RULES = (
         "raise the limit (ulimit -n, LimitNOFILE= of systemd), or close files; DataLoaders need fewer with"
         " torch.multiprocessing.set_sharing_strategy('file_system')",
         pattern=r"Too many open files(?! in system)|received 0 items of ancdata",
+    ),
+    CauseRule(
+        "a socket's path is too long",
+        "a socket's path may have 107 characters: set TMPDIR to a folder of at most 75, as TMPDIR=/tmp, since"
+        " multiprocessing (as DataLoader workers) makes its sockets below it",
+        pattern=rf"{SOCKET_PATH}|torch_shm_manager at [^\n]{{1,4096}}: (?:Invalid argument|File name too long)",
     ),
     CauseRule(
         "no more processes or threads",

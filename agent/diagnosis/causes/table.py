@@ -9,6 +9,7 @@ from elaunch.agent.diagnosis import exit_status
 from elaunch.agent.diagnosis.causes import hardware, network, program, system
 from elaunch.agent.diagnosis.causes.cause import NO_FACTS, CauseRule, Evidence, Facts
 from elaunch.agent.diagnosis.causes.program import NO_MAIN_GUARD
+from elaunch.agent.diagnosis.causes.system import SOCKET_PATH
 from elaunch.agent.diagnosis.exit_status import parse_traceback
 from elaunch.agent.peer_lost import ends
 from elaunch.rendezvous.types import Failure, FailureKind
@@ -21,6 +22,8 @@ _DIRECT_CAUSE = "\nThe above exception was the direct cause of the following exc
 _RAISED = re.compile(r"^raised (?P<type>[\w.]+)(?:: (?P<message>.*))?$", re.DOTALL)
 # An exception of the parent of a child process.
 _CHILD_ENDED = re.compile(r"ProcessExitedException|BrokenProcessPool|DataLoader worker")
+# What waits in vain for a data loader or a manager.
+_NO_ANSWER = re.compile(r"DataLoader|EOFError|Broken|Connection|timed? ?out|Empty", re.IGNORECASE)
 # Nothing about the user's program is to be found out: somebody has left it, or it hangs, lives, or has said the cause.
 _NOT_RECOGNISED = (FailureKind.DEBUGGER, FailureKind.HANG, FailureKind.REFUSED)
 
@@ -76,6 +79,9 @@ def _evidences(failure: Failure, facts: Facts) -> list[Evidence]:
 
 def _of_exceptions(failure: Failure, facts: Facts) -> list[Evidence]:
     found: list[Evidence] = []
+    if _NO_ANSWER.search(f"{failure.exception} {failure.message}") and re.search(SOCKET_PATH, failure.tail):
+        # A thread or process that could not make its socket has printed that. This one only waited for it.
+        found.append(Evidence(failure.code, "OSError", "AF_UNIX path too long", facts=facts))
     if NO_MAIN_GUARD in failure.tail and _CHILD_ENDED.search(failure.message):
         # The child process says why it has ended, on the same stderr. Its parent does not know.
         found.append(Evidence(failure.code, "RuntimeError", NO_MAIN_GUARD, facts=facts))

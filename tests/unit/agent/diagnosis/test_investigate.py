@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -44,6 +45,29 @@ def test_the_shared_memory_is_looked_at_where_it_may_be_the_cause(monkeypatch: p
     said = os.statvfs("/dev/shm")
     assert shm
     assert (shm.mount, shm.total) == ("/dev/shm", said.f_blocks * said.f_frsize)
+
+
+@pytest.mark.parametrize("file", ["src/net.py", "src/sub/net.py", "src.py"])
+def test_a_missing_module_is_found_above_the_script_but_not_in_data_or_where_others_write(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(investigate, "_LIMIT_S", DEADLINE_S)
+    monkeypatch.chdir("/")
+    (tmp_path / "src" / "sub").mkdir(parents=True)
+    (tmp_path / "src" / "data.json").touch()
+    missing = replace(
+        NOW,
+        exception="ModuleNotFoundError",
+        message="raised ModuleNotFoundError: No module named 'src'",
+        traceback=f'Traceback (most recent call last):\n  File "{tmp_path}/scripts/t.py", line 1, in f\n'
+        "ModuleNotFoundError: No module named 'src'",
+    )
+
+    assert facts_about(missing).folder == ""
+    (tmp_path / file).touch()
+    assert facts_about(missing).folder == str(tmp_path)
+    tmp_path.chmod(0o777)
+    assert facts_about(missing).folder == ""
 
 
 def test_a_look_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

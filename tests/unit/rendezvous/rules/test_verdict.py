@@ -16,6 +16,7 @@ from elaunch.rendezvous.rules.verdict import (
     first_failure,
     identical,
     judge,
+    killed_together,
 )
 from elaunch.rendezvous.types import Failure, FailureKind, Terms
 
@@ -45,6 +46,8 @@ EARLY = replace(
     frame="",
     progressed=True,
 )
+CRASH = replace(KILLED, code=-11, message="was killed by SIGSEGV", frame="train.py:2 in f", lived_s=3)
+PARENT = replace(KILLED, kind=FailureKind.TEMPLATE_LOST, message="the fork server was killed by SIGKILL on a")
 PEER = replace(RAISED, kind=FailureKind.PEER_LOST, message="raised RuntimeError: Connection closed by peer", rank=3)
 
 
@@ -61,6 +64,40 @@ def decide(
 
 def test_a_lost_peer_never_wins_over_a_failure_of_ones_own() -> None:
     assert decisive_failure([PEER, KILLED, RAISED]) is KILLED
+
+
+def test_ranks_that_one_signal_ended_are_named_with_the_first() -> None:
+    also = [replace(KILLED, rank=rank) for rank in (3, 2)]
+
+    assert killed_together(KILLED, [KILLED, RAISED]).message == "was killed by SIGKILL"
+    assert killed_together(KILLED, [KILLED, also[0]]).message == "was killed by SIGKILL, and so was rank 3,"
+    assert killed_together(KILLED, [KILLED, *also]).message == "was killed by SIGKILL, and so were ranks 2 and 3,"
+    assert killed_together(RAISED, [RAISED, replace(RAISED, rank=2)]) is RAISED
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_pointless"),
+    [
+        (CRASH, replace(CRASH, rank=2, lived_s=4, message="was killed by SIGSEGV, and so was rank 0,"), True),
+        (CRASH, replace(CRASH, frame="train.py:9 in g"), False),
+        (replace(CRASH, progressed=True, lived_s=900), replace(CRASH, progressed=True, lived_s=500), False),
+        (replace(CRASH, progressed=True, step=4), replace(CRASH, progressed=True, step=4), True),
+        (replace(CRASH, code=-9), replace(CRASH, code=-9), False),
+        (PARENT, PARENT, True),
+        (PARENT, replace(PARENT, message="the fork server was killed by SIGKILL on b"), False),
+        (replace(PARENT, progressed=True, lived_s=900), replace(PARENT, progressed=True, lived_s=500), False),
+        (replace(CRASH, code=-6), replace(CRASH, code=-6), False),
+        (
+            replace(RAISED, exception="FileExistsError", message="raised FileExistsError: 'runs'", progressed=True),
+            replace(RAISED, exception="FileExistsError", message="raised FileExistsError: 'runs'", progressed=True),
+            True,
+        ),
+    ],
+)
+def test_a_crash_a_killed_parent_and_what_exists_already_are_not_tried_a_third_time(
+    one: Failure, other: Failure, is_pointless: bool
+) -> None:
+    assert isinstance(decide({1: [one], 2: [replace(other, generation=2)]}), GiveUp) is is_pointless
 
 
 def test_a_failure_is_worth_a_restart_while_the_budget_lasts() -> None:

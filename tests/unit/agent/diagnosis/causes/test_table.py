@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -101,6 +102,9 @@ EXCEPTIONS = [
     ("OSError", "[Errno 24] Too many open files: '/data/1'", "ulimit -n"),
     ("RuntimeError", "unable to open shared memory object </torch_1_2_0> in read-write mode: Too many open files (24)", "ulimit -n"),
     ("RuntimeError", "received 0 items of ancdata", "file_system"),
+    ("OSError", f"{OOM}: '/dev/shm/cache'", "make room on /dev/shm, which semaphores"),
+    ("RuntimeError", "unable to write to file </torch_7_1_0>: No space left on device (28)", "/dev/shm"),
+    ("OSError", "AF_UNIX path too long", "set TMPDIR"),
     ("RuntimeError", "can't start new thread", "ulimit -u"),
     ("OSError", "[Errno 98] Address already in use", "ss -ltnp"),
     ("OSError", "[Errno 99] Cannot assign requested address", "no interface of this node"),
@@ -173,6 +177,28 @@ def test_the_direct_cause_of_an_exception_is_recognised_and_a_handled_one_is_not
 
     assert "quota" in advice(raised("RuntimeError", "saving failed", before=direct))
     assert advice(raised("RuntimeError", "the fallback failed", before=handled)) == ""
+
+
+def test_no_room_for_a_semaphore_is_about_dev_shm_and_about_no_disk() -> None:
+    frame = '  File "/usr/lib/python3.11/multiprocessing/synchronize.py", line 57, in __init__\n    SemLock(\n'
+    failed = explained(raised("OSError", OOM, FRAME + frame), Facts(full=(Space("/data", 1 << 40, 0),)))
+
+    assert "make room on /dev/shm" in failed.advice
+    assert "/data" not in failed.sentence
+
+
+def test_a_tmpdir_that_is_too_long_is_named_where_a_thread_failed_and_another_waits_for_it() -> None:
+    tail = f"{HEAD}{FRAME}OSError: AF_UNIX path too long\nstep 3\n"
+
+    assert "set TMPDIR" in advice(replace(raised("RuntimeError", "DataLoader timed out after 20 seconds"), tail=tail))
+    assert advice(replace(raised("ValueError", "nan"), tail=tail)) == ""
+
+
+def test_a_module_that_is_in_a_folder_beside_the_script_has_the_line_for_pythonpath() -> None:
+    failed = explained(raised("ModuleNotFoundError", "No module named 'datasets'"), Facts(folder="/home/my u"))
+
+    assert "export PYTHONPATH='/home/my u':$PYTHONPATH" in failed.advice
+    assert "pip" not in failed.advice
 
 
 UNGUARDED = (
