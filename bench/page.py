@@ -33,11 +33,6 @@ _KILLED = (
     "The bundled model trains at its default size (a state of 10 MB). A random rank gets SIGKILL at a random moment.\n"
     "k is the last step that any rank had completed. Steps lost are the steps up to k that had to be made again."
 )
-_COPIES = (
-    f"{statecost.WORKERS} workers train a stack of linear layers with AdamW. All copies go into shared memory. Host\n"
-    "memory is the peak need of the node's ranks, an older copy included. k is the number of steps between two\n"
-    "snapshots, as the Keeper chose it; the share is what the snapshots then cost."
-)
 _PAIRS = (
     f"{statecost.WORKERS} workers train a stack of linear layers with 64 samples each, in turns with the Keeper and\n"
     "without. Each n is a pair of turns of 40 steps, or of as many as the Keeper leaves between two snapshots if\n"
@@ -101,6 +96,5 @@ def _nodes(results: Run) -> list[str]:
 def _state(results: Run) -> list[str]:
     return [
         *measured(results, staterestart.SECTION, "A worker is killed", _KILLED),
-        *measured(results, statecost.SECTION, "Copies of the state", _COPIES, count="MB"),
-        *measured(results, statecost.STEADY_SECTION, "The Keeper while nothing fails", _PAIRS, count="MB"),
+        *measured(results, statecost.SECTION, "The Keeper while nothing fails", _PAIRS, count="MB"),
     ]

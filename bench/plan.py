@@ -21,8 +21,8 @@ SECTIONS = (*ONE_NODE_SECTIONS, *NODES_SECTIONS, *STATE_SECTIONS)
 RESTARTS_PER_JOB = 5
 # A round of many agents counts as this many samples of the other kinds.
 SAMPLES_PER_ROUND = 4
-# The same for a turn of steps with a gigabyte; and for a copy of a gigabyte.
-SAMPLES_PER_WINDOW, SAMPLES_PER_GB = 4, 2
+# The same for a turn of steps with a gigabyte.
+SAMPLES_PER_WINDOW = 4
 
 
 _Restart = Callable[[Contender, int, int, float, random.Random], Iterator[Sample]]
@@ -169,9 +169,6 @@ def _state_restarts(settings: Settings) -> Iterator[Task]:
 def _state_costs(settings: Settings) -> Iterator[Task]:
     if KEPT not in _sides(settings):
         return
-    for size_mb in statecost.SIZES_MB:
-        count = max(1, settings.samples // (SAMPLES_PER_GB if size_mb >= 1000 else 1))
-        yield Task("state: snapshots", f"state of {size_mb} MB", partial(statecost.copies, size_mb, count))
     for size_mb in statecost.SIZES_MB:
         count = max(1, settings.samples // (SAMPLES_PER_WINDOW if size_mb >= 1000 else 1))
         yield Task("state: steady cost", f"pairs of {size_mb} MB", partial(statecost.pairs, size_mb, count))

@@ -32,7 +32,7 @@ from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.parallel.auto import chosen
 from elaunch.trainer.parallel.build import Parallel, build
 from elaunch.trainer.parallel.plan import DataShare
-from elaunch.trainer.parallel.whole import hook_state
+from elaunch.trainer.parallel.whole import Whole, hook_state, in_ddp
 from elaunch.trainer.profiling.profiler import profiled
 from elaunch.trainer.ranks.place import RankInfo
 from elaunch.trainer.state.tree import tensors_sha256
@@ -127,8 +127,14 @@ def train_in_group(
         """DDP settles in which order it sums gradients before a state is restored; the compiler does its work."""
         parallel.warm_up(*windows.dummy())
 
-    if config.tune_comm:
-        tune(parallel.model, warm_up, folder=run.path / "tuning", say=say)
+    if config.tune_comm and isinstance(parallel, Whole):
+        parallel.model = tune(
+            parallel.gpt,
+            lambda model: parallel.warm_up(*windows.dummy(), model),
+            wrap=functools.partial(in_ddp, device=device, hook=config.comm_hook),
+            folder=run.path / "tuning",
+            say=say,
+        )
 
     # Restores the newest state that is anywhere, and keeps it from now on.
     with (

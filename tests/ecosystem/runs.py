@@ -45,10 +45,10 @@ class Place:
         self.memory.mkdir()
         self.cache = folder / "cache"
 
-    def job(self, *options: str, env: Mapping[str, str] | None = None) -> Job:
+    def job(self, *options: str, env: Mapping[str, str] | None = None, launcher: Sequence[str] = COMMAND) -> Job:
         """Start the program there."""
         prefix = ("unshare", "--mount", "sh", "-c", _OWN_MEMORY, str(self.memory)) if os.geteuid() == 0 else ()
-        words = (*COMMAND, "--nproc-per-node", str(self.program.workers), *options, *self.program.words)
+        words = (*launcher, "--nproc-per-node", str(self.program.workers), *options, *self.program.words)
         own = {
             "TMPDIR": str(self.temporary),
             "XDG_CACHE_HOME": str(self.cache),

@@ -1,4 +1,4 @@
-"""`tune(model, warm_up)`: ranks choose alike, no bit of the training changes, the next start remembers.
+"""`tune(module, warm_up)`: ranks choose alike, no bit of the training changes, the next start remembers.
 
 With `--tune-comm` the trainer is killed in tests/examples/test_ddp_trainer.py.
 """
@@ -13,7 +13,7 @@ from tests.ranks import RankForker, Ranks
 
 # A model of 1.5 MiB, trained in one process group: as it is, tuned, and with the choice remembered.
 SCRIPT = """
-import hashlib, json, sys
+import hashlib, json, sys, weakref
 from pathlib import Path
 import torch
 import torch.distributed as dist
@@ -28,19 +28,29 @@ rank = dist.get_rank()
 def train(folder=None):
     torch.manual_seed(0)
     layers = [nn.Linear(256, 256) for _ in range(6)]
-    model = DistributedDataParallel(nn.Sequential(*layers, nn.Dropout(0.1)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    logged, size = [], None
+    module = nn.Sequential(*layers, nn.Dropout(0.1))
+    logged, wrappers = [], weakref.WeakSet()
+
+    def wrap(module, bucket_cap_mb):
+        # No two at a time: a wrapper's buckets are as large as all gradients.
+        assert not wrappers
+        model = DistributedDataParallel(module, bucket_cap_mb=bucket_cap_mb)
+        wrappers.add(model)
+        return model
+
     torch.manual_seed(rank)
     if folder:
-        warm_up = lambda: model(torch.randn(4, 256)).square().mean().backward()
-        size = tune(model, warm_up, folder=Path(folder), say=logged.append).bucket_mb
+        warm_up = lambda model: model(torch.randn(4, 256)).square().mean().backward()
+        model = tune(module, warm_up, wrap=wrap, folder=Path(folder), say=logged.append)
+    else:
+        model = DistributedDataParallel(module)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(4):
         model(torch.randn(4, 256)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
-    return {"digest": digest, "logged": logged, "size": size}
+    return {"digest": digest, "logged": logged, "size": model.bucket_bytes_cap}
 
 
 print(json.dumps([train(), train(sys.argv[1]), train(sys.argv[1])]))

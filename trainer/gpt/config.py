@@ -146,10 +146,13 @@ class TrainConfig:
         self._check_batch()
         if not self.plan.is_auto:
             self._check_plan(self.sizes(place))
-        if self.comm_hook == "powersgd" and self.bucket_mb is not None:
-            raise ConfigError(
-                f"--bucket-mb {self.bucket_mb:g}: --comm-hook powersgd has one bucket; leave one of the two out"
-            )
+        sized = {
+            "--comm-hook powersgd": self.comm_hook == "powersgd",
+            "--bucket-mb": self.bucket_mb is not None,
+            "--tune-comm": self.tune_comm,
+        }
+        if len(given := [option for option, is_given in sized.items() if is_given]) > 1:
+            raise ConfigError(f"{given[0]} decides the size of DDP's buckets, and so does {given[1]}; leave one out")
         if self.checkpoints is not None:
             try:
                 storage_at(self.checkpoints)

@@ -167,7 +167,7 @@ def chosen(
         def measure(candidate: Candidate) -> PlanTrial:
             text = candidate.plan.text
             # If nothing is compared, nothing is compiled: that takes no less memory.
-            tried = replace(config, parallel=text, compile=config.compile and len(among) > 1)
+            tried = replace(config, parallel=text, compile=config.compile and len(among) > 1, tune_comm=False)
             trial = try_plan(tried, candidate.sizes, place.rank, device, peers, new_gpt=new_gpt, groups=groups)
             needs = room.needed(candidate, trial.memory)
             verdict = f"; it needs {gib(needs)} of {gib(room.most)}" if needs > room.most else ""

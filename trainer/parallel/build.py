@@ -44,7 +44,8 @@ def _whole(config: TrainConfig, gpt: GPT, sizes: Sizes, device: torch.device, gr
     """The module whose backward sums gradients over the workers, and the optimizer."""
     plan = config.plan
     if plan.has_ddp:
-        model = in_ddp(gpt, device, hook=config.comm_hook, bucket_mb=config.bucket_mb)
+        # `tune` makes its own.
+        model = gpt if config.tune_comm else in_ddp(gpt, device, hook=config.comm_hook, bucket_cap_mb=config.bucket_mb)
         if plan.kind == "zero1":
             from torch.distributed.optim import ZeroRedundancyOptimizer
 

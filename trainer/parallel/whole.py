@@ -58,10 +58,10 @@ class Whole:
         found: Tensor = loss.detach()
         return found
 
-    def warm_up(self, inputs: Tensor, targets: Tensor) -> None:
+    def warm_up(self, inputs: Tensor, targets: Tensor, model: nn.Module | None = None) -> None:
         """A pass whose gradients do not count: DDP settles in which order it sums, and the compiler does its work."""
         with self.autocast:
-            loss = self.model(inputs, targets)
+            loss = (model or self.model)(inputs, targets)
         loss.backward()
 
     def clip(self, norm_max: float) -> Tensor:
@@ -85,21 +85,21 @@ def in_ddp(
     device: torch.device,
     *,
     hook: str | None = None,
-    bucket_mb: float | None = None,
+    bucket_cap_mb: float | None = None,
 ) -> DistributedDataParallel:
-    """The module in DDP on `device`, in the default process group, with buckets of `bucket_mb` MiB.
+    """The module in DDP on `device`, in the default process group, with buckets of `bucket_cap_mb` MiB.
 
     `hook` is fp16, bf16 or powersgd: how gradients are compressed.
     """
     if hook == "powersgd":
         # With several buckets torch's hook starts collectives in another order on each rank, and hangs with gloo.
-        bucket_mb = sum(each.numel() * each.element_size() for each in module.parameters()) / (1 << 20) + 1
+        bucket_cap_mb = sum(each.numel() * each.element_size() for each in module.parameters()) / (1 << 20) + 1
     model = DistributedDataParallel(
         module,
         device_ids=[device.index] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,
         # None lets the first bucket have a size of its own.
-        bucket_cap_mb=bucket_mb,
+        bucket_cap_mb=bucket_cap_mb,
     )
     group = model.process_group
     if hook == "powersgd":

@@ -69,17 +69,13 @@ def test_lost_is_what_any_rank_had_done_and_is_not_restored(restored: int, expec
     assert resumed(seen, 1) == expected
 
 
-def test_what_a_copy_costs_is_related_to_the_steps_that_the_keeper_chose() -> None:
+def test_what_the_keeper_costs_is_a_share_of_a_step_without_it() -> None:
     notes = statecost.read(
-        '{"way": "keeper", "values": {"held_s": 0.004, "memory": 21e6}}\n'
-        '{"way": "paced", "values": {"every": 20, "step_s": 0.04}}\n'
-        '{"way": "torch.save", "values": {"held_s": 0.02, "whole_s": 0.02, "memory": 20e6}}\n'
+        '{"way": "pair", "values": {"kept": 0.101, "plain": 0.1, "kept_p95": 0.12, "plain_p95": 0.11}}\n'
         '{"way": "end", "values": {}}\n{"way": "cut'
     )
 
-    kept, saved = statecost.snapshot_samples(10, notes)
+    (pair,) = statecost.pair_samples(10, notes)
 
-    assert (kept.contender, kept.workers, saved.contender) == ("elaunch", 10, statecost.SAVE)
-    assert kept.values[statecost.SHARE] == pytest.approx(0.5)
-    assert kept.values[statecost.MEMORY] == pytest.approx(21.0)
-    assert saved.values == {statecost.HELD: 0.02, statecost.MEMORY: 20.0, statecost.WHOLE: 0.02}
+    assert (pair.contender, pair.workers) == ("elaunch", 10)
+    assert pair.values[statecost.COST] == pytest.approx(1.0)

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 
 from elaunch.trainer.tuning.search import SearchResult
-from elaunch.trainer.tuning.tune import Tuned, found_in, keep, sentence_of, tune
+from elaunch.trainer.tuning.tune import found_in, keep, sentence_of, tune
 
 RESULT = SearchResult(5.0, 0.472, 0.291, passes=43, spent_s=18.24, reason="it won")
 
@@ -25,16 +27,19 @@ def group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def test_without_ddp_and_with_one_worker_nothing_is_tuned() -> None:
+def test_with_one_worker_nothing_is_tuned() -> None:
     logged: list[str] = []
 
-    tune(nn.Linear(1, 1), lambda: None, say=logged.append)
-    tune(DistributedDataParallel(nn.Linear(1, 1)), lambda: None, say=logged.append)
+    assert isinstance(tune(nn.Linear(1, 1), lambda _: None, say=logged.append), DistributedDataParallel)
 
-    assert logged == [
-        "nothing to tune: the model is in no DistributedDataParallel",
-        "nothing to tune: there is one worker",
-    ]
+    assert logged == ["nothing to tune: there is one worker"]
+
+
+def test_a_model_that_measuring_would_change_is_refused() -> None:
+    trains = nn.Linear(1, 1)
+    _apply_optimizer_in_backward(torch.optim.SGD, trains.parameters(), {"lr": 1.0})
+    with pytest.raises(ValueError, match="optimizers run in the backward pass"):
+        tune(trains, lambda _: None)
 
 
 def test_the_sentence_has_the_gain_the_cost_and_the_place() -> None:
@@ -56,10 +61,10 @@ def test_a_choice_is_found_for_its_number_of_workers_and_by_a_restart_for_any_nu
 
     assert keep(file, RESULT, 4) == f"stored in {file}"
 
-    assert found_in(file, 4)[0] == Tuned(5.0)
+    assert found_in(file, 4)[0] == (5.0,)
     assert found_in(file, 2) == (None, "")
     monkeypatch.setenv("ELAUNCH_GENERATION", "1")
-    assert found_in(file, 2) == (Tuned(5.0), "buckets of 5 MiB, as this run measured with 4 workers")
+    assert found_in(file, 2) == ((5.0,), "buckets of 5 MiB, as this run measured with 4 workers")
 
 
 @pytest.mark.parametrize("size", [{}, [], "rm -rf", -5, 1e300])
