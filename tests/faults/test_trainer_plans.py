@@ -1,13 +1,15 @@
-"""The bundled trainer with each plan: a worker is killed, the number of workers changes, and the losses are DDP's."""
+"""The bundled trainer with each plan computes what one process does, also if workers die and their number changes."""
 
 from __future__ import annotations
 
+import math
 import signal
 from pathlib import Path
 
 import pytest
 
 from tests.faults.trainings import GENTLE, CalmTrainings, Forked, Trained
+from tests.harness import slow
 from tests.ranks import RankForker
 
 STEPS, LOSE_AT_MOST = 20, 5
@@ -20,8 +22,6 @@ KEPT = ("--lose-at-most", str(LOSE_AT_MOST), "--eval-every", "11")
 TOLERANCE = 1e-5
 PLANS = ["ddp", "zero1", "zero2", "fsdp2", "hsdp", "tp=2", "fsdp=2,tp=2", "pp=2", "fsdp=2,pp=2", "tp=2,pp=2"]
 PLANS += ["pp=2,schedule=gpipe", "pp=2,schedule=interleaved"]
-
-pytestmark = pytest.mark.slow
 
 
 def assert_trained(run: Trained, calm: Trained, lost: int) -> None:
@@ -36,6 +36,37 @@ def assert_trained(run: Trained, calm: Trained, lost: int) -> None:
     assert [line["step"] for line in run.lines if "held_out_loss" in line] == [1, 12]
 
 
+@pytest.mark.parametrize(
+    ("workers", "plan"),
+    [
+        (4, "dp=2,tp=2"),
+        (4, "dp=2,pp=2"),
+        slow(4, "tp=4"),
+        slow(4, "tp=2,pp=2,schedule=interleaved"),
+        slow(4, "pp=4"),
+        # Of 4 micro-batches; of three replicas one computes one that does not count.
+        *(slow(3, plan) for plan in ("zero2", "fsdp2", "dp=3")),
+        slow(6, "dp=3,pp=2"),
+        slow(8, "dp=2,tp=2,pp=2"),
+        slow(8, "fsdp=2,tp=2,pp=2"),
+        slow(8, "dp=2,fsdp=2,tp=2"),
+        slow(8, "dp=2,pp=4,schedule=gpipe"),
+    ],
+)
+def test_a_plan_trains_as_one_process(
+    tmp_path: Path, forker: RankForker, calm_training: CalmTrainings, workers: int, plan: str
+) -> None:
+    words = (*SHAPE, "--heads", "4", "--micro-batch", "1" if workers > 4 else "3", "--eval-every", "11")
+    calm = calm_training(1, *words, steps=STEPS)
+    # An untrained network guesses one byte of 256.
+    assert calm.losses[1] == pytest.approx(math.log(256), rel=0.05)
+
+    with Forked(tmp_path / "run", forker) as run:
+        assert [rank.code for rank in run.generation(0, workers, *words, "--parallel", plan)] == [0] * workers
+        assert_trained(run, calm, lost=0)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_job_of_4_workers_goes_on_with_2_and_then_with_4(
     tmp_path: Path, forker: RankForker, calm_training: CalmTrainings, plan: str
@@ -57,6 +88,7 @@ def test_a_job_of_4_workers_goes_on_with_2_and_then_with_4(
         assert [line["world_size"] for line in run.lines if line["step"] in (1, run.began(2), STEPS)] == [4, 2, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["dp=2,tp=2", "fsdp=2,pp=2"])
 def test_a_run_with_a_failure_is_to_the_bit_the_run_without_it(
     tmp_path: Path, forker: RankForker, calm_training: CalmTrainings, plan: str
