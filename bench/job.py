@@ -60,6 +60,8 @@ class Job:
         self.contender = contender
         self.workers = workers
         self.stamps_path = stamps or self.folder / "stamps.jsonl"
+        self._stamps: list[Stamp] = []
+        self._read_to = 0
         self._marker = secrets.token_hex(8)
         command = list(contender.command(workers, max_restarts))
         # Both commands are in the folder of the interpreter that runs this code.
@@ -98,9 +100,13 @@ class Job:
 
     def stamps(self) -> list[Stamp]:
         """The workers' stamps up to now."""
-        with suppress(FileNotFoundError):
-            return parse(self.stamps_path.read_text())
-        return []
+        # There may be thousands: each is read once. A line that is still being written comes with the next call.
+        with suppress(FileNotFoundError), self.stamps_path.open("rb") as file:
+            file.seek(self._read_to)
+            whole, end, _ = file.read().rpartition(b"\n")
+            self._read_to += len(whole + end)
+            self._stamps += parse((whole + end).decode())
+        return self._stamps
 
     def timeline(self) -> list[Stamp]:
         """The stamps of elaunch's agent up to now. Other launchers have none."""
@@ -165,6 +171,16 @@ def wait_for(jobs: Sequence[Job], fact: Callable[[], Fact | None], what: str, li
         if time.monotonic() > end_s:
             raise Trouble(f"{limit_s:g} s passed before {what}")
         time.sleep(_LOOK_S)
+
+
+def kill_rank(rank: int, pid: int) -> float:
+    """SIGKILL to its process. Returns the monotonic time just before. Raises Trouble if it is gone."""
+    killed_s = time.monotonic()
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        raise Trouble(f"rank {rank} ended before it was killed") from None
+    return killed_s
 
 
 def _is_guardian(process: psutil.Process) -> bool:

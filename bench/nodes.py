@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
-import signal
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -13,10 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from bench.contenders import Contender
-from bench.job import SCRIPTS, Job, Trouble, wait_for
+from bench.job import SCRIPTS, Job, Trouble, kill_rank, wait_for
 from bench.launches import ALL_REDUCE, STEP
 from bench.samples import Sample
-from bench.stamps import Stamp, again, last_s, parse
+from bench.stamps import Stamp, again, last_s
 from tests.etcd import Etcd
 from tests.nodes import Nodes
 
@@ -88,10 +86,6 @@ class Fleet:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def stamps(self) -> list[Stamp]:
-        """What the workers of both nodes have stamped so far."""
-        return parse(self._stamps.read_text()) if self._stamps.exists() else []
-
     def train(self) -> list[Stamp]:
         """Wait until all ranks train for the first time. Returns their stamps. Raises Trouble."""
         return self._train(0.0, RANKS, _START_LIMIT_S, self.jobs, "all were training")
@@ -104,7 +98,7 @@ class Fleet:
         return self._train(since_s, ranks, limit_s, self.jobs if jobs is None else jobs, "all were training again")
 
     def _train(self, since_s: float, ranks: int, limit_s: float, jobs: Sequence[Job], what: str) -> list[Stamp]:
-        return wait_for(jobs, lambda: again(self.stamps(), since_s, ranks), what, limit_s)
+        return wait_for(jobs, lambda: again(self.jobs[0].stamps(), since_s, ranks), what, limit_s)
 
     def close(self) -> None:
         """End all jobs, the etcd and the nodes, and remove the folder."""
@@ -134,11 +128,7 @@ def restarts(contender: Contender, ranks: int, count: int, limit_s: float, rng: 
 
 def _restart(fleet: Fleet, trained: list[Stamp], rank: int, limit_s: float) -> tuple[Sample, list[Stamp]]:
     pid = next(stamp.pid for stamp in trained if stamp.rank == rank)
-    killed_s = time.monotonic()
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        raise Trouble(f"rank {rank} ended before it was killed") from None
+    killed_s = kill_rank(rank, pid)
     trained = fleet.train_again(killed_s, RANKS, limit_s)
     sample = _sample(SECTION, fleet.contender, trained, killed_s)
     return sample, trained

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import time
 from collections.abc import Iterator
 
 from bench.contenders import Contender
-from bench.job import SCRIPTS, Job, Trouble
+from bench.job import SCRIPTS, Job, Trouble, kill_rank
 from bench.launches import ALL_REDUCE, STEP
 from bench.samples import Sample
 from bench.stamps import Stamp, all_at_s, at, restart_stages
@@ -47,11 +45,7 @@ def _restart(
     time.sleep(_TRAINS_S + _TRAINS_PER_WORKER_S * workers + rng.uniform(0, _DELAY_S_MAX))
     rank = rng.randrange(workers)
     pid = at(job.stamps(), generation - 1, "training")[rank].pid
-    killed_s = time.monotonic()
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        raise Trouble(f"rank {rank} ended before it was killed") from None
+    killed_s = kill_rank(rank, pid)
     stamps = _wait_until_all(job, generation, "training", workers, limit_s)
     reduced_s, stepped_s = (all_at_s(stamps, generation, event, workers) for event in ("all_reduce", "step"))
     assert reduced_s is not None

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from bench import statecost
 from bench.stamps import Stamp
-from bench.staterestart import History, Resumed, Tail, resumed
+from bench.staterestart import Resumed, resumed
 
 RANKS = 2
 
@@ -31,26 +29,6 @@ def births(generation: int, restored: int, at_s: float, pids: tuple[int, int]) -
     ]
 
 
-def history(*stamps: Stamp) -> History:
-    found = History()
-    found.add(stamps)
-    return found
-
-
-def test_a_growing_file_is_read_once_and_only_whole_lines(tmp_path: Path) -> None:
-    path = tmp_path / "stamps"
-    tail = Tail(path)
-    line = '{"generation": 0, "event": "done", "monotonic_s": 2.5, "rank": 1, "pid": 7, "step": 3}\n'
-
-    assert tail.read() == []
-    path.write_text(line + line[:9])
-    assert tail.read() == [Stamp(0, "done", 2.5, 1, 7, 3)]
-    with path.open("a") as file:
-        file.write(line[9:])
-    assert len(tail.read()) == 1
-    assert tail.read() == []
-
-
 @pytest.mark.parametrize(
     ("restored", "expected"),
     [
@@ -62,10 +40,10 @@ def test_a_growing_file_is_read_once_and_only_whole_lines(tmp_path: Path) -> Non
 )
 def test_lost_is_what_any_rank_had_done_and_is_not_restored(restored: int, expected: Resumed) -> None:
     one_ahead = Stamp(0, "done", 18.0, 1, step=7)
-    seen = history(*steps(0, 1, 6, at_s=10.0), one_ahead)
+    seen = [*steps(0, 1, 6, at_s=10.0), one_ahead]
 
     assert resumed(seen, 1) is None
-    seen.add(births(1, restored, 20.0, (1, 2)))
+    seen += births(1, restored, 20.0, (1, 2))
     assert resumed(seen, 1) == expected
 
 
