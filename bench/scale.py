@@ -35,7 +35,7 @@ def rendezvous(agents: int, limit_s: float) -> Iterator[Sample]:
         limits = [agents * i // _PROCESSES for i in range(_PROCESSES + 1)]
         shares = [(str(first), str(end - first)) for first, end in pairwise(limits) if end > first]
         try:
-            with Crew("bench.crowd", [(host, "bench", port, str(agents), *share) for share in shares]) as crew:
+            with Crew([(host, "bench", port, str(agents), *share) for share in shares]) as crew:
                 yield _seated(crew, agents, FIRST, "open", limit_s)
                 time.sleep(_SETTLED_S)
                 section = RESTART
@@ -47,7 +47,7 @@ def rendezvous(agents: int, limit_s: float) -> Iterator[Sample]:
 def _seated(crew: Crew, agents: int, section: str, order: str, limit_s: float) -> Sample:
     """Measure from an order until all agents have their ranks."""
     ordered_s = crew.order(order, first_only=order == "fail")
-    answers = crew.hear(limit_s)
+    answers = crew.answers(limit_s)
     values = {
         SEALED: min(answer["first_s"] for answer in answers) - ordered_s,
         RANKS: max(answer["last_s"] for answer in answers) - ordered_s,
@@ -60,62 +60,55 @@ Words = dict[str, Any]
 
 
 class Crew:
-    """One process for each list of arguments of `python -m module`; a context manager that ends them.
+    """One `bench.crowd` for each list of arguments; a context manager that waits until they are ready, and ends them.
 
-    Each process sends one message when it is ready: `greetings`. One answer with "trouble" is a failure of the crew.
+    One answer with "trouble" is a failure of the crew.
     """
 
-    def __init__(self, module: str, arguments: Sequence[Sequence[str]]) -> None:
-        self._said: list[queue.SimpleQueue[Words]] = [queue.SimpleQueue() for _ in arguments]
-        self.processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", module, *each], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-            )
-            for each in arguments
+    def __init__(self, arguments: Sequence[Sequence[str]]) -> None:
+        command, pipe = [sys.executable, "-m", "bench.crowd"], subprocess.PIPE
+        self._processes = [
+            subprocess.Popen([*command, *each], stdin=pipe, stdout=pipe, text=True) for each in arguments
         ]
+        self._answers: list[queue.SimpleQueue[Words]] = [queue.SimpleQueue() for _ in arguments]
         self._readers = [
-            threading.Thread(target=self._read, args=(process, said), daemon=True)
-            for process, said in zip(self.processes, self._said, strict=True)
+            threading.Thread(target=self._read, args=each, daemon=True)
+            for each in zip(self._processes, self._answers, strict=True)
         ]
-        self.greetings: list[Words] = []
         for reader in self._readers:
             reader.start()
 
     def __enter__(self) -> Crew:
         try:
-            self.greetings = self.hear(_START_LIMIT_S)
+            self.answers(_START_LIMIT_S)
         except BaseException:
             self.__exit__()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self.processes:
+        for process, reader in zip(self._processes, self._readers, strict=True):
             process.kill()
-            process.wait()
-        for reader, process in zip(self._readers, self.processes, strict=True):
             reader.join()
-            assert process.stdin
-            assert process.stdout
-            process.stdin.close()
-            process.stdout.close()
+            # It waits for the end, and closes the pipes.
+            process.__exit__(None, None, None)
 
     def order(self, word: str, *, first_only: bool = False) -> float:
         """Send an order to all processes, or the first only. Returns the monotonic time just before."""
         now_s = time.monotonic()
-        for process in self.processes[: 1 if first_only else None]:
+        for process in self._processes[: 1 if first_only else None]:
             assert process.stdin
             process.stdin.write(f"{word}\n")
             process.stdin.flush()
         return now_s
 
-    def hear(self, limit_s: float) -> list[Words]:
+    def answers(self, limit_s: float) -> list[Words]:
         """One answer of each process. Raises Trouble if one is later than `limit_s`, or answers with trouble."""
         end_s = time.monotonic() + limit_s
         answers = []
-        for said in self._said:
+        for each in self._answers:
             try:
-                answer = said.get(timeout=max(0.0, end_s - time.monotonic()))
+                answer = each.get(timeout=max(0.0, end_s - time.monotonic()))
             except queue.Empty:
                 raise Trouble(f"not all processes answered within {limit_s:g} s") from None
             if "trouble" in answer:
@@ -124,8 +117,8 @@ class Crew:
         return answers
 
     @staticmethod
-    def _read(process: subprocess.Popen[str], said: queue.SimpleQueue[Words]) -> None:
+    def _read(process: subprocess.Popen[str], answers: queue.SimpleQueue[Words]) -> None:
         assert process.stdout
         for line in process.stdout:
-            said.put(json.loads(line))
-        said.put({"trouble": "one of the processes ended"})
+            answers.put(json.loads(line))
+        answers.put({"trouble": "one of the processes ended"})

@@ -1,4 +1,4 @@
-"""Shared by the scripts about the training state: the bundled model, and the ranks' marks.
+"""Shared by the scripts: the ranks' marks, and the bundled model.
 
 Variable: BENCH_STAMPS, the file for the marks.
 """
