@@ -12,8 +12,6 @@ from torch.utils.data import DataLoader
 from elaunch.trainer.data.batches import EpochOrder, require_skippable, set_epoch
 from elaunch.trainer.integrations.epochs import with_own
 from elaunch.trainer.keeper.keeper import Keeper
-from elaunch.trainer.state import rng_state
-from elaunch.trainer.state.rng_state import RandomStates
 from elaunch.trainer.state.tree import cloned
 
 # The package has two names. The program's own `import` decides.
@@ -42,14 +40,10 @@ class ElaunchCallback(Callback):  # type: ignore[misc]
         self._options, self._orders = options, _Orders()
         self._keeper: Keeper | None = None
         self._state: dict[str, Any] = {}
-        # The batches of a step, after a restart within an epoch; 0 once they are set.
-        self._accumulates = 0
         # The step after which the callbacks' states were noted.
         self._noted = -1
         # Whether another process has begun this epoch.
         self._is_within = False
-        # Of a restart that repeats a validation: the random states of the training.
-        self._random: dict[str, Any] = {}
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Refuse what no restart can restore, before others have begun."""
@@ -78,12 +72,9 @@ class ElaunchCallback(Callback):  # type: ignore[misc]
             scaler=getattr(trainer.precision_plugin, "scaler", None),
             **with_own(self._options, per_rank=self._orders, extra=_CallbackRecord(self._state)),
         )
-        self._noted, self._restored, self._random = -1, self._keeper.restore(), {}
-        self._is_resumed = self._restored > 0
-        self._repeats = self._is_resumed and self._state.get("repeats", False)
+        self._noted, self._is_resumed = -1, self._keeper.restore() > 0
         if self._is_resumed:
-            _load_loops(trainer.fit_loop, self._state["loops"], repeats_end=self._repeats)
-            self._accumulates = self._state["accumulates"]
+            _load_loops(trainer.fit_loop, self._state["loops"], repeats_end=self._state["repeats"])
             for callback in _others(trainer):
                 if callback.state_key in self._state["callbacks"]:
                     callback.load_state_dict(cloned(self._state["callbacks"][callback.state_key]))
@@ -91,29 +82,31 @@ class ElaunchCallback(Callback):  # type: ignore[misc]
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Go on within an epoch. The loop has made its iterators already, and makes new ones."""
         loop = trainer.fit_loop
-        is_over = self._repeats and loop.epoch_loop._num_ready_batches_reached()
-        if self._is_resumed:
-            trainer.should_stop = trainer.should_stop or self._state.get("stops", False)
+        is_over = self._state["repeats"] and loop.epoch_loop._num_ready_batches_reached()
+        trainer.should_stop = trainer.should_stop or self._state["stops"]
         done = loop.epoch_loop.batch_progress.current.ready if self._is_resumed else 0
         self._is_within = done > 0
         if is_over:
             self._orders.over(_loaders_of(trainer))
         elif done:
             self.begin_epoch(trainer, done)
-        if self._repeats:
+        if self._state["repeats"]:
             self._kept.restore_random()
-            self._random = RandomStates(pl_module.device).capture()
             # Then Lightning goes to the epoch's end.
             loop.epoch_loop.val_loop._has_run = not _validates_next(trainer)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """What was drawn at the end of an epoch does not count: it is not drawn again after a restart."""
-        self._accumulates = 0
         self._note(trainer)
-        self._redraw(pl_module)
+        self._kept.redraw()
         self._kept.restore_random()
         # Where an epoch had nothing but its end, its loop has not noticed.
         trainer.fit_loop.epoch_loop.restarting = False
+
+    def accumulate_again(self, trainer: Any) -> None:
+        """A callback may have set the number when the epoch began, which Lightning does not repeat."""
+        if self._is_resumed:
+            trainer.accumulate_grad_batches = self._state["accumulates"]
 
     def begin_epoch(self, trainer: Any, done: int = 0) -> None:
         """An epoch begins, whose order may be what other callbacks have set, or goes on after `done` batches."""
@@ -129,9 +122,6 @@ class ElaunchCallback(Callback):  # type: ignore[misc]
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Stop here if a stop is requested, and make the copies that are due."""
-        if self._accumulates:
-            # A callback may have set it when the epoch began, which Lightning does not repeat.
-            trainer.accumulate_grad_batches, self._accumulates = self._accumulates, 0
         self._note(trainer)
         self._kept.step_begin()
 
@@ -152,7 +142,7 @@ class ElaunchCallback(Callback):  # type: ignore[misc]
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """What a validation draws changes no step."""
         if self._keeper is not None:
-            self._redraw(pl_module)
+            self._keeper.redraw()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """A mean that a callback compares may be one over a part of the epoch."""
@@ -160,12 +150,6 @@ class ElaunchCallback(Callback):  # type: ignore[misc]
             for one in _monitored_means(trainer):
                 _say(f"{one}: in epoch {trainer.current_epoch} that is the mean over the steps since the restart")
         self._is_within = False
-
-    def _redraw(self, pl_module: Any) -> None:
-        if self._random and self._kept.step == self._restored:
-            rng_state.apply(self._random, pl_module.device)
-        else:
-            self._kept.redraw()
 
     def _note(self, trainer: Any) -> None:
         """Once after each step: keep what callbacks have done since, unless a restart lets them do it again."""
@@ -194,10 +178,13 @@ class ElaunchCallback(Callback):  # type: ignore[misc]
 
 
 class _Last(Callback):  # type: ignore[misc]
-    """Begins an epoch and ends a step after the other callbacks have acted there."""
+    """Goes on within an epoch, begins one and ends a step after the other callbacks have acted there."""
 
     def __init__(self, kept: ElaunchCallback) -> None:
         self._kept = kept
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._kept.accumulate_again(trainer)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         self._kept.begin_epoch(trainer)

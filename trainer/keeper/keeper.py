@@ -335,10 +335,10 @@ class Keeper:
         """Set the random states back to those at the end of the last step: the next one draws from there.
 
         Call it after an evaluation that draws random numbers: a run that a failure cuts off there does not make it
-        again, and goes on with the same numbers. `steps` does so before each step. After a restore `restore_random`
-        has that place.
+        again, and goes on with the same numbers. `steps` does so before each step. After a restore it does nothing
+        until `restore_random` was called.
         """
-        if self.step > self._restored_step or self._training.random.aside:
+        if not self._is_random_due or self._training.random.aside:
             self._training.random.apply(self._random)
             self._redrawn_step = self.step
 
