@@ -171,7 +171,7 @@ class Crowd:
                 for local_rank in local_ranks:
                     self._post(index, WorkerExited(generation, local_rank, -signum))
             case Clear(generation):
-                self._post(index, Cleared(generation, reached_store=True, progressed=True))
+                self._post(index, Cleared(generation, progressed=True))
             case Say():
                 pass
             case _:

@@ -88,11 +88,11 @@ class Link:
     `step` is the newest step that the worker reported, `first_step` the first, and `phase` the newest phase. `reports`
     counts the reports of both; `step_times` is what the agent's looks made of them. `raised` says that its program
     ended by an exception. `reached_store` says whether its program had made its process group; None until the program
-    has ended. `left_s` is when it has left its newest
-    process group, `lost` the error by which it has lost a peer of that group, at `lost_s`, and `ended_s` when its
-    program has ended (0 if that is not known). `refused` is why it cannot do what is asked of it, if it has said so.
-    `news` are events for the agent's core, notes for the log and marks for the timeline. `recorder` asks the worker
-    about its collectives, while it has a process group.
+    has ended. `has_had_group` says that it has made one. `left_s` is when it has left its newest process group, `lost`
+    the error by which it has lost a peer of that group, at `lost_s`, and `ended_s` when its program has ended (0 if
+    that is not known). `refused` is why it cannot do what is asked of it, if it has said so. `news` are events for the
+    agent's core, notes for the log and marks for the timeline. `recorder` asks the worker about its collectives, while
+    it has a process group.
     """
 
     generation: int
@@ -105,6 +105,7 @@ class Link:
     step_times: StepTimes = field(default_factory=StepTimes)
     raised: bool = False
     reached_store: bool | None = None
+    has_had_group: bool = False
     left_s: float = 0.0
     lost: Raised | None = None
     lost_s: float = 0.0
@@ -125,7 +126,7 @@ class Link:
     @property
     def progressed(self) -> bool | None:
         """Whether it has reported a step, or had made its process group; None while that is not known."""
-        return True if self.step >= 0 else self.reached_store
+        return True if self.step >= 0 or self.has_had_group else self.reached_store
 
     @property
     def lost_at_end(self) -> Raised | None:
@@ -210,7 +211,7 @@ class Link:
         """Only elaunch's own code in the worker sends descriptors: the newest one is the other end of its recorder."""
         for fd in descriptors(ancillary):
             self.forget_recorder()
-            self.left_s, self.lost = 0.0, None
+            self.left_s, self.lost, self.has_had_group = 0.0, None, True
             try:
                 self.recorder = FlightRecorder(fd)
             except OSError:

@@ -25,7 +25,7 @@ from elaunch.agent.forkserver.client import ForkServer
 from elaunch.agent.linux import start_thread
 from elaunch.agent.output.run_dir import RunDir
 from elaunch.agent.workers import numa
-from elaunch.agent.workers.group import StoreControl, WorkerGroup
+from elaunch.agent.workers.group import Worker, WorkerGroup
 from elaunch.agent.workers.link import Link
 from elaunch.agent.workers.stdio import Stdio
 from elaunch.rendezvous.endpoint import is_loopback
@@ -160,7 +160,7 @@ class Spawner:
     def _start_store(self, group: WorkerGroup, listener: socket.socket) -> None:
         ours, theirs = wire.pair()
         ours.setblocking(False)
-        group.store = StoreControl(ours)
+        group.store = ours
         null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         try:
             fds = (null, null, null, listener.fileno(), theirs.fileno())
@@ -173,20 +173,20 @@ class Spawner:
         theirs: list[int] = []
         link, link_end = socket.socketpair()
         link.setblocking(False)
-        group.links[local_rank] = Link(group.generation, local_rank, link)
+        worker = Worker(group.rank(local_rank), local_rank, Link(group.generation, local_rank, link))
+        group.workers.append(worker)
         try:
-            theirs += [*self._stdio.standard_fds(group, local_rank), link_end.detach()]
+            theirs += [*self._stdio.standard_fds(group, worker), link_end.detach()]
             # The worker owns what is in it: it may hold anything, and any amount.
-            crash_fd = group.crash_fds[local_rank] = os.memfd_create("elaunch-crash", os.MFD_CLOEXEC)
-            env = self._environment(group, local_rank)
-            self._server.spawn(group.generation, local_rank, env, self._cpus(local_rank), (*theirs, crash_fd))
+            worker.crash_fd = os.memfd_create("elaunch-crash", os.MFD_CLOEXEC)
+            env, fds = self._environment(group, worker), (*theirs, worker.crash_fd)
+            self._server.spawn(group.generation, local_rank, env, self._cpus(local_rank), fds)
         finally:
             for fd in theirs:
                 os.close(fd)
 
-    def _environment(self, group: WorkerGroup, local_rank: int) -> dict[str, str]:
-        config = self._config
-        rank = group.rank(local_rank)
+    def _environment(self, group: WorkerGroup, worker: Worker) -> dict[str, str]:
+        config, rank, local_rank = self._config, worker.rank, worker.local_rank
         has_folder = self._run_dir.rank(group.generation, rank) is not None
         error_file = self._run_dir.error_file(group.generation, rank) if has_folder else ""
         env = environment.rank_variables(
@@ -199,7 +199,7 @@ class Spawner:
         )
         if config.virtual_local_rank:
             env |= environment.one_gpu(config.environment, local_rank)
-        if size := self._stdio.terminal_size(group, local_rank):
+        if size := self._stdio.terminal_size(group, worker):
             env |= environment.terminal_variables(config.environment, *size)
         return {**config.worker_env, **env, "ELAUNCH_LINK": "3"}
 

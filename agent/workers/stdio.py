@@ -15,7 +15,7 @@ from elaunch.agent.output.folding import ShownTracebacks, TracebackFold
 from elaunch.agent.output.pump import Pump
 from elaunch.agent.output.run_dir import RunDir
 from elaunch.agent.output.streams import LogFile, WorkerStream, is_pipe
-from elaunch.agent.workers.group import WorkerGroup
+from elaunch.agent.workers.group import Worker, WorkerGroup
 from elaunch.rendezvous.rules.assign_ranks import role_of
 
 # torch.distributed puts the rank before each line.
@@ -33,23 +33,23 @@ class Stdio:
         self._run_dir = run_dir
         self._tracebacks = ShownTracebacks()
 
-    def standard_fds(self, group: WorkerGroup, local_rank: int) -> tuple[int, int, int]:
+    def standard_fds(self, group: WorkerGroup, worker: Worker) -> tuple[int, int, int]:
         """The worker's fds 0, 1 and 2; the caller closes them once the worker has them."""
-        return self._stdin(local_rank), *self._out_and_err(group, local_rank)
+        return self._stdin(worker.local_rank), *self._out_and_err(group, worker)
 
-    def terminal_size(self, group: WorkerGroup, local_rank: int) -> tuple[int, int] | None:
+    def terminal_size(self, group: WorkerGroup, worker: Worker) -> tuple[int, int] | None:
         """The columns and rows of the terminal that shows all output of a worker, less its prefix.
 
         None if some of it goes elsewhere, or if the worker has the terminal itself.
         """
-        is_shown = self._on_console(group, local_rank) and self._pump.stdout is self._pump.stderr
-        in_files_only = self._plan.redirects.of(local_rank) & ~self._plan.tee.of(local_rank)
+        is_shown = self._on_console(worker) and self._pump.stdout is self._pump.stderr
+        in_files_only = self._plan.redirects.of(worker.local_rank) & ~self._plan.tee.of(worker.local_rank)
         if not is_shown or not self._pump.stdout.is_terminal or self._pump.lines.is_json or in_files_only:
             return None
-        if self._may_share_console(group, local_rank):
+        if self._may_share_console(group, worker):
             return None
         columns, rows = shutil.get_terminal_size()
-        prefix = len(self._prefix(group, local_rank).decode())
+        prefix = len(self._prefix(group, worker).decode())
         return (columns - prefix, rows) if columns > prefix else None
 
     def _stdin(self, local_rank: int) -> int:
@@ -64,40 +64,40 @@ class Stdio:
                 return os.dup(0)
         return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
-    def _out_and_err(self, group: WorkerGroup, local_rank: int) -> tuple[int, int]:
-        if self._may_share_console(group, local_rank):
+    def _out_and_err(self, group: WorkerGroup, worker: Worker) -> tuple[int, int]:
+        if self._may_share_console(group, worker):
             is_one = os.path.samestat(os.fstat(1), os.fstat(2))
             if os.isatty(2) or not is_one:
                 # A pipe goes through the pump: if its reader goes (`| head`), the worker must not see an error.
-                out = self._pipe(group, local_rank, Streams.OUT) if is_pipe(1) else os.dup(1)
+                out = self._pipe(group, worker, Streams.OUT) if is_pipe(1) else os.dup(1)
                 # The only worker of a job keeps its terminal: progress bars and debuggers work as without elaunch.
-                return out, os.dup(2) if os.isatty(2) else self._pipe(group, local_rank, Streams.ERR)
+                return out, os.dup(2) if os.isatty(2) else self._pipe(group, worker, Streams.ERR)
             # One pipe for both streams keeps their order, as without elaunch.
-            group.mixed.add(local_rank)
-            both = self._pipe(group, local_rank, Streams.ERR)
+            worker.is_mixed = True
+            both = self._pipe(group, worker, Streams.ERR)
             return both, os.dup(both)
-        return self._pipe(group, local_rank, Streams.OUT), self._pipe(group, local_rank, Streams.ERR)
+        return self._pipe(group, worker, Streams.OUT), self._pipe(group, worker, Streams.ERR)
 
-    def _may_share_console(self, group: WorkerGroup, local_rank: int) -> bool:
+    def _may_share_console(self, group: WorkerGroup, worker: Worker) -> bool:
         """Whether the worker is the only one of its job, and all that it writes goes to the console as it is."""
-        planned = self._plan.redirects.of(local_rank) | self._plan.tee.of(local_rank)
+        planned = self._plan.redirects.of(worker.local_rank) | self._plan.tee.of(worker.local_rank)
         is_alone = group.table.world_size == 1 and not self._pump.lines.is_json
-        return is_alone and not planned and self._on_console(group, local_rank)
+        return is_alone and not planned and self._on_console(worker)
 
-    def _pipe(self, group: WorkerGroup, local_rank: int, which: Streams) -> int:
+    def _pipe(self, group: WorkerGroup, worker: Worker, which: Streams) -> int:
         """The writing end of a new pipe, whose reading end the pump has."""
-        plan, out = self._plan, which is Streams.OUT
+        plan, out, local_rank = self._plan, which is Streams.OUT, worker.local_rank
         redirected, teed = bool(plan.redirects.of(local_rank) & which), bool(plan.tee.of(local_rank) & which)
-        console = (self._pump.stdout if out else self._pump.stderr) if self._on_console(group, local_rank) else None
-        file, needle_file = self._files(group, local_rank, which) if redirected or teed else (None, None)
+        console = (self._pump.stdout if out else self._pump.stderr) if self._on_console(worker) else None
+        file, needle_file = self._files(group, worker, which) if redirected or teed else (None, None)
         in_file_only = redirected and not teed
         if in_file_only and self._run_dir.logs is None:
             console = None
-        frame = self._pump.lines.frame(group.generation, group.rank(local_rank), "stdout" if out else "stderr")
+        frame = self._pump.lines.frame(group.generation, worker.rank, "stdout" if out else "stderr")
         needles = plan.duplicate_stdout_filters if out else plan.duplicate_stderr_filters
         # Of a worker that is alone, no peer tells the same.
         folds = not out and console and not plan.show_all_tracebacks and group.table.world_size > 1
-        once = partial(self._tracebacks.once, generation=group.generation, rank=group.rank(local_rank))
+        once = partial(self._tracebacks.once, generation=group.generation, rank=worker.rank)
         ours, theirs = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(ours, False)
         stream = WorkerStream(
@@ -105,7 +105,7 @@ class Stdio:
             group.generation,
             local_rank,
             console,
-            b"" if frame else self._prefix(group, local_rank),
+            b"" if frame else self._prefix(group, worker),
             keep_tail=not out,
             whole_lines=group.slots > 1,
             file=file,
@@ -118,30 +118,30 @@ class Stdio:
         self._pump.add(stream)
         return theirs
 
-    def _files(self, group: WorkerGroup, local_rank: int, which: Streams) -> tuple[LogFile | None, LogFile | None]:
+    def _files(self, group: WorkerGroup, worker: Worker, which: Streams) -> tuple[LogFile | None, LogFile | None]:
         """The stream's own file, and the generation's file for lines that match a filter."""
-        folder = self._run_dir.rank(group.generation, group.rank(local_rank)) if self._run_dir.logs else None
+        folder = self._run_dir.rank(group.generation, worker.rank) if self._run_dir.logs else None
         if folder is None:
             return None, None
         out = which is Streams.OUT
         name = "stdout" if out else "stderr"
         path = str(folder / f"{name}.log")
         if not out:
-            group.log_files[local_rank] = path
+            worker.log_path = path
         wanted = self._plan.duplicate_stdout_filters if out else self._plan.duplicate_stderr_filters
         needle_file = LogFile(str(folder.parent / f"filtered_{name}.log"), self._run_dir.warn) if wanted else None
         return LogFile(path, self._run_dir.warn), needle_file
 
-    def _prefix(self, group: WorkerGroup, local_rank: int) -> bytes:
+    def _prefix(self, group: WorkerGroup, worker: Worker) -> bytes:
         if self._plan.prefix_template is None:
-            return b"" if group.table.world_size == 1 else f"[{group.rank(local_rank)}] ".encode()
-        role = role_of(self._role, group.slots, local_rank)
-        names = {"role_name": role, "rank": str(group.rank(local_rank)), "local_rank": str(local_rank)}
+            return b"" if group.table.world_size == 1 else f"[{worker.rank}] ".encode()
+        role = role_of(self._role, group.slots, worker.local_rank)
+        names = {"role_name": role, "rank": str(worker.rank), "local_rank": str(worker.local_rank)}
         return Template(self._plan.prefix_template).safe_substitute(names).encode()
 
-    def _on_console(self, group: WorkerGroup, local_rank: int) -> bool:
+    def _on_console(self, worker: Worker) -> bool:
         local, ranks = self._plan.console_local_ranks, self._plan.console_ranks
-        return (local is None or local_rank in local) and (ranks is None or group.rank(local_rank) in ranks)
+        return (local is None or worker.local_rank in local) and (ranks is None or worker.rank in ranks)
 
 
 def _is_no_news(group: WorkerGroup, text: str) -> bool | None:
