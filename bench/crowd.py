@@ -20,10 +20,9 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 
 from elaunch.agent.core.actions import Action, Clear, Commit, Join, Renew, Say, SignalWorkers, Spawn, Widen
-from elaunch.agent.core.events import Cleared, Event, Tag, Tick, WorkerExited
+from elaunch.agent.core.events import Cleared, Event, LookAgain, Tag, Tick, WorkerExited
 from elaunch.agent.core.state import Agent
 from elaunch.agent.core.step import deadline_s, step
-from elaunch.agent.inbox import LookAgain
 from elaunch.agent.session.session import Session
 from elaunch.agent.session.store_view import JobStore, LocalHost
 from elaunch.rendezvous.endpoint import Endpoint

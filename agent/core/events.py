@@ -238,6 +238,10 @@ class Cleared:
     facts: Facts = NO_FACTS
 
 
+class LookAgain:
+    """In the place of a look at the store, which is taken when its turn comes: many changes make one look."""
+
+
 @dataclass(frozen=True)
 class Tick:
     """A deadline of the agent's may have passed."""

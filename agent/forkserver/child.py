@@ -67,7 +67,7 @@ def become(template: Template, order: dict[str, Any], fds: tuple[int, ...]) -> N
     if order["cpus"]:
         os.sched_setaffinity(0, order["cpus"])
     given = template.program.args
-    program = replace(template.program, args=arguments(given, order["local_rank"]))
+    program = replace(template.program, args=arguments(given, order["key"]))
     if preloaded is None:
         _exec(program, template.mask, crash_fd)
     set_command_line(program.argv, os.path.basename(program.argv[0]))  # noqa: PTH119

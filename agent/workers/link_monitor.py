@@ -155,7 +155,7 @@ class LinkMonitor:
                     continue
                 case WorkerSaving() | WorkerSaved() | WorkerStopped():
                     self._timeline.stamp(link.generation, _STAGES[type(news)], **where, step=news.step)
-                case WorkerListens(to_failure=True) if trouble := self._run_dir.memory.trouble:
+                case WorkerListens(to_failure=True) if trouble := self._run_dir.memory_trouble:
                     self._reporter.warn_once(trouble, trouble)
             self._news.append(news)
 

@@ -44,7 +44,6 @@ from elaunch.agent.workers.link_monitor import LinkMonitor
 from elaunch.agent.workers.observers import Observers
 from elaunch.agent.workers.orphans import Leftovers, named
 from elaunch.agent.workers.spawn import MasterPort, Spawner, warn_of_locks
-from elaunch.agent.workers.stdio import Stdio
 from elaunch.rendezvous.texts import node_host
 from elaunch.rendezvous.types import FailureKind, RankTable
 
@@ -99,7 +98,7 @@ class Workers:
         self._run_dir = run_dir
         self._times = config.times
         self.port = MasterPort(config)
-        self._spawner = Spawner(config, run_dir, Stdio(config, services.pump, run_dir), fork_server)
+        self._spawner = Spawner(config, run_dir, services.pump, fork_server)
         # Before any worker starts: it reads what the kernel says from then on.
         self._log = KernelLog(counter_files())
         self.exits = ExitReader(node_host(socket.gethostname()), self._log, run_dir)

@@ -41,7 +41,7 @@ def linked() -> Iterator[LinkedGroup]:
     ours.setblocking(False)
     link = Link(GENERATION, 0, ours)
     group = WorkerGroup(RankTable(GENERATION, (Seat("node-a-00000001", 1, 0),), "", 0, ""), 0, [Worker(0, 0, link)])
-    run_dir: Any = SimpleNamespace(memory=SimpleNamespace(trouble=""))
+    run_dir: Any = SimpleNamespace(memory_trouble="")
     others: Any = SimpleNamespace(stamp=lambda *_, **__: None)
     posted: list[Event] = []
     reporter = Reporter(posted.append, lambda *_: None, others, others)
