@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from elaunch import __version__
 from elaunch.agent.config import OnHang
@@ -129,7 +129,8 @@ class Loop:
             only_here=config.only_here,
         )
         self._selector = selectors.DefaultSelector()
-        reporter = Reporter(self._inbox.post, pump.say, self._timeline, self._node_failure)
+        warn = partial(pump.say, level="warning")
+        reporter = Reporter(self._inbox.post, pump.say, warn, self._timeline, self._node_failure)
         self._workers = Workers(services, reporter, self._selector, self._keep_session)
         post, offer = self._inbox.post, self._session.offer
         self._status = StatusServer(lambda: self._agent, self._workers.seen, offer, way, time.monotonic(), post)

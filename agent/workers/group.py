@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from elaunch.agent.config import Level
 from elaunch.agent.core.events import Event
 from elaunch.agent.diagnosis.exit_status import SILENT_S
 from elaunch.agent.diagnosis.flight_recorder import FlightRecorder
@@ -18,24 +17,18 @@ from elaunch.rendezvous.types import Failure, FailureKind, RankTable
 
 @dataclass(frozen=True)
 class Reporter:
-    """Events go to `post`, sentences for the log to `tell`, stages of a generation to `timeline`.
+    """Events go to `post`, sentences for the log to `say`, or to `warn` if they may need a person.
 
+    Stages of a generation go to `timeline`.
     `node_failure(kind, generation, message)` makes a failure of this node that no rank has caused.
     """
 
     post: Callable[[Event], None]
-    tell: Callable[[str, Level], None]
+    say: Callable[[str], None]
+    warn: Callable[[str], None]
     timeline: Timeline
     node_failure: Callable[[FailureKind, int, str], Failure]
     _warned: set[str] = field(default_factory=set)
-
-    def say(self, text: str) -> None:
-        """Log a sentence."""
-        self.tell(text, "info")
-
-    def warn(self, text: str) -> None:
-        """Log what may need a person."""
-        self.tell(text, "warning")
 
     def warn_once(self, key: str, text: str) -> bool:
         """Warn once per `key` in the agent's life, even if many workers and generations cause it. Returns whether."""

@@ -85,26 +85,19 @@ def reserve(config: AgentConfig) -> socket.socket:
     except OSError as error:
         raise NoPort(f"the address {config.master_addr} is unknown ({error.strerror}); {_OWN_ADDRESS}") from error
     host = str(address[0])
+    is_dual = False
     if _is_known_to_itself_only(config, host):
         # Listen for IPv6 and IPv4, or only for IPv4 on a host without IPv6.
-        family, host = (socket.AF_INET6, "::") if socket.has_dualstack_ipv6() else (socket.AF_INET, "")
+        is_dual = socket.has_dualstack_ipv6()
+        family, host = (socket.AF_INET6, "::") if is_dual else (socket.AF_INET, "")
     for port in config.master_ports or (0,):
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        if host == "::":
-            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        # The next generation may use the same port while the kernel still keeps old connections.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind((host, port))
-            listener.listen(1024)
+            # With SO_REUSEADDR: the kernel may still keep old connections of the last generation's port.
+            return socket.create_server((host, port), family=family, backlog=1024, dualstack_ipv6=is_dual)
         except OSError as error:
-            listener.close()
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
-                raise NoPort(
-                    f"{config.master_addr} is no address of this host ({error.strerror}); {_OWN_ADDRESS}"
-                ) from error
-            continue
-        return listener
+                why = os.strerror(error.errno) if error.errno else str(error)
+                raise NoPort(f"{config.master_addr} is no address of this host ({why}); {_OWN_ADDRESS}") from error
     ports = config.master_ports
     wanted = f"port {ports[0]} is" if len(ports) == 1 else f"ports {ports[0]}–{ports[-1]} are all"
     raise NoPort(f"{wanted} in use on {config.master_addr}; choose others with --master-port FIRST:LAST")

@@ -44,7 +44,7 @@ def linked() -> Iterator[LinkedGroup]:
     run_dir: Any = SimpleNamespace(memory_trouble="")
     others: Any = SimpleNamespace(stamp=lambda *_, **__: None)
     posted: list[Event] = []
-    reporter = Reporter(posted.append, lambda *_: None, others, others)
+    reporter = Reporter(posted.append, others, others, others, others)
     monitor = LinkMonitor(group, reporter, run_dir, lambda: None)
     with ours, theirs:
         yield LinkedGroup(monitor, link, theirs, posted)

@@ -30,9 +30,7 @@ def test_the_loop_never_waits_for_the_disk_to_which_stacks_go(tmp_path: Path) ->
     said: list[str] = []
     works: list[Callable[[], object]] = []
     run_dir = RunDir(tmp_path, "job", said.append)
-    reporter = Reporter(
-        lambda _: None, lambda text, _: said.append(text), Timeline(None, said.append, works.append), no_failure
-    )
+    reporter = Reporter(lambda _: None, said.append, said.append, Timeline(None, said.append, works.append), no_failure)
     monitor = Observers(group(), reporter, run_dir, Times(hang_after_s=60.0), works.append)
 
     for text in ("one\n", "two\n"):
@@ -56,9 +54,7 @@ def test_a_node_that_cannot_reach_rank_0_in_two_tries_says_so_once(
     monkeypatch.setattr(observers, "why_not", lambda _: left.pop(0))
     monkeypatch.setattr(observers, "_MASTER_AFTER_S", 0.0)
     works: list[Callable[[], object]] = []
-    reporter = Reporter(
-        lambda _: None, lambda text, _: said.append(text), Timeline(None, said.append, works.append), no_failure
-    )
+    reporter = Reporter(lambda _: None, said.append, said.append, Timeline(None, said.append, works.append), no_failure)
     run_dir = RunDir(tmp_path, "job", said.append)
     monitor = Observers(group(), reporter, run_dir, Times(), works.append, has_store=True)
 
