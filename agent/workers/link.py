@@ -22,7 +22,6 @@ from elaunch.agent.core.events import (
 )
 from elaunch.agent.diagnosis.exit_status import Raised
 from elaunch.agent.diagnosis.flight_recorder import FlightRecorder
-from elaunch.agent.linux import descriptors
 from elaunch.agent.peer_lost import is_peer_lost
 from elaunch.strict_json import parse_json
 
@@ -65,7 +64,7 @@ _TEXT_MAX, _NAME_MAX = 2000, 100
 _STEP_END = 1 << 63
 # A program that catches the error of a lost peer and runs on for longer does not end by it.
 _LOST_S = 10.0
-_FDS_SPACE = socket.CMSG_SPACE(4 * 4)
+_FDS_MAX = 4
 
 
 class StartMark(NamedTuple):
@@ -139,7 +138,7 @@ class Link:
         while left > 0:
             try:
                 # The kernel ends an answer where a descriptor comes: what was sent later needs another call.
-                data, ancillary, *_ = self.socket.recvmsg(left, _FDS_SPACE, socket.MSG_CMSG_CLOEXEC)
+                data, fds, *_ = socket.recv_fds(self.socket, left, _FDS_MAX, socket.MSG_CMSG_CLOEXEC)
             except BlockingIOError:
                 return True
             except OSError:
@@ -147,7 +146,7 @@ class Link:
             if not data:
                 return False
             left -= len(data)
-            self._take_fds(ancillary)
+            self._take_fds(fds)
             *lines, self.rest = (self.rest + data).split(b"\n")
             self.rest = self.rest[-_LINK_BYTES_MAX:]
             for line in lines:
@@ -207,9 +206,9 @@ class Link:
                     self.news.append(WorkerEnded(*where, over_s, raised))
                 self.raised, self.reached_store = raised, reached_store
 
-    def _take_fds(self, ancillary: list[tuple[int, int, bytes]]) -> None:
+    def _take_fds(self, fds: list[int]) -> None:
         """Only elaunch's own code in the worker sends descriptors: the newest one is the other end of its recorder."""
-        for fd in descriptors(ancillary):
+        for fd in fds:
             self.forget_recorder()
             self.left_s, self.lost, self.has_had_group = 0.0, None, True
             try:

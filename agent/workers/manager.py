@@ -115,7 +115,6 @@ class Workers:
         """Make this the current generation, and look at its workers from now on."""
         self._group = group
         self.links = LinkMonitor(group, self._reporter, self._run_dir, self._check_fork_server)
-        self._selector.register(self.links, selectors.EVENT_READ, self.links.read_ready)
         self._observers = Observers(
             group, self._reporter, self._run_dir, self._times, self._pump.do, has_store=self._spawner.has_store
         )
@@ -198,6 +197,7 @@ class Workers:
         finally:
             self.port.release()
             self._observe(group)
+            self._selector.register(self.links, selectors.EVENT_READ, self.links.read_ready)
         self._timeline.stamp(generation, "ordered")
         self._guardian.note(generation=generation, workers=group.slots)
 
