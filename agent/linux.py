@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import struct
-import sys
 import threading
 import time
-from array import array
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
-from socket import SCM_RIGHTS, SO_PEERCRED, SOL_SOCKET, socket
+from socket import SO_PEERCRED, SOL_SOCKET, socket
 from typing import Any, TypeVar
 
 Key = TypeVar("Key")
@@ -60,15 +58,6 @@ def credentials(connection: socket) -> tuple[int, int]:
     return pid, uid
 
 
-def descriptors(ancillary: Iterable[tuple[int, int, bytes]]) -> tuple[int, ...]:
-    """The fds that came with a packet, from what `recvmsg` says of it. The caller has to close them."""
-    fds = array("i")
-    for level, kind, payload in ancillary:
-        if (level, kind) == (SOL_SOCKET, SCM_RIGHTS):
-            fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
-    return tuple(fds)
-
-
 def catches(pid: int, signum: int) -> bool:
     """Whether that process has a handler for the signal; not, where it is gone."""
     return bool(int(_status(pid, "SigCgt") or "0", 16) >> (signum - 1) & 1)
@@ -103,7 +92,7 @@ def in_threads(works: Mapping[Key, Callable[[], Found]], within_s: float, name: 
 
 
 def signal_fd(signums: Iterable[int]) -> int:
-    """A new descriptor from which this process reads these signals, which it blocks. Raises OSError."""
+    """A new descriptor that is readable when one of these signals waits, which this process blocks. Raises OSError."""
     from ctypes import c_ulong, get_errno
 
     # A sigset_t has 128 bytes.
@@ -112,13 +101,6 @@ def signal_fd(signums: Iterable[int]) -> int:
     if fd < 0:
         raise OSError(get_errno(), os.strerror(get_errno()))
     return fd
-
-
-def read_signal(fd: int) -> tuple[int, int]:
-    """The number of a signal that waits in `signal_fd`, and the pid of its sender. Raises BlockingIOError."""
-    # struct signalfd_siginfo of linux/signalfd.h.
-    info = os.read(fd, 128)
-    return int.from_bytes(info[:4], sys.byteorder), int.from_bytes(info[12:16], sys.byteorder)
 
 
 # Calls in which a thread sleeps, by their numbers (linux/arch/*/entry/syscalls).

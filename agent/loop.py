@@ -7,17 +7,19 @@ import selectors
 import signal
 import socket
 import time
+from collections import deque
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from elaunch import __version__
 from elaunch.agent.config import OnHang
 from elaunch.agent.core.actions import Action, Commit, Join, Renew, Say, Widen
-from elaunch.agent.core.events import Event, Signalled, Tag, Tick
+from elaunch.agent.core.events import Event, LookAgain, Signalled, Tag, Tick
 from elaunch.agent.core.state import Agent, Clearing, Exited, Running, Stopping
 from elaunch.agent.core.step import deadline_s, step
 from elaunch.agent.core.timeline import NO_GENERATION, SCHEMA_VERSION, Entry, announcements, entries
-from elaunch.agent.inbox import Inbox, LookAgain
 from elaunch.agent.output.run_dir import TIMELINE, Timeline
 from elaunch.agent.serve.event_hook import EventHook
 from elaunch.agent.serve.status_server import LocalSocket, StatusServer
@@ -42,6 +44,49 @@ _OUTLAST_S = 3.0
 _IDLE = "no work for the time of --children-grace, or work for 60 times as long"
 # epoll refuses a wait of more than 24 days.
 _WAIT_MAX_S = 86_400.0
+
+
+class Inbox:
+    """A queue of events. Its `fileno` is readable when something waits.
+
+    `post` may be called from any thread. `catch` turns signals into events; the handlers do nothing else.
+    """
+
+    def __init__(self) -> None:
+        self._events: deque[Event | LookAgain] = deque()
+        # A byte is a signal's number, or 0 to wake the loop.
+        self._wake_r, self._wake_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._caught: list[int] = []
+
+    def fileno(self) -> int:
+        return self._wake_r
+
+    def post(self, event: Event | LookAgain) -> None:
+        self._events.append(event)
+        # Whoever takes the first event takes those behind it too. So a signal always finds room in the pipe.
+        if len(self._events) == 1:
+            os.write(self._wake_w, b"\0")
+
+    def take(self) -> Event | LookAgain | None:
+        """The next event, or None."""
+        with suppress(BlockingIOError):
+            for signum in filter(None, os.read(self._wake_r, 4096)):
+                self._events.append(Signalled(signum, signal.Signals(signum).name))
+        return self._events.popleft() if self._events else None
+
+    def catch(self, signums: Iterable[int]) -> None:
+        """Turn these signals into events; one that is ignored stays so (SIGHUP under nohup)."""
+        signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
+        for signum in signums:
+            if signal.getsignal(signum) is not signal.SIG_IGN:
+                signal.signal(signum, lambda *_: None)
+                self._caught.append(signum)
+
+    def release(self) -> None:
+        """Give the signals back their defaults: from here on they end this process."""
+        signal.set_wakeup_fd(-1)
+        for signum in self._caught:
+            signal.signal(signum, signal.SIG_DFL)
 
 
 class Loop:
@@ -84,7 +129,8 @@ class Loop:
             only_here=config.only_here,
         )
         self._selector = selectors.DefaultSelector()
-        reporter = Reporter(self._inbox.post, pump.say, self._timeline, self._node_failure)
+        warn = partial(pump.say, level="warning")
+        reporter = Reporter(self._inbox.post, pump.say, warn, self._timeline, self._node_failure)
         self._workers = Workers(services, reporter, self._selector, self._keep_session)
         post, offer = self._inbox.post, self._session.offer
         self._status = StatusServer(lambda: self._agent, self._workers.seen, offer, way, time.monotonic(), post)

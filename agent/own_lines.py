@@ -16,18 +16,16 @@ from elaunch.rendezvous.texts import node_host, plain
 
 
 class OwnLines:
-    """Makes lines in one form. `generation` is the newest that this node knows of; the agent's loop sets it."""
+    """Makes lines in one form. `generation` is the newest that this node knows of; the agent's loop sets it.
+
+    A person at a terminal sees when a line comes, a file's reader does not.
+    """
 
     def __init__(self, form: LogFormat, *, has_terminal: bool) -> None:
         self._form = form
         self._has_time = form is LogFormat.TEXT and not has_terminal
         self._host = node_host(socket.gethostname())
         self.generation: int | None = None
-
-    @classmethod
-    def of_stderr(cls, form: LogFormat) -> OwnLines:
-        """Lines for this process's stderr: a person at a terminal sees when a line comes, a file's reader does not."""
-        return cls(form, has_terminal=os.isatty(2))
 
     @property
     def is_json(self) -> bool:

@@ -66,7 +66,7 @@ def begin(config: AgentConfig) -> Iterator[AgentRun]:
         from elaunch.agent.own_lines import OwnLines
         from elaunch.agent.workers.manager import Services
 
-        pump = Pump(OwnLines.of_stderr(config.output.log_format), config.output.least)
+        pump = Pump(OwnLines(config.output.log_format, has_terminal=os.isatty(2)), config.output.least)
         pump.start()
         warn = partial(pump.say, level="warning")
         hook = _hook(config, pump)

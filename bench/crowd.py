@@ -20,10 +20,9 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 
 from elaunch.agent.core.actions import Action, Clear, Commit, Join, Renew, Say, SignalWorkers, Spawn, Widen
-from elaunch.agent.core.events import Cleared, Event, Tag, Tick, WorkerExited
+from elaunch.agent.core.events import Cleared, Event, LookAgain, Tag, Tick, WorkerExited
 from elaunch.agent.core.state import Agent
 from elaunch.agent.core.step import deadline_s, step
-from elaunch.agent.inbox import LookAgain
 from elaunch.agent.session.session import Session
 from elaunch.agent.session.store_view import JobStore, LocalHost
 from elaunch.rendezvous.endpoint import Endpoint
@@ -171,7 +170,7 @@ class Crowd:
                 for local_rank in local_ranks:
                     self._post(index, WorkerExited(generation, local_rank, -signum))
             case Clear(generation):
-                self._post(index, Cleared(generation, reached_store=True, progressed=True))
+                self._post(index, Cleared(generation, progressed=True))
             case Say():
                 pass
             case _:

@@ -218,7 +218,7 @@ def _prepared(
 def _say_in(form: LogFormat, line: str, level: str = "info") -> None:
     # Not `sys.stderr`: it is None where the command was started with stderr closed.
     with suppress(OSError):
-        os.write(2, OwnLines.of_stderr(form).line(line, level))
+        os.write(2, OwnLines(form, has_terminal=os.isatty(2)).line(line, level))
 
 
 def _asked_format(argv: Sequence[str], environ: Mapping[str, str]) -> LogFormat:

@@ -107,7 +107,7 @@ def _complete(agent: Agent, clearing: Clearing, event: Cleared) -> tuple[Agent, 
     then, failures = clearing.then, clearing.failures
 
     def whole_of(failure: Failure) -> Failure:
-        return with_tail(failure, event.tails.get(failure.local_rank, ""), event.reached_store)
+        return with_tail(failure, event.tails.get(failure.local_rank, ""))
 
     def with_cause(failure: Failure) -> Failure:
         return explained(failure, event.facts, clearing.table.mismatch)

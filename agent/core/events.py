@@ -228,16 +228,18 @@ class RestartOrdered:
 class Cleared:
     """After `Clear`: no process of the generation is left, and all of its output has arrived.
 
-    `tails` are the ends of the local ranks' stderr; `reached_store` says that a rank had used the worker store, None
-    where that was on another node; `progressed` that a worker of this node had made progress. `facts` are what was
-    found out on this host after a failure.
+    `tails` are the ends of the local ranks' stderr; `progressed` says that a worker of this node had made progress.
+    `facts` are what was found out on this host after a failure.
     """
 
     generation: int
     tails: Mapping[int, str] = field(default_factory=dict)
-    reached_store: bool | None = None
     progressed: bool = False
     facts: Facts = NO_FACTS
+
+
+class LookAgain:
+    """In the place of a look at the store, which is taken when its turn comes: many changes make one look."""
 
 
 @dataclass(frozen=True)

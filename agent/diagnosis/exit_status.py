@@ -56,6 +56,8 @@ _EVEN_STEPS = (
     "give every rank the same number of steps and collective calls: look for a `return`, `break` or `sys.exit` that"
     " only this rank reaches, or for a data loader that is shorter on this rank (drop_last=True, or DDP's join())"
 )
+# A program that reports nothing has made progress when it ran this long.
+SILENT_S = 60.0
 _NO_EXIT = "look for what keeps the process from its exit: an exit function (atexit), or a thread that is no daemon"
 # What pdb ends a program by: q, or the end of its input.
 _DEBUGGER_LEFT = "BdbQuit"
@@ -155,13 +157,10 @@ def end_of(worker: Failure, clock: str, *, is_gone: bool) -> Failure:
     return replace(worker, kind=FailureKind.ENDED_EARLY, message=how, advice=_NO_EXIT)
 
 
-def with_tail(failure: Failure, tail: str, reached_store: bool | None) -> Failure:
-    """The same failure, now that all of the worker's output has arrived.
-
-    `reached_store` says that any rank had used the worker store, None where that was on another node; it counts where
-    this rank's own progress is unknown.
-    """
-    progressed = reached_store if failure.progressed is None else failure.progressed
+def with_tail(failure: Failure, tail: str) -> Failure:
+    """The same failure, now that all of the worker's output has arrived."""
+    # Whether a program did that reports nothing, such as a command, shows in its time alone.
+    progressed = failure.progressed if failure.progressed is not None else failure.lived_s >= SILENT_S or None
     failure = replace(failure, tail=_kept(tail, failure.traceback), progressed=progressed)
     if failure.code == -_SIGABRT and PEER_LOST.search(tail):
         # NCCL's watchdog ends a survivor so.

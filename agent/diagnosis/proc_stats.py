@@ -36,10 +36,6 @@ class Vitals:
         """When the next look is due, on the monotonic clock. None before the first."""
         return None if self._looked_s is None else self._looked_s + self.every_s
 
-    def forget(self) -> None:
-        """Forget the processes of the last generation."""
-        self._known, self._looked_s = {}, None
-
     def is_due(self, now_s: float) -> bool:
         """Whether it is time for the next look."""
         return self._looked_s is None or now_s >= self._looked_s + self.every_s

@@ -67,7 +67,7 @@ def become(template: Template, order: dict[str, Any], fds: tuple[int, ...]) -> N
     if order["cpus"]:
         os.sched_setaffinity(0, order["cpus"])
     given = template.program.args
-    program = replace(template.program, args=arguments(given, order["local_rank"]))
+    program = replace(template.program, args=arguments(given, order["key"]))
     if preloaded is None:
         _exec(program, template.mask, crash_fd)
     set_command_line(program.argv, os.path.basename(program.argv[0]))  # noqa: PTH119
@@ -137,7 +137,7 @@ def _exec(program: Program, mask: Collection[int], crash_fd: int) -> NoReturn:
 
 
 def serve_store(host: str, port: int, *, store_class: Any = None) -> NoReturn:
-    """Host a TCPStore for one generation, on a socket that was bound before, until the agent asks for its keys' number.
+    """Host a TCPStore for one generation, on a socket that was bound before, until the agent closes its control socket.
 
     It has a process of its own, so that the death of rank 0 does not hide the real error. Each generation has a new
     store, so that no key of an older generation is read again. `store_class` is torch's TCPStore, if this process has
@@ -150,12 +150,10 @@ def serve_store(host: str, port: int, *, store_class: Any = None) -> NoReturn:
             # A bare fork server has not looked for installed packages.
             site.main()
         made = store_class or importlib.import_module("torch.distributed").TCPStore
-        store = made(host, port, is_master=True, wait_for_workers=False, master_listen_fd=LISTEN_FD)
+        _store = made(host, port, is_master=True, wait_for_workers=False, master_listen_fd=LISTEN_FD)
     except Exception as error:
         wire.send(control, {"error": f"{type(error).__name__}: {error}"[:_ERROR_MAX]})
         os._exit(1)
-    wire.send(control, {"up": True})
-    if wire.receive(control):
-        wire.send(control, {"keys": store.num_keys()})
+    wire.receive(control)
     # Python's and C++'s destructors have nothing left to do.
     os._exit(0)

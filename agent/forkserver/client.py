@@ -161,14 +161,11 @@ class ForkServer:
 
     def spawn(self, generation: int, local_rank: int, env: dict[str, str], cpus: list[int] | None, fds: Fds) -> None:
         """Order a worker. `fds` become its fds 0 to 3. Raises OSError if the fork server is gone."""
-        self._order("worker", generation, local_rank, {"local_rank": local_rank, "env": env, "cpus": cpus}, fds)
+        self._send({"op": "worker", "generation": generation, "key": local_rank, "env": env, "cpus": cpus}, fds)
 
     def spawn_store(self, generation: int, host: str, port: int, fds: Fds) -> None:
         """Order a worker store. `fds` become its fds 0 to 4: 3 is the listening socket, 4 its control socket."""
-        self._order("store", generation, "store", {"host": host, "port": port}, fds)
-
-    def _order(self, op: str, generation: int, key: int | str, details: dict[str, Any], fds: Fds) -> None:
-        self._send({"op": op, "generation": generation, "key": key, **details}, fds)
+        self._send({"op": "store", "generation": generation, "key": "store", "host": host, "port": port}, fds)
 
     def signal(
         self, generation: int, keys: Sequence[int], signum: int, *, group: bool, is_notice: bool = False
@@ -181,7 +178,7 @@ class ForkServer:
         order = {"op": "signal", "keys": keys, "generation": generation, "signum": int(signum), "group": group}
         self._send(order | {"is_notice": is_notice})
 
-    def _send(self, order: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
+    def _send(self, order: dict[str, Any], fds: Fds = ()) -> None:
         try:
             wire.send(self._socket, order, fds)
         except BlockingIOError:

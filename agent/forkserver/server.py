@@ -27,7 +27,7 @@ from elaunch.agent.forkserver import after_fork, child, warm, wire
 from elaunch.agent.forkserver.hidden_modules import HiddenModules
 from elaunch.agent.forkserver.preload import Unfaithful, default_of, open_files, preload
 from elaunch.agent.forkserver.wire import BOOT_VARIABLE, HOOK_DIR, SERVER_NAME, Boot
-from elaunch.agent.linux import catches, die_with_parent, parent, read_signal, set_command_line, signal_fd
+from elaunch.agent.linux import catches, die_with_parent, parent, set_command_line, signal_fd
 
 # What a program sends to its parent, as to a launcher that is to end. SIGKILL ends this process.
 _FROM_PROGRAMS = frozenset(
@@ -211,11 +211,11 @@ class Server:
             os._exit(1)
 
     def _report_signal(self) -> None:
-        signum, sender = read_signal(self._signals)
-        if name := self._children.whose(sender):
-            self._report({"event": "asked", "generation": name[0], "key": name[1], "signum": signum})
-        elif signum in (signal.SIGUSR1, signal.SIGUSR2):
-            self._notices.add(signum)
+        found = signal.sigtimedwait(_FROM_PROGRAMS, 0)
+        if found and (name := self._children.whose(found.si_pid)):
+            self._report({"event": "asked", "generation": name[0], "key": name[1], "signum": found.si_signo})
+        elif found and found.si_signo in (signal.SIGUSR1, signal.SIGUSR2):
+            self._notices.add(found.si_signo)
 
     def _comes_to_all(self, signum: int) -> bool:
         """Whether a scheduler signals all processes, so that the workers have its notice or get it at once.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import array
 import json
 import os
 import socket
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elaunch.agent.linux import descriptors, memory_file
+from elaunch.agent.linux import memory_file
 from elaunch.rendezvous.codec import decode, encode
 from elaunch.rendezvous.job_spec import Program
 
@@ -106,8 +105,7 @@ def pair() -> tuple[socket.socket, socket.socket]:
 
 def send(end: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
     """Send one packet. The fds are duplicated into the other process. Raises OSError if the other end is gone."""
-    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-    end.sendmsg([json.dumps(message).encode()], rights)
+    socket.send_fds(end, [json.dumps(message).encode()], fds)
 
 
 def receive(end: socket.socket) -> tuple[dict[str, Any], tuple[int, ...]] | None:
@@ -116,7 +114,7 @@ def receive(end: socket.socket) -> tuple[dict[str, Any], tuple[int, ...]] | None
     Raises BlockingIOError if `end` does not block and no packet waits.
     """
     try:
-        data, ancillary, _, _ = end.recvmsg(_PACKET_BYTES_MAX, socket.CMSG_SPACE(_FDS_MAX * 4), socket.MSG_CMSG_CLOEXEC)
+        data, fds, _, _ = socket.recv_fds(end, _PACKET_BYTES_MAX, _FDS_MAX, socket.MSG_CMSG_CLOEXEC)
     except ConnectionResetError:
         return None
-    return (json.loads(data), descriptors(ancillary)) if data else None
+    return (json.loads(data), tuple(fds)) if data else None

@@ -61,18 +61,12 @@ def _named(ending: str, folders: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(Path(folder, name).absolute()) for folder in folders))
 
 
-class MemoryFolder(NamedTuple):
-    """A private folder, in shared memory unless `trouble` says why not. None if no folder can be made."""
-
-    folder: Path | None
-    trouble: str = ""
-
-
 class RunDir:
     """Folders of one run, one per generation and rank: `attempt_<generation>/<rank>/` (torchrun's tree).
 
     No generation reuses another's folder, so no restart deletes or overwrites a file. The run goes on without a folder
-    that cannot be made, except the log folder itself.
+    that cannot be made, except the log folder itself. `memory` is the folder for what workers keep beyond their own
+    lives, in shared memory unless `memory_trouble` says why not; both as they were when workers last started.
     """
 
     def __init__(
@@ -86,7 +80,8 @@ class RunDir:
         self._places = places or new_places()
         # Whether something that belongs into these folders could not be written.
         self.is_incomplete = False
-        self._memory: MemoryFolder | None = None
+        self.memory: Path | None = None
+        self.memory_trouble = ""
         self.logs: Path | None = None
         self.private: Path | None = None
         if log_dir:
@@ -105,28 +100,23 @@ class RunDir:
     def root(self) -> Path | None:
         return self.logs or self.private
 
-    @property
-    def memory(self) -> MemoryFolder:
-        """The folder for what workers keep beyond their own lives, as it was when workers last started."""
-        return self._memory or self.memory_at_start()
-
-    def memory_at_start(self) -> MemoryFolder:
-        """The same before workers start: made if there is none yet, or if it was removed.
+    def make_memory(self) -> None:
+        """Before workers start: make `memory` if there is none yet, or if it was removed.
 
         systemd-logind does that when its user's last session ends (RemoveIPC). Not while workers run: those that keep
         nothing since the removal would save a state there that lacks a part.
         """
-        if self._memory is None:
-            self._memory = _make_memory(self._places.memory)
-        elif (folder := self._memory.folder) and not _is_own(folder):
+        removed = ""
+        if self.memory:
+            if _is_own(self.memory):
+                return
             removed = (
-                f"{folder} was removed while workers ran; it is made again and empty, so training goes on from a copy"
-                " on another node, else from the last checkpoint (if it was systemd-logind, at a logout: loginctl"
+                f"{self.memory} was removed while workers ran; it is made again and empty, so training goes on from a"
+                " copy on another node, else from the last checkpoint (if it was systemd-logind, at a logout: loginctl"
                 " enable-linger keeps it)"
             )
-            made = _make_memory(self._places.memory)
-            self._memory = MemoryFolder(made.folder, f"{removed}; {made.trouble}" if made.trouble else removed)
-        return self._memory
+        self.memory, trouble = _make_memory(self._places.memory)
+        self.memory_trouble = "; ".join(filter(None, (removed, trouble)))
 
     def socket_folders(self) -> Iterator[Path]:
         """Private folders for the agent's socket, each made when it is asked for; the first that works is kept."""
@@ -222,8 +212,8 @@ def _claim(folder: Path) -> None:
             making.rename(folder / CLAIM)
 
 
-def _make_memory(places: tuple[str, ...]) -> MemoryFolder:
-    """Make the memory folder in the first of `places` where that works."""
+def _make_memory(places: tuple[str, ...]) -> tuple[Path | None, str]:
+    """Make the memory folder in the first of `places` where that works, and say why it is not in the first."""
     trouble = ""
     for place in places:
         try:
@@ -231,9 +221,8 @@ def _make_memory(places: tuple[str, ...]) -> MemoryFolder:
         except OSError as error:
             trouble = trouble or f"there is no shared memory to be had ({place}: {error.strerror})"
             continue
-        elsewhere = trouble and f"{trouble}; what workers keep for the next generation goes to {folder}"
-        return MemoryFolder(folder, elsewhere)
-    return MemoryFolder(None, f"{trouble}, nor a temporary folder; workers keep nothing for the next generation")
+        return folder, trouble and f"{trouble}; what workers keep for the next generation goes to {folder}"
+    return None, f"{trouble}, nor a temporary folder; workers keep nothing for the next generation"
 
 
 class Timeline:

@@ -13,8 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from enum import Enum, auto
 
-from elaunch.agent.core.events import Looked, StoreBack, StoreEvent, StoreFailed, StoreLost, Tag, Trouble
-from elaunch.agent.inbox import LookAgain
+from elaunch.agent.core.events import LookAgain, Looked, StoreBack, StoreEvent, StoreFailed, StoreLost, Tag, Trouble
 from elaunch.agent.session.store_client import StoreClient
 from elaunch.agent.session.store_view import JobStore, LocalHost
 from elaunch.rendezvous.store import (

@@ -12,8 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from elaunch.agent.core.events import Looked, StoreEvent, StoreLost
-from elaunch.agent.inbox import LookAgain
+from elaunch.agent.core.events import LookAgain, Looked, StoreEvent, StoreLost
 from elaunch.process_identity import is_dead_here
 from elaunch.rendezvous.rules.snapshot import Keys, SnapshotReader
 from elaunch.rendezvous.store import (

@@ -13,7 +13,7 @@ from elaunch.agent.core.events import WorkerExited
 from elaunch.agent.diagnosis.exit_status import CRASH_CODES, Remains, end_of, failure_of
 from elaunch.agent.diagnosis.oom import KernelLog, limit_text
 from elaunch.agent.output.run_dir import RunDir
-from elaunch.agent.workers.group import WorkerGroup
+from elaunch.agent.workers.group import Worker, WorkerGroup
 from elaunch.rendezvous.types import Failure, FailureKind
 
 # The record holds Python's text of the exception twice. The agent's loop waits while a record is read.
@@ -63,43 +63,41 @@ class ExitReader:
         self._log = log
         self._run_dir = run_dir
 
-    def exited(self, group: WorkerGroup, local_rank: int, pid: int, code: int) -> WorkerExited:
+    def exited(self, group: WorkerGroup, worker: Worker, code: int) -> WorkerExited:
         """The event of a worker's exit; `code` is as in `Failure`."""
-        link = group.links[local_rank]
+        link = worker.link
         link.read()
         # A signal is no end of a program that had ended by itself. An exit code is a failure, as without a link.
         has_end = code == 0 or (code < 0 and link.has_returned)
         clock = time.strftime("%H:%M:%S")
-        end = end_of(self._worker(group, local_rank, pid), clock, is_gone=code == 0) if has_end else None
+        end = end_of(self._record(group, worker), clock, is_gone=code == 0) if has_end else None
         if code == 0:
-            return WorkerExited(group.generation, local_rank, 0, end=end)
-        failure = self._failure(group, local_rank, pid, code)
-        group.failures[local_rank] = failure
-        return WorkerExited(group.generation, local_rank, code, failure, end)
+            return WorkerExited(group.generation, worker.local_rank, 0, end=end)
+        worker.failure = self._failure(group, worker, code)
+        return WorkerExited(group.generation, worker.local_rank, code, worker.failure, end)
 
     def parent_killed(self, group: WorkerGroup, parent: Failure) -> Failure:
         """The failure of the workers' parent process, killed by SIGKILL."""
-        for link in group.links.values():
-            link.read()
-        parent = replace(
+        for worker in group.workers:
+            worker.link.read()
+        group.parent_killed = replace(
             parent,
             code=-signal.SIGKILL,
-            progressed=group.progressed or group.has_used_store or group.lasted or None,
-            step=max((link.step for link in group.links.values()), default=-1),
-            lived_s=max(map(group.lived_s, group.pids)),
+            progressed=group.progressed or None,
+            step=max(worker.link.step for worker in group.workers),
+            lived_s=max(worker.lived_s for worker in group.workers),
         )
-        group.failures[parent.local_rank] = parent
-        return parent
+        return group.parent_killed
 
-    def _failure(self, group: WorkerGroup, local_rank: int, pid: int, code: int) -> Failure:
-        link, error_file = group.links[local_rank], self._run_dir.error_file(group.generation, group.rank(local_rank))
+    def _failure(self, group: WorkerGroup, worker: Worker, code: int) -> Failure:
+        link, error_file = worker.link, self._run_dir.error_file(group.generation, worker.rank)
         record = read_error_file(error_file) if error_file else None
-        kernel = self.word_of_kernel(pid) if code == -signal.SIGKILL else ""
+        kernel = self.word_of_kernel(worker.pid) if code == -signal.SIGKILL else ""
         remains = Remains(
             code,
             record or "",
             kernel=kernel,
-            crash=_crash_text(group.crash_fds.get(local_rank, -1)) if code in CRASH_CODES else "",
+            crash=_crash_text(worker.crash_fd) if code in CRASH_CODES else "",
             returned=link.has_returned,
             progressed=link.progressed,
             raised=link.raised,
@@ -107,29 +105,28 @@ class ExitReader:
             refused=link.refused,
         )
         return replace(
-            failure_of(self._worker(group, local_rank, pid), remains, signal_name(code)),
+            failure_of(self._record(group, worker), remains, signal_name(code)),
             error_file=str(error_file) if record is not None and self._run_dir.logs else "",
-            is_mixed=local_rank in group.mixed,
+            is_mixed=worker.is_mixed,
         )
 
-    def _worker(self, group: WorkerGroup, local_rank: int, pid: int) -> Failure:
+    def _record(self, group: WorkerGroup, worker: Worker) -> Failure:
         """A failure of this worker that has all but how it failed."""
-        link = group.links[local_rank]
         return Failure(
             FailureKind.EXIT_CODE,
             group.generation,
             group.node_id,
             self._host,
-            group.rank(local_rank),
-            local_rank,
-            pid,
+            worker.rank,
+            worker.local_rank,
+            worker.pid,
             None,
             "",
-            log_path=group.log_files.get(local_rank, ""),
+            log_path=worker.log_path,
             failed_at=time.time(),
-            progressed=link.progressed,
-            step=link.step,
-            lived_s=group.lived_s(local_rank),
+            progressed=worker.link.progressed,
+            step=worker.link.step,
+            lived_s=worker.lived_s,
             world_size=group.table.world_size,
         )
 

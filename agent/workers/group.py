@@ -2,78 +2,41 @@
 
 from __future__ import annotations
 
-import select
 import socket
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
-from elaunch.agent.config import Level
 from elaunch.agent.core.events import Event
-from elaunch.agent.core.timeline import NO_GENERATION
+from elaunch.agent.diagnosis.exit_status import SILENT_S
 from elaunch.agent.diagnosis.flight_recorder import FlightRecorder
-from elaunch.agent.forkserver import wire
 from elaunch.agent.output.run_dir import Timeline
 from elaunch.agent.workers.link import Link
 from elaunch.rendezvous.types import Failure, FailureKind, RankTable
 
-_ANSWER_S = 0.5
-
-
-class StoreControl:
-    """The worker store reports that it is up, or why not; at its end whether a rank used it."""
-
-    def __init__(self, control: socket.socket) -> None:
-        self._socket = control
-
-    def end(self, *, is_used: bool = False) -> bool | None:
-        """End the store. Returns whether a rank has used it, or None if the store is not up.
-
-        `is_used` says that a rank is known to have used it. The store ends then without having been asked.
-        """
-        with self._socket, suppress(OSError):
-            if is_used:
-                return True
-            if "up" in self._report():
-                wire.send(self._socket, {"op": "end"})
-                select.select([self._socket], [], [], _ANSWER_S)
-                return bool(self._report().get("keys"))
-        return None
-
-    def last_error(self) -> str:
-        """The error that a store reported before it ended, in words. Empty if it reported none."""
-        with self._socket, suppress(OSError):
-            if error := self._report().get("error"):
-                return f"failed: {error}"
-        return ""
-
-    def _report(self) -> dict[str, Any]:
-        """The next report; empty where the store is gone. Raises BlockingIOError where none has come."""
-        packet = wire.receive(self._socket)
-        return packet[0] if packet else {}
-
 
 @dataclass(frozen=True)
 class Reporter:
-    """Events go to `post`, sentences for the log to `tell`, stages of a generation to `timeline`.
+    """Events go to `post`, sentences for the log to `say`, or to `warn` if they may need a person.
 
+    Stages of a generation go to `timeline`.
     `node_failure(kind, generation, message)` makes a failure of this node that no rank has caused.
     """
 
     post: Callable[[Event], None]
-    tell: Callable[[str, Level], None]
+    say: Callable[[str], None]
+    warn: Callable[[str], None]
     timeline: Timeline
     node_failure: Callable[[FailureKind, int, str], Failure]
+    _warned: set[str] = field(default_factory=set)
 
-    def say(self, text: str) -> None:
-        """Log a sentence."""
-        self.tell(text, "info")
-
-    def warn(self, text: str) -> None:
-        """Log what may need a person."""
-        self.tell(text, "warning")
+    def warn_once(self, key: str, text: str) -> bool:
+        """Warn once per `key` in the agent's life, even if many workers and generations cause it. Returns whether."""
+        is_first = key not in self._warned
+        if is_first:
+            self._warned.add(key)
+            self.warn(text)
+        return is_first
 
 
 # A program that ran this long counts as progress, even if it neither reports steps nor makes a process group.
@@ -81,33 +44,63 @@ LASTING_S = 600.0
 
 
 @dataclass
-class WorkerGroup:
-    """This node's workers of one generation, by local rank.
+class Worker:
+    """One worker. It is ordered first, and forked when the fork server has imported: `pid` is -1 until then.
 
-    `store` controls the generation's worker store, if that is on this node and has not ended. `reached_store` says
-    whether a rank has used that store. It is None if the store is on another node, or if that is not known yet.
-    In `crash_fds` workers leave their stacks at a crash. `mixed` are workers whose stdout and stderr are one pipe.
-    `is_interrupted` says that workers have got SIGINT.
+    At a crash it leaves its stacks in `crash_fd`. `is_mixed` says that its stdout and stderr are one pipe.
+    """
+
+    rank: int
+    local_rank: int
+    link: Link
+    pid: int = -1
+    since_s: float = field(default_factory=time.monotonic)
+    crash_fd: int = -1
+    log_path: str = ""
+    is_mixed: bool = False
+    failure: Failure | None = None
+
+    def forked(self, pid: int) -> None:
+        """Note its process."""
+        self.pid, self.since_s = pid, time.monotonic()
+
+    @property
+    def lived_s(self) -> float:
+        """How long ago it was forked, or ordered if it was not forked yet."""
+        return time.monotonic() - self.since_s
+
+
+@dataclass
+class WorkerGroup:
+    """This node's workers of one generation; `workers` has those that were ordered, by local rank.
+
+    `store` is the socket of the generation's worker store, if that is on this node and has not ended.
+    `is_interrupted` says that workers have got SIGINT. `parent_killed` is the failure of their parent process.
     """
 
     table: RankTable
     group_rank: int
-    links: dict[int, Link] = field(default_factory=dict)
-    pids: dict[int, int] = field(default_factory=dict)
-    forked_s: dict[int, float] = field(default_factory=dict)
-    log_files: dict[int, str] = field(default_factory=dict)
-    crash_fds: dict[int, int] = field(default_factory=dict)
-    failures: dict[int, Failure] = field(default_factory=dict)
-    mixed: set[int] = field(default_factory=set)
+    workers: list[Worker] = field(default_factory=list)
     is_interrupted: bool = False
-    store: StoreControl | None = None
-    reached_store: bool | None = None
+    store: socket.socket | None = None
+    parent_killed: Failure | None = None
     started_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """The processes by local rank."""
+        return {worker.local_rank: worker.pid for worker in self.workers if worker.pid > 0}
+
+    @property
+    def failures(self) -> dict[int, Failure]:
+        """The failures by local rank; the parent process has none."""
+        found = (*(worker.failure for worker in self.workers), self.parent_killed)
+        return {failure.local_rank: failure for failure in found if failure}
 
     @property
     def recorders(self) -> dict[int, FlightRecorder]:
         """What answers for the collectives of each worker that has a process group, by local rank."""
-        return {rank: link.recorder for rank, link in self.links.items() if link.recorder}
+        return {worker.local_rank: worker.link.recorder for worker in self.workers if worker.link.recorder}
 
     @property
     def node_id(self) -> str:
@@ -116,24 +109,13 @@ class WorkerGroup:
 
     @property
     def progressed(self) -> bool:
-        """Whether a worker of this node reported a step or made its process group.
+        """Whether a worker of this node reported a step or made its process group, or all ran for long.
 
-        If no worker has told about its process group, a worker store that was used counts as progress. The ranks make
-        the group together: if one says that it did not, the others only wait at the store, and that is no progress.
+        The ranks make the group together: if one says that it did not, the others only wait at the store, and that is
+        no progress. Programs that report nothing at all need not run for so long.
         """
-        links = self.links.values()
-        known = [link.reached_store for link in links if link.reached_store is not None]
-        return any(link.step >= 0 for link in links) or (any(known) if known else bool(self.reached_store))
-
-    @property
-    def has_used_store(self) -> bool:
-        """Whether a worker of this node has a process group, or has said at its end that it had one."""
-        return any(link.reached_store or link.recorder for link in self.links.values())
-
-    @property
-    def lasted(self) -> bool:
-        """Whether the workers ran so long that they must have done something, even if the program reports nothing."""
-        return time.monotonic() - self.started_s >= LASTING_S
+        known = [worker.link.progressed for worker in self.workers if worker.link.progressed is not None]
+        return any(known) or time.monotonic() - self.started_s >= (LASTING_S if known else SILENT_S)
 
     @property
     def generation(self) -> int:
@@ -144,30 +126,5 @@ class WorkerGroup:
         """Workers of this node."""
         return self.table.seats[self.group_rank].slots
 
-    def lived_s(self, local_rank: int) -> float:
-        """How long ago the worker was forked. Before that it waited for the fork server's imports."""
-        return time.monotonic() - self.forked_s.get(local_rank, self.started_s)
-
     def rank(self, local_rank: int) -> int:
         return self.table.seats[self.group_rank].first_rank + local_rank
-
-
-class CurrentGroup:
-    """The one owner of the generation that this node runs, or ran last. Only `Workers` sets `latest`."""
-
-    latest: WorkerGroup | None = None
-
-    @property
-    def group(self) -> WorkerGroup:
-        """The workers. Do not read it before there are any."""
-        assert self.latest is not None
-        return self.latest
-
-    @property
-    def generation(self) -> int:
-        """The number of the current generation, or NO_GENERATION."""
-        return self.latest.generation if self.latest else NO_GENERATION
-
-    def of(self, generation: object) -> WorkerGroup | None:
-        """The workers of that generation, if it is the current one: news of another generation changes nothing."""
-        return self.latest if self.generation == generation else None

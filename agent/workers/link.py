@@ -22,7 +22,6 @@ from elaunch.agent.core.events import (
 )
 from elaunch.agent.diagnosis.exit_status import Raised
 from elaunch.agent.diagnosis.flight_recorder import FlightRecorder
-from elaunch.agent.linux import descriptors
 from elaunch.agent.peer_lost import is_peer_lost
 from elaunch.strict_json import parse_json
 
@@ -65,7 +64,7 @@ _TEXT_MAX, _NAME_MAX = 2000, 100
 _STEP_END = 1 << 63
 # A program that catches the error of a lost peer and runs on for longer does not end by it.
 _LOST_S = 10.0
-_FDS_SPACE = socket.CMSG_SPACE(4 * 4)
+_FDS_MAX = 4
 
 
 class StartMark(NamedTuple):
@@ -88,11 +87,11 @@ class Link:
     `step` is the newest step that the worker reported, `first_step` the first, and `phase` the newest phase. `reports`
     counts the reports of both; `step_times` is what the agent's looks made of them. `raised` says that its program
     ended by an exception. `reached_store` says whether its program had made its process group; None until the program
-    has ended. `left_s` is when it has left its newest
-    process group, `lost` the error by which it has lost a peer of that group, at `lost_s`, and `ended_s` when its
-    program has ended (0 if that is not known). `refused` is why it cannot do what is asked of it, if it has said so.
-    `news` are events for the agent's core, notes for the log and marks for the timeline. `recorder` asks the worker
-    about its collectives, while it has a process group.
+    has ended. `has_had_group` says that it has made one. `left_s` is when it has left its newest process group, `lost`
+    the error by which it has lost a peer of that group, at `lost_s`, and `ended_s` when its program has ended (0 if
+    that is not known). `refused` is why it cannot do what is asked of it, if it has said so. `news` are events for the
+    agent's core, notes for the log and marks for the timeline. `recorder` asks the worker about its collectives, while
+    it has a process group.
     """
 
     generation: int
@@ -105,6 +104,7 @@ class Link:
     step_times: StepTimes = field(default_factory=StepTimes)
     raised: bool = False
     reached_store: bool | None = None
+    has_had_group: bool = False
     left_s: float = 0.0
     lost: Raised | None = None
     lost_s: float = 0.0
@@ -125,7 +125,7 @@ class Link:
     @property
     def progressed(self) -> bool | None:
         """Whether it has reported a step, or had made its process group; None while that is not known."""
-        return True if self.step >= 0 else self.reached_store
+        return True if self.step >= 0 or self.has_had_group else self.reached_store
 
     @property
     def lost_at_end(self) -> Raised | None:
@@ -138,7 +138,7 @@ class Link:
         while left > 0:
             try:
                 # The kernel ends an answer where a descriptor comes: what was sent later needs another call.
-                data, ancillary, *_ = self.socket.recvmsg(left, _FDS_SPACE, socket.MSG_CMSG_CLOEXEC)
+                data, fds, *_ = socket.recv_fds(self.socket, left, _FDS_MAX, socket.MSG_CMSG_CLOEXEC)
             except BlockingIOError:
                 return True
             except OSError:
@@ -146,7 +146,7 @@ class Link:
             if not data:
                 return False
             left -= len(data)
-            self._take_fds(ancillary)
+            self._take_fds(fds)
             *lines, self.rest = (self.rest + data).split(b"\n")
             self.rest = self.rest[-_LINK_BYTES_MAX:]
             for line in lines:
@@ -206,11 +206,11 @@ class Link:
                     self.news.append(WorkerEnded(*where, over_s, raised))
                 self.raised, self.reached_store = raised, reached_store
 
-    def _take_fds(self, ancillary: list[tuple[int, int, bytes]]) -> None:
+    def _take_fds(self, fds: list[int]) -> None:
         """Only elaunch's own code in the worker sends descriptors: the newest one is the other end of its recorder."""
-        for fd in descriptors(ancillary):
+        for fd in fds:
             self.forget_recorder()
-            self.left_s, self.lost = 0.0, None
+            self.left_s, self.lost, self.has_had_group = 0.0, None, True
             try:
                 self.recorder = FlightRecorder(fd)
             except OSError:

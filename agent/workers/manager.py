@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import selectors
 import signal
 import socket
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elaunch.agent import linux
 from elaunch.agent.config import AgentConfig
@@ -24,25 +26,35 @@ from elaunch.agent.core.actions import (
     TellWorkers,
     ToWorkers,
 )
-from elaunch.agent.core.events import Cleared
-from elaunch.agent.core.timeline import WorkersSeen, of_seats
+from elaunch.agent.core.events import Cleared, ServiceLost, Signalled, WorkerExited
+from elaunch.agent.core.timeline import NO_GENERATION, WorkersSeen, of_seats
+from elaunch.agent.diagnosis.causes.hardware import MORE_MEMORY
+from elaunch.agent.diagnosis.causes.system import MORE_PROCESSES
 from elaunch.agent.diagnosis.exit_status import with_tail
 from elaunch.agent.diagnosis.investigate import look_into
 from elaunch.agent.diagnosis.oom import KernelLog, counter_files
+from elaunch.agent.forkserver import wire
 from elaunch.agent.forkserver.client import ForkServer
 from elaunch.agent.guardian.client import GuardianClient
 from elaunch.agent.output.pump import Pump
 from elaunch.agent.output.run_dir import RunDir
 from elaunch.agent.workers.exits import ExitReader, signal_name
-from elaunch.agent.workers.fork_server_monitor import ForkServerMonitor
-from elaunch.agent.workers.group import CurrentGroup, Reporter, WorkerGroup
+from elaunch.agent.workers.group import Reporter, WorkerGroup
 from elaunch.agent.workers.link_monitor import LinkMonitor
 from elaunch.agent.workers.observers import Observers
 from elaunch.agent.workers.orphans import Leftovers, named
 from elaunch.agent.workers.spawn import MasterPort, Spawner, warn_of_locks
-from elaunch.agent.workers.stdio import Stdio
 from elaunch.rendezvous.texts import node_host
-from elaunch.rendezvous.types import RankTable
+from elaunch.rendezvous.types import FailureKind, RankTable
+
+# An import that takes longer than this is worth a line in the log: the user waits for it.
+_PATIENCE_S = 10.0
+# Nothing tells who has sent a SIGKILL.
+_KILLED_PARENT = (
+    "the fork server is the parent process of this node's ranks: a script that ends the job by killing its parent"
+    " (os.kill(os.getppid(), SIGKILL)) should send SIGTERM, or exit with a code of its own; else look for who may have"
+    " sent it SIGKILL"
+)
 
 
 @dataclass(frozen=True)
@@ -63,7 +75,8 @@ class Workers:
     """Carries out what the agent decides about its workers.
 
     `links` keeps the workers' messages, and `port` is of the next generation's store. All other events go to
-    `reporter`. The agent's loop calls all methods, and waits for `selector`. What takes seconds calls `meanwhile` again
+    `reporter`, also what the fork server reports of the current generation; a fork server that is lost or silent is
+    replaced. The agent's loop calls all methods, and waits for `selector`. What takes seconds calls `meanwhile` again
     and again.
     """
 
@@ -81,19 +94,30 @@ class Workers:
         self._reporter = reporter
         self._timeline = reporter.timeline
         self._fork_server = fork_server
-        self._current = CurrentGroup()
+        self._selector = selector
+        self._run_dir = run_dir
+        self._times = config.times
         self.port = MasterPort(config)
-        self._spawner = Spawner(config, run_dir, Stdio(config, services.pump, run_dir), fork_server)
+        self._spawner = Spawner(config, run_dir, services.pump, fork_server)
         # Before any worker starts: it reads what the kernel says from then on.
         self._log = KernelLog(counter_files())
         self.exits = ExitReader(node_host(socket.gethostname()), self._log, run_dir)
-        self._monitor = ForkServerMonitor(fork_server, self._current, self.exits, reporter, selector)
-        self._environ, self._warn = {**config.environment, **config.worker_env}, reporter.warn
-        self.links = LinkMonitor(self._current, reporter, run_dir, self._monitor.check)
-        self._observers = Observers(self._current, reporter, run_dir, config.times, services.pump.do)
+        self._is_ready = False
+        self._patience_until_s = time.monotonic() + _PATIENCE_S if fork_server.preload else None
+        self._environ = {**config.environment, **config.worker_env}
+        # Until the first one there is a generation without workers.
+        self._observe(WorkerGroup(RankTable(NO_GENERATION, (), "", 0, ""), 0))
         self._children_grace_s = config.children_grace_s
         self._leftovers: Leftovers | None = None
-        selector.register(self.links, selectors.EVENT_READ, self.links.read_ready)
+        selector.register(fork_server, selectors.EVENT_READ, self._read_news)
+
+    def _observe(self, group: WorkerGroup) -> None:
+        """Make this the current generation, and look at its workers from now on."""
+        self._group = group
+        self.links = LinkMonitor(group, self._reporter, self._run_dir, self._check_fork_server)
+        self._observers = Observers(
+            group, self._reporter, self._run_dir, self._times, self._pump.do, has_store=self._spawner.has_store
+        )
 
     @property
     def due_s(self) -> float | None:
@@ -101,14 +125,16 @@ class Workers:
         # A look at the processes waits for the look at the links, which is due once a second.
         looks_s = self._observers.due_s if self.links.due_s is None else self.links.due_s
         left_s = self._leftovers.due_s if self._leftovers else None
-        timers_s = (looks_s, self._monitor.due_s, left_s)
+        timers_s = (looks_s, self._patience_until_s, left_s)
         return min((at_s for at_s in timers_s if at_s is not None), default=None)
 
     def tick(self, now_s: float) -> None:
         """Do what is due."""
         self.links.tick(now_s)
         self._observers.tick(now_s)
-        self._monitor.tick(now_s)
+        if self._patience_until_s is not None and now_s >= self._patience_until_s:
+            self._patience_until_s = None
+            self._reporter.say(f"importing {', '.join(self._fork_server.preload or ())} once for all workers …")
 
     def seen(self, now_s: float) -> WorkersSeen | None:
         """How the workers of the last generation are; None before the first one."""
@@ -116,9 +142,7 @@ class Workers:
 
     def steps(self) -> dict[int, int]:
         """The newest step of each rank that has reported one. Any thread may call it."""
-        group = self._current.latest
-        links = list(group.links.items()) if group else []
-        return {group.rank(local_rank): link.step for local_rank, link in links if group and link.step >= 0}
+        return {worker.rank: worker.link.step for worker in [*self._group.workers] if worker.link.step >= 0}
 
     def act(self, order: WorkerAction, *, is_ending: bool) -> None:
         """Carry out what was decided. `is_ending` says that the agent exits after this generation."""
@@ -141,7 +165,7 @@ class Workers:
             case Clear():
                 self._clear(order)
             case ReplaceForkServer(generation):
-                self._monitor.replace(generation, "did not answer")
+                self._replace_fork_server(generation, "did not answer")
 
     def _spawn(self, table: RankTable, group_rank: int) -> None:
         """Begin a generation: have the fork server start its workers, and its store if this node has rank 0."""
@@ -158,55 +182,61 @@ class Workers:
             restarts=table.restarts,
         )
         group = WorkerGroup(table, group_rank)
-        self._current.latest = group
-        self._observers.begin(has_store=self._spawner.has_store)
-        warn_of_locks(self._environ, self._warn)
+        warn_of_locks(self._environ, self._reporter.warn)
         if group_rank != 0 or not self._spawner.has_store:
             # No worker store of this node takes the port: rank 0 binds one, here or on another node.
             self.port.close()
         try:
             self._spawner.start(group, self.port.listener)
         except (BrokenPipeError, ConnectionResetError):
-            # The fork server is gone. The monitor reads the same from its socket, and handles it there.
+            # The fork server is gone. Its socket reads the same, which is handled there.
             return
         except OSError as error:
-            self._monitor.replace(generation, f"could not be given the workers: {error.strerror}")
+            self._replace_fork_server(generation, f"could not be given the workers: {error.strerror}")
             return
         finally:
             self.port.release()
+            self._observe(group)
+            self._selector.register(self.links, selectors.EVENT_READ, self.links.read_ready)
         self._timeline.stamp(generation, "ordered")
         self._guardian.note(generation=generation, workers=group.slots)
-        self.links.begin(group)
 
     def _signal(self, order: SignalWorkers, *, is_ending: bool) -> None:
         """Signal workers. If the agent is ending and the fork server still imports, no worker runs: end that server."""
         stage = "killing" if order.signum == signal.SIGKILL else "stopping"
         name, count = signal_name(-order.signum), len(order.local_ranks)
         self._timeline.stamp(order.generation, stage, signal=name, workers=count)
-        if is_ending and not self._monitor.is_ready:
-            self._monitor.abandon_import(order.generation)
+        if is_ending and not self._is_ready:
+            # No worker is there yet, so none has anything to save.
+            if self._fork_server.fileno() >= 0:
+                self._selector.unregister(self._fork_server)
+                self._fork_server.stop()
+                self._lost(order.generation, "the fork server was stopped", FailureKind.TEMPLATE_LOST)
             return
         if order.signum == signal.SIGINT:
-            self._current.group.is_interrupted = True
+            self._group.is_interrupted = True
         # The end of the first would free the others from a collective: a handler would begin to run, and be cut short.
         signals = (signal.SIGSTOP, order.signum) if order.signum == signal.SIGKILL and count > 1 else (order.signum,)
         with suppress(OSError):
             for signum in signals:
-                self._spawner.signal(self._current.group, order.local_ranks, signum)
+                self._spawner.signal(self._group, order.local_ranks, signum)
 
     def _clear(self, order: Clear) -> None:
         """End what is left of the generation and collect its output; posts `Cleared`."""
         generation = order.generation
         self._timeline.stamp(generation, "stopped")
-        group = self._current.group
+        group = self._group
         if group.store:
-            # A restart would wait for the store's answer, on the CPUs on which old workers end.
-            group.reached_store, group.store = group.store.end(is_used=group.has_used_store), None
-        self.links.end(group)
+            # The store ends by that.
+            group.store.close()
+            group.store = None
+        self._selector.unregister(self.links)
+        self.links.end()
         self._observers.end()
-        while group.crash_fds:
-            os.close(group.crash_fds.popitem()[1])
-        reached, progressed = group.reached_store, group.progressed or group.lasted
+        for worker in group.workers:
+            if worker.crash_fd >= 0:
+                os.close(worker.crash_fd)
+        progressed = group.progressed
         if order.is_done and (left := self._find_leftovers()):
             if not self._children_grace_s:
                 self._reporter.say(f"ending {named(left)}: left behind at the end of the program (--children-grace 0)")
@@ -215,24 +245,24 @@ class Workers:
         if self._leftovers:
             # Their output goes on.
             self._timeline.stamp(generation, "cleared")
-            self._reporter.post(Cleared(generation, {}, reached, progressed))
+            self._reporter.post(Cleared(generation, progressed=progressed))
             return
         self._guardian.end_generation((self._fork_server.pid,), self._meanwhile)
 
         def drained(tails: dict[int, str]) -> None:
             self._timeline.stamp(generation, "cleared")
             try:
-                failures = {rank: with_tail(f, tails.get(rank, ""), reached) for rank, f in group.failures.items()}
+                failures = {rank: with_tail(f, tails.get(rank, "")) for rank, f in group.failures.items()}
                 # Those that lost a peer are explained only if there is no other.
                 causes = {rank: f for rank, f in failures.items() if not f.kind.is_secondary} or failures
                 look_into(
                     causes.values(),
                     self._log,
-                    lambda facts: self._reporter.post(Cleared(generation, tails, reached, progressed, facts)),
+                    lambda facts: self._reporter.post(Cleared(generation, tails, progressed, facts)),
                 )
             except Exception:
                 # Without this event the agent would wait for ever. A program's odd output must not do that.
-                self._reporter.post(Cleared(generation, tails, reached, progressed))
+                self._reporter.post(Cleared(generation, tails, progressed))
                 raise
 
         self._pump.drain(generation, drained)
@@ -254,4 +284,123 @@ class Workers:
             self._reporter.say(f"ending {named(left)}: {why}")
         self._leftovers = None
         self._guardian.end_generation((self._fork_server.pid,), self._meanwhile)
-        self._pump.drain(self._current.generation, lambda _: None)
+        self._pump.drain(self._group.generation, lambda _: None)
+
+    def _check_fork_server(self) -> None:
+        """A link has ended, as at a worker's death, which a fork server that was stopped (SIGSTOP) does not report."""
+        if self._fork_server.fileno() >= 0 and linux.state(self._fork_server.pid) == "T":
+            self._replace_fork_server(self._group.generation, "was stopped by a signal when a worker was gone")
+
+    def _replace_fork_server(self, generation: int, how: str) -> None:
+        """End the fork server and its workers, and start another."""
+        self._selector.unregister(self._fork_server)
+        self._fork_server.stop()
+        self._restart(generation, how)
+
+    def _read_news(self) -> None:
+        try:
+            news = self._fork_server.receive()
+        except BlockingIOError:
+            return
+        if news is None:
+            self._selector.unregister(self._fork_server)
+            how, pid = self._fork_server.lost(), self._fork_server.pid
+            word = self.exits.word_of_kernel(pid) if how.endswith("SIGKILL") else ""
+            if not self._is_ready and self._fork_server.preload is not None:
+                self._reporter.warn(
+                    "the fork server ended while it imported; each worker starts as a fresh interpreter"
+                )
+                self._fork_server.preload_nothing()
+            self._restart(self._group.generation, how, word)
+            return
+        group = self._group
+        # News of another generation change nothing.
+        is_current = news.get("generation") == group.generation
+        match news["event"]:
+            case "ready":
+                self._ready(news["reason"], news["left_out"])
+            case "forked" if is_current:
+                self._stamp_process(group, "forked", news)
+                if news["key"] != "store":
+                    group.workers[news["key"]].forked(news["pid"])
+            case "asked" if is_current and isinstance(news["key"], int):
+                name = signal.Signals(news["signum"]).name
+                by = f"{name} from rank {group.rank(news['key'])} to its parent process"
+                # As to a launcher, which ends the job then.
+                self._reporter.post(Signalled(signal.SIGINT, by, is_order=True))
+            case "unstarted" if is_current:
+                self._unstarted(group, news["key"], news["why"])
+            case "exited" if is_current:
+                self._exited(group, news)
+
+    def _ready(self, reason: str, left_out: Sequence[str]) -> None:
+        self._is_ready = True
+        self._patience_until_s = None
+        self._timeline.stamp(self._group.generation, "fork_server_ready", pid=self._fork_server.pid)
+        for sentence in left_out:
+            self._reporter.say(sentence)
+        if reason:
+            self._fork_server.preload_nothing()
+            self._reporter.warn(f"each worker starts as a fresh interpreter, which is slower: {reason}")
+
+    def _stamp_process(self, group: WorkerGroup, event: str, news: dict[str, int | str]) -> None:
+        """Stamp a stage of one process: `event` with the ranks of a worker, or `store_<event>`."""
+        fields: dict[str, int | str] = {name: value for name, value in news.items() if name in ("pid", "code")}
+        if news["key"] == "store":
+            self._timeline.stamp(group.generation, f"store_{event}", **fields)
+        else:
+            local_rank = int(news["key"])
+            self._timeline.stamp(group.generation, event, rank=group.rank(local_rank), local_rank=local_rank, **fields)
+
+    def _exited(self, group: WorkerGroup, news: dict[str, int | str]) -> None:
+        self._stamp_process(group, "exited", news)
+        pid, code = int(news["pid"]), int(news["code"])
+        if news["key"] != "store":
+            self._reporter.post(self.exits.exited(group, group.workers[int(news["key"])], code))
+        elif group.store:
+            error, group.store = _error_of(group.store), None
+            how = error or (f"was killed by {signal_name(code)}" if code < 0 else f"exited with code {code}")
+            word = self.exits.word_of_kernel(pid) if code == -signal.SIGKILL else ""
+            self._lost(group.generation, f"the worker store {how}", FailureKind.STORE_LOST, word)
+
+    def _unstarted(self, group: WorkerGroup, key: int | str, why: str) -> None:
+        """The fork server could not fork: no memory, or too many processes."""
+        what = "the worker store" if key == "store" else f"the worker of local rank {key}"
+        message = f"{what} could not be started ({why})"
+        failure = self._reporter.node_failure(FailureKind.SPAWN, group.generation, message)
+        if why == os.strerror(errno.EAGAIN):
+            failure = replace(failure, advice=MORE_PROCESSES)
+        if key == "store":
+            self._reporter.post(ServiceLost(group.generation, failure, workers_too=False))
+        else:
+            self._reporter.post(WorkerExited(group.generation, int(key), 1, failure))
+
+    def _restart(self, generation: int, how: str, word: str = "") -> None:
+        """Start another fork server for the next generation; the workers of this one died with theirs."""
+        self._is_ready = False
+        self._fork_server.restart()
+        self._selector.register(self._fork_server, selectors.EVENT_READ, self._read_news)
+        self._lost(generation, f"the fork server {how}", FailureKind.TEMPLATE_LOST, word)
+
+    def _lost(self, generation: int, message: str, kind: FailureKind, word: str = "") -> None:
+        """Post that the fork server and all workers are gone (TEMPLATE_LOST), or the worker store (other kinds).
+
+        `word` is the kernel's, if it killed the process for lack of memory.
+        """
+        failure = self._reporter.node_failure(kind, generation, f"{message} ({word})" if word else message)
+        if word:
+            failure = replace(failure, advice=MORE_MEMORY.format(limit=""))
+        elif kind is FailureKind.TEMPLATE_LOST and message.endswith(signal.SIGKILL.name):
+            failure = replace(failure, advice=_KILLED_PARENT)
+            # Before that it was nobody's parent.
+            if generation == self._group.generation and self._group.pids:
+                failure = self.exits.parent_killed(self._group, failure)
+        self._reporter.post(ServiceLost(generation, failure, workers_too=kind is FailureKind.TEMPLATE_LOST))
+
+
+def _error_of(store: socket.socket) -> str:
+    """The error that a worker store reported before it ended, in words. Empty if it reported none."""
+    with store, suppress(OSError):
+        if packet := wire.receive(store):
+            return f"failed: {packet[0]['error']}"
+    return ""

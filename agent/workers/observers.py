@@ -19,7 +19,7 @@ from elaunch.agent.diagnosis.reach import unreachable_text, why_not
 from elaunch.agent.diagnosis.stack_groups import Stack, what_keeps
 from elaunch.agent.linux import start_thread
 from elaunch.agent.output.run_dir import RunDir
-from elaunch.agent.workers.group import CurrentGroup, Reporter, WorkerGroup
+from elaunch.agent.workers.group import Reporter, WorkerGroup
 from elaunch.agent.workers.link import Link
 from elaunch.rendezvous.endpoint import Endpoint
 from elaunch.rendezvous.times import Times
@@ -43,58 +43,50 @@ _ADVICE = "see where each rank is: the log has it above"
 
 
 class Observers:
-    """Samples workers if hangs are looked for, and takes their stacks when asked. Only the agent's loop calls it.
+    """Samples one generation's workers if hangs are looked for, and takes their stacks when asked.
 
-    `later` runs the writing of files in another thread: the disk may be why the workers hang.
+    Only the agent's loop calls it. `later` runs the writing of files in another thread: the disk may be why the workers
+    hang. `has_store` says that a process of its own serves MASTER_PORT, which listens from the start.
     """
 
     def __init__(
         self,
-        current: CurrentGroup,
+        group: WorkerGroup,
         reporter: Reporter,
         run_dir: RunDir,
         times: Times,
         later: Callable[[Callable[[], object]], None],
+        *,
+        has_store: bool = False,
     ) -> None:
-        self._current = current
+        self._group = group
         self._reporter = reporter
         self._run_dir = run_dir
         self._later = later
-        self._is_on = times.hang_after_s > 0
         # A healthy step may take longer than the default: reports count only where the user gave a limit.
         self._counts_reports = times.hang_timeout_s > 0
         self._reports: Mapping[int, int] = {}
         self._vitals = Vitals(min(LOOK_EVERY_S, times.hang_after_s / _LOOKS_PER_LIMIT))
-        self._from_s: float | None = None
-        self._master_at_s: float | None = None
+        now_s = time.monotonic()
+        self._from_s = now_s + _FIRST_LOOK_S if times.hang_after_s > 0 and group.workers else None
+        self._master_at_s = now_s + _MASTER_AFTER_S if group.group_rank > 0 and has_store else None
+        self._is_over = False
         self._count_at_s = 0.0
         self._waits = WaitShares()
         # For which share of the last minutes each worker waited in collectives, by local rank.
         self.wait_shares: Mapping[int, float] = {}
-        # The rank that was slow in the last window, and those that were named: each once in an agent's life.
+        # The local rank that was slow in the last window.
         self._suspect = -1
-        self._named: set[int] = set()
 
     @property
     def due_s(self) -> float | None:
         """When the next look is due, on the monotonic clock; it waits for a wake-up that is due earlier."""
         return None if self._from_s is None else max(self._from_s, self._vitals.due_s or 0.0)
 
-    def begin(self, *, has_store: bool = False) -> None:
-        """Look at the current generation's workers from now on.
-
-        `has_store` says that a process of its own serves MASTER_PORT, which listens from the start.
-        """
-        group, now_s = self._current.latest, time.monotonic()
-        self._from_s = now_s + _FIRST_LOOK_S if self._is_on else None
-        self._waits, self.wait_shares, self._suspect = WaitShares(), {}, -1
-        is_other = group is not None and group.group_rank > 0 and has_store
-        self._master_at_s = now_s + _MASTER_AFTER_S if is_other else None
-
     def end(self) -> None:
         """Look at them no more."""
         self._from_s = self._master_at_s = None
-        self._vitals.forget()
+        self._is_over = True
 
     def tick(self, now_s: float) -> None:
         """Look, if that is due."""
@@ -102,9 +94,9 @@ class Observers:
             self._sample(now_s)
             self._count_collectives(now_s)
         if self._master_at_s is not None and now_s >= self._master_at_s:
-            self._master_at_s, group = None, self._current.group
-            if len(group.recorders) < group.slots:
-                start_thread(partial(self._try_master, group), "elaunch-reach")
+            self._master_at_s = None
+            if len(self._group.recorders) < self._group.slots:
+                start_thread(self._try_master, "elaunch-reach")
 
     def look_at_stacks(self, order: LookAtStacks) -> None:
         """Take stacks in a thread; posts `StacksTaken`."""
@@ -127,14 +119,14 @@ class Observers:
 
     def blame(self, order: Blame) -> None:
         """Make a failure of a hang; posts `WorkersHung`."""
-        group, generation = self._current.group, order.generation
+        generation = order.generation
         self._reporter.timeline.stamp(generation, "hung", quiet_s=order.idle_s)
-        failure = self._failure(group, order.local_rank, order.message)
+        failure = self._failure(order.local_rank, order.message)
         self._reporter.post(WorkersHung(generation, replace(failure, is_blameless=order.is_blameless)))
 
     def _sample(self, now_s: float) -> None:
         """Note what the workers did since the last look, if another is due."""
-        group = self._current.group
+        group = self._group
         if not self._vitals.is_due(now_s):
             return
         windows = self._vitals.look(group.pids, now_s)
@@ -142,11 +134,11 @@ class Observers:
             is_outstanding = recorder.is_stalled(now_s)
             if window := windows.get(rank):
                 windows[rank] = replace(window, is_outstanding=is_outstanding)
-        reports = {rank: link.reports for rank, link in group.links.items()}
+        reports = {worker.local_rank: worker.link.reports for worker in group.workers}
         if self._counts_reports and any(reports.values()):
             is_silent = reports == self._reports
             windows = {
-                rank: replace(window, is_silent=is_silent, reported=_last_report(group.links[rank]))
+                rank: replace(window, is_silent=is_silent, reported=_last_report(group.workers[rank].link))
                 for rank, window in windows.items()
             }
         self._reports = reports
@@ -157,7 +149,7 @@ class Observers:
         """Once a second, ask the workers how many collectives they have entered. They are not waited for."""
         if now_s < self._count_at_s:
             return
-        self._count_at_s, group = now_s + _COUNT_EVERY_S, self._current.group
+        self._count_at_s, group = now_s + _COUNT_EVERY_S, self._group
         counts = {rank: recorder.look(now_s) for rank, recorder in group.recorders.items()}
         # One that has not answered yet may be anywhere: that look says nothing.
         known = {rank: each for rank, each in counts.items() if each is not None}
@@ -169,20 +161,19 @@ class Observers:
         self.wait_shares, before = shares, self._suspect
         self._suspect = slow_rank(shares)
         rank = group.rank(self._suspect)
-        if self._suspect >= 0 and self._suspect == before and rank not in self._named:
-            self._named.add(rank)
+        if self._suspect >= 0 and self._suspect == before:
             text, wait = slow_text(rank, self._suspect, shares)
-            fields = {"rank": rank, "wait_percent": round(100 * wait), "lasted_s": 2 * LOOKS, "text": text}
-            self._reporter.timeline.stamp(group.generation, "slow", **fields)
-            self._reporter.warn(text)
+            if self._reporter.warn_once(f"slow rank {rank}", text):
+                fields = {"rank": rank, "wait_percent": round(100 * wait), "lasted_s": 2 * LOOKS, "text": text}
+                self._reporter.timeline.stamp(group.generation, "slow", **fields)
 
-    def _try_master(self, group: WorkerGroup) -> None:
-        master = Endpoint(group.table.master_addr, group.table.master_port)
+    def _try_master(self) -> None:
+        master = Endpoint(self._group.table.master_addr, self._group.table.master_port)
         for pause_s in (_MASTER_AFTER_S, 0.0):
             if not (why := why_not(master)):
                 return
             time.sleep(pause_s)
-        if group is self._current.latest:
+        if not self._is_over:
             self._reporter.warn(unreachable_text(master, why))
 
     def _write(self, order: KeepStacks) -> None:
@@ -205,7 +196,7 @@ class Observers:
 
         The core waits for an answer: it gets an empty one if no stack can be taken.
         """
-        group = self._current.group
+        group = self._group
         pids = {group.rank(local): pid for local, pid in group.pids.items() if local in local_ranks}
         recorders = {group.rank(local): each for local, each in group.recorders.items() if local in local_ranks}
 
@@ -225,23 +216,23 @@ class Observers:
         if not start_thread(take, "elaunch-stacks"):
             then(())
 
-    def _failure(self, group: WorkerGroup, local_rank: int, message: str) -> Failure:
-        failure = self._reporter.node_failure(FailureKind.HANG, group.generation, message)
-        is_stopped = linux.state(group.pids.get(local_rank, -1)) == "T"
-        folder = self._run_dir.logs and self._run_dir.logs / f"attempt_{group.generation}"
+    def _failure(self, local_rank: int, message: str) -> Failure:
+        generation, worker = self._group.generation, self._group.workers[local_rank] if local_rank >= 0 else None
+        failure = self._reporter.node_failure(FailureKind.HANG, generation, message)
+        is_stopped = worker is not None and linux.state(worker.pid) == "T"
+        folder = self._run_dir.logs and self._run_dir.logs / f"attempt_{generation}"
         advice = f"{_ADVICE}, and {folder / STACKS_FILE} has all threads" if folder else _ADVICE
         failure = replace(failure, progressed=True, advice=_STOPPED_ADVICE if is_stopped else advice)
-        if local_rank < 0:
+        if worker is None:
             return failure
-        link = group.links.get(local_rank)
         return replace(
             failure,
-            step=link.step if link else -1,
-            lived_s=group.lived_s(local_rank),
-            rank=group.rank(local_rank),
+            step=worker.link.step,
+            lived_s=worker.lived_s,
+            rank=worker.rank,
             local_rank=local_rank,
-            pid=group.pids.get(local_rank, -1),
-            log_path=group.log_files.get(local_rank, ""),
+            pid=worker.pid,
+            log_path=worker.log_path,
         )
 
 

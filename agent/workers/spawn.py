@@ -1,9 +1,14 @@
-"""Orders one generation's workers and worker store from the fork server, each with its descriptors and environment."""
+"""Orders one generation's workers and worker store from the fork server, each with its descriptors and environment.
+
+The standard streams of the workers are among them: pipes by which their output is routed to console and files.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
+import re
+import shutil
 import signal
 import socket
 import stat
@@ -15,22 +20,29 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from string import Template
 
 from elaunch import __version__
 from elaunch.agent import environment
-from elaunch.agent.config import AgentConfig
+from elaunch.agent.config import AgentConfig, Streams
+from elaunch.agent.diagnosis.exit_status import tells_of_lost_peer
 from elaunch.agent.environment import extensions_root
 from elaunch.agent.forkserver import wire
 from elaunch.agent.forkserver.client import ForkServer
 from elaunch.agent.linux import start_thread
+from elaunch.agent.output.folding import ShownTracebacks, TracebackFold
+from elaunch.agent.output.pump import Pump
 from elaunch.agent.output.run_dir import RunDir
+from elaunch.agent.output.streams import LogFile, WorkerStream, is_pipe
 from elaunch.agent.workers import numa
-from elaunch.agent.workers.group import StoreControl, WorkerGroup
+from elaunch.agent.workers.group import Worker, WorkerGroup
 from elaunch.agent.workers.link import Link
-from elaunch.agent.workers.stdio import Stdio
 from elaunch.rendezvous.endpoint import is_loopback
 from elaunch.rendezvous.job_spec import Program, ProgramKind
+from elaunch.rendezvous.rules.assign_ranks import role_of
 
+# torch.distributed puts the rank before each line.
+_INTERRUPTED = re.compile(r"^(?:\[rank\d+\]: )?KeyboardInterrupt\s*\Z", re.MULTILINE)
 _OWN_ADDRESS = "give one of this host's with --master-addr, or leave it out"
 
 
@@ -73,26 +85,19 @@ def reserve(config: AgentConfig) -> socket.socket:
     except OSError as error:
         raise NoPort(f"the address {config.master_addr} is unknown ({error.strerror}); {_OWN_ADDRESS}") from error
     host = str(address[0])
+    is_dual = False
     if _is_known_to_itself_only(config, host):
         # Listen for IPv6 and IPv4, or only for IPv4 on a host without IPv6.
-        family, host = (socket.AF_INET6, "::") if socket.has_dualstack_ipv6() else (socket.AF_INET, "")
+        is_dual = socket.has_dualstack_ipv6()
+        family, host = (socket.AF_INET6, "::") if is_dual else (socket.AF_INET, "")
     for port in config.master_ports or (0,):
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        if host == "::":
-            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        # The next generation may use the same port while the kernel still keeps old connections.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind((host, port))
-            listener.listen(1024)
+            # With SO_REUSEADDR: the kernel may still keep old connections of the last generation's port.
+            return socket.create_server((host, port), family=family, backlog=1024, dualstack_ipv6=is_dual)
         except OSError as error:
-            listener.close()
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
-                raise NoPort(
-                    f"{config.master_addr} is no address of this host ({error.strerror}); {_OWN_ADDRESS}"
-                ) from error
-            continue
-        return listener
+                why = os.strerror(error.errno) if error.errno else str(error)
+                raise NoPort(f"{config.master_addr} is no address of this host ({why}); {_OWN_ADDRESS}") from error
     ports = config.master_ports
     wanted = f"port {ports[0]} is" if len(ports) == 1 else f"ports {ports[0]}–{ports[-1]} are all"
     raise NoPort(f"{wanted} in use on {config.master_addr}; choose others with --master-port FIRST:LAST")
@@ -129,10 +134,12 @@ def _look_for_locks(root: Path, warn: Callable[[str], None]) -> None:
 class Spawner:
     """Has the fork server start a generation's workers and its worker store, and signal them."""
 
-    def __init__(self, config: AgentConfig, run_dir: RunDir, stdio: Stdio, fork_server: ForkServer) -> None:
+    def __init__(self, config: AgentConfig, run_dir: RunDir, pump: Pump, fork_server: ForkServer) -> None:
         self._config = config
         self._run_dir = run_dir
-        self._stdio = stdio
+        self._plan = config.output
+        self._pump = pump
+        self._tracebacks = ShownTracebacks()
         self._server = fork_server
         self._topology = numa.read_topology(config.slots, config.environment) if config.numa_binding else None
         program = config.spec.program
@@ -142,6 +149,7 @@ class Spawner:
 
     def start(self, group: WorkerGroup, listener: socket.socket | None) -> None:
         """Order all workers, and a worker store for `listener`. Raises OSError where the fork server is gone."""
+        self._run_dir.make_memory()
         if listener:
             self._start_store(group, listener)
         for local_rank in range(group.slots):
@@ -160,7 +168,7 @@ class Spawner:
     def _start_store(self, group: WorkerGroup, listener: socket.socket) -> None:
         ours, theirs = wire.pair()
         ours.setblocking(False)
-        group.store = StoreControl(ours)
+        group.store = ours
         null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         try:
             fds = (null, null, null, listener.fileno(), theirs.fileno())
@@ -173,20 +181,20 @@ class Spawner:
         theirs: list[int] = []
         link, link_end = socket.socketpair()
         link.setblocking(False)
-        group.links[local_rank] = Link(group.generation, local_rank, link)
+        worker = Worker(group.rank(local_rank), local_rank, Link(group.generation, local_rank, link))
+        group.workers.append(worker)
         try:
-            theirs += [*self._stdio.standard_fds(group, local_rank), link_end.detach()]
+            theirs += [*self._standard_fds(group, worker), link_end.detach()]
             # The worker owns what is in it: it may hold anything, and any amount.
-            crash_fd = group.crash_fds[local_rank] = os.memfd_create("elaunch-crash", os.MFD_CLOEXEC)
-            env = self._environment(group, local_rank)
-            self._server.spawn(group.generation, local_rank, env, self._cpus(local_rank), (*theirs, crash_fd))
+            worker.crash_fd = os.memfd_create("elaunch-crash", os.MFD_CLOEXEC)
+            env, fds = self._environment(group, worker), (*theirs, worker.crash_fd)
+            self._server.spawn(group.generation, local_rank, env, self._cpus(local_rank), fds)
         finally:
             for fd in theirs:
                 os.close(fd)
 
-    def _environment(self, group: WorkerGroup, local_rank: int) -> dict[str, str]:
-        config = self._config
-        rank = group.rank(local_rank)
+    def _environment(self, group: WorkerGroup, worker: Worker) -> dict[str, str]:
+        config, rank, local_rank = self._config, worker.rank, worker.local_rank
         has_folder = self._run_dir.rank(group.generation, rank) is not None
         error_file = self._run_dir.error_file(group.generation, rank) if has_folder else ""
         env = environment.rank_variables(
@@ -195,11 +203,11 @@ class Spawner:
             local_rank,
             agent_store=self.has_store,
             error_file=str(error_file),
-            memory=str(self._run_dir.memory_at_start().folder or ""),
+            memory=str(self._run_dir.memory or ""),
         )
         if config.virtual_local_rank:
             env |= environment.one_gpu(config.environment, local_rank)
-        if size := self._stdio.terminal_size(group, local_rank):
+        if size := self._terminal_size(group, worker):
             env |= environment.terminal_variables(config.environment, *size)
         return {**config.worker_env, **env, "ELAUNCH_LINK": "3"}
 
@@ -207,6 +215,121 @@ class Spawner:
         if not self._config.numa_binding or not self._topology:
             return None
         return sorted(numa.cpu_set(self._config.numa_binding, local_rank, self._topology))
+
+    def _standard_fds(self, group: WorkerGroup, worker: Worker) -> tuple[int, int, int]:
+        """The worker's fds 0, 1 and 2; the caller closes them once the worker has them."""
+        return self._stdin(worker.local_rank), *self._out_and_err(group, worker)
+
+    def _terminal_size(self, group: WorkerGroup, worker: Worker) -> tuple[int, int] | None:
+        """The columns and rows of the terminal that shows all output of a worker, less its prefix.
+
+        None if some of it goes elsewhere, or if the worker has the terminal itself.
+        """
+        is_shown = self._on_console(worker) and self._pump.stdout is self._pump.stderr
+        in_files_only = self._plan.redirects.of(worker.local_rank) & ~self._plan.tee.of(worker.local_rank)
+        if not is_shown or not self._pump.stdout.is_terminal or self._pump.lines.is_json or in_files_only:
+            return None
+        if self._may_share_console(group, worker):
+            return None
+        columns, rows = shutil.get_terminal_size()
+        prefix = len(self._prefix(group, worker).decode())
+        return (columns - prefix, rows) if columns > prefix else None
+
+    def _stdin(self, local_rank: int) -> int:
+        """The worker's stdin. Every worker gets a terminal, so that a debugger works in any.
+
+        Data goes only to local rank 0. If the program itself is on stdin, every worker reads it from its beginning.
+        """
+        if self._config.spec.program.is_on_stdin:
+            return os.open("/proc/self/fd/0", os.O_RDONLY | os.O_CLOEXEC)
+        if local_rank == 0 or os.isatty(0):
+            with suppress(OSError):
+                return os.dup(0)
+        return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+    def _out_and_err(self, group: WorkerGroup, worker: Worker) -> tuple[int, int]:
+        if self._may_share_console(group, worker):
+            is_one = os.path.samestat(os.fstat(1), os.fstat(2))
+            if os.isatty(2) or not is_one:
+                # A pipe goes through the pump: if its reader goes (`| head`), the worker must not see an error.
+                out = self._pipe(group, worker, Streams.OUT) if is_pipe(1) else os.dup(1)
+                # The only worker of a job keeps its terminal: progress bars and debuggers work as without elaunch.
+                return out, os.dup(2) if os.isatty(2) else self._pipe(group, worker, Streams.ERR)
+            # One pipe for both streams keeps their order, as without elaunch.
+            worker.is_mixed = True
+            both = self._pipe(group, worker, Streams.ERR)
+            return both, os.dup(both)
+        return self._pipe(group, worker, Streams.OUT), self._pipe(group, worker, Streams.ERR)
+
+    def _may_share_console(self, group: WorkerGroup, worker: Worker) -> bool:
+        """Whether the worker is the only one of its job, and all that it writes goes to the console as it is."""
+        planned = self._plan.redirects.of(worker.local_rank) | self._plan.tee.of(worker.local_rank)
+        is_alone = group.table.world_size == 1 and not self._pump.lines.is_json
+        return is_alone and not planned and self._on_console(worker)
+
+    def _pipe(self, group: WorkerGroup, worker: Worker, which: Streams) -> int:
+        """The writing end of a new pipe, whose reading end the pump has."""
+        plan, out, local_rank = self._plan, which is Streams.OUT, worker.local_rank
+        redirected, teed = bool(plan.redirects.of(local_rank) & which), bool(plan.tee.of(local_rank) & which)
+        console = (self._pump.stdout if out else self._pump.stderr) if self._on_console(worker) else None
+        file, needle_file = self._files(group, worker, which) if redirected or teed else (None, None)
+        in_file_only = redirected and not teed
+        if in_file_only and self._run_dir.logs is None:
+            console = None
+        frame = self._pump.lines.frame(group.generation, worker.rank, "stdout" if out else "stderr")
+        needles = plan.duplicate_stdout_filters if out else plan.duplicate_stderr_filters
+        # Of a worker that is alone, no peer tells the same.
+        folds = not out and console and not plan.show_all_tracebacks and group.table.world_size > 1
+        once = partial(self._tracebacks.once, generation=group.generation, rank=worker.rank)
+        ours, theirs = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(ours, False)
+        stream = WorkerStream(
+            ours,
+            group.generation,
+            local_rank,
+            console,
+            b"" if frame else self._prefix(group, worker),
+            keep_tail=not out,
+            whole_lines=group.slots > 1,
+            file=file,
+            file_first=in_file_only,
+            needles=tuple(needle.encode() for needle in needles) if needle_file and teed else (),
+            needle_file=needle_file if teed else None,
+            frame=frame,
+            fold=TracebackFold(partial(_is_no_news, group), once) if folds else None,
+        )
+        self._pump.add(stream)
+        return theirs
+
+    def _files(self, group: WorkerGroup, worker: Worker, which: Streams) -> tuple[LogFile | None, LogFile | None]:
+        """The stream's own file, and the generation's file for lines that match a filter."""
+        folder = self._run_dir.rank(group.generation, worker.rank) if self._run_dir.logs else None
+        if folder is None:
+            return None, None
+        out = which is Streams.OUT
+        name = "stdout" if out else "stderr"
+        path = str(folder / f"{name}.log")
+        if not out:
+            worker.log_path = path
+        wanted = self._plan.duplicate_stdout_filters if out else self._plan.duplicate_stderr_filters
+        needle_file = LogFile(str(folder.parent / f"filtered_{name}.log"), self._run_dir.warn) if wanted else None
+        return LogFile(path, self._run_dir.warn), needle_file
+
+    def _prefix(self, group: WorkerGroup, worker: Worker) -> bytes:
+        if self._plan.prefix_template is None:
+            return b"" if group.table.world_size == 1 else f"[{worker.rank}] ".encode()
+        role = role_of(self._config.role, group.slots, worker.local_rank)
+        names = {"role_name": role, "rank": str(worker.rank), "local_rank": str(worker.local_rank)}
+        return Template(self._plan.prefix_template).safe_substitute(names).encode()
+
+    def _on_console(self, worker: Worker) -> bool:
+        local, ranks = self._plan.console_local_ranks, self._plan.console_ranks
+        return (local is None or worker.local_rank in local) and (ranks is None or worker.rank in ranks)
+
+
+def _is_no_news(group: WorkerGroup, text: str) -> bool | None:
+    """Whether the tracebacks in `text` come of the end of others; None while the last is not complete."""
+    return (group.is_interrupted and bool(_INTERRUPTED.search(text))) or tells_of_lost_peer(text)
 
 
 def software(program: Program) -> str:

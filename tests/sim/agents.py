@@ -31,6 +31,7 @@ from elaunch.agent.core.events import (
     Cleared,
     Event,
     LinkEvent,
+    LookAgain,
     Sampled,
     ServiceLost,
     Signalled,
@@ -45,7 +46,6 @@ from elaunch.agent.core.state import Agent, Exited, Running
 from elaunch.agent.core.step import deadline_s, step
 from elaunch.agent.diagnosis.hang import Window
 from elaunch.agent.diagnosis.stack_groups import Frame, Stack, ThreadStack
-from elaunch.agent.inbox import LookAgain
 from elaunch.agent.session.session import Request, RetryQueue
 from elaunch.agent.session.store_client import StoreClient
 from elaunch.agent.session.store_view import JobStore, LocalHost

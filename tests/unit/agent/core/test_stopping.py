@@ -314,10 +314,10 @@ def test_the_output_that_arrived_last_completes_the_failures_record() -> None:
         driver.exits(rank, -TERM)
     tail = 'Traceback (most recent call last):\n  File "/t.py", line 3, in f\nValueError: late\n'
 
-    driver.happen(Cleared(0, {1: tail, 0: "other"}, reached_store=True))
+    driver.happen(Cleared(0, {1: tail, 0: "other"}))
 
     (record,) = driver.snapshot.failures[0]
-    assert (record.exception, record.tail, record.progressed) == ("ValueError", tail, True)
+    assert (record.exception, record.tail) == ("ValueError", tail)
 
 
 def test_a_peers_death_found_while_stopping_is_blamed_instead_of_the_one_who_told_of_it() -> None:

@@ -65,9 +65,7 @@ def test_a_program_that_refuses_is_named_by_its_reason_unless_a_signal_ended_it(
     killed = failure_of(WORKER, replace(remains, code=-9), "SIGKILL")
 
     assert (refused.kind, refused.code) == (FailureKind.REFUSED, 2)
-    assert with_tail(refused, "words", reached_store=True).message == (
-        "refused to run: 6 layers cannot be divided by 4 …"
-    )
+    assert with_tail(refused, "words").message == ("refused to run: 6 layers cannot be divided by 4 …")
     # The job's last line has the reason.
     assert refused.headline == "rank 5 (local rank 1 on node-a, pid 4711) refused to run in generation 2"
     assert killed.headline == killed.sentence
@@ -102,7 +100,7 @@ def test_a_crash_on_the_way_out_does_not_hide_the_exception() -> None:
     assert (raised.kind, raised.code) == (FailureKind.EXCEPTION, 1)
     assert raised.message == "raised ValueError: nan, and was then killed by SIGABRT"
     assert returned.message == "was killed by SIGABRT after its program had ended"
-    assert "destroy_process_group()" in explained(with_tail(returned, tail, reached_store=None)).advice
+    assert "destroy_process_group()" in explained(with_tail(returned, tail)).advice
 
 
 def test_a_program_that_exits_after_the_error_of_a_lost_peer_has_lost_one_though_it_printed_nothing() -> None:
@@ -111,7 +109,7 @@ def test_a_program_that_exits_after_the_error_of_a_lost_peer_has_lost_one_though
 
     caught = failure_of(WORKER, Remains(1, lost=lost), "")
 
-    whole = with_tail(caught, "bye\n", reached_store=None)
+    whole = with_tail(caught, "bye\n")
 
     assert (whole.kind, whole.call) == (FailureKind.PEER_LOST, "all_reduce")
     assert whole.message == f"{said} exited with code 1"
@@ -364,11 +362,11 @@ def test_a_survivor_that_nccls_watchdog_aborts_lost_a_peer() -> None:
         "remote process exited or there was a network error\n"
     )
 
-    whole = with_tail(aborted, tail, reached_store=True)
+    whole = with_tail(aborted, tail)
 
     assert aborted.kind is FailureKind.SIGNAL
-    assert (whole.kind, whole.code, whole.progressed) == (FailureKind.PEER_LOST, -6, True)
-    assert with_tail(aborted, "assert.c:3: x > 0\n", reached_store=True).kind is FailureKind.SIGNAL
+    assert (whole.kind, whole.code) == (FailureKind.PEER_LOST, -6)
+    assert with_tail(aborted, "assert.c:3: x > 0\n").kind is FailureKind.SIGNAL
 
 
 @pytest.mark.parametrize(
@@ -434,11 +432,11 @@ def test_output_that_arrives_after_the_exit_explains_it() -> None:
     early = failure(1)
     tail = 'Traceback (most recent call last):\n  File "/home/u/t.py", line 3, in f\nValueError: late\n'
 
-    whole = with_tail(early, tail, reached_store=True)
+    whole = with_tail(early, tail)
 
     assert early.kind is FailureKind.EXIT_CODE
     assert (whole.kind, whole.message) == (FailureKind.EXCEPTION, "raised ValueError: late")
-    assert (whole.tail, whole.progressed) == (tail, True)
+    assert whole.tail == tail
     assert (whole.rank, whole.local_rank, whole.pid, whole.failed_at) == (5, 1, 4711, 1.5)
 
 
@@ -453,7 +451,7 @@ def test_a_failure_with_megabytes_of_words_is_known_for_what_it_is_and_has_a_sho
     stack = f"{FRAMES}RuntimeError: {text}"
 
     raised = failure(1, record_of("RuntimeError", text, stack))
-    whole = with_tail(raised, stack[-65536:], reached_store=True)
+    whole = with_tail(raised, stack[-65536:])
 
     assert (raised.kind, raised.exception, raised.frame) == (
         FailureKind.EXCEPTION,
@@ -471,7 +469,7 @@ def test_what_was_printed_before_a_traceback_is_kept_where_both_together_are_too
     stack = f"{FRAMES}RuntimeError: {'x' * 9000}"
     tail = f"epoch 1\nepoch 2\n[rank5]: {stack}\n"
 
-    raised = with_tail(failure(1, record_of("RuntimeError", "x" * 9000, stack)), tail, reached_store=True)
+    raised = with_tail(failure(1, record_of("RuntimeError", "x" * 9000, stack)), tail)
 
     assert raised.tail == "epoch 1\nepoch 2\n"
 
@@ -520,8 +518,13 @@ def test_a_lost_peer_of_the_ranks_own_exchange_is_told_with_its_public_function(
     assert (lost.kind, lost.call) == (FailureKind.PEER_LOST, call)
 
 
-def test_a_ranks_own_word_on_its_progress_outweighs_that_another_had_reached_the_store() -> None:
-    whole = with_tail(failure(2, progressed=False), "usage: train.py\n", reached_store=True)
+@pytest.mark.parametrize(
+    ("progressed", "lived_s", "known"), [(False, 99.0, False), (None, 99.0, True), (None, 9.0, None)]
+)
+def test_a_program_that_reports_nothing_has_made_progress_after_a_minute(
+    progressed: bool | None, lived_s: float, known: bool | None
+) -> None:
+    whole = with_tail(replace(failure(2, progressed=progressed), lived_s=lived_s), "usage: train.py\n")
 
-    assert whole.progressed is False
-    assert whole.kind is FailureKind.STARTUP
+    assert whole.progressed is known
+    assert (whole.kind is FailureKind.STARTUP) == (not known)

@@ -1,4 +1,4 @@
-"""agent.output.lines: whole lines out of a byte stream, and prefixes before them."""
+"""agent.output.streams: whole lines out of a byte stream, and prefixes before them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from elaunch.agent.output.lines import LINE_BYTES_MAX, LineSplitter, prefixed
+from elaunch.agent.output.streams import LINE_BYTES_MAX, LineSplitter, prefixed
 
 PREFIX = b"[7] "
 LINE_END = re.compile(rb"\r\n|\n|\r")

@@ -53,14 +53,14 @@ def test_what_workers_keep_lies_in_shared_memory_in_a_folder_that_is_nobody_else
     places = new_places()
     run_dir = RunDir(None, "job", warnings, places)
 
-    folder, trouble = run_dir.memory
+    run_dir.make_memory()
 
+    folder = run_dir.memory
     assert folder
     assert folder.parent == Path("/dev/shm")
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert str(folder) in places.memory, "the guardian would not remove it"
-    assert trouble == ""
-    assert run_dir.memory.folder == folder
+    assert run_dir.memory_trouble == ""
     assert run_dir.private
     shutil.rmtree(run_dir.private)
     shutil.rmtree(folder)
@@ -71,24 +71,23 @@ def test_private_folders_that_were_removed_are_made_again_and_nobody_elses_is_ta
 ) -> None:
     places = Places(*((str(temporary / f"{name}-1"), str(temporary / f"{name}-2")) for name in "abc"))
     run_dir = RunDir(None, "job", warnings, places)
-    first = run_dir.memory
+    run_dir.make_memory()
+    first, no_trouble = run_dir.memory, run_dir.memory_trouble
     for place in (places.private[0], places.memory[0]):
         shutil.rmtree(place)
 
-    meanwhile = run_dir.memory
-    assert (meanwhile, Path(places.memory[0]).exists()) == (first, False)
-    again, folder = run_dir.memory_at_start(), run_dir.rank(1, 0)
+    run_dir.make_memory()
+    again, removed, folder = run_dir.memory, run_dir.memory_trouble, run_dir.rank(1, 0)
     shutil.rmtree(places.memory[0])
     Path(places.memory[0]).symlink_to(temporary)
-    elsewhere = run_dir.memory_at_start()
+    run_dir.make_memory()
 
-    assert (first.trouble, again.folder) == ("", first.folder)
-    assert again.trouble.startswith(f"{first.folder} was removed while workers ran; it is made again and empty")
+    assert (no_trouble, again) == ("", first)
+    assert removed.startswith(f"{first} was removed while workers ran; it is made again and empty")
     assert folder == Path(places.private[0], "attempt_1", "0")
     assert stat.S_IMODE(Path(places.private[0]).stat().st_mode) == 0o700
-    assert elsewhere.folder == Path(places.memory[1])
-    assert elsewhere.trouble.startswith(f"{first.folder} was removed while workers ran")
-    assert run_dir.memory == elsewhere
+    assert run_dir.memory == Path(places.memory[1])
+    assert run_dir.memory_trouble.startswith(f"{first} was removed while workers ran")
     assert warnings == []
 
 
@@ -109,9 +108,11 @@ def test_a_folder_that_somebody_has_made_before_is_not_taken(
     Path(taken).mkdir()
     run_dir = RunDir(None, "job", warnings, Places((taken, free), (taken, f"{free}_memory"), (taken, f"{free}_socket")))
 
+    run_dir.make_memory()
+
     assert run_dir.private == Path(free)
-    assert run_dir.memory.folder == Path(f"{free}_memory")
-    assert "File exists" in run_dir.memory.trouble
+    assert run_dir.memory == Path(f"{free}_memory")
+    assert "File exists" in run_dir.memory_trouble
     assert list(run_dir.socket_folders()) == [Path(f"{free}_socket")]
 
 
@@ -122,8 +123,9 @@ def test_without_shared_memory_it_lies_with_the_temporary_files(
     places = new_places()
     run_dir = RunDir(None, "job", warnings, places)
 
-    folder, trouble = run_dir.memory
+    run_dir.make_memory()
 
+    folder, trouble = run_dir.memory, run_dir.memory_trouble
     assert folder
     assert folder.parent == temporary
     assert str(folder) in places.memory

@@ -12,12 +12,12 @@ import pytest
 from elaunch.agent.core.events import (
     Committed,
     Leased,
+    LookAgain,
     Looked,
     StoreBack,
     StoreEvent,
     Tag,
 )
-from elaunch.agent.inbox import LookAgain
 from elaunch.agent.session.session import Session
 from elaunch.agent.session.store_view import JobStore, LocalHost
 from elaunch.rendezvous.rules.snapshot import Keys

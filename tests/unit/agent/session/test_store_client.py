@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from elaunch.agent.core.events import Committed, Leased, LeaseLost, Looked, StoreEvent, StoreLost, Tag
-from elaunch.agent.inbox import LookAgain
+from elaunch.agent.core.events import Committed, Leased, LeaseLost, LookAgain, Looked, StoreEvent, StoreLost, Tag
 from elaunch.agent.session.session import RetryQueue
 from elaunch.agent.session.store_client import StoreClient
 from elaunch.agent.session.store_view import JobStore, LocalHost

@@ -11,7 +11,7 @@ import pytest
 
 from elaunch.agent.diagnosis.oom import KernelLog
 from elaunch.agent.workers.exits import ExitReader
-from elaunch.agent.workers.group import WorkerGroup
+from elaunch.agent.workers.group import Worker, WorkerGroup
 from elaunch.agent.workers.link import Link
 from elaunch.rendezvous.types import RankTable, Seat
 from tests.harness import Job
@@ -26,13 +26,13 @@ def test_an_error_file_is_read_and_named_only_if_it_outlives_the_job(tmp_path: P
     path.write_text('{"message": "ValueError: bad"}')
     ours, theirs = socket.socketpair()
     theirs.close()
-    links = {0: Link(3, 0, ours)}
-    group = WorkerGroup(RankTable(3, (Seat(NODE, 1, 4),), "", 0, ""), 0, links=links)
+    worker = Worker(4, 0, Link(3, 0, ours), 17)
+    group = WorkerGroup(RankTable(3, (Seat(NODE, 1, 4),), "", 0, ""), 0, [worker])
     run_dir: Any = SimpleNamespace(error_file=lambda *_: path, logs=tmp_path if keeps_files else None)
     reader = ExitReader("node-a", KernelLog([]), run_dir)
 
     with ours:
-        failure = reader.exited(group, 0, 17, 1).failure
+        failure = reader.exited(group, worker, 1).failure
 
     assert failure
     assert failure.message == "raised an error: ValueError: bad"

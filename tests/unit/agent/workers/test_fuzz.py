@@ -134,7 +134,7 @@ def told(record: str, tail: str, code: int) -> Failure:
     """The failure record of what a worker left behind, after every step that is done with it."""
     raised = code < 0 and code not in exit_status.CRASH_CODES
     failure = failure_of(WORKER, Remains(code, record, tail, crash=record, raised=raised), "SIGKILL")
-    failure = explained(with_tail(failure, tail, True), FACTS)
+    failure = explained(with_tail(failure, tail), FACTS)
     assert wants_disks(failure) is not None
     outcome = Outcome(OutcomeKind.FAILED, "it failed", 1, 0, 0, failure)
     assert report(outcome, SPEC, None).encode(errors="backslashreplace")

@@ -14,9 +14,10 @@ import pytest
 
 from elaunch.agent.core.actions import ShowStacks, TellWorkers
 from elaunch.agent.core.events import Event, WorkerListens
-from elaunch.agent.workers.group import CurrentGroup, Reporter
+from elaunch.agent.workers.group import Reporter, Worker, WorkerGroup
 from elaunch.agent.workers.link import Link
 from elaunch.agent.workers.link_monitor import LinkMonitor
+from elaunch.rendezvous.types import RankTable, Seat
 
 GENERATION = 4
 
@@ -39,15 +40,12 @@ def linked() -> Iterator[LinkedGroup]:
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     link = Link(GENERATION, 0, ours)
-    group: Any = SimpleNamespace(links={0: link}, generation=GENERATION, rank=lambda rank: rank)
-    run_dir: Any = SimpleNamespace(memory=SimpleNamespace(trouble=""))
+    group = WorkerGroup(RankTable(GENERATION, (Seat("node-a-00000001", 1, 0),), "", 0, ""), 0, [Worker(0, 0, link)])
+    run_dir: Any = SimpleNamespace(memory_trouble="")
     others: Any = SimpleNamespace(stamp=lambda *_, **__: None)
     posted: list[Event] = []
-    current = CurrentGroup()
-    current.latest = group
-    reporter = Reporter(posted.append, lambda *_: None, others, others)
-    monitor = LinkMonitor(current, reporter, run_dir, lambda: None)
-    monitor.begin(group)
+    reporter = Reporter(posted.append, others, others, others, others)
+    monitor = LinkMonitor(group, reporter, run_dir, lambda: None)
     with ours, theirs:
         yield LinkedGroup(monitor, link, theirs, posted)
 

@@ -10,11 +10,16 @@ import pytest
 from elaunch.agent.core.actions import KeepStacks
 from elaunch.agent.output.run_dir import RunDir, Timeline
 from elaunch.agent.workers import observers
-from elaunch.agent.workers.group import CurrentGroup, Reporter, WorkerGroup
+from elaunch.agent.workers.group import Reporter, WorkerGroup
 from elaunch.agent.workers.observers import STACKS_FILE, Observers
 from elaunch.rendezvous.times import Times
 from elaunch.rendezvous.types import Failure, FailureKind, RankTable, Seat
 from tests.harness import wait_for
+
+
+def group() -> WorkerGroup:
+    seats = (Seat("node-a-00000001", 0, 1), Seat("node-b-00000001", 1, 1))
+    return WorkerGroup(RankTable(0, seats, "node-a", 5, ""), 1)
 
 
 def no_failure(kind: FailureKind, generation: int, message: str) -> Failure:
@@ -25,10 +30,8 @@ def test_the_loop_never_waits_for_the_disk_to_which_stacks_go(tmp_path: Path) ->
     said: list[str] = []
     works: list[Callable[[], object]] = []
     run_dir = RunDir(tmp_path, "job", said.append)
-    reporter = Reporter(
-        lambda _: None, lambda text, _: said.append(text), Timeline(None, said.append, works.append), no_failure
-    )
-    monitor = Observers(CurrentGroup(), reporter, run_dir, Times(hang_after_s=60.0), works.append)
+    reporter = Reporter(lambda _: None, said.append, said.append, Timeline(None, said.append, works.append), no_failure)
+    monitor = Observers(group(), reporter, run_dir, Times(hang_after_s=60.0), works.append)
 
     for text in ("one\n", "two\n"):
         monitor.keep_stacks(KeepStacks(3, text))
@@ -51,15 +54,10 @@ def test_a_node_that_cannot_reach_rank_0_in_two_tries_says_so_once(
     monkeypatch.setattr(observers, "why_not", lambda _: left.pop(0))
     monkeypatch.setattr(observers, "_MASTER_AFTER_S", 0.0)
     works: list[Callable[[], object]] = []
-    reporter = Reporter(
-        lambda _: None, lambda text, _: said.append(text), Timeline(None, said.append, works.append), no_failure
-    )
-    current = CurrentGroup()
-    seats = (Seat("node-a-00000001", 0, 1), Seat("node-b-00000001", 1, 1))
-    current.latest = WorkerGroup(RankTable(0, seats, "node-a", 5, ""), 1)
-    monitor = Observers(current, reporter, RunDir(tmp_path, "job", said.append), Times(), works.append)
+    reporter = Reporter(lambda _: None, said.append, said.append, Timeline(None, said.append, works.append), no_failure)
+    run_dir = RunDir(tmp_path, "job", said.append)
+    monitor = Observers(group(), reporter, run_dir, Times(), works.append, has_store=True)
 
-    monitor.begin(has_store=True)
     monitor.tick(float("inf"))
     wait_for(lambda: not left, "two tries")
 

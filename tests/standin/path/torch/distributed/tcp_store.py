@@ -23,9 +23,6 @@ class TCPStore:
         assert self._listener.getsockname()[1] == port, f"another port was given for {host}"
         threading.Thread(target=self._serve, daemon=True).start()
 
-    def num_keys(self) -> int:
-        return len(self._keys)
-
     def _serve(self) -> None:
         while True:
             client, _ = self._listener.accept()

@@ -42,7 +42,7 @@ def raised(exception: str, message: str, frames: str = FRAME, before: str = "") 
 def exited(code: int, tail: str = "", kernel: str = "", crash: str = "", *, raised: bool = False) -> Failure:
     """A failure by an exit code or a signal, all output there."""
     remains = Remains(code, kernel=kernel, crash=crash, raised=raised)
-    return with_tail(failure_of(WORKER, remains, SIGNALS.get(code, "")), tail, reached_store=None)
+    return with_tail(failure_of(WORKER, remains, SIGNALS.get(code, "")), tail)
 
 
 def advice(failure: Failure, facts: Facts = NO_FACTS) -> str:
@@ -214,7 +214,7 @@ def test_without_a_main_guard_the_report_has_the_place_and_the_next_step_and_no_
     library = "".join(f'  File "/usr/lib/python3.11/multiprocessing/m{n}.py", line {n}, in f\n' for n in range(12))
     tail = f"{HEAD}{FRAME}{library}RuntimeError: {UNGUARDED}{later}"
 
-    failed = explained(with_tail(failure_of(WORKER, Remains(1), ""), tail, reached_store=None))
+    failed = explained(with_tail(failure_of(WORKER, Remains(1), ""), tail))
 
     assert "__main__" in failed.advice
     assert (failed.traceback, failed.tail) == ("/home/u/train.py:3 in step", "")
