@@ -106,15 +106,10 @@ class ShardedMemory:
         self._has_looked = False
         self._found: Mapping[str, Held] = {}
 
-    def newest(self) -> Version | None:
-        """The newest snapshot that is complete on the living nodes; None if there is none. Collective."""
-        choice = self.find()
-        return choice.version if choice else None
-
     def find(self) -> Choice | None:
-        """That snapshot's pieces; the next `load` loads them. Collective.
+        """The pieces of the newest snapshot that is complete on the living nodes; None if there is none. Collective.
 
-        The ranks of a node share the work of reading and checking its pieces.
+        The next `load` loads them. The ranks of a node share the work of reading and checking its pieces.
         """
         self.wait()
         on_node: dict[str, dict[str, Held]] = {node: {} for node in self._nodes}
@@ -143,8 +138,8 @@ class ShardedMemory:
         Pieces that came from other nodes lack one copy until the next `save`, so call `save` right after the restart.
         All other snapshots in the folder are deleted.
         """
-        # `newest` has checked all pieces already.
-        found = self._full if self._has_looked else self.newest()
+        if not self._has_looked:
+            self.find()
         if self._choice is not None:
             pieces.load(self._choice, self._opened(self._choice), state, self._peers)
         # Wait for all ranks: none may look for files while they are being deleted.
@@ -152,7 +147,7 @@ class ShardedMemory:
         chosen = {name for name, held in self._found.items() if self._is_chosen(held)}
         self._delete(lambda name: name not in chosen)
         self._has_stale = bool(chosen)
-        return found
+        return self._full
 
     def save(self, step: int, state: State, rest: State | None = None, live: Sequence[Tensor] | None = None) -> None:
         """Copy this rank's part of the state after `step`. The state may change after this returns.
@@ -173,7 +168,7 @@ class ShardedMemory:
         packed = extended(piece, rest or {})
         if is_first and not self._has_looked:
             # The snapshots of an earlier generation are overwritten in the order of their age.
-            self.newest()
+            self.find()
         self.wait()
         self._copied, self._copies_go_on = None, False
         self._has_looked = False
