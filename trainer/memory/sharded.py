@@ -99,8 +99,6 @@ class ShardedMemory:
         # Whether the last `save` was given tensors that `copy` cannot copy.
         self.is_refused = False
         self._copied: Version | None = None
-        # Whether all ranks could copy when they last tried.
-        self._copies_go_on = False
         self.has_room_for_copies = True
         self._choice: Choice | None = None
         self._has_looked = False
@@ -170,7 +168,7 @@ class ShardedMemory:
             # The snapshots of an earlier generation are overwritten in the order of their age.
             self.find()
         self.wait()
-        self._copied, self._copies_go_on = None, False
+        self._copied = None
         self._has_looked = False
         slot = self._slots.older(self._spare)
         if self._any(is_other or packed.length > slot.size):
@@ -226,13 +224,11 @@ class ShardedMemory:
             with contextlib.suppress(NotPlain):
                 self._live = live_piece if self._write_copy(version, live_piece.now(live, rest)) else None
         self.copy_s = time.monotonic() - begun_s
-        self._copies_go_on = not self._any(self._live is None)
-        if self._copies_go_on:
-            self._copied = version
-            if self._is_alone:
-                # Snapshots share the slots with copies, and must not overwrite this one.
-                self._full = version
-        return self._copies_go_on
+        self._copied = None if self._any(self._live is None) else version
+        if self._is_alone and self._copied:
+            # Snapshots share the slots with copies, and must not overwrite this one.
+            self._full = version
+        return self._copied is not None
 
     def _write_copy(self, version: Version, packed: Packed | None) -> bool:
         slot = self._copy_slots.older([self._copied] if self._copied else self._spare)
@@ -281,7 +277,7 @@ class ShardedMemory:
 
         None if copies have stopped, or if there is another node.
         """
-        return self._copied if self._is_alone and self._copies_go_on else None
+        return self._copied if self._is_alone else None
 
     def _piece(self, version: Version) -> Piece:
         return Piece(version, self._peers.world_size, self._peers.rank)
