@@ -70,22 +70,6 @@ def a_piece(folder: Path) -> Path:
     return path
 
 
-def flip(path: Path, offset: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[offset] ^= 1
-    path.write_bytes(content)
-
-
-# The mark; layout, generation, step, world size, rank, three lengths, the skeleton's CRC, the data's, and their own.
-@pytest.mark.parametrize("offset", [0, 24, 84])
-def test_a_flipped_bit_in_what_a_piece_says_of_itself_is_seen(tmp_path: Path, offset: int) -> None:
-    path = a_piece(tmp_path)
-    flip(path, offset)
-
-    assert Slot(path, bytes(16)).header() is None
-    assert newest(ShardedMemory(tmp_path, generation=4)) is None
-
-
 def sent(path: Path, folder: Path) -> Slot:
     """A slot that has received the piece at `path`."""
     content = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
