@@ -138,7 +138,7 @@ class Checkpoints:
             require_ours=self._require_ours,
             on_published=published,
         )
-        self._writing.begin()
+        self._writing.thread.start()
 
     def save(self, step: int, state: State) -> None:
         """As `save_async`, and wait until it is durable, or has failed, which is said."""
@@ -147,7 +147,8 @@ class Checkpoints:
 
     def look(self) -> None:
         """Say what has failed as soon as that is known; not collective, so of a replicated state alone."""
-        if self._writing is not None and self._writing.ranks is None and self._writing.is_over:
+        writing = self._writing
+        if writing is not None and writing.ranks is None and not writing.thread.is_alive():
             self.wait()
 
     def wait(self) -> None:
@@ -155,7 +156,7 @@ class Checkpoints:
         writing, self._writing = self._writing, None
         if writing is None:
             return
-        writing.wait()
+        writing.thread.join()
         failures = [writing.failure]
         if writing.ranks is not None:
             failures = self._ranks.from_all(writing.failure)

@@ -123,7 +123,7 @@ class Claim:
             if self._left.is_set() and not ended:
                 return
             self._note |= {"renewals": self._note["renewals"] + 1, "ended": ended}
-            self._storage.write_note(NOTE, json.dumps(self._note, indent=1).encode() + b"\n")
+            self._storage.files.write(NOTE, json.dumps(self._note, indent=1).encode() + b"\n")
             self._old = self._note["token"]
 
     def _held(self) -> dict[str, Any] | None:

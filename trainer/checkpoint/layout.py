@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import itertools
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,12 +28,12 @@ Chunk = tuple[Shape, Shape, str, int, int]
 
 @dataclass(frozen=True)
 class Saved:
-    """A tensor of a checkpoint. All keys of its path are strings."""
+    """A tensor of a checkpoint, or without chunks of a snapshot. All keys of a checkpoint's path are strings."""
 
     dtype: torch.dtype
     size: torch.Size
     path: Path
-    chunks: list[Chunk]
+    chunks: Sequence[Chunk] = ()
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,6 @@ class Contents:
 
     folder: Folder
     tensors: dict[str, Saved]
-
-    @property
-    def kinds(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
-        return {name: (saved.size, saved.dtype) for name, saved in self.tensors.items()}
-
-    @property
-    def paths(self) -> dict[str, Path]:
-        return {name: saved.path for name, saved in self.tensors.items()}
 
     def read(self, tensors: Mapping[str, Tensor]) -> None:
         """Fill `tensors`, DTensors too, however many ranks have written the checkpoint."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elaunch.trainer.checkpoint.layout import Contents, contents
+from elaunch.trainer.checkpoint.layout import Contents, Saved, contents
 from elaunch.trainer.checkpoint.storage import (
     LAYOUT,
     LAYOUT_BYTES_MAX,
@@ -37,7 +37,6 @@ from elaunch.trainer.state.packing import unpack_plain
 from elaunch.trainer.state.tree import OPTIMIZERS, PerRank, State, Tree, flatten, is_shard, rebuild, some
 from elaunch.trainer.state.tree import Path as Place
 
-Kinds = dict[str, tuple[torch.Size, torch.dtype]]
 # What `unpack_plain` returns.
 Unpacked = tuple[Any, dict[str, Place], list[Place]]
 
@@ -112,9 +111,9 @@ def load_newest(storage: Storage, state: State, ranks: Peers, say: Callable[[str
     while offer := ranks.from_rank_0(_offer(storage, candidates, say, unread) if ranks.leads else None):
         folder = storage.folder(offer.name)
         saved, there = offer.opened(folder)
-        kinds = there.kinds if is_sharded else {name: there.kinds[name] for name in saved[1]}
+        tensors = there.tensors if is_sharded else {name: there.tensors[name] for name in saved[1]}
         # What is sent is in host memory. The state changes when all ranks agree that the checkpoint is whole.
-        sent = {} if is_sharded else {name: _empty(kind) for name, kind in kinds.items()}
+        sent = {} if is_sharded else {name: _empty(its) for name, its in tensors.items()}
         reads = is_sharded or ranks.leads
         files = offer.tensor_files[ranks.rank :: ranks.world_size] if is_sharded else offer.tensor_files
         problems = ranks.from_all(_problem(there, offer.manifest, files, sent) if reads else None)
@@ -125,7 +124,7 @@ def load_newest(storage: Storage, state: State, ranks: Peers, say: Callable[[str
             )
         found_wrong = [problem for problem in problems if problem is not None]
         if not found_wrong:
-            share = Share(state, saved, kinds, there.paths, str(folder), sent)
+            share = Share(state, saved, tensors, str(folder), sent)
             if is_sharded:
                 there.read(share.tensors)
             ranks.fill_from_rank_0([*sent.values()])
@@ -179,27 +178,25 @@ def _problem(
 class Share:
     """What this rank needs of a saved state: `tensors` are to be filled, by name, and then `put` changes the state.
 
-    `saved` is what `unpack_plain` returns, `kinds` and `places` are sizes, types and paths of all saved tensors, and
-    `source` is named in errors. Tensors in `sent` are filled already. Raises ValueError as `Checkpoints.load_newest`
-    does.
+    `saved` is what `unpack_plain` returns, `there` has the saved tensors by name, and `source` is named in errors.
+    Tensors in `sent` are filled already. Raises ValueError as `Checkpoints.load_newest` does.
     """
 
     def __init__(
         self,
         state: State,
         saved: Unpacked,
-        kinds: Kinds,
-        places: Mapping[str, Place],
+        there: Mapping[str, Saved],
         source: str,
         sent: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
         self._state, self._sent = state, sent
         self._plain, paths, roots = saved
         target = flatten(state)
-        _require(target, self._plain, kinds, source)
+        _require(target, self._plain, there, source)
         self.tensors = {name: target.tensors[name] for name in target.common()}
         new = [name for name in paths if name not in self.tensors]
-        self.tensors |= {name: sent[name] if name in sent else _empty(kinds[name]) for name in new}
+        self.tensors |= {name: sent[name] if name in sent else _empty(there[name]) for name in new}
         self._leaves: dict[Place, object] = {
             paths.get(name, target.paths.get(name, ())): tensor for name, tensor in self.tensors.items()
         }
@@ -207,10 +204,10 @@ class Share:
             owned = target.per_rank.get(root, PerRank())
             depth = len(root)
             mine: dict[Place, Tensor] = {}
-            for name, place in places.items():
-                keys = tuple(map(str, place))
+            for name, its in there.items():
+                keys = tuple(map(str, its.path))
                 if keys[:depth] == tuple(map(str, root)) and keys[depth] in owned:
-                    mine[keys[depth:]] = self.tensors[name] = _own(target.tensors.get(name), name, kinds[name], source)
+                    mine[keys[depth:]] = self.tensors[name] = _own(target.tensors.get(name), name, its, source)
             self._leaves[root] = _nest(owned, mine)
 
     def put(self) -> None:
@@ -223,15 +220,15 @@ class Share:
         self._state.update(loaded)
 
 
-def _empty(kind: tuple[torch.Size, torch.dtype]) -> Tensor:
-    return torch.empty(kind[0], dtype=kind[1])
+def _empty(saved: Saved) -> Tensor:
+    return torch.empty(saved.size, dtype=saved.dtype)
 
 
-def _own(there: Tensor | None, name: str, kind: tuple[torch.Size, torch.dtype], source: str) -> Tensor:
+def _own(there: Tensor | None, name: str, saved: Saved, source: str) -> Tensor:
     """The part of a PerRank's tensor that is filled: of a distributed one only this rank's."""
     if there is None or not is_shard(there):
-        return _empty(kind)
-    _require_shape(source, name, kind[0], there)
+        return _empty(saved)
+    _require_shape(source, name, saved.size, there)
     return there
 
 
@@ -246,7 +243,7 @@ def _nest(owned: PerRank, tensors: dict[Place, Tensor]) -> PerRank:
     return nest
 
 
-def _require(target: Tree, plain: Any, kinds: Kinds, source: str) -> None:
+def _require(target: Tree, plain: Any, there: Mapping[str, Saved], source: str) -> None:
     """Raise ValueError where the checkpoint is of other optimizers, or cannot fill the state's tensors."""
     ours, theirs = target.plain.get(OPTIMIZERS), plain.get(OPTIMIZERS)
     if ours and theirs and not _agree(ours, theirs):
@@ -256,10 +253,10 @@ def _require(target: Tree, plain: Any, kinds: Kinds, source: str) -> None:
             "weights alone"
         )
     common = target.common()
-    if missing := [name for name in common if name not in kinds]:
+    if missing := [name for name in common if name not in there]:
         raise ValueError(f"{source} lacks {some(missing)}; it is of another model or optimizer")
     for name in common:
-        _require_shape(source, name, kinds[name][0], target.tensors[name])
+        _require_shape(source, name, there[name].size, target.tensors[name])
 
 
 def _agree(ours: list[Any], theirs: list[Any]) -> bool:

@@ -140,22 +140,22 @@ class Storage:
     """Where the checkpoints of one run lie. All methods raise OSError. `str()` is for people, without secrets."""
 
     def __init__(self, files: Folder) -> None:
-        self._files = files
+        self.files = files
 
     def __str__(self) -> str:
-        return str(self._files)
+        return str(self.files)
 
     @property
     def is_local(self) -> bool:
         """Whether it is a directory, which may be another one on each node."""
-        return isinstance(self._files, LocalFiles)
+        return isinstance(self.files, LocalFiles)
 
     def found(self) -> list[tuple[Mark, Folder]]:
         """All published checkpoints, whole or not, oldest first; none where there is no such place."""
         return [(mark, folder) for mark, folder in self._attempts() if is_published(folder)]
 
     def folder(self, name: str) -> Folder:
-        return self._files.below(name)
+        return self.files.below(name)
 
     def begin(self, mark: Mark) -> Folder:
         """A place for the files of `mark` that no other writer has, not published."""
@@ -192,25 +192,19 @@ class Storage:
     def require_writable(self) -> None:
         """Write a small file and remove it."""
         name = f".writable-{secrets.token_hex(4)}"
-        self.write_note(name, b"")
-        self.remove_note(name)
+        self.files.write(name, b"")
+        self.files.remove(name)
 
     def read_note(self, name: str) -> bytes | None:
         """A small file beside the checkpoints; None where it is not there."""
         try:
-            return self._files.read(name, NOTE_BYTES_MAX)
+            return self.files.read(name, NOTE_BYTES_MAX)
         except FileNotFoundError:
             return None
 
-    def write_note(self, name: str, content: bytes) -> None:
-        self._files.write(name, content)
-
-    def remove_note(self, name: str) -> None:
-        self._files.remove(name)
-
     def _attempts(self) -> list[tuple[Mark, Folder]]:
         """All that was begun and is still there, the oldest first."""
-        begun = [(mark, self.folder(name)) for name in self._files.names() if (mark := Mark.of(name))]
+        begun = [(mark, self.folder(name)) for name in self.files.names() if (mark := Mark.of(name))]
         return sorted(begun, key=lambda each: (each[0], each[1].name))
 
 

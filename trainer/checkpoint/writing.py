@@ -32,7 +32,7 @@ from elaunch.trainer.ranks.peers import Peers
 
 @dataclass
 class Writing:
-    """One checkpoint to write, in the unpublished `folder`, after `begin`. `plain` is the packed rest of the state.
+    """One checkpoint to write, in the unpublished `folder`, by `thread`. `plain` is the packed rest of the state.
 
     `ranks` write it together, and use these connections in no other thread. With None this rank writes all of it.
     `on_published` is called in the thread, on rank 0. `failure` says why there will be no checkpoint, empty as far as
@@ -51,19 +51,9 @@ class Writing:
     on_published: Callable[[], None]
     failure: str = ""
 
-    def begin(self) -> None:
+    def __post_init__(self) -> None:
         # A daemon: a process that is on its way out with an exception does not wait for the disk.
-        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
-        self._thread.start()
-
-    @property
-    def is_over(self) -> bool:
-        """Whether this rank has nothing left to do for it."""
-        return not self._thread.is_alive()
-
-    def wait(self) -> None:
-        """Until this rank has nothing left to do for it."""
-        self._thread.join()
+        self.thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
 
     def _run(self) -> None:
         is_published = False

@@ -57,7 +57,7 @@ class RunDirectory:
                 # A restart writes nothing here: it must not fail if the disk is full by then. What is written first
                 # shows that the place can be written.
                 if noted is None:
-                    storage.write_note("config.yaml", content)
+                    storage.files.write("config.yaml", content)
             except OSError as error:
                 raise ConfigError(
                     f"{option} {storage} cannot be used ({error.strerror or error}); give a place that is there and "
@@ -83,7 +83,7 @@ class RunDirectory:
         """Keep the plan that the run has chosen, also beside checkpoints that are elsewhere. Raises OSError."""
         write_durably(self.plan, content)
         if self.checkpoints != self.path / "checkpoints":
-            storage_at(self.checkpoints).write_note(self.plan.name, content)
+            storage_at(self.checkpoints).files.write(self.plan.name, content)
 
     def write_result(self, result: dict[str, Plain]) -> None:
         """Write `result.json`, whole or not at all."""

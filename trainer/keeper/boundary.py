@@ -290,7 +290,7 @@ class LookAround:
             begun_s = time.monotonic()
             self._state.snapshot()
             self._pace.snapshot_took(step, time.monotonic() - begun_s)
-            self._state.copies_next |= self._copies.copies_after_snapshot
+            self._state.copies_next |= self._copies.copies_parts
         self._copies.disk.look()
         if step // self._checkpoint_every > self._checkpointed // self._checkpoint_every:
             self._checkpointed = step

@@ -134,9 +134,12 @@ class Copies:
         return copied.step if copied else 0
 
     @property
-    def copies_after_snapshot(self) -> bool:
-        """Whether the step after a snapshot is copied in any case. The same on all ranks."""
-        return self._parts is not None and self._parts.has_base and not self.steps.is_off
+    def copies_parts(self) -> bool:
+        """Whether steps of a state in parts are copied. The same on all ranks.
+
+        Then the first step is kept as a snapshot, and the step after a snapshot is copied in any case.
+        """
+        return self._parts is not None and not self.steps.is_off
 
     def restore(self) -> Version:
         """Load the newest state there is into the objects, and say so. Returns its version; step 0 if there is none."""
@@ -301,11 +304,6 @@ class Copies:
         if version == self.compared:
             self.verified = version
         self.steps.try_again()
-
-    @property
-    def lacks_base(self) -> bool:
-        """Whether the first step must be kept as a snapshot: a copy of a state in parts needs one before it."""
-        return self._parts is not None and not self.steps.is_off
 
     def drop_unverified(self) -> None:
         """Delete all copies in memory that are newer than the newest compared one. Collective."""

@@ -92,14 +92,14 @@ class DiskCopies:
         name, is_seen = f".shared-{secrets.token_hex(4)}", True
         if self._peers.leads:
             with contextlib.suppress(OSError):
-                storage.write_note(name, b"")
+                storage.files.write(name, b"")
         name = self._peers.from_rank_0(name)
         with contextlib.suppress(OSError):
             is_seen = storage.read_note(name) is not None
         unseen = [rank for rank, seen in enumerate(self._peers.from_all(is_seen)) if not seen]
         if self._peers.leads:
             with contextlib.suppress(OSError):
-                storage.remove_note(name)
+                storage.files.remove(name)
         # If rank 0 does not see it either, it could not be written.
         if unseen and unseen[0]:
             text = (

@@ -223,7 +223,7 @@ class GuardedState:
                     self._require_kept(f"step {self.next_version.step} is not committed")
                 if self._rehearsal is not None:
                     self._rehearsal.committing()
-                is_first = not self.version.step and self._copies.lacks_base
+                is_first = not self.version.step and self._copies.copies_parts
                 if is_first or (self.copies_next and self._training.is_in_parts):
                     # ZeRO-1's step has collectives, and this copy counts as whole.
                     self._require_clean(f"step {self.next_version.step} may be incomplete, and is not kept")

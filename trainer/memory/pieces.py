@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from elaunch.trainer.checkpoint.layout import Targets, local_boxes
+from elaunch.trainer.checkpoint.layout import Saved, Targets, local_boxes
 from elaunch.trainer.checkpoint.loading import Share
 from elaunch.trainer.memory.recovery_plan import Choice, Held, Parts
 from elaunch.trainer.memory.slots import Slot, Torn, received
@@ -135,8 +135,7 @@ def load(choice: Choice, mine: Mapping[int, StoredPiece], state: State, peers: P
     share = Share(
         state,
         (first.plain, first.common(), list(first.per_rank)),
-        {name: (torch.Size(held.size), held.dtype) for each in covering for name, held in boxed(each).items()},
-        {name: path for each in covering for name, path in each.paths.items()},
+        {n: Saved(t.dtype, torch.Size(t.size), each.paths[n]) for each in covering for n, t in boxed(each).items()},
         f"the snapshot of step {choice.version.step}",
     )
     targets = Targets(share.tensors)

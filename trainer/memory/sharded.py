@@ -99,24 +99,15 @@ class ShardedMemory:
         # Whether the last `save` was given tensors that `copy` cannot copy.
         self.is_refused = False
         self._copied: Version | None = None
-        # Whether all ranks could copy when they last tried.
-        self._copies_go_on = False
-        # Whether the restored snapshot is in the slots for copies, and on no other node yet.
-        self._restored_from_copy = False
         self.has_room_for_copies = True
         self._choice: Choice | None = None
         self._has_looked = False
         self._found: Mapping[str, Held] = {}
 
-    def newest(self) -> Version | None:
-        """The newest snapshot that is complete on the living nodes; None if there is none. Collective."""
-        choice = self.find()
-        return choice.version if choice else None
-
     def find(self) -> Choice | None:
-        """That snapshot's pieces; the next `load` loads them. Collective.
+        """The pieces of the newest snapshot that is complete on the living nodes; None if there is none. Collective.
 
-        The ranks of a node share the work of reading and checking its pieces.
+        The next `load` loads them. The ranks of a node share the work of reading and checking its pieces.
         """
         self.wait()
         on_node: dict[str, dict[str, Held]] = {node: {} for node in self._nodes}
@@ -145,18 +136,16 @@ class ShardedMemory:
         Pieces that came from other nodes lack one copy until the next `save`, so call `save` right after the restart.
         All other snapshots in the folder are deleted.
         """
-        # `newest` has checked all pieces already.
-        found = self._full if self._has_looked else self.newest()
+        if not self._has_looked:
+            self.find()
         if self._choice is not None:
             pieces.load(self._choice, self._opened(self._choice), state, self._peers)
         # Wait for all ranks: none may look for files while they are being deleted.
         self._peers.from_all(None)
         chosen = {name for name, held in self._found.items() if self._is_chosen(held)}
-        if not self._is_alone:
-            self._restored_from_copy = any(slot.path.name in chosen for slot in self._copy_slots.slots)
         self._delete(lambda name: name not in chosen)
         self._has_stale = bool(chosen)
-        return found
+        return self._full
 
     def save(self, step: int, state: State, rest: State | None = None, live: Sequence[Tensor] | None = None) -> None:
         """Copy this rank's part of the state after `step`. The state may change after this returns.
@@ -177,9 +166,9 @@ class ShardedMemory:
         packed = extended(piece, rest or {})
         if is_first and not self._has_looked:
             # The snapshots of an earlier generation are overwritten in the order of their age.
-            self.newest()
+            self.find()
         self.wait()
-        self._protect_copies()
+        self._copied = None
         self._has_looked = False
         slot = self._slots.older(self._spare)
         if self._any(is_other or packed.length > slot.size):
@@ -215,21 +204,12 @@ class ShardedMemory:
         return [slot for slot in {*self._slots.slots, *self._copy_slots.slots} if slot.is_being_written]
 
     @property
-    def has_base(self) -> bool:
-        """Whether the next copy may overwrite an older version. The same on all ranks."""
-        return not self._is_alone or self._was_whole
-
-    @property
     def can_copy(self) -> bool:
         """Whether this rank may call `copy` after the next step. All ranks must agree on it, at the end of a step.
 
         Then every rank's piece of the step before is whole, and a copy overwrites an older one.
         """
-        if self._live is None or not self._mirror.has_finished:
-            return False
-        if self._restored_from_copy and self._mirror.has_arrived:
-            self._restored_from_copy = False
-        return not self._restored_from_copy
+        return self._live is not None and self._mirror.has_finished
 
     def copy(self, step: int, rest: State, live: Sequence[Tensor] | None) -> bool:
         """Copy the pieces of the state after `step`, as `save` with these arguments does, but to their own node alone.
@@ -244,14 +224,14 @@ class ShardedMemory:
             with contextlib.suppress(NotPlain):
                 self._live = live_piece if self._write_copy(version, live_piece.now(live, rest)) else None
         self.copy_s = time.monotonic() - begun_s
-        self._copies_go_on = not self._any(self._live is None)
-        if self._copies_go_on:
-            self._copied = version
-        return self._copies_go_on
+        self._copied = None if self._any(self._live is None) else version
+        if self._is_alone and self._copied:
+            # Snapshots share the slots with copies, and must not overwrite this one.
+            self._full = version
+        return self._copied is not None
 
     def _write_copy(self, version: Version, packed: Packed | None) -> bool:
-        whole = self._copy_slots.versions()
-        slot = self._copy_slots.older([header.version for header, _ in whole[:1]])
+        slot = self._copy_slots.older([self._copied] if self._copied else self._spare)
         if packed is None or packed.length > self._length or self._unfit(slot, self._length):
             return False
         slot.write(self._piece(version), packed, copy_from_devices)
@@ -297,13 +277,7 @@ class ShardedMemory:
 
         None if copies have stopped, or if there is another node.
         """
-        return self._copied if self._is_alone and self._copies_go_on else None
-
-    def _protect_copies(self) -> None:
-        """Where snapshots overwrite copies, keep the newest copy that all ranks have."""
-        if self._is_alone and self._copied is not None:
-            self._full = self._copied
-        self._copied, self._copies_go_on = None, False
+        return self._copied if self._is_alone else None
 
     def _piece(self, version: Version) -> Piece:
         return Piece(version, self._peers.world_size, self._peers.rank)
@@ -323,8 +297,10 @@ class ShardedMemory:
         if self._any(bool(problem)) and not self._is_alone and self.has_room_for_copies:
             # Copies go first. Every rank tries again, since this may have freed the room on another rank's node.
             self.has_room_for_copies = False
-            if not self._restored_from_copy:
-                self._copy_slots.delete()
+            for slot_of_copy in self._copy_slots.slots:
+                # The restored state may be in it.
+                if (header := slot_of_copy.header()) is None or header.version != self._full:
+                    slot_of_copy.delete()
             problem = self._unfit(slot, length)
         if self._any(bool(problem)) and self._mirror.is_on:
             # Then second copies go.

@@ -44,7 +44,7 @@ class Rank:
             copied_step=0,
             paces=True,
             snapshot_every=snapshot_every,
-            copies_after_snapshot=False,
+            copies_parts=False,
             disk=SimpleNamespace(look=lambda: None, found=on_disk),
             checkpoint=lambda version: self.checkpoints.append(version.step),
             steps=SimpleNamespace(

@@ -245,13 +245,3 @@ def test_files_are_for_their_owner_alone(tmp_path: Path) -> None:
     saved(NodeMemory(tmp_path, "m", LAYOUT), 0, 1)
 
     assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
-
-
-def test_a_completed_step_with_a_flipped_bit_is_not_believed(tmp_path: Path) -> None:
-    NodeMemory(tmp_path, "m", LAYOUT).records(0).done(Version(0, 6))
-    path = tmp_path / "m.done-0-0"
-    content = bytearray(path.read_bytes())
-    content[24] ^= 1
-    path.write_bytes(content)
-
-    assert NodeMemory(tmp_path, "m", LAYOUT).completed() is None
