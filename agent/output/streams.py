@@ -72,12 +72,12 @@ class Console:
 class LogFile:
     """A file that is written as long as it can be: a full disk costs one warning, never a worker."""
 
-    def __init__(self, path: str, warn: Callable[[str], None]) -> None:
+    def __init__(self, path: str, warn: Callable[[str], None], mode: int = MODE) -> None:
         self._path = path
         self._warn = warn
         self._fd = -1
         try:
-            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, MODE)
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, mode)
         except OSError as error:
             self._give_up(error)
 

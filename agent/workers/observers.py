@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 
 from elaunch.agent import linux
 from elaunch.agent.core.actions import Blame, KeepStacks, LookAtStacks, NameThreads
@@ -19,6 +17,7 @@ from elaunch.agent.diagnosis.reach import unreachable_text, why_not
 from elaunch.agent.diagnosis.stack_groups import Stack, what_keeps
 from elaunch.agent.linux import start_thread
 from elaunch.agent.output.run_dir import RunDir
+from elaunch.agent.output.streams import LogFile
 from elaunch.agent.workers.group import Reporter, WorkerGroup
 from elaunch.agent.workers.link import Link
 from elaunch.rendezvous.endpoint import Endpoint
@@ -181,15 +180,11 @@ class Observers:
         if folder is None:
             return
         path = folder / STACKS_FILE
-        try:
-            # Another hang of this generation comes behind.
-            private = partial(os.open, mode=0o600)
-            with open(path, "a", encoding="utf-8", errors="backslashreplace", opener=private) as file:
-                file.write(order.text)
-        except OSError as error:
-            self._run_dir.warn(f"{path} cannot be written ({error.strerror})")
-            return
-        self._reporter.warn(f"all stacks are in {path}")
+        # Another hang of this generation comes behind.
+        file = LogFile(str(path), self._run_dir.warn, mode=0o600)
+        if not file.write(order.text.encode(errors="backslashreplace")):
+            self._reporter.warn(f"all stacks are in {path}")
+        file.close()
 
     def _take(self, local_ranks: frozenset[int], then: Callable[[tuple[Stack, ...]], None]) -> None:
         """Call `then` in a thread, with the stacks of these workers and with what torch's flight recorders say.
