@@ -22,7 +22,7 @@ from elaunch.agent.workers.group import Reporter, WorkerGroup
 from elaunch.agent.workers.link import Link
 from elaunch.rendezvous.endpoint import Endpoint
 from elaunch.rendezvous.times import Times
-from elaunch.rendezvous.types import Failure, FailureKind
+from elaunch.rendezvous.types import FailureKind
 
 # A short job ends before.
 _FIRST_LOOK_S = 1.0
@@ -118,10 +118,25 @@ class Observers:
 
     def blame(self, order: Blame) -> None:
         """Make a failure of a hang; posts `WorkersHung`."""
-        generation = order.generation
+        generation, local_rank = order.generation, order.local_rank
         self._reporter.timeline.stamp(generation, "hung", quiet_s=order.idle_s)
-        failure = self._failure(order.local_rank, order.message)
-        self._reporter.post(WorkersHung(generation, replace(failure, is_blameless=order.is_blameless)))
+        worker = self._group.workers[local_rank] if local_rank >= 0 else None
+        folder = self._run_dir.logs and self._run_dir.logs / f"attempt_{generation}"
+        advice = f"{_ADVICE}, and {folder / STACKS_FILE} has all threads" if folder else _ADVICE
+        failure = self._reporter.node_failure(FailureKind.HANG, generation, order.message)
+        failure = replace(failure, progressed=True, advice=advice, is_blameless=order.is_blameless)
+        if worker:
+            failure = replace(
+                failure,
+                advice=_STOPPED_ADVICE if linux.state(worker.pid) == "T" else advice,
+                step=worker.link.step,
+                lived_s=worker.lived_s,
+                rank=worker.rank,
+                local_rank=local_rank,
+                pid=worker.pid,
+                log_path=worker.log_path,
+            )
+        self._reporter.post(WorkersHung(generation, failure))
 
     def _sample(self, now_s: float) -> None:
         """Note what the workers did since the last look, if another is due."""
@@ -210,25 +225,6 @@ class Observers:
 
         if not start_thread(take, "elaunch-stacks"):
             then(())
-
-    def _failure(self, local_rank: int, message: str) -> Failure:
-        generation, worker = self._group.generation, self._group.workers[local_rank] if local_rank >= 0 else None
-        failure = self._reporter.node_failure(FailureKind.HANG, generation, message)
-        is_stopped = worker is not None and linux.state(worker.pid) == "T"
-        folder = self._run_dir.logs and self._run_dir.logs / f"attempt_{generation}"
-        advice = f"{_ADVICE}, and {folder / STACKS_FILE} has all threads" if folder else _ADVICE
-        failure = replace(failure, progressed=True, advice=_STOPPED_ADVICE if is_stopped else advice)
-        if worker is None:
-            return failure
-        return replace(
-            failure,
-            step=worker.link.step,
-            lived_s=worker.lived_s,
-            rank=worker.rank,
-            local_rank=local_rank,
-            pid=worker.pid,
-            log_path=worker.log_path,
-        )
 
 
 def _last_report(link: Link) -> str:
