@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import click
+import jinja2
 
 from elaunch.agent.environment import outside
 from elaunch.launcher.errors import SiteError, UsageError
-from elaunch.launcher.options import rdzv_conf, values
+from elaunch.launcher.options import values
 from elaunch.launcher.options.command_line import own
-from elaunch.launcher.options.options import JobCommand, Options, parse, typed_job, words_of
+from elaunch.launcher.options.options import JobCommand, Options, submitted, words_of
 from elaunch.launcher.preflight import check_script
 from elaunch.rendezvous.job_spec import ProgramKind
 
@@ -55,16 +56,14 @@ def _main(ctx: click.Context) -> int:
 
 def understand(ctx: click.Context) -> Request:
     """The job that is asked for. Raises UsageError, also if elaunch would refuse its command line."""
-    given = ctx.params
-    typed, program = typed_job(ctx)
-    checked = parse(words_of(typed, program), outside(ctx.obj.environ))
-    rdzv_conf.understand(checked.rdzv_conf)
-    nodes = given["nodes"]
-    _check(checked, nodes)
-    if nodes[0] < nodes[1] and "nnodes" not in checked.given:
-        typed = {"nnodes": f"{nodes[0]}:{nodes[1]}", **typed}
-    program_path = checked.target if checked.kind is ProgramKind.SCRIPT else ""
-    return Request(tuple(words_of(typed, program)), given["name"] or _name(checked), program_path, given)
+    given, nodes = ctx.params, ctx.params["nodes"]
+    options = submitted(ctx, outside(ctx.obj.environ))
+    _check(options, nodes)
+    is_open = nodes[0] < nodes[1] and "nnodes" not in options.given
+    size = {"nnodes": f"{nodes[0]}:{nodes[1]}"} if is_open else {}
+    program = options.target if options.kind is ProgramKind.SCRIPT else ""
+    words = words_of({**size, **options.typed}, options.program)
+    return Request(tuple(words), given["name"] or _name(options), program, given)
 
 
 def _one_line(raw: values.Raw) -> str:
@@ -109,10 +108,6 @@ COMMAND = JobCommand(
 
 def _check(options: Options, nodes: tuple[int, int]) -> None:
     """Raises UsageError for options that every node would refuse, or that would make every node a separate job."""
-    if options.kind is ProgramKind.SCRIPT and options.target == "-":
-        raise UsageError(
-            "a batch job has no stdin for the program (-); put the program into a file that all nodes can read"
-        )
     for dest in ("standalone", "node_rank"):
         if nodes[1] > 1 and dest in options.given:
             raise UsageError(f"--{dest.replace('_', '-')} is the same on all nodes of --nodes {nodes[1]}; leave it out")
@@ -131,43 +126,12 @@ def _name(options: Options) -> str:
 
 def script(request: Request, elaunch: str = "elaunch") -> str:
     """The batch script. `elaunch` is the command that starts elaunch on the nodes."""
-    given = request.given
-    least, most = given["nodes"]
-    is_elastic, cpus_per_task = least < most, given["cpus"]
-    lines = [
-        f"--job-name={request.name}",
-        f"--nodes={least}-{most}" if is_elastic else f"--nodes={most}",
-        "--ntasks-per-node=1",
-        *([f"--gpus-per-node={given['gpus']}"] if given["gpus"] else []),
-        f"--cpus-per-task={cpus_per_task}" if cpus_per_task else "--exclusive",
-        *(f"--{name}={given[name]}" for name in ("time", "partition", "account", "qos") if given[name]),
-        f"--signal=USR1@{given['notice']}",
-        "--no-requeue" if given["no_requeue"] else "--requeue",
-        *(["--no-kill"] if is_elastic else []),
-        "--open-mode=append",
-        f"--output={given['output']}",
-        # The user's own stand last, so they win.
-        *given["sbatch"],
-    ]
-    # srun does not inherit the job's CPUs (Slurm 22.05 and later). It must not end all tasks if one node fails.
-    cpus = f" --cpus-per-task={cpus_per_task}" if cpus_per_task else ""
-    kill = " --no-kill" if is_elastic else ""
-    again = (
-        ""
-        if given["no_requeue"]
-        else (
-            "# Slurm's notice (138: SIGUSR1, 140: SIGUSR2) came before the end of the time, and training has saved."
-            " It goes on later.\n"
-            'if [ "$code" = 138 ] || [ "$code" = 140 ]; then scontrol requeue "$SLURM_JOB_ID"; fi\n'
-        )
+    environment = jinja2.Environment(
+        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
-    return (
-        "#!/bin/bash\n"
-        + "".join(f"#SBATCH {_quoted(line)}\n" for line in lines)
-        + f"\n# One agent on each node: it starts a worker for each GPU.\n"
-        f"srun{cpus} --cpu-bind=none --kill-on-bad-exit=0{kill} {elaunch} {' '.join(map(_word, request.words))}\n"
-        f"code=$?\n{again}exit $code\n"
-    )
+    environment.filters |= {"quoted": _quoted, "word": _word}
+    template = environment.from_string(Path(__file__).with_name("batch.sh").read_text())
+    return template.render(request=request, given=request.given, elaunch=elaunch)
 
 
 def _quoted(option: str) -> str:
