@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
 from itertools import chain
 from typing import TypeAlias
@@ -146,13 +147,9 @@ def lines(checked: Checked, hostname: str, took_s: float) -> Iterator[str]:
 def as_json(checked: Checked, hostname: str, took_s: float) -> Iterator[str]:
     """One object in one line; docs/operations.md has its schema."""
     checks = [
-        {
-            "check": name,
-            "grade": worst(findings).value,
-            "findings": [{"grade": each.grade.value, "found": each.found, "advice": each.advice} for each in findings],
-        }
+        {"check": name, "grade": worst(findings), "findings": [*map(asdict, findings)]}
         for name, findings in checked.items()
     ]
-    grade = worst(chain(*checked.values())).value
+    grade = worst(chain(*checked.values()))
     known = {"schema": SCHEMA, "elaunch": __version__, "host": hostname, "grade": grade, "seconds": round(took_s, 3)}
     yield json.dumps({**known, "checks": checks})

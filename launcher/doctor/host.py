@@ -25,7 +25,7 @@ _MEMLOCK_WANTED = 1024 * _MIB
 _GROW_SHM = "mount -o remount,size=16G /dev/shm; docker run --shm-size 16g; in a pod an emptyDir with medium Memory"
 
 
-class Grade(Enum):
+class Grade(str, Enum):
     """How a check ended. Only `BAD` means that training fails, or cannot start."""
 
     OK = "ok"

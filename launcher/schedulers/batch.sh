@@ -3,7 +3,7 @@ end all tasks if one node fails. The user's own options stand last, so they win.
 #!/bin/bash
 {% set elastic = given.nodes[0] < given.nodes[1] %}
 {% for option in [
-    "--job-name=" ~ request.name,
+    "--job-name=" ~ name,
     "--nodes=" ~ given.nodes|unique|join("-"),
     "--ntasks-per-node=1",
     given.gpus and "--gpus-per-node=" ~ given.gpus,
@@ -22,7 +22,7 @@ end all tasks if one node fails. The user's own options stand last, so they win.
 {% endfor %}
 
 # One agent on each node: it starts a worker for each GPU.
-srun{% if given.cpus %} --cpus-per-task={{ given.cpus }}{% endif %} --cpu-bind=none --kill-on-bad-exit=0{% if elastic %} --no-kill{% endif %} {{ elaunch }} {{ request.words|map("word")|join(" ") }}
+srun{% if given.cpus %} --cpus-per-task={{ given.cpus }}{% endif %} --cpu-bind=none --kill-on-bad-exit=0{% if elastic %} --no-kill{% endif %} {{ elaunch }} {{ words|map("word")|join(" ") }}
 code=$?
 {% if not given.no_requeue %}
 # Slurm's notice (138: SIGUSR1, 140: SIGUSR2) came before the end of the time, and training has saved. It goes on later.

@@ -8,8 +8,8 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,43 +27,28 @@ from elaunch.rendezvous.job_spec import ProgramKind
 _CALL_S = 60.0
 
 
-@dataclass(frozen=True)
-class Request:
-    """A job for Slurm. `words` is elaunch's command line after its name; `given` are the options of this command.
-
-    `program` is the script's path, empty for a module or command. It must exist where sbatch is called.
-    """
-
-    words: tuple[str, ...]
-    name: str
-    program: str
-    given: Mapping[str, Any]
-
-
 def _main(ctx: click.Context) -> int:
     """Show the script or submit it. Returns the exit code. Raises UsageError and SiteError."""
-    request = understand(ctx)
-    text = script(request, "elaunch" if shutil.which("elaunch") else f"{shlex.quote(sys.executable)} -m elaunch")
+    options = understand(ctx)
+    elaunch = "elaunch" if shutil.which("elaunch") else f"{shlex.quote(sys.executable)} -m elaunch"
+    text = script(options, ctx.params, elaunch)
     if ctx.params["dry_run"]:
         # Write the bytes that were typed, whatever stdout's encoding is.
         sys.stdout.flush()
         sys.stdout.buffer.write(os.fsencode(text))
         return 0
-    _check_submittable(request)
+    _check_submittable(options, ctx.params["sbatch"])
     print(f"submitted as job {_submit(text, outside(ctx.obj.environ))}; squeue shows it, scancel ends it")
     return 0
 
 
-def understand(ctx: click.Context) -> Request:
+def understand(ctx: click.Context) -> Options:
     """The job that is asked for. Raises UsageError, also if elaunch would refuse its command line."""
-    given, nodes = ctx.params, ctx.params["nodes"]
-    options = submitted(ctx, outside(ctx.obj.environ))
+    options, nodes = submitted(ctx, outside(ctx.obj.environ)), ctx.params["nodes"]
     _check(options, nodes)
-    is_open = nodes[0] < nodes[1] and "nnodes" not in options.given
-    size = {"nnodes": f"{nodes[0]}:{nodes[1]}"} if is_open else {}
-    program = options.target if options.kind is ProgramKind.SCRIPT else ""
-    words = words_of({**size, **options.typed}, options.program)
-    return Request(tuple(words), given["name"] or _name(options), program, given)
+    if nodes[0] < nodes[1] and "nnodes" not in options.given:
+        return replace(options, typed={"nnodes": f"{nodes[0]}:{nodes[1]}", **options.typed})
+    return options
 
 
 def _one_line(raw: values.Raw) -> str:
@@ -120,14 +105,15 @@ def _name(options: Options) -> str:
     return "".join(character if character.isalnum() or character in "._+-" else "_" for character in made) or "elaunch"
 
 
-def script(request: Request, elaunch: str = "elaunch") -> str:
-    """The batch script. `elaunch` is the command that starts elaunch on the nodes."""
+def script(options: Options, given: Mapping[str, Any], elaunch: str = "elaunch") -> str:
+    """The batch script. `given` are the options of this command, `elaunch` is what starts elaunch on the nodes."""
     environment = jinja2.Environment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
     environment.filters |= {"quoted": _quoted, "word": _word}
     template = environment.from_string(Path(__file__).with_name("batch.sh").read_text())
-    return template.render(request=request, given=request.given, elaunch=elaunch)
+    words = words_of(options.typed, options.program)
+    return template.render(name=given["name"] or _name(options), words=words, given=given, elaunch=elaunch)
 
 
 def _quoted(option: str) -> str:
@@ -151,16 +137,16 @@ def _word(word: str) -> str:
     return f"$'{''.join(pieces)}'"
 
 
-def _check_submittable(request: Request) -> None:
+def _check_submittable(options: Options, sbatch: Sequence[str]) -> None:
     """Raises UsageError for a job that cannot work, before it waits in the queue."""
     if shutil.which("sbatch") is None:
         raise UsageError(
             "no sbatch on the PATH: this host cannot submit jobs to Slurm; log in to a host that can, or add --dry-run"
         )
-    is_elsewhere = any(re.match(r"--chdir\b|-D", option) for option in request.given["sbatch"])
-    if request.program and not is_elsewhere:
+    is_elsewhere = any(re.match(r"--chdir\b|-D", option) for option in sbatch)
+    if options.kind is ProgramKind.SCRIPT and not is_elsewhere:
         try:
-            check_script(request.program)
+            check_script(options.target)
         except (UsageError, OSError) as error:
             raise UsageError(f"{error}; if only the nodes see it, use --dry-run and sbatch") from None
 

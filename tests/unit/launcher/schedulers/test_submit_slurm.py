@@ -8,19 +8,16 @@ from pathlib import Path
 import pytest
 
 from elaunch.launcher.errors import UsageError
-from elaunch.launcher.schedulers.submit_slurm import COMMAND, Request, script, understand
+from elaunch.launcher.schedulers.submit_slurm import COMMAND, script, understand
 from tests.commands import call, read
 from tests.harness import REPOSITORY, RUN_LIMIT_S
 
 SHIPPED = REPOSITORY / "deploy" / "slurm" / "train.sbatch"
 
 
-def request(*argv: str) -> Request:
-    return understand(read(COMMAND, *argv))
-
-
 def written(*argv: str) -> str:
-    return script(request(*argv))
+    ctx = read(COMMAND, *argv)
+    return script(understand(ctx), ctx.params)
 
 
 def test_the_script_that_is_shipped_is_the_one_that_submit_writes() -> None:
@@ -73,7 +70,7 @@ def test_the_script_ends_as_the_job_and_queues_itself_again_after_a_notice(tmp_p
 )
 def test_a_wrong_request_is_a_sentence(argv: list[str], sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
-        request(*argv)
+        written(*argv)
 
 
 def test_a_script_that_is_not_there_is_not_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
