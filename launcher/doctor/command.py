@@ -48,7 +48,6 @@ def checks_for(needs: Needs, plan: RendezvousPlan, environ: Mapping[str, str]) -
     return {
         "torch": partial(devices.check_torch, environ, needs),
         "gpus": partial(devices.check_gpus, environ, needs),
-        "rdma": devices.check_rdma,
         "address": partial(network.check_address, plan, needs),
         "ports": partial(network.check_ports, plan, needs),
         "store": partial(network.check_store, plan),
@@ -95,7 +94,7 @@ COMMAND = JobCommand(
     _main,
     [own("json", "", "one JSON object in one line, for machines")],
     usage=["[--json] [options of a job] [script.py args…]"],
-    about="""Check this node: can it train? torch and CUDA, GPUs, RDMA, addresses, ports, the job's store,
+    about="""Check this node: can it train? torch and CUDA, GPUs, addresses, ports, the job's store,
 /dev/shm, limits. Every line that is not ok has the way out.
 
 With the options of a job (--nnodes, --rdzv-endpoint, --token-file, --nproc-per-node, …) it checks
