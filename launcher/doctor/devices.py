@@ -93,8 +93,8 @@ def judge_torch(said: str, gpus: int) -> Iterator[Finding]:
         yield bad(f"CUDA does not start: {error}", "run nvidia-smi; the driver may be too old for this torch")
 
 
-def check_gpus(environ: Mapping[str, str], needs: Needs, *, has_processes: bool = True) -> Iterator[Finding]:
-    """The findings about GPUs. Without `has_processes` it is not queried which processes use them."""
+def check_gpus(environ: Mapping[str, str], needs: Needs) -> Iterator[Finding]:
+    """The findings about GPUs."""
     devices = read_gpus()
     seen = len(visible(devices, environ))
     if devices and devices[0].vendor is not Vendor.NVIDIA:
@@ -111,7 +111,7 @@ def check_gpus(environ: Mapping[str, str], needs: Needs, *, has_processes: bool 
     else:
         try:
             rows = _smi(f"--query-gpu={_QUERY}")
-            used = _smi("--query-compute-apps=gpu_uuid,pid,process_name,used_memory") if has_processes else []
+            used = _smi("--query-compute-apps=gpu_uuid,pid,process_name,used_memory")
             yield from judge_gpus(rows, used, len(devices))
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             said = error.stdout.strip() if isinstance(error, subprocess.CalledProcessError) else ""

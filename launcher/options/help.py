@@ -18,7 +18,7 @@ Usage: elaunch [options] script.py args…
        elaunch doctor [--json] [options]
        elaunch status|top|stacks [JOB]
        elaunch stop|restart JOB
-       elaunch warm [--json|--stop]
+       elaunch warm [--stop]
        elaunch rehearse [--steps N] [--link PATH] [options] script.py args…
        elaunch report [-o FILE] [--json] DIR
 
