@@ -149,6 +149,5 @@ def as_json(checked: Checked, hostname: str, took_s: float) -> Iterator[str]:
         {"check": name, "grade": worst(findings), "findings": [*map(asdict, findings)]}
         for name, findings in checked.items()
     ]
-    grade = worst(chain(*checked.values()))
-    known = {"schema": SCHEMA, "elaunch": __version__, "host": hostname, "grade": grade, "seconds": round(took_s, 3)}
-    yield json.dumps({**known, "checks": checks})
+    known = {"schema": SCHEMA, "elaunch": __version__, "host": hostname, "grade": worst(chain(*checked.values()))}
+    yield json.dumps({**known, "seconds": round(took_s, 3), "checks": checks})

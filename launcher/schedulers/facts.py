@@ -72,13 +72,9 @@ class Cluster:
 Detect = Callable[[Mapping[str, str], str, Callable[[str], str]], Cluster | None]
 
 
-def _range(nodes: tuple[int, int]) -> str:
-    return ":".join(str(number) for number in dict.fromkeys(nodes))
-
-
 def line(cluster: Cluster) -> str:
     """The facts as one line for the log."""
-    nodes = _range(cluster.nodes) if cluster.nodes else ""
+    nodes = ":".join(str(number) for number in dict.fromkeys(cluster.nodes or ()))
     parts = [
         f"job {cluster.run_id}" if cluster.run_id else "",
         f"in its life number {cluster.restarts + 1}" if cluster.restarts else "",

@@ -94,7 +94,7 @@ def _main(ctx: click.Context) -> int:
     where = ["--namespace", namespace] if namespace else []
     _create(asked, token, where)
     kubectl = " ".join(("kubectl", *where))
-    selector = ",".join(f"{name}={value}" for name, value in labels(asked).items())
+    selector = f"app.kubernetes.io/name=elaunch,app.kubernetes.io/instance={asked.instance}"
     print(
         f"elaunch: job {asked.name} is submitted; its output: {kubectl} logs --follow --prefix --selector {selector};"
         f" its end: {kubectl} delete job {asked.name}",
@@ -249,7 +249,3 @@ def objects(asked: PodJob, token: str = "") -> list[Object]:
 def _scalar(word: str) -> str:
     """Any text as a scalar of YAML on one line."""
     return yaml.safe_dump(word, default_style='"', width=sys.maxsize).strip()
-
-
-def labels(asked: PodJob) -> dict[str, str]:
-    return {"app.kubernetes.io/name": "elaunch", "app.kubernetes.io/instance": asked.instance}
