@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -27,7 +27,7 @@ from elaunch.launcher.options import job_file
 from elaunch.launcher.options.command_line import Reading
 from elaunch.launcher.options.commands import COMMANDS, ELAUNCH
 from elaunch.launcher.options.files import read_secret
-from elaunch.launcher.options.options import RUN, Options
+from elaunch.launcher.options.options import Options
 from elaunch.launcher.pid1 import stand_in
 from elaunch.launcher.preflight import (
     check_hook,
@@ -35,7 +35,6 @@ from elaunch.launcher.preflight import (
     check_metrics,
     check_open_files,
     check_program,
-    take_program_from_stdin,
     temporary_folder_warning,
 )
 from elaunch.launcher.schedulers.defaults import cluster_of, concerning, settle
@@ -111,7 +110,7 @@ def _main() -> int:
         sentence = str(error) if is_usage or isinstance(error, SiteError) else shortage(error)
         if sentence is None:
             raise
-        _say_in(_asked_format(sys.argv[1:], os.environ), sentence, "error")
+        _say_in(LogFormat.PLAIN, sentence, "error")
         return 2 if is_usage else 3
 
 
@@ -210,8 +209,6 @@ def _prepared(
         options = replace(options, run_id=os.urandom(4).hex() if planned.plan.is_alone else UNNAMED)
     config = agent_config(options, planned, environ, detect(environ))
     check_open_files(config.slots)
-    if config.spec.program.is_on_stdin:
-        take_program_from_stdin()
     return options, planned, config
 
 
@@ -219,16 +216,6 @@ def _say_in(form: LogFormat, line: str, level: str = "info") -> None:
     # Not `sys.stderr`: it is None where the command was started with stderr closed.
     with suppress(OSError):
         os.write(2, OwnLines(form, has_terminal=os.isatty(2)).line(line, level))
-
-
-def _asked_format(argv: Sequence[str], environ: Mapping[str, str]) -> LogFormat:
-    """The form of lines that a command line asks for which may be wrong. Commands that end at once have no times."""
-    if argv[:1] == ["submit"]:
-        return LogFormat.PLAIN
-    words = [*(argv[1:] if argv and argv[0] in COMMANDS else argv)]
-    ctx = RUN.make_context("elaunch", words, obj=Reading(environ), resilient_parsing=True, ignore_unknown_options=True)
-    found = ctx.params["log_format"]
-    return found if isinstance(found, LogFormat) else LogFormat.TEXT
 
 
 def _outcome(options: Options, planned: Planned, config: AgentConfig, agent: AgentRun) -> Outcome:

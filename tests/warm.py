@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from elaunch.agent.forkserver.client import Cold, connected, greeting, servers
 from tests.harness import COMMAND, DEADLINE_S, environment
 from tests.standin import WITH_TORCH
 
 
-def states(env: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
-    """What `elaunch warm --json` says."""
-    found: list[dict[str, Any]] = json.loads(command("--json", env=env).stdout)
+def states() -> list[dict[str, Any]]:
+    """The greetings of the fork servers that stay."""
+    found = []
+    with suppress(Cold):
+        for path in servers():
+            with connected(path) as connection:
+                found.append(greeting(connection))
     return found
 
 

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
 from itertools import chain
 from typing import TypeAlias
@@ -47,7 +48,6 @@ def checks_for(needs: Needs, plan: RendezvousPlan, environ: Mapping[str, str]) -
     return {
         "torch": partial(devices.check_torch, environ, needs),
         "gpus": partial(devices.check_gpus, environ, needs),
-        "rdma": devices.check_rdma,
         "address": partial(network.check_address, plan, needs),
         "ports": partial(network.check_ports, plan, needs),
         "store": partial(network.check_store, plan),
@@ -94,7 +94,7 @@ COMMAND = JobCommand(
     _main,
     [own("json", "", "one JSON object in one line, for machines")],
     usage=["[--json] [options of a job] [script.py args…]"],
-    about="""Check this node: can it train? torch and CUDA, GPUs, RDMA, addresses, ports, the job's store,
+    about="""Check this node: can it train? torch and CUDA, GPUs, addresses, ports, the job's store,
 /dev/shm, limits. Every line that is not ok has the way out.
 
 With the options of a job (--nnodes, --rdzv-endpoint, --token-file, --nproc-per-node, …) it checks
@@ -146,13 +146,8 @@ def lines(checked: Checked, hostname: str, took_s: float) -> Iterator[str]:
 def as_json(checked: Checked, hostname: str, took_s: float) -> Iterator[str]:
     """One object in one line; docs/operations.md has its schema."""
     checks = [
-        {
-            "check": name,
-            "grade": worst(findings).value,
-            "findings": [{"grade": each.grade.value, "found": each.found, "advice": each.advice} for each in findings],
-        }
+        {"check": name, "grade": worst(findings), "findings": [*map(asdict, findings)]}
         for name, findings in checked.items()
     ]
-    grade = worst(chain(*checked.values())).value
-    known = {"schema": SCHEMA, "elaunch": __version__, "host": hostname, "grade": grade, "seconds": round(took_s, 3)}
-    yield json.dumps({**known, "checks": checks})
+    known = {"schema": SCHEMA, "elaunch": __version__, "host": hostname, "grade": worst(chain(*checked.values()))}
+    yield json.dumps({**known, "seconds": round(took_s, 3), "checks": checks})

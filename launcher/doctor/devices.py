@@ -1,4 +1,4 @@
-"""Checks of torch with its CUDA, of GPUs by nvidia-smi, and of InfiniBand or RoCE ports."""
+"""Checks of torch with its CUDA, and of GPUs by nvidia-smi."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from elaunch.agent.workers.gpus import Vendor, read_gpus, visible
-from elaunch.launcher.doctor.host import Finding, Needs, bad, check_memlock, ok, warn
+from elaunch.launcher.doctor.host import Finding, Needs, bad, ok, warn
 from elaunch.launcher.inspect.text import duration
 from elaunch.strict_json import parse_json
 
@@ -93,8 +93,8 @@ def judge_torch(said: str, gpus: int) -> Iterator[Finding]:
         yield bad(f"CUDA does not start: {error}", "run nvidia-smi; the driver may be too old for this torch")
 
 
-def check_gpus(environ: Mapping[str, str], needs: Needs, *, has_processes: bool = True) -> Iterator[Finding]:
-    """The findings about GPUs. Without `has_processes` it is not queried which processes use them."""
+def check_gpus(environ: Mapping[str, str], needs: Needs) -> Iterator[Finding]:
+    """The findings about GPUs."""
     devices = read_gpus()
     seen = len(visible(devices, environ))
     if devices and devices[0].vendor is not Vendor.NVIDIA:
@@ -111,7 +111,7 @@ def check_gpus(environ: Mapping[str, str], needs: Needs, *, has_processes: bool 
     else:
         try:
             rows = _smi(f"--query-gpu={_QUERY}")
-            used = _smi("--query-compute-apps=gpu_uuid,pid,process_name,used_memory") if has_processes else []
+            used = _smi("--query-compute-apps=gpu_uuid,pid,process_name,used_memory")
             yield from judge_gpus(rows, used, len(devices))
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             said = error.stdout.strip() if isinstance(error, subprocess.CalledProcessError) else ""
@@ -156,18 +156,3 @@ def judge_gpus(rows: list[list[str]], used: list[list[str]], devices: int) -> It
         if processes := [row for row in used if row[0] == uuid and row[1].isdecimal()]:
             names = ", ".join(f"{row[2].rpartition('/')[2]} (pid {row[1]})" for row in processes[:_SHOWN_MAX])
             yield warn(f"{who} is in use by {names}", "end them, or choose other GPUs with CUDA_VISIBLE_DEVICES")
-
-
-def check_rdma(root: Path = Path("/sys/class/infiniband")) -> Iterator[Finding]:
-    """Whether NCCL finds its fast interface."""
-    # "4: ACTIVE"
-    states = [path.read_text().partition(":")[2].strip() for path in sorted(root.glob("*/ports/*/state"))]
-    active = states.count("ACTIVE")
-    text = f"{active} of {len(states)} InfiniBand or RoCE ports are active"
-    if not states:
-        yield ok("no InfiniBand or RoCE device here: NCCL uses TCP")
-    elif not active:
-        yield warn(f"{text}, so NCCL uses TCP", "check cables, switch and subnet manager (ibstat)")
-    else:
-        yield ok(text)
-        yield from check_memlock()

@@ -31,7 +31,7 @@ def health_check(
         # A check that fails itself is no complaint: that is not the node's fault.
         with suppress(Exception):
             findings.extend([*check_shm(needs), *check_limits(needs)])
-            findings.extend(check_gpus(environ, needs, has_processes=False))
+            findings.extend(check_gpus(environ, needs))
         for complaint in () if is_strict or is_over.is_set() else complaints():
             say(f"this node is not healthy: {complaint} (--health-check strict would keep it out of the job)")
 

@@ -20,12 +20,11 @@ _SHM_MIN, _SHM_WANTED, _SHM_NODE_WANTED = 32 * _MIB, 256 * _MIB, 1024 * _MIB
 FILES = ("open files (ulimit -n)", (6, 64), (128, 512))
 # Threads of one worker: OpenMP, NCCL, gloo, autograd, data loaders.
 THREADS = ("this user's threads (ulimit -u)", (32, 64), (256, 64))
-_MEMLOCK_WANTED = 1024 * _MIB
 
 _GROW_SHM = "mount -o remount,size=16G /dev/shm; docker run --shm-size 16g; in a pod an emptyDir with medium Memory"
 
 
-class Grade(Enum):
+class Grade(str, Enum):
     """How a check ended. Only `BAD` means that training fails, or cannot start."""
 
     OK = "ok"
@@ -111,16 +110,6 @@ def judge_limit(rule: tuple[str, tuple[int, int], tuple[int, int]], limit: int, 
     if limit < wanted:
         return warn(f"{text}: with data loaders {needs.need(str(wanted))}", f"raise it to {wanted}")
     return ok(text)
-
-
-def check_memlock() -> Iterator[Finding]:
-    """Whether RDMA may lock its buffers. No finding means that it may."""
-    limit = _soft(resource.RLIMIT_MEMLOCK)
-    if limit < _MEMLOCK_WANTED and os.geteuid() != 0:
-        yield warn(
-            f"the limit of locked memory (ulimit -l) is {bytes_text(limit)}, and RDMA locks its buffers",
-            "ulimit -l unlimited, in limits.conf or the scheduler's unit; docker run --ulimit memlock=-1",
-        )
 
 
 def _soft(kind: int) -> int:

@@ -24,8 +24,6 @@ from dataclasses import replace
 from functools import partial
 from typing import NoReturn
 
-import click
-
 from elaunch.agent.config import AgentConfig
 from elaunch.agent.linux import die_with_parent
 from elaunch.agent.run import AgentRun
@@ -63,12 +61,7 @@ def _run(words: tuple[str, ...], places: str, answer: int, name: str) -> int:
         environ[worker.VARIABLE] = places
     try:
         # The configuration is whole: the command's variables (PET_…) do not change it, as in torch.
-        try:
-            options = parse(words, {})
-        except click.exceptions.Exit:
-            asks = "LaunchConfig.options asks for a text, not for a job; leave --help and --version out"
-            raise UsageError(asks) from None
-        return run(options, environ, partial(_tell, answer, name))
+        return run(parse(words, {}), environ, partial(_tell, answer, name))
     except (UsageError, SiteError) as error:
         code = 2 if isinstance(error, UsageError) else 3
         _write(answer, {"outcome": type(error).__name__, "text": str(error), "exit_code": code})

@@ -79,11 +79,6 @@ def absence(job: JobReport, node_id: str) -> str:
     return "left" if has_left else "lost"
 
 
-def read_job(store: Store, keys: Keys) -> Snapshot:
-    """All that the store has of the job. Raises StoreError, and ValueError for keys that cannot be read."""
-    return SnapshotReader(keys).read(store.read(keys.root), whole=True)
-
-
 def query_nodes(store: Store, keys: Keys, topic: Topic, node_ids: Set[str], wait_s: float) -> dict[str, str]:
     """The nodes' answers as text, by node id: of all of `node_ids`, or of those that answer within `wait_s`.
 
@@ -191,7 +186,7 @@ class StoreSource:
 
     def _snapshot(self) -> Snapshot:
         try:
-            snapshot = read_job(self._store, self._keys)
+            snapshot = SnapshotReader(self._keys).read(self._store.read(self._keys.root), whole=True)
         except (StoreError, ValueError) as error:
             raise SiteError(str(error)) from None
         if snapshot.generation is None:

@@ -55,11 +55,9 @@ def read_job(folders: Sequence[Path]) -> list[NodeLog]:
     # Each folder has the job's name in its own, and other jobs' files are not read.
     names = {log.started.text("run_id").replace("/", "_") for log in job} - {""}
     named = sorted(path for path in beside - set(folders) if any(name in path.name for name in names))
-    others = [read_folder(path) for path in named]
-    while joined := [other for other in others if any(_is_one_job(one, other) for one in job)]:
-        job += joined
-        others = [other for other in others if other not in joined]
-    return job
+    # A name may be used again: a later run has other nodes.
+    known = {node for log in job for node in _nodes(log)}
+    return job + [log for log in map(read_folder, named) if not known.isdisjoint(_nodes(log))]
 
 
 def read_folder(folder: Path) -> NodeLog:
@@ -97,20 +95,10 @@ def _runs(folder: Path) -> list[Path]:
     return [Path(entry.path) for entry in entries[-_FOLDERS_MAX:] if _is_file(Path(entry.path, TIMELINE))]
 
 
-def _is_one_job(one: NodeLog, other: NodeLog) -> bool:
-    """Whether two folders are of one job: one run id, and one's node in a table of the other. Names are used again."""
-    run_id = one.started.text("run_id")
-    if not other.events or not run_id or other.started.text("run_id") != run_id:
-        return False
-    return bool(_own_ids(other) & _seats(one) or _own_ids(one) & _seats(other))
-
-
-def _own_ids(folder: NodeLog) -> set[str]:
-    """The names that the folder's agent had in the job."""
-    return {event.text("node_id") for event in folder.events if event.event == "joined"} - {""}
-
-
-def _seats(folder: NodeLog) -> set[str]:
-    """The names of all nodes in the folder's tables."""
-    tables = [event.items("nodes") for event in folder.events if event.event in ("sealed", "spare")]
-    return {text(seat.get("node_id")) for table in tables for seat in table if isinstance(seat, dict)} - {""}
+def _nodes(log: NodeLog) -> Iterator[tuple[str, str]]:
+    """The job's name with the name of each of its nodes, as the folder's agent has joined or seen in tables."""
+    run_id = log.started.text("run_id")
+    tables = [event.items("nodes") for event in log.events if event.event in ("sealed", "spare")]
+    names = [text(seat.get("node_id")) for table in tables for seat in table if isinstance(seat, dict)]
+    names += [event.text("node_id") for event in log.events if event.event == "joined"]
+    return ((run_id, name) for name in names if run_id and name)

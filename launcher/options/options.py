@@ -14,7 +14,7 @@ from click.shell_completion import CompletionItem
 
 from elaunch.agent.config import OnHang
 from elaunch.launcher.errors import UsageError as UsageError
-from elaunch.launcher.options import job_file
+from elaunch.launcher.options import job_file, rdzv_conf
 from elaunch.launcher.options.command_line import Command, Given, Option, Reading
 from elaunch.launcher.options.command_line import Source as Source
 from elaunch.launcher.options.help import help_text
@@ -88,13 +88,14 @@ def options_of(ctx: click.Context, program: tuple[str, ...] = ()) -> Options:
 RUN = _Run("run", options_of, (), usage=(), about="")
 
 
-def typed_job(ctx: click.Context) -> tuple[dict[str, str], tuple[str, ...]]:
-    """The job's options and its program, as they were typed. Raises UsageError if there is no program."""
-    if not ctx.params["program"]:
-        raise UsageError("no program to run; add train.py and its arguments at the end")
-    given = {name: each for name, each in ctx.obj.given.items() if name in _OPTIONS}
-    typed = {name: each.raw for name, each in given.items() if each.source is Source.COMMAND_LINE}
-    return typed, ctx.params["program"]
+def submitted(
+    ctx: click.Context, environ: Mapping[str, str], read_job_file: Callable[[str], JobFile] = job_file.read
+) -> Options:
+    """The job in the context of a command that submits it. Raises UsageError, also where its nodes would refuse it."""
+    typed = {name: given.raw for name, given in ctx.obj.given.items() if name in _OPTIONS}
+    options = parse(words_of(typed, ctx.params["program"]), environ, read_job_file)
+    rdzv_conf.understand(options.rdzv_conf)
+    return options
 
 
 def words_of(typed: Mapping[str, str], program: Sequence[str]) -> list[str]:
@@ -105,7 +106,7 @@ def words_of(typed: Mapping[str, str], program: Sequence[str]) -> list[str]:
         joined = f"--{option.long}" if option.is_flag else f"--{option.long}={value}"
         words += [joined] if option.is_flag or value.startswith("-") else [f"--{option.long}", value]
     # A program whose name begins with a dash must come after `--`.
-    end = ["--"] if program and program[0].startswith("-") and program[0] != "-" else []
+    end = ["--"] if program and program[0].startswith("-") else []
     return [*words, *end, *program]
 
 

@@ -72,13 +72,9 @@ class Cluster:
 Detect = Callable[[Mapping[str, str], str, Callable[[str], str]], Cluster | None]
 
 
-def _range(nodes: tuple[int, int]) -> str:
-    return ":".join(str(number) for number in dict.fromkeys(nodes))
-
-
 def line(cluster: Cluster) -> str:
     """The facts as one line for the log."""
-    nodes = _range(cluster.nodes) if cluster.nodes else ""
+    nodes = ":".join(str(number) for number in dict.fromkeys(cluster.nodes or ()))
     parts = [
         f"job {cluster.run_id}" if cluster.run_id else "",
         f"in its life number {cluster.restarts + 1}" if cluster.restarts else "",
@@ -152,22 +148,3 @@ def of_slurm(environ: Mapping[str, str], *variables: str) -> list[str]:
             except ValueError as error:
                 raise ValueError(f"{variable}={text[:200]} {error}") from None
     return []
-
-
-def of_lsf(environ: Mapping[str, str]) -> list[str]:
-    """LSF's hosts, each once: `LSB_MCPU_HOSTS` is "host slots host slots …"; `LSB_HOSTS` has a word for each slot."""
-    hosts = environ.get("LSB_MCPU_HOSTS", "").split()[::2] or environ.get("LSB_HOSTS", "").split()
-    return list(dict.fromkeys(hosts))
-
-
-def of_lines(text: str) -> list[str]:
-    """The hosts, each once, in a file with a line for each slot, like the file that PBS_NODEFILE names."""
-    return list(dict.fromkeys(line.split()[0] for line in text.splitlines() if line.strip()))
-
-
-def place_of(hostname: str, hosts: list[str]) -> int | None:
-    """The index of `hostname` in `hosts`, compared without domains if need be. None if it is missing or not unique."""
-    if hostname in hosts:
-        return hosts.index(hostname)
-    short, mine = [host.partition(".")[0] for host in hosts], hostname.partition(".")[0]
-    return short.index(mine) if short.count(mine) == 1 else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 
-from elaunch.launcher.schedulers.facts import Cluster, number, of_lines, of_lsf, of_slurm, port_of_name, used
+from elaunch.launcher.schedulers.facts import Cluster, number, of_slurm, port_of_name, used
 
 _OMPI = "OMPI_COMM_WORLD_"
 # Each launcher's variables of rank, size, local rank and local size, which it always sets together.
@@ -59,9 +59,11 @@ def _head(environ: Mapping[str, str], read: Callable[[str], str]) -> str | None:
         return address
     if hosts := of_slurm(environ, "SLURM_JOB_NODELIST"):
         return hosts[0]
-    if hosts := of_lsf(environ):
-        return hosts[0]
-    return next(iter(of_lines(read(environ["PBS_NODEFILE"]))), None) if environ.get("PBS_NODEFILE") else None
+    # LSF's lists and PBS's file begin with the first host.
+    listed = environ.get("LSB_MCPU_HOSTS") or environ.get("LSB_HOSTS") or ""
+    if not listed and (path := environ.get("PBS_NODEFILE")):
+        listed = read(path)
+    return next(iter(listed.split()), None)
 
 
 def _run_id(environ: Mapping[str, str]) -> str | None:

@@ -18,10 +18,10 @@ import yaml
 
 from elaunch.agent.environment import outside
 from elaunch.launcher.errors import SiteError, UsageError
-from elaunch.launcher.options import rdzv_conf, values
+from elaunch.launcher.options import values
 from elaunch.launcher.options.command_line import own
 from elaunch.launcher.options.job_file import JobFile
-from elaunch.launcher.options.options import JobCommand, Options, parse, typed_job, words_of
+from elaunch.launcher.options.options import JobCommand, Options, submitted, words_of
 from elaunch.launcher.options.values import Address, endpoints
 from elaunch.rendezvous.job_spec import ProgramKind
 from elaunch.rendezvous.secret import new_token
@@ -94,7 +94,7 @@ def _main(ctx: click.Context) -> int:
     where = ["--namespace", namespace] if namespace else []
     _create(asked, token, where)
     kubectl = " ".join(("kubectl", *where))
-    selector = ",".join(f"{name}={value}" for name, value in labels(asked).items())
+    selector = f"app.kubernetes.io/name=elaunch,app.kubernetes.io/instance={asked.instance}"
     print(
         f"elaunch: job {asked.name} is submitted; its output: {kubectl} logs --follow --prefix --selector {selector};"
         f" its end: {kubectl} delete job {asked.name}",
@@ -108,13 +108,12 @@ def understand(ctx: click.Context, suffix: str = "") -> PodJob:
     given = ctx.params
     if not given["image"]:
         raise UsageError("--image is missing: the image holds elaunch and the program; see deploy/docker/Dockerfile")
-    typed, program = typed_job(ctx)
-    command = words_of(typed, program)
+    options = _checked_job(ctx, given["nodes"], dict(given["env"]))
+    command = words_of(options.typed, options.program)
     for word in (*command, *(value for _, value in (*given["env"], *given["claim"]))):
         # Python keeps other bytes as lone surrogates.
         if re.search(r"[\ud800-\udfff]", word):
             raise UsageError(f"{word!r} is not UTF-8, and a manifest must be; put it into a file of the image")
-    options = _checked_job(typed, command, given["nodes"], dict(given["env"]))
     name = given["name"] or _name(options)
     instance = f"{name}-{suffix}" if suffix else name
     return PodJob(
@@ -128,22 +127,16 @@ def understand(ctx: click.Context, suffix: str = "") -> PodJob:
     )
 
 
-def _checked_job(
-    typed: Mapping[str, str], command: Sequence[str], nodes: tuple[int, int], variables: Mapping[str, str]
-) -> Options:
+def _checked_job(ctx: click.Context, nodes: tuple[int, int], variables: Mapping[str, str]) -> Options:
     """The job's options. Raises UsageError where every pod would end with exit code 2 after it is scheduled."""
     for name, why in _NOT_HERE.items():
         variable = f"PET_{name.upper()}"
         if variable in variables:
             raise UsageError(f"--env {variable}={variables[variable]}: it {why}")
-        if name in typed:
+        if name in ctx.obj.given:
             raise UsageError(f"--{name.replace('_', '-')} {why}")
     # A job file is in the image, like the program. It is not read here.
-    checked = parse(command, {"PET_NNODES": f"{nodes[0]}:{nodes[1]}", **variables}, lambda _: JobFile({}))
-    rdzv_conf.understand(checked.rdzv_conf)
-    if checked.target == "-":
-        raise UsageError("- means a program on stdin, and pods have no stdin; name a file of the image")
-    return checked
+    return submitted(ctx, {"PET_NNODES": f"{nodes[0]}:{nodes[1]}", **variables}, lambda _: JobFile({}))
 
 
 def _etcd(found: Sequence[Address], secret: str | None) -> str:
@@ -256,7 +249,3 @@ def objects(asked: PodJob, token: str = "") -> list[Object]:
 def _scalar(word: str) -> str:
     """Any text as a scalar of YAML on one line."""
     return yaml.safe_dump(word, default_style='"', width=sys.maxsize).strip()
-
-
-def labels(asked: PodJob) -> dict[str, str]:
-    return {"app.kubernetes.io/name": "elaunch", "app.kubernetes.io/instance": asked.instance}

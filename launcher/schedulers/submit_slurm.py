@@ -8,63 +8,47 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
+import jinja2
 
 from elaunch.agent.environment import outside
 from elaunch.launcher.errors import SiteError, UsageError
-from elaunch.launcher.options import rdzv_conf, values
+from elaunch.launcher.options import values
 from elaunch.launcher.options.command_line import own
-from elaunch.launcher.options.options import JobCommand, Options, parse, typed_job, words_of
+from elaunch.launcher.options.options import JobCommand, Options, submitted, words_of
 from elaunch.launcher.preflight import check_script
 from elaunch.rendezvous.job_spec import ProgramKind
 
 _CALL_S = 60.0
 
 
-@dataclass(frozen=True)
-class Request:
-    """A job for Slurm. `words` is elaunch's command line after its name; `given` are the options of this command.
-
-    `program` is the script's path, empty for a module or command. It must exist where sbatch is called.
-    """
-
-    words: tuple[str, ...]
-    name: str
-    program: str
-    given: Mapping[str, Any]
-
-
 def _main(ctx: click.Context) -> int:
     """Show the script or submit it. Returns the exit code. Raises UsageError and SiteError."""
-    request = understand(ctx)
-    text = script(request, "elaunch" if shutil.which("elaunch") else f"{shlex.quote(sys.executable)} -m elaunch")
+    options = understand(ctx)
+    elaunch = "elaunch" if shutil.which("elaunch") else f"{shlex.quote(sys.executable)} -m elaunch"
+    text = script(options, ctx.params, elaunch)
     if ctx.params["dry_run"]:
         # Write the bytes that were typed, whatever stdout's encoding is.
         sys.stdout.flush()
         sys.stdout.buffer.write(os.fsencode(text))
         return 0
-    _check_submittable(request)
+    _check_submittable(options, ctx.params["sbatch"])
     print(f"submitted as job {_submit(text, outside(ctx.obj.environ))}; squeue shows it, scancel ends it")
     return 0
 
 
-def understand(ctx: click.Context) -> Request:
+def understand(ctx: click.Context) -> Options:
     """The job that is asked for. Raises UsageError, also if elaunch would refuse its command line."""
-    given = ctx.params
-    typed, program = typed_job(ctx)
-    checked = parse(words_of(typed, program), outside(ctx.obj.environ))
-    rdzv_conf.understand(checked.rdzv_conf)
-    nodes = given["nodes"]
-    _check(checked, nodes)
-    if nodes[0] < nodes[1] and "nnodes" not in checked.given:
-        typed = {"nnodes": f"{nodes[0]}:{nodes[1]}", **typed}
-    program_path = checked.target if checked.kind is ProgramKind.SCRIPT else ""
-    return Request(tuple(words_of(typed, program)), given["name"] or _name(checked), program_path, given)
+    options, nodes = submitted(ctx, outside(ctx.obj.environ)), ctx.params["nodes"]
+    _check(options, nodes)
+    if nodes[0] < nodes[1] and "nnodes" not in options.given:
+        return replace(options, typed={"nnodes": f"{nodes[0]}:{nodes[1]}", **options.typed})
+    return options
 
 
 def _one_line(raw: values.Raw) -> str:
@@ -73,25 +57,21 @@ def _one_line(raw: values.Raw) -> str:
     return str(raw)
 
 
-def _count(raw: values.Raw) -> int:
-    return values.whole(raw, low=1)
-
-
 _ELASTIC = "number of nodes, or a range: the job goes on while MIN nodes are left [1]"
 _LIMIT = "time limit in sbatch's formats: minutes, HH:MM:SS, DAYS-HH [the partition's]"
 _NOTICE = "this long before the time limit, workers save and the job is requeued [60]"
 _SBATCH = "another option of sbatch, like --sbatch=--constraint=h100; may be repeated"
 _OPTIONS = (
     own("nodes", "MIN:MAX", _ELASTIC, values.nodes, default=(1, 1)),
-    own("gpus", "N", "GPUs per node, with one worker for each [all GPUs of the node]", _count),
-    own("cpus", "N", "CPUs per node [the whole node, exclusively]", _count),
+    own("gpus", "N", "GPUs per node, with one worker for each [all GPUs of the node]", values.count),
+    own("cpus", "N", "CPUs per node [the whole node, exclusively]", values.count),
     own("time", "LIMIT", _LIMIT, _one_line),
     own("partition", "NAME", "partition of the job [the site's]", _one_line),
     own("account", "NAME", "account that is charged [the user's]", _one_line),
     own("qos", "NAME", "quality of service [the user's]", _one_line),
     own("name", "NAME", "name of the job [the program's name]", _one_line),
     own("output", "FILE", "file for the job's output [NAME-JOB.out]", _one_line, default="%x-%j.out"),
-    own("notice", "SECONDS", _NOTICE, _count, default=60),
+    own("notice", "SECONDS", _NOTICE, values.count, default=60),
     own("no-requeue", "", "do not requeue the job at its time limit and after a lost node"),
     own("sbatch", "OPTION", _SBATCH, _one_line, multiple=True),
     own("dry-run", "", "show the script, submit nothing"),
@@ -109,10 +89,6 @@ COMMAND = JobCommand(
 
 def _check(options: Options, nodes: tuple[int, int]) -> None:
     """Raises UsageError for options that every node would refuse, or that would make every node a separate job."""
-    if options.kind is ProgramKind.SCRIPT and options.target == "-":
-        raise UsageError(
-            "a batch job has no stdin for the program (-); put the program into a file that all nodes can read"
-        )
     for dest in ("standalone", "node_rank"):
         if nodes[1] > 1 and dest in options.given:
             raise UsageError(f"--{dest.replace('_', '-')} is the same on all nodes of --nodes {nodes[1]}; leave it out")
@@ -129,45 +105,15 @@ def _name(options: Options) -> str:
     return "".join(character if character.isalnum() or character in "._+-" else "_" for character in made) or "elaunch"
 
 
-def script(request: Request, elaunch: str = "elaunch") -> str:
-    """The batch script. `elaunch` is the command that starts elaunch on the nodes."""
-    given = request.given
-    least, most = given["nodes"]
-    is_elastic, cpus_per_task = least < most, given["cpus"]
-    lines = [
-        f"--job-name={request.name}",
-        f"--nodes={least}-{most}" if is_elastic else f"--nodes={most}",
-        "--ntasks-per-node=1",
-        *([f"--gpus-per-node={given['gpus']}"] if given["gpus"] else []),
-        f"--cpus-per-task={cpus_per_task}" if cpus_per_task else "--exclusive",
-        *(f"--{name}={given[name]}" for name in ("time", "partition", "account", "qos") if given[name]),
-        f"--signal=USR1@{given['notice']}",
-        "--no-requeue" if given["no_requeue"] else "--requeue",
-        *(["--no-kill"] if is_elastic else []),
-        "--open-mode=append",
-        f"--output={given['output']}",
-        # The user's own stand last, so they win.
-        *given["sbatch"],
-    ]
-    # srun does not inherit the job's CPUs (Slurm 22.05 and later). It must not end all tasks if one node fails.
-    cpus = f" --cpus-per-task={cpus_per_task}" if cpus_per_task else ""
-    kill = " --no-kill" if is_elastic else ""
-    again = (
-        ""
-        if given["no_requeue"]
-        else (
-            "# Slurm's notice (138: SIGUSR1, 140: SIGUSR2) came before the end of the time, and training has saved."
-            " It goes on later.\n"
-            'if [ "$code" = 138 ] || [ "$code" = 140 ]; then scontrol requeue "$SLURM_JOB_ID"; fi\n'
-        )
+def script(options: Options, given: Mapping[str, Any], elaunch: str = "elaunch") -> str:
+    """The batch script. `given` are the options of this command, `elaunch` is what starts elaunch on the nodes."""
+    environment = jinja2.Environment(
+        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
-    return (
-        "#!/bin/bash\n"
-        + "".join(f"#SBATCH {_quoted(line)}\n" for line in lines)
-        + f"\n# One agent on each node: it starts a worker for each GPU.\n"
-        f"srun{cpus} --cpu-bind=none --kill-on-bad-exit=0{kill} {elaunch} {' '.join(map(_word, request.words))}\n"
-        f"code=$?\n{again}exit $code\n"
-    )
+    environment.filters |= {"quoted": _quoted, "word": _word}
+    template = environment.from_string(Path(__file__).with_name("batch.sh").read_text())
+    words = words_of(options.typed, options.program)
+    return template.render(name=given["name"] or _name(options), words=words, given=given, elaunch=elaunch)
 
 
 def _quoted(option: str) -> str:
@@ -191,16 +137,16 @@ def _word(word: str) -> str:
     return f"$'{''.join(pieces)}'"
 
 
-def _check_submittable(request: Request) -> None:
+def _check_submittable(options: Options, sbatch: Sequence[str]) -> None:
     """Raises UsageError for a job that cannot work, before it waits in the queue."""
     if shutil.which("sbatch") is None:
         raise UsageError(
             "no sbatch on the PATH: this host cannot submit jobs to Slurm; log in to a host that can, or add --dry-run"
         )
-    is_elsewhere = any(re.match(r"--chdir\b|-D", option) for option in request.given["sbatch"])
-    if request.program and not is_elsewhere:
+    is_elsewhere = any(re.match(r"--chdir\b|-D", option) for option in sbatch)
+    if options.kind is ProgramKind.SCRIPT and not is_elsewhere:
         try:
-            check_script(request.program)
+            check_script(options.target)
         except (UsageError, OSError) as error:
             raise UsageError(f"{error}; if only the nodes see it, use --dry-run and sbatch") from None
 

@@ -160,13 +160,3 @@ def test_a_wrong_command_line_has_exit_code_2_with_stderr_closed_too() -> None:
     command = f"exec {sys.executable} -m elaunch --no-such-option 2>&-"
 
     assert subprocess.run(["/bin/sh", "-c", command], stdout=subprocess.DEVNULL, timeout=RUN_LIMIT_S).returncode == 2
-
-
-def test_the_scripts_own_log_format_does_not_change_the_form_of_an_error() -> None:
-    for words, form in (
-        (["t.py", "--log-format", "json"], "text"),
-        (["--log-format", "json", "t.py"], "json"),
-        (["status", "--log-format=json"], "json"),
-        (["--no-such-option", "--log-format", "json"], "json"),
-    ):
-        assert cli._asked_format(words, {}).value == form, words

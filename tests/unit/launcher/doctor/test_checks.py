@@ -95,23 +95,6 @@ def test_gpus_are_read_by_nvidia_smi_and_a_driver_that_does_not_answer_is_a_find
     assert words in " ".join(each.found for each in found if each.grade is Grade.BAD)
 
 
-@pytest.mark.parametrize(
-    ("state", "grade", "words"), [("4: ACTIVE", Grade.OK, "1 of 1"), ("1: DOWN", Grade.WARN, "so NCCL uses TCP")]
-)
-def test_an_rdma_port_has_the_state_that_the_kernel_reports(
-    tmp_path: Path, state: str, grade: Grade, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(devices, "check_memlock", lambda: ())
-    place = tmp_path / "mlx5_0" / "ports" / "1" / "state"
-    place.parent.mkdir(parents=True)
-    place.write_text(f"{state}\n")
-
-    (found,) = devices.check_rdma(tmp_path)
-
-    assert found.grade is grade
-    assert words in found.found
-
-
 def fails() -> tuple[Finding, ...]:
     raise KeyError("x")
 

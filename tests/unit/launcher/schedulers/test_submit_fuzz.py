@@ -46,6 +46,11 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def batch_script(*words: str) -> str:
+    ctx = read(slurm.COMMAND, *words)
+    return slurm.script(slurm.understand(ctx), ctx.params)
+
+
 def called_with(script: str, shelf: Path) -> list[str]:
     """The arguments with which a real bash calls the script's elaunch."""
     shown = shelf / "shown"
@@ -62,7 +67,7 @@ def called_with(script: str, shelf: Path) -> list[str]:
 def test_a_batch_script_calls_elaunch_with_the_very_words(shelf: Path, program: str, arguments: list[str]) -> None:
     command = (program, *arguments)
     try:
-        text = slurm.script(slurm.understand(read(slurm.COMMAND, *command)))
+        text = batch_script(*command)
     except UsageError:
         return
 
@@ -75,7 +80,7 @@ def test_a_batch_script_calls_elaunch_with_the_very_words(shelf: Path, program: 
 
 def slurm_head() -> str:
     """The comments of a script with a plain name."""
-    plain = slurm.script(slurm.understand(read(slurm.COMMAND, "t.py")))
+    plain = batch_script("t.py")
     return plain[: plain.index("\nsrun ")]
 
 

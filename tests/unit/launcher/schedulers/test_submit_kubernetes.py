@@ -102,7 +102,7 @@ def test_a_job_whose_companions_are_refused_does_not_stay(
     ("words", "sentence"),
     [
         (["train.py"], "--image is missing"),
-        ([*IMAGE], "no program to run; add train.py"),
+        ([*IMAGE], "no program to run; use elaunch"),
         ([*IMAGE, "--nnodes", "2", "train.py"], "use --nodes instead"),
         ([*IMAGE, "--claim", "data", "train.py"], "--claim data is not NAME:/PATH"),
         ([*IMAGE, "--token", "x", "train.py"], "ELAUNCH_TOKEN"),
@@ -110,7 +110,6 @@ def test_a_job_whose_companions_are_refused_does_not_stay(
         ([*IMAGE, "--env", "PET_NODE_RANK=1", "train.py"], "PET_NODE_RANK=1: it is the pod's index"),
         ([*IMAGE, "--stop-grace", "300", "train.py"], "use --grace instead"),
         ([*IMAGE, "--env", "PET_MAX_RESTARTS=often", "train.py"], "PET_MAX_RESTARTS=often "),
-        ([*IMAGE, "-"], "pods have no stdin"),
         ([*IMAGE, "--rdzv-conf", "etcd_prefx=/a", "train.py"], "did you mean etcd_prefix?"),
         ([*IMAGE, "--etcd-secret", "tls", "train.py"], "--etcd https://HOST:PORT"),
         ([*IMAGE, "--etcd", "http://a:2379", "--etcd-secret", "tls", "train.py"], "--etcd https://HOST:PORT"),

@@ -8,19 +8,16 @@ from pathlib import Path
 import pytest
 
 from elaunch.launcher.errors import UsageError
-from elaunch.launcher.schedulers.submit_slurm import COMMAND, Request, script, understand
+from elaunch.launcher.schedulers.submit_slurm import COMMAND, script, understand
 from tests.commands import call, read
 from tests.harness import REPOSITORY, RUN_LIMIT_S
 
 SHIPPED = REPOSITORY / "deploy" / "slurm" / "train.sbatch"
 
 
-def request(*argv: str) -> Request:
-    return understand(read(COMMAND, *argv))
-
-
 def written(*argv: str) -> str:
-    return script(request(*argv))
+    ctx = read(COMMAND, *argv)
+    return script(understand(ctx), ctx.params)
 
 
 def test_the_script_that_is_shipped_is_the_one_that_submit_writes() -> None:
@@ -69,12 +66,11 @@ def test_the_script_ends_as_the_job_and_queues_itself_again_after_a_notice(tmp_p
         (["--nodes", "2:4", "--nnodes", "3:4", "t.py"], "--nnodes 3 is more than .*--nodes 2"),
         (["--nodes", "2", "--standalone", "t.py"], "--standalone is the same on all nodes"),
         (["--nodes", "2", "--nnodes", "2", "--node-rank", "1", "t.py"], "--node-rank is the same on all nodes"),
-        (["-"], "no stdin"),
     ],
 )
 def test_a_wrong_request_is_a_sentence(argv: list[str], sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
-        request(*argv)
+        written(*argv)
 
 
 def test_a_script_that_is_not_there_is_not_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
