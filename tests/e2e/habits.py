@@ -40,9 +40,10 @@ def fresh(
     *args: str | bytes,
     env: Mapping[str, str] | None = None,
     python: Sequence[str] = (sys.executable,),
+    stdin: bytes = b"",
 ) -> Run:
     """The program in a real fresh interpreter. `python` are the interpreter and its options."""
-    ended = _run(folder, [*python, "-u", *args], env)
+    ended = _run(folder, [*python, "-u", *args], env, stdin)
     return Run(ended.returncode, _without_addresses(ended.stdout), _without_addresses(ended.stderr))
 
 
@@ -52,12 +53,13 @@ def worker(
     how: Sequence[str] = LIGHT,
     env: Mapping[str, str] | None = None,
     python: Sequence[str] = (sys.executable,),
+    stdin: bytes = b"",
 ) -> Run:
     """The program as a worker of a plain launch; further options of elaunch go in `how`."""
     # Start elaunch as the installed command does: `-m elaunch` would put the current folder on the agent's import path.
     agent = [*python, "-c", "import sys; sys.path[:1] = []; from elaunch.launcher.cli import main; main()"]
     plain = () if "--max-restarts" in how else ("--max-restarts", "0")
-    ended = _run(folder, [*agent, *how, *plain, *args], env)
+    ended = _run(folder, [*agent, *how, *plain, *args], env, stdin)
     lines = _without_addresses(ended.stderr).splitlines(keepends=True)
     return Run(
         ended.returncode,
@@ -72,15 +74,16 @@ def same(
     *args: str | bytes,
     env: Mapping[str, str] | None = None,
     python: Sequence[str] = (sys.executable,),
+    stdin: bytes = b"",
     no_preload: bool = False,
 ) -> Run:
     """Run the program fresh and as a forked worker, with `no_preload` also in a worker that is not forked.
 
     Fails unless exit code, stdout and stderr are the same. Returns the fresh run.
     """
-    expected = fresh(folder, *args, env=env, python=python)
+    expected = fresh(folder, *args, env=env, python=python, stdin=stdin)
     for how in (LIGHT, NO_PRELOAD) if no_preload else (LIGHT,):
-        run = worker(folder, *args, how=how, env=env, python=python)
+        run = worker(folder, *args, how=how, env=env, python=python, stdin=stdin)
         assert run.code == min(expected.code, 1), f"{how}: {run}"
         assert run.out == expected.out, f"{how}: {run}\nfresh: {expected}"
         if expected.code == 0:
@@ -100,7 +103,7 @@ def _without_addresses(text: bytes) -> bytes:
 
 
 def _run(
-    folder: Path, command: Sequence[str | bytes], env: Mapping[str, str] | None
+    folder: Path, command: Sequence[str | bytes], env: Mapping[str, str] | None, stdin: bytes
 ) -> subprocess.CompletedProcess[bytes]:
     temporary = folder / ".tmp"
     temporary.mkdir(exist_ok=True)
@@ -112,7 +115,7 @@ def _run(
         command,
         cwd=folder,
         env=environ,
-        input=b"",
+        input=stdin,
         capture_output=True,
         timeout=DEADLINE_S,
         check=False,
