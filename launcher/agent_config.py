@@ -286,6 +286,7 @@ def warm_seconds(
         return 0.0, ()
     reasons = {
         "nothing is preloaded": preload is None,
+        "the script is read from stdin": options.kind is ProgramKind.SCRIPT and options.target == "-",
         "a scheduler's job leaves no process behind": cluster is not None,
         "a job inside a worker leaves no process behind": VARIABLE in environment,
         "it is the container's first process, which ends with the job": os.getpid() == 1 or os.getppid() == 0,

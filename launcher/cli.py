@@ -35,6 +35,7 @@ from elaunch.launcher.preflight import (
     check_metrics,
     check_open_files,
     check_program,
+    take_program_from_stdin,
     temporary_folder_warning,
 )
 from elaunch.launcher.schedulers.defaults import cluster_of, concerning, settle
@@ -209,6 +210,8 @@ def _prepared(
         options = replace(options, run_id=os.urandom(4).hex() if planned.plan.is_alone else UNNAMED)
     config = agent_config(options, planned, environ, detect(environ))
     check_open_files(config.slots)
+    if config.spec.program.is_on_stdin:
+        take_program_from_stdin()
     return options, planned, config
 
 

@@ -107,6 +107,15 @@ def _check_preload(names: tuple[str, ...]) -> None:
             raise UsageError(f"there is no module {name} in {sys.executable}'s path; install it, or set PYTHONPATH")
 
 
+def take_program_from_stdin() -> None:
+    """Read all of stdin, and replace it by a file with the same text, which every worker can read."""
+    fd = os.memfd_create("stdin")
+    with open(fd, "wb", closefd=False) as text, open(0, "rb", closefd=False) as stdin:
+        shutil.copyfileobj(stdin, text)
+    os.dup2(fd, 0)
+    os.close(fd)
+
+
 def check_log_dir(options: Options) -> None:
     """Raises UsageError if --log-dir cannot hold files."""
     if options.log_dir is None:
@@ -139,6 +148,10 @@ def _check_no_job_file(target: str) -> None:
 
 def check_script(target: str) -> None:
     """Raises UsageError if `target` is no script that every worker can read; OSError if its folder cannot be read."""
+    if target == "-":
+        if os.isatty(0):
+            raise UsageError("- reads the script from stdin, which is the terminal; give its path, or pipe it in")
+        return
     script = Path(target)
     _check_no_job_file(target)
     if script.is_dir():
@@ -149,7 +162,9 @@ def check_script(target: str) -> None:
         place = "" if script.is_absolute() else f" in {Path.cwd()}"
         raise UsageError(f"{target} does not exist{place}; give the path of the script")
     if not script.is_file():
-        raise UsageError(f"{target} is not a regular file, so a restart could not read it again; save the script")
+        raise UsageError(
+            f"{target} is not a regular file, so a restart could not read it again; save the script, or use - for stdin"
+        )
     if not os.access(script, os.R_OK):
         raise UsageError(f"{target} cannot be read by user {os.geteuid()}; change its permissions")
 

@@ -37,7 +37,8 @@ class Program:
     """What every worker runs.
 
     `target` is a path, a module name or a command, as typed. `interpreter` runs scripts and modules: the interpreter of
-    this process, unless `PYTHON_EXEC` names another one. `${local_rank}` in `args` is replaced for each worker.
+    this process, unless `PYTHON_EXEC` names another one. `${local_rank}` in `args` is replaced for each worker. The
+    script `-` is read from stdin.
     """
 
     kind: ProgramKind
@@ -45,6 +46,11 @@ class Program:
     args: tuple[str, ...] = ()
     interpreter: str = ""
     interpreter_options: tuple[str, ...] = ()
+
+    @property
+    def is_on_stdin(self) -> bool:
+        """Whether the workers read the script from stdin."""
+        return self.kind is ProgramKind.SCRIPT and self.target == "-"
 
     @property
     def argv(self) -> tuple[str, ...]:

@@ -242,7 +242,7 @@ def shadows(
 def _programs_place(program: Program) -> str:
     """The folder or zip file that Python will put first on `sys.path` for the program, or the empty string."""
     is_safe = getattr(sys.flags, "safe_path", False)
-    if program.kind is ProgramKind.SCRIPT:
+    if program.kind is ProgramKind.SCRIPT and not program.is_on_stdin:
         if os.path.isdir(program.target) or zipfile.is_zipfile(program.target):  # noqa: PTH112
             return os.path.abspath(program.target)  # noqa: PTH100
         return "" if is_safe else os.path.dirname(os.path.realpath(program.target))  # noqa: PTH120

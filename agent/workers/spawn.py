@@ -238,8 +238,10 @@ class Spawner:
     def _stdin(self, local_rank: int) -> int:
         """The worker's stdin. Every worker gets a terminal, so that a debugger works in any.
 
-        Data goes only to local rank 0.
+        Data goes only to local rank 0. If the program itself is on stdin, every worker reads it from its beginning.
         """
+        if self._config.spec.program.is_on_stdin:
+            return os.open("/proc/self/fd/0", os.O_RDONLY | os.O_CLOEXEC)
         if local_rank == 0 or os.isatty(0):
             with suppress(OSError):
                 return os.dup(0)

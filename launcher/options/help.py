@@ -34,7 +34,7 @@ Examples:
 _FOOT = """\
 An option can be written with _ for -, shortened while it stays unambiguous, given as a variable
 (PET_MAX_RESTARTS=1) or in a job file; the command line wins over variables, these over the file.
-Options of Python, as in `python -X dev -m elaunch`, are kept.
+A script called - is read from stdin. Options of Python, as in `python -X dev -m elaunch`, are kept.
 Exit codes: 0 all workers ended well, 1 the job failed, 2 the command line is wrong, 3 the store or
 an address was not there, or this node does not know how the job ended, 128 + N ended by signal N.
 """
@@ -52,7 +52,7 @@ A long option can be written with `_` for `-`, and shortened while it stays unam
 its name (`PET_MAX_RESTARTS`), and its own name in the job file of `--config`. The command line wins over variables,
 variables over the file, and the file over the default. In the last column – means that torchrun does not have it.
 
-Workers inherit the interpreter's
+A script called `-` is read once from stdin, for every worker of every generation. Workers inherit the interpreter's
 options `-W`, `-X`, `-O`, `-B` and `-b` (`python -X dev -m elaunch …`).
 
 Commands: `elaunch store` serves [a store](operations.md#the-heads-own-store), `submit` submits a job to

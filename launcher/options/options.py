@@ -95,6 +95,8 @@ def submitted(
     typed = {name: given.raw for name, given in ctx.obj.given.items() if name in _OPTIONS}
     options = parse(words_of(typed, ctx.params["program"]), environ, read_job_file)
     rdzv_conf.understand(options.rdzv_conf)
+    if options.kind is ProgramKind.SCRIPT and options.target == "-":
+        raise UsageError("- means a program on stdin, and a submitted job has no stdin; name a file of its nodes")
     return options
 
 
@@ -106,7 +108,7 @@ def words_of(typed: Mapping[str, str], program: Sequence[str]) -> list[str]:
         joined = f"--{option.long}" if option.is_flag else f"--{option.long}={value}"
         words += [joined] if option.is_flag or value.startswith("-") else [f"--{option.long}", value]
     # A program whose name begins with a dash must come after `--`.
-    end = ["--"] if program and program[0].startswith("-") else []
+    end = ["--"] if program and program[0].startswith("-") and program[0] != "-" else []
     return [*words, *end, *program]
 
 

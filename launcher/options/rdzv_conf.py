@@ -46,6 +46,16 @@ def _lease(raw: values.Raw) -> int:
     return values.whole(raw, low=2)
 
 
+def _attempts(raw: values.Raw) -> int:
+    return values.whole(raw, low=1)
+
+
+def _switch(raw: values.Raw) -> bool:
+    """As torch reads it: also t, y, f and n."""
+    word = values.text(raw).lower()
+    return values.switch({"t": "1", "y": "1", "f": "0", "n": "0"}.get(word, word))
+
+
 def _prefix(raw: values.Raw) -> str:
     """Normalises a prefix to the form `/teams/vision/`, so that all nodes of a job use the same keys."""
     word = values.text(raw)
@@ -83,7 +93,7 @@ class Conf:
         "seconds; lease_ttl is this times keep_alive_max_attempt [5]", values.positive_seconds,
         differs="a silent node is dropped without a message",
     )
-    keep_alive_max_attempt: int | None = _setting("a number; see keep_alive_interval [3]", values.count)
+    keep_alive_max_attempt: int | None = _setting("a number; see keep_alive_interval [3]", _attempts)
     store_timeout: float | None = _setting(
         "seconds without the head's store until the job ends [60]", values.positive_seconds, differs=_OURS
     )
@@ -91,7 +101,7 @@ class Conf:
         "seconds that the store keeps an ended job's keys [604800]", values.positive_seconds, differs=_OURS
     )
     is_host: bool | None = _setting(
-        "1: serve the store if none listens; 0: do not [by address]", values.switch, differs="c10d only"
+        "1: serve the store if none listens; 0: do not [by address]", _switch, differs="c10d only"
     )
     transport: Transport = _setting(
         "gateway (JSON over HTTP) or grpc [gateway]",

@@ -12,7 +12,6 @@ import shlex
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from elaunch.agent.config import LogFormat, NumaBinding, OnHang, StreamChoice, Streams
@@ -74,9 +73,9 @@ def role(bytes_max: int) -> Convert:
 
 def switch(raw: Raw) -> bool:
     match text(raw).lower():
-        case "1" | "true" | "t" | "yes" | "y" | "on":
+        case "1" | "true" | "yes" | "on":
             return True
-        case "0" | "false" | "f" | "no" | "n" | "off" | "":
+        case "0" | "false" | "no" | "off" | "":
             return False
         case _:
             raise ValueError("is neither on nor off; give 1 or 0")
@@ -92,8 +91,8 @@ def whole(raw: Raw, *, low: int = 0, high: int | None = None) -> int:
     return number
 
 
-count = partial(whole, low=1)
-node_rank = partial(whole, high=NODES_MAX)
+def node_rank(raw: Raw) -> int:
+    return whole(raw, high=NODES_MAX)
 
 
 def ports(raw: Raw) -> tuple[int, int]:

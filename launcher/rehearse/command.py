@@ -65,8 +65,8 @@ def _main(ctx: click.Context) -> int:
     """Run the command. Returns the exit code. Raises UsageError."""
     environ, options = ctx.obj.environ, options_of(ctx)
     check_program(options, environ)
-    if options.nnodes[1] > 1:
-        raise UsageError("rehearse runs a script on this node alone: leave --nnodes out")
+    if options.nnodes[1] > 1 or options.target == "-":
+        raise UsageError("rehearse runs a script that is a file, on this node alone: leave --nnodes and - out")
     for each in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(each, lambda number, _: sys.exit(128 + number))
     # A module is found where the command was typed.

@@ -355,6 +355,7 @@ def test_options_without_effect_are_one_detail() -> None:
     ("words", "why"),
     [
         (("--no-preload", "t.py"), "nothing is preloaded"),
+        (("-",), "the script is read from stdin"),
     ],
 )
 def test_a_warm_start_that_cannot_be_is_said_where_it_was_asked_for(words: tuple[str, ...], why: str) -> None:

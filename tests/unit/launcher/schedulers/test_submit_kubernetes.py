@@ -110,6 +110,7 @@ def test_a_job_whose_companions_are_refused_does_not_stay(
         ([*IMAGE, "--env", "PET_NODE_RANK=1", "train.py"], "PET_NODE_RANK=1: it is the pod's index"),
         ([*IMAGE, "--stop-grace", "300", "train.py"], "use --grace instead"),
         ([*IMAGE, "--env", "PET_MAX_RESTARTS=often", "train.py"], "PET_MAX_RESTARTS=often "),
+        ([*IMAGE, "-"], "has no stdin"),
         ([*IMAGE, "--rdzv-conf", "etcd_prefx=/a", "train.py"], "did you mean etcd_prefix?"),
         ([*IMAGE, "--etcd-secret", "tls", "train.py"], "--etcd https://HOST:PORT"),
         ([*IMAGE, "--etcd", "http://a:2379", "--etcd-secret", "tls", "train.py"], "--etcd https://HOST:PORT"),

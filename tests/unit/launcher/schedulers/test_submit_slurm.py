@@ -66,6 +66,7 @@ def test_the_script_ends_as_the_job_and_queues_itself_again_after_a_notice(tmp_p
         (["--nodes", "2:4", "--nnodes", "3:4", "t.py"], "--nnodes 3 is more than .*--nodes 2"),
         (["--nodes", "2", "--standalone", "t.py"], "--standalone is the same on all nodes"),
         (["--nodes", "2", "--nnodes", "2", "--node-rank", "1", "t.py"], "--node-rank is the same on all nodes"),
+        (["-"], "has no stdin"),
     ],
 )
 def test_a_wrong_request_is_a_sentence(argv: list[str], sentence: str) -> None:
