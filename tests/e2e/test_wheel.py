@@ -57,6 +57,7 @@ def test_every_module_is_in_the_wheel_and_can_be_imported_from_it(tmp_path: Path
     }
     assert len(imported) > 150
     assert (installed / "elaunch" / "py.typed").exists()
+    assert [path.name for path in installed.glob("elaunch-*.data/data/share/man/man1/*")] == ["elaunch.1"]
 
 
 def _files(folder: Path) -> list[Path]:
