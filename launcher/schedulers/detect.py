@@ -1,6 +1,6 @@
 """Finds the scheduler that started this process, and its facts about the job. Pure: all inputs are arguments.
 
-Flux is read here, the others in modules of their own.
+Flux and LSF are read here, the others in modules of their own.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from elaunch.launcher.schedulers.facts import (
     HeadQuery,
     expand,
     number,
+    of_lsf,
+    place_of,
     port_of_name,
     used,
 )
@@ -109,11 +111,38 @@ def _first_host(said: str) -> str | None:
     return None
 
 
+def _detect_lsf(environ: Mapping[str, str], hostname: str, read: Callable[[str], str]) -> Cluster | None:
+    """The facts that LSF gives a process. `blaunch` sets no node index, so the host's name in the list gives it.
+
+    Raises ValueError if this host is not in the list.
+    """
+    job = number(environ, "LSB_JOBID")
+    if job is None:
+        return None
+    hosts = of_lsf(environ)
+    index = place_of(hostname, hosts) if len(hosts) > 1 else 0
+    if index is None:
+        raise ValueError(f"this host, {hostname}, is none of those in LSB_MCPU_HOSTS: {' '.join(hosts)}")
+    array = number(environ, "LSB_JOBINDEX") or 0
+    run_id = f"lsf-{job}_{array}" if array else f"lsf-{job}"
+    return Cluster(
+        "LSF",
+        nodes=(max(len(hosts), 1),) * 2,
+        node_index=index,
+        head=hosts[0] if len(hosts) > 1 else None,
+        head_port=port_of_name(run_id),
+        run_id=run_id,
+        sources=used(environ, "LSB_JOBID", "LSB_JOBINDEX", "LSB_MCPU_HOSTS"),
+        note=f'every host is to start it once: blaunch -z "{" ".join(hosts)}" elaunch …' if len(hosts) > 1 else "",
+    )
+
+
 # What the names of each scheduler's variables begin with, and what reads them.
 # The innermost scheduler comes first: mpirun and Flux run inside of an allocation, and Slurm's nodes may be pods.
 SCHEDULERS: Mapping[str, tuple[tuple[str, ...], Detect]] = {
     "mpi": (("OMPI_COMM_WORLD_", "PMI_"), mpi.detect),
     "flux": (("FLUX_",), _detect_flux),
     "slurm": (("SLURM_",), slurm.detect),
+    "lsf": (("LSB_",), _detect_lsf),
     "kubernetes": (("LWS_", "JOB_COMPLETION_INDEX", "KUBERNETES_"), kubernetes.detect),
 }

@@ -148,3 +148,17 @@ def of_slurm(environ: Mapping[str, str], *variables: str) -> list[str]:
             except ValueError as error:
                 raise ValueError(f"{variable}={text[:200]} {error}") from None
     return []
+
+
+def of_lsf(environ: Mapping[str, str]) -> list[str]:
+    """LSF's hosts, each once: `LSB_MCPU_HOSTS` is "host slots host slots …"; `LSB_HOSTS` has a word for each slot."""
+    hosts = environ.get("LSB_MCPU_HOSTS", "").split()[::2] or environ.get("LSB_HOSTS", "").split()
+    return list(dict.fromkeys(hosts))
+
+
+def place_of(hostname: str, hosts: list[str]) -> int | None:
+    """The index of `hostname` in `hosts`, compared without domains if need be. None if it is missing or not unique."""
+    if hostname in hosts:
+        return hosts.index(hostname)
+    short, mine = [host.partition(".")[0] for host in hosts], hostname.partition(".")[0]
+    return short.index(mine) if short.count(mine) == 1 else None

@@ -224,6 +224,13 @@ def test_hydra_and_pals_are_known(names: tuple[str, str]) -> None:
     assert (found.nodes, found.node_index, found.head, found.tasks) == ((2, 2), 1, "a", 1)
 
 
+def test_lsf_knows_a_node_by_its_name() -> None:
+    found = detect(LSB_JOBID="5", LSB_JOBINDEX="3", LSB_MCPU_HOSTS="h1 4 h2 4", hostname="h2.site")
+
+    assert (found.scheduler, found.nodes, found.node_index, found.head) == ("LSF", (2, 2), 1, "h1")
+    assert (found.run_id, found.note) == ("lsf-5_3", 'every host is to start it once: blaunch -z "h1 h2" elaunch …')
+
+
 def test_each_scheduler_can_be_named_and_is_on_its_page() -> None:
     page = (REPOSITORY / "docs" / "mpi.md").read_text()
 
