@@ -1,6 +1,6 @@
 """Finds the scheduler that started this process, and its facts about the job. Pure: all inputs are arguments.
 
-Flux and LSF are read here, the others in modules of their own.
+Flux, LSF and PBS are read here, the others in modules of their own.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from elaunch.launcher.schedulers.facts import (
     HeadQuery,
     expand,
     number,
+    of_lines,
     of_lsf,
     place_of,
     port_of_name,
@@ -45,7 +46,7 @@ def detect(choice: str, environ: Mapping[str, str], hostname: str, read: Callabl
 
     A launcher inside a worker was started by the worker, not by the scheduler that started the worker's agent.
 
-    `read` returns the text of a small file, like a pod's /etc/hosts. Raises UsageError for variables that make no
+    `read` returns the text of a small file, like PBS's list of nodes. Raises UsageError for variables that make no
     sense, and if the chosen scheduler did not start this process.
     """
     mark = environ.get(_MARK)
@@ -137,6 +138,42 @@ def _detect_lsf(environ: Mapping[str, str], hostname: str, read: Callable[[str],
     )
 
 
+def _detect_pbs(environ: Mapping[str, str], hostname: str, read: Callable[[str], str]) -> Cluster | None:
+    """The nodes are those of PBS_NODEFILE, in its order. The job's script is task 1 and gets no nodes.
+
+    Raises ValueError if PBS_NODEFILE is missing in another task, or does not have this host.
+    """
+    job = environ.get("PBS_JOBID")
+    if not job:
+        return None
+    path = environ.get("PBS_NODEFILE")
+    hosts = of_lines(read(path)) if path else []
+    # In an array the id is 12[3].server.
+    run_id = "pbs-" + job.replace("[", "_").replace("]", "")
+    is_script = number(environ, "PBS_TASKNUM") in (None, 1)
+    if not hosts and not is_script:
+        raise ValueError(
+            f"PBS_TASKNUM={environ['PBS_TASKNUM']} is one of several tasks, and no PBS_NODEFILE says which nodes have"
+            " them: have the script copy its own to a disk that all nodes share, and name the copy in that variable"
+        )
+    if len(hosts) < 2 or is_script:
+        others = f"its {len(hosts)} nodes are not used: pbsdsh -u elaunch … starts on all"
+        note = f"this is the script of PBS's job {job}, and {others}" if len(hosts) > 1 else ""
+        return Cluster("PBS", run_id=run_id, sources=used(environ, "PBS_JOBID", "PBS_NODEFILE"), note=note)
+    index = place_of(hostname, hosts)
+    if index is None:
+        raise ValueError(f"this host, {hostname}, is none of those in PBS_NODEFILE={path}: {' '.join(hosts)}")
+    return Cluster(
+        "PBS",
+        nodes=(len(hosts), len(hosts)),
+        node_index=index,
+        head=hosts[0],
+        head_port=port_of_name(run_id),
+        run_id=run_id,
+        sources=used(environ, "PBS_JOBID", "PBS_NODEFILE", "PBS_TASKNUM"),
+    )
+
+
 # What the names of each scheduler's variables begin with, and what reads them.
 # The innermost scheduler comes first: mpirun and Flux run inside of an allocation, and Slurm's nodes may be pods.
 SCHEDULERS: Mapping[str, tuple[tuple[str, ...], Detect]] = {
@@ -144,5 +181,6 @@ SCHEDULERS: Mapping[str, tuple[tuple[str, ...], Detect]] = {
     "flux": (("FLUX_",), _detect_flux),
     "slurm": (("SLURM_",), slurm.detect),
     "lsf": (("LSB_",), _detect_lsf),
+    "pbs": (("PBS_",), _detect_pbs),
     "kubernetes": (("LWS_", "JOB_COMPLETION_INDEX", "KUBERNETES_"), kubernetes.detect),
 }

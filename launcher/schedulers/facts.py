@@ -156,6 +156,11 @@ def of_lsf(environ: Mapping[str, str]) -> list[str]:
     return list(dict.fromkeys(hosts))
 
 
+def of_lines(text: str) -> list[str]:
+    """The hosts, each once, in a file with a line for each slot, like the file that PBS_NODEFILE names."""
+    return list(dict.fromkeys(line.split()[0] for line in text.splitlines() if line.strip()))
+
+
 def place_of(hostname: str, hosts: list[str]) -> int | None:
     """The index of `hostname` in `hosts`, compared without domains if need be. None if it is missing or not unique."""
     if hostname in hosts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 
-from elaunch.launcher.schedulers.facts import Cluster, number, of_lsf, of_slurm, port_of_name, used
+from elaunch.launcher.schedulers.facts import Cluster, number, of_lines, of_lsf, of_slurm, port_of_name, used
 
 _OMPI = "OMPI_COMM_WORLD_"
 # Each launcher's variables of rank, size, local rank and local size, which it always sets together.
@@ -61,8 +61,7 @@ def _head(environ: Mapping[str, str], read: Callable[[str], str]) -> str | None:
         return hosts[0]
     if hosts := of_lsf(environ):
         return hosts[0]
-    # PBS's file has a line for each slot.
-    return next(iter(read(environ["PBS_NODEFILE"]).split()), None) if environ.get("PBS_NODEFILE") else None
+    return next(iter(of_lines(read(environ["PBS_NODEFILE"]))), None) if environ.get("PBS_NODEFILE") else None
 
 
 def _run_id(environ: Mapping[str, str]) -> str | None:

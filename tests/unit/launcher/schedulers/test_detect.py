@@ -231,6 +231,15 @@ def test_lsf_knows_a_node_by_its_name() -> None:
     assert (found.run_id, found.note) == ("lsf-5_3", 'every host is to start it once: blaunch -z "h1 h2" elaunch …')
 
 
+def test_pbsdsh_takes_the_nodes_of_the_file() -> None:
+    environ = {"PBS_JOBID": "12[3].server", "PBS_NODEFILE": "/aux/12", "PBS_TASKNUM": "3"}
+    found = detect(hostname="b", files={"/aux/12": "a\na\nb\nb\n"}, **environ)
+
+    assert (found.scheduler, found.nodes, found.node_index, found.head) == ("PBS", (2, 2), 1, "a")
+    assert found.run_id == "pbs-12_3.server"
+    assert "pbsdsh -u elaunch" in detect(files={"/aux/12": "a\nb\n"}, **{**environ, "PBS_TASKNUM": "1"}).note
+
+
 def test_each_scheduler_can_be_named_and_is_on_its_page() -> None:
     page = (REPOSITORY / "docs" / "mpi.md").read_text()
 
