@@ -101,7 +101,8 @@ class EpochOrder:
         self._is_ahead = is_ahead
         self._roots: dict[str, Any] = {}
         # How many epochs have begun; from which seeds and states of its own the sampler has drawn this one; how many
-        # indices the loader has taken, and their checksum; how many were drawn. "now" is of another process.
+        # indices the loader has taken, and their checksum; how many were drawn, and the end. "now" is of another
+        # process.
         self._state: dict[str, Any] = {"epoch": 0, "seeds": {}, "own": {}, "taken": 0, "order": 0, "drawn": 0}
         # How many batches of the epoch an earlier process has done.
         self._done, self._is_tried = 0, False
@@ -185,6 +186,8 @@ class EpochOrder:
                 self._apart.begin(key)
             is_bare = isinstance(batch, list) and not isinstance(batch, Samples)
             yield _Keyed(tuple(batch), 0, number, key) if is_bare else batch
+        # A sampler may draw as it ends, as RandomSampler does. Loader processes come to that before the last batch.
+        state["drawn"] = max(state["drawn"], state["taken"] + 1)
 
     def _require_drawable_again(self, sampler: Any) -> None:
         if is_torchs(sampler) or hasattr(sampler, "__next__"):

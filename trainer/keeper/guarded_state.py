@@ -187,9 +187,10 @@ class GuardedState:
         if self.is_checked or self._outside.has_stirred():
             self._tell_of_changes()
         self._outside.forget()
-        if self.is_checked and (news := self._training.settings.unreduced()):
+        settings = self._training.settings
+        if self.is_checked and (news := settings.replaced() or settings.unreduced()):
             self._report(news)
-        self._training.settings.forget()
+        settings.forget()
         self.is_changing, self._is_whole = True, False
         self._begun_s = time.monotonic()
 
@@ -252,8 +253,7 @@ class GuardedState:
 
     def _require_kept(self, otherwise: str) -> None:
         """Raise TypeError if a restart could not bring back what the commit has made, or the program has set."""
-        self._training.require_plain_values(durably=self._copies.is_durable)
-        if why := self._training.refusal():
+        if why := self._training.unkept_value(durably=self._copies.is_durable) or self._training.refusal():
             link.refuse(refused := f"{otherwise}: {why}")
             raise TypeError(refused)
         self.is_checked = True
@@ -324,8 +324,9 @@ class GuardedState:
             self._say(f"step {self.version.step} is not copied to memory, and the copy before it counts: {error}")
         finally:
             self._lock.release()
-        if news := self._outside.news(self.version.step):
-            self._say(news)
+        for news in (self._outside.news(self.version.step), self._training.settings.replaced()):
+            if news:
+                self._say(news)
 
     def _acquired(self) -> bool:
         """Wait for the lock, for a commit only as long as commits take. Returns whether this thread has it."""

@@ -51,19 +51,21 @@ class OutsideChanges:
         If `is_brief` only changes of weights and `extra` show, and other memory by its values alone.
         """
         self._is_brief, seen = is_brief, self._live.seen(optimizers=not is_brief)
-        self._noted, self._versions = seen, list(map(_VERSION, seen))
+        self._versions = list(map(_VERSION, seen))
         self._states = [] if is_brief else self._live.states()
         self._sampled = self._sampled or self._chosen()
         self._few_versions, self._samples = self._versions_of_few(), list(map(_sample, self._sampled))
         self._sentence = self._exchanged = ""
-        if is_brief:
-            self._memory = []
-            return
+        self._memory = [] if is_brief else self._memory_of(seen)
+        # Last: nothing is compared after a commit that was refused.
+        self._noted = seen
+
+    def _memory_of(self, seen: list[Tensor]) -> list[int]:
         if not self._kinds.issuperset(kinds := set(map(type, seen))):
             self._live.require_dense()
             self._kinds |= kinds
         try:
-            self._memory = list(map(_MEMORY, seen))
+            return list(map(_MEMORY, seen))
         except RuntimeError:
             # A sparse tensor has no memory of its own.
             self._live.require_dense()

@@ -66,7 +66,9 @@ class Settings:
         # Whether a restore's settings are set once more before the first step.
         self._is_due = False
         # Whether all values of the last step are known, and whether one has changed since that may be of it.
-        self._is_checked = self._has_told = False
+        self._is_checked = self._has_told = self._has_told_of_modules = False
+        # Modules without parameters and buffers that are others than at the start, or gone.
+        self._replaced: list[str] = []
         # Values of which nobody knows whether the commit or the body of the next step was the first to change them.
         self._unclear: dict[str, object] = {}
         self._restored: list[str] = []
@@ -298,6 +300,8 @@ class Settings:
                     f"({some(sorted(others))}), and a restart would begin without that; add modules, prune and "
                     "parametrize before the Keeper"
                 )
+            inner = dict(self._inner())
+            self._replaced += [name for name, one in known[len(self._wrappers) :] if inner.get(name) is not one]
             self._look()
         groups = [_ids_of(_groups_of(one)) for one in self._optimizers]
         if groups != self._known_groups:
@@ -338,6 +342,16 @@ class Settings:
                         "Keeper([model, …], …)"
                     )
         return ""
+
+    def replaced(self) -> str:
+        """A sentence, once, about modules that are others than at the start, or gone; "" without any."""
+        if not self._replaced or self._has_told_of_modules:
+            return ""
+        self._has_told_of_modules = True
+        return (
+            f"modules were replaced or removed since the Keeper was entered ({some(self._replaced)}): a restart would "
+            "go on with those before. Make them before the Keeper, and change their values instead (p = 0)"
+        )
 
     def unreduced(self) -> str:
         """A sentence, once, about parameters that require a gradient and that DDP does not reduce; "" without any."""

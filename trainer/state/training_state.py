@@ -223,8 +223,8 @@ class Training:
         if durably:
             flatten({**self.rest(), "per_rank": own.get("per_rank")})
 
-    def require_plain_values(self, *, durably: bool) -> None:
-        """Raise TypeError if a step has put a value into `extra`, the scheduler or the options that cannot be kept.
+    def unkept_value(self, *, durably: bool) -> str:
+        """A sentence about a value in `extra`, the scheduler or the options that cannot be kept; "" if all can.
 
         What an object in `extra` gives is looked at with each snapshot.
         """
@@ -236,8 +236,7 @@ class Training:
             for number, part in enumerate(several(self._rest[name])):
                 if not found and (name != "extra" or not hasattr(part, "state_dict")):
                     found = not_plain(_state_of(part), f"{name}.{number}", durably=durably)
-        if found:
-            raise TypeError(found)
+        return found
 
     def refusal(self) -> str:
         """Why a restart could not bring back what the program has set on its models and optimizers; "" if it can."""

@@ -276,6 +276,23 @@ def test_a_new_process_goes_on_with_the_next_batch(make: Callable[[], DataLoader
     assert taken(second, 9) == expected
 
 
+def test_a_sampler_that_draws_as_it_ends_does_so_once() -> None:
+    # A loader process has made the loader take the epoch's end before its last batch, and the sampler its next draw.
+    def make() -> Batches:
+        generator = torch.Generator().manual_seed(8)
+        return Batches(DataLoader(Numbers(), batch_size=11, shuffle=True, num_workers=1, generator=generator))
+
+    first = make()
+    taken(first, 2)
+    state, states = copy.deepcopy(first.state_dict()), global_states()
+    expected = taken(first, 3)
+    second = make()
+    second.load_state_dict(state)
+    set_global_states(states)
+
+    assert taken(second, 3) == expected
+
+
 def test_what_is_done_is_not_loaded_again() -> None:
     first = Batches(shuffled())
     taken(first, 3)

@@ -166,7 +166,7 @@ def test_what_cannot_be_kept_is_refused_by_name_at_the_door(tensor: Tensor, why:
         pytest.fail("it was entered")
 
 
-def test_the_commit_that_makes_a_sparse_tensor_is_refused_by_name() -> None:
+def test_the_commit_that_makes_a_sparse_tensor_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     model = nn.Embedding(4, 2, sparse=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     extra: dict[str, Any] = {}
@@ -183,6 +183,7 @@ def test_the_commit_that_makes_a_sparse_tensor_is_refused_by_name() -> None:
     with pytest.raises(TypeError, match=r"^`extra\.0\.counts` cannot be kept: a sparse tensor"), keeper:
         count()
     assert keeper.step == 3
+    assert not capsys.readouterr().err, "of a copy of what cannot be kept"
 
 
 def test_a_graph_that_may_hold_the_optimizers_state_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -216,7 +216,7 @@ def test_a_state_that_becomes_one_that_cannot_be_kept_is_refused_by_that_commit_
 ) -> None:
     job = Job()
 
-    with pytest.raises(TypeError, match=rf"^`{name}` cannot be kept: "):
+    with pytest.raises(TypeError, match=rf"^step 3 is not committed: `{name}` cannot be kept: "):
         job.train(5, {3: lambda: spoil(job)})
 
     monkeypatch.setenv("ELAUNCH_GENERATION", "1")
@@ -230,7 +230,9 @@ def test_what_no_checkpoint_can_hold_is_refused_in_the_commit_and_kept_without_c
     value: object, tmp_path: Path
 ) -> None:
     job = Job(checkpoints=tmp_path / "c")
-    with pytest.raises(TypeError, match=r"^`extra\.0\.seen\.0` is a .*, which no checkpoint can hold"):
+    with pytest.raises(
+        TypeError, match=r"^step 3 is not committed: `extra\.0\.seen\.0` is a .*, which no checkpoint can hold"
+    ):
         job.train(5, {3: lambda: job.extra.update(seen=[value])})
     assert job.keeper.step == 2
 

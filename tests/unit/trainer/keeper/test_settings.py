@@ -345,6 +345,20 @@ def test_a_value_that_the_training_has_not_changed_is_the_programs_own(
     assert restored.endswith(": `_passes`, `stage`, `1.momentum` and 2 more")
 
 
+def test_a_replaced_module_without_a_state_is_named_once() -> None:
+    model = nn.Sequential(nn.Linear(1, 1), nn.Dropout(0.1), nn.ReLU())
+    said: list[str] = []
+    with Keeper(model, torch.optim.SGD(model.parameters()), per_rank=(), say=said.append) as keeper:
+        for step in keeper.steps(8):
+            if step in (3, 5):
+                model[1] = nn.Dropout(step / 10)
+            with keeper.commit():
+                pass
+
+    (warning,) = said
+    assert warning.startswith("modules were replaced or removed since the Keeper was entered (1): a restart would")
+
+
 @pytest.mark.parametrize(("lose_at_most", "refused"), [(100, "step 31"), (1, "step 20")])
 def test_after_the_first_commits_what_is_not_kept_is_refused_before_a_copy_or_a_look(
     lose_at_most: int, refused: str
