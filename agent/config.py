@@ -119,7 +119,8 @@ class AgentConfig:
     them get them, others get SIGTERM. With `has_named_signals` the user has named them, and all workers get them.
     `ignored` are signals that the scheduler may send to workers too; workers ignore them from their start.
     `children_grace_s` is how long processes that workers leave behind at the end of a successful job may be idle.
-    `only_here` says that no other host can reach the store, and what to give instead.
+    `invitation` is the line about what to type on the other nodes, if this node serves their store. `only_here` says
+    that no other host can reach the store, and what to give instead.
     `on_event` is the command that is told what becomes of the job. `metrics` is the host and the port of the metrics.
     `notes` are warnings about the command line, `details` are what was chosen for it (--verbose).
     """
@@ -151,4 +152,5 @@ class AgentConfig:
     metrics: tuple[str, int] | None = None
     notes: tuple[str, ...] = ()
     details: tuple[str, ...] = ()
+    invitation: str = ""
     only_here: str = ""

@@ -126,6 +126,7 @@ class Loop:
             restarts_hung=config.on_hang is OnHang.RESTART,
             called=called(config.spec.run_id, os.getpid()),
             logs=str(run_dir.logs or ""),
+            invitation=config.invitation,
             only_here=config.only_here,
         )
         self._selector = selectors.DefaultSelector()

@@ -232,7 +232,9 @@ def _outcome(options: Options, planned: Planned, config: AgentConfig, agent: Age
         except KeyboardInterrupt:
             agent.pump.say("interrupted while it looked for the job's store; no worker was started")
             raise
-        settled = replace(config, master_addr=reached.address, only_here=reached.only_here)
+        settled = replace(
+            config, master_addr=reached.address, invitation=reached.invitation, only_here=reached.only_here
+        )
         return agent.run(
             with_network(settled, reached.network),
             reached.store,

@@ -65,6 +65,8 @@ def renew_when_due(agent: Agent, now_s: float) -> Step:
 
 # The log says what a node waits for at most once in this time.
 SAY_AGAIN_S = 5.0
+# A person who waits for the other nodes for this long needs the line for them again: it has scrolled away.
+INVITE_AGAIN_S = 60.0
 # There is one try per lease time. After these tries any lease has ended, even if the store was away at the first try.
 RUNS_REFUSED_MAX = 4
 # If one of these transactions holds, it writes keys that a follower watches, so the follower sees its revision at once.
@@ -135,11 +137,14 @@ def say_wait(agent: Agent, now_s: float) -> Step:
     waiting = agent.waiting
     if waiting.due_s is None or now_s < waiting.due_s:
         return agent, ()
+    if waiting.is_said:
+        return replace(agent, waiting=replace(waiting, due_s=None)), (Say(agent.invitation),)
     # Nodes that ran together have found each other.
     have_met = agent.table_seen[0] >= 0 or waiting.said_s >= 0
     only_here = f"; {agent.only_here}" if agent.only_here and not have_met else ""
     said = Say(f"waiting for {waiting.text}{only_here}", "warning" if only_here else "info")
-    return replace(agent, waiting=replace(waiting, due_s=None, said_s=now_s)), (said,)
+    again_s = now_s + INVITE_AGAIN_S if agent.invitation and isinstance(agent.phase, Joining) else None
+    return replace(agent, waiting=replace(waiting, due_s=again_s, said_s=now_s, is_said=True)), (said,)
 
 
 def _answered(agent: Agent, event: Committed) -> Agent:

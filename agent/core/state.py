@@ -302,11 +302,12 @@ class Reach:
 
 @dataclass(frozen=True)
 class Waiting:
-    """What the nodes wait for. The log says it at `due_s`; None means that it was said."""
+    """What the nodes wait for. The log has it at `due_s`; if it `is_said`, the line for the other nodes is due then."""
 
     text: str = ""
     due_s: float | None = None
     said_s: float = float("-inf")
+    is_said: bool = False
 
 
 @dataclass(frozen=True)
@@ -320,7 +321,7 @@ class Agent:
     `restarts_hung` says that a hang is a failure, as in `--on-hang restart`. `called` is what a user of this host types
     for the job. By `last_failure` this node's last failed generation is judged; it has all of its output. `logs` is the
     run's folder in the user's log folder, if there is one. `mismatch` is the last table's, which the log has.
-    `only_here` is as in `AgentConfig`. All times are of this host's monotonic clock.
+    `invitation` and `only_here` are as in `AgentConfig`. All times are of this host's monotonic clock.
     """
 
     me: Node
@@ -343,6 +344,7 @@ class Agent:
     last_failure: Failure | None = None
     logs: str = ""
     mismatch: str = ""
+    invitation: str = ""
     only_here: str = ""
 
     @property

@@ -95,7 +95,7 @@ class Remains:
     `code` is the exit code or minus the signal. `error_record` is the text of its TORCHELASTIC_ERROR_FILE, `tail` the
     end of its stderr; both may be empty or torn. `kernel` is the kernel's word on it, if there is one. `raised` says
     that its program was over, by an exception, before a signal ended the process; `returned` that it was over without
-    one. `crash` is what faulthandler wrote.
+    one, with `own_code`, if that is known. `crash` is what faulthandler wrote.
     `lost` is the error by which it has lost a peer, `refused` why it cannot do what is asked, if that is known.
     """
 
@@ -107,6 +107,7 @@ class Remains:
     progressed: bool | None = None
     raised: bool = False
     returned: bool = False
+    own_code: int | None = None
     lost: Raised | None = None
     refused: str = ""
 
@@ -295,7 +296,8 @@ def _kind_and_message(remains: Remains, raised: Raised | None, signal_name: str)
             # By its agent, which had waited for the end of it.
             return FailureKind.SIGNAL, f"raised an exception, did not end, and {killed}"
         if remains.returned:
-            killed = f"{killed} after its program had ended"
+            ended = "" if remains.own_code is None else f" with exit code {remains.own_code}"
+            killed = f"{killed} after its program had ended{ended}"
         return FailureKind.SIGNAL, killed + crash_text(raised.frame if raised and remains.crash else "")
     if remains.refused:
         return FailureKind.REFUSED, f"refused to run{_said(remains.refused)}"

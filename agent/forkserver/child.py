@@ -76,7 +76,7 @@ def become(template: Template, order: dict[str, Any], fds: tuple[int, ...]) -> N
     after_fork.refresh(preloaded)
     after_fork.renew_streams()
     reports.report_crash(crash_fd)
-    link = reports.report_exit()
+    link = reports.report_exit(crash_fd)
     collectives.prepare(preloaded.module(collectives.C10D))
     if template.hidden:
         template.hidden.begin(link)

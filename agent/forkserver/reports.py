@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from typing import Any
 
 LINK_FD = 3
+# What stands in the file for crashes before the byte that is the program's exit code.
+EXIT_CODE = b"\nexit code: "
+# glibc's _IONBF.
+_UNBUFFERED = 2
 _VARIABLE = "ELAUNCH_BOOT"
 # The modules of the standard library that these reports need, and that a bare Python has not loaded. A program that is
 # a fresh interpreter and has a module of such a name beside it must get its own: it reports no end.
@@ -49,7 +53,7 @@ def prepare_fresh(loaded_at_start: Collection[str]) -> None:
     try:
         report_crash(int(crash_fd))
         if reports_exit == "1":
-            report_exit()
+            report_exit(int(crash_fd))
         collectives.prepare(None)
     except Exception:
         # The program runs all the same; only the report of its end has less in it.
@@ -73,19 +77,25 @@ def report_crash(fd: int) -> None:
         faulthandler.enable(fd)
 
 
-def report_exit() -> int:
-    """Send a report when the program has ended, before Python joins its threads. Returns the link, for `send`."""
+def report_exit(crash_fd: int) -> int:
+    """Send a report when the program has ended, before Python joins its threads. Returns the link, for `send`.
+
+    The exit code goes to `crash_fd` (-1: nowhere), the file for crashes.
+    """
     # Imported here: a fresh worker beside whose program is a module of such a name does not call this.
     import threading
 
     pid = os.getpid()
-    link = os.fstat(LINK_FD).st_ino
+    # The program may reuse the numbers for other files.
+    link, crash = os.fstat(LINK_FD).st_ino, os.fstat(crash_fd).st_ino if crash_fd >= 0 else -1
 
     def report() -> None:
         # A child that the program forked runs this too, but its end is not the worker's.
         if os.getpid() == pid:
             try:
                 _report(link)
+                if crash >= 0 and os.fstat(crash_fd).st_ino == crash:
+                    _keep_exit_code(crash_fd)
             except Exception:
                 # The program may have broken anything in this interpreter. Its end is still its own.
                 return
@@ -107,6 +117,20 @@ def _report(link: int) -> None:
         _record(error)
     message = {"event": "ended", "raised": error is not None, "reached_store": _reached_store()}
     send(link, {**message, "monotonic_s": time.monotonic()}, is_last=True)
+
+
+def _keep_exit_code(crash_fd: int) -> None:
+    """Have C write the exit code there, as a byte, when Python is done: a library's destructor may abort after that.
+
+    With torch, ctypes is there; a program without it has few libraries.
+    """
+    if ctypes := sys.modules.get("ctypes"):
+        libc: Any = ctypes.CDLL(None)
+        libc.fdopen.restype = ctypes.c_void_p
+        stream = ctypes.c_void_p(libc.fdopen(os.dup(crash_fd), b"a"))
+        libc.setvbuf(stream, None, _UNBUFFERED, ctypes.c_size_t(0))
+        if libc.on_exit(libc.fputc, stream) == 0:
+            os.write(crash_fd, EXIT_CODE)
 
 
 def is_link(link: int) -> bool:

@@ -92,7 +92,9 @@ class RunDir:
                 log_dir.mkdir(parents=True)
             logs.mkdir(mode=LOGS_MODE)
             _point_to(logs)
-            self.logs = logs.absolute()
+            normal = Path(os.path.normpath(logs.absolute()))
+            # Behind a link, `..` is another folder.
+            self.logs = normal if normal.exists() and normal.samefile(logs) else logs.absolute()
         else:
             self.private = self._private()
 

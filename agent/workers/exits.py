@@ -12,6 +12,7 @@ from dataclasses import replace
 from elaunch.agent.core.events import WorkerExited
 from elaunch.agent.diagnosis.exit_status import CRASH_CODES, Remains, end_of, failure_of
 from elaunch.agent.diagnosis.oom import KernelLog, limit_text
+from elaunch.agent.forkserver.reports import EXIT_CODE
 from elaunch.agent.output.run_dir import RunDir
 from elaunch.agent.workers.group import Worker, WorkerGroup
 from elaunch.rendezvous.types import Failure, FailureKind
@@ -53,6 +54,15 @@ def _crash_text(fd: int) -> str:
         size = os.fstat(fd).st_size
         return os.pread(fd, _CRASH_BYTES_MAX, max(size - _CRASH_BYTES_MAX, 0)).decode(errors="replace")
     return ""
+
+
+def _own_code(fd: int) -> int | None:
+    """The code with which the program had ended before its process crashed; None if that is not known."""
+    with suppress(OSError):
+        size = len(EXIT_CODE) + 1
+        end = os.pread(fd, size, max(os.fstat(fd).st_size - size, 0))
+        return end[-1] if end[:-1] == EXIT_CODE else None
+    return None
 
 
 class ExitReader:
@@ -99,6 +109,7 @@ class ExitReader:
             kernel=kernel,
             crash=_crash_text(worker.crash_fd) if code in CRASH_CODES else "",
             returned=link.has_returned,
+            own_code=_own_code(worker.crash_fd) if code in CRASH_CODES else None,
             progressed=link.progressed,
             raised=link.raised,
             lost=link.lost_at_end,

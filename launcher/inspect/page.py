@@ -14,7 +14,7 @@ import jinja2
 
 from elaunch.launcher.inspect.goodput import Goodput
 from elaunch.launcher.inspect.history import KILLED, History, Incident, PastGeneration
-from elaunch.launcher.inspect.node_log import NodeLog, known_or, real
+from elaunch.launcher.inspect.node_log import NodeLog, known_or, real, text
 from elaunch.launcher.inspect.text import cut, duration, moment, offset, percent, sentence
 from elaunch.rendezvous.job_spec import UNNAMED
 from elaunch.rendezvous.texts import plain, plural
@@ -99,13 +99,16 @@ class Report:
 
     @property
     def reason(self) -> str:
-        """Why the job did not succeed: the failure that decided it, and the verdict."""
+        """Why the job did not succeed: its first failure, if of another kind, the one that decided it, the verdict."""
         end = self.history.end
         cause = next((fault for fault in reversed(self.history.faults) if fault.is_cause), None)
         if end.outcome != "failed" or cause is None:
             return sentence(end.reason) if end.outcome != "succeeded" else ""
         given_up = f" The job was given up: {end.reason}." if end.reason and end.reason != cause.sentence else ""
-        return f"{sentence(cut(cause.sentence, 400))}{given_up}"
+        verdicts = (event for node in self.history.nodes for event in node.events if event.event == "gave_up")
+        first = next(filter(None, (text(event.record("first_failure").get("sentence")) for event in verdicts)), "")
+        began = f"It failed first: {cut(first, 400)}. " if first else ""
+        return f"{began}{sentence(cut(cause.sentence, 400))}{given_up}"
 
     @property
     def causes(self) -> list[Incident]:

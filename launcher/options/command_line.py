@@ -177,6 +177,15 @@ def _help(ctx: click.Context, _: click.Parameter, is_asked: bool) -> None:
 TEXT: dict[str, Any] = {"is_eager": True, "expose_value": False}
 HELP = Option("help", Group.OTHER, "", "show this text", short="h", peer=True, callback=_help, **TEXT)
 
+# Other launchers' options, and ours: torch.distributed.launch, mpirun, accelerate, deepspeed, Slurm.
+_ELSEWHERE = {
+    **dict.fromkeys(("--np", "--nprocs", "--num-proc", "--num-processes", "--gpus", "--num-gpus"), "--nproc-per-node"),
+    **dict.fromkeys(("--nproc-per-machine", "--gpus-per-node", "--ntasks-per-node"), "--nproc-per-node"),
+    **dict.fromkeys(("--num-nodes", "--num-machines"), "--nnodes"),
+    "--machine-rank": "--node-rank",
+    "--main-process-ip": "--master-addr",
+    "--main-process-port": "--master-port",
+}
 # Former names of options.
 _FORMERLY = {"hang-after": "hang-timeout"}
 
@@ -230,10 +239,18 @@ class Command(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.UsageError as error:
-            if getattr(error, "option_name", "") == _SECRET:
+            name = _dashed(getattr(error, "option_name", ""))
+            if name == _SECRET:
                 raise UsageError(
                     f"{_SECRET} would show the job's token to everybody; set ELAUNCH_TOKEN, or give --token-file FILE"
                 ) from None
+            if name == "--use-env":
+                raise UsageError(
+                    f"{name} is no option of elaunch, which always does that: leave it out, and read LOCAL_RANK from"
+                    " the environment, or give the script '--local-rank=${local_rank}'"
+                ) from None
+            if name in _ELSEWHERE:
+                raise UsageError(f"{name} is no option of elaunch; did you mean {_ELSEWHERE[name]}?") from None
             command = ctx.command_path.removesuffix(" run")
             raise UsageError(f"{error.format_message().rstrip('.')}; see {command} --help") from None
 

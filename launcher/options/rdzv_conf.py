@@ -76,7 +76,7 @@ _OURS = "not in torchrun"
 class Conf:
     """The settings in --rdzv-conf, times in seconds; None if not given.
 
-    `ignored` are keys without effect, with reasons.
+    `ignored` are keys without effect, with reasons. `notes` name two keys that are one setting, with other values.
     """
 
     # fmt: off
@@ -127,6 +127,7 @@ class Conf:
     )
     # fmt: on
     ignored: tuple[tuple[str, str], ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 SETTINGS = tuple(Setting(each.name, *each.metadata["setting"]) for each in fields(Conf) if each.metadata)
@@ -145,7 +146,9 @@ def understand(conf: Mapping[str, str]) -> Conf:
     Raises UsageError for an unknown key and for a wrong value.
     """
     found: dict[str, Any] = {}
+    spelled: dict[str, str] = {}
     ignored: list[tuple[str, str]] = []
+    notes: list[str] = []
     for key, value in conf.items():
         setting = _known(key)
         try:
@@ -156,8 +159,11 @@ def understand(conf: Mapping[str, str]) -> Conf:
         if setting.no_effect:
             ignored.append((f"--rdzv-conf {key}", setting.no_effect))
         else:
-            found[setting.name] = made
-    return Conf(**{**found, "lease_ttl": _lease_ttl(found)}, ignored=tuple(ignored))
+            if found.get(setting.name, made) != made:
+                earlier = spelled[setting.name]
+                notes.append(f"--rdzv-conf has {earlier} and {key}={value}, two names of one setting; the later counts")
+            found[setting.name], spelled[setting.name] = made, f"{key}={value}"
+    return Conf(**{**found, "lease_ttl": _lease_ttl(found)}, ignored=tuple(ignored), notes=tuple(notes))
 
 
 def _known(key: str) -> Setting:

@@ -64,7 +64,7 @@ class Reached:
     `is_remote` is true if the store is in another process, and `served_pid` is that process if this agent started it.
     `address` is this node's address for the other nodes, and `network` holds variables that tell the workers so. `way`
     is how another process of this user reaches the store (`locate.way_of`), empty for a store in this process.
-    `only_here` is as in `AgentConfig`.
+    `invitation` and `only_here` are as in `AgentConfig`.
     """
 
     store: Store
@@ -73,6 +73,7 @@ class Reached:
     network: Mapping[str, str] = field(default_factory=dict)
     served_pid: int | None = None
     way: str = ""
+    invitation: str = ""
     only_here: str = ""
 
 
@@ -93,6 +94,7 @@ def reach(options: Options, planned: Planned, say: Callable[[str], None]) -> Ite
     if planned.has_home_token:
         plan, keyring = _with_home_token(options, planned, say)
     served = serve_if_head(plan, say, options.nnodes[1])
+    invitation: Sequence[str] = ()
     if planned.has_home_token and planned.at_its_head and plan.is_head and not served:
         # A scheduler names one head, and this is it: a program that has the port already is no store of this job.
         endpoint = plan.endpoints[0]
@@ -107,7 +109,9 @@ def reach(options: Options, planned: Planned, say: Callable[[str], None]) -> Ite
                     f"this host serves the job's store at {plan.endpoints[0]} from its memory: store and job end with"
                     " this host's elaunch; a job that must outlive any host needs --rdzv-endpoint of an etcd cluster"
                 )
-            for line in () if planned.has_home_token else invite(options, plan, served, is_terminal=os.isatty(2)):
+            if not planned.has_home_token:
+                invitation = invite(options, plan, served, is_terminal=os.isatty(2))
+            for line in invitation:
                 say(line)
             plan = replace(plan, token=served.token)
         number = _numeric_address(address, planned, say)
@@ -118,6 +122,7 @@ def reach(options: Options, planned: Planned, say: Callable[[str], None]) -> Ite
             socket_variables(number, os.environ, say, verbose=options.verbose),
             served.pid if served else None,
             way_of(plan),
+            next(iter(invitation), ""),
             only_here(plan),
         )
     finally:

@@ -143,6 +143,7 @@ def _plan_for_nodes(
     conf = understand(options.rdzv_conf)
     backend = _backend(options)
     addresses, notes = given_addresses(options, environ, backend)
+    notes = (*conf.notes, *notes)
     is_static = backend == "static"
     head = None
     if not addresses:

@@ -8,6 +8,7 @@ import pytest
 
 from elaunch.agent.core.actions import SignalWorkers
 from elaunch.agent.core.events import StoreBack, StoreFailed, Tick, Trouble
+from elaunch.agent.core.membership import INVITE_AGAIN_S
 from elaunch.agent.core.state import WORTH_A_WORD_S, Joining, Running
 from elaunch.agent.core.step import deadline_s
 from elaunch.rendezvous.types import OpenKind, OutcomeKind
@@ -267,6 +268,20 @@ def test_a_failure_late_in_the_silence_of_the_heads_host_begins_no_new_wait() ->
     second.happen(Tick())
 
     assert second.outcome.exit_code == 3
+
+
+def test_the_line_for_the_other_nodes_comes_again_after_a_minute_and_once() -> None:
+    driver = Driver(TWO)
+    driver.agent = replace(driver.agent, invitation="on the other node type: elaunch …")
+    driver.begin().settle()
+    said = []
+    for second in range(200):
+        driver.now_s += 1
+        driver.happen(Tick())
+        said += [(second + 1, driver.said)] if driver.said else []
+
+    assert [at_s for at_s, _ in said] == [WORTH_A_WORD_S, WORTH_A_WORD_S + INVITE_AGAIN_S]
+    assert said[1][1] == "on the other node type: elaunch …"
 
 
 def test_an_endpoint_of_this_host_alone_is_said_where_the_other_node_does_not_come() -> None:

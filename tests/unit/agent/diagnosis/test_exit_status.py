@@ -96,10 +96,12 @@ def test_a_crash_on_the_way_out_does_not_hide_the_exception() -> None:
 
     raised = failure_of(WORKER, aborts(error_record=record_of("ValueError", "nan"), raised=True), "SIGABRT")
     returned = failure_of(WORKER, aborts(returned=True), "SIGABRT")
+    exited = failure_of(WORKER, aborts(returned=True, own_code=7), "SIGABRT")
 
     assert (raised.kind, raised.code) == (FailureKind.EXCEPTION, 1)
     assert raised.message == "raised ValueError: nan, and was then killed by SIGABRT"
     assert returned.message == "was killed by SIGABRT after its program had ended"
+    assert exited.message == "was killed by SIGABRT after its program had ended with exit code 7"
     assert "destroy_process_group()" in explained(with_tail(returned, tail)).advice
 
 

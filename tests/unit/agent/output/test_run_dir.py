@@ -187,6 +187,19 @@ def test_a_folder_that_is_swapped_while_it_is_removed_costs_nobody_a_file(
     assert not (temporary / "away" / "Documents").exists()
 
 
+def test_the_path_of_the_logs_has_no_dots_unless_they_lead_elsewhere(tmp_path: Path, warnings: Warnings) -> None:
+    (tmp_path / "far" / "away").mkdir(parents=True)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "far" / "away")
+
+    plain, behind_link = (RunDir(tmp_path / each / ".." / "logs", "job", warnings).logs for each in ("runs", "link"))
+
+    assert plain
+    assert plain.parent == tmp_path / "logs"
+    assert behind_link
+    assert behind_link.parent.resolve() == tmp_path / "far" / "logs"
+
+
 @pytest.mark.parametrize(("umask", "file_mode", "folder_mode"), [(0o022, 0o640, 0o750), (0o077, 0o600, 0o700)])
 def test_logs_are_for_the_user_and_the_group_at_most(
     tmp_path: Path, warnings: Warnings, umask: int, file_mode: int, folder_mode: int

@@ -57,6 +57,18 @@ def html(report: Report) -> str:
     return render(report, TEMPLATE)
 
 
+def test_below_the_headline_the_jobs_first_failure_comes_first() -> None:
+    first = {"generation": 0, "sentence": "rank 1 raised ValueError: loss is nan in generation 0"}
+    last = {"kind": "exception", "sentence": "rank 0 raised FileExistsError in generation 2", "rank": 0, "host": "a"}
+    job = Timeline().opens(0, 0).add(9, 2, "gave_up", reason="it exists", first_failure=first, failure=last)
+    job.add(9, 2, "ended", outcome="failed", code=1, reason="it exists", restarts=2, max_restarts=3)
+
+    assert report_of(job).reason == (
+        "It failed first: rank 1 raised ValueError: loss is nan in generation 0."
+        " Rank 0 raised FileExistsError in generation 2. The job was given up: it exists."
+    )
+
+
 def test_the_headline_is_one_sentence_with_the_end_the_time_the_restarts_and_the_lost_steps() -> None:
     failed = Timeline().add(7200, 0, "ended", outcome="failed", code=1, restarts=3, max_restarts=3)
     jobs = restarted(), Timeline().opens(0, 0).succeeds(9, 0, 0), failed, Timeline().opens(0, 0)

@@ -234,6 +234,16 @@ def test_a_wrong_setting_is_one_sentence(conf: str, sentence: str) -> None:
     assert sentence in sentence_of(*TWO, "--rdzv-endpoint", "a", "--rdzv-conf", conf)
 
 
+def test_of_two_names_of_one_setting_the_later_counts_and_a_note_names_them_where_they_differ() -> None:
+    same, differ = (
+        planned(*TWO, "--rdzv-endpoint", "a", "--rdzv-conf", f"join_timeout=5,timeout={timeout}") for timeout in (5, 6)
+    )
+
+    assert (same.plan.times.join_timeout_s, same.notes) == (5, ())
+    assert differ.plan.times.join_timeout_s == 6
+    assert "has join_timeout=5 and timeout=6, two names of one setting" in differ.notes[0]
+
+
 def test_every_setting_of_torchs_backends_is_known() -> None:
     theirs = {
         *("join_timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout", "read_timeout", "timeout"),
