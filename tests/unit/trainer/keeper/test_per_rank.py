@@ -95,14 +95,19 @@ def test_at_another_world_size_it_begins_anew_and_the_keeper_says_so(monkeypatch
     assert resumed.seen[0][-1] == 1
 
 
-def test_an_ordinary_data_loader_is_named_at_entry_once() -> None:
+@pytest.mark.parametrize("shuffles", [True, False])
+def test_an_ordinary_data_loader_is_named_at_entry_once(*, shuffles: bool) -> None:
     job = Job(per_rank=None)
+    if not shuffles:
+        job.batches = Batches(DataLoader(TensorDataset(torch.zeros(8))))
+        # The loaders of other tests, and the one before.
+        gc.collect()
 
     with job.keeper:
         pass
 
     assert len(job.said) == 1
-    assert job.said[0].startswith("a DataLoader of this program shuffles, and its position is not kept: ")
+    assert job.said[0].startswith("the position of a DataLoader of this program is not kept: ")
     assert "batches = elaunch.trainer.Batches(loader)" in job.said[0]
 
 
