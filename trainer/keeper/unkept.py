@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sampler
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from elaunch.trainer.data.order import BatchSampler
 from elaunch.trainer.keeper.values import generator_state, variables
@@ -31,7 +32,7 @@ NODES_MAX, _ITEMS_MAX, _PATH_MAX, _AVERAGED_MAX = 20_000, 1_000, 1_000, 64
 # An average of weights is so near to them, as a part of their norm; so many values are looked at.
 _NEAR, _SAMPLE = 0.3, 64
 _LEAVES = (str, bytes, int, float, type(None), type, ModuleType, FunctionType)
-_LOOKED_FOR = (DataLoader, LRScheduler, torch.amp.GradScaler)
+_LOOKED_FOR = (DataLoader, _BaseDataLoaderIter, LRScheduler, torch.amp.GradScaler)
 
 _LOADER = (
     "the position of a DataLoader of this program is not kept: after a restart it starts over, and samples are "
@@ -179,6 +180,10 @@ class Unkept:
             name = type(one).__name__
             if type(one) is DataLoader:
                 if self._kept["per_rank"] is None and not _has_order(one) and (has_one or _shuffles(one)):
+                    self._tell("loader", _LOADER)
+            elif isinstance(one, _BaseDataLoaderIter):
+                # itertools.cycle(DataLoader(…)) holds no more than that.
+                if self._kept["per_rank"] is None and not isinstance(one._index_sampler, BatchSampler):
                     self._tell("loader", _LOADER)
             elif isinstance(one, torch.amp.GradScaler):
                 if one.is_enabled():

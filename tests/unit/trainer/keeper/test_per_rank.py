@@ -95,12 +95,17 @@ def test_at_another_world_size_it_begins_anew_and_the_keeper_says_so(monkeypatch
     assert resumed.seen[0][-1] == 1
 
 
-@pytest.mark.parametrize("shuffles", [True, False])
-def test_an_ordinary_data_loader_is_named_at_entry_once(*, shuffles: bool) -> None:
+@pytest.mark.parametrize("kind", ["shuffles", "alone", "iterator"])
+def test_an_ordinary_data_loader_is_named_at_entry_once(kind: str) -> None:
     job = Job(per_rank=None)
-    if not shuffles:
-        job.batches = Batches(DataLoader(TensorDataset(torch.zeros(8))))
+    loader = DataLoader(TensorDataset(torch.zeros(8)))
+    iterator = iter(loader) if kind == "iterator" else None
+    if kind != "shuffles":
+        job.batches = Batches(loader)
         # The loaders of other tests, and the one before.
+        del loader
+        if iterator is not None:
+            del job.batches
         gc.collect()
 
     with job.keeper:
