@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sampler
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from elaunch.trainer.data.order import BatchSampler
 from elaunch.trainer.keeper.values import generator_state, variables
@@ -31,11 +32,11 @@ NODES_MAX, _ITEMS_MAX, _PATH_MAX, _AVERAGED_MAX = 20_000, 1_000, 1_000, 64
 # An average of weights is so near to them, as a part of their norm; so many values are looked at.
 _NEAR, _SAMPLE = 0.3, 64
 _LEAVES = (str, bytes, int, float, type(None), type, ModuleType, FunctionType)
-_LOOKED_FOR = (DataLoader, LRScheduler, torch.amp.GradScaler)
+_LOOKED_FOR = (DataLoader, _BaseDataLoaderIter, LRScheduler, torch.amp.GradScaler)
 
 _LOADER = (
-    "a DataLoader of this program shuffles, and its position is not kept: after a restart it starts over, and samples "
-    "are repeated or skipped. Wrap it: batches = elaunch.trainer.Batches(loader), pass per_rank=batches, and call "
+    "the position of a DataLoader of this program is not kept: after a restart it starts over, and samples are "
+    "repeated or skipped. Wrap it: batches = elaunch.trainer.Batches(loader), pass per_rank=batches, and call "
     "next(batches) in the loop. If the order needs no state, pass per_rank=()"
 )
 _NOT_GIVEN = "the program's {} is not kept: a restart resets it. Pass it to the Keeper ({}=…), and {} in the commit"
@@ -173,10 +174,16 @@ class Unkept:
         # By type: isinstance would load lazy objects.
         kinds = {each for each in set(map(type, objects)) if issubclass(each, _LOOKED_FOR)}
         things, _ = _kept_by_all()
+        # A loader that does not shuffle is taken for one that evaluates, unless there is no other.
+        has_one = sum(kind is DataLoader for kind in map(type, objects)) == 1
         for one in [one for one in objects if type(one) in kinds and id(one) not in things]:
             name = type(one).__name__
             if type(one) is DataLoader:
-                if self._kept["per_rank"] is None and _shuffles(one):
+                if self._kept["per_rank"] is None and not _has_order(one) and (has_one or _shuffles(one)):
+                    self._tell("loader", _LOADER)
+            elif isinstance(one, _BaseDataLoaderIter):
+                # itertools.cycle(DataLoader(…)) holds no more than that.
+                if self._kept["per_rank"] is None and not isinstance(one._index_sampler, BatchSampler):
                     self._tell("loader", _LOADER)
             elif isinstance(one, torch.amp.GradScaler):
                 if one.is_enabled():
@@ -252,10 +259,13 @@ def _is_near(sample: Tensor, like: Tensor) -> bool:
 
 
 def _shuffles(loader: Any) -> bool:
-    """A loader that does not shuffle is taken for one that evaluates. One with `Order.batches` needs nothing."""
     sampler = loader.sampler
-    shuffles = isinstance(sampler, RandomSampler) or (isinstance(sampler, DistributedSampler) and sampler.shuffle)
-    return shuffles and not isinstance(loader.batch_sampler, BatchSampler)
+    return isinstance(sampler, RandomSampler) or (isinstance(sampler, DistributedSampler) and sampler.shuffle)
+
+
+def _has_order(loader: Any) -> bool:
+    """One with `Order.batches` needs nothing."""
+    return isinstance(loader.batch_sampler, BatchSampler)
 
 
 def is_a(value: object, *kinds: type) -> bool:

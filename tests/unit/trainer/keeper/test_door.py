@@ -256,7 +256,7 @@ def test_a_restarted_job_does_not_say_it_again(monkeypatch: pytest.MonkeyPatch) 
         ("scheduler", "the program's StepLR is not kept"),
         ("optimizer", "the program's Adam steps, and is not kept"),
         ("generator", "the program draws from the generator `noise`"),
-        ("loader", "a DataLoader of this program shuffles"),
+        ("loader", "the position of a DataLoader of this program is not kept"),
     ],
 )
 def test_what_begins_in_mid_training_is_named(monkeypatch: pytest.MonkeyPatch, begun: str, named: str) -> None:

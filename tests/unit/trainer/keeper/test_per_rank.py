@@ -95,14 +95,24 @@ def test_at_another_world_size_it_begins_anew_and_the_keeper_says_so(monkeypatch
     assert resumed.seen[0][-1] == 1
 
 
-def test_an_ordinary_data_loader_is_named_at_entry_once() -> None:
+@pytest.mark.parametrize("kind", ["shuffles", "alone", "iterator"])
+def test_an_ordinary_data_loader_is_named_at_entry_once(kind: str) -> None:
     job = Job(per_rank=None)
+    loader = DataLoader(TensorDataset(torch.zeros(8)))
+    iterator = iter(loader) if kind == "iterator" else None
+    if kind != "shuffles":
+        job.batches = Batches(loader)
+        # The loaders of other tests, and the one before.
+        del loader
+        if iterator is not None:
+            del job.batches
+        gc.collect()
 
     with job.keeper:
         pass
 
     assert len(job.said) == 1
-    assert job.said[0].startswith("a DataLoader of this program shuffles, and its position is not kept: ")
+    assert job.said[0].startswith("the position of a DataLoader of this program is not kept: ")
     assert "batches = elaunch.trainer.Batches(loader)" in job.said[0]
 
 
