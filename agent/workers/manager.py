@@ -8,7 +8,7 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -21,6 +21,7 @@ from elaunch.agent.core.actions import (
     LookAtStacks,
     NameThreads,
     ReplaceForkServer,
+    ShowStacks,
     SignalWorkers,
     Spawn,
     TellWorkers,
@@ -154,6 +155,8 @@ class Workers:
                 self._signal(order, is_ending=is_ending)
             case TellWorkers():
                 self.links.tell(order)
+                if not isinstance(order.message, ShowStacks):
+                    self._continue(order.local_ranks)
             case LookAtStacks():
                 self._observers.look_at_stacks(order)
             case NameThreads():
@@ -220,6 +223,18 @@ class Workers:
         with suppress(OSError):
             for signum in signals:
                 self._spawner.signal(self._group, order.local_ranks, signum)
+        if order.signum != signal.SIGKILL:
+            self._continue(order.local_ranks)
+
+    def _continue(self, local_ranks: Collection[int]) -> None:
+        """Continue workers that a SIGSTOP holds: they are to end, and can neither save nor handle a signal before."""
+        ordered = [worker for worker in self._group.workers if worker.local_rank in local_ranks]
+        stopped = [worker.local_rank for worker in ordered if linux.state(worker.pid) == "T"]
+        if stopped:
+            with suppress(OSError):
+                self._spawner.signal(self._group, stopped, signal.SIGCONT)
+            numbers = ", ".join(map(str, stopped))
+            self._reporter.warn(f"local rank {numbers} was stopped by a signal (SIGSTOP) and is to exit; sent SIGCONT")
 
     def _clear(self, order: Clear) -> None:
         """End what is left of the generation and collect its output; posts `Cleared`."""
