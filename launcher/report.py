@@ -14,6 +14,7 @@ from pathlib import Path
 
 from elaunch.agent.core.timeline import of_failure
 from elaunch.agent.diagnosis.exit_status import CRASH_CODES, chain_start
+from elaunch.agent.output.run_dir import normal_path
 from elaunch.agent.workers.exits import read_error_file
 from elaunch.rendezvous.job_spec import JobSpec
 from elaunch.rendezvous.texts import plain
@@ -208,15 +209,7 @@ def _indented(text: str) -> list[str]:
     if hidden:
         middle = f"… {len(hidden)} lines are not shown here …"
         lines = [*lines[:_TRACEBACK_LINES], middle, *lines[-_TRACEBACK_LINES:]]
-    return [f"    {_shown(_FRAME.sub(_normal_path, line))}" for line in lines]
-
-
-def _normal_path(found: re.Match[str]) -> str:
-    """The path without `.` and `..`, if it means the same file then: its folder may be a link, or another host's."""
-    path, normal = found[0], os.path.normpath(found[0])
-    with suppress(OSError, ValueError):
-        return normal if Path(path).samefile(normal) else path
-    return path
+    return [f"    {_shown(_FRAME.sub(lambda found: normal_path(found[0]), line))}" for line in lines]
 
 
 def _shown(line: str) -> str:

@@ -61,6 +61,14 @@ def _named(ending: str, folders: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(Path(folder, name).absolute()) for folder in folders))
 
 
+def normal_path(path: str) -> str:
+    """The path without `.` and `..`, if it means the same file then: its folder may be a link, or another host's."""
+    normal = os.path.normpath(path)
+    with suppress(OSError, ValueError):
+        return normal if Path(path).samefile(normal) else path
+    return path
+
+
 class RunDir:
     """Folders of one run, one per generation and rank: `attempt_<generation>/<rank>/` (torchrun's tree).
 
@@ -92,9 +100,7 @@ class RunDir:
                 log_dir.mkdir(parents=True)
             logs.mkdir(mode=LOGS_MODE)
             _point_to(logs)
-            normal = Path(os.path.normpath(logs.absolute()))
-            # Behind a link, `..` is another folder.
-            self.logs = normal if normal.exists() and normal.samefile(logs) else logs.absolute()
+            self.logs = Path(normal_path(str(logs.absolute())))
         else:
             self.private = self._private()
 
