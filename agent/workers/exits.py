@@ -48,21 +48,17 @@ def read_error_file(path: str | os.PathLike[str]) -> str | None:
     return content.decode(errors="replace")
 
 
-def _crash_text(fd: int) -> str:
+def _left_at_crash(fd: int) -> bytes:
     """The end of what a worker has left in its crash file."""
     with suppress(OSError):
         size = os.fstat(fd).st_size
-        return os.pread(fd, _CRASH_BYTES_MAX, max(size - _CRASH_BYTES_MAX, 0)).decode(errors="replace")
-    return ""
+        return os.pread(fd, _CRASH_BYTES_MAX, max(size - _CRASH_BYTES_MAX, 0))
+    return b""
 
 
-def _own_code(fd: int) -> int | None:
+def _own_code(left: bytes) -> int | None:
     """The code with which the program had ended before its process crashed; None if that is not known."""
-    with suppress(OSError):
-        size = len(EXIT_CODE) + 1
-        end = os.pread(fd, size, max(os.fstat(fd).st_size - size, 0))
-        return end[-1] if end[:-1] == EXIT_CODE else None
-    return None
+    return left[-1] if left[:-1].endswith(EXIT_CODE) else None
 
 
 class ExitReader:
@@ -103,13 +99,14 @@ class ExitReader:
         link, error_file = worker.link, self._run_dir.error_file(group.generation, worker.rank)
         record = read_error_file(error_file) if error_file else None
         kernel = self.word_of_kernel(worker.pid) if code == -signal.SIGKILL else ""
+        left = _left_at_crash(worker.crash_fd) if code in CRASH_CODES else b""
         remains = Remains(
             code,
             record or "",
             kernel=kernel,
-            crash=_crash_text(worker.crash_fd) if code in CRASH_CODES else "",
+            crash=left.decode(errors="replace"),
             returned=link.has_returned,
-            own_code=_own_code(worker.crash_fd) if code in CRASH_CODES else None,
+            own_code=_own_code(left),
             progressed=link.progressed,
             raised=link.raised,
             lost=link.lost_at_end,
