@@ -118,7 +118,7 @@ def test_srun_elaunch_needs_no_flag_and_ranks_follow_the_nodes(slurm: Slurm) -> 
 
 
 def test_tasks_beside_the_agent_wait_and_the_secret_comes_from_the_shared_home(slurm: Slurm) -> None:
-    output = slurm.call("srun", "-N2", "--ntasks-per-node=2", *COMMAND, *PLAIN)
+    output = slurm.call("srun", "-N2", "-wnode0,node1", "--ntasks-per-node=2", *COMMAND, *PLAIN)
 
     assert places(output) == [(0, 4, 0, "node0"), (1, 4, 1, "node0"), (2, 4, 0, "node1"), (3, 4, 1, "node1")]
     assert len(re.findall("Slurm says: job", output)) == 2
