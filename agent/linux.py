@@ -194,6 +194,14 @@ def _status(pid: int, field: str) -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(f"{field}:")), "")
 
 
+def normal_path(path: str) -> str:
+    """The path without `.` and `..`, if it means the same file then: its folder may be a link, or another host's."""
+    normal = os.path.normpath(path)
+    with suppress(OSError, ValueError):
+        return normal if Path(path).samefile(normal) else path
+    return path
+
+
 def stat_fields(pid: int | str) -> list[bytes]:
     """The fields of /proc/PID/stat from the state on. Raises OSError if that process is gone."""
     return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from elaunch.agent.core.timeline import of_failure
 from elaunch.agent.diagnosis.exit_status import CRASH_CODES, chain_start
-from elaunch.agent.output.run_dir import normal_path
+from elaunch.agent.linux import normal_path
 from elaunch.agent.workers.exits import read_error_file
 from elaunch.rendezvous.job_spec import JobSpec
 from elaunch.rendezvous.texts import plain

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from elaunch.agent.guardian.guardian import CLAIM, SOCKET_FOLDERS, boot_id
+from elaunch.agent.linux import normal_path
 from elaunch.agent.output.streams import LogFile
 
 # The run's events as JSON lines (docs/events.schema.json), in the user's log folder.
@@ -59,14 +60,6 @@ def _named(ending: str, folders: Iterable[str]) -> tuple[str, ...]:
     name = f"elaunch_{os.urandom(8).hex()}{ending}"
     # The paths are absolute: the guardian, which removes the folders, has another working directory.
     return tuple(dict.fromkeys(str(Path(folder, name).absolute()) for folder in folders))
-
-
-def normal_path(path: str) -> str:
-    """The path without `.` and `..`, if it means the same file then: its folder may be a link, or another host's."""
-    normal = os.path.normpath(path)
-    with suppress(OSError, ValueError):
-        return normal if Path(path).samefile(normal) else path
-    return path
 
 
 class RunDir:
