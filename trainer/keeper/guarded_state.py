@@ -7,6 +7,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from typing import NoReturn
 
 from torch import nn
 
@@ -16,6 +17,7 @@ from elaunch.trainer.keeper.hooks import LeftGradients
 from elaunch.trainer.keeper.outside_changes import OutsideChanges
 from elaunch.trainer.keeper.rehearsal import Rehearsal
 from elaunch.trainer.ranks.group_status import GroupStatus, has_nccl, require_reported_aborts
+from elaunch.trainer.state.packing import NotPlain
 from elaunch.trainer.state.training_state import Training
 from elaunch.trainer.state.version import Version
 
@@ -246,6 +248,8 @@ class GuardedState:
                 self._longest_s = max(self._longest_s, time.monotonic() - self._begun_s)
                 self._copies.done(self.version)
                 link.report(self.version.step)
+        except NotPlain as error:
+            self._refuse(f"step {self.next_version.step} is not committed: {error}")
         finally:
             self.is_changing = self._is_put_down = False
             self.copies_next &= self.copies_each
@@ -254,9 +258,12 @@ class GuardedState:
     def _require_kept(self, otherwise: str) -> None:
         """Raise TypeError if a restart could not bring back what the commit has made, or the program has set."""
         if why := self._training.unkept_value(durably=self._copies.is_durable) or self._training.refusal():
-            link.refuse(refused := f"{otherwise}: {why}")
-            raise TypeError(refused)
+            self._refuse(f"{otherwise}: {why}")
         self.is_checked = True
+
+    def _refuse(self, why: str) -> NoReturn:
+        link.refuse(why)
+        raise TypeError(why)
 
     def require_checked(self) -> None:
         """Check the state that is to be copied: it may have changed since its commit. Raises TypeError."""
@@ -265,6 +272,12 @@ class GuardedState:
     def snapshot(self) -> None:
         """Take a snapshot between two steps. No other thread copies or changes the state meanwhile."""
         self.require_checked()
+        try:
+            self._snapshot()
+        except NotPlain as error:
+            self._refuse(f"step {self.version.step} is not copied: {error}")
+
+    def _snapshot(self) -> None:
         if self._training.is_in_parts:
             # ZeRO-1's step has collectives after the commit has begun.
             self._require_clean(f"step {self.version.step} may be incomplete, and is not kept")

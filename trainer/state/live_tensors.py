@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, nn, strided
 
 from elaunch.trainer.state.packing import NotPlain, require_dense
 from elaunch.trainer.state.tree import is_shard, local_parts, tensors_in
@@ -48,20 +48,22 @@ class LiveTensors:
         found += [part for value in values for part in _parts(value) if not value.is_inference()]
         return found
 
-    def require_dense(self) -> None:
-        """Raise TypeError with the name of the first tensor that cannot be kept."""
+    def require_dense(self, *, quickly: bool = False) -> None:
+        """Raise NotPlain with the name of the first tensor that cannot be kept; `quickly` checks only their layouts."""
+        if quickly and all(each.layout is strided for each in self.seen(optimizers=True)):
+            return
         for name, tensor in self.named():
             try:
                 for part in local_parts(tensor) if is_shard(tensor) else [tensor]:
                     require_dense(part)
             except NotPlain as error:
-                raise TypeError(f"`{name}` cannot be kept: {error}") from None
+                raise NotPlain(f"`{name}` cannot be kept: {error}") from None
         for one in self._optimizers:
             for parameter, its in one.state.items():
                 shapes = [part.shape for part in local_parts(parameter)] if is_shard(parameter) else []
                 for value in its.values() if shapes and type(its) is dict and parameter.shape not in shapes else ():
                     if isinstance(value, Tensor) and not is_shard(value) and value.shape in shapes:
-                        raise TypeError(
+                        raise NotPlain(
                             f"`{self.name_of(value)}` cannot be kept: it has the shape of this rank's part of the "
                             f"parameter, {tuple(value.shape)}, and is no DTensor, so a restart would give all ranks "
                             "rank 0's; make it with torch.zeros_like(parameter), or by DTensor.from_local"

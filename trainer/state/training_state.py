@@ -26,7 +26,7 @@ from elaunch.trainer.state.model_state import (
     unwrap,
     without_buffers,
 )
-from elaunch.trainer.state.packing import not_plain
+from elaunch.trainer.state.packing import NotPlain, not_plain
 from elaunch.trainer.state.rank_objects import HookState, RankObjects
 from elaunch.trainer.state.rng_state import RandomStates
 from elaunch.trainer.state.settings import Settings
@@ -215,22 +215,33 @@ class Training:
 
         With `durably` it must also fit into checkpoints.
         """
-        self.live_tensors.require_dense()
-        parts, own = self.rest() if self.is_in_parts else self.replicated(), self.own(large=True)
-        for name, part in {**parts, **self.buffers(), **own}.items():
-            if why := not_plain(part, name, deeply=True):
-                raise TypeError(why)
-        if durably:
-            flatten({**self.rest(), "per_rank": own.get("per_rank")})
+        try:
+            self.live_tensors.require_dense()
+            parts, own = self.rest() if self.is_in_parts else self.replicated(), self.own(large=True)
+            for name, part in {**parts, **self.buffers(), **own}.items():
+                if why := not_plain(part, name, deeply=True):
+                    raise TypeError(why)
+            if durably:
+                flatten({**self.rest(), "per_rank": own.get("per_rank")})
+        except RecursionError:
+            raise TypeError("a dictionary or a list of the state contains itself, and cannot be kept") from None
 
     def unkept_value(self, *, durably: bool) -> str:
-        """A sentence about a value in `extra`, the scheduler or the options that cannot be kept; "" if all can.
+        """A sentence about a value of the optimizers, the scheduler or `extra` that cannot be kept; "" if all can.
 
-        What an object in `extra` gives is looked at with each snapshot.
+        What a `state_dict` of an object in `extra`, or an optimizer's own one, gives is checked with each snapshot.
         """
+        try:
+            self.live_tensors.require_dense(quickly=True)
+        except NotPlain as error:
+            return str(error)
         groups = [getattr(one, "param_groups", ()) for one in self.optimizers]
         options = [[{key: group[key] for key in group if key != "params"} for group in its] for its in groups]
         found = not_plain(options, "param_groups", durably=durably)
+        for one in self.optimizers:
+            # Hooks of state_dict may leave values out.
+            if type(one).state_dict is Optimizer.state_dict and not vars(one).get("_optimizer_state_dict_post_hooks"):
+                found = found or not_plain([*one.state.values()], "optimizer.state", durably=durably)
         # Not the scaler: its state_dict waits for the device.
         for name in ("scheduler", "extra"):
             for number, part in enumerate(several(self._rest[name])):
