@@ -58,12 +58,12 @@ class Copies:
     ) -> None:
         try:
             training.compare_names(peers.from_all)
-        except ValueError as error:
+            for one in training.optimizers:
+                require_uncaptured(one)
+            training.require_plain(durably=storage is not None)
+        except (TypeError, ValueError) as error:
             link.refuse(str(error))
             raise
-        for one in training.optimizers:
-            require_uncaptured(one)
-        training.require_plain(durably=storage is not None)
         self._training, self._peers, self._place, self._say, training_name = training, peers, place, say, name
         self.gpu = GpuCopies(training.device) if training.device.type == "cuda" else HostCopies()
         self.groups = GroupStatus()
