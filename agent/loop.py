@@ -15,8 +15,8 @@ from functools import cached_property, partial
 
 from elaunch import __version__
 from elaunch.agent.config import OnHang
-from elaunch.agent.core.actions import Action, Commit, Join, Renew, Say, Widen
-from elaunch.agent.core.events import Event, LookAgain, Signalled, Tag, Tick
+from elaunch.agent.core.actions import Action, Commit, Join, Log, Renew, Widen
+from elaunch.agent.core.events import Event, Signalled, SnapshotPending, Tag, Tick
 from elaunch.agent.core.state import Agent, Clearing, Exited, Running, Stopping
 from elaunch.agent.core.step import deadline_s, step
 from elaunch.agent.core.timeline import NO_GENERATION, SCHEMA_VERSION, Entry, announcements, entries
@@ -53,7 +53,7 @@ class Inbox:
     """
 
     def __init__(self) -> None:
-        self._events: deque[Event | LookAgain] = deque()
+        self._events: deque[Event | SnapshotPending] = deque()
         # A byte is a signal's number, or 0 to wake the loop.
         self._wake_r, self._wake_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._caught: list[int] = []
@@ -61,13 +61,13 @@ class Inbox:
     def fileno(self) -> int:
         return self._wake_r
 
-    def post(self, event: Event | LookAgain) -> None:
+    def post(self, event: Event | SnapshotPending) -> None:
         self._events.append(event)
         # Whoever takes the first event takes those behind it too. So a signal always finds room in the pipe.
         if len(self._events) == 1:
             os.write(self._wake_w, b"\0")
 
-    def take(self) -> Event | LookAgain | None:
+    def take(self) -> Event | SnapshotPending | None:
         """The next event, or None."""
         with suppress(BlockingIOError):
             for signum in filter(None, os.read(self._wake_r, 4096)):
@@ -214,8 +214,8 @@ class Loop:
             event = self._inbox.take()
             if event is None:
                 self._wait()
-            elif isinstance(event, LookAgain):
-                event = self._session.look()
+            elif isinstance(event, SnapshotPending):
+                event = self._session.snapshot()
             if event and isinstance(self._agent.phase, Running):
                 # How workers are stopped depends on what they have said.
                 self._workers.links.read_all()
@@ -299,7 +299,7 @@ class Loop:
                 self._session.renew()
             case Widen():
                 self._session.widen()
-            case Say(text, level):
+            case Log(text, level):
                 self._pump.say(text, level)
             case _:
                 phase = self._agent.phase

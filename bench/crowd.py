@@ -19,8 +19,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
 
-from elaunch.agent.core.actions import Action, Clear, Commit, Join, Renew, Say, SignalWorkers, Spawn, Widen
-from elaunch.agent.core.events import Cleared, Event, LookAgain, Tag, Tick, WorkerExited
+from elaunch.agent.core.actions import Action, Clear, Commit, Join, Log, Renew, SignalWorkers, Spawn, Widen
+from elaunch.agent.core.events import Cleared, Event, SnapshotPending, Tag, Tick, WorkerExited
 from elaunch.agent.core.state import Agent
 from elaunch.agent.core.step import deadline_s, step
 from elaunch.agent.session.session import Session
@@ -64,7 +64,7 @@ class Crowd:
     """Agents `first` … `first + count - 1` of a job that needs exactly `nodes` nodes."""
 
     def __init__(self, endpoint: Endpoint, run_id: str, nodes: int, first: int, count: int) -> None:
-        self._inbox: queue.SimpleQueue[tuple[int, Event | LookAgain | Callable[[], None]]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[int, Event | SnapshotPending | Callable[[], None]]] = queue.SimpleQueue()
         self._timers: list[tuple[float, int]] = []
         self._milestones: dict[int, Milestones] = {}
         self._members = [self._member(endpoint, run_id, nodes, first + i, i) for i in range(count)]
@@ -117,14 +117,14 @@ class Crowd:
                     self._happen(index, event)
             self._tick()
 
-    def _post(self, index: int, event: Event | LookAgain) -> None:
+    def _post(self, index: int, event: Event | SnapshotPending) -> None:
         self._inbox.put((index, event))
 
-    def _happen(self, index: int, event: Event | LookAgain) -> None:
+    def _happen(self, index: int, event: Event | SnapshotPending) -> None:
         member = self._members[index]
         now_s = time.monotonic()
-        if isinstance(event, LookAgain):
-            event = member.session.look()
+        if isinstance(event, SnapshotPending):
+            event = member.session.snapshot()
         member.agent, actions = step(member.agent, event, now_s)
         for action in actions:
             self._act(index, member, action)
@@ -171,7 +171,7 @@ class Crowd:
                     self._post(index, WorkerExited(generation, local_rank, -signum))
             case Clear(generation):
                 self._post(index, Cleared(generation, progressed=True))
-            case Say():
+            case Log():
                 pass
             case _:
                 tell({"trouble": f"{member.agent.me.host}: {action}"})

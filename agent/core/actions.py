@@ -92,7 +92,7 @@ class SignalWorkers:
 
 
 @dataclass(frozen=True)
-class TellWorkers:
+class NotifyWorkers:
     """Say it to the workers of these local ranks, which listen on their links."""
 
     generation: int
@@ -101,7 +101,7 @@ class TellWorkers:
 
 
 @dataclass(frozen=True)
-class LookAtStacks:
+class TakeStacks:
     """Take the stacks of the workers of these local ranks; answered by `StacksTaken`."""
 
     generation: int
@@ -156,12 +156,12 @@ class ReplaceForkServer:
 
 
 @dataclass(frozen=True)
-class Say:
+class Log:
     """One sentence for the log: a failure is an `error`; a `warning` is what may need a person and ends nothing."""
 
     text: str
     level: Level = "info"
 
 
-ToWorkers = SignalWorkers | TellWorkers | LookAtStacks | NameThreads | KeepStacks | Blame
-Action = Commit | Join | Renew | Widen | Spawn | ToWorkers | Clear | ReplaceForkServer | Say
+ToWorkers = SignalWorkers | NotifyWorkers | TakeStacks | NameThreads | KeepStacks | Blame
+Action = Commit | Join | Renew | Widen | Spawn | ToWorkers | Clear | ReplaceForkServer | Log

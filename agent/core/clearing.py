@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from signal import SIGINT
 
-from elaunch.agent.core.actions import Action, Commit, Say
-from elaunch.agent.core.events import Cleared, Looked, Signalled, Tick
+from elaunch.agent.core.actions import Action, Commit, Log
+from elaunch.agent.core.events import Cleared, Signalled, SnapshotChanged, Tick
 from elaunch.agent.core.leaving import end_of_own_run, interrupted, leave, say_goodbye, take_signal
 from elaunch.agent.core.membership import belongs_to_run, join_again, loss_of_keys
 from elaunch.agent.core.state import (
@@ -127,12 +127,12 @@ def _complete(agent: Agent, clearing: Clearing, event: Cleared) -> tuple[Agent, 
     actions: tuple[Action, ...] = (Commit(transactions.complete(agent.snapshot, agent.me, cause)),)
     if cause.local_rank != first.local_rank:
         # A worker that dies while it writes to a disk is gone later than its peers notice and give up.
-        actions = (*actions, Say(f"the cause: {cause.sentence}", "error"))
+        actions = (*actions, Log(f"the cause: {cause.sentence}", "error"))
     agent = replace(agent, last_failure=cause)
     return agent, actions, replace(then, failure=cause) if then and then.failure == first else then
 
 
-def finished_looked(agent: Agent, finished: Finished, _event: Looked, _now_s: float) -> Step:
+def finished_looked(agent: Agent, finished: Finished, _event: SnapshotChanged, _now_s: float) -> Step:
     """Join again where a newer generation was opened; exit if the job has ended."""
     snapshot, generation, lost = agent.snapshot, agent.snapshot.generation, loss_of_keys(agent)
     if lost:
@@ -148,4 +148,4 @@ def finished_looked(agent: Agent, finished: Finished, _event: Looked, _now_s: fl
         done = Commit(report_done(snapshot, agent.me, finished.table.generation))
         return replace(agent, phase=replace(finished, reported=snapshot.generation_revision)), (done,)
     told = report_ends(agent, finished.table.generation, finished.ends)
-    return join_again(agent, finished.table.generation), (*told, Say(f"running again: {generation.cause}"))
+    return join_again(agent, finished.table.generation), (*told, Log(f"running again: {generation.cause}"))

@@ -32,7 +32,7 @@ class Tag(Enum):
 
 
 @dataclass(frozen=True)
-class Looked:
+class SnapshotChanged:
     """What the store's keys say now."""
 
     snapshot: Snapshot
@@ -177,7 +177,7 @@ class Sampled:
 
 @dataclass(frozen=True)
 class StacksTaken:
-    """The stacks of the workers that `LookAtStacks` named."""
+    """The stacks of the workers that `TakeStacks` named."""
 
     generation: int
     stacks: tuple[Stack, ...]
@@ -238,7 +238,7 @@ class Cleared:
     facts: Facts = NO_FACTS
 
 
-class LookAgain:
+class SnapshotPending:
     """In the place of a look at the store, which is taken when its turn comes: many changes make one look."""
 
 
@@ -247,7 +247,7 @@ class Tick:
     """A deadline of the agent's may have passed."""
 
 
-StoreEvent = Looked | Leased | LeaseLost | Committed | StoreFailed | StoreBack | StoreLost
+StoreEvent = SnapshotChanged | Leased | LeaseLost | Committed | StoreFailed | StoreBack | StoreLost
 LinkEvent = WorkerEnded | WorkerListens | WorkerSaving | WorkerSaved | WorkerStopped
 WorkerEvent = LinkEvent | WorkerExited | Sampled | StacksTaken | WorkersHung | ServiceLost | Cleared
 Event = StoreEvent | WorkerEvent | Signalled | RestartOrdered | Tick

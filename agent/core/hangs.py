@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elaunch.agent.core.actions import Action, Blame, Commit, KeepStacks, LookAtStacks, Say, ShowStacks, TellWorkers
+from elaunch.agent.core.actions import Action, Blame, Commit, KeepStacks, Log, NotifyWorkers, ShowStacks, TakeStacks
 from elaunch.agent.core.events import Sampled, StacksTaken
 from elaunch.agent.core.state import Agent, Running, Step
 from elaunch.agent.diagnosis import hang
@@ -27,7 +27,7 @@ def sampled(agent: Agent, running: Running, event: Sampled, _now_s: float) -> St
     looks: tuple[Action, ...] = ()
     if hang.wants_stacks(state, _limit(agent, running)):
         state = replace(state, is_looking=True)
-        looks = (LookAtStacks(running.table.generation, live),)
+        looks = (TakeStacks(running.table.generation, live),)
     return _tell(agent, replace(running, standstill=state), looks)
 
 
@@ -51,7 +51,7 @@ def hear_of_hang(agent: Agent, running: Running) -> tuple[Running, tuple[Action,
     if not state.said or not is_still_here or agent.snapshot.ended:
         return running, ()
     calm = replace(running, standstill=replace(state, said=""))
-    return calm, (Say("the job is no longer idle: a rank has made progress, or has exited"),)
+    return calm, (Log("the job is no longer idle: a rank has made progress, or has exited"),)
 
 
 def _awaited(running: Running) -> frozenset[int]:
@@ -79,11 +79,11 @@ def _verdict(agent: Agent, running: Running, hang: Hang) -> tuple[Action, ...]:
     is_failure = agent.restarts_hung and not hang.is_unawaited
     if not is_failure:
         lines += _ways_out(agent, running, hang)
-    actions: list[Action] = [Say("\n".join([_headline(running, hang), *lines]), "warning")]
+    actions: list[Action] = [Log("\n".join([_headline(running, hang), *lines]), "warning")]
     if state.stacks:
         actions.append(KeepStacks(generation, full_text(state.stacks)))
     if hearing := _blind(running, state):
-        actions.append(TellWorkers(generation, hearing, ShowStacks()))
+        actions.append(NotifyWorkers(generation, hearing, ShowStacks()))
     if is_failure and hang.node_id == seat.node_id:
         local_rank = hang.rank - seat.first_rank if hang.rank >= 0 else -1
         actions.append(Blame(generation, local_rank, hang.message, round(state.spell_s), hang.is_blameless))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elaunch.agent.core.actions import Say, Spawn
-from elaunch.agent.core.events import Looked, StoreLost
+from elaunch.agent.core.actions import Log, Spawn
+from elaunch.agent.core.events import SnapshotChanged, StoreLost
 from elaunch.agent.core.membership import belongs_to_run, loss_of_keys
 from elaunch.agent.core.state import Agent, Finished, Joining, Running, Step, exit_with
 from elaunch.rendezvous.job_spec import UNNAMED
@@ -15,7 +15,7 @@ from elaunch.rendezvous.rules.verdict import exclusion_of
 from elaunch.rendezvous.types import OutcomeKind, RankTable
 
 
-def looked(agent: Agent, joining: Joining, _event: Looked, _now_s: float) -> Step:
+def looked(agent: Agent, joining: Joining, _event: SnapshotChanged, _now_s: float) -> Step:
     """Start workers if the newest table seats this node, else wait as a spare; exit if the job has ended."""
     snapshot, lost = agent.snapshot, loss_of_keys(agent)
     if lost:
@@ -42,7 +42,7 @@ def _take_seat(agent: Agent, table: RankTable | None, joining: Joining) -> Step:
     if group_rank is None:
         if joining.spare_of == table.generation:
             return agent, ()
-        said = Say(f"generation {table.generation} runs without this node: {_why_seatless(agent, table)}")
+        said = Log(f"generation {table.generation} runs without this node: {_why_seatless(agent, table)}")
         return replace(agent, phase=replace(joining, spare_of=table.generation)), (said,)
     running = Running(table, frozenset(range(table.seats[group_rank].slots)), is_first=joining.ran < 0)
     name = _name_of_job(agent) if running.is_first else ""
@@ -51,8 +51,8 @@ def _take_seat(agent: Agent, table: RankTable | None, joining: Joining) -> Step:
     if agent.last_failure is None or cause.partition(")")[0] != agent.last_failure.sentence.partition(")")[0]:
         # Else the log has a line about the failure of that worker, which may since have been explained further.
         reason = table.reason
-    started = Say(f"generation {table.generation}: {table.size_text} ({_roles(table)}{reason}{name}){logs}")
-    differ = (Say(table.mismatch, "warning"),) if table.mismatch not in ("", agent.mismatch) else ()
+    started = Log(f"generation {table.generation}: {table.size_text} ({_roles(table)}{reason}{name}){logs}")
+    differ = (Log(table.mismatch, "warning"),) if table.mismatch not in ("", agent.mismatch) else ()
     agent = replace(agent, phase=running, mismatch=table.mismatch)
     return agent, (started, *differ, Spawn(table, group_rank))
 

@@ -68,19 +68,19 @@ def goodbye(agent: Agent, *, opens: bool, why: str, signum: int = 0) -> tuple[Ac
 
 
 @dataclass(frozen=True)
-class OrderAnswer:
+class OrderResponse:
     """Whether the job does as ordered, and a sentence about it for the person."""
 
     is_done: bool
     text: str
 
 
-def order(agent: Agent, topic: Topic) -> tuple[Signalled | RestartOrdered | None, OrderAnswer]:
+def order(agent: Agent, topic: Topic) -> tuple[Signalled | RestartOrdered | None, OrderResponse]:
     """The event to take, if any, and the answer."""
     snapshot, phase = agent.snapshot, agent.phase
     if ended := agent.ending or snapshot.ended:
         # A second SIGINT would kill workers that save.
-        return None, OrderAnswer(topic is Topic.STOP, f"the job ends already: {ended.reason}")
+        return None, OrderResponse(topic is Topic.STOP, f"the job ends already: {ended.reason}")
     job = job_name(snapshot.keys.run_id)
     has_others = agent.spec.nodes_max > 1
     is_away = has_others and agent.reach.failing_since_s is not None
@@ -88,19 +88,19 @@ def order(agent: Agent, topic: Topic) -> tuple[Signalled | RestartOrdered | None
         where = " on all nodes" if has_others else ""
         where = " on this node; the store is away, so stop the other nodes there" if is_away else where
         grace = f"workers have {agent.times.stop_grace_s:g} s to save; the job's exit code is {SHELL_BASE + SIGINT}"
-        return Signalled(SIGINT, "elaunch stop", is_order=True), OrderAnswer(True, f"{job} stops{where}: {grace}")
+        return Signalled(SIGINT, "elaunch stop", is_order=True), OrderResponse(True, f"{job} stops{where}: {grace}")
     if agent.spec.max_restarts == 0:
         why = "it has one generation, since it was started with --max-restarts 0; stop it and start it again"
-        return None, OrderAnswer(False, why)
+        return None, OrderResponse(False, why)
     if is_away:
-        return None, OrderAnswer(False, "the job's store is away, and without it no generation can be opened")
+        return None, OrderResponse(False, "the job's store is away, and without it no generation can be opened")
     opened, table = snapshot.generation, snapshot.current_table
     # What joins has no workers, and those of other nodes run: it is a spare, or waits for its seat.
     if not isinstance(phase, (Joining, Running, Finished)) or opened is None or table is None:
         generation = f"generation {opened.number + bool(table)}" if opened else "the first generation"
-        return None, OrderAnswer(False, f"no workers run now: {generation} is about to start")
+        return None, OrderResponse(False, f"no workers run now: {generation} is about to start")
     number = opened.number + 1
-    return RestartOrdered(), OrderAnswer(True, f"{job}: all workers stop, and start again as generation {number}")
+    return RestartOrdered(), OrderResponse(True, f"{job}: all workers stop, and start again as generation {number}")
 
 
 def restart(agent: Agent, _: Joining | Running | Finished, _event: RestartOrdered, _now_s: float) -> Step:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elaunch.agent.core.actions import Commit, Join, Renew, Say, Widen
+from elaunch.agent.core.actions import Commit, Join, Log, Renew, Widen
 from elaunch.agent.core.events import Committed, Leased, LeaseLost, Tag
 from elaunch.agent.core.state import (
     WORTH_A_WORD_S,
@@ -138,11 +138,11 @@ def say_wait(agent: Agent, now_s: float) -> Step:
     if waiting.due_s is None or now_s < waiting.due_s:
         return agent, ()
     if waiting.is_said:
-        return replace(agent, waiting=replace(waiting, due_s=None)), (Say(agent.invitation),)
+        return replace(agent, waiting=replace(waiting, due_s=None)), (Log(agent.invitation),)
     # Nodes that ran together have found each other.
     have_met = agent.table_seen[0] >= 0 or waiting.said_s >= 0
     only_here = f"; {agent.only_here}" if agent.only_here and not have_met else ""
-    said = Say(f"waiting for {waiting.text}{only_here}", "warning" if only_here else "info")
+    said = Log(f"waiting for {waiting.text}{only_here}", "warning" if only_here else "info")
     again_s = now_s + INVITE_AGAIN_S if agent.invitation and isinstance(agent.phase, Joining) else None
     return replace(agent, waiting=replace(waiting, due_s=again_s, said_s=now_s, is_said=True)), (said,)
 
@@ -244,7 +244,7 @@ def _refused(agent: Agent, now_s: float) -> Step:
 
 
 def _evicted(agent: Agent) -> Step:
-    said = Say("the others waited too long for this node, and it lost its seat; it comes back as a new one", "warning")
+    said = Log("the others waited too long for this node, and it lost its seat; it comes back as a new one", "warning")
     return agent.as_member(lease=0, is_member=False, evicted=False), (said, Renew())
 
 

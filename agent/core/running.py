@@ -7,7 +7,7 @@ from dataclasses import replace
 from signal import SIGABRT, SIGHUP, SIGINT, SIGKILL, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2
 
 from elaunch.agent.core import events
-from elaunch.agent.core.actions import Action, Commit, NameThreads, Say, SignalWorkers, StopReason
+from elaunch.agent.core.actions import Action, Commit, Log, NameThreads, SignalWorkers, StopReason
 from elaunch.agent.core.hangs import hear_of_hang
 from elaunch.agent.core.leaving import goodbye, interrupted, say_goodbye, take_signal
 from elaunch.agent.core.membership import loss_of_keys
@@ -41,7 +41,7 @@ STOPPED_HOLD_S = 2.0
 AFTER_HANG_S = 10.0
 
 
-def looked(agent: Agent, running: Running, _event: events.Looked, now_s: float) -> Step:
+def looked(agent: Agent, running: Running, _event: events.SnapshotChanged, now_s: float) -> Step:
     """Stop the workers if a newer generation was opened or the job has ended."""
     generation, ended, lost = agent.snapshot.generation, agent.snapshot.ended, loss_of_keys(agent)
     if lost:
@@ -142,7 +142,7 @@ def tick(agent: Agent, running: Running, _event: events.Tick, now_s: float) -> S
     if lost := given_up(agent, now_s):
         stopping = replace(Stopping.of(running, now_s, agent.times.stop_grace_s), then=lost)
         text = "stopping: the head, which serves the job's store, and its ranks are lost"
-        return stop_broken(agent, stopping, (Say(text, "error"),))
+        return stop_broken(agent, stopping, (Log(text, "error"),))
     agent, said = say_waits(agent, now_s)
     held = running.held
     if held is None or now_s < held.until_s:
@@ -176,12 +176,12 @@ def _past_limits(agent: Agent, running: Running, now_s: float) -> Step:
             f" process has not exited: elaunch stacks {agent.called} shows what keeps it, elaunch stop {agent.called}"
             " ends the job"
         )
-        actions = (Say(text, "warning"), NameThreads(lingering))
+        actions = (Log(text, "warning"), NameThreads(lingering))
     # Seen with torch: the last reference to a process group waits for a thread that waits for the GIL.
     if killed := late - lingering:
         text = f"local rank {ranks(killed)} raised an exception and did not end within {times.stop_grace_s:g} s"
         signal = SignalWorkers(running.table.generation, killed, SIGKILL)
-        actions = (*actions, Say(f"{text}; SIGKILL", "warning"), signal)
+        actions = (*actions, Log(f"{text}; SIGKILL", "warning"), signal)
     return agent, actions
 
 
@@ -200,7 +200,7 @@ def _stop_for(
 
 
 def _end_with_store(agent: Agent, running: Running, outcome: Outcome, now_s: float) -> Step:
-    said = Say(f"stopping: {outcome.reason}", "error")
+    said = Log(f"stopping: {outcome.reason}", "error")
     return _stop_for(agent, running, outcome, StopReason.LEAVE, SIGTERM, now_s, said)
 
 
@@ -209,7 +209,7 @@ def _stop_with_job(agent: Agent, running: Running, ended: Outcome, now_s: float)
     grace_s = agent.times.stop_grace_s if is_person else grace_of_failure(agent, running)
     stopping = replace(Stopping.of(running, now_s, grace_s), then=ended)
     reason = StopReason.INTERRUPT if is_person else StopReason.LEAVE
-    said = Say(f"stopping: the job has ended: {ended.reason}")
+    said = Log(f"stopping: the job has ended: {ended.reason}")
     if running.is_broken:
         return stop_broken(agent, stopping, (said,))
     return stop_at_boundary(agent, stopping, reason, _signal_for(agent, running), (said,))
@@ -218,7 +218,7 @@ def _stop_with_job(agent: Agent, running: Running, ended: Outcome, now_s: float)
 def _make_way(agent: Agent, running: Running, generation: Generation, now_s: float) -> Step:
     """Stop this node's workers for a newer generation: at once where the group is broken, else after a step."""
     times, is_join = agent.times, generation.kind is OpenKind.JOIN
-    said = (Say(f"stopping: {generation.cause}", "info" if is_join else "warning"),)
+    said = (Log(f"stopping: {generation.cause}", "info" if is_join else "warning"),)
     if generation.kind.is_urgent:
         # The exit status of a rank of this node may be the cause.
         return stop_broken(agent, Stopping.of(running, now_s, _grace_s(agent, running, now_s)), said)
@@ -285,7 +285,7 @@ def _fail(agent: Agent, running: Running, failure: Failure, now_s: float) -> Ste
     which = "worker" if failure.local_rank in live else "other"
     stopped = f"; stopping {len(live)} {which}{'s' if len(live) > 1 else ''}" if live else ""
     failed = Commit(transactions.fail(agent.snapshot, agent.me, failure))
-    said = Say(failure.headline + stopped, "error")
+    said = Log(failure.headline + stopped, "error")
     stopping = replace(Stopping.of(running, now_s, _grace_s(agent, running, now_s)), failures=failures)
     return stop_broken(agent, stopping, (failed, said))
 
@@ -303,5 +303,5 @@ def _bow_out(agent: Agent, running: Running, failure: Failure, now_s: float) -> 
     outcome = agent.outcome(OutcomeKind.FAILED, reason, failure=failure)
     farewell = goodbye(agent, opens=True, why="its workers could not start")
     stopping = replace(Stopping.of(running, now_s, agent.times.stop_grace_s), then=outcome)
-    agent, actions = stop_broken(agent, stopping, (Say(failure.sentence, "error"), *farewell))
+    agent, actions = stop_broken(agent, stopping, (Log(failure.sentence, "error"), *farewell))
     return agent.as_member(is_member=False), actions

@@ -49,7 +49,7 @@ class ProgramEnd:
 
 
 @dataclass(frozen=True)
-class LinkWords:
+class WorkerStatus:
     """What a generation's workers have said on their links, by local rank.
 
     Those in `to_stop` want to be told there when to stop, those in `to_failure` that a peer failed; those in `hearing`
@@ -107,7 +107,7 @@ class Running:
     live: frozenset[int]
     held: HeldEnd | None = None
     is_first: bool = True
-    words: LinkWords = field(default_factory=LinkWords)
+    words: WorkerStatus = field(default_factory=WorkerStatus)
     standstill: Standstill = field(default_factory=Standstill)
     ends: tuple[Failure, ...] = ()
 
@@ -160,7 +160,7 @@ class Stopping:
     due_s: float
     grace_s: float
     mode: Mode = Mode.BOUNDARY
-    words: LinkWords = field(default_factory=LinkWords)
+    words: WorkerStatus = field(default_factory=WorkerStatus)
     signalled: frozenset[int] = frozenset()
     signum: int = 0
     notice: int = 0

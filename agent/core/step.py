@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from elaunch.agent.core import clearing, events, hangs, joining, leaving, membership, running, stopping, store_outage
-from elaunch.agent.core.actions import Say
+from elaunch.agent.core.actions import Log
 from elaunch.agent.core.membership import attend
 from elaunch.agent.core.state import Agent, Clearing, Exited, Finished, Joining, Phase, Running, Step, Stopping
 from elaunch.agent.core.store_outage import gives_up_at_s
@@ -63,7 +63,7 @@ def _alike(event: type[E], handler: Handler[Any, E]) -> Row[E]:
 # Each row: the event; then joining, running, stopping, clearing, finished. An event about workers names their
 # generation, and changes nothing in another one.
 ROWS: tuple[Row[Any], ...] = (
-    Row(events.Looked, joining.looked, running.looked, stopping.looked, UNCLEARED, clearing.finished_looked),
+    Row(events.SnapshotChanged, joining.looked, running.looked, stopping.looked, UNCLEARED, clearing.finished_looked),
     _alike(events.Committed, membership.committed),
     _alike(events.Leased, membership.leased),
     _alike(events.LeaseLost, membership.lease_lost),
@@ -103,9 +103,9 @@ def step(agent: Agent, event: events.Event, now_s: float) -> Step:
     phase = agent.phase
     if isinstance(phase, Exited) or _is_of_another_generation(phase, event):
         return agent, ()
-    if isinstance(event, events.Looked):
+    if isinstance(event, events.SnapshotChanged):
         agent, actions = _look(replace(agent, snapshot=event.snapshot), now_s)
-        unreadable = (Say(f"{sentence}; going on without it", "warning") for sentence in event.snapshot.unreadable)
+        unreadable = (Log(f"{sentence}; going on without it", "warning") for sentence in event.snapshot.unreadable)
         return agent, (*unreadable, *actions)
     agent, actions = TABLE[type(phase)][type(event)](agent, phase, event, now_s)
     if not _is_to_look(agent, phase, event, now_s):
@@ -163,7 +163,9 @@ def _is_to_look(agent: Agent, before: Phase, event: events.Event, now_s: float) 
 def _look(agent: Agent, now_s: float) -> Step:
     """Follow what the store says, then write to it what is this node's to write."""
     agent = _note_table(agent, now_s)
-    agent, actions = TABLE[type(agent.phase)][events.Looked](agent, agent.phase, events.Looked(agent.snapshot), now_s)
+    agent, actions = TABLE[type(agent.phase)][events.SnapshotChanged](
+        agent, agent.phase, events.SnapshotChanged(agent.snapshot), now_s
+    )
     agent, more = attend(agent, now_s)
     return agent, (*actions, *more)
 

@@ -11,25 +11,25 @@ from elaunch.agent.core.actions import (
     Action,
     Clear,
     Commit,
+    Log,
     Message,
+    NotifyWorkers,
     PeerFailed,
     ReplaceForkServer,
-    Say,
     SignalWorkers,
     StopAtStepBoundary,
     StopReason,
-    TellWorkers,
 )
 from elaunch.agent.core.clearing import LAST_WORDS_S
 from elaunch.agent.core.leaving import end_of_own_run, interrupted, say_goodbye, take_signal
 from elaunch.agent.core.state import (
     Agent,
     Clearing,
-    LinkWords,
     Mode,
     Running,
     Step,
     Stopping,
+    WorkerStatus,
 )
 from elaunch.agent.core.store_outage import say_waits
 from elaunch.rendezvous.rules import transactions
@@ -91,7 +91,7 @@ def clear_up(agent: Agent, clearing: Clearing, actions: tuple[Action, ...] = ())
     return replace(agent, phase=clearing), (*actions, Clear(clearing.table.generation, clearing.is_done))
 
 
-def wishes_of(words: LinkWords, event: events.WorkerListens) -> LinkWords:
+def wishes_of(words: WorkerStatus, event: events.WorkerListens) -> WorkerStatus:
     """What the workers have said, with what this one wants to be told from now on."""
     rank = frozenset({event.local_rank})
     return replace(
@@ -108,12 +108,12 @@ def ranks(local_ranks: frozenset[int]) -> str:
     return ", ".join(str(rank) for rank in sorted(local_ranks))
 
 
-def answer_to_signal(agent: Agent, event: events.Signalled, what: str, left_s: float) -> tuple[Say, ...]:
+def answer_to_signal(agent: Agent, event: events.Signalled, what: str, left_s: float) -> tuple[Log, ...]:
     """The line for a signal; none for whoever closes a pipe (`| head`), and expects no more words."""
     if event.signum == SIGPIPE:
         return ()
     part = "leaving the job, " if agent.spec.nodes_max > 1 and event.signum != SIGINT else ""
-    return (Say(f"{event.name}: {part}{what}, SIGKILL in {left_s:g} s{event.how_to_kill}"),)
+    return (Log(f"{event.name}: {part}{what}, SIGKILL in {left_s:g} s{event.how_to_kill}"),)
 
 
 def _tell(
@@ -126,7 +126,7 @@ def _tell(
 ) -> Step:
     generation = stopping.table.generation
     if stopping.live and told:
-        actions = (*actions, TellWorkers(generation, told, message))
+        actions = (*actions, NotifyWorkers(generation, told, message))
     if stopping.live and ended:
         actions = (*actions, SignalWorkers(generation, ended, stopping.signum))
     return go_on_stopping(agent, stopping, actions)
@@ -138,7 +138,7 @@ KILL_WAIT_S = 5.0
 STOPPED_CODES = (0, events.SHELL_BASE + SIGTERM, events.SHELL_BASE + SIGINT)
 
 
-def looked(agent: Agent, stopping: Stopping, _: events.Looked, now_s: float) -> Step:
+def looked(agent: Agent, stopping: Stopping, _: events.SnapshotChanged, now_s: float) -> Step:
     """Hurry where a newer generation was opened for a failure or a loss: no step will end any more."""
     generation = agent.snapshot.generation
     if generation is None or generation.number <= stopping.table.generation:
@@ -181,7 +181,7 @@ def _note_failure(agent: Agent, stopping: Stopping, failure: Failure, now_s: flo
     is_killing = stopping.mode is Mode.KILLING
     if stopping.failures:
         # Two that were killed at once, or that one lack of memory has hit, are two failures.
-        said = (Say(failure.sentence, "error"),) if failure.code and failure.code < 0 else ()
+        said = (Log(failure.sentence, "error"),) if failure.code and failure.code < 0 else ()
         return go_on_stopping(agent, replace(stopping, failures=(*stopping.failures, failure)), said)
     is_asked = stopping.mode is Mode.BOUNDARY
     if stopping.then and is_asked and failure.local_rank not in stopping.words.stopped:
@@ -194,7 +194,7 @@ def _note_failure(agent: Agent, stopping: Stopping, failure: Failure, now_s: flo
         return go_on_stopping(agent, stopping)
     stopping = replace(stopping, failures=(failure,))
     failed = Commit(transactions.fail(agent.snapshot, agent.me, failure))
-    actions: tuple[Action, ...] = (failed, Say(failure.sentence, "error"))
+    actions: tuple[Action, ...] = (failed, Log(failure.sentence, "error"))
     if is_killing or generation.kind.is_urgent:
         # The others have SIGKILL; or another node spoke first, and may have told of nothing but this end.
         return go_on_stopping(agent, stopping, actions)
@@ -256,7 +256,7 @@ def signalled(agent: Agent, stopping: Stopping, event: events.Signalled, now_s: 
     if event.is_order and agent.is_interrupted:
         return agent, ()
     if event.signum == SIGINT and agent.is_interrupted:
-        said = Say("SIGINT again: killing the workers now")
+        said = Log("SIGINT again: killing the workers now")
         return (agent, ()) if stopping.mode is Mode.KILLING else _kill(agent, stopping, now_s, said)
     agent = take_signal(agent, event)
     if stopping.then is None:
@@ -285,7 +285,7 @@ def _hasten(agent: Agent, stopping: Stopping, now_s: float) -> Step:
         text = f"local rank {ranks(stopping.live)} did not end {KILL_WAIT_S:g} s after SIGKILL"
         agent = replace(agent, phase=replace(stopping, due_s=now_s + KILL_WAIT_S))
         replaced = ReplaceForkServer(stopping.table.generation)
-        return agent, (Say(f"{text}; replacing the fork server", "warning"), replaced)
+        return agent, (Log(f"{text}; replacing the fork server", "warning"), replaced)
     late, text = stopping.live, f"still ran after {stopping.grace_s:g} s; SIGKILL"
     if stopping.saving:
         until_s = stopping.due_s - stopping.grace_s + grace_s
@@ -295,14 +295,14 @@ def _hasten(agent: Agent, stopping: Stopping, now_s: float) -> Step:
             stopping = replace(stopping, spent=stopping.spent | late, due_s=until_s, grace_s=grace_s)
             return _signal_late(agent, stopping, late, text, SIGKILL)
         late, text = stopping.saving, f"was still saving {stopping.grace_s:g} s after the failure; SIGKILL"
-    return _kill(agent, stopping, now_s, Say(f"local rank {ranks(late)} {text}", "warning"))
+    return _kill(agent, stopping, now_s, Log(f"local rank {ranks(late)} {text}", "warning"))
 
 
 def _signal_late(agent: Agent, stopping: Stopping, late: frozenset[int], text: str, signum: int) -> Step:
     agent = replace(agent, phase=stopping)
     if not late:
         return agent, ()
-    said = Say(f"local rank {ranks(late)} {text}", "warning")
+    said = Log(f"local rank {ranks(late)} {text}", "warning")
     return agent, (said, SignalWorkers(stopping.table.generation, late, signum))
 
 
@@ -341,7 +341,7 @@ def _left_s(stopping: Stopping, now_s: float) -> int:
     return max(0, math.ceil(stopping.due_s - now_s))
 
 
-def _kill(agent: Agent, stopping: Stopping, now_s: float, said: Say) -> Step:
+def _kill(agent: Agent, stopping: Stopping, now_s: float, said: Log) -> Step:
     nobody = frozenset[int]()
     stopping = replace(stopping, mode=Mode.KILLING, signalled=nobody, until_s=None, due_s=now_s + KILL_WAIT_S)
     return replace(agent, phase=stopping), (said, SignalWorkers(stopping.table.generation, stopping.live, SIGKILL))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elaunch.agent.core.actions import Action, Say
+from elaunch.agent.core.actions import Action, Log
 from elaunch.agent.core.events import StoreBack, StoreFailed, Tick, Trouble
 from elaunch.agent.core.membership import say_wait
 from elaunch.agent.core.state import (
@@ -51,7 +51,7 @@ def store_back(agent: Agent, _phase: Phase, _event: StoreBack, now_s: float) -> 
     if reach.failing_since_s is None:
         return replace(agent, reach=replace(reach, ever=True)), ()
     away_s, how = now_s - reach.failing_since_s, "is back" if reach.ever else "answers,"
-    said: tuple[Action, ...] = (Say(f"the store {how} after {away_s:.1f} s"),) if reach.is_said else ()
+    said: tuple[Action, ...] = (Log(f"the store {how} after {away_s:.1f} s"),) if reach.is_said else ()
     agent = replace(agent, reach=Reach(ever=True), lead_at_s=now_s)
     if away_s < agent.times.shortest_loss_s:
         return agent, said
@@ -92,7 +92,7 @@ def say_waits(agent: Agent, now_s: float) -> Step:
     """Say what is waited for where that takes long, and what is wrong with the store."""
     agent, actions = say_wait(agent, now_s)
     if agent.reach.log_at_s is not None and now_s >= agent.reach.log_at_s:
-        actions = (*actions, Say(_words(agent, now_s), "warning"))
+        actions = (*actions, Log(_words(agent, now_s), "warning"))
         agent = replace(agent, reach=replace(agent.reach, is_said=True, log_at_s=now_s + STILL_AWAY_S))
     return agent, actions
 

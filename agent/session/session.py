@@ -13,7 +13,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from enum import Enum, auto
 
-from elaunch.agent.core.events import LookAgain, Looked, StoreBack, StoreEvent, StoreFailed, StoreLost, Tag, Trouble
+from elaunch.agent.core.events import (
+    SnapshotChanged,
+    SnapshotPending,
+    StoreBack,
+    StoreEvent,
+    StoreFailed,
+    StoreLost,
+    Tag,
+    Trouble,
+)
 from elaunch.agent.session.store_client import StoreClient
 from elaunch.agent.session.store_view import JobStore, LocalHost
 from elaunch.rendezvous.store import (
@@ -36,12 +45,13 @@ Request = Callable[[], None]
 class Session:
     """One agent's session with its store.
 
-    `post` takes events, from any thread; at each `LookAgain`, `look()` has something new. A remote store is asked by a
-    thread of the session's own, kept in touch with by `tick`; one in this process is asked at once, by the caller.
+    `post` takes events, from any thread; at each `SnapshotPending`, `snapshot()` has something new. A thread of the
+    session makes the requests to a remote store, kept in touch with by `tick`; the caller makes those to one in this
+    process.
     """
 
     def __init__(
-        self, job_store: JobStore, host: LocalHost, times: Times, post: Callable[[StoreEvent | LookAgain], None]
+        self, job_store: JobStore, host: LocalHost, times: Times, post: Callable[[StoreEvent | SnapshotPending], None]
     ) -> None:
         self._store = job_store.store
         self._post = post
@@ -75,9 +85,9 @@ class Session:
         """Look at all of the job's keys from now on."""
         self._do(self._client.widen)
 
-    def look(self) -> Looked | StoreLost:
+    def snapshot(self) -> SnapshotChanged | StoreLost:
         """What the keys say now."""
-        return self._client.look()
+        return self._client.snapshot()
 
     @property
     def due_s(self) -> float | None:

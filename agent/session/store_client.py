@@ -9,7 +9,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from elaunch.agent.core.events import Committed, Leased, LeaseLost, LookAgain, Looked, StoreEvent, StoreLost, Tag
+from elaunch.agent.core.events import (
+    Committed,
+    Leased,
+    LeaseLost,
+    SnapshotChanged,
+    SnapshotPending,
+    StoreEvent,
+    StoreLost,
+    Tag,
+)
 from elaunch.agent.session.store_view import JobStore, LocalHost, StoreView
 from elaunch.rendezvous.codec import decode
 from elaunch.rendezvous.rules.transactions import run_lease
@@ -31,7 +40,7 @@ class StoreClient:
     """
 
     def __init__(
-        self, job_store: JobStore, host: LocalHost, times: Times, post: Callable[[StoreEvent | LookAgain], None]
+        self, job_store: JobStore, host: LocalHost, times: Times, post: Callable[[StoreEvent | SnapshotPending], None]
     ) -> None:
         self._store = job_store.store
         self._keys = job_store.keys
@@ -52,9 +61,9 @@ class StoreClient:
         # A lease for a run's keys on which the run may not stand.
         self._begun_for_run = 0
 
-    def look(self) -> Looked | StoreLost:
+    def snapshot(self) -> SnapshotChanged | StoreLost:
         """What the keys say now."""
-        return self._view.look()
+        return self._view.snapshot()
 
     @property
     def due_s(self) -> float | None:

@@ -1,6 +1,6 @@
 """Keeps an agent's view of its job's keys: a watch keeps it up to date, and a read repairs it.
 
-Nothing is decided here. A change of the view posts `LookAgain`; `look` then reads the keys of the newest view.
+Nothing is decided here. A change of the view posts `SnapshotPending`; `look` then reads the keys of the newest view.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from elaunch.agent.core.events import LookAgain, Looked, StoreEvent, StoreLost
+from elaunch.agent.core.events import SnapshotChanged, SnapshotPending, StoreEvent, StoreLost
 from elaunch.process_identity import is_dead_here
 from elaunch.rendezvous.rules.snapshot import Keys, SnapshotReader
 from elaunch.rendezvous.store import (
@@ -69,7 +69,9 @@ class StoreView:
     thread. `reread_s` is the time between two reads that repair the view.
     """
 
-    def __init__(self, job_store: JobStore, post: Callable[[StoreEvent | LookAgain], None], reread_s: float) -> None:
+    def __init__(
+        self, job_store: JobStore, post: Callable[[StoreEvent | SnapshotPending], None], reread_s: float
+    ) -> None:
         self._store = job_store.store
         self._keys = job_store.keys
         self._post = post
@@ -87,14 +89,14 @@ class StoreView:
         self._reread_due_s = 0.0
         self._is_closed = False
 
-    def look(self) -> Looked | StoreLost:
+    def snapshot(self) -> SnapshotChanged | StoreLost:
         """What the keys say now."""
         with self._view_lock:
             self._is_dirty = False
             view, is_whole = self._view, self._is_whole
         assert view is not None
         try:
-            return Looked(self._reader.read(view, whole=is_whole))
+            return SnapshotChanged(self._reader.read(view, whole=is_whole))
         except ValueError as error:
             return StoreLost(str(error))
 
@@ -210,7 +212,7 @@ class StoreView:
                     entries |= {key: entry for key, entry in changed.items() if entry is not None}
                     is_news = self._put(replace(view, revision=revision, entries=entries))
                 if is_news:
-                    self._post(LookAgain())
+                    self._post(SnapshotPending())
             case HistoryLost():
                 # The first watch reports its own failure to its caller.
                 if epoch == self._epoch and self._view is not None:
@@ -226,7 +228,7 @@ class StoreView:
             self._is_whole = self._scope == self._keys.root
             is_news = self._put(view)
         if is_news:
-            self._post(LookAgain())
+            self._post(SnapshotPending())
 
     def _put(self, view: View) -> bool:
         """Keep the view. Returns whether a look must be posted: none is pending."""

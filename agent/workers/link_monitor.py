@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from elaunch.agent import linux
-from elaunch.agent.core.actions import TellWorkers
+from elaunch.agent.core.actions import NotifyWorkers
 from elaunch.agent.core.events import LinkEvent, WorkerListens, WorkerSaved, WorkerSaving, WorkerStopped
 from elaunch.agent.core.timeline import WorkersSeen
 from elaunch.agent.output.run_dir import RunDir
@@ -121,7 +121,7 @@ class LinkMonitor:
             ranks.append(report)
         return WorkersSeen(self._group.generation, now_s - self._group.started_s, tuple(ranks))
 
-    def tell(self, order: TellWorkers) -> None:
+    def tell(self, order: NotifyWorkers) -> None:
         """Send the message to these workers. From now on their messages wake the agent at once."""
         word = type(order.message).__name__
         self._timeline.stamp(order.generation, "told", message=word, workers=len(order.local_ranks))

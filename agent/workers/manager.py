@@ -18,13 +18,13 @@ from elaunch.agent.core.actions import (
     Blame,
     Clear,
     KeepStacks,
-    LookAtStacks,
     NameThreads,
+    NotifyWorkers,
     ReplaceForkServer,
     ShowStacks,
     SignalWorkers,
     Spawn,
-    TellWorkers,
+    TakeStacks,
     ToWorkers,
 )
 from elaunch.agent.core.events import Cleared, ServiceLost, Signalled, WorkerExited
@@ -153,11 +153,11 @@ class Workers:
                 self._spawn(table, group_rank)
             case SignalWorkers():
                 self._signal(order, is_ending=is_ending)
-            case TellWorkers():
+            case NotifyWorkers():
                 self.links.tell(order)
                 if not isinstance(order.message, ShowStacks):
                     self._continue(order.local_ranks)
-            case LookAtStacks():
+            case TakeStacks():
                 self._observers.look_at_stacks(order)
             case NameThreads():
                 self._observers.name_threads(order)

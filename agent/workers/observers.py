@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from elaunch.agent import linux
-from elaunch.agent.core.actions import Blame, KeepStacks, LookAtStacks, NameThreads
+from elaunch.agent.core.actions import Blame, KeepStacks, NameThreads, TakeStacks
 from elaunch.agent.core.events import Sampled, StacksTaken, WorkersHung
 from elaunch.agent.diagnosis import stacks
 from elaunch.agent.diagnosis.collectives import LOOKS, WaitShares, last_entered, slow_rank, slow_text
@@ -97,7 +97,7 @@ class Observers:
             if len(self._group.recorders) < self._group.slots:
                 start_thread(self._try_master, "elaunch-reach")
 
-    def look_at_stacks(self, order: LookAtStacks) -> None:
+    def look_at_stacks(self, order: TakeStacks) -> None:
         """Take stacks in a thread; posts `StacksTaken`."""
         post = self._reporter.post
         self._take(order.local_ranks, lambda found: post(StacksTaken(order.generation, found)))

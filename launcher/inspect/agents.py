@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from elaunch.agent.core.leaving import OrderAnswer
+from elaunch.agent.core.leaving import OrderResponse
 from elaunch.agent.diagnosis.stack_groups import StackAnswer, read_stack_answer
 from elaunch.agent.guardian.guardian import SOCKET_FOLDERS
 from elaunch.agent.linux import credentials, in_threads, state
@@ -117,9 +117,9 @@ def stacks_of(agent: LocalAgent, wait_s: float) -> StackAnswer:
     return _query(agent.path, "stacks", read, wait_s)
 
 
-def order_to(agent: LocalAgent, topic: Topic) -> OrderAnswer:
+def order_to(agent: LocalAgent, topic: Topic) -> OrderResponse:
     """Give that agent an order for its whole job. Raises NoAnswer."""
-    return _query(agent.path, topic.value, lambda fields, *_: decode(OrderAnswer, json.dumps(fields["order"])))
+    return _query(agent.path, topic.value, lambda fields, *_: decode(OrderResponse, json.dumps(fields["order"])))
 
 
 def _sockets() -> dict[int, list[Path]]:

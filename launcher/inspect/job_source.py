@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from queue import Empty, SimpleQueue
 
-from elaunch.agent.core.leaving import OrderAnswer
+from elaunch.agent.core.leaving import OrderResponse
 from elaunch.agent.diagnosis.stack_groups import Stack, StackAnswer, read_stack_answer, stacks_in
 from elaunch.agent.serve.status_server import STACKS_S
 from elaunch.launcher.errors import SiteError
@@ -162,18 +162,18 @@ class StoreSource:
         absent = [f"{host_of(id_)} {why}" for id_, why in silent.items() if id_ in seats]
         return NodeStacks(self._keys.run_id, tuple(stacks), tuple(absent), (*self.notes, *notes))
 
-    def order(self, topic: Topic) -> OrderAnswer:
+    def order(self, topic: Topic) -> OrderResponse:
         """Give the whole job an order. Raises SiteError."""
         snapshot = self._snapshot()
         if snapshot.ended:
-            return OrderAnswer(topic is Topic.STOP, f"the job has ended: {snapshot.ended.reason}")
+            return OrderResponse(topic is Topic.STOP, f"the job has ended: {snapshot.ended.reason}")
         leader = snapshot.leader
         if leader is None or leader not in snapshot.members:
             raise SiteError("no node leads the job now; wait for a moment, and type it again")
         try:
             text = query_nodes(self._store, self._keys, topic, {leader}, patience_s(len(snapshot.members))).get(leader)
             if text:
-                return decode(OrderAnswer, text)
+                return decode(OrderResponse, text)
         except (StoreError, ValueError) as error:
             raise SiteError(f"the job did not get the order: {error}") from None
         raise SiteError(
@@ -266,7 +266,7 @@ class LocalSource:
             raise SiteError("; ".join(silent))
         return NodeStacks(self._agents[0].job.run_id, stacks_in(answers), tuple(silent), notes)
 
-    def order(self, topic: Topic) -> OrderAnswer:
+    def order(self, topic: Topic) -> OrderResponse:
         """Give the whole job an order. Raises SiteError."""
         # One agent is enough: it informs the others. A spare runs no workers.
         agent = min(self._agents, key=lambda agent: agent.node.state not in ("running", "done"))

@@ -17,24 +17,24 @@ from elaunch.agent.core.actions import (
     Commit,
     Join,
     KeepStacks,
-    LookAtStacks,
+    Log,
     NameThreads,
+    NotifyWorkers,
     Renew,
     ReplaceForkServer,
-    Say,
     SignalWorkers,
     Spawn,
-    TellWorkers,
+    TakeStacks,
     Widen,
 )
 from elaunch.agent.core.events import (
     Cleared,
     Event,
     LinkEvent,
-    LookAgain,
     Sampled,
     ServiceLost,
     Signalled,
+    SnapshotPending,
     StacksTaken,
     Tag,
     Tick,
@@ -134,7 +134,7 @@ class AgentProcess:
         plan, times = host.plan, world.plan.times
         self.spec: JobSpec = world.spec(wrong=plan.wrong_terms)
         self.line = Line(world, self)
-        self._inbox: deque[Event | LookAgain] = deque()
+        self._inbox: deque[Event | SnapshotPending] = deque()
         self._said: deque[LinkEvent] = deque()
         self.client = StoreClient(
             JobStore(self.line, KEYS, is_remote=True),
@@ -185,7 +185,7 @@ class AgentProcess:
 
     # Events that come to the agent.
 
-    def hear(self, event: Event | LookAgain) -> None:
+    def hear(self, event: Event | SnapshotPending) -> None:
         self._inbox.append(event)
         self._turn_soon()
 
@@ -263,7 +263,7 @@ class AgentProcess:
             return
         if self._inbox:
             event = self._inbox.popleft()
-            self._happen(self.client.look() if isinstance(event, LookAgain) else event)
+            self._happen(self.client.snapshot() if isinstance(event, SnapshotPending) else event)
         if self._inbox or self._said:
             self._turn_soon()
         else:
@@ -303,7 +303,7 @@ class AgentProcess:
             if self.kill_at_action is not None and self.actions >= self.kill_at_action:
                 self.kill()
                 return
-            if not isinstance(action, Say) or world.is_verbose:
+            if not isinstance(action, Log) or world.is_verbose:
                 world.log(self.name, action)
             self._act(action)
         if isinstance(self.agent.phase, Exited) and not isinstance(before.phase, Exited):
@@ -330,19 +330,19 @@ class AgentProcess:
                 for worker in self._living_of(generation, local_ranks):
                     self.world.checks.signalling(worker, signum)
                     self.world.groups[generation].signal(worker, signum, by_agent=True)
-            case TellWorkers(generation, local_ranks, message):
+            case NotifyWorkers(generation, local_ranks, message):
                 for worker in self._living_of(generation, local_ranks):
                     self.world.groups[generation].tell(worker, message)
             case Clear(generation):
                 self._clear(generation)
             case ReplaceForkServer(generation):
                 self.lose_service(generation, FailureKind.TEMPLATE_LOST)
-            case LookAtStacks(generation, local_ranks):
+            case TakeStacks(generation, local_ranks):
                 stacks = tuple(waiting(w.rank) for w in self._living_of(generation, local_ranks))
                 self.world.later(self.rng.uniform(0, 0.1), lambda: self.hear(StacksTaken(generation, stacks)))
             case Blame(generation):
                 self.world.groups[generation].blame(self)
-            case Say() | KeepStacks() | NameThreads():
+            case Log() | KeepStacks() | NameThreads():
                 pass
 
     # The agent's actions.

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 
-from elaunch.agent.core.actions import Clear, Commit, Join, SignalWorkers, Spawn, TellWorkers
-from elaunch.agent.core.events import Cleared, Looked, ServiceLost, WorkerExited
+from elaunch.agent.core.actions import Clear, Commit, Join, NotifyWorkers, SignalWorkers, Spawn
+from elaunch.agent.core.events import Cleared, ServiceLost, SnapshotChanged, WorkerExited
 from elaunch.agent.core.leaving import order
 from elaunch.rendezvous.engine import MemoryStore
 from elaunch.rendezvous.job_spec import JobSpec, Program, ProgramKind
@@ -397,7 +397,7 @@ class World:
 def short(what: object) -> str:
     """One line of history."""
     match what:
-        case Looked(s):
+        case SnapshotChanged(s):
             number = s.generation.number if s.generation else None
             table = s.table.generation if s.table else None
             ended = f" ended {s.ended.kind.value}" if s.ended else ""
@@ -413,7 +413,7 @@ def short(what: object) -> str:
             return f"  -> spawn {table.generation}"
         case Cleared(generation):
             return f"cleared {generation}"
-        case Clear() | Join() | SignalWorkers() | TellWorkers():
+        case Clear() | Join() | SignalWorkers() | NotifyWorkers():
             return f"  -> {what}"
         case _:
             return str(what)

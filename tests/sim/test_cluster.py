@@ -14,10 +14,10 @@ import pytest
 from elaunch.agent.core.actions import (
     Blame,
     Commit,
+    NotifyWorkers,
     ReplaceForkServer,
     StopAtStepBoundary,
     StopReason,
-    TellWorkers,
     Widen,
 )
 from elaunch.agent.core.events import LeaseLost, Tag, WorkerSaved, WorkersHung, WorkerStopped
@@ -56,7 +56,7 @@ def life(seed: int) -> Counter[object]:
                 Blame() | LeaseLost() | ReplaceForkServer() | Widen() | WorkerSaved() | WorkerStopped() | WorkersHung()
             ):
                 seen[type(what)] += 1
-            case TellWorkers(_, _, message):
+            case NotifyWorkers(_, _, message):
                 seen[message] += 1
     return seen
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from elaunch.agent.core.events import Looked
+from elaunch.agent.core.events import SnapshotChanged
 from elaunch.agent.core.state import Exited
 from elaunch.rendezvous.store import Put, Txn
 from elaunch.rendezvous.types import Outcome, OutcomeKind
@@ -50,7 +50,12 @@ class Scribbled(World):
 
     @property
     def said(self) -> list[str]:
-        return [text for _, _, what in self.history if isinstance(what, Looked) for text in what.snapshot.unreadable]
+        return [
+            text
+            for _, _, what in self.history
+            if isinstance(what, SnapshotChanged)
+            for text in what.snapshot.unreadable
+        ]
 
 
 def live(kind: str, text: str) -> Scribbled:

@@ -6,15 +6,15 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
 
-from elaunch.agent.core.actions import Action, Commit, Join, Renew, Say, Widen
+from elaunch.agent.core.actions import Action, Commit, Join, Log, Renew, Widen
 from elaunch.agent.core.events import (
     Cleared,
     Committed,
     Event,
     Leased,
     LeaseLost,
-    Looked,
     ServiceLost,
+    SnapshotChanged,
     Tag,
     Tick,
     WorkerExited,
@@ -88,9 +88,9 @@ class Driver:
         return SnapshotReader(KEYS).read(self.store.read(KEYS.root), whole=True)
 
     @property
-    def looked(self) -> Looked:
+    def looked(self) -> SnapshotChanged:
         """The event with what the agent would see now."""
-        return Looked(self._reader.read(self.store.read(self._scope), whole=self._scope == KEYS.root))
+        return SnapshotChanged(self._reader.read(self.store.read(self._scope), whole=self._scope == KEYS.root))
 
     @property
     def node_id(self) -> str:
@@ -105,7 +105,7 @@ class Driver:
     @property
     def said(self) -> str:
         """The log lines of the last event."""
-        return "\n".join(action.text for action in self.acted if isinstance(action, Say))
+        return "\n".join(action.text for action in self.acted if isinstance(action, Log))
 
     @property
     def commits(self) -> list[Txn]:
@@ -127,7 +127,7 @@ class Driver:
         self.all_acted += actions
         for action in actions:
             self._act(action)
-        return [action for action in actions if not isinstance(action, (Say, Commit))]
+        return [action for action in actions if not isinstance(action, (Log, Commit))]
 
     def answer(self) -> list[Action]:
         """The store's oldest answer arrives."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from elaunch.agent.core.actions import Action, Blame, KeepStacks, LookAtStacks, PeerFailed, SignalWorkers, TellWorkers
+from elaunch.agent.core.actions import Action, Blame, KeepStacks, NotifyWorkers, PeerFailed, SignalWorkers, TakeStacks
 from elaunch.agent.core.events import Sampled, Signalled, StacksTaken, Tick, WorkerEnded, WorkerListens, WorkersHung
 from elaunch.agent.core.state import Running, Stopping
 from elaunch.agent.diagnosis.hang import LOOK_S_MAX, Standstill, Window, after_windows
@@ -47,7 +47,7 @@ def samples(driver: Driver, for_s: float, windows: dict[int, Window], stacks: tu
     for _ in range(int(for_s / 5)):
         driver.now_s += 5.0
         for action in driver.happen(Sampled(0, windows)):
-            if isinstance(action, LookAtStacks):
+            if isinstance(action, TakeStacks):
                 done += driver.happen(StacksTaken(0, stacks))
             else:
                 done.append(action)
@@ -206,7 +206,7 @@ def test_where_stacks_cannot_be_read_workers_that_listen_show_theirs() -> None:
     samples(driver, 320, ALL_IDLE, tuple(Stack(rank, 1, trouble="py-spy is not installed") for rank in ALL))
 
     assert "all 3 ranks use no CPU (py-spy is not installed)" in said(driver)
-    told = [action.local_ranks for action in driver.all_acted if isinstance(action, TellWorkers)]
+    told = [action.local_ranks for action in driver.all_acted if isinstance(action, NotifyWorkers)]
     assert told == [frozenset({2})]
 
 
@@ -215,7 +215,7 @@ def test_a_look_that_found_no_stack_is_followed_by_another() -> None:
 
     samples(driver, 120, ALL_IDLE)
 
-    looks = [action for action in driver.all_acted if isinstance(action, LookAtStacks)]
+    looks = [action for action in driver.all_acted if isinstance(action, TakeStacks)]
     assert len(looks) > 1
 
 
@@ -246,7 +246,7 @@ def test_ranks_that_report_do_not_hang_however_idle_they_are() -> None:
 
     samples(driver, 600, dict.fromkeys(ALL, reporting(IDLE, is_silent=False)), WAITING)
 
-    assert not any(isinstance(action, LookAtStacks) for action in driver.all_acted)
+    assert not any(isinstance(action, TakeStacks) for action in driver.all_acted)
 
 
 def test_silent_ranks_whose_stacks_cannot_be_read_are_not_called_idle() -> None:
@@ -266,7 +266,7 @@ def test_a_hang_is_a_failure_of_the_group_and_a_worker_that_failed_before_is_its
     done = driver.happen(hung)
     late.exits(1, 3)
 
-    assert done == [TellWorkers(0, frozenset({2}), PeerFailed(0)), SignalWorkers(0, frozenset({0, 1}), TERM)]
+    assert done == [NotifyWorkers(0, frozenset({2}), PeerFailed(0)), SignalWorkers(0, frozenset({0, 1}), TERM)]
     assert [f.kind for f in driver.snapshot.failures[0]] == [FailureKind.HANG]
     assert late.happen(hung) == []
     assert [f.kind for f in late.snapshot.failures[0]] == [FailureKind.EXIT_CODE]

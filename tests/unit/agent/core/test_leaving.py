@@ -6,14 +6,14 @@ from dataclasses import replace
 
 from elaunch.agent.core.actions import SignalWorkers
 from elaunch.agent.core.events import RestartOrdered, StoreFailed, WorkerExited
-from elaunch.agent.core.leaving import OrderAnswer, order
+from elaunch.agent.core.leaving import OrderResponse, order
 from elaunch.agent.core.state import Joining, Running, Stopping
 from elaunch.rendezvous.rules.questions import Topic
 from elaunch.rendezvous.types import OpenKind, OutcomeKind
 from tests.unit.agent.driver import ALL, SPEC, TERM, TWO, Driver, cleared, pair, settle, started
 
 
-def ordered(driver: Driver, topic: Topic) -> OrderAnswer:
+def ordered(driver: Driver, topic: Topic) -> OrderResponse:
     event, answer = order(driver.agent, topic)
     if event:
         driver.happen(event)
@@ -56,7 +56,7 @@ def test_a_restart_opens_a_generation_that_is_not_counted_although_ranks_hang() 
     driver.happen(cleared(0))
     driver.settle()
 
-    assert answer == OrderAnswer(True, "job job: all workers stop, and start again as generation 1")
+    assert answer == OrderResponse(True, "job job: all workers stop, and start again as generation 1")
     assert signals(driver) == [(TERM, ALL)]
     phase = driver.agent.phase
     assert isinstance(phase, Running)
@@ -91,11 +91,11 @@ def test_a_restart_is_refused_where_there_is_nothing_to_restart() -> None:
     said = [ordered(driver, Topic.RESTART) for driver in (once, stopped, forming)]
 
     assert said == [
-        OrderAnswer(
+        OrderResponse(
             False, "it has one generation, since it was started with --max-restarts 0; stop it and start it again"
         ),
-        OrderAnswer(False, "the job ends already: elaunch stop was received"),
-        OrderAnswer(False, "no workers run now: generation 1 is about to start"),
+        OrderResponse(False, "the job ends already: elaunch stop was received"),
+        OrderResponse(False, "no workers run now: generation 1 is about to start"),
     ]
     assert isinstance(once.agent.phase, Running)
 
@@ -106,7 +106,7 @@ def test_without_the_store_a_stop_is_of_this_node_and_a_restart_is_refused() -> 
 
     restart, stop = ordered(other, Topic.RESTART), ordered(other, Topic.STOP)
 
-    assert restart == OrderAnswer(False, "the job's store is away, and without it no generation can be opened")
+    assert restart == OrderResponse(False, "the job's store is away, and without it no generation can be opened")
     assert stop.text.startswith("job job stops on this node; the store is away, so stop the other nodes there: ")
 
 
@@ -117,7 +117,7 @@ def test_a_second_stop_is_answered_and_kills_nobody() -> None:
     event, answer = order(driver.agent, Topic.STOP)
 
     assert event is None
-    assert answer == OrderAnswer(True, "the job ends already: elaunch stop was received")
+    assert answer == OrderResponse(True, "the job ends already: elaunch stop was received")
 
 
 def test_a_restart_at_a_spare_is_the_jobs() -> None:
@@ -128,7 +128,7 @@ def test_a_restart_at_a_spare_is_the_jobs() -> None:
     answer = ordered(spare, Topic.RESTART)
     settle(leader, other, spare)
 
-    assert answer == OrderAnswer(True, "job job: all workers stop, and start again as generation 1")
+    assert answer == OrderResponse(True, "job job: all workers stop, and start again as generation 1")
     assert all(isinstance(driver.agent.phase, Stopping) for driver in (leader, other))
     assert order(spare.agent, Topic.RESTART)[1].text == "no workers run now: generation 1 is about to start"
     # It was opened over between the answer and the event.

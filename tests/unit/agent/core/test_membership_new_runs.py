@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from elaunch.agent.core.actions import Say
+from elaunch.agent.core.actions import Log
 from elaunch.agent.core.events import StoreBack, StoreFailed, Tag, Tick, Trouble
 from elaunch.agent.core.state import Joining
 from elaunch.agent.core.step import deadline_s
@@ -149,7 +149,7 @@ def test_members_that_never_go_and_no_generation_are_no_job() -> None:
         if isinstance(driver.agent.phase, Joining):
             at_next_deadline(driver)
 
-    said = [action.text for action in driver.all_acted if isinstance(action, Say)]
+    said = [action.text for action in driver.all_acted if isinstance(action, Log)]
     assert said[0].startswith("waiting for members that an earlier job job left in the store")
 
     assert driver.outcome.kind is OutcomeKind.UNKNOWN

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from elaunch.agent.core.actions import Action, Clear, Commit, Say, SignalWorkers
+from elaunch.agent.core.actions import Action, Clear, Commit, Log, SignalWorkers
 from elaunch.agent.core.events import (
     Cleared,
     Tick,
@@ -59,7 +59,7 @@ def test_a_failed_worker_stops_its_siblings_and_opens_the_next_generation() -> N
     assert (snapshot.generation.number, snapshot.generation.kind) == (1, OpenKind.FAIL)
     assert [f.local_rank for f in snapshot.failures[0]] == [1]
     assert "stopping 2 others" in driver.said
-    assert [action.level for action in driver.acted if isinstance(action, Say)] == ["error"]
+    assert [action.level for action in driver.acted if isinstance(action, Log)] == ["error"]
     assert isinstance(driver.acted[0], Commit), "the others are told before anything is stopped"
 
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from elaunch.agent.core.actions import Clear, Join, Say, SignalWorkers, Spawn
-from elaunch.agent.core.events import Looked, Signalled, StoreLost, Tick
+from elaunch.agent.core.actions import Clear, Join, Log, SignalWorkers, Spawn
+from elaunch.agent.core.events import Signalled, SnapshotChanged, StoreLost, Tick
 from elaunch.agent.core.joining import _why_seatless
 from elaunch.agent.core.membership import _mismatch
 from elaunch.agent.core.state import Agent, Finished, Joining, Running
@@ -66,7 +66,7 @@ def test_a_start_is_said_with_its_size_its_reason_and_the_name_for_other_hosts(
     others = [Driver(spec, store=driver.store, host=f"node-{n}", slots=slots).begin() for n in range(1, nodes)]
     settle(driver, *others)
 
-    starts = [action.text for action in driver.all_acted if isinstance(action, Say)]
+    starts = [action.text for action in driver.all_acted if isinstance(action, Log)]
 
     assert starts == [words]
 
@@ -88,7 +88,7 @@ def test_a_generation_whose_workers_ran_is_not_run_again_while_the_store_is_slow
     old = driver.snapshot
     driver.happen(lost(0, workers_too=True))
 
-    done = driver.happen(cleared(0)) + driver.happen(Looked(old))
+    done = driver.happen(cleared(0)) + driver.happen(SnapshotChanged(old))
     later = driver.settle()
 
     assert not [action for action in done if isinstance(action, (Spawn, Join))]
@@ -117,7 +117,7 @@ def test_a_generation_for_who_comes_or_goes_leaves_the_workers_time_to_save(kind
     done = driver.look()
 
     assert done == [SignalWorkers(0, ALL, TERM)]
-    levels = [action.level for action in driver.acted if isinstance(action, Say)]
+    levels = [action.level for action in driver.acted if isinstance(action, Log)]
     assert levels == ["info" if kind is OpenKind.JOIN else "warning"]
     assert deadline_s(driver.agent) == START_S + STOP_GRACE_S
 

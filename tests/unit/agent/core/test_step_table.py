@@ -13,11 +13,11 @@ from elaunch.agent.core.events import (
     Event,
     Leased,
     LeaseLost,
-    Looked,
     RestartOrdered,
     Sampled,
     ServiceLost,
     Signalled,
+    SnapshotChanged,
     StacksTaken,
     StoreBack,
     StoreFailed,
@@ -114,7 +114,7 @@ def test_each_cell_decides_and_an_ignored_event_changes_nothing(phase: type[Phas
     agent, actions = step(before, event_of(event, driver), driver.now_s)
 
     assert isinstance(agent, Agent)
-    if isinstance(TABLE[phase][event], Ignored) and event is not Looked:
+    if isinstance(TABLE[phase][event], Ignored) and event is not SnapshotChanged:
         assert (agent, actions) == (before, ())
 
 

@@ -7,7 +7,7 @@ from signal import SIGPIPE as PIPE
 
 import pytest
 
-from elaunch.agent.core.actions import Clear, Commit, Join, ReplaceForkServer, Say, SignalWorkers, Spawn
+from elaunch.agent.core.actions import Clear, Commit, Join, Log, ReplaceForkServer, SignalWorkers, Spawn
 from elaunch.agent.core.clearing import LAST_WORDS_S
 from elaunch.agent.core.events import (
     Cleared,
@@ -355,7 +355,7 @@ def test_a_pipe_without_a_reader_ends_the_job_by_sigterm_without_a_word_and_with
     driver.happen(cleared(0))
 
     assert SignalWorkers(0, ALL, TERM) in done
-    assert not [action for action in done if isinstance(action, Say)]
+    assert not [action for action in done if isinstance(action, Log)]
     assert driver.outcome.exit_code == 141
     assert driver.snapshot.ended, "the other nodes end, too"
 
@@ -481,8 +481,8 @@ def test_of_two_that_fail_at_once_a_killed_one_is_logged_and_an_exit_code_that_t
     driver.exits(0, -KILL, FailureKind.SIGNAL)
 
     driver.exits(1, -KILL, FailureKind.SIGNAL)
-    second = [action.level for action in driver.acted if isinstance(action, Say)]
+    second = [action.level for action in driver.acted if isinstance(action, Log)]
     driver.exits(2, 1)
 
     assert second == ["error"]
-    assert not [action for action in driver.acted if isinstance(action, Say)]
+    assert not [action for action in driver.acted if isinstance(action, Log)]

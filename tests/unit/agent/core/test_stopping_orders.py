@@ -9,11 +9,11 @@ import pytest
 from elaunch.agent.core.actions import (
     Action,
     Clear,
+    NotifyWorkers,
     PeerFailed,
     SignalWorkers,
     StopAtStepBoundary,
     StopReason,
-    TellWorkers,
 )
 from elaunch.agent.core.events import Signalled, Tick, WorkerListens, WorkerSaved, WorkerSaving, WorkerStopped
 from elaunch.agent.core.running import STOPPED_HOLD_S
@@ -46,8 +46,8 @@ def listening(driver: Driver, *ranks: int, to_stop: bool = True, to_failure: boo
     return driver
 
 
-def tell(message: object, *ranks: int, generation: int = 0) -> TellWorkers:
-    return TellWorkers(generation, frozenset(ranks), message)  # type: ignore[arg-type]
+def tell(message: object, *ranks: int, generation: int = 0) -> NotifyWorkers:
+    return NotifyWorkers(generation, frozenset(ranks), message)  # type: ignore[arg-type]
 
 
 def signal(signum: int, *ranks: int, generation: int = 0) -> SignalWorkers:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.agent.core.leaving import OrderAnswer
+from elaunch.agent.core.leaving import OrderResponse
 from elaunch.agent.core.state import Running, Stopping
 from elaunch.agent.core.timeline import WorkersSeen
 from elaunch.agent.linux import credentials
@@ -126,7 +126,7 @@ def test_an_order_is_obeyed_by_the_leader_alone_and_answered_first() -> None:
     (txn,) = offered
     (put,) = txn.then
     assert isinstance(put, Put)
-    assert decode(OrderAnswer, put.value).is_done
+    assert decode(OrderResponse, put.value).is_done
 
 
 def question(number: int) -> Question:

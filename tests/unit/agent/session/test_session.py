@@ -12,8 +12,8 @@ import pytest
 from elaunch.agent.core.events import (
     Committed,
     Leased,
-    LookAgain,
-    Looked,
+    SnapshotChanged,
+    SnapshotPending,
     StoreBack,
     StoreEvent,
     Tag,
@@ -65,8 +65,8 @@ class Bench:
         by_age = sorted(entries, key=lambda key: entries[key].create_revision)
         return [int(key.rpartition("/")[2]) for key in by_age]
 
-    def _post(self, event: StoreEvent | LookAgain) -> None:
-        if isinstance(event, LookAgain):
+    def _post(self, event: StoreEvent | SnapshotPending) -> None:
+        if isinstance(event, SnapshotPending):
             self.looks_due += 1
         else:
             self.events.append(event)
@@ -90,14 +90,14 @@ def test_a_store_in_this_process_is_asked_at_once_by_whoever_calls() -> None:
     before = set(threading.enumerate())
     with session(remote=False) as bench:
         assert bench.looks_due == 1
-        looked = bench.session.look()
+        looked = bench.session.snapshot()
         bench.session.commit(bench.put(1), Tag.JOIN)
 
         assert bench.looks_due == 2
         assert set(threading.enumerate()) <= before
         assert bench.store.threads == {threading.current_thread().name}
 
-    assert isinstance(looked, Looked)
+    assert isinstance(looked, SnapshotChanged)
     assert looked.snapshot.whole
     assert [type(event) for event in bench.events] == [Leased, Committed]
     assert bench.store.closed

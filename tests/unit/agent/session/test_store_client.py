@@ -7,7 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from elaunch.agent.core.events import Committed, Leased, LeaseLost, LookAgain, Looked, StoreEvent, StoreLost, Tag
+from elaunch.agent.core.events import (
+    Committed,
+    Leased,
+    LeaseLost,
+    SnapshotChanged,
+    SnapshotPending,
+    StoreEvent,
+    StoreLost,
+    Tag,
+)
 from elaunch.agent.session.session import RetryQueue
 from elaunch.agent.session.store_client import StoreClient
 from elaunch.agent.session.store_view import JobStore, LocalHost
@@ -65,8 +74,8 @@ class Bench:
         """What the agent sees at its next look, which the client must have asked for."""
         assert self.looks_due, "nobody was told to look"
         self.looks_due = 0
-        looked = self.client.look()
-        assert isinstance(looked, Looked), looked
+        looked = self.client.snapshot()
+        assert isinstance(looked, SnapshotChanged), looked
         return looked.snapshot
 
     @property
@@ -84,8 +93,8 @@ class Bench:
         """A transaction that puts the key on this node's lease."""
         return Txn((), (Put(key, "mine", self.leased[-1].lease),))
 
-    def _post(self, event: StoreEvent | LookAgain) -> None:
-        if isinstance(event, LookAgain):
+    def _post(self, event: StoreEvent | SnapshotPending) -> None:
+        if isinstance(event, SnapshotPending):
             self.looks_due += 1
         else:
             self.events.append(event)
@@ -234,7 +243,7 @@ def test_a_record_that_is_none_ends_the_session_with_its_key() -> None:
     bench = Bench().begun()
     bench.write(Put(KEYS.generation, "garbage"))
 
-    lost = bench.client.look()
+    lost = bench.client.snapshot()
 
     assert isinstance(lost, StoreLost)
     assert lost.why.startswith(f"{KEYS.generation} in the store is not a Generation: 'garbage'")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from elaunch.agent.core.actions import ShowStacks, TellWorkers
+from elaunch.agent.core.actions import NotifyWorkers, ShowStacks
 from elaunch.agent.core.events import Event, WorkerListens
 from elaunch.agent.workers.group import Reporter, Worker, WorkerGroup
 from elaunch.agent.workers.link import Link
@@ -92,7 +92,7 @@ def test_messages_of_a_worker_that_got_one_wake_the_agent(linked: LinkedGroup) -
     linked.says(event="progress", step=1)
     before = is_readable(linked.monitor)
 
-    linked.monitor.tell(TellWorkers(GENERATION, frozenset({0}), ShowStacks()))
+    linked.monitor.tell(NotifyWorkers(GENERATION, frozenset({0}), ShowStacks()))
 
     assert not before
     assert is_readable(linked.monitor)

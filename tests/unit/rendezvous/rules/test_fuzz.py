@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elaunch.agent.core.events import Looked, Tick
+from elaunch.agent.core.events import SnapshotChanged, Tick
 from elaunch.agent.core.step import step
 from elaunch.rendezvous.codec import decode, encode
 from elaunch.rendezvous.rules.hang_verdict import Hang, StillGroup, StillKind, StillNode
@@ -121,7 +121,7 @@ def test_an_agent_decides_on_whatever_can_be_read(shown: list[View]) -> None:
     for view in shown:
         if snapshot := snapshot_of(view):
             with bounded():
-                agent, _ = step(agent, Looked(snapshot), now_s)
+                agent, _ = step(agent, SnapshotChanged(snapshot), now_s)
                 agent, _ = step(agent, Tick(), now_s + 700.0)
 
 

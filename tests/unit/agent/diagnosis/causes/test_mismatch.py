@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from elaunch.agent.core.actions import Say
+from elaunch.agent.core.actions import Log
 from elaunch.agent.core.events import WorkerExited
 from elaunch.agent.core.state import Running
 from elaunch.rendezvous.types import FailureKind
@@ -35,8 +35,8 @@ def test_both_nodes_say_it_once_as_a_warning_also_after_a_restart() -> None:
     for driver in (one, other):
         assert isinstance(driver.agent.phase, Running)
         assert driver.agent.phase.table.generation == 1
-        assert [say for say in driver.all_acted if isinstance(say, Say) and "software" in say.text] == [
-            Say(WORDS, "warning")
+        assert [say for say in driver.all_acted if isinstance(say, Log) and "software" in say.text] == [
+            Log(WORDS, "warning")
         ]
 
 
