@@ -87,7 +87,7 @@ bench: $(VENV)/.installed-dev  ## Measure beside torchrun, and print the tables 
 	$(BIN)/python -m bench --samples $(N) $(ARGS)
 
 # Needs neither $(VENV) nor its torch: the Python that has the GPU's torch makes an environment that sees it.
-gpu:  ## On a machine with a GPU: its tests and benches in under nine minutes, and docs/gpu.md's figures; WHEELS=DIR
+gpu:  ## On a machine with a GPU: its tests and benches in under nine minutes, and bench/results/gpu.md; WHEELS=DIR
 	@$(PYTHON) bench/gpu/prepare.py $(if $(WHEELS),--wheels '$(WHEELS)')
 
 docs: $(VENV)/.installed-dev  ## The documentation as a site in site/; a broken link ends it

@@ -1,1 +1,1 @@
-"""`make gpu`: the tests and benches that only a GPU can run, within nine minutes, and their figures in docs/gpu.md."""
+"""`make gpu`: the tests and benches that only a GPU can run, in nine minutes; their figures: bench/results/gpu.md."""

@@ -1,4 +1,4 @@
-"""`python -m bench.gpu`: runs the parts one after the other until the time is over, and writes docs/gpu.md."""
+"""`python -m bench.gpu`: runs the parts one after the other until the time is over, and writes bench/results/gpu.md."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from bench.gpu.page import failed, render, update
 from bench.gpu.parts import ROOT, Part, parts
 from tests.harness import environment
 
-PAGE = ROOT / "docs" / "gpu.md"
+PAGE = ROOT / "bench" / "results" / "gpu.md"
 # Under nine minutes, with the time that Make and the last part's end need.
 BUDGET_S = 525.0
 # A part that has less than this is not begun.

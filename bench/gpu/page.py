@@ -1,4 +1,4 @@
-"""The part of docs/gpu.md between its markers, from the figures of a run (pure)."""
+"""The part of bench/results/gpu.md between its markers, from the figures of a run (pure)."""
 
 from __future__ import annotations
 
