@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 from elaunch.strict_json import parse_json
 from elaunch.trainer.checkpoint.local import LocalFiles
 from elaunch.trainer.checkpoint.objects import ObjectFiles, StorageError, parse
-from elaunch.trainer.state.version import Version
+from elaunch.trainer.state.region import Version
 
 MANIFEST = "manifest.json"
 # Takes the manifest's place in what has proved to be corrupt.

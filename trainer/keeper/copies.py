@@ -27,9 +27,9 @@ from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.ranks.place import RankInfo
 from elaunch.trainer.state.optimizer_state import require_uncaptured
 from elaunch.trainer.state.packing import NotPlain
+from elaunch.trainer.state.region import Version
 from elaunch.trainer.state.training_state import Training
 from elaunch.trainer.state.tree import State, cloned
-from elaunch.trainer.state.version import Version
 
 # How long a part may take to be written: a first copy takes 2 s per GB, since the kernel clears its pages.
 _WRITE_S = 1.0

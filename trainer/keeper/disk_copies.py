@@ -17,8 +17,8 @@ from elaunch.trainer.checkpoint.loading import Unreadable, find_newest
 from elaunch.trainer.checkpoint.storage import Storage
 from elaunch.trainer.memory.recovery_plan import repeated
 from elaunch.trainer.ranks.peers import Peers
+from elaunch.trainer.state.region import Version
 from elaunch.trainer.state.training_state import Training
-from elaunch.trainer.state.version import Version
 
 if TYPE_CHECKING:
     from elaunch.trainer.keeper.copies import Copies

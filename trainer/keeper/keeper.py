@@ -41,8 +41,8 @@ from elaunch.trainer.keeper.rehearsal import VARIABLE, Rehearsal
 from elaunch.trainer.keeper.verification import Verification
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.ranks.place import RankInfo
+from elaunch.trainer.state.region import Version
 from elaunch.trainer.state.training_state import Training
-from elaunch.trainer.state.version import Version
 
 
 class Keeper:

@@ -12,9 +12,9 @@ from torch import Tensor
 from elaunch.trainer.memory.node_memory import Records
 from elaunch.trainer.state.buffers import changed_since, versions
 from elaunch.trainer.state.packing import NotPlain, not_plain
+from elaunch.trainer.state.region import Version
 from elaunch.trainer.state.training_state import Training
 from elaunch.trainer.state.tree import State, equal, some
-from elaunch.trainer.state.version import Version
 
 _VERSION = attrgetter("_version")
 

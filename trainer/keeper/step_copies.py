@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from elaunch.trainer.keeper.sync_schedule import COPY_SHARE, Pace
 from elaunch.trainer.memory.sharded import ShardedMemory
 from elaunch.trainer.ranks.peers import Peers
+from elaunch.trainer.state.region import Version
 from elaunch.trainer.state.training_state import Training
-from elaunch.trainer.state.version import Version
 
 if TYPE_CHECKING:
     from elaunch.trainer.keeper.copies import Copies

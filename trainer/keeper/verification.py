@@ -16,9 +16,9 @@ from elaunch.trainer.keeper.copies import Copies
 from elaunch.trainer.keeper.guarded_state import GuardedState
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state.model_state import is_fsdp1
+from elaunch.trainer.state.region import Version
 from elaunch.trainer.state.training_state import Training
 from elaunch.trainer.state.tree import digests, some
-from elaunch.trainer.state.version import Version
 
 # The differing rank fails first: its failure is the one that is told, and that counts against its node.
 _FIRST_S = 5.0

@@ -29,8 +29,7 @@ from elaunch.trainer.memory.recovery_plan import Holding, Inventory, Record
 from elaunch.trainer.memory.room import Room, room_in
 from elaunch.trainer.memory.slots import Copy, Slot, Slots, copy_on_host, node_of, tear_newer
 from elaunch.trainer.state.packing import pack
-from elaunch.trainer.state.region import Header, Packed
-from elaunch.trainer.state.version import Piece, Version
+from elaunch.trainer.state.region import Header, Packed, Piece, Version
 
 # How long to wait for another worker of the node. After a failure the agent kills a stopped worker when --failure-grace
 # (2 s) is over, and that frees the lock. The waiting worker has reported that it saves, so it has --stop-grace (30 s).

@@ -17,9 +17,8 @@ from elaunch.trainer.memory.recovery_plan import Choice, Held, Parts
 from elaunch.trainer.memory.slots import Slot, Torn, received
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state.packing import Box, Boxed, Placer, Reference, Shape, describe, pack, values
-from elaunch.trainer.state.region import Header, Packed, data_of, skeleton_of
+from elaunch.trainer.state.region import Header, Packed, Piece, data_of, skeleton_of
 from elaunch.trainer.state.tree import State, Tree, flatten, is_shard, local_parts
-from elaunch.trainer.state.version import Piece
 
 Boxes = list[tuple[Tensor, Shape]]
 # Boxes to read from a piece: the tensor's name, the tensor as that piece has it, and the box of it.

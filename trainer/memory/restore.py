@@ -14,9 +14,8 @@ from elaunch.trainer.memory.recovery_plan import Decision, Inventory, RecordSour
 from elaunch.trainer.memory.slots import Slot, received
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state.packing import unpack
-from elaunch.trainer.state.region import Header
+from elaunch.trainer.state.region import Header, Version
 from elaunch.trainer.state.training_state import Training
-from elaunch.trainer.state.version import Version
 
 Stored = Callable[[], tuple[Header, Slot]]
 

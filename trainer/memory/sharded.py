@@ -42,9 +42,8 @@ from elaunch.trainer.memory.recovery_plan import Choice, Held, Parts, choose, di
 from elaunch.trainer.memory.slots import Slot, Slots, Torn, node_of, tear_newer
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state.packing import NotPlain, extended
-from elaunch.trainer.state.region import Packed, skeleton_of
+from elaunch.trainer.state.region import Packed, Piece, Version, skeleton_of
 from elaunch.trainer.state.tree import State, flatten
-from elaunch.trainer.state.version import Piece, Version
 
 # Which state the pieces are of is checked by name and shape when they are loaded.
 _LAYOUT = bytes(16)

@@ -20,6 +20,8 @@ from elaunch.trainer.state.packing import unpack
 from elaunch.trainer.state.region import (
     Header,
     Packed,
+    Piece,
+    Version,
     finish,
     header_of,
     is_intact,
@@ -28,7 +30,6 @@ from elaunch.trainer.state.region import (
     tear,
     views,
 )
-from elaunch.trainer.state.version import Piece, Version
 
 Copy = Callable[[list[Tensor], list[Tensor]], None]
 

@@ -25,8 +25,7 @@ from elaunch.trainer.ledger.ledger import FORMAT
 from elaunch.trainer.memory.pieces import contents
 from elaunch.trainer.memory.slots import Slot, Torn
 from elaunch.trainer.state.packing import describe, pack, unpack
-from elaunch.trainer.state.region import PAGE, Header, finish, header_of, is_intact, skeleton_of, views
-from elaunch.trainer.state.version import Piece, Version
+from elaunch.trainer.state.region import PAGE, Header, Piece, Version, finish, header_of, is_intact, skeleton_of, views
 from tests.fuzzing import NESTED, NUMBERS, TEXTS, bounded, json_texts
 
 ORDER = Order(8, global_batch=4, micro_batch=2)

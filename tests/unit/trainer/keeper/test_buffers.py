@@ -17,9 +17,9 @@ from elaunch.trainer.keeper import door
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.keeper.own_state import OwnState
 from elaunch.trainer.memory.node_memory import Records
+from elaunch.trainer.state.region import Version
 from elaunch.trainer.state.training_state import Training
 from elaunch.trainer.state.tree import cloned
-from elaunch.trainer.state.version import Version
 
 pytestmark = pytest.mark.usefixtures("memory")
 

@@ -17,8 +17,7 @@ from elaunch.trainer.keeper.copies import Copies
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.keeper.step_copies import StepCopies
 from elaunch.trainer.memory.node_memory import Records
-from elaunch.trainer.state.region import header_of
-from elaunch.trainer.state.version import Version
+from elaunch.trainer.state.region import Version, header_of
 from tests.unit.trainer.keeper.test_keeper import Feedback
 
 pytestmark = pytest.mark.usefixtures("memory", "few_snapshots")

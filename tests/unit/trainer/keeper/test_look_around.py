@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from elaunch.trainer.keeper.boundary import LookAround, LookPlan
-from elaunch.trainer.state.version import Version
+from elaunch.trainer.state.region import Version
 
 
 class Rank:

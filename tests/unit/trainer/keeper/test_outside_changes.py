@@ -15,7 +15,7 @@ from elaunch.trainer.keeper.copies import Copies
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.keeper.outside_changes import OutsideChanges
 from elaunch.trainer.state.live_tensors import LiveTensors
-from elaunch.trainer.state.version import Version
+from elaunch.trainer.state.region import Version
 
 pytestmark = pytest.mark.usefixtures("memory")
 

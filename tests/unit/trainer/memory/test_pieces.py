@@ -8,9 +8,8 @@ import torch
 
 from elaunch.trainer.memory.pieces import Cutter, boxed, contents, held_by
 from elaunch.trainer.memory.recovery_plan import Held, digest_of
-from elaunch.trainer.state.region import PAGE, Packed
+from elaunch.trainer.state.region import PAGE, Packed, Piece, Version
 from elaunch.trainer.state.tree import PerRank, Tree, flatten
-from elaunch.trainer.state.version import Piece, Version
 
 PIECE = Piece(Version(0, 1), 2, 0)
 WHOLE = digest_of({"own-1", "own-2", "common-1"})

@@ -10,8 +10,7 @@ import torch
 from elaunch.trainer.memory.sharded import ShardedMemory
 from elaunch.trainer.memory.slots import Slot, Torn
 from elaunch.trainer.state import region
-from elaunch.trainer.state.region import MARK
-from elaunch.trainer.state.version import Piece, Version
+from elaunch.trainer.state.region import MARK, Piece, Version
 
 PIECE = Piece(Version(3, 1), world_size=1, rank=0)
 

@@ -16,6 +16,8 @@ from elaunch.trainer.state.region import (
     MARK,
     PAGE,
     Packed,
+    Piece,
+    Version,
     checksum,
     finish,
     header_of,
@@ -23,7 +25,6 @@ from elaunch.trainer.state.region import (
     tear,
     views,
 )
-from elaunch.trainer.state.version import Piece, Version
 
 LAYOUT = b"sixteen bytes ok"
 PIECE = Piece(Version(2, 7), world_size=4, rank=3)

@@ -12,9 +12,8 @@ import torch
 
 from elaunch.trainer.state.packing import pack_plain, unpack, unpack_plain
 from elaunch.trainer.state.pickles import DEPTH_MAX, require_shallow, require_shallow_value, scan
-from elaunch.trainer.state.region import PAGE, Header
+from elaunch.trainer.state.region import PAGE, Header, Piece, Version
 from elaunch.trainer.state.tree import Tree
-from elaunch.trainer.state.version import Piece, Version
 from tests.fuzzing import bounded
 
 VALUES: list[Any] = [
