@@ -25,7 +25,7 @@ from elaunch.trainer.memory.slots import node_of
 from elaunch.trainer.ranks.group_status import GroupStatus
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.ranks.place import RankInfo
-from elaunch.trainer.state.optimizer_state import require_uncaptured
+from elaunch.trainer.state.model_state import require_uncaptured
 from elaunch.trainer.state.packing import NotPlain
 from elaunch.trainer.state.region import Version
 from elaunch.trainer.state.training_state import Training

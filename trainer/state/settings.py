@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from elaunch.trainer.state.buffers import plain_name
-from elaunch.trainer.state.model_state import is_sharded
+from elaunch.trainer.state.model_state import is_sharded, put_options
 from elaunch.trainer.state.module_values import ModuleValues
-from elaunch.trainer.state.optimizer_state import put_options
 from elaunch.trainer.state.packing import NotPlain
 from elaunch.trainer.state.tree import State, cloned, some
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from elaunch.trainer.state import optimizer_state, rng_state
+from elaunch.trainer.state import rng_state
 from elaunch.trainer.state.buffers import Buffers, load_module
 from elaunch.trainer.state.live_tensors import LiveTensors
 from elaunch.trainer.state.model_state import (
@@ -19,8 +19,10 @@ from elaunch.trainer.state.model_state import (
     is_in_parts,
     is_zero,
     kinds_of,
+    load_optimizer,
     moments_of,
     passes_to_final_sums,
+    put_options,
     restore,
     state_of,
     unwrap,
@@ -299,7 +301,7 @@ class Training:
         self.settings.load_groups(state)
         self.model.load_state_dict({**self.model.state_dict(), **state["model"]})
         for one, its in zip(self.optimizers, [*state["optimizer"], *state["optimizers"]], strict=True):
-            optimizer_state.load(one, its)
+            load_optimizer(one, its)
         self.of_commit = cloned(state.get("of_commit", {}))
         self._load_rest({name: its for name, its in state.items() if name != "optimizers"})
 
@@ -388,7 +390,7 @@ class Training:
         options = state.get("param_groups", ()) if self.is_in_parts else ()
         for one, groups in zip(self.optimizers, options, strict=False):
             for group, its in zip(one.param_groups, groups, strict=True):
-                optimizer_state.put_options(group, its)
+                put_options(group, its)
         self.settings.load(state)
 
 
@@ -435,7 +437,7 @@ def _is_object(one: Any) -> bool:
 def _load(part: Any, state: Any, spare: Collection[int]) -> None:
     """Load a part's state, which is copied; tensors in the storages in `spare` are left alone."""
     if isinstance(part, Optimizer):
-        optimizer_state.load(part, state)
+        load_optimizer(part, state)
     elif isinstance(part, nn.Module):
         load_module(part, cloned(state))
     elif hasattr(part, "load_state_dict"):

@@ -15,7 +15,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.memory.device_copy import HostCopies
 from elaunch.trainer.ranks.group_status import BrokenGroup, GroupStatus
-from elaunch.trainer.state import optimizer_state
+from elaunch.trainer.state import model_state
 
 # tests/e2e/test_accelerator.py runs these tests on a GPU, if there is one.
 DEVICE = os.environ.get("ELAUNCH_TEST_DEVICE", "cpu")
@@ -226,13 +226,13 @@ def test_a_graph_that_may_hold_the_optimizers_state_is_refused(monkeypatch: pyte
     model = nn.Linear(2, 2)
     model(torch.ones(1, 2)).sum().backward()
     optimizer = torch.optim.AdamW(model.parameters())
-    assert not optimizer_state.has_cuda_graphs()
-    monkeypatch.setattr(optimizer_state, "has_cuda_graphs", lambda: True)
+    assert not model_state.has_cuda_graphs()
+    monkeypatch.setattr(model_state, "has_cuda_graphs", lambda: True)
     optimizer.param_groups[0]["capturable"] = True
-    optimizer_state.require_uncaptured(optimizer)
+    model_state.require_uncaptured(optimizer)
     optimizer.param_groups[0]["capturable"] = False
     optimizer.step()
-    optimizer_state.require_uncaptured(optimizer)
+    model_state.require_uncaptured(optimizer)
     optimizer.param_groups[0]["capturable"] = True
 
     with pytest.raises(ValueError, match=r"AdamW has capturable=True and a state, .*enter the Keeper first"):
