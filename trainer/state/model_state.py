@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from elaunch.trainer.state.buffers import Buffers, plain_name
+from elaunch.trainer.state.live_tensors import Buffers, plain_name
 from elaunch.trainer.state.tree import OPTIMIZERS, PerRank, State, cloned, is_shard, put_into, some
 
 Found = TypeVar("Found")

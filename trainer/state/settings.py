@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from elaunch.trainer.state.buffers import plain_name
+from elaunch.trainer.state.live_tensors import plain_name
 from elaunch.trainer.state.model_state import is_sharded, put_options
 from elaunch.trainer.state.module_values import ModuleValues
 from elaunch.trainer.state.packing import NotPlain

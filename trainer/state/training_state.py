@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from elaunch.trainer.state import rng_state
-from elaunch.trainer.state.buffers import Buffers, load_module
-from elaunch.trainer.state.live_tensors import LiveTensors
+from elaunch.trainer.state.live_tensors import Buffers, LiveTensors, load_module
 from elaunch.trainer.state.model_state import (
     Models,
     is_in_parts,
