@@ -19,8 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from elaunch.trainer import link
 from elaunch.trainer.checkpoint.claim import UNNAMED
-from elaunch.trainer.keeper.unkept import NODES_MAX, Unkept, is_a, memory_of, reach
-from elaunch.trainer.keeper.values import digest, named
+from elaunch.trainer.keeper.unkept import NODES_MAX, Unkept, digest, is_a, memory_of, named, reach
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state.model_state import is_fsdp1
 from elaunch.trainer.state.training_state import Training

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from elaunch.trainer.keeper.values import digest, named, variables
+from elaunch.trainer.keeper.unkept import digest, named, variables
 from elaunch.trainer.ranks.place import RankInfo
 from elaunch.trainer.state.model_state import hook_after_forward
 from elaunch.trainer.state.training_state import Training

@@ -6,7 +6,7 @@ import random
 
 import torch
 
-from elaunch.trainer.keeper.values import digest, named
+from elaunch.trainer.keeper.unkept import digest, named
 
 
 def test_a_generator_that_has_drawn_one_number_more_is_another_one() -> None:
