@@ -12,7 +12,6 @@ from elaunch.trainer import link
 from elaunch.trainer.checkpoint.checkpoints import KEPT
 from elaunch.trainer.checkpoint.storage import Storage
 from elaunch.trainer.keeper.disk_copies import DiskCopies
-from elaunch.trainer.keeper.loops import Loops
 from elaunch.trainer.keeper.own_state import OwnState
 from elaunch.trainer.keeper.step_copies import StepCopies
 from elaunch.trainer.memory.device_copy import GpuCopies, HostCopies
@@ -76,8 +75,8 @@ class Copies:
             name = f"{name}-{place.rank}" if peers.world_size == 1 < place.world_size else name
             whose = peers.rank, place.world_size
             self._node_memory = NodeMemory(Path(folder), name, layout, *whose, speaks=speaks, say=say)
-        left = Path(folder, f"{name}.left") if folder else None
-        self.loops = Loops(left, peers, self._tell, is_restart=bool(place.generation))
+        # For the loops that were left.
+        self.loops_path = Path(folder, f"{name}.left") if folder else None
         self._parts: ShardedMemory | None = None
         if training.is_in_parts and all(self._nodes):
             parts = Path(folder, f"{name}.parts")

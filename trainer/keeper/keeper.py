@@ -31,7 +31,7 @@ from elaunch.trainer import link
 from elaunch.trainer.checkpoint.checkpoints import KEPT
 from elaunch.trainer.checkpoint.claim import UNNAMED
 from elaunch.trainer.checkpoint.storage import storage_at
-from elaunch.trainer.keeper.boundary import EVEN, Boundary, LookAround, Stopped, StopRequest, Wish, free_signals
+from elaunch.trainer.keeper.boundary import EVEN, Boundary, LookAround, Loops, Stopped, StopRequest, Wish, free_signals
 from elaunch.trainer.keeper.copies import Copies
 from elaunch.trainer.keeper.disk_copies import NotDurable, require_durable
 from elaunch.trainer.keeper.door import Door, entered, is_alone, of_before, require_group
@@ -152,17 +152,19 @@ class Keeper:
                 say=self._say,
                 lose_at_most=self._lose_at_most,
             )
+            is_restart = bool(self._place.generation)
+            self._loops = Loops(self._copies.loops_path, self._peers, self._say, is_restart=is_restart)
             self._training.warm_up(self._warm_up, self._peers.world_size)
             drawn_before = self._copies.begun_before()
             version = self._copies.begin(self._copies.restore())
             self._random, self._is_random_due = self._training.random.capture(), True
             self._restored_step = version.step
             # Once for the job: a restart has no time for it.
-            is_first = self._peers.leads and not self._place.generation
+            is_first = self._peers.leads and not is_restart
             self._door = Door(
                 *(self._training, self._kept, self._peers, Path(memory, f"{self._name}.said") if memory else None),
                 say=self._say,
-                is_first=not self._place.generation,
+                is_first=not is_restart,
                 is_others=self._is_open,
             )
             self._state.restored(self._copies, version, self._boundary.report, self._say)
@@ -188,8 +190,8 @@ class Keeper:
     ) -> None:
         if error is None and self._total is not None:
             # Whatever holds the generator, its loop was left.
-            self._copies.loops.left(self._total, self.step)
-        self._copies.loops.settle(has_left=error is None)
+            self._loops.left(self._total, self.step)
+        self._loops.settle(has_left=error is None)
         self._is_entered, self._total = False, None
         if self._state.is_changing:
             # Hooks began the commit, and no pass has followed.
@@ -267,20 +269,19 @@ class Keeper:
     @contextlib.contextmanager
     def loop(self, total: int) -> Iterator[bool]:
         """A loop up to step `total`; whether it has steps is in the context."""
-        loops = self._copies.loops
-        has_steps = loops.begin(total, self.step)
+        has_steps = self._loops.begin(total, self.step)
         self._begun_step = -1
         self._around.begin(total)
-        if not has_steps and self.step == loops.end_of(total):
+        if not has_steps and self.step == self._loops.end_of(total):
             self._training.settings.are_the_programs()
         try:
             yield has_steps
         except GeneratorExit:
             if self._is_entered:
-                loops.left(total, self.step)
+                self._loops.left(total, self.step)
             raise
         else:
-            loops.ended(total, self.step)
+            self._loops.ended(total, self.step)
         finally:
             self._total = None
             if self._is_entered and not self._state.is_changing:
