@@ -76,7 +76,7 @@ ecosystem: $(ECOSYSTEM)/.installed  ## Programs of other libraries as they are (
 	folder=$$(mktemp -d /tmp/t.XXXX) && $(ECOSYSTEM)/bin/python -m pytest -q -m "" -n $$(nproc) --dist load \
 		--basetemp=$$folder/t tests/ecosystem $(ARGS); code=$$?; rm -rf $$folder; exit $$code
 
-mutants: $(VENV)/.installed-dev  ## Do the tests notice a wrong line of agent/core, the rules of agent/diagnosis or rendezvous/rules? ARGS="--seed 2 --only verdict"; half an hour
+mutants: $(VENV)/.installed-dev  ## Do the tests notice a wrong line of agent/core, the rules of agent/diagnosis or rendezvous/rules? ARGS="--seed 2 --only restart_policy"; half an hour
 	nice $(BIN)/python -m tests.mutants $(ARGS)
 
 tools:  ## The commands that tests on several nodes need: etcd, etcdctl, nft, ip, a Slurm (Debian packages; installed by root, else named)

@@ -30,10 +30,10 @@ from elaunch.agent.workers.group import Reporter
 from elaunch.agent.workers.manager import Services, Workers
 from elaunch.agent.workers.spawn import software
 from elaunch.process_identity import this_process
+from elaunch.rendezvous.format import node_host
 from elaunch.rendezvous.job_spec import called
 from elaunch.rendezvous.rules.snapshot import Snapshot
 from elaunch.rendezvous.rules.transactions import end_job, join
-from elaunch.rendezvous.texts import node_host
 from elaunch.rendezvous.types import Failure, FailureKind, Joined, Node, Outcome, OutcomeKind
 
 _GUARDIANS_MAX = 20
@@ -232,7 +232,7 @@ class Loop:
         if self._hook:
             for announcement in announcements(before, self._agent):
                 self._hook.tell(self._message(announcement))
-        self._status.note(self._agent.snapshot.question)
+        self._status.note(self._agent.snapshot.query)
         for action in actions:
             self._act(action)
 

@@ -12,7 +12,7 @@ from datetime import datetime
 from functools import partial
 
 from elaunch.agent.config import LogFormat
-from elaunch.rendezvous.texts import node_host, plain
+from elaunch.rendezvous.format import node_host, plain
 
 
 class OwnLines:

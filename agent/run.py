@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from elaunch.agent.forkserver.client import ForkServer
 from elaunch.agent.guardian.client import GuardianClient
 from elaunch.agent.output.run_dir import Places, RunDir, new_places
-from elaunch.rendezvous.texts import node_host
+from elaunch.rendezvous.format import node_host
 
 if TYPE_CHECKING:
     from elaunch.agent.config import AgentConfig

@@ -42,8 +42,8 @@ from elaunch.launcher.schedulers.defaults import cluster_of, concerning, settle
 from elaunch.launcher.schedulers.facts import Cluster
 from elaunch.launcher.schedulers.other_tasks import seen_by_others, wait_for_agent
 from elaunch.launcher.store.locate import Planned, plan
+from elaunch.rendezvous.format import shortage
 from elaunch.rendezvous.job_spec import UNNAMED
-from elaunch.rendezvous.texts import shortage
 
 if TYPE_CHECKING:
     from elaunch.agent.run import AgentRun

@@ -16,8 +16,8 @@ from elaunch.agent.core.timeline import of_failure
 from elaunch.agent.diagnosis.exit_status import CRASH_CODES, chain_start
 from elaunch.agent.linux import normal_path
 from elaunch.agent.workers.exits import read_error_file
+from elaunch.rendezvous.format import plain
 from elaunch.rendezvous.job_spec import JobSpec
-from elaunch.rendezvous.texts import plain
 from elaunch.rendezvous.types import Failure, FailureKind, Outcome, OutcomeKind
 from elaunch.strict_json import parse_json
 

@@ -22,7 +22,7 @@ from functools import cache, partial
 from types import UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from elaunch.rendezvous.texts import plain
+from elaunch.rendezvous.format import plain
 from elaunch.strict_json import no_constant, parse_with
 
 Decoded = TypeVar("Decoded")

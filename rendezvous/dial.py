@@ -23,7 +23,7 @@ _SILENT = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDO
 _MOMENT_S = 0.001
 
 
-class NoAnswer(TimeoutError):
+class NoResponse(TimeoutError):
     """The time is over, and no address has answered: neither accepted nor refused."""
 
 
@@ -58,7 +58,7 @@ class Deadline:
 
 def is_silence(error: OSError) -> bool:
     """Whether the other host was silent. Else it has refused, or this host has opened no connection at all."""
-    return isinstance(error, NoAnswer) or error.errno in _SILENT
+    return isinstance(error, NoResponse) or error.errno in _SILENT
 
 
 def dial(addresses: Sequence[HostAddress], left: Callable[[], float]) -> socket.socket:
@@ -79,7 +79,7 @@ def dial(addresses: Sequence[HostAddress], left: Callable[[], float]) -> socket.
                 silent.append((family, address))
             except TimeoutError as error:
                 # The time is over, or the kernel has given up.
-                errors.append(error if error.errno else NoAnswer("timed out"))
+                errors.append(error if error.errno else NoResponse("timed out"))
             except OSError as error:
                 # A host without IPv6 refuses its addresses at once, whatever their port.
                 is_no_ipv6 = family == socket.AF_INET6 and error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
@@ -88,7 +88,7 @@ def dial(addresses: Sequence[HostAddress], left: Callable[[], float]) -> socket.
         untried, wait_s = silent, 2 * wait_s
     raise min(
         errors or [OSError("it has no address")],
-        key=lambda it: (not isinstance(it, ConnectionRefusedError), is_silence(it), not isinstance(it, NoAnswer)),
+        key=lambda it: (not isinstance(it, ConnectionRefusedError), is_silence(it), not isinstance(it, NoResponse)),
     )
 
 

@@ -13,7 +13,6 @@ from elaunch.rendezvous.etcd import errors
 from elaunch.rendezvous.etcd.transport import EtcdError
 from elaunch.rendezvous.store import (
     Absent,
-    Answer,
     Changes,
     Delete,
     Empty,
@@ -24,6 +23,7 @@ from elaunch.rendezvous.store import (
     Put,
     Txn,
     TxnGuard,
+    TxnResponse,
     Unchanged,
     Update,
     View,
@@ -88,7 +88,7 @@ class Engine:
         """All keys that start with `prefix`."""
         return View(self.revision, {key: self._entries[key] for key in self._keys_under(prefix)})
 
-    def commit(self, txn: Txn) -> Answer:
+    def commit(self, txn: Txn) -> TxnResponse:
         """Run one branch, at one revision: `then` if every guard holds, else `otherwise`."""
         size = _checked_size(txn)
         if any(isinstance(op, Put) for op in (*txn.then, *txn.otherwise)):
@@ -98,7 +98,7 @@ class Engine:
         if any(isinstance(op, Put) and op.lease and op.lease not in self._leases for op in branch):
             raise EtcdError(*_LEASE_NOT_FOUND)
         self._write(branch)
-        return Answer(held, self.revision)
+        return TxnResponse(held, self.revision)
 
     @property
     def first_revision(self) -> int:
@@ -144,7 +144,7 @@ class Engine:
         keys = self._leases.pop(lease).keys
         self._write([Delete(key) for key in sorted(keys)])
 
-    def tell_time(self, now_s: float) -> None:
+    def set_time(self, now_s: float) -> None:
         """Set the time to `now_s`, on a clock of the caller that never goes back. No lease ends yet."""
         self._now_s = now_s
 
@@ -273,13 +273,13 @@ class MemoryStore:
     """A `Store` for one thread; it ends with its process.
 
     A call that writes updates all watches before it returns. Each watch gets every update in order, even if a watch's
-    `tell` writes again. Leases end only in `advance`. Callers may read and compact `engine`, but not write to it.
+    `notify` writes again. Leases end only in `advance`. Callers may read and compact `engine`, but not write to it.
     """
 
     def __init__(self) -> None:
         self.engine = Engine(history_revisions=_HISTORY_REVISIONS)
         self._watches: list[_Watch] = []
-        self._telling = False
+        self._notifying = False
 
     def check(self) -> str:
         return "in memory"
@@ -287,10 +287,10 @@ class MemoryStore:
     def read(self, prefix: str) -> View:
         return self.engine.read(prefix)
 
-    def commit(self, txn: Txn) -> Answer:
+    def commit(self, txn: Txn) -> TxnResponse:
         with _explained():
             answer = self.engine.commit(txn)
-        self._tell()
+        self._notify()
         return answer
 
     def grant(self, lease: int, ttl_s: float) -> None:
@@ -303,15 +303,15 @@ class MemoryStore:
     def revoke(self, lease: int) -> None:
         with _explained(errors.Kind.LEASE_GONE):
             self.engine.revoke(lease)
-        self._tell()
+        self._notify()
 
-    def watch(self, prefix: str, after: int | None, tell: Callable[[Update], None]) -> _Watch:
+    def watch(self, prefix: str, after: int | None, notify: Callable[[Update], None]) -> _Watch:
         # A store begins at revision 1, at which nothing is written.
-        watch = _Watch(prefix, max(after or 0, 1) + 1, tell)
+        watch = _Watch(prefix, max(after or 0, 1) + 1, notify)
         if after is None:
             watch.view(self.read(prefix))
         self._watches.append(watch)
-        self._tell()
+        self._notify()
         return watch
 
     def close(self) -> None:
@@ -320,22 +320,22 @@ class MemoryStore:
 
     def advance(self, now_s: float) -> None:
         """Set the time to `now_s`, on the caller's clock, and end the leases whose time is over."""
-        self.engine.tell_time(now_s)
+        self.engine.set_time(now_s)
         self.engine.end_leases()
-        self._tell()
+        self._notify()
 
-    def _tell(self) -> None:
-        if self._telling:
-            # The `tell` of some watch wrote something. The loop below, further up the stack, will deliver it.
+    def _notify(self) -> None:
+        if self._notifying:
+            # The `notify` of some watch wrote something. The loop below, further up the stack, will deliver it.
             return
-        self._telling = True
+        self._notifying = True
         try:
             while behind := [watch for watch in self._watches if watch.next_revision <= self.engine.revision]:
                 for watch in behind:
                     self._catch_up(watch)
                 self._watches = [watch for watch in self._watches if not watch.closed]
         finally:
-            self._telling = False
+            self._notifying = False
 
     def _catch_up(self, watch: _Watch) -> None:
         history = self.engine.since(watch.next_revision, _BATCH_REVISIONS)
@@ -358,11 +358,11 @@ def _explained(passing: errors.Kind | None = None) -> Iterator[None]:
 class _Watch:
     """One watch, and the first revision that it has not delivered."""
 
-    def __init__(self, prefix: str, next_revision: int, tell: Callable[[Update], None]) -> None:
+    def __init__(self, prefix: str, next_revision: int, notify: Callable[[Update], None]) -> None:
         self.prefix = prefix
         self.next_revision = next_revision
         self.closed = False
-        self._tell = tell
+        self._notify = notify
 
     def begun(self) -> None:
         pass
@@ -373,9 +373,9 @@ class _Watch:
     def told(self, changes: Changes) -> None:
         self.next_revision = changes.revision + 1
         if not self.closed and (seen := changes.under(self.prefix)):
-            self._tell(seen)
+            self._notify(seen)
 
     def view(self, view: View) -> None:
         self.next_revision = view.revision + 1
         if not self.closed:
-            self._tell(view)
+            self._notify(view)

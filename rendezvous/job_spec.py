@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from hashlib import sha256
 
-from elaunch.rendezvous.texts import plain
+from elaunch.rendezvous.format import plain
 from elaunch.rendezvous.types import Terms
 
 # torchrun's name for a job without --run-id. All nodes of the job must use the same name.

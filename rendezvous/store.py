@@ -121,7 +121,7 @@ class Txn:
 
 
 @dataclass(frozen=True)
-class Answer:
+class TxnResponse:
     """Whether the guards held, and the store's revision afterwards.
 
     If an answer was lost and the transaction was sent again, `held` comes from the last answer. False may then mean
@@ -205,7 +205,7 @@ class Store(Protocol):
         """All keys that start with `prefix`, at one revision."""
         ...
 
-    def commit(self, txn: Txn) -> Answer:
+    def commit(self, txn: Txn) -> TxnResponse:
         """Run the transaction: `then` or `otherwise`. If it raises LeaseGone, nothing was written."""
         ...
 
@@ -221,12 +221,12 @@ class Store(Protocol):
         """End the lease and delete its keys. A lease that has ended is no error."""
         ...
 
-    def watch(self, prefix: str, after: int | None, tell: Callable[[Update], None]) -> Watch:
-        """Call `tell` with what changes under `prefix` after revision `after`: each revision once, in order.
+    def watch(self, prefix: str, after: int | None, notify: Callable[[Update], None]) -> Watch:
+        """Call `notify` with what changes under `prefix` after revision `after`: each revision once, in order.
 
         With `after` None the first update is a `View` of what is there. A later `View` replaces all changes up to its
         revision: the store no longer has them one by one. A StoreError (Denied, HistoryLost) ends the watch. After
-        Unavailable and after any other Rejected the watch tries again by itself. `tell` is called from any thread and
+        Unavailable and after any other Rejected the watch tries again by itself. `notify` is called from any thread and
         must return at once.
         """
         ...

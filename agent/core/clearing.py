@@ -21,8 +21,8 @@ from elaunch.agent.core.store_outage import note_idle, say_waits
 from elaunch.agent.diagnosis.causes.table import explained
 from elaunch.agent.diagnosis.exit_status import with_tail
 from elaunch.rendezvous.rules import transactions
+from elaunch.rendezvous.rules.restart_policy import decisive_failure, is_one_bug, killed_together
 from elaunch.rendezvous.rules.transactions import report_done
-from elaunch.rendezvous.rules.verdict import decisive_failure, is_one_bug, killed_together
 from elaunch.rendezvous.types import Failure, FailureKind, OpenKind, Outcome
 
 

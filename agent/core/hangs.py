@@ -10,7 +10,7 @@ from elaunch.agent.core.state import Agent, Running, Step
 from elaunch.agent.diagnosis import hang
 from elaunch.agent.diagnosis.hang import Standstill
 from elaunch.agent.diagnosis.stack_groups import full_text, group_words, grouped
-from elaunch.rendezvous.rules.hang_verdict import Hang, confirm_s, hang_words, tell_still
+from elaunch.rendezvous.rules.hang_verdict import Hang, confirm_s, hang_sentence, report_idle
 from elaunch.rendezvous.types import host_of
 
 # Groups of equal stacks that the console shows; the others are in the file.
@@ -67,7 +67,7 @@ def _tell(agent: Agent, running: Running, actions: tuple[Action, ...]) -> Step:
     seat, state = running.seat_of(agent.me.node_id), running.standstill
     record = hang.record_of(state, seat, running.live, _awaited(running), _limit(agent, running))
     if hang.is_news(state.told, record):
-        txn = tell_still(agent.snapshot, agent.me, running.table.generation, record)
+        txn = report_idle(agent.snapshot, agent.me, running.table.generation, record)
         running = replace(running, standstill=replace(state, told=record))
         actions = (*actions, Commit(txn))
     return replace(agent, phase=running), actions
@@ -92,7 +92,7 @@ def _verdict(agent: Agent, running: Running, hang: Hang) -> tuple[Action, ...]:
 
 def _headline(running: Running, hang: Hang) -> str:
     seat = next((seat for seat in running.table.seats if seat.node_id == hang.node_id), None)
-    return f"the job seems to hang: {hang_words(hang, seat.host if seat else host_of(hang.node_id))}"
+    return f"the job seems to hang: {hang_sentence(hang, seat.host if seat else host_of(hang.node_id))}"
 
 
 def _ways_out(agent: Agent, running: Running, hang: Hang) -> list[str]:

@@ -10,8 +10,8 @@ from elaunch.agent.core.membership import belongs_to_run, loss_of_keys
 from elaunch.agent.core.state import Agent, Finished, Joining, Running, Step, exit_with
 from elaunch.rendezvous.job_spec import UNNAMED
 from elaunch.rendezvous.rules.assign_ranks import newcomers_of, role_sizes
-from elaunch.rendezvous.rules.forming import CAUSE
-from elaunch.rendezvous.rules.verdict import exclusion_of
+from elaunch.rendezvous.rules.form_generation import CAUSE
+from elaunch.rendezvous.rules.restart_policy import exclusion_of
 from elaunch.rendezvous.types import OutcomeKind, RankTable
 
 

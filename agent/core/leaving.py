@@ -10,7 +10,7 @@ from elaunch.agent.core.events import ENDS_JOB, SHELL_BASE, RestartOrdered, Sign
 from elaunch.agent.core.state import Agent, Exited, Finished, Joining, Running, Step
 from elaunch.rendezvous.job_spec import job_name
 from elaunch.rendezvous.rules import transactions
-from elaunch.rendezvous.rules.questions import Topic
+from elaunch.rendezvous.rules.queries import Topic
 from elaunch.rendezvous.types import Outcome, OutcomeKind
 
 

@@ -18,7 +18,7 @@ from elaunch.agent.core.state import (
     exit_with,
 )
 from elaunch.rendezvous.job_spec import job_name
-from elaunch.rendezvous.rules.leading import lead
+from elaunch.rendezvous.rules.leader import lead
 from elaunch.rendezvous.rules.transactions import (
     become_leader,
     confirm_membership,

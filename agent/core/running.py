@@ -24,7 +24,7 @@ from elaunch.agent.core.stopping import (
 )
 from elaunch.agent.core.store_outage import given_up, say_waits
 from elaunch.rendezvous.rules import transactions
-from elaunch.rendezvous.rules.verdict import decisive_failure
+from elaunch.rendezvous.rules.restart_policy import decisive_failure
 from elaunch.rendezvous.types import Failure, FailureKind, Generation, OpenKind, Outcome, OutcomeKind
 
 # Schedulers signal the agent and its workers together; a worker that died so is no failure if our signal comes too.

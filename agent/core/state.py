@@ -10,7 +10,7 @@ from elaunch.agent.core.actions import Action
 from elaunch.agent.core.events import StoreFailed, Tag
 from elaunch.agent.diagnosis.hang import Standstill
 from elaunch.rendezvous.job_spec import JobSpec
-from elaunch.rendezvous.rules.leading import LeaderState
+from elaunch.rendezvous.rules.leader import LeaderState
 from elaunch.rendezvous.rules.snapshot import Snapshot
 from elaunch.rendezvous.times import Times
 from elaunch.rendezvous.types import Failure, Node, Outcome, OutcomeKind, RankTable, Seat

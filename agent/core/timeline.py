@@ -18,9 +18,9 @@ from elaunch.agent.core.state import (
     Stopping,
 )
 from elaunch.rendezvous.job_spec import job_name
-from elaunch.rendezvous.rules.hang_verdict import hang_words
+from elaunch.rendezvous.rules.hang_verdict import hang_sentence
 from elaunch.rendezvous.rules.reports import RANKS_MAX, NodeReport, RankReport
-from elaunch.rendezvous.rules.verdict import decisive_failure
+from elaunch.rendezvous.rules.restart_policy import decisive_failure
 from elaunch.rendezvous.types import (
     Failure,
     FailureKind,
@@ -202,7 +202,7 @@ def _of_snapshot(before: Agent, after: Agent) -> Iterator[Entry]:
     was, hang = before.snapshot.hang, after.snapshot.hang
     if hang and (was is None or was.generation != hang.generation) and (hang.is_unawaited or not after.restarts_hung):
         # Else it is told as the failure that is made of it.
-        text = f" seems to hang: {hang_words(hang, host_of(hang.node_id))}"
+        text = f" seems to hang: {hang_sentence(hang, host_of(hang.node_id))}"
         fields = {"reason": hang.said, **({"rank": hang.rank} if hang.rank >= 0 else {})}
         yield _announced("hang", after, hang.generation, text, fields)
     if opened.number > known.number and opened.kind.is_urgent and opened.kind is not OpenKind.RESTART:

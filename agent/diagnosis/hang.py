@@ -16,7 +16,7 @@ from enum import Enum
 
 from elaunch.agent.diagnosis.stack_groups import Stack, place_words, ranks_words
 from elaunch.agent.diagnosis.waits import Doing, does_where, doing, helpers_work, waits_for_ranks
-from elaunch.rendezvous.rules.hang_verdict import GROUPS_MAX, StillGroup, StillKind, StillNode
+from elaunch.rendezvous.rules.hang_verdict import GROUPS_MAX, IdleGroup, IdleNode, IdleReason
 from elaunch.rendezvous.types import Seat
 
 
@@ -38,7 +38,7 @@ class Standstill:
     stacks: tuple[Stack, ...] = ()
     held_gil: frozenset[int] = frozenset()
     reported: Mapping[int, str] = field(default_factory=dict)
-    told: StillNode | None = None
+    told: IdleNode | None = None
     said: str = ""
 
 
@@ -142,7 +142,7 @@ def after_stacks(before: Standstill, stacks: tuple[Stack, ...], first_rank: int)
 
 def record_of(
     state: Standstill, seat: Seat, live: frozenset[int], awaited: frozenset[int], limit: HangLimit
-) -> StillNode | None:
+) -> IdleNode | None:
     """What this node tells the leader; None while its ranks work, or a person is at work in one of them.
 
     The processes of `live` run; other ranks may wait for those of `awaited`, as the programs of the rest have ended.
@@ -150,10 +150,10 @@ def record_of(
     gone = [seat.first_rank + rank for rank in range(seat.slots) if rank not in awaited]
     words, first, is_lingering = ranks_words(gone) if gone else "", gone[0] if gone else -1, awaited != live
     if is_lingering and not awaited:
-        return StillNode(seat.node_id, limit.still_s, True, (), words, first, is_lingering)
+        return IdleNode(seat.node_id, limit.still_s, True, (), words, first, is_lingering)
     if state.looks < len(_LOOKS_AT) or state.spell_s < _told_at_s(limit):
         return None
-    found: dict[tuple[StillKind, str, str], list[Stack]] = {}
+    found: dict[tuple[IdleReason, str, str], list[Stack]] = {}
     is_patient = False
     for stack in state.stacks:
         if stack.rank - seat.first_rank not in state.still:
@@ -164,19 +164,19 @@ def record_of(
         if kind is None:
             return None
         if sort is not Sort.SILENT:
-            may_go_on = kind in (StillKind.ELSEWHERE, StillKind.UNKNOWN)
-            is_patient |= may_go_on or (kind is StillKind.WAITS and _may_compute(stack, sort))
+            may_go_on = kind in (IdleReason.ELSEWHERE, IdleReason.UNKNOWN)
+            is_patient |= may_go_on or (kind is IdleReason.WAITS and _may_compute(stack, sort))
         does = _does(kind, stack, state.reported.get(stack.rank - seat.first_rank, ""))
         found.setdefault((kind, place_words(stack), does), []).append(stack)
     groups = tuple(
-        StillGroup(kind, same[0].rank, len(same), ranks_words([each.rank for each in same]), where, does, same[0].pid)
+        IdleGroup(kind, same[0].rank, len(same), ranks_words([each.rank for each in same]), where, does, same[0].pid)
         for (kind, where, does), same in list(found.items())[:GROUPS_MAX]
     )
     is_ready = not is_patient or state.spell_s >= _told_at_s(limit, PATIENCE)
-    return StillNode(seat.node_id, round(state.spell_s, 1), is_ready, groups, words, first, is_lingering)
+    return IdleNode(seat.node_id, round(state.spell_s, 1), is_ready, groups, words, first, is_lingering)
 
 
-def is_news(told: StillNode | None, record: StillNode | None) -> bool:
+def is_news(told: IdleNode | None, record: IdleNode | None) -> bool:
     """Whether the store must learn of it. How long it lasts is no news."""
     if told is None or record is None:
         return told is not record
@@ -240,24 +240,24 @@ def _place(stack: Stack) -> object:
     return tuple(frame for frame in main.frames if frame.is_users), doing(stack)
 
 
-def _kind(state: Standstill, stack: Stack, sort: Sort) -> StillKind | None:
+def _kind(state: Standstill, stack: Stack, sort: Sort) -> IdleReason | None:
     what = doing(stack)
     if what in (Doing.PROMPT, Doing.TRACED):
         return None
     if what is Doing.STOPPED or sort is Sort.STOPPED:
-        return StillKind.STOPPED
+        return IdleReason.STOPPED
     if what is Doing.UNKNOWN:
-        return StillKind.WAITS if stack.waits else StillKind.UNKNOWN
+        return IdleReason.WAITS if stack.waits else IdleReason.UNKNOWN
     if waits_for_ranks(stack):
-        return StillKind.WAITS
+        return IdleReason.WAITS
     if sort is Sort.OUTSTANDS and what is Doing.RUNS:
         # What lets no other thread run Python does something itself: a rank that waits for its GPU does not.
-        return None if stack.rank in state.held_gil or not stack.waits else StillKind.WAITS
+        return None if stack.rank in state.held_gil or not stack.waits else IdleReason.WAITS
     if sort is Sort.SPINS:
-        return StillKind.RUNS if stack.rank in state.held_gil else StillKind.ELSEWHERE
+        return IdleReason.RUNS if stack.rank in state.held_gil else IdleReason.ELSEWHERE
     if what is Doing.END or (what in (Doing.LOCK, Doing.LOADER) and not helpers_work(stack)):
-        return StillKind.STUCK
-    return StillKind.ELSEWHERE
+        return IdleReason.STUCK
+    return IdleReason.ELSEWHERE
 
 
 def _may_compute(stack: Stack, sort: Sort) -> bool:
@@ -266,12 +266,12 @@ def _may_compute(stack: Stack, sort: Sort) -> bool:
     return what is Doing.GPU or (sort is Sort.OUTSTANDS and not what.is_for_ranks)
 
 
-def _does(kind: StillKind, stack: Stack, reported: str) -> str:
+def _does(kind: IdleReason, stack: Stack, reported: str) -> str:
     """The middle of a sentence: what it does, where in the user's code, its last collective, and its last report."""
     entered = (f", {stack.entered}" if stack.entered else "") + (f", {reported}" if reported else "")
-    if kind is StillKind.UNKNOWN:
+    if kind is IdleReason.UNKNOWN:
         return f"{'shows no stack' if reported else 'uses no CPU'} ({stack.trouble or 'no Python frame'}){entered}"
-    if kind is StillKind.WAITS and doing(stack) in (Doing.RUNS, Doing.UNKNOWN):
+    if kind is IdleReason.WAITS and doing(stack) in (Doing.RUNS, Doing.UNKNOWN):
         where = stack.main.innermost_user_frame if stack.main else None
         return f"waits{f' in {where.words}' if where else ''}{entered}"
     # Without a number: each look would change the record, and the store would hear of it.

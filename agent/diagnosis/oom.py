@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from elaunch.rendezvous.texts import bytes_text
+from elaunch.rendezvous.format import bytes_text
 
 _ANONYMOUS = re.compile(r"anon-rss:(\d+)kB")
 _SHARED = re.compile(r"shmem-rss:(\d+)kB")

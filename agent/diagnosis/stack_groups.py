@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from elaunch.agent.diagnosis.exit_status import NOT_USER_CODE
 from elaunch.rendezvous.codec import decode, encode
-from elaunch.rendezvous.rules.questions import ANSWER_BYTES_MAX
+from elaunch.rendezvous.rules.queries import RESPONSE_BYTES_MAX
 from elaunch.rendezvous.rules.reports import RANKS_MAX
 from elaunch.threads import OWN
 
@@ -231,7 +231,7 @@ def stack_answer(node_id: str, generation: int, stacks: Iterable[Stack]) -> str:
     for shorten in (lambda stack: stack, _of_main_thread, _without_threads):
         shorter = tuple(replace(group, stack=shorten(group.stack)) for group in groups)
         text = encode(StackAnswer(node_id, generation, shorter))
-        if len(text) <= ANSWER_BYTES_MAX:
+        if len(text) <= RESPONSE_BYTES_MAX:
             break
     return text
 

@@ -22,7 +22,7 @@ from typing import Any
 from elaunch.agent import linux
 from elaunch.agent.diagnosis.stack_groups import Frame, Stack, ThreadStack
 from elaunch.agent.linux import in_threads
-from elaunch.rendezvous.texts import plain
+from elaunch.rendezvous.format import plain
 from elaunch.strict_json import parse_json
 from elaunch.threads import is_own, only_listens
 

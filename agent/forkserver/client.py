@@ -19,8 +19,8 @@ from zlib import crc32
 from elaunch.agent.forkserver import wire
 from elaunch.agent.forkserver.wire import PROCESS_NAME, SERVER_NAME, Boot
 from elaunch.agent.linux import credentials, name
+from elaunch.rendezvous.format import plain
 from elaunch.rendezvous.job_spec import Program
-from elaunch.rendezvous.texts import plain
 
 _ORDER_WAIT_S = 60.0
 _STAYS_S = 5.0

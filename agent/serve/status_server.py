@@ -29,7 +29,7 @@ from elaunch.agent.diagnosis.stack_groups import stack_answer
 from elaunch.agent.diagnosis.stacks import take
 from elaunch.agent.linux import credentials, start_thread
 from elaunch.rendezvous.codec import encode
-from elaunch.rendezvous.rules.questions import ANSWER_BYTES_MAX, ANSWERS_PER_S, Question, Topic, answer
+from elaunch.rendezvous.rules.queries import RESPONSE_BYTES_MAX, RESPONSES_PER_S, Query, Topic, post_response
 from elaunch.rendezvous.rules.reports import NodeReport, job_report
 from elaunch.rendezvous.store import Txn
 from elaunch.strict_json import parse_json
@@ -73,27 +73,27 @@ class QueryQueue:
     `seen` identifies the last query, `answered_s` is when one was last answered.
     """
 
-    waiting: Question | None = None
+    waiting: Query | None = None
     due_s: float | None = None
     seen: str = ""
     answered_s: float = float("-inf")
 
-    def after(self, question: Question | None, now_s: float, seats: int, share: float) -> QueryQueue:
+    def after(self, query: Query | None, now_s: float, seats: int, share: float) -> QueryQueue:
         """With what the store's key has now. `share`, between 0 and 1, is this node's place among the job's `seats`."""
-        if question is None:
+        if query is None:
             return self if self.waiting is None else replace(self, waiting=None, due_s=None)
-        if question.identity == self.seen:
+        if query.identity == self.seen:
             return self
         # All nodes receive it at the same time. They answer one after the other, and none of them too often.
-        round_s = max(seats, 1) / ANSWERS_PER_S
+        round_s = max(seats, 1) / RESPONSES_PER_S
         due_s = max(now_s + share * round_s, self.answered_s + max(STORE_PAUSE_S, round_s))
-        return replace(self, waiting=question, due_s=due_s, seen=question.identity)
+        return replace(self, waiting=query, due_s=due_s, seen=query.identity)
 
-    def postponed(self, question: Question, now_s: float) -> QueryQueue:
+    def postponed(self, query: Query, now_s: float) -> QueryQueue:
         """The same query a little later, unless a newer one waits."""
-        return self if self.waiting else replace(self, waiting=question, due_s=now_s + STORE_PAUSE_S)
+        return self if self.waiting else replace(self, waiting=query, due_s=now_s + STORE_PAUSE_S)
 
-    def take_due(self, now_s: float) -> tuple[QueryQueue, Question | None]:
+    def take_due(self, now_s: float) -> tuple[QueryQueue, Query | None]:
         """The query to answer now, if its time has come."""
         if self.waiting is None or self.due_s is None or now_s < self.due_s:
             return self, None
@@ -266,35 +266,35 @@ class StatusServer:
         """When `tick` is due, on the monotonic clock; None while no query waits."""
         return self._queue.due_s
 
-    def note(self, question: Question | None) -> None:
+    def note(self, query: Query | None) -> None:
         """Receive the query in the store's key, None if there is none."""
-        if question is None and self._queue.waiting is None:
+        if query is None and self._queue.waiting is None:
             return
         agent = self._agent()
         table = agent.snapshot.table
         # Equal for each query, and different from node to node.
         share = zlib.crc32(agent.me.node_id.encode()) / (1 << 32)
-        self._queue = self._queue.after(question, time.monotonic(), len(table.seats) if table else 1, share)
+        self._queue = self._queue.after(query, time.monotonic(), len(table.seats) if table else 1, share)
 
     def tick(self, now_s: float) -> None:
         """Answer the store's query, if it is time."""
-        self._queue, question = self._queue.take_due(now_s)
+        self._queue, query = self._queue.take_due(now_s)
         agent = self._agent()
-        if question is None or question.lease in (agent.membership.lease, agent.snapshot.lease):
+        if query is None or query.lease in (agent.membership.lease, agent.snapshot.lease):
             return
         keys, node_id = agent.snapshot.keys, agent.me.node_id
-        if question.topic.is_order:
+        if query.topic.is_order:
             if agent.leads:
-                event, said = order(agent, question.topic)
+                event, said = order(agent, query.topic)
                 # The answer is written only while the client waits for it, and the store may go with the job.
                 text = encode(said)
-                self._offer(answer(keys, question, node_id, text), lambda: event and self._post(event))
-        elif question.topic is Topic.STATUS:
+                self._offer(post_response(keys, query, node_id, text), lambda: event and self._post(event))
+        elif query.topic is Topic.STATUS:
             text = self._status(now_s)
-            if len(text) <= ANSWER_BYTES_MAX:
-                self._offer(answer(keys, question, node_id, text), None)
-        elif not self._take_stacks(lambda text: self._offer(answer(keys, question, node_id, text), None)):
-            self._queue = self._queue.postponed(question, now_s)
+            if len(text) <= RESPONSE_BYTES_MAX:
+                self._offer(post_response(keys, query, node_id, text), None)
+        elif not self._take_stacks(lambda text: self._offer(post_response(keys, query, node_id, text), None)):
+            self._queue = self._queue.postponed(query, now_s)
 
     def handle(self, request: LocalRequest) -> None:
         """Answer a process of this host."""

@@ -22,7 +22,7 @@ from elaunch.agent.core.events import (
 from elaunch.agent.session.store_view import JobStore, LocalHost, StoreView
 from elaunch.rendezvous.codec import decode
 from elaunch.rendezvous.rules.transactions import run_lease
-from elaunch.rendezvous.store import Answer, Empty, LeaseGone, Put, Rejected, StoreError, Txn
+from elaunch.rendezvous.store import Empty, LeaseGone, Put, Rejected, StoreError, Txn, TxnResponse
 from elaunch.rendezvous.times import Times
 from elaunch.rendezvous.types import Node
 
@@ -184,7 +184,7 @@ class StoreClient:
             self._store.revoke(self._ended_early)
             self._ended_early = 0
 
-    def _commit_with_run_lease(self, txn: Txn, tag: Tag | None) -> Answer:
+    def _commit_with_run_lease(self, txn: Txn, tag: Tag | None) -> TxnResponse:
         """Commit. The agent whose transaction would start a run, its guards held, begins a lease for the run's keys."""
         lease = run_lease(self._keys, txn)
         try:
@@ -216,7 +216,7 @@ class StoreClient:
                 self._store.revoke(lease)
         self._begun_for_run = 0
 
-    def _commit_as(self, tag: Tag | None, txn: Txn) -> Answer:
+    def _commit_as(self, tag: Tag | None, txn: Txn) -> TxnResponse:
         """Commit; where that enters the job, only after ending the lease of this agent's last life, if that is there.
 
         An agent that was started again within a lease time ends that lease first, and decides anew: a run whose only

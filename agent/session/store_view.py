@@ -174,13 +174,13 @@ class StoreView:
             # Updates that the old watch has still to tell may be of a narrower scope.
             self._epoch += 1
             self._has_watch_ended = False
-            tell = partial(self._told, self._epoch)
+            notify = partial(self._told, self._epoch)
         if self._watch:
             self._watch.close()
             self._watch = None
         if self._is_closed:
             raise Unavailable("the store is let go of")
-        self._watch = self._store.watch(scope, after, tell)
+        self._watch = self._store.watch(scope, after, notify)
 
     def _is_as_seen(self) -> bool:
         """Whether all keys are as the view has them, which is shown as the newest then.

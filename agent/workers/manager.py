@@ -45,7 +45,7 @@ from elaunch.agent.workers.link_monitor import LinkMonitor
 from elaunch.agent.workers.observers import Observers
 from elaunch.agent.workers.orphans import Leftovers, named
 from elaunch.agent.workers.spawn import MasterPort, Spawner, warn_of_locks
-from elaunch.rendezvous.texts import node_host
+from elaunch.rendezvous.format import node_host
 from elaunch.rendezvous.types import FailureKind, RankTable
 
 # An import that takes longer than this is worth a line in the log: the user waits for it.

@@ -29,8 +29,8 @@ from elaunch.launcher.preflight import check_folder
 from elaunch.launcher.schedulers.defaults import cluster_of, concerning, settle
 from elaunch.launcher.schedulers.facts import Cluster
 from elaunch.launcher.store.locate import Planned, RendezvousPlan, plan
+from elaunch.rendezvous.format import node_host
 from elaunch.rendezvous.job_spec import ProgramKind
-from elaunch.rendezvous.texts import node_host
 
 SCHEMA = 1
 # Stands for the program, if none is typed: options are complete without one here.

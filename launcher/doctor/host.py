@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from elaunch.rendezvous.texts import bytes_text
+from elaunch.rendezvous.format import bytes_text
 
 _MIB = 1 << 20
 # A worker's share of /dev/shm: NCCL's segments take up to 10 MB for each channel and peer, a data loader's processes

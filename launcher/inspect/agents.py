@@ -21,9 +21,9 @@ from elaunch.agent.guardian.guardian import SOCKET_FOLDERS
 from elaunch.agent.linux import credentials, in_threads, state
 from elaunch.agent.serve.status_server import SOCKET_NAME
 from elaunch.rendezvous.codec import decode, decode_fields
-from elaunch.rendezvous.rules.questions import Topic
+from elaunch.rendezvous.format import plain
+from elaunch.rendezvous.rules.queries import Topic
 from elaunch.rendezvous.rules.reports import JobReport, NodeReport
-from elaunch.rendezvous.texts import plain
 from elaunch.strict_json import parse_json
 
 # An agent that clears a generation away may be busy for a moment.

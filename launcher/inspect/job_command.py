@@ -20,9 +20,9 @@ from elaunch.launcher.options.files import read_secret
 from elaunch.launcher.options.options import Options, parse
 from elaunch.launcher.options.table import TABLE
 from elaunch.launcher.store.locate import given_addresses, plan
+from elaunch.rendezvous.format import plain, plural
 from elaunch.rendezvous.job_spec import UNNAMED, job_name
-from elaunch.rendezvous.rules.questions import Topic
-from elaunch.rendezvous.texts import plain, plural
+from elaunch.rendezvous.rules.queries import Topic
 
 # Grows when a field of `--json` changes its meaning or goes away. New fields may come without that.
 VERSION = 1

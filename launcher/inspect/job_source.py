@@ -30,7 +30,7 @@ from elaunch.launcher.store.connect import store_of
 from elaunch.launcher.store.locate import RendezvousPlan, plan_by
 from elaunch.rendezvous.codec import decode
 from elaunch.rendezvous.job_spec import job_name
-from elaunch.rendezvous.rules.questions import ANSWER_BYTES_MAX, ANSWERS_PER_S, Question, Topic, ask
+from elaunch.rendezvous.rules.queries import RESPONSE_BYTES_MAX, RESPONSES_PER_S, Query, Topic, post_query
 from elaunch.rendezvous.rules.reports import JobReport, JobState, NodeReport, job_report, read_node_report
 from elaunch.rendezvous.rules.snapshot import Keys, Snapshot, SnapshotReader
 from elaunch.rendezvous.store import Changes, Denied, OwnLimit, Store, StoreError, Unavailable, Update, View
@@ -70,7 +70,7 @@ class JobOver(SiteError):
 
 def patience_s(nodes: int, base_s: float = PATIENCE_S) -> float:
     """How long the answers of that many nodes may take."""
-    return base_s + nodes / ANSWERS_PER_S
+    return base_s + nodes / RESPONSES_PER_S
 
 
 def absence(job: JobReport, node_id: str) -> str:
@@ -84,23 +84,23 @@ def query_nodes(store: Store, keys: Keys, topic: Topic, node_ids: Set[str], wait
 
     While another query is pending it is waited for, within the same time. Raises StoreError.
     """
-    question = Question(secrets.token_hex(8), topic, secrets.randbits(62) + 1)
-    prefix = keys.answers(question.identity)
+    query = Query(secrets.token_hex(8), topic, secrets.randbits(62) + 1)
+    prefix = keys.responses(query.identity)
     end_s = time.monotonic() + wait_s
-    store.grant(question.lease, math.ceil(wait_s + _LEASE_SPARE_S))
+    store.grant(query.lease, math.ceil(wait_s + _LEASE_SPARE_S))
     try:
         # Watched, not read again and again: the answers of a large job are long.
         updates = SimpleQueue[Update]()
         with closing(store.watch(prefix, None, updates.put)) as watch:
             watch.begun()
-            while not store.commit(ask(keys, question)).held:
+            while not store.commit(post_query(keys, query)).held:
                 if time.monotonic() > end_s:
                     raise Unavailable(f"another query of its nodes is pending, for more than {wait_s:g} s by now")
                 time.sleep(_RETRY_S)
             return _collected(updates, prefix, node_ids, wait_s)
     finally:
         with suppress(StoreError):
-            store.revoke(question.lease)
+            store.revoke(query.lease)
 
 
 def _collected(updates: SimpleQueue[Update], prefix: str, node_ids: Set[str], wait_s: float) -> dict[str, str]:
@@ -112,7 +112,7 @@ def _collected(updates: SimpleQueue[Update], prefix: str, node_ids: Set[str], wa
                 case View(_, entries) | Changes(_, entries):
                     for key, entry in entries.items():
                         node_id = key.removeprefix(prefix)
-                        if entry and node_id in node_ids and len(entry.value) <= ANSWER_BYTES_MAX:
+                        if entry and node_id in node_ids and len(entry.value) <= RESPONSE_BYTES_MAX:
                             answers[node_id] = entry.value
                 case StoreError():
                     break

@@ -22,7 +22,7 @@ from elaunch.launcher.inspect.node_log import NodeLog
 from elaunch.launcher.inspect.page import Links, Report, StepMetrics, render
 from elaunch.launcher.inspect.text import cut, offset, sentence
 from elaunch.launcher.options.command_line import Command, own
-from elaunch.rendezvous.texts import plain
+from elaunch.rendezvous.format import plain
 
 PAGE = "report.html"
 # Links to the stacks of one generation.

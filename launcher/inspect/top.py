@@ -21,8 +21,8 @@ from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.inspect.job_command import RANKS, job_command
 from elaunch.launcher.inspect.job_source import JobOver, JobSource
 from elaunch.launcher.inspect.status import headline, status_record, text_of
-from elaunch.rendezvous.rules.questions import ANSWERS_PER_S
-from elaunch.rendezvous.texts import plain
+from elaunch.rendezvous.format import plain
+from elaunch.rendezvous.rules.queries import RESPONSES_PER_S
 
 REFRESH_S = 1.0
 _OVER = ("ended", "gone")
@@ -39,7 +39,7 @@ def _main(ctx: click.Context, source: JobSource) -> int:
             text = screen(record, trouble, live.console.size.height, every_rank=ctx.params["ranks"])
             live.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=True)
             # The nodes of a large job answer in turns, so it is queried less often.
-            if record["state"] in _OVER or is_over(max(REFRESH_S, 2 * len(record["nodes"]) / ANSWERS_PER_S)):
+            if record["state"] in _OVER or is_over(max(REFRESH_S, 2 * len(record["nodes"]) / RESPONSES_PER_S)):
                 break
             try:
                 record, trouble = status_record(source.take(), time.time()), ""

@@ -14,13 +14,13 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from typing import Any
 
-from elaunch.rendezvous.dial import Deadline, NoAnswer, dial, is_silence, resolve
+from elaunch.rendezvous.dial import Deadline, NoResponse, dial, is_silence, resolve
 from elaunch.rendezvous.endpoint import Endpoint, Tls
+from elaunch.rendezvous.format import shortage
 from elaunch.rendezvous.store import Denied, OwnLimit, StoreError, TimedOut, Unavailable
-from elaunch.rendezvous.texts import shortage
 
 # The keys of a job with 4096 failed nodes are 24 MB. To parse a hostile answer takes 25 times its bytes of memory.
-ANSWER_BYTES_MAX = 1 << 25
+RESPONSE_BYTES_MAX = 1 << 25
 _RECEIVE_BYTES = 1 << 16
 _IDLE_CONNECTIONS_MAX = 4
 # OpenSSL's names of the alerts by which a server rejects the client's certificate.
@@ -86,14 +86,14 @@ class ClientConnection:
         assert self._response
         self._incoming.deadline = deadline
         with self._explained(deadline):
-            if (length := self._response.length) is not None and length <= ANSWER_BYTES_MAX:
+            if (length := self._response.length) is not None and length <= RESPONSE_BYTES_MAX:
                 return self._response.read()
             pieces, size = [], length or 0
-            while size <= ANSWER_BYTES_MAX and (piece := self._response.read1(_RECEIVE_BYTES)):
+            while size <= RESPONSE_BYTES_MAX and (piece := self._response.read1(_RECEIVE_BYTES)):
                 pieces.append(piece)
                 size += len(piece)
-        if size > ANSWER_BYTES_MAX:
-            raise Unavailable(f"{self._endpoint} sent an answer of more than {ANSWER_BYTES_MAX} bytes")
+        if size > RESPONSE_BYTES_MAX:
+            raise Unavailable(f"{self._endpoint} sent an answer of more than {RESPONSE_BYTES_MAX} bytes")
         return b"".join(pieces)
 
     def usable(self) -> bool:
@@ -232,7 +232,7 @@ def connection_error(error: Exception, endpoint: Endpoint, waited: str, hint: st
             return _tls_error(error, endpoint, hint)
         case socket.gaierror():
             return Unavailable(f"the name {endpoint.host} cannot be resolved: {error.strerror}")
-        case NoAnswer():
+        case NoResponse():
             return _silent(TimedOut(f"no answer from {endpoint} within {waited}"))
         case TimeoutError():
             if not waited or error.errno:

@@ -12,7 +12,6 @@ from elaunch.rendezvous.codec import shown
 from elaunch.rendezvous.etcd.transport import Json
 from elaunch.rendezvous.store import (
     Absent,
-    Answer,
     Changes,
     Delete,
     Empty,
@@ -23,6 +22,7 @@ from elaunch.rendezvous.store import (
     Put,
     Txn,
     TxnGuard,
+    TxnResponse,
     Unchanged,
     View,
 )
@@ -73,9 +73,9 @@ def _count(txn: Txn) -> Json:
     return _NOTHING
 
 
-def committed(answer: Json) -> Answer:
+def committed(answer: Json) -> TxnResponse:
     """The result of a transaction."""
-    return Answer(answer.get("succeeded") is True, revision(answer))
+    return TxnResponse(answer.get("succeeded") is True, revision(answer))
 
 
 def grant(lease: int, ttl_s: float) -> Json:

@@ -12,11 +12,10 @@ from elaunch.rendezvous.codec import shown
 from elaunch.rendezvous.endpoint import Access, Endpoint
 from elaunch.rendezvous.etcd import json_codec
 from elaunch.rendezvous.etcd.errors import Kind, explain, history_lost, kind_of
-from elaunch.rendezvous.etcd.transport import AnswerStream, EtcdError, Json, JsonTransport, Rpc, RpcTransport
+from elaunch.rendezvous.etcd.transport import EtcdError, Json, JsonTransport, ResponseStream, Rpc, RpcTransport
 from elaunch.rendezvous.etcd.watch import EtcdWatch
 from elaunch.rendezvous.store import (
     SHARED,
-    Answer,
     Denied,
     HeadAway,
     HistoryLost,
@@ -25,6 +24,7 @@ from elaunch.rendezvous.store import (
     StoreError,
     TimedOut,
     Txn,
+    TxnResponse,
     Unavailable,
     Update,
     View,
@@ -82,7 +82,7 @@ class EtcdStore:
     def read(self, prefix: str) -> View:
         return self._ask(Rpc.RANGE, json_codec.read(prefix), json_codec.view)
 
-    def commit(self, txn: Txn) -> Answer:
+    def commit(self, txn: Txn) -> TxnResponse:
         return self._ask(Rpc.TXN, json_codec.commit(txn), json_codec.committed)
 
     def grant(self, lease: int, ttl_s: float) -> None:
@@ -101,8 +101,8 @@ class EtcdStore:
     def revoke(self, lease: int) -> None:
         self._ask(Rpc.REVOKE, json_codec.lease(lease), lambda _: None, passing=Kind.LEASE_GONE)
 
-    def watch(self, prefix: str, after: int | None, tell: Callable[[Update], None]) -> EtcdWatch:
-        watch = EtcdWatch(self, prefix, after, tell)
+    def watch(self, prefix: str, after: int | None, notify: Callable[[Update], None]) -> EtcdWatch:
+        watch = EtcdWatch(self, prefix, after, notify)
         self._watches.add(watch)
         watch.start()
         return watch
@@ -120,11 +120,11 @@ class EtcdStore:
         """For a watch: the number of members."""
         return len(self._endpoints)
 
-    def open(self, request: Json, attempt: int) -> tuple[Endpoint, AnswerStream]:
+    def open(self, request: Json, attempt: int) -> tuple[Endpoint, ResponseStream]:
         """For a watch: a stream from the member that answers calls, or from the `attempt`-th after it."""
         endpoint = self._endpoints[(self._current + attempt) % len(self._endpoints)]
 
-        def ask(token: str) -> AnswerStream:
+        def ask(token: str) -> ResponseStream:
             # Twice the deadline: after a restart of etcd all clients come at once.
             return self._transport.stream(endpoint, Rpc.WATCH, request, token, 2 * self._deadline_s)
 

@@ -47,7 +47,7 @@ class EtcdError(Exception):
         self.text = text
 
 
-class AnswerStream(Protocol):
+class ResponseStream(Protocol):
     """Answers that arrive one by one. One thread reads and closes; any thread may hang up."""
 
     def next(self, deadline_s: float | None) -> Json:
@@ -77,7 +77,7 @@ class RpcTransport(Protocol):
         """Ask once; for a stream, return its first answer. The deadline covers name, connection, TLS and answer."""
         ...
 
-    def stream(self, endpoint: Endpoint, rpc: Rpc, request: Json, token: str, deadline_s: float) -> AnswerStream:
+    def stream(self, endpoint: Endpoint, rpc: Rpc, request: Json, token: str, deadline_s: float) -> ResponseStream:
         """Send the request and return the stream of answers. It ends when the member loses its leader."""
         ...
 

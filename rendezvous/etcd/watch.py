@@ -13,7 +13,7 @@ from elaunch.rendezvous.codec import shown
 from elaunch.rendezvous.endpoint import Endpoint
 from elaunch.rendezvous.etcd import json_codec
 from elaunch.rendezvous.etcd.errors import Kind, cancelled, kind_of
-from elaunch.rendezvous.etcd.transport import AnswerStream, EtcdError, Json
+from elaunch.rendezvous.etcd.transport import EtcdError, Json, ResponseStream
 from elaunch.rendezvous.store import Denied, Rejected, StoreError, Unavailable, Update
 
 if TYPE_CHECKING:
@@ -31,14 +31,14 @@ _JOIN_S = 0.2
 class EtcdWatch:
     """A `Watch`. After any interruption it continues behind the last revision that it delivered."""
 
-    def __init__(self, store: EtcdStore, prefix: str, after: int | None, tell: Callable[[Update], None]) -> None:
+    def __init__(self, store: EtcdStore, prefix: str, after: int | None, notify: Callable[[Update], None]) -> None:
         self._store = store
         self._prefix = prefix
         # None until something was delivered: the watch then begins now.
         self._after = after
-        self._tell = tell
+        self._notify = notify
         self._lock = threading.Lock()
-        self._stream: tuple[Endpoint, AnswerStream] | None = None
+        self._stream: tuple[Endpoint, ResponseStream] | None = None
         self._closed = threading.Event()
         self._error: StoreError | None = None
         self._begun_s = math.inf
@@ -108,7 +108,7 @@ class EtcdWatch:
                 self._closed.wait(wait_s * random.uniform(0.5, 1))
         self._answer(self._error)
         if self._error and not self._closed.is_set():
-            self._tell(self._error)
+            self._notify(self._error)
         self._store.forget(self)
 
     def _answer(self, why_not: StoreError | None) -> None:
@@ -172,7 +172,7 @@ class EtcdWatch:
 
     def _say(self, update: Update) -> None:
         if not self._over():
-            self._tell(update)
+            self._notify(update)
 
 
 class _TokenOld(Unavailable):

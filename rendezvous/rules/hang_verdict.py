@@ -31,7 +31,7 @@ _Id = Annotated[str, keep_line(300)]
 _Rank = Annotated[int, Between(-1, _RANK_MAX)]
 
 
-class StillKind(Enum):
+class IdleReason(Enum):
     """Why a rank stands still, as far as its node can tell."""
 
     WAITS = "waits"  # In a call that only other ranks can end.
@@ -43,14 +43,14 @@ class StillKind(Enum):
 
 
 @dataclass(frozen=True)
-class StillGroup(Bounded):
+class IdleGroup(Bounded):
     """Ranks of one node that stand still at the same place; `pid` is the process of `first_rank`.
 
     `ranks` names them ("ranks 0, 2–3"), `count` is their number. `where` is the place, equal on all nodes for ranks at
     the same place. `does` is what they do, as the middle of a sentence.
     """
 
-    kind: StillKind
+    kind: IdleReason
     first_rank: Annotated[int, Between(0, _RANK_MAX)]
     count: Annotated[int, Between(1, _RANK_MAX)]
     ranks: _Words
@@ -60,7 +60,7 @@ class StillGroup(Bounded):
 
 
 @dataclass(frozen=True)
-class StillNode(Bounded):
+class IdleNode(Bounded):
     """A node says that all of its ranks stand still, for `still_s` when it wrote this.
 
     `is_ready` says that this is long enough for what they do. `exited` names ranks of this node that have exited with 0
@@ -71,7 +71,7 @@ class StillNode(Bounded):
     node_id: _Id
     still_s: Annotated[float, Between(0, 1e9)]
     is_ready: bool
-    groups: tuple[StillGroup, ...]
+    groups: tuple[IdleGroup, ...]
     exited: _Words = ""
     exited_rank: _Rank = -1
     is_lingering: bool = False
@@ -101,7 +101,7 @@ class Hang(Bounded):
         return self.message.removeprefix("hung: ").rstrip(",")
 
 
-def hang_words(hang: Hang, host: str) -> str:
+def hang_sentence(hang: Hang, host: str) -> str:
     """The verdict as a sentence that begins with the rank it names, on `host`."""
     if hang.rank < 0:
         return hang.said
@@ -110,7 +110,7 @@ def hang_words(hang: Hang, host: str) -> str:
 
 
 # Who waits for a lock may wait for another rank, so those are named late; last those that could not be looked into.
-_SUSPECT = (StillKind.STOPPED, StillKind.RUNS, StillKind.ELSEWHERE, StillKind.STUCK, StillKind.UNKNOWN)
+_SUSPECT = (IdleReason.STOPPED, IdleReason.RUNS, IdleReason.ELSEWHERE, IdleReason.STUCK, IdleReason.UNKNOWN)
 _SAID_MAX = 4
 
 
@@ -118,7 +118,7 @@ _SAID_MAX = 4
 class _Place:
     """Ranks of any nodes at the same place; `seat` is the first one's, `nodes` are all of them."""
 
-    group: StillGroup
+    group: IdleGroup
     seat: Seat
     count: int
     ranks: tuple[str, ...]
@@ -135,7 +135,7 @@ def confirm_s(times: Times, table: RankTable) -> float:
     return min(HANG_CONFIRM_S, times.hang_after_s / 3 or HANG_CONFIRM_S) if len(table.seats) > 1 else 0.0
 
 
-def tell_still(snapshot: Snapshot, me: Node, generation: int, record: StillNode | None) -> Txn:
+def report_idle(snapshot: Snapshot, me: Node, generation: int, record: IdleNode | None) -> Txn:
     """Write that all ranks of this node stand still; or, with None, that one goes on."""
     key = snapshot.keys.still(generation, me.node_id)
     if record is None:
@@ -166,7 +166,7 @@ def declare_hang(snapshot: Snapshot, table: RankTable, hang: Hang) -> Txn:
 
 
 def verdict_on(
-    records: Mapping[str, StillNode],
+    records: Mapping[str, IdleNode],
     table: RankTable,
     done: frozenset[str],
     stood_s: float = 0.0,
@@ -181,12 +181,12 @@ def verdict_on(
     if not seats or any(seat.node_id not in records or not records[seat.node_id].is_ready for seat in seats):
         return None
     places = sorted(_places(seats, records), key=lambda place: place.count)
-    waiting = [place for place in reversed(places) if place.group.kind is StillKind.WAITS]
+    waiting = [place for place in reversed(places) if place.group.kind is IdleReason.WAITS]
     others = [place for kind in _SUSPECT for place in places if place.group.kind is kind]
     exited = _exited(table, seats, records, done)
-    are_unreadable = all(place.group.kind is StillKind.UNKNOWN for place in places)
+    are_unreadable = all(place.group.kind is IdleReason.UNKNOWN for place in places)
     # Programs that have nothing to do with each other, such as servers, stand still at one place each: no hang.
-    is_stuck = any(place.group.kind is StillKind.STUCK for place in places) and len(places) > 1
+    is_stuck = any(place.group.kind is IdleReason.STUCK for place in places) and len(places) > 1
     is_hang = has_limit or waiting or exited or is_stuck or (are_unreadable and table.world_size > 1)
     if not places or not is_hang:
         return None
@@ -221,12 +221,12 @@ def verdict_on(
 def _points_at_node(others: Sequence[_Place], waiting: Sequence[_Place]) -> bool:
     """Whether the first of `others` is named for what it does, and not because one had to be named."""
     kind = others[0].group.kind
-    if kind is StillKind.UNKNOWN or not (waiting or kind is StillKind.STOPPED):
+    if kind is IdleReason.UNKNOWN or not (waiting or kind is IdleReason.STOPPED):
         return False
     return len(frozenset[str]().union(*(place.nodes for place in others if place.group.kind is kind))) == 1
 
 
-def _places(seats: Sequence[Seat], records: Mapping[str, StillNode]) -> list[_Place]:
+def _places(seats: Sequence[Seat], records: Mapping[str, IdleNode]) -> list[_Place]:
     """All groups of all nodes, those at the same place as one."""
     found: dict[object, _Place] = {}
     for seat in seats:
@@ -249,7 +249,7 @@ class _Exited:
 
 
 def _exited(
-    table: RankTable, seats: Sequence[Seat], records: Mapping[str, StillNode], done: frozenset[str]
+    table: RankTable, seats: Sequence[Seat], records: Mapping[str, IdleNode], done: frozenset[str]
 ) -> _Exited | None:
     for seat in seats:
         if (record := records[seat.node_id]).exited:

@@ -11,9 +11,9 @@ from enum import Enum
 from typing import Annotated
 
 from elaunch.rendezvous.codec import Between, Bounded, decode, keep_line
-from elaunch.rendezvous.rules.hang_verdict import hang_words
+from elaunch.rendezvous.rules.hang_verdict import hang_sentence
+from elaunch.rendezvous.rules.restart_policy import decisive_failure
 from elaunch.rendezvous.rules.snapshot import Snapshot
-from elaunch.rendezvous.rules.verdict import decisive_failure
 from elaunch.rendezvous.types import Failure, Generation, Outcome, Terms, host_of
 
 # More workers than any host has; a report of so many is less than an answer may be.
@@ -174,7 +174,7 @@ def _state(snapshot: Snapshot) -> JobState:
 
 def _hang(snapshot: Snapshot) -> str:
     hang, newest = snapshot.hang, snapshot.generation
-    return hang_words(hang, host_of(hang.node_id)) if hang and newest and hang.generation == newest.number else ""
+    return hang_sentence(hang, host_of(hang.node_id)) if hang and newest and hang.generation == newest.number else ""
 
 
 def _newest_failure(snapshot: Snapshot) -> Failure | None:

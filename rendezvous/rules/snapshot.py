@@ -17,10 +17,10 @@ from urllib.parse import quote
 
 from elaunch.rendezvous.codec import Name, build, decode, shown_text
 from elaunch.rendezvous.endpoint import PREFIX
-from elaunch.rendezvous.rules.hang_verdict import Hang, StillNode
-from elaunch.rendezvous.rules.questions import Question, read_question
+from elaunch.rendezvous.format import plain
+from elaunch.rendezvous.rules.hang_verdict import Hang, IdleNode
+from elaunch.rendezvous.rules.queries import Query, read_query
 from elaunch.rendezvous.store import Absent, Delete, KeyEntry, Op, Put, TxnGuard, Unchanged, View
-from elaunch.rendezvous.texts import plain
 from elaunch.rendezvous.types import (
     GENERATION_DIGITS,
     SLOTS_MAX,
@@ -38,12 +38,12 @@ from elaunch.strict_json import parse_json
 _RECORDS: dict[str, Any] = {
     "members": Node,
     "joined": Joined,
-    "still": StillNode,
+    "still": IdleNode,
     "generation": Generation,
     "ended": Outcome,
     "hang": Hang,
 }
-_LEADER, _SPEC, _QUESTION = ["ctl", "leader"], ["ctl", "spec"], ["ctl", "question"]
+_LEADER, _SPEC, _QUERY = ["ctl", "leader"], ["ctl", "spec"], ["ctl", "question"]
 _OF_NODES = ("joined", "failures", "done", "still")
 # Sentences about unreadable records that one snapshot has: somebody may have written thousands.
 _SENTENCES_MAX = 8
@@ -54,8 +54,8 @@ _SHOWN = 200
 class Keys:
     """The names of one job's keys. `prefix` starts and ends with a slash.
 
-    Every node watches `control`, the leader watches `root`. `question` is what somebody asks all nodes (`questions`),
-    `hang` is the leader's verdict.
+    Every node watches `control`, the leader watches `root`. `query` is a query to all nodes, `hang` is
+    the leader's verdict.
     """
 
     def __init__(self, run_id: str, prefix: str = PREFIX) -> None:
@@ -69,11 +69,11 @@ class Keys:
         self.generation = f"{self.control}generation"
         self.leader = f"{self.control}leader"
         self.ended = f"{self.control}ended"
-        self.question = f"{self.control}question"
+        self.query = f"{self.control}question"
         self.hang = f"{self.control}hang"
 
-    def answers(self, identity: str, node_id: str = "") -> str:
-        """A node's answer to that question. It is no key of any job: a quoted run id has no question mark."""
+    def responses(self, identity: str, node_id: str = "") -> str:
+        """A node's response to that query. It is no key of any job: a quoted run id has no question mark."""
         return f"{self.prefix}?answers/{quote(self.run_id, safe='')}/{identity}/{node_id}"
 
     def member(self, node_id: str) -> str:
@@ -101,10 +101,9 @@ class Snapshot:
     """The state on which decisions are based, as it was at `revision`.
 
     A follower's snapshot holds what is under `ctl/`. Only a `whole` snapshot has members, joined, failures (in the
-    order in which they were recorded), done and still. `question` is what somebody asks the nodes; nothing is decided
-    from it. `unreadable` holds sentences about records that could not be read, each once. `mends` is how the leader
-    gets rid of these: the guard that one is still there, and the operation that restores the last readable record, or
-    deletes it.
+    order in which they were recorded), done and still. `query` is a query to all nodes; nothing is decided from it.
+    `unreadable` holds sentences about records that could not be read, each once. `repairs` is how the leader replaces
+    these: the guard that one is still there, and the operation that restores the last readable record, or deletes it.
     """
 
     keys: Keys
@@ -121,12 +120,12 @@ class Snapshot:
     joined: Mapping[int, Mapping[str, Joined]] = field(default_factory=dict)
     failures: Mapping[int, tuple[Failure, ...]] = field(default_factory=dict)
     done: Mapping[int, frozenset[str]] = field(default_factory=dict)
-    still: Mapping[int, Mapping[str, StillNode]] = field(default_factory=dict)
+    still: Mapping[int, Mapping[str, IdleNode]] = field(default_factory=dict)
     tables: Mapping[int, RankTable] = field(default_factory=dict)
-    question: Question | None = None
+    query: Query | None = None
     hang: Hang | None = None
     unreadable: tuple[str, ...] = ()
-    mends: tuple[tuple[Unchanged, Op], ...] = ()
+    repairs: tuple[tuple[Unchanged, Op], ...] = ()
 
     @property
     def table(self) -> RankTable | None:
@@ -191,7 +190,7 @@ class SnapshotReader:
         known: dict[str, _Known] = {}
         broken: dict[str, ValueError] = {}
         unreadable: list[str] = []
-        mends: list[tuple[Unchanged, Op]] = []
+        repairs: list[tuple[Unchanged, Op]] = []
         fields: dict[str, Any] = {}
         members: dict[str, Node] = {}
         tables: dict[int, RankTable] = {}
@@ -204,11 +203,11 @@ class SnapshotReader:
                 before = self._read(key, entry, before, broken, unreadable)
             known[key] = before
             last, parts, record, good = before
-            # Something on no lease in the place of a question would stay there, and nobody could ask.
+            # Something on no lease in the place of a query would stay there and block all queries.
             is_broken = good is not last or (record is None and not last.lease)
             if is_broken and parts != _LEADER:
                 restored = Put(key, good.value, good.lease) if good is not last and good else Delete(key)
-                mends.append((Unchanged(key, last.mod_revision), restored))
+                repairs.append((Unchanged(key, last.mod_revision), restored))
             match parts:
                 case ["ctl", "leader"]:
                     # Over a leader's name that cannot be read any node may take the lead.
@@ -226,7 +225,9 @@ class SnapshotReader:
                     fields |= {"terms": record, "lease": good.lease if good else 0}
                 case ["ctl", "generation"]:
                     fields |= {"generation": record, "generation_revision": entry.mod_revision}
-                case ["ctl", "ended" | "question" | "hang" as name]:
+                case ["ctl", "question"]:
+                    fields["query"] = record
+                case ["ctl", "ended" | "hang" as name]:
                     fields[name] = record
         self._known = known
         for key, error in broken.items():
@@ -251,7 +252,7 @@ class SnapshotReader:
             still=still,
             tables=tables,
             unreadable=tuple(unreadable[:_SENTENCES_MAX]),
-            mends=tuple(mends),
+            repairs=tuple(repairs),
             **fields,
         )
 
@@ -263,9 +264,9 @@ class SnapshotReader:
             if parts == _LEADER and not entry.lease:
                 raise ValueError(f"on no lease, so no elaunch wrote it: {shown_text(entry.value)!r}")
             record = _decoded(parts, entry.value)
-            if parts == _QUESTION and record and record.lease != entry.lease:
-                # It would not go with its asker, and nobody could ask another one.
-                raise ValueError(f"not on the asker's lease, so no elaunch wrote it: {shown_text(entry.value)!r}")
+            if parts == _QUERY and record and record.lease != entry.lease:
+                # It would not be deleted with its client, and would block all other queries.
+                raise ValueError(f"not on its client's lease, so no elaunch wrote it: {shown_text(entry.value)!r}")
             if before and before.good:
                 _check_successor(parts, before.good, before.record, entry, record)
             return _Known(entry, parts, record, entry)
@@ -274,8 +275,8 @@ class SnapshotReader:
             # Somebody may write such a record again and again.
             if before is None or before.good is before.entry:
                 unreadable.append(_told(key, error))
-            # A leader that has lost its key does not lead any more, and an asker waits for no answer.
-            if before is None or parts in (_LEADER, _QUESTION):
+            # A leader that has lost its key does not lead any more, and no client waits for a response.
+            if before is None or parts in (_LEADER, _QUERY):
                 return _Known(entry, parts, None, None)
             return _Known(entry, parts, before.record, before.good)
 
@@ -339,7 +340,7 @@ def _decoded(parts: list[str], text: str) -> Any:
         case ["ctl", "leader"]:
             Name().check(text)
         case ["ctl", "question"]:
-            return read_question(text)
+            return read_query(text)
     return text
 
 

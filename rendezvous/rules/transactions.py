@@ -9,8 +9,8 @@ from __future__ import annotations
 from hashlib import sha256
 
 from elaunch.rendezvous.codec import encode
+from elaunch.rendezvous.rules.restart_policy import decisive_failure
 from elaunch.rendezvous.rules.snapshot import Keys, Snapshot, encode_table
-from elaunch.rendezvous.rules.verdict import decisive_failure
 from elaunch.rendezvous.store import Absent, Delete, Empty, NoneNewer, Op, Present, Put, Txn, TxnGuard, Unchanged
 from elaunch.rendezvous.types import (
     Failure,
@@ -234,7 +234,7 @@ def open_join(snapshot: Snapshot, ready: list[str]) -> Txn:
     return _open(snapshot, opened, (there, Present(keys.table(number)), Empty(keys.done(number))))
 
 
-def mend(snapshot: Snapshot, broken: Unchanged, restored: Op) -> Txn:
+def repair(snapshot: Snapshot, broken: Unchanged, restored: Op) -> Txn:
     """Restore or delete an unreadable record, since guards of other transactions would fail because of it.
 
     A node with a seat that has joined the forming generation does not look again before the next one. So that one is

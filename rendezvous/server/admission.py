@@ -42,7 +42,7 @@ class Unauthenticated(Generic[Client]):
         self._from: dict[str, dict[Client, None]] = {}
         # Those whose first data waits to be read, and since when. The addresses are in the order of their turns.
         self._arrived: OrderedDict[str, OrderedDict[Client, float]] = OrderedDict()
-        # How many have arrived since the last `tell_lag`, without those that have shown the token.
+        # How many have arrived since the last `lag_report`, without those that have shown the token.
         self._counts: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -105,7 +105,7 @@ class Unauthenticated(Generic[Client]):
         self._forget_arrival(who)
         return who
 
-    def tell_lag(self, now_s: float, interval_s: float) -> str | None:
+    def lag_report(self, now_s: float, interval_s: float) -> str | None:
         """A sentence if handshakes are late. Call it every `interval_s`: it counts connections since its last call."""
         counts, self._counts = self._counts, Counter()
         late_s = max((now_s - next(iter(its.values())) for its in self._arrived.values()), default=0.0)

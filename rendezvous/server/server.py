@@ -124,7 +124,7 @@ class Server:
             now_s = self._now_s = time.monotonic()
             running_s += min(now_s - last_s, STALL_S)
             last_s = now_s
-            self.engine.tell_time(running_s)
+            self.engine.set_time(running_s)
             for key, _ in ready:
                 key.data()
             self._welcome()
@@ -287,7 +287,7 @@ class Server:
     def _sweep(self, interval_s: float) -> None:
         """Close clients whose time is over, and accept connections again. The last sweep was `interval_s` ago."""
         now_s = self._now_s
-        if sentence := self._unauthenticated.tell_lag(now_s, interval_s):
+        if sentence := self._unauthenticated.lag_report(now_s, interval_s):
             self._say("lag", sentence)
         for client in self._unauthenticated.overdue(now_s):
             self._close(client)

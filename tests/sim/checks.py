@@ -12,8 +12,8 @@ from elaunch.agent.core.state import Agent, Clearing, Exited, Finished, Joining,
 from elaunch.rendezvous.codec import decode
 from elaunch.rendezvous.rules.assign_ranks import role_of_node
 from elaunch.rendezvous.rules.hang_verdict import Hang
+from elaunch.rendezvous.rules.restart_policy import failure_mode, is_excluded
 from elaunch.rendezvous.rules.snapshot import decode_table
-from elaunch.rendezvous.rules.verdict import is_excluded, way_of
 from elaunch.rendezvous.store import Changes, KeyEntry, NoneNewer, Put, Txn, Update
 from elaunch.rendezvous.types import (
     Failure,
@@ -255,7 +255,7 @@ class Checks:
         self._require(not out or is_needed, "excluded", f"{out} have seats, {others} are there")
         failed = [failure for failures in self.failures.values() for failure in failures.values()]
         for each in set(before.excluded) - set(table.excluded):
-            elsewhere = [f for f in failed if way_of(f) == each.way and host_of(f.node_id) != each.who]
+            elsewhere = [f for f in failed if failure_mode(f) == each.way and host_of(f.node_id) != each.who]
             self._require(elsewhere, "forgotten", f"{each} in table {g}")
         for each in set(table.excluded) - set(before.excluded):
             real = [

@@ -18,8 +18,8 @@ from elaunch.agent.core.events import Cleared, ServiceLost, SnapshotChanged, Wor
 from elaunch.agent.core.leaving import order
 from elaunch.rendezvous.engine import MemoryStore
 from elaunch.rendezvous.job_spec import JobSpec, Program, ProgramKind
-from elaunch.rendezvous.rules.questions import Topic
-from elaunch.rendezvous.store import Answer, Delete, Put, Txn
+from elaunch.rendezvous.rules.queries import Topic
+from elaunch.rendezvous.store import Delete, Put, Txn, TxnResponse
 from elaunch.rendezvous.types import FailureKind, RankTable
 from tests.sim.agents import KEYS, AgentProcess, Host
 from tests.sim.checks import Checks, Violation, is_leaders
@@ -178,12 +178,12 @@ class World:
         if self._store_away_since_s is None:
             self.store.advance(max(0.0, self.now_s - self._store_frozen_s - self.plan.lease_slack_s))
 
-    def commit(self, process: AgentProcess, txn: Txn) -> Answer:
+    def commit(self, process: AgentProcess, txn: Txn) -> TxnResponse:
         """A transaction that has reached the store."""
         is_fatal = self._strikes_leader(txn)
         if is_fatal is False:
             process.kill()
-            return Answer(False, 0)
+            return TxnResponse(False, 0)
         outer, self.checks.writer = self.checks.writer, (process, txn)
         try:
             answer = self.store.commit(txn)

@@ -8,13 +8,13 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
 from elaunch.rendezvous.store import (
-    Answer,
     HistoryLost,
     LeaseGone,
     Put,
     Rejected,
     StoreError,
     Txn,
+    TxnResponse,
     Unavailable,
     Update,
     View,
@@ -56,7 +56,7 @@ class Line:
     def read(self, prefix: str) -> View:
         return self._call(lambda: self._world.store.read(prefix))
 
-    def commit(self, txn: Txn) -> Answer:
+    def commit(self, txn: Txn) -> TxnResponse:
         def again() -> None:
             with suppress(LeaseGone):
                 self._world.commit(self._process, txn)
@@ -78,8 +78,8 @@ class Line:
     def revoke(self, lease: int) -> None:
         self._call(lambda: self._world.revoke(self._process, lease), lambda: self._world.revoke(self._process, lease))
 
-    def watch(self, prefix: str, after: int | None, tell: Callable[[Update], None]) -> WatchLine:
-        watch = WatchLine(self._world, self._process, prefix, tell)
+    def watch(self, prefix: str, after: int | None, notify: Callable[[Update], None]) -> WatchLine:
+        watch = WatchLine(self._world, self._process, prefix, notify)
         self._watches = [kept for kept in self._watches if not kept.is_closed]
         self._watches.append(watch)
         watch.begin(after)
@@ -162,11 +162,11 @@ class Line:
 class WatchLine:
     """A watch that reports changes late, and sometimes twice. A deaf watch reports nothing."""
 
-    def __init__(self, world: World, process: AgentProcess, prefix: str, tell: Callable[[Update], None]) -> None:
+    def __init__(self, world: World, process: AgentProcess, prefix: str, notify: Callable[[Update], None]) -> None:
         self._world = world
         self._process = process
         self._prefix = prefix
-        self._tell = tell
+        self._notify = notify
         self._pending: deque[Update] = deque()
         self._arrives_s = 0.0
         self.is_deaf = False
@@ -182,7 +182,7 @@ class WatchLine:
         except StoreError:
             self.close()
             raise
-        self._tell(view)
+        self._notify(view)
 
     def close(self) -> None:
         self.is_closed = True
@@ -215,6 +215,6 @@ class WatchLine:
         if not self._process.line.is_up:
             return
         update = self._pending.popleft()
-        self._tell(update)
+        self._notify(update)
         if self._world.is_rough and self._world.rng.random() < 0.05:
-            self._tell(update)
+            self._notify(update)

@@ -32,7 +32,7 @@ from elaunch.agent.core import membership
 from elaunch.agent.core.state import Finished
 from elaunch.agent.session.store_client import StoreClient
 from elaunch.agent.session.store_view import StoreView
-from elaunch.rendezvous.rules import forming, leading, transactions
+from elaunch.rendezvous.rules import form_generation, leader, transactions
 from elaunch.rendezvous.store import Absent, Txn
 from elaunch.rendezvous.times import Times
 from elaunch.rendezvous.types import Node, OpenKind, OutcomeKind
@@ -146,13 +146,13 @@ def losses_unguarded(patch: pytest.MonkeyPatch) -> None:
     def is_absence(guard: object) -> bool:
         return isinstance(guard, Absent) and ("/members/" in guard.key or "/done/" in guard.key)
 
-    opening = leading.open_loss
-    patch.setattr(leading, "open_loss", off)
+    opening = leader.open_loss
+    patch.setattr(leader, "open_loss", off)
 
 
 def done_nodes_missed(patch: pytest.MonkeyPatch) -> None:
     losses_unguarded(patch)
-    patch.setattr(leading, "_lost", lambda s, t, _: [x.node_id for x in t.seats if x.node_id not in s.members])
+    patch.setattr(leader, "_lost", lambda s, t, _: [x.node_id for x in t.seats if x.node_id not in s.members])
 
 
 def survivors_not_awaited(patch: pytest.MonkeyPatch) -> None:
@@ -162,21 +162,21 @@ def survivors_not_awaited(patch: pytest.MonkeyPatch) -> None:
             snapshot = replace(snapshot, members={n: m for n, m in snapshot.members.items() if n in joined})
         return form(snapshot, terms, generation, *rest)
 
-    form = leading.form
-    patch.setattr(leading, "form", off)
+    form = leader.form
+    patch.setattr(leader, "form", off)
 
 
 def ready_not_awaited(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(forming._Forming, "_await_ready", lambda *_: None)
+    patch.setattr(form_generation._Forming, "_await_ready", lambda *_: None)
 
 
 def members_admitted(patch: pytest.MonkeyPatch) -> None:
     def off(snapshot: Any, terms: Any, table: Any, *rest: Any) -> Any:
         return admit(replace(snapshot, joined={table.generation: snapshot.members}), terms, table, *rest)
 
-    admit = leading._admit
-    patch.setattr(leading, "_admit", off)
-    patch.setattr(forming._Forming, "_await_ready", lambda *_: None)
+    admit = leader._admit
+    patch.setattr(leader, "_admit", off)
+    patch.setattr(form_generation._Forming, "_await_ready", lambda *_: None)
 
 
 def losses_counted(patch: pytest.MonkeyPatch) -> None:
@@ -187,8 +187,8 @@ def losses_counted(patch: pytest.MonkeyPatch) -> None:
             formed = replace(formed, snapshot=replace(formed.snapshot, members=members))
         return decide(formed, table_age_s)
 
-    decide = forming._Forming.decide
-    patch.setattr(forming._Forming, "decide", off)
+    decide = form_generation._Forming.decide
+    patch.setattr(form_generation._Forming, "decide", off)
 
 
 def finished_leave(patch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elaunch.agent.diagnosis.causes.cause import CauseRule, Evidence, Values, regex
-from elaunch.rendezvous.texts import bytes_text
+from elaunch.rendezvous.format import bytes_text
 from elaunch.rendezvous.types import FailureKind
 
 _SIGBUS, _SIGKILL = -7, -9

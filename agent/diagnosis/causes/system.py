@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elaunch.agent.diagnosis.causes.cause import CauseRule, Evidence, Space, Values, regex
-from elaunch.rendezvous.texts import bytes_text
+from elaunch.rendezvous.format import bytes_text
 
 _QUOTED = regex(r"\[Errno \d+\][^\n]*?: (?P<quote>['\"])(?P<path>.*?)(?P=quote)")
 # At most so many full file systems are named.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from elaunch.rendezvous.engine import MemoryStore
 from elaunch.rendezvous.rules import transactions
-from elaunch.rendezvous.rules.leading import Lead, LeaderState, lead
+from elaunch.rendezvous.rules.leader import Lead, LeaderState, lead
 from elaunch.rendezvous.rules.snapshot import Keys, Snapshot, SnapshotReader
 from elaunch.rendezvous.store import Delete, LeaseGone, Op, Txn
 from elaunch.rendezvous.times import Times

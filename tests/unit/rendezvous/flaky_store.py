@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from elaunch.rendezvous.engine import MemoryStore
-from elaunch.rendezvous.store import Answer, StoreError, Txn, Unavailable, Update, View, Watch
+from elaunch.rendezvous.store import StoreError, Txn, TxnResponse, Unavailable, Update, View, Watch
 
 Result = TypeVar("Result")
 
@@ -61,8 +61,8 @@ class FlakyStore:
         self.between()
         return view
 
-    def commit(self, txn: Txn) -> Answer:
-        def commit() -> Answer:
+    def commit(self, txn: Txn) -> TxnResponse:
+        def commit() -> TxnResponse:
             answer = self.memory.commit(txn)
             self.committed.append(txn)
             return answer
@@ -78,19 +78,19 @@ class FlakyStore:
     def revoke(self, lease: int) -> None:
         self._call("revoke", lambda: self.memory.revoke(lease))
 
-    def watch(self, prefix: str, after: int | None, tell: Callable[[Update], None]) -> Watch:
-        def told(update: Update) -> None:
+    def watch(self, prefix: str, after: int | None, notify: Callable[[Update], None]) -> Watch:
+        def filtered(update: Update) -> None:
             if not self.deaf and not self.errors.get("begun"):
-                tell(update)
+                notify(update)
 
-        return self._call("watch", lambda: _FlakyWatch(self, self.memory.watch(prefix, after, told)))
+        return self._call("watch", lambda: _FlakyWatch(self, self.memory.watch(prefix, after, filtered)))
 
     def close(self) -> None:
         self.closed = True
 
     # For tests.
 
-    def write(self, txn: Txn) -> Answer:
+    def write(self, txn: Txn) -> TxnResponse:
         """Commit a transaction of another client."""
         with self._lock:
             return self.memory.commit(txn)

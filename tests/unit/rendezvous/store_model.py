@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from elaunch.rendezvous.store import (
     Absent,
-    Answer,
     Changes,
     Delete,
     Empty,
@@ -18,6 +17,7 @@ from elaunch.rendezvous.store import (
     Put,
     Txn,
     TxnGuard,
+    TxnResponse,
     Unchanged,
     View,
 )
@@ -34,7 +34,7 @@ class Model:
     def read(self, prefix: str) -> View:
         return View(self.revision, {key: self.entries[key] for key in sorted(self.entries) if key.startswith(prefix)})
 
-    def commit(self, txn: Txn) -> Answer:
+    def commit(self, txn: Txn) -> TxnResponse:
         held = all(self._holds(guard) for guard in txn.guards)
         revision = self.revision + 1
         written: dict[str, KeyEntry | None] = {}
@@ -51,7 +51,7 @@ class Model:
         if written:
             self.revision = revision
             self._written.append(Changes(revision, written))
-        return Answer(held, self.revision)
+        return TxnResponse(held, self.revision)
 
     def changes(self, prefix: str, after: int) -> list[Changes]:
         """The changes that a watch of `prefix` must report after revision `after`."""

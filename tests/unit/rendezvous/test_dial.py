@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from elaunch.rendezvous.dial import Deadline, HostAddress, NoAnswer, dial, resolve
+from elaunch.rendezvous.dial import Deadline, HostAddress, NoResponse, dial, resolve
 from tests.descriptors import opened
 from tests.harness import DEADLINE_S, wait_for
 
@@ -111,7 +111,7 @@ def test_nobody_is_waited_for_longer_than_there_is_time(listeners: list[Listener
     with pytest.raises(TimeoutError) as caught:
         dial([listeners[0].address], Deadline(0.5).left)
 
-    assert isinstance(caught.value, NoAnswer)
+    assert isinstance(caught.value, NoResponse)
     assert str(caught.value) == "timed out"
     assert not opened() - before
     assert not listeners[0].asking()
@@ -140,7 +140,7 @@ def test_an_error_of_this_host_is_not_hidden_by_silence_nor_by_ipv6_that_it_does
     for others in ([no_ipv6], [listeners[0].address], [NOWHERE]):
         with pytest.raises(OSError, match=r"Socket type not supported|not permitted"):
             dial([*others, own], Deadline(0.5).left)
-    with pytest.raises(NoAnswer):
+    with pytest.raises(NoResponse):
         dial([no_ipv6, listeners[0].address], Deadline(0.5).left)
 
 

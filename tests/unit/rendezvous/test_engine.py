@@ -65,15 +65,15 @@ def test_a_refused_transaction_leaves_no_trace() -> None:
 
 def test_a_lease_ends_at_its_time_and_not_before() -> None:
     engine = Engine()
-    engine.tell_time(100.0)
+    engine.set_time(100.0)
     engine.grant(7, 5)
     put(engine, "key", lease=7)
 
-    engine.tell_time(104.9)
+    engine.set_time(104.9)
     engine.end_leases()
     before = len(engine.read("").entries)
     assert engine.idle_until_s == 105.0
-    engine.tell_time(105.0)
+    engine.set_time(105.0)
     engine.end_leases()
 
     assert (before, len(engine.read("").entries)) == (1, 0)
@@ -85,11 +85,11 @@ def test_a_lease_that_was_renewed_meanwhile_does_not_keep_others_from_ending() -
     engine = Engine()
     engine.grant(7, 5)
     engine.grant(8, 7)
-    engine.tell_time(4.0)
+    engine.set_time(4.0)
     engine.keep_alive(7)
 
     for now_s in (5.0, 7.0):
-        engine.tell_time(now_s)
+        engine.set_time(now_s)
         engine.end_leases()
 
     assert (engine.keep_alive(7), engine.keep_alive(8)) == (5, 0)

@@ -13,7 +13,7 @@ from elaunch.agent.core.events import Sampled, Signalled, StacksTaken, Tick, Wor
 from elaunch.agent.core.state import Running, Stopping
 from elaunch.agent.diagnosis.hang import LOOK_S_MAX, Standstill, Window, after_windows
 from elaunch.agent.diagnosis.stack_groups import Frame, Stack, ThreadStack
-from elaunch.rendezvous.rules.hang_verdict import StillKind
+from elaunch.rendezvous.rules.hang_verdict import IdleReason
 from elaunch.rendezvous.types import FailureKind
 from tests.unit.agent.diagnosis.test_stack_groups import ALL_REDUCE, GPU_WAIT, LIB, STEP, stack
 from tests.unit.agent.driver import ALL, TERM, TIMES, TWO, Driver, failure, settle, started
@@ -429,7 +429,7 @@ def test_the_leader_names_a_rank_of_another_node_and_both_nodes_say_it() -> None
     assert [seat.host for seat in seats] == ["node-a", "node-b"]
     assert [action.local_rank for action in other.all_acted if isinstance(action, Blame)] == [1]
     assert not any(isinstance(action, Blame) for action in one.all_acted)
-    assert {g.kind for n in one.snapshot.still[0].values() for g in n.groups} == {StillKind.WAITS, StillKind.RUNS}
+    assert {g.kind for n in one.snapshot.still[0].values() for g in n.groups} == {IdleReason.WAITS, IdleReason.RUNS}
 
 
 def test_a_node_whose_programs_have_ended_while_their_processes_stay_is_what_the_others_wait_for() -> None:

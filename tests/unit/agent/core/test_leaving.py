@@ -8,7 +8,7 @@ from elaunch.agent.core.actions import SignalWorkers
 from elaunch.agent.core.events import RestartOrdered, StoreFailed, WorkerExited
 from elaunch.agent.core.leaving import OrderResponse, order
 from elaunch.agent.core.state import Joining, Running, Stopping
-from elaunch.rendezvous.rules.questions import Topic
+from elaunch.rendezvous.rules.queries import Topic
 from elaunch.rendezvous.types import OpenKind, OutcomeKind
 from tests.unit.agent.driver import ALL, SPEC, TERM, TWO, Driver, cleared, pair, settle, started
 

@@ -23,7 +23,7 @@ from elaunch.agent.diagnosis.exit_status import (
 )
 from elaunch.agent.peer_lost import is_peer_lost
 from elaunch.rendezvous.codec import encode
-from elaunch.rendezvous.rules.verdict import identical
+from elaunch.rendezvous.rules.restart_policy import identical
 from elaunch.rendezvous.types import Failure, FailureKind
 from tests.harness import RUN_LIMIT_S
 

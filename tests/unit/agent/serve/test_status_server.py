@@ -30,19 +30,19 @@ from elaunch.agent.serve.status_server import (
     StatusServer,
 )
 from elaunch.rendezvous.codec import decode, encode
-from elaunch.rendezvous.rules.questions import Question, Topic, ask
+from elaunch.rendezvous.rules.queries import Query, Topic, post_query
 from elaunch.rendezvous.rules.reports import RankReport, read_node_report
 from elaunch.rendezvous.store import LeaseGone, Put, Txn
 from tests.harness import DEADLINE_S, RUN_LIMIT_S, joined, wait_for
 from tests.unit.agent.driver import KEYS, Driver, pair, started
 
 NOBODY = 65534
-QUESTION = Question("0123456789abcdef", Topic.STATUS, 4711)
+QUERY = Query("0123456789abcdef", Topic.STATUS, 4711)
 SEEN = WorkersSeen(0, 1.0, tuple(RankReport(local, local, -1, step=3) for local in range(3)))
 
 
 class Heard:
-    """What stands in for a loop's `Request`: a question that came by the socket, and its answer."""
+    """What stands in for a loop's `Request`: a query that came by the socket, and its answer."""
 
     def __init__(self, topic: str, waits: bool = True) -> None:
         self.topic = topic
@@ -54,10 +54,10 @@ class Heard:
         return self.waits
 
 
-def asking(driver: Driver, question: Question = QUESTION) -> None:
+def asking(driver: Driver, query: Query = QUERY) -> None:
     """Somebody asks in the driver's store, and its agent looks."""
-    driver.store.grant(question.lease, 100)
-    assert driver.store.commit(ask(KEYS, question)).held
+    driver.store.grant(query.lease, 100)
+    assert driver.store.commit(post_query(KEYS, query)).held
     driver.look()
 
 
@@ -81,15 +81,15 @@ def test_a_question_gets_this_nodes_report_on_the_askers_lease_once() -> None:
     answers = answers_of(driver, offered)
     asking(driver)
 
-    answers.note(driver.agent.snapshot.question)
+    answers.note(driver.agent.snapshot.query)
     when_due(answers)
-    answers.note(driver.agent.snapshot.question)
+    answers.note(driver.agent.snapshot.query)
     answers.tick(time.monotonic() + 100)
 
     (txn,) = offered
     (put,) = txn.then
     assert isinstance(put, Put)
-    assert (put.key, put.lease) == (KEYS.answers(QUESTION.identity, driver.node_id), 4711)
+    assert (put.key, put.lease) == (KEYS.responses(QUERY.identity, driver.node_id), 4711)
     report = read_node_report(put.value, driver.node_id)
     assert report is not None
     assert [rank.step for rank in report.ranks] == [3, 3, 3]
@@ -113,12 +113,12 @@ def test_the_way_to_the_store_is_told_only_where_there_is_one() -> None:
 
 def test_an_order_is_obeyed_by_the_leader_alone_and_answered_first() -> None:
     leader, other = pair()
-    question = Question("e" * 16, Topic.STOP, 4713)
+    query = Query("e" * 16, Topic.STOP, 4713)
     offered: list[Txn] = []
-    asking(leader, question)
+    asking(leader, query)
     for driver in (other, leader):
         answers = answers_of(driver, offered)
-        answers.note(question)
+        answers.note(query)
         when_due(answers)
 
     assert isinstance(other.agent.phase, Running)
@@ -129,8 +129,8 @@ def test_an_order_is_obeyed_by_the_leader_alone_and_answered_first() -> None:
     assert decode(OrderResponse, put.value).is_done
 
 
-def question(number: int) -> Question:
-    return Question(f"{number:016x}", Topic.STATUS, 1 + number)
+def query(number: int) -> Query:
+    return Query(f"{number:016x}", Topic.STATUS, 1 + number)
 
 
 def test_a_burst_of_local_questions_is_answered_up_to_the_limit_and_then_at_the_rate() -> None:
@@ -149,12 +149,12 @@ def test_a_burst_of_questions_in_the_store_gets_an_answer_now_and_then_and_the_n
 
     for number in range(1000):
         now_s = 100.0 + number / 200
-        queue = queue.after(question(number), now_s, 2, 0.0)
+        queue = queue.after(query(number), now_s, 2, 0.0)
         queue, due = queue.take_due(now_s)
         answered += [(now_s, due)] if due else []
 
     assert len(answered) == pytest.approx(5 / STORE_PAUSE_S, abs=1)
-    assert queue.waiting == question(999)
+    assert queue.waiting == query(999)
     assert queue.due_s is not None
 
 

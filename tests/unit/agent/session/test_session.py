@@ -21,7 +21,7 @@ from elaunch.agent.core.events import (
 from elaunch.agent.session.session import Session
 from elaunch.agent.session.store_view import JobStore, LocalHost
 from elaunch.rendezvous.rules.snapshot import Keys
-from elaunch.rendezvous.store import Absent, Answer, Delete, Put, Txn, Unavailable
+from elaunch.rendezvous.store import Absent, Delete, Put, Txn, TxnResponse, Unavailable
 from elaunch.rendezvous.times import Times
 from tests.harness import DEADLINE_S, joined, wait_for
 from tests.unit.rendezvous.flaky_store import FlakyStore
@@ -113,7 +113,7 @@ class SlowStore(FlakyStore):
         super().__init__()
         self.go = threading.Event()
 
-    def commit(self, txn: Txn) -> Answer:
+    def commit(self, txn: Txn) -> TxnResponse:
         assert self.go.wait(FLUSH_S)
         return super().commit(txn)
 

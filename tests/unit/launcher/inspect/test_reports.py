@@ -7,7 +7,7 @@ from dataclasses import replace
 from elaunch.agent.core.timeline import WorkersSeen, node_report
 from elaunch.agent.diagnosis.stack_groups import Frame, Stack, ThreadStack, read_stack_answer, stack_answer, stacks_in
 from elaunch.rendezvous.codec import encode
-from elaunch.rendezvous.rules.questions import ANSWER_BYTES_MAX
+from elaunch.rendezvous.rules.queries import RESPONSE_BYTES_MAX
 from elaunch.rendezvous.rules.reports import RankReport, read_node_report
 from tests.unit.agent.driver import started
 
@@ -39,7 +39,7 @@ def test_the_stacks_of_many_ranks_fit_into_an_answer() -> None:
     text = stack_answer("node-a-1", 3, stacks)
 
     answer = read_stack_answer(text, "node-a-1")
-    assert len(text) <= ANSWER_BYTES_MAX
+    assert len(text) <= RESPONSE_BYTES_MAX
     assert answer is not None
     shown = stacks_in([answer])
     assert sorted(stack.rank for stack in shown) == list(range(8))

@@ -17,7 +17,7 @@ from elaunch.rendezvous.endpoint import Access, Endpoint, Login
 from elaunch.rendezvous.etcd import json_codec
 from elaunch.rendezvous.etcd.http_client import request
 from elaunch.rendezvous.etcd.store import EtcdStore
-from elaunch.rendezvous.etcd.transport import AnswerStream, Json, JsonTransport, Rpc
+from elaunch.rendezvous.etcd.transport import Json, JsonTransport, ResponseStream, Rpc
 from elaunch.rendezvous.store import Denied, Put, Rejected, StoreError, Txn, Unavailable
 from tests.fuzzing import NESTED, PLAIN, VALUES, bounded
 from tests.relay import Listener
@@ -63,7 +63,7 @@ class Answering:
     def call(self, endpoint: Endpoint, rpc: Rpc, request: Json, token: str, deadline_s: float) -> Json:
         return self.answer
 
-    def stream(self, endpoint: Endpoint, rpc: Rpc, request: Json, token: str, deadline_s: float) -> AnswerStream:
+    def stream(self, endpoint: Endpoint, rpc: Rpc, request: Json, token: str, deadline_s: float) -> ResponseStream:
         raise Unavailable("no stream here")
 
     def close(self) -> None:

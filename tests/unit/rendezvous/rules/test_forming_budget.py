@@ -1,4 +1,4 @@
-"""rendezvous.rules.forming: whether the job goes on, and what is charged to its budget (rules 3, 4 and 9)."""
+"""rendezvous.rules.form_generation: whether the job goes on, and what is charged to its budget (rules 3, 4 and 9)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from elaunch.rendezvous.rules.forming import counted_restarts
-from elaunch.rendezvous.rules.verdict import BARREN_MAX
+from elaunch.rendezvous.rules.form_generation import counted_restarts
+from elaunch.rendezvous.rules.restart_policy import BARREN_MAX
 from elaunch.rendezvous.types import FailureKind, Node, OutcomeKind, RankTable, Terms
 from tests.unit.agent.job_world import TERMS, TIMES, A, B, C, forming, running
 

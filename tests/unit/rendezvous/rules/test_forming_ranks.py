@@ -1,4 +1,4 @@
-"""rendezvous.rules.forming: who has which ranks (rule 5)."""
+"""rendezvous.rules.form_generation: who has which ranks (rule 5)."""
 
 from __future__ import annotations
 

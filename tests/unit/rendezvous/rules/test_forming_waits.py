@@ -1,10 +1,10 @@
-"""rendezvous.rules.forming: who is waited for, and for how long (rules 1, 2, 6, 7 and 8 of docs/protocol.md)."""
+"""rendezvous.rules.form_generation: waits for nodes (rules 1, 2, 6, 7 and 8 of docs/protocol.md)."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from elaunch.rendezvous.rules.leading import lead
+from elaunch.rendezvous.rules.leader import lead
 from elaunch.rendezvous.rules.snapshot import Keys
 from elaunch.rendezvous.store import Put
 from elaunch.rendezvous.types import FailureKind, OpenKind, OutcomeKind, Terms

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from elaunch.agent.core.events import SnapshotChanged, Tick
 from elaunch.agent.core.step import step
 from elaunch.rendezvous.codec import decode, encode
-from elaunch.rendezvous.rules.hang_verdict import Hang, StillGroup, StillKind, StillNode
-from elaunch.rendezvous.rules.leading import LeaderState, lead
+from elaunch.rendezvous.rules.hang_verdict import Hang, IdleGroup, IdleNode, IdleReason
+from elaunch.rendezvous.rules.leader import LeaderState, lead
 from elaunch.rendezvous.rules.snapshot import (
     UNPACKED_BYTES_MAX,
     Keys,
@@ -47,7 +47,7 @@ from tests.unit.agent.driver import Driver
 KEYS = Keys("job")
 FAILURE = Failure(FailureKind.EXCEPTION, 1, "a-1", "a", 0, 0, 17, 1, "raised ValueError: x", failed_at=1e9)
 TABLE = RankTable(1, seats_of([("a-1", 2, "default"), ("b-2", 2, "default")]), "10.0.0.1", 29500, "all are there")
-STILL = StillGroup(StillKind.WAITS, 0, 2, "ranks 0, 1", "all_reduce (a.py:1)", "waits in all_reduce")
+STILL = IdleGroup(IdleReason.WAITS, 0, 2, "ranks 0, 1", "all_reduce (a.py:1)", "waits in all_reduce")
 RECORDS = {
     KEYS.spec: encode(Terms(2, 4, 3, None, "train.py", "0123456789abcdef")),
     KEYS.generation: encode(Generation(1, OpenKind.FAIL, "rank 0 failed", "a-1")),
@@ -57,8 +57,8 @@ RECORDS = {
     KEYS.joined(1, "a-1"): encode(Joined("a-1", 29500)),
     KEYS.joined(1, "b-2"): encode(Joined("b-2", 29501)),
     KEYS.failure(1, "a-1"): encode(FAILURE),
-    KEYS.still(1, "a-1"): encode(StillNode("a-1", 61.0, True, (STILL,))),
-    KEYS.still(1, "b-2"): encode(StillNode("b-2", 61.0, True, (replace(STILL, first_rank=2),))),
+    KEYS.still(1, "a-1"): encode(IdleNode("a-1", 61.0, True, (STILL,))),
+    KEYS.still(1, "b-2"): encode(IdleNode("b-2", 61.0, True, (replace(STILL, first_rank=2),))),
     KEYS.hang: encode(Hang(1, "a-1", 0, "hung: it waits,")),
     KEYS.table(1): encode_table(TABLE),
     KEYS.table(0): encode_table(replace(TABLE, generation=0)),

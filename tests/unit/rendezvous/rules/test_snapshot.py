@@ -156,7 +156,7 @@ def test_a_record_of_the_job_that_is_none_is_refused_with_its_key_and_its_value(
         (KEYS.member("a"), '{"node_id":"a"}', "not a Node"),
         (KEYS.member("a"), encode(replace(NODE, host="a b")), "not a Node"),
         (KEYS.joined(3, "a"), "{}", "not a Joined"),
-        (KEYS.still(3, "a"), "{}", "not a StillNode"),
+        (KEYS.still(3, "a"), "{}", "not a IdleNode"),
         (KEYS.table(2), "{}", "not a rank table"),
         (KEYS.table(4), "x" * 1_000_000, "not a rank table"),
         (f"{KEYS.root}joined/x/a", "", "not a generation's"),
@@ -177,7 +177,7 @@ def test_any_other_record_that_is_none_costs_a_sentence_and_the_leader_deletes_i
     assert len(first.unreadable[0]) < 1000
     assert second.unreadable == ()
     assert (first.members, first.joined, first.still, first.done, [*first.tables]) == ({}, {}, {}, {}, [3])
-    assert [op for _, op in second.mends] == [Delete(key)]
+    assert [op for _, op in second.repairs] == [Delete(key)]
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def test_a_generation_does_not_go_back() -> None:
     after = reader.read(store.read(KEYS.root), whole=True)
 
     assert after.generation == before.generation
-    assert [op for _, op in after.mends] == [Put(KEYS.generation, RUNS)]
+    assert [op for _, op in after.repairs] == [Put(KEYS.generation, RUNS)]
 
 
 def test_the_runs_lease_is_not_forgotten_when_somebody_writes_over_the_terms() -> None:
@@ -262,7 +262,7 @@ def test_the_runs_lease_is_not_forgotten_when_somebody_writes_over_the_terms() -
     snapshot = reader.read(store.read(KEYS.root), whole=True)
 
     assert (snapshot.lease, snapshot.terms) == (7, Terms())
-    assert [op for _, op in snapshot.mends] == [Put(KEYS.spec, encode(Terms()), 7)]
+    assert [op for _, op in snapshot.repairs] == [Put(KEYS.spec, encode(Terms()), 7)]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from elaunch.rendezvous.rules import transactions
-from elaunch.rendezvous.rules.forming import _mismatch
+from elaunch.rendezvous.rules.form_generation import _mismatch
 from elaunch.rendezvous.rules.snapshot import decode_table, encode_table
 from elaunch.rendezvous.types import Joined, Node
 from tests.unit.agent.job_world import TERMS, A, B, World

@@ -17,7 +17,7 @@ import pytest
 from elaunch.rendezvous.codec import RUN_ID_BYTES_MAX
 from elaunch.rendezvous.job_spec import JobSpec, Program, ProgramKind
 from elaunch.rendezvous.rules import transactions
-from elaunch.rendezvous.rules.leading import LeaderState, lead
+from elaunch.rendezvous.rules.leader import LeaderState, lead
 from elaunch.rendezvous.rules.snapshot import Keys, Snapshot, seats_of
 from elaunch.rendezvous.rules.transactions import open_loss
 from elaunch.rendezvous.store import Delete, Put, Txn

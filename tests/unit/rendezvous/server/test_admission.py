@@ -141,7 +141,7 @@ def test_the_newest_is_next_where_the_oldest_has_waited_too_long() -> None:
 def test_a_lag_is_said_with_the_address_that_opens_the_most_and_the_way_out() -> None:
     them = arrived(("loud", 3000), ("quiet", 20))
 
-    assert them.tell_lag(LAG_S, interval_s=2.0) == (
+    assert them.lag_report(LAG_S, interval_s=2.0) == (
         "TLS handshakes are up to 2.0 s late, so agents may not get in: 3020 connections wait for theirs; loud opens"
         " the most, 1500 a second without the job's token; if it is none of the job's hosts, keep it out with a"
         " firewall, or give the job another --rdzv-endpoint"
@@ -150,8 +150,8 @@ def test_a_lag_is_said_with_the_address_that_opens_the_most_and_the_way_out() ->
 
 def test_agents_that_come_in_are_not_said_to_be_the_lag() -> None:
     them = arrived(("here", 1024))
-    assert them.tell_lag(1.0, interval_s=1.0) is None
+    assert them.lag_report(1.0, interval_s=1.0) is None
     for _ in range(500):
         them.shown(them.next_arrival(LAG_S))
 
-    assert them.tell_lag(LAG_S, interval_s=1.0) is None
+    assert them.lag_report(LAG_S, interval_s=1.0) is None

@@ -1,4 +1,4 @@
-"""rendezvous.texts: pieces of sentences, and sentences about what the host does not give."""
+"""rendezvous.format: pieces of sentences, and sentences about what the host does not give."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import resource
 
 import pytest
 
-from elaunch.rendezvous.texts import listed, plain, shortage
+from elaunch.rendezvous.format import listed, plain, shortage
 
 
 @pytest.mark.parametrize(("count", "words"), [(0, ""), (1, "a"), (2, "a and b"), (3, "a, b and c")])

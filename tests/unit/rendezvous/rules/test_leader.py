@@ -1,4 +1,4 @@
-"""rendezvous.rules.leading: the leader's rules while a generation runs."""
+"""rendezvous.rules.leader: the leader's rules while a generation runs."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from elaunch.rendezvous.codec import encode
-from elaunch.rendezvous.rules.leading import Lead, LeaderState, lead
+from elaunch.rendezvous.rules.leader import Lead, LeaderState, lead
 from elaunch.rendezvous.rules.snapshot import Snapshot
-from elaunch.rendezvous.rules.transactions import mend
+from elaunch.rendezvous.rules.transactions import repair
 from elaunch.rendezvous.store import Delete, Put, Txn, Unchanged
 from elaunch.rendezvous.types import OpenKind, Outcome, OutcomeKind, Terms
 from tests.unit.agent.job_world import KEYS, TERMS, TIMES, A, B, C, D, World, forming, running
@@ -265,7 +265,7 @@ def test_a_nodes_broken_record_is_restored_once_then_deleted_and_one_of_the_job_
     of_node, of_job = Put(key, "good", 9), Put(KEYS.generation, "good", 9)
 
     def led(restored: Put, leader_state: LeaderState) -> Lead:
-        broken = replace(snapshot, mends=((Unchanged(restored.key, 7), restored),))
+        broken = replace(snapshot, repairs=((Unchanged(restored.key, 7), restored),))
         return lead(broken, leader_state, TIMES, 100.0, 0.0, 0.0)
 
     first = led(of_node, LeaderState())
@@ -286,6 +286,6 @@ def test_a_joined_nodes_record_that_is_deleted_opens_the_next_generation_while_o
     world = forming(A, B) if forms else running(A, B)
     key = KEYS.member(B.node_id)
 
-    txn = mend(world.snapshot, Unchanged(key, 7), Delete(key))
+    txn = repair(world.snapshot, Unchanged(key, 7), Delete(key))
 
     assert any(isinstance(op, Put) and op.key == KEYS.generation for op in txn.then) is opens

@@ -1,4 +1,4 @@
-"""rendezvous.rules.forming: what a leader writes, and what that stands on."""
+"""rendezvous.rules.form_generation: what a leader writes, and what that stands on."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.rules import transactions
+from elaunch.rendezvous.rules.restart_policy import decisive_failure
 from elaunch.rendezvous.rules.snapshot import SnapshotReader, encode_table, seats_of
-from elaunch.rendezvous.rules.verdict import decisive_failure
 from elaunch.rendezvous.store import Put
 from elaunch.rendezvous.types import (
     FailureKind,

@@ -1,4 +1,4 @@
-"""rendezvous.rules.verdict: why a generation failed, and whether another one is worth starting."""
+"""rendezvous.rules.restart_policy: why a generation failed, and whether another one is worth starting."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from elaunch.rendezvous.rules.verdict import (
+from elaunch.rendezvous.rules.restart_policy import (
     BARREN_MAX,
     GiveUp,
     Restart,

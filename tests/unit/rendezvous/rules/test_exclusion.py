@@ -1,4 +1,4 @@
-"""rendezvous.rules.verdict: who is kept out, on which evidence, and who takes the place."""
+"""rendezvous.rules.restart_policy: who is kept out, on which evidence, and who takes the place."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from elaunch.rendezvous.rules import transactions
 from elaunch.rendezvous.rules.reports import job_report
-from elaunch.rendezvous.rules.verdict import STREAK_AGE_MAX_S, is_excluded, stand
+from elaunch.rendezvous.rules.restart_policy import STREAK_AGE_MAX_S, is_excluded, stand
 from elaunch.rendezvous.types import Exclusion, Failure, FailureKind, Node, Streak, Terms
 from tests.unit.agent.job_world import TERMS, TIMES, A, B, C, World, node, running
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from elaunch.rendezvous.texts import listed
+from elaunch.rendezvous.format import listed
 from elaunch.rendezvous.types import Exclusion, Failure, FailureKind, RankTable, Streak, Terms, host_of
 
 _TRACEBACK = "Traceback (most recent call last)"
@@ -317,7 +317,7 @@ def stand(
         return unchanged
     if any(other.node_id != failure.node_id and is_one_bug(failure, other) for other in failures):
         return Suspicion(None, before.excluded)
-    who, way = _identity(failure.node_id, members), way_of(failure)
+    who, way = _identity(failure.node_id, members), failure_mode(failure)
     # The same failure on another node acquits those that are excluded for it: then it is the program's.
     excluded = tuple(each for each in before.excluded if each.way != way or each.who == who)
     has_acquitted = excluded != before.excluded
@@ -332,7 +332,7 @@ def stand(
     return Suspicion(None, (*excluded, fresh), fresh)
 
 
-def way_of(failure: Failure) -> str:
+def failure_mode(failure: Failure) -> str:
     """How a worker failed, in words that are equal for failures that are alike."""
     return f"{failure.kind.value}: {failure.exception}" if failure.exception else failure.kind.value
 

@@ -10,9 +10,7 @@ from dataclasses import dataclass, replace
 
 from elaunch.rendezvous.endpoint import PREFIX
 from elaunch.rendezvous.rules.assign_ranks import Seating, in_order_of_rank, seat
-from elaunch.rendezvous.rules.snapshot import Snapshot, seats_of
-from elaunch.rendezvous.rules.transactions import end_unformed, evict, hosts, loss_of, open_loss, seal_table
-from elaunch.rendezvous.rules.verdict import (
+from elaunch.rendezvous.rules.restart_policy import (
     BARREN_MAX,
     NO_SUSPICION,
     GiveUp,
@@ -24,6 +22,8 @@ from elaunch.rendezvous.rules.verdict import (
     judge,
     stand,
 )
+from elaunch.rendezvous.rules.snapshot import Snapshot, seats_of
+from elaunch.rendezvous.rules.transactions import end_unformed, evict, hosts, loss_of, open_loss, seal_table
 from elaunch.rendezvous.store import Txn
 from elaunch.rendezvous.times import Times
 from elaunch.rendezvous.types import (

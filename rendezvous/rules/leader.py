@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from elaunch.rendezvous.rules.assign_ranks import newcomers_of
-from elaunch.rendezvous.rules.forming import NO_FORMATION, Formation, form
+from elaunch.rendezvous.rules.form_generation import NO_FORMATION, Formation, form
 from elaunch.rendezvous.rules.hang_verdict import confirm_s, declare_hang, end_hang, verdict_on
+from elaunch.rendezvous.rules.restart_policy import is_excluded
 from elaunch.rendezvous.rules.snapshot import Snapshot
-from elaunch.rendezvous.rules.transactions import mend, open_failed, open_join, open_loss, succeed
-from elaunch.rendezvous.rules.verdict import is_excluded
+from elaunch.rendezvous.rules.transactions import open_failed, open_join, open_loss, repair, succeed
 from elaunch.rendezvous.store import Delete, Txn
 from elaunch.rendezvous.times import Times
 from elaunch.rendezvous.types import RankTable, Terms
@@ -21,7 +21,7 @@ class LeaderState:
 
     `formation` belongs to the generation that forms. Nodes without a seat have been ready since `ready_since_s`. The
     last generation for such nodes was opened at `joined_at_s`; the next one may be opened `join_interval_s` later.
-    All nodes have said since `hang_since_s` that their ranks stand still. `mended` is the last transaction that was
+    All nodes have said since `hang_since_s` that their ranks stand still. `repaired` is the last transaction that was
     to get rid of an unreadable record.
     """
 
@@ -30,7 +30,7 @@ class LeaderState:
     joined_at_s: float | None = None
     join_interval_s: float = 0.0
     hang_since_s: float | None = None
-    mended: Txn | None = None
+    repaired: Txn | None = None
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ def lead(
     """
     if snapshot.ended or snapshot.generation is None or snapshot.terms is None:
         return Lead(leader_state)
-    if snapshot.mends and (mended := _mend(snapshot, leader_state)):
-        return mended
+    if snapshot.repairs and (repaired := _repair(snapshot, leader_state)):
+        return repaired
     table = snapshot.current_table
     if table is None:
         formed = form(
@@ -94,15 +94,15 @@ def lead(
     return replace(led, wake_s=min((at_s for at_s in wakes_s if at_s is not None), default=None))
 
 
-def _mend(snapshot: Snapshot, leader_state: LeaderState) -> Lead | None:
+def _repair(snapshot: Snapshot, leader_state: LeaderState) -> Lead | None:
     """Get rid of one unreadable record; None if nothing is left to try."""
-    for broken, restored in snapshot.mends:
-        txn = mend(snapshot, broken, restored)
-        if txn == leader_state.mended and not broken.key.startswith(snapshot.keys.control):
+    for broken, restored in snapshot.repairs:
+        txn = repair(snapshot, broken, restored)
+        if txn == leader_state.repaired and not broken.key.startswith(snapshot.keys.control):
             # The lease of its node has ended.
-            txn = mend(snapshot, broken, Delete(broken.key))
-        if txn != leader_state.mended:
-            return Lead(replace(leader_state, mended=txn), txn)
+            txn = repair(snapshot, broken, Delete(broken.key))
+        if txn != leader_state.repaired:
+            return Lead(replace(leader_state, repaired=txn), txn)
     return None
 
 
