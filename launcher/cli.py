@@ -23,11 +23,8 @@ from elaunch.interrupts import end_at_ctrl_c, raise_at_ctrl_c
 from elaunch.launcher.agent_config import agent_config, with_network
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.host import as_started, detect
-from elaunch.launcher.options import job_file
-from elaunch.launcher.options.command_line import Reading
-from elaunch.launcher.options.commands import COMMANDS, ELAUNCH
-from elaunch.launcher.options.files import read_secret
-from elaunch.launcher.options.options import Options
+from elaunch.launcher.options.command_line import COMMANDS, ELAUNCH, Reading
+from elaunch.launcher.options.options import Options, load_job_file
 from elaunch.launcher.pid1 import stand_in
 from elaunch.launcher.preflight import (
     check_hook,
@@ -42,6 +39,7 @@ from elaunch.launcher.schedulers.defaults import cluster_of, concerning, settle
 from elaunch.launcher.schedulers.facts import Cluster
 from elaunch.launcher.schedulers.other_tasks import seen_by_others, wait_for_agent
 from elaunch.launcher.store.locate import Planned, plan
+from elaunch.launcher.store.token import read_secret
 from elaunch.rendezvous.format import shortage
 from elaunch.rendezvous.job_spec import UNNAMED
 
@@ -101,7 +99,7 @@ def _main() -> int:
             if shell_complete(ELAUNCH, {"obj": Reading()}, "elaunch", _COMPLETE, asked):
                 raise UsageError(f"{_COMPLETE}={asked} is not known; use bash_source, zsh_source or fish_source")
             return 0
-        with ELAUNCH.make_context("elaunch", sys.argv[1:], obj=Reading(os.environ, job_file.read)) as ctx:
+        with ELAUNCH.make_context("elaunch", sys.argv[1:], obj=Reading(os.environ, load_job_file)) as ctx:
             found: Options | int = ELAUNCH.invoke(ctx)
         return found if isinstance(found, int) else _start(found)
     except click.exceptions.Exit as done:
@@ -189,7 +187,7 @@ def _health(
     if options.health_check == "off" or (is_default and config.spec.nodes_max == 1 and not has_gpu):
         # A job of one node without a GPU fails at once, and says why, where the check would only warn.
         return nullcontext()
-    from elaunch.launcher.doctor.health import health_check
+    from elaunch.launcher.doctor.command import health_check
 
     return health_check(config.slots, environ, agent.warn, is_strict=options.health_check == "strict")
 

@@ -16,10 +16,10 @@ from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.inspect.agents import LocalAgent, local_agents
 from elaunch.launcher.inspect.job_source import JobSource, LocalSource, NodeStacks, StoreSource
 from elaunch.launcher.options.command_line import Command, Option, Source, own
-from elaunch.launcher.options.files import read_secret
 from elaunch.launcher.options.options import Options, parse
 from elaunch.launcher.options.table import TABLE
 from elaunch.launcher.store.locate import given_addresses, plan
+from elaunch.launcher.store.token import read_secret
 from elaunch.rendezvous.format import plain, plural
 from elaunch.rendezvous.job_spec import UNNAMED, job_name
 from elaunch.rendezvous.rules.queries import Topic

@@ -12,8 +12,7 @@ from typing import Any
 
 import jinja2
 
-from elaunch.launcher.inspect.goodput import Goodput
-from elaunch.launcher.inspect.history import KILLED, History, Incident, PastGeneration
+from elaunch.launcher.inspect.history import KILLED, Goodput, History, Incident, PastGeneration
 from elaunch.launcher.inspect.node_log import NodeLog, known_or, real, text
 from elaunch.launcher.inspect.text import cut, duration, moment, offset, percent, sentence
 from elaunch.rendezvous.format import plain, plural

@@ -1,12 +1,16 @@
-"""`elaunch report`: what happened in a run, as one HTML page, text and JSON, from the folder in its --log-dir."""
+"""`elaunch report`: what happened in a run, as one HTML page, text and JSON, from the folder in its --log-dir.
+
+Files there may be huge, torn, or not what they are called: every read has a limit, and only regular files are opened.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,10 +19,8 @@ from urllib.parse import quote
 import click
 
 from elaunch.launcher.errors import UsageError
-from elaunch.launcher.inspect import run_folder
-from elaunch.launcher.inspect.goodput import goodput
-from elaunch.launcher.inspect.history import Incident, PastGeneration, history
-from elaunch.launcher.inspect.node_log import NodeLog
+from elaunch.launcher.inspect.history import Incident, PastGeneration, goodput, history
+from elaunch.launcher.inspect.node_log import NodeLog, PastEvent, node_log, text
 from elaunch.launcher.inspect.page import Links, Report, StepMetrics, render
 from elaunch.launcher.inspect.text import cut, offset, sentence
 from elaunch.launcher.options.command_line import Command, own
@@ -29,6 +31,16 @@ PAGE = "report.html"
 _STACKS_MAX = 8
 # The newest failures and warnings are printed.
 PRINTED_MAX = 10
+# Unlike `Path.is_file`, it is false where the folder cannot be read.
+_is_file = os.path.isfile
+TIMELINE = "timeline.jsonl"
+STACKS = "stacks.txt"
+# A week of a node's events is some 10 MB.
+_BYTES_MAX = 256 << 20
+# A line with a traceback has 64 kB.
+_LINE_BYTES_MAX = 1 << 20
+# Folders of one log folder that are looked into.
+_FOLDERS_MAX = 2000
 
 
 def _main(ctx: click.Context) -> int:
@@ -37,8 +49,8 @@ def _main(ctx: click.Context) -> int:
     if not given:
         raise UsageError("report: no folder is given; give a run's folder below --log-dir, or the --log-dir itself")
     page, metrics_path = (Path(word) if (word := ctx.params[name]) else None for name in ("output", "metrics"))
-    folders = tuple(dict.fromkeys(run_folder.find(folder) for folder in given))
-    job = run_folder.read_job(folders)
+    folders = tuple(dict.fromkeys(find_run(folder) for folder in given))
+    job = read_job(folders)
     target = page or (None if is_json else folders[0] / PAGE)
     report = read_report(job, metrics_path, (target or folders[0] / PAGE).absolute().parent)
     if target:
@@ -72,8 +84,8 @@ where the time went (ETTR), and curves of loss and step time.""",
 
 def read_report(job: Sequence[NodeLog], metrics_path: Path | None, beside: Path) -> Report:
     """The report of a job, with links that are right for a page in the folder `beside`. Raises UsageError."""
-    found = metrics_path or next((path for each in job if (path := run_folder.metrics_path(each.started))), None)
-    metrics = StepMetrics(run_folder.lines_of(found)) if found else None
+    found = metrics_path or next((path for each in job if (path := metrics_file(each.started))), None)
+    metrics = StepMetrics(lines_of(found)) if found else None
     if metrics_path and not (metrics and metrics.steps):
         raise UsageError(f"report: --metrics {metrics_path} has no line with a step; give lines of JSON")
     past = history(job)
@@ -86,7 +98,7 @@ def read_report(job: Sequence[NodeLog], metrics_path: Path | None, beside: Path)
             links[shown] = _links(files, beside)
         # The named rank's node first.
         nodes = sorted(past.nodes, key=lambda node: node.folder != shown.folder)
-        name = run_folder.STACKS
+        name = STACKS
         places = [(f"{name} of {n.name}", Path(n.folder, f"attempt_{shown.generation}", name)) for n in nodes]
         stacks[shown.generation] = _links(places, beside)[:_STACKS_MAX]
     return replace(report, links=links, stacks=stacks)
@@ -97,7 +109,7 @@ def _links(files: Sequence[tuple[str, Path]], beside: Path) -> Links:
     return tuple(
         (name, quote(os.path.relpath(path, beside), errors="surrogateescape"))
         for name, path in files
-        if run_folder.has_content(path)
+        if has_content(path)
     )
 
 
@@ -170,3 +182,81 @@ def _write(path: Path, text: str) -> None:
         with suppress(OSError):
             partial.unlink()
         raise UsageError(f"report: {path} cannot be written ({error.strerror}); give another with -o") from None
+
+
+def find_run(path: Path) -> Path:
+    """The run's folder that `path` means: itself, or the newest run of a --log-dir. Raises UsageError."""
+    runs = [path] if _is_file(path / TIMELINE) else _runs(path)
+    if not runs:
+        raise UsageError(
+            f"report: {path} holds no run with a {TIMELINE}; give a run's folder below --log-dir, or the --log-dir"
+        )
+    return max(runs, key=lambda run: (run / TIMELINE).stat().st_mtime).resolve()
+
+
+def read_job(folders: Sequence[Path]) -> list[NodeLog]:
+    """The given folders, and those beside them of the same job's other nodes. Raises UsageError without any event."""
+    given = [read_folder(folder) for folder in folders]
+    job = [folder for folder in given if folder.events]
+    if not job:
+        raise UsageError(
+            f"report: {folders[0] / TIMELINE} holds no event: the job's agent ended before its first, or the file is"
+            " another program's"
+        )
+    # Whoever may write into a shared --log-dir can name a folder as a job's.
+    beside = {
+        path.resolve()
+        for folder in folders
+        for path in _runs(folder.parent)
+        if path.stat().st_uid == folder.stat().st_uid
+    }
+    # Each folder has the job's name in its own, and other jobs' files are not read.
+    names = {log.started.text("run_id").replace("/", "_") for log in job} - {""}
+    named = sorted(path for path in beside - set(folders) if any(name in path.name for name in names))
+    # A name may be used again: a later run has other nodes.
+    known = {node for log in job for node in _nodes(log)}
+    return job + [log for log in map(read_folder, named) if not known.isdisjoint(_nodes(log))]
+
+
+def read_folder(folder: Path) -> NodeLog:
+    """One node's log. Without a timeline that can be read it has no events."""
+    return node_log(str(folder), lines_of(folder / TIMELINE))
+
+
+def lines_of(path: Path) -> Iterator[bytes]:
+    """The lines of a regular file; nothing if it cannot be read. A line that is too long comes in pieces."""
+    # A pipe would wait for its writer, and a device has no end.
+    if not _is_file(path):
+        return
+    with suppress(OSError), path.open("rb") as file:
+        while file.tell() < _BYTES_MAX and (line := file.readline(_LINE_BYTES_MAX)):
+            yield line
+
+
+def metrics_file(started: PastEvent) -> Path | None:
+    """The metrics file of the bundled trainer, by its command line (in `started`); None if there is none."""
+    out = re.search(r"--out[= ]('[^']+'|\S+)", started.text("command"))
+    path = Path(started.text("cwd") or ".", out[1].strip("'"), "metrics.jsonl") if out else None
+    return path if path and _is_file(path) else None
+
+
+def has_content(path: Path) -> bool:
+    """Whether it is a regular file, no link, that is not empty."""
+    return _is_file(path) and not path.is_symlink() and path.stat().st_size > 0
+
+
+def _runs(folder: Path) -> list[Path]:
+    try:
+        entries = sorted((entry for entry in os.scandir(folder) if not entry.is_symlink()), key=lambda e: e.name)
+    except OSError:
+        return []
+    return [Path(entry.path) for entry in entries[-_FOLDERS_MAX:] if _is_file(Path(entry.path, TIMELINE))]
+
+
+def _nodes(log: NodeLog) -> Iterator[tuple[str, str]]:
+    """The job's name with the name of each of its nodes, as the folder's agent has joined or seen in tables."""
+    run_id = log.started.text("run_id")
+    tables = [event.items("nodes") for event in log.events if event.event in ("sealed", "spare")]
+    names = [text(seat.get("node_id")) for table in tables for seat in table if isinstance(seat, dict)]
+    names += [event.text("node_id") for event in log.events if event.event == "joined"]
+    return ((run_id, name) for name in names if run_id and name)

@@ -1,8 +1,14 @@
-"""Makes the text of `elaunch --help` and of docs/options.md from the table of options."""
+"""The text of `elaunch --help`, docs/options.md and the manual page docs/elaunch.1, made from the table of options."""
 
 from __future__ import annotations
 
-from elaunch.launcher.options.command_line import Group, Option
+import io
+import sys
+from contextlib import redirect_stdout, suppress
+
+import click
+
+from elaunch.launcher.options.command_line import COMMANDS, ELAUNCH, Group, Option, Reading
 from elaunch.launcher.options.rdzv_conf import SETTINGS, Setting
 from elaunch.launcher.options.table import TABLE
 
@@ -119,5 +125,45 @@ def _row(option: Option) -> str:
     return f"| {', '.join(names)} | {option.help}{default}{variables} | {peer} |"
 
 
+_MAN_HEAD = """\
+.\\" Made from the texts of --help: python -m elaunch.launcher.options.help man > docs/elaunch.1
+.TH ELAUNCH 1 "" "elaunch" "User Commands"
+.SH NAME
+elaunch \\- start PyTorch training jobs and keep them alive"""
+_PAGES = (
+    ("run",),
+    ("submit", "slurm"),
+    ("submit", "k8s"),
+    *((name,) for name in COMMANDS if name not in ("run", "submit")),
+)
+
+
+def manual() -> str:
+    """The page as roff source, in ASCII."""
+    parts = [_MAN_HEAD]
+    for words in _PAGES:
+        heading = "SYNOPSIS AND OPTIONS" if words == ("run",) else f"ELAUNCH {' '.join(words).upper()}"
+        parts += [f".SH {heading}", ".nf", *map(roff, _help_of(words).splitlines()), ".fi"]
+    return "\n".join(parts) + "\n"
+
+
+def _help_of(words: tuple[str, ...]) -> str:
+    text = io.StringIO()
+    with (
+        redirect_stdout(text),
+        suppress(click.exceptions.Exit),
+        ELAUNCH.make_context("elaunch", [*words, "--help"], obj=Reading()) as ctx,
+    ):
+        ELAUNCH.invoke(ctx)
+    return text.getvalue()
+
+
+def roff(text: str) -> str:
+    """`text` as one line of roff that prints as it is: no request, no escape, no character beyond ASCII."""
+    escaped = text.replace("\\", "\\e").replace("-", "\\-").replace("'", "\\(aq").replace("~", "\\(ti")
+    line = "".join(letter if letter.isascii() else f"\\[u{ord(letter):04X}]" for letter in escaped)
+    return f"\\&{line}" if line.startswith(".") else line
+
+
 if __name__ == "__main__":
-    print(markdown(), end="")
+    print(manual() if sys.argv[1:] == ["man"] else markdown(), end="")

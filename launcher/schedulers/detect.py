@@ -1,16 +1,13 @@
-"""Finds the scheduler that started this process, and its facts about the job. Pure: all inputs are arguments.
-
-Flux, LSF and PBS are read here, the others in modules of their own.
-"""
+"""Finds the scheduler that started this process, and its facts about the job. Pure: all inputs are arguments."""
 
 from __future__ import annotations
 
 import re
 import zlib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from elaunch.launcher.errors import UsageError
-from elaunch.launcher.schedulers import kubernetes, mpi, slurm
 from elaunch.launcher.schedulers.facts import (
     Cluster,
     Detect,
@@ -19,7 +16,9 @@ from elaunch.launcher.schedulers.facts import (
     number,
     of_lines,
     of_lsf,
+    of_slurm,
     place_of,
+    port_of,
     port_of_name,
     used,
 )
@@ -32,6 +31,19 @@ _UNANSWERED = (
     "flux job info does not tell the hosts of this job, and the nodes need a place where they meet: flux must be on the"
     " PATH of the job's tasks, or give --rdzv-endpoint HOST:PORT"
 )
+_OMPI = "OMPI_COMM_WORLD_"
+# Each launcher's variables of rank, size, local rank and local size, which it always sets together.
+_LAUNCHERS = {
+    "Open MPI": (f"{_OMPI}RANK", f"{_OMPI}SIZE", f"{_OMPI}LOCAL_RANK", f"{_OMPI}LOCAL_SIZE"),
+    "MPI (PALS)": ("PMI_RANK", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
+    "MPI (Hydra)": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+}
+# Larger numbers stand for a batch script or an interactive shell, which are not real steps.
+_STEP_MAX = 0xFFFF_FFF0
+# Each step of a job gets a port of its own, and so does each of several consecutive jobs.
+_STEPS_APART = 7
+_SLURM = Cluster("Slurm", signals_workers=True, cores_option="--cpus-per-task")
+HOSTS = "/etc/hosts"
 
 
 def mark_of(environ: Mapping[str, str]) -> dict[str, str]:
@@ -65,6 +77,65 @@ def detect(choice: str, environ: Mapping[str, str], hostname: str, read: Callabl
     if choice != "auto":
         raise UsageError(f"--scheduler {choice} finds none of its variables; start elaunch by it, or leave that out")
     return None
+
+
+def _detect_mpi(environ: Mapping[str, str], hostname: str, read: Callable[[str], str]) -> Cluster | None:
+    """The facts of a process that mpirun, mpiexec or prterun starts, of Open MPI, MPICH, Intel MPI or PALS (Cray).
+
+    On each node one process is the agent, and the others wait for it.
+    """
+    for name, names in _LAUNCHERS.items():
+        found = [number(environ, each) for each in names]
+        if None in found:
+            continue
+        rank, size, task, tasks = (value or 0 for value in found)
+        tasks = max(tasks, 1)
+        nodes = number(environ, "OMPI_MCA_orte_num_nodes") or _nodes_of_mpi(name, size, tasks)
+        head, run_id = _head_of_mpi(environ, read) if nodes > 1 else None, _run_id_of_mpi(environ)
+        is_lost = nodes > 1 and not head
+        return Cluster(
+            name,
+            nodes=(nodes, nodes),
+            # With several processes on a node, the mapping (by slot or node) decides the node. Rank 0 is on node 0.
+            node_index=rank if tasks == 1 or rank == 0 else None,
+            head=head,
+            head_port=port_of_name(run_id) if run_id else None,
+            workers=tasks if tasks > 1 else None,
+            run_id=run_id,
+            task=task,
+            tasks=tasks,
+            sources=used(environ, *names),
+            note=f"{name} does not say where rank 0 runs: export MASTER_ADDR=HOST (mpirun -x)" if is_lost else "",
+        )
+    return None
+
+
+def _nodes_of_mpi(name: str, size: int, tasks: int) -> int:
+    if size % tasks:
+        raise ValueError(
+            f"{name} has {size} processes, {tasks} of them here: the nodes are not alike, and how many there are is"
+            " not to be known; start one process on each (mpirun --map-by ppr:1:node)"
+        )
+    return size // tasks
+
+
+def _head_of_mpi(environ: Mapping[str, str], read: Callable[[str], str]) -> str | None:
+    """The host of rank 0: MASTER_ADDR if the user set it, as scripts for torch do, else the allocation's first host."""
+    if address := environ.get("MASTER_ADDR"):
+        return address
+    if hosts := of_slurm(environ, "SLURM_JOB_NODELIST"):
+        return hosts[0]
+    if hosts := of_lsf(environ):
+        return hosts[0]
+    return next(iter(of_lines(read(environ["PBS_NODEFILE"]))), None) if environ.get("PBS_NODEFILE") else None
+
+
+def _run_id_of_mpi(environ: Mapping[str, str]) -> str | None:
+    """The allocation's number, and MPI's name for this run in the allocation."""
+    allocation = [environ[name] for name in used(environ, "SLURM_JOB_ID", "LSB_JOBID", "PBS_JOBID")]
+    run = [environ[name] for name in used(environ, "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PALS_APID")]
+    words = [*allocation[:1], *run[:1]]
+    return re.sub(r"[^\w.]+", "-", "-".join(["mpi", *words])) if words else None
 
 
 def _detect_flux(environ: Mapping[str, str], hostname: str, read: Callable[[str], str]) -> Cluster | None:
@@ -110,6 +181,95 @@ def _first_host(said: str) -> str | None:
     except ValueError:
         pass
     return None
+
+
+def _detect_slurm(environ: Mapping[str, str], hostname: str, read: Callable[[str], str]) -> Cluster | None:
+    """The facts that `srun` gives one of its tasks. In a shell of `sbatch` or `salloc` only the job's name is known."""
+    job = number(environ, "SLURM_JOB_ID", "SLURM_JOBID")
+    if job is None:
+        return None
+    name = _slurm_name(environ, job)
+    step = number(environ, "SLURM_STEP_ID", "SLURM_STEPID")
+    if step is None or step >= _STEP_MAX or "SLURM_PROCID" not in environ or _is_of_another_job(environ):
+        return _slurm_shell(environ, job, name)
+    if (components := number(environ, "SLURM_HET_SIZE") or 1) > 1:
+        raise ValueError(
+            f"SLURM_HET_SIZE={components}: a heterogeneous job, whose components know nothing of each other here; give"
+            " --scheduler none, --nnodes and --rdzv-endpoint HOST:PORT"
+        )
+    nodes = number(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES") or 1
+    index = number(environ, "SLURM_NODEID") or 0
+    tasks = _slurm_tasks(environ, index)
+    # How many GPUs this node was given; None if the job asked for none. A step may have 0 in a job that has some.
+    gpus = number(environ, "SLURM_GPUS_ON_NODE")
+    seen = used(environ, "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+    hosts = of_slurm(environ, "SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
+    head = next(iter(hosts), None) if nodes > 1 else None
+    return replace(
+        _SLURM,
+        nodes=(nodes, nodes),
+        node_index=index,
+        head=head,
+        head_port=port_of(job * _STEPS_APART + step),
+        workers=gpus or (tasks if tasks > 1 else None),
+        gpus=gpus,
+        own_gpus=len(environ[seen[0]].split(",")) if gpus and seen else None,
+        run_id=f"{name}.{step}",
+        restarts=number(environ, "SLURM_RESTART_COUNT") or 0,
+        task=number(environ, "SLURM_LOCALID") or 0,
+        tasks=tasks,
+        sources=used(environ, "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NODELIST", "SLURM_NODEID"),
+        head_query=HeadQuery(("scontrol", "--oneliner", "show", "node", head), _node_address) if head else None,
+        gpus_way_out=(
+            f"start one task on each node with all of them (srun --ntasks-per-node=1 --gpus-per-node={gpus} elaunch …),"
+            " or add --gpu-bind=none to srun"
+        ),
+    )
+
+
+def _node_address(said: str) -> str | None:
+    """The address in the output of `scontrol show node`. A node's name in Slurm need not be a host name."""
+    found = re.search(r"\bNodeAddr=(\S+)", said)
+    return found[1] if found else None
+
+
+def _slurm_name(environ: Mapping[str, str], job: int) -> str:
+    """The job's name as users know it (12_3 in an array), after the cluster's: several clusters may use one store."""
+    array, index = (environ.get(f"SLURM_ARRAY_{word}_ID", "") for word in ("JOB", "TASK"))
+    return f"{environ.get('SLURM_CLUSTER_NAME') or 'slurm'}-{f'{array}_{index}' if array and index else job}"
+
+
+def _slurm_shell(environ: Mapping[str, str], job: int, name: str) -> Cluster:
+    nodes = number(environ, "SLURM_JOB_NUM_NODES", "SLURM_NNODES") or 1
+    note = (
+        f"this is the shell of Slurm's job {job}, and its {nodes} nodes are not used: srun elaunch … starts on all"
+        if nodes > 1
+        else ""
+    )
+    return replace(_SLURM, run_id=name, sources=used(environ, "SLURM_JOB_ID"), note=note)
+
+
+def _is_of_another_job(environ: Mapping[str, str]) -> bool:
+    """Whether the step's variables belong to another job.
+
+    A script that was submitted from within a step inherits the variables of that step, except those of its job.
+    """
+    step, job = of_slurm(environ, "SLURM_STEP_NODELIST"), of_slurm(environ, "SLURM_JOB_NODELIST")
+    return bool(job) and not set(step) <= set(job)
+
+
+def _slurm_tasks(environ: Mapping[str, str], index: int) -> int:
+    """How many tasks the step has on node `index`: `4(x2),3` is 4, 4 and 3."""
+    variable = "SLURM_STEP_TASKS_PER_NODE"
+    text = environ.get(variable, "")
+    for word in text.split(",") if text else ():
+        found = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", word)
+        if not found:
+            raise ValueError(f"{variable}={text[:200]} is no list of numbers of tasks")
+        index -= int(found[2] or 1)
+        if index < 0:
+            return int(found[1])
+    return 1
 
 
 def _detect_lsf(environ: Mapping[str, str], hostname: str, read: Callable[[str], str]) -> Cluster | None:
@@ -174,13 +334,93 @@ def _detect_pbs(environ: Mapping[str, str], hostname: str, read: Callable[[str],
     )
 
 
+def _detect_kubernetes(environ: Mapping[str, str], hostname: str, read: Callable[[str], str]) -> Cluster | None:
+    """The facts in the variables and the name of a pod. None outside of these kinds of pods.
+
+    They are those of an indexed Job (also of a JobSet or Kubeflow), of a LeaderWorkerSet, and of a StatefulSet. Only a
+    LeaderWorkerSet gives its pods their number. For the others the number comes from --nnodes, or from PET_NNODES,
+    which Kubeflow also sets. If an operator names the head itself, as PyTorchJob's does, its choice is used.
+    """
+    if environ.get("LWS_LEADER_ADDRESS"):
+        return _of_leader_worker_set(environ)
+    index = number(environ, "JOB_COMPLETION_INDEX")
+    if index is not None:
+        # An operator may give its pods any names. A name tells the head only if it ends in the index.
+        is_numbered = hostname.endswith(f"-{index}")
+        named = _head_of_pods(_full_name(hostname, read), index) if is_numbered else (None, None)
+        return _pods("Kubernetes Job", index, named, used(environ, "JOB_COMPLETION_INDEX"))
+    if not environ.get("KUBERNETES_SERVICE_HOST"):
+        return None
+    if operators := used(environ, "PET_MASTER_ADDR", "PET_RDZV_ENDPOINT"):
+        # Its PET_ variables are read as options.
+        return Cluster("Kubernetes operator", sources=operators, is_of_pods=True)
+    if environ.get("MASTER_ADDR"):
+        return None
+    # Any other pod belongs to a StatefulSet if its name ends in a number and it has a service's domain.
+    ordinal, name = re.search(r"-([0-9]{1,6})$", hostname), _full_name(hostname, read)
+    if not ordinal or "." not in name:
+        return None
+    index = int(ordinal[1])
+    return _pods("Kubernetes StatefulSet", index, _head_of_pods(name, index), ("the pod's name",))
+
+
+def _pods(kind: str, index: int, named: tuple[str | None, str | None], sources: tuple[str, ...]) -> Cluster:
+    head, run_id = named
+    return Cluster(kind, node_index=index, head=head, run_id=run_id, sources=sources, is_of_pods=True)
+
+
+def _of_leader_worker_set(environ: Mapping[str, str]) -> Cluster:
+    """The leader is node 0 and is called `set-2`. The other pods of its group are `set-2-1`, `set-2-2`, …"""
+    head = environ["LWS_LEADER_ADDRESS"]
+    leader, _, domain = head.partition(".")
+    nodes, index = number(environ, "LWS_GROUP_SIZE"), number(environ, "LWS_WORKER_INDEX")
+    return Cluster(
+        "Kubernetes LeaderWorkerSet",
+        nodes=(nodes, nodes) if nodes else None,
+        node_index=index,
+        head=head,
+        run_id=_run_id_of_pods(leader, domain),
+        sources=used(environ, "LWS_LEADER_ADDRESS", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX"),
+        is_of_pods=True,
+    )
+
+
+def _head_of_pods(name: str, index: int) -> tuple[str | None, str]:
+    """The head's and the job's name, from a pod's full name with its index: `train-3.train.team.svc.cluster.local`.
+
+    The head is None for a pod without a service: other pods cannot resolve its name.
+    """
+    pod, _, domain = name.partition(".")
+    group = pod.removesuffix(f"-{index}")
+    return f"{group}-0.{domain}" if domain else None, _run_id_of_pods(group, domain)
+
+
+def _run_id_of_pods(name: str, domain: str) -> str:
+    """The job's name with its namespace, since several namespaces may use one store. `domain` is `train.team.svc…`."""
+    labels = domain.split(".")
+    return f"{labels[1]}-{name}" if len(labels) > 1 else name
+
+
+def _full_name(hostname: str, read: Callable[[str], str]) -> str:
+    """The pod's name with its service's domain, if it has one. The kubelet writes it into the pod's hosts file."""
+    try:
+        lines = read(HOSTS).splitlines()
+    except OSError:
+        return hostname
+    for line in lines:
+        for name in line.partition("#")[0].split()[1:]:
+            if name.startswith(f"{hostname}."):
+                return name
+    return hostname
+
+
 # What the names of each scheduler's variables begin with, and what reads them.
 # The innermost scheduler comes first: mpirun and Flux run inside of an allocation, and Slurm's nodes may be pods.
 SCHEDULERS: Mapping[str, tuple[tuple[str, ...], Detect]] = {
-    "mpi": (("OMPI_COMM_WORLD_", "PMI_"), mpi.detect),
+    "mpi": (("OMPI_COMM_WORLD_", "PMI_"), _detect_mpi),
     "flux": (("FLUX_",), _detect_flux),
-    "slurm": (("SLURM_",), slurm.detect),
+    "slurm": (("SLURM_",), _detect_slurm),
     "lsf": (("LSB_",), _detect_lsf),
     "pbs": (("PBS_",), _detect_pbs),
-    "kubernetes": (("LWS_", "JOB_COMPLETION_INDEX", "KUBERNETES_"), kubernetes.detect),
+    "kubernetes": (("LWS_", "JOB_COMPLETION_INDEX", "KUBERNETES_"), _detect_kubernetes),
 }

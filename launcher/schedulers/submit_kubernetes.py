@@ -20,8 +20,7 @@ from elaunch.agent.environment import outside
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.options import values
 from elaunch.launcher.options.command_line import own
-from elaunch.launcher.options.job_file import JobFile
-from elaunch.launcher.options.options import JobCommand, Options, submitted, words_of
+from elaunch.launcher.options.options import JobCommand, JobFile, Options, submitted, words_of
 from elaunch.launcher.options.values import Address, endpoints
 from elaunch.rendezvous.job_spec import ProgramKind
 from elaunch.rendezvous.secret import new_token

@@ -6,7 +6,6 @@ A head starts its store first, and prints the command to type on the other hosts
 from __future__ import annotations
 
 import os
-import shlex
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,21 +23,19 @@ from elaunch.launcher.host import (
     routable_addresses,
     socket_variables,
 )
-from elaunch.launcher.options.files import FOLDER, TOKEN_LINE
 from elaunch.launcher.options.options import Options, words_of
 from elaunch.launcher.options.rdzv_conf import understand
 from elaunch.launcher.options.table import TABLE
 from elaunch.launcher.options.values import switch
 from elaunch.launcher.store.locate import Planned, RendezvousPlan, way_of
-from elaunch.launcher.store.serve import StoreProcess, decide_head, serve_if_head
-from elaunch.launcher.store.token import STORES, KeptTokens, token_at_home
+from elaunch.launcher.store.serve import StoreProcess, decide_head, how_to_join, serve_if_head
+from elaunch.launcher.store.token import FOLDER, TOKEN_LINE, KeptTokens, token_at_home
 from elaunch.rendezvous.endpoint import (
     Access,
     Endpoint,
     Transport,
     is_address,
     is_loopback,
-    is_meant_locally,
     is_unspecified,
 )
 from elaunch.rendezvous.engine import MemoryStore
@@ -261,36 +258,6 @@ def _own_address(planned: Planned, say: Callable[[str], None]) -> str:
                 say(f"{error}; {right}trying again for {patience_s:g} s")
                 is_said = True
         time.sleep(_ADDRESS_PAUSE_S)
-
-
-def how_to_join(
-    words: Sequence[str], endpoint: Endpoint, served: StoreProcess | None, *, is_terminal: bool
-) -> tuple[str, ...]:
-    """The command line with these words for another host, and a line about the file of the token that it names.
-
-    `served` has made the token; it is None if the user knows the token already. The token is shown on a terminal only,
-    because many people may read a log. Raises UsageError if nobody could learn it.
-    """
-    token = file = ""
-    if served:
-        # Only agents on this host can reach a loopback endpoint, and they find the file.
-        is_found = bool(served.kept) and is_meant_locally(endpoint.host)
-        if not (is_terminal or served.kept):
-            raise UsageError(
-                "nobody could learn the token of the store that this host was to serve: stderr is no terminal, and no"
-                f" file can be written in {STORES} ({served.trouble}); give all nodes the same token: {TOKEN_LINE}"
-            )
-        token = served.token if is_terminal and not is_found else ""
-        file = "" if is_terminal or is_found else served.kept
-    line = shlex.join(["elaunch", *(["--token-file", file] if file else []), *words])
-    if not file:
-        return (f"ELAUNCH_TOKEN={shlex.quote(token)} {line}" if token else line,)
-    host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
-    return (
-        line,
-        f"the store's token is in {file}, which only you can read: nodes that share this home find it there; on another"
-        f" node copy it first ({shlex.join(['scp', f'{host}:{file}', 'token'])}), and type --token-file token",
-    )
 
 
 def words_for_others(options: Options, plan: RendezvousPlan) -> list[str]:

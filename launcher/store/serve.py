@@ -1,4 +1,4 @@
-"""The job's own store: a server process beside the head's agent, which ends with it.
+"""The job's own store: a server process beside the head's agent, which ends with it; and `elaunch store`.
 
 There is only one server: the port is the lock. A node that finds the port taken is a client of what listens there.
 """
@@ -8,17 +8,23 @@ from __future__ import annotations
 import errno
 import os
 import select
+import shlex
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import click
+
 from elaunch.launcher.errors import SiteError, UsageError
-from elaunch.launcher.host import NoAddress, Owner, addresses, owner_of
-from elaunch.launcher.store.locate import RendezvousPlan
-from elaunch.launcher.store.token import keep_token
+from elaunch.launcher.host import NoAddress, Owner, addresses, owner_of, routable_addresses
+from elaunch.launcher.options.command_line import Command, own
+from elaunch.launcher.options.values import listen_address
+from elaunch.launcher.store.locate import ETCD_PORT, RendezvousPlan
+from elaunch.launcher.store.token import STORES, TOKEN_LINE, keep_token, read_secret
 from elaunch.rendezvous.endpoint import Endpoint, is_address, is_loopback, is_meant_locally
 from elaunch.rendezvous.secret import Secret, new_token
 
@@ -26,6 +32,8 @@ from elaunch.rendezvous.secret import Secret, new_token
 START_S = 30.0
 _STOP_S = 5.0
 _BACKLOG = 1024
+_LISTEN = "its address; without HOST all addresses of this host [port 2379]"
+_ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 # The folder of elaunch comes last in the path. The job's folder is not in it: a user's `ssl.py` must not be imported.
 _START = (
@@ -200,3 +208,105 @@ def decide_head(plan: RendezvousPlan, say: Callable[[str], None]) -> bool:
             " of them, or use a name of one host in the endpoint"
         )
     return found is Owner.THIS_HOST
+
+
+def how_to_join(
+    words: Sequence[str], endpoint: Endpoint, served: StoreProcess | None, *, is_terminal: bool
+) -> tuple[str, ...]:
+    """The command line with these words for another host, and a line about the file of the token that it names.
+
+    `served` has made the token; it is None if the user knows the token already. The token is shown on a terminal only,
+    because many people may read a log. Raises UsageError if nobody could learn it.
+    """
+    token = file = ""
+    if served:
+        # Only agents on this host can reach a loopback endpoint, and they find the file.
+        is_found = bool(served.kept) and is_meant_locally(endpoint.host)
+        if not (is_terminal or served.kept):
+            raise UsageError(
+                "nobody could learn the token of the store that this host was to serve: stderr is no terminal, and no"
+                f" file can be written in {STORES} ({served.trouble}); give all nodes the same token: {TOKEN_LINE}"
+            )
+        token = served.token if is_terminal and not is_found else ""
+        file = "" if is_terminal or is_found else served.kept
+    line = shlex.join(["elaunch", *(["--token-file", file] if file else []), *words])
+    if not file:
+        return (f"ELAUNCH_TOKEN={shlex.quote(token)} {line}" if token else line,)
+    host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
+    return (
+        line,
+        f"the store's token is in {file}, which only you can read: nodes that share this home find it there; on another"
+        f" node copy it first ({shlex.join(['scp', f'{host}:{file}', 'token'])}), and type --token-file token",
+    )
+
+
+def _main(ctx: click.Context) -> int:
+    """Serve until a signal comes. Returns the exit code. Raises UsageError and SiteError."""
+    file = ctx.params["token_file"]
+    token = read_secret(file) if file else ctx.obj.environ.get("ELAUNCH_TOKEN", "").strip()
+    host, port = ctx.params["listen"]
+    endpoint = Endpoint(host, port) if host not in ("", "0.0.0.0", "::") else None
+    listener = listen(endpoint, exactly=True) if endpoint else listen_everywhere(port)
+    if listener is None:
+        where = endpoint or f"port {port}"
+        raise UsageError(f"another program listens at {where} already; choose another port with --listen HOST:PORT")
+    host = host if endpoint else (routable_addresses() or ["localhost"])[0]
+    place = Endpoint(host, listener.getsockname()[1])
+    server = serve(listener, place, token)
+    try:
+        ends = _take_signals()
+        for line in announcement(place, None if token else server, is_terminal=os.isatty(2)):
+            print(f"elaunch: {line}", file=sys.stderr, flush=True)
+        return _wait(server, ends)
+    finally:
+        server.stop()
+
+
+COMMAND = Command(
+    "store",
+    _main,
+    [
+        own("listen", "HOST:PORT", _LISTEN, listen_address(""), default=("", ETCD_PORT)),
+        own("token-file", "FILE", "holds the token that every job must know [ELAUNCH_TOKEN, else a new token]"),
+    ],
+    usage=["[--listen HOST:PORT] [--token-file FILE]"],
+    about="Serve a store for jobs of several nodes until Ctrl-C. Jobs that share it need different --run-ids.",
+    ending="""The store is in this host's memory: it ends with the host, and then all its jobs end.
+A store that is started again is empty. An etcd cluster outlives a host:
+--rdzv-endpoint a:2379,b:2379,c:2379.""",
+)
+
+
+def announcement(place: Endpoint, served: StoreProcess | None, *, is_terminal: bool) -> tuple[str, ...]:
+    """What the user must know: the line to type, and the limits of this store.
+
+    `served` is None if the user gave the token, which is then not shown. Raises UsageError if nobody could learn it.
+    """
+    words = ["--nnodes", "2", "--rdzv-endpoint", str(place), "--run-id", "NAME", "train.py"]
+    line, *hints = how_to_join(words, place, served, is_terminal=is_terminal)
+    same = "" if served else "   (with ELAUNCH_TOKEN set to the same token)"
+    return (
+        f"serving a store at {place}; on every node of a job type: {line}{same}",
+        *hints,
+        "the store is in this host's memory: jobs end when it ends, and a store that is started again is empty;"
+        " an etcd cluster outlives any host. Ctrl-C ends the store",
+    )
+
+
+def _take_signals() -> tuple[signal.Signals, ...]:
+    """Block the signals that end the store, so that they interrupt nothing, and return them for `sigwait`.
+
+    A signal that is ignored (nohup) stays ignored: if it were blocked, `sigwait` would return it.
+    """
+    ends = tuple(signum for signum in _ENDS if signal.getsignal(signum) is not signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, (*ends, signal.SIGCHLD))
+    return ends
+
+
+def _wait(server: StoreProcess, ends: Sequence[signal.Signals]) -> int:
+    while server.exit_code() is None:
+        signum = signal.sigwait((*ends, signal.SIGCHLD))
+        if signum in ends:
+            print(f"elaunch: the store ends, because of {signal.Signals(signum).name}", file=sys.stderr)
+            return 0
+    raise SiteError(f"the store's server ended by itself, with exit code {server.exit_code()}")

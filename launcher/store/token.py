@@ -1,7 +1,8 @@
-"""The tokens of served stores in this user's home, for this user's other agents.
+"""Secrets in files: those that the user names, and the tokens of served stores in this user's home.
 
-A token that elaunch made is in a file of `~/.elaunch/stores` as long as its store lives. The nodes that a scheduler
-started derive the token of their job from its name and the key in `~/.elaunch/key`, which all of them share.
+A token that elaunch made is in a file of `~/.elaunch/stores`, for this user's other agents, as long as its store lives.
+The nodes that a scheduler started derive the token of their job from its name and the key in `~/.elaunch/key`, which
+all of them share.
 """
 
 from __future__ import annotations
@@ -10,20 +11,42 @@ import hmac
 import os
 import re
 import secrets
+import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from elaunch.agent.guardian.guardian import boot_id
-from elaunch.launcher.options.files import FOLDER, read_own, write_own
+from elaunch.launcher.errors import UsageError
 from elaunch.rendezvous.endpoint import Endpoint, is_meant_locally
 from elaunch.rendezvous.secret import Secret, fingerprint
 
+# The folder in which elaunch keeps a user's secrets. Nodes that share the home share it.
+FOLDER = "~/.elaunch"
+TOKEN_LINE = "export ELAUNCH_TOKEN=$(openssl rand -hex 16)"
 STORES = f"{FOLDER}/stores"
-
 _NAME = re.compile(r"[0-9a-f]{32}")
 _FILE_BYTES_MAX = 4096
 _KEY_BYTES = 32
+
+
+def read_secret(path: str) -> str:
+    """The first line of `path`, without spaces around it. `~` means the user's home. Raises UsageError.
+
+    All further lines must be comments, which begin with `#`.
+    """
+    try:
+        secret, _, rest = Path(path).expanduser().read_text("utf-8").strip().partition("\n")
+    except (OSError, UnicodeDecodeError, RuntimeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise UsageError(f"the secret in {path} cannot be read ({why}); give a file that you may read") from None
+    if not secret:
+        raise UsageError(f"{path} is empty and should hold a secret; write one into it, and let only yourself read it")
+    others = [line for line in rest.splitlines() if line.strip() and not line.startswith("#")]
+    if len(secret.split()) > 1 or others:
+        raise UsageError(f"{path} should hold one secret and holds several words; name another file")
+    return secret.strip()
 
 
 def keep_token(token: str, endpoint: Endpoint) -> str:
@@ -115,3 +138,22 @@ def token_at_home(name: str) -> str:
         # RuntimeError: this user has no home.
         return ""
     return hmac.digest(key, name.encode(), "sha256").hex()[:32] if len(key) == _KEY_BYTES else ""
+
+
+def read_own(path: Path, bytes_max: int) -> bytes:
+    """The first bytes of a file that only this user can read and write, and that is not a link. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(fd, "rb") as file:  # noqa: PTH123
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            raise PermissionError(f"{path} belongs to another user, or others can open it")
+        return file.read(bytes_max)
+
+
+def write_own(path: Path, content: bytes) -> None:
+    """Write a file that only this user can read, whole or not at all. One that is there stays. Raises OSError."""
+    with suppress(FileExistsError), tempfile.NamedTemporaryFile(dir=path.parent) as draft:
+        draft.write(content)
+        draft.flush()
+        os.fsync(draft.fileno())
+        os.link(draft.name, path)

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from elaunch.agent.workers.gpus import Gpu, Vendor
-from elaunch.launcher.doctor import devices, health, host, network
-from elaunch.launcher.doctor.command import examine
+from elaunch.launcher.doctor import devices, host, network
+from elaunch.launcher.doctor.command import examine, health_check
 from elaunch.launcher.doctor.host import Finding, Grade, Needs, bad, ok, worst
 from tests.harness import DEADLINE_S, wait_for
 
@@ -128,9 +128,9 @@ def test_an_interpreter_without_torch_is_a_finding_with_the_reason(tmp_path: Pat
 def test_a_health_check_logs_what_is_bad_while_the_job_runs(monkeypatch: pytest.MonkeyPatch, is_over: bool) -> None:
     has_checked, said = threading.Event(), list[str]()
     monkeypatch.setattr(
-        health, "check_gpus", lambda *_, **__: has_checked.wait(DEADLINE_S) and (bad("broken", "mend"),)
+        devices, "check_gpus", lambda *_, **__: has_checked.wait(DEADLINE_S) and (bad("broken", "mend"),)
     )
-    with health.health_check(1, os.environ, said.append, is_strict=False):
+    with health_check(1, os.environ, said.append, is_strict=False):
         if not is_over:
             has_checked.set()
             wait_for(lambda: "elaunch-health" not in {each.name for each in threading.enumerate()}, "the check ends")

@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from elaunch.launcher.inspect.goodput import Goodput, Stage, goodput
-from elaunch.launcher.inspect.history import History, history
+from elaunch.launcher.inspect.history import Goodput, History, Stage, goodput, history
 from elaunch.launcher.inspect.node_log import node_log
 from tests.unit.launcher.inspect.timelines import BEGAN_AT, Timeline, restarted
 

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.launcher.inspect import page as page_module
-from elaunch.launcher.inspect.goodput import goodput
-from elaunch.launcher.inspect.history import history
+from elaunch.launcher.inspect.history import goodput, history
 from elaunch.launcher.inspect.page import POINTS, Links, Report, StepMetrics, charts, render, timeline
 from elaunch.launcher.inspect.report import printed, summary
 from tests.fuzzing import bounded

@@ -1,4 +1,4 @@
-"""inspect.report and .run_folder: folders as runs leave them, and as they may be."""
+"""inspect.report: folders as runs leave them, and as they may be."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.launcher.errors import UsageError
-from elaunch.launcher.inspect import run_folder
-from elaunch.launcher.inspect.report import COMMAND
+from elaunch.launcher.inspect.report import COMMAND, find_run, has_content
 from tests.commands import call
 from tests.unit.launcher.inspect.timelines import Timeline, restarted
 
@@ -37,8 +36,8 @@ def test_a_log_dir_means_its_newest_run(tmp_path: Path) -> None:
     new = put(tmp_path / "2026-11-23_10-00-00_b_00000000", Timeline())
     os.utime(old / "timeline.jsonl", (1, 1))
 
-    assert run_folder.find(tmp_path) == new
-    assert run_folder.find(old) == old
+    assert find_run(tmp_path) == new
+    assert find_run(old) == old
 
 
 def test_what_is_no_run_is_refused_with_the_way_out(tmp_path: Path) -> None:
@@ -154,7 +153,7 @@ def test_stacks_of_a_hang_are_linked_relative_to_the_page_those_of_the_named_ran
     links = re.findall(r'href="([^"#]+)">(stacks[^<]*)<', (tmp_path / "page.html").read_text())
     assert [name for _, name in links] == ["stacks.txt of node-b", "stacks.txt of node-a"]
     assert [(tmp_path / link).read_text() for link, _ in links] == ["node-b", "node-a"]
-    assert not run_folder.has_content(folder / "attempt_1" / "stacks.txt")
+    assert not has_content(folder / "attempt_1" / "stacks.txt")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")

@@ -7,8 +7,7 @@ import json
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from elaunch.launcher.inspect.goodput import goodput
-from elaunch.launcher.inspect.history import history
+from elaunch.launcher.inspect.history import goodput, history
 from elaunch.launcher.inspect.node_log import node_log
 from elaunch.launcher.inspect.page import Report, StepMetrics, render
 from elaunch.launcher.inspect.report import printed, summary

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.agent.config import StreamChoice, Streams
-from elaunch.launcher.options.job_file import parse as parse_file
-from elaunch.launcher.options.options import Options, Source, UsageError, parse
+from elaunch.launcher.options.options import Options, Source, UsageError, parse, parse_job_file
 from elaunch.launcher.options.table import TABLE
 from elaunch.rendezvous.job_spec import ProgramKind
 
@@ -75,8 +74,8 @@ def test_every_option_but_the_few_that_make_no_sense_can_stand_in_a_file() -> No
         if spec.long in ("config", "help", "version", "module"):
             continue
         for name in spec.names:
-            assert spec.name in parse_file(f"{name}: 1\n", "j").options
-            assert spec.name in parse_file(f"{name.replace('-', '_')}: 1\n", "j").options
+            assert spec.name in parse_job_file(f"{name}: 1\n", "j").options
+            assert spec.name in parse_job_file(f"{name.replace('-', '_')}: 1\n", "j").options
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,13 @@ from elaunch.agent.config import AgentConfig, OnHang, StreamChoice, Streams
 from elaunch.launcher.agent_config import RANK_VARIABLES, agent_config, with_network
 from elaunch.launcher.host import HostResources
 from elaunch.launcher.options.command_line import Group
-from elaunch.launcher.options.files import read_secret
-from elaunch.launcher.options.help import help_text, markdown
+from elaunch.launcher.options.help import help_text, manual, markdown
 from elaunch.launcher.options.options import Options, UsageError, parse
 from elaunch.launcher.options.rdzv_conf import SETTINGS
 from elaunch.launcher.options.table import TABLE
+from elaunch.launcher.options.values import Address, endpoints
 from elaunch.launcher.store.locate import plan
+from elaunch.launcher.store.token import read_secret
 from elaunch.rendezvous.job_spec import ProgramKind
 from tests.harness import REPOSITORY
 
@@ -113,8 +114,18 @@ def test_help_has_one_line_of_at_most_100_columns_for_each_option() -> None:
 # --- one table
 
 
-def test_the_page_of_options_is_the_table() -> None:
+def test_the_pages_are_those_that_the_options_make() -> None:
     assert (REPOSITORY / "docs/options.md").read_text() == markdown()
+    assert (REPOSITORY / "docs/elaunch.1").read_text() == manual()
+
+
+def test_help_has_every_exit_code_of_the_page_about_them() -> None:
+    page = (REPOSITORY / "docs" / "exit-codes.md").read_text()
+
+    codes = re.findall(r"^\| ([0-9]+|128 \+ N) \|", page, re.MULTILINE)
+    assert len(codes) >= 5
+    for code in codes:
+        assert re.search(rf"[:, \n]{re.escape(code)}\s", help_text()), code
 
 
 def test_every_option_of_torchrun_is_accepted_with_its_own_value_and_default_or_a_said_difference() -> None:
@@ -416,3 +427,22 @@ def test_the_numbers_of_the_roles_make_the_number_of_workers() -> None:
 def test_roles_that_cannot_be_meant_are_refused(argv: tuple[str, ...], sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
         options_of(*argv, "t.py")
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("host0", Address("", "host0", None)),
+        ("host0:2379", Address("", "host0", 2379)),
+        ("[::1]:2379", Address("", "::1", 2379)),
+        ("[fe80::1%eth0]", Address("", "fe80::1%eth0", None)),
+        ("fd91::1:80", Address("", "fd91::1:80", None)),
+        ("fd91:0:0:0:0:0:1:2379", Address("", "fd91:0:0:0:0:0:1:2379", None)),
+        ("::ffff:10.0.0.7", Address("", "::ffff:10.0.0.7", None)),
+        ("https://etcd.example:2379", Address("https", "etcd.example", 2379)),
+        ("http://[::1]:2379/", Address("http", "::1", 2379)),
+    ],
+)
+def test_an_endpoint_is_a_host_with_an_optional_scheme_and_port(text: str, address: Address) -> None:
+    assert endpoints(text) == (address,)
+    assert endpoints(str(address)) == (address,)

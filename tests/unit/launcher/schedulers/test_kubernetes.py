@@ -1,4 +1,4 @@
-"""launcher.schedulers.kubernetes: the facts that pods of each kind have about their job."""
+"""launcher.schedulers.detect: the facts that pods of each kind have about their job."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import pytest
 from elaunch.launcher.agent_config import agent_config
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.schedulers.defaults import settle
+from elaunch.launcher.schedulers.detect import HOSTS, detect
 from elaunch.launcher.schedulers.facts import Cluster
-from elaunch.launcher.schedulers.kubernetes import HOSTS, detect
 from elaunch.launcher.store.locate import plan
 from tests.unit.launcher.schedulers.test_detect import CPU_HOST, no_file, options_of, planned
 
@@ -26,7 +26,7 @@ def found(hostname: str, environ: dict[str, str], domain: str = "") -> Cluster |
         assert path == HOSTS
         return hosts(*([f"{hostname}.{domain}"] if domain else []), hostname)
 
-    return detect(environ, hostname, read)
+    return detect("auto", environ, hostname, read)
 
 
 def test_a_pod_of_an_indexed_job_knows_its_index_and_the_heads_full_name() -> None:

@@ -11,8 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elaunch.launcher.options.files import read_secret
-from elaunch.launcher.store.token import KeptTokens, keep_token, token_at_home
+from elaunch.launcher.store.token import KeptTokens, keep_token, read_secret, token_at_home
 from elaunch.rendezvous.endpoint import Endpoint
 from elaunch.rendezvous.secret import Secret, fingerprint
 from tests.harness import environment, free_ports, wait_for

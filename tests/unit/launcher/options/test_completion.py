@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from click.shell_completion import CompletionItem, ShellComplete
 
-from elaunch.launcher.options.command_line import Reading
-from elaunch.launcher.options.commands import ELAUNCH
+from elaunch.launcher.options.command_line import ELAUNCH, Reading
 from elaunch.launcher.options.table import TABLE
 from tests.harness import RUN_LIMIT_S, environment
 
