@@ -197,13 +197,13 @@ class Loop:
         All nodes know the outcome already.
         """
         why = "" if outcome.kind is OutcomeKind.SUCCEEDED else "the job has not ended well"
-        while not why and self._workers.leftovers_go_on(time.monotonic()):
+        while not why and self._workers.orphans_may_run(time.monotonic()):
             event = self._inbox.take()
             if isinstance(event, Signalled):
                 why = event.name
             elif event is None:
                 self._wait()
-        self._workers.end_leftovers(why or _IDLE)
+        self._workers.end_orphans(why or _IDLE)
 
     def _keep_session(self) -> None:
         """What takes seconds calls this again and again: the lease must be renewed meanwhile."""
@@ -336,7 +336,7 @@ class Loop:
             os.close(fd)
             self._served_pid = None
             how = _how_it_ended(pid)
-            if how.endswith(signal.SIGKILL.name) and (word := self._workers.exits.word_of_kernel(pid)):
+            if how.endswith(signal.SIGKILL.name) and (word := self._workers.exits.oom_text(pid)):
                 how = f"{how} ({word})"
             text = f"the job's store, which this host served (pid {pid}), {how}; the workers go on, without restarts"
             self._pump.say(text, "error")

@@ -48,7 +48,7 @@ def looked(agent: Agent, running: Running, _event: events.SnapshotChanged, now_s
         return _end_with_store(agent, running, lost, now_s)
     assert generation
     heard: tuple[Action, ...] = ()
-    if agent.snapshot.hang or running.standstill.said:
+    if agent.snapshot.hang or running.hang_state.logged:
         running, heard = hear_of_hang(agent, running)
         agent = replace(agent, phase=running)
     actions: tuple[Action, ...] = ()

@@ -8,7 +8,7 @@ from enum import Enum
 
 from elaunch.agent.core.actions import Action
 from elaunch.agent.core.events import StoreFailed, Tag
-from elaunch.agent.diagnosis.hang import Standstill
+from elaunch.agent.diagnosis.hang import HangState
 from elaunch.rendezvous.job_spec import JobSpec
 from elaunch.rendezvous.rules.leader import LeaderState
 from elaunch.rendezvous.rules.snapshot import Snapshot
@@ -99,7 +99,7 @@ class Running:
     """This node's workers run.
 
     Those of `live` do; `held` is the end of one that waits to be understood. `is_first` says that this agent ran no
-    generation before. `standstill` is how the workers look from outside. `ends` are the records of workers that exited
+    generation before. `hang_state` is how the workers look from outside. `ends` are the records of workers that exited
     with 0, in order.
     """
 
@@ -108,7 +108,7 @@ class Running:
     held: HeldEnd | None = None
     is_first: bool = True
     words: WorkerStatus = field(default_factory=WorkerStatus)
-    standstill: Standstill = field(default_factory=Standstill)
+    hang_state: HangState = field(default_factory=HangState)
     ends: tuple[Failure, ...] = ()
 
     @property

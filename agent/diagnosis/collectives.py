@@ -1,7 +1,7 @@
-"""What torch's flight recorder says of the collectives of ranks: who is behind, who waits for how long; pure.
+"""What torch's flight recorder has of the collectives of ranks: who is behind, who waits for how long; pure.
 
 The recorder counts the collectives that a rank has entered in each process group. All ranks of a group enter the same
-ones in the same order: the numbers tell who is behind. The form is that of `dump_json` in torch's
+ones in the same order: the numbers show who is behind. The format is that of `dump_json` in torch's
 FlightRecorderDetail.hpp.
 """
 
@@ -13,11 +13,11 @@ from typing import Any
 
 from elaunch.strict_json import parse_json
 
-# Four minutes. With so few looks as in one minute, two healthy ranks that wait for half of the time would often differ
-# by a tenth.
-LOOKS = 240
-# Ranks that enter nothing for so many looks do something else: an evaluation, a checkpoint, a compilation.
-_PAUSE_LOOKS = 12
+# Four minutes. With so few samples as in one minute, two healthy ranks that wait for half of the time would often
+# differ by a tenth.
+WINDOW_SAMPLES = 240
+# Ranks that enter nothing for so many samples do something else: an evaluation, a checkpoint, a compilation.
+_PAUSE_SAMPLES = 12
 # torch's recorder of the collectives on a CPU is the first one, and each recorder's default group, too.
 _CPU, _DEFAULT_GROUP = 0, 0
 
@@ -61,18 +61,18 @@ def read_counts(text: bytes) -> Counts:
 
 
 def is_stalled(before: Counts, now: Counts) -> bool:
-    """Whether a rank has entered and ended nothing between two looks, and one of its collectives has not ended."""
+    """Whether a rank has entered and ended nothing between two samples, and one of its collectives has not ended."""
     return before == now and any(count.is_outstanding for count in now.values())
 
 
 def last_entered(counts: Counts) -> tuple[str, bool]:
-    """The rank's last collective in the default group, as words, and whether one of any group has not ended."""
+    """The text of the rank's last collective in the default group, and whether one of any group has not ended."""
     groups = [count for (_, group), count in counts.items() if group == _DEFAULT_GROUP and count.entered > 0]
     newest = max(groups, key=lambda count: count.entered, default=None)
-    words = ""
+    text = ""
     if newest:
-        words = f"{'in' if newest.is_outstanding else 'after'} collective {newest.entered} of the default group"
-    return words, any(count.is_outstanding for count in counts.values())
+        text = f"{'in' if newest.is_outstanding else 'after'} collective {newest.entered} of the default group"
+    return text, any(count.is_outstanding for count in counts.values())
 
 
 def _dumps(text: bytes) -> Iterator[Mapping[str, Any]]:
@@ -81,7 +81,7 @@ def _dumps(text: bytes) -> Iterator[Mapping[str, Any]]:
             dump = parse_json(line)
         except ValueError:
             dump = None
-        # The place of a dump says which recorder it is from.
+        # The position of a dump identifies its recorder.
         yield dump if isinstance(dump, dict) else {}
 
 
@@ -91,40 +91,38 @@ def _items(value: object) -> Iterator[tuple[str, Any]]:
 
 @dataclass(frozen=True)
 class WaitShares:
-    """For which share of the time each rank waits, by looks once a second.
+    """For which share of the time each rank waits, by samples once a second.
 
     A share needs no clock that other hosts have too, so ranks of different nodes can be compared by it: a rank that
-    waits less than all others is the one that they wait for. This window has had `looks` looks;
-    each rank waited at those in `waited`. `counts` are those of the last look.
-
-    At the last `paused` looks no rank had entered another collective.
+    waits less than all others is the one that they wait for. This window has had `samples`; each rank waited at
+    `waited` of them. `counts` are those of the last one. At the last `paused` no rank had entered another collective.
     """
 
-    looks: int = 0
+    samples: int = 0
     counts: Mapping[int, Count] = field(default_factory=dict)
     waited: Mapping[int, int] = field(default_factory=dict)
     paused: int = 0
 
     def after(self, counts: Mapping[int, Counts]) -> tuple[WaitShares, Mapping[int, float] | None]:
-        """The state after another look at all ranks, and each rank's share at the end of a window."""
+        """The state after another sample of all ranks, and each rank's share at the end of a window."""
         known = {rank: count for rank, each in counts.items() if (count := _default_group(each)) is not None}
         if len(known) < len(counts) or known.keys() != self.counts.keys():
             return WaitShares(counts=known), None
         has_moved = any(count.entered != self.counts[rank].entered for rank, count in known.items())
         paused = 0 if has_moved else self.paused + 1
-        if paused > _PAUSE_LOOKS:
+        if paused > _PAUSE_SAMPLES:
             return WaitShares(counts=known), None
         waited = {rank: self.waited.get(rank, 0) + _waits(count) for rank, count in known.items()}
-        state = replace(self, looks=self.looks + 1, counts=known, waited=waited, paused=paused)
-        if state.looks < LOOKS:
+        state = replace(self, samples=self.samples + 1, counts=known, waited=waited, paused=paused)
+        if state.samples < WINDOW_SAMPLES:
             return state, None
-        return WaitShares(counts=known), {rank: looks / LOOKS for rank, looks in waited.items()}
+        return WaitShares(counts=known), {rank: count / WINDOW_SAMPLES for rank, count in waited.items()}
 
 
 def _default_group(counts: Counts) -> Count | None:
-    """The count of the default group; None where it does not tell when the rank waits.
+    """The count of the default group; None where it does not show when the rank waits.
 
-    A GPU's collectives are entered long before the GPU comes to them: only their begin tells when it waits.
+    A GPU's collectives are entered long before the GPU comes to them: only their begin shows when it waits.
     """
     for (recorder, group), count in counts.items():
         if group == _DEFAULT_GROUP and count.entered > 0 and count.ended >= 0:
@@ -148,6 +146,6 @@ def slow_text(rank: int, local_rank: int, shares: Mapping[int, float]) -> tuple[
     wait = min(share for other, share in shares.items() if other != local_rank)
     return (
         f"rank {rank} is slower than the other ranks of this node: they wait in collectives for {wait:.0%} of the time"
-        f" and more, and it for {shares[local_rank]:.0%}, for the last {2 * LOOKS} s",
+        f" and more, and it for {shares[local_rank]:.0%}, for the last {2 * WINDOW_SAMPLES} s",
         wait,
     )

@@ -209,7 +209,7 @@ def _word(value: object) -> str:
     return value if isinstance(value, str) else shown(value)
 
 
-def tells_of_lost_peer(text: str) -> bool | None:
+def shows_only_lost_peer(text: str) -> bool | None:
     """Whether all tracebacks in `text` only tell that another rank is gone; None while the last has no end yet."""
     raised = parse_traceback(text)
     if raised is None:

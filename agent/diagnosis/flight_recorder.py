@@ -38,7 +38,7 @@ class FlightRecorder:
         """The worker's thread ends."""
         self._end.close()
 
-    def look(self, now_s: float) -> Counts | None:
+    def poll(self, now_s: float) -> Counts | None:
         """The answer to the last look, if it has come; then ask again."""
         try:
             newest = self._newest()

@@ -28,7 +28,7 @@ _LIMIT_S = 2.0
 _WRITTEN_KINDS = ("tmpfs", "overlay", "lustre", "gpfs", "beegfs", "zfs", "btrfs", "ceph")
 
 
-def look_into(failures: Iterable[Failure], log: KernelLog, found: Callable[[Facts], None]) -> None:
+def gather_facts(failures: Iterable[Failure], log: KernelLog, found: Callable[[Facts], None]) -> None:
     """Call `found` with what explains failures on this host: now, or soon, in another thread.
 
     `log` is the kernel's since before any worker started.

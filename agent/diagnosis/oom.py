@@ -42,7 +42,7 @@ class KernelLog:
         except OSError:
             self._fd = -1
 
-    def word_on(self, pid: int, now_s: float) -> str:
+    def oom_text(self, pid: int, now_s: float) -> str:
         """A few words if the kernel killed `pid` for lack of memory, or may have done so. Else the empty string."""
         with self._lock:
             self._read()

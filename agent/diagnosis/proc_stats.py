@@ -9,42 +9,42 @@ from pathlib import Path
 from typing import NamedTuple
 
 from elaunch.agent import linux
-from elaunch.agent.diagnosis.hang import LOOK_EVERY_S, Window
+from elaunch.agent.diagnosis.hang import SAMPLE_EVERY_S, Window
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _NS = 1e9
 
 
 class _Counts(NamedTuple):
-    """A process's counters at one look, in the order of `Window`'s; by `identity` it differs from all others."""
+    """A process's counters at one sample, in the order of `Window`'s; by `identity` it differs from all others."""
 
     identity: tuple[int, int]
     state: str
     sums: tuple[float, ...]
 
 
-class Vitals:
-    """The processes of one generation's workers, by local rank. `look` is due every `every_s`."""
+class ProcSampler:
+    """The processes of one generation's workers, by local rank. `sample` is due every `every_s`."""
 
-    def __init__(self, every_s: float = LOOK_EVERY_S) -> None:
+    def __init__(self, every_s: float = SAMPLE_EVERY_S) -> None:
         self.every_s = every_s
         self._known: Mapping[int, _Counts] = {}
-        self._looked_s: float | None = None
+        self._sampled_s: float | None = None
 
     @property
     def due_s(self) -> float | None:
-        """When the next look is due, on the monotonic clock. None before the first."""
-        return None if self._looked_s is None else self._looked_s + self.every_s
+        """when the next sample is due, on the monotonic clock. None before the first."""
+        return None if self._sampled_s is None else self._sampled_s + self.every_s
 
     def is_due(self, now_s: float) -> bool:
-        """Whether it is time for the next look."""
-        return self._looked_s is None or now_s >= self._looked_s + self.every_s
+        """Whether it is time for the next sample."""
+        return self._sampled_s is None or now_s >= self._sampled_s + self.every_s
 
-    def look(self, pids: Mapping[int, int], now_s: float) -> dict[int, Window]:
-        """What each worker did since the last look. One that is gone has no window, nor has one at its first look."""
-        seconds = now_s - (now_s if self._looked_s is None else self._looked_s)
+    def sample(self, pids: Mapping[int, int], now_s: float) -> dict[int, Window]:
+        """What each worker did since the last sample. None for one that is gone, or at its first sample."""
+        seconds = now_s - (now_s if self._sampled_s is None else self._sampled_s)
         found = {rank: counts for rank, pid in pids.items() if pid > 0 and (counts := _counts(pid))}
-        before, self._known, self._looked_s = self._known, found, now_s
+        before, self._known, self._sampled_s = self._known, found, now_s
         return {
             rank: _window(before[rank], now, seconds)
             for rank, now in found.items()

@@ -44,7 +44,7 @@ class Frame:
         return self.file.replace("\\", "/").rpartition("/")[2]
 
     @property
-    def words(self) -> str:
+    def text(self) -> str:
         return f"{self.function} ({self.short_file}:{self.line})"
 
 
@@ -137,20 +137,20 @@ def grouped(stacks: Iterable[Stack]) -> tuple[StackGroup, ...]:
     return tuple(sorted(groups, key=lambda group: (-len(group.ranks), group.ranks)))
 
 
-def group_words(group: StackGroup) -> str:
+def group_text(group: StackGroup) -> str:
     """One line: "ranks 0, 2–7: all_reduce (torch/distributed/distributed_c10d.py:2810) ← train_step (train.py:41)"."""
-    return f"{ranks_words(group.ranks)}: {place_words(group.stack)}"
+    return f"{ranks_text(group.ranks)}: {location_text(group.stack)}"
 
 
-def place_words(stack: Stack) -> str:
+def location_text(stack: Stack) -> str:
     """Where the main thread is: its innermost frame, and the innermost one in the user's code if that is another."""
     held = "stopped by a signal, in " if stack.is_stopped else "held by a debugger, in " if stack.is_traced else ""
     main = stack.main
     if main is None or not main.frames:
         return f"{held.removesuffix(', in ')}{': ' if held else ''}{stack.trouble or 'no Python frame'}"
-    words = called_frame(main).words
+    words = called_frame(main).text
     mine = main.innermost_user_frame
-    return held + (words if mine is None or mine == main.frames[0] else f"{words} ← {mine.words}")
+    return held + (words if mine is None or mine == main.frames[0] else f"{words} ← {mine.text}")
 
 
 def called_frame(thread: ThreadStack) -> Frame:
@@ -167,7 +167,7 @@ def is_named(frame: Frame) -> bool:
     return name != "wrapper" and not name.startswith(("_", "<"))
 
 
-def ranks_words(ranks: Sequence[int]) -> str:
+def ranks_text(ranks: Sequence[int]) -> str:
     """ "rank 3", or "ranks 0, 2–7"; three numbers in a row are a range."""
     parts: list[str] = []
     ordered = sorted(ranks)
@@ -187,7 +187,7 @@ def full_text(stacks: Iterable[Stack]) -> str:
     parts = []
     for group in grouped(stacks):
         of = f" of rank {group.stack.rank}" if len(group.ranks) > 1 else ""
-        parts.append(f"=== {ranks_words(group.ranks)} (pid {group.stack.pid}{of})")
+        parts.append(f"=== {ranks_text(group.ranks)} (pid {group.stack.pid}{of})")
         parts.append(_process_text(group.stack))
     return "\n".join(parts) + "\n"
 
@@ -267,4 +267,4 @@ def what_keeps(stacks: Iterable[Stack]) -> Iterator[str]:
     for stack in stacks:
         for thread in stack.threads:
             if (frame := thread.innermost_user_frame) and not thread.is_own:
-                yield f"rank {stack.rank} is kept by thread {thread.name or '?'}, in {frame.words}"
+                yield f"rank {stack.rank} is kept by thread {thread.name or '?'}, in {frame.text}"

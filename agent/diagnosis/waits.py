@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from elaunch.agent.diagnosis.stack_groups import Stack, ThreadStack, called_frame, place_words
+from elaunch.agent.diagnosis.stack_groups import Stack, ThreadStack, called_frame, location_text
 
 
 class Doing(Enum):
@@ -111,7 +111,7 @@ def waits_for_ranks(stack: Stack) -> bool | None:
     return what.is_for_ranks or (what is Doing.GPU and stack.waits)
 
 
-def doing_words(stack: Stack) -> str:
+def doing_text(stack: Stack) -> str:
     """The same for people, with the name of the collective, or of the file."""
     what, main = doing(stack), stack.main
     if main and what is Doing.COLLECTIVE:
@@ -127,13 +127,13 @@ def does_where(stack: Stack) -> str:
     """What it does and where in the user's code, as the middle of a sentence."""
     main = stack.main
     if main is None or not main.frames:
-        return f"{doing_words(stack)} ({stack.trouble or 'no Python frame'})"
+        return f"{doing_text(stack)} ({stack.trouble or 'no Python frame'})"
     mine = main.innermost_user_frame or main.frames[0]
     if doing(stack) is Doing.END:
-        return doing_words(stack)
+        return doing_text(stack)
     if doing(stack) is Doing.RUNS:
-        return f"runs in {mine.words}"
-    return f"{doing_words(stack)} ({mine.function}, {mine.short_file}:{mine.line}){_loader_words(stack)}"
+        return f"runs in {mine.text}"
+    return f"{doing_text(stack)} ({mine.function}, {mine.short_file}:{mine.line}){_loader_words(stack)}"
 
 
 def helpers_work(stack: Stack) -> bool:
@@ -155,7 +155,7 @@ def _loader_words(stack: Stack) -> str:
     if not mains:
         return ", none of whose processes is in the program's code"
     child = next((child for child in mains if doing(child) is not Doing.LOCK), mains[0])
-    return f", whose process {child.pid} {doing_words(child)} in {place_words(child)}"
+    return f", whose process {child.pid} {doing_text(child)} in {location_text(child)}"
 
 
 def _by_call(thread: ThreadStack) -> Doing | None:

@@ -98,7 +98,7 @@ class ExitReader:
     def _failure(self, group: WorkerGroup, worker: Worker, code: int) -> Failure:
         link, error_file = worker.link, self._run_dir.error_file(group.generation, worker.rank)
         record = read_error_file(error_file) if error_file else None
-        kernel = self.word_of_kernel(worker.pid) if code == -signal.SIGKILL else ""
+        kernel = self.oom_text(worker.pid) if code == -signal.SIGKILL else ""
         left = _left_at_crash(worker.crash_fd) if code in CRASH_CODES else b""
         remains = Remains(
             code,
@@ -138,9 +138,9 @@ class ExitReader:
             world_size=group.table.world_size,
         )
 
-    def word_of_kernel(self, pid: int) -> str:
+    def oom_text(self, pid: int) -> str:
         """What the kernel says about the SIGKILL of this process. Empty if it was not for lack of memory."""
-        word = self._log.word_on(pid, time.monotonic())
+        word = self._log.oom_text(pid, time.monotonic())
         limit = limit_text() if word else ""
         return f"{word}; its cgroup may hold {limit}" if limit else word
 

@@ -17,14 +17,14 @@ from elaunch.rendezvous.types import Failure, FailureKind, RankTable
 
 @dataclass(frozen=True)
 class Reporter:
-    """Events go to `post`, sentences for the log to `say`, or to `warn` if they may need a person.
+    """Events go to `post`, log lines to `log`, or to `warn` if they may need a person.
 
     Stages of a generation go to `timeline`.
     `node_failure(kind, generation, message)` makes a failure of this node that no rank has caused.
     """
 
     post: Callable[[Event], None]
-    say: Callable[[str], None]
+    log: Callable[[str], None]
     warn: Callable[[str], None]
     timeline: Timeline
     node_failure: Callable[[FailureKind, int, str], Failure]

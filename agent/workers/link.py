@@ -37,7 +37,7 @@ class StepTimes:
         self._reports = 0
         self.reported_s: float | None = None
 
-    def look(self, now_s: float, step: int, reports: int) -> None:
+    def sample(self, now_s: float, step: int, reports: int) -> None:
         """Note what the worker has reported until now: its newest step (-1 for none), and how many reports."""
         if reports == self._reports:
             return

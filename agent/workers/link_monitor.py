@@ -84,7 +84,7 @@ class LinkMonitor:
             self._read(worker)
             link = worker.link
             # Not `now_s`: the loop may have worked since then, and the worker has gone on.
-            link.step_times.look(time.monotonic(), link.step, link.reports)
+            link.step_times.sample(time.monotonic(), link.step, link.reports)
         # The first step at once, later ones when it is time.
         if self._stamped_s is None or now_s - self._stamped_s >= EVERY_S:
             self._stamp_steps(now_s)

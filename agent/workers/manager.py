@@ -32,7 +32,7 @@ from elaunch.agent.core.timeline import NO_GENERATION, WorkersSeen, of_seats
 from elaunch.agent.diagnosis.causes.hardware import MORE_MEMORY
 from elaunch.agent.diagnosis.causes.system import MORE_PROCESSES
 from elaunch.agent.diagnosis.exit_status import with_tail
-from elaunch.agent.diagnosis.investigate import look_into
+from elaunch.agent.diagnosis.investigate import gather_facts
 from elaunch.agent.diagnosis.oom import KernelLog, counter_files
 from elaunch.agent.forkserver import wire
 from elaunch.agent.forkserver.client import ForkServer
@@ -43,7 +43,7 @@ from elaunch.agent.workers.exits import ExitReader, signal_name
 from elaunch.agent.workers.group import Reporter, WorkerGroup
 from elaunch.agent.workers.link_monitor import LinkMonitor
 from elaunch.agent.workers.observers import Observers
-from elaunch.agent.workers.orphans import Leftovers, named
+from elaunch.agent.workers.orphans import Orphans, named
 from elaunch.agent.workers.spawn import MasterPort, Spawner, warn_of_locks
 from elaunch.rendezvous.format import node_host
 from elaunch.rendezvous.types import FailureKind, RankTable
@@ -109,7 +109,7 @@ class Workers:
         # Until the first one there is a generation without workers.
         self._observe(WorkerGroup(RankTable(NO_GENERATION, (), "", 0, ""), 0))
         self._children_grace_s = config.children_grace_s
-        self._leftovers: Leftovers | None = None
+        self._leftovers: Orphans | None = None
         selector.register(fork_server, selectors.EVENT_READ, self._read_news)
 
     def _observe(self, group: WorkerGroup) -> None:
@@ -135,7 +135,7 @@ class Workers:
         self._observers.tick(now_s)
         if self._patience_until_s is not None and now_s >= self._patience_until_s:
             self._patience_until_s = None
-            self._reporter.say(f"importing {', '.join(self._fork_server.preload or ())} once for all workers …")
+            self._reporter.log(f"importing {', '.join(self._fork_server.preload or ())} once for all workers …")
 
     def seen(self, now_s: float) -> WorkersSeen | None:
         """How the workers of the last generation are; None before the first one."""
@@ -149,7 +149,7 @@ class Workers:
         """Carry out what was decided. `is_ending` says that the agent exits after this generation."""
         match order:
             case Spawn(table, group_rank):
-                self.end_leftovers("the workers start again")
+                self.end_orphans("the workers start again")
                 self._spawn(table, group_rank)
             case SignalWorkers():
                 self._signal(order, is_ending=is_ending)
@@ -254,9 +254,9 @@ class Workers:
         progressed = group.progressed
         if order.is_done and (left := self._find_leftovers()):
             if not self._children_grace_s:
-                self._reporter.say(f"ending {named(left)}: left behind at the end of the program (--children-grace 0)")
+                self._reporter.log(f"ending {named(left)}: left behind at the end of the program (--children-grace 0)")
             else:
-                self._leftovers = Leftovers(self._find_leftovers, self._children_grace_s, self._reporter)
+                self._leftovers = Orphans(self._find_leftovers, self._children_grace_s, self._reporter)
         if self._leftovers:
             # Their output goes on.
             self._timeline.stamp(generation, "cleared")
@@ -270,7 +270,7 @@ class Workers:
                 failures = {rank: with_tail(f, tails.get(rank, "")) for rank, f in group.failures.items()}
                 # Those that lost a peer are explained only if there is no other.
                 causes = {rank: f for rank, f in failures.items() if not f.kind.is_secondary} or failures
-                look_into(
+                gather_facts(
                     causes.values(),
                     self._log,
                     lambda facts: self._reporter.post(Cleared(generation, tails, progressed, facts)),
@@ -287,16 +287,16 @@ class Workers:
         # A process that has ended has no parent. The worker store is a child of the fork server, and about to end.
         return [pid for pid in self._guardian.left((fork_server,)) if linux.parent(pid) not in (0, fork_server)]
 
-    def leftovers_go_on(self, now_s: float) -> bool:
+    def orphans_may_run(self, now_s: float) -> bool:
         """Whether what the workers have left behind still may go on. The loop asks again and again after a success."""
         return self._leftovers is not None and self._leftovers.go_on(now_s)
 
-    def end_leftovers(self, why: str) -> None:
+    def end_orphans(self, why: str) -> None:
         """End what workers of a generation that has ended well have left behind, and collect its output."""
         if not self._leftovers:
             return
         if left := self._find_leftovers():
-            self._reporter.say(f"ending {named(left)}: {why}")
+            self._reporter.log(f"ending {named(left)}: {why}")
         self._leftovers = None
         self._guardian.end_generation((self._fork_server.pid,), self._meanwhile)
         self._pump.drain(self._group.generation, lambda _: None)
@@ -320,7 +320,7 @@ class Workers:
         if news is None:
             self._selector.unregister(self._fork_server)
             how, pid = self._fork_server.lost(), self._fork_server.pid
-            word = self.exits.word_of_kernel(pid) if how.endswith("SIGKILL") else ""
+            word = self.exits.oom_text(pid) if how.endswith("SIGKILL") else ""
             if not self._is_ready and self._fork_server.preload is not None:
                 self._reporter.warn(
                     "the fork server ended while it imported; each worker starts as a fresh interpreter"
@@ -353,7 +353,7 @@ class Workers:
         self._patience_until_s = None
         self._timeline.stamp(self._group.generation, "fork_server_ready", pid=self._fork_server.pid)
         for sentence in left_out:
-            self._reporter.say(sentence)
+            self._reporter.log(sentence)
         if reason:
             self._fork_server.preload_nothing()
             self._reporter.warn(f"each worker starts as a fresh interpreter, which is slower: {reason}")
@@ -375,7 +375,7 @@ class Workers:
         elif group.store:
             error, group.store = _error_of(group.store), None
             how = error or (f"was killed by {signal_name(code)}" if code < 0 else f"exited with code {code}")
-            word = self.exits.word_of_kernel(pid) if code == -signal.SIGKILL else ""
+            word = self.exits.oom_text(pid) if code == -signal.SIGKILL else ""
             self._lost(group.generation, f"the worker store {how}", FailureKind.STORE_LOST, word)
 
     def _unstarted(self, group: WorkerGroup, key: int | str, why: str) -> None:

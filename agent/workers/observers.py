@@ -10,9 +10,9 @@ from elaunch.agent import linux
 from elaunch.agent.core.actions import Blame, KeepStacks, NameThreads, TakeStacks
 from elaunch.agent.core.events import Sampled, StacksTaken, WorkersHung
 from elaunch.agent.diagnosis import stacks
-from elaunch.agent.diagnosis.collectives import LOOKS, WaitShares, last_entered, slow_rank, slow_text
-from elaunch.agent.diagnosis.hang import LOOK_EVERY_S
-from elaunch.agent.diagnosis.proc_stats import Vitals
+from elaunch.agent.diagnosis.collectives import WINDOW_SAMPLES, WaitShares, last_entered, slow_rank, slow_text
+from elaunch.agent.diagnosis.hang import SAMPLE_EVERY_S
+from elaunch.agent.diagnosis.proc_stats import ProcSampler
 from elaunch.agent.diagnosis.reach import unreachable_text, why_not
 from elaunch.agent.diagnosis.stack_groups import Stack, what_keeps
 from elaunch.agent.linux import start_thread
@@ -65,7 +65,7 @@ class Observers:
         # A healthy step may take longer than the default: reports count only where the user gave a limit.
         self._counts_reports = times.hang_timeout_s > 0
         self._reports: Mapping[int, int] = {}
-        self._vitals = Vitals(min(LOOK_EVERY_S, times.hang_after_s / _LOOKS_PER_LIMIT))
+        self._sampler = ProcSampler(min(SAMPLE_EVERY_S, times.hang_after_s / _LOOKS_PER_LIMIT))
         now_s = time.monotonic()
         self._from_s = now_s + _FIRST_LOOK_S if times.hang_after_s > 0 and group.workers else None
         self._master_at_s = now_s + _MASTER_AFTER_S if group.group_rank > 0 and has_store else None
@@ -80,7 +80,7 @@ class Observers:
     @property
     def due_s(self) -> float | None:
         """When the next look is due, on the monotonic clock; it waits for a wake-up that is due earlier."""
-        return None if self._from_s is None else max(self._from_s, self._vitals.due_s or 0.0)
+        return None if self._from_s is None else max(self._from_s, self._sampler.due_s or 0.0)
 
     def end(self) -> None:
         """Look at them no more."""
@@ -141,9 +141,9 @@ class Observers:
     def _sample(self, now_s: float) -> None:
         """Note what the workers did since the last look, if another is due."""
         group = self._group
-        if not self._vitals.is_due(now_s):
+        if not self._sampler.is_due(now_s):
             return
-        windows = self._vitals.look(group.pids, now_s)
+        windows = self._sampler.sample(group.pids, now_s)
         for rank, recorder in group.recorders.items():
             is_outstanding = recorder.is_stalled(now_s)
             if window := windows.get(rank):
@@ -164,7 +164,7 @@ class Observers:
         if now_s < self._count_at_s:
             return
         self._count_at_s, group = now_s + _COUNT_EVERY_S, self._group
-        counts = {rank: recorder.look(now_s) for rank, recorder in group.recorders.items()}
+        counts = {rank: recorder.poll(now_s) for rank, recorder in group.recorders.items()}
         # One that has not answered yet may be anywhere: that look says nothing.
         known = {rank: each for rank, each in counts.items() if each is not None}
         if not known or len(known) < len(counts):
@@ -178,7 +178,7 @@ class Observers:
         if self._suspect >= 0 and self._suspect == before:
             text, wait = slow_text(rank, self._suspect, shares)
             if self._reporter.warn_once(f"slow rank {rank}", text):
-                fields = {"rank": rank, "wait_percent": round(100 * wait), "lasted_s": 2 * LOOKS, "text": text}
+                fields = {"rank": rank, "wait_percent": round(100 * wait), "lasted_s": 2 * WINDOW_SAMPLES, "text": text}
                 self._reporter.timeline.stamp(group.generation, "slow", **fields)
 
     def _try_master(self) -> None:

@@ -23,7 +23,7 @@ _SHOWN_MAX = 4
 _COMMAND_MAX = 100
 
 
-class Leftovers:
+class Orphans:
     """Waits for the processes that `find` lists by pid, until they have done nothing for `grace_s`.
 
     `due_s` is when `go_on` is to be asked again; None before it was asked, and when the wait is over.
@@ -53,7 +53,7 @@ class Leftovers:
         self.due_s = now_s + (_LOOK_SOON_S if is_soon else min(_LOOK_S, self._grace_s / 2))
         if not is_soon and not self._has_said:
             self._has_said = True
-            self._reporter.say(
+            self._reporter.log(
                 f"the job has ended well; still running: {named(pids)}; waiting until they end, or have done"
                 f" nothing for {self._grace_s:g} s (--children-grace); Ctrl-C ends them now"
             )

@@ -25,7 +25,7 @@ from string import Template
 from elaunch import __version__
 from elaunch.agent import environment
 from elaunch.agent.config import AgentConfig, Streams
-from elaunch.agent.diagnosis.exit_status import tells_of_lost_peer
+from elaunch.agent.diagnosis.exit_status import shows_only_lost_peer
 from elaunch.agent.environment import extensions_root
 from elaunch.agent.forkserver import wire
 from elaunch.agent.forkserver.client import ForkServer
@@ -329,7 +329,7 @@ class Spawner:
 
 def _is_no_news(group: WorkerGroup, text: str) -> bool | None:
     """Whether the tracebacks in `text` come of the end of others; None while the last is not complete."""
-    return (group.is_interrupted and bool(_INTERRUPTED.search(text))) or tells_of_lost_peer(text)
+    return (group.is_interrupted and bool(_INTERRUPTED.search(text))) or shows_only_lost_peer(text)
 
 
 def software(program: Program) -> str:

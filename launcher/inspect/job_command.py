@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from elaunch.agent.diagnosis.stack_groups import full_text, group_words, grouped, place_words
+from elaunch.agent.diagnosis.stack_groups import full_text, group_text, grouped, location_text
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.inspect.agents import LocalAgent, local_agents
 from elaunch.launcher.inspect.job_source import JobSource, LocalSource, NodeStacks, StoreSource
@@ -181,7 +181,7 @@ def stacks_text(taken: NodeStacks) -> str:
     groups = grouped(taken.stacks)
     what = f"{plural(len(taken.stacks), 'rank')} at {'the same place' if len(groups) == 1 else f'{len(groups)} places'}"
     lines = [f"{job_name(taken.run_id)}: {what if groups else 'no worker runs now'}"]
-    lines += [f"  {group_words(group)}" for group in groups]
+    lines += [f"  {group_text(group)}" for group in groups]
     lines += [*taken.silent, *taken.notes]
     lines += ["", *full_text(taken.stacks).splitlines()] if groups else []
     return "".join(f"{plain(line)}\n" for line in lines)
@@ -193,7 +193,7 @@ def stacks_record(taken: NodeStacks) -> dict[str, Any]:
     for group in grouped(taken.stacks):
         stack = asdict(group.stack)
         del stack["rank"]
-        groups.append({"ranks": list(group.ranks), "where": place_words(group.stack), "stack": stack})
+        groups.append({"ranks": list(group.ranks), "where": location_text(group.stack), "stack": stack})
     return {
         "version": VERSION,
         "run_id": taken.run_id,

@@ -69,10 +69,10 @@ AFTER = r", after collective 1 of the default group"
 WAIT = rf"ranks 0, 2 wait in all_reduce \(train_step, train\.py:\d+\), {SECOND}"
 # How the failure's sentence goes on after "rank 1 (…)".
 VERDICTS = {
-    "python_loop": r"hung: it runs in python_loop \(train\.py:\d+\), at the same line in every look"
+    "python_loop": r"hung: it runs in python_loop \(train\.py:\d+\), at the same line in every sample"
     rf"{AFTER}, while {WAIT}",
-    "c_loop": rf"hung: it runs in c_loop \(train\.py:\d+\), at the same line in every look, while {WAIT}",
-    "bad_pattern": rf"hung: it runs in bad_pattern \(train\.py:\d+\), at the same line in every look, while {WAIT}",
+    "c_loop": rf"hung: it runs in c_loop \(train\.py:\d+\), at the same line in every sample, while {WAIT}",
+    "bad_pattern": rf"hung: it runs in bad_pattern \(train\.py:\d+\), at the same line in every sample, while {WAIT}",
     "stopped": rf"hung: it is stopped by a signal \(SIGSTOP\) \(stopped, train\.py:\d+\), while {WAIT}",
     "deadlock": rf"hung: it waits for a lock or for another thread \(deadlock, train\.py:\d+\){AFTER}, while {WAIT}",
     "loader": r"hung: it waits for its data loader \(loader, train\.py:\d+\), whose process \d+ waits for a lock or for"

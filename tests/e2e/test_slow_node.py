@@ -24,13 +24,13 @@ while not end:
     dist.all_reduce(end)
 dist.destroy_process_group()
 """
-# The same command with a window of 30 looks, 20 a second.
+# The same command with a window of 30 samples, 20 a second.
 QUICK = """
 import sys
 from elaunch.agent.diagnosis import collectives
-from elaunch.agent.workers import link, observers
+from elaunch.agent.workers import link_monitor, observers
 from elaunch.launcher.cli import main
-collectives.LOOKS, link._LOOK_S, observers._COUNT_EVERY_S = 30, 0.1, 0.05
+collectives.WINDOW_SAMPLES, link_monitor._SAMPLE_S, observers._COUNT_EVERY_S = 30, 0.05, 0.05
 sys.argv = ["elaunch", *sys.argv[4:]]
 main()
 """

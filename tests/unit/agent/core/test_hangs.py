@@ -11,7 +11,7 @@ import pytest
 from elaunch.agent.core.actions import Action, Blame, KeepStacks, NotifyWorkers, PeerFailed, SignalWorkers, TakeStacks
 from elaunch.agent.core.events import Sampled, Signalled, StacksTaken, Tick, WorkerEnded, WorkerListens, WorkersHung
 from elaunch.agent.core.state import Running, Stopping
-from elaunch.agent.diagnosis.hang import LOOK_S_MAX, Standstill, Window, after_windows
+from elaunch.agent.diagnosis.hang import SAMPLE_GAP_S_MAX, HangState, Window, after_windows
 from elaunch.agent.diagnosis.stack_groups import Frame, Stack, ThreadStack
 from elaunch.rendezvous.rules.hang_verdict import IdleReason
 from elaunch.rendezvous.types import FailureKind
@@ -75,7 +75,7 @@ def test_a_rank_in_a_loop_is_named_when_all_have_stood_still_for_the_limit_and_n
     assert "hang" not in early
     assert (
         "the job seems to hang: rank 1 (pid 4001 on node-a) runs in spin (train.py:12)"
-        ", at the same line in every look, while ranks 0, 2"
+        ", at the same line in every sample, while ranks 0, 2"
         " wait in all_reduce (train_step, train.py:41), for 60 s\n"
         "  ranks 0, 2: all_reduce (torch/distributed/distributed_c10d.py:2810) ← train_step (train.py:41)\n"
         "  rank 1: spin (train.py:12)" in said(driver)
@@ -184,7 +184,7 @@ def test_while_the_end_of_a_rank_is_being_understood_nobody_hangs() -> None:
     driver.happen(Sampled(0, {1: IDLE, 2: IDLE}))
 
     assert isinstance(driver.agent.phase, Running)
-    assert driver.agent.phase.standstill == Standstill()
+    assert driver.agent.phase.hang_state == HangState()
 
 
 def test_a_rank_that_exited_while_the_others_wait_is_named() -> None:
@@ -315,7 +315,7 @@ def test_ranks_that_wait_in_a_commit_for_a_collective_of_their_gpu_are_not_somew
 
     assert (
         "the job seems to hang: rank 1 (pid 4001 on node-a) runs in spin (train.py:12)"
-        ", at the same line in every look, while ranks 0, 2"
+        ", at the same line in every sample, while ranks 0, 2"
         f" wait for the GPU (train_step, train.py:41), {FIRST}, for 300 s" in said(driver)
     )
 
@@ -339,12 +339,12 @@ def test_a_rank_that_works_beside_ranks_that_spin_is_waited_for(
 
 
 def test_the_time_in_which_the_agent_was_stopped_is_not_counted() -> None:
-    state = after_windows(Standstill(), ALL, ALL_IDLE)
+    state = after_windows(HangState(), ALL, ALL_IDLE)
 
     asleep = after_windows(state, ALL, dict.fromkeys(ALL, replace(IDLE, seconds=3600.0)))
 
-    assert (state.spell_s, asleep.spell_s) == (5.0, 0.0)
-    assert LOOK_S_MAX < 3600
+    assert (state.idle_s, asleep.idle_s) == (5.0, 0.0)
+    assert SAMPLE_GAP_S_MAX < 3600
 
 
 @pytest.mark.parametrize(
@@ -367,9 +367,9 @@ def test_the_time_in_which_the_agent_was_stopped_is_not_counted() -> None:
     ],
 )
 def test_who_stands_still(window: Window, stands: bool) -> None:
-    state = after_windows(Standstill(), frozenset({0}), {0: window})
+    state = after_windows(HangState(), frozenset({0}), {0: window})
 
-    assert (state.spell_s > 0) is stands
+    assert (state.idle_s > 0) is stands
 
 
 def two_nodes() -> tuple[Driver, Driver]:
@@ -421,7 +421,7 @@ def test_the_leader_names_a_rank_of_another_node_and_both_nodes_say_it() -> None
     assert "hang" not in early
     words = (
         "the job seems to hang: rank 3 (pid 4003 on node-b) runs in spin (train.py:12)"
-        ", at the same line in every look, while"
+        ", at the same line in every sample, while"
     )
     assert words in said(one)
     assert words in said(other)

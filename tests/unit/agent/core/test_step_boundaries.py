@@ -10,8 +10,8 @@ from elaunch.agent.core.actions import Blame
 from elaunch.agent.core.events import Signalled, StoreFailed
 from elaunch.agent.core.state import Clearing, Joining, Reach, Stopping
 from elaunch.agent.core.store_outage import gives_up_at_s
-from elaunch.agent.diagnosis.hang import HangLimit, Standstill, wants_stacks
-from elaunch.agent.diagnosis.stack_groups import Frame, Stack, place_words
+from elaunch.agent.diagnosis.hang import HangLimit, HangState, wants_stacks
+from elaunch.agent.diagnosis.stack_groups import Frame, Stack, location_text
 from elaunch.agent.diagnosis.waits import Doing, doing
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.rules.hang_verdict import Hang
@@ -47,9 +47,9 @@ def test_the_last_rank_of_a_job_that_nobody_waits_for_is_no_failure() -> None:
 
 def test_after_the_verdict_stacks_are_taken_once_more_in_each_further_limit() -> None:
     limit = HangLimit(60.0, 0.0)
-    state = Standstill(still={0: ()}, looks=4)  # type: ignore[dict-item]
+    state = HangState(idle={0: ()}, samples=4)  # type: ignore[dict-item]
 
-    assert [wants_stacks(replace(state, spell_s=spell_s), limit) for spell_s in (179.0, 180.0)] == [False, True]
+    assert [wants_stacks(replace(state, idle_s=idle_s), limit) for idle_s in (179.0, 180.0)] == [False, True]
 
 
 @pytest.mark.parametrize(("exited", "phase"), [(frozenset(), Stopping), (ALL, Clearing)])
@@ -96,7 +96,7 @@ def test_of_an_exit_code_the_last_three_lines_are_about_it(lines: int, has_step:
 
 
 def test_a_main_thread_without_a_frame_has_no_place() -> None:
-    assert place_words(Stack(0, 7, (main_thread(),), "S")) == "no Python frame"
+    assert location_text(Stack(0, 7, (main_thread(),), "S")) == "no Python frame"
 
 
 @pytest.mark.parametrize(

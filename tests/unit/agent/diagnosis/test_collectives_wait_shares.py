@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from elaunch.agent.diagnosis.collectives import LOOKS, Count, Counts, WaitShares, slow_rank, slow_text
+from elaunch.agent.diagnosis.collectives import WINDOW_SAMPLES, Count, Counts, WaitShares, slow_rank, slow_text
 
 CPU, GPU = (0, 0), (1, 0)
 Look = Callable[[int], Mapping[int, Counts]]
 
 
-def after(looks: Look, count: int = LOOKS + 1) -> list[Mapping[int, float]]:
+def after(looks: Look, count: int = WINDOW_SAMPLES + 1) -> list[Mapping[int, float]]:
     """The shares after so many looks. The first look has nothing to compare with."""
     state, found = WaitShares(), []
     for number in range(count):
@@ -33,10 +33,10 @@ def test_the_share_is_that_of_the_looks_at_which_a_collective_has_not_ended() ->
 
 def test_there_are_shares_only_at_the_end_of_each_window() -> None:
     def looks(look: int) -> Mapping[int, Counts]:
-        return {0: gloo(look, look > LOOKS)}
+        return {0: gloo(look, look > WINDOW_SAMPLES)}
 
-    assert after(looks, LOOKS) == []
-    assert after(looks, 2 * LOOKS + 1) == [{0: 0.0}, {0: 1.0}]
+    assert after(looks, WINDOW_SAMPLES) == []
+    assert after(looks, 2 * WINDOW_SAMPLES + 1) == [{0: 0.0}, {0: 1.0}]
 
 
 def test_on_a_gpu_a_rank_waits_from_the_begin_of_the_collective_and_not_from_its_entry() -> None:

@@ -17,16 +17,16 @@ def test_an_answer_of_another_form_says_nothing(answer: bytes) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     recorder = FlightRecorder(ours.detach())
     with theirs:
-        assert recorder.look(1.0) is None
+        assert recorder.poll(1.0) is None
         assert theirs.recv(32) == b"n"
         theirs.send(answer)
         theirs.send(b"n{}")
 
-        assert not recorder.look(2.0)
+        assert not recorder.poll(2.0)
         assert not recorder.is_stalled(2.0)
         assert recorder.counts == {}
         theirs.close()
-        assert recorder.look(3.0) is None
+        assert recorder.poll(3.0) is None
     recorder.close()
 
 
@@ -41,7 +41,7 @@ def test_a_worker_that_floods_its_agent_is_read_in_order_and_only_in_part_at_eac
                 while True:
                     theirs.send(b'n{"pg_status": {"0": {"last_enqueued_collective": %d,' % sent + REST)
                     sent += 1
-            looked.append(recorder.look(float(now_s)))
+            looked.append(recorder.poll(float(now_s)))
     recorder.close()
 
     seen = [counts[0, 0].entered if counts else -1 for counts in looked]

@@ -12,7 +12,7 @@ import pytest
 
 from elaunch.agent.diagnosis import investigate
 from elaunch.agent.diagnosis.causes.cause import Facts
-from elaunch.agent.diagnosis.investigate import look_into
+from elaunch.agent.diagnosis.investigate import gather_facts
 from elaunch.agent.diagnosis.oom import KernelLog
 from elaunch.rendezvous.types import Failure, FailureKind
 from tests.harness import DEADLINE_S, wait_for
@@ -23,7 +23,7 @@ NO_ROOM = replace(NOW, exception="OSError", message="raised OSError: [Errno 28] 
 
 def facts_about(failure: Failure) -> Facts:
     found: list[Facts] = []
-    look_into([failure], KernelLog([]), found.append)
+    gather_facts([failure], KernelLog([]), found.append)
     return wait_for(lambda: found, "the facts")[0]
 
 
@@ -31,7 +31,7 @@ def test_a_failure_that_no_disk_explains_is_answered_at_once_and_without_a_threa
     found: list[Facts] = []
     before = set(threading.enumerate())
 
-    look_into([NOW], KernelLog([]), found.append)
+    gather_facts([NOW], KernelLog([]), found.append)
 
     assert [facts.shm for facts in found] == [None]
     assert set(threading.enumerate()) <= before

@@ -26,10 +26,10 @@ def count(path: Path, kills: int) -> None:
 
 def test_two_processes_that_are_killed_at_once_are_two_kills(counter: Path) -> None:
     watch = KernelLog([counter])
-    before = watch.word_on(PID, 10.0)
+    before = watch.oom_text(PID, 10.0)
     count(counter, 5)
 
-    said = [watch.word_on(PID, now_s) for now_s in (20.0, 20.1, 30.0)]
+    said = [watch.oom_text(PID, now_s) for now_s in (20.0, 20.1, 30.0)]
 
     assert before == ""
     assert said == [COUNTED, COUNTED, ""]

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from elaunch.agent.diagnosis.hang import Sort, Standstill, Window, after_windows
-from elaunch.agent.diagnosis.proc_stats import Vitals
+from elaunch.agent.diagnosis.hang import HangState, IdleKind, Window, after_windows
+from elaunch.agent.diagnosis.proc_stats import ProcSampler
 from tests.harness import DEADLINE_S, wait_for
 
 PROGRAMS = {
@@ -29,7 +29,7 @@ import contextlib, os, threading, time
 with contextlib.suppress(PermissionError): os.nice(-15)
 def ready(): print('ready', flush=True)
 """
-EXPECTED = {"idle": Sort.IDLE, "loop": Sort.SPINS, "stopped": Sort.STOPPED}
+EXPECTED = {"idle": IdleKind.IDLE, "loop": IdleKind.SPINS, "stopped": IdleKind.STOPPED}
 
 
 @pytest.fixture
@@ -47,45 +47,45 @@ def running() -> Iterator[dict[str, int]]:
         program.communicate(timeout=DEADLINE_S)
 
 
-def sort_of(window: Window) -> Sort | None:
-    state = after_windows(Standstill(), frozenset({0}), {0: window})
-    return state.still[0][0] if 0 in state.still else None
+def idle_kind_of(window: Window) -> IdleKind | None:
+    state = after_windows(HangState(), frozenset({0}), {0: window})
+    return state.idle[0][0] if 0 in state.idle else None
 
 
-def test_a_process_that_does_nothing_is_told_from_one_that_works(running: dict[str, int]) -> None:
+def test_a_process_that_does_nothing_is_distinguished_from_one_that_works(running: dict[str, int]) -> None:
     os.kill(running["stopped"], signal.SIGSTOP)
     names = list(running)
-    vitals = Vitals(every_s=0.25)
-    told: set[str] = set()
+    sampler = ProcSampler(every_s=0.25)
+    matched: set[str] = set()
 
-    def are_told() -> bool:
-        # They share few CPUs, so a short look at one of them may be between two turns of its work.
-        if not vitals.is_due(time.monotonic()):
+    def all_match() -> bool:
+        # They share few CPUs, so a short window of one of them may be between two turns of its work.
+        if not sampler.is_due(time.monotonic()):
             return False
-        windows = vitals.look(dict(enumerate(running.values())), time.monotonic())
-        sorts = {names[rank]: sort_of(window) for rank, window in windows.items()}
-        told.update(name for name, sort in sorts.items() if sort is EXPECTED.get(name))
-        return told == set(names)
+        windows = sampler.sample(dict(enumerate(running.values())), time.monotonic())
+        kinds = {names[rank]: idle_kind_of(window) for rank, window in windows.items()}
+        matched.update(name for name, kind in kinds.items() if kind is EXPECTED.get(name))
+        return matched == set(names)
 
     try:
-        wait_for(are_told, "each process is what it is", every_s=0.05)
+        wait_for(all_match, "each process is what it is", every_s=0.05)
     except AssertionError as error:
-        raise AssertionError(f"{error}; {told} are") from None
+        raise AssertionError(f"{error}; {matched} match") from None
 
 
 def test_a_pid_that_is_gone_or_that_another_process_has_now_is_not_the_worker() -> None:
-    vitals = Vitals(every_s=0.0)
+    sampler = ProcSampler(every_s=0.0)
     with subprocess.Popen(["sleep", "600"]) as worker, subprocess.Popen(["sleep", "600"]) as other:
         try:
-            vitals.look({0: worker.pid, 1: os.getpid()}, 1.0)
-            both = vitals.look({0: worker.pid, 1: os.getpid()}, 2.0)
+            sampler.sample({0: worker.pid, 1: os.getpid()}, 1.0)
+            both = sampler.sample({0: worker.pid, 1: os.getpid()}, 2.0)
             # Rank 1 has the pid of another process now.
-            first = vitals.look({0: worker.pid, 1: other.pid}, 3.0)
+            first = sampler.sample({0: worker.pid, 1: other.pid}, 3.0)
             # It began at the same time.
-            exchanged = vitals.look({0: other.pid, 1: worker.pid}, 4.0)
+            exchanged = sampler.sample({0: other.pid, 1: worker.pid}, 4.0)
         finally:
             worker.kill()
             other.kill()
 
     assert (set(both), set(first), exchanged) == ({0, 1}, {0}, {})
-    assert vitals.look({0: worker.pid, 1: -1}, 4.0) == {}
+    assert sampler.sample({0: worker.pid, 1: -1}, 4.0) == {}

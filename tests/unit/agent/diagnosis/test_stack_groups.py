@@ -10,12 +10,12 @@ from elaunch.agent.diagnosis.stack_groups import (
     StackGroup,
     ThreadStack,
     full_text,
-    group_words,
+    group_text,
     grouped,
-    place_words,
-    ranks_words,
+    location_text,
+    ranks_text,
 )
-from elaunch.agent.diagnosis.waits import Doing, doing, doing_words, helpers_work
+from elaunch.agent.diagnosis.waits import Doing, doing, doing_text, helpers_work
 
 LIB = "/opt/venv/lib/python3.11"
 TORCH = f"{LIB}/site-packages/torch"
@@ -56,10 +56,10 @@ def test_ranks_with_equal_stacks_are_one_group_and_the_largest_comes_first() -> 
     groups = grouped(stacks)
 
     assert [group.ranks for group in groups] == [(0, 2, 3), (1,)]
-    assert group_words(groups[0]) == (
+    assert group_text(groups[0]) == (
         "ranks 0, 2, 3: all_reduce (torch/distributed/distributed_c10d.py:2810) ← train_step (train.py:41)"
     )
-    assert group_words(groups[1]) == "rank 1: spin (train.py:12)"
+    assert group_text(groups[1]) == "rank 1: spin (train.py:12)"
 
 
 def test_a_stopped_process_is_a_group_of_its_own_and_says_so() -> None:
@@ -68,9 +68,9 @@ def test_a_stopped_process_is_a_group_of_its_own_and_says_so() -> None:
     groups = grouped([stack(0, *ALL_REDUCE), stopped])
 
     assert [group.ranks for group in groups] == [(0,), (1,)]
-    assert group_words(groups[1]).startswith("rank 1: stopped by a signal, in all_reduce (")
+    assert group_text(groups[1]).startswith("rank 1: stopped by a signal, in all_reduce (")
     assert (
-        place_words(Stack(1, 7, (), "T", "py-spy is not installed")) == "stopped by a signal: py-spy is not installed"
+        location_text(Stack(1, 7, (), "T", "py-spy is not installed")) == "stopped by a signal: py-spy is not installed"
     )
 
 
@@ -85,7 +85,7 @@ def test_a_stopped_process_is_a_group_of_its_own_and_says_so() -> None:
     ],
 )
 def test_ranks_in_a_row_are_a_range(ranks: tuple[int, ...], words: str) -> None:
-    assert ranks_words(ranks) == words
+    assert ranks_text(ranks) == words
 
 
 def test_the_full_text_has_each_thread_and_child_with_the_main_thread_first() -> None:
@@ -191,7 +191,7 @@ def library(function: str, path: str) -> Frame:
 )  # fmt: skip
 def test_what_a_rank_waits_for_is_told_by_its_frames_and_its_system_call(taken: Stack, what: Doing, words: str) -> None:
     assert doing(taken) is what
-    assert doing_words(taken) == (words or what.value)
+    assert doing_text(taken) == (words or what.value)
     assert doing(taken).is_for_ranks == (what in (Doing.COLLECTIVE, Doing.RENDEZVOUS))
 
 
@@ -215,4 +215,4 @@ def test_another_line_of_the_users_code_is_another_group() -> None:
 def test_a_group_whose_stack_could_not_be_taken_says_why() -> None:
     group = StackGroup((1, 2), Stack(1, 5, trouble="py-spy is not installed"))
 
-    assert group_words(group) == "ranks 1, 2: py-spy is not installed"
+    assert group_text(group) == "ranks 1, 2: py-spy is not installed"

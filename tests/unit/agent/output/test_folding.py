@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elaunch.agent.diagnosis.exit_status import tells_of_lost_peer
+from elaunch.agent.diagnosis.exit_status import shows_only_lost_peer
 from elaunch.agent.output.folding import TracebackFold
 
 HEAD = b"[rank0]: Traceback (most recent call last):\n"
@@ -16,7 +16,7 @@ ALL = HEAD + FRAME + LOST
 
 @pytest.fixture
 def fold() -> TracebackFold:
-    return TracebackFold(tells_of_lost_peer)
+    return TracebackFold(shows_only_lost_peer)
 
 
 def test_a_traceback_that_tells_of_a_lost_peer_is_not_shown_if_the_worker_ends(fold: TracebackFold) -> None:

@@ -1,4 +1,4 @@
-"""agent.workers.orphans: how long what a successful job has left behind may go on."""
+"""agent.workers.orphans: how long the orphans of a successful job may run."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from typing import Any
 import pytest
 
 from elaunch.agent.workers import orphans
-from elaunch.agent.workers.orphans import Leftovers
+from elaunch.agent.workers.orphans import Orphans
 
 GRACE_S = 60.0
 Use = Callable[[float], tuple[float, float]]
 
 
-class Said(list[str]):
+class Log(list[str]):
     """In place of a reporter."""
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         self.append(text)
 
 
 def ends_at_s(use: Use, monkeypatch: pytest.MonkeyPatch, grace_s: float = GRACE_S) -> float:
     """When the wait for a process is over that has used so much CPU time and moved so many bytes by then."""
-    now_s, said = 0.0, Said()
+    now_s, lines = 0.0, Log()
     monkeypatch.setattr(orphans, "_use", lambda _: use(now_s))
-    reporter: Any = said
-    left = Leftovers(lambda: [1], grace_s, reporter)
+    reporter: Any = lines
+    left = Orphans(lambda: [1], grace_s, reporter)
     while left.go_on(now_s):
         now_s = left.due_s or now_s
-    assert len(said) == (grace_s > 1)
+    assert len(lines) == (grace_s > 1)
     return now_s
 
 
 @pytest.mark.parametrize(
-    "use", [lambda s: (3.0, 1e9), lambda s: (0.01 * s, 1000 * s)], ids=["nothing", "a look now and then"]
+    "use", [lambda s: (3.0, 1e9), lambda s: (0.01 * s, 1000 * s)], ids=["nothing", "a poll now and then"]
 )
 def test_what_does_next_to_nothing_has_the_grace(use: Use, monkeypatch: pytest.MonkeyPatch) -> None:
     assert GRACE_S <= ends_at_s(use, monkeypatch) < GRACE_S + 2

@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg
 from torch import Tensor
 
-from elaunch.agent.diagnosis.exit_status import tells_of_lost_peer
+from elaunch.agent.diagnosis.exit_status import shows_only_lost_peer
 from elaunch.agent.peer_lost import TIMED_OUT
 from elaunch.trainer.ranks.connections import PeerLost
 from elaunch.trainer.ranks.peers import Peers
@@ -163,7 +163,7 @@ def test_a_rank_that_waits_is_told_at_once_of_the_death_of_one_that_waits_for_it
         with pytest.raises(PeerLost) as lost:
             child.result(DEADLINE_S)
     # The agent folds it: no error of the program's own is in the chain.
-    assert tells_of_lost_peer("".join(traceback.format_exception(lost.value)))
+    assert shows_only_lost_peer("".join(traceback.format_exception(lost.value)))
 
 
 def test_a_rank_that_does_nothing_is_an_error_after_the_timeout() -> None:
