@@ -44,8 +44,8 @@ class Places(NamedTuple):
 def new_places() -> Places:
     """Places with new names; nothing is made yet.
 
-    The private folder is where the user wants temporary files. The memory is in /dev/shm, else on a disk. The socket is
-    where `elaunch status` looks, whose TMPDIR may be another.
+    The private folder is in the user's folder for temporary files. The memory is in /dev/shm, else on a disk. The
+    socket is where `elaunch status` finds it, whose TMPDIR may be another.
     """
     chosen = [folder for variable in ("TMPDIR", "TEMP", "TMP") if (folder := os.environ.get(variable))]
     disks = [folder for folder in (*chosen, "/tmp", "/var/tmp") if SHARED_MEMORY not in folder]
@@ -67,7 +67,7 @@ class RunDir:
 
     No generation reuses another's folder, so no restart deletes or overwrites a file. The run goes on without a folder
     that cannot be made, except the log folder itself. `memory` is the folder for what workers keep beyond their own
-    lives, in shared memory unless `memory_trouble` says why not; both as they were when workers last started.
+    lives, in shared memory unless `memory_trouble` is the reason against it; both as of the workers' last start.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class RunDir:
         self.memory_trouble = "; ".join(filter(None, (removed, trouble)))
 
     def socket_folders(self) -> Iterator[Path]:
-        """Private folders for the agent's socket, each made when it is asked for; the first that works is kept."""
+        """Private folders for the agent's socket, each made when it is needed; the first that works is kept."""
         for place in self._places.socket:
             with suppress(OSError):
                 yield _make_private(place)
@@ -138,7 +138,7 @@ class RunDir:
         return self.root / f"attempt_{generation}" / str(rank) / "error.json" if self.root else None
 
     def warn(self, trouble: str) -> None:
-        """Say what cannot be written. Only the first call says it: a full disk fails every stream of every rank."""
+        """Warn of what cannot be written, at the first call only: a full disk fails every stream of every rank."""
         if not self.is_incomplete:
             self.is_incomplete = True
             self._warn(f"{trouble}; further errors of this kind are not shown")
@@ -178,7 +178,7 @@ def _point_to(logs: Path) -> None:
 
 
 def _make_private(place: str) -> Path:
-    # Nobody can guess the name. If a folder of this name exists all the same, it is not ours.
+    # The name cannot be guessed. If a folder of this name exists all the same, it is not ours.
     os.mkdir(place, 0o700)  # noqa: PTH102
     folder = Path(place).absolute()
     _claim(folder)
@@ -214,7 +214,7 @@ def _claim(folder: Path) -> None:
 
 
 def _make_memory(places: tuple[str, ...]) -> tuple[Path | None, str]:
-    """Make the memory folder in the first of `places` where that works, and say why it is not in the first."""
+    """Make the memory folder in the first of `places` where that works. Returns it, and why it is not in the first."""
     trouble = ""
     for place in places:
         try:
@@ -230,7 +230,7 @@ class Timeline:
     """`timeline.jsonl` in `folder`; without a folder nothing is written.
 
     `later` runs the writing in another thread: a slow disk must not hold the agent's loop. `warn` is called for a disk
-    error, after which no more is written. `count`, if set, hears of each event too, with its fields and its time on the
+    error, after which no more is written. `count`, if set, gets each event too, with its fields and its time on the
     monotonic clock.
     """
 
@@ -242,7 +242,7 @@ class Timeline:
         self.count: Callable[[str, Mapping[str, object], float], None] | None = None
 
     def stamp(self, generation: int, event: str, **fields: object) -> None:
-        """Note that `event` happens now. May be called from any thread. The values of `fields` have a JSON form.
+        """Record that `event` happens now. May be called from any thread. The values of `fields` have a JSON form.
 
         `at` is the wall clock (s), for people; `monotonic_s` is CLOCK_MONOTONIC, which every process of a host shares.
         """

@@ -1,4 +1,9 @@
-"""One worker's output stream on its way to the console, in whole lines with its rank's prefix, and to its file."""
+"""One worker's output stream on its way to the console, in whole lines with its rank's prefix, and to its file.
+
+The console does not get tracebacks that add nothing. When one rank of 64 fails, 63 others print a traceback each about
+a lost peer. After Ctrl-C, 64 ranks print one each about the KeyboardInterrupt. A bug that all ranks have comes 64
+times. The log files and the failure records keep all.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,6 @@ import stat
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from elaunch.agent.output.folding import TracebackFold
 from elaunch.agent.own_lines import can_move_cursor
 
 TAIL_BYTES_MAX = 64 << 10
@@ -27,12 +31,24 @@ LINE_BYTES_MAX = 1 << 20
 # read it.
 MODE = 0o640
 
+_TRACEBACK = b"Traceback (most recent call last):"
+# A traceback comes in one go. If its exception is no lost peer, it is shown after this time.
+_JUDGE_S = 0.1
+# On a busy host the lines of one traceback may come this far apart.
+_WHOLE_S = 1.0
+# A rank that lost its peer ends within this time. If it does not, its program goes on, and so does its output.
+_EXIT_S = 5.0
+_HELD_BYTES_MAX = 256 << 10
+# torch.distributed puts the rank before each line.
+_RANK_PREFIX = re.compile(rb"^\[rank\d+\]: ?", re.MULTILINE)
+_SHOWN_MAX = 64
+
 
 class Console:
     """One of this process's standard streams, shared by the ranks: no rank's line is cut by another's.
 
     `gone` is called once if nothing can be written any more: its reader is gone, or the disk is full. Later output of
-    that stream is dropped. `is_terminal` says that its cursor can be moved.
+    that stream is dropped. `is_terminal`: its cursor can be moved.
     """
 
     def __init__(self, fd: int, gone: Callable[[OSError], None]) -> None:
@@ -133,6 +149,71 @@ class LineSplitter:
         return rest
 
 
+class ShownTracebacks:
+    """The tracebacks that the console has got. One that is equal, of another rank or generation, becomes a line."""
+
+    def __init__(self) -> None:
+        self._shown: dict[bytes, tuple[int, int]] = {}
+
+    def once(self, traceback: bytes, generation: int, rank: int) -> bytes:
+        """The form of this rank's traceback that the console gets."""
+        while len(self._shown) >= _SHOWN_MAX:
+            del self._shown[next(iter(self._shown))]
+        before, other = self._shown.setdefault(_RANK_PREFIX.sub(b"", traceback), (generation, rank))
+        if (before, other) == (generation, rank):
+            return traceback
+        where = [f"rank {other}"] * (other != rank) + [f"in generation {before}"] * (before != generation)
+        return f"elaunch: rank {rank}: the same traceback as {' '.join(where)}\n".encode()
+
+
+class TracebackFold:
+    """One worker's stderr on its way to the console.
+
+    `judge(text)` is whether the tracebacks in `text` add nothing; None while the last is not complete. `once(text)` is
+    the form in which the console gets what was held. `due_s` is when `flush` is due, on the clock of `now_s`; None if
+    nothing is held.
+    """
+
+    def __init__(self, judge: Callable[[str], bool | None], once: Callable[[bytes], bytes] = bytes) -> None:
+        self.due_s: float | None = None
+        self._judge = judge
+        self._once = once
+        self._held = b""
+        self._since_s = 0.0
+
+    def take(self, data: bytes, now_s: float) -> bytes:
+        """What of `data` can be shown now."""
+        shown = b""
+        if not self._held:
+            begin = data.find(_TRACEBACK)
+            if begin < 0:
+                return data
+            line = data.rfind(b"\n", 0, begin) + 1
+            shown, data = data[:line], data[line:]
+            self._since_s, self.due_s = now_s, now_s + _JUDGE_S
+        self._held += data
+        return shown + self._release() if len(self._held) > _HELD_BYTES_MAX else shown
+
+    def flush(self, now_s: float) -> bytes:
+        """What is shown now that `due_s` has passed."""
+        adds_nothing = self._judge(self._held.decode(errors="replace"))
+        wait_s = {None: _WHOLE_S, True: _EXIT_S, False: 0.0}[adds_nothing]
+        if now_s >= self._since_s + wait_s:
+            return self._release()
+        self.due_s = self._since_s + wait_s if adds_nothing else now_s + _JUDGE_S
+        return b""
+
+    def end(self) -> bytes:
+        """What is shown of the rest: the worker has ended."""
+        if self._held and self._judge(self._held.decode(errors="replace")):
+            self._held = b""
+        return self._release()
+
+    def _release(self) -> bytes:
+        held, self._held, self.due_s = self._held, b"", None
+        return self._once(held) if held else b""
+
+
 @dataclass(eq=False)
 class WorkerStream:
     """A pipe from a worker. All that it wrote goes to `console`, each line with `prefix`, and to `file`.
@@ -192,7 +273,7 @@ class WorkerStream:
             self._partial_at_s = None
             self._pass(self._splitter.rest(), now_s)
         if self.fold and self.fold.due_s is not None and now_s >= self.fold.due_s:
-            self._show_on_console(self.fold.look(now_s))
+            self._show_on_console(self.fold.flush(now_s))
 
     def tail(self) -> str:
         """The end of what was written, at most TAIL_BYTES_MAX."""
@@ -223,7 +304,7 @@ class WorkerStream:
 
 
 def prefixed(lines: bytes, prefix: bytes, *, continued: bool) -> bytes:
-    """`lines` with `prefix` before each. `continued` says that the first line continues a line printed before.
+    """`lines` with `prefix` before each. `continued`: the first line continues a line printed before.
 
     The prefix of a progress bar comes after what erases the bar's last state.
     """

@@ -30,10 +30,9 @@ from elaunch.agent.environment import extensions_root
 from elaunch.agent.forkserver import wire
 from elaunch.agent.forkserver.client import ForkServer
 from elaunch.agent.linux import start_thread
-from elaunch.agent.output.folding import ShownTracebacks, TracebackFold
 from elaunch.agent.output.pump import Pump
 from elaunch.agent.output.run_dir import RunDir
-from elaunch.agent.output.streams import LogFile, WorkerStream, is_pipe
+from elaunch.agent.output.streams import LogFile, ShownTracebacks, TracebackFold, WorkerStream, is_pipe
 from elaunch.agent.workers import numa
 from elaunch.agent.workers.group import Worker, WorkerGroup
 from elaunch.agent.workers.link import Link

@@ -1,20 +1,22 @@
-"""agent.output.run_dir: where a run keeps its files."""
+"""agent.output.run_dir: where a run keeps its files, and when each stage happened."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from elaunch.agent.guardian import guardian
 from elaunch.agent.guardian.guardian import CLAIM, remove_abandoned
-from elaunch.agent.output.run_dir import LATEST, Places, RunDir, new_places
+from elaunch.agent.output.run_dir import LATEST, TIMELINE, Places, RunDir, Timeline, new_places
 from elaunch.agent.output.streams import LogFile
 from tests.harness import RUN_LIMIT_S
 
@@ -38,6 +40,12 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+def of_dead_agent() -> Path:
+    """The private folder of a process that has exited."""
+    code = "from elaunch.agent.output.run_dir import RunDir; print(RunDir(None, 'job', print).private)"
+    return Path(subprocess.check_output([sys.executable, "-c", code], text=True, timeout=RUN_LIMIT_S).strip())
+
+
 def test_latest_is_a_link_to_the_newest_run_that_moves_with_its_folder(tmp_path: Path, warnings: Warnings) -> None:
     first, second = (RunDir(tmp_path / "logs", "job", warnings).logs for _ in range(2))
     assert first
@@ -49,7 +57,7 @@ def test_latest_is_a_link_to_the_newest_run_that_moves_with_its_folder(tmp_path:
     assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == sorted([first.name, second.name, LATEST])
 
 
-def test_what_workers_keep_lies_in_shared_memory_in_a_folder_that_is_nobody_elses(warnings: Warnings) -> None:
+def test_what_workers_keep_lies_in_shared_memory_in_a_folder_that_is_private(warnings: Warnings) -> None:
     places = new_places()
     run_dir = RunDir(None, "job", warnings, places)
 
@@ -66,7 +74,7 @@ def test_what_workers_keep_lies_in_shared_memory_in_a_folder_that_is_nobody_else
     shutil.rmtree(folder)
 
 
-def test_private_folders_that_were_removed_are_made_again_and_nobody_elses_is_taken(
+def test_private_folders_that_were_removed_are_made_again_and_no_other_users_is_taken(
     temporary: Path, warnings: Warnings
 ) -> None:
     places = Places(*((str(temporary / f"{name}-1"), str(temporary / f"{name}-2")) for name in "abc"))
@@ -91,7 +99,7 @@ def test_private_folders_that_were_removed_are_made_again_and_nobody_elses_is_ta
     assert warnings == []
 
 
-def test_who_sees_one_folder_of_a_run_cannot_tell_the_names_of_the_others() -> None:
+def test_who_sees_one_folder_of_a_run_cannot_infer_the_names_of_the_others() -> None:
     kinds = new_places()
 
     names = [{re.search(r"elaunch_([0-9a-f]{16})", place)[1] for place in places} for places in kinds]  # type: ignore[index]
@@ -133,7 +141,7 @@ def test_without_shared_memory_it_lies_with_the_temporary_files(
     assert trouble.endswith(f"No such file or directory); what workers keep for the next generation goes to {folder}")
 
 
-@pytest.mark.parametrize("whose", ["living", "dead", "another boot's", "another user's", "nobody's"])
+@pytest.mark.parametrize("whose", ["living", "dead", "another boot's", "another user's", "unclaimed"])
 def test_only_what_a_dead_agent_of_this_user_and_boot_has_left_is_removed(
     temporary: Path, warnings: Warnings, whose: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,15 +149,14 @@ def test_only_what_a_dead_agent_of_this_user_and_boot_has_left_is_removed(
         folder = RunDir(None, "job", warnings).private
         assert folder
     else:
-        code = "from elaunch.agent.output.run_dir import RunDir; print(RunDir(None, 'job', print).private)"
-        folder = Path(subprocess.check_output([sys.executable, "-c", code], text=True, timeout=RUN_LIMIT_S).strip())
+        folder = of_dead_agent()
         (folder / "attempt_0").mkdir()
     match whose:
         case "another boot's":
             (folder / CLAIM).write_text("another")
         case "another user's":
             monkeypatch.setattr(os, "geteuid", lambda: 12345)
-        case "nobody's":
+        case "unclaimed":
             (folder / CLAIM).unlink()
     (temporary / "elaunch_of_somebody").mkdir()
 
@@ -160,11 +167,10 @@ def test_only_what_a_dead_agent_of_this_user_and_boot_has_left_is_removed(
     assert (temporary / "elaunch_of_somebody").exists()
 
 
-def test_a_folder_that_is_swapped_while_it_is_removed_costs_nobody_a_file(
+def test_a_folder_that_is_swapped_while_it_is_removed_costs_no_other_file(
     temporary: Path, warnings: Warnings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code = "from elaunch.agent.output.run_dir import RunDir; print(RunDir(None, 'job', print).private)"
-    folder = Path(subprocess.check_output([sys.executable, "-c", code], text=True, timeout=RUN_LIMIT_S).strip())
+    folder = of_dead_agent()
     (folder / "Documents").mkdir()
     precious = tmp_path / "home" / "Documents" / "precious"
     precious.parent.mkdir(parents=True)
@@ -173,7 +179,7 @@ def test_a_folder_that_is_swapped_while_it_is_removed_costs_nobody_a_file(
     boot_id = guardian.boot_id()
 
     def swap() -> bytes:
-        # The last look before the removal. The owner of a temporary folder that is not sticky may rename what is in it.
+        # The last check before the removal. The owner of a folder that is not sticky may rename what is in it.
         folder.rename(temporary / "away")
         folder.symlink_to(tmp_path / "home")
         return boot_id
@@ -220,3 +226,28 @@ def test_logs_are_for_the_user_and_the_group_at_most(
     # The user's own: the log folder, and what workers write.
     assert stat.S_IMODE((tmp_path / "new" / "logs").stat().st_mode) == 0o777 & ~umask
     assert stat.S_IMODE((folder / "error.json").stat().st_mode) == 0o666 & ~umask
+
+
+def test_a_stage_is_a_line_with_both_clocks_and_its_fields(tmp_path: Path, warnings: Warnings) -> None:
+    timeline = Timeline(tmp_path, warnings, lambda work: work())
+    before = time.monotonic()
+
+    timeline.stamp(2, "forked", rank=3, pid=4711)
+    timeline.stamp(2, "cleared")
+
+    first, second = [json.loads(line) for line in (tmp_path / TIMELINE).read_text().splitlines()]
+    assert (first["generation"], first["event"], first["rank"], first["pid"]) == (2, "forked", 3, 4711)
+    assert before <= first["monotonic_s"] <= second["monotonic_s"] <= time.monotonic()
+    assert abs(first["at"] - time.time()) < 60
+    assert warnings == []
+
+
+def test_a_disk_error_costs_one_warning(tmp_path: Path, warnings: Warnings) -> None:
+    (tmp_path / TIMELINE).symlink_to("/dev/full")
+    timeline = Timeline(tmp_path, warnings, lambda work: work())
+
+    timeline.stamp(0, "sealed")
+    timeline.stamp(0, "forked")
+
+    assert len(warnings) == 1
+    assert "No space left on device" in warnings[0]

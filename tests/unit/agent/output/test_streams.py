@@ -1,8 +1,10 @@
-"""agent.output.streams: from a worker's pipe to the console and the file, with real file descriptors."""
+"""agent.output.streams: from a worker's pipe to whole lines, the console and the file, with real file descriptors."""
 
 from __future__ import annotations
 
 import os
+import random
+import re
 import resource
 import select
 from collections.abc import Iterator
@@ -10,12 +12,17 @@ from pathlib import Path
 
 import pytest
 
+from elaunch.agent.diagnosis.exit_status import shows_only_lost_peer
 from elaunch.agent.output.streams import (
+    LINE_BYTES_MAX,
     PARTIAL_LINE_WAIT_S,
     TAIL_BYTES_MAX,
     Console,
+    LineSplitter,
     LogFile,
+    TracebackFold,
     WorkerStream,
+    prefixed,
     write_all,
 )
 from tests.forked import Child
@@ -121,9 +128,9 @@ def test_a_redirected_stream_is_on_the_console_only_from_where_its_file_takes_no
         os.close(theirs)
         assert child.end() == 0
     with os.fdopen(ours, "rb") as pipe:
-        said = pipe.read()
+        shown = pipe.read()
 
-    assert said == b"before: ; after: [0] ree\n[0] four\n"
+    assert shown == b"before: ; after: [0] ree\n[0] four\n"
     assert path.read_bytes() == b"one\ntwo\nth"
 
 
@@ -166,3 +173,157 @@ def test_a_write_to_a_slow_reader_waits_and_loses_nothing() -> None:
 
         assert child.end() == 0
     assert bytes(got) == data
+
+
+PREFIX = b"[7] "
+LINE_END = re.compile(rb"\r\n|\n|\r")
+
+
+def random_bytes(rng: random.Random) -> bytes:
+    return b"".join(
+        rng.choice([b"a", b"bc", b"\n", b"\r", b"\r\n", b"", "é".encode()]) for _ in range(rng.randrange(40))
+    )
+
+
+def random_pieces(rng: random.Random, data: bytes) -> list[bytes]:
+    cuts = sorted(rng.randrange(len(data) + 1) for _ in range(rng.randrange(8)))
+    return [data[a:b] for a, b in zip([0, *cuts], [*cuts, len(data)], strict=True)]
+
+
+def test_what_comes_out_is_joined_what_went_in() -> None:
+    for seed in range(300):
+        rng = random.Random(seed)
+        data = random_bytes(rng)
+        splitter = LineSplitter()
+
+        out = [splitter.whole(piece) for piece in random_pieces(rng, data)]
+        rest = splitter.rest()
+
+        assert b"".join(out) + rest == data, f"seed {seed}"
+        assert all(not run or run.endswith((b"\n", b"\r")) for run in out), f"seed {seed}: {out}"
+        assert not LINE_END.search(rest[:-1]), f"seed {seed}: a whole line was left waiting: {rest!r}"
+        assert not splitter.pending
+
+
+def test_a_carriage_return_and_newline_are_never_torn_apart() -> None:
+    splitter = LineSplitter()
+
+    assert splitter.whole(b"one\r") == b""
+    assert splitter.pending
+    assert splitter.whole(b"\ntwo") == b"one\r\n"
+
+
+def test_a_line_that_never_ends_is_passed_on_in_pieces() -> None:
+    splitter = LineSplitter()
+
+    out = splitter.whole(b"x" * LINE_BYTES_MAX) + splitter.whole(b"y")
+
+    assert out == b"x" * LINE_BYTES_MAX + b"y"
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        (b"one\n", b"[7] one\n"),
+        (b"one\ntwo\n", b"[7] one\n[7] two\n"),
+        (b"one\ntw", b"[7] one\n[7] tw"),
+        (b"\n\n", b"[7] \n[7] \n"),
+        (b"10%\r20%\r", b"[7] 10%\r[7] 20%\r"),
+        (b"one\r\ntwo\r\n", b"[7] one\r\n[7] two\r\n"),
+        (b"10%\rdone\r\n", b"[7] 10%\r[7] done\r\n"),
+        (b"a\rb", b"[7] a\r[7] b"),
+    ],
+)
+def test_each_line_gets_its_prefix(lines: bytes, expected: bytes) -> None:
+    assert prefixed(lines, PREFIX, continued=False) == expected
+
+
+def test_there_is_one_prefix_at_each_lines_start_and_nowhere_else() -> None:
+    for seed in range(300):
+        data = random_bytes(random.Random(seed)) or b"\n"
+
+        out = prefixed(data, PREFIX, continued=False)
+
+        assert out.replace(PREFIX, b"") == data, f"seed {seed}"
+        lines = [line for line in re.split(rb"(?<=\n)|(?<=\r)(?!\n)", out) if line]
+        assert all(line.startswith(PREFIX) and line.count(PREFIX) == 1 for line in lines), f"seed {seed}: {out!r}"
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        (b"\r\x1b[2K10%", b"[7] \r\x1b[2K[7] 10%"),
+        (b"a\n\x1b[1A\x1b[2Kb\n", b"[7] a\n\x1b[1A\x1b[2K[7] b\n"),
+        (b"\x1b[?25l", b"\x1b[?25l"),
+        (b"\x1b[?25l10%", b"\x1b[?25l[7] 10%"),
+        (b"end\n\x1b[?25h", b"[7] end\n\x1b[?25h"),
+        (b"\x1b[31mred\x1b[0m\n", b"[7] \x1b[31mred\x1b[0m\n"),
+    ],
+)
+def test_the_prefix_comes_after_what_erases_the_bars_last_state(lines: bytes, expected: bytes) -> None:
+    assert prefixed(lines, PREFIX, continued=False) == expected
+
+
+HEAD = b"[rank0]: Traceback (most recent call last):\n"
+FRAME = b'[rank0]:   File "train.py", line 7, in <module>\n[rank0]:     dist.all_reduce(x)\n'
+LOST = b"[rank0]: RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:49831.\n"
+OWN = b"[rank0]: ValueError: bad batch\n"
+ALL = HEAD + FRAME + LOST
+
+
+@pytest.fixture
+def fold() -> TracebackFold:
+    return TracebackFold(shows_only_lost_peer)
+
+
+def test_a_traceback_of_a_lost_peer_is_not_shown_if_the_worker_ends(fold: TracebackFold) -> None:
+    shown = fold.take(b"step 3\n" + HEAD, 1.0) + fold.take(FRAME + LOST, 1.01)
+    flushed = fold.flush(1.1)
+
+    assert shown == b"step 3\n"
+    assert flushed == fold.end() == b""
+
+
+def test_it_is_shown_if_the_program_goes_on(fold: TracebackFold) -> None:
+    fold.take(ALL, 1.0)
+    assert fold.flush(1.1) == b""
+    assert fold.due_s == 6.0
+
+    assert fold.take(b"trying again\n", 3.0) == b""
+    assert fold.flush(6.0) == ALL + b"trying again\n"
+    assert fold.take(b"step 4\n", 6.1) == b"step 4\n"
+    assert fold.due_s is None
+
+
+def test_any_other_traceback_is_shown_after_a_moment(fold: TracebackFold) -> None:
+    assert fold.take(HEAD + FRAME + OWN, 1.0) == b""
+
+    assert fold.due_s == 1.1
+    assert fold.flush(1.1) == HEAD + FRAME + OWN
+    assert fold.due_s is None
+
+
+def test_a_traceback_is_not_judged_before_its_last_line_is_there(fold: TracebackFold) -> None:
+    fold.take(HEAD + FRAME, 1.0)
+    early = fold.flush(1.1)
+    fold.take(LOST, 1.5)
+
+    assert early == b""
+    assert fold.flush(1.6) == fold.end() == b""
+
+
+def test_the_last_exception_of_a_chain_decides(fold: TracebackFold) -> None:
+    chain = ALL + b"\nDuring handling of the above exception, another exception occurred:\n\n" + HEAD + FRAME + OWN
+    fold.take(chain, 1.0)
+
+    assert fold.end() == chain
+
+
+def test_what_is_held_has_a_bound(fold: TracebackFold) -> None:
+    fold.take(HEAD, 1.0)
+    much = b"x" * 1023 + b"\n"
+
+    shown = b"".join(fold.take(much, 1.0) for _ in range(300))
+
+    assert shown.startswith(HEAD)
+    assert len(shown) > 256 << 10
