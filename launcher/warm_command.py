@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from elaunch.agent.forkserver.client import Cold, connected, greeting, servers, stop
+from elaunch.agent.forkserver.client import Cold, connected, servers, stop
 from elaunch.launcher.errors import SiteError
 from elaunch.launcher.options.command_line import Command, own
 
@@ -30,8 +30,8 @@ def _main(ctx: click.Context) -> int:
     texts, code = list[str](), 0
     for path in paths:
         try:
-            with connected(path) as connection:
-                texts.append(_text(path, greeting(connection)))
+            with connected(path) as (_, handshake):
+                texts.append(_text(path, handshake))
         except Cold as error:
             texts.append(str(error) or "it has ended")
             code = 3
@@ -50,7 +50,7 @@ COMMAND = Command(
 
 
 def _text(path: Path, record: dict[str, Any]) -> str:
-    """Some lines about a fork server, by its greeting."""
+    """Some lines about a fork server, by its handshake."""
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record["since"]))
     return (
         f"pid {record['pid']}, since {since}, {max(record['seconds_left'], 0) / 60:.1f} min left\n"

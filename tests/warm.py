@@ -12,18 +12,18 @@ from typing import Any
 
 import pytest
 
-from elaunch.agent.forkserver.client import Cold, connected, greeting, servers
+from elaunch.agent.forkserver.client import Cold, connected, servers
 from tests.harness import COMMAND, DEADLINE_S, environment
 from tests.standin import WITH_TORCH
 
 
 def states() -> list[dict[str, Any]]:
-    """The greetings of the fork servers that stay."""
+    """The handshakes of the fork servers that stay."""
     found = []
     with suppress(Cold):
         for path in servers():
-            with connected(path) as connection:
-                found.append(greeting(connection))
+            with connected(path) as (_, handshake):
+                found.append(handshake)
     return found
 
 

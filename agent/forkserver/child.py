@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 
 from elaunch.agent.environment import arguments
 from elaunch.agent.forkserver import after_fork, collectives, reports, wire
-from elaunch.agent.forkserver.hidden_modules import HiddenModules
-from elaunch.agent.forkserver.preload import Preloaded, restore_environment
+from elaunch.agent.forkserver.after_fork import HiddenModules
+from elaunch.agent.forkserver.preload import Preloaded, programs_place, restore_environment
 from elaunch.agent.linux import allow_tracer, die_with_parent, set_command_line
 from elaunch.rendezvous.job_spec import Program, ProgramKind
 
@@ -60,7 +60,7 @@ def become(template: Template, order: dict[str, Any], fds: tuple[int, ...]) -> N
         # The store's signals stay blocked: it ends when the agent orders it, or with its parent.
         distributed = preloaded and preloaded.module("torch.distributed")
         serve_store(order["host"], order["port"], store_class=getattr(distributed, "TCPStore", None))
-    crash_fd = _put_away(_CRASH_FD)
+    crash_fd = _move_high(_CRASH_FD)
     if preloaded:
         restore_environment(preloaded.restore)
     os.environ.update(order["env"])
@@ -94,8 +94,8 @@ def take_fds(fds: tuple[int, ...]) -> None:
     os.closerange(len(fds), max(int(name) for name in os.listdir("/proc/self/fd")) + 1)  # noqa: PTH208
 
 
-def _put_away(fd: int) -> int:
-    """Move the descriptor to a high number, which is returned; -1 if that cannot be."""
+def _move_high(fd: int) -> int:
+    """Move the descriptor to a high number. Returns that; -1 if there is none."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     high = _HIGH_FD if limit == resource.RLIM_INFINITY else min(_HIGH_FD, limit - 1)
     moved = -1
@@ -107,11 +107,8 @@ def _put_away(fd: int) -> int:
 
 def _is_shadowed(program: Program) -> bool:
     """Whether a file beside the program has the name of a module that a fresh worker's reports need."""
-    place = os.getcwd() if program.kind is ProgramKind.MODULE else program.target  # noqa: PTH109
-    if not os.path.isdir(place):  # noqa: PTH112
-        place = os.path.dirname(os.path.realpath(place))  # noqa: PTH120
-    there = os.path.exists
-    return any(there(f"{place}/{name}.py") or there(f"{place}/{name}/__init__.py") for name in reports.NEEDED)
+    place, exists = programs_place(program), os.path.exists
+    return any(exists(f"{place}/{name}.py") or exists(f"{place}/{name}/__init__.py") for name in reports.NEEDED)
 
 
 def _exec(program: Program, mask: Collection[int], crash_fd: int) -> NoReturn:
@@ -147,7 +144,7 @@ def serve_store(host: str, port: int, *, store_class: Any = None) -> NoReturn:
     control = socket.socket(fileno=CONTROL_FD)
     try:
         if sys.flags.no_site:
-            # A bare fork server has not looked for installed packages.
+            # A bare fork server has no installed packages on sys.path.
             site.main()
         made = store_class or importlib.import_module("torch.distributed").TCPStore
         _store = made(host, port, is_master=True, wait_for_workers=False, master_listen_fd=LISTEN_FD)

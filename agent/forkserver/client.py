@@ -1,4 +1,4 @@
-"""The agent's end of fork servers: of its own one (server.py), and of those that stay between runs (warm.py)."""
+"""The agent's client of fork servers: of its own one (server.py), and of those that stay between runs (warm.py)."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from elaunch.rendezvous.job_spec import Program
 
 _ORDER_WAIT_S = 60.0
 _STAYS_S = 5.0
-# A server answers in milliseconds, unless it is stopped or the host has no CPU for it.
-_GREETING_S = 2.0
-# It looks at each file that is loaded, which may be on a slow network file system.
+# A server responds in milliseconds, unless it is stopped or the host has no CPU for it.
+_HANDSHAKE_S = 2.0
+# It checks each file that is loaded, which may be on a slow network file system.
 _CHECKS_S = 10.0
 _REAPS_S = 1.0
-# Its socket has ended, or it was asked to end.
+# Its socket is closed, or it was ordered to exit.
 _EXIT_S = 0.2
 # In /proc/self/status.
 _STATUS = (
@@ -46,9 +46,9 @@ class ForkServer:
     """The fork server of one agent: a process and the socket to it. `restart` replaces both.
 
     `packages` as in `Boot`. With `warm_s` it is one that an earlier run has left behind, if that fits, and may be left
-    behind again (`stay`), idle for so long. `is_warm` says whether an earlier run had it, `how` is a sentence on that.
-    Make it as early as possible: it imports while the agent does its own work. Orders that come before it is
-    ready wait in the socket. `fileno` is readable when `receive` has news.
+    behind again (`stay`), idle for so long. `is_warm` is whether an earlier run had it, `how` is a sentence on that.
+    Make it as early as possible: it imports while the agent does its own work. Orders that come before it is ready wait
+    in the socket. `fileno` is readable when `receive` has an event.
     """
 
     def __init__(
@@ -84,11 +84,23 @@ class ForkServer:
         self.preload, self.packages = None, ()
 
     def _borrow(self) -> bool:
-        """Take over the fork server that stayed. Returns whether there is one that fits."""
+        """Have the fork server that stayed take this job. Returns whether there is one that fits."""
         self._socket, theirs = wire.pair()
         with theirs:
+            boot, path = self._boot(theirs), socket_path(self._program)
             try:
-                self.pid, since = borrow(self._boot(theirs), theirs)
+                checked(path.parent)
+                with connected(path) as (connection, handshake):
+                    since = float(handshake["since"])
+                    boot_fd = boot.memfd()
+                    try:
+                        wire.send(connection, {"op": "take"}, (boot_fd, 2, theirs.fileno()))
+                    except OSError as error:
+                        raise Cold("the fork server that stayed has ended") from error
+                    finally:
+                        os.close(boot_fd)
+                    _receive(connection, _CHECKS_S)
+                    self.pid = credentials(connection)[0]
             except Cold as error:
                 self.how = f"cold start: {error}" if str(error) else ""
                 self._socket.close()
@@ -104,12 +116,15 @@ class ForkServer:
         if not self._warm_s or not self.preload or not self._has_imported:
             return ""
         try:
-            path = place_for(self._program)
+            path = socket_path(self._program)
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            checked(path.parent)
+            stop(path)
             self._socket.settimeout(_STAYS_S)
             self._send({"op": "stay", "path": os.fspath(path), "idle_s": self._warm_s})
-            while (news := self.receive()) and news["event"] != "left":
+            while (event := self.receive()) and event["event"] != "left":
                 pass
-            why = news["why"] if news else "it has ended"
+            why = event["why"] if event else "it has ended"
         except (Cold, OSError) as error:
             why = str(error)
         if why:
@@ -187,19 +202,19 @@ class ForkServer:
             wire.send(self._socket, order, fds)
 
     def receive(self) -> dict[str, Any] | None:
-        """The next piece of news, or None where the fork server is gone. Raises BlockingIOError where there is none."""
+        """The next event, or None where the fork server has exited. Raises BlockingIOError where there is none."""
         packet = wire.receive(self._socket)
         if packet is None:
             return None
-        news = packet[0]
-        self._has_imported |= news["event"] == "ready" and not news["reason"]
-        return news
+        event = packet[0]
+        self._has_imported |= event["event"] == "ready" and not event["reason"]
+        return event
 
     def stop(self) -> None:
         """End the fork server and, by the kernel, all its children. One that stays goes on."""
         if self._is_left:
             return
-        # It reaps its dead first: in a container nobody else may do that.
+        # It reaps its zombies first: in a container no other process may do that.
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
             self._socket.settimeout(_REAPS_S)
@@ -209,13 +224,13 @@ class ForkServer:
         self._socket.close()
 
     def lost(self) -> str:
-        """Words that say how a lost fork server has ended."""
+        """How a lost fork server has exited."""
         self._socket.close()
         code = self._kill()
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
     def _kill(self) -> int:
-        """Kill it if it does not end by itself now. Returns its exit code, SIGKILL's for one that had stayed."""
+        """Kill it if it does not exit now. Returns its exit code, SIGKILL's for one that had stayed."""
         if self._process:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(_EXIT_S)
@@ -228,7 +243,7 @@ class ForkServer:
 
 
 class Cold(Exception):
-    """None can be had; the text says why, empty where no fork server is there."""
+    """None can be had; the text is the reason, empty where no fork server is there."""
 
 
 def facts(program: Program, ignored: tuple[int, ...]) -> dict[str, str]:
@@ -269,7 +284,7 @@ def folder(environ: Mapping[str, str]) -> Path:
 
 
 def checked(place: Path) -> Path:
-    """`place`, if nobody else can enter it. Raises Cold, with a reason unless it is not there."""
+    """`place`, if no other user can enter it. Raises Cold, with a reason unless it is not there."""
     try:
         found = place.lstat()
     except OSError:
@@ -288,20 +303,14 @@ def socket_path(program: Program) -> Path:
     return folder(os.environ) / f"{crc32(json.dumps(parts).encode()):08x}"
 
 
-def place_for(program: Program) -> Path:
-    """Where a fork server for this program may listen from now on; one that is there is ended. Raises Cold, OSError."""
-    path = socket_path(program)
-    path.parent.mkdir(mode=0o700, exist_ok=True)
-    checked(path.parent)
-    stop(path)
-    return path
-
-
 @contextmanager
-def connected(path: Path) -> Iterator[socket.socket]:
-    """A connection to the fork server at `path`. Raises Cold."""
+def connected(path: Path) -> Iterator[tuple[socket.socket, dict[str, Any]]]:
+    """A connection to the fork server at `path`, and its handshake. Raises Cold.
+
+    The server sends first: while it does not read, the kernel would keep open the files of a job sent to it.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-        connection.settimeout(_GREETING_S)
+        connection.settimeout(_HANDSHAKE_S)
         try:
             connection.connect(os.fspath(path))
         except FileNotFoundError:
@@ -312,16 +321,11 @@ def connected(path: Path) -> Iterator[socket.socket]:
             raise Cold(f"{path} cannot be reached ({error.strerror or error})") from error
         if (uid := credentials(connection)[1]) != os.geteuid():
             raise Cold(f"{path} is a socket of the user with id {uid}; remove it")
-        yield connection
-
-
-def greeting(connection: socket.socket) -> dict[str, Any]:
-    """What the fork server says of itself. Raises Cold."""
-    return _receive(connection, _GREETING_S)
+        yield connection, _receive(connection, _HANDSHAKE_S)
 
 
 def _receive(connection: socket.socket, timeout_s: float) -> dict[str, Any]:
-    """The fork server's next packet. Raises Cold if none comes, or if it says that the start is cold."""
+    """The fork server's next packet. Raises Cold if none comes, or if it refuses the job."""
     connection.settimeout(timeout_s)
     try:
         packet = wire.receive(connection)
@@ -333,27 +337,6 @@ def _receive(connection: socket.socket, timeout_s: float) -> dict[str, Any]:
     if packet[0].get("event") == "cold":
         raise Cold(plain(str(packet[0].get("why"))))
     return packet[0]
-
-
-def borrow(boot: Boot, control: socket.socket) -> tuple[int, float]:
-    """Have the fork server that stayed take `boot`; the agent has the other end of `control`. Raises Cold.
-
-    Returns its pid, and when it stayed.
-    """
-    path = socket_path(boot.program)
-    checked(path.parent)
-    with connected(path) as connection:
-        # Nothing is sent before: while a server does not read, the kernel would keep the job's files open.
-        since = float(greeting(connection)["since"])
-        boot_fd = boot.memfd()
-        try:
-            wire.send(connection, {"op": "take"}, (boot_fd, 2, control.fileno()))
-        except OSError as error:
-            raise Cold("the fork server that stayed has ended") from error
-        finally:
-            os.close(boot_fd)
-        _receive(connection, _CHECKS_S)
-        return credentials(connection)[0], since
 
 
 def servers() -> list[Path]:

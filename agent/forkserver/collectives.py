@@ -1,8 +1,8 @@
-"""Answers the agent's questions about a worker's collectives in a thread (torch's flight recorder).
+"""Responds to the agent's queries about a worker's collectives in a thread (torch's flight recorder).
 
-The thread runs while the program has a default process group, and sleeps until the agent asks. It also answers while
-the main thread waits in a collective. A fresh worker imports this before its program, so it imports as little as it
-can, and nothing at all once the program runs: torch has imported what is needed.
+The thread runs while the program has a default process group, and sleeps until the agent's query. It also responds
+while the main thread waits in a collective. A fresh worker imports this before its program, so it imports as little as
+it can, and nothing at all once the program runs: torch has imported what is needed.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _NATIVE = "torch._C._distributed_c10d"
 _ERROR_MAX = 1000
 # Collectives on a GPU have a recorder of their own.
 _DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
-_QUESTION_BYTES_MAX = 32
+_QUERY_BYTES_MAX = 32
 _PACKET_BYTES_MAX = 64 << 10
 
 
 def prepare(c10d: ModuleType | None) -> None:
     """Have the thread run while this process has a default process group. `c10d` is torch's module if it is loaded."""
-    thread, own_port = _AnsweringThread(), os.environ.get("MASTER_PORT", "")
+    thread, own_port = _RecorderThread(), os.environ.get("MASTER_PORT", "")
     generation = os.environ.get("ELAUNCH_GENERATION", "0")
 
     def found(c10d: ModuleType) -> None:
@@ -50,7 +50,7 @@ def prepare(c10d: ModuleType | None) -> None:
 def _use_agents_store_at(own_port: str, c10d: ModuleType) -> None:
     """Have torch take only the store at that port for the agent's, and host the program's own stores.
 
-    torch would look for a server at every address (torch/distributed/rendezvous.py, pytorch/pytorch#192113).
+    torch would try to connect to a server at every address (torch/distributed/rendezvous.py, pytorch/pytorch#192113).
     """
     rendezvous: Any = getattr(getattr(c10d, "rendezvous", None), "__globals__", {})
     uses: Any = rendezvous.get("_torchelastic_use_agent_store")
@@ -90,7 +90,7 @@ class _Finder:
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> None:
         c10d = sys.modules.get(C10D)
-        # One thread at a time is here: Python asks a finder under its lock of imports.
+        # One thread at a time is here: Python calls a finder under its lock of imports.
         if c10d is not None and hasattr(c10d, "_update_default_pg") and not self._has_found:
             self._has_found = True
             # A new list: whoever goes through the old one misses no finder.
@@ -98,7 +98,7 @@ class _Finder:
             self._found(c10d)
 
 
-class _AnsweringThread:
+class _RecorderThread:
     """Starts the thread when the default process group is made, and ends it when that group is destroyed.
 
     A thread that ran before would change the program: from Python 3.12 on, `os.fork` warns in a process with several
@@ -111,7 +111,7 @@ class _AnsweringThread:
         self._end: Any = None
 
     def follow(self, c10d: ModuleType) -> None:
-        """Hear of every default process group from now on. torch has no public call for that."""
+        """Observe every default process group from now on. torch has no public call for that."""
         update: Any = getattr(c10d, "_update_default_pg", None)
         if update is None:
             return
@@ -157,15 +157,15 @@ class _AnsweringThread:
         finally:
             theirs.close()
         self._end = end
-        _thread.start_new_thread(_answer, (end, dumps))
+        _thread.start_new_thread(_respond, (end, dumps))
 
     def _report_error(self, record: Any) -> bool:
         kind = sys.exc_info()[0]
         try:
-            said = {"event": "error", "call": record.msg["func_name"], "message": record.msg["error"][:_ERROR_MAX]}
+            message = {"event": "error", "call": record.msg["func_name"], "message": record.msg["error"][:_ERROR_MAX]}
             if kind is not None and os.getpid() == self._pid:
                 now_s = sys.modules["time"].monotonic()
-                reports.send(self._link, {**said, "exception": kind.__qualname__, "monotonic_s": now_s})
+                reports.send(self._link, {**message, "exception": kind.__qualname__, "monotonic_s": now_s})
         except Exception:
             # Another torch may log something else there.
             pass
@@ -177,20 +177,20 @@ class _AnsweringThread:
             self._end = None
 
 
-def _answer(end: Any, dumps: list[Any]) -> None:
-    """Answer until the agent, or the process group, is gone.
+def _respond(end: Any, dumps: list[Any]) -> None:
+    """Respond until the agent, or the process group, is gone.
 
-    The question `n` is for the numbers of each group's last collectives.
+    The query `n` is for the numbers of each group's last collectives.
     """
     import _signal  # type: ignore[import-not-found]
 
     try:
         # Signals are the program's.
         _signal.pthread_sigmask(_signal.SIG_BLOCK, _signal.valid_signals())
-        while question := end.recv(_QUESTION_BYTES_MAX):
-            if question == b"n":
+        while query := end.recv(_QUERY_BYTES_MAX):
+            if query == b"n":
                 text = b"\n".join(dump(False, False) for dump in dumps)
-                end.send(question + (text if len(text) < _PACKET_BYTES_MAX else b""))
+                end.send(query + (text if len(text) < _PACKET_BYTES_MAX else b""))
     except Exception:
         # The agent is gone, or this torch has other functions under these names.
         return

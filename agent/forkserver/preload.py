@@ -23,7 +23,7 @@ from elaunch.agent.forkserver.wire import Boot
 from elaunch.rendezvous.job_spec import Program, ProgramKind
 
 # torch and numpy read these variables when they are imported. With other values BLAS would start its threads, and torch
-# would open CUDA to see whether it is there; a process that forks must do neither. The children get the user's values.
+# would open CUDA to detect it; a process that forks must do neither. The children get the user's values.
 _WHILE_IMPORTING = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 # pyarrow's allocator would start a thread when it is imported. A user's own value stays.
 _UNLESS_SET = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
@@ -42,7 +42,7 @@ class Preloaded:
     """What the imports changed.
 
     `hidden` are the modules that a program is not to see before it imports one of them. With them come `filters` of
-    warnings, calls at Python's end (`at_exit`), and the variables that the imports of packages set or removed (`sets`).
+    warnings, calls at exit (`at_exit`), and the variables that the imports of packages set or removed (`sets`).
     `restore` are all variables that the imports changed, with the values from before. `looked_up` are those that were
     read by name.
     """
@@ -99,7 +99,7 @@ def preload(boot: Boot, loaded_at_start: Collection[str], cpus: Collection[int])
 
 
 def default_of(boot: Boot) -> tuple[str, ...] | None:
-    """What of `boot` nobody asked for by name, if it names more: torch, and what of elaunch the program is."""
+    """What of `boot` the user did not name, if it names more: torch, and what of elaunch the program is."""
     first = tuple(name for name in boot.preload or () if _top(name) in _DEFAULT)
     return first if first and (boot.packages or first != boot.preload) else None
 
@@ -108,7 +108,7 @@ def _names(boot: Boot) -> Iterator[str]:
     """The modules to import, MODULE or MODULE:NAME, in order."""
     names = boot.preload or ()
     first = default_of(boot) or ()
-    # Where there is no torch, nobody has asked for it.
+    # Where there is no torch, it is not what the user named.
     yield from (name for name in first if _top(name) != "torch" or find_spec("torch"))
     yield from (name for name in names if name not in first)
     yield from (name for name in boot.packages if find_spec(_top(name)))
@@ -146,7 +146,7 @@ def _changes(first: Mapping[str, str], second: Mapping[str, str]) -> dict[str, s
 
 @contextmanager
 def _recorded(looked_up: set[str], at_exit: list[AtExit], packages: Collection[str]) -> Iterator[None]:
-    """Note which variables are looked up by name in os.environ, and what `packages` register for Python's end.
+    """Record which variables are looked up by name in os.environ, and what `packages` register for Python's exit.
 
     That is not registered yet: the program may never import them.
     """
@@ -155,7 +155,7 @@ def _recorded(looked_up: set[str], at_exit: list[AtExit], packages: Collection[s
     is_on = True
 
     def recorded_lookup(self: Any, name: str) -> str:
-        # Who goes through all variables, as tqdm does when it is imported, looks for names of its own.
+        # What iterates over all variables, as tqdm does when it is imported, searches for names of its own.
         if sys._getframe(1).f_code.co_name not in ("__iter__", "copy"):
             looked_up.add(name)
         return lookup(self, name)  # type: ignore[no-any-return]
@@ -218,6 +218,13 @@ def open_files() -> dict[int, str]:
     return files
 
 
+def libraries() -> set[str]:
+    """The files that are mapped into this process as code."""
+    with open("/proc/self/maps", errors="surrogateescape") as maps:  # noqa: PTH123
+        lines = [line.rstrip("\n").split(maxsplit=5) for line in maps]
+    return {fields[5] for fields in lines if len(fields) == 6 and fields[5].startswith("/") and "x" in fields[1]}
+
+
 def shadows(
     program: Program, loaded_at_start: Collection[str], modules: Mapping[str, ModuleType] | None = None
 ) -> Iterator[Path]:
@@ -228,7 +235,7 @@ def shadows(
     modules = sys.modules if modules is None else modules
     loaded = {name for name in modules if "." not in name} - set(loaded_at_start) - set(sys.builtin_module_names)
     suffixes = ["/", *importlib.machinery.all_suffixes()]
-    place = _programs_place(program)
+    place = programs_place(program)
     for entry in _entries(place) if place else ():
         # A folder without __init__.py does not count: Python prefers a module elsewhere.
         suffix = next((s for s in suffixes if entry.endswith(s)), None)
@@ -239,7 +246,7 @@ def shadows(
                 yield Path(place, entry)
 
 
-def _programs_place(program: Program) -> str:
+def programs_place(program: Program) -> str:
     """The folder or zip file that Python will put first on `sys.path` for the program, or the empty string."""
     is_safe = getattr(sys.flags, "safe_path", False)
     if program.kind is ProgramKind.SCRIPT and not program.is_on_stdin:

@@ -25,7 +25,7 @@ EXIT_CODE = b"\nexit code: "
 _UNBUFFERED = 2
 _VARIABLE = "ELAUNCH_BOOT"
 # The modules of the standard library that these reports need, and that a bare Python has not loaded. A program that is
-# a fresh interpreter and has a module of such a name beside it must get its own: it reports no end.
+# a fresh interpreter and has a module of such a name beside it must get its own: it reports no exit.
 NEEDED = (
     *("collections", "contextlib", "copyreg", "enum", "faulthandler", "functools", "json", "keyword", "linecache"),
     *("operator", "re", "reprlib", "textwrap", "threading", "token", "tokenize", "traceback", "types", "_weakrefset"),
@@ -33,7 +33,7 @@ NEEDED = (
 
 
 def prepare_fresh(loaded_at_start: Collection[str]) -> None:
-    """In a worker that is a fresh interpreter: undo what brought it here, have it report, and customise it.
+    """In a worker that is a fresh interpreter: undo what made it run this, have it report, and customise it.
 
     The program then finds what it would find without elaunch, but for a few modules of the standard library that are
     imported already, and for what docs/fidelity.md lists.
@@ -56,7 +56,7 @@ def prepare_fresh(loaded_at_start: Collection[str]) -> None:
             report_exit(int(crash_fd))
         collectives.prepare(None)
     except Exception:
-        # The program runs all the same; only the report of its end has less in it.
+        # The program runs all the same; only the report of its exit has less in it.
         pass
     for name in [name for name in sys.modules if name not in loaded_at_start and name.startswith("elaunch")]:
         del sys.modules[name]
@@ -90,14 +90,14 @@ def report_exit(crash_fd: int) -> int:
     link, crash = os.fstat(LINK_FD).st_ino, os.fstat(crash_fd).st_ino if crash_fd >= 0 else -1
 
     def report() -> None:
-        # A child that the program forked runs this too, but its end is not the worker's.
+        # A child that the program forked runs this too, but its exit is not the worker's.
         if os.getpid() == pid:
             try:
                 _report(link)
                 if crash >= 0 and os.fstat(crash_fd).st_ino == crash:
-                    _keep_exit_code(crash_fd)
+                    _record_exit_code(crash_fd)
             except Exception:
-                # The program may have broken anything in this interpreter. Its end is still its own.
+                # The program may have broken anything in this interpreter. It still exits as it would.
                 return
 
     # These calls run before Python joins its threads, atexit's only afterwards. concurrent.futures uses them too.
@@ -119,7 +119,7 @@ def _report(link: int) -> None:
     send(link, {**message, "monotonic_s": time.monotonic()}, is_last=True)
 
 
-def _keep_exit_code(crash_fd: int) -> None:
+def _record_exit_code(crash_fd: int) -> None:
     """Have C write the exit code there, as a byte, when Python is done: a library's destructor may abort after that.
 
     With torch, ctypes is there; a program without it has few libraries.
@@ -153,16 +153,16 @@ def send(link: int, message: dict[str, Any], rights: Any = (), *, is_last: bool 
         return
     line = f"\n{json.dumps(message)}\n".encode()
     # Not a duplicate: the program may have no descriptor left.
-    end = socket(fileno=LINK_FD)
+    own = socket(fileno=LINK_FD)
     try:
         # The program must not wait for an agent that does not read.
-        end.sendmsg([line], rights, MSG_DONTWAIT | MSG_NOSIGNAL)
+        own.sendmsg([line], rights, MSG_DONTWAIT | MSG_NOSIGNAL)
     except OSError:
         pass
     finally:
         if is_last:
-            end.shutdown(SHUT_WR)
-        end.detach()
+            own.shutdown(SHUT_WR)
+        own.detach()
 
 
 def fatal() -> BaseException | None:

@@ -24,12 +24,12 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from elaunch.agent.forkserver import after_fork, child, warm, wire
-from elaunch.agent.forkserver.hidden_modules import HiddenModules
+from elaunch.agent.forkserver.after_fork import HiddenModules
 from elaunch.agent.forkserver.preload import Unfaithful, default_of, open_files, preload
 from elaunch.agent.forkserver.wire import BOOT_VARIABLE, HOOK_DIR, SERVER_NAME, Boot
 from elaunch.agent.linux import catches, die_with_parent, parent, set_command_line, signal_fd
 
-# What a program sends to its parent, as to a launcher that is to end. SIGKILL ends this process.
+# What a program sends to its parent, as to a launcher that is to exit. SIGKILL ends this process.
 _FROM_PROGRAMS = frozenset(
     (
         *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGABRT),
@@ -151,7 +151,7 @@ class Server:
         self._selector = selectors.DefaultSelector()
 
     def serve(self) -> Order:
-        """Answer the agent until it is gone, then exit. Returns only in a child, with the order that made it.
+        """Carry out the agent's orders until it exits, then exit. Returns only in a child, with the order that made it.
 
         In this process it returns with the order "stay", which comes when the job is over.
         """
@@ -171,7 +171,7 @@ class Server:
         if self._wake_r in ready:
             os.read(self._wake_r, 4096)
         if self._signals in ready:
-            # Its sender may have ended since then, and has a name until it is reaped.
+            # Its sender may have exited since then, and has a name until it is reaped.
             self._report_signal()
         if self._wake_r in ready or self._children.waits_for_groups:
             for exited in self._children.reap():
@@ -181,7 +181,7 @@ class Server:
             return None
         packet = wire.receive(self._control)
         if packet is None:
-            # The kernel ends the children. In a container there may be nobody else to reap those that are dead.
+            # The kernel kills the children. In a container there may be no other process to reap zombies.
             list(self._children.reap())
             os._exit(0)
         order, fds = packet
@@ -191,7 +191,7 @@ class Server:
                 if order["is_notice"]:
                     # Only this process knows all children: the agent may not have read yet that they were forked.
                     catching = self._children.catching(names, signum)
-                    if catching and not self._comes_to_all(signum):
+                    if catching and not self._reaches_all(signum):
                         self._children.signal(catching, signum, group=False)
                     names, signum = names - catching, signal.SIGTERM
                 self._children.signal(names, signum, order["group"])
@@ -204,7 +204,7 @@ class Server:
         return None
 
     def _report(self, event: dict[str, Any]) -> None:
-        """Send an event to the agent. If the agent is gone, this process and its children end too."""
+        """Send an event to the agent. If the agent has exited, this process and its children exit too."""
         try:
             wire.send(self._control, event)
         except (BrokenPipeError, ConnectionResetError):
@@ -213,11 +213,11 @@ class Server:
     def _report_signal(self) -> None:
         found = signal.sigtimedwait(_FROM_PROGRAMS, 0)
         if found and (name := self._children.whose(found.si_pid)):
-            self._report({"event": "asked", "generation": name[0], "key": name[1], "signum": found.si_signo})
+            self._report({"event": "signal", "generation": name[0], "key": name[1], "signum": found.si_signo})
         elif found and found.si_signo in (signal.SIGUSR1, signal.SIGUSR2):
             self._notices.add(found.si_signo)
 
-    def _comes_to_all(self, signum: int) -> bool:
+    def _reaches_all(self, signum: int) -> bool:
         """Whether a scheduler signals all processes, so that the workers have its notice or get it at once.
 
         The agent may be signalled first, or get the notice from another node: wait for the signal to this process.
@@ -264,14 +264,14 @@ class Children:
 
     def __init__(self) -> None:
         self._names: dict[int, Name] = {}
-        # `_asked` are leaders of process groups that were asked to end as a whole. `_held` are exits of leaders that
-        # ended before their groups: a shell ends at once, while the program that it started may be saving.
-        self._asked: set[int] = set()
+        # `_signalled` are leaders of process groups that were signalled as a whole. `_held` are exits of leaders that
+        # came before their groups': a shell exits immediately, while the program that it started may be saving.
+        self._signalled: set[int] = set()
         self._held: dict[int, dict[str, Any]] = {}
 
     @property
     def waits_for_groups(self) -> bool:
-        """Whether `reap` must be called again although no child ends."""
+        """Whether `reap` must be called again although no child exits."""
         return bool(self._held)
 
     def add(self, pid: int, name: Name) -> None:
@@ -286,13 +286,13 @@ class Children:
                 if name := self._names.pop(pid, None):
                     code = os.waitstatus_to_exitcode(status)
                     exited = {"event": "exited", "generation": name[0], "key": name[1], "pid": pid, "code": code}
-                    if pid in self._asked:
+                    if pid in self._signalled:
                         self._held[pid] = exited
                     else:
                         yield exited
         if self._held:
-            for pid in [pid for pid in self._held if pid not in self._asked or not _signal_group(pid, 0)]:
-                self._asked.discard(pid)
+            for pid in [pid for pid in self._held if pid not in self._signalled or not _signal_group(pid, 0)]:
+                self._signalled.discard(pid)
                 yield self._held.pop(pid)
 
     def signal(self, names: Collection[Name], signum: int, group: bool) -> None:
@@ -300,9 +300,9 @@ class Children:
         living = [pid for pid, name in self._names.items() if name in names]
         held = [pid for pid, exited in self._held.items() if (exited["generation"], exited["key"]) in names]
         if signum == signal.SIGKILL:
-            self._asked.difference_update(living, held)
+            self._signalled.difference_update(living, held)
         elif group:
-            self._asked.update(living)
+            self._signalled.update(living)
         for pid in living:
             # A child that has not come to its setsid has no group yet.
             if not group or not _signal_group(pid, signum):

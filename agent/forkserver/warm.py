@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from elaunch.agent.environment import RANK_VARIABLES
 from elaunch.agent.forkserver import wire
-from elaunch.agent.forkserver.preload import restore_environment, shadows
+from elaunch.agent.forkserver.preload import libraries, restore_environment, shadows
 from elaunch.agent.forkserver.wire import PROCESS_NAME, SERVER_NAME, Boot
 from elaunch.agent.guardian.guardian import VARIABLE
 from elaunch.agent.linux import credentials, outlive_parent, set_command_line, signal_fd, stat_fields
@@ -55,9 +55,9 @@ class Imports:
         """Take the state of all files of modules and libraries."""
         self.modules = dict(sys.modules)
         self._names = {name.partition(".")[0] for name in self.modules}
-        # A lazy module may import more if it is asked for an attribute that it lacks.
+        # A lazy module may import more at the lookup of an attribute that it lacks.
         files = {getattr(module, "__dict__", {}).get("__file__") for module in self.modules.values()}
-        paths = {*_libraries(), *sys.path, *(file for file in files if isinstance(file, str))}
+        paths = {*libraries(), *sys.path, *(file for file in files if isinstance(file, str))}
         paths |= {os.fspath(file) for folder in sys.path for file in Path(folder).glob("*.pth")}
         paths.add(os.path.join(sys.prefix, "pyvenv.cfg"))  # noqa: PTH118
         self._known = {path: self._state(path) for path in paths - {self._target}}
@@ -85,13 +85,6 @@ class Imports:
         return None
 
 
-def _libraries() -> set[str]:
-    """The files that are mapped into this process as code."""
-    with open("/proc/self/maps", errors="surrogateescape") as maps:  # noqa: PTH123
-        lines = [line.rstrip("\n").split(maxsplit=5) for line in maps]
-    return {words[5] for words in lines if len(words) == 6 and words[5].startswith("/") and "x" in words[1]}
-
-
 class WarmServer:
     """The fork server in this process, between two jobs. `boot` is the last one's."""
 
@@ -102,7 +95,7 @@ class WarmServer:
         self._since = time.time()
 
     def stay(self, order: Mapping[str, Any], control: socket.socket) -> None:
-        """Let go of the job, and listen where the agent has said; it gets an answer. Exits if that cannot be."""
+        """Release the job, listen at the order's path, and respond to the agent. Exits if that cannot be."""
         try:
             if why := self._imports.change():
                 raise OSError(0, why)
@@ -111,7 +104,7 @@ class WarmServer:
             for fd in (0, 1, 2):
                 os.dup2(null, fd)
             os.close(null)
-            # The job's guardian ends what has the marker.
+            # The job's guardian kills what has the marker.
             _mark("-" * len(dict(self._boot.environment)[VARIABLE]))
             set_command_line(("elaunch: warm fork server",), PROCESS_NAME)
             # The first to go where memory is short.
@@ -150,8 +143,8 @@ class WarmServer:
                 self._exit()
 
     def _accept(self) -> tuple[Boot, socket.socket] | None:
-        """Answer a client. Returns its job if it has one."""
-        # If the client has ended, or has another version, the end of the connection is the answer.
+        """Respond to a client. Returns its job if it has one."""
+        # If the client has exited, or has another version, the end of the connection is the response.
         with suppress(OSError, ValueError):
             connection, _ = self._listener.accept()
             with connection:
@@ -159,7 +152,7 @@ class WarmServer:
                     wire.send(connection, {"event": "cold", "why": "it is another user's"})
                     return None
                 connection.settimeout(_REQUEST_S)
-                wire.send(connection, self._greeting())
+                wire.send(connection, self._handshake())
                 _, fds = wire.receive(connection) or ({}, ())
                 if len(fds) == 3:
                     job = Boot.read(fds[0])
@@ -175,7 +168,7 @@ class WarmServer:
                     return self._boot, agent
         return None
 
-    def _greeting(self) -> dict[str, Any]:
+    def _handshake(self) -> dict[str, Any]:
         return {
             "event": "ready",
             "pid": os.getpid(),
@@ -203,7 +196,7 @@ class WarmServer:
             return f"{shadow} has the name of a module that is loaded"
         has = {*(self._boot.preload or ()), *self._boot.packages}
         missing = [name for name in (*(job.preload or ()), *job.packages) if name not in has]
-        # What cannot be preloaded is no reason.
+        # What cannot be preloaded is no reason to refuse.
         if missing and not self._boot.left_out:
             return f"{job.program.target} imports {missing[0].replace(':', '.')}, which is not loaded"
         return ""
@@ -240,7 +233,7 @@ class WarmServer:
 
 
 def _mark(marker: str) -> None:
-    """Write the marker over the one in the environment that the process began with, by which a guardian finds it.
+    """Write the marker over the one in the process's initial environment, by which a guardian finds it.
 
     Raises OSError where it has another length.
     """

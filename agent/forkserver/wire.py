@@ -65,20 +65,17 @@ class Boot:
         """The command line and environment of a fork server that reads this message from `boot_fd`."""
         if self.preload is None:
             return _bare_command(boot_fd), dict(environment)
-        return list(self.program.argv), pausing(environment, boot_fd)
-
-
-def pausing(environment: Mapping[str, str], boot_fd: int) -> dict[str, str]:
-    """`environment` with the variables that make an interpreter stop in elaunch's sitecustomize (see server.py)."""
-    return {**environment, "PYTHONPATH": _behind_hook(environment.get("PYTHONPATH")), BOOT_VARIABLE: str(boot_fd)}
+        # With these variables an interpreter pauses in elaunch's sitecustomize (see server.py).
+        hook = {"PYTHONPATH": _behind_hook(environment.get("PYTHONPATH")), BOOT_VARIABLE: str(boot_fd)}
+        return list(self.program.argv), {**environment, **hook}
 
 
 def reporting(environment: Mapping[str, str], crash_fd: int, *, reports_exit: bool) -> dict[str, str]:
     """`environment` with the variables by which a fresh worker prepares its reports (see reports.py)."""
     path = environment.get("PYTHONPATH")
-    # The sitecustomize looks at the first word: a fresh worker is not to pause.
-    words = f"fresh {crash_fd} {'unset' if path is None else 'set'} {int(reports_exit)}"
-    return {**environment, "PYTHONPATH": _behind_hook(path), BOOT_VARIABLE: words}
+    # The sitecustomize checks the first field: a fresh worker is not to pause.
+    fields = f"fresh {crash_fd} {'unset' if path is None else 'set'} {int(reports_exit)}"
+    return {**environment, "PYTHONPATH": _behind_hook(path), BOOT_VARIABLE: fields}
 
 
 def _behind_hook(path: str | None) -> str:
@@ -99,12 +96,12 @@ def _bare_command(boot_fd: int) -> list[str]:
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
-    """Two connected ends that keep packets whole."""
+    """Two connected sockets that keep packets whole."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 def send(end: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
-    """Send one packet. The fds are duplicated into the other process. Raises OSError if the other end is gone."""
+    """Send one packet. The fds are duplicated into the other process. Raises OSError if the peer is gone."""
     socket.send_fds(end, [json.dumps(message).encode()], fds)
 
 

@@ -338,7 +338,7 @@ class Workers:
                 self._stamp_process(group, "forked", news)
                 if news["key"] != "store":
                     group.workers[news["key"]].forked(news["pid"])
-            case "asked" if is_current and isinstance(news["key"], int):
+            case "signal" if is_current and isinstance(news["key"], int):
                 name = signal.Signals(news["signum"]).name
                 by = f"{name} from rank {group.rank(news['key'])} to its parent process"
                 # As to a launcher, which ends the job then.

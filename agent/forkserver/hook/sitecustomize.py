@@ -1,4 +1,4 @@
-"""Pauses the workers' interpreter while it starts: it becomes the fork server here, and its children go on.
+"""Pauses the workers' interpreter while it starts: it becomes the fork server here, and its children continue.
 
 Python imports sitecustomize when all but the program itself is set up. This one is found only in a process that was
 started with this folder first on PYTHONPATH: the fork server (`elaunch.agent.forkserver.client`), or a worker that is
@@ -17,7 +17,7 @@ try:
     else:
         import gc
 
-        # Until all is imported. There is no garbage yet, and to look for it takes time.
+        # Until all is imported. There is no garbage yet, and a collection takes time.
         gc.disable()
 
         from elaunch.agent.forkserver.server import main

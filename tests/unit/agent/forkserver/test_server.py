@@ -14,7 +14,7 @@ from elaunch.agent.forkserver.server import Children
 from elaunch.agent.linux import state
 from tests.harness import wait_for
 
-# A shell that ends at SIGTERM. The program that it starts saves, and ends when its stdin says so.
+# A shell that exits at SIGTERM. The program that it starts saves, and exits at a line on its stdin.
 SAVES = "(trap '' TERM; echo $$ ready; read end) & trap 'exit 0' TERM; wait"
 
 
@@ -63,17 +63,17 @@ def two(children: Children) -> Iterator[tuple[Worker, Worker]]:
         worker.close()
 
 
-def told(children: Children) -> list[int | str]:
-    """The local ranks whose ends are reported now."""
-    return [news["key"] for news in children.reap()]
+def reported(children: Children) -> list[int | str]:
+    """The local ranks whose exits are reported now."""
+    return [event["key"] for event in children.reap()]
 
 
-def asked_and_leaders_gone(children: Children, workers: tuple[Worker, ...]) -> None:
+def signal_groups_and_await_leaders(children: Children, workers: tuple[Worker, ...]) -> None:
     """Send SIGTERM to all groups. The shells end, and the programs that they started go on."""
     for worker in workers:
         children.signal({worker.name}, signal.SIGTERM, group=True)
         os.waitid(os.P_PID, worker.process.pid, os.WEXITED | os.WNOWAIT)
-    assert told(children) == []
+    assert reported(children) == []
     assert children.waits_for_groups
 
 
@@ -81,14 +81,14 @@ def test_a_worker_that_is_killed_does_not_hurry_the_one_that_still_saves(
     children: Children, two: tuple[Worker, Worker]
 ) -> None:
     killed, saves = two
-    asked_and_leaders_gone(children, two)
+    signal_groups_and_await_leaders(children, two)
 
     children.signal({killed.name}, signal.SIGKILL, group=True)
-    after_kill = wait_for(lambda: told(children), "the killed one's end")
-    assert (after_kill, told(children)) == ([0], [])
+    after_kill = wait_for(lambda: reported(children), "the killed one's end")
+    assert (after_kill, reported(children)) == ([0], [])
 
     saves.save()
-    assert wait_for(lambda: told(children), "the end of the one that saved") == [1]
+    assert wait_for(lambda: reported(children), "the end of the one that saved") == [1]
 
 
 def test_a_killed_workers_group_is_not_waited_for(children: Children, two: tuple[Worker, Worker]) -> None:
@@ -97,17 +97,17 @@ def test_a_killed_workers_group_is_not_waited_for(children: Children, two: tuple
     children.signal({first.name}, signal.SIGKILL, group=False)
     os.waitid(os.P_PID, first.process.pid, os.WEXITED | os.WNOWAIT)
 
-    assert told(children) == [0]
-    asked_and_leaders_gone(children, (second,))
+    assert reported(children) == [0]
+    signal_groups_and_await_leaders(children, (second,))
 
 
-def test_of_a_notice_those_with_a_handler_are_told_apart(children: Children, two: tuple[Worker, Worker]) -> None:
+def test_of_a_notice_those_with_a_handler_are_distinguished(children: Children, two: tuple[Worker, Worker]) -> None:
     assert children.catching({two[1].name}, signal.SIGTERM) == {two[1].name}
     assert children.catching({two[0].name}, signal.SIGUSR2) == set()
 
 
 def dead(*command: str) -> int:
-    """The pid of a child that has ended, and that nobody has reaped."""
+    """The pid of a zombie."""
     process = subprocess.Popen(command)
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     # This test's `Children` reaps it.
