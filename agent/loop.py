@@ -130,8 +130,8 @@ class Loop:
             only_here=config.only_here,
         )
         self._selector = selectors.DefaultSelector()
-        warn = partial(pump.say, level="warning")
-        reporter = Reporter(self._inbox.post, pump.say, warn, self._timeline, self._node_failure)
+        warn = partial(pump.log, level="warning")
+        reporter = Reporter(self._inbox.post, pump.log, warn, self._timeline, self._node_failure)
         self._workers = Workers(services, reporter, self._selector, self._keep_session)
         post, offer = self._inbox.post, self._session.offer
         self._status = StatusServer(lambda: self._agent, self._workers.seen, offer, way, time.monotonic(), post)
@@ -153,13 +153,13 @@ class Loop:
         serve(listener, read)
         # A port that the user gave is known.
         is_chosen = self._config.metrics is not None and self._config.metrics[1] == 0
-        self._pump.say(f"metrics of this node: {url(listener)}", "info" if is_chosen else "debug")
+        self._pump.log(f"metrics of this node: {url(listener)}", "info" if is_chosen else "debug")
 
     def run(self) -> Outcome:
         """Live until the outcome is known; all workers are gone then."""
         self._stamp_start()
         if (host := self._agent.me.host) != (name := socket.gethostname()):
-            self._pump.say(
+            self._pump.log(
                 f"this host's name, {name!r}, cannot be in keys and lines: this job calls it {host}", "warning"
             )
         self._inbox.catch(self._config.signals)
@@ -174,7 +174,7 @@ class Loop:
             self._take_leave(outcome)
             self._await_leftovers(outcome)
             if line := self._fork_server.stay():
-                self._pump.say(line)
+                self._pump.log(line)
         finally:
             listening.close()
             self._fork_server.stop()
@@ -300,7 +300,7 @@ class Loop:
             case Widen():
                 self._session.widen()
             case Log(text, level):
-                self._pump.say(text, level)
+                self._pump.log(text, level)
             case _:
                 phase = self._agent.phase
                 is_ending = isinstance(phase, (Stopping, Clearing)) and phase.then is not None
@@ -339,7 +339,7 @@ class Loop:
             if how.endswith(signal.SIGKILL.name) and (word := self._workers.exits.oom_text(pid)):
                 how = f"{how} ({word})"
             text = f"the job's store, which this host served (pid {pid}), {how}; the workers go on, without restarts"
-            self._pump.say(text, "error")
+            self._pump.log(text, "error")
 
         self._selector.register(fd, selectors.EVENT_READ, ended)
 
@@ -347,7 +347,7 @@ class Loop:
         self._selector.unregister(self._guardian)
         why = "it keeps ending"
         if self._guardian.restarts < _GUARDIANS_MAX:
-            self._pump.say("the guardian was killed; starting another", "warning")
+            self._pump.log("the guardian was killed; starting another", "warning")
             try:
                 self._guardian.restart()
             except OSError as error:
@@ -355,7 +355,7 @@ class Loop:
             else:
                 self._selector.register(self._guardian, selectors.EVENT_READ, self._replace_guardian)
                 return
-        self._pump.say(f"the guardian cannot be replaced ({why}): kill -9 may leave processes behind", "warning")
+        self._pump.log(f"the guardian cannot be replaced ({why}): kill -9 may leave processes behind", "warning")
 
 
 def _working_directory() -> str:

@@ -68,16 +68,16 @@ def begin(config: AgentConfig) -> Iterator[AgentRun]:
 
         pump = Pump(OwnLines(config.output.log_format, has_terminal=os.isatty(2)), config.output.least)
         pump.start()
-        warn = partial(pump.say, level="warning")
+        warn = partial(pump.log, level="warning")
         hook = _hook(config, pump)
         agent = AgentRun(Services(config, guardian, fork_server, pump, run_dir), hook, metrics)
         try:
             for detail in config.details:
-                pump.say(detail, "debug")
+                pump.log(detail, "debug")
             for trouble in (*config.notes, *troubles):
-                pump.say(trouble, "warning")
+                pump.log(trouble, "warning")
             if fork_server.how:
-                pump.say(fork_server.how, "debug" if fork_server.is_warm else "info")
+                pump.log(fork_server.how, "debug" if fork_server.is_warm else "info")
             yield agent
         except BaseException:
             # The pump's lines come before the error's text.
@@ -103,7 +103,7 @@ class AgentRun:
 
     def warn(self, line: str) -> None:
         """Write one line of elaunch's own to stderr, about what may need a person."""
-        self.pump.say(line, "warning")
+        self.pump.log(line, "warning")
 
     def run(
         self, config: AgentConfig, store: Store, *, is_remote: bool, served_pid: int | None, way: str = ""
@@ -163,7 +163,7 @@ def _hook(config: AgentConfig, pump: Pump) -> EventHook | None:
         return None
     from elaunch.agent.serve.event_hook import EventHook
 
-    return EventHook(config.on_event, config.environment, pump.say)
+    return EventHook(config.on_event, config.environment, pump.log)
 
 
 def _run_dir(config: AgentConfig, warn: Callable[[str], None], places: Places) -> RunDir:

@@ -226,9 +226,9 @@ def _outcome(options: Options, planned: Planned, config: AgentConfig, agent: Age
     with ExitStack() as opened:
         try:
             # What is left with --quiet are warnings, and the line without which no other node could join.
-            reached = opened.enter_context(reach(options, planned, agent.warn if options.quiet else agent.pump.say))
+            reached = opened.enter_context(reach(options, planned, agent.warn if options.quiet else agent.pump.log))
         except KeyboardInterrupt:
-            agent.pump.say("interrupted while it looked for the job's store; no worker was started")
+            agent.pump.log("interrupted while it looked for the job's store; no worker was started")
             raise
         settled = replace(
             config, master_addr=reached.address, invitation=reached.invitation, only_here=reached.only_here

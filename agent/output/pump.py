@@ -70,9 +70,9 @@ class Pump:
             self._is_closed.set()
             self._when_closed()
         else:
-            self.say(f"stdout cannot be written ({error.strerror}); training goes on without it", "warning")
+            self.log(f"stdout cannot be written ({error.strerror}); training goes on without it", "warning")
 
-    def say(self, line: str, level: Level = "info") -> None:
+    def log(self, line: str, level: Level = "info") -> None:
         """Write one line of the agent's own to stderr."""
         if level not in self._shown:
             return
