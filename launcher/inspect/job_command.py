@@ -188,7 +188,7 @@ def stacks_text(taken: NodeStacks) -> str:
 
 
 def stacks_record(taken: NodeStacks) -> dict[str, Any]:
-    """The object of `--json`; docs/observe.md has its schema."""
+    """The object of `--json`; `$defs/stacks` of docs/status.schema.json describes it."""
     groups = []
     for group in grouped(taken.stacks):
         stack = asdict(group.stack)

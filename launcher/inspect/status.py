@@ -1,4 +1,4 @@
-"""`elaunch status`: what is known of a job, as the one JSON object of `--json` (docs/observe.md) and as text."""
+"""`elaunch status`: what is known of a job, as the object of `--json` (docs/status.schema.json) and as text."""
 
 from __future__ import annotations
 
