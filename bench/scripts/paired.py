@@ -54,7 +54,7 @@ def kept(counted: int) -> tuple[float, float]:
     os.environ["ELAUNCH_GENERATION"] = str(int(os.environ["ELAUNCH_GENERATION"]) + 1)
     with Keeper(model, optimizer) as keeper:
         found = turn(keeper.steps(keeper.step + FRESH + counted), keeper.commit, counted)
-        every = keeper._around._pace.every
+        every = keeper._sync._pace.every
     return found
 
 

@@ -28,10 +28,10 @@ WAIT_S = 0.002
 def fix_steps(*, looks: bool = False, snapshots: int = 0) -> None:
     """With `looks` the ranks look after each step. `snapshots` is the number of steps between two, 0 as it would be."""
     from elaunch.trainer.keeper.copies import Copies
-    from elaunch.trainer.keeper.sync_schedule import Looks
+    from elaunch.trainer.keeper.sync_schedule import SyncSchedule
 
     if looks:
-        Looks.wanted = lambda *_: 1  # type: ignore[method-assign]
+        SyncSchedule.wanted = lambda *_: 1  # type: ignore[method-assign]
     if snapshots:
         Copies.snapshot_every = property(lambda _: snapshots)  # type: ignore[method-assign, assignment]
 

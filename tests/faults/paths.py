@@ -115,7 +115,7 @@ def plant_in_looks() -> None:
 
 
 def plant_in_copies() -> None:
-    before(verification, "total", "digests")
+    before(verification, "digests", "digests")
     before(copies, "drop_newer", "forget")
     write = sharded.ShardedMemory._write_copy
 

@@ -42,7 +42,7 @@ def entered(model: nn.Module, optimizer: Any) -> None:
 
 
 @pytest.mark.parametrize("config", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig", "IntxWeightOnlyConfig"])
-def test_quantized_weights_are_refused_by_name_at_the_door(config: str) -> None:
+def test_quantized_weights_are_refused_by_name_at_entry(config: str) -> None:
     from torchao import quantization
 
     model = network().to(torch.bfloat16)
@@ -54,7 +54,7 @@ def test_quantized_weights_are_refused_by_name_at_the_door(config: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
-def test_the_state_of_a_low_bit_optimizer_is_refused_by_name_at_the_door(name: str) -> None:
+def test_the_state_of_a_low_bit_optimizer_is_refused_by_name_at_entry(name: str) -> None:
     from torchao import optim
 
     model = network()

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 from elaunch.trainer.keeper.copies import Copies
 from elaunch.trainer.keeper.guarded_state import GuardedState
-from elaunch.trainer.keeper.sync_schedule import Looks, Pace
+from elaunch.trainer.keeper.sync_schedule import Pace, SyncSchedule
 from elaunch.trainer.keeper.verification import Verification
 from elaunch.trainer.ranks.peers import Peers
 
@@ -164,7 +164,7 @@ class Stopped(SystemExit):
 
 
 @dataclass(frozen=True)
-class LookPlan:
+class SyncPlan:
     """What one rank wants at a look, and then what all ranks have agreed on.
 
     That is the next look in `steps` steps at the latest, a snapshot now, a copy of the next step, and copies of all
@@ -187,7 +187,7 @@ class LookPlan:
         return [self.wish, not self.snapshot, not self.copy, not self.copies, -self.steps, total, -total, speaker]
 
     @classmethod
-    def agreed(cls, numbers: Sequence[int]) -> LookPlan:
+    def agreed(cls, numbers: Sequence[int]) -> SyncPlan:
         """From the greatest of all ranks' `numbers`, one by one. Raises ValueError if their loops differ."""
         wish, *refused, steps, most, least, _ = numbers
         if most != -least:
@@ -222,7 +222,7 @@ class Boundary:
             self._say(self._news)
         self._news = ""
 
-    def agreed(self, wants: LookPlan) -> LookPlan:
+    def agreed(self, wants: SyncPlan) -> SyncPlan:
         """Agree with all ranks on the plan, with this rank's wants. Collective: every rank gets the same."""
         order = self._peers.world_size - self._peers.rank
         wants = replace(wants, wish=max(self._told, self._noted()))
@@ -230,7 +230,7 @@ class Boundary:
         if numbers[-1] == order:
             self._say(self._news)
         self._news = ""
-        return LookPlan.agreed(numbers)
+        return SyncPlan.agreed(numbers)
 
     def _noted(self) -> Wish:
         match self._signals.signum:
@@ -242,7 +242,7 @@ class Boundary:
                 return Wish.LEAVE
 
 
-class LookAround:
+class SyncPoint:
     """The looks of one training, from the restored step on. A pace decides when snapshots are due.
 
     A checkpoint is written every `checkpoint_every` steps; if one is overdue, at the first look. There is a look after
@@ -264,7 +264,7 @@ class LookAround:
         # The step of the last checkpoint. A failure may have torn the one that was due, and nobody would miss it.
         self._checkpointed = copies.disk.found
         multiples = [checkpoint_every, *([verify_every] if verify_every else [])]
-        self._looks = Looks(state.version.step, multiples)
+        self._looks = SyncSchedule(state.version.step, multiples)
 
     def begin(self, total: int) -> None:
         """A loop up to step `total` begins: what came between it and the loop before is not the time of a step."""
@@ -310,10 +310,10 @@ class LookAround:
         """Why all ranks stop now, at a place between looks that is the same on all of them. Collective."""
         return self._ask(1, snapshot=False).wish
 
-    def _ask(self, steps: int, *, snapshot: bool) -> LookPlan:
+    def _ask(self, steps: int, *, snapshot: bool) -> SyncPlan:
         copies = self._copies.steps
         copy = copies.wants(self._state.version.step + 1)
-        agreed = self._boundary.agreed(LookPlan(steps, snapshot, copy, copies.every == 1, self._total))
+        agreed = self._boundary.agreed(SyncPlan(steps, snapshot, copy, copies.every == 1, self._total))
         self._state.copies_next, self._state.copies_each = agreed.copy, agreed.copies
         self._state.has_failed_copy = False
         return agreed

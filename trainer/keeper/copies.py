@@ -12,7 +12,7 @@ from elaunch.trainer import link
 from elaunch.trainer.checkpoint.checkpoints import KEPT
 from elaunch.trainer.checkpoint.storage import Storage
 from elaunch.trainer.keeper.disk_copies import DiskCopies
-from elaunch.trainer.keeper.own_state import OwnState
+from elaunch.trainer.keeper.per_rank_state import PerRankState
 from elaunch.trainer.keeper.step_copies import StepCopies
 from elaunch.trainer.memory.device_copy import GpuCopies, HostCopies
 from elaunch.trainer.memory.mirror import Mirror
@@ -38,7 +38,7 @@ _WRITE_S_PER_BYTE = 4e-9
 class Copies:
     """Keeps the state of `training`. `folder` is the node's memory; `storage`, if any, holds the checkpoints.
 
-    All ranks create it together. `save_replicated`, `put_down`, `done` and `close` are local to a rank; all other
+    All ranks create it together. `save_replicated`, `store`, `done` and `close` are local to a rank; all other
     methods are collective. `steps` has the copies of each step, `disk` the checkpoints.
     """
 
@@ -100,7 +100,7 @@ class Copies:
         self._said: set[str] = set()
         self.disk = DiskCopies(training, peers, storage, place.generation, say, kept, training_name, folder)
         self.is_durable = storage is not None
-        self.own = OwnState(training, self._records, lambda said: say(f"rank {peers.rank} {said}"))
+        self.own = PerRankState(training, self._records, lambda said: say(f"rank {peers.rank} {said}"))
         # How many completed steps `restore` has lost.
         self.repeated = 0
         # The state that all ranks have compared, and the newest snapshot of such a state.
@@ -193,7 +193,7 @@ class Copies:
         self.done(now)
         if self._records is None or self._records.find(version) is None:
             # The copy that was just restored is not overwritten: it may be the only one.
-            self.put_down(version)
+            self.store(version)
         else:
             self.own.restored(version)
         self._tell_of_missed(version)
@@ -207,12 +207,12 @@ class Copies:
             if said:
                 self._tell(said)
 
-    def put_down(self, version: Version, *, unless_same: bool = False, is_begun: bool = False) -> bool:
+    def store(self, version: Version, *, unless_same: bool = False, is_begun: bool = False) -> bool:
         """Store this rank's own state in memory as the state of `version`; `is_begun` if its commit is to come.
 
         Returns whether that replaces another state of that version, which a failure of this rank alone would have used.
         """
-        if self.own.put_down(version, unless_same=unless_same, is_begun=is_begun) and version in self.steps.versions:
+        if self.own.store(version, unless_same=unless_same, is_begun=is_begun) and version in self.steps.versions:
             self.keep(version)
         return self.own.is_replaced and self._peers.world_size > 1
 
@@ -228,7 +228,7 @@ class Copies:
         return max(found).step, cloned({name: own[name] for name in ("random", "per_rank") if name in own})
 
     def redraw(self, version: Version) -> None:
-        """Store the generators' present states with what `put_down(version)` has stored."""
+        """Store the generators' present states with what `store(version)` has stored."""
         if self.own.redraw(version) and version in self.steps.versions:
             self.keep(version)
 

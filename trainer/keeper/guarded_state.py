@@ -14,7 +14,7 @@ from torch import nn
 from elaunch.trainer import link
 from elaunch.trainer.keeper.copies import Copies
 from elaunch.trainer.keeper.hooks import LeftGradients
-from elaunch.trainer.keeper.outside_changes import OutsideChanges
+from elaunch.trainer.keeper.mutation_guard import MutationGuard
 from elaunch.trainer.keeper.rehearsal import Rehearsal
 from elaunch.trainer.ranks.group_status import GroupStatus, has_nccl, require_reported_aborts
 from elaunch.trainer.state.packing import NotPlain
@@ -97,11 +97,11 @@ class GuardedState:
         self._is_sealed = False
         # Whether `begin` was called and `end` was not: the training's thread holds the lock.
         self.is_changing = False
-        self._is_put_down = self._has_told_of_draws = False
+        self._is_stored = self._has_told_of_draws = False
         self._commits = 0
         # Whether what the last commit has made was checked: whether a restart can bring it back.
         self.is_checked = True
-        self._outside = OutsideChanges(training.live_tensors)
+        self._guard = MutationGuard(training.live_tensors)
         # Called with the step that a checked commit begins to complete.
         self.before_commit: Callable[[int], object] = id
         # Called in a commit: whether all ranks look at the state after it, and may copy it.
@@ -128,7 +128,7 @@ class GuardedState:
             self._copies, self._is_whole, self._is_restored = copies, True, True
             self._be_at(version)
             self._report, self._say = report, say
-            self._outside.note()
+            self._guard.note()
             self._left = LeftGradients(self._training.model, self._training.optimizers, self._training.models)
             copies.gpu.after_commit()
 
@@ -139,13 +139,13 @@ class GuardedState:
         """
         if not (self._copies.paces or self._training.is_in_parts):
             return True
-        may = self._outside.allow_copy(self.version.step)
+        may = self._guard.allow_copy(self.version.step)
         self._tell_of_changes()
         return may
 
     def look(self) -> None:
         """The weights may have been exchanged for an evaluation, or been put back: look at their values."""
-        self._outside.look(self.version.step)
+        self._guard.look(self.version.step)
         self._tell_of_changes()
 
     def look_at_buffers(self) -> None:
@@ -154,7 +154,7 @@ class GuardedState:
             self._report(news)
 
     def _tell_of_changes(self) -> None:
-        if news := self._outside.news(self.version.step):
+        if news := self._guard.news(self.version.step):
             self._report(news)
 
     def backward_begins(self, model: nn.Module) -> None:
@@ -176,7 +176,7 @@ class GuardedState:
             link.refuse(left)
             raise RuntimeError(left)
         # Where no gradient has come to the first parameter.
-        self._copies.own.put_down_changed(self.next_version)
+        self._copies.own.store_changed(self.next_version)
         if self.copies_next:
             # Outside the lock: this waits for all ranks, and one of them may be dead.
             self.has_failed_copy = not self._copies.steps.before_commit(self.next_version)
@@ -186,9 +186,9 @@ class GuardedState:
             self._lock.release()
             time.sleep(_END_S)
             raise SystemExit(_LEFT)
-        if self.is_checked or self._outside.has_stirred():
+        if self.is_checked or self._guard.has_stirred():
             self._tell_of_changes()
-        self._outside.forget()
+        self._guard.forget()
         settings = self._training.settings
         if self.is_checked and (news := settings.replaced() or settings.unreduced()):
             self._report(news)
@@ -205,18 +205,18 @@ class GuardedState:
         """Wait until all that this rank has begun is done, and raise BrokenGroup if a collective has failed."""
         self._copies.gpu.before_commit(lambda: self._copies.groups.require_clean(otherwise))
 
-    def put_down(self) -> None:
+    def store(self) -> None:
         """Store this rank's own state as it will be at the end of this commit, of which the rest may take long."""
         self._training.settings.stepped(is_checked=self.is_checked)
         # The backward pass has stored this already, unless random numbers were drawn since.
-        if self._copies.put_down(self.next_version, unless_same=True) and not self._has_told_of_draws:
+        if self._copies.store(self.next_version, unless_same=True) and not self._has_told_of_draws:
             self._has_told_of_draws = True
             self._report(
                 "random numbers were drawn, or an object of per_rank has changed, after the backward pass of step "
                 f"{self.next_version.step} had begun: a rank that dies in that step, while others complete it, goes on "
                 "without that, unless all ranks draw the same. Draw, fetch and change these before loss.backward()"
             )
-        self._is_put_down = True
+        self._is_stored = True
 
     def end(self, *, is_whole: bool = True) -> None:
         """The step is complete; without `is_whole` its changes have failed, and the state is of no step."""
@@ -231,8 +231,8 @@ class GuardedState:
                     # ZeRO-1's step has collectives, and this copy counts as whole.
                     self._require_clean(f"step {self.next_version.step} may be incomplete, and is not kept")
                 self._copies.gpu.after_commit()
-                if not self._is_put_down:
-                    self.put_down()
+                if not self._is_stored:
+                    self.store()
                 if self._copies.copies_in_commit:
                     # The ranks of the node share the work, and none has completed the step before the copy is whole.
                     self._copies.save_replicated(self.next_version)
@@ -241,7 +241,7 @@ class GuardedState:
                     self._copies.before_snapshot()
                 elif self.copies_next:
                     self.has_failed_copy |= not self._copies.steps.after_commit(self.next_version)
-                self._outside.note(is_brief=not self.is_checked)
+                self._guard.note(is_brief=not self.is_checked)
                 self._be_at(self.next_version)
                 self._is_whole = True
                 self._left.commit_ended()
@@ -251,7 +251,7 @@ class GuardedState:
         except NotPlain as error:
             self._refuse(f"step {self.next_version.step} is not committed: {error}")
         finally:
-            self.is_changing = self._is_put_down = False
+            self.is_changing = self._is_stored = False
             self.copies_next &= self.copies_each
             self._lock.release()
 
@@ -290,7 +290,7 @@ class GuardedState:
             if self._is_whole and not self._is_sealed:
                 self._copies.snapshot(self.version)
 
-    def put_away(self, *, durably: bool) -> None:
+    def finalize(self, *, durably: bool) -> None:
         """At a stop or the end: a snapshot, and a checkpoint. No rank goes on before the snapshot is complete."""
         self._training.settings.look()
         self.snapshot()
@@ -327,17 +327,17 @@ class GuardedState:
         if not has_lock:
             return
         try:
-            is_changed = self._outside.found(self.version.step) or self._training.refusal()
+            is_changed = self._guard.found(self.version.step) or self._training.refusal()
             if self._is_whole and not is_changed:
                 self._copies.save_replicated(self.version)
-                if self._outside.found(self.version.step):
+                if self._guard.found(self.version.step):
                     # The training's thread has changed it meanwhile, without a lock.
                     self._copies.discard_replicated(self.version)
         except TypeError as error:
             self._say(f"step {self.version.step} is not copied to memory, and the copy before it counts: {error}")
         finally:
             self._lock.release()
-        for news in (self._outside.news(self.version.step), self._training.settings.replaced()):
+        for news in (self._guard.news(self.version.step), self._training.settings.replaced()):
             if news:
                 self._say(news)
 

@@ -74,7 +74,7 @@ _WATCHED = 2
 
 
 class LeftGradients:
-    """Looks at the gradients of all parameters of `optimizers` at the first commits, later at those of a few.
+    """SyncSchedule at the gradients of all parameters of `optimizers` at the first commits, later at those of a few.
 
     One that a commit leaves may be zeroed before it is used again, as at the beginning of the next step. So it counts
     when the next one is about to be added to it. FSDP1's gradients are not seen.
@@ -208,7 +208,7 @@ class OptimizerHooks:
             return
         if self._has_more:
             # The loop may fetch the next batch before the next pass.
-            self._state.put_down()
+            self._state.store()
         else:
             self._finish()
 

@@ -31,10 +31,10 @@ from elaunch.trainer import link
 from elaunch.trainer.checkpoint.checkpoints import KEPT
 from elaunch.trainer.checkpoint.claim import UNNAMED
 from elaunch.trainer.checkpoint.storage import storage_at
-from elaunch.trainer.keeper.boundary import EVEN, Boundary, LookAround, Loops, Stopped, StopRequest, Wish, free_signals
+from elaunch.trainer.keeper.boundary import EVEN, Boundary, Loops, Stopped, StopRequest, SyncPoint, Wish, free_signals
 from elaunch.trainer.keeper.copies import Copies
 from elaunch.trainer.keeper.disk_copies import NotDurable, require_durable
-from elaunch.trainer.keeper.door import Door, entered, is_alone, of_before, require_group
+from elaunch.trainer.keeper.entry_checks import EntryChecks, entered, is_alone, of_before, require_group
 from elaunch.trainer.keeper.guarded_state import GroupWatch, GuardedState
 from elaunch.trainer.keeper.hooks import OptimizerHooks, hook_backward
 from elaunch.trainer.keeper.rehearsal import VARIABLE, Rehearsal
@@ -161,7 +161,7 @@ class Keeper:
             self._restored_step = version.step
             # Once for the job: a restart has no time for it.
             is_first = self._peers.leads and not is_restart
-            self._door = Door(
+            self._checks = EntryChecks(
                 *(self._training, self._kept, self._peers, Path(memory, f"{self._name}.said") if memory else None),
                 say=self._say,
                 is_first=not is_restart,
@@ -170,11 +170,11 @@ class Keeper:
             self._state.restored(self._copies, version, self._boundary.report, self._say)
             every = self._checkpoint_every, self._verify_every
             self._verification = Verification(self._training, self._peers, self._copies, version, *every)
-            self._around = LookAround(self._boundary, self._state, self._copies, self._verification, *every)
+            self._sync = SyncPoint(self._boundary, self._state, self._copies, self._verification, *every)
             link.mark("restored")
-            self._state.before_commit, self._state.is_looked_at = self._door.commit_begins, self._around.is_next
-            self._door.enter(version.step, drawn_before)
-            self._door.watch(stack, self._state.look, self._state.look_at_buffers)
+            self._state.before_commit, self._state.is_looked_at = self._checks.commit_begins, self._sync.is_next
+            self._checks.enter(version.step, drawn_before)
+            self._checks.watch(stack, self._state.look, self._state.look_at_buffers)
             stack.enter_context(GroupWatch(self._copies.groups, self._state.group_failed, self._say, tells=is_first))
             for model in self._training.models:
                 stack.callback(hook_backward(model, partial(self._before_sums, model), self._sums_end))
@@ -251,7 +251,7 @@ class Keeper:
                         "to change nothing, commit nothing: with keeper.commit(): pass"
                     )
         # A stop may have been requested during the last step.
-        self._stop_for(self._around.wish())
+        self._stop_for(self._sync.wish())
 
     def epochs(self, total: int, steps: int) -> Iterator[tuple[int, Iterator[int]]]:
         """The epochs that are left up to `total`, from 0, each with its steps that are left; an epoch has `steps`.
@@ -271,7 +271,7 @@ class Keeper:
         """A loop up to step `total`; whether it has steps is in the context."""
         has_steps = self._loops.begin(total, self.step)
         self._begun_step = -1
-        self._around.begin(total)
+        self._sync.begin(total)
         if not has_steps and self.step == self._loops.end_of(total):
             self._training.settings.are_the_programs()
         try:
@@ -304,20 +304,20 @@ class Keeper:
         self._begun_step = step
         if self._total is None:
             self._training.settings.note()
-        self._door.step_begins(step)
+        self._checks.step_begins(step)
         if self._is_open:
             self._signals.install()
         is_over = self._rehearsal is not None and self._rehearsal.begin(step + 1)
-        if is_over or self._around.is_now():
+        if is_over or self._sync.is_now():
             self._training.require_no_join(EVEN)
-            self._door.look(step)
+            self._checks.look(step)
             try:
                 if is_over:
                     # No rank is gone before all have done the step.
                     self._peers.largest([0])
                     self._has_stopped = True
                     raise Stopped(Wish.NONE)
-                self._stop_for(self._around.look())
+                self._stop_for(self._sync.look())
             except Stopped as stopped:
                 if self._is_open:
                     self.close(stopped)
@@ -356,7 +356,7 @@ class Keeper:
 
     def _committed(self) -> None:
         self._random = self._copies.own.of(self._state.version)["random"]
-        self._door.committed(self.step, is_checked=self._state.is_checked)
+        self._checks.committed(self.step, is_checked=self._state.is_checked)
         self._step_aside(self._state.version)
 
     def _step_aside(self, version: Version) -> None:
@@ -412,7 +412,7 @@ class Keeper:
             module = self._training.models[0]
         hooks = OptimizerHooks(self, self._state, self._training, module, redraws=draws_again)
         self._stack.callback(hooks.remove)
-        self._door.is_others = True
+        self._checks.is_others = True
         if not draws_again:
             self.restore_random()
 
@@ -421,14 +421,14 @@ class Keeper:
         if os.getpid() == self._pid:
             self._state.backward_begins(model)
             version = self._state.next_version
-            self._copies.put_down(version, unless_same=True, is_begun=True)
-            if self._door.expects(version.step):
-                self._door.drawn(self._copies.own.of(version))
+            self._copies.store(version, unless_same=True, is_begun=True)
+            if self._checks.expects(version.step):
+                self._checks.drawn(self._copies.own.of(version))
             self._step_aside(version)
 
     def _sums_end(self) -> None:
         if os.getpid() == self._pid:
-            self._copies.own.put_down_changed(self._state.next_version)
+            self._copies.own.store_changed(self._state.next_version)
 
     def _leave(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
@@ -441,17 +441,17 @@ class Keeper:
                     if self._rehearsal is not None and self._begun_step != self.step:
                         self._rehearsal.begin(self.step + 1)
                     self._verification.compare(self._state)
-                    self._state.put_away(durably=True)
+                    self._state.finalize(durably=True)
                     require_durable(
                         self._copies,
                         self._state.version,
                         self._say if self._peers.leads else None,
-                        lambda: self._stop_for(self._around.wish()),
+                        lambda: self._stop_for(self._sync.wish()),
                     )
                 case Stopped():
                     if not self._has_stopped:
                         # Another keeper of this program has stopped, on all ranks at the same place.
-                        self._state.put_away(durably=error.wish is not Wish.JOIN)
+                        self._state.finalize(durably=error.wish is not Wish.JOIN)
                 case _:
                     try:
                         self._state.rescue()
@@ -484,7 +484,7 @@ class Keeper:
             # This gives time to save even if a peer fails meanwhile. Parts would be useless without that peer's.
             link.saving(self.step)
         self._verification.compare(self._state)
-        self._state.put_away(durably=wish is not Wish.JOIN)
+        self._state.finalize(durably=wish is not Wish.JOIN)
         self._has_stopped = True
         if self._peers.leads:
             again = self._copies.disk.where_to_go_on(self.step) if wish is not Wish.JOIN else ""

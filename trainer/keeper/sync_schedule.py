@@ -16,7 +16,7 @@ WITHIN_S = 1.0
 _GROWTH = 2
 
 
-class Looks:
+class SyncSchedule:
     """The looks as one rank sees them, after `step` was restored. The ranks look after that step first.
 
     Each rank measures its steps, and wants the next look so soon that one step as slow as its slowest of late, and else

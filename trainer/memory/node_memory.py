@@ -5,8 +5,8 @@
     NAME.rank-R-2 … -5             the same and R's large part, of the newest snapshots and copies
     NAME.done-R-0, NAME.done-R-1   the newest two steps that rank R completed
     NAME.lock                      who may write a copy
-    NAME.said                      the sentences about the program that the job has had (`keeper/door`)
-    NAME.left                      the loops that the program left by `break`, as JSON (`keeper/loops`)
+    NAME.said                      the sentences about the program that the job has had (`keeper/entry_checks`)
+    NAME.left                      the loops that the program left by `break`, as JSON (`keeper/boundary`)
 
 All but the last three lines have one format (`region`). A NAME contains no dot, so that the files of one training are
 never taken for another's.

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from elaunch.trainer import link
-from elaunch.trainer.keeper import door
+from elaunch.trainer.keeper import entry_checks
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("ELAUNCH_GENERATION", "0")
     link._open_link.cache_clear()
     # What other tests have left is no part of this program: the Keeper does not search it.
-    door._held.cache_clear()
+    entry_checks._held.cache_clear()
     gc.collect()
     gc.freeze()
     return folder

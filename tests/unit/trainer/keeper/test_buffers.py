@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
-from elaunch.trainer.keeper import door
+from elaunch.trainer.keeper import entry_checks
 from elaunch.trainer.keeper.keeper import Keeper
-from elaunch.trainer.keeper.own_state import OwnState
+from elaunch.trainer.keeper.per_rank_state import PerRankState
 from elaunch.trainer.memory.node_memory import Records
 from elaunch.trainer.state.region import Version
 from elaunch.trainer.state.training_state import Training
@@ -176,9 +176,9 @@ def test_a_checkpoint_is_better_than_a_newer_state_whose_buffers_are_lost(
         patch.delenv("ELAUNCH_MEMORY")
         trained(form, 3, **checkpoints)
         calm = trained(form, 8)
-    door._held.cache_clear()
+    entry_checks._held.cache_clear()
     trained(form, 5, **checkpoints)
-    door._held.cache_clear()
+    entry_checks._held.cache_clear()
     for path in (tmp_path / "c").glob("*-00000005.*"):
         shutil.rmtree(path)
     for path in memory.glob("training.rank-*"):
@@ -223,12 +223,12 @@ def test_what_a_commit_changes_in_buffers_comes_from_a_rank_that_came_to_its_end
 
     average, training = made()
     records, step = Records(tmp_path, "n", b"layout".ljust(16), 0), Version(0, 1)
-    own = OwnState(training, records, print)
-    own.put_down(step, is_begun=True)
+    own = PerRankState(training, records, print)
+    own.store(step, is_begun=True)
     of_the_dead = cloned(records.find(step))
-    own.put_down(step, is_begun=True)
+    own.store(step, is_begun=True)
     average.n_averaged += 1
-    own.put_down(step, unless_same=True)
+    own.store(step, unless_same=True)
     survivors = cloned(training.replicated())
     average.n_averaged += 1  # The next step has begun.
 
@@ -237,8 +237,8 @@ def test_what_a_commit_changes_in_buffers_comes_from_a_rank_that_came_to_its_end
     restored.load_own(of_the_dead)
 
     assert again.n_averaged == 1
-    own.put_down(Version(0, 2), is_begun=True)
-    own.put_down(Version(0, 2), unless_same=True)
+    own.store(Version(0, 2), is_begun=True)
+    own.store(Version(0, 2), unless_same=True)
     assert not training.of_commit
 
 

@@ -1,4 +1,4 @@
-"""Types and memory formats of tensors: what is kept comes back bit for bit, and the rest is refused at the door."""
+"""Types and memory formats of tensors: what is kept comes back bit for bit, and the rest is refused at entry."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class Torchao(nn.Module):
     ],
     ids=["subclass", "meta", "sparse", "csr"],
 )
-def test_what_cannot_be_kept_is_refused_by_name_at_the_door(tensor: Tensor, why: str) -> None:
+def test_what_cannot_be_kept_is_refused_by_name_at_entry(tensor: Tensor, why: str) -> None:
     model = Torchao(plain=torch.ones(2), odd=tensor)
     keeper = Keeper(model, torch.optim.SGD([nn.Parameter(torch.ones(1))]))
 
@@ -194,7 +194,7 @@ def test_the_commit_that_puts_an_object_into_an_optimizers_state_is_refused_by_n
     assert refused == [str(caught.value)]
 
 
-def test_a_dictionary_that_contains_itself_is_refused_at_the_door() -> None:
+def test_a_dictionary_that_contains_itself_is_refused_at_entry() -> None:
     model, extra = nn.Linear(1, 1), dict[str, Any]()
     extra["parent"] = extra
 

@@ -1,4 +1,4 @@
-"""Types of tensors in a state of which each rank has a part: kept bit for bit, or refused at the door."""
+"""Types of tensors in a state of which each rank has a part: kept bit for bit, or refused at entry."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-from elaunch.trainer.keeper import door
+from elaunch.trainer.keeper import entry_checks
 from elaunch.trainer.keeper.keeper import Keeper
 from tests.harness import DEADLINE_S
 
@@ -67,7 +67,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused_by_name(
             fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
         parameters = [*model.parameters()]
         optimizer = kind([{"params": parameters[n::groups]} for n in range(groups)], lr=0.1)
-        door._held.cache_clear()
+        entry_checks._held.cache_clear()
         with keeper_of(model, optimizer, checkpoints=tmp_path / "c", **options) as keeper:
             for _ in keeper.steps(1):
                 model(torch.ones(1, 2)).sum().backward()
@@ -96,7 +96,7 @@ def test_groups_that_a_restarted_program_lacks_are_named() -> None:
         for _ in keeper.steps(1):
             with keeper.commit():
                 pass
-    door._held.cache_clear()
+    entry_checks._held.cache_clear()
 
     with pytest.raises(ValueError, match=r"SGD has groups of 1 parameters, and this program has groups of 2;"):
         keeper_of(model, torch.optim.SGD(model.parameters(), lr=0.1)).__enter__()

@@ -21,7 +21,7 @@ _SAMPLED, _SAMPLE = 2, 32
 _REFUSALS_MAX = 3
 
 
-class OutsideChanges:
+class MutationGuard:
     """Compares the tensors of `live` with what they were at the end of the last commit, which `note` tells.
 
     Until then nothing counts as changed.

@@ -131,7 +131,7 @@ _ONE_MODEL = (
 )
 
 
-class Door:
+class EntryChecks:
     """The checks of one training. `kept` are the Keeper's arguments by name.
 
     `path` lists the warnings that the job has printed, in the node's memory; None without one. `is_first` is for a

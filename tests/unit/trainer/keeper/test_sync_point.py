@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from elaunch.trainer.keeper.boundary import LookAround, LookPlan
+from elaunch.trainer.keeper.boundary import SyncPlan, SyncPoint
 from elaunch.trainer.state.region import Version
 
 
@@ -25,7 +25,7 @@ class Rank:
         is_strict: bool = False,
         **options: Any,
     ) -> None:
-        self.wants: list[LookPlan] = []
+        self.wants: list[SyncPlan] = []
         self.far, self.may_be_copied, self.next_copy = far, True, None
         # Steps between two copies that are as good as a snapshot; None without any.
         self.copied_every = 1 if snapshot_every is None else None
@@ -53,12 +53,12 @@ class Rank:
         )
         verification = SimpleNamespace(wants_snapshot=lambda state, wants: wants and not is_strict)
         boundary = SimpleNamespace(agreed=self.agreed)
-        self.around = LookAround(
+        self.around = SyncPoint(
             *(boundary, self.state, copies, verification),  # type: ignore[arg-type]
             **{"checkpoint_every": 1000, "verify_every": None, **options},
         )
 
-    def agreed(self, wants: LookPlan) -> LookPlan:
+    def agreed(self, wants: SyncPlan) -> SyncPlan:
         self.wants.append(wants)
         return replace(wants, steps=min(self.far, wants.steps))
 
@@ -92,10 +92,10 @@ def test_copies_of_each_step_need_no_look_each_but_a_failed_one_has_a_look_at_on
 
 
 def test_ranks_whose_loops_have_different_lengths_are_refused_at_a_look() -> None:
-    ranks = [LookPlan(total=total).numbers(0) for total in (20, 25, 25)]
+    ranks = [SyncPlan(total=total).numbers(0) for total in (20, 25, 25)]
 
     with pytest.raises(ValueError, match=r"different numbers of steps: 20 on one and 25 on another.*drop_last=True"):
-        LookPlan.agreed([max(numbers) for numbers in zip(*ranks, strict=True)])
+        SyncPlan.agreed([max(numbers) for numbers in zip(*ranks, strict=True)])
 
 
 def test_snapshots_at_a_given_distance_are_made_after_these_steps() -> None:

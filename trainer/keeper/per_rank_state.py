@@ -19,7 +19,7 @@ from elaunch.trainer.state.tree import State, equal, some
 _VERSION = attrgetter("_version")
 
 
-class OwnState:
+class PerRankState:
     """This rank's buffers, random states and `per_rank`, in memory with a step before the step is complete.
 
     Without `records` nothing is stored. If there was no room once, it is not tried again, and `say` tells so.
@@ -27,7 +27,7 @@ class OwnState:
 
     def __init__(self, training: Training, records: Records | None, say: Callable[[str], object]) -> None:
         self._training, self._records, self._say = training, records, say
-        # The version that `put_down` took last, which buffers that were, and the rest.
+        # The version that `store` took last, which buffers that were, and the rest.
         self._put: tuple[Version | None, dict[str, Any], dict[str, Any]] = (None, {}, {})
         self._staged: State = {}
         # The buffers of it, and the counts of their changes.
@@ -36,10 +36,10 @@ class OwnState:
         self._has_told = False
         # Whether that was before the end of the commit, which may change buffers (an average of the weights).
         self._is_begun = False
-        # Whether the last `put_down` has replaced another state of the same version.
+        # Whether the last `store` has replaced another state of the same version.
         self.is_replaced = False
 
-    def put_down(self, version: Version, *, unless_same: bool = False, is_begun: bool = False) -> bool:
+    def store(self, version: Version, *, unless_same: bool = False, is_begun: bool = False) -> bool:
         """Store the present state as that of `version`, `is_begun` before its commit. Returns whether that was done."""
         training, is_again = self._training, version is self._put[0] or version == self._put[0]
         self.is_replaced = False
@@ -66,10 +66,10 @@ class OwnState:
         self._tensors = [one for one in held if one is not None and not one.is_inference()]
         self._counts = [*map(_VERSION, self._tensors)]
 
-    def put_down_changed(self, version: Version) -> None:
+    def store_changed(self, version: Version) -> None:
         """A backward pass has come to its end: gradient checkpointing runs the forward pass once more within it."""
         if self._counts != [*map(_VERSION, self._tensors)] and self._put[0] == version:
-            self.put_down(version, is_begun=True)
+            self.store(version, is_begun=True)
 
     def changed_buffers(self, step: int) -> str:
         """A sentence, once, about buffers that have changed since the commit of `step`; "" if none have."""
@@ -91,7 +91,7 @@ class OwnState:
         self._put = (version, versions(self._training.buffers()), self._training.own())
 
     def redraw(self, version: Version) -> bool:
-        """Random numbers may have been drawn since `put_down(version)`: store the generators' present states with it.
+        """Random numbers may have been drawn since `store(version)`: store the generators' present states with it.
 
         `per_rank` stays: its objects may have fetched the next step's batch already. Returns whether that was done.
         """

@@ -1,7 +1,7 @@
-"""A model of several ranks that look after the steps they have agreed on, in 400 random histories.
+"""A model of several ranks that have sync points after the steps they have agreed on, in 400 random histories.
 
-Each rank has its own `Looks`, `Pace` and speed. Requests to stop come at any moment at any rank, ranks die, and a new
-generation goes on. Between two looks the ranks have nothing in common, so each may be any number of steps ahead.
+Each rank has its own `SyncSchedule`, `Pace` and speed. Requests to stop come at any moment at any rank, ranks die, and
+a new generation continues. Between two sync points the ranks share nothing, so each may be any number of steps ahead.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean as mean
 
-from elaunch.trainer.keeper.boundary import LookPlan, Wish
-from elaunch.trainer.keeper.sync_schedule import WITHIN_S, Looks, Pace
+from elaunch.trainer.keeper.boundary import SyncPlan, Wish
+from elaunch.trainer.keeper.sync_schedule import WITHIN_S, Pace, SyncSchedule
 
 HISTORIES = 400
 
@@ -66,11 +66,11 @@ class Rank:
     history: History
     step: int
     at_s: float
-    looks: Looks = field(init=False)
+    looks: SyncSchedule = field(init=False)
     pace: Pace = field(init=False)
 
     def __post_init__(self) -> None:
-        self.looks = Looks(self.step, [self.history.checkpoint_every])
+        self.looks = SyncSchedule(self.step, [self.history.checkpoint_every])
         self.looks.leave(self.step, self.at_s)
         self.pace = Pace(self.history.snapshot_every, self.step)
 
@@ -97,9 +97,9 @@ class Rank:
         snapshot = bool(self.number) or self.pace.is_due(self.step)
         due = [] if self.number else [self.pace.due_after(self.step, is_taken=snapshot)]
         steps = self.looks.wanted(self.step, due) if where == "look" else 1
-        return LookPlan(steps, snapshot, wish=Wish.LEAVE if is_told else Wish.NONE).numbers(0)
+        return SyncPlan(steps, snapshot, wish=Wish.LEAVE if is_told else Wish.NONE).numbers(0)
 
-    def take(self, agreed: LookPlan, now_s: float) -> None:
+    def take(self, agreed: SyncPlan, now_s: float) -> None:
         if agreed.snapshot and self.step:
             self.pace.snapshot_took(self.step, 0.0)
         self.looks.agreed(self.step, agreed.steps)
@@ -146,7 +146,7 @@ def _generation(ranks: list[Rank], until_s: float, seen: Seen) -> str:
             return "dead"
         ((place, step),) = living
         numbers = [max(each) for each in zip(*(rank.ask(place) for rank in ranks), strict=True)]
-        agreed, now_s = LookPlan.agreed(numbers), max(rank.at_s for rank in ranks)
+        agreed, now_s = SyncPlan.agreed(numbers), max(rank.at_s for rank in ranks)
         # The end is a look too.
         seen.looks[-1].append((step, now_s))
         if agreed.wish:
@@ -172,7 +172,7 @@ def check(history: History, seen: Seen) -> None:
 
 
 def _check_looks(history: History, began: int, at: list[int], snapshots: list[int]) -> None:
-    """Looks are where they must be, and where they need not be there are few. `at` is not empty."""
+    """SyncSchedule are where they must be, and where they need not be there are few. `at` is not empty."""
     last = at[-1]
     if at[0] != began:
         raise Violation(f"late: the first look is {at[0]} and not {began}")

@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from elaunch.trainer.keeper.copies import Copies
 from elaunch.trainer.keeper.keeper import Keeper
-from elaunch.trainer.keeper.outside_changes import OutsideChanges
+from elaunch.trainer.keeper.mutation_guard import MutationGuard
 from elaunch.trainer.state.live_tensors import LiveTensors
 from elaunch.trainer.state.region import Version
 
@@ -30,7 +30,7 @@ class Parts:
         self.extra: dict[str, Any] = {"queue": torch.zeros(4), "deep": [{"count": 5}, (torch.ones(2),)]}
         self.backward()
         self.step()
-        self.changes = OutsideChanges(LiveTensors(self.model, [self.optimizer], [self.average, self.extra]))
+        self.changes = MutationGuard(LiveTensors(self.model, [self.optimizer], [self.average, self.extra]))
         self.changes.note()
 
     def backward(self) -> None:

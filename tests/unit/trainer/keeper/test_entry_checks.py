@@ -16,8 +16,8 @@ from torch.optim.lr_scheduler import StepLR
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
-from elaunch.trainer.keeper import door, sync_schedule
-from elaunch.trainer.keeper.door import Door
+from elaunch.trainer.keeper import entry_checks, sync_schedule
+from elaunch.trainer.keeper.entry_checks import EntryChecks
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.state.training_state import Training
 
@@ -260,8 +260,8 @@ def test_a_restarted_job_does_not_say_it_again(monkeypatch: pytest.MonkeyPatch) 
     ],
 )
 def test_what_begins_in_mid_training_is_named(monkeypatch: pytest.MonkeyPatch, begun: str, named: str) -> None:
-    monkeypatch.setattr(door, "_APART_S", 0.0)
-    monkeypatch.setattr(door, "_SHARE", 1e9)
+    monkeypatch.setattr(entry_checks, "_APART_S", 0.0)
+    monkeypatch.setattr(entry_checks, "_SHARE", 1e9)
     # There is a look at each step.
     monkeypatch.setattr(sync_schedule, "WITHIN_S", 0.0)
     program = Program()
@@ -322,7 +322,7 @@ class Ranks:
         return [value, its if isinstance(value, dict) else crc32(repr(sorted(its.items())).encode())]
 
 
-def door_of(
+def checks_of(
     seed: int = 0,
     lr: float = 0.1,
     its: Callable[[], Any] = dict,
@@ -330,7 +330,7 @@ def door_of(
     moment: float = 0.0,
     frozen: bool = False,
     **extra: Any,
-) -> Door:
+) -> EntryChecks:
     torch.manual_seed(seed)
     model = nn.Linear(2, 2)
     model.bias.requires_grad = not frozen
@@ -339,7 +339,7 @@ def door_of(
     kept = {"scheduler": None, "scaler": None, "extra": extra, "hook_state": None, "per_rank": ()}
     options: Any = {"say": nothing, "is_first": False, "is_others": False}
     peers: Any = Ranks(its)
-    return Door(Training(model, optimizer, extra=extra), {"model": model, **kept}, peers, None, **options)
+    return EntryChecks(Training(model, optimizer, extra=extra), {"model": model, **kept}, peers, None, **options)
 
 
 @pytest.mark.parametrize(
@@ -358,17 +358,17 @@ def door_of(
 )
 def test_ranks_that_differ_are_refused_by_the_name_of_what_differs(other: dict[str, Any], named: str) -> None:
     same = {"x": 0, "mask": torch.tensor([1, 0]), "names": {"a"}}
-    its = door_of(**{**same, **other})
+    its = checks_of(**{**same, **other})
 
     with pytest.raises(ValueError, match="of rank 1 differs") as refused:
-        door_of(**same, its=lambda: dict(its._alike())).enter(0, (0, {}))
+        checks_of(**same, its=lambda: dict(its._alike())).enter(0, (0, {}))
     assert str(refused.value).startswith(named)
 
 
 def test_ranks_that_are_alike_and_restored_ones_are_not_refused() -> None:
-    same = door_of(x={"a", "b"}, seed=3)
-    door_of(x={"b", "a"}, seed=3, its=lambda: dict(same._alike())).enter(0, (0, {}))
-    door_of(seed=4, its=lambda: dict(same._alike())).enter(7, (0, {}))
+    same = checks_of(x={"a", "b"}, seed=3)
+    checks_of(x={"b", "a"}, seed=3, its=lambda: dict(same._alike())).enter(0, (0, {}))
+    checks_of(seed=4, its=lambda: dict(same._alike())).enter(7, (0, {}))
 
 
 @pytest.mark.parametrize(
@@ -380,12 +380,12 @@ def test_ranks_that_are_alike_and_restored_ones_are_not_refused() -> None:
     ],
 )
 def test_ranks_that_become_different_in_mid_training_are_named(
-    monkeypatch: pytest.MonkeyPatch, differs: Callable[[Door], Any], named: str
+    monkeypatch: pytest.MonkeyPatch, differs: Callable[[EntryChecks], Any], named: str
 ) -> None:
     said: list[str] = []
     net = nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2))
-    others = door_of(x=0, net=copy.deepcopy(net))
-    mine = door_of(x=0, net=net, its=lambda: dict(others._alike()))
+    others = checks_of(x=0, net=copy.deepcopy(net))
+    mine = checks_of(x=0, net=net, its=lambda: dict(others._alike()))
     mine._say = said.append
     for one in (mine, others):
         one._kept["extra"] = [one._kept["extra"].pop("net"), one._kept["extra"]]
@@ -405,11 +405,11 @@ def test_ranks_that_become_different_in_mid_training_are_named(
 def test_a_step_that_draws_other_numbers_than_before_the_failure_is_named() -> None:
     for again in (2, 3):
         said: list[str] = []
-        door = door_of()
-        door._say, door._peers = said.append, SimpleNamespace(rank=0, world_size=1, leads=True)  # type: ignore[assignment]
-        door.enter(5, (6, {"random": {"torch": torch.tensor([2])}}))
-        door.drawn({"random": {"torch": torch.tensor([again])}})
-        door.committed(6, is_checked=True)
+        checks = checks_of()
+        checks._say, checks._peers = said.append, SimpleNamespace(rank=0, world_size=1, leads=True)  # type: ignore[assignment]
+        checks.enter(5, (6, {"random": {"torch": torch.tensor([2])}}))
+        checks.drawn({"random": {"torch": torch.tensor([again])}})
+        checks.committed(6, is_checked=True)
         assert (said != []) == (again == 3)
 
 
