@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from elaunch.agent.own_lines import can_move_cursor, is_one_terminal
-from elaunch.agent.workers.gpus import read_gpus, visible
+from elaunch.agent.workers.topology import read_gpus, visible
 from elaunch.rendezvous.dial import resolve
 from elaunch.rendezvous.endpoint import Endpoint, is_loopback, is_meant_locally
 

@@ -1,12 +1,13 @@
-"""Finds out what the rules about causes need to know of this host: full disks, GPU errors, limits, folders.
+"""Probes of this host that explain a failure or a wait: full disks, GPU errors, limits, folders, blocked ports.
 
-A file system whose server is gone may hang. So threads look, and nobody waits for them longer than the limit.
+A file system whose server is gone may hang. So threads read it, and they are not waited for longer than the limit.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import socket
 import stat
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -21,9 +22,14 @@ from elaunch.agent.diagnosis.causes.program import MISSING
 from elaunch.agent.diagnosis.causes.table import wants_disks
 from elaunch.agent.diagnosis.oom import KernelLog, limit_text
 from elaunch.agent.linux import in_threads, start_thread
+from elaunch.rendezvous.dial import Deadline, dial, is_silence, resolve
+from elaunch.rendezvous.endpoint import Endpoint
 from elaunch.rendezvous.types import Failure
 
 _LIMIT_S = 2.0
+_DIAL_S = 2.0
+REFUSED = "refused"
+_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 # File systems that are on no device of their own, and that programs fill. Network ones have a colon: host:/path.
 _WRITTEN_KINDS = ("tmpfs", "overlay", "lustre", "gpfs", "beegfs", "zfs", "btrfs", "ceph")
 
@@ -42,12 +48,12 @@ def gather_facts(failures: Iterable[Failure], log: KernelLog, found: Callable[[F
 
 
 def _with_disks(facts: Facts, failures: Iterable[Failure]) -> Facts:
-    looks: dict[str, Callable[[], Any]] = {
+    probes: dict[str, Callable[[], Any]] = {
         "shm": lambda: next(iter(_spaces([SHARED_MEMORY])), None),
         "full": _full_disks,
         "folder": lambda: next(filter(None, map(_folder_of_missing, failures)), ""),
     }
-    return replace(facts, **in_threads(looks, _LIMIT_S, "elaunch-look"))
+    return replace(facts, **in_threads(probes, _LIMIT_S, "elaunch-probe"))
 
 
 def _folder_of_missing(failure: Failure) -> str:
@@ -67,7 +73,7 @@ def _folder_of_missing(failure: Failure) -> str:
 
 
 def _is_safe(path: Path) -> bool:
-    """Whether only this user or root can have put it there: nobody else's code is advised for import."""
+    """Whether only this user or root can have put it there: the code of other users is not advised for import."""
     with suppress(OSError):
         found = path.stat()
         is_shared = stat.S_ISDIR(found.st_mode) and found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
@@ -92,12 +98,49 @@ def _full_disks() -> tuple[Space, ...]:
 
 
 def _spaces(mounts: Iterable[str]) -> tuple[Space, ...]:
-    """The file systems that are mounted there, and can be asked."""
+    """The file systems that are mounted there, and can be queried."""
     found = []
     for mount in mounts:
         with suppress(OSError):
-            said = os.statvfs(mount)
-            # A file system without a fixed number of files says 0 of 0.
-            files_free = said.f_favail if said.f_files else 1
-            found.append(Space(mount, said.f_blocks * said.f_frsize, said.f_bavail * said.f_frsize, files_free))
+            status = os.statvfs(mount)
+            # A file system without a fixed number of files reports 0 of 0.
+            files_free = status.f_favail if status.f_files else 1
+            found.append(Space(mount, status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize, files_free))
     return tuple(found)
+
+
+def why_not(master: Endpoint) -> str:
+    """Why no connection to that port is possible now; empty if one is, or if nothing is known. Waits for 2 s.
+
+    A firewall may close the port, and ranks would wait for minutes.
+    """
+    try:
+        dial(resolve(master.host, master.port, _DIAL_S), Deadline(_DIAL_S).left).close()
+    except socket.gaierror:
+        return ""
+    except ConnectionRefusedError:
+        return REFUSED
+    except TimeoutError:
+        return "no answer"
+    except OSError as error:
+        # Not this agent's own trouble, as too many open files: the worker may have none.
+        return (error.strerror or str(error)).lower() if is_silence(error) else ""
+    return ""
+
+
+def kernels_ports() -> tuple[int, int]:
+    """The first and the last of the ports that the kernel gives to gloo and NCCL."""
+    with suppress(OSError, ValueError):
+        first, last = map(int, _PORTS.read_text().split())
+        return first, last
+    return 32768, 60999
+
+
+def unreachable_text(master: Endpoint, why: str) -> str:
+    """The warning, with the ports that must be open."""
+    first, last = kernels_ports()
+    return (
+        f"this node cannot connect to {master} ({why}), MASTER_PORT on the node of rank 0: a firewall? Ports to open"
+        f" between all nodes: MASTER_PORT (--master-port FIRST:LAST limits it), and {first}-{last}, from which the"
+        " kernel gives gloo and NCCL theirs; `elaunch doctor` with the options of this job tries them"
+    )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from elaunch.agent.core.events import Event
 from elaunch.agent.diagnosis.exit_status import SILENT_S
-from elaunch.agent.diagnosis.flight_recorder import FlightRecorder
+from elaunch.agent.diagnosis.samplers import FlightRecorder
 from elaunch.agent.output.run_dir import Timeline
 from elaunch.agent.workers.link import Link
 from elaunch.rendezvous.types import Failure, FailureKind, RankTable

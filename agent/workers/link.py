@@ -21,7 +21,7 @@ from elaunch.agent.core.events import (
     WorkerStopped,
 )
 from elaunch.agent.diagnosis.exit_status import Raised
-from elaunch.agent.diagnosis.flight_recorder import FlightRecorder
+from elaunch.agent.diagnosis.samplers import FlightRecorder
 from elaunch.agent.peer_lost import is_peer_lost
 from elaunch.strict_json import parse_json
 

@@ -12,8 +12,8 @@ from elaunch.agent.core.events import Sampled, StacksTaken, WorkersHung
 from elaunch.agent.diagnosis import stacks
 from elaunch.agent.diagnosis.collectives import WINDOW_SAMPLES, WaitShares, last_entered, slow_rank, slow_text
 from elaunch.agent.diagnosis.hang import SAMPLE_EVERY_S
-from elaunch.agent.diagnosis.proc_stats import ProcSampler
-from elaunch.agent.diagnosis.reach import unreachable_text, why_not
+from elaunch.agent.diagnosis.investigate import unreachable_text, why_not
+from elaunch.agent.diagnosis.samplers import ProcSampler
 from elaunch.agent.diagnosis.stack_groups import Stack, what_keeps
 from elaunch.agent.linux import start_thread
 from elaunch.agent.output.run_dir import RunDir
@@ -80,7 +80,7 @@ class Observers:
     @property
     def due_s(self) -> float | None:
         """When the next look is due, on the monotonic clock; it waits for a wake-up that is due earlier."""
-        return None if self._from_s is None else max(self._from_s, self._sampler.due_s or 0.0)
+        return None if self._from_s is None else max(self._from_s, self._sampler.due_s)
 
     def end(self) -> None:
         """Look at them no more."""
@@ -141,7 +141,7 @@ class Observers:
     def _sample(self, now_s: float) -> None:
         """Note what the workers did since the last look, if another is due."""
         group = self._group
-        if not self._sampler.is_due(now_s):
+        if now_s < self._sampler.due_s:
             return
         windows = self._sampler.sample(group.pids, now_s)
         for rank, recorder in group.recorders.items():

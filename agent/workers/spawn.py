@@ -33,7 +33,7 @@ from elaunch.agent.linux import start_thread
 from elaunch.agent.output.pump import Pump
 from elaunch.agent.output.run_dir import RunDir
 from elaunch.agent.output.streams import LogFile, ShownTracebacks, TracebackFold, WorkerStream, is_pipe
-from elaunch.agent.workers import numa
+from elaunch.agent.workers import topology
 from elaunch.agent.workers.group import Worker, WorkerGroup
 from elaunch.agent.workers.link import Link
 from elaunch.rendezvous.endpoint import is_loopback
@@ -140,7 +140,7 @@ class Spawner:
         self._pump = pump
         self._tracebacks = ShownTracebacks()
         self._server = fork_server
-        self._topology = numa.read_topology(config.slots, config.environment) if config.numa_binding else None
+        self._topology = topology.read_topology(config.slots, config.environment) if config.numa_binding else None
         program = config.spec.program
         ours = program.kind is ProgramKind.COMMAND or program.interpreter == sys.executable
         # The store runs in this interpreter. Another interpreter's torch may use another version of its protocol.
@@ -213,7 +213,7 @@ class Spawner:
     def _cpus(self, local_rank: int) -> list[int] | None:
         if not self._config.numa_binding or not self._topology:
             return None
-        return sorted(numa.cpu_set(self._config.numa_binding, local_rank, self._topology))
+        return sorted(topology.cpu_set(self._config.numa_binding, local_rank, self._topology))
 
     def _standard_fds(self, group: WorkerGroup, worker: Worker) -> tuple[int, int, int]:
         """The worker's fds 0, 1 and 2; the caller closes them once the worker has them."""

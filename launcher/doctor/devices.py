@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from elaunch.agent.workers.gpus import Vendor, read_gpus, visible
+from elaunch.agent.workers.topology import Vendor, read_gpus, visible
 from elaunch.launcher.doctor.host import Finding, Needs, bad, ok, warn
 from elaunch.launcher.inspect.text import duration
 from elaunch.strict_json import parse_json

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from statistics import median
 
-from elaunch.agent.diagnosis.reach import REFUSED, kernels_ports, why_not
+from elaunch.agent.diagnosis.investigate import REFUSED, kernels_ports, why_not
 from elaunch.launcher.doctor.host import Finding, Needs, bad, ok, warn
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.host import (

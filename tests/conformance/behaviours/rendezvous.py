@@ -89,8 +89,8 @@ BEHAVIOURS = (
         differs="needs no `numactl`, and hosts without GPUs are bound too",
         trials=(Trial(args="--numa-binding carrots train.py", torchrun=Expected(code=2, never=("rank 0",))),),
         proofs=(
-            "tests/unit/agent/workers/test_numa.py::test_node_is_all_cpus_of_the_gpus_node",
-            "tests/unit/agent/workers/test_numa.py::test_this_host_can_be_read_and_bound_to",
+            "tests/unit/agent/workers/test_topology.py::test_node_is_all_cpus_of_the_gpus_node",
+            "tests/unit/agent/workers/test_topology.py::test_this_host_can_be_read_and_bound_to",
         ),
     ),
     Behaviour(

@@ -91,8 +91,7 @@ BEHAVIOURS = (
             ),
         ),
         proofs=(
-            "tests/unit/agent/workers/test_spawn_master_port.py"
-            "::test_without_a_wish_a_free_port_is_taken_a_fresh_one_each_time",
+            "tests/unit/agent/workers/test_spawn.py::test_without_a_wish_a_free_port_is_taken_a_fresh_one_each_time",
         ),
     ),
     Behaviour(

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from elaunch.agent.workers.gpus import Gpu, Vendor, read_gpus, visible
+from elaunch.agent.workers.topology import Gpu, Vendor, read_gpus, visible
 from elaunch.launcher import host
 from elaunch.launcher.host import (
     AddressUnclear,
@@ -76,7 +76,7 @@ def test_nvidia_gpus_are_counted_by_usable_device_nodes_and_described_by_the_dri
         write(tmp_path, f"proc/driver/nvidia/gpus/{address}/information", text)
         write(tmp_path, f"sys/bus/pci/devices/{address.lower()}/numa_node", f"{numa}\n")
 
-    monkeypatch.setattr("elaunch.agent.workers.gpus._is_usable", lambda node: node.name != "nvidia0")
+    monkeypatch.setattr("elaunch.agent.workers.topology._is_usable", lambda node: node.name != "nvidia0")
     gpus = read_gpus(tmp_path)
 
     assert gpus == (Gpu(Vendor.NVIDIA, "GPU-2-abc", 0), Gpu(Vendor.NVIDIA, "GPU-1-abc", 1))
@@ -92,7 +92,7 @@ def test_amd_gpus_are_topology_nodes_with_simd_units_and_a_usable_render_node(
     write(tmp_path, f"{base}/11/properties", "simd_count 304\ndrm_render_minor 130\n")
     write(tmp_path, "sys/class/drm/renderD128/device/numa_node", "1\n")
 
-    monkeypatch.setattr("elaunch.agent.workers.gpus._is_usable", lambda node: node.name != "renderD130")
+    monkeypatch.setattr("elaunch.agent.workers.topology._is_usable", lambda node: node.name != "renderD130")
     gpus = read_gpus(tmp_path)
 
     assert gpus == (Gpu(Vendor.AMD, "GPU-00000000000000ff", 1), Gpu(Vendor.AMD, "", -1))

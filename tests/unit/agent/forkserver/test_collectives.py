@@ -1,6 +1,6 @@
 """agent.forkserver.collectives in a process of this Python, with a small stand-in for torch's two modules.
 
-Real torch is in tests/unit/agent/diagnosis/test_flight_recorder.py; here are the torches that this machine has not got.
+Real torch is in tests/unit/agent/diagnosis/test_samplers.py; here are the torches that this machine has not got.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.agent.workers.gpus import Gpu, Vendor
+from elaunch.agent.workers.topology import Gpu, Vendor
 from elaunch.launcher.doctor import devices, host, network
 from elaunch.launcher.doctor.command import examine, health_check
 from elaunch.launcher.doctor.host import Finding, Grade, Needs, bad, ok, worst

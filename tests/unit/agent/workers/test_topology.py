@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.agent.config import NumaBinding
-from elaunch.agent.workers.numa import Topology, cpu_set, read_topology
+from elaunch.agent.workers.topology import Topology, cpu_set, read_topology
 
 ALL_MODES = list(NumaBinding)
 

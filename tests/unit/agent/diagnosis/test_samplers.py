@@ -1,18 +1,23 @@
-"""agent.diagnosis.proc_stats: what real processes look like from outside."""
+"""agent.diagnosis.samplers: real processes from outside, and replies about collectives.
+
+tests/e2e/test_hangs.py has real ranks.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
 from elaunch.agent.diagnosis.hang import HangState, IdleKind, Window, after_windows
-from elaunch.agent.diagnosis.proc_stats import ProcSampler
+from elaunch.agent.diagnosis.samplers import FlightRecorder, ProcSampler
 from tests.harness import DEADLINE_S, wait_for
 
 PROGRAMS = {
@@ -29,6 +34,7 @@ import contextlib, os, threading, time
 with contextlib.suppress(PermissionError): os.nice(-15)
 def ready(): print('ready', flush=True)
 """
+REST = b'"last_started_collective": -1, "last_completed_collective": 0}}}'
 EXPECTED = {"idle": IdleKind.IDLE, "loop": IdleKind.SPINS, "stopped": IdleKind.STOPPED}
 
 
@@ -60,7 +66,7 @@ def test_a_process_that_does_nothing_is_distinguished_from_one_that_works(runnin
 
     def all_match() -> bool:
         # They share few CPUs, so a short window of one of them may be between two turns of its work.
-        if not sampler.is_due(time.monotonic()):
+        if time.monotonic() < sampler.due_s:
             return False
         windows = sampler.sample(dict(enumerate(running.values())), time.monotonic())
         kinds = {names[rank]: idle_kind_of(window) for rank, window in windows.items()}
@@ -89,3 +95,40 @@ def test_a_pid_that_is_gone_or_that_another_process_has_now_is_not_the_worker() 
 
     assert (set(both), set(first), exchanged) == ({0, 1}, {0}, {})
     assert sampler.sample({0: worker.pid, 1: -1}, 4.0) == {}
+
+
+@pytest.mark.parametrize("reply", [b"x", b"n[]", b"n\xff", b"e", b"n" + b"9" * 60_000])
+def test_a_reply_of_another_form_has_no_counts(reply: bytes) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    recorder = FlightRecorder(ours.detach())
+    with theirs:
+        assert recorder.poll(1.0) is None
+        assert theirs.recv(32) == b"n"
+        theirs.send(reply)
+        theirs.send(b"n{}")
+
+        assert not recorder.poll(2.0)
+        assert not recorder.is_stalled(2.0)
+        assert recorder.counts == {}
+        theirs.close()
+        assert recorder.poll(3.0) is None
+    recorder.close()
+
+
+def test_a_worker_that_floods_its_agent_is_read_in_order_and_only_in_part_at_each_poll() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    recorder = FlightRecorder(ours.detach())
+    theirs.setblocking(False)
+    sent, polled = 0, []
+    with theirs:
+        for now_s in range(4):
+            with suppress(BlockingIOError):
+                while True:
+                    theirs.send(b'n{"pg_status": {"0": {"last_enqueued_collective": %d,' % sent + REST)
+                    sent += 1
+            polled.append(recorder.poll(float(now_s)))
+    recorder.close()
+
+    seen = [counts[0, 0].entered if counts else -1 for counts in polled]
+    assert sent > 32, "the flood is longer than what a poll reads"
+    assert seen == [15, 31, 47, 63]
