@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from elaunch.rendezvous.store import Store
     from elaunch.rendezvous.types import Outcome
 
-_LAST_WORDS_S = 2.0
+_OUTPUT_WAIT_S = 2.0
 _UNREAD = "stopped; not all output was taken by the console or its reader"
 
 
@@ -81,7 +81,7 @@ def begin(config: AgentConfig) -> Iterator[AgentRun]:
             yield agent
         except BaseException:
             # The pump's lines come before the error's text.
-            pump.close(timeout_s=_LAST_WORDS_S)
+            pump.close(timeout_s=_OUTPUT_WAIT_S)
             raise
 
 
@@ -135,7 +135,7 @@ class AgentRun:
 
         if self._hook:
             self._hook.close()
-        if not self.pump.close(timeout_s=_LAST_WORDS_S if outcome.kind is OutcomeKind.INTERRUPTED else None):
+        if not self.pump.close(timeout_s=_OUTPUT_WAIT_S if outcome.kind is OutcomeKind.INTERRUPTED else None):
             os.set_blocking(2, False)
             with suppress(OSError):
                 os.write(2, self.pump.lines.line(_UNREAD, "warning"))

@@ -12,7 +12,7 @@ from elaunch.rendezvous.types import RankTable
 
 
 class StopReason(Enum):
-    """Why workers are to stop: nodes come, so that training goes on at once; a node goes; the job ends."""
+    """Why workers are to stop: nodes join, and training continues at once; a node leaves; the job ends."""
 
     JOIN = "join"
     LEAVE = "leave"
@@ -21,14 +21,14 @@ class StopReason(Enum):
 
 @dataclass(frozen=True)
 class StopAtStepBoundary:
-    """All ranks have to stop after the same step. A worker that said `stopped` may take its time to save and exit."""
+    """All ranks have to stop after the same step. One that reported `stopped` may take its time to save and exit."""
 
     reason: StopReason
 
 
 @dataclass(frozen=True)
 class PeerFailed:
-    """The group is broken: save what only this worker holds, and say `saved`; SIGKILL is the answer to that."""
+    """The group is broken: save what only this worker holds, and report `saved`; SIGKILL follows."""
 
     generation: int
 
@@ -43,9 +43,9 @@ Message = StopAtStepBoundary | PeerFailed | ShowStacks
 
 @dataclass(frozen=True)
 class Commit:
-    """Write to the store, after all that was written before; a tagged one is answered by `Committed`.
+    """Write to the store, after all that was written before; `Committed` follows if it has a tag.
 
-    An untagged one needs no answer: the next look shows what happened.
+    One without a tag needs no response: the next snapshot shows what happened.
     """
 
     txn: Txn
@@ -54,7 +54,7 @@ class Commit:
 
 @dataclass(frozen=True)
 class Join:
-    """Reserve a port and put this node's `joined` key for the newest generation; answered by `Committed`.
+    """Reserve a port and put this node's `joined` key for the newest generation; `Committed` follows.
 
     `is_member` as in `transactions.join`.
     """
@@ -66,12 +66,12 @@ class Join:
 
 @dataclass(frozen=True)
 class Renew:
-    """Let go of the lease, if there is one, and begin another; answered by `Leased`."""
+    """Revoke the lease, if there is one, and grant another; `Leased` follows."""
 
 
 @dataclass(frozen=True)
 class Widen:
-    """Look at all keys of the job from now on, not only at those under `ctl/`."""
+    """Watch all keys of the job from now on, not only those under `ctl/`."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class SignalWorkers:
 
 @dataclass(frozen=True)
 class NotifyWorkers:
-    """Say it to the workers of these local ranks, which listen on their links."""
+    """Send the message to the workers of these local ranks, which listen on their links."""
 
     generation: int
     local_ranks: frozenset[int]
@@ -102,7 +102,7 @@ class NotifyWorkers:
 
 @dataclass(frozen=True)
 class TakeStacks:
-    """Take the stacks of the workers of these local ranks; answered by `StacksTaken`."""
+    """Take the stacks of the workers of these local ranks; `StacksTaken` follows."""
 
     generation: int
     local_ranks: frozenset[int]
@@ -117,7 +117,7 @@ class NameThreads:
 
 @dataclass(frozen=True)
 class KeepStacks:
-    """Write these stacks to the generation's folder, if the user keeps logs."""
+    """Write these stacks to the generation's folder, if there is a log folder."""
 
     generation: int
     text: str
@@ -125,7 +125,7 @@ class KeepStacks:
 
 @dataclass(frozen=True)
 class Blame:
-    """Make a failure of this local rank's hang, or of this node's with -1; answered by `WorkersHung`.
+    """Make a failure of this local rank's hang, or of this node's with -1; `WorkersHung` follows.
 
     This node's ranks have been idle for `idle_s`. `is_blameless` as in `Failure`.
     """
@@ -139,9 +139,9 @@ class Blame:
 
 @dataclass(frozen=True)
 class Clear:
-    """End what is left of a generation on this node and collect its output; answered by `Cleared`.
+    """End what is left of a generation on this node and collect its output; `Cleared` follows.
 
-    With `is_done`, all workers exited with 0: what they have left behind may go on until the agent's end.
+    With `is_done`, all workers exited with 0: their orphans may run until the agent exits.
     """
 
     generation: int
@@ -150,7 +150,7 @@ class Clear:
 
 @dataclass(frozen=True)
 class ReplaceForkServer:
-    """End a fork server that does not answer, and its workers; answered by `ServiceLost`."""
+    """End a fork server that does not respond, and its workers; `ServiceLost` follows."""
 
     generation: int
 

@@ -7,17 +7,18 @@ from signal import SIGINT
 
 from elaunch.agent.core.actions import Action, Commit, Log
 from elaunch.agent.core.events import Cleared, Signalled, SnapshotChanged, Tick
-from elaunch.agent.core.leaving import end_of_own_run, interrupted, leave, say_goodbye, take_signal
-from elaunch.agent.core.membership import belongs_to_run, join_again, loss_of_keys
-from elaunch.agent.core.state import (
-    Agent,
-    Clearing,
-    Exited,
-    Finished,
-    Step,
-    exit_with,
+from elaunch.agent.core.membership import (
+    belongs_to_run,
+    end_of_own_run,
+    interrupted,
+    join_again,
+    leave,
+    loss_of_keys,
+    take_signal,
+    withdraw,
 )
-from elaunch.agent.core.store_outage import note_idle, say_waits
+from elaunch.agent.core.state import Agent, Clearing, Exited, Finished, Step, exit_with
+from elaunch.agent.core.store_outage import log_waits, note_idle
 from elaunch.agent.diagnosis.causes.table import explained
 from elaunch.agent.diagnosis.exit_status import with_tail
 from elaunch.rendezvous.rules import transactions
@@ -38,7 +39,7 @@ def report_ends(agent: Agent, generation: int, ends: tuple[Failure, ...]) -> tup
 
 
 # After the last worker of a stop has ended, the reader of its output has this time.
-LAST_WORDS_S = 2.0
+OUTPUT_WAIT_S = 2.0
 
 
 def signalled(agent: Agent, clearing: Clearing, event: Signalled, now_s: float) -> Step:
@@ -62,8 +63,8 @@ def signalled(agent: Agent, clearing: Clearing, event: Signalled, now_s: float) 
                 actions = (*actions, *left)
         case Clearing(then=None):
             outcome = interrupted(agent, event)
-            agent, actions = say_goodbye(agent, outcome)
-            agent = replace(agent, phase=replace(clearing, then=outcome, until_s=now_s + LAST_WORDS_S))
+            agent, actions = withdraw(agent, outcome)
+            agent = replace(agent, phase=replace(clearing, then=outcome, until_s=now_s + OUTPUT_WAIT_S))
         case Clearing(then=Outcome() as then) if event.signum == SIGINT:
             agent, actions = end_of_own_run(agent, clearing.table.generation, interrupted(agent, event))
             agent = replace(agent, phase=Exited(then))
@@ -72,11 +73,11 @@ def signalled(agent: Agent, clearing: Clearing, event: Signalled, now_s: float) 
 
 def tick(agent: Agent, clearing: Clearing, _: Tick, now_s: float) -> Step:
     """Wait no longer for output, where the agent is to exit."""
-    agent, said = say_waits(agent, now_s)
+    agent, logged = log_waits(agent, now_s)
     if clearing.then is None or now_s < clearing.until_s:
-        return agent, said
+        return agent, logged
     # Only output is left, and its reader does not read it.
-    return replace(agent, phase=Exited(clearing.then)), said
+    return replace(agent, phase=Exited(clearing.then)), logged
 
 
 def cleared(agent: Agent, clearing: Clearing, event: Cleared, now_s: float) -> Step:
@@ -85,11 +86,6 @@ def cleared(agent: Agent, clearing: Clearing, event: Cleared, now_s: float) -> S
     agent, actions, then = _complete(agent, clearing, event)
     agent, more = exit_with(agent, then) if then else _go_on(agent, clearing)
     return note_idle(agent, now_s), (*actions, *more)
-
-
-def due_s(clearing: Clearing) -> float | None:
-    """When the agent stops waiting for output; None if it waits without a limit."""
-    return clearing.until_s if clearing.then else None
 
 
 def _go_on(agent: Agent, clearing: Clearing) -> Step:
@@ -132,7 +128,7 @@ def _complete(agent: Agent, clearing: Clearing, event: Cleared) -> tuple[Agent, 
     return agent, actions, replace(then, failure=cause) if then and then.failure == first else then
 
 
-def finished_looked(agent: Agent, finished: Finished, _event: SnapshotChanged, _now_s: float) -> Step:
+def finished_snapshot_changed(agent: Agent, finished: Finished, _event: SnapshotChanged, _now_s: float) -> Step:
     """Join again where a newer generation was opened; exit if the job has ended."""
     snapshot, generation, lost = agent.snapshot, agent.snapshot.generation, loss_of_keys(agent)
     if lost:
@@ -147,5 +143,5 @@ def finished_looked(agent: Agent, finished: Finished, _event: SnapshotChanged, _
         # The key was written over, and restored: the guard of the report may not have held.
         done = Commit(report_done(snapshot, agent.me, finished.table.generation))
         return replace(agent, phase=replace(finished, reported=snapshot.generation_revision)), (done,)
-    told = report_ends(agent, finished.table.generation, finished.ends)
-    return join_again(agent, finished.table.generation), (*told, Log(f"running again: {generation.cause}"))
+    records = report_ends(agent, finished.table.generation, finished.ends)
+    return join_again(agent, finished.table.generation), (*records, Log(f"running again: {generation.cause}"))

@@ -1,4 +1,4 @@
-"""What can happen to an agent, and the signals that the core speaks of."""
+"""The events of an agent: what the store, its workers, signals and timers report."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from elaunch.agent.diagnosis.stack_groups import Stack
 from elaunch.rendezvous.rules.snapshot import Snapshot
 from elaunch.rendezvous.types import Failure
 
-# Those that end the job on all nodes, not only this node's part in it: they are a person's. Nobody sends SIGPIPE: the
-# agent found that nobody reads its stdout any more (agent/output/streams.py).
+# Those that end the job on all nodes, not only this node's part in it: they are a person's. No process sends SIGPIPE:
+# the reader of the agent's stdout has closed it (agent/output/streams.py).
 ENDS_JOB = frozenset((SIGINT, SIGPIPE))
-# Exit code of a program that a signal ended, as a shell says it: this and the signal.
+# Exit code of a program that a signal ended, as a shell reports it: this and the signal.
 SHELL_BASE = 128
 
 
 class Tag(Enum):
-    """Transactions whose answer the agent waits for; only one at a time."""
+    """Transactions whose response the agent waits for; only one at a time."""
 
     RUN = "start a run"
     JOIN = "join"
@@ -33,14 +33,14 @@ class Tag(Enum):
 
 @dataclass(frozen=True)
 class SnapshotChanged:
-    """What the store's keys say now."""
+    """The store's keys, as they are now."""
 
     snapshot: Snapshot
 
 
 @dataclass(frozen=True)
 class Leased:
-    """The store has begun a lease for this node; `node_id` is a name for a new incarnation of it."""
+    """The store has granted this node a lease; `node_id` is a name for a new incarnation of it."""
 
     lease: int
     node_id: str
@@ -48,16 +48,16 @@ class Leased:
 
 @dataclass(frozen=True)
 class LeaseLost:
-    """The store says that the lease has ended, and with it this node's keys."""
+    """The lease has expired, and with it this node's keys."""
 
     lease: int
 
 
 @dataclass(frozen=True)
 class Committed:
-    """The store's answer to a `Commit` with a tag; `held` as in `store.Answer`.
+    """The store's response to a `Commit` with a tag; `held` as in `store.Answer`.
 
-    `revision` is 0 where nothing came of it, since the lease of a put had ended.
+    `revision` is 0 where nothing was written, since the lease of a put had expired.
     """
 
     tag: Tag
@@ -66,7 +66,7 @@ class Committed:
 
 
 class Trouble(Enum):
-    """The kind of trouble with the store; the value is the end of a sentence."""
+    """Why requests to the store fail; the value is the end of a sentence."""
 
     AWAY = "is away"
     SLOW = "is too slow"
@@ -77,7 +77,7 @@ class Trouble(Enum):
 
 @dataclass(frozen=True)
 class StoreFailed:
-    """A request to the store failed; it is being tried again and again. `why` is a sentence without a full stop.
+    """A request to the store failed, and is retried. `why` is a sentence without a full stop.
 
     The trouble is OWN where this agent cannot open a connection, so nothing is known of the store; DENIED where waiting
     alone does not help. `is_heads` says that a node of the job serves the store. `is_silent`: nothing came from the
@@ -92,7 +92,7 @@ class StoreFailed:
 
 @dataclass(frozen=True)
 class StoreBack:
-    """The store answers, and does as asked."""
+    """The store serves this node's requests again."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class StoreLost:
 
 @dataclass(frozen=True)
 class WorkerExited:
-    """A worker is gone; `failure` is None where it exited with 0. `code` is as in `Failure`.
+    """A worker has exited; `failure` is None where it exited with 0. `code` is as in `Failure`.
 
     `end` is the record of a program that came to its end without an exception, of the kind ENDED_EARLY. It counts if
     other ranks still wait for this one. A signal may have ended the process on its way out.
@@ -132,7 +132,7 @@ class WorkerEnded:
 
 @dataclass(frozen=True)
 class WorkerListens:
-    """A worker listens on its link: what it wants to be told there from now on, instead of a signal."""
+    """A worker listens on its link: which notices it takes there from now on, instead of a signal."""
 
     generation: int
     local_rank: int
@@ -151,7 +151,7 @@ class WorkerSaving:
 
 @dataclass(frozen=True)
 class WorkerSaved:
-    """After a peer's failure: all of this worker up to `step` is kept elsewhere, and it may be killed."""
+    """After a peer's failure: all of this worker up to `step` is stored elsewhere, and it may be killed."""
 
     generation: int
     local_rank: int
@@ -169,7 +169,7 @@ class WorkerStopped:
 
 @dataclass(frozen=True)
 class Sampled:
-    """A look at the workers' processes: what each of them did since the last look, by local rank."""
+    """A sample of the workers' processes: what each of them did since the last one, by local rank."""
 
     generation: int
     windows: Mapping[int, Window]
@@ -193,7 +193,7 @@ class WorkersHung:
 
 @dataclass(frozen=True)
 class ServiceLost:
-    """What serves all workers of this node is gone: the worker store, or the fork server and all workers with it."""
+    """What serves all workers of this node has exited: the worker store, or the fork server and all workers with it."""
 
     generation: int
     failure: Failure
@@ -221,15 +221,15 @@ class Signalled:
 
 @dataclass(frozen=True)
 class RestartOrdered:
-    """A person wants the workers of all nodes to start again: `elaunch restart`."""
+    """`elaunch restart`: the workers of all nodes are to start again."""
 
 
 @dataclass(frozen=True)
 class Cleared:
     """After `Clear`: no process of the generation is left, and all of its output has arrived.
 
-    `tails` are the ends of the local ranks' stderr; `progressed` says that a worker of this node had made progress.
-    `facts` are what was found out on this host after a failure.
+    `tails` are the ends of the local ranks' stderr; `progressed`: a worker of this node had made progress. `facts` are
+    what was found out on this host after a failure.
     """
 
     generation: int
@@ -239,7 +239,7 @@ class Cleared:
 
 
 class SnapshotPending:
-    """In the place of a look at the store, which is taken when its turn comes: many changes make one look."""
+    """Stands for a `SnapshotChanged` that is made when the loop takes it: many changes make one event."""
 
 
 @dataclass(frozen=True)

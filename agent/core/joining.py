@@ -15,7 +15,7 @@ from elaunch.rendezvous.rules.restart_policy import exclusion_of
 from elaunch.rendezvous.types import OutcomeKind, RankTable
 
 
-def looked(agent: Agent, joining: Joining, _event: SnapshotChanged, _now_s: float) -> Step:
+def snapshot_changed(agent: Agent, joining: Joining, _event: SnapshotChanged, _now_s: float) -> Step:
     """Start workers if the newest table seats this node, else wait as a spare; exit if the job has ended."""
     snapshot, lost = agent.snapshot, loss_of_keys(agent)
     if lost:
@@ -24,7 +24,7 @@ def looked(agent: Agent, joining: Joining, _event: SnapshotChanged, _now_s: floa
         return agent, ()
     if snapshot.ended and belongs_to_run(agent):
         return exit_with(agent, snapshot.ended)
-    if joining.asked == snapshot.generation.number > joining.ran and agent.membership.is_member:
+    if joining.joined == snapshot.generation.number > joining.ran and agent.membership.is_member:
         return _take_seat(agent, snapshot.current_table, joining)
     return agent, ()
 
@@ -42,8 +42,8 @@ def _take_seat(agent: Agent, table: RankTable | None, joining: Joining) -> Step:
     if group_rank is None:
         if joining.spare_of == table.generation:
             return agent, ()
-        said = Log(f"generation {table.generation} runs without this node: {_why_seatless(agent, table)}")
-        return replace(agent, phase=replace(joining, spare_of=table.generation)), (said,)
+        logged = Log(f"generation {table.generation} runs without this node: {_why_seatless(agent, table)}")
+        return replace(agent, phase=replace(joining, spare_of=table.generation)), (logged,)
     running = Running(table, frozenset(range(table.seats[group_rank].slots)), is_first=joining.ran < 0)
     name = _name_of_job(agent) if running.is_first else ""
     logs = f"; output in {agent.logs}" if running.is_first and agent.logs else ""

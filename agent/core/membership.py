@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from signal import SIGINT, SIGPIPE
 
-from elaunch.agent.core.actions import Commit, Join, Log, Renew, Widen
-from elaunch.agent.core.events import Committed, Leased, LeaseLost, Tag
+from elaunch.agent.core.actions import Action, Commit, Join, Log, Renew, Widen
+from elaunch.agent.core.events import ENDS_JOB, SHELL_BASE, Committed, Leased, LeaseLost, RestartOrdered, Signalled, Tag
 from elaunch.agent.core.state import (
-    WORTH_A_WORD_S,
+    LOG_AFTER_S,
     Agent,
+    Exited,
     Finished,
     Joining,
     Phase,
@@ -18,13 +20,10 @@ from elaunch.agent.core.state import (
     exit_with,
 )
 from elaunch.rendezvous.job_spec import job_name
+from elaunch.rendezvous.rules import transactions
 from elaunch.rendezvous.rules.leader import lead
-from elaunch.rendezvous.rules.transactions import (
-    become_leader,
-    confirm_membership,
-    return_as_member,
-    start_run,
-)
+from elaunch.rendezvous.rules.queries import Topic
+from elaunch.rendezvous.rules.transactions import become_leader, confirm_membership, return_as_member, start_run
 from elaunch.rendezvous.types import Outcome, OutcomeKind, Terms, host_of
 
 
@@ -40,7 +39,7 @@ def lease_lost(agent: Agent, _phase: Phase, event: LeaseLost, now_s: float) -> S
         return agent, ()
     agent = agent.as_member(lease=0, is_member=False, evicted=False)
     if isinstance(agent.phase, Joining):
-        agent = replace(agent, phase=replace(agent.phase, asked=-1))
+        agent = replace(agent, phase=replace(agent.phase, joined=-1))
     # A lease that ends again and again would hide each loss for ever.
     if now_s >= agent.lossless_until_s + agent.times.return_grace_s:
         agent = replace(agent, lossless_until_s=now_s + agent.times.return_grace_s)
@@ -64,7 +63,7 @@ def renew_when_due(agent: Agent, now_s: float) -> Step:
 
 
 # The log says what a node waits for at most once in this time.
-SAY_AGAIN_S = 5.0
+LOG_AGAIN_S = 5.0
 # A person who waits for the other nodes for this long needs the line for them again: it has scrolled away.
 INVITE_AGAIN_S = 60.0
 # There is one try per lease time. After these tries any lease has ended, even if the store was away at the first try.
@@ -90,8 +89,8 @@ def attend(agent: Agent, now_s: float) -> Step:
     if not member.is_member:
         return _enter(agent, now_s)
     match agent.phase:
-        case Joining(asked=asked, ran=ran) as joining if snapshot.generation and not snapshot.ended:
-            if max(asked, ran) < snapshot.generation.number:
+        case Joining(joined=joined, ran=ran) as joining if snapshot.generation and not snapshot.ended:
+            if max(joined, ran) < snapshot.generation.number:
                 return _join(agent, joining)
     return _lead(agent, now_s)
 
@@ -132,19 +131,19 @@ def loss_of_keys(agent: Agent) -> Outcome | None:
     return agent.outcome(OutcomeKind.UNKNOWN, why)
 
 
-def say_wait(agent: Agent, now_s: float) -> Step:
+def log_wait(agent: Agent, now_s: float) -> Step:
     """Log what is waited for, where that takes long."""
     waiting = agent.waiting
     if waiting.due_s is None or now_s < waiting.due_s:
         return agent, ()
-    if waiting.is_said:
+    if waiting.is_logged:
         return replace(agent, waiting=replace(waiting, due_s=None)), (Log(agent.invitation),)
     # Nodes that ran together have found each other.
-    have_met = agent.table_seen[0] >= 0 or waiting.said_s >= 0
+    have_met = agent.table_seen[0] >= 0 or waiting.logged_s >= 0
     only_here = f"; {agent.only_here}" if agent.only_here and not have_met else ""
-    said = Log(f"waiting for {waiting.text}{only_here}", "warning" if only_here else "info")
+    logged = Log(f"waiting for {waiting.text}{only_here}", "warning" if only_here else "info")
     again_s = now_s + INVITE_AGAIN_S if agent.invitation and isinstance(agent.phase, Joining) else None
-    return replace(agent, waiting=replace(waiting, due_s=again_s, said_s=now_s, is_said=True)), (said,)
+    return replace(agent, waiting=replace(waiting, due_s=again_s, logged_s=now_s, is_logged=True)), (logged,)
 
 
 def _answered(agent: Agent, event: Committed) -> Agent:
@@ -227,7 +226,7 @@ def _start_run(agent: Agent, now_s: float) -> Step:
 def _join(agent: Agent, joining: Joining) -> Step:
     member, generation = agent.membership, agent.snapshot.generation
     assert generation
-    agent = replace(agent.as_member(in_flight=Tag.JOIN), phase=replace(joining, asked=generation.number))
+    agent = replace(agent.as_member(in_flight=Tag.JOIN), phase=replace(joining, joined=generation.number))
     return agent, (Join(member.lease, member.is_member, agent.progressed),)
 
 
@@ -236,16 +235,18 @@ def _refused(agent: Agent, now_s: float) -> Step:
     agent, snapshot, phase = agent.as_member(refused=False), agent.snapshot, agent.phase
     if not isinstance(phase, Joining):
         return attend(agent, now_s)
-    agent = replace(agent, phase=replace(phase, asked=-1))
-    moved = snapshot.generation is None or snapshot.generation.number != phase.asked or snapshot.ended
+    agent = replace(agent, phase=replace(phase, joined=-1))
+    moved = snapshot.generation is None or snapshot.generation.number != phase.joined or snapshot.ended
     if moved or not agent.membership.is_member:
         return attend(agent, now_s)
     return _evicted(agent)
 
 
 def _evicted(agent: Agent) -> Step:
-    said = Log("the others waited too long for this node, and it lost its seat; it comes back as a new one", "warning")
-    return agent.as_member(lease=0, is_member=False, evicted=False), (said, Renew())
+    logged = Log(
+        "the others waited too long for this node, and it lost its seat; it comes back as a new one", "warning"
+    )
+    return agent.as_member(lease=0, is_member=False, evicted=False), (logged, Renew())
 
 
 def _lead(agent: Agent, now_s: float) -> Step:
@@ -297,8 +298,8 @@ def _wait(agent: Agent, text: str, now_s: float) -> Agent:
     waiting = agent.waiting
     if text == waiting.text:
         return agent
-    due_s = max(now_s + WORTH_A_WORD_S, waiting.said_s + SAY_AGAIN_S) if text else None
-    return replace(agent, waiting=Waiting(text, due_s, waiting.said_s))
+    due_s = max(now_s + LOG_AFTER_S, waiting.logged_s + LOG_AGAIN_S) if text else None
+    return replace(agent, waiting=Waiting(text, due_s, waiting.logged_s))
 
 
 def _mismatch(agent: Agent, theirs: Terms | None) -> Outcome | None:
@@ -322,3 +323,101 @@ def _mismatch(agent: Agent, theirs: Terms | None) -> Outcome | None:
         " type the same on all nodes, or choose another --run-id"
     )
     return agent.outcome(OutcomeKind.REFUSED, reason)
+
+
+def signalled(agent: Agent, _: Joining | Finished, event: Signalled, now_s: float) -> Step:
+    """Leave the job, or end it for all nodes (SIGINT), and exit."""
+    return leave(take_signal(agent, event), event)
+
+
+def take_signal(agent: Agent, event: Signalled) -> Agent:
+    """Note a person's SIGINT."""
+    return replace(agent, is_interrupted=True) if event.signum == SIGINT else agent
+
+
+def leave(agent: Agent, event: Signalled) -> Step:
+    """Exit for a signal, where no worker runs."""
+    outcome = interrupted(agent, event)
+    agent, withdrawn = withdraw(agent, outcome)
+    return replace(agent, phase=Exited(outcome)), withdrawn
+
+
+def interrupted(agent: Agent, event: Signalled) -> Outcome:
+    where = f" by {agent.me.host}" if agent.spec.nodes_max > 1 else ""
+    reason = (
+        f"nobody reads its stdout any more{where}" if event.signum == SIGPIPE else f"{event.name} was received{where}"
+    )
+    return agent.outcome(OutcomeKind.INTERRUPTED, reason, signum=event.signum)
+
+
+def withdraw(agent: Agent, outcome: Outcome) -> Step:
+    """Tell the others before touching a worker: what is a person's ends the job; else only this node goes."""
+    snapshot = agent.snapshot
+    if snapshot.generation is None or snapshot.ended:
+        return agent, ()
+    if outcome.signum in ENDS_JOB and agent.membership.belongs:
+        return agent, (Commit(transactions.end_job(snapshot, outcome)),)
+    table = snapshot.current_table
+    is_seated = table is not None and table.group_rank(agent.me.node_id) is not None
+    opens = is_seated and not isinstance(agent.phase, Finished)
+    return agent.as_member(is_member=False), withdrawal(agent, opens=opens, why=outcome.reason, signum=outcome.signum)
+
+
+def end_of_own_run(agent: Agent, generation: int, outcome: Outcome) -> Step:
+    """The end of the job for all, unless those that this node leaves have ended it, and others begun another."""
+    newest = agent.snapshot.generation
+    if newest and newest.number > generation + 1:
+        return agent, ()
+    return withdraw(agent, outcome)
+
+
+def withdrawal(agent: Agent, *, opens: bool, why: str, signum: int = 0) -> tuple[Action, ...]:
+    """This node goes, and says so; where it leads, others may do so at once."""
+    snapshot = agent.snapshot
+    left: tuple[Action, ...] = (Commit(transactions.leave(snapshot, agent.me, opens=opens, why=why, signum=signum)),)
+    return (*left, Commit(transactions.resign(snapshot))) if snapshot.leader == agent.me.node_id else left
+
+
+@dataclass(frozen=True)
+class OrderResponse:
+    """Whether the job does as ordered, and a sentence about it for the person."""
+
+    is_done: bool
+    text: str
+
+
+def order(agent: Agent, topic: Topic) -> tuple[Signalled | RestartOrdered | None, OrderResponse]:
+    """The event to take, if any, and the answer."""
+    snapshot, phase = agent.snapshot, agent.phase
+    if ended := agent.ending or snapshot.ended:
+        # A second SIGINT would kill workers that save.
+        return None, OrderResponse(topic is Topic.STOP, f"the job ends already: {ended.reason}")
+    job = job_name(snapshot.keys.run_id)
+    has_others = agent.spec.nodes_max > 1
+    is_away = has_others and agent.reach.failing_since_s is not None
+    if topic is Topic.STOP:
+        where = " on all nodes" if has_others else ""
+        where = " on this node; the store is away, so stop the other nodes there" if is_away else where
+        grace = f"workers have {agent.times.stop_grace_s:g} s to save; the job's exit code is {SHELL_BASE + SIGINT}"
+        return Signalled(SIGINT, "elaunch stop", is_order=True), OrderResponse(True, f"{job} stops{where}: {grace}")
+    if agent.spec.max_restarts == 0:
+        why = "it has one generation, since it was started with --max-restarts 0; stop it and start it again"
+        return None, OrderResponse(False, why)
+    if is_away:
+        return None, OrderResponse(False, "the job's store is away, and without it no generation can be opened")
+    opened, table = snapshot.generation, snapshot.current_table
+    # What joins has no workers, and those of other nodes run: it is a spare, or waits for its seat.
+    if not isinstance(phase, (Joining, Running, Finished)) or opened is None or table is None:
+        generation = f"generation {opened.number + bool(table)}" if opened else "the first generation"
+        return None, OrderResponse(False, f"no workers run now: {generation} is about to start")
+    number = opened.number + 1
+    return RestartOrdered(), OrderResponse(True, f"{job}: all workers stop, and start again as generation {number}")
+
+
+def restart(agent: Agent, _: Joining | Running | Finished, _event: RestartOrdered, _now_s: float) -> Step:
+    """Open a new generation on all nodes; it is not counted against the budget."""
+    if agent.snapshot.current_table is None:
+        return agent, ()
+    return agent, (
+        Commit(transactions.open_restart(agent.snapshot, f"elaunch restart was received by {agent.me.host}")),
+    )

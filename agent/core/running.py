@@ -1,4 +1,4 @@
-"""Phase RUNNING: this node's workers run."""
+"""Phase RUNNING: this node's workers run: their exits, their hangs, and what stops them."""
 
 from __future__ import annotations
 
@@ -7,56 +7,75 @@ from dataclasses import replace
 from signal import SIGABRT, SIGHUP, SIGINT, SIGKILL, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2
 
 from elaunch.agent.core import events
-from elaunch.agent.core.actions import Action, Commit, Log, NameThreads, SignalWorkers, StopReason
-from elaunch.agent.core.hangs import hear_of_hang
-from elaunch.agent.core.leaving import goodbye, interrupted, say_goodbye, take_signal
-from elaunch.agent.core.membership import loss_of_keys
+from elaunch.agent.core.actions import (
+    Action,
+    Blame,
+    Commit,
+    KeepStacks,
+    Log,
+    NameThreads,
+    NotifyWorkers,
+    ShowStacks,
+    SignalWorkers,
+    StopReason,
+    TakeStacks,
+)
+from elaunch.agent.core.membership import interrupted, loss_of_keys, take_signal, withdraw, withdrawal
 from elaunch.agent.core.state import EXIT_S, Agent, Clearing, HeldEnd, ProgramEnd, Running, Step, Stopping
 from elaunch.agent.core.stopping import (
     STOPPED_CODES,
-    answer_to_signal,
     clear_up,
     grace_of_failure,
     ranks,
+    signal_line,
     stop_at_boundary,
     stop_broken,
-    wishes_of,
+    with_subscription,
 )
-from elaunch.agent.core.store_outage import given_up, say_waits
+from elaunch.agent.core.store_outage import given_up, log_waits
+from elaunch.agent.diagnosis import hang
+from elaunch.agent.diagnosis.stack_groups import full_text, group_text, grouped
 from elaunch.rendezvous.rules import transactions
+from elaunch.rendezvous.rules.hang_verdict import Hang, confirm_s, hang_sentence, report_idle
 from elaunch.rendezvous.rules.restart_policy import decisive_failure
-from elaunch.rendezvous.types import Failure, FailureKind, Generation, OpenKind, Outcome, OutcomeKind
+from elaunch.rendezvous.types import Failure, FailureKind, Generation, OpenKind, Outcome, OutcomeKind, host_of
 
 # Schedulers signal the agent and its workers together; a worker that died so is no failure if our signal comes too.
 HOLD_S = 0.1
-# Those that somebody sends on purpose.
-ASKING = (SIGHUP, SIGINT, SIGQUIT, SIGUSR1, SIGUSR2, SIGTERM)
-# A lost peer whose end is not known yet: its program may still clean up.
+# Those that are sent on purpose.
+REQUESTS = (SIGHUP, SIGINT, SIGQUIT, SIGUSR1, SIGUSR2, SIGTERM)
+# A lost peer whose exit is not known yet: its program may still clean up.
 UNEXPLAINED_S = 1.0
-# How a rank ends that lost a peer, as far as is known before its output is read.
+# How a rank exits that lost a peer, as far as is known before its output is read.
 EFFECTS = (FailureKind.PEER_LOST, FailureKind.EXIT_CODE)
-# All ranks of a job stop after the same step, also those whose agent has not yet heard why.
+# All ranks of a job stop after the same step, also those whose agent does not know yet why.
 STOPPED_HOLD_S = 2.0
 # A rank that others wait for is named by the verdict on the hang, and that once.
 AFTER_HANG_S = 10.0
 
 
-def looked(agent: Agent, running: Running, _event: events.SnapshotChanged, now_s: float) -> Step:
+def snapshot_changed(agent: Agent, running: Running, _event: events.SnapshotChanged, now_s: float) -> Step:
     """Stop the workers if a newer generation was opened or the job has ended."""
     generation, ended, lost = agent.snapshot.generation, agent.snapshot.ended, loss_of_keys(agent)
     if lost:
         return _end_with_store(agent, running, lost, now_s)
     assert generation
-    heard: tuple[Action, ...] = ()
+    verdict: tuple[Action, ...] = ()
     if agent.snapshot.hang or running.hang_state.logged:
-        running, heard = hear_of_hang(agent, running)
+        running, verdict = _follow_verdict(agent, running)
         agent = replace(agent, phase=running)
     actions: tuple[Action, ...] = ()
     if ended:
-        agent, actions = _stop_with_job(agent, running, ended, now_s)
+        is_person = ended.kind is OutcomeKind.INTERRUPTED
+        reason = StopReason.INTERRUPT if is_person else StopReason.LEAVE
+        logged = Log(f"stopping: the job has ended: {ended.reason}")
+        grace_s = agent.times.stop_grace_s if is_person else grace_of_failure(agent, running)
+        agent, actions = _stop_for(
+            agent, running, ended, reason, _signal_for(agent, running), now_s, logged, grace_s=grace_s
+        )
     elif generation.number > running.table.generation:
-        agent, actions = _make_way(agent, running, generation, now_s)
-    return agent, (*heard, *actions)
+        agent, actions = _yield_to(agent, running, generation, now_s)
+    return agent, (*verdict, *actions)
 
 
 def store_lost(agent: Agent, running: Running, event: events.StoreLost, now_s: float) -> Step:
@@ -67,7 +86,7 @@ def store_lost(agent: Agent, running: Running, event: events.StoreLost, now_s: f
 def worker_exited(agent: Agent, running: Running, event: events.WorkerExited, now_s: float) -> Step:
     """After a failure stop the others and open the next generation; after the last exit with 0 clear up."""
     rest, failure, held = replace(running, live=running.live - {event.local_rank}), event.failure, running.held
-    has_stopped = event.local_rank in running.words.stopped
+    has_stopped = event.local_rank in running.status.stopped
     if event.end and failure is None and not has_stopped:
         rest = replace(rest, ends=(*rest.ends, event.end))
     if has_stopped and event.code in STOPPED_CODES:
@@ -81,7 +100,7 @@ def worker_exited(agent: Agent, running: Running, event: events.WorkerExited, no
         if rest.live or held:
             return replace(agent, phase=rest), ()
         return clear_up(agent, _done(rest, now_s))
-    if -event.code in ASKING and not (held and held.is_stop):
+    if -event.code in REQUESTS and not (held and held.is_stop):
         if held is None or effects:
             until_s = max(now_s + HOLD_S, held.until_s if held else 0.0)
             held = HeldEnd(failure, until_s, effects=effects)
@@ -93,26 +112,26 @@ def worker_exited(agent: Agent, running: Running, event: events.WorkerExited, no
 
 
 def worker_ended(agent: Agent, running: Running, event: events.WorkerEnded, now_s: float) -> Step:
-    """Give it time to end by itself: its peers may notice that before its process is gone, which a thread may keep."""
+    """Give it time to exit: its peers may notice the end before its process has exited, which a thread may delay."""
     times, held = agent.times, running.held
     lingers_s = times.hang_after_s + AFTER_HANG_S if times.hang_after_s else math.inf
     limit_s = now_s + (times.stop_grace_s if event.raised else lingers_s)
     end = ProgramEnd(event.local_rank, event.over_s, now_s, event.raised, limit_s)
     if held and held.effects and not event.raised:
         held = replace(held, until_s=max(held.until_s, now_s + EXIT_S))
-    words = replace(running.words, ended=(*running.words.ended, end))
-    return replace(agent, phase=replace(running, words=words, held=held)), ()
+    status = replace(running.status, ended=(*running.status.ended, end))
+    return replace(agent, phase=replace(running, status=status, held=held)), ()
 
 
 def worker_listens(agent: Agent, running: Running, event: events.WorkerListens, _now_s: float) -> Step:
-    """Note what it wants to be told."""
-    return replace(agent, phase=replace(running, words=wishes_of(running.words, event))), ()
+    """Note which notices it takes."""
+    return replace(agent, phase=replace(running, status=with_subscription(running.status, event))), ()
 
 
 def worker_stopped(agent: Agent, running: Running, event: events.WorkerStopped, _now_s: float) -> Step:
-    """Note that it has come to the step boundary: its agent may hear later why all ranks stop there."""
-    words = replace(running.words, stopped=running.words.stopped | {event.local_rank})
-    return replace(agent, phase=replace(running, words=words)), ()
+    """Note that it has come to the step boundary: its agent may learn later why all ranks stop there."""
+    status = replace(running.status, stopped=running.status.stopped | {event.local_rank})
+    return replace(agent, phase=replace(running, status=status)), ()
 
 
 def workers_hung(agent: Agent, running: Running, event: events.WorkersHung, now_s: float) -> Step:
@@ -127,23 +146,23 @@ def service_lost(agent: Agent, running: Running, event: events.ServiceLost, now_
 
 
 def signalled(agent: Agent, running: Running, event: events.Signalled, now_s: float) -> Step:
-    """Tell the other nodes, pass the signal on to the workers, and exit after the stop."""
+    """Notify the other nodes, pass the signal on to the workers, and exit after the stop."""
     agent = take_signal(agent, event)
     outcome = interrupted(agent, event)
-    agent, farewell = say_goodbye(agent, outcome)
+    agent, withdrawn = withdraw(agent, outcome)
     workers = "1 worker" if len(running.live) == 1 else f"{len(running.live)} workers"
-    said = answer_to_signal(agent, event, f"stopping {workers}", agent.times.stop_grace_s)
+    logged = signal_line(agent, event, f"stopping {workers}", agent.times.stop_grace_s)
     reason = StopReason.INTERRUPT if event.signum == SIGINT else StopReason.LEAVE
-    return _stop_for(agent, running, outcome, reason, event.to_workers, now_s, *farewell, *said)
+    return _stop_for(agent, running, outcome, reason, event.to_workers, now_s, *withdrawn, *logged)
 
 
 def tick(agent: Agent, running: Running, _event: events.Tick, now_s: float) -> Step:
-    """Count a held end as what it is; kill workers that raised and did not end; give up a head that is lost."""
+    """Count a held exit as what it is; kill workers that raised and did not exit; give up a head that is lost."""
     if lost := given_up(agent, now_s):
         stopping = replace(Stopping.of(running, now_s, agent.times.stop_grace_s), then=lost)
         text = "stopping: the head, which serves the job's store, and its ranks are lost"
         return stop_broken(agent, stopping, (Log(text, "error"),))
-    agent, said = say_waits(agent, now_s)
+    agent, logged = log_waits(agent, now_s)
     held = running.held
     if held is None or now_s < held.until_s:
         agent, actions = _past_limits(agent, running, now_s)
@@ -151,26 +170,26 @@ def tick(agent: Agent, running: Running, _event: events.Tick, now_s: float) -> S
         agent, actions = _fail(agent, running, held.failure, now_s)
     else:
         agent, actions = clear_up(agent, _done(running, now_s))
-    return agent, (*said, *actions)
+    return agent, (*logged, *actions)
 
 
 def due_s(running: Running) -> float | None:
-    """When an end is held no longer, or a worker whose program has ended has had its time."""
-    limits_s = [end.limit_s for end in running.words.ended if end.local_rank in running.live]
+    """When an exit is held no longer, or a worker whose program has ended has had its time."""
+    limits_s = [end.limit_s for end in running.status.ended if end.local_rank in running.live]
     held_s = [running.held.until_s] if running.held else []
     return min((at_s for at_s in (*held_s, *limits_s) if at_s < math.inf), default=None)
 
 
 def _past_limits(agent: Agent, running: Running, now_s: float) -> Step:
-    """Kill workers that raised an exception and did not end; name those that linger after the end of their programs."""
-    times, known = agent.times, running.words.ended
+    """Kill workers that raised an exception and did not exit; name those that linger after their programs' end."""
+    times, known = agent.times, running.status.ended
     late = frozenset(e.local_rank for e in known if now_s >= e.limit_s) & running.live
     if not late:
         return agent, ()
     ended = tuple(replace(e, limit_s=math.inf) if e.local_rank in late else e for e in known)
-    agent = replace(agent, phase=replace(running, words=replace(running.words, ended=ended)))
+    agent = replace(agent, phase=replace(running, status=replace(running.status, ended=ended)))
     actions: tuple[Action, ...] = ()
-    if lingering := late & running.words.returned:
+    if lingering := late & running.status.returned:
         text = (
             f"the program of local rank {ranks(lingering)} ended {times.hang_after_s + AFTER_HANG_S:.0f} s ago, but its"
             f" process has not exited: elaunch stacks {agent.called} shows what keeps it, elaunch stop {agent.called}"
@@ -190,51 +209,48 @@ def _done(running: Running, now_s: float) -> Clearing:
 
 
 def _stop_for(
-    agent: Agent, running: Running, outcome: Outcome, reason: StopReason, signum: int, now_s: float, *actions: Action
+    agent: Agent,
+    running: Running,
+    outcome: Outcome,
+    reason: StopReason,
+    signum: int,
+    now_s: float,
+    *actions: Action,
+    grace_s: float | None = None,
 ) -> Step:
     """Stop with time to save, and exit with `outcome`."""
-    stopping = replace(Stopping.of(running, now_s, agent.times.stop_grace_s), then=outcome)
+    grace_s = agent.times.stop_grace_s if grace_s is None else grace_s
+    stopping = replace(Stopping.of(running, now_s, grace_s), then=outcome)
     if running.is_broken:
         return stop_broken(agent, stopping, actions)
     return stop_at_boundary(agent, stopping, reason, signum, actions)
 
 
 def _end_with_store(agent: Agent, running: Running, outcome: Outcome, now_s: float) -> Step:
-    said = Log(f"stopping: {outcome.reason}", "error")
-    return _stop_for(agent, running, outcome, StopReason.LEAVE, SIGTERM, now_s, said)
+    logged = Log(f"stopping: {outcome.reason}", "error")
+    return _stop_for(agent, running, outcome, StopReason.LEAVE, SIGTERM, now_s, logged)
 
 
-def _stop_with_job(agent: Agent, running: Running, ended: Outcome, now_s: float) -> Step:
-    is_person = ended.kind is OutcomeKind.INTERRUPTED
-    grace_s = agent.times.stop_grace_s if is_person else grace_of_failure(agent, running)
-    stopping = replace(Stopping.of(running, now_s, grace_s), then=ended)
-    reason = StopReason.INTERRUPT if is_person else StopReason.LEAVE
-    said = Log(f"stopping: the job has ended: {ended.reason}")
-    if running.is_broken:
-        return stop_broken(agent, stopping, (said,))
-    return stop_at_boundary(agent, stopping, reason, _signal_for(agent, running), (said,))
-
-
-def _make_way(agent: Agent, running: Running, generation: Generation, now_s: float) -> Step:
+def _yield_to(agent: Agent, running: Running, generation: Generation, now_s: float) -> Step:
     """Stop this node's workers for a newer generation: at once where the group is broken, else after a step."""
     times, is_join = agent.times, generation.kind is OpenKind.JOIN
-    said = (Log(f"stopping: {generation.cause}", "info" if is_join else "warning"),)
+    logged = (Log(f"stopping: {generation.cause}", "info" if is_join else "warning"),)
     if generation.kind.is_urgent:
         # The exit status of a rank of this node may be the cause.
-        return stop_broken(agent, Stopping.of(running, now_s, _grace_s(agent, running, now_s)), said)
+        return stop_broken(agent, Stopping.of(running, now_s, _grace_s(agent, running, now_s)), logged)
     if running.held and running.held.failure and running.is_broken:
         # No step ends any more, and a node that joins waits for these workers.
         return _fail(agent, running, running.held.failure, now_s)
     reason = StopReason.JOIN if is_join else StopReason.LEAVE
-    is_awaited = bool((running.live & running.words.to_stop) - running.words.stopped)
+    is_awaited = bool((running.live & running.status.to_stop) - running.status.stopped)
     wait_s = times.boundary_wait_s if is_awaited else 0.0
     stopping = Stopping.of(running, now_s, wait_s + times.stop_grace_s)
-    return stop_at_boundary(agent, stopping, reason, _signal_for(agent, running), said, until_s=now_s + wait_s)
+    return stop_at_boundary(agent, stopping, reason, _signal_for(agent, running), logged, until_s=now_s + wait_s)
 
 
 def _grace_s(agent: Agent, running: Running, now_s: float) -> float:
     """A failure's grace, and at least the time in which a rank on its way out exits by itself."""
-    exit_s = EXIT_S if running.live & running.words.exiting(now_s) else 0.0
+    exit_s = EXIT_S if running.live & running.status.exiting(now_s) else 0.0
     return max(grace_of_failure(agent, running), exit_s)
 
 
@@ -264,13 +280,13 @@ def _awaits_exit(running: Running, rest: Running, failure: Failure, now_s: float
     is_effect = failure.kind in EFFECTS or failure.code == -SIGABRT
     if not is_effect or (rest.held and not rest.held.effects):
         return None
-    # A program that catches the error of a lost peer may end by an exit code. It ended after that peer's.
-    over, rank = running.words.over, failure.local_rank
+    # A program that catches the error of a lost peer may exit with a code. It ended after that peer's.
+    over, rank = running.status.over, failure.local_rank
     before = over[: over.index(rank)] if rank in over else over
     if rest.on_way_out(now_s) & {*before}:
         return now_s + EXIT_S
     is_unexplained = failure.kind is FailureKind.PEER_LOST and rest.live and not running.ends
-    # On several nodes it is rather a rank of another one, whose agent waits for this word.
+    # On several nodes it is rather a rank of another one, whose agent waits for this report.
     return now_s + UNEXPLAINED_S if is_unexplained and len(running.table.seats) == 1 else None
 
 
@@ -278,30 +294,122 @@ def _fail(agent: Agent, running: Running, failure: Failure, now_s: float) -> Ste
     """Open the next generation together with the failure that is its cause, then stop the workers that live."""
     live = running.live
     if failure.kind is FailureKind.STARTUP and running.is_first and running.table.progressed:
-        return _bow_out(agent, running, failure, now_s)
+        return _withdraw_newcomer(agent, running, failure, now_s)
     failures = _in_order(running, failure)
     failure = decisive_failure((*failures, *running.ends))
     failures = (failure, *(each for each in failures if each.local_rank != failure.local_rank))
     which = "worker" if failure.local_rank in live else "other"
     stopped = f"; stopping {len(live)} {which}{'s' if len(live) > 1 else ''}" if live else ""
     failed = Commit(transactions.fail(agent.snapshot, agent.me, failure))
-    said = Log(failure.headline + stopped, "error")
+    logged = Log(failure.headline + stopped, "error")
     stopping = replace(Stopping.of(running, now_s, _grace_s(agent, running, now_s)), failures=failures)
-    return stop_broken(agent, stopping, (failed, said))
+    return stop_broken(agent, stopping, (failed, logged))
 
 
 def _in_order(running: Running, failure: Failure) -> tuple[Failure, ...]:
     """`failure` and those that another rank may have caused, in the order in which their programs ended."""
-    effects, over = running.held.effects if running.held else (), running.words.over
+    effects, over = running.held.effects if running.held else (), running.status.over
     known = failure, *(each for each in effects if each.local_rank != failure.local_rank)
     return tuple(sorted(known, key=lambda each: [*over, each.local_rank].index(each.local_rank)))
 
 
-def _bow_out(agent: Agent, running: Running, failure: Failure, now_s: float) -> Step:
-    """A newcomer whose workers cannot even start has something wrong that the healthy job has not: it goes."""
+def _withdraw_newcomer(agent: Agent, running: Running, failure: Failure, now_s: float) -> Step:
+    """Leave the job if a newly joined node cannot start its workers: the cause is on this node."""
     reason = "it never got past its start on this node, while the job ran on others; they go on without it"
     outcome = agent.outcome(OutcomeKind.FAILED, reason, failure=failure)
-    farewell = goodbye(agent, opens=True, why="its workers could not start")
+    withdrawn = withdrawal(agent, opens=True, why="its workers could not start")
     stopping = replace(Stopping.of(running, now_s, agent.times.stop_grace_s), then=outcome)
-    agent, actions = stop_broken(agent, stopping, (Log(failure.sentence, "error"), *farewell))
+    agent, actions = stop_broken(agent, stopping, (Log(failure.sentence, "error"), *withdrawn))
     return agent.as_member(is_member=False), actions
+
+
+# Groups of equal stacks that the console shows; the others are in the file.
+_GROUPS_SHOWN = 8
+
+
+def sampled(agent: Agent, running: Running, event: events.Sampled, _now_s: float) -> Step:
+    """Count for how long all workers have been idle; take their stacks now and then; report a change to the leader."""
+    state, live = running.hang_state, _awaited(running)
+    # An exit that is not explained yet is no hang.
+    if not agent.times.hang_after_s or running.held or running.leaving:
+        return agent, ()
+    state = hang.after_windows(state, live, event.windows)
+    actions: tuple[Action, ...] = ()
+    if hang.wants_stacks(state, _limit(agent, running)):
+        state = replace(state, is_sampling=True)
+        actions = (TakeStacks(running.table.generation, live),)
+    return _report(agent, replace(running, hang_state=state), actions)
+
+
+def stacks_taken(agent: Agent, running: Running, event: events.StacksTaken, _now_s: float) -> Step:
+    """Compare the stacks with those taken before, and report a change to the leader."""
+    seat = running.seat_of(agent.me.node_id)
+    state = hang.after_stacks(running.hang_state, event.stacks, seat.first_rank)
+    return _report(agent, replace(running, hang_state=state), ())
+
+
+def _follow_verdict(agent: Agent, running: Running) -> tuple[Running, tuple[Action, ...]]:
+    """Log the leader's verdict once, with the stacks of this node's ranks, and that the job is no longer idle."""
+    state, hang, generation = running.hang_state, agent.snapshot.hang, running.table.generation
+    if hang is not None and hang.generation == generation:
+        if hang.message == state.logged:
+            return running, ()
+        logged = replace(running, hang_state=replace(state, logged=hang.message))
+        return logged, _verdict(agent, running, hang)
+    is_still_here = agent.snapshot.generation is not None and agent.snapshot.generation.number == generation
+    # The end of the job wipes the verdict too.
+    if not state.logged or not is_still_here or agent.snapshot.ended:
+        return running, ()
+    resumed = replace(running, hang_state=replace(state, logged=""))
+    return resumed, (Log("the job is no longer idle: a rank has made progress, or has exited"),)
+
+
+def _awaited(running: Running) -> frozenset[int]:
+    """The workers that others may wait for: a process whose program has ended comes to no collective any more."""
+    return running.live - running.status.returned
+
+
+def _limit(agent: Agent, running: Running) -> hang.HangLimit:
+    return hang.HangLimit(agent.times.hang_after_s, confirm_s(agent.times, running.table))
+
+
+def _report(agent: Agent, running: Running, actions: tuple[Action, ...]) -> Step:
+    seat, state = running.seat_of(agent.me.node_id), running.hang_state
+    record = hang.record_of(state, seat, running.live, _awaited(running), _limit(agent, running))
+    if hang.has_changed(state.recorded, record):
+        txn = report_idle(agent.snapshot, agent.me, running.table.generation, record)
+        running = replace(running, hang_state=replace(state, recorded=record))
+        actions = (*actions, Commit(txn))
+    return replace(agent, phase=running), actions
+
+
+def _verdict(agent: Agent, running: Running, hang: Hang) -> tuple[Action, ...]:
+    generation, state, seat = running.table.generation, running.hang_state, running.seat_of(agent.me.node_id)
+    lines = [f"  {group_text(group)}" for group in grouped(state.stacks)[:_GROUPS_SHOWN]]
+    is_failure = agent.restarts_hung and not hang.is_unawaited
+    if not is_failure:
+        lines += _ways_out(agent, running, hang)
+    host = next((each.host for each in running.table.seats if each.node_id == hang.node_id), host_of(hang.node_id))
+    headline = f"the job seems to hang: {hang_sentence(hang, host)}"
+    actions: list[Action] = [Log("\n".join([headline, *lines]), "warning")]
+    if state.stacks:
+        actions.append(KeepStacks(generation, full_text(state.stacks)))
+    # Workers can show their stacks themselves, where py-spy could not read all.
+    listening = running.live & running.status.listening
+    if listening and (not state.stacks or any(stack.trouble for stack in state.stacks)):
+        actions.append(NotifyWorkers(generation, listening, ShowStacks()))
+    if is_failure and hang.node_id == seat.node_id:
+        local_rank = hang.rank - seat.first_rank if hang.rank >= 0 else -1
+        actions.append(Blame(generation, local_rank, hang.message, round(state.idle_s), hang.is_blameless))
+    return tuple(actions)
+
+
+def _ways_out(agent: Agent, running: Running, hang: Hang) -> list[str]:
+    """What a person can type now, on this host."""
+    stopped = [each for each in running.hang_state.stacks if each.is_stopped]
+    lines = [f"to let rank {each.rank} continue: kill -CONT {each.pid}" for each in stopped]
+    lines.append(f"to see all threads: elaunch stacks {agent.called}; to end the job: elaunch stop {agent.called}")
+    if agent.spec.max_restarts:
+        always = "" if hang.is_unawaited else ", or start the job with --on-hang restart"
+        lines.append(f"to restart the workers: elaunch restart {agent.called}{always}")
+    return lines

@@ -23,12 +23,12 @@ EXIT_S = 3.0
 class Joining:
     """No worker of this node runs; it enters the job, joins its generations, and waits for a seat.
 
-    `asked` is the newest generation that it has joined, `ran` the newest that it has run. The store may be slow to tell
-    that another was opened, and the old table, which still stands then, must not start workers again. `spare_of` is the
-    newest generation that had no seat for it.
+    `joined` is the newest generation that it has joined, `ran` the newest that it has run: a snapshot may not show yet
+    that another was opened, and the old table must not start workers again. `spare_of` is the newest generation that
+    had no seat for it.
     """
 
-    asked: int = -1
+    joined: int = -1
     ran: int = -1
     spare_of: int = -1
 
@@ -50,15 +50,15 @@ class ProgramEnd:
 
 @dataclass(frozen=True)
 class WorkerStatus:
-    """What a generation's workers have said on their links, by local rank.
+    """What a generation's workers have reported on their links, by local rank.
 
-    Those in `to_stop` want to be told there when to stop, those in `to_failure` that a peer failed; those in `hearing`
-    have listened to something, so that a thread of theirs hears what they are told. Those in `stopped` have come to the
-    step boundary at which all ranks stop, those in `saving` save after a failure. `ended` are the programs that ended
-    before anybody asked them to end.
+    Those in `to_stop` listen for `StopAtStepBoundary`, those in `to_failure` for `PeerFailed`; in `listening` are those
+    that have listened for either, so that a thread of theirs reads the link. Those in `stopped` have come to the step
+    boundary at which all ranks stop, those in `saving` save after a failure. `ended` are the programs that ended before
+    they were to stop.
     """
 
-    hearing: frozenset[int] = frozenset()
+    listening: frozenset[int] = frozenset()
     to_stop: frozenset[int] = frozenset()
     to_failure: frozenset[int] = frozenset()
     stopped: frozenset[int] = frozenset()
@@ -81,7 +81,7 @@ class WorkerStatus:
 
 @dataclass(frozen=True)
 class HeldEnd:
-    """An end that may turn out to be somebody's wish: until `until_s` this agent may hear of that.
+    """An exit that may turn out to be ordered: the order may reach this agent until `until_s`.
 
     `failure` is what it is otherwise, None where the last worker exited with 0. `is_stop` says that the worker had
     stopped at a step boundary, as all ranks of the job did; else the scheduler may have signalled it. `effects` are
@@ -98,27 +98,27 @@ class HeldEnd:
 class Running:
     """This node's workers run.
 
-    Those of `live` do; `held` is the end of one that waits to be understood. `is_first` says that this agent ran no
-    generation before. `hang_state` is how the workers look from outside. `ends` are the records of workers that exited
-    with 0, in order.
+    Those of `live` do; `held` is the exit of one that is not explained yet. `is_first`: this agent ran no generation
+    before. `hang_state` is what samples of their processes show. `ends` are the records of workers that exited with 0,
+    in order.
     """
 
     table: RankTable
     live: frozenset[int]
     held: HeldEnd | None = None
     is_first: bool = True
-    words: WorkerStatus = field(default_factory=WorkerStatus)
+    status: WorkerStatus = field(default_factory=WorkerStatus)
     hang_state: HangState = field(default_factory=HangState)
     ends: tuple[Failure, ...] = ()
 
     @property
     def leaving(self) -> frozenset[int]:
         """Workers whose programs raised an exception, and that have their time to end by themselves."""
-        return self.live & frozenset(e.local_rank for e in self.words.ended if e.raised and e.limit_s < math.inf)
+        return self.live & frozenset(e.local_rank for e in self.status.ended if e.raised and e.limit_s < math.inf)
 
     def on_way_out(self, now_s: float) -> frozenset[int]:
         """Workers whose programs have ended, and whose exit status is about to come. Those that stopped are none."""
-        return self.live & ((self.words.exiting(now_s) | self.leaving) - self.words.stopped)
+        return self.live & ((self.status.exiting(now_s) | self.leaving) - self.status.stopped)
 
     @property
     def is_broken(self) -> bool:
@@ -126,33 +126,33 @@ class Running:
         return self.held is not None and bool(self.held.effects)
 
     def seat_of(self, node_id: str) -> Seat:
-        """This node's seat. A node that comes back under another name has stopped its workers before."""
+        """This node's seat. A node that returns under another name has stopped its workers before."""
         group_rank = self.table.group_rank(node_id)
         assert group_rank is not None
         return self.table.seats[group_rank]
 
 
 class Mode(Enum):
-    """How workers are told to end. The last mode is final."""
+    """How workers are stopped. The last mode is final."""
 
     BOUNDARY = "those that listen on their links stop after the same step as all ranks; the others got a signal"
     BROKEN = "a rank failed, so no step ends: those that listen save what only they hold; the others got a signal"
-    KILLING = "all got SIGKILL; if one is not gone in time, the fork server is replaced"
+    KILLING = "all got SIGKILL; if one does not exit in time, the fork server is replaced"
 
 
 @dataclass(frozen=True)
 class Stopping:
     """Workers are to end, and some still run.
 
-    Those of `live` do, of which there is at least one. They have until `due_s`, `grace_s` after they were told: SIGKILL
-    comes then, and later another fork server. Those in `signalled` got `signum`; those in `spent` were killed alone, as
-    soon as they had saved, or while others save. A worker that has not come to its step's end by `until_s` gets
-    SIGTERM, where that is set. `notice` is a scheduler's signal that another node had first and that is passed on here,
-    0 if there is none.
+    Those of `live` do, of which there is at least one. They have until `due_s`, `grace_s` after they were notified:
+    SIGKILL follows then, and later another fork server. Those in `signalled` got `signum`; those in `spent` were killed
+    alone, as soon as they had saved, or while others save. A worker that has not come to its step's end by `until_s`
+    gets SIGTERM, where that is set. `notice` is a scheduler's signal that another node had first and that is passed on
+    here, 0 if there is none.
 
     `failures` are this node's of the generation: the first one, then those that came while it was stopping and were not
-    its doing. Those in `answered` may have exited with a code that our signal made. `ends` as in `Running`. `then` is
-    the outcome that the agent exits with afterwards, None where it goes on.
+    its doing. Those in `answered` may have exited with a code that our signal caused. `ends` as in `Running`. `then` is
+    the outcome that the agent exits with afterwards, None where it continues.
     """
 
     table: RankTable
@@ -160,7 +160,7 @@ class Stopping:
     due_s: float
     grace_s: float
     mode: Mode = Mode.BOUNDARY
-    words: WorkerStatus = field(default_factory=WorkerStatus)
+    status: WorkerStatus = field(default_factory=WorkerStatus)
     signalled: frozenset[int] = frozenset()
     signum: int = 0
     notice: int = 0
@@ -173,27 +173,27 @@ class Stopping:
 
     @classmethod
     def of(cls, running: Running, now_s: float, grace_s: float) -> Stopping:
-        """The stop of running workers, before any of them has been told.
+        """The stop of running workers, before any of them is notified.
 
-        A lost peer stays a failure; other ends that are held were the wish that the stop is for.
+        A lost peer stays a failure; other exits that are held were caused by what the stop is for.
         """
         failures = running.held.effects if running.held else ()
         # A process that lingers is signalled like any other.
-        exiting = running.words.exiting(now_s)
-        words = replace(running.words, ended=tuple(e for e in running.words.ended if e.local_rank in exiting))
+        exiting = running.status.exiting(now_s)
+        status = replace(running.status, ended=tuple(e for e in running.status.ended if e.local_rank in exiting))
         due_s, ends = now_s + grace_s, running.ends
-        return cls(running.table, running.live, due_s, grace_s, words=words, failures=failures, ends=ends)
+        return cls(running.table, running.live, due_s, grace_s, status=status, failures=failures, ends=ends)
 
     @property
     def on_the_way(self) -> frozenset[int]:
-        """Those that were asked to stop at a step boundary, and have not come to it yet."""
-        waits = self.live - self.signalled - self.words.stopped
+        """Those that are to stop at a step boundary, and have not come to it yet."""
+        waits = self.live - self.signalled - self.status.stopped
         return waits if self.mode is Mode.BOUNDARY else frozenset()
 
     @property
     def saving(self) -> frozenset[int]:
         """Those that save after a failure."""
-        saving = (self.live & self.words.saving) - self.signalled - self.spent
+        saving = (self.live & self.status.saving) - self.signalled - self.spent
         return saving if self.mode is Mode.BROKEN else frozenset()
 
     @property
@@ -202,16 +202,16 @@ class Stopping:
         return self.due_s if self.until_s is None else min(self.due_s, self.until_s)
 
     def hurried(self, now_s: float, grace_s: float) -> Stopping:
-        """With no more time than that from now on."""
+        """With that time at most from now on."""
         return self if self.due_s <= now_s + grace_s else replace(self, due_s=now_s + grace_s, grace_s=grace_s)
 
 
 @dataclass(frozen=True)
 class Clearing:
-    """The last worker is gone; what is left of the generation is ended, and its output collected.
+    """The last worker has exited; what is left of the generation is ended, and its output collected.
 
-    `is_done` says that all workers exited with 0. `failures`, `ends`, `answered` and `then` as in `Stopping`. An agent
-    that is to exit waits for the output until `until_s`.
+    `is_done`: all workers exited with 0. `failures`, `ends`, `answered` and `then` as in `Stopping`. An agent that is
+    about to exit waits for the output until `until_s`.
     """
 
     table: RankTable
@@ -245,23 +245,23 @@ class Exited:
 Phase = Joining | Running | Stopping | Clearing | Finished | Exited
 
 
-# A shorter wait is not worth a line in the log.
-WORTH_A_WORD_S = 2.0
+# The log has no line about a shorter wait.
+LOG_AFTER_S = 2.0
 
 
 @dataclass(frozen=True)
 class Membership:
     """What this node is to the job's other nodes.
 
-    `lease` is 0 while there is none. `next_id` names the incarnation that the node takes up when it comes back as a new
-    one. `belongs` says that the run in the store is one that this agent is, or wants to be, part of; `in_flight` is the
-    transaction whose answer is awaited, and nothing is decided from a snapshot older than `answered`, the revision of
-    the last answer. `refused` says that the last join was, `outvoted` that the last try to lead was, `evicted` that
-    this node's member key is gone, `widened` that all keys are looked at. `runs_refused` counts the runs that it
-    could not start, since the job had members. The next try is at `run_again_s`, when their leases may have ended.
-    `is_misfit` says that the job in the store is another one, over which this node has tried to start its own.
-    `has_entered` says that this node was a member once, so the store's address and login are right.
-    It began another at `renewed_s`. A node without one begins another at `renew_at_s`, if that is not None.
+    `lease` is 0 while there is none. `next_id` names the incarnation that the node takes up when it returns as a new
+    one. `belongs`: the run in the store is the one that this agent takes part in, or tries to join. `in_flight` is the
+    transaction whose response is awaited, and nothing is decided from a snapshot older than `answered`, the revision of
+    the last response. `refused`: the last join was; `outvoted`: the last try to lead was; `evicted`: this node's member
+    key is gone; `widened`: all keys are watched. `runs_refused` counts the runs that it could not start, since the job
+    had members. The next try is at `run_again_s`, when their leases may have expired. `is_misfit`: the job in the store
+    is another one, over which this node has tried to start its own. `has_entered`: this node was a member once, so the
+    store's address and login are right. The last lease was requested at `renewed_s`. A node without one requests
+    another at `renew_at_s`, if that is not None.
     """
 
     lease: int = 0
@@ -284,17 +284,17 @@ class Membership:
 
 @dataclass(frozen=True)
 class Reach:
-    """How the store was reached: failing since `failing_since_s`, None while it does as asked; `ever` says that it did.
+    """How the store responds: failing since `failing_since_s`, None while it serves; `ever`: it has served once.
 
-    `last` is the last failed request. `log_at_s` is when it gets a line in the log, `is_said` says that it has one. A
-    node whose workers ended meanwhile has waited for the store since `idle_since_s`. The head's host sends nothing at
-    all since `silent_since_s`, None while it answers.
+    `last` is the last failed request. The log has a line about it at `log_at_s`, or has one if it `is_logged`. A node
+    whose workers ended meanwhile has waited for the store since `idle_since_s`. The head's host has sent nothing at all
+    since `silent_since_s`, None while it responds.
     """
 
     ever: bool = False
     failing_since_s: float | None = None
     log_at_s: float | None = None
-    is_said: bool = False
+    is_logged: bool = False
     last: StoreFailed = field(default_factory=lambda: StoreFailed(""))
     silent_since_s: float | None = None
     idle_since_s: float = float("-inf")
@@ -302,26 +302,26 @@ class Reach:
 
 @dataclass(frozen=True)
 class Waiting:
-    """What the nodes wait for. The log has it at `due_s`; if it `is_said`, the line for the other nodes is due then."""
+    """What the nodes wait for, logged at `due_s`; if it `is_logged`, the line for the other nodes is due then."""
 
     text: str = ""
     due_s: float | None = None
-    said_s: float = float("-inf")
-    is_said: bool = False
+    logged_s: float = float("-inf")
+    is_logged: bool = False
 
 
 @dataclass(frozen=True)
 class Agent:
     """One agent's whole state.
 
-    `notices` are the signals by which a scheduler tells that the job's end is near, as in `AgentConfig`. `table_seen`
-    is the newest generation with a table, and when this agent saw that first; `progressed` says whether a worker of the
-    last generation that ran here made progress; before `lossless_until_s` it declares nobody lost. At `lead_at_s` it
-    looks again without being told of anything. `is_interrupted` says that a person's SIGINT has arrived here.
-    `restarts_hung` says that a hang is a failure, as in `--on-hang restart`. `called` is what a user of this host types
-    for the job. By `last_failure` this node's last failed generation is judged; it has all of its output. `logs` is the
-    run's folder in the user's log folder, if there is one. `mismatch` is the last table's, which the log has.
-    `invitation` and `only_here` are as in `AgentConfig`. All times are of this host's monotonic clock.
+    `notices` are a scheduler's signals before the job's end, as in `AgentConfig`. `table_seen` is the newest generation
+    with a table, and when this agent saw that first; `progressed`: a worker of the last generation that ran here made
+    progress; before `lossless_until_s` it declares no node lost. At `lead_at_s` it decides again without an event.
+    `is_interrupted`: a person's SIGINT has arrived here. `restarts_hung`: a hang is a failure, as in `--on-hang
+    restart`. `called` is what a user of this host types for the job. By `last_failure` this node's last failed
+    generation is judged; it has all of its output. `logs` is the run's folder in the user's log folder, if there is
+    one. `mismatch` is the last table's, which is logged. `invitation` and `only_here` are as in `AgentConfig`. All
+    times are of this host's monotonic clock.
     """
 
     me: Node
@@ -349,7 +349,7 @@ class Agent:
 
     @property
     def ending(self) -> Outcome | None:
-        """The outcome that it exits with, once that is known: it takes part in nothing more then."""
+        """The outcome that it exits with, None until that is known: it takes part in nothing more then."""
         match self.phase:
             case Exited(outcome=outcome) | Stopping(then=outcome) | Clearing(then=outcome):
                 return outcome
@@ -360,7 +360,7 @@ class Agent:
         return self.membership.is_member and self.snapshot.leader == self.me.node_id
 
     def as_member(self, **changes: object) -> Agent:
-        """With changes to its membership."""
+        """With these changes to its membership."""
         return replace(self, membership=replace(self.membership, **changes))  # type: ignore[arg-type]
 
     def outcome(self, kind: OutcomeKind, reason: str, *, signum: int = 0, failure: Failure | None = None) -> Outcome:

@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
-from elaunch.agent.core import clearing, events, hangs, joining, leaving, membership, running, stopping, store_outage
+from elaunch.agent.core import clearing, events, joining, membership, running, stopping, store_outage
 from elaunch.agent.core.actions import Log
 from elaunch.agent.core.membership import attend
 from elaunch.agent.core.state import Agent, Clearing, Exited, Finished, Joining, Phase, Running, Step, Stopping
 from elaunch.agent.core.store_outage import gives_up_at_s
+from elaunch.rendezvous.types import Outcome
 
 P = TypeVar("P")
 E = TypeVar("E")
@@ -30,15 +31,15 @@ class Ignored:
 NO_WORKERS = Ignored("no worker of this node runs")
 ALL_DONE = Ignored("all workers of this node have exited with 0")
 UNCLEARED = Ignored("a newer generation is joined when all is cleared")
-NONE_LEFT = Ignored("the last worker is gone")
-OVER = Ignored("this agent's work is done")
+NONE_LEFT = Ignored("the last worker has exited")
+OVER = Ignored("this agent has exited")
 UNBROKEN = Ignored("no peer has failed, so this worker is still needed")
 HAS_GRACE = Ignored("the stop's own deadline covers this worker")
 FORMING = Ignored("another generation is about to start, or the job ends")
 NOT_AWAITED = Ignored("workers that are to end need not report")
 KILLED_IN_TIME = Ignored("a worker that hangs gets SIGKILL at the stop's deadline")
-NOTHING_TO_CLEAR = Ignored("not possible: it answers `Clear`, and nothing is being cleared")
-STILL_LIVE = Ignored("not possible: it answers `Clear`, which comes after the last worker's end")
+NOTHING_TO_CLEAR = Ignored("not possible: it follows `Clear`, and nothing is being cleared")
+STILL_LIVE = Ignored("not possible: it follows `Clear`, which comes after the last worker's exit")
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,9 @@ def _alike(event: type[E], handler: Handler[Any, E]) -> Row[E]:
 # Each row: the event; then joining, running, stopping, clearing, finished. An event about workers names their
 # generation, and changes nothing in another one.
 ROWS: tuple[Row[Any], ...] = (
-    Row(events.SnapshotChanged, joining.looked, running.looked, stopping.looked, UNCLEARED, clearing.finished_looked),
+    Row(events.SnapshotChanged,
+        joining.snapshot_changed, running.snapshot_changed, stopping.snapshot_changed, UNCLEARED,
+        clearing.finished_snapshot_changed),
     _alike(events.Committed, membership.committed),
     _alike(events.Leased, membership.leased),
     _alike(events.LeaseLost, membership.lease_lost),
@@ -77,14 +80,14 @@ ROWS: tuple[Row[Any], ...] = (
     Row(events.WorkerSaving, NO_WORKERS, stopping.worker_saving, stopping.worker_saving, NONE_LEFT, ALL_DONE),
     Row(events.WorkerSaved, NO_WORKERS, UNBROKEN, stopping.worker_saved, NONE_LEFT, ALL_DONE),
     Row(events.WorkerStopped, NO_WORKERS, running.worker_stopped, stopping.worker_stopped, NONE_LEFT, ALL_DONE),
-    Row(events.Sampled, NO_WORKERS, hangs.sampled, NOT_AWAITED, NONE_LEFT, ALL_DONE),
-    Row(events.StacksTaken, NO_WORKERS, hangs.stacks_taken, NOT_AWAITED, NONE_LEFT, ALL_DONE),
+    Row(events.Sampled, NO_WORKERS, running.sampled, NOT_AWAITED, NONE_LEFT, ALL_DONE),
+    Row(events.StacksTaken, NO_WORKERS, running.stacks_taken, NOT_AWAITED, NONE_LEFT, ALL_DONE),
     Row(events.WorkersHung, NO_WORKERS, running.workers_hung, KILLED_IN_TIME, NONE_LEFT, ALL_DONE),
     Row(events.ServiceLost, NO_WORKERS, running.service_lost, stopping.service_lost, NONE_LEFT, ALL_DONE),
     Row(events.Cleared, NOTHING_TO_CLEAR, STILL_LIVE, STILL_LIVE, clearing.cleared, NOTHING_TO_CLEAR),
     Row(events.Signalled,
-        leaving.signalled, running.signalled, stopping.signalled, clearing.signalled, leaving.signalled),
-    Row(events.RestartOrdered, leaving.restart, leaving.restart, FORMING, FORMING, leaving.restart),
+        membership.signalled, running.signalled, stopping.signalled, clearing.signalled, membership.signalled),
+    Row(events.RestartOrdered, membership.restart, membership.restart, FORMING, FORMING, membership.restart),
     Row(events.Tick, store_outage.tick, running.tick, stopping.tick, clearing.tick, store_outage.tick),
 )
 # fmt: on
@@ -104,39 +107,30 @@ def step(agent: Agent, event: events.Event, now_s: float) -> Step:
     if isinstance(phase, Exited) or _is_of_another_generation(phase, event):
         return agent, ()
     if isinstance(event, events.SnapshotChanged):
-        agent, actions = _look(replace(agent, snapshot=event.snapshot), now_s)
+        agent, actions = _follow_store(replace(agent, snapshot=event.snapshot), now_s)
         unreadable = (Log(f"{sentence}; going on without it", "warning") for sentence in event.snapshot.unreadable)
         return agent, (*unreadable, *actions)
     agent, actions = TABLE[type(phase)][type(event)](agent, phase, event, now_s)
-    if not _is_to_look(agent, phase, event, now_s):
+    if not _is_sync_point(agent, phase, event, now_s):
         return agent, actions
-    agent, more = _look(replace(agent, lead_at_s=None) if isinstance(event, events.Tick) else agent, now_s)
+    agent, more = _follow_store(replace(agent, lead_at_s=None) if isinstance(event, events.Tick) else agent, now_s)
     return agent, (*actions, *more)
 
 
 def deadline_s(agent: Agent) -> float | None:
-    """When the agent wants its next `Tick`, or None."""
-    if isinstance(agent.phase, Exited):
-        return None
-    timers_s = (
-        _phase_due_s(agent.phase),
-        agent.lead_at_s,
-        agent.waiting.due_s,
-        agent.reach.log_at_s,
-        gives_up_at_s(agent),
-    )
+    """When the agent's next `Tick` is due, or None."""
+    phase_s = None
+    match agent.phase:
+        case Exited():
+            return None
+        case Running() as phase:
+            phase_s = running.due_s(phase)
+        case Stopping() as phase:
+            phase_s = phase.next_s
+        case Clearing(then=Outcome(), until_s=until_s):
+            phase_s = until_s
+    timers_s = (phase_s, agent.lead_at_s, agent.waiting.due_s, agent.reach.log_at_s, gives_up_at_s(agent))
     return min((at_s for at_s in timers_s if at_s is not None), default=None)
-
-
-def _phase_due_s(phase: Phase) -> float | None:
-    match phase:
-        case Running():
-            return running.due_s(phase)
-        case Stopping():
-            return phase.next_s
-        case Clearing():
-            return clearing.due_s(phase)
-    return None
 
 
 def _is_of_another_generation(phase: Phase, event: events.Event) -> bool:
@@ -146,8 +140,8 @@ def _is_of_another_generation(phase: Phase, event: events.Event) -> bool:
     return False
 
 
-def _is_to_look(agent: Agent, before: Phase, event: events.Event, now_s: float) -> bool:
-    """Whether what the event changed lets the agent make something else of what the store says."""
+def _is_sync_point(agent: Agent, before: Phase, event: events.Event, now_s: float) -> bool:
+    """Whether the event lets the agent decide something else from the same snapshot."""
     match event:
         case _ if isinstance(agent.phase, Exited):
             return False
@@ -160,18 +154,12 @@ def _is_to_look(agent: Agent, before: Phase, event: events.Event, now_s: float) 
     return False
 
 
-def _look(agent: Agent, now_s: float) -> Step:
-    """Follow what the store says, then write to it what is this node's to write."""
-    agent = _note_table(agent, now_s)
-    agent, actions = TABLE[type(agent.phase)][events.SnapshotChanged](
-        agent, agent.phase, events.SnapshotChanged(agent.snapshot), now_s
-    )
+def _follow_store(agent: Agent, now_s: float) -> Step:
+    """Do what the snapshot demands, then write to the store what is this node's to write."""
+    table = agent.snapshot.table
+    if table and table.generation != agent.table_seen[0]:
+        agent = replace(agent, table_seen=(table.generation, now_s))
+    handler, event = TABLE[type(agent.phase)][events.SnapshotChanged], events.SnapshotChanged(agent.snapshot)
+    agent, actions = handler(agent, agent.phase, event, now_s)
     agent, more = attend(agent, now_s)
     return agent, (*actions, *more)
-
-
-def _note_table(agent: Agent, now_s: float) -> Agent:
-    table = agent.snapshot.table
-    if table is None or table.generation == agent.table_seen[0]:
-        return agent
-    return replace(agent, table_seen=(table.generation, now_s))

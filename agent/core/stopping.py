@@ -20,18 +20,10 @@ from elaunch.agent.core.actions import (
     StopAtStepBoundary,
     StopReason,
 )
-from elaunch.agent.core.clearing import LAST_WORDS_S
-from elaunch.agent.core.leaving import end_of_own_run, interrupted, say_goodbye, take_signal
-from elaunch.agent.core.state import (
-    Agent,
-    Clearing,
-    Mode,
-    Running,
-    Step,
-    Stopping,
-    WorkerStatus,
-)
-from elaunch.agent.core.store_outage import say_waits
+from elaunch.agent.core.clearing import OUTPUT_WAIT_S
+from elaunch.agent.core.membership import end_of_own_run, interrupted, take_signal, withdraw
+from elaunch.agent.core.state import Agent, Clearing, Mode, Running, Step, Stopping, WorkerStatus
+from elaunch.agent.core.store_outage import log_waits
 from elaunch.rendezvous.rules import transactions
 from elaunch.rendezvous.types import Failure, FailureKind, OutcomeKind
 
@@ -52,12 +44,12 @@ def stop_at_boundary(
 
     A worker that has not come to its step's end by `until_s` gets SIGTERM then. None has been told of anything before.
     """
-    asked = stopping.live & stopping.words.to_stop
-    ended = stopping.live - asked
+    notified = stopping.live & stopping.status.to_stop
+    ended = stopping.live - notified
     notice = signum if signum in agent.notices else 0
-    until_s = until_s if asked - stopping.words.stopped else None
+    until_s = until_s if notified - stopping.status.stopped else None
     stopping = replace(stopping, signalled=ended, signum=signum, notice=notice, until_s=until_s)
-    return _tell(agent, stopping, asked, StopAtStepBoundary(reason), ended, actions)
+    return _notify(agent, stopping, notified, StopAtStepBoundary(reason), ended, actions)
 
 
 def stop_broken(agent: Agent, stopping: Stopping, actions: tuple[Action, ...] = ()) -> Step:
@@ -66,17 +58,17 @@ def stop_broken(agent: Agent, stopping: Stopping, actions: tuple[Action, ...] = 
     A worker that has stopped at a step boundary has saved, or is about to, and ends by itself. So does one whose
     program has returned: a signal would take the place of its exit status.
     """
-    left = stopping.live - stopping.words.stopped
-    told = left & stopping.words.to_failure
-    ended = left - told - stopping.signalled - stopping.words.returned
+    left = stopping.live - stopping.status.stopped
+    notified = left & stopping.status.to_failure
+    ended = left - notified - stopping.signalled - stopping.status.returned
     reached = stopping.signalled | ended
     stopping = replace(stopping, mode=Mode.BROKEN, signalled=reached, signum=SIGTERM, until_s=None)
-    return _tell(agent, stopping, told, PeerFailed(stopping.table.generation), ended, actions)
+    return _notify(agent, stopping, notified, PeerFailed(stopping.table.generation), ended, actions)
 
 
 def grace_of_failure(agent: Agent, group: Running | Stopping) -> float:
     """How long this group's workers have after a failure."""
-    return max(agent.times.failure_grace_s, _LISTENER_S if group.live & group.words.to_failure else 0.0)
+    return max(agent.times.failure_grace_s, _LISTENER_S if group.live & group.status.to_failure else 0.0)
 
 
 def go_on_stopping(agent: Agent, stopping: Stopping, actions: tuple[Action, ...] = ()) -> Step:
@@ -91,15 +83,15 @@ def clear_up(agent: Agent, clearing: Clearing, actions: tuple[Action, ...] = ())
     return replace(agent, phase=clearing), (*actions, Clear(clearing.table.generation, clearing.is_done))
 
 
-def wishes_of(words: WorkerStatus, event: events.WorkerListens) -> WorkerStatus:
+def with_subscription(status: WorkerStatus, event: events.WorkerListens) -> WorkerStatus:
     """What the workers have said, with what this one wants to be told from now on."""
     rank = frozenset({event.local_rank})
     return replace(
-        words,
-        hearing=words.hearing | rank,
-        to_stop=words.to_stop | rank if event.to_stop else words.to_stop - rank,
-        to_failure=words.to_failure | rank if event.to_failure else words.to_failure - rank,
-        saving=words.saving if event.to_failure else words.saving - rank,
+        status,
+        listening=status.listening | rank,
+        to_stop=status.to_stop | rank if event.to_stop else status.to_stop - rank,
+        to_failure=status.to_failure | rank if event.to_failure else status.to_failure - rank,
+        saving=status.saving if event.to_failure else status.saving - rank,
     )
 
 
@@ -108,7 +100,7 @@ def ranks(local_ranks: frozenset[int]) -> str:
     return ", ".join(str(rank) for rank in sorted(local_ranks))
 
 
-def answer_to_signal(agent: Agent, event: events.Signalled, what: str, left_s: float) -> tuple[Log, ...]:
+def signal_line(agent: Agent, event: events.Signalled, what: str, left_s: float) -> tuple[Log, ...]:
     """The line for a signal; none for whoever closes a pipe (`| head`), and expects no more words."""
     if event.signum == SIGPIPE:
         return ()
@@ -116,17 +108,17 @@ def answer_to_signal(agent: Agent, event: events.Signalled, what: str, left_s: f
     return (Log(f"{event.name}: {part}{what}, SIGKILL in {left_s:g} s{event.how_to_kill}"),)
 
 
-def _tell(
+def _notify(
     agent: Agent,
     stopping: Stopping,
-    told: frozenset[int],
+    notified: frozenset[int],
     message: Message,
     ended: frozenset[int],
     actions: tuple[Action, ...],
 ) -> Step:
     generation = stopping.table.generation
-    if stopping.live and told:
-        actions = (*actions, NotifyWorkers(generation, told, message))
+    if stopping.live and notified:
+        actions = (*actions, NotifyWorkers(generation, notified, message))
     if stopping.live and ended:
         actions = (*actions, SignalWorkers(generation, ended, stopping.signum))
     return go_on_stopping(agent, stopping, actions)
@@ -138,7 +130,7 @@ KILL_WAIT_S = 5.0
 STOPPED_CODES = (0, events.SHELL_BASE + SIGTERM, events.SHELL_BASE + SIGINT)
 
 
-def looked(agent: Agent, stopping: Stopping, _: events.SnapshotChanged, now_s: float) -> Step:
+def snapshot_changed(agent: Agent, stopping: Stopping, _: events.SnapshotChanged, now_s: float) -> Step:
     """Hurry where a newer generation was opened for a failure or a loss: no step will end any more."""
     generation = agent.snapshot.generation
     if generation is None or generation.number <= stopping.table.generation:
@@ -163,12 +155,12 @@ def worker_exited(agent: Agent, stopping: Stopping, event: events.WorkerExited, 
     if event.local_rank not in stopping.live:
         return agent, ()
     failure = event.failure
-    if event.local_rank in stopping.signalled - stopping.words.returned:
+    if event.local_rank in stopping.signalled - stopping.status.returned:
         stopping = replace(stopping, answered=stopping.answered | {event.local_rank})
     stopping = replace(stopping, live=stopping.live - {event.local_rank})
     if stopping.then and not stopping.live:
-        stopping = replace(stopping, due_s=min(stopping.due_s, now_s + LAST_WORDS_S))
-    if event.end and event.local_rank in stopping.words.returned - stopping.words.stopped:
+        stopping = replace(stopping, due_s=min(stopping.due_s, now_s + OUTPUT_WAIT_S))
+    if event.end and event.local_rank in stopping.status.returned - stopping.status.stopped:
         # It was on its way out when a peer noticed that it had gone.
         stopping = replace(stopping, ends=(*stopping.ends, event.end))
     if not failure or _is_by_us(event, failure, stopping):
@@ -181,15 +173,15 @@ def _note_failure(agent: Agent, stopping: Stopping, failure: Failure, now_s: flo
     is_killing = stopping.mode is Mode.KILLING
     if stopping.failures:
         # Two that were killed at once, or that one lack of memory has hit, are two failures.
-        said = (Log(failure.sentence, "error"),) if failure.code and failure.code < 0 else ()
-        return go_on_stopping(agent, replace(stopping, failures=(*stopping.failures, failure)), said)
+        logged = (Log(failure.sentence, "error"),) if failure.code and failure.code < 0 else ()
+        return go_on_stopping(agent, replace(stopping, failures=(*stopping.failures, failure)), logged)
     is_asked = stopping.mode is Mode.BOUNDARY
-    if stopping.then and is_asked and failure.local_rank not in stopping.words.stopped:
+    if stopping.then and is_asked and failure.local_rank not in stopping.status.stopped:
         # Those that were asked to stop after a step wait for this one in vain.
         return stop_broken(agent, stopping)
     generation = agent.snapshot.generation
     # For a bare exit code it is unknown whether a peer's end is the cause, but nobody had asked this program to end.
-    is_own = not failure.kind.is_secondary if failure.local_rank in stopping.words.returned else _is_own_doing(failure)
+    is_own = not failure.kind.is_secondary if failure.local_rank in stopping.status.returned else _is_own_doing(failure)
     if stopping.then or generation is None or not is_own:
         return go_on_stopping(agent, stopping)
     stopping = replace(stopping, failures=(failure,))
@@ -204,16 +196,16 @@ def _note_failure(agent: Agent, stopping: Stopping, failure: Failure, now_s: flo
 
 def worker_listens(agent: Agent, stopping: Stopping, event: events.WorkerListens, _: float) -> Step:
     """Note what it wants to be told; if it was told what it wants no more, it gets the signal after all."""
-    words = wishes_of(stopping.words, event)
-    now = (stopping.live & {event.local_rank}) - words.stopped - stopping.signalled
+    status = with_subscription(stopping.status, event)
+    now = (stopping.live & {event.local_rank}) - status.stopped - stopping.signalled
     match stopping.mode:
         case Mode.BOUNDARY:
-            now -= words.to_stop
+            now -= status.to_stop
         case Mode.BROKEN:
-            now -= words.to_failure | words.returned | stopping.spent
+            now -= status.to_failure | status.returned | stopping.spent
         case Mode.KILLING:
             now = frozenset()
-    agent = replace(agent, phase=replace(stopping, words=words, signalled=stopping.signalled | now))
+    agent = replace(agent, phase=replace(stopping, status=status, signalled=stopping.signalled | now))
     return agent, (SignalWorkers(event.generation, now, stopping.signum),) if now else ()
 
 
@@ -222,14 +214,14 @@ def worker_saving(agent: Agent, phase: Running | Stopping, event: events.WorkerS
 
     It may have seen a peer's failure before this agent hears of it.
     """
-    words = replace(phase.words, saving=phase.words.saving | {event.local_rank})
-    return replace(agent, phase=replace(phase, words=words)), ()
+    status = replace(phase.status, saving=phase.status.saving | {event.local_rank})
+    return replace(agent, phase=replace(phase, status=status)), ()
 
 
 def worker_saved(agent: Agent, stopping: Stopping, event: events.WorkerSaved, _: float) -> Step:
     """Kill it if the group is broken: nothing of it is needed any more."""
-    told = (stopping.live & stopping.words.to_failure) - stopping.words.stopped - stopping.spent
-    if stopping.mode is not Mode.BROKEN or event.local_rank not in told:
+    notified = (stopping.live & stopping.status.to_failure) - stopping.status.stopped - stopping.spent
+    if stopping.mode is not Mode.BROKEN or event.local_rank not in notified:
         return agent, ()
     spent = frozenset({event.local_rank})
     agent = replace(agent, phase=replace(stopping, spent=stopping.spent | spent))
@@ -238,8 +230,8 @@ def worker_saved(agent: Agent, stopping: Stopping, event: events.WorkerSaved, _:
 
 def worker_stopped(agent: Agent, stopping: Stopping, event: events.WorkerStopped, now_s: float) -> Step:
     """Note that it has come to the step boundary; after the last one the time to save begins."""
-    words = stopping.words
-    stopping = replace(stopping, words=replace(words, stopped=words.stopped | {event.local_rank}))
+    status = stopping.status
+    stopping = replace(stopping, status=replace(status, stopped=status.stopped | {event.local_rank}))
     if stopping.until_s is not None and not stopping.on_the_way:
         # From here on they only save.
         stopping = replace(stopping, until_s=None).hurried(now_s, agent.times.stop_grace_s)
@@ -256,8 +248,8 @@ def signalled(agent: Agent, stopping: Stopping, event: events.Signalled, now_s: 
     if event.is_order and agent.is_interrupted:
         return agent, ()
     if event.signum == SIGINT and agent.is_interrupted:
-        said = Log("SIGINT again: killing the workers now")
-        return (agent, ()) if stopping.mode is Mode.KILLING else _kill(agent, stopping, now_s, said)
+        logged = Log("SIGINT again: killing the workers now")
+        return (agent, ()) if stopping.mode is Mode.KILLING else _kill(agent, stopping, now_s, logged)
     agent = take_signal(agent, event)
     if stopping.then is None:
         return _leave_after(agent, stopping, event, now_s)
@@ -266,9 +258,9 @@ def signalled(agent: Agent, stopping: Stopping, event: events.Signalled, now_s: 
 
 def tick(agent: Agent, stopping: Stopping, _: events.Tick, now_s: float) -> Step:
     """Act where a time is over: a step boundary's, the grace; SIGKILL, then another fork server."""
-    agent, said = say_waits(agent, now_s)
+    agent, logged = log_waits(agent, now_s)
     agent, actions = _hasten(agent, stopping, now_s)
-    return agent, (*said, *actions)
+    return agent, (*logged, *actions)
 
 
 def _hasten(agent: Agent, stopping: Stopping, now_s: float) -> Step:
@@ -302,49 +294,49 @@ def _signal_late(agent: Agent, stopping: Stopping, late: frozenset[int], text: s
     agent = replace(agent, phase=stopping)
     if not late:
         return agent, ()
-    said = Log(f"local rank {ranks(late)} {text}", "warning")
-    return agent, (said, SignalWorkers(stopping.table.generation, late, signum))
+    logged = Log(f"local rank {ranks(late)} {text}", "warning")
+    return agent, (logged, SignalWorkers(stopping.table.generation, late, signum))
 
 
 def _leave_after(agent: Agent, stopping: Stopping, event: events.Signalled, now_s: float) -> Step:
     """The stop of a generation becomes that of this node, or of the job."""
     outcome = interrupted(agent, event)
-    agent, farewell = say_goodbye(agent, outcome)
+    agent, withdrawn = withdraw(agent, outcome)
     stopping = replace(stopping, then=outcome)
     if stopping.mode is Mode.KILLING:
-        return replace(agent, phase=stopping), farewell
+        return replace(agent, phase=stopping), withdrawn
     reason = StopReason.INTERRUPT if event.signum == SIGINT else StopReason.LEAVE
     stopping = stopping.hurried(now_s, agent.times.stop_grace_s)
-    said = answer_to_signal(agent, event, "stopping already", _left_s(stopping, now_s))
-    live, words, reached, signum = stopping.live, stopping.words, stopping.signalled, event.to_workers
+    logged = signal_line(agent, event, "stopping already", _left_s(stopping, now_s))
+    live, status, reached, signum = stopping.live, stopping.status, stopping.signalled, event.to_workers
     # In a broken group there is no step to end, and those that save are left alone.
     is_broken = stopping.mode is Mode.BROKEN
-    asked = frozenset[int]() if is_broken else (live & words.to_stop) - reached
-    ended = live - asked - (words.to_failure if is_broken else frozenset())
+    notified = frozenset[int]() if is_broken else (live & status.to_stop) - reached
+    ended = live - notified - (status.to_failure if is_broken else frozenset())
     if signum == stopping.signum and signum in agent.notices:
         # Passed on before from another node, which had it first.
         ended -= reached
     stopping = replace(stopping, signalled=reached | ended, signum=signum, notice=0, until_s=None)
-    return _tell(agent, stopping, asked, StopAtStepBoundary(reason), ended, (*farewell, *said))
+    return _notify(agent, stopping, notified, StopAtStepBoundary(reason), ended, (*withdrawn, *logged))
 
 
 def _end_too(agent: Agent, stopping: Stopping, event: events.Signalled, now_s: float) -> Step:
     """SIGINT to a stop for something else, as the end that the same Ctrl-C has brought on another node a moment ago."""
-    agent, farewell = end_of_own_run(agent, stopping.table.generation, interrupted(agent, event))
+    agent, withdrawn = end_of_own_run(agent, stopping.table.generation, interrupted(agent, event))
     if stopping.mode is Mode.KILLING:
-        return agent, farewell
-    ends = "the whole job ends; " if farewell and agent.spec.nodes_max > 1 else ""
-    return agent, (*farewell, *answer_to_signal(agent, event, f"{ends}stopping already", _left_s(stopping, now_s)))
+        return agent, withdrawn
+    ends = "the whole job ends; " if withdrawn and agent.spec.nodes_max > 1 else ""
+    return agent, (*withdrawn, *signal_line(agent, event, f"{ends}stopping already", _left_s(stopping, now_s)))
 
 
 def _left_s(stopping: Stopping, now_s: float) -> int:
     return max(0, math.ceil(stopping.due_s - now_s))
 
 
-def _kill(agent: Agent, stopping: Stopping, now_s: float, said: Log) -> Step:
+def _kill(agent: Agent, stopping: Stopping, now_s: float, logged: Log) -> Step:
     nobody = frozenset[int]()
     stopping = replace(stopping, mode=Mode.KILLING, signalled=nobody, until_s=None, due_s=now_s + KILL_WAIT_S)
-    return replace(agent, phase=stopping), (said, SignalWorkers(stopping.table.generation, stopping.live, SIGKILL))
+    return replace(agent, phase=stopping), (logged, SignalWorkers(stopping.table.generation, stopping.live, SIGKILL))
 
 
 def _is_by_us(event: events.WorkerExited, failure: Failure, stopping: Stopping) -> bool:
@@ -355,7 +347,7 @@ def _is_by_us(event: events.WorkerExited, failure: Failure, stopping: Stopping) 
     if failure.kind not in (FailureKind.SIGNAL, FailureKind.EXIT_CODE):
         return False
     is_killed = stopping.mode is Mode.KILLING or event.local_rank in stopping.spent
-    has_stopped = event.local_rank in stopping.words.stopped and event.code in STOPPED_CODES
+    has_stopped = event.local_rank in stopping.status.stopped and event.code in STOPPED_CODES
     # By another node's notice, if not by SIGTERM.
     signum = stopping.notice or SIGTERM
     is_asked = event.code in (-SIGTERM, events.SHELL_BASE + SIGTERM, -signum, events.SHELL_BASE + signum)

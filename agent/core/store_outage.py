@@ -6,18 +6,8 @@ from dataclasses import replace
 
 from elaunch.agent.core.actions import Action, Log
 from elaunch.agent.core.events import StoreBack, StoreFailed, Tick, Trouble
-from elaunch.agent.core.membership import say_wait
-from elaunch.agent.core.state import (
-    WORTH_A_WORD_S,
-    Agent,
-    Finished,
-    Joining,
-    Phase,
-    Reach,
-    Running,
-    Step,
-    exit_with,
-)
+from elaunch.agent.core.membership import log_wait
+from elaunch.agent.core.state import LOG_AFTER_S, Agent, Finished, Joining, Phase, Reach, Running, Step, exit_with
 from elaunch.rendezvous.types import Outcome, OutcomeKind
 
 # A store that stays away is a long wait: nobody should wonder whether anything still happens.
@@ -36,7 +26,7 @@ def store_failed(agent: Agent, _phase: Phase, event: StoreFailed, now_s: float) 
         return exit_with(agent, agent.outcome(OutcomeKind.REFUSED, event.why))
     reach = agent.reach
     if reach.failing_since_s is None:
-        reach = Reach(reach.ever, failing_since_s=now_s, log_at_s=now_s + WORTH_A_WORD_S)
+        reach = Reach(reach.ever, failing_since_s=now_s, log_at_s=now_s + LOG_AFTER_S)
     silent_s = (now_s if reach.silent_since_s is None else reach.silent_since_s) if event.is_silent else None
     return replace(agent, reach=replace(reach, last=event, silent_since_s=silent_s)), ()
 
@@ -51,14 +41,14 @@ def store_back(agent: Agent, _phase: Phase, _event: StoreBack, now_s: float) -> 
     if reach.failing_since_s is None:
         return replace(agent, reach=replace(reach, ever=True)), ()
     away_s, how = now_s - reach.failing_since_s, "is back" if reach.ever else "answers,"
-    said: tuple[Action, ...] = (Log(f"the store {how} after {away_s:.1f} s"),) if reach.is_said else ()
+    logged: tuple[Action, ...] = (Log(f"the store {how} after {away_s:.1f} s"),) if reach.is_logged else ()
     agent = replace(agent, reach=Reach(ever=True), lead_at_s=now_s)
     if away_s < agent.times.shortest_loss_s:
-        return agent, said
+        return agent, logged
     lossless_until_s = now_s + agent.times.return_grace_s
     formation = agent.leader_state.formation.after_absence(away_s, lossless_until_s)
     leader_state = replace(agent.leader_state, formation=formation)
-    return replace(agent, lossless_until_s=lossless_until_s, leader_state=leader_state), said
+    return replace(agent, lossless_until_s=lossless_until_s, leader_state=leader_state), logged
 
 
 def gives_up_at_s(agent: Agent) -> float | None:
@@ -85,15 +75,15 @@ def tick(agent: Agent, _phase: Joining | Finished, _event: Tick, now_s: float) -
     """Say what is waited for; give up on a store that fails for too long."""
     if outcome := given_up(agent, now_s):
         return exit_with(agent, outcome)
-    return say_waits(agent, now_s)
+    return log_waits(agent, now_s)
 
 
-def say_waits(agent: Agent, now_s: float) -> Step:
+def log_waits(agent: Agent, now_s: float) -> Step:
     """Say what is waited for where that takes long, and what is wrong with the store."""
-    agent, actions = say_wait(agent, now_s)
+    agent, actions = log_wait(agent, now_s)
     if agent.reach.log_at_s is not None and now_s >= agent.reach.log_at_s:
-        actions = (*actions, Log(_words(agent, now_s), "warning"))
-        agent = replace(agent, reach=replace(agent.reach, is_said=True, log_at_s=now_s + STILL_AWAY_S))
+        actions = (*actions, Log(_outage_text(agent, now_s), "warning"))
+        agent = replace(agent, reach=replace(agent.reach, is_logged=True, log_at_s=now_s + STILL_AWAY_S))
     return agent, actions
 
 
@@ -105,11 +95,11 @@ def note_idle(agent: Agent, now_s: float) -> Agent:
     reach = agent.reach
     if reach.failing_since_s is None or not isinstance(agent.phase, (Joining, Finished)):
         return agent
-    log_at_s = now_s if reach.is_said else reach.log_at_s
+    log_at_s = now_s if reach.is_logged else reach.log_at_s
     return replace(agent, reach=replace(reach, idle_since_s=now_s, log_at_s=log_at_s))
 
 
-def _words(agent: Agent, now_s: float) -> str:
+def _outage_text(agent: Agent, now_s: float) -> str:
     """What a failing store means for this node now, and when the agent gives up."""
     reach, give_up_s = agent.reach, gives_up_at_s(agent)
     left = f"for up to {give_up_s - now_s:.0f} s more" if give_up_s is not None else ""

@@ -7,16 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from elaunch.agent.core.events import Committed, Event, Signalled, Tag
-from elaunch.agent.core.state import (
-    Agent,
-    Clearing,
-    Exited,
-    Finished,
-    Joining,
-    Phase,
-    Running,
-    Stopping,
-)
+from elaunch.agent.core.state import Agent, Clearing, Exited, Finished, Joining, Phase, Running, Stopping
 from elaunch.rendezvous.job_spec import job_name
 from elaunch.rendezvous.rules.hang_verdict import hang_sentence
 from elaunch.rendezvous.rules.reports import RANKS_MAX, NodeReport, RankReport
@@ -109,9 +100,9 @@ def of_seats(table: RankTable) -> list[dict[str, object]]:
 def _of_the_store(before: Agent, after: Agent, number: int) -> Iterator[Entry]:
     """A store that fails for so long that the log says so, and its return."""
     was, now = before.reach, after.reach
-    if now.is_said and not was.is_said:
+    if now.is_logged and not was.is_logged:
         yield Entry(number, "store_away", {"trouble": now.last.trouble.value, "why": now.last.why})
-    elif was.is_said and not now.is_said:
+    elif was.is_logged and not now.is_logged:
         yield Entry(number, "store_back", {})
 
 
@@ -169,8 +160,8 @@ def _failures(agent: Agent) -> tuple[Failure, ...]:
         case Stopping(table, failures=failures, then=then) | Clearing(table, failures=failures, then=then):
             own = then.failure if then and not failures else None
             # A node that bows out tells nobody else of its failure: only its outcome has it.
-            is_bowing_out = own and own.node_id == agent.me.node_id and own.generation == table.generation
-            return (own,) if own and is_bowing_out else failures
+            is_withdrawing = own and own.node_id == agent.me.node_id and own.generation == table.generation
+            return (own,) if own and is_withdrawing else failures
     return ()
 
 
@@ -187,7 +178,7 @@ def announcements(before: Agent, after: Agent) -> Iterator[Entry]:
         yield from _of_snapshot(before, after)
     if isinstance(after.phase, Exited) and not isinstance(before.phase, Exited):
         outcome = after.phase.outcome
-        if _tells_end(after, outcome):
+        if _announces_end(after, outcome):
             yield _end(after, outcome)
 
 
@@ -246,7 +237,7 @@ def _end(agent: Agent, outcome: Outcome) -> Entry:
     return _announced("end", agent, outcome.generation, text, fields)
 
 
-def _tells_end(agent: Agent, outcome: Outcome) -> bool:
+def _announces_end(agent: Agent, outcome: Outcome) -> bool:
     """Whether this node's end is the job's, and this node tells of it."""
     if outcome.kind is OutcomeKind.REFUSED:
         return False

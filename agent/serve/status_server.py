@@ -22,7 +22,7 @@ from pathlib import Path
 import psutil
 
 from elaunch.agent.core.events import Event
-from elaunch.agent.core.leaving import order
+from elaunch.agent.core.membership import order
 from elaunch.agent.core.state import Agent
 from elaunch.agent.core.timeline import WorkersSeen, node_report
 from elaunch.agent.diagnosis.stack_groups import stack_answer

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from elaunch.agent.core.leaving import OrderResponse
+from elaunch.agent.core.membership import OrderResponse
 from elaunch.agent.diagnosis.stack_groups import StackAnswer, read_stack_answer
 from elaunch.agent.guardian.guardian import SOCKET_FOLDERS
 from elaunch.agent.linux import credentials, in_threads, state

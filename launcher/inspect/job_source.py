@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from queue import Empty, SimpleQueue
 
-from elaunch.agent.core.leaving import OrderResponse
+from elaunch.agent.core.membership import OrderResponse
 from elaunch.agent.diagnosis.stack_groups import Stack, StackAnswer, read_stack_answer, stacks_in
 from elaunch.agent.serve.status_server import STACKS_S
 from elaunch.launcher.errors import SiteError

@@ -408,7 +408,7 @@ class Checks:
     def signalling(self, worker: Worker, signum: int) -> None:
         """A worker that listens is told first. It gets a signal only after its time is over, or when it is done."""
         world, times, phase = self._world, self._world.plan.times, worker.process.agent.phase
-        if not isinstance(phase, (Running, Stopping)) or worker.local_rank not in phase.words.to_failure:
+        if not isinstance(phase, (Running, Stopping)) or worker.local_rank not in phase.status.to_failure:
             worker.was_signalled = True
         if worker.was_signalled or worker.has_saved or worker.has_raised or worker.process.signals.count(INT) > 1:
             return

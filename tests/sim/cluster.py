@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from elaunch.agent.core.actions import Clear, Commit, Join, NotifyWorkers, SignalWorkers, Spawn
 from elaunch.agent.core.events import Cleared, ServiceLost, SnapshotChanged, WorkerExited
-from elaunch.agent.core.leaving import order
+from elaunch.agent.core.membership import order
 from elaunch.rendezvous.engine import MemoryStore
 from elaunch.rendezvous.job_spec import JobSpec, Program, ProgramKind
 from elaunch.rendezvous.rules.queries import Topic

@@ -88,7 +88,7 @@ class Driver:
         return SnapshotReader(KEYS).read(self.store.read(KEYS.root), whole=True)
 
     @property
-    def looked(self) -> SnapshotChanged:
+    def snapshot_changed(self) -> SnapshotChanged:
         """The event with what the agent would see now."""
         return SnapshotChanged(self._reader.read(self.store.read(self._scope), whole=self._scope == KEYS.root))
 
@@ -141,14 +141,14 @@ class Driver:
                 done += self.answer()
             elif self.store.read(self._scope).entries != self._seen:
                 self._seen = self.store.read(self._scope).entries
-                done += self.happen(self.looked)
+                done += self.happen(self.snapshot_changed)
             else:
                 return done
         raise AssertionError(f"it never comes to rest: {self.acted}")
 
     def look(self) -> list[Action]:
         """Look at what is there now, new or not."""
-        return self.happen(self.looked)
+        return self.happen(self.snapshot_changed)
 
     def exits(self, local_rank: int, code: int, kind: FailureKind = FailureKind.EXIT_CODE) -> list[Action]:
         """A worker of the current generation ends."""

@@ -38,7 +38,7 @@ ENDED = Outcome(OutcomeKind.FAILED, "the budget is spent", 0, 0, 3)
 def test_nothing_is_decided_from_a_look_older_than_the_last_answer() -> None:
     driver = Driver().begin()
     driver.answer()
-    nothing_there = driver.looked
+    nothing_there = driver.snapshot_changed
     driver.happen(nothing_there)
     driver.answer()
 
@@ -100,7 +100,7 @@ def test_a_join_that_was_refused_since_the_generation_moved_is_tried_for_the_new
 
     assert done == [Join(second.lease, True, True)]
     assert isinstance(second.agent.phase, Joining)
-    assert second.agent.phase.asked == 2
+    assert second.agent.phase.joined == 2
 
 
 def test_an_evicted_node_comes_back_as_a_new_one_and_says_so() -> None:
@@ -151,7 +151,7 @@ def test_who_lost_an_election_to_one_that_has_left_since_is_not_evicted() -> Non
     third = Driver(TWO, store=first.store, host="node-c", remote=True).begin()
     third.settle()
     first.lose_lease()
-    late = second.looked
+    late = second.snapshot_changed
     third.settle()
     second.happen(late)
     second.write(Delete(KEYS.member(third.node_id)), Delete(KEYS.leader))
@@ -227,7 +227,7 @@ def test_who_lost_an_election_to_another_stays_who_it_is() -> None:
     third = Driver(TWO, store=first.store, host="node-c", remote=True).begin()
     third.settle()
     first.lose_lease()
-    late = second.looked
+    late = second.snapshot_changed
     third.settle()
 
     second.happen(late)

@@ -94,7 +94,7 @@ def test_of_two_nodes_that_come_at_once_one_starts_the_run_and_the_other_joins_i
     second = Driver(TWO, host="node-b", store=first.store, remote=True).begin()
     for driver in (first, second):
         driver.answer()
-    nothing = second.looked
+    nothing = second.snapshot_changed
     for driver in (first, second):
         driver.happen(nothing)
         assert tags(driver) == [Tag.RUN]
@@ -111,7 +111,7 @@ def test_of_two_nodes_that_come_at_once_one_starts_the_run_and_the_other_joins_i
 def test_a_run_that_was_first_and_is_of_another_command_is_not_taken_for_this_nodes_own() -> None:
     driver = Driver(remote=True)
     driver.begin().answer()
-    nothing = driver.looked
+    nothing = driver.snapshot_changed
     other = replace(SPEC, program=Program(ProgramKind.SCRIPT, "other.py")).terms
     ended = Outcome(OutcomeKind.SUCCEEDED, "every worker exited with 0", 0, 0, 3)
     driver.write(

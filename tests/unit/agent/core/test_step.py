@@ -76,7 +76,14 @@ def test_an_agent_that_has_exited_does_nothing_more() -> None:
     driver.happen(Signalled(TERM, "SIGTERM"))
     before = driver.agent
 
-    for event in (driver.looked, exited(0, 0, 1), lost(0, workers_too=True), cleared(0), Tick(), StoreLost("gone")):
+    for event in (
+        driver.snapshot_changed,
+        exited(0, 0, 1),
+        lost(0, workers_too=True),
+        cleared(0),
+        Tick(),
+        StoreLost("gone"),
+    ):
         driver.happen(event)
         assert driver.acted == []
 

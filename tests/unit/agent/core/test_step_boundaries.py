@@ -17,7 +17,7 @@ from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.rules.hang_verdict import Hang
 from elaunch.rendezvous.store import Put
 from elaunch.rendezvous.types import FailureKind
-from tests.unit.agent.core.test_hangs import IDLE, SPINS, WAITING, busy, said, samples, watching
+from tests.unit.agent.core.test_running_hangs import IDLE, SPINS, WAITING, busy, said, samples, watching
 from tests.unit.agent.core.test_timeline import kinds, named
 from tests.unit.agent.diagnosis.causes.test_table import OOM, advice
 from tests.unit.agent.diagnosis.causes.test_table import exited as exit_of

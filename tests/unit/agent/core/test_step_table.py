@@ -71,7 +71,7 @@ def second_of_two(phase: type[Phase]) -> Driver:
 def event_of(kind: type[Event], driver: Driver) -> Event:
     """An event of that kind, about the generation that the node runs."""
     events: tuple[Event, ...] = (
-        driver.looked,
+        driver.snapshot_changed,
         Committed(Tag.LEAD, True, driver.store.read(KEYS.root).revision),
         Leased(17, "node-b-00000017"),
         LeaseLost(driver.agent.membership.lease),

@@ -8,7 +8,7 @@ from signal import SIGPIPE as PIPE
 import pytest
 
 from elaunch.agent.core.actions import Clear, Commit, Join, Log, ReplaceForkServer, SignalWorkers, Spawn
-from elaunch.agent.core.clearing import LAST_WORDS_S
+from elaunch.agent.core.clearing import OUTPUT_WAIT_S
 from elaunch.agent.core.events import (
     Cleared,
     Signalled,
@@ -255,7 +255,7 @@ def test_a_signal_before_the_workers_are_cleared_away_is_not_lost() -> None:
     last = driver.happen(cleared(0))
 
     assert told == []
-    assert due_s == driver.now_s + LAST_WORDS_S
+    assert due_s == driver.now_s + OUTPUT_WAIT_S
     assert last == []
 
 
@@ -296,7 +296,7 @@ def test_a_stop_does_not_wait_for_ever_for_output_that_nobody_reads() -> None:
     assert deadline_s(driver.agent) == driver.now_s + STOP_GRACE_S
     driver.exits(2, 0)
     due_s = deadline_s(driver.agent)
-    assert due_s == driver.now_s + LAST_WORDS_S
+    assert due_s == driver.now_s + OUTPUT_WAIT_S
 
     driver.now_s = due_s
     done = driver.happen(Tick())

@@ -360,13 +360,13 @@ def test_a_worker_that_fails_after_a_signal_lets_nobody_wait_for_the_end_of_its_
 
 
 def test_workers_that_listen_have_two_seconds_after_a_failure_also_where_handlers_have_less() -> None:
-    deaf, hearing = started(), listening(started(), 0)
-    for driver in (deaf, hearing):
+    deaf, listener = started(), listening(started(), 0)
+    for driver in (deaf, listener):
         driver.agent = replace(driver.agent, times=replace(TIMES, failure_grace_s=0.5))
 
         driver.exits(1, 3)
 
-    assert [deadline_s(driver.agent) for driver in (deaf, hearing)] == [START_S + 0.5, START_S + 2.0]
+    assert [deadline_s(driver.agent) for driver in (deaf, listener)] == [START_S + 0.5, START_S + 2.0]
 
 
 def test_who_saves_before_its_agent_has_heard_of_the_failure_has_the_time_too() -> None:

@@ -9,7 +9,7 @@ import pytest
 from elaunch.agent.core.actions import SignalWorkers
 from elaunch.agent.core.events import StoreBack, StoreFailed, Tick, Trouble
 from elaunch.agent.core.membership import INVITE_AGAIN_S
-from elaunch.agent.core.state import WORTH_A_WORD_S, Joining, Running
+from elaunch.agent.core.state import LOG_AFTER_S, Joining, Running
 from elaunch.agent.core.step import deadline_s
 from elaunch.rendezvous.types import OpenKind, OutcomeKind
 from tests.unit.agent.driver import (
@@ -33,7 +33,7 @@ def test_a_store_that_stays_away_is_named_once_with_the_newest_reason_and_its_re
     driver = started()
     driver.happen(StoreBack())
     driver.happen(StoreFailed("10.0.0.9:2379 refuses connections"))
-    assert deadline_s(driver.agent) == START_S + WORTH_A_WORD_S
+    assert deadline_s(driver.agent) == START_S + LOG_AFTER_S
     driver.now_s += 1
     driver.happen(StoreFailed("10.0.0.8:2379 did not answer within 0.5 s"))
     driver.now_s += 1
@@ -52,7 +52,7 @@ def test_a_store_that_stays_away_is_named_once_with_the_newest_reason_and_its_re
 def test_a_store_that_was_never_there_is_waited_for_with_a_word_on_what_may_be_wrong() -> None:
     driver = Driver()
     driver.happen(StoreFailed("10.0.0.9:2379 refuses connections"))
-    driver.now_s += WORTH_A_WORD_S
+    driver.now_s += LOG_AFTER_S
     driver.happen(Tick())
     said = driver.said
     driver.now_s += 3
@@ -140,7 +140,7 @@ def test_workers_are_stopped_when_the_heads_host_has_been_silent_for_the_store_t
     _, second = pair()
     second.happen(StoreBack())
     second.happen(SILENT)
-    second.now_s += WORTH_A_WORD_S
+    second.now_s += LOG_AFTER_S
     second.happen(Tick())
     said = second.said
     second.now_s = START_S + TIMES.store_timeout_s - 1
@@ -178,7 +178,7 @@ def test_each_trouble_has_its_own_words_while_the_workers_go_on(event: StoreFail
     driver = started()
     driver.happen(StoreBack())
     driver.happen(event)
-    driver.now_s += WORTH_A_WORD_S
+    driver.now_s += LOG_AFTER_S
 
     driver.happen(Tick())
 
@@ -212,13 +212,13 @@ def test_what_a_leader_waits_for_is_said_when_it_takes_long_and_once() -> None:
     driver = Driver(TWO).begin()
     driver.settle()
     due_s = deadline_s(driver.agent)
-    driver.now_s += WORTH_A_WORD_S
+    driver.now_s += LOG_AFTER_S
     driver.happen(Tick())
     said = driver.said
     driver.now_s += 60
     driver.happen(Tick())
 
-    assert due_s == START_S + WORTH_A_WORD_S
+    assert due_s == START_S + LOG_AFTER_S
     assert (said, driver.said) == ("waiting for nodes: 1 of 2 is here (gives up after 600 s)", "")
 
 
@@ -227,7 +227,7 @@ def test_a_follower_says_who_knows_what_is_waited_for() -> None:
     first = Driver(three).begin()
     second = Driver(three, store=first.store, host="node-b", remote=True).begin()
     settle(first, second)
-    second.now_s += WORTH_A_WORD_S
+    second.now_s += LOG_AFTER_S
 
     second.happen(Tick())
 
@@ -238,7 +238,7 @@ def test_an_absent_store_is_named_again_when_the_workers_it_was_said_to_leave_al
     driver = started()
     driver.happen(StoreBack())
     driver.happen(StoreFailed("no route"))
-    driver.now_s += WORTH_A_WORD_S
+    driver.now_s += LOG_AFTER_S
     driver.happen(Tick())
     ends(driver, -9)
     driver.happen(Tick())
@@ -280,7 +280,7 @@ def test_the_line_for_the_other_nodes_comes_again_after_a_minute_and_once() -> N
         driver.happen(Tick())
         said += [(second + 1, driver.said)] if driver.said else []
 
-    assert [at_s for at_s, _ in said] == [WORTH_A_WORD_S, WORTH_A_WORD_S + INVITE_AGAIN_S]
+    assert [at_s for at_s, _ in said] == [LOG_AFTER_S, LOG_AFTER_S + INVITE_AGAIN_S]
     assert said[1][1] == "on the other node type: elaunch …"
 
 
@@ -291,7 +291,7 @@ def test_an_endpoint_of_this_host_alone_is_said_where_the_other_node_does_not_co
     first.begin().settle()
     second.happen(StoreFailed("localhost:5 refuses connections"))
     for driver in (first, second):
-        driver.now_s += WORTH_A_WORD_S
+        driver.now_s += LOG_AFTER_S
         driver.happen(Tick())
 
     assert first.said.endswith("1 of 2 is here (gives up after 600 s); localhost:5 is an address of this host alone")

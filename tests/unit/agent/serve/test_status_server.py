@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.agent.core.leaving import OrderResponse
+from elaunch.agent.core.membership import OrderResponse
 from elaunch.agent.core.state import Running, Stopping
 from elaunch.agent.core.timeline import WorkersSeen
 from elaunch.agent.linux import credentials

@@ -90,15 +90,15 @@ def test_a_store_in_this_process_is_asked_at_once_by_whoever_calls() -> None:
     before = set(threading.enumerate())
     with session(remote=False) as bench:
         assert bench.looks_due == 1
-        looked = bench.session.snapshot()
+        snapshot_changed = bench.session.snapshot()
         bench.session.commit(bench.put(1), Tag.JOIN)
 
         assert bench.looks_due == 2
         assert set(threading.enumerate()) <= before
         assert bench.store.threads == {threading.current_thread().name}
 
-    assert isinstance(looked, SnapshotChanged)
-    assert looked.snapshot.whole
+    assert isinstance(snapshot_changed, SnapshotChanged)
+    assert snapshot_changed.snapshot.whole
     assert [type(event) for event in bench.events] == [Leased, Committed]
     assert bench.store.closed
 

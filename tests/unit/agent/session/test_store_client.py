@@ -74,9 +74,9 @@ class Bench:
         """What the agent sees at its next look, which the client must have asked for."""
         assert self.looks_due, "nobody was told to look"
         self.looks_due = 0
-        looked = self.client.snapshot()
-        assert isinstance(looked, SnapshotChanged), looked
-        return looked.snapshot
+        snapshot_changed = self.client.snapshot()
+        assert isinstance(snapshot_changed, SnapshotChanged), snapshot_changed
+        return snapshot_changed.snapshot
 
     @property
     def leased(self) -> list[Leased]:

@@ -1,4 +1,4 @@
-"""agent.diagnosis.hang and hang_watch: when ranks stand still, and what an agent makes of it."""
+"""agent.core.running and diagnosis.hang: when ranks are idle, and what an agent does about it."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_a_rank_that_sigstop_holds_is_named() -> None:
         "rank 1 (pid 4001 on node-a) is stopped by a signal (SIGSTOP) (train_step, train.py:41), while ranks 0, 2 wait"
         in said(driver)
     )
-    assert "\nto let rank 1 go on: kill -CONT 4001\nto see all threads: elaunch stacks" in said(driver)
+    assert "\nto let rank 1 continue: kill -CONT 4001\nto see all threads: elaunch stacks" in said(driver)
 
 
 def test_while_the_end_of_a_rank_is_being_understood_nobody_hangs() -> None:
@@ -380,7 +380,7 @@ def two_nodes() -> tuple[Driver, Driver]:
     other = Driver(TWO, store=one.store, host="node-b", slots=2, times=times, remote=True).begin()
     for _ in range(8):
         for driver in (one, other):
-            driver.happen(driver.looked)
+            driver.happen(driver.snapshot_changed)
             driver.settle()
     assert isinstance(one.agent.phase, Running)
     assert isinstance(other.agent.phase, Running)
@@ -394,7 +394,7 @@ def both(
         samples(one, 5, first, WAITING[:2])
         samples(other, 5, second, (stack(2, *ALL_REDUCE), *loop))
         for driver in (one, other):
-            driver.happen(driver.looked)
+            driver.happen(driver.snapshot_changed)
             driver.settle()
 
 

@@ -1,4 +1,4 @@
-"""agent.core.leaving: what `elaunch stop` and `elaunch restart` make an agent do."""
+"""agent.core.membership: what `elaunch stop` and `elaunch restart` make an agent do."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from elaunch.agent.core.actions import SignalWorkers
 from elaunch.agent.core.events import RestartOrdered, StoreFailed, WorkerExited
-from elaunch.agent.core.leaving import OrderResponse, order
+from elaunch.agent.core.membership import OrderResponse, order
 from elaunch.agent.core.state import Joining, Running, Stopping
 from elaunch.rendezvous.rules.queries import Topic
 from elaunch.rendezvous.types import OpenKind, OutcomeKind
