@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from elaunch.trainer.gpt.config import AgreedRefusal, ConfigError, parse
 from elaunch.trainer.gpt.corpus import Corpus
 from elaunch.trainer.gpt.run_directory import RunDirectory
-from elaunch.trainer.ranks.place import RankInfo
+from elaunch.trainer.ranks import RankInfo
 
 # Longer than a launcher needs to notice that rank 0 has ended, and to stop the others.
 REFUSAL_GRACE_S = 3.0

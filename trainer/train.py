@@ -34,7 +34,7 @@ from elaunch.trainer.parallel.build import Parallel, build
 from elaunch.trainer.parallel.plan import DataShare
 from elaunch.trainer.parallel.whole import Whole, hook_state, in_ddp
 from elaunch.trainer.profiling.profiler import profiled
-from elaunch.trainer.ranks.place import RankInfo
+from elaunch.trainer.ranks import RankInfo
 from elaunch.trainer.state.tree import tensors_sha256
 from elaunch.trainer.tuning.tune import tune
 

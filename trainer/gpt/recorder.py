@@ -25,7 +25,7 @@ from elaunch.trainer.gpt.run_directory import RunDirectory
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.ledger.ledger import Ledger, audit_folder, next_generation
 from elaunch.trainer.parallel.plan import DataShare
-from elaunch.trainer.ranks.place import RankInfo
+from elaunch.trainer.ranks import RankInfo
 
 # What is known of a step, by name; `step` is always there. docs/trainer.md lists the names.
 Line: TypeAlias = dict[str, float]

@@ -21,9 +21,9 @@ from elaunch.trainer.memory.recovery_plan import Inventory, decide, decide_in_pa
 from elaunch.trainer.memory.restore import drop_newer, take_over
 from elaunch.trainer.memory.sharded import ShardedMemory
 from elaunch.trainer.memory.slots import node_of
+from elaunch.trainer.ranks import RankInfo
 from elaunch.trainer.ranks.group_status import GroupStatus
 from elaunch.trainer.ranks.peers import Peers
-from elaunch.trainer.ranks.place import RankInfo
 from elaunch.trainer.state.model_state import require_uncaptured
 from elaunch.trainer.state.packing import NotPlain
 from elaunch.trainer.state.region import Version

@@ -39,8 +39,8 @@ from elaunch.trainer.keeper.guarded_state import GroupWatch, GuardedState
 from elaunch.trainer.keeper.hooks import OptimizerHooks, hook_backward
 from elaunch.trainer.keeper.rehearsal import VARIABLE, Rehearsal
 from elaunch.trainer.keeper.verification import Verification
+from elaunch.trainer.ranks import RankInfo
 from elaunch.trainer.ranks.peers import Peers
-from elaunch.trainer.ranks.place import RankInfo
 from elaunch.trainer.state.region import Version
 from elaunch.trainer.state.training_state import Training
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from elaunch.trainer.keeper.unkept import digest, named, variables
-from elaunch.trainer.ranks.place import RankInfo
+from elaunch.trainer.ranks import RankInfo
 from elaunch.trainer.state.model_state import hook_after_forward
 from elaunch.trainer.state.training_state import Training
 from elaunch.trainer.state.tree import State, local_parts, several, tensors_in, tensors_sha256

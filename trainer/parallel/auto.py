@@ -22,8 +22,8 @@ from elaunch.trainer.memory.room import SPARE_SHARE, shared_by, tightest_room
 from elaunch.trainer.parallel.build import Groups, Parallel, build
 from elaunch.trainer.parallel.estimate import Candidate, candidates, resumed
 from elaunch.trainer.parallel.plan import AUTO, PlanError, Sizes, parse
+from elaunch.trainer.ranks import RankInfo
 from elaunch.trainer.ranks.peers import Peers
-from elaunch.trainer.ranks.place import RankInfo
 from elaunch.trainer.state.model_state import passes_to_final_sums
 from elaunch.trainer.tuning.tune import finish_device, slowest_s
 

@@ -23,8 +23,7 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import TypeAlias
 
 from elaunch.trainer.files import reason
-from elaunch.trainer.ranks.handshake import SECRET_BYTES, UNKNOWN_MAX, Contact, Guest, dial, listen
-from elaunch.trainer.ranks.meeting import StoreContacts
+from elaunch.trainer.ranks.handshake import SECRET_BYTES, UNKNOWN_MAX, Contact, Guest, StoreContacts, dial, listen
 
 Bytes: TypeAlias = "bytes | bytearray | memoryview"
 # A read takes at most this much, so that what is passed on goes out while more comes in.

@@ -1,9 +1,8 @@
-"""How two ranks prove to each other that they belong to the same channel, and the socket at which one listens.
+"""How the ranks of a channel find each other by the process group's store, and prove that they belong to the channel.
 
-Each rank listens with a secret of its own, and puts it with its address into the process group's store. To a connection
-it sends a random challenge. The rank that has connected responds with a number of its own and a proof that it knows the
-secret, and gets a proof in turn. Both proofs have both numbers in them, so messages that somebody has seen on the way
-are of no use a second time.
+Each rank listens with a secret of its own, and puts it with its address into that store. To a connection it sends a
+random challenge. The rank that has connected responds with a number of its own and a proof that it knows the secret,
+and gets a proof in turn. Both proofs have both numbers in them, so a recorded message is of no use a second time.
 """
 
 from __future__ import annotations
@@ -11,13 +10,18 @@ from __future__ import annotations
 import contextlib
 import errno
 import hmac
+import ipaddress
+import operator
 import os
 import secrets
 import socket
 import struct
 import time
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
 
 CHALLENGE_BYTES = 16
 PROOF_BYTES = 32
@@ -35,6 +39,9 @@ _BACKLOG_MAX = 1024
 # A host that is gone answers no probe, and is noticed after 30 s while nothing is on its way to it. Without an agent
 # nobody else notices; an agent's lease ends long before.
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+# Addresses for documentation (RFC 5737, RFC 3849): the route to them is the one to everywhere. Nothing is sent.
+_ANYWHERE = ("192.0.2.1", "2001:db8::1")
 
 
 @dataclass(frozen=True)
@@ -125,7 +132,7 @@ def listen(address: str, ranks: int) -> socket.socket:
     except OSError as error:
         made.close()
         why = f"this rank cannot listen at {address} ({error.strerror}), so the other ranks cannot reach it"
-        raise OSError(f"{why}; GLOO_SOCKET_IFNAME=… names the interface to use") from error
+        raise OSError(f"{why}; {_INTERFACE}=… names the interface to use") from error
     return made
 
 
@@ -152,3 +159,102 @@ class Guest:
         if rank not in ranks or self.socket.send(proof) < PROOF_BYTES:
             raise ConnectionRefusedError
         return rank
+
+
+@dataclass(frozen=True)
+class StoreContacts:
+    """Where the ranks of a channel listen, in the store by which the job's process group was made.
+
+    torchrun's agent keeps all keys at a restart, and nothing that it tells its workers names one. So a contact may be
+    that of the process that was this rank before.
+
+    Everybody who reaches MASTER_PORT can read that store. So under elaunch it holds no secret as it is: the agents have
+    given one to all ranks of the generation.
+    """
+
+    channel: str
+
+    def own_address(self) -> str:
+        """The address at which the others reach this process. Raises OSError."""
+        return own_address(os.environ)
+
+    def publish(self, rank: int, content: bytes) -> None:
+        """Write the contact of this rank, in place of an older one."""
+        key = f"{self.channel}/{rank}"
+        _store().set(key, _masked(key, content))
+
+    def find(self, rank: int) -> bytes | None:
+        """The newest contact of this rank; None if there is none yet. Does not wait; may raise RuntimeError."""
+        # Not `wait` with a limit: torch prints two warnings whenever its time is over.
+        key = f"{self.channel}/{rank}"
+        return _masked(key, bytes(_store().get(key))) if _store().check([key]) else None
+
+
+def _masked(key: str, contact: bytes) -> bytes:
+    """The contact with its secret, which comes first, masked by a pad for this key; masking it again reveals it."""
+    given = os.environ.get("ELAUNCH_GENERATION_SECRET", "")
+    pad = hmac.digest(given.encode(), key.encode(), "sha256") if given else b""
+    return bytes(map(operator.xor, contact, pad)) + contact[len(pad) :]
+
+
+def _store() -> Any:
+    # torch has no public name for it; this one has been in every release since 1.8.
+    return dist.distributed_c10d._get_default_store()
+
+
+def own_address(environ: Mapping[str, str]) -> str:
+    """The address of the interface that GLOO_SOCKET_IFNAME names, else the one by which it reaches MASTER_ADDR.
+
+    On the first node a name in MASTER_ADDR may mean a loopback address (127.0.1.1 in Debian's /etc/hosts). Ranks on
+    other nodes cannot use that, so it is the address by which this host reaches other networks. Without MASTER_ADDR
+    the host's own name is taken in its place. Raises OSError for an interface without an address, and for a
+    MASTER_ADDR that nobody knows.
+    """
+    if names := environ.get(_INTERFACE, ""):
+        # gloo takes several, separated by commas.
+        return _of_interface(names.split(",")[0])
+    master = environ.get("MASTER_ADDR", "")
+    try:
+        found = _towards(master or socket.gethostname())
+    except OSError as error:
+        if master:
+            raise OSError(
+                f"this host finds no way to {master} ({error.strerror}), so the other ranks cannot reach this one; "
+                f"{_INTERFACE}=… names the interface to use"
+            ) from error
+        found = "127.0.0.1"
+    here = environ.get("LOCAL_WORLD_SIZE", "")
+    is_alone = bool(here) and here == environ.get("WORLD_SIZE", "")
+    if _is_loopback(found) and not _is_loopback(master) and not is_alone:
+        for somewhere in _ANYWHERE:
+            with contextlib.suppress(OSError):
+                return _towards(somewhere)
+    return found
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether this means the loopback on every host; another name may mean it on its own host alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _towards(host: str) -> str:
+    """The address that packets to `host` come from. None is sent."""
+    family, kind, protocol, _, place = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as asked:
+        asked.connect(place)
+        return str(asked.getsockname()[0])
+
+
+def _of_interface(name: str) -> str:
+    # Few jobs name one.
+    import psutil
+
+    found = psutil.net_if_addrs().get(name, ())
+    for family in (socket.AF_INET, socket.AF_INET6):
+        for each in found:
+            if each.family == family and not each.address.startswith("fe80:"):
+                return str(each.address)
+    raise OSError(f"{_INTERFACE} is {name}, and this host has no address on an interface of that name")

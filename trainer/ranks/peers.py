@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from elaunch.trainer.ranks.connections import Bytes, Connections, PeerLost
-from elaunch.trainer.ranks.meeting import StoreContacts
+from elaunch.trainer.ranks.handshake import StoreContacts
 from elaunch.trainer.state.region import MARK
 
 Value = TypeVar("Value")

@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from elaunch.strict_json import parse_json
 from elaunch.trainer import link
 from elaunch.trainer.files import read_regular, reason, write_durably
+from elaunch.trainer.ranks import RankInfo
 from elaunch.trainer.ranks.peers import Peers
-from elaunch.trainer.ranks.place import RankInfo
 from elaunch.trainer.state import rng_state
 from elaunch.trainer.tuning.search import SearchResult, Size, in_words, search
 

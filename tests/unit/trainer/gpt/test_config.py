@@ -12,7 +12,7 @@ import pytest
 from elaunch.trainer.gpt.config import ConfigError, TrainConfig, parse
 from elaunch.trainer.gpt.corpus import Corpus
 from elaunch.trainer.gpt.run_directory import RunDirectory
-from elaunch.trainer.ranks.place import RankInfo
+from elaunch.trainer.ranks import RankInfo
 from tests.harness import RUN_LIMIT_S
 
 TWO = RankInfo(rank=0, world_size=2, launched=True)
