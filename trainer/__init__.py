@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from elaunch.trainer.ranks.group_status import BrokenGroup as BrokenGroup
     from elaunch.trainer.state.model_state import restore as restore
     from elaunch.trainer.state.model_state import state_of as state_of
-    from elaunch.trainer.tuning.tune import tune as tune
+    from elaunch.trainer.tuning import tune as tune
 
 # Each is imported when it is first used: `elaunch.trainer.link` must not import torch.
 _HOMES = {

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from elaunch.trainer.gpt.config import AgreedRefusal, ConfigError, parse
 from elaunch.trainer.gpt.corpus import Corpus
-from elaunch.trainer.gpt.run_directory import RunDirectory
+from elaunch.trainer.gpt.config import RunDirectory
 from elaunch.trainer.ranks import RankInfo
 
 # Longer than a launcher needs to notice that rank 0 has ended, and to stop the others.

@@ -68,9 +68,9 @@ def require_size(name: str, size: int, bytes_max: int) -> None:
 
 
 def reason(error: BaseException) -> str:
-    """What went wrong, in one line: the system's words, or the error's own, or its kind."""
-    said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return said.partition("\n")[0] or type(error).__name__
+    """What went wrong, in one line: the system's message, or the error's own, or its type."""
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return next(iter(text.strip().splitlines()), "") or type(error).__name__
 
 
 def sync_directory(directory: Path) -> None:

@@ -27,7 +27,7 @@ from elaunch.trainer.gpt.config import AgreedRefusal, TrainConfig
 from elaunch.trainer.gpt.corpus import Corpus
 from elaunch.trainer.gpt.model import GPT
 from elaunch.trainer.gpt.recorder import Recorder, opening
-from elaunch.trainer.gpt.run_directory import RunDirectory
+from elaunch.trainer.gpt.config import RunDirectory
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.parallel.auto import chosen
 from elaunch.trainer.parallel.build import Parallel, build
@@ -36,7 +36,7 @@ from elaunch.trainer.parallel.whole import Whole, hook_state, in_ddp
 from elaunch.trainer.profiling.profiler import profiled
 from elaunch.trainer.ranks import RankInfo
 from elaunch.trainer.state.tree import tensors_sha256
-from elaunch.trainer.tuning.tune import tune
+from elaunch.trainer.tuning import tune
 
 WEIGHT_DECAY = 0.1
 BETAS = (0.9, 0.95)

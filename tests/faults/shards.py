@@ -30,10 +30,9 @@ import torch._dynamo
 import torch.distributed as dist
 from torch import nn
 
-from elaunch.trainer.checkpoint import dcp, storage
+from elaunch.trainer.checkpoint import storage, writing
 from elaunch.trainer.checkpoint.checkpoints import Checkpoints
-from elaunch.trainer.checkpoint.local import LocalFiles
-from elaunch.trainer.checkpoint.objects import ObjectFiles
+from elaunch.trainer.checkpoint.filesystem import LocalFiles, ObjectFiles
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state import model_state
 from elaunch.trainer.state.tree import tensors_sha256
@@ -128,7 +127,7 @@ def at(moment: str, rank: int) -> None:
 
     match moment:
         case "write":
-            dcp._Summing.write = halfway  # type: ignore[method-assign]
+            writing._Summing.write = halfway  # type: ignore[method-assign]
         case "part":
             Peers.to_rank_0 = told  # type: ignore[method-assign]
         case "publish":

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from elaunch.trainer.checkpoint.filesystem import StorageError
 from elaunch.trainer.checkpoint.loading import load_newest
-from elaunch.trainer.checkpoint.objects import StorageError
 from elaunch.trainer.checkpoint.storage import MANIFEST, Folder, Mark, Where, discard, marks, storage_at
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state.packing import pack_plain
@@ -27,8 +27,7 @@ from elaunch.trainer.state.tree import State, Tree, flatten, some, tensors_sha25
 
 if TYPE_CHECKING:
     # torch.distributed.checkpoint takes a while to import; a start does without.
-    from elaunch.trainer.checkpoint.dcp import Copies, Plan
-    from elaunch.trainer.checkpoint.writing import Writing
+    from elaunch.trainer.checkpoint.writing import Copies, Plan, Writing
 
 __all__ = ["KEPT", "Checkpoints", "Mark", "marks", "tensors_sha256"]
 
@@ -110,7 +109,7 @@ class Checkpoints:
         parts = flatten(state)
         if not parts.is_sharded and not self._ranks.leads:
             return
-        from elaunch.trainer.checkpoint import dcp, writing
+        from elaunch.trainer.checkpoint import writing
 
         self.wait()
         self.failure = ""
@@ -118,7 +117,7 @@ class Checkpoints:
         if folder is None:
             return
         plan = self._planned(parts)
-        self._copies = dcp.staged(plan.items, parts.tensors, self._copies)
+        self._copies = writing.staged(plan.items, parts.tensors, self._copies)
 
         def published() -> None:
             self._taken.add(mark)
@@ -203,13 +202,13 @@ class Checkpoints:
 
     def _planned(self, parts: Tree) -> Plan:
         """Who writes what; made again only when the layout of the state has changed on some rank."""
-        from elaunch.trainer.checkpoint import dcp
+        from elaunch.trainer.checkpoint import writing
 
         layouts = [parts.signature()]
         if parts.is_sharded:
             layouts = self._ranks.from_all(layouts[0])
         if self._plan is None or self._plan[0] != layouts:
-            self._plan = layouts, dcp.plan(parts.tensors, parts.paths, self._ranks if parts.is_sharded else None)
+            self._plan = layouts, writing.plan(parts.tensors, parts.paths, self._ranks if parts.is_sharded else None)
         return self._plan[1]
 
     def _writers(self) -> Peers:

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from elaunch.strict_json import parse_json
-from elaunch.trainer.checkpoint.local import LocalFiles
-from elaunch.trainer.checkpoint.objects import ObjectFiles, StorageError, parse
+from elaunch.trainer.checkpoint.filesystem import LocalFiles, ObjectFiles, StorageError, parse
 from elaunch.trainer.state.region import Version
 
 MANIFEST = "manifest.json"

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from elaunch.trainer.data.order import Samples, key_of
-from elaunch.trainer.data.sampler_state import (
+from elaunch.trainer.data.sampling import (
     Streams,
     global_states,
     is_torchs,

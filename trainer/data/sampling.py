@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from elaunch.trainer.data.order import Micro, Order, Samples
-from elaunch.trainer.data.sampler_state import global_states, set_global_states
+from elaunch.trainer.data.sampling import global_states, set_global_states
 
 
 class Seeded(Dataset[Any]):

@@ -20,7 +20,7 @@ from elaunch.trainer.data.order import Order, fitting_micro_batch
 from elaunch.trainer.parallel.plan import ConfigError as ConfigError
 from elaunch.trainer.parallel.plan import ParallelPlan, Shape, Sizes, fit, require_fitting
 from elaunch.trainer.parallel.plan import parse as parse_plan
-from elaunch.trainer.profiling.steps import last_step_needed, parse_steps
+from elaunch.trainer.profiling.traces import last_step_needed, parse_steps
 from elaunch.trainer.ranks import RankInfo
 
 Plain: TypeAlias = int | float | bool | str | None

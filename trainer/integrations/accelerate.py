@@ -7,7 +7,7 @@ from typing import Any
 from accelerate import Accelerator
 from torch import nn
 
-from elaunch.trainer.integrations.epochs import KeptEpochs
+from elaunch.trainer.integrations import KeptEpochs
 from elaunch.trainer.state.tree import several
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from elaunch.trainer.integrations.epochs import KeptEpochs
+from elaunch.trainer.integrations import KeptEpochs
 
 
 def keep(

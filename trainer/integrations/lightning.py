@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from elaunch.trainer.data.batches import EpochOrder, require_skippable, set_epoch
-from elaunch.trainer.integrations.epochs import with_own
+from elaunch.trainer.integrations import with_own
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.state.tree import cloned
 

@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import TrainerCallback
 
 from elaunch.trainer.data.batches import EpochOrder, require_skippable
-from elaunch.trainer.integrations.epochs import with_own
+from elaunch.trainer.integrations import with_own
 from elaunch.trainer.keeper.keeper import Keeper
 
 # What a Trainer records of a run. The other fields come from its arguments.

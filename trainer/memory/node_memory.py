@@ -26,7 +26,7 @@ from typing import Any
 from torch import Tensor
 
 from elaunch.trainer.memory.recovery_plan import Holding, Inventory, Record
-from elaunch.trainer.memory.room import Room, room_in
+from elaunch.trainer.memory.capacity import Room, room_in
 from elaunch.trainer.memory.slots import Copy, Slot, Slots, copy_on_host, node_of, tear_newer
 from elaunch.trainer.state.packing import pack
 from elaunch.trainer.state.region import Header, Packed, Piece, Version

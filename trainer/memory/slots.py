@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elaunch.trainer.memory.room import allocate
+from elaunch.trainer.memory.capacity import allocate
 from elaunch.trainer.state.packing import unpack
 from elaunch.trainer.state.region import (
     Header,

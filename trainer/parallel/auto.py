@@ -17,15 +17,15 @@ from elaunch.trainer import link
 from elaunch.trainer.data.order import Order
 from elaunch.trainer.gpt.config import AgreedRefusal, ConfigError, TrainConfig
 from elaunch.trainer.gpt.model import GPT, VOCABULARY
-from elaunch.trainer.gpt.run_directory import RunDirectory
-from elaunch.trainer.memory.room import SPARE_SHARE, shared_by, tightest_room
+from elaunch.trainer.gpt.config import RunDirectory
+from elaunch.trainer.memory.capacity import SPARE_SHARE, shared_by, tightest_room
 from elaunch.trainer.parallel.build import Groups, Parallel, build
 from elaunch.trainer.parallel.estimate import Candidate, candidates, resumed
 from elaunch.trainer.parallel.plan import AUTO, PlanError, Sizes, parse
 from elaunch.trainer.ranks import RankInfo
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state.model_state import passes_to_final_sums
-from elaunch.trainer.tuning.tune import finish_device, slowest_s
+from elaunch.trainer.tuning import finish_device, slowest_s
 
 # So many plans are measured at most, and none after so many seconds, if one fits.
 TRIALS_MAX = 8

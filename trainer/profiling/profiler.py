@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from elaunch.trainer import link
 from elaunch.trainer.files import reason
-from elaunch.trainer.profiling.steps import StepWindow, parse_steps, record, table, window_of
+from elaunch.trainer.profiling.traces import StepWindow, parse_steps, record, table, window_of
 from elaunch.trainer.profiling.traces import StepTimes, parsed, step_times
 from elaunch.trainer.ranks import RankInfo
 from elaunch.trainer.ranks.peers import Peers

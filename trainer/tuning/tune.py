@@ -26,7 +26,7 @@ from elaunch.trainer.files import read_regular, reason, write_durably
 from elaunch.trainer.ranks import RankInfo
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state import rng_state
-from elaunch.trainer.tuning.search import SearchResult, Size, in_words, search
+from elaunch.trainer.tuning import SearchResult, Size, in_words, search
 
 _NS_PER_S = 1_000_000_000
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_DISABLE", "NCCL_NET")

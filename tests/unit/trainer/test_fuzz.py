@@ -19,7 +19,7 @@ from elaunch.trainer.checkpoint.storage import MANIFEST, Corrupt, read_manifest,
 from elaunch.trainer.data.order import Order
 from elaunch.trainer.gpt.config import ConfigError
 from elaunch.trainer.gpt.recorder import Metrics
-from elaunch.trainer.gpt.run_directory import require_ours
+from elaunch.trainer.gpt.config import require_ours
 from elaunch.trainer.ledger.audit import Verdict, verdict
 from elaunch.trainer.ledger.ledger import FORMAT
 from elaunch.trainer.memory.pieces import contents

@@ -17,8 +17,8 @@ import torch
 
 from elaunch.trainer.checkpoint import storage, writing
 from elaunch.trainer.checkpoint.checkpoints import Checkpoints, Mark, marks
+from elaunch.trainer.checkpoint.filesystem import LocalFiles
 from elaunch.trainer.checkpoint.loading import Unreadable
-from elaunch.trainer.checkpoint.local import LocalFiles
 from elaunch.trainer.checkpoint.storage import storage_at
 from elaunch.trainer.state.tree import PerRank
 from tests.harness import DEADLINE_S
@@ -264,8 +264,8 @@ def test_what_changes_after_save_async_is_not_in_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changed = threading.Event()
-    real = writing.dcp.write
-    monkeypatch.setattr(writing.dcp, "write", lambda *given: changed.wait(DEADLINE_S) and real(*given))
+    real = writing.write
+    monkeypatch.setattr(writing, "write", lambda *given: changed.wait(DEADLINE_S) and real(*given))
     weights = torch.ones(3)
     checkpoints = Checkpoints(tmp_path, generation=0, say=pytest.fail)
 

@@ -16,7 +16,7 @@ import torch
 
 from elaunch.trainer.checkpoint import layout, storage, writing
 from elaunch.trainer.checkpoint.checkpoints import Checkpoints, Mark
-from elaunch.trainer.checkpoint.local import LocalFiles
+from elaunch.trainer.checkpoint.filesystem import LocalFiles
 from elaunch.trainer.checkpoint.storage import storage_at
 from tests.fuzzing import bounded
 

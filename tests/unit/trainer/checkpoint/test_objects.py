@@ -17,8 +17,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
 from elaunch.trainer.checkpoint.checkpoints import Checkpoints
+from elaunch.trainer.checkpoint.filesystem import ObjectFiles, StorageError, Url, connect, parse, plain_errors
 from elaunch.trainer.checkpoint.loading import Unreadable
-from elaunch.trainer.checkpoint.objects import ObjectFiles, StorageError, Url, connect, parse, plain_errors
 from elaunch.trainer.checkpoint.storage import MANIFEST, Mark, Storage, marks, sums
 from tests.s3 import S3, s3_server
 

@@ -25,7 +25,7 @@ from torch.utils.data import (
 )
 
 from elaunch.trainer.data.batches import Batches
-from elaunch.trainer.data.sampler_state import global_states, set_global_states
+from elaunch.trainer.data.sampling import global_states, set_global_states
 from elaunch.trainer.data.sampling import seed
 from tests.harness import slow
 

@@ -11,7 +11,7 @@ import pytest
 
 from elaunch.trainer.gpt.config import ConfigError, TrainConfig, parse
 from elaunch.trainer.gpt.corpus import Corpus
-from elaunch.trainer.gpt.run_directory import RunDirectory
+from elaunch.trainer.gpt.config import RunDirectory
 from elaunch.trainer.ranks import RankInfo
 from tests.harness import RUN_LIMIT_S
 

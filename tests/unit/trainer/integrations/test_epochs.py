@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler
 
 from elaunch.trainer.data.batches import EpochOrder
-from elaunch.trainer.integrations.epochs import with_own
+from elaunch.trainer.integrations import with_own
 
 SIZE = 24
 

@@ -25,7 +25,7 @@ from elaunch.trainer import link
 from elaunch.trainer.checkpoint import storage
 from elaunch.trainer.checkpoint.checkpoints import Checkpoints
 from elaunch.trainer.checkpoint.claim import NOTE
-from elaunch.trainer.checkpoint.local import LocalFiles
+from elaunch.trainer.checkpoint.filesystem import LocalFiles
 from elaunch.trainer.keeper import disk_copies
 from elaunch.trainer.keeper.disk_copies import NotDurable
 from elaunch.trainer.keeper.guarded_state import GuardedState

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from elaunch.trainer.integrations.epochs import KeptEpochs
+from elaunch.trainer.integrations import KeptEpochs
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.state.region import Version
 

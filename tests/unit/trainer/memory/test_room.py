@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.trainer.memory.room import Room, cgroup_rooms
+from elaunch.trainer.memory.capacity import Room, cgroup_rooms
 from tests.harness import RUN_LIMIT_S
 
 MB = 1_000_000

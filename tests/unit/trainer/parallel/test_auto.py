@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.trainer.gpt.run_directory import RunDirectory
+from elaunch.trainer.gpt.config import RunDirectory
 from elaunch.trainer.parallel.auto import (
     TRIALS_MAX,
     KeptPlan,

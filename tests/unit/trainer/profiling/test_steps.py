@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elaunch.trainer.profiling.steps import (
+from elaunch.trainer.profiling.traces import (
     StepWindow,
     last_step_needed,
     parse_steps,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from elaunch.trainer.tuning.search import SearchResult, Size, search, sizes
+from elaunch.trainer.tuning import SearchResult, Size, search, sizes
 
 PASSES_MAX = 75
 GRADIENT_MB = 60

@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 
-from elaunch.trainer.tuning.search import SearchResult
-from elaunch.trainer.tuning.tune import found_in, keep, sentence_of, tune
+from elaunch.trainer.tuning import SearchResult
+from elaunch.trainer.tuning import found_in, keep, sentence_of, tune
 
 RESULT = SearchResult(5.0, 0.472, 0.291, passes=43, spent_s=18.24, reason="it won")
 

@@ -1,4 +1,4 @@
-"""Files of checkpoints in an object store, or whatever else fsspec reaches.
+"""Files of checkpoints: in a folder of a file system, or in an object store and whatever else fsspec reaches.
 
 The store must find an object by its name as soon as it has been written (S3, GCS, Azure and MinIO do). A listing may
 lag. fsspec, which is optional, and a file system's own package are imported for a URL alone.
@@ -11,6 +11,7 @@ import errno
 import os
 import random
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,7 +20,81 @@ from pathlib import Path, PurePath
 from typing import IO, Any
 from urllib.parse import unquote
 
-from elaunch.trainer.files import require_size
+from elaunch.trainer.files import open_regular, read_regular, reason, require_size, sync_directory, write_durably
+
+
+class LocalFiles:
+    """The files in `root`, which is made when something is written. Its methods raise OSError."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def __str__(self) -> str:
+        """For people, without secrets."""
+        return str(self._root)
+
+    @property
+    def name(self) -> str:
+        """By which another rank finds it `below` the same place."""
+        return self._root.name
+
+    @property
+    def is_link(self) -> bool:
+        """Whether the root is a symbolic link."""
+        return self._root.is_symlink()
+
+    def below(self, name: str) -> LocalFiles:
+        """A folder in it."""
+        return LocalFiles(self._root / name)
+
+    def names(self) -> list[str]:
+        """The names in the root; none if there is no such place."""
+        try:
+            return [path.name for path in self._root.iterdir()]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def size(self, name: str) -> int | None:
+        """In bytes; None if it is not there."""
+        try:
+            return (self._root / name).lstat().st_size
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def read(self, name: str, bytes_max: int) -> bytes:
+        """All of a file. Raises FileNotFoundError, and OSError with a sentence if it is larger."""
+        return read_regular(self._root / name, bytes_max)
+
+    def open(self, name: str) -> contextlib.AbstractContextManager[IO[bytes]]:
+        """A file to be read, with `seek`."""
+        return open_regular(self._root / name)
+
+    @contextlib.contextmanager
+    def create(self, name: str) -> Iterator[IO[bytes]]:
+        """A file to be written from beginning to end; durable when the context is left."""
+        self._root.mkdir(parents=True, exist_ok=True)
+        with (self._root / name).open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a small file durably: whole, or not there."""
+        self._root.mkdir(parents=True, exist_ok=True)
+        write_durably(self._root / name, content)
+
+    def sync(self) -> None:
+        """Make the names of the files durable, and that of the folder itself."""
+        sync_directory(self._root)
+        sync_directory(self._root.parent)
+
+    def remove(self, name: str) -> None:
+        (self._root / name).unlink()
+
+    def remove_all(self) -> None:
+        """Delete the folder, and all that is in it."""
+        shutil.rmtree(self._root)
+
 
 # In these a folder is a part of a name; making one may even make a bucket.
 _FLAT = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "memory"}
@@ -224,13 +299,7 @@ def plain_errors(url: Url) -> Iterator[None]:
     except (StorageError, MemoryError):
         raise
     except FileNotFoundError as error:
-        raise FileNotFoundError(errno.ENOENT, _words(error, url), str(url)) from None
+        raise FileNotFoundError(errno.ENOENT, url.scrubbed(reason(error)).rstrip("."), str(url)) from None
     except Exception as error:
         number = getattr(error, "errno", None) or errno.EIO
-        raise StorageError(number, _words(error, url), str(url)) from None
-
-
-def _words(error: Exception, url: Url) -> str:
-    said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    first = next(iter(said.strip().splitlines()), "")
-    return url.scrubbed(first).rstrip(".") or type(error).__name__
+        raise StorageError(number, url.scrubbed(reason(error)).rstrip("."), str(url)) from None
