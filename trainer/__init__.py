@@ -40,7 +40,7 @@ _HOMES = {
     "profiled": "profiling.profiler",
     "restore": "state.model_state",
     "state_of": "state.model_state",
-    "tune": "tuning.tune",
+    "tune": "tuning",
 }
 
 

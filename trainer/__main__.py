@@ -7,9 +7,8 @@ import time
 import warnings
 from collections.abc import Sequence
 
-from elaunch.trainer.gpt.config import AgreedRefusal, ConfigError, parse
+from elaunch.trainer.gpt.config import AgreedRefusal, ConfigError, RunDirectory, parse
 from elaunch.trainer.gpt.corpus import Corpus
-from elaunch.trainer.gpt.config import RunDirectory
 from elaunch.trainer.ranks import RankInfo
 
 # Longer than a launcher needs to notice that rank 0 has ended, and to stop the others.
@@ -28,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         corpus = Corpus.open(config)
         run = RunDirectory(config.out_path, config.checkpoints)
         if place.leads:
-            run.claim(config, corpus, again=place.generation > 0)
+            run.claim(config, corpus.summary, again=place.generation > 0)
     except ConfigError as error:
         return _refuse(error, place)
 

@@ -23,11 +23,10 @@ from torch import Tensor, nn
 
 from elaunch.trainer import link
 from elaunch.trainer.data.order import Micro, Order
-from elaunch.trainer.gpt.config import AgreedRefusal, TrainConfig
+from elaunch.trainer.gpt.config import AgreedRefusal, RunDirectory, TrainConfig
 from elaunch.trainer.gpt.corpus import Corpus
 from elaunch.trainer.gpt.model import GPT
 from elaunch.trainer.gpt.recorder import Recorder, opening
-from elaunch.trainer.gpt.config import RunDirectory
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.parallel.auto import chosen
 from elaunch.trainer.parallel.build import Parallel, build

@@ -17,10 +17,10 @@ from elaunch.trainer.data.sampling import (
     global_states,
     is_torchs,
     own_states,
+    seed,
     set_global_states,
     set_own_states,
 )
-from elaunch.trainer.data.sampling import seed
 
 _Draw: TypeAlias = "Callable[[Any], Iterator[Any]]"
 # So many batches are drawn twice, to see whether an order can be drawn again.

@@ -19,9 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from elaunch.trainer.data.order import Micro, Order
-from elaunch.trainer.gpt.config import ConfigError, TrainConfig
+from elaunch.trainer.gpt.config import ConfigError, RunDirectory, TrainConfig
 from elaunch.trainer.gpt.corpus import Corpus
-from elaunch.trainer.gpt.config import RunDirectory
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.ledger.ledger import Ledger, audit_folder, next_generation
 from elaunch.trainer.parallel.plan import DataShare

@@ -16,9 +16,8 @@ from elaunch.trainer.keeper.per_rank_state import PerRankState
 from elaunch.trainer.keeper.step_copies import StepCopies
 from elaunch.trainer.memory.device_copy import GpuCopies, HostCopies
 from elaunch.trainer.memory.mirror import Mirror
-from elaunch.trainer.memory.node_memory import NodeMemory, NoRoom
+from elaunch.trainer.memory.node_memory import NodeMemory, NoRoom, drop_newer, take_over
 from elaunch.trainer.memory.recovery_plan import Inventory, decide, decide_in_parts, repeated, sentence
-from elaunch.trainer.memory.node_memory import drop_newer, take_over
 from elaunch.trainer.memory.sharded import ShardedMemory
 from elaunch.trainer.memory.slots import node_of
 from elaunch.trainer.ranks import RankInfo

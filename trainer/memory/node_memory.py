@@ -10,6 +10,8 @@
 
 All but the last three lines have one format (`region`). A NAME contains no dot, so that the files of one training are
 never taken for another's.
+
+`take_over` restores a group from them: it sends what a node lacks, and loads it.
 """
 
 from __future__ import annotations
@@ -17,19 +19,23 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import os
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from elaunch.trainer.memory.recovery_plan import Holding, Inventory, Record
-from elaunch.trainer.memory.capacity import Room, room_in
-from elaunch.trainer.memory.slots import Copy, Slot, Slots, copy_on_host, node_of, tear_newer
-from elaunch.trainer.state.packing import pack
+from elaunch.trainer.memory.capacity import Capacity, capacity_in
+from elaunch.trainer.memory.recovery_plan import Decision, Holding, Inventory, Record, RecordSource
+from elaunch.trainer.memory.slots import Copy, Slot, Slots, copy_on_host, node_of, received, tear_newer
+from elaunch.trainer.ranks.peers import Peers
+from elaunch.trainer.state.packing import pack, unpack
 from elaunch.trainer.state.region import Header, Packed, Piece, Version
+from elaunch.trainer.state.training_state import Training
 
 # How long to wait for another worker of the node. After a failure the agent kills a stopped worker when --failure-grace
 # (2 s) is over, and that frees the lock. The waiting worker has reported that it saves, so it has --stop-grace (30 s).
@@ -43,16 +49,16 @@ _NOTHING = pack({})
 class NoRoom(Exception):
     """This node's copies need `needed` bytes, and there is less room: in the file system, or in a cgroup."""
 
-    def __init__(self, folder: Path, needed: int, room: Room) -> None:
+    def __init__(self, folder: Path, needed: int, capacity: Capacity) -> None:
         way_out = (
             "give the job more memory: docker run --memory, the pod's limit, sbatch --mem"
-            if room.where
+            if capacity.where
             else "in a container, give /dev/shm more: docker run --shm-size, elaunch submit k8s --shm"
         )
         super().__init__(
-            f"{room.where or folder.parent} has {room.free / 1e6:,.1f} MB free and this node's copies of the training "
-            f"state take {needed / 1e6:,.1f} MB; there are none, and a failure goes back to the last checkpoint "
-            f"({way_out})"
+            f"{capacity.where or folder.parent} has {capacity.free / 1e6:,.1f} MB free and this node's copies of the "
+            f"training state take {needed / 1e6:,.1f} MB; there are none, and a failure goes back to the last "
+            f"checkpoint ({way_out})"
         )
 
 
@@ -113,7 +119,7 @@ class NodeMemory:
     @property
     def free(self) -> int:
         """Bytes available for a copy: the free bytes, and those of the slot that is written next."""
-        return room_in(self.folder).free + self.pair.older().size
+        return capacity_in(self.folder).free + self.pair.older().size
 
     def save(
         self,
@@ -213,9 +219,9 @@ class NodeMemory:
         needed = sum(max(0, length - slot.size) for slot in self.pair.slots)
         if not needed:
             return
-        room = room_in(self.folder)
-        if needed > room.free:
-            raise NoRoom(self.folder, 2 * length, room)
+        capacity = capacity_in(self.folder)
+        if needed > capacity.free:
+            raise NoRoom(self.folder, 2 * length, capacity)
         for slot in self.pair.slots:
             slot.grow(length)
 
@@ -284,3 +290,120 @@ class Records:
 
     def _piece(self, version: Version) -> Piece:
         return Piece(version, self._world_size, self.rank)
+
+
+Stored = Callable[[], tuple[Header, Slot]]
+
+
+def take_over(
+    decision: Decision, inventories: list[Inventory], node_memory: NodeMemory | None, peers: Peers, training: Training
+) -> None:
+    """Load the decided state into the training's objects, each rank what it needs, wherever it is. Collective.
+
+    A sharded state is loaded already: here only what each rank has for itself.
+    """
+    transfer = _Transfer(decision, inventories, node_memory, peers)
+    if decision.choice is None:
+        training.load_replicated(transfer.replicated())
+    own = transfer.own(decision.records)
+    if own is not None:
+        training.load_own(own, only_buffers=decision.records[peers.rank].of_rank != peers.rank)
+    older = transfer.own(decision.older)
+    if older is not None:
+        training.load_random(older, is_older=True)
+    drop_newer(decision.version, node_memory, peers)
+
+
+def drop_newer(version: Version, node_memory: NodeMemory | None, peers: Peers) -> None:
+    """Tear the copies and records of all ranks that are newer than `version`: no later start may find them."""
+    if node_memory is not None and node_memory.speaks:
+        node_memory.drop_newer(version)
+    # Wait for all ranks before one of them stores a newer copy of this generation.
+    peers.from_all(None)
+
+
+@dataclass(frozen=True)
+class _Transfer:
+    """How the state of `decision` comes to this rank, whose node has `memory`. All ranks call its methods."""
+
+    decision: Decision
+    inventories: list[Inventory]
+    memory: NodeMemory | None
+    peers: Peers
+
+    def replicated(self) -> Any:
+        """The replicated state, as views of memory. It is sent to the ranks that lack it, from each to the next."""
+        decision, rank = self.decision, self.peers.rank
+        chain = (decision.source, *decision.receivers)
+        if self.memory is None or rank in decision.private or rank not in decision.receivers:
+            image = self._along(chain, self._copy, decision.version)
+        else:
+            image = None
+            self._receive_into(self.memory, chain)
+        if decision.receivers:
+            # Other ranks of a receiver's node must not look before the state is there.
+            self.peers.from_all(None)
+        return self._read(image, self._copy)
+
+    def own(self, records: Mapping[int, RecordSource]) -> Any:
+        """The state that `records` has for this rank, as views of memory; None if it has none."""
+        image = None
+        for rank, source in sorted(records.items()):
+            node, its = self.inventories[rank].node, self.inventories[source.holder].node
+            if not node or node != its:
+                stored = functools.partial(self._record, source)
+                image = self._along((source.holder, rank), stored, source.version) or image
+        if self.peers.rank not in records:
+            return None
+        return self._read(image, functools.partial(self._record, records[self.peers.rank]))
+
+    def _along(self, chain: Sequence[int], stored: Stored, version: Version) -> tuple[Tensor, Header] | None:
+        """Send what is `stored` at the first of these ranks to the others. Returns what has arrived at this one."""
+        region = None
+        if chain[0] == self.peers.rank:
+            header, slot = stored()
+            region = slot.raw(header.length)
+        arrived = self.peers.along(chain, region)
+        return arrived and (arrived[0], received(arrived[0], version, arrived[1]))
+
+    def _read(self, image: tuple[Tensor, Header] | None, stored: Stored) -> Any:
+        if image is not None:
+            return unpack(*image)
+        header, slot = stored()
+        return slot.read(header)
+
+    def _copy(self) -> tuple[Header, Slot]:
+        assert self.memory is not None
+        version, held = self.decision.version, self.inventories[self.decision.source].holdings
+        checksum = next(holding.checksum for holding in held if holding.version == version)
+        found = self.memory.find(version, checksum)
+        if found is None:
+            raise RuntimeError(f"the copy of step {version.step} is gone from {self.memory.folder}")
+        return found
+
+    def _record(self, source: RecordSource) -> tuple[Header, Slot]:
+        assert self.memory is not None
+        found = self.memory.records(source.of_rank).slot_of(source.version)
+        if found is None:
+            raise RuntimeError(
+                f"rank {source.of_rank}'s own state of step {source.version.step} is gone from {self.memory.folder}"
+            )
+        return found
+
+    def _receive_into(self, memory: NodeMemory, chain: Sequence[int]) -> None:
+        """Receive into a slot of this node. The slot is torn until all of it has arrived and is verified."""
+        version = self.decision.version
+        with memory.locked():
+            for header, slot in memory.pair.versions():
+                if header.version == version:
+                    slot.discard()
+            slot = memory.pair.older()
+            slot.discard()
+
+            def allocated(length: int) -> Tensor:
+                slot.grow(length)
+                return slot.raw(length)
+
+            arrived = self.peers.along(chain, None, allocated)
+            assert arrived is not None
+            slot.accept(version, arrived[1])

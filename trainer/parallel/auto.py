@@ -15,10 +15,9 @@ from torch import Tensor
 from elaunch.strict_json import parse_json
 from elaunch.trainer import link
 from elaunch.trainer.data.order import Order
-from elaunch.trainer.gpt.config import AgreedRefusal, ConfigError, TrainConfig
+from elaunch.trainer.gpt.config import AgreedRefusal, ConfigError, RunDirectory, TrainConfig
 from elaunch.trainer.gpt.model import GPT, VOCABULARY
-from elaunch.trainer.gpt.config import RunDirectory
-from elaunch.trainer.memory.capacity import SPARE_SHARE, shared_by, tightest_room
+from elaunch.trainer.memory.capacity import SPARE_SHARE, shared_by, tightest_capacity
 from elaunch.trainer.parallel.build import Groups, Parallel, build
 from elaunch.trainer.parallel.estimate import Candidate, candidates, resumed
 from elaunch.trainer.parallel.plan import AUTO, PlanError, Sizes, parse
@@ -47,7 +46,7 @@ class NothingFits(ConfigError):
 
 
 @dataclass(frozen=True)
-class WorkerRoom:
+class WorkerCapacity:
     """The bytes that a worker may take, those that are taken before any plan, and what limits it."""
 
     most: int
@@ -62,7 +61,7 @@ class WorkerRoom:
 
 def choose(
     among: Sequence[Candidate],
-    room: WorkerRoom,
+    capacity: WorkerCapacity,
     measure: Callable[[Candidate], PlanTrial],
     is_over: Callable[[], bool] = lambda: False,
 ) -> tuple[Candidate, int]:
@@ -75,28 +74,28 @@ def choose(
     tried: set[tuple[str, int, int]] = set()
     fitting: list[tuple[Candidate, float]] = []
     for each in among:
-        if room.needed(each) > room.most or each.plan.form in tried:
+        if capacity.needed(each) > capacity.most or each.plan.form in tried:
             continue
         if fitting and (len(tried) >= TRIALS_MAX or is_over()):
             break
         tried.add(each.plan.form)
         trial = measure(each)
-        if room.needed(each, trial.memory) <= room.most:
+        if capacity.needed(each, trial.memory) <= capacity.most:
             fitting.append((each, trial.step_s))
     if not fitting:
-        raise NothingFits(refusal(among, room))
+        raise NothingFits(refusal(among, capacity))
     best_s = min(step_s for _, step_s in fitting)
     return next(each for each, step_s in fitting if step_s <= _AS_FAST * best_s), len(tried)
 
 
-def refusal(among: Sequence[Candidate], room: WorkerRoom) -> str:
+def refusal(among: Sequence[Candidate], capacity: WorkerCapacity) -> str:
     """Why nothing can be chosen, and the way out."""
-    least = min(among, key=room.needed)
+    least = min(among, key=capacity.needed)
     return (
-        f"--parallel auto: no plan fits. The smallest is {least.plan.text}: it needs {gib(room.needed(least))} for "
-        f"each worker (of which {gib(room.taken)} the process itself), and a worker may take {gib(room.most)}: "
-        f"{room.where}; "
-        "give the job more memory, or use fewer workers on a node, a smaller --micro-batch or a smaller network"
+        f"--parallel auto: no plan fits. The smallest is {least.plan.text}: it needs {gib(capacity.needed(least))} for "
+        f"each worker (of which {gib(capacity.taken)} the process itself), and a worker may take {gib(capacity.most)}: "
+        f"{capacity.where}; give the job more memory, or use fewer workers on a node, a smaller --micro-batch or a "
+        "smaller network"
     )
 
 
@@ -161,7 +160,7 @@ def chosen(
         if not among:
             # DDP needs least of the batch; so its own refusal says what is wrong.
             replace(config, parallel="ddp").check(place)
-        room = _room(device, of_node, peers)
+        capacity = _capacity(device, of_node, peers)
         begun_s = time.monotonic()
 
         def measure(candidate: Candidate) -> PlanTrial:
@@ -169,8 +168,8 @@ def chosen(
             # If nothing is compared, nothing is compiled: that takes no less memory.
             tried = replace(config, parallel=text, compile=config.compile and len(among) > 1, tune_comm=False)
             trial = try_plan(tried, candidate.sizes, place.rank, device, peers, new_gpt=new_gpt, groups=groups)
-            needs = room.needed(candidate, trial.memory)
-            verdict = f"; it needs {gib(needs)} of {gib(room.most)}" if needs > room.most else ""
+            needs = capacity.needed(candidate, trial.memory)
+            verdict = f"; it needs {gib(needs)} of {gib(capacity.most)}" if needs > capacity.most else ""
             measured = "" if trial.memory is None else f" and {gib(trial.memory)}"
             say(f"parallel: {text}: a step takes {1000 * trial.step_s:,.1f} ms{measured}{verdict}")
             return trial
@@ -179,8 +178,11 @@ def chosen(
             spent: bool = peers.from_rank_0(time.monotonic() - begun_s > TRYING_ENOUGH_S)
             return spent
 
-        say(f"parallel: each worker may take {gib(room.most)}, of which {gib(room.taken)} are taken: {room.where}")
-        choice, tried = choose(among, room, measure, is_over)
+        say(
+            f"parallel: each worker may take {gib(capacity.most)}, of which {gib(capacity.taken)} are taken: "
+            f"{capacity.where}"
+        )
+        choice, tried = choose(among, capacity, measure, is_over)
         text = choice.plan.text
         say(f"parallel: {text} is chosen; {len(among) - tried} more plans are not measured")
         _keep(KeptPlan(text, place.world_size), run, peers)
@@ -222,7 +224,7 @@ def _as_recorded(record: KeptPlan, config: TrainConfig, place: RankInfo, say: Ca
     return text
 
 
-def _room(device: torch.device, of_node: int, peers: Peers) -> WorkerRoom:
+def _capacity(device: torch.device, of_node: int, peers: Peers) -> WorkerCapacity:
     """What a worker may take: that of the worker that has least. On CPUs all of a node share a cgroup or the machine.
 
     Page cache does not count.
@@ -233,10 +235,10 @@ def _room(device: torch.device, of_node: int, peers: Peers) -> WorkerRoom:
         collect(device)
         free, total = torch.cuda.mem_get_info(device)
         where = f"{torch.cuda.get_device_name(device)} has {total / 1e9:.1f} GB"
-        own = WorkerRoom(int(total * (1 - SPARE_SHARE)), total - free, where)
+        own = WorkerCapacity(int(total * (1 - SPARE_SHARE)), total - free, where)
     else:
-        node = tightest_room()
-        own = WorkerRoom(node.most // of_node, node.used // of_node, shared_by(of_node, node))
+        node = tightest_capacity()
+        own = WorkerCapacity(node.most // of_node, node.used // of_node, shared_by(of_node, node))
     return min(peers.from_all(own), key=lambda each: each.most - each.taken)
 
 

@@ -75,8 +75,7 @@ def _divided(
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from elaunch.trainer.parallel.divided import Pipeline, TensorParallel
-    from elaunch.trainer.parallel.stages import GptStage, ModelPart, divide
+    from elaunch.trainer.parallel.divided import GptStage, ModelPart, Pipeline, TensorParallel, divide
 
     axes = {"pp": sizes.pp, "dp": sizes.dp, "fsdp": sizes.fsdp, "tp": sizes.tp}
     mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))

@@ -21,8 +21,16 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from elaunch.trainer import link
 from elaunch.trainer.files import reason
-from elaunch.trainer.profiling.traces import StepWindow, parse_steps, record, table, window_of
-from elaunch.trainer.profiling.traces import StepTimes, parsed, step_times
+from elaunch.trainer.profiling.traces import (
+    StepTimes,
+    StepWindow,
+    parse_steps,
+    parsed,
+    record,
+    step_times,
+    table,
+    window_of,
+)
 from elaunch.trainer.ranks import RankInfo
 from elaunch.trainer.ranks.peers import Peers
 

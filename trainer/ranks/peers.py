@@ -155,12 +155,12 @@ class Peers:
         self._receive(_data_of(region), rank, pass_on)
 
     def along(
-        self, chain: Sequence[int], region: Tensor | None, room: Callable[[int], Tensor] = empty_bytes
+        self, chain: Sequence[int], region: Tensor | None, allocate: Callable[[int], Tensor] = empty_bytes
     ) -> tuple[Tensor, int] | None:
         """Send the first rank's `region` along a chain of ranks: each passes it on to the next while it arrives.
 
-        So n receivers take one transfer's time, not n times that. Returns what has arrived at this rank, in `room` for
-        so many bytes and without its mark, and from which rank; None on the first rank and outside of the chain.
+        So n receivers take one transfer's time, not n times that. Returns what has arrived at this rank, in memory of
+        `allocate` and without its mark, and from which rank; None on the first rank and outside of the chain.
         """
         if self.rank not in chain or len(chain) == 1:
             return None
@@ -171,7 +171,7 @@ class Peers:
             self.begin_send(region, after)
             self.flush()
             return None
-        taken = room(self.length_from(before))
+        taken = allocate(self.length_from(before))
         self.receive(taken, before, pass_on=after)
         return taken, before
 

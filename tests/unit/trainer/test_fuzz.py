@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from elaunch.strict_json import parse_json
 from elaunch.trainer.checkpoint.storage import MANIFEST, Corrupt, read_manifest, storage_at, verify
 from elaunch.trainer.data.order import Order
-from elaunch.trainer.gpt.config import ConfigError
+from elaunch.trainer.gpt.config import ConfigError, require_ours
 from elaunch.trainer.gpt.recorder import Metrics
-from elaunch.trainer.gpt.config import require_ours
 from elaunch.trainer.ledger.audit import Verdict, verdict
 from elaunch.trainer.ledger.ledger import FORMAT
 from elaunch.trainer.memory.pieces import contents

@@ -25,8 +25,7 @@ from torch.utils.data import (
 )
 
 from elaunch.trainer.data.batches import Batches
-from elaunch.trainer.data.sampling import global_states, set_global_states
-from elaunch.trainer.data.sampling import seed
+from elaunch.trainer.data.sampling import global_states, seed, set_global_states
 from tests.harness import slow
 
 SIZE = 22

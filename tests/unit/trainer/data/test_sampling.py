@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 from elaunch.trainer.data.order import Order
-from elaunch.trainer.data.sampling import Seeded
+from elaunch.trainer.data.sampling import Seeded, accumulate
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 FOUR = {"num_workers": 4, "prefetch_factor": 4, "persistent_workers": True}
@@ -84,3 +88,36 @@ def test_augmentation_is_the_same_at_any_world_size_and_after_a_restart(workers:
     assert noise_by_place(3, workers) == alone
     assert noise_by_place(2, workers, after=2) == {place: alone[place] for place in alone if place[0] > 2}
     assert len({row[1] for batch in alone.values() for row in batch}) == 4 * 12
+
+
+INPUTS = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    yield
+    dist.destroy_process_group()
+
+
+def test_ddp_exchanges_in_the_last_of_a_steps_micro_batches_alone() -> None:
+    module, order = nn.Linear(4, 1), Order(12, global_batch=6, micro_batch=2)
+    model = DistributedDataParallel(module)
+    rows: list[Tensor] = []
+    exchanged_after: list[int] = []
+
+    # Annotated, the bucket must be of the class itself, and not of its name.
+    def hook(_, bucket):  # type: ignore[no-untyped-def]
+        exchanged_after.append(len(rows))
+        return allreduce_hook(dist.group.WORLD, bucket)
+
+    model.register_comm_hook(None, hook)  # type: ignore[operator]
+    for micro in accumulate(model, order, 1):
+        rows.append(INPUTS[[order.sample(position) for position in order.loaded(1, micro.number)]])
+        (model(rows[-1]).square().mean() * micro.weight).backward()
+    found = module.weight.grad
+
+    module.weight.grad = None
+    module(torch.cat(rows)).square().mean().backward()
+    assert exchanged_after == [3]
+    torch.testing.assert_close(found, module.weight.grad)

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.trainer.gpt.config import ConfigError, TrainConfig, parse
+from elaunch.trainer.gpt.config import ConfigError, RunDirectory, TrainConfig, parse
 from elaunch.trainer.gpt.corpus import Corpus
-from elaunch.trainer.gpt.config import RunDirectory
 from elaunch.trainer.ranks import RankInfo
 from tests.harness import RUN_LIMIT_S
 
@@ -107,13 +106,13 @@ def run(tmp_path: Path) -> tuple[RunDirectory, TrainConfig, Corpus]:
 
 def test_a_directory_refuses_another_configuration(run: tuple[RunDirectory, TrainConfig, Corpus]) -> None:
     directory, config, corpus = run
-    directory.claim(config, corpus)
+    directory.claim(config, corpus.summary)
     before = (directory.path / "config.yaml").read_text()
 
     with pytest.raises(
         ConfigError, match=r"holds a run with seed 0, width 128, not seed 5, width 64; give another --out"
     ):
-        directory.claim(replace(config, width=64, seed=5), corpus)
+        directory.claim(replace(config, width=64, seed=5), corpus.summary)
 
     assert (directory.path / "config.yaml").read_text() == before
 
@@ -121,11 +120,11 @@ def test_a_directory_refuses_another_configuration(run: tuple[RunDirectory, Trai
 @pytest.mark.parametrize("content", ["a: [", "just text", "\0"])
 def test_a_broken_config_yaml_is_one_sentence(run: tuple[RunDirectory, TrainConfig, Corpus], content: str) -> None:
     directory, config, corpus = run
-    directory.claim(config, corpus)
+    directory.claim(config, corpus.summary)
     (directory.path / "config.yaml").write_text(content)
 
     with pytest.raises(ConfigError, match=r"config\.yaml .*give another --out"):
-        directory.claim(config, corpus)
+        directory.claim(config, corpus.summary)
 
 
 def test_checkpoints_of_nobody_are_not_taken_over(run: tuple[RunDirectory, TrainConfig, Corpus]) -> None:
@@ -135,7 +134,7 @@ def test_checkpoints_of_nobody_are_not_taken_over(run: tuple[RunDirectory, Train
     (folder / "manifest.json").touch()
 
     with pytest.raises(ConfigError, match=r"holds checkpoints but no config\.yaml"):
-        directory.claim(config, corpus)
+        directory.claim(config, corpus.summary)
 
 
 @pytest.mark.parametrize("place", ["memory://bucket/{}", "file://{}/there", "{}/there"])
@@ -148,11 +147,11 @@ def test_checkpoints_elsewhere_are_one_runs_and_say_whose(
 
     # On another machine nothing is left of --out.
     for out in ("one", "other"):
-        RunDirectory(tmp_path / out, place).claim(config, corpus)
+        RunDirectory(tmp_path / out, place).claim(config, corpus.summary)
     with pytest.raises(
         ConfigError, match=r"--checkpoints .* holds a run with seed 0, not seed 5; give another --check"
     ):
-        RunDirectory(tmp_path / "third", place).claim(replace(config, seed=5), corpus)
+        RunDirectory(tmp_path / "third", place).claim(replace(config, seed=5), corpus.summary)
 
 
 def test_checkpoints_elsewhere_that_cannot_be_reached_stop_a_start_but_no_restart(
@@ -169,5 +168,5 @@ def test_checkpoints_elsewhere_that_cannot_be_reached_stop_a_start_but_no_restar
     directory = RunDirectory(tmp_path / "out", place)
 
     with pytest.raises(ConfigError, match=r"--checkpoints memory://bucket/away cannot be used \(connection"):
-        directory.claim(replace(config, checkpoints=place), corpus)
-    directory.claim(replace(config, checkpoints=place), corpus, again=True)
+        directory.claim(replace(config, checkpoints=place), corpus.summary)
+    directory.claim(replace(config, checkpoints=place), corpus.summary, again=True)

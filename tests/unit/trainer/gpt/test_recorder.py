@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 
 from elaunch.trainer.data.order import Order
-from elaunch.trainer.gpt.config import TrainConfig
+from elaunch.trainer.gpt.config import RunDirectory, TrainConfig
 from elaunch.trainer.gpt.recorder import LOG_EVERY, Line, Metrics, Recorder
-from elaunch.trainer.gpt.config import RunDirectory
 from elaunch.trainer.ranks import RankInfo
 
 ORDER = Order(100, global_batch=4, micro_batch=2)

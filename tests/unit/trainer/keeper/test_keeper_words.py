@@ -14,7 +14,7 @@ from torch import nn
 
 from elaunch.trainer import link
 from elaunch.trainer.keeper.keeper import Keeper
-from elaunch.trainer.memory import node_memory, room, slots
+from elaunch.trainer.memory import capacity, node_memory, slots
 from elaunch.trainer.memory.node_memory import Records
 from elaunch.trainer.state.region import Piece, Version
 from tests.harness import DEADLINE_S, wait_for
@@ -174,7 +174,7 @@ def plain(fails_in: int, **options: Any) -> list[int]:
 def test_without_room_nothing_is_saved_and_nobody_says_so(
     agent: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(node_memory, "room_in", lambda folder: room.Room(0, "the file system"))
+    monkeypatch.setattr(node_memory, "capacity_in", lambda folder: capacity.Capacity(0, "the file system"))
 
     assert plain(7) == [0]
     assert all(row["event"] != "saving" for row in said(agent))

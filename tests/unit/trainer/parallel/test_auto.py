@@ -13,7 +13,7 @@ from elaunch.trainer.parallel.auto import (
     KeptPlan,
     NothingFits,
     PlanTrial,
-    WorkerRoom,
+    WorkerCapacity,
     choose,
 )
 from elaunch.trainer.parallel.estimate import Candidate, candidates
@@ -21,7 +21,7 @@ from elaunch.trainer.parallel.plan import Shape, parse
 
 SHAPE = Shape(layers=4, heads=4, width=256, context=32, global_batch=32, micro_batch=2)
 TAKEN = 100 << 20
-AMPLE = WorkerRoom(1 << 40, TAKEN, "the machine")
+AMPLE = WorkerCapacity(1 << 40, TAKEN, "the machine")
 
 
 def options(workers: int = 4) -> list[Candidate]:
@@ -54,26 +54,28 @@ def test_the_plainest_of_equals_is_taken_and_no_further_one_is_measured_when_the
 def test_whatever_is_measured_no_plan_is_tried_or_taken_that_needs_too_much(seed: int) -> None:
     draw = random.Random(seed)
     every = options(draw.choice([1, 2, 3, 4, 6, 8]))
-    room = WorkerRoom(draw.randint(TAKEN, 260 << 20), TAKEN, "the cgroup")
+    capacity = WorkerCapacity(draw.randint(TAKEN, 260 << 20), TAKEN, "the cgroup")
     tried: dict[str, PlanTrial] = {}
 
     def measure(option: Candidate) -> PlanTrial:
         assert option.plan.text not in tried
-        assert room.needed(option) <= room.most
+        assert capacity.needed(option) <= capacity.most
         trial = PlanTrial(int(option.memory.step * draw.uniform(0.7, 1.6)), draw.uniform(0.5, 5))
         tried[option.plan.text] = trial
         return trial
 
     def fitting() -> list[Candidate]:
         measured = [each for each in every if each.plan.text in tried]
-        return [each for each in measured if room.needed(each, tried[each.plan.text].memory) <= room.most]
+        return [each for each in measured if capacity.needed(each, tried[each.plan.text].memory) <= capacity.most]
 
     try:
-        option, _ = choose(every, room, measure)
+        option, _ = choose(every, capacity, measure)
     except NothingFits:
         # It does not give up before all that might fit was tried.
         assert not fitting()
-        assert {parse(text).form for text in tried} == {e.plan.form for e in every if room.needed(e) <= room.most}
+        assert {parse(text).form for text in tried} == {
+            e.plan.form for e in every if capacity.needed(e) <= capacity.most
+        }
         return
 
     assert option in fitting()
@@ -81,14 +83,14 @@ def test_whatever_is_measured_no_plan_is_tried_or_taken_that_needs_too_much(seed
 
 
 def test_a_refusal_has_the_values_and_the_way_out() -> None:
-    room = WorkerRoom(110 << 20, TAKEN, "the cgroup /a (memory.max 440.0 MB), for 4 workers")
-    least = min(options(), key=room.needed)
+    capacity = WorkerCapacity(110 << 20, TAKEN, "the cgroup /a (memory.max 440.0 MB), for 4 workers")
+    least = min(options(), key=capacity.needed)
 
     with pytest.raises(NothingFits) as caught:
-        choose(options(), room, lambda each: PlanTrial(1, 1.0))
+        choose(options(), capacity, lambda each: PlanTrial(1, 1.0))
 
     sentence = str(caught.value)
-    assert f"The smallest is {least.plan.text}: it needs {room.needed(least) / (1 << 30):.2f} GiB" in sentence
+    assert f"The smallest is {least.plan.text}: it needs {capacity.needed(least) / (1 << 30):.2f} GiB" in sentence
     assert "0.10 GiB the process itself" in sentence
     assert "may take 0.11 GiB: the cgroup /a (memory.max 440.0 MB), for 4 workers; give the job more" in sentence
     assert "\n" not in sentence

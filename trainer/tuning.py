@@ -1,4 +1,9 @@
-"""`tune(module, warm_up)`: the size of DDP's buckets is measured once, agreed on by all ranks, and remembered."""
+"""The size of DDP's buckets, which `tune(module, warm_up)` measures once; all ranks agree on it, and it is stored.
+
+A *pass* is a forward and backward pass whose gradients are summed over the ranks. All ranks run the same `search`,
+which is pure, on the same times, which are those of the slowest rank, so they all come to the same choice. A size is in
+MiB, as DDP's `bucket_cap_mb`; None is DDP's default: 25 MiB, and 1 MiB for the first bucket.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +11,16 @@ import contextlib
 import gc
 import hashlib
 import json
+import math
 import os
+import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -26,7 +33,106 @@ from elaunch.trainer.files import read_regular, reason, write_durably
 from elaunch.trainer.ranks import RankInfo
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state import rng_state
-from elaunch.trainer.tuning import SearchResult, Size, in_words, search
+
+# Another size than the default must save this share of a pass.
+GAIN_MIN = 0.03
+# DDP sums all gradients in one bucket in a first pass, and allocates the real buckets in a second; with `static_graph`
+# one pass later.
+_SETTLING = 3
+_MEASURED = 3
+# In the final, the best and the default take turns.
+_TURNS, _MEASURED_IN_TURN = 3, 2
+_SIZES_MB = (1.0, 5.0, 25.0, 100.0)
+# The standard deviation of a normal distribution, in median absolute deviations.
+_DEVIATION = 1.4826
+
+Size: TypeAlias = float | None
+
+
+def described(size: Size) -> str:
+    """For a sentence."""
+    return "DDP's default buckets" if size is None else f"buckets of {size:g} MiB"
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What was chosen, and why.
+
+    `default_s` and `chosen_s` are medians of a pass, `spent_s` is the time of all `passes`.
+    """
+
+    bucket_mb: Size
+    default_s: float
+    chosen_s: float
+    passes: int
+    spent_s: float
+    reason: str
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast a pass is as with DDP's default."""
+        return self.default_s / self.chosen_s
+
+
+def search(gradient_mb: float, run: Callable[[Size], float]) -> SearchResult:
+    """Search with `run`, which makes a pass with buckets of that size, and returns the seconds of the slowest rank.
+
+    The model sends `gradient_mb` MiB.
+    """
+    default: Size = None
+    took_s: list[float] = []
+
+    def measure(size: Size, count: int) -> list[float]:
+        """The times of `count` passes with this size, after those in which DDP settles."""
+        took_s.extend(run(size) for _ in range(_SETTLING + count))
+        return took_s[-count:]
+
+    def result(chosen: Size, samples: dict[Size, list[float]], reason: str) -> SearchResult:
+        default_s, chosen_s = (statistics.median(samples[each]) for each in (default, chosen))
+        return SearchResult(chosen, default_s, chosen_s, len(took_s), sum(took_s), reason)
+
+    samples = {size: measure(size, _MEASURED) for size in (default, *sizes(gradient_mb))}
+    best = min(samples, key=lambda each: statistics.median(samples[each]))
+    if not _saves(samples[best], samples[default]):
+        return result(default, samples, f"nothing else was faster by {GAIN_MIN:.0%}")
+    # Only passes of the final count: the two took turns in it, whatever else changed.
+    turns: list[dict[Size, list[float]]] = []
+    for number in range(_TURNS):
+        turns.append({})
+        for size in (default, best) if number % 2 == 0 else (best, default):
+            turns[-1][size] = measure(size, _MEASURED_IN_TURN)
+    pooled: dict[Size, list[float]] = {each: [s for turn in turns for s in turn[each]] for each in (default, best)}
+    # The least of a turn: something else on the machine makes single passes longer, and none shorter.
+    wins_each = all(min(turn[best]) < min(turn[default]) for turn in turns)
+    if wins_each and _saves(pooled[best], pooled[default]) and _is_clear(pooled[best], pooled[default]):
+        return result(best, pooled, "it won each turn")
+    return result(default, pooled, "what looked faster did not stay so in turns")
+
+
+def sizes(gradient_mb: float) -> list[float]:
+    """The sizes to try besides the default."""
+    found = [size for size in _SIZES_MB if size < gradient_mb]
+    if gradient_mb > _SIZES_MB[0]:
+        # One bucket: nothing overlaps with the backward pass, but it is one message.
+        found.append(float(math.ceil(gradient_mb) + 1))
+    return found
+
+
+def _saves(samples: Sequence[float], beside: Sequence[float]) -> bool:
+    """Whether they are shorter by the share that is worth a change."""
+    return statistics.median(samples) <= (1 - GAIN_MIN) * statistics.median(beside)
+
+
+def _is_clear(samples: Sequence[float], beside: Sequence[float]) -> bool:
+    """Whether they are shorter by more than the noise of both."""
+    return statistics.median(beside) - statistics.median(samples) > _noise_s(samples) + _noise_s(beside)
+
+
+def _noise_s(samples: Sequence[float]) -> float:
+    """A standard error of the median, by the samples' median distance from it."""
+    middle = statistics.median(samples)
+    return _DEVIATION * statistics.median(abs(each - middle) for each in samples) / math.sqrt(len(samples))
+
 
 _NS_PER_S = 1_000_000_000
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_DISABLE", "NCCL_NET")
@@ -164,9 +270,9 @@ def found_in(file: Path, world_size: int) -> tuple[tuple[Size] | None, str]:
     except (OSError, ValueError, TypeError, KeyError) as error:
         return None, f"{file} cannot be used ({reason(error).lower()}), and is written again"
     if its_size == world_size:
-        return (size,), f"{in_words(size)}, as measured before (stored in {file})"
+        return (size,), f"{described(size)}, as measured before (stored in {file})"
     if RankInfo.from_environ(os.environ).generation > 0:
-        return (size,), f"{in_words(size)}, as this run measured with {its_size} workers"
+        return (size,), f"{described(size)}, as this run measured with {its_size} workers"
     return None, ""
 
 
@@ -186,7 +292,7 @@ def sentence_of(result: SearchResult, stored: str) -> str:
     if result.bucket_mb is None:
         return f"{spent}: DDP's default buckets, {result.reason}; {stored}"
     return (
-        f"{spent}: {in_words(result.bucket_mb)}; a pass takes {1000 * result.chosen_s:,.1f} ms, with DDP's default "
+        f"{spent}: {described(result.bucket_mb)}; a pass takes {1000 * result.chosen_s:,.1f} ms, with DDP's default "
         f"{1000 * result.default_s:,.1f} ms ({result.gain:.2f} times as fast); {stored}"
     )
 

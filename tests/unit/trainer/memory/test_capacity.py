@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.trainer.memory.capacity import Room, cgroup_rooms
+from elaunch.trainer.memory.capacity import Capacity, cgroup_capacities
 from tests.harness import RUN_LIMIT_S
 
 MB = 1_000_000
@@ -26,8 +26,8 @@ def cgroup(folder: Path, limit: str, used: int, stat: str, *, v1: bool = False) 
     (folder / "memory.stat").write_text(stat)
 
 
-def free(rooms: list[Room]) -> list[int]:
-    return [room.free // MB for room in rooms]
+def free(capacities: list[Capacity]) -> list[int]:
+    return [capacity.free // MB for capacity in capacities]
 
 
 def test_each_cgroup_above_this_one_leaves_less_or_more_and_the_page_cache_counts_as_free(tmp_path: Path) -> None:
@@ -35,18 +35,18 @@ def test_each_cgroup_above_this_one_leaves_less_or_more_and_the_page_cache_count
     cgroup(job, str(1000 * MB), 500 * MB, f"anon 1\ninactive_file {100 * MB}\nactive_file {50 * MB}\nshmem {90 * MB}\n")
     cgroup(pod, str(2000 * MB), 1900 * MB, "inactive_file 0\nactive_file 0\n")
 
-    rooms = cgroup_rooms("0::/pod/job\n", tmp_path)
+    capacities = cgroup_capacities("0::/pod/job\n", tmp_path)
 
     # A twentieth of the limit stays free for the training itself.
-    assert free(rooms) == [1000 - 50 - 350, 0]
-    assert rooms[0].where == f"the cgroup {job} (memory.max 1,000.0 MB)"
+    assert free(capacities) == [1000 - 50 - 350, 0]
+    assert capacities[0].where == f"the cgroup {job} (memory.max 1,000.0 MB)"
 
 
 @pytest.mark.parametrize("own", ["0::/\n", "0::/kubepods/of-the-host\n", "0::/../elsewhere\n"])
 def test_in_a_container_the_root_is_its_own_cgroup(tmp_path: Path, own: str) -> None:
     cgroup(tmp_path, str(100 * MB), 40 * MB, "inactive_file 0\n")
 
-    assert free(cgroup_rooms(own, tmp_path)) == [55]
+    assert free(cgroup_capacities(own, tmp_path)) == [55]
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ _V2, _V1 = Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/memory")
 
 
 @dataclass(frozen=True)
-class Room:
+class Capacity:
     """`free` bytes, and which cgroup limits them; "" if the file system does.
 
     `most` is a cgroup's limit, less what is to be left free; `used` counts what the kernel cannot drop.
@@ -26,32 +26,32 @@ class Room:
     used: int = 0
 
 
-def room_in(folder: Path) -> Room:
-    """The room for more bytes in `folder`, which is in shared memory.
+def capacity_in(folder: Path) -> Capacity:
+    """The capacity for more bytes in `folder`, which is in shared memory.
 
     Shared memory counts to the cgroup of the process that writes it first. A file system without a limit of its own may
     have more than that cgroup may take.
     """
     found = os.statvfs(folder)
-    rooms = [Room(found.f_bavail * found.f_frsize, ""), *cgroup_rooms()]
-    return min(rooms, key=lambda room: room.free)
+    capacities = [Capacity(found.f_bavail * found.f_frsize, ""), *cgroup_capacities()]
+    return min(capacities, key=lambda capacity: capacity.free)
 
 
 def allocate(descriptor: int, begin: int, end: int) -> None:
-    """Allocate these bytes of a file in shared memory. Raises OSError without room, in words if a cgroup limits it.
+    """Allocate these bytes of a file in shared memory. Raises OSError without room, naming the cgroup that limits it.
 
-    In parts, with a look before each: the ranks of a node allocate at the same time, and together must not pass it.
+    In parts, with a check before each: the ranks of a node allocate at the same time, and together must not pass it.
     """
     for at in range(begin, end, _PART_BYTES):
         length = min(_PART_BYTES, end - at)
-        tightest = min(cgroup_rooms(), key=lambda room: room.free, default=None)
+        tightest = min(cgroup_capacities(), key=lambda capacity: capacity.free, default=None)
         if tightest is not None and tightest.free < length:
             raise OSError(errno.ENOMEM, f"{tightest.where} leaves {tightest.free / 1e6:,.1f} MB")
         os.posix_fallocate(descriptor, at, length)
 
 
-def cgroup_rooms(own: str = "", root_v2: Path = _V2, root_v1: Path = _V1) -> list[Room]:
-    """The room that this process's cgroup, and each one above it, leaves of its limit; none if there are no limits.
+def cgroup_capacities(own: str = "", root_v2: Path = _V2, root_v1: Path = _V1) -> list[Capacity]:
+    """The capacity that this process's cgroup, and each one above it, leaves of its limit; none if there are no limits.
 
     `own` is the content of /proc/self/cgroup.
     """
@@ -59,35 +59,35 @@ def cgroup_rooms(own: str = "", root_v2: Path = _V2, root_v1: Path = _V1) -> lis
         lines = (own or Path("/proc/self/cgroup").read_text()).splitlines()
     except OSError:
         return []
-    rooms = []
+    capacities = []
     for _, controllers, path in (line.split(":", 2) for line in lines if line.count(":") >= 2):
         if not controllers:
-            rooms += _rooms(root_v2, path, "memory.max", "memory.current", "")
+            capacities += _capacities(root_v2, path, "memory.max", "memory.current", "")
         elif "memory" in controllers.split(","):
-            rooms += _rooms(root_v1, path, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
-    return rooms
+            capacities += _capacities(root_v1, path, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+    return capacities
 
 
-def machine_room(text: str = "") -> Room:
-    """The room on this machine; `text` is the content of /proc/meminfo."""
+def machine_capacity(text: str = "") -> Capacity:
+    """The capacity of this machine; `text` is the content of /proc/meminfo."""
     lines = (line.split() for line in (text or Path("/proc/meminfo").read_text()).splitlines())
-    found = {words[0].rstrip(":"): int(words[1]) << 10 for words in lines if len(words) > 1}
+    found = {fields[0].rstrip(":"): int(fields[1]) << 10 for fields in lines if len(fields) > 1}
     total, available = found["MemTotal"], found["MemAvailable"]
     most = int(total * (1 - SPARE_SHARE))
-    return Room(max(0, available - (total - most)), f"the machine ({total / 1e6:,.1f} MB)", most, total - available)
+    return Capacity(max(0, available - (total - most)), f"the machine ({total / 1e6:,.1f} MB)", most, total - available)
 
 
-def tightest_room() -> Room:
-    """The room that a cgroup or the machine leaves to this process: the smallest one."""
-    return min([*cgroup_rooms(), machine_room()], key=lambda room: room.free)
+def tightest_capacity() -> Capacity:
+    """The capacity that a cgroup or the machine leaves to this process: the smallest one."""
+    return min([*cgroup_capacities(), machine_capacity()], key=lambda capacity: capacity.free)
 
 
-def shared_by(workers: int, room: Room) -> str:
-    """What limits each of so many workers, in words."""
-    return f"{room.where}, for {workers} workers" if workers > 1 else room.where
+def shared_by(workers: int, capacity: Capacity) -> str:
+    """What limits each of so many workers."""
+    return f"{capacity.where}, for {workers} workers" if workers > 1 else capacity.where
 
 
-def _rooms(root: Path, path: str, limit: str, usage: str, prefix: str) -> list[Room]:
+def _capacities(root: Path, path: str, limit: str, usage: str, prefix: str) -> list[Capacity]:
     own = root / path.lstrip("/")
     # In a container the path may be the host's, and the root of what is mounted is the container's own cgroup.
     folders = [folder for folder in (own, *own.parents) if folder == root or root in folder.parents]
@@ -103,5 +103,5 @@ def _rooms(root: Path, path: str, limit: str, usage: str, prefix: str) -> list[R
             cache = sum(int(held.get(f"{prefix}{kind}", 0)) for kind in ("inactive_file", "active_file"))
             limited, held_fast = int(int(most) * (1 - SPARE_SHARE)), max(0, used - cache)
             where = f"the cgroup {folder} ({limit} {int(most) / 1e6:,.1f} MB)"
-            found.append(Room(max(0, limited - held_fast), where, limited, held_fast))
+            found.append(Capacity(max(0, limited - held_fast), where, limited, held_fast))
     return found

@@ -1,1 +1,0 @@
-"""Measures how DDP should send gradients, chooses, and remembers the choice."""
