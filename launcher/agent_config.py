@@ -1,4 +1,4 @@
-"""Options and the host's resources to the agent's configuration, with the few sentences worth saying about it."""
+"""Options and the host's resources to the agent's configuration, with the few sentences worth logging about it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
 
 _COLOURS = ("NO_COLOR", "FORCE_COLOR", "CLICOLOR", "CLICOLOR_FORCE", "PYTHON_COLORS")
 
-# torchrun puts this before each line under --tee. Scripts look for it.
+# torchrun puts this before each line under --tee. Scripts search for it.
 _TEE_PREFIX = "[${role_name}${local_rank}]:"
 
 
@@ -67,7 +67,9 @@ def agent_config(options: Options, planned: Planned, environ: Mapping[str, str],
     interpreter = environ.get("PYTHON_EXEC") or host.python
     other_python: tuple[str, ...] = ()
     if interpreter != host.python and options.kind is not ProgramKind.COMMAND:
-        other_python = (f"workers run PYTHON_EXEC={interpreter}, each starts anew: nothing is preloaded for it",)
+        other_python = (
+            f"workers run PYTHON_EXEC={interpreter}, each starts a new interpreter: nothing is preloaded for it",
+        )
     preload, text = _preload(options, interpreter, host)
     warm_s, cannot = warm_seconds(options, preload, cluster, environment)
     accepted = [(f"--{each.long}", each.no_effect) for each in TABLE if each.no_effect and each.name in options.given]
@@ -83,7 +85,7 @@ def agent_config(options: Options, planned: Planned, environ: Mapping[str, str],
         ),
         slots=slots,
         environment=environment,
-        # Python's own tracebacks stay plain (3.13): their words are searched. The fork server need not know that.
+        # Python's own tracebacks stay plain (3.13): their text is searched. The fork server need not know that.
         worker_env={
             **({"PYTHON_COLORS": "0"} if "FORCE_COLOR" in shown else {}),
             **worker_env(options, signals),
@@ -125,20 +127,20 @@ def agent_config(options: Options, planned: Planned, environ: Mapping[str, str],
     )
 
 
-def count_workers(asked: int | str | None, host: HostResources, cluster: Cluster | None = None) -> tuple[int, str]:
+def count_workers(requested: int | str | None, host: HostResources, cluster: Cluster | None = None) -> tuple[int, str]:
     """The number of workers and what was counted, as "8 workers, one per GPU"; empty for a given number.
 
-    GPUs that are seen come before what a scheduler says: its user may have hidden some.
+    GPUs that are seen come before the scheduler's number: its user may have hidden some.
     """
-    if isinstance(asked, int):
-        return asked, ""
-    if asked == "gpu" and host.gpus == 0:
+    if isinstance(requested, int):
+        return requested, ""
+    if requested == "gpu" and host.gpus == 0:
         raise UsageError("--nproc-per-node gpu finds no GPU that this process may use; use cpu, or give a number")
-    if asked != "cpu" and host.gpus > 0:
+    if requested != "cpu" and host.gpus > 0:
         return host.gpus, f"{plural(host.gpus, 'worker')}, one per GPU"
-    if asked is None and cluster and cluster.workers:
-        return cluster.workers, f"{plural(cluster.workers, 'worker')}, as {cluster.scheduler} says"
-    if asked is None:
+    if requested is None and cluster and cluster.workers:
+        return cluster.workers, f"{plural(cluster.workers, 'worker')}, from {cluster.scheduler}"
+    if requested is None:
         return 1, "1 worker, no GPU was found"
     return host.cpus, f"{plural(host.cpus, 'worker')}, one per CPU"
 
@@ -171,11 +173,11 @@ def _of_the_scheduler(options: Options, cluster: Cluster | None, slots: int, hos
     notes = [cluster.note] if cluster.note else []
     if cluster.node_index is not None and cluster.nodes is None and "nnodes" not in options.given:
         notes.append(
-            f"a {cluster.scheduler} does not tell its pods how many they are, so that each is a job of its own; for one"
+            f"a {cluster.scheduler} does not give its pods their number, so that each is a job of its own; for one"
             " job of all of them set PET_NNODES to their number"
         )
     if slots > host.cores:
-        more = f"; more are asked for with {cluster.cores_option}" if cluster.cores_option else ""
+        more = f"; request more with {cluster.cores_option}" if cluster.cores_option else ""
         notes.append(f"{slots} workers share the {plural(host.cores, 'CPU core')} that this node's agent may use{more}")
     return tuple(notes)
 
@@ -188,7 +190,7 @@ def worker_environment(environ: Mapping[str, str], slots: int, cores: int) -> tu
     # What configured this job is not for a launcher that a worker starts.
     own = {name for spec in TABLE for name in spec.variables if name.startswith("PET_")}.union(RANK_VARIABLES, _SECRETS)
     environment = {name: value for name, value in environ.items() if name not in own}
-    # torch's own default. With torchrun's 1 a failed collective is aborted, and looks finished to the GPU's stream.
+    # torch's own default. With torchrun's 1 a failed collective is aborted, and seems finished to the GPU's stream.
     environment.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
     if "OMP_NUM_THREADS" in environ:
         return environment, None
@@ -200,7 +202,7 @@ def worker_environment(environ: Mapping[str, str], slots: int, cores: int) -> tu
 def _for_terminal(
     options: Options, output: OutputPlan, slots: int, columns: int, environ: Mapping[str, str]
 ) -> dict[str, str]:
-    """What workers with a prefix need to know of the terminal, of which their pipes say nothing; {} without one.
+    """The terminal's width and colours, for workers with a prefix, whose output is a pipe; {} without a terminal.
 
     tqdm reads its width when it is imported, and so in the fork server. What the user has set stays.
     """
@@ -229,7 +231,7 @@ def worker_env(options: Options, signals: tuple[int, ...]) -> dict[str, str]:
 
 
 def with_network(config: AgentConfig, network: Mapping[str, str]) -> AgentConfig:
-    """`config` with variables that say which network workers use; the user's own come first."""
+    """`config` with variables that select the workers' network; the user's own come first."""
     missing = {name: value for name, value in network.items() if name not in config.environment}
     return replace(config, worker_env={**missing, **config.worker_env})
 
@@ -281,7 +283,7 @@ def _preload(options: Options, interpreter: str, host: HostResources) -> tuple[t
 def warm_seconds(
     options: Options, preload: tuple[str, ...] | None, cluster: Cluster | None, environment: Mapping[str, str]
 ) -> tuple[float, tuple[tuple[str, str], ...]]:
-    """How long a fork server may stay for the next job, and, if none stays although one was asked for, why."""
+    """How long a fork server may stay for the next job, and, if none stays although one was requested, why."""
     if not options.warm:
         return 0.0, ()
     reasons = {

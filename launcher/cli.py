@@ -23,9 +23,9 @@ from elaunch.interrupts import end_at_ctrl_c, raise_at_ctrl_c
 from elaunch.launcher.agent_config import agent_config, with_network
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.host import as_started, detect
-from elaunch.launcher.options.command_line import COMMANDS, ELAUNCH, Reading
+from elaunch.launcher.options.command_line import COMMANDS, ELAUNCH, ParseState
 from elaunch.launcher.options.options import Options, load_job_file
-from elaunch.launcher.pid1 import stand_in
+from elaunch.launcher.pid1 import become_init
 from elaunch.launcher.preflight import (
     check_hook,
     check_log_dir,
@@ -35,9 +35,9 @@ from elaunch.launcher.preflight import (
     take_program_from_stdin,
     temporary_folder_warning,
 )
-from elaunch.launcher.schedulers.defaults import cluster_of, concerning, settle
+from elaunch.launcher.schedulers.defaults import cluster_of, facts_of_job, settle
 from elaunch.launcher.schedulers.facts import Cluster
-from elaunch.launcher.schedulers.other_tasks import seen_by_others, wait_for_agent
+from elaunch.launcher.schedulers.other_tasks import hold_other_tasks, wait_for_agent
 from elaunch.launcher.store.locate import Planned, plan
 from elaunch.launcher.store.token import read_secret
 from elaunch.rendezvous.format import shortage
@@ -50,14 +50,14 @@ if TYPE_CHECKING:
 _NVIDIA = "/dev/nvidiactl"
 _TRAINER = "elaunch.trainer"
 _COMPLETE = "_ELAUNCH_COMPLETE"
-# All other commands print an answer and end. Their reader may have read enough before (`| head`).
+# All other commands print their output and exit. Their reader may have read enough before (`| head`).
 _NOT_PRINTERS = ("run", "store")
 
 
 def main() -> NoReturn:
     """The entry point.
 
-    Exit codes: 0, 1 the job failed, 2 usage, 3 the store or an address was not to be had, 128 + n ended by signal n.
+    Exit codes: 0, 1 the job failed, 2 usage, 3 the store or an address is unavailable, 128 + n ended by signal n.
     """
     as_command(_main)
 
@@ -71,7 +71,7 @@ def as_command(work: Callable[[], int]) -> NoReturn:
             # Started with a closed standard stream: a pipe of ours must not get its number.
             os.open(os.devnull, os.O_RDWR)
     if os.getpid() == 1:
-        stand_in()
+        become_init()
     try:
         raise_at_ctrl_c()
         code = work()
@@ -95,11 +95,11 @@ def as_command(work: Callable[[], int]) -> NoReturn:
 
 def _main() -> int:
     try:
-        if asked := os.environ.get(_COMPLETE):
-            if shell_complete(ELAUNCH, {"obj": Reading()}, "elaunch", _COMPLETE, asked):
-                raise UsageError(f"{_COMPLETE}={asked} is not known; use bash_source, zsh_source or fish_source")
+        if shell := os.environ.get(_COMPLETE):
+            if shell_complete(ELAUNCH, {"obj": ParseState()}, "elaunch", _COMPLETE, shell):
+                raise UsageError(f"{_COMPLETE}={shell} is not known; use bash_source, zsh_source or fish_source")
             return 0
-        with ELAUNCH.make_context("elaunch", sys.argv[1:], obj=Reading(os.environ, load_job_file)) as ctx:
+        with ELAUNCH.make_context("elaunch", sys.argv[1:], obj=ParseState(os.environ, load_job_file)) as ctx:
             found: Options | int = ELAUNCH.invoke(ctx)
         return found if isinstance(found, int) else _start(found)
     except click.exceptions.Exit as done:
@@ -109,7 +109,7 @@ def _main() -> int:
         sentence = str(error) if is_usage or isinstance(error, SiteError) else shortage(error)
         if sentence is None:
             raise
-        _say_in(LogFormat.PLAIN, sentence, "error")
+        _log_line(LogFormat.PLAIN, sentence, "error")
         return 2 if is_usage else 3
 
 
@@ -136,27 +136,27 @@ def show_report(outcome: Outcome, config: AgentConfig, agent: AgentRun) -> None:
 def run(
     options: Options,
     environ: Mapping[str, str],
-    tell: Callable[[Outcome, AgentConfig, AgentRun], None] = show_report,
+    on_outcome: Callable[[Outcome, AgentConfig, AgentRun], None] = show_report,
 ) -> int:
     """Run the job that `options` ask for; its exit code. Raises UsageError where it cannot start as asked.
 
-    `tell` is called once with the job's end. Whatever is raised, no process and no folder of ours is left.
+    `on_outcome` is called once, when the job has ended. Whatever is raised, no process and no folder of ours is left.
     """
     cluster = cluster_of(options, environ)
     if cluster is None or cluster.tasks == 1:
-        return _run_agent(options, environ, cluster, tell)
-    say = partial(_say_in, options.log_format)
+        return _run_agent(options, environ, cluster, on_outcome)
+    log = partial(_log_line, options.log_format)
     if cluster.task > 0:
-        return wait_for_agent(cluster, say)
-    with seen_by_others(cluster, say):
-        return _run_agent(options, environ, cluster, tell)
+        return wait_for_agent(cluster, log)
+    with hold_other_tasks(cluster, log):
+        return _run_agent(options, environ, cluster, on_outcome)
 
 
 def _run_agent(
     options: Options,
     environ: Mapping[str, str],
     cluster: Cluster | None,
-    tell: Callable[[Outcome, AgentConfig, AgentRun], None],
+    on_outcome: Callable[[Outcome, AgentConfig, AgentRun], None],
 ) -> int:
     options, planned, config = _prepared(options, environ, cluster)
     # Imported here, as all that a job alone needs: other commands do without.
@@ -170,7 +170,7 @@ def _run_agent(
             from elaunch.launcher.report import write_error_file
 
             outcome = _outcome(options, planned, config, agent)
-            tell(outcome, config, agent)
+            on_outcome(outcome, config, agent)
             write_error_file(outcome, environ.get("TORCHELASTIC_ERROR_FILE"), agent.run_dir.error_file)
             agent.finish_output(outcome)
     except CannotRun as error:
@@ -185,7 +185,7 @@ def _health(
     is_default = "health_check" not in options.given
     has_gpu = os.path.exists(_NVIDIA)  # noqa: PTH110
     if options.health_check == "off" or (is_default and config.spec.nodes_max == 1 and not has_gpu):
-        # A job of one node without a GPU fails at once, and says why, where the check would only warn.
+        # A job of one node without a GPU fails immediately, with the reason, where the check would only warn.
         return nullcontext()
     from elaunch.launcher.doctor.command import health_check
 
@@ -201,7 +201,7 @@ def _prepared(
     check_metrics(options)
     check_log_dir(options)
     if cluster:
-        cluster = concerning(options, cluster, environ)
+        cluster = facts_of_job(options, cluster, environ)
         options = settle(options, cluster)
     planned = plan(options, environ, read_secret, cluster)
     if options.run_id is None:
@@ -213,7 +213,7 @@ def _prepared(
     return options, planned, config
 
 
-def _say_in(form: LogFormat, line: str, level: str = "info") -> None:
+def _log_line(form: LogFormat, line: str, level: str = "info") -> None:
     # Not `sys.stderr`: it is None where the command was started with stderr closed.
     with suppress(OSError):
         os.write(2, OwnLines(form, has_terminal=os.isatty(2)).line(line, level))
@@ -228,7 +228,7 @@ def _outcome(options: Options, planned: Planned, config: AgentConfig, agent: Age
             # What is left with --quiet are warnings, and the line without which no other node could join.
             reached = opened.enter_context(reach(options, planned, agent.warn if options.quiet else agent.pump.log))
         except KeyboardInterrupt:
-            agent.pump.log("interrupted while it looked for the job's store; no worker was started")
+            agent.pump.log("interrupted while connecting to the job's store; no worker was started")
             raise
         settled = replace(
             config, master_addr=reached.address, invitation=reached.invitation, only_here=reached.only_here
@@ -238,5 +238,5 @@ def _outcome(options: Options, planned: Planned, config: AgentConfig, agent: Age
             reached.store,
             is_remote=reached.is_remote,
             served_pid=reached.served_pid,
-            way=reached.way,
+            way=reached.locator,
         )

@@ -101,8 +101,8 @@ def read_quota_cpus(root: Path = Path("/")) -> float | None:
     base = root / "sys/fs/cgroup"
     # If the container does not see its own path, the root of its mount is its cgroup.
     own = base / path.lstrip("/")
-    words = [_text(folder / "cpu.max").split() for folder in (own, *own.parents) if folder.is_relative_to(base)]
-    return min((int(each[0]) / int(each[1]) for each in words if len(each) == 2 and each[0] != "max"), default=None)
+    limits = [_text(folder / "cpu.max").split() for folder in (own, *own.parents) if folder.is_relative_to(base)]
+    return min((int(each[0]) / int(each[1]) for each in limits if len(each) == 2 and each[0] != "max"), default=None)
 
 
 def _text(path: Path) -> str:
@@ -113,11 +113,11 @@ def _text(path: Path) -> str:
 
 
 class NoAddress(Exception):
-    """No address was found. The message says why. A later try may succeed."""
+    """No address was found. The message has the reason. A later try may succeed."""
 
 
-class AddressUnclear(Exception):
-    """Several addresses are possible, and the user has to choose. The message says how."""
+class AmbiguousAddress(Exception):
+    """Several addresses are possible, and the user has to choose. The message has the option."""
 
 
 class Owner(Enum):
@@ -171,7 +171,7 @@ def can_be_bound(address: str) -> bool:
 def own_address(endpoints: Sequence[Endpoint], wait_s: float = _RESOLVE_S) -> str:
     """The address of this host from which the kernel would reach `endpoints`: the first one that has a route.
 
-    Raises NoAddress. Raises AddressUnclear if an endpoint's name is a loopback address here, and this host has several
+    Raises NoAddress, and AmbiguousAddress if an endpoint's name is a loopback address here, and this host has several
     other addresses.
     """
     troubles: list[str] = []
@@ -199,12 +199,12 @@ def routable_addresses() -> list[str]:
 
 
 def _routable(host: str) -> str | None:
-    """The address that other nodes may know; None if this host has no network. Raises AddressUnclear."""
+    """The address that other nodes may know; None if this host has no network. Raises AmbiguousAddress."""
     found = routable_addresses()
     if len(found) > 1:
-        raise AddressUnclear(
+        raise AmbiguousAddress(
             f"{host} is a loopback address here, and this host has several other addresses ({', '.join(found)});"
-            " say with --local-addr which one the other nodes reach"
+            " give the one that the other nodes reach with --local-addr"
         )
     return found[0] if found else None
 
@@ -251,11 +251,11 @@ def by_interface() -> Iterator[tuple[str, IpAddress]]:
 
 
 def socket_variables(
-    address: str, environ: Mapping[str, str], say: Callable[[str], None], *, verbose: bool
+    address: str, environ: Mapping[str, str], log: Callable[[str], None], *, verbose: bool
 ) -> dict[str, str]:
     """The variables that name the interface of `address` to gloo and RPC, if they would not find it or wait for long.
 
-    And one by which the resolver gives up sooner, if it does not answer c10d's lookup in time: c10d looks up the name
+    And one by which the resolver gives up sooner, if it does not answer c10d's query in time: c10d resolves the name
     of each address that it connects to (socket.cpp). The user's own in `environ` stay.
     """
     # Both lookups at the same time.
@@ -268,11 +268,11 @@ def socket_variables(
         interface, why = found
         variables = dict.fromkeys(unset, interface)
         if _GLOO in unset and (verbose or is_loopback(address)):
-            say(f"{_GLOO}={interface} is set for the workers: {why}")
+            log(f"{_GLOO}={interface} is set for the workers: {why}")
     c10d.join(max(0.0, begun_s + _OWN_NAME_S - time.monotonic()))
     if c10d.is_alive() and _RESOLVER not in environ:
         variables[_RESOLVER] = _SOONER
-        say(
+        log(
             f"{_RESOLVER}='{_SOONER}' is set for the workers: the lookup of the name of {address} takes more than"
             f" {_OWN_NAME_S:g} s (does the DNS server answer?), and torch waits for it at each start"
         )

@@ -27,7 +27,7 @@ _OWN = {
 _SI_KERNEL = 0x80
 
 
-def stand_in() -> None:
+def become_init() -> None:
     """Fork. The child returns and becomes the agent. This process becomes the container's init and never returns."""
     waited = signal.valid_signals() - _OWN
     # If SIGCHLD is ignored, the kernel reaps children and sends no signal.
@@ -47,11 +47,11 @@ def stand_in() -> None:
 def _serve_agent(agent: int, waited: Set[int]) -> int:
     """Reap children and pass signals on until the agent ends. Returns its exit code, 128 + n if signal n ended it."""
     while True:
-        heard = signal.sigwaitinfo(waited)
-        if heard.si_signo != signal.SIGCHLD:
+        received = signal.sigwaitinfo(waited)
+        if received.si_signo != signal.SIGCHLD:
             # The kernel sends a terminal's Ctrl-C to the agent too. A second Ctrl-C would mean "kill now".
-            if heard.si_code != _SI_KERNEL:
-                os.kill(agent, heard.si_signo)
+            if received.si_code != _SI_KERNEL:
+                os.kill(agent, received.si_signo)
             continue
         for pid, status in _reap():
             if pid == agent:

@@ -92,7 +92,7 @@ def _check_command(name: str, what: str) -> None:
     if not Path(name).is_file():
         where = f"in {Path.cwd()}" if os.sep in name else "on PATH"
         raise UsageError(f"{what}{name} is not an executable file {where}; give its path")
-    # A name without a slash is not looked for in the current folder.
+    # A name without a slash is not searched in the current folder.
     path = shlex.quote(name if os.sep in name else f"./{name}")
     raise UsageError(f"{what}{name} is not an executable file; chmod +x {path}, and write {path}")
 
@@ -172,7 +172,7 @@ def check_script(target: str) -> None:
 def _check_is_python(script: Path) -> None:
     """Raises UsageError for a shell script or a compiled program. What Python can read is never refused.
 
-    Only files that look like a command are read: a script with a syntax error fails with Python's own words.
+    Only files that seem to be a command are read: a script with a syntax error fails with Python's own message.
     """
     if not script.is_file():
         return
@@ -189,7 +189,7 @@ def _check_is_python(script: Path) -> None:
 def is_python(text: bytes) -> bool:
     """Whether Python reads that text, or it is an application of `zipapp`."""
     with warnings.catch_warnings():
-        # Python says these when it runs the program.
+        # Python reports these when it runs the program.
         warnings.simplefilter("ignore")
         try:
             ast.parse(text)

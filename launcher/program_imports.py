@@ -104,12 +104,12 @@ def _imported(text: bytes, file: Path, root: Path) -> Iterator[tuple[str, list[s
     package = file.parent.relative_to(root).parts
     for dots, base, names, modules in _IMPORT.findall(text.replace(b"\\\n", b" ")):
         items = [item.split() for item in (names or modules).strip(b"() \t\r").split(b",")]
-        words = [item[0].decode() for item in items if item and item[0].isascii()]
+        found = [item[0].decode() for item in items if item and item[0].isascii()]
         if modules:
-            yield from ((word, []) for word in words)
+            yield from ((word, []) for word in found)
         else:
             above = package[: len(package) + 1 - len(dots)] if dots else ()
-            yield ".".join((*above, *filter(None, [base.decode()]))), [word for word in words if word.isidentifier()]
+            yield ".".join((*above, *filter(None, [base.decode()]))), [word for word in found if word.isidentifier()]
 
 
 def _files(root: Path, name: str) -> Iterator[Path]:

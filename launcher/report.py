@@ -1,4 +1,4 @@
-"""The report at the end of a run: which rank failed first, how, and where to look."""
+"""The report at the end of a run: which rank failed first, how, and where its log is."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _HEAVY, _LIGHT = "=" * 72, "-" * 72
 def report(outcome: Outcome, spec: JobSpec, logs: Path | None, is_incomplete: bool = False) -> str:
     """The text at the end of a run; empty after a success without restarts. The log's first line has named `logs`.
 
-    `is_incomplete` says that part of the output is missing in `logs`.
+    `is_incomplete`: part of the output is missing in `logs`.
     """
     lacks = ", incomplete: some of it could not be written" if is_incomplete else ""
     where = f"elaunch: the workers' output is in {logs}{lacks}\n" if logs and lacks else ""
@@ -80,7 +80,7 @@ def write_error_file(
 ) -> None:
     """Write the failure that ended the job to `path` for the program that started elaunch: its record with `errorCode`.
 
-    The format is that of torch's `@record`. `own` tells where a rank of this host wrote its record in a generation,
+    The format is that of torch's `@record`. `own` finds where a rank of this host wrote its record in a generation,
     if that file is not kept and so is not in the failure's.
     """
     failure = outcome.failure
@@ -114,10 +114,10 @@ def _record_with_code(kept: dict[str, object], failure: Failure) -> str:
 
 
 def _failed(outcome: Outcome, spec: JobSpec, logs: Path | None, lacks: str) -> str:
-    """torchrun's box, whose words scripts search for, with the reason of the end above it."""
+    """torchrun's box, whose text scripts search for, with the reason of the end above it."""
     failure = outcome.failure
-    if failure and outcome.restarts == 0 and (said := _wrong_arguments(failure)):
-        head = f"elaunch: {spec.program.target} FAILED on {failure.host}: rank {failure.rank} {said}"
+    if failure and outcome.restarts == 0 and (usage := _wrong_arguments(failure)):
+        head = f"elaunch: {spec.program.target} FAILED on {failure.host}: rank {failure.rank} {usage}"
         next_step = f"Next step: {failure.advice}.\n" if failure.advice else ""
         log = f"elaunch: its output is in {failure.log_path}\n" if failure.log_path else ""
         return f"{head}; exit code {outcome.exit_code}\n{next_step}{log}"
@@ -162,7 +162,7 @@ def _details(failure: Failure, logs: Path | None, lacks: str) -> list[str]:
 
 
 def _wrong_arguments(failure: Failure) -> str:
-    """What the program said of its own arguments, in one line; empty if it ended for another reason.
+    """The program's error about its own arguments, in one line; empty if it ended for another reason.
 
     The console has the same, and nothing else of the failure is of use: not the rank, the time nor the process.
     """
@@ -170,12 +170,12 @@ def _wrong_arguments(failure: Failure) -> str:
         return failure.message
     is_usage = failure.kind is FailureKind.STARTUP and failure.code == _USAGE_CODE and not failure.exception
     lines = _tail(failure) if is_usage else []
-    # A program with much to say has begun its work. The usage of argparse stands above its last line.
+    # A program with more output has begun its work. The usage of argparse stands above its last line.
     if not lines or (len(lines) > _USAGE_LINES and not failure.advice):
         return ""
     last = _shown(lines[-1].strip()).rstrip(".")
-    is_told = last.endswith(failure.message.rpartition("; ")[2].removesuffix(")").rstrip("."))
-    return failure.message if is_told else f"{failure.message}: {last}"
+    is_repeated = last.endswith(failure.message.rpartition("; ")[2].removesuffix(")").rstrip("."))
+    return failure.message if is_repeated else f"{failure.message}: {last}"
 
 
 def _exit_code(failure: Failure) -> str:
@@ -193,7 +193,7 @@ def _tail(failure: Failure) -> list[str]:
     """The end of stderr, without the traceback that the report shows above."""
     text = failure.tail
     if failure.traceback:
-        # The lines before the traceback tell what happened before the failure.
+        # The lines before the traceback are about what happened before the failure.
         start = chain_start(text)
         if start < 0 or failure.code in CRASH_CODES:
             start = text.rfind(failure.traceback)

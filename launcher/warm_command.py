@@ -45,7 +45,7 @@ COMMAND = Command(
     [own("stop", "", "end these fork servers")],
     usage=["[--stop]"],
     about="Show this user's fork servers. They stay when a job with --warm has ended: the next start needs no import.",
-    ending="Exit codes: 0 done, 2 the command line is wrong, 3 a fork server cannot be looked at or ended.",
+    ending="Exit codes: 0 done, 2 the command line is wrong, 3 a fork server cannot be reached or ended.",
 )
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import click
 
-from elaunch.launcher.options.command_line import Command, Reading
+from elaunch.launcher.options.command_line import Command, ParseState
 
 
 def read(command: Command, *argv: str, **environ: str) -> click.Context:
     """The context of a command line."""
-    return command.read(argv, Reading(environ))
+    return command.read(argv, ParseState(environ))
 
 
 def call(command: Command, *argv: str, **environ: str) -> int:

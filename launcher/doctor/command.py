@@ -26,7 +26,7 @@ from elaunch.launcher.host import as_started, detect
 from elaunch.launcher.options.command_line import own
 from elaunch.launcher.options.options import JobCommand, Options, options_of
 from elaunch.launcher.preflight import check_folder
-from elaunch.launcher.schedulers.defaults import cluster_of, concerning, settle
+from elaunch.launcher.schedulers.defaults import cluster_of, facts_of_job, settle
 from elaunch.launcher.schedulers.facts import Cluster
 from elaunch.launcher.store.locate import Planned, RendezvousPlan, plan
 from elaunch.launcher.store.token import read_secret
@@ -60,7 +60,7 @@ def checks_for(needs: Needs, plan: RendezvousPlan, environ: Mapping[str, str]) -
 
 
 def examine(checks: Mapping[str, Check], limit_s: float = _LIMIT_S) -> Checked:
-    """Run the checks side by side. One that fails or hangs gets a finding that says so."""
+    """Run the checks side by side. One that fails or hangs gets a finding about that."""
     late = bad(f"no answer within {limit_s:g} s", "something hangs: see to that device, disk or server")
 
     def done(check: Check) -> tuple[Finding, ...]:
@@ -110,7 +110,7 @@ Exit codes: 0 nothing is bad, 1 something is bad, 2 the command line is wrong.""
 def needed(options: Options, environ: Mapping[str, str], cluster: Cluster | None) -> tuple[Needs, Planned]:
     """What a job with these options needs of this node, and the plan of its rendezvous. Raises UsageError."""
     if cluster:
-        cluster = concerning(options, cluster, environ)
+        cluster = facts_of_job(options, cluster, environ)
         options = settle(options, cluster)
     planned = plan(options, environ, read_secret, cluster)
     resources = detect(environ)
@@ -158,7 +158,7 @@ def as_json(checked: Checked, hostname: str, took_s: float) -> Iterator[str]:
 
 @contextmanager
 def health_check(
-    workers: int, environ: Mapping[str, str], say: Callable[[str], None], *, is_strict: bool
+    workers: int, environ: Mapping[str, str], log: Callable[[str], None], *, is_strict: bool
 ) -> Iterator[None]:
     """Run the checks in a thread: a driver may hang. What is wrong is logged when it is known, until the context ends.
 
@@ -175,7 +175,7 @@ def health_check(
             findings.extend([*host.check_shm(needs), *host.check_limits(needs)])
             findings.extend(devices.check_gpus(environ, needs))
         for complaint in () if is_strict or is_over.is_set() else complaints():
-            say(f"this node is not healthy: {complaint} (--health-check strict would keep it out of the job)")
+            log(f"this node is not healthy: {complaint} (--health-check strict would keep it out of the job)")
 
     thread = threading.Thread(target=check, name="elaunch-health", daemon=True)
     thread.start()

@@ -23,7 +23,7 @@ _QUERY = (
 _RESET = "drain the node and reset the GPU (nvidia-smi --gpu-reset -i {}), or reboot"
 
 # Run by the workers' interpreter. CUDA starts as in a worker: that finds a driver that is too old.
-LOOK = """
+PROBE = """
 import json, sys, time
 start = time.monotonic()
 import torch
@@ -47,7 +47,7 @@ def check_torch(environ: Mapping[str, str], needs: Needs) -> Iterator[Finding]:
         yield ok("the program is a command: torch was not tried")
         return
     gpus = len(visible(read_gpus(), environ))
-    argv = [needs.interpreter, "-c", LOOK, str(gpus)]
+    argv = [needs.interpreter, "-c", PROBE, str(gpus)]
     try:
         yield from judge_torch(_run(argv, TORCH_S, environ), gpus)
         return
@@ -75,9 +75,9 @@ def _run(argv: list[str], limit_s: float, environ: Mapping[str, str] | None = No
     ).stdout
 
 
-def judge_torch(said: str, gpus: int) -> Iterator[Finding]:
-    """The findings about what `LOOK` has printed, on a node with that many GPUs for a process. Raises ValueError."""
-    found = parse_json(said.rstrip().rpartition("\n")[2])
+def judge_torch(output: str, gpus: int) -> Iterator[Finding]:
+    """The findings about what `PROBE` has printed, on a node with that many GPUs for a process. Raises ValueError."""
+    found = parse_json(output.rstrip().rpartition("\n")[2])
     version, cuda, seconds = str(found["version"]), str(found["cuda"]), float(found["seconds"])
     build = f"CUDA {cuda}" if cuda else "CPU build"
     nccl = f", NCCL {found['nccl']}" if found["nccl"] else ""
@@ -114,8 +114,8 @@ def check_gpus(environ: Mapping[str, str], needs: Needs) -> Iterator[Finding]:
             used = _smi("--query-compute-apps=gpu_uuid,pid,process_name,used_memory")
             yield from judge_gpus(rows, used, len(devices))
         except (OSError, ValueError, subprocess.SubprocessError) as error:
-            said = error.stdout.strip() if isinstance(error, subprocess.CalledProcessError) else ""
-            why = (said or str(error)).splitlines()[0]
+            output = error.stdout.strip() if isinstance(error, subprocess.CalledProcessError) else ""
+            why = (output or str(error)).splitlines()[0]
             yield bad(
                 f"{len(devices)} NVIDIA GPU(s), but the driver does not answer: {why}",
                 "reboot, or reload the driver; after an update of the driver both parts must be of one version",

@@ -46,7 +46,7 @@ class Needs:
     """What the job with these options needs of this node.
 
     `workers` is their number here. `ports` are those that MASTER_PORT may be; empty for any. `uses_python` is false for
-    a program that is a command. `wants_gpus` says that the user asked for one worker per GPU.
+    a program that is a command. `wants_gpus`: the user requested one worker per GPU.
     """
 
     workers: int = 1

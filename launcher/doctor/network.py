@@ -12,7 +12,7 @@ from elaunch.agent.diagnosis.investigate import REFUSED, kernels_ports, why_not
 from elaunch.launcher.doctor.host import Finding, Needs, bad, ok, warn
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.host import (
-    AddressUnclear,
+    AmbiguousAddress,
     NoAddress,
     Owner,
     addresses,
@@ -33,7 +33,7 @@ _RESOLVE_S = 2.0
 _SLOW_RESOLVER_S = 1.0
 # An agent sends 1.6 requests a second, and a request has 0.5 s.
 _REQUESTS, _SLOW_STORE_S, _TOO_SLOW_STORE_S = 20, 0.1, 0.5
-# A prefix under which nobody writes.
+# A prefix that no job uses.
 _NOTHING = "/elaunch-nothing/"
 
 
@@ -43,7 +43,7 @@ def check_address(plan: RendezvousPlan, needs: Needs) -> Iterator[Finding]:
     try:
         address = plan.own_addr or ("127.0.0.1" if plan.is_alone else own_address(plan.endpoints, _RESOLVE_S))
         number = address if is_address(address) else addresses(address, _RESOLVE_S)[0]
-    except (NoAddress, AddressUnclear) as error:
+    except (NoAddress, AmbiguousAddress) as error:
         yield bad(str(error), "correct --rdzv-endpoint, the name or the route, or give --local-addr")
         return
     if not can_be_bound(number):
@@ -114,7 +114,7 @@ def judge_latencies(text: str, latencies_s: Sequence[float]) -> Finding:
     if middle_s > _TOO_SLOW_STORE_S:
         return bad(text, "a request has 0.5 s; use a nearer store, or --rdzv-conf lease_ttl=10")
     if middle_s > _SLOW_STORE_S:
-        return warn(text, "use a nearer or less busy store; etcd wants a local SSD")
+        return warn(text, "use a nearer or less busy store; etcd needs a local SSD")
     return ok(text)
 
 

@@ -37,52 +37,52 @@ from elaunch.rendezvous.job_spec import ProgramKind
 from elaunch.rendezvous.types import Outcome
 
 
-def main(parent: str, name: str, answer: str, call: str, results: str, *words: str) -> NoReturn:
-    """Run the job that `words` ask for, which end with the program unless `call` is given.
+def main(parent: str, name: str, response: str, call: str, results: str, *argv: str) -> NoReturn:
+    """Run the job that `argv` ask for, which end with the program unless `call` is given.
 
-    `answer`, `call` and `results` are descriptors that `parent` opened: see `launch`. `name` is the entrypoint's.
+    `response`, `call` and `results` are descriptors that `parent` opened: see `launch`. `name` is the entrypoint's.
     """
     # SIGTERM, so that workers can save. The agent's own death ends the workers in any case.
     die_with_parent(int(parent), signal.SIGTERM)
-    for fd in (answer, *filter(None, (call, *results.split(",")))):
+    for fd in (response, *filter(None, (call, *results.split(",")))):
         os.set_inheritable(int(fd), False)
-    places = ""
+    files = ""
     if call:
-        places = f"/proc/{os.getpid()}/fd,{call},{results}"
-        # Nodes compare their programs and arguments, so places of this node are not among them.
-        words = (*words, "--module", worker.__name__, name, "${local_rank}")
-    as_command(partial(_run, words, places, int(answer), name))
+        files = f"/proc/{os.getpid()}/fd,{call},{results}"
+        # Nodes compare their programs and arguments, so files of this node are not among them.
+        argv = (*argv, "--module", worker.__name__, name, "${local_rank}")
+    as_command(partial(_run, argv, files, int(response), name))
 
 
-def _run(words: tuple[str, ...], places: str, answer: int, name: str) -> int:
+def _run(argv: tuple[str, ...], files: str, response: int, name: str) -> int:
     # A failure is the caller's to report to a launcher above it, if it does not handle it.
     environ = {key: value for key, value in as_started(os.environ).items() if key != "TORCHELASTIC_ERROR_FILE"}
-    if places:
-        environ[worker.VARIABLE] = places
+    if files:
+        environ[worker.VARIABLE] = files
     try:
         # The configuration is whole: the command's variables (PET_…) do not change it, as in torch.
-        return run(parse(words, {}), environ, partial(_tell, answer, name))
+        return run(parse(argv, {}), environ, partial(_report, response, name))
     except (UsageError, SiteError) as error:
         code = 2 if isinstance(error, UsageError) else 3
-        _write(answer, {"outcome": type(error).__name__, "text": str(error), "exit_code": code})
+        _write(response, {"outcome": type(error).__name__, "text": str(error), "exit_code": code})
         return code
 
 
-def _tell(answer: int, name: str, outcome: Outcome, config: AgentConfig, agent: AgentRun) -> None:
-    # The report is about the function. That the program is a module of elaunch's is nobody's concern.
+def _report(response: int, name: str, outcome: Outcome, config: AgentConfig, agent: AgentRun) -> None:
+    # The report is about the function. The program's real module is elaunch's own, which does not concern the user.
     program = replace(config.spec.program, kind=ProgramKind.SCRIPT, target=name)
     spec = replace(config.spec, program=program)
     text = report(outcome, spec, agent.run_dir.logs, agent.run_dir.is_incomplete)
-    told = record(outcome, agent.run_dir.logs)
+    fields = record(outcome, agent.run_dir.logs)
     if outcome.exit_code == 0:
         # Any other text is in the exception that the caller raises.
-        agent.pump.write_report(text, told)
-    _write(answer, {**told, "text": text})
+        agent.pump.write_report(text, fields)
+    _write(response, {**fields, "text": text})
 
 
-def _write(answer: int, told: Mapping[str, object]) -> None:
-    with open(answer, "w", closefd=False) as file:
-        json.dump(told, file)
+def _write(response: int, fields: Mapping[str, object]) -> None:
+    with open(response, "w", closefd=False) as file:
+        json.dump(fields, file)
 
 
 if __name__ == "__main__":

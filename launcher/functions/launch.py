@@ -1,6 +1,6 @@
 """`launch(config, entrypoint)(*args, **named)`: run a function on all ranks, and return what this node's returned.
 
-The job is a child process, so it works from any thread, and in a notebook. What the two tell each other, and what
+The job is a child process, so it works from any thread, and in a notebook. What the two exchange, and what
 workers return, is in files without a name in any folder: nothing is left behind when either is killed.
 """
 
@@ -53,17 +53,17 @@ class launch:
         name = worker.name_of(self._entrypoint)
         if named and isinstance(self._entrypoint, str):
             raise UsageError(
-                f"{name} is a command, and its arguments are words, but the call names {', '.join(named)}; give words,"
+                f"{name} is a command, and its arguments are text, but the call names {', '.join(named)}; give text,"
                 f' as in ("--{next(iter(named))}", "…")'
             )
-        words = option_words(self._config)
+        argv = option_argv(self._config)
         with ExitStack() as opened:
-            answer = opened.enter_context(_unnamed_file("answer"))
+            response = opened.enter_context(_unnamed_file("response"))
             results = [opened.enter_context(_unnamed_file("result")) for _ in range(self._config.nproc_per_node)]
-            fds = [file.fileno() for file in (answer, *results)]
+            fds = [file.fileno() for file in (response, *results)]
             call = ""
             if isinstance(self._entrypoint, str):
-                words += ["--no-python", self._entrypoint, *map(str, args)]
+                argv += ["--no-python", self._entrypoint, *map(str, args)]
             else:
                 file = opened.enter_context(_unnamed_file("call"))
                 worker.write_call(file, self._entrypoint, args, named)
@@ -72,15 +72,15 @@ class launch:
                 call = str(file.fileno())
             numbers = ",".join(str(file.fileno()) for file in results)
             outcome = self._run(
-                [str(os.getpid()), name, str(answer.fileno()), call, numbers, *words], fds, answer, name
+                [str(os.getpid()), name, str(response.fileno()), call, numbers, *argv], fds, response, name
             )
             if isinstance(self._entrypoint, str):
                 return {}
             found = (worker.read_value(file, outcome["generation"], name) for file in results)
             return dict(each for each in found if each)
 
-    def _run(self, words: list[str], fds: list[int], answer: IO[bytes], name: str) -> dict[str, Any]:
-        """Run the job to its end, and return its outcome. Raises as the class says."""
+    def _run(self, argv: list[str], fds: list[int], response: IO[bytes], name: str) -> dict[str, Any]:
+        """Run the job to its end, and return its outcome. Raises as the class does."""
         command = [sys.executable, *interpreter_options(), "-m", "elaunch.launcher.functions.job"]
         environ = dict(os.environ)
         if self._config.log_line_prefix_template is not None:
@@ -88,11 +88,11 @@ class launch:
         is_main = threading.current_thread() is threading.main_thread()
         seen: list[int] = []
         process = subprocess.Popen(
-            [*command, *words],
+            [*command, *argv],
             stdin=subprocess.DEVNULL,
             env=environ,
             pass_fds=fds,
-            # A terminal's Ctrl-C must reach the job once. In another thread nobody can forward it.
+            # A terminal's Ctrl-C must reach the job once. No other thread can forward it.
             start_new_session=is_main,
         )
         try:
@@ -105,9 +105,9 @@ class launch:
                 process.wait()
         if signal.SIGINT in seen:
             raise KeyboardInterrupt
-        answer.seek(0)
+        response.seek(0)
         try:
-            outcome = json.loads(answer.read())
+            outcome = json.loads(response.read())
         except ValueError:
             # The job was killed before it had written all of it.
             outcome = {}
@@ -204,9 +204,9 @@ def as_ours(config: Any) -> LaunchConfig:
     )
 
 
-def option_words(config: LaunchConfig) -> list[str]:
+def option_argv(config: LaunchConfig) -> list[str]:
     """The options of the command `elaunch` that `config` means."""
-    words = [
+    argv = [
         f"--nnodes={config.min_nodes}:{config.max_nodes}",
         f"--nproc-per-node={config.nproc_per_node}",
         f"--max-restarts={config.max_restarts}",
@@ -223,16 +223,16 @@ def option_words(config: LaunchConfig) -> list[str]:
         "duplicate-stderr-filters": ",".join(config.duplicate_stderr_filters or ()),
         "numa-binding": config.numa_options and config.numa_options.affinity_mode.value,
     }
-    words += [f"--{name}={value}" for name, value in given.items() if value]
+    argv += [f"--{name}={value}" for name, value in given.items() if value]
     if config.virtual_local_rank:
-        words.append("--virtual-local-rank")
-    return [*words, *_rendezvous(config), *_logs(config.logs_specs), *config.options]
+        argv.append("--virtual-local-rank")
+    return [*argv, *_rendezvous(config), *_logs(config.logs_specs), *config.options]
 
 
 def _rendezvous(config: LaunchConfig) -> Iterator[str]:
     is_static = config.rdzv_backend == "static"
     if config.max_nodes == 1 and not is_static:
-        # One node has nobody to meet. Of a static job the endpoint is also MASTER_ADDR and MASTER_PORT.
+        # One node has no other to meet. Of a static job the endpoint is also MASTER_ADDR and MASTER_PORT.
         return
     settings = dict(config.rdzv_configs)
     if "join_timeout" in settings:
@@ -283,7 +283,7 @@ class ProcessFailure:
     """The worker that failed first. The fields down to `timestamp`, and `error_file`, have torch's names and meanings.
 
     `message` is text, or, for an exception, what `@record` writes: a map with `message` and `extraInfo`. `sentence`
-    says which rank failed and how, and `advice` what to do about it, if that is known.
+    names the rank that failed, and how, and `advice` what to do about it, if that is known.
     """
 
     local_rank: int
@@ -324,27 +324,27 @@ def child_failed(name: str, failures: Mapping[int, ProcessFailure], text: str, e
     return made
 
 
-def check(told: Mapping[str, Any], code: int, name: str) -> None:
-    """Raises what fits, unless the job succeeded. `told` is the job's answer, and empty if it was ended before.
+def check(outcome: Mapping[str, Any], code: int, name: str) -> None:
+    """Raises what fits, unless the job succeeded. `outcome` is the job's response, and empty if it was killed before.
 
     Raises UsageError, SiteError, ChildFailedError and JobFailed.
     """
-    if not told:
+    if not outcome:
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         raise JobFailed(
-            f"elaunch {how} before the outcome of {name} was known; its last lines on stderr may say why",
+            f"elaunch {how} before the outcome of {name} was known; see its last lines on stderr",
             128 - code if code < 0 else code,
         )
-    if told["outcome"] == UsageError.__name__:
-        raise UsageError(told["text"])
-    if told["outcome"] == SiteError.__name__:
-        raise SiteError(told["text"])
-    if told["exit_code"] == 0:
+    if outcome["outcome"] == UsageError.__name__:
+        raise UsageError(outcome["text"])
+    if outcome["outcome"] == SiteError.__name__:
+        raise SiteError(outcome["text"])
+    if outcome["exit_code"] == 0:
         return
-    failure = told.get("failure")
-    if failure and "rank" in failure and told["outcome"] == "failed":
-        raise child_failed(name, {failure["rank"]: _process_failure(failure)}, told["text"], told["exit_code"])
-    raise JobFailed(told["text"].strip(), told["exit_code"])
+    failure = outcome.get("failure")
+    if failure and "rank" in failure and outcome["outcome"] == "failed":
+        raise child_failed(name, {failure["rank"]: _process_failure(failure)}, outcome["text"], outcome["exit_code"])
+    raise JobFailed(outcome["text"].strip(), outcome["exit_code"])
 
 
 def _process_failure(failure: Mapping[str, Any]) -> ProcessFailure:

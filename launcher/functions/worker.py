@@ -1,4 +1,4 @@
-"""The program of a function's workers: make the call, and leave its value for the process that asked for it.
+"""The program of a function's workers: make the call, and leave its value for the caller.
 
 The call and each worker's value are pickles in files. What can be imported by name is sent as a name, as
 multiprocessing does. All else needs cloudpickle.
@@ -16,7 +16,7 @@ from typing import IO, Any
 # Where the call and the values are on this node. The arguments are the same on all nodes.
 VARIABLE = "ELAUNCH_CALL"
 
-# Of what multiprocessing tells a child about its parent: where modules are found, and what `__main__` is.
+# Of what multiprocessing passes to a child about its parent: where modules are found, and what `__main__` is.
 _MAIN = ("init_main_from_name", "init_main_from_path")
 _PREPARED = ("sys_path", "sys_argv", "orig_dir", "dir", *_MAIN)
 # `__main__`, and `__mp_main__`, as the caller's is called in a worker.
@@ -25,10 +25,10 @@ _MAIN_NAME = b"_main__"
 
 def main(name: str, local_rank: str) -> None:
     """Make the call. The variable has the folder of the agent's open files, the call's and the values' names there."""
-    places = os.environ.pop(VARIABLE, "").split(",")
-    if places == [""]:
+    files = os.environ.pop(VARIABLE, "").split(",")
+    if files == [""]:
         sys.exit(f"elaunch: {name} is a function, which only elaunch.launch can run; make the same call on this node")
-    folder, call, *results = places
+    folder, call, *results = files
     result = f"{folder}/{results[int(local_rank)]}"
     with open(result, "wb") as file:  # noqa: PTH123
         write_start(file, int(os.environ["RANK"]), int(os.environ["ELAUNCH_GENERATION"]))

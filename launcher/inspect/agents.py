@@ -27,8 +27,8 @@ from elaunch.rendezvous.rules.reports import JobReport, NodeReport
 from elaunch.strict_json import parse_json
 
 # An agent that clears a generation away may be busy for a moment.
-ANSWER_S = 3.0
-_ANSWER_BYTES_MAX = 4 << 20
+RESPONSE_S = 3.0
+_RESPONSE_BYTES_MAX = 4 << 20
 _FOLDER = re.compile(r"elaunch_[0-9a-f]{16}_socket")
 _ROOT = 0
 # Sockets of one other user that root queries, who may have made any number. Each takes a thread.
@@ -39,17 +39,17 @@ _SPARE_S = 0.5
 Answer = TypeVar("Answer")
 
 
-class NoAnswer(Exception):
+class NoResponse(Exception):
     """An agent that was found gave no answer, or none that can be read. The message has no full stop."""
 
 
-class AgentGone(NoAnswer):
+class AgentGone(NoResponse):
     """The agent has exited, or was killed."""
 
 
 @dataclass(frozen=True)
 class LocalAgent:
-    """An agent of this host, by its socket at `path`. `is_own` says that it runs as this user."""
+    """An agent of this host, by its socket at `path`. `is_own`: it runs as this user."""
 
     path: Path
     pid: int
@@ -79,34 +79,34 @@ def local_agents() -> tuple[list[LocalAgent], list[str]]:
     return agents, list(dict.fromkeys(troubles))
 
 
-def query_all(queries: Sequence[Callable[[], Answer]], wait_s: float = ANSWER_S) -> list[Answer | NoAnswer]:
-    """The answers in order, each queried at the same time; NoAnswer for each agent that gives none."""
+def query_all(queries: Sequence[Callable[[], Answer]], wait_s: float = RESPONSE_S) -> list[Answer | NoResponse]:
+    """The answers in order, each queried at the same time; NoResponse for each agent that gives none."""
 
-    def tried(query: Callable[[], Answer]) -> Answer | NoAnswer:
+    def tried(query: Callable[[], Answer]) -> Answer | NoResponse:
         try:
             return query()
-        except NoAnswer as error:
+        except NoResponse as error:
             return error
 
     works = {number: partial(tried, query) for number, query in enumerate(queries)}
     found = in_threads(works, wait_s + _SPARE_S, "elaunch-query")
-    late = NoAnswer(f"an elaunch of this host did not answer within {wait_s:g} s")
+    late = NoResponse(f"an elaunch of this host did not answer within {wait_s:g} s")
     return [found.get(number, late) for number in range(len(queries))]
 
 
 def status_of(path: Path) -> LocalAgent:
-    """The report of the agent at that socket. Raises NoAnswer."""
+    """The report of the agent at that socket. Raises NoResponse."""
     kinds: dict[str, type] = {"is_remote": bool, "job": JobReport, "node": NodeReport}
     return _query(path, "status", lambda fields, *who: LocalAgent(path, *who, **decode_fields(kinds, fields)))
 
 
-def store_location(agent: LocalAgent) -> str:
-    """How its agent reaches the job's store, as JSON (`locate.way_of`). Raises NoAnswer."""
+def store_locator(agent: LocalAgent) -> str:
+    """How its agent reaches the job's store, as JSON (`locate.locator_of`). Raises NoResponse."""
     return _query(agent.path, "store", lambda fields, *_: json.dumps(fields["store"]))
 
 
 def stacks_of(agent: LocalAgent, wait_s: float) -> StackAnswer:
-    """The stacks of that agent's workers. Raises NoAnswer."""
+    """The stacks of that agent's workers. Raises NoResponse."""
 
     def read(fields: dict[str, Any], *_: object) -> StackAnswer:
         answer = read_stack_answer(json.dumps(fields["stacks"]), agent.node.node_id)
@@ -118,12 +118,12 @@ def stacks_of(agent: LocalAgent, wait_s: float) -> StackAnswer:
 
 
 def order_to(agent: LocalAgent, topic: Topic) -> OrderResponse:
-    """Give that agent an order for its whole job. Raises NoAnswer."""
+    """Give that agent an order for its whole job. Raises NoResponse."""
     return _query(agent.path, topic.value, lambda fields, *_: decode(OrderResponse, json.dumps(fields["order"])))
 
 
 def _sockets() -> dict[int, list[Path]]:
-    """The sockets in folders that nobody but their owners can have made, by the owners' user ids."""
+    """The sockets in folders that only their owners can have made, by the owners' user ids."""
     found: defaultdict[int, list[Path]] = defaultdict(list)
     own = (os.environ.get(name) for name in ("TMPDIR", "TEMP", "TMP"))
     for parent in dict.fromkeys(folder for folder in (*SOCKET_FOLDERS, *own) if folder):
@@ -138,9 +138,9 @@ def _sockets() -> dict[int, list[Path]]:
 
 
 def _query(
-    path: Path, topic: str, read: Callable[[dict[str, Any], int, bool], Answer], wait_s: float = ANSWER_S
+    path: Path, topic: str, read: Callable[[dict[str, Any], int, bool], Answer], wait_s: float = RESPONSE_S
 ) -> Answer:
-    """What `read` makes of an agent's answer, its pid, and whether it runs as this user. Raises NoAnswer."""
+    """What `read` makes of an agent's answer, its pid, and whether it runs as this user. Raises NoResponse."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(wait_s)
         try:
@@ -150,22 +150,22 @@ def _query(
             raise AgentGone(f"the elaunch of {path.parent} has ended") from None
         except OSError as error:
             # The kernel's backlog may be full: many others query it, or it hangs.
-            raise NoAnswer(f"the socket {path} cannot be queried: {error.strerror or error}") from None
+            raise NoResponse(f"the socket {path} cannot be queried: {error.strerror or error}") from None
         pid, uid = credentials(connection)
         # The folder is its owner's alone, so this is the owner too. A link in it may lead to another user's socket,
         # even to one that root has opened, and that others answer.
         if uid != owner:
-            raise NoAnswer(f"the socket {path} is served by another user; it is not trusted")
+            raise NoResponse(f"the socket {path} is served by another user; it is not trusted")
         try:
             connection.sendall(f'{{"ask":"{topic}"}}\n'.encode())
             if state(pid) in ("T", "t"):
-                raise NoAnswer(f"the elaunch with pid {pid} is stopped, by SIGSTOP or a debugger (kill -CONT {pid})")
+                raise NoResponse(f"the elaunch with pid {pid} is stopped, by SIGSTOP or a debugger (kill -CONT {pid})")
             with connection.makefile("rb") as stream:
-                answer = parse_json(stream.readline(_ANSWER_BYTES_MAX))
+                answer = parse_json(stream.readline(_RESPONSE_BYTES_MAX))
             if isinstance(answer, dict) and "error" in answer:
-                raise NoAnswer(f"the elaunch with pid {pid}: {plain(str(answer['error'])[:200])}")
+                raise NoResponse(f"the elaunch with pid {pid}: {plain(str(answer['error'])[:200])}")
             return read(answer, pid, uid == os.geteuid())
         except TimeoutError:
-            raise NoAnswer(f"the elaunch with pid {pid} did not answer within {wait_s:g} s") from None
+            raise NoResponse(f"the elaunch with pid {pid} did not answer within {wait_s:g} s") from None
         except (OSError, KeyError, TypeError, ValueError, RecursionError):
-            raise NoAnswer(f"the elaunch with pid {pid} gave no answer that can be read") from None
+            raise NoResponse(f"the elaunch with pid {pid} gave no answer that can be read") from None

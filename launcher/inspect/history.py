@@ -53,7 +53,7 @@ class Incident:
     """A failure, or a warning: a hang that became no failure, or a slow rank. `rank` is -1 if none is named.
 
     `folder` is the log folder of the rank's node. `is_cause`: the generation ended because of this failure. A hang that
-    was warned of ended at `until_s`, NaN if no event says so.
+    was warned of ended at `until_s`, NaN without such an event.
     """
 
     kind: str
@@ -295,7 +295,7 @@ def _end(nodes: Sequence[NodeLog]) -> End:
     if recorded and (ended.text("outcome") in _OF_THE_JOB or all(node.has_ended for node in nodes)):
         return replace(end, outcome=ended.text("outcome"), code=ended.number("code"), reason=ended.text("reason"))
     died = [event for _, event in _events(nodes, "agent_died")]
-    # The newest table says how many nodes there were: the logs of some may be on other disks.
+    # The newest table has the number of nodes: the logs of some may be on other disks.
     seats = len(sealed[-1].items("nodes")) if sealed else 1
     if died and died[-1].at_s == last_s and len(nodes) >= seats:
         return replace(end, outcome=KILLED, reason=died[-1].text("reason"))

@@ -28,7 +28,7 @@ from elaunch.rendezvous.rules.queries import Topic
 VERSION = 1
 JSON = own("json", "", "one JSON object, for scripts")
 RANKS = own("ranks", "", "a line for each rank, however many there are")
-# Of elaunch's options those that say where a job's store is, and which job.
+# Of elaunch's options those that name a job's store, and the job.
 _STORE_OPTIONS = ("rdzv_endpoint", "rdzv_backend", "rdzv_conf", "run_id", "token_file", "config", "master_addr")
 _WHERE = """\
 Without options it finds the jobs of this user on this host (as root: of all users).
@@ -76,14 +76,14 @@ def _find(ctx: click.Context, *, is_order: bool) -> JobSource:
     command, jobs, environ = str(ctx.command.name), ctx.params["jobs"], ctx.obj.environ
     if len(jobs) > 1:
         raise UsageError(
-            f"{command} takes one job, and {' '.join(jobs)} are {len(jobs)} words; start a script called {command} with"
+            f"{command} takes one job, and {' '.join(jobs)} are {len(jobs)}; start a script called {command} with"
             f" elaunch ./{command}"
         )
     given = ctx.obj.given.items()
     typed = {each: g.raw for each, g in given if g.source is Source.COMMAND_LINE and each in _STORE_OPTIONS}
     # As a node of several: the job on one node has no store. The program is never run.
-    words = [f"--{each.replace('_', '-')}={raw}" for each, raw in typed.items()]
-    options = parse([*words, "--nnodes=2", "--", command], environ)
+    argv = [f"--{each.replace('_', '-')}={raw}" for each, raw in typed.items()]
+    options = parse([*argv, "--nnodes=2", "--", command], environ)
     run_id = options.run_id or "" if "run_id" in typed else ""
     name = jobs[0] if jobs else run_id
     if run_id and name != run_id:
@@ -131,7 +131,7 @@ def _matching(name: str, jobs: list[list[LocalAgent]]) -> list[list[LocalAgent]]
 def _by_store(options: Options, name: str, environ: Mapping[str, str]) -> JobSource:
     made = plan(options, environ, read_secret).plan
     if made.is_alone:
-        raise UsageError("a job with --standalone has no store: ask on its own host, without PET_STANDALONE")
+        raise UsageError("a job with --standalone has no store: run this on its own host, without PET_STANDALONE")
     return StoreSource(made, name or options.run_id or UNNAMED)
 
 

@@ -16,18 +16,18 @@ from elaunch.agent.diagnosis.stack_groups import Stack, StackAnswer, read_stack_
 from elaunch.agent.serve.status_server import STACKS_S
 from elaunch.launcher.errors import SiteError
 from elaunch.launcher.inspect.agents import (
-    ANSWER_S,
+    RESPONSE_S,
     AgentGone,
     LocalAgent,
-    NoAnswer,
+    NoResponse,
     order_to,
     query_all,
     stacks_of,
     status_of,
-    store_location,
+    store_locator,
 )
 from elaunch.launcher.store.connect import store_of
-from elaunch.launcher.store.locate import RendezvousPlan, plan_by
+from elaunch.launcher.store.locate import RendezvousPlan, plan_at
 from elaunch.rendezvous.codec import decode
 from elaunch.rendezvous.job_spec import job_name
 from elaunch.rendezvous.rules.queries import RESPONSE_BYTES_MAX, RESPONSES_PER_S, Query, Topic, post_query
@@ -234,7 +234,9 @@ class LocalSource:
         """What is known of the job now. Raises SiteError, and JobOver."""
         answers = query_all([partial(status_of, agent.path) for agent in self._agents])
         now = [answer for answer in answers if isinstance(answer, LocalAgent)]
-        troubles = [str(error) for error in answers if isinstance(error, NoAnswer) and not isinstance(error, AgentGone)]
+        troubles = [
+            str(error) for error in answers if isinstance(error, NoResponse) and not isinstance(error, AgentGone)
+        ]
         if not now:
             if self._store:
                 return self._store.take()
@@ -252,10 +254,10 @@ class LocalSource:
 
     def stacks(self) -> NodeStacks:
         """The stacks of all workers, taken now. Raises SiteError."""
-        wait_s = ANSWER_S + STACKS_S
+        wait_s = RESPONSE_S + STACKS_S
         found = query_all([partial(stacks_of, agent, wait_s) for agent in self._agents], wait_s)
         answers = [answer for answer in found if isinstance(answer, StackAnswer)]
-        silent = [str(why) for why in found if isinstance(why, NoAnswer)]
+        silent = [str(why) for why in found if isinstance(why, NoResponse)]
         notes: tuple[str, ...] = ()
         if not self._is_alone:
             try:
@@ -272,7 +274,7 @@ class LocalSource:
         agent = min(self._agents, key=lambda agent: agent.node.state not in ("running", "done"))
         try:
             return order_to(agent, topic)
-        except NoAnswer as error:
+        except NoResponse as error:
             raise SiteError(str(error)) from None
 
     def close(self) -> None:
@@ -288,8 +290,8 @@ class LocalSource:
                 # Another user's agent could name any place and any file for root to use.
                 raise SiteError("it is another user's job; its own user sees the other nodes too")
             try:
-                plan = plan_by(store_location(agent))
-            except (NoAnswer, ValueError) as error:
+                plan = plan_at(store_locator(agent))
+            except (NoResponse, ValueError) as error:
                 raise SiteError(str(error)) from None
             self._store = StoreSource(plan, agent.job.run_id)
         return self._store

@@ -25,7 +25,7 @@ _LATE_S = 5.0
 class PastEvent:
     """One event. `at_s` is the time on the wall clock (s since 1970), in a History the seconds of the job.
 
-    Between the events of a node its monotonic clock counts, which nobody sets: `monotonic_s`. The getters return a
+    Between the events of a node its monotonic clock counts, which is never set: `monotonic_s`. The getters return a
     default for a field that is missing or has another type.
     """
 

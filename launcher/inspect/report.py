@@ -39,7 +39,7 @@ STACKS = "stacks.txt"
 _BYTES_MAX = 256 << 20
 # A line with a traceback has 64 kB.
 _LINE_BYTES_MAX = 1 << 20
-# Folders of one log folder that are looked into.
+# Folders of one log folder that are searched.
 _FOLDERS_MAX = 2000
 
 

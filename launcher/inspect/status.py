@@ -224,7 +224,7 @@ def facts_of(record: dict[str, Any]) -> list[tuple[str, str]]:
         facts += [("failure", f"{ago}{failure['sentence']}"), ("", failure["frame"] and f"at {failure['frame']}")]
         facts.append(("", failure["advice"]))
     facts.append(("hang", record["hang"] or ""))
-    # A failure that is known says more than the cause of the restart.
+    # A known failure explains more than the cause of the restart.
     is_known = failure is not None and generation and generation["kind"] == "fail"
     if generation and generation["number"] and not is_known:
         facts.append(("why", f"this generation began because {generation['cause']}"))

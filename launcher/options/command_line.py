@@ -25,7 +25,7 @@ from elaunch.launcher.options import values
 _SHOWN_MAX = 200
 # Not short for --token-file: what follows would be a secret, which every user of the host can read in /proc.
 _SECRET = "--token"
-# Where click's context has the words of the command line.
+# Where click's context has the arguments of the command line.
 _ARGV = "elaunch.argv"
 _PLACES = {"FILE": "file", "PATH": "file", "DIR": "dir"}
 
@@ -52,15 +52,15 @@ class Source(IntEnum):
 
 @dataclass(frozen=True)
 class Given:
-    """One value before its check, and how a message names it."""
+    """One value before its check, and its name in messages."""
 
     raw: values.Raw
     source: Source
-    words: str
+    label: str
 
 
 @dataclass
-class Reading:
+class ParseState:
     """click's `obj`: what a command line is read with, and which options were given, in their order."""
 
     environ: Mapping[str, str] = field(default_factory=dict)
@@ -87,21 +87,21 @@ class _Checked(click.ParamType):  # type: ignore[type-arg]  # Not generic before
         try:
             return self._convert(given.raw)
         except ValueError as error:
-            shown = given.words if len(given.words) <= _SHOWN_MAX else f"{given.words[:_SHOWN_MAX]}…"
+            shown = given.label if len(given.label) <= _SHOWN_MAX else f"{given.label[:_SHOWN_MAX]}…"
             raise UsageError(f"{shown} {error}") from None
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         if place := _PLACES.get(str(param.metavar)):
             return [CompletionItem(incomplete, type=place)]
-        words = getattr(self._convert, "words", ())
-        return [CompletionItem(word) for word in words if word.startswith(incomplete)]
+        choices = getattr(self._convert, "choices", ())
+        return [CompletionItem(choice) for choice in choices if choice.startswith(incomplete)]
 
 
 class Option(click.Option):
     """One option. Those of a job have a `group`, and can come from variables and the job file.
 
     `metavar` is empty for a switch. `peer` is the option's name in torchrun, true where it is the same; `differs`
-    says how its meaning there differs. `no_effect` is why the option changes nothing here, in a few words.
+    is how its meaning there differs. `no_effect` is why the option changes nothing here, in short.
     `environment` are variables read after the `PET_` ones. `name` is click's: with underscores.
     """
 
@@ -169,8 +169,8 @@ def show(ctx: click.Context, text: str) -> None:
     ctx.exit()
 
 
-def _help(ctx: click.Context, _: click.Parameter, is_asked: bool) -> None:
-    if is_asked:
+def _help(ctx: click.Context, _: click.Parameter, is_given: bool) -> None:
+    if is_given:
         show(ctx, ctx.get_help())
 
 
@@ -225,7 +225,7 @@ class Command(click.Command):
         self._work, self._usage, self.is_elsewhere = work, usage, is_elsewhere
         self.options = [param for param in self.params if isinstance(param, Option)]
 
-    def read(self, argv: Sequence[str], reading: Reading) -> click.Context:
+    def read(self, argv: Sequence[str], reading: ParseState) -> click.Context:
         """The context of a command line. Raises UsageError, and click's Exit after a text."""
         return self.make_context(f"elaunch {self.name}", list(argv), obj=reading)
 
@@ -302,7 +302,7 @@ def _variable(option: Option, environ: Mapping[str, str]) -> Given | None:
     return Given(environ[name], Source.ENVIRONMENT, f"{name}={environ[name]}") if name else None
 
 
-# Each command: where it is, and a few words about it.
+# Each command: its module, and a short text about it.
 COMMANDS = {
     "doctor": ("doctor.command:COMMAND", "can this node train, with the options of a job?"),
     "run": ("options.options:RUN", "start a job; may be left out"),
@@ -326,29 +326,29 @@ _SCHEDULERS = {
 class _Commands(click.Group):
     """Commands that are imported by name."""
 
-    def __init__(self, name: str, places: Mapping[str, tuple[str, str]], text: str = "", **settings: Any) -> None:
+    def __init__(self, name: str, listed: Mapping[str, tuple[str, str]], text: str = "", **settings: Any) -> None:
         super().__init__(name, add_help_option=False, no_args_is_help=False, **settings)
-        self.places, self._text = places, text
+        self.listed, self._text = listed, text
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         formatter.write(self._text)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in self.places:
+        if cmd_name not in self.listed:
             return None
-        module, _, name = self.places[cmd_name][0].partition(":")
+        module, _, name = self.listed[cmd_name][0].partition(":")
         found: click.Command = getattr(importlib.import_module(f"elaunch.launcher.{module}"), name)
         return found
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         return [
-            CompletionItem(name, help=text) for name, (_, text) in self.places.items() if name.startswith(incomplete)
+            CompletionItem(name, help=text) for name, (_, text) in self.listed.items() if name.startswith(incomplete)
         ]
 
 
 class _Elaunch(_Commands):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, args if args and args[0] in self.places else ["run", *args])
+        return super().parse_args(ctx, args if args and args[0] in self.listed else ["run", *args])
 
 
 _SUBMIT = """\

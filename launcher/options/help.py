@@ -8,7 +8,7 @@ from contextlib import redirect_stdout, suppress
 
 import click
 
-from elaunch.launcher.options.command_line import COMMANDS, ELAUNCH, Group, Option, Reading
+from elaunch.launcher.options.command_line import COMMANDS, ELAUNCH, Group, Option, ParseState
 from elaunch.launcher.options.rdzv_conf import SETTINGS, Setting
 from elaunch.launcher.options.table import TABLE
 
@@ -141,18 +141,18 @@ _PAGES = (
 def manual() -> str:
     """The page as roff source, in ASCII."""
     parts = [_MAN_HEAD]
-    for words in _PAGES:
-        heading = "SYNOPSIS AND OPTIONS" if words == ("run",) else f"ELAUNCH {' '.join(words).upper()}"
-        parts += [f".SH {heading}", ".nf", *map(roff, _help_of(words).splitlines()), ".fi"]
+    for command in _PAGES:
+        heading = "SYNOPSIS AND OPTIONS" if command == ("run",) else f"ELAUNCH {' '.join(command).upper()}"
+        parts += [f".SH {heading}", ".nf", *map(roff, _help_of(command).splitlines()), ".fi"]
     return "\n".join(parts) + "\n"
 
 
-def _help_of(words: tuple[str, ...]) -> str:
+def _help_of(command: tuple[str, ...]) -> str:
     text = io.StringIO()
     with (
         redirect_stdout(text),
         suppress(click.exceptions.Exit),
-        ELAUNCH.make_context("elaunch", [*words, "--help"], obj=Reading()) as ctx,
+        ELAUNCH.make_context("elaunch", [*command, "--help"], obj=ParseState()) as ctx,
     ):
         ELAUNCH.invoke(ctx)
     return text.getvalue()

@@ -19,7 +19,7 @@ from elaunch.agent.config import OnHang
 from elaunch.launcher.errors import UsageError as UsageError
 from elaunch.launcher.errors import nearest
 from elaunch.launcher.options import rdzv_conf, values
-from elaunch.launcher.options.command_line import Command, Given, Option, Reading
+from elaunch.launcher.options.command_line import Command, Given, Option, ParseState
 from elaunch.launcher.options.command_line import Source as Source
 from elaunch.launcher.options.help import help_text
 from elaunch.launcher.options.table import TABLE
@@ -93,7 +93,7 @@ def _entries(text: str, name: str) -> dict[str, Any]:
         raise UsageError(f"{name} is not a mapping of options; write one `name: value` per line")
     entries: dict[str, Any] = {}
     for key, value in (root or {}).items():
-        _check_words(value, f"{name}: {key}")
+        _check_flat(value, f"{name}: {key}")
         if key.replace("_", "-") in entries:
             raise UsageError(f"{name}: {key} is given twice; keep one")
         if value not in _NULLS:
@@ -101,22 +101,22 @@ def _entries(text: str, name: str) -> dict[str, Any]:
     return entries
 
 
-def _check_words(value: values.Raw, where: str) -> None:
+def _check_flat(value: values.Raw, where: str) -> None:
     """Raises UsageError for what is nested."""
-    words = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else [value]
-    if not all(isinstance(word, str) for word in words):
-        raise UsageError(f"{where} holds a list or mapping inside another; write plain words there")
+    texts = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else [value]
+    if not all(isinstance(word, str) for word in texts):
+        raise UsageError(f"{where} holds a list or mapping inside another; write plain text there")
 
 
 class JobCommand(Command):
-    """A command that takes the options of a job, and its program, after which all words are the program's."""
+    """A command that takes the options of a job, and its program, after which all arguments are the program's."""
 
     def __init__(self, name: str, work: Callable[[click.Context], Any], own: Sequence[Option], **texts: Any) -> None:
-        program = click.Argument(["program"], nargs=-1, type=click.UNPROCESSED, shell_complete=_program_words)
+        program = click.Argument(["program"], nargs=-1, type=click.UNPROCESSED, shell_complete=_complete_program)
         super().__init__(name, work, [*own, *TABLE, program], allow_interspersed_args=False, **texts)
 
 
-def _program_words(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[CompletionItem]:
+def _complete_program(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """A script; or one of the commands, where no file begins so."""
     found = [CompletionItem(incomplete, type="file")]
     if not ctx.meta["elaunch.argv"] and ctx.command is RUN and ctx.parent and not any(Path().glob(f"{incomplete}*")):
@@ -136,7 +136,7 @@ def parse(
 
     Reads nothing but its arguments and the file that --config names.
     """
-    return options_of(RUN.read(argv, Reading(environ, read_job_file)))
+    return options_of(RUN.read(argv, ParseState(environ, read_job_file)))
 
 
 def options_of(ctx: click.Context, program: tuple[str, ...] = ()) -> Options:
@@ -151,7 +151,7 @@ def options_of(ctx: click.Context, program: tuple[str, ...] = ()) -> Options:
     # If nodes agree on ranks in the rendezvous, torchrun ignores --node-rank. With one node the rank is always checked.
     nodes = fields["nnodes"][1]
     if (fields["rdzv_backend"] == "static" or nodes == 1) and fields["node_rank"] >= nodes:
-        raise UsageError(f"{items['node_rank'].words} is out of range: the nodes' ranks are 0 to {nodes - 1}")
+        raise UsageError(f"{items['node_rank'].label} is out of range: the nodes' ranks are 0 to {nodes - 1}")
     return Options(
         kind=kind,
         target=target,
@@ -173,23 +173,23 @@ def submitted(
 ) -> Options:
     """The job in the context of a command that submits it. Raises UsageError, also where its nodes would refuse it."""
     typed = {name: given.raw for name, given in ctx.obj.given.items() if name in _OPTIONS}
-    options = parse(words_of(typed, ctx.params["program"]), environ, read_job_file)
-    rdzv_conf.understand(options.rdzv_conf)
+    options = parse(argv_of(typed, ctx.params["program"]), environ, read_job_file)
+    rdzv_conf.parse_rdzv_conf(options.rdzv_conf)
     if options.kind is ProgramKind.SCRIPT and options.target == "-":
         raise UsageError("- means a program on stdin, and a submitted job has no stdin; name a file of its nodes")
     return options
 
 
-def words_of(typed: Mapping[str, str], program: Sequence[str]) -> list[str]:
+def argv_of(typed: Mapping[str, str], program: Sequence[str]) -> list[str]:
     """The command line of a job that has these options and this program."""
-    words: list[str] = []
+    argv: list[str] = []
     for name, value in typed.items():
         option = _OPTIONS[name]
         joined = f"--{option.long}" if option.is_flag else f"--{option.long}={value}"
-        words += [joined] if option.is_flag or value.startswith("-") else [f"--{option.long}", value]
+        argv += [joined] if option.is_flag or value.startswith("-") else [f"--{option.long}", value]
     # A program whose name begins with a dash must come after `--`.
     end = ["--"] if program and program[0].startswith("-") and program[0] != "-" else []
-    return [*words, *end, *program]
+    return [*argv, *end, *program]
 
 
 # Pairs of which only one can be meant.
@@ -202,7 +202,7 @@ _EXCLUSIVE = (
 
 
 def _settle_hangs(fields: dict[str, Any], items: Mapping[str, Given]) -> None:
-    """A limit that is given means that a hang is ended, unless the user says what to do; 0 is no limit."""
+    """A limit that is given means that a hang is ended, unless the user gives the action; 0 is no limit."""
     if not fields["hang_timeout"] or fields["on_hang"] is OnHang.OFF:
         fields["hang_timeout"], fields["on_hang"] = 0.0, OnHang.OFF
     elif "hang_timeout" in items and "on_hang" not in items:
@@ -223,16 +223,16 @@ def _settle(fields: dict[str, Any], items: Mapping[str, Given]) -> set[str]:
         if fields[first] == defaults[first] or fields[second] == defaults[second]:
             continue
         if items[first].source == items[second].source:
-            raise UsageError(f"{items[first].words} contradicts {items[second].words}: {way_out}")
+            raise UsageError(f"{items[first].label} contradicts {items[second].label}: {way_out}")
         loser = min(first, second, key=lambda dest: items[dest].source)
         fields[loser] = defaults[loser]
         lost.add(loser)
     if fields["standalone"]:
         fields["run_id"] = None
     if workers := sum(counts_in(fields["role"]).values()):
-        asked = items.get("nproc_per_node")
-        if asked and asked.source >= items["role"].source and fields["nproc_per_node"] != workers:
-            raise UsageError(f"{asked.words} contradicts {items['role'].words}, which is {workers} workers; drop one")
+        given = items.get("nproc_per_node")
+        if given and given.source >= items["role"].source and fields["nproc_per_node"] != workers:
+            raise UsageError(f"{given.label} contradicts {items['role'].label}, which is {workers} workers; drop one")
         fields["nproc_per_node"] = workers
     return lost
 

@@ -1,6 +1,6 @@
 """The keys of --rdzv-conf: those of torchrun's backends, and elaunch's own."""
 
-# ruff: noqa: RUF009  # What looks like a default is a field.
+# ruff: noqa: RUF009  # What seems a default is a field.
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ _SECRETS = {
 _INTERVAL_S, _ATTEMPTS = 5.0, 3
 
 
-def understand(conf: Mapping[str, str]) -> Conf:
+def parse_rdzv_conf(conf: Mapping[str, str]) -> Conf:
     """The settings in `conf`; of two spellings of one setting the later counts.
 
     Raises UsageError for an unknown key and for a wrong value.

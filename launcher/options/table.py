@@ -1,6 +1,6 @@
 """Every option, once: the parser, the job file's keys, `--help` and docs/options.md are derived from these fields."""
 
-# ruff: noqa: RUF009  # What looks like a default is a field.
+# ruff: noqa: RUF009  # What seems a default is a field.
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def _accepted(metavar: str, why: str, convert: values.Convert | None = None) -> 
     return _option(Group.ACCEPTED, metavar, why, convert, peer=True, differs="has an effect", no_effect=why)
 
 
-def _version(ctx: click.Context, _: click.Parameter, is_asked: bool) -> None:
-    if is_asked:
+def _version(ctx: click.Context, _: click.Parameter, is_given: bool) -> None:
+    if is_given:
         show(ctx, f"elaunch {__version__}")
 
 
@@ -50,12 +50,12 @@ def _job_file(ctx: click.Context, _: click.Parameter, path: str | None) -> str |
 
 @dataclass(frozen=True)
 class Options:
-    """A checked command line. The fields with an option have its name; `given` says which were asked for.
+    """A checked command line. The fields with an option have its name; `given` has those that were given.
 
-    `run_id` None asks for a fresh one, `nproc_per_node` None for one worker per GPU. `master_port` is the first and the
+    `run_id` None means a fresh one, `nproc_per_node` None one worker per GPU. `master_port` is the first and the
     last port of a range, None or 0 any free one.
     `log_dir` is as typed: relative to where the command was started. `typed` are the options of the command line as
-    text, and `program` its other words; `exported` are the options that variables decide, as text.
+    text, and `program` its other arguments; `exported` are the options that variables decide, as text.
     """
 
     kind: ProgramKind
@@ -106,7 +106,7 @@ class Options:
         values.seconds, default=60.0, default_text="60",
     )
     health_check: str = _option(
-        Group.RESTARTS, "HOW", "look at this node before it joins: off, warn, strict",
+        Group.RESTARTS, "HOW", "check this node before it joins: off, warn, strict",
         values.OneOf("off", "warn", "strict"), default="warn",
         default_text="warn",
     )
@@ -151,11 +151,11 @@ class Options:
         default=LogFormat.TEXT, default_text="text",
     )
     duplicate_stdout_filters: tuple[str, ...] = _option(
-        Group.OUTPUT, "WORDS", "copy stdout lines with one of WORDS to a file",
+        Group.OUTPUT, "TEXTS", "copy stdout lines with one of TEXTS to a file",
         values.phrases, default=(), default_text="none", peer=True,
     )
     duplicate_stderr_filters: tuple[str, ...] = _option(
-        Group.OUTPUT, "WORDS", "copy stderr lines with one of WORDS to a file",
+        Group.OUTPUT, "TEXTS", "copy stderr lines with one of TEXTS to a file",
         values.phrases, default=(), default_text="none", peer=True,
     )
 
@@ -199,7 +199,7 @@ class Options:
         differs="one only; with static it is MASTER_ADDR:MASTER_PORT, here too, and the store is one port on",
     )
     rdzv_backend: str = _option(
-        Group.RENDEZVOUS, "NAME", "kind of meeting: c10d, etcd, etcd-v2, static",
+        Group.RENDEZVOUS, "NAME", "backend: c10d, etcd, etcd-v2, static",
         values.OneOf("static", "c10d", "etcd", "etcd-v2"),
         default="static", default_text="what listens", peer=True,
         differs="default static; its c10d is no etcd, its etcd speaks v2 only",

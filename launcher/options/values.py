@@ -27,10 +27,10 @@ NODES_MAX = 1_000_000
 WORKERS_MAX = SLOTS_MAX
 # Thirty years. All clocks and timers can count this far.
 SECONDS_MAX = 1e9
-_NOBODYS = ("SIGKILL", "SIGSTOP")
+_NOT_HANDLED = ("SIGKILL", "SIGSTOP")
 _USUAL = "the usual ones are SIGTERM, SIGINT, SIGHUP, SIGQUIT, SIGUSR1 and SIGUSR2"
 # Variables with the store's address. The first one that is set wins.
-PLACES = ("ELAUNCH_ENDPOINT", "ETCDCTL_ENDPOINTS")
+ENDPOINT_VARIABLES = ("ELAUNCH_ENDPOINT", "ETCDCTL_ENDPOINTS")
 _ENDPOINT_HOW = "use HOST:PORT, [IPV6]:PORT or https://HOST:PORT, several separated by commas"
 # How long --warm keeps a fork server that no job uses, in minutes.
 WARM_MIN = 15.0
@@ -159,7 +159,7 @@ def nodes(raw: Raw) -> tuple[int, int]:
             " use --nnodes MIN:MAX with MIN <= MAX"
         )
     if nodes_min < 1:
-        raise ValueError("asks for no node; a job needs at least 1")
+        raise ValueError("means no node; a job needs at least 1")
     if nodes_max > NODES_MAX:
         raise ValueError(f"is more nodes than {NODES_MAX}; ask for fewer")
     return nodes_min, nodes_max
@@ -179,15 +179,15 @@ def workers(raw: Raw) -> int | str:
 
 
 class OneOf:
-    """Converts one of a few words, by `made`; `words` are what a shell may complete."""
+    """Converts one of a few choices, which a shell may complete, by `made`."""
 
-    def __init__(self, *words: str, made: Callable[[str], object] = str) -> None:
-        self.words, self._made = words, made
+    def __init__(self, *choices: str, made: Callable[[str], object] = str) -> None:
+        self.choices, self._made = choices, made
 
     def __call__(self, raw: Raw) -> object:
         word = text(raw)
-        if word not in self.words:
-            raise ValueError(f"is not one of {', '.join(self.words)}")
+        if word not in self.choices:
+            raise ValueError(f"is not one of {', '.join(self.choices)}")
         return self._made(word)
 
 
@@ -199,12 +199,12 @@ log_format = OneOf(*(each.value for each in LogFormat), made=LogFormat)
 def command(raw: Raw) -> tuple[str, ...]:
     """A command with its arguments, split as a shell does; nothing of it is run by a shell."""
     try:
-        words = raw if isinstance(raw, list) else shlex.split(text(raw))
+        argv = raw if isinstance(raw, list) else shlex.split(text(raw))
     except ValueError as error:
         raise ValueError(f"is not a command ({str(error).lower()}); close the quotes") from None
-    if not words or not words[0]:
+    if not argv or not argv[0]:
         raise ValueError("is empty; name a command")
-    return tuple(words)
+    return tuple(argv)
 
 
 def directory(raw: Raw) -> Path | None:
@@ -237,7 +237,7 @@ def phrases(raw: Raw) -> tuple[str, ...]:
     if isinstance(raw, list):
         return tuple(item for item in raw if item)
     if not isinstance(raw, str):
-        raise ValueError("is not a list; separate the words by commas")
+        raise ValueError("is not a list; separate the texts by commas")
     items = raw.replace(",,", "\0").split(",")
     return tuple(item.replace("\0", ",") for item in items if item)
 
@@ -268,7 +268,7 @@ def signal_names(raw: Raw) -> tuple[str, ...]:
     """A comma list of names of signals that a process can handle."""
     listed = names(raw)
     # `__members__` also has the second names of signals, for example SIGCLD.
-    if unknown := [each for each in listed if each not in signal.Signals.__members__ or each in _NOBODYS]:
+    if unknown := [each for each in listed if each not in signal.Signals.__members__ or each in _NOT_HANDLED]:
         raise ValueError(f"names {unknown[0]}, which is no signal that a process can handle; {_USUAL}")
     return listed
 

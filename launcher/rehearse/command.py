@@ -20,15 +20,15 @@ import click
 
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.options.command_line import own
-from elaunch.launcher.options.options import JobCommand, Options, options_of, words_of
+from elaunch.launcher.options.options import JobCommand, Options, argv_of, options_of
 from elaunch.launcher.options.table import TABLE
 from elaunch.launcher.options.values import Raw, whole
 from elaunch.launcher.preflight import check_program
 from elaunch.launcher.rehearse import compare
 from elaunch.rendezvous.job_spec import ProgramKind
 
-# Between looks at the output; the longest end of a killed agent's ranks.
-_LOOK_S, _END_S = 0.05, 30.0
+# Between polls of the output; the longest shutdown of a killed agent's ranks.
+_POLL_S, _END_S = 0.05, 30.0
 # A line without one, as "done", shows no result.
 _NUMBER = re.compile("[0-9]")
 
@@ -83,10 +83,10 @@ def _command(options: Options) -> list[str]:
     """The job's options and program, for another folder."""
     files = {option.name for option in TABLE if option.metavar == "FILE"}
     typed = {name: _absolute(value) if name in files else value for name, value in options.typed.items()}
-    # The job file may say what the program is.
+    # The job file may name the type of the program.
     kind = {ProgramKind.MODULE: {"module": "on"}, ProgramKind.COMMAND: {"no_python": "on"}}.get(options.kind, {})
     target = options.target if options.kind is ProgramKind.MODULE else _absolute(options.target)
-    return [*words_of({**typed, **kind, "log_dir": "../logs"}, []), "--", target, *options.args]
+    return [*argv_of({**typed, **kind, "log_dir": "../logs"}, []), "--", target, *options.args]
 
 
 def _absolute(path: Raw) -> str:
@@ -202,7 +202,7 @@ def _moments(alone: Run) -> list[Moment]:
     return [*found, Moment(f"the agent, in step {half}", (ranks[0],), "backward", half, agent=True)]
 
 
-def _run(words: list[str], environ: Mapping[str, str], links: Sequence[str], steps: int, moment: Moment) -> Run:
+def _run(argv: list[str], environ: Mapping[str, str], links: Sequence[str], steps: int, moment: Moment) -> Run:
     """One run to its end, in a folder that is removed. If its agent is killed, the same command is typed again."""
     click.echo(f"elaunch: rehearse: {moment.text}", err=True)
     with tempfile.TemporaryDirectory(prefix="elaunch_rehearse_", ignore_cleanup_errors=True) as name:
@@ -213,9 +213,9 @@ def _run(words: list[str], environ: Mapping[str, str], links: Sequence[str], ste
         # What a killed rank leaves in the temporary folder, as multiprocessing's, is removed too. A warm fork server
         # would stay with this folder.
         environ = {**environ, "TMPDIR": name, "ELAUNCH_WARM": "0"}
-        code = _job(words, environ, folder, steps, moment)
+        code = _job(argv, environ, folder, steps, moment)
         if moment.agent and code == -signal.SIGKILL:
-            code = _job(words, environ, folder, steps, Moment("the same command again"))
+            code = _job(argv, environ, folder, steps, Moment("the same command again"))
         stems = {path: path.stem.rpartition(".") for path in sorted(folder.glob("*.jsonl"))}
         return Run(
             code=code,
@@ -228,12 +228,12 @@ def _run(words: list[str], environ: Mapping[str, str], links: Sequence[str], ste
         )
 
 
-def _job(words: list[str], environ: Mapping[str, str], folder: Path, steps: int, moment: Moment) -> int:
+def _job(argv: list[str], environ: Mapping[str, str], folder: Path, steps: int, moment: Moment) -> int:
     """Start the job, and without a Keeper kill what is to be killed. Returns the exit code."""
     rehearsal = json.dumps({**asdict(moment), "folder": str(folder), "steps": steps})
     with (folder / "output").open("ab") as output:
         job = subprocess.Popen(
-            [sys.executable, "-m", "elaunch", *words],
+            [sys.executable, "-m", "elaunch", *argv],
             cwd=folder / "work",
             env={**environ, "ELAUNCH_REHEARSAL": rehearsal},
             stdin=subprocess.DEVNULL,
@@ -244,7 +244,7 @@ def _job(words: list[str], environ: Mapping[str, str], folder: Path, steps: int,
     (folder / "agent.pid").write_text(str(job.pid))
     try:
         while job.poll() is None:
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
             if moment.lines and len(_lines(folder)) >= moment.lines and {*moment.ranks} <= _pids(folder).keys():
                 # It may have ended a moment ago.
                 with suppress(ProcessLookupError):
@@ -257,7 +257,7 @@ def _job(words: list[str], environ: Mapping[str, str], folder: Path, steps: int,
         # The guardian ends the ranks of a killed agent.
         end_s, pids = time.monotonic() + _END_S, _pids(folder).values()
         while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < end_s:
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
     return job.returncode
 
 

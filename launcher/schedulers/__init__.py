@@ -1,1 +1,1 @@
-"""Schedulers: what each says about this job and this node, and how a job is submitted to Slurm or Kubernetes."""
+"""Schedulers: what each reports about this job and this node, and how a job is submitted to Slurm or Kubernetes."""

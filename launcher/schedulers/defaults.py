@@ -1,7 +1,4 @@
-"""What the scheduler says about this process, and the options that it fills in where the command line leaves them open.
-
-The command line wins.
-"""
+"""The scheduler's facts about this process, and the options that they fill in where the command line leaves them."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from pathlib import Path
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.host import NoAddress, addresses
 from elaunch.launcher.options.options import Options, Source
-from elaunch.launcher.options.values import PLACES
+from elaunch.launcher.options.values import ENDPOINT_VARIABLES
 from elaunch.launcher.schedulers.detect import detect
 from elaunch.launcher.schedulers.facts import Cluster
 
@@ -24,7 +21,7 @@ _CALL_S = 10.0
 
 
 def cluster_of(options: Options, environ: Mapping[str, str]) -> Cluster | None:
-    """What a scheduler says about this process; None if there is none, or its user wants none. Raises UsageError."""
+    """A scheduler's facts about this process; None if there is none, or the user disabled it. Raises UsageError."""
     if options.standalone:
         return None
     found = detect(options.scheduler, environ, socket.gethostname(), lambda path: Path(path).read_text("utf-8"))
@@ -32,7 +29,7 @@ def cluster_of(options: Options, environ: Mapping[str, str]) -> Cluster | None:
 
 
 def reachable(cluster: Cluster) -> Cluster:
-    """`cluster` with a head that can be resolved, if the scheduler tells one. A node's name need not be a host name."""
+    """`cluster` with a head that resolves, if the scheduler reports one. A node's name need not be a host name."""
     query = cluster.head_query
     if query is None or shutil.which(query.command[0]) is None:
         return cluster
@@ -46,21 +43,23 @@ def reachable(cluster: Cluster) -> Cluster:
     return cluster
 
 
-def concerning(options: Options, cluster: Cluster, environ: Mapping[str, str]) -> Cluster:
+def facts_of_job(options: Options, cluster: Cluster, environ: Mapping[str, str]) -> Cluster:
     """The facts of `cluster` that are about this job.
 
-    A job may have more nodes than the scheduler started here, and be told where they meet. Then each node has a step or
+    A job may have more nodes than the scheduler started here, and be given their endpoint. Then each node has a step or
     an allocation of its own, and the scheduler does not know the job's size, head or name.
 
-    Raises UsageError if the job has several nodes and the scheduler does not tell the head when it is queried.
+    Raises UsageError if the job has several nodes and the scheduler does not report the head when it is queried.
     """
-    is_told = {"rdzv_endpoint", "master_addr"} & set(options.given) or any(environ.get(name) for name in PLACES)
+    is_given = {"rdzv_endpoint", "master_addr"} & set(options.given) or any(
+        environ.get(name) for name in ENDPOINT_VARIABLES
+    )
     nodes_max = (options.nnodes if "nnodes" in options.given else cluster.nodes or options.nnodes)[1]
-    if not is_told and nodes_max > 1 and cluster.head is None and cluster.head_query:
+    if not is_given and nodes_max > 1 and cluster.head is None and cluster.head_query:
         raise UsageError(cluster.head_query.unanswered)
-    if not is_told or cluster.nodes is None or cluster.tasks > 1 or options.nnodes[1] <= cluster.nodes[1]:
+    if not is_given or cluster.nodes is None or cluster.tasks > 1 or options.nnodes[1] <= cluster.nodes[1]:
         return cluster
-    note = f"this job has more nodes than {cluster.scheduler} started here; they meet where they were told to"
+    note = f"this job has more nodes than {cluster.scheduler} started here; they meet where the options say"
     return replace(cluster, nodes=None, node_index=None, head=None, run_id=None, note=note)
 
 
@@ -83,7 +82,7 @@ def _check_nodes(options: Options, cluster: Cluster) -> None:
     raise UsageError(
         f"{_source(options, 'nnodes')} {least} contradicts {cluster.scheduler}, which started this job on {started}"
         f" nodes{several}; leave --nnodes out, or lower it, or ask {cluster.scheduler} for {least} nodes"
-        " (--scheduler none takes no notice of it)"
+        " (--scheduler none ignores it)"
     )
 
 

@@ -13,11 +13,11 @@ from elaunch.launcher.schedulers.facts import (
     Detect,
     HeadQuery,
     expand,
+    index_of,
     number,
     of_lines,
     of_lsf,
     of_slurm,
-    place_of,
     port_of,
     port_of_name,
     used,
@@ -28,7 +28,7 @@ from elaunch.strict_json import parse_json
 # that the agent was started with. `srun`, `mpirun` and `sbatch` inside the worker set others.
 _MARK = "ELAUNCH_SCHEDULER"
 _UNANSWERED = (
-    "flux job info does not tell the hosts of this job, and the nodes need a place where they meet: flux must be on the"
+    "flux job info does not report the hosts of this job, and the nodes need an endpoint: flux must be on the"
     " PATH of the job's tasks, or give --rdzv-endpoint HOST:PORT"
 )
 _OMPI = "OMPI_COMM_WORLD_"
@@ -71,9 +71,7 @@ def detect(choice: str, environ: Mapping[str, str], hostname: str, read: Callabl
             if found := facts_of(environ, hostname, read):
                 return found
         except (ValueError, OSError) as error:
-            raise UsageError(
-                f"{error}; correct what {name} is said to have set, or take no notice of it: --scheduler none"
-            ) from None
+            raise UsageError(f"{error}; correct the variable of {name}, or ignore it: --scheduler none") from None
     if choice != "auto":
         raise UsageError(f"--scheduler {choice} finds none of its variables; start elaunch by it, or leave that out")
     return None
@@ -105,7 +103,7 @@ def _detect_mpi(environ: Mapping[str, str], hostname: str, read: Callable[[str],
             task=task,
             tasks=tasks,
             sources=used(environ, *names),
-            note=f"{name} does not say where rank 0 runs: export MASTER_ADDR=HOST (mpirun -x)" if is_lost else "",
+            note=f"{name} does not report where rank 0 runs: export MASTER_ADDR=HOST (mpirun -x)" if is_lost else "",
         )
     return None
 
@@ -134,8 +132,8 @@ def _run_id_of_mpi(environ: Mapping[str, str]) -> str | None:
     """The allocation's number, and MPI's name for this run in the allocation."""
     allocation = [environ[name] for name in used(environ, "SLURM_JOB_ID", "LSB_JOBID", "PBS_JOBID")]
     run = [environ[name] for name in used(environ, "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PALS_APID")]
-    words = [*allocation[:1], *run[:1]]
-    return re.sub(r"[^\w.]+", "-", "-".join(["mpi", *words])) if words else None
+    names = [*allocation[:1], *run[:1]]
+    return re.sub(r"[^\w.]+", "-", "-".join(["mpi", *names])) if names else None
 
 
 def _detect_flux(environ: Mapping[str, str], hostname: str, read: Callable[[str], str]) -> Cluster | None:
@@ -150,8 +148,8 @@ def _detect_flux(environ: Mapping[str, str], hostname: str, read: Callable[[str]
     task, tasks = number(environ, "FLUX_TASK_LOCAL_ID") or 0, size // nodes
     if size % nodes or task >= tasks:
         raise ValueError(
-            f"FLUX_JOB_SIZE={size} tasks are not shared evenly by FLUX_JOB_NNODES={nodes} nodes, and Flux does not tell"
-            " a task how many are beside it; start one task on each node (flux run -N NODES --tasks-per-node=1), or"
+            f"FLUX_JOB_SIZE={size} tasks are not shared evenly by FLUX_JOB_NNODES={nodes} nodes, and Flux does not give"
+            " a task their number on its node; start one task on each node (flux run -N NODES --tasks-per-node=1), or"
             " the same number"
         )
     # Without the ƒ in front of each number. If Flux itself runs in a job, the numbers of the outer jobs come first.
@@ -172,10 +170,10 @@ def _detect_flux(environ: Mapping[str, str], hostname: str, read: Callable[[str]
     )
 
 
-def _first_host(said: str) -> str | None:
+def _first_host(output: str) -> str | None:
     """The first host of a resource set, where the job's first task runs. None if the text is not a resource set."""
     try:
-        match parse_json(said):
+        match parse_json(output):
             case {"execution": {"nodelist": [str(hosts), *_]}}:
                 return expand(hosts)[0]
     except ValueError:
@@ -227,9 +225,9 @@ def _detect_slurm(environ: Mapping[str, str], hostname: str, read: Callable[[str
     )
 
 
-def _node_address(said: str) -> str | None:
+def _node_address(output: str) -> str | None:
     """The address in the output of `scontrol show node`. A node's name in Slurm need not be a host name."""
-    found = re.search(r"\bNodeAddr=(\S+)", said)
+    found = re.search(r"\bNodeAddr=(\S+)", output)
     return found[1] if found else None
 
 
@@ -281,7 +279,7 @@ def _detect_lsf(environ: Mapping[str, str], hostname: str, read: Callable[[str],
     if job is None:
         return None
     hosts = of_lsf(environ)
-    index = place_of(hostname, hosts) if len(hosts) > 1 else 0
+    index = index_of(hostname, hosts) if len(hosts) > 1 else 0
     if index is None:
         raise ValueError(f"this host, {hostname}, is none of those in LSB_MCPU_HOSTS: {' '.join(hosts)}")
     array = number(environ, "LSB_JOBINDEX") or 0
@@ -313,14 +311,14 @@ def _detect_pbs(environ: Mapping[str, str], hostname: str, read: Callable[[str],
     is_script = number(environ, "PBS_TASKNUM") in (None, 1)
     if not hosts and not is_script:
         raise ValueError(
-            f"PBS_TASKNUM={environ['PBS_TASKNUM']} is one of several tasks, and no PBS_NODEFILE says which nodes have"
-            " them: have the script copy its own to a disk that all nodes share, and name the copy in that variable"
+            f"PBS_TASKNUM={environ['PBS_TASKNUM']} is one of several tasks, and no PBS_NODEFILE lists their nodes:"
+            " have the script copy its own to a disk that all nodes share, and name the copy in that variable"
         )
     if len(hosts) < 2 or is_script:
         others = f"its {len(hosts)} nodes are not used: pbsdsh -u elaunch … starts on all"
         note = f"this is the script of PBS's job {job}, and {others}" if len(hosts) > 1 else ""
         return Cluster("PBS", run_id=run_id, sources=used(environ, "PBS_JOBID", "PBS_NODEFILE"), note=note)
-    index = place_of(hostname, hosts)
+    index = index_of(hostname, hosts)
     if index is None:
         raise ValueError(f"this host, {hostname}, is none of those in PBS_NODEFILE={path}: {' '.join(hosts)}")
     return Cluster(
@@ -345,7 +343,7 @@ def _detect_kubernetes(environ: Mapping[str, str], hostname: str, read: Callable
         return _of_leader_worker_set(environ)
     index = number(environ, "JOB_COMPLETION_INDEX")
     if index is not None:
-        # An operator may give its pods any names. A name tells the head only if it ends in the index.
+        # An operator may give its pods any names. A name identifies the head only if it ends in the index.
         is_numbered = hostname.endswith(f"-{index}")
         named = _head_of_pods(_full_name(hostname, read), index) if is_numbered else (None, None)
         return _pods("Kubernetes Job", index, named, used(environ, "JOB_COMPLETION_INDEX"))

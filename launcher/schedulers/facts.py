@@ -15,7 +15,7 @@ _HOSTS = re.compile(r"([^][,]|\[[^][]+\])+(,([^][,]|\[[^][]+\])+)*")
 
 @dataclass(frozen=True)
 class HeadQuery:
-    """A scheduler's command that tells where the head is, if its name is unknown or only the scheduler can resolve it.
+    """A scheduler's command that reports the head, if its name is unknown or only the scheduler can resolve it.
 
     `answer` finds the head's name or address in the command's output, or returns None. `unanswered` is the error
     message for a job of several nodes whose head stays unknown.
@@ -43,7 +43,7 @@ class Cluster:
     The last fields describe the scheduler. `is_of_pods`: pods share no home, only Kubernetes can give all of them a
     secret, and the head's name may be a service's. `signals_workers`: a notice of the job's end may go to
     all processes, also to workers. `head_query` finds the head if the name in `head` cannot be resolved.
-    `cores_option` asks for more cores for an agent. `gpus_way_out` tells how to give one agent all GPUs of its node.
+    `cores_option` requests more cores for an agent. `gpus_way_out` is how to give one agent all GPUs of its node.
     """
 
     scheduler: str
@@ -83,8 +83,8 @@ def line(cluster: Cluster) -> str:
         f"the head is {cluster.head}" if cluster.head else "",
         f"{cluster.workers} workers here" if cluster.workers else "",
     ]
-    said = ", ".join(part for part in parts if part) or "nothing that matters here"
-    return f"{cluster.scheduler} says: {said} ({', '.join(cluster.sources)}); --scheduler none takes no notice of it"
+    facts = ", ".join(part for part in parts if part) or "nothing that matters here"
+    return f"{cluster.scheduler}: {facts} ({', '.join(cluster.sources)}); --scheduler none ignores it"
 
 
 def number(environ: Mapping[str, str], *names: str) -> int | None:
@@ -161,7 +161,7 @@ def of_lines(text: str) -> list[str]:
     return list(dict.fromkeys(line.split()[0] for line in text.splitlines() if line.strip()))
 
 
-def place_of(hostname: str, hosts: list[str]) -> int | None:
+def index_of(hostname: str, hosts: list[str]) -> int | None:
     """The index of `hostname` in `hosts`, compared without domains if need be. None if it is missing or not unique."""
     if hostname in hosts:
         return hosts.index(hostname)

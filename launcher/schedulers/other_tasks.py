@@ -2,7 +2,7 @@
 
 The agent listens on an abstract Unix socket, and the other tasks connect to it. The end of the stream is the end of the
 agent: the kernel closes the socket if the agent does not. No data is ever sent. Any user of the host may connect to
-such a name, or take it first. So each side asks the kernel for the user at the other end.
+such a name, or take it first. So each side gets from the kernel the user at the other end.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NOT_FOR_US = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, sig
 
 
 @contextmanager
-def seen_by_others(cluster: Cluster, say: Callable[[str], None]) -> Iterator[None]:
+def hold_other_tasks(cluster: Cluster, log: Callable[[str], None]) -> Iterator[None]:
     """In the agent, around all its work: the other tasks of its node wait until this context ends."""
     end_s = time.monotonic() + _SEEN_S
     with socket.socket(socket.AF_UNIX) as listener:
@@ -39,7 +39,7 @@ def seen_by_others(cluster: Cluster, say: Callable[[str], None]) -> Iterator[Non
             listener.bind(_address(cluster))
             listener.listen(_BACKLOG)
         except OSError as error:
-            say(
+            log(
                 f"the other {cluster.tasks - 1} tasks of this node cannot wait for this agent, and may end before it"
                 f" ({error.strerror}: another agent of this job, or another user, has the name)"
             )
@@ -66,14 +66,14 @@ def _await_tasks(listener: socket.socket, others: int, end_s: float) -> None:
         stream.close()
 
 
-def wait_for_agent(cluster: Cluster, say: Callable[[str], None], appear_s: float = _APPEAR_S) -> int:
+def wait_for_agent(cluster: Cluster, log: Callable[[str], None], appear_s: float = _APPEAR_S) -> int:
     """In the other tasks: wait until this node's agent has ended. Returns 0, as only the agent reports the result."""
     for signum in _NOT_FOR_US:
         signal.signal(signum, signal.SIG_IGN)
     end_s = time.monotonic() + appear_s
     while time.monotonic() < end_s:
         with socket.socket(socket.AF_UNIX) as stream:
-            # Another user's listener that accepts nobody would make connect() wait: do not wait, but try again.
+            # Another user's listener that never accepts would make connect() wait: do not wait, but try again.
             stream.setblocking(False)
             try:
                 stream.connect(_address(cluster))
@@ -89,7 +89,7 @@ def wait_for_agent(cluster: Cluster, say: Callable[[str], None], appear_s: float
                         pass
                 return 0
         time.sleep(_PAUSE_S)
-    say(f"task {cluster.task} of this node has met no agent here within {appear_s:g} s: has it ended?")
+    log(f"task {cluster.task} of this node has met no agent here within {appear_s:g} s: has it ended?")
     return 0
 
 

@@ -20,7 +20,7 @@ from elaunch.agent.environment import outside
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.options import values
 from elaunch.launcher.options.command_line import own
-from elaunch.launcher.options.options import JobCommand, JobFile, Options, submitted, words_of
+from elaunch.launcher.options.options import JobCommand, JobFile, Options, argv_of, submitted
 from elaunch.launcher.options.values import Address, endpoints
 from elaunch.rendezvous.job_spec import ProgramKind
 from elaunch.rendezvous.secret import new_token
@@ -31,7 +31,7 @@ _FOLDER = "/etc/elaunch/etcd"
 # A host name has at most 63 characters. The rest is for the submission's suffix: `name-1f2e3d`.
 _NAME_MAX = 52
 
-# Options of elaunch whose values the pods get in another way.
+# Options of elaunch whose values the pods get otherwise.
 _NOT_HERE = {
     "nnodes": "follows from the number of pods; use --nodes instead",
     "node_rank": "is the pod's index; leave it out",
@@ -79,36 +79,36 @@ class PodJob:
 
 def _main(ctx: click.Context) -> int:
     """Submit the job, or print its manifests. Returns the exit code. Raises UsageError and SiteError."""
-    asked = understand(ctx, secrets.token_hex(3))
+    job = job_of(ctx, secrets.token_hex(3))
     token = ""
-    if asked.has_token and not ctx.params["token_secret"]:
+    if job.has_token and not ctx.params["token_secret"]:
         token = outside(ctx.obj.environ).get("ELAUNCH_TOKEN", "").strip() or new_token()
     namespace = ctx.params["namespace"]
     if ctx.params["dry_run"]:
-        made = objects(asked, token)
+        made = objects(job, token)
         if namespace:
             made = [{**each, "metadata": {**each["metadata"], "namespace": namespace}} for each in made]
         sys.stdout.write(as_yaml(made))
         return 0
     where = ["--namespace", namespace] if namespace else []
-    _create(asked, token, where)
+    _create(job, token, where)
     kubectl = " ".join(("kubectl", *where))
-    selector = f"app.kubernetes.io/name=elaunch,app.kubernetes.io/instance={asked.instance}"
+    selector = f"app.kubernetes.io/name=elaunch,app.kubernetes.io/instance={job.instance}"
     print(
-        f"elaunch: job {asked.name} is submitted; its output: {kubectl} logs --follow --prefix --selector {selector};"
-        f" its end: {kubectl} delete job {asked.name}",
+        f"elaunch: job {job.name} is submitted; its output: {kubectl} logs --follow --prefix --selector {selector};"
+        f" its end: {kubectl} delete job {job.name}",
         file=sys.stderr,
     )
     return 0
 
 
-def understand(ctx: click.Context, suffix: str = "") -> PodJob:
-    """The job that is asked for. `suffix` is unique to this submission. Raises UsageError, also if elaunch would."""
+def job_of(ctx: click.Context, suffix: str = "") -> PodJob:
+    """The job to submit. `suffix` is unique to this submission. Raises UsageError, also if elaunch would."""
     given = ctx.params
     if not given["image"]:
         raise UsageError("--image is missing: the image holds elaunch and the program; see deploy/docker/Dockerfile")
     options = _checked_job(ctx, given["nodes"], dict(given["env"]))
-    command = words_of(options.typed, options.program)
+    command = argv_of(options.typed, options.program)
     for word in (*command, *(value for _, value in (*given["env"], *given["claim"]))):
         # Python keeps other bytes as lone surrogates.
         if re.search(r"[\ud800-\udfff]", word):
@@ -204,13 +204,13 @@ def as_yaml(made: Sequence[Object]) -> str:
     return "".join(f"---\n{yaml.safe_dump(each, sort_keys=False)}" for each in made)
 
 
-def _create(asked: PodJob, token: str, where: Sequence[str]) -> None:
+def _create(job: PodJob, token: str, where: Sequence[str]) -> None:
     """Create the Job, suspended, then the objects that it owns, then its pods. Existing objects are not changed."""
-    *companions, made = objects(asked, token)
+    *companions, made = objects(job, token)
     suspended = {**made, "spec": {"suspend": True, **made["spec"]}}
     uid = _kubectl("create", [suspended], *where, "--output=jsonpath={.metadata.uid}")
     # Kubernetes deletes the objects together with their owner.
-    owner = {"apiVersion": made["apiVersion"], "kind": made["kind"], "name": asked.name, "uid": uid}
+    owner = {"apiVersion": made["apiVersion"], "kind": made["kind"], "name": job.name, "uid": uid}
     owned = [{**each, "metadata": {**each["metadata"], "ownerReferences": [owner]}} for each in companions]
     try:
         _kubectl("create", owned, *where)
@@ -235,14 +235,14 @@ def _kubectl(verb: str, made: Sequence[Object], *options: str) -> str:
     return done.stdout
 
 
-def objects(asked: PodJob, token: str = "") -> list[Object]:
+def objects(job: PodJob, token: str = "") -> list[Object]:
     """The Job, after the objects beside it: a Service, a NetworkPolicy, a PodDisruptionBudget, a Secret for `token`."""
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["text"] = _scalar
     # Kubernetes would replace $(NAME) by a variable's value.
     environment.filters["literal"] = lambda word: _scalar(word.replace("$", "$$"))
     template = environment.from_string(Path(__file__).with_name("pods.yaml").read_text())
-    return list(yaml.safe_load_all(template.render(asked=asked, given=asked.given, token=token)))
+    return list(yaml.safe_load_all(template.render(job=job, given=job.given, token=token)))
 
 
 def _scalar(word: str) -> str:

@@ -20,7 +20,7 @@ from elaunch.agent.environment import outside
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.options import values
 from elaunch.launcher.options.command_line import own
-from elaunch.launcher.options.options import JobCommand, Options, submitted, words_of
+from elaunch.launcher.options.options import JobCommand, Options, argv_of, submitted
 from elaunch.launcher.preflight import check_script
 from elaunch.rendezvous.job_spec import ProgramKind
 
@@ -29,7 +29,7 @@ _CALL_S = 60.0
 
 def _main(ctx: click.Context) -> int:
     """Show the script or submit it. Returns the exit code. Raises UsageError and SiteError."""
-    options = understand(ctx)
+    options = job_of(ctx)
     elaunch = "elaunch" if shutil.which("elaunch") else f"{shlex.quote(sys.executable)} -m elaunch"
     text = script(options, ctx.params, elaunch)
     if ctx.params["dry_run"]:
@@ -42,8 +42,8 @@ def _main(ctx: click.Context) -> int:
     return 0
 
 
-def understand(ctx: click.Context) -> Options:
-    """The job that is asked for. Raises UsageError, also if elaunch would refuse its command line."""
+def job_of(ctx: click.Context) -> Options:
+    """The job to submit. Raises UsageError, also if elaunch would refuse its command line."""
     options, nodes = submitted(ctx, outside(ctx.obj.environ)), ctx.params["nodes"]
     _check(options, nodes)
     if nodes[0] < nodes[1] and "nnodes" not in options.given:
@@ -116,12 +116,12 @@ def script(options: Options, given: Mapping[str, Any], elaunch: str = "elaunch")
     )
     environment.filters |= {"quoted": _quoted, "word": _word}
     template = environment.from_string(Path(__file__).with_name("batch.sh").read_text())
-    words = words_of(options.typed, options.program)
-    return template.render(name=given["name"] or _name(options), words=words, given=given, elaunch=elaunch)
+    argv = argv_of(options.typed, options.program)
+    return template.render(name=given["name"] or _name(options), argv=argv, given=given, elaunch=elaunch)
 
 
 def _quoted(option: str) -> str:
-    """An option quoted as sbatch reads its lines: words end at blanks, # begins a comment, a backslash escapes."""
+    """An option quoted as sbatch reads its lines: arguments end at blanks, # begins a comment, a backslash escapes."""
     found = re.fullmatch(r"(--?[\w-]+(?:=| +))(.*)", option)
     name, value = (found[1], found[2]) if found else ("", option)
     if re.fullmatch(r"[^\s#'\"\\]+", value):
@@ -162,9 +162,9 @@ def _submit(text: str, environ: Mapping[str, str]) -> str:
         done = subprocess.run(command, env=environ, input=os.fsencode(text), capture_output=True, timeout=_CALL_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise SiteError(f"sbatch: {error}") from None
-    told, complained = (stream.decode(errors="replace").strip() for stream in (done.stdout, done.stderr))
+    number, complaint = (stream.decode(errors="replace").strip() for stream in (done.stdout, done.stderr))
     if done.returncode:
-        said = re.sub(r"^sbatch: (error: )?", "", complained, flags=re.MULTILINE).replace("\n", "; ")
-        raise SiteError(f"sbatch refused the job: {said}")
+        reason = re.sub(r"^sbatch: (error: )?", "", complaint, flags=re.MULTILINE).replace("\n", "; ")
+        raise SiteError(f"sbatch refused the job: {reason}")
     # With several clusters the output is NUMBER;CLUSTER.
-    return told.partition(";")[0]
+    return number.partition(";")[0]

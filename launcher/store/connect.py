@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.host import (
-    AddressUnclear,
+    AmbiguousAddress,
     NoAddress,
     Owner,
     addresses,
@@ -23,13 +23,13 @@ from elaunch.launcher.host import (
     routable_addresses,
     socket_variables,
 )
-from elaunch.launcher.options.options import Options, words_of
-from elaunch.launcher.options.rdzv_conf import understand
+from elaunch.launcher.options.options import Options, argv_of
+from elaunch.launcher.options.rdzv_conf import parse_rdzv_conf
 from elaunch.launcher.options.table import TABLE
 from elaunch.launcher.options.values import switch
-from elaunch.launcher.store.locate import Planned, RendezvousPlan, way_of
+from elaunch.launcher.store.locate import Planned, RendezvousPlan, locator_of
 from elaunch.launcher.store.serve import StoreProcess, decide_head, how_to_join, serve_if_head
-from elaunch.launcher.store.token import FOLDER, TOKEN_LINE, KeptTokens, token_at_home
+from elaunch.launcher.store.token import FOLDER, TOKEN_LINE, StoredTokens, derived_token
 from elaunch.rendezvous.endpoint import (
     Access,
     Endpoint,
@@ -55,12 +55,12 @@ _SWITCHES = {option.name for option in TABLE if option.is_flag}
 
 
 @dataclass(frozen=True)
-class Reached:
+class ConnectedStore:
     """The store, and this node's place in the network.
 
     `is_remote` is true if the store is in another process, and `served_pid` is that process if this agent started it.
-    `address` is this node's address for the other nodes, and `network` holds variables that tell the workers so. `way`
-    is how another process of this user reaches the store (`locate.way_of`), empty for a store in this process.
+    `address` is this node's address for the other nodes, and `network` holds the workers' variables for it. `locator`
+    is how another process of this user reaches the store (`locate.locator_of`), empty for a store in this process.
     `invitation` and `only_here` are as in `AgentConfig`.
     """
 
@@ -69,30 +69,30 @@ class Reached:
     address: str = "127.0.0.1"
     network: Mapping[str, str] = field(default_factory=dict)
     served_pid: int | None = None
-    way: str = ""
+    locator: str = ""
     invitation: str = ""
     only_here: str = ""
 
 
 @contextmanager
-def reach(options: Options, planned: Planned, say: Callable[[str], None]) -> Iterator[Reached]:
+def reach(options: Options, planned: Planned, log: Callable[[str], None]) -> Iterator[ConnectedStore]:
     """The store that the plan names. If this node is the head, its store is started first, and stopped at the end.
 
     Nothing is sent to it yet. Raises UsageError and SiteError.
     """
     plan = planned.plan
     if plan.is_alone:
-        network = socket_variables("127.0.0.1", os.environ, say, verbose=options.verbose)
-        yield Reached(MemoryStore(), is_remote=False, address=plan.own_addr or "127.0.0.1", network=network)
+        network = socket_variables("127.0.0.1", os.environ, log, verbose=options.verbose)
+        yield ConnectedStore(MemoryStore(), is_remote=False, address=plan.own_addr or "127.0.0.1", network=network)
         return
     _check_head_host(options, planned)
-    address = plan.own_addr or _own_address(planned, say)
-    keyring = KeptTokens()
-    if planned.has_home_token:
-        plan, keyring = _with_home_token(options, planned, say)
-    served = serve_if_head(plan, say, options.nnodes[1])
+    address = plan.own_addr or _own_address(planned, log)
+    keyring = StoredTokens()
+    if planned.has_derived_token:
+        plan, keyring = _with_derived_token(options, planned, log)
+    served = serve_if_head(plan, log, options.nnodes[1])
     invitation: Sequence[str] = ()
-    if planned.has_home_token and planned.at_its_head and plan.is_head and not served:
+    if planned.has_derived_token and planned.at_its_head and plan.is_head and not served:
         # A scheduler names one head, and this is it: a program that has the port already is no store of this job.
         endpoint = plan.endpoints[0]
         raise SiteError(
@@ -102,23 +102,23 @@ def reach(options: Options, planned: Planned, say: Callable[[str], None]) -> Ite
     try:
         if served:
             if options.verbose:
-                say(
+                log(
                     f"this host serves the job's store at {plan.endpoints[0]} from its memory: store and job end with"
                     " this host's elaunch; a job that must outlive any host needs --rdzv-endpoint of an etcd cluster"
                 )
-            if not planned.has_home_token:
+            if not planned.has_derived_token:
                 invitation = invite(options, plan, served, is_terminal=os.isatty(2))
             for line in invitation:
-                say(line)
+                log(line)
             plan = replace(plan, token=served.token)
-        number = _numeric_address(address, planned, say)
-        yield Reached(
-            store_of(plan, say, keyring),
+        number = _numeric_address(address, planned, log)
+        yield ConnectedStore(
+            store_of(plan, log, keyring),
             True,
             address,
-            socket_variables(number, os.environ, say, verbose=options.verbose),
+            socket_variables(number, os.environ, log, verbose=options.verbose),
             served.pid if served else None,
-            way_of(plan),
+            locator_of(plan),
             next(iter(invitation), ""),
             only_here(plan),
         )
@@ -127,9 +127,9 @@ def reach(options: Options, planned: Planned, say: Callable[[str], None]) -> Ite
             served.stop()
 
 
-def _with_home_token(
-    options: Options, planned: Planned, say: Callable[[str], None]
-) -> tuple[RendezvousPlan, KeptTokens]:
+def _with_derived_token(
+    options: Options, planned: Planned, log: Callable[[str], None]
+) -> tuple[RendezvousPlan, StoredTokens]:
     """The plan and the keyring of a scheduler's node, with the token that all nodes with this home derive.
 
     If the user typed the endpoint, it may be an etcd, which knows no token: only the head insists on it.
@@ -138,18 +138,18 @@ def _with_home_token(
     cluster, plan = planned.cluster, planned.plan
     assert cluster
     name = f"{cluster.run_id or cluster.scheduler}.{cluster.restarts} {options.run_id} {plan.endpoints[0].port}"
-    token, is_head = token_at_home(name), decide_head(plan, say)
+    token, is_head = derived_token(name), decide_head(plan, log)
     if not (is_head or planned.at_its_head):
-        return plan, KeptTokens(token)
+        return plan, StoredTokens(token)
     if not token:
         raise UsageError(
             f"the nodes cannot derive the token of the job's store: {FOLDER}/key can neither be read nor made here;"
             f" give all nodes the same token, for example in the job's script before srun: {TOKEN_LINE}"
         )
-    return replace(plan, is_head=is_head, token=token), KeptTokens()
+    return replace(plan, is_head=is_head, token=token), StoredTokens()
 
 
-def store_of(plan: RendezvousPlan, say: Callable[[str], None], keyring: KeptTokens | None = None) -> Store:
+def store_of(plan: RendezvousPlan, log: Callable[[str], None], keyring: StoredTokens | None = None) -> Store:
     """The client of the store at the plan's endpoints. Nothing is sent yet.
 
     Raises UsageError if the token is too short, or the transport is not installed.
@@ -170,8 +170,8 @@ def store_of(plan: RendezvousPlan, say: Callable[[str], None], keyring: KeptToke
             access,
             deadline_s,
             expects_ours=plan.serves,
-            keyring=keyring or KeptTokens(),
-            say=say,
+            keyring=keyring or StoredTokens(),
+            say=log,
         )
     except (Denied, ValueError) as error:
         raise UsageError(str(error)) from None
@@ -209,7 +209,7 @@ def _check_head_host(options: Options, planned: Planned) -> None:
     # Pods may know their head by the name of a service, which is no host's address.
     is_scheduled = planned.at_its_head and plan.is_head and cluster and not cluster.is_of_pods
     head = plan.master_addr if plan.node_rank == 0 else cluster.head if cluster and is_scheduled else None
-    if not head or understand(options.rdzv_conf).is_host:
+    if not head or parse_rdzv_conf(options.rdzv_conf).is_host:
         return
     # A name without an address yet may belong to this host.
     with suppress(NoAddress):
@@ -229,38 +229,38 @@ def _check_head_host(options: Options, planned: Planned) -> None:
         )
 
 
-def _numeric_address(address: str, planned: Planned, say: Callable[[str], None]) -> str:
+def _numeric_address(address: str, planned: Planned, log: Callable[[str], None]) -> str:
     """This node's address as a number. The command line may have given a name."""
     if is_address(address):
         return address
     with suppress(NoAddress):
         if found := next((each for each in addresses(address) if not is_loopback(each)), None):
             return found
-    return _own_address(planned, say)
+    return _own_address(planned, log)
 
 
-def _own_address(planned: Planned, say: Callable[[str], None]) -> str:
+def _own_address(planned: Planned, log: Callable[[str], None]) -> str:
     plan = planned.plan
     # The name may belong to a node that the scheduler has not started yet, as a pod.
     patience_s = plan.times.store_wait_s if planned.cluster else _ADDRESS_WAIT_S
     end_s = time.monotonic() + min(patience_s, plan.times.store_wait_s)
-    is_said = False
+    is_logged = False
     while True:
         try:
             return own_address(plan.endpoints)
-        except AddressUnclear as error:
+        except AmbiguousAddress as error:
             raise UsageError(str(error)) from None
         except NoAddress as error:
             if time.monotonic() > end_s:
                 raise SiteError(f"{error}; is --rdzv-endpoint right?") from None
-            if not is_said:
+            if not is_logged:
                 right = "" if planned.cluster else "is --rdzv-endpoint right? "
-                say(f"{error}; {right}trying again for {patience_s:g} s")
-                is_said = True
+                log(f"{error}; {right}trying again for {patience_s:g} s")
+                is_logged = True
         time.sleep(_ADDRESS_PAUSE_S)
 
 
-def words_for_others(options: Options, plan: RendezvousPlan) -> list[str]:
+def argv_for_others(options: Options, plan: RendezvousPlan) -> list[str]:
     """The command line for another host, without what is this node's own.
 
     Options from variables are written out, because the other host may not have the variables. Options from a job file
@@ -278,7 +278,7 @@ def words_for_others(options: Options, plan: RendezvousPlan) -> list[str]:
     settings = line.pop("rdzv_conf", "").split(",")
     if others := [pair for pair in settings if pair and not pair.strip().startswith("is_host")]:
         line["rdzv_conf"] = ",".join(others)
-    return words_of(line | ({"node_rank": "1"} if is_static else {}), options.program)
+    return argv_of(line | ({"node_rank": "1"} if is_static else {}), options.program)
 
 
 def invite(options: Options, plan: RendezvousPlan, served: StoreProcess, *, is_terminal: bool) -> tuple[str, ...]:
@@ -288,5 +288,5 @@ def invite(options: Options, plan: RendezvousPlan, served: StoreProcess, *, is_t
     same = " with the same token" if plan.token else ""
     ranks = ", with --node-rank 2 and so on after the first of them" if plan.node_rank is not None and many else ""
     made = None if plan.token else served
-    line, *hints = how_to_join(words_for_others(options, plan), plan.endpoints[0], made, is_terminal=is_terminal)
+    line, *hints = how_to_join(argv_for_others(options, plan), plan.endpoints[0], made, is_terminal=is_terminal)
     return f"on {others} type{same}{ranks}: {line}", *hints

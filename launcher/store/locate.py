@@ -12,9 +12,9 @@ from pathlib import Path
 
 from elaunch.agent.config import OnHang
 from elaunch.launcher.errors import UsageError
-from elaunch.launcher.options.options import Options, Source, words_of
-from elaunch.launcher.options.rdzv_conf import Conf, understand
-from elaunch.launcher.options.values import PLACES, PORT_MAX, Address, endpoints
+from elaunch.launcher.options.options import Options, Source, argv_of
+from elaunch.launcher.options.rdzv_conf import Conf, parse_rdzv_conf
+from elaunch.launcher.options.values import ENDPOINT_VARIABLES, PORT_MAX, Address, endpoints
 from elaunch.launcher.schedulers.facts import Cluster
 from elaunch.rendezvous.codec import decode, encode
 from elaunch.rendezvous.endpoint import PREFIX, Endpoint, Login, Tls, Transport, how_to_send
@@ -30,12 +30,12 @@ _ALONE = "one node needs no rendezvous"
 
 @dataclass(frozen=True)
 class RendezvousPlan:
-    """What the command line says about the rendezvous. Without endpoints this node is alone and needs no server.
+    """What the command line means for the rendezvous. Without endpoints this node is alone and needs no server.
 
-    `token` is the job's secret, empty if nobody gave one; `token` and `login` are used if the store asks for them.
-    `plainly` says that http:// was typed: the user means an etcd without TLS, and a login may be sent to it. `serves`
-    says that the head serves the job's store if nothing listens at the endpoint. `is_head` says whether this node is
-    the head; None means that the endpoint's address decides.
+    `token` is the job's secret, empty if none was given; `token` and `login` are used if the store requires them.
+    With `plainly`, http:// was typed: the user means an etcd without TLS, and a login may be sent to it. With `serves`,
+    the head serves the job's store if nothing listens at the endpoint. `is_head`: this node is the head; None means
+    that the endpoint's address decides.
     With `node_rank` (static rendezvous) it decides the ranks, and which node is the head. `master_addr` is the job's
     MASTER_ADDR as given; None means the first node's own address. `local_addr` is this node's address; None means the
     address that this node uses toward the endpoint. The job's keys begin with `prefix`, which starts and ends with a
@@ -58,7 +58,7 @@ class RendezvousPlan:
 
     @property
     def own_addr(self) -> str | None:
-        """The address at which other nodes reach this node, if the command line says one.
+        """The address at which other nodes reach this node, if the command line has one.
 
         MASTER_ADDR is the address of the node of rank 0; in a job of one node that is always this node.
         """
@@ -76,8 +76,8 @@ class Planned:
     """The plan, with what the user should know about it.
 
     `ignored` are options without effect, each with the reason. `notes` are sentences for the user, shown once.
-    `master_port` is the port in a static endpoint. `cluster` is what the scheduler says. `at_its_head` is true if the
-    endpoint is the scheduler's head node, and nobody typed it. `has_home_token` is true if the token comes from the
+    `master_port` is the port in a static endpoint. `cluster` are the scheduler's facts. `at_its_head` is true if the
+    endpoint is the scheduler's head node, which was not typed. `has_derived_token` is true if the token comes from the
     nodes' home, because the user gave none.
     """
 
@@ -87,19 +87,19 @@ class Planned:
     master_port: int | None = None
     cluster: Cluster | None = None
     at_its_head: bool = False
-    has_home_token: bool = False
+    has_derived_token: bool = False
 
 
-def way_of(plan: RendezvousPlan) -> str:
+def locator_of(plan: RendezvousPlan) -> str:
     """The plan as JSON. Another process has another working directory, so files get their whole paths."""
     tls = plan.tls
     whole = Tls(_whole(tls.ca), _whole(tls.certificate), _whole(tls.key)) if tls else None
     return encode(replace(plan, tls=whole))
 
 
-def plan_by(way: str) -> RendezvousPlan:
+def plan_at(locator: str) -> RendezvousPlan:
     """The plan in the JSON. Raises ValueError."""
-    return decode(RendezvousPlan, way)
+    return decode(RendezvousPlan, locator)
 
 
 def _whole(path: str | None) -> str | None:
@@ -117,11 +117,11 @@ def plan(
 
 def _plan_for_one_node(options: Options) -> Planned:
     """The plan of a job on one node, which needs no store. A static job still takes its master from the endpoint."""
-    asked = [name for name in ("rdzv_backend", "rdzv_endpoint", "rdzv_conf") if name in options.given]
+    ignored = [name for name in ("rdzv_backend", "rdzv_endpoint", "rdzv_conf") if name in options.given]
     if options.standalone or options.rdzv_backend == "static":
-        asked = []
+        ignored = []
     if options.given.get("token_file") is Source.COMMAND_LINE:
-        asked.append("token_file")
+        ignored.append("token_file")
     master = _static_master(options) if options.rdzv_backend == "static" and not options.standalone else None
     return Planned(
         RendezvousPlan(
@@ -131,7 +131,7 @@ def _plan_for_one_node(options: Options) -> Planned:
             master_addr=master.host if master else _bare_host(options.master_addr),
             local_addr=_bare_host(options.local_addr),
         ),
-        tuple((f"--{name.replace('_', '-')}", _ALONE) for name in asked),
+        tuple((f"--{name.replace('_', '-')}", _ALONE) for name in ignored),
         master_port=master.port if master else None,
     )
 
@@ -140,7 +140,7 @@ def _plan_for_nodes(
     options: Options, environ: Mapping[str, str], read_secret: Callable[[str], str], cluster: Cluster | None
 ) -> Planned:
     """`plan` for a job of several nodes."""
-    conf = understand(options.rdzv_conf)
+    conf = parse_rdzv_conf(options.rdzv_conf)
     backend = _backend(options)
     addresses, notes = given_addresses(options, environ, backend)
     notes = (*conf.notes, *notes)
@@ -178,7 +178,7 @@ def _plan_for_nodes(
     )
     if cluster and cluster.is_of_pods and (head or backend in ("static", "c10d")):
         _check_secret(made)
-    _check_login(made, addresses, is_asked=conf.user is not None)
+    _check_login(made, addresses, is_typed=conf.user is not None)
     if made.token and is_etcd and backend not in _ETCD:
         notes = (*notes, f"the token is not used: {_comma_list(addresses)} means an etcd, which has its own users")
     if made.login and made.plainly:
@@ -196,7 +196,7 @@ def _plan_for_nodes(
         master.port if master else None,
         cluster,
         at_its_head=head is not None,
-        has_home_token=bool(cluster and cluster.nodes and not cluster.is_of_pods and made.serves and not made.token),
+        has_derived_token=bool(cluster and cluster.nodes and not cluster.is_of_pods and made.serves and not made.token),
     )
 
 
@@ -274,7 +274,7 @@ def given_addresses(
     if options.rdzv_endpoint and not (master and not options.master_addr):
         return _check_addresses(options.rdzv_endpoint, "--rdzv-endpoint"), ()
     # ETCDCTL_ENDPOINTS names an etcd. torchrun's c10d backend and a static job do not use one.
-    for variable in PLACES if backend != "c10d" and not master else PLACES[:1]:
+    for variable in ENDPOINT_VARIABLES if backend != "c10d" and not master else ENDPOINT_VARIABLES[:1]:
         if text := environ.get(variable):
             try:
                 found = endpoints(text)
@@ -292,7 +292,7 @@ def _no_store(options: Options, backend: str) -> UsageError:
     option, place, host = "--rdzv-endpoint", f"HOST:{ETCD_PORT}", "the name of one node, or of an etcd"
     if backend == "static":
         option, place, host = "--master-addr", "HOST", "the name of the node of rank 0"
-    line = shlex.join(["elaunch", option, place, *words_of(options.typed, options.program)])
+    line = shlex.join(["elaunch", option, place, *argv_of(options.typed, options.program)])
     return UsageError(
         f"--nnodes {nodes} needs the address of a store where the nodes meet; type on every node, with {host} as HOST:"
         f" {line}"
@@ -326,7 +326,7 @@ def _endpoint(address: Address, backend: str) -> Endpoint:
 
 
 def _choose_scheme(conf: Conf, addresses: tuple[Address, ...]) -> str:
-    """http, https or empty: what the endpoint says, else the setting `protocol`, else https if a certificate is given.
+    """http, https or empty: the endpoint's, else the setting `protocol`, else https if a certificate is given.
 
     Raises UsageError if these contradict each other.
     """
@@ -367,7 +367,7 @@ def _make_times(options: Options, conf: Conf, cluster: Cluster | None) -> Times:
 
 
 def _with_hang_times(options: Options, times: Times) -> Times:
-    """With what the options say about hangs."""
+    """With the options about hangs."""
     limit_s = 0.0 if options.on_hang is OnHang.OFF else options.hang_timeout
     # How long a step may take, only the user knows.
     reports_s = limit_s if "hang_timeout" in options.given else 0.0
@@ -397,16 +397,16 @@ def _read_login(conf: Conf, environ: Mapping[str, str], read_secret: Callable[[s
     return Login(user, password) if user else None
 
 
-def _check_login(made: RendezvousPlan, addresses: tuple[Address, ...], *, is_asked: bool) -> None:
+def _check_login(made: RendezvousPlan, addresses: tuple[Address, ...], *, is_typed: bool) -> None:
     """Raises UsageError if a password would go to an etcd, and the user has typed neither https:// nor http://.
 
-    A login from a variable may be for another store. In that case the agent asks the endpoint what listens there, and
+    A login from a variable may be for another store. In that case the agent probes what listens at the endpoint, and
     sends no password without TLS.
     """
-    if not made.login or made.tls or made.plainly or not (is_asked or not made.serves):
+    if not made.login or made.tls or made.plainly or not (is_typed or not made.serves):
         return
     where = _comma_list(addresses)
     raise UsageError(
-        f"the password of etcd's user {made.login.user} is sent over TLS only, and {where} does not say"
-        f" whether TLS is spoken there; {how_to_send(*addresses)}"
+        f"the password of etcd's user {made.login.user} is sent over TLS only, and {where} does not show"
+        f" whether it uses TLS; {how_to_send(*addresses)}"
     )

@@ -24,7 +24,7 @@ from elaunch.launcher.host import NoAddress, Owner, addresses, owner_of, routabl
 from elaunch.launcher.options.command_line import Command, own
 from elaunch.launcher.options.values import listen_address
 from elaunch.launcher.store.locate import ETCD_PORT, RendezvousPlan
-from elaunch.launcher.store.token import STORES, TOKEN_LINE, keep_token, read_secret
+from elaunch.launcher.store.token import STORES, TOKEN_LINE, read_secret, store_token
 from elaunch.rendezvous.endpoint import Endpoint, is_address, is_loopback, is_meant_locally
 from elaunch.rendezvous.secret import Secret, new_token
 
@@ -49,7 +49,7 @@ class StoreProcess:
     """The store's server: a child process that ends with this process, at the latest when the kernel closes its stdin.
 
     `token` is the secret that its clients need. With `keep_for`, the store's endpoint, the token is kept in a file for
-    this user's other agents: `kept` names the file, or `trouble` says why there is none.
+    this user's other agents: `kept` names the file, or `trouble` is why there is none.
     """
 
     def __init__(self, listener: socket.socket, title: str, token: str, agents: int, keep_for: Endpoint | None) -> None:
@@ -71,7 +71,7 @@ class StoreProcess:
         if keep_for:
             # The server starts meanwhile. It answers no client before it has the token.
             try:
-                self.kept = keep_token(token, keep_for)
+                self.kept = store_token(token, keep_for)
             except (OSError, RuntimeError) as error:
                 self.trouble = getattr(error, "strerror", None) or str(error)
         # A pipe's capacity is larger than any token.
@@ -107,13 +107,13 @@ class StoreProcess:
             self._process.wait()
 
 
-def serve_if_head(plan: RendezvousPlan, say: Callable[[str], None], agents: int = 1) -> StoreProcess | None:
+def serve_if_head(plan: RendezvousPlan, log: Callable[[str], None], agents: int = 1) -> StoreProcess | None:
     """Start the job's store if this node is the head and nothing listens at the endpoint; else return None.
 
     `agents` is the largest number of the job's nodes. Raises UsageError if the store cannot be served as asked, and
     SiteError if its server does not start.
     """
-    if not plan.serves or not decide_head(plan, say):
+    if not plan.serves or not decide_head(plan, log):
         return None
     endpoint = plan.endpoints[0]
     listener = listen(endpoint)
@@ -190,10 +190,10 @@ def _why(error: OSError) -> str:
     return os.strerror(error.errno) if error.errno else str(error)
 
 
-def decide_head(plan: RendezvousPlan, say: Callable[[str], None]) -> bool:
-    """Decide whether this node is the head: the plan says so, or the endpoint is an address of this host.
+def decide_head(plan: RendezvousPlan, log: Callable[[str], None]) -> bool:
+    """Decide whether this node is the head: by the plan, or since the endpoint is an address of this host.
 
-    Tells the user if the endpoint's name means several hosts, which makes none of them the head.
+    Logs a line if the endpoint's name means several hosts, which makes none of them the head.
     """
     if plan.is_head is not None:
         return plan.is_head
@@ -203,7 +203,7 @@ def decide_head(plan: RendezvousPlan, say: Callable[[str], None]) -> bool:
     except NoAddress:
         return False
     if found is Owner.SEVERAL_HOSTS:
-        say(
+        log(
             f"{host} is the name of several hosts, so none of them serves the store; add --rdzv-conf is_host=1 on one"
             " of them, or use a name of one host in the endpoint"
         )
@@ -211,12 +211,12 @@ def decide_head(plan: RendezvousPlan, say: Callable[[str], None]) -> bool:
 
 
 def how_to_join(
-    words: Sequence[str], endpoint: Endpoint, served: StoreProcess | None, *, is_terminal: bool
+    argv: Sequence[str], endpoint: Endpoint, served: StoreProcess | None, *, is_terminal: bool
 ) -> tuple[str, ...]:
-    """The command line with these words for another host, and a line about the file of the token that it names.
+    """The command line with these arguments for another host, and a line about the file of the token that it names.
 
     `served` has made the token; it is None if the user knows the token already. The token is shown on a terminal only,
-    because many people may read a log. Raises UsageError if nobody could learn it.
+    because many people may read a log. Raises UsageError if no one could learn it.
     """
     token = file = ""
     if served:
@@ -224,12 +224,12 @@ def how_to_join(
         is_found = bool(served.kept) and is_meant_locally(endpoint.host)
         if not (is_terminal or served.kept):
             raise UsageError(
-                "nobody could learn the token of the store that this host was to serve: stderr is no terminal, and no"
+                "no one could learn the token of the store that this host was to serve: stderr is no terminal, and no"
                 f" file can be written in {STORES} ({served.trouble}); give all nodes the same token: {TOKEN_LINE}"
             )
         token = served.token if is_terminal and not is_found else ""
         file = "" if is_terminal or is_found else served.kept
-    line = shlex.join(["elaunch", *(["--token-file", file] if file else []), *words])
+    line = shlex.join(["elaunch", *(["--token-file", file] if file else []), *argv])
     if not file:
         return (f"ELAUNCH_TOKEN={shlex.quote(token)} {line}" if token else line,)
     host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
@@ -280,10 +280,10 @@ A store that is started again is empty. An etcd cluster outlives a host:
 def announcement(place: Endpoint, served: StoreProcess | None, *, is_terminal: bool) -> tuple[str, ...]:
     """What the user must know: the line to type, and the limits of this store.
 
-    `served` is None if the user gave the token, which is then not shown. Raises UsageError if nobody could learn it.
+    `served` is None if the user gave the token, which is then not shown. Raises UsageError if no one could learn it.
     """
-    words = ["--nnodes", "2", "--rdzv-endpoint", str(place), "--run-id", "NAME", "train.py"]
-    line, *hints = how_to_join(words, place, served, is_terminal=is_terminal)
+    argv = ["--nnodes", "2", "--rdzv-endpoint", str(place), "--run-id", "NAME", "train.py"]
+    line, *hints = how_to_join(argv, place, served, is_terminal=is_terminal)
     same = "" if served else "   (with ELAUNCH_TOKEN set to the same token)"
     return (
         f"serving a store at {place}; on every node of a job type: {line}{same}",

@@ -45,11 +45,11 @@ def read_secret(path: str) -> str:
         raise UsageError(f"{path} is empty and should hold a secret; write one into it, and let only yourself read it")
     others = [line for line in rest.splitlines() if line.strip() and not line.startswith("#")]
     if len(secret.split()) > 1 or others:
-        raise UsageError(f"{path} should hold one secret and holds several words; name another file")
+        raise UsageError(f"{path} should hold one secret and holds several; name another file")
     return secret.strip()
 
 
-def keep_token(token: str, endpoint: Endpoint) -> str:
+def store_token(token: str, endpoint: Endpoint) -> str:
     """Write the file of one token, and return its path. Its name is the fingerprint of the store's certificate.
 
     So a client finds the file however the endpoint is spelled, and a file that was left behind cannot affect another
@@ -63,7 +63,7 @@ def keep_token(token: str, endpoint: Endpoint) -> str:
     return str(path)
 
 
-class KeptTokens:
+class StoredTokens:
     """The tokens that this user's agents find. Files that another user could have written are ignored.
 
     `derived` is the job's token by the key of the home, empty if there is none.
@@ -81,7 +81,7 @@ class KeptTokens:
             return _lines(Path(STORES).expanduser() / name)[0]
         return ""
 
-    def place_of(self, endpoint: Endpoint) -> str:
+    def path_of(self, endpoint: Endpoint) -> str:
         """The file of a store that this user's elaunch serves at `endpoint`, or empty.
 
         A loopback address names a different endpoint on each host, and in each container.
@@ -122,7 +122,7 @@ def _here() -> str:
     return f"boot {boot_id().decode().strip()}, network {Path('/proc/self/ns/net').readlink()}"
 
 
-def token_at_home(name: str) -> str:
+def derived_token(name: str) -> str:
     """The token of the job of that name by this user's key, which is made if it is missing; empty without a home.
 
     The key stays. No job leaves a token of its own in the home, which another job could find.

@@ -23,7 +23,7 @@ class TokenLookup(Protocol):
         """The token from which a certificate (DER) was made, or empty."""
         ...
 
-    def place_of(self, endpoint: Endpoint) -> str:
+    def path_of(self, endpoint: Endpoint) -> str:
         """The file that says that a store with a token is served at `endpoint`, or empty."""
         ...
 
@@ -98,9 +98,9 @@ class FoundStore(EtcdStore):
                 f"what listens at {self._endpoint} does not know the job's token: it is an etcd, or poses as the job's"
                 f" store; if you mean this etcd, type --rdzv-endpoint http://{self._endpoint}"
             )
-        if place := self._keyring.place_of(self._endpoint) if self._keyring else "":
+        if path := self._keyring.path_of(self._endpoint) if self._keyring else "":
             raise Denied(
-                f"{place} says that your elaunch serves a store with a token at {self._endpoint}, but what answers"
+                f"{path} shows that your elaunch serves a store with a token at {self._endpoint}, but what answers"
                 " there speaks without TLS: somebody may intercept the connection; if an etcd is there now, type"
                 f" http://{self._endpoint}"
             )

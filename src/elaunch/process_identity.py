@@ -1,4 +1,4 @@
-"""An identity of a process on its host, by which a successor can tell whether it is dead."""
+"""An identity of a process on its host, by which a successor knows whether it is dead."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def is_here(process: str) -> bool:
 
 
 def is_dead_here(process: str) -> bool:
-    """Whether `process` `is_here`, and is gone. For a process elsewhere the answer is no: this host cannot tell."""
+    """Whether `process` `is_here`, and is gone. For a process elsewhere the answer is no: this host cannot know."""
     _, pid, started = [*["", ""], *process.rsplit(":", 2)][-3:]
     return is_here(process) and bool(_PID.fullmatch(pid)) and _started(int(pid)) != started
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.launcher.store.token import keep_token
+from elaunch.launcher.store.token import store_token
 from elaunch.rendezvous.endpoint import Access, Login, Tls
 from elaunch.rendezvous.etcd.grpc_transport import GrpcTransport
 from elaunch.rendezvous.etcd.store import EtcdStore
@@ -189,7 +189,7 @@ def test_who_answers_plainly_where_this_users_own_store_is_known_to_be_is_refuse
     tmp_path: Path, listener: Eavesdropper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    keep_token(TOKEN, listener.endpoint)
+    store_token(TOKEN, listener.endpoint)
 
     job = told(tmp_path, listener, "--rdzv-endpoint {}", {})
 

@@ -113,7 +113,7 @@ def test_srun_elaunch_needs_no_flag_and_ranks_follow_the_nodes(slurm: Slurm) -> 
     output = slurm.call("srun", "-N3", *COMMAND, *PLAIN)
 
     assert places(output) == [(i, 3, 0, f"node{i}") for i in range(3)]
-    assert len(re.findall(r"Slurm says: job test-\d+\.0, 3 nodes, this is node \d, the head is node0 ", output)) == 3
+    assert len(re.findall(r"Slurm: job test-\d+\.0, 3 nodes, this is node \d, the head is node0 ", output)) == 3
     assert not SECRET.search(output)
 
 
@@ -121,7 +121,7 @@ def test_tasks_beside_the_agent_wait_and_the_secret_comes_from_the_shared_home(s
     output = slurm.call("srun", "-N2", "-wnode0,node1", "--ntasks-per-node=2", *COMMAND, *PLAIN)
 
     assert places(output) == [(0, 4, 0, "node0"), (1, 4, 1, "node0"), (2, 4, 0, "node1"), (3, 4, 1, "node1")]
-    assert len(re.findall("Slurm says: job", output)) == 2
+    assert len(re.findall("Slurm: job", output)) == 2
     assert not SECRET.search(output)
     assert (slurm.home / ".elaunch").stat().st_mode & 0o777 == 0o700
 

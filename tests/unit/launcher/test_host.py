@@ -14,7 +14,7 @@ import pytest
 from elaunch.agent.workers.topology import Gpu, Vendor, read_gpus, visible
 from elaunch.launcher import host
 from elaunch.launcher.host import (
-    AddressUnclear,
+    AmbiguousAddress,
     NoAddress,
     Owner,
     gloo_interface,
@@ -161,7 +161,10 @@ def test_of_several_interfaces_none_is_guessed(names: dict[str, list[str]], monk
     names["host0"] = ["127.0.1.1"]
     monkeypatch.setattr(host, "routable_addresses", lambda: ["10.9.8.7", "10.9.9.7"])
 
-    with pytest.raises(AddressUnclear, match=r"several other addresses \(10.9.8.7, 10.9.9.7\); say with --local-addr"):
+    with pytest.raises(
+        AmbiguousAddress,
+        match=r"several other addresses \(10.9.8.7, 10.9.9.7\); give the one .* with --local-addr",
+    ):
         own_address([Endpoint("host0", 9)])
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from elaunch import ChildFailedError, JobFailed
-from elaunch.launcher.functions.launch import LaunchConfig, _forwarded, as_ours, check, launch, option_words
+from elaunch.launcher.functions.launch import LaunchConfig, _forwarded, as_ours, check, launch, option_argv
 from elaunch.launcher.options.options import Options, parse
 from tests.harness import RUN_LIMIT_S
 
@@ -29,7 +29,7 @@ def torchs_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def options(**fields: Any) -> Options:
     given = {"min_nodes": 1, "max_nodes": 1, "nproc_per_node": 2, **fields}
-    parsed = parse([*option_words(LaunchConfig(**given)), "train.py"], {})
+    parsed = parse([*option_argv(LaunchConfig(**given)), "train.py"], {})
     assert isinstance(parsed, Options)
     return parsed
 
@@ -64,7 +64,7 @@ def test_a_configuration_of_torchs_own_means_the_same() -> None:
         "numa_options": NumaOptions(AffinityMode.CORE_COMPLEX),
     }
 
-    assert option_words(as_ours(Torchs(**fields))) == option_words(LaunchConfig(**fields))
+    assert option_argv(as_ours(Torchs(**fields))) == option_argv(LaunchConfig(**fields))
     read = options(**fields)
     assert read.numa_binding is not None
     assert read.numa_binding.value == "core-complex"

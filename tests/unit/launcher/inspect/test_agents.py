@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.launcher.inspect.agents import ANSWER_S, NoAnswer, local_agents, status_of
+from elaunch.launcher.inspect.agents import RESPONSE_S, NoResponse, local_agents, status_of
 from tests.harness import joined
 
 NOBODY = 65534
@@ -61,7 +61,7 @@ def test_sockets_that_are_silent_are_asked_at_the_same_time_and_of_another_user_
         _, troubles = local_agents()
 
         # One after the other they would take six times that long.
-        assert time.monotonic() - begun_s < 5 * ANSWER_S
+        assert time.monotonic() - begun_s < 5 * RESPONSE_S
     assert f"2 more sockets of user {NOBODY} were not queried: it takes too long" in troubles
     assert f"the elaunch with pid {os.getpid()} did not answer within 3 s" in troubles
 
@@ -89,7 +89,7 @@ def test_control_characters_of_an_agents_error_reach_no_terminal(tmp_path: Path)
         answering = threading.Thread(target=_answer, args=(listener,))
         answering.start()
 
-        with pytest.raises(NoAnswer, match="busy") as refused:
+        with pytest.raises(NoResponse, match="busy") as refused:
             status_of(tmp_path / "agent")
         joined(answering)
 

@@ -7,13 +7,13 @@ import pytest
 from click.core import ParameterSource
 
 from elaunch.launcher.errors import UsageError
-from elaunch.launcher.options.command_line import ELAUNCH, Reading
+from elaunch.launcher.options.command_line import ELAUNCH, ParseState
 from elaunch.launcher.options.options import RUN, parse
 from elaunch.launcher.options.table import TABLE
 
 
 def options_of(*argv: str) -> list[tuple[str, object]]:
-    given = RUN.read(argv, Reading()).obj.given
+    given = RUN.read(argv, ParseState()).obj.given
     return [(name.replace("_", "-"), each.raw) for name, each in given.items()]
 
 
@@ -68,7 +68,7 @@ def test_a_word_that_cannot_be_read_is_one_sentence(argv: list[str], words: str)
 
 def typed_in(*argv: str) -> tuple[set[str | None], tuple[str, ...]]:
     """The options that are read from `argv`, whatever their values are, and the program."""
-    ctx = RUN.make_context("elaunch", [*argv], obj=Reading(), resilient_parsing=True)
+    ctx = RUN.make_context("elaunch", [*argv], obj=ParseState(), resilient_parsing=True)
     found = {each.name for each in TABLE if ctx.get_parameter_source(each.name) is ParameterSource.COMMANDLINE}
     return found, ctx.params["program"]
 
@@ -108,7 +108,7 @@ def refusal_of(*words: str) -> str:
     """The sentence by which a command line is refused."""
     with (
         pytest.raises((UsageError, click.UsageError)) as refused,
-        ELAUNCH.make_context("elaunch", [*words], obj=Reading()) as ctx,
+        ELAUNCH.make_context("elaunch", [*words], obj=ParseState()) as ctx,
     ):
         ELAUNCH.invoke(ctx)
     return str(refused.value)
@@ -128,7 +128,7 @@ def refusal_of(*words: str) -> str:
         ("report", "report: no folder is given; "),
         ("stop", "stop needs the job's name or the pid of its elaunch"),
         ("restart", "restart needs the job's name or the pid of its elaunch"),
-        ("status a b", "status takes one job, and a b are 2 words; start a script called status with elaunch ./status"),
+        ("status a b", "status takes one job, and a b are 2; start a script called status with elaunch ./status"),
         ("stacks x --run-id y", "stacks x contradicts --run-id y; "),
         ("status --nproc-per-node 2", "No such option"),
         ("submit slurm --nods 2", "No such option"),

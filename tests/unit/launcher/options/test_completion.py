@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from click.shell_completion import CompletionItem, ShellComplete
 
-from elaunch.launcher.options.command_line import ELAUNCH, Reading
+from elaunch.launcher.options.command_line import ELAUNCH, ParseState
 from elaunch.launcher.options.table import TABLE
 from tests.harness import RUN_LIMIT_S, environment
 
 
 def items(*typed: str) -> list[CompletionItem]:
     """The proposals for the last of the words."""
-    complete = ShellComplete(ELAUNCH, {"obj": Reading()}, "elaunch", "_ELAUNCH_COMPLETE")
+    complete = ShellComplete(ELAUNCH, {"obj": ParseState()}, "elaunch", "_ELAUNCH_COMPLETE")
     return complete.get_completions([*typed[:-1]], typed[-1])
 
 

@@ -90,7 +90,7 @@ def test_every_option_but_the_few_that_make_no_sense_can_stand_in_a_file() -> No
         ("token: hush\n", "token is no option of elaunch; did you mean token-file?"),
         ("module: true\n", "module is true; give one name"),
         ("script: a.py\nargs: --lr 1\n", "args is '--lr 1'; give a list, as in [--lr, 0.1]"),
-        ("script: a.py\nargs: [[a]]\n", "args holds a list or mapping inside another; write plain words there"),
+        ("script: a.py\nargs: [[a]]\n", "args holds a list or mapping inside another; write plain text there"),
     ],
 )
 def test_a_mistake_in_the_file_is_one_sentence(text: str, sentence: str, tmp_path: Path) -> None:

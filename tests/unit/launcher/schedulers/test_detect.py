@@ -12,7 +12,7 @@ from elaunch.launcher.errors import UsageError
 from elaunch.launcher.host import HostResources
 from elaunch.launcher.options.options import Options, parse
 from elaunch.launcher.schedulers import detect as registry
-from elaunch.launcher.schedulers.defaults import concerning, reachable, settle
+from elaunch.launcher.schedulers.defaults import facts_of_job, reachable, settle
 from elaunch.launcher.schedulers.facts import Cluster, expand, port_of, port_of_name
 from elaunch.launcher.store.locate import Planned, plan
 from elaunch.rendezvous.endpoint import Endpoint
@@ -185,12 +185,12 @@ def test_where_flux_does_not_tell_the_head_the_user_has_to() -> None:
     )
 
     with pytest.raises(UsageError, match=r"flux must be on the PATH of the job's tasks, or give --rdzv-endpoint"):
-        concerning(options_of(), several, {})
-    assert concerning(options_of("--rdzv-endpoint", "node0:2379"), several, {}) == several
-    assert concerning(options_of(), several, {"ELAUNCH_ENDPOINT": "etcd:2379"}) == several
-    assert concerning(options_of("--nnodes", "1"), several, {}) == several
-    assert concerning(options_of(), one, {}) == one
-    assert concerning(options_of(), replace(several, head="node0"), {}).head == "node0"
+        facts_of_job(options_of(), several, {})
+    assert facts_of_job(options_of("--rdzv-endpoint", "node0:2379"), several, {}) == several
+    assert facts_of_job(options_of(), several, {"ELAUNCH_ENDPOINT": "etcd:2379"}) == several
+    assert facts_of_job(options_of("--nnodes", "1"), several, {}) == several
+    assert facts_of_job(options_of(), one, {}) == one
+    assert facts_of_job(options_of(), replace(several, head="node0"), {}).head == "node0"
 
 
 def test_flux_is_nearer_than_the_slurm_that_it_runs_in_and_mpirun_is_nearer_than_both() -> None:
@@ -267,7 +267,7 @@ def test_facts_fill_what_the_command_line_leaves_open() -> None:
     made = planned(of_slurm())
 
     assert made.plan.endpoints == (Endpoint("node0", port_of(77 * 7)),)
-    assert (made.plan.is_head, made.plan.times.nodes_expected, made.has_home_token) == (False, 4, True)
+    assert (made.plan.is_head, made.plan.times.nodes_expected, made.has_derived_token) == (False, 4, True)
     assert planned(of_slurm(SLURM_NODEID="0")).plan.is_head
     assert settle(options_of(), of_slurm()).run_id == "test-77.0"
 
@@ -276,7 +276,7 @@ def test_the_command_line_wins() -> None:
     made = planned(of_slurm(), "--rdzv-endpoint", "etcd9:2379", "--nnodes", "2:3", ELAUNCH_TOKEN="a token of its user")
 
     assert made.plan.endpoints == (Endpoint("etcd9", 2379),)
-    assert (made.plan.is_head, made.has_home_token) == (None, False)
+    assert (made.plan.is_head, made.has_derived_token) == (None, False)
     options = settle(options_of("--nnodes", "2:3", "--run-id", "mine"), of_slurm())
     assert (options.nnodes, options.run_id) == ((2, 3), "mine")
 
@@ -310,11 +310,11 @@ def test_a_job_of_several_steps_is_known_by_its_own_name(argv: list[str], enviro
     one_node = {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "node1", "SLURM_NODEID": "0"}
     options = options_of(*argv)
 
-    cluster = concerning(options, of_slurm(**one_node, SLURM_STEP_TASKS_PER_NODE="1"), environ)
+    cluster = facts_of_job(options, of_slurm(**one_node, SLURM_STEP_TASKS_PER_NODE="1"), environ)
     made = plan(settle(options, cluster), environ, no_file, cluster)
 
     assert settle(options, cluster).run_id is None
-    assert (made.plan.times.nodes_expected, made.has_home_token) == (0, False)
+    assert (made.plan.times.nodes_expected, made.has_derived_token) == (0, False)
     assert "more nodes than Slurm started here" in cluster.note
 
 
@@ -335,7 +335,7 @@ def test_an_agent_has_its_place_and_takes_the_schedulers_notice() -> None:
     assert config.notices == config.ignored == (10, 12)
     assert set(config.notices) < set(config.signals)
     assert not config.has_named_signals
-    assert config.details[0].startswith("Slurm says: ")
+    assert config.details[0].startswith("Slurm: ")
     assert config.notes == ()
 
 

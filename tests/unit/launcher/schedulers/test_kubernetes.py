@@ -90,7 +90,7 @@ def test_what_an_operator_says_is_logged_and_changes_nothing(environ: dict[str, 
     made = planned(cluster, **told, **secret)
 
     config = agent_config(settle(options_of("--run-id", "lm", **told), cluster), made, {}, CPU_HOST)
-    assert config.details[0].startswith("Kubernetes operator says: nothing that matters here (PET_")
+    assert config.details[0].startswith("Kubernetes operator: nothing that matters here (PET_")
     assert made.plan == plan(options_of(**told), told | secret, no_file, None).plan
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from elaunch.launcher.schedulers import other_tasks
 from elaunch.launcher.schedulers.facts import Cluster
-from elaunch.launcher.schedulers.other_tasks import _address, seen_by_others
+from elaunch.launcher.schedulers.other_tasks import _address, hold_other_tasks
 from tests.harness import DEADLINE_S, environment, wait_for
 
 
@@ -54,7 +54,7 @@ def test_a_task_beside_the_agent_stays_until_that_has_ended_whatever_signal_come
     waiting.stdout.readline()
     # Of MPI's processes on a node, only the agent may know the node's index.
     agent = Cluster("Open MPI", node_index=0, run_id=run_id, tasks=2)
-    with seen_by_others(agent, said):
+    with hold_other_tasks(agent, said):
         wait_for(lambda: "@" + _address(agent)[1:] in connected(), "the task is connected")
 
         waiting.terminate()
@@ -99,7 +99,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be anot
 @needs_root
 def test_a_stranger_who_knows_the_name_is_taken_for_none_of_the_other_tasks() -> None:
     cluster = Cluster("Slurm", run_id=f"known-{os.getpid()}", tasks=2)
-    with seen_by_others(cluster, said), stranger(_address(cluster)[1:]):
+    with hold_other_tasks(cluster, said), stranger(_address(cluster)[1:]):
         waiting = companion(str(cluster.run_id))
         assert waiting.stdout
         waiting.stdout.readline()

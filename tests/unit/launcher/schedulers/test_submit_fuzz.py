@@ -48,7 +48,7 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def batch_script(*words: str) -> str:
     ctx = read(slurm.COMMAND, *words)
-    return slurm.script(slurm.understand(ctx), ctx.params)
+    return slurm.script(slurm.job_of(ctx), ctx.params)
 
 
 def called_with(script: str, shelf: Path) -> list[str]:
@@ -105,7 +105,7 @@ def expanded(text: str, variables: dict[str, str]) -> str:
 def test_a_pod_calls_elaunch_with_the_very_words(arguments: list[str], variable: str) -> None:
     words = ("--image", "i", f"--env=A={variable}", "--nodes=2", "t.py", *arguments)
     try:
-        asked = kubernetes.understand(read(kubernetes.COMMAND, *words), "123456")
+        asked = kubernetes.job_of(read(kubernetes.COMMAND, *words), "123456")
     except UsageError as error:
         assert "UTF-8" in str(error)  # noqa: PT017
         return

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from elaunch.launcher.errors import SiteError, UsageError
-from elaunch.launcher.schedulers.submit_kubernetes import COMMAND, understand
+from elaunch.launcher.schedulers.submit_kubernetes import COMMAND, job_of
 from tests.commands import call, read
 from tests.manifests import Object, the
 
@@ -118,6 +118,6 @@ def test_a_job_whose_companions_are_refused_does_not_stay(
 )
 def test_what_cannot_be_is_said_in_a_sentence(words: list[str], sentence: str) -> None:
     with pytest.raises(UsageError) as refused:
-        understand(read(COMMAND, *words))
+        job_of(read(COMMAND, *words))
 
     assert sentence in str(refused.value)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import kubernetes_validate
 import pytest
 
-from elaunch.launcher.schedulers.submit_kubernetes import COMMAND, objects, understand
+from elaunch.launcher.schedulers.submit_kubernetes import COMMAND, job_of, objects
 from tests.commands import read
 from tests.manifests import Object, rendered, the
 
@@ -33,7 +33,7 @@ def pods(objects: list[Object]) -> Iterator[tuple[Object, Object]]:
 
 
 def submitted(*words: str) -> list[Object]:
-    asked = understand(read(COMMAND, *words, "train.py"))
+    asked = job_of(read(COMMAND, *words, "train.py"))
     return objects(asked)
 
 

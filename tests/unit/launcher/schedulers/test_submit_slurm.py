@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.launcher.errors import UsageError
-from elaunch.launcher.schedulers.submit_slurm import COMMAND, script, understand
+from elaunch.launcher.schedulers.submit_slurm import COMMAND, job_of, script
 from tests.commands import call, read
 from tests.harness import REPOSITORY, RUN_LIMIT_S
 
@@ -17,7 +17,7 @@ SHIPPED = REPOSITORY / "deploy" / "slurm" / "train.sbatch"
 
 def written(*argv: str) -> str:
     ctx = read(COMMAND, *argv)
-    return script(understand(ctx), ctx.params)
+    return script(job_of(ctx), ctx.params)
 
 
 def test_the_script_that_is_shipped_is_the_one_that_submit_writes() -> None:

@@ -14,7 +14,7 @@ from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.options.options import Options, parse
 from elaunch.launcher.schedulers.facts import Cluster
 from elaunch.launcher.store import connect
-from elaunch.launcher.store.connect import invite, reach, words_for_others
+from elaunch.launcher.store.connect import argv_for_others, invite, reach
 from elaunch.launcher.store.locate import Planned, RendezvousPlan, plan
 from tests.harness import free_ports
 
@@ -122,7 +122,7 @@ def asked(*argv: str, **environ: str) -> tuple[Options, RendezvousPlan]:
     ],
 )
 def test_the_line_is_the_same_command_without_what_is_this_nodes_own(typed: str, line: str) -> None:
-    assert shlex.join(["elaunch", *words_for_others(*asked(*shlex.split(typed)))]) == line
+    assert shlex.join(["elaunch", *argv_for_others(*asked(*shlex.split(typed)))]) == line
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_the_line_is_the_same_command_without_what_is_this_nodes_own(typed: str,
 def test_the_other_host_needs_none_of_the_variables_here(typed: str, environ: dict[str, str], line: str) -> None:
     options, made = asked(*shlex.split(typed), **environ)
 
-    assert shlex.join(["elaunch", *words_for_others(options, made)]) == line
+    assert shlex.join(["elaunch", *argv_for_others(options, made)]) == line
 
 
 def test_a_token_that_was_made_is_shown_and_one_that_was_given_is_not() -> None:

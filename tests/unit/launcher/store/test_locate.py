@@ -155,7 +155,7 @@ def test_a_secret_is_read_from_its_file_without_the_line_end(tmp_path: Path) -> 
     path.write_text(" abc \n")
 
     assert read_secret(str(path)) == "abc"
-    for text, words in (("", "is empty and should hold a secret"), ("a b", "holds several words")):
+    for text, words in (("", "is empty and should hold a secret"), ("a b", "holds several;")):
         path.write_text(text)
         with pytest.raises(UsageError, match=words):
             read_secret(str(path))

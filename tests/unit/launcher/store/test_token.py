@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elaunch.launcher.store.token import KeptTokens, keep_token, read_secret, token_at_home
+from elaunch.launcher.store.token import StoredTokens, derived_token, read_secret, store_token
 from elaunch.rendezvous.endpoint import Endpoint
 from elaunch.rendezvous.secret import Secret, fingerprint
 from tests.harness import environment, free_ports, wait_for
@@ -33,12 +33,12 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_nodes_that_share_a_home_derive_one_token_for_each_job(home: Path) -> None:
-    token = token_at_home("test-7.0.0 train 20000")
+    token = derived_token("test-7.0.0 train 20000")
 
-    assert token_at_home("test-7.0.0 train 20000") == token
-    assert token_at_home("test-8.0.0 train 20000") not in ("", token)
-    assert KeptTokens(token).token_for(Secret(token).der) == token
-    assert KeptTokens(token).token_for(DER) == ""
+    assert derived_token("test-7.0.0 train 20000") == token
+    assert derived_token("test-8.0.0 train 20000") not in ("", token)
+    assert StoredTokens(token).token_for(Secret(token).der) == token
+    assert StoredTokens(token).token_for(DER) == ""
     assert [path.name for path in (home / ".elaunch").iterdir()] == ["key"]
     assert (home / ".elaunch" / "key").stat().st_mode & 0o777 == 0o600
 
@@ -46,15 +46,15 @@ def test_nodes_that_share_a_home_derive_one_token_for_each_job(home: Path) -> No
 def test_a_key_that_others_can_read_is_none_and_neither_is_one_without_a_home(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert token_at_home("job")
+    assert derived_token("job")
 
     (home / ".elaunch" / "key").chmod(0o640)
-    assert token_at_home("job") == ""
+    assert derived_token("job") == ""
     monkeypatch.setenv("HOME", "/proc")
-    assert token_at_home("job") == ""
+    assert derived_token("job") == ""
     monkeypatch.delenv("HOME")
     monkeypatch.setattr(os, "getuid", lambda: 4_000_000_000)
-    assert token_at_home("job") == ""
+    assert derived_token("job") == ""
 
 
 # --- files
@@ -62,13 +62,13 @@ def test_a_key_that_others_can_read_is_none_and_neither_is_one_without_a_home(
 
 def test_a_kept_token_is_found_by_the_stores_certificate() -> None:
     before = os.umask(0)
-    kept = keep_token(TOKEN, PLACE)
+    kept = store_token(TOKEN, PLACE)
     os.umask(before)
 
     assert Path(kept).stat().st_mode & 0o777 == 0o600
     assert Path(kept).parent.stat().st_mode & 0o777 == 0o700
-    assert KeptTokens().token_for(DER) == TOKEN
-    assert KeptTokens().place_of(PLACE) == f"~/.elaunch/stores/{fingerprint(DER)}"
+    assert StoredTokens().token_for(DER) == TOKEN
+    assert StoredTokens().path_of(PLACE) == f"~/.elaunch/stores/{fingerprint(DER)}"
     # The option in the line for a node without this home: --token-file with a copy of the file.
     assert read_secret(kept) == TOKEN
 
@@ -101,19 +101,19 @@ def as_another_users(path: Path) -> None:
     ],
 )
 def test_what_others_could_have_put_there_is_not_believed(spoilt: Callable[[Path], None]) -> None:
-    kept = keep_token(TOKEN, PLACE)
+    kept = store_token(TOKEN, PLACE)
 
     spoilt(Path(kept))
 
-    assert KeptTokens().token_for(DER) == KeptTokens().place_of(PLACE) == ""
+    assert StoredTokens().token_for(DER) == StoredTokens().path_of(PLACE) == ""
 
 
 def test_without_a_home_nothing_is_kept_or_found(monkeypatch: pytest.MonkeyPatch) -> None:
     for home in ("/proc", "/nowhere"):
         monkeypatch.setenv("HOME", home)
         with pytest.raises(OSError, match=r"No such file|not permitted|denied|Read-only"):
-            keep_token(TOKEN, PLACE)
-        assert KeptTokens().token_for(DER) == ""
+            store_token(TOKEN, PLACE)
+        assert StoredTokens().token_for(DER) == ""
 
 
 def test_the_stores_process_removes_it_when_its_agent_is_killed() -> None:
