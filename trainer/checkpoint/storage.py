@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 
 from elaunch.strict_json import parse_json
 from elaunch.trainer.checkpoint.filesystem import LocalFiles, ObjectFiles, StorageError, parse
-from elaunch.trainer.state.region import Version
+from elaunch.trainer.state import Version
 
 MANIFEST = "manifest.json"
 # Takes the manifest's place in what has proved to be corrupt.

@@ -1,1 +1,25 @@
-"""The state of a training: models, optimizers and random generators, as bytes and back."""
+"""The state of a training: models, optimizers and random generators, as bytes and back; here what names it.
+
+The command line is checked before torch is imported, and that needs the names of checkpoints.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, order=True)
+class Version:
+    """The state after `step`, computed in `generation`. A newer generation wins over any step."""
+
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True, order=True)
+class Piece:
+    """What rank `rank` of a group of `world_size` ranks wrote of the state of `version`: its part, or all of it."""
+
+    version: Version
+    world_size: int
+    rank: int

@@ -20,27 +20,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from elaunch.trainer.state import Piece as Piece
+from elaunch.trainer.state import Version as Version
+
 MARK = b"elaunch3"
 PAGE = 4096
 _FIELDS = struct.Struct("<16sqqIIQQQIQ")
 _CRC_BYTES = 4
-
-
-@dataclass(frozen=True, order=True)
-class Version:
-    """The state after `step`, computed in `generation`. A newer generation wins over any step."""
-
-    generation: int
-    step: int
-
-
-@dataclass(frozen=True, order=True)
-class Piece:
-    """What rank `rank` of a group of `world_size` ranks wrote of the state of `version`: its part, or all of it."""
-
-    version: Version
-    world_size: int
-    rank: int
 
 
 @dataclass(frozen=True)
