@@ -1,1 +1,1 @@
-"""Why a job hangs or a worker failed: pure rules, and the probes that read what these ask for."""
+"""Why a job hangs or a worker failed: pure rules, and the probes that read their facts."""

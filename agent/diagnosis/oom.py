@@ -52,7 +52,7 @@ class KernelLog:
                 self._claim_until_s = now_s + _CLAIM_S
         if record := self._kills.get(pid):
             held = sum(int(m[1]) << 10 for pattern in (_ANONYMOUS, _SHARED) for m in [pattern.search(record)] if m)
-            return "out of memory, says the kernel log" + (f"; it held {bytes_text(held)}" if held else "")
+            return "out of memory, per the kernel log" + (f"; it held {bytes_text(held)}" if held else "")
         return "its memory cgroup counted an out-of-memory kill at that time" if now_s < self._claim_until_s else ""
 
     @property

@@ -53,7 +53,7 @@ def test_a_worker_killed_for_memory_is_told_from_one_killed_by_hand(tmp_path: Pa
 
     assert "survived" not in job.output
     said = (
-        r"rank 1 .* was killed by SIGKILL \(out of memory, says the kernel log; it held \d+(\.\d)? MiB; its cgroup may"
+        r"rank 1 .* was killed by SIGKILL \(out of memory, per the kernel log; it held \d+(\.\d)? MiB; its cgroup may"
         r" hold 500 MiB, of which (4\d\d|500) MiB were used\)"
     )
     assert re.search(said, job.output), job.output

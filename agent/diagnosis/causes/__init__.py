@@ -1,1 +1,1 @@
-"""Recognises the usual causes of failures, and says what to do about each."""
+"""Recognises the usual causes of failures, with a next step for each."""

@@ -1,4 +1,4 @@
-"""What a rule about causes looks at, and what it answers."""
+"""A rule about causes, and the evidence and the facts that it reads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from elaunch.rendezvous.types import FailureKind
 
 SHARED_MEMORY = "/dev/shm"
-# Less than this is no room for a checkpoint.
+# With less than this free, a checkpoint does not fit.
 _FULL_BYTES = 16 << 20
 _FULL_PART = 50
 
@@ -30,7 +30,6 @@ class Space:
 
     @property
     def is_full(self) -> bool:
-        """Whether it has no room for anything of size."""
         return self.total > 0 and self.free < min(_FULL_BYTES, self.total // _FULL_PART)
 
 
@@ -40,8 +39,8 @@ class Facts:
 
     `shm` is the shared memory, `full` are the file systems that have no room, and `folder` is the one of the job that
     has the missing module: all three only where a rule `wants_disks`.
-    `gpu_errors` are those that the NVIDIA driver logged. `kills_are_counted` says that the kernel counts the processes
-    of this cgroup that it kills for lack of memory. `mismatch` is that of the rank table.
+    `gpu_errors` are those that the NVIDIA driver logged. `kills_are_counted`: the kernel counts the processes of this
+    cgroup that it kills for lack of memory. `mismatch` is that of the rank table.
     """
 
     shm: Space | None = None
@@ -60,14 +59,14 @@ NO_FACTS = Facts()
 class Evidence:
     """What is known about one failure.
 
-    `code` is as in `Failure`. `exception` is the uncaught exception's type without its module. `words` is its whole
-    text; without an exception it is the end of what the worker wrote to stderr. `crash` is the innermost frame of the
-    user's code at a crash, and `killed` the kind of failure where a signal ended the worker.
+    `code` is as in `Failure`. `exception` is the uncaught exception's type without its module. `text` is its whole
+    message; without an exception it is the end of what the worker wrote to stderr. `crash` is the innermost frame of
+    the user's code at a crash, and `killed` the kind of failure where a signal ended the worker.
     """
 
     code: int | None
     exception: str = ""
-    words: str = ""
+    text: str = ""
     traceback: str = ""
     crash: str = ""
     killed: FailureKind | None = None
@@ -81,11 +80,11 @@ Values = Mapping[str, Any]
 class CauseRule:
     """One recognised cause.
 
-    It applies if the exit code is in `codes`, the exception in `exceptions`, and `pattern` is found in the words; one
-    that is empty is not asked. `more` adds values for the templates, or says with None that the rule does not apply.
-    `detail` and `advice` are templates: `{name}` is a group of the pattern or a value of `more`, which looks at file
-    systems where it `wants_disks`. The documentation shows `shown`, or else the template of the advice. `is_enough`
-    says that a traceback and the worker's output add nothing but the place in the user's code.
+    It applies if the exit code is in `codes`, the exception in `exceptions`, and `pattern` is found in the text; one
+    that is empty is not checked. `more` adds values for the templates, or is None if the rule does not apply. `detail`
+    and `advice` are templates: `{name}` is a group of the pattern or a value of `more`, which reads file systems where
+    it `wants_disks`. The documentation shows `shown`, or else the template of the advice. With `is_enough` a traceback
+    and the worker's output add nothing but the place in the user's code.
     """
 
     title: str
@@ -107,11 +106,11 @@ class CauseRule:
             return None
         if not self.pattern:
             return {}
-        found = re.search(self.pattern, evidence.words, re.IGNORECASE)
+        found = re.search(self.pattern, evidence.text, re.IGNORECASE)
         return {name: text or "" for name, text in found.groupdict().items()} if found else None
 
     def cause(self, evidence: Evidence) -> tuple[str, str] | None:
-        """What the failure's own message does not say, and the next step; None if the rule does not apply."""
+        """What the failure's own message lacks, and the next step; None if the rule does not apply."""
         values = self.values(evidence)
         if values is None:
             return None
@@ -124,5 +123,5 @@ class CauseRule:
 
 
 def regex(text: str) -> re.Pattern[str]:
-    """A pattern that does not tell capitals from small letters."""
+    """A pattern that ignores case."""
     return re.compile(text, re.IGNORECASE)

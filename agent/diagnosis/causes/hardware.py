@@ -14,7 +14,7 @@ _NO_MEMORY = (
     "the program asked for more memory than this host or its ulimit -v gives: use smaller batches or arrays, or give"
     " the job more memory"
 )
-# Also said of the processes of elaunch.
+# Also the advice for the processes of elaunch.
 MORE_MEMORY = (
     "give the job more memory{limit}, or hold less in each rank: a smaller batch, fewer DataLoader workers, no copy of"
     " the data set in each rank"
@@ -23,7 +23,7 @@ _SENDERS = (
     "the scheduler (a limit of memory or time: sacct -j JOB, kubectl describe pod POD), a watchdog of the host"
     " (journalctl -u systemd-oomd), or a person (kill -9)"
 )
-# Only what a list of numbers has: with any character, hostile words would take a second.
+# Only what a list of numbers has: with any character, a hostile text would take a second.
 _LOADER = r"DataLoader worker \(pid(?P<pids>(?:\(s\))?[\d, ]*)\)"
 _SHM_ADVICE = (
     "give the container more shared memory (docker run --shm-size=8g, or --ipc=host; in Kubernetes an emptyDir with"
@@ -37,7 +37,7 @@ _IN_SHM = regex(
 
 
 def _small_shm(evidence: Evidence, _values: Values) -> Values | None:
-    """The rule is for a shared memory that is full, or so small that it must have been."""
+    """Only a shared memory that is full, or so small that it must have been."""
     space = evidence.facts.shm
     if space is None or (space.total > _SMALL_SHM and not space.is_full):
         return None
@@ -46,7 +46,7 @@ def _small_shm(evidence: Evidence, _values: Values) -> Values | None:
 
 def _full_shm(evidence: Evidence, _values: Values) -> Values | None:
     innermost = evidence.traceback[evidence.traceback.rfind("\n  File ") :]
-    if not _IN_SHM.search(f"{innermost}\n{evidence.words}"):
+    if not _IN_SHM.search(f"{innermost}\n{evidence.text}"):
         return None
     space = evidence.facts.shm
     return {"size": f"/dev/shm has {bytes_text(space.total)} in all, {bytes_text(space.free)} free" if space else ""}
@@ -60,18 +60,18 @@ def _killed(evidence: Evidence, _values: Values) -> Values | None:
 
 
 def _sender(evidence: Evidence, _values: Values) -> Values | None:
-    """Who may have sent it. Its own cgroup's counter would have said that it was the kernel."""
+    """Who may have sent it. Its own cgroup's counter would have shown that it was the kernel."""
     if evidence.killed is not FailureKind.SIGNAL:
         return None
     if evidence.facts.kills_are_counted:
-        return {"who": f"the kernel's out-of-memory killer did not send it; look for another sender: {_SENDERS}"}
+        return {"who": f"the kernel's out-of-memory killer did not send it; find another sender: {_SENDERS}"}
     kernel = "the kernel for lack of memory (dmesg -T | grep -i 'killed process' on that host)"
-    return {"who": f"look for the sender: {kernel}, {_SENDERS}"}
+    return {"who": f"find the sender: {kernel}, {_SENDERS}"}
 
 
 def _gpu(evidence: Evidence, values: Values) -> Values:
     """Whose fault a full GPU is: another process's, or the program's own."""
-    if other := regex(r"Process (\d+) has ([\d.]+ \wiB) memory in use").search(evidence.words):
+    if other := regex(r"Process (\d+) has ([\d.]+ \wiB) memory in use").search(evidence.text):
         advice = (
             f"another process (pid {other[1]}) holds {other[2]} on that GPU: give each rank its own GPU"
             " (torch.cuda.set_device(int(os.environ['LOCAL_RANK']))), or end that process (nvidia-smi)"
@@ -96,14 +96,14 @@ MEMORY_RULES = (
         "{who}",
         codes=frozenset({_SIGKILL}),
         more=_sender,
-        shown=f"by what the kernel counts: look for the sender, which may be the kernel for lack of memory, {_SENDERS}",
+        shown=f"by what the kernel counts: find the sender, which may be the kernel for lack of memory, {_SENDERS}",
     ),
     CauseRule(
         "a GPU is out of memory",
         "{who}",
         pattern=r"(?:CUDA|HIP) out of memory",
         more=_gpu,
-        shown="by what the message says: give each rank its own GPU, or set"
+        shown="by the message: give each rank its own GPU, or set"
         " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or use a smaller micro-batch, activation checkpointing or"
         " FSDP",
     ),
@@ -143,8 +143,8 @@ MEMORY_RULES = (
     ),
     CauseRule(
         "a DataLoader worker was killed",
-        "somebody killed it, most often the kernel for lack of memory (dmesg says so): use fewer DataLoader workers or"
-        " a smaller batch, or give the job more memory",
+        "most often the kernel killed it for lack of memory (see dmesg): use fewer DataLoader workers or a smaller"
+        " batch, or give the job more memory",
         pattern=rf"{_LOADER} is killed by signal: Killed",
     ),
     CauseRule(
@@ -166,7 +166,7 @@ MEMORY_RULES = (
 _CUDA = r"CUDA error: "
 _BLOCKING = "run once with CUDA_LAUNCH_BLOCKING=1, which shows the Python line of the failing kernel"
 
-# What NVIDIA's list of Xid errors calls a fault of the hardware, with its words (docs.nvidia.com/deploy/xid-errors).
+# What NVIDIA's list of Xid errors calls a fault of the hardware, and its text (docs.nvidia.com/deploy/xid-errors).
 _HARDWARE_XIDS = {
     "48": "double bit ECC error",
     "62": "internal micro-controller halt",
@@ -184,7 +184,7 @@ _XID = regex(r"Xid \((?P<where>[^)]*)\): (?P<xid>\d+)")
 
 
 def _hardware(evidence: Evidence, _values: Values) -> Values | None:
-    """The first error of the hardware among the driver's. Xids that a faulty program makes too say nothing."""
+    """The first error of the hardware among the driver's. Xids that a faulty program makes too prove nothing."""
     for line in evidence.facts.gpu_errors:
         if (found := _XID.search(line)) and found["xid"] in _HARDWARE_XIDS:
             return {"error": f"Xid {found['xid']} on {found['where']}: {_HARDWARE_XIDS[found['xid']]}"}
@@ -194,9 +194,9 @@ def _hardware(evidence: Evidence, _values: Values) -> Values | None:
 GPU_RULES = (
     CauseRule(
         "a GPU or its link is faulty (Xid)",
-        "take this node out of the job and have the GPU reset or replaced; nvidia-smi -q and the kernel log say more",
+        "take this node out of the job and have the GPU reset or replaced; see also nvidia-smi -q and the kernel log",
         pattern=rf"{_CUDA}|NCCL error|CUBLAS_STATUS|CUDNN_STATUS|ncclSystemError|ncclUnhandledCudaError",
-        detail="the NVIDIA driver says: {error}",
+        detail="the NVIDIA driver logged: {error}",
         more=_hardware,
     ),
     CauseRule(

@@ -20,7 +20,7 @@ def _too_few(_evidence: Evidence, values: Values) -> Values | None:
 
 def _no_store(evidence: Evidence, values: Values) -> Values | None:
     """A connection that is refused between workers is a lost peer; this is about where they meet."""
-    if regex(r"connectFullMesh").search(evidence.words):
+    if regex(r"connectFullMesh").search(evidence.text):
         return None
     return {"where": f"{values['host']}:{values['port']}" if values["port"] else "its address"}
 
@@ -28,8 +28,8 @@ def _no_store(evidence: Evidence, values: Values) -> Values | None:
 COLLECTIVES_RULES = (
     CauseRule(
         "NCCL watchdog: a collective timed out",
-        "one rank did not come to this collective: compare the operation and its number between the ranks' output, look"
-        " at the rank that reports none, and start with --hang-timeout, which shows the stacks",
+        "one rank did not come to this collective: compare the operation and its number between the ranks' output,"
+        " check the rank that reports none, and start with --hang-timeout, which shows the stacks",
         pattern=(
             r"Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(?P<number>\d+), OpType=(?P<operation>\w+)"
             r"[^\n]*?Timeout\(ms\)=(?P<ms>\d{1,12})"
@@ -73,14 +73,14 @@ COLLECTIVES_RULES = (
         "the ranks cannot reach each other",
         "the workers could not connect to each other: open the ports between the nodes, and set GLOO_SOCKET_IFNAME to"
         " the interface that connects them",
-        # Gloo's words, and those of the Keeper's own connections.
+        # Gloo's text, and that of the Keeper's own connections.
         pattern=r"connectFullMesh failed|connection closed by peer \(Connection timed out, at [0-9a-f.:]+ port \d",
     ),
     CauseRule(
         "a collective timed out",
-        "one rank did not come to this collective: look at the rank whose output says nothing of it, and start with"
+        "one rank did not come to this collective: check the rank whose output does not show it, and start with"
         " --hang-timeout, which shows the stacks",
-        # Gloo's words, and those of the Keeper's own connections.
+        # Gloo's text, and that of the Keeper's own connections.
         pattern=(
             r"Timed out waiting \d+ms for (?:recv|send) operation"
             r"|collective operation timeout: waited \d[\d.e+]{0,12} s for"
@@ -89,14 +89,14 @@ COLLECTIVES_RULES = (
     CauseRule(
         "not all ranks came to the process group",
         "{who} came to init_process_group: leave rank= and world_size= out of it, since elaunch sets RANK and"
-        " WORLD_SIZE; or look for the rank that did not come",
+        " WORLD_SIZE; or find the rank that did not come",
         pattern=(
             r"waiting for clients\. (?P<joined>\d+)/(?P<wanted>\d+) clients joined"
             r"|wait timeout after \d+ms, keys: \S*default_pg\S*"
         ),
         more=_too_few,
-        shown="leave rank= and world_size= out of init_process_group, since elaunch sets RANK and WORLD_SIZE; or look"
-        " for the rank that did not come",
+        shown="leave rank= and world_size= out of init_process_group, since elaunch sets RANK and WORLD_SIZE; or find"
+        " the rank that did not come",
     ),
     CauseRule(
         "a name that cannot be resolved",
@@ -136,10 +136,6 @@ COLLECTIVES_RULES = (
 )
 
 
-_ADVICE = "{mismatch}: install the same on every node"
-_SHOWN = "install the same versions on every node; a warning names the versions and the nodes when the ranks start"
-
-
 def _differ(evidence: Evidence, _values: Values) -> Values | None:
     return {"mismatch": evidence.facts.mismatch} if evidence.facts.mismatch else None
 
@@ -147,9 +143,10 @@ def _differ(evidence: Evidence, _values: Values) -> Values | None:
 NODES_RULES = (
     CauseRule(
         "a failure between ranks, where the nodes have different versions of torch or Python",
-        _ADVICE,
+        "{mismatch}: install the same on every node",
         pattern=r"nccl|gloo|pickle|processgroup|process group|collective",
         more=_differ,
-        shown=_SHOWN,
+        shown="install the same versions on every node; a warning names the versions and the nodes when the ranks"
+        " start",
     ),
 )

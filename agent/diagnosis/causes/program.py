@@ -45,8 +45,8 @@ MISSING = r"No module named '?(?P<missing>\w[\w.]*)'?(?:\. Did you mean: .*)?$"
 # Of multiprocessing's spawn, in a child process.
 NO_MAIN_GUARD = "current process has finished its bootstrapping phase"
 _ENVIRON = regex(r'File "(?:<frozen os>|[^"]*/os\.py)", line \d+, in __getitem__')
-# The end of a library's name. As Linux does, patterns limit names, and they begin where a word does: without that a
-# search takes the square of the time, and an exception may have a word of megabytes.
+# The end of a library's name. As Linux does, patterns limit names, and they begin where a name does: without that a
+# search takes the square of the time, and an exception may have a name of megabytes.
 _SO = r"\.so[\w.]{0,64}"
 
 
@@ -75,7 +75,7 @@ def _missing(evidence: Evidence, values: Values) -> Values:
 
 
 def _usage(evidence: Evidence, values: Values) -> Values:
-    if regex(r"--local[-_]rank").search(values["said"]):
+    if regex(r"--local[-_]rank").search(values["error"]):
         return {
             "step": "the script takes its local rank from an argument, as with torch.distributed.launch; elaunch sets"
             " the variable LOCAL_RANK, as torchrun does: read os.environ['LOCAL_RANK'], or give the script"
@@ -96,9 +96,9 @@ RULES = (
     CauseRule(
         "wrong arguments of the script",
         "{step}",
-        pattern=r"(?m)^(?P<program>[^\s:]+): error: (?P<said>[^\n]+)\s*\Z",
+        pattern=r"(?m)^(?P<program>[^\s:]+): error: (?P<error>[^\n]+)\s*\Z",
         codes=frozenset({2}),
-        detail="{said}",
+        detail="{error}",
         more=_usage,
         shown="correct the arguments; a script that wants --local-rank reads LOCAL_RANK instead",
     ),
@@ -196,7 +196,7 @@ RULES = (
         "the heap is corrupted",
         "native code has written outside of its memory: update or rebuild the compiled packages that the program uses",
         codes=frozenset({_SIGABRT}),
-        pattern=r"(?P<said>(?:malloc|free|realloc|munmap_chunk|corrupted|double free)[^\n]{0,100})\s*\Z",
-        detail="{said}",
+        pattern=r"(?P<error>(?:malloc|free|realloc|munmap_chunk|corrupted|double free)[^\n]{0,100})\s*\Z",
+        detail="{error}",
     ),
 )

@@ -14,13 +14,13 @@ MORE_PROCESSES = (
 )
 _WRITER = regex(r"(?:PytorchStreamWriter failed writing file|inline_container\.cc|iostream error)")
 _NO_ADDRESS = r"\[Errno 99\]|EADDRNOTAVAIL|Cannot assign requested address"
-# Of a socket that cannot be bound, which may be of a thread whose end nobody notices.
+# Of a socket that cannot be bound, which may be of a thread that exits unnoticed.
 SOCKET_PATH = "AF_UNIX path (?:too long|length)"
 _STARTS_PROCESS = regex(r"fork|spawn|subprocess|popen|clone|thread")
 
 
 def _path(evidence: Evidence) -> str:
-    found = _QUOTED.search(evidence.words)
+    found = _QUOTED.search(evidence.text)
     return found["path"] if found else ""
 
 
@@ -31,7 +31,7 @@ def _full(evidence: Evidence, _values: Values) -> Values | None:
         named = spaces[:_NAMED_DISKS]
         where = ", or ".join(map(_lack, named)) + (", or another one" if spaces[_NAMED_DISKS:] else "")
         return {"where": where, "what": " or ".join(map(_remedy, named))}
-    if "No space left" in evidence.words:
+    if "No space left" in evidence.text:
         at = f" at {path}" if path else ""
         return {"where": "", "what": f"make room on the file system that the program writes to{at}"}
     return None
@@ -53,9 +53,9 @@ def _call(evidence: Evidence) -> str:
 
 
 def _no_process(evidence: Evidence, _values: Values) -> Values | None:
-    """EAGAIN is also what a lock that is taken and a socket that is not ready say."""
+    """EAGAIN is also the error of a lock that is taken and of a socket that is not ready."""
     call = _call(evidence)
-    is_other = "[Errno 11]" in evidence.words and call and not _STARTS_PROCESS.search(call)
+    is_other = "[Errno 11]" in evidence.text and call and not _STARTS_PROCESS.search(call)
     return None if is_other else {}
 
 
@@ -83,7 +83,7 @@ RULES = (
     ),
     CauseRule(
         "a disk quota is spent",
-        "remove files, or ask for more: the user's or the project's quota is spent (quota -s, lfs quota)",
+        "remove files, or request more: the user's or the project's quota is spent (quota -s, lfs quota)",
         pattern=r"Disk quota exceeded",
     ),
     CauseRule(
@@ -131,7 +131,7 @@ RULES = (
     ),
     CauseRule(
         "a connection is refused",
-        "nobody listens at that address and port: check both, and that the service runs",
+        "no process listens at that address and port: check both, and that the service runs",
         pattern=r"\[Errno 111\] Connection refused",
         exceptions=frozenset({"ConnectionRefusedError", "URLError", "OSError"}),
     ),
@@ -142,7 +142,7 @@ RULES = (
         exceptions=frozenset({"FileNotFoundError"}),
         more=_not_there,
         shown="check the spelling of an absolute path, and that its file system is mounted on this node; a relative"
-        " path is looked for in the folder where elaunch was started",
+        " path starts at the folder where elaunch was started",
     ),
     CauseRule(
         "permission denied",

@@ -17,25 +17,25 @@ from elaunch.rendezvous.types import Failure, FailureKind
 _SIGABRT = -6
 # Behind an exit code, only the very last lines are about it. An abort writes more: stacks of C++.
 _LAST_LINES, _ABORT_LINES = 3, 40
-# "raise X from error": the first error says more of the cause, and X of where it came up.
+# "raise X from error": the first error has the cause, and X the place where it came up.
 _DIRECT_CAUSE = "\nThe above exception was the direct cause of the following exception:\n"
 _RAISED = re.compile(r"^raised (?P<type>[\w.]+)(?:: (?P<message>.*))?$", re.DOTALL)
 # An exception of the parent of a child process.
 _CHILD_ENDED = re.compile(r"ProcessExitedException|BrokenProcessPool|DataLoader worker")
-# What waits in vain for a data loader or a manager.
-_NO_ANSWER = re.compile(r"DataLoader|EOFError|Broken|Connection|timed? ?out|Empty", re.IGNORECASE)
-# Nothing about the user's program is to be found out: somebody has left it, or it hangs, lives, or has said the cause.
+# Of a wait for a data loader or a manager that did not respond.
+_NO_RESPONSE = re.compile(r"DataLoader|EOFError|Broken|Connection|timed? ?out|Empty", re.IGNORECASE)
+# Nothing about the user's program is to be found out: its debugger was left, or it hangs, or it has named the cause.
 _NOT_RECOGNISED = (FailureKind.DEBUGGER, FailureKind.HANG, FailureKind.REFUSED)
 
 
 def wants_disks(failure: Failure) -> bool:
-    """Whether the file systems of this host must be looked at before the failure can be explained."""
+    """Whether the file systems of this host must be read before the failure can be explained."""
     evidences = _evidences(failure, NO_FACTS)
     return any(rule.wants_disks and rule.values(evidence) is not None for evidence in evidences for rule in RULES)
 
 
 def explained(failure: Failure, facts: Facts = NO_FACTS, mismatch: str = "") -> Failure:
-    """The failure, its output complete, with the advice for its cause and with what its own message does not say.
+    """The failure, its output complete, with the advice for its cause and with what its own message lacks.
 
     `mismatch` as in `RankTable`.
     """
@@ -57,7 +57,7 @@ def explained(failure: Failure, facts: Facts = NO_FACTS, mismatch: str = "") -> 
 
 
 def _evidences(failure: Failure, facts: Facts) -> list[Evidence]:
-    """What rules look at. An exception and its direct causes are one each, the first cause first."""
+    """What rules check. An exception and its direct causes are one each, the first cause first."""
     if failure.kind in _NOT_RECOGNISED or failure.rank < 0 or failure.code is None:
         return []
     was_killed = failure.code < 0 and failure.message.startswith("was killed")
@@ -68,22 +68,22 @@ def _evidences(failure: Failure, facts: Facts) -> list[Evidence]:
         return [
             Evidence(
                 failure.code,
-                words=_last(failure.tail, _ABORT_LINES) if failure.code == _SIGABRT else "",
+                text=_last(failure.tail, _ABORT_LINES) if failure.code == _SIGABRT else "",
                 crash=failure.frame if is_crash else "",
                 killed=failure.kind if was_killed else None,
                 facts=facts,
             )
         ]
-    return [Evidence(failure.code, words=_last(failure.tail, _LAST_LINES), facts=facts)]
+    return [Evidence(failure.code, text=_last(failure.tail, _LAST_LINES), facts=facts)]
 
 
 def _of_exceptions(failure: Failure, facts: Facts) -> list[Evidence]:
     found: list[Evidence] = []
-    if _NO_ANSWER.search(f"{failure.exception} {failure.message}") and re.search(SOCKET_PATH, failure.tail):
+    if _NO_RESPONSE.search(f"{failure.exception} {failure.message}") and re.search(SOCKET_PATH, failure.tail):
         # A thread or process that could not make its socket has printed that. This one only waited for it.
         found.append(Evidence(failure.code, "OSError", "AF_UNIX path too long", facts=facts))
     if NO_MAIN_GUARD in failure.tail and _CHILD_ENDED.search(failure.message):
-        # The child process says why it has ended, on the same stderr. Its parent does not know.
+        # The child process has printed why it ended, to the same stderr. Its parent does not know.
         found.append(Evidence(failure.code, "RuntimeError", NO_MAIN_GUARD, facts=facts))
     for text in failure.traceback.split(_DIRECT_CAUSE):
         raised = parse_traceback(text)
@@ -94,9 +94,9 @@ def _of_exceptions(failure: Failure, facts: Facts) -> list[Evidence]:
         found.append(Evidence(failure.code, name, ends(raised.message), text, facts=facts))
     if found:
         return found
-    said = _RAISED.match(failure.message)
-    words = (said["message"] or "") if said else failure.message
-    return [Evidence(failure.code, failure.exception.rpartition(".")[2], ends(words), facts=facts)]
+    raised_as = _RAISED.match(failure.message)
+    text = (raised_as["message"] or "") if raised_as else failure.message
+    return [Evidence(failure.code, failure.exception.rpartition(".")[2], ends(text), facts=facts)]
 
 
 def _last(tail: str, count: int) -> str:
@@ -104,8 +104,8 @@ def _last(tail: str, count: int) -> str:
     return "\n".join(lines[-count:])
 
 
-# The first rule that applies has the word: a special cause stands before a general one.
-ROOMS: tuple[tuple[str, tuple[CauseRule, ...]], ...] = (
+# The first rule that applies wins: a special cause stands before a general one.
+SECTIONS: tuple[tuple[str, tuple[CauseRule, ...]], ...] = (
     ("Memory", hardware.MEMORY_RULES),
     ("GPUs", hardware.GPU_RULES),
     ("Nodes that differ", network.NODES_RULES),
@@ -113,10 +113,10 @@ ROOMS: tuple[tuple[str, tuple[CauseRule, ...]], ...] = (
     ("Files, disks, networks and limits", system.RULES),
     ("Collectives", network.COLLECTIVES_RULES),
 )
-RULES = tuple(rule for _, rules in ROOMS for rule in rules)
+RULES = tuple(rule for _, rules in SECTIONS for rule in rules)
 
 _PAGE_HEAD = """\
-# What the report says, and what to do
+# Failures: causes and next steps
 
 When a job fails, the report names the rank that failed first. If the cause is a usual one, a line says what to do next:
 
@@ -130,18 +130,18 @@ Next step: install opencv-python in the Python environment of every node (python
 ```
 
 A report without such a line is about a failure that elaunch does not know: wrong advice is worse than none. The
-tables below are made from the rules in the code (`agent/diagnosis/causes/`). Words in *italics* stand for what the
-report names. If several rules apply, the report uses the first.
+tables below are made from the rules in the code (`agent/diagnosis/causes/`). *Italics* stand for what the report
+names. If several rules apply, the report uses the first.
 
 For a crash (SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT) the report shows the Python stack of the worker, and its headline
-has the innermost line of your own code. [A worker and a fresh python](fidelity.md) says how that works.
+has the innermost line of your own code. [A worker and a fresh python](fidelity.md) explains how that works.
 """
 
 
 def markdown() -> str:
     """The page docs/failures.md."""
     lines = [_PAGE_HEAD]
-    for title, rules in ROOMS:
+    for title, rules in SECTIONS:
         lines += [f"## {title}", "", "| cause | next step |", "|---|---|"]
         lines += [f"| {rule.title} | {_shown(rule.shown or rule.advice)} |" for rule in rules]
         lines.append("")

@@ -1,5 +1,5 @@
 # headline: was killed by SIGKILL in generation
-# next: look for .*sender: .*kill -9
+# next: find .*sender: .*kill -9
 # not: out of memory|more memory
 
 import os

@@ -1,7 +1,7 @@
 # workers: 3
 # options: --no-preload --failure-grace 300
 # headline: rank 1 .* was killed by SIGKILL in generation 0
-# next: look for .*sender: .*kill -9
+# next: find .*sender: .*kill -9
 # not: Connection closed by peer
 # slow
 

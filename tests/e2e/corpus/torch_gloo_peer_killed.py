@@ -1,7 +1,7 @@
 # options: --preload torch
 # workers: 2
 # headline: rank 1 .* was killed by SIGKILL in generation 0
-# next: look for .*sender: .*kill -9
+# next: find .*sender: .*kill -9
 # not: ^rank 0 \(|out of memory|more memory
 # slow
 

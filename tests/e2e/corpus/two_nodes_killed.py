@@ -1,6 +1,6 @@
 # nodes: 2
 # headline: rank 1 .* was killed by SIGKILL in generation 0
-# next: look for .*sender: .*kill -9
+# next: find .*sender: .*kill -9
 # not: rank 0 \(.* (?:raised|was killed)|out of memory|more memory
 # slow
 

@@ -73,10 +73,10 @@ def test_a_program_that_refuses_is_named_by_its_reason_unless_a_signal_ended_it(
 
 
 def test_the_kernels_word_makes_a_kill_an_out_of_memory_one() -> None:
-    killed = failure(-9, kernel="out of memory, says the kernel log")
+    killed = failure(-9, kernel="out of memory, per the kernel log")
 
     assert killed.kind is FailureKind.OUT_OF_MEMORY
-    assert killed.message == "was killed by SIGKILL (out of memory, says the kernel log)"
+    assert killed.message == "was killed by SIGKILL (out of memory, per the kernel log)"
 
 
 @pytest.mark.parametrize(("code", "shown"), [(-15, 1), (-9, 1), (-6, 1), (-11, -11), (1, 1)])

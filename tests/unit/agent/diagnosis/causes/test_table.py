@@ -1,4 +1,7 @@
-"""agent.diagnosis.causes: which advice a failure gets, and which failures get none."""
+"""agent.diagnosis.causes: which advice a failure gets, and which failures get none.
+
+Each row of docs/failures.md has a message, as programs write it, that it is the first to recognise.
+"""
 
 # ruff: noqa: E501
 # Messages stand here as programs write them.
@@ -11,11 +14,14 @@ from dataclasses import replace
 
 import pytest
 
-from elaunch.agent.diagnosis.causes.cause import NO_FACTS, Facts, Space
-from elaunch.agent.diagnosis.causes.table import explained, markdown, wants_disks
+from elaunch.agent.core.actions import Log
+from elaunch.agent.core.events import WorkerExited
+from elaunch.agent.diagnosis.causes.cause import NO_FACTS, Evidence, Facts, Space
+from elaunch.agent.diagnosis.causes.table import RULES, _evidences, explained, markdown, wants_disks
 from elaunch.agent.diagnosis.exit_status import Remains, failure_of, with_tail
 from elaunch.rendezvous.types import Failure, FailureKind
 from tests.harness import REPOSITORY
+from tests.unit.agent.driver import TWO, Driver, cleared, failure, settle
 
 WORKER = Failure(FailureKind.EXIT_CODE, 0, "node-a-1", "node-a", 1, 1, 4711, None, "", failed_at=1.5)
 SIGNALS = {-4: "SIGILL", -6: "SIGABRT", -7: "SIGBUS", -9: "SIGKILL", -11: "SIGSEGV", -15: "SIGTERM", -24: "SIGXCPU"}
@@ -33,7 +39,7 @@ CUDA_MORE = "\nCUDA kernel errors might be asynchronously reported at some other
 
 
 def raised(exception: str, message: str, frames: str = FRAME, before: str = "") -> Failure:
-    """A failure by an uncaught exception, as a worker's own record tells it."""
+    """A failure by an uncaught exception, as a worker's own record has it."""
     stack = f"{before}{HEAD}{frames}{exception}: {message}\n"
     record = json.dumps({"message": {"message": f"{exception}: {message}", "extraInfo": {"py_callstack": stack}}})
     return failure_of(WORKER, Remains(1, record), "")
@@ -110,7 +116,7 @@ EXCEPTIONS = [
     ("OSError", "[Errno 99] Cannot assign requested address", "no interface of this node"),
     ("OSError", "[Errno 113] No route to host", "routes"),
     ("socket.gaierror", "[Errno -2] Name or service not known", "DNS"),
-    ("ConnectionRefusedError", "[Errno 111] Connection refused", "nobody listens"),
+    ("ConnectionRefusedError", "[Errno 111] Connection refused", "no process listens"),
     ("OSError", "[Errno 30] Read-only file system: '/data/x'", "read-only"),
     ("PermissionError", "[Errno 13] Permission denied: '/data/x'", "open /data/x"),
     ("FileNotFoundError", "[Errno 2] No such file or directory: 'data/x'", "relative"),
@@ -130,11 +136,71 @@ EXCEPTIONS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("exception", "message", "words"), EXCEPTIONS, ids=lambda value: str(value)[:40])
-def test_a_known_exception_has_its_next_step(exception: str, message: str, words: str) -> None:
+MISMATCH = "the nodes have different software: torch 2.12 on node-b; torch 2.13 on node-a"
+FAULTY = "Xid (PCI:0000:3b:00): 79, pid=1234, GPU has fallen off the bus."
+NO_SHM = Facts(shm=FULL)
+ECC = Facts(gpu_errors=(FAULTY,))
+OLD = Facts(mismatch=MISMATCH)
+NCCL = "NCCL error in: x.cpp:94, "
+WATCHDOG = "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5, OpType=ALLREDUCE, Timeout(ms)=600000)"
+# What `EXCEPTIONS` does not have: facts of the host, exit codes, signals, and the rarer messages.
+EXAMPLES = {
+    "killed by the kernel's out-of-memory killer": Evidence(-9, killed=FailureKind.OUT_OF_MEMORY),
+    "killed by a SIGKILL of an unknown sender": Evidence(-9, killed=FailureKind.SIGNAL),
+    "memory error of Python": Evidence(1, "MemoryError"),
+    "a DataLoader worker has too little shared memory": Evidence(
+        1, "RuntimeError", "DataLoader worker (pid 9) is killed by signal: Bus error. ", facts=NO_SHM
+    ),
+    "a bus error from a small /dev/shm": Evidence(-7, facts=NO_SHM),
+    "a GPU or its link is faulty (Xid)": Evidence(1, "RuntimeError", "CUDA error: unknown error", facts=ECC),
+    "a failure between ranks, where the nodes have different versions of torch or Python": Evidence(
+        1, "DistBackendError", f"{NCCL}invalid usage", facts=OLD
+    ),
+    "wrong arguments of the script": Evidence(2, text="train.py: error: unrecognized arguments: --lr0 0.1"),
+    "a variable that is not set": Evidence(
+        1, "KeyError", "'DATA_DIR'", traceback='File "<frozen os>", line 679, in __getitem__'
+    ),
+    "a command that cannot be executed": Evidence(126, text="elaunch: ./run.sh cannot be started: Permission denied"),
+    "a command that is not found": Evidence(127, text="run.sh: line 3: trian: command not found"),
+    "a crash in native code, with its Python stack": Evidence(-11, crash="/home/u/model.py:17 in forward"),
+    "an instruction that this CPU does not have": Evidence(-4),
+    "a thread of native code that still ran at the program's end": Evidence(
+        -6, text="terminate called without an active exception"
+    ),
+    "the heap is corrupted": Evidence(-6, text="double free or corruption (out)"),
+    "NCCL watchdog: a collective timed out": Evidence(-6, text=WATCHDOG),
+    "the nodes have different versions of NCCL": Evidence(
+        1, "DistBackendError", f"{NCCL}internal error\nmismatched NCCL versions 2.21 and 2.27"
+    ),
+    "NCCL: invalid usage": Evidence(1, "DistBackendError", f"{NCCL}invalid argument\nncclInvalidArgument"),
+    "the ranks disagree about the model (DDP)": Evidence(
+        1, "RuntimeError", "DDP expects same model across all ranks, but Rank 0 has 2 params."
+    ),
+}
+
+
+def _title(evidence: Evidence) -> str:
+    return next((rule.title for rule in RULES if rule.cause(evidence)), "")
+
+
+@pytest.mark.parametrize("title", EXAMPLES)
+def test_its_own_rule_is_the_first_that_recognises_it(title: str) -> None:
+    assert _title(EXAMPLES[title]) == title
+
+
+def test_each_rule_has_an_example() -> None:
+    recognised = {
+        _title(evidence) for error, message, _ in EXCEPTIONS for evidence in _evidences(raised(error, message), Facts())
+    }
+
+    assert {rule.title for rule in RULES} - recognised == set(EXAMPLES)
+
+
+@pytest.mark.parametrize(("exception", "message", "advised"), EXCEPTIONS, ids=lambda value: str(value)[:40])
+def test_a_known_exception_has_its_next_step(exception: str, message: str, advised: str) -> None:
     found = advice(raised(exception, message))
 
-    assert words in found
+    assert advised in found
     assert not re.search(r"\{\w+\}", found)
     assert not found.endswith(".")
 
@@ -163,7 +229,7 @@ def test_a_bug_of_the_users_own_has_none(exception: str, message: str) -> None:
 
 
 @pytest.mark.parametrize("code", [1, -9, -11, -15])
-def test_words_in_the_output_do_not_explain_an_end_that_they_are_far_from(code: int) -> None:
+def test_the_output_does_not_explain_an_exit_that_it_is_far_from(code: int) -> None:
     tail = f"{OOM}\n" + "".join(f"step {number}\n" for number in range(10))
 
     assert "make room" in advice(exited(1, OOM))
@@ -218,10 +284,10 @@ def test_without_a_main_guard_the_report_has_the_place_and_the_next_step_and_no_
 
     assert "__main__" in failed.advice
     assert (failed.traceback, failed.tail) == ("/home/u/train.py:3 in step", "")
-    assert failed.is_cut, "where all of it is, is said"
+    assert failed.is_cut, "the report names the place of all of it"
 
 
-def test_a_wrong_command_line_is_told_in_argparses_own_words() -> None:
+def test_a_wrong_command_line_has_the_message_of_argparse() -> None:
     failed = explained(exited(2, "usage: train.py [-h]\ntrain.py: error: unrecognized arguments: --lr0 0.1\n"))
 
     assert failed.message == (
@@ -230,7 +296,7 @@ def test_a_wrong_command_line_is_told_in_argparses_own_words() -> None:
     assert failed.advice == "correct the arguments behind the script; train.py --help lists them"
 
 
-def test_an_abort_by_an_exception_of_cpp_has_the_next_step_of_its_words() -> None:
+def test_an_abort_by_an_exception_of_cpp_has_the_next_step_of_its_text() -> None:
     what = "  what():  CUDA error: device-side assert triggered\nException raised from c10_cuda at x.cpp:43\n"
 
     assert "index is out of range" in advice(exited(-6, f"terminate called after throwing 'c10::Error'\n{what}"))
@@ -266,18 +332,18 @@ def test_a_bus_error_is_put_down_to_shared_memory_only_where_that_is_small_or_fu
 
 
 def test_a_kill_for_memory_names_the_limit() -> None:
-    killed = exited(-9, kernel="out of memory, says the kernel log")
+    killed = exited(-9, kernel="out of memory, per the kernel log")
 
     assert not wants_disks(killed)
     assert advice(killed, Facts(memory_limit="16 GiB")).startswith("give the job more memory (its limit is 16 GiB), or")
 
 
-def test_a_kill_of_an_unknown_sender_says_where_to_look_and_what_it_was_not() -> None:
+def test_a_kill_of_an_unknown_sender_names_those_that_are_possible() -> None:
     killed = exited(-9)
 
-    assert advice(killed).startswith("look for the sender: the kernel for lack of memory (dmesg -T")
+    assert advice(killed).startswith("find the sender: the kernel for lack of memory (dmesg -T")
     assert advice(killed, Facts(kills_are_counted=True)).startswith(
-        "the kernel's out-of-memory killer did not send it; look for another sender: the scheduler"
+        "the kernel's out-of-memory killer did not send it; find another sender: the scheduler"
     )
 
 
@@ -307,18 +373,14 @@ def test_each_file_system_that_is_full_is_named_with_its_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "is_hardware"),
-    [
-        ("Xid (PCI:0000:3b:00): 79, pid=1234, GPU has fallen off the bus.", True),
-        ("Xid (PCI:0000:3b:00): 31, pid=1234, MMU Fault", False),
-    ],
+    ("line", "is_hardware"), [(FAULTY, True), ("Xid (PCI:0000:3b:00): 31, pid=1234, MMU Fault", False)]
 )
 def test_an_error_of_the_driver_explains_a_cuda_error_where_it_is_the_hardwares(line: str, is_hardware: bool) -> None:
     failed = raised("RuntimeError", "CUDA error: an illegal memory access was encountered")
     facts = Facts(gpu_errors=(line,))
 
     assert ("take this node out" in advice(failed, facts)) is is_hardware
-    assert ("the NVIDIA driver says" in explained(failed, facts).message) is is_hardware
+    assert ("the NVIDIA driver logged" in explained(failed, facts).message) is is_hardware
 
 
 SEGV = """Fatal Python error: Segmentation fault
@@ -350,6 +412,51 @@ def test_a_cpp_exception_is_in_the_headline() -> None:
     tail = "terminate called after throwing an instance of 'std::runtime_error'\n  what():  bad tile\n"
 
     assert exited(-6, tail).message == "was killed by SIGABRT (std::runtime_error: bad tile)"
+
+
+def running(second: str) -> tuple[Driver, Driver]:
+    """Two nodes, of which the second has that software."""
+    one = Driver(TWO, slots=1, software="torch 2.13").begin()
+    one.settle()
+    other = Driver(TWO, store=one.store, host="node-b", slots=1, remote=True, software=second).begin()
+    settle(one, other)
+    return one, other
+
+
+def test_both_nodes_warn_once_of_other_software_also_after_a_restart() -> None:
+    one, other = running("torch 2.12")
+    for driver, code in ((one, 3), (other, -15)):
+        driver.exits(0, code)
+        driver.happen(cleared(0))
+        settle(one, other)
+
+    for driver in (one, other):
+        assert driver.snapshot.generation.number == 1
+        warnings = [log for log in driver.all_acted if isinstance(log, Log) and "software" in log.text]
+        assert warnings == [Log(MISMATCH, "warning")]
+
+
+@pytest.mark.parametrize(
+    ("second", "exception", "message", "is_named"),
+    [
+        ("torch 2.12", "DistBackendError", f"{NCCL}invalid usage", True),
+        ("torch 2.12", "ValueError", "the loss is NaN", False),
+        ("torch 2.13", "DistBackendError", f"{NCCL}invalid usage", False),
+    ],
+)
+def test_other_software_is_the_next_step_of_a_failure_between_ranks_and_of_no_other(
+    second: str, exception: str, message: str, is_named: bool
+) -> None:
+    one, _ = running(second)
+    failed = replace(
+        failure(0, 0, 1, FailureKind.EXCEPTION), message=f"raised {exception}: {message}", exception=exception
+    )
+
+    one.happen(WorkerExited(0, 0, 1, failed))
+    one.happen(cleared(0))
+
+    assert one.agent.last_failure
+    assert one.agent.last_failure.advice.startswith(MISMATCH) is is_named
 
 
 def test_the_page_is_what_the_table_makes() -> None:
