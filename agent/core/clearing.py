@@ -7,23 +7,13 @@ from signal import SIGINT
 
 from elaunch.agent.core.actions import Action, Commit, Log
 from elaunch.agent.core.events import Cleared, Signalled, SnapshotChanged, Tick
-from elaunch.agent.core.membership import (
-    belongs_to_run,
-    end_of_own_run,
-    interrupted,
-    join_again,
-    leave,
-    loss_of_keys,
-    take_signal,
-    withdraw,
-)
+from elaunch.agent.core.membership import end_of_own_run, join_again, leave, outcome_in_store, take_signal, withdraw
 from elaunch.agent.core.state import Agent, Clearing, Exited, Finished, Step, exit_with
 from elaunch.agent.core.store_outage import log_waits, note_idle
 from elaunch.agent.diagnosis.causes.table import explained
 from elaunch.agent.diagnosis.exit_status import with_tail
 from elaunch.rendezvous.rules import transactions
 from elaunch.rendezvous.rules.restart_policy import decisive_failure, is_one_bug, killed_together
-from elaunch.rendezvous.rules.transactions import report_done
 from elaunch.rendezvous.types import Failure, FailureKind, OpenKind, Outcome
 
 
@@ -59,14 +49,13 @@ def signalled(agent: Agent, clearing: Clearing, event: Signalled, now_s: float) 
             agent, actions = _go_on(agent, clearing)
             # The job of a single node has ended well then.
             if agent.spec.nodes_max > 1:
-                agent, left = leave(agent, event)
+                agent, left = leave(agent, clearing, event, now_s)
                 actions = (*actions, *left)
         case Clearing(then=None):
-            outcome = interrupted(agent, event)
-            agent, actions = withdraw(agent, outcome)
+            agent, actions, outcome = withdraw(agent, event)
             agent = replace(agent, phase=replace(clearing, then=outcome, until_s=now_s + OUTPUT_WAIT_S))
         case Clearing(then=Outcome() as then) if event.signum == SIGINT:
-            agent, actions = end_of_own_run(agent, clearing.table.generation, interrupted(agent, event))
+            agent, actions = end_of_own_run(agent, clearing.table.generation, event)
             agent = replace(agent, phase=Exited(then))
     return agent, actions
 
@@ -99,7 +88,7 @@ def _go_on(agent: Agent, clearing: Clearing) -> Step:
 
 
 def _complete(agent: Agent, clearing: Clearing, event: Cleared) -> tuple[Agent, tuple[Action, ...], Outcome | None]:
-    """Whether an exit was only a word about a lost peer may show in the output, which is here now."""
+    """The record of the failure: the output, which has arrived now, may show that an exit only reported a lost peer."""
     then, failures = clearing.then, clearing.failures
 
     def whole_of(failure: Failure) -> Failure:
@@ -114,9 +103,9 @@ def _complete(agent: Agent, clearing: Clearing, event: Cleared) -> tuple[Agent, 
             then = replace(then, failure=with_cause(whole_of(then.failure)))
         return agent, report_ends(agent, clearing.table.generation, clearing.ends), then
     first = failures[0]
-    # The others are known to have lost it, or came later: nobody reads what is known of their causes.
+    # The others are known to have lost it, or came later: no report has what is known of their causes.
     known = [*map(whole_of, failures), *map(whole_of, clearing.ends)]
-    # Of an exit code alone. Its output may tell of an exception, which our signal did not make.
+    # Of an exit code alone. Its output may show an exception, which our signal did not cause.
     known = [f for f in known if f.kind is not FailureKind.EXIT_CODE or f.local_rank not in clearing.answered] or known
     cause = killed_together(with_cause(decisive_failure(known)), known)
     cause = replace(cause, ranks_alike=len({each.rank for each in known if is_one_bug(cause, each)}) or 1)
@@ -130,18 +119,16 @@ def _complete(agent: Agent, clearing: Clearing, event: Cleared) -> tuple[Agent, 
 
 def finished_snapshot_changed(agent: Agent, finished: Finished, _event: SnapshotChanged, _now_s: float) -> Step:
     """Join again where a newer generation was opened; exit if the job has ended."""
-    snapshot, generation, lost = agent.snapshot, agent.snapshot.generation, loss_of_keys(agent)
-    if lost:
-        return exit_with(agent, lost)
+    snapshot, generation = agent.snapshot, agent.snapshot.generation
+    if outcome := outcome_in_store(agent):
+        return exit_with(agent, outcome)
     if generation is None:
         return agent, ()
-    if snapshot.ended and belongs_to_run(agent):
-        return exit_with(agent, snapshot.ended)
     if generation.number <= finished.table.generation:
         if snapshot.generation_revision == finished.reported:
             return agent, ()
         # The key was written over, and restored: the guard of the report may not have held.
-        done = Commit(report_done(snapshot, agent.me, finished.table.generation))
+        done = Commit(transactions.report_done(snapshot, agent.me, finished.table.generation))
         return replace(agent, phase=replace(finished, reported=snapshot.generation_revision)), (done,)
     records = report_ends(agent, finished.table.generation, finished.ends)
     return join_again(agent, finished.table.generation), (*records, Log(f"running again: {generation.cause}"))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from elaunch.agent.core.actions import Log, Spawn
 from elaunch.agent.core.events import SnapshotChanged, StoreLost
-from elaunch.agent.core.membership import belongs_to_run, loss_of_keys
+from elaunch.agent.core.membership import outcome_in_store
 from elaunch.agent.core.state import Agent, Finished, Joining, Running, Step, exit_with
 from elaunch.rendezvous.job_spec import UNNAMED
 from elaunch.rendezvous.rules.assign_ranks import newcomers_of, role_sizes
@@ -17,15 +17,11 @@ from elaunch.rendezvous.types import OutcomeKind, RankTable
 
 def snapshot_changed(agent: Agent, joining: Joining, _event: SnapshotChanged, _now_s: float) -> Step:
     """Start workers if the newest table seats this node, else wait as a spare; exit if the job has ended."""
-    snapshot, lost = agent.snapshot, loss_of_keys(agent)
-    if lost:
-        return exit_with(agent, lost)
-    if snapshot.generation is None:
-        return agent, ()
-    if snapshot.ended and belongs_to_run(agent):
-        return exit_with(agent, snapshot.ended)
-    if joining.joined == snapshot.generation.number > joining.ran and agent.membership.is_member:
-        return _take_seat(agent, snapshot.current_table, joining)
+    if outcome := outcome_in_store(agent):
+        return exit_with(agent, outcome)
+    generation = agent.snapshot.generation
+    if generation and joining.joined == generation.number > joining.ran and agent.membership.is_member:
+        return _take_seat(agent, agent.snapshot.current_table, joining)
     return agent, ()
 
 

@@ -1,4 +1,4 @@
-"""The agent's part in the job's rendezvous: its lease, entering, joining generations, leading."""
+"""The agent's part in the job's rendezvous: its lease, entering, joining generations, leading, and leaving the job."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from elaunch.rendezvous.types import Outcome, OutcomeKind, Terms, host_of
 
 
 def leased(agent: Agent, _phase: Phase, event: Leased, _now_s: float) -> Step:
-    """Take the new lease; a node with workers comes back by it as the same node, any other as a new one."""
+    """Take the new lease; a node with workers returns by it as the same node, any other as a new one."""
     agent = agent.as_member(lease=event.lease, next_id=event.node_id)
     return with_own_id(agent) if isinstance(agent.phase, Joining) else agent, ()
 
 
 def lease_lost(agent: Agent, _phase: Phase, event: LeaseLost, now_s: float) -> Step:
-    """Begin another lease; nobody is declared lost for a while, as others may have been cut off, too."""
+    """Request another lease; no node is declared lost for a while, as others may have been cut off, too."""
     if event.lease != agent.membership.lease:
         return agent, ()
     agent = agent.as_member(lease=0, is_member=False, evicted=False)
@@ -48,12 +48,12 @@ def lease_lost(agent: Agent, _phase: Phase, event: LeaseLost, now_s: float) -> S
     due_s = agent.membership.renewed_s + agent.times.keepalive_s
     if now_s >= due_s:
         return agent.as_member(renewed_s=now_s), (Renew(),)
-    # Leases that end at once, as by another client of the store, would be as many requests as the store can answer.
+    # Leases that another client of the store revokes immediately would be as many requests as the store can serve.
     return replace(agent.as_member(renew_at_s=due_s, renewed_s=due_s), lead_at_s=due_s), ()
 
 
 def renew_when_due(agent: Agent, now_s: float) -> Step:
-    """Begin another lease, if this node has waited for that long enough."""
+    """Request another lease, if this node has waited for that long enough."""
     due_s = agent.membership.renew_at_s
     if due_s is None:
         return agent, ()
@@ -62,7 +62,7 @@ def renew_when_due(agent: Agent, now_s: float) -> Step:
     return agent.as_member(renew_at_s=None), (Renew(),)
 
 
-# The log says what a node waits for at most once in this time.
+# What a node waits for is logged at most once in this time.
 LOG_AGAIN_S = 5.0
 # A person who waits for the other nodes for this long needs the line for them again: it has scrolled away.
 INVITE_AGAIN_S = 60.0
@@ -96,12 +96,33 @@ def attend(agent: Agent, now_s: float) -> Step:
 
 
 def committed(agent: Agent, _phase: Phase, event: Committed, _now_s: float) -> Step:
-    """Take the store's answer to what this node wrote."""
-    return _answered(agent, event), ()
+    """Take the store's response to what this node wrote."""
+    member = agent.membership
+    if event.tag is not member.in_flight:
+        return agent, ()
+    agent = agent.as_member(in_flight=None)
+    # After a refusal all is read again.
+    if event.tag in _IN_SIGHT or not event.held:
+        agent = agent.as_member(answered=max(member.answered, event.revision))
+    match event.tag:
+        case Tag.RUN | Tag.JOIN if event.held:
+            agent = agent.as_member(belongs=True, is_member=member.lease != 0, has_entered=True)
+        case Tag.RUN if event.revision:
+            # The run that stands is the one to join, unless this node does not fit it.
+            agent = agent.as_member(belongs=not member.is_misfit, runs_refused=member.runs_refused + 1)
+        case Tag.JOIN:
+            agent = agent.as_member(refused=True)
+        case Tag.RETURN if event.held and member.lease:
+            agent = agent.as_member(is_member=True, next_id="")
+        case Tag.ELECT:
+            agent = agent.as_member(outvoted=not event.held)
+        case Tag.STANDING:
+            agent = agent.as_member(outvoted=False, evicted=not event.held and member.is_member)
+    return agent, ()
 
 
 def with_own_id(agent: Agent) -> Agent:
-    """Without workers and keys the node comes back as a new one."""
+    """Without workers and keys the node returns as a new one."""
     member = agent.membership
     if member.is_member or not member.next_id:
         return agent
@@ -116,7 +137,7 @@ def join_again(agent: Agent, ran: int) -> Agent:
 def belongs_to_run(agent: Agent) -> bool:
     """Whether the run in the store is this node's.
 
-    The last look may still be the old run's, if this node has just started one over it.
+    The snapshot may still be the old run's, if this node has just started one over it.
     """
     member, snapshot = agent.membership, agent.snapshot
     is_fit = member.has_entered or _mismatch(agent, snapshot.terms) is None
@@ -129,6 +150,12 @@ def loss_of_keys(agent: Agent) -> Outcome | None:
         return None
     why = f"the keys of the {job_name(agent.spec.run_id)} are gone from the store"
     return agent.outcome(OutcomeKind.UNKNOWN, why)
+
+
+def outcome_in_store(agent: Agent) -> Outcome | None:
+    """How it ends for a node without workers: the job's keys are gone, or the job has ended."""
+    generation, ended = agent.snapshot.generation, agent.snapshot.ended
+    return loss_of_keys(agent) or (ended if generation and belongs_to_run(agent) else None)
 
 
 def log_wait(agent: Agent, now_s: float) -> Step:
@@ -144,32 +171,6 @@ def log_wait(agent: Agent, now_s: float) -> Step:
     logged = Log(f"waiting for {waiting.text}{only_here}", "warning" if only_here else "info")
     again_s = now_s + INVITE_AGAIN_S if agent.invitation and isinstance(agent.phase, Joining) else None
     return replace(agent, waiting=replace(waiting, due_s=again_s, logged_s=now_s, is_logged=True)), (logged,)
-
-
-def _answered(agent: Agent, event: Committed) -> Agent:
-    member = agent.membership
-    if event.tag is not member.in_flight:
-        return agent
-    agent = agent.as_member(in_flight=None)
-    # After a refusal all is read again.
-    if event.tag in _IN_SIGHT or not event.held:
-        agent = agent.as_member(answered=max(member.answered, event.revision))
-    match event.tag:
-        case Tag.RUN | Tag.JOIN if event.held:
-            return agent.as_member(belongs=True, is_member=member.lease != 0, has_entered=True)
-        case Tag.RUN if event.revision:
-            # The run that stands is the one to join, unless this node does not fit it.
-            refused = member.runs_refused + 1
-            return agent.as_member(belongs=not member.is_misfit, runs_refused=refused)
-        case Tag.JOIN:
-            return agent.as_member(refused=True)
-        case Tag.RETURN if event.held and member.lease:
-            return agent.as_member(is_member=True, next_id="")
-        case Tag.ELECT:
-            return agent.as_member(outvoted=not event.held)
-        case Tag.STANDING:
-            return agent.as_member(outvoted=False, evicted=not event.held and member.is_member)
-    return agent
 
 
 def _enter(agent: Agent, now_s: float) -> Step:
@@ -264,7 +265,7 @@ def _lead(agent: Agent, now_s: float) -> Step:
         agent = agent.as_member(outvoted=False)
     if not agent.leads:
         forming = snapshot.current_table is None
-        leader = f"its leader, on {host_of(snapshot.leader)}, says for whom it waits"
+        leader = f"its leader, on {host_of(snapshot.leader)}, logs for whom it waits"
         text = f"generation {snapshot.generation.number}; {leader}" if forming else ""
         return _wait(agent, _waiting_for(agent.phase, text), now_s), ()
     if agent.reach.failing_since_s is not None:
@@ -282,9 +283,9 @@ def _lead(agent: Agent, now_s: float) -> Step:
 
 
 def _waiting_for(phase: Phase, formed: str) -> str:
-    """The wait that is worth a word; `formed` is what the generation that forms waits for.
+    """The wait to log; `formed` is what the generation that forms waits for.
 
-    While the workers of this node stop, the others wait for this node, and `stopping` has the words about that.
+    While the workers of this node stop, the others wait for this node, and `stopping` logs that.
     """
     match phase:
         case Joining():
@@ -325,54 +326,44 @@ def _mismatch(agent: Agent, theirs: Terms | None) -> Outcome | None:
     return agent.outcome(OutcomeKind.REFUSED, reason)
 
 
-def signalled(agent: Agent, _: Joining | Finished, event: Signalled, now_s: float) -> Step:
-    """Leave the job, or end it for all nodes (SIGINT), and exit."""
-    return leave(take_signal(agent, event), event)
-
-
 def take_signal(agent: Agent, event: Signalled) -> Agent:
     """Note a person's SIGINT."""
     return replace(agent, is_interrupted=True) if event.signum == SIGINT else agent
 
 
-def leave(agent: Agent, event: Signalled) -> Step:
-    """Exit for a signal, where no worker runs."""
-    outcome = interrupted(agent, event)
-    agent, withdrawn = withdraw(agent, outcome)
+def leave(agent: Agent, _: Phase, event: Signalled, _now_s: float) -> Step:
+    """Leave the job, or end it for all nodes (SIGINT), and exit, where no worker runs."""
+    agent, withdrawn, outcome = withdraw(take_signal(agent, event), event)
     return replace(agent, phase=Exited(outcome)), withdrawn
 
 
-def interrupted(agent: Agent, event: Signalled) -> Outcome:
+def withdraw(agent: Agent, event: Signalled) -> tuple[Agent, tuple[Action, ...], Outcome]:
+    """Notify the others before a worker is stopped: what is a person's ends the job; else only this node leaves."""
     where = f" by {agent.me.host}" if agent.spec.nodes_max > 1 else ""
-    reason = (
-        f"nobody reads its stdout any more{where}" if event.signum == SIGPIPE else f"{event.name} was received{where}"
-    )
-    return agent.outcome(OutcomeKind.INTERRUPTED, reason, signum=event.signum)
-
-
-def withdraw(agent: Agent, outcome: Outcome) -> Step:
-    """Tell the others before touching a worker: what is a person's ends the job; else only this node goes."""
-    snapshot = agent.snapshot
+    reason = "no process reads its stdout any more" if event.signum == SIGPIPE else f"{event.name} was received"
+    outcome = agent.outcome(OutcomeKind.INTERRUPTED, f"{reason}{where}", signum=event.signum)
+    snapshot, table = agent.snapshot, agent.snapshot.current_table
     if snapshot.generation is None or snapshot.ended:
-        return agent, ()
-    if outcome.signum in ENDS_JOB and agent.membership.belongs:
-        return agent, (Commit(transactions.end_job(snapshot, outcome)),)
-    table = snapshot.current_table
+        return agent, (), outcome
+    if event.signum in ENDS_JOB and agent.membership.belongs:
+        return agent, (Commit(transactions.end_job(snapshot, outcome)),), outcome
     is_seated = table is not None and table.group_rank(agent.me.node_id) is not None
     opens = is_seated and not isinstance(agent.phase, Finished)
-    return agent.as_member(is_member=False), withdrawal(agent, opens=opens, why=outcome.reason, signum=outcome.signum)
+    left = withdrawal(agent, opens=opens, why=outcome.reason, signum=event.signum)
+    return agent.as_member(is_member=False), left, outcome
 
 
-def end_of_own_run(agent: Agent, generation: int, outcome: Outcome) -> Step:
-    """The end of the job for all, unless those that this node leaves have ended it, and others begun another."""
+def end_of_own_run(agent: Agent, generation: int, event: Signalled) -> Step:
+    """End the job for all, unless those that this node leaves have ended it, and others begun another."""
     newest = agent.snapshot.generation
     if newest and newest.number > generation + 1:
         return agent, ()
-    return withdraw(agent, outcome)
+    agent, withdrawn, _ = withdraw(agent, event)
+    return agent, withdrawn
 
 
 def withdrawal(agent: Agent, *, opens: bool, why: str, signum: int = 0) -> tuple[Action, ...]:
-    """This node goes, and says so; where it leads, others may do so at once."""
+    """Leave the job in the store; a leader also resigns, so that others may lead at once."""
     snapshot = agent.snapshot
     left: tuple[Action, ...] = (Commit(transactions.leave(snapshot, agent.me, opens=opens, why=why, signum=signum)),)
     return (*left, Commit(transactions.resign(snapshot))) if snapshot.leader == agent.me.node_id else left
@@ -380,14 +371,14 @@ def withdrawal(agent: Agent, *, opens: bool, why: str, signum: int = 0) -> tuple
 
 @dataclass(frozen=True)
 class OrderResponse:
-    """Whether the job does as ordered, and a sentence about it for the person."""
+    """Whether the order is carried out, and a sentence about it for the person."""
 
     is_done: bool
     text: str
 
 
 def order(agent: Agent, topic: Topic) -> tuple[Signalled | RestartOrdered | None, OrderResponse]:
-    """The event to take, if any, and the answer."""
+    """The event to take, if any, and the response."""
     snapshot, phase = agent.snapshot, agent.phase
     if ended := agent.ending or snapshot.ended:
         # A second SIGINT would kill workers that save.
@@ -418,6 +409,5 @@ def restart(agent: Agent, _: Joining | Running | Finished, _event: RestartOrdere
     """Open a new generation on all nodes; it is not counted against the budget."""
     if agent.snapshot.current_table is None:
         return agent, ()
-    return agent, (
-        Commit(transactions.open_restart(agent.snapshot, f"elaunch restart was received by {agent.me.host}")),
-    )
+    cause = f"elaunch restart was received by {agent.me.host}"
+    return agent, (Commit(transactions.open_restart(agent.snapshot, cause)),)

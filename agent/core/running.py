@@ -20,7 +20,7 @@ from elaunch.agent.core.actions import (
     StopReason,
     TakeStacks,
 )
-from elaunch.agent.core.membership import interrupted, loss_of_keys, take_signal, withdraw, withdrawal
+from elaunch.agent.core.membership import loss_of_keys, take_signal, withdraw, withdrawal
 from elaunch.agent.core.state import EXIT_S, Agent, Clearing, HeldEnd, ProgramEnd, Running, Step, Stopping
 from elaunch.agent.core.stopping import (
     STOPPED_CODES,
@@ -148,8 +148,7 @@ def service_lost(agent: Agent, running: Running, event: events.ServiceLost, now_
 def signalled(agent: Agent, running: Running, event: events.Signalled, now_s: float) -> Step:
     """Notify the other nodes, pass the signal on to the workers, and exit after the stop."""
     agent = take_signal(agent, event)
-    outcome = interrupted(agent, event)
-    agent, withdrawn = withdraw(agent, outcome)
+    agent, withdrawn, outcome = withdraw(agent, event)
     workers = "1 worker" if len(running.live) == 1 else f"{len(running.live)} workers"
     logged = signal_line(agent, event, f"stopping {workers}", agent.times.stop_grace_s)
     reason = StopReason.INTERRUPT if event.signum == SIGINT else StopReason.LEAVE
@@ -276,7 +275,7 @@ def _cause(running: Running, failure: Failure) -> Failure:
 
 def _awaits_exit(running: Running, rest: Running, failure: Failure, now_s: float) -> float | None:
     """Until when the exit of another rank is awaited, which may explain `failure`; None where it is not."""
-    # NCCL's watchdog ends a survivor by SIGABRT; only its output, which is read later, says why.
+    # NCCL's watchdog ends a survivor by SIGABRT; only its output, which is read later, shows why.
     is_effect = failure.kind in EFFECTS or failure.code == -SIGABRT
     if not is_effect or (rest.held and not rest.held.effects):
         return None

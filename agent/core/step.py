@@ -86,7 +86,7 @@ ROWS: tuple[Row[Any], ...] = (
     Row(events.ServiceLost, NO_WORKERS, running.service_lost, stopping.service_lost, NONE_LEFT, ALL_DONE),
     Row(events.Cleared, NOTHING_TO_CLEAR, STILL_LIVE, STILL_LIVE, clearing.cleared, NOTHING_TO_CLEAR),
     Row(events.Signalled,
-        membership.signalled, running.signalled, stopping.signalled, clearing.signalled, membership.signalled),
+        membership.leave, running.signalled, stopping.signalled, clearing.signalled, membership.leave),
     Row(events.RestartOrdered, membership.restart, membership.restart, FORMING, FORMING, membership.restart),
     Row(events.Tick, store_outage.tick, running.tick, stopping.tick, clearing.tick, store_outage.tick),
 )

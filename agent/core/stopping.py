@@ -21,7 +21,7 @@ from elaunch.agent.core.actions import (
     StopReason,
 )
 from elaunch.agent.core.clearing import OUTPUT_WAIT_S
-from elaunch.agent.core.membership import end_of_own_run, interrupted, take_signal, withdraw
+from elaunch.agent.core.membership import end_of_own_run, take_signal, withdraw
 from elaunch.agent.core.state import Agent, Clearing, Mode, Running, Step, Stopping, WorkerStatus
 from elaunch.agent.core.store_outage import log_waits
 from elaunch.rendezvous.rules import transactions
@@ -40,9 +40,9 @@ def stop_at_boundary(
     *,
     until_s: float | None = None,
 ) -> Step:
-    """Ask workers that listen to stop after the same step as all ranks; the others get the signal.
+    """Have workers that listen stop after the same step as all ranks; the others get the signal.
 
-    A worker that has not come to its step's end by `until_s` gets SIGTERM then. None has been told of anything before.
+    A worker that has not come to its step's end by `until_s` gets SIGTERM then. None was notified before.
     """
     notified = stopping.live & stopping.status.to_stop
     ended = stopping.live - notified
@@ -53,10 +53,10 @@ def stop_at_boundary(
 
 
 def stop_broken(agent: Agent, stopping: Stopping, actions: tuple[Action, ...] = ()) -> Step:
-    """After a failure: those that listen for that are told, and save; the others get SIGTERM, if they had no signal.
+    """After a failure notify those that listen for that, which save; the others get SIGTERM, if they had no signal.
 
-    A worker that has stopped at a step boundary has saved, or is about to, and ends by itself. So does one whose
-    program has returned: a signal would take the place of its exit status.
+    A worker that has stopped at a step boundary has saved, or is about to, and exits without a signal. So does one
+    whose program has returned: a signal would take the place of its exit status.
     """
     left = stopping.live - stopping.status.stopped
     notified = left & stopping.status.to_failure
@@ -84,7 +84,7 @@ def clear_up(agent: Agent, clearing: Clearing, actions: tuple[Action, ...] = ())
 
 
 def with_subscription(status: WorkerStatus, event: events.WorkerListens) -> WorkerStatus:
-    """What the workers have said, with what this one wants to be told from now on."""
+    """The status, with the notices that this worker takes from now on."""
     rank = frozenset({event.local_rank})
     return replace(
         status,
@@ -96,12 +96,12 @@ def with_subscription(status: WorkerStatus, event: events.WorkerListens) -> Work
 
 
 def ranks(local_ranks: frozenset[int]) -> str:
-    """In words."""
+    """As in `0, 2, 5`."""
     return ", ".join(str(rank) for rank in sorted(local_ranks))
 
 
 def signal_line(agent: Agent, event: events.Signalled, what: str, left_s: float) -> tuple[Log, ...]:
-    """The line for a signal; none for whoever closes a pipe (`| head`), and expects no more words."""
+    """The line for a signal; none after SIGPIPE (`| head`), since no process reads it."""
     if event.signum == SIGPIPE:
         return ()
     part = "leaving the job, " if agent.spec.nodes_max > 1 and event.signum != SIGINT else ""
@@ -124,9 +124,9 @@ def _notify(
     return go_on_stopping(agent, stopping, actions)
 
 
-# SIGKILL needs no consent: a worker that is not gone by then is one whose fork server no longer says so.
+# SIGKILL cannot be ignored: if a worker is still listed then, its fork server has not reported the exit.
 KILL_WAIT_S = 5.0
-# A worker that was asked to stop at a step boundary exits with one of these: no failure.
+# A worker that has stopped at a step boundary exits with one of these: no failure.
 STOPPED_CODES = (0, events.SHELL_BASE + SIGTERM, events.SHELL_BASE + SIGINT)
 
 
@@ -169,7 +169,7 @@ def worker_exited(agent: Agent, stopping: Stopping, event: events.WorkerExited, 
 
 
 def _note_failure(agent: Agent, stopping: Stopping, failure: Failure, now_s: float) -> Step:
-    """Note a failure of a worker's own; tell the other nodes if it may be the first."""
+    """Note a failure of a worker's own; report it to the other nodes if it may be the first."""
     is_killing = stopping.mode is Mode.KILLING
     if stopping.failures:
         # Two that were killed at once, or that one lack of memory has hit, are two failures.
@@ -177,10 +177,10 @@ def _note_failure(agent: Agent, stopping: Stopping, failure: Failure, now_s: flo
         return go_on_stopping(agent, replace(stopping, failures=(*stopping.failures, failure)), logged)
     is_asked = stopping.mode is Mode.BOUNDARY
     if stopping.then and is_asked and failure.local_rank not in stopping.status.stopped:
-        # Those that were asked to stop after a step wait for this one in vain.
+        # Those that are to stop after a step would wait for this one.
         return stop_broken(agent, stopping)
     generation = agent.snapshot.generation
-    # For a bare exit code it is unknown whether a peer's end is the cause, but nobody had asked this program to end.
+    # For a bare exit code it is unknown whether a peer's exit is the cause, but this program ended before its stop.
     is_own = not failure.kind.is_secondary if failure.local_rank in stopping.status.returned else _is_own_doing(failure)
     if stopping.then or generation is None or not is_own:
         return go_on_stopping(agent, stopping)
@@ -188,14 +188,14 @@ def _note_failure(agent: Agent, stopping: Stopping, failure: Failure, now_s: flo
     failed = Commit(transactions.fail(agent.snapshot, agent.me, failure))
     actions: tuple[Action, ...] = (failed, Log(failure.sentence, "error"))
     if is_killing or generation.kind.is_urgent:
-        # The others have SIGKILL; or another node spoke first, and may have told of nothing but this end.
+        # The others got SIGKILL; or another node reported first, and what it reported may be an effect of this exit.
         return go_on_stopping(agent, stopping, actions)
-    # It was to stop for a join or a leave; now its peers wait for it in vain, and must be told to hurry.
+    # It was to stop for a join or a leave; now its peers would wait for it, so they are stopped as after a failure.
     return stop_broken(agent, stopping.hurried(now_s, grace_of_failure(agent, stopping)), actions)
 
 
 def worker_listens(agent: Agent, stopping: Stopping, event: events.WorkerListens, _: float) -> Step:
-    """Note what it wants to be told; if it was told what it wants no more, it gets the signal after all."""
+    """Note which notices it takes; if it was notified of what it takes no more, it gets the signal after all."""
     status = with_subscription(stopping.status, event)
     now = (stopping.live & {event.local_rank}) - status.stopped - stopping.signalled
     match stopping.mode:
@@ -212,7 +212,7 @@ def worker_listens(agent: Agent, stopping: Stopping, event: events.WorkerListens
 def worker_saving(agent: Agent, phase: Running | Stopping, event: events.WorkerSaving, _: float) -> Step:
     """Give it the stop's whole grace, also in a broken group: the next generation goes on from that.
 
-    It may have seen a peer's failure before this agent hears of it.
+    It may have seen a peer's failure before this agent knows of it.
     """
     status = replace(phase.status, saving=phase.status.saving | {event.local_rank})
     return replace(agent, phase=replace(phase, status=status)), ()
@@ -300,8 +300,7 @@ def _signal_late(agent: Agent, stopping: Stopping, late: frozenset[int], text: s
 
 def _leave_after(agent: Agent, stopping: Stopping, event: events.Signalled, now_s: float) -> Step:
     """The stop of a generation becomes that of this node, or of the job."""
-    outcome = interrupted(agent, event)
-    agent, withdrawn = withdraw(agent, outcome)
+    agent, withdrawn, outcome = withdraw(agent, event)
     stopping = replace(stopping, then=outcome)
     if stopping.mode is Mode.KILLING:
         return replace(agent, phase=stopping), withdrawn
@@ -322,7 +321,7 @@ def _leave_after(agent: Agent, stopping: Stopping, event: events.Signalled, now_
 
 def _end_too(agent: Agent, stopping: Stopping, event: events.Signalled, now_s: float) -> Step:
     """SIGINT to a stop for something else, as the end that the same Ctrl-C has brought on another node a moment ago."""
-    agent, withdrawn = end_of_own_run(agent, stopping.table.generation, interrupted(agent, event))
+    agent, withdrawn = end_of_own_run(agent, stopping.table.generation, event)
     if stopping.mode is Mode.KILLING:
         return agent, withdrawn
     ends = "the whole job ends; " if withdrawn and agent.spec.nodes_max > 1 else ""
@@ -334,8 +333,8 @@ def _left_s(stopping: Stopping, now_s: float) -> int:
 
 
 def _kill(agent: Agent, stopping: Stopping, now_s: float, logged: Log) -> Step:
-    nobody = frozenset[int]()
-    stopping = replace(stopping, mode=Mode.KILLING, signalled=nobody, until_s=None, due_s=now_s + KILL_WAIT_S)
+    due_s = now_s + KILL_WAIT_S
+    stopping = replace(stopping, mode=Mode.KILLING, signalled=frozenset(), until_s=None, due_s=due_s)
     return replace(agent, phase=stopping), (logged, SignalWorkers(stopping.table.generation, stopping.live, SIGKILL))
 
 

@@ -10,7 +10,7 @@ from elaunch.agent.core.membership import log_wait
 from elaunch.agent.core.state import LOG_AFTER_S, Agent, Finished, Joining, Phase, Reach, Running, Step, exit_with
 from elaunch.rendezvous.types import Outcome, OutcomeKind
 
-# A store that stays away is a long wait: nobody should wonder whether anything still happens.
+# While the store stays away the log repeats its line this often, so that a user sees that the agent is not stuck.
 STILL_AWAY_S = 60.0
 # What to type when the head's store is given up.
 _AGAIN = (
@@ -32,10 +32,10 @@ def store_failed(agent: Agent, _phase: Phase, event: StoreFailed, now_s: float) 
 
 
 def store_back(agent: Agent, _phase: Phase, _event: StoreBack, now_s: float) -> Step:
-    """Say how long the store failed; after a long time nobody is declared lost for a while.
+    """Log for how long the store failed; after a long time no node is declared lost for a while.
 
-    Leases of others may have ended for the reason for which this agent was cut off: it waits for their return.
-    Not after moments in which no lease can have ended: they may recur, and would hide a loss for ever.
+    Leases of others may have expired for the reason for which this agent was cut off: it waits for their return.
+    Not after moments in which no lease can have expired: they may recur, and would hide a loss for ever.
     """
     reach = agent.reach
     if reach.failing_since_s is None:
@@ -72,14 +72,14 @@ def given_up(agent: Agent, now_s: float) -> Outcome | None:
 
 
 def tick(agent: Agent, _phase: Joining | Finished, _event: Tick, now_s: float) -> Step:
-    """Say what is waited for; give up on a store that fails for too long."""
+    """Log what is waited for; give up on a store that fails for too long."""
     if outcome := given_up(agent, now_s):
         return exit_with(agent, outcome)
     return log_waits(agent, now_s)
 
 
 def log_waits(agent: Agent, now_s: float) -> Step:
-    """Say what is waited for where that takes long, and what is wrong with the store."""
+    """Log what is waited for where that takes long, and what is wrong with the store."""
     agent, actions = log_wait(agent, now_s)
     if agent.reach.log_at_s is not None and now_s >= agent.reach.log_at_s:
         actions = (*actions, Log(_outage_text(agent, now_s), "warning"))
@@ -88,7 +88,7 @@ def log_waits(agent: Agent, now_s: float) -> Step:
 
 
 def note_idle(agent: Agent, now_s: float) -> Agent:
-    """Note that this node has no workers any more. The last line, that the workers go on, is out of date: say it anew.
+    """Note that this node has no workers any more, and log the outage again: the last line is about running workers.
 
     The time to give up is counted from here, since nothing waited for the store before.
     """
@@ -110,7 +110,7 @@ def _outage_text(agent: Agent, now_s: float) -> str:
         case Joining():
             meanwhile = f"no worker can start before it is back; trying {left}"
         case Finished():
-            meanwhile = f"this node's workers are done, and how the job ends is asked there, {left}"
+            meanwhile = f"this node's workers are done, and it waits {left} to read there how the job ends"
         case Running() if give_up_s is not None:
             meanwhile = (
                 f"the workers go on, and are stopped in {give_up_s - now_s:.0f} s if it stays so (store_timeout)"

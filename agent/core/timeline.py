@@ -98,7 +98,7 @@ def of_seats(table: RankTable) -> list[dict[str, object]]:
 
 
 def _of_the_store(before: Agent, after: Agent, number: int) -> Iterator[Entry]:
-    """A store that fails for so long that the log says so, and its return."""
+    """A store that fails for so long that it is logged, and its return."""
     was, now = before.reach, after.reach
     if now.is_logged and not was.is_logged:
         yield Entry(number, "store_away", {"trouble": now.last.trouble.value, "why": now.last.why})
@@ -107,7 +107,7 @@ def _of_the_store(before: Agent, after: Agent, number: int) -> Iterator[Entry]:
 
 
 def _of_hang(before: Agent, after: Agent, number: int) -> Iterator[Entry]:
-    """The leader's verdict that the job hangs, once for each generation, and that it goes on after all."""
+    """The leader's verdict that the job hangs, once for each generation, and that the job has resumed."""
     was, now = before.snapshot.hang, after.snapshot.hang
     if now and (was is None or was.generation != now.generation):
         named = {"rank": now.rank} if now.rank >= 0 else {}
@@ -117,7 +117,7 @@ def _of_hang(before: Agent, after: Agent, number: int) -> Iterator[Entry]:
 
 
 def _of_table(after: Agent, old: RankTable | None, new: RankTable | None) -> Iterator[Entry]:
-    """The verdict on the generation before, which the table's reason tells, and the nodes that went and came."""
+    """The verdict on the generation before, which is the table's reason, and the nodes that left and joined."""
     generation = after.snapshot.generation
     if old is None or new is None or generation is None or not old.generation < new.generation == generation.number:
         return
@@ -159,7 +159,7 @@ def _failures(agent: Agent) -> tuple[Failure, ...]:
     match agent.phase:
         case Stopping(table, failures=failures, then=then) | Clearing(table, failures=failures, then=then):
             own = then.failure if then and not failures else None
-            # A node that bows out tells nobody else of its failure: only its outcome has it.
+            # A node that withdraws reports its failure to no other node: only its outcome has it.
             is_withdrawing = own and own.node_id == agent.me.node_id and own.generation == table.generation
             return (own,) if own and is_withdrawing else failures
     return ()
@@ -192,7 +192,7 @@ def _of_snapshot(before: Agent, after: Agent) -> Iterator[Entry]:
         return
     was, hang = before.snapshot.hang, after.snapshot.hang
     if hang and (was is None or was.generation != hang.generation) and (hang.is_unawaited or not after.restarts_hung):
-        # Else it is told as the failure that is made of it.
+        # Else it is announced as the failure that is made of it.
         text = f" seems to hang: {hang_sentence(hang, host_of(hang.node_id))}"
         fields = {"reason": hang.said, **({"rank": hang.rank} if hang.rank >= 0 else {})}
         yield _announced("hang", after, hang.generation, text, fields)
@@ -221,9 +221,9 @@ def _end(agent: Agent, outcome: Outcome) -> Entry:
         case OutcomeKind.SUCCEEDED:
             text = f" succeeded, {outcome.restarts} of {outcome.max_restarts} restarts used"
         case OutcomeKind.FAILED:
-            said = [outcome.first.sentence_of_first] if outcome.first else []
-            said += [outcome.failure.sentence] if outcome.failure else []
-            text = f" FAILED: {'; '.join([*said, outcome.reason])}"
+            failures = [outcome.first.sentence_of_first] if outcome.first else []
+            failures += [outcome.failure.sentence] if outcome.failure else []
+            text = f" FAILED: {'; '.join([*failures, outcome.reason])}"
         case OutcomeKind.INTERRUPTED:
             text = f" was stopped, since {outcome.reason}"
         case _:
@@ -238,14 +238,14 @@ def _end(agent: Agent, outcome: Outcome) -> Entry:
 
 
 def _announces_end(agent: Agent, outcome: Outcome) -> bool:
-    """Whether this node's end is the job's, and this node tells of it."""
+    """Whether this node's end is the job's, and this node announces it."""
     if outcome.kind is OutcomeKind.REFUSED:
         return False
     leader, table = agent.snapshot.leader, agent.snapshot.table
     if agent.spec.nodes_max == 1 or (table and len(table.seats) == 1):
         return True
     if outcome.kind is OutcomeKind.UNKNOWN and table:
-        # The store is gone, perhaps with the leader that served it. The others cannot agree on who tells.
+        # The store is gone, perhaps with the leader that served it. The others cannot agree on who announces.
         others = [seat.node_id for seat in table.seats if seat.node_id != leader]
         return agent.me.node_id in (leader, *others[:1])
     return agent.snapshot.ended is not None and leader == agent.me.node_id
@@ -286,7 +286,7 @@ def node_report(agent: Agent, pid: int, age_s: float, seen: WorkersSeen | None) 
 
 
 def _state(agent: Agent) -> tuple[str, frozenset[int]]:
-    """One word for the phase, and the local ranks that run."""
+    """The name of the phase, and the local ranks that run."""
     match agent.phase:
         case Joining():
             return "waiting", frozenset()

@@ -431,7 +431,7 @@ class TestReaderGone:
         assert all((tmp_path / f"saved {rank}").exists() for rank in range(int(workers))), "they get SIGTERM"
         if not together:
             after = errors.partition("(the job starts)\n")[2]
-            assert after == "elaunch: stopped, since nobody reads its stdout any more; exit code 141\n"
+            assert after == "elaunch: stopped, since no process reads its stdout any more; exit code 141\n"
 
 
 @contextmanager

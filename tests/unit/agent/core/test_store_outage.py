@@ -231,7 +231,7 @@ def test_a_follower_says_who_knows_what_is_waited_for() -> None:
 
     second.happen(Tick())
 
-    assert second.said == "waiting for generation 0; its leader, on node-a, says for whom it waits"
+    assert second.said == "waiting for generation 0; its leader, on node-a, logs for whom it waits"
 
 
 def test_an_absent_store_is_named_again_when_the_workers_it_was_said_to_leave_alone_are_gone() -> None:
