@@ -161,7 +161,7 @@ class Between:
 
 
 class Name:
-    """A node's id or a host's name: a part of keys, and one word."""
+    """A node's id or a host's name: a part of keys, without spaces."""
 
     def check(self, name: str) -> None:
         """Raises ValueError for what cannot be such a name."""
@@ -212,8 +212,8 @@ def json_bytes(text: str) -> int:
 
 def cut_to_head(text: str, bytes_max: int) -> str:
     """The beginning, with an ellipsis after it."""
-    room = bytes_max - json_bytes(_CUT)
-    return _head(text, room) + _CUT if room >= 0 else ""
+    left = bytes_max - json_bytes(_CUT)
+    return _head(text, left) + _CUT if left >= 0 else ""
 
 
 def cut_to_tail(text: str, bytes_max: int) -> str:
@@ -223,16 +223,16 @@ def cut_to_tail(text: str, bytes_max: int) -> str:
 
 
 def cut_to_ends(text: str, bytes_max: int) -> str:
-    """The beginning and the end, with a line between them that says how much is left out."""
+    """The beginning and the end, with a line between them on how much is left out."""
     # The number in that line is never longer than the number of all characters.
-    room = bytes_max - json_bytes(_left_out(len(text)))
-    if room <= 0:
+    left = bytes_max - json_bytes(_left_out(len(text)))
+    if left <= 0:
         return cut_to_head(text, bytes_max)
-    first = _head(text, room // 2)
+    first = _head(text, left // 2)
     # Whole lines, unless they are very long.
     line_end = first.rfind("\n", len(first) // 2)
     first = first if line_end < 0 else first[:line_end]
-    last = cut_to_tail(text, room - json_bytes(first))
+    last = cut_to_tail(text, left - json_bytes(first))
     return first + _left_out(len(text) - len(first) - len(last)) + last
 
 

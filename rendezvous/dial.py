@@ -17,18 +17,18 @@ _AGAIN_S = 0.2
 # A connection to a host that disappeared is given up after this long: sent data is not acknowledged, or keepalive
 # probes on an idle connection are not answered.
 _GONE_MS = 5000
-_IDLE_S, _ASK_EVERY_S = 2, 1
+_IDLE_S, _PROBE_EVERY_S = 2, 1
 # The errors of an unreachable host or network. EACCES is a firewall's "administratively prohibited" in IPv6.
 _SILENT = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN, errno.EACCES}
 _MOMENT_S = 0.001
 
 
 class NoResponse(TimeoutError):
-    """The time is over, and no address has answered: neither accepted nor refused."""
+    """The deadline has passed without a response: no address has accepted or refused."""
 
 
 class Deadline:
-    """A point in time; `left` says how many seconds remain."""
+    """A point in time; `left` is how many seconds remain."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -44,8 +44,7 @@ class Deadline:
     def left_to_read(self) -> float:
         """The remaining seconds, and after the deadline a moment to read what has arrived already.
 
-        The answer may be here while this thread had to wait for a processor. Raises TimeoutError once twice the time
-        has passed.
+        The response may be here while this thread waited for a CPU. Raises TimeoutError once twice the time has passed.
         """
         left_s = self._end_s - time.monotonic()
         if left_s <= -self._seconds:
@@ -66,7 +65,7 @@ def dial(addresses: Sequence[HostAddress], left: Callable[[], float]) -> socket.
 
     An address that is silent for a moment is tried again after the others, so a lost packet costs only that moment.
     Raises an OSError if all have failed. A refusal goes before all others: it proves that the host is up. Silence goes
-    last: an error of this host, as too many open files, says nothing of the other.
+    last: after an error of this host, as too many open files, the state of the other is unknown.
     """
     errors: list[OSError] = []
     untried, wait_s = list(addresses), _AGAIN_S
@@ -78,13 +77,13 @@ def dial(addresses: Sequence[HostAddress], left: Callable[[], float]) -> socket.
                     return made
                 silent.append((family, address))
             except TimeoutError as error:
-                # The time is over, or the kernel has given up.
+                # The deadline has passed, or the kernel has given up.
                 errors.append(error if error.errno else NoResponse("timed out"))
             except OSError as error:
-                # A host without IPv6 refuses its addresses at once, whatever their port.
+                # A host without IPv6 refuses its addresses immediately, whatever their port.
                 is_no_ipv6 = family == socket.AF_INET6 and error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
                 errors.append(OSError(errno.ENETUNREACH, error.strerror) if is_no_ipv6 else error)
-        # Longer each time: the way there and back may be long.
+        # Longer each time: the round trip may be long.
         untried, wait_s = silent, 2 * wait_s
     raise min(
         errors or [OSError("it has no address")],
@@ -93,7 +92,7 @@ def dial(addresses: Sequence[HostAddress], left: Callable[[], float]) -> socket.
 
 
 def _connected(family: socket.AddressFamily, address: tuple[Any, ...], wait_s: float) -> socket.socket | None:
-    """A connection; None if the address has not answered within `wait_s`."""
+    """A connection; None without a response within `wait_s`."""
     made = socket.socket(family, socket.SOCK_STREAM)
     try:
         made.settimeout(wait_s)
@@ -101,7 +100,7 @@ def _connected(family: socket.AddressFamily, address: tuple[Any, ...], wait_s: f
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_S)
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _ASK_EVERY_S)
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_EVERY_S)
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _GONE_MS)
         return made
     except BaseException as error:
@@ -151,7 +150,7 @@ def resolve(host: str, port: int, wait_s: float) -> list[HostAddress]:
         lookup.join(max(wait_s, 0))
     if found := _known.get((host, port)):
         return found
-    raise lookup.error or socket.gaierror(socket.EAI_AGAIN, f"no word from the resolver within {wait_s:.3g} s")
+    raise lookup.error or socket.gaierror(socket.EAI_AGAIN, f"no response from the resolver within {wait_s:.3g} s")
 
 
 @lru_cache

@@ -1,4 +1,4 @@
-"""Where a store listens, how it is spoken to, which credentials a client shows, and what an address says by itself."""
+"""Where a store listens, its protocol, the credentials of a client, and what follows from an address alone."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ class Access:
     """What a client shows to a store.
 
     Without `tls` the connection is not encrypted. An SSLContext is the one made from the job's token, for elaunch's own
-    served store. `login` is a user of etcd; `bearer` is what the served store asks for. `plainly` says that http:// was
-    typed, so the login may be sent without TLS. The job's keys begin with `prefix`; only messages about permissions use
-    it. Raises ValueError for a bearer without the SSLContext made from the same token.
+    served store. `login` is a user of etcd; the served store requires `bearer`. `plainly`: http:// was typed, so the
+    login may be sent without TLS. The job's keys begin with `prefix`; only messages about permissions use it. Raises
+    ValueError for a bearer without the SSLContext made from the same token.
     """
 
     tls: Tls | ssl.SSLContext | None = None

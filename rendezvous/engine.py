@@ -58,20 +58,15 @@ class Engine:
 
     Every method that writes may raise EtcdError, with etcd's text; nothing was changed then. Leases end only in
     `end_leases`. About the last `history_revisions` revisions can be watched, fewer if they would fill the store. A
-    write that would take more than `quota_bytes` of memory is refused. Deleting a key makes room at once; a real etcd
-    must be compacted first, and its alarm disarmed.
+    write that would take more than `quota_bytes` of memory is refused. Deleting a key frees its memory immediately; a
+    real etcd must be compacted first, and its alarm disarmed.
     """
 
-    def __init__(
-        self,
-        *,
-        history_revisions: int = HISTORY_REVISIONS,
-        quota_bytes: int = QUOTA_BYTES,
-    ) -> None:
+    def __init__(self, *, history_revisions: int = HISTORY_REVISIONS, quota_bytes: int = QUOTA_BYTES) -> None:
         self.revision = 1
         # No lease ends before this time.
         self.idle_until_s = math.inf
-        # Called with each new revision, before the write that made it is answered.
+        # Called with each new revision, before the response to the write that made it.
         self.listener: Callable[[Changes], None] = lambda changes: None
         self._history_revisions = history_revisions
         self.quota_bytes = quota_bytes
@@ -92,7 +87,7 @@ class Engine:
         """Run one branch, at one revision: `then` if every guard holds, else `otherwise`."""
         size = _checked_size(txn)
         if any(isinstance(op, Put) for op in (*txn.then, *txn.otherwise)):
-            self._check_room(size)
+            self._check_space(size)
         held = all(map(self._holds, txn.guards))
         branch = txn.then if held else txn.otherwise
         if any(isinstance(op, Put) and op.lease and op.lease not in self._leases for op in branch):
@@ -120,7 +115,7 @@ class Engine:
 
     def grant(self, lease: int, ttl_s: int) -> int:
         """Create a lease with this id. Returns its time to live in seconds, which may be longer than requested."""
-        self._check_room(_LEASE_BYTES)
+        self._check_space(_LEASE_BYTES)
         if ttl_s > TTL_MAX_S:
             raise EtcdError(errors.OUT_OF_RANGE, "etcdserver: too large lease TTL")
         if lease in self._leases:
@@ -145,7 +140,7 @@ class Engine:
         self._write([Delete(key) for key in sorted(keys)])
 
     def set_time(self, now_s: float) -> None:
-        """Set the time to `now_s`, on a clock of the caller that never goes back. No lease ends yet."""
+        """Set the time, on a clock of the caller that never goes back. No lease ends yet."""
         self._now_s = now_s
 
     def end_leases(self) -> None:
@@ -218,8 +213,8 @@ class Engine:
         if len(self._history) > self._history_revisions + self._history_revisions // 10:
             self.compact(self.revision + 1 - self._history_revisions)
 
-    def _check_room(self, size: int) -> None:
-        # History is dropped before a write is refused. A watch that loses its history is told so, and reads again.
+    def _check_space(self, size: int) -> None:
+        # History is dropped before a write is refused. A watch that loses its history is notified, and reads again.
         while self._is_full(size) and self._history:
             self.compact(self.revision + 1 - len(self._history) // 2)
         if self._is_full(size):
@@ -289,9 +284,9 @@ class MemoryStore:
 
     def commit(self, txn: Txn) -> TxnResponse:
         with _explained():
-            answer = self.engine.commit(txn)
+            response = self.engine.commit(txn)
         self._notify()
-        return answer
+        return response
 
     def grant(self, lease: int, ttl_s: float) -> None:
         with _explained(errors.Kind.LEASE_THERE):
@@ -326,7 +321,7 @@ class MemoryStore:
 
     def _notify(self) -> None:
         if self._notifying:
-            # The `notify` of some watch wrote something. The loop below, further up the stack, will deliver it.
+            # A watch's `notify` wrote something. The loop below, further up the stack, will deliver it.
             return
         self._notifying = True
         try:
@@ -342,7 +337,7 @@ class MemoryStore:
         if history is None:
             watch.view(self.read(watch.prefix))
         for changes in history or ():
-            watch.told(changes)
+            watch.deliver(changes)
 
 
 @contextmanager
@@ -370,7 +365,7 @@ class _Watch:
     def close(self) -> None:
         self.closed = True
 
-    def told(self, changes: Changes) -> None:
+    def deliver(self, changes: Changes) -> None:
         self.next_revision = changes.revision + 1
         if not self.closed and (seen := changes.under(self.prefix)):
             self._notify(seen)

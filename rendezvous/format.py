@@ -22,9 +22,9 @@ def plural(count: int, noun: str) -> str:
 
 
 def node_host(hostname: str) -> str:
-    """A host's name as keys, records and lines have it: Linux takes any bytes, and these need one printable word."""
-    word = "".join(letter if letter.isprintable() and letter not in " /" else "-" for letter in hostname)
-    return word.encode()[:_HOST_BYTES_MAX].decode(errors="ignore") or "unnamed"
+    """A host's name as keys, records and lines have it: Linux takes any bytes, and these need printable characters."""
+    name = "".join(letter if letter.isprintable() and letter not in " /" else "-" for letter in hostname)
+    return name.encode()[:_HOST_BYTES_MAX].decode(errors="ignore") or "unnamed"
 
 
 def plain(text: str, keep: str = "") -> str:

@@ -1,4 +1,4 @@
-"""The job as the command line names it: the program, and what its nodes must agree on."""
+"""The job as the command line describes it: the program, and what its nodes must agree on."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Program:
 
 @dataclass(frozen=True)
 class JobSpec:
-    """The job as one agent was told it: its name, the program, and what all nodes must agree on."""
+    """The job as one agent's command line has it: its name, the program, and what all nodes must agree on."""
 
     run_id: str
     program: Program
@@ -81,8 +81,8 @@ class JobSpec:
     def terms(self) -> Terms:
         """What nodes compare. Interpreters may differ: each host has its own."""
         program = self.program
-        words = [program.kind.value, program.target, *program.args]
-        digest = sha256("\0".join(words).encode(errors="surrogateescape")).hexdigest()[:16]
+        parts = [program.kind.value, program.target, *program.args]
+        digest = sha256("\0".join(parts).encode(errors="surrogateescape")).hexdigest()[:16]
         module = ["-m"] if program.kind is ProgramKind.MODULE else []
         command = shlex.join([*module, program.target, *program.args])
         # A lone surrogate (a byte of another encoding in argv) has no JSON text.

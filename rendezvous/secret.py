@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 TOKEN_CHARACTERS_MIN = 16
-# Anybody who can connect sees the certificate, and can try tokens against it offline. Scrypt (RFC 7914) makes each try
+# Any client that can connect sees the certificate, and can try tokens against it offline. Scrypt (RFC 7914) makes a try
 # cost 60 ms and 32 MB. A token that elaunch generates is strong enough without that.
 _SCRYPT_N, _SCRYPT_R, _SCRYPT_P = 2**15, 8, 1
 _SALT = b"elaunch: the store's certificate and bearer, 1"
@@ -31,7 +31,7 @@ _NOT_AFTER = datetime.datetime(9999, 12, 31, 23, 59, 59)
 
 
 def new_token() -> str:
-    """A token nobody can guess: 32 hexadecimal digits."""
+    """A random token of 128 bits: 32 hexadecimal digits."""
     return secrets.token_hex(16)
 
 
@@ -89,7 +89,7 @@ class Secret:
         """TLS for the side that listens."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
-        # Nobody resumes sessions: clients keep their connections.
+        # No client resumes sessions: they keep their connections.
         context.num_tickets = 0
         # ssl reads keys from files only. This file is in memory and disappears with its descriptor.
         fd = os.memfd_create("elaunch-store-key", os.MFD_CLOEXEC)

@@ -1,7 +1,7 @@
 """The store behind a rendezvous: leases, guarded transactions, range reads, watches from a revision.
 
 The semantics are the part of etcd v3's that the protocol uses. One contract test suite checks that the store in memory
-and etcd behave alike. Every call blocks until it is answered, or until the store's call deadline.
+and etcd behave alike. Every call blocks until its response, or until the store's call deadline.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Txn:
 class TxnResponse:
     """Whether the guards held, and the store's revision afterwards.
 
-    If an answer was lost and the transaction was sent again, `held` comes from the last answer. False may then mean
+    If a response was lost and the transaction was sent again, `held` comes from the last response. False may then mean
     that the first transaction was committed.
     """
 
@@ -133,11 +133,11 @@ class TxnResponse:
 
 
 class StoreError(Exception):
-    """Why a store did not do what it was asked: one sentence, without a full stop."""
+    """Why a store did not carry out a request: one sentence, without a full stop."""
 
 
 class Unavailable(StoreError):
-    """Nobody answered in time: try again. `is_silent`: its host sent nothing at all, not even a refusal."""
+    """No response in time: try again. `is_silent`: its host sent nothing at all, not even a refusal."""
 
     is_silent = False
 
@@ -147,18 +147,18 @@ class OwnLimit(Unavailable):
 
 
 class HeadAway(Unavailable):
-    """A node of the job serves the store, and it does not answer: the store has probably ended with that node.
+    """A node of the job serves the store, and it does not respond: the store has probably ended with that node.
 
     `is_silent` is set for a head only, whose ranks are lost too then; a host of `elaunch store` has none.
     """
 
 
 class Rejected(StoreError):
-    """The store answers, but refuses the request: try again, and tell the user, who may have to act."""
+    """The store responds, but refuses the request: try again, and log it for the user, who may have to act."""
 
 
 class TimedOut(Unavailable):
-    """Nobody answered within the deadline: the member may hang with its connections open."""
+    """No response within the deadline: the member may hang with its connections open."""
 
 
 class Denied(Rejected):
@@ -226,8 +226,8 @@ class Store(Protocol):
 
         With `after` None the first update is a `View` of what is there. A later `View` replaces all changes up to its
         revision: the store no longer has them one by one. A StoreError (Denied, HistoryLost) ends the watch. After
-        Unavailable and after any other Rejected the watch tries again by itself. `notify` is called from any thread and
-        must return at once.
+        Unavailable and after any other Rejected the watch retries automatically. `notify` is called from any thread and
+        must return immediately.
         """
         ...
 

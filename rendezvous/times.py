@@ -1,6 +1,6 @@
 """The protocol's times, and the inequalities that must hold between them.
 
-All times are durations on one host's monotonic clock. docs/protocol.md tells why each inequality is needed.
+All times are durations on one host's monotonic clock. docs/protocol.md has the reason of each inequality.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Times:
     boundary_wait_s       the longest time that workers have to stop at a step boundary
     hang_timeout_s        workers hang that reported once and then were silent for this long, and ranks that are idle,
                           also if none waits for another; 0 where the user gave no limit
-    hang_after_s          all ranks must stand still for at least this long to hang; 0 switches this off
+    hang_after_s          all ranks must be idle for at least this long to hang; 0 switches this off
     keys_ttl_s            a job's keys stay in the store this long after its end, or after its last agent was killed
     """
 

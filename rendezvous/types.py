@@ -83,8 +83,8 @@ class Node(Bounded):
     """One agent process as a node of the job. `node_id` is the host name and 8 random hex digits.
 
     The other nodes reach it at `address`. `process` identifies the agent's process even after its host was restarted: a
-    later agent that finds this record can tell whether the process is dead. `node_rank` is the rank that the user asked
-    for, -1 if none; nodes of one `topology` get neighbouring ranks.
+    later agent that finds this record can check whether the process is dead. `node_rank` is the rank that the user
+    requested, -1 if none; nodes of one `topology` get neighbouring ranks.
     """
 
     node_id: _NodeId
@@ -102,8 +102,8 @@ class Joined(Bounded):
     """A node states that its old workers are stopped and that it can run the generation.
 
     `port` is a port that the node has reserved on its `address`: the worker store listens there if the node becomes the
-    first in the table, and `secret` is its ranks' then. `progressed` says that a worker of this node made progress in
-    the generation that ran before. `software` names the versions that must be equal on all nodes, empty if unknown.
+    first in the table, and `secret` is its ranks' then. `progressed`: a worker of this node made progress in the
+    generation that ran before. `software` names the versions that must be equal on all nodes, empty if unknown.
     """
 
     node_id: _NodeId
@@ -154,7 +154,7 @@ class RankTable(Bounded):
 
     `restarts` counts the restarts charged to the budget so far. If the budget has a window, `restart_ages_s` holds, for
     each restart still in the window, how long before the seal it was. `barren` counts the generations in a row, this
-    one included, that began after one without progress. `progressed` says whether any earlier generation made progress.
+    one included, that began after one without progress. `progressed`: whether any earlier generation made progress.
     `streak` and `excluded` are those after the last failure. `mismatch` is a sentence about nodes with other software.
     `vacant` are the roles of seats that are free, and stay free for a node of that role. Workers get `secret` in their
     environment.
@@ -211,7 +211,7 @@ class Generation(Bounded):
     """One start or restart of the group. Every key, event, log line and worker environment carries its `number`.
 
     `cause` is the end of a sentence. If a node opened the generation because it failed or left, `node_id` names that
-    node, and `signum` is the signal that made it leave. `is_secondary` says that another failure may explain that one.
+    node, and `signum` is the signal that made it leave. `is_secondary`: another failure may explain that one.
     """
 
     number: _Number
@@ -223,7 +223,7 @@ class Generation(Bounded):
 
 
 class FailureKind(Enum):
-    """What ended a worker, as far as its agent can tell."""
+    """What ended a worker, as far as its agent knows."""
 
     EXCEPTION = "exception"
     EXIT_CODE = "exit code"
@@ -259,12 +259,12 @@ class Failure(Bounded):
     exited. `rank` is -1 if no worker caused the failure. `exception`, `frame` and `message` describe the uncaught
     exception (`frame` is its innermost frame in the user's code, `file:line in function`; `call` is the function of
     torch in which it waited for other ranks, or empty). `advice` is what the user can do about it, empty if unknown.
-    `progressed` says whether the rank had reported a step or created its process group; None if that is unknown. `step`
-    is the newest step that the rank reported, -1 if none, and `lived_s` how long its worker ran. `is_cut` says that the
-    message or the traceback was too long; their full text is in `error_file` and `log_path`, on the worker's host.
-    `is_blameless` says that nothing points at the node: one had to be named, or to write the record. `tail` is the end
-    of stderr, or if it `is_mixed` of both streams, which were one pipe. `ranks_alike` counts the node's ranks that had
-    this same bug. `world_size` is that of the generation, 0 if unknown.
+    `progressed`: whether the rank had reported a step or created its process group; None if that is unknown. `step` is
+    the newest step that the rank reported, -1 if none, and `lived_s` how long its worker ran. `is_cut`: the message or
+    the traceback was too long; their full text is in `error_file` and `log_path`, on the worker's host. `is_blameless`:
+    nothing points at the node: one had to be named, or to write the record. `tail` is the end of stderr, or if it
+    `is_mixed` of both streams, which were one pipe. `ranks_alike` counts the node's ranks that had this same bug.
+    `world_size` is that of the generation, 0 if unknown.
 
     A record is less than 64 kB of JSON.
     """
@@ -297,9 +297,9 @@ class Failure(Bounded):
     world_size: int = 0
 
     def __post_init__(self) -> None:
-        said = _MESSAGE.clean(self.message), self.traceback
+        whole = _MESSAGE.clean(self.message), self.traceback
         super().__post_init__()
-        if (self.message, self.traceback) != said:
+        if (self.message, self.traceback) != whole:
             object.__setattr__(self, "is_cut", True)
 
     @property

@@ -111,7 +111,7 @@ def _of_hang(before: Agent, after: Agent, number: int) -> Iterator[Entry]:
     was, now = before.snapshot.hang, after.snapshot.hang
     if now and (was is None or was.generation != now.generation):
         named = {"rank": now.rank} if now.rank >= 0 else {}
-        yield Entry(now.generation, "seems_hung", {"host": host_of(now.node_id), "message": now.said, **named})
+        yield Entry(now.generation, "seems_hung", {"host": host_of(now.node_id), "message": now.summary, **named})
     elif was and not now and was.generation == number and isinstance(after.phase, Running):
         yield Entry(number, "goes_on", {})
 
@@ -194,7 +194,7 @@ def _of_snapshot(before: Agent, after: Agent) -> Iterator[Entry]:
     if hang and (was is None or was.generation != hang.generation) and (hang.is_unawaited or not after.restarts_hung):
         # Else it is announced as the failure that is made of it.
         text = f" seems to hang: {hang_sentence(hang, host_of(hang.node_id))}"
-        fields = {"reason": hang.said, **({"rank": hang.rank} if hang.rank >= 0 else {})}
+        fields = {"reason": hang.summary, **({"rank": hang.rank} if hang.rank >= 0 else {})}
         yield _announced("hang", after, hang.generation, text, fields)
     if opened.number > known.number and opened.kind.is_urgent and opened.kind is not OpenKind.RESTART:
         yield _failure(after, opened)

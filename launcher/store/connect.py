@@ -171,7 +171,7 @@ def store_of(plan: RendezvousPlan, log: Callable[[str], None], keyring: StoredTo
             deadline_s,
             expects_ours=plan.serves,
             keyring=keyring or StoredTokens(),
-            say=log,
+            log=log,
         )
     except (Denied, ValueError) as error:
         raise UsageError(str(error)) from None

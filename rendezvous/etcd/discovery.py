@@ -13,27 +13,27 @@ from elaunch.rendezvous.etcd.transport import EtcdError, GatewayOff
 from elaunch.rendezvous.secret import Secret
 from elaunch.rendezvous.store import Denied, StoreError, Unavailable
 
-Told = TypeVar("Told")
+Result = TypeVar("Result")
 
 
 class TokenLookup(Protocol):
-    """Looks up this user's tokens of the stores that elaunch serves now."""
+    """This user's tokens of the stores that elaunch serves now."""
 
     def token_for(self, certificate: bytes) -> str:
         """The token from which a certificate (DER) was made, or empty."""
         ...
 
     def path_of(self, endpoint: Endpoint) -> str:
-        """The file that says that a store with a token is served at `endpoint`, or empty."""
+        """The file that records a store with a token at `endpoint`, or empty."""
         ...
 
 
 class FoundStore(EtcdStore):
     """The store at `endpoint`: the job's own over TLS with its token, or else an etcd without TLS.
 
-    The first `check` that reaches the store finds out which one it is. `token` is empty if nobody gave one; `keyring`
-    may know one then. `expects_ours` says that the user has not named an etcd: then a server that does not know the
-    given token is refused. `say` gets a line that names an etcd without TLS which the user may not expect.
+    The first `check` that reaches the store finds out which one it is. `token` is empty if none was given; `keyring`
+    may know one then. `expects_ours`: the user has not named an etcd, so a server that does not know the given token is
+    refused. `log` gets a line that names an etcd without TLS which the user may not expect.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class FoundStore(EtcdStore):
         *,
         expects_ours: bool = False,
         keyring: TokenLookup | None = None,
-        say: Callable[[str], None] = lambda line: None,
+        log: Callable[[str], None] = lambda line: None,
     ) -> None:
         super().__init__([endpoint], plainly, deadline_s)
         self._endpoint = endpoint
@@ -53,9 +53,9 @@ class FoundStore(EtcdStore):
         self._connect_s = deadline_s
         self._expects_ours = expects_ours
         self._keyring = keyring
-        self._say = say
+        self._log = log
         self._is_found = False
-        # A line about an etcd without TLS, until it is said.
+        # A line about an etcd without TLS, until it is logged.
         self._warning = ""
 
     def check(self) -> str:
@@ -68,7 +68,7 @@ class FoundStore(EtcdStore):
         version = super().check()
         if self._warning:
             # Not before: what listens there could be no store at all.
-            self._say(self._warning)
+            self._log(self._warning)
             self._warning = ""
         return version
 
@@ -78,7 +78,7 @@ class FoundStore(EtcdStore):
         certificate = _certificate_at(self._endpoint, secret, self._connect_s)
         if certificate is not None and secret is None:
             if not (token := self._keyring.token_for(certificate) if self._keyring else ""):
-                raise _wants_token(self._endpoint)
+                raise _needs_token(self._endpoint)
             secret = Secret(token)
             certificate = _certificate_at(self._endpoint, secret, self._connect_s)
         return secret if certificate is not None else None
@@ -91,7 +91,7 @@ class FoundStore(EtcdStore):
             except GatewayOff:
                 pass
             except (EtcdError, StoreError) as error:
-                # Another answer than a denial may come from a proxy in front of an etcd.
+                # Another response than a denial may come from a proxy in front of an etcd.
                 if isinstance(error, Denied):
                     raise
             raise Denied(
@@ -112,11 +112,11 @@ class FoundStore(EtcdStore):
                 f" --rdzv-endpoint http://{self._endpoint}"
             )
 
-    def _with_token(self, endpoint: Endpoint, ask: Callable[[str], Told]) -> Told:
+    def _with_token(self, endpoint: Endpoint, call: Callable[[str], Result]) -> Result:
         # Nothing is sent in the clear to a store that may be the job's own.
         if not self._is_found:
             raise Unavailable(f"the store at {endpoint} was not reached yet")
-        return super()._with_token(endpoint, ask)
+        return super()._with_token(endpoint, call)
 
 
 def _certificate_at(endpoint: Endpoint, secret: Secret | None, deadline_s: float) -> bytes | None:
@@ -136,7 +136,7 @@ def _certificate_at(endpoint: Endpoint, secret: Secret | None, deadline_s: float
         raise Unavailable(f"{endpoint}: {error.strerror or error}") from error
 
 
-def _wants_token(endpoint: Endpoint) -> Denied:
+def _needs_token(endpoint: Endpoint) -> Denied:
     return Denied(
         f"the store at {endpoint} is a job's own and wants its token; type the line that elaunch printed there"
         " (ELAUNCH_TOKEN=… elaunch …), or add --token-file with a copy of the file that it named; for an etcd that"

@@ -20,10 +20,10 @@ PRECONDITION, ABORTED, OUT_OF_RANGE, UNIMPLEMENTED, INTERNAL, UNAVAILABLE, DATA_
 class Kind(Enum):
     """What to do about an error."""
 
-    WAIT = auto()  # The error passes by itself: ask again, also other members.
-    SAY = auto()  # Ask again, and tell the user at once: somebody may have to act.
-    DENY = auto()  # Waiting does not help. An agent that has not joined the job yet ends; others treat it as SAY.
-    LOGIN = auto()  # The token has expired: get another one.
+    WAIT = auto()  # The error is transient: retry, also on other members.
+    REPORT = auto()  # Retry, and report it to the user immediately, who may have to act.
+    DENY = auto()  # Waiting does not help. An agent that has not joined the job yet ends; others treat it as REPORT.
+    LOGIN = auto()  # The token has expired: request another one.
     LEASE_GONE = auto()
     LEASE_THERE = auto()
 
@@ -50,18 +50,18 @@ _TOO_LARGE = Rule(
     "this etcd, or a proxy before it, takes smaller requests than elaunch needs: start etcd with"
     " --max-request-bytes=1572864 or more",
 )
-# By etcd's own text, which says more than the code. The first row whose words are in the text decides.
+# By etcd's own text, which is more specific than the code. The first row whose key is in the text decides.
 BY_TEXT: dict[str, Rule] = {
     "requested lease not found": Rule(Kind.LEASE_GONE),
     "lease already exists": Rule(Kind.LEASE_THERE, "the lease is there already"),
     _FULL: Rule(
-        Kind.SAY,
+        Kind.REPORT,
         "etcd is full (alarm NOSPACE) and takes no writes: compact its history (etcdctl compact REVISION, the newest of"
         " etcdctl endpoint status -w json), delete keys that nobody needs, defragment every member (etcdctl defrag"
         " --cluster), and disarm the alarm (etcdctl alarm disarm); or raise --quota-backend-bytes",
     ),
     "corrupt cluster": Rule(
-        Kind.SAY,
+        Kind.REPORT,
         "etcd's members hold different data (alarm CORRUPT) and take no requests: replace the member that is wrong, and"
         " disarm the alarm (etcdctl alarm disarm)",
     ),
@@ -96,7 +96,7 @@ BY_TEXT: dict[str, Rule] = {
     ),
     "revision of auth store is old": Rule(Kind.LOGIN, "etcd's users have changed"),
     "not leader": Rule(Kind.WAIT),
-    # An etcd without a leader answers so to a request for a lease, with the code for "unknown".
+    # An etcd without a leader responds so to a request for a lease, with the code for "unknown".
     "context deadline exceeded": Rule(Kind.WAIT),
     "context canceled": Rule(Kind.WAIT),
     "downgrade job in progress": Rule(Kind.WAIT),
@@ -104,23 +104,23 @@ BY_TEXT: dict[str, Rule] = {
 # For errors whose text is in no row of BY_TEXT.
 BY_CODE: dict[int, Rule] = {
     CANCELLED: Rule(Kind.WAIT),
-    UNKNOWN: Rule(Kind.SAY, "etcd answers with an error of its own"),
+    UNKNOWN: Rule(Kind.REPORT, "etcd answers with an error of its own"),
     INVALID: Rule(Kind.DENY, "etcd says that the request is not valid"),
     DEADLINE: Rule(Kind.WAIT),
-    NOT_FOUND: Rule(Kind.SAY, "etcd does not find what was asked for"),
-    EXISTS: Rule(Kind.SAY, "etcd has that already"),
+    NOT_FOUND: Rule(Kind.REPORT, "etcd does not find what was asked for"),
+    EXISTS: Rule(Kind.REPORT, "etcd has that already"),
     PERMISSION: Rule(Kind.DENY, "this user may not do that"),
-    EXHAUSTED: Rule(Kind.SAY, "etcd has run out of a resource"),
+    EXHAUSTED: Rule(Kind.REPORT, "etcd has run out of a resource"),
     PRECONDITION: Rule(Kind.DENY, "etcd refuses"),
     ABORTED: Rule(Kind.WAIT),
     OUT_OF_RANGE: _TOO_LARGE,
     UNIMPLEMENTED: Rule(Kind.DENY, "this etcd does not know the request"),
-    INTERNAL: Rule(Kind.SAY, "etcd has an internal error"),
+    INTERNAL: Rule(Kind.REPORT, "etcd has an internal error"),
     UNAVAILABLE: Rule(Kind.WAIT),
-    DATA_LOSS: Rule(Kind.SAY, "etcd has lost data"),
+    DATA_LOSS: Rule(Kind.REPORT, "etcd has lost data"),
     UNAUTHENTICATED: Rule(Kind.DENY, "etcd does not know this client"),
 }
-_UNHEARD_OF = Rule(Kind.SAY, "etcd refuses")
+_OTHER = Rule(Kind.REPORT, "etcd refuses")
 # A request without a user through the gateway may count as the user of the gateway's own certificate.
 _NO_USER = ("user name is empty", "permission denied")
 
@@ -137,27 +137,27 @@ def explain(error: EtcdError, endpoint: Endpoint, access: Access) -> StoreError:
     match kind:
         case Kind.LEASE_GONE:
             return LeaseGone(f"{endpoint}: the lease has ended")
-        case Kind.SAY | Kind.LEASE_THERE:
+        case Kind.REPORT | Kind.LEASE_THERE:
             # Only the store that elaunch serves gets a bearer, and that store has no alarm.
             is_ours = bool(access.bearer) and sentence == BY_TEXT[_FULL].sentence
             return Rejected(f"{endpoint}: {_OURS_IS_FULL if is_ours else sentence}")
         # A LOGIN with a user: even a new token was refused, because this member does not know it yet.
         case Kind.WAIT | Kind.LOGIN if kind is Kind.WAIT or user:
-            # A text that is not etcd's own is about the gateway's connection to its server. etcd 3.5 says "bad
-            # certificate"; 3.4 says other things.
+            # A text that is not etcd's own is about the gateway's connection to its server. etcd 3.5 has "bad
+            # certificate", 3.4 other texts.
             is_gateways = access.tls and not error.text.startswith("etcdserver:")
             hint = f"; if it goes on: {_OWN_SERVER}" if is_gateways else ""
             return Unavailable(f"{endpoint} answers: {error.text}{hint}")
-    if not user and any(words in error.text for words in _NO_USER):
+    if not user and any(text in error.text for text in _NO_USER):
         return Denied(f"{endpoint}: the store asks for a user and a password, and none is given")
     return Denied(f"{endpoint}: {sentence.replace('{user}', repr(user)).replace('{prefix}', access.prefix)}")
 
 
 def cancelled(reason: str) -> EtcdError:
-    """The error for which the server ended a watch. etcd 3.4 and 3.5 write gRPC's code as words into `reason`."""
+    """The error for which the server ended a watch. etcd 3.4 and 3.5 write the name of gRPC's code into `reason`."""
     text = reason.rpartition(" desc = ")[2]
-    words = {"Unauthenticated": UNAUTHENTICATED, "permission denied": PERMISSION, "InvalidArgument": INVALID}
-    code = next((code for word, code in words.items() if word in reason), UNAVAILABLE)
+    codes = {"Unauthenticated": UNAUTHENTICATED, "permission denied": PERMISSION, "InvalidArgument": INVALID}
+    code = next((code for name, code in codes.items() if name in reason), UNAVAILABLE)
     return EtcdError(code, text or "the watch was ended")
 
 
@@ -175,7 +175,7 @@ def history_lost(endpoint: Endpoint, access: Access, was: str, now: str) -> Hist
 
 
 def _rule(error: EtcdError) -> Rule:
-    if by_text := next((rule for words, rule in BY_TEXT.items() if words in error.text), None):
+    if by_text := next((rule for text, rule in BY_TEXT.items() if text in error.text), None):
         return by_text
-    kind, sentence = BY_CODE.get(error.code, _UNHEARD_OF)
+    kind, sentence = BY_CODE.get(error.code, _OTHER)
     return Rule(kind, f"{sentence}: {error.text}")

@@ -75,13 +75,13 @@ def load() -> tuple[Any, Any, dict[str, Any]]:
 
 def _import_grpc_quietly() -> Any:
     """Keep gRPC from printing errors to stderr that its callers get anyway; it reads the variable when it is loaded."""
-    said = os.environ.get(_VERBOSITY)
-    os.environ[_VERBOSITY] = said or "NONE"
+    before = os.environ.get(_VERBOSITY)
+    os.environ[_VERBOSITY] = before or "NONE"
     try:
         return importlib.import_module("grpc")
     finally:
         # Workers must not inherit the variable.
-        if said is None:
+        if before is None:
             del os.environ[_VERBOSITY]
 
 
@@ -126,10 +126,10 @@ class GrpcTransport:
             with closing(self.stream(endpoint, rpc, request, token, deadline_s)) as stream:
                 return stream.next(deadline_s)
         try:
-            answer: Json = self._method(endpoint, rpc)(request, timeout=deadline_s, metadata=_metadata(token))
+            response: Json = self._method(endpoint, rpc)(request, timeout=deadline_s, metadata=_metadata(token))
         except self._grpc.RpcError as error:
             raise explained(error, endpoint, deadline_s) from error
-        return answer
+        return response
 
     def stream(self, endpoint: Endpoint, rpc: Rpc, request: Json, token: str, deadline_s: float) -> GrpcStream:
         over = threading.Event()
@@ -145,20 +145,20 @@ class GrpcTransport:
             channel.close()
 
     def _method(self, endpoint: Endpoint, rpc: Rpc) -> Any:
-        """What sends a request and returns the answer, or for a stream the answers, as JSON."""
+        """The callable that sends a request and returns the response, or for a stream the responses, as JSON."""
         service, method = _CALLS[rpc]
         with self._lock:
             if endpoint not in self._channels:
                 self._channels[endpoint] = self._connected(endpoint)
             channel = self._channels[endpoint]
         make = channel.stream_stream if rpc in (Rpc.KEEP_ALIVE, Rpc.WATCH) else channel.unary_unary
-        asked, answer = self._messages[f"{method}Request"], self._messages[f"{method}Response"]
+        sent, received = self._messages[f"{method}Request"], self._messages[f"{method}Response"]
 
         def written(request: Json) -> Any:
-            return self._json.ParseDict(request, asked()).SerializeToString()
+            return self._json.ParseDict(request, sent()).SerializeToString()
 
         def read(data: bytes) -> Any:
-            return self._json.MessageToDict(answer.FromString(data), preserving_proto_field_name=True)
+            return self._json.MessageToDict(received.FromString(data), preserving_proto_field_name=True)
 
         return make(f"/etcdserverpb.{service}/{method}", request_serializer=written, response_deserializer=read)
 
@@ -181,7 +181,7 @@ def _requests(request: Json, over: threading.Event) -> Iterator[Json]:
 
 
 class GrpcStream:
-    """The answers of one call, one by one."""
+    """The responses of one call, one by one."""
 
     def __init__(self, endpoint: Endpoint, call: Any, over: threading.Event, rpc_error: Any) -> None:
         self._endpoint = endpoint
@@ -196,8 +196,8 @@ class GrpcStream:
         if deadline_s is not None:
             timer.start()
         try:
-            answer: Json = next(self._call)
-            return answer
+            response: Json = next(self._call)
+            return response
         except StopIteration:
             raise Unavailable(f"{self._endpoint} ended the stream") from None
         except self._rpc_error as error:
@@ -221,7 +221,7 @@ def _metadata(token: str) -> tuple[tuple[str, str], ...]:
 
 
 def explained(error: Any, endpoint: Endpoint, deadline_s: float) -> StoreError | EtcdError:
-    """The store's error for gRPC's: etcd's own answer, or a sentence about the connection."""
+    """The store's error for gRPC's: etcd's own response, or a sentence about the connection."""
     code, text = error.code().value[0], error.details() or ""
     if text.startswith("etcdserver:") or code not in (_CANCELLED, _DEADLINE, _UNAVAILABLE):
         return EtcdError(code, text)

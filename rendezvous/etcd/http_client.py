@@ -19,7 +19,7 @@ from elaunch.rendezvous.endpoint import Endpoint, Tls
 from elaunch.rendezvous.format import shortage
 from elaunch.rendezvous.store import Denied, OwnLimit, StoreError, TimedOut, Unavailable
 
-# The keys of a job with 4096 failed nodes are 24 MB. To parse a hostile answer takes 25 times its bytes of memory.
+# The keys of a job with 4096 failed nodes are 24 MB. To parse a hostile response takes 25 times its bytes of memory.
 RESPONSE_BYTES_MAX = 1 << 25
 _RECEIVE_BYTES = 1 << 16
 _IDLE_CONNECTIONS_MAX = 4
@@ -48,7 +48,7 @@ class _Incoming(io.RawIOBase):
 class ClientConnection:
     """One connection to a server, for one request at a time. Every method may raise Unavailable or Denied.
 
-    Without `context` there is no TLS. `hint` tells the user what to check if a server's certificate is not trusted.
+    Without `context` there is no TLS. `hint` is what the user is to check if a server's certificate is not trusted.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class ClientConnection:
             self._socket = _connect(endpoint, context, deadline)
         self._incoming = _Incoming(self._socket)
 
-    def ask(self, method: str, path: str, headers: dict[str, str], body: bytes, deadline: Deadline) -> int:
-        """Send a request. Returns the status of its answer; read the answer with `body` or `line`."""
-        data = request(method, str(self._endpoint), path, headers, body)
+    def request(self, method: str, path: str, headers: dict[str, str], body: bytes, deadline: Deadline) -> int:
+        """Send a request. Returns the status of the response; read its body with `body` or `line`."""
+        data = request_bytes(method, str(self._endpoint), path, headers, body)
         self._incoming = _Incoming(self._socket)
         self._incoming.deadline = deadline
         with self._explained(deadline):
@@ -97,7 +97,7 @@ class ClientConnection:
         return b"".join(pieces)
 
     def usable(self) -> bool:
-        """Whether another request may be sent: this process opened it, the last answer is complete, no data waits."""
+        """Whether another request may be sent: this process opened it, the last response is complete, no data waits."""
         response = self._response
         if response is None or response.will_close or not response.isclosed() or self._pid != os.getpid():
             return False
@@ -123,7 +123,7 @@ class ClientConnection:
 
 
 class HttpClient:
-    """Requests to several servers, over connections that are kept and used again. Safe for several threads."""
+    """Requests to several servers, over persistent connections. Safe for several threads."""
 
     def __init__(self, tls: Tls | ssl.SSLContext | None = None) -> None:
         self._context: ssl.SSLContext | None
@@ -133,16 +133,15 @@ class HttpClient:
             self._context, self._hint = tls, "is ELAUNCH_TOKEN that of the elaunch that runs there?"
         self._idle: defaultdict[Endpoint, deque[ClientConnection]] = defaultdict(deque)
 
-    def ask(
+    def request(
         self, endpoint: Endpoint, method: str, path: str, headers: dict[str, str], body: bytes, deadline_s: float
     ) -> tuple[int, bytes]:
-        """The status and the body of the answer."""
+        """The status and the body of the response."""
         deadline = Deadline(deadline_s)
         idle = self._idle[endpoint]
         connection = _take(idle) or self.open(endpoint, deadline)
         try:
-            status = connection.ask(method, path, headers, body, deadline)
-            answer = status, connection.body(deadline)
+            response = connection.request(method, path, headers, body, deadline), connection.body(deadline)
         except BaseException:
             connection.close()
             raise
@@ -150,14 +149,14 @@ class HttpClient:
             idle.append(connection)
         else:
             connection.close()
-        return answer
+        return response
 
     def open(self, endpoint: Endpoint, deadline: Deadline) -> ClientConnection:
         """A new connection, which belongs to the caller."""
         return ClientConnection(endpoint, deadline, self._context, self._hint)
 
     def other_scheme(self, endpoint: Endpoint, deadline_s: float) -> str:
-        """The scheme, `http` or `https`, that the server answers if it is not the one in use; else ""."""
+        """The scheme, `http` or `https`, of the server if it is not the one in use; else ""."""
         with suppress(OSError):
             is_plain = certificate_at(endpoint, unverified_context(), deadline_s) is None
             if is_plain == bool(self._context):
@@ -165,7 +164,6 @@ class HttpClient:
         return ""
 
     def close(self) -> None:
-        """Close the kept connections."""
         for idle in list(self._idle.values()):
             while connection := _take(idle):
                 connection.close()
@@ -191,9 +189,9 @@ def unverified_context() -> ssl.SSLContext:
 
 
 def certificate_at(endpoint: Endpoint, context: ssl.SSLContext, deadline_s: float) -> bytes | None:
-    """The certificate (DER) of the server there; None if it answers plain HTTP, as an etcd without TLS does.
+    """The certificate (DER) of the server there; None if it speaks plain HTTP, as an etcd without TLS does.
 
-    Empty if the server asks for a certificate of the client. Raises OSError.
+    Empty if the server requires a certificate of the client. Raises OSError.
     """
     try:
         with closing(_connect(endpoint, context, Deadline(deadline_s))) as connected:
@@ -207,12 +205,12 @@ def certificate_at(endpoint: Endpoint, context: ssl.SSLContext, deadline_s: floa
         # An etcd without TLS closes the connection or waits for more. A server with TLS may do so under load.
         deadline = Deadline(deadline_s)
         with suppress(StoreError), closing(ClientConnection(endpoint, deadline)) as plain:
-            plain.ask("GET", "/version", {}, b"", deadline)
+            plain.request("GET", "/version", {}, b"", deadline)
             return None
         raise
 
 
-def request(method: str, host: str, path: str, headers: dict[str, str], body: bytes) -> bytes:
+def request_bytes(method: str, host: str, path: str, headers: dict[str, str], body: bytes) -> bytes:
     """A request with its body. Raises ValueError if a header contains a line break."""
     lines = [f"{method} {path} HTTP/1.1", f"Host: {host}", f"Content-Length: {len(body)}"]
     lines += [f"{name}: {value}" for name, value in headers.items() if value]
@@ -224,7 +222,7 @@ def request(method: str, host: str, path: str, headers: dict[str, str], body: by
 def connection_error(error: Exception, endpoint: Endpoint, waited: str, hint: str) -> StoreError:
     """The store's error for `error`, as a sentence.
 
-    `waited` is the deadline that passed ("0.5 s"; "" is without one). `hint` tells the user what to check if the server
+    `waited` is the deadline that passed ("0.5 s"; "" is without one). `hint` is what the user is to check if the server
     is not trusted.
     """
     match error:

@@ -1,4 +1,4 @@
-"""The store's types as etcd's requests and answers, in the JSON form of its gateway."""
+"""The store's types as etcd's requests and responses, in the JSON form of its gateway."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ def read(prefix: str) -> Json:
     return _range(prefix)
 
 
-def view(answer: Json) -> View:
-    """The `View` in the answer to `read`."""
-    return View(revision(answer), {text(kv.get("key", "")): _entry(kv) for kv in answer.get("kvs", ())})
+def view(response: Json) -> View:
+    """The `View` in the response to `read`."""
+    return View(revision(response), {text(kv.get("key", "")): _entry(kv) for kv in response.get("kvs", ())})
 
 
 def commit(txn: Txn) -> Json:
     """The request for a transaction."""
     then, otherwise = [_op(op) for op in txn.then], [_op(op) for op in txn.otherwise]
     if not then and not otherwise:
-        # A member of etcd answers a transaction without operations by itself, and this member may be behind.
+        # A member of etcd runs a transaction without operations alone, and this member may be behind.
         then = otherwise = [{"request_range": _count(txn)}]
     return {"compare": [_compare(guard) for guard in txn.guards], "success": then, "failure": otherwise}
 
@@ -73,9 +73,9 @@ def _count(txn: Txn) -> Json:
     return _NOTHING
 
 
-def committed(answer: Json) -> TxnResponse:
+def committed(response: Json) -> TxnResponse:
     """The result of a transaction."""
-    return TxnResponse(answer.get("succeeded") is True, revision(answer))
+    return TxnResponse(response.get("succeeded") is True, revision(response))
 
 
 def grant(lease: int, ttl_s: float) -> Json:
@@ -88,9 +88,9 @@ def lease(lease: int) -> Json:
     return {"ID": str(lease)}
 
 
-def seconds_left(answer: Json) -> float:
-    """The seconds in the answer to a keep-alive; 0 if the lease has ended."""
-    return float(number(answer.get("TTL", 0)))
+def seconds_left(response: Json) -> float:
+    """The seconds in the response to a keep-alive; 0 if the lease has ended."""
+    return float(number(response.get("TTL", 0)))
 
 
 def watch(prefix: str, after: int | None) -> Json:
@@ -104,32 +104,32 @@ def watch(prefix: str, after: int | None) -> Json:
     return {"create_request": {**_range(prefix), "start_revision": str(max(after, 1))}}
 
 
-def changes(answer: Json, after: int) -> list[Changes]:
-    """The changes after revision `after` in a watch's answer, one for each revision. An answer holds whole revisions.
+def changes(response: Json, after: int) -> list[Changes]:
+    """The changes after revision `after` in a watch's response, which holds whole revisions; one for each revision.
 
-    Every function here that reads an answer may raise AttributeError, KeyError, TypeError or ValueError: the answer is
-    then not etcd's.
+    Every function here that reads a response may raise AttributeError, KeyError, TypeError or ValueError: the response
+    is then not etcd's.
     """
-    events = (event for event in answer.get("events", ()) if _written_at(event) > after)
+    events = (event for event in response.get("events", ()) if _written_at(event) > after)
     return [
         Changes(at, {text(event["kv"]["key"]): _event(event) for event in group})
         for at, group in groupby(events, _written_at)
     ]
 
 
-def compacted(answer: Json) -> bool:
+def compacted(response: Json) -> bool:
     """Whether etcd ended the watch because its revisions were compacted."""
-    return number(answer.get("compact_revision", 0)) > 0
+    return number(response.get("compact_revision", 0)) > 0
 
 
-def revision(answer: Json) -> int:
-    """The store's revision as of this answer."""
-    return number(answer.get("header", {}).get("revision", 0))
+def revision(response: Json) -> int:
+    """The store's revision as of this response."""
+    return number(response.get("header", {}).get("revision", 0))
 
 
-def cluster(answer: Json) -> str:
-    """The id of the cluster that answered; "" if the answer does not say."""
-    return str(answer.get("header", {}).get("cluster_id", ""))
+def cluster(response: Json) -> str:
+    """The id of the cluster that responded; "" if the response does not have it."""
+    return str(response.get("header", {}).get("cluster_id", ""))
 
 
 def _range(prefix: str) -> Json:

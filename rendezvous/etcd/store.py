@@ -1,4 +1,4 @@
-"""The store on etcd v3. It has several members, and one that answers is enough."""
+"""The store on etcd v3. It has several members, and one that responds is enough."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ Parsed = TypeVar("Parsed")
 class EtcdStore:
     """A `Store` whose calls may come from several threads. Nothing is sent before the first call.
 
-    A call asks the member that answered last, then each other member once, and waits `deadline_s` for each. With only
-    one member it waits twice as long: to ask a slow server again would make it slower. Without a `transport` it uses
-    the JSON gateway. If `access` has a bearer, the job's own served store is behind it.
+    A call goes to the member that responded last, then to each other member once, and waits `deadline_s` for each. With
+    only one member it waits twice as long: a retry would make a slow server slower. Without a `transport` it uses the
+    JSON gateway. If `access` has a bearer, the job's own served store is behind it.
     """
 
     def __init__(
@@ -60,19 +60,15 @@ class EtcdStore:
         self._watches: set[EtcdWatch] = set()
 
     def use(self, access: Access, transport: RpcTransport | None = None) -> None:
-        """From now on, send requests so."""
+        """Send all further requests so."""
         self._access = access
         self._transport = transport or JsonTransport(access.tls, access.bearer)
         self._token = _Token(self._transport, access, max(_LOGIN_S, self._deadline_s))
         self._history = _History(access)
 
     def check(self) -> str:
-        """The version of the first member that answers. Raises Denied if it is too old, or lacks the transport."""
-
-        def ask(endpoint: Endpoint, token: str) -> str:
-            return self._transport.version(endpoint, token, self._deadline_s)
-
-        endpoint, version = self._try_each(ask)
+        """The version of the first member that responds. Raises Denied if it is too old, or lacks the transport."""
+        endpoint, version = self._try_each(lambda it, token: self._transport.version(it, token, self._deadline_s))
         numbers = tuple(int(part) for part in version.split(".")[:2] if re.fullmatch("[0-9]{1,9}", part))
         if numbers < VERSION_MIN:
             raise Denied(f"{endpoint} is etcd {version}; elaunch needs {'.'.join(map(str, VERSION_MIN))} or later")
@@ -80,16 +76,16 @@ class EtcdStore:
         return version
 
     def read(self, prefix: str) -> View:
-        return self._ask(Rpc.RANGE, json_codec.read(prefix), json_codec.view)
+        return self._call(Rpc.RANGE, json_codec.read(prefix), json_codec.view)
 
     def commit(self, txn: Txn) -> TxnResponse:
-        return self._ask(Rpc.TXN, json_codec.commit(txn), json_codec.committed)
+        return self._call(Rpc.TXN, json_codec.commit(txn), json_codec.committed)
 
     def grant(self, lease: int, ttl_s: float) -> None:
-        self._ask(Rpc.GRANT, json_codec.grant(lease, ttl_s), lambda _: None, passing=Kind.LEASE_THERE)
+        self._call(Rpc.GRANT, json_codec.grant(lease, ttl_s), lambda _: None, passing=Kind.LEASE_THERE)
 
     def keep_alive(self, lease: int) -> float:
-        return self._ask(
+        return self._call(
             Rpc.KEEP_ALIVE,
             json_codec.lease(lease),
             json_codec.seconds_left,
@@ -99,7 +95,7 @@ class EtcdStore:
         )
 
     def revoke(self, lease: int) -> None:
-        self._ask(Rpc.REVOKE, json_codec.lease(lease), lambda _: None, passing=Kind.LEASE_GONE)
+        self._call(Rpc.REVOKE, json_codec.lease(lease), lambda _: None, passing=Kind.LEASE_GONE)
 
     def watch(self, prefix: str, after: int | None, notify: Callable[[Update], None]) -> EtcdWatch:
         watch = EtcdWatch(self, prefix, after, notify)
@@ -121,21 +117,20 @@ class EtcdStore:
         return len(self._endpoints)
 
     def open(self, request: Json, attempt: int) -> tuple[Endpoint, ResponseStream]:
-        """For a watch: a stream from the member that answers calls, or from the `attempt`-th after it."""
+        """For a watch: a stream from the member that responds to calls, or from the `attempt`-th after it."""
         endpoint = self._endpoints[(self._current + attempt) % len(self._endpoints)]
+        # Twice the deadline: after a restart of etcd all clients connect simultaneously.
+        deadline_s = 2 * self._deadline_s
+        return endpoint, self._with_token(
+            endpoint, lambda token: self._transport.stream(endpoint, Rpc.WATCH, request, token, deadline_s)
+        )
 
-        def ask(token: str) -> ResponseStream:
-            # Twice the deadline: after a restart of etcd all clients come at once.
-            return self._transport.stream(endpoint, Rpc.WATCH, request, token, 2 * self._deadline_s)
-
-        return endpoint, self._with_token(endpoint, ask)
-
-    def heard(self, endpoint: Endpoint, answer: Json) -> None:
-        """For a watch: take note of an answer. Raises HistoryLost."""
-        self._history.check(endpoint, answer)
+    def observe(self, endpoint: Endpoint, response: Json) -> None:
+        """For a watch: check a response. Raises HistoryLost."""
+        self._history.check(endpoint, response)
 
     def explained(self, endpoint: Endpoint, error: EtcdError) -> StoreError:
-        """For a watch: the error that this member answered, as a sentence for people."""
+        """For a watch: the error that this member sent, as a sentence for people."""
         return explain(error, endpoint, self._access)
 
     def away(self, error: StoreError) -> StoreError:
@@ -150,7 +145,7 @@ class EtcdStore:
         """For a watch: it has ended."""
         self._watches.discard(watch)
 
-    def _ask(
+    def _call(
         self,
         rpc: Rpc,
         request: Json,
@@ -160,31 +155,31 @@ class EtcdStore:
         passing: Kind | None = None,
     ) -> Parsed:
         self._history.raise_lost()
-        # The newest revision before this call. Concurrent calls may be answered in any order.
+        # The newest revision before this call. Responses to concurrent calls may arrive in any order.
         floor = self._history.revision if rpc in (Rpc.RANGE, Rpc.TXN) else 0
 
-        def ask(endpoint: Endpoint, token: str) -> Parsed:
+        def call(endpoint: Endpoint, token: str) -> Parsed:
             try:
-                answer = self._transport.call(endpoint, rpc, request, token, self._deadline_s)
+                response = self._transport.call(endpoint, rpc, request, token, self._deadline_s)
             except EtcdError as error:
                 if kind_of(error) is not passing:
                     raise
-                answer = {}
+                response = {}
             try:
-                self._history.check(endpoint, answer, floor)
-                return parse(answer)
+                self._history.check(endpoint, response, floor)
+                return parse(response)
             except (AttributeError, KeyError, TypeError, ValueError) as error:
-                raise Rejected(f"{endpoint} sent an answer that cannot be understood: {shown(answer)}") from error
+                raise Rejected(f"{endpoint} sent an answer that cannot be understood: {shown(response)}") from error
 
         try:
-            return self._try_each(ask, timed_out)[1]
+            return self._try_each(call, timed_out)[1]
         except HistoryLost as error:
             for watch in list(self._watches):
                 watch.fail(error)
             raise
 
     def _try_each(
-        self, ask: Callable[[Endpoint, str], Parsed], timed_out: Callable[[Endpoint], None] | None = None
+        self, call: Callable[[Endpoint, str], Parsed], timed_out: Callable[[Endpoint], None] | None = None
     ) -> tuple[Endpoint, Parsed]:
         errors: list[tuple[Endpoint, StoreError]] = []
         first = self._current
@@ -192,7 +187,7 @@ class EtcdStore:
             index = (first + step) % len(self._endpoints)
             endpoint = self._endpoints[index]
             try:
-                answer = self._with_token(endpoint, partial(ask, endpoint))
+                response = self._with_token(endpoint, partial(call, endpoint))
             except (Unavailable, Rejected) as error:
                 errors.append((endpoint, error))
                 self._current = (index + 1) % len(self._endpoints)
@@ -200,18 +195,18 @@ class EtcdStore:
                     timed_out(endpoint)
             else:
                 self._current = index
-                return endpoint, answer
+                return endpoint, response
         raise self.away(_of_all(errors)) from errors[0][1]
 
-    def _with_token(self, endpoint: Endpoint, ask: Callable[[str], Parsed]) -> Parsed:
+    def _with_token(self, endpoint: Endpoint, call: Callable[[str], Parsed]) -> Parsed:
         try:
             token = self._token.get(endpoint)
             try:
-                return ask(token)
+                return call(token)
             except EtcdError as error:
                 if kind_of(error) is not Kind.LOGIN or not self._access.login:
                     raise
-                return ask(self._token.renew(endpoint, token))
+                return call(self._token.renew(endpoint, token))
         except EtcdError as error:
             raise explain(error, endpoint, self._access) from error
 
@@ -226,10 +221,10 @@ def _of_all(errors: Sequence[tuple[Endpoint, StoreError]]) -> StoreError:
         return errors[0][1]
     members: dict[str, list[str]] = {}
     for endpoint, error in errors:
-        words, name = str(error), str(endpoint)
-        is_subject = words.startswith(name)
-        members.setdefault(words.removeprefix(name), []).extend([name] * is_subject)
-    reasons = "; ".join(f"{', '.join(names)}{words}" for words, names in members.items())
+        reason, name = str(error), str(endpoint)
+        is_subject = reason.startswith(name)
+        members.setdefault(reason.removeprefix(name), []).extend([name] * is_subject)
+    reasons = "; ".join(f"{', '.join(names)}{reason}" for reason, names in members.items())
     kinds = [error for _, error in errors]
     if all(isinstance(error, Denied) for error in kinds):
         return Denied(reasons)
@@ -264,8 +259,7 @@ class _Token:
             if self._token == old and self._login:
                 self._access.check_login(endpoint)
                 request = {"name": self._login.user, "password": self._login.password}
-                answer = self._transport.call(endpoint, Rpc.AUTHENTICATE, request, "", self._deadline_s)
-                token = answer.get("token", "")
+                token = self._transport.call(endpoint, Rpc.AUTHENTICATE, request, "", self._deadline_s).get("token", "")
                 # The token goes into a header of every request.
                 if not isinstance(token, str) or not re.fullmatch(r"[!-~]*", token):
                     raise Unavailable(f"{endpoint} answered a login with something that is no token: {shown(token)}")
@@ -274,7 +268,7 @@ class _Token:
 
 
 class _History:
-    """Checks that all answers come from one cluster, and that its revision never goes back."""
+    """Checks that all responses come from one cluster, and that its revision never goes back."""
 
     def __init__(self, access: Access) -> None:
         self._access = access
@@ -284,13 +278,13 @@ class _History:
         self.revision = 0
 
     def raise_lost(self) -> None:
-        """Raise HistoryLost if an earlier answer showed it."""
+        """Raise HistoryLost if an earlier response showed it."""
         if self._lost:
             raise self._lost
 
-    def check(self, endpoint: Endpoint, answer: Json, floor: int = 0) -> None:
-        """Check one answer; its revision must not be below `floor`. Raises HistoryLost."""
-        revision, cluster = json_codec.revision(answer), json_codec.cluster(answer)
+    def check(self, endpoint: Endpoint, response: Json, floor: int = 0) -> None:
+        """Check one response; its revision must not be below `floor`. Raises HistoryLost."""
+        revision, cluster = json_codec.revision(response), json_codec.cluster(response)
         with self._lock:
             self._cluster = self._cluster or cluster
             if cluster not in ("", self._cluster):

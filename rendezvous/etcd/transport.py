@@ -1,6 +1,6 @@
 """The interface of a transport, which sends requests to one member of the store; and etcd's JSON gateway, `POST /v3/…`.
 
-Requests and answers have etcd's JSON form: the JSON mapping of protocol buffers (int64 as text, bytes in base64). So
+Requests and responses have etcd's JSON form: the JSON mapping of protocol buffers (int64 as text, bytes in base64). So
 this transport and the one over gRPC share one writer and one reader.
 """
 
@@ -39,7 +39,7 @@ class GatewayOff(Denied):
 
 
 class EtcdError(Exception):
-    """The member answered with an error: gRPC's code and etcd's text."""
+    """The member's error: gRPC's code and etcd's text."""
 
     def __init__(self, code: int, text: str) -> None:
         super().__init__(f"{text} (code {code})")
@@ -48,14 +48,14 @@ class EtcdError(Exception):
 
 
 class ResponseStream(Protocol):
-    """Answers that arrive one by one. One thread reads and closes; any thread may hang up."""
+    """Responses that arrive one by one. One thread reads and closes; any thread may hang up."""
 
     def next(self, deadline_s: float | None) -> Json:
-        """The next answer; without a deadline it waits forever. Raises Unavailable at the end, and EtcdError."""
+        """The next response; without a deadline it waits forever. Raises Unavailable at the end, and EtcdError."""
         ...
 
     def hang_up(self) -> None:
-        """End the stream: a thread that waits in `next` gets Unavailable at once."""
+        """End the stream: a thread that waits in `next` gets Unavailable immediately."""
         ...
 
     def close(self) -> None:
@@ -74,7 +74,7 @@ class RpcTransport(Protocol):
         ...
 
     def call(self, endpoint: Endpoint, rpc: Rpc, request: Json, token: str, deadline_s: float) -> Json:
-        """Ask once; for a stream, return its first answer. The deadline covers name, connection, TLS and answer."""
+        """One request; of a stream, the first response. The deadline covers name, connection, TLS and response."""
         ...
 
     def stream(self, endpoint: Endpoint, rpc: Rpc, request: Json, token: str, deadline_s: float) -> ResponseStream:
@@ -114,7 +114,7 @@ class JsonTransport:
     def version(self, endpoint: Endpoint, token: str, deadline_s: float) -> str:
         headers = self._headers(token)
         try:
-            status, body = self._client.ask(endpoint, "POST", f"/v3/{Rpc.STATUS.value}", headers, b"{}", deadline_s)
+            status, body = self._client.request(endpoint, "POST", f"/v3/{Rpc.STATUS.value}", headers, b"{}", deadline_s)
         except Unavailable:
             if scheme := self._client.other_scheme(endpoint, deadline_s):
                 raise Denied(f"{endpoint} answers to {scheme} alone; use {scheme}://{endpoint}") from None
@@ -125,15 +125,15 @@ class JsonTransport:
         found = {} if is_page or status in (*_NO_SUCH_PAGE, 501) else _parsed(endpoint, status, body)
         if "version" in found:
             return str(found["version"])
-        # Every etcd answers this, even without the gateway.
-        status, body = self._client.ask(endpoint, "GET", "/version", headers, b"", deadline_s)
+        # Every etcd has this page, even without the gateway.
+        status, body = self._client.request(endpoint, "GET", "/version", headers, b"", deadline_s)
         return _version_without_gateway(endpoint, status, body)
 
     def call(self, endpoint: Endpoint, rpc: Rpc, request: Json, token: str, deadline_s: float) -> Json:
-        status, body = self._client.ask(
+        status, body = self._client.request(
             endpoint, "POST", f"/v3/{rpc.value}", self._headers(token), _body(request), deadline_s
         )
-        # The answers of a stream are lines; take the first.
+        # The responses of a stream are lines; take the first.
         return _parsed(endpoint, status, body.partition(b"\n")[0])
 
     def stream(self, endpoint: Endpoint, rpc: Rpc, request: Json, token: str, deadline_s: float) -> JsonStream:
@@ -141,7 +141,7 @@ class JsonTransport:
         connection = self._client.open(endpoint, deadline)
         headers = {**self._headers(token), "Grpc-Metadata-hasleader": "true"}
         try:
-            status = connection.ask("POST", f"/v3/{rpc.value}", headers, _body(request), deadline)
+            status = connection.request("POST", f"/v3/{rpc.value}", headers, _body(request), deadline)
             if status != 200:
                 _parsed(endpoint, status, connection.body(deadline))
         except BaseException:
@@ -157,7 +157,7 @@ class JsonTransport:
 
 
 class JsonStream:
-    """Answers as lines of JSON. etcd puts empty lines between them."""
+    """Responses as lines of JSON. etcd puts empty lines between them."""
 
     def __init__(self, endpoint: Endpoint, connection: ClientConnection) -> None:
         self._endpoint = endpoint
@@ -188,62 +188,59 @@ def _body(request: Json) -> bytes:
 def _object(body: bytes) -> Json | None:
     """The JSON object in `body`; None if it is something else."""
     try:
-        answer = parse_json(body)
+        value = parse_json(body)
     except ValueError:
         return None
-    return answer if isinstance(answer, dict) else None
+    return value if isinstance(value, dict) else None
 
 
 def _version_without_gateway(endpoint: Endpoint, status: int, body: bytes) -> str:
     """The version of an etcd that is too old. Raises GatewayOff for a newer one, Denied for another server."""
-    answer = _object(body)
-    if status == 200 and answer and "etcdserver" in answer:
-        version = str(answer["etcdserver"])
+    response = _object(body)
+    if status == 200 and response and "etcdserver" in response:
+        version = str(response["etcdserver"])
         if not version.startswith(_BEFORE_THE_GATEWAY):
             raise GatewayOff(_GATEWAY_OFF.format(endpoint))
         return version
-    # Other statuses may come from a proxy in front of an etcd: it fails, or asks for a login.
+    # Other statuses may come from a proxy in front of an etcd: it fails, or requires a login.
     if status >= 400 and status not in _NO_SUCH_PAGE:
         raise _by_status(endpoint, status, body, "to /version")
-    said = body[:80].decode(errors="replace").strip()
+    text = body[:80].decode(errors="replace").strip()
     raise Denied(
-        f"what listens at {endpoint} is no etcd: it answers /version with HTTP status {status} and {said!r};"
+        f"what listens at {endpoint} is no etcd: it answers /version with HTTP status {status} and {text!r};"
         " name an etcd, or a free port of one of the nodes"
     )
 
 
 def _parsed(endpoint: Endpoint, status: int, body: bytes) -> Json:
-    answer = _object(body)
-    if answer is None:
+    response = _object(body)
+    if response is None:
         raise _by_status(endpoint, status, body, "and no JSON")
-    error = answer.get("error")
+    error = response.get("error")
     # In a stream an error is a JSON object.
     if isinstance(error, dict):
-        code, said = error.get("grpc_code") or error.get("code"), error.get("message", error)
+        code, message = error.get("grpc_code") or error.get("code"), error.get("message", error)
     elif error is not None or status != 200:
-        code, said = answer.get("code"), answer.get("message") or error or answer
+        code, message = response.get("code"), response.get("message") or error or response
     else:
-        result = answer.get("result", answer)
-        return result if isinstance(result, dict) else answer
+        result = response.get("result", response)
+        return result if isinstance(result, dict) else response
+    text = message[:_TEXT_MAX] if isinstance(message, str) else shown(message)
     if type(code) is int and 0 < code <= _CODE_MAX:
-        raise EtcdError(code, _text(said))
+        raise EtcdError(code, text)
     if status == 200:
-        raise EtcdError(_UNAVAILABLE, _text(said))
+        raise EtcdError(_UNAVAILABLE, text)
     raise _by_status(endpoint, status, body, "and no code of etcd's")
 
 
-def _text(value: object) -> str:
-    return value[:_TEXT_MAX] if isinstance(value, str) else shown(value)
-
-
 def _by_status(endpoint: Endpoint, status: int, body: bytes, lacking: str) -> StoreError | EtcdError:
-    """The error for an answer that is not etcd's: the page of a proxy, or its JSON."""
-    said = " ".join(body[:200].decode(errors="replace").split())[:80]
+    """The error for a response that is not etcd's: the page of a proxy, or its JSON."""
+    text = " ".join(body[:200].decode(errors="replace").split())[:80]
     if status == 404:
         return GatewayOff(_GATEWAY_OFF.format(endpoint))
     if status in _CODES:
-        return EtcdError(_CODES[status], f"HTTP status {status}: {said!r}")
-    what = f"{endpoint} answers with HTTP status {status} {lacking}: {said!r}"
+        return EtcdError(_CODES[status], f"HTTP status {status}: {text!r}")
+    what = f"{endpoint} answers with HTTP status {status} {lacking}: {text!r}"
     if status == _TOO_MANY_REQUESTS:
         return Unavailable(what)
     return Rejected(f"{what}; is a proxy in front of it, and does the proxy pass requests on?")

@@ -51,7 +51,7 @@ class EtcdWatch:
         self._thread.start()
 
     def begun(self) -> None:
-        """Wait until the watch has begun. Raises the reason if every member was tried once and none lets it begin."""
+        """Wait until the watch has begun. Raises the reason if it could begin on no member, each tried once."""
         self._tried.wait()
         if self._why_not:
             self.close()
@@ -67,7 +67,7 @@ class EtcdWatch:
     def hang_up(self) -> None:
         """Close the watch without waiting for its thread."""
         self._closed.set()
-        self._answer(Unavailable("the watch was closed"))
+        self._set_tried(Unavailable("the watch was closed"))
         self.leave()
 
     def fail(self, error: StoreError) -> None:
@@ -87,17 +87,17 @@ class EtcdWatch:
     def _run(self) -> None:
         failures = 0
         while not self._over():
-            told = self._after
+            before = self._after
             try:
                 self._once(failures)
                 failures = 0
             except Denied as error:
                 self._error = self._error or error
             except (Unavailable, Rejected) as error:
-                was_good = self._after != told or time.monotonic() - self._begun_s > _SETTLED_S
+                was_good = self._after != before or time.monotonic() - self._begun_s > _SETTLED_S
                 failures = 0 if was_good else failures + 1
                 if failures >= self._store.members + isinstance(error, _TokenOld):
-                    self._answer(Denied(str(error)) if isinstance(error, _TokenOld) else error)
+                    self._set_tried(Denied(str(error)) if isinstance(error, _TokenOld) else error)
             except StoreError as error:
                 self._error = self._error or error
             except Exception as error:
@@ -106,28 +106,28 @@ class EtcdWatch:
             if failures and not self._over():
                 wait_s = min(BACKOFF_MAX_S, _BACKOFF_MIN_S * 2 ** min(failures, 10))
                 self._closed.wait(wait_s * random.uniform(0.5, 1))
-        self._answer(self._error)
+        self._set_tried(self._error)
         if self._error and not self._closed.is_set():
             self._notify(self._error)
         self._store.forget(self)
 
-    def _answer(self, why_not: StoreError | None) -> None:
+    def _set_tried(self, why_not: StoreError | None) -> None:
         """Wake the callers of `begun`. Only the first call counts."""
         if not self._tried.is_set():
             self._why_not = why_not
             self._tried.set()
 
     def _once(self, failures: int) -> None:
-        """Follow one stream to its end. If this returns without an error, the next stream is opened at once."""
+        """Follow one stream to its end. If this returns without an error, the next stream is opened immediately."""
         try:
             self._follow(failures)
         except Denied as error:
-            # Perhaps only this member is wrong, or the token is too old, for which a watch says "permission denied".
-            # A read asks all members: it raises Denied if none of them allows it.
+            # Perhaps only this member is wrong, or the token is too old, for which a watch gets "permission denied". A
+            # read tries all members: it raises Denied if none of them allows it.
             self._store.read(self._prefix)
             raise _TokenOld(str(error)) from error
         except _Compacted:
-            self._say_all()
+            self._deliver_view()
 
     def _follow(self, attempt: int) -> None:
         self._begun_s = math.inf
@@ -139,8 +139,8 @@ class EtcdWatch:
             # etcd takes up to 0.1 s to start a watch in the past. A watch from now on starts at once, so the present
             # state is read after it has started.
             if self._after is None:
-                self._say_all()
-            self._answer(None)
+                self._deliver_view()
+            self._set_tried(None)
             self._begun_s = time.monotonic()
             while not self._over():
                 self._take(endpoint, stream.next(None))
@@ -152,25 +152,25 @@ class EtcdWatch:
                 self._stream = None
             stream.close()
 
-    def _take(self, endpoint: Endpoint, answer: Json) -> None:
+    def _take(self, endpoint: Endpoint, response: Json) -> None:
         try:
-            self._store.heard(endpoint, answer)
-            if answer.get("canceled"):
-                compacted = json_codec.compacted(answer)
-                raise _Compacted if compacted else cancelled(str(answer.get("cancel_reason", "")))
-            told = json_codec.changes(answer, self._after or 0)
+            self._store.observe(endpoint, response)
+            if response.get("canceled"):
+                compacted = json_codec.compacted(response)
+                raise _Compacted if compacted else cancelled(str(response.get("cancel_reason", "")))
+            received = json_codec.changes(response, self._after or 0)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise Unavailable(f"{endpoint} sent an event that cannot be understood: {shown(answer)}") from error
-        for changes in told:
+            raise Unavailable(f"{endpoint} sent an event that cannot be understood: {shown(response)}") from error
+        for changes in received:
             self._after = changes.revision
-            self._say(changes)
+            self._deliver(changes)
 
-    def _say_all(self) -> None:
+    def _deliver_view(self) -> None:
         view = self._store.read(self._prefix)
         self._after = view.revision
-        self._say(view)
+        self._deliver(view)
 
-    def _say(self, update: Update) -> None:
+    def _deliver(self, update: Update) -> None:
         if not self._over():
             self._notify(update)
 

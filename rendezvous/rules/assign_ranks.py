@@ -24,24 +24,24 @@ _COUNTS = re.compile(rf"{_COUNT}(,{_COUNT})*")
 class Seating:
     """The nodes that get a seat, in the order in which they were given.
 
-    `vacant` are the roles of the seats that stay free for nodes of these roles, and `room` is the number of free seats
-    for nodes of any role. `lacking` are the roles of vacant seats that no seated node has. `is_plain` says that all
-    nodes have one role.
+    `vacant` are the roles of the seats that stay free for nodes of these roles, and `free` is the number of free seats
+    for nodes of any role. `lacking` are the roles of vacant seats that no seated node has. `is_plain`: all nodes have
+    one role.
     """
 
     nodes: tuple[Node, ...]
     vacant: tuple[str, ...]
-    room: int
+    free: int
     lacking: tuple[str, ...]
     is_plain: bool
 
     def is_enough(self, nodes_min: int) -> bool:
-        """Whether a generation may begin: each role that the job had is there, and enough nodes are."""
+        """Whether a generation may begin: with enough nodes, and each role that the job had."""
         return len(self.nodes) >= nodes_min and not self.lacking
 
     def has_seat_for(self, node: Node) -> bool:
         """Whether this node would get one of the free seats."""
-        return self.room > 0 or role_of_node(node.role, node.slots) in self.vacant
+        return self.free > 0 or role_of_node(node.role, node.slots) in self.vacant
 
 
 def seat(before: RankTable | None, nodes: Iterable[Node], nodes_max: int) -> Seating:
@@ -71,8 +71,8 @@ def in_order_of_rank(nodes: Iterable[Node], before: RankTable | None) -> list[No
     return [*survivors, *sorted(here.values(), key=_place)]
 
 
-def _give(nodes: Iterable[Node], seats: Counter[str], room: int) -> Seating:
-    """`seats` are the numbers of seats by role, and `room` further seats for any."""
+def _give(nodes: Iterable[Node], seats: Counter[str], free: int) -> Seating:
+    """`seats` are the numbers of seats by role, and `free` further seats for any."""
     left, taken, seated = Counter(seats), [], set()
     roles = {*seats}
     for node in nodes:
@@ -80,20 +80,20 @@ def _give(nodes: Iterable[Node], seats: Counter[str], room: int) -> Seating:
         roles.add(role)
         if left[role] > 0:
             left[role] -= 1
-        elif room > 0:
-            room -= 1
+        elif free > 0:
+            free -= 1
         else:
             continue
         taken.append(node)
         seated.add(role)
     vacant = tuple(sorted(left.elements()))
-    return Seating(tuple(taken), vacant, room, tuple(sorted({*vacant} - seated)), is_plain=len(roles) <= 1)
+    return Seating(tuple(taken), vacant, free, tuple(sorted({*vacant} - seated)), is_plain=len(roles) <= 1)
 
 
 def _place(node: Node) -> tuple[int, int, str, list[str | int], str]:
     """The sort key of newcomers: host-2 comes before host-10."""
-    words = re.split(r"(\d+)", node.host)
-    natural: list[str | int] = [int(word) if word.isdecimal() else word for word in words]
+    parts = re.split(r"(\d+)", node.host)
+    natural: list[str | int] = [int(part) if part.isdecimal() else part for part in parts]
     return (node.node_rank < 0, node.node_rank, node.topology, natural, node.node_id)
 
 
@@ -106,7 +106,7 @@ class RolePlace(NamedTuple):
 
 
 def counts_in(text: str) -> Mapping[str, int]:
-    """The number of workers by role, if `text` says numbers and names no role twice; else empty: it is one name."""
+    """The number of workers by role, if `text` has numbers and names no role twice; else empty: it is one name."""
     if not _COUNTS.fullmatch(text):
         return {}
     pairs = [pair.split("=") for pair in text.split(",")]
@@ -130,7 +130,7 @@ def role_place(seats: Sequence[Seat], group_rank: int, local_rank: int) -> RoleP
 def role_sizes(seats: Sequence[Seat]) -> Counter[str]:
     """The number of workers of each role on all nodes, in the order of their first ranks."""
     sizes: Counter[str] = Counter()
-    # Each worker of a node asks, and most nodes are alike.
+    # Called for each worker of a node, and most nodes are alike.
     for (role, slots), nodes in Counter((seat.role, seat.slots) for seat in seats).items():
         for name, _, count in _runs(role, slots):
             sizes[name] += nodes * count

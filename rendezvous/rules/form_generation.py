@@ -16,11 +16,11 @@ from elaunch.rendezvous.rules.restart_policy import (
     GiveUp,
     Suspicion,
     alike,
+    assess,
     decisive_failure,
     first_failure,
     is_excluded,
     judge,
-    stand,
 )
 from elaunch.rendezvous.rules.snapshot import Snapshot, seats_of
 from elaunch.rendezvous.rules.transactions import end_unformed, evict, hosts, loss_of, open_loss, seal_table
@@ -47,7 +47,7 @@ _SOFTWARE_HOSTS_MAX, _SOFTWARE_KINDS_MAX = 3, 3
 
 @dataclass(frozen=True)
 class Formation:
-    """When the leader saw what of one forming generation, on its own clock.
+    """The progress of one forming generation, on the leader's own clock.
 
     `since_s`: it saw the generation first. `gathered_s`: all survivors had joined. `enough_s`: there were enough nodes.
     None means not yet. No node is evicted before `patient_until_s`.
@@ -69,7 +69,7 @@ NO_FORMATION = Formation()
 
 @dataclass(frozen=True)
 class Formed:
-    """The next transaction if it is time for one; else when to look again, and what the leader waits for."""
+    """The next transaction if one is due; else when to check again, and what the leader waits for."""
 
     formation: Formation
     txn: Txn | None = None
@@ -120,8 +120,8 @@ def counted_restarts(terms: Terms, table: RankTable, age_s: float) -> int:
 
 
 @dataclass(frozen=True)
-class _GoOn:
-    """The job goes on. The fields are what the next table takes over from the last one."""
+class _Continue:
+    """The job continues. The fields are what the next table takes over from the last one."""
 
     reason: str
     restarts: int = 0
@@ -164,18 +164,18 @@ class _Forming:
         missing = self.missing()
         due_s = max(formation.since_s + self.times.form_deadline_s, formation.patient_until_s)
         if self.now_s < due_s or not self.joined:
-            # If no other node waits, there is no deadline: its workers may block on output that nobody reads yet.
+            # If no other node waits, there is no deadline: its workers may block on output that is not read yet.
             their = "its" if len(missing) == 1 else "their"
             wake_s = due_s if self.joined else None
             return Formed(formation, wake_s=wake_s, waiting=f"{hosts(missing)} to stop {their} workers")
         # This node neither stops nor leaves: some process of it survives every signal.
         return Formed(formation, evict(self.snapshot, missing[0]))
 
-    def decide(self, table_age_s: float) -> _GoOn | Outcome:
-        """Rules 3, 4 and 9: whether the job goes on, and whether the restart is charged to its budget."""
+    def decide(self, table_age_s: float) -> _Continue | Outcome:
+        """Rules 3, 4 and 9: whether the job continues, and whether the restart is charged to its budget."""
         snapshot, terms, before = self.snapshot, self.terms, self.before
         if before is None:
-            return _GoOn(self.generation.cause)
+            return _Continue(self.generation.cause)
         failures = snapshot.failures.get(before.generation, ())
         now_progressed = any(f.progressed for f in failures) or any(j.progressed for j in self.joined.values())
         progressed = before.progressed or now_progressed
@@ -185,7 +185,7 @@ class _Forming:
         is_counted = self.generation.kind is OpenKind.FAIL and not gone
         spent = counted_restarts(terms, before, table_age_s) if is_counted else None
         reason = loss_of(gone) if gone and self.generation.kind is OpenKind.FAIL else self.generation.cause
-        blame = stand(terms, before, failures if is_counted else (), snapshot.members, table_age_s)
+        blame = assess(terms, before, failures if is_counted else (), snapshot.members, table_age_s)
         if failures:
             # Spares that are late by a moment are members, too. Without enough of them the same node would run again.
             others = [snapshot.members[node_id] for node_id in blame.seatable(snapshot.members)]
@@ -203,7 +203,7 @@ class _Forming:
             if isinstance(decision, GiveUp):
                 return self._failed(before, decision.reason, decisive_failure(failures))
             if is_counted:
-                reason = decision.reason + _said_of_cause(self.generation, decisive_failure(failures))
+                reason = decision.reason + _cause_suffix(self.generation, decisive_failure(failures))
         if terms.max_restarts == 0:
             return self._failed(before, f"{reason}, and max_restarts is 0, so that ends the job", None)
         if barren >= BARREN_MAX:
@@ -211,7 +211,7 @@ class _Forming:
         ages_s = tuple(age_s + table_age_s for age_s in before.restart_ages_s)
         if terms.restart_window_s is not None:
             ages_s = tuple(age_s for age_s in (*ages_s, *([0.0] * is_counted)) if age_s < terms.restart_window_s)
-        return _GoOn(reason, before.restarts + is_counted, ages_s, barren, progressed, blame)
+        return _Continue(reason, before.restarts + is_counted, ages_s, barren, progressed, blame)
 
     def _failed(self, before: RankTable, reason: str, failure: Failure | None) -> Outcome:
         first = first_failure(self.snapshot.failures)
@@ -223,7 +223,7 @@ class _Forming:
             OutcomeKind.FAILED, reason, before.generation, before.restarts, max_restarts, failure, first=first
         )
 
-    def seal_or_wait(self, formation: Formation, decision: _GoOn) -> Formed:
+    def seal_or_wait(self, formation: Formation, decision: _Continue) -> Formed:
         """Rules 2, 5, 6, 7 and 10: wait for nodes, or seal the table."""
         nodes_max, excluded = self.terms.nodes_max, decision.blame.excluded
         seated = {*self.survivors}
@@ -236,8 +236,8 @@ class _Forming:
             # Too few others: a node that may fail again is better than none.
             welcome, seating = everyone, seat(self.before, everyone, nodes_max)
             last_resort = hosts([node_id for node_id in self.joined if is_excluded(node_id, excluded)])
-            said = f"; {last_resort} would be excluded (--exclude-after), but too few other nodes are here"
-            decision = replace(decision, reason=decision.reason + said)
+            why = f"; {last_resort} would be excluded (--exclude-after), but too few other nodes are here"
+            decision = replace(decision, reason=decision.reason + why)
         elif fresh := decision.blame.fresh:
             decision = replace(decision, reason=f"{decision.reason}; {fresh.who} is excluded: {fresh.why}")
         if not seating.is_enough(self.terms.nodes_min):
@@ -256,7 +256,7 @@ class _Forming:
 
     def _await_ready(self, formation: Formation, seating: Seating, blame: Suspicion) -> Formed | None:
         """Rule 2: with free seats, wait for nodes that were ready a generation ago: they will be ready again soon."""
-        if self.before is None or not (seating.room or seating.vacant) or formation.gathered_s is None:
+        if self.before is None or not (seating.free or seating.vacant) or formation.gathered_s is None:
             return None
         due_s = formation.gathered_s + self.times.spare_wait_s
         members = self.snapshot.members
@@ -301,7 +301,7 @@ class _Forming:
         )
         return Formed(formation, end_unformed(self.snapshot, outcome))
 
-    def _table(self, decision: _GoOn, seating: Seating) -> RankTable:
+    def _table(self, decision: _Continue, seating: Seating) -> RankTable:
         nodes, joined = seating.nodes, self.joined
         first = nodes[0]
         return RankTable(
@@ -322,8 +322,8 @@ class _Forming:
         )
 
 
-def _said_of_cause(generation: Generation, cause: Failure) -> str:
-    """The cause in words if it is not the failure that opened the generation, which every node has told already."""
+def _cause_suffix(generation: Generation, cause: Failure) -> str:
+    """The cause if it is not the failure that opened the generation, which every node has logged already."""
     # The same node may have found after a lost peer which other of its ranks was the cause.
     is_of_opener = not generation.is_secondary or generation.cause.startswith(cause.sentence.partition(")")[0])
     return "" if cause.node_id == generation.node_id and is_of_opener else f"{CAUSE}{cause.sentence}"

@@ -1,7 +1,7 @@
 """When a whole job hangs, and which rank to name: the records of the nodes, the leader's rule, and its transactions.
 
-Each node writes a record while all of its ranks stand still. One node's records prove nothing: a rank of another node
-may work, and the others wait for it. So the job hangs when every seated node has a record that is ready.
+Each node writes a record while all of its ranks are idle. One node's records prove nothing: a rank of another node may
+work, and the others wait for it. So the job hangs when every seated node has a record that is ready.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from elaunch.rendezvous.types import GENERATION_MAX, Node, RankTable, Seat
 if TYPE_CHECKING:
     from elaunch.rendezvous.rules.snapshot import Snapshot
 
-# Twice the time between two looks at a worker.
+# Twice the time between two samples of a worker.
 HANG_CONFIRM_S = 10.0
-# A node's ranks stand at a few places. More groups than this are not worth a larger record.
+# A node's ranks are at a few places. More groups than this are not worth a larger record.
 GROUPS_MAX = 8
 _RANK_MAX = (1 << 31) - 1
 
-_Words = Annotated[str, keep_line(400)]
+_Text = Annotated[str, keep_line(400)]
 _Id = Annotated[str, keep_line(300)]
 # -1 for none.
 _Rank = Annotated[int, Between(-1, _RANK_MAX)]
 
 
 class IdleReason(Enum):
-    """Why a rank stands still, as far as its node can tell."""
+    """Why a rank is idle, as far as its node knows."""
 
     WAITS = "waits"  # In a call that only other ranks can end.
     STOPPED = "stopped"  # By a signal.
     RUNS = "runs"  # In a loop, or a C function, that does nothing else and lets no other thread run.
     STUCK = "stuck"  # It waits for a lock or for a data loader, and no thread or child of it does anything.
-    ELSEWHERE = "elsewhere"  # It may go on by itself: a file, the network, a sleep.
+    ELSEWHERE = "elsewhere"  # It may continue without others: a file, the network, a sleep.
     UNKNOWN = "unknown"  # It uses no CPU, and its stack cannot be read.
 
 
 @dataclass(frozen=True)
 class IdleGroup(Bounded):
-    """Ranks of one node that stand still at the same place; `pid` is the process of `first_rank`.
+    """Ranks of one node that are idle at the same place; `pid` is the process of `first_rank`.
 
     `ranks` names them ("ranks 0, 2–3"), `count` is their number. `where` is the place, equal on all nodes for ranks at
     the same place. `does` is what they do, as the middle of a sentence.
@@ -53,26 +53,26 @@ class IdleGroup(Bounded):
     kind: IdleReason
     first_rank: Annotated[int, Between(0, _RANK_MAX)]
     count: Annotated[int, Between(1, _RANK_MAX)]
-    ranks: _Words
-    where: _Words
-    does: _Words
+    ranks: _Text
+    where: _Text
+    does: _Text
     pid: int = -1
 
 
 @dataclass(frozen=True)
 class IdleNode(Bounded):
-    """A node says that all of its ranks stand still, for `still_s` when it wrote this.
+    """All ranks of a node are idle, for `still_s` when it wrote this.
 
-    `is_ready` says that this is long enough for what they do. `exited` names ranks of this node that have exited with 0
-    before; empty if there are none, and then `exited_rank` is -1. `is_lingering` says that the processes of some of
-    these are still there, after the end of their programs.
+    `is_ready`: this is long enough for what they do. `exited` names ranks of this node that have exited with 0 before;
+    empty if there are none, and then `exited_rank` is -1. `is_lingering`: the processes of some of these still exist,
+    after the end of their programs.
     """
 
     node_id: _Id
     still_s: Annotated[float, Between(0, 1e9)]
     is_ready: bool
     groups: tuple[IdleGroup, ...]
-    exited: _Words = ""
+    exited: _Text = ""
     exited_rank: _Rank = -1
     is_lingering: bool = False
 
@@ -83,7 +83,7 @@ class Hang(Bounded):
 
     `rank` is the rank to name, -1 where none differs from the others; `node_id` is its node, else rank 0's. `message`
     is the sentence about it, as in `Failure`. `is_blameless` as in `Failure`, too: a rank is named by order alone.
-    `is_unawaited` says that no rank waits for it, since all others have ended: that is no failure. `pid` is the named
+    `is_unawaited`: no rank waits for it, since all others have ended: that is no failure. `pid` is the named
     rank's process, -1 if that is not known.
     """
 
@@ -96,22 +96,22 @@ class Hang(Bounded):
     pid: int = -1
 
     @property
-    def said(self) -> str:
-        """The message without the words that join it to a failure's sentence."""
+    def summary(self) -> str:
+        """The message without the parts that join it to a failure's sentence."""
         return self.message.removeprefix("hung: ").rstrip(",")
 
 
 def hang_sentence(hang: Hang, host: str) -> str:
     """The verdict as a sentence that begins with the rank it names, on `host`."""
     if hang.rank < 0:
-        return hang.said
+        return hang.summary
     where = f"(pid {hang.pid} on {host})" if hang.pid > 0 else f"on {host}"
-    return f"rank {hang.rank} {where} {hang.said.removeprefix('it ')}"
+    return f"rank {hang.rank} {where} {hang.summary.removeprefix('it ')}"
 
 
-# Who waits for a lock may wait for another rank, so those are named late; last those that could not be looked into.
+# A rank that waits for a lock may wait for another rank, so those are named late; last those that cannot be inspected.
 _SUSPECT = (IdleReason.STOPPED, IdleReason.RUNS, IdleReason.ELSEWHERE, IdleReason.STUCK, IdleReason.UNKNOWN)
-_SAID_MAX = 4
+_NAMED_MAX = 4
 
 
 @dataclass(frozen=True)
@@ -125,18 +125,18 @@ class _Place:
     nodes: frozenset[str]
 
     @property
-    def said(self) -> str:
+    def text(self) -> str:
         """Which ranks do what: "ranks 0, 2, 3 wait in all_reduce (train.py:40)"."""
         return f"{_who(self.ranks, self.count)} {_plural(self.group.does) if self.count > 1 else self.group.does}"
 
 
 def confirm_s(times: Times, table: RankTable) -> float:
-    """For how long the records must stand. Another node may notice late that it goes on; a node alone does not."""
+    """For how long the records must hold. Another node may notice late that it continues; a node alone does not."""
     return min(HANG_CONFIRM_S, times.hang_after_s / 3 or HANG_CONFIRM_S) if len(table.seats) > 1 else 0.0
 
 
 def report_idle(snapshot: Snapshot, me: Node, generation: int, record: IdleNode | None) -> Txn:
-    """Write that all ranks of this node stand still; or, with None, that one goes on."""
+    """Write that all ranks of this node are idle; or, with None, that one continues."""
     key = snapshot.keys.still(generation, me.node_id)
     if record is None:
         return Txn((), (Delete(key),))
@@ -144,7 +144,7 @@ def report_idle(snapshot: Snapshot, me: Node, generation: int, record: IdleNode 
 
 
 def end_hang(snapshot: Snapshot, table: RankTable, done: frozenset[str]) -> Txn | None:
-    """Take the verdict back if a node no longer stands still; None if there is nothing to take back."""
+    """Withdraw the verdict if a node is no longer idle; None if there is nothing to withdraw."""
     hang, records = snapshot.hang, snapshot.still.get(table.generation, {})
     is_over = any(seat.node_id not in records and seat.node_id not in done for seat in table.seats)
     if hang is None or hang.generation != table.generation or not is_over:
@@ -153,7 +153,7 @@ def end_hang(snapshot: Snapshot, table: RankTable, done: frozenset[str]) -> Txn 
 
 
 def declare_hang(snapshot: Snapshot, table: RankTable, hang: Hang) -> Txn:
-    """Write the verdict. It fails if a node has changed what it says, or if the named one goes on."""
+    """Write the verdict. It fails if a node has changed its record, or if the named one continues."""
     keys = snapshot.keys
     guards = (
         *snapshot.leader_guards,
@@ -173,7 +173,7 @@ def verdict_on(
     *,
     has_limit: bool = False,
 ) -> Hang | None:
-    """The verdict, or None while somebody works or may go on by itself.
+    """The verdict, or None while a rank works or may continue without others.
 
     Ranks none of which waits for another hang only if the user gave a limit: `has_limit`.
     """
@@ -185,7 +185,7 @@ def verdict_on(
     others = [place for kind in _SUSPECT for place in places if place.group.kind is kind]
     exited = _exited(table, seats, records, done)
     are_unreadable = all(place.group.kind is IdleReason.UNKNOWN for place in places)
-    # Programs that have nothing to do with each other, such as servers, stand still at one place each: no hang.
+    # Programs that are independent of each other, such as servers, are idle at one place each: no hang.
     is_stuck = any(place.group.kind is IdleReason.STUCK for place in places) and len(places) > 1
     is_hang = has_limit or waiting or exited or is_stuck or (are_unreadable and table.world_size > 1)
     if not places or not is_hang:
@@ -200,9 +200,9 @@ def verdict_on(
         hang = _hang(table, others[0], [*waiting, *others[1:]], still_s, is_blameless=is_blameless)
         if waiting or not exited:
             return hang
-        return replace(hang, message=f"{hang.message.removesuffix(',')}, after {exited.words},", is_unawaited=True)
+        return replace(hang, message=f"{hang.message.removesuffix(',')}, after {exited.text},", is_unawaited=True)
     if exited:
-        message = f"{exited.said}, while {_all_said(waiting)}, for {still_s:.0f} s,"
+        message = f"{exited.message}, while {_listed(waiting)}, for {still_s:.0f} s,"
         return Hang(table.generation, exited.seat.node_id, exited.rank, message, is_blameless=True)
     if len(waiting) > 1:
         # The fewest are named. Of two alike, neither is right by number: the message has both.
@@ -210,7 +210,7 @@ def verdict_on(
         is_blameless = is_tie or len(waiting[-1].nodes) > 1
         return _hang(table, waiting[-1], waiting[:-1], still_s, is_blameless=is_blameless)
     (only,) = waiting
-    everybody = only.said if only.count == 1 else f"all {only.count} ranks {_plural(only.group.does)}"
+    everybody = only.text if only.count == 1 else f"all {only.count} ranks {_plural(only.group.does)}"
     message = (
         f"hung: {everybody} for {still_s:.0f} s and no rank is anywhere else (a rank may have called it once more or"
         " less than the others, or the network between them fails),"
@@ -240,12 +240,15 @@ def _places(seats: Sequence[Seat], records: Mapping[str, IdleNode]) -> list[_Pla
 
 @dataclass(frozen=True)
 class _Exited:
-    """Ranks that ended while others wait: the node that says so, a rank (-1 for none), and how it is said of it."""
+    """Ranks that ended while others wait: the node that reports it, a rank (-1 for none), and how they ended.
+
+    `message` begins the sentence of the verdict about `rank`; `text` names the ranks itself.
+    """
 
     seat: Seat
     rank: int
-    said: str
-    words: str
+    message: str
+    text: str
 
 
 def _exited(
@@ -255,36 +258,35 @@ def _exited(
         if (record := records[seat.node_id]).exited:
             is_one = record.exited == f"rank {record.exited_rank}"
             how = "reached the end of the program" if record.is_lingering else "exited with code 0"
-            said = how if is_one else f"and others ({record.exited}) {how}"
-            return _Exited(seat, record.exited_rank, said, f"{record.exited} {how}")
+            message = how if is_one else f"and others ({record.exited}) {how}"
+            return _Exited(seat, record.exited_rank, message, f"{record.exited} {how}")
     gone = [seat for seat in table.seats if seat.node_id in done]
     if not gone:
         return None
-    # A node that is done has no worker that could fail: a node that waits says it.
-    words = (
-        f"{f'rank {gone[0].first_rank}' if gone[0].slots == 1 else 'all ranks'} of {gone[0].host} exited with code 0"
-    )
-    return _Exited(seats[0], -1, f"hung: {words}", words)
+    # A node that is done has no worker that could fail: a node that waits reports it.
+    ranks = f"rank {gone[0].first_rank}" if gone[0].slots == 1 else "all ranks"
+    text = f"{ranks} of {gone[0].host} exited with code 0"
+    return _Exited(seats[0], -1, f"hung: {text}", text)
 
 
 def _hang(table: RankTable, suspect: _Place, rest: Sequence[_Place], still_s: float, *, is_blameless: bool) -> Hang:
     """The sentence begins with the suspect's first rank."""
     also = f" (as {'does' if suspect.count == 2 else 'do'} {suspect.count - 1} more)" if suspect.count > 1 else ""
-    others = f", while {_all_said(rest)}" if rest else ""
+    others = f", while {_listed(rest)}" if rest else ""
     message = f"hung: it {suspect.group.does}{also}{others}, for {still_s:.0f} s,"
     group = suspect.group
     return Hang(table.generation, suspect.seat.node_id, group.first_rank, message, is_blameless, pid=group.pid)
 
 
-def _all_said(places: Sequence[_Place]) -> str:
-    more = f", and {len(places) - _SAID_MAX} more groups" if len(places) > _SAID_MAX else ""
-    return ", ".join(place.said for place in places[:_SAID_MAX]) + more
+def _listed(places: Sequence[_Place]) -> str:
+    more = f", and {len(places) - _NAMED_MAX} more groups" if len(places) > _NAMED_MAX else ""
+    return ", ".join(place.text for place in places[:_NAMED_MAX]) + more
 
 
 def _who(ranks: Sequence[str], count: int) -> str:
     numbers = [text.removeprefix("ranks ").removeprefix("rank ") for text in ranks]
-    if len(numbers) > _SAID_MAX:
-        return f"ranks {', '.join(numbers[:_SAID_MAX])}, … ({count} ranks)"
+    if len(numbers) > _NAMED_MAX:
+        return f"ranks {', '.join(numbers[:_NAMED_MAX])}, … ({count} ranks)"
     return f"{'rank' if count == 1 else 'ranks'} {', '.join(numbers)}"
 
 

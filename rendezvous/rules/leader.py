@@ -21,8 +21,8 @@ class LeaderState:
 
     `formation` belongs to the generation that forms. Nodes without a seat have been ready since `ready_since_s`. The
     last generation for such nodes was opened at `joined_at_s`; the next one may be opened `join_interval_s` later.
-    All nodes have said since `hang_since_s` that their ranks stand still. `repaired` is the last transaction that was
-    to get rid of an unreadable record.
+    All nodes have reported since `hang_since_s` that their ranks are idle. `repaired` is the last transaction that was
+    to replace an unreadable record.
     """
 
     formation: Formation = NO_FORMATION
@@ -35,7 +35,7 @@ class LeaderState:
 
 @dataclass(frozen=True)
 class Lead:
-    """What a leader writes now, when it looks again even if nothing changes, and what it waits for."""
+    """What a leader writes now, when it checks again even if nothing changes, and what it waits for."""
 
     leader_state: LeaderState
     txn: Txn | None = None
@@ -54,7 +54,7 @@ def lead(
     """What the leader does next. The caller must be the leader, and its snapshot whole.
 
     `table_age_s` is the time since it first saw the newest table. Before `lossless_until_s` it declares no node lost: a
-    leader that was cut off itself cannot tell which nodes were cut off too.
+    leader that was cut off itself does not know which nodes were cut off too.
     """
     if snapshot.ended or snapshot.generation is None or snapshot.terms is None:
         return Lead(leader_state)
@@ -95,7 +95,7 @@ def lead(
 
 
 def _repair(snapshot: Snapshot, leader_state: LeaderState) -> Lead | None:
-    """Get rid of one unreadable record; None if nothing is left to try."""
+    """Replace or delete one unreadable record; None if nothing is left to try."""
     for broken, restored in snapshot.repairs:
         txn = repair(snapshot, broken, restored)
         if txn == leader_state.repaired and not broken.key.startswith(snapshot.keys.control):
@@ -109,7 +109,7 @@ def _repair(snapshot: Snapshot, leader_state: LeaderState) -> Lead | None:
 def _watch_for_hang(
     snapshot: Snapshot, table: RankTable, done: frozenset[str], leader_state: LeaderState, times: Times, now_s: float
 ) -> Lead:
-    """Declare that the job hangs, when that has held for a while; take it back when a node goes on."""
+    """Declare that the job hangs, when that has held for a while; withdraw it when a node continues."""
     if not snapshot.hang and not snapshot.still.get(table.generation):
         return Lead(replace(leader_state, hang_since_s=None))
     if over := end_hang(snapshot, table, done):

@@ -1,7 +1,7 @@
-"""How a job is doing, as records: what the store's keys say of it, and what a node says of itself. Pure.
+"""The status of a job as records: from the store's keys, and from each node's agent. Pure.
 
-`elaunch status` puts both together. A node's report comes from its agent, by a socket or through the store; whoever
-reads it may show it to a person, and decides nothing by it.
+`elaunch status` joins both. A node's report comes from its agent, by a socket or through the store; it is only shown to
+a person, and nothing is decided from it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from elaunch.rendezvous.rules.restart_policy import decisive_failure
 from elaunch.rendezvous.rules.snapshot import Snapshot
 from elaunch.rendezvous.types import Failure, Generation, Outcome, Terms, host_of
 
-# More workers than any host has; a report of so many is less than an answer may be.
+# More workers than any host has; a report of so many is smaller than a response may be.
 RANKS_MAX = 1024
 # More than thirty years; no host runs so long.
 _Time = Annotated[float, Between(0, 1e9)]
@@ -28,7 +28,7 @@ _Sentence = Annotated[str, keep_line(1 << 10)]
 
 
 class JobState(Enum):
-    """What the job as a whole does."""
+    """The state of the job as a whole."""
 
     FORMING = "forming"
     RUNNING = "running"
@@ -65,8 +65,8 @@ class NodeReport(Bounded):
     """One node, as its agent (`pid`, since `age_s`) sees it.
 
     `state` is waiting, running, stopping, done or ended. `generation` is what its workers run, or ran last, -1 for
-    none; they were started `workers_age_s` ago. `waiting` says what the node waits for, `trouble` what is wrong with
-    the store.
+    none; they were started `workers_age_s` ago. `waiting` is what the node waits for, `trouble` what is wrong with the
+    store.
 
     The host has `memory_bytes`, of which `memory_free_bytes` are available, `cpus`, and a load of `load` over the last
     minute.
@@ -90,7 +90,7 @@ class NodeReport(Bounded):
 
 @dataclass(frozen=True)
 class SeatReport:
-    """One node's place in the newest table. `is_member` says that its lease holds, None where that is not known."""
+    """One node's place in the newest table. `is_member`: its lease holds; None where that is not known."""
 
     node_id: str
     host: str
@@ -105,7 +105,7 @@ class JobReport:
 
     `generation` is the newest one, and `seats` are those of its table, or of the last one while it forms. `others` are
     members without a seat. Without `is_whole` only the keys that all nodes watch were read: no members, no failures.
-    `failure` is the newest one, without traceback and output. `hang` says how the newest generation hangs, empty if it
+    `failure` is the newest one, without traceback and output. `hang` is how the newest generation hangs, empty if it
     does not.
     """
 
@@ -125,7 +125,7 @@ class JobReport:
 
 
 def job_report(snapshot: Snapshot) -> JobReport:
-    """What the snapshot says of the job."""
+    """The report of the job in a snapshot."""
     table, members = snapshot.table, snapshot.members
     seats = tuple(
         SeatReport(

@@ -23,20 +23,20 @@ _BUGS = {
     *("ModuleNotFoundError", "NameError", "NotImplementedError", "OverflowError", "RecursionError", "RuntimeError"),
     *("TypeError", "UnboundLocalError", "UnicodeDecodeError", "UnicodeEncodeError", "ValueError", "ZeroDivisionError"),
 }
-# What torch raises as a RuntimeError, and what is none of the program's doing all the same.
+# What torch raises as a RuntimeError although it is not the program's bug.
 _OF_SURROUNDINGS = re.compile(
     r"cuda|cudnn|cublas|nccl|hip error|gloo|dataloader worker|timed? ?out|connect|unavailable|temporar|reset"
     r"|\b50[0234]\b",
     re.IGNORECASE,
 )
-# What a service, a network or a lock may not say a few seconds later, also before the first progress.
+# Errors of a service, a network or a lock that may be gone a few seconds later, also before the first progress.
 _MAY_PASS = re.compile(
     r"\b429\b|\b50[0234]\b|too many requests|rate.?limit|throttl|slow ?down|overloaded|\bbusy\b|temporar|try again"
     r"|unavailable|max retries|connection (?:reset|aborted)|remote end closed|incomplete ?read|stale file"
     r"|\block(?:ed)?\b|(?:read|request|operation|connection) timed out|\bssl",
     re.IGNORECASE,
 )
-# A store that the program makes itself, of which no peer's end tells: the agent serves that of the job.
+# A store that the program makes itself, which no peer's end explains: the agent serves that of the job.
 _NO_STORE = re.compile(r"client socket has (?:failed to connect|timed out)", re.IGNORECASE)
 # Two workers that report no step have failed in the same step, for all that is known, if they ran equally long: within
 # so many seconds, or within this share of the longer one.
@@ -49,7 +49,7 @@ _CRASHES = (-4, -7, -8, -11)
 _TRY_AGAIN = 75
 # A line that torch's own code logs, as "[rank0]:[W1128 19:05:18.1 ProcessGroup.cpp:1] …".
 _TORCHS_LINE = re.compile(r"(?:\[rank\d+\]:)?\[[IWEF]\d")
-# A worker that fails within this time without a word of a step has not come to its first one, for all that is known.
+# A worker that fails within this time without reporting a step has not reached its first one, for all that is known.
 _START_S = 60.0
 
 
@@ -95,7 +95,7 @@ def awaited(early: Failure, failures: Sequence[Failure]) -> Failure:
     lost = [f for f in failures if f.kind is FailureKind.PEER_LOST and f.rank != early.rank]
     if not lost:
         return early
-    said, _, known = early.message.partition(_AWAITED)
+    message, _, known = early.message.partition(_AWAITED)
     # A node's record names those of the node.
     named = {f.rank for f in lost}.union(map(int, re.findall(r"\d+", known.partition(" waited")[0])))
     shown = listed([str(rank) for rank in sorted(named)])
@@ -104,7 +104,7 @@ def awaited(early: Failure, failures: Sequence[Failure]) -> Failure:
     which = f"rank{'s' if len(named) > 1 else ''} {shown}"
     # A record names those that had an error when it was written; our signal may end the others before they have one.
     more = " (perhaps others too)" if len(named) + 1 < early.world_size else ""
-    return replace(early, message=f"{said}{_AWAITED}{which} waited{where}{more},")
+    return replace(early, message=f"{message}{_AWAITED}{which} waited{where}{more},")
 
 
 def killed_together(killed: Failure, failures: Sequence[Failure]) -> Failure:
@@ -128,9 +128,9 @@ def identical(one: Failure, other: Failure) -> bool:
 
 
 def alike(one: Failure, other: Failure) -> bool:
-    """Whether two failures look the same, but for numbers, whatever their kind is."""
+    """Whether two failures are the same but for numbers, whatever their kind is."""
     kinds = [(each.kind, each.code, each.exception, each.frame) for each in (one, other)]
-    return kinds[0] == kinds[1] and _without_numbers(_own_words(one)) == _without_numbers(_own_words(other))
+    return kinds[0] == kinds[1] and _without_numbers(_own_message(one)) == _without_numbers(_own_message(other))
 
 
 def _last_line(tail: str) -> str:
@@ -141,13 +141,9 @@ def _last_line(tail: str) -> str:
 def _may_pass(failure: Failure, earlier: Failure) -> bool:
     """Whether a failure before any progress, like the earlier one, may not come again."""
     if failure.kind is FailureKind.EXIT_CODE:
-        words = _last_line(earlier.tail)
-        return _without_numbers(_last_line(failure.tail)) != _without_numbers(words) or bool(_MAY_PASS.search(words))
+        line = _last_line(earlier.tail)
+        return _without_numbers(_last_line(failure.tail)) != _without_numbers(line) or bool(_MAY_PASS.search(line))
     return bool(_MAY_PASS.search(f"{earlier.exception} {earlier.message}"))
-
-
-def _is_of_surroundings(words: str) -> bool:
-    return bool(_OF_SURROUNDINGS.search(words) or _MAY_PASS.search(words))
 
 
 def all_failed_alike(failures: Sequence[Failure], world_size: int) -> bool:
@@ -165,7 +161,7 @@ def _is_bug(failure: Failure) -> bool:
     if failure.kind is FailureKind.ENDED_EARLY:
         return True
     is_exception = failure.kind is FailureKind.EXCEPTION and failure.exception in _BUGS
-    return is_exception and not _is_of_surroundings(failure.message)
+    return is_exception and not (_OF_SURROUNDINGS.search(failure.message) or _MAY_PASS.search(failure.message))
 
 
 def judge(
@@ -179,12 +175,12 @@ def judge(
     is_elsewhere: bool = False,
     world_size: int = 0,
 ) -> Restart | GiveUp:
-    """Whether the job goes on after `generation`, whose records are in `failures`.
+    """Whether the job continues after `generation`, whose records are in `failures`.
 
     `spent` counts the restarts already charged to the budget; None if this one is not charged. `barren` counts the
-    generations in a row without progress. `progressed` says whether any generation of the job ever made progress.
-    `is_elsewhere` says that the next try is without the node that failed, or that one of the next tries will be.
-    `world_size` is that of the generation.
+    generations in a row without progress. `progressed`: whether any generation of the job ever made progress.
+    `is_elsewhere`: the next try is without the node that failed, or one of the next tries will be. `world_size` is that
+    of the generation.
     """
     failure = decisive_failure(failures[generation])
     before = failures.get(generation - 1)
@@ -198,13 +194,13 @@ def judge(
     if failure.kind is FailureKind.STARTUP and not progressed and not is_elsewhere:
         return GiveUp("it never got past its start, so another try would end the same way")
     if spent is None:
-        # Whenever a node is lost, its peers fail in the same way. That says nothing about the next try.
+        # Whenever a node is lost, its peers fail in the same way. That is no evidence about the next try.
         return Restart("")
     # If it is unknown whether the rank made progress, its generation's progress decides.
     has_progressed = barren == 0 if failure.progressed is None else failure.progressed
     # On another node the same error need not come again.
     earlier = decisive_failure(before) if before and not is_elsewhere else None
-    if earlier and (again := _again(failure, earlier, has_progressed=has_progressed)):
+    if earlier and (again := _repeated(failure, earlier, has_progressed=has_progressed)):
         return GiveUp(f"{again}, so another try would end the same way")
     if spent >= terms.max_restarts:
         return GiveUp(_budget(terms))
@@ -219,7 +215,7 @@ def judge(
     return Restart(f"restart {spent + 1} of {terms.max_restarts}" + ("" if left else ", the last one"))
 
 
-def _again(failure: Failure, earlier: Failure, *, has_progressed: bool) -> str:
+def _repeated(failure: Failure, earlier: Failure, *, has_progressed: bool) -> str:
     """The failure that was repeated, for which a retry is pointless; "" if there is none.
 
     The rank may be another one: if all ranks have a bug, chance decides which of them is recorded first.
@@ -243,7 +239,7 @@ def _again(failure: Failure, earlier: Failure, *, has_progressed: bool) -> str:
 
 
 def _is_crash(failure: Failure) -> bool:
-    """Whether native code crashed in a known line, or somebody killed the ranks' parent process."""
+    """Whether native code crashed in a known line, or the ranks' parent process was killed."""
     is_killed_parent = failure.kind is FailureKind.TEMPLATE_LOST and failure.code == _KILLED
     return is_killed_parent or (failure.code in _CRASHES and failure.frame != "")
 
@@ -256,7 +252,7 @@ def _budget(terms: Terms) -> str:
     return f"the budget of {restarts}{within} is spent"
 
 
-def _own_words(failure: Failure) -> str:
+def _own_message(failure: Failure) -> str:
     """The message without the other ranks, which chance decides."""
     is_exit = failure.kind in (FailureKind.EXIT_CODE, FailureKind.ENDED_EARLY)
     is_kill = failure.kind in (FailureKind.SIGNAL, FailureKind.OUT_OF_MEMORY)
@@ -272,15 +268,15 @@ def _without_addresses(message: str) -> str:
     return re.sub(r"0x[0-9a-fA-F]+", "#", message)
 
 
-# After a generation that ran for so long, the streak begins anew: rare failures fall on one node by chance.
+# After a generation that ran for so long, the streak begins again: rare failures fall on one node by chance.
 STREAK_AGE_MAX_S = 3600.0
-# These say nothing about the node on which they happened.
+# These are no evidence against the node on which they happened.
 _BLAMELESS = (FailureKind.PEER_LOST, FailureKind.ENDED_EARLY, FailureKind.DEBUGGER, FailureKind.REFUSED)
 
 
 @dataclass(frozen=True)
 class Suspicion:
-    """Who is to blame after a failure. `fresh` is the exclusion that this failure brought, if it did.
+    """Which node is to blame after a failure. `fresh` is the exclusion that this failure caused, if it did.
 
     `on_trial` is the node that will be excluded if it fails so again and again; empty if no node has failed so twice.
     """
@@ -302,10 +298,10 @@ class Suspicion:
 NO_SUSPICION = Suspicion(None, ())
 
 
-def stand(
+def assess(
     terms: Terms, before: RankTable, failures: Sequence[Failure], members: Collection[str], table_age_s: float
 ) -> Suspicion:
-    """Who is to blame after the generation of `before`, which failed by `failures` and not because a node was lost.
+    """Which node is to blame for the end of `before`, which failed by `failures` and not because a node was lost.
 
     `members` are the ids of all members, `table_age_s` is the time since the table was sealed.
     """
@@ -322,8 +318,8 @@ def stand(
     excluded = tuple(each for each in before.excluded if each.way != way or each.who == who)
     has_acquitted = excluded != before.excluded
     streak = before.streak
-    goes_on = streak is not None and (streak.who, streak.way) == (who, way) and table_age_s < STREAK_AGE_MAX_S
-    times = streak.times + 1 if streak and goes_on else 1
+    continues = streak is not None and (streak.who, streak.way) == (who, way) and table_age_s < STREAK_AGE_MAX_S
+    times = streak.times + 1 if streak and continues else 1
     if times < terms.exclude_after or has_acquitted or is_excluded(failure.node_id, excluded):
         is_on_trial = 1 < times < terms.exclude_after and not has_acquitted
         return Suspicion(Streak(who, way, times), excluded, on_trial=who if is_on_trial else "")
@@ -333,7 +329,7 @@ def stand(
 
 
 def failure_mode(failure: Failure) -> str:
-    """How a worker failed, in words that are equal for failures that are alike."""
+    """How a worker failed: a text that is equal for failures that are alike."""
     return f"{failure.kind.value}: {failure.exception}" if failure.exception else failure.kind.value
 
 

@@ -45,7 +45,7 @@ _RECORDS: dict[str, Any] = {
 }
 _LEADER, _SPEC, _QUERY = ["ctl", "leader"], ["ctl", "spec"], ["ctl", "question"]
 _OF_NODES = ("joined", "failures", "done", "still")
-# Sentences about unreadable records that one snapshot has: somebody may have written thousands.
+# Sentences about unreadable records that one snapshot has: there may be thousands.
 _SENTENCES_MAX = 8
 # Characters of a key in such a sentence.
 _SHOWN = 200
@@ -89,7 +89,7 @@ class Keys:
         return f"{self.root}done/{generation:010}/{node_id}"
 
     def still(self, generation: int, node_id: str = "") -> str:
-        """The key by which this node says that all of its ranks stand still."""
+        """The key by which this node reports that all of its ranks are idle."""
         return f"{self.root}still/{generation:010}/{node_id}"
 
     def table(self, generation: int) -> str:
@@ -151,12 +151,12 @@ class Snapshot:
 
     @property
     def leader_guard(self) -> Unchanged:
-        """Still leader: nobody has taken over since this was read."""
+        """LEADER: no other node has taken over since this was read."""
         return Unchanged(self.keys.leader, self.leader_revision)
 
     @property
     def leader_guards(self) -> tuple[TxnGuard, ...]:
-        """No newer generation, the job has not ended, and this node still leads."""
+        """GEN, LIVE and LEADER."""
         return self.gen_guard, self.live_guard, self.leader_guard
 
     def put(self, key: str, value: str) -> Put:
@@ -183,9 +183,9 @@ class SnapshotReader:
     def read(self, view: View, *, whole: bool) -> Snapshot:
         """The snapshot for `view`.
 
-        If somebody has overwritten a record with something unreadable, the last readable record counts. Without one it
-        is left out: it costs the node that wrote it, not the job. Raises ValueError with the name of the key only for a
-        record of the whole job, without which no node knows what to do.
+        If a record was overwritten with something unreadable, the last readable record counts. Without one it is left
+        out: it costs the node that wrote it, not the job. Raises ValueError with the name of the key only for a record
+        of the whole job, without which no node knows what to do.
         """
         known: dict[str, _Known] = {}
         broken: dict[str, ValueError] = {}
@@ -221,7 +221,7 @@ class SnapshotReader:
                 case ["ctl", "table", generation]:
                     tables[int(generation)] = record
                 case ["ctl", "spec"]:
-                    # Whoever wrote over it did not do so on the run's lease.
+                    # A foreign overwrite is not on the run's lease.
                     fields |= {"terms": record, "lease": good.lease if good else 0}
                 case ["ctl", "generation"]:
                     fields |= {"generation": record, "generation_revision": entry.mod_revision}
@@ -233,7 +233,7 @@ class SnapshotReader:
         for key, error in broken.items():
             if known[key].record is None and _is_needed(known[key].parts, fields.get("generation"), tables):
                 lost = "so it is not known what this job does; if no elaunch of it runs any more, delete that key"
-                raise ValueError(f"{_told(key, error)}, {lost}") from error
+                raise ValueError(f"{_unreadable_text(key, error)}, {lost}") from error
         joined, still = (
             {g: {node_id: record for node_id, (_, record) in nodes.items()} for g, nodes in of_nodes[part].items()}
             for part in ("joined", "still")
@@ -272,16 +272,16 @@ class SnapshotReader:
             return _Known(entry, parts, record, entry)
         except ValueError as error:
             broken[key] = error
-            # Somebody may write such a record again and again.
+            # Such a record may be written again and again.
             if before is None or before.good is before.entry:
-                unreadable.append(_told(key, error))
+                unreadable.append(_unreadable_text(key, error))
             # A leader that has lost its key does not lead any more, and no client waits for a response.
             if before is None or parts in (_LEADER, _QUERY):
                 return _Known(entry, parts, None, None)
             return _Known(entry, parts, before.record, before.good)
 
 
-def _told(key: str, error: ValueError) -> str:
+def _unreadable_text(key: str, error: ValueError) -> str:
     return f"{plain(key[:_SHOWN])} in the store is {error}"
 
 
@@ -376,7 +376,7 @@ def decode_table(text: str) -> RankTable:
         if len(set(node_ids)) < len(node_ids):
             raise ValueError("a node has two seats")
         # All names in one check: every agent reads the names of all nodes.
-        Name().check("".join(node_ids) or "nobody")
+        Name().check("".join(node_ids) or "none")
         table: RankTable = build(RankTable, {"master_addr": "", "reason": "", **record, "seats": []})
         return replace(table, seats=seats_of(nodes))
     except (AttributeError, KeyError, TypeError, ValueError, zlib.error) as error:

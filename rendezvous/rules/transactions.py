@@ -63,10 +63,10 @@ def run_lease(keys: Keys, txn: Txn) -> int:
 
 
 def _new_run_lease(keys: Keys, number: int, node_id: str, lease: int) -> int:
-    """The run's lease id. It is the same each time this node tries to start this run, even after a lost answer.
+    """The run's lease id. It is the same each time this node tries to start this run, even after a lost response.
 
-    Nobody else can guess the id before the run exists. If somebody else could create that lease first, it might end
-    while the job runs.
+    No other client can guess the id before the run exists. If one could create that lease first, it might end while the
+    job runs.
     """
     drawn = sha256(f"{keys.root}{number}/{node_id}/{lease}".encode()).digest()
     return int.from_bytes(drawn[:8], "big") >> 1 or 1
@@ -75,7 +75,7 @@ def _new_run_lease(keys: Keys, number: int, node_id: str, lease: int) -> int:
 def join(snapshot: Snapshot, me: Node, joined: Joined, lease: int, *, is_member: bool) -> Txn:
     """Record that this node can run the newest generation; a node's first join also makes it a member.
 
-    A member whose key is gone was evicted: its join is refused, and it comes back as a new node.
+    A member whose key is gone was evicted: its join is refused, and it returns as a new node.
     """
     assert snapshot.generation
     keys = snapshot.keys
@@ -158,10 +158,10 @@ def _is_of_another_run(snapshot: Snapshot, failure: Failure) -> bool:
 
 
 def leave(snapshot: Snapshot, me: Node, *, opens: bool, why: str, signum: int = 0) -> Txn:
-    """Leave the job at once, so that the other nodes need not wait until this node's lease ends.
+    """Leave the job immediately, so that the other nodes need not wait until this node's lease ends.
 
-    `opens` says that a generation is opened: this node has a seat, and the others must go on without it. `signum` tells
-    them the signal that made it leave: a scheduler may send that signal to all nodes, one after the other.
+    `opens`: a generation is opened, since this node has a seat and the others must continue without it. `signum` is the
+    signal that made it leave: a scheduler may send that signal to all nodes, one after the other.
     """
     keys, generation = snapshot.keys, snapshot.generation
     number = generation.number if generation else 0
@@ -174,17 +174,17 @@ def leave(snapshot: Snapshot, me: Node, *, opens: bool, why: str, signum: int = 
 
 
 def resign(snapshot: Snapshot) -> Txn:
-    """Give up the lead, so that another node can take it at once. Nothing happens if another node leads already."""
+    """Give up the lead, so that another node can take it. Nothing happens if another node leads already."""
     return Txn((snapshot.leader_guard,), (Delete(snapshot.keys.leader),))
 
 
 def end_job(snapshot: Snapshot, outcome: Outcome) -> Txn:
-    """End the job because its user asked for it. This needs no guard on what is being formed: the user's word wins."""
+    """End the job because its user requested it. This needs no guard on what is being formed: the user's order wins."""
     return Txn((snapshot.live_guard,), _ending(snapshot, outcome))
 
 
 def open_restart(snapshot: Snapshot, cause: str) -> Txn:
-    """Open a generation because a person asked for it; never over one that still forms."""
+    """Open a generation because a person requested it; never over one that still forms."""
     assert snapshot.generation
     keys, number = snapshot.keys, snapshot.generation.number
     opened = Generation(number + 1, OpenKind.RESTART, cause)
@@ -206,7 +206,7 @@ def open_loss(snapshot: Snapshot, lost: list[str]) -> Txn:
 
     Two absences are guarded for each node: a member key that exists again belongs to a live node, and a node that is
     done is not missed. If very many nodes are lost, only some of them are guarded: one lost node is enough to open a
-    generation, and the leader that forms it looks at all nodes.
+    generation, and the leader that forms it checks all nodes.
     """
     keys, table, generation = snapshot.keys, snapshot.table, snapshot.generation
     assert table
@@ -237,8 +237,8 @@ def open_join(snapshot: Snapshot, ready: list[str]) -> Txn:
 def repair(snapshot: Snapshot, broken: Unchanged, restored: Op) -> Txn:
     """Restore or delete an unreadable record, since guards of other transactions would fail because of it.
 
-    A node with a seat that has joined the forming generation does not look again before the next one. So that one is
-    opened if its record is deleted: it joins again, or comes back as a new node.
+    A node with a seat that has joined the forming generation does not check its record before the next one. So that one
+    is opened if its record is deleted: it joins again, or returns as a new node.
     """
     keys, table, generation = snapshot.keys, snapshot.table, snapshot.generation
     node_id, ops = broken.key.rpartition("/")[2], [restored]
@@ -305,11 +305,11 @@ def _open(snapshot: Snapshot, opened: Generation, guards: tuple[TxnGuard, ...]) 
     return Txn((*snapshot.leader_guards, *guards), (snapshot.put(snapshot.keys.generation, encode(opened)),))
 
 
-# --- Keys that nobody needs any more.
+# --- Obsolete keys.
 
 
 def _outdated(snapshot: Snapshot, sealed: int) -> tuple[Op, ...]:
-    """Deletes what nobody needs once generation `sealed` has its table, as ranges, however many nodes.
+    """Deletes what is obsolete once generation `sealed` has its table, as ranges, however many nodes.
 
     The decisive failure stays for the first failed generation, which shows how the trouble began, and for the last one,
     with which the next is compared.
@@ -349,9 +349,9 @@ def _ending(snapshot: Snapshot, outcome: Outcome) -> tuple[Op, ...]:
         first = min(snapshot.failures)
         decided = decisive_failure(snapshot.failures[first])
         # The outcome's text may name other ranks too.
-        said = [(f.generation, f.node_id, f.rank) for f in (outcome.failure, outcome.first) if f]
-        is_said = (decided.generation, decided.node_id, decided.rank) in said
-        ops += (Delete(start, end),) if is_said else _all_but(_judged(snapshot, first), start, end)
+        included = [(f.generation, f.node_id, f.rank) for f in (outcome.failure, outcome.first) if f]
+        is_included = (decided.generation, decided.node_id, decided.rank) in included
+        ops += (Delete(start, end),) if is_included else _all_but(_judged(snapshot, first), start, end)
     return tuple(ops)
 
 

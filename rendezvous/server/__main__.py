@@ -37,8 +37,8 @@ def main(argv: Sequence[str]) -> int:
     # As many open files as the host allows.
     _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
-    room = slots(sys.maxsize if files == resource.RLIM_INFINITY else files, options.agents)
-    server = Server(socket.socket(fileno=options.fd), Secret(token), room, is_shared=not options.agents)
+    count = slots(sys.maxsize if files == resource.RLIM_INFINITY else files, options.agents)
+    server = Server(socket.socket(fileno=options.fd), Secret(token), count, is_shared=not options.agents)
     server.stop_at_end_of(0)
     with suppress(BrokenPipeError):
         os.write(1, b"ready\n")

@@ -1,7 +1,7 @@
 """Connections to a served store that have not shown the token yet: how many, for how long, and whose turn it is.
 
 The first data of a connection costs a TLS handshake: a quarter of a millisecond of the server's only thread, ten times
-what it costs to accept. Whoever opens many connections makes only its own wait: the addresses take turns.
+what it costs to accept. An address that opens many connections delays only its own: the addresses take turns.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ PER_ADDRESS = 16
 # waits for 2 s at most.
 CROWD_S = 5.0
 # Half of the time for which an agent's call waits by default. Once the oldest connection of an address has waited for
-# this long, the newest one is next: whoever opened the old ones has given up by the time of their turn.
+# this long, the newest one is next: the clients of the old ones have given up by the time of their turn.
 LATE_S = 1.0
-# An agent's call waits for this long by default. Handshakes that are later keep agents out, and are said.
+# An agent's call waits for this long by default. Handshakes that are later keep agents out, and are logged.
 LAG_S = 2.0
 WAY_OUT = "if it is none of the job's hosts, keep it out with a firewall, or give the job another --rdzv-endpoint"
 

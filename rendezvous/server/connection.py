@@ -1,6 +1,6 @@
 """One client of a served store: HTTP/1.1 (a part of RFC 9112), and its non-blocking connection with TLS.
 
-A request's body has a Content-Length. An answer is sent whole, or as a stream of chunks.
+A request's body has a Content-Length. A response is sent whole, or as a stream of chunks.
 """
 
 from __future__ import annotations
@@ -28,10 +28,7 @@ class HttpRequest(NamedTuple):
 
 
 class BadRequest(Exception):
-    """The client sent no HTTP request, or one that is refused. Its connection cannot be used any further.
-
-    `body` is the body of the answer.
-    """
+    """The client sent no HTTP request, or one that is refused with `body`. Its connection is not used any further."""
 
     def __init__(self, status: int, body: str | bytes) -> None:
         self.status = status
@@ -100,7 +97,7 @@ def _body_length(headers: Mapping[str, str]) -> int:
 
 
 def http_response(status: int, body: bytes, closes: bool = False) -> bytes:
-    """A whole answer; `closes` tells the client that the server closes the connection."""
+    """A whole response; `closes` announces that the server closes the connection."""
     kind = "application/json" if body.startswith(b"{") else "text/plain; charset=utf-8"
     head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
     closing = "Connection: close\r\n" if closes else ""
@@ -108,7 +105,7 @@ def http_response(status: int, body: bytes, closes: bool = False) -> bytes:
 
 
 def stream_head() -> bytes:
-    """The head of an answer in chunks."""
+    """The head of a response in chunks."""
     return b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
@@ -131,10 +128,10 @@ class Closed(Exception):
 
 
 class Connection:
-    """One client. Its requests are answered in order; a watch is the last one.
+    """One client. Its requests are carried out in order; a watch is the last one.
 
-    Call `begin` before the first `read`: it gives the connection its TLS, which a connection that is never read is not
-    worth. `dirty` holds all clients of the server for which data waits to be sent. This one adds itself.
+    Call `begin` before the first `read`: it sets up TLS, which a connection that is never read does not need. `dirty`
+    holds all clients of the server for which data waits to be sent. This one adds itself.
     """
 
     def __init__(
@@ -157,8 +154,8 @@ class Connection:
         # When data was last sent to the client, or began to wait.
         self.moved_s = math.inf
         self.watcher: Watcher | None = None
-        # After a refusal: read and drop data until the client closes. If the server closed at once, the kernel would
-        # reset the connection, and the client might never read the answer.
+        # After a refusal: read and drop data until the client closes. If the server closed immediately, the kernel
+        # would reset the connection, and the client might never read the response.
         self.lingers = False
         self._tls = tls
         self._shaken_hands = False
@@ -175,16 +172,16 @@ class Connection:
 
     @property
     def events(self) -> int:
-        """The events to wait for, of `selectors`. Nothing is read from a client that does not read its answers."""
+        """The events to wait for, of `selectors`. Nothing is read from a client that does not read its responses."""
         events = self._wants | (selectors.EVENT_WRITE if self.outgoing else 0)
-        return events if self.has_room() else events & ~selectors.EVENT_READ
+        return events if self.has_space() else events & ~selectors.EVENT_READ
 
     @property
-    def is_answered(self) -> bool:
-        """Whether further requests are answered: not after a watch, and not after a refusal."""
+    def takes_requests(self) -> bool:
+        """Whether further requests are carried out: not after a watch, and not after a refusal."""
         return not (self.watcher or self.lingers)
 
-    def has_room(self) -> bool:
+    def has_space(self) -> bool:
         return len(self.outgoing) < OUTGOING_BYTES_MAX
 
     def read(self) -> None:
@@ -213,7 +210,7 @@ class Connection:
         except Closed:
             if not pieces:
                 raise
-        if self.is_answered:
+        if self.takes_requests:
             self.reader.feed(b"".join(pieces))
 
     def write(self, now_s: float) -> None:

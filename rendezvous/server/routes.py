@@ -1,7 +1,7 @@
-"""The requests of etcd v3's JSON gateway that elaunch's client sends, as calls of the engine; their answers; watches.
+"""The requests of etcd v3's JSON gateway that elaunch's client sends, as calls of the engine; responses; watches.
 
 In etcd's JSON bytes are base64, 64-bit numbers are strings, and zero fields are left out. Each revision is serialized
-once for all watches of the same keys. A watch whose outlet is full falls behind alone: when there is room again, it
+once for all watches of the same keys. A watch whose outlet is full falls behind alone: when there is space again, it
 continues from the history.
 """
 
@@ -36,12 +36,12 @@ from elaunch.strict_json import parse_json
 
 # The version of etcd that this server imitates. Clients read it.
 ETCD_VERSION = "3.4.0"
-# The HTTP status for each gRPC status, as in etcd's gateway; 400 for all others that the engine answers.
+# The HTTP status for each gRPC status, as in etcd's gateway; 400 for all others that the engine returns.
 _STATUS = {errors.NOT_FOUND: 404, errors.EXHAUSTED: 429, errors.INTERNAL: 500, errors.UNAUTHENTICATED: 401}
 
 
 class Reply(NamedTuple):
-    """A whole answer."""
+    """A whole response."""
 
     status: int
     body: bytes
@@ -55,7 +55,7 @@ class WatchRequest(NamedTuple):
 
 
 class Routes:
-    """Answers requests. The caller draws a new `cluster_id` and `member_id` for every new engine."""
+    """Carries out requests. The caller draws a new `cluster_id` and `member_id` for every new engine."""
 
     def __init__(self, engine: Engine, cluster_id: int, member_id: int, *, is_shared: bool = False) -> None:
         self._engine = engine
@@ -67,28 +67,28 @@ class Routes:
             "/v3/lease/grant": self._grant,
             "/v3/lease/keepalive": self._keep_alive,
             "/v3/lease/revoke": self._revoke,
-            "/v3/maintenance/status": lambda request: self._answered(version=self._version),
+            "/v3/maintenance/status": lambda request: self._response(version=self._version),
             "/v3/watch": _watch_request,
         }
 
-    def answer(self, method: str, path: str, body: bytes) -> Reply | WatchRequest:
-        """Run the request and return its answer. The caller must start a watch itself."""
+    def handle(self, method: str, path: str, body: bytes) -> Reply | WatchRequest:
+        """Carry out a request. The caller must start a watch itself."""
         handler = self._handlers.get(path)
         if handler is None:
             return Reply(404, b"Not Found\n")
         if method != "POST":
             return Reply(405, b"Method Not Allowed\n")
         try:
-            answer = handler(parse_json(body.strip() or b"{}"))
+            response = handler(parse_json(body.strip() or b"{}"))
         except EtcdError as error:
             return error_reply(error.code, error.text)
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
             return error_reply(errors.INVALID, f"elaunch's store does not understand the request: {shown(error)}")
         except Exception:
-            # A bug in this server: this request fails, and the store goes on for all others.
+            # A bug in this server: this request fails, and the store continues for all others.
             traceback.print_exc()
-            return error_reply(errors.INTERNAL, "the store failed; its own output says why")
-        return answer if isinstance(answer, WatchRequest) else Reply(200, _written(answer))
+            return error_reply(errors.INTERNAL, "the store failed; its own output has the traceback")
+        return response if isinstance(response, WatchRequest) else Reply(200, _written(response))
 
     def created(self) -> bytes:
         """The first line of a watch."""
@@ -109,30 +109,30 @@ class Routes:
     def _header(self, revision: int) -> Json:
         return {**self._ids, **({"revision": str(revision)} if revision else {}), "raft_term": "2"}
 
-    def _answered(self, **fields: Any) -> Json:
+    def _response(self, **fields: Any) -> Json:
         return {"header": self._header(self._engine.revision), **fields}
 
     def _range(self, request: Json) -> Json:
         view = self._engine.read(_prefix(request))
-        return self._answered(kvs=[_kv(key, entry) for key, entry in view.entries.items()])
+        return self._response(kvs=[_kv(key, entry) for key, entry in view.entries.items()])
 
     def _txn(self, request: Json) -> Json:
         then, otherwise = (tuple(map(_op, _writes(request.get(name, ())))) for name in ("success", "failure"))
-        answer = self._engine.commit(Txn(tuple(map(_guard, request.get("compare", ()))), then, otherwise))
-        return self._answered(succeeded=answer.held)
+        txn = Txn(tuple(map(_guard, request.get("compare", ()))), then, otherwise)
+        return self._response(succeeded=self._engine.commit(txn).held)
 
     def _grant(self, request: Json) -> Json:
         lease = _lease(request)
-        return self._answered(ID=str(lease), TTL=str(self._engine.grant(lease, _number(request, "TTL"))))
+        return self._response(ID=str(lease), TTL=str(self._engine.grant(lease, _number(request, "TTL"))))
 
     def _keep_alive(self, request: Json) -> Json:
         lease = _lease(request)
         ttl_s = self._engine.keep_alive(lease)
-        return {"result": self._answered(ID=str(lease), **({"TTL": str(ttl_s)} if ttl_s else {}))}
+        return {"result": self._response(ID=str(lease), **({"TTL": str(ttl_s)} if ttl_s else {}))}
 
     def _revoke(self, request: Json) -> Json:
         self._engine.revoke(_lease(request))
-        return self._answered()
+        return self._response()
 
 
 def error_reply(code: int, text: str) -> Reply:
@@ -164,7 +164,7 @@ def _guard(compare: Json) -> TxnGuard:
 
 
 def _writes(ops: list[Json]) -> list[Json]:
-    """The operations that write. One that reads stands where a transaction writes nothing: nobody needs its result."""
+    """The operations that write. One that reads is there where a transaction writes nothing: its result is unused."""
     return [op for op in ops if "request_range" not in op]
 
 
@@ -225,7 +225,7 @@ _BATCH_BYTES = 256 << 10
 class Outlet(Protocol):
     """The connection to which a watch sends its lines."""
 
-    def has_room(self) -> bool: ...
+    def has_space(self) -> bool: ...
 
     def send(self, line: bytes) -> None: ...
 
@@ -241,7 +241,7 @@ class Watcher:
 
 
 class Watchers:
-    """All watches. `told` is the engine's listener. Call `catch_up` whenever an outlet has room again."""
+    """All watches. `notify` is the engine's listener. Call `catch_up` whenever an outlet has space again."""
 
     def __init__(self, engine: Engine, routes: Routes) -> None:
         self._engine = engine
@@ -249,7 +249,7 @@ class Watchers:
         self._watching: dict[str, set[Watcher]] = {}
 
     def add(self, prefix: str, start_revision: int, outlet: Outlet) -> Watcher:
-        """Begin a watch at `start_revision`, 0 for now. Events since then are sent at once, if there is room."""
+        """Begin a watch at `start_revision`, 0 for now. Events since then are sent immediately, if there is space."""
         watcher = Watcher(prefix, start_revision or self._engine.revision + 1, outlet)
         self._watching.setdefault(prefix, set()).add(watcher)
         self.catch_up(watcher)
@@ -262,7 +262,7 @@ class Watchers:
         if not same:
             self._watching.pop(watcher.prefix, None)
 
-    def told(self, changes: Changes) -> None:
+    def notify(self, changes: Changes) -> None:
         for prefix, watchers in self._watching.items():
             if not (seen := changes.under(prefix)):
                 continue
@@ -270,7 +270,7 @@ class Watchers:
             for watcher in watchers:
                 if watcher.behind or watcher.next_revision > changes.revision:
                     continue
-                if watcher.outlet.has_room():
+                if watcher.outlet.has_space():
                     watcher.outlet.send(line)
                 else:
                     watcher.next_revision = changes.revision
@@ -278,7 +278,7 @@ class Watchers:
 
     def catch_up(self, watcher: Watcher) -> None:
         """Send the events that a watch has missed, until it is up to date or its outlet is full."""
-        while watcher.behind and watcher.outlet.has_room():
+        while watcher.behind and watcher.outlet.has_space():
             history = self._engine.since(watcher.next_revision, _BATCH_REVISIONS)
             if history is None:
                 watcher.outlet.send(self._routes.compacted(self._engine.first_revision))

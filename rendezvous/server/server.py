@@ -21,12 +21,7 @@ from functools import partial
 from elaunch.rendezvous.engine import Engine
 from elaunch.rendezvous.etcd.errors import EXHAUSTED, UNAUTHENTICATED
 from elaunch.rendezvous.secret import Secret
-from elaunch.rendezvous.server.admission import (
-    CONNECTIONS_MAX,
-    WAY_OUT,
-    Unauthenticated,
-    unauthenticated_max,
-)
+from elaunch.rendezvous.server.admission import CONNECTIONS_MAX, WAY_OUT, Unauthenticated, unauthenticated_max
 from elaunch.rendezvous.server.connection import (
     BadRequest,
     Closed,
@@ -44,7 +39,7 @@ BACKLOG = 4096
 REQUEST_BYTES_MAX = 3 << 20
 # Agents write every second; only watches are silent for longer.
 IDLE_S = 60.0
-# A client that reads nothing for this long is gone, or will connect again.
+# A client that reads nothing for this long is gone, or will reconnect.
 STALLED_S = 20.0
 # A client whose request was refused has this long to read the reason.
 LINGER_S = 3.0
@@ -68,24 +63,19 @@ class Server:
     """
 
     def __init__(
-        self,
-        listener: socket.socket,
-        secret: Secret,
-        slots: int = CONNECTIONS_MAX,
-        *,
-        is_shared: bool = False,
+        self, listener: socket.socket, secret: Secret, slots: int = CONNECTIONS_MAX, *, is_shared: bool = False
     ) -> None:
         self.engine = Engine()
         self._routes = Routes(self.engine, secrets.randbits(63), secrets.randbits(63), is_shared=is_shared)
         self._watchers = Watchers(self.engine, self._routes)
-        self.engine.listener = self._watchers.told
+        self.engine.listener = self._watchers.notify
         self._tls = secret.server_context()
         self._authorization = f"Bearer {secret.bearer}".encode()
         self._listener = listener
         self._selector = selectors.DefaultSelector()
         self._slots = slots
         self._clients: dict[Connection, None] = {}
-        # The selector does not know those whose first data waits to be read.
+        # Those whose first data waits to be read are not in the selector.
         self._unauthenticated: Unauthenticated[Connection] = Unauthenticated()
         self._dirty: dict[Connection, None] = {}
         self._quiet_until_s: dict[str, float] = {}
@@ -127,7 +117,7 @@ class Server:
             self.engine.set_time(running_s)
             for key, _ in ready:
                 key.data()
-            self._welcome()
+            self._handshake()
             # After the requests: a renewal may have waited while this process did not run.
             self.engine.end_leases()
             self._flush()
@@ -150,14 +140,14 @@ class Server:
             except OSError as error:
                 if error.errno in _NO_ROOM and not _is_awaited(self._listener):
                     return
-                self._say("descriptors", f"no connection can be accepted until another one ends: {error.strerror}")
+                self._log("descriptors", f"no connection can be accepted until another one ends: {error.strerror}")
                 if error.errno in _NO_ROOM and (first := self._unauthenticated.first_to_go()):
                     self._close(first)
                     continue
                 # Waiting connections are accepted at the next sweep: other connections may have ended by then.
                 self._selector.unregister(self._listener)
                 return
-            if not self._make_room():
+            if not self._free_slot():
                 accepted.close()
                 continue
             try:
@@ -168,24 +158,24 @@ class Server:
             # A listener for both families shows an IPv4 address with this prefix.
             self._begin(client, str(place[0]).removeprefix("::ffff:"))
 
-    def _make_room(self) -> bool:
+    def _free_slot(self) -> bool:
         """Close unauthenticated connections if there are too many. Returns whether one more connection fits."""
-        room = unauthenticated_max(self._slots, len(self._clients) - len(self._unauthenticated))
-        while len(self._unauthenticated) >= room and (first := self._unauthenticated.first_to_go()):
+        most = unauthenticated_max(self._slots, len(self._clients) - len(self._unauthenticated))
+        while len(self._unauthenticated) >= most and (first := self._unauthenticated.first_to_go()):
             who = ", ".join(f"{address} has {count}" for address, count in self._unauthenticated.crowds())
-            self._say(
+            self._log(
                 "unauthenticated",
-                f"all {room} places for connections that have not shown the job's token are taken ({who}); each new one"
+                f"all {most} places for connections that have not shown the job's token are taken ({who}); each new one"
                 f" closes the oldest one of the address that has the most; {WAY_OUT}",
             )
             self._close(first)
-        if room <= 0:
-            self._say(
+        if most <= 0:
+            self._log(
                 "slots",
                 f"agents take all {self._slots} places for connections, and further connections are refused; raise the"
                 " limit of open files on this host (ulimit -n), or let fewer jobs share the store",
             )
-        return room > 0
+        return most > 0
 
     def _begin(self, client: Connection, address: str) -> None:
         self._clients[client] = None
@@ -199,7 +189,7 @@ class Server:
             client.registered = 0
             self._unauthenticated.arrive(client, self._now_s)
 
-    def _welcome(self) -> None:
+    def _handshake(self) -> None:
         """Read the first data of clients that wait for it, up to the limit of one turn. At least one has its turn."""
         until_s = time.monotonic() + _HANDSHAKES_S
         while self._unauthenticated.has_arrivals:
@@ -216,26 +206,26 @@ class Server:
                 break
 
     def _serve(self, client: Connection) -> None:
-        """Read, answer and write. Called if data has arrived, or can be sent."""
+        """Read, respond and write. Called if data has arrived, or can be sent."""
         if client not in self._clients:
             return
         try:
-            if client.has_room():
+            if client.has_space():
                 client.read()
-            while self._answer(client):
+            while self._respond(client):
                 self._write(client)
-                if not client.has_room():
+                if not client.has_space():
                     return
             self._write(client)
         except Closed:
             self._close(client)
 
-    def _answer(self, client: Connection) -> bool:
-        """Answer the requests that have arrived. Returns whether there was no room for further answers."""
+    def _respond(self, client: Connection) -> bool:
+        """Carry out the requests that have arrived. Returns whether there was no space for further responses."""
         try:
-            while client.is_answered and (request := client.reader.next()):
+            while client.takes_requests and (request := client.reader.next()):
                 self._do(client, request)
-                if not client.has_room():
+                if not client.has_space():
                     return True
         except BadRequest as bad:
             client.lingers = True
@@ -248,12 +238,12 @@ class Server:
         client.is_known = True
         client.deadline_s = self._now_s + IDLE_S
         self._unauthenticated.shown(client)
-        answer = self._routes.answer(request.method, request.path, request.body)
-        if isinstance(answer, WatchRequest):
+        response = self._routes.handle(request.method, request.path, request.body)
+        if isinstance(response, WatchRequest):
             client.put(stream_head() + chunk(self._routes.created()))
-            client.watcher = self._watchers.add(answer.prefix, answer.start_revision, client)
-            return
-        client.put(http_response(answer.status, answer.body))
+            client.watcher = self._watchers.add(response.prefix, response.start_revision, client)
+        else:
+            client.put(http_response(response.status, response.body))
 
     def _admit(self, headers: Mapping[str, str], body_bytes: int) -> None:
         """Raises BadRequest to refuse a request by its headers, before its body is read."""
@@ -263,8 +253,8 @@ class Server:
             raise BadRequest(reply.status, reply.body)
         if body_bytes > REQUEST_BYTES_MAX:
             # etcd's own text. etcd counts the bytes as protocol buffers; this request has not been parsed.
-            words = f"grpc: received message larger than max ({body_bytes} vs. {REQUEST_BYTES_MAX})"
-            raise BadRequest(413, error_reply(EXHAUSTED, words).body)
+            text = f"grpc: received message larger than max ({body_bytes} vs. {REQUEST_BYTES_MAX})"
+            raise BadRequest(413, error_reply(EXHAUSTED, text).body)
 
     def _flush(self) -> None:
         while self._dirty:
@@ -277,7 +267,7 @@ class Server:
     def _write(self, client: Connection) -> None:
         self._dirty.pop(client, None)
         client.write(self._now_s)
-        while client.watcher and client.watcher.behind and client.has_room():
+        while client.watcher and client.watcher.behind and client.has_space():
             self._watchers.catch_up(client.watcher)
             client.write(self._now_s)
         if client.events != client.registered:
@@ -288,7 +278,7 @@ class Server:
         """Close clients whose time is over, and accept connections again. The last sweep was `interval_s` ago."""
         now_s = self._now_s
         if sentence := self._unauthenticated.lag_report(now_s, interval_s):
-            self._say("lag", sentence)
+            self._log("lag", sentence)
         for client in self._unauthenticated.overdue(now_s):
             self._close(client)
         for client in [client for client in self._clients if _is_over(client, now_s)]:
@@ -306,7 +296,7 @@ class Server:
                 self._selector.unregister(client.socket)
             client.close()
 
-    def _say(self, about: str, sentence: str) -> None:
+    def _log(self, about: str, sentence: str) -> None:
         """Write a line to stderr, at most one in `QUIET_S` seconds about the same thing."""
         if self._now_s < self._quiet_until_s.get(about, 0.0):
             return

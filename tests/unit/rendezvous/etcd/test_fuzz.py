@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from elaunch.rendezvous.dial import resolve
 from elaunch.rendezvous.endpoint import Access, Endpoint, Login
 from elaunch.rendezvous.etcd import json_codec
-from elaunch.rendezvous.etcd.http_client import request
+from elaunch.rendezvous.etcd.http_client import request_bytes
 from elaunch.rendezvous.etcd.store import EtcdStore
 from elaunch.rendezvous.etcd.transport import Json, JsonTransport, ResponseStream, Rpc
 from elaunch.rendezvous.store import Denied, Put, Rejected, StoreError, Txn, Unavailable
@@ -186,7 +186,7 @@ def test_what_is_no_answer_of_http_is_an_error(server: Server, answer: bytes, er
 
 def test_a_header_cannot_smuggle_in_another() -> None:
     with pytest.raises(ValueError, match="line break"):
-        request("POST", "h:1", "/", {"Authorization": "x\r\nHost: elsewhere"}, b"")
+        request_bytes("POST", "h:1", "/", {"Authorization": "x\r\nHost: elsewhere"}, b"")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from tests.relay import web_server
 NO_ETCD = r"^what listens at .* is no etcd: it answers /version with HTTP status "
 
 
-def ask(endpoint: Endpoint) -> None:
+def check(endpoint: Endpoint) -> None:
     with closing(JsonTransport()) as transport:
         transport.version(endpoint, "", 10)
 
@@ -32,9 +32,9 @@ def ask(endpoint: Endpoint) -> None:
         (302, b""),
     ],
 )
-def test_a_web_server_is_said_to_be_no_etcd(status: int, version: bytes, *, posts: bool) -> None:
+def test_a_web_server_is_reported_as_no_etcd(status: int, version: bytes, *, posts: bool) -> None:
     with web_server(status, version, posts=posts) as endpoint, pytest.raises(Denied, match=NO_ETCD) as denied:
-        ask(endpoint)
+        check(endpoint)
 
     assert not isinstance(denied.value, GatewayOff)
     assert "gateway" not in str(denied.value)
@@ -42,22 +42,22 @@ def test_a_web_server_is_said_to_be_no_etcd(status: int, version: bytes, *, post
 
 @pytest.mark.parametrize("token", ["", "the token of the job"])
 @pytest.mark.parametrize("expects_ours", [False, True])
-def test_nothing_else_is_said_of_a_web_server_whatever_was_expected_there(token: str, *, expects_ours: bool) -> None:
-    said: list[str] = []
+def test_nothing_else_is_logged_about_a_web_server_whatever_was_expected(token: str, *, expects_ours: bool) -> None:
+    logged: list[str] = []
 
     with web_server(404, b"File not found") as endpoint:
-        store = FoundStore(endpoint, token, Access(), 10, expects_ours=expects_ours, say=said.append)
+        store = FoundStore(endpoint, token, Access(), 10, expects_ours=expects_ours, log=logged.append)
         with closing(store), pytest.raises(Denied, match=NO_ETCD):
             store.check()
 
-    assert said == []
+    assert logged == []
 
 
-def test_an_etcd_without_its_gateway_is_told_how_to_start_it() -> None:
+def test_an_etcd_without_its_gateway_is_denied_with_the_option_that_starts_it() -> None:
     version = b'{"etcdserver": "3.5.1", "etcdcluster": "3.5.0"}'
 
     with web_server(200, version) as endpoint, pytest.raises(GatewayOff, match=f"gateway of {endpoint} is off"):
-        ask(endpoint)
+        check(endpoint)
 
 
 BY_STATUS = [
@@ -68,14 +68,14 @@ BY_STATUS = [
 
 @pytest.mark.parametrize(("status", "error"), BY_STATUS)
 @pytest.mark.parametrize("body", [b"<html>no</html>", b'{"message": "no"}', b'{"error": "no", "code": 499}'])
-def test_what_a_proxy_answers_is_judged_by_its_status_in_html_and_in_json(
+def test_a_proxys_response_is_judged_by_its_status_in_html_and_in_json(
     status: int, error: type[StoreError], body: bytes
 ) -> None:
     with (
         web_server(status, body, posts=True) as endpoint,
         closing(EtcdStore([endpoint])) as store,
-        pytest.raises(StoreError) as told,
+        pytest.raises(StoreError) as raised,
     ):
         store.read("/elaunch/")
 
-    assert type(told.value) is error
+    assert type(raised.value) is error

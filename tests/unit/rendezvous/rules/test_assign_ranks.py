@@ -77,7 +77,7 @@ def test_the_first_table_takes_nodes_of_any_role() -> None:
     seating = seat(None, [D, A, B], 2)
 
     assert seating.nodes == (D, A)
-    assert (seating.vacant, seating.room, seating.lacking) == ((), 0, ())
+    assert (seating.vacant, seating.free, seating.lacking) == ((), 0, ())
 
 
 def test_a_seat_that_is_free_is_for_a_node_of_its_role() -> None:
@@ -94,7 +94,7 @@ def test_a_seat_that_nobody_has_had_is_for_any_role() -> None:
     seating = seat(table(A, B), [A, B, D], 3)
 
     assert seating.nodes == (A, B, D)
-    assert (seating.vacant, seating.room) == ((), 0)
+    assert (seating.vacant, seating.free) == ((), 0)
 
 
 def test_fewer_nodes_of_a_role_are_enough_and_none_is_not() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from elaunch.rendezvous.rules import transactions
 from elaunch.rendezvous.rules.reports import job_report
-from elaunch.rendezvous.rules.restart_policy import STREAK_AGE_MAX_S, is_excluded, stand
+from elaunch.rendezvous.rules.restart_policy import STREAK_AGE_MAX_S, assess, is_excluded
 from elaunch.rendezvous.types import Exclusion, Failure, FailureKind, Node, Streak, Terms
 from tests.unit.agent.job_world import TERMS, TIMES, A, B, C, World, node, running
 
@@ -280,7 +280,7 @@ def test_an_excluded_node_that_runs_for_want_of_another_is_not_acquitted_by_its_
     before = replace(three().table, excluded=(own, other))
     failed = Failure(FailureKind.SIGNAL, before.generation, B.node_id, B.host, 1, 0, 1, 1, "was killed by SIGKILL")
 
-    found = stand(TWO, before, [failed], {B.node_id, C.node_id}, 1.0)
+    found = assess(TWO, before, [failed], {B.node_id, C.node_id}, 1.0)
 
     assert found.excluded == (own,)
 
