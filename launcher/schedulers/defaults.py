@@ -59,7 +59,7 @@ def facts_of_job(options: Options, cluster: Cluster, environ: Mapping[str, str])
         raise UsageError(cluster.head_query.unanswered)
     if not is_given or cluster.nodes is None or cluster.tasks > 1 or options.nnodes[1] <= cluster.nodes[1]:
         return cluster
-    note = f"this job has more nodes than {cluster.scheduler} started here; they meet where the options say"
+    note = f"this job has more nodes than {cluster.scheduler} started here; they meet at the given endpoint"
     return replace(cluster, nodes=None, node_index=None, head=None, run_id=None, note=note)
 
 

@@ -63,7 +63,7 @@ BEHAVIOURS = (
         proofs=(
             f"{_LIFE}::test_a_command_runs_without_python",
             f"{_OPTIONS}::test_a_wrong_request_is_one_sentence_with_its_values_and_the_way_out",
-            "tests/unit/launcher/test_preflight.py::test_a_command_that_is_given_as_a_script_is_told_how_it_starts",
+            "tests/unit/launcher/test_preflight.py::test_a_command_that_is_given_as_a_script_gets_the_line_that_starts_it",
         ),
     ),
     Behaviour(

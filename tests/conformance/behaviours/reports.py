@@ -86,7 +86,7 @@ BEHAVIOURS = (
                 torchrun=Expected(code=1, says=("^train.py FAILED$",)),
             ),
         ),
-        proofs=("tests/unit/launcher/test_report.py::test_the_words_that_scripts_look_for_in_torchruns_box_are_there",),
+        proofs=("tests/unit/launcher/test_report.py::test_the_text_that_scripts_search_for_in_torchruns_box_is_there",),
     ),
     Behaviour(
         number=42,

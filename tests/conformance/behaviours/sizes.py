@@ -52,7 +52,7 @@ BEHAVIOURS = (
             _refused("--nproc-per-node carrots", "ValueError", "--nproc-per-node carrots is neither a number nor"),
             _refused("--nproc-per-node gpu", "ValueError", "--nproc-per-node gpu finds no GPU"),
         ),
-        proofs=(f"{_OPTIONS}::test_workers_are_counted_by_what_was_asked_for", _SENTENCES),
+        proofs=(f"{_OPTIONS}::test_workers_are_counted_as_requested", _SENTENCES),
     ),
     Behaviour(
         number=23,

@@ -1,4 +1,4 @@
-"""launcher.host: CPUs, cores and GPUs, this host's addresses, and what gloo must be told."""
+"""launcher.host: CPUs, cores and GPUs, this host's addresses, and what gloo must be given."""
 
 from __future__ import annotations
 
@@ -108,9 +108,9 @@ def test_the_tightest_quota_of_a_v2_group_and_those_above_it_counts(tmp_path: Pa
 
 def test_workers_get_the_interpreters_options_that_are_not_about_the_launcher() -> None:
     program = "from elaunch.launcher.host import interpreter_options as found; print(*found())"
-    words = ("-I", "-Werror", "-Xmine=1", "-Xalso", "-OO", "-B")
+    argv = ("-I", "-Werror", "-Xmine=1", "-Xalso", "-OO", "-B")
 
-    done = subprocess.run([sys.executable, *words, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, *argv, "-c", program], capture_output=True, text=True, timeout=60)
 
     assert done.stdout.split() == ["-Werror", "-Xmine=1", "-Xalso", "-OO", "-B"], done.stderr
 
@@ -124,10 +124,10 @@ def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
     known: dict[str, list[str]] = {}
     resolve = host.resolve
 
-    def told(name: str, port: int, wait_s: float) -> list[HostAddress]:
+    def answer(name: str, port: int, wait_s: float) -> list[HostAddress]:
         return [found for address in known.get(name, [name]) for found in resolve(address, port, wait_s)]
 
-    monkeypatch.setattr(host, "resolve", told)
+    monkeypatch.setattr(host, "resolve", answer)
     return known
 
 
@@ -176,39 +176,39 @@ def own_addresses(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The addresses of this host's own name. If the list is empty, the name is unknown."""
     known: list[str] = []
 
-    def told(name: str, wait_s: float) -> list[str]:
+    def answer(name: str, wait_s: float) -> list[str]:
         assert name == "node-a"
         if not known:
             raise NoAddress("unknown")
         return known
 
     monkeypatch.setattr(socket, "gethostname", lambda: "node-a")
-    monkeypatch.setattr(host, "addresses", told)
+    monkeypatch.setattr(host, "addresses", answer)
     monkeypatch.setattr(host, "interface_of", {"10.0.0.1": "eth1"}.get)
     return known
 
 
-def test_a_host_that_knows_itself_as_loopback_needs_to_be_told(own_addresses: list[str]) -> None:
+def test_a_host_that_knows_itself_as_loopback_needs_an_interface(own_addresses: list[str]) -> None:
     own_addresses += ["127.0.1.1", "10.0.0.1"]
 
     assert gloo_interface("10.0.0.1") == ("eth1", "this host resolves its own name, node-a, to 127.0.1.1")
 
 
-def test_rpc_is_told_of_the_same_interface_and_the_users_own_variables_stay(own_addresses: list[str]) -> None:
+def test_rpc_gets_the_same_interface_and_the_users_own_variables_stay(own_addresses: list[str]) -> None:
     own_addresses += ["127.0.1.1"]
-    said: list[str] = []
+    logged: list[str] = []
 
-    quiet = socket_variables("10.0.0.1", {}, said.append, verbose=False)
-    assert said == []
-    both = socket_variables("10.0.0.1", {}, said.append, verbose=True)
-    only_rpc = socket_variables("10.0.0.1", {"GLOO_SOCKET_IFNAME": "mine"}, said.append, verbose=True)
+    quiet = socket_variables("10.0.0.1", {}, logged.append, verbose=False)
+    assert logged == []
+    both = socket_variables("10.0.0.1", {}, logged.append, verbose=True)
+    only_rpc = socket_variables("10.0.0.1", {"GLOO_SOCKET_IFNAME": "mine"}, logged.append, verbose=True)
     neither = socket_variables(
-        "10.0.0.1", {"GLOO_SOCKET_IFNAME": "a", "TP_SOCKET_IFNAME": "b"}, said.append, verbose=True
+        "10.0.0.1", {"GLOO_SOCKET_IFNAME": "a", "TP_SOCKET_IFNAME": "b"}, logged.append, verbose=True
     )
 
     assert quiet == both == {"GLOO_SOCKET_IFNAME": "eth1", "TP_SOCKET_IFNAME": "eth1"}
     assert (only_rpc, neither) == ({"TP_SOCKET_IFNAME": "eth1"}, {})
-    assert said == [
+    assert logged == [
         "GLOO_SOCKET_IFNAME=eth1 is set for the workers: this host resolves its own name, node-a, to 127.0.1.1"
     ]
 
@@ -216,11 +216,11 @@ def test_rpc_is_told_of_the_same_interface_and_the_users_own_variables_stay(own_
 def test_on_one_host_a_resolver_that_does_not_answer_is_not_waited_for_by_the_workers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked: list[object] = []
+    resolved: list[object] = []
     answer = threading.Event()
 
     def hang(address: object, *_: object) -> NoReturn:
-        asked.append(address)
+        resolved.append(address)
         answer.wait(180)
         raise socket.gaierror(socket.EAI_AGAIN, "too late")
 
@@ -233,16 +233,16 @@ def test_on_one_host_a_resolver_that_does_not_answer_is_not_waited_for_by_the_wo
     monkeypatch.setattr(socket, "getaddrinfo", lookup)
     monkeypatch.setattr(socket, "getnameinfo", hang)
     monkeypatch.setattr(host, "_OWN_NAME_S", 0.05)
-    said: list[str] = []
+    logged: list[str] = []
     try:
-        found = socket_variables("127.0.0.1", {"TP_SOCKET_IFNAME": "mine"}, said.append, verbose=False)
-        own = socket_variables("127.0.0.1", {**found, "TP_SOCKET_IFNAME": "mine"}, said.append, verbose=True)
+        found = socket_variables("127.0.0.1", {"TP_SOCKET_IFNAME": "mine"}, logged.append, verbose=False)
+        own = socket_variables("127.0.0.1", {**found, "TP_SOCKET_IFNAME": "mine"}, logged.append, verbose=True)
     finally:
         answer.set()
 
-    assert ("::ffff:127.0.0.1", 0) in asked
+    assert ("::ffff:127.0.0.1", 0) in resolved
     assert found == {"GLOO_SOCKET_IFNAME": "lo", "RES_OPTIONS": "timeout:1 attempts:2"}
-    assert [line.split(" is set for the workers: ")[0] for line in said] == [
+    assert [line.split(" is set for the workers: ")[0] for line in logged] == [
         "GLOO_SOCKET_IFNAME=lo",
         "RES_OPTIONS='timeout:1 attempts:2'",
     ]

@@ -21,17 +21,17 @@ def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def check(*words: str, **environ: str) -> None:
-    check_program(parse(words, {}), environ)
+def check(*argv: str, **environ: str) -> None:
+    check_program(parse(argv, {}), environ)
 
 
-def refused(*words: str, **environ: str) -> str:
+def refused(*argv: str, **environ: str) -> str:
     with pytest.raises(UsageError) as caught:
-        check(*words, **environ)
+        check(*argv, **environ)
     return str(caught.value)
 
 
-def test_a_folder_that_was_removed_is_said_to_be_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_was_removed_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "train.py").touch()
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
@@ -41,7 +41,7 @@ def test_a_folder_that_was_removed_is_said_to_be_so(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("argv", "sentence"),
     [
         (["train.py"], "train.py does not exist in {}; give the path of the script"),
         (["link.py"], "link.py does not exist in {}; give the path of the script"),
@@ -57,12 +57,12 @@ def test_a_folder_that_was_removed_is_said_to_be_so(tmp_path: Path, monkeypatch:
         ),
     ],
 )
-def test_a_program_that_cannot_start_is_one_sentence(tmp_path: Path, words: list[str], sentence: str) -> None:
+def test_a_program_that_cannot_start_is_one_sentence(tmp_path: Path, argv: list[str], sentence: str) -> None:
     (tmp_path / "jobs").mkdir()
     (tmp_path / "link.py").symlink_to("nowhere")
     (tmp_path / "plain.txt").touch()
 
-    assert refused(*words) == sentence.format(tmp_path)
+    assert refused(*argv) == sentence.format(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_a_program_that_cannot_start_is_one_sentence(tmp_path: Path, words: list
         ("a.out", b"\x7fELF\x02\x01\x01\x00", 0o644, "--no-python ./a.out, after chmod +x"),
     ],
 )
-def test_a_command_that_is_given_as_a_script_is_told_how_it_starts(
+def test_a_command_that_is_given_as_a_script_gets_the_line_that_starts_it(
     name: str, text: bytes, mode: int, way_out: str
 ) -> None:
     Path(name).write_bytes(text)
@@ -126,16 +126,18 @@ def test_what_may_not_be_read_is_a_sentence() -> None:
         Path(folder).chmod(0o755)
         Path(folder, "t.py").touch(mode=0)
 
-        said = said_as_nobody(lambda: check(f"{folder}/t.py"))
-        within = said_as_nobody(lambda: check(f"{folder}/closed/t.py"))
-        logs = said_as_nobody(lambda: check_log_dir(parse(["--log-dir", f"{folder}/closed/deep/er", "t.py"], {})))
+        message = message_as_other_user(lambda: check(f"{folder}/t.py"))
+        within = message_as_other_user(lambda: check(f"{folder}/closed/t.py"))
+        logs = message_as_other_user(
+            lambda: check_log_dir(parse(["--log-dir", f"{folder}/closed/deep/er", "t.py"], {}))
+        )
 
-    assert "cannot be read by user" in said
+    assert "cannot be read by user" in message
     assert "Permission denied" in within
     assert "Permission denied" in logs
 
 
-def said_as_nobody(check: Callable[[], None]) -> str:
+def message_as_other_user(check: Callable[[], None]) -> str:
     """The complaint of `check` in a process of a user other than root, since root may read everything."""
     ours, theirs = os.pipe()
 
@@ -173,7 +175,7 @@ def test_a_file_is_no_log_directory(tmp_path: Path) -> None:
     [("", ""), ("/tmp", ""), ("/" + 74 * "x", ""), ("/" + 37 * "é", ""), ("/" + 75 * "x", "TMPDIR has 76 characters")],
 )
 def test_a_temporary_folder_too_long_for_sockets_is_named(folder: str, warning: str) -> None:
-    said = temporary_folder_warning({"TMPDIR": folder})
+    message = temporary_folder_warning({"TMPDIR": folder})
 
-    assert said.startswith(warning)
-    assert bool(said) == bool(warning)
+    assert message.startswith(warning)
+    assert bool(message) == bool(warning)

@@ -36,7 +36,7 @@ RAISED = Failure(
     failed_at=1.0,
 )
 KILLED = replace(
-    RAISED, kind=FailureKind.SIGNAL, code=-9, message="was killed by SIGKILL", traceback="", tail="last words\n"
+    RAISED, kind=FailureKind.SIGNAL, code=-9, message="was killed by SIGKILL", traceback="", tail="last line\n"
 )
 FAILED = Outcome(OutcomeKind.FAILED, "the budget of 3 restarts is spent", 3, 3, 3, RAISED)
 
@@ -58,7 +58,7 @@ def test_no_text_of_another_nodes_record_makes_a_line_of_elaunchs_own() -> None:
     assert ended.splitlines()[1:] == []
 
 
-def test_the_words_that_scripts_look_for_in_torchruns_box_are_there() -> None:
+def test_the_text_that_scripts_search_for_in_torchruns_box_is_there() -> None:
     lines = failed(RAISED).splitlines()
 
     start = lines.index("Root Cause (first observed failure):")
@@ -93,25 +93,25 @@ def test_without_a_traceback_the_end_of_stderr_is_shown_and_no_more() -> None:
 
 def test_the_jobs_first_failure_comes_first_where_another_kind_ended_the_job() -> None:
     first = replace(RAISED, generation=0, rank=1, message="raised ValueError: loss is nan", advice="clip the gradients")
-    outcome = replace(FAILED, failure=replace(KILLED, advice="look at dmesg"), first=first)
+    outcome = replace(FAILED, failure=replace(KILLED, advice="see dmesg"), first=first)
 
     text = report(outcome, SPEC, None)
 
-    _, said, then, _, *steps = text.splitlines()[1:7]
-    assert said == (
+    _, first_line, then, _, *steps = text.splitlines()[1:7]
+    assert first_line == (
         "failed first in generation 0: rank 1 (local rank 1 on node-a, pid 4711) raised ValueError: loss is nan."
     )
     assert then == "rank 5 (local rank 1 on node-a, pid 4711) was killed by SIGKILL in generation 3."
-    assert steps == ["Next step (generation 0): clip the gradients.", "Next step (generation 3): look at dmesg."]
+    assert steps == ["Next step (generation 0): clip the gradients.", "Next step (generation 3): see dmesg."]
     root, last = text.index("Root Cause (first observed failure):"), text.index("What ended the job (last failure):")
-    assert root < text.index("ValueError: bad") < last < text.index("last words")
+    assert root < text.index("ValueError: bad") < last < text.index("last line")
     assert list(record(outcome, None))[-2:] == ["first_failure", "failure"]
     lost = report(replace(outcome, failure=None, reason="node-b was lost"), SPEC, None)
     assert "loss is nan.\nWhy it stopped: node-b was lost; 3 of 3 restarts used.\nNext step: clip" in lost
     assert "What ended the job" not in lost
 
 
-def test_a_node_that_does_not_fit_the_job_says_why_and_names_no_output_for_it_had_none() -> None:
+def test_a_node_that_does_not_fit_the_job_reports_why_and_names_no_output_for_it_had_none() -> None:
     refused = replace(FAILED, kind=OutcomeKind.REFUSED, reason="--nnodes 2 there, 3 here", failure=None)
 
     assert report(refused, SPEC, Path("/logs/job_1")) == "elaunch: --nnodes 2 there, 3 here\n"
@@ -155,7 +155,7 @@ CUT = replace(
 )
 
 
-def test_a_long_traceback_is_shown_by_its_ends_and_the_report_says_what_is_missing_and_where_it_is() -> None:
+def test_a_long_traceback_is_shown_by_its_ends_and_the_report_names_what_is_missing_and_where_it_is() -> None:
     lines = failed(CUT, Path("/logs")).splitlines()
 
     assert len(lines) < 160
@@ -183,7 +183,7 @@ def refused(failure: Failure) -> str:
     return report(replace(FAILED, restarts=0, failure=failure), SPEC, None)
 
 
-def test_what_a_program_says_of_its_own_arguments_is_one_line() -> None:
+def test_a_programs_error_about_its_own_arguments_is_one_line() -> None:
     assert refused(WRONG_ARGUMENTS) == (
         "elaunch: train.py FAILED on node-a: rank 5 exited with code 2 (the exit code of a wrong command line): No such"
         " option: --stepz (Possible options: --steps); see elaunch -m elaunch.trainer --help; exit code 1\n"

@@ -33,7 +33,7 @@ def torch(gpus: int, **changes: object) -> Iterator[Finding]:
 
 
 @pytest.mark.parametrize(
-    ("found", "grade", "words"),
+    ("found", "grade", "message"),
     [
         (host.judge_limit(host.FILES, 111, EIGHT), "bad", "8 workers need 112"),
         (host.judge_limit(host.FILES, 112, EIGHT), "warn", "raise it to 1536"),
@@ -62,12 +62,12 @@ def torch(gpus: int, **changes: object) -> Iterator[Finding]:
         (network.judge_latencies("etcd:2379 answers", (0.6,) * 20), "bad", "600 ms"),
     ],
 )
-def test_a_finding_has_a_grade_and_a_way_out(found: Finding | Iterator[Finding], grade: str, words: str) -> None:
+def test_a_finding_has_a_grade_and_a_way_out(found: Finding | Iterator[Finding], grade: str, message: str) -> None:
     all_found = (found,) if isinstance(found, Finding) else tuple(found)
 
     worst_of = worst(all_found)
     assert worst_of.value == grade, all_found
-    assert words in " ".join(f"{each.found} {each.advice}" for each in all_found if each.grade is worst_of)
+    assert message in " ".join(f"{each.found} {each.advice}" for each in all_found if each.grade is worst_of)
     assert all(bool(each.advice) == (each.grade is not Grade.OK) for each in all_found)
 
 
@@ -79,11 +79,11 @@ esac
 
 
 @pytest.mark.parametrize(
-    ("tool", "words"),
+    ("tool", "message"),
     [(SMI, "had 3 uncorrectable memory errors"), ("#!/bin/sh\necho Failed to start\nexit 9\n", "Failed to start")],
 )
 def test_gpus_are_read_by_nvidia_smi_and_a_driver_that_does_not_answer_is_a_finding(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tool: str, words: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tool: str, message: str
 ) -> None:
     (tmp_path / "nvidia-smi").write_text(tool)
     (tmp_path / "nvidia-smi").chmod(0o755)
@@ -92,7 +92,7 @@ def test_gpus_are_read_by_nvidia_smi_and_a_driver_that_does_not_answer_is_a_find
 
     found = devices.check_gpus({}, ONE)
 
-    assert words in " ".join(each.found for each in found if each.grade is Grade.BAD)
+    assert message in " ".join(each.found for each in found if each.grade is Grade.BAD)
 
 
 def fails() -> tuple[Finding, ...]:
@@ -126,15 +126,15 @@ def test_an_interpreter_without_torch_is_a_finding_with_the_reason(tmp_path: Pat
 
 @pytest.mark.parametrize("is_over", [False, True])
 def test_a_health_check_logs_what_is_bad_while_the_job_runs(monkeypatch: pytest.MonkeyPatch, is_over: bool) -> None:
-    has_checked, said = threading.Event(), list[str]()
+    has_checked, logged = threading.Event(), list[str]()
     monkeypatch.setattr(
-        devices, "check_gpus", lambda *_, **__: has_checked.wait(DEADLINE_S) and (bad("broken", "mend"),)
+        devices, "check_gpus", lambda *_, **__: has_checked.wait(DEADLINE_S) and (bad("broken", "fix"),)
     )
-    with health_check(1, os.environ, said.append, is_strict=False):
+    with health_check(1, os.environ, logged.append, is_strict=False):
         if not is_over:
             has_checked.set()
             wait_for(lambda: "elaunch-health" not in {each.name for each in threading.enumerate()}, "the check ends")
     has_checked.set()
     wait_for(lambda: "elaunch-health" not in {each.name for each in threading.enumerate()}, "the check ends")
 
-    assert any("broken (mend)" in each for each in said) is not is_over
+    assert any("broken (fix)" in each for each in logged) is not is_over

@@ -162,9 +162,9 @@ FAILURE = {
 
 
 def failed(**fields: Any) -> ChildFailedError:
-    told = {"outcome": "failed", "exit_code": 1, "text": "train FAILED", "failure": {**FAILURE, **fields}}
+    outcome = {"outcome": "failed", "exit_code": 1, "text": "train FAILED", "failure": {**FAILURE, **fields}}
     with pytest.raises(ChildFailedError) as raised:
-        check(told, 1, "train")
+        check(outcome, 1, "train")
     return raised.value
 
 
@@ -202,7 +202,7 @@ def test_a_job_that_no_rank_failed_is_no_failure_of_a_rank(outcome: str) -> None
     assert raised.value.exit_code == 143
 
 
-@pytest.mark.parametrize(("code", "words"), [(-9, "was ended by SIGKILL"), (1, "ended with exit code 1")])
-def test_a_job_that_could_not_answer_is_said_so(code: int, words: str) -> None:
-    with pytest.raises(JobFailed, match=f"elaunch {words} before the outcome of train was known"):
+@pytest.mark.parametrize(("code", "how"), [(-9, "was ended by SIGKILL"), (1, "ended with exit code 1")])
+def test_a_job_without_a_response_is_an_error_with_its_end(code: int, how: str) -> None:
+    with pytest.raises(JobFailed, match=f"elaunch {how} before the outcome of train was known"):
         check({}, code, "train")

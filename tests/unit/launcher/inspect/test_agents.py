@@ -15,7 +15,7 @@ import pytest
 from elaunch.launcher.inspect.agents import RESPONSE_S, NoResponse, local_agents, status_of
 from tests.harness import joined
 
-NOBODY = 65534
+OTHER_USER = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root queries other users' sockets")
 
 
@@ -47,7 +47,7 @@ def take_one(listener: socket.socket) -> None:
 
 
 @as_root
-def test_sockets_that_are_silent_are_asked_at_the_same_time_and_of_another_user_not_any_number(
+def test_silent_sockets_are_queried_at_the_same_time_and_of_another_user_not_any_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -55,14 +55,14 @@ def test_sockets_that_are_silent_are_asked_at_the_same_time_and_of_another_user_
         for number in range(6):
             stack.enter_context(listening(folder_of(tmp_path, number, 0) / "agent", 0))
         for number in range(6, 6 + 66):
-            stack.enter_context(listening(folder_of(tmp_path, number, NOBODY) / "agent", NOBODY))
+            stack.enter_context(listening(folder_of(tmp_path, number, OTHER_USER) / "agent", OTHER_USER))
         begun_s = time.monotonic()
 
         _, troubles = local_agents()
 
         # One after the other they would take six times that long.
         assert time.monotonic() - begun_s < 5 * RESPONSE_S
-    assert f"2 more sockets of user {NOBODY} were not queried: it takes too long" in troubles
+    assert f"2 more sockets of user {OTHER_USER} were not queried: it takes too long" in troubles
     assert f"the elaunch with pid {os.getpid()} did not answer within 3 s" in troubles
 
 
@@ -71,7 +71,7 @@ def test_a_link_to_a_socket_that_root_has_opened_is_not_believed_to_be_roots_own
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    folder = folder_of(tmp_path, 1, NOBODY)
+    folder = folder_of(tmp_path, 1, OTHER_USER)
     (folder / "agent").symlink_to(tmp_path / "daemon")
     with listening(tmp_path / "daemon", 0) as daemon:
         # Programs of other users may answer a socket that root has opened for them.

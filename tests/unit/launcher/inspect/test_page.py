@@ -186,7 +186,7 @@ def many_nodes(nodes: int) -> list[Timeline]:
         (many_nodes, ("1336 more ranks have no lane here", "elaunch report --json has all")),
     ],
 )
-def test_the_page_of_a_large_job_is_bounded_and_says_what_it_leaves_out(
+def test_the_page_of_a_large_job_is_bounded_and_shows_what_it_leaves_out(
     shape: Callable[[int], Sequence[Timeline]], left_out: Sequence[str]
 ) -> None:
     report = report_of(*shape(700))
@@ -195,7 +195,7 @@ def test_the_page_of_a_large_job_is_bounded_and_says_what_it_leaves_out(
         text = html(report)
 
     assert len(text) < 2_000_000
-    assert [words for words in left_out if words not in text] == []
+    assert [phrase for phrase in left_out if phrase not in text] == []
     numbers = summary(report)
     assert len(numbers["failures"]) + len(numbers["warnings"]) >= 700  # type: ignore[arg-type]
     # The timeline's axis has room for what it shows: none of it is left of the axis.

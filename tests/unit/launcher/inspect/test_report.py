@@ -125,7 +125,7 @@ def test_the_trainers_metrics_are_found_by_its_command(tmp_path: Path) -> None:
 
 def test_logs_are_linked_relative_to_the_page_and_only_if_they_hold_something(tmp_path: Path) -> None:
     run = put(tmp_path / "logs" / "night_00000000", restarted())
-    for rank, text in ((0, ""), (1, "last words\n")):
+    for rank, text in ((0, ""), (1, "last line\n")):
         (run / "attempt_0" / str(rank)).mkdir(parents=True)
         (run / "attempt_0" / str(rank) / "stderr.log").write_text(text)
     (run / "attempt_x").mkdir()
@@ -170,7 +170,7 @@ def test_a_folder_that_another_user_put_beside_the_runs_is_no_node_of_the_job(
     assert len(numbers(capsys, own, strange)["nodes"]) == 2, "it is given"  # type: ignore[arg-type]
 
 
-def test_what_a_timeline_says_reaches_no_terminal_with_control_characters(
+def test_a_timelines_text_reaches_no_terminal_with_control_characters(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = restarted()

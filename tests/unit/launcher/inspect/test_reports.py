@@ -1,4 +1,4 @@
-"""rendezvous.rules.reports, agent.core.node_report, agent.core.stack_answer: what nodes say, whoever wrote it."""
+"""rendezvous.rules.reports, agent.core.node_report, agent.core.stack_answer: what nodes report, whoever wrote it."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ node-b did not answer within 3 s; its lease still holds
     )
 
 
-def test_a_large_job_is_shown_by_node_unless_each_rank_is_asked_for() -> None:
+def test_a_large_job_is_shown_by_node_unless_each_rank_is_requested() -> None:
     seats = tuple(SeatReport(f"n{i}-{i:08}", f"n{i}", 8 * i, 8, True) for i in range(8))
     nodes = {f"n{i}-{i:08}": node(i, f"n{i}", range(8 * i, 8 * i + 8), step=100 + i) for i in range(8)}
     record = status_record(Gathered(replace(JOB, seats=seats, others=()), nodes, {}), NOW)
@@ -94,7 +94,7 @@ def test_a_large_job_is_shown_by_node_unless_each_rank_is_asked_for() -> None:
     assert lines[-2] == "no answer: the store is away"
 
 
-def test_a_job_that_ended_or_forms_says_so() -> None:
+def test_a_job_that_ended_or_forms_is_shown_so() -> None:
     outcome = Outcome(OutcomeKind.FAILED, "the budget is spent", 1, 3, 3)
     ended = status_record(Gathered(replace(JOB, state=JobState.ENDED, ended=outcome), {}, {}), NOW)
     waits = NodeReport("node-a-00000001", "node-a", 9, "waiting", 4.0, waiting="nodes: 1 of 2 is here")
@@ -113,7 +113,7 @@ def test_a_job_that_ended_or_forms_says_so() -> None:
     assert forming["spares"] == 0
 
 
-def test_a_generation_that_is_being_stopped_is_not_said_to_form_the_next_one() -> None:
+def test_a_generation_that_is_being_stopped_is_not_reported_as_forming() -> None:
     forms = replace(JOB, state=JobState.FORMING)
     stops = {"node-a-00000001": node(1, "node-a", range(2), generation=0, state="stopping")}
 

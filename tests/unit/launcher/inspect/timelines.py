@@ -79,8 +79,8 @@ class Timeline:
         rank, pid = self.first_rank + local_rank, 100 * generation + local_rank
         who = {"rank": rank, "local_rank": local_rank, "pid": pid}
         self.add(at + 0.25, generation, "exited", code=code, **who)
-        said = {"kind": "signal", "sentence": f"rank {rank} died", "message": "died", "host": self.host, **who}
-        return self.add(at + 0.25, generation, "failed", **said, failed_at=BEGAN_AT + self.ahead_s + at, **failure)
+        known = {"kind": "signal", "sentence": f"rank {rank} died", "message": "died", "host": self.host, **who}
+        return self.add(at + 0.25, generation, "failed", **known, failed_at=BEGAN_AT + self.ahead_s + at, **failure)
 
     def stops(self, at: float, generation: int, local_ranks: tuple[int, ...]) -> Timeline:
         """The others are killed; all is cleared at `at`."""

@@ -48,7 +48,7 @@ def test_what_follows_the_program_is_its_own_even_if_it_looks_like_ours() -> Non
 
 
 @pytest.mark.parametrize(
-    ("argv", "words"),
+    ("argv", "message"),
     [
         (["--nproc-pre-node", "2"], "No such option.*--nproc-pre-node.*--nproc-per-node"),
         (["--master", "x"], "No such option.*--master.*--master-addr.*--master-port"),
@@ -61,8 +61,8 @@ def test_what_follows_the_program_is_its_own_even_if_it_looks_like_ours() -> Non
         (["-mmod"], "No such option.*-o"),
     ],
 )
-def test_a_word_that_cannot_be_read_is_one_sentence(argv: list[str], words: str) -> None:
-    with pytest.raises(UsageError, match=words):
+def test_a_word_that_cannot_be_read_is_one_sentence(argv: list[str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         parse([*argv, "t.py"] if argv[-1] != "--log-dir" else argv, {})
 
 
@@ -104,18 +104,18 @@ def test_every_option_of_torchrun_is_known_by_its_letter_and_arity() -> None:
             assert (len(found), program) == (1, ("t.py",)), word
 
 
-def refusal_of(*words: str) -> str:
+def refusal_of(*argv: str) -> str:
     """The sentence by which a command line is refused."""
     with (
         pytest.raises((UsageError, click.UsageError)) as refused,
-        ELAUNCH.make_context("elaunch", [*words], obj=ParseState()) as ctx,
+        ELAUNCH.make_context("elaunch", [*argv], obj=ParseState()) as ctx,
     ):
         ELAUNCH.invoke(ctx)
     return str(refused.value)
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("line", "sentence"),
     [
         ("", "no program to run; "),
         ("run", "no program to run; "),
@@ -134,5 +134,5 @@ def refusal_of(*words: str) -> str:
         ("submit slurm --nods 2", "No such option"),
     ],
 )
-def test_a_command_without_its_arguments_or_with_wrong_ones_is_a_usage_error(words: str, sentence: str) -> None:
-    assert refusal_of(*words.split()).startswith(sentence)
+def test_a_command_without_its_arguments_or_with_wrong_ones_is_a_usage_error(line: str, sentence: str) -> None:
+    assert refusal_of(*line.split()).startswith(sentence)

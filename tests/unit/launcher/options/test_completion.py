@@ -1,4 +1,4 @@
-"""The words that a shell proposes."""
+"""What a shell proposes."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from tests.harness import RUN_LIMIT_S, environment
 
 
 def items(*typed: str) -> list[CompletionItem]:
-    """The proposals for the last of the words."""
+    """The proposals for the last argument."""
     complete = ShellComplete(ELAUNCH, {"obj": ParseState()}, "elaunch", "_ELAUNCH_COMPLETE")
     return complete.get_completions([*typed[:-1]], typed[-1])
 
 
-def words(*typed: str) -> list[str]:
+def proposed(*typed: str) -> list[str]:
     return [item.value for item in items(*typed)]
 
 
 def test_every_option_of_the_table_is_proposed() -> None:
-    proposed = words("--")
+    options = proposed("--")
 
-    assert {f"--{name}" for spec in TABLE for name in spec.names} == set(proposed)
-    assert words("--max-re") == ["--max-restarts"]
-    assert words("submit", "slurm", "--part") == ["--partition"]
-    assert words("status", "--j") == ["--json"]
-    assert sorted(words("top", "--r")) == [
+    assert {f"--{name}" for spec in TABLE for name in spec.names} == set(options)
+    assert proposed("--max-re") == ["--max-restarts"]
+    assert proposed("submit", "slurm", "--part") == ["--partition"]
+    assert proposed("status", "--j") == ["--json"]
+    assert sorted(proposed("top", "--r")) == [
         "--ranks",
         "--rdzv-backend",
         "--rdzv-conf",
@@ -39,16 +39,16 @@ def test_every_option_of_the_table_is_proposed() -> None:
         "--rdzv-id",
         "--run-id",
     ]
-    assert "--nproc-per-node" not in words("stacks", "--")
-    assert words("store", "--") == ["--listen", "--token-file", "--help"]
+    assert "--nproc-per-node" not in proposed("stacks", "--")
+    assert proposed("store", "--") == ["--listen", "--token-file", "--help"]
 
 
 def test_an_options_own_words_are_proposed_as_its_value() -> None:
-    assert words("--rdzv-backend", "etc") == ["etcd", "etcd-v2"]
+    assert proposed("--rdzv-backend", "etc") == ["etcd", "etcd-v2"]
     # As bash takes --rdzv-backend= apart.
-    assert words("--rdzv-backend", "=") == ["static", "c10d", "etcd", "etcd-v2"]
-    assert words("--numa-binding", "so") == ["socket"]
-    assert words("--nnodes", "2") == []
+    assert proposed("--rdzv-backend", "=") == ["static", "c10d", "etcd", "etcd-v2"]
+    assert proposed("--numa-binding", "so") == ["socket"]
+    assert proposed("--nnodes", "2") == []
 
 
 def test_commands_are_proposed_where_a_program_may_stand_and_files_from_there_on(
@@ -56,8 +56,8 @@ def test_commands_are_proposed_where_a_program_may_stand_and_files_from_there_on
 ) -> None:
     monkeypatch.chdir(tmp_path)
 
-    assert words("sub") == ["sub", "submit"]
-    assert words("submit", "") == ["slurm", "k8s"]
+    assert proposed("sub") == ["sub", "submit"]
+    assert proposed("submit", "") == ["slurm", "k8s"]
     # What follows the program is the program's own.
     assert [item.type for item in items("train.py", "--max")] == ["file"]
     assert [item.type for item in items("--log-dir", "lo")] == ["dir"]
@@ -66,18 +66,20 @@ def test_commands_are_proposed_where_a_program_may_stand_and_files_from_there_on
 
 
 @pytest.mark.parametrize(
-    ("kind", "words", "answer"),
+    ("kind", "variables", "response"),
     [
         ("bash_complete", {"COMP_WORDS": "elaunch --max-re", "COMP_CWORD": "1"}, (0, b"plain,--max-restarts\n")),
         ("tcsh_source", {}, (2, b"")),
     ],
 )
-def test_a_shell_gets_its_proposals_by_a_variable(kind: str, words: dict[str, str], answer: tuple[int, bytes]) -> None:
+def test_a_shell_gets_its_proposals_by_a_variable(
+    kind: str, variables: dict[str, str], response: tuple[int, bytes]
+) -> None:
     ended = subprocess.run(
         [sys.executable, "-m", "elaunch"],
-        env=environment({"_ELAUNCH_COMPLETE": kind, **words}),
+        env=environment({"_ELAUNCH_COMPLETE": kind, **variables}),
         capture_output=True,
         timeout=RUN_LIMIT_S,
     )
 
-    assert (ended.returncode, ended.stdout) == answer
+    assert (ended.returncode, ended.stdout) == response

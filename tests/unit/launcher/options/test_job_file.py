@@ -101,7 +101,7 @@ def test_a_mistake_in_the_file_is_one_sentence(text: str, sentence: str, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("- a\n", "is not a mapping of options; write one `name: value` per line"),
         ("role: [a\nrun-id: b\n", "is not YAML: .*line 2"),
@@ -109,8 +109,8 @@ def test_a_mistake_in_the_file_is_one_sentence(text: str, sentence: str, tmp_pat
         ("args: [a]\n", "no program to run"),
     ],
 )
-def test_a_file_that_is_no_job_is_one_sentence(text: str, words: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=words) as caught:
+def test_a_file_that_is_no_job_is_one_sentence(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
         options_with(text, tmp_path)
 
     assert "\n" not in str(caught.value)

@@ -44,7 +44,7 @@ def sentence_of(*argv: str, host: HostResources = CPU_HOST, **environ: str) -> s
 
 
 @pytest.mark.parametrize(
-    ("words", "environ", "has_colours"),
+    ("argv", "environ", "has_colours"),
     [
         (("--nproc-per-node", "2"), {}, True),
         (("--nproc-per-node", "2"), {"CLICOLOR": "0"}, False),
@@ -53,10 +53,10 @@ def sentence_of(*argv: str, host: HostResources = CPU_HOST, **environ: str) -> s
     ],
 )
 def test_workers_write_in_colour_where_ranks_share_a_terminal_and_nothing_goes_to_files(
-    words: tuple[str, ...], environ: dict[str, str], has_colours: bool
+    argv: tuple[str, ...], environ: dict[str, str], has_colours: bool
 ) -> None:
-    on_terminal = config_of(*words, "t.py", host=dataclasses.replace(CPU_HOST, columns=100), **environ)
-    in_pipe = config_of(*words, "t.py", **environ)
+    on_terminal = config_of(*argv, "t.py", host=dataclasses.replace(CPU_HOST, columns=100), **environ)
+    in_pipe = config_of(*argv, "t.py", **environ)
 
     expected = {"FORCE_COLOR": "1", "CLICOLOR_FORCE": "1"} if has_colours else {}
     assert {name: value for name, value in on_terminal.environment.items() if name in expected} == expected
@@ -87,9 +87,9 @@ def test_the_program_and_its_arguments_are_found(
 
 
 def test_help_and_version_are_texts_and_not_jobs(capsys: pytest.CaptureFixture[str]) -> None:
-    for words, text in ((["--version"], "elaunch 0.1.0"), (["--nproc", "2", "-h"], help_text())):
+    for argv, text in ((["--version"], "elaunch 0.1.0"), (["--nproc", "2", "-h"], help_text())):
         with pytest.raises(click.exceptions.Exit):
-            parse(words, {})
+            parse(argv, {})
         assert capsys.readouterr().out.rstrip() == text
     assert options_of("t.py", "--help").args == ("--help",)
 
@@ -128,7 +128,7 @@ def test_help_has_every_exit_code_of_the_page_about_them() -> None:
         assert re.search(rf"[:, \n]{re.escape(code)}\s", help_text()), code
 
 
-def test_every_option_of_torchrun_is_accepted_with_its_own_value_and_default_or_a_said_difference() -> None:
+def test_every_option_of_torchrun_is_accepted_with_its_own_value_and_default_or_a_documented_difference() -> None:
     from torch.distributed.run import parse_args
 
     theirs = parse_args(["t.py"])  # type: ignore[no-untyped-call]
@@ -198,10 +198,10 @@ def test_the_shutdown_timeout_comes_from_the_option_its_variables_or_is_30_s() -
     ],
 )
 def test_a_wrong_request_is_one_sentence_with_its_values_and_the_way_out(argv: list[str], sentence: str) -> None:
-    said = sentence_of(*argv, "t.py")
+    message = sentence_of(*argv, "t.py")
 
-    assert said.startswith(argv[0])
-    assert sentence in said
+    assert message.startswith(argv[0])
+    assert sentence in message
 
 
 def test_of_two_contradicting_options_the_stronger_source_stays() -> None:
@@ -225,7 +225,7 @@ def test_streams_mean_what_they_mean_to_torchrun(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "host", "slots"),
+    ("requested", "host", "slots"),
     [
         ([], GPU_HOST, 8),
         ([], CPU_HOST, 1),
@@ -235,8 +235,8 @@ def test_streams_mean_what_they_mean_to_torchrun(text: str) -> None:
         (["--nproc-per-node", "auto"], CPU_HOST, 16),
     ],
 )
-def test_workers_are_counted_by_what_was_asked_for(asked: list[str], host: HostResources, slots: int) -> None:
-    assert config_of(*asked, "t.py", host=host).slots == slots
+def test_workers_are_counted_as_requested(requested: list[str], host: HostResources, slots: int) -> None:
+    assert config_of(*requested, "t.py", host=host).slots == slots
 
 
 def test_a_chosen_number_of_threads_is_kept_and_a_single_worker_gets_all_cores() -> None:
@@ -320,7 +320,7 @@ def test_a_log_directory_alone_tees_everything() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "action", "idle_s", "reports_s"),
+    ("argv", "action", "idle_s", "reports_s"),
     [
         ((), OnHang.WARN, 60, 0),
         (("--hang-timeout", "20"), OnHang.RESTART, 20, 20),
@@ -332,9 +332,9 @@ def test_a_log_directory_alone_tees_everything() -> None:
     ],
 )
 def test_one_limit_and_one_action_are_for_both_ways_to_see_a_hang(
-    words: tuple[str, ...], action: OnHang, idle_s: float, reports_s: float
+    argv: tuple[str, ...], action: OnHang, idle_s: float, reports_s: float
 ) -> None:
-    config = config_of(*words, "t.py")
+    config = config_of(*argv, "t.py")
 
     assert (config.on_hang, config.times.hang_after_s, config.times.hang_timeout_s) == (action, idle_s, reports_s)
     assert ("ELAUNCH_HANG_TIMEOUT" in config.worker_env) is bool(reports_s)
@@ -363,20 +363,20 @@ def test_options_without_effect_are_one_detail() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "why"),
+    ("argv", "why"),
     [
         (("--no-preload", "t.py"), "nothing is preloaded"),
         (("-",), "the script is read from stdin"),
     ],
 )
-def test_a_warm_start_that_cannot_be_is_said_where_it_was_asked_for(words: tuple[str, ...], why: str) -> None:
+def test_a_warm_start_that_cannot_be_is_reported_where_it_was_requested(argv: tuple[str, ...], why: str) -> None:
     chosen = ("--nproc", "1", "--max-restarts", "0")
-    asked = config_of(*chosen, "--warm", *words, OMP_NUM_THREADS="1")
-    set_for_all = config_of(*chosen, *words, OMP_NUM_THREADS="1", ELAUNCH_WARM="15")
+    requested = config_of(*chosen, "--warm", *argv, OMP_NUM_THREADS="1")
+    set_for_all = config_of(*chosen, *argv, OMP_NUM_THREADS="1", ELAUNCH_WARM="15")
 
-    assert asked.notes == (f"without effect here: --warm ({why})",)
+    assert requested.notes == (f"without effect here: --warm ({why})",)
     assert set_for_all.notes == ()
-    assert asked.warm_s == set_for_all.warm_s == 0
+    assert requested.warm_s == set_for_all.warm_s == 0
 
 
 def test_the_word_after_warm_is_the_script() -> None:

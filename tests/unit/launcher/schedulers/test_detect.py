@@ -139,7 +139,7 @@ def test_a_job_of_an_array_has_the_arrays_name_and_a_port_of_its_own() -> None:
         {"SLURM_STEP_NODELIST": "other7"},
     ],
 )
-def test_the_shell_of_a_job_is_one_node_and_says_so(changes: dict[str, str]) -> None:
+def test_the_shell_of_a_job_is_one_node_and_logs_it(changes: dict[str, str]) -> None:
     found = of_slurm(**changes)
 
     assert (found.nodes, found.node_index, found.tasks, found.run_id) == (None, None, 1, "test-77")
@@ -167,7 +167,7 @@ def test_variables_that_make_no_sense_are_a_sentence(changes: dict[str, str]) ->
 # --- Flux
 
 
-def test_a_task_of_flux_run_knows_its_job_and_asks_for_the_head() -> None:
+def test_a_task_of_flux_run_knows_its_job_and_queries_the_head() -> None:
     found = detect(**FLUX)
 
     assert (found.scheduler, found.nodes, found.node_index, found.head) == ("Flux", (4, 4), 2, None)
@@ -178,7 +178,7 @@ def test_a_task_of_flux_run_knows_its_job_and_asks_for_the_head() -> None:
     assert detect(**{**FLUX, "FLUX_JOB_NNODES": "1", "FLUX_JOB_SIZE": "1", "FLUX_TASK_RANK": "0"}).head_query is None
 
 
-def test_where_flux_does_not_tell_the_head_the_user_has_to() -> None:
+def test_where_flux_does_not_report_the_head_the_user_has_to() -> None:
     several, one = (
         detect(**FLUX),
         detect(**{**FLUX, "FLUX_JOB_NNODES": "1", "FLUX_JOB_SIZE": "1", "FLUX_TASK_RANK": "0"}),
@@ -365,7 +365,7 @@ def test_workers_ignore_a_notice_only_where_a_scheduler_sends_it_to_them_too(
 
 
 @pytest.mark.parametrize(
-    ("head", "said", "found"),
+    ("head", "output", "found"),
     [
         ("localhost", "NodeAddr=10.0.0.9", "localhost"),
         ("n1.invalid", "NodeName=n1.invalid NodeAddr=127.0.0.5 NodeHostName=x", "127.0.0.5"),
@@ -373,9 +373,9 @@ def test_workers_ignore_a_notice_only_where_a_scheduler_sends_it_to_them_too(
     ],
 )
 def test_a_head_whose_name_is_no_hosts_has_the_address_that_slurm_knows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head: str, said: str, found: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head: str, output: str, found: str
 ) -> None:
-    (tmp_path / "scontrol").write_text(f"#!/bin/sh\necho {said}\n")
+    (tmp_path / "scontrol").write_text(f"#!/bin/sh\necho {output}\n")
     (tmp_path / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
 
@@ -394,7 +394,7 @@ def test_a_head_whose_name_is_no_hosts_has_the_address_that_slurm_knows(
         (None, None),
     ],
 )
-def test_the_head_of_a_job_of_flux_is_asked_of_flux(
+def test_the_head_of_a_job_of_flux_is_queried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | None, head: str | None
 ) -> None:
     if script:

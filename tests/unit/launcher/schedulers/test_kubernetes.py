@@ -40,7 +40,7 @@ def test_a_pod_of_an_indexed_job_knows_its_index_and_the_heads_full_name() -> No
 
 
 @pytest.mark.parametrize(("hostname", "index"), [("lws-2", 0), ("lws-2-3", 3)])
-def test_a_leader_worker_set_says_it_all(hostname: str, index: int) -> None:
+def test_a_leader_worker_set_has_all_facts(hostname: str, index: int) -> None:
     environ = POD | {"LWS_LEADER_ADDRESS": "lws-2.lws.team", "LWS_GROUP_SIZE": "4", "LWS_WORKER_INDEX": str(index)}
     cluster = found(hostname, environ)
 
@@ -67,7 +67,7 @@ def test_a_pod_of_a_stateful_set_has_its_index_in_its_name() -> None:
         ("train-worker-0", POD | {"MASTER_ADDR": "train-master-0"}, "s.team.svc.cluster.local"),
     ],
 )
-def test_other_hosts_and_pods_say_nothing(hostname: str, environ: dict[str, str], domain: str) -> None:
+def test_other_hosts_and_pods_have_no_facts(hostname: str, environ: dict[str, str], domain: str) -> None:
     assert found(hostname, environ, domain) is None
 
 
@@ -81,17 +81,17 @@ ELASTIC_PYTORCH_JOB = POD | {"PET_NNODES": "2:4", "PET_RDZV_BACKEND": "c10d", "P
 
 
 @pytest.mark.parametrize("environ", [PYTORCH_JOB, ELASTIC_PYTORCH_JOB], ids=["with a master", "elastic"])
-def test_what_an_operator_says_is_logged_and_changes_nothing(environ: dict[str, str]) -> None:
-    told = {name: value for name, value in environ.items() if name.startswith("PET_")}
+def test_what_an_operator_sets_is_logged_and_changes_nothing(environ: dict[str, str]) -> None:
+    exported = {name: value for name, value in environ.items() if name.startswith("PET_")}
     secret = {"ELAUNCH_TOKEN": "a token of this test"}
     cluster = found("lm-worker-0", environ)
     assert cluster
 
-    made = planned(cluster, **told, **secret)
+    made = planned(cluster, **exported, **secret)
 
-    config = agent_config(settle(options_of("--run-id", "lm", **told), cluster), made, {}, CPU_HOST)
+    config = agent_config(settle(options_of("--run-id", "lm", **exported), cluster), made, {}, CPU_HOST)
     assert config.details[0].startswith("Kubernetes operator: nothing that matters here (PET_")
-    assert made.plan == plan(options_of(**told), told | secret, no_file, None).plan
+    assert made.plan == plan(options_of(**exported), exported | secret, no_file, None).plan
 
 
 LEADER_WORKER_SET = {"LWS_LEADER_ADDRESS": "lws-2.lws.team", "LWS_GROUP_SIZE": "4"}
@@ -107,7 +107,7 @@ LEADER_WORKER_SET = {"LWS_LEADER_ADDRESS": "lws-2.lws.team", "LWS_GROUP_SIZE": "
         ("lm-worker-0", ELASTIC_PYTORCH_JOB),
     ],
 )
-def test_pods_without_the_secret_are_told_how_to_make_it(hostname: str, environ: dict[str, str]) -> None:
+def test_pods_without_the_secret_get_the_command_that_makes_it(hostname: str, environ: dict[str, str]) -> None:
     """Otherwise the first pod would wait, and the others would be refused one after another."""
     cluster = found(hostname, environ, "train.team.svc.cluster.local")
     assert cluster

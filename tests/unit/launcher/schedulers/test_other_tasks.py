@@ -17,7 +17,7 @@ from elaunch.launcher.schedulers.other_tasks import _address, hold_other_tasks
 from tests.harness import DEADLINE_S, environment, wait_for
 
 
-def said(line: str) -> None:
+def log(line: str) -> None:
     print(line)
 
 
@@ -54,7 +54,7 @@ def test_a_task_beside_the_agent_stays_until_that_has_ended_whatever_signal_come
     waiting.stdout.readline()
     # Of MPI's processes on a node, only the agent may know the node's index.
     agent = Cluster("Open MPI", node_index=0, run_id=run_id, tasks=2)
-    with hold_other_tasks(agent, said):
+    with hold_other_tasks(agent, log):
         wait_for(lambda: "@" + _address(agent)[1:] in connected(), "the task is connected")
 
         waiting.terminate()
@@ -69,7 +69,7 @@ def test_a_task_beside_the_agent_stays_until_that_has_ended_whatever_signal_come
 def connected() -> list[str]:
     """The names of unix sockets with somebody connected, or waiting to be accepted (state 3 or 2)."""
     lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
-    return [words[7] for words in lines if len(words) > 7 and words[5] in ("02", "03")]
+    return [fields[7] for fields in lines if len(fields) > 7 and fields[5] in ("02", "03")]
 
 
 # Another user of the host, who connects to the name in argv. It prints a line when it has done so.
@@ -99,7 +99,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be anot
 @needs_root
 def test_a_stranger_who_knows_the_name_is_taken_for_none_of_the_other_tasks() -> None:
     cluster = Cluster("Slurm", run_id=f"known-{os.getpid()}", tasks=2)
-    with hold_other_tasks(cluster, said), stranger(_address(cluster)[1:]):
+    with hold_other_tasks(cluster, log), stranger(_address(cluster)[1:]):
         waiting = companion(str(cluster.run_id))
         assert waiting.stdout
         waiting.stdout.readline()

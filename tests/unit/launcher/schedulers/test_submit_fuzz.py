@@ -1,4 +1,4 @@
-"""Words that go into a batch script, a manifest or an invitation arrive as typed, or are refused."""
+"""Texts that go into a batch script, a manifest or an invitation arrive as typed, or are refused."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def batch_script(*words: str) -> str:
-    ctx = read(slurm.COMMAND, *words)
+def batch_script(*argv: str) -> str:
+    ctx = read(slurm.COMMAND, *argv)
     return slurm.script(slurm.job_of(ctx), ctx.params)
 
 
@@ -103,14 +103,14 @@ def expanded(text: str, variables: dict[str, str]) -> str:
 @given(arguments=ARGUMENTS, variable=NASTY | WORDS)
 @example(arguments=["$(ELAUNCH_TOKEN)", "$$(PET_NNODES)", "a\nb: c"], variable="$(ELAUNCH_TOKEN)")
 def test_a_pod_calls_elaunch_with_the_very_words(arguments: list[str], variable: str) -> None:
-    words = ("--image", "i", f"--env=A={variable}", "--nodes=2", "t.py", *arguments)
+    argv = ("--image", "i", f"--env=A={variable}", "--nodes=2", "t.py", *arguments)
     try:
-        asked = kubernetes.job_of(read(kubernetes.COMMAND, *words), "123456")
+        job = kubernetes.job_of(read(kubernetes.COMMAND, *argv), "123456")
     except UsageError as error:
         assert "UTF-8" in str(error)  # noqa: PT017
         return
 
-    made: Any = yaml.safe_load(kubernetes.as_yaml(kubernetes.objects(asked)[-1:]))
+    made: Any = yaml.safe_load(kubernetes.as_yaml(kubernetes.objects(job)[-1:]))
 
     container = made["spec"]["template"]["spec"]["containers"][0]
     secrets = {"PET_NNODES": "2", "ELAUNCH_TOKEN": "secret"}

@@ -61,10 +61,10 @@ def test_the_job_owns_what_goes_with_it_and_has_pods_when_all_is_there(
     assert all(each["metadata"]["ownerReferences"] == [owner] for each in others)
     token = the("Secret", others)["stringData"]["token"]
     assert len(token) >= 16
-    said = capsys.readouterr()
-    assert token not in said.out + said.err
+    printed = capsys.readouterr()
+    assert token not in printed.out + printed.err
     assert token not in json.dumps(job)
-    assert "kubectl --namespace team delete job train" in said.err
+    assert "kubectl --namespace team delete job train" in printed.err
 
 
 def test_a_second_submission_of_a_name_has_nothing_in_common_with_the_first(cluster: Path) -> None:
@@ -99,7 +99,7 @@ def test_a_job_whose_companions_are_refused_does_not_stay(
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("argv", "sentence"),
     [
         (["train.py"], "--image is missing"),
         ([*IMAGE], "no program to run; use elaunch"),
@@ -116,8 +116,8 @@ def test_a_job_whose_companions_are_refused_does_not_stay(
         ([*IMAGE, "--etcd", "http://a:2379", "--etcd-secret", "tls", "train.py"], "--etcd https://HOST:PORT"),
     ],
 )
-def test_what_cannot_be_is_said_in_a_sentence(words: list[str], sentence: str) -> None:
+def test_what_cannot_be_is_one_sentence(argv: list[str], sentence: str) -> None:
     with pytest.raises(UsageError) as refused:
-        job_of(read(COMMAND, *words))
+        job_of(read(COMMAND, *argv))
 
     assert sentence in str(refused.value)

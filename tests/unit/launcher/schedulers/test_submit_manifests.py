@@ -32,9 +32,9 @@ def pods(objects: list[Object]) -> Iterator[tuple[Object, Object]]:
                 yield only["template"]["spec"], only["template"]["spec"]["template"]["spec"]
 
 
-def submitted(*words: str) -> list[Object]:
-    asked = job_of(read(COMMAND, *words, "train.py"))
-    return objects(asked)
+def submitted(*argv: str) -> list[Object]:
+    job = job_of(read(COMMAND, *argv, "train.py"))
+    return objects(job)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -45,7 +45,7 @@ def test_the_manifests_are_what_kubernetes_knows(folder: str, version: str) -> N
 
 
 @pytest.mark.parametrize("folder", ALL)
-def test_what_belongs_together_says_the_same(folder: str) -> None:
+def test_what_belongs_together_is_the_same(folder: str) -> None:
     objects = rendered(folder)
     labels = {tuple(each["metadata"]["labels"].items()) for each in objects if "labels" in each["metadata"]}
     known = {tuple(sorted(each)) for each in labels}

@@ -38,7 +38,7 @@ def test_node_rank_0_on_a_host_that_is_not_the_masters_is_a_sentence(nodes: str,
 
 
 @pytest.mark.parametrize(
-    ("words", "instead"),
+    ("argv", "instead"),
     [
         *(
             (f"--rdzv-endpoint {host}:5", "--rdzv-endpoint 10.9.8.7:5")
@@ -52,15 +52,15 @@ def test_node_rank_0_on_a_host_that_is_not_the_masters_is_a_sentence(nodes: str,
     ],
 )
 def test_an_endpoint_that_no_other_host_can_reach_is_known_with_what_to_give_instead(
-    words: str, instead: str, monkeypatch: pytest.MonkeyPatch
+    argv: str, instead: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connect, "routable_addresses", lambda: ["10.9.8.7"])
-    options = parse(["--nnodes", "2", *words.split(), "t.py"], {})
+    options = parse(["--nnodes", "2", *argv.split(), "t.py"], {})
 
-    said = connect.only_here(plan(options, {}, str).plan)
+    reason = connect.only_here(plan(options, {}, str).plan)
 
-    assert said.endswith(f"give all nodes {instead}") if instead else not said
-    assert ("address of this host alone, and no other host can reach it" in said) == bool(instead)
+    assert reason.endswith(f"give all nodes {instead}") if instead else not reason
+    assert ("address of this host alone, and no other host can reach it" in reason) == bool(instead)
 
 
 def test_what_has_the_port_of_a_schedulers_head_is_not_spoken_to() -> None:
@@ -86,7 +86,7 @@ def test_a_schedulers_node_reaches_the_store_that_its_head_serves() -> None:
 
 def at_its_head(cluster: Cluster) -> tuple[Options, Planned]:
     options = parse(["--nnodes", "2", "--local-addr", "127.0.0.1", "t.py"], {})
-    return options, plan(options, {"ELAUNCH_TOKEN": "told to all pods"} if cluster.is_of_pods else {}, str, cluster)
+    return options, plan(options, {"ELAUNCH_TOKEN": "given to all pods"} if cluster.is_of_pods else {}, str, cluster)
 
 
 # --- the line for the other hosts
@@ -99,7 +99,7 @@ def served(kept: str = KEPT) -> Any:
     return SimpleNamespace(token="made-token", kept=kept, trouble="Read-only file system")
 
 
-def asked(*argv: str, **environ: str) -> tuple[Options, RendezvousPlan]:
+def parsed(*argv: str, **environ: str) -> tuple[Options, RendezvousPlan]:
     options = parse(argv, environ)
     return options, plan(options, environ, lambda path: "secret of a file").plan
 
@@ -122,7 +122,7 @@ def asked(*argv: str, **environ: str) -> tuple[Options, RendezvousPlan]:
     ],
 )
 def test_the_line_is_the_same_command_without_what_is_this_nodes_own(typed: str, line: str) -> None:
-    assert shlex.join(["elaunch", *argv_for_others(*asked(*shlex.split(typed)))]) == line
+    assert shlex.join(["elaunch", *argv_for_others(*parsed(*shlex.split(typed)))]) == line
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_the_line_is_the_same_command_without_what_is_this_nodes_own(typed: str,
     ],
 )
 def test_the_other_host_needs_none_of_the_variables_here(typed: str, environ: dict[str, str], line: str) -> None:
-    options, made = asked(*shlex.split(typed), **environ)
+    options, made = parsed(*shlex.split(typed), **environ)
 
     assert shlex.join(["elaunch", *argv_for_others(options, made)]) == line
 
@@ -154,8 +154,8 @@ def test_the_other_host_needs_none_of_the_variables_here(typed: str, environ: di
 def test_a_token_that_was_made_is_shown_and_one_that_was_given_is_not() -> None:
     typed = ("--nnodes", "2", "--rdzv-endpoint", "host0:5", "t.py")
 
-    (made,) = invite(*asked(*typed), served(), is_terminal=True)
-    (given,) = invite(*asked(*typed, ELAUNCH_TOKEN="given-token"), served(), is_terminal=False)
+    (made,) = invite(*parsed(*typed), served(), is_terminal=True)
+    (given,) = invite(*parsed(*typed, ELAUNCH_TOKEN="given-token"), served(), is_terminal=False)
 
     assert made == "on the other node type: ELAUNCH_TOKEN=made-token elaunch --nnodes 2 --rdzv-endpoint host0:5 t.py"
     assert given == "on the other node type with the same token: elaunch --nnodes 2 --rdzv-endpoint host0:5 t.py"
@@ -164,7 +164,7 @@ def test_a_token_that_was_made_is_shown_and_one_that_was_given_is_not() -> None:
 def test_a_log_gets_the_name_of_the_tokens_file_and_not_the_token() -> None:
     typed = ("--nnodes", "2", "--rdzv-endpoint", "host0:5", "t.py")
 
-    line, hint = invite(*asked(*typed), served(), is_terminal=False)
+    line, hint = invite(*parsed(*typed), served(), is_terminal=False)
 
     assert line == f"on the other node type: elaunch --token-file {KEPT} --nnodes 2 --rdzv-endpoint host0:5 t.py"
     assert hint.startswith(f"the store's token is in {KEPT}, which only you can read: nodes that share this home find")

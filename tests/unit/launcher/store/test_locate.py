@@ -41,7 +41,7 @@ def sentence_of(*argv: str, **environ: str) -> str:
         (),
         ("--standalone", "--rdzv-endpoint", "a:1"),
         ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"),
-        ("--rdzv-backend", "etcd", "--rdzv-endpoint", "a:2379", "--rdzv-conf", "nobody=knows"),
+        ("--rdzv-backend", "etcd", "--rdzv-endpoint", "a:2379", "--rdzv-conf", "unknown=knows"),
         ("--nnodes", "1", "--node-rank", "0", "--master-addr", "127.0.0.1"),
     ],
 )
@@ -155,12 +155,12 @@ def test_a_secret_is_read_from_its_file_without_the_line_end(tmp_path: Path) -> 
     path.write_text(" abc \n")
 
     assert read_secret(str(path)) == "abc"
-    for text, words in (("", "is empty and should hold a secret"), ("a b", "holds several;")):
+    for text, message in (("", "is empty and should hold a secret"), ("a b", "holds several;")):
         path.write_text(text)
-        with pytest.raises(UsageError, match=words):
+        with pytest.raises(UsageError, match=message):
             read_secret(str(path))
-    words = r"the secret in .*/nothing cannot be read \(No such file or directory\); give a file"
-    with pytest.raises(UsageError, match=words):
+    message = r"the secret in .*/nothing cannot be read \(No such file or directory\); give a file"
+    with pytest.raises(UsageError, match=message):
         read_secret(str(tmp_path / "nothing"))
 
 
@@ -168,7 +168,7 @@ def test_a_secret_is_read_from_its_file_without_the_line_end(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("endpoint", "conf", "words"),
+    ("endpoint", "conf", "message"),
     [
         ("http://a", "protocol=https", "--rdzv-conf protocol=https contradicts the endpoint http://a"),
         ("http://a", "cacert=f", "--rdzv-conf cacert needs https, and the endpoint is http://a; use https://"),
@@ -177,8 +177,8 @@ def test_a_secret_is_read_from_its_file_without_the_line_end(tmp_path: Path) -> 
         ("a:0", "protocol=http", "--rdzv-endpoint a:0: with port 0 the system chooses the port"),
     ],
 )
-def test_an_endpoint_and_settings_that_do_not_fit_are_refused(endpoint: str, conf: str, words: str) -> None:
-    assert words in sentence_of(*TWO, "--rdzv-endpoint", endpoint, "--rdzv-conf", conf)
+def test_an_endpoint_and_settings_that_do_not_fit_are_refused(endpoint: str, conf: str, message: str) -> None:
+    assert message in sentence_of(*TWO, "--rdzv-endpoint", endpoint, "--rdzv-conf", conf)
 
 
 def test_an_empty_certificate_in_a_job_file_leaves_etcdctls_variables(tmp_path: Path) -> None:

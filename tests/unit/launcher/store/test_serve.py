@@ -81,7 +81,7 @@ def test_the_token_that_was_made_opens_the_store_that_was_started() -> None:
         store.close()
 
 
-def test_without_the_jobs_token_nobody_comes_in(running: tuple[StoreProcess, Endpoint]) -> None:
+def test_without_the_jobs_token_no_one_is_admitted(running: tuple[StoreProcess, Endpoint]) -> None:
     _, endpoint = running
 
     with pytest.raises(Denied, match="wants its token"):
@@ -91,7 +91,7 @@ def test_without_the_jobs_token_nobody_comes_in(running: tuple[StoreProcess, End
     client(endpoint, TOKEN).check()
 
 
-def test_the_token_is_in_nobodys_sight(running: tuple[StoreProcess, Endpoint]) -> None:
+def test_the_token_is_visible_to_no_one(running: tuple[StoreProcess, Endpoint]) -> None:
     process, _ = running
     server = psutil.Process(process.pid)
 
@@ -120,7 +120,7 @@ def test_the_host_of_the_endpoint_serves_the_store() -> None:
     process.stop()
 
 
-def test_a_node_that_is_told_to_be_the_head_serves_at_a_name_that_is_a_balancers() -> None:
+def test_a_node_that_is_set_as_the_head_serves_at_a_name_that_is_a_balancers() -> None:
     endpoint = Endpoint("192.0.2.77", free_ports(1)[0])
 
     process = serve_if_head(plan(endpoint, is_head=True), no_words)
@@ -131,17 +131,17 @@ def test_a_node_that_is_told_to_be_the_head_serves_at_a_name_that_is_a_balancers
     process.stop()
 
 
-def test_a_name_of_several_hosts_has_no_head_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_of_several_hosts_has_no_head_and_that_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     resolve = reach.resolve
     monkeypatch.setattr(
         reach,
         "resolve",
         lambda host, port, wait_s: [*resolve("127.0.0.1", port, wait_s), *resolve("192.0.2.77", port, wait_s)],
     )
-    said: list[str] = []
+    printed: list[str] = []
 
-    assert serve_if_head(plan(Endpoint("round-robin", free_ports(1)[0])), said.append) is None
-    assert "round-robin is the name of several hosts" in said[0]
+    assert serve_if_head(plan(Endpoint("round-robin", free_ports(1)[0])), printed.append) is None
+    assert "round-robin is the name of several hosts" in printed[0]
 
 
 def test_a_name_that_others_know_by_another_address_is_served_at_all_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +207,7 @@ def test_a_wrong_request_is_one_sentence(argv: list[str], sentence: str) -> None
     assert sentence in str(raised.value)
 
 
-def test_a_store_whose_token_nobody_could_learn_is_not_served(tmp_path: Path) -> None:
+def test_a_store_whose_token_no_one_could_learn_is_not_served(tmp_path: Path) -> None:
     job = finished(tmp_path, "store", "--listen", "127.0.0.1:0", env={"HOME": "/proc"})
 
     assert job.code == 2
@@ -220,13 +220,13 @@ def test_at_a_terminal_the_token_is_in_the_line(tmp_path: Path) -> None:
     command = [*COMMAND, "store", "--listen", "0.0.0.0:0"]
     with subprocess.Popen(command, env=environment({"HOME": str(tmp_path)}), stderr=theirs, text=True) as store:
         os.close(theirs)
-        said = b""
-        while b"Ctrl-C ends the store" not in said:
-            said += os.read(ours, 4096)
+        printed = b""
+        while b"Ctrl-C ends the store" not in printed:
+            printed += os.read(ours, 4096)
         kept = list((tmp_path / ".elaunch" / "stores").iterdir())
         store.terminate()
     os.close(ours)
 
     assert len(kept) == 1
-    assert re.search(rb"ELAUNCH_TOKEN=[0-9a-f]{32} elaunch --nnodes 2 ", said)
+    assert re.search(rb"ELAUNCH_TOKEN=[0-9a-f]{32} elaunch --nnodes 2 ", printed)
     assert not kept[0].exists()

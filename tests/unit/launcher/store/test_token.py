@@ -19,7 +19,7 @@ from tests.harness import environment, free_ports, wait_for
 TOKEN = "0123456789abcdef0123456789abcdef"
 DER = Secret(TOKEN).der
 PLACE = Endpoint("host0", 2379)
-NOBODY = 65534
+OTHER_USER = 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
 
 
@@ -88,7 +88,7 @@ def as_a_pipe(path: Path) -> None:
 
 
 def as_another_users(path: Path) -> None:
-    os.chown(path, NOBODY, NOBODY)
+    os.chown(path, OTHER_USER, OTHER_USER)
 
 
 @pytest.mark.parametrize(
