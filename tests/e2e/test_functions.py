@@ -114,7 +114,7 @@ def test_a_command_runs_on_each_rank() -> None:
 
     assert {rank: failure.exitcode for rank, failure in raised.value.failures.items()} == {1: 3}
     assert elaunch.launch(config(), "true")() == {}
-    with pytest.raises(UsageError, match=r'the call names lr; give words, as in \("--lr", "…"\)'):
+    with pytest.raises(UsageError, match=r'the call names lr; give text, as in \("--lr", "…"\)'):
         elaunch.launch(config(), "sh")("-c", lr=0.05)
 
 

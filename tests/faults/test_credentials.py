@@ -194,7 +194,7 @@ def test_who_answers_plainly_where_this_users_own_store_is_known_to_be_is_refuse
     job = told(tmp_path, listener, "--rdzv-endpoint {}", {})
 
     assert (job.code, given_away(listener)) == (2, [])
-    assert f" says that your elaunch serves a store with a token at {listener.place}, but what answers" in job.stderr
+    assert f" shows that your elaunch serves a store with a token at {listener.place}, but what answers" in job.stderr
 
 
 def test_who_speaks_tls_without_the_token_gets_nothing_of_it(tmp_path: Path) -> None:

@@ -47,16 +47,7 @@ def test_whatever_ends_a_run_its_processes_and_folders_are_gone_before_it(
     script, temporary = tmp_path / "t.py", tmp_path / "temporary"
     script.touch()
     temporary.mkdir()
-    options = [
-        "--nnodes",
-        "2",
-        "--rdzv-endpoint",
-        f"127.0.0.1:{free_ports(1)[0]}",
-        "--nproc-per-node",
-        "1",
-        "--preload",
-        "json",
-    ]
+    options = f"--nnodes 2 --rdzv-endpoint 127.0.0.1:{free_ports(1)[0]} --nproc-per-node 1 --preload json".split()
 
     ended = subprocess.run(
         [sys.executable, "-c", BROKEN.replace("FAULT", fault), *options, str(script)],

@@ -42,14 +42,8 @@ def unused(kind: ProgramKind, target: str) -> tuple[str, ...]:
 )
 def test_a_program_that_may_use_all(tmp_path: Path, text: str) -> None:
     tree(tmp_path, {"t.py": text, "helper.py": "import second", "second.py": "make = optim"})
-    tree(
-        tmp_path,
-        {
-            "package/__init__.py": "",
-            "package/deep.py": "net = compiled()",
-            "model.py": "DDP = 'parallel'",
-        },
-    )
+    package = {"package/__init__.py": "", "package/deep.py": "net = compiled()"}
+    tree(tmp_path, {**package, "model.py": "DDP = 'parallel'"})
 
     assert unused(ProgramKind.SCRIPT, str(tmp_path / "t.py")) == USES_ALL
 

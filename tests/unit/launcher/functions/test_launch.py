@@ -75,15 +75,8 @@ def test_a_configuration_of_torchs_own_means_the_same() -> None:
 def test_the_configuration_of_an_older_torch_has_the_defaults_of_the_fields_that_it_lacks() -> None:
     """torch 2.6 had neither signals, filters, NUMA, a virtual local rank nor a time to stop."""
     with_all = LaunchConfig(1, 1, 2, run_id="job")
-    newer = (
-        "event_log_handler",
-        "numa_options",
-        "signals_to_handle",
-        "shutdown_timeout",
-        "virtual_local_rank",
-        "options",
-    )
-    newer += ("duplicate_stdout_filters", "duplicate_stderr_filters")
+    newer = {"event_log_handler", "numa_options", "signals_to_handle", "shutdown_timeout", "virtual_local_rank"}
+    newer |= {"options", "duplicate_stdout_filters", "duplicate_stderr_filters"}
     older = SimpleNamespace(**{name: value for name, value in vars(with_all).items() if name not in newer})
 
     call = launch(older, print)  # type: ignore[arg-type]

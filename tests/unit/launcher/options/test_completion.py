@@ -31,14 +31,8 @@ def test_every_option_of_the_table_is_proposed() -> None:
     assert proposed("--max-re") == ["--max-restarts"]
     assert proposed("submit", "slurm", "--part") == ["--partition"]
     assert proposed("status", "--j") == ["--json"]
-    assert sorted(proposed("top", "--r")) == [
-        "--ranks",
-        "--rdzv-backend",
-        "--rdzv-conf",
-        "--rdzv-endpoint",
-        "--rdzv-id",
-        "--run-id",
-    ]
+    of_store = ["--rdzv-backend", "--rdzv-conf", "--rdzv-endpoint", "--rdzv-id", "--run-id"]
+    assert sorted(proposed("top", "--r")) == ["--ranks", *of_store]
     assert "--nproc-per-node" not in proposed("stacks", "--")
     assert proposed("store", "--") == ["--listen", "--token-file", "--help"]
 

@@ -98,8 +98,6 @@ def test_help_has_one_line_of_at_most_100_columns_for_each_option() -> None:
     lines = help_text().splitlines()
 
     assert max(len(line) for line in lines) <= 100
-    for code in (0, 1, 2, 3, "128 + N"):
-        assert f" {code} " in " ".join(lines[-2:])
     for spec in TABLE:
         own = [line for line in lines if line.startswith("  -") and re.search(rf"--{spec.long} ", f"{line} ")]
         assert len(own) == 1, spec.long
@@ -194,6 +192,9 @@ def test_the_shutdown_timeout_comes_from_the_option_its_variables_or_is_30_s() -
         (["--rdzv-conf", "a"], " is not a list of settings; use KEY=VALUE,KEY=VALUE"),
         (["--signals-to-handle", "SIGKILL"], " names SIGKILL, which is no signal that a process can handle; the usual"),
         (["--module", "--no-python"], "contradicts --no-python: a module always runs in Python; drop one of them"),
+        (["--role", f"{'x' * 63}=1"], " is too long (65 bytes); give at most 64"),
+        (["--role", "ps=1,trainer=9999999"], " is more workers than"),
+        (["--nproc-per-node", "2", "--role", "ps=1"], " contradicts --role ps=1, which is 1 worker"),
         (["--standalone", "--nnodes", "2"], "contradicts --nnodes 2: a standalone job has one node; drop one of them"),
     ],
 )
@@ -414,19 +415,6 @@ def test_the_numbers_of_the_roles_make_the_number_of_workers() -> None:
     assert config_of("--role", "ps=1,trainer=3", "--nproc-per-node", "4", "t.py").slots == 4
     assert config_of("--role", "ps=1,trainer=3", "t.py", PET_NPROC_PER_NODE="8").slots == 4
     assert config_of("--role", "ps=1,ps=3", "t.py").slots == 1, "a name, as in torchrun"
-
-
-@pytest.mark.parametrize(
-    ("argv", "sentence"),
-    [
-        (("--role", f"{'x' * 63}=1"), r"is too long \(65 bytes\); give at most 64"),
-        (("--role", "ps=1,trainer=9999999"), r"is more workers than"),
-        (("--role", "ps=1", "--nproc-per-node", "2"), r"--nproc-per-node 2 contradicts --role ps=1, which is 1 worker"),
-    ],
-)
-def test_roles_that_cannot_be_meant_are_refused(argv: tuple[str, ...], sentence: str) -> None:
-    with pytest.raises(UsageError, match=sentence):
-        options_of(*argv, "t.py")
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,7 @@ FLUX = {
     "PMI_RANK": "2",
     "PMI_SIZE": "4",
 }
+ONE_NODE_OF_FLUX = FLUX | {"FLUX_JOB_NNODES": "1", "FLUX_JOB_SIZE": "1", "FLUX_TASK_RANK": "0"}
 OMPI = {
     "OMPI_COMM_WORLD_RANK": "4",
     "OMPI_COMM_WORLD_SIZE": "8",
@@ -175,14 +176,11 @@ def test_a_task_of_flux_run_knows_its_job_and_queries_the_head() -> None:
     assert (found.workers, found.task, found.tasks) == (None, 0, 1)
     assert found.head_query
     assert found.head_query.command == ("flux", "job", "info", "ƒEjrGHTb", "R")
-    assert detect(**{**FLUX, "FLUX_JOB_NNODES": "1", "FLUX_JOB_SIZE": "1", "FLUX_TASK_RANK": "0"}).head_query is None
+    assert detect(**ONE_NODE_OF_FLUX).head_query is None
 
 
 def test_where_flux_does_not_report_the_head_the_user_has_to() -> None:
-    several, one = (
-        detect(**FLUX),
-        detect(**{**FLUX, "FLUX_JOB_NNODES": "1", "FLUX_JOB_SIZE": "1", "FLUX_TASK_RANK": "0"}),
-    )
+    several, one = detect(**FLUX), detect(**ONE_NODE_OF_FLUX)
 
     with pytest.raises(UsageError, match=r"flux must be on the PATH of the job's tasks, or give --rdzv-endpoint"):
         facts_of_job(options_of(), several, {})

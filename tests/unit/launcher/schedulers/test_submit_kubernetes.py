@@ -101,8 +101,6 @@ def test_a_job_whose_companions_are_refused_does_not_stay(
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
-        (["train.py"], "--image is missing"),
-        ([*IMAGE], "no program to run; use elaunch"),
         ([*IMAGE, "--nnodes", "2", "train.py"], "use --nodes instead"),
         ([*IMAGE, "--claim", "data", "train.py"], "--claim data is not NAME:/PATH"),
         ([*IMAGE, "--token", "x", "train.py"], "ELAUNCH_TOKEN"),

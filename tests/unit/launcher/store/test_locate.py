@@ -117,13 +117,6 @@ def test_the_token_comes_from_the_typed_file_then_the_variable_then_another_file
     assert plan_of(*place, PET_TOKEN_FILE="f").token == "secret of f"
 
 
-@pytest.mark.parametrize("word", ["--token", "--token=abc"])
-def test_a_token_on_the_command_line_is_refused(word: str) -> None:
-    assert sentence_of(*TWO, word, "abc") == (
-        "--token would show the job's token to everybody; set ELAUNCH_TOKEN, or give --token-file FILE"
-    )
-
-
 def test_no_secret_is_in_a_plans_repr() -> None:
     found = plan_of(
         *TWO, "--rdzv-endpoint", "https://a", "--rdzv-conf", "user=me,password_file=pw", ELAUNCH_TOKEN="hidden-token"

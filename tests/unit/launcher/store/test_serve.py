@@ -196,8 +196,6 @@ def test_where_it_listens_is_a_host_with_a_port_or_a_port_of_all_addresses(
         (["train.py"], "unexpected extra argument (train.py)"),
         (["--token", "x"], "--token would show the job's token to everybody; set ELAUNCH_TOKEN, or give --token-file"),
         (["--listen", "a:b"], "--listen a:b is not a whole number; give a number from 0 to 65535"),
-        (["--lisen", "a:1"], "No such option"),
-        (["--listen"], "requires an argument"),
     ],
 )
 def test_a_wrong_request_is_one_sentence(argv: list[str], sentence: str) -> None:
