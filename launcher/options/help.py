@@ -48,7 +48,7 @@ an address was not there, or this node does not know how the job ended, 128 + N 
 _PAGE_HEAD = """\
 # Options
 
-This page lists every option, its default in brackets, and what torchrun does with it. A terminal shows the same list:
+Every option, its default in brackets, and what torchrun does otherwise. A terminal shows the same list:
 
 ```sh
 elaunch --help
@@ -61,12 +61,10 @@ variables over the file, and the file over the default. In the last column – m
 A script called `-` is read once from stdin, for every worker of every generation. Workers inherit the interpreter's
 options `-W`, `-X`, `-O`, `-B` and `-b` (`python -X dev -m elaunch …`).
 
-Commands: `elaunch store` serves [a store](operations.md#the-heads-own-store), `submit` submits a job to
-[Slurm](slurm.md) or [Kubernetes](kubernetes.md), `status`, `top`, `stacks`, `stop` and `restart` are for
-[a running job](observe.md#how-is-it-going), `report` shows [a run](observe.md#what-happened-the-report), `doctor`
-[checks this node](operations.md#before-a-run-elaunch-doctor), `warm` shows [what stays for the next start](warm.md),
-`rehearse` [what a failure changes and costs](keeper.md#a-rehearsal). Start a script with one of these names by its
-path: `elaunch ./store`. [A shell completes](shell.md) all of them.
+Commands: [`elaunch store`](operations.md#the-heads-own-store), `submit` ([Slurm](slurm.md), [Kubernetes](kubernetes.md)),
+[`status`, `top`, `stacks`, `stop`, `restart`](observe.md#how-is-it-going), [`report`](observe.md#what-happened-the-report),
+[`doctor`](operations.md#before-a-run-elaunch-doctor), [`warm`](warm.md), [`rehearse`](keeper.md#a-rehearsal). Start a
+script with one of these names by its path: `elaunch ./store`. [A shell completes](shell.md) all of them.
 
 `python -m elaunch.launcher.options.help > docs/options.md` makes this page from `launcher/options/table.py`."""
 _SETTINGS_HEAD = """\
@@ -111,13 +109,13 @@ def markdown() -> str:
 def _setting_row(setting: Setting) -> str:
     names = ", ".join(f"`{name}`" for name in setting.names)
     meaning = f"no effect: {setting.no_effect}" if setting.no_effect else setting.help
-    return f"| {names} | {meaning} | {setting.differs or 'the same'} |"
+    return f"| {names} | {meaning} | {setting.differs} |"
 
 
 def _row(option: Option) -> str:
     names = [f"`-{option.short}`"] if option.short else []
     names += [f"`--{name} {option.metavar or ''}".rstrip() + "`" for name in option.names]
-    peer = "–" if option.peer is None else option.differs or "the same"
+    peer = "–" if option.peer is None else option.differs
     default = f" [{option.default_text}]" if option.default_text else ""
     own = f"PET_{option.long.upper().replace('-', '_')}"
     others = [f"`{name}`" for name in option.variables if name != own and option.long not in ("help", "version")]

@@ -69,7 +69,7 @@ def _prefix(raw: values.Raw) -> str:
 
 _PREFIX_BYTES_MAX = 255
 
-_OURS = "not in torchrun"
+_OURS = "–"
 
 
 @dataclass(frozen=True)
