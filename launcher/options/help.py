@@ -61,10 +61,11 @@ variables over the file, and the file over the default. In the last column – m
 A script called `-` is read once from stdin, for every worker of every generation. Workers inherit the interpreter's
 options `-W`, `-X`, `-O`, `-B` and `-b` (`python -X dev -m elaunch …`).
 
-Commands: [`elaunch store`](operations.md#the-heads-own-store), `submit` ([Slurm](slurm.md), [Kubernetes](kubernetes.md)),
-[`status`, `top`, `stacks`, `stop`, `restart`](observe.md#how-is-it-going), [`report`](observe.md#what-happened-the-report),
-[`doctor`](operations.md#before-a-run-elaunch-doctor), [`warm`](warm.md), [`rehearse`](keeper.md#a-rehearsal). Start a
-script with one of these names by its path: `elaunch ./store`. [A shell completes](shell.md) all of them.
+Commands: [`elaunch store`](operations.md#the-heads-own-store), `submit` ([Slurm](slurm.md),
+[Kubernetes](kubernetes.md)), [`status`, `top`, `stacks`, `stop`, `restart`](observe.md#how-is-it-going),
+[`report`](observe.md#what-happened-the-report), [`doctor`](operations.md#before-a-run-elaunch-doctor),
+[`warm`](warm.md), [`rehearse`](keeper.md#a-rehearsal). Start a script with one of these names by its path:
+`elaunch ./store`. [A shell completes](shell.md) all of them.
 
 `python -m elaunch.launcher.options.help > docs/options.md` makes this page from `launcher/options/table.py`."""
 _SETTINGS_HEAD = """\

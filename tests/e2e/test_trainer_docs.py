@@ -1,4 +1,4 @@
-"""The scripts in docs/trainer.md and docs/keeper.md: a kill costs them no step, and they run without elaunch."""
+"""The scripts of docs/keeper.md and examples/trainer, and docs/trainer.md's object store: a kill costs no step."""
 
 from __future__ import annotations
 
@@ -16,20 +16,26 @@ from tests.s3 import s3_server
 from tests.warm import SharedStart
 
 PAGE = REPOSITORY / "docs" / "trainer.md"
+EXACTLY_ONCE = REPOSITORY / "examples" / "trainer" / "exactly_once.py"
 
 
-def kept(folder: Path, heading: str = "A whole script", *, steps: int, page: Path = PAGE) -> Path:
-    """Write the first script in a section of the page to a file, with this number of steps."""
-    section = page.read_text().split(f"## {heading}\n", 1)[1]
+def of_the_page() -> str:
+    """The whole script of docs/keeper.md."""
+    section = PAGE.with_name("keeper.md").read_text().split("## A whole script\n", 1)[1]
     block = re.search(r"\n```python\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)
     assert block
-    text, found = re.subn(r"keeper\.steps\(\d00\)", f"keeper.steps({steps})", block[1])
+    return block[1]
+
+
+def kept(folder: Path, program: str, *, steps: int) -> Path:
+    """Write the program to a file, with this number of steps."""
+    text, found = re.subn(r"keeper\.steps\(\d00\)", f"keeper.steps({steps})", program)
     assert found == 1
     return script(folder, text, "kept.py")
 
 
 def test_a_killed_worker_costs_no_step(tmp_path: Path, keeper_start: SharedStart) -> None:
-    path = kept(tmp_path, steps=300, page=PAGE.with_name("keeper.md"))
+    path = kept(tmp_path, of_the_page(), steps=300)
 
     def a_worker() -> psutil.Process | None:
         named = [p for p in psutil.process_iter() if described(p).endswith(f" {path}") and p.pid != job.process.pid]
@@ -50,9 +56,9 @@ def test_a_killed_worker_costs_no_step(tmp_path: Path, keeper_start: SharedStart
 
 
 def whole(folder: Path, victim: int | None = None, *, workers: int = 3, steps: int = 300) -> Job:
-    """Run the page's whole script to its end. The worker with index `victim` is killed after step 50."""
+    """Run examples/trainer to its end. The worker with index `victim` is killed after step 50."""
     folder.mkdir()
-    path = kept(folder, steps=steps)
+    path = kept(folder, EXACTLY_ONCE.read_text(), steps=steps)
     with Job(folder, "--nproc-per-node", str(workers), str(path), env={"OMP_NUM_THREADS": "1"}) as job:
         if victim is not None:
             job.wait_for_output(r"step 50: loss")
