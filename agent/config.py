@@ -68,9 +68,9 @@ class OutputPlan:
     Without `log_dir` nothing stays on disk, unless `makes_log_dir`: the agent makes a private one then. A redirected
     stream goes to its file only, and to the console where that takes no more; a teed one to file and console.
     `console_ranks` (global) and `console_local_ranks` limit the console, never the files; None is all.
-    `show_all_tracebacks` says that the console gets survivors' tracebacks too.
+    With `show_all_tracebacks` the console gets survivors' tracebacks too.
     Of elaunch's own lines those below `least` are left out.
-    `duplicate_*_filters`: lines of teed streams that contain one of the words are copied to one file per generation.
+    `duplicate_*_filters`: lines of teed streams that contain one of the texts are copied to one file per generation.
     """
 
     log_dir: Path | None = None
@@ -95,8 +95,7 @@ class ProgramText:
     """What the program's text shows of its imports, before it runs.
 
     `unused` are the modules of DEFAULT_PRELOAD that it cannot use. `packages` are what it imports of packages that are
-    known to suit: MODULE, or MODULE:NAME for a name that it imports from there. `is_refused` says that Python refuses
-    the text.
+    known to suit: MODULE, or MODULE:NAME for a name that it imports from there. `is_refused`: Python refuses the text.
     """
 
     unused: tuple[str, ...] = ()
@@ -108,20 +107,20 @@ class ProgramText:
 class AgentConfig:
     """One agent's settings. `environment` is what workers inherit, without the rank variables.
 
-    `worker_env` are variables that each worker gets over these, whatever its rank: what options and the network say.
+    `worker_env` are variables that each worker gets over these, whatever its rank: from options and the network.
     `store_prefix` is what all keys of the job in the store begin with.
     `master_ports` is empty for a fresh port per generation; else the ports that may be used, in order of preference.
     `preload` are the modules that the fork server imports; None execs every worker as a fresh interpreter. It does not
     import those that the program does not use by its `text`, and imports the packages that this names.
     `warm_s` is how long a fork server may stay idle after the job, for the next one; 0 if none is to stay.
     `master_addr` is where the other nodes reach this one; `node_rank` and `topology` as in `Node`.
-    `notices` are those of `signals` by which a scheduler tells that a job's end is near: workers with a handler for
+    `notices` are those of `signals` by which a scheduler announces that a job's end is near: workers with a handler for
     them get them, others get SIGTERM. With `has_named_signals` the user has named them, and all workers get them.
     `ignored` are signals that the scheduler may send to workers too; workers ignore them from their start.
     `children_grace_s` is how long processes that workers leave behind at the end of a successful job may be idle.
     `invitation` is the line about what to type on the other nodes, if this node serves their store. `only_here` says
     that no other host can reach the store, and what to give instead.
-    `on_event` is the command that is told what becomes of the job. `metrics` is the host and the port of the metrics.
+    `on_event` is the command that is notified of the job's events. `metrics` is the host and the port of the metrics.
     `notes` are warnings about the command line, `details` are what was chosen for it (--verbose).
     """
 

@@ -34,7 +34,7 @@ RANK_VARIABLES = frozenset(
     )
 )
 
-# Further variables that say which job a worker belongs to.
+# Further variables of the job that a worker belongs to.
 _OF_ONE_JOB = frozenset((VARIABLE, "TORCHELASTIC_SIGNALS_TO_HANDLE"))
 
 
@@ -61,7 +61,7 @@ def rank_variables(
 
     All workers get `environment` and `worker_env` of the agent's configuration.
 
-    `agent_store` says that the worker store of MASTER_ADDR:MASTER_PORT has a process of its own, so that rank 0
+    `agent_store`: the worker store of MASTER_ADDR:MASTER_PORT has a process of its own, so that rank 0
     connects to it instead of hosting it. `memory` is a folder of the job's on this host, which outlives workers, or
     empty where there is none. Meanings: torch/distributed/elastic/agent/server/local_elastic_agent.py.
     """
@@ -98,7 +98,7 @@ def extensions_root(environ: Mapping[str, str]) -> str:
 def terminal_variables(inherited: Mapping[str, str], columns: int, rows: int) -> dict[str, str]:
     """For a worker whose pipes end at a terminal of that size: rich and tqdm draw as they do on a terminal.
 
-    tqdm asks for both sizes. TTY_COMPATIBLE is rich's (since 14). The user's own come first.
+    tqdm reads both sizes. TTY_COMPATIBLE is rich's (since 14). The user's own come first.
     """
     ours = {"COLUMNS": str(columns), "LINES": str(rows), "TTY_COMPATIBLE": "1"}
     return {name: value for name, value in ours.items() if name not in inherited}

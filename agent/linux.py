@@ -44,7 +44,7 @@ def outlive_parent() -> None:
 
 
 def allow_tracer(pid: int) -> None:
-    """Let that process and its children look into this one, where the kernel lets only ancestors (Yama).
+    """Let that process and its children trace this one, where the kernel lets only ancestors (Yama).
 
     A program that this process begins with exec keeps it, its children do not. Without Yama nothing happens.
     """
@@ -123,7 +123,7 @@ _CALLS = {
 def thread_call(pid: int, tid: int) -> tuple[str, str]:
     """The name of the system call in which a thread sleeps, and its arguments, stack and place as the kernel has them.
 
-    Both are empty where the thread runs, is gone, or may not be looked into. The name alone is empty for a call in
+    Both are empty where the thread runs, has exited, or may not be traced. The name alone is empty for a call in
     which threads seldom sleep.
     """
     try:
@@ -132,7 +132,7 @@ def thread_call(pid: int, tid: int) -> tuple[str, str]:
             number, _, rest = file.read(_LINE_BYTES_MAX).decode().strip().partition(" ")
     except OSError:
         return "", ""
-    # A thread that runs has the one word "running".
+    # Of a thread that runs the file has nothing but "running".
     return (_CALLS.get(int(number), ""), rest) if rest else ("", "")
 
 
@@ -183,9 +183,9 @@ def descendants(pid: int, most: int = 64) -> list[int]:
 
 
 def _status(pid: int, field: str) -> str:
-    """The words of that field of /proc/PID/status; empty where the process is gone."""
+    """The value of that field of /proc/PID/status; empty where the process is gone."""
     try:
-        # Without pathlib, which takes longer than the kernel: a restart looks at each worker.
+        # Without pathlib, which takes longer than the kernel: a restart reads this of each worker.
         with open(f"/proc/{pid}/status", "rb", 0) as file:  # noqa: PTH123
             # A process's own name in this file is cut at 15 bytes, perhaps in the middle of a character.
             lines = file.read().decode(errors="replace").splitlines()

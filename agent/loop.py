@@ -1,4 +1,26 @@
-"""The agent's loop: every event goes from the inbox through `core.step`, and what is decided there is carried out."""
+"""The agent's loop: every event goes from the inbox through `core.step`, and what is decided there is carried out.
+
+source (posts only)                             event
+`Inbox.catch`: the agent's signals              Signalled
+`Pump`: stdout is closed                        Signalled, as SIGPIPE
+`StatusServer`: elaunch stop, elaunch restart   Signalled, RestartOrdered
+`Session`, from its thread                      SnapshotPending (taken as SnapshotChanged), Leased, LeaseLost,
+                                                Committed, StoreFailed, StoreBack, StoreLost
+`Workers`: the fork server's socket             WorkerExited, ServiceLost; Signalled, from a rank to its parent
+`Workers.links`: the workers' links             WorkerEnded, WorkerListens, WorkerSaving, WorkerSaved, WorkerStopped
+`Workers`, its observers: each 5 s              Sampled
+`Loop._wait`: `core.step.deadline_s`            Tick
+
+action (`Loop._act`)                            executor, and the event that follows
+Commit, Join, Renew                             `Session`: Committed, Committed, Leased
+Widen                                           `Session`
+Log                                             `Pump`
+Spawn, SignalWorkers                            `Workers`, through the fork server
+Clear, ReplaceForkServer                        `Workers`: Cleared, ServiceLost
+NotifyWorkers                                   `Workers.links`
+TakeStacks, Blame                               `Workers`, its observers: StacksTaken, WorkersHung
+NameThreads, KeepStacks                         `Workers`, its observers
+"""
 
 from __future__ import annotations
 
@@ -37,8 +59,8 @@ from elaunch.rendezvous.rules.transactions import end_job, join
 from elaunch.rendezvous.types import Failure, FailureKind, Joined, Node, Outcome, OutcomeKind
 
 _GUARDIANS_MAX = 20
-# The store has this time to take the last writes; the user, who waits for the prompt, waits no longer.
-_FAREWELL_S = 2.0
+# Pending writes are flushed for this long; the user, who waits for the prompt, waits no longer.
+_FLUSH_S = 2.0
 # A store that ends with this agent stays this long, so that the other agents read how the job ended.
 _OUTLAST_S = 3.0
 _IDLE = "no work for the time of --children-grace, or work for 60 times as long"
@@ -63,7 +85,7 @@ class Inbox:
 
     def post(self, event: Event | SnapshotPending) -> None:
         self._events.append(event)
-        # Whoever takes the first event takes those behind it too. So a signal always finds room in the pipe.
+        # Whoever takes the first event takes those behind it too. So the pipe has always capacity for a signal.
         if len(self._events) == 1:
             os.write(self._wake_w, b"\0")
 
@@ -83,7 +105,7 @@ class Inbox:
                 self._caught.append(signum)
 
     def release(self) -> None:
-        """Give the signals back their defaults: from here on they end this process."""
+        """Restore the signals' defaults: from here on they end this process."""
         signal.set_wakeup_fd(-1)
         for signum in self._caught:
             signal.signal(signum, signal.SIG_DFL)
@@ -118,11 +140,13 @@ class Loop:
         host = node_host(socket.gethostname())
         self._session = Session(job_store, LocalHost(host), config.times, self._inbox.post)
         # The session names each incarnation of this node.
-        node = Node("", host, config.master_addr, config.slots, this_process(), config.role, config.node_rank)
-        me = replace(node, topology=config.topology)
-        self._agent = Agent(me, config.spec, config.times, Snapshot(job_store.keys), config.notices)
-        self._agent = replace(
-            self._agent,
+        place = config.role, config.node_rank, config.topology
+        self._agent = Agent(
+            Node("", host, config.master_addr, config.slots, this_process(), *place),
+            config.spec,
+            config.times,
+            Snapshot(job_store.keys),
+            config.notices,
             restarts_hung=config.on_hang is OnHang.RESTART,
             called=called(config.spec.run_id, os.getpid()),
             logs=str(run_dir.logs or ""),
@@ -171,28 +195,28 @@ class Loop:
         listening = LocalSocket(self._run_dir.socket_folders(), self._selector, self._status.handle)
         try:
             outcome = self._live()
-            self._take_leave(outcome)
-            self._await_leftovers(outcome)
+            self._end_served_job(outcome)
+            self._await_orphans(outcome)
             if line := self._fork_server.stay():
                 self._pump.log(line)
         finally:
             listening.close()
             self._fork_server.stop()
-            self._session.close(_FAREWELL_S, _OUTLAST_S if self._served_pid is not None else 0.0)
+            self._session.close(_FLUSH_S, _OUTLAST_S if self._served_pid is not None else 0.0)
         self._inbox.release()
         return outcome
 
-    def _take_leave(self, outcome: Outcome) -> None:
-        """If this host serves the store, tell the other agents that it ends now: they would wait for it in vain."""
+    def _end_served_job(self, outcome: Outcome) -> None:
+        """If this host serves the store, end the job in it: the other agents would wait for a store that has exited."""
         snapshot = self._agent.snapshot
         if self._served_pid is None or snapshot.ended or snapshot.generation is None:
             return
         why = f"{self._agent.me.host}, which served the job's store, has ended its part: {outcome.reason}"
-        told = replace(outcome, kind=OutcomeKind.UNKNOWN, reason=why, failure=None)
-        self._session.commit(end_job(snapshot, told), None)
+        ended = replace(outcome, kind=OutcomeKind.UNKNOWN, reason=why, failure=None)
+        self._session.commit(end_job(snapshot, ended), None)
 
-    def _await_leftovers(self, outcome: Outcome) -> None:
-        """Let what the workers have left behind go on, if the job has succeeded; each signal ends it.
+    def _await_orphans(self, outcome: Outcome) -> None:
+        """Let the workers' orphans run, if the job has succeeded; each signal ends them.
 
         All nodes know the outcome already.
         """
@@ -206,7 +230,7 @@ class Loop:
         self._workers.end_orphans(why or _IDLE)
 
     def _keep_session(self) -> None:
-        """What takes seconds calls this again and again: the lease must be renewed meanwhile."""
+        """What takes seconds calls this repeatedly: the lease must be renewed meanwhile."""
         self._session.tick(time.monotonic())
 
     def _live(self) -> Outcome:
@@ -217,10 +241,10 @@ class Loop:
             elif isinstance(event, SnapshotPending):
                 event = self._session.snapshot()
             if event and isinstance(self._agent.phase, Running):
-                # How workers are stopped depends on what they have said.
+                # How workers are stopped depends on what they have reported.
                 self._workers.links.read_all()
-            for said in self._workers.links.take_news():
-                self._take(said)
+            for reported in self._workers.links.take_news():
+                self._take(reported)
             if event:
                 self._take(event)
         return self._agent.phase.outcome
@@ -228,18 +252,15 @@ class Loop:
     def _take(self, event: Event) -> None:
         before, (self._agent, actions) = self._agent, step(self._agent, event, time.monotonic())
         for entry in entries(before, self._agent, event):
-            self._note(entry)
+            if entry.event == "opened":
+                self._pump.lines.generation = entry.generation
+            self._timeline.stamp(entry.generation, entry.event, **entry.fields)
         if self._hook:
             for announcement in announcements(before, self._agent):
-                self._hook.tell(self._message(announcement))
+                self._hook.notify(self._message(announcement))
         self._status.note(self._agent.snapshot.query)
         for action in actions:
             self._act(action)
-
-    def _note(self, entry: Entry) -> None:
-        if entry.event == "opened":
-            self._pump.lines.generation = entry.generation
-        self._timeline.stamp(entry.generation, entry.event, **entry.fields)
 
     def _message(self, announcement: Entry) -> dict[str, object]:
         return {
@@ -324,11 +345,11 @@ class Loop:
         return Failure(kind, generation, me.node_id, me.host, -1, -1, -1, None, message, failed_at=time.time())
 
     def _watch_store_process(self, pid: int) -> None:
-        """Tell why the store has ended: no other agent can see it."""
+        """Log why the store has exited: no other agent can see it."""
         try:
             fd = os.pidfd_open(pid)
         except OSError:
-            # A container's seccomp profile may refuse it: nothing is told then.
+            # A container's seccomp profile may refuse it: nothing is logged then.
             return
 
         def ended() -> None:
@@ -336,8 +357,8 @@ class Loop:
             os.close(fd)
             self._served_pid = None
             how = _how_it_ended(pid)
-            if how.endswith(signal.SIGKILL.name) and (word := self._workers.exits.oom_text(pid)):
-                how = f"{how} ({word})"
+            if how.endswith(signal.SIGKILL.name) and (oom := self._workers.exits.oom_text(pid)):
+                how = f"{how} ({oom})"
             text = f"the job's store, which this host served (pid {pid}), {how}; the workers go on, without restarts"
             self._pump.log(text, "error")
 
@@ -366,7 +387,7 @@ def _working_directory() -> str:
 
 
 def _how_it_ended(pid: int) -> str:
-    """How a child has ended, in words. The child is left for others to reap."""
+    """How a child has exited, as the end of a sentence. The child is left for others to reap."""
     found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     if found is None or found.si_code == os.CLD_EXITED:
         return f"exited with code {found.si_status}" if found else "ended"

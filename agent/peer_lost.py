@@ -1,15 +1,15 @@
-"""What a survivor says when another rank is gone; pure. A forked worker reads its own exception by it too."""
+"""The errors of a survivor when another rank is gone; pure. A forked worker reads its own exception by it too."""
 
 from __future__ import annotations
 
 import re
 
-# What gloo and the Keeper's connections say of a collective that timed out, and for how long they waited. Without case.
+# The errors of gloo and the Keeper's connections after a collective's timeout, with how long they waited. Without case.
 TIMED_OUT = (
     r"timed out waiting (?P<ms>\d{1,20})ms for (?:recv|send) operation"
     r"|collective operation timeout: waited (?P<s>\d[\d.e+]{0,12}) s for"
 )
-# The errors of a connection whose other end is gone, in glibc's words.
+# The errors of a connection whose other end is gone, as in glibc.
 _NETWORK = (
     r"connection (?:reset by peer|refused|timed out)|software caused connection abort|broken pipe|no route to host"
     r"|(?:network|machine) is (?:unreachable|down|not on the network)|host is down|network dropped connection on reset"
@@ -19,7 +19,7 @@ _NETWORK = (
 _GLOO = r"\[(?:enforce fail at )?(?:[^\s\]]{0,200}\bgloo/[^\s\]]{0,100}|(?:unbound_)?(?:buffer|pair))\.cc:\d{1,6}\] "
 # How NCCL names the other end, gloo an address, and torch's TCPStore a socket.
 _OTHER_END = r"(?:\S<\d{1,5}>|\bSO_ERROR:|\b(?:recv|send)\w{0,30} failed\b|\bCall to (?:connect|recv|send) failed ?:)"
-# What survivors say when another rank is gone, from gloo, TCPStore, NCCL and RPC's TensorPipe. An error of the network
+# The errors of survivors when another rank is gone: gloo's, TCPStore's, NCCL's, RPC's TensorPipe's. One of the network
 # alone may be the program's own: it counts behind what only a library that connects ranks writes.
 PEER_LOST = re.compile(
     rf"(?:{_GLOO}|connectFullMesh failed with )[^\n]{{0,300}}?(?:connection closed|socket (?:unexpectedly )?closed"
@@ -35,12 +35,12 @@ PEER_LOST = re.compile(
     r"|0 bytes\. connection was likely closed|(?-i:Socket Timeout)"
     r"|client socket has (?:failed to connect|timed out)|seconds waiting for clients"
     r"|\(this error originated at tensorpipe/"
-    # The Keeper's words for the status of a group, and of its own connections.
+    # The Keeper's messages about a group, and about its own connections.
     r"|\((?:TIMEOUT|COMM_ERROR|REMOTE_ERROR), group \w|\brank \d{1,9} is gone or has failed: "
     rf"|{TIMED_OUT}",
     re.IGNORECASE,
 )
-# torch's own exceptions. Of an older torch, they are a RuntimeError with the kernel's words.
+# torch's own exceptions. Of an older torch, they are a RuntimeError with the kernel's message.
 _TORCHS = {"DistNetworkError", "DistBackendError", "DistStoreError", "DistError"}
 # A search takes 60 ns for each character, so only this much of each end of a longer message is searched.
 _END_CHARACTERS = 8 << 10
@@ -52,7 +52,7 @@ _PYTHON_SOCKET_TYPES = {
 
 
 def is_peer_lost(exception: str, message: str, *, in_torch: bool = True) -> bool:
-    """Whether an exception with that name of its type only says that another rank is gone.
+    """Whether an exception with that name of its type only reports that another rank is gone.
 
     `in_torch`: it was raised while the rank waited for others in torch, or that is not known.
     """

@@ -1,4 +1,4 @@
-"""The agent's front door: the launcher begins an agent early, and runs it when it has the job's store.
+"""The agent's entry point: the launcher begins an agent early, and runs it when it has the job's store.
 
 Importing this module is cheap, and the order in `begin` is for speed: what the user waits for is the fork server's
 import of torch, so that starts first, and the agent's own modules are imported beside it.
@@ -34,7 +34,7 @@ _UNREAD = "stopped; not all output was taken by the console or its reader"
 
 
 class CannotRun(Exception):
-    """The agent cannot run as it was asked to; the message says why, and the way out."""
+    """The agent cannot run with this configuration; the message is why, and the way out."""
 
 
 @contextmanager
@@ -43,7 +43,7 @@ def begin(config: AgentConfig) -> Iterator[AgentRun]:
 
     Whatever is raised, no process and no private folder of the agent is left.
     """
-    # Before anything is made that somebody would have to remove.
+    # Before anything is made that would have to be removed.
     places = new_places()
     with ExitStack() as cleanup:
         guardian = GuardianClient(places.all, config.environment)
@@ -51,7 +51,7 @@ def begin(config: AgentConfig) -> Iterator[AgentRun]:
         metrics = _metrics_listener(config)
         troubles: list[str] = []
         warn = troubles.append
-        # Folders are made until the end; from the pump's start on its console has the word.
+        # Folders are made until the end; from the pump's start on it logs the warnings.
         run_dir = _run_dir(config, lambda trouble: warn(trouble), places)
         form = config.output.log_format.value
         form = "timed" if form == "text" and not os.isatty(2) else form
@@ -130,7 +130,7 @@ class AgentRun:
             raise CannotRun(str(error)) from error
 
     def finish_output(self, outcome: Outcome) -> None:
-        """Wait until all is told and written; after an interruption not for long, since the user wants the prompt."""
+        """Wait until all is written and the hook has run; after an interruption not for long, for the user's sake."""
         from elaunch.rendezvous.types import OutcomeKind
 
         if self._hook:

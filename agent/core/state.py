@@ -83,9 +83,9 @@ class WorkerStatus:
 class HeldEnd:
     """An exit that may turn out to be ordered: the order may reach this agent until `until_s`.
 
-    `failure` is what it is otherwise, None where the last worker exited with 0. `is_stop` says that the worker had
-    stopped at a step boundary, as all ranks of the job did; else the scheduler may have signalled it. `effects` are
-    failures that another rank may have caused, and its exit is awaited.
+    `failure` is what it is otherwise, None where the last worker exited with 0. `is_stop`: the worker had stopped at a
+    step boundary, as all ranks of the job did; else the scheduler may have signalled it. `effects` are failures that
+    another rank may have caused, and its exit is awaited.
     """
 
     failure: Failure | None

@@ -1,4 +1,4 @@
-"""The agent's end of the guardian."""
+"""Starts the guardian, and ends the workers' processes for the agent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 
 from elaunch.agent.guardian import guardian
-from elaunch.agent.guardian.guardian import RUN_DIRS, VARIABLE, Kin, clean_up, is_cleaner, living, sweep
+from elaunch.agent.guardian.guardian import RUN_DIRS, VARIABLE, JobProcesses, clean_up, is_cleaner, living, sweep
 
 
 class GuardianClient:
@@ -23,7 +23,7 @@ class GuardianClient:
 
     def __init__(self, run_dirs: tuple[str, ...], inherited: Mapping[str, str]) -> None:
         self.marker = os.urandom(8).hex()
-        self._kin = Kin.of_this_process(self.marker, inherited)
+        self._job = JobProcesses.of_this_process(self.marker, inherited)
         self.restarts = 0
         self._run_dirs = run_dirs
         self._notes: dict[str, object] = {}
@@ -47,7 +47,7 @@ class GuardianClient:
         with theirs:
             # Without the user's environment: the guardian must have neither its PYTHON* variables nor its markers.
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-B", guardian.__file__, self._kin.text()],
+                [sys.executable, "-I", "-S", "-B", guardian.__file__, self._job.text()],
                 # Every user sees the arguments of a process, and could make these folders first.
                 env={"PATH": os.environ.get("PATH", os.defpath), RUN_DIRS: json.dumps(self._run_dirs)},
                 stdin=theirs.fileno(),
@@ -65,8 +65,8 @@ class GuardianClient:
     def note(self, **facts: object) -> None:
         """Note facts for the guardian's report of a killed agent.
 
-        `pid`, `host`, `form` of lines, `timeline`, `generation` and its `workers`. An agent that notes `is_over` ends
-        in order.
+        `pid`, `host`, `form` of lines, `timeline`, `generation` and its `workers`. An agent that notes `is_over` shuts
+        down in order.
         """
         self._notes |= facts
         # Whether there is a guardian to read it is found out elsewhere.
@@ -78,18 +78,18 @@ class GuardianClient:
 
         The store of a generation, a child of the fork server, is one of them.
         """
-        return [pid for pid in sorted(living(self._kin, spare)) if not is_cleaner(pid)]
+        return [pid for pid in sorted(living(self._job, spare)) if not is_cleaner(pid)]
 
     def end_generation(self, spare: Collection[int], meanwhile: Callable[[], None]) -> None:
         """End every process of the workers, whoever its parent is now, except the fork servers (their pids).
 
-        A process that waits for a disk ends only seconds after its signal. `meanwhile` is called again and again then.
+        A process that waits for a disk exits only seconds after its signal. `meanwhile` is called repeatedly then.
         """
-        sweep(self._kin, spare, meanwhile)
+        sweep(self._job, spare, meanwhile)
 
     def finish(self) -> None:
         """Let the guardian clean up, and wait for it. If the guardian was killed, this process cleans up."""
         self.note(is_over=True)
         self._socket.close()
         if self._process.wait() != 0:
-            clean_up(self._kin, self._run_dirs)
+            clean_up(self._job, self._run_dirs)

@@ -5,7 +5,7 @@ children, through setsid and double forks, and so do nested agents'. A process t
 hold the marker too: `sbatch`, `at` and `systemd-run` copy the environment. Such a process is spared. It is in another
 job of the scheduler, or in another cgroup.
 
-Run as `python -I -S -B guardian.py KIN` this file is the guardian, a process that outlives the agent for a
+Run as `python -I -S -B guardian.py PROCESSES` this file is the guardian, a process that outlives the agent for a
 moment: when its stdin ends, because the agent closed it or died, it ends all these processes and removes the run
 directories. Before that, it removes the run directories of agents that were killed together with their guardians. An
 agent that ends in order reports so; after any other end the guardian writes a line to stderr, and an event to the
@@ -56,7 +56,7 @@ SOCKET_FOLDERS = ("/tmp", "/dev/shm", "/var/tmp")
 _LAST_LINE_S = 1.0
 
 
-class Kin:
+class JobProcesses:
     """An agent's processes: those with `marker`, unless they are in another job, cgroup or container.
 
     `jobs` are the scheduler's ids of the agent's job (see `_id`), by variable. `cgroups` are the agent's own (see
@@ -70,18 +70,18 @@ class Kin:
         self._namespace = namespace
 
     @classmethod
-    def of_this_process(cls, marker: str, environ: Mapping[str, str]) -> Kin:
-        """The kin of an agent that runs in this process and whose workers inherit `environ`."""
+    def of_this_process(cls, marker: str, environ: Mapping[str, str]) -> JobProcesses:
+        """Those of an agent that runs in this process and whose workers inherit `environ`."""
         jobs = {name: _id(os.fsencode(environ[name])) for name in JOB_VARIABLES if environ.get(name)}
         return cls(marker, jobs, _cgroups_of("self"), _namespace_of("self"))
 
     @classmethod
-    def read(cls, text: str) -> Kin:
-        """The kin that `text()` has written."""
+    def read(cls, text: str) -> JobProcesses:
+        """Parse what `text()` has written."""
         return cls(*json.loads(text))
 
     def text(self) -> str:
-        """The kin as text that another process can `read` from an argument. ASCII, whatever the scheduler's ids are."""
+        """Text that another process can `read` from an argument. ASCII, whatever the scheduler's ids are."""
         return json.dumps((self.marker, self._jobs, self._cgroups, self._namespace))
 
     def has(self, pid: int) -> bool:
@@ -102,7 +102,7 @@ class Kin:
         return not self.is_elsewhere(jobs, _cgroups_of(pid), _namespace_of(pid))
 
     def is_elsewhere(self, jobs: Mapping[str, str], cgroups: Mapping[str, str], namespace: str) -> bool:
-        """Whether a process with `marker` and these facts of its own belongs to somebody else than the agent."""
+        """Whether a process with `marker` and these facts of its own does not belong to the agent."""
         if any(job and job != self._jobs.get(name) for name, job in jobs.items()):
             return True
         is_own_namespace = namespace in ("", self._namespace)
@@ -157,7 +157,7 @@ def _cgroups_of(pid: int | str) -> dict[str, str]:
 
 def _facts_of(pid: int | str, name: str) -> bytes:
     """The contents of the process's file of that name in /proc. Raises OSError where there is none any more."""
-    # A restart waits until every process of the host was looked at: with `Path` that takes four times as long.
+    # A restart waits until every process of the host was read: with `Path` that takes four times as long.
     with open(f"/proc/{pid}/{name}", "rb", 0) as file:  # noqa: PTH123
         return file.read()
 
@@ -169,9 +169,9 @@ def _namespace_of(pid: int | str) -> str:
         return ""
 
 
-def clean_up(kin: Kin, run_dirs: Iterable[str]) -> None:
+def clean_up(processes: JobProcesses, run_dirs: Iterable[str]) -> None:
     """End a job's processes, and remove those of its run directories that exist."""
-    sweep(kin)
+    sweep(processes)
     for run_dir in run_dirs:
         # In a place that others can write to. A link is not followed.
         with suppress(OSError):
@@ -179,35 +179,35 @@ def clean_up(kin: Kin, run_dirs: Iterable[str]) -> None:
                 rmtree(run_dir, ignore_errors=True)
 
 
-def sweep(kin: Kin, spare: Collection[int] = (), meanwhile: Callable[[], None] = lambda: None) -> int:
-    """SIGKILL all of `kin` but those in `spare`, until none is left. Returns how many were ended.
+def sweep(processes: JobProcesses, spare: Collection[int] = (), meanwhile: Callable[[], None] = lambda: None) -> int:
+    """SIGKILL all of `processes` but those in `spare`, until none is left. Returns how many were ended.
 
     Helpers that clean up after other processes (`CLEANERS`) are killed only if they are there CLEANERS_S after the
-    others. `meanwhile` is called again and again while there is something to wait for.
+    others. `meanwhile` is called repeatedly while there is something to wait for.
     """
     ended: set[int] = set()
     start_s = now_s = others_s = time.monotonic()
-    while (found := living(kin, spare)) and now_s < start_s + SWEEP_S_MAX:
+    while (found := living(processes, spare)) and now_s < start_s + SWEEP_S_MAX:
         cleaners = {pid for pid in found if is_cleaner(pid)}
         if len(cleaners) < len(found):
             others_s = now_s
         for pid in found:
             is_cleaning = pid in cleaners and now_s < others_s + CLEANERS_S
-            if not is_cleaning and _kill(pid, kin):
+            if not is_cleaning and _kill(pid, processes):
                 ended.add(pid)
         meanwhile()
-        # Killed processes leave /proc in their own time; a look every millisecond is soon enough. One that
-        # takes longer needs the CPU, and a look reads the environment of every process.
+        # A killed process leaves /proc a little later; a poll every millisecond is soon enough. One that takes longer
+        # needs the CPU, and a poll reads the environment of every process.
         time.sleep(0.001 if now_s < start_s + 0.1 else 0.01)
         now_s = time.monotonic()
     return len(ended)
 
 
-def living(kin: Kin, spare: Collection[int] = ()) -> list[int]:
-    """The pids of `kin` that live (no zombies), without this process and those in `spare`."""
+def living(processes: JobProcesses, spare: Collection[int] = ()) -> list[int]:
+    """The pids of `processes` that live (no zombies), without this process and those in `spare`."""
     mine = {os.getpid(), *spare}
     pids = (int(name) for name in os.listdir("/proc") if name.isdigit())  # noqa: PTH208
-    return [pid for pid in pids if pid not in mine and kin.has(pid)]
+    return [pid for pid in pids if pid not in mine and processes.has(pid)]
 
 
 def is_cleaner(pid: int) -> bool:
@@ -219,13 +219,13 @@ def is_cleaner(pid: int) -> bool:
     return any(name in command for name in CLEANERS)
 
 
-def _kill(pid: int, kin: Kin) -> bool:
+def _kill(pid: int, processes: JobProcesses) -> bool:
     pidfd = -1
     with suppress(OSError, AttributeError):
         pidfd = os.pidfd_open(pid)
     try:
-        # The pid may belong to a stranger since it was listed. The pidfd stands for one process: check that one.
-        if not kin.has(pid):
+        # The pid may be another process's since it was listed. The pidfd stands for one process: check that one.
+        if not processes.has(pid):
             return False
         try:
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
@@ -268,7 +268,7 @@ def _remove_if_abandoned(folder: Path) -> None:
 
 def _remove_if_unlocked(folder: Path, fd: int) -> None:
     found = os.fstat(fd)
-    # Go on only with a folder in which nobody but this user can have put anything.
+    # Continue only with a folder in which no other user can have put anything.
     if found.st_uid != os.geteuid() or found.st_mode & 0o077:
         return
     claim = os.open(CLAIM, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=fd)
@@ -308,7 +308,7 @@ def _report_death(notes: Mapping[str, Any]) -> None:
     elif notes["form"] == "timed":
         line = time.strftime("%Y-%m-%d %H:%M:%S ") + line
     with suppress(OSError):
-        # Nobody may read a pipe that is full.
+        # A full pipe may have no reader.
         if select.select([], [2], [], _LAST_LINE_S)[1]:
             os.write(2, f"{line}\n".encode(errors="backslashreplace"))
     event = {"generation": generation, "event": "agent_died", "at": at, "monotonic_s": time.monotonic()}
@@ -328,7 +328,7 @@ def main() -> None:
     # A scheduler signals all of a job's processes. The guardian ends only when its work is done.
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_IGN)
-    kin, run_dirs = Kin.read(sys.argv[1]), json.loads(os.environ[RUN_DIRS])
+    processes, run_dirs = JobProcesses.read(sys.argv[1]), json.loads(os.environ[RUN_DIRS])
     # In a thread, since removing gigabytes takes seconds, and the agent may die meanwhile.
     # Where the system gives no thread, or the job ends before, the next agent's guardian removes them.
     with suppress(RuntimeError):
@@ -341,7 +341,7 @@ def main() -> None:
             # A note that did not fit into a full socket was cut. The next one has all facts again.
             with suppress(ValueError):
                 notes.update(json.loads(line))
-    clean_up(kin, run_dirs)
+    clean_up(processes, run_dirs)
     if "pid" in notes and not notes.get("is_over"):
         _report_death(notes)
 

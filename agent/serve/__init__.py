@@ -1,1 +1,1 @@
-"""What an agent gives to those who ask or wait for it: its status, metrics, and the user's command for events."""
+"""What an agent serves: its status, metrics, and the user's command for events."""

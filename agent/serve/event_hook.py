@@ -17,7 +17,7 @@ from elaunch.agent.linux import memory_file, start_thread
 
 RUN_S_MAX = 10.0
 # At the job's end all runs that are left have this time together.
-FAREWELL_S = 10.0
+FLUSH_S = 10.0
 QUEUED_MAX = 32
 # Of a run's output, so much goes to the log.
 OUTPUT_BYTES_MAX = 8 << 10
@@ -26,35 +26,35 @@ OUTPUT_BYTES_MAX = 8 << 10
 class EventHook:
     """Gives each event to `command` (without a shell) as one JSON object on stdin.
 
-    `tell` never waits. A run that takes longer than RUN_S_MAX is killed with its process group. Its output, and how it
-    failed, go to `say`. `environment` is what the command inherits. The thread starts with the first event.
+    `notify` never waits. A run that takes longer than RUN_S_MAX is killed with its process group. Its output, and how
+    it failed, go to `log`. `environment` is what the command inherits. The thread starts with the first event.
     """
 
-    def __init__(self, command: tuple[str, ...], environment: Mapping[str, str], say: Callable[..., None]) -> None:
+    def __init__(self, command: tuple[str, ...], environment: Mapping[str, str], log: Callable[..., None]) -> None:
         self._command = command
         self._environment = environment
-        self._say = say
+        self._log = log
         self._events: queue.Queue[Mapping[str, Any] | None] = queue.Queue(QUEUED_MAX)
         self._until_s = float("inf")
         self._thread: threading.Thread | None = None
 
-    def tell(self, event: Mapping[str, Any]) -> None:
+    def notify(self, event: Mapping[str, Any]) -> None:
         """Have the command run for `event`, after the runs for earlier events."""
         if self._thread is None:
             self._thread = start_thread(self._work, "elaunch-hook")
         if self._thread is None:
-            self._warn(f"no thread can be started, so {event['event']} is not told")
+            self._warn(f"no thread can be started, so {event['event']} is not delivered")
             return
         try:
             self._events.put_nowait(event)
         except queue.Full:
-            self._warn(f"{QUEUED_MAX} events wait for the command already; {event['event']} is not told")
+            self._warn(f"{QUEUED_MAX} events wait for the command already; {event['event']} is not delivered")
 
     def close(self, wait_s: float | None = None) -> None:
-        """Let the runs that are left come to an end, `wait_s` (else FAREWELL_S) at the longest."""
+        """Wait for the runs that are left, `wait_s` (else FLUSH_S) at the longest."""
         if self._thread is None:
             return
-        wait_s = FAREWELL_S if wait_s is None else wait_s
+        wait_s = FLUSH_S if wait_s is None else wait_s
         self._until_s = time.monotonic() + wait_s
         # If the queue is full, the thread finds out by the time.
         with suppress(queue.Full):
@@ -65,17 +65,17 @@ class EventHook:
         while (event := self._events.get()) is not None:
             left_s = self._until_s - time.monotonic()
             if left_s <= 0:
-                self._warn(f"there is no time left to tell {event['event']}")
+                self._warn(f"there is no time left to deliver {event['event']}")
                 return
             try:
                 trouble = self._run(event, min(RUN_S_MAX, left_s))
             except OSError as error:
                 trouble = f"cannot be started ({error.strerror})"
             if trouble:
-                self._warn(f"{self._command[0]} {trouble}; {event['event']} may not have been told")
+                self._warn(f"{self._command[0]} {trouble}; {event['event']} may not have been delivered")
 
     def _warn(self, text: str) -> None:
-        self._say(f"--on-event: {text}", "warning")
+        self._log(f"--on-event: {text}", "warning")
 
     def _run(self, event: Mapping[str, Any], limit_s: float) -> str:
         """Run the command to its end; what went wrong. Raises OSError if it cannot be started."""
@@ -107,6 +107,6 @@ class EventHook:
 
     def _log_output(self, output: int) -> None:
         for line in os.pread(output, OUTPUT_BYTES_MAX, 0).decode(errors="replace").splitlines():
-            self._say(f"[on-event] {line}")
+            self._log(f"[on-event] {line}")
         if (more := os.fstat(output).st_size - OUTPUT_BYTES_MAX) > 0:
-            self._say(f"[on-event] … {more} bytes more …")
+            self._log(f"[on-event] … {more} bytes more …")

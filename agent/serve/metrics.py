@@ -22,8 +22,8 @@ from elaunch import __version__
 from elaunch.agent.core.state import Agent, Finished, Running, Stopping
 
 Family = CounterMetricFamily | GaugeMetricFamily
-# Scrapers are few, and ask immediately. Others may be anybody who reaches the port: the oldest is closed when another
-# one comes.
+# Scrapers are few, and send their request immediately. Any other process may reach the port, too: the oldest connection
+# is closed when another one comes.
 _REQUESTS_MAX = 8
 _REQUEST_S_MAX = 10.0
 # What a second of this node's life was used for.

@@ -1,7 +1,7 @@
 """Answers queries about this node and orders to the job: on a socket for this host, and over the job's store.
 
 On the socket it is one line of JSON each way, then it closes. The agent's loop reads it, so nothing wakes up while
-nobody asks. It lies in a folder that only its user can enter, and the guardian removes that folder.
+no client connects. It lies in a folder that only its user can enter, and the guardian removes that folder.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _REQUEST_BYTES_MAX = 4096
 _WAITING_MAX = 8
 # Connections that the kernel holds while the loop is busy.
 _BACKLOG = 64
-# A process that asks and does not read is dropped after this long.
+# A client that does not read its response is dropped after this long.
 _READ_S = 5.0
 _LIVE = ("running", "stopped")
 
@@ -285,9 +285,9 @@ class StatusServer:
         keys, node_id = agent.snapshot.keys, agent.me.node_id
         if query.topic.is_order:
             if agent.leads:
-                event, said = order(agent, query.topic)
+                event, response = order(agent, query.topic)
                 # The answer is written only while the client waits for it, and the store may go with the job.
-                text = encode(said)
+                text = encode(response)
                 self._offer(post_response(keys, query, node_id, text), lambda: event and self._post(event))
         elif query.topic is Topic.STATUS:
             text = self._status(now_s)
@@ -301,7 +301,7 @@ class StatusServer:
         now_s = time.monotonic()
         self._allowance, is_allowed = self._allowance.take(now_s)
         if not is_allowed:
-            request.reply(_refusal("it is asked too often; ask again in a second"))
+            request.reply(_refusal("it has too many queries; try again in a second"))
             return
         match request.topic:
             case "status":
@@ -312,11 +312,11 @@ class StatusServer:
             case "stacks":
                 reply = partial(_reply_with_stacks, request)
                 if not self._take_stacks(reply):
-                    request.reply(_refusal("it takes the stacks for somebody else; ask again in a second"))
+                    request.reply(_refusal("it takes the stacks for another query; try again in a second"))
             case Topic.STOP.value | Topic.RESTART.value:
-                event, said = order(self._agent(), Topic(request.topic))
-                # A client that waits no longer has no answer, and may have done something else.
-                if request.reply(f'{{"version":{VERSION},"order":{encode(said)}}}') and event:
+                event, response = order(self._agent(), Topic(request.topic))
+                # A client that waits no longer has no response, and may have done something else.
+                if request.reply(f'{{"version":{VERSION},"order":{encode(response)}}}') and event:
                     self._post(event)
             case "store" if self._way:
                 request.reply(f'{{"version":{VERSION},"store":{self._way}}}')

@@ -1,6 +1,6 @@
 """The agent's session with its store: a thread makes the requests, and repeats each until the store has done it.
 
-Nothing is decided here. What the store says becomes events; what it does not answer is tried again.
+Nothing is decided here. The store's responses become events; a request without one is retried.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Session:
     # Called by the agent's loop.
 
     def open(self) -> None:
-        """Begin: a first look, word of what changes from then on, and a lease."""
+        """Begin a watch with a first snapshot, and a lease."""
         if self._thread:
             self._thread.start()
         self._do(self._client.begin)
@@ -78,16 +78,16 @@ class Session:
         self._do(lambda: self._client.offer(txn, held))
 
     def renew(self) -> None:
-        """Let go of the lease and begin another, under a new name."""
+        """Revoke the lease and grant another, under a new name."""
         self._do(self._client.new_lease)
 
     def widen(self) -> None:
-        """Look at all of the job's keys from now on."""
-        self._do(self._client.widen)
+        """Watch all of the job's keys from now on."""
+        self._do(self._client.view.widen)
 
     def snapshot(self) -> SnapshotChanged | StoreLost:
-        """What the keys say now."""
-        return self._client.snapshot()
+        """The keys as they are now."""
+        return self._client.view.snapshot()
 
     @property
     def due_s(self) -> float | None:
@@ -95,14 +95,14 @@ class Session:
         return None if self._is_closing else self._client.due_s
 
     def tick(self, now_s: float) -> None:
-        """Keep the lease, and find what the watch did not tell."""
+        """Renew the lease, and with it find what the watch has missed."""
         with self._wake:
             if self._client.tick(now_s):
                 self._requests.add_renewal()
                 self._wake.notify()
 
     def close(self, flush_s: float, outlast_s: float = 0.0) -> None:
-        """Let the last words be heard, for `flush_s` at the longest, give the lease back, and let go of the store.
+        """Flush pending writes, for `flush_s` at the longest, revoke the lease, and close the client.
 
         A store that ends with this agent stays for the other members, up to `outlast_s`: they have to read the outcome.
         """
@@ -113,7 +113,7 @@ class Session:
             self._wake.notify()
         if self._thread and self._thread.is_alive():
             self._thread.join(flush_s + outlast_s)
-        self._client.close()
+        self._client.view.close()
         self._store.close()
 
     # Called by the session's own thread; for a store in this process, by the loop.
@@ -123,7 +123,7 @@ class Session:
             try:
                 request()
             except Rejected as error:
-                # This is the store in this process: nobody can mend it.
+                # This is the store in this process: a retry would not help.
                 self._post(StoreLost(str(error)))
             return
         with self._wake:
@@ -142,7 +142,7 @@ class Session:
             try:
                 backoff_s = requests.do_next(backoff_s)
             except Exception as error:
-                # A fault in a client: without this thread the agent would wait for its answers for ever.
+                # A fault in a client: without this thread the agent would wait for its responses for ever.
                 self._post(StoreLost(f"the store's client failed ({type(error).__name__}: {error})"))
                 return
         if not requests.is_away:
@@ -154,10 +154,10 @@ class Session:
 
 
 FIRST_BACKOFF_S = 0.02
-# A store that is there and does not answer in time has too much to do: all nodes of a large job ask at once. An agent
-# without a lease can wait; one with a lease must be back before the lease ends.
+# A store that runs and does not respond in time is overloaded: all nodes of a large job come at once. An agent without
+# a lease can wait; one with a lease must be back before the lease ends.
 SLOW_BACKOFF_MAX_S = 3.0
-# An agent that is leaving tries its last requests this often: one lost packet must not cost its peers a lease time.
+# An agent that is leaving retries its last requests this often: one lost packet must not cost its peers a lease time.
 LAST_TRIES = 3
 
 
@@ -206,7 +206,7 @@ class RetryQueue:
         self._renewal_wanted = True
 
     def end(self) -> None:
-        """From now on the queue goes first: a lease that is about to be given back needs no renewal."""
+        """From now on the queue goes first: a lease that is about to be revoked needs no renewal."""
         self._is_ending = True
 
     @property
@@ -232,7 +232,7 @@ class RetryQueue:
                 pause_s = self._failed(lane, error, backoff_s)
                 if isinstance(error, Unavailable):
                     break
-                # The store answers: it may do what one lane asks though it refuses the other.
+                # The store responds: it may serve one lane though it refuses the other.
                 continue
             except HistoryLost as error:
                 self._post(StoreLost(str(error)))

@@ -1,4 +1,4 @@
-"""Makes an agent's requests to its store (lease, the run's lease, writes) and turns the answers into events.
+"""Makes an agent's requests to its store (lease, the run's lease, writes) and turns the responses into events.
 
 Nothing is decided here, and nothing waits: the session has the thread that does, and repeats what fails.
 """
@@ -13,10 +13,8 @@ from elaunch.agent.core.events import (
     Committed,
     Leased,
     LeaseLost,
-    SnapshotChanged,
     SnapshotPending,
     StoreEvent,
-    StoreLost,
     Tag,
 )
 from elaunch.agent.session.store_view import JobStore, LocalHost, StoreView
@@ -35,8 +33,8 @@ _ENTERING = (Tag.RUN, Tag.JOIN)
 class StoreClient:
     """One agent's requests to its store, and its view of it.
 
-    Methods that ask the store raise what the store raises, and can then be called again with the same arguments.
-    `post` takes events, from any thread.
+    Methods that make requests raise what the store raises, and can then be called again with the same arguments.
+    `post` takes events, from any thread. `view` has the job's keys.
     """
 
     def __init__(
@@ -48,11 +46,11 @@ class StoreClient:
         self._host = host
         self._times = times
         self._post = post
-        self._view = StoreView(job_store, post, times.lease_ttl_s)
+        self.view = StoreView(job_store, post, times.lease_ttl_s)
         self._lease = 0
-        # When the store last said, to a request of then, that the lease holds.
+        # When the last request was sent to which the store responded that the lease holds.
         self._renewed_s = 0.0
-        # A lease of this node that the store called ended too soon; 0 for none.
+        # A lease of this node that the store reported as expired too soon; 0 for none.
         self._ended_early = 0
         # Whether no other life of this agent has a lease.
         self._is_alone = False
@@ -60,10 +58,6 @@ class StoreClient:
         self._run_renewal_due_s = 0.0
         # A lease for a run's keys on which the run may not stand.
         self._begun_for_run = 0
-
-    def snapshot(self) -> SnapshotChanged | StoreLost:
-        """What the keys say now."""
-        return self._view.snapshot()
 
     @property
     def due_s(self) -> float | None:
@@ -80,36 +74,36 @@ class StoreClient:
         return True
 
     def begin(self) -> None:
-        """A first look, word of what changes from then on, and a lease."""
-        # A repeated `begin` goes on where it was, so that a slow store is not asked everything again. The lease comes
-        # last, or it would have to be renewed meanwhile.
-        self._view.begin()
+        """Begin a watch with a first snapshot, and a lease."""
+        # A repeated `begin` continues where it was, so that a slow store gets no request twice. The lease comes last,
+        # or it would have to be renewed meanwhile.
+        self.view.begin()
         if not self._lease:
             self._grant()
 
     def new_lease(self) -> None:
-        """Let go of the lease and begin another, under a new name."""
+        """Revoke the lease and grant another, under a new name."""
         if self._lease:
             self._store.revoke(self._lease)
             self._lease = 0
         self._grant()
 
     def renew(self) -> None:
-        """Begin the lease's time anew, and a leader now and then that of the run's lease too.
+        """Renew the lease; a leader now and then renews the run's lease too.
 
-        Both are renewals: a store that takes no writes any more does these still. Once a lease time, the keys are read
-        too: a watch can be deaf.
+        A store that takes no writes any more still does both. Once a lease time, the keys are read too: a watch can
+        miss changes.
         """
-        lease, asked_s = self._lease, self._host.now()
+        lease, sent_s = self._lease, self._host.now()
         if lease and self._store.keep_alive(lease) > 0:
-            self._renewed_s = asked_s
+            self._renewed_s = sent_s
         elif lease:
             self._lose_lease(lease)
-        if self._view.is_of_all_keys and self._host.now() >= self._run_renewal_due_s:
+        if self.view.is_of_all_keys and self._host.now() >= self._run_renewal_due_s:
             self.renew_run()
-        if lease and self._view.is_read_due(self._host.now()):
-            self._view.read_again()
-            self._view.put_off_read(self._host.now())
+        if lease and self.view.is_read_due(self._host.now()):
+            self.view.read_again()
+            self.view.put_off_read(self._host.now())
 
     def renew_run(self) -> None:
         """Renew the run's lease, on which stand all keys of the job that belong to no node.
@@ -131,8 +125,8 @@ class StoreClient:
             leases = {op.lease for op in (*txn.then, *txn.otherwise) if isinstance(op, Put)}
             if self._lease not in leases and self._run_lease in leases - {0}:
                 # If the opening of a generation were dropped, no node would notice, and this node would wait for ever.
-                # If the lease has really ended, or the store has lost its history, a read tells that.
-                self._view.refresh()
+                # If the lease has really expired, or the store has lost its history, a read shows that.
+                self.view.refresh()
                 raise Rejected(f"{error}, and the job's keys stand on it") from error
             if tag:
                 self._post(Committed(tag, False, 0))
@@ -143,8 +137,8 @@ class StoreClient:
             return
         self._is_alone |= answer.held and tag in _ENTERING
         if not answer.held:
-            # The watch may never tell why: it does not cover other nodes' keys.
-            self._view.refresh()
+            # The watch may never show why: it does not cover other nodes' keys.
+            self.view.refresh()
         self._post(Committed(tag, answer.held, answer.revision))
 
     def offer(self, txn: Txn, held: Callable[[], object] | None) -> None:
@@ -156,10 +150,6 @@ class StoreClient:
             if self._store.commit(txn).held and held:
                 held()
 
-    def widen(self) -> None:
-        """Look at all of the job's keys from now on."""
-        self._view.widen()
-
     def give_back(self) -> None:
         """End this node's lease, and with it its keys. The leader renews the run's lease for the last time."""
         self._end_former_life()
@@ -167,19 +157,15 @@ class StoreClient:
             self._store.revoke(self._lease)
         if self._begun_for_run:
             self._end_unless_used(self._begun_for_run, is_used=False)
-        if self._view.is_of_all_keys:
+        if self.view.is_of_all_keys:
             self.renew_run()
 
     def has_others(self) -> bool:
         """Whether the job has a member still."""
         return bool(self._store.read(self._keys.members).entries)
 
-    def close(self) -> None:
-        """Stop watching, also where another thread begins to."""
-        self._view.close()
-
     def _end_former_life(self) -> None:
-        """End the lease that the store called ended too soon: it may hold, with the member key of an old name."""
+        """Revoke the lease that expired too soon, as the store reported: it may hold, with the key of an old name."""
         if self._ended_early:
             self._store.revoke(self._ended_early)
             self._ended_early = 0
@@ -219,7 +205,7 @@ class StoreClient:
     def _commit_as(self, tag: Tag | None, txn: Txn) -> TxnResponse:
         """Commit; where that enters the job, only after ending the lease of this agent's last life, if that is there.
 
-        An agent that was started again within a lease time ends that lease first, and decides anew: a run whose only
+        An agent that was started again within a lease time ends that lease first, and decides again: a run whose only
         member was itself is no run. Most agents have no such lease, and many come at once. So "this host has no
         member" is a guard of the transaction, and the members are read only if that guard may have refused it.
         """
@@ -240,15 +226,15 @@ class StoreClient:
     @property
     def _run_lease(self) -> int:
         """The lease on which the run's keys stand; 0 where there is no run, or one of an older elaunch."""
-        return self._view.lease_of(self._keys.spec)
+        return self.view.lease_of(self._keys.spec)
 
     def _grant(self) -> None:
-        lease, asked_s = self._host.draw(62) + 1, self._host.now()
+        lease, sent_s = self._host.draw(62) + 1, self._host.now()
         self._store.grant(lease, self._times.lease_ttl_s)
-        self._lease, self._renewed_s = lease, asked_s
+        self._lease, self._renewed_s = lease, sent_s
         if self._is_remote:
             self._renewal_due_s = self._host.now() + self._times.keepalive_s
-            self._view.put_off_read(self._host.now())
+            self.view.put_off_read(self._host.now())
         self._post(Leased(lease, f"{self._host.name}-{self._host.draw(32):08x}"))
 
     def _lose_lease(self, lease: int) -> None:

@@ -1,6 +1,6 @@
 """Keeps an agent's view of its job's keys: a watch keeps it up to date, and a read repairs it.
 
-Nothing is decided here. A change of the view posts `SnapshotPending`; `look` then reads the keys of the newest view.
+Nothing is decided here. A change of the view posts `SnapshotPending`; `snapshot` then parses the newest view.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class LocalHost:
 class StoreView:
     """One agent's view of its job's keys.
 
-    Methods that ask the store raise what the store raises, and can then be called again. `post` takes events, from any
+    Methods that make requests raise what the store raises, and can then be called again. `post` takes events, from any
     thread. `reread_s` is the time between two reads that repair the view.
     """
 
@@ -90,7 +90,7 @@ class StoreView:
         self._is_closed = False
 
     def snapshot(self) -> SnapshotChanged | StoreLost:
-        """What the keys say now."""
+        """The keys as they are now."""
         with self._view_lock:
             self._is_dirty = False
             view, is_whole = self._view, self._is_whole
@@ -115,7 +115,7 @@ class StoreView:
         """Begin the watch, and with it a first view, unless it has begun."""
         if self._watch is not None:
             return
-        # Many agents come at once, so a store that allows the watch is asked nothing more. Otherwise `check` says why.
+        # Many agents come at once, so a store that allows the watch gets no other request. Else `check` raises why.
         try:
             self._begin_watch()
         except TimedOut:
@@ -125,7 +125,7 @@ class StoreView:
             self._begin_watch()
 
     def widen(self) -> None:
-        """Look at all of the job's keys from now on: the watch's first word is what is there."""
+        """Watch all of the job's keys from now on: the watch's first update has all of them."""
         # Not waited for: this thread has a lease to renew.
         self._follow(self._keys.root, None)
 
@@ -142,7 +142,7 @@ class StoreView:
         return now_s >= self._reread_due_s or self._has_watch_ended
 
     def read_again(self) -> None:
-        """Find what the watch did not tell; a watch that has ended, or did not tell it, is replaced."""
+        """Find what the watch has missed; a watch that has ended, or missed something, is replaced."""
         has_watch = self._watch is not None and not self._has_watch_ended
         if not has_watch or not self._is_as_seen():
             view = self._store.read(self._scope)
@@ -171,15 +171,15 @@ class StoreView:
         """Watch `scope` from now on, or beside what was read of it at revision `after`."""
         with self._view_lock:
             self._scope = scope
-            # Updates that the old watch has still to tell may be of a narrower scope.
+            # Updates that the old watch still has to deliver may be of a narrower scope.
             self._epoch += 1
             self._has_watch_ended = False
-            notify = partial(self._told, self._epoch)
+            notify = partial(self._updated, self._epoch)
         if self._watch:
             self._watch.close()
             self._watch = None
         if self._is_closed:
-            raise Unavailable("the store is let go of")
+            raise Unavailable("the store's client is closed")
         self._watch = self._store.watch(scope, after, notify)
 
     def _is_as_seen(self) -> bool:
@@ -199,7 +199,7 @@ class StoreView:
             self._show(replace(view, revision=answer.revision))
         return answer.held
 
-    def _told(self, epoch: int, update: Update) -> None:
+    def _updated(self, epoch: int, update: Update) -> None:
         match update:
             case View():
                 self._show(update, epoch)
@@ -210,8 +210,8 @@ class StoreView:
                         return
                     entries = {key: entry for key, entry in view.entries.items() if key not in changed}
                     entries |= {key: entry for key, entry in changed.items() if entry is not None}
-                    is_news = self._put(replace(view, revision=revision, entries=entries))
-                if is_news:
+                    is_new = self._put(replace(view, revision=revision, entries=entries))
+                if is_new:
                     self._post(SnapshotPending())
             case HistoryLost():
                 # The first watch reports its own failure to its caller.
@@ -226,12 +226,12 @@ class StoreView:
             if epoch not in (None, self._epoch) or (self._view and view.revision < self._view.revision):
                 return
             self._is_whole = self._scope == self._keys.root
-            is_news = self._put(view)
-        if is_news:
+            is_new = self._put(view)
+        if is_new:
             self._post(SnapshotPending())
 
     def _put(self, view: View) -> bool:
-        """Keep the view. Returns whether a look must be posted: none is pending."""
+        """Store the view. Returns whether an event must be posted: none is pending."""
         self._view = view
-        is_news, self._is_dirty = not self._is_dirty, True
-        return is_news
+        is_new, self._is_dirty = not self._is_dirty, True
+        return is_new

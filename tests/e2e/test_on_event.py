@@ -25,7 +25,7 @@ sys.exit(3 if os.environ["ELAUNCH_GENERATION"] == "0" else 0)
 """
 LIGHT = ("--no-preload", "--nproc-per-node", "2")
 # A run of the command may take as long as a busy host needs for it.
-SLOWLY = {f"elaunch.agent.serve.event_hook.{name}": 600.0 for name in ("RUN_S_MAX", "FAREWELL_S")}
+SLOWLY = {f"elaunch.agent.serve.event_hook.{name}": 600.0 for name in ("RUN_S_MAX", "FLUSH_S")}
 
 
 @pytest.fixture

@@ -263,7 +263,7 @@ class AgentProcess:
             return
         if self._inbox:
             event = self._inbox.popleft()
-            self._happen(self.client.snapshot() if isinstance(event, SnapshotPending) else event)
+            self._happen(self.client.view.snapshot() if isinstance(event, SnapshotPending) else event)
         if self._inbox or self._said:
             self._turn_soon()
         else:
@@ -323,7 +323,7 @@ class AgentProcess:
             case Renew():
                 self._order(self.client.new_lease)
             case Widen():
-                self._order(self.client.widen)
+                self._order(self.client.view.widen)
             case Spawn(table, group_rank):
                 self._spawn(table, group_rank)
             case SignalWorkers(generation, local_ranks, signum):

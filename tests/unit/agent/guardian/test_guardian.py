@@ -16,7 +16,7 @@ import pytest
 
 from elaunch.agent.guardian import guardian
 from elaunch.agent.guardian.client import GuardianClient
-from elaunch.agent.guardian.guardian import JOB_VARIABLES, VARIABLE, Kin, living, sweep
+from elaunch.agent.guardian.guardian import JOB_VARIABLES, VARIABLE, JobProcesses, living, sweep
 from tests.harness import DEADLINE_S, wait_for
 
 SLEEP = "import time; time.sleep(600)"
@@ -35,22 +35,22 @@ print(os.getpid(), flush=True)
 """
 
 
-def kin_of(marker: str) -> Kin:
+def processes_of(marker: str) -> JobProcesses:
     """The kin of an agent that would run in this process."""
-    return Kin.of_this_process(marker, os.environ)
+    return JobProcesses.of_this_process(marker, os.environ)
 
 
 class Spawned:
     """Starts processes with a marker, and ends those that a test leaves."""
 
     def __init__(self) -> None:
-        self.kin = kin_of(secrets.token_hex(8))
+        self.processes = processes_of(secrets.token_hex(8))
         self._processes: list[subprocess.Popen[str]] = []
         self._pids: list[int] = []
 
     def start(self, source: str, markers: str | None = None, **more: str) -> subprocess.Popen[str]:
         """Start Python code that prints a line when it is ready. `more` are further variables."""
-        environ = {**os.environ, **more, VARIABLE: self.kin.marker if markers is None else markers}
+        environ = {**os.environ, **more, VARIABLE: self.processes.marker if markers is None else markers}
         process = subprocess.Popen([sys.executable, "-S", "-c", source], env=environ, stdout=subprocess.PIPE, text=True)
         self._processes.append(process)
         return process
@@ -99,8 +99,8 @@ READY = f"import os; print(os.getpid(), flush=True); {SLEEP}"
 def test_a_process_of_the_job_is_found_and_ended_wherever_it_stands(spawned: Spawned, source: str) -> None:
     pid = spawned.pid(source)
 
-    wait_for(lambda: living(spawned.kin) == [pid], "it alone, its parents gone")
-    ended = sweep(spawned.kin)
+    wait_for(lambda: living(spawned.processes) == [pid], "it alone, its parents gone")
+    ended = sweep(spawned.processes)
 
     assert ended == 1
     wait_until_gone(pid)
@@ -110,7 +110,7 @@ def test_strangers_survive(spawned: Spawned) -> None:
     other_job, no_job = spawned.pid(READY, secrets.token_hex(8)), spawned.pid(READY, "")
     mine, spared = spawned.pid(READY), spawned.pid(READY)
 
-    count = sweep(spawned.kin, (spared,))
+    count = sweep(spawned.processes, (spared,))
 
     assert count == 1
     wait_until_gone(mine)
@@ -121,19 +121,19 @@ def test_strangers_survive(spawned: Spawned) -> None:
 
 def test_a_marker_in_another_variable_makes_nobody_a_member(spawned: Spawned) -> None:
     source = "import os, sys, time; os.execve(sys.executable, ['python', '-S', '-c', {!r}], {!r})"
-    marker = spawned.kin.marker
+    marker = spawned.processes.marker
     stranger = spawned.pid(source.format(READY, {"NOTE": marker, VARIABLE: "other", "AFTER": marker}))
 
-    assert living(spawned.kin) == []
-    assert sweep(spawned.kin) == 0
+    assert living(spawned.processes) == []
+    assert sweep(spawned.processes) == 0
     assert is_running(stranger)
 
 
 def test_a_nested_agents_workers_belong_to_the_outer_job_too(spawned: Spawned) -> None:
     inner = secrets.token_hex(8)
-    outer_worker, inner_worker = spawned.pid(READY), spawned.pid(READY, f"{spawned.kin.marker},{inner}")
+    outer_worker, inner_worker = spawned.pid(READY), spawned.pid(READY, f"{spawned.processes.marker},{inner}")
 
-    inner_found, outer_found = living(kin_of(inner)), living(spawned.kin)
+    inner_found, outer_found = living(processes_of(inner)), living(spawned.processes)
 
     assert inner_found == [inner_worker]
     assert sorted(outer_found) == sorted([outer_worker, inner_worker])
@@ -142,15 +142,15 @@ def test_a_nested_agents_workers_belong_to_the_outer_job_too(spawned: Spawned) -
 def test_who_is_born_after_the_look_is_ended_by_the_next(spawned: Spawned, monkeypatch: pytest.MonkeyPatch) -> None:
     first, born = spawned.pid(READY), []
 
-    def look(kin: Kin, spare: Collection[int]) -> list[int]:
-        found = living(kin, spare)
+    def look(processes: JobProcesses, spare: Collection[int]) -> list[int]:
+        found = living(processes, spare)
         if not born:
             born.append(spawned.pid(READY))
         return found
 
     monkeypatch.setattr(guardian, "living", look)
 
-    ended = sweep(spawned.kin)
+    ended = sweep(spawned.processes)
 
     assert ended == 2
     wait_until_gone(first)
@@ -178,7 +178,7 @@ def test_a_helper_that_cleans_up_has_a_little_time_once_its_job_is_gone(
     tracker = spawned.pid(TRACKER, FIFO=str(fifo), WORKS_S=str(works_s))
     writer = spawned.pid(WRITER, FIFO=str(fifo))
 
-    ended = sweep(spawned.kin)
+    ended = sweep(spawned.processes)
 
     is_quick = works_s < guardian.CLEANERS_S
     assert ended == (1 if is_quick else 2)
@@ -194,10 +194,10 @@ NAMESPACE = "pid:[4026531836]"
 
 @pytest.mark.parametrize("variable", JOB_VARIABLES)
 def test_a_process_of_another_job_of_the_scheduler_survives(spawned: Spawned, variable: str) -> None:
-    kin = Kin.of_this_process(spawned.kin.marker, {variable: "12"})
+    processes = JobProcesses.of_this_process(spawned.processes.marker, {variable: "12"})
     other, same, none = (spawned.pid(READY, **{variable: job}) for job in ("13", "12", ""))
 
-    ended = sweep(kin)
+    ended = sweep(processes)
 
     assert ended == 2
     wait_until_gone(same, none)
@@ -246,19 +246,19 @@ def test_a_cgroup_that_is_not_of_the_agents_job_is_elsewhere(
     own: str, cgroup: str, jobs: dict[str, str], is_elsewhere: bool
 ) -> None:
     for name in ("", "name=systemd"):
-        kin = Kin(MARKER, jobs, {name: own} if own else {}, NAMESPACE)
+        processes = JobProcesses(MARKER, jobs, {name: own} if own else {}, NAMESPACE)
 
-        assert kin.is_elsewhere(jobs, {name: cgroup} if cgroup else {}, NAMESPACE) is is_elsewhere
+        assert processes.is_elsewhere(jobs, {name: cgroup} if cgroup else {}, NAMESPACE) is is_elsewhere
 
 
 @pytest.mark.parametrize(("cgroup", "is_elsewhere"), [("/", False), ("/docker/12ab", True)])
 def test_of_another_pid_namespace_a_container_is_elsewhere_and_a_workers_own_is_not(
     cgroup: str, is_elsewhere: bool
 ) -> None:
-    kin = Kin(MARKER, {}, {"": "/"}, NAMESPACE)
+    processes = JobProcesses(MARKER, {}, {"": "/"}, NAMESPACE)
 
-    assert kin.is_elsewhere({}, {"": cgroup}, "pid:[4026532000]") is is_elsewhere
-    assert not kin.is_elsewhere({}, {"": cgroup}, NAMESPACE)
+    assert processes.is_elsewhere({}, {"": cgroup}, "pid:[4026532000]") is is_elsewhere
+    assert not processes.is_elsewhere({}, {"": cgroup}, NAMESPACE)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
@@ -268,7 +268,7 @@ def test_the_end_of_a_job_removes_no_folder_of_another_user(tmp_path: Path) -> N
     other.mkdir()
     os.chown(other, 65534, 65534)
 
-    guardian.clean_up(Kin(secrets.token_hex(8), {}, {}, ""), [str(own), str(other), str(tmp_path / "none")])
+    guardian.clean_up(JobProcesses(secrets.token_hex(8), {}, {}, ""), [str(own), str(other), str(tmp_path / "none")])
 
     assert (own.exists(), other.exists()) == (False, True)
 

@@ -37,7 +37,7 @@ def test_each_event_comes_on_stdin_in_order_and_the_output_goes_to_the_log(tmp_p
     runs = hook(said, f"cat >> {told}; echo mark $MARK; echo home$HOME >&2")
 
     for number in range(3):
-        runs.tell({"event": "failure", "number": number, "long": "x" * 200_000})
+        runs.notify({"event": "failure", "number": number, "long": "x" * 200_000})
     runs.close(DEADLINE_S)
 
     assert [json.loads(line)["number"] for line in told.read_text().splitlines()] == [0, 1, 2]
@@ -50,20 +50,20 @@ def test_each_event_comes_on_stdin_in_order_and_the_output_goes_to_the_log(tmp_p
 def test_a_failure_of_the_command_is_one_line(said: Said, text: str, how: str) -> None:
     runs = hook(said, text)
 
-    runs.tell({"event": "restart"})
+    runs.notify({"event": "restart"})
     runs.close(DEADLINE_S)
 
-    assert said == ([f"--on-event: sh {how}; restart may not have been told"] if how else [])
+    assert said == ([f"--on-event: sh {how}; restart may not have been delivered"] if how else [])
 
 
 def test_a_command_that_is_gone_is_one_line_each_time(said: Said) -> None:
     runs = EventHook(("/nowhere/notify",), {}, said)
 
-    runs.tell({"event": "end"})
+    runs.notify({"event": "end"})
     runs.close(DEADLINE_S)
 
     assert said == [
-        "--on-event: /nowhere/notify cannot be started (No such file or directory); end may not have been told"
+        "--on-event: /nowhere/notify cannot be started (No such file or directory); end may not have been delivered"
     ]
 
 
@@ -76,12 +76,12 @@ def test_a_command_that_does_not_end_is_killed_with_its_children_and_the_next_on
     first = f"touch {tmp_path}/again; {' '.join(sleep)} & wait"
     runs = hook(said, f"if [ -e {tmp_path}/again ]; then echo second; exit; fi; {first}")
 
-    runs.tell({"event": "failure"})
-    runs.tell({"event": "restart"})
+    runs.notify({"event": "failure"})
+    runs.notify({"event": "restart"})
     runs.close(DEADLINE_S)
 
     assert said[-1] == "[on-event] second"
-    assert "did not end within 3 s and was killed; failure may not have been told" in said[0]
+    assert "did not end within 3 s and was killed; failure may not have been delivered" in said[0]
     # The kernel ends it in its own time.
     wait_for(
         lambda: not [each for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"] == sleep], "its end"
@@ -91,7 +91,7 @@ def test_a_command_that_does_not_end_is_killed_with_its_children_and_the_next_on
 def test_much_output_is_cut_and_costs_no_memory(said: Said) -> None:
     runs = hook(said, "head -c 50000000 /dev/zero | tr '\\0' x")
 
-    runs.tell({"event": "failure"})
+    runs.notify({"event": "failure"})
     runs.close(DEADLINE_S)
 
     assert len(said[0]) == event_hook.OUTPUT_BYTES_MAX + len("[on-event] ")

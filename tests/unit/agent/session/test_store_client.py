@@ -62,7 +62,7 @@ class Bench:
             times,
             self._post,
         )
-        self.view = self.client._view
+        self.view = self.client.view
         self.requests = RetryQueue(self.client.renew, self.events.append, TIMES.backoff_max_s, lambda low, high: high)
 
     def begun(self) -> Bench:
@@ -74,7 +74,7 @@ class Bench:
         """What the agent sees at its next look, which the client must have asked for."""
         assert self.looks_due, "nobody was told to look"
         self.looks_due = 0
-        snapshot_changed = self.client.snapshot()
+        snapshot_changed = self.client.view.snapshot()
         assert isinstance(snapshot_changed, SnapshotChanged), snapshot_changed
         return snapshot_changed.snapshot
 
@@ -226,15 +226,15 @@ def test_many_changes_make_one_look() -> None:
     assert bench.looks_due == 1
 
 
-def test_looks_never_go_back() -> None:
+def test_snapshots_never_go_back() -> None:
     bench = Bench().begun()
     bench.open(1)
     revision = bench.open(2)
     epoch = bench.view._epoch
     stale = KeyEntry(encode(Generation(1, OpenKind.FAIL, "x")), 2, 2)
 
-    bench.view._told(epoch, Changes(revision - 1, {KEYS.generation: stale}))
-    bench.view._told(epoch, View(revision - 1, {KEYS.generation: stale}))
+    bench.view._updated(epoch, Changes(revision - 1, {KEYS.generation: stale}))
+    bench.view._updated(epoch, View(revision - 1, {KEYS.generation: stale}))
 
     assert number(bench.snapshot) == 2
 
@@ -243,7 +243,7 @@ def test_a_record_that_is_none_ends_the_session_with_its_key() -> None:
     bench = Bench().begun()
     bench.write(Put(KEYS.generation, "garbage"))
 
-    lost = bench.client.snapshot()
+    lost = bench.client.view.snapshot()
 
     assert isinstance(lost, StoreLost)
     assert lost.why.startswith(f"{KEYS.generation} in the store is not a Generation: 'garbage'")
@@ -253,7 +253,7 @@ def test_a_watch_that_is_denied_ends_no_training_and_is_begun_again_with_the_nex
     bench = Bench().begun()
     watches = bench.store.calls["watch"]
 
-    bench.view._told(bench.view._epoch, Denied("permission denied"))
+    bench.view._updated(bench.view._epoch, Denied("permission denied"))
     told = list(bench.events)
     bench.store.fail("read", Denied("permission denied"))
     with pytest.raises(Denied):
@@ -271,7 +271,7 @@ def test_the_runs_lease_is_renewed_by_its_leader_though_the_store_takes_no_write
     bench.begun()
     own = bench.leased[-1]
     bench.client.commit(start_run(bench.snapshot, Terms(), replace(NODE, node_id=own.node_id), own.lease), Tag.RUN)
-    bench.client.widen()
+    bench.client.view.widen()
 
     def full() -> None:
         raise Rejected("etcd is full")
