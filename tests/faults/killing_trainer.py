@@ -9,7 +9,7 @@ and with step 0:
 
     measuring     before a plan is measured
 
-Each rank records `began` (with the step that was restored, and the memory's folder), `told` (to stop) and `ended`.
+Each rank records `began` (with the step that was restored, and the memory's folder), `requested` (to stop) and `ended`.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ def plant() -> None:
     fix_steps(looks=True)
     before(auto, "try_plan", "measuring", lambda: 0)
     before(Recorder, "mean_loss", "loss", now)
-    build, tell = train.build, Boundary.tell
+    build, request = train.build, Boundary.request
 
-    def told(boundary: Boundary, reason: str) -> None:
-        tell(boundary, reason)
-        MOMENTS.record("told", reason=reason)
+    def requested(boundary: Boundary, reason: str) -> None:
+        request(boundary, reason)
+        MOMENTS.record("requested", reason=reason)
 
     def built(*args: Any) -> Any:
         parallel = build(*args)
@@ -80,7 +80,7 @@ def plant() -> None:
         model.register_forward_pre_hook(lambda *_: MOMENTS.strike("forward", now()) if model.training else None)
         return parallel
 
-    Boundary.tell = told  # type: ignore[method-assign]
+    Boundary.request = requested  # type: ignore[method-assign]
     train.build = built
 
 

@@ -103,7 +103,7 @@ def test_a_lost_nodes_own_state_is_that_of_the_last_snapshot_to_the_bit(
     assert [stormy.began(1), stormy.began(2)] == [16, 16]
     assert "2 steps are repeated" in stormy.said
     assert "lost" not in stormy.said
-    assert "anew" not in stormy.said
+    assert "starts over" not in stormy.said
     assert stormy.ends == calm(option).ends
 
 
@@ -121,5 +121,5 @@ def test_a_node_lost_before_its_snapshot_has_arrived_goes_back_to_the_one_before
 
     assert stormy.began(1) == 6
     assert "lost" not in stormy.said
-    assert "anew" not in stormy.said
+    assert "starts over" not in stormy.said
     assert stormy.ends == calm("hook=powersgd").ends

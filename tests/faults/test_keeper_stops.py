@@ -45,7 +45,7 @@ def stopped_by(
     with Run(folder / "run", 2, *options, asks=asks, shared=shared) as run:
         wait_for(lambda: run.of("held"), "step 31")
         run.job.signal(signum)
-        wait_for(lambda: len(run.of("told")) == 2, "all are told")
+        wait_for(lambda: len(run.of("requested")) == 2, "all are requested to stop")
         (run.folder / "hold-1-31-1").unlink()
         code, output = run.job.wait(), run.job.output
     done, there = {r["rank"]: r["step"] for r in run.of("done")}, [mark.step for mark in marks(checkpoints)]
@@ -89,7 +89,7 @@ def test_state_in_parts_goes_on_from_a_checkpoint_on_another_number_of_workers(t
     with Run(tmp_path / "run", 3, *options, asks=["hold-0-20-1"]) as run:
         wait_for(lambda: run.of("held"), "step 20")
         run.job.signal(signal.SIGTERM)
-        wait_for(lambda: len(run.of("told")) == 3, "all are told")
+        wait_for(lambda: len(run.of("requested")) == 3, "all are requested to stop")
         (run.folder / "hold-0-20-1").unlink()
         assert run.job.wait() == 143, run.job.output
 

@@ -225,7 +225,7 @@ def test_a_job_that_is_told_of_its_end_saves_and_leaves(slurm: Slurm, how: tuple
     run.wait_for("held", step=3)
 
     slurm.call("scancel", *how, job.number)
-    run.wait_for("told", rank=1, reason="leave")
+    run.wait_for("requested", rank=1, reason="leave")
     # A rank is told of the first node's leave. Slurm may signal the other node seconds later, and the head's store
     # would end with the head before.
     heard = f"{signal.Signals(signum).name}: leaving the job, stopping"
@@ -235,7 +235,7 @@ def test_a_job_that_is_told_of_its_end_saves_and_leaves(slurm: Slurm, how: tuple
 
     job.wait("FAILED" if how else "CANCELLED")
     said = output.read_text()
-    assert "stopped after step 3, as it was told to leave; the same command goes on from there" in said
+    assert "stopped after step 3, on a request to leave; the same command goes on from there" in said
     assert said.count(f"{signal.Signals(signum).name} was received by ") >= 2, said
     assert said.count(f"exit code {128 + signum}") == 2, said
 
@@ -279,7 +279,7 @@ def test_a_job_that_is_queued_again_goes_on_from_where_it_was(slurm: Slurm, how:
     if not by_time:
         slurm.call("scontrol", "requeue", job.number)
     # Slurm checks the time limit only now and then, and may be a minute early.
-    run.wait_for("told", rank=1, reason="leave", deadline_s=400)
+    run.wait_for("requested", rank=1, reason="leave", deadline_s=400)
     run.release("forward-0-3-0")
     job.wait("PENDING")
     # Slurm would wait for two minutes before it starts a requeued job.

@@ -51,7 +51,7 @@ class StopRequest:
     ) -> None:
         self.signum, self.pid = 0, os.getpid()
         self._signals, self._noted_s = signals, 0.0
-        self._clock_s, self._end = clock_s, end or self.end_at_once
+        self._clock_s, self._end = clock_s, end or self.end_now
 
     def __enter__(self) -> StopRequest:
         self.install()
@@ -72,7 +72,7 @@ class StopRequest:
         if self._signals:
             self.entered.remove(self)
         if self.entered:
-            # It has noted the signal too, and gives it back.
+            # It has noted the signal too, and restores its handler.
             return
         for number in [*self.before]:
             if number in self._signals or signal.getsignal(number) is _note:
@@ -83,14 +83,14 @@ class StopRequest:
             signal.raise_signal(self.signum)
 
     def note(self, signum: int) -> None:
-        """A signal has come."""
+        """A signal was received."""
         now_s = self._clock_s()
         if self.signum and now_s - self._noted_s > _SAME_WISH_S:
             self._end(signum)
         elif not self.signum:
             self.signum, self._noted_s = signum, now_s
 
-    def end_at_once(self, signum: int) -> None:
+    def end_now(self, signum: int) -> None:
         """End the process by the signal."""
         for number in self._signals:
             signal.signal(number, signal.SIG_DFL)
@@ -101,13 +101,13 @@ def _note(signum: int, frame: FrameType | None) -> None:
     """The handler of all requests."""
     entered = [*StopRequest.entered]
     if not entered:
-        # A library has put back what it found when it began.
+        # A library has restored the handler that it found when it began.
         _give_back(signum)
         signal.raise_signal(signum)
     for request in entered:
         if os.getpid() != request.pid:
-            # A forked child has inherited this handler, and the signal asks the child to end.
-            request.end_at_once(signum)
+            # A forked child has inherited this handler, and the signal is meant to end the child.
+            request.end_now(signum)
         request.note(signum)
 
 
@@ -118,7 +118,7 @@ def _give_back(signum: int) -> None:
 
 
 def free_signals() -> list[signal.Signals]:
-    """The signals that ask for a stop. SIGUSR1 and SIGUSR2, which schedulers send before they kill, do if unhandled."""
+    """The signals that request a stop. SIGUSR1 and SIGUSR2, which schedulers send before they kill, do if unhandled."""
     if threading.current_thread() is not threading.main_thread():
         return []
     notices = (signal.SIGUSR1, signal.SIGUSR2)
@@ -127,7 +127,7 @@ def free_signals() -> list[signal.Signals]:
 
 # The way out for ranks that have different numbers of batches.
 EVEN = (
-    "give all ranks the same number of batches: next(batches) of Batches(loader) goes on with the next epoch, and "
+    "give all ranks the same number of batches: next(batches) of Batches(loader) continues with the next epoch, and "
     "DistributedSampler repeats samples, or leaves out the last ones (drop_last=True)"
 )
 
@@ -150,7 +150,7 @@ class Wish(IntEnum):
         """The reason as the end of a sentence."""
         return {
             Wish.JOIN: "for nodes that join",
-            Wish.LEAVE: "as it was told to leave",
+            Wish.LEAVE: "on a request to leave",
             Wish.INTERRUPT: "as it was interrupted",
         }[self]
 
@@ -165,10 +165,10 @@ class Stopped(SystemExit):
 
 @dataclass(frozen=True)
 class SyncPlan:
-    """What one rank wants at a look, and then what all ranks have agreed on.
+    """What one rank proposes at a sync point, and then what all ranks have agreed on.
 
-    That is the next look in `steps` steps at the latest, a snapshot now, a copy of the next step, and copies of all
-    steps until the next look if there are any. A rank's loop counts up to step `total`. `wish` is why they stop now.
+    That is the next sync point in `steps` steps at the latest, a snapshot now, a copy of the next step, and copies of
+    all steps until then if there are any. A rank's loop counts up to step `total`. `wish` is why they stop now.
     """
 
     steps: int = 1
@@ -178,13 +178,13 @@ class SyncPlan:
     total: int = 0
     wish: Wish = Wish.NONE
 
-    def numbers(self, speaker: int) -> list[int]:
-        """The numbers that the ranks compare; `speaker` is 0 if this rank has nothing to say.
+    def numbers(self, reporter: int) -> list[int]:
+        """The numbers that the ranks compare; `reporter` is 0 if this rank has nothing to report.
 
-        The greatest counts: one rank can make all stop or look soon, and refuse a copy for all.
+        The greatest counts: one rank can make all stop or sync soon, and refuse a copy for all.
         """
         total = self.total
-        return [self.wish, not self.snapshot, not self.copy, not self.copies, -self.steps, total, -total, speaker]
+        return [self.wish, not self.snapshot, not self.copy, not self.copies, -self.steps, total, -total, reporter]
 
     @classmethod
     def agreed(cls, numbers: Sequence[int]) -> SyncPlan:
@@ -202,34 +202,34 @@ class SyncPlan:
 class Boundary:
     """Collects the requests to this rank, from signals and from its agent; `agreed` combines those of all ranks."""
 
-    def __init__(self, peers: Peers, signals: StopRequest, say: Callable[[str], None]) -> None:
-        self._peers, self._signals, self._say = peers, signals, say
-        self._told = Wish.NONE
-        self._news = ""
+    def __init__(self, peers: Peers, signals: StopRequest, log: Callable[[str], None]) -> None:
+        self._peers, self._signals, self._log = peers, signals, log
+        self._requested = Wish.NONE
+        self._deferred = ""
 
-    def tell(self, reason: str) -> None:
-        """The agent asks for a stop ("join", "leave", "interrupt"). Call this from any thread."""
+    def request(self, reason: str) -> None:
+        """The agent requests a stop ("join", "leave", "interrupt"). Called from any thread."""
         wish = {"join": Wish.JOIN, "interrupt": Wish.INTERRUPT}.get(reason, Wish.LEAVE)
-        self._told = max(self._told, wish)
+        self._requested = max(self._requested, wish)
 
-    def report(self, news: str) -> None:
-        """Say this at the next look. If all ranks have such a sentence there, only the lowest one says its own."""
-        self._news = self._news or news
+    def report(self, warning: str) -> None:
+        """Log this at the next sync point. If several ranks have a warning there, only the lowest one logs its own."""
+        self._deferred = self._deferred or warning
 
     def flush(self) -> None:
-        """There is no look any more: say what was reported since the last one."""
-        if self._news:
-            self._say(self._news)
-        self._news = ""
+        """There is no further sync point: log what was reported since the last one."""
+        if self._deferred:
+            self._log(self._deferred)
+        self._deferred = ""
 
-    def agreed(self, wants: SyncPlan) -> SyncPlan:
-        """Agree with all ranks on the plan, with this rank's wants. Collective: every rank gets the same."""
+    def agreed(self, own: SyncPlan) -> SyncPlan:
+        """Agree with all ranks on the plan; `own` is this rank's proposal. Collective: every rank gets the same."""
         order = self._peers.world_size - self._peers.rank
-        wants = replace(wants, wish=max(self._told, self._noted()))
-        numbers = self._peers.largest(wants.numbers(order if self._news else 0))
+        own = replace(own, wish=max(self._requested, self._noted()))
+        numbers = self._peers.largest(own.numbers(order if self._deferred else 0))
         if numbers[-1] == order:
-            self._say(self._news)
-        self._news = ""
+            self._log(self._deferred)
+        self._deferred = ""
         return SyncPlan.agreed(numbers)
 
     def _noted(self) -> Wish:
@@ -243,10 +243,10 @@ class Boundary:
 
 
 class SyncPoint:
-    """The looks of one training, from the restored step on. A pace decides when snapshots are due.
+    """The sync points of one training, from the restored step on. A pace decides when snapshots are due.
 
-    A checkpoint is written every `checkpoint_every` steps; if one is overdue, at the first look. There is a look after
-    each multiple of these and of `verify_every`.
+    A checkpoint is written every `checkpoint_every` steps; if one is overdue, at the first sync point. There is one
+    after each multiple of these and of `verify_every`.
     """
 
     def __init__(
@@ -261,35 +261,35 @@ class SyncPoint:
         self._boundary, self._state, self._copies = boundary, state, copies
         self._verification, self._pace = verification, Pace(copies.snapshot_every, state.version.step)
         self._checkpoint_every, self._total = checkpoint_every, 0
-        # The step of the last checkpoint. A failure may have torn the one that was due, and nobody would miss it.
+        # The step of the last checkpoint. A failure may have torn the one that was due, which no rank would notice.
         self._checkpointed = copies.disk.found
         multiples = [checkpoint_every, *([verify_every] if verify_every else [])]
-        self._looks = SyncSchedule(state.version.step, multiples)
+        self._schedule = SyncSchedule(state.version.step, multiples)
 
     def begin(self, total: int) -> None:
-        """A loop up to step `total` begins: what came between it and the loop before is not the time of a step."""
+        """A loop up to step `total` begins: the time between it and the loop before is not that of a step."""
         self._total = total
-        self._looks.leave(self._state.version.step, time.monotonic())
+        self._schedule.leave(self._state.version.step, time.monotonic())
 
     def is_now(self) -> bool:
-        """Whether the ranks look at this boundary. To be asked once at each; the same on all ranks."""
-        is_agreed = self._looks.reached(self._state.version.step, time.monotonic())
+        """Whether this boundary is a sync point. To be called once at each; the same on all ranks."""
+        is_agreed = self._schedule.reached(self._state.version.step, time.monotonic())
         return is_agreed or self._state.has_failed_copy
 
     def is_next(self) -> bool:
-        """Whether the ranks look after the step that is under way, or their loop ends with it."""
+        """Whether the step that is under way ends with a sync point, or ends the loop."""
         step = self._state.next_version.step
-        return 0 < self._total <= step or step >= self._looks.next
+        return 0 < self._total <= step or step >= self._schedule.next
 
-    def look(self) -> Wish:
+    def run(self) -> Wish:
         """Make what is due. Returns why all ranks stop now instead, if they do. Collective."""
         step = self._state.version.step
-        if self._looks.steps:
-            self._pace.step_took(self._looks.step_s, self._looks.steps)
+        if self._schedule.steps:
+            self._pace.step_took(self._schedule.step_s, self._schedule.steps)
         is_due = self._is_due(step)
         snapshot = self._verification.wants_snapshot(self._state, wants=is_due) and self._state.may_be_copied()
-        wanted = self._looks.wanted(step, self._due(step, has_snapshot=snapshot, is_refused=is_due and not snapshot))
-        agreed = self._ask(wanted, snapshot=snapshot)
+        wanted = self._schedule.wanted(step, self._due(step, has_snapshot=snapshot, is_refused=is_due and not snapshot))
+        agreed = self._agree(wanted, snapshot=snapshot)
         if agreed.wish:
             return agreed.wish
         if agreed.snapshot and step:
@@ -297,20 +297,20 @@ class SyncPoint:
             self._state.snapshot()
             self._pace.snapshot_took(step, time.monotonic() - begun_s)
             self._state.copies_next |= self._copies.copies_parts
-        self._copies.disk.look()
+        self._copies.disk.report_failures()
         if step // self._checkpoint_every > self._checkpointed // self._checkpoint_every:
             self._checkpointed = step
             self._state.require_checked()
             self._copies.checkpoint(self._state.version)
-        self._looks.agreed(step, agreed.steps)
-        self._looks.leave(step, time.monotonic())
+        self._schedule.agreed(step, agreed.steps)
+        self._schedule.leave(step, time.monotonic())
         return Wish.NONE
 
     def wish(self) -> Wish:
-        """Why all ranks stop now, at a place between looks that is the same on all of them. Collective."""
-        return self._ask(1, snapshot=False).wish
+        """Why all ranks stop now, between two sync points, after the same step on all of them. Collective."""
+        return self._agree(1, snapshot=False).wish
 
-    def _ask(self, steps: int, *, snapshot: bool) -> SyncPlan:
+    def _agree(self, steps: int, *, snapshot: bool) -> SyncPlan:
         copies = self._copies.steps
         copy = copies.wants(self._state.version.step + 1)
         agreed = self._boundary.agreed(SyncPlan(steps, snapshot, copy, copies.every == 1, self._total))
@@ -319,7 +319,7 @@ class SyncPoint:
         return agreed
 
     def _is_due(self, step: int) -> bool:
-        """Whether this rank wants a snapshot. A given distance holds between copies too; else copies are enough."""
+        """Whether this rank proposes a snapshot. A given distance holds between copies too; else copies are enough."""
         copied = self._copies.copied_step
         if self._pace.is_fixed:
             if copied:
@@ -328,7 +328,7 @@ class SyncPoint:
         return not copied and (not self._copies.paces or self._pace.is_due(step))
 
     def _due(self, step: int, *, has_snapshot: bool, is_refused: bool) -> Iterator[int]:
-        """The steps after which this rank has something to do that must not wait for a later look."""
+        """The steps after which this rank has something to do that must not wait for a later sync point."""
         if self._copies.steps.is_off:
             # There are snapshots at comparisons only, which are after multiples.
             return
@@ -336,7 +336,7 @@ class SyncPoint:
             yield step + 1
         elif self._copies.paces and self._pace.is_fixed:
             yield self._pace.due_after(step, is_taken=has_snapshot)
-        if (next_copy := self._copies.steps.look_after(step)) is not None:
+        if (next_copy := self._copies.steps.sync_after(step)) is not None:
             yield next_copy
 
 
@@ -347,32 +347,32 @@ class Loops:
     such a memory. After a restart all ranks create it together.
     """
 
-    def __init__(self, path: Path | None, peers: Peers, say: Callable[[str], object], *, is_restart: bool) -> None:
-        self._path, self._leads, self._say = path, peers.leads, say
+    def __init__(self, path: Path | None, peers: Peers, log: Callable[[str], object], *, is_restart: bool) -> None:
+        self._path, self._leads, self._log = path, peers.leads, log
         self._left: dict[int, int] = {}
         for its in peers.from_all(self._read()) if is_restart else ():
             self._left |= its
         self._to_leave = dict(self._left)
-        # The step that the loops of this process have come to.
-        self._come_to = -1
+        # The step that the loops of this process have reached.
+        self._reached = -1
         self._is_leaving = False
 
     def begin(self, total: int, step: int) -> bool:
         """A loop up to `total` begins after `step`. Returns whether it has steps to give.
 
         The first one that an earlier process left has none. Raises ValueError if an earlier loop of this process has
-        come to `total`.
+        reached `total`.
         """
-        if total <= self._come_to:
+        if total <= self._reached:
             raise ValueError(
-                f"steps({total}) has nothing to do: an earlier loop of this program has come to step {self._come_to}, "
+                f"steps({total}) has nothing to do: an earlier loop of this program has come to step {self._reached}, "
                 "and `total` counts the steps of the whole training. Epochs are `for epoch, steps in "
                 f"keeper.epochs(how_many, {total}):`, and in it `for step in steps:`"
             )
         self.settle(has_left=True)
         if self._to_leave.pop(total, step + 1) <= step:
             if self._leads:
-                self._say(f"the loop up to step {total} ends after step {self._left[total]}, where it was left before")
+                self._log(f"the loop up to step {total} ends after step {self._left[total]}, where it was left before")
             return False
         if step < total and self._left.pop(total, None) is not None:
             self._write()
@@ -385,7 +385,7 @@ class Loops:
     def ended(self, total: int, step: int) -> None:
         """The loop up to `total` is at its end, after `step`."""
         if step >= total:
-            self._come_to = max(self._come_to, total)
+            self._reached = max(self._reached, total)
 
     def left(self, total: int, step: int) -> None:
         """The loop up to `total` was left after `step`, by `break`, `return` or an exception: `settle` knows which.
@@ -407,7 +407,7 @@ class Loops:
         return {}
 
     def _write(self) -> None:
-        # Without room for so little there is no state to restore either.
+        # Without space for so little there is no state to restore either.
         with contextlib.suppress(OSError):
             if self._path is not None:
                 new = self._path.with_name(f"{self._path.name}-{os.getpid()}")

@@ -50,7 +50,7 @@ class Copies:
         folder: str,
         storage: Storage | None,
         name: str,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         lose_at_most: int | None = None,
         kept: int = KEPT,
     ) -> None:
@@ -62,7 +62,7 @@ class Copies:
         except (TypeError, ValueError) as error:
             link.refuse(str(error))
             raise
-        self._training, self._peers, self._place, self._say, training_name = training, peers, place, say, name
+        self._training, self._peers, self._place, self._log, training_name = training, peers, place, log, name
         self.gpu = GpuCopies(training.device) if training.device.type == "cuda" else HostCopies()
         self.groups = GroupStatus()
         self._node_memory = None
@@ -73,14 +73,14 @@ class Copies:
             # Another process on the node may keep a training of this name for itself too.
             name = f"{name}-{place.rank}" if peers.world_size == 1 < place.world_size else name
             whose = peers.rank, place.world_size
-            self._node_memory = NodeMemory(Path(folder), name, layout, *whose, speaks=speaks, say=say)
+            self._node_memory = NodeMemory(Path(folder), name, layout, *whose, speaks=speaks, say=log)
         # For the loops that were left.
         self.loops_path = Path(folder, f"{name}.left") if folder else None
         self._parts: ShardedMemory | None = None
         if training.is_in_parts and all(self._nodes):
             parts = Path(folder, f"{name}.parts")
             parts.mkdir(mode=0o700, exist_ok=True)
-            self._parts = ShardedMemory(parts, peers, say, generation=place.generation)
+            self._parts = ShardedMemory(parts, peers, log, generation=place.generation)
         self._records = None if self._node_memory is None else self._node_memory.records(peers.rank)
         # If there was no room once, it is not tried again.
         self._has_room = True
@@ -93,13 +93,13 @@ class Copies:
         # Whether each rank waits within its commit until its node has a copy of the step.
         self.copies_in_commit = lose_at_most == 0 and self.can_rescue
         self._every = None if lose_at_most is None else max(1, lose_at_most)
-        self.steps = StepCopies(self, training, peers, self._parts, self._every, self._say_once)
-        # Whether the state was looked at once more when an optimizer had one.
+        self.steps = StepCopies(self, training, peers, self._parts, self._every, self._log_once)
+        # Whether the state was checked again when an optimizer had one.
         self._is_checked = False
-        self._said: set[str] = set()
-        self.disk = DiskCopies(training, peers, storage, place.generation, say, kept, training_name, folder)
+        self._logged: set[str] = set()
+        self.disk = DiskCopies(training, peers, storage, place.generation, log, kept, training_name, folder)
         self.is_durable = storage is not None
-        self.own = PerRankState(training, self._records, lambda said: say(f"rank {peers.rank} {said}"))
+        self.own = PerRankState(training, self._records, lambda text: log(f"rank {peers.rank} {text}"))
         # How many completed steps `restore` has lost.
         self.repeated = 0
         # The state that all ranks have compared, and the newest snapshot of such a state.
@@ -140,9 +140,9 @@ class Copies:
         return self._parts is not None and not self.steps.is_off
 
     def restore(self) -> Version:
-        """Load the newest state there is into the objects, and say so. Returns its version; step 0 if there is none."""
+        """Load the newest state there is into the objects, and log which. Returns its version; step 0 without one."""
         if self._training.per_rank is not None:
-            self._training.per_rank.begin_anew()
+            self._training.per_rank.expect_restore()
         large = self._training.has_large
         mine = Inventory(self._peers.rank, "", speaks=False)
         if self._node_memory is not None:
@@ -165,9 +165,9 @@ class Copies:
         if decision is None:
             self.repeated = done
             if self._place.generation:
-                # Without room in memory nobody knows how many steps are lost.
+                # Without room in memory the number of lost steps is unknown.
                 lost = f"; {repeated(done)}" if done else ""
-                self._tell(f"there is no state to restore: training begins at step 1{lost}")
+                self._log_on_rank_0(f"there is no state to restore: training begins at step 1{lost}")
             return Version(self._place.generation, 0)
         if self._parts is not None:
             place = self._peers.rank, self._peers.world_size
@@ -176,14 +176,14 @@ class Copies:
         if self._parts is not None or (large and not decision.reset):
             self._full = decision.version
         self.repeated = decision.repeated
-        self._tell(sentence(decision))
+        self._log_on_rank_0(sentence(decision))
         return decision.version
 
     def begin(self, version: Version) -> Version:
         """Make the restored state this generation's: record it, and take a snapshot if other nodes need a copy."""
         now = Version(self._place.generation, version.step)
-        if said := self._training.settings.restored(version.step):
-            self._tell(said)
+        if settings := self._training.settings.restored(version.step):
+            self._log_on_rank_0(settings)
         if version.step and (self._parts is not None or self._mirror is not None):
             # A state that was restored from elsewhere lacks one copy until then.
             self.snapshot(now)
@@ -195,16 +195,16 @@ class Copies:
             self.store(version)
         else:
             self.own.restored(version)
-        self._tell_of_missed(version)
+        self._log_missed(version)
         return version
 
-    def _tell_of_missed(self, version: Version) -> None:
-        """Say whose `per_rank` objects were not restored."""
+    def _log_missed(self, version: Version) -> None:
+        """Log whose `per_rank` objects were not restored."""
         per_rank = self._training.per_rank
         if per_rank is not None and version.step:
-            said = per_rank.missed_sentence(self._peers.from_all(per_rank.missed))
-            if said:
-                self._tell(said)
+            missed = per_rank.missed_sentence(self._peers.from_all(per_rank.missed))
+            if missed:
+                self._log_on_rank_0(missed)
 
     def store(self, version: Version, *, unless_same: bool = False, is_begun: bool = False) -> bool:
         """Store this rank's own state in memory as the state of `version`; `is_begun` if its commit is to come.
@@ -286,13 +286,13 @@ class Copies:
             live = self._training.live() if record is not None else None
             self._parts.save(version.step, large, self._training.small(), live)
             if self._peers.leads and not (self._parts.has_room_for_copies or self._parts.is_off):
-                self._say_once(
+                self._log_once(
                     "there is no room in memory for copies of each step beside snapshots; a failure goes back to the "
                     "last snapshot"
                 )
             elif record is not None and (live is None or self._parts.is_refused):
-                self._say_once(
-                    "the state can be copied at snapshots only: its tensors are made anew for each, or other values "
+                self._log_once(
+                    "the state can be copied at snapshots only: its tensors are made again for each, or other values "
                     "change with them; a failure goes back to the last snapshot"
                 )
         elif self.paces:
@@ -319,7 +319,7 @@ class Copies:
             own["is_begun"] = self.own.is_begun(version)
             return self._records.keep(version, own, [*self._spare, *self.steps.versions[-1:]])
         except OSError as error:
-            self._say_once(f"rank {self._peers.rank} keeps no snapshots of its own state: {error.strerror or error}")
+            self._log_once(f"rank {self._peers.rank} keeps no snapshots of its own state: {error.strerror or error}")
             return None
         except NotPlain:
             # This names the part.
@@ -346,16 +346,16 @@ class Copies:
             return found >= version
         except NoRoom as error:
             self._has_room = False
-            self._say(str(error))
+            self._log(str(error))
         except NotPlain:
             # This names the part.
             self._training.require_plain(durably=self.is_durable)
             raise
         except OSError as error:
-            # The same trouble may be there at each snapshot to come: once, with the first step.
-            if (reason := error.strerror or str(error)) not in self._said:
-                self._said.add(reason)
-                self._say(f"step {version.step} could not be copied to {self._node_memory.folder}: {reason}")
+            # The same error may come with each further snapshot: it is logged once, with the first step.
+            if (reason := error.strerror or str(error)) not in self._logged:
+                self._logged.add(reason)
+                self._log(f"step {version.step} could not be copied to {self._node_memory.folder}: {reason}")
         return False
 
     @property
@@ -363,13 +363,13 @@ class Copies:
         """Whether `save_replicated` can store a state, as far as is known."""
         return self._node_memory is not None and not self._training.is_in_parts and self._has_room
 
-    def wait_for_part(self, say_first: Callable[[], None]) -> None:
-        """If a thread is writing this rank's part of the state, `say_first`, and wait until it is written.
+    def wait_for_part(self, report_first: Callable[[], None]) -> None:
+        """If a thread is writing this rank's part of the state, `report_first`, and wait until it is written.
 
         Only for as long as writing takes: on a GPU it may wait for a peer that has failed.
         """
         for slot in () if self._parts is None else self._parts.being_written:
-            say_first()
+            report_first()
             slot.wait_until_settled(_WRITE_S + _WRITE_S_PER_BYTE * slot.size)
 
     @property
@@ -383,7 +383,7 @@ class Copies:
         # This rank has stored what it alone has of these.
         own = [self._full, self._newest if self._is_kept else None, *self.steps.versions]
         kept = self._node_memory.versions()
-        # As `decide` does: without a copy of which the large part is there too, the large part begins anew.
+        # As `decide` does: without a copy of which the large part is there too, the large part is lost.
         kept = [each for each in kept if self._training.has_large and each in own] or kept
         return max(kept).step if kept else 0
 
@@ -422,14 +422,14 @@ class Copies:
         if node_memory is None or not all(nodes) or len(set(nodes)) == 1:
             return None
         lost = "the communication hook" if self._training.has_large else "the random state of its ranks"
-        loss = f"if a node is lost, {lost} begins anew"
-        return Mirror(self._peers, nodes, lambda rank: node_memory.records(rank).mirrored, self._say_once, loss=loss)
+        loss = f"if a node is lost, {lost} starts over"
+        return Mirror(self._peers, nodes, lambda rank: node_memory.records(rank).mirrored, self._log_once, loss=loss)
 
-    def _say_once(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
-            self._say(text)
+    def _log_once(self, text: str) -> None:
+        if text not in self._logged:
+            self._logged.add(text)
+            self._log(text)
 
-    def _tell(self, text: str) -> None:
+    def _log_on_rank_0(self, text: str) -> None:
         if self._peers.leads:
-            self._say(text)
+            self._log(text)

@@ -23,14 +23,14 @@ from elaunch.trainer.state.training_state import Training
 if TYPE_CHECKING:
     from elaunch.trainer.keeper.copies import Copies
 
-# The reasons for which nothing can be written, and which do not go away by themselves.
+# The errors for which nothing can be written until somebody repairs them.
 _LASTING = {getattr(errno, f"E{name}") for name in ("ACCES", "PERM", "ROFS", "NOTDIR", "EXIST", "NAMETOOLONG", "NOENT")}
 
 
 class DiskCopies:
     """The checkpoints in `storage` of generation `generation`; with None there are none, and every call does nothing.
 
-    `folder` is the job's memory on this node. `look`, `close` and `where_to_go_on` are local to a rank;
+    `folder` is the job's memory on this node. `report_failures`, `close` and `where_to_continue` are local to a rank;
     all other methods are collective.
     """
 
@@ -40,12 +40,12 @@ class DiskCopies:
         peers: Peers,
         storage: Storage | None,
         generation: int,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         kept: int = KEPT,
         name: str = UNNAMED,
         folder: str = "",
     ) -> None:
-        self._training, self._peers, self._say = training, peers, say
+        self._training, self._peers, self._log = training, peers, log
         self._generation = generation
         # The newest step of which a checkpoint was begun or restored.
         self._newest = -1
@@ -57,14 +57,14 @@ class DiskCopies:
             self._claim = self._claimed(storage, name, Path(folder, f"{name}.job") if folder else None)
             ours = self._claim.require
             self._checkpoints = Checkpoints(
-                storage, generation=generation, keep=kept, say=say, group=peers, require_ours=ours
+                storage, generation=generation, keep=kept, say=log, group=peers, require_ours=ours
             )
             self._require_writable(storage)
             if training.is_in_parts and storage.is_local and not generation:
                 self._require_shared(storage)
 
     def _require_writable(self, storage: Storage) -> None:
-        """Say why no checkpoint can be written. Raises ValueError on all ranks, at the job's start, if that stays so.
+        """Log why no checkpoint can be written. Raises ValueError on all ranks, at the job's start, if that stays so.
 
         Later there may be a state in memory. Of a state in parts each rank writes its own.
         """
@@ -85,7 +85,7 @@ class DiskCopies:
             link.refuse(text)
             raise ValueError(text)
         if rank == self._peers.rank:
-            self._say(f"{text}; until they can, there are none")
+            self._log(f"{text}; until they can, there are none")
 
     def _require_shared(self, storage: Storage) -> None:
         """Raise ValueError on all ranks if a rank, which writes its part of a state, has another directory there."""
@@ -117,7 +117,7 @@ class DiskCopies:
         if path is not None and not known:
             with contextlib.suppress(OSError):
                 path.write_text(job)
-        claim, why = Claim(storage, name, self._generation, self._say, job), ""
+        claim, why = Claim(storage, name, self._generation, self._log, job), ""
         if self._peers.leads:
             try:
                 claim.take(lambda: link.phase("waiting for the end of another job"))
@@ -136,7 +136,7 @@ class DiskCopies:
         """Load the newest checkpoint if its step is newer. Returns its version and the number of repeated steps.
 
         `done` is the newest step that was completed, as memory says. Raises Unreadable if there may be a checkpoint,
-        and nothing else to go on from.
+        and nothing else to continue from.
         """
         if self._checkpoints is None or self._storage is None:
             return None
@@ -148,9 +148,9 @@ class DiskCopies:
             raise
         newest = -1 if found is None else found.step
         if unreached and newer_than < 0:
-            raise Unreadable(f"{unreached}; training does not begin anew while there may be some")
+            raise Unreadable(f"{unreached}; training does not start over while there may be some")
         if unreached:
-            self._tell(f"{unreached}; there is a state in memory, which is taken")
+            self._log_on_rank_0(f"{unreached}; there is a state in memory, which is taken")
         if newest <= newer_than:
             self.found = max(0, newest)
             return None
@@ -159,7 +159,7 @@ class DiskCopies:
         except Unreadable as error:
             if newer_than < 0:
                 raise
-            self._tell(f"{error}; there is an older state in memory, which is taken")
+            self._log_on_rank_0(f"{error}; there is an older state in memory, which is taken")
             return None
         # It may be an older checkpoint, if the newest was torn.
         self.found = 0 if mark is None else mark.step
@@ -168,8 +168,8 @@ class DiskCopies:
         again = max(0, done - mark.step)
         # After another job no worker's memory is left, so the number of lost steps is unknown.
         lost = f"; {repeated(again)}" if done else ""
-        anew = "; the communication hook starts with a new state" if self._training.has_large else ""
-        self._tell(f"restored step {mark.step} from the checkpoint in {self._storage}{lost}{anew}")
+        hook = "; the communication hook starts with a new state" if self._training.has_large else ""
+        self._log_on_rank_0(f"restored step {mark.step} from the checkpoint in {self._storage}{lost}{hook}")
         self._newest = mark.step
         return Version(self._generation, mark.step), again
 
@@ -188,7 +188,7 @@ class DiskCopies:
         of_ranks = {name: [its[name] for its in of_all if name in its] for name in names}
         self._checkpoints.save_async(version.step, self._training.whole(of_ranks))
 
-    def look(self) -> None:
+    def report_failures(self) -> None:
         """Report failures of background writes as soon as they are known."""
         if self._checkpoints is not None:
             self._checkpoints.look()
@@ -217,7 +217,7 @@ class DiskCopies:
             self._newest = -1
         return why
 
-    def where_to_go_on(self, step: int) -> str:
+    def where_to_continue(self, step: int) -> str:
         """From where the same command continues after a stop at `step`, as the rest of a sentence. Only on rank 0."""
         if self._checkpoints is None:
             return ""
@@ -227,9 +227,9 @@ class DiskCopies:
         where = "there" if newest.step == step else f"the checkpoint of step {newest.step}"
         return f"; the same command goes on from {where}"
 
-    def _tell(self, text: str) -> None:
+    def _log_on_rank_0(self, text: str) -> None:
         if self._peers.leads:
-            self._say(text)
+            self._log(text)
 
 
 # Seconds before each new try.
@@ -241,23 +241,23 @@ class NotDurable(OSError):
 
 
 def require_durable(
-    copies: Copies, version: Version, say: Callable[[str], None] | None, stop_if_asked: Callable[[], object]
+    copies: Copies, version: Version, log: Callable[[str], None] | None, stop_if_requested: Callable[[], object]
 ) -> None:
     """Retry a failed last checkpoint for a while: a state that is only in memory ends with the job. Collective.
 
-    `say` is None on all ranks but the first. Raises NotDurable.
+    `log` is None on all ranks but the first. Raises NotDurable.
     """
     for number, again_s in enumerate(_AGAIN_S):
         why = copies.disk.failure()
         if not why:
             return
-        if say:
+        if log:
             left_s = sum(_AGAIN_S[number:])
-            say(f"{why}; it is the last one, and is tried again for {left_s} s: repair that, or the program fails")
+            log(f"{why}; it is the last one, and is tried again for {left_s} s: repair that, or the program fails")
         for _ in range(again_s):
             time.sleep(1)
             link.phase("writing the last checkpoint")
-            stop_if_asked()
+            stop_if_requested()
         copies.checkpoint(version)
         copies.wait()
     if why := copies.disk.failure():

@@ -64,7 +64,7 @@ def entered(name: str, memory: str, checkpoints: str) -> Iterator[None]:
         del _held()[keys[0]]
 
 
-def of_before(old: Mapping[str, int | None], lose_at_most: int | None) -> int | None:
+def replaced_options(old: Mapping[str, int | None], lose_at_most: int | None) -> int | None:
     """What options mean that `lose_at_most` has replaced. Raises TypeError for others."""
     for option, value in old.items():
         if option not in ("snapshot_every", "copy_every", "stop_every"):
@@ -103,9 +103,9 @@ def _held() -> dict[tuple[int, str, str, str], str]:
 
 # After the first of these commits the program's objects are noted, and after the other one compared.
 _NOTED_AT, _COMPARED_AT = 1, 4
-# At the first looks of a job the ranks compare once more what they must have alike, and later after so many at least.
-_LOOKS, _LOOKS_APART = 3, 1024
-# What comes later is looked for again and again, in so great a share of the time, and after this at the earliest.
+# At the first sync points of a job the ranks compare again what they must have alike, and later after so many at least.
+_SYNCS, _SYNCS_APART = 3, 1024
+# What comes later is searched for repeatedly, in so great a share of the time, and after this at the earliest.
 _SHARE, _APART_S = 0.001, 1.0
 # The options that a schedule changes.
 _NUMBERS = ("lr", "momentum", "betas", "weight_decay")
@@ -145,19 +145,19 @@ class EntryChecks:
         peers: Peers,
         path: Path | None,
         *,
-        say: Callable[[str], object],
+        log: Callable[[str], object],
         is_first: bool,
         is_others: bool,
     ) -> None:
         self._training, self._kept, self._peers, self._path = training, kept, peers, path
-        self._say, self._is_first, self.is_others = say, is_first, is_others
-        self._said = set(path.read_text().split("\n")) if path is not None and path.exists() else set[str]()
+        self._log, self._is_first, self.is_others = log, is_first, is_others
+        self._warned = set(path.read_text().split("\n")) if path is not None and path.exists() else set[str]()
         self._schedulers = [one for one in several(kept["scheduler"]) if isinstance(one, LRScheduler)]
         # What only a commit may change, beside tensors, at the end of the last one if that was checked.
         self._noted: dict[str, Any] | None = None
-        self._unkept = Unkept(training, kept, self._tell, self._options)
+        self._unkept = Unkept(training, kept, self._warn, self._options)
         self._again_s, self._is_again = 0.0, False
-        self._commits = self._looks = 0
+        self._commits = self._syncs = 0
         self._has_begun = False
         # The number of commits at the last evaluation.
         self._evaluated = -1
@@ -170,7 +170,7 @@ class EntryChecks:
         Raises ValueError for what no restart can restore.
         """
         # A restore makes all ranks alike.
-        if reason := self._strange_parameters() or ("" if step else self._difference()):
+        if reason := self._unknown_parameters() or ("" if step else self._difference()):
             link.refuse(reason)
             raise ValueError(reason)
         if before[0] == step + 1:
@@ -178,22 +178,22 @@ class EntryChecks:
         if self._is_first and self._peers.leads:
             # Attributes of the program's objects may raise anything, and that must not end the training.
             with contextlib.suppress(Exception):
-                self._unkept.look_through()
+                self._unkept.scan()
 
     def commit_begins(self, step: int) -> None:
         """Name a scheduler that was stepped since the last commit, and a program without `step_begin`."""
         if not self._has_begun and not self.is_others:
-            self._tell("loop", _NO_LOOP)
+            self._warn("loop", _NO_LOOP)
         self._compare(step - 1, self._counts)
 
     def committed(self, step: int, *, is_checked: bool) -> None:
         """The commit of `step` has ended. Without `is_checked` only options are noted."""
         self._commits += 1
-        self._noted = self._counts() | self._settings() if is_checked and self._may_tell("options") else None
+        self._noted = self._counts() | self._settings() if is_checked and self._may_warn("options") else None
         if not (is_checked or self._is_again):
             return
         if step == self._expected[0] and not self.is_others:
-            self._tell(
+            self._warn(
                 "drawn",
                 f"rank {self._peers.rank} drew other random numbers, or got another batch, in step {step} than before "
                 "the failure: they depend on state that the Keeper does not keep; `elaunch rehearse` can name it",
@@ -202,9 +202,9 @@ class EntryChecks:
         if self._peers.leads and (self._is_first or self._commits > _COMPARED_AT):
             # Attributes of the program's objects may raise anything.
             with contextlib.suppress(Exception):
-                self._look_at_objects()
+                self._check_objects()
 
-    def _look_at_objects(self) -> None:
+    def _check_objects(self) -> None:
         if self._commits in (_NOTED_AT, _COMPARED_AT):
             self._unkept.compare()
         elif self._commits == _COMPARED_AT - 1:
@@ -212,7 +212,7 @@ class EntryChecks:
         elif self._is_again:
             self._is_again, begun_s = False, time.monotonic()
             self._unkept.compare()
-            self._unkept.look_through()
+            self._unkept.scan()
             took_s = time.monotonic() - begun_s
             self._again_s = begun_s + max(_APART_S, took_s / _SHARE)
 
@@ -220,10 +220,10 @@ class EntryChecks:
         """Name options that have changed since the commit of `step`. What the next step sets is set again."""
         self._has_begun = True
         if self._evaluated == self._commits:
-            self._look_at_weights()
+            self._check_weights()
         if self._commits and (self._evaluated != self._commits or not self._training.shares_buffers):
             # DDP gives all ranks those of rank 0 before any pass.
-            self._look_at_buffers()
+            self._check_buffers()
         self._compare(step, lambda: self._counts() | self._settings())
 
     def _compare(self, step: int, present: Callable[[], dict[str, Any]]) -> None:
@@ -231,7 +231,7 @@ class EntryChecks:
         for place, value in present().items() if before is not None else ():
             if before is not None and (place not in before or before[place] != value):
                 was = f"from {before[place]!s:.40} " if place in before else ""
-                self._tell(
+                self._warn(
                     "options",
                     f"`{place}` changed outside keeper.commit() after step {step} ({was}to {value!s:.40}): a failure "
                     "in between restores the old value, or the change is made twice. Change it in the commit "
@@ -277,19 +277,21 @@ class EntryChecks:
         pairs = zip(self._training.per_rank.kinds, one["per_rank"]["states"], other["per_rank"]["states"], strict=True)
         return all(equal(its, now) for kind, its, now in pairs if kind in ("Batches", "GeneratorState"))
 
-    def watch(self, stack: contextlib.ExitStack, look: Callable[[], None], look_at_buffers: Callable[[], None]) -> None:
-        """Until `stack` is left, `look` at the weights when an evaluation begins, and when the next step does.
+    def watch(
+        self, stack: contextlib.ExitStack, check_weights: Callable[[], None], check_buffers: Callable[[], None]
+    ) -> None:
+        """Until `stack` is left, `check_weights` when an evaluation begins, and when the next step does.
 
-        Each step begins with `look_at_buffers`. Another optimizer's steps are seen at once.
+        Each step begins with `check_buffers`. Another optimizer's steps are seen immediately.
         """
-        self._look_at_weights, self._look_at_buffers = look, look_at_buffers
+        self._check_weights, self._check_buffers = check_weights, check_buffers
         if self._peers.leads:
             self._unkept.watch_optimizers(stack, lambda: self._commits)
 
         def before_forward(module: nn.Module, _: object) -> None:
             if not module.training and self._evaluated != self._commits:
                 self._evaluated = self._commits
-                look()
+                check_weights()
 
         for model in self._training.models:
             # A program may evaluate what is in DDP's wrapper; hooks of a compiled module would be compiled too.
@@ -297,19 +299,19 @@ class EntryChecks:
             if getattr(inner, "_compiled_call_impl", None) is None:
                 stack.callback(inner.register_forward_pre_hook(before_forward).remove)
 
-    def look(self, step: int) -> None:
-        """Look again for state that is not kept, and compare what all ranks must have alike. Collective.
+    def sync_point(self, step: int) -> None:
+        """Search again for state that is not kept, and compare what all ranks must have alike. Collective.
 
         A program may begin an average, or make another optimizer, in mid-training.
         """
         if not self._commits:
             return
-        self._looks += 1
-        for path, (old, new) in self._training.settings.look().items():
+        self._syncs += 1
+        for path, (old, new) in self._training.settings.find_changes().items():
             if self._training.has_names_of_its_own:
-                self._tell("value", _VALUE.format(path, old, new, step), by_all=True)
+                self._warn("value", _VALUE.format(path, old, new, step), by_all=True)
         if self._compares_ranks() and (found := self._difference(f" after step {step}")):
-            self._tell("ranks", found)
+            self._warn("ranks", found)
         if self._peers.leads and self._commits > _COMPARED_AT and time.monotonic() >= self._again_s:
             self._is_again = not self.is_others
             if self._is_again:
@@ -317,22 +319,22 @@ class EntryChecks:
 
     def _compares_ranks(self) -> bool:
         # A restart has no time for it, and has made the ranks alike.
-        is_power_of_2 = not self._looks & (self._looks - 1)
-        return self._is_first if self._looks <= _LOOKS else is_power_of_2 or not self._looks % _LOOKS_APART
+        is_power_of_2 = not self._syncs & (self._syncs - 1)
+        return self._is_first if self._syncs <= _SYNCS else is_power_of_2 or not self._syncs % _SYNCS_APART
 
-    def _may_tell(self, kind: str, *, by_all: bool = False) -> bool:
-        return kind not in self._said and (by_all or self._peers.leads)
+    def _may_warn(self, kind: str, *, by_all: bool = False) -> bool:
+        return kind not in self._warned and (by_all or self._peers.leads)
 
-    def _tell(self, kind: str, sentence: str, *, by_all: bool = False) -> None:
+    def _warn(self, kind: str, sentence: str, *, by_all: bool = False) -> None:
         """Warn once per job: rank 0 only, unless `by_all`."""
-        if not self._may_tell(kind, by_all=by_all):
+        if not self._may_warn(kind, by_all=by_all):
             return
-        self._said.add(kind)
+        self._warned.add(kind)
         if self._path is not None:
             # On a full disk the warning is repeated after a restart.
             with contextlib.suppress(OSError), self._path.open("a") as file:
                 file.write(f"{kind}\n")
-        self._say(sentence)
+        self._log(sentence)
 
     def _difference(self, when: str = "") -> str:
         """A sentence about what differs between two ranks; "" if nothing does. Collective."""
@@ -399,20 +401,20 @@ class EntryChecks:
         own = [*self._training.model.buffers()]
         return {name: its for name, its in state.items() if not any(equal(its, one) for one in own)}
 
-    def _strange_parameters(self) -> str:
+    def _unknown_parameters(self) -> str:
         """A sentence about an optimizer's parameters that the Keeper does not have; "" if there are none."""
         known = {memory_of(one) for _, one in self._training.live_tensors.named(optimizers=False)}
         for one in () if self._training.is_in_parts else self._training.optimizers:
             # An optimizer with a state_dict of its own may save them.
             if not isinstance(one, Optimizer) or type(one).state_dict is not Optimizer.state_dict:
                 continue
-            strange = [p for group in one.param_groups for p in group["params"] if p.requires_grad and p.numel()]
-            if not (strange := [p for p in strange if memory_of(p) not in known]):
+            unknown = [p for group in one.param_groups for p in group["params"] if p.requires_grad and p.numel()]
+            if not (unknown := [p for p in unknown if memory_of(p) not in known]):
                 continue
             beside = [self._kept[name] for name in ("extra", "scaler", "hook_state", "per_rank")]
             reached = reach("", beside, 10 * NODES_MAX, set(map(id, self._training.optimizers)))
             known |= {memory_of(each) for _, each in reached if is_a(each, Tensor)}
-            if shapes := [str(tuple(p.shape)) for p in strange if memory_of(p) not in known]:
+            if shapes := [str(tuple(p.shape)) for p in unknown if memory_of(p) not in known]:
                 return (
                     f"{type(one).__name__} changes {len(shapes)} parameters that are not in the Keeper's model (of "
                     f"shapes {some(shapes)}): a restart would reinitialize them. Pass all modules: "

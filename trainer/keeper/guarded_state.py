@@ -26,9 +26,9 @@ _WATCH_S = 1.0
 
 
 class GroupWatch:
-    """Within the `with` block a thread asks `status` once a second, and calls `save` when a collective has failed.
+    """Within the `with` block a thread polls `status` once a second, and calls `save` when a collective has failed.
 
-    There is no thread if no group has a status. With `tells` it first says which settings contradict each other. Raises
+    There is no thread if no group has a status. With `warns` it first logs which settings contradict each other. Raises
     ValueError for settings under which steps could be wrong.
     """
 
@@ -36,20 +36,20 @@ class GroupWatch:
         self,
         status: GroupStatus,
         save: Callable[[], object],
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         *,
-        tells: bool,
-        look_s: float = _WATCH_S,
+        warns: bool,
+        poll_s: float = _WATCH_S,
     ) -> None:
-        self._status, self._save, self._say = status, save, say
-        self._tells, self._look_s = tells, look_s
+        self._status, self._save, self._log = status, save, log
+        self._warns, self._poll_s = warns, poll_s
         self._is_over = threading.Event()
 
     def __enter__(self) -> GroupWatch:
         is_known = self._status.is_known
         warning = require_reported_aborts(os.environ, has_nccl=has_nccl(), is_known=is_known)
-        if warning and self._tells:
-            self._say(warning)
+        if warning and self._warns:
+            self._log(warning)
         if is_known:
             threading.Thread(target=self._run, name="elaunch-group-watch", daemon=True).start()
         return self
@@ -58,9 +58,9 @@ class GroupWatch:
         self._is_over.set()
 
     def _run(self) -> None:
-        while not self._is_over.wait(self._look_s):
+        while not self._is_over.wait(self._poll_s):
             if error := self._status.error():
-                self._say(f"a collective has failed, and this rank keeps its last complete step: {error}")
+                self._log(f"a collective has failed, and this rank keeps its last complete step: {error}")
                 try:
                     self._save()
                 except Exception:
@@ -74,7 +74,7 @@ _END_S = 30.0
 _LEFT = 143
 # If another worker has completed a step, this worker completes it within milliseconds or never.
 _ARRIVAL_S = 0.3
-_LOOK_S = 0.001
+_POLL_S = 0.001
 # How long a rescue waits for a commit: so long, and so many times as long as the longest commit took. A commit that
 # takes longer waits for the failed peer, in a collective within `optimizer.step`.
 _COMMIT_S = 1.0
@@ -97,20 +97,20 @@ class GuardedState:
         self._is_sealed = False
         # Whether `begin` was called and `end` was not: the training's thread holds the lock.
         self.is_changing = False
-        self._is_stored = self._has_told_of_draws = False
+        self._is_stored = self._has_reported_draws = False
         self._commits = 0
         # Whether what the last commit has made was checked: whether a restart can bring it back.
         self.is_checked = True
         self._guard = MutationGuard(training.live_tensors)
         # Called with the step that a checked commit begins to complete.
         self.before_commit: Callable[[int], object] = id
-        # Called in a commit: whether all ranks look at the state after it, and may copy it.
-        self.is_looked_at: Callable[[], bool] = bool
+        # Called in a commit: whether a sync point comes after it, at which the state may be copied.
+        self.is_sync_point: Callable[[], bool] = bool
         self._begun_s = self._longest_s = 0.0
         # Whether what this rank alone has of the next step is copied within its commit, and whether that holds until
-        # the next look. All ranks have agreed on that.
+        # the next sync point. All ranks have agreed on that.
         self.copies_next = self.copies_each = False
-        # Whether a rank could not make the last copy: all ranks know, and look what to do instead.
+        # Whether a rank could not make the last copy: all ranks know, and agree on what to do instead.
         self.has_failed_copy = False
 
     def _be_at(self, version: Version) -> None:
@@ -118,16 +118,16 @@ class GuardedState:
         self.version, self.next_version = version, Version(self._generation, version.step + 1)
 
     def restored(
-        self, copies: Copies, version: Version, report: Callable[[str], None], say: Callable[[str], None]
+        self, copies: Copies, version: Version, report: Callable[[str], None], log: Callable[[str], None]
     ) -> None:
         """The state is that of `version` now, and `copies` keeps it.
 
-        A change outside of a commit goes to `report`, for the next boundary, or after a failure to `say`.
+        A change outside of a commit goes to `report`, for the next boundary, or after a failure to `log`.
         """
         with self._lock:
             self._copies, self._is_whole, self._is_restored = copies, True, True
             self._be_at(version)
-            self._report, self._say = report, say
+            self._report, self._log = report, log
             self._guard.note()
             self._left = LeftGradients(self._training.model, self._training.optimizers, self._training.models)
             copies.gpu.after_commit()
@@ -140,22 +140,22 @@ class GuardedState:
         if not (self._copies.paces or self._training.is_in_parts):
             return True
         may = self._guard.allow_copy(self.version.step)
-        self._tell_of_changes()
+        self._report_changes()
         return may
 
-    def look(self) -> None:
-        """The weights may have been exchanged for an evaluation, or been put back: look at their values."""
-        self._guard.look(self.version.step)
-        self._tell_of_changes()
+    def check_weights(self) -> None:
+        """The weights may have been exchanged for an evaluation, or been put back: compare their values."""
+        self._guard.compare_values(self.version.step)
+        self._report_changes()
 
-    def look_at_buffers(self) -> None:
+    def check_buffers(self) -> None:
         """The next step begins: its passes alone change buffers."""
-        if news := self._copies.own.changed_buffers(self.version.step):
-            self._report(news)
+        if warning := self._copies.own.changed_buffers(self.version.step):
+            self._report(warning)
 
-    def _tell_of_changes(self) -> None:
-        if news := self._guard.news(self.version.step):
-            self._report(news)
+    def _report_changes(self) -> None:
+        if warning := self._guard.warning(self.version.step):
+            self._report(warning)
 
     def backward_begins(self, model: nn.Module) -> None:
         """A training backward pass of `model` begins, and has changed no gradient."""
@@ -187,18 +187,18 @@ class GuardedState:
             time.sleep(_END_S)
             raise SystemExit(_LEFT)
         if self.is_checked or self._guard.has_stirred():
-            self._tell_of_changes()
+            self._report_changes()
         self._guard.forget()
         settings = self._training.settings
-        if self.is_checked and (news := settings.replaced() or settings.unreduced()):
-            self._report(news)
+        if self.is_checked and (warning := settings.replaced() or settings.unreduced()):
+            self._report(warning)
         settings.forget()
         self.is_changing, self._is_whole = True, False
         self._begun_s = time.monotonic()
 
     def _is_to_be_checked(self) -> bool:
         self._commits += 1
-        is_copied = self.copies_next or self._copies.copies_in_commit or self.is_looked_at()
+        is_copied = self.copies_next or self._copies.copies_in_commit or self.is_sync_point()
         return is_copied or self._commits <= _CHECKED or self._rehearsal is not None
 
     def _require_clean(self, otherwise: str) -> None:
@@ -209,8 +209,8 @@ class GuardedState:
         """Store this rank's own state as it will be at the end of this commit, of which the rest may take long."""
         self._training.settings.stepped(is_checked=self.is_checked)
         # The backward pass has stored this already, unless random numbers were drawn since.
-        if self._copies.store(self.next_version, unless_same=True) and not self._has_told_of_draws:
-            self._has_told_of_draws = True
+        if self._copies.store(self.next_version, unless_same=True) and not self._has_reported_draws:
+            self._has_reported_draws = True
             self._report(
                 "random numbers were drawn, or an object of per_rank has changed, after the backward pass of step "
                 f"{self.next_version.step} had begun: a rank that dies in that step, while others complete it, goes on "
@@ -292,7 +292,7 @@ class GuardedState:
 
     def finalize(self, *, durably: bool) -> None:
         """At a stop or the end: a snapshot, and a checkpoint. No rank goes on before the snapshot is complete."""
-        self._training.settings.look()
+        self._training.settings.find_changes()
         self.snapshot()
         with self._lock:
             if self._is_whole and not self._training.is_in_parts:
@@ -316,7 +316,7 @@ class GuardedState:
         """
         if not self._is_restored:
             return
-        # The agent ends this process as soon as it hears that all is saved.
+        # The agent ends this process as soon as it learns that all is saved.
         self._copies.wait_for_part(lambda: link.saving(self.version.step))
         if not self._copies.can_rescue:
             return
@@ -334,12 +334,12 @@ class GuardedState:
                     # The training's thread has changed it meanwhile, without a lock.
                     self._copies.discard_replicated(self.version)
         except TypeError as error:
-            self._say(f"step {self.version.step} is not copied to memory, and the copy before it counts: {error}")
+            self._log(f"step {self.version.step} is not copied to memory, and the copy before it counts: {error}")
         finally:
             self._lock.release()
-        for news in (self._guard.news(self.version.step), self._training.settings.replaced()):
-            if news:
-                self._say(news)
+        for warning in (self._guard.warning(self.version.step), self._training.settings.replaced()):
+            if warning:
+                self._log(warning)
 
     def _acquired(self) -> bool:
         """Wait for the lock, for a commit only as long as commits take. Returns whether this thread has it."""
@@ -374,4 +374,4 @@ class GuardedState:
             newest = self._copies.newest_done()
             if newest is None or newest <= max(self.version, Version(self._generation, 0)):
                 return
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)

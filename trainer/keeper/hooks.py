@@ -215,7 +215,7 @@ class OptimizerHooks:
     def _before_forward(self, module: nn.Module, inputs: object) -> None:
         if self._stepped:
             self._finish()
-        # A wrapper may say something else: Lightning switches only the inner model.
+        # A wrapper may have another mode: Lightning switches only the inner model.
         if not self._model.training:
             self._evaluated_step = self._keeper.step
             return

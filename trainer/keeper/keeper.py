@@ -34,7 +34,7 @@ from elaunch.trainer.checkpoint.storage import storage_at
 from elaunch.trainer.keeper.boundary import EVEN, Boundary, Loops, Stopped, StopRequest, SyncPoint, Wish, free_signals
 from elaunch.trainer.keeper.copies import Copies
 from elaunch.trainer.keeper.disk_copies import NotDurable, require_durable
-from elaunch.trainer.keeper.entry_checks import EntryChecks, entered, is_alone, of_before, require_group
+from elaunch.trainer.keeper.entry_checks import EntryChecks, entered, is_alone, replaced_options, require_group
 from elaunch.trainer.keeper.guarded_state import GroupWatch, GuardedState
 from elaunch.trainer.keeper.hooks import OptimizerHooks, hook_backward
 from elaunch.trainer.keeper.rehearsal import VARIABLE, Rehearsal
@@ -53,8 +53,8 @@ class Keeper:
     list of tensors and plain values, which a restore fills in place. They must be the same on every rank, and change
     only within `commit`. `hook_state` is the state of a communication hook (PowerSGD's), which each rank has for
     itself. `per_rank` is one object, or a list of them, with a state that each rank has for itself: `Batches`, a
-    StatefulDataLoader, a `torch.Generator`, anything with `state_dict` and `load_state_dict`. `()` says that there is
-    none, and that the data's order needs nothing. Of FSDP's and ZeRO-1's state each rank keeps its part.
+    StatefulDataLoader, a `torch.Generator`, anything with `state_dict` and `load_state_dict`. `()` declares that there
+    is none, and that the data's order needs nothing. Of FSDP's and ZeRO-1's state each rank keeps its part.
 
     `checkpoints` is the directory, or URL, of durable checkpoints: one is written every `checkpoint_every` steps, at a
     stop and at the end, and the newest `keep` stay. `lose_at_most` is the number of complete steps that a failure may
@@ -63,7 +63,7 @@ class Keeper:
     they have alike, and raise Differs if a copy is damaged. `warm_up` does one forward and backward pass on any data of
     the right shape, and is called as often as DDP needs; without it, a resumed run of three or more workers is not bit
     for bit equal to a run without failures.
-    `name` tells several trainings of one program apart. `say` takes sentences for people.
+    `name` distinguishes several trainings of one program. `say` takes log messages.
 
     All ranks create and enter it, after `init_process_group`; without a process group it keeps a single process.
     Leaving it raises NotDurable if the last checkpoint cannot be written for a minute.
@@ -89,7 +89,7 @@ class Keeper:
         say: Callable[[str], None] | None = None,
         **old: int | None,
     ) -> None:
-        lose_at_most = of_before(old, lose_at_most)
+        lose_at_most = replaced_options(old, lose_at_most)
         counts = {"checkpoint_every": (checkpoint_every, 1), "keep": (keep, 1), "verify_every": (verify_every, 1)}
         for option, (count, least) in {**counts, "lose_at_most": (lose_at_most, 0)}.items():
             if count is None and option in ("verify_every", "lose_at_most"):
@@ -108,7 +108,7 @@ class Keeper:
         self._storage = None if checkpoints is None else storage_at(checkpoints)
         self._checkpoint_every, self._verify_every, self._keep = checkpoint_every, verify_every, keep
         self._lose_at_most = lose_at_most
-        self._warm_up, self._name, self._say = warm_up, name, say or _to_stderr
+        self._warm_up, self._name, self._log = warm_up, name, say or _to_stderr
         self._pid = os.getpid()
         self._state = GuardedState(self._training, self._place.generation, self._rehearsal)
         self._has_stopped = self._is_entered = self._is_open = False
@@ -127,7 +127,7 @@ class Keeper:
 
     @property
     def repeated(self) -> int:
-        """How many steps were lost and are repeated: workers had completed them, as this job's memory says."""
+        """How many steps were lost and are repeated: workers had completed them, as recorded in this job's memory."""
         return self._copies.repeated
 
     def __enter__(self) -> Keeper:
@@ -137,9 +137,9 @@ class Keeper:
             stack.enter_context(entered(self._name, memory, "" if storage is None else str(storage)))
             self._peers = Peers()
             self._signals = stack.enter_context(StopRequest(signals=free_signals()))
-            self._boundary = Boundary(self._peers, self._signals, self._say)
-            self._listener = link.listen(self._boundary.tell, rescue=self._state.peer_failed)
-            stack.push(self._listen_no_more)
+            self._boundary = Boundary(self._peers, self._signals, self._log)
+            self._listener = link.listen(self._boundary.request, rescue=self._state.peer_failed)
+            stack.push(self._close_listener)
             link.mark("restoring")
             self._copies = Copies(
                 self._training,
@@ -149,11 +149,11 @@ class Keeper:
                 storage=self._storage,
                 kept=self._keep,
                 name=self._name,
-                say=self._say,
+                log=self._log,
                 lose_at_most=self._lose_at_most,
             )
             is_restart = bool(self._place.generation)
-            self._loops = Loops(self._copies.loops_path, self._peers, self._say, is_restart=is_restart)
+            self._loops = Loops(self._copies.loops_path, self._peers, self._log, is_restart=is_restart)
             self._training.warm_up(self._warm_up, self._peers.world_size)
             drawn_before = self._copies.begun_before()
             version = self._copies.begin(self._copies.restore())
@@ -163,19 +163,19 @@ class Keeper:
             is_first = self._peers.leads and not is_restart
             self._checks = EntryChecks(
                 *(self._training, self._kept, self._peers, Path(memory, f"{self._name}.said") if memory else None),
-                say=self._say,
+                log=self._log,
                 is_first=not is_restart,
                 is_others=self._is_open,
             )
-            self._state.restored(self._copies, version, self._boundary.report, self._say)
+            self._state.restored(self._copies, version, self._boundary.report, self._log)
             every = self._checkpoint_every, self._verify_every
             self._verification = Verification(self._training, self._peers, self._copies, version, *every)
             self._sync = SyncPoint(self._boundary, self._state, self._copies, self._verification, *every)
             link.mark("restored")
-            self._state.before_commit, self._state.is_looked_at = self._checks.commit_begins, self._sync.is_next
+            self._state.before_commit, self._state.is_sync_point = self._checks.commit_begins, self._sync.is_next
             self._checks.enter(version.step, drawn_before)
-            self._checks.watch(stack, self._state.look, self._state.look_at_buffers)
-            stack.enter_context(GroupWatch(self._copies.groups, self._state.group_failed, self._say, tells=is_first))
+            self._checks.watch(stack, self._state.check_weights, self._state.check_buffers)
+            stack.enter_context(GroupWatch(self._copies.groups, self._state.group_failed, self._log, warns=is_first))
             for model in self._training.models:
                 stack.callback(hook_backward(model, partial(self._before_sums, model), self._sums_end))
             if self._rehearsal is not None:
@@ -205,7 +205,7 @@ class Keeper:
     def restore(self) -> int:
         """Enter the keeper without a `with` block, for loops that belong to others. Returns the last complete step.
 
-        `close` leaves it. If the program ends without `close`, as by an exception that nobody could catch, the last
+        `close` leaves it. If the program ends without `close`, as by an exception that was not caught, the last
         complete step is kept in memory then.
         """
         self._is_open = True
@@ -257,7 +257,7 @@ class Keeper:
         """The epochs that are left up to `total`, from 0, each with its steps that are left; an epoch has `steps`.
 
         The epoch whose last step was complete when the program failed comes once more without steps, for what the
-        program does at an epoch's end: nobody knows whether that was done.
+        program does at an epoch's end: it may not have been done.
         """
         if steps < 1:
             raise ValueError(f"an epoch has {steps} steps; it needs one at least: is the loader's dataset empty?")
@@ -291,7 +291,7 @@ class Keeper:
                     self._training.random.step_aside(self._random, self.step)
 
     def step_begin(self) -> None:
-        """The boundary between two steps: if all ranks look here, obeys a request to stop, and makes what is due.
+        """The boundary between two steps: at a sync point, obeys a request to stop, and makes what is due.
 
         All ranks call it between two commits, as `steps` does; further calls before the next commit do nothing. The
         first call after a restore also calls `restore_random`, unless that was called before. Raises Stopped.
@@ -310,14 +310,14 @@ class Keeper:
         is_over = self._rehearsal is not None and self._rehearsal.begin(step + 1)
         if is_over or self._sync.is_now():
             self._training.require_no_join(EVEN)
-            self._checks.look(step)
+            self._checks.sync_point(step)
             try:
                 if is_over:
                     # No rank is gone before all have done the step.
                     self._peers.largest([0])
                     self._has_stopped = True
                     raise Stopped(Wish.NONE)
-                self._stop_for(self._sync.look())
+                self._stop_for(self._sync.run())
             except Stopped as stopped:
                 if self._is_open:
                     self.close(stopped)
@@ -362,7 +362,7 @@ class Keeper:
     def _step_aside(self, version: Version) -> None:
         """What is drawn from here on until the next step depends on the states of `version`, and does not change them.
 
-        Then a rank that dies in the step needs no more than is stored. Draws of several Keepers cannot be told apart.
+        Then a rank that dies in the step needs no more than is stored. Draws of several Keepers are indistinguishable.
         """
         if self._total is not None and not self._training.random.aside and is_alone():
             self._training.random.step_aside(self._copies.own.of(version)["random"], version.step)
@@ -445,7 +445,7 @@ class Keeper:
                     require_durable(
                         self._copies,
                         self._state.version,
-                        self._say if self._peers.leads else None,
+                        self._log if self._peers.leads else None,
                         lambda: self._stop_for(self._sync.wish()),
                     )
                 case Stopped():
@@ -462,12 +462,12 @@ class Keeper:
             self._boundary.flush()
             self._state.give_up()
             self._copies.disk.leave()
-        # After an error the end of the process closes them. Then the agent hears first which rank has failed.
+        # After an error the end of the process closes them. Then the agent learns first which rank has failed.
         if error is None or isinstance(error, Stopped):
             self._copies.close()
             self._peers.close()
 
-    def _listen_no_more(
+    def _close_listener(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         if error is None or isinstance(error, Stopped):
@@ -487,8 +487,8 @@ class Keeper:
         self._state.finalize(durably=wish is not Wish.JOIN)
         self._has_stopped = True
         if self._peers.leads:
-            again = self._copies.disk.where_to_go_on(self.step) if wish is not Wish.JOIN else ""
-            self._say(f"stopped after step {self.step}, {wish.reason}{again}")
+            again = self._copies.disk.where_to_continue(self.step) if wish is not Wish.JOIN else ""
+            self._log(f"stopped after step {self.step}, {wish.reason}{again}")
         raise Stopped(wish)
 
 

@@ -22,7 +22,7 @@ _REFUSALS_MAX = 3
 
 
 class MutationGuard:
-    """Compares the tensors of `live` with what they were at the end of the last commit, which `note` tells.
+    """Compares the tensors of `live` with what they were at the end of the last commit, which `note` takes.
 
     Until then nothing counts as changed.
     """
@@ -36,7 +36,7 @@ class MutationGuard:
         self._memory: list[int] = []
         self._states: list[tuple[int, int]] = []
         self._kinds: set[type] = set()
-        self._is_said = False
+        self._is_reported = False
         self._sentence = ""
         self._refusals = 0
         # Weights, each with where in it a few values begin, and how many.
@@ -80,7 +80,7 @@ class MutationGuard:
     def _versions_of_few(self) -> list[int]:
         return [weight._version for weight, _, _ in self._sampled]
 
-    def look(self, step: int) -> None:
+    def compare_values(self, step: int) -> None:
         """Compare the values too. On a GPU this waits for the device, and only this does it."""
         self._exchanged = ""
         if self._noted is None or (self._sampled[:1] and self._sampled[0][0].is_cuda and is_current_stream_capturing()):
@@ -105,7 +105,7 @@ class MutationGuard:
         if self._noted is None or self._sentence:
             return self._sentence
         if self._samples and not isinstance(self._samples[0], Tensor):
-            self.look(step)
+            self.compare_values(step)
         now = self._live.seen(optimizers=not self._is_brief)
         if not self._is_same(self._noted, now):
             self._sentence = (
@@ -115,11 +115,11 @@ class MutationGuard:
             )
         return self._sentence or self._exchanged
 
-    def news(self, step: int) -> str:
+    def warning(self, step: int) -> str:
         """The same, but only once in the life of this object."""
-        said = "" if self._is_said else self.found(step)
-        self._is_said |= bool(said)
-        return said
+        found = "" if self._is_reported else self.found(step)
+        self._is_reported |= bool(found)
+        return found
 
     def allow_copy(self, step: int) -> bool:
         """Whether a copy that is due may be made of this state. Raises RuntimeError if none ever may."""

@@ -22,18 +22,18 @@ _VERSION = attrgetter("_version")
 class PerRankState:
     """This rank's buffers, random states and `per_rank`, in memory with a step before the step is complete.
 
-    Without `records` nothing is stored. If there was no room once, it is not tried again, and `say` tells so.
+    Without `records` nothing is stored. If there was no room once, it is not tried again, and `log` reports it.
     """
 
-    def __init__(self, training: Training, records: Records | None, say: Callable[[str], object]) -> None:
-        self._training, self._records, self._say = training, records, say
+    def __init__(self, training: Training, records: Records | None, log: Callable[[str], object]) -> None:
+        self._training, self._records, self._log = training, records, log
         # The version that `store` took last, which buffers that were, and the rest.
         self._put: tuple[Version | None, dict[str, Any], dict[str, Any]] = (None, {}, {})
         self._staged: State = {}
         # The buffers of it, and the counts of their changes.
         self._tensors: list[Tensor] = []
         self._counts: list[int] = []
-        self._has_told = False
+        self._has_reported = False
         # Whether that was before the end of the commit, which may change buffers (an average of the weights).
         self._is_begun = False
         # Whether the last `store` has replaced another state of the same version.
@@ -73,11 +73,11 @@ class PerRankState:
 
     def changed_buffers(self, step: int) -> str:
         """A sentence, once, about buffers that have changed since the commit of `step`; "" if none have."""
-        if self._has_told or self._counts == [*map(_VERSION, self._tensors)]:
+        if self._has_reported or self._counts == [*map(_VERSION, self._tensors)]:
             return ""
         now = versions(self._training.buffers())
         names = [f"`{name}`" for name in now if now[name] != self._put[1].get(name)]
-        self._has_told = bool(names)
+        self._has_reported = bool(names)
         if not names:
             return ""
         return (
@@ -116,7 +116,7 @@ class PerRankState:
         if self._records is None:
             return False
         state = {**buffers, **self._put[2], "is_begun": self._is_begun}
-        # Often there is nothing else, and nobody draws random numbers. The same object says so.
+        # Often there is nothing else, and no random numbers are drawn: then the object is the same.
         has_objects = bool(state.get("per_rank", {}).get("states"))
         if any(buffers.values()) or has_objects or state["random"] is not self._staged.get("random"):
             self._staged = state
@@ -127,6 +127,6 @@ class PerRankState:
             raise TypeError(f"the state that each rank has for itself: {found}") from None
         except OSError as error:
             self._records = None
-            self._say(f"keeps no buffers and random states in memory: {error.strerror or error}")
+            self._log(f"keeps no buffers and random states in memory: {error.strerror or error}")
             return False
         return True

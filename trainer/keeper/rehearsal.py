@@ -32,15 +32,15 @@ class Rehearsal:
     """The records of one rank and one Keeper; `kept` are the objects that it keeps."""
 
     def __init__(self, environ: Mapping[str, str], place: RankInfo, name: str, kept: Mapping[str, Any]) -> None:
-        self._asked, self._kept = json.loads(environ[VARIABLE]), [*kept.values()]
-        self._rank, self._name, self._folder = place.rank, name, Path(self._asked["folder"])
-        self._dies = not place.generation and place.rank in self._asked["ranks"]
+        self._plan, self._kept = json.loads(environ[VARIABLE]), [*kept.values()]
+        self._rank, self._name, self._folder = place.rank, name, Path(self._plan["folder"])
+        self._dies = not place.generation and place.rank in self._plan["ranks"]
         self._step, self._losses = 0, list[str]()
         self._seen: dict[str, Any] = defaultdict(hashlib.sha256)
 
     def checkpoints(self, given: Any, every: int) -> tuple[Any, int]:
         """Where checkpoints go instead, and how often: so that a new agent finds one."""
-        return given and self._folder / f"checkpoints-{self._name}", min(every, max(1, self._asked["steps"] // 4))
+        return given and self._folder / f"checkpoints-{self._name}", min(every, max(1, self._plan["steps"] // 4))
 
     def attach(self, training: Training, completed: Callable[[], int], stack: ExitStack) -> None:
         """The state is restored: watch the passes until `stack` is left. `completed` is the last complete step."""
@@ -83,7 +83,7 @@ class Rehearsal:
             file.write(json.dumps({"step": step, "pid": os.getpid(), "facts": values}) + "\n")
         self._losses = []
         self._seen.clear()
-        return step > int(self._asked["steps"])
+        return step > int(self._plan["steps"])
 
     def _beside(self, own: Mapping[str, Any]) -> dict[str, str]:
         """What the program has beside its state, which may be the reason of a difference."""
@@ -116,6 +116,6 @@ class Rehearsal:
         self._seen["the samples" if module.training else name].update(tensors_sha256(parts).encode())
 
     def _die(self, at: str) -> None:
-        if self._dies and at == self._asked["at"] and self._step >= self._asked["step"]:
+        if self._dies and at == self._plan["at"] and self._step >= self._plan["step"]:
             agent = int((self._folder / "agent.pid").read_text())
-            os.kill(agent if self._asked["agent"] else os.getpid(), signal.SIGKILL)
+            os.kill(agent if self._plan["agent"] else os.getpid(), signal.SIGKILL)

@@ -33,9 +33,9 @@ class StepCopies:
         peers: Peers,
         parts: ShardedMemory | None,
         every: int | None,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> None:
-        self._copies, self._training, self._peers, self._parts, self._say = copies, training, peers, parts, say
+        self._copies, self._training, self._peers, self._parts, self._log = copies, training, peers, parts, log
         # Whether there is a state of which each step is copied.
         self._has_any = copies.has_records and (parts is not None or training.has_large)
         self.pace, self._measures = Pace(every, 0, _FRESH, COPY_SHARE), every is None
@@ -46,7 +46,7 @@ class StepCopies:
         # Whether a rank could not make the last copy of a hook's state: then no rank tries before the next snapshot.
         self._has_failed = False
         self._copied_s = 0.0
-        self._has_said_pace = False
+        self._has_logged_pace = False
 
     @property
     def every(self) -> int:
@@ -68,8 +68,8 @@ class StepCopies:
         """A snapshot was made. If a copy has failed before it, the next one may not. All ranks call it together."""
         self._has_failed = False
 
-    def look_after(self, step: int) -> int | None:
-        """After which step the ranks must agree on the next copy, asked after `step`; None if it has time."""
+    def sync_after(self, step: int) -> int | None:
+        """After which step the ranks must agree on the next copy, as of `step`; None if it can wait."""
         if self._parts is None or not self._parts.can_copy or self.every <= 1:
             return None
         return self.pace.due_after(step + 1, is_taken=self.pace.is_due(step + 1)) - 1
@@ -120,10 +120,10 @@ class StepCopies:
         self._copied_s = now_s
         self.versions = [*self.versions[-1:], version]
         self.pace.snapshot_took(version.step, took_s)
-        if self._measures and self.pace.every > 1 and self._peers.leads and not self._has_said_pace:
-            self._has_said_pace = True
+        if self._measures and self.pace.every > 1 and self._peers.leads and not self._has_logged_pace:
+            self._has_logged_pace = True
             how = f"every {self.pace.every} steps" if self.every else "at snapshots only"
-            self._say(
+            self._log(
                 f"a copy of what rank 0 alone has takes {1000 * took_s:.1f} ms, so it is made {how}: this costs 1 % of "
                 "the time, and a failure goes back to it; Keeper(…, lose_at_most=0) copies each step, and loses none"
             )

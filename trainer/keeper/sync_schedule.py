@@ -1,7 +1,7 @@
-"""After which steps the ranks look whether to stop, and how often a snapshot is taken. Pure.
+"""After which steps the ranks have sync points, and how often a snapshot is taken. Pure.
 
-All ranks look after the same steps. At each look they agree on the next one: each rank says in how many steps it wants
-it, and the smallest number counts. So every rank knows that step, and no rank asks another before it.
+At each sync point the ranks agree on the next one: each proposes a number of steps, and the smallest counts. So every
+rank knows that step, and no messages are exchanged before it.
 """
 
 from __future__ import annotations
@@ -9,32 +9,33 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-# The steps between two looks take so many seconds at most, if they are no slower than those before.
+# The steps between two sync points take so many seconds at most, if they are no slower than those before.
 WITHIN_S = 1.0
-# If steps become slower, nobody can look earlier than agreed. So a rank relies on no more than twice the steps that it
-# has measured lately.
+# If steps become slower, no rank can sync earlier than agreed. So a rank relies on no more than twice the steps that it
+# has measured recently.
 _GROWTH = 2
 
 
 class SyncSchedule:
-    """The looks as one rank sees them, after `step` was restored. The ranks look after that step first.
+    """The sync points as one rank sees them, after `step` was restored. The first is after that step.
 
-    Each rank measures its steps, and wants the next look so soon that one step as slow as its slowest of late, and else
-    steps like those of late, take no more than WITHIN_S together; there is also one after each multiple of `multiples`.
+    Each rank measures its steps, and proposes the next sync point so soon that one step as slow as its slowest recent
+    one, and else steps like the recent ones, take no more than WITHIN_S together; there is also one after each multiple
+    of `multiples`.
     """
 
     def __init__(self, step: int, multiples: Sequence[int] = ()) -> None:
         self._multiples = multiples
-        # After which step the ranks look next.
+        # After which step the next sync point is.
         self.next = step
         self._left: tuple[int, float] | None = None
         self._steps, self._took_s, self._slowest_s = 0, 0.0, 0.0
-        # Of the steps before the last look: their number, and the mean and the longest duration.
+        # Of the steps before the last sync point: their number, and the mean and the longest duration.
         self._before = 0, 0.0, 0.0
 
     @property
     def steps(self) -> int:
-        """How many steps were measured since the last look."""
+        """How many steps were measured since the last sync point."""
         return self._steps
 
     @property
@@ -43,7 +44,7 @@ class SyncSchedule:
         return self._took_s / self._steps if self._steps else 0.0
 
     def reached(self, step: int, now_s: float) -> bool:
-        """This rank is at the boundary after `step`. Returns whether the ranks look here: the same on all of them."""
+        """This rank is at the boundary after `step`. Returns whether it is a sync point: the same on all ranks."""
         if self._left is not None and step > self._left[0]:
             steps, took_s = step - self._left[0], now_s - self._left[1]
             self._steps, self._took_s = self._steps + steps, self._took_s + took_s
@@ -56,7 +57,7 @@ class SyncSchedule:
         self._left = step, now_s
 
     def wanted(self, step: int, due: Iterable[int] = ()) -> int:
-        """In how many steps this rank wants the next look, asked at the look after `step`.
+        """In how many steps this rank proposes the next sync point, at the one after `step`.
 
         `due` are steps after which it has something to do that cannot wait.
         """
@@ -69,21 +70,21 @@ class SyncSchedule:
         return max(1, min([allowed, *(each - step for each in (*multiples, *due))]))
 
     def agreed(self, step: int, steps: int) -> None:
-        """The look after `step` is over, and the next one is `steps` steps later: the smallest number wanted."""
+        """The sync point after `step` is over. The next one is `steps` steps later: the smallest number proposed."""
         self.next = step + steps
         if self._steps:
             self._before = self._steps, self.step_s, self._slowest_s
             self._steps, self._took_s, self._slowest_s = 0, 0.0, 0.0
 
 
-# Survivors of a failure save what they have, and nobody but a snapshot saves the rest.
+# Survivors of a failure save what they have; only a snapshot saves the rest.
 SHARE, COPY_SHARE = 0.0025, 0.01
 # The weight of the newest measurement in an average.
 _NEWEST = 0.2
 
 
 class Pace:
-    """Decides after which steps this node wants a snapshot; `every` fixes their distance, None measures it."""
+    """Decides after which steps this node takes a snapshot; `every` fixes their distance, None measures it."""
 
     def __init__(self, every: int | None, step: int, fresh: int = 0, share: float = SHARE) -> None:
         """Begin after `step`. If it is not 0, a copy of it exists already. Copies take `share` of the time.

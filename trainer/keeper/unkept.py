@@ -32,10 +32,10 @@ from elaunch.trainer.state.tree import digests, equal, local_parts, tensors_sha2
 NODES_MAX, _ITEMS_MAX, _PATH_MAX, _AVERAGED_MAX = 20_000, 1_000, 1_000, 64
 _DEPTH, _BYTES_MAX = 6, 1 << 26
 _SHOWN_CHARS, _HASHED_BYTES_MAX = 40, 1 << 20
-# An average of weights is so near to them, as a part of their norm; so many values are looked at.
+# An average of weights is so near to them, as a part of their norm; so many values are compared.
 _NEAR, _SAMPLE = 0.3, 64
 _LEAVES = (str, bytes, int, float, type(None), type, ModuleType, FunctionType)
-_LOOKED_FOR = (DataLoader, _BaseDataLoaderIter, LRScheduler, torch.amp.GradScaler)
+_SEARCHED = (DataLoader, _BaseDataLoaderIter, LRScheduler, torch.amp.GradScaler)
 
 _LOADER = (
     "the position of a DataLoader of this program is not kept: after a restart it starts over, and samples are "
@@ -49,7 +49,7 @@ _SCHEDULE = (
 )
 _OPTIMIZER = (
     "the program's {} steps, and is not kept: a restart resets it and its parameters. Pass all of them: "
-    "Keeper([model, other], [optimizer, its_optimizer]). In place of one that was made anew, change the options of the "
+    "Keeper([model, other], [optimizer, its_optimizer]). In place of a new one, change the options of the "
     "old one (param_groups), or enter a new Keeper with it, under a name= of its own"
 )
 _FOLLOWS = (
@@ -80,17 +80,17 @@ class _Mover:
 class Unkept:
     """What one training has beside `kept`, the Keeper's arguments by name.
 
-    `tell(kind, sentence)` warns once of each kind; `options` returns the present options of the optimizers.
+    `warn(kind, sentence)` warns once of each kind; `options` returns the present options of the optimizers.
     """
 
     def __init__(
         self,
         training: Training,
         kept: Mapping[str, Any],
-        tell: Callable[[str, str], None],
+        warn: Callable[[str, str], None],
         options: Callable[[], dict[str, Any]],
     ) -> None:
-        self._training, self._kept, self._tell, self._options = training, kept, tell, options
+        self._training, self._kept, self._warn, self._options = training, kept, warn, options
         # By path and identity, and a few values of the weights before the commit that is under way.
         self._noted: dict[tuple[object, ...], _Mover] = {}
         self._weights: list[Tensor] = []
@@ -107,7 +107,7 @@ class Unkept:
                 first[one] = -1
                 if not self._is_kept(one):
                     name = type(one).__name__
-                    self._tell(f"optimizer {name}", _OPTIMIZER.format(name))
+                    self._warn(f"optimizer {name}", _OPTIMIZER.format(name))
 
         stack.callback(register_optimizer_step_post_hook(stepped).remove)
 
@@ -137,7 +137,7 @@ class Unkept:
             if key in before and not any(map(equal, now.values, before[key].values)):
                 is_copy = now.one is None and any(equal(now.values[0], each) for each in weights)
                 if not is_copy:
-                    self._tell(now.kind, now.sentence)
+                    self._warn(now.kind, now.sentence)
 
     def _seen(self, likes: Mapping[torch.Size, list[Tensor]]) -> Iterator[tuple[tuple[object, ...], _Mover]]:
         things, memory = _kept_by_all()
@@ -171,11 +171,11 @@ class Unkept:
         has_ours = any(value is each for value in its.values() for each in self._training.optimizers)
         return its if has_ours and not any(is_a(value, nn.Module) for value in its.values()) else None
 
-    def look_through(self) -> None:
+    def scan(self) -> None:
         """Name the loaders, schedulers and scalers of this training that no Keeper has."""
         objects = gc.get_objects()
         # By type: isinstance would load lazy objects.
-        kinds = {each for each in set(map(type, objects)) if issubclass(each, _LOOKED_FOR)}
+        kinds = {each for each in set(map(type, objects)) if issubclass(each, _SEARCHED)}
         things, _ = _kept_by_all()
         # A loader that does not shuffle is taken for one that evaluates, unless there is no other.
         has_one = sum(kind is DataLoader for kind in map(type, objects)) == 1
@@ -183,16 +183,16 @@ class Unkept:
             name = type(one).__name__
             if type(one) is DataLoader:
                 if self._kept["per_rank"] is None and not _has_order(one) and (has_one or _shuffles(one)):
-                    self._tell("loader", _LOADER)
+                    self._warn("loader", _LOADER)
             elif isinstance(one, _BaseDataLoaderIter):
                 # itertools.cycle(DataLoader(…)) holds no more than that.
                 if self._kept["per_rank"] is None and not isinstance(one._index_sampler, BatchSampler):
-                    self._tell("loader", _LOADER)
+                    self._warn("loader", _LOADER)
             elif isinstance(one, torch.amp.GradScaler):
                 if one.is_enabled():
-                    self._tell("scaler", _NOT_GIVEN.format(name, "scaler", "call its update()"))
+                    self._warn("scaler", _NOT_GIVEN.format(name, "scaler", "call its update()"))
             elif any(getattr(one, "__dict__", {}).get("optimizer") is each for each in self._training.optimizers):
-                self._tell(f"scheduler {name}", _NOT_GIVEN.format(name, "scheduler", "call its step()"))
+                self._warn(f"scheduler {name}", _NOT_GIVEN.format(name, "scheduler", "call its step()"))
 
 
 def _of_program(without: Collection[int]) -> Iterator[tuple[str, Any]]:
@@ -272,7 +272,7 @@ def _has_order(loader: Any) -> bool:
 
 
 def is_a(value: object, *kinds: type) -> bool:
-    """`isinstance`, without asking a lazy object for its class."""
+    """`isinstance`, without getting the class of a lazy object from itself."""
     return issubclass(type(value), kinds)
 
 
@@ -334,11 +334,11 @@ def generator_state(value: Any) -> Tensor | str | None:
     """The present state of a generator of torch, numpy or Python; None of another object."""
     if type(value).__module__.partition(".")[0] not in ("torch", "numpy", "random"):
         return None
-    ask = getattr(value, "get_state", None) or getattr(value, "getstate", None)
-    if not ask and not hasattr(value, "bit_generator"):
+    get = getattr(value, "get_state", None) or getattr(value, "getstate", None)
+    if not get and not hasattr(value, "bit_generator"):
         return None
     try:
-        state = ask() if ask else value.bit_generator.state
+        state = get() if get else value.bit_generator.state
     except NotImplementedError:
         # The system's generator has none.
         return None

@@ -20,7 +20,7 @@ from elaunch.trainer.state.region import Version
 from elaunch.trainer.state.training_state import Training
 from elaunch.trainer.state.tree import digests, some
 
-# The differing rank fails first: its failure is the one that is told, and that counts against its node.
+# The differing rank fails first: its failure is the one that is reported, and that counts against its node.
 _FIRST_S = 5.0
 
 
@@ -32,8 +32,8 @@ class Differs(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Told:
-    """The account of one rank: its host, a digest of which tensors it has, and a digest of their values."""
+class RankDigest:
+    """What one rank holds: its host, a digest of which tensors it has, and a digest of their values."""
 
     host: str
     holds: str
@@ -60,7 +60,7 @@ class Verification:
         self._is_off = every is None or peers.world_size == 1
         if every is not None and is_fsdp1(training.model):
             raise ValueError(
-                f"verify_every is {every}, and FullyShardedDataParallel does not say which part of a parameter a rank "
+                f"verify_every is {every}, and FullyShardedDataParallel does not show which part of a parameter a rank "
                 "has; leave verify_every out, or use fully_shard"
             )
         self._every = (every or 1, checkpoint_every)
@@ -93,8 +93,8 @@ class Verification:
         # All ranks have the same tensors of a replicated state, or something is wrong.
         held = hashlib.sha256(repr(holds).encode()).hexdigest() if self._training.is_in_parts else ""
         values = hashlib.sha256(repr([*found.items()]).encode()).hexdigest()
-        told = self._peers.from_all(Told(socket.gethostname(), held, values))
-        wrong = differing(told)
+        of_ranks = self._peers.from_all(RankDigest(socket.gethostname(), held, values))
+        wrong = differing(of_ranks)
         if wrong:
             # First: a rescue must not keep this state.
             state.give_up()
@@ -102,7 +102,7 @@ class Verification:
             self._copies.drop_unverified()
             if self._peers.rank not in wrong:
                 time.sleep(_FIRST_S)
-            raise Differs(sentence(told, all_found, wrong, version.step, self._compared.step))
+            raise Differs(sentence(of_ranks, all_found, wrong, version.step, self._compared.step))
         self._compared = version
         self._copies.compared = version
 
@@ -121,38 +121,38 @@ class Verification:
         return found
 
 
-def differing(told: Sequence[Told]) -> list[int]:
+def differing(of_ranks: Sequence[RankDigest]) -> list[int]:
     """The ranks whose values differ from those of most ranks with the same tensors; without a majority all of these."""
     wrong = []
-    for holds in dict.fromkeys(one.holds for one in told):
-        ranks = [rank for rank, one in enumerate(told) if one.holds == holds]
-        values = Counter(told[rank].values for rank in ranks)
+    for holds in dict.fromkeys(one.holds for one in of_ranks):
+        ranks = [rank for rank, one in enumerate(of_ranks) if one.holds == holds]
+        values = Counter(of_ranks[rank].values for rank in ranks)
         most, count = values.most_common(1)[0]
         if len(values) > 1:
-            wrong += [rank for rank in ranks if told[rank].values != most or 2 * count <= len(ranks)]
+            wrong += [rank for rank in ranks if of_ranks[rank].values != most or 2 * count <= len(ranks)]
     return sorted(wrong)
 
 
 def sentence(
-    told: Sequence[Told], found: Sequence[Mapping[str, int]], wrong: Sequence[int], step: int, compared: int
+    of_ranks: Sequence[RankDigest], found: Sequence[Mapping[str, int]], wrong: Sequence[int], step: int, compared: int
 ) -> str:
     """One sentence: which ranks differ in which tensor, and what the training goes back to."""
     rank = wrong[0]
-    alike = [other for other, one in enumerate(told) if one.holds == told[rank].holds]
+    alike = [other for other, one in enumerate(of_ranks) if one.holds == of_ranks[rank].holds]
     right = [other for other in alike if other not in wrong]
-    other = next(other for other in right or alike if told[other].values != told[rank].values)
+    other = next(other for other in right or alike if of_ranks[other].values != of_ranks[rank].values)
     # One of them may not even have a tensor of that name.
     names = [name for name in {**found[rank], **found[other]} if found[rank].get(name) != found[other].get(name)]
     what = some((f"`{name}`" for name in names), 1)
     if right:
         whom = f"the other {len(right)} ranks'" if len(right) > 1 else f"rank {right[0]}'s"
-        which = f"rank {rank}'s copy of {what} on {told[rank].host} differs from {whom}"
+        which = f"rank {rank}'s copy of {what} on {of_ranks[rank].host} differs from {whom}"
         rest = [str(other) for other in wrong[1:]]
         which += f", and so does rank {', '.join(rest)}" if rest else ""
     else:
-        ranks = " and ".join(f"rank {each} on {told[each].host}" for each in wrong)
-        which = f"{ranks} have different copies of {what}, and nothing says which is right"
-    since = f"goes back to step {compared}, after which they were equal" if compared else "begins anew"
+        ranks = " and ".join(f"rank {each} on {of_ranks[each].host}" for each in wrong)
+        which = f"{ranks} have different copies of {what}, and it is unknown which is right"
+    since = f"goes back to step {compared}, after which they were equal" if compared else "starts over"
     return (
         f"{which} after step {step}: silent data corruption, or a change that not all ranks made. The training {since}"
         ". If it happens again, test that host's memory and GPU; a program whose ranks differ on purpose leaves out "

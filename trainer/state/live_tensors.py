@@ -193,7 +193,7 @@ class Buffers:
             if short not in owner._non_persistent_buffers_set
         }
 
-    def misfits(self) -> dict[str, Tensor | None]:
+    def mismatched(self) -> dict[str, Tensor | None]:
         """The persistent buffers that had another type or shape at the start, or were not there, or are not now."""
         now = self.now()
         held, kept = {**now["buffers"], **now["transient"]}, now["buffers"]
@@ -201,7 +201,7 @@ class Buffers:
         return gone | {name: value for name, value in kept.items() if _kind(value) != self._given.get(name)}
 
     def put_arrived(self, arrived: Mapping[str, Tensor], may_differ: Collection[str]) -> None:
-        """Put a checkpoint's buffers into the model; those in `may_differ` were `misfits` when it was written.
+        """Put a checkpoint's buffers into the model; those in `may_differ` were `mismatched` when it was written.
 
         Raises ValueError if another one does not fit the model.
         """
@@ -226,7 +226,7 @@ class Buffers:
                 yield prefix + short, value, short not in owner._non_persistent_buffers_set
 
     def _with_buffers(self) -> list[tuple[str, nn.Module]]:
-        """The modules that have buffers. Most have none and never get one, so this asks about all others at once."""
+        """The modules that have buffers. Most have none and never get one, so this checks all others together."""
         if any(self._without):
             self._with = [pair for pair in self._owners if pair[1]._buffers]
             self._without = [owner._buffers for _, owner in self._owners if not owner._buffers]

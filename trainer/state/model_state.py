@@ -92,7 +92,7 @@ def restore(
     apart = without_buffers(weights, buffers)
     owned = set(weights)
     if isinstance(weights, PerRank):
-        # This asks for them.
+        # This requests them.
         weights |= {name: {} for name in apart}
     found = load(state)
     if found is None:
@@ -309,7 +309,7 @@ def load_optimizer(optimizer: Any, saved: State) -> None:
         )
     own = type(optimizer).load_state_dict is not Optimizer.load_state_dict
     with exactly([optimizer], copies=True):
-        # Nobody knows what a `load_state_dict` of its own does with the tensors.
+        # A `load_state_dict` of its own may do anything with the tensors.
         optimizer.load_state_dict(cloned(saved) if own else saved)
 
 

@@ -32,7 +32,7 @@ class _Seen:
     size: int
 
     def is_same(self) -> bool:
-        """Whether they are the same objects still. Nothing of a tensor in such a place is asked for."""
+        """Whether they are the same objects still. Nothing of a tensor in such a place is read."""
         its = vars(self.module)
         return len(its) == self.size and all(map(is_, map(its.get, self.names), self.values))
 
@@ -46,7 +46,8 @@ class ModuleValues:
 
     def __init__(self) -> None:
         self._modules: list[tuple[str, nn.Module, bool]] = []
-        # Those that have changed, by path. They are read each time, and all others by `look`, from the first step on.
+        # Those that have changed, by path. They are read each time, and from the first step on `find_changes` reads the
+        # others.
         self._changed: dict[str, tuple[nn.Module, str]] = {}
         self._seen: list[_Seen] | None = None
 
@@ -74,7 +75,7 @@ class ModuleValues:
             found.append(_Seen(path, module, names, [its[name] for name in names], len(its)))
         return found
 
-    def look(self) -> dict[str, tuple[Any, Any]]:
+    def find_changes(self) -> dict[str, tuple[Any, Any]]:
         """Find values that have changed: the old and the new one by path, of each the first time."""
         if self._seen is None or all(one.is_same() for one in self._seen):
             return {}

@@ -241,7 +241,7 @@ def require_dense(tensor: Any) -> None:
 def not_plain(value: object, path: str, *, durably: bool = False, deeply: bool = False) -> str:
     """A sentence about the first value in dictionaries, lists, tuples and sets that cannot be kept; "" if all can.
 
-    `path` is the name of `value`. With `durably` it must fit into a checkpoint. Tensors are not looked at, so this
+    `path` is the name of `value`. With `durably` it must fit into a checkpoint. Tensors are not checked, so this
     is quick, unless `deeply`.
     """
     kind = type(value)

@@ -38,18 +38,18 @@ class RankObjects:
     """The objects of this rank, whose states are kept together with the number of ranks.
 
     At another number of ranks a rank's share of the data is another one. Then the states do not fit, and all of them
-    begin anew. `missed` says after a restore why this rank's objects were not restored; it is empty if they were.
+    start over. `missed` has after a restore why this rank's objects were not restored; it is empty if they were.
     """
 
     def __init__(self, objects: Sequence[Any]) -> None:
         self._objects: list[Stateful] = [_stateful(one) for one in objects]
         self.kinds = [type(one).__qualname__ for one in self._objects]
         self.missed = ""
-        # What was loaded, until the first step after that: torchdata's loader makes an iterator when it is asked, and
+        # What was loaded, until the first step after that: torchdata's loader makes an iterator for its state, and
         # the program may still set its sampler's epoch.
         self._loaded: State | None = None
 
-    def begin_anew(self) -> None:
+    def expect_restore(self) -> None:
         """Until `load_state_dict`, the objects count as not restored."""
         self.missed = "is lost" if self._objects else ""
 
@@ -76,13 +76,13 @@ class RankObjects:
     def missed_sentence(self, missed: Sequence[str]) -> str:
         """One sentence about all ranks, from `missed` of each; empty if all of them were restored."""
         reasons = dict.fromkeys(why for why in missed if why)
-        told = []
+        sentences = []
         for why in reasons:
             ranks = [str(rank) for rank, its in enumerate(missed) if its == why]
             whose = "all ranks" if len(ranks) == len(missed) else f"rank {', '.join(ranks)}"
-            then = "some samples come twice" if "earlier" in why else "it begins anew, and samples come twice or never"
-            told.append(f"the state per rank (per_rank: {', '.join(self.kinds)}) of {whose} {why}: {then}")
-        return "; ".join(told)
+            then = "some samples come twice" if "earlier" in why else "it starts over, and samples come twice or never"
+            sentences.append(f"the state per rank (per_rank: {', '.join(self.kinds)}) of {whose} {why}: {then}")
+        return "; ".join(sentences)
 
 
 def _stateful(one: Any) -> Stateful:

@@ -171,8 +171,8 @@ def data_of(region: Tensor, header: Header) -> Tensor:
 def checksum(data: Tensor) -> int:
     """A checksum of uint8 `data`, whose length is a multiple of 4096: CRC-32 over the sums of its pages.
 
-    It runs at about the speed of memory. It detects every page that
-    is stale, missing or in another place, and every changed word, but not two words of one page that changed places.
+    It runs at about the speed of memory. It detects every page that is stale, missing or in another place, and every
+    changed integer of 8 bytes, but not two of them that changed places in one page.
     """
     if not data.numel():
         return 0

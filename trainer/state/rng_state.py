@@ -20,7 +20,7 @@ _COMPARED = 5
 
 
 class RandomStates:
-    """The generators' states, looked at several times in each step: mostly nothing has been drawn since."""
+    """The generators' states, compared several times in each step: mostly nothing has been drawn since."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._is_cuda = device, device.type == "cuda"
@@ -60,7 +60,7 @@ class RandomStates:
             self._numpy.seed(_seed(state["numpy"][1], step + state["numpy"][2]))
 
     def apply(self, state: State) -> None:
-        """Set the generators to `state`, which `capture` returned or somebody has restored."""
+        """Set the generators to `state`, which `capture` returned or a restore has loaded."""
         self.aside = None
         if self._numpy.goes_back_to(state.get("numpy")):
             state = {name: its for name, its in state.items() if name != "numpy"}
@@ -75,20 +75,20 @@ class _Python:
 
     def capture(self) -> Any:
         """Its state, the same object as before if it is the same as before."""
-        version, words, gauss = random.getstate()
-        # The position, which is the last number, is another after each draw, or all words are: a few tell it.
-        mark = words[-_COMPARED:], gauss
+        version, numbers, gauss = random.getstate()
+        # The position, which is the last number, is another after each draw, or all numbers are: a few show it.
+        mark = numbers[-_COMPARED:], gauss
         if mark != self._mark:
             self._mark = mark
             # As bytes, since hundreds of numbers take ten times as long to store.
-            self._state = (version, array("I", words).tobytes(), gauss)
+            self._state = (version, array("I", numbers).tobytes(), gauss)
         return self._state
 
 
 class _Numpy:
     """numpy's global generator, whose state is the same object while its bytes in memory are the same.
 
-    Asking numpy for its state takes more time than all else that a step looks at here.
+    Getting the state from numpy takes more time than all else that a step compares here.
     """
 
     def __init__(self) -> None:
@@ -114,12 +114,12 @@ class _Numpy:
         name, keys, position, has_gauss, gauss = module.get_state()
         state = (name, keys.tobytes(), position, has_gauss, gauss)
         # A normal number that numpy has in store is the only part of its state that is not in these bytes. It gets one
-        # only by drawing others, so the bytes tell everything while it has none.
+        # only by drawing others, so the bytes are all of it while it has none.
         raw = state[1] + position.to_bytes(_INT_BYTES, sys.byteorder)
         return self._note(state, raw, 0 if has_gauss else address)
 
     def _note(self, state: Any, raw: bytes, address: int) -> Any:
-        """`raw` is what tells all of the state, and is at `address` unless that is another generator's."""
+        """`raw` stands for all of the state, and is at `address` unless that is another generator's."""
         self._state = self._state if state == self._state else state
         self._address, self._raw = address, raw
         self._memory = (ctypes.c_char * len(raw)).from_address(address) if address else ctypes.create_string_buffer(0)

@@ -57,7 +57,7 @@ class Settings:
         # FSDP puts other parameters into the modules for a pass, and back.
         self._is_sharded = is_sharded(model)
         self.values = ModuleValues()
-        self._look()
+        self._read_model()
         self._start = self._now()
         self._given = self._start.requires_grad
         self._known_groups = _ids(self._start.groups)
@@ -65,16 +65,16 @@ class Settings:
         # Whether a restore's settings are set once more before the first step.
         self._is_due = False
         # Whether all values of the last step are known, and whether one has changed since that may be of it.
-        self._is_checked = self._has_told = self._has_told_of_modules = False
+        self._is_checked = self._has_reported = self._has_reported_modules = False
         # Modules without parameters and buffers that are others than at the start, or gone.
         self._replaced: list[str] = []
-        # Values of which nobody knows whether the commit or the body of the next step was the first to change them.
+        # Values of which it is unknown whether the commit or the body of the next step was the first to change them.
         self._unclear: dict[str, object] = {}
         self._restored: list[str] = []
         # The parameters in groups that a restore has added, by optimizer.
         self._added: dict[int, set[int]] = {}
 
-    def _look(self) -> None:
+    def _read_model(self) -> None:
         self._names = [plain_name(name) for name, _ in self._model.named_parameters()]
         self._parameters = [*self._model.parameters()]
         self._flags = [f"requires_grad of {name}" for name in self._names]
@@ -117,19 +117,19 @@ class Settings:
         self.values.begin()
         if self._noted is None:
             if self._is_checked:
-                self.values.look()
+                self.values.find_changes()
             self._noted, self._unclear = self._now() if is_whole else self._cut_off(), {}
 
-    def look(self) -> dict[str, tuple[Any, Any]]:
+    def find_changes(self) -> dict[str, tuple[Any, Any]]:
         """Between two steps, or at the end: all values that have changed belong to the step, and are returned once."""
-        found = self.values.look()
+        found = self.values.find_changes()
         if self._noted is not None:
             self._noted, self._is_checked = self._noted._replace(values=self.values.now()), True
         return found
 
     def changing(self) -> State:
         """What a program may set in mid-training beside options: `requires_grad`, and values that have changed."""
-        self.values.look()
+        self.values.find_changes()
         return dict(zip(self._flags, map(_REQUIRES_GRAD, self._parameters), strict=True)) | self.values.now()
 
     def forget(self) -> None:
@@ -145,7 +145,7 @@ class Settings:
         """
         self._modes, self._is_checked = [*map(_TRAINING, self._modules)], is_checked
         if is_checked:
-            self.values.look()
+            self.values.find_changes()
 
     def options(self) -> list[list[State]]:
         """The options of all groups of all optimizers."""
@@ -158,9 +158,9 @@ class Settings:
     def state(self) -> State:
         """Plain values, for `load`: the names of what is off, and the groups of each optimizer that has got others.
 
-        Raises NotPlain if nobody knows whether the commit or the body of the next step has changed a value.
+        Raises NotPlain if it is unknown whether the commit or the body of the next step has changed a value.
         """
-        found, now = self.values.look(), self._noted or self._cut_off()
+        found, now = self.values.find_changes(), self._noted or self._cut_off()
         self._unclear |= found if self._noted is not None and not self._is_checked else {}
         if self._unclear:
             raise NotPlain(f"the commit, or the step that is under way, was the first to change {some(self._unclear)}")
@@ -301,7 +301,7 @@ class Settings:
                 )
             inner = dict(self._inner())
             self._replaced += [name for name, one in known[len(self._wrappers) :] if inner.get(name) is not one]
-            self._look()
+            self._read_model()
         groups = [_ids_of(_groups_of(one)) for one in self._optimizers]
         if groups != self._known_groups:
             if why := _without_group(self._optimizers) or self._refused_groups(is_in_parts):
@@ -344,9 +344,9 @@ class Settings:
 
     def replaced(self) -> str:
         """A sentence, once, about modules that are others than at the start, or gone; "" without any."""
-        if not self._replaced or self._has_told_of_modules:
+        if not self._replaced or self._has_reported_modules:
             return ""
-        self._has_told_of_modules = True
+        self._has_reported_modules = True
         return (
             f"modules were replaced or removed since the Keeper was entered ({some(self._replaced)}): a restart would "
             "go on with those before. Make them before the Keeper, and change their values instead (p = 0)"
@@ -354,7 +354,7 @@ class Settings:
 
     def unreduced(self) -> str:
         """A sentence, once, about parameters that require a gradient and that DDP does not reduce; "" without any."""
-        if self._has_told or self._noted is None or self._noted.requires_grad == self._given:
+        if self._has_reported or self._noted is None or self._noted.requires_grad == self._given:
             return ""
         self._given = self._noted.requires_grad
         for ddp in [module for _, module in self._wrappers if isinstance(module, DistributedDataParallel)]:
@@ -362,7 +362,7 @@ class Settings:
             wanted = sum(one.requires_grad for name, one in named if name not in ignored)
             facts: Any = ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]
             if wanted > (reduced := facts.get("num_parameter_tensors", math.inf)):
-                self._has_told = True
+                self._has_reported = True
                 return (
                     f"{wanted} parameters require a gradient, and DistributedDataParallel reduces {reduced}: those "
                     "that required one when it was made. Unless the program reduces the others, they diverge between "

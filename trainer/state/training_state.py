@@ -288,12 +288,12 @@ class Training:
         """
         now = self.buffers()
         if self.shares_buffers:
-            its = {"buffers": self._buffers.misfits(), "transient": now["transient"]}
+            its = {"buffers": self._buffers.mismatched(), "transient": now["transient"]}
             return its if leads else {"buffers": {}, "transient": {}}
         sums = {name: value if value is None else tensors_sha256([value]) for name, value in now["buffers"].items()}
         of_rank_0 = from_rank_0(sums)
         others = {n: v for n, v in now["buffers"].items() if n not in of_rank_0 or sums[n] != of_rank_0[n]}
-        return {"buffers": self._buffers.misfits() if leads else others, "transient": now["transient"]}
+        return {"buffers": self._buffers.mismatched() if leads else others, "transient": now["transient"]}
 
     def load_replicated(self, state: State) -> None:
         """Load a replicated state; it is copied."""

@@ -45,7 +45,7 @@ class Tree:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether no single rank has all of it. The answer is the same on every rank."""
+        """Whether no single rank has all of it. It is the same on every rank."""
         return bool(self.per_rank) or any(map(is_shard, self.tensors.values()))
 
     def common(self) -> dict[str, Path]:
@@ -221,7 +221,7 @@ def _filled(there: Any, saved: Tensor, spare: Collection[int]) -> Tensor:
         else:
             there.data = saved.detach().to(there.device, copy=True)
     except RuntimeError:
-        # It cannot be written, as an expanded or an inference tensor, so nobody does by another name.
+        # It cannot be written, as an expanded or an inference tensor, so no code does by another name.
         return saved.detach().to(there.device, copy=True)
     return there
 
@@ -318,5 +318,5 @@ def _sum(tensor: Tensor) -> Tensor:
     if raw.data_ptr() % _WORD:
         raw = raw.clone()
     whole = raw.numel() // _WORD * _WORD
-    words = raw[:whole].view(torch.int64).sum()
-    return words if whole == raw.numel() else words + raw[whole:].sum()
+    total = raw[:whole].view(torch.int64).sum()
+    return total if whole == raw.numel() else total + raw[whole:].sum()

@@ -184,11 +184,11 @@ def test_a_checkpoint_is_better_than_a_newer_state_whose_buffers_are_lost(
     for path in memory.glob("training.rank-*"):
         path.write_bytes(bytes(path.stat().st_size))
     monkeypatch.setenv("ELAUNCH_GENERATION", "1")
-    said: list[str] = []
+    logged: list[str] = []
 
-    assert_same(trained(form, 8, **checkpoints, say=said.append), calm)
-    assert len(said) == 1
-    assert said[0].startswith(f"restored step 3 from the checkpoint in {tmp_path / 'c'}; 2 steps are repeated")
+    assert_same(trained(form, 8, **checkpoints, say=logged.append), calm)
+    assert len(logged) == 1
+    assert logged[0].startswith(f"restored step 3 from the checkpoint in {tmp_path / 'c'}; 2 steps are repeated")
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

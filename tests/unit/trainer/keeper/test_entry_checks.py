@@ -1,4 +1,4 @@
-"""What the Keeper says about a program that has more state than it was given, and what it refuses."""
+"""What the Keeper warns of in a program that has more state than it was given, and what it refuses."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class Program:
         self.begins: Callable[[int], object] = nothing
         self.commits: Callable[[int], object] = nothing
         self.ends: Callable[[int], object] = nothing
-        self.said: list[str] = []
+        self.logged: list[str] = []
 
     def run(self, steps: int = 6, **kept: Any) -> str:
-        with Keeper(self.model, self.optimizer, say=self.said.append, **{"per_rank": (), **kept}) as keeper:
+        with Keeper(self.model, self.optimizer, say=self.logged.append, **{"per_rank": (), **kept}) as keeper:
             for step in keeper.steps(steps):
                 self.begins(step)
                 self.model.train()
@@ -51,7 +51,7 @@ class Program:
                     self.optimizer.zero_grad()
                     self.commits(step)
                 self.ends(step)
-        return "\n".join(self.said)
+        return "\n".join(self.logged)
 
     @torch.no_grad()
     def average(self, into: list[torch.Tensor]) -> None:
@@ -97,8 +97,8 @@ def test_a_schedule_of_the_programs_own_is_named_if_it_counts_the_steps_itself(c
     schedule = Noam(program.optimizer, counts=counts)
     program.commits = schedule.step
 
-    said = "the program's Noam counts the steps of a learning rate, and is not kept: a restart resets it."
-    assert program.run().startswith(said) if counts else program.run() == ""
+    logged = "the program's Noam counts the steps of a learning rate, and is not kept: a restart resets it."
+    assert program.run().startswith(logged) if counts else program.run() == ""
 
 
 def test_a_scheduler_that_steps_outside_the_commit_is_named_once() -> None:
@@ -109,7 +109,7 @@ def test_a_scheduler_that_steps_outside_the_commit_is_named_once() -> None:
     assert program.run(scheduler=scheduler).startswith(
         "`StepLR.last_epoch` changed outside keeper.commit() after step 1 (from 0 to 1): a failure in between"
     )
-    assert len(program.said) == 1
+    assert len(program.logged) == 1
 
 
 @pytest.mark.parametrize("at", ["ends", "begins"])
@@ -117,10 +117,10 @@ def test_options_that_change_when_a_step_ends_are_named_and_those_that_it_begins
     program = Program()
     setattr(program, at, lambda step: program.optimizer.param_groups[0].update(lr=0.1 / step))
 
-    said = program.run()
+    logged = program.run()
 
     begins = "`param_groups[0].lr` changed outside keeper.commit() after step 1 (from 0.01 to 0.1)"
-    assert said.startswith(begins) if at == "ends" else said == ""
+    assert logged.startswith(begins) if at == "ends" else logged == ""
 
 
 @pytest.mark.parametrize(("name", "value", "named"), [("frozen", True, "requires_grad of 0.weight"), ("p", 2, "p")])
@@ -137,9 +137,9 @@ def test_a_flag_or_a_value_that_changes_after_the_commit_is_named(at: str, name:
 
     setattr(program, at, change)
 
-    found = [said for said in [program.run(), *program.said] if "outside" in said]
+    found = [logged for logged in [program.run(), *program.logged] if "outside" in logged]
     assert bool(found) == (at == "ends")
-    assert all(said.startswith(f"`{named}` changed outside keeper.commit() after step 2 (") for said in found)
+    assert all(logged.startswith(f"`{named}` changed outside keeper.commit() after step 2 (") for logged in found)
 
 
 def test_an_averaged_model_is_named() -> None:
@@ -182,10 +182,10 @@ def test_a_buffer_that_changes_between_a_commit_and_the_next_step_is_named(at: s
     program.model.register_buffer("level", torch.zeros(1))
     setattr(program, at, lambda step: program.model.get_buffer("level").add_(1))
 
-    said = program.run()
+    logged = program.run()
 
     named = "the buffers `level` changed between step 1 and the next one. A failure in between restores the old values"
-    assert said.startswith(named) if at == "ends" else not said
+    assert logged.startswith(named) if at == "ends" else not logged
 
 
 @pytest.mark.parametrize("how", ["draws", "is seeded in each step", "rests", "is given"])
@@ -200,12 +200,12 @@ def test_only_a_generator_that_draws_on_is_named(how: str) -> None:
             torch.randn(1, generator=noise)
 
     program.begins = begins
-    said = program.run(per_rank=noise if how == "is given" else ())
+    logged = program.run(per_rank=noise if how == "is given" else ())
 
     assert (
-        said.startswith("the program draws from the generator `noise`, which is not kept")
+        logged.startswith("the program draws from the generator `noise`, which is not kept")
         if how == "draws"
-        else not said
+        else not logged
     )
 
 
@@ -235,8 +235,8 @@ def test_parameters_of_the_optimizer_that_the_keeper_lacks_are_refused() -> None
     assert program.run(extra=head, name="second") == ""
 
 
-def test_a_restarted_job_does_not_say_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = []
+def test_a_restarted_job_does_not_repeat_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    logged = []
     for generation in ("0", "1"):
         monkeypatch.setenv("ELAUNCH_GENERATION", generation)
         program = Program()
@@ -244,9 +244,9 @@ def test_a_restarted_job_does_not_say_it_again(monkeypatch: pytest.MonkeyPatch) 
         program.begins = lambda step, left=generation: 1 / (step - 4 if left == "0" else 1)  # type: ignore[misc]
         with pytest.raises(ZeroDivisionError) if generation == "0" else nullcontext():
             program.run()
-        said.append([sentence for sentence in program.said if "outside" in sentence])
+        logged.append([sentence for sentence in program.logged if "outside" in sentence])
 
-    assert [len(its) for its in said] == [1, 0]
+    assert [len(its) for its in logged] == [1, 0]
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_a_restarted_job_does_not_say_it_again(monkeypatch: pytest.MonkeyPatch) 
 def test_what_begins_in_mid_training_is_named(monkeypatch: pytest.MonkeyPatch, begun: str, named: str) -> None:
     monkeypatch.setattr(entry_checks, "_APART_S", 0.0)
     monkeypatch.setattr(entry_checks, "_SHARE", 1e9)
-    # There is a look at each step.
+    # There is a sync point after each step.
     monkeypatch.setattr(sync_schedule, "WITHIN_S", 0.0)
     program = Program()
     average = noise = loader = scheduler = optimizer = None
@@ -286,10 +286,10 @@ def test_what_begins_in_mid_training_is_named(monkeypatch: pytest.MonkeyPatch, b
 
     program.commits = commits
     # A loader of another test may still be there.
-    said = program.run(12, per_rank=None if begun == "loader" else ())
+    logged = program.run(12, per_rank=None if begun == "loader" else ())
 
-    assert said.startswith(named)
-    assert len(program.said) == 1
+    assert logged.startswith(named)
+    assert len(program.logged) == 1
 
 
 @pytest.mark.parametrize("how", ["average", "copy before the step", "copy after it"])
@@ -304,9 +304,9 @@ def test_an_average_of_new_tensors_in_each_step_is_named_and_a_copy_is_not(how: 
         means = [mean.lerp(weight.detach(), part) for mean, weight in pairs]
 
     setattr(program, "begins" if how == "copy before the step" else "commits", renew)
-    said = program.run()
+    logged = program.run()
 
-    assert said.startswith("`means` follows the weights") if how == "average" else not said
+    assert logged.startswith("`means` follows the weights") if how == "average" else not logged
 
 
 class Ranks:
@@ -337,7 +337,7 @@ def checks_of(
     optimizer = torch.optim.SGD([*model.parameters()][::order], lr=lr)
     optimizer.state[model.bias] = {"momentum_buffer": torch.full((2,), moment)}
     kept = {"scheduler": None, "scaler": None, "extra": extra, "hook_state": None, "per_rank": ()}
-    options: Any = {"say": nothing, "is_first": False, "is_others": False}
+    options: Any = {"log": nothing, "is_first": False, "is_others": False}
     peers: Any = Ranks(its)
     return EntryChecks(Training(model, optimizer, extra=extra), {"model": model, **kept}, peers, None, **options)
 
@@ -382,35 +382,35 @@ def test_ranks_that_are_alike_and_restored_ones_are_not_refused() -> None:
 def test_ranks_that_become_different_in_mid_training_are_named(
     monkeypatch: pytest.MonkeyPatch, differs: Callable[[EntryChecks], Any], named: str
 ) -> None:
-    said: list[str] = []
+    logged: list[str] = []
     net = nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2))
     others = checks_of(x=0, net=copy.deepcopy(net))
     mine = checks_of(x=0, net=net, its=lambda: dict(others._alike()))
-    mine._say = said.append
+    mine._log = logged.append
     for one in (mine, others):
         one._kept["extra"] = [one._kept["extra"].pop("net"), one._kept["extra"]]
         one._kept["model"].stage = 0
         one._training.settings.values.begin()
-        one._commits, one._looks = 1, 5
+        one._commits, one._syncs = 1, 5
     for step in range(90, 110):
         if step == 95:
             differs(others)
-            others._training.settings.values.look()
-        mine.look(step)
+            others._training.settings.values.find_changes()
+        mine.sync_point(step)
 
-    assert len(said) == 1
-    assert said[0].startswith(named)
+    assert len(logged) == 1
+    assert logged[0].startswith(named)
 
 
 def test_a_step_that_draws_other_numbers_than_before_the_failure_is_named() -> None:
     for again in (2, 3):
-        said: list[str] = []
+        logged: list[str] = []
         checks = checks_of()
-        checks._say, checks._peers = said.append, SimpleNamespace(rank=0, world_size=1, leads=True)  # type: ignore[assignment]
+        checks._log, checks._peers = logged.append, SimpleNamespace(rank=0, world_size=1, leads=True)  # type: ignore[assignment]
         checks.enter(5, (6, {"random": {"torch": torch.tensor([2])}}))
         checks.drawn({"random": {"torch": torch.tensor([again])}})
         checks.committed(6, is_checked=True)
-        assert (said != []) == (again == 3)
+        assert (logged != []) == (again == 3)
 
 
 def removes_a_group(program: Program) -> None:

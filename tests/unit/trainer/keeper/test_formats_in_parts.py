@@ -113,14 +113,14 @@ class Unwilling:
 
 @pytest.mark.parametrize("in_parts", [True, False])
 def test_a_restore_that_fails_deletes_nothing_that_is_good(in_parts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
+    logged: list[str] = []
 
     def trained(steps: int) -> None:
         torch.manual_seed(3)
         layer: Any = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3))
         model = fully_shard(layer) if in_parts else layer
         optimizer = torch.optim.AdamW(model.parameters())
-        with Keeper(model, optimizer, extra=Unwilling(), per_rank=(), lose_at_most=1, say=said.append) as keeper:
+        with Keeper(model, optimizer, extra=Unwilling(), per_rank=(), lose_at_most=1, say=logged.append) as keeper:
             for _ in keeper.steps(steps):
                 model(torch.randn(4, 5)).pow(2).sum().backward()
                 with keeper.commit():
@@ -137,4 +137,4 @@ def test_a_restore_that_fails_deletes_nothing_that_is_good(in_parts: bool, monke
     monkeypatch.setenv("ELAUNCH_GENERATION", "3")
     trained(5)
 
-    assert said[-1].startswith("restored step 3 from memory (of generation 0")
+    assert logged[-1].startswith("restored step 3 from memory (of generation 0")

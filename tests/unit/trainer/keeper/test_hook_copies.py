@@ -48,7 +48,7 @@ def test_after_a_copy_that_did_not_fit_none_is_tried_before_the_next_snapshot(mo
             with keeper.commit():
                 optimizer.step()
 
-    # At the look after step 6 the ranks agree on a copy of step 7 before they take the snapshot.
+    # At the sync point after step 6 the ranks agree on a copy of step 7 before they take the snapshot.
     assert tried == {1, 2, 3, 6, 9}
 
 
@@ -67,7 +67,7 @@ def test_once_all_ranks_have_a_snapshot_no_saved_step_takes_its_place(memory: Pa
 def test_a_step_without_copies_does_not_take_the_place_of_the_copied_one_before(
     monkeypatch: pytest.MonkeyPatch, memory: Path
 ) -> None:
-    # From some step on, a copy takes too long, and there is a look at each step.
+    # From some step on, a copy takes too long, and there is a sync point after each step.
     monkeypatch.setattr(StepCopies, "wants", lambda self, step: step < 9)
     monkeypatch.setattr(sync_schedule, "WITHIN_S", 0.0)
 

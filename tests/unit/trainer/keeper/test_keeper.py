@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("memory")
 
 
 class Job:
-    """A small training that is made anew for each generation."""
+    """A small training that is built again for each generation."""
 
     def __init__(self, **options: Any) -> None:
         torch.manual_seed(1)
@@ -46,14 +46,14 @@ class Job:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [3, 6])
         self.extra: dict[str, Any] = {"losses": []}
-        self.said: list[str] = []
+        self.logged: list[str] = []
         self.keeper = Keeper(
             self.model,
             self.optimizer,
             scheduler=self.scheduler,
             extra=self.extra,
             warm_up=lambda: self.model(torch.zeros(2, 4)).sum().backward(),
-            **{"lose_at_most": 1, "say": self.said.append, **options},
+            **{"lose_at_most": 1, "say": self.logged.append, **options},
         )
 
     def train(self, steps: int, at: dict[int, Callable[[], object]] | None = None) -> list[float]:
@@ -108,7 +108,7 @@ def test_a_failure_in_the_middle_of_a_step_repeats_only_that(
 
     assert resumed.train(10) == losses
     assert resumed.state() == calm.state()
-    assert resumed.said == ["restored step 4 from memory (of generation 0); 0 steps are repeated"]
+    assert resumed.logged == ["restored step 4 from memory (of generation 0); 0 steps are repeated"]
 
 
 @pytest.mark.parametrize(("lose_at_most", "step"), [(0, 6), (1, 5), (4, 5), (6, 1)])
@@ -222,7 +222,7 @@ def test_a_state_that_becomes_one_that_cannot_be_kept_is_refused_by_that_commit_
     monkeypatch.setenv("ELAUNCH_GENERATION", "1")
     again = Job()
     assert len(again.train(5)) == 5
-    assert again.said == ["restored step 2 from memory (of generation 0); 0 steps are repeated"]
+    assert again.logged == ["restored step 2 from memory (of generation 0); 0 steps are repeated"]
 
 
 @pytest.mark.parametrize("value", [frozenset({1}), bytearray(b"1")], ids=["frozenset", "bytearray"])
@@ -265,7 +265,7 @@ def test_numbers_of_numpy_are_kept_with_their_types(
     assert again.extra["by_number"][7] == 1
     assert again.extra["seen"] == {7}
     assert type(again.scheduler.best) is np.float32
-    assert where in again.said[0]
+    assert where in again.logged[0]
 
 
 def test_an_unreadable_checkpoint_does_not_cost_what_is_in_memory(
@@ -285,8 +285,8 @@ def test_an_unreadable_checkpoint_does_not_cost_what_is_in_memory(
     again = Job(checkpoints=tmp_path / "c")
 
     assert len(again.train(5)) == 5
-    assert any("there is an older state in memory, which is taken" in text for text in again.said)
-    assert "restored step 3 from memory (of generation 0); 0 steps are repeated" in again.said
+    assert any("there is an older state in memory, which is taken" in text for text in again.logged)
+    assert "restored step 3 from memory (of generation 0); 0 steps are repeated" in again.logged
 
 
 @pytest.fixture
@@ -307,7 +307,7 @@ def test_other_arguments_of_the_job_whose_checkpoints_are_resumed_are_named(tmp_
 
     again.train(4)
 
-    assert "which had other arguments (`--lr 0.1`)" in again.said[0]
+    assert "which had other arguments (`--lr 0.1`)" in again.logged[0]
 
 
 def test_another_training_is_refused_where_there_are_checkpoints(
@@ -365,7 +365,7 @@ def test_an_end_that_is_not_on_the_disk_is_no_success_and_the_next_start_tries_a
     with pytest.raises(NotDurable, match="the end of the training is not on the disk: the checkpoint of step 5 could "):
         job.train(5)
     failed = f"the checkpoint of step 5 could not be written: Not a directory; there is none in {directory}"
-    assert job.said == [
+    assert job.logged == [
         f"checkpoints cannot be written to {directory}: Not a directory; until they can, there are none",
         "there is no state to restore: training begins at step 1",
         failed,
@@ -377,7 +377,7 @@ def test_an_end_that_is_not_on_the_disk_is_no_success_and_the_next_start_tries_a
 
     assert again.train(5) == job.extra["losses"]
 
-    assert again.said == ["restored step 5 from memory (of generation 1); 0 steps are repeated"]
+    assert again.logged == ["restored step 5 from memory (of generation 1); 0 steps are repeated"]
     assert [mark.step for mark in storage.marks(tmp_path / "file" / "c")] == [5]
 
 
@@ -391,7 +391,7 @@ def test_a_last_checkpoint_that_fails_is_tried_again(tmp_path: Path, monkeypatch
 
     job.train(6)
 
-    assert sum("it is the last one, and is tried again for 60 s: " in text for text in job.said) == 1
+    assert sum("it is the last one, and is tried again for 60 s: " in text for text in job.logged) == 1
     assert [mark.step for mark in storage.marks(blocking / "c")] == [6]
 
 
@@ -407,8 +407,8 @@ def test_a_stop_while_the_last_checkpoint_is_tried_again_is_a_stop(
         job.train(3)
 
     assert ended.value.code == 143
-    assert job.said[-1] == (
-        "stopped after step 3, as it was told to leave; there is no checkpoint, so the same command starts over"
+    assert job.logged[-1] == (
+        "stopped after step 3, on a request to leave; there is no checkpoint, so the same command starts over"
     )
 
 
@@ -440,7 +440,7 @@ def test_a_signal_ends_the_step_first(tmp_path: Path, signum: signal.Signals, co
 
     assert ended.value.code == code
     assert job.keeper.step == 3
-    assert job.said[-1].startswith("stopped after step 3, as it was")
+    assert job.logged[-1].startswith("stopped after step 3, ")
     assert list((tmp_path / "checkpoints").glob("generation-*-step-00000003*"))
     assert [signal.getsignal(number) for number in numbers] == before
 
@@ -478,7 +478,7 @@ def test_where_there_is_no_room_for_what_is_a_ranks_own_its_steps_are_counted_st
     resumed = Job()
     with resumed.keeper:
         assert (resumed.keeper.step, resumed.keeper.repeated) == (5, 2)
-    assert job.said == ["rank 0 keeps no buffers and random states in memory: No space left on device"]
+    assert job.logged == ["rank 0 keeps no buffers and random states in memory: No space left on device"]
 
 
 @pytest.fixture
@@ -499,21 +499,21 @@ def small_memory(memory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 
 @pytest.mark.usefixtures("small_memory")
-def test_too_little_memory_is_one_sentence_and_no_failure() -> None:
+def test_too_little_memory_is_one_warning_and_no_failure() -> None:
     job = Job()
     job.extra["ballast"] = torch.zeros(50_000)
 
     assert len(job.train(10)) == 10
 
-    (said,) = job.said
-    assert re.search(r"shm has 0\.\d+ MB free and this node's copies of the training state take 0\.4\d* MB", said)
-    assert "goes back to the last checkpoint" in said
+    (logged,) = job.logged
+    assert re.search(r"shm has 0\.\d+ MB free and this node's copies of the training state take 0\.4\d* MB", logged)
+    assert "goes back to the last checkpoint" in logged
 
 
 @pytest.mark.parametrize(
     ("option", "value", "lose_at_most"), [("copy_every", 1, 0), ("snapshot_every", 5, 5), ("stop_every", 5, None)]
 )
-def test_an_option_of_before_is_read_as_what_has_its_place(option: str, value: int, lose_at_most: int | None) -> None:
+def test_a_former_option_is_read_as_the_one_that_replaced_it(option: str, value: int, lose_at_most: int | None) -> None:
     model = nn.Linear(1, 1)
 
     with pytest.warns(FutureWarning, match=f"lose_at_most={lose_at_most} has the place of {option}={value}"):

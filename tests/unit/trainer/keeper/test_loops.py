@@ -24,7 +24,7 @@ class Failed(Exception):
 
 
 class Job:
-    """A training that is made anew for each generation. It notes what it has trained and drawn."""
+    """A training that is built again for each generation. It notes what it has trained and drawn."""
 
     def __init__(self, dropout: float = 0.5, **options: Any) -> None:
         torch.manual_seed(1)
@@ -32,9 +32,9 @@ class Job:
         np.random.seed(1)
         self.model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(dropout), nn.Linear(8, 1))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
-        self.said: list[str] = []
+        self.logged: list[str] = []
         self.keeper = Keeper(
-            self.model, self.optimizer, **{"lose_at_most": 1, "per_rank": (), "say": self.said.append, **options}
+            self.model, self.optimizer, **{"lose_at_most": 1, "per_rank": (), "say": self.logged.append, **options}
         )
         self.losses: dict[int, float] = {}
 
@@ -122,7 +122,7 @@ def test_a_loop_that_was_left_ends_at_the_same_step_after_a_failure(monkeypatch:
 
     assert job.keeper.step == 4
     assert not job.losses
-    assert job.said[1:] == ["the loop up to step 10 ends after step 4, where it was left before"]
+    assert job.logged[1:] == ["the loop up to step 10 ends after step 4, where it was left before"]
 
 
 @pytest.mark.parametrize("fails_at", [6, 8])
@@ -197,7 +197,7 @@ def test_what_is_drawn_after_a_backward_pass_comes_back_with_its_step_and_change
                     job.optimizer.zero_grad()
                 assert torch.equal(records.find(Version(generation, step))["random"]["torch"], record)
                 numbers[step] = early, late
-        assert not any("random" in said for said in job.said)
+        assert not any("random" in logged for logged in job.logged)
         return numbers
 
     name, numbers = "calm", dict[int, Any]()
@@ -244,7 +244,7 @@ def test_an_evaluation_in_a_loop_with_hooks_changes_no_step_also_if_it_is_cut_of
             set_epoch=lambda epoch: None,
             name=name,
             lose_at_most=1,
-            say=lambda said: None,
+            say=lambda logged: None,
         )
         with kept:
             for epoch in kept.epochs(2):
@@ -279,8 +279,8 @@ def test_a_commit_outside_of_steps_is_named_once() -> None:
         for step in (1, 2):
             job.train(step)
 
-    assert [line for line in job.said if line.startswith("keeper.commit() without keeper.steps")] == job.said
-    assert len(job.said) == 1
+    assert [line for line in job.logged if line.startswith("keeper.commit() without keeper.steps")] == job.logged
+    assert len(job.logged) == 1
 
 
 @pytest.mark.parametrize("total", ["3", -1, 2.5])

@@ -155,9 +155,9 @@ class Job:
         torch.manual_seed(1)
         self.model = nn.Linear(4, 1)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.said: list[str] = []
+        self.logged: list[str] = []
         self.keeper = Keeper(
-            self.model, self.optimizer, **{"lose_at_most": 1, "say": self.said.append, "per_rank": (), **options}
+            self.model, self.optimizer, **{"lose_at_most": 1, "say": self.logged.append, "per_rank": (), **options}
         )
 
     def train(self, steps: int, *, changes_after: tuple[int, ...] = (), fails_in: int = 0) -> None:
@@ -180,7 +180,7 @@ SENTENCE = (
 )
 
 
-def test_a_state_that_changed_outside_is_not_kept_after_a_failure_and_it_is_said_once(
+def test_a_state_that_changed_outside_is_not_kept_after_a_failure_and_it_is_logged_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     job = Job()
@@ -192,10 +192,10 @@ def test_a_state_that_changed_outside_is_not_kept_after_a_failure_and_it_is_said
     with resumed.keeper:
         assert (resumed.keeper.step, resumed.keeper.repeated) == (3, 1)
 
-    assert job.said == [SENTENCE]
+    assert job.logged == [SENTENCE]
 
 
-def test_a_program_that_changes_the_state_after_each_commit_is_told_before_it_loses_anything() -> None:
+def test_a_program_that_changes_the_state_after_each_commit_is_stopped_before_it_loses_anything() -> None:
     with pytest.raises(
         RuntimeError, match=r"`weight` changed outside keeper\.commit\(\) after step 3.*never be a copy"
     ):
@@ -221,4 +221,4 @@ def test_what_a_survivor_saves_does_not_count_if_the_state_changes_meanwhile(mon
     with resumed.keeper:
         assert resumed.keeper.step == 1
 
-    assert job.said == [SENTENCE]
+    assert job.logged == [SENTENCE]

@@ -29,14 +29,14 @@ class Loop:
         given = halves if optimizers == 2 else [self.model.parameters()]
         self.optimizers = [torch.optim.AdamW(its, lr=0.1) for its in given]
         self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizers[0], [3, 6])
-        said: list[str] = []
-        self.said = said
+        logged: list[str] = []
+        self.logged = logged
         # The loaders of other tests may still be there.
         defaults: dict[str, Any] = {
             "scheduler": self.scheduler,
             "lose_at_most": 1,
             "per_rank": (),
-            "say": said.append,
+            "say": logged.append,
         }
         self.keeper = Keeper(self.model, self.optimizers, **{**defaults, **options})
         self.losses: dict[int, float] = {}
@@ -142,7 +142,7 @@ def test_a_signal_stops_it_at_the_boundary_and_the_keeper_is_left(monkeypatch: p
     with pytest.raises(Stopped):
         loop.keeper.step_begin()
 
-    assert loop.said == ["stopped after step 2, as it was told to leave"]
+    assert loop.logged == ["stopped after step 2, on a request to leave"]
     assert signal.getsignal(signal.SIGTERM) == before
     # A second end changes nothing.
     loop.keeper.close()
@@ -153,8 +153,8 @@ def test_a_signal_stops_it_at_the_boundary_and_the_keeper_is_left(monkeypatch: p
 
 
 def test_a_handler_of_a_left_keeper_that_a_library_puts_back_passes_the_signal_on() -> None:
-    heard: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    received: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
     try:
         loop = Loop()
         loop.keeper.restore()
@@ -164,7 +164,7 @@ def test_a_handler_of_a_left_keeper_that_a_library_puts_back_passes_the_signal_o
 
         os.kill(os.getpid(), signal.SIGTERM)
 
-        assert heard == [signal.SIGTERM]
+        assert received == [signal.SIGTERM]
     finally:
         signal.signal(signal.SIGTERM, before)
 

@@ -50,7 +50,7 @@ def test_the_own_state_is_stored_after_the_loss_is_computed_and_before_a_gradien
     assert len(seen) == 1
 
 
-def test_a_pass_without_a_gradient_stores_at_once() -> None:
+def test_a_pass_without_a_gradient_stores_immediately() -> None:
     model, seen = Model("tensor"), list[int]()
     hook_backward(model, lambda: seen.append(1))
 
@@ -90,14 +90,14 @@ def test_accumulation_that_begins_late_is_refused_too() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = LeftGradients(model, [optimizer])
-    said = []
+    logged = []
 
     for step in range(1, 25):
         model(torch.ones(2)).sum().backward()
-        said.append(found.commit_begins(step))
+        logged.append(found.commit_begins(step))
         if step < 20:
             optimizer.zero_grad()
         found.commit_ended()
 
-    assert not any(said[:20])
-    assert "still there after the commit of step 20" in said[20]
+    assert not any(logged[:20])
+    assert "still there after the commit of step 20" in logged[20]

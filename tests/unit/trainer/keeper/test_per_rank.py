@@ -1,4 +1,4 @@
-"""State that each rank has for itself, and what the Keeper says where there is none."""
+"""State that each rank has for itself, and what the Keeper warns of where there is none."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class Job:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
         self.batches = Batches(DataLoader(TensorDataset(torch.arange(20.0)[:, None]), batch_size=3, shuffle=True))
         self.generator, self.packer = torch.Generator().manual_seed(4), Packer()
-        self.said: list[str] = []
+        self.logged: list[str] = []
         per_rank = [self.batches, self.generator, self.packer]
-        defaults: dict[str, Any] = {"lose_at_most": 1, "say": self.said.append, "per_rank": per_rank}
+        defaults: dict[str, Any] = {"lose_at_most": 1, "say": self.logged.append, "per_rank": per_rank}
         self.keeper = Keeper(self.model, self.optimizer, **{**defaults, **options})
         self.seen: list[list[float]] = []
 
@@ -79,7 +79,7 @@ def test_after_a_failure_every_rank_goes_on_at_its_own_sample(
     assert failed.seen + resumed.train(12) == undisturbed
 
 
-def test_at_another_world_size_it_begins_anew_and_the_keeper_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_another_world_size_it_starts_over_and_the_keeper_reports_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="reset by peer"):
         Job().train(12, 4)
     monkeypatch.setenv("ELAUNCH_GENERATION", "1")
@@ -88,9 +88,9 @@ def test_at_another_world_size_it_begins_anew_and_the_keeper_says_so(monkeypatch
 
     resumed.train(5)
 
-    assert resumed.said[1] == (
+    assert resumed.logged[1] == (
         "the state per rank (per_rank: Batches, GeneratorState, Packer) of all ranks is that of 1 ranks, and does not "
-        "fit 2 ranks: it begins anew, and samples come twice or never"
+        "fit 2 ranks: it starts over, and samples come twice or never"
     )
     assert resumed.seen[0][-1] == 1
 
@@ -111,9 +111,9 @@ def test_an_ordinary_data_loader_is_named_at_entry_once(kind: str) -> None:
     with job.keeper:
         pass
 
-    assert len(job.said) == 1
-    assert job.said[0].startswith("the position of a DataLoader of this program is not kept: ")
-    assert "batches = elaunch.trainer.Batches(loader)" in job.said[0]
+    assert len(job.logged) == 1
+    assert job.logged[0].startswith("the position of a DataLoader of this program is not kept: ")
+    assert "batches = elaunch.trainer.Batches(loader)" in job.logged[0]
 
 
 @pytest.mark.parametrize("per_rank", [(), None])
@@ -129,16 +129,16 @@ def test_a_loader_with_an_order_or_with_per_rank_needs_no_warning(per_rank: obje
     with job.keeper:
         pass
 
-    assert job.said == []
+    assert job.logged == []
 
 
-def test_no_object_is_asked_between_a_restore_and_the_first_step() -> None:
+def test_no_state_is_taken_between_a_restore_and_the_first_step() -> None:
     class Loader:
-        asked = 0
+        calls = 0
 
         def state_dict(self) -> dict[str, Any]:
-            self.asked += 1
-            return {"asked": self.asked}
+            self.calls += 1
+            return {"calls": self.calls}
 
         def load_state_dict(self, state: dict[str, Any]) -> None:
             pass
@@ -147,6 +147,6 @@ def test_no_object_is_asked_between_a_restore_and_the_first_step() -> None:
     state = per_rank.state_dict()
     per_rank.load_state_dict(state)
 
-    assert (per_rank.state_dict(), loader.asked) == (state, 1)
+    assert (per_rank.state_dict(), loader.calls) == (state, 1)
     per_rank.go_on()
-    assert per_rank.state_dict()["states"] == [{"asked": 2}]
+    assert per_rank.state_dict()["states"] == [{"calls": 2}]

@@ -40,7 +40,7 @@ class Program:
         self.model[0].requires_grad_(False)
         self.extra: Any = None
         self.optimizers: list[torch.optim.Optimizer] = [self.optimizer()]
-        self.said: list[str] = []
+        self.logged: list[str] = []
 
     def optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.model.parameters(), lr=0.01)
@@ -70,7 +70,7 @@ class Program:
 
     def run(self) -> Any:
         more: dict[str, Any] = {} if self.folder is None else {"checkpoints": self.folder, "checkpoint_every": 1}
-        more |= {"extra": self.extra, "per_rank": (), "say": self.said.append}
+        more |= {"extra": self.extra, "per_rank": (), "say": self.logged.append}
         with Keeper(self.models, self.optimizers, **more) as keeper:
             for step in self.steps(keeper):
                 self.body(step)
@@ -305,7 +305,7 @@ def test_a_value_that_the_failed_step_has_changed_first_is_changed_once(
 ) -> None:
     monkeypatch.setattr(ChangesLate, "late", late)
     monkeypatch.setattr(sys.modules[__name__], "TOTAL", total)
-    # No look comes in between.
+    # No sync point comes in between.
     monkeypatch.setattr(sync_schedule, "WITHIN_S", 1000.0)
     alone = ChangesLate().run()
     for path in memory.iterdir():
@@ -341,26 +341,26 @@ def test_a_value_that_the_training_has_not_changed_is_the_programs_own(
 
     assert (again.model[1].momentum, again.model.other, again.model[1].num_features) == (None, 0.7, 5)
     # The last checkpoint before the failure was written or not.
-    (restored,) = [said for said in again.said if said.startswith("restored with step ")]
+    (restored,) = [logged for logged in again.logged if logged.startswith("restored with step ")]
     assert restored.endswith(": `_passes`, `stage`, `1.momentum` and 2 more")
 
 
 def test_a_replaced_module_without_a_state_is_named_once() -> None:
     model = nn.Sequential(nn.Linear(1, 1), nn.Dropout(0.1), nn.ReLU())
-    said: list[str] = []
-    with Keeper(model, torch.optim.SGD(model.parameters()), per_rank=(), say=said.append) as keeper:
+    logged: list[str] = []
+    with Keeper(model, torch.optim.SGD(model.parameters()), per_rank=(), say=logged.append) as keeper:
         for step in keeper.steps(8):
             if step in (3, 5):
                 model[1] = nn.Dropout(step / 10)
             with keeper.commit():
                 pass
 
-    (warning,) = said
+    (warning,) = logged
     assert warning.startswith("modules were replaced or removed since the Keeper was entered (1): a restart would")
 
 
 @pytest.mark.parametrize(("lose_at_most", "refused"), [(100, "step 31"), (1, "step 20")])
-def test_after_the_first_commits_what_is_not_kept_is_refused_before_a_copy_or_a_look(
+def test_after_the_first_commits_what_is_not_kept_is_refused_before_a_copy_or_a_sync_point(
     lose_at_most: int, refused: str
 ) -> None:
     model = nn.Sequential(nn.Linear(1, 1))
@@ -400,7 +400,7 @@ class AddsAModuleOfBuffers(AddsAGroup):
         (AddsAModuleOfBuffers, r"parameters, or modules with buffers, were added, removed or replaced .*\(late\)"),
     ],
 )
-def test_what_no_restart_could_find_is_refused_at_once(program: type[Program], why: str) -> None:
+def test_what_no_restart_could_find_is_refused_immediately(program: type[Program], why: str) -> None:
     with pytest.raises(TypeError, match=f"step 6 is not committed: {why}"):
         program().run()
 
@@ -472,7 +472,7 @@ def test_parameters_that_ddp_does_not_reduce_are_named_once() -> None:
     program = WrappedThenUnfreezes()
     program.run()
 
-    said = [each for each in program.said if "require a gradient" in each]
-    assert [each.partition(":")[0] for each in said] == [
+    logged = [each for each in program.logged if "require a gradient" in each]
+    assert [each.partition(":")[0] for each in logged] == [
         "6 parameters require a gradient, and DistributedDataParallel reduces 4"
     ]

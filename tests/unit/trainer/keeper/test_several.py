@@ -186,7 +186,7 @@ def test_zero_beside_another_optimizer_is_refused(monkeypatch: pytest.MonkeyPatc
 def test_fsdp1_cannot_be_compared_and_is_refused(group: None) -> None:
     model = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"), use_orig_params=True)
 
-    with pytest.raises(ValueError, match="verify_every is 5, and FullyShardedDataParallel does not say which part"):
+    with pytest.raises(ValueError, match="verify_every is 5, and FullyShardedDataParallel does not show which part"):
         keeper_of(model, verify_every=5).__enter__()
     with pytest.raises(ValueError, match="verify_every is 0; it is a whole number, at least 1"):
         keeper_of(model, verify_every=0)
@@ -229,8 +229,8 @@ class Server:
             monkeypatch.setenv(name, str(number))
         self.model = nn.Linear(1, 1, bias=False)
         nn.init.constant_(self.model.weight, 100.0 * rank)
-        self.said: list[str] = []
-        self.keeper = keeper_of(self.model, say=self.said.append, name="server")
+        self.logged: list[str] = []
+        self.keeper = keeper_of(self.model, say=self.logged.append, name="server")
 
     def train(self, steps: int, fails_in: int = 0) -> float:
         with self.keeper:

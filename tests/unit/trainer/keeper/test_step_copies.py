@@ -1,4 +1,4 @@
-"""Copies of each step of a state in parts, in one process: what they contain, how often they are made, what is said."""
+"""Copies of each step of a state in parts, in one process: their content, how often they are made, what is logged."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Counting(torch.optim.SGD):
 
 
 class Job:
-    """A training of FSDP2 that is made anew for each generation."""
+    """A training of FSDP2 that is built again for each generation."""
 
     def __init__(self, first: Callable[..., Any] = torch.optim.AdamW, **options: Any) -> None:
         torch.manual_seed(1)
@@ -35,9 +35,9 @@ class Job:
         self.optimizer = first(self.model.parameters(), lr=0.1, weight_decay=0.1)
         # Each rate follows from the one before.
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
-        self.said: list[str] = []
+        self.logged: list[str] = []
         # The loaders of other tests may still be there.
-        options = {"lose_at_most": 0, "say": self.said.append, "per_rank": (), **options}
+        options = {"lose_at_most": 0, "say": self.logged.append, "per_rank": (), **options}
         self.keeper = Keeper(self.model, self.optimizer, scheduler=self.scheduler, **options)
 
     def train(self, steps: int, fails_in: int = 0, evaluated: int = 0) -> list[Any]:
@@ -46,7 +46,7 @@ class Job:
             for step in self.keeper.steps(steps):
                 self.model(torch.randn(8, 4)).pow(2).mean().backward()
                 if step == fails_in:
-                    raise RuntimeError("asked for by the test")
+                    raise RuntimeError("failed by the test")
                 with self.keeper.commit():
                     self.optimizer.step()
                     self.scheduler.step()
@@ -66,14 +66,14 @@ def test_a_failed_step_goes_back_to_the_step_before_with_its_learning_rate(
     with monkeypatch.context() as patch:
         patch.delenv("ELAUNCH_MEMORY")
         calm = Job().train(10)
-    with pytest.raises(RuntimeError, match="asked for"):
+    with pytest.raises(RuntimeError, match="failed by"):
         Job().train(10, fails_in=7)
     monkeypatch.setenv("ELAUNCH_GENERATION", "1")
 
     resumed = Job()
 
     assert resumed.train(10) == calm
-    assert resumed.said == ["restored step 6 from memory (of generation 0, in parts); 0 steps are repeated"]
+    assert resumed.logged == ["restored step 6 from memory (of generation 0, in parts); 0 steps are repeated"]
 
 
 def test_a_failure_after_the_first_step_does_not_repeat_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,30 +85,30 @@ def test_a_failure_after_the_first_step_does_not_repeat_it(monkeypatch: pytest.M
                 job.model(torch.randn(8, 4)).pow(2).mean().backward()
                 with job.keeper.commit():
                     job.optimizer.step()
-                raise RuntimeError("asked for by the test")
+                raise RuntimeError("failed by the test")
 
-    with pytest.raises(RuntimeError, match="asked for"):
+    with pytest.raises(RuntimeError, match="failed by"):
         fail(Job())
     monkeypatch.setenv("ELAUNCH_GENERATION", "1")
 
     resumed = Job()
     resumed.train(2)
 
-    assert resumed.said == ["restored step 1 from memory (of generation 0, in parts); 0 steps are repeated"]
+    assert resumed.logged == ["restored step 1 from memory (of generation 0, in parts); 0 steps are repeated"]
 
 
-def test_a_state_with_numbers_that_change_with_its_tensors_has_snapshots_only_and_it_is_said(
+def test_a_state_with_numbers_that_change_with_its_tensors_has_snapshots_only_and_it_is_logged(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     job = Job(Counting, lose_at_most=4)
-    with pytest.raises(RuntimeError, match="asked for"):
+    with pytest.raises(RuntimeError, match="failed by"):
         job.train(10, fails_in=7)
     monkeypatch.setenv("ELAUNCH_GENERATION", "1")
 
     resumed = Job(Counting)
 
-    assert job.said == [
-        "the state can be copied at snapshots only: its tensors are made anew for each, or other values change with "
+    assert job.logged == [
+        "the state can be copied at snapshots only: its tensors are made again for each, or other values change with "
         "them; a failure goes back to the last snapshot"
     ]
     with resumed.keeper:
@@ -118,23 +118,23 @@ def test_a_state_with_numbers_that_change_with_its_tensors_has_snapshots_only_an
 def test_a_snapshot_after_an_evaluation_is_followed_by_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """FSDP2 leaves the root's parameters whole after a forward pass without a backward pass."""
     job = Job(lose_at_most=2)
-    with pytest.raises(RuntimeError, match="asked for"):
+    with pytest.raises(RuntimeError, match="failed by"):
         job.train(10, fails_in=9, evaluated=3)
     monkeypatch.setenv("ELAUNCH_GENERATION", "1")
 
     resumed = Job()
 
-    assert job.said == []
+    assert job.logged == []
     with resumed.keeper:
         assert resumed.keeper.step == 8
 
 
-def test_copies_that_would_cost_more_than_1_percent_are_made_seldom_and_it_is_said_once() -> None:
+def test_copies_that_would_cost_more_than_1_percent_are_made_seldom_and_it_is_logged_once() -> None:
     job = Job(lose_at_most=None)
 
     # A step takes less than a copy.
     job.train(30)
 
-    (said,) = job.said
-    assert said.startswith("a copy of what rank 0 alone has takes ")
-    assert "Keeper(…, lose_at_most=0) copies each step" in said
+    (logged,) = job.logged
+    assert logged.startswith("a copy of what rank 0 alone has takes ")
+    assert "Keeper(…, lose_at_most=0) copies each step" in logged

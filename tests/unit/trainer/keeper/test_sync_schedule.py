@@ -1,4 +1,4 @@
-"""A model of several ranks that have sync points after the steps they have agreed on, in 400 random histories.
+"""Sync points of several ranks in 400 random histories, and the distance of snapshots.
 
 Each rank has its own `SyncSchedule`, `Pace` and speed. Requests to stop come at any moment at any rank, ranks die, and
 a new generation continues. Between two sync points the ranks share nothing, so each may be any number of steps ahead.
@@ -11,19 +11,21 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean as mean
 
+import pytest
+
 from elaunch.trainer.keeper.boundary import SyncPlan, Wish
-from elaunch.trainer.keeper.sync_schedule import WITHIN_S, Pace, SyncSchedule
+from elaunch.trainer.keeper.sync_schedule import SHARE, WITHIN_S, Pace, SyncSchedule
 
 HISTORIES = 400
 
 
 class Violation(AssertionError):
-    """The first word says which fact does not hold."""
+    """The first word is the fact that does not hold."""
 
 
 @dataclass(frozen=True)
 class History:
-    """What happens: each step's duration, when which rank is asked to stop, and when one dies (never is 1e9)."""
+    """What happens: each step's duration, when which rank gets a request to stop, and when one dies (never is 1e9)."""
 
     ranks: int
     total: int
@@ -66,23 +68,23 @@ class Rank:
     history: History
     step: int
     at_s: float
-    looks: SyncSchedule = field(init=False)
+    schedule: SyncSchedule = field(init=False)
     pace: Pace = field(init=False)
 
     def __post_init__(self) -> None:
-        self.looks = SyncSchedule(self.step, [self.history.checkpoint_every])
-        self.looks.leave(self.step, self.at_s)
+        self.schedule = SyncSchedule(self.step, [self.history.checkpoint_every])
+        self.schedule.leave(self.step, self.at_s)
         self.pace = Pace(self.history.snapshot_every, self.step)
 
     def run(self, until_s: float) -> str:
-        """Go on to the next look or the end. Returns what it has come to, or "dead"."""
+        """Continue to the next sync point or the end. Returns what it has reached, or "dead"."""
         while True:
             if self.at_s >= until_s:
                 return "dead"
             if self.step >= self.history.total:
                 return "end"
-            if self.looks.reached(self.step, self.at_s):
-                return "look"
+            if self.schedule.reached(self.step, self.at_s):
+                return "sync"
             self.make_step()
 
     def make_step(self) -> None:
@@ -90,30 +92,30 @@ class Rank:
         self.at_s += self.history.durations_s[self.step] * self.history.ahead[self.number]
         self.step += 1
 
-    def ask(self, where: str) -> list[int]:
+    def propose(self, where: str) -> list[int]:
         history = self.history
-        is_told = any(at_s <= self.at_s and rank == self.number for at_s, rank in history.requests)
+        is_requested = any(at_s <= self.at_s and rank == self.number for at_s, rank in history.requests)
         # One rank knows when snapshots are due, and the others are always ready.
         snapshot = bool(self.number) or self.pace.is_due(self.step)
         due = [] if self.number else [self.pace.due_after(self.step, is_taken=snapshot)]
-        steps = self.looks.wanted(self.step, due) if where == "look" else 1
-        return SyncPlan(steps, snapshot, wish=Wish.LEAVE if is_told else Wish.NONE).numbers(0)
+        steps = self.schedule.wanted(self.step, due) if where == "sync" else 1
+        return SyncPlan(steps, snapshot, wish=Wish.LEAVE if is_requested else Wish.NONE).numbers(0)
 
     def take(self, agreed: SyncPlan, now_s: float) -> None:
         if agreed.snapshot and self.step:
             self.pace.snapshot_took(self.step, 0.0)
-        self.looks.agreed(self.step, agreed.steps)
+        self.schedule.agreed(self.step, agreed.steps)
         self.at_s = now_s
-        self.looks.leave(self.step, now_s)
+        self.schedule.leave(self.step, now_s)
         self.make_step()
 
 
 @dataclass
 class Seen:
-    """What happened: where each generation began, its looks with their times, and its snapshots; the stop."""
+    """What happened: where each generation began, its sync points with their times, and its snapshots; the stop."""
 
     began: list[int] = field(default_factory=list)
-    looks: list[list[tuple[int, float]]] = field(default_factory=list)
+    syncs: list[list[tuple[int, float]]] = field(default_factory=list)
     snapshots: list[list[int]] = field(default_factory=list)
     stopped: int | None = None
     stopped_s: float = 0.0
@@ -126,7 +128,7 @@ def play(history: History) -> Seen:
     while True:
         ranks = [Rank(number, history, step, now_s) for number in range(history.ranks)]
         seen.began.append(step)
-        seen.looks.append([])
+        seen.syncs.append([])
         seen.snapshots.append([])
         found = _generation(ranks, until_s, seen)
         if found != "dead":
@@ -145,10 +147,10 @@ def _generation(ranks: list[Rank], until_s: float, seen: Seen) -> str:
         if "dead" in places:
             return "dead"
         ((place, step),) = living
-        numbers = [max(each) for each in zip(*(rank.ask(place) for rank in ranks), strict=True)]
+        numbers = [max(each) for each in zip(*(rank.propose(place) for rank in ranks), strict=True)]
         agreed, now_s = SyncPlan.agreed(numbers), max(rank.at_s for rank in ranks)
-        # The end is a look too.
-        seen.looks[-1].append((step, now_s))
+        # The end is a sync point too.
+        seen.syncs[-1].append((step, now_s))
         if agreed.wish:
             seen.stopped, seen.stopped_s = step, now_s
             return "stopped"
@@ -162,38 +164,38 @@ def _generation(ranks: list[Rank], until_s: float, seen: Seen) -> str:
 
 def check(history: History, seen: Seen) -> None:
     """The facts that must hold in each history."""
-    for began, found, snapshots in zip(seen.began, seen.looks, seen.snapshots, strict=True):
+    for began, found, snapshots in zip(seen.began, seen.syncs, seen.snapshots, strict=True):
         if found:
-            _check_looks(history, began, [step for step, _ in found], snapshots)
+            _check_syncs(history, began, [step for step, _ in found], snapshots)
     is_even = set(history.ahead) == {1.0}
     if seen.stopped is not None and is_even:
         first_s = min(at_s for at_s, _ in history.requests)
         _check_time(history, seen, first_s)
 
 
-def _check_looks(history: History, began: int, at: list[int], snapshots: list[int]) -> None:
-    """SyncSchedule are where they must be, and where they need not be there are few. `at` is not empty."""
+def _check_syncs(history: History, began: int, at: list[int], snapshots: list[int]) -> None:
+    """Sync points are where they must be, and where they need not be there are few. `at` is not empty."""
     last = at[-1]
     if at[0] != began:
-        raise Violation(f"late: the first look is {at[0]} and not {began}")
+        raise Violation(f"late: the first sync point is {at[0]} and not {began}")
     if missing := [step for step in range(began + 1, last) if step % history.checkpoint_every == 0 and step not in at]:
-        raise Violation(f"skipped: a checkpoint after {missing}, looks {at}")
+        raise Violation(f"skipped: a checkpoint after {missing}, sync points {at}")
     due = list(range(began + history.snapshot_every if began else 1, last, history.snapshot_every))
     if due != [step for step in snapshots if step < last]:
         raise Violation(f"skipped: snapshots {snapshots} instead of {due}")
     for before, after in pairwise(at):
         if after - before > before - began + 1:
-            raise Violation(f"trust: {after - before} steps without a look after {before - began}: {at}")
+            raise Violation(f"trust: {after - before} steps without a sync point after {before - began}: {at}")
     steps = last - began
     # One for each doubling, and those that are due.
     most = 2 * (8 + steps // history.checkpoint_every + steps // history.snapshot_every)
     if max(history.durations_s) < 0.001 and len(at) > most:
-        raise Violation(f"asks: {len(at)} looks for {steps} steps")
+        raise Violation(f"many: {len(at)} sync points for {steps} steps")
 
 
 def _check_time(history: History, seen: Seen, first_s: float) -> None:
     """A request is obeyed soon: so much later than WITHIN_S and one step as steps have become slower."""
-    found = next(looks for looks in seen.looks if looks and looks[-1][1] >= first_s)
+    found = next(its for its in seen.syncs if its and its[-1][1] >= first_s)
     if found[-1] != (seen.stopped, seen.stopped_s) or first_s < found[0][1]:
         # A death came between, or the request was there from the beginning.
         return
@@ -225,6 +227,51 @@ def test_all_facts_hold_in_all_histories() -> None:
     assert violation == ""
     # And what the facts are about has happened.
     assert sum(each.stopped is not None for each in seen) > HISTORIES / 10
-    assert sum(len(each.looks) > 1 for each in seen) > HISTORIES / 10
-    far = [max((b - a for (a, _), (b, _) in pairwise(looks)), default=0) for each in seen for looks in each.looks]
+    assert sum(len(each.syncs) > 1 for each in seen) > HISTORIES / 10
+    far = [max((b - a for (a, _), (b, _) in pairwise(its)), default=0) for each in seen for its in each.syncs]
     assert sum(steps > 8 for steps in far) > HISTORIES / 20
+
+
+def run(pace: Pace, steps: int, step_s: float, snapshot_s: float) -> list[int]:
+    taken = []
+    for step in range(1, steps + 1):
+        pace.step_took(step_s)
+        if pace.is_due(step):
+            pace.snapshot_took(step, snapshot_s)
+            taken.append(step)
+    return taken
+
+
+@pytest.mark.parametrize(("step_s", "snapshot_s"), [(0.1, 0.001), (0.1, 0.002), (0.05, 0.03), (0.5, 2.0), (1.0, 0.0)])
+def test_the_cost_stays_under_the_share(step_s: float, snapshot_s: float) -> None:
+    steps = 20_000
+
+    taken = run(Pace(None, 0), steps, step_s, snapshot_s)
+
+    assert len(taken) * snapshot_s <= 1.001 * SHARE * steps * step_s + snapshot_s
+    # And no fewer than that allows.
+    assert (len(taken) + 2) * max(snapshot_s, SHARE * step_s) >= 0.98 * SHARE * steps * step_s
+
+
+def test_the_first_step_has_a_copy_whatever_it_costs() -> None:
+    assert run(Pace(None, 0), 50, 0.1, 100.0) == [1]
+    assert run(Pace(20, 0), 50, 0.1, 100.0) == [1, 21, 41]
+
+
+def test_a_restored_step_has_one_already() -> None:
+    assert run(Pace(10, 40), 40, 0.1, 0.1) == []
+    assert not Pace(10, 40).is_due(49)
+    assert Pace(10, 40).is_due(50)
+
+
+def test_copies_that_take_new_memory_are_not_measured() -> None:
+    pace = Pace(None, 0, fresh=2, share=0.01)
+    pace.step_took(1.0)
+    for step in (1, 2):
+        assert pace.is_due(step)
+        pace.snapshot_took(step, 5.0)
+    assert pace.every == 1
+
+    pace.snapshot_took(3, 0.02)
+
+    assert pace.every == 2

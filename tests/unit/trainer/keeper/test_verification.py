@@ -1,16 +1,16 @@
-"""Which rank's copy is damaged, and what is said of it."""
+"""Which rank's copy is damaged, and the error about it."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from elaunch.trainer.keeper.verification import Told, differing, sentence
+from elaunch.trainer.keeper.verification import RankDigest, differing, sentence
 from elaunch.trainer.state.tree import digests
 
 
-def told(*values: str, holds: str = "") -> list[Told]:
-    return [Told(f"node-{rank}", holds, each) for rank, each in enumerate(values)]
+def of(*values: str, holds: str = "") -> list[RankDigest]:
+    return [RankDigest(f"node-{rank}", holds, each) for rank, each in enumerate(values)]
 
 
 @pytest.mark.parametrize(
@@ -26,30 +26,35 @@ def told(*values: str, holds: str = "") -> list[Told]:
     ],
 )
 def test_the_majority_decides_and_without_one_all_are_named(values: str, wrong: list[int]) -> None:
-    assert differing(told(*values)) == wrong
+    assert differing(of(*values)) == wrong
 
 
 def test_only_ranks_that_hold_the_same_are_compared() -> None:
     # Two shards with two replicas each.
-    shards = [Told("a", "left", "1"), Told("a", "right", "2"), Told("b", "left", "1"), Told("b", "right", "3")]
+    shards = [
+        RankDigest("a", "left", "1"),
+        RankDigest("a", "right", "2"),
+        RankDigest("b", "left", "1"),
+        RankDigest("b", "right", "3"),
+    ]
 
     assert differing(shards) == [1, 3]
-    assert differing([Told("a", str(rank), str(rank)) for rank in range(4)]) == []
+    assert differing([RankDigest("a", str(rank), str(rank)) for rank in range(4)]) == []
 
 
 def test_the_sentence_names_rank_host_tensor_and_the_step_to_which_it_goes_back() -> None:
     found = [{"0.weight": 1, "0.bias": 2}] * 4
     found[2] = {"0.weight": 1, "0.bias": 3}
 
-    assert sentence(told(*"aaba"), found, [2], 400, 300) == (
+    assert sentence(of(*"aaba"), found, [2], 400, 300) == (
         "rank 2's copy of `0.bias` on node-2 differs from the other 3 ranks' after step 400: silent data corruption, "
         "or a change that not all ranks made. The training goes back to step 300, after which they were equal. If it "
         "happens again, test that host's memory and GPU; a program whose ranks differ on purpose leaves out "
         "verify_every"
     )
-    assert sentence(told(*"ab"), [{"w": 1}, {"w": 2}], [0, 1], 7, 0).startswith(
-        "rank 0 on node-0 and rank 1 on node-1 have different copies of `w`, and nothing says which is right after "
-        "step 7: silent data corruption, or a change that not all ranks made. The training begins anew."
+    assert sentence(of(*"ab"), [{"w": 1}, {"w": 2}], [0, 1], 7, 0).startswith(
+        "rank 0 on node-0 and rank 1 on node-1 have different copies of `w`, and it is unknown which is right after "
+        "step 7: silent data corruption, or a change that not all ranks made. The training starts over."
     )
 
 

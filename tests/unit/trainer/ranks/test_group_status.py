@@ -96,7 +96,7 @@ def test_a_setting_under_which_half_reduced_gradients_could_be_committed_is_repo
 
 
 def _watch(group: Any, save: Callable[[], object], said: list[str]) -> GroupWatch:
-    return GroupWatch(GroupStatus(lambda: [group]), save, said.append, tells=False, look_s=0.01)
+    return GroupWatch(GroupStatus(lambda: [group]), save, said.append, warns=False, poll_s=0.01)
 
 
 def test_the_state_is_saved_when_a_group_fails_while_the_training_is_stuck() -> None:

@@ -50,7 +50,7 @@ def nothing() -> None:
 
 
 def fail() -> None:
-    raise ValueError("asked for by the test")
+    raise ValueError("failed by the test")
 
 
 class Training:
@@ -61,7 +61,7 @@ class Training:
         self.extra, self.agent = Extra(), agent
         # The only snapshot is that after the first step.
         self.keeper = Keeper(model, torch.optim.SGD(model.parameters()), extra=self.extra, lose_at_most=1_000_000)
-        self._said: list[dict[str, object]] = []
+        self._sent: list[dict[str, object]] = []
 
     def train(
         self,
@@ -79,25 +79,25 @@ class Training:
                 (done if now else nothing)()
 
     @property
-    def words(self) -> list[object]:
-        self._said += [row for row in said(self.agent) if row["event"] != "progress"]
-        return [row["event"] for row in self._said]
+    def messages(self) -> list[object]:
+        self._sent += [row for row in said(self.agent) if row["event"] != "progress"]
+        return [row["event"] for row in self._sent]
 
     def saved(self) -> object:
         """Wait for the message `saved`. Returns its step."""
-        wait_for(lambda: "saved" in self.words, "the answer")
-        return self._said[-1]["step"]
+        wait_for(lambda: "saved" in self.messages, "the response")
+        return self._sent[-1]["step"]
 
     def lose_a_peer(self) -> None:
         tell(self.agent, event="peer_failed", generation=0)
 
 
-def test_at_a_stop_it_says_that_it_saves_before_it_does(agent: socket.socket) -> None:
+def test_at_a_stop_it_reports_that_it_saves_before_it_does(agent: socket.socket) -> None:
     training = Training(agent)
     before: list[list[object]] = []
 
     def stop() -> None:
-        training.extra.copied = lambda: before.append(training.words)
+        training.extra.copied = lambda: before.append(training.messages)
         tell(agent, event="stop_at_step_boundary", reason="join")
 
     with pytest.raises(SystemExit):
@@ -106,28 +106,28 @@ def test_at_a_stop_it_says_that_it_saves_before_it_does(agent: socket.socket) ->
     assert before[0] == ["listens", "mark", "mark", "stopped", "saving"]
 
 
-def test_while_it_completes_a_step_after_a_failure_it_says_that_it_saves(agent: socket.socket) -> None:
+def test_while_it_completes_a_step_after_a_failure_it_reports_that_it_saves(agent: socket.socket) -> None:
     training = Training(agent)
-    words: list[list[object]] = []
+    sent: list[list[object]] = []
     steps: list[object] = []
 
     def lose_a_peer() -> None:
         training.lose_a_peer()
-        wait_for(lambda: "saving" in training.words, "the word")
-        words.append(training.words)
+        wait_for(lambda: "saving" in training.messages, "the message")
+        sent.append(training.messages)
 
     def end() -> None:
         steps.append(training.saved())
         fail()
 
-    with pytest.raises(ValueError, match="asked for"):
+    with pytest.raises(ValueError, match="failed by"):
         training.train(completing=lose_a_peer, done=end)
 
-    assert words == [["listens", "mark", "mark", "saving"]]
+    assert sent == [["listens", "mark", "mark", "saving"]]
     assert steps == [3]
 
 
-def test_a_state_that_cannot_be_saved_after_a_failure_keeps_nobody_waiting(
+def test_a_state_that_cannot_be_saved_after_a_failure_makes_no_one_wait(
     agent: socket.socket, capfd: pytest.CaptureFixture[str]
 ) -> None:
     training = Training(agent)
@@ -143,7 +143,7 @@ def test_a_state_that_cannot_be_saved_after_a_failure_keeps_nobody_waiting(
         fail()
 
     # The program's own error must come out of the training.
-    with pytest.raises(ValueError, match="asked for"):
+    with pytest.raises(ValueError, match="failed by"):
         training.train(begun=lose_a_peer)
 
     assert steps == [0]
@@ -151,7 +151,7 @@ def test_a_state_that_cannot_be_saved_after_a_failure_keeps_nobody_waiting(
 
 
 def trained(model: nn.Module, optimizer: Any, fails_in: int, **options: Any) -> list[int]:
-    """Train until a peer fails in that step. Returns the step that the rank then says is saved."""
+    """Train until a peer fails in that step. Returns the step that the rank then reports as saved."""
     steps: list[int] = []
     with Keeper(model, optimizer, per_rank=(), say=lambda text: None, **options) as keeper:
         for step in keeper.steps(fails_in):
@@ -171,7 +171,7 @@ def plain(fails_in: int, **options: Any) -> list[int]:
     return trained(model, torch.optim.SGD(model.parameters(), lr=0.1), fails_in, **options)
 
 
-def test_without_room_nothing_is_saved_and_nobody_says_so(
+def test_without_room_nothing_is_saved_and_no_message_is_sent(
     agent: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(node_memory, "capacity_in", lambda folder: capacity.Capacity(0, "the file system"))
@@ -207,7 +207,7 @@ def named_and_resumed(monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
     """The step that a rank of a state in parts names after a failure in step 11, and the one of the next start."""
     # Its optimizer lets it have snapshots only: of steps 1, 5 and 9.
     job = Job(Counting, lose_at_most=4)
-    with pytest.raises(RuntimeError, match="asked for by the test"):
+    with pytest.raises(RuntimeError, match="failed by the test"):
         job.train(11, fails_in=11)
     named = job.keeper._state.peer_failed(0)
 
@@ -217,15 +217,17 @@ def named_and_resumed(monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
 
 
 @pytest.mark.usefixtures("group", "agent", "no_record_of_step_9")
-def test_a_rank_says_that_it_saves_and_waits_while_its_part_is_being_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    finish, has_said = slots.finish, threading.Event()
+def test_a_rank_reports_that_it_saves_and_waits_while_its_part_is_being_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    finish, has_reported = slots.finish, threading.Event()
 
     def finish_late(region: torch.Tensor, layout: bytes, piece: Piece, *rest: Any) -> Any:
         if threading.current_thread().name == "mirror" and piece.version == Version(0, 9):
-            assert has_said.wait(DEADLINE_S)
+            assert has_reported.wait(DEADLINE_S)
         return finish(region, layout, piece, *rest)
 
     monkeypatch.setattr(slots, "finish", finish_late)
-    monkeypatch.setattr(link, "saving", lambda step: has_said.set())
+    monkeypatch.setattr(link, "saving", lambda step: has_reported.set())
 
     assert named_and_resumed(monkeypatch) == (9, 9)
