@@ -13,21 +13,7 @@ from elaunch.agent.core.step import deadline_s, step
 from elaunch.rendezvous.job_spec import Program, ProgramKind
 from elaunch.rendezvous.store import Delete
 from elaunch.rendezvous.types import OpenKind, Outcome, OutcomeKind
-from tests.unit.agent.driver import (
-    ALL,
-    INT,
-    KEYS,
-    SPEC,
-    TERM,
-    TIMES,
-    TWO,
-    Driver,
-    ends,
-    pair,
-    settle,
-    started,
-    tags,
-)
+from tests.unit.agent.driver import ALL, INT, KEYS, SPEC, TERM, TIMES, TWO, Driver, ends, pair, settle, started, tags
 
 ENDED = Outcome(OutcomeKind.FAILED, "the budget is spent", 0, 0, 3)
 

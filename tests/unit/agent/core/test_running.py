@@ -7,12 +7,7 @@ from dataclasses import replace
 import pytest
 
 from elaunch.agent.core.actions import Action, Clear, Commit, Log, SignalWorkers
-from elaunch.agent.core.events import (
-    Cleared,
-    Tick,
-    WorkerEnded,
-    WorkerExited,
-)
+from elaunch.agent.core.events import Cleared, Tick, WorkerEnded, WorkerExited
 from elaunch.agent.core.running import EXIT_S, HOLD_S
 from elaunch.agent.core.state import Running
 from elaunch.agent.core.step import deadline_s

@@ -9,11 +9,7 @@ import pytest
 
 from elaunch.agent.core.actions import Clear, Commit, Join, Log, ReplaceForkServer, SignalWorkers, Spawn
 from elaunch.agent.core.clearing import OUTPUT_WAIT_S
-from elaunch.agent.core.events import (
-    Cleared,
-    Signalled,
-    Tick,
-)
+from elaunch.agent.core.events import Cleared, Signalled, Tick
 from elaunch.agent.core.state import Finished
 from elaunch.agent.core.step import deadline_s
 from elaunch.agent.core.stopping import KILL_WAIT_S

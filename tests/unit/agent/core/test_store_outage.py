@@ -12,19 +12,7 @@ from elaunch.agent.core.membership import INVITE_AGAIN_S
 from elaunch.agent.core.state import LOG_AFTER_S, Joining, Running
 from elaunch.agent.core.step import deadline_s
 from elaunch.rendezvous.types import OpenKind, OutcomeKind
-from tests.unit.agent.driver import (
-    ALL,
-    SPEC,
-    START_S,
-    TERM,
-    TIMES,
-    TWO,
-    Driver,
-    ends,
-    pair,
-    settle,
-    started,
-)
+from tests.unit.agent.driver import ALL, SPEC, START_S, TERM, TIMES, TWO, Driver, ends, pair, settle, started
 
 # --- the store is away
 

@@ -8,15 +8,7 @@ import pytest
 
 from elaunch.agent.core.events import StoreBack, StoreEvent, StoreFailed, Trouble
 from elaunch.agent.session.session import FIRST_BACKOFF_S, LAST_TRIES, SLOW_BACKOFF_MAX_S, RetryQueue
-from elaunch.rendezvous.store import (
-    Denied,
-    HeadAway,
-    OwnLimit,
-    Rejected,
-    StoreError,
-    TimedOut,
-    Unavailable,
-)
+from elaunch.rendezvous.store import Denied, HeadAway, OwnLimit, Rejected, StoreError, TimedOut, Unavailable
 
 BACKOFF_MAX_S = 0.5
 AWAY = Unavailable("no route")

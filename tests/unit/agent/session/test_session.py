@@ -9,15 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from elaunch.agent.core.events import (
-    Committed,
-    Leased,
-    SnapshotChanged,
-    SnapshotPending,
-    StoreBack,
-    StoreEvent,
-    Tag,
-)
+from elaunch.agent.core.events import Committed, Leased, SnapshotChanged, SnapshotPending, StoreBack, StoreEvent, Tag
 from elaunch.agent.session.session import Session
 from elaunch.agent.session.store_view import JobStore, LocalHost
 from elaunch.rendezvous.rules.snapshot import Keys
