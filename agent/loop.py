@@ -114,7 +114,7 @@ class Inbox:
 class Loop:
     """One agent's life, from joining to its outcome.
 
-    `served_pid` is the process by which this agent serves the job's store, if it does. `way` as in `StatusServer`.
+    `served_pid` is the process by which this agent serves the job's store, if it does. `locator` as in `StatusServer`.
     `hook` runs the user's command for events. Scrapers of the metrics may connect to `metrics`.
     """
 
@@ -123,7 +123,7 @@ class Loop:
         services: Services,
         job_store: JobStore,
         served_pid: int | None = None,
-        way: str = "",
+        locator: str = "",
         hook: EventHook | None = None,
         metrics: socket.socket | None = None,
     ) -> None:
@@ -158,7 +158,7 @@ class Loop:
         reporter = Reporter(self._inbox.post, pump.log, warn, self._timeline, self._node_failure)
         self._workers = Workers(services, reporter, self._selector, self._keep_session)
         post, offer = self._inbox.post, self._session.offer
-        self._status = StatusServer(lambda: self._agent, self._workers.seen, offer, way, time.monotonic(), post)
+        self._status = StatusServer(lambda: self._agent, self._workers.seen, offer, locator, time.monotonic(), post)
         self._run_dir = run_dir
         if metrics:
             self._serve_metrics(metrics)

@@ -106,12 +106,12 @@ class AgentRun:
         self.pump.log(line, "warning")
 
     def run(
-        self, config: AgentConfig, store: Store, *, is_remote: bool, served_pid: int | None, way: str = ""
+        self, config: AgentConfig, store: Store, *, is_remote: bool, served_pid: int | None, locator: str = ""
     ) -> Outcome:
         """Take part in the job until its outcome is known; all workers are gone then. Raises CannotRun.
 
         `config` is that of `begin`, now with this node's address and network. `is_remote` says that `store` is in
-        another process; `served_pid` is that process where this agent's launcher has started it. `way` is JSON by
+        another process; `served_pid` is that process where this agent's launcher has started it. `locator` is JSON by
         which another process of this user reaches that store, for `elaunch status`.
         """
         from elaunch.agent.loop import Loop
@@ -121,7 +121,9 @@ class AgentRun:
 
         job_store = JobStore(store, Keys(config.spec.run_id, config.store_prefix), is_remote)
         try:
-            loop = Loop(replace(self._services, config=config), job_store, served_pid, way, self._hook, self._metrics)
+            loop = Loop(
+                replace(self._services, config=config), job_store, served_pid, locator, self._hook, self._metrics
+            )
             # The objects that are there now stay: the agent may run for weeks from here on.
             gc.freeze()
             gc.enable()

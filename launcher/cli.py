@@ -138,7 +138,7 @@ def run(
     environ: Mapping[str, str],
     on_outcome: Callable[[Outcome, AgentConfig, AgentRun], None] = show_report,
 ) -> int:
-    """Run the job that `options` ask for; its exit code. Raises UsageError where it cannot start as asked.
+    """Run the job of `options`; its exit code. Raises UsageError where it cannot start as requested.
 
     `on_outcome` is called once, when the job has ended. Whatever is raised, no process and no folder of ours is left.
     """
@@ -238,5 +238,5 @@ def _outcome(options: Options, planned: Planned, config: AgentConfig, agent: Age
             reached.store,
             is_remote=reached.is_remote,
             served_pid=reached.served_pid,
-            way=reached.locator,
+            locator=reached.locator,
         )

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from elaunch.agent.own_lines import can_move_cursor, is_one_terminal
 from elaunch.agent.workers.topology import read_gpus, visible
@@ -31,10 +31,10 @@ _RESOLVE_S = 5.0
 # gloo in the worker queries the same resolver, and waits for it.
 _OWN_NAME_S = 1.0
 # Addresses for documentation (RFC 5737, RFC 3849). No host has them, so only the default route can lead to them.
-_ELSEWHERE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
+_UNROUTED = ("192.0.2.1", "2001:db8::1")
 _GLOO, _RPC = "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"
 # glibc's default is two tries of 5 s for each server (resolv.conf(5)).
-_RESOLVER, _SOONER = "RES_OPTIONS", "timeout:1 attempts:2"
+_RESOLVER, _TIMEOUT = "RES_OPTIONS", "timeout:1 attempts:2"
 
 
 @dataclass(frozen=True)
@@ -157,12 +157,18 @@ def _is_usable(address: str) -> bool:
     return can_be_bound(address) if is_loopback(address) else any(own.version == 6 for _, own in by_interface())
 
 
+def socket_address(address: str, port: int) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
+    """The family of a numeric address, and what bind() and connect() take for it. Raises OSError."""
+    found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0]
+    return found[0], found[4]
+
+
 def can_be_bound(address: str) -> bool:
     """Whether `address` is an address of this host."""
     try:
-        family, _, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST)[0]
+        family, sockaddr = socket_address(address, 0)
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.bind(place)
+            probe.bind(sockaddr)
     except OSError:
         return False
     return True
@@ -174,12 +180,12 @@ def own_address(endpoints: Sequence[Endpoint], wait_s: float = _RESOLVE_S) -> st
     Raises NoAddress, and AmbiguousAddress if an endpoint's name is a loopback address here, and this host has several
     other addresses.
     """
-    troubles: list[str] = []
+    problems: list[str] = []
     for endpoint in endpoints:
         try:
             found = addresses(endpoint.host, wait_s)
         except NoAddress as error:
-            troubles.append(str(error))
+            problems.append(str(error))
             continue
         # This host may resolve its own name to 127.0.1.1 only. Other nodes know another address.
         if all(is_loopback(address) for address in found) and not is_meant_locally(endpoint.host):
@@ -187,13 +193,13 @@ def own_address(endpoints: Sequence[Endpoint], wait_s: float = _RESOLVE_S) -> st
         for address in found:
             if source := _source(address):
                 return source
-        troubles.append(f"there is no route to {endpoint.host} ({', '.join(found)})")
-    raise NoAddress("; ".join(troubles))
+        problems.append(f"there is no route to {endpoint.host} ({', '.join(found)})")
+    raise NoAddress("; ".join(problems))
 
 
 def routable_addresses() -> list[str]:
     """This host's addresses that other nodes may know: the default route's, else one of each interface that is up."""
-    found = [source for _, elsewhere in _ELSEWHERE if (source := _source(elsewhere)) and not is_loopback(source)]
+    found = [source for unrouted in _UNROUTED if (source := _source(unrouted)) and not is_loopback(source)]
     # IPv4 comes first: every network understands it.
     return found[:1] or _of_interfaces()
 
@@ -212,20 +218,20 @@ def _routable(host: str) -> str | None:
 def _source(address: str) -> str | None:
     """The address from which the kernel would send to `address`; None without a route. Nothing is sent."""
     try:
-        family, _, _, _, place = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST)[0]
+        family, sockaddr = socket_address(address, 9)
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(place)
+            probe.connect(sockaddr)
             return _host_of(probe.getsockname())
     except OSError:
         return None
 
 
-def _host_of(place: tuple[object, ...]) -> str:
+def _host_of(sockaddr: tuple[object, ...]) -> str:
     """The host part of a socket address. A link-local one keeps the interface on which it is valid."""
-    address = str(place[0])
-    if len(place) == 4 and place[3] and "%" not in address:
+    address = str(sockaddr[0])
+    if len(sockaddr) == 4 and sockaddr[3] and "%" not in address:
         with suppress(OSError):
-            return f"{address}%{socket.if_indextoname(int(str(place[3])))}"
+            return f"{address}%{socket.if_indextoname(int(str(sockaddr[3])))}"
     return address
 
 
@@ -271,9 +277,9 @@ def socket_variables(
             log(f"{_GLOO}={interface} is set for the workers: {why}")
     c10d.join(max(0.0, begun_s + _OWN_NAME_S - time.monotonic()))
     if c10d.is_alive() and _RESOLVER not in environ:
-        variables[_RESOLVER] = _SOONER
+        variables[_RESOLVER] = _TIMEOUT
         log(
-            f"{_RESOLVER}='{_SOONER}' is set for the workers: the lookup of the name of {address} takes more than"
+            f"{_RESOLVER}='{_TIMEOUT}' is set for the workers: the lookup of the name of {address} takes more than"
             f" {_OWN_NAME_S:g} s (does the DNS server answer?), and torch waits for it at each start"
         )
     return variables

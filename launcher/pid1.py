@@ -16,10 +16,10 @@ from contextlib import suppress
 from elaunch.agent.linux import set_command_line
 
 # After the agent's end, its guardian has this long to end what is left. Then the kernel kills the rest.
-_LAST_S = 10.0
+_GUARDIAN_S = 10.0
 
 # Faults of this process itself, and signals that no process can wait for.
-_OWN = {
+_NOT_FORWARDED = {
     signal.SIGKILL, signal.SIGSTOP, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT,
     signal.SIGTRAP, signal.SIGSYS,
 }  # fmt: skip
@@ -29,7 +29,7 @@ _SI_KERNEL = 0x80
 
 def become_init() -> None:
     """Fork. The child returns and becomes the agent. This process becomes the container's init and never returns."""
-    waited = signal.valid_signals() - _OWN
+    waited = signal.valid_signals() - _NOT_FORWARDED
     # If SIGCHLD is ignored, the kernel reaps children and sends no signal.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, waited)
@@ -39,12 +39,12 @@ def become_init() -> None:
         return
     # The image's health check reads the pid (deploy/docker). A pid of 7 digits just fits into the name.
     set_command_line(("elaunch: init",), f"init-of-{agent}")
-    code = _serve_agent(agent, waited)
+    code = _forward_signals(agent, waited)
     _wait_for_guardian()
     os._exit(code)
 
 
-def _serve_agent(agent: int, waited: Set[int]) -> int:
+def _forward_signals(agent: int, waited: Set[int]) -> int:
     """Reap children and pass signals on until the agent ends. Returns its exit code, 128 + n if signal n ended it."""
     while True:
         received = signal.sigwaitinfo(waited)
@@ -70,7 +70,7 @@ def _reap() -> list[tuple[int, int]]:
 
 def _wait_for_guardian() -> None:
     """Wait for the guardian, which is a child of this process since the agent ended."""
-    end_s = time.monotonic() + _LAST_S
+    end_s = time.monotonic() + _GUARDIAN_S
     with suppress(ChildProcessError):
         while (left_s := end_s - time.monotonic()) > 0:
             if os.waitpid(-1, os.WNOHANG)[0] == 0:

@@ -1,4 +1,4 @@
-"""Checks on this host, before the job starts: the program can start, and there is a place for its output."""
+"""Checks on this host, before the job starts: the program can start, and its output can be written."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def check_program(options: Options, environ: Mapping[str, str]) -> None:
 
 
 def check_folder() -> None:
-    """Raises UsageError if the current folder is gone: torch cannot be imported there."""
+    """Raises UsageError if the current folder was removed: torch cannot be imported there."""
     try:
         Path.cwd()
     except FileNotFoundError:
@@ -71,7 +71,7 @@ def temporary_folder_warning(environ: Mapping[str, str]) -> str:
 
 
 def check_metrics(options: Options) -> None:
-    """Raises UsageError if metrics are asked for, and the library for them is not installed."""
+    """Raises UsageError if metrics are requested, and the library for them is not installed."""
     if options.metrics_port and find_spec("prometheus_client") is None:
         raise UsageError(
             "--metrics-port needs the package prometheus-client; install it with pip install 'elaunch[metrics]', or"
@@ -121,12 +121,12 @@ def check_log_dir(options: Options) -> None:
     if options.log_dir is None:
         return
     try:
-        place = next(each for each in (options.log_dir, *options.log_dir.parents) if each.exists())
-        is_folder = place.is_dir()
+        found = next(each for each in (options.log_dir, *options.log_dir.parents) if each.exists())
+        is_folder = found.is_dir()
     except OSError as error:
         raise UsageError(f"--log-dir {options.log_dir}: {error.strerror}; choose another") from error
     if not is_folder:
-        where = "is a file" if place == options.log_dir else f"lies below {place}, which is a file"
+        where = "is a file" if found == options.log_dir else f"lies below {found}, which is a file"
         raise UsageError(f"--log-dir {options.log_dir} {where}; name a directory (a missing one is made)")
 
 
@@ -159,8 +159,8 @@ def check_script(target: str) -> None:
             raise UsageError(f"{target} is a directory without __main__.py; name the script in it")
         return
     if not script.exists():
-        place = "" if script.is_absolute() else f" in {Path.cwd()}"
-        raise UsageError(f"{target} does not exist{place}; give the path of the script")
+        folder = "" if script.is_absolute() else f" in {Path.cwd()}"
+        raise UsageError(f"{target} does not exist{folder}; give the path of the script")
     if not script.is_file():
         raise UsageError(
             f"{target} is not a regular file, so a restart could not read it again; save the script, or use - for stdin"

@@ -114,9 +114,9 @@ def _imported(text: bytes, file: Path, root: Path) -> Iterator[tuple[str, list[s
 
 def _files(root: Path, name: str) -> Iterator[Path]:
     """The files below `root` that an import of `name` runs, those of its packages too."""
-    place = root
+    path = root
     for part in name.split("."):
-        place = place / part
-        for file in (place.with_name(f"{part}.py"), place / "__init__.py"):
+        path = path / part
+        for file in (path.with_name(f"{part}.py"), path / "__init__.py"):
             if part and file.is_file():
                 yield file

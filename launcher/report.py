@@ -81,7 +81,7 @@ def write_error_file(
     """Write the failure that ended the job to `path` for the program that started elaunch: its record with `errorCode`.
 
     The format is that of torch's `@record`. `own` finds where a rank of this host wrote its record in a generation,
-    if that file is not kept and so is not in the failure's.
+    if that file is not recorded and so is not in the failure's.
     """
     failure = outcome.failure
     if not path or failure is None:
@@ -91,8 +91,8 @@ def write_error_file(
     # to be written.
     with suppress(OSError, ValueError, TypeError, RecursionError):
         theirs = failure.error_file or own(failure.generation, failure.rank)
-        if theirs and (kept := read_error_file(theirs)):
-            text = _record_with_code(dict(parse_json(kept)), failure)
+        if theirs and (recorded := read_error_file(theirs)):
+            text = _record_with_code(dict(parse_json(recorded)), failure)
     text = text or _record_with_code({}, failure)
     target = Path(path)
     partial = target.with_name(f"{target.name}.{os.getpid()}")
@@ -104,13 +104,13 @@ def write_error_file(
             partial.unlink()
 
 
-def _record_with_code(kept: dict[str, object], failure: Failure) -> str:
-    message = kept.get("message")
+def _record_with_code(recorded: dict[str, object], failure: Failure) -> str:
+    message = recorded.get("message")
     if not isinstance(message, dict):
         stack = {"py_callstack": failure.traceback, "timestamp": str(int(failure.failed_at))}
         message = {"message": failure.sentence, "extraInfo": stack}
     advice = {"advice": failure.advice} if failure.advice else {}
-    return json.dumps({**kept, "message": {**message, "errorCode": failure.code, **advice}})
+    return json.dumps({**recorded, "message": {**message, "errorCode": failure.code, **advice}})
 
 
 def _failed(outcome: Outcome, spec: JobSpec, logs: Path | None, lacks: str) -> str:
@@ -221,8 +221,8 @@ def _shown(line: str) -> str:
 
 def _in_full(failure: Failure, logs: Path | None) -> str:
     """Where the whole message or traceback is, if it was too long for the store: only on the failed worker's node."""
-    if logs and (kept := failure.error_file or failure.log_path):
-        return f"{kept} on {failure.host}"
+    if logs and (recorded := failure.error_file or failure.log_path):
+        return f"{recorded} on {failure.host}"
     return f"in the output of elaunch on {failure.host}; --log-dir FOLDER keeps it in a file"
 
 

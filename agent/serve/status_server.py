@@ -237,9 +237,9 @@ class StatusServer:
     """This node's answers. The agent's loop calls all methods.
 
     `agent` is the agent as it is now, `seen` its workers as they are now. `offer` writes to the store what nothing
-    depends on, and calls back, in any thread, if the guards held. `way` is how another process of this user reaches the
-    store (JSON), empty where the store is this process. `begun_s` is when the agent began, on the monotonic clock.
-    `post` takes the event of a person's order.
+    depends on, and calls back, in any thread, if the guards held. `locator` is how another process of this user
+    reaches the store (JSON), empty where the store is this process. `begun_s` is when the agent began, on the monotonic
+    clock. `post` takes the event of a person's order.
     """
 
     def __init__(
@@ -247,14 +247,14 @@ class StatusServer:
         agent: Callable[[], Agent],
         seen: Callable[[float], WorkersSeen | None],
         offer: Callable[[Txn, Callable[[], object] | None], None],
-        way: str,
+        locator: str,
         begun_s: float,
         post: Callable[[Event], None],
     ) -> None:
         self._agent = agent
         self._seen = seen
         self._offer = offer
-        self._way = way
+        self._locator = locator
         self._begun_s = begun_s
         self._post = post
         self._allowance = Allowance(at_s=time.monotonic())
@@ -306,7 +306,7 @@ class StatusServer:
         match request.topic:
             case "status":
                 job = encode(job_report(self._agent().snapshot))
-                is_remote = "true" if self._way else "false"
+                is_remote = "true" if self._locator else "false"
                 status = self._status(now_s)
                 request.reply(f'{{"version":{VERSION},"is_remote":{is_remote},"job":{job},"node":{status}}}')
             case "stacks":
@@ -318,8 +318,8 @@ class StatusServer:
                 # A client that waits no longer has no response, and may have done something else.
                 if request.reply(f'{{"version":{VERSION},"order":{encode(response)}}}') and event:
                     self._post(event)
-            case "store" if self._way:
-                request.reply(f'{{"version":{VERSION},"store":{self._way}}}')
+            case "store" if self._locator:
+                request.reply(f'{{"version":{VERSION},"store":{self._locator}}}')
             case _:
                 request.reply(_refusal(f"it does not know the query {request.topic[:40]!r}"))
 

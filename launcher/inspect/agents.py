@@ -36,11 +36,11 @@ _OF_ANOTHER_MAX = 64
 # A query that is late has its own message, which names the agent.
 _SPARE_S = 0.5
 
-Answer = TypeVar("Answer")
+Response = TypeVar("Response")
 
 
 class NoResponse(Exception):
-    """An agent that was found gave no answer, or none that can be read. The message has no full stop."""
+    """An agent that was found gave no response, or none that can be read. The message has no full stop."""
 
 
 class AgentGone(NoResponse):
@@ -61,28 +61,28 @@ class LocalAgent:
 
 def local_agents() -> tuple[list[LocalAgent], list[str]]:
     """The agents of this user (root's: of all users) that answer, and a sentence for each one that does not."""
-    troubles: list[str] = []
+    problems: list[str] = []
     paths: list[Path] = []
     for uid, found in _sockets().items():
         limit = len(found) if uid == os.geteuid() else _OF_ANOTHER_MAX
         paths += found[:limit]
         if found[limit:]:
-            troubles.append(f"{len(found) - limit} more sockets of user {uid} were not queried: it takes too long")
+            problems.append(f"{len(found) - limit} more sockets of user {uid} were not queried: it takes too long")
     agents: list[LocalAgent] = []
-    for path, answer in zip(paths, query_all([partial(status_of, path) for path in paths]), strict=True):
-        if isinstance(answer, LocalAgent):
-            agents.append(answer)
+    for path, response in zip(paths, query_all([partial(status_of, path) for path in paths]), strict=True):
+        if isinstance(response, LocalAgent):
+            agents.append(response)
         elif path.exists():
             # One that has exited since it was listed is of no interest.
-            troubles.append(str(answer))
+            problems.append(str(response))
     agents.sort(key=lambda agent: (agent.job.run_id, agent.pid))
-    return agents, list(dict.fromkeys(troubles))
+    return agents, list(dict.fromkeys(problems))
 
 
-def query_all(queries: Sequence[Callable[[], Answer]], wait_s: float = RESPONSE_S) -> list[Answer | NoResponse]:
-    """The answers in order, each queried at the same time; NoResponse for each agent that gives none."""
+def query_all(queries: Sequence[Callable[[], Response]], wait_s: float = RESPONSE_S) -> list[Response | NoResponse]:
+    """The responses in order, each queried at the same time; NoResponse for each agent that gives none."""
 
-    def tried(query: Callable[[], Answer]) -> Answer | NoResponse:
+    def tried(query: Callable[[], Response]) -> Response | NoResponse:
         try:
             return query()
         except NoResponse as error:
@@ -109,10 +109,10 @@ def stacks_of(agent: LocalAgent, wait_s: float) -> StackAnswer:
     """The stacks of that agent's workers. Raises NoResponse."""
 
     def read(fields: dict[str, Any], *_: object) -> StackAnswer:
-        answer = read_stack_answer(json.dumps(fields["stacks"]), agent.node.node_id)
-        if answer is None:
+        response = read_stack_answer(json.dumps(fields["stacks"]), agent.node.node_id)
+        if response is None:
             raise ValueError("these are no stacks")
-        return answer
+        return response
 
     return _query(agent.path, "stacks", read, wait_s)
 
@@ -138,9 +138,9 @@ def _sockets() -> dict[int, list[Path]]:
 
 
 def _query(
-    path: Path, topic: str, read: Callable[[dict[str, Any], int, bool], Answer], wait_s: float = RESPONSE_S
-) -> Answer:
-    """What `read` makes of an agent's answer, its pid, and whether it runs as this user. Raises NoResponse."""
+    path: Path, topic: str, read: Callable[[dict[str, Any], int, bool], Response], wait_s: float = RESPONSE_S
+) -> Response:
+    """What `read` makes of an agent's response, its pid, and whether it runs as this user. Raises NoResponse."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(wait_s)
         try:
@@ -161,11 +161,11 @@ def _query(
             if state(pid) in ("T", "t"):
                 raise NoResponse(f"the elaunch with pid {pid} is stopped, by SIGSTOP or a debugger (kill -CONT {pid})")
             with connection.makefile("rb") as stream:
-                answer = parse_json(stream.readline(_RESPONSE_BYTES_MAX))
-            if isinstance(answer, dict) and "error" in answer:
-                raise NoResponse(f"the elaunch with pid {pid}: {plain(str(answer['error'])[:200])}")
-            return read(answer, pid, uid == os.geteuid())
+                response = parse_json(stream.readline(_RESPONSE_BYTES_MAX))
+            if isinstance(response, dict) and "error" in response:
+                raise NoResponse(f"the elaunch with pid {pid}: {plain(str(response['error'])[:200])}")
+            return read(response, pid, uid == os.geteuid())
         except TimeoutError:
             raise NoResponse(f"the elaunch with pid {pid} did not answer within {wait_s:g} s") from None
         except (OSError, KeyError, TypeError, ValueError, RecursionError):
-            raise NoResponse(f"the elaunch with pid {pid} gave no answer that can be read") from None
+            raise NoResponse(f"the elaunch with pid {pid} gave no response that can be read") from None

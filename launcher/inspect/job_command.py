@@ -90,7 +90,7 @@ def _find(ctx: click.Context, *, is_order: bool) -> JobSource:
         raise UsageError(f"{command} {name} contradicts --run-id {run_id}; drop one of them")
     if {"rdzv_endpoint", "master_addr"} & typed.keys():
         return _by_store(options, name, environ)
-    agents, troubles = local_agents()
+    agents, problems = local_agents()
     here = _jobs(agents)
     listed = ", ".join(f"{plain(job.job.run_id)} (pid {job.pid})" for job, *_ in here)
     if is_order and not name:
@@ -103,11 +103,11 @@ def _find(ctx: click.Context, *, is_order: bool) -> JobSource:
     if not chosen and not given_addresses(options, environ, backend)[0]:
         which = f"no job {plain(name)}" if name else "no job of yours"
         elsewhere = "for a job of other hosts name its store: --rdzv-endpoint HOST:PORT"
-        parts = [f"these run: {listed}" if listed else elsewhere, *map(plain, troubles)]
+        parts = [f"these run: {listed}" if listed else elsewhere, *map(plain, problems)]
         raise SiteError(f"{which} runs on this host; {'; '.join(parts)}")
-    # Agents that gave no answer may be of this job, too.
-    for trouble in troubles:
-        print(f"elaunch: {plain(trouble)}", file=sys.stderr)
+    # Agents that gave no response may be of this job, too.
+    for problem in problems:
+        print(f"elaunch: {plain(problem)}", file=sys.stderr)
     if len(chosen) > 1:
         raise UsageError(f"several jobs run here: {listed}; name one by its pid: elaunch {command} PID")
     return LocalSource(chosen[0]) if chosen else _by_store(options, name, environ)
@@ -136,10 +136,10 @@ def _by_store(options: Options, name: str, environ: Mapping[str, str]) -> JobSou
 
 
 def _order(topic: Topic, ctx: click.Context, source: JobSource) -> int:
-    answer = source.order(topic)
-    if not answer.is_done:
-        raise SiteError(f"{ctx.command.name}: {plain(answer.text)}")
-    print(f"elaunch: {plain(answer.text)}")
+    response = source.order(topic)
+    if not response.is_done:
+        raise SiteError(f"{ctx.command.name}: {plain(response.text)}")
+    print(f"elaunch: {plain(response.text)}")
     return 0
 
 

@@ -36,9 +36,9 @@ from elaunch.rendezvous.rules.snapshot import Keys, Snapshot, SnapshotReader
 from elaunch.rendezvous.store import Changes, Denied, OwnLimit, Store, StoreError, Unavailable, Update, View
 from elaunch.rendezvous.types import OpenKind, host_of
 
-# A healthy node answers immediately. The nodes of a large job take turns.
+# A healthy node responds immediately. The nodes of a large job take turns.
 PATIENCE_S = 3.0
-# The lease outlives the query, so that a late answer is deleted with it.
+# The lease outlives the query, so that a late response is deleted with it.
 _LEASE_SPARE_S = 5.0
 _RETRY_S = 0.2
 _OF_NO_JOB = (JobState.ENDED, JobState.GONE)
@@ -56,7 +56,7 @@ class Gathered:
 
 @dataclass(frozen=True)
 class NodeStacks:
-    """The stacks of a job's workers, by rank; `silent` has a sentence for each host without an answer."""
+    """The stacks of a job's workers, by rank; `silent` has a sentence for each host without a response."""
 
     run_id: str
     stacks: tuple[Stack, ...]
@@ -69,7 +69,7 @@ class JobOver(SiteError):
 
 
 def patience_s(nodes: int, base_s: float = PATIENCE_S) -> float:
-    """How long the answers of that many nodes may take."""
+    """How long the responses of that many nodes may take."""
     return base_s + nodes / RESPONSES_PER_S
 
 
@@ -80,7 +80,7 @@ def absence(job: JobReport, node_id: str) -> str:
 
 
 def query_nodes(store: Store, keys: Keys, topic: Topic, node_ids: Set[str], wait_s: float) -> dict[str, str]:
-    """The nodes' answers as text, by node id: of all of `node_ids`, or of those that answer within `wait_s`.
+    """The nodes' responses as text, by node id: of all of `node_ids`, or of those that answer within `wait_s`.
 
     While another query is pending it is waited for, within the same time. Raises StoreError.
     """
@@ -89,7 +89,7 @@ def query_nodes(store: Store, keys: Keys, topic: Topic, node_ids: Set[str], wait
     end_s = time.monotonic() + wait_s
     store.grant(query.lease, math.ceil(wait_s + _LEASE_SPARE_S))
     try:
-        # Watched, not read again and again: the answers of a large job are long.
+        # Watched, not read again and again: the responses of a large job are long.
         updates = SimpleQueue[Update]()
         with closing(store.watch(prefix, None, updates.put)) as watch:
             watch.begun()
@@ -104,19 +104,19 @@ def query_nodes(store: Store, keys: Keys, topic: Topic, node_ids: Set[str], wait
 
 
 def _collected(updates: SimpleQueue[Update], prefix: str, node_ids: Set[str], wait_s: float) -> dict[str, str]:
-    answers: dict[str, str] = {}
+    responses: dict[str, str] = {}
     end_s = time.monotonic() + wait_s
     with suppress(Empty):
-        while len(answers) < len(node_ids) and (left_s := end_s - time.monotonic()) > 0:
+        while len(responses) < len(node_ids) and (left_s := end_s - time.monotonic()) > 0:
             match updates.get(timeout=left_s):
                 case View(_, entries) | Changes(_, entries):
                     for key, entry in entries.items():
                         node_id = key.removeprefix(prefix)
                         if entry and node_id in node_ids and len(entry.value) <= RESPONSE_BYTES_MAX:
-                            answers[node_id] = entry.value
+                            responses[node_id] = entry.value
                 case StoreError():
                     break
-    return answers
+    return responses
 
 
 class StoreSource:
@@ -140,24 +140,24 @@ class StoreSource:
         """What is known of the job now, with the reports in `known`. Raises SiteError."""
         known = known or {}
         snapshot = self._snapshot()
-        answers, silent, notes = self._query(Topic.STATUS, snapshot, known.keys())
-        nodes = {node_id: report for node_id, text in answers.items() if (report := read_node_report(text, node_id))}
+        responses, silent, notes = self._query(Topic.STATUS, snapshot, known.keys())
+        nodes = {node_id: report for node_id, text in responses.items() if (report := read_node_report(text, node_id))}
         return Gathered(job_report(snapshot), {**nodes, **known}, silent, (*self.notes, *notes))
 
     def stacks(self, known: Collection[StackAnswer] = ()) -> NodeStacks:
         """The stacks of the nodes in `known`, and of all others, taken now. Raises SiteError."""
         snapshot = self._snapshot()
-        answers = {answer.node_id: answer for answer in known}
-        texts, silent, notes = self._query(Topic.STACKS, snapshot, answers.keys(), STACKS_S)
+        responses = {response.node_id: response for response in known}
+        texts, silent, notes = self._query(Topic.STACKS, snapshot, responses.keys(), STACKS_S)
         for node_id, text in texts.items():
-            if answer := read_stack_answer(text, node_id):
-                answers[node_id] = answer
+            if response := read_stack_answer(text, node_id):
+                responses[node_id] = response
             else:
                 silent[node_id] = "sent stacks that cannot be read"
         table = snapshot.table.seats if snapshot.table else ()
         seats = {seat.node_id: range(seat.first_rank, seat.first_rank + seat.slots) for seat in table}
-        # Only a node's own ranks count, whatever its answer has.
-        found = [(id_, stack) for id_, answer in answers.items() for stack in stacks_in([answer])]
+        # Only a node's own ranks count, whatever its response has.
+        found = [(id_, stack) for id_, response in responses.items() for stack in stacks_in([response])]
         stacks = [stack for id_, stack in found if stack.rank in seats.get(id_, ())]
         absent = [f"{host_of(id_)} {why}" for id_, why in silent.items() if id_ in seats]
         return NodeStacks(self._keys.run_id, tuple(stacks), tuple(absent), (*self.notes, *notes))
@@ -199,9 +199,9 @@ class StoreSource:
     def _query(
         self, topic: Topic, snapshot: Snapshot, known: Collection[str], seconds: float = 0.0
     ) -> tuple[dict[str, str], dict[str, str], list[str]]:
-        """The members' answers, why others gave none, both by node id, and notes; of all members but those in `known`.
+        """The members' responses, why others gave none, both by node id, and notes; but for the members in `known`.
 
-        An answer takes `seconds` of work.
+        A response takes `seconds` of work.
         """
         job = job_report(snapshot)
         if job.state in _OF_NO_JOB:
@@ -213,12 +213,12 @@ class StoreSource:
             return {}, missing, []
         wait_s = patience_s(len(wanted)) + seconds
         try:
-            answers = query_nodes(self._store, self._keys, topic, wanted, wait_s)
+            responses = query_nodes(self._store, self._keys, topic, wanted, wait_s)
         except StoreError as error:
             may = "the store allows reading only, so " if isinstance(error, Denied) else ""
             return {}, missing, [f"{may}the nodes were not queried: {error}"]
         late = f"did not answer within {wait_s:.2g} s; its lease still holds"
-        return answers, {**missing, **dict.fromkeys(wanted - answers.keys(), late)}, []
+        return responses, {**missing, **dict.fromkeys(wanted - responses.keys(), late)}, []
 
 
 class LocalSource:
@@ -232,16 +232,16 @@ class LocalSource:
 
     def take(self) -> Gathered:
         """What is known of the job now. Raises SiteError, and JobOver."""
-        answers = query_all([partial(status_of, agent.path) for agent in self._agents])
-        now = [answer for answer in answers if isinstance(answer, LocalAgent)]
-        troubles = [
-            str(error) for error in answers if isinstance(error, NoResponse) and not isinstance(error, AgentGone)
+        responses = query_all([partial(status_of, agent.path) for agent in self._agents])
+        now = [response for response in responses if isinstance(response, LocalAgent)]
+        problems = [
+            str(error) for error in responses if isinstance(error, NoResponse) and not isinstance(error, AgentGone)
         ]
         if not now:
             if self._store:
                 return self._store.take()
             over = f"{job_name(self._agents[0].job.run_id)}: its elaunch on this host has ended"
-            raise SiteError("; ".join(troubles)) if troubles else JobOver(over)
+            raise SiteError("; ".join(problems)) if problems else JobOver(over)
         reports = {agent.node.node_id: agent.node for agent in now}
         # Where the store is silent for one of them, another one may know more.
         known = Gathered(max((agent.job for agent in now), key=_how_new), reports, {})
@@ -250,23 +250,23 @@ class LocalSource:
                 known = self._remote().take(reports)
             except SiteError as error:
                 known = replace(known, notes=(f"only what the agents on this host know: {error}",))
-        return replace(known, notes=(*known.notes, *troubles))
+        return replace(known, notes=(*known.notes, *problems))
 
     def stacks(self) -> NodeStacks:
         """The stacks of all workers, taken now. Raises SiteError."""
         wait_s = RESPONSE_S + STACKS_S
         found = query_all([partial(stacks_of, agent, wait_s) for agent in self._agents], wait_s)
-        answers = [answer for answer in found if isinstance(answer, StackAnswer)]
+        responses = [response for response in found if isinstance(response, StackAnswer)]
         silent = [str(why) for why in found if isinstance(why, NoResponse)]
         notes: tuple[str, ...] = ()
         if not self._is_alone:
             try:
-                return self._remote().stacks(answers)
+                return self._remote().stacks(responses)
             except SiteError as error:
                 notes = (f"only the workers on this host: {error}",)
-        elif not answers:
+        elif not responses:
             raise SiteError("; ".join(silent))
-        return NodeStacks(self._agents[0].job.run_id, stacks_in(answers), tuple(silent), notes)
+        return NodeStacks(self._agents[0].job.run_id, stacks_in(responses), tuple(silent), notes)
 
     def order(self, topic: Topic) -> OrderResponse:
         """Give the whole job an order. Raises SiteError."""

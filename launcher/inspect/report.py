@@ -93,14 +93,14 @@ def read_report(job: Sequence[NodeLog], metrics_path: Path | None, beside: Path)
     links, stacks = {}, {}
     for shown in (*report.causes, *past.warned):
         if shown.is_cause and shown.folder and shown.rank >= 0:
-            place = Path(shown.folder, f"attempt_{shown.generation}", str(shown.rank))
-            files = [(name, place / name) for name in ("stderr.log", "stdout.log", "error.json")]
+            folder = Path(shown.folder, f"attempt_{shown.generation}", str(shown.rank))
+            files = [(name, folder / name) for name in ("stderr.log", "stdout.log", "error.json")]
             links[shown] = _links(files, beside)
         # The named rank's node first.
         nodes = sorted(past.nodes, key=lambda node: node.folder != shown.folder)
         name = STACKS
-        places = [(f"{name} of {n.name}", Path(n.folder, f"attempt_{shown.generation}", name)) for n in nodes]
-        stacks[shown.generation] = _links(places, beside)[:_STACKS_MAX]
+        files = [(f"{name} of {n.name}", Path(n.folder, f"attempt_{shown.generation}", name)) for n in nodes]
+        stacks[shown.generation] = _links(files, beside)[:_STACKS_MAX]
     return replace(report, links=links, stacks=stacks)
 
 

@@ -21,7 +21,7 @@ from elaunch.rendezvous.rules.form_generation import counted_restarts
 from elaunch.rendezvous.rules.reports import JobReport, JobState
 from elaunch.rendezvous.types import RankTable, host_of
 
-# More ranks than this are shown by node, unless --ranks asks for them.
+# More ranks than this are shown by node, unless --ranks requests them.
 RANKS_SHOWN = 32
 _OF_RANKS = ("rank", "host", "pid", "state", "step", "step time", "waits", "last report", "memory", "phase")
 _HEAD = (*_OF_RANKS, "host's free", "load")

@@ -225,9 +225,9 @@ class Command(click.Command):
         self._work, self._usage, self.is_elsewhere = work, usage, is_elsewhere
         self.options = [param for param in self.params if isinstance(param, Option)]
 
-    def read(self, argv: Sequence[str], reading: ParseState) -> click.Context:
+    def read(self, argv: Sequence[str], state: ParseState) -> click.Context:
         """The context of a command line. Raises UsageError, and click's Exit after a text."""
-        return self.make_context(f"elaunch {self.name}", list(argv), obj=reading)
+        return self.make_context(f"elaunch {self.name}", list(argv), obj=state)
 
     def invoke(self, ctx: click.Context) -> Any:
         return self._work(ctx)

@@ -212,7 +212,7 @@ def _settle_hangs(fields: dict[str, Any], items: Mapping[str, Given]) -> None:
 def _settle(fields: dict[str, Any], items: Mapping[str, Given]) -> set[str]:
     """Of two options that exclude each other, keep the one from the stronger source. The same source is an error.
 
-    Returns the options that were not kept. A standalone job gets a name of its own in any case, as in torchrun.
+    Returns the options that were dropped. A standalone job gets a name of its own in any case, as in torchrun.
     """
     defaults = {name: option.default for name, option in _OPTIONS.items()}
     lost: set[str] = set()

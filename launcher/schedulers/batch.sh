@@ -25,7 +25,7 @@ end all tasks if one node fails. The user's own options stand last, so they win.
 srun{% if given.cpus %} --cpus-per-task={{ given.cpus }}{% endif %} --cpu-bind=none --kill-on-bad-exit=0{% if elastic %} --no-kill{% endif %} {{ elaunch }} {{ argv|map("word")|join(" ") }}
 code=$?
 {% if not given.no_requeue %}
-# Slurm's notice (138: SIGUSR1, 140: SIGUSR2) came before the end of the time, and training has saved. It goes on later.
+# Slurm's notice (138: SIGUSR1, 140: SIGUSR2) came before the end of the time, and training has saved. It resumes later.
 if [ "$code" = 138 ] || [ "$code" = 140 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
 {% endif %}
 exit $code

@@ -39,7 +39,7 @@ def reachable(cluster: Cluster) -> Cluster:
             return cluster
     with suppress(OSError, subprocess.TimeoutExpired):
         done = subprocess.run(query.command, capture_output=True, text=True, errors="replace", timeout=_CALL_S)
-        return replace(cluster, head=query.answer(done.stdout) or cluster.head)
+        return replace(cluster, head=query.parse(done.stdout) or cluster.head)
     return cluster
 
 
@@ -56,7 +56,7 @@ def facts_of_job(options: Options, cluster: Cluster, environ: Mapping[str, str])
     )
     nodes_max = (options.nnodes if "nnodes" in options.given else cluster.nodes or options.nnodes)[1]
     if not is_given and nodes_max > 1 and cluster.head is None and cluster.head_query:
-        raise UsageError(cluster.head_query.unanswered)
+        raise UsageError(cluster.head_query.failed)
     if not is_given or cluster.nodes is None or cluster.tasks > 1 or options.nnodes[1] <= cluster.nodes[1]:
         return cluster
     note = f"this job has more nodes than {cluster.scheduler} started here; they meet at the given endpoint"

@@ -27,7 +27,7 @@ from elaunch.strict_json import parse_json
 # A worker has it from its agent. A launcher that the worker starts knows by it that the scheduler's variables are those
 # that the agent was started with. `srun`, `mpirun` and `sbatch` inside the worker set others.
 _MARK = "ELAUNCH_SCHEDULER"
-_UNANSWERED = (
+_FLUX_FAILED = (
     "flux job info does not report the hosts of this job, and the nodes need an endpoint: flux must be on the"
     " PATH of the job's tasks, or give --rdzv-endpoint HOST:PORT"
 )
@@ -165,7 +165,7 @@ def _detect_flux(environ: Mapping[str, str], hostname: str, read: Callable[[str]
         task=task,
         tasks=tasks,
         sources=used(environ, "FLUX_JOB_ID", "FLUX_JOB_NNODES", "FLUX_JOB_SIZE", "FLUX_TASK_RANK"),
-        head_query=HeadQuery(("flux", "job", "info", job, "R"), _first_host, _UNANSWERED) if nodes > 1 else None,
+        head_query=HeadQuery(("flux", "job", "info", job, "R"), _first_host, _FLUX_FAILED) if nodes > 1 else None,
         cores_option="--exclusive or --cores-per-task",
     )
 

@@ -17,13 +17,13 @@ _HOSTS = re.compile(r"([^][,]|\[[^][]+\])+(,([^][,]|\[[^][]+\])+)*")
 class HeadQuery:
     """A scheduler's command that reports the head, if its name is unknown or only the scheduler can resolve it.
 
-    `answer` finds the head's name or address in the command's output, or returns None. `unanswered` is the error
+    `parse` finds the head's name or address in the command's output, or returns None. `failed` is the error
     message for a job of several nodes whose head stays unknown.
     """
 
     command: tuple[str, ...]
-    answer: Callable[[str], str | None]
-    unanswered: str = ""
+    parse: Callable[[str], str | None]
+    failed: str = ""
 
 
 @dataclass(frozen=True)

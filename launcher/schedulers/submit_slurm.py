@@ -61,7 +61,7 @@ def _count(raw: values.Raw) -> int:
     return values.whole(raw, low=1)
 
 
-_ELASTIC = "number of nodes, or a range: the job goes on while MIN nodes are left [1]"
+_ELASTIC = "number of nodes, or a range: the job continues while MIN nodes are left [1]"
 _LIMIT = "time limit in sbatch's formats: minutes, HH:MM:SS, DAYS-HH [the partition's]"
 _NOTICE = "this long before the time limit, workers save and the job is requeued [60]"
 _SBATCH = "another option of sbatch, like --sbatch=--constraint=h100; may be repeated"

@@ -1,4 +1,4 @@
-"""Connects a node to the job's store as the plan says, and finds the address at which other nodes reach this node.
+"""Connects a node to the job's store by the plan, and finds the address at which other nodes reach this node.
 
 A head starts its store first, and prints the command to type on the other hosts.
 """

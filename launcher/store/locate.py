@@ -289,10 +289,10 @@ def given_addresses(
 def _no_store(options: Options, backend: str) -> UsageError:
     """The error of a job whose nodes have nowhere to meet."""
     nodes = ":".join(str(number) for number in dict.fromkeys(options.nnodes))
-    option, place, host = "--rdzv-endpoint", f"HOST:{ETCD_PORT}", "the name of one node, or of an etcd"
+    option, value, host = "--rdzv-endpoint", f"HOST:{ETCD_PORT}", "the name of one node, or of an etcd"
     if backend == "static":
-        option, place, host = "--master-addr", "HOST", "the name of the node of rank 0"
-    line = shlex.join(["elaunch", option, place, *argv_of(options.typed, options.program)])
+        option, value, host = "--master-addr", "HOST", "the name of the node of rank 0"
+    line = shlex.join(["elaunch", option, value, *argv_of(options.typed, options.program)])
     return UsageError(
         f"--nnodes {nodes} needs the address of a store where the nodes meet; type on every node, with {host} as HOST:"
         f" {line}"

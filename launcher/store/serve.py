@@ -20,7 +20,7 @@ from pathlib import Path
 import click
 
 from elaunch.launcher.errors import SiteError, UsageError
-from elaunch.launcher.host import NoAddress, Owner, addresses, owner_of, routable_addresses
+from elaunch.launcher.host import NoAddress, Owner, addresses, owner_of, routable_addresses, socket_address
 from elaunch.launcher.options.command_line import Command, own
 from elaunch.launcher.options.values import listen_address
 from elaunch.launcher.store.locate import ETCD_PORT, RendezvousPlan
@@ -48,15 +48,15 @@ _START = (
 class StoreProcess:
     """The store's server: a child process that ends with this process, at the latest when the kernel closes its stdin.
 
-    `token` is the secret that its clients need. With `keep_for`, the store's endpoint, the token is kept in a file for
-    this user's other agents: `kept` names the file, or `trouble` is why there is none.
+    `token` is the secret that its clients need. With `save_for`, the store's endpoint, the token is stored for this
+    user's other agents in `token_file`, or `problem` is why it is not.
     """
 
-    def __init__(self, listener: socket.socket, title: str, token: str, agents: int, keep_for: Endpoint | None) -> None:
+    def __init__(self, listener: socket.socket, title: str, token: str, agents: int, save_for: Endpoint | None) -> None:
         root, fd = str(Path(__file__).parents[3]), listener.fileno()
         environ = {name: value for name, value in os.environ.items() if name != "ELAUNCH_TOKEN"}
         self.token = token
-        self.kept = self.trouble = ""
+        self.token_file = self.problem = ""
         self._process = subprocess.Popen(
             [sys.executable, "-c", _START, root, title, "--fd", str(fd), "--agents", str(agents)],
             env=environ,
@@ -68,15 +68,15 @@ class StoreProcess:
             cwd="/",
         )
         assert self._process.stdin
-        if keep_for:
+        if save_for:
             # The server starts meanwhile. It answers no client before it has the token.
             try:
-                self.kept = store_token(token, keep_for)
+                self.token_file = store_token(token, save_for)
             except (OSError, RuntimeError) as error:
-                self.trouble = getattr(error, "strerror", None) or str(error)
+                self.problem = getattr(error, "strerror", None) or str(error)
         # A pipe's capacity is larger than any token.
         with suppress(BrokenPipeError):
-            self._process.stdin.write(f"{self.kept}\n{token}\n".encode())
+            self._process.stdin.write(f"{self.token_file}\n{token}\n".encode())
             self._process.stdin.flush()
 
     @property
@@ -110,7 +110,7 @@ class StoreProcess:
 def serve_if_head(plan: RendezvousPlan, log: Callable[[str], None], agents: int = 1) -> StoreProcess | None:
     """Start the job's store if this node is the head and nothing listens at the endpoint; else return None.
 
-    `agents` is the largest number of the job's nodes. Raises UsageError if the store cannot be served as asked, and
+    `agents` is the largest number of the job's nodes. Raises UsageError if the store cannot be served as requested, and
     SiteError if its server does not start.
     """
     if not plan.serves or not decide_head(plan, log):
@@ -123,17 +123,17 @@ def serve_if_head(plan: RendezvousPlan, log: Callable[[str], None], agents: int 
 def serve(listener: socket.socket, endpoint: Endpoint, token: str, agents: int = 0) -> StoreProcess:
     """Start the server on `listener`, which is closed in this process.
 
-    An empty `token` means a new token, which is kept in a file. `agents` is the number of agents that will connect,
+    An empty `token` means a new token, which is stored in a file. `agents` is the number of agents that will connect,
     0 if it is not known.
     """
-    keep_for = None if token else endpoint
+    save_for = None if token else endpoint
     token = token or new_token()
     with listener:
         try:
             Secret(token)
         except ValueError as error:
             raise UsageError(str(error)) from None
-        process = StoreProcess(listener, f"elaunch: job store {endpoint}", token, agents, keep_for)
+        process = StoreProcess(listener, f"elaunch: job store {endpoint}", token, agents, save_for)
     if not process.wait_until_ready():
         process.stop()
         raise SiteError(f"the job's store did not start at {endpoint}; its server's message is above")
@@ -181,8 +181,8 @@ def listen_everywhere(port: int) -> socket.socket | None:
 
 
 def _listener(address: str, port: int) -> socket.socket:
-    family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0]
-    return socket.create_server(place[:2] if family == socket.AF_INET else place, family=family, backlog=_BACKLOG)
+    family, sockaddr = socket_address(address, port)
+    return socket.create_server(sockaddr[:2] if family == socket.AF_INET else sockaddr, family=family, backlog=_BACKLOG)
 
 
 def _why(error: OSError) -> str:
@@ -221,14 +221,14 @@ def how_to_join(
     token = file = ""
     if served:
         # Only agents on this host can reach a loopback endpoint, and they find the file.
-        is_found = bool(served.kept) and is_meant_locally(endpoint.host)
-        if not (is_terminal or served.kept):
+        is_found = bool(served.token_file) and is_meant_locally(endpoint.host)
+        if not (is_terminal or served.token_file):
             raise UsageError(
                 "no one could learn the token of the store that this host was to serve: stderr is no terminal, and no"
-                f" file can be written in {STORES} ({served.trouble}); give all nodes the same token: {TOKEN_LINE}"
+                f" file can be written in {STORES} ({served.problem}); give all nodes the same token: {TOKEN_LINE}"
             )
         token = served.token if is_terminal and not is_found else ""
-        file = "" if is_terminal or is_found else served.kept
+        file = "" if is_terminal or is_found else served.token_file
     line = shlex.join(["elaunch", *(["--token-file", file] if file else []), *argv])
     if not file:
         return (f"ELAUNCH_TOKEN={shlex.quote(token)} {line}" if token else line,)
@@ -251,11 +251,11 @@ def _main(ctx: click.Context) -> int:
         where = endpoint or f"port {port}"
         raise UsageError(f"another program listens at {where} already; choose another port with --listen HOST:PORT")
     host = host if endpoint else (routable_addresses() or ["localhost"])[0]
-    place = Endpoint(host, listener.getsockname()[1])
-    server = serve(listener, place, token)
+    served_at = Endpoint(host, listener.getsockname()[1])
+    server = serve(listener, served_at, token)
     try:
         ends = _take_signals()
-        for line in announcement(place, None if token else server, is_terminal=os.isatty(2)):
+        for line in announcement(served_at, None if token else server, is_terminal=os.isatty(2)):
             print(f"elaunch: {line}", file=sys.stderr, flush=True)
         return _wait(server, ends)
     finally:
@@ -277,16 +277,16 @@ A store that is started again is empty. An etcd cluster outlives a host:
 )
 
 
-def announcement(place: Endpoint, served: StoreProcess | None, *, is_terminal: bool) -> tuple[str, ...]:
+def announcement(endpoint: Endpoint, served: StoreProcess | None, *, is_terminal: bool) -> tuple[str, ...]:
     """What the user must know: the line to type, and the limits of this store.
 
     `served` is None if the user gave the token, which is then not shown. Raises UsageError if no one could learn it.
     """
-    argv = ["--nnodes", "2", "--rdzv-endpoint", str(place), "--run-id", "NAME", "train.py"]
-    line, *hints = how_to_join(argv, place, served, is_terminal=is_terminal)
+    argv = ["--nnodes", "2", "--rdzv-endpoint", str(endpoint), "--run-id", "NAME", "train.py"]
+    line, *hints = how_to_join(argv, endpoint, served, is_terminal=is_terminal)
     same = "" if served else "   (with ELAUNCH_TOKEN set to the same token)"
     return (
-        f"serving a store at {place}; on every node of a job type: {line}{same}",
+        f"serving a store at {endpoint}; on every node of a job type: {line}{same}",
         *hints,
         "the store is in this host's memory: jobs end when it ends, and a store that is started again is empty;"
         " an etcd cluster outlives any host. Ctrl-C ends the store",

@@ -91,12 +91,12 @@ def at_its_head(cluster: Cluster) -> tuple[Options, Planned]:
 
 # --- the line for the other hosts
 
-KEPT = "/home/me/.elaunch/stores/0123456789abcdef0123456789abcdef"
+FILE = "/home/me/.elaunch/stores/0123456789abcdef0123456789abcdef"
 
 
-def served(kept: str = KEPT) -> Any:
+def served(token_file: str = FILE) -> Any:
     """A store's process that has made a token."""
-    return SimpleNamespace(token="made-token", kept=kept, trouble="Read-only file system")
+    return SimpleNamespace(token="made-token", token_file=token_file, problem="Read-only file system")
 
 
 def parsed(*argv: str, **environ: str) -> tuple[Options, RendezvousPlan]:
@@ -166,7 +166,7 @@ def test_a_log_gets_the_name_of_the_tokens_file_and_not_the_token() -> None:
 
     line, hint = invite(*parsed(*typed), served(), is_terminal=False)
 
-    assert line == f"on the other node type: elaunch --token-file {KEPT} --nnodes 2 --rdzv-endpoint host0:5 t.py"
-    assert hint.startswith(f"the store's token is in {KEPT}, which only you can read: nodes that share this home find")
-    assert hint.endswith(f"copy it first (scp host0:{KEPT} token), and type --token-file token")
+    assert line == f"on the other node type: elaunch --token-file {FILE} --nnodes 2 --rdzv-endpoint host0:5 t.py"
+    assert hint.startswith(f"the store's token is in {FILE}, which only you can read: nodes that share this home find")
+    assert hint.endswith(f"copy it first (scp host0:{FILE} token), and type --token-file token")
     assert "made-token" not in line + hint
