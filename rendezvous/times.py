@@ -83,14 +83,10 @@ class Times:
         return replace(fitted, **(chosen | fixed))
 
     @property
-    def longest_stop_s(self) -> float:
-        """The longest time that a healthy agent needs to stop its workers."""
-        return self.boundary_wait_s + max(self.stop_grace_s, self.failure_grace_s) + 2.0
-
-    @property
     def form_deadline_s(self) -> float:
         """A seated node that has neither joined nor left after this long is evicted."""
-        return self.longest_stop_s + self.lease_ttl_s + 2.0
+        longest_stop_s = self.boundary_wait_s + max(self.stop_grace_s, self.failure_grace_s) + 2.0
+        return longest_stop_s + self.lease_ttl_s + 2.0
 
     @property
     def store_wait_s(self) -> float:

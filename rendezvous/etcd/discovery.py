@@ -78,7 +78,11 @@ class FoundStore(EtcdStore):
         certificate = _certificate_at(self._endpoint, secret, self._connect_s)
         if certificate is not None and secret is None:
             if not (token := self._keyring.token_for(certificate) if self._keyring else ""):
-                raise _needs_token(self._endpoint)
+                raise Denied(
+                    f"the store at {self._endpoint} is a job's own and wants its token; type the line that elaunch"
+                    " printed there (ELAUNCH_TOKEN=… elaunch …), or add --token-file with a copy of the file that it"
+                    " named; for an etcd that speaks TLS, type --rdzv-endpoint https://…"
+                )
             secret = Secret(token)
             certificate = _certificate_at(self._endpoint, secret, self._connect_s)
         return secret if certificate is not None else None
@@ -134,11 +138,3 @@ def _certificate_at(endpoint: Endpoint, secret: Secret | None, deadline_s: float
         ) from None
     except OSError as error:
         raise Unavailable(f"{endpoint}: {error.strerror or error}") from error
-
-
-def _needs_token(endpoint: Endpoint) -> Denied:
-    return Denied(
-        f"the store at {endpoint} is a job's own and wants its token; type the line that elaunch printed there"
-        " (ELAUNCH_TOKEN=… elaunch …), or add --token-file with a copy of the file that it named; for an etcd that"
-        " speaks TLS, type --rdzv-endpoint https://…"
-    )

@@ -12,9 +12,7 @@ from elaunch.rendezvous.endpoint import PREFIX
 from elaunch.rendezvous.rules.assign_ranks import Seating, in_order_of_rank, seat
 from elaunch.rendezvous.rules.restart_policy import (
     BARREN_MAX,
-    NO_SUSPICION,
     GiveUp,
-    Suspicion,
     alike,
     assess,
     decisive_failure,
@@ -27,6 +25,7 @@ from elaunch.rendezvous.rules.transactions import end_unformed, evict, hosts, lo
 from elaunch.rendezvous.store import Txn
 from elaunch.rendezvous.times import Times
 from elaunch.rendezvous.types import (
+    Exclusion,
     Failure,
     FailureKind,
     Generation,
@@ -78,20 +77,16 @@ class Formed:
 
 
 def form(
-    snapshot: Snapshot,
-    terms: Terms,
-    generation: Generation,
-    formation: Formation,
-    times: Times,
-    now_s: float,
-    table_age_s: float,
-    lossless_until_s: float,
+    snapshot: Snapshot, formation: Formation, times: Times, now_s: float, table_age_s: float, lossless_until_s: float
 ) -> Formed:
     """What the leader of a forming generation does next.
 
     `table_age_s` is the time since it first saw the newest table; it matters if the budget has a window. Before
     `lossless_until_s` it waits for every node that may come back, as in `lead`.
     """
+    terms, generation = snapshot.terms, snapshot.generation
+    assert terms
+    assert generation
     if formation.generation != generation.number:
         formation = Formation(generation.number, now_s)
     joined = {n: j for n, j in snapshot.joined.get(generation.number, {}).items() if n in snapshot.members}
@@ -109,7 +104,7 @@ def form(
     decision = forming.decide(table_age_s)
     if isinstance(decision, Outcome):
         return Formed(formation, end_unformed(snapshot, decision))
-    return forming.seal_or_wait(formation, decision)
+    return forming.seal_or_wait(formation, *decision)
 
 
 def counted_restarts(terms: Terms, table: RankTable, age_s: float) -> int:
@@ -117,18 +112,6 @@ def counted_restarts(terms: Terms, table: RankTable, age_s: float) -> int:
     if terms.restart_window_s is None:
         return table.restarts
     return sum(restart_age_s + age_s < terms.restart_window_s for restart_age_s in table.restart_ages_s)
-
-
-@dataclass(frozen=True)
-class _Continue:
-    """The job continues. The fields are what the next table takes over from the last one."""
-
-    reason: str
-    restarts: int = 0
-    restart_ages_s: tuple[float, ...] = ()
-    barren: int = 0
-    progressed: bool = False
-    blame: Suspicion = NO_SUSPICION
 
 
 @dataclass(frozen=True)
@@ -171,11 +154,15 @@ class _Forming:
         # This node neither stops nor leaves: some process of it survives every signal.
         return Formed(formation, evict(self.snapshot, missing[0]))
 
-    def decide(self, table_age_s: float) -> _Continue | Outcome:
-        """Rules 3, 4 and 9: whether the job continues, and whether the restart is charged to its budget."""
+    def decide(self, table_age_s: float) -> tuple[RankTable, Exclusion | None] | Outcome:
+        """Rules 3, 4 and 9: whether the job continues, and whether the restart is charged to its budget.
+
+        If it continues: the next table, still without seats, and the node that is excluded from now on.
+        """
         snapshot, terms, before = self.snapshot, self.terms, self.before
+        draft = RankTable(self.generation.number, (), "", 0, self.generation.cause)
         if before is None:
-            return _Continue(self.generation.cause)
+            return draft, None
         failures = snapshot.failures.get(before.generation, ())
         now_progressed = any(f.progressed for f in failures) or any(j.progressed for j in self.joined.values())
         progressed = before.progressed or now_progressed
@@ -211,7 +198,17 @@ class _Forming:
         ages_s = tuple(age_s + table_age_s for age_s in before.restart_ages_s)
         if terms.restart_window_s is not None:
             ages_s = tuple(age_s for age_s in (*ages_s, *([0.0] * is_counted)) if age_s < terms.restart_window_s)
-        return _Continue(reason, before.restarts + is_counted, ages_s, barren, progressed, blame)
+        draft = replace(
+            draft,
+            reason=reason,
+            restarts=before.restarts + is_counted,
+            restart_ages_s=ages_s,
+            barren=barren,
+            progressed=progressed,
+            streak=blame.streak,
+            excluded=blame.excluded,
+        )
+        return draft, blame.fresh
 
     def _failed(self, before: RankTable, reason: str, failure: Failure | None) -> Outcome:
         first = first_failure(self.snapshot.failures)
@@ -223,23 +220,23 @@ class _Forming:
             OutcomeKind.FAILED, reason, before.generation, before.restarts, max_restarts, failure, first=first
         )
 
-    def seal_or_wait(self, formation: Formation, decision: _Continue) -> Formed:
+    def seal_or_wait(self, formation: Formation, draft: RankTable, fresh: Exclusion | None) -> Formed:
         """Rules 2, 5, 6, 7 and 10: wait for nodes, or seal the table."""
-        nodes_max, excluded = self.terms.nodes_max, decision.blame.excluded
+        nodes_max, excluded = self.terms.nodes_max, draft.excluded
         seated = {*self.survivors}
         everyone = [self.snapshot.members[n] for n in (*self.survivors, *(n for n in self.joined if n not in seated))]
         welcome = [node for node in everyone if not is_excluded(node.node_id, excluded)]
         seating = seat(self.before, welcome, nodes_max)
-        if waiting := self._await_ready(formation, seating, decision.blame):
+        if waiting := self._await_ready(formation, seating, excluded):
             return waiting
         if welcome != everyone and not seating.is_enough(self.terms.nodes_min):
             # Too few others: a node that may fail again is better than none.
             welcome, seating = everyone, seat(self.before, everyone, nodes_max)
             last_resort = hosts([node_id for node_id in self.joined if is_excluded(node_id, excluded)])
             why = f"; {last_resort} would be excluded (--exclude-after), but too few other nodes are here"
-            decision = replace(decision, reason=decision.reason + why)
-        elif fresh := decision.blame.fresh:
-            decision = replace(decision, reason=f"{decision.reason}; {fresh.who} is excluded: {fresh.why}")
+            draft = replace(draft, reason=draft.reason + why)
+        elif fresh:
+            draft = replace(draft, reason=f"{draft.reason}; {fresh.who} is excluded: {fresh.why}")
         if not seating.is_enough(self.terms.nodes_min):
             return self._await_nodes(formation, seating)
         if formation.enough_s is None:
@@ -252,9 +249,19 @@ class _Forming:
             return Formed(formation, wake_s=due_s, waiting=waiting_for)
         # Newcomers are put in order once, since that takes long for thousands.
         seating = seat(self.before, in_order_of_rank(welcome, self.before), nodes_max)
-        return Formed(formation, seal_table(self.snapshot, self._table(decision, seating)))
+        first, joined = seating.nodes[0], self.joined[seating.nodes[0].node_id]
+        table = replace(
+            draft,
+            seats=seats_of([(node.node_id, node.slots, node.role) for node in seating.nodes]),
+            master_addr=first.address,
+            master_port=joined.port,
+            mismatch=_mismatch(seating.nodes, self.joined),
+            vacant=seating.vacant,
+            secret=joined.secret,
+        )
+        return Formed(formation, seal_table(self.snapshot, table))
 
-    def _await_ready(self, formation: Formation, seating: Seating, blame: Suspicion) -> Formed | None:
+    def _await_ready(self, formation: Formation, seating: Seating, excluded: Sequence[Exclusion]) -> Formed | None:
         """Rule 2: with free seats, wait for nodes that were ready a generation ago: they will be ready again soon."""
         if self.before is None or not (seating.free or seating.vacant) or formation.gathered_s is None:
             return None
@@ -264,7 +271,7 @@ class _Forming:
             node_id
             for generation in range(self.before.generation, formation.generation)
             for node_id in self.snapshot.joined.get(generation, {})
-            if node_id in members and node_id not in self.joined and not is_excluded(node_id, blame.excluded)
+            if node_id in members and node_id not in self.joined and not is_excluded(node_id, excluded)
             if seating.has_seat_for(members[node_id])
         ]
         if not late or self.now_s >= due_s:
@@ -273,8 +280,7 @@ class _Forming:
 
     def _await_nodes(self, formation: Formation, seating: Seating) -> Formed:
         terms, timeout_s, here = self.terms, self.times.join_timeout_s, len(seating.nodes)
-        # Not from the generation's opening: survivors may need longer to stop their workers than a new node has to
-        # come.
+        # Not from the opening: survivors may need longer to stop their workers than a new node has to come.
         due_s = max(formation.since_s, formation.gathered_s or 0.0) + timeout_s
         # Nodes of this job with different prefixes cannot see each other, so the line names the prefix.
         prefix = self.snapshot.keys.prefix
@@ -300,26 +306,6 @@ class _Forming:
             terms.max_restarts,
         )
         return Formed(formation, end_unformed(self.snapshot, outcome))
-
-    def _table(self, decision: _Continue, seating: Seating) -> RankTable:
-        nodes, joined = seating.nodes, self.joined
-        first = nodes[0]
-        return RankTable(
-            generation=self.generation.number,
-            seats=seats_of([(node.node_id, node.slots, node.role) for node in nodes]),
-            master_addr=first.address,
-            master_port=joined[first.node_id].port,
-            reason=decision.reason,
-            restarts=decision.restarts,
-            restart_ages_s=decision.restart_ages_s,
-            barren=decision.barren,
-            progressed=decision.progressed,
-            streak=decision.blame.streak,
-            excluded=decision.blame.excluded,
-            mismatch=_mismatch(nodes, joined),
-            vacant=seating.vacant,
-            secret=joined[first.node_id].secret,
-        )
 
 
 def _cause_suffix(generation: Generation, cause: Failure) -> str:

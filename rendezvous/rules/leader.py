@@ -62,16 +62,7 @@ def lead(
         return repaired
     table = snapshot.current_table
     if table is None:
-        formed = form(
-            snapshot,
-            snapshot.terms,
-            snapshot.generation,
-            leader_state.formation,
-            times,
-            now_s,
-            table_age_s,
-            lossless_until_s,
-        )
+        formed = form(snapshot, leader_state.formation, times, now_s, table_age_s, lossless_until_s)
         leader_state = replace(leader_state, formation=formed.formation, ready_since_s=None, hang_since_s=None)
         return Lead(leader_state, formed.txn, formed.wake_s, formed.waiting)
     done = snapshot.done.get(table.generation, frozenset())

@@ -128,14 +128,8 @@ def job_report(snapshot: Snapshot) -> JobReport:
     """The report of the job in a snapshot."""
     table, members = snapshot.table, snapshot.members
     seats = tuple(
-        SeatReport(
-            seat.node_id,
-            seat.host,
-            seat.first_rank,
-            seat.slots,
-            seat.node_id in members if snapshot.whole else None,
-        )
-        for seat in (table.seats if table else ())
+        SeatReport(it.node_id, it.host, it.first_rank, it.slots, it.node_id in members if snapshot.whole else None)
+        for it in (table.seats if table else ())
     )
     seated = {seat.node_id for seat in seats}
     return JobReport(

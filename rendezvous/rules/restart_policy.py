@@ -295,9 +295,6 @@ class Suspicion:
         return is_on_trial or is_excluded(node_id, self.excluded)
 
 
-NO_SUSPICION = Suspicion(None, ())
-
-
 def assess(
     terms: Terms, before: RankTable, failures: Sequence[Failure], members: Collection[str], table_age_s: float
 ) -> Suspicion:

@@ -11,6 +11,7 @@ import zlib
 from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 from urllib.parse import quote
@@ -38,6 +39,7 @@ from elaunch.strict_json import parse_json
 _RECORDS: dict[str, Any] = {
     "members": Node,
     "joined": Joined,
+    "failures": Failure,
     "still": IdleNode,
     "generation": Generation,
     "ended": Outcome,
@@ -194,8 +196,8 @@ class SnapshotReader:
         fields: dict[str, Any] = {}
         members: dict[str, Node] = {}
         tables: dict[int, RankTable] = {}
-        # Records and their revisions of creation, by the first part of their keys, generation and node.
-        of_nodes: dict[str, dict[int, dict[str, tuple[int, Any]]]] = {part: {} for part in _OF_NODES}
+        # Records by the first part of their keys, generation and node.
+        of_nodes: dict[str, dict[int, dict[str, Any]]] = {part: {} for part in _OF_NODES}
         for key, entry in view.entries.items():
             before = self._known.get(key)
             # The leader of many nodes reads often, and few entries have changed.
@@ -217,7 +219,7 @@ class SnapshotReader:
                 case ["members", node_id]:
                     members[node_id] = record
                 case ["joined" | "failures" | "done" | "still" as part, generation, node_id]:
-                    of_nodes[part].setdefault(int(generation), {})[node_id] = entry.create_revision, record
+                    of_nodes[part].setdefault(int(generation), {})[node_id] = record
                 case ["ctl", "table", generation]:
                     tables[int(generation)] = record
                 case ["ctl", "spec"]:
@@ -234,22 +236,22 @@ class SnapshotReader:
             if known[key].record is None and _is_needed(known[key].parts, fields.get("generation"), tables):
                 lost = "so it is not known what this job does; if no elaunch of it runs any more, delete that key"
                 raise ValueError(f"{_unreadable_text(key, error)}, {lost}") from error
-        joined, still = (
-            {g: {node_id: record for node_id, (_, record) in nodes.items()} for g, nodes in of_nodes[part].items()}
-            for part in ("joined", "still")
-        )
+
+        def created(generation: int, node_id: str) -> int:
+            return view.entries[self._keys.failure(generation, node_id)].create_revision
+
         return Snapshot(
             keys=self._keys,
             revision=view.revision,
             whole=whole,
             members=members,
-            joined=joined,
+            joined=of_nodes["joined"],
             failures={
-                g: tuple(failure for _, failure in sorted(nodes.values(), key=lambda made: made[0]))
+                g: tuple(nodes[node_id] for node_id in sorted(nodes, key=partial(created, g)))
                 for g, nodes in of_nodes["failures"].items()
             },
             done={g: frozenset(nodes) for g, nodes in of_nodes["done"].items()},
-            still=still,
+            still=of_nodes["still"],
             tables=tables,
             unreadable=tuple(unreadable[:_SENTENCES_MAX]),
             repairs=tuple(repairs),
@@ -323,8 +325,7 @@ def _decoded(parts: list[str], text: str) -> Any:
             if record.node_id != node_id:
                 raise ValueError(f"not that of {node_id[:40]!r}: it names {record.node_id[:40]!r}")
             return record
-        case ["failures", _, _]:
-            return decode(Failure, text)
+
         case ["ctl", "table", generation]:
             table = decode_table(text)
             if table.generation != int(generation):
@@ -335,7 +336,7 @@ def _decoded(parts: list[str], text: str) -> Any:
             if terms.nodes_max < terms.nodes_min:
                 raise ValueError(f"not a Terms: {shown_text(text)!r} (nodes_max is below nodes_min)")
             return terms
-        case ["ctl", "generation" | "ended" | "hang" as name]:
+        case ["failures" as name, _, _] | ["ctl", "generation" | "ended" | "hang" as name]:
             return decode(_RECORDS[name], text)
         case ["ctl", "leader"]:
             Name().check(text)

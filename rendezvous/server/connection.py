@@ -17,6 +17,8 @@ from elaunch.rendezvous.server.routes import Watcher
 
 HEAD_BYTES_MAX = 4 << 10
 _END = b"\r\n\r\n"
+# The head of a response in chunks.
+STREAM_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
 class HttpRequest(NamedTuple):
@@ -102,11 +104,6 @@ def http_response(status: int, body: bytes, closes: bool = False) -> bytes:
     head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
     closing = "Connection: close\r\n" if closes else ""
     return f"{head}{closing}\r\n".encode() + body
-
-
-def stream_head() -> bytes:
-    """The head of a response in chunks."""
-    return b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
 def chunk(data: bytes) -> bytes:

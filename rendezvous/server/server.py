@@ -23,6 +23,7 @@ from elaunch.rendezvous.etcd.errors import EXHAUSTED, UNAUTHENTICATED
 from elaunch.rendezvous.secret import Secret
 from elaunch.rendezvous.server.admission import CONNECTIONS_MAX, WAY_OUT, Unauthenticated, unauthenticated_max
 from elaunch.rendezvous.server.connection import (
+    STREAM_HEAD,
     BadRequest,
     Closed,
     Connection,
@@ -30,7 +31,6 @@ from elaunch.rendezvous.server.connection import (
     RequestReader,
     chunk,
     http_response,
-    stream_head,
 )
 from elaunch.rendezvous.server.routes import Routes, Watchers, WatchRequest, error_reply
 
@@ -240,7 +240,7 @@ class Server:
         self._unauthenticated.shown(client)
         response = self._routes.handle(request.method, request.path, request.body)
         if isinstance(response, WatchRequest):
-            client.put(stream_head() + chunk(self._routes.created()))
+            client.put(STREAM_HEAD + chunk(self._routes.created()))
             client.watcher = self._watchers.add(response.prefix, response.start_revision, client)
         else:
             client.put(http_response(response.status, response.body))

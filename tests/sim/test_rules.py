@@ -156,11 +156,11 @@ def done_nodes_missed(patch: pytest.MonkeyPatch) -> None:
 
 
 def survivors_not_awaited(patch: pytest.MonkeyPatch) -> None:
-    def off(snapshot: Any, terms: Any, generation: Any, *rest: Any) -> Any:
-        joined = snapshot.joined.get(generation.number, {})
-        if len(joined) >= terms.nodes_max:
+    def off(snapshot: Any, *rest: Any) -> Any:
+        joined = snapshot.joined.get(snapshot.generation.number, {})
+        if len(joined) >= snapshot.terms.nodes_max:
             snapshot = replace(snapshot, members={n: m for n, m in snapshot.members.items() if n in joined})
-        return form(snapshot, terms, generation, *rest)
+        return form(snapshot, *rest)
 
     form = leader.form
     patch.setattr(leader, "form", off)

@@ -75,7 +75,7 @@ ANSWERS = [
     (99, "a code that nobody knows", Rejected),
 ]
 # The agent's reaction to an error: see agent.session.session and agent.core.store_outage.
-ACTIONS = {Unavailable: "wait", Rejected: "say", Denied: "end"}
+ACTIONS = {Unavailable: "wait", Rejected: "act", Denied: "end"}
 
 
 @pytest.mark.parametrize(("code", "text", "error"), ANSWERS)
@@ -186,7 +186,7 @@ def test_why_a_watch_was_ended_is_judged_alike(reason: str, kind: Kind) -> None:
 def test_the_operators_page_shows_both_tables() -> None:
     page = (REPOSITORY / "docs" / "operations.md").read_text()
     section = page.partition("## What the store may answer")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| (.+?) \| (.+?) \| (wait|say|end)\b", section, re.MULTILINE)
+    rows = re.findall(r"^\| (.+?) \| (.+?) \| (wait|act|end)\b", section, re.MULTILINE)
     shown = {int(code): action for codes, _, action in rows for code in re.findall(r"\d+", codes)}
 
     assert shown == {code: ACTIONS[type(explain(EtcdError(code, "some words"), ETCD, Access()))] for code in BY_CODE}

@@ -11,12 +11,12 @@ import pytest
 
 from elaunch.rendezvous.server.connection import (
     HEAD_BYTES_MAX,
+    STREAM_HEAD,
     BadRequest,
     HttpRequest,
     RequestReader,
     chunk,
     http_response,
-    stream_head,
 )
 
 BODY_BYTES_MAX = 1000
@@ -104,6 +104,6 @@ def test_an_answer_is_read_by_a_client(body: bytes, kind: str) -> None:
 
 
 def test_a_stream_is_read_by_a_client_line_by_line() -> None:
-    response = parsed(stream_head() + chunk(b"one\n") + chunk(b"two\nthree\n") + b"0\r\n\r\n")
+    response = parsed(STREAM_HEAD + chunk(b"one\n") + chunk(b"two\nthree\n") + b"0\r\n\r\n")
 
     assert [line.decode() for line in response] == ["one\n", "two\n", "three\n"]
