@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from elaunch.rendezvous.etcd import watch as watching_module
+from elaunch.rendezvous.etcd import store as store_module
 from elaunch.rendezvous.etcd.store import EtcdStore
 from elaunch.rendezvous.store import Changes, Delete, HistoryLost, KeyEntry, Put, Txn, Unavailable, Update, View
 from tests.etcd import TRANSPORTS, VERSIONS, Etcd, client
@@ -59,7 +59,7 @@ def watching(way: Listener, transport: str) -> Iterator[EtcdStore]:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """No watch begins anew because etcd is slow to say that it has begun."""
-    monkeypatch.setattr(watching_module, "_BEGUN_S", DEADLINE_S)
+    monkeypatch.setattr(store_module, "_BEGUN_S", DEADLINE_S)
 
 
 @pytest.fixture
