@@ -55,7 +55,7 @@ def read_regular(path: Path, bytes_max: int, *, follow: bool = False) -> bytes:
     """All of such a file. Raises OSError with a sentence where it has more than `bytes_max` bytes."""
     with open_regular(path, follow=follow) as file:
         require_size(path.name, os.fstat(file.fileno()).st_size, bytes_max)
-        # Somebody may write to it still.
+        # Another process may still write to it.
         content = file.read(bytes_max + 1)
     require_size(path.name, len(content), bytes_max)
     return content

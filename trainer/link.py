@@ -1,4 +1,4 @@
-"""The worker's link to its agent, for any training script: it reports steps, and hears requests to stop.
+"""The worker's link to its agent, for any training script: it reports steps, and receives requests to stop.
 
 The agent leaves one end of a socket pair in the worker, with its descriptor number in `ELAUNCH_LINK`; both sides send
 JSON lines. Without the variable every call does nothing, so a script needs no condition around it. Only `should_stop`
@@ -70,26 +70,26 @@ def saving(step: int) -> None:
 def saved(step: int) -> None:
     """Report, after a peer's failure, that the state up to `step` is saved. The agent then kills this process.
 
-    This answers `on_peer_failed`. Give the answer each time, even if the state was saved before; it counts once every
-    `rescue` has returned. Call it from any thread; it waits for a busy agent, a second at most.
+    This is the response to `on_peer_failed`: call it each time, even if the state was saved before. It counts once
+    every `rescue` has returned. Call it from any thread; it waits for a busy agent, a second at most.
     """
-    _open_link().answer(step)
+    _open_link().send_saved(step)
 
 
 def stopped(step: int) -> None:
     """Report that this process, like all ranks, has stopped after `step`, and will now save its state and exit.
 
-    After this call its exit (code 143, 130 or 0) is neither a failure nor the end of the job, whether this agent asked
-    for the stop or another node's agent. Call it from any thread; it waits for a busy agent, a second at most.
+    After this call its exit (code 143, 130 or 0) is neither a failure nor the end of the job, whether this agent
+    requested the stop or another node's agent. Call it from any thread; it waits for a busy agent, a second at most.
     """
     _open_link().send(_line(event="stopped", step=step), _SURELY_S)
 
 
 def refuse(reason: str) -> None:
-    """Report that this program cannot do what is asked of it, and that no restart can change that.
+    """Report that this program cannot do what is requested, and that no restart can change that.
 
     Then exit with a code other than 0, or raise an exception with this text: the job ends, and its report has `reason`,
-    so Python prints no traceback of it. Without this call an exit code of 2 says the same only before the program has
+    so Python prints no traceback of it. Without this call an exit code of 2 means the same only before the program has
     made its process group. It waits for a busy agent, a second at most.
     """
     if _open_link().refuse(reason[:_REASON_CHARS_MAX]):
@@ -102,7 +102,7 @@ def listen(
     *,
     rescue: Callable[[int], int] | None = None,
 ) -> Listener:
-    """Let the agent ask for a stop by a callback instead of SIGTERM. Callbacks run in one daemon thread.
+    """Let the agent request a stop by a callback instead of SIGTERM. Callbacks run in one daemon thread.
 
     `on_stop(reason)` must make all ranks stop after the same step (`should_stop` does that), call `stopped` and exit
     with code 143. `reason` is "join" (nodes come, training goes on at once), "leave" (this or another node leaves) or
@@ -111,14 +111,14 @@ def listen(
     Without `on_peer_failed` the process gets SIGTERM after a peer's failure.
 
     `rescue(generation)` is for parts of a program that know nothing of each other: each saves its own state and returns
-    the step. All of them run before any `on_peer_failed`. Without an `on_peer_failed`, the lowest step is the answer; a
+    the step. All of them run before any `on_peer_failed`. Without an `on_peer_failed`, the lowest step is sent; a
     `rescue` that raises counts as step 0. Close the returned listener to take its callbacks back.
     """
     return _open_link().listen(Listener(_open_link(), on_stop, on_peer_failed, rescue))
 
 
 def should_stop(every: int = 1) -> bool:
-    """Whether all ranks must stop now. True on every rank at the same step, once any rank's agent has asked for it.
+    """Whether all ranks must stop now. True on every rank at the same step, once any rank's agent has requested it.
 
     Collective: every rank calls it once a step, with the same `every` and in one thread. At each `every`-th call the
     ranks agree, over TCP connections of their own that the first such call makes. Without a process group this process
@@ -127,8 +127,8 @@ def should_stop(every: int = 1) -> bool:
     return _boundary().should_stop(every)
 
 
-def _line(**said: object) -> bytes:
-    return json.dumps(said).encode() + b"\n"
+def _line(**message: object) -> bytes:
+    return json.dumps(message).encode() + b"\n"
 
 
 @dataclass(eq=False)
@@ -147,9 +147,9 @@ class Listener:
     def drop(self) -> None:
         """Stop listening because an exception ends the program. A signal from the agent would hide that exception.
 
-        So the agent is told only if it asks for a stop again.
+        So the agent is notified only if it requests a stop again.
         """
-        self.link.forget(self, is_said=False)
+        self.link.forget(self, notifies=False)
 
     def __enter__(self) -> Listener:
         return self
@@ -180,13 +180,13 @@ class _Link:
         self.step = step
         if now_s >= self._next_s:
             self._next_s = now_s + _PAUSE_S
-            # The agent reads steps once a second. When the first one was complete, only the worker can say.
+            # The agent reads steps once a second. When the first one was complete, only the worker knows.
             when = {"monotonic_s": round(now_s, 6)} if self._sent_step < 0 else {}
             self._sent_step = step
             self.send(_line(event="progress", step=step, **when))
 
     def send_last_step(self) -> None:
-        """At the end of the program: a failure is told with the step after which it came."""
+        """At the end of the program: a failure is reported with the step after which it came."""
         if self.step != self._sent_step:
             self._sent_step = self.step
             self.send(_line(event="progress", step=self.step))
@@ -210,24 +210,24 @@ class _Link:
             self._lock.release()
 
     def listen(self, listener: Listener) -> Listener:
-        """Tell the agent which messages have a listener, and receive them from now on."""
+        """Report which messages have a listener, and receive them from now on."""
         self._listeners.append(listener)
-        self._say_to_what()
+        self._report_listeners()
         if self._thread is None and self._end is not None:
-            self._thread = threading.Thread(target=self._hear, name="elaunch-link", daemon=True)
+            self._thread = threading.Thread(target=self._receive, name="elaunch-link", daemon=True)
             self._thread.start()
         return listener
 
-    def forget(self, listener: Listener, *, is_said: bool = True) -> None:
-        """Remove a listener. The thread goes on: it still answers what the agent sent before it knew."""
+    def forget(self, listener: Listener, *, notifies: bool = True) -> None:
+        """Remove a listener. The thread continues: it still responds to what the agent sent before it knew."""
         if listener not in self._listeners:
             return
         self._listeners.remove(listener)
-        if is_said:
-            self._say_to_what()
+        if notifies:
+            self._report_listeners()
 
-    def answer(self, step: int) -> None:
-        """The script has saved its state. Dropped while a `rescue` still runs: the script is asked again after it."""
+    def send_saved(self, step: int) -> None:
+        """The script has saved its state. Dropped while a `rescue` still runs: the script is called again after it."""
         if self._is_rescued or not any(listener.rescue for listener in self._listeners):
             self.send(_line(event="saved", step=step), _SURELY_S)
 
@@ -263,13 +263,13 @@ class _Link:
         self._rest = self._rest[sent:]
         return not self._rest
 
-    def _say_to_what(self) -> None:
+    def _report_listeners(self) -> None:
         if self._end is not None:
             stop = any(listener.on_stop for listener in self._listeners)
             peer_failed = any(listener.on_peer_failed or listener.rescue for listener in self._listeners)
             self.send(_line(event="listens", stop=stop, peer_failed=peer_failed), _SURELY_S)
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         """The thread of `listen`; it ends when the agent closes the link."""
         for message in self._messages():
             match message:
@@ -282,12 +282,12 @@ class _Link:
                     os.write(_STDERR, text.encode(errors="backslashreplace"))
 
     def _stop(self, reason: str) -> None:
-        asked = [listener.on_stop for listener in [*self._listeners] if listener.on_stop]
-        for on_stop in asked:
+        callbacks = [listener.on_stop for listener in [*self._listeners] if listener.on_stop]
+        for on_stop in callbacks:
             _tried(on_stop, reason)
-        if not asked:
+        if not callbacks:
             # The listener was dropped, but the program still runs. It must get the signal instead.
-            self._say_to_what()
+            self._report_listeners()
 
     def _peer_failed(self, generation: int) -> None:
         listeners = [*self._listeners]
@@ -299,7 +299,7 @@ class _Link:
         if not scripts:
             # A process whose listeners are closed has nothing left to save. A rescue that failed has saved nothing, and
             # the agent must not wait for it.
-            self.answer(min((step or 0 for step in steps), default=max(self.step, 0)))
+            self.send_saved(min((step or 0 for step in steps), default=max(self.step, 0)))
 
     def _messages(self) -> Iterator[dict[str, Any]]:
         assert self._end is not None
@@ -317,32 +317,32 @@ class _Boundary:
 
     def __init__(self) -> None:
         self._calls = 0
-        self._is_asked = False
+        self._is_requested = False
         self._is_reached = False
         # The process group of the ranks: a program may destroy it and make another.
         self._world: Any = None
         self._peers: Any = None
-        listen(on_stop=self._ask)
+        listen(on_stop=self._request)
 
     def should_stop(self, every: int) -> bool:
         self._calls += 1
-        if not self._is_reached and self._calls % every == 0 and self._any_asked():
+        if not self._is_reached and self._calls % every == 0 and self._any_requested():
             self._is_reached = True
             stopped(_open_link().step)
         return self._is_reached
 
-    def _ask(self, reason: str) -> None:
-        self._is_asked = True
+    def _request(self, reason: str) -> None:
+        self._is_requested = True
 
-    def _any_asked(self) -> bool:
+    def _any_requested(self) -> bool:
         dist: Any = sys.modules.get("torch.distributed")
         if dist is None or not dist.is_available() or not dist.is_initialized():
-            return self._is_asked
+            return self._is_requested
         if self._world is not dist.group.WORLD:
             from elaunch.trainer.ranks.peers import Peers
 
             self._world, self._peers = dist.group.WORLD, Peers().apart("should_stop")
-        return bool(self._peers.largest([int(self._is_asked)])[0])
+        return bool(self._peers.largest([int(self._is_requested)])[0])
 
 
 def _print_unless(reason: str, hook: Callable[..., object], kind: type, error: BaseException, where: Any) -> None:
@@ -365,7 +365,7 @@ def _open_link() -> _Link:
     # The variable is removed: in a program that this process starts, the number would mean nothing.
     link = _Link(_inherited(os.environ.pop("ELAUNCH_LINK", "")))
     os.register_at_fork(after_in_child=link.abandon)
-    # Before atexit's calls, as then the agent has been told that the program is over, and reads no more.
+    # Before atexit's calls, as then the agent has been notified that the program is over, and reads no more.
     register: Any = getattr(threading, "_register_atexit", atexit.register)
     with contextlib.suppress(RuntimeError):
         register(link.send_last_step)

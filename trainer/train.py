@@ -53,7 +53,7 @@ def train(config: TrainConfig, corpus: Corpus, place: RankInfo, run: RunDirector
     try:
         train_in_group(config, corpus, place, run, device)
     except SystemExit as stop:
-        # The keeper's, on all ranks after the same step: nodes come or go, or somebody wants the job to end.
+        # The keeper's, on all ranks after the same step: nodes come or go, or the job is to end.
         exit_code = int(stop.code or 0)
     except AgreedRefusal:
         leave(device)
@@ -96,7 +96,7 @@ def train_in_group(
     config: TrainConfig, corpus: Corpus, place: RankInfo, run: RunDirectory, device: torch.device
 ) -> None:
     """All that happens between joining the group and leaving it."""
-    say: Callable[[str], None] = (
+    log: Callable[[str], None] = (
         functools.partial(print, file=sys.stderr, flush=True) if place.leads else lambda _: None
     )
     of_rank_0 = [corpus.summary, run.is_complete]
@@ -104,12 +104,12 @@ def train_in_group(
     summary, is_complete = of_rank_0
     corpus.require_same(str(summary))
     if is_complete:
-        say(f"{run.path} is complete: {config.steps} steps; remove it or give another --out to train again")
+        log(f"{run.path} is complete: {config.steps} steps; remove it or give another --out to train again")
         return
 
     if config.plan.is_auto:
         untrained = functools.partial(new_gpt, config, device)
-        config = chosen(config, place, run, device, new_gpt=untrained, groups=decay_groups, say=say)
+        config = chosen(config, place, run, device, new_gpt=untrained, groups=decay_groups, log=log)
 
     # The workers that share one model read the same windows.
     sizes = config.sizes(place)
@@ -120,7 +120,7 @@ def train_in_group(
     parallel = build(config, gpt, sizes, place.rank, device, decay_groups)
     del gpt
     optimizer = parallel.optimizer
-    recorder = Recorder(config, place, run, say, device, share=share)
+    recorder = Recorder(config, place, run, log, device, share=share)
 
     def warm_up() -> None:
         """DDP settles in which order it sums gradients before a state is restored; the compiler does its work."""
@@ -132,7 +132,7 @@ def train_in_group(
             lambda model: parallel.warm_up(*windows.dummy(), model),
             wrap=functools.partial(in_ddp, device=device, hook=config.comm_hook),
             folder=run.path / "tuning",
-            say=say,
+            log=log,
         )
 
     # Restores the newest state that is anywhere, and keeps it from now on.
@@ -148,12 +148,12 @@ def train_in_group(
             warm_up=warm_up,
             # config.yaml identifies the training.
             name="gpt",
-            say=say if place.leads else None,
+            say=log if place.leads else None,
         ) as keeper,
         recorder.begin(keeper, windows.order),
     ):
-        say(opening(config, corpus, place, run, parameters, keeper.step))
-        for step in profiled(keeper.steps(config.steps), config.profile, folder=run.profile, say=say):
+        log(opening(config, corpus, place, run, parameters, keeper.step))
+        for step in profiled(keeper.steps(config.steps), config.profile, folder=run.profile, log=log):
             # At the beginning of the step: a restart, which does the step again, evaluates again.
             is_due = config.eval_every is not None and (step - 1) % config.eval_every == 0
             held_out = held_out_loss(parallel, windows) if is_due else None

@@ -88,7 +88,7 @@ def test_neither_kind_of_stacks_shows_what_only_listens_and_both_have_elaunchs_o
 
 
 def test_the_stack_of_a_crash_has_no_thread_that_only_listens() -> None:
-    listener = "\n".join(f'  File "{file}", line 1 in _hear' for file in LISTENER)
+    listener = "\n".join(f'  File "{file}", line 1 in _receive' for file in LISTENER)
     other = '  File "/home/me/train.py", line 3 in work'
     text = (
         f"Fatal Python error: Segmentation fault\n\nThread 0x01 (most recent call first):\n{listener}\n\n"

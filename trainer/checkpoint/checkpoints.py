@@ -6,7 +6,7 @@
     checkpoints.wait()                          # before the process ends
 
 All ranks call all of these, in the same order. A *replicated* state (DDP: the same on every rank) is written by rank 0
-alone, and read by it alone and sent to the others: nobody else need see the directory, and no other rank's death can
+alone, and read by it alone and sent to the others: no other rank need see the directory, and no other rank's death can
 tear a checkpoint. A *sharded* one (FSDP, ZeRO-1) is written and read by all, in a directory that all see.
 """
 
@@ -37,10 +37,10 @@ KEPT = 3
 class Checkpoints:
     """The checkpoints of one job in `directory`, which rank 0 makes, or below a URL (`s3://bucket/run`).
 
-    `generation` is the job's (`ELAUNCH_GENERATION`, else the restart count). `say` is given sentences, on rank 0.
-    `group` are the ranks that have the state, by default all of the job. `failure` is what was said of the newest begun
-    if that failed, on rank 0. At most one is in the making: `save_async` waits for the one before. `require_ours` is
-    called before each is published, and raises OSError if the place is another job's by now.
+    `generation` is the job's (`ELAUNCH_GENERATION`, else the restart count). `log` is given sentences, on rank 0.
+    `group` are the ranks that have the state, by default all of the job. `failure` is what was logged on rank 0 if the
+    newest one failed. At most one is in the making: `save_async` waits for the one before. `require_ours` is called
+    before each is published, and raises OSError if the place is another job's by now.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Checkpoints:
         *,
         generation: int,
         keep: int = KEPT,
-        say: Callable[[str], None] = print,
+        log: Callable[[str], None] = print,
         group: dist.ProcessGroup | Peers | None = None,
         require_ours: Callable[[], None] = lambda: None,
     ) -> None:
@@ -58,7 +58,7 @@ class Checkpoints:
         self.storage = storage_at(directory)
         self.failure = ""
         self._said = ""
-        self._keep, self._say, self._require_ours = keep, say, require_ours
+        self._keep, self._log, self._require_ours = keep, log, require_ours
         self._ranks = group if isinstance(group, Peers) else Peers(group)
         # The generation to save under, and the marks that are taken.
         self._fence = generation
@@ -68,21 +68,21 @@ class Checkpoints:
         self._writing: Writing | None = None
         self._is_prepared = False
         if self._ranks.leads:
-            # If the storage does not answer, the first save asks again. A load reports the error.
+            # If the storage does not respond, the first save tries again. A load reports the error.
             with contextlib.suppress(StorageError):
                 self._prepare()
 
     def _prepare(self) -> None:
-        """Look around before the first save, on rank 0; raises OSError.
+        """List what is there before the first save, on rank 0; raises OSError.
 
-        A job that is started anew on an old directory counts generations from the beginning again; its checkpoints
+        A job that is started again on an old directory counts generations from the beginning again; its checkpoints
         must still be the newest.
         """
         self._taken = set(marks(self.storage))
         self._fence = max([self._fence, *(mark.generation for mark in self._taken)])
         if swept := self.storage.sweep(self._fence):
             why = f"without {MANIFEST}: its writer was killed, or that file was deleted"
-            self._say(f"{self.storage}: removed {some(swept)}, {why}")
+            self._log(f"{self.storage}: removed {some(swept)}, {why}")
         self._is_prepared = True
 
     @property
@@ -98,7 +98,7 @@ class Checkpoints:
         named, set aside and passed over. No code of a file is run. Raises ValueError where `state` has a tensor that
         the checkpoint lacks, or of another shape.
         """
-        return load_newest(self.storage, state, self._ranks, self._say)
+        return load_newest(self.storage, state, self._ranks, self._log)
 
     def save_async(self, step: int, state: State) -> None:
         """Begin a checkpoint of `state` after `step`; on return it may be changed.
@@ -123,7 +123,7 @@ class Checkpoints:
             self._taken.add(mark)
             if self._said:
                 self._said = ""
-                self._say(f"the checkpoint of step {step} is written")
+                self._log(f"the checkpoint of step {step} is written")
 
         self._writing = writing.Writing(
             mark=mark,
@@ -140,12 +140,12 @@ class Checkpoints:
         self._writing.thread.start()
 
     def save(self, step: int, state: State) -> None:
-        """As `save_async`, and wait until it is durable, or has failed, which is said."""
+        """As `save_async`, and wait until it is durable, or has failed, which is logged."""
         self.save_async(step, state)
         self.wait()
 
-    def look(self) -> None:
-        """Say what has failed as soon as that is known; not collective, so of a replicated state alone."""
+    def poll(self) -> None:
+        """Log what has failed as soon as that is known; not collective, so of a replicated state alone."""
         writing = self._writing
         if writing is not None and writing.ranks is None and not writing.thread.is_alive():
             self.wait()
@@ -170,7 +170,7 @@ class Checkpoints:
 
     def _failed(self, step: int, reason: str) -> None:
         if not self._is_prepared:
-            newest = f"{self.storage} has not answered yet"
+            newest = f"{self.storage} has not responded yet"
         elif self.newest_known is None:
             newest = f"there is none in {self.storage}"
         else:
@@ -179,16 +179,16 @@ class Checkpoints:
         # One that is tried again fails for the same reason mostly.
         if self.failure != self._said:
             self._said = self.failure
-            self._say(self.failure)
+            self._log(self.failure)
 
     def _begin(self, step: int, parts: Tree) -> tuple[Mark, Folder | None]:
-        """Name the checkpoint's folder on rank 0 and tell the others; None where that failed."""
+        """Name the checkpoint's folder on rank 0, for all ranks; None where that failed."""
         name = failure = ""
         if self._ranks.leads:
             try:
                 if not self._is_prepared:
                     self._prepare()
-                # The job was started anew, and reached this step again.
+                # The job was started again, and reached this step a second time.
                 self._fence += Mark(self._fence, step) in self._taken
                 name = self.storage.begin(Mark(self._fence, step)).name
             except OSError as error:

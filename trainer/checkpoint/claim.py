@@ -29,11 +29,11 @@ NOTE = "elaunch-training.json"
 UNNAMED = "training"
 _FORMAT = 1
 _RENEW_S = 10.0
-# A lock that is not renewed for so long is stale. On the job's own host its process is looked at instead.
+# A lock that is not renewed for so long is stale. On the job's own host its process is checked instead.
 _SILENT_S = 3 * _RENEW_S
 # A job that is stopped saves first, and its successor may be there already.
 _PATIENCE_S = 60.0
-_LOOK_S = 0.5
+_POLL_S = 0.5
 _TEXT_MAX, _SHOWN_MAX = 4096, 300
 _TYPES: dict[str, type] = {
     **dict.fromkeys(("name", "script", "arguments", "run", "job", "host", "process", "token", "since"), str),
@@ -52,8 +52,8 @@ class Claim:
     `job` is the same in all generations of a job, and in no other job.
     """
 
-    def __init__(self, storage: Storage, name: str, generation: int, say: Callable[[str], None], job: str = "") -> None:
-        self._storage, self._say = storage, say
+    def __init__(self, storage: Storage, name: str, generation: int, log: Callable[[str], None], job: str = "") -> None:
+        self._storage, self._log = storage, log
         self._note: dict[str, Any] = {
             "format": _FORMAT,
             "name": name,
@@ -85,7 +85,7 @@ class Claim:
                     self._require_same(held, there[-1][0].step)
                 self._require_over(held, waiting)
                 if self._storage.found():
-                    self._say(f"resuming from the checkpoints of {_job(held)} in {self._storage}{self._others(held)}")
+                    self._log(f"resuming from the checkpoints of {_job(held)} in {self._storage}{self._others(held)}")
             self._old = self._note["token"] if held is None else held["token"]
             self._write()
         threading.Thread(target=self._renew, name="checkpoints' claim", daemon=True).start()
@@ -148,7 +148,7 @@ class Claim:
         return held["process"] == self._note["process"] or (is_later and is_ours and is_gone)
 
     def _is_by_script(self, held: dict[str, Any]) -> bool:
-        """Whether the scripts tell the two trainings apart, since not both have names."""
+        """Whether the two trainings are compared by their scripts, since not both have names."""
         return UNNAMED in (held["name"], self._note["name"])
 
     def _require_same(self, held: dict[str, Any], step: int) -> None:
@@ -184,12 +184,12 @@ class Claim:
                 )
             if held is first:
                 rule = "" if here else f", or not to renew its lock for {_SILENT_S:.0f} s"
-                self._say(
+                self._log(
                     f"{_job(held)} may still write to {self._storage}: waiting up to {_PATIENCE_S:.0f} s for it to "
                     f"exit{rule}"
                 )
             waiting()
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
             now = self._held() or {**held, "ended": True}
             if now["renewals"] != held["renewals"]:
                 renewed_s = time.monotonic()
@@ -197,7 +197,7 @@ class Claim:
 
 
 def script_name(path: str) -> str:
-    """What tells a script from that of another training, wherever it lies; of `python -m package` also the package."""
+    """The name of a script, wherever it lies, to compare trainings; of `python -m package` also the package."""
     script = PurePath(path)
     return "/".join(script.parts[-2:]) if script.name == "__main__.py" else script.name
 

@@ -161,7 +161,7 @@ def parse(text: str) -> Path | Url:
 
 
 class StorageError(OSError):
-    """The storage does not do what was asked for; `strerror` is the reason alone, `str()` names the URL too."""
+    """The storage does not do what was requested; `strerror` is the reason alone, `str()` names the URL too."""
 
     def __str__(self) -> str:
         return f"{self.filename}: {self.strerror}"
@@ -197,7 +197,7 @@ class ObjectFiles:
         return [PurePath(path).name for path in paths]
 
     def size(self, name: str) -> int | None:
-        # By its name, which no listing's lag concerns. Only the store's own word proves that it is not there.
+        # By its name, which no listing's lag concerns. Only the store's own response proves that it is not there.
         try:
             return self._size(name)
         except FileNotFoundError:

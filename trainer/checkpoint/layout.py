@@ -60,7 +60,7 @@ class Contents:
 
 
 def contents(folder: Folder, layout: bytes, lengths: Mapping[str, int]) -> Contents:
-    """What the bytes of `tensors.json` say; `lengths` are those of all files in the folder by name.
+    """The content of `tensors.json`; `lengths` are those of all files in the folder by name.
 
     Raises ValueError for what no release has written.
     """
@@ -75,7 +75,7 @@ def contents(folder: Folder, layout: bytes, lengths: Mapping[str, int]) -> Conte
                 _require_inside(name, offsets, sizes, size)
                 is_place = type(at) is int and type(length) is int
                 if not is_place or not 0 <= at <= at + length <= lengths.get(file, -1):
-                    raise ValueError(f"{name} is said to lie in {file!r:.200}, or a place of it, that is not there")
+                    raise ValueError(f"{name} has a chunk outside of {file!r:.200}, or that file is not there")
             found[name] = Saved(dtype, size, tuple(map(str, entry["path"])), chunks)
     except (AttributeError, KeyError, TypeError, OverflowError, RuntimeError) as error:
         raise ValueError(f"{LAYOUT} cannot be read ({type(error).__name__}: {str(error)[:200]})") from error

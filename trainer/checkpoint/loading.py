@@ -60,7 +60,7 @@ class _Offer:
         return sorted(name for name in self.manifest.files if name not in (PLAIN, LAYOUT))
 
     def opened(self, folder: Folder) -> tuple[Unpacked, Contents]:
-        """What the two files say. Raises ValueError or pickle.UnpicklingError for what this release does not write."""
+        """The content of both files. Raises ValueError or UnpicklingError for what this release does not write."""
         lengths = {name: length for name, (length, _) in self.manifest.files.items()}
         saved, found = unpack_plain(self.plain), contents(folder, self.layout, lengths)
         if missing := [name for name in saved[1] if name not in found.tensors]:
@@ -74,9 +74,9 @@ def find_newest(storage: Storage, ranks: Peers, newer_than: int = -1) -> tuple[M
     Raises ValueError if another rank's directory has a newer one, of a step after `newer_than`: each node has a disk of
     its own there, and rank 0 was on another node.
     """
-    # One rank of each node looks. An object store is the same for all.
-    looks = ranks.leads or (storage.is_local and os.environ.get("LOCAL_RANK", "0") == "0")
-    of_all = ranks.from_all(_newest(storage) if looks else (None, ""))
+    # One rank of each node lists them. An object store is the same for all.
+    lists = ranks.leads or (storage.is_local and os.environ.get("LOCAL_RANK", "0") == "0")
+    of_all = ranks.from_all(_newest(storage) if lists else (None, ""))
     first, why = of_all[0]
     newest, place = max(((mark, -rank) for rank, (mark, _) in enumerate(of_all) if mark), default=(None, 0))
     if why or newest is None or not place or newest.step <= newer_than:
@@ -101,14 +101,14 @@ def _newest(storage: Storage) -> tuple[Mark | None, str]:
         return None, f"the checkpoints in {storage} cannot be reached: {error.strerror}"
 
 
-def load_newest(storage: Storage, state: State, ranks: Peers, say: Callable[[str], None]) -> Mark | None:
+def load_newest(storage: Storage, state: State, ranks: Peers, log: Callable[[str], None]) -> Mark | None:
     """See `Checkpoints.load_newest`. Of a sharded state each rank reads its part, others rank 0 reads and sends."""
     is_sharded = flatten(state).is_sharded
     find_newest(storage, ranks)
     unread: list[str] = []
     candidates = iter(_newest_first(storage, unread) if ranks.leads else ())
     # Only rank 0's list counts: another's view of a network's file system may be old.
-    while offer := ranks.from_rank_0(_offer(storage, candidates, say, unread) if ranks.leads else None):
+    while offer := ranks.from_rank_0(_offer(storage, candidates, log, unread) if ranks.leads else None):
         folder = storage.folder(offer.name)
         saved, there = offer.opened(folder)
         tensors = there.tensors if is_sharded else {name: there.tensors[name] for name in saved[1]}
@@ -133,18 +133,18 @@ def load_newest(storage: Storage, state: State, ranks: Peers, say: Callable[[str
         # One rank's proof is enough, whatever the others could not read.
         worst = next((problem for problem in found_wrong if isinstance(problem, Corrupt)), found_wrong[0])
         if ranks.leads:
-            with _passing_over(storage, folder, say, unread):
+            with _passing_over(storage, folder, log, unread):
                 raise worst
     _require_read(unread, ranks)
     return None
 
 
 def _offer(
-    storage: Storage, candidates: Iterator[tuple[Mark, Folder]], say: Callable[[str], None], unread: list[str]
+    storage: Storage, candidates: Iterator[tuple[Mark, Folder]], log: Callable[[str], None], unread: list[str]
 ) -> _Offer | None:
     """Rank 0's next candidate; None at the end."""
     for mark, folder in candidates:
-        with _passing_over(storage, folder, say, unread):
+        with _passing_over(storage, folder, log, unread):
             manifest = read_manifest(folder)
             plain = read_verified(folder, manifest, PLAIN, PLAIN_BYTES_MAX)
             layout = read_verified(folder, manifest, LAYOUT, LAYOUT_BYTES_MAX)
@@ -290,7 +290,7 @@ def _newest_first(storage: Storage, unread: list[str]) -> list[tuple[Mark, Folde
 
 
 @contextlib.contextmanager
-def _passing_over(storage: Storage, folder: Folder, say: Callable[[str], None], unread: list[str]) -> Iterator[None]:
+def _passing_over(storage: Storage, folder: Folder, log: Callable[[str], None], unread: list[str]) -> Iterator[None]:
     """Go on where a checkpoint is of no use: renamed where its bytes prove to be wrong, else noted in `unread`."""
     try:
         yield
@@ -298,18 +298,18 @@ def _passing_over(storage: Storage, folder: Folder, say: Callable[[str], None], 
         # Nothing is wrong with the checkpoint, and there is no more room for the one before.
         raise
     except Corrupt as error:
-        say(f"skipping {folder}: it is torn or corrupt ({reason(error)}); trying the one before it")
+        log(f"skipping {folder}: it is torn or corrupt ({reason(error)}); trying the one before it")
         set_aside(folder)
     # The disk's, the network's, the device's or this release's trouble: the bytes may be right.
     except Exception as error:
         unread.append(f"{folder} cannot be read ({reason(error)})")
-        say(f"skipping {folder}: it cannot be read ({reason(error)}); trying the one before it")
+        log(f"skipping {folder}: it cannot be read ({reason(error)}); trying the one before it")
 
 
 def _require_read(unread: list[str], ranks: Peers) -> None:
     """Raise Unreadable on all ranks where rank 0 has passed over what may be whole, and found nothing else."""
-    if told := ranks.from_rank_0(unread):
+    if notes := ranks.from_rank_0(unread):
         raise Unreadable(
-            f"{told[0]}, and there is no older checkpoint to go on from; training does not begin anew while there is "
+            f"{notes[0]}, and there is no older checkpoint to go on from; training does not start over while there is "
             "one that may be whole: start again when it can be read, or move it away"
         )

@@ -62,7 +62,7 @@ class Mark(Version):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says of itself. `files`: length in bytes and CRC-32 of each by its name."""
+    """The contents of a checkpoint. `files`: length in bytes and CRC-32 of each by its name."""
 
     mark: Mark
     world_size: int
@@ -110,7 +110,7 @@ Folder: TypeAlias = LocalFiles | ObjectFiles
 
 
 def is_published(folder: Folder) -> bool:
-    """Whether it is a checkpoint. One in a folder that cannot be looked into counts: who reads it says why."""
+    """Whether it is a checkpoint. One in a folder that cannot be listed counts: who reads it gets the reason."""
     try:
         return folder.size(MANIFEST) is not None
     except StorageError:
@@ -120,7 +120,7 @@ def is_published(folder: Folder) -> bool:
 
 
 def discard(folder: Folder) -> None:
-    """Delete it; killed in between, it leaves none that looks whole. What a link leads to stays. Raises OSError."""
+    """Delete it; killed in between, it leaves none that appears whole. What a link leads to stays. Raises OSError."""
     if folder.is_link:
         return
     if folder.size(MANIFEST) is not None:

@@ -131,7 +131,7 @@ def write(folder: Folder, rank: int, items: SavePlan, copies: Copies) -> Part:
 
 
 def finish(folder: Folder, metadata: records.Metadata, parts: Sequence[Part]) -> Part:
-    """Write `.metadata` and `tensors.json`, which say where everything is; on rank 0, when all `parts` are there."""
+    """Write `.metadata` and `tensors.json`, the places of all tensors; on rank 0, when all `parts` are there."""
     metadata.storage_data = {index: place for part in parts for index, place in part.places.items()}
     contents = {_METADATA: pickle.dumps(metadata), LAYOUT: _described(metadata)}
     for name, content in contents.items():

@@ -293,7 +293,7 @@ def require_skippable(loader: DataLoader[Any]) -> None:
 
 
 def set_epoch(loader: DataLoader[Any], epoch: int) -> None:
-    """Tell the loader's samplers, or its iterable dataset, which epoch begins."""
+    """Set the epoch that begins, in the loader's samplers or in its iterable dataset."""
     owners: tuple[Any, ...] = (loader.sampler, loader.batch_sampler)
     for one in (*owners, loader.dataset) if isinstance(loader.dataset, IterableDataset) else owners:
         if hasattr(one, "set_epoch"):

@@ -230,12 +230,12 @@ def _feistel(value: int, half_bits: int, key: int) -> int:
     return left << half_bits | right
 
 
-def _mix(word: int) -> int:
+def _mix(value: int) -> int:
     """The finalizer of splitmix64 (Steele, Lea and Flood, OOPSLA 2014): every input bit reaches every output bit."""
-    word = (word + 0x9E3779B97F4A7C15) & _MASK_64
-    word = ((word ^ word >> 30) * 0xBF58476D1CE4E5B9) & _MASK_64
-    word = ((word ^ word >> 27) * 0x94D049BB133111EB) & _MASK_64
-    return word ^ word >> 31
+    value = (value + 0x9E3779B97F4A7C15) & _MASK_64
+    value = ((value ^ value >> 30) * 0xBF58476D1CE4E5B9) & _MASK_64
+    value = ((value ^ value >> 27) * 0x94D049BB133111EB) & _MASK_64
+    return value ^ value >> 31
 
 
 def fitting_micro_batch(global_batch: int, wanted: int) -> int:

@@ -194,8 +194,8 @@ def _state_of(value: Any) -> Any:
     if isinstance(value, torch.Generator):
         return value.get_state()
     if isinstance(value, random.Random):
-        version, words, gauss = value.getstate()
-        return version, array("I", words).tobytes(), gauss
+        version, numbers, gauss = value.getstate()
+        return version, array("I", numbers).tobytes(), gauss
     if isinstance(value, Tensor):
         return value.clone()
     if _is_generator(value):
@@ -213,8 +213,8 @@ def _set(owner: Any, name: Any, state: Any) -> None:
     elif isinstance(value, torch.Generator):
         value.set_state(state.clone())
     elif isinstance(value, random.Random):
-        version, words, gauss = state
-        value.setstate((version, tuple(array("I", words)), gauss))
+        version, numbers, gauss = state
+        value.setstate((version, tuple(array("I", numbers)), gauss))
     elif hasattr(value, "set_state"):
         value.set_state(_loaded(state))
     else:

@@ -115,7 +115,7 @@ class TrainConfig:
 
     @property
     def plan(self) -> ParallelPlan:
-        """What `--parallel` asks for. Raises ConfigError."""
+        """The plan that `--parallel` requests. Raises ConfigError."""
         return parse_plan(self.parallel)
 
     @property
@@ -199,7 +199,7 @@ class TrainConfig:
 
 
 def parse(argv: Sequence[str], place: RankInfo) -> TrainConfig | None:
-    """The configuration that the command line asks for; None where it asked for help, which rank 0 has then printed.
+    """The configuration that the command line requests; None where it is `--help`, which rank 0 has then printed.
 
     Raises ConfigError with one sentence for anything that cannot be meant.
     """

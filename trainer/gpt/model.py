@@ -84,7 +84,7 @@ class GPT(nn.Module):
         """Compile the network: in one graph, or in `parts`, a graph for each block and one for the loss.
 
         DDP and FSDP exchange gradients while the backward pass runs only where they see them, between two graphs. One
-        graph asks less of the host.
+        graph costs the host less.
         """
         # Below DDP, torch cuts a graph where a bucket ends. A block is small enough as it is, and each cut costs time.
         torch._dynamo.config.optimize_ddp = False

@@ -31,7 +31,7 @@ Line: TypeAlias = dict[str, float]
 _LINES = 10
 # The figures of a step as they are kept on the device, one row per step. NaN stands for what is not known.
 FIGURES = ("step", "loss", "grad_norm", "learning_rate", "held_out_loss", "seconds", "world_size", "generation")
-# Steps between two looks at the figures: to read a GPU's, the host waits for it.
+# Steps between two readings of the figures: to read a GPU's, the host waits for it.
 LOG_EVERY = {"cpu": 1, "cuda": 10}
 _WHOLE_NUMBERS = ("step", "world_size", "generation")
 
@@ -51,12 +51,12 @@ class Recorder:
         config: TrainConfig,
         place: RankInfo,
         run: RunDirectory,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         device: torch.device,
         *,
         share: DataShare | None = None,
     ) -> None:
-        self._config, self._place, self._run, self._say = config, place, run, say
+        self._config, self._place, self._run, self._log = config, place, run, log
         self._share = share or DataShare(place.rank, place.world_size, leads=True)
         self._device, self._log_every = device, LOG_EVERY[device.type]
         self._metrics: Metrics | None = None
@@ -143,12 +143,12 @@ class Recorder:
     def finish(self, held_out: float, params_sha256: str) -> None:
         """Show the result, and write `result.json`, whose presence makes the run complete."""
         config, place, loss = self._config, self._place, self.loss
-        self._say(
+        self._log(
             f"done: {config.steps} steps, loss {loss:.3f}, held-out loss {held_out:.3f} nats per byte; {self._run.path}"
         )
         ledger = audit_folder(self._run.ledger, steps=config.steps).text if config.ledger else None
         if ledger is not None:
-            self._say(f"ledger: {ledger}")
+            self._log(f"ledger: {ledger}")
         self._run.write_result(
             {
                 "steps": config.steps,
@@ -204,7 +204,7 @@ class Recorder:
                 self._metrics.sync()
         except OSError as error:
             if not self._lines_lost:
-                self._say(f"{self._run.metrics} misses steps from {step} on: {error.strerror}")
+                self._log(f"{self._run.metrics} misses steps from {step} on: {error.strerror}")
             self._lines_lost = True
             self._at.clear()
 
@@ -212,9 +212,9 @@ class Recorder:
         """Show a step to people, if its turn has come, and a held-out loss."""
         step, steps = int(line["step"]), self._config.steps
         if "held_out_loss" in line:
-            self._say(f"held-out loss {line['held_out_loss']:.3f} after step {step - 1}")
+            self._log(f"held-out loss {line['held_out_loss']:.3f} after step {step - 1}")
         if step >= self._shown_next or step == steps:
-            self._say(progress_line(line, steps))
+            self._log(progress_line(line, steps))
             tenth = max(1, steps // _LINES)
             self._shown_next = (step // tenth + 1) * tenth
 
@@ -233,7 +233,7 @@ class Recorder:
         except OSError as error:
             if after == 0:
                 raise ConfigError(f"--ledger cannot be kept in {folder}: {error.strerror}; leave it out") from error
-            self._say_ledger_ends(after + 1, error)
+            self._log_ledger_end(after + 1, error)
 
     def _write_ledger(self, step: int, write: Callable[[Ledger], None]) -> None:
         if self._ledger is None:
@@ -243,9 +243,9 @@ class Recorder:
         except OSError as error:
             self._ledger.close()
             self._ledger = None
-            self._say_ledger_ends(step, error)
+            self._log_ledger_end(step, error)
 
-    def _say_ledger_ends(self, step: int, error: OSError) -> None:
+    def _log_ledger_end(self, step: int, error: OSError) -> None:
         # The gap stays: the verdict can only be that steps are missing.
         print(f"rank {self._place.rank}: the ledger ends in step {step}: {error.strerror}", file=sys.stderr, flush=True)
 

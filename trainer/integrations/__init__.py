@@ -20,8 +20,8 @@ class KeptEpochs:
     """A Keeper around a loop over epochs and batches that stays as it is, with commits by hooks on the optimizers.
 
     `loader` is what the loop iterates, `base` the DataLoader in it, and `outermost` the module that the loop calls.
-    A step has `accumulate` batches, the last of an epoch may have fewer. `set_epoch` tells the loader which epoch its
-    next iterator is for.
+    A step has `accumulate` batches, the last of an epoch may have fewer. `set_epoch` sets the epoch of the loader's
+    next iterator.
     """
 
     def __init__(

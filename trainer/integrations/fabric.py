@@ -17,7 +17,7 @@ def keep(
     """
 
     def set_epoch(epoch: int) -> None:
-        # Fabric counts its iterators, and tells the sampler that number.
+        # Fabric counts its iterators, and gives the sampler that number.
         loader._num_iter_calls = epoch
 
     several = optimizer if isinstance(optimizer, list | tuple) else [optimizer]

@@ -148,7 +148,7 @@ class ElaunchCallback(Callback):  # type: ignore[misc]
         """A mean that a callback compares may be one over a part of the epoch."""
         if self._is_within and trainer.is_global_zero:
             for one in _monitored_means(trainer):
-                _say(f"{one}: in epoch {trainer.current_epoch} that is the mean over the steps since the restart")
+                _log(f"{one}: in epoch {trainer.current_epoch} that is the mean over the steps since the restart")
         self._is_within = False
 
     def _note(self, trainer: Any) -> None:
@@ -339,8 +339,8 @@ def _require_others_possible(others: list[Any]) -> None:
 def _require_possible(trainer: Any) -> None:
     if len(trainer.optimizers) != 1:
         raise ValueError(
-            f"the module has {len(trainer.optimizers)} optimizers, and ElaunchCallback cannot tell where their common "
-            "step ends; use one optimizer, or a loop of your own with elaunch.trainer.Keeper"
+            f"the module has {len(trainer.optimizers)} optimizers, and ElaunchCallback does not know where their "
+            "common step ends; use one optimizer, or a loop of your own with elaunch.trainer.Keeper"
         )
     if any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs):
         raise ValueError(
@@ -366,11 +366,11 @@ def _warn_of_hooks(parts: list[Any]) -> None:
         for one in parts:
             home = next((kind.__module__ for kind in type(one).__mro__ if name in vars(kind)), "lightning")
             if not home.startswith(("lightning", "pytorch_lightning")):
-                _say(
+                _log(
                     f"{type(one).__name__}.{name} is not called after a restart{when}: keep what it sets in the "
                     "module's buffers, or make it depend on current_epoch where it is used"
                 )
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)

@@ -73,7 +73,7 @@ class Copies:
             # Another process on the node may keep a training of this name for itself too.
             name = f"{name}-{place.rank}" if peers.world_size == 1 < place.world_size else name
             whose = peers.rank, place.world_size
-            self._node_memory = NodeMemory(Path(folder), name, layout, *whose, speaks=speaks, say=log)
+            self._node_memory = NodeMemory(Path(folder), name, layout, *whose, speaks=speaks, log=log)
         # For the loops that were left.
         self.loops_path = Path(folder, f"{name}.left") if folder else None
         self._parts: ShardedMemory | None = None

@@ -57,7 +57,7 @@ class DiskCopies:
             self._claim = self._claimed(storage, name, Path(folder, f"{name}.job") if folder else None)
             ours = self._claim.require
             self._checkpoints = Checkpoints(
-                storage, generation=generation, keep=kept, say=log, group=peers, require_ours=ours
+                storage, generation=generation, keep=kept, log=log, group=peers, require_ours=ours
             )
             self._require_writable(storage)
             if training.is_in_parts and storage.is_local and not generation:
@@ -191,7 +191,7 @@ class DiskCopies:
     def report_failures(self) -> None:
         """Report failures of background writes as soon as they are known."""
         if self._checkpoints is not None:
-            self._checkpoints.look()
+            self._checkpoints.poll()
 
     def wait(self) -> None:
         """Wait until the checkpoint that was begun is complete."""

@@ -17,7 +17,7 @@ def main(folder: Path, steps: int | None) -> None:
     """Prove from the ledger in FOLDER that every sample was trained on exactly once per epoch.
 
     Only steps that the next generation built on count. Of these no step may be missing, one rank must have computed
-    each micro-batch, no sample may come twice in an epoch, and all samples must be those that the order asks for.
+    each micro-batch, no sample may come twice in an epoch, and all samples must be those of the order.
     """
     try:
         found = audit_folder(folder, steps=steps)

@@ -161,7 +161,7 @@ def _judge_generation(
             raise _Violation(f"step {tally.last + 1} is missing; generation {number} went on with step {step}")
         missing = [micro for micro in range(order.micro_batches) if micro not in micros]
         if missing:
-            raise _Violation(f"micro-batch {missing[0]} of step {step} was computed by nobody")
+            raise _Violation(f"micro-batch {missing[0]} of step {step} was computed by no rank")
         tally.count(step, micros, order)
 
 

@@ -31,7 +31,7 @@ class Ledger:
         self.path = _path(folder, generation, rank)
         group = {"generation": generation, "rank": rank, "world_size": world_size, "after": after}
         header = {"ledger": FORMAT, **group, "order": dataclasses.asdict(order)}
-        # There may be thousands of ranks and files, so one rank looks at all.
+        # There may be thousands of ranks and files, so one rank lists all.
         if rank == 0 and next_generation(folder) > generation + 1:
             raise _used(Path(folder))
         try:
@@ -87,7 +87,7 @@ def _used(path: Path) -> FileExistsError:
 def next_generation(folder: str | Path, generation: int = 0) -> int:
     """The generation to write under: the group's own, or a greater one that no earlier run has used in `folder`.
 
-    One rank asks before any rank writes, and tells the others.
+    One rank calls this before any rank writes, and broadcasts the result.
     """
     names = [path.name for path in Path(folder).glob("generation-*.jsonl")]
     return max([generation, *(int(match[1]) + 1 for name in names if (match := _NAME.fullmatch(name)))])

@@ -21,8 +21,8 @@ from elaunch.trainer.state.region import bytes_of
 Pairs = list[tuple[Tensor, Tensor]]
 
 _STAGING_BYTES = 32 << 20
-# Between two looks at the stream, and at the groups, while a commit waits for its gradients.
-_POLL_S, _LOOK_S = 0.0001, 0.2
+# Between two checks of the stream, and of the groups, while a commit waits for its gradients.
+_POLL_S, _CHECK_S = 0.0001, 0.2
 
 
 def copy_from_devices(targets: list[Tensor], sources: list[Tensor]) -> None:
@@ -40,7 +40,7 @@ class HostCopies:
     def bind_thread(self) -> None:
         """Nothing to choose."""
 
-    def before_commit(self, look: Callable[[], object]) -> None:
+    def before_commit(self, check: Callable[[], object]) -> None:
         """There is nothing to wait for, and gloo's collectives raise by themselves."""
 
     def after_commit(self) -> None:
@@ -66,11 +66,11 @@ class GpuCopies:
         """Choose the device for the calling thread. Without it, the thread's first call would start CUDA on GPU 0."""
         self._cuda.set_device(self._device)
 
-    def before_commit(self, look: Callable[[], object]) -> None:
-        """Wait until the gradients are complete. `look` raises if a collective has failed, and is called meanwhile.
+    def before_commit(self, check: Callable[[], object]) -> None:
+        """Wait until the gradients are complete. `check` raises if a collective has failed, and is called meanwhile.
 
         Otherwise, when a collective never ends, the state on the host (step counters, learning rate) would be ahead of
-        the state on the device. An aborted collective ends, so `look` is called after the wait too.
+        the state on the device. An aborted collective ends, so `check` is called after the wait too.
         """
         if self._cuda.is_current_stream_capturing():
             raise RuntimeError(
@@ -78,13 +78,13 @@ class GpuCopies:
                 "kept; capture first, and put graph.replay() into `with keeper.commit():`"
             )
         complete = self._cuda.current_stream(self._device).record_event()
-        look_s = time.monotonic() + _LOOK_S
+        check_s = time.monotonic() + _CHECK_S
         while not complete.query():
             time.sleep(_POLL_S)
-            if time.monotonic() > look_s:
-                look()
-                look_s = time.monotonic() + _LOOK_S
-        look()
+            if time.monotonic() > check_s:
+                check()
+                check_s = time.monotonic() + _CHECK_S
+        check()
 
     def after_commit(self) -> None:
         """Remember the point in the stream at which the new state is complete, before the next collective."""

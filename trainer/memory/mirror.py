@@ -33,16 +33,16 @@ class _Exchange:
 class Mirror:
     """Sends this rank's pieces to the next node's memory, and receives those of the node before.
 
-    `nodes` names each rank's node; with one node there is nobody to send to. All ranks create it together, and then
+    `nodes` names each rank's node; with one node there is no other to send to. All ranks create it together, and then
     call `exchange` and `settle` in the same order. `pair` returns the slots in this node's memory for a rank's pieces.
-    `say` gets a sentence when all ranks give second copies up. `loss` is its end: what happens to a lost node then.
+    `log` gets a sentence when all ranks give second copies up. `loss` is its end: what happens to a lost node then.
     """
 
     def __init__(
-        self, peers: Peers, nodes: Sequence[str], pair: Callable[[int], Slots], say: Callable[[str], None], *, loss: str
+        self, peers: Peers, nodes: Sequence[str], pair: Callable[[int], Slots], log: Callable[[str], None], *, loss: str
     ) -> None:
         self.targets = mirrors(nodes)
-        self._peers, self._say, self._loss = peers, say, loss
+        self._peers, self._log, self._loss = peers, log, loss
         self._target = self.targets[peers.rank]
         self._pairs = {rank: pair(rank) for rank, target in enumerate(self.targets) if target == peers.rank}
         self._channel: Peers | None = None
@@ -60,12 +60,12 @@ class Mirror:
         return self._channel is not None
 
     def give_up(self, why: str) -> None:
-        """Send and receive nothing from now on, and say `why` if it is not empty. All ranks call it. No exchange runs.
+        """Send and receive nothing from now on, and log `why` if it is not empty. All ranks call it. No exchange runs.
 
         What was received stays until the next snapshot is whole.
         """
         if why:
-            self._say(
+            self._log(
                 f"rank {self._peers.rank}: there are no more second copies on other nodes ({why}); killed workers cost "
                 f"no more than before, but {self._loss}"
             )
@@ -116,7 +116,7 @@ class Mirror:
         self._thread.join()
         last, self._thread = self._last, None
         if last.damage:
-            self._say(f"rank {self._peers.rank}'s part of the snapshot is not whole: {last.damage}")
+            self._log(f"rank {self._peers.rank}'s part of the snapshot is not whole: {last.damage}")
         # The lowest rank says why, of those that know more than that another rank has left.
         world_size = self._peers.world_size
         order = world_size - self._peers.rank + world_size * (not last.is_by_other) if last.why else 0

@@ -67,7 +67,7 @@ class NodeMemory:
 
     It has copies of the replicated state and the records of ranks. One worker at a time writes a copy; if it dies, the
     kernel frees its lock. `layout` is the digest of the state's names and shapes: copies of another state are
-    overwritten, not read. `speaks` is True for one rank of each node, which lists and fills the memory for all. `say`
+    overwritten, not read. `speaks` is True for one rank of each node, which lists and fills the memory for all. `log`
     gets a sentence for each torn copy.
     """
 
@@ -80,10 +80,10 @@ class NodeMemory:
         world_size: int = 1,
         *,
         speaks: bool = True,
-        say: Callable[[str], None] = print,
+        log: Callable[[str], None] = print,
     ) -> None:
         self.folder, self.speaks = folder, speaks
-        self._name, self._layout, self._rank, self._world_size, self._say = name, layout, rank, world_size, say
+        self._name, self._layout, self._rank, self._world_size, self._log = name, layout, rank, world_size, log
         self._lock_path = folder / f"{name}.lock"
         self.pair = Slots(folder / f"{name}.state", layout)
 
@@ -157,7 +157,7 @@ class NodeMemory:
                 if not all_of_them:
                     break
             else:
-                self._say(f"skipping the copy of step {header.version.step} in {slot.path}: its checksum is wrong")
+                self._log(f"skipping the copy of step {header.version.step} in {slot.path}: its checksum is wrong")
                 slot.discard()
         return found
 
@@ -172,7 +172,7 @@ class NodeMemory:
         return [header.version for header, _ in self.pair.versions()]
 
     def discard(self, version: Version) -> None:
-        """Declare the copy of `version` torn, when nobody writes. Raises TimeoutError."""
+        """Declare the copy of `version` torn, when no worker writes. Raises TimeoutError."""
         with self.locked():
             for header, slot in self.pair.versions():
                 if header.version == version:
@@ -207,7 +207,7 @@ class NodeMemory:
                 fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
             except (BlockingIOError, PermissionError):
-                # Asked each time: the writer of the first copy may not have set the size yet.
+                # Computed each time: the writer of the first copy may not have set the size yet.
                 limit_s = self._limit_s()
                 if time.monotonic() - begun_s > limit_s:
                     reason = f"another worker of this node has held the lock for {limit_s:.1f} s; is it stopped?"
@@ -341,7 +341,7 @@ class _Transfer:
             image = None
             self._receive_into(self.memory, chain)
         if decision.receivers:
-            # Other ranks of a receiver's node must not look before the state is there.
+            # Other ranks of a receiver's node must not read before the state is there.
             self.peers.from_all(None)
         return self._read(image, self._copy)
 

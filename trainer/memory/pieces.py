@@ -64,7 +64,7 @@ class Cutter:
             return local_boxes(tensor) if is_own or self._has_common else []
         if not hasattr(tensor, "placements"):
             return [(part, at) for part, at in local_boxes(tensor) if part.numel()]
-        # DTensor's answer takes 0.1 ms, so it is kept for each distribution.
+        # DTensor computes for 0.1 ms, so it is kept for each distribution.
         kind = (tensor.shape, tensor.device_mesh, tensor.placements)
         if kind not in self._offsets:
             self._offsets[kind] = [at for _, at in local_boxes(tensor)]
@@ -148,9 +148,9 @@ def load(choice: Choice, mine: Mapping[int, StoredPiece], state: State, peers: P
 
 def _trees(choice: Choice, mine: Mapping[int, StoredPiece], peers: Peers) -> dict[int, Tree]:
     """The states in the chosen pieces, and of this node's other pieces of that snapshot, by rank."""
-    mine_to_tell = [rank for rank, holders in choice.holders.items() if holders[0] == peers.rank]
-    told = peers.from_all({rank: (mine[rank].skeleton, mine[rank].header.data_length) for rank in mine_to_tell})
-    heads = {rank: head for each in told for rank, head in each.items()}
+    mine_to_send = [rank for rank, holders in choice.holders.items() if holders[0] == peers.rank]
+    sent = peers.from_all({rank: (mine[rank].skeleton, mine[rank].header.data_length) for rank in mine_to_send})
+    heads = {rank: head for each in sent for rank, head in each.items()}
     heads |= {rank: (piece.skeleton, piece.header.data_length) for rank, piece in mine.items() if rank not in heads}
     return {rank: contents(*head) for rank, head in heads.items()}
 

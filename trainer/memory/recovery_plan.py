@@ -1,7 +1,7 @@
 """Decides from which state a new group continues, and which rank sends it to which. Pure.
 
 A sharded state consists of *parts*: sets of boxes of its tensors. Ranks that hold the same boxes hold the same part, as
-the replicas of HSDP do. Each piece says which parts it holds, and has the digest of all parts of the state. So the
+the replicas of HSDP do. Each piece lists the parts that it holds, and has the digest of all parts of the state. So the
 pieces of all ranks are not needed, but all parts are.
 """
 
@@ -90,7 +90,7 @@ class Decision:
     rank in the older group or, if that is lost, of the lowest rank (then only its buffers are used). `older` holds
     ranks whose own record exists only for an earlier step; its random state is used. `without_random_state` are the
     ranks without either. `repeated` counts completed steps that are repeated. `reset` says that the large parts of
-    records begin anew.
+    records start over.
     """
 
     version: Version
@@ -120,7 +120,7 @@ def decide(inventories: Sequence[Inventory], *, large: bool = False) -> Decision
     `inventories` has one entry for each rank of the new group.
     `large` says that records have a large part, without which a rank cannot continue exactly. Then the newest step is
     taken for which every rank's full record exists. If no such step is left, or the group has another size, the newest
-    state is taken and the large parts begin anew (`reset`).
+    state is taken and the large parts start over (`reset`).
     """
     held: dict[Version, list[tuple[int, Holding]]] = {}
     for inventory in inventories:

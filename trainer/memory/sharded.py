@@ -1,6 +1,6 @@
 """Snapshots of a sharded state in the memory of the nodes. Two nodes hold each part.
 
-    memory = ShardedMemory(folder, say=say, generation=generation)
+    memory = ShardedMemory(folder, log=log, generation=generation)
     found = restore(memory.load, model, optimizer, rest)   # its Version, or None if nothing is complete
     memory.save(step, {**rest, **state_of(model, optimizer)})   # every k steps
 
@@ -52,7 +52,7 @@ _LAYOUT = bytes(16)
 class ShardedMemory:
     """The snapshots of one job in `folder`, a directory in shared memory that all ranks of a node use.
 
-    `generation` is the job's. `group` are the ranks that have the state, by default all of the job. `say` gets
+    `generation` is the job's. `group` are the ranks that have the state, by default all of the job. `log` gets
     sentences for people. `copy_s` is how long the last `copy` stopped the training.
     """
 
@@ -60,13 +60,13 @@ class ShardedMemory:
         self,
         folder: str | Path,
         group: dist.ProcessGroup | Peers | None = None,
-        say: Callable[[str], None] = print,
+        log: Callable[[str], None] = print,
         *,
         generation: int,
     ) -> None:
         self.folder = Path(folder)
         self.copy_s = 0.0
-        self._say, self._generation = say, generation
+        self._log, self._generation = log, generation
         self._peers = group if isinstance(group, Peers) else Peers(group)
         self._nodes = self._peers.from_all(node_of(self.folder))
         self._node = self._nodes[self._peers.rank]
@@ -77,7 +77,7 @@ class ShardedMemory:
         self._is_alone = len(set(self._nodes)) == 1
         self._copy_slots = self._slots if self._is_alone else self._slots_of(self._peers.rank, (2, 3))
         loss = "a lost node goes back to the last checkpoint"
-        self._mirror = Mirror(self._peers, self._nodes, self._slots_of, say, loss=loss)
+        self._mirror = Mirror(self._peers, self._nodes, self._slots_of, log, loss=loss)
         self._cutter = Cutter(has_common=self._speaks)
         self._signature = ""
         # The parts in this rank's piece, and the digest of the parts of all ranks together.
@@ -100,7 +100,7 @@ class ShardedMemory:
         self._copied: Version | None = None
         self.has_room_for_copies = True
         self._choice: Choice | None = None
-        self._has_looked = False
+        self._has_searched = False
         self._found: Mapping[str, Held] = {}
 
     def find(self) -> Choice | None:
@@ -114,7 +114,7 @@ class ShardedMemory:
             on_node[node] |= held
         self._choice = choose({node: held.values() for node, held in on_node.items()}, self._nodes)
         self._found, self._full = on_node[self._node], self._choice.version if self._choice else None
-        self._has_looked = True
+        self._has_searched = True
         return self._choice
 
     def _share(self) -> dict[str, Held]:
@@ -135,11 +135,11 @@ class ShardedMemory:
         Pieces that came from other nodes lack one copy until the next `save`, so call `save` right after the restart.
         All other snapshots in the folder are deleted.
         """
-        if not self._has_looked:
+        if not self._has_searched:
             self.find()
         if self._choice is not None:
             pieces.load(self._choice, self._opened(self._choice), state, self._peers)
-        # Wait for all ranks: none may look for files while they are being deleted.
+        # Wait for all ranks: none may list files while they are being deleted.
         self._peers.from_all(None)
         chosen = {name for name, held in self._found.items() if self._is_chosen(held)}
         self._delete(lambda name: name not in chosen)
@@ -150,8 +150,8 @@ class ShardedMemory:
         """Copy this rank's part of the state after `step`. The state may change after this returns.
 
         First waits until every rank's part of the last snapshot is whole on both nodes. If the memory is too small, it
-        says so and makes no more snapshots. Raises TypeError for a value that a state cannot hold. `rest` is a part of
-        the state that is small, and the same on all ranks. `live` are the tensors that training changes in place:
+        logs that and makes no more snapshots. Raises TypeError for a value that a state cannot hold. `rest` is a part
+        of the state that is small, and the same on all ranks. `live` are the tensors that training changes in place:
         if the state has no other tensors, `copy` can copy them later.
         """
         if self.is_off:
@@ -163,12 +163,12 @@ class ShardedMemory:
             self._signature, self._parts = signature, self._cutter.parts(tree)
         piece = self._cutter.pack(state, tree, self._parts, self._whole)
         packed = extended(piece, rest or {})
-        if is_first and not self._has_looked:
+        if is_first and not self._has_searched:
             # The snapshots of an earlier generation are overwritten in the order of their age.
             self.find()
         self.wait()
         self._copied = None
-        self._has_looked = False
+        self._has_searched = False
         slot = self._slots.older(self._spare)
         if self._any(is_other or packed.length > slot.size):
             self._whole = digest_of(frozenset().union(*self._peers.from_all(self._parts)))
@@ -186,20 +186,20 @@ class ShardedMemory:
             return slot.raw(slot.finish(self._piece(version), packed).length)
 
         self._mirror.exchange(finish, version, self._spare)
-        # A rank without room for its record has no `live`; the others must not wait for it in vain.
+        # A rank without room for its record has no `live`; the others must not wait for it.
         if self._is_alone and self._any(live is not None):
-            # There is nobody to send it to, and the next copy may overwrite the version before.
+            # There is no other node to send it to, and the next copy may overwrite the version before.
             self.wait()
 
     @property
     def kept(self) -> Version | None:
-        """The newest version of this rank's piece that is whole on this node. Any thread may ask."""
+        """The newest version of this rank's piece that is whole on this node. For any thread."""
         own = self._slots_of(self._peers.rank, range(4)).versions()
         return own[0][0].version if own else None
 
     @property
     def being_written(self) -> list[Slot]:
-        """The slots in which a thread of this process is writing this rank's piece. Any thread may ask."""
+        """The slots in which a thread of this process is writing this rank's piece. For any thread."""
         return [slot for slot in {*self._slots.slots, *self._copy_slots.slots} if slot.is_being_written]
 
     @property
@@ -312,7 +312,7 @@ class ShardedMemory:
         self._slots.delete()
         self._mirror.delete()
         if problem:
-            self._say(
+            self._log(
                 f"rank {self._peers.rank}: no room for a snapshot of {length / 1e6:,.1f} MB in {self.folder} "
                 f"({problem}); there are no snapshots of the sharded state, only its checkpoints"
             )
@@ -324,7 +324,7 @@ class ShardedMemory:
             slot.fit(length)
         except OSError as error:
             problem = error.strerror or str(error)
-            # Somebody may have removed the folder.
+            # The folder may have been removed.
             with contextlib.suppress(OSError):
                 space = os.statvfs(self.folder)
                 problem += f"; {space.f_bavail * space.f_frsize / 1e6:,.1f} MB are free there"
@@ -359,7 +359,7 @@ class ShardedMemory:
 class LivePiece:
     """`packed` refers to the tensors that training changes in place, and `addresses` are those of all such tensors.
 
-    Taking a state apart takes longer than copying a small one, since FSDP2 looks up each name anew. So it is done once.
+    Taking a state apart takes longer than copying a small one, since FSDP2 finds each name again. So it is done once.
     """
 
     packed: Packed

@@ -1,6 +1,6 @@
 """Files with one region of state each, in a folder in shared memory that outlives the workers.
 
-A SIGKILL at any point of a write leaves no file that looks whole but is not.
+A SIGKILL at any point of a write leaves no file that appears whole but is not.
 """
 
 from __future__ import annotations

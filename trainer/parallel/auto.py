@@ -135,12 +135,12 @@ def chosen(
     *,
     new_gpt: Callable[[], GPT],
     groups: Groups,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> TrainConfig:
     """`config` with a plan in place of `auto`, the same on all ranks. Collective. Raises AgreedRefusal on all ranks.
 
     A run that has a state goes on with its plan, and nothing is measured. `new_gpt` and `groups` are as for `build`.
-    Nothing of what was measured is left: parameters and random states are made anew.
+    Nothing of what was measured is left: parameters and random states are created again.
     """
     peers = Peers()
     try:
@@ -148,7 +148,7 @@ def chosen(
         if trouble:
             raise NothingFits(trouble)
         if recorded is not None:
-            return replace(config, parallel=_as_recorded(recorded, config, place, say))
+            return replace(config, parallel=_as_recorded(recorded, config, place, log))
         of_node = min(peers.from_all(int(os.environ.get("LOCAL_WORLD_SIZE", place.world_size))))
         among = candidates(
             place.world_size,
@@ -158,7 +158,7 @@ def chosen(
             bf16=config.bf16,
         )
         if not among:
-            # DDP needs least of the batch; so its own refusal says what is wrong.
+            # DDP needs least of the batch; so its own refusal names what is wrong.
             replace(config, parallel="ddp").check(place)
         capacity = _capacity(device, of_node, peers)
         begun_s = time.monotonic()
@@ -171,20 +171,20 @@ def chosen(
             needs = capacity.needed(candidate, trial.memory)
             verdict = f"; it needs {gib(needs)} of {gib(capacity.most)}" if needs > capacity.most else ""
             measured = "" if trial.memory is None else f" and {gib(trial.memory)}"
-            say(f"parallel: {text}: a step takes {1000 * trial.step_s:,.1f} ms{measured}{verdict}")
+            log(f"parallel: {text}: a step takes {1000 * trial.step_s:,.1f} ms{measured}{verdict}")
             return trial
 
         def is_over() -> bool:
             spent: bool = peers.from_rank_0(time.monotonic() - begun_s > TRYING_ENOUGH_S)
             return spent
 
-        say(
+        log(
             f"parallel: each worker may take {gib(capacity.most)}, of which {gib(capacity.taken)} are taken: "
             f"{capacity.where}"
         )
         choice, tried = choose(among, capacity, measure, is_over)
         text = choice.plan.text
-        say(f"parallel: {text} is chosen; {len(among) - tried} more plans are not measured")
+        log(f"parallel: {text} is chosen; {len(among) - tried} more plans are not measured")
         _keep(KeptPlan(text, place.world_size), run, peers)
         return replace(config, parallel=text)
     except ConfigError as error:
@@ -202,7 +202,7 @@ def _recorded(place: RankInfo, run: RunDirectory) -> tuple[KeptPlan | None, str]
                 run.keep_plan(b"")
             return None, ""
         content = run.kept_plan()
-        # Without one it is a restart before anything was chosen; nobody has a state.
+        # Without one it is a restart before anything was chosen; no rank has a state.
         return (KeptPlan.read(content) if content else None), ""
     except (OSError, ValueError) as error:
         return None, (
@@ -211,13 +211,13 @@ def _recorded(place: RankInfo, run: RunDirectory) -> tuple[KeptPlan | None, str]
         )
 
 
-def _as_recorded(record: KeptPlan, config: TrainConfig, place: RankInfo, say: Callable[[str], None]) -> str:
+def _as_recorded(record: KeptPlan, config: TrainConfig, place: RankInfo, log: Callable[[str], None]) -> str:
     """The recorded plan, or with another number of workers the one that goes on with its state. Raises PlanError."""
     if record.world_size == place.world_size:
-        say(f"parallel: {record.plan}, as this run has chosen")
+        log(f"parallel: {record.plan}, as this run has chosen")
         return record.plan
     text = resumed(parse(record.plan), place.world_size, config.shape).text
-    say(
+    log(
         f"parallel: {record.plan}, as this run has chosen with {record.world_size} workers; "
         f"for {place.world_size}: {text}"
     )

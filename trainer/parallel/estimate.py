@@ -90,7 +90,7 @@ def resumed(kept: ParallelPlan, workers: int, shape: Shape) -> ParallelPlan:
     sizes = fit(kept, workers, again=True)
     axes = kept.text.partition(",schedule=")[0]
     if kept.dp or kept.fsdp:
-        # A new job takes typed numbers at their word.
+        # A new job uses typed numbers as they are.
         axes = str(sizes) if sizes != Sizes() else "fsdp2"
     if kept.pp == 1:
         able = [parse(axes)]

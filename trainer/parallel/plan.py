@@ -1,4 +1,4 @@
-"""What `--parallel` asks for, how many workers each axis gets, and whether that fits the network and the batch. Pure.
+"""The plan of `--parallel`, how many workers each axis gets, and whether that fits the network and the batch. Pure.
 
 A plan divides the workers along four axes. `dp` and `fsdp` divide the data: each of their workers computes other
 windows. With `dp` a worker has a copy of the parameters, with `fsdp` a shard of them. `tp` and `pp` divide the model:
@@ -15,7 +15,7 @@ from elaunch.trainer.data.order import Order
 
 # The data axes of each kind of plan.
 KINDS = {"ddp": ("dp",), "zero1": ("dp",), "zero2": ("fsdp",), "fsdp2": ("fsdp",), "hsdp": ("dp", "fsdp")}
-# The word in place of a plan: the trainer chooses one.
+# The name in place of a plan: the trainer chooses one.
 AUTO = "auto"
 AXES = ("dp", "fsdp", "tp", "pp")
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
@@ -26,7 +26,7 @@ _INTERLEAVED_STAGES = 2
 
 
 class ConfigError(ValueError):
-    """The user's request cannot be done as asked: one sentence with the values and the way out, exit code 2."""
+    """The user's request cannot be done: one sentence with the values and the way out, exit code 2."""
 
 
 class PlanError(ConfigError):
@@ -137,11 +137,11 @@ def parse(text: str) -> ParallelPlan:
     if text in (*KINDS, AUTO):
         return ParallelPlan(text, text)
     given: dict[str, str] = {}
-    for word in text.split(","):
-        match = _AXIS.fullmatch(word) or _SCHEDULE.fullmatch(word)
+    for term in text.split(","):
+        match = _AXIS.fullmatch(term) or _SCHEDULE.fullmatch(term)
         if match is None:
             raise PlanError(
-                f"--parallel {text}: there is no plan {word!r}; use one of {', '.join((*KINDS, AUTO))}, or the number "
+                f"--parallel {text}: there is no plan {term!r}; use one of {', '.join((*KINDS, AUTO))}, or the number "
                 f"of workers along each axis, as dp=2,tp=2, of {', '.join(AXES)}, and with pp a "
                 f"schedule={'|'.join(SCHEDULES)}"
             )

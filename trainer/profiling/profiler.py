@@ -35,7 +35,7 @@ from elaunch.trainer.ranks import RankInfo
 from elaunch.trainer.ranks.peers import Peers
 
 Item = TypeVar("Item")
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 RECORD = "profile.json"
 # A folder of --log-dir has this file; the private folder of a job without --log-dir is removed with the job.
 _TIMELINE = "timeline.jsonl"
@@ -43,20 +43,20 @@ _TROUBLES_MAX = 8
 
 
 def profiled(
-    steps: Iterable[Item], which: str | None, *, folder: str | os.PathLike[str] = "profile", say: Say | None = None
+    steps: Iterable[Item], which: str | None, *, folder: str | os.PathLike[str] = "profile", log: Log | None = None
 ) -> Iterator[Item]:
     """The items of `steps`, one for each step of a training; the steps in `which` are profiled on the way.
 
     An item that is a whole number is its step's number, as the Keeper's are; others are counted from 1. `which` is
     `"3"` for three steps as soon as it is warm, `"10-12"` for these; without it this costs nothing. All ranks do the
     same. Each rank's trace goes to the generation's folder in --log-dir, or below `folder`. Rank 0
-    gives their table to `say` (by default stderr). No error of it ends a training. Raises ValueError for a `which` that
+    gives their table to `log` (by default stderr). No error of it ends a training. Raises ValueError for a `which` that
     makes no sense.
     """
     if which is None:
         return iter(steps)
     # A wrong `which` is refused here, not at the first step.
-    return _profiled(steps, Profiler(which, folder=folder, say=say))
+    return _profiled(steps, Profiler(which, folder=folder, log=log))
 
 
 def _profiled(steps: Iterable[Item], profiler: Profiler) -> Iterator[Item]:
@@ -69,10 +69,10 @@ def _profiled(steps: Iterable[Item], profiler: Profiler) -> Iterator[Item]:
 class Profiler:
     """The profiler of a loop, which calls `begin_step` with each step's number."""
 
-    def __init__(self, which: str, *, folder: str | os.PathLike[str], say: Say | None = None) -> None:
+    def __init__(self, which: str, *, folder: str | os.PathLike[str], log: Log | None = None) -> None:
         self._choice, self._folder = parse_steps(which), Path(folder)
         self._place = RankInfo.from_environ(os.environ)
-        self._say = (say or partial(print, file=sys.stderr, flush=True)) if self._place.leads else lambda _: None
+        self._log = (log or partial(print, file=sys.stderr, flush=True)) if self._place.leads else lambda _: None
         self._window: StepWindow | None = None
         self._profile: Any = None
         self._trouble = ""
@@ -94,7 +94,7 @@ class Profiler:
         # After another error the other ranks may be gone: the profiler waits for the GPU, and that may wait for them.
         if self._profile is not None and isinstance(error, SystemExit | GeneratorExit | None):
             self._try(self._profile.stop)
-        self._say(f"profile: no trace, since the training ended before {self._window} were profiled")
+        self._log(f"profile: no trace, since the training ended before {self._window} were profiled")
 
     def begin_step(self, number: int) -> None:
         """Step `number` begins, and the one before has ended."""
@@ -103,7 +103,7 @@ class Profiler:
             self._window = window_of(self._choice, number)
             if isinstance(self._choice, StepWindow) and self._window != self._choice:
                 left = self._window or "nothing"
-                self._say(f"profile: this start begins with step {number}; left of {self._choice}: {left}")
+                self._log(f"profile: this start begins with step {number}; left of {self._choice}: {left}")
         window, ended, self._current = self._window, self._current, number
         if window is None:
             return
@@ -153,7 +153,7 @@ class Profiler:
             ranks.close()
         if found is not None:
             for line in _written(found, folder, self._place.generation):
-                self._say(f"profile: {line}")
+                self._log(f"profile: {line}")
 
     def _collected(self, window: StepWindow, folder: Path) -> _Collected:
         """End the recording, write this rank's file, and read its times."""

@@ -293,7 +293,7 @@ def table(times: Sequence[StepTimes]) -> list[str]:
     covered = 1 - of_all["exposed_s"] / of_all["communication_s"] if of_all["communication_s"] else None
     overlap = "" if covered is None else f"; computation covered {covered:.0%} of the communication"
     lines = [f"{window} took {_time(of_all['seconds'])}{' each' * (window.count > 1)}{overlap}"]
-    # In a collective the last rank to begin waits for nobody: it communicates least.
+    # In a collective the last rank to begin does not wait: it communicates least.
     shown = sorted(means, key=lambda rank: means[rank]["communication_s"])[:_ROWS_MAX]
     cells: list[tuple[str, ...]] = [("rank", "step", "computes", "communicates", "exposed")]
     cells += [(str(rank), *map(_time, means[rank].values())) for rank in sorted(shown)]

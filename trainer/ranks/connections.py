@@ -28,8 +28,8 @@ from elaunch.trainer.ranks.handshake import SECRET_BYTES, UNKNOWN_MAX, Contact, 
 Bytes: TypeAlias = "bytes | bytearray | memoryview"
 # A read takes at most this much, so that what is passed on goes out while more comes in.
 _READ_BYTES = 1 << 20
-# A rank that is turned away tries again, with pauses between: a flood of strangers may be over by then, or the address
-# was that of a process before a restart. Where there is no route it gives up after two minutes.
+# A rank that is turned away tries again, with pauses between: a flood of connections may be over by then, or the
+# address was that of a process before a restart. Where there is no route it gives up after two minutes.
 _PAUSE_S, _NO_ROUTE_S = 0.2, 120.0
 _NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _NO_ROUTE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH}
@@ -40,9 +40,9 @@ _GONE = select.POLLHUP | select.POLLERR | select.POLLNVAL
 
 
 class PeerLost(RuntimeError):
-    """A rank that is waited for has closed its connection, or does not answer. The connections are of no use any more.
+    """A rank that is waited for has closed its connection, or does not respond. The connections are of no use any more.
 
-    The message has the words by which the agent knows that another rank has failed first.
+    The message has the text by which the agent recognises that another rank has failed first.
     """
 
 
@@ -86,7 +86,7 @@ class Connections:
         With `patient` a rank is waited for as long as it lives from then on.
         """
         with self._or_close(waiting):
-            # Downwards first: the lower rank waits for the higher one, so somebody has to begin.
+            # Downwards first: the lower rank waits for the higher one, so one of them has to begin.
             for rank in sorted(ranks):
                 self._meet(rank)
         if patient:
@@ -159,7 +159,7 @@ class Connections:
         self._is_open = True
 
     def _connect(self, rank: int) -> socket.socket:
-        """Connect to a lower rank, again if this rank is turned away, or does not get an answer."""
+        """Connect to a lower rank, again if this rank is turned away, or gets no response."""
         begun_s, end_s = time.monotonic(), self._end_s()
         while True:
             contact = self._contact_of(rank, end_s)
@@ -187,7 +187,7 @@ class Connections:
         return Contact.from_bytes(self._channel, rank, content)
 
     def _admit(self, events: Collection[int]) -> bool:
-        """Take the connections of higher ranks, and close those of strangers. Returns whether a rank has connected."""
+        """Take connections of higher ranks, and close unauthenticated ones. Returns whether a rank has connected."""
         if self._listening is None:
             return False
         made, contact = self._listening
@@ -218,7 +218,7 @@ class Connections:
             except OSError as error:
                 if error.errno in _NO_ROOM:
                     if not self._guests:
-                        # The rank that connects would wait for its answer, and this one would look again and again.
+                        # The rank that connects would wait for its response, and this one would poll in a loop.
                         raise PeerLost(f"no other rank can connect to this one: {error.strerror}") from error
                     self._turn_away(self._guests[0])
                 # Otherwise there is no more, or this one was given up.

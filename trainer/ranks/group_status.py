@@ -1,7 +1,7 @@
-"""Whether the collectives of this process have succeeded, as its process groups say.
+"""Whether the collectives of this process have succeeded, by the status of its process groups.
 
-A collective of NCCL that was aborted looks finished to the GPU's stream. Only its group knows that it has failed. So
-after the wait for the gradients a commit asks the groups. See docs/decisions/038-commit-queries-the-group.md.
+A collective of NCCL that was aborted appears finished to the GPU's stream. Only its group knows that it has failed. So
+after the wait for the gradients a commit queries the groups. See docs/decisions/038-commit-queries-the-group.md.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class GroupStatus:
         self._groups = groups or _all_groups
         # The names of all groups, and those with a status. A reference to another would keep gloo's threads alive.
         self._names: tuple[str, ...] = ()
-        self._asked: list[tuple[str, Any]] = []
+        self._queried: list[tuple[str, Any]] = []
         self._world = _world()
 
     @property
@@ -59,8 +59,8 @@ class GroupStatus:
         names = tuple(group.group_name for group in self._groups())
         if names != self._names:
             found = [(group.group_name, backend) for group, backend in self._backends() if _has_status(backend)]
-            self._names, self._asked = names, found
-        for name, backend in self._asked:
+            self._names, self._queried = names, found
+        for name, backend in self._queried:
             yield name, backend.get_error().name
 
     def _backends(self) -> Iterator[tuple[Any, Any]]:
@@ -78,7 +78,7 @@ def require_reported_aborts(environ: Mapping[str, str], *, has_nccl: bool, is_kn
     if not has_nccl or is_known or handling not in ("1", "2"):
         return ""
     text = (
-        f"{_HANDLING} is {handling}, and torch before 2.7 does not say that it has aborted a collective: steps with "
+        f"{_HANDLING} is {handling}, and torch before 2.7 does not report that it has aborted a collective: steps with "
         "incomplete gradients could be committed; unset it, or use torch 2.7 or later"
     )
     if handling == "2":

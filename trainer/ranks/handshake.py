@@ -31,13 +31,13 @@ RESPONSE_BYTES = _RESPONSE.size
 
 # A rank responds immediately. A connection without a response by then is no rank's, or its host hangs. A rank that
 # connects waits as long for the challenge, then tries again: the other one may be busy, or listen elsewhere by now.
-ANSWER_S = 5.0
+RESPONSE_S = 5.0
 # Connections that have not responded yet; of more than these the oldest is closed.
 UNKNOWN_MAX = 64
-# The kernel holds connections until this rank polls. All ranks that may connect have a place, and some strangers.
+# The kernel holds connections until this rank polls. All ranks that may connect have a place, and some others.
 _BACKLOG_MAX = 1024
-# A host that is gone answers no probe, and is noticed after 30 s while nothing is on its way to it. Without an agent
-# nobody else notices; an agent's lease ends long before.
+# A host that is gone responds to no probe, and is noticed after 30 s while nothing is on its way to it. That counts
+# without an agent; an agent's lease ends long before.
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 # Addresses for documentation (RFC 5737, RFC 3849): the route to them is the one to everywhere. Nothing is sent.
@@ -81,12 +81,12 @@ class Contact:
 
 
 def dial(contact: Contact, sender: int) -> socket.socket:
-    """Connect as rank `sender`. Raises OSError, also if nobody answers for 5 s: that rank may be busy.
+    """Connect as rank `sender`. Raises OSError, also without a response for 5 s: that rank may be busy.
 
     This waits for so long at most, in which deaths of other ranks go unnoticed.
     """
     try:
-        made = socket.create_connection((contact.address, contact.port), ANSWER_S)
+        made = socket.create_connection((contact.address, contact.port), RESPONSE_S)
     except TimeoutError as error:
         raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT)) from error
     try:
@@ -127,7 +127,7 @@ def listen(address: str, ranks: int) -> socket.socket:
     try:
         made.setblocking(False)
         made.bind((address, 0))
-        # For each the kernel keeps what a stranger sends, 128 kB or so.
+        # For each the kernel keeps what an unauthenticated peer sends, 128 kB or so.
         made.listen(min(ranks + UNKNOWN_MAX, _BACKLOG_MAX))
     except OSError as error:
         made.close()
@@ -140,7 +140,7 @@ class Guest:
     """A connection that is not proved to be a rank's. It gets a challenge, and is to be closed at `until_s`."""
 
     def __init__(self, taken: socket.socket) -> None:
-        self.socket, self.until_s = _tuned(taken), time.monotonic() + ANSWER_S
+        self.socket, self.until_s = _tuned(taken), time.monotonic() + RESPONSE_S
         self._challenge, self._received = secrets.token_bytes(CHALLENGE_BYTES), b""
         # If that fails, so does what follows.
         with contextlib.suppress(OSError):
@@ -149,7 +149,7 @@ class Guest:
     def admitted(self, contact: Contact, ranks: Container[int]) -> int:
         """Which of `ranks` has connected; it gets its proof. Raises BlockingIOError until it has responded.
 
-        Raises ConnectionError for a stranger, and OSError if the connection fails.
+        Raises ConnectionError for an unauthenticated peer, and OSError if the connection fails.
         """
         while missing := RESPONSE_BYTES - len(self._received):
             if not (received := self.socket.recv(missing)):
@@ -165,11 +165,11 @@ class Guest:
 class StoreContacts:
     """Where the ranks of a channel listen, in the store by which the job's process group was made.
 
-    torchrun's agent keeps all keys at a restart, and nothing that it tells its workers names one. So a contact may be
+    torchrun's agent keeps all keys at a restart, and nothing that it gives its workers names one. So a contact may be
     that of the process that was this rank before.
 
-    Everybody who reaches MASTER_PORT can read that store. So under elaunch it holds no secret as it is: the agents have
-    given one to all ranks of the generation.
+    Every process that reaches MASTER_PORT can read that store. So under elaunch it holds no secret as it is: the agents
+    have given one to all ranks of the generation.
     """
 
     channel: str
@@ -208,7 +208,7 @@ def own_address(environ: Mapping[str, str]) -> str:
     On the first node a name in MASTER_ADDR may mean a loopback address (127.0.1.1 in Debian's /etc/hosts). Ranks on
     other nodes cannot use that, so it is the address by which this host reaches other networks. Without MASTER_ADDR
     the host's own name is taken in its place. Raises OSError for an interface without an address, and for a
-    MASTER_ADDR that nobody knows.
+    MASTER_ADDR that is unknown.
     """
     if names := environ.get(_INTERFACE, ""):
         # gloo takes several, separated by commas.
@@ -243,9 +243,9 @@ def _is_loopback(host: str) -> bool:
 def _towards(host: str) -> str:
     """The address that packets to `host` come from. None is sent."""
     family, kind, protocol, _, place = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as asked:
-        asked.connect(place)
-        return str(asked.getsockname()[0])
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(place)
+        return str(probe.getsockname()[0])
 
 
 def _of_interface(name: str) -> str:

@@ -85,7 +85,7 @@ class Peers:
     def meet(self, ranks: Sequence[int] = (), *, patient: bool = False) -> None:
         """Connect to these ranks, which do the same, or without any to the neighbours in the tree.
 
-        Then another thread can use this: it will not ask the store, where a thread that waits holds up others. With
+        Then another thread can use this: it will not query the store, where a thread that waits holds up others. With
         `patient` a rank is waited for as long as it lives from then on.
         """
         # A parent may have sent its last message, and left.
@@ -225,7 +225,7 @@ class Peers:
         return content
 
     def _head(self, rank: int, kind: _Kind, waiting: Sequence[int] = ()) -> int:
-        """The length of the next message. Raises PeerLost if it is another one: nobody knows what follows."""
+        """The length of the next message. Raises PeerLost if it is another one: what follows is unknown."""
         head = bytearray(_HEAD.size)
         self._connections.receive(rank, memoryview(head), waiting=waiting)
         found, size = _HEAD.unpack(head)

@@ -19,7 +19,7 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "logged"),
     [
         (OSError(errno.ENOSPC, "No space left on device", "/x"), "No space left on device"),
         (RuntimeError("first\nsecond"), "first"),
@@ -27,5 +27,5 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
         (OSError("put the file there"), "put the file there"),
     ],
 )
-def test_a_reason_is_one_line(error: BaseException, said: str) -> None:
-    assert reason(error) == said
+def test_a_reason_is_one_line(error: BaseException, logged: str) -> None:
+    assert reason(error) == logged

@@ -65,7 +65,7 @@ def test_a_step_is_one_json_line_and_the_first_one_says_when_it_was_complete(age
     assert second == b'{"event": "progress", "step": 8}\n'
 
 
-def test_the_last_step_is_said_at_the_programs_end_if_it_was_left_out(agent: socket.socket) -> None:
+def test_the_last_step_is_reported_at_the_programs_end_if_it_was_left_out(agent: socket.socket) -> None:
     for step in (1, 2, 3):
         link.report(step)
 
@@ -155,10 +155,10 @@ def test_the_socket_is_closed_on_exec_and_in_forked_children(agent: socket.socke
     assert received(agent).count(b"\n") == 1
 
 
-# --- what must arrive, and what is heard
+# --- what must arrive, and what is received
 
 
-def said(agent: socket.socket) -> list[dict[str, object]]:
+def messages(agent: socket.socket) -> list[dict[str, object]]:
     return [json.loads(row) for row in received(agent).splitlines()]
 
 
@@ -166,7 +166,7 @@ def test_a_mark_says_when_on_the_clock_that_all_processes_of_a_host_share(agent:
     before_s = time.monotonic()
     link.mark("x" * 1000)
 
-    (message,) = said(agent)
+    (message,) = messages(agent)
     assert (message["event"], message["name"]) == ("mark", "x" * 100)
     assert before_s - 1e-3 <= message["monotonic_s"] <= time.monotonic() + 1e-3  # type: ignore[operator]
 
@@ -178,7 +178,7 @@ def test_phases_and_ends_are_json_lines_too(agent: socket.socket) -> None:
     link.stopped(4)
     link.refuse("y" * 3000)
 
-    assert said(agent) == [
+    assert messages(agent) == [
         {"event": "phase", "name": "x" * 100},
         {"event": "saving", "step": 2},
         {"event": "saved", "step": 3},
@@ -187,73 +187,73 @@ def test_phases_and_ends_are_json_lines_too(agent: socket.socket) -> None:
     ]
 
 
-@pytest.mark.parametrize("say", [link.saved, link.stopped])
+@pytest.mark.parametrize("log", [link.saved, link.stopped])
 def test_what_must_arrive_waits_for_an_agent_that_makes_room(
-    agent: socket.socket, say: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+    agent: socket.socket, log: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     line = link._open_link()
     monkeypatch.setattr(link, "_SURELY_S", DEADLINE_S)
     for step in range(20_000):
         line.send_step(step, now_s=float(step))
-    waiting = threading.Thread(target=say, args=(7,))
+    waiting = threading.Thread(target=log, args=(7,))
     waiting.start()
     waiting.join(0.05)
     assert waiting.is_alive(), "the socket was not full"
 
-    rows = said(agent)
+    rows = messages(agent)
     waiting.join(DEADLINE_S)
-    rows += said(agent)
+    rows += messages(agent)
 
     assert not waiting.is_alive()
     assert rows[-1]["step"] == 7
     assert [row["event"] for row in rows[:-1]] == ["progress"] * (len(rows) - 1)
 
 
-def tell(agent: socket.socket, **message: object) -> None:
+def send(agent: socket.socket, **message: object) -> None:
     agent.sendall(json.dumps(message).encode() + b"\n")
 
 
-def test_who_listens_says_to_what_and_hears_it_in_a_thread(agent: socket.socket) -> None:
-    heard: queue.SimpleQueue[tuple[object, str]] = queue.SimpleQueue()
+def test_a_listener_reports_its_messages_and_receives_them_in_a_thread(agent: socket.socket) -> None:
+    calls: queue.SimpleQueue[tuple[object, str]] = queue.SimpleQueue()
     link.listen(
-        on_stop=lambda reason: heard.put((reason, threading.current_thread().name)),
-        on_peer_failed=lambda generation: heard.put((generation, threading.current_thread().name)),
+        on_stop=lambda reason: calls.put((reason, threading.current_thread().name)),
+        on_peer_failed=lambda generation: calls.put((generation, threading.current_thread().name)),
     )
 
-    tell(agent, event="stop_at_step_boundary", reason="leave")
-    tell(agent, event="peer_failed", generation=3)
+    send(agent, event="stop_at_step_boundary", reason="leave")
+    send(agent, event="peer_failed", generation=3)
 
-    assert heard.get(timeout=DEADLINE_S) == ("leave", "elaunch-link")
-    assert heard.get(timeout=DEADLINE_S) == (3, "elaunch-link")
-    assert said(agent) == [{"event": "listens", "stop": True, "peer_failed": True}]
+    assert calls.get(timeout=DEADLINE_S) == ("leave", "elaunch-link")
+    assert calls.get(timeout=DEADLINE_S) == (3, "elaunch-link")
+    assert messages(agent) == [{"event": "listens", "stop": True, "peer_failed": True}]
 
 
 @pytest.mark.parametrize(
     "noise", [b"\xff\n", b"[]\n", b"{}\n", b'{"event": "peer_failed"}\n', b'{"event": "of tomorrow"}\n']
 )
 def test_what_it_does_not_understand_it_lets_pass(agent: socket.socket, noise: bytes) -> None:
-    heard: queue.SimpleQueue[object] = queue.SimpleQueue()
-    link.listen(on_peer_failed=heard.put)
+    calls: queue.SimpleQueue[object] = queue.SimpleQueue()
+    link.listen(on_peer_failed=calls.put)
 
     agent.sendall(noise)
-    tell(agent, event="peer_failed", generation=1)
+    send(agent, event="peer_failed", generation=1)
 
-    assert heard.get(timeout=DEADLINE_S) == 1
+    assert calls.get(timeout=DEADLINE_S) == 1
 
 
 def test_a_callback_that_fails_does_not_keep_the_next_from_being_called(
     agent: socket.socket, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    heard: queue.SimpleQueue[object] = queue.SimpleQueue()
+    calls: queue.SimpleQueue[object] = queue.SimpleQueue()
 
     def fail(reason: str) -> None:
         raise ValueError(f"not {reason}")
 
-    link.listen(on_stop=fail, on_peer_failed=heard.put)
-    tell(agent, event="stop_at_step_boundary", reason="join")
-    tell(agent, event="peer_failed", generation=1)
+    link.listen(on_stop=fail, on_peer_failed=calls.put)
+    send(agent, event="stop_at_step_boundary", reason="join")
+    send(agent, event="peer_failed", generation=1)
 
-    assert heard.get(timeout=DEADLINE_S) == 1
+    assert calls.get(timeout=DEADLINE_S) == 1
     assert "ValueError: not join" in capsys.readouterr().err
 
 
@@ -261,21 +261,21 @@ def test_a_callback_that_fails_does_not_keep_the_next_from_being_called(
 
 
 def told_of_a_failure(agent: socket.socket) -> list[dict[str, object]]:
-    """Tell the worker of a failure. Returns its messages up to the call of the last listener."""
-    heard: queue.SimpleQueue[object] = queue.SimpleQueue()
-    last = link.listen(on_stop=heard.put)
-    tell(agent, event="peer_failed", generation=0)
-    tell(agent, event="stop_at_step_boundary", reason="leave")
-    heard.get(timeout=DEADLINE_S)
+    """Notify the worker of a failure. Returns its messages up to the call of the last listener."""
+    calls: queue.SimpleQueue[object] = queue.SimpleQueue()
+    last = link.listen(on_stop=calls.put)
+    send(agent, event="peer_failed", generation=0)
+    send(agent, event="stop_at_step_boundary", reason="leave")
+    calls.get(timeout=DEADLINE_S)
     last.close()
-    return [row for row in said(agent) if row["event"] != "listens"]
+    return [row for row in messages(agent) if row["event"] != "listens"]
 
 
-def test_saved_is_said_once_and_only_after_the_last_rescue(agent: socket.socket) -> None:
+def test_saved_is_reported_once_and_only_after_the_last_rescue(agent: socket.socket) -> None:
     before: list[object] = []
 
     def slow_one(generation: int) -> int:
-        before.append([row for row in said(agent) if row["event"] == "saved"])
+        before.append([row for row in messages(agent) if row["event"] == "saved"])
         return 5
 
     link.listen(rescue=lambda _: 7)
@@ -311,7 +311,7 @@ def test_a_rescue_that_fails_keeps_neither_another_nor_the_agent_from_going_on(
     rescued: list[int] = []
 
     def fail(generation: int) -> int:
-        raise ValueError("asked for by the test")
+        raise ValueError("raised by the test")
 
     def rescue(generation: int) -> int:
         rescued.append(generation)
@@ -323,24 +323,24 @@ def test_a_rescue_that_fails_keeps_neither_another_nor_the_agent_from_going_on(
     # The agent does not wait for the failed rescue, which keeps nothing.
     assert told_of_a_failure(agent) == [{"event": "saved", "step": 0}]
     assert rescued == [0]
-    assert "asked for by the test" in capsys.readouterr().err
+    assert "raised by the test" in capsys.readouterr().err
 
 
 def test_who_closes_is_called_no_more_and_the_agent_knows_what_is_left(agent: socket.socket) -> None:
     stays = link.listen(on_stop=print)
     with link.listen(rescue=lambda _: 7) as goes:
-        assert said(agent)[-1] == {"event": "listens", "stop": True, "peer_failed": True}
-    assert said(agent)[-1] == {"event": "listens", "stop": True, "peer_failed": False}
+        assert messages(agent)[-1] == {"event": "listens", "stop": True, "peer_failed": True}
+    assert messages(agent)[-1] == {"event": "listens", "stop": True, "peer_failed": False}
     goes.close()
     stays.close()
-    assert said(agent) == [{"event": "listens", "stop": False, "peer_failed": False}]
+    assert messages(agent) == [{"event": "listens", "stop": False, "peer_failed": False}]
 
     # The worker reports this before the agent knows of a failure.
     link.report(9)
     assert told_of_a_failure(agent)[-1] == {"event": "saved", "step": 9}
 
 
-def test_who_was_dropped_is_called_no_more_and_the_agent_learns_it_when_it_asks_for_a_stop(
+def test_a_dropped_listener_is_not_called_and_the_agent_is_notified_when_it_requests_a_stop(
     agent: socket.socket,
 ) -> None:
     listener = link.listen(on_stop=print, rescue=lambda _: 7)
@@ -349,34 +349,34 @@ def test_who_was_dropped_is_called_no_more_and_the_agent_learns_it_when_it_asks_
 
     listener.drop()
     listener.close()
-    assert said(agent) == []
-    tell(agent, event="peer_failed", generation=0)
-    tell(agent, event="stop_at_step_boundary", reason="leave")
+    assert messages(agent) == []
+    send(agent, event="peer_failed", generation=0)
+    send(agent, event="stop_at_step_boundary", reason="leave")
 
     rows: list[dict[str, object]] = []
-    wait_for(lambda: rows.extend(said(agent)) or len(rows) == 2, "two answers")
+    wait_for(lambda: rows.extend(messages(agent)) or len(rows) == 2, "two messages")
     assert rows == [{"event": "saved", "step": 9}, {"event": "listens", "stop": False, "peer_failed": False}]
 
 
 def test_the_stacks_of_all_threads_go_to_stderr(agent: socket.socket, capfd: pytest.CaptureFixture[str]) -> None:
-    heard: queue.SimpleQueue[object] = queue.SimpleQueue()
-    link.listen(on_peer_failed=heard.put)
+    calls: queue.SimpleQueue[object] = queue.SimpleQueue()
+    link.listen(on_peer_failed=calls.put)
 
-    tell(agent, event="stacks")
-    tell(agent, event="peer_failed", generation=1)
-    heard.get(timeout=DEADLINE_S)
+    send(agent, event="stacks")
+    send(agent, event="peer_failed", generation=1)
+    calls.get(timeout=DEADLINE_S)
 
     err = capfd.readouterr().err
     assert "elaunch: what this worker's threads are doing" in err
     assert "test_the_stacks_of_all_threads_go_to_stderr" in err
-    assert "_hear" not in err, "the thread that listens is elaunch's own"
+    assert "in _receive" not in err, "the thread that listens is elaunch's own"
 
 
 def test_a_child_forked_while_another_thread_has_something_to_say_has_no_link(agent: socket.socket) -> None:
     line = link._open_link()
 
     def has_something_to_say() -> None:
-        # Nobody in the child would ever let go of the other thread's lock.
+        # No thread in the child would ever release the other thread's lock.
         assert line._lock.acquire(blocking=False)
         line._lock.release()
         link.saved(1)
@@ -392,25 +392,25 @@ def test_a_child_forked_while_another_thread_has_something_to_say_has_no_link(ag
 # --- should_stop, without a process group
 
 
-def test_without_a_process_group_a_process_stops_when_its_own_agent_asks(agent: socket.socket) -> None:
+def test_without_a_process_group_a_process_stops_when_its_own_agent_requests_it(agent: socket.socket) -> None:
     link._boundary.cache_clear()
     link.report(11)
     before = link.should_stop()
 
-    tell(agent, event="stop_at_step_boundary", reason="leave")
+    send(agent, event="stop_at_step_boundary", reason="leave")
 
     assert not before
-    wait_for(link.should_stop, "the wish")
+    wait_for(link.should_stop, "the request")
     assert link.should_stop()
-    assert [row for row in said(agent) if row["event"] != "progress"] == [
+    assert [row for row in messages(agent) if row["event"] != "progress"] == [
         {"event": "listens", "stop": True, "peer_failed": False},
         {"event": "stopped", "step": 11},
     ]
     link._boundary.cache_clear()
 
 
-def test_who_asks_at_every_third_call_only_hears_of_it_then(agent: socket.socket) -> None:
+def test_a_process_that_checks_at_every_third_call_stops_only_then(agent: socket.socket) -> None:
     boundary = link._Boundary()
-    boundary._ask("leave")
+    boundary._request("leave")
 
     assert [boundary.should_stop(3) for _ in range(5)] == [False, False, True, True, True]

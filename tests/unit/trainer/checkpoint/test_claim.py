@@ -40,7 +40,7 @@ def no_claim_stays() -> Iterator[None]:
 
 
 def claimed(place: Path, name: str = UNNAMED, generation: int = 0, job: str = "") -> Claim:
-    CLAIMS.append(Claim(storage_at(place), name, generation, lambda said: None, job))
+    CLAIMS.append(Claim(storage_at(place), name, generation, lambda logged: None, job))
     return CLAIMS[-1]
 
 
@@ -51,8 +51,8 @@ def nothing() -> None:
 @contextmanager
 def other_job(place: Path) -> Iterator[subprocess.Popen[str]]:
     """A job in a process of its own, which has taken the place."""
-    words = [sys.executable, "-c", _OTHER, str(place)]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as job:
+    command = [sys.executable, "-c", _OTHER, str(place)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as job:
         try:
             assert job.stdout is not None
             assert "taken" in job.stdout.read(6)
@@ -107,8 +107,8 @@ def test_a_job_on_another_host_lives_as_long_as_it_renews_its_note(
     claimed(tmp_path).take(nothing)
     rewrite(tmp_path, process="boot:namespace:1:1", token="its")
     numbers = iter(range(7, 1000))
-    monkeypatch.setattr(claim, "_PATIENCE_S", 4 * claim._LOOK_S)
-    monkeypatch.setattr(claim, "_SILENT_S", 3 * claim._LOOK_S)
+    monkeypatch.setattr(claim, "_PATIENCE_S", 4 * claim._POLL_S)
+    monkeypatch.setattr(claim, "_SILENT_S", 3 * claim._POLL_S)
     if lives:
         with pytest.raises(NotOurs, match="is being written by"):
             claimed(tmp_path).take(lambda: rewrite(tmp_path, renewals=next(numbers)))

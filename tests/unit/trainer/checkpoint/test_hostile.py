@@ -47,14 +47,14 @@ def state_of(step: int) -> dict[str, Any]:
 
 
 def save(folder: Path, step: int) -> Path:
-    Checkpoints(folder, generation=0, say=pytest.fail).save(step, state_of(step))
+    Checkpoints(folder, generation=0, log=pytest.fail).save(step, state_of(step))
     return folder / storage_at(folder).found()[-1][1].name
 
 
-def newest_step(folder: Path, said: list[str]) -> int:
+def newest_step(folder: Path, logged: list[str]) -> int:
     state = state_of(0)
     with in_time():
-        Checkpoints(folder, generation=0, say=said.append).load_newest(state)
+        Checkpoints(folder, generation=0, log=logged.append).load_newest(state)
     return int(state["step"])
 
 
@@ -94,11 +94,11 @@ def test_a_layout_that_cannot_be_true_is_passed_over(tmp_path: Path, change: Cal
     change(tensors["model.w"])
     (newest / "tensors.json").write_text(json.dumps(tensors))
     seal_again(newest)
-    said: list[str] = []
+    logged: list[str] = []
 
-    assert newest_step(tmp_path, said) == 1
+    assert newest_step(tmp_path, logged) == 1
 
-    assert "cannot be read" in "".join(said)
+    assert "cannot be read" in "".join(logged)
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b"[" * NEST, b'{"model.w": 1}', b"\xff"])
@@ -150,13 +150,13 @@ def test_what_is_no_regular_file_is_passed_over(tmp_path: Path, name: str, chang
     newest = save(tmp_path, 2)
     (newest / name).unlink()
     change(newest / name)
-    said: list[str] = []
+    logged: list[str] = []
 
-    assert newest_step(tmp_path, said) == 1
+    assert newest_step(tmp_path, logged) == 1
 
-    assert len(said) == 1
-    assert said[0].startswith(f"skipping {newest}: it cannot be read (")
-    assert name in said[0] or "directory" in said[0]
+    assert len(logged) == 1
+    assert logged[0].startswith(f"skipping {newest}: it cannot be read (")
+    assert name in logged[0] or "directory" in logged[0]
 
 
 @pytest.mark.parametrize(
@@ -167,22 +167,22 @@ def test_a_file_that_is_too_large_is_passed_over_with_the_number(tmp_path: Path,
     save(tmp_path, 1)
     newest = save(tmp_path, 2)
     of_40_gb(newest / name)
-    said: list[str] = []
+    logged: list[str] = []
 
-    assert newest_step(tmp_path, said) == 1
+    assert newest_step(tmp_path, logged) == 1
 
     why = f"{name} has 42,949,672,960 bytes, more than the {limit} that one may have"
-    assert said == [f"skipping {newest}: it cannot be read ({why}); trying the one before it"]
+    assert logged == [f"skipping {newest}: it cannot be read ({why}); trying the one before it"]
 
 
-def test_a_checkpoint_that_nobody_would_read_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_that_no_rank_would_read_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 1)
     monkeypatch.setattr(writing, "LAYOUT_BYTES_MAX", 100)
-    said: list[str] = []
+    logged: list[str] = []
 
-    Checkpoints(tmp_path, generation=0, say=said.append).save(2, state_of(2))
+    Checkpoints(tmp_path, generation=0, log=logged.append).save(2, state_of(2))
 
-    assert "could not be written: tensors.json has" in said[0]
+    assert "could not be written: tensors.json has" in logged[0]
     assert storage.marks(tmp_path) == [Mark(0, 1)]
 
 
@@ -199,11 +199,11 @@ def test_a_file_that_nests_without_end_is_passed_over(tmp_path: Path, file: str)
         tensors["model.w"]["chunks"][0][3:] = 0, (newest / file).stat().st_size
         (newest / "tensors.json").write_text(json.dumps(tensors))
     seal_again(newest)
-    said: list[str] = []
+    logged: list[str] = []
 
-    assert newest_step(tmp_path, said) == 1
+    assert newest_step(tmp_path, logged) == 1
 
-    assert "nests more than" in said[0]
+    assert "nests more than" in logged[0]
 
 
 def replace_pickle(path: Path, content: bytes) -> None:
@@ -222,7 +222,7 @@ def test_an_object_that_is_too_large_is_not_fetched(monkeypatch: pytest.MonkeyPa
 
     url = "memory://bucket/too-large"
     for step in (1, 2):
-        Checkpoints(url, generation=0, say=pytest.fail).save(step, state_of(step))
+        Checkpoints(url, generation=0, log=pytest.fail).save(step, state_of(step))
     newest = storage.storage_at(url).found()[-1][1]
     padding = newest.read(storage.MANIFEST, 1 << 20) + b" " * 10_000
     newest.write(storage.MANIFEST, padding)
@@ -235,11 +235,11 @@ def test_an_object_that_is_too_large_is_not_fetched(monkeypatch: pytest.MonkeyPa
         return real(self, path, **options)
 
     monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
-    said: list[str] = []
+    logged: list[str] = []
     state = state_of(0)
 
-    Checkpoints(url, generation=0, say=said.append).load_newest(state)
+    Checkpoints(url, generation=0, log=logged.append).load_newest(state)
 
     assert state["step"] == 1
-    assert "more than the 9,000 that one may have" in said[0]
+    assert "more than the 9,000 that one may have" in logged[0]
     assert not [path for path in fetched if newest.name in path]

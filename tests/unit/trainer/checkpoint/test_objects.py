@@ -44,9 +44,9 @@ def state_of(step: int) -> dict[str, Any]:
     return {"step": step, "model": {"w": torch.full((50, 40), float(step)), "b": torch.arange(7.0)}}
 
 
-def opened(url: Url, generation: int = 0, say: Callable[[str], None] = pytest.fail, **options: Any) -> Checkpoints:
+def opened(url: Url, generation: int = 0, log: Callable[[str], None] = pytest.fail, **options: Any) -> Checkpoints:
     """Open the checkpoints as the job's next start does, without earlier listings of this process."""
-    return Checkpoints(Storage(ObjectFiles(url)), generation=generation, say=say, **options)
+    return Checkpoints(Storage(ObjectFiles(url)), generation=generation, log=log, **options)
 
 
 def saved(url: Url, generation: int, step: int) -> str:
@@ -57,9 +57,9 @@ def saved(url: Url, generation: int, step: int) -> str:
     return f"{fsspec.core.url_to_fs(url.text)[1]}/{folder.name}"
 
 
-def loaded(url: Url, say: Callable[[str], None] = pytest.fail) -> int:
+def loaded(url: Url, log: Callable[[str], None] = pytest.fail) -> int:
     state: dict[str, Any] = {"model": {"w": torch.zeros(50, 40)}}
-    if opened(url, say=say).load_newest(state) is None:
+    if opened(url, log=log).load_newest(state) is None:
         return 0
     assert torch.equal(state["model"]["w"], torch.full((50, 40), float(state["step"])))
     return int(state["step"])
@@ -97,11 +97,11 @@ def test_one_without_its_manifest_is_never_loaded_and_is_swept_by_the_next_start
     begun_by_a_newer_group = storage.begin(Mark(2, 3))
     begun_by_a_newer_group.write("__0_0.distcp", b"half")
 
-    said: list[str] = []
+    logged: list[str] = []
     assert marks_at(url) == [Mark(1, 1)]
-    assert loaded(url, said.append) == 1
+    assert loaded(url, logged.append) == 1
     name = PurePath(torn).name
-    assert said == [f"{storage}: removed {name}, without {MANIFEST}: its writer was killed, or that file was deleted"]
+    assert logged == [f"{storage}: removed {name}, without {MANIFEST}: its writer was killed, or that file was deleted"]
     assert name not in folders(url)
     assert begun_by_a_newer_group.name in folders(url)
 
@@ -121,8 +121,8 @@ def test_two_writers_of_one_mark_do_not_touch_each_others_objects(url: Url) -> N
 
 def test_an_outage_costs_a_checkpoint_and_a_sentence_and_the_next_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     url = Url("memory", f"memory://bucket/{secrets.token_hex(4)}")
-    said: list[str] = []
-    checkpoints = opened(url, say=said.append)
+    logged: list[str] = []
+    checkpoints = opened(url, log=logged.append)
     checkpoints.save(1, state_of(1))
 
     def away(*_: object, **__: object) -> None:
@@ -134,7 +134,7 @@ def test_an_outage_costs_a_checkpoint_and_a_sentence_and_the_next_is_tried(monke
             checkpoints.save(step, state_of(step))
     checkpoints.save(4, state_of(4))
 
-    assert said == [
+    assert logged == [
         *(
             f"the checkpoint of step {step} could not be written: connection refused; the newest one in {url} is of "
             "step 1"
@@ -154,12 +154,12 @@ def test_an_outage_at_the_start_begins_nothing_anew(monkeypatch: pytest.MonkeyPa
 
     with monkeypatch.context() as patched:
         patched.setattr(MemoryFileSystem, "ls", away)
-        said: list[str] = []
-        checkpoints = opened(url, say=said.append)
-        with pytest.raises(Unreadable, match=r"connection refused.*training does not begin anew"):
+        logged: list[str] = []
+        checkpoints = opened(url, log=logged.append)
+        with pytest.raises(Unreadable, match=r"connection refused.*training does not start over"):
             checkpoints.load_newest({})
         checkpoints.save(2, state_of(2))
-    assert said[-1].endswith(f"; {url} has not answered yet")
+    assert logged[-1].endswith(f"; {url} has not responded yet")
     # The present generations are listed again.
     checkpoints.save(2, state_of(2))
     assert marks_at(url) == [Mark(5, 1), Mark(5, 2)]
@@ -203,19 +203,19 @@ def test_what_a_file_system_raises_is_one_sentence(error: Exception, sentence: s
 def test_secrets_in_a_url_are_printed_nowhere() -> None:
     text = "memory://me:hunter2@bucket/run?token=hunter3"
     url = Url("memory", text)
-    said: list[str] = []
+    logged: list[str] = []
 
     assert str(url) == "memory://***@bucket/run?***"
     assert "hunter" not in repr(url)
     with pytest.raises(StorageError) as raised, plain_errors(url):
         raise ValueError(f"me:hunter2 at {text} with token=hunter3 and hunter2")
-    said.append(str(raised.value))
-    checkpoints = opened(url, say=said.append)
+    logged.append(str(raised.value))
+    checkpoints = opened(url, log=logged.append)
     checkpoints.save(1, state_of(1))
     folder = checkpoints.storage.found()[0][1]
-    said += [str(folder), str(checkpoints.storage)]
-    said += [folder.read(name, 1 << 20).decode("latin-1") for name in ("manifest.json", ".metadata", "tensors.json")]
-    assert not [each for each in said if "hunter" in each]
+    logged += [str(folder), str(checkpoints.storage)]
+    logged += [folder.read(name, 1 << 20).decode("latin-1") for name in ("manifest.json", ".metadata", "tensors.json")]
+    assert not [each for each in logged if "hunter" in each]
 
 
 def test_a_retry_of_s3s_client_draws_no_number_of_the_program() -> None:

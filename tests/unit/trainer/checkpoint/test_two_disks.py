@@ -29,7 +29,7 @@ def on_both(act: Callable[[ThreadPeers], Any]) -> list[Any]:
 
 def saved(folder: Path, step: int) -> None:
     state = {"step": step, "w": torch.full((3,), float(step))}
-    Checkpoints(folder, generation=0, say=pytest.fail).save(step, state)
+    Checkpoints(folder, generation=0, log=pytest.fail).save(step, state)
 
 
 def loaded(disks: list[Path]) -> list[Any]:
@@ -37,7 +37,7 @@ def loaded(disks: list[Path]) -> list[Any]:
 
     def load(peers: ThreadPeers) -> tuple[int, list[float]]:
         state: dict[str, Any] = {"w": torch.zeros(3)}
-        Checkpoints(disks[peers.rank], generation=0, say=pytest.fail, group=peers).load_newest(state)
+        Checkpoints(disks[peers.rank], generation=0, log=pytest.fail, group=peers).load_newest(state)
         return state["step"], state["w"].tolist()
 
     return on_both(load)
@@ -69,11 +69,11 @@ def test_a_checkpoint_that_rank_0_sees_a_moment_later_is_loaded(
 ) -> None:
     saved(tmp_path, 5)
     seen = {rank: storage_at(tmp_path) for rank in range(2)}
-    looked: list[object] = []
+    listed: list[object] = []
 
     def marks_of(storage: object) -> list[Mark]:
-        looked.append(storage)
-        return [] if looked.count(seen[0]) == 1 and storage is seen[0] else marks(tmp_path)
+        listed.append(storage)
+        return [] if listed.count(seen[0]) == 1 and storage is seen[0] else marks(tmp_path)
 
     monkeypatch.setattr(loading, "marks", marks_of)
 
@@ -82,16 +82,16 @@ def test_a_checkpoint_that_rank_0_sees_a_moment_later_is_loaded(
     assert found == [(Mark(0, 5), "")] * 2
 
 
-def test_a_part_of_a_sharded_state_that_rank_0_does_not_see_is_said_and_left_nowhere(tmp_path: Path) -> None:
-    disks, said = [tmp_path / "a", tmp_path / "b"], list[str]()
+def test_a_part_of_a_sharded_state_that_rank_0_does_not_see_is_logged_and_left_nowhere(tmp_path: Path) -> None:
+    disks, logged = [tmp_path / "a", tmp_path / "b"], list[str]()
 
     def save(peers: ThreadPeers) -> None:
         state = {"moments": PerRank({f"w{peers.rank}": {"m": torch.ones(3)}})}
-        Checkpoints(disks[peers.rank], generation=0, say=said.append, group=peers).save(5, state)
+        Checkpoints(disks[peers.rank], generation=0, log=logged.append, group=peers).save(5, state)
 
     assert on_both(save) == [None, None]
 
-    assert "that rank has another directory of that name" in said[0]
+    assert "that rank has another directory of that name" in logged[0]
     assert [list(disk.iterdir()) for disk in disks] == [[], []]
     assert marks(disks[0]) == []
 

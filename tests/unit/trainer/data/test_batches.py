@@ -104,7 +104,7 @@ class Ours(Sampler[int]):
 
 
 class ByTheClock(Ours):
-    """Draws from what nobody knows."""
+    """Draws from what is unknown."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(random.SystemRandom().sample(self.ids, SIZE))

@@ -117,7 +117,7 @@ def test_even_ranks_run_as_many_forward_passes_and_change_nothing_else(world_siz
         assert passes == [-(-8 // world_size)] * world_size
 
 
-def test_batches_begin_behind_the_step_that_is_complete_and_end_where_asked() -> None:
+def test_batches_begin_behind_the_step_that_is_complete_and_end_with_until() -> None:
     order = Order(100, global_batch=8, micro_batch=2)
 
     batches = order.batches(1, 3, after=4, until=6)

@@ -127,7 +127,7 @@ def test_a_broken_config_yaml_is_one_sentence(run: tuple[RunDirectory, TrainConf
         directory.claim(config, corpus.summary)
 
 
-def test_checkpoints_of_nobody_are_not_taken_over(run: tuple[RunDirectory, TrainConfig, Corpus]) -> None:
+def test_checkpoints_of_an_unknown_run_are_not_taken_over(run: tuple[RunDirectory, TrainConfig, Corpus]) -> None:
     directory, config, corpus = run
     folder = directory.checkpoints / "generation-0000-step-00000001.0a0b0c0d"
     folder.mkdir(parents=True)

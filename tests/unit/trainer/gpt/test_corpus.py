@@ -1,4 +1,4 @@
-"""Text over many files: listed at the start, read only where asked."""
+"""Text over many files: listed at the start, read only where needed."""
 
 from __future__ import annotations
 

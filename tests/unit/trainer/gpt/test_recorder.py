@@ -37,10 +37,10 @@ def alone() -> Iterator[None]:
 
 
 def recorder(
-    folder: Path, generation: int = 0, steps: int = 100, say: Callable[[str], None] = print, **options: Any
+    folder: Path, generation: int = 0, steps: int = 100, log: Callable[[str], None] = print, **options: Any
 ) -> Recorder:
     config = TrainConfig(steps=steps, global_batch=4, context=8, **options)
-    return Recorder(config, RankInfo(0, 0, 1, generation), RunDirectory(folder), say, torch.device("cpu"))
+    return Recorder(config, RankInfo(0, 0, 1, generation), RunDirectory(folder), log, torch.device("cpu"))
 
 
 def train(recorder: Recorder, steps: range, held_out: dict[int, float] | None = None) -> None:
@@ -159,7 +159,7 @@ def test_a_full_disk_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_people_get_about_ten_lines_and_the_held_out_losses(tmp_path: Path) -> None:
     shown: list[str] = []
-    with recorder(tmp_path, steps=1000, say=shown.append).begin(At(0), ORDER) as found:
+    with recorder(tmp_path, steps=1000, log=shown.append).begin(At(0), ORDER) as found:
         train(found, range(1, 1001), held_out={51: 2.5})
 
     assert len(shown) == 12

@@ -25,7 +25,7 @@ class Noisy(Dataset[torch.Tensor]):
 
 
 class EachIndex(Sampler[int]):
-    """Draws each index when it is asked for, from a global generator and one that it makes in its first epoch."""
+    """Draws each index when it is taken, from a global generator and one that it makes in its first epoch."""
 
     def __init__(self) -> None:
         self.generator: torch.Generator | None = None

@@ -65,7 +65,7 @@ def judged(files: Files, **options: int) -> Verdict:
 
 
 def at(files: Files, generation: int, step: int, micro: int | None = None) -> tuple[list[Record], int]:
-    """The rows that have that line, and its index. Without `micro`, the line that says that the step is done."""
+    """The rows that have that line, and its index. Without `micro`, the line of a step that is done."""
     for (number, _), rows in files.items():
         for place, row in enumerate(rows):
             found = row.get("done") == step if micro is None else (row.get("step"), row.get("micro")) == (step, micro)
@@ -165,7 +165,7 @@ def change_the_order(files: Files) -> None:
 @pytest.mark.parametrize(
     ("lie", "sentence"),
     [
-        (lose_a_line, "micro-batch 3 of step 7 was computed by nobody"),
+        (lose_a_line, "micro-batch 3 of step 7 was computed by no rank"),
         (lose_a_step, "step 7 is missing; generation 1 went on with step 8"),
         (lose_the_last_step_before_a_restart, "generation 1 began after step 5, but steps from 5 on are nowhere"),
         (compute_a_micro_batch_twice, "micro-batch 1 of step 12 was computed twice in generation 2, by ranks 1 and 3"),
@@ -231,8 +231,8 @@ def test_the_command_prints_one_sentence_and_exits_with_the_verdict(tmp_path: Pa
     work(tmp_path, 0, 2, 0, 3)
     (tmp_path / "empty").mkdir()
 
-    def ran(*words: str) -> tuple[int, str]:
-        result = CliRunner().invoke(main, words)
+    def ran(*arguments: str) -> tuple[int, str]:
+        result = CliRunner().invoke(main, arguments)
         return result.exit_code, result.output
 
     proved, wrong = ran(str(tmp_path)), ran(str(tmp_path), "--steps", "4")

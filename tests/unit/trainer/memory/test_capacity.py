@@ -88,7 +88,7 @@ with pytest.raises(NoRoom, match=r"\\d MB free and this node's copies .* take 48
 """
 
 
-def test_what_a_cgroup_does_not_hold_is_refused_in_words_and_nobody_is_killed(small_cgroup: Path) -> None:
+def test_what_a_cgroup_does_not_hold_is_refused_with_its_name_and_no_process_is_killed(small_cgroup: Path) -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         command = [sys.executable, "-c", ALLOCATING, folder, str(small_cgroup)]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=RUN_LIMIT_S)

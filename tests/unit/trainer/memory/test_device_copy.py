@@ -136,24 +136,24 @@ class TestGpuCopies:
         assert target.unique().tolist() == [7]
         assert cuda.present is cuda.main
 
-    def test_a_commit_asks_the_groups_after_the_gradients_are_complete(self, cuda: Cuda) -> None:
-        asked: list[bool] = []
+    def test_a_commit_queries_the_groups_after_the_gradients_are_complete(self, cuda: Cuda) -> None:
+        queried: list[bool] = []
         cuda.main.work.append(lambda: None)
         threading.Timer(0.05, lambda: cuda.main.run(1)).start()
 
-        copies(cuda).before_commit(lambda: asked.append(bool(cuda.main.done)))
+        copies(cuda).before_commit(lambda: queried.append(bool(cuda.main.done)))
 
-        assert asked[-1]
+        assert queried[-1]
 
     def test_a_commit_that_waits_for_a_stuck_collective_ends_when_its_group_has_failed(self, cuda: Cuda) -> None:
         cuda.main.work.append(lambda: None)
         cuda.main.is_stuck = True
 
-        def look() -> None:
+        def check() -> None:
             raise RuntimeError("TIMEOUT")
 
         with pytest.raises(RuntimeError, match="TIMEOUT"):
-            copies(cuda).before_commit(look)
+            copies(cuda).before_commit(check)
 
     def test_a_commit_within_a_capture_is_refused(self, cuda: Cuda) -> None:
         cuda.is_capturing = True

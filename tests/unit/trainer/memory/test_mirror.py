@@ -39,7 +39,7 @@ def test_the_second_copy_is_on_the_next_node(nodes: str, expected: list[int | No
 
 
 class FailingSlots(Slots):
-    """Slots for which there is no memory the first `fails` times, as torch says it."""
+    """Slots for which there is no memory the first `fails` times, as torch reports it."""
 
     fails = 0
 
@@ -54,11 +54,11 @@ class Rank:
     """One rank on a node of its own, whose memory is `folder`."""
 
     def __init__(self, rank: int, books: dict[str, Book], folder: Path) -> None:
-        self.rank, self.folder, self.said = rank, folder, list[str]()
+        self.rank, self.folder, self.logged = rank, folder, list[str]()
         self.own = Slots(folder / f"piece-{rank}", bytes(16))
         self.of_other: FailingSlots
         peers = ThreadPeers(rank, 2, books)
-        self.mirror = Mirror(peers, ["a", "b"], self.slots_of, self.said.append, loss="a lost node is lost")
+        self.mirror = Mirror(peers, ["a", "b"], self.slots_of, self.logged.append, loss="a lost node is lost")
 
     def slots_of(self, rank: int) -> FailingSlots:
         self.of_other = FailingSlots(self.folder / f"mirrored-{rank}", bytes(16))
@@ -70,7 +70,7 @@ class Rank:
 
         def finish() -> Tensor:
             if fails:
-                raise OSError("asked for by the test")
+                raise OSError("raised by the test")
             slot = self.own.older()
             return slot.raw(slot.write(Piece(version, 2, self.rank), pack({"x": torch.ones(500_000)})).length)
 
@@ -103,7 +103,7 @@ def test_a_snapshot_is_on_both_nodes(ranks: list[Rank]) -> None:
     assert on_both(ranks, lambda rank: rank.snapshot(1)) == [True, True]
 
     assert [newest_of_other(rank) for rank in ranks] == [Version(0, 1)] * 2
-    assert [rank.said for rank in ranks] == [[], []]
+    assert [rank.logged for rank in ranks] == [[], []]
 
 
 def test_a_failure_ends_second_copies_on_all_ranks_and_one_says_so(ranks: list[Rank]) -> None:
@@ -114,8 +114,8 @@ def test_a_failure_ends_second_copies_on_all_ranks_and_one_says_so(ranks: list[R
     assert on_both(ranks, lambda rank: rank.snapshot(2)) == [True, True]
 
     assert [rank.mirror.is_on for rank in ranks] == [False, False]
-    assert ranks[0].said == []
-    assert ranks[1].said == [
+    assert ranks[0].logged == []
+    assert ranks[1].logged == [
         "rank 1: there are no more second copies on other nodes (can't allocate memory); killed workers cost no more "
         "than before, but a lost node is lost"
     ]
@@ -134,6 +134,6 @@ def test_a_rank_that_cannot_speak_to_the_other_node_any_more_ends_second_copies_
 
     assert [rank.mirror.is_on for rank in ranks] == [False, False]
     assert [list(rank.folder.glob("mirrored-*")) for rank in ranks] == [[], []]
-    (said,) = ranks[0].said
-    assert said.startswith("rank 0: there are no more second copies on other nodes (")
-    assert ranks[1].said == []
+    (logged,) = ranks[0].logged
+    assert logged.startswith("rank 0: there are no more second copies on other nodes (")
+    assert ranks[1].logged == []

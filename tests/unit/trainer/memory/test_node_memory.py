@@ -60,12 +60,12 @@ def test_a_corrupt_copy_is_named_and_the_one_before_it_counts(tmp_path: Path) ->
         byte = file.read(1)
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte[0] ^ 1]))
-    said: list[str] = []
+    logged: list[str] = []
 
-    found = NodeMemory(tmp_path, "m", LAYOUT, say=said.append).verified(all_of_them=False)
+    found = NodeMemory(tmp_path, "m", LAYOUT, log=logged.append).verified(all_of_them=False)
 
     assert [holding.version for holding in found] == [Version(0, 1)]
-    assert said == [f"skipping the copy of step 2 in {slot.path}: its checksum is wrong"]
+    assert logged == [f"skipping the copy of step 2 in {slot.path}: its checksum is wrong"]
     # The damaged copy is not found again, and is overwritten next.
     assert versions(memory) == [Version(0, 1)]
     saved(memory, 0, 3)
@@ -86,33 +86,33 @@ def test_too_little_room_is_one_sentence_with_both_numbers(tmp_path: Path, monke
 
 
 class Writer:
-    """A worker that copies steps 1 and 2 and half of step 3. Then it says so, and waits until it is killed or may go
-    on. Use it as a context manager."""
+    """A worker that copies steps 1 and 2 and half of step 3. Then it reports that, and waits until it is killed or may
+    continue. Use it as a context manager."""
 
     def __init__(self, folder: Path) -> None:
-        said, saying = os.pipe()
+        reports, reporting = os.pipe()
         waiting, self._go = os.pipe()
-        self._child = Child(lambda: self._write(folder, saying, waiting))
+        self._child = Child(lambda: self._write(folder, reporting, waiting))
         self.pid = self._child.pid
-        os.close(saying)
+        os.close(reporting)
         os.close(waiting)
         try:
-            assert select.select([said], [], [], DEADLINE_S)[0], "the worker copies nothing"
-            assert os.read(said, 4) == b"half"
+            assert select.select([reports], [], [], DEADLINE_S)[0], "the worker copies nothing"
+            assert os.read(reports, 4) == b"half"
         except BaseException:
             self.__exit__()
             raise
         finally:
-            os.close(said)
+            os.close(reports)
 
-    def _write(self, folder: Path, saying: int, waiting: int) -> None:
+    def _write(self, folder: Path, reporting: int, waiting: int) -> None:
         os.close(self._go)
         # The forked child does not have its parent's threads.
         torch.set_num_threads(1)
 
         def half(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
             copy_on_host([targets[0][:50_000]], [sources[0][:50_000]])
-            os.write(saying, b"half")
+            os.write(reporting, b"half")
             os.read(waiting, 1)
             copy_on_host(targets, sources)
 
@@ -188,7 +188,7 @@ def opened_by(pid: int) -> list[str]:
     return found
 
 
-def test_a_stopped_writer_keeps_nobody_for_ever(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_writer_blocks_no_worker_forever(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_memory, "_LOCK_S", 0.3)
     found = NodeMemory(shm, "m", LAYOUT)
     with Writer(shm) as writer:

@@ -89,7 +89,7 @@ def test_each_rank_continues_its_own_record_from_its_own_node_if_it_can() -> Non
     assert decision.receivers == ()
 
 
-def test_a_lost_record_is_made_up_for_by_the_lowest_ranks_buffers_and_it_is_said() -> None:
+def test_a_lost_record_is_replaced_by_the_lowest_ranks_buffers_and_logged() -> None:
     decision = decided(node("new", 0), node("old", 1, holds=((0, 5, 1),), records=own(1, 2, step=5)))
 
     assert decision.records == {0: RecordSource(1, 1, Version(0, 5)), 1: RecordSource(1, 1, Version(0, 5))}

@@ -24,10 +24,10 @@ def test_a_snapshot_that_failed_is_written_over_and_the_one_before_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
-        raise OSError("asked for by the test")
+        raise OSError("raised by the test")
 
-    said: list[str] = []
-    memory, state = ShardedMemory(tmp_path, say=said.append, generation=0), {"w": torch.zeros(8)}
+    logged: list[str] = []
+    memory, state = ShardedMemory(tmp_path, log=logged.append, generation=0), {"w": torch.zeros(8)}
     memory.save(1, state)
     assert memory.wait()
     with monkeypatch.context() as patch:
@@ -40,7 +40,7 @@ def test_a_snapshot_that_failed_is_written_over_and_the_one_before_stays(
     memory.save(3, state)
     memory.wait()
 
-    assert said == ["rank 0's part of the snapshot is not whole: asked for by the test"]
+    assert logged == ["rank 0's part of the snapshot is not whole: raised by the test"]
     assert newest(ShardedMemory(tmp_path, generation=1)) == Version(0, 1)
 
 

@@ -29,7 +29,7 @@ def run(steps: range, which: str, folder: Path) -> tuple[list[int], list[str]]:
     """The steps that a loop makes, and what is logged."""
     logged: list[str] = []
     made = []
-    for number in profiled(steps, which, folder=folder, say=logged.append):
+    for number in profiled(steps, which, folder=folder, log=logged.append):
         made.append(number)
         work()
     return made, logged
@@ -40,7 +40,7 @@ def record(folder: Path, generation: int = 0) -> dict[str, Any]:
     return found
 
 
-def test_a_loop_makes_its_steps_and_the_ones_that_were_asked_for_are_profiled(tmp_path: Path) -> None:
+def test_a_loop_makes_its_steps_and_the_chosen_ones_are_profiled(tmp_path: Path) -> None:
     made, logged = run(range(1, 8), "3-4", tmp_path)
 
     assert made == [*range(1, 8)]
@@ -73,7 +73,7 @@ def test_a_training_that_stops_in_a_profiled_step_has_no_trace_and_the_next_prof
     logged: list[str] = []
 
     def train() -> None:
-        with Profiler("3-4", folder=tmp_path, say=logged.append) as profiler:
+        with Profiler("3-4", folder=tmp_path, log=logged.append) as profiler:
             for number in (1, 2, 3):
                 profiler.begin_step(number)
             raise SystemExit(143)
@@ -110,7 +110,7 @@ def test_rank_0_has_the_times_of_the_ranks_of_all_nodes(tmp_path: Path) -> None:
     def profiles_as(rank: int) -> bool:
         logged: list[str] = []
         folder = tmp_path / f"node-{rank}"
-        with Profiler("2-3", folder=folder, say=logged.append) as profiler:
+        with Profiler("2-3", folder=folder, log=logged.append) as profiler:
             profiler._place = module.RankInfo(rank, rank, 2)
             profiler._say = logged.append if rank == 0 else lambda _: None
             for number in range(1, 7):

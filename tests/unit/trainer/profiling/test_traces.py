@@ -130,9 +130,9 @@ def test_each_rank_is_a_process_of_the_joined_file_and_so_is_each_of_its_gpus(tm
     for rank, content in enumerate((first, second)):
         (tmp_path / f"node-{rank}").mkdir()
         (tmp_path / f"node-{rank}" / f"rank_{rank}.json.gz").write_bytes(packed(content))
-    words = [str(tmp_path / "node-0"), str(tmp_path / "node-1"), "-o", str(tmp_path / "t.gz")]
+    arguments = [str(tmp_path / "node-0"), str(tmp_path / "node-1"), "-o", str(tmp_path / "t.gz")]
 
-    done = CliRunner().invoke(main, words)
+    done = CliRunner().invoke(main, arguments)
 
     assert done.exit_code == 0, done.output
     found = json.loads(gzip.decompress((tmp_path / "t.gz").read_bytes()))["traceEvents"]
@@ -177,7 +177,7 @@ def test_a_start_profiles_what_is_left_of_a_range_after_a_step_of_warm_up_and_a_
 
 
 def test_the_table_has_a_steps_mean_on_each_rank_and_names_the_one_that_the_others_waited_for() -> None:
-    # Rank 1 computes longer, and so waits for nobody.
+    # Rank 1 computes longer, and so waits for no rank.
     times = [StepTimes(rank, step, 0.1, *own) for step in (10, 11) for rank, own in enumerate(
         [(0.04, 0.05, 0.04), (0.08, 0.012, 0.01), (0.04, 0.05, 0.04)]
     )]  # fmt: skip

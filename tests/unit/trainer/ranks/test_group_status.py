@@ -1,4 +1,4 @@
-"""What process groups say of their collectives."""
+"""What process groups report of their collectives."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def gloo() -> Any:
         dist.destroy_process_group()
 
 
-def test_a_failed_collective_is_told_by_its_group_and_stops_a_commit() -> None:
+def test_a_failed_collective_is_reported_by_its_group_and_stops_a_commit() -> None:
     first, second = Nccl(), Nccl()
     second.group_name = "mesh_tp"
     status = GroupStatus(lambda: [first, second])
@@ -91,23 +91,23 @@ def test_a_setting_under_which_half_reduced_gradients_could_be_committed_is_repo
     environ = {} if handling is None else {HANDLING: handling}
 
     assert bool(require_reported_aborts(environ, has_nccl=has_nccl, is_known=is_known)) == warns
-    with pytest.raises(ValueError, match=r"is 2, and torch before 2\.7 does not say"):
+    with pytest.raises(ValueError, match=r"is 2, and torch before 2\.7 does not report"):
         require_reported_aborts({HANDLING: "2"}, has_nccl=True, is_known=False)
 
 
-def _watch(group: Any, save: Callable[[], object], said: list[str]) -> GroupWatch:
-    return GroupWatch(GroupStatus(lambda: [group]), save, said.append, warns=False, poll_s=0.01)
+def _watch(group: Any, save: Callable[[], object], logged: list[str]) -> GroupWatch:
+    return GroupWatch(GroupStatus(lambda: [group]), save, logged.append, warns=False, poll_s=0.01)
 
 
 def test_the_state_is_saved_when_a_group_fails_while_the_training_is_stuck() -> None:
-    group, saved, said = Nccl(), threading.Event(), list[str]()
+    group, saved, logged = Nccl(), threading.Event(), list[str]()
 
-    with _watch(group, saved.set, said):
+    with _watch(group, saved.set, logged):
         assert not saved.wait(0.05)
         group.status = ErrorType.COMM_ERROR
         wait_for(saved.is_set, "the state to be saved")
 
-    assert said == [
+    assert logged == [
         "a collective has failed, and this rank keeps its last complete step: NCCL reported an error (COMM_ERROR, "
         "group default_pg)"
     ]

@@ -77,10 +77,10 @@ def test_only_who_knows_the_secret_the_channel_and_the_receiver_is_taken_for_a_r
         assert CONTACT.confirmation(CHALLENGE, changed) is None
 
 
-def dial(book: Book, words: bytes = b"") -> socket.socket:
+def dial(book: Book, content: bytes = b"") -> socket.socket:
     contact = book.contact(0)
     made = socket.create_connection((contact.address, contact.port), DEADLINE_S)
-    made.sendall(words)
+    made.sendall(content)
     return made
 
 
@@ -91,17 +91,17 @@ def listening(book: Book) -> Connections:
     return waiting
 
 
-def test_while_a_rank_does_not_look_the_kernel_holds_few_strangers() -> None:
+def test_while_a_rank_does_not_poll_the_kernel_holds_few_connections() -> None:
     book = Book()
     waiting = listening(book)
     with contextlib.ExitStack() as stack:
         stack.callback(waiting.close)
-        strangers = [stack.enter_context(socket.socket()) for _ in range(200)]
-        for each in strangers:
+        others = [stack.enter_context(socket.socket()) for _ in range(200)]
+        for each in others:
             each.setblocking(False)
             each.connect_ex((book.address, book.contact(0).port))
-        # On loopback the kernel has answered by now, if it does: what it does not take waits for a second SYN.
-        connected = [each for each in strangers if state(each) == ESTABLISHED]
+        # On loopback the kernel has responded by now, if it does: what it does not take waits for a second SYN.
+        connected = [each for each in others if state(each) == ESTABLISHED]
 
         assert 1 <= len(connected) <= 70
 
@@ -111,18 +111,18 @@ def state(made: socket.socket) -> int:
     return made.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
 
 
-def is_closed(stranger: socket.socket) -> bool:
+def is_closed(other: socket.socket) -> bool:
     """Whether the rank has closed the connection, and sent nothing but its challenge."""
-    stranger.settimeout(DEADLINE_S)
+    other.settimeout(DEADLINE_S)
     # A connection that was closed with unread bytes is reset.
-    with stranger, contextlib.suppress(ConnectionResetError):
-        return len(stranger.recv(CHALLENGE_BYTES + 1, socket.MSG_WAITALL)) <= CHALLENGE_BYTES
+    with other, contextlib.suppress(ConnectionResetError):
+        return len(other.recv(CHALLENGE_BYTES + 1, socket.MSG_WAITALL)) <= CHALLENGE_BYTES
     return True
 
 
 @contextlib.contextmanager
 def rank_0_waits(world_size: int) -> Iterator[tuple[Book, list[ThreadPeers]]]:
-    """Rank 0 waits in a collective for the others. They come at the end of the block, and all ranks get the answer."""
+    """Rank 0 waits in a collective for the others. They come at the end of the block, and all ranks get the result."""
     book = Book()
     ranks = thread_peers(world_size, book)
     with ThreadPoolExecutor(world_size) as pool:
@@ -133,20 +133,20 @@ def rank_0_waits(world_size: int) -> Iterator[tuple[Book, list[ThreadPeers]]]:
         assert [each.result(DEADLINE_S) for each in found] == [[world_size - 1]] * world_size
 
 
-def test_strangers_are_closed_and_hold_no_rank_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake, "ANSWER_S", 0.2)
+def test_unauthenticated_peers_are_closed_and_hold_no_rank_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake, "RESPONSE_S", 0.2)
     with rank_0_waits(3) as (book, ranks):
-        strangers = [dial(book), dial(book, b"half"), dial(book, b"GET / HTTP/1.1\r\nHost: " + b"x" * RESPONSE_BYTES)]
+        others = [dial(book), dial(book, b"half"), dial(book, b"GET / HTTP/1.1\r\nHost: " + b"x" * RESPONSE_BYTES)]
         # A rank that is there responds to another rank.
-        strangers.append(dial(book))
-        challenge = strangers[-1].recv(CHALLENGE_BYTES, socket.MSG_WAITALL)
-        strangers[-1].sendall(replace(book.contact(0), rank=1).response(2, challenge, NUMBER))
+        others.append(dial(book))
+        challenge = others[-1].recv(CHALLENGE_BYTES, socket.MSG_WAITALL)
+        others[-1].sendall(replace(book.contact(0), rank=1).response(2, challenge, NUMBER))
 
     assert on_all(ranks, lambda peers: peers.largest([peers.rank])) == [[2]] * 3
-    assert all(map(is_closed, strangers))
+    assert all(map(is_closed, others))
 
 
-def test_more_strangers_than_there_is_room_for_hold_no_rank_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_unauthenticated_peers_than_there_is_room_for_hold_no_rank_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "UNKNOWN_MAX", 4)
     with contextlib.ExitStack() as stack, rank_0_waits(2) as (book, _):
         for _ in range(20):
@@ -161,13 +161,13 @@ def is_open(fd: int) -> bool:
     return True
 
 
-def test_strangers_that_take_the_last_file_descriptors_end_no_training() -> None:
+def test_unauthenticated_peers_that_take_the_last_file_descriptors_end_no_training() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.ExitStack() as stack:
         book = Book()
         rank_0 = listening(book)
         stack.callback(rank_0.close)
-        strangers = [stack.enter_context(socket.socket()) for _ in range(8)]
+        others = [stack.enter_context(socket.socket()) for _ in range(8)]
         rank_1 = stack.enter_context(socket.socket())
         rank_1.settimeout(DEADLINE_S)
         # Earlier tests may have left any numbers in use.
@@ -175,7 +175,7 @@ def test_strangers_that_take_the_last_file_descriptors_end_no_training() -> None
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(unused) + 1, hard))
         stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
 
-        for each in (*strangers, rank_1):
+        for each in (*others, rank_1):
             each.connect((book.address, book.contact(0).port))
         while not select.select([rank_1], [], [], 0)[0]:
             assert not rank_0._admit(rank_0._poll(None, 0.0))
@@ -187,15 +187,15 @@ def test_strangers_that_take_the_last_file_descriptors_end_no_training() -> None
 
 
 def test_a_response_that_was_seen_on_the_way_is_of_no_use_a_second_time() -> None:
-    with rank_0_waits(2) as (book, _), dial(book) as stranger:
+    with rank_0_waits(2) as (book, _), dial(book) as other:
         # It was for the challenge of another connection.
-        assert len(stranger.recv(CHALLENGE_BYTES, socket.MSG_WAITALL)) == CHALLENGE_BYTES
-        stranger.sendall(book.contact(0).response(1, CHALLENGE, NUMBER))
+        assert len(other.recv(CHALLENGE_BYTES, socket.MSG_WAITALL)) == CHALLENGE_BYTES
+        other.sendall(book.contact(0).response(1, CHALLENGE, NUMBER))
 
-        assert stranger.recv(1) == b""
+        assert other.recv(1) == b""
 
 
-def test_a_rank_believes_nobody_who_listens_at_a_dead_ranks_port() -> None:
+def test_a_rank_refuses_another_process_that_listens_at_a_dead_ranks_port() -> None:
     book = Book()
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
         book.publish(0, replace(CONTACT, address="127.0.0.1", port=server.getsockname()[1]).to_bytes())
@@ -286,14 +286,14 @@ def test_a_rank_that_is_turned_away_tries_again(refuses: Callable[[socket.socket
 def test_the_address_of_a_rank_before_a_restart_is_forgotten_when_the_new_one_is_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """There is another process by now, which never answers."""
-    monkeypatch.setattr(handshake, "ANSWER_S", 0.05)
+    """There is another process by now, which never responds."""
+    monkeypatch.setattr(handshake, "RESPONSE_S", 0.05)
     with silent() as other:
         book = Book()
         ranks = thread_peers(2, book)
         book.publish(0, Contact(NAME, 0, "127.0.0.1", other.endpoint.port, b"s" * 32).to_bytes())
         with called(lambda: ranks[1].largest([1])) as (joining,):
-            wait_for(lambda: book.found > 1, "a second look at the store")
+            wait_for(lambda: book.found > 1, "a second query of the store")
             assert not joining.done()
 
             assert ranks[0].largest([0]) == [1]
@@ -305,7 +305,7 @@ def test_a_death_is_an_error_on_a_rank_that_still_waits_to_meet_another_one(
     has_come: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 9 sends its number to rank 8, and dies. Rank 8 cannot send it to rank 0, which does not come."""
-    monkeypatch.setattr(handshake, "ANSWER_S", 0.5)
+    monkeypatch.setattr(handshake, "RESPONSE_S", 0.5)
     ranks = thread_peers(10)
     if has_come:
         ranks[0].connections._listen()

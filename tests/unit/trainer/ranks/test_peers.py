@@ -67,10 +67,10 @@ def test_collectives_are_right_on_all_ranks(world_size: int) -> None:
 
     found = on_all(thread_peers(world_size), all_of_them)
 
-    for rank, (largest, gathered, told, collected, none, total) in enumerate(found):
+    for rank, (largest, gathered, sent, collected, none, total) in enumerate(found):
         assert largest == [world_size - 1, 0, 5]
         assert gathered == ["x" * each for each in ranks]
-        assert told == "hello"
+        assert sent == "hello"
         assert collected == (None if rank else [*ranks])
         assert none == []
         assert total == (7 * 999 if rank else 0)
@@ -148,7 +148,7 @@ def test_a_rank_that_dies_is_an_error_on_all_ranks(collective: str, dead: int) -
     assert all("connection closed by peer" in why for rank, why in enumerate(found) if rank != dead), found
 
 
-def test_a_rank_that_waits_is_told_at_once_of_the_death_of_one_that_waits_for_it() -> None:
+def test_a_rank_that_waits_is_notified_immediately_of_the_death_of_one_that_waits_for_it() -> None:
     ranks = thread_peers(3)
     on_all(ranks, lambda peers: peers.largest([peers.rank]))
 
@@ -174,7 +174,7 @@ def test_a_rank_that_does_nothing_is_an_error_after_the_timeout() -> None:
 
     with pytest.raises(PeerLost, match=r"collective operation timeout: waited 0.05 s for rank 1") as raised:
         ranks[0].largest([0])
-    # The words by which the agent looks for the rank that did not come.
+    # The text by which the agent finds the rank that did not come.
     assert re.search(TIMED_OUT, str(raised.value), re.IGNORECASE)
     with pytest.raises(PeerLost, match="is over: collective operation timeout"):
         ranks[0].largest([0])
@@ -234,7 +234,7 @@ def test_no_socket_is_left_when_ranks_are_closed_with_those_apart(tmp_path: Path
         assert peers.largest([rank]) == [1]
         assert opened() - open_before
 
-        # The other one has its answer too.
+        # The other one has its result too.
         peers.from_all(None)
         peers.close()
         return not opened() - open_before

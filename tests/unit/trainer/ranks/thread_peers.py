@@ -13,7 +13,7 @@ from elaunch.trainer.ranks.handshake import Contact
 from elaunch.trainer.ranks.peers import Peers
 from tests.harness import DEADLINE_S
 
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 NAME = "ranks"
 
 
@@ -69,13 +69,13 @@ def thread_peers(world_size: int, book: Book | None = None, timeout_s: float = D
 
 
 def begin(
-    pool: ThreadPoolExecutor, ranks: Sequence[ThreadPeers], call: Callable[[ThreadPeers], Answer]
-) -> list[Future[Answer]]:
+    pool: ThreadPoolExecutor, ranks: Sequence[ThreadPeers], call: Callable[[ThreadPeers], Result]
+) -> list[Future[Result]]:
     """Call it on all ranks at the same time."""
     return [pool.submit(call, peers) for peers in ranks]
 
 
-def on_all(ranks: Sequence[ThreadPeers], call: Callable[[ThreadPeers], Answer]) -> list[Answer]:
-    """Call it on all ranks at the same time; the answers, by rank."""
+def on_all(ranks: Sequence[ThreadPeers], call: Callable[[ThreadPeers], Result]) -> list[Result]:
+    """Call it on all ranks at the same time; the results, by rank."""
     with ThreadPoolExecutor(len(ranks)) as pool:
         return [each.result(DEADLINE_S) for each in begin(pool, ranks, call)]
