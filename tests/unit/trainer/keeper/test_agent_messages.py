@@ -19,7 +19,7 @@ from elaunch.trainer.memory.node_memory import Records
 from elaunch.trainer.state.region import Piece, Version
 from tests.harness import DEADLINE_S, wait_for
 from tests.unit.trainer.keeper.test_step_copies import Counting, Job
-from tests.unit.trainer.test_link import linked, said, tell
+from tests.unit.trainer.test_link import linked, messages, send
 
 pytestmark = pytest.mark.usefixtures("memory")
 
@@ -80,7 +80,7 @@ class Training:
 
     @property
     def messages(self) -> list[object]:
-        self._sent += [row for row in said(self.agent) if row["event"] != "progress"]
+        self._sent += [row for row in messages(self.agent) if row["event"] != "progress"]
         return [row["event"] for row in self._sent]
 
     def saved(self) -> object:
@@ -89,7 +89,7 @@ class Training:
         return self._sent[-1]["step"]
 
     def lose_a_peer(self) -> None:
-        tell(self.agent, event="peer_failed", generation=0)
+        send(self.agent, event="peer_failed", generation=0)
 
 
 def test_at_a_stop_it_reports_that_it_saves_before_it_does(agent: socket.socket) -> None:
@@ -98,7 +98,7 @@ def test_at_a_stop_it_reports_that_it_saves_before_it_does(agent: socket.socket)
 
     def stop() -> None:
         training.extra.copied = lambda: before.append(training.messages)
-        tell(agent, event="stop_at_step_boundary", reason="join")
+        send(agent, event="stop_at_step_boundary", reason="join")
 
     with pytest.raises(SystemExit):
         training.train(begun=stop)
@@ -177,7 +177,7 @@ def test_without_room_nothing_is_saved_and_no_message_is_sent(
     monkeypatch.setattr(node_memory, "capacity_in", lambda folder: capacity.Capacity(0, "the file system"))
 
     assert plain(7) == [0]
-    assert all(row["event"] != "saving" for row in said(agent))
+    assert all(row["event"] != "saving" for row in messages(agent))
 
 
 @pytest.mark.usefixtures("group", "agent")
