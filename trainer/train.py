@@ -132,7 +132,7 @@ def train_in_group(
             lambda model: parallel.warm_up(*windows.dummy(), model),
             wrap=functools.partial(in_ddp, device=device, hook=config.comm_hook),
             folder=run.path / "tuning",
-            log=log,
+            say=log,
         )
 
     # Restores the newest state that is anywhere, and keeps it from now on.
@@ -153,7 +153,7 @@ def train_in_group(
         recorder.begin(keeper, windows.order),
     ):
         log(opening(config, corpus, place, run, parameters, keeper.step))
-        for step in profiled(keeper.steps(config.steps), config.profile, folder=run.profile, log=log):
+        for step in profiled(keeper.steps(config.steps), config.profile, folder=run.profile, say=log):
             # At the beginning of the step: a restart, which does the step again, evaluates again.
             is_due = config.eval_every is not None and (step - 1) % config.eval_every == 0
             held_out = held_out_loss(parallel, windows) if is_due else None

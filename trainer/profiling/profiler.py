@@ -43,20 +43,20 @@ _TROUBLES_MAX = 8
 
 
 def profiled(
-    steps: Iterable[Item], which: str | None, *, folder: str | os.PathLike[str] = "profile", log: Log | None = None
+    steps: Iterable[Item], which: str | None, *, folder: str | os.PathLike[str] = "profile", say: Log | None = None
 ) -> Iterator[Item]:
     """The items of `steps`, one for each step of a training; the steps in `which` are profiled on the way.
 
     An item that is a whole number is its step's number, as the Keeper's are; others are counted from 1. `which` is
     `"3"` for three steps as soon as it is warm, `"10-12"` for these; without it this costs nothing. All ranks do the
     same. Each rank's trace goes to the generation's folder in --log-dir, or below `folder`. Rank 0
-    gives their table to `log` (by default stderr). No error of it ends a training. Raises ValueError for a `which` that
+    gives their table to `say` (by default stderr). No error of it ends a training. Raises ValueError for a `which` that
     makes no sense.
     """
     if which is None:
         return iter(steps)
     # A wrong `which` is refused here, not at the first step.
-    return _profiled(steps, Profiler(which, folder=folder, log=log))
+    return _profiled(steps, Profiler(which, folder=folder, log=say))
 
 
 def _profiled(steps: Iterable[Item], profiler: Profiler) -> Iterator[Item]:

@@ -131,7 +131,7 @@ def group() -> Iterator[None]:
 def test_with_one_worker_nothing_is_tuned() -> None:
     logged: list[str] = []
 
-    assert isinstance(tune(nn.Linear(1, 1), lambda _: None, log=logged.append), DistributedDataParallel)
+    assert isinstance(tune(nn.Linear(1, 1), lambda _: None, say=logged.append), DistributedDataParallel)
 
     assert logged == ["nothing to tune: there is one worker"]
 

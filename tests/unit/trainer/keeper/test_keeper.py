@@ -275,7 +275,7 @@ def test_an_unreadable_checkpoint_does_not_cost_what_is_in_memory(
     with pytest.raises(RuntimeError, match="reset by peer"):
         job.train(5, {4: fail})
     monkeypatch.setenv("ELAUNCH_GENERATION", "1")
-    newer = Checkpoints(tmp_path / "c", generation=0, log=pytest.fail)
+    newer = Checkpoints(tmp_path / "c", generation=0, say=pytest.fail)
     newer.save(9, {"model": {}})
 
     def unreadable(self: LocalFiles, name: str) -> None:
