@@ -1,4 +1,4 @@
-"""From what is left of a worker (status, error file, output, faulthandler's stack) to a `Failure` in words; pure."""
+"""Makes a `Failure` of what a worker leaves: status, error file, output, faulthandler's stack; pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from elaunch.rendezvous.types import TAIL, TRACEBACK, Failure, FailureKind
 from elaunch.strict_json import parse_json
 from elaunch.threads import only_listens
 
-# Files that are not the user's: an error's place is looked for in the frames outside of them.
+# Files that are not the user's: an error's place is a frame outside of them.
 NOT_USER_CODE = re.compile(
     r"[/\\](site-packages|dist-packages)[/\\]|[/\\]lib[/\\]python3\.\d+[/\\]|^<frozen "
     # Where the trainer's ranks wait for each other, and what calls a job's function; also in a checkout.
@@ -37,7 +37,7 @@ _SYNTAX_ERROR = re.compile(
     re.MULTILINE,
 )
 
-# The last words of `python -m` about a module that is not there; they come without a traceback.
+# The last line of `python -m` about a module that is not there; it comes without a traceback.
 _NO_MODULE = re.compile(
     r"\S+: (?P<message>(?:No module named|Error while finding module specification for"
     r"|No code object available for) .*)"
@@ -53,22 +53,22 @@ _COLLECTIVES = re.compile(
 )
 _WRAPPERS = {"wrapper", "inner", "<lambda>"}
 _EVEN_STEPS = (
-    "give every rank the same number of steps and collective calls: look for a `return`, `break` or `sys.exit` that"
+    "give every rank the same number of steps and collective calls: find a `return`, `break` or `sys.exit` that"
     " only this rank reaches, or for a data loader that is shorter on this rank (drop_last=True, or DDP's join())"
 )
 # A program that reports nothing has made progress when it ran this long.
 SILENT_S = 60.0
-_NO_EXIT = "look for what keeps the process from its exit: an exit function (atexit), or a thread that is no daemon"
+_NO_EXIT = "find what keeps the process from its exit: an exit function (atexit), or a thread that is no daemon"
 # What pdb ends a program by: q, or the end of its input.
 _DEBUGGER_LEFT = "BdbQuit"
-# Words are looked for in this much of a message.
-_SAID_CHARACTERS_MAX = 64 << 10
+# This much of a message is searched.
+_MESSAGE_CHARACTERS_MAX = 64 << 10
 _STARTUP_TYPES = {"ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "TabError"}
-# 126 and 127 are the shell's words for a command that cannot run or is not there.
 _SIGABRT, _SIGKILL, _SIGTERM = 6, 9, 15
 # The signals by which an agent may end a process before Python has returned its exit code for an exception, and that of
 # C++ for a thread that still runs then.
 _ON_THE_WAY_OUT, _EXCEPTION_CODE = (-_SIGKILL, -_SIGTERM, -_SIGABRT), 1
+# 126 and 127 are of the shell.
 _STARTUP_CODES = {2: "the exit code of a wrong command line", 126: "cannot be executed", 127: "not found"}
 
 
@@ -76,14 +76,14 @@ _STARTUP_CODES = {2: "the exit code of a wrong command line", 126: "cannot be ex
 class Raised:
     """An uncaught exception: its type, its text, the innermost frame in the user's code, the printed traceback.
 
-    `is_cut` says that the middle of the traceback was left out. `call` is the function of torch in which the rank
-    waited for others, or empty.
+    With `is_cut` the middle of the traceback was left out. `call` is the function of torch in which the rank waited for
+    others, or empty.
     """
 
-    exception: str
-    message: str
-    frame: str
-    traceback: str
+    exception: str = ""
+    message: str = ""
+    frame: str = ""
+    traceback: str = ""
     is_cut: bool = False
     call: str = ""
 
@@ -93,10 +93,10 @@ class Remains:
     """What a worker left behind.
 
     `code` is the exit code or minus the signal. `error_record` is the text of its TORCHELASTIC_ERROR_FILE, `tail` the
-    end of its stderr; both may be empty or torn. `kernel` is the kernel's word on it, if there is one. `raised` says
-    that its program was over, by an exception, before a signal ended the process; `returned` that it was over without
-    one, with `own_code`, if that is known. `crash` is what faulthandler wrote.
-    `lost` is the error by which it has lost a peer, `refused` why it cannot do what is asked, if that is known.
+    end of its stderr; both may be empty or torn. `kernel` is what the kernel logged of it. `raised`: its program was
+    over, by an exception, before a signal ended the process; `returned`: it was over without one, with `own_code`, if
+    that is known. `crash` is what faulthandler wrote. `lost` is the error by which it has lost a peer, `refused` why it
+    refused to run, if that is known.
     """
 
     code: int
@@ -113,10 +113,7 @@ class Remains:
 
 
 def failure_of(worker: Failure, remains: Remains, signal_name: str) -> Failure:
-    """How the worker failed; `worker` is a failure of it that has all but how.
-
-    `signal_name` is the name of signal `-remains.code`, where that is one.
-    """
+    """How the worker failed; `worker` has all but that. `signal_name` is that of signal `-remains.code`, if any."""
     return replace(worker, **_judged(remains, signal_name))
 
 
@@ -128,28 +125,23 @@ def _judged(remains: Remains, signal_name: str) -> dict[str, Any]:
         raised = replace(crashed, traceback=TRACEBACK.of(stack), is_cut=not TRACEBACK.fits(stack))
     has_crashed = remains.code in CRASH_CODES
     if raised and remains.raised and remains.code in _ON_THE_WAY_OUT:
-        # The end of a process may take a second. Its peers have told the agent of a lost one meanwhile.
+        # The exit of a process may take a second. Its peers have reported a lost one meanwhile.
         remains = replace(remains, code=_EXCEPTION_CODE)
     kind, message = _kind_and_message(remains, raised, signal_name)
     if raised and remains.raised and has_crashed:
         message = f"{message}, and was then killed by {signal_name}"
     calls = [each.call for each in (raised, remains.lost) if each and each.call]
     found = {"kind": kind, "code": remains.code, "message": message, "call": calls[0] if calls else ""}
-    shown = raised or Raised("", "", "", "")
-    return found | {
-        "exception": shown.exception,
-        "frame": shown.frame,
-        "traceback": shown.traceback,
-        "is_cut": shown.is_cut,
-        "tail": _kept(remains.tail, shown.traceback),
-    }
+    raised = raised or Raised()
+    found |= {name: getattr(raised, name) for name in ("exception", "frame", "traceback", "is_cut")}
+    return found | {"tail": _kept(remains.tail, raised.traceback)}
 
 
 def end_of(worker: Failure, clock: str, *, is_gone: bool) -> Failure:
     """The record of a program that ended without an exception, which is a failure only if other ranks still waited.
 
-    `worker` as in `failure_of`, `clock` is the time in words. A process that is not gone yet has no code, nor has one
-    that a signal ended on its way out.
+    `worker` as in `failure_of`, `clock` is the time of day. A process that has not exited has no code, nor has one that
+    a signal ended on its way out.
     """
     if is_gone:
         how = f"ended with exit code 0 at {clock}"
@@ -169,48 +161,48 @@ def with_tail(failure: Failure, tail: str) -> Failure:
     if failure.code is not None and failure.code < 0:
         return _crashed(failure, tail)
     if failure.code is None or not failure.message.startswith("exited with"):
-        # Nothing can be added to what an error file said.
+        # Nothing can be added to what an error file has.
         return failure
     return replace(failure, **_judged(Remains(failure.code, tail=tail, progressed=progressed), ""))
 
 
 def _crashed(failure: Failure, tail: str) -> Failure:
-    """The death by a signal with what the output says of it: a program's own faulthandler, or C++."""
+    """The death by a signal with what the output has of it: a program's own faulthandler, or C++."""
     assert failure.code is not None
     if not failure.traceback and (found := parse_crash(tail, failure.code)):
         failure = replace(failure, frame=found.frame, traceback=found.traceback)
-    words = abort_text(tail) if failure.code == -_SIGABRT else ""
+    thrown = _abort_text(tail) if failure.code == -_SIGABRT else ""
     frame = failure.frame if is_crash_stack(failure.traceback) else ""
-    if failure.kind is not FailureKind.SIGNAL or not (words or frame):
+    if failure.kind is not FailureKind.SIGNAL or not (thrown or frame):
         return failure
-    return replace(failure, message=failure.message.partition(" (")[0] + crash_text(frame, words))
+    return replace(failure, message=failure.message.partition(" (")[0] + _crash_text(frame, thrown))
 
 
 def parse_record(text: str) -> Raised | None:
     """The exception in an error file as torch's `@record` and our workers write it; None for a torn or other one.
 
-    Its message and traceback may have any length. They are cut to what a failure record has room for.
+    Its message and traceback may have any length. They are cut to what fits into a failure record.
     """
     try:
         message = parse_json(text)["message"]
         if isinstance(message, str):
-            return Raised("", message[:_SAID_CHARACTERS_MAX], "", "")
-        said, stack = _word(message["message"]), _word(message.get("extraInfo", {}).get("py_callstack", ""))
+            return Raised(message=message[:_MESSAGE_CHARACTERS_MAX])
+        error, stack = _text(message["message"]), _text(message.get("extraInfo", {}).get("py_callstack", ""))
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
-    is_cut, said, stack = not TRACEBACK.fits(stack), said[:_SAID_CHARACTERS_MAX], TRACEBACK.of(stack)
+    is_cut, error, stack = not TRACEBACK.fits(stack), error[:_MESSAGE_CHARACTERS_MAX], TRACEBACK.of(stack)
     raised = parse_traceback(stack)
     if raised is None:
-        return Raised(said.partition(":")[0], said.partition(":")[2].strip(), "", stack, is_cut)
+        return Raised(error.partition(":")[0], error.partition(":")[2].strip(), "", stack, is_cut)
     return replace(raised, traceback=stack.rstrip(), is_cut=is_cut)
 
 
-def _word(value: object) -> str:
+def _text(value: object) -> str:
     return value if isinstance(value, str) else shown(value)
 
 
 def shows_only_lost_peer(text: str) -> bool | None:
-    """Whether all tracebacks in `text` only tell that another rank is gone; None while the last has no end yet."""
+    """Whether all tracebacks in `text` are only of a lost peer; None while the last is incomplete."""
     raised = parse_traceback(text)
     if raised is None:
         return None
@@ -250,21 +242,19 @@ def parse_traceback(text: str) -> Raised | None:
     line = re.search(r"^(?=[A-Za-z_])", rest, re.MULTILINE)
     if line is None:
         return None
-    said = _EXCEPTION.match(rest[line.start() :].rstrip().partition("\n\n")[0])
-    if said is None:
+    printed = _EXCEPTION.match(rest[line.start() :].rstrip().partition("\n\n")[0])
+    if printed is None:
         return None
-    mine = [f for f in frames if not NOT_USER_CODE.search(f["file"])] or frames
-    frame = _place(mine[-1]) if mine else ""
     whole = text[chain_start(text) :].rstrip()
     # Python 3.10 writes __main__.MyError, later ones MyError.
-    exception = said["type"].removeprefix("__main__.")
-    return Raised(exception, (said["message"] or "").strip(), frame, whole, call=_call(frames))
+    exception = printed["type"].removeprefix("__main__.")
+    return Raised(exception, (printed["message"] or "").strip(), _user_place(frames, -1), whole, call=_call(frames))
 
 
 def _call(frames: Sequence[re.Match[str]]) -> str:
     """The function in which the rank waited for others: torch.distributed's last one, `backward`, or the Keeper's.
 
-    A private one says nothing to a user, if there is another.
+    A public one comes before a private one.
     """
     calls = [f["function"] for f in frames if f["function"] and _COLLECTIVES.search(f["file"])]
     if "should_stop" in calls:
@@ -274,7 +264,12 @@ def _call(frames: Sequence[re.Match[str]]) -> str:
     return next((call for call in named if not call.startswith("_")), named[0] if named else "")
 
 
-def _place(frame: re.Match[str]) -> str:
+def _user_place(frames: Sequence[re.Match[str]], index: int) -> str:
+    """The place of the first or last frame of the user's code, or else of any; empty without frames."""
+    mine = [frame for frame in frames if not NOT_USER_CODE.search(frame["file"])] or frames
+    if not mine:
+        return ""
+    frame = mine[index]
     return f"{frame['file']}:{frame['line']}" + (f" in {frame['function']}" if frame["function"] else "")
 
 
@@ -298,9 +293,9 @@ def _kind_and_message(remains: Remains, raised: Raised | None, signal_name: str)
         if remains.returned:
             ended = "" if remains.own_code is None else f" with exit code {remains.own_code}"
             killed = f"{killed} after its program had ended{ended}"
-        return FailureKind.SIGNAL, killed + crash_text(raised.frame if raised and remains.crash else "")
+        return FailureKind.SIGNAL, killed + _crash_text(raised.frame if raised and remains.crash else "")
     if remains.refused:
-        return FailureKind.REFUSED, f"refused to run{_said(remains.refused)}"
+        return FailureKind.REFUSED, f"refused to run{_ending(remains.refused)}"
     if raised is None:
         if code in _STARTUP_CODES and not remains.progressed:
             return FailureKind.STARTUP, f"exited with code {code} ({_STARTUP_CODES[code]})"
@@ -311,7 +306,7 @@ def _kind_and_message(remains: Remains, raised: Raised | None, signal_name: str)
         return kind, f"exited with code {code}"
     if raised.exception.rpartition(".")[2] == _DEBUGGER_LEFT:
         return FailureKind.DEBUGGER, "left its debugger (BdbQuit)"
-    message = f"raised {raised.exception or 'an error'}{_said(raised.message)}"
+    message = f"raised {raised.exception or 'an error'}{_ending(raised.message)}"
     if raised.exception.rpartition(".")[2] in _STARTUP_TYPES and not remains.progressed:
         return FailureKind.STARTUP, message
     if _OUT_OF_MEMORY.search(f"{raised.exception}: {raised.message}"):
@@ -330,8 +325,8 @@ def _lost(raised: Raised) -> str:
     return f"lost a peer{where} ({raised.exception}: {_essence(raised.message)})"
 
 
-def _said(message: str) -> str:
-    """The message as the end of a sentence. Of one in several lines, the rest is in the traceback or in the output."""
+def _ending(message: str) -> str:
+    """The message as the end of a sentence: its first line, since the rest is in the traceback or in the output."""
     first, more, _ = message.partition("\n")
     return f": {first} …" if more else f": {first}" if first else ""
 
@@ -376,11 +371,9 @@ def parse_crash(text: str, code: int) -> Raised | None:
     current = _CURRENT.search(stack)
     text = "\n\n".join(block for block in stack.split("\n\n") if not _only_listens(block))
     if current is None:
-        return Raised("", "", "", text)
+        return Raised(traceback=text)
     own = stack[current.end() :].partition("\n\n")[0]
-    frames = list(_FRAME.finditer(own))
-    mine = [frame for frame in frames if not NOT_USER_CODE.search(frame["file"])] or frames
-    return Raised("", "", _place(mine[0]) if mine else "", text)
+    return Raised(frame=_user_place(list(_FRAME.finditer(own)), 0), traceback=text)
 
 
 def _only_listens(block: str) -> bool:
@@ -394,7 +387,7 @@ def is_crash_stack(text: str) -> bool:
     return text.startswith(_FATAL)
 
 
-def abort_text(tail: str) -> str:
+def _abort_text(tail: str) -> str:
     """The C++ exception that ended a process by SIGABRT: its type and the first line of its text."""
     thrown = list(_THROWN.finditer(tail))
     if not thrown:
@@ -403,9 +396,7 @@ def abort_text(tail: str) -> str:
     return f"{thrown[-1]['type']}: {what['text'].strip()}" if what else thrown[-1]["type"]
 
 
-def crash_text(frame: str, words: str = "") -> str:
-    """The words in brackets behind "was killed by SIGSEGV"."""
-    said = [f"crashed in {frame}"] if frame else []
-    if words:
-        said.append(words)
-    return f" ({'; '.join(said)})" if said else ""
+def _crash_text(frame: str, thrown: str = "") -> str:
+    """What follows "was killed by SIGSEGV", in brackets."""
+    parts = [text for text in (frame and f"crashed in {frame}", thrown) if text]
+    return f" ({'; '.join(parts)})" if parts else ""

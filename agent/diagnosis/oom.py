@@ -43,7 +43,7 @@ class KernelLog:
             self._fd = -1
 
     def oom_text(self, pid: int, now_s: float) -> str:
-        """A few words if the kernel killed `pid` for lack of memory, or may have done so. Else the empty string."""
+        """A short text if the kernel killed `pid` for lack of memory, or may have done so. Else the empty string."""
         with self._lock:
             self._read()
             before, self._counted = self._counted, self._kills_counted() or 0
@@ -57,7 +57,7 @@ class KernelLog:
 
     @property
     def counts_kills(self) -> bool:
-        """Whether kills are counted, so that a count that has not grown says that there was none."""
+        """Whether kills are counted, so that a count that has not grown proves that there was none."""
         return self._kills_counted() is not None
 
     def xids(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Stacks of ranks as records; ranks with equal stacks as one group, in words and as an answer of limited size; pure."""
+"""Stacks of ranks as records; ranks with equal stacks as one group, as text and as a reply of limited size; pure."""
 
 from __future__ import annotations
 
@@ -52,10 +52,9 @@ class Frame:
 class ThreadStack:
     """One thread of a process; `frames` are innermost first.
 
-    `is_active` says that the thread was on a core, or wanted one. `syscall` is the system call that it sleeps in, empty
-    if it runs or if that cannot be read; `target` is the file, pipe, terminal or socket of that call, if it has one.
-    `is_own` says that elaunch has started it, in the worker. `values` stands for the values of its local variables, if
-    they were read: equal if none of them has changed.
+    `is_active`: the thread was on a core, or wanted one. `syscall` is the system call that it sleeps in, empty if it
+    runs or if that cannot be read; `target` is the file, pipe, terminal or socket of that call, if it has one.
+    `is_own`: elaunch has started it, in the worker. `values` is a hash of its local variables, if they were read.
     """
 
     name: str
@@ -87,11 +86,9 @@ class ThreadStack:
 class Stack:
     """The stacks of one process of a rank: of its worker, or of a child of the worker (a data loader).
 
-    `state` is the letter in /proc/PID/stat. `trouble` says why there are no threads, as the end of a sentence.
-    `children` are the worker's own child processes that run Python.
-
-    What torch's flight recorder says: `entered` has the rank's last collective, empty if that is not known. `waits`
-    says that a collective has not ended.
+    `state` is the letter in /proc/PID/stat. `trouble` is why there are no threads, as the end of a sentence. `children`
+    are the worker's own child processes that run Python. By torch's flight recorder `entered` is the rank's last
+    collective, empty if that is not known, and `waits` whether a collective has not ended.
     """
 
     rank: int
@@ -109,13 +106,16 @@ class Stack:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a SIGSTOP holds it."""
         return self.state == _STOPPED
 
     @property
     def is_traced(self) -> bool:
-        """Whether a debugger holds it."""
         return self.state == _TRACED
+
+    @property
+    def held(self) -> str:
+        """What holds it, if anything does."""
+        return "stopped by a signal" if self.is_stopped else "held by a debugger" if self.is_traced else ""
 
 
 @dataclass(frozen=True)
@@ -144,13 +144,12 @@ def group_text(group: StackGroup) -> str:
 
 def location_text(stack: Stack) -> str:
     """Where the main thread is: its innermost frame, and the innermost one in the user's code if that is another."""
-    held = "stopped by a signal, in " if stack.is_stopped else "held by a debugger, in " if stack.is_traced else ""
-    main = stack.main
+    held, main = stack.held, stack.main
     if main is None or not main.frames:
-        return f"{held.removesuffix(', in ')}{': ' if held else ''}{stack.trouble or 'no Python frame'}"
-    words = called_frame(main).text
-    mine = main.innermost_user_frame
-    return held + (words if mine is None or mine == main.frames[0] else f"{words} ← {mine.text}")
+        return f"{held}{': ' if held else ''}{stack.trouble or 'no Python frame'}"
+    called, mine = called_frame(main).text, main.innermost_user_frame
+    caller = f" ← {mine.text}" if mine and mine != main.frames[0] else ""
+    return f"{held}{', in ' if held else ''}{called}{caller}"
 
 
 def called_frame(thread: ThreadStack) -> Frame:
@@ -162,7 +161,7 @@ def called_frame(thread: ThreadStack) -> Frame:
 
 
 def is_named(frame: Frame) -> bool:
-    """Whether its function's name says something to a user: no wrapper, and no private helper."""
+    """Whether its function's name means something to a user: no wrapper, and no private helper."""
     name = frame.function.rpartition(".")[2]
     return name != "wrapper" and not name.startswith(("_", "<"))
 
@@ -193,19 +192,18 @@ def full_text(stacks: Iterable[Stack]) -> str:
 
 
 def _process_text(stack: Stack, margin: str = "") -> str:
-    held = "stopped by a signal" if stack.is_stopped else "held by a debugger" if stack.is_traced else ""
-    lines = [f"{margin}{text}" for text in (held, stack.trouble) if text]
+    lines = [f"{margin}{text}" for text in (stack.held, stack.trouble) if text]
     # The main thread first: most readers need no other.
     for thread in sorted(stack.threads, key=lambda thread: (thread.is_own, not thread.is_main)):
         own = f" ({OWN})" if thread.is_own else ""
-        lines.append(f"{margin}thread {thread.name}{own}: {_thread_words(thread)}")
+        lines.append(f"{margin}thread {thread.name}{own}: {_thread_text(thread)}")
         lines += [f'{margin}  File "{frame.file}", line {frame.line}, in {frame.function}' for frame in thread.frames]
     for child in stack.children:
         lines += [f"{margin}child process, pid {child.pid}", _process_text(child, f"{margin}    ")]
     return "\n".join(lines)
 
 
-def _thread_words(thread: ThreadStack) -> str:
+def _thread_text(thread: ThreadStack) -> str:
     holds = ", holds the GIL" if thread.holds_gil else ""
     if thread.is_active:
         return f"runs{holds}"
@@ -242,9 +240,8 @@ def read_stack_answer(text: str, node_id: str) -> StackAnswer | None:
         answer = decode(StackAnswer, text)
     except ValueError:
         return None
-    return (
-        answer if answer.node_id == node_id and sum(len(group.ranks) for group in answer.groups) <= RANKS_MAX else None
-    )
+    is_whole = answer.node_id == node_id and sum(len(group.ranks) for group in answer.groups) <= RANKS_MAX
+    return answer if is_whole else None
 
 
 def stacks_in(answers: Iterable[StackAnswer]) -> tuple[Stack, ...]:

@@ -28,7 +28,7 @@ from elaunch.threads import is_own, only_listens
 
 # Where the kernel denies it: another user, or Yama's kernel.yama.ptrace_scope of 2 or 3.
 _DENIED = (
-    "this process may not look into it: run elaunch as the workers' user with kernel.yama.ptrace_scope 0 or 1, or give"
+    "this process may not read it: run elaunch as the workers' user with kernel.yama.ptrace_scope 0 or 1, or give"
     " it the capability SYS_PTRACE (docker run --cap-add SYS_PTRACE; in a pod: securityContext.capabilities)"
 )
 TOOL = "py-spy"
@@ -55,17 +55,17 @@ _OF_A_FILE = {
 def take(pids: Mapping[int, int], *, within_s: float = _TAKE_S) -> tuple[Stack, ...]:
     """The stacks of these processes (by rank) and of their children, by rank, at most half a second after `within_s`.
 
-    It never raises: a stack that cannot be taken has its `trouble`. It waits for py-spy, so it is called in a thread
-    where somebody must not wait.
+    It never raises: a stack that cannot be taken has its `trouble`. It waits for py-spy: the agent's loop calls it in a
+    thread.
     """
     if not pids:
         return ()
     tool, until_s = find_tool(), time.monotonic() + within_s
-    looks = {rank: partial(_take_tree, tool, rank, pid, until_s) for rank, pid in sorted(pids.items())}
+    works = {rank: partial(_take_tree, tool, rank, pid, until_s) for rank, pid in sorted(pids.items())}
     # A py-spy that waits for a process in an uninterruptible sleep does not even end by SIGKILL.
-    found = in_threads(looks, within_s + _KILL_S, "elaunch-stacks")
+    found = in_threads(works, within_s + _KILL_S, "elaunch-stacks")
     return tuple(
-        found.get(rank) or Stack(rank, pids[rank], state=linux.state(pids[rank]), trouble=_LATE) for rank in looks
+        found.get(rank) or Stack(rank, pids[rank], state=linux.state(pids[rank]), trouble=_LATE) for rank in works
     )
 
 
@@ -100,8 +100,8 @@ def _take_one(tool: str | None, rank: int, pid: int, until_s: float) -> Stack:
     if any(thread.is_main and thread.is_active for thread in threads):
         again, _ = _dump(tool, pid, until_s, "--locals")
         main = next((each for each in again if each.is_main), None)
-        # What could not be read may have changed. elaunch's own thread takes the GIL to answer: a look in that moment
-        # says nothing of what the main thread does.
+        # What could not be read may have changed. elaunch's own thread takes the GIL to reply: a sample in that moment
+        # does not show what the main thread does.
         values, held = (main.values, main.holds_gil) if main else (f"unread at {time.monotonic()}", False)
         threads = tuple(
             replace(each, values=values, holds_gil=each.holds_gil or held) if each.is_main else each for each in threads
@@ -133,15 +133,15 @@ def _dump(tool: str, pid: int, until_s: float, *more: str) -> tuple[list[ThreadS
         return [], f"{TOOL} wrote something that cannot be read"
 
 
-def _trouble(said: str) -> str:
-    """py-spy's last words as the end of a sentence."""
-    if "Permission" in said or "Operation not permitted" in said:
+def _trouble(printed: str) -> str:
+    """What py-spy printed as the end of a sentence."""
+    if "Permission" in printed or "Operation not permitted" in printed:
         return _DENIED
-    if "Failed to find python version" in said or "Failed to find a python interpreter" in said:
+    if "Failed to find python version" in printed or "Failed to find a python interpreter" in printed:
         return "it runs no Python, or Python is only just starting"
-    if "Check that the process is running" in said or "No such process" in said:
+    if "Check that the process is running" in printed or "No such process" in printed:
         return "the process is gone"
-    causes = [line.strip().removeprefix("Error: ") for line in said.splitlines() if line.strip()]
+    causes = [line.strip().removeprefix("Error: ") for line in printed.splitlines() if line.strip()]
     return f"{TOOL} could not read it ({causes[0][:_TEXT_MAX]})" if causes else f"{TOOL} could not read it"
 
 
@@ -171,7 +171,7 @@ def _files(frames: tuple[Frame, ...]) -> list[str]:
 
 
 def _hash(values: list[object]) -> str:
-    """Local variables as a hash: they may be secrets, and only a change of them is asked for."""
+    """Local variables as a hash: they may be secrets, and only a change of them is of use."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16] if any(values) else ""
 
 
@@ -181,7 +181,7 @@ def _text(value: object) -> str:
 
 
 def _sleeps_in(pid: int, tid: int) -> tuple[str, str]:
-    """The system call in which a thread sleeps and the file of that call; both empty where they cannot be told."""
+    """The system call in which a thread sleeps and the file of that call; both empty where they are unknown."""
     call, rest = linux.thread_call(pid, tid)
     if call not in _OF_A_FILE:
         return call, ""

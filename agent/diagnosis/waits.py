@@ -1,7 +1,7 @@
 """What a stack waits for: a collective, a store, a lock, its data loader, a file, the network, a person; pure.
 
-Two things say it: the frames between the user's code and the end of the stack, and the system call that the thread
-sleeps in. A C function has no frame of its own (py-spy shows Python's), so `lock.acquire()` in the user's code is told
+Two things show it: the frames between the user's code and the end of the stack, and the system call that the thread
+sleeps in. A C function has no frame of its own (py-spy shows Python's), so `lock.acquire()` in the user's code is known
 by its system call alone.
 """
 
@@ -52,7 +52,7 @@ _COLLECTIVE_FILES = (
     # The Keeper's own connections between ranks.
     "elaunch/trainer/ranks/",
 )
-# Where the Keeper polls the GPU, asleep between two looks: for the gradients of a step, and so for their all-reduce.
+# Where the Keeper polls the GPU, asleep between two polls: for the gradients of a step, and so for their all-reduce.
 _GPU_FILE = "elaunch/trainer/memory/device_copy.py"
 _LOADER_FILES = ("torch/utils/data/dataloader.py",)
 # The lock of torch.utils.cpp_extension: whoever does not build sleeps until the file is gone.
@@ -101,9 +101,9 @@ def thread_doing(thread: ThreadStack) -> Doing:
 
 
 def waits_for_ranks(stack: Stack) -> bool | None:
-    """Whether it waits for other ranks; None if nobody can tell.
+    """Whether it waits for other ranks; None if that is unknown.
 
-    A commit of the Keeper waits for the GPU. Torch's flight recorder says whether that one is in a collective.
+    A commit of the Keeper waits for the GPU. Torch's flight recorder shows whether that one is in a collective.
     """
     what = doing(stack)
     if what is Doing.UNKNOWN or (what is Doing.GPU and not stack.entered):
@@ -112,7 +112,7 @@ def waits_for_ranks(stack: Stack) -> bool | None:
 
 
 def doing_text(stack: Stack) -> str:
-    """The same for people, with the name of the collective, or of the file."""
+    """The same as text, with the name of the collective, or of the file."""
     what, main = doing(stack), stack.main
     if main and what is Doing.COLLECTIVE:
         return f"waits in {'the all-reduce of a backward pass' if _is_backward(main) else called_frame(main).function}"
@@ -133,7 +133,7 @@ def does_where(stack: Stack) -> str:
         return doing_text(stack)
     if doing(stack) is Doing.RUNS:
         return f"runs in {mine.text}"
-    return f"{doing_text(stack)} ({mine.function}, {mine.short_file}:{mine.line}){_loader_words(stack)}"
+    return f"{doing_text(stack)} ({mine.function}, {mine.short_file}:{mine.line}){_loader_text(stack)}"
 
 
 def helpers_work(stack: Stack) -> bool:
@@ -147,7 +147,7 @@ def helpers_work(stack: Stack) -> bool:
     return any(thread.frames and thread_doing(thread) not in stuck for thread in threads)
 
 
-def _loader_words(stack: Stack) -> str:
+def _loader_text(stack: Stack) -> str:
     """What the data loader's processes do, where a rank waits for them."""
     if doing(stack) is not Doing.LOADER:
         return ""
@@ -181,7 +181,7 @@ def _by_frames(thread: ThreadStack) -> Doing | None:
     def calls(*begins: str) -> bool:
         return any(file.startswith(begins) for file in files)
 
-    # A GPU's collective may wait on a core: then only its innermost frame says what it does.
+    # A GPU's collective may wait on a core: then only its innermost frame shows what it does.
     if not thread.is_active or files[:1] == [COLLECTIVES_FILE]:
         if calls(_RENDEZVOUS_FILE) or (names & _RENDEZVOUS_FUNCTIONS and calls(*_COLLECTIVE_FILES)):
             return Doing.RENDEZVOUS
