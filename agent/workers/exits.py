@@ -57,7 +57,7 @@ def _left_at_crash(fd: int) -> bytes:
 
 
 def _own_code(left: bytes) -> int | None:
-    """The code with which the program had ended before its process crashed; None if that is not known."""
+    """The program's exit code, if it had ended before its process crashed and that is known."""
     return left[-1] if left[:-1].endswith(EXIT_CODE) else None
 
 
@@ -73,7 +73,7 @@ class ExitReader:
         """The event of a worker's exit; `code` is as in `Failure`."""
         link = worker.link
         link.read()
-        # A signal is no end of a program that had ended by itself. An exit code is a failure, as without a link.
+        # A signal is no end of a program that had ended before. An exit code is a failure, as without a link.
         has_end = code == 0 or (code < 0 and link.has_returned)
         clock = time.strftime("%H:%M:%S")
         end = end_of(self._record(group, worker), clock, is_gone=code == 0) if has_end else None
@@ -119,7 +119,6 @@ class ExitReader:
         )
 
     def _record(self, group: WorkerGroup, worker: Worker) -> Failure:
-        """A failure of this worker that has all but how it failed."""
         return Failure(
             FailureKind.EXIT_CODE,
             group.generation,
@@ -139,10 +138,10 @@ class ExitReader:
         )
 
     def oom_text(self, pid: int) -> str:
-        """What the kernel says about the SIGKILL of this process. Empty if it was not for lack of memory."""
-        word = self._log.oom_text(pid, time.monotonic())
-        limit = limit_text() if word else ""
-        return f"{word}; its cgroup may hold {limit}" if limit else word
+        """Why the kernel killed this process for lack of memory; empty if it did not."""
+        text = self._log.oom_text(pid, time.monotonic())
+        limit = limit_text() if text else ""
+        return f"{text}; its cgroup may hold {limit}" if limit else text
 
 
 def signal_name(code: int) -> str:

@@ -1,4 +1,4 @@
-"""One generation's workers as their node's agent knows them, and where news of them go."""
+"""One generation's workers as their node's agent knows them, and where events of them go."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ LASTING_S = 600.0
 class Worker:
     """One worker. It is ordered first, and forked when the fork server has imported: `pid` is -1 until then.
 
-    At a crash it leaves its stacks in `crash_fd`. `is_mixed` says that its stdout and stderr are one pipe.
+    At a crash it leaves its stacks in `crash_fd`. `is_mixed`: its stdout and stderr are one pipe.
     """
 
     rank: int
@@ -61,7 +61,6 @@ class Worker:
     failure: Failure | None = None
 
     def forked(self, pid: int) -> None:
-        """Note its process."""
         self.pid, self.since_s = pid, time.monotonic()
 
     @property
@@ -75,7 +74,7 @@ class WorkerGroup:
     """This node's workers of one generation; `workers` has those that were ordered, by local rank.
 
     `store` is the socket of the generation's worker store, if that is on this node and has not ended.
-    `is_interrupted` says that workers have got SIGINT. `parent_killed` is the failure of their parent process.
+    `is_interrupted`: workers have got SIGINT. `parent_killed` is the failure of their parent process.
     """
 
     table: RankTable
@@ -88,7 +87,6 @@ class WorkerGroup:
 
     @property
     def pids(self) -> dict[int, int]:
-        """The processes by local rank."""
         return {worker.local_rank: worker.pid for worker in self.workers if worker.pid > 0}
 
     @property
@@ -99,20 +97,20 @@ class WorkerGroup:
 
     @property
     def recorders(self) -> dict[int, FlightRecorder]:
-        """What answers for the collectives of each worker that has a process group, by local rank."""
+        """Those of the workers that have a process group, by local rank."""
         return {worker.local_rank: worker.link.recorder for worker in self.workers if worker.link.recorder}
 
     @property
     def node_id(self) -> str:
-        """This node's id in the table. The node may have come back with another id since then."""
+        """This node's id in the table. The node may have rejoined with another id since then."""
         return self.table.seats[self.group_rank].node_id
 
     @property
     def progressed(self) -> bool:
         """Whether a worker of this node reported a step or made its process group, or all ran for long.
 
-        The ranks make the group together: if one says that it did not, the others only wait at the store, and that is
-        no progress. Programs that report nothing at all need not run for so long.
+        The ranks make the group together: if one reports that it did not, the others only wait at the store, and that
+        is no progress. Programs that report nothing at all need not run for so long.
         """
         known = [worker.link.progressed for worker in self.workers if worker.link.progressed is not None]
         return any(known) or time.monotonic() - self.started_s >= (LASTING_S if known else SILENT_S)
@@ -123,7 +121,6 @@ class WorkerGroup:
 
     @property
     def slots(self) -> int:
-        """Workers of this node."""
         return self.table.seats[self.group_rank].slots
 
     def rank(self, local_rank: int) -> int:

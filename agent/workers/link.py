@@ -25,27 +25,27 @@ from elaunch.agent.diagnosis.samplers import FlightRecorder
 from elaunch.agent.peer_lost import is_peer_lost
 from elaunch.strict_json import parse_json
 
-# A step's time is a mean over this many looks at which the step had moved: ten seconds, or ten slow steps.
-_LOOKS = 10
+# A step's time is a mean over this many samples at which the step had moved: ten seconds, or ten slow steps.
+_MOVES = 10
 
 
 class StepTimes:
-    """When one worker's step was seen to move, and when it was last seen to report."""
+    """When one worker's step moved, and when it last reported."""
 
     def __init__(self) -> None:
-        self._moves: deque[tuple[float, int]] = deque(maxlen=_LOOKS + 1)
+        self._moves: deque[tuple[float, int]] = deque(maxlen=_MOVES + 1)
         self._reports = 0
         self.reported_s: float | None = None
 
     def sample(self, now_s: float, step: int, reports: int) -> None:
-        """Note what the worker has reported until now: its newest step (-1 for none), and how many reports."""
+        """Note the worker's newest step (-1 for none), and how many reports it has sent."""
         if reports == self._reports:
             return
         self._reports, self.reported_s = reports, now_s
         if step < 0 or (self._moves and self._moves[-1][1] == step):
             return
         if self._moves and step < self._moves[-1][1]:
-            # It goes over these steps again.
+            # It repeats these steps.
             self._moves.clear()
         self._moves.append((now_s, step))
 
@@ -71,7 +71,7 @@ class StartMark(NamedTuple):
     """A point that a worker's start has come to, and when, on the host's monotonic clock."""
 
     name: str
-    said_s: float
+    at_s: float
 
 
 class Note(NamedTuple):
@@ -85,13 +85,12 @@ class Link:
     """The agent's end of one worker's link.
 
     `step` is the newest step that the worker reported, `first_step` the first, and `phase` the newest phase. `reports`
-    counts the reports of both; `step_times` is what the agent's looks made of them. `raised` says that its program
-    ended by an exception. `reached_store` says whether its program had made its process group; None until the program
-    has ended. `has_had_group` says that it has made one. `left_s` is when it has left its newest process group, `lost`
-    the error by which it has lost a peer of that group, at `lost_s`, and `ended_s` when its program has ended (0 if
-    that is not known). `refused` is why it cannot do what is asked of it, if it has said so. `news` are events for the
-    agent's core, notes for the log and marks for the timeline. `recorder` asks the worker about its collectives, while
-    it has a process group.
+    counts the reports of both; `step_times` is sampled from them. `raised`: its program ended by an exception.
+    `reached_store`: whether its program had made its process group; None until the program has ended. `has_had_group`:
+    it has made one. `left_s` is when it has left its newest process group, `lost` the error by which it has lost a peer
+    of that group, at `lost_s`, and `ended_s` when its program has ended (0 if that is not known). `refused` is why it
+    refused to run, if it has. `news` are events for the agent's core, notes for the log and marks for the timeline.
+    `recorder` polls the worker's collectives, while it has a process group.
     """
 
     generation: int
@@ -137,7 +136,7 @@ class Link:
         left = _LINK_BYTES_MAX
         while left > 0:
             try:
-                # The kernel ends an answer where a descriptor comes: what was sent later needs another call.
+                # The kernel ends a read where a descriptor comes: what was sent later needs another call.
                 data, fds, *_ = socket.recv_fds(self.socket, left, _FDS_MAX, socket.MSG_CMSG_CLOEXEC)
             except BlockingIOError:
                 return True
@@ -154,13 +153,12 @@ class Link:
                     self._take(parse_json(line))
         return True
 
-    def tell(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
         """Send the message, if the worker is there and reads."""
         with suppress(OSError):
             self.socket.send(line_of(message), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
     def take_news(self) -> list[LinkEvent | Note | StartMark]:
-        """The news since the last call."""
         news, self.news = self.news, []
         return news
 
@@ -173,12 +171,12 @@ class Link:
                 self.step, self.reports = step, self.reports + 1
                 if self.first_step < 0:
                     self.first_step = step
-                    if isinstance(said_s := message.get("monotonic_s"), float):
-                        self._mark("stepped", said_s)
+                    if isinstance(at_s := message.get("monotonic_s"), float):
+                        self._mark("stepped", at_s)
             case {"event": "phase", "name": str(name)}:
                 self.phase, self.reports = _plain(name), self.reports + 1
-            case {"event": "mark", "name": str(name), "monotonic_s": float(said_s)}:
-                self._mark(_plain(name), said_s)
+            case {"event": "mark", "name": str(name), "monotonic_s": float(at_s)}:
+                self._mark(_plain(name), at_s)
             case {"event": "listens", "stop": bool(stop), "peer_failed": bool(peer_failed)}:
                 self.news.append(WorkerListens(*where, to_stop=stop, to_failure=peer_failed))
             case {"event": "saving", "step": int(step)}:
@@ -190,14 +188,14 @@ class Link:
             case {"event": "error", "call": str(call), "exception": str(exception), "message": str(text)}:
                 if is_peer_lost(exception, text):
                     self.lost = Raised(exception, _plain(text), "", "", call=_plain(call)[:_NAME_MAX])
-                    said_s = message.get("monotonic_s")
-                    self.lost_s = said_s if isinstance(said_s, float) else time.monotonic()
+                    at_s = message.get("monotonic_s")
+                    self.lost_s = at_s if isinstance(at_s, float) else time.monotonic()
             case {"event": "refused", "reason": str(reason)}:
                 self.refused = _plain(reason)
             case {"event": "note", "text": str(text)}:
                 self.news.append(Note(_plain(text)))
-            case {"event": "left", "monotonic_s": float(said_s)}:
-                self.left_s = said_s
+            case {"event": "left", "monotonic_s": float(at_s)}:
+                self.left_s = at_s
             case {"event": "ended", "raised": bool(raised), "reached_store": bool(reached_store)}:
                 if self.reached_store is None:
                     ended_s = message.get("monotonic_s")
@@ -217,13 +215,12 @@ class Link:
                 os.close(fd)
 
     def forget_recorder(self) -> None:
-        """Close the recorder."""
         if self.recorder:
             self.recorder.close()
             self.recorder = None
 
-    def _mark(self, name: str, said_s: float) -> None:
-        self.news.append(StartMark(name, min(said_s, time.monotonic())))
+    def _mark(self, name: str, at_s: float) -> None:
+        self.news.append(StartMark(name, min(at_s, time.monotonic())))
 
 
 def _is_step(value: object) -> bool:
@@ -240,9 +237,9 @@ def line_of(message: Message) -> bytes:
     """The message as one line of JSON, as the link carries it."""
     match message:
         case StopAtStepBoundary(reason):
-            said: dict[str, object] = {"event": "stop_at_step_boundary", "reason": reason.value}
+            record: dict[str, object] = {"event": "stop_at_step_boundary", "reason": reason.value}
         case PeerFailed(generation):
-            said = {"event": "peer_failed", "generation": generation}
+            record = {"event": "peer_failed", "generation": generation}
         case ShowStacks():
-            said = {"event": "stacks"}
-    return json.dumps(said).encode() + b"\n"
+            record = {"event": "stacks"}
+    return json.dumps(record).encode() + b"\n"

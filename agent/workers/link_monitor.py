@@ -1,7 +1,7 @@
 """Turns the workers' messages on their links into events, and sends the agent's messages to workers.
 
 A worker that reports every step would wake the agent at every step. So messages wake the agent only on a link on which
-it has sent one itself, since it expects an answer there. The other links wake it only when the worker or its program
+it has sent one itself, since it expects a response there. The other links wake it only when the worker or its program
 ends. The agent reads them once a second, and before each decision that may depend on them.
 """
 
@@ -64,7 +64,6 @@ class LinkMonitor:
         return self._sample_at_s if self._open else None
 
     def end(self) -> None:
-        """Close the links."""
         self._stamp_steps(time.monotonic())
         for worker in self._group.workers:
             self._drop(worker)
@@ -83,9 +82,9 @@ class LinkMonitor:
         for worker in [*self._open.values()]:
             self._read(worker)
             link = worker.link
-            # Not `now_s`: the loop may have worked since then, and the worker has gone on.
+            # Not `now_s`: the loop may have worked since then, and the worker has continued.
             link.step_times.sample(time.monotonic(), link.step, link.reports)
-        # The first step at once, later ones when it is time.
+        # The first step immediately, later ones when it is time.
         if self._stamped_s is None or now_s - self._stamped_s >= EVERY_S:
             self._stamp_steps(now_s)
 
@@ -100,7 +99,7 @@ class LinkMonitor:
             yield self._news.popleft()
 
     def seen(self, now_s: float, shares: Mapping[int, float]) -> WorkersSeen | None:
-        """The workers of the current generation, for whoever asks how they are; None before the first one.
+        """The state of the current generation's workers; None before the first one.
 
         `shares` has for which share of the last minutes each of them waited in collectives, by local rank.
         """
@@ -121,13 +120,13 @@ class LinkMonitor:
             ranks.append(report)
         return WorkersSeen(self._group.generation, now_s - self._group.started_s, tuple(ranks))
 
-    def tell(self, order: NotifyWorkers) -> None:
-        """Send the message to these workers. From now on their messages wake the agent at once."""
-        word = type(order.message).__name__
-        self._timeline.stamp(order.generation, "told", message=word, workers=len(order.local_ranks))
+    def notify(self, order: NotifyWorkers) -> None:
+        """Send the message to these workers. From now on their messages wake the agent."""
+        name = type(order.message).__name__
+        self._timeline.stamp(order.generation, "told", message=name, workers=len(order.local_ranks))
         for worker in self._group.workers:
             if worker.local_rank in order.local_ranks and worker.link.fileno() in self._open:
-                worker.link.tell(order.message)
+                worker.link.send(order.message)
                 self._epoll.modify(worker.link, select.EPOLLRDHUP | select.EPOLLIN)
 
     def _drop(self, worker: Worker) -> None:
@@ -139,7 +138,7 @@ class LinkMonitor:
         link.socket.close()
 
     def _read(self, worker: Worker) -> None:
-        """Read one link: keep the events for the agent's core. A note goes to the log at once."""
+        """Read one link: keep the events for the agent's core. A note goes straight to the log."""
         link, rank = worker.link, worker.rank
         if not link.read():
             self._drop(worker)
@@ -150,8 +149,8 @@ class LinkMonitor:
                 case Note(text):
                     self._reporter.warn_once(text, f"rank {rank}: {text}")
                     continue
-                case StartMark(name, said_s):
-                    self._timeline.stamp(link.generation, "marked", **where, name=name, said_s=said_s)
+                case StartMark(name, at_s):
+                    self._timeline.stamp(link.generation, "marked", **where, name=name, said_s=at_s)
                     continue
                 case WorkerSaving() | WorkerSaved() | WorkerStopped():
                     self._timeline.stamp(link.generation, _STAGES[type(news)], **where, step=news.step)

@@ -48,13 +48,13 @@ from elaunch.agent.workers.spawn import MasterPort, Spawner, warn_of_locks
 from elaunch.rendezvous.format import node_host
 from elaunch.rendezvous.types import FailureKind, RankTable
 
-# An import that takes longer than this is worth a line in the log: the user waits for it.
+# An import that takes longer than this is logged: the user waits for it.
 _PATIENCE_S = 10.0
-# Nothing tells who has sent a SIGKILL.
+# The sender of a SIGKILL is unknown.
 _KILLED_PARENT = (
     "the fork server is the parent process of this node's ranks: a script that ends the job by killing its parent"
-    " (os.kill(os.getppid(), SIGKILL)) should send SIGTERM, or exit with a code of its own; else look for who may have"
-    " sent it SIGKILL"
+    " (os.kill(os.getppid(), SIGKILL)) should send SIGTERM, or exit with a code of its own; else find out what may"
+    " have sent it SIGKILL"
 )
 
 
@@ -100,7 +100,7 @@ class Workers:
         self._times = config.times
         self.port = MasterPort(config)
         self._spawner = Spawner(config, run_dir, services.pump, fork_server)
-        # Before any worker starts: it reads what the kernel says from then on.
+        # Before any worker starts: it reads what the kernel logs from then on.
         self._log = KernelLog(counter_files())
         self.exits = ExitReader(node_host(socket.gethostname()), self._log, run_dir)
         self._is_ready = False
@@ -109,11 +109,11 @@ class Workers:
         # Until the first one there is a generation without workers.
         self._observe(WorkerGroup(RankTable(NO_GENERATION, (), "", 0, ""), 0))
         self._children_grace_s = config.children_grace_s
-        self._leftovers: Orphans | None = None
+        self._orphans: Orphans | None = None
         selector.register(fork_server, selectors.EVENT_READ, self._read_news)
 
     def _observe(self, group: WorkerGroup) -> None:
-        """Make this the current generation, and look at its workers from now on."""
+        """Make this the current generation, and sample its workers from now on."""
         self._group = group
         self.links = LinkMonitor(group, self._reporter, self._run_dir, self._check_fork_server)
         self._observers = Observers(
@@ -123,14 +123,13 @@ class Workers:
     @property
     def due_s(self) -> float | None:
         """When `tick` is due, on the monotonic clock."""
-        # A look at the processes waits for the look at the links, which is due once a second.
-        looks_s = self._observers.due_s if self.links.due_s is None else self.links.due_s
-        left_s = self._leftovers.due_s if self._leftovers else None
-        timers_s = (looks_s, self._patience_until_s, left_s)
+        # The samples of processes wait for those of the links, which are due once a second.
+        samples_s = self._observers.due_s if self.links.due_s is None else self.links.due_s
+        left_s = self._orphans.due_s if self._orphans else None
+        timers_s = (samples_s, self._patience_until_s, left_s)
         return min((at_s for at_s in timers_s if at_s is not None), default=None)
 
     def tick(self, now_s: float) -> None:
-        """Do what is due."""
         self.links.tick(now_s)
         self._observers.tick(now_s)
         if self._patience_until_s is not None and now_s >= self._patience_until_s:
@@ -138,7 +137,7 @@ class Workers:
             self._reporter.log(f"importing {', '.join(self._fork_server.preload or ())} once for all workers …")
 
     def seen(self, now_s: float) -> WorkersSeen | None:
-        """How the workers of the last generation are; None before the first one."""
+        """The state of the last generation's workers; None before the first one."""
         return self.links.seen(now_s, self._observers.wait_shares)
 
     def steps(self) -> dict[int, int]:
@@ -146,7 +145,7 @@ class Workers:
         return {worker.rank: worker.link.step for worker in [*self._group.workers] if worker.link.step >= 0}
 
     def act(self, order: WorkerAction, *, is_ending: bool) -> None:
-        """Carry out what was decided. `is_ending` says that the agent exits after this generation."""
+        """Carry out what was decided. With `is_ending` the agent exits after this generation."""
         match order:
             case Spawn(table, group_rank):
                 self.end_orphans("the workers start again")
@@ -154,7 +153,7 @@ class Workers:
             case SignalWorkers():
                 self._signal(order, is_ending=is_ending)
             case NotifyWorkers():
-                self.links.tell(order)
+                self.links.notify(order)
                 if not isinstance(order.message, ShowStacks):
                     self._continue(order.local_ranks)
             case TakeStacks():
@@ -192,7 +191,7 @@ class Workers:
         try:
             self._spawner.start(group, self.port.listener)
         except (BrokenPipeError, ConnectionResetError):
-            # The fork server is gone. Its socket reads the same, which is handled there.
+            # The fork server has exited. Its socket reads the same, which is handled there.
             return
         except OSError as error:
             self._replace_fork_server(generation, f"could not be given the workers: {error.strerror}")
@@ -252,12 +251,12 @@ class Workers:
             if worker.crash_fd >= 0:
                 os.close(worker.crash_fd)
         progressed = group.progressed
-        if order.is_done and (left := self._find_leftovers()):
+        if order.is_done and (left := self._find_orphans()):
             if not self._children_grace_s:
                 self._reporter.log(f"ending {named(left)}: left behind at the end of the program (--children-grace 0)")
             else:
-                self._leftovers = Orphans(self._find_leftovers, self._children_grace_s, self._reporter)
-        if self._leftovers:
+                self._orphans = Orphans(self._find_orphans, self._children_grace_s, self._reporter)
+        if self._orphans:
             # Their output goes on.
             self._timeline.stamp(generation, "cleared")
             self._reporter.post(Cleared(generation, progressed=progressed))
@@ -282,22 +281,22 @@ class Workers:
 
         self._pump.drain(generation, drained)
 
-    def _find_leftovers(self) -> list[int]:
+    def _find_orphans(self) -> list[int]:
         fork_server = self._fork_server.pid
         # A process that has ended has no parent. The worker store is a child of the fork server, and about to end.
         return [pid for pid in self._guardian.left((fork_server,)) if linux.parent(pid) not in (0, fork_server)]
 
     def orphans_may_run(self, now_s: float) -> bool:
-        """Whether what the workers have left behind still may go on. The loop asks again and again after a success."""
-        return self._leftovers is not None and self._leftovers.go_on(now_s)
+        """Whether the orphans may still run. The loop polls it after a success."""
+        return self._orphans is not None and self._orphans.may_run(now_s)
 
     def end_orphans(self, why: str) -> None:
         """End what workers of a generation that has ended well have left behind, and collect its output."""
-        if not self._leftovers:
+        if not self._orphans:
             return
-        if left := self._find_leftovers():
+        if left := self._find_orphans():
             self._reporter.log(f"ending {named(left)}: {why}")
-        self._leftovers = None
+        self._orphans = None
         self._guardian.end_generation((self._fork_server.pid,), self._meanwhile)
         self._pump.drain(self._group.generation, lambda _: None)
 
@@ -320,16 +319,15 @@ class Workers:
         if news is None:
             self._selector.unregister(self._fork_server)
             how, pid = self._fork_server.lost(), self._fork_server.pid
-            word = self.exits.oom_text(pid) if how.endswith("SIGKILL") else ""
             if not self._is_ready and self._fork_server.preload is not None:
                 self._reporter.warn(
                     "the fork server ended while it imported; each worker starts as a fresh interpreter"
                 )
                 self._fork_server.preload_nothing()
-            self._restart(self._group.generation, how, word)
+            self._restart(self._group.generation, how, pid)
             return
         group = self._group
-        # News of another generation change nothing.
+        # Events of another generation change nothing.
         is_current = news.get("generation") == group.generation
         match news["event"]:
             case "ready":
@@ -375,8 +373,7 @@ class Workers:
         elif group.store:
             error, group.store = _error_of(group.store), None
             how = error or (f"was killed by {signal_name(code)}" if code < 0 else f"exited with code {code}")
-            word = self.exits.oom_text(pid) if code == -signal.SIGKILL else ""
-            self._lost(group.generation, f"the worker store {how}", FailureKind.STORE_LOST, word)
+            self._lost(group.generation, f"the worker store {how}", FailureKind.STORE_LOST, pid)
 
     def _unstarted(self, group: WorkerGroup, key: int | str, why: str) -> None:
         """The fork server could not fork: no memory, or too many processes."""
@@ -390,31 +387,33 @@ class Workers:
         else:
             self._reporter.post(WorkerExited(group.generation, int(key), 1, failure))
 
-    def _restart(self, generation: int, how: str, word: str = "") -> None:
+    def _restart(self, generation: int, how: str, pid: int = -1) -> None:
         """Start another fork server for the next generation; the workers of this one died with theirs."""
         self._is_ready = False
         self._fork_server.restart()
         self._selector.register(self._fork_server, selectors.EVENT_READ, self._read_news)
-        self._lost(generation, f"the fork server {how}", FailureKind.TEMPLATE_LOST, word)
+        self._lost(generation, f"the fork server {how}", FailureKind.TEMPLATE_LOST, pid)
 
-    def _lost(self, generation: int, message: str, kind: FailureKind, word: str = "") -> None:
+    def _lost(self, generation: int, message: str, kind: FailureKind, pid: int = -1) -> None:
         """Post that the fork server and all workers are gone (TEMPLATE_LOST), or the worker store (other kinds).
 
-        `word` is the kernel's, if it killed the process for lack of memory.
+        If SIGKILL ended it, the kernel may have killed process `pid` for lack of memory.
         """
-        failure = self._reporter.node_failure(kind, generation, f"{message} ({word})" if word else message)
-        if word:
+        was_killed = message.endswith(signal.SIGKILL.name)
+        memory = self.exits.oom_text(pid) if was_killed else ""
+        failure = self._reporter.node_failure(kind, generation, f"{message} ({memory})" if memory else message)
+        if memory:
             failure = replace(failure, advice=MORE_MEMORY.format(limit=""))
-        elif kind is FailureKind.TEMPLATE_LOST and message.endswith(signal.SIGKILL.name):
+        elif kind is FailureKind.TEMPLATE_LOST and was_killed:
             failure = replace(failure, advice=_KILLED_PARENT)
-            # Before that it was nobody's parent.
+            # Before the first fork it had no workers.
             if generation == self._group.generation and self._group.pids:
                 failure = self.exits.parent_killed(self._group, failure)
         self._reporter.post(ServiceLost(generation, failure, workers_too=kind is FailureKind.TEMPLATE_LOST))
 
 
 def _error_of(store: socket.socket) -> str:
-    """The error that a worker store reported before it ended, in words. Empty if it reported none."""
+    """The text of the error that a worker store reported before it ended. Empty if it reported none."""
     with store, suppress(OSError):
         if packet := wire.receive(store):
             return f"failed: {packet[0]['error']}"

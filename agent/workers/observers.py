@@ -1,4 +1,4 @@
-"""Looks at the current generation's workers from outside: do they hang, is one slow, can they reach rank 0?"""
+"""Observes the current generation's workers from outside: do they hang, is one slow, can they reach rank 0?"""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ from elaunch.rendezvous.times import Times
 from elaunch.rendezvous.types import FailureKind
 
 # A short job ends before.
-_FIRST_LOOK_S = 1.0
+_FIRST_SAMPLE_S = 1.0
 # Less than the shortest time after which the links wake the loop.
 _COUNT_EVERY_S = 0.7
-# The longest look is a part of the time after which idle ranks hang.
-_LOOKS_PER_LIMIT = 6
+# The period is a part of the time after which idle ranks hang.
+_SAMPLES_PER_LIMIT = 6
 # The node of rank 0 may start its workers later than this one, or just be losing them: a second try decides.
 _MASTER_AFTER_S = 5.0
 STACKS_FILE = "stacks.txt"
 _STOPPED_ADVICE = (
     "find out who sent it SIGSTOP (a person, a debugger, a scheduler that suspends jobs); kill -CONT PID lets a stopped"
-    " rank go on"
+    " rank continue"
 )
 _PHASE_MAX = 100
 _ADVICE = "see where each rank is: the log has it above"
 
 
 class Observers:
-    """Samples one generation's workers if hangs are looked for, and takes their stacks when asked.
+    """Samples one generation's workers if hangs are to be detected, and takes their stacks on request.
 
     Only the agent's loop calls it. `later` runs the writing of files in another thread: the disk may be why the workers
-    hang. `has_store` says that a process of its own serves MASTER_PORT, which listens from the start.
+    hang. With `has_store` a process of its own serves MASTER_PORT, which listens from the start.
     """
 
     def __init__(
@@ -65,9 +65,9 @@ class Observers:
         # A healthy step may take longer than the default: reports count only where the user gave a limit.
         self._counts_reports = times.hang_timeout_s > 0
         self._reports: Mapping[int, int] = {}
-        self._sampler = ProcSampler(min(SAMPLE_EVERY_S, times.hang_after_s / _LOOKS_PER_LIMIT))
+        self._sampler = ProcSampler(min(SAMPLE_EVERY_S, times.hang_after_s / _SAMPLES_PER_LIMIT))
         now_s = time.monotonic()
-        self._from_s = now_s + _FIRST_LOOK_S if times.hang_after_s > 0 and group.workers else None
+        self._from_s = now_s + _FIRST_SAMPLE_S if times.hang_after_s > 0 and group.workers else None
         self._master_at_s = now_s + _MASTER_AFTER_S if group.group_rank > 0 and has_store else None
         self._is_over = False
         self._count_at_s = 0.0
@@ -79,16 +79,15 @@ class Observers:
 
     @property
     def due_s(self) -> float | None:
-        """When the next look is due, on the monotonic clock; it waits for a wake-up that is due earlier."""
+        """When the next sample is due, on the monotonic clock; it waits for a wake-up that is due earlier."""
         return None if self._from_s is None else max(self._from_s, self._sampler.due_s)
 
     def end(self) -> None:
-        """Look at them no more."""
+        """Stop sampling."""
         self._from_s = self._master_at_s = None
         self._is_over = True
 
     def tick(self, now_s: float) -> None:
-        """Look, if that is due."""
         if self._from_s is not None and now_s >= self._from_s:
             self._sample(now_s)
             self._count_collectives(now_s)
@@ -139,7 +138,7 @@ class Observers:
         self._reporter.post(WorkersHung(generation, failure))
 
     def _sample(self, now_s: float) -> None:
-        """Note what the workers did since the last look, if another is due."""
+        """Sample what the workers did since the last sample, if another is due."""
         group = self._group
         if now_s < self._sampler.due_s:
             return
@@ -160,12 +159,12 @@ class Observers:
             self._reporter.post(Sampled(group.generation, windows))
 
     def _count_collectives(self, now_s: float) -> None:
-        """Once a second, ask the workers how many collectives they have entered. They are not waited for."""
+        """Once a second, poll how many collectives the workers have entered. They are not waited for."""
         if now_s < self._count_at_s:
             return
         self._count_at_s, group = now_s + _COUNT_EVERY_S, self._group
         counts = {rank: recorder.poll(now_s) for rank, recorder in group.recorders.items()}
-        # One that has not answered yet may be anywhere: that look says nothing.
+        # One that has not replied yet may be anywhere: that sample proves nothing.
         known = {rank: each for rank, each in counts.items() if each is not None}
         if not known or len(known) < len(counts):
             return
@@ -202,9 +201,9 @@ class Observers:
         file.close()
 
     def _take(self, local_ranks: frozenset[int], then: Callable[[tuple[Stack, ...]], None]) -> None:
-        """Call `then` in a thread, with the stacks of these workers and with what torch's flight recorders say.
+        """Call `then` in a thread, with the stacks of these workers and the state of torch's flight recorders.
 
-        The core waits for an answer: it gets an empty one if no stack can be taken.
+        The core waits for a result: it gets an empty one if no stack can be taken.
         """
         group = self._group
         pids = {group.rank(local): pid for local, pid in group.pids.items() if local in local_ranks}
@@ -216,9 +215,9 @@ class Observers:
                 found = stacks.take(pids)
                 now_s = time.monotonic()
                 entered = {rank: last_entered(recorder.fresh_counts(now_s)) for rank, recorder in recorders.items()}
-                said = [entered.get(each.rank, ("", False)) for each in found]
+                last = [entered.get(each.rank, ("", False)) for each in found]
                 found = tuple(
-                    replace(each, entered=words, waits=waits) for each, (words, waits) in zip(found, said, strict=True)
+                    replace(each, entered=text, waits=waits) for each, (text, waits) in zip(found, last, strict=True)
                 )
             finally:
                 then(found)

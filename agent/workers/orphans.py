@@ -1,4 +1,4 @@
-"""The processes that workers of a successful generation have left behind (an upload, a daemon), while they work."""
+"""Orphans: processes that workers of a successful generation have left behind (an upload, a daemon)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import psutil
 from elaunch.agent.workers.group import Reporter
 
 # They work if they use this share of a core, or move this many bytes a second. An upload that reads its file does; a
-# monitor that looks now and then (tensorboard, `nvidia-smi -l`) does not.
+# monitor that polls now and then (tensorboard, `nvidia-smi -l`) does not.
 _CPU_SHARE = 0.05
 _BYTES_PER_S = 10_000
 # Uses are compared over this long, so that a short wait for a server is not idleness.
@@ -18,7 +18,7 @@ _WINDOW_S = 5.0
 # Processes that always work would keep the job's nodes for ever: all end after so many times the grace.
 _GRACES_MAX = 60
 # Many end with their workers within the first second, and are not worth a line.
-_SOON_S, _LOOK_SOON_S, _LOOK_S = 1.0, 0.1, 1.0
+_SOON_S, _POLL_SOON_S, _POLL_S = 1.0, 0.1, 1.0
 _SHOWN_MAX = 4
 _COMMAND_MAX = 100
 
@@ -26,7 +26,7 @@ _COMMAND_MAX = 100
 class Orphans:
     """Waits for the processes that `find` lists by pid, until they have done nothing for `grace_s`.
 
-    `due_s` is when `go_on` is to be asked again; None before it was asked, and when the wait is over.
+    `due_s` is when `may_run` is due again; None before the first call, and when the wait is over.
     """
 
     def __init__(self, find: Callable[[], list[int]], grace_s: float, reporter: Reporter) -> None:
@@ -34,15 +34,15 @@ class Orphans:
         self._grace_s = grace_s
         self._reporter = reporter
         self._begun_s: float | None = None
-        self._has_said = False
+        self._has_logged = False
         self.due_s: float | None = None
 
-    def go_on(self, now_s: float) -> bool:
-        """Look, if that is due, whether they have ended, or do nothing. Returns whether they may go on."""
+    def may_run(self, now_s: float) -> bool:
+        """Check, if that is due, whether they have ended, or do nothing. Returns whether they may still run."""
         if self._begun_s is None:
             self._begun_s = self._compared_s = self._worked_s = now_s
             self._cpu_s, self._moved_bytes = _use(self._find())
-            self.due_s = now_s + _LOOK_SOON_S
+            self.due_s = now_s + _POLL_SOON_S
         if self.due_s is None or now_s < self.due_s:
             return self.due_s is not None
         pids = self._find()
@@ -50,9 +50,9 @@ class Orphans:
             self.due_s = None
             return False
         is_soon = now_s < self._begun_s + _SOON_S
-        self.due_s = now_s + (_LOOK_SOON_S if is_soon else min(_LOOK_S, self._grace_s / 2))
-        if not is_soon and not self._has_said:
-            self._has_said = True
+        self.due_s = now_s + (_POLL_SOON_S if is_soon else min(_POLL_S, self._grace_s / 2))
+        if not is_soon and not self._has_logged:
+            self._has_logged = True
             self._reporter.log(
                 f"the job has ended well; still running: {named(pids)}; waiting until they end, or have done"
                 f" nothing for {self._grace_s:g} s (--children-grace); Ctrl-C ends them now"
@@ -71,9 +71,9 @@ class Orphans:
 
 
 def named(pids: list[int]) -> str:
-    """The processes in words: whose they are, and what they run."""
-    words = [_named(pid) for pid in pids[:_SHOWN_MAX]]
-    return ", ".join([*words, *([f"{len(pids) - _SHOWN_MAX} more"] if len(pids) > _SHOWN_MAX else [])])
+    """The processes as text: whose they are, and what they run."""
+    more = [f"{len(pids) - _SHOWN_MAX} more"] if len(pids) > _SHOWN_MAX else []
+    return ", ".join([*map(_named, pids[:_SHOWN_MAX]), *more])
 
 
 def _named(pid: int) -> str:

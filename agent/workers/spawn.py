@@ -46,7 +46,7 @@ _OWN_ADDRESS = "give one of this host's with --master-addr, or leave it out"
 
 
 class NoPort(Exception):
-    """The worker store cannot listen on the wanted address or port. The message says why, and the way out."""
+    """The worker store cannot listen on the wanted address or port. The message has the reason and the way out."""
 
 
 class MasterPort:
@@ -114,10 +114,10 @@ def warn_of_locks(environ: Mapping[str, str], warn: Callable[[str], None]) -> No
     In a thread, since the folder may be on a disk that hangs.
     """
     if root := extensions_root(environ):
-        start_thread(partial(_look_for_locks, Path(root), warn), "elaunch-builds")
+        start_thread(partial(_warn_of_each_lock, Path(root), warn), "elaunch-builds")
 
 
-def _look_for_locks(root: Path, warn: Callable[[str], None]) -> None:
+def _warn_of_each_lock(root: Path, warn: Callable[[str], None]) -> None:
     with suppress(OSError):
         # An extension's folder may be below one for each kind of torch.
         for lock in sorted(lock for pattern in ("*/lock", "*/*/lock") for lock in root.glob(pattern)):
@@ -183,7 +183,7 @@ class Spawner:
         worker = Worker(group.rank(local_rank), local_rank, Link(group.generation, local_rank, link))
         group.workers.append(worker)
         try:
-            theirs += [*self._standard_fds(group, worker), link_end.detach()]
+            theirs += [self._stdin(local_rank), *self._out_and_err(group, worker), link_end.detach()]
             # The worker owns what is in it: it may hold anything, and any amount.
             worker.crash_fd = os.memfd_create("elaunch-crash", os.MFD_CLOEXEC)
             env, fds = self._environment(group, worker), (*theirs, worker.crash_fd)
@@ -214,10 +214,6 @@ class Spawner:
         if not self._config.numa_binding or not self._topology:
             return None
         return sorted(topology.cpu_set(self._config.numa_binding, local_rank, self._topology))
-
-    def _standard_fds(self, group: WorkerGroup, worker: Worker) -> tuple[int, int, int]:
-        """The worker's fds 0, 1 and 2; the caller closes them once the worker has them."""
-        return self._stdin(worker.local_rank), *self._out_and_err(group, worker)
 
     def _terminal_size(self, group: WorkerGroup, worker: Worker) -> tuple[int, int] | None:
         """The columns and rows of the terminal that shows all output of a worker, less its prefix.
@@ -277,7 +273,7 @@ class Spawner:
             console = None
         frame = self._pump.lines.frame(group.generation, worker.rank, "stdout" if out else "stderr")
         needles = plan.duplicate_stdout_filters if out else plan.duplicate_stderr_filters
-        # Of a worker that is alone, no peer tells the same.
+        # A worker that is alone has no peer that prints the same.
         folds = not out and console and not plan.show_all_tracebacks and group.table.world_size > 1
         once = partial(self._tracebacks.once, generation=group.generation, rank=worker.rank)
         ours, theirs = os.pipe2(os.O_CLOEXEC)
@@ -295,7 +291,7 @@ class Spawner:
             needles=tuple(needle.encode() for needle in needles) if needle_file and teed else (),
             needle_file=needle_file if teed else None,
             frame=frame,
-            fold=TracebackFold(partial(_is_no_news, group), once) if folds else None,
+            fold=TracebackFold(partial(_is_secondary, group), once) if folds else None,
         )
         self._pump.add(stream)
         return theirs
@@ -326,13 +322,13 @@ class Spawner:
         return (local is None or worker.local_rank in local) and (ranks is None or worker.rank in ranks)
 
 
-def _is_no_news(group: WorkerGroup, text: str) -> bool | None:
-    """Whether the tracebacks in `text` come of the end of others; None while the last is not complete."""
+def _is_secondary(group: WorkerGroup, text: str) -> bool | None:
+    """Whether the tracebacks in `text` come of the exit of others; None while the last is incomplete."""
     return (group.is_interrupted and bool(_INTERRUPTED.search(text))) or shows_only_lost_peer(text)
 
 
 def software(program: Program) -> str:
-    """The versions in words: elaunch's own alone if the workers run another interpreter, or one that is not known."""
+    """The versions as text: elaunch's own alone if the workers run another interpreter, or one that is not known."""
     own = f"elaunch {__version__}"
     if program.interpreter != sys.executable:
         return own

@@ -20,7 +20,7 @@ _CPU_MAX = (1 << 16) - 1
 
 
 class Vendor(Enum):
-    """The vendor. Each vendor has its own variables that hide GPUs."""
+    """Each vendor has its own variables that hide GPUs."""
 
     NVIDIA = "nvidia"
     AMD = "amd"
@@ -28,7 +28,7 @@ class Vendor(Enum):
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU. `uuid` is empty and `numa_node` is -1 if the driver does not tell them."""
+    """One GPU. `uuid` is empty and `numa_node` is -1 if the driver does not have them."""
 
     vendor: Vendor
     uuid: str = ""
@@ -51,28 +51,28 @@ def _chosen(gpus: Sequence[Gpu], variable: str | None) -> tuple[Gpu, ...]:
         return tuple(gpus)
     found: list[int] = []
     for entry in variable.split(","):
-        word = entry.strip()
-        if word.startswith("MIG-"):
+        name = entry.strip()
+        if name.startswith("MIG-"):
             # CUDA gives a process one MIG instance, however many are listed.
             return tuple(gpus[:1])
-        index = _index(word, gpus)
+        index = _index(name, gpus)
         if index is None:
             break
-        if index in found and (gpus[index].uuid or word.isdigit()):
+        if index in found and (gpus[index].uuid or name.isdigit()):
             return ()
         found.append(index)
     return tuple(gpus[index] for index in found)
 
 
-def _index(word: str, gpus: Sequence[Gpu]) -> int | None:
-    if re.fullmatch(r"[0-9]+", word):
-        return int(word) if int(word) < len(gpus) else None
-    if not word.startswith("GPU-"):
+def _index(name: str, gpus: Sequence[Gpu]) -> int | None:
+    if re.fullmatch(r"[0-9]+", name):
+        return int(name) if int(name) < len(gpus) else None
+    if not name.startswith("GPU-"):
         return None
-    matches = [i for i, gpu in enumerate(gpus) if gpu.uuid.startswith(word)]
+    matches = [i for i, gpu in enumerate(gpus) if gpu.uuid.startswith(name)]
     if len(matches) == 1:
         return matches[0]
-    # This driver does not tell UUIDs, so the entry cannot be checked.
+    # This driver has no UUIDs, so the entry cannot be checked.
     return 0 if gpus and not any(gpu.uuid for gpu in gpus) else None
 
 
@@ -82,7 +82,7 @@ def read_gpus(root: Path = Path("/")) -> tuple[Gpu, ...]:
 
 
 def _is_usable(node: Path) -> bool:
-    """Whether the device node may be opened. The kernel answers without opening it, device cgroups included."""
+    """Whether the device node may be opened. The kernel checks without opening it, device cgroups included."""
     return os.access(node, os.R_OK | os.W_OK)
 
 
@@ -147,12 +147,12 @@ def cpu_set(binding: NumaBinding, index: int, topology: Topology) -> frozenset[i
     """
     if not topology.nodes:
         return topology.cpus
-    places = _places(topology, index)
-    index %= len(places)
-    node = places[index]
+    homes = _homes(topology, index)
+    index %= len(homes)
+    node = homes[index]
     cpus = topology.nodes.get(node, topology.cpus)
-    # The worker's place among the workers of the same node.
-    peers = [i for i, place in enumerate(places) if place == node]
+    # The worker's position among the workers of the same node.
+    peers = [i for i, home in enumerate(homes) if home == node]
     turn = peers.index(index)
     match binding:
         case NumaBinding.NODE:
@@ -167,7 +167,8 @@ def cpu_set(binding: NumaBinding, index: int, topology: Topology) -> frozenset[i
             return complexes[turn % len(complexes)]
 
 
-def _places(topology: Topology, index: int) -> tuple[int, ...]:
+def _homes(topology: Topology, index: int) -> tuple[int, ...]:
+    """The NUMA node of each worker."""
     if topology.gpu_nodes:
         return topology.gpu_nodes
     nodes = sorted(topology.nodes)
@@ -208,7 +209,7 @@ def read_topology(
     root: Path = Path("/"),
     allowed: Iterable[int] | None = None,
 ) -> Topology:
-    """Look at the host. `slots` workers share a host without GPUs; `environ` holds the variables that hide GPUs.
+    """Read the host. `slots` workers share a host without GPUs; `environ` holds the variables that hide GPUs.
 
     `allowed` is this process's affinity unless given.
     """
@@ -228,7 +229,7 @@ def read_topology(
         packages={cpu: _text(path / "topology/physical_package_id") for cpu, path in folders.items()},
         cores={cpu: _text(path / "topology/thread_siblings_list") for cpu, path in folders.items()},
         caches={cpu: _largest_cache(path / "cache") for cpu, path in folders.items()},
-        # The driver says -1 on a host with one node.
+        # The driver has -1 on a host with one node.
         gpu_nodes=tuple(gpu.numa_node if gpu.numa_node >= 0 else first for gpu in visible(read_gpus(root), environ)),
         slots=slots,
     )

@@ -104,8 +104,8 @@ def test_a_message_to_a_worker_is_one_line_of_json(
 ) -> None:
     link, worker = pair
 
-    link.tell(message)
+    link.send(message)
 
-    told = worker.recv(1 << 10)
-    assert told.endswith(b"\n")
-    assert json.loads(told) == line
+    sent = worker.recv(1 << 10)
+    assert sent.endswith(b"\n")
+    assert json.loads(sent) == line

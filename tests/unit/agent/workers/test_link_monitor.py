@@ -92,7 +92,7 @@ def test_messages_of_a_worker_that_got_one_wake_the_agent(linked: LinkedGroup) -
     linked.says(event="progress", step=1)
     before = is_readable(linked.monitor)
 
-    linked.monitor.tell(NotifyWorkers(GENERATION, frozenset({0}), ShowStacks()))
+    linked.monitor.notify(NotifyWorkers(GENERATION, frozenset({0}), ShowStacks()))
 
     assert not before
     assert is_readable(linked.monitor)

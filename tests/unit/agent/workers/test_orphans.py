@@ -27,7 +27,7 @@ def ends_at_s(use: Use, monkeypatch: pytest.MonkeyPatch, grace_s: float = GRACE_
     monkeypatch.setattr(orphans, "_use", lambda _: use(now_s))
     reporter: Any = lines
     left = Orphans(lambda: [1], grace_s, reporter)
-    while left.go_on(now_s):
+    while left.may_run(now_s):
         now_s = left.due_s or now_s
     assert len(lines) == (grace_s > 1)
     return now_s
