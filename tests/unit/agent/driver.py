@@ -103,7 +103,20 @@ class Driver:
         return self.agent.phase.outcome
 
     @property
-    def said(self) -> str:
+    def failed(self) -> Failure:
+        """The failure of that outcome, which must have one."""
+        assert self.outcome.failure
+        return self.outcome.failure
+
+    @property
+    def generation(self) -> Generation:
+        """The newest generation in the store, which must have one."""
+        generation = self.snapshot.generation
+        assert generation
+        return generation
+
+    @property
+    def logged(self) -> str:
         """The log lines of the last event."""
         return "\n".join(action.text for action in self.acted if isinstance(action, Log))
 
@@ -146,7 +159,7 @@ class Driver:
                 return done
         raise AssertionError(f"it never comes to rest: {self.acted}")
 
-    def look(self) -> list[Action]:
+    def sync(self) -> list[Action]:
         """Look at what is there now, new or not."""
         return self.happen(self.snapshot_changed)
 
@@ -177,6 +190,13 @@ class Driver:
     ) -> None:
         """Open a generation as another node."""
         self.write(Put(KEYS.generation, encode(Generation(number, kind, cause, signum=signum))))
+
+    def sees(
+        self, number: int, kind: OpenKind = OpenKind.FAIL, cause: str = "rank 9 failed elsewhere", signum: int = 0
+    ) -> list[Action]:
+        """Another node opens a generation, and the agent takes the snapshot with it."""
+        self.open(number, kind, cause, signum)
+        return self.sync()
 
     def _act(self, action: Action) -> None:
         match action:
@@ -236,8 +256,8 @@ def failure(
     generation: int, rank: int, code: int | None, kind: FailureKind = FailureKind.EXIT_CODE, host: str = "node-a"
 ) -> Failure:
     """A failure whose message differs in each generation, so that it does not count as the same failure twice."""
-    said = "raised RuntimeError: no peer" if kind is FailureKind.PEER_LOST else f"exited with code {code}"
-    message = f"{said} {'x' * generation}"
+    logged = "raised RuntimeError: no peer" if kind is FailureKind.PEER_LOST else f"exited with code {code}"
+    message = f"{logged} {'x' * generation}"
     node_id = f"{host}-00000001"
     return Failure(kind, generation, node_id, host, rank, rank, 100 + rank, code, message, progressed=True)
 
@@ -286,12 +306,12 @@ def pair(spec: JobSpec = TWO) -> tuple[Driver, Driver]:
     return first, second
 
 
-def ends(driver: Driver, code: int = 0) -> None:
+def ends(driver: Driver, code: int = 0, kind: FailureKind = FailureKind.EXIT_CODE) -> None:
     """All workers exit, and are cleared away."""
     phase = driver.agent.phase
     assert isinstance(phase, (Running, Stopping))
     for rank in sorted(phase.live):
-        driver.exits(rank, code)
+        driver.exits(rank, code, kind)
     driver.happen(cleared(phase.table.generation))
 
 

@@ -69,7 +69,7 @@ def test_the_ranks_of_all_nodes_are_without_holes() -> None:
     ("inherited", "device"),
     [({}, "1"), ({"CUDA_VISIBLE_DEVICES": "4, 6 ,7"}, "6"), ({"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"}, "GPU-b")],
 )
-def test_a_virtual_local_rank_is_nought_on_the_gpu_that_would_have_been_its_own(
+def test_a_virtual_local_rank_is_0_on_the_gpu_that_would_have_been_its_own(
     inherited: dict[str, str], device: str
 ) -> None:
     assert one_gpu(inherited, 1) == {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": device}

@@ -22,7 +22,7 @@ def objects(data: bytes) -> list[dict[str, Any]]:
     ("form", "has_terminal", "has_time"),
     [(LogFormat.TEXT, False, True), (LogFormat.TEXT, True, False), (LogFormat.PLAIN, False, False)],
 )
-def test_only_a_text_that_nobody_watches_has_times(form: LogFormat, has_terminal: bool, has_time: bool) -> None:
+def test_only_a_text_without_a_terminal_has_times(form: LogFormat, has_terminal: bool, has_time: bool) -> None:
     line = OwnLines(form, has_terminal=has_terminal).line("the job starts").decode()
 
     assert re.fullmatch(f"{TIME if has_time else ''}elaunch: the job starts\n", line)

@@ -21,7 +21,7 @@ ENDED = Outcome(OutcomeKind.FAILED, "the budget is spent", 0, 0, 3)
 # --- entering
 
 
-def test_nothing_is_decided_from_a_look_older_than_the_last_answer() -> None:
+def test_nothing_is_decided_from_a_snapshot_older_than_the_last_response() -> None:
     driver = Driver().begin()
     driver.answer()
     nothing_there = driver.snapshot_changed
@@ -38,7 +38,7 @@ def test_nothing_is_decided_from_a_look_older_than_the_last_answer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "text"),
     [
         ({"nodes_max": 3}, "--nnodes 2:2 there, 2:3 here"),
         ({"max_restarts": 9}, "--max-restarts 3 there, 9 here"),
@@ -52,7 +52,7 @@ def test_nothing_is_decided_from_a_look_older_than_the_last_answer() -> None:
     ids=["nnodes", "max restarts", "window", "command", "two of them"],
 )
 def test_a_node_that_does_not_fit_the_job_refuses_with_both_values_and_the_job_is_untouched(
-    changes: dict[str, object], words: str
+    changes: dict[str, object], text: str
 ) -> None:
     first = Driver(TWO, host="node-a").begin()
     first.settle()
@@ -65,7 +65,7 @@ def test_a_node_that_does_not_fit_the_job_refuses_with_both_values_and_the_job_i
     assert done == []
     assert (second.outcome.kind, second.outcome.exit_code) == (OutcomeKind.REFUSED, 2)
     assert second.outcome.reason == (
-        f"this node does not fit the job job that runs: {words}; type the same on all nodes, or choose another --run-id"
+        f"this node does not fit the job job that runs: {text}; type the same on all nodes, or choose another --run-id"
     )
     assert first.store.read(KEYS.root).entries == before.entries
 
@@ -82,14 +82,14 @@ def test_a_join_that_was_refused_since_the_generation_moved_is_tried_for_the_new
     assert tags(second) == [Tag.JOIN]
     second.open(2, OpenKind.LOSS, "node-c was lost")
     second.answers.clear()
-    done = second.happen(Committed(Tag.JOIN, False, second.store.read(KEYS.root).revision)) + second.look()
+    done = second.happen(Committed(Tag.JOIN, False, second.store.read(KEYS.root).revision)) + second.sync()
 
     assert done == [Join(second.lease, True, True)]
     assert isinstance(second.agent.phase, Joining)
     assert second.agent.phase.joined == 2
 
 
-def test_an_evicted_node_comes_back_as_a_new_one_and_says_so() -> None:
+def test_an_evicted_node_returns_as_a_new_one_and_logs_it() -> None:
     first, second = pair()
     evicted = second.node_id
     first.exits(0, 3)
@@ -99,16 +99,16 @@ def test_an_evicted_node_comes_back_as_a_new_one_and_says_so() -> None:
     second.settle()
     ends(second, -TERM)
 
-    words: list[str] = []
+    text: list[str] = []
     done: list[Action] = []
     while second.answers:
         done += second.answer()
-        words.append(second.said)
-        done += second.look()
-        words.append(second.said)
+        text.append(second.logged)
+        done += second.sync()
+        text.append(second.logged)
 
     assert [type(action) for action in done] == [Renew, Join]
-    assert "the others waited too long for this node, and it lost its seat; it comes back as a new one" in words
+    assert "the others waited too long for this node, and it lost its seat; it comes back as a new one" in text
     assert second.node_id != evicted
     assert set(second.snapshot.members) == {first.node_id, second.node_id}
     settle(first, second)
@@ -146,7 +146,7 @@ def test_who_lost_an_election_to_one_that_has_left_since_is_not_evicted() -> Non
 
     assert second.snapshot.leader == second.node_id
     assert second.incarnations == 1
-    assert "lost its seat" not in second.said
+    assert "lost its seat" not in second.logged
 
 
 def test_a_join_with_a_lease_that_has_ended_is_made_again_with_another() -> None:
@@ -156,7 +156,7 @@ def test_a_join_with_a_lease_that_has_ended_is_made_again_with_another() -> None
     second.answer()
     second.store.revoke(second.lease)
 
-    second.look()
+    second.sync()
     settle(first, second)
 
     assert isinstance(second.agent.phase, Running)
@@ -166,16 +166,16 @@ def test_a_join_with_a_lease_that_has_ended_is_made_again_with_another() -> None
 # --- leading
 
 
-def test_a_follower_that_becomes_leader_looks_at_everything_before_it_acts() -> None:
+def test_a_follower_that_becomes_leader_reads_all_keys_before_it_acts() -> None:
     first, second = pair()
     first.lose_lease()
-    second.look()
+    second.sync()
     assert tags(second) == [Tag.ELECT]
     second.answer()
 
-    widened = second.look()
+    widened = second.sync()
     commits = second.commits
-    acted = second.look()
+    acted = second.sync()
 
     assert widened == [Widen()]
     assert commits == []
@@ -196,7 +196,7 @@ def test_answers_to_what_is_not_awaited_change_nothing() -> None:
     assert driver.agent == before
 
 
-def test_the_terms_of_an_old_run_bind_nobody() -> None:
+def test_the_terms_of_an_old_run_bind_no_node() -> None:
     old = started()
     old.store.revoke(old.lease)
 

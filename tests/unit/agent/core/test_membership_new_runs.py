@@ -43,7 +43,7 @@ def test_a_run_on_an_old_id_does_not_end_with_the_last_one() -> None:
     driver.write(Put(KEYS.generation, encode(Generation(3, OpenKind.FAIL, "a worker failed"))))
     driver.write(Put(KEYS.ended, encode(Outcome(OutcomeKind.SUCCEEDED, "every worker exited with 0", 3, 3, 3))))
     driver.begin().answer()
-    driver.look()
+    driver.sync()
 
     driver.answer()
 
@@ -77,7 +77,7 @@ def test_who_has_entered_a_run_by_any_way_outlasts_that_the_store_denies_it(
     driver, by = enter()
     # First comes the answer about its own lease, then a look at the keys.
     driver.answer()
-    driver.look()
+    driver.sync()
     assert tags(driver) == [by]
     driver.answer()
 
@@ -103,7 +103,7 @@ def test_of_two_nodes_that_come_at_once_one_starts_the_run_and_the_other_joins_i
     assert tags(second) == []
 
     first.answer()
-    second.look()
+    second.sync()
 
     assert tags(second) == [Tag.JOIN]
 
@@ -122,7 +122,7 @@ def test_a_run_that_was_first_and_is_of_another_command_is_not_taken_for_this_no
     driver.happen(nothing)
     driver.answer()
 
-    driver.look()
+    driver.sync()
 
     assert tags(driver) == [Tag.RUN]
     driver.settle()
@@ -134,7 +134,7 @@ def test_who_may_not_start_a_run_tries_again_only_after_a_lease_time() -> None:
 
     tried = bool(driver.commits)
     for _ in range(3):
-        driver.look()
+        driver.sync()
         tried |= bool(driver.commits)
 
     assert not tried
@@ -149,8 +149,8 @@ def test_members_that_never_go_and_no_generation_are_no_job() -> None:
         if isinstance(driver.agent.phase, Joining):
             at_next_deadline(driver)
 
-    said = [action.text for action in driver.all_acted if isinstance(action, Log)]
-    assert said[0].startswith("waiting for members that an earlier job job left in the store")
+    logged = [action.text for action in driver.all_acted if isinstance(action, Log)]
+    assert logged[0].startswith("waiting for members that an earlier job job left in the store")
 
     assert driver.outcome.kind is OutcomeKind.UNKNOWN
     assert "delete its keys, all that begin with /elaunch/job/" in driver.outcome.reason
@@ -160,7 +160,7 @@ def test_members_that_never_go_and_no_generation_are_no_job() -> None:
 def test_who_is_denied_before_it_has_entered_is_refused(enter: Callable[[], tuple[Driver, Tag]]) -> None:
     driver, _ = enter()
     driver.answer()
-    driver.look()
+    driver.sync()
 
     driver.happen(StoreFailed("permission denied", Trouble.DENIED))
 
@@ -193,7 +193,7 @@ def test_a_leader_that_was_cut_off_gives_the_others_time_to_join_before_it_evict
     one.now_s += TIMES.form_deadline_s + 1
     one.happen(Tick())
     one.happen(StoreBack())
-    one.look()
+    one.sync()
 
     assert other.node_id in one.snapshot.members
 

@@ -10,7 +10,7 @@ from elaunch.agent.core.membership import OrderResponse, order
 from elaunch.agent.core.state import Joining, Running, Stopping
 from elaunch.rendezvous.rules.queries import Topic
 from elaunch.rendezvous.types import OpenKind, OutcomeKind
-from tests.unit.agent.driver import ALL, SPEC, TERM, TWO, Driver, cleared, pair, settle, started
+from tests.unit.agent.driver import ALL, SPEC, TERM, TWO, Driver, cleared, ends, pair, settle, started
 
 
 def ordered(driver: Driver, topic: Topic) -> OrderResponse:
@@ -51,9 +51,7 @@ def test_a_restart_opens_a_generation_that_is_not_counted_although_ranks_hang() 
 
     answer = ordered(driver, Topic.RESTART)
     driver.settle()
-    for rank in ALL:
-        driver.exits(rank, -TERM)
-    driver.happen(cleared(0))
+    ends(driver, -TERM)
     driver.settle()
 
     assert answer == OrderResponse(True, "job job: all workers stop, and start again as generation 1")
@@ -88,9 +86,9 @@ def test_a_restart_is_refused_where_there_is_nothing_to_restart() -> None:
     ordered(forming, Topic.RESTART)
     forming.settle()
 
-    said = [ordered(driver, Topic.RESTART) for driver in (once, stopped, forming)]
+    logged = [ordered(driver, Topic.RESTART) for driver in (once, stopped, forming)]
 
-    assert said == [
+    assert logged == [
         OrderResponse(
             False, "it has one generation, since it was started with --max-restarts 0; stop it and start it again"
         ),
@@ -110,7 +108,7 @@ def test_without_the_store_a_stop_is_of_this_node_and_a_restart_is_refused() -> 
     assert stop.text.startswith("job job stops on this node; the store is away, so stop the other nodes there: ")
 
 
-def test_a_second_stop_is_answered_and_kills_nobody() -> None:
+def test_a_second_stop_is_answered_and_kills_no_worker() -> None:
     driver = started()
     ordered(driver, Topic.STOP)
 

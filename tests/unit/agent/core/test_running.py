@@ -26,6 +26,7 @@ from tests.unit.agent.driver import (
     Driver,
     cleared,
     ended,
+    ends,
     exited,
     failure,
     lost,
@@ -49,31 +50,29 @@ def test_a_failed_worker_stops_its_siblings_and_opens_the_next_generation() -> N
     done = driver.exits(1, 3)
 
     assert done == [SignalWorkers(0, frozenset({0, 2}), TERM)]
-    snapshot = driver.snapshot
-    assert snapshot.generation
-    assert (snapshot.generation.number, snapshot.generation.kind) == (1, OpenKind.FAIL)
+    snapshot, generation = driver.snapshot, driver.generation
+    assert (generation.number, generation.kind) == (1, OpenKind.FAIL)
     assert [f.local_rank for f in snapshot.failures[0]] == [1]
-    assert "stopping 2 others" in driver.said
+    assert "stopping 2 others" in driver.logged
     assert [action.level for action in driver.acted if isinstance(action, Log)] == ["error"]
     assert isinstance(driver.acted[0], Commit), "the others are told before anything is stopped"
 
 
-def test_a_worker_that_exited_with_nought_before_its_peers_is_what_they_lost() -> None:
+def test_a_worker_that_exited_with_0_before_its_peers_is_what_they_lost() -> None:
     driver = started(replace(SPEC, max_restarts=0))
     driver.exits(1, 0)
 
     driver.exits(0, 1, FailureKind.PEER_LOST)
-    said = driver.said
+    logged = driver.logged
     driver.exits(2, 1, FailureKind.PEER_LOST)
     driver.happen(cleared(0))
     driver.settle()
 
-    assert "rank 1 (local rank 1 on node-a, pid 101) ended with exit code 0" in said
-    assert "while rank 0 waited for it, in generation 0; stopping 1 other" in said
-    assert driver.outcome.failure
-    assert (driver.outcome.failure.rank, driver.outcome.failure.kind) == (1, FailureKind.ENDED_EARLY)
-    assert "ranks 0 and 2 waited" in driver.outcome.failure.message
-    assert driver.outcome.failure.ranks_alike == 1, "its end is known twice"
+    assert "rank 1 (local rank 1 on node-a, pid 101) ended with exit code 0" in logged
+    assert "while rank 0 waited for it, in generation 0; stopping 1 other" in logged
+    assert (driver.failed.rank, driver.failed.kind) == (1, FailureKind.ENDED_EARLY)
+    assert "ranks 0 and 2 waited" in driver.failed.message
+    assert driver.failed.ranks_alike == 1, "its end is known twice"
 
 
 RETURNED = replace(ended(0, 1), code=None, message="reached the end of its program, but did not exit in time")
@@ -81,7 +80,7 @@ RETURNED = replace(ended(0, 1), code=None, message="reached the end of its progr
 
 @pytest.mark.parametrize("kind", [FailureKind.PEER_LOST, FailureKind.EXIT_CODE], ids=["raised", "caught"])
 @pytest.mark.parametrize(("code", "message"), [(7, "exited with code 7"), (0, "ended with exit code 0 at 12:00:00")])
-def test_nobody_is_stopped_before_the_rank_on_its_way_out_has_its_exit_status(
+def test_no_worker_is_stopped_before_the_rank_on_its_way_out_has_its_exit_status(
     code: int, message: str, kind: FailureKind
 ) -> None:
     driver = started(replace(SPEC, max_restarts=0))
@@ -91,19 +90,18 @@ def test_nobody_is_stopped_before_the_rank_on_its_way_out_has_its_exit_status(
     held += driver.happen(Tick())
 
     stopped = driver.exits(1, code)
-    said = driver.said
+    logged = driver.logged
     driver.exits(2, 1, FailureKind.PEER_LOST)
     driver.happen(cleared(0))
     driver.settle()
 
     assert held == []
     assert SignalWorkers(0, frozenset({2}), TERM) in stopped
-    assert said.startswith(f"rank 1 (local rank 1 on node-a, pid 101) {message}") is (code == 7 or kind.is_secondary)
-    assert driver.outcome.failure
+    assert logged.startswith(f"rank 1 (local rank 1 on node-a, pid 101) {message}") is (code == 7 or kind.is_secondary)
     failed = (1, code) if code or kind.is_secondary else (0, 1)
-    assert (driver.outcome.failure.rank, driver.outcome.failure.code) == failed
+    assert (driver.failed.rank, driver.failed.code) == failed
     if kind.is_secondary:
-        assert "while ranks 0 and 2 waited for it," in driver.outcome.failure.message
+        assert "while ranks 0 and 2 waited for it," in driver.failed.message
 
 
 def test_the_rank_that_left_its_group_first_is_the_cause_however_late_that_is_read() -> None:
@@ -115,8 +113,7 @@ def test_the_rank_that_left_its_group_first_is_the_cause_however_late_that_is_re
     settle_with_exit_of_rank_1(driver)
 
     assert held == []
-    assert driver.outcome.failure
-    assert (driver.outcome.failure.rank, driver.outcome.failure.code) == (1, 7)
+    assert (driver.failed.rank, driver.failed.code) == (1, 7)
 
 
 def test_a_process_that_lingers_after_its_program_delays_no_restart() -> None:
@@ -133,13 +130,10 @@ def test_a_rank_of_another_node_lost_a_peer_that_is_on_its_way_out_here() -> Non
     driver = started()
     driver.happen(WorkerEnded(0, 1))
 
-    driver.open(1, OpenKind.FAIL, "rank 9 lost a peer")
-    stopped = driver.look()
+    stopped = driver.sees(1, OpenKind.FAIL, "rank 9 lost a peer")
     due_s = deadline_s(driver.agent)
     driver.exits(1, 7)
-    for rank in (0, 2):
-        driver.exits(rank, -TERM, FailureKind.SIGNAL)
-    driver.happen(cleared(0))
+    ends(driver, -TERM, FailureKind.SIGNAL)
 
     assert SignalWorkers(0, frozenset({0, 2}), TERM) in stopped
     assert due_s == START_S + EXIT_S
@@ -156,19 +150,18 @@ def test_an_abort_after_another_programs_end_is_an_effect_and_without_one_it_is_
     settle_with_exit_of_rank_1(driver)
 
     assert held == []
-    assert driver.outcome.failure
-    assert (driver.outcome.failure.rank, driver.outcome.failure.code) == (1, 7)
+    assert (driver.failed.rank, driver.failed.code) == (1, 7)
     assert SignalWorkers(0, frozenset({1, 2}), TERM) in alone.exits(0, -ABRT, FailureKind.SIGNAL)
 
 
-def test_what_nobody_has_explained_waits_for_the_next_exit_and_not_for_long() -> None:
+def test_what_is_not_explained_waits_for_the_next_exit_and_not_for_long() -> None:
     explained, unexplained = started(), started()
 
     held = explained.exits(0, 1, FailureKind.PEER_LOST)
     explained.exits(1, 9)
 
     assert held == []
-    assert explained.said.startswith("rank 1 (local rank 1 on node-a, pid 101) exited with code 9")
+    assert explained.logged.startswith("rank 1 (local rank 1 on node-a, pid 101) exited with code 9")
     assert SignalWorkers(0, frozenset({1, 2}), TERM) in unexplained.loses_peer(0)
 
 
@@ -181,28 +174,27 @@ def test_a_rank_that_raised_before_its_peer_lost_it_is_awaited_and_named() -> No
     driver.exits(1, 1, FailureKind.EXCEPTION)
 
     assert held == []
-    assert driver.said.startswith("rank 1 (local rank 1 on node-a, pid 101) ")
-    assert driver.said.endswith("; stopping 1 other")
+    assert driver.logged.startswith("rank 1 (local rank 1 on node-a, pid 101) ")
+    assert driver.logged.endswith("; stopping 1 other")
 
 
 @pytest.mark.parametrize("live", [0, 1, 3], ids=["finished", "one runs", "nobody has ended"])
-def test_a_node_tells_which_of_its_workers_had_ended_when_a_rank_of_another_node_failed(live: int) -> None:
+def test_a_node_reports_which_of_its_workers_had_ended_when_a_rank_of_another_node_failed(live: int) -> None:
     driver = started()
     for rank in range(3 - live):
         driver.exits(rank, 0)
     if not live:
         driver.happen(cleared(0))
 
-    driver.open(1, OpenKind.FAIL, "rank 9 lost a peer")
-    driver.look()
+    driver.sees(1, OpenKind.FAIL, "rank 9 lost a peer")
     for rank in range(3 - live, 3):
         driver.exits(rank, -TERM, FailureKind.SIGNAL)
     if live:
         driver.happen(cleared(0))
     driver.settle()
 
-    told = driver.snapshot.failures.get(0, ())
-    assert [(f.kind, f.rank) for f in told] == ([] if live == 3 else [(FailureKind.ENDED_EARLY, 0)])
+    notified = driver.snapshot.failures.get(0, ())
+    assert [(f.kind, f.rank) for f in notified] == ([] if live == 3 else [(FailureKind.ENDED_EARLY, 0)])
 
 
 @pytest.mark.parametrize(
@@ -256,7 +248,7 @@ def test_a_worker_that_raised_and_does_not_end_is_killed_after_the_stop_grace() 
 
     assert early == []
     assert late == [SignalWorkers(0, frozenset({1}), KILL)]
-    assert driver.said == "local rank 1 raised an exception and did not end within 30 s; SIGKILL"
+    assert driver.logged == "local rank 1 raised an exception and did not end within 30 s; SIGKILL"
     assert driver.happen(Tick()) == []
 
 
@@ -288,34 +280,30 @@ def test_a_sibling_that_had_raised_when_our_sigterm_ended_it_is_the_cause() -> N
 
 
 @pytest.mark.parametrize("kind", [OpenKind.FAIL, OpenKind.LOSS])
-def test_a_failure_of_its_own_that_another_node_told_of_first_is_recorded_and_opens_nothing(kind: OpenKind) -> None:
+def test_a_failure_of_its_own_that_another_node_reported_first_is_recorded_and_opens_nothing(kind: OpenKind) -> None:
     driver = started()
-    driver.open(1, kind)
-    driver.look()
+    driver.sees(1, kind)
     due_s = deadline_s(driver.agent)
     driver.now_s += 1
 
     driver.exits(0, 1, FailureKind.EXCEPTION)
 
     assert [f.kind for f in driver.snapshot.failures[0]] == [FailureKind.EXCEPTION]
-    assert driver.snapshot.generation
-    assert driver.snapshot.generation.number == 1
+    assert driver.generation.number == 1
     assert deadline_s(driver.agent) == due_s
-    assert driver.said == driver.snapshot.failures[0][0].sentence
+    assert driver.logged == driver.snapshot.failures[0][0].sentence
 
 
 @pytest.mark.parametrize("kind", [OpenKind.JOIN, OpenKind.LEAVE])
-def test_a_failure_of_its_own_while_it_was_to_save_is_told_to_the_peers_that_wait_in_vain(kind: OpenKind) -> None:
+def test_a_failure_of_its_own_while_it_was_to_save_is_reported_to_the_peers_that_wait(kind: OpenKind) -> None:
     driver = started()
-    driver.open(1, kind, "node-b joins")
-    driver.look()
+    driver.sees(1, kind, "node-b joins")
     driver.now_s += 1
 
     driver.exits(0, 1, FailureKind.EXCEPTION)
 
-    snapshot = driver.snapshot
-    assert snapshot.generation
-    assert (snapshot.generation.number, snapshot.generation.kind) == (2, OpenKind.FAIL)
+    snapshot, generation = driver.snapshot, driver.generation
+    assert (generation.number, generation.kind) == (2, OpenKind.FAIL)
     assert [f.local_rank for f in snapshot.failures[0]] == [0]
     assert deadline_s(driver.agent) == START_S + 1 + FAILURE_GRACE_S
 
@@ -328,7 +316,7 @@ def newcomer(*, progressed: bool = True) -> Driver:
     driver = Driver().begin()
     for _ in range(2):
         driver.answer()
-        driver.look()
+        driver.sync()
     driver.answer()
     leader = "node-z-00000000"
     seats = seats_of([(node_id, 3, "default") for node_id in (leader, driver.node_id)])
@@ -349,15 +337,13 @@ def test_a_newcomer_whose_workers_cannot_even_start_leaves_a_healthy_job_alone()
     last = driver.happen(Cleared(0, {0: "other", 1: "its last words"}))
 
     assert done == [SignalWorkers(0, frozenset({0, 2}), TERM)]
-    snapshot = driver.snapshot
-    assert snapshot.generation
-    assert (snapshot.generation.number, snapshot.generation.kind) == (1, OpenKind.LEAVE)
+    snapshot, generation = driver.snapshot, driver.generation
+    assert (generation.number, generation.kind) == (1, OpenKind.LEAVE)
     assert not snapshot.failures
     assert driver.node_id not in snapshot.members
     assert last == []
     assert (driver.outcome.kind, driver.outcome.exit_code) == (OutcomeKind.FAILED, 1)
-    assert driver.outcome.failure
-    assert (driver.outcome.failure.local_rank, driver.outcome.failure.tail) == (1, "its last words")
+    assert (driver.failed.local_rank, driver.failed.tail) == (1, "its last words")
     assert "they go on without it" in driver.outcome.reason
 
 
@@ -374,9 +360,7 @@ def test_any_other_failure_of_a_newcomer_is_one_like_any_other(progressed: bool,
 def test_a_start_up_failure_of_a_node_that_ran_before_is_one_like_any_other() -> None:
     driver = started()
     driver.exits(0, 3)
-    for rank in (1, 2):
-        driver.exits(rank, -TERM)
-    driver.happen(cleared(0))
+    ends(driver, -TERM)
     driver.settle()
     assert isinstance(driver.agent.phase, Running)
     assert driver.agent.phase.table.progressed
@@ -395,8 +379,7 @@ def test_an_exit_code_that_our_own_signal_made_is_no_cause() -> None:
     driver.happen(cleared(0))
     driver.settle()
 
-    assert driver.outcome.failure
-    assert (driver.outcome.failure.rank, driver.outcome.failure.kind) == (0, FailureKind.PEER_LOST)
+    assert (driver.failed.rank, driver.failed.kind) == (0, FailureKind.PEER_LOST)
 
 
 @pytest.mark.parametrize("code", [7, -KILL])
@@ -417,12 +400,11 @@ def test_a_rank_whose_exit_takes_too_long_is_not_signalled_before_the_stop_ends(
 
     assert SignalWorkers(0, frozenset({2}), TERM) in signalled
     assert SignalWorkers(0, frozenset({1}), KILL) in killed
-    assert driver.outcome.failure
-    assert driver.outcome.failure.rank == 1
-    assert driver.outcome.failure.code == (code if code > 0 else None), "what our own signal made is no cause"
+    assert driver.failed.rank == 1
+    assert driver.failed.code == (code if code > 0 else None), "what our own signal made is no cause"
 
 
-def test_an_exit_with_nought_does_not_end_the_wait_for_a_rank_on_its_way_out() -> None:
+def test_an_exit_with_0_does_not_end_the_wait_for_a_rank_on_its_way_out() -> None:
     driver = started(replace(SPEC, max_restarts=0))
     driver.happen(WorkerEnded(0, 1))
     driver.exits(0, 1, FailureKind.PEER_LOST)
@@ -434,8 +416,7 @@ def test_an_exit_with_nought_does_not_end_the_wait_for_a_rank_on_its_way_out() -
     driver.settle()
 
     assert stopped == []
-    assert driver.outcome.failure
-    assert (driver.outcome.failure.rank, driver.outcome.failure.code) == (1, 7)
+    assert (driver.failed.rank, driver.failed.code) == (1, 7)
 
 
 def test_other_workers_deaths_do_not_put_off_the_moment() -> None:

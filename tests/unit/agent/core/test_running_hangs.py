@@ -57,7 +57,7 @@ def samples(driver: Driver, for_s: float, windows: dict[int, Window], stacks: tu
     return done
 
 
-def said(driver: Driver) -> str:
+def logged(driver: Driver) -> str:
     return "\n".join(getattr(action, "text", "") for action in driver.all_acted)
 
 
@@ -69,7 +69,7 @@ def test_a_rank_in_a_loop_is_named_when_all_have_stood_still_for_the_limit_and_n
     driver = watching()
 
     samples(driver, 55, IDLE_AND_LOOP, ONE_LOOPS)
-    early = said(driver)
+    early = logged(driver)
     samples(driver, 5, IDLE_AND_LOOP, ONE_LOOPS)
 
     assert "hang" not in early
@@ -78,23 +78,23 @@ def test_a_rank_in_a_loop_is_named_when_all_have_stood_still_for_the_limit_and_n
         ", at the same line in every sample, while ranks 0, 2"
         " wait in all_reduce (train_step, train.py:41), for 60 s\n"
         "  ranks 0, 2: all_reduce (torch/distributed/distributed_c10d.py:2810) ← train_step (train.py:41)\n"
-        "  rank 1: spin (train.py:12)" in said(driver)
+        "  rank 1: spin (train.py:12)" in logged(driver)
     )
     assert [action.generation for action in driver.all_acted if isinstance(action, KeepStacks)] == [0]
     assert not any(isinstance(action, Blame) for action in driver.all_acted)
 
 
-def test_it_is_said_once_and_a_failure_only_on_request() -> None:
+def test_a_verdict_is_logged_once_and_is_a_failure_only_on_request() -> None:
     driver = watching(restarts=True)
     samples(driver, 300, IDLE_AND_LOOP, ONE_LOOPS)
 
-    assert said(driver).count("the job seems to hang") == 1
+    assert logged(driver).count("the job seems to hang") == 1
     (blamed,) = (action for action in driver.all_acted if isinstance(action, Blame))
     assert (blamed.local_rank, blamed.message.partition(",")[0]) == (1, "hung: it runs in spin (train.py:12)")
     assert not blamed.is_blameless
 
 
-def test_another_look_at_the_same_places_is_no_news_for_the_store() -> None:
+def test_another_sample_at_the_same_lines_writes_nothing() -> None:
     driver = watching()
     samples(driver, 90, IDLE_AND_LOOP, ONE_LOOPS)
     before = driver.store.read("").revision
@@ -119,7 +119,7 @@ def test_what_is_no_hang_is_none_for_ever(windows: dict[int, Window], stacks: tu
     driver = watching()
     samples(driver, 900, windows, stacks)
 
-    assert "hang" not in said(driver)
+    assert "hang" not in logged(driver)
 
 
 def test_a_loop_whose_variables_change_works() -> None:
@@ -127,7 +127,7 @@ def test_a_loop_whose_variables_change_works() -> None:
     for number in range(20):
         samples(driver, 30, IDLE_AND_LOOP, (WAITING[0], busy(1, str(number)), WAITING[2]))
 
-    assert "hang" not in said(driver)
+    assert "hang" not in logged(driver)
 
 
 @pytest.mark.parametrize(
@@ -145,14 +145,14 @@ def test_what_may_end_by_itself_gets_five_times_as_long(slow: Stack) -> None:
     stacks = (WAITING[0], slow, WAITING[2])
 
     samples(driver, 295, windows, stacks)
-    early = said(driver)
+    early = logged(driver)
     samples(driver, 5, windows, stacks)
 
     assert "hang" not in early
-    assert "the job seems to hang: rank 1 " in said(driver)
+    assert "the job seems to hang: rank 1 " in logged(driver)
 
 
-def test_that_a_job_goes_on_after_all_is_said_and_the_store_forgets_it() -> None:
+def test_that_a_job_has_resumed_is_logged_and_its_record_removed() -> None:
     driver = watching()
     samples(driver, 80, ALL_IDLE, WAITING)
     assert driver.snapshot.hang
@@ -160,7 +160,7 @@ def test_that_a_job_goes_on_after_all_is_said_and_the_store_forgets_it() -> None
 
     samples(driver, 5, {**ALL_IDLE, 1: WORKS})
 
-    assert "the job is no longer idle" in said(driver)
+    assert "the job is no longer idle" in logged(driver)
     assert (driver.snapshot.hang, driver.snapshot.still) == (None, {})
 
 
@@ -171,12 +171,12 @@ def test_a_rank_that_sigstop_holds_is_named() -> None:
 
     assert (
         "rank 1 (pid 4001 on node-a) is stopped by a signal (SIGSTOP) (train_step, train.py:41), while ranks 0, 2 wait"
-        in said(driver)
+        in logged(driver)
     )
-    assert "\nto let rank 1 continue: kill -CONT 4001\nto see all threads: elaunch stacks" in said(driver)
+    assert "\nto let rank 1 continue: kill -CONT 4001\nto see all threads: elaunch stacks" in logged(driver)
 
 
-def test_while_the_end_of_a_rank_is_being_understood_nobody_hangs() -> None:
+def test_while_an_exit_is_not_explained_no_rank_hangs() -> None:
     driver = watching()
     driver.happen(WorkerEnded(0, 1))
     driver.exits(0, 1, FailureKind.PEER_LOST)
@@ -193,11 +193,11 @@ def test_a_rank_that_exited_while_the_others_wait_is_named() -> None:
     driver.exits(1, 0)
     # It was the one that worked: how long the others waited for it says nothing.
     samples(driver, 55, {0: IDLE, 2: IDLE}, (WAITING[0], WAITING[2]))
-    assert "hang" not in said(driver)
+    assert "hang" not in logged(driver)
 
     samples(driver, 5, {0: IDLE, 2: IDLE}, (WAITING[0], WAITING[2]))
 
-    assert "rank 1 on node-a exited with code 0, while ranks 0, 2 wait in all_reduce" in said(driver)
+    assert "rank 1 on node-a exited with code 0, while ranks 0, 2 wait in all_reduce" in logged(driver)
 
 
 def test_where_stacks_cannot_be_read_workers_that_listen_show_theirs() -> None:
@@ -205,18 +205,18 @@ def test_where_stacks_cannot_be_read_workers_that_listen_show_theirs() -> None:
     driver.happen(WorkerListens(0, 2, to_stop=True, to_failure=True))
     samples(driver, 320, ALL_IDLE, tuple(Stack(rank, 1, trouble="py-spy is not installed") for rank in ALL))
 
-    assert "all 3 ranks use no CPU (py-spy is not installed)" in said(driver)
-    told = [action.local_ranks for action in driver.all_acted if isinstance(action, NotifyWorkers)]
-    assert told == [frozenset({2})]
+    assert "all 3 ranks use no CPU (py-spy is not installed)" in logged(driver)
+    notified = [action.local_ranks for action in driver.all_acted if isinstance(action, NotifyWorkers)]
+    assert notified == [frozenset({2})]
 
 
-def test_a_look_that_found_no_stack_is_followed_by_another() -> None:
+def test_a_sample_without_stacks_is_followed_by_another() -> None:
     driver = watching()
 
     samples(driver, 120, ALL_IDLE)
 
-    looks = [action for action in driver.all_acted if isinstance(action, TakeStacks)]
-    assert len(looks) > 1
+    taken = [action for action in driver.all_acted if isinstance(action, TakeStacks)]
+    assert len(taken) > 1
 
 
 def reporting(window: Window, last: str = "without a report since step 7", *, is_silent: bool = True) -> Window:
@@ -231,14 +231,14 @@ def test_ranks_that_report_nothing_for_the_limit_hang_whatever_they_do(other: Wi
     stacks = (WAITING[0], stack(1, STEP, call="clock_nanosleep"), WAITING[2])
 
     samples(driver, 55, silent, stacks)
-    early = said(driver)
+    early = logged(driver)
     samples(driver, 5, silent, (WAITING[0], busy(1, "other values"), WAITING[2]))
 
     assert "hang" not in early
     assert (
         "the job seems to hang: rank 1 (pid 4001 on node-a) runs in spin (train.py:12), without a report since step 6,"
         " while ranks 0, 2 wait in all_reduce (train_step, train.py:41), without a report since step 7, for 60 s"
-    ) in said(driver)
+    ) in logged(driver)
 
 
 def test_ranks_that_report_do_not_hang_however_idle_they_are() -> None:
@@ -255,7 +255,9 @@ def test_silent_ranks_whose_stacks_cannot_be_read_are_not_called_idle() -> None:
 
     samples(driver, 60, dict.fromkeys(ALL, reporting(WORKS)), unread)
 
-    assert "all 3 ranks show no stack (py-spy is not installed), without a report since step 7, for 60" in said(driver)
+    assert "all 3 ranks show no stack (py-spy is not installed), without a report since step 7, for 60" in logged(
+        driver
+    )
 
 
 def test_a_hang_is_a_failure_of_the_group_and_a_worker_that_failed_before_is_its_cause() -> None:
@@ -289,11 +291,11 @@ def test_ranks_that_spin_in_a_collective_that_does_not_end_hang_after_five_times
     driver = watching()
 
     samples(driver, 295, dict.fromkeys(ALL, OUTSTANDS), tuple(on_gpu(rank) for rank in ALL))
-    early = said(driver)
+    early = logged(driver)
     samples(driver, 5, dict.fromkeys(ALL, OUTSTANDS), tuple(on_gpu(rank) for rank in ALL))
 
     assert "hang" not in early
-    assert f"all 3 ranks wait in spin (train.py:12), {FIRST} for 300 s" in said(driver)
+    assert f"all 3 ranks wait in spin (train.py:12), {FIRST} for 300 s" in logged(driver)
 
 
 def in_commit(rank: int, *, line: int = 81, active: bool = False, waits: bool = True) -> Stack:
@@ -306,17 +308,17 @@ def in_commit(rank: int, *, line: int = 81, active: bool = False, waits: bool = 
 def test_ranks_that_wait_in_a_commit_for_a_collective_of_their_gpu_are_not_somewhere_else() -> None:
     driver = watching()
     # They sleep a moment or ask the GPU, by chance.
-    looks = (
+    taken = (
         tuple(in_commit(rank, line=81 + number % 2, active=number % 2 == 1) for rank in (0, 2)) for number in range(99)
     )
 
-    for zero, two in itertools.islice(looks, 60):
+    for zero, two in itertools.islice(taken, 60):
         samples(driver, 5, {0: OUTSTANDS, 1: SPINS, 2: OUTSTANDS}, (zero, busy(1), two))
 
     assert (
         "the job seems to hang: rank 1 (pid 4001 on node-a) runs in spin (train.py:12)"
         ", at the same line in every sample, while ranks 0, 2"
-        f" wait for the GPU (train_step, train.py:41), {FIRST}, for 300 s" in said(driver)
+        f" wait for the GPU (train_step, train.py:41), {FIRST}, for 300 s" in logged(driver)
     )
 
 
@@ -335,7 +337,7 @@ def test_a_rank_that_works_beside_ranks_that_spin_is_waited_for(
     driver = watching()
     samples(driver, 900, windows, stacks)
 
-    assert "hang" not in said(driver)
+    assert "hang" not in logged(driver)
 
 
 def test_the_time_in_which_the_agent_was_stopped_is_not_counted() -> None:
@@ -405,27 +407,27 @@ def test_one_nodes_idle_ranks_prove_nothing_while_another_node_works() -> None:
     both(one, other, 600, {0: IDLE, 1: IDLE}, {0: IDLE, 1: WORKS})
 
     assert one.store.read("").revision == before + 1
-    assert "hang" not in said(one) + said(other)
+    assert "hang" not in logged(one) + logged(other)
 
 
-def test_the_leader_names_a_rank_of_another_node_and_both_nodes_say_it() -> None:
+def test_the_leader_names_a_rank_of_another_node_and_both_nodes_log_it() -> None:
     one, other = two_nodes()
     for driver in (one, other):
         driver.agent = replace(driver.agent, restarts_hung=True)
     seats = one.snapshot.tables[0].seats
 
     both(one, other, 55, {0: IDLE, 1: IDLE}, {0: IDLE, 1: SPINS}, busy(3))
-    early = said(one)
+    early = logged(one)
     both(one, other, 10, {0: IDLE, 1: IDLE}, {0: IDLE, 1: SPINS}, busy(3))
 
     assert "hang" not in early
-    words = (
+    text = (
         "the job seems to hang: rank 3 (pid 4003 on node-b) runs in spin (train.py:12)"
         ", at the same line in every sample, while"
     )
-    assert words in said(one)
-    assert words in said(other)
-    assert re.search(r"ranks 0, 1, 2 wait in all_reduce .*, for 6[05] s", said(one))
+    assert text in logged(one)
+    assert text in logged(other)
+    assert re.search(r"ranks 0, 1, 2 wait in all_reduce .*, for 6[05] s", logged(one))
     assert [seat.host for seat in seats] == ["node-a", "node-b"]
     assert [action.local_rank for action in other.all_acted if isinstance(action, Blame)] == [1]
     assert not any(isinstance(action, Blame) for action in one.all_acted)
@@ -439,10 +441,10 @@ def test_a_node_whose_programs_have_ended_while_their_processes_stay_is_what_the
 
     both(one, other, 80, {0: IDLE, 1: IDLE}, {0: IDLE, 1: IDLE})
 
-    assert "rank 2 on node-b and others (ranks 2, 3) reached the end of the program, while ranks 0, 1" in said(one)
+    assert "rank 2 on node-b and others (ranks 2, 3) reached the end of the program, while ranks 0, 1" in logged(one)
 
 
-def test_a_failure_for_which_no_rank_differs_says_that_it_is_no_evidence() -> None:
+def test_a_failure_for_which_no_rank_differs_is_marked_as_no_evidence() -> None:
     driver = watching(restarts=True)
     samples(driver, 300, ALL_IDLE, WAITING)
 
@@ -458,7 +460,7 @@ def test_a_lock_that_a_busy_helper_may_open_is_waited_for() -> None:
     for one, hangs in ((locked, True), (helped, False)):
         driver = watching()
         samples(driver, 80, ALL_IDLE, (WAITING[0], one, WAITING[2]))
-        assert ("the job seems to hang: rank 1 (pid 4001 on node-a) waits for a lock" in said(driver)) is hangs
+        assert ("the job seems to hang: rank 1 (pid 4001 on node-a) waits for a lock" in logged(driver)) is hangs
 
 
 def test_a_data_loader_is_shown_with_what_its_process_does() -> None:
@@ -470,20 +472,20 @@ def test_a_data_loader_is_shown_with_what_its_process_does() -> None:
     assert (
         "rank 1 (pid 4001 on node-a) waits for its data loader (train_step, train.py:41)"
         ", whose process 4001 waits for a lock or for another"
-        " thread in load (data.py:5), while" in said(driver)
+        " thread in load (data.py:5), while" in logged(driver)
     )
 
 
 def test_a_job_that_is_stopped_while_it_hangs_does_not_go_on_after_all() -> None:
     one, other = two_nodes()
     both(one, other, 80, {0: IDLE, 1: IDLE}, {0: IDLE, 1: SPINS}, busy(3))
-    assert "seems to hang" in said(other)
+    assert "seems to hang" in logged(other)
 
     one.happen(Signalled(2, "SIGINT"))
     settle(one, other)
 
     assert isinstance(other.agent.phase, Stopping)
-    assert "no longer idle" not in said(one) + said(other)
+    assert "no longer idle" not in logged(one) + logged(other)
 
 
 def test_ranks_that_enter_collectives_at_the_same_line_again_and_again_go_on() -> None:
@@ -491,4 +493,4 @@ def test_ranks_that_enter_collectives_at_the_same_line_again_and_again_go_on() -
     for number in range(20):
         samples(driver, 30, ALL_IDLE, tuple(replace(each, entered=f"in collective {number}") for each in WAITING))
 
-    assert "hang" not in said(driver)
+    assert "hang" not in logged(driver)

@@ -50,7 +50,7 @@ def test_a_new_agent_starts_a_run_joins_and_starts_its_workers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("slots", "nodes", "run_id", "words"),
+    ("slots", "nodes", "run_id", "text"),
     [
         (1, 1, "night", "generation 0: 1 worker (the job starts)"),
         (3, 1, "night", "generation 0: 3 workers (the job starts)"),
@@ -58,8 +58,8 @@ def test_a_new_agent_starts_a_run_joins_and_starts_its_workers() -> None:
         (3, 2, "none", "generation 0: 6 workers on 2 nodes (the job starts)"),
     ],
 )
-def test_a_start_is_said_with_its_size_its_reason_and_the_name_for_other_hosts(
-    slots: int, nodes: int, run_id: str, words: str
+def test_a_start_is_logged_with_its_size_its_reason_and_the_name_for_other_hosts(
+    slots: int, nodes: int, run_id: str, text: str
 ) -> None:
     spec = replace(SPEC, nodes_min=nodes, nodes_max=nodes, run_id=run_id)
     driver = Driver(spec, slots=slots).begin()
@@ -68,7 +68,7 @@ def test_a_start_is_said_with_its_size_its_reason_and_the_name_for_other_hosts(
 
     starts = [action.text for action in driver.all_acted if isinstance(action, Log)]
 
-    assert starts == [words]
+    assert starts == [text]
 
 
 def test_an_agent_that_has_exited_does_nothing_more() -> None:
@@ -90,7 +90,7 @@ def test_an_agent_that_has_exited_does_nothing_more() -> None:
     assert driver.agent == before
 
 
-def test_a_generation_whose_workers_ran_is_not_run_again_while_the_store_is_slow_to_tell() -> None:
+def test_a_generation_whose_workers_ran_is_not_run_again_while_the_snapshot_is_old() -> None:
     driver = started()
     old = driver.snapshot
     driver.happen(lost(0, workers_too=True))
@@ -107,21 +107,17 @@ def test_a_generation_whose_workers_ran_is_not_run_again_while_the_store_is_slow
 @pytest.mark.parametrize("kind", [OpenKind.FAIL, OpenKind.LOSS])
 def test_a_generation_that_another_opened_over_a_broken_group_stops_the_workers_soon(kind: OpenKind) -> None:
     driver = started()
-    driver.open(1, kind, "rank 9 failed elsewhere")
-
-    done = driver.look()
+    done = driver.sees(1, kind, "rank 9 failed elsewhere")
 
     assert done == [SignalWorkers(0, ALL, TERM)]
-    assert driver.said == "stopping: rank 9 failed elsewhere"
+    assert driver.logged == "stopping: rank 9 failed elsewhere"
     assert deadline_s(driver.agent) == START_S + FAILURE_GRACE_S
 
 
 @pytest.mark.parametrize("kind", [OpenKind.JOIN, OpenKind.LEAVE])
 def test_a_generation_for_who_comes_or_goes_leaves_the_workers_time_to_save(kind: OpenKind) -> None:
     driver = started()
-    driver.open(1, kind, "node-b joins")
-
-    done = driver.look()
+    done = driver.sees(1, kind, "node-b joins")
 
     assert done == [SignalWorkers(0, ALL, TERM)]
     levels = [action.level for action in driver.acted if isinstance(action, Log)]
@@ -131,12 +127,9 @@ def test_a_generation_for_who_comes_or_goes_leaves_the_workers_time_to_save(kind
 
 def test_a_failure_over_a_stop_with_time_to_save_makes_it_urgent() -> None:
     driver = started()
-    driver.open(1, OpenKind.JOIN, "node-b joins")
-    driver.look()
+    driver.sees(1, OpenKind.JOIN, "node-b joins")
     driver.now_s += 1
-    driver.open(2, OpenKind.LOSS, "node-c was lost")
-
-    done = driver.look()
+    done = driver.sees(2, OpenKind.LOSS, "node-c was lost")
 
     assert done == []
     assert deadline_s(driver.agent) == START_S + 1 + FAILURE_GRACE_S
@@ -149,7 +142,7 @@ def other_table(generation: int, seats: int = 1) -> RankTable:
 
 
 @pytest.mark.parametrize(
-    ("seats", "nodes_max", "max_restarts", "words"),
+    ("seats", "nodes_max", "max_restarts", "text"),
     [
         (1, 1, 3, "its 1 seat is taken; waiting as a spare"),
         (3, 3, 0, "its 3 seats are taken; waiting as a spare"),
@@ -157,23 +150,21 @@ def other_table(generation: int, seats: int = 1) -> RankTable:
         (2, 3, 0, "it came too late; with max_restarts 0 there is no other"),
     ],
 )
-def test_a_node_without_a_seat_waits_and_says_so_once(
-    seats: int, nodes_max: int, max_restarts: int, words: str
-) -> None:
+def test_a_node_without_a_seat_waits_and_logs_it_once(seats: int, nodes_max: int, max_restarts: int, text: str) -> None:
     driver = Driver(replace(SPEC, nodes_max=nodes_max, max_restarts=max_restarts), remote=True).begin()
     driver.answer()
-    driver.look()
+    driver.sync()
     driver.answer()
-    driver.look()
+    driver.sync()
     driver.store.grant(9, 60.0)
     driver.write(Put(KEYS.table(0), encode_table(other_table(0, seats))), Put(KEYS.leader, "node-z-00000000", 9))
     driver.answer()
 
-    first = driver.look()
-    said, again = driver.said, driver.look()
+    first = driver.sync()
+    logged, again = driver.logged, driver.sync()
 
-    assert (first, again, driver.said) == ([], [], "")
-    assert said == f"generation 0 runs without this node: {words}"
+    assert (first, again, driver.logged) == ([], [], "")
+    assert logged == f"generation 0 runs without this node: {text}"
     assert isinstance(driver.agent.phase, Joining)
 
 
@@ -185,13 +176,13 @@ def test_an_end_that_was_written_stops_the_workers_and_then_the_agent(kind: Outc
     ended = Outcome(kind, "a person cancelled it", 0, 0, 3, signum=2)
     driver.write(Put(KEYS.ended, encode(ended)))
 
-    stopped, said = driver.look(), driver.said
+    stopped, logged = driver.sync(), driver.logged
     due_s = deadline_s(driver.agent)
     ends = [driver.exits(rank, -TERM) for rank in range(3)]
     last = driver.happen(cleared(0))
 
     assert stopped == [SignalWorkers(0, ALL, TERM)]
-    assert said == "stopping: the job has ended: a person cancelled it"
+    assert logged == "stopping: the job has ended: a person cancelled it"
     assert due_s == START_S + grace_s
     assert ends == [[], [], [Clear(0)]]
     assert (last, driver.outcome) == ([], ended)
@@ -201,10 +192,8 @@ def test_keys_that_are_gone_stop_the_workers_and_the_outcome_is_unknown() -> Non
     driver = started()
     driver.write(Delete(KEYS.root, f"{KEYS.root}~"))
 
-    stopped = driver.look()
-    for rank in range(3):
-        driver.exits(rank, -TERM)
-    driver.happen(cleared(0))
+    stopped = driver.sync()
+    ends(driver, -TERM)
 
     assert stopped == [SignalWorkers(0, ALL, TERM)]
     assert driver.outcome.exit_code == 3
@@ -215,13 +204,11 @@ def test_a_store_that_is_lost_while_workers_run_stops_them_with_time_to_save() -
     driver = started()
 
     stopped = driver.happen(StoreLost("the store's history is lost"))
-    said, due_s = driver.said, deadline_s(driver.agent)
-    for rank in range(3):
-        driver.exits(rank, 0)
-    driver.happen(cleared(0))
+    logged, due_s = driver.logged, deadline_s(driver.agent)
+    ends(driver)
 
     assert stopped == [SignalWorkers(0, ALL, TERM)]
-    assert said == "stopping: the store's history is lost"
+    assert logged == "stopping: the store's history is lost"
     assert due_s == START_S + STOP_GRACE_S
     assert (driver.outcome.kind, driver.outcome.exit_code) == (OutcomeKind.UNKNOWN, 3)
 
@@ -231,44 +218,39 @@ def test_a_store_that_is_lost_while_workers_stop_after_a_failure_leaves_the_outc
     driver.exits(1, 3)
 
     driver.happen(StoreLost("the store's history is lost"))
-    for rank in (0, 2):
-        driver.exits(rank, -TERM)
-    driver.happen(cleared(0))
+    ends(driver, -TERM)
 
     assert driver.outcome.kind is OutcomeKind.UNKNOWN
 
 
-def test_a_record_that_somebody_wrote_over_stops_nobody_and_is_said_once() -> None:
+def test_a_record_that_was_overwritten_stops_no_worker_and_is_logged_once() -> None:
     driver = started()
     before = driver.store.read(KEYS.generation).entries[KEYS.generation].value
     driver.write(Put(KEYS.generation, "scribbled"))
 
-    driver.look()
-    said = driver.said
+    driver.sync()
+    logged = driver.logged
     driver.settle()
 
-    assert driver.said == ""
+    assert driver.logged == ""
     assert driver.store.read(KEYS.generation).entries[KEYS.generation].value == before
-    assert said.startswith(f"{KEYS.generation} in the store is not a Generation: 'scribbled'")
-    assert said.endswith("; going on without it")
+    assert logged.startswith(f"{KEYS.generation} in the store is not a Generation: 'scribbled'")
+    assert logged.endswith("; going on without it")
     assert driver.exits(1, 3) == [SignalWorkers(0, frozenset({0, 2}), TERM)]
-    assert driver.snapshot.generation
-    assert driver.snapshot.generation.number == 1
+    assert driver.generation.number == 1
 
 
 def test_a_node_that_was_finished_already_runs_again_too() -> None:
     driver = started()
-    for rank in range(3):
-        driver.exits(rank, 0)
-    driver.happen(cleared(0))
+    ends(driver)
     assert isinstance(driver.agent.phase, Finished)
     driver.open(1, OpenKind.FAIL)
     driver.write(Put(KEYS.failure(0, "other"), encode(failure(0, 9, 1, host="other"))))
 
-    done = driver.look()
-    said = driver.said
+    done = driver.sync()
+    logged = driver.logged
 
-    assert said == "running again: rank 9 failed elsewhere"
+    assert logged == "running again: rank 9 failed elsewhere"
     assert [type(action) for action in done + driver.settle()] == [Join, Spawn]
 
 
@@ -279,21 +261,21 @@ def test_an_end_that_was_written_ends_an_agent_without_workers(finished: bool) -
         ends(driver)
     else:
         driver.answer()
-        driver.look()
+        driver.sync()
         driver.answer()
     ended = Outcome(OutcomeKind.FAILED, "cancelled", 0, 0, 3)
     driver.write(Put(KEYS.ended, encode(ended)))
 
-    driver.look()
+    driver.sync()
 
     assert driver.outcome == ended
 
 
-def test_every_first_look_at_a_table_begins_its_age() -> None:
+def test_the_first_snapshot_with_a_table_begins_its_age() -> None:
     driver = started()
     driver.now_s += 7
 
-    driver.look()
+    driver.sync()
 
     assert driver.agent.table_seen == (0, START_S)
 
@@ -301,14 +283,14 @@ def test_every_first_look_at_a_table_begins_its_age() -> None:
 def test_nothing_is_decided_before_there_is_a_lease() -> None:
     driver = Driver()
 
-    assert driver.look() == []
+    assert driver.sync() == []
     assert driver.acted == []
 
 
 # --- an excluded node
 
 
-def test_the_agent_of_an_excluded_node_says_why_and_that_it_stays() -> None:
+def test_the_agent_of_an_excluded_node_logs_why_and_that_it_stays() -> None:
     agent = Agent(A, replace(SPEC, nodes_max=3), Times(), Snapshot(KEYS))
     why = "the last 3 failures were all on host-a, and alike (signal)"
     table = RankTable(3, (), "", 0, "", excluded=(Exclusion("host-a", "signal", why),))

@@ -17,7 +17,7 @@ from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.rules.hang_verdict import Hang
 from elaunch.rendezvous.store import Put
 from elaunch.rendezvous.types import FailureKind
-from tests.unit.agent.core.test_running_hangs import IDLE, SPINS, WAITING, busy, said, samples, watching
+from tests.unit.agent.core.test_running_hangs import IDLE, SPINS, WAITING, busy, logged, samples, watching
 from tests.unit.agent.core.test_timeline import kinds, named
 from tests.unit.agent.diagnosis.causes.test_table import OOM, advice
 from tests.unit.agent.diagnosis.causes.test_table import exited as exit_of
@@ -34,14 +34,14 @@ def test_a_hang_of_rank_0_is_blamed_on_it() -> None:
     assert blamed.local_rank == 0
 
 
-def test_the_last_rank_of_a_job_that_nobody_waits_for_is_no_failure() -> None:
+def test_the_last_rank_of_a_job_that_no_rank_waits_for_is_no_failure() -> None:
     driver = watching(restarts=True)
     for rank in (0, 2):
         driver.exits(rank, 0)
 
     samples(driver, 900, {1: IDLE}, (stack(1, STEP, call="wait4"),))
 
-    assert "after ranks 0, 2 exited with code 0" in said(driver)
+    assert "after ranks 0, 2 exited with code 0" in logged(driver)
     assert not any(isinstance(action, Blame) for action in driver.all_acted)
 
 
@@ -53,7 +53,7 @@ def test_after_the_verdict_stacks_are_taken_once_more_in_each_further_limit() ->
 
 
 @pytest.mark.parametrize(("exited", "phase"), [(frozenset(), Stopping), (ALL, Clearing)])
-def test_an_order_that_comes_twice_hurries_nobody(exited: frozenset[int], phase: type) -> None:
+def test_an_order_that_comes_twice_changes_nothing(exited: frozenset[int], phase: type) -> None:
     driver = started()
     driver.happen(Signalled(INT, "elaunch stop", is_order=True))
     for rank in exited:
@@ -65,7 +65,7 @@ def test_an_order_that_comes_twice_hurries_nobody(exited: frozenset[int], phase:
     assert driver.agent == before
 
 
-def test_the_only_node_of_a_job_that_may_grow_tells_its_end() -> None:
+def test_the_only_node_of_a_job_that_may_grow_announces_its_end() -> None:
     driver = started(replace(SPEC, nodes_max=2))
 
     driver.happen(Signalled(TERM, "SIGTERM"))
@@ -108,7 +108,7 @@ def test_a_main_thread_without_a_frame_has_no_place() -> None:
         ("futex", "", Doing.LOCK),
     ],
 )
-def test_a_file_a_child_and_a_sleep_are_told_by_the_call_whatever_the_frames_are(
+def test_a_file_a_child_and_a_sleep_are_recognised_by_the_call_whatever_the_frames_are(
     call: str, target: str, what: Doing
 ) -> None:
     assert doing(stack(0, Frame("Condition.wait", f"{LIB}/threading.py", 327), STEP, call=call, target=target)) is what
@@ -121,20 +121,20 @@ def test_the_timeline_and_on_event_name_rank_0_and_no_rank_where_none_is_named()
         driver.write(Put(KEYS.hang, encode(Hang(0, driver.node_id, rank, "hung: it sleeps,"))))
         driver.settle()
 
-        (hung,), (told,) = named(driver, "seems_hung"), driver.announcements
-        for found in (hung.fields, told.fields):
+        (hung,), (notified,) = named(driver, "seems_hung"), driver.announcements
+        for found in (hung.fields, notified.fields):
             assert {key: value for key, value in found.items() if key == "rank"} == fields
 
 
 @pytest.mark.parametrize("max_restarts", [0, 3])
-def test_a_person_is_told_of_a_restart_only_where_the_job_may_restart(max_restarts: int) -> None:
+def test_a_restart_is_suggested_only_where_the_job_may_restart(max_restarts: int) -> None:
     driver = watching()
     driver.agent = replace(driver.agent, spec=replace(driver.agent.spec, max_restarts=max_restarts))
 
     samples(driver, 80, {0: IDLE, 1: SPINS, 2: IDLE}, (WAITING[0], busy(1), WAITING[2]))
 
-    assert ("to restart the workers: elaunch restart " in said(driver)) is bool(max_restarts)
-    assert ("start the job with --on-hang restart" in said(driver)) is bool(max_restarts)
+    assert ("to restart the workers: elaunch restart " in logged(driver)) is bool(max_restarts)
+    assert ("start the job with --on-hang restart" in logged(driver)) is bool(max_restarts)
 
 
 def test_one_worker_is_not_called_workers() -> None:

@@ -28,6 +28,7 @@ from tests.unit.agent.driver import (
     TERM,
     Driver,
     cleared,
+    ends,
     exited,
     lost,
     started,
@@ -61,7 +62,7 @@ def test_workers_that_do_not_end_are_killed_after_the_failure_grace() -> None:
     assert due_s == START_S + FAILURE_GRACE_S
     assert early == []
     assert late == [SignalWorkers(0, frozenset({0, 2}), KILL)]
-    assert "local rank 0, 2 still ran after 2 s" in driver.said
+    assert "local rank 0, 2 still ran after 2 s" in driver.logged
 
 
 def test_a_fork_server_that_does_not_report_killed_workers_is_replaced() -> None:
@@ -72,12 +73,12 @@ def test_a_fork_server_that_does_not_report_killed_workers_is_replaced() -> None
 
     due_s = deadline_s(driver.agent)
     driver.now_s += KILL_WAIT_S
-    replaced, said, at_once_again = driver.happen(Tick()), driver.said, driver.happen(Tick())
+    replaced, logged, at_once_again = driver.happen(Tick()), driver.logged, driver.happen(Tick())
     after = driver.happen(lost(0, workers_too=True))
 
     assert due_s == driver.now_s
     assert (replaced, at_once_again) == ([ReplaceForkServer(0)], [])
-    assert said == "local rank 0, 2 did not end 5 s after SIGKILL; replacing the fork server"
+    assert logged == "local rank 0, 2 did not end 5 s after SIGKILL; replacing the fork server"
     assert after == [Clear(0)]
     assert [f.kind for f in driver.snapshot.failures[0]] == [FailureKind.EXIT_CODE]
 
@@ -110,8 +111,7 @@ def test_sigint_writes_the_end_of_the_job() -> None:
     ended = driver.snapshot.ended
     assert ended
     assert (ended.kind, ended.exit_code, ended.reason) == (OutcomeKind.INTERRUPTED, 130, "SIGINT was received")
-    assert driver.snapshot.generation
-    assert driver.snapshot.generation.number == 0
+    assert driver.generation.number == 0
 
 
 def test_on_sigterm_the_nodes_keys_go_as_the_next_generation_is_opened() -> None:
@@ -121,31 +121,27 @@ def test_on_sigterm_the_nodes_keys_go_as_the_next_generation_is_opened() -> None
 
     left = {KEYS.generation, KEYS.member(driver.node_id), KEYS.joined(0, driver.node_id)}
     assert [{op.key for op in written.then} for written in driver.commits] == [left, {KEYS.leader}]
-    snapshot = driver.snapshot
+    snapshot, generation = driver.snapshot, driver.generation
     assert (snapshot.members, snapshot.leader, snapshot.ended) == ({}, "", None)
-    assert snapshot.generation
-    assert (snapshot.generation.number, snapshot.generation.kind) == (1, OpenKind.LEAVE)
-    assert snapshot.generation.cause == "node-a leaves (SIGTERM was received)"
-    assert snapshot.generation.node_id == driver.node_id
+    assert (generation.number, generation.kind) == (1, OpenKind.LEAVE)
+    assert generation.cause == "node-a leaves (SIGTERM was received)"
+    assert generation.node_id == driver.node_id
 
 
-def test_a_finished_node_that_leaves_restarts_nobody() -> None:
+def test_a_finished_node_that_leaves_restarts_no_worker() -> None:
     driver = started()
-    for rank in range(3):
-        driver.exits(rank, 0)
-    driver.happen(cleared(0))
+    ends(driver)
     assert isinstance(driver.agent.phase, Finished)
 
     done = driver.happen(Signalled(TERM, "SIGTERM"))
 
     assert done == []
-    assert driver.snapshot.generation
-    assert driver.snapshot.generation.number == 0
+    assert driver.generation.number == 0
     assert driver.snapshot.members == {}
 
 
 @pytest.mark.parametrize(
-    ("signum", "nodes_max", "words"),
+    ("signum", "nodes_max", "text"),
     [
         (TERM, 1, "SIGX: stopping 3 workers, SIGKILL in 30 s"),
         (INT, 1, "SIGX: stopping 3 workers, SIGKILL in 30 s; Ctrl-C again kills now"),
@@ -153,13 +149,13 @@ def test_a_finished_node_that_leaves_restarts_nobody() -> None:
         (INT, 2, "SIGX: stopping 3 workers, SIGKILL in 30 s; Ctrl-C again kills now"),
     ],
 )
-def test_a_signal_is_answered_by_a_sentence(signum: int, nodes_max: int, words: str) -> None:
+def test_a_signal_is_answered_by_a_sentence(signum: int, nodes_max: int, text: str) -> None:
     driver = started()
     driver.agent = replace(driver.agent, spec=replace(SPEC, nodes_max=nodes_max))
 
     driver.happen(Signalled(signum, "SIGX"))
 
-    assert driver.said == words
+    assert driver.logged == text
 
 
 def test_the_last_worker_is_one_worker() -> None:
@@ -169,7 +165,7 @@ def test_the_last_worker_is_one_worker() -> None:
 
     driver.happen(Signalled(TERM, "SIGTERM"))
 
-    assert driver.said == "SIGTERM: stopping 1 worker, SIGKILL in 30 s"
+    assert driver.logged == "SIGTERM: stopping 1 worker, SIGKILL in 30 s"
 
 
 def test_a_second_ctrl_c_kills_now() -> None:
@@ -184,19 +180,19 @@ def test_a_second_ctrl_c_kills_now() -> None:
     assert third == []
 
 
-def test_the_first_ctrl_c_kills_nobody_while_the_job_stops_for_that_of_another_node() -> None:
+def test_the_first_ctrl_c_kills_no_worker_while_the_job_stops_for_that_of_another_node() -> None:
     """srun, mpirun and a terminal send Ctrl-C to all nodes, and the store's news may come first."""
     driver = started()
     ended = Outcome(OutcomeKind.INTERRUPTED, "SIGINT was received by node-b", 0, 0, 3, signum=INT)
     driver.write(Put(KEYS.ended, encode(ended)))
-    driver.look()
+    driver.sync()
     driver.now_s += 0.2
 
     first = driver.happen(Signalled(INT, "SIGINT"))
-    said = driver.said
+    logged = driver.logged
     second = driver.happen(Signalled(INT, "SIGINT"))
 
-    assert (first, said) == ([], "SIGINT: stopping already, SIGKILL in 30 s; Ctrl-C again kills now")
+    assert (first, logged) == ([], "SIGINT: stopping already, SIGKILL in 30 s; Ctrl-C again kills now")
     assert second == [SignalWorkers(0, ALL, KILL)]
 
 
@@ -210,20 +206,19 @@ def test_a_ctrl_c_on_a_node_that_leaves_ends_the_job_for_the_others_too() -> Non
 
     assert driver.snapshot.ended is not None
     assert driver.snapshot.ended.reason == "SIGINT was received by node-a"
-    assert driver.said.startswith("SIGINT: the whole job ends; stopping already, SIGKILL in 30 s")
+    assert driver.logged.startswith("SIGINT: the whole job ends; stopping already, SIGKILL in 30 s")
 
 
 def test_a_ctrl_c_on_a_node_that_left_does_not_end_the_run_that_others_began_since() -> None:
     driver = started()
     driver.happen(Signalled(TERM, "SIGTERM"))
     for number in (1, 2):
-        driver.open(number, OpenKind.START, "the job starts")
-    driver.look()
+        driver.sees(number, OpenKind.START, "the job starts")
 
     driver.happen(Signalled(INT, "SIGINT"))
 
     assert driver.snapshot.ended is None
-    assert driver.said == "SIGINT: stopping already, SIGKILL in 30 s; Ctrl-C again kills now"
+    assert driver.logged == "SIGINT: stopping already, SIGKILL in 30 s; Ctrl-C again kills now"
 
 
 @pytest.mark.parametrize("signum", [INT, TERM])
@@ -246,11 +241,11 @@ def test_a_signal_before_the_workers_are_cleared_away_is_not_lost() -> None:
     driver = started()
     driver.happen(lost(0, workers_too=True))
 
-    told = driver.happen(Signalled(TERM, "SIGTERM"))
+    notified = driver.happen(Signalled(TERM, "SIGTERM"))
     due_s = deadline_s(driver.agent)
     last = driver.happen(cleared(0))
 
-    assert told == []
+    assert notified == []
     assert due_s == driver.now_s + OUTPUT_WAIT_S
     assert last == []
 
@@ -276,7 +271,7 @@ def test_ctrl_c_before_the_node_is_part_of_the_job_leaves_the_job_alone() -> Non
     other = started(replace(SPEC, nodes_max=2))
     driver = Driver(replace(SPEC, nodes_max=2), store=other.store, host="node-b").begin()
     driver.answer()
-    driver.look()
+    driver.sync()
 
     done = driver.happen(Signalled(INT, "SIGINT"))
 
@@ -284,7 +279,7 @@ def test_ctrl_c_before_the_node_is_part_of_the_job_leaves_the_job_alone() -> Non
     assert driver.snapshot.ended is None
 
 
-def test_a_stop_does_not_wait_for_ever_for_output_that_nobody_reads() -> None:
+def test_a_stop_does_not_wait_for_ever_for_output_without_a_reader() -> None:
     driver = started()
     driver.happen(Signalled(TERM, "SIGTERM"))
     for rank in range(2):
@@ -316,7 +311,7 @@ def test_the_output_that_arrived_last_completes_the_failures_record() -> None:
     assert (record.exception, record.tail) == ("ValueError", tail)
 
 
-def test_a_peers_death_found_while_stopping_is_blamed_instead_of_the_one_who_told_of_it() -> None:
+def test_a_peers_death_found_while_stopping_is_blamed_instead_of_the_one_that_reported_it() -> None:
     driver = started()
     driver.loses_peer(0)
     driver.exits(1, -KILL, FailureKind.SIGNAL)
@@ -326,15 +321,14 @@ def test_a_peers_death_found_while_stopping_is_blamed_instead_of_the_one_who_tol
 
     (record,) = driver.snapshot.failures[0]
     assert (record.rank, record.code) == (1, -KILL)
-    assert driver.said == f"the cause: {record.sentence}"
+    assert driver.logged == f"the cause: {record.sentence}"
 
 
 def test_who_ended_well_while_another_generation_was_opened_runs_again_and_is_not_done() -> None:
     driver = started()
     for local_rank in ALL:
         driver.exits(local_rank, 0)
-    driver.open(1)
-    driver.look()
+    driver.sees(1)
 
     driver.happen(cleared(0))
 
@@ -342,13 +336,11 @@ def test_who_ended_well_while_another_generation_was_opened_runs_again_and_is_no
     assert driver.node_id in driver.snapshot.joined[1]
 
 
-def test_a_pipe_without_a_reader_ends_the_job_by_sigterm_without_a_word_and_with_141() -> None:
+def test_a_pipe_without_a_reader_ends_the_job_by_sigterm_without_a_line_and_with_141() -> None:
     driver = started()
 
     done = driver.happen(Signalled(PIPE, "SIGPIPE"))
-    for rank in sorted(ALL):
-        driver.exits(rank, -TERM)
-    driver.happen(cleared(0))
+    ends(driver, -TERM)
 
     assert SignalWorkers(0, ALL, TERM) in done
     assert not [action for action in done if isinstance(action, Log)]
@@ -357,7 +349,7 @@ def test_a_pipe_without_a_reader_ends_the_job_by_sigterm_without_a_word_and_with
 
 
 @pytest.mark.parametrize("progressed", [False, True])
-def test_who_joins_again_says_whether_its_workers_made_progress(progressed: bool) -> None:
+def test_who_joins_again_reports_whether_its_workers_made_progress(progressed: bool) -> None:
     driver = started()
     driver.happen(lost(0, workers_too=True))
 
@@ -367,7 +359,7 @@ def test_who_joins_again_says_whether_its_workers_made_progress(progressed: bool
     assert done[0].progressed is progressed
 
 
-def test_killed_workers_get_no_other_signal_when_the_node_is_asked_to_leave() -> None:
+def test_killed_workers_get_no_other_signal_when_the_node_is_to_leave() -> None:
     driver = started()
     driver.exits(1, 3)
     driver.now_s += FAILURE_GRACE_S
@@ -387,7 +379,7 @@ def test_a_signal_after_the_end_was_written_writes_nothing() -> None:
     driver = started()
     ended = Outcome(OutcomeKind.FAILED, "a person cancelled it", 0, 0, 3)
     driver.write(Put(KEYS.ended, encode(ended)))
-    driver.look()
+    driver.sync()
 
     driver.happen(Signalled(INT, "SIGINT"))
 
@@ -451,7 +443,7 @@ def test_a_signal_after_all_workers_ended_well_comes_too_late() -> None:
     assert driver.outcome.kind is OutcomeKind.SUCCEEDED
 
 
-def test_where_the_job_goes_on_output_is_waited_for_however_long_it_takes() -> None:
+def test_where_the_job_continues_output_is_waited_for_however_long_it_takes() -> None:
     driver = started()
     driver.happen(lost(0, workers_too=True))
 
@@ -469,7 +461,7 @@ def test_a_cause_that_was_named_already_is_not_named_again() -> None:
 
     driver.happen(cleared(0))
 
-    assert not driver.said
+    assert not driver.logged
 
 
 def test_of_two_that_fail_at_once_a_killed_one_is_logged_and_an_exit_code_that_the_first_explains_is_not() -> None:

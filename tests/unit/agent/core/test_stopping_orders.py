@@ -46,7 +46,7 @@ def listening(driver: Driver, *ranks: int, to_stop: bool = True, to_failure: boo
     return driver
 
 
-def tell(message: object, *ranks: int, generation: int = 0) -> NotifyWorkers:
+def notify(message: object, *ranks: int, generation: int = 0) -> NotifyWorkers:
     return NotifyWorkers(generation, frozenset(ranks), message)  # type: ignore[arg-type]
 
 
@@ -54,30 +54,30 @@ def signal(signum: int, *ranks: int, generation: int = 0) -> SignalWorkers:
     return SignalWorkers(generation, frozenset(ranks), signum)
 
 
-def says_stopped(driver: Driver, *ranks: int, step: int = 7) -> list[Action]:
+def reports_stopped(driver: Driver, *ranks: int, step: int = 7) -> list[Action]:
     return [action for rank in ranks for action in driver.happen(WorkerStopped(0, rank, step))]
 
 
-def says_saved(driver: Driver, rank: int, step: int = 7) -> list[Action]:
+def reports_saved(driver: Driver, rank: int, step: int = 7) -> list[Action]:
     return driver.happen(WorkerSaved(0, rank, step))
 
 
 # --- a failure of the group
 
 
-def test_who_saves_is_told_of_a_failure_and_gets_no_signal() -> None:
+def test_who_saves_is_notified_of_a_failure_and_gets_no_signal() -> None:
     driver = listening(started(), 0)
 
     done = driver.exits(1, 3)
 
-    assert done == [tell(PeerFailed(0), 0), signal(TERM, 2)]
+    assert done == [notify(PeerFailed(0), 0), signal(TERM, 2)]
 
 
 def test_it_is_killed_as_soon_as_it_has_saved_and_that_is_no_failure() -> None:
     driver = listening(started())
     driver.exits(1, 3)
 
-    killed = [says_saved(driver, 2), says_saved(driver, 2), says_saved(driver, 0)]
+    killed = [reports_saved(driver, 2), reports_saved(driver, 2), reports_saved(driver, 0)]
     last = [driver.exits(2, -KILL, FailureKind.SIGNAL), driver.exits(0, -KILL, FailureKind.SIGNAL)]
     driver.happen(cleared(0))
 
@@ -93,15 +93,15 @@ def test_who_listens_for_stops_only_gets_sigterm_after_a_failure() -> None:
     done = driver.exits(1, 3)
 
     assert done == [signal(TERM, 0, 2)]
-    assert says_saved(driver, 0) == []
+    assert reports_saved(driver, 0) == []
 
 
-def test_that_a_worker_saved_kills_nobody_while_nothing_has_failed() -> None:
+def test_that_a_worker_saved_kills_no_worker_while_nothing_has_failed() -> None:
     driver = listening(started())
 
-    before = says_saved(driver, 0)
+    before = reports_saved(driver, 0)
     driver.happen(Signalled(TERM, "SIGTERM"))
-    leaving = says_saved(driver, 0)
+    leaving = reports_saved(driver, 0)
 
     assert (before, leaving) == ([], [])
 
@@ -115,21 +115,21 @@ def test_who_saves_has_until_the_stop_grace_and_the_others_no_longer_than_before
     driver.happen(WorkerSaving(0, 0, 7))
 
     driver.now_s += FAILURE_GRACE_S
-    first, said = driver.happen(Tick()), driver.said
+    first, logged = driver.happen(Tick()), driver.logged
     due_s = deadline_s(driver.agent)
     driver.exits(1, -KILL, FailureKind.SIGNAL)
     driver.now_s = START_S + STOP_GRACE_S - 0.01
     early = driver.happen(Tick())
 
     assert first == [signal(KILL, 1)]
-    assert said == "local rank 1 still ran after 2 s; SIGKILL"
+    assert logged == "local rank 1 still ran after 2 s; SIGKILL"
     assert due_s == START_S + STOP_GRACE_S
     assert early == []
-    assert says_saved(driver, 0) == [signal(KILL, 0)]
+    assert reports_saved(driver, 0) == [signal(KILL, 0)]
     assert [f.local_rank for f in driver.snapshot.failures[0]] == [2]
 
 
-def test_who_is_not_done_with_saving_then_is_killed_and_it_is_said() -> None:
+def test_who_is_not_done_with_saving_then_is_killed_and_that_is_logged() -> None:
     driver = listening(started())
     driver.exits(1, 3)
     for rank in (0, 2):
@@ -142,59 +142,56 @@ def test_who_is_not_done_with_saving_then_is_killed_and_it_is_said() -> None:
 
     assert spared == []
     assert killed == [signal(KILL, 0, 2)]
-    assert driver.said == "local rank 0, 2 was still saving 30 s after the failure; SIGKILL"
+    assert driver.logged == "local rank 0, 2 was still saving 30 s after the failure; SIGKILL"
 
 
 # --- who listens no more
 
 
-def test_who_was_asked_to_stop_when_it_listened_no_more_gets_sigterm() -> None:
+def test_who_listens_no_more_after_a_notice_to_stop_gets_sigterm() -> None:
     driver = listening(started())
     driver.happen(Signalled(TERM, "SIGTERM"))
-    says_stopped(driver, 2)
+    reports_stopped(driver, 2)
 
-    words = [driver.happen(WorkerListens(0, rank, to_stop=False, to_failure=True)) for rank in (1, 1, 2)]
+    text = [driver.happen(WorkerListens(0, rank, to_stop=False, to_failure=True)) for rank in (1, 1, 2)]
 
-    assert words == [[signal(TERM, 1)], [], []], "once, and none to who has stopped"
+    assert text == [[signal(TERM, 1)], [], []], "once, and none to who has stopped"
 
 
-def test_who_was_told_of_a_failure_when_it_listened_no_more_gets_sigterm() -> None:
+def test_who_listens_no_more_after_a_notice_of_a_failure_gets_sigterm() -> None:
     driver = listening(started())
     driver.exits(1, 3)
 
     done = driver.happen(WorkerListens(0, 0, to_stop=True, to_failure=False))
 
     assert done == [signal(TERM, 0)]
-    assert says_saved(driver, 0) == []
+    assert reports_saved(driver, 0) == []
 
 
 # --- nodes that come and go
 
 
 @pytest.mark.parametrize(("kind", "message"), [(OpenKind.JOIN, JOIN), (OpenKind.LEAVE, LEAVE)])
-def test_for_nodes_that_come_and_go_who_listens_is_asked_to_stop_after_a_step(
+def test_for_nodes_that_come_and_go_who_listens_is_notified_to_stop_after_a_step(
     kind: OpenKind, message: StopAtStepBoundary
 ) -> None:
     driver = listening(started(), 0, 2)
-    driver.open(1, kind, "node-b joins")
+    done = driver.sees(1, kind, "node-b joins")
 
-    done = driver.look()
-
-    assert done == [tell(message, 0, 2), signal(TERM, 1)]
-    assert driver.look() == []
+    assert done == [notify(message, 0, 2), signal(TERM, 1)]
+    assert driver.sync() == []
 
 
 def test_who_comes_to_no_step_boundary_in_time_gets_sigterm_and_then_the_stop_grace() -> None:
     driver = listening(started())
-    driver.open(1, OpenKind.JOIN, "node-b joins")
-    driver.look()
-    says_stopped(driver, 1)
+    driver.sees(1, OpenKind.JOIN, "node-b joins")
+    reports_stopped(driver, 1)
 
     first_s = deadline_s(driver.agent)
     driver.now_s = START_S + BOUNDARY_WAIT_S - 0.01
     early = driver.happen(Tick())
     driver.now_s = START_S + BOUNDARY_WAIT_S
-    late, said = driver.happen(Tick()), driver.said
+    late, logged = driver.happen(Tick()), driver.logged
     second_s = deadline_s(driver.agent)
     driver.now_s += STOP_GRACE_S
     last = driver.happen(Tick())
@@ -202,69 +199,63 @@ def test_who_comes_to_no_step_boundary_in_time_gets_sigterm_and_then_the_stop_gr
     assert first_s == START_S + BOUNDARY_WAIT_S
     assert early == []
     assert late == [signal(TERM, 0, 2)]
-    assert said == "local rank 0, 2 came to no step boundary within 10 s; SIGTERM"
+    assert logged == "local rank 0, 2 came to no step boundary within 10 s; SIGTERM"
     assert second_s == START_S + BOUNDARY_WAIT_S + STOP_GRACE_S
     assert last == [signal(KILL, 0, 1, 2)]
 
 
-def test_a_failure_elsewhere_while_they_come_to_the_boundary_is_told_to_those_that_have_not_come() -> None:
+def test_a_failure_elsewhere_while_they_come_to_the_boundary_is_reported_to_those_that_have_not_come() -> None:
     driver = listening(started())
-    driver.open(1, OpenKind.JOIN, "node-b joins")
-    driver.look()
-    says_stopped(driver, 1)
+    driver.sees(1, OpenKind.JOIN, "node-b joins")
+    reports_stopped(driver, 1)
     driver.now_s += 1
-    driver.open(2, OpenKind.LOSS, "node-c was lost")
+    done = driver.sees(2, OpenKind.LOSS, "node-c was lost")
 
-    done = driver.look()
-
-    assert done == [tell(PeerFailed(0), 0, 2)]
+    assert done == [notify(PeerFailed(0), 0, 2)]
     assert deadline_s(driver.agent) == START_S + 1 + FAILURE_GRACE_S
-    assert driver.look() == []
-    assert says_saved(driver, 0) == [signal(KILL, 0)]
-    assert says_saved(driver, 1) == [], "it is on its way out"
+    assert driver.sync() == []
+    assert reports_saved(driver, 0) == [signal(KILL, 0)]
+    assert reports_saved(driver, 1) == [], "it is on its way out"
 
 
-def test_a_failure_of_its_own_while_they_come_to_the_boundary_is_told_to_the_others() -> None:
+def test_a_failure_of_its_own_while_they_come_to_the_boundary_is_reported_to_the_others() -> None:
     driver = listening(started())
-    driver.open(1, OpenKind.JOIN, "node-b joins")
-    driver.look()
+    driver.sees(1, OpenKind.JOIN, "node-b joins")
 
     done = driver.exits(0, 1, FailureKind.EXCEPTION)
 
-    assert done == [tell(PeerFailed(0), 1, 2)]
+    assert done == [notify(PeerFailed(0), 1, 2)]
     assert deadline_s(driver.agent) == START_S + FAILURE_GRACE_S
-    assert driver.snapshot.generation
-    assert driver.snapshot.generation.kind is OpenKind.FAIL
+    assert driver.generation.kind is OpenKind.FAIL
 
 
 # --- all ranks stop after the same step, also on a node whose agent has not heard why
 
 
 @pytest.mark.parametrize("code", [0, 128 + TERM, 128 + INT])
-def test_a_worker_that_stopped_before_its_agent_heard_why_is_held(code: int) -> None:
+def test_a_worker_that_stopped_before_its_agent_knows_why_is_held(code: int) -> None:
     driver = listening(started())
-    says_stopped(driver, *ALL)
+    reports_stopped(driver, *ALL)
 
     ends = [driver.exits(rank, code) for rank in ALL]
     due_s = deadline_s(driver.agent)
     driver.now_s += STOPPED_HOLD_S - 0.01
     early = driver.happen(Tick())
-    driver.open(1, OpenKind.JOIN, "node-b joins")
-    heard = driver.look()
+    seen = driver.sees(1, OpenKind.JOIN, "node-b joins")
     driver.happen(cleared(0))
 
     assert ends == [[], [], []]
     assert due_s == START_S + STOPPED_HOLD_S
     assert early == []
-    assert heard == [Clear(0)]
+    assert seen == [Clear(0)]
     assert not driver.snapshot.failures
     assert not driver.snapshot.done
     assert isinstance(driver.agent.phase, Joining)
 
 
-def test_where_nothing_is_heard_an_exit_with_nought_is_what_it_is() -> None:
+def test_where_no_order_follows_an_exit_with_0_is_what_it_is() -> None:
     driver = listening(started())
-    says_stopped(driver, *ALL)
+    reports_stopped(driver, *ALL)
     for rank in ALL:
         driver.exits(rank, 0)
 
@@ -279,7 +270,7 @@ def test_where_nothing_is_heard_an_exit_with_nought_is_what_it_is() -> None:
 @pytest.mark.parametrize("code", [1, -KILL])
 def test_a_worker_that_fails_after_it_had_stopped_is_a_failure_at_once(code: int) -> None:
     driver = listening(started())
-    says_stopped(driver, 0, 1)
+    reports_stopped(driver, 0, 1)
     driver.exits(1, 128 + TERM)
 
     driver.exits(0, code)
@@ -300,34 +291,31 @@ def test_a_signal_is_passed_on_to_those_only_that_do_not_listen(signum: int, mes
 
     done = driver.happen(Signalled(signum, "SIGX"))
 
-    assert done == [tell(message, 0, 1), signal(signum, 2)]
+    assert done == [notify(message, 0, 1), signal(signum, 2)]
     assert deadline_s(driver.agent) == START_S + STOP_GRACE_S
 
 
 @pytest.mark.parametrize("signum", [10, 12])
 def test_a_notice_that_another_node_had_first_is_passed_on_once(signum: int) -> None:
     driver = listening(started(), 0)
-    driver.open(1, OpenKind.LEAVE, "node-b leaves", signum)
-
-    told = driver.look()
+    notified = driver.sees(1, OpenKind.LEAVE, "node-b leaves", signum)
     own = driver.happen(Signalled(signum, "SIGX"))
 
-    assert told == [tell(LEAVE, 0), signal(signum, 1, 2)]
-    assert own == [tell(LEAVE, 0)], "they have it already"
+    assert notified == [notify(LEAVE, 0), signal(signum, 1, 2)]
+    assert own == [notify(LEAVE, 0)], "they have it already"
 
 
 def test_any_other_signal_by_which_a_node_leaves_is_its_own() -> None:
     driver = started()
     driver.open(1, OpenKind.LEAVE, "node-b leaves", 1)
 
-    assert driver.look() == [signal(TERM, *ALL)]
+    assert driver.sync() == [signal(TERM, *ALL)]
 
 
 @pytest.mark.parametrize("code", [-10, 128 + 10, -TERM])
 def test_who_ends_of_the_notice_has_not_failed(code: int) -> None:
     driver = started()
-    driver.open(1, OpenKind.LEAVE, "node-b leaves", 10)
-    driver.look()
+    driver.sees(1, OpenKind.LEAVE, "node-b leaves", 10)
 
     driver.exits(0, code, FailureKind.SIGNAL)
 
@@ -336,27 +324,26 @@ def test_who_ends_of_the_notice_has_not_failed(code: int) -> None:
     assert driver.agent.phase.live == {1, 2}
 
 
-def test_a_signal_while_they_stop_for_a_join_is_told_too_and_leaves_no_more_than_the_stop_grace() -> None:
+def test_a_signal_while_they_stop_for_a_join_is_passed_on_too_and_leaves_no_more_than_the_stop_grace() -> None:
     driver = listening(started(), 0, 1)
-    driver.open(1, OpenKind.JOIN, "node-b joins")
-    driver.look()
+    driver.sees(1, OpenKind.JOIN, "node-b joins")
     driver.now_s += 1
 
     done = driver.happen(Signalled(TERM, "SIGTERM"))
 
-    assert done == [tell(LEAVE, 0, 1), signal(TERM, 2)]
+    assert done == [notify(LEAVE, 0, 1), signal(TERM, 2)]
     assert deadline_s(driver.agent) == START_S + 1 + STOP_GRACE_S
 
 
-def test_a_worker_that_fails_after_a_signal_lets_nobody_wait_for_the_end_of_its_step() -> None:
+def test_a_worker_that_fails_after_a_signal_lets_no_worker_wait_for_the_end_of_its_step() -> None:
     driver = listening(started())
     driver.happen(Signalled(TERM, "SIGTERM"))
 
     done = driver.exits(0, -KILL, FailureKind.SIGNAL)
 
-    assert done == [tell(PeerFailed(0), 1, 2)]
+    assert done == [notify(PeerFailed(0), 1, 2)]
     assert not driver.snapshot.failures
-    assert says_saved(driver, 1) == [signal(KILL, 1)]
+    assert reports_saved(driver, 1) == [signal(KILL, 1)]
 
 
 def test_workers_that_listen_have_two_seconds_after_a_failure_also_where_handlers_have_less() -> None:
@@ -369,7 +356,7 @@ def test_workers_that_listen_have_two_seconds_after_a_failure_also_where_handler
     assert [deadline_s(driver.agent) for driver in (deaf, listener)] == [START_S + 0.5, START_S + 2.0]
 
 
-def test_who_saves_before_its_agent_has_heard_of_the_failure_has_the_time_too() -> None:
+def test_who_saves_before_its_agent_knows_of_the_failure_has_the_time_too() -> None:
     driver = listening(started())
     driver.happen(WorkerSaving(0, 0, 7))
     driver.exits(1, 3)
@@ -379,7 +366,7 @@ def test_who_saves_before_its_agent_has_heard_of_the_failure_has_the_time_too() 
     assert driver.happen(Tick()) == [signal(KILL, 2)]
 
 
-def test_who_was_asked_to_stop_for_another_signal_gets_that_one() -> None:
+def test_who_was_to_stop_for_another_signal_gets_that_one() -> None:
     driver = listening(started())
     driver.happen(Signalled(INT, "SIGINT"))
 
@@ -388,34 +375,32 @@ def test_who_was_asked_to_stop_for_another_signal_gets_that_one() -> None:
 
 def test_from_the_boundary_on_they_have_the_stop_grace_to_save() -> None:
     driver = listening(started())
-    driver.open(1, OpenKind.LEAVE, "node-b leaves")
-    driver.look()
+    driver.sees(1, OpenKind.LEAVE, "node-b leaves")
 
     driver.now_s += 3
-    says_stopped(driver, *ALL)
+    reports_stopped(driver, *ALL)
 
     assert deadline_s(driver.agent) == START_S + 3 + STOP_GRACE_S
 
 
 def test_who_saves_at_a_stop_keeps_the_time_for_it_when_a_peer_is_killed_meanwhile() -> None:
     driver = listening(started())
-    driver.open(1, OpenKind.JOIN, "node-b joins")
-    driver.look()
-    says_stopped(driver, *ALL)
+    driver.sees(1, OpenKind.JOIN, "node-b joins")
+    reports_stopped(driver, *ALL)
     for rank in (0, 2):
         driver.happen(WorkerSaving(0, rank, 7))
 
-    told = driver.exits(1, -KILL, FailureKind.SIGNAL)
+    notified = driver.exits(1, -KILL, FailureKind.SIGNAL)
     driver.now_s += FAILURE_GRACE_S
     spared = driver.happen(Tick())
 
-    assert (told, spared) == ([], [])
+    assert (notified, spared) == ([], [])
     assert deadline_s(driver.agent) == START_S + STOP_GRACE_S
 
 
-def test_where_nothing_is_heard_any_other_exit_is_a_failure() -> None:
+def test_where_no_order_follows_any_other_exit_is_a_failure() -> None:
     driver = listening(started())
-    says_stopped(driver, *ALL)
+    reports_stopped(driver, *ALL)
     driver.exits(0, 0)
     driver.exits(1, 128 + TERM)
 
@@ -431,37 +416,37 @@ def test_any_signal_that_a_scheduler_may_send_to_agent_and_workers_is_held(signu
     driver = started()
 
     held = driver.exits(0, -signum)
-    told = driver.happen(Signalled(signum, "SIGX"))
+    notified = driver.happen(Signalled(signum, "SIGX"))
 
     assert held == []
-    assert told == [signal(signum, 1, 2)]
+    assert notified == [signal(signum, 1, 2)]
     assert not driver.snapshot.failures
 
 
-def test_a_signal_after_a_failure_disturbs_nobody_that_saves() -> None:
+def test_a_signal_after_a_failure_disturbs_no_worker_that_saves() -> None:
     driver = listening(started(), 0)
     driver.exits(1, 3)
 
     done = driver.happen(Signalled(TERM, "SIGTERM"))
 
     assert done == [signal(TERM, 2)]
-    assert says_saved(driver, 0) == [signal(KILL, 0)]
+    assert reports_saved(driver, 0) == [signal(KILL, 0)]
 
 
-def test_who_stopped_and_exits_with_any_code_after_a_signal_disturbs_nobody_that_saves() -> None:
+def test_who_stopped_and_exits_with_any_code_after_a_signal_disturbs_no_worker_that_saves() -> None:
     driver = listening(started())
     driver.happen(Signalled(TERM, "SIGTERM"))
-    says_stopped(driver, *ALL)
+    reports_stopped(driver, *ALL)
 
     assert driver.exits(0, 1) == []
 
 
-def test_killed_workers_are_told_of_no_failure() -> None:
+def test_killed_workers_are_notified_of_no_failure() -> None:
     driver = started()
     listening(driver)
     for _ in range(2):
         driver.happen(Signalled(INT, "SIGINT"))
 
-    told = driver.exits(0, 1, FailureKind.EXCEPTION)
+    notified = driver.exits(0, 1, FailureKind.EXCEPTION)
 
-    assert told == []
+    assert notified == []

@@ -26,34 +26,34 @@ def test_a_store_that_stays_away_is_named_once_with_the_newest_reason_and_its_re
     driver.happen(StoreFailed("10.0.0.8:2379 did not answer within 0.5 s"))
     driver.now_s += 1
     driver.happen(Tick())
-    said = driver.said
+    logged = driver.logged
     driver.now_s += 1
     driver.happen(Tick())
-    again = driver.said
+    again = driver.logged
     driver.now_s += 0.5
     driver.happen(StoreBack())
 
-    assert said == "the store is away: 10.0.0.8:2379 did not answer within 0.5 s; trying again; the workers go on"
-    assert (again, driver.said) == ("", "the store is back after 3.5 s")
+    assert logged == "the store is away: 10.0.0.8:2379 did not answer within 0.5 s; trying again; the workers go on"
+    assert (again, driver.logged) == ("", "the store is back after 3.5 s")
 
 
-def test_a_store_that_was_never_there_is_waited_for_with_a_word_on_what_may_be_wrong() -> None:
+def test_a_store_that_was_never_there_is_waited_for_with_a_hint_on_what_may_be_wrong() -> None:
     driver = Driver()
     driver.happen(StoreFailed("10.0.0.9:2379 refuses connections"))
     driver.now_s += LOG_AFTER_S
     driver.happen(Tick())
-    said = driver.said
+    logged = driver.logged
     driver.now_s += 3
     driver.happen(StoreBack())
 
-    assert said == (
+    assert logged == (
         "waiting for the store for up to 598 s more: 10.0.0.9:2379 refuses connections; is it running there,"
         " and is --rdzv-endpoint right?"
     )
-    assert driver.said == "the store answers, after 5.0 s"
+    assert driver.logged == "the store answers, after 5.0 s"
 
 
-def test_a_leader_that_was_cut_off_declares_nobody_lost_before_the_others_could_come_back() -> None:
+def test_a_leader_that_was_cut_off_declares_no_node_lost_before_the_others_could_come_back() -> None:
     first, second = pair()
     first.happen(StoreFailed("no route"))
     first.now_s += 20
@@ -130,7 +130,7 @@ def test_workers_are_stopped_when_the_heads_host_has_been_silent_for_the_store_t
     second.happen(SILENT)
     second.now_s += LOG_AFTER_S
     second.happen(Tick())
-    said = second.said
+    logged = second.logged
     second.now_s = START_S + TIMES.store_timeout_s - 1
     second.happen(SILENT)
     early = second.happen(Tick())
@@ -141,7 +141,7 @@ def test_workers_are_stopped_when_the_heads_host_has_been_silent_for_the_store_t
     ends(second, -TERM)
 
     assert (
-        said
+        logged
         == "the store is away: no answer; the workers go on, and are stopped in 58 s if it stays so (store_timeout)"
     )
     assert (early, due_s) == ([], START_S + TIMES.store_timeout_s)
@@ -155,14 +155,14 @@ FULL = StoreFailed("etcd-a:2379: etcd is full (alarm NOSPACE)", Trouble.REFUSES)
 
 
 @pytest.mark.parametrize(
-    ("event", "words"),
+    ("event", "text"),
     [
         (FULL, "refuses what this node asks: etcd-a:2379: etcd is full (alarm NOSPACE)"),
         (StoreFailed("no answer within 1 s", Trouble.SLOW), "is too slow: no answer within 1 s"),
         (StoreFailed("too many open files", Trouble.OWN), "cannot be asked: too many open files"),
     ],
 )
-def test_each_trouble_has_its_own_words_while_the_workers_go_on(event: StoreFailed, words: str) -> None:
+def test_each_trouble_has_its_own_line_while_the_workers_run(event: StoreFailed, text: str) -> None:
     driver = started()
     driver.happen(StoreBack())
     driver.happen(event)
@@ -170,7 +170,7 @@ def test_each_trouble_has_its_own_words_while_the_workers_go_on(event: StoreFail
 
     driver.happen(Tick())
 
-    assert driver.said == f"the store {words}; trying again; the workers go on"
+    assert driver.logged == f"the store {text}; trying again; the workers go on"
 
 
 def test_the_time_to_give_up_is_counted_from_when_the_workers_are_gone() -> None:
@@ -196,21 +196,21 @@ def test_the_time_to_give_up_is_counted_from_when_the_workers_are_gone() -> None
 # --- what is waited for
 
 
-def test_what_a_leader_waits_for_is_said_when_it_takes_long_and_once() -> None:
+def test_what_a_leader_waits_for_is_logged_when_it_takes_long_and_once() -> None:
     driver = Driver(TWO).begin()
     driver.settle()
     due_s = deadline_s(driver.agent)
     driver.now_s += LOG_AFTER_S
     driver.happen(Tick())
-    said = driver.said
+    logged = driver.logged
     driver.now_s += 60
     driver.happen(Tick())
 
     assert due_s == START_S + LOG_AFTER_S
-    assert (said, driver.said) == ("waiting for nodes: 1 of 2 is here (gives up after 600 s)", "")
+    assert (logged, driver.logged) == ("waiting for nodes: 1 of 2 is here (gives up after 600 s)", "")
 
 
-def test_a_follower_says_who_knows_what_is_waited_for() -> None:
+def test_a_follower_logs_who_knows_what_is_waited_for() -> None:
     three = replace(SPEC, nodes_min=3, nodes_max=3)
     first = Driver(three).begin()
     second = Driver(three, store=first.store, host="node-b", remote=True).begin()
@@ -219,10 +219,10 @@ def test_a_follower_says_who_knows_what_is_waited_for() -> None:
 
     second.happen(Tick())
 
-    assert second.said == "waiting for generation 0; its leader, on node-a, logs for whom it waits"
+    assert second.logged == "waiting for generation 0; its leader, on node-a, logs for whom it waits"
 
 
-def test_an_absent_store_is_named_again_when_the_workers_it_was_said_to_leave_alone_are_gone() -> None:
+def test_an_absent_store_is_named_again_when_the_workers_have_exited() -> None:
     driver = started()
     driver.happen(StoreBack())
     driver.happen(StoreFailed("no route"))
@@ -231,7 +231,7 @@ def test_an_absent_store_is_named_again_when_the_workers_it_was_said_to_leave_al
     ends(driver, -9)
     driver.happen(Tick())
 
-    assert driver.said.startswith("the store is away: no route; no worker can start before it is back")
+    assert driver.logged.startswith("the store is away: no route; no worker can start before it is back")
 
 
 def test_workers_go_on_while_the_heads_host_answers_though_its_store_does_not() -> None:
@@ -262,17 +262,17 @@ def test_the_line_for_the_other_nodes_comes_again_after_a_minute_and_once() -> N
     driver = Driver(TWO)
     driver.agent = replace(driver.agent, invitation="on the other node type: elaunch …")
     driver.begin().settle()
-    said = []
+    logged = []
     for second in range(200):
         driver.now_s += 1
         driver.happen(Tick())
-        said += [(second + 1, driver.said)] if driver.said else []
+        logged += [(second + 1, driver.logged)] if driver.logged else []
 
-    assert [at_s for at_s, _ in said] == [LOG_AFTER_S, LOG_AFTER_S + INVITE_AGAIN_S]
-    assert said[1][1] == "on the other node type: elaunch …"
+    assert [at_s for at_s, _ in logged] == [LOG_AFTER_S, LOG_AFTER_S + INVITE_AGAIN_S]
+    assert logged[1][1] == "on the other node type: elaunch …"
 
 
-def test_an_endpoint_of_this_host_alone_is_said_where_the_other_node_does_not_come() -> None:
+def test_an_endpoint_of_this_host_alone_is_logged_where_the_other_node_does_not_come() -> None:
     first, second = Driver(TWO), Driver(TWO)
     for driver in (first, second):
         driver.agent = replace(driver.agent, only_here="localhost:5 is an address of this host alone")
@@ -282,5 +282,5 @@ def test_an_endpoint_of_this_host_alone_is_said_where_the_other_node_does_not_co
         driver.now_s += LOG_AFTER_S
         driver.happen(Tick())
 
-    assert first.said.endswith("1 of 2 is here (gives up after 600 s); localhost:5 is an address of this host alone")
-    assert second.said.endswith("localhost:5 refuses connections; localhost:5 is an address of this host alone")
+    assert first.logged.endswith("1 of 2 is here (gives up after 600 s); localhost:5 is an address of this host alone")
+    assert second.logged.endswith("localhost:5 refuses connections; localhost:5 is an address of this host alone")

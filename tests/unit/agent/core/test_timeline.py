@@ -27,7 +27,7 @@ def named(driver: Driver, *events: str) -> list[Entry]:
     return [entry for entry in driver.entries if entry.event in events]
 
 
-def test_a_failure_is_told_at_once_again_with_its_output_and_as_the_reason_of_the_restart() -> None:
+def test_a_failure_is_recorded_at_once_again_with_its_output_and_as_the_reason_of_the_restart() -> None:
     driver = started()
 
     driver.exits(1, -9, FailureKind.SIGNAL)
@@ -55,7 +55,7 @@ def test_a_failure_is_told_at_once_again_with_its_output_and_as_the_reason_of_th
     assert "traceback" not in named(driver, "failed")[0].fields
 
 
-def test_the_jobs_first_failure_is_told_before_the_one_that_ended_the_job_where_the_kinds_differ() -> None:
+def test_the_jobs_first_failure_is_recorded_before_the_one_that_ended_the_job_where_the_kinds_differ() -> None:
     first, second = pair(replace(TWO, max_restarts=1))
     for driver, code in ((second, 7), (first, 9)):
         driver.exits(1, code)
@@ -98,7 +98,7 @@ def test_a_lost_node_and_the_one_that_takes_its_place_are_named_on_each_node() -
     assert len(named(spare, "spare")) == 1
 
 
-def test_a_store_that_fails_is_told_when_the_log_says_so_and_once() -> None:
+def test_a_store_that_fails_is_recorded_when_it_is_logged_and_once() -> None:
     driver = started()
 
     driver.happen(StoreFailed("no route to host"))
@@ -115,7 +115,7 @@ def test_a_store_that_fails_is_told_when_the_log_says_so_and_once() -> None:
     assert (away.event, away.fields["why"], back.event) == ("store_away", "no route to host", "store_back")
 
 
-def test_a_job_that_seems_to_hang_and_goes_on_after_all_is_told_once_each() -> None:
+def test_a_job_that_seems_to_hang_and_resumes_is_recorded_once_each() -> None:
     driver = started()
     driver.agent = replace(driver.agent, restarts_hung=False)
 
@@ -127,8 +127,8 @@ def test_a_job_that_seems_to_hang_and_goes_on_after_all_is_told_once_each() -> N
     hung, on = named(driver, "seems_hung", "goes_on")
     assert hung.fields == {"host": "node-a", "message": "it sleeps, and the others wait", "rank": 1}
     assert (on.event, on.generation) == ("goes_on", 0)
-    (told,) = driver.announcements
-    assert told.fields["text"] == "job job seems to hang: rank 1 on node-a sleeps, and the others wait"
+    (notified,) = driver.announcements
+    assert notified.fields["text"] == "job job seems to hang: rank 1 on node-a sleeps, and the others wait"
 
 
 def test_a_node_that_leaves_is_not_lost() -> None:
@@ -147,7 +147,7 @@ def test_a_node_that_leaves_is_not_lost() -> None:
     assert [entry.event for entry in named(first, "node_left", "node_lost")] == ["node_left"]
 
 
-def test_a_verdict_of_a_hang_that_is_written_anew_is_told_no_second_time() -> None:
+def test_a_verdict_of_a_hang_that_is_written_again_is_not_recorded_again() -> None:
     _, second = pair()
 
     for message in ("hung: it sleeps,", "hung: it still sleeps,"):
@@ -164,10 +164,10 @@ ELASTIC = replace(TWO, nodes_min=1)
 
 
 def kinds(*drivers: Driver) -> list[str]:
-    return [told.event for driver in drivers for told in driver.announcements]
+    return [notified.event for driver in drivers for notified in driver.announcements]
 
 
-def test_a_failure_on_any_node_is_told_once_by_the_leader_with_the_restart_and_its_cause() -> None:
+def test_a_failure_on_any_node_is_announced_once_by_the_leader_with_the_restart_and_its_cause() -> None:
     first, second = pair()
 
     second.exits(1, -9, FailureKind.SIGNAL)
@@ -178,9 +178,13 @@ def test_a_failure_on_any_node_is_told_once_by_the_leader_with_the_restart_and_i
 
     assert kinds(first) == ["failure", "restart"]
     assert kinds(second) == []
-    told, restart = first.announcements
-    assert (told.generation, told.fields["failure"]["rank"], told.fields["failure"]["host"]) == (0, 1, "node-a")
-    assert told.fields["text"].startswith("job job: rank 1 ")
+    notified, restart = first.announcements
+    assert (notified.generation, notified.fields["failure"]["rank"], notified.fields["failure"]["host"]) == (
+        0,
+        1,
+        "node-a",
+    )
+    assert notified.fields["text"].startswith("job job: rank 1 ")
     assert restart.fields["text"].startswith("job job goes on in generation 1: 6 workers on 2 nodes (restart 1 of 3")
     assert (restart.fields["restarts"], restart.fields["failure"]["code"]) == (1, -9)
 
@@ -195,7 +199,7 @@ def test_a_hang_is_called_so() -> None:
 
 
 @pytest.mark.parametrize(("code", "outcome"), [(0, "succeeded"), (1, "failed")])
-def test_the_end_of_a_job_is_told_once(code: int, outcome: str) -> None:
+def test_the_end_of_a_job_is_announced_once(code: int, outcome: str) -> None:
     first, second = pair(replace(TWO, max_restarts=0))
 
     ends(second, code)
@@ -213,7 +217,7 @@ def test_the_end_of_a_job_is_told_once(code: int, outcome: str) -> None:
         )
 
 
-def test_after_a_leader_that_leaves_the_next_one_tells_the_rest() -> None:
+def test_after_a_leader_that_leaves_the_next_one_announces_the_rest() -> None:
     first, second = pair(ELASTIC)
 
     first.happen(Signalled(TERM, "SIGTERM"))
@@ -229,7 +233,7 @@ def test_after_a_leader_that_leaves_the_next_one_tells_the_rest() -> None:
     assert kinds(second) == ["restart", "end"]
 
 
-def test_where_the_store_is_gone_with_the_leader_one_other_node_tells() -> None:
+def test_where_the_store_is_gone_with_the_leader_one_other_node_announces_the_end() -> None:
     first, second = pair(replace(TWO, nodes_max=3))
     third = Driver(replace(TWO, nodes_max=3), host="node-c", store=first.store, remote=True).begin()
     settle(first, third)

@@ -106,7 +106,7 @@ def test_a_process_of_the_job_is_found_and_ended_wherever_it_stands(spawned: Spa
     wait_until_gone(pid)
 
 
-def test_strangers_survive(spawned: Spawned) -> None:
+def test_processes_without_the_marker_survive(spawned: Spawned) -> None:
     other_job, no_job = spawned.pid(READY, secrets.token_hex(8)), spawned.pid(READY, "")
     mine, spared = spawned.pid(READY), spawned.pid(READY)
 
@@ -119,7 +119,7 @@ def test_strangers_survive(spawned: Spawned) -> None:
     assert is_running(no_job)
 
 
-def test_a_marker_in_another_variable_makes_nobody_a_member(spawned: Spawned) -> None:
+def test_a_marker_in_another_variable_makes_no_process_a_member(spawned: Spawned) -> None:
     source = "import os, sys, time; os.execve(sys.executable, ['python', '-S', '-c', {!r}], {!r})"
     marker = spawned.processes.marker
     stranger = spawned.pid(source.format(READY, {"NOTE": marker, VARIABLE: "other", "AFTER": marker}))
@@ -139,7 +139,9 @@ def test_a_nested_agents_workers_belong_to_the_outer_job_too(spawned: Spawned) -
     assert sorted(outer_found) == sorted([outer_worker, inner_worker])
 
 
-def test_who_is_born_after_the_look_is_ended_by_the_next(spawned: Spawned, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_forked_after_the_listing_is_ended_by_the_next(
+    spawned: Spawned, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, born = spawned.pid(READY), []
 
     def look(processes: JobProcesses, spare: Collection[int]) -> list[int]:

@@ -75,7 +75,7 @@ def get(place: str) -> str:
         return str(answer.read().decode())
 
 
-def test_connections_that_say_nothing_keep_no_scrape_from_its_answer(place: str) -> None:
+def test_idle_connections_keep_no_scrape_from_its_answer(place: str) -> None:
     port = int(re.findall(r":(\d+)/", place)[0])
     silent = [socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S) for _ in range(40)]
 

@@ -58,7 +58,7 @@ def asking(driver: Driver, query: Query = QUERY) -> None:
     """Somebody asks in the driver's store, and its agent looks."""
     driver.store.grant(query.lease, 100)
     assert driver.store.commit(post_query(KEYS, query)).held
-    driver.look()
+    driver.sync()
 
 
 def answers_of(driver: Driver, offered: list[Txn], way: str = "") -> StatusServer:
@@ -97,7 +97,7 @@ def test_a_question_gets_this_nodes_report_on_the_askers_lease_once() -> None:
     assert answers.due_s is None
 
 
-def test_the_way_to_the_store_is_told_only_where_there_is_one() -> None:
+def test_the_locator_of_the_store_is_given_only_where_there_is_one() -> None:
     driver, way = started(), '{"token":"t"}'
     with_store, alone, unknown = Heard("store"), Heard("store"), Heard("shutdown")
 
@@ -241,7 +241,7 @@ def test_what_is_no_request_is_let_go_of_without_an_answer(tmp_path: Path, reque
         assert open_desk.said(b'{"ask":"status"}\n') == b"{}\n"
 
 
-def test_those_that_connect_and_ask_nothing_keep_nobody_out(tmp_path: Path) -> None:
+def test_idle_connections_keep_no_client_out(tmp_path: Path) -> None:
     with desk(tmp_path / "private") as open_desk:
         idle = [open_desk.connected() for _ in range(30)]
         for number, connection in enumerate(idle):
@@ -254,7 +254,7 @@ def test_those_that_connect_and_ask_nothing_keep_nobody_out(tmp_path: Path) -> N
             connection.close()
 
 
-def test_each_end_knows_the_other_by_the_kernels_word(tmp_path: Path) -> None:
+def test_each_end_knows_the_other_by_the_kernels_credentials(tmp_path: Path) -> None:
     with desk(tmp_path / "private") as open_desk, open_desk.connected() as connection:
         assert credentials(connection) == (os.getpid(), os.geteuid())
 

@@ -51,7 +51,7 @@ def test_another_process_that_got_the_same_pid_is_not_taken_for_it() -> None:
     assert is_dead_here(f"{place}:{int(started) - 1}")
 
 
-def test_of_a_process_elsewhere_nobody_can_tell() -> None:
+def test_a_process_elsewhere_counts_as_alive() -> None:
     boot, namespace, pid, started = this_process().rsplit(":", 3)
 
     assert not is_dead_here(f"other-boot:{namespace}:{pid}:{int(started) - 1}")

@@ -60,7 +60,7 @@ def test_requests_keep_their_order_though_the_first_must_be_tried_again() -> Non
     assert bench.tried == ["first", "first", "first", "second", "second", "third"]
 
 
-def test_that_the_store_is_away_is_told_at_each_try_and_that_it_is_back_once() -> None:
+def test_that_the_store_is_away_is_reported_at_each_try_and_that_it_is_back_once() -> None:
     bench = Bench()
     bench.requests.add(bench.request("first", AWAY, Unavailable("timed out")))
     bench.requests.add(bench.request("second"))
@@ -70,7 +70,7 @@ def test_that_the_store_is_away_is_told_at_each_try_and_that_it_is_back_once() -
     assert bench.events == [StoreFailed("no route"), StoreFailed("timed out"), StoreBack()]
 
 
-def test_pauses_grow_to_their_longest_and_begin_anew_after_an_answer() -> None:
+def test_pauses_grow_to_their_longest_and_begin_again_after_a_response() -> None:
     bench = Bench()
     bench.requests.add(bench.request("first", *[AWAY] * 8))
     bench.requests.add(bench.request("second", AWAY))
@@ -83,7 +83,7 @@ def test_pauses_grow_to_their_longest_and_begin_anew_after_an_answer() -> None:
     assert all(low == high / 2 for low, high in bench.drawn), "many agents lose the same store at the same moment"
 
 
-def test_away_too_slow_and_refused_are_told_apart() -> None:
+def test_away_too_slow_and_refused_are_distinguished() -> None:
     bench = Bench()
     errors = AWAY, TimedOut("no answer"), Rejected("etcd is full"), Denied("no permission")
     bench.requests.add(bench.request("first", *errors))
@@ -100,7 +100,7 @@ def test_away_too_slow_and_refused_are_told_apart() -> None:
 
 
 @pytest.mark.parametrize("is_heads", [True, False])
-def test_a_head_of_whose_host_nothing_is_heard_is_away_and_silent(is_heads: bool) -> None:
+def test_a_head_whose_host_sends_nothing_is_away_and_silent(is_heads: bool) -> None:
     bench = Bench()
     cause, error = TimedOut("no answer"), HeadAway("the job's store is silent: no answer")
     cause.is_silent, error.is_silent = True, is_heads
@@ -165,7 +165,7 @@ def test_whoever_wants_to_go_waits_for_what_is_left_unless_the_store_is_away() -
     assert bench.requests.is_away
 
 
-def test_last_words_are_said_where_only_renewals_are_refused() -> None:
+def test_pending_writes_are_flushed_where_only_renewals_are_refused() -> None:
     bench = Bench()
     bench.failing["renewal"] = [Rejected("HTTP status 502")] * 10
     bench.requests.add_renewal()

@@ -78,7 +78,7 @@ def session(*, remote: bool = True, store: FlakyStore | None = None) -> Iterator
 # --- a store in this process
 
 
-def test_a_store_in_this_process_is_asked_at_once_by_whoever_calls() -> None:
+def test_a_store_in_this_process_serves_requests_in_the_callers_thread() -> None:
     before = set(threading.enumerate())
     with session(remote=False) as bench:
         assert bench.looks_due == 1
@@ -148,7 +148,7 @@ def test_a_lease_is_renewed_only_by_a_loop_that_lives() -> None:
 # --- the end
 
 
-def test_the_last_words_are_heard_and_the_lease_is_given_back() -> None:
+def test_pending_writes_are_flushed_and_the_lease_is_revoked() -> None:
     bench = Bench(remote=True)
     bench.session.open()
     bench.wait_for(StoreBack)

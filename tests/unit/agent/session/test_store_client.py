@@ -108,7 +108,7 @@ def number(snapshot: Snapshot) -> int | None:
 
 
 @pytest.mark.parametrize("why", [Denied("no such page"), AWAY], ids=["denied", "away"])
-def test_a_store_that_does_not_take_the_first_read_is_asked_why(why: StoreError) -> None:
+def test_a_store_that_does_not_take_the_first_read_is_checked(why: StoreError) -> None:
     bench = Bench()
     bench.store.fail("read", why)
     bench.store.fail("check", Denied("a:1 is etcd 3.2; elaunch needs 3.4 or later"))
@@ -118,7 +118,7 @@ def test_a_store_that_does_not_take_the_first_read_is_asked_why(why: StoreError)
 
 
 @pytest.mark.parametrize("remote", [False, True])
-def test_a_store_elsewhere_is_looked_at_narrowly_and_one_in_this_process_whole(remote: bool) -> None:
+def test_a_store_elsewhere_is_watched_narrowly_and_one_in_this_process_whole(remote: bool) -> None:
     bench = Bench(remote=remote)
     bench.write(Put(KEYS.member(NODE.node_id), encode(NODE)))
 
@@ -168,7 +168,7 @@ def test_a_run_is_begun_once_the_lease_of_the_agents_last_life_is_ended() -> Non
     assert bench.snapshot.leader == ""
 
 
-def test_a_join_that_was_decided_with_the_agents_last_life_in_sight_is_decided_anew() -> None:
+def test_a_join_that_was_decided_with_the_agents_last_life_in_sight_is_decided_again() -> None:
     bench = with_last_life()
     entry = bench.put(KEYS.member("me"))
 
@@ -213,7 +213,7 @@ def test_an_entry_that_broke_off_is_made_again(breaks_at: str) -> None:
 # --- what is seen
 
 
-def test_many_changes_make_one_look() -> None:
+def test_many_changes_make_one_event() -> None:
     bench = Bench().begun()
     assert number(bench.snapshot) is None
 
@@ -292,7 +292,7 @@ def test_the_runs_lease_is_renewed_by_its_leader_though_the_store_takes_no_write
 # --- transactions
 
 
-def test_an_opening_that_the_store_says_has_no_lease_is_told_and_kept() -> None:
+def test_an_opening_whose_lease_the_store_denies_is_reported_and_retried() -> None:
     """An opening has no tag. If it were dropped, its node would wait for a generation that no node opens."""
     bench = Bench().begun()
     own = bench.leased[-1]
@@ -310,7 +310,7 @@ def test_an_opening_that_the_store_says_has_no_lease_is_told_and_kept() -> None:
     assert decode(Generation, written).number == 1
 
 
-def test_before_a_refusal_is_told_its_reason_can_be_seen() -> None:
+def test_before_a_refusal_is_posted_its_reason_can_be_seen() -> None:
     bench = Bench().begun()
     bench.store.deaf = True
     bench.write(Put(KEYS.leader, "x"))
@@ -379,7 +379,7 @@ def test_who_starts_a_run_begins_the_lease_on_which_its_keys_stand(remote: bool)
     assert lease not in [leased.lease for leased in bench.leased]
 
 
-def test_who_starts_a_run_after_its_own_lease_has_ended_hears_of_that_and_leaves_no_lease() -> None:
+def test_who_starts_a_run_after_its_own_lease_has_ended_is_notified_and_leaves_no_lease() -> None:
     bench = Bench().begun()
     own = bench.leased[-1]
     bench.store.memory.revoke(own.lease)
