@@ -59,7 +59,7 @@ def saved(url: Url, generation: int, step: int) -> str:
 
 def loaded(url: Url, log: Callable[[str], None] = pytest.fail) -> int:
     state: dict[str, Any] = {"model": {"w": torch.zeros(50, 40)}}
-    if opened(url, say=log).load_newest(state) is None:
+    if opened(url, log=log).load_newest(state) is None:
         return 0
     assert torch.equal(state["model"]["w"], torch.full((50, 40), float(state["step"])))
     return int(state["step"])
@@ -122,7 +122,7 @@ def test_two_writers_of_one_mark_do_not_touch_each_others_objects(url: Url) -> N
 def test_an_outage_costs_a_checkpoint_and_a_sentence_and_the_next_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     url = Url("memory", f"memory://bucket/{secrets.token_hex(4)}")
     logged: list[str] = []
-    checkpoints = opened(url, say=logged.append)
+    checkpoints = opened(url, log=logged.append)
     checkpoints.save(1, state_of(1))
 
     def away(*_: object, **__: object) -> None:
@@ -155,7 +155,7 @@ def test_an_outage_at_the_start_begins_nothing_anew(monkeypatch: pytest.MonkeyPa
     with monkeypatch.context() as patched:
         patched.setattr(MemoryFileSystem, "ls", away)
         logged: list[str] = []
-        checkpoints = opened(url, say=logged.append)
+        checkpoints = opened(url, log=logged.append)
         with pytest.raises(Unreadable, match=r"connection refused.*training does not start over"):
             checkpoints.load_newest({})
         checkpoints.save(2, state_of(2))
@@ -210,7 +210,7 @@ def test_secrets_in_a_url_are_printed_nowhere() -> None:
     with pytest.raises(StorageError) as raised, plain_errors(url):
         raise ValueError(f"me:hunter2 at {text} with token=hunter3 and hunter2")
     logged.append(str(raised.value))
-    checkpoints = opened(url, say=logged.append)
+    checkpoints = opened(url, log=logged.append)
     checkpoints.save(1, state_of(1))
     folder = checkpoints.storage.found()[0][1]
     logged += [str(folder), str(checkpoints.storage)]
