@@ -19,7 +19,7 @@ import click
 from elaunch import __version__
 from elaunch.agent.linux import in_threads
 from elaunch.launcher.agent_config import count_workers, master_ports
-from elaunch.launcher.doctor import devices, host, network
+from elaunch.launcher.doctor import host, network
 from elaunch.launcher.doctor.host import Finding, Grade, Needs, bad, worst
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.host import as_started, detect
@@ -37,7 +37,7 @@ SCHEMA = 1
 # Stands for the program, if none is typed: options are complete without one here.
 _NO_PROGRAM = "doctor"
 # Each check has its own deadlines: the import of torch the longest, then the store's 20 requests.
-_LIMIT_S = devices.TORCH_S + 30.0
+_LIMIT_S = host.TORCH_S + 30.0
 # A healthy node answers in a moment, one whose GPUs have no persistence mode in seconds.
 _HEALTH_S = 20.0
 
@@ -49,8 +49,8 @@ Checked: TypeAlias = Mapping[str, tuple[Finding, ...]]
 def checks_for(needs: Needs, plan: RendezvousPlan, environ: Mapping[str, str]) -> dict[str, Check]:
     """All checks for a job, in the order in which they are shown."""
     return {
-        "torch": partial(devices.check_torch, environ, needs),
-        "gpus": partial(devices.check_gpus, environ, needs),
+        "torch": partial(host.check_torch, environ, needs),
+        "gpus": partial(host.check_gpus, environ, needs),
         "address": partial(network.check_address, plan, needs),
         "ports": partial(network.check_ports, plan, needs),
         "store": partial(network.check_store, plan),
@@ -173,7 +173,7 @@ def health_check(
         # A check that fails itself is no complaint: that is not the node's fault.
         with suppress(Exception):
             findings.extend([*host.check_shm(needs), *host.check_limits(needs)])
-            findings.extend(devices.check_gpus(environ, needs))
+            findings.extend(host.check_gpus(environ, needs))
         for complaint in () if is_strict or is_over.is_set() else complaints():
             log(f"this node is not healthy: {complaint} (--health-check strict would keep it out of the job)")
 

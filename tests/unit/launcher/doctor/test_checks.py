@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.agent.workers.topology import Gpu, Vendor
-from elaunch.launcher.doctor import devices, host, network
+from elaunch.launcher.doctor import host, network
 from elaunch.launcher.doctor.command import examine, health_check
 from elaunch.launcher.doctor.host import Finding, Grade, Needs, bad, ok, worst
 from tests.harness import DEADLINE_S, wait_for
@@ -29,7 +29,7 @@ FREE_SHM = os.statvfs("/dev/shm").f_bavail * os.statvfs("/dev/shm").f_frsize
 
 
 def torch(gpus: int, **changes: object) -> Iterator[Finding]:
-    return devices.judge_torch(f"a line of a plug-in\n{json.dumps({**TORCH, **changes})}\n", gpus)
+    return host.judge_torch(f"a line of a plug-in\n{json.dumps({**TORCH, **changes})}\n", gpus)
 
 
 @pytest.mark.parametrize(
@@ -42,13 +42,13 @@ def torch(gpus: int, **changes: object) -> Iterator[Finding]:
         (host.judge_limit(host.THREADS, 2112, EIGHT), "ok", "2112"),
         (host.check_shm(Needs(workers=FREE_SHM // MIB)), "bad", "a bus error (SIGBUS) ends the job"),
         (host.check_shm(ONE, "/nowhere"), "bad", "cannot be used"),
-        (devices.judge_gpus([H100], [], 1), "ok", "1 × NVIDIA H100 80GB HBM3, driver 570.86.15"),
-        (devices.judge_gpus([H100], [], 2), "bad", "Xid 79"),
-        (devices.judge_gpus([H100, V100], [], 2), "bad", "GPU 1 had 2 uncorrectable memory errors"),
-        (devices.judge_gpus([H100, V100], [], 2), "bad", "nvidia-smi --gpu-reset -i 1"),
-        (devices.judge_gpus([[*H100[:-1], "Yes"]], [], 1), "bad", "RMA"),
+        (host.judge_gpus([H100], [], 1), "ok", "1 × NVIDIA H100 80GB HBM3, driver 570.86.15"),
+        (host.judge_gpus([H100], [], 2), "bad", "Xid 79"),
+        (host.judge_gpus([H100, V100], [], 2), "bad", "GPU 1 had 2 uncorrectable memory errors"),
+        (host.judge_gpus([H100, V100], [], 2), "bad", "nvidia-smi --gpu-reset -i 1"),
+        (host.judge_gpus([[*H100[:-1], "Yes"]], [], 1), "bad", "RMA"),
         (
-            devices.judge_gpus([H100], [["GPU-aa", "7", "/bin/python", "1"]], 1),
+            host.judge_gpus([H100], [["GPU-aa", "7", "/bin/python", "1"]], 1),
             "warn",
             "in use by python (pid 7)",
         ),
@@ -88,9 +88,9 @@ def test_gpus_are_read_by_nvidia_smi_and_a_driver_that_does_not_answer_is_a_find
     (tmp_path / "nvidia-smi").write_text(tool)
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(devices, "read_gpus", lambda: (Gpu(Vendor.NVIDIA),))
+    monkeypatch.setattr(host, "read_gpus", lambda: (Gpu(Vendor.NVIDIA),))
 
-    found = devices.check_gpus({}, ONE)
+    found = host.check_gpus({}, ONE)
 
     assert message in " ".join(each.found for each in found if each.grade is Grade.BAD)
 
@@ -118,7 +118,7 @@ def test_an_interpreter_without_torch_is_a_finding_with_the_reason(tmp_path: Pat
     (tmp_path / "python").write_text(f'#!/bin/sh\nexec {sys.executable} -S -I "$@"\n')
     (tmp_path / "python").chmod(0o755)
 
-    (found,) = devices.check_torch(os.environ, Needs(interpreter=str(tmp_path / "python")))
+    (found,) = host.check_torch(os.environ, Needs(interpreter=str(tmp_path / "python")))
 
     assert found.grade is Grade.BAD
     assert found.found.endswith("cannot import torch: ModuleNotFoundError: No module named 'torch'")
@@ -127,9 +127,7 @@ def test_an_interpreter_without_torch_is_a_finding_with_the_reason(tmp_path: Pat
 @pytest.mark.parametrize("is_over", [False, True])
 def test_a_health_check_logs_what_is_bad_while_the_job_runs(monkeypatch: pytest.MonkeyPatch, is_over: bool) -> None:
     has_checked, logged = threading.Event(), list[str]()
-    monkeypatch.setattr(
-        devices, "check_gpus", lambda *_, **__: has_checked.wait(DEADLINE_S) and (bad("broken", "fix"),)
-    )
+    monkeypatch.setattr(host, "check_gpus", lambda *_, **__: has_checked.wait(DEADLINE_S) and (bad("broken", "fix"),))
     with health_check(1, os.environ, logged.append, is_strict=False):
         if not is_over:
             has_checked.set()
