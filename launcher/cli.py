@@ -101,7 +101,12 @@ def _main() -> int:
             return 0
         with ELAUNCH.make_context("elaunch", sys.argv[1:], obj=ParseState(os.environ, load_job_file)) as ctx:
             found: Options | int = ELAUNCH.invoke(ctx)
-        return found if isinstance(found, int) else _start(found)
+        if isinstance(found, int):
+            return found
+        if found.module and found.target == _TRAINER and not {"-h", "--help"}.isdisjoint(found.args):
+            # A job would import torch first, on behalf of workers that print a text.
+            os.execv(sys.executable, (sys.executable, "-m", _TRAINER, "--help"))
+        return run(found, as_started(os.environ))
     except click.exceptions.Exit as done:
         return done.exit_code
     except (click.ClickException, UsageError, SiteError, OSError, RuntimeError, MemoryError) as error:
@@ -111,14 +116,6 @@ def _main() -> int:
             raise
         _log_line(LogFormat.PLAIN, sentence, "error")
         return 2 if is_usage else 3
-
-
-def _start(options: Options) -> int:
-    """Run the job of a command line; its exit code. Raises UsageError."""
-    if options.module and options.target == _TRAINER and not {"-h", "--help"}.isdisjoint(options.args):
-        # A job would import torch first, on behalf of workers that print a text.
-        os.execv(sys.executable, (sys.executable, "-m", _TRAINER, "--help"))
-    return run(options, as_started(os.environ))
 
 
 def show_report(outcome: Outcome, config: AgentConfig, agent: AgentRun) -> None:

@@ -164,7 +164,6 @@ def socket_address(address: str, port: int) -> tuple[socket.AddressFamily, tuple
 
 
 def can_be_bound(address: str) -> bool:
-    """Whether `address` is an address of this host."""
     try:
         family, sockaddr = socket_address(address, 0)
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -204,7 +204,6 @@ def judge_torch(output: str, gpus: int) -> Iterator[Finding]:
 
 
 def check_gpus(environ: Mapping[str, str], needs: Needs) -> Iterator[Finding]:
-    """The findings about GPUs."""
     devices = read_gpus()
     seen = len(visible(devices, environ))
     if devices and devices[0].vendor is not Vendor.NVIDIA:

@@ -98,8 +98,7 @@ def read_report(job: Sequence[NodeLog], metrics_path: Path | None, beside: Path)
             links[shown] = _links(files, beside)
         # The named rank's node first.
         nodes = sorted(past.nodes, key=lambda node: node.folder != shown.folder)
-        name = STACKS
-        files = [(f"{name} of {n.name}", Path(n.folder, f"attempt_{shown.generation}", name)) for n in nodes]
+        files = [(f"{STACKS} of {n.name}", Path(n.folder, f"attempt_{shown.generation}", STACKS)) for n in nodes]
         stacks[shown.generation] = _links(files, beside)[:_STACKS_MAX]
     return replace(report, links=links, stacks=stacks)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from elaunch.launcher.inspect.job_command import JSON, RANKS, VERSION, job_command
+from elaunch.launcher.inspect.commands import JSON, RANKS, VERSION, job_command
 from elaunch.launcher.inspect.job_source import Gathered, JobSource, absence
 from elaunch.launcher.inspect.text import aligned, duration, span
 from elaunch.rendezvous.format import bytes_text, plain, plural

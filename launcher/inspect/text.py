@@ -59,6 +59,5 @@ def sentence(text: str) -> str:
 
 
 def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """The rows in columns."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.text import Text
 
 from elaunch.launcher.errors import SiteError, UsageError
-from elaunch.launcher.inspect.job_command import RANKS, job_command
+from elaunch.launcher.inspect.commands import RANKS, job_command
 from elaunch.launcher.inspect.job_source import JobOver, JobSource
 from elaunch.launcher.inspect.status import headline, status_record, text_of
 from elaunch.rendezvous.format import plain

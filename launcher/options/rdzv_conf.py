@@ -46,10 +46,6 @@ def _lease(raw: values.Raw) -> int:
     return values.whole(raw, low=2)
 
 
-def _attempts(raw: values.Raw) -> int:
-    return values.whole(raw, low=1)
-
-
 def _switch(raw: values.Raw) -> bool:
     """As torch reads it: also t, y, f and n."""
     word = values.text(raw).lower()
@@ -93,7 +89,7 @@ class Conf:
         "seconds; lease_ttl is this times keep_alive_max_attempt [5]", values.positive_seconds,
         differs="a silent node is dropped without a message",
     )
-    keep_alive_max_attempt: int | None = _setting("a number; see keep_alive_interval [3]", _attempts)
+    keep_alive_max_attempt: int | None = _setting("a number; see keep_alive_interval [3]", values.count)
     store_timeout: float | None = _setting(
         "seconds without the head's store until the job ends [60]", values.positive_seconds, differs=_OURS
     )

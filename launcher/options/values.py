@@ -91,6 +91,10 @@ def whole(raw: Raw, *, low: int = 0, high: int | None = None) -> int:
     return number
 
 
+def count(raw: Raw) -> int:
+    return whole(raw, low=1)
+
+
 def node_rank(raw: Raw) -> int:
     return whole(raw, high=NODES_MAX)
 

@@ -112,34 +112,6 @@ def plan(
     """Decide how this node takes part. `read_secret` reads a file that holds a token or password. Raises UsageError."""
     if options.standalone or options.nnodes[1] == 1:
         return replace(_plan_for_one_node(options), cluster=cluster)
-    return _plan_for_nodes(options, environ, read_secret, cluster)
-
-
-def _plan_for_one_node(options: Options) -> Planned:
-    """The plan of a job on one node, which needs no store. A static job still takes its master from the endpoint."""
-    ignored = [name for name in ("rdzv_backend", "rdzv_endpoint", "rdzv_conf") if name in options.given]
-    if options.standalone or options.rdzv_backend == "static":
-        ignored = []
-    if options.given.get("token_file") is Source.COMMAND_LINE:
-        ignored.append("token_file")
-    master = _static_master(options) if options.rdzv_backend == "static" and not options.standalone else None
-    return Planned(
-        RendezvousPlan(
-            times=_with_hang_times(
-                options, Times.for_lease(stop_grace_s=options.stop_grace, failure_grace_s=options.failure_grace)
-            ),
-            master_addr=master.host if master else _bare_host(options.master_addr),
-            local_addr=_bare_host(options.local_addr),
-        ),
-        tuple((f"--{name.replace('_', '-')}", _ALONE) for name in ignored),
-        master_port=master.port if master else None,
-    )
-
-
-def _plan_for_nodes(
-    options: Options, environ: Mapping[str, str], read_secret: Callable[[str], str], cluster: Cluster | None
-) -> Planned:
-    """`plan` for a job of several nodes."""
     conf = parse_rdzv_conf(options.rdzv_conf)
     backend = _backend(options)
     addresses, notes = given_addresses(options, environ, backend)
@@ -197,6 +169,27 @@ def _plan_for_nodes(
         cluster,
         at_its_head=head is not None,
         has_derived_token=bool(cluster and cluster.nodes and not cluster.is_of_pods and made.serves and not made.token),
+    )
+
+
+def _plan_for_one_node(options: Options) -> Planned:
+    """The plan of a job on one node, which needs no store. A static job still takes its master from the endpoint."""
+    ignored = [name for name in ("rdzv_backend", "rdzv_endpoint", "rdzv_conf") if name in options.given]
+    if options.standalone or options.rdzv_backend == "static":
+        ignored = []
+    if options.given.get("token_file") is Source.COMMAND_LINE:
+        ignored.append("token_file")
+    master = _static_master(options) if options.rdzv_backend == "static" and not options.standalone else None
+    return Planned(
+        RendezvousPlan(
+            times=_with_hang_times(
+                options, Times.for_lease(stop_grace_s=options.stop_grace, failure_grace_s=options.failure_grace)
+            ),
+            master_addr=master.host if master else _bare_host(options.master_addr),
+            local_addr=_bare_host(options.local_addr),
+        ),
+        tuple((f"--{name.replace('_', '-')}", _ALONE) for name in ignored),
+        master_port=master.port if master else None,
     )
 
 

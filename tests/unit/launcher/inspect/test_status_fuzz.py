@@ -16,7 +16,7 @@ from elaunch.agent.diagnosis.stack_groups import (
     stack_answer,
     stacks_in,
 )
-from elaunch.launcher.inspect.job_command import stacks_text
+from elaunch.launcher.inspect.commands import stacks_text
 from elaunch.launcher.inspect.job_source import Gathered, NodeStacks
 from elaunch.launcher.inspect.status import status_record, text_of
 from elaunch.rendezvous.codec import encode

@@ -1,20 +1,29 @@
-"""The commands about one running job: which job a command line means; `stop`, `restart` and `stacks`."""
+"""The commands about what runs: `stop`, `restart` and `stacks` for one job, by the command line; `warm`."""
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import click
 
 from elaunch.agent.diagnosis.stack_groups import full_text, group_text, grouped, location_text
+from elaunch.agent.forkserver.client import Cold, connected, servers, stop
 from elaunch.launcher.errors import SiteError, UsageError
-from elaunch.launcher.inspect.agents import LocalAgent, local_agents
-from elaunch.launcher.inspect.job_source import JobSource, LocalSource, NodeStacks, StoreSource
+from elaunch.launcher.inspect.job_source import (
+    JobSource,
+    LocalAgent,
+    LocalSource,
+    NodeStacks,
+    StoreSource,
+    local_agents,
+)
 from elaunch.launcher.options.command_line import Command, Option, Source, own
 from elaunch.launcher.options.options import Options, parse
 from elaunch.launcher.options.table import TABLE
@@ -44,6 +53,7 @@ From another host, name the store as the job's nodes do; variables count too:
 
 Exit codes: 0 it was done, 2 the command line is wrong, 3 no such job runs, its store cannot
 be reached, or the order was refused."""
+_NO_SERVER = "no fork server stays; elaunch --warm script.py leaves one"
 
 Work = Callable[[click.Context, JobSource], int]
 
@@ -201,3 +211,48 @@ def stacks_record(taken: NodeStacks) -> dict[str, Any]:
         "silent": list(taken.silent),
         "notes": list(taken.notes),
     }
+
+
+def _warm(ctx: click.Context) -> int:
+    """Run the command. Returns the exit code. Raises SiteError."""
+    try:
+        paths = servers()
+        if ctx.params["stop"]:
+            ended = [path for path in paths if stop(path)]
+            print(f"ended: {len(ended)} fork server{'s' * (len(ended) != 1)}" if ended else _NO_SERVER)
+            return 0
+    except Cold as error:
+        if str(error):
+            raise SiteError(str(error)) from error
+        paths = []
+    texts, code = list[str](), 0
+    for path in paths:
+        try:
+            with connected(path) as (_, handshake):
+                texts.append(_warm_text(path, handshake))
+        except Cold as error:
+            texts.append(str(error) or "it has ended")
+            code = 3
+    print("\n".join(texts) or _NO_SERVER)
+    return code
+
+
+WARM = Command(
+    "warm",
+    _warm,
+    [own("stop", "", "end these fork servers")],
+    usage=["[--stop]"],
+    about="Show this user's fork servers. They stay when a job with --warm has ended: the next start needs no import.",
+    ending="Exit codes: 0 done, 2 the command line is wrong, 3 a fork server cannot be reached or ended.",
+)
+
+
+def _warm_text(path: Path, record: dict[str, Any]) -> str:
+    """Some lines about a fork server, by its handshake."""
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record["since"]))
+    return (
+        f"pid {record['pid']}, since {since}, {max(record['seconds_left'], 0) / 60:.1f} min left\n"
+        f"  for {record['program']} in {record['folder']}, with {record['python']}\n"
+        f"  imported: {', '.join(record['packages'])}\n"
+        f"  socket: {path}"
+    )

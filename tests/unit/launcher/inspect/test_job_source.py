@@ -1,4 +1,4 @@
-"""inspect.agents: what answers on this host, which may be anybody; root queries other users' sockets too."""
+"""inspect.job_source: what answers on this host, which may be anybody; root queries other users' sockets too."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.launcher.inspect.agents import RESPONSE_S, NoResponse, local_agents, status_of
+from elaunch.launcher.inspect.job_source import RESPONSE_S, NoResponse, local_agents, status_of
 from tests.harness import joined
 
 OTHER_USER = 65534
