@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import importlib.util
 import json
 import os
 import random
@@ -38,6 +39,9 @@ _NOT_FOR_JOBS = (
     *("COLUMNS", "LINES"),
 )
 COMMAND = (sys.executable, "-m", "elaunch")
+# Preload a light module in place of torch: the fork server does the same, without the two seconds of torch's import.
+LIGHT = ("--preload", "json")
+FRESH = ("--no-preload",)
 REPOSITORY = Path(__file__).parents[1]
 
 
@@ -52,6 +56,12 @@ def preloading(module: str) -> tuple[str, str]:
     All modules are named, so the job does not learn what its workers import: that takes a second import of them all.
     """
     return ("--preload", ",".join((*DEFAULT_PRELOAD, module)))
+
+
+def require(package: str) -> None:
+    """Skip the test if this package is not installed."""
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed; `make integrations` installs it")
 
 
 def seeds(every: Sequence[int], check: int = 25) -> list[Any]:

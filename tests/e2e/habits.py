@@ -11,11 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elaunch.agent.environment import DEFAULT_PRELOAD
-from tests.harness import DEADLINE_S, environment
+from tests.harness import DEADLINE_S, FRESH, LIGHT, environment
 
-# Preload a light module in place of torch: the fork server does the same, without the two seconds of importing torch.
-LIGHT = ("--preload", "json")
-NO_PRELOAD = ("--no-preload",)
 TORCH = ("--preload", ",".join(DEFAULT_PRELOAD))
 
 
@@ -82,7 +79,7 @@ def same(
     Fails unless exit code, stdout and stderr are the same. Returns the fresh run.
     """
     expected = fresh(folder, *args, env=env, python=python, stdin=stdin)
-    for how in (LIGHT, NO_PRELOAD) if no_preload else (LIGHT,):
+    for how in (LIGHT, FRESH) if no_preload else (LIGHT,):
         run = worker(folder, *args, how=how, env=env, python=python, stdin=stdin)
         assert run.code == min(expected.code, 1), f"{how}: {run}"
         assert run.out == expected.out, f"{how}: {run}\nfresh: {expected}"

@@ -7,13 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import Job, finished, script, slow
+from tests.harness import FRESH, LIGHT, Job, finished, script, slow
 
 pytestmark = pytest.mark.usefixtures("without_torch")
 
-LIGHT = ("--preload", "json")
-EXEC = ("--no-preload",)
-BOTH = pytest.mark.parametrize("start", [LIGHT, slow(EXEC)], ids=["forked", "exec'd"])
+BOTH = pytest.mark.parametrize("start", [LIGHT, slow(FRESH)], ids=["forked", "exec'd"])
 
 CRASHES = """
 import ctypes, os, sys

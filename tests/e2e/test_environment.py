@@ -14,10 +14,7 @@ from typing import Any
 import pytest
 
 from elaunch.launcher.host import detect
-from tests.harness import RUN_LIMIT_S, Job, environment, finished, records, script, slow
-
-# Preload a light module in place of torch: the fork server does the same, without the second of importing torch.
-LIGHT = ("--preload", "json")
+from tests.harness import LIGHT, RUN_LIMIT_S, Job, environment, finished, records, script, slow
 
 SAY_ENVIRONMENT = """
 import json, os, sys

@@ -9,15 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import Job, finished, script, slow
+from tests.harness import FRESH, LIGHT, Job, finished, script, slow
 from tests.ranks import RankForker, Ranks
 from tests.warm import SharedStart
 
 pytestmark = pytest.mark.usefixtures("without_torch")
 
-# Preload a light module in place of torch: the fork server does the same, without the second of importing torch.
-LIGHT = ("--preload", "json")
-EXEC = ("--no-preload",)
 # For survivors that say something when they get SIGTERM, and may have to wait for a CPU.
 PATIENT = ("--failure-grace", "300")
 
@@ -200,8 +197,8 @@ class TestStartUp:
         [
             (LIGHT, "import torch_geometrics_x", "ModuleNotFoundError: No module named 'torch_geometrics_x'"),
             (LIGHT, "def train(:\n    pass", "SyntaxError: invalid syntax"),
-            slow(EXEC, "from os import no_such_name", "ImportError: cannot import name 'no_such_name'"),
-            slow(EXEC, "def train(:\n    pass", "SyntaxError: invalid syntax"),
+            slow(FRESH, "from os import no_such_name", "ImportError: cannot import name 'no_such_name'"),
+            slow(FRESH, "def train(:\n    pass", "SyntaxError: invalid syntax"),
         ],
         ids=["no module-forked", "syntax-forked", "no name-exec'd", "syntax-exec'd"],
     )
@@ -218,7 +215,7 @@ class TestStartUp:
         assert "generation 1" not in job.stderr
         assert "0 of 3 restarts used" in job.stderr
 
-    @pytest.mark.parametrize("start", [LIGHT, slow(EXEC)], ids=["forked", "exec'd"])
+    @pytest.mark.parametrize("start", [LIGHT, slow(FRESH)], ids=["forked", "exec'd"])
     def test_a_module_that_does_not_exist_is_not_restarted(self, start: tuple[str, ...], tmp_path: Path) -> None:
         nowhere = finished(tmp_path, *start, "--max-restarts", "3", "-m", "no_such_recipe")
         (tmp_path / "recipes").mkdir()
@@ -243,7 +240,7 @@ raise ValueError(f"worker {os.getpid()} after the torn record at {id(os):#x}")
 """
 
 
-@pytest.fixture(scope="module", params=[LIGHT, slow(EXEC)], ids=["forked", "exec'd"])
+@pytest.fixture(scope="module", params=[LIGHT, slow(FRESH)], ids=["forked", "exec'd"])
 def torn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, Path]:
     """A job whose worker is killed once and then fails until the job gives up; and its folder."""
     folder = tmp_path_factory.mktemp("torn")

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.habits import LIGHT, fresh, same, worker
-from tests.harness import script
+from tests.e2e.habits import fresh, same, worker
+from tests.harness import LIGHT, script
 
 SAY = """
 import sys, warnings

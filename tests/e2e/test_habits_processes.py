@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from tests.e2e.fidelity.turns import Turns, taken
-from tests.e2e.habits import LIGHT, NO_PRELOAD, Run, fresh, worker
-from tests.harness import script, slow, wait_for
+from tests.e2e.habits import Run, fresh, worker
+from tests.harness import FRESH, LIGHT, script, slow, wait_for
 
 ADDRESS = re.compile(rb"(?<=0x)[0-9a-f]+|(?<=pid=)\d+")
 
@@ -86,7 +86,7 @@ def test_a_python_below_a_worker_sees_no_trace_of_us(tmp_path: Path, pythonpath:
     env = {} if pythonpath is None else {"PYTHONPATH": pythonpath}
     expected = [json.loads(line) for line in fresh(tmp_path, "train.py", env=env).out.splitlines()]
 
-    for how in (LIGHT, NO_PRELOAD):
+    for how in (LIGHT, FRESH):
         run = worker(tmp_path, "train.py", how=how, env=env)
 
         seen = [json.loads(line) for line in run.out.splitlines()]
@@ -153,7 +153,7 @@ class Left:
         return re.findall(rf"^\[{rank}\] (.*)$", self.run.out.decode(), re.MULTILINE)
 
 
-@pytest.fixture(scope="module", params=[LIGHT, slow(NO_PRELOAD)], ids=["forked", "no-preload"])
+@pytest.fixture(scope="module", params=[LIGHT, slow(FRESH)], ids=["forked", "no-preload"])
 def left(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Left:
     folder = tmp_path_factory.mktemp("left")
     script(folder, LEAVES)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.habits import LIGHT, NO_PRELOAD, same, worker
+from tests.e2e.habits import same, worker
+from tests.harness import FRESH, LIGHT
 
 SCRIPTS = {
     "no newline at the end": "print('said')",
@@ -24,7 +25,7 @@ def test_a_script_on_stdin_runs_as_python_runs_it(tmp_path: Path, name: str) -> 
     same(tmp_path, "-", "--lr", "0.1", stdin=SCRIPTS[name].encode(), no_preload=name in TWICE)
 
 
-@pytest.mark.parametrize("how", [LIGHT, NO_PRELOAD], ids=["forked", "no-preload"])
+@pytest.mark.parametrize("how", [LIGHT, FRESH], ids=["forked", "no-preload"])
 def test_every_worker_of_every_generation_has_the_whole_script(tmp_path: Path, how: tuple[str, ...]) -> None:
     text = (
         "import os, sys, time\n"

@@ -8,23 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import (
-    Job,
-    finished,
-    free_ports,
-    records,
-    script,
-    slow,
-    wait_for,
-    with_environment,
-)
+from tests.harness import LIGHT, Job, finished, free_ports, records, script, slow, wait_for, with_environment
 from tests.standin import WITH_TORCH
 from tests.warm import SharedStart
 
 pytestmark = pytest.mark.usefixtures("without_torch")
 
-# Preload a light module in place of torch: the fork server does the same, without the second of importing torch.
-LIGHT = ("--preload", "json")
 # In the environment of the plain launch's processes alone.
 PLAIN = secrets.token_hex(8)
 

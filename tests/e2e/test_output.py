@@ -13,22 +13,11 @@ from pathlib import Path
 import pytest
 
 from tests import patience
-from tests.harness import (
-    COMMAND,
-    DEADLINE_S,
-    RUN_LIMIT_S,
-    Job,
-    environment,
-    finished,
-    script,
-    slow,
-)
+from tests.harness import COMMAND, DEADLINE_S, LIGHT, RUN_LIMIT_S, Job, environment, finished, script, slow
 from tests.terminal import Terminal
 
 pytestmark = pytest.mark.usefixtures("without_torch")
 
-# Preload a light module in place of torch: the fork server does the same, without the second of importing torch.
-LIGHT = ("--preload", "json")
 
 SAY_WHO = """
 import os, sys

@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.harness import Job, free_ports, records, script
+from tests.harness import LIGHT, Job, free_ports, records, script
 
 pytestmark = pytest.mark.usefixtures("without_torch")
 
-# Preload a light module in place of torch: the fork server does the same, without the second of importing torch.
-LIGHT = ("--preload", "json")
 
 # In its first generation the trainer with rank 1 among the trainers dies, when all have said where they are.
 PROGRAM = """

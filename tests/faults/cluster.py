@@ -13,8 +13,8 @@ import pytest
 
 from tests.etcd import Etcd, Member
 from tests.faults.meetings import Meeting, Records
-from tests.faults.processes import LIGHT, Watched, described
-from tests.harness import wait_for
+from tests.faults.processes import Watched, described
+from tests.harness import LIGHT, wait_for
 from tests.nodes import Node, Nodes
 from tests.standin import WITHOUT_TORCH
 

@@ -16,12 +16,10 @@ from pathlib import Path
 import psutil
 
 from elaunch.agent.guardian.guardian import RUN_DIRS
-from tests.harness import DEADLINE_S, Job, wait_for, with_environment
+from tests.harness import DEADLINE_S, LIGHT, Job, wait_for, with_environment
 from tests.standin import WITHOUT_TORCH
 
 TAG = "FAULT_TEST_JOB"
-# Preload a light module in place of torch: the fork server does the same, without the two seconds of torch's import.
-LIGHT = ("--preload", "json")
 
 # Lines for the beginning of a worker's script.
 SAY = """

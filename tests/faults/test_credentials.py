@@ -19,8 +19,7 @@ from elaunch.rendezvous.etcd.transport import RpcTransport
 from elaunch.rendezvous.secret import Secret
 from elaunch.rendezvous.store import Denied
 from tests.certificates import Certificates
-from tests.faults.processes import LIGHT
-from tests.harness import DEADLINE_S, Job, slow, wait_for
+from tests.harness import DEADLINE_S, LIGHT, Job, slow, wait_for
 from tests.relay import Listener
 
 PASSWORD = "the password of the team's etcd"

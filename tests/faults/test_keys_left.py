@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.etcd import Etcd
-from tests.faults.processes import LIGHT
-from tests.harness import Job, wait_for
+from tests.harness import LIGHT, Job, wait_for
 from tests.standin import WITHOUT_TORCH
 
 # Limits from docs/operations.md. First the keys of a job with one small failure, after its end.

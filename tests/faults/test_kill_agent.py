@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.processes import CHILDREN, LIGHT, SAY, Light, Watched, is_alive
-from tests.harness import DEADLINE_S, script, wait_for
+from tests.faults.processes import CHILDREN, SAY, Light, Watched, is_alive
+from tests.harness import DEADLINE_S, LIGHT, script, wait_for
 from tests.standin import WITHOUT_TORCH
 
 WITH_CHILDREN = f"""{SAY}{CHILDREN}

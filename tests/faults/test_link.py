@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.faults.processes import LIGHT, SAY, Light, Watched
-from tests.harness import finished, script, slow, wait_for
+from tests.faults.processes import SAY, Light, Watched
+from tests.harness import LIGHT, finished, script, slow, wait_for
 from tests.warm import SharedStart
 
 # Rank 0 waits for rank 1 in a collective that rank 1 never enters. None of their connections ends.

@@ -14,8 +14,8 @@ import pytest
 
 from elaunch.agent.guardian.guardian import VARIABLE
 from tests.cgroups import kill_cgroup, make_cgroup
-from tests.faults.processes import CHILDREN, LIGHT, SAY, Watched, is_alive
-from tests.harness import script, slow, wait_for
+from tests.faults.processes import CHILDREN, SAY, Watched, is_alive
+from tests.harness import LIGHT, script, slow, wait_for
 
 OURS = ("sleep", "setsid", "daemon")
 WAITS = f"""{SAY}{CHILDREN}

@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.faults.processes import LIGHT, Watched
-from tests.harness import wait_for
+from tests.faults.processes import Watched
+from tests.harness import LIGHT, wait_for
 from tests.nodes import Node, Nodes, needs_nodes
 from tests.standin import WITHOUT_TORCH
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.faults.processes import LIGHT, SAY, Watched, described, is_alive
+from tests.faults.processes import SAY, Watched, described, is_alive
 from tests.faults.test_signals import SAVES
-from tests.harness import RUN_LIMIT_S, script, wait_for
+from tests.harness import LIGHT, RUN_LIMIT_S, script, wait_for
 
 CONTAINER = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
 

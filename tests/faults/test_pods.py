@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tests.faults.cluster import REDUCER
-from tests.faults.processes import LIGHT, described
+from tests.faults.processes import described
 from tests.faults.test_signals import STUBBORN
-from tests.harness import DEADLINE_S, RUN_LIMIT_S, script, wait_for
+from tests.harness import DEADLINE_S, LIGHT, RUN_LIMIT_S, script, wait_for
 from tests.manifests import K8S, rendered, the
 from tests.nodes import Node, needs_nodes
 from tests.pods import NAMESPACE, Pods

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.processes import LIGHT, library
-from tests.harness import finished, script
+from tests.faults.processes import library
+from tests.harness import LIGHT, finished, script
 
 MODULES = {
     "ranked": "import os\nrank = os.environ.get('LOCAL_RANK', 'none')\n",

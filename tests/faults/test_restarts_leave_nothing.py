@@ -9,8 +9,8 @@ import psutil
 import pytest
 
 from tests.faults.census import Holdings, holdings, shared_memory_of
-from tests.faults.processes import CHILDREN, LIGHT, SAY, Watched, is_alive
-from tests.harness import script, slow, wait_for
+from tests.faults.processes import CHILDREN, SAY, Watched, is_alive
+from tests.harness import LIGHT, script, slow, wait_for
 
 RESTARTS = 10
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.processes import LIGHT, Watched
+from tests.faults.processes import Watched
+from tests.harness import LIGHT
 
 # Nobody's, and another one for each limit: the kernel counts the processes of a user.
 USER = 54_321

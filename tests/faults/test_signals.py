@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.faults.processes import LIGHT, SAY, TAG, Light, Watched, is_alive
-from tests.harness import COMMAND, DEADLINE_S, environment, script, slow, wait_for
+from tests.faults.processes import SAY, TAG, Light, Watched, is_alive
+from tests.harness import COMMAND, DEADLINE_S, FRESH, LIGHT, environment, script, slow, wait_for
 from tests.standin import WITHOUT_TORCH
 
 # A program that prints the signal that came, "saves", and exits with 0.
@@ -46,8 +46,6 @@ say("worker", os.getpid())
 while True:
     signal.sigtimedwait([], 0.1)  # not pause(): it would miss a signal that comes just before it
 """
-
-FRESH = ("--no-preload",)
 
 
 def workers_up(job: Watched, count: int) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import REPOSITORY, RUN_LIMIT_S, Job, environment, script
+from tests.harness import REPOSITORY, RUN_LIMIT_S, Job, environment, require, script
 
 pytestmark = pytest.mark.slow
 
@@ -78,11 +77,6 @@ num_machines: 1
 num_processes: 2
 use_cpu: true
 """
-
-
-def require(package: str) -> None:
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed; `make integrations` installs it")
 
 
 def printed(folder: Path, text: str) -> str:

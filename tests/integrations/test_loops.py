@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.harness import Job
+from tests.harness import Job, require
 
 pytestmark = pytest.mark.slow
 PROGRAMS = Path(__file__).parent / "programs"
@@ -32,11 +31,6 @@ def ran(library: str, folder: Path, kills: list[list[Any]], options: dict[str, A
     assert job.output.count("was killed by SIGKILL") == len(kills), job.output
     assert job.output.count("0 steps are repeated") == len(kills), job.output
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(RANKS)]
-
-
-def require(package: str) -> None:
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed; `make integrations` installs it")
 
 
 def assert_kills_change_no_bit(library: str, folder: Path, kills: list[list[Any]], options: dict[str, Any]) -> None:

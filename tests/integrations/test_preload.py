@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 
 from tests.ecosystem.registry import PROGRAMS
 from tests.ecosystem.runs import Place, Step, steps_of_all
-from tests.harness import Job, script
+from tests.harness import Job, require, script
 
 pytestmark = pytest.mark.slow
 # The imports of each of these libraries take longer.
@@ -31,11 +30,6 @@ rank, log = int(os.environ["RANK"]), logging.getLogger("lightning.pytorch")
 ranks = {rank_zero_only.rank, torchmetrics.utilities.prints.rank_zero_only.rank}
 print("found", early, ranks == {rank}, len(log.handlers), log.propagate, took_s < 0.2)
 """
-
-
-def require(package: str) -> None:
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed; `make integrations` installs it")
 
 
 @pytest.mark.parametrize(("words", "handlers", "propagates"), [((), 1, False), (("logs",), 0, True)])

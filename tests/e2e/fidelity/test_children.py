@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.fidelity.ways import EXECED, LIGHT, caught_too, fresh, share, without_launchers, worker
-from tests.harness import finished, script, slow
+from tests.e2e.fidelity.ways import caught_too, fresh, share, without_launchers, worker
+from tests.harness import FRESH, LIGHT, finished, script, slow
 
 METHODS = ("fork", "spawn", "forkserver")
 
@@ -117,7 +117,7 @@ def both(folder: Path, how: tuple[str, ...], text: str, *args: str) -> tuple[dic
 
 
 @pytest.mark.parametrize("form", [("train.py",), slow(("-m", "train"))], ids="-".join)
-@pytest.mark.parametrize("how", [LIGHT, slow(EXECED)], ids=["forked", "execed"])
+@pytest.mark.parametrize("how", [LIGHT, slow(FRESH)], ids=["forked", "execed"])
 def test_pools_processes_and_queues_of_every_kind_work_and_see_the_same(
     tmp_path: Path, how: tuple[str, ...], form: tuple[str, ...]
 ) -> None:

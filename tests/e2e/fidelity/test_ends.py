@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.fidelity.turns import Turns, taken
-from tests.e2e.fidelity.ways import EXECED, LIGHT, End, fresh, share, worker
-from tests.harness import script
+from tests.e2e.fidelity.ways import End, fresh, share, worker
+from tests.harness import FRESH, LIGHT, script
 
 HELPERS = {
     "helper.py": "def divide(x):\n    return 1 / x\n",
@@ -112,7 +112,7 @@ class Ends:
         self._base = base
         self._turns = {
             "turn": self._taken("turns", LIGHT, [name for name in ENDS if name not in WHOLE_FILES]),
-            "execed": self._taken("execed", EXECED, EXECED_ENDS),
+            "execed": self._taken("execed", FRESH, EXECED_ENDS),
         }
 
     def both(self, kind: str, name: str) -> tuple[End, End]:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.e2e.fidelity import probe, probe_process
-from tests.e2e.fidelity.ways import EXECED, HERE, LIGHT, differences, look, looks, without_launchers
-from tests.harness import script
+from tests.e2e.fidelity.ways import HERE, differences, look, looks, without_launchers
+from tests.harness import FRESH, LIGHT, script
 
 ARGS = ("--lr", "0.1", "two words", "", "ü")
 FORMS = {
@@ -27,7 +27,7 @@ TORCH = ("--preload", "torch")
 RUNS = {
     ("forked", "script"): TORCH,
     **{("light", form): LIGHT for form in FORMS if form != "script"},
-    ("execed", "script"): EXECED,
+    ("execed", "script"): FRESH,
 }
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from tests.e2e.fidelity import probe, test_start
-from tests.e2e.fidelity.ways import LIGHT, differences, look
+from tests.e2e.fidelity.ways import differences, look
+from tests.harness import LIGHT
 from tests.warm import own_place, run
 
 THREADS = {"OMP_NUM_THREADS": "2"}

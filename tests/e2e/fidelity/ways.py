@@ -20,9 +20,6 @@ from tests.harness import Job, environment
 HERE = Path(__file__).parent
 # Torch is imported before the fork, also for a program that does not name it.
 FORKED = ("--preload", ",".join(DEFAULT_PRELOAD))
-# The fork server does the same with a light module, without the second of importing torch.
-LIGHT = ("--preload", "json")
-EXECED = ("--no-preload",)
 # A program may compile something.
 _LONG_S = 600.0
 
