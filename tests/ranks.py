@@ -62,7 +62,7 @@ class RankForker:
                 self._process = subprocess.Popen(
                     command, env=variables, stdin=subprocess.DEVNULL, start_new_session=True
                 )
-                wait_for(lambda: self._connect(place), "a forker", START_S)
+                wait_for(lambda: self._is_up(place), "a forker", START_S)
 
     def begin(self, script: Path, args: Iterable[str], envs: list[dict[str, str]], folder: Path) -> list[int]:
         """Fork the ranks; their pids."""
@@ -85,6 +85,10 @@ class RankForker:
         self._connection.shutdown(socket.SHUT_RDWR)
         self._reader.join(DEADLINE_S)
         self._connection.close()
+
+    def _is_up(self, place: Path) -> bool:
+        assert self._process.poll() is None, f"the forker has exited with code {self._process.returncode}"
+        return self._connect(place)
 
     def _connect(self, place: Path) -> bool:
         """Whether the process is there and takes this one as a client."""

@@ -15,7 +15,7 @@ from tests.ranks import RankForker, forker
 from tests.warm import SharedStart
 
 # The modules that their ranks import.
-_MODULES = ("keeper.keeper", "memory.sharded", "checkpoint.objects", "train", "parallel.divided")
+_MODULES = ("keeper.keeper", "memory.sharded", "checkpoint.filesystem", "train", "parallel.divided")
 
 
 @pytest.fixture(scope="session", name="forker")

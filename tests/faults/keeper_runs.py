@@ -6,7 +6,7 @@ import fcntl
 import json
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,35 @@ class Recorded:
     def of(self, event: str, **fields: object) -> list[dict[str, Any]]:
         return [r for r in self.records if r["event"] == event and fields.items() <= r.items()]
 
+    def began(self, generation: int) -> int:
+        """The step after which that generation went on."""
+        (step,) = {r["step"] for r in self.of("began", generation=generation)}
+        return int(step)
+
+
+def once(place: Path, make: Callable[[Path], None]) -> Path:
+    """The folder `place`, which `make` fills unless another test, or another test process, has done so."""
+    with Path(f"{place}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not place.exists():
+            partial = Path(f"{place}.part")
+            shutil.rmtree(partial, ignore_errors=True)
+            make(partial)
+            partial.rename(place)
+    return place
+
+
+def run_calmly(forker: RankForker, workers: int, *words: str | Path) -> None:
+    """Run a program to its end without an agent and without a memory: neither changes the result of a run."""
+    program, *args = words
+    with Ranks(forker, workers, Path(program), *map(str, args), env={"ELAUNCH_GENERATION": "0"}) as ranks:
+        ended = ranks.end(500.0)
+    assert [rank.code for rank in ended] == [0] * workers, ended
+
+
+class Kept(Recorded):
+    """What the workers of kept.py have recorded."""
+
     @property
     def losses(self) -> dict[tuple[int, int], str]:
         """The bits of each rank's loss of each step. Fails if a loss was computed twice with different results."""
@@ -57,12 +86,8 @@ class Recorded:
         done = [*self.of("done", generation=generation), *self.of("began", generation=generation)]
         return max(r["step"] for r in done)
 
-    def began(self, generation: int) -> int:
-        (step,) = {r["step"] for r in self.of("began", generation=generation)}
-        return int(step)
 
-
-class Run(Recorded):
+class Run(Kept):
     """One training by `kept.py` with what its workers recorded; `asks` are pairs of a moment and its place."""
 
     def __init__(
@@ -101,7 +126,7 @@ class Run(Recorded):
         return self
 
 
-class Forked(Recorded):
+class Forked(Kept):
     """A training by `kept.py` whose ranks are forked without an agent, with one memory for all generations.
 
     Use it as a context manager, so that no memory is left. `asks` are pairs of a moment and its place.
@@ -129,32 +154,21 @@ class Forked(Recorded):
 
 
 class Calm:
-    """The runs without failures, each made when a test first needs it. All test processes share `folder`.
-
-    The runs have no agent and no memory: neither changes the result of a run.
-    """
+    """The runs without failures, each made when a test first needs it. All test processes share `folder`."""
 
     def __init__(self, forker: RankForker, folder: Path) -> None:
         self._forker, self._folder = forker, folder
         folder.mkdir(exist_ok=True)
 
-    def __call__(self, workers: int, option: str = "") -> Recorded:
-        name = f"{workers}-{option or 'plain'}"
-        with (self._folder / f"{name}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not (self._folder / name).exists():
-                partial = self._folder / f"{name}.part"
-                shutil.rmtree(partial, ignore_errors=True)
-                partial.mkdir()
-                words = (str(partial), str(STEPS), *([option] if option else []))
-                with Ranks(self._forker, workers, KEPT, *words, env={"ELAUNCH_GENERATION": "0"}) as ranks:
-                    ended = ranks.end()
-                assert [rank.code for rank in ended] == [0] * workers, ended
-                partial.rename(self._folder / name)
-        return Recorded(self._folder / name)
+    def __call__(self, workers: int, option: str = "") -> Kept:
+        def make(folder: Path) -> None:
+            folder.mkdir()
+            run_calmly(self._forker, workers, KEPT, folder, str(STEPS), *([option] if option else []))
+
+        return Kept(once(self._folder / f"{workers}-{option or 'plain'}", make))
 
 
-def assert_same(stormy: Recorded, calm: Recorded) -> None:
+def assert_same(stormy: Kept, calm: Kept) -> None:
     assert stormy.ends == calm.ends
     assert calm.losses.items() >= stormy.losses.items()
     # Only killed ranks lack lines of steps that the others had completed. A generation's last step may have no line at

@@ -19,9 +19,9 @@ FOLDER/<moment>-<generation>-<step>-<rank> makes that rank kill itself with SIGK
     corrupt       not a kill: before the forward pass, a byte of the newest copy in this node's memory is changed
     mirror        not a kill: the threads that exchange snapshots do not receive what other nodes send
 
-Each rank appends JSON lines to FOLDER/records: `began`, `done` (with the bits of its own loss of the step),
-`requested` (to stop), `killed`, `held`, `frozen`, `corrupted`, `deaf`, with digests of its state `halfway` (after
-step 30) and `end`, and `left` (with the number of sockets that the Keeper has left open).
+Each rank appends JSON lines to FOLDER/records: `began`, `done` (with the bits of its own loss of the step), `requested`
+(to stop), `killed`, `held`, `frozen`, `corrupted`, `deaf`, with digests of its state `halfway` (after step 30) and
+`end`, and `left` (with the number of sockets that the Keeper has left open).
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ from moments import GENERATION, RANK, Moments, fix_steps
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from elaunch.trainer.keeper.boundary import Boundary
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.memory.device_copy import HostCopies
 from elaunch.trainer.memory.node_memory import Records
@@ -159,7 +158,7 @@ def main() -> None:
         warm_up=lambda: model(torch.ones(4, 16)).sum().backward(),
     )
     fix_steps(looks="looks" in OPTIONS, snapshots=int(OPTIONS.get("snapshot_every", 0)))
-    record_requests()
+    MOMENTS.record_stops()
     plant_in_threads(keeper)
     plant_in_copies(keeper)
     # The last layer's gradients come first, so this rank dies before the others have come. FSDP2 has one bucket.
@@ -318,16 +317,6 @@ def plant_in_copies(keeper: Keeper) -> None:
 
         sharded.copy_from_devices = halfway
     Records.keep = keep_half  # type: ignore[method-assign]
-
-
-def record_requests() -> None:
-    request = Boundary.request
-
-    def record_request(boundary: Boundary, reason: str) -> None:
-        request(boundary, reason)
-        record("requested", reason=reason)
-
-    Boundary.request = record_request  # type: ignore[method-assign]
 
 
 def power_sgd(model: DistributedDataParallel) -> Any:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +25,10 @@ from moments import Moments, fix_steps
 from elaunch.trainer import train
 from elaunch.trainer.__main__ import main
 from elaunch.trainer.gpt.recorder import Recorder
-from elaunch.trainer.keeper.boundary import Boundary
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.parallel import auto
 
 MOMENTS = Moments(Path(sys.argv[1]))
-
-
-def before(owner: Any, name: str, moment: str, step: Callable[[], int]) -> None:
-    """Strike at `moment` before each call of `owner.name`; `step` says which step it is."""
-    real = getattr(owner, name)
-
-    def struck(*args: Any, **kwargs: Any) -> Any:
-        MOMENTS.strike(moment, step())
-        return real(*args, **kwargs)
-
-    setattr(owner, name, struck)
 
 
 class StruckKeeper(Keeper):
@@ -66,13 +53,10 @@ def plant() -> None:
     train.Keeper = StruckKeeper  # type: ignore[misc]
     # A request to stop is obeyed after the step in which it comes: tests name that step.
     fix_steps(looks=True)
-    before(auto, "try_plan", "measuring", lambda: 0)
-    before(Recorder, "mean_loss", "loss", now)
-    build, request = train.build, Boundary.request
-
-    def requested(boundary: Boundary, reason: str) -> None:
-        request(boundary, reason)
-        MOMENTS.record("requested", reason=reason)
+    MOMENTS.before(auto, "try_plan", "measuring", lambda: 0)
+    MOMENTS.before(Recorder, "mean_loss", "loss", now)
+    MOMENTS.record_stops()
+    build = train.build
 
     def built(*args: Any) -> Any:
         parallel = build(*args)
@@ -80,7 +64,6 @@ def plant() -> None:
         model.register_forward_pre_hook(lambda *_: MOMENTS.strike("forward", now()) if model.training else None)
         return parallel
 
-    Boundary.request = requested  # type: ignore[method-assign]
     train.build = built
 
 

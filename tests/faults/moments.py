@@ -1,6 +1,6 @@
 """Named moments in a worker's life at which a test has it killed, held or frozen; for scripts that workers run.
 
-A file FOLDER/<moment>-<generation>-<step>-<rank> makes that rank do what it says:
+A file FOLDER/<moment>-<generation>-<step>-<rank> makes that rank do what is in it:
 
     (empty)    kill itself with SIGKILL
     hold       wait until the file is gone
@@ -18,7 +18,9 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 RANK = int(os.environ["RANK"])
 GENERATION = int(os.environ["ELAUNCH_GENERATION"])
@@ -26,7 +28,7 @@ WAIT_S = 0.002
 
 
 def fix_steps(*, looks: bool = False, snapshots: int = 0) -> None:
-    """With `looks` the ranks look after each step. `snapshots` is the number of steps between two, 0 as it would be."""
+    """With `looks` each step has a sync point. `snapshots` is the number of steps between two, 0 as it would be."""
     from elaunch.trainer.keeper.copies import Copies
     from elaunch.trainer.keeper.sync_schedule import SyncSchedule
 
@@ -48,11 +50,11 @@ class Moments:
             file.write(line + "\n")
 
     def is_asked(self, name: str, step: int) -> bool:
-        """Whether the test asks for something at that moment."""
+        """Whether the test has such a file for that moment."""
         return self._path(name, step).exists()
 
     def strike(self, name: str, step: int) -> None:
-        """Die, wait or stop here, if the test asks for it."""
+        """Die, wait or stop here, if the test has such a file."""
         path = self._path(name, step)
         try:
             what = path.read_text()
@@ -72,7 +74,7 @@ class Moments:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def strike_together(self, step: int) -> None:
-        """Die together with all others that are asked to: the lowest rank kills them when all have come."""
+        """Die together with all others that have such a file: the lowest rank kills them when all have come."""
         if not self.is_asked("together", step):
             return
         asked = {int(path.name.rpartition("-")[2]) for path in self._folder.glob(f"together-{GENERATION}-{step}-*")}
@@ -92,6 +94,28 @@ class Moments:
             for pid in others:
                 os.kill(pid, number)
         os.kill(os.getpid(), signal.SIGKILL)
+
+    def before(self, owner: Any, name: str, moment: str, step: Callable[[], int]) -> None:
+        """Strike at `moment` before each call of `owner.name`; `step()` is the step then."""
+        real = getattr(owner, name)
+
+        def struck(*args: Any, **kwargs: Any) -> Any:
+            self.strike(moment, step())
+            return real(*args, **kwargs)
+
+        setattr(owner, name, struck)
+
+    def record_stops(self) -> None:
+        """Record each request to stop as `requested`."""
+        from elaunch.trainer.keeper.boundary import Boundary
+
+        request = Boundary.request
+
+        def requested(boundary: Boundary, reason: str) -> None:
+            request(boundary, reason)
+            self.record("requested", reason=reason)
+
+        Boundary.request = requested  # type: ignore[method-assign]
 
     def _path(self, name: str, step: int) -> Path:
         return self._folder / f"{name}-{GENERATION}-{step}-{RANK}"

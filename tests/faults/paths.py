@@ -32,7 +32,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,22 +67,11 @@ def now() -> int:
     return keeper.step if keeper._is_entered else 0
 
 
-def before(owner: Any, name: str, moment: str, step: Callable[[], int] = now) -> None:
-    """Strike at `moment` before each call of `owner.name`."""
-    real = getattr(owner, name)
-
-    def struck(*args: Any, **options: Any) -> Any:
-        MOMENTS.strike(moment, step())
-        return real(*args, **options)
-
-    setattr(owner, name, struck)
-
-
 def plant_at_starts() -> None:
-    before(Contact, "confirmation", "response")
-    before(copies, "decide", "inventory")
-    before(copies, "decide_in_parts", "inventory")
-    before(Training, "load_whole", "part")
+    MOMENTS.before(Contact, "confirmation", "response", now)
+    MOMENTS.before(copies, "decide", "inventory", now)
+    MOMENTS.before(copies, "decide_in_parts", "inventory", now)
+    MOMENTS.before(Training, "load_whole", "part", now)
     arriving = Connections._arriving
 
     def in_a_chain(self: Connections, source: int, into: memoryview) -> Iterator[memoryview]:
@@ -115,8 +104,8 @@ def plant_in_looks() -> None:
 
 
 def plant_in_copies() -> None:
-    before(verification, "digests", "digests")
-    before(copies, "drop_newer", "forget")
+    MOMENTS.before(verification, "digests", "digests", now)
+    MOMENTS.before(copies, "drop_newer", "forget", now)
     write = sharded.ShardedMemory._write_copy
 
     def copied(self: Any, version: Any, packed: Any) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.keeper_runs import KEPT, Recorded
+from tests.faults.keeper_runs import KEPT, Kept
 from tests.harness import slow
 from tests.ranks import RankForker, Ranks
 
@@ -24,7 +24,7 @@ def memories() -> Iterator[list[Path]]:
         yield [Path(one), Path(other)]
 
 
-class Nodes(Recorded):
+class Nodes(Kept):
     """A training by `kept.py` on simulated nodes of this host, with a worker and a memory each."""
 
     def __init__(self, folder: Path, forker: RankForker, memories: list[Path], *options: str) -> None:

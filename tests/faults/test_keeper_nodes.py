@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.cluster import Cluster
-from tests.faults.keeper_runs import KEPT, PRELOAD, Calm, Recorded
+from tests.faults.keeper_runs import KEPT, PRELOAD, Calm, Kept
 from tests.harness import wait_for
 from tests.nodes import needs_nodes
 
@@ -22,7 +22,7 @@ TOKEN = {"ELAUNCH_TOKEN": "the token of this test", "OMP_NUM_THREADS": "1"}
 def test_a_replaced_node_gets_the_state_from_a_peer(tmp_path: Path, calm: Calm) -> None:
     """A training by `kept.py` on two nodes. One loses its only worker in step 20, and is replaced in step 33."""
     (tmp_path / "run").mkdir()
-    run = Recorded(tmp_path / "run")
+    run = Kept(tmp_path / "run")
     for name in ("forward-0-20-1", "hold-1-33-0"):
         (run.folder / name).touch()
     # A host's own name means loopback to itself, as Debian installs it.

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.trainer.checkpoint.storage import marks
-from tests.faults.keeper_runs import KEPT, STEPS, Calm, Recorded, Run, assert_same
+from tests.faults.keeper_runs import KEPT, STEPS, Calm, Kept, Run, assert_same
 from tests.harness import environment, wait_for
 from tests.ranks import RankForker, Ranks
 from tests.warm import SharedStart
@@ -25,7 +25,7 @@ class Stopped:
     `done` has the last step of each rank, `marks` the steps of the checkpoints.
     """
 
-    run: Recorded
+    run: Kept
     code: int
     output: str
     done: dict[int, int]

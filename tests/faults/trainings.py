@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import shutil
 import tempfile
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from elaunch.trainer.ledger.ledger import audit_folder
+from tests.faults.keeper_runs import Recorded, once, run_calmly
 from tests.faults.processes import Watched
 from tests.harness import DEADLINE_S as WAIT_S
 from tests.harness import preloading, wait_for
@@ -27,21 +27,13 @@ RESTORED = r"restored step (\d+) from (memory|the checkpoint) .*; (\d+) steps? (
 DEADLINE_S = 500.0
 
 
-class Trained:
+class Trained(Recorded):
     """The records and results of one run in `folder`, which all its workers see."""
 
     def __init__(self, folder: Path, disk: Path | None = None) -> None:
         """The run directory is on `disk`, if that is given."""
-        self.folder = folder
+        super().__init__(folder)
         self.out = (disk or folder) / "out"
-
-    @property
-    def records(self) -> list[dict[str, Any]]:
-        path = self.folder / "records"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-    def of(self, event: str, **fields: object) -> list[dict[str, Any]]:
-        return [r for r in self.records if r["event"] == event and fields.items() <= r.items()]
 
     def wait_for(self, event: str, *, deadline_s: float = WAIT_S, **fields: object) -> None:
         wait_for(lambda: self.of(event, **fields), f"{event} {fields}", deadline_s)
@@ -49,11 +41,6 @@ class Trained:
     def struck(self, event: str = "killed") -> list[str]:
         """The files of the moments that have struck, in order."""
         return [f"{r['moment']}-{r['generation']}-{r['step']}-{r['rank']}" for r in self.of(event)]
-
-    def began(self, generation: int) -> int:
-        """The step after which that generation went on."""
-        (step,) = {r["step"] for r in self.of("began", generation=generation)}
-        return int(step)
 
     @property
     def result(self) -> dict[str, Any]:
@@ -195,27 +182,16 @@ class Forked(Training):
 
 
 class CalmTrainings:
-    """The runs without failures, each made when a test first needs it. All test processes share `folder`.
-
-    The runs have no agent and no memory: neither changes the result of a run.
-    """
+    """The runs without failures, each made when a test first needs it. All test processes share `folder`."""
 
     def __init__(self, forker: RankForker, folder: Path) -> None:
         self._forker, self._folder = forker, folder
         folder.mkdir(exist_ok=True)
 
     def __call__(self, workers: int, *options: str, steps: int = STEPS) -> Trained:
-        place = self._folder / "".join((str(workers), *options))
-        with Path(f"{place}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not place.exists():
-                partial = Path(f"{place}.part")
-                shutil.rmtree(partial, ignore_errors=True)
-                run = Training(partial)
-                words = run.words(*options)[1:]
-                with Ranks(self._forker, workers, PROGRAM, *words, env={"ELAUNCH_GENERATION": "0"}) as ranks:
-                    ended = ranks.end(DEADLINE_S)
-                assert [rank.code for rank in ended] == [0] * workers, ended
-                run.assert_complete(steps=steps)
-                partial.rename(place)
-        return Trained(place)
+        def make(folder: Path) -> None:
+            run = Training(folder)
+            run_calmly(self._forker, workers, *run.words(*options))
+            run.assert_complete(steps=steps)
+
+        return Trained(once(self._folder / "".join((str(workers), *options)), make))
