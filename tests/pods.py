@@ -23,9 +23,8 @@ from tests.etcd import binary
 from tests.faults.meetings import Meeting, Records
 from tests.faults.processes import Watched
 from tests.harness import DEADLINE_S, wait_for
-from tests.manifests import K8S, Object
+from tests.manifests import ALL, K8S, Object, open_ports
 from tests.nodes import Node, Nodes
-from tests.policies import ALL, open_ports
 
 NAMESPACE = "team"
 NAMESPACES = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")

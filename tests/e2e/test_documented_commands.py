@@ -7,15 +7,53 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from elaunch.launcher.options.options import parse
-from tests.documents import blocks, fences
 from tests.etcd import Etcd, binary
 from tests.harness import REPOSITORY, Job, environment, script, slow
 from tests.standin import WITH_TORCH
+
+PAGES = (REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md")))
+_FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+# A comment behind a command is set off by two blanks.
+_COMMENT = re.compile(r"\s{2,}# .*$")
+
+
+@dataclass(frozen=True)
+class Block:
+    """The commands of one fence, in order, without comments."""
+
+    page: str
+    commands: tuple[str, ...]
+
+
+def fences(page: str) -> Iterator[tuple[str, str]]:
+    """The language and the text of each fence of a page."""
+    yield from ((found[1], found[2]) for found in _FENCE.finditer(page))
+
+
+def blocks() -> list[Block]:
+    """All fences with commands, of all pages."""
+    found = []
+    for path in PAGES:
+        for language, text in fences(path.read_text()):
+            if language in ("sh", "console"):
+                found.append(Block(path.name, tuple(_commands(language, text))))
+    return found
+
+
+def _commands(language: str, text: str) -> Iterator[str]:
+    for line in text.replace("\\\n", " ").splitlines():
+        if language == "console" and not line.startswith("$ "):
+            continue
+        if command := _COMMENT.sub("", line.removeprefix("$ ")).strip():
+            yield command
+
 
 pytestmark = pytest.mark.usefixtures("without_torch")
 

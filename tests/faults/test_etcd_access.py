@@ -15,7 +15,7 @@ from elaunch.rendezvous.etcd.store import EtcdStore
 from elaunch.rendezvous.etcd.transport import GatewayOff, Json, JsonTransport, Rpc
 from elaunch.rendezvous.store import Absent, Denied, Put, Rejected, Txn, Unavailable, Update
 from tests.certificates import Certificates
-from tests.etcd import VERSIONS, Etcd, writes
+from tests.etcd import VERSIONS, Etcd, client, writes
 from tests.harness import DEADLINE_S, joined, slow, wait_for
 from tests.relay import Listener, relay
 
@@ -197,3 +197,21 @@ def test_an_older_etcd_is_refused_with_its_version() -> None:
 
         with pytest.raises(Denied, match=r"is etcd 3\.3\.27; elaunch needs 3\.4 or later"):
             store.check()
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_common_name_beside_users_works(version: str, tmp_path: Path) -> None:
+    told: list[Update] = []
+    certificates = Certificates(tmp_path, client_name="somebody")
+    with (
+        Etcd(version, tls=certificates, client_certificates=True, users={LOGIN.user: LOGIN.password}) as etcd,
+        closing(client(etcd.addresses, "grpc", Access(files(certificates), LOGIN), DEADLINE_S)) as store,
+    ):
+        assert store.check().startswith(version)
+        store.grant(1, 60)
+        store.watch(KEY, store.read(KEY).revision, told.append)
+        store.commit(Txn((), (Put(KEY, "1", 1),)))
+
+        wait_for(lambda: told, "word of the write")
+        assert store.keep_alive(1) > 0
+        store.revoke(1)

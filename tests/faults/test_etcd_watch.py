@@ -1,11 +1,14 @@
-"""A watch of the store's client, while its connection breaks, its history is compacted, and its process forks."""
+"""A watch of the store's client, while its connection breaks, its history is compacted, and its host fails."""
 
 from __future__ import annotations
 
 import itertools
 import random
+import select
+import sys
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ from elaunch.rendezvous.etcd.store import EtcdStore
 from elaunch.rendezvous.store import Changes, Delete, HistoryLost, KeyEntry, Put, Txn, Unavailable, Update, View
 from tests.etcd import TRANSPORTS, VERSIONS, Etcd, client
 from tests.harness import DEADLINE_S, slow, wait_for
+from tests.nodes import Nodes, needs_nodes
 from tests.relay import Listener, relay, silent
 
 PREFIX = "/elaunch/watch/"
@@ -193,3 +197,41 @@ def test_a_store_whose_revision_went_back_has_lost_its_history(version: str) -> 
     with pytest.raises(HistoryLost):
         store.commit(Txn(()))
     store.close()
+
+
+WATCHING = """
+import sys
+from elaunch.rendezvous.endpoint import Endpoint
+from tests.etcd import client
+
+store = client([Endpoint("node0", 2379)], sys.argv[1], deadline_s=60)
+store.watch("/elaunch/", store.read("/elaunch/").revision, lambda update: print(*update.entries, flush=True))
+print("watching", flush=True)
+sys.stdin.read()
+"""
+
+
+@needs_nodes
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_idle_watch_notices_that_its_servers_host_was_switched_off(tmp_path: Path, transport: str) -> None:
+    with (
+        Nodes(2) as (host, other),
+        Etcd(hosts=[host.ipv4], ports=[2379, 2380], prefix=lambda _: host.prefix, folder=tmp_path) as etcd,
+    ):
+        watching = other.popen(sys.executable, "-u", "-c", WATCHING, transport, stdin=-1, stdout=-1)
+        assert watching.stdout
+        assert watching.stdout.readline() == "watching\n"
+        etcd.ctl("put", "/elaunch/before", "")
+        assert watching.stdout.readline() == "/elaunch/before\n"
+
+        # No packet ends the connection, and its other end does not exist any more.
+        host.power_off()
+        etcd.members[0].kill()
+        host.power_on()
+        etcd.members[0].start()
+        etcd.members[0].wait_ready()
+        etcd.ctl("put", "/elaunch/after", "")
+
+        told, _, _ = select.select([watching.stdout], [], [], DEADLINE_S)
+        assert told, "the watch waits for ever"
+        assert watching.stdout.readline() == "/elaunch/after\n"

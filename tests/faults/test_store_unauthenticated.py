@@ -1,9 +1,10 @@
-"""Unauthenticated connections to the served store: whatever they send, a client with the token gets in."""
+"""Unauthenticated connections to the served store, also a flood from one address: a client with the token gets in."""
 
 from __future__ import annotations
 
 import math
 import socket
+import ssl
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -16,8 +17,10 @@ from elaunch.rendezvous.secret import Secret
 from elaunch.rendezvous.server import admission
 from elaunch.rendezvous.server import server as server_module
 from elaunch.rendezvous.server.admission import PER_ADDRESS
+from elaunch.rendezvous.server.connection import Connection
+from elaunch.rendezvous.server.server import Server
 from tests.harness import wait_for
-from tests.served import TOKEN, Gateway, ServerProcess, thread_serving
+from tests.served import TOKEN, Gateway, ServerProcess, bound_socket, running, thread_serving
 
 OPEN_FILES = 60
 # The server itself uses 16 descriptors.
@@ -30,9 +33,11 @@ def secret() -> Secret:
     return Secret(TOKEN)
 
 
-def connected(port: int, host: str = "127.0.0.1") -> socket.socket:
-    """A connection from `host`, one of this host's loopback addresses."""
-    return socket.create_connection(("127.0.0.1", port), timeout=180, source_address=(host, 0))
+def connected(port: int, host: str = "127.0.0.1", content: bytes = b"") -> socket.socket:
+    """A connection from `host`, one of this host's loopback addresses, that has sent `content`."""
+    connection = socket.create_connection(("127.0.0.1", port), timeout=180, source_address=(host, 0))
+    connection.sendall(content)
+    return connection
 
 
 @contextmanager
@@ -47,7 +52,7 @@ def crowd(port: int, count: int) -> Iterator[list[socket.socket]]:
 
 
 def gets_in(port: int, secret: Secret) -> float:
-    """Send an agent's first request. Returns how long it took. Fails if it is not answered."""
+    """Send an agent's first request. Returns how long it took. Fails without a response."""
     began_s = time.monotonic()
     gateway = Gateway("127.0.0.1", port, secret)
     assert gateway.call("/v3/maintenance/status")[0] == 200
@@ -74,18 +79,18 @@ def is_open(connection: socket.socket) -> bool:
 def test_connections_of_one_byte_each_do_not_shut_an_agent_out_and_a_line_names_their_addresses(
     tmp_path: Path, secret: Secret
 ) -> None:
-    told = tmp_path / "stderr"
-    with told.open("wb") as stderr, ServerProcess(open_files=OPEN_FILES, stderr=stderr) as process:
+    logged = tmp_path / "stderr"
+    with logged.open("wb") as stderr, ServerProcess(open_files=OPEN_FILES, stderr=stderr) as process:
         own = psutil.Process(process.process.pid).num_fds()
         with crowd(process.port, OPEN_FILES) as them:
             gets_in(process.port, secret)
             still = sum(map(is_open, them))
             descriptors = psutil.Process(process.process.pid).num_fds() - own
 
-    # It did not wait until the strangers' twenty seconds were over: they would have been closed.
+    # It did not wait until the peers' twenty seconds were over: they would have been closed.
     assert 0 < still <= UNAUTHENTICATED
     assert descriptors <= UNAUTHENTICATED + 1
-    lines = told.read_text().splitlines()
+    lines = logged.read_text().splitlines()
     assert len(lines) == 1
     assert lines[0].startswith(
         f"elaunch's store: all {UNAUTHENTICATED} places for connections that have not shown the job's"
@@ -174,7 +179,7 @@ def until_closed(client: socket.socket, does: Callable[[socket.socket], None], d
 
 
 def test_a_watch_that_is_never_read_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A reader without a processor for a while is not closed: nobody is before the other one has read everything.
+    # A reader without a processor for a while is not closed: none is before the other one has read everything.
     monkeypatch.setattr(server_module, "STALLED_S", math.inf)
     with thread_serving() as (server, port):
         gateway = Gateway("127.0.0.1", port)
@@ -195,3 +200,72 @@ def test_a_watch_that_is_never_read_is_closed(monkeypatch: pytest.MonkeyPatch) -
 
 def put_again(gateway: Gateway) -> bool:
     return gateway.put(b"a")[0] == 200
+
+
+PEERS = 200
+
+
+def client_hello(context: ssl.SSLContext) -> bytes:
+    """The first message of a TLS client. It needs no token."""
+    sent = ssl.MemoryBIO()
+    with pytest.raises(ssl.SSLWantReadError):
+        context.wrap_bio(ssl.MemoryBIO(), sent).do_handshake()
+    return sent.read()
+
+
+def test_an_agent_comes_in_before_the_unauthenticated_peers_of_one_address_that_came_before_it(
+    secret: Secret, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hello = client_hello(secret.client_context())
+    order: list[str] = []
+    read = Connection.read
+
+    def noted(self: Connection, *limit: int) -> bytes:
+        order.append(self.socket.getpeername()[0])
+        return read(self, *limit)
+
+    monkeypatch.setattr(Connection, "read", noted)
+    listener = bound_socket()
+    port = listener.getsockname()[1]
+    # The server listens, but does not serve yet: all connections wait in the kernel's queue.
+    server = Server(listener, secret)
+    with ExitStack() as stack:
+        for _ in range(PEERS):
+            stack.enter_context(connected(port, "127.0.0.2", hello))
+        stack.enter_context(connected(port, "127.0.0.1", hello))
+        with running(server):
+            wait_for(lambda: len(order) > PEERS, "all to be read")
+
+    assert order.count("127.0.0.2") == PEERS
+    assert order.index("127.0.0.1") <= 1
+
+
+def test_a_flood_of_handshakes_is_logged_with_its_address_and_keeps_no_agent_out(
+    secret: Secret, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # This replaces a slow server: it does one handshake in each turn, and every waiting connection counts as late.
+    monkeypatch.setattr(server_module, "_HANDSHAKES_S", 0.0)
+    monkeypatch.setattr(admission, "LAG_S", 0.0)
+    hello = client_hello(secret.client_context())
+    logged: list[str] = []
+    with thread_serving(secret) as (_, port):
+        known = Gateway("127.0.0.1", port, secret)
+        assert known.call("/v3/maintenance/status")[0] == 200
+
+        def is_logged() -> bool:
+            with ExitStack() as stack:
+                for _ in range(PEERS):
+                    stack.enter_context(connected(port, "127.0.0.2", hello))
+            logged.extend(line for line in capfd.readouterr().err.splitlines() if "TLS handshakes" in line)
+            return bool(logged)
+
+        wait_for(is_logged, "the line about the lag")
+        assert known.call("/v3/maintenance/status")[0] == 200
+        new = Gateway("127.0.0.1", port, secret)
+        assert new.call("/v3/maintenance/status")[0] == 200
+        known.close()
+        new.close()
+
+    assert len(logged) == 1
+    assert "127.0.0.2 opens the most" in logged[0]
+    assert "keep it out with a firewall, or give the job another --rdzv-endpoint" in logged[0]
