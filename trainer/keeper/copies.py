@@ -25,7 +25,7 @@ from elaunch.trainer.ranks.group_status import GroupStatus
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state.model_state import require_uncaptured
 from elaunch.trainer.state.packing import NotPlain
-from elaunch.trainer.state.region import Version
+from elaunch.trainer.state import Version
 from elaunch.trainer.state.training_state import Training
 from elaunch.trainer.state.tree import State, cloned
 

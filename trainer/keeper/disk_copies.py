@@ -17,7 +17,7 @@ from elaunch.trainer.checkpoint.loading import Unreadable, find_newest
 from elaunch.trainer.checkpoint.storage import Storage
 from elaunch.trainer.memory.recovery_plan import repeated
 from elaunch.trainer.ranks.peers import Peers
-from elaunch.trainer.state.region import Version
+from elaunch.trainer.state import Version
 from elaunch.trainer.state.training_state import Training
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from elaunch.trainer.keeper.mutation_guard import MutationGuard
 from elaunch.trainer.keeper.rehearsal import Rehearsal
 from elaunch.trainer.ranks.group_status import GroupStatus, has_nccl, require_reported_aborts
 from elaunch.trainer.state.packing import NotPlain
-from elaunch.trainer.state.region import Version
+from elaunch.trainer.state import Version
 from elaunch.trainer.state.training_state import Training
 
 # NCCL's watchdog waits for a minute (four times TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC) before it ends the process.

@@ -41,7 +41,7 @@ from elaunch.trainer.keeper.rehearsal import VARIABLE, Rehearsal
 from elaunch.trainer.keeper.verification import Verification
 from elaunch.trainer.ranks import RankInfo
 from elaunch.trainer.ranks.peers import Peers
-from elaunch.trainer.state.region import Version
+from elaunch.trainer.state import Version
 from elaunch.trainer.state.training_state import Training
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from elaunch.trainer.keeper.sync_schedule import COPY_SHARE, Pace
 from elaunch.trainer.memory.sharded import ShardedMemory
 from elaunch.trainer.ranks.peers import Peers
-from elaunch.trainer.state.region import Version
+from elaunch.trainer.state import Version
 from elaunch.trainer.state.training_state import Training
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from elaunch.trainer.files import reason
 from elaunch.trainer.memory.slots import Slots
 from elaunch.trainer.ranks.connections import PeerLost
 from elaunch.trainer.ranks.peers import Peers
-from elaunch.trainer.state.region import Piece, Version
+from elaunch.trainer.state import Piece, Version
 
 
 @dataclass

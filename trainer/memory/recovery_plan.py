@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from elaunch.trainer.state.region import Piece, Version
+from elaunch.trainer.state import Piece, Version
 
 # A sentence names so many ranks.
 _NAMED_MAX = 16

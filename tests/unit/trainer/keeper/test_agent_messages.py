@@ -16,7 +16,7 @@ from elaunch.trainer import link
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.memory import capacity, node_memory, slots
 from elaunch.trainer.memory.node_memory import Records
-from elaunch.trainer.state.region import Piece, Version
+from elaunch.trainer.state import Piece, Version
 from tests.harness import DEADLINE_S, wait_for
 from tests.unit.trainer.keeper.test_step_copies import Counting, Job
 from tests.unit.trainer.test_link import linked, messages, send

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from elaunch.trainer.keeper.boundary import StopRequest, SyncPlan, SyncPoint
-from elaunch.trainer.state.region import Version
+from elaunch.trainer.state import Version
 from tests.harness import RUN_LIMIT_S
 
 

@@ -17,7 +17,7 @@ from elaunch.trainer.keeper import entry_checks
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.keeper.per_rank_state import PerRankState
 from elaunch.trainer.memory.node_memory import Records
-from elaunch.trainer.state.region import Version
+from elaunch.trainer.state import Version
 from elaunch.trainer.state.training_state import Training
 from elaunch.trainer.state.tree import cloned
 

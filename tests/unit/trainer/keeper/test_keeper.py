@@ -31,7 +31,7 @@ from elaunch.trainer.keeper.disk_copies import NotDurable
 from elaunch.trainer.keeper.guarded_state import GuardedState
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.memory.node_memory import Records
-from elaunch.trainer.state.region import Version
+from elaunch.trainer.state import Version
 from tests.harness import RUN_LIMIT_S
 
 pytestmark = pytest.mark.usefixtures("memory")

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from elaunch.trainer.integrations import KeptEpochs
 from elaunch.trainer.keeper.keeper import Keeper
-from elaunch.trainer.state.region import Version
+from elaunch.trainer.state import Version
 
 pytestmark = pytest.mark.usefixtures("memory")
 

@@ -15,7 +15,7 @@ from elaunch.trainer.keeper.copies import Copies
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.keeper.mutation_guard import MutationGuard
 from elaunch.trainer.state.live_tensors import LiveTensors
-from elaunch.trainer.state.region import Version
+from elaunch.trainer.state import Version
 
 pytestmark = pytest.mark.usefixtures("memory")
 

@@ -74,7 +74,7 @@ import pytest, torch
 
 from elaunch.trainer.memory.node_memory import NodeMemory, NoRoom
 from elaunch.trainer.memory.slots import Slot
-from elaunch.trainer.state.region import Version
+from elaunch.trainer.state import Version
 
 folder, cgroup = map(Path, sys.argv[1:])
 (cgroup / "cgroup.procs").write_text(str(os.getpid()))

@@ -16,7 +16,7 @@ import torch
 from elaunch.trainer.memory import node_memory
 from elaunch.trainer.memory.node_memory import NodeMemory, NoRoom
 from elaunch.trainer.memory.slots import copy_on_host
-from elaunch.trainer.state.region import Version
+from elaunch.trainer.state import Version
 from tests.forked import Child
 from tests.harness import DEADLINE_S, wait_for
 

@@ -20,7 +20,7 @@ from elaunch.trainer.memory.recovery_plan import (
     digest_of,
     sentence,
 )
-from elaunch.trainer.state.region import Piece, Version
+from elaunch.trainer.state import Piece, Version
 
 ROOM = 1 << 30
 
