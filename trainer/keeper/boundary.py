@@ -83,7 +83,6 @@ class StopRequest:
             signal.raise_signal(self.signum)
 
     def note(self, signum: int) -> None:
-        """A signal was received."""
         now_s = self._clock_s()
         if self.signum and now_s - self._noted_s > _SAME_WISH_S:
             self._end(signum)
@@ -91,14 +90,12 @@ class StopRequest:
             self.signum, self._noted_s = signum, now_s
 
     def end_now(self, signum: int) -> None:
-        """End the process by the signal."""
         for number in self._signals:
             signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(signum)
 
 
 def _note(signum: int, frame: FrameType | None) -> None:
-    """The handler of all requests."""
     entered = [*StopRequest.entered]
     if not entered:
         # A library has restored the handler that it found when it began.
@@ -233,13 +230,7 @@ class Boundary:
         return SyncPlan.agreed(numbers)
 
     def _noted(self) -> Wish:
-        match self._signals.signum:
-            case 0:
-                return Wish.NONE
-            case signal.SIGINT:
-                return Wish.INTERRUPT
-            case _:
-                return Wish.LEAVE
+        return {0: Wish.NONE, signal.SIGINT: Wish.INTERRUPT}.get(self._signals.signum, Wish.LEAVE)
 
 
 class SyncPoint:

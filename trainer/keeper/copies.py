@@ -23,9 +23,9 @@ from elaunch.trainer.memory.slots import node_of
 from elaunch.trainer.ranks import RankInfo
 from elaunch.trainer.ranks.group_status import GroupStatus
 from elaunch.trainer.ranks.peers import Peers
+from elaunch.trainer.state import Version
 from elaunch.trainer.state.model_state import require_uncaptured
 from elaunch.trainer.state.packing import NotPlain
-from elaunch.trainer.state import Version
 from elaunch.trainer.state.training_state import Training
 from elaunch.trainer.state.tree import State, cloned
 
@@ -66,14 +66,16 @@ class Copies:
         self.gpu = GpuCopies(training.device) if training.device.type == "cuda" else HostCopies()
         self.groups = GroupStatus()
         self._node_memory = None
+        # Whether this rank decides when the snapshots of its node are due.
+        self.paces = False
         # Of the ranks of this group: the job may have others on the node, of another role.
         self._nodes = peers.from_all(node_of(Path(folder)) if folder else "")
         if folder:
-            layout, speaks = training.layout(), self._nodes.index(self._nodes[peers.rank]) == peers.rank
+            layout, self.paces = training.layout(), self._nodes.index(self._nodes[peers.rank]) == peers.rank
             # Another process on the node may keep a training of this name for itself too.
             name = f"{name}-{place.rank}" if peers.world_size == 1 < place.world_size else name
             whose = peers.rank, place.world_size
-            self._node_memory = NodeMemory(Path(folder), name, layout, *whose, speaks=speaks, log=log)
+            self._node_memory = NodeMemory(Path(folder), name, layout, *whose, speaks=self.paces, log=log)
         # For the loops that were left.
         self.loops_path = Path(folder, f"{name}.left") if folder else None
         self._parts: ShardedMemory | None = None
@@ -93,7 +95,9 @@ class Copies:
         # Whether each rank waits within its commit until its node has a copy of the step.
         self.copies_in_commit = lose_at_most == 0 and self.can_rescue
         self._every = None if lose_at_most is None else max(1, lose_at_most)
-        self.steps = StepCopies(self, training, peers, self._parts, self._every, self._log_once)
+        self.steps = StepCopies(
+            self, training, peers, self._parts, self._every, self._records is not None, self._log_once
+        )
         # Whether the state was checked again when an optimizer had one.
         self._is_checked = False
         self._logged: set[str] = set()
@@ -105,16 +109,6 @@ class Copies:
         # The state that all ranks have compared, and the newest snapshot of such a state.
         self.compared: Version | None = None
         self.verified: Version | None = None
-
-    @property
-    def paces(self) -> bool:
-        """Whether this rank decides when the snapshots of its node are due."""
-        return self._node_memory is not None and self._node_memory.speaks
-
-    @property
-    def has_records(self) -> bool:
-        """Whether this rank's own state has a place in memory."""
-        return self._records is not None
 
     @property
     def snapshot_every(self) -> int | None:
@@ -195,16 +189,12 @@ class Copies:
             self.store(version)
         else:
             self.own.restored(version)
-        self._log_missed(version)
-        return version
-
-    def _log_missed(self, version: Version) -> None:
-        """Log whose `per_rank` objects were not restored."""
         per_rank = self._training.per_rank
         if per_rank is not None and version.step:
-            missed = per_rank.missed_sentence(self._peers.from_all(per_rank.missed))
-            if missed:
+            # Whose objects were not restored.
+            if missed := per_rank.missed_sentence(self._peers.from_all(per_rank.missed)):
                 self._log_on_rank_0(missed)
+        return version
 
     def store(self, version: Version, *, unless_same: bool = False, is_begun: bool = False) -> bool:
         """Store this rank's own state in memory as the state of `version`; `is_begun` if its commit is to come.
@@ -301,7 +291,8 @@ class Copies:
             self._mirror.exchange(lambda: record, version, spare)
         if version == self.compared:
             self.verified = version
-        self.steps.try_again()
+        # If a copy has failed before this snapshot, the next one may not.
+        self.steps.has_failed = False
 
     def drop_unverified(self) -> None:
         """Delete all copies in memory that are newer than the newest compared one. Collective."""
@@ -363,13 +354,13 @@ class Copies:
         """Whether `save_replicated` can store a state, as far as is known."""
         return self._node_memory is not None and not self._training.is_in_parts and self._has_room
 
-    def wait_for_part(self, report_first: Callable[[], None]) -> None:
-        """If a thread is writing this rank's part of the state, `report_first`, and wait until it is written.
+    def wait_for_part(self, step: int) -> None:
+        """If a thread is writing this rank's part of the state, report that to the agent, and wait until it is written.
 
         Only for as long as writing takes: on a GPU it may wait for a peer that has failed.
         """
         for slot in () if self._parts is None else self._parts.being_written:
-            report_first()
+            link.saving(step)
             slot.wait_until_settled(_WRITE_S + _WRITE_S_PER_BYTE * slot.size)
 
     @property

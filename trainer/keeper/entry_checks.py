@@ -259,13 +259,9 @@ class EntryChecks:
             for name in _NUMBERS
         }
 
-    def expects(self, step: int) -> bool:
-        """Whether `drawn` is to be called for that step."""
-        return step == self._expected[0]
-
-    def drawn(self, own: State) -> None:
-        """A backward pass of an expected step begins, and `own` is what this rank has drawn and fetched for it."""
-        if self._are_alike(self._expected[1], own):
+    def drawn(self, step: int, own: State) -> None:
+        """A backward pass of `step` begins, and `own` is what this rank has drawn and fetched for it."""
+        if step == self._expected[0] and self._are_alike(self._expected[1], own):
             self._expected = (0, {})
 
     def _are_alike(self, one: State, other: State) -> bool:

@@ -17,8 +17,8 @@ from elaunch.trainer.keeper.hooks import LeftGradients
 from elaunch.trainer.keeper.mutation_guard import MutationGuard
 from elaunch.trainer.keeper.rehearsal import Rehearsal
 from elaunch.trainer.ranks.group_status import GroupStatus, has_nccl, require_reported_aborts
-from elaunch.trainer.state.packing import NotPlain
 from elaunch.trainer.state import Version
+from elaunch.trainer.state.packing import NotPlain
 from elaunch.trainer.state.training_state import Training
 
 # NCCL's watchdog waits for a minute (four times TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC) before it ends the process.
@@ -273,22 +273,19 @@ class GuardedState:
         """Take a snapshot between two steps. No other thread copies or changes the state meanwhile."""
         self.require_checked()
         try:
-            self._snapshot()
+            if self._training.is_in_parts:
+                # ZeRO-1's step has collectives after the commit has begun.
+                self._require_clean(f"step {self.version.step} may be incomplete, and is not kept")
+                # This is a collective, so the lock must be free.
+                self._copies.snapshot(self.version)
+                return
+            # Outside the lock: this may wait for a dead node, and the thread that saves the state then needs the lock.
+            self._copies.before_snapshot()
+            with self._lock:
+                if self._is_whole and not self._is_sealed:
+                    self._copies.snapshot(self.version)
         except NotPlain as error:
             self._refuse(f"step {self.version.step} is not copied: {error}")
-
-    def _snapshot(self) -> None:
-        if self._training.is_in_parts:
-            # ZeRO-1's step has collectives after the commit has begun.
-            self._require_clean(f"step {self.version.step} may be incomplete, and is not kept")
-            # This is a collective, so the lock must be free.
-            self._copies.snapshot(self.version)
-            return
-        # Outside the lock: this may wait for a dead node, and the thread that saves the state then needs the lock.
-        self._copies.before_snapshot()
-        with self._lock:
-            if self._is_whole and not self._is_sealed:
-                self._copies.snapshot(self.version)
 
     def finalize(self, *, durably: bool) -> None:
         """At a stop or the end: a snapshot, and a checkpoint. No rank goes on before the snapshot is complete."""
@@ -317,7 +314,7 @@ class GuardedState:
         if not self._is_restored:
             return
         # The agent ends this process as soon as it learns that all is saved.
-        self._copies.wait_for_part(lambda: link.saving(self.version.step))
+        self._copies.wait_for_part(self.version.step)
         if not self._copies.can_rescue:
             return
         # Before the lock is taken: copying a large state takes long, and a step that is being completed is still kept.

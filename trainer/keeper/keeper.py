@@ -422,8 +422,7 @@ class Keeper:
             self._state.backward_begins(model)
             version = self._state.next_version
             self._copies.store(version, unless_same=True, is_begun=True)
-            if self._checks.expects(version.step):
-                self._checks.drawn(self._copies.own.of(version))
+            self._checks.drawn(version.step, self._copies.own.of(version))
             self._step_aside(version)
 
     def _sums_end(self) -> None:

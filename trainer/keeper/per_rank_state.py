@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from elaunch.trainer.memory.node_memory import Records
+from elaunch.trainer.state import Version
 from elaunch.trainer.state.live_tensors import changed_since, versions
 from elaunch.trainer.state.packing import NotPlain, not_plain
-from elaunch.trainer.state import Version
 from elaunch.trainer.state.training_state import Training
 from elaunch.trainer.state.tree import State, equal, some
 

@@ -33,25 +33,26 @@ class StepCopies:
         peers: Peers,
         parts: ShardedMemory | None,
         every: int | None,
+        has_records: bool,
         log: Callable[[str], None],
     ) -> None:
         self._copies, self._training, self._peers, self._parts, self._log = copies, training, peers, parts, log
         # Whether there is a state of which each step is copied.
-        self._has_any = copies.has_records and (parts is not None or training.has_large)
+        self._has_any = has_records and (parts is not None or training.has_large)
         self.pace, self._measures = Pace(every, 0, _FRESH, COPY_SHARE), every is None
         # The newest two. All ranks have these copies of a communication hook's state.
         self.versions: list[Version] = []
         # If all copies must be compared ones, there are snapshots only.
         self.is_off = False
         # Whether a rank could not make the last copy of a hook's state: then no rank tries before the next snapshot.
-        self._has_failed = False
+        self.has_failed = False
         self._copied_s = 0.0
         self._has_logged_pace = False
 
     @property
     def every(self) -> int:
         """Steps between two copies; 0 if there are none."""
-        if self.is_off or self._has_failed or not self._has_any or (self._parts is None and self.pace.every > 1):
+        if self.is_off or self.has_failed or not self._has_any or (self._parts is None and self.pace.every > 1):
             return 0
         return self.pace.every
 
@@ -63,10 +64,6 @@ class StepCopies:
             return self._parts.can_copy and self.pace.is_due(step)
         # Survivors have the parameters of this step only, so copies of some steps would be useless.
         return self.every == 1
-
-    def try_again(self) -> None:
-        """A snapshot was made. If a copy has failed before it, the next one may not. All ranks call it together."""
-        self._has_failed = False
 
     def sync_after(self, step: int) -> int | None:
         """After which step the ranks must agree on the next copy, as of `step`; None if it can wait."""
@@ -86,8 +83,8 @@ class StepCopies:
         is_kept = self._copies.keep(version) is not None
         took_s = time.monotonic() - begun_s
         lacks, waits = self._peers.largest([int(not is_kept), int(not self._copies.has_arrived())])
-        self._has_failed = bool(lacks)
-        if self._has_failed:
+        self.has_failed = bool(lacks)
+        if self.has_failed:
             return False
         if not waits:
             # A survivor saves the parameters of a copied step in place of the older snapshot. If a node dies, its copy

@@ -29,25 +29,21 @@ class SyncSchedule:
         # After which step the next sync point is.
         self.next = step
         self._left: tuple[int, float] | None = None
-        self._steps, self._took_s, self._slowest_s = 0, 0.0, 0.0
+        # How many steps were measured since the last sync point.
+        self.steps, self._took_s, self._slowest_s = 0, 0.0, 0.0
         # Of the steps before the last sync point: their number, and the mean and the longest duration.
         self._before = 0, 0.0, 0.0
 
     @property
-    def steps(self) -> int:
-        """How many steps were measured since the last sync point."""
-        return self._steps
-
-    @property
     def step_s(self) -> float:
         """Their mean duration; 0 if there were none."""
-        return self._took_s / self._steps if self._steps else 0.0
+        return self._took_s / self.steps if self.steps else 0.0
 
     def reached(self, step: int, now_s: float) -> bool:
         """This rank is at the boundary after `step`. Returns whether it is a sync point: the same on all ranks."""
         if self._left is not None and step > self._left[0]:
             steps, took_s = step - self._left[0], now_s - self._left[1]
-            self._steps, self._took_s = self._steps + steps, self._took_s + took_s
+            self.steps, self._took_s = self.steps + steps, self._took_s + took_s
             self._slowest_s = max(self._slowest_s, took_s / steps)
         self._left = step, now_s
         return step >= self.next
@@ -63,7 +59,7 @@ class SyncSchedule:
         """
         before, before_s, slowest_before_s = self._before
         slowest_s, mean_s = max(self._slowest_s, slowest_before_s), max(self.step_s, before_s)
-        measured = _GROWTH * max(self._steps, before)
+        measured = _GROWTH * max(self.steps, before)
         # Without the small addition, steps that took no time at all would divide by 0.
         allowed = min(measured, 1 + math.floor((WITHIN_S - slowest_s) / (mean_s + 1e-9)))
         multiples = ((step // every + 1) * every for every in self._multiples)
@@ -72,9 +68,9 @@ class SyncSchedule:
     def agreed(self, step: int, steps: int) -> None:
         """The sync point after `step` is over. The next one is `steps` steps later: the smallest number proposed."""
         self.next = step + steps
-        if self._steps:
-            self._before = self._steps, self.step_s, self._slowest_s
-            self._steps, self._took_s, self._slowest_s = 0, 0.0, 0.0
+        if self.steps:
+            self._before = self.steps, self.step_s, self._slowest_s
+            self.steps, self._took_s, self._slowest_s = 0, 0.0, 0.0
 
 
 # Survivors of a failure save what they have; only a snapshot saves the rest.
@@ -92,18 +88,12 @@ class Pace:
         The first `fresh` copies are not measured, since they take the memory from the kernel.
         """
         self._share = share
-        self._every = every
-        self._last = step
-        self._step_s = 0.0
-        self._snapshot_s = 0.0
+        self.is_fixed = every is not None
+        self._every, self._last = every, step
+        self._step_s = self._snapshot_s = 0.0
         self._fresh = fresh
         # The first snapshot is always due: its cost is unknown until then, and without it a failure loses everything.
         self._none_yet = step == 0
-
-    @property
-    def is_fixed(self) -> bool:
-        """Whether the distance is given."""
-        return self._every is not None
 
     @property
     def every(self) -> int:

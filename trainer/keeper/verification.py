@@ -15,8 +15,8 @@ from torch import Tensor
 from elaunch.trainer.keeper.copies import Copies
 from elaunch.trainer.keeper.guarded_state import GuardedState
 from elaunch.trainer.ranks.peers import Peers
-from elaunch.trainer.state.model_state import is_fsdp1
 from elaunch.trainer.state import Version
+from elaunch.trainer.state.model_state import is_fsdp1
 from elaunch.trainer.state.training_state import Training
 from elaunch.trainer.state.tree import digests, some
 

@@ -32,23 +32,18 @@ class LiveTensors:
     def __init__(self, model: nn.Module, optimizers: Sequence[Any], extra: Sequence[Any]) -> None:
         self._modules = {"": model}
         self._modules |= {f"extra.{n}.": one for n, one in enumerate(extra) if isinstance(one, nn.Module)}
-        self._parameters = [parameter for module in self._modules.values() for parameter in module.parameters()]
-        self._are_plain = all(type(parameter) is nn.Parameter for parameter in self._parameters)
+        self.parameters = [parameter for module in self._modules.values() for parameter in module.parameters()]
+        self._are_plain = all(type(parameter) is nn.Parameter for parameter in self.parameters)
         # A ZeroRedundancyOptimizer has the state of this rank's parameters in another optimizer.
         inner = [getattr(one, "optim", one) for one in optimizers]
         # Other optimizers need only a `state_dict`.
         self._optimizers = [one for one in inner if isinstance(getattr(one, "state", None), dict)]
         self._nests = [one for one in extra if isinstance(one, dict | list | tuple | Tensor)]
 
-    @property
-    def parameters(self) -> Sequence[Tensor]:
-        """The parameters, of modules in `extra` too."""
-        return self._parameters
-
     def seen(self, *, optimizers: bool) -> list[Tensor]:
         """All of them in the same order each time, those of `optimizers` if that is wanted: they are most of them."""
         found: list[Tensor] = (
-            [*self._parameters] if self._are_plain else [part for one in self._parameters for part in _parts(one)]
+            [*self.parameters] if self._are_plain else [part for one in self.parameters for part in _parts(one)]
         )
         for nest in self._nests:
             found += [part for _, value in tensors_in(nest) if not value.is_inference() for part in _parts(value)]

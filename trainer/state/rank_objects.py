@@ -26,11 +26,9 @@ class GeneratorState:
         self._generator = generator
 
     def state_dict(self) -> dict[str, Any]:
-        """The generator's present state."""
         return {"state": self._generator.get_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set the generator to that state."""
         self._generator.set_state(state["state"].clone())
 
 
@@ -54,7 +52,6 @@ class RankObjects:
         self.missed = "is lost" if self._objects else ""
 
     def state_dict(self) -> State:
-        """The states of all objects."""
         if self._loaded is not None:
             return self._loaded
         return {"world_size": _world_size(), "states": [one.state_dict() for one in self._objects]}

@@ -84,6 +84,7 @@ class Training:
         self.is_in_parts = any(is_in_parts(self._wrapped, one) for one in self.optimizers)
         # The names and types of all ranks' parameters and buffers, if the ranks have different ones.
         self._names_of_all: list[tuple[str, str]] = []
+        self.has_names_of_its_own = False
         extra = _parts_of(extra)
         self.live_tensors = LiveTensors(self.model, self.optimizers, several(extra))
         self.settings = Settings(self.models, self.model, self.optimizers)
@@ -135,7 +136,7 @@ class Training:
                 "stages: give each stage's optimizer the same groups with the same options"
             )
         self._names_of_all = sorted({pair for names in from_all(own) for pair in names})
-        self.is_in_parts = True
+        self.is_in_parts = self.has_names_of_its_own = True
         self._divide_optimizers()
 
     def require_no_join(self, otherwise: str) -> None:
@@ -146,11 +147,6 @@ class Training:
                     f"join() is on for {type(one).__name__}: a rank without further inputs would wait there, and each "
                     f"step of the Keeper needs all ranks; leave out join(), and {otherwise}"
                 )
-
-    @property
-    def has_names_of_its_own(self) -> bool:
-        """Whether the ranks have different parameters, as the stages of a pipeline have."""
-        return bool(self._names_of_all)
 
     def layout(self) -> bytes:
         """A digest of the state's structure: names and shapes of the model, classes of the other parts."""
@@ -192,7 +188,7 @@ class Training:
         return state
 
     def _state(self) -> State:
-        by_name = bool(self._names_of_all)
+        by_name = self.has_names_of_its_own
         return state_of(self._wrapped, self.optimizers[0], *self._others, by_name=by_name)
 
     def live(self) -> list[Tensor] | None:
@@ -252,8 +248,8 @@ class Training:
 
     def refusal(self) -> str:
         """Why a restart could not bring back what the program has set on its models and optimizers; "" if it can."""
-        is_by_name = bool(self._names_of_all)
-        return self.settings.refusal(is_in_parts=self.is_in_parts, has_zero=self.has_zero, is_by_name=is_by_name)
+        how = {"is_in_parts": self.is_in_parts, "has_zero": self.has_zero, "is_by_name": self.has_names_of_its_own}
+        return self.settings.refusal(**how)
 
     def buffers(self) -> State:
         """This rank's buffers, as `Buffers.now` has them: the live tensors."""
@@ -336,7 +332,7 @@ class Training:
 
     def _kinds(self) -> State:
         """The optimizers with the groups that they began with; `settings` adds those that came later."""
-        kinds = kinds_of(self._wrapped, self.optimizers, by_name=bool(self._names_of_all))
+        kinds = kinds_of(self._wrapped, self.optimizers, by_name=self.has_names_of_its_own)
         starts = zip(kinds, self.settings.start_sizes(), strict=True)
         return {OPTIMIZERS: [[name, sizes and start] for (name, sizes), start in starts]}
 
@@ -355,7 +351,7 @@ class Training:
             return found
 
         rest = self._kinds()
-        how: Any = {"by_name": bool(self._names_of_all), "has_buffers": has_buffers}
+        how: Any = {"by_name": self.has_names_of_its_own, "has_buffers": has_buffers}
         found = restore(load_with_groups, self._wrapped, self.optimizers[0], rest, self._others, **how)
         if found is not None:
             self._load_rest(rest)

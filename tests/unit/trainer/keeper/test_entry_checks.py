@@ -408,7 +408,7 @@ def test_a_step_that_draws_other_numbers_than_before_the_failure_is_named() -> N
         checks = checks_of()
         checks._log, checks._peers = logged.append, SimpleNamespace(rank=0, world_size=1, leads=True)  # type: ignore[assignment]
         checks.enter(5, (6, {"random": {"torch": torch.tensor([2])}}))
-        checks.drawn({"random": {"torch": torch.tensor([again])}})
+        checks.drawn(6, {"random": {"torch": torch.tensor([again])}})
         checks.committed(6, is_checked=True)
         assert (logged != []) == (again == 3)
 

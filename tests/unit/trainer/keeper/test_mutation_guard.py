@@ -14,8 +14,8 @@ from torch.optim.swa_utils import AveragedModel
 from elaunch.trainer.keeper.copies import Copies
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.keeper.mutation_guard import MutationGuard
-from elaunch.trainer.state.live_tensors import LiveTensors
 from elaunch.trainer.state import Version
+from elaunch.trainer.state.live_tensors import LiveTensors
 
 pytestmark = pytest.mark.usefixtures("memory")
 

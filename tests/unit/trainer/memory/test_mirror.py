@@ -15,8 +15,8 @@ from torch import Tensor
 
 from elaunch.trainer.memory.mirror import Mirror, mirrors
 from elaunch.trainer.memory.slots import Slot, Slots
-from elaunch.trainer.state.packing import pack
 from elaunch.trainer.state import Piece, Version
+from elaunch.trainer.state.packing import pack
 from tests.harness import DEADLINE_S
 from tests.unit.trainer.ranks.thread_peers import Book, ThreadPeers
 
