@@ -176,8 +176,7 @@ class Copies:
     def begin(self, version: Version) -> Version:
         """Make the restored state this generation's: record it, and take a snapshot if other nodes need a copy."""
         now = Version(self._place.generation, version.step)
-        if settings := self._training.settings.restored(version.step):
-            self._log_on_rank_0(settings)
+        self._log_on_rank_0(self._training.settings.restored(version.step))
         if version.step and (self._parts is not None or self._mirror is not None):
             # A state that was restored from elsewhere lacks one copy until then.
             self.snapshot(now)
@@ -189,11 +188,8 @@ class Copies:
             self.store(version)
         else:
             self.own.restored(version)
-        per_rank = self._training.per_rank
-        if per_rank is not None and version.step:
-            # Whose objects were not restored.
-            if missed := per_rank.missed_sentence(self._peers.from_all(per_rank.missed)):
-                self._log_on_rank_0(missed)
+        if (per_rank := self._training.per_rank) is not None and version.step:
+            self._log_on_rank_0(per_rank.missed_sentence(self._peers.from_all(per_rank.missed)))
         return version
 
     def store(self, version: Version, *, unless_same: bool = False, is_begun: bool = False) -> bool:
@@ -422,5 +418,5 @@ class Copies:
             self._log(text)
 
     def _log_on_rank_0(self, text: str) -> None:
-        if self._peers.leads:
+        if text and self._peers.leads:
             self._log(text)

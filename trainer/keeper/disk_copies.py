@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from elaunch.trainer import link
 from elaunch.trainer.checkpoint.checkpoints import KEPT, Checkpoints
@@ -20,11 +20,15 @@ from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state import Version
 from elaunch.trainer.state.training_state import Training
 
-if TYPE_CHECKING:
-    from elaunch.trainer.keeper.copies import Copies
-
 # The errors for which nothing can be written until somebody repairs them.
 _LASTING = {getattr(errno, f"E{name}") for name in ("ACCES", "PERM", "ROFS", "NOTDIR", "EXIST", "NAMETOOLONG", "NOENT")}
+
+# Seconds before each new try of the last checkpoint.
+_AGAIN_S = (1, 2, 4, 8, *(5,) * 9)
+
+
+class NotDurable(OSError):
+    """All steps are done, but every try to write the last checkpoint failed. Raised on all ranks."""
 
 
 class DiskCopies:
@@ -217,6 +221,29 @@ class DiskCopies:
             self._newest = -1
         return why
 
+    def require_durable(
+        self, version: Version, own: Callable[[], dict[str, Any]], stop_if_requested: Callable[[], object]
+    ) -> None:
+        """Retry a failed last checkpoint for a while: a state that is only in memory ends with the job.
+
+        Raises NotDurable.
+        """
+        for number, again_s in enumerate(_AGAIN_S):
+            if not (why := self.failure()):
+                return
+            left_s = sum(_AGAIN_S[number:])
+            self._log_on_rank_0(
+                f"{why}; it is the last one, and is tried again for {left_s} s: repair that, or the program fails"
+            )
+            for _ in range(again_s):
+                time.sleep(1)
+                link.phase("writing the last checkpoint")
+                stop_if_requested()
+            self.write(version, own)
+            self.wait()
+        if why := self.failure():
+            raise NotDurable(f"the end of the training is not on the disk: {why}")
+
     def where_to_continue(self, step: int) -> str:
         """From where the same command continues after a stop at `step`, as the rest of a sentence. Only on rank 0."""
         if self._checkpoints is None:
@@ -230,35 +257,3 @@ class DiskCopies:
     def _log_on_rank_0(self, text: str) -> None:
         if self._peers.leads:
             self._log(text)
-
-
-# Seconds before each new try.
-_AGAIN_S = (1, 2, 4, 8, *(5,) * 9)
-
-
-class NotDurable(OSError):
-    """All steps are done, but every try to write the last checkpoint failed. Raised on all ranks."""
-
-
-def require_durable(
-    copies: Copies, version: Version, log: Callable[[str], None] | None, stop_if_requested: Callable[[], object]
-) -> None:
-    """Retry a failed last checkpoint for a while: a state that is only in memory ends with the job. Collective.
-
-    `log` is None on all ranks but the first. Raises NotDurable.
-    """
-    for number, again_s in enumerate(_AGAIN_S):
-        why = copies.disk.failure()
-        if not why:
-            return
-        if log:
-            left_s = sum(_AGAIN_S[number:])
-            log(f"{why}; it is the last one, and is tried again for {left_s} s: repair that, or the program fails")
-        for _ in range(again_s):
-            time.sleep(1)
-            link.phase("writing the last checkpoint")
-            stop_if_requested()
-        copies.checkpoint(version)
-        copies.wait()
-    if why := copies.disk.failure():
-        raise NotDurable(f"the end of the training is not on the disk: {why}")

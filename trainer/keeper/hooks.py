@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from weakref import ref
 
 import torch
@@ -15,10 +15,6 @@ from torch.optim import Optimizer
 from elaunch.trainer.state.model_state import hook_after_forward, unwrap
 from elaunch.trainer.state.training_state import Training
 from elaunch.trainer.state.tree import is_shard, some, tensors_in
-
-if TYPE_CHECKING:
-    from elaunch.trainer.keeper.guarded_state import GuardedState
-    from elaunch.trainer.keeper.keeper import Keeper
 
 
 def hook_backward(
@@ -157,19 +153,31 @@ def _nothing() -> None:
     return None
 
 
+class Steps(Protocol):
+    """What the hooks call of a Keeper, which imports them."""
+
+    @property
+    def step(self) -> int: ...
+    def step_begin(self) -> None: ...
+    def commit_begin(self) -> None: ...
+    def step_end(self) -> bool: ...
+    def redraw_once(self) -> None: ...
+    def keep_draws(self) -> None: ...
+
+
 class OptimizerHooks:
     """Begins a commit before `optimizer.step`, and ends it once nothing else can change the state.
 
     That is after `optimizer.step` of the last optimizer. A scheduler and `extra` change after it, so with one of them
     it is when the next forward pass begins, whether it trains or evaluates. A training forward pass also calls
-    `keeper.step_begin`. A rank's own state is that after the last `optimizer.step`; with `redraws` its random states
-    are those at the end of the commit.
+    `keeper.step_begin`. A rank's own state is that after the last `optimizer.step`, which `store` takes; with `redraws`
+    its random states are those at the end of the commit.
     """
 
     def __init__(
-        self, keeper: Keeper, state: GuardedState, training: Training, module: nn.Module, *, redraws: bool
+        self, keeper: Steps, store: Callable[[], object], training: Training, module: nn.Module, *, redraws: bool
     ) -> None:
-        self._keeper, self._state, self._model, self._redraws = keeper, state, training.model, redraws
+        self._keeper, self._store, self._model, self._redraws = keeper, store, training.model, redraws
         self._optimizers = training.optimizers
         if training.has_scaler:
             raise ValueError(
@@ -200,7 +208,7 @@ class OptimizerHooks:
             # A second step with the same gradients, or with gradients of another model.
             self._finish()
         if not self._stepped:
-            self._state.begin()
+            self._keeper.commit_begin()
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._stepped.append(id(optimizer))
@@ -208,7 +216,7 @@ class OptimizerHooks:
             return
         if self._has_more:
             # The loop may fetch the next batch before the next pass.
-            self._state.store()
+            self._store()
         else:
             self._finish()
 

@@ -33,7 +33,7 @@ from elaunch.trainer.checkpoint.claim import UNNAMED
 from elaunch.trainer.checkpoint.storage import storage_at
 from elaunch.trainer.keeper.boundary import EVEN, Boundary, Loops, Stopped, StopRequest, SyncPoint, Wish, free_signals
 from elaunch.trainer.keeper.copies import Copies
-from elaunch.trainer.keeper.disk_copies import NotDurable, require_durable
+from elaunch.trainer.keeper.disk_copies import NotDurable
 from elaunch.trainer.keeper.entry_checks import EntryChecks, entered, is_alone, replaced_options, require_group
 from elaunch.trainer.keeper.guarded_state import GroupWatch, GuardedState
 from elaunch.trainer.keeper.hooks import OptimizerHooks, hook_backward
@@ -410,7 +410,7 @@ class Keeper:
             if len(self._training.models) > 1:
                 raise ValueError("of several models call commit_by_hooks(module) with the one whose pass begins a step")
             module = self._training.models[0]
-        hooks = OptimizerHooks(self, self._state, self._training, module, redraws=draws_again)
+        hooks = OptimizerHooks(self, self._state.store, self._training, module, redraws=draws_again)
         self._stack.callback(hooks.remove)
         self._checks.is_others = True
         if not draws_again:
@@ -441,10 +441,9 @@ class Keeper:
                         self._rehearsal.begin(self.step + 1)
                     self._verification.compare(self._state)
                     self._state.finalize(durably=True)
-                    require_durable(
-                        self._copies,
+                    self._copies.disk.require_durable(
                         self._state.version,
-                        self._log if self._peers.leads else None,
+                        lambda: self._copies.own.of(self._state.version),
                         lambda: self._stop_for(self._sync.wish()),
                     )
                 case Stopped():
