@@ -23,7 +23,6 @@ from elaunch.rendezvous.format import node_host
 
 if TYPE_CHECKING:
     from elaunch.agent.config import AgentConfig
-    from elaunch.agent.output.pump import Pump
     from elaunch.agent.serve.event_hook import EventHook
     from elaunch.agent.workers.manager import Services
     from elaunch.rendezvous.store import Store
@@ -64,12 +63,13 @@ def begin(config: AgentConfig) -> Iterator[AgentRun]:
         # From here on the fork server imports torch on another core.
         from elaunch.agent.output.pump import Pump
         from elaunch.agent.own_lines import OwnLines
+        from elaunch.agent.serve.event_hook import EventHook
         from elaunch.agent.workers.manager import Services
 
         pump = Pump(OwnLines(config.output.log_format, has_terminal=os.isatty(2)), config.output.least)
         pump.start()
         warn = partial(pump.log, level="warning")
-        hook = _hook(config, pump)
+        hook = EventHook(config.on_event, config.environment, pump.log) if config.on_event else None
         agent = AgentRun(Services(config, guardian, fork_server, pump, run_dir), hook, metrics)
         try:
             for detail in config.details:
@@ -158,14 +158,6 @@ def _metrics_listener(config: AgentConfig) -> socket.socket | None:
             f"--metrics-port {port}: {host}:{port} cannot be served ({why}); choose another address, or port 0 for"
             " any free one"
         ) from error
-
-
-def _hook(config: AgentConfig, pump: Pump) -> EventHook | None:
-    if not config.on_event:
-        return None
-    from elaunch.agent.serve.event_hook import EventHook
-
-    return EventHook(config.on_event, config.environment, pump.log)
 
 
 def _run_dir(config: AgentConfig, warn: Callable[[str], None], places: Places) -> RunDir:

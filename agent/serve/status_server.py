@@ -16,7 +16,6 @@ import zlib
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import psutil
@@ -310,8 +309,7 @@ class StatusServer:
                 status = self._status(now_s)
                 request.reply(f'{{"version":{VERSION},"is_remote":{is_remote},"job":{job},"node":{status}}}')
             case "stacks":
-                reply = partial(_reply_with_stacks, request)
-                if not self._take_stacks(reply):
+                if not self._take_stacks(lambda text: request.reply(f'{{"version":{VERSION},"stacks":{text}}}')):
                     request.reply(_refusal("it takes the stacks for another query; try again in a second"))
             case Topic.STOP.value | Topic.RESTART.value:
                 event, response = order(self._agent(), Topic(request.topic))
@@ -327,7 +325,7 @@ class StatusServer:
         report = node_report(self._agent(), os.getpid(), now_s - self._begun_s, self._seen(now_s))
         return encode(with_usage(report))
 
-    def _take_stacks(self, use: Callable[[str], None]) -> bool:
+    def _take_stacks(self, use: Callable[[str], object]) -> bool:
         """Have a thread take the workers' stacks and `use` them as JSON. Returns False if another one does so now."""
         if not self._is_idle.acquire(blocking=False):
             return False
@@ -344,10 +342,6 @@ class StatusServer:
             return True
         self._is_idle.release()
         return False
-
-
-def _reply_with_stacks(request: LocalRequest, stacks: str) -> None:
-    request.reply(f'{{"version":{VERSION},"stacks":{stacks}}}')
 
 
 def _refusal(why: str) -> str:

@@ -101,9 +101,8 @@ class StoreClient:
             self._lose_lease(lease)
         if self.view.is_of_all_keys and self._host.now() >= self._run_renewal_due_s:
             self.renew_run()
-        if lease and self.view.is_read_due(self._host.now()):
-            self.view.read_again()
-            self.view.put_off_read(self._host.now())
+        if lease:
+            self.view.repair(self._host.now())
 
     def renew_run(self) -> None:
         """Renew the run's lease, on which stand all keys of the job that belong to no node.

@@ -137,12 +137,10 @@ class StoreView:
         """The view is new: the next repairing read is due in `reread_s`."""
         self._reread_due_s = now_s + self._reread_s
 
-    def is_read_due(self, now_s: float) -> bool:
-        """Whether `read_again` is to be called now."""
-        return now_s >= self._reread_due_s or self._has_watch_ended
-
-    def read_again(self) -> None:
-        """Find what the watch has missed; a watch that has ended, or missed something, is replaced."""
+    def repair(self, now_s: float) -> None:
+        """If it is time, find what the watch has missed; a watch that has ended, or missed something, is replaced."""
+        if now_s < self._reread_due_s and not self._has_watch_ended:
+            return
         has_watch = self._watch is not None and not self._has_watch_ended
         if not has_watch or not self._is_as_seen():
             view = self._store.read(self._scope)
@@ -151,6 +149,7 @@ class StoreView:
             self._show(view)
             if not has_watch or not is_known:
                 self._follow(self._scope, view.revision)
+        self.put_off_read(now_s)
 
     def close(self) -> None:
         """Stop watching, also where another thread begins to."""

@@ -216,7 +216,7 @@ def lease_kept_by_itself(patch: pytest.MonkeyPatch) -> None:
 
 
 def not_read_again(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(StoreView, "is_read_due", lambda *_: False)
+    patch.setattr(StoreView, "repair", lambda *_: None)
 
 
 def return_unguarded(patch: pytest.MonkeyPatch) -> None:
