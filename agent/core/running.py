@@ -70,9 +70,8 @@ def snapshot_changed(agent: Agent, running: Running, _event: events.SnapshotChan
         reason = StopReason.INTERRUPT if is_person else StopReason.LEAVE
         logged = Log(f"stopping: the job has ended: {ended.reason}")
         grace_s = agent.times.stop_grace_s if is_person else grace_of_failure(agent, running)
-        agent, actions = _stop_for(
-            agent, running, ended, reason, _signal_for(agent, running), now_s, logged, grace_s=grace_s
-        )
+        stopping = Stopping.of(running, now_s, grace_s, ended)
+        agent, actions = stop_at_boundary(agent, stopping, reason, _signal_for(agent, running), (logged,))
     elif generation.number > running.table.generation:
         agent, actions = _yield_to(agent, running, generation, now_s)
     return agent, (*verdict, *actions)
@@ -134,14 +133,10 @@ def worker_stopped(agent: Agent, running: Running, event: events.WorkerStopped, 
     return replace(agent, phase=replace(running, status=status)), ()
 
 
-def workers_hung(agent: Agent, running: Running, event: events.WorkersHung, now_s: float) -> Step:
-    """Count it as a failure like any other."""
-    return _fail(agent, running, _cause(running, event.failure), now_s)
-
-
-def service_lost(agent: Agent, running: Running, event: events.ServiceLost, now_s: float) -> Step:
-    """Count it as a failure: stop the workers, if they did not go with it."""
-    rest = replace(running, live=frozenset()) if event.workers_too else running
+def group_failed(agent: Agent, running: Running, event: events.WorkersHung | events.ServiceLost, now_s: float) -> Step:
+    """Count it as a failure: stop the workers, if they did not exit with the service."""
+    has_none = isinstance(event, events.ServiceLost) and event.workers_too
+    rest = replace(running, live=frozenset()) if has_none else running
     return _fail(agent, rest, _cause(running, event.failure), now_s)
 
 
@@ -152,13 +147,14 @@ def signalled(agent: Agent, running: Running, event: events.Signalled, now_s: fl
     workers = "1 worker" if len(running.live) == 1 else f"{len(running.live)} workers"
     logged = signal_line(agent, event, f"stopping {workers}", agent.times.stop_grace_s)
     reason = StopReason.INTERRUPT if event.signum == SIGINT else StopReason.LEAVE
-    return _stop_for(agent, running, outcome, reason, event.to_workers, now_s, *withdrawn, *logged)
+    stopping = Stopping.of(running, now_s, agent.times.stop_grace_s, outcome)
+    return stop_at_boundary(agent, stopping, reason, event.to_workers, (*withdrawn, *logged))
 
 
 def tick(agent: Agent, running: Running, _event: events.Tick, now_s: float) -> Step:
     """Count a held exit as what it is; kill workers that raised and did not exit; give up a head that is lost."""
     if lost := given_up(agent, now_s):
-        stopping = replace(Stopping.of(running, now_s, agent.times.stop_grace_s), then=lost)
+        stopping = Stopping.of(running, now_s, agent.times.stop_grace_s, lost)
         text = "stopping: the head, which serves the job's store, and its ranks are lost"
         return stop_broken(agent, stopping, (Log(text, "error"),))
     agent, logged = log_waits(agent, now_s)
@@ -207,27 +203,9 @@ def _done(running: Running, now_s: float) -> Clearing:
     return Clearing(running.table, now_s, ends=running.ends, is_done=True)
 
 
-def _stop_for(
-    agent: Agent,
-    running: Running,
-    outcome: Outcome,
-    reason: StopReason,
-    signum: int,
-    now_s: float,
-    *actions: Action,
-    grace_s: float | None = None,
-) -> Step:
-    """Stop with time to save, and exit with `outcome`."""
-    grace_s = agent.times.stop_grace_s if grace_s is None else grace_s
-    stopping = replace(Stopping.of(running, now_s, grace_s), then=outcome)
-    if running.is_broken:
-        return stop_broken(agent, stopping, actions)
-    return stop_at_boundary(agent, stopping, reason, signum, actions)
-
-
 def _end_with_store(agent: Agent, running: Running, outcome: Outcome, now_s: float) -> Step:
-    logged = Log(f"stopping: {outcome.reason}", "error")
-    return _stop_for(agent, running, outcome, StopReason.LEAVE, SIGTERM, now_s, logged)
+    stopping = Stopping.of(running, now_s, agent.times.stop_grace_s, outcome)
+    return stop_at_boundary(agent, stopping, StopReason.LEAVE, SIGTERM, (Log(f"stopping: {outcome.reason}", "error"),))
 
 
 def _yield_to(agent: Agent, running: Running, generation: Generation, now_s: float) -> Step:
@@ -237,7 +215,7 @@ def _yield_to(agent: Agent, running: Running, generation: Generation, now_s: flo
     if generation.kind.is_urgent:
         # The exit status of a rank of this node may be the cause.
         return stop_broken(agent, Stopping.of(running, now_s, _grace_s(agent, running, now_s)), logged)
-    if running.held and running.held.failure and running.is_broken:
+    if running.held and running.held.failure and running.held.effects:
         # No step ends any more, and a node that joins waits for these workers.
         return _fail(agent, running, running.held.failure, now_s)
     reason = StopReason.JOIN if is_join else StopReason.LEAVE
@@ -317,7 +295,7 @@ def _withdraw_newcomer(agent: Agent, running: Running, failure: Failure, now_s: 
     reason = "it never got past its start on this node, while the job ran on others; they go on without it"
     outcome = agent.outcome(OutcomeKind.FAILED, reason, failure=failure)
     withdrawn = withdrawal(agent, opens=True, why="its workers could not start")
-    stopping = replace(Stopping.of(running, now_s, agent.times.stop_grace_s), then=outcome)
+    stopping = Stopping.of(running, now_s, agent.times.stop_grace_s, outcome)
     agent, actions = stop_broken(agent, stopping, (Log(failure.sentence, "error"), *withdrawn))
     return agent.as_member(is_member=False), actions
 

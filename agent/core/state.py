@@ -120,11 +120,6 @@ class Running:
         """Workers whose programs have ended, and whose exit status is about to come. Those that stopped are none."""
         return self.live & ((self.status.exiting(now_s) | self.leaving) - self.status.stopped)
 
-    @property
-    def is_broken(self) -> bool:
-        """Whether a worker has lost a peer: no worker comes to a step boundary."""
-        return self.held is not None and bool(self.held.effects)
-
     def seat_of(self, node_id: str) -> Seat:
         """This node's seat. A node that returns under another name has stopped its workers before."""
         group_rank = self.table.group_rank(node_id)
@@ -172,7 +167,7 @@ class Stopping:
     ends: tuple[Failure, ...] = ()
 
     @classmethod
-    def of(cls, running: Running, now_s: float, grace_s: float) -> Stopping:
+    def of(cls, running: Running, now_s: float, grace_s: float, then: Outcome | None = None) -> Stopping:
         """The stop of running workers, before any of them is notified.
 
         A lost peer stays a failure; other exits that are held were caused by what the stop is for.
@@ -182,7 +177,7 @@ class Stopping:
         exiting = running.status.exiting(now_s)
         status = replace(running.status, ended=tuple(e for e in running.status.ended if e.local_rank in exiting))
         due_s, ends = now_s + grace_s, running.ends
-        return cls(running.table, running.live, due_s, grace_s, status=status, failures=failures, ends=ends)
+        return cls(running.table, running.live, due_s, grace_s, status=status, then=then, failures=failures, ends=ends)
 
     @property
     def on_the_way(self) -> frozenset[int]:

@@ -42,8 +42,11 @@ def stop_at_boundary(
 ) -> Step:
     """Have workers that listen stop after the same step as all ranks; the others get the signal.
 
-    A worker that has not come to its step's end by `until_s` gets SIGTERM then. None was notified before.
+    A worker that has not come to its step's end by `until_s` gets SIGTERM then. None was notified before. In a group
+    that has lost a peer no step ends: its workers are stopped as after a failure.
     """
+    if stopping.failures:
+        return stop_broken(agent, stopping, actions)
     notified = stopping.live & stopping.status.to_stop
     ended = stopping.live - notified
     notice = signum if signum in agent.notices else 0
