@@ -44,7 +44,7 @@ _TEE_PREFIX = "[${role_name}${local_rank}]:"
 def agent_config(options: Options, planned: Planned, environ: Mapping[str, str], host: HostResources) -> AgentConfig:
     """The agent's settings. The caller has given the job a name (`options.run_id`). Raises UsageError.
 
-    If there are several nodes and no `master_addr` was given, each node finds its own (`reach.own_address`).
+    If there are several nodes and no `master_addr` was given, each node finds its own (`host.own_address`).
     """
     if options.run_id is None:
         raise ValueError("options.run_id is None: draw a fresh one first")

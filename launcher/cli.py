@@ -1,4 +1,4 @@
-"""The command `elaunch`: parse, begin the agent, reach the store, run the agent, report, exit.
+"""The command `elaunch`: parse, begin the agent, connect the store, run the agent, report, exit.
 
 The agent begins as soon as the options are known, since its fork server's import of torch is what the user waits for.
 What is needed after that is imported meanwhile.
@@ -22,7 +22,7 @@ from elaunch.agent.own_lines import OwnLines
 from elaunch.interrupts import end_at_ctrl_c, raise_at_ctrl_c
 from elaunch.launcher.agent_config import agent_config, with_network
 from elaunch.launcher.errors import SiteError, UsageError
-from elaunch.launcher.host import as_started, detect
+from elaunch.launcher.host import detect, environ_at_start
 from elaunch.launcher.options.command_line import COMMANDS, ELAUNCH, ParseState
 from elaunch.launcher.options.options import Options, load_job_file
 from elaunch.launcher.pid1 import become_init
@@ -106,7 +106,7 @@ def _main() -> int:
         if found.module and found.target == _TRAINER and not {"-h", "--help"}.isdisjoint(found.args):
             # A job would import torch first, on behalf of workers that print a text.
             os.execv(sys.executable, (sys.executable, "-m", _TRAINER, "--help"))
-        return run(found, as_started(os.environ))
+        return run(found, environ_at_start(os.environ))
     except click.exceptions.Exit as done:
         return done.exit_code
     except (click.ClickException, UsageError, SiteError, OSError, RuntimeError, MemoryError) as error:
@@ -218,22 +218,23 @@ def _log_line(form: LogFormat, line: str, level: str = "info") -> None:
 
 def _outcome(options: Options, planned: Planned, config: AgentConfig, agent: AgentRun) -> Outcome:
     """Take part in the job until its outcome is known. Raises UsageError, SiteError and CannotRun."""
-    from elaunch.launcher.store.connect import reach
+    from elaunch.launcher.store.connect import connect_store
 
     with ExitStack() as opened:
         try:
             # What is left with --quiet are warnings, and the line without which no other node could join.
-            reached = opened.enter_context(reach(options, planned, agent.warn if options.quiet else agent.pump.log))
+            log = agent.warn if options.quiet else agent.pump.log
+            connected = opened.enter_context(connect_store(options, planned, log))
         except KeyboardInterrupt:
             agent.pump.log("interrupted while connecting to the job's store; no worker was started")
             raise
         settled = replace(
-            config, master_addr=reached.address, invitation=reached.invitation, only_here=reached.only_here
+            config, master_addr=connected.address, invitation=connected.invitation, only_here=connected.only_here
         )
         return agent.run(
-            with_network(settled, reached.network),
-            reached.store,
-            is_remote=reached.is_remote,
-            served_pid=reached.served_pid,
-            locator=reached.locator,
+            with_network(settled, connected.network),
+            connected.store,
+            is_remote=connected.is_remote,
+            served_pid=connected.served_pid,
+            locator=connected.locator,
         )

@@ -71,7 +71,7 @@ def detect(environ: Mapping[str, str], root: Path = Path("/")) -> HostResources:
     )
 
 
-def as_started(environ: Mapping[str, str]) -> dict[str, str]:
+def environ_at_start(environ: Mapping[str, str]) -> dict[str, str]:
     """`environ` with the LC_CTYPE that this process was started with. In a C locale Python changes it (PEP 538)."""
     found = {name: value for name, value in environ.items() if name != "LC_CTYPE"}
     for entry in Path("/proc/self/environ").read_bytes().split(b"\0"):

@@ -22,7 +22,7 @@ from elaunch.launcher.agent_config import count_workers, master_ports
 from elaunch.launcher.doctor import host, network
 from elaunch.launcher.doctor.host import Finding, Grade, Needs, bad, worst
 from elaunch.launcher.errors import SiteError, UsageError
-from elaunch.launcher.host import as_started, detect
+from elaunch.launcher.host import detect, environ_at_start
 from elaunch.launcher.options.command_line import own
 from elaunch.launcher.options.options import JobCommand, Options, options_of
 from elaunch.launcher.preflight import check_folder
@@ -77,7 +77,7 @@ def examine(checks: Mapping[str, Check], limit_s: float = _LIMIT_S) -> Checked:
 
 def _main(ctx: click.Context) -> int:
     """Run all checks and show what they have found. Returns the exit code. Raises UsageError."""
-    environ = as_started(ctx.obj.environ)
+    environ = environ_at_start(ctx.obj.environ)
     options = options_of(ctx, (_NO_PROGRAM,))
     cluster = cluster_of(options, environ)
     if cluster and cluster.task > 0:

@@ -30,7 +30,7 @@ from elaunch.agent.run import AgentRun
 from elaunch.launcher.cli import as_command, run
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.functions import worker
-from elaunch.launcher.host import as_started
+from elaunch.launcher.host import environ_at_start
 from elaunch.launcher.options.options import parse
 from elaunch.launcher.report import record, report
 from elaunch.rendezvous.job_spec import ProgramKind
@@ -56,7 +56,7 @@ def main(parent: str, name: str, response: str, call: str, results: str, *argv: 
 
 def _run(argv: tuple[str, ...], files: str, response: int, name: str) -> int:
     # A failure is the caller's to report to a launcher above it, if it does not handle it.
-    environ = {key: value for key, value in as_started(os.environ).items() if key != "TORCHELASTIC_ERROR_FILE"}
+    environ = {key: value for key, value in environ_at_start(os.environ).items() if key != "TORCHELASTIC_ERROR_FILE"}
     if files:
         environ[worker.VARIABLE] = files
     try:

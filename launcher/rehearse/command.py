@@ -34,7 +34,7 @@ _NUMBER = re.compile("[0-9]")
 
 
 @dataclass(frozen=True)
-class Moment:
+class Fault:
     """A failure: these ranks, or the agent, are killed, at the first such place in `step` or later.
 
     Without a Keeper it comes after `lines` of output. By default there is none.
@@ -120,24 +120,24 @@ Each run has an empty folder of its own, also for the Keeper's checkpoints, whic
 )
 
 
-def _rehearse(run: Callable[[Moment], Run]) -> int:
+def _rehearse(run: Callable[[Fault], Run]) -> int:
     """Do all runs and print the comparison. Returns the exit code."""
-    alone = run(Moment("left alone"))
-    again = alone if alone.code else run(Moment("left alone, once more"))
+    alone = run(Fault("left alone"))
+    again = alone if alone.code else run(Fault("left alone, once more"))
     right, lines = compare.alike(alone.records, again.records), [line for line in alone.lines if line in again.lines]
     if refusal := _refusal(alone, again, right, lines):
         print(refusal)
         return 1
     # What comes several times is shown once.
     table, bad, reasons = [("failure", "result", "repeated", "lost")], list[str](), dict[str, None]()
-    for moment in _moments(alone):
-        its = run(moment)
+    for fault in _faults(alone):
+        its = run(fault)
         result, what, reason = _result(right, lines, its)
-        bad += [f"{moment.text}: {what}"] if what else []
+        bad += [f"{fault.text}: {what}"] if what else []
         reasons |= {f"likely reason: {reason}": None} if reason else {}
         count = compare.repeated(its.records) if right else max(0, len(its.lines) - len(alone.lines))
         lost_s = max(0, its.seconds - min(alone.seconds, again.seconds))
-        table.append((moment.text, result, f"{count} {'steps' if right else 'lines'}", f"{lost_s:.1f} s"))
+        table.append((fault.text, result, f"{count} {'steps' if right else 'lines'}", f"{lost_s:.1f} s"))
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     print("\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in table))
     compared = f"{len(lines)} of {len(alone.lines)} lines of output, alike in two quiet runs. No Keeper was entered"
@@ -179,32 +179,32 @@ def _result(right: compare.Values, lines: Sequence[str], its: Run) -> tuple[str,
     return "DIFFERS" if what else "equal", what, reason
 
 
-def _moments(alone: Run) -> list[Moment]:
+def _faults(alone: Run) -> list[Fault]:
     """The failures to come, each at another place of the run."""
     records, last, half = alone.records, alone.world_size - 1, max(1, len(alone.lines) // 2)
     if not records:
         where = f"after line {half} of the output"
-        killed = Moment(f"rank {last}, {where}", (last,), lines=half)
-        return [killed, Moment(f"the agent, {where}", agent=True, lines=half)]
+        killed = Fault(f"rank {last}, {where}", (last,), lines=half)
+        return [killed, Fault(f"the agent, {where}", agent=True, lines=half)]
     ranks = sorted({rank for _, rank in records})
     last = ranks[-1]
     third, half, late = (max(1, compare.steps_done(records) * n // 6) for n in (2, 3, 4))
     found = [
-        Moment(f"rank {last}, after a backward pass of step {half}", (last,), "backward", half),
-        Moment(f"rank {last}, within the commit of step {third}", (last,), "commit", third),
+        Fault(f"rank {last}, after a backward pass of step {half}", (last,), "backward", half),
+        Fault(f"rank {last}, within the commit of step {third}", (last,), "commit", third),
     ]
     its = [each for (_, rank), of_rank in records.items() if rank == last for each in of_rank]
     if evaluated := [each["step"] - 1 for each in its if compare.EVALUATIONS & each["facts"].keys()]:
         step = evaluated[len(evaluated) // 2]
-        found.append(Moment(f"rank {last}, in the evaluation of step {step}", (last,), "evaluation", step))
+        found.append(Fault(f"rank {last}, in the evaluation of step {step}", (last,), "evaluation", step))
     if last > 0:
-        found.append(Moment(f"all ranks, in step {late}", (*ranks,), "backward", late))
-    return [*found, Moment(f"the agent, in step {half}", (ranks[0],), "backward", half, agent=True)]
+        found.append(Fault(f"all ranks, in step {late}", (*ranks,), "backward", late))
+    return [*found, Fault(f"the agent, in step {half}", (ranks[0],), "backward", half, agent=True)]
 
 
-def _run(argv: list[str], environ: Mapping[str, str], links: Sequence[str], steps: int, moment: Moment) -> Run:
+def _run(argv: list[str], environ: Mapping[str, str], links: Sequence[str], steps: int, fault: Fault) -> Run:
     """One run to its end, in a folder that is removed. If its agent is killed, the same command is typed again."""
-    click.echo(f"elaunch: rehearse: {moment.text}", err=True)
+    click.echo(f"elaunch: rehearse: {fault.text}", err=True)
     with tempfile.TemporaryDirectory(prefix="elaunch_rehearse_", ignore_cleanup_errors=True) as name:
         folder, begin_s = Path(name), time.monotonic()
         (folder / "work").mkdir()
@@ -213,9 +213,9 @@ def _run(argv: list[str], environ: Mapping[str, str], links: Sequence[str], step
         # What a killed rank leaves in the temporary folder, as multiprocessing's, is removed too. A warm fork server
         # would stay with this folder.
         environ = {**environ, "TMPDIR": name, "ELAUNCH_WARM": "0"}
-        code = _job(argv, environ, folder, steps, moment)
-        if moment.agent and code == -signal.SIGKILL:
-            code = _job(argv, environ, folder, steps, Moment("the same command again"))
+        code = _job(argv, environ, folder, steps, fault)
+        if fault.agent and code == -signal.SIGKILL:
+            code = _job(argv, environ, folder, steps, Fault("the same command again"))
         stems = {path: path.stem.rpartition(".") for path in sorted(folder.glob("*.jsonl"))}
         return Run(
             code=code,
@@ -228,9 +228,9 @@ def _run(argv: list[str], environ: Mapping[str, str], links: Sequence[str], step
         )
 
 
-def _job(argv: list[str], environ: Mapping[str, str], folder: Path, steps: int, moment: Moment) -> int:
+def _job(argv: list[str], environ: Mapping[str, str], folder: Path, steps: int, fault: Fault) -> int:
     """Start the job, and without a Keeper kill what is to be killed. Returns the exit code."""
-    rehearsal = json.dumps({**asdict(moment), "folder": str(folder), "steps": steps})
+    rehearsal = json.dumps({**asdict(fault), "folder": str(folder), "steps": steps})
     with (folder / "output").open("ab") as output:
         job = subprocess.Popen(
             [sys.executable, "-m", "elaunch", *argv],
@@ -245,11 +245,11 @@ def _job(argv: list[str], environ: Mapping[str, str], folder: Path, steps: int, 
     try:
         while job.poll() is None:
             time.sleep(_POLL_S)
-            if moment.lines and len(_lines(folder)) >= moment.lines and {*moment.ranks} <= _pids(folder).keys():
-                # It may have ended a moment ago.
+            if fault.lines and len(_lines(folder)) >= fault.lines and {*fault.ranks} <= _pids(folder).keys():
+                # It may have ended just now.
                 with suppress(ProcessLookupError):
-                    os.kill(job.pid if moment.agent else _pids(folder)[moment.ranks[0]], signal.SIGKILL)
-                moment = replace(moment, lines=0)
+                    os.kill(job.pid if fault.agent else _pids(folder)[fault.ranks[0]], signal.SIGKILL)
+                fault = replace(fault, lines=0)
     finally:
         if job.poll() is None:
             job.terminate()

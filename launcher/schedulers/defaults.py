@@ -25,10 +25,10 @@ def cluster_of(options: Options, environ: Mapping[str, str]) -> Cluster | None:
     if options.standalone:
         return None
     found = detect(options.scheduler, environ, socket.gethostname(), lambda path: Path(path).read_text("utf-8"))
-    return reachable(found) if found else None
+    return resolve_head(found) if found else None
 
 
-def reachable(cluster: Cluster) -> Cluster:
+def resolve_head(cluster: Cluster) -> Cluster:
     """`cluster` with a head that resolves, if the scheduler reports one. A node's name need not be a host name."""
     query = cluster.head_query
     if query is None or shutil.which(query.command[0]) is None:

@@ -75,7 +75,7 @@ class ConnectedStore:
 
 
 @contextmanager
-def reach(options: Options, planned: Planned, log: Callable[[str], None]) -> Iterator[ConnectedStore]:
+def connect_store(options: Options, planned: Planned, log: Callable[[str], None]) -> Iterator[ConnectedStore]:
     """The store that the plan names. If this node is the head, its store is started first, and stopped at the end.
 
     Nothing is sent to it yet. Raises UsageError and SiteError.

@@ -6,16 +6,16 @@ from itertools import count
 
 import pytest
 
-from elaunch.launcher.rehearse.command import Moment, Run, _rehearse
+from elaunch.launcher.rehearse.command import Fault, Run, _rehearse
 
 
 def rehearsed(*lines: str) -> int:
     """Each run prints these lines, with a number of its own for %."""
     runs = count()
 
-    def run(moment: Moment) -> Run:
+    def run(fault: Fault) -> Run:
         number = str(next(runs))
-        return Run(0, 1.0, bool(moment.lines), {}, [line.replace("%", number) for line in lines], 1, "")
+        return Run(0, 1.0, bool(fault.lines), {}, [line.replace("%", number) for line in lines], 1, "")
 
     return _rehearse(run)
 

@@ -12,7 +12,7 @@ from elaunch.launcher.errors import UsageError
 from elaunch.launcher.host import HostResources
 from elaunch.launcher.options.options import Options, parse
 from elaunch.launcher.schedulers import detect as registry
-from elaunch.launcher.schedulers.defaults import facts_of_job, reachable, settle
+from elaunch.launcher.schedulers.defaults import facts_of_job, resolve_head, settle
 from elaunch.launcher.schedulers.facts import Cluster, expand, port_of, port_of_name
 from elaunch.launcher.store.locate import Planned, plan
 from elaunch.rendezvous.endpoint import Endpoint
@@ -380,7 +380,7 @@ def test_a_head_whose_name_is_no_hosts_has_the_address_that_slurm_knows(
     slurm = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_NODES": "2"}
     cluster = detect("slurm", **slurm, SLURM_STEP_NODELIST=head)
 
-    assert reachable(cluster).head == found
+    assert resolve_head(cluster).head == found
 
 
 @pytest.mark.parametrize(
@@ -402,4 +402,4 @@ def test_the_head_of_a_job_of_flux_is_queried(
     task = {"FLUX_JOB_ID": "f1", "FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "2", "FLUX_JOB_NNODES": "2"}
 
     cluster = detect("flux", **task)
-    assert reachable(cluster).head == head
+    assert resolve_head(cluster).head == head

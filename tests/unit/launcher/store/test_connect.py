@@ -14,7 +14,7 @@ from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.options.options import Options, parse
 from elaunch.launcher.schedulers.facts import Cluster
 from elaunch.launcher.store import connect
-from elaunch.launcher.store.connect import argv_for_others, invite, reach
+from elaunch.launcher.store.connect import argv_for_others, connect_store, invite
 from elaunch.launcher.store.locate import Planned, RendezvousPlan, plan
 from tests.harness import free_ports
 
@@ -33,7 +33,7 @@ def test_node_rank_0_on_a_host_that_is_not_the_masters_is_a_sentence(nodes: str,
 
     options = parse(["--nnodes", nodes, "--master-addr", ANOTHERS, "t.py"], {})
 
-    with pytest.raises(UsageError, match=sentence), reach(options, plan(options, {}, str), print):
+    with pytest.raises(UsageError, match=sentence), connect_store(options, plan(options, {}, str), print):
         pass
 
 
@@ -68,7 +68,10 @@ def test_what_has_the_port_of_a_schedulers_head_is_not_spoken_to() -> None:
         port = other.getsockname()[1]
         options, planned = at_its_head(Cluster("Slurm", (2, 2), 0, "127.0.0.1", port, run_id="test-1.0"))
 
-        with pytest.raises(SiteError, match=f"another program has port {port}, "), reach(options, planned, print):
+        with (
+            pytest.raises(SiteError, match=f"another program has port {port}, "),
+            connect_store(options, planned, print),
+        ):
             pass
 
         other.settimeout(0)
@@ -80,7 +83,7 @@ def test_a_schedulers_node_reaches_the_store_that_its_head_serves() -> None:
     port = free_ports(1)[0]
     head, other = (Cluster("Slurm", (2, 2), i, "127.0.0.1", port, run_id="test-1.0") for i in range(2))
 
-    with reach(*at_its_head(head), print) as served, reach(*at_its_head(other), print) as joined:
+    with connect_store(*at_its_head(head), print) as served, connect_store(*at_its_head(other), print) as joined:
         assert joined.store.check() == served.store.check()
 
 
