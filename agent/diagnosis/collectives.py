@@ -51,7 +51,8 @@ def read_counts(text: bytes) -> Counts:
     """The counts in dumps, one in each line. Nothing is read of what has another form."""
     found: dict[tuple[int, int], Count] = {}
     for recorder, dump in enumerate(_dumps(text)):
-        for group, status in _items(dump.get("pg_status")):
+        groups = dump.get("pg_status")
+        for group, status in groups.items() if isinstance(groups, dict) else ():
             try:
                 numbers = (int(status[f"last_{which}_collective"]) for which in ("enqueued", "started", "completed"))
                 found[recorder, int(group)] = Count(*numbers)
@@ -83,10 +84,6 @@ def _dumps(text: bytes) -> Iterator[Mapping[str, Any]]:
             dump = None
         # The position of a dump identifies its recorder.
         yield dump if isinstance(dump, dict) else {}
-
-
-def _items(value: object) -> Iterator[tuple[str, Any]]:
-    yield from value.items() if isinstance(value, dict) else ()
 
 
 @dataclass(frozen=True)

@@ -56,11 +56,6 @@ def _left_at_crash(fd: int) -> bytes:
     return b""
 
 
-def _own_code(left: bytes) -> int | None:
-    """The program's exit code, if it had ended before its process crashed and that is known."""
-    return left[-1] if left[:-1].endswith(EXIT_CODE) else None
-
-
 class ExitReader:
     """Reads what workers on `host` leave, also in their folders in `run_dir`."""
 
@@ -106,7 +101,8 @@ class ExitReader:
             kernel=kernel,
             crash=left.decode(errors="replace"),
             returned=link.has_returned,
-            own_code=_own_code(left),
+            # The program's own, if it had ended before its process crashed.
+            own_code=left[-1] if left[:-1].endswith(EXIT_CODE) else None,
             progressed=link.progressed,
             raised=link.raised,
             lost=link.lost_at_end,

@@ -89,6 +89,7 @@ class Workers:
         meanwhile: Callable[[], None],
     ) -> None:
         config, run_dir, fork_server = services.config, services.run_dir, services.fork_server
+        self._config = config
         self._guardian = services.guardian
         self._pump = services.pump
         self._meanwhile = meanwhile
@@ -97,7 +98,6 @@ class Workers:
         self._fork_server = fork_server
         self._selector = selector
         self._run_dir = run_dir
-        self._times = config.times
         self.port = MasterPort(config)
         self._spawner = Spawner(config, run_dir, services.pump, fork_server)
         # Before any worker starts: it reads what the kernel logs from then on.
@@ -105,10 +105,8 @@ class Workers:
         self.exits = ExitReader(node_host(socket.gethostname()), self._log, run_dir)
         self._is_ready = False
         self._patience_until_s = time.monotonic() + _PATIENCE_S if fork_server.preload else None
-        self._environ = {**config.environment, **config.worker_env}
         # Until the first one there is a generation without workers.
         self._observe(WorkerGroup(RankTable(NO_GENERATION, (), "", 0, ""), 0))
-        self._children_grace_s = config.children_grace_s
         self._orphans: Orphans | None = None
         selector.register(fork_server, selectors.EVENT_READ, self._read_news)
 
@@ -117,7 +115,7 @@ class Workers:
         self._group = group
         self.links = LinkMonitor(group, self._reporter, self._run_dir, self._check_fork_server)
         self._observers = Observers(
-            group, self._reporter, self._run_dir, self._times, self._pump.do, has_store=self._spawner.has_store
+            group, self._reporter, self._run_dir, self._config.times, self._pump.do, has_store=self._spawner.has_store
         )
 
     @property
@@ -156,14 +154,8 @@ class Workers:
                 self.links.notify(order)
                 if not isinstance(order.message, ShowStacks):
                     self._continue(order.local_ranks)
-            case TakeStacks():
-                self._observers.look_at_stacks(order)
-            case NameThreads():
-                self._observers.name_threads(order)
-            case KeepStacks():
-                self._observers.keep_stacks(order)
-            case Blame():
-                self._observers.blame(order)
+            case TakeStacks() | NameThreads() | KeepStacks() | Blame():
+                self._observers.act(order)
             case Clear():
                 self._clear(order)
             case ReplaceForkServer(generation):
@@ -184,7 +176,7 @@ class Workers:
             restarts=table.restarts,
         )
         group = WorkerGroup(table, group_rank)
-        warn_of_locks(self._environ, self._reporter.warn)
+        warn_of_locks({**self._config.environment, **self._config.worker_env}, self._reporter.warn)
         if group_rank != 0 or not self._spawner.has_store:
             # No worker store of this node takes the port: rank 0 binds one, here or on another node.
             self.port.close()
@@ -252,10 +244,10 @@ class Workers:
                 os.close(worker.crash_fd)
         progressed = group.progressed
         if order.is_done and (left := self._find_orphans()):
-            if not self._children_grace_s:
+            if not self._config.children_grace_s:
                 self._reporter.log(f"ending {named(left)}: left behind at the end of the program (--children-grace 0)")
             else:
-                self._orphans = Orphans(self._find_orphans, self._children_grace_s, self._reporter)
+                self._orphans = Orphans(self._find_orphans, self._config.children_grace_s, self._reporter)
         if self._orphans:
             # Their output goes on.
             self._timeline.stamp(generation, "cleared")

@@ -96,26 +96,25 @@ class Observers:
             if len(self._group.recorders) < self._group.slots:
                 start_thread(self._try_master, "elaunch-reach")
 
-    def look_at_stacks(self, order: TakeStacks) -> None:
-        """Take stacks in a thread; posts `StacksTaken`."""
-        post = self._reporter.post
-        self._take(order.local_ranks, lambda found: post(StacksTaken(order.generation, found)))
+    def act(self, order: TakeStacks | NameThreads | KeepStacks | Blame) -> None:
+        """Carry out what was decided about stacks or a hang."""
+        match order:
+            case TakeStacks(generation, local_ranks):
+                self._take(local_ranks, lambda found: self._reporter.post(StacksTaken(generation, found)))
+            case NameThreads(local_ranks):
+                self._take(local_ranks, self._name_threads)
+            case KeepStacks():
+                # Only if the user keeps logs.
+                if self._run_dir.logs:
+                    self._later(lambda: self._write(order))
+            case Blame():
+                self._blame(order)
 
-    def name_threads(self, order: NameThreads) -> None:
-        """Log the threads of these workers, from another thread."""
+    def _name_threads(self, found: tuple[Stack, ...]) -> None:
+        for text in what_keeps(found):
+            self._reporter.warn(text)
 
-        def log(found: tuple[Stack, ...]) -> None:
-            for text in what_keeps(found):
-                self._reporter.warn(text)
-
-        self._take(order.local_ranks, log)
-
-    def keep_stacks(self, order: KeepStacks) -> None:
-        """Write stacks to the generation's folder, if the user keeps logs."""
-        if self._run_dir.logs:
-            self._later(lambda: self._write(order))
-
-    def blame(self, order: Blame) -> None:
+    def _blame(self, order: Blame) -> None:
         """Make a failure of a hang; posts `WorkersHung`."""
         generation, local_rank = order.generation, order.local_rank
         self._reporter.timeline.stamp(generation, "hung", quiet_s=order.idle_s)

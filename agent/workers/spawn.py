@@ -265,14 +265,23 @@ class Spawner:
     def _pipe(self, group: WorkerGroup, worker: Worker, which: Streams) -> int:
         """The writing end of a new pipe, whose reading end the pump has."""
         plan, out, local_rank = self._plan, which is Streams.OUT, worker.local_rank
+        name = "stdout" if out else "stderr"
         redirected, teed = bool(plan.redirects.of(local_rank) & which), bool(plan.tee.of(local_rank) & which)
         console = (self._pump.stdout if out else self._pump.stderr) if self._on_console(worker) else None
-        file, needle_file = self._files(group, worker, which) if redirected or teed else (None, None)
         in_file_only = redirected and not teed
         if in_file_only and self._run_dir.logs is None:
             console = None
-        frame = self._pump.lines.frame(group.generation, worker.rank, "stdout" if out else "stderr")
-        needles = plan.duplicate_stdout_filters if out else plan.duplicate_stderr_filters
+        needles = (plan.duplicate_stdout_filters if out else plan.duplicate_stderr_filters) if teed else ()
+        file = needle_file = None
+        has_file = (redirected or teed) and self._run_dir.logs
+        if has_file and (folder := self._run_dir.rank(group.generation, worker.rank)):
+            file = LogFile(str(folder / f"{name}.log"), self._run_dir.warn)
+            if not out:
+                worker.log_path = str(folder / f"{name}.log")
+            if needles:
+                # The generation's file for lines that match a filter.
+                needle_file = LogFile(str(folder.parent / f"filtered_{name}.log"), self._run_dir.warn)
+        frame = self._pump.lines.frame(group.generation, worker.rank, name)
         # A worker that is alone has no peer that prints the same.
         folds = not out and console and not plan.show_all_tracebacks and group.table.world_size > 1
         once = partial(self._tracebacks.once, generation=group.generation, rank=worker.rank)
@@ -288,27 +297,13 @@ class Spawner:
             whole_lines=group.slots > 1,
             file=file,
             file_first=in_file_only,
-            needles=tuple(needle.encode() for needle in needles) if needle_file and teed else (),
-            needle_file=needle_file if teed else None,
+            needles=tuple(needle.encode() for needle in needles) if needle_file else (),
+            needle_file=needle_file,
             frame=frame,
             fold=TracebackFold(partial(_is_secondary, group), once) if folds else None,
         )
         self._pump.add(stream)
         return theirs
-
-    def _files(self, group: WorkerGroup, worker: Worker, which: Streams) -> tuple[LogFile | None, LogFile | None]:
-        """The stream's own file, and the generation's file for lines that match a filter."""
-        folder = self._run_dir.rank(group.generation, worker.rank) if self._run_dir.logs else None
-        if folder is None:
-            return None, None
-        out = which is Streams.OUT
-        name = "stdout" if out else "stderr"
-        path = str(folder / f"{name}.log")
-        if not out:
-            worker.log_path = path
-        wanted = self._plan.duplicate_stdout_filters if out else self._plan.duplicate_stderr_filters
-        needle_file = LogFile(str(folder.parent / f"filtered_{name}.log"), self._run_dir.warn) if wanted else None
-        return LogFile(path, self._run_dir.warn), needle_file
 
     def _prefix(self, group: WorkerGroup, worker: Worker) -> bytes:
         if self._plan.prefix_template is None:

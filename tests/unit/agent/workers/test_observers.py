@@ -34,7 +34,7 @@ def test_the_loop_never_waits_for_the_disk_to_which_stacks_go(tmp_path: Path) ->
     monitor = Observers(group(), reporter, run_dir, Times(hang_after_s=60.0), works.append)
 
     for text in ("one\n", "two\n"):
-        monitor.keep_stacks(KeepStacks(3, text))
+        monitor.act(KeepStacks(3, text))
 
     assert run_dir.logs
     path = run_dir.logs / "attempt_3" / STACKS_FILE
