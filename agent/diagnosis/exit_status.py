@@ -238,7 +238,7 @@ def parse_traceback(text: str) -> Raised | None:
     body = text[start:]
     frames = list(_FRAME.finditer(body))
     rest = body[frames[-1].end() :] if frames else body[len(_TRACEBACK) :]
-    # The exception's line is the first one after the frames that is not indented; its message may go on below.
+    # The exception's line is the first one after the frames that is not indented; its message may continue below.
     line = re.search(r"^(?=[A-Za-z_])", rest, re.MULTILINE)
     if line is None:
         return None

@@ -56,7 +56,7 @@ _FAULTS_BUSY = 1
 _SWITCHES_BUSY = 20
 # Stacks are taken when this part of the limit is over, and then once in each limit's time.
 _STACKS_AT = (0.5, 0.75, 1.0)
-# What may go on by itself gets this many times the limit: a slow disk, a download, a long computation in C.
+# What may end without the other ranks gets this many times the limit: a slow disk, a download, a long C function.
 PATIENCE = 5
 
 
@@ -165,8 +165,8 @@ def record_of(
         if kind is None:
             return None
         if how is not IdleKind.SILENT:
-            may_go_on = kind in (IdleReason.ELSEWHERE, IdleReason.UNKNOWN)
-            is_patient |= may_go_on or (kind is IdleReason.WAITS and _may_compute(stack, how))
+            may_continue = kind in (IdleReason.ELSEWHERE, IdleReason.UNKNOWN)
+            is_patient |= may_continue or (kind is IdleReason.WAITS and _may_compute(stack, how))
         does = _does(kind, stack, state.reported.get(local_rank, ""))
         found.setdefault((kind, location_text(stack), does), []).append(stack)
     groups = tuple(

@@ -249,7 +249,7 @@ class Workers:
             else:
                 self._orphans = Orphans(self._find_orphans, self._config.children_grace_s, self._reporter)
         if self._orphans:
-            # Their output goes on.
+            # Their output continues.
             self._timeline.stamp(generation, "cleared")
             self._reporter.post(Cleared(generation, progressed=progressed))
             return

@@ -1,4 +1,4 @@
-"""agent.diagnosis.exit_status: makes a failure in words from what a worker leaves."""
+"""agent.diagnosis.exit_status: makes a failure of what a worker leaves."""
 
 from __future__ import annotations
 
@@ -51,32 +51,27 @@ def stderr_of(folder: Path, source: str) -> str:
     ).stderr
 
 
-def test_a_worker_killed_by_a_signal_is_named_by_it() -> None:
-    killed = failure(-9)
+def test_a_worker_killed_by_a_signal_is_named_by_it_and_by_lack_of_memory_if_the_kernel_logged_that() -> None:
+    killed, for_memory = failure(-9), failure(-9, kernel="out of memory, per the kernel log")
 
     assert (killed.kind, killed.message) == (FailureKind.SIGNAL, "was killed by SIGKILL")
     assert killed.sentence == "rank 5 (local rank 1 on node-a, pid 4711) was killed by SIGKILL in generation 2"
     assert (killed.code, killed.node_id, killed.failed_at) == (-9, "node-a-1", 1.5)
+    assert for_memory.kind is FailureKind.OUT_OF_MEMORY
+    assert for_memory.message == "was killed by SIGKILL (out of memory, per the kernel log)"
 
 
 def test_a_program_that_refuses_is_named_by_its_reason_unless_a_signal_ended_it() -> None:
-    remains = Remains(2, tail="words", progressed=True, refused="6 layers cannot be divided by 4\nmore")
+    remains = Remains(2, tail="text", progressed=True, refused="6 layers cannot be divided by 4\nmore")
     refused = failure_of(WORKER, remains, "")
     killed = failure_of(WORKER, replace(remains, code=-9), "SIGKILL")
 
     assert (refused.kind, refused.code) == (FailureKind.REFUSED, 2)
-    assert with_tail(refused, "words").message == ("refused to run: 6 layers cannot be divided by 4 …")
+    assert with_tail(refused, "text").message == "refused to run: 6 layers cannot be divided by 4 …"
     # The job's last line has the reason.
     assert refused.headline == "rank 5 (local rank 1 on node-a, pid 4711) refused to run in generation 2"
     assert killed.headline == killed.sentence
     assert killed.kind is FailureKind.SIGNAL
-
-
-def test_the_kernels_word_makes_a_kill_an_out_of_memory_one() -> None:
-    killed = failure(-9, kernel="out of memory, per the kernel log")
-
-    assert killed.kind is FailureKind.OUT_OF_MEMORY
-    assert killed.message == "was killed by SIGKILL (out of memory, per the kernel log)"
 
 
 @pytest.mark.parametrize(("code", "shown"), [(-15, 1), (-9, 1), (-6, 1), (-11, -11), (1, 1)])
@@ -107,28 +102,24 @@ def test_a_crash_on_the_way_out_does_not_hide_the_exception() -> None:
 
 def test_a_program_that_exits_after_the_error_of_a_lost_peer_has_lost_one_though_it_printed_nothing() -> None:
     lost = Raised("RuntimeError", "[a/pair.cc:553] Connection closed by peer [::1]:7. More", "", "", call="all_reduce")
-    said = "lost a peer in all_reduce (RuntimeError: Connection closed by peer [::1]:7) and"
-
-    caught = failure_of(WORKER, Remains(1, lost=lost), "")
-
-    whole = with_tail(caught, "bye\n")
-
-    assert (whole.kind, whole.call) == (FailureKind.PEER_LOST, "all_reduce")
-    assert whole.message == f"{said} exited with code 1"
     record = record_of("TrainingFailed", "see the log")
+
+    caught = with_tail(failure_of(WORKER, Remains(1, lost=lost), ""), "bye\n")
     raised = failure_of(WORKER, Remains(1, error_record=record, lost=lost, raised=True), "")
-    assert (raised.kind, raised.call) == (FailureKind.PEER_LOST, "all_reduce")
-    assert raised.message == f"{said} raised TrainingFailed: see the log"
+
+    for failed, then in ((caught, "exited with code 1"), (raised, "raised TrainingFailed: see the log")):
+        assert (failed.kind, failed.call) == (FailureKind.PEER_LOST, "all_reduce")
+        assert (
+            failed.message == f"lost a peer in all_reduce (RuntimeError: Connection closed by peer [::1]:7) and {then}"
+        )
 
 
-@pytest.mark.parametrize(
-    ("code", "words"), [(2, "wrong command line"), (126, "cannot be executed"), (127, "not found")]
-)
-def test_the_codes_of_a_bad_start_are_start_up_failures_until_there_was_progress(code: int, words: str) -> None:
+@pytest.mark.parametrize(("code", "text"), [(2, "wrong command line"), (126, "cannot be executed"), (127, "not found")])
+def test_the_codes_of_a_bad_start_are_start_up_failures_until_there_was_progress(code: int, text: str) -> None:
     early, late = failure(code), failure(code, progressed=True)
 
     assert early.kind is FailureKind.STARTUP
-    assert words in early.message
+    assert text in early.message
     assert late.kind is FailureKind.EXIT_CODE
 
 
@@ -198,7 +189,7 @@ def test_the_place_of_an_error_is_the_innermost_frame_of_the_users_own_code() ->
 
 
 def test_the_prefix_of_torch_distributed_does_not_hide_the_traceback() -> None:
-    # Word for word what torch 2.13 prints once a process group exists.
+    # Exactly what torch 2.13 prints once a process group exists.
     tail = (
         "[rank1]: Traceback (most recent call last):\n"
         '[rank1]:   File "/home/u/train.py", line 19, in <module>\n'
@@ -237,19 +228,22 @@ def test_torchs_error_file_wins_over_what_was_printed() -> None:
 
 
 def test_the_short_form_of_an_error_file_is_its_message() -> None:
-    said = failure(1, '{"message": "the loss is NaN", "timestamp": 10}')
+    short = failure(1, '{"message": "the loss is NaN", "timestamp": 10}')
 
-    assert (said.kind, said.exception) == (FailureKind.EXCEPTION, "")
-    assert said.message == "raised an error: the loss is NaN"
+    assert (short.kind, short.exception) == (FailureKind.EXCEPTION, "")
+    assert short.message == "raised an error: the loss is NaN"
 
 
-def test_a_torn_error_file_is_as_good_as_none() -> None:
-    record = record_of("ValueError", "bad", "Traceback…")
-
-    torn = [parse_record(record[:end]) for end in range(len(record))]
-
-    assert torn == [None] * len(record)
-    assert parse_record(record) is not None
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "null", "[]", "3", '"text"', "{}", '{"message": null}', '{"message": 3}', '{"message": {}}'),
+        *('{"message": []}', '{"message": {"message": "a", "extraInfo": null}}', "[" * 60_000, '{"message":' * 60_000),
+        *(record_of("ValueError", "bad", "Traceback…")[:end] for end in (1, 30, -1)),
+    ],
+)
+def test_a_torn_or_other_error_file_is_as_good_as_none(text: str) -> None:
+    assert parse_record(text) is None
 
 
 NCCL_SYSTEM = "NCCL error in: x.cpp:1333, unhandled system error\nncclSystemError: System call failed\nLast error:\n"
@@ -265,7 +259,7 @@ GLOO = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/"
         f"{GLOO}pair.cc:534] Read error [127.0.0.1]:4000: Connection reset by peer",
         f"{GLOO}pair.cc:169] Write error [127.0.0.1]:4000: Broken pipe",
         f"{GLOO}unbound_buffer.cc:78] Timed out waiting 3000ms for recv operation to complete",
-        # Its other words (gloo/transport/tcp: pair.cc, buffer.cc, unbound_buffer.cc, error.cc, socket.cc, tls/pair.cc).
+        # Its others (gloo/transport/tcp: pair.cc, buffer.cc, unbound_buffer.cc, error.cc, socket.cc, tls/pair.cc).
         f"{GLOO}pair.cc:534] Read error [10.0.0.2]:4000: No route to host",
         f"{GLOO}pair.cc:200] Socket unexpectedly closed [10.0.0.2]:4000",
         f"{GLOO}pair.cc:520] Read timeout [10.0.0.2]:4000",
@@ -332,23 +326,32 @@ def test_an_error_that_a_program_raises_from_that_of_a_lost_peer_is_one_too(join
     )
 
 
-IN_TORCH = '  File "/v/lib/python3.11/site-packages/torch/{}", line 83, in {}\n    work.wait()\n'
+TORCH_ERROR = f"RuntimeError: {GLOO}pair.cc:553] Connection closed by peer [127.0.0.1]:31937. This is\n"
+KEEPER_ERROR = "elaunch.trainer.ranks.connections.PeerLost: connection closed by peer\n"
 
 
 @pytest.mark.parametrize(
-    ("frames", "call"),
+    ("frames", "error", "call"),
     [
-        ([("distributed/c10d_logger.py", "wrapper"), ("distributed/distributed_c10d.py", "all_reduce")], "all_reduce"),
-        ([("_tensor.py", "backward"), ("autograd/graph.py", "_engine_run_backward")], "backward"),
-        ([("nn/modules/module.py", "_call_impl")], ""),
+        (
+            "torch/distributed/c10d_logger:wrapper torch/distributed/distributed_c10d:all_reduce",
+            TORCH_ERROR,
+            "all_reduce",
+        ),
+        ("torch/_tensor:backward torch/autograd/graph:_engine_run_backward", TORCH_ERROR, "backward"),
+        ("torch/nn/modules/module:_call_impl", TORCH_ERROR, ""),
+        # The public function of the exchange between ranks.
+        ("{0}ranks/peers:from_all {0}ranks/peers:_reduce {0}ranks/connections:receive", KEEPER_ERROR, "from_all"),
+        ("{0}link:should_stop {0}link:_any_due {0}ranks/peers:largest", KEEPER_ERROR, "should_stop"),
     ],
 )
-def test_a_lost_peer_is_told_with_the_call_that_waited_for_it(frames: list[tuple[str, str]], call: str) -> None:
-    stack = "".join(IN_TORCH.format(*frame) for frame in frames)
-    tail = (
-        'Traceback (most recent call last):\n  File "train.py", line 3, in step\n    f()\n'
-        f"{stack}RuntimeError: {GLOO}pair.cc:553] Connection closed by peer [127.0.0.1]:31937. This is\n"
+def test_a_lost_peer_is_named_with_the_call_that_waited_for_it(frames: str, error: str, call: str) -> None:
+    places = [frame.split(":") for frame in frames.format("elaunch/trainer/").split()]
+    stack = "".join(
+        f'  File "/v/lib/python3.11/site-packages/{file}.py", line 83, in {function}\n    wait()\n'
+        for file, function in places
     )
+    tail = f'Traceback (most recent call last):\n  File "train.py", line 3, in step\n    f()\n{stack}{error}'
 
     lost = failure(1, tail=tail)
 
@@ -384,10 +387,10 @@ def test_an_allocation_that_fails_is_out_of_memory(exception: str, message: str)
     assert failure(1, record_of(exception, message)).kind is FailureKind.OUT_OF_MEMORY
 
 
-@pytest.mark.parametrize("said", ["Connection reset by peer", "Broken pipe", "Connection timed out"])
+@pytest.mark.parametrize("message", ["Connection reset by peer", "Broken pipe", "Connection timed out"])
 @pytest.mark.parametrize("exception", ["RuntimeError", "torch.distributed.DistNetworkError"])
-def test_the_kernels_words_alone_are_those_of_torchs_sockets(exception: str, said: str) -> None:
-    assert failure(1, record_of(exception, said)).kind is FailureKind.PEER_LOST
+def test_the_kernels_errors_alone_are_those_of_torchs_sockets(exception: str, message: str) -> None:
+    assert failure(1, record_of(exception, message)).kind is FailureKind.PEER_LOST
 
 
 REQUESTS = "HTTPSConnectionPool(host='hub', port=443): Max retries exceeded with url: /m (Caused by "
@@ -396,7 +399,7 @@ REQUESTS = "HTTPSConnectionPool(host='hub', port=443): Max retries exceeded with
 @pytest.mark.parametrize(
     ("exception", "message"),
     [
-        *(("ValueError", said) for said in ("bad peer group", "the pipe is broken", "connection to the database lost")),
+        *(("ValueError", text) for text in ("bad peer group", "the pipe is broken", "connection to the database lost")),
         ("requests.exceptions.ConnectionError", f"{REQUESTS}NewConnectionError('<x>: [Errno 113] No route to host'))"),
         ("psycopg2.OperationalError", 'connection to server at "db", port 5432 failed: Connection refused'),
         ("aiohttp.client_exceptions.ClientOSError", "[Errno 32] Broken pipe"),
@@ -442,14 +445,14 @@ def test_output_that_arrives_after_the_exit_explains_it() -> None:
     assert (whole.rank, whole.local_rank, whole.pid, whole.failed_at) == (5, 1, 4711, 1.5)
 
 
-# --- what programs say may be of any length
+# --- the texts of programs may be of any length
 
 FRAMES = 'Traceback (most recent call last):\n  File "/home/u/train.py", line 3, in f\n    load(path)\n'
 MISSING = "".join(f'\t"layers.{number}.weight" is missing\n' for number in range(100_000))
 
 
 @pytest.mark.parametrize("text", ["x" * 8_000_000, f"Error(s) in loading state_dict:\n{MISSING}"], ids=["line", "list"])
-def test_a_failure_with_megabytes_of_words_is_known_for_what_it_is_and_has_a_short_record(text: str) -> None:
+def test_a_failure_with_megabytes_of_text_is_recognised_and_has_a_short_record(text: str) -> None:
     stack = f"{FRAMES}RuntimeError: {text}"
 
     raised = failure(1, record_of("RuntimeError", text, stack))
@@ -476,48 +479,15 @@ def test_what_was_printed_before_a_traceback_is_kept_where_both_together_are_too
     assert raised.tail == "epoch 1\nepoch 2\n"
 
 
-def test_a_lost_peer_is_looked_for_at_the_ends_of_megabytes_of_words() -> None:
-    words, lost = "x" * 100_000_000, "Connection reset by peer"
+def test_a_lost_peer_is_searched_at_the_ends_of_megabytes_of_text() -> None:
+    padding, lost = "x" * 100_000_000, "Connection reset by peer"
 
     began_s = time.process_time()
-    found = [is_peer_lost("RuntimeError", text) for text in (f"{lost} {words}", f"{words} {lost}", words)]
+    found = [is_peer_lost("RuntimeError", text) for text in (f"{lost} {padding}", f"{padding} {lost}", padding)]
 
     assert found == [True, True, False]
     # To search all of it takes 60 ns for each character.
     assert time.process_time() - began_s < 2.0
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("", "null", "[]", "3", '"text"', "{}", '{"message": null}', '{"message": 3}', '{"message": {}}'),
-        *('{"message": []}', '{"message": {"message": "a", "extraInfo": null}}', "[" * 60_000, '{"message":' * 60_000),
-    ],
-)
-def test_json_that_is_no_error_record_is_as_good_as_none(text: str) -> None:
-    assert parse_record(text) is None
-
-
-@pytest.mark.parametrize(
-    ("frames", "call"),
-    [
-        (
-            [("ranks/peers", "from_all"), ("ranks/peers", "_reduce"), ("ranks/connections", "receive")],
-            "from_all",
-        ),
-        ([("link", "should_stop"), ("link", "_any_asked"), ("ranks/peers", "largest")], "should_stop"),
-    ],
-)
-def test_a_lost_peer_of_the_ranks_own_exchange_is_told_with_its_public_function(
-    frames: list[tuple[str, str]], call: str
-) -> None:
-    line = '  File "/v/lib/python3.11/site-packages/elaunch/trainer/{}.py", line 83, in {}\n    wait()\n'
-    stack = "".join(line.format(*frame) for frame in frames)
-    said = "elaunch.trainer.ranks.connections.PeerLost: connection closed by peer"
-
-    lost = failure(1, tail=f"Traceback (most recent call last):\n{stack}{said}\n")
-
-    assert (lost.kind, lost.call) == (FailureKind.PEER_LOST, call)
 
 
 @pytest.mark.parametrize(

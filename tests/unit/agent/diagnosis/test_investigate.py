@@ -27,7 +27,7 @@ def facts_about(failure: Failure) -> Facts:
     return wait_for(lambda: found, "the facts")[0]
 
 
-def test_a_failure_that_no_disk_explains_is_answered_at_once_and_without_a_thread() -> None:
+def test_a_failure_that_no_disk_explains_has_its_facts_immediately_and_without_a_thread() -> None:
     found: list[Facts] = []
     before = set(threading.enumerate())
 
@@ -37,14 +37,14 @@ def test_a_failure_that_no_disk_explains_is_answered_at_once_and_without_a_threa
     assert set(threading.enumerate()) <= before
 
 
-def test_the_shared_memory_is_looked_at_where_it_may_be_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_shared_memory_is_probed_where_it_may_be_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(investigate, "_LIMIT_S", DEADLINE_S)
 
     shm = facts_about(NO_ROOM).shm
 
-    said = os.statvfs("/dev/shm")
+    status = os.statvfs("/dev/shm")
     assert shm
-    assert (shm.mount, shm.total) == ("/dev/shm", said.f_blocks * said.f_frsize)
+    assert (shm.mount, shm.total) == ("/dev/shm", status.f_blocks * status.f_frsize)
 
 
 @pytest.mark.parametrize("file", ["src/net.py", "src/sub/net.py", "src.py"])
@@ -70,7 +70,7 @@ def test_a_missing_module_is_found_above_the_script_but_not_in_data_or_where_oth
     assert facts_about(missing).folder == ""
 
 
-def test_a_look_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_probe_that_hangs_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
     hangs = threading.Event()
     monkeypatch.setattr(investigate, "_LIMIT_S", 0.1)
     monkeypatch.setattr(investigate, "_spaces", lambda mounts: (hangs.wait(300), ())[1])

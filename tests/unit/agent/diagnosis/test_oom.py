@@ -1,4 +1,4 @@
-"""agent.diagnosis.oom: which kill the kernel's counters tell of, and who holds how much."""
+"""agent.diagnosis.oom: which kills the kernel's counters show."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from elaunch.agent.diagnosis.oom import KernelLog
 
 COUNTED = "its memory cgroup counted an out-of-memory kill at that time"
-# The pid of no process: the kernel log says nothing about it.
+# The pid of no process: the kernel log has nothing about it.
 PID = -1
 
 
@@ -29,13 +29,13 @@ def test_two_processes_that_are_killed_at_once_are_two_kills(counter: Path) -> N
     before = watch.oom_text(PID, 10.0)
     count(counter, 5)
 
-    said = [watch.oom_text(PID, now_s) for now_s in (20.0, 20.1, 30.0)]
+    texts = [watch.oom_text(PID, now_s) for now_s in (20.0, 20.1, 30.0)]
 
     assert before == ""
-    assert said == [COUNTED, COUNTED, ""]
+    assert texts == [COUNTED, COUNTED, ""]
 
 
-def test_a_counter_says_that_there_was_no_kill_and_its_absence_says_nothing(counter: Path, tmp_path: Path) -> None:
+def test_a_counter_shows_that_there_was_no_kill_and_its_absence_shows_nothing(counter: Path, tmp_path: Path) -> None:
     old = tmp_path / "memory.oom_control"
     old.write_text("oom_kill_disable 0\nunder_oom 0\n")
 

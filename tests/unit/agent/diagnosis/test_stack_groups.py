@@ -1,4 +1,4 @@
-"""agent.diagnosis.stack_groups and waits: equal stacks in one group, in words, and what they wait for."""
+"""agent.diagnosis.stack_groups and waits: equal stacks in one group, as text, and what they wait for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import pytest
 from elaunch.agent.diagnosis.stack_groups import (
     Frame,
     Stack,
-    StackGroup,
     ThreadStack,
     full_text,
     group_text,
@@ -62,20 +61,21 @@ def test_ranks_with_equal_stacks_are_one_group_and_the_largest_comes_first() -> 
     assert group_text(groups[1]) == "rank 1: spin (train.py:12)"
 
 
-def test_a_stopped_process_is_a_group_of_its_own_and_says_so() -> None:
+def test_a_stopped_process_is_a_group_of_its_own() -> None:
     stopped = Stack(1, 7, stack(1, *ALL_REDUCE).threads, state="T")
 
     groups = grouped([stack(0, *ALL_REDUCE), stopped])
 
     assert [group.ranks for group in groups] == [(0,), (1,)]
     assert group_text(groups[1]).startswith("rank 1: stopped by a signal, in all_reduce (")
-    assert (
-        location_text(Stack(1, 7, (), "T", "py-spy is not installed")) == "stopped by a signal: py-spy is not installed"
-    )
+    troubled = [location_text(Stack(1, 7, (), state, "py-spy is not installed")) for state in "TtS"]
+    assert troubled == [
+        f"{held}py-spy is not installed" for held in ("stopped by a signal: ", "held by a debugger: ", "")
+    ]
 
 
 @pytest.mark.parametrize(
-    ("ranks", "words"),
+    ("ranks", "text"),
     [
         ((3,), "rank 3"),
         ((0, 1), "ranks 0, 1"),
@@ -84,8 +84,8 @@ def test_a_stopped_process_is_a_group_of_its_own_and_says_so() -> None:
         (tuple(range(0, 100, 2)), "ranks 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, …"),
     ],
 )
-def test_ranks_in_a_row_are_a_range(ranks: tuple[int, ...], words: str) -> None:
-    assert ranks_text(ranks) == words
+def test_ranks_in_a_row_are_a_range(ranks: tuple[int, ...], text: str) -> None:
+    assert ranks_text(ranks) == text
 
 
 def test_the_full_text_has_each_thread_and_child_with_the_main_thread_first() -> None:
@@ -113,12 +113,7 @@ def test_the_full_text_has_each_thread_and_child_with_the_main_thread_first() ->
 
 
 # Innermost first.
-KEPT = [
-    ("_poll", "connections.py"),
-    ("receive", "connections.py"),
-    ("_reduce", "peers.py"),
-    ("largest", "peers.py"),
-]
+KEPT = [("_poll", "connections.py"), ("receive", "connections.py"), ("_reduce", "peers.py"), ("largest", "peers.py")]
 
 
 def library(function: str, path: str) -> Frame:
@@ -126,7 +121,7 @@ def library(function: str, path: str) -> Frame:
 
 
 @pytest.mark.parametrize(
-    ("taken", "what", "words"),
+    ("taken", "what", "text"),
     [
         (stack(0, *ALL_REDUCE), Doing.COLLECTIVE, "waits in all_reduce"),
         (stack(0, *ALL_REDUCE, active=True), Doing.COLLECTIVE, "waits in all_reduce"),
@@ -144,11 +139,7 @@ def library(function: str, path: str) -> Frame:
          Doing.RENDEZVOUS, ""),
         # The Keeper's ranks wait for each other, installed or in a checkout.
         *(
-            (
-                stack(0, *(Frame(*each, 5) for each in kept), STEP, call="poll"),
-                Doing.COLLECTIVE,
-                "waits in largest",
-            )
+            (stack(0, *(Frame(*each, 5) for each in kept), STEP, call="poll"), Doing.COLLECTIVE, "waits in largest")
             for kept in (
                 [(name, f"{place}/elaunch/trainer/ranks/{file}") for name, file in KEPT]
                 for place in (f"{LIB}/site-packages", "/home/me/elaunch/src")
@@ -189,9 +180,9 @@ def library(function: str, path: str) -> Frame:
         (Stack(0, 1, trouble="the process is gone"), Doing.UNKNOWN, "shows no stack"),
     ],
 )  # fmt: skip
-def test_what_a_rank_waits_for_is_told_by_its_frames_and_its_system_call(taken: Stack, what: Doing, words: str) -> None:
+def test_what_a_rank_waits_for_is_in_its_frames_and_its_system_call(taken: Stack, what: Doing, text: str) -> None:
     assert doing(taken) is what
-    assert doing_text(taken) == (words or what.value)
+    assert doing_text(taken) == (text or what.value)
     assert doing(taken).is_for_ranks == (what in (Doing.COLLECTIVE, Doing.RENDEZVOUS))
 
 
@@ -210,9 +201,3 @@ def test_another_line_of_the_users_code_is_another_group() -> None:
     elsewhere = (*ALL_REDUCE[:2], Frame("train_step", "/home/me/train.py", 44), TOP)
 
     assert [group.ranks for group in grouped([stack(0, *ALL_REDUCE), stack(1, *elsewhere)])] == [(0,), (1,)]
-
-
-def test_a_group_whose_stack_could_not_be_taken_says_why() -> None:
-    group = StackGroup((1, 2), Stack(1, 5, trouble="py-spy is not installed"))
-
-    assert group_text(group) == "ranks 1, 2: py-spy is not installed"

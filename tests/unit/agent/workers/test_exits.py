@@ -45,8 +45,8 @@ def test_a_worker_that_spoils_its_error_file_ends_its_job_and_not_its_agent(made
     program = f"import os\npath = os.environ['TORCHELASTIC_ERROR_FILE']\n{first}\n{made}\nraise SystemExit(7)\n"
     (tmp_path / "train.py").write_text(program)
 
-    words = ("--nproc-per-node", "1", "--no-preload", "--max-restarts", "1", "train.py")
-    with Job(tmp_path, *words, env=WITHOUT_TORCH) as job:
+    options = ("--nproc-per-node", "1", "--no-preload", "--max-restarts", "1")
+    with Job(tmp_path, *options, "train.py", env=WITHOUT_TORCH) as job:
         code = job.wait()
 
     assert code == 1

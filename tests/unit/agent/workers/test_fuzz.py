@@ -1,4 +1,4 @@
-"""What workers and their processes say: on links, to the fork server, in error files, at the end of their output."""
+"""What workers and their processes write: on links, in error files, at the end of their output."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ def has_more(end: socket.socket) -> bool:
 @given(st.lists(MESSAGES, max_size=4))
 @example([NESTED.encode()])
 @example([b"x" * 300_000])
-def test_an_agent_goes_on_hearing_a_worker_whatever_that_said_before(said: list[bytes]) -> None:
+def test_an_agent_still_reads_a_worker_whatever_that_sent_before(sent: list[bytes]) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.setblocking(False)
         link = Link(3, 1, ours)
         with bounded():
-            read_all(link, theirs, b"\n".join(said) + GOOD)
+            read_all(link, theirs, b"\n".join(sent) + GOOD)
             sentence = _last_report(link)
         assert link.step == 41
         assert -1 <= link.step < 2**63
@@ -85,14 +85,14 @@ def test_an_agent_goes_on_hearing_a_worker_whatever_that_said_before(said: list[
 
 @given(st.lists(MESSAGES, max_size=4))
 @example([NESTED.encode()])
-def test_a_worker_goes_on_hearing_its_agent_whatever_that_said_before(said: list[bytes]) -> None:
+def test_a_worker_still_reads_its_agent_whatever_that_sent_before(sent: list[bytes]) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        theirs.sendall((b"\n".join(said) + GOOD)[-100_000:])
+        theirs.sendall((b"\n".join(sent) + GOOD)[-100_000:])
         theirs.close()
         with bounded():
-            heard = list(WorkersLink(ours)._messages())
-    assert heard[-1] == {"event": "progress", "step": 41}
+            received = list(WorkersLink(ours)._messages())
+    assert received[-1] == {"event": "progress", "step": 41}
 
 
 PIECES = st.sampled_from(
@@ -105,7 +105,7 @@ PIECES = st.sampled_from(
         "timed out waiting ", "9" * 30, "timed out waiting 9ms for ", "[a:1] ", "_", "\r", "a", ":", "\ud800", "\0",
     ]
 )  # fmt: skip
-SAID = st.lists(PIECES, max_size=12).map("".join) | TEXTS
+PRINTED = st.lists(PIECES, max_size=12).map("".join) | TEXTS
 # A worker's output may be as long as it likes; here less, as long as the time for it is short too.
 SIZE = 1_000_000 if EXAMPLES else 100_000
 GROUP = "  + Exception Group Traceback (most recent call last):\n"
@@ -118,7 +118,7 @@ def grown(text: str) -> str:
 
 
 ERROR_RECORDS = (
-    st.builds(lambda m, s: json.dumps({"message": {"message": m, "extraInfo": {"py_callstack": s}}}), SAID, SAID)
+    st.builds(lambda m, s: json.dumps({"message": {"message": m, "extraInfo": {"py_callstack": s}}}), PRINTED, PRINTED)
     | st.builds(lambda m, s: json.dumps({"message": {"message": m, "extraInfo": s}}), VALUES, VALUES)
     | VALUES.map(lambda value: json.dumps({"message": value}))
     | st.sampled_from([NESTED, '{"message":' * 900 + "1" + "}" * 900, "", "7"])
@@ -130,7 +130,7 @@ HEAD = 'Traceback (most recent call last):\n  File "a", line 1, in f\n'
 SPEC = JobSpec("job", Program(ProgramKind.SCRIPT, "train.py"))
 
 
-def told(record: str, tail: str, code: int) -> Failure:
+def failure_by(record: str, tail: str, code: int) -> Failure:
     """The failure record of what a worker left behind, after every step that is done with it."""
     raised = code < 0 and code not in exit_status.CRASH_CODES
     failure = failure_of(WORKER, Remains(code, record, tail, crash=record, raised=raised), "SIGKILL")
@@ -141,15 +141,15 @@ def told(record: str, tail: str, code: int) -> Failure:
     return failure
 
 
-@given(ERROR_RECORDS, SAID, st.sampled_from([1, 2, 127, -6, -9, -64]))
-def test_whatever_a_worker_leaves_is_a_failure_that_everybody_can_read(record: str, tail: str, code: int) -> None:
+@given(ERROR_RECORDS, PRINTED, st.sampled_from([1, 2, 127, -6, -9, -64]))
+def test_whatever_a_worker_leaves_is_a_failure_that_can_be_read(record: str, tail: str, code: int) -> None:
     with bounded():
-        failure = told(record, tail, code)
+        failure = failure_by(record, tail, code)
 
     assert decode(Failure, encode(failure)) == failure
 
 
-@given(st.builds(lambda text, more: grown(text) + more, SAID, SAID))
+@given(st.builds(lambda text, more: grown(text) + more, PRINTED, PRINTED))
 @example("x: Error while finding module specification for " + grown(" ") + "x")
 @example(grown("peer "))
 @example(grown("  | ") + GROUP)
@@ -167,12 +167,12 @@ def test_whatever_a_worker_leaves_is_a_failure_that_everybody_can_read(record: s
 @example(grown("    \n"))
 @example(grown("[rank"))
 @example("[" + grown(":1"))
-def test_a_megabyte_of_output_is_read_in_a_moment(text: str) -> None:
+def test_a_megabyte_of_output_is_parsed_in_a_moment(text: str) -> None:
     with bounded(cpu_s=5.0 if EXAMPLES else 1.0):
         parse_traceback(text)
         chain_start(text)
-        told(json.dumps({"message": {"message": "", "extraInfo": {"py_callstack": text}}}), text, 1)
-        told(text, text, -6)
+        failure_by(json.dumps({"message": {"message": "", "extraInfo": {"py_callstack": text}}}), text, 1)
+        failure_by(text, text, -6)
         parse_record(json.dumps({"message": {"message": text, "extraInfo": {"py_callstack": text}}}))
 
 
@@ -182,7 +182,7 @@ def test_a_megabyte_of_output_is_read_in_a_moment(text: str) -> None:
 @pytest.mark.parametrize(
     "content", [NESTED, '{"message":{"a":' + "[" * 950 + "]" * 950 + "}}", "[1]", "[[[], 1]]", "\xff"]
 )
-def test_an_error_file_is_handed_on_or_made_anew(tmp_path: Path, content: str) -> None:
+def test_an_error_file_is_copied_or_written(tmp_path: Path, content: str) -> None:
     theirs, ours = tmp_path / "theirs.json", tmp_path / "ours.json"
     theirs.write_text(content, "latin-1")
     failure = Failure(

@@ -1,4 +1,4 @@
-"""agent.workers.group: whether a node's workers made progress, from what their links say."""
+"""agent.workers.group: whether a node's workers made progress, from what their links report."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TABLE = RankTable(4, seats_of([("a-00000001", 2, "default"), ("b-00000001", 2, "
 
 
 def group(*links: tuple[int, bool | None], age_s: float = 1.0) -> WorkerGroup:
-    """One with links that said this of their newest step and of their process group."""
+    """One with links that reported this of their newest step and of their process group."""
     made = [
         Worker(2 + n, n, Link(0, n, socket.socket(), step, reached_store=reached))
         for n, (step, reached) in enumerate(links)

@@ -27,21 +27,21 @@ def pair() -> Iterator[tuple[Link, socket.socket]]:
         yield Link(4, 0, ours), theirs
 
 
-def says(worker: socket.socket, **message: object) -> None:
+def send(worker: socket.socket, **message: object) -> None:
     worker.send(json.dumps(message).encode() + b"\n")
 
 
 def test_what_the_agent_is_to_know_is_taken_once_and_in_its_order(pair: tuple[Link, socket.socket]) -> None:
     link, worker = pair
 
-    says(worker, event="listens", stop=True, peer_failed=False)
-    says(worker, event="progress", step=6)
-    says(worker, event="phase", name="evaluating")
-    says(worker, event="stopped", step=7)
-    says(worker, event="saving", step=8)
-    says(worker, event="saved", step=8)
-    says(worker, event="ended", raised=True, reached_store=True, monotonic_s=2.5)
-    says(worker, event="ended", raised=True, reached_store=True, monotonic_s=2.5)
+    send(worker, event="listens", stop=True, peer_failed=False)
+    send(worker, event="progress", step=6)
+    send(worker, event="phase", name="evaluating")
+    send(worker, event="stopped", step=7)
+    send(worker, event="saving", step=8)
+    send(worker, event="saved", step=8)
+    send(worker, event="ended", raised=True, reached_store=True, monotonic_s=2.5)
+    send(worker, event="ended", raised=True, reached_store=True, monotonic_s=2.5)
     link.read()
 
     assert link.take_news() == [
@@ -55,28 +55,28 @@ def test_what_the_agent_is_to_know_is_taken_once_and_in_its_order(pair: tuple[Li
     assert (link.step, link.phase, link.reports) == (6, "evaluating", 2)
 
 
-def test_what_comes_behind_a_descriptor_is_read_at_once(pair: tuple[Link, socket.socket]) -> None:
+def test_what_comes_behind_a_descriptor_is_read_with_it(pair: tuple[Link, socket.socket]) -> None:
     link, worker = pair
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
         socket.send_fds(worker, [b'{"event": "recorder"}\n'], [theirs.fileno()])
-        says(worker, event="listens", stop=True, peer_failed=True)
+        send(worker, event="listens", stop=True, peer_failed=True)
         link.read()
 
     assert link.take_news() == [WorkerListens(4, 0, to_stop=True, to_failure=True)]
     link.forget_recorder()
 
 
-def test_an_error_of_a_collective_that_tells_of_a_lost_peer_counts_until_the_next_group(
+def test_an_error_of_a_collective_of_a_lost_peer_counts_until_the_next_group(
     pair: tuple[Link, socket.socket],
 ) -> None:
     link, worker = pair
     error = {"event": "error", "call": "all_reduce", "exception": "RuntimeError"}
-    says(worker, **error, message="tensors must be contiguous")
+    send(worker, **error, message="tensors must be contiguous")
     link.read()
     assert link.lost is None
 
-    says(worker, **error, message="[pair.cc:553] Connection closed by peer [::1]:7")
+    send(worker, **error, message="[pair.cc:553] Connection closed by peer [::1]:7")
     link.read()
     assert link.lost
     assert (link.lost.call, link.lost.exception) == ("all_reduce", "RuntimeError")

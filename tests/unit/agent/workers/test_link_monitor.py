@@ -1,4 +1,4 @@
-"""What workers say reaches the agent's core before anything that is decided with it."""
+"""The messages of workers reach the agent's core before anything that is decided with them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class LinkedGroup:
     worker: socket.socket
     posted: list[Event] = field(default_factory=list)
 
-    def says(self, **message: object) -> None:
+    def send(self, **message: object) -> None:
         self.worker.send(json.dumps(message).encode() + b"\n")
 
 
@@ -54,10 +54,10 @@ def is_readable(monitor: LinkMonitor) -> bool:
     return bool(select.select([monitor], [], [], 0)[0])
 
 
-def test_a_message_wakes_nobody_and_is_read_when_it_is_time(linked: LinkedGroup) -> None:
+def test_a_message_wakes_no_agent_and_is_read_when_it_is_time(linked: LinkedGroup) -> None:
     """It does not queue behind what waits in the inbox: else the agent signals a worker that wants a message."""
-    linked.says(event="progress", step=7)
-    linked.says(event="listens", stop=True, peer_failed=False)
+    linked.send(event="progress", step=7)
+    linked.send(event="listens", stop=True, peer_failed=False)
 
     assert not is_readable(linked.monitor)
     assert linked.monitor.due_s is not None
@@ -74,8 +74,8 @@ def test_a_message_wakes_nobody_and_is_read_when_it_is_time(linked: LinkedGroup)
 
 @pytest.mark.parametrize("end", ["dies", "has sent its last"])
 def test_an_end_wakes_and_the_messages_before_it_are_there(linked: LinkedGroup, end: str) -> None:
-    linked.says(event="progress", step=3)
-    linked.says(event="ended", raised=True, reached_store=False)
+    linked.send(event="progress", step=3)
+    linked.send(event="ended", raised=True, reached_store=False)
     if end == "dies":
         linked.worker.close()
     else:
@@ -89,7 +89,7 @@ def test_an_end_wakes_and_the_messages_before_it_are_there(linked: LinkedGroup, 
 
 
 def test_messages_of_a_worker_that_got_one_wake_the_agent(linked: LinkedGroup) -> None:
-    linked.says(event="progress", step=1)
+    linked.send(event="progress", step=1)
     before = is_readable(linked.monitor)
 
     linked.monitor.notify(NotifyWorkers(GENERATION, frozenset({0}), ShowStacks()))
@@ -98,5 +98,5 @@ def test_messages_of_a_worker_that_got_one_wake_the_agent(linked: LinkedGroup) -
     assert is_readable(linked.monitor)
     linked.monitor.read_ready()
     assert not is_readable(linked.monitor)
-    linked.says(event="saved", step=1)
+    linked.send(event="saved", step=1)
     assert is_readable(linked.monitor)

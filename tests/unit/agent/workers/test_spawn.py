@@ -1,4 +1,4 @@
-"""agent.workers.spawn: the worker store's port, with real sockets, and what the fork server is asked to signal."""
+"""agent.workers.spawn: the worker store's port, with real sockets, and the order to signal workers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def port_of(listener: socket.socket) -> int:
 
 @pytest.fixture
 def taken() -> Iterator[list[int]]:
-    """Two ports that somebody listens on."""
+    """Two ports that are in use."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
         yield [port_of(s) for s in sockets]
@@ -52,7 +52,7 @@ def test_the_first_free_port_of_a_range_is_taken(taken: list[int]) -> None:
         assert port_of(listener) == port
 
 
-def test_a_taken_port_is_said_with_its_number_and_the_way_out(taken: list[int]) -> None:
+def test_a_taken_port_is_named_with_its_number_and_the_way_out(taken: list[int]) -> None:
     with pytest.raises(NoPort) as caught:
         reserve(config(taken[0]))
 
@@ -60,8 +60,8 @@ def test_a_taken_port_is_said_with_its_number_and_the_way_out(taken: list[int]) 
     assert "--master-port" in str(caught.value)
 
 
-def test_an_address_of_another_host_or_of_none_is_a_sentence_with_the_way_out() -> None:
-    # TEST-NET-1 (RFC 5737) is nobody's, and so is the .invalid domain (RFC 2606).
+def test_an_address_of_another_host_or_of_none_is_an_error_with_the_way_out() -> None:
+    # TEST-NET-1 (RFC 5737) and the .invalid domain (RFC 2606) have no hosts.
     with pytest.raises(NoPort, match=r"192\.0\.2\.1 is no address of this host .* --master-addr"):
         reserve(config(addr="192.0.2.1"))
     with pytest.raises(NoPort, match=r"the address nowhere\.invalid is unknown .* --master-addr"):
@@ -91,7 +91,7 @@ def is_taken(port: int) -> bool:
     return False
 
 
-def test_the_one_port_that_was_asked_for_stays_reserved_between_two_generations() -> None:
+def test_the_one_port_that_was_requested_stays_reserved_between_two_generations() -> None:
     wanted = free_port()
     port = MasterPort(config(wanted))
     port.reserve()
