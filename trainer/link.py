@@ -237,15 +237,12 @@ class _Link:
         return self._end is not None
 
     def close(self) -> None:
+        """In a forked child: the link belongs to the parent, and so does the thread that may hold the lock."""
+        self._lock = threading.Lock()
         if self._end is not None:
             with contextlib.suppress(OSError):
                 self._end.close()
         self._end = None
-
-    def abandon(self) -> None:
-        """In a forked child: the link belongs to the parent, and so does the thread that may hold the lock."""
-        self._lock = threading.Lock()
-        self.close()
 
     def _push(self) -> bool:
         """Send as much of `_rest` as fits. Returns whether all of it is sent."""
@@ -364,7 +361,7 @@ def _tried(callback: Callable[[Any], Any], message: Any) -> Any:
 def _open_link() -> _Link:
     # The variable is removed: in a program that this process starts, the number would mean nothing.
     link = _Link(_inherited(os.environ.pop("ELAUNCH_LINK", "")))
-    os.register_at_fork(after_in_child=link.abandon)
+    os.register_at_fork(after_in_child=link.close)
     # Before atexit's calls, as then the agent has been notified that the program is over, and reads no more.
     register: Any = getattr(threading, "_register_atexit", atexit.register)
     with contextlib.suppress(RuntimeError):

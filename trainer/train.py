@@ -28,8 +28,7 @@ from elaunch.trainer.gpt.corpus import Corpus
 from elaunch.trainer.gpt.model import GPT
 from elaunch.trainer.gpt.recorder import Recorder, opening
 from elaunch.trainer.keeper.keeper import Keeper
-from elaunch.trainer.parallel.auto import chosen
-from elaunch.trainer.parallel.build import Parallel, build
+from elaunch.trainer.parallel.build import Parallel, build, chosen
 from elaunch.trainer.parallel.plan import DataShare
 from elaunch.trainer.parallel.whole import Whole, hook_state, in_ddp
 from elaunch.trainer.profiling.profiler import profiled

@@ -119,6 +119,12 @@ class Checkpoints:
         plan = self._planned(parts)
         self._copies = writing.staged(plan.items, parts.tensors, self._copies)
 
+        writers = None
+        if parts.is_sharded:
+            # Each checkpoint has connections of its own, since those before may be broken. A disk may take any time.
+            writers = self._ranks.apart("checkpoint")
+            writers.meet(patient=True)
+
         def published() -> None:
             self._taken.add(mark)
             if self._said:
@@ -132,7 +138,7 @@ class Checkpoints:
             plan=plan,
             copies=self._copies,
             plain=pack_plain(parts) if self._ranks.leads else b"",
-            ranks=self._writers() if parts.is_sharded else None,
+            ranks=writers,
             keep=self._keep,
             require_ours=self._require_ours,
             on_published=published,
@@ -210,10 +216,3 @@ class Checkpoints:
         if self._plan is None or self._plan[0] != layouts:
             self._plan = layouts, writing.plan(parts.tensors, parts.paths, self._ranks if parts.is_sharded else None)
         return self._plan[1]
-
-    def _writers(self) -> Peers:
-        """Connections for the threads that write. Each checkpoint has its own: those before may be broken."""
-        writers = self._ranks.apart("checkpoint")
-        # A disk may take any time.
-        writers.meet(patient=True)
-        return writers

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from elaunch.trainer.integrations import KeptEpochs
+from elaunch.trainer.state.tree import several
 
 
 def keep(
@@ -20,10 +21,9 @@ def keep(
         # Fabric counts its iterators, and gives the sampler that number.
         loader._num_iter_calls = epoch
 
-    several = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
     return KeptEpochs(
         model.module,
-        [one.optimizer for one in several],
+        [one.optimizer for one in several(optimizer)],
         scheduler=scheduler,
         outermost=model,
         loader=loader,

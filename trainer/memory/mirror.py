@@ -142,19 +142,15 @@ class Mirror:
         if self._channel is None:
             return
         try:
-            image = torch.empty(0, dtype=torch.uint8) if region is None else region
-            self._exchange(self._channel, image, version, spare)
+            if self._target is not None:
+                self._channel.begin_send(torch.empty(0, dtype=torch.uint8) if region is None else region, self._target)
+            for rank, pair in self._pairs.items():
+                self._receive(self._channel, Piece(version, self._peers.world_size, rank), pair, spare)
+            self._channel.flush()
         except Exception as error:
             # The sender must not wait.
             self._channel.close()
             exchange.why, exchange.is_by_other = reason(error), isinstance(error, PeerLost)
-
-    def _exchange(self, channel: Peers, image: Tensor, version: Version, spare: Collection[Version]) -> None:
-        if self._target is not None:
-            channel.begin_send(image, self._target)
-        for rank, pair in self._pairs.items():
-            self._receive(channel, Piece(version, self._peers.world_size, rank), pair, spare)
-        channel.flush()
 
     def _receive(self, channel: Peers, piece: Piece, pair: Slots, spare: Collection[Version]) -> None:
         """Receive a piece, if that rank has one. Raises Torn if it arrives damaged, and OSError without room."""

@@ -1,18 +1,35 @@
-"""Carries out a plan: divides the network among the workers, and makes the optimizer of what each has."""
+"""Carries out a plan: divides the network among the workers, and makes the optimizer of what each has.
+
+With `--parallel auto` plans that fit the memory are tried, the fastest is chosen, and a restart keeps it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import AdamW
 
-from elaunch.trainer.gpt.config import ConfigError, TrainConfig
-from elaunch.trainer.gpt.model import GPT
-from elaunch.trainer.parallel.plan import ParallelPlan, Sizes
+from elaunch.strict_json import parse_json
+from elaunch.trainer import link
+from elaunch.trainer.data.order import Order
+from elaunch.trainer.gpt.config import AgreedRefusal, ConfigError, RunDirectory, TrainConfig
+from elaunch.trainer.gpt.model import GPT, VOCABULARY
+from elaunch.trainer.memory.capacity import SPARE_SHARE, shared_by, tightest_capacity
+from elaunch.trainer.parallel.estimate import Candidate, candidates, resumed
+from elaunch.trainer.parallel.plan import AUTO, ParallelPlan, PlanError, Sizes, parse
 from elaunch.trainer.parallel.whole import Whole, in_ddp
+from elaunch.trainer.ranks import RankInfo
+from elaunch.trainer.ranks.peers import Peers
+from elaunch.trainer.state.model_state import passes_to_final_sums
+from elaunch.trainer.tuning import finish_device, slowest_s
 
 if TYPE_CHECKING:
     from elaunch.trainer.parallel.divided import Pipeline, TensorParallel
@@ -20,6 +37,20 @@ if TYPE_CHECKING:
 Groups: TypeAlias = Callable[[nn.Module], list[dict[str, object]]]
 # What the loop uses. The two other classes are imported when they are needed: a restart waits for imports.
 Parallel: TypeAlias = "Whole | TensorParallel | Pipeline"
+
+# So many plans are measured at most, and none after so many seconds, if one fits.
+TRIALS_MAX = 8
+TRYING_ENOUGH_S = 120.0
+# Steps of a trial.
+_MEASURED = 3
+# After so many seconds a plan is measured no further.
+_ENOUGH_S = 20.0
+_NORM_MAX = 1.0
+# The formulas may be too low by this share.
+_MARGIN = 0.25
+# A plainer plan is chosen if it takes at most so many times as long: two measurements differ by more.
+_AS_FAST = 1.03
+_GIB = 1 << 30
 
 
 def build(config: TrainConfig, gpt: GPT, sizes: Sizes, rank: int, device: torch.device, groups: Groups) -> Parallel:
@@ -95,3 +126,301 @@ def _divided(
     optimizer = AdamW(groups(part), fused=True)
     kind = TensorParallel if sizes.pp == 1 else Pipeline
     return kind(plan, sizes.share(rank), config.shape, part, local, mesh, optimizer, names, device)
+
+
+class NothingFits(ConfigError):
+    """No plan fits into the memory: a sentence with the values and the way out."""
+
+
+@dataclass(frozen=True)
+class WorkerCapacity:
+    """The bytes that a worker may take, those that are taken before any plan, and what limits it."""
+
+    most: int
+    taken: int
+    where: str
+
+    def needed(self, candidate: Candidate, training: int | None = None) -> int:
+        """What a worker needs for a plan whose steps take so much: as measured, or by the formulas and a margin."""
+        step = int(candidate.memory.step * (1 + _MARGIN)) if training is None else training
+        return self.taken + step
+
+
+def choose(
+    among: Sequence[Candidate],
+    capacity: WorkerCapacity,
+    measure: Callable[[Candidate], PlanTrial],
+    is_over: Callable[[], bool] = lambda: False,
+) -> tuple[Candidate, int]:
+    """The fastest of those that fit as measured, and how many were measured. Raises NothingFits.
+
+    `among` begins with the plainest. No further one is measured once `is_over`. All workers call this with the same
+    values and get the same choice.
+    """
+    # Of plans that differ in the order of computation only, one is measured.
+    tried: set[tuple[str, int, int]] = set()
+    fitting: list[tuple[Candidate, float]] = []
+    for each in among:
+        if capacity.needed(each) > capacity.most or each.plan.form in tried:
+            continue
+        if fitting and (len(tried) >= TRIALS_MAX or is_over()):
+            break
+        tried.add(each.plan.form)
+        trial = measure(each)
+        if capacity.needed(each, trial.memory) <= capacity.most:
+            fitting.append((each, trial.step_s))
+    if not fitting:
+        raise NothingFits(refusal(among, capacity))
+    best_s = min(step_s for _, step_s in fitting)
+    return next(each for each, step_s in fitting if step_s <= _AS_FAST * best_s), len(tried)
+
+
+def refusal(among: Sequence[Candidate], capacity: WorkerCapacity) -> str:
+    """Why nothing can be chosen, and the way out."""
+    least = min(among, key=capacity.needed)
+    return (
+        f"--parallel auto: no plan fits. The smallest is {least.plan.text}: it needs {gib(capacity.needed(least))} for "
+        f"each worker (of which {gib(capacity.taken)} the process itself), and a worker may take {gib(capacity.most)}: "
+        f"{capacity.where}; give the job more memory, or use fewer workers on a node, a smaller --micro-batch or a "
+        "smaller network"
+    )
+
+
+def gib(size: int) -> str:
+    """Bytes in GiB, with two decimals."""
+    return f"{size / _GIB:.2f} GiB"
+
+
+@dataclass(frozen=True)
+class KeptPlan:
+    """A choice that a run has made: its state belongs to that plan."""
+
+    plan: str
+    world_size: int
+
+    @classmethod
+    def read(cls, content: bytes) -> KeptPlan:
+        """Raises ValueError for what is not one."""
+        try:
+            record = cls(**parse_json(content))
+            if parse(record.plan).is_auto or record.world_size < 1:
+                raise ValueError("it is damaged")
+        except (TypeError, AttributeError, PlanError) as error:
+            raise ValueError("it is damaged") from error
+        return record
+
+    @property
+    def content(self) -> bytes:
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+
+def chosen(
+    config: TrainConfig,
+    place: RankInfo,
+    run: RunDirectory,
+    device: torch.device,
+    *,
+    new_gpt: Callable[[], GPT],
+    groups: Groups,
+    log: Callable[[str], None],
+) -> TrainConfig:
+    """`config` with a plan in place of `auto`, the same on all ranks. Collective. Raises AgreedRefusal on all ranks.
+
+    A run that has a state goes on with its plan, and nothing is measured. `new_gpt` and `groups` are as for `build`.
+    Nothing of what was measured is left: parameters and random states are created again.
+    """
+    peers = Peers()
+    try:
+        recorded, trouble = peers.from_rank_0(_recorded(place, run) if peers.leads else None)
+        if trouble:
+            raise NothingFits(trouble)
+        if recorded is not None:
+            return replace(config, parallel=_as_recorded(recorded, config, place, log))
+        of_node = min(peers.from_all(int(os.environ.get("LOCAL_WORLD_SIZE", place.world_size))))
+        among = candidates(
+            place.world_size,
+            of_node,
+            config.shape,
+            needs_ddp=bool(config.ddp_options),
+            bf16=config.bf16,
+        )
+        if not among:
+            # DDP needs least of the batch; so its own refusal names what is wrong.
+            replace(config, parallel="ddp").check(place)
+        capacity = _capacity(device, of_node, peers)
+        begun_s = time.monotonic()
+
+        def measure(candidate: Candidate) -> PlanTrial:
+            text = candidate.plan.text
+            # If nothing is compared, nothing is compiled: that takes no less memory.
+            tried = replace(config, parallel=text, compile=config.compile and len(among) > 1, tune_comm=False)
+            trial = try_plan(tried, candidate.sizes, place.rank, device, peers, new_gpt=new_gpt, groups=groups)
+            needs = capacity.needed(candidate, trial.memory)
+            verdict = f"; it needs {gib(needs)} of {gib(capacity.most)}" if needs > capacity.most else ""
+            measured = "" if trial.memory is None else f" and {gib(trial.memory)}"
+            log(f"parallel: {text}: a step takes {1000 * trial.step_s:,.1f} ms{measured}{verdict}")
+            return trial
+
+        def is_over() -> bool:
+            spent: bool = peers.from_rank_0(time.monotonic() - begun_s > TRYING_ENOUGH_S)
+            return spent
+
+        log(
+            f"parallel: each worker may take {gib(capacity.most)}, of which {gib(capacity.taken)} are taken: "
+            f"{capacity.where}"
+        )
+        choice, tried = choose(among, capacity, measure, is_over)
+        text = choice.plan.text
+        log(f"parallel: {text} is chosen; {len(among) - tried} more plans are not measured")
+        _keep(KeptPlan(text, place.world_size), run, peers)
+        return replace(config, parallel=text)
+    except ConfigError as error:
+        raise AgreedRefusal(str(error)) from error
+    finally:
+        peers.close()
+
+
+def _recorded(place: RankInfo, run: RunDirectory) -> tuple[KeptPlan | None, str]:
+    """The run's choice if it has a state by now, and why it cannot go on if the choice is lost."""
+    try:
+        if not (place.generation or run.has_checkpoints()):
+            # A restart of this job must not take what an earlier one has chosen here.
+            if run.kept_plan():
+                run.keep_plan(b"")
+            return None, ""
+        content = run.kept_plan()
+        # Without one it is a restart before anything was chosen; no rank has a state.
+        return (KeptPlan.read(content) if content else None), ""
+    except (OSError, ValueError) as error:
+        return None, (
+            f"--parallel auto: the plan of this run cannot be read from {run.plan} ({error}); "
+            "restore that file, or give another --out"
+        )
+
+
+def _as_recorded(record: KeptPlan, config: TrainConfig, place: RankInfo, log: Callable[[str], None]) -> str:
+    """The recorded plan, or with another number of workers the one that goes on with its state. Raises PlanError."""
+    if record.world_size == place.world_size:
+        log(f"parallel: {record.plan}, as this run has chosen")
+        return record.plan
+    text = resumed(parse(record.plan), place.world_size, config.shape).text
+    log(
+        f"parallel: {record.plan}, as this run has chosen with {record.world_size} workers; "
+        f"for {place.world_size}: {text}"
+    )
+    return text
+
+
+def _capacity(device: torch.device, of_node: int, peers: Peers) -> WorkerCapacity:
+    """What a worker may take: that of the worker that has least. On CPUs all of a node share a cgroup or the machine.
+
+    Page cache does not count.
+    """
+    # All have come as far as this.
+    peers.largest([0])
+    if device.type == "cuda":
+        collect(device)
+        free, total = torch.cuda.mem_get_info(device)
+        where = f"{torch.cuda.get_device_name(device)} has {total / 1e9:.1f} GB"
+        own = WorkerCapacity(int(total * (1 - SPARE_SHARE)), total - free, where)
+    else:
+        node = tightest_capacity()
+        own = WorkerCapacity(node.most // of_node, node.used // of_node, shared_by(of_node, node))
+    return min(peers.from_all(own), key=lambda each: each.most - each.taken)
+
+
+def _keep(record: KeptPlan, run: RunDirectory, peers: Peers) -> None:
+    """Keep the choice before there is a state. All ranks wait until it is written."""
+    trouble = ""
+    if peers.leads:
+        try:
+            run.keep_plan(record.content)
+        except OSError as error:
+            trouble = f"--parallel auto: the choice cannot be kept in {run.plan} ({error.strerror or error})"
+    if trouble := peers.from_rank_0(trouble):
+        raise NothingFits(f"{trouble}; make room there, or give {record.plan} in place of {AUTO}")
+
+
+@dataclass(frozen=True)
+class PlanTrial:
+    """What a plan took in a few steps: a GPU's most bytes, and of the fastest step the slowest worker's seconds."""
+
+    memory: int | None
+    step_s: float
+
+
+def try_plan(
+    config: TrainConfig,
+    sizes: Sizes,
+    rank: int,
+    device: torch.device,
+    peers: Peers,
+    *,
+    new_gpt: Callable[[], GPT],
+    groups: Groups,
+) -> PlanTrial:
+    """Build the plan of `config`, do a few steps on random text, and throw all of it away. Collective.
+
+    The process groups of its axes stay: DTensor remembers meshes, and takes those of an equal mesh again.
+    """
+    link.phase("measuring")
+    collect(device)
+    before = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+    parallel = build(config, new_gpt(), sizes, rank, device, groups)
+    # The whole network was there on each worker, and is gone.
+    collect(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    order = Order(
+        max(4096, config.global_batch),
+        global_batch=config.global_batch,
+        micro_batch=config.micro_batch,
+        even=config.plan.is_even,
+    )
+    # As the Keeper does it.
+    for _ in range(passes_to_final_sums([parallel.model], peers.world_size)):
+        parallel.warm_up(*_random(config, 1, device))
+        parallel.optimizer.zero_grad(set_to_none=True)
+    # The optimizer makes its moments, DDP its buckets, and the compiler does its work.
+    _step(parallel, order, 1, config, device)
+    finish_device(device)
+    link.phase("measuring")
+    times_s: list[float] = []
+    while len(times_s) < _MEASURED and sum(times_s) < _ENOUGH_S:
+        # All begin together, or a rank's time would have another rank's lateness in it.
+        peers.largest([0])
+        begun_s = time.perf_counter()
+        _step(parallel, order, len(times_s) + 2, config, device)
+        finish_device(device)
+        times_s.append(slowest_s(time.perf_counter() - begun_s, peers))
+        link.phase("measuring")
+    memory: int | None = None
+    if device.type == "cuda":
+        (memory,) = peers.largest([max(0, torch.cuda.max_memory_reserved(device) - before)])
+    del parallel
+    if config.compile:
+        # What was compiled holds parameters.
+        torch.compiler.reset()
+    collect(device)
+    return PlanTrial(memory, min(times_s))
+
+
+def _step(parallel: Parallel, order: Order, step: int, config: TrainConfig, device: torch.device) -> None:
+    for micros in parallel.micro_batches(order, step):
+        parallel.backward(*_random(config, len(micros), device), micros)
+    parallel.clip(_NORM_MAX)
+    parallel.optimizer.step()
+    parallel.optimizer.zero_grad(set_to_none=True)
+
+
+def _random(config: TrainConfig, many: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of so many micro-batches."""
+    rows = torch.randint(VOCABULARY, (many * config.micro_batch, config.context + 1), device=device)
+    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+def collect(device: torch.device) -> None:
+    """Free what nothing refers to. The caching allocator of a GPU keeps it otherwise."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import json
 import os
@@ -20,7 +19,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from elaunch.trainer import link
-from elaunch.trainer.files import reason
+from elaunch.trainer.files import reason, write_durably
 from elaunch.trainer.profiling.traces import (
     StepTimes,
     StepWindow,
@@ -201,14 +200,10 @@ def _written(found: Sequence[_Collected], folder: Path, generation: int) -> list
 
 def _write(path: Path, content: bytes) -> str:
     """Write a file that appears when it is whole. Returns why it is not there."""
-    part = path.with_name(f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_bytes(content)
-        part.replace(path)
+        write_durably(path, content)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
         return f"{path} cannot be written ({reason(error)})"
     return ""
 

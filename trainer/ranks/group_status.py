@@ -58,15 +58,10 @@ class GroupStatus:
     def _errors(self) -> Iterator[tuple[str, str]]:
         names = tuple(group.group_name for group in self._groups())
         if names != self._names:
-            found = [(group.group_name, backend) for group, backend in self._backends() if _has_status(backend)]
-            self._names, self._queried = names, found
+            backends = [(g.group_name, g._get_backend(device)) for g in self._groups() for device in g._device_types]
+            self._names, self._queried = names, [each for each in backends if _has_status(each[1])]
         for name, backend in self._queried:
             yield name, backend.get_error().name
-
-    def _backends(self) -> Iterator[tuple[Any, Any]]:
-        for group in self._groups():
-            for device in group._device_types:
-                yield group, group._get_backend(device)
 
 
 def require_reported_aborts(environ: Mapping[str, str], *, has_nccl: bool, is_known: bool) -> str:

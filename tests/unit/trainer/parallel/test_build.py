@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.trainer.gpt.config import RunDirectory
-from elaunch.trainer.parallel.auto import (
+from elaunch.trainer.parallel.build import (
     TRIALS_MAX,
     KeptPlan,
     NothingFits,
