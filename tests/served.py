@@ -80,7 +80,7 @@ class ServerProcess:
         assert self.process.stdout
         self.process.stdin.write(f"{token}\n".encode())
         self.process.stdin.flush()
-        self.said = self.process.stdout.readline()
+        self.ready_line = self.process.stdout.readline()
 
     def __enter__(self) -> ServerProcess:
         return self

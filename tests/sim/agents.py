@@ -332,7 +332,7 @@ class AgentProcess:
                     self.world.groups[generation].signal(worker, signum, by_agent=True)
             case NotifyWorkers(generation, local_ranks, message):
                 for worker in self._living_of(generation, local_ranks):
-                    self.world.groups[generation].tell(worker, message)
+                    self.world.groups[generation].notify(worker, message)
             case Clear(generation):
                 self._clear(generation)
             case ReplaceForkServer(generation):
@@ -359,7 +359,7 @@ class AgentProcess:
             self.world.later(LOOK_S, lambda: self._look_at_workers(table.generation))
 
     def _look_at_workers(self, generation: int) -> None:
-        """The agent's sampler looks at this node's workers, as long as it is there."""
+        """The agent's sampler polls this node's workers, as long as it is there."""
         mine = [worker for worker in self.living if worker.generation == generation]
         if not self.is_alive or not mine:
             return

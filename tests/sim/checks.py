@@ -199,18 +199,18 @@ class Checks:
                 self._by_leader(opened)
                 excused = {now.node_id} if now.kind is OpenKind.LEAVE and table.generation < now.number else set()
                 gone = {s.node_id for s in table.seats} - set(self.members) - excused
-                self._require(gone, "lost", f"{opened}, but nobody is")
+                self._require(gone, "lost", f"{opened}, but no node is")
                 self._require(gone - done, "lost", f"{opened}, but who is gone was done")
             case OpenKind.JOIN:
                 self._by_leader(opened)
                 seated = {seat.node_id for seat in table.seats}
                 ready = set(self.joined.get(table.generation, {})) - seated
-                self._require(ready, "join", f"{opened}, but nobody is ready")
+                self._require(ready, "join", f"{opened}, but no node is ready")
                 self._require(len(table.seats) < self.run.terms.nodes_max, "join", f"{opened}, but no seat is free")
                 self._require(not done, "join", f"{opened}, but {done} are done")
 
     def _seal(self, table: RankTable, view: int) -> None:
-        """`view` is the revision that the leader looked at. A node that leaves later is found lost soon after."""
+        """`view` is the revision of the leader's snapshot. A node that leaves later is found lost soon after."""
         world, run, g, before = self._world, self.run, table.generation, self.run.table
         nodes = [seat.node_id for seat in table.seats]
         world.log("store", f"table {g}: {nodes} restarts {table.restarts}: {table.reason}")
@@ -241,7 +241,7 @@ class Checks:
     def _seat_roles(self, table: RankTable) -> None:
         """No role is ever without a node, and none gets a seat that another role has had."""
         run, now = self.run, Counter(role_of_node(seat.role, seat.slots) for seat in table.seats)
-        self._require(now.keys() >= run.seats.keys(), "role", f"{now} has nobody of {run.seats.keys() - now.keys()}")
+        self._require(now.keys() >= run.seats.keys(), "role", f"{now} has none of {run.seats.keys() - now.keys()}")
         run.seats |= now
         self._require(run.seats.total() <= run.terms.nodes_max, "role", f"{now} after {run.seats}")
 
@@ -293,7 +293,7 @@ class Checks:
         world.log("store", f"ended: {outcome.kind.value}: {outcome.reason}")
         self._require(not run.ended, "ended", f"{outcome} after {run.ended}")
         if outcome.kind is OutcomeKind.INTERRUPTED:
-            self._require(world.was_interrupted, "ended", "interrupted by nobody")
+            self._require(world.was_interrupted, "ended", "interrupted by no one")
             run.ended = outcome
             return
         self._by_leader(outcome)
@@ -406,7 +406,7 @@ class Checks:
         self._require(g > max(process.node_of, default=-1), "group", f"{process.name} starts generation {g} again")
 
     def signalling(self, worker: Worker, signum: int) -> None:
-        """A worker that listens is told first. It gets a signal only after its time is over, or when it is done."""
+        """A worker that listens is notified first. It gets a signal only after its time is over, or when it is done."""
         world, times, phase = self._world, self._world.plan.times, worker.process.agent.phase
         if not isinstance(phase, (Running, Stopping)) or worker.local_rank not in phase.status.to_failure:
             worker.was_signalled = True
@@ -416,9 +416,9 @@ class Checks:
         if signum == KILL:
             # A signal to the agent, or the job's end, leaves the worker less time.
             patience_s = min(patience_s, times.stop_grace_s, times.failure_grace_s)
-        told = (worker.asked_s, patience_s), (worker.failed_s, times.failure_grace_s)
+        limits = (worker.notified_s, patience_s), (worker.failed_s, times.failure_grace_s)
         # Clocks differ by some percent.
-        over = [at_s + 0.9 * wait_s <= world.now_s for at_s, wait_s in told if at_s is not None]
+        over = [at_s + 0.9 * wait_s <= world.now_s for at_s, wait_s in limits if at_s is not None]
         self._require(any(over), "link", f"{worker}, which listens, gets signal {signum}: {worker!r}")
 
     def clearing(self, process: AgentProcess, generation: int) -> None:
@@ -438,7 +438,7 @@ class Checks:
         agent, living = process.agent, process.living
         if isinstance(event, (WorkerExited, WorkerEnded, ServiceLost, Cleared)):
             is_old = event.generation < max(process.node_of, default=-1)
-            # The words of an agent's whole state take longer than the check.
+            # The text of an agent's whole state take longer than the check.
             text = f"{event} changed {before} into {agent}" if is_old and agent != before else ""
             self._require(not text, "stale", text)
         match agent.phase:

@@ -402,7 +402,7 @@ def short(what: object) -> str:
             table = s.table.generation if s.table else None
             ended = f" ended {s.ended.kind.value}" if s.ended else ""
             whole = f" members {list(s.members)}" if s.whole else ""
-            return f"looks at {s.revision}: generation {number} table {table} leader {s.leader}{ended}{whole}"
+            return f"snapshot {s.revision}: generation {number} table {table} leader {s.leader}{ended}{whole}"
         case Commit(txn, tag):
             return f"  -> commit {tag.value if tag else ''} {_ops(txn)}"
         case WorkerExited(generation, local_rank, code, failure):
@@ -420,9 +420,9 @@ def short(what: object) -> str:
 
 
 def _ops(txn: Txn) -> str:
-    words = [f"{'+' if isinstance(op, Put) else '-'}{op.key.removeprefix(KEYS.root)}" for op in txn.then]
+    parts = [f"{'+' if isinstance(op, Put) else '-'}{op.key.removeprefix(KEYS.root)}" for op in txn.then]
     kept = [op for op in txn.then if isinstance(op, Delete)]
-    return " ".join(words[:6]) + (" …" if len(words) > 6 else "") + (f" ({len(kept)} deletes)" if len(kept) > 3 else "")
+    return " ".join(parts[:6]) + (" …" if len(parts) > 6 else "") + (f" ({len(kept)} deletes)" if len(kept) > 3 else "")
 
 
 def simulate(plan: Plan, ignored: tuple[str, ...] = ()) -> World:

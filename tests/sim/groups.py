@@ -40,7 +40,7 @@ class Manner(Enum):
 
 @dataclass(eq=False)
 class Worker:
-    """One process. It was told at `asked_s` to stop after a step, and at `failed_s` of a failure."""
+    """One process. It was notified at `notified_s` to stop after a step, and at `failed_s` of a failure."""
 
     process: AgentProcess
     generation: int
@@ -50,7 +50,7 @@ class Worker:
     is_alive: bool = True
     code: int | None = None
     was_signalled: bool = False
-    asked_s: float | None = None
+    notified_s: float | None = None
     failed_s: float | None = None
     has_saved: bool = False
     has_raised: bool = False
@@ -135,7 +135,7 @@ class Group:
         is_own: bool = False,
         has_stopped: bool = False,
     ) -> None:
-        """A worker ends. `is_own` says that a failure is the worker's own, whatever follows from it.
+        """A worker ends. `is_own`: a failure is the worker's own, whatever follows from it.
 
         A worker that `has_stopped` after a step leaves no rank waiting, since all ranks stopped after that step.
         """
@@ -176,14 +176,14 @@ class Group:
         at_least_s = 0.4 if is_own and not code else 0.0
         world.later(at_least_s + rng.uniform(0, within_s), lambda: self.end(worker, code, is_own=is_own))
 
-    def tell(self, worker: Worker, message: Message) -> None:
+    def notify(self, worker: Worker, message: Message) -> None:
         """A worker's agent sends a message on the link."""
         world = self._world
         if not worker.is_alive:
             return
         match message:
             case StopAtStepBoundary():
-                worker.asked_s = world.now_s if worker.asked_s is None else worker.asked_s
+                worker.notified_s = world.now_s if worker.notified_s is None else worker.notified_s
                 if not world.plan.collective:
                     world.later(world.rng.uniform(0, 0.3), lambda: self._stop(worker))
                 elif not self.is_to_stop:
@@ -310,7 +310,7 @@ class Group:
         if not worker.is_alive or self.is_finished:
             return
         if kind is FailureKind.EXIT_CODE:
-            # Only the worker's last output tells the cause. It comes with `Cleared`.
+            # Only the worker's last output has the cause. It comes with `Cleared`.
             worker.process.tails[worker.local_rank] = PEER_TAIL
         elif self._world.rng.random() < 0.2:
             worker.has_raised = True

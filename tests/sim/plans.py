@@ -124,8 +124,8 @@ class Plan:
     never come, `twice` the share of requests that arrive again later. `work_s` is the training time that the job needs.
     A `collective` program blocks if a rank is missing, and fails if one dies. `peers_blind` is the share of workers
     that do not notice a peer's death. `obedient` workers die of SIGTERM at once; others react in other ways. If the
-    program `listens`, agents tell its workers on their links when to stop, and of failures. Agents that `watch` look at
-    their workers from outside, and find out together that the job hangs; else one of them is told.
+    program `listens`, agents notify its workers on their links of stops and failures. Agents that `watch` sample their
+    workers from outside, and find out together that the job hangs; else one of them is notified.
     """
 
     seed: int

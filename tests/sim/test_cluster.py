@@ -32,7 +32,7 @@ from tests.sim.plans import Strike, draw
 RARE = (64, 175, 255)
 # A job ends since no node with the role of a free seat comes, and one node is there.
 FAILED_ONCE = (185,)
-# A table of a generation that is not open yet, which nobody can read.
+# A table of a generation that is not open yet, which cannot be read.
 BROKEN = (2619,)
 FAST_SEEDS = (*range(60), *RARE, *FAILED_ONCE, *BROKEN)
 SLOW_SEEDS = [seed for seed in range(60, 10_300) if seed not in FAST_SEEDS]

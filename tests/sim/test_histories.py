@@ -36,7 +36,7 @@ def test_a_newcomer_in_the_last_moment_does_not_make_a_finished_node_run_again(s
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_job_runs_again_on_its_old_id_though_the_watch_is_slower_than_the_answer(seed: int) -> None:
+def test_a_job_runs_again_on_its_old_id_though_the_watch_is_slower_than_the_response(seed: int) -> None:
     world = simulate(plan(seed, again=True, work_s=1.0, watch_s=0.5, call_s=0.001))
 
     kinds = [opened.kind for _, opened in world.checks.opened]
@@ -71,7 +71,7 @@ def test_a_newcomer_that_waited_for_the_store_does_not_begin_a_run_over_nodes_th
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_nobody_is_evicted_for_the_time_that_the_store_was_away(seed: int) -> None:
+def test_no_node_is_evicted_for_the_time_that_the_store_was_away(seed: int) -> None:
     faults = (Fault(3.0, Strike.WORKER, 0), Fault(3.0 + seed / 10, Strike.AWAY, lasts_s=14.0))
 
     world = simulate(plan(seed, *faults, obedient=False, peers_blind=1.0, work_s=25.0))

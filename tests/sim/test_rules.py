@@ -2,16 +2,16 @@
 
 rule that is off                                          what is found
 a loss is guarded by both absences                        "lost": a node that has come back is declared lost
-a finished node is nobody's loss                          "lost": the others are restarted because of it
+a finished node is no loss                                "lost": the others are restarted because of it
 survivors are waited for (forming, rule 1)                "overlap": a table is sealed over workers that run
 the lately ready are waited for (forming, rule 2)         "endless": a generation for each spare that is a bit late
 only who has joined is a reason to open a generation      "endless": generations for nodes that never take a seat
 a lost node is not counted (forming, rule 3)              "charged": its peers' failures are, to the budget
-finished nodes stay until the end                         "deserted": a failure elsewhere finds nobody to run with
+finished nodes stay until the end                         "deserted": a failure elsewhere finds no node to run with
 the loop keeps the lease                                  "liveness": a wedged agent is waited for without end
 the loop reads again what it watches                      "liveness": a deaf agent is waited for without end
 who returns as a member guards the generation             "stale": a member runs workers of an older generation
-who was cut off declares nobody lost at once              "outage": an absence of the store stops the workers
+a leader cut off declares no node lost at first           "outage": an absence of the store stops the workers
 the leader renews the run's lease                         "exit code": a job that runs for long loses its keys
 who starts a run too late ends the lease that it began    "unused lease": an empty one stays in the store for days
 

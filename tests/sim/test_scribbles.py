@@ -49,7 +49,7 @@ class Scribbled(World):
         return [process.outcome for host in self.hosts for process in host.processes]
 
     @property
-    def said(self) -> list[str]:
+    def logged(self) -> list[str]:
         return [
             text
             for _, _, what in self.history
@@ -74,8 +74,8 @@ def test_a_record_that_is_written_over_costs_no_job_and_no_node(kind: str, text:
     ends = [end and (end.kind, end.generation, end.restarts) for end in world.ends]
     assert ends == [(OutcomeKind.SUCCEEDED, 2, 1)] * 3
     # Each key once by each agent that watches it.
-    assert 0 < len(world.said) <= 9
-    assert all(f"{KEYS.root}{kind}" in sentence for sentence in world.said)
+    assert 0 < len(world.logged) <= 9
+    assert all(f"{KEYS.root}{kind}" in sentence for sentence in world.logged)
 
 
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
@@ -116,4 +116,4 @@ def test_a_tables_key_that_no_elaunch_writes_costs_nothing(number: str, at_s: fl
     world.live()
 
     assert [end and end.kind for end in world.ends] == [OutcomeKind.SUCCEEDED] * 3
-    assert world.said
+    assert world.logged

@@ -201,7 +201,7 @@ BEHAVIOURS = (
         fact="A change of membership gives a new `WORLD_SIZE` and perhaps another `RANK`, and costs no restart",
         differs="a node that joins does not end the job (see 6)",
         trials=(JOIN, JOIN_WITH_SWITCH),
-        proofs=("tests/unit/rendezvous/rules/test_forming_budget.py::test_who_joins_is_not_charged",),
+        proofs=("tests/unit/rendezvous/rules/test_form_generation_budget.py::test_who_joins_is_not_charged",),
     ),
     Behaviour(
         number=32,

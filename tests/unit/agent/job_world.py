@@ -140,7 +140,7 @@ class World:
 
     # Actions of the leader.
 
-    def look(self) -> Lead:
+    def poll(self) -> Lead:
         """The leader's decision now, which is not carried out."""
         snapshot = self.snapshot
         if snapshot.table and snapshot.table.generation != self.table_seen[0]:
@@ -152,7 +152,7 @@ class World:
 
     def lead(self) -> bool:
         """Let the leader act once. Returns whether it wrote something."""
-        led = self.look()
+        led = self.poll()
         return led.txn is not None and self.commit(led.txn)
 
     def seal(self) -> str:
@@ -166,7 +166,7 @@ class World:
         """These nodes join, all waits end, and the table is sealed. `progressed` is about the generation before."""
         self.join(*nodes, progressed=progressed)
         self.seal()
-        led = self.look()
+        led = self.poll()
         if self.snapshot.current_table is None and led.wake_s is not None:
             self.now_s = led.wake_s
             self.seal()

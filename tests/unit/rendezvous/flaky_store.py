@@ -1,4 +1,4 @@
-"""A real store in memory that fails as tests say."""
+"""A real store in memory with failures that tests set."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _FlakyWatch:
 
 
 class FlakyStore:
-    """A memory store that several threads may use, and that fails as it is told.
+    """A memory store that several threads may use, and that fails on request.
 
     `errors[method]` are raised one by one, before the call does anything. `lost[method]` are raised after the call did
     its work, as if the answer were lost. `down` fails every call. `calls` counts the calls. `committed` are the

@@ -51,7 +51,7 @@ def values(store: Store, prefix: str = ROOT) -> dict[str, str]:
     return {key: entry.value for key, entry in store.read(prefix).entries.items()}
 
 
-class Told:
+class Received:
     """The updates of a watch, in the order in which they came."""
 
     def __init__(self) -> None:
@@ -66,12 +66,12 @@ class Told:
         def found() -> bool:
             return any(isinstance(update, (Changes, View)) and update.revision >= revision for update in self.updates)
 
-        wait_for(found, f"word of revision {revision}; told so far: {self.updates}")
+        wait_for(found, f"revision {revision}; received so far: {self.updates}")
         assert all(isinstance(update, (Changes, View)) for update in self.updates), self.updates
         return [update for update in self.updates if isinstance(update, (Changes, View))]
 
     def values_until(self, revision: int) -> list[tuple[int, dict[str, str | None]]]:
-        """The same, without what the revisions say about each entry."""
+        """The same, without the revisions of each entry."""
         return [
             (update.revision, {key: entry.value if entry else None for key, entry in update.entries.items()})
             for update in self.all_until(revision)
@@ -139,13 +139,13 @@ class StoreContract:
         lease, other = new_lease(store), new_lease(store)
         store.commit(Txn((), (Put(A, "1", lease), Put(B, "1", lease), Put(C, "1", other), Put(D, "1"))))
         before = store.read(ROOT).revision
-        told = Told()
-        watch = store.watch(ROOT, before, told)
+        received = Received()
+        watch = store.watch(ROOT, before, received)
 
         store.revoke(lease)
 
         assert list(store.read(ROOT).entries) == [C, D]
-        assert told.values_until(before + 1) == [(before + 1, {A: None, B: None})]
+        assert received.values_until(before + 1) == [(before + 1, {A: None, B: None})]
         watch.close()
 
     def test_a_key_put_again_leaves_its_old_lease(self, store: Store) -> None:
@@ -178,18 +178,18 @@ class StoreContract:
         assert store.commit(Txn((), (Put(A, "1"),), (Put(B, "1", lease),))).held
         assert values(store) == {A: "1"}
 
-    def test_a_lease_that_ends_takes_its_keys_at_one_revision_and_watches_are_told(
+    def test_a_lease_that_ends_takes_its_keys_at_one_revision_and_watches_are_notified(
         self, store: Store, elapse: Callable[[float], None]
     ) -> None:
         lease = new_lease(store, TTL_S)
         store.commit(Txn((), (Put(A, "1", lease), Put(B, "1", lease), Put(C, "1"))))
         before = store.read(ROOT).revision
-        told = Told()
-        watch = store.watch(ROOT, before, told)
+        received = Received()
+        watch = store.watch(ROOT, before, received)
 
         elapse(TTL_S)
 
-        assert told.values_until(before + 1) == [(before + 1, {A: None, B: None})]
+        assert received.values_until(before + 1) == [(before + 1, {A: None, B: None})]
         assert list(store.read(ROOT).entries) == [C]
         assert store.keep_alive(lease) == 0.0
         with pytest.raises(LeaseGone):
@@ -205,18 +205,18 @@ class StoreContract:
         for _ in range(6):
             elapse(kept_ttl_s / 5)
             assert kept_ttl_s / 2 <= store.keep_alive(kept) <= kept_ttl_s
-        wait_for(lambda: store.keep_alive(kept) and B not in values(store), "the end of the lease that nobody kept")
+        wait_for(lambda: store.keep_alive(kept) and B not in values(store), "the end of the other lease")
 
         assert values(store) == {A: "1"}
 
     # Watches.
 
-    def test_a_closed_watch_tells_nothing_more(self, store: Store) -> None:
+    def test_a_closed_watch_delivers_nothing_more(self, store: Store) -> None:
         before = store.read(ROOT).revision
-        closed, other = Told(), Told()
+        closed, other = Received(), Received()
         watch = store.watch(ROOT, before, closed)
         put(store, A, "1")
-        told_before = closed.values_until(before + 1)
+        received_before = closed.values_until(before + 1)
 
         watch.close()
         watch.close()
@@ -224,10 +224,10 @@ class StoreContract:
         put(store, A, "2")
 
         assert len(other.values_until(before + 2)) == 2
-        assert closed.values_until(before + 1) == told_before
+        assert closed.values_until(before + 1) == received_before
         still.close()
 
-    def test_a_watch_from_before_the_compaction_tells_a_view_and_then_changes(
+    def test_a_watch_from_before_the_compaction_delivers_a_view_and_then_changes(
         self, store: Store, compact: Callable[[int], None]
     ) -> None:
         long_ago = put(store, A, "1").mod_revision
@@ -235,45 +235,45 @@ class StoreContract:
         store.commit(Txn((), (Delete(B), Put(f"{ROOT}c/1", "c"))))
         now = put(store, A, "2").mod_revision
         compact(now)
-        told = Told()
+        received = Received()
 
-        watch = store.watch(ROOT, long_ago, told)
-        first = told.all_until(now)
+        watch = store.watch(ROOT, long_ago, received)
+        first = received.all_until(now)
         put(store, B, "new")
 
         assert isinstance(first[0], View)
-        assert told.values_until(now + 1) == [(now, {A: "2", f"{ROOT}c/1": "c"}), (now + 1, {B: "new"})]
+        assert received.values_until(now + 1) == [(now, {A: "2", f"{ROOT}c/1": "c"}), (now + 1, {B: "new"})]
         watch.close()
 
-    def test_a_watch_from_now_tells_what_is_there_and_has_begun_then(self, store: Store) -> None:
+    def test_a_watch_from_now_delivers_what_is_there_and_has_begun_then(self, store: Store) -> None:
         put(store, A, "before")
-        told = Told()
+        received = Received()
 
-        watch = store.watch(ROOT, None, told)
+        watch = store.watch(ROOT, None, received)
         watch.begun()
-        assert told.updates == [store.read(ROOT)]
+        assert received.updates == [store.read(ROOT)]
         put(store, D, "1")
         now = put(store, A, "after")
 
-        first, *changes = told.all_until(now.mod_revision)
+        first, *changes = received.all_until(now.mod_revision)
         assert isinstance(first, View)
         assert replayed(first, changes) == store.read(ROOT).entries
         watch.close()
 
-    def test_a_compaction_does_not_disturb_a_watch_that_has_been_told_all(
+    def test_a_compaction_does_not_disturb_a_watch_that_is_up_to_date(
         self, store: Store, compact: Callable[[int], None]
     ) -> None:
         before = store.read(ROOT).revision
-        told = Told()
-        watch = store.watch(ROOT, before, told)
+        received = Received()
+        watch = store.watch(ROOT, before, received)
         for turn in range(3):
             put(store, A, str(turn))
-        told.all_until(before + 3)
+        received.all_until(before + 3)
 
         compact(before + 3)
         put(store, A, "after")
 
-        assert [update.revision for update in told.all_until(before + 4)] == [before + n for n in (1, 2, 3, 4)]
+        assert [update.revision for update in received.all_until(before + 4)] == [before + n for n in (1, 2, 3, 4)]
         watch.close()
 
     # Limits.
@@ -318,7 +318,7 @@ class StoreContract:
             assert store.read(ROOT) == model.read(ROOT), f"seed {seed}, turn {turn}, {txn}"
 
     @pytest.mark.parametrize("seed", [*range(3), *map(slow, range(3, 5))])
-    def test_a_watch_from_any_revision_tells_what_a_plain_model_wrote_since(self, store: Store, seed: int) -> None:
+    def test_a_watch_from_any_revision_delivers_what_a_plain_model_wrote_since(self, store: Store, seed: int) -> None:
         rng = random.Random(seed)
         model = Model(store.read(ROOT).revision)
         keys = [f"{ROOT}{name}" for name in ("a", "a/1", "a/2", "b", "b/1", "c")]
@@ -327,8 +327,8 @@ class StoreContract:
 
         for turn in range(60):
             if turn % 10 == 0:
-                prefix, after, told = rng.choice(prefixes), rng.randint(model.first, model.revision), Told()
-                open_watches.append((prefix, after, told, store.watch(prefix, after, told)))
+                prefix, after, seen = rng.choice(prefixes), rng.randint(model.first, model.revision), Received()
+                open_watches.append((prefix, after, seen, store.watch(prefix, after, seen)))
             txn = random_txn(rng, model, keys, prefixes, str(turn))
             store.commit(txn)
             model.commit(txn)
@@ -336,6 +336,6 @@ class StoreContract:
         store.commit(last)
         model.commit(last)
 
-        for prefix, after, told, watch in open_watches:
-            assert told.all_until(model.revision) == model.changes(prefix, after), f"seed {seed}, {prefix} from {after}"
+        for prefix, after, seen, watch in open_watches:
+            assert seen.all_until(model.revision) == model.changes(prefix, after), f"seed {seed}, {prefix} from {after}"
             watch.close()

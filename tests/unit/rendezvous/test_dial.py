@@ -16,14 +16,14 @@ from elaunch.rendezvous.dial import Deadline, HostAddress, NoResponse, dial, res
 from tests.descriptors import opened
 from tests.harness import DEADLINE_S, wait_for
 
-# The kernel's numbers of a connection that is asked for and not answered, and of who listens (net/tcp_states.h).
+# The kernel's numbers of a requested connection without response, and of a listener (net/tcp_states.h).
 SYN_SENT, LISTEN = "02", "0A"
 # A broadcast address is none for a connection: refused by this kernel itself, at once.
 NOWHERE: HostAddress = (socket.AF_INET, ("255.255.255.255", 9))
 
 
 class Listener:
-    """Somebody who listens on loopback, at an address of its own."""
+    """A listener on loopback, at an address of its own."""
 
     def __init__(self, host: str = "127.0.0.1") -> None:
         self.socket = socket.create_server((host, 0), backlog=0)
@@ -35,12 +35,12 @@ class Listener:
         self._waiting.append(socket.create_connection(self.address[1]))
         wait_for(lambda: any(int(queues.partition(":")[2], 16) for queues in self._rows(1, LISTEN)), "one waits")
 
-    def asking(self) -> int:
-        """How many ask for a connection and are not answered."""
+    def connecting(self) -> int:
+        """How many connections are requested and have no response."""
         return len(self._rows(2, SYN_SENT))
 
     def wake(self) -> None:
-        """Take those who wait, so that the next is answered."""
+        """Accept those that wait, so that the next is accepted."""
         for _ in self._waiting:
             self.socket.accept()[0].close()
 
@@ -66,7 +66,7 @@ def listeners() -> Iterator[list[Listener]]:
 
 @pytest.fixture
 def refusing() -> Iterator[list[HostAddress]]:
-    """Ports that are nobody else's, and where nobody listens."""
+    """Reserved ports without a listener."""
     with socket.socket() as one, socket.socket() as other:
         for each in (one, other):
             each.bind(("127.0.0.1", 0))
@@ -90,12 +90,12 @@ def test_a_silent_one_does_not_keep_from_the_next(listeners: list[Listener]) -> 
     assert not opened() - before
 
 
-def test_who_is_silent_for_a_moment_is_asked_again(listeners: list[Listener]) -> None:
+def test_an_address_that_is_silent_for_a_moment_is_retried(listeners: list[Listener]) -> None:
     silent = listeners[0]
     silent.fall_silent()
     with ThreadPoolExecutor() as pool:
         dialled = pool.submit(dial, [silent.address], Deadline(DEADLINE_S).left)
-        wait_for(lambda: silent.asking() == 1, "it is asked")
+        wait_for(lambda: silent.connecting() == 1, "it is dialled")
 
         silent.wake()
 
@@ -103,7 +103,7 @@ def test_who_is_silent_for_a_moment_is_asked_again(listeners: list[Listener]) ->
             assert connected.getpeername() == silent.address[1]
 
 
-def test_nobody_is_waited_for_longer_than_there_is_time(listeners: list[Listener]) -> None:
+def test_no_address_is_waited_for_beyond_the_deadline(listeners: list[Listener]) -> None:
     listeners[0].fall_silent()
     before = opened()
 
@@ -114,10 +114,10 @@ def test_nobody_is_waited_for_longer_than_there_is_time(listeners: list[Listener
     assert isinstance(caught.value, NoResponse)
     assert str(caught.value) == "timed out"
     assert not opened() - before
-    assert not listeners[0].asking()
+    assert not listeners[0].connecting()
 
 
-def test_a_host_that_refuses_at_one_address_has_answered(
+def test_a_refusal_at_one_address_is_a_refusal_of_the_host(
     listeners: list[Listener], refusing: list[HostAddress]
 ) -> None:
     listeners[0].fall_silent()
@@ -154,12 +154,12 @@ class Resolver:
 
     def __init__(self) -> None:
         self.answers = threading.Event()
-        self.asked = 0
+        self.queries = 0
 
     def __call__(self, host: str, *args: Any, flags: int = 0, **kwargs: Any) -> Any:
         if flags & socket.AI_NUMERICHOST:
             return REAL(host, *args, flags=flags, **kwargs)
-        self.asked += 1
+        self.queries += 1
         self.answers.wait(DEADLINE_S)
         return REAL("127.0.0.1", *args, flags=flags, **kwargs)
 
@@ -175,15 +175,15 @@ def resolver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Resolver]:
 def test_addresses_need_no_resolver(resolver: Resolver) -> None:
     assert resolve("127.0.0.1", 1, 0) == [(socket.AF_INET, ("127.0.0.1", 1))]
     assert resolve("::1", 1, 0) == [(socket.AF_INET6, ("::1", 1, 0, 0))]
-    assert resolver.asked == 0
+    assert resolver.queries == 0
 
 
-def test_a_resolver_that_hangs_is_waited_for_no_longer_than_said_and_asked_once(resolver: Resolver) -> None:
+def test_a_resolver_that_hangs_is_queried_once_and_waited_for_until_the_limit(resolver: Resolver) -> None:
     for _ in range(3):
         with pytest.raises(socket.gaierror, match="no response from the resolver within"):
             resolve("hangs.test", 1, 0.01)
-    wait_for(lambda: resolver.asked, "the question")
-    assert resolver.asked == 1
+    wait_for(lambda: resolver.queries, "the query")
+    assert resolver.queries == 1
 
     resolver.answers.set()
 

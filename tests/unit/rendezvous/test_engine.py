@@ -1,20 +1,22 @@
-"""rendezvous.engine beyond the store's contract: bounds of its history and its memory, and its leases' time."""
+"""rendezvous.engine: the store's contract, bounds of its history and its memory, and its leases' time."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
 
-from elaunch.rendezvous.engine import Engine
+from elaunch.rendezvous.engine import Engine, MemoryStore
 from elaunch.rendezvous.etcd.transport import EtcdError
-from elaunch.rendezvous.store import Changes, Delete, Put, Txn
+from elaunch.rendezvous.store import Absent, Changes, Delete, Put, Txn, Update
 from tests.harness import RUN_LIMIT_S
+from tests.unit.rendezvous.store_contract import LONG_TTL_S, ROOT, Received, StoreContract, new_lease, put
 
 
-def put(engine: Engine, key: str, value: str = "", lease: int = 0) -> None:
+def write(engine: Engine, key: str, value: str = "", lease: int = 0) -> None:
     engine.commit(Txn((), (Put(key, value, lease),)))
 
 
@@ -32,7 +34,7 @@ def test_the_history_keeps_the_last_revisions_and_forgets_the_rest() -> None:
     lengths = []
 
     for _ in range(1000):
-        put(engine, "key")
+        write(engine, "key")
         lengths.append(len(remembered(engine)))
 
     assert remembered(engine)[-1] == engine.revision == 1001
@@ -40,10 +42,10 @@ def test_the_history_keeps_the_last_revisions_and_forgets_the_rest() -> None:
     assert max(lengths) <= 110
 
 
-def test_what_the_revision_of_the_compaction_itself_wrote_is_still_told() -> None:
+def test_what_the_revision_of_the_compaction_itself_wrote_is_still_delivered() -> None:
     """Its deletions too, which etcd 3.4.23 and 3.5.1 lose."""
     engine = Engine()
-    put(engine, "key")
+    write(engine, "key")
     delete(engine, "key")
 
     engine.compact(3)
@@ -53,21 +55,21 @@ def test_what_the_revision_of_the_compaction_itself_wrote_is_still_told() -> Non
 
 
 def test_a_refused_transaction_leaves_no_trace() -> None:
-    engine, told = Engine(), list[Changes]()
-    engine.listener = told.append
+    engine, received = Engine(), list[Changes]()
+    engine.listener = received.append
 
     with pytest.raises(EtcdError, match="lease not found"):
         engine.commit(Txn((), (Put("a", ""), Put("b", "", lease=5))))
 
     assert not engine.read("").entries
-    assert told == []
+    assert received == []
 
 
 def test_a_lease_ends_at_its_time_and_not_before() -> None:
     engine = Engine()
     engine.set_time(100.0)
     engine.grant(7, 5)
-    put(engine, "key", lease=7)
+    write(engine, "key", lease=7)
 
     engine.set_time(104.9)
     engine.end_leases()
@@ -107,26 +109,26 @@ def small() -> Engine:
 def test_a_full_engine_reads_and_deletes_and_has_room_again_at_once(small: Engine) -> None:
     with suppress(EtcdError):
         for number in range(20):
-            put(small, f"{number:05}", "x" * 10_000)
+            write(small, f"{number:05}", "x" * 10_000)
     assert 5 < len(small.read("").entries) < 11
 
     delete(small, "00001")
 
-    put(small, "new", "x" * 10_000)
+    write(small, "new", "x" * 10_000)
     with pytest.raises(EtcdError, match="space exceeded"):
-        put(small, "newer", "x" * 10_000)
+        write(small, "newer", "x" * 10_000)
 
 
 def test_the_past_is_forgotten_before_the_present_is_refused(small: Engine) -> None:
     for turn in range(1000):
-        put(small, "key", f"{turn}" + "x" * 10_000)
+        write(small, "key", f"{turn}" + "x" * 10_000)
 
     assert small.read("").entries["key"].value.startswith("999x")
 
 
 def test_nothing_is_held_once_all_is_deleted_and_forgotten(small: Engine) -> None:
     for turn in range(2000):
-        put(small, f"{turn * 7 % 23}", "x" * (turn % 50)) if turn % 3 else delete(small, f"{turn * 7 % 23}", "5")
+        write(small, f"{turn * 7 % 23}", "x" * (turn % 50)) if turn % 3 else delete(small, f"{turn * 7 % 23}", "5")
         if turn % 100 == 50:
             small.compact(small.revision - 3)
     delete(small, "0", "a")
@@ -176,3 +178,76 @@ def test_a_full_store_holds_about_its_quota_of_memory(size: int) -> None:
     )
 
     assert 0.5 < int(held.stdout) / (16 << 20) < 1.25
+
+
+A, B = f"{ROOT}a", f"{ROOT}b"
+
+
+class TestMemoryStore(StoreContract):
+    @pytest.fixture
+    def store(self) -> MemoryStore:
+        return MemoryStore()
+
+    @pytest.fixture
+    def compact(self, store: MemoryStore) -> Callable[[int], None]:
+        return store.engine.compact
+
+    @pytest.fixture
+    def elapse(self, store: MemoryStore) -> Callable[[float], None]:
+        now_s = 0.0
+
+        def passed(seconds: float) -> None:
+            nonlocal now_s
+            now_s += seconds
+            store.advance(now_s)
+
+        return passed
+
+
+def test_watches_are_notified_before_the_call_that_writes_returns() -> None:
+    store, received = MemoryStore(), Received()
+    store.watch(ROOT, store.read(ROOT).revision, received)
+    lease = new_lease(store)
+    counts = []
+
+    store.commit(Txn((), (Put(A, "1", lease),)))
+    counts.append(len(received.updates))
+    store.revoke(lease)
+    counts.append(len(received.updates))
+    store.commit(Txn((), (Put(A, "2", new_lease(store)),)))
+    store.advance(LONG_TTL_S)
+    counts.append(len(received.updates))
+
+    assert counts == [1, 2, 4]
+
+
+def test_a_callback_may_write_and_every_watch_still_gets_each_revision_in_order() -> None:
+    store, second = MemoryStore(), Received()
+    before = store.read(ROOT).revision
+    first: list[Update] = []
+
+    def answer(update: Update) -> None:
+        first.append(update)
+        store.commit(Txn((Absent(B),), (Put(B, "answer"),)))
+
+    store.watch(ROOT, before, answer)
+    store.watch(ROOT, before, second)
+
+    put(store, A, "question")
+
+    assert second.values_until(before + 2) == [(before + 1, {A: "question"}), (before + 2, {B: "answer"})]
+    assert first == second.updates
+
+
+def test_a_watch_may_be_closed_by_its_callback() -> None:
+    store, received = MemoryStore(), Received()
+
+    def once(update: Update) -> None:
+        received(update)
+        watch.close()
+
+    watch = store.watch(ROOT, store.read(ROOT).revision, once)
+    put(store, A, "1")
+    put(store, A, "2")
+
+    assert len(received.updates) == 1

@@ -10,9 +10,9 @@ import pytest
 from elaunch.rendezvous.format import listed, plain, shortage
 
 
-@pytest.mark.parametrize(("count", "words"), [(0, ""), (1, "a"), (2, "a and b"), (3, "a, b and c")])
-def test_items_are_joined_as_in_a_sentence(count: int, words: str) -> None:
-    assert listed(list("abc"[:count])) == words
+@pytest.mark.parametrize(("count", "text"), [(0, ""), (1, "a"), (2, "a and b"), (3, "a, b and c")])
+def test_items_are_joined_as_in_a_sentence(count: int, text: str) -> None:
+    assert listed(list("abc"[:count])) == text
 
 
 def test_what_a_terminal_obeys_is_spelled_out() -> None:
@@ -22,7 +22,7 @@ def test_what_a_terminal_obeys_is_spelled_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "words"),
+    ("error", "text"),
     [
         (BlockingIOError(errno.EAGAIN, "unavailable"), "may start no more processes or threads here"),
         (RuntimeError("can't start new thread"), "may start no more processes or threads here"),
@@ -32,12 +32,12 @@ def test_what_a_terminal_obeys_is_spelled_out() -> None:
         (OSError(errno.ENOMEM, "no"), "no more memory for elaunch itself"),
     ],
 )
-def test_what_the_host_does_not_give_is_a_sentence_with_the_limit(error: BaseException, words: str) -> None:
-    assert words in (shortage(error) or "")
+def test_what_the_host_does_not_give_is_a_sentence_with_the_limit(error: BaseException, text: str) -> None:
+    assert text in (shortage(error) or "")
 
 
 def test_other_errors_are_not_taken_for_a_shortage() -> None:
-    # A full pipe, as Python says it: the third argument is how much was written.
+    # A full pipe, as Python reports it: the third argument is how much was written.
     assert shortage(BlockingIOError(errno.EAGAIN, "write could not complete without blocking", 3)) is None
     assert shortage(FileNotFoundError(errno.ENOENT, "no", "file")) is None
     assert shortage(RuntimeError("a bug")) is None

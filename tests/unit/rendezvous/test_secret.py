@@ -1,4 +1,4 @@
-"""rendezvous.secret: who has the token gets in, both ways, and nobody else."""
+"""rendezvous.secret: a peer with the token is accepted, both ways, and no other."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ OTHER = "0123456789abcdeg"
 
 
 def shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> list[object]:
-    """A TLS handshake over a socket pair and a word from each side; the words, or what went wrong."""
+    """A TLS handshake over a socket pair and a message from each side; the messages, or the error."""
     ours, theirs = socket.socketpair()
-    heard: list[object] = []
+    received: list[object] = []
 
     def serve() -> None:
         try:
             with server.wrap_socket(theirs, server_side=True) as channel:
                 channel.sendall(b"from the server")
-                heard.append(channel.recv(100))
+                received.append(channel.recv(100))
         except (ssl.SSLError, OSError) as error:
-            heard.append(error)
+            received.append(error)
 
     ours.settimeout(30)
     theirs.settimeout(30)
@@ -37,20 +37,20 @@ def shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> list[object]:
     thread.start()
     try:
         with client.wrap_socket(ours) as channel:
-            word = channel.recv(100)
+            message = channel.recv(100)
             channel.sendall(b"from the client")
     except (ssl.SSLError, OSError) as error:
         ours.close()
         joined(thread)
         return [error]
     joined(thread)
-    return [word, *heard]
+    return [message, *received]
 
 
 def test_both_sides_of_one_token_understand_each_other() -> None:
-    words = shake_hands(Secret(TOKEN).server_context(), Secret(TOKEN).client_context())
+    messages = shake_hands(Secret(TOKEN).server_context(), Secret(TOKEN).client_context())
 
-    assert words == [b"from the server", b"from the client"]
+    assert messages == [b"from the server", b"from the client"]
 
 
 def test_a_server_with_another_token_is_refused() -> None:

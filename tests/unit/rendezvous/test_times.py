@@ -41,7 +41,7 @@ def test_a_join_timeout_that_was_chosen_is_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    ("times", "words"),
+    ("times", "text"),
     [
         (Times.for_lease(1), "etcd's shortest"),
         (replace(Times(), lease_ttl_s=3.5), "must be whole seconds"),  # type: ignore[arg-type]
@@ -49,6 +49,6 @@ def test_a_join_timeout_that_was_chosen_is_kept() -> None:
         (replace(Times(), keys_ttl_s=11.0), "it must be 12 s or more"),
     ],
 )
-def test_a_users_time_that_breaks_an_inequality_is_one_sentence_with_the_values(times: Times, words: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(words)):
+def test_a_users_time_that_breaks_an_inequality_is_one_sentence_with_the_values(times: Times, text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(text)):
         times.check()

@@ -78,7 +78,7 @@ ANSWERS = (
 
 
 @given(ANSWERS)
-def test_whatever_an_etcd_answers_is_an_answer_or_the_stores_own_error(answer: Json) -> None:
+def test_whatever_an_etcd_sends_is_a_response_or_the_stores_own_error(answer: Json) -> None:
     store = EtcdStore([ENDPOINT], Access(login=Login("user", "password"), plainly=True), transport=Answering(answer))
     calls = (
         store.check,
@@ -99,7 +99,7 @@ def test_whatever_an_etcd_answers_is_an_answer_or_the_stores_own_error(answer: J
 
 
 @given(ANSWERS)
-def test_what_a_watch_is_told_is_changes_or_one_of_four_errors(answer: Json) -> None:
+def test_what_a_watch_receives_is_changes_or_one_of_four_errors(answer: Json) -> None:
     with bounded():
         try:
             json_codec.revision(answer), json_codec.cluster(answer), json_codec.compacted(answer)
@@ -140,7 +140,7 @@ BODIES = (
 
 
 @given(body=BODIES, status=st.sampled_from([200, 400, 401, 403, 404, 405, 500, 502, 503]))
-def test_whatever_a_server_answers_is_json_or_the_stores_own_error(server: Server, body: bytes, status: int) -> None:
+def test_whatever_a_server_sends_is_json_or_the_stores_own_error(server: Server, body: bytes, status: int) -> None:
     server.answer = b"HTTP/1.1 %d x\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % (status, len(body)) + body
     store = EtcdStore([server.endpoint], deadline_s=5, transport=JsonTransport())
     for call in (store.check, lambda: store.read("/elaunch/"), lambda: store.keep_alive(1)):
@@ -154,7 +154,7 @@ def test_whatever_a_server_answers_is_json_or_the_stores_own_error(server: Serve
 
 @given(data=HEADS | st.binary(max_size=100))
 @example(data=b"HTTP/1.1 100 \r\n\r\n" * 3000)
-def test_whatever_bytes_a_server_sends_are_an_answer_or_the_stores_own_error(server: Server, data: bytes) -> None:
+def test_whatever_bytes_a_server_sends_are_a_response_or_the_stores_own_error(server: Server, data: bytes) -> None:
     server.answer = data
     store = EtcdStore([server.endpoint], deadline_s=5, transport=JsonTransport())
     with bounded(), suppress(StoreError):
@@ -177,7 +177,7 @@ def test_whatever_bytes_a_server_sends_are_an_answer_or_the_stores_own_error(ser
         (b"\x15\x03\x01\x00\x02", Denied),
     ],
 )
-def test_what_is_no_answer_of_http_is_an_error(server: Server, answer: bytes, error: type[StoreError]) -> None:
+def test_what_is_no_response_of_http_is_an_error(server: Server, answer: bytes, error: type[StoreError]) -> None:
     server.answer = answer
     store = EtcdStore([server.endpoint], deadline_s=5, transport=JsonTransport())
     with closing(store), pytest.raises(error):

@@ -104,7 +104,7 @@ def test_the_right_certificate_with_another_bearer_is_denied(served: Served) -> 
         store.read(ROOT)
 
 
-def test_without_tls_the_served_store_is_said_to_speak_https(served: Served) -> None:
+def test_without_tls_the_served_store_is_reported_to_speak_https(served: Served) -> None:
     store = EtcdStore([served.endpoint], deadline_s=DEADLINE_S)
 
     with pytest.raises(Denied, match="https"):

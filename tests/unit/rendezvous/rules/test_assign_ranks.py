@@ -49,12 +49,6 @@ def test_other_texts_have_no_numbers(text: str) -> None:
     assert counts_in(text) == {}
 
 
-def test_a_table_carries_the_roles_to_all_nodes() -> None:
-    table = RankTable(0, MIXED, "a", 1, "the job starts")
-
-    assert decode_table(encode_table(table)).seats == MIXED
-
-
 # Seats.
 
 
@@ -90,7 +84,7 @@ def test_a_seat_that_is_free_is_for_a_node_of_its_role() -> None:
     assert not seating.is_enough(2)
 
 
-def test_a_seat_that_nobody_has_had_is_for_any_role() -> None:
+def test_a_new_seat_is_for_any_role() -> None:
     seating = seat(table(A, B), [A, B, D], 3)
 
     assert seating.nodes == (A, B, D)
@@ -149,26 +143,19 @@ def lost(name: str) -> str:
     return f"host-{name} was lost: no sign of life from the elaunch that ran there"
 
 
-def test_the_leader_says_for_which_role_it_waits() -> None:
+def test_the_leader_names_the_role_that_it_waits_for() -> None:
     world = losing(B, A, spare=D, nodes_min=2)
 
-    assert world.look().waiting == (
+    assert world.poll().waiting == (
         f"a node with the role trainer; nodes: 1 of 2 is here (gives up after 600 s); {lost('b')}"
     )
     world.join(C)
     assert world.seal() == "ac"
 
 
-def test_a_fixed_job_says_how_many_nodes_it_has() -> None:
-    world = losing(C, A, B, spare=D, nodes_min=3)
-
-    waiting = world.look().waiting
-    assert waiting == f"a node with the role trainer; nodes: 2 of 3 are here (gives up after 600 s); {lost('c')}"
-
-
 def test_a_job_for_which_no_node_of_the_role_comes_ends_with_a_sentence() -> None:
     world = losing(A, B, C, spare=node("e"), nodes_min=1)
-    world.look()
+    world.poll()
 
     world.now_s += 601
     world.lead()
@@ -190,6 +177,6 @@ def test_a_host_with_a_digit_that_is_no_number_has_its_place() -> None:
     ]
 
 
-def test_a_free_seat_that_nobody_has_had_is_for_a_node_of_any_role() -> None:
+def test_a_new_free_seat_is_for_a_node_of_any_role() -> None:
     assert seat(None, [node("a")], 2).has_seat_for(replace(node("b"), role="ps"))
     assert not seat(None, [node("a")], 1).has_seat_for(node("b"))

@@ -65,13 +65,13 @@ def test_an_excluded_node_that_is_ready_is_no_reason_to_open_a_generation() -> N
     world = failing(three(replace(TWO, nodes_min=1, nodes_max=3)), B, times=3)
     assert world.seated == "ac"
 
-    world.look()
+    world.poll()
     world.now_s += TIMES.join_backoff_max_s
 
     assert not world.lead()
 
 
-def test_nobody_waits_for_an_excluded_node_that_is_late() -> None:
+def test_an_excluded_node_that_is_late_is_not_waited_for() -> None:
     world = failing(three(replace(TWO, nodes_min=1, nodes_max=3)), B, times=3)
     world.fail(EXCEPTION, nodes=(A,))
     world.join(A, C)
@@ -90,7 +90,7 @@ def test_an_agent_that_is_started_again_on_the_host_is_excluded_too() -> None:
     assert world.seated == "ac"
 
 
-def test_with_too_few_others_nobody_is_excluded_and_the_log_says_so() -> None:
+def test_with_too_few_others_no_node_is_excluded_and_the_reason_has_it() -> None:
     world = running(A, B, terms=TWO)
     for _ in range(3):
         world.fail(SIGNAL, nodes=(B,))
@@ -113,7 +113,7 @@ def test_with_too_few_others_nobody_is_excluded_and_the_log_says_so() -> None:
     ],
     ids=["another node", "another way", "two and a lost peer", "lost peers", "ended early"],
 )
-def test_what_is_no_streak_excludes_nobody(history: list[tuple[object, FailureKind]]) -> None:
+def test_what_is_no_streak_excludes_no_node(history: list[tuple[object, FailureKind]]) -> None:
     world = three()
 
     for who, kind in history:
@@ -145,7 +145,7 @@ def test_a_lost_peer_between_two_failures_does_not_end_a_streak() -> None:
     assert world.seated == "ac"
 
 
-def test_a_lost_node_is_nobodys_failure() -> None:
+def test_a_lost_node_is_no_failure_of_another() -> None:
     world = failing(three(replace(TWO, nodes_min=1)), B, times=2)
     world.fail(SIGNAL, nodes=(B,))
     world.lose(A)
@@ -157,9 +157,9 @@ def test_a_lost_node_is_nobodys_failure() -> None:
     assert world.table.streak == Streak("host-b", "signal", 2)
 
 
-def test_a_generation_that_ran_for_an_hour_begins_the_streak_anew() -> None:
+def test_a_generation_that_ran_for_an_hour_resets_the_streak() -> None:
     world = failing(three(), B, times=2)
-    world.look()
+    world.poll()
     world.now_s += STREAK_AGE_MAX_S
 
     failing(world, B)
@@ -189,7 +189,7 @@ def test_of_two_agents_on_one_host_only_the_failing_one_is_excluded() -> None:
 
 
 @pytest.mark.parametrize("terms", [replace(TWO, exclude_after=0), replace(TERMS, nodes_max=1, exclude_after=1)])
-def test_without_the_option_and_on_one_node_nobody_is_excluded(terms: Terms) -> None:
+def test_without_the_option_and_on_one_node_none_is_excluded(terms: Terms) -> None:
     world = running(A, B, terms=terms) if terms.nodes_max > 1 else running(A, terms=terms)
     for _ in range(3):
         world.fail(SIGNAL, nodes=(A,))

@@ -1,7 +1,8 @@
-"""rendezvous.rules.form_generation: what a leader writes, and what that stands on."""
+"""rendezvous.rules.form_generation: what a leader writes, on which evidence, and who has which ranks (rule 5)."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -9,13 +10,15 @@ import pytest
 
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.rules import transactions
+from elaunch.rendezvous.rules.form_generation import _mismatch
 from elaunch.rendezvous.rules.restart_policy import decisive_failure
-from elaunch.rendezvous.rules.snapshot import SnapshotReader, encode_table, seats_of
+from elaunch.rendezvous.rules.snapshot import SnapshotReader, decode_table, encode_table, seats_of
 from elaunch.rendezvous.store import Put
 from elaunch.rendezvous.types import (
     FailureKind,
     Generation,
     Joined,
+    Node,
     OpenKind,
     Outcome,
     OutcomeKind,
@@ -23,7 +26,7 @@ from elaunch.rendezvous.types import (
     Seat,
     Terms,
 )
-from tests.unit.agent.job_world import KEYS, PORT, TERMS, TIMES, A, B, C, World, forming, running
+from tests.unit.agent.job_world import KEYS, PORT, TERMS, TIMES, A, B, C, D, World, forming, node, running
 
 SIGNAL = FailureKind.SIGNAL
 
@@ -31,7 +34,7 @@ SIGNAL = FailureKind.SIGNAL
 # --- the first table
 
 
-def test_the_first_table_says_who_has_which_ranks_and_where_they_meet() -> None:
+def test_the_first_table_has_the_ranks_and_their_address() -> None:
     world = World(replace(TERMS, nodes_max=2))
     world.join(B, A)
 
@@ -50,7 +53,7 @@ def test_the_first_table_says_who_has_which_ranks_and_where_they_meet() -> None:
 def evicting() -> World:
     world = forming(A, B)
     world.join(A)
-    world.look()
+    world.poll()
     world.now_s += TIMES.form_deadline_s
     return world
 
@@ -71,7 +74,7 @@ def ending() -> World:
 @pytest.mark.parametrize("meanwhile", ["the generation moved", "the job ended", "another leads", "a table was sealed"])
 def test_a_leader_that_is_late_writes_nothing(about_to: Callable[[], World], meanwhile: str) -> None:
     world = about_to()
-    late = world.look().txn
+    late = world.poll().txn
     assert late
     match meanwhile:
         case "the generation moved":
@@ -81,7 +84,7 @@ def test_a_leader_that_is_late_writes_nothing(about_to: Callable[[], World], mea
         case "another leads":
             world.write(Put(KEYS.leader, B.node_id))
         case _:
-            # Whoever sealed it had that node's word.
+            # The other leader had the join of that node.
             seats = seats_of([(B.node_id, 2, "default")])
             world.write(Put(KEYS.table(1), encode_table(RankTable(1, seats, "b", 1, "sealed"))))
             world.write(Put(KEYS.joined(1, B.node_id), encode(Joined(B.node_id, 1))))
@@ -91,11 +94,11 @@ def test_a_leader_that_is_late_writes_nothing(about_to: Callable[[], World], mea
     assert world.store.read(KEYS.root).entries == before
 
 
-def test_a_table_is_not_sealed_over_a_word_that_came_after_the_look() -> None:
+def test_a_table_is_not_sealed_over_a_join_after_the_snapshot() -> None:
     world = running(A, B)
     world.fail(SIGNAL)
     world.join(A, B)
-    late = world.look().txn
+    late = world.poll().txn
     world.join(C)
 
     assert late
@@ -157,7 +160,7 @@ def test_a_record_that_came_after_the_next_table_goes_with_the_one_after_that() 
 
 
 @pytest.mark.parametrize("kind", OutcomeKind)
-def test_at_the_end_what_somebody_may_still_read_stays_and_nothing_else(kind: OutcomeKind) -> None:
+def test_at_the_end_what_may_still_be_read_stays_and_nothing_else(kind: OutcomeKind) -> None:
     world = running(A, B)
     for _ in range(3):
         world.fail(SIGNAL, SIGNAL, nodes=(A, B))
@@ -173,7 +176,7 @@ def test_at_the_end_what_somebody_may_still_read_stays_and_nothing_else(kind: Ou
     assert set(left) == members | read
 
 
-def test_a_first_failure_that_the_outcome_tells_of_is_not_kept_twice() -> None:
+def test_a_first_failure_that_the_outcome_contains_is_not_kept_twice() -> None:
     world = running(A, B, terms=replace(TERMS, max_restarts=0))
     world.fail(SIGNAL, SIGNAL, nodes=(A, B))
     world.join(A, B)
@@ -194,3 +197,115 @@ def test_who_ends_the_job_without_having_seen_its_failures_leaves_them_to_the_ru
 
     left = world.store.read(KEYS.failure(0)).entries
     assert [entry.lease for entry in left.values()] == [world.snapshot.lease] * 2
+
+
+# --- 5: who has which ranks
+
+
+def test_survivors_keep_their_order_and_newcomers_come_last() -> None:
+    world = running(B, C)
+    world.fail(SIGNAL, nodes=(B,))
+    world.join(A, C, B)
+
+    world.seal()
+
+    assert [(seat.node_id, seat.first_rank) for seat in world.table.seats] == [
+        (B.node_id, 0),
+        (C.node_id, 2),
+        (A.node_id, 5),
+    ]
+    assert (world.table.master_addr, world.table.master_port) == (B.address, PORT + B.slots)
+
+
+def test_more_nodes_than_seats_stay_without_one() -> None:
+    world = World()
+    world.join(D, C, B, A)
+
+    assert world.seal() == "abc"
+    assert world.table.group_rank(D.node_id) is None
+
+
+NEWCOMERS = {
+    "as their users requested": (node("a", node_rank=2), node("b", node_rank=0), node("c", node_rank=1)),
+    "those with a request first": (node("a"), node("b"), node("c", node_rank=5)),
+    "neighbours side by side": (node("a", topology="x"), node("b", topology="w"), node("c", topology="x")),
+    "host-2 before host-10": (node("a", host="n-10"), node("b", host="n-9"), node("c", host="n-010")),
+    "the same host twice": (node("c", host="n"), node("a", host="n"), node("b", host="n")),
+    "hosts that begin with numbers": (node("a", host="10-x"), node("b", host="9-x"), node("c", host="x")),
+}
+ORDERS = dict(zip(NEWCOMERS, ("bca", "cab", "bac", "bca", "abc", "bac"), strict=True))
+
+
+@pytest.mark.parametrize("how", NEWCOMERS)
+def test_newcomers_are_seated(how: str) -> None:
+    nodes = NEWCOMERS[how]
+    world = World(first=nodes[0])
+    world.join(*nodes)
+
+    assert world.seal() == ORDERS[how]
+
+
+def test_a_wished_rank_does_not_unseat_a_survivor() -> None:
+    world = running(A)
+    first = node("z", node_rank=0)
+    world.fail(SIGNAL)
+    world.join(first, A)
+
+    assert world.seal() == "az"
+
+
+OLD, NEW = "torch 2.12.1+cpu, Python 3.11", "torch 2.13.0+cpu, Python 3.11"
+
+
+def formed(*software: str) -> str:
+    """The mismatch in the table of a job whose nodes joined with this software."""
+    world = World(TERMS)
+    for who, text in zip((A, B), software, strict=True):
+        joined = Joined(who.node_id, 1, software=text)
+        is_member = who.node_id in world.snapshot.members
+        world.commit(transactions.join(world.snapshot, who, joined, world.lease(who), is_member=is_member))
+    world.run()
+    assert world.seated == "ab"
+    return world.table.mismatch
+
+
+@pytest.mark.parametrize("software", [(NEW, NEW), (NEW, ""), ("", "")])
+def test_nodes_that_are_alike_or_unknown_are_not_mentioned(software: tuple[str, str]) -> None:
+    assert formed(*software) == ""
+
+
+def test_seated_nodes_that_differ_are_in_the_table() -> None:
+    assert formed(NEW, OLD) == f"the nodes have different software: {OLD} on host-b; {NEW} on host-a"
+
+
+def test_the_kinds_are_named_with_their_hosts_the_most_common_first() -> None:
+    def mismatch(*software: str) -> str:
+        nodes = [Node(f"h{index}-0000000{index}", f"h{index}", "", 1) for index in range(len(software))]
+        joined = {n.node_id: Joined(n.node_id, 1, software=text) for n, text in zip(nodes, software, strict=True)}
+        return _mismatch(nodes, joined)
+
+    kinds = f"{NEW} on h1, h2, h3 and 2 more; {OLD} on h0"
+    assert mismatch(OLD, *[NEW] * 5, "") == f"the nodes have different software: {kinds}"
+    assert mismatch(*(f"torch {index}" for index in range(5))).endswith("torch 2 on h2; and others")
+
+
+def test_a_table_keeps_it_as_text_and_is_no_longer_without_it() -> None:
+    world = World(TERMS)
+    world.run(A)
+
+    assert "mismatch" not in json.loads(encode_table(world.table))
+    text = encode_table(world.table).replace('"barren"', '"mismatch":"they differ","barren"')
+    assert decode_table(text).mismatch == "they differ"
+    assert decode_table(encode_table(decode_table(text))).mismatch == "they differ"
+    assert decode_table(text.replace("they differ", "\\u001b[2J")).mismatch == "\\x1b[2J"
+
+
+def test_a_table_has_the_first_nodes_secret() -> None:
+    world = World(TERMS)
+    for who, secret in ((A, "s1"), (B, "s2")):
+        joined = Joined(who.node_id, 1, secret=secret)
+        is_member = who.node_id in world.snapshot.members
+        world.commit(transactions.join(world.snapshot, who, joined, world.lease(who), is_member=is_member))
+    world.run()
+
+    assert (world.table.secret, decode_table(encode_table(world.table)).secret) == ("s1", "s1")

@@ -85,7 +85,7 @@ def views(draw: st.DrawFn) -> View:
 
 
 @given(views(), views())
-def test_whatever_the_keys_say_is_a_snapshot_or_a_sentence(first: View, second: View) -> None:
+def test_whatever_the_keys_hold_is_a_snapshot_or_a_sentence(first: View, second: View) -> None:
     reader = SnapshotReader(KEYS)
 
     for view in (first, second):

@@ -21,7 +21,7 @@ from elaunch.rendezvous.types import RankTable, Seat
 
 A, B = "node-a-00000001", "node-b-00000002"
 TABLE = RankTable(4, (Seat(A, 2, 0), Seat(B, 2, 2)), "10.0.0.1", 1234, "it starts")
-NOBODY: frozenset[str] = frozenset()
+NONE: frozenset[str] = frozenset()
 
 
 def group(kind: IdleReason, ranks: str, does: str, first: int, count: int = 1) -> IdleGroup:
@@ -36,7 +36,7 @@ def node(node_id: str, *groups: IdleGroup, ready: bool = True, exited: str = "",
     return IdleNode(node_id, 63.2 if node_id == A else 90.0, ready, groups, exited, exited_rank)
 
 
-def verdict(*nodes: IdleNode, done: frozenset[str] = NOBODY, has_limit: bool = False) -> Hang | None:
+def verdict(*nodes: IdleNode, done: frozenset[str] = NONE, has_limit: bool = False) -> Hang | None:
     return verdict_on({each.node_id: each for each in nodes}, TABLE, done, has_limit=has_limit)
 
 
@@ -116,7 +116,7 @@ BLIND = group(IdleReason.UNKNOWN, "rank 3", "uses no CPU (no Python frame)", 3)
         ),
         # It may wait as the others do: only its stack cannot be read.
         ((BOTH[0], node(B, waits("rank 2", 2), BLIND)), True),
-        # Nobody waits for it.
+        # No rank waits for it.
         ((node(A, LOCK), node(B, group(IdleReason.ELSEWHERE, "rank 2", "sleeps", 2))), True),
         (BOTH, True),
         ((node(A, waits("rank 0", 0), exited="rank 1", exited_rank=1), BOTH[1]), True),
@@ -131,13 +131,13 @@ def test_only_a_rank_that_differs_from_the_others_is_evidence_against_its_node(
     assert hang.is_blameless is is_blameless
 
 
-@pytest.mark.parametrize(("places", "words"), [(5, ", for 63 s"), (7, ", and 2 more groups")])
-def test_of_many_places_the_first_are_said_and_the_others_counted(places: int, words: str) -> None:
+@pytest.mark.parametrize(("places", "text"), [(5, ", for 63 s"), (7, ", and 2 more groups")])
+def test_of_many_places_the_first_are_named_and_the_others_counted(places: int, text: str) -> None:
     each = [waits(f"rank {rank}", rank, call=f"call_{rank}") for rank in range(places)]
     hang = verdict(node(A, *each), node(B, each[0]))
 
     assert hang
-    assert words in hang.message
+    assert text in hang.message
 
 
 def test_where_all_ranks_are_alike_none_is_named() -> None:
@@ -149,17 +149,17 @@ def test_where_all_ranks_are_alike_none_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "done", "rank", "words"),
+    ("nodes", "done", "rank", "text"),
     [
         (
             (node(A, waits("rank 0", 0), exited="rank 1", exited_rank=1), BOTH[1]),
-            NOBODY,
+            NONE,
             1,
             "exited with code 0, while ranks 0, 2, 3 wait in all_reduce, for 63 s,",
         ),
         (
             (IdleNode(A, 60.0, True, (), "ranks 0, 1", 0, is_lingering=True), BOTH[1]),
-            NOBODY,
+            NONE,
             0,
             "and others (ranks 0, 1) reached the end of the program, while ranks 2, 3 wait in all_reduce, for 60 s,",
         ),
@@ -172,12 +172,12 @@ def test_where_all_ranks_are_alike_none_is_named() -> None:
     ],
 )
 def test_a_rank_that_exited_with_0_is_named_if_all_others_wait(
-    nodes: tuple[IdleNode, ...], done: frozenset[str], rank: int, words: str
+    nodes: tuple[IdleNode, ...], done: frozenset[str], rank: int, text: str
 ) -> None:
     hang = verdict(*nodes, done=done)
 
     assert hang
-    assert (hang.rank, hang.message) == (rank, words)
+    assert (hang.rank, hang.message) == (rank, text)
 
 
 @pytest.mark.parametrize("kind", [IdleReason.STUCK, IdleReason.ELSEWHERE, IdleReason.RUNS, IdleReason.STOPPED])
@@ -209,7 +209,7 @@ def test_programs_that_have_all_ended_hang_in_no_collective() -> None:
     assert verdict(*(IdleNode(each, 60.0, True, (), "ranks 0, 1", 0, is_lingering=True) for each in (A, B))) is None
 
 
-def test_where_no_stack_can_be_read_it_is_known_only_that_nobody_uses_a_cpu() -> None:
+def test_where_no_stack_can_be_read_it_is_known_only_that_no_rank_uses_a_cpu() -> None:
     why = "uses no CPU (py-spy is not installed)"
     blind = (
         node(A, group(IdleReason.UNKNOWN, "ranks 0, 1", why, 0, 2)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -29,13 +30,13 @@ def cause_of(world: World) -> str:
 
 def admit(world: World) -> None:
     """Nodes wait for a seat; let the leader gather them."""
-    assert world.look().wake_s == world.now_s + TIMES.join_gather_s
+    assert world.poll().wake_s == world.now_s + TIMES.join_gather_s
     world.now_s += TIMES.join_gather_s
     assert world.lead()
 
 
 def test_nothing_happens_while_all_is_well() -> None:
-    led = running(A, B, C).look()
+    led = running(A, B, C).poll()
 
     assert (led.txn, led.wake_s, led.waiting) == (None, None, "")
 
@@ -61,7 +62,7 @@ def test_all_done_ends_the_job_in_success() -> None:
 def test_success_is_written_by_who_leads_still() -> None:
     world = running(A, B)
     world.finish(A, B)
-    late = world.look().txn
+    late = world.poll().txn
     world.lose(A)
     world.elect(B)
 
@@ -96,26 +97,26 @@ def test_a_spare_that_is_lost_is_no_loss() -> None:
     world.join(C)
     world.lose(C)
 
-    assert world.look().txn is None
+    assert world.poll().txn is None
 
 
-def test_a_finished_nodes_death_restarts_nobody() -> None:
+def test_a_finished_nodes_death_restarts_no_other() -> None:
     world = running(A, B)
     world.finish(B)
     world.lose(B)
 
-    assert world.look().txn is None
+    assert world.poll().txn is None
     world.finish(A)
     assert world.lead()
     assert world.snapshot.ended
 
 
-def test_who_was_cut_off_itself_declares_nobody_lost_at_once() -> None:
+def test_a_leader_that_was_cut_off_declares_no_node_lost_immediately() -> None:
     world = running(A, B)
     world.lossless_until_s = world.now_s + TIMES.return_grace_s
     world.lose(B)
 
-    early = world.look()
+    early = world.poll()
     world.now_s += TIMES.return_grace_s
 
     assert (early.txn, early.wake_s) == (None, world.lossless_until_s)
@@ -129,10 +130,10 @@ def test_who_was_cut_off_itself_declares_nobody_lost_at_once() -> None:
 def test_nodes_that_come_together_join_in_one_generation() -> None:
     world = running(A)
     world.join(C)
-    first = world.look()
+    first = world.poll()
     world.now_s += TIMES.join_gather_s / 2
     world.join(B)
-    second = world.look()
+    second = world.poll()
     world.now_s = first.wake_s or 0.0
 
     assert world.lead()
@@ -141,41 +142,43 @@ def test_nodes_that_come_together_join_in_one_generation() -> None:
     assert (kind_of(world), cause_of(world)) == (OpenKind.JOIN, "host-b, host-c join")
 
 
-def test_a_full_table_lets_nobody_in() -> None:
+def full() -> World:
     world = running(A, B, C)
     world.join(D)
+    return world
 
-    assert (world.look().txn, world.look().wake_s) == (None, None)
 
-
-def test_nobody_joins_once_a_node_is_done() -> None:
+def finishing() -> World:
     world = running(A, B)
     world.finish(B)
     world.join(C)
+    return world
 
-    assert (world.look().txn, world.look().wake_s) == (None, None)
 
-
-def test_with_max_restarts_0_latecomers_stay_spares() -> None:
+def without_restarts() -> World:
     world = running(A, terms=replace(TERMS, max_restarts=0))
     world.join(B)
+    return world
 
-    assert (world.look().txn, world.look().wake_s) == (None, None)
 
-
-def test_a_node_that_is_a_member_but_not_ready_opens_nothing() -> None:
+def not_ready() -> World:
     world = running(A)
     world.write(Put(KEYS.member(B.node_id), encode(B)))
+    return world
 
-    assert (world.look().txn, world.look().wake_s) == (None, None)
 
-
-def test_a_node_that_was_ready_and_is_gone_opens_nothing() -> None:
+def evicted() -> World:
     world = running(A)
     world.join(B)
     world.evict(B)
+    return world
 
-    assert (world.look().txn, world.look().wake_s) == (None, None)
+
+@pytest.mark.parametrize("made", [full, finishing, without_restarts, not_ready, evicted])
+def test_no_generation_is_opened_for_nodes_that_could_not_join_it(made: Callable[[], World]) -> None:
+    world = made()
+
+    assert (world.poll().txn, world.poll().wake_s) == (None, None)
 
 
 def test_a_loss_goes_before_a_join() -> None:
@@ -194,7 +197,7 @@ def test_nodes_that_come_and_go_cost_the_others_less_and_less_often() -> None:
     for _ in range(9):
         world.join(B)
         since_s = world.now_s
-        wake_s = world.look().wake_s
+        wake_s = world.poll().wake_s
         assert wake_s is not None
         waited_s.append(round(wake_s - since_s, 3))
         world.now_s = wake_s
@@ -212,7 +215,7 @@ def test_after_a_quiet_time_a_newcomer_is_let_in_soon_again() -> None:
     world = running(A, B, terms=replace(TERMS, nodes_max=9))
     for who, then in ((C, (A, B, C)), (D, (A, B, C, D))):
         world.join(who)
-        world.now_s = world.look().wake_s or 0.0
+        world.now_s = world.poll().wake_s or 0.0
         world.lead()
         world.run(*then)
     assert world.leader_state.join_interval_s == 2.0
@@ -235,7 +238,7 @@ def test_nothing_is_written_after_the_end() -> None:
     world.write(Put(KEYS.ended, encode(Outcome(OutcomeKind.FAILED, "cancelled", 0, 0, 3))))
     world.lose(B)
 
-    assert world.look().txn is None
+    assert world.poll().txn is None
 
 
 def test_nothing_is_written_where_there_is_no_job() -> None:
@@ -247,11 +250,11 @@ def test_what_a_leader_waits_for_while_one_forms_is_forgotten_when_it_runs(joine
     world = running(A)
     if joined:
         world.join(B)
-        world.look()
+        world.poll()
         assert world.leader_state.ready_since_s is not None
         world.lose(B)
 
-    world.look()
+    world.poll()
 
     assert world.leader_state.ready_since_s is None
 

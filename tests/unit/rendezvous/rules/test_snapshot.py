@@ -1,15 +1,16 @@
-"""rendezvous.rules.snapshot: a job's keys, and what they say."""
+"""rendezvous.rules.snapshot: a job's keys and their records, and a rank table as compact text."""
 
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 
 import pytest
 
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.engine import MemoryStore
-from elaunch.rendezvous.rules.snapshot import Keys, Snapshot, SnapshotReader, encode_table
+from elaunch.rendezvous.rules.snapshot import Keys, Snapshot, SnapshotReader, decode_table, encode_table, seats_of
 from elaunch.rendezvous.rules.transactions import become_leader
 from elaunch.rendezvous.store import Delete, Op, Put, Txn
 from elaunch.rendezvous.types import (
@@ -22,6 +23,7 @@ from elaunch.rendezvous.types import (
     Outcome,
     OutcomeKind,
     RankTable,
+    Seat,
     Terms,
 )
 
@@ -53,7 +55,7 @@ def store_with(puts: dict[str, str]) -> MemoryStore:
     return store
 
 
-def test_no_keys_say_nothing() -> None:
+def test_no_keys_are_an_empty_snapshot() -> None:
     assert read(MemoryStore()) == Snapshot(KEYS, revision=1, whole=True)
 
 
@@ -87,14 +89,6 @@ def test_every_key_of_the_protocol_is_read() -> None:
     assert snapshot.generation_revision == snapshot.leader_revision == snapshot.revision
 
 
-def test_a_followers_snapshot_says_that_it_is_not_whole() -> None:
-    store = store_with({KEYS.leader: "a", KEYS.member("a"): encode(NODE)})
-
-    snapshot = SnapshotReader(KEYS).read(store.read(KEYS.control), whole=False)
-
-    assert (snapshot.whole, snapshot.leader, snapshot.members) == (False, "a", {})
-
-
 def test_failures_stand_in_the_order_in_which_they_were_first_recorded() -> None:
     store = MemoryStore()
     for node_id in ("z", "a", "m"):
@@ -115,14 +109,6 @@ def test_the_current_table_is_the_newest_generations_or_none_while_that_forms() 
         tables.append((read(store).current_table, read(store).table))
 
     assert tables == [(table(3), table(3)), (None, table(3))]
-
-
-def test_another_jobs_keys_are_not_read() -> None:
-    store = store_with({Keys("job-2").leader: "b", Keys("jo").leader: "c", f"{KEYS.root}job/ctl/leader": "d"})
-
-    snapshot = read(store)
-
-    assert snapshot == Snapshot(KEYS, revision=snapshot.revision, whole=True)
 
 
 RUNS = encode(Generation(3, OpenKind.FAIL, "rank 0 failed"))
@@ -156,6 +142,7 @@ def test_a_record_of_the_job_that_is_none_is_refused_with_its_key_and_its_value(
         (KEYS.member("a"), '{"node_id":"a"}', "not a Node"),
         (KEYS.member("a"), encode(replace(NODE, host="a b")), "not a Node"),
         (KEYS.joined(3, "a"), "{}", "not a Joined"),
+        (KEYS.failure(3, "a"), "[]", "not a Failure"),
         (KEYS.still(3, "a"), "{}", "not a IdleNode"),
         (KEYS.table(2), "{}", "not a rank table"),
         (KEYS.table(4), "x" * 1_000_000, "not a rank table"),
@@ -176,7 +163,8 @@ def test_any_other_record_that_is_none_costs_a_sentence_and_the_leader_deletes_i
     assert [sentence.startswith(f"{key} in the store is {what}") for sentence in first.unreadable] == [True]
     assert len(first.unreadable[0]) < 1000
     assert second.unreadable == ()
-    assert (first.members, first.joined, first.still, first.done, [*first.tables]) == ({}, {}, {}, {}, [3])
+    assert (first.members, first.joined, first.failures, first.still, first.done) == ({}, {}, {}, {}, {})
+    assert [*first.tables] == [3]
     assert [op for _, op in second.repairs] == [Delete(key)]
 
 
@@ -215,14 +203,14 @@ def test_no_sentence_about_a_broken_record_shows_its_secret(old: str, new: str) 
 def test_whatever_is_written_again_and_again_gets_one_sentence_and_thousands_get_a_few() -> None:
     store, reader = store_with({KEYS.member("a"): encode(NODE)}), SnapshotReader(KEYS)
     reader.read(store.read(KEYS.root), whole=True)
-    said = []
+    counts = []
     for text in ("one", "two"):
         write(store, Put(KEYS.member("a"), text))
-        said.append(len(reader.read(store.read(KEYS.root), whole=True).unreadable))
+        counts.append(len(reader.read(store.read(KEYS.root), whole=True).unreadable))
 
     write(store, *(Put(KEYS.joined(3, f"x-{n}"), "x") for n in range(100)))
 
-    assert said == [1, 0]
+    assert counts == [1, 0]
     assert len(reader.read(store.read(KEYS.root), whole=True).unreadable) < 10
 
 
@@ -252,7 +240,7 @@ def test_a_generation_does_not_go_back() -> None:
     assert [op for _, op in after.repairs] == [Put(KEYS.generation, RUNS)]
 
 
-def test_the_runs_lease_is_not_forgotten_when_somebody_writes_over_the_terms() -> None:
+def test_the_runs_lease_is_not_forgotten_when_the_terms_are_overwritten() -> None:
     store, reader = MemoryStore(), SnapshotReader(KEYS)
     store.grant(7, 60.0)
     write(store, Put(KEYS.spec, encode(Terms()), 7))
@@ -274,9 +262,7 @@ def test_the_runs_lease_is_not_forgotten_when_somebody_writes_over_the_terms() -
         (KEYS.failure(3, "a"), encode(failure("a", "x"))),
     ],
 )
-def test_of_a_record_that_somebody_wrote_over_the_last_good_one_stands_and_a_sentence_says_so_once(
-    key: str, good: str
-) -> None:
+def test_of_an_overwritten_record_the_last_good_one_stands_with_one_sentence(key: str, good: str) -> None:
     store, reader = store_with({key: good}), SnapshotReader(KEYS)
     before = reader.read(store.read(KEYS.root), whole=True)
     write(store, Put(key, "scribbled"))
@@ -288,19 +274,6 @@ def test_of_a_record_that_somebody_wrote_over_the_last_good_one_stands_and_a_sen
     assert len(first.unreadable) == 1
     assert first.unreadable[0].startswith(f"{key} in the store is not a ")
     assert "scribbled" in first.unreadable[0]
-    assert second.unreadable == ()
-
-
-def test_a_failure_that_nobody_can_read_is_done_without() -> None:
-    store = store_with({KEYS.failure(3, "a"): "[]", KEYS.failure(3, "b"): encode(failure("b", "x"))})
-    reader = SnapshotReader(KEYS)
-
-    first, second = (reader.read(store.read(KEYS.root), whole=True) for _ in range(2))
-
-    assert first.failures == second.failures == {3: (failure("b", "x"),)}
-    assert [sentence.partition(" (")[0] for sentence in first.unreadable] == [
-        f"{KEYS.failure(3, 'a')} in the store is not a Failure: '[]'"
-    ]
     assert second.unreadable == ()
 
 
@@ -339,3 +312,76 @@ def test_a_reader_forgets_what_is_gone() -> None:
 
 def test_no_jobs_keys_lie_among_those_of_another() -> None:
     assert not Keys("a/b").root.startswith(Keys("a").root)
+
+
+TABLE = RankTable(
+    generation=12,
+    seats=seats_of(
+        [
+            ("node-a-0000000a", 8, "trainer"),
+            ("node-b-0000000b", 8, "trainer"),
+            ("node-c-0000000c", 4, "trainer"),
+            ("node-d-0000000d", 4, "reader"),
+        ]
+    ),
+    master_addr="fd00::1",
+    master_port=29500,
+    reason="restart 2 of 3: é \ud800",
+    restarts=2,
+    restart_ages_s=(30.5, 0.0),
+    barren=1,
+    progressed=True,
+)
+
+
+def test_seats_have_ranks_without_holes() -> None:
+    assert seats_of([("a-1", 2, "x"), ("b-1", 3, "y"), ("c-1", 1, "x")]) == (
+        Seat("a-1", 2, 0, "x"),
+        Seat("b-1", 3, 2, "y"),
+        Seat("c-1", 1, 5, "x"),
+    )
+
+
+def of_nodes(count: int) -> RankTable:
+    nodes = [(f"gpu-{n:04}-{random.Random(n).getrandbits(32):08x}", 8, "default") for n in range(count)]
+    return RankTable(7, seats_of(nodes), "10.0.0.1", 29500, "restart 1 of 3", restarts=1)
+
+
+def test_a_table_of_a_thousand_nodes_is_below_12_kb_and_that_of_a_hundred_can_be_read_by_people() -> None:
+    large = encode_table(of_nodes(1024))
+
+    assert len(large.encode()) < 12_000
+    assert decode_table(large) == of_nodes(1024)
+    assert decode_table(large).world_size == 8192
+    assert json.loads(encode_table(of_nodes(100)))["nodes"][0].startswith("gpu-0000-")
+
+
+@pytest.mark.parametrize("text", ["", "{", "null", "3", "[]", '"text"', "{}"])
+def test_what_is_no_table_is_refused_and_shown(text: str) -> None:
+    with pytest.raises(ValueError, match="not a rank table: ") as caught:
+        decode_table(text)
+
+    assert repr(text) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("nodes", 3),
+        ("nodes", "node-a-0000000a"),
+        ("nodes", ["a-0000000a"] * 4),
+        ("slots", ["8", 8, 4, 4]),
+        ("slots", [8, 8, 4, 0]),
+        ("slots", [8]),
+        ("slots", None),
+        ("roles", ["default", "default", "default", 5]),
+        ("generation", None),
+        ("restarts", "many"),
+        ("restart_ages_s", 3),
+    ],
+)
+def test_a_table_with_a_field_that_does_not_fit_is_refused(field: str, value: object) -> None:
+    record = {**json.loads(encode_table(TABLE)), field: value}
+
+    with pytest.raises(ValueError, match="not a rank table: "):
+        decode_table(json.dumps(record))

@@ -185,7 +185,7 @@ def test_a_transaction_of_4096_nodes_is_one_that_etcd_takes(what: str, made: dic
 
 
 @pytest.mark.parametrize("what", [what for what in MADE if what != "a table of all is sealed"])
-def test_only_a_table_grows_with_the_job_and_nothing_with_what_programs_say(what: str, made: dict[str, Txn]) -> None:
+def test_only_a_table_grows_with_the_job_and_nothing_with_programs_texts(what: str, made: dict[str, Txn]) -> None:
     assert content_bytes(made[what]) <= 256 << 10
 
 

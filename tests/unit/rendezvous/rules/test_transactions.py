@@ -1,4 +1,4 @@
-"""rendezvous.rules.transactions: what a node writes about itself, on a memory store."""
+"""rendezvous.rules.transactions: what a node writes about itself and what the leader writes, on a memory store."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.rules import transactions
 from elaunch.rendezvous.rules.snapshot import Snapshot
+from elaunch.rendezvous.rules.transactions import hosts, open_join, open_loss
 from elaunch.rendezvous.store import Put, Txn
 from elaunch.rendezvous.types import (
     Failure,
@@ -23,7 +24,7 @@ from elaunch.rendezvous.types import (
     OutcomeKind,
     Terms,
 )
-from tests.unit.agent.job_world import KEYS, TERMS, A, B, C, World, forming, running
+from tests.unit.agent.job_world import KEYS, TERMS, A, B, C, World, forming, node, running
 
 FAILED = Failure(FailureKind.SIGNAL, 0, B.node_id, B.host, 1, 0, 17, -9, "was killed by SIGKILL")
 INTERRUPTED = Outcome(OutcomeKind.INTERRUPTED, "SIGINT was received", 0, 0, 3, signum=2)
@@ -63,7 +64,7 @@ def test_a_run_that_has_members_is_not_swept_away() -> None:
     assert world.snapshot.ended == INTERRUPTED
 
 
-def test_who_would_start_a_run_that_was_started_and_left_meanwhile_looks_again_first() -> None:
+def test_a_run_that_was_started_and_left_meanwhile_is_not_started_from_an_old_snapshot() -> None:
     world = running(A)
     world.lose(A)
     late = transactions.start_run(world.snapshot, TERMS, C, world.lease(C))
@@ -74,16 +75,6 @@ def test_who_would_start_a_run_that_was_started_and_left_meanwhile_looks_again_f
 
 
 # --- members
-
-
-def test_joining_makes_a_node_a_member_in_the_same_transaction() -> None:
-    world = World()
-
-    assert world.join(B)
-
-    snapshot = world.snapshot
-    assert snapshot.members[B.node_id] == B
-    assert snapshot.joined[0][B.node_id].port
 
 
 def test_a_member_whose_key_is_gone_is_refused_and_not_made_a_member_again() -> None:
@@ -107,7 +98,7 @@ def test_a_node_whose_lease_ended_comes_back_while_its_generation_is_the_newest(
     assert not world.commit(transactions.return_as_member(snapshot, B, world.lease(B)))
 
 
-def test_a_node_that_is_done_says_so_of_the_generation_that_it_ran() -> None:
+def test_a_node_is_done_with_the_generation_that_it_ran() -> None:
     world = running(A, B)
     late = transactions.report_done(world.snapshot, B, 0)
     world.finish(A)
@@ -120,7 +111,7 @@ def test_a_node_that_is_done_says_so_of_the_generation_that_it_ran() -> None:
 # --- leading
 
 
-def test_whoever_is_a_member_may_lead_where_nobody_does() -> None:
+def test_any_member_may_lead_where_none_does() -> None:
     world = running(A, B)
 
     taken = world.elect(B)
@@ -192,7 +183,7 @@ def test_a_failure_over_a_generation_that_is_urgent_already_is_recorded_only(kin
 
 @pytest.mark.parametrize("opened", [Generation(1, OpenKind.START, ""), Generation(2, OpenKind.JOIN, "host-c joins")])
 def test_a_failure_in_a_group_that_others_have_followed_is_recorded_only(opened: Generation) -> None:
-    """As that of an agent which stood still, or was cut off, while others began anew without it."""
+    """As that of an agent which hung, or was cut off, while others restarted without it."""
     world = running(A, B)
     world.write(Put(KEYS.generation, encode(opened)))
 
@@ -215,7 +206,7 @@ def test_a_completed_record_keeps_its_place_in_the_order() -> None:
     world = running(A, B)
     world.commit(transactions.fail(world.snapshot, B, FAILED))
     world.commit(transactions.fail(world.snapshot, A, replace(FAILED, node_id=A.node_id)))
-    whole = replace(FAILED, tail="its last words")
+    whole = replace(FAILED, tail="its last lines")
 
     assert world.commit(transactions.complete(world.snapshot, B, whole))
 
@@ -234,7 +225,7 @@ def test_the_transaction_that_opens_a_generation_carries_no_traceback_and_no_out
     assert world.snapshot.failures[0] == (replace(LONG, traceback="", tail=""),)
 
 
-def test_what_opens_a_generation_says_whether_another_failure_may_explain_it() -> None:
+def test_a_generation_records_whether_another_failure_may_explain_its_cause() -> None:
     for kind in (FailureKind.PEER_LOST, FailureKind.SIGNAL):
         world = running(A, B)
         world.commit(transactions.fail(world.snapshot, A, replace(FAILED, kind=kind)))
@@ -245,7 +236,7 @@ def test_what_opens_a_generation_says_whether_another_failure_may_explain_it() -
 
 
 @pytest.mark.parametrize("who", [A, B])
-def test_a_seated_node_that_leaves_says_so_instead_of_being_timed_out(who: Node) -> None:
+def test_a_seated_node_that_leaves_opens_a_generation(who: Node) -> None:
     world = running(A, B)
 
     world.leave(who)
@@ -259,7 +250,7 @@ def test_a_seated_node_that_leaves_says_so_instead_of_being_timed_out(who: Node)
     assert snapshot.leader == A.node_id
 
 
-def test_who_no_longer_leads_takes_the_lead_from_nobody() -> None:
+def test_a_former_leader_cannot_take_the_lead_from_its_successor() -> None:
     world = running(A, B)
     old = world.snapshot
     world.commit(transactions.resign(old))
@@ -281,7 +272,7 @@ def test_who_leaves_as_another_opens_is_gone_all_the_same() -> None:
     assert B.node_id not in world.snapshot.members
 
 
-def test_who_leaves_a_later_generation_takes_its_word_for_that_back() -> None:
+def test_a_node_that_leaves_a_later_generation_deletes_its_join() -> None:
     world = forming(A, B)
     world.run(A, B)
 
@@ -317,7 +308,7 @@ OF_B: dict[str, Callable[[Snapshot, int], Txn]] = {
     "lead": lambda seen, lease: transactions.become_leader(seen, B, lease),
     "done": lambda seen, lease: transactions.report_done(seen, B, 0),
     "fail": lambda seen, lease: transactions.fail(seen, B, FAILED),
-    "complete": lambda seen, lease: transactions.complete(seen, B, replace(FAILED, tail="last words")),
+    "complete": lambda seen, lease: transactions.complete(seen, B, replace(FAILED, tail="last lines")),
     "end": lambda seen, lease: transactions.end_job(seen, INTERRUPTED),
 }
 
@@ -370,7 +361,7 @@ def test_every_key_of_a_run_stands_on_a_nodes_lease_or_on_the_runs() -> None:
     assert leases[KEYS.ended] == leases[KEYS.generation] == leases[KEYS.spec] == world.snapshot.lease
 
 
-def test_a_start_of_a_run_means_one_lease_that_no_other_start_means_and_nobody_can_tell() -> None:
+def test_the_lease_of_a_run_belongs_to_one_start_and_cannot_be_guessed() -> None:
     world = running(A)
     first = world.snapshot.lease
 
@@ -388,3 +379,93 @@ def test_a_start_of_a_run_means_one_lease_that_no_other_start_means_and_nobody_c
     assert len({0, first, *others}) == 6
     assert transactions.run_lease(KEYS, transactions.report_done(world.snapshot, B, 0)) == 0
     assert 0 < first < 1 << 63
+
+
+def test_a_member_key_that_was_made_again_meanwhile_is_a_node_that_lives() -> None:
+    world = running(A, B, C)
+    world.lose(B, C)
+    loss = open_loss(world.snapshot, [B.node_id, C.node_id])
+    world.join(C)
+
+    assert not world.commit(loss)
+    assert generation_of(world).number == 0
+
+
+def test_a_node_that_is_done_is_not_lost() -> None:
+    world = running(A, B)
+    world.lose(B)
+    loss = open_loss(world.snapshot, [B.node_id])
+    world.write(Put(KEYS.done(0, B.node_id), ""))
+
+    assert not world.commit(loss)
+
+
+@pytest.mark.parametrize("what", ["another leads", "the generation moved", "the job ended"])
+def test_a_generation_is_opened_by_who_leads_the_newest_of_a_job_that_lives(what: str) -> None:
+    world = running(A, B, C)
+    world.lose(C)
+    both = [open_loss(world.snapshot, [C.node_id]), open_join(world.snapshot, [node("d").node_id])]
+    if what == "another leads":
+        world.write(Put(KEYS.leader, B.node_id))
+    elif what == "the generation moved":
+        world.fail(FailureKind.SIGNAL)
+    else:
+        world.write(Put(KEYS.ended, "x"))
+
+    assert [world.commit(txn) for txn in both] == [False, False]
+
+
+def test_a_join_needs_the_table_that_it_is_to_grow() -> None:
+    world = running(A)
+    world.join(B)
+    join = open_join(world.snapshot, [B.node_id])
+
+    assert world.commit(join)
+    assert generation_of(world) == Generation(1, OpenKind.JOIN, "host-b joins")
+    assert not world.commit(open_join(world.snapshot, [B.node_id])), "while that forms, no other joins"
+
+
+@pytest.mark.parametrize("meanwhile", ["a node is done", "the newcomer has gone"])
+def test_no_generation_is_opened_for_newcomers_once_a_node_is_done_or_they_have_gone(meanwhile: str) -> None:
+    world = running(A, B)
+    world.join(C)
+    join = open_join(world.snapshot, [C.node_id])
+    if meanwhile == "a node is done":
+        world.finish(B)
+    else:
+        world.lose(C)
+
+    assert not world.commit(join)
+
+
+@pytest.mark.parametrize(
+    ("kind", "forms", "cause"),
+    [
+        (OpenKind.LEAVE, True, "host-b leaves; host-c left too, or was lost"),
+        (OpenKind.JOIN, True, "host-c was lost: no sign of life from the elaunch that ran there"),
+        (OpenKind.LEAVE, False, "host-c was lost: no sign of life from the elaunch that ran there"),
+    ],
+    ids=["while it forms", "another kind", "after it was sealed"],
+)
+def test_who_is_gone_while_a_generation_forms_since_one_left_may_have_left_too(
+    kind: OpenKind, forms: bool, cause: str
+) -> None:
+    world = running(A, B, C)
+    number = 1 if forms else 0
+    world.write(Put(KEYS.generation, encode(Generation(number, kind, "host-b leaves", B.node_id))))
+    world.lose(C)
+
+    assert world.commit(open_loss(world.snapshot, [C.node_id]))
+    assert generation_of(world) == Generation(number + 1, OpenKind.LOSS, cause)
+
+
+@pytest.mark.parametrize(
+    ("letters", "names"),
+    [
+        ("a", "host-a"),
+        ("cab", "host-a, host-b, host-c"),
+        ("abcde", "host-a, host-b, host-c and 2 more"),
+    ],
+)
+def test_hosts_are_named_in_order_and_not_all_of_very_many(letters: str, names: str) -> None:
+    assert hosts([node(letter).node_id for letter in letters]) == names

@@ -138,7 +138,7 @@ def test_the_newest_is_next_where_the_oldest_has_waited_too_long() -> None:
     assert in_turn(them, LATE_S) == ["agent", "loud-2", "loud-1", "loud-0"]
 
 
-def test_a_lag_is_said_with_the_address_that_opens_the_most_and_the_way_out() -> None:
+def test_a_lag_is_reported_with_the_address_that_opens_the_most_and_the_way_out() -> None:
     them = arrived(("loud", 3000), ("quiet", 20))
 
     assert them.lag_report(LAG_S, interval_s=2.0) == (
@@ -148,7 +148,7 @@ def test_a_lag_is_said_with_the_address_that_opens_the_most_and_the_way_out() ->
     )
 
 
-def test_agents_that_come_in_are_not_said_to_be_the_lag() -> None:
+def test_agents_that_are_admitted_are_not_counted_as_the_lag() -> None:
     them = arrived(("here", 1024))
     assert them.lag_report(1.0, interval_s=1.0) is None
     for _ in range(500):

@@ -95,7 +95,7 @@ def parsed(data: bytes) -> Any:
 
 
 @pytest.mark.parametrize(("body", "kind"), [(b'{"a":1}', "application/json"), (b"No\n", "text/plain; charset=utf-8")])
-def test_an_answer_is_read_by_a_client(body: bytes, kind: str) -> None:
+def test_a_response_is_read_by_a_client(body: bytes, kind: str) -> None:
     response = parsed(http_response(404, body))
 
     assert (response.status, response.reason, response.read()) == (404, "Not Found", body)

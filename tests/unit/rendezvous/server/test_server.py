@@ -72,8 +72,8 @@ def served() -> Iterator[tuple[Server, int]]:
 # Who gets in.
 
 
-def test_the_process_says_that_it_is_ready_and_serves_who_has_the_token(process: ServerProcess, secret: Secret) -> None:
-    assert process.said == b"ready\n"
+def test_the_process_reports_ready_and_serves_clients_with_the_token(process: ServerProcess, secret: Secret) -> None:
+    assert process.ready_line == b"ready\n"
 
     gateway = client(process, secret)
     put(gateway, b"key")
@@ -90,9 +90,7 @@ def test_a_client_with_another_token_refuses_to_speak_with_the_server(process: S
 
 @pytest.mark.parametrize("authorization", [None, "", "Bearer", f"Bearer {Secret(OTHER_TOKEN).bearer}", "Bearer é"])
 @pytest.mark.parametrize("path", ["/v3/kv/range", "/v3/watch", "/version", "/nowhere"])
-def test_who_does_not_show_the_bearer_is_told_nothing(
-    served_with_secret: Gateway, authorization: Any, path: str
-) -> None:
+def test_a_client_without_the_bearer_learns_nothing(served_with_secret: Gateway, authorization: Any, path: str) -> None:
     gateway = served_with_secret
     gateway.headers = {} if authorization is None else {"Authorization": authorization}
 
@@ -134,7 +132,7 @@ def read_all(connection: socket.socket) -> bytes:
     return b"".join(pieces)
 
 
-def test_who_speaks_no_tls_gets_no_answer_and_does_not_disturb(process: ServerProcess, secret: Secret) -> None:
+def test_a_client_without_tls_gets_no_response_and_does_not_disturb(process: ServerProcess, secret: Secret) -> None:
     with socket.create_connection((process.host, process.port)) as plain:
         plain.sendall(b"GET /health HTTP/1.1\r\n\r\n")
         plain.settimeout(60)
@@ -198,7 +196,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "_DEAD_AFTER_S", 600)
 
 
-def test_who_reads_slowly_delays_nobody_is_told_all_in_the_end_and_little_waits_for_it(
+def test_a_slow_reader_delays_no_other_gets_all_in_the_end_and_little_waits_for_it(
     patient: None, served: tuple[Server, int]
 ) -> None:
     server, port = served
@@ -213,13 +211,13 @@ def test_who_reads_slowly_delays_nobody_is_told_all_in_the_end_and_little_waits_
         assert quick.events_until(revision)[-1]["kv"]["mod_revision"] == str(revision)
     waiting = max(len(other.outgoing) for other in server._clients)
 
-    told = [int(event["kv"]["mod_revision"]) for event in slow.events_until(revision)]
-    assert told == list(range(first, revision + 1))
+    received = [int(event["kv"]["mod_revision"]) for event in slow.events_until(revision)]
+    assert received == list(range(first, revision + 1))
     # What is sent of the history at a time are two revisions here, in base64.
     assert waiting < OUTGOING_BYTES_MAX + 4 * size
 
 
-def test_who_does_not_read_answers_is_not_asked_for_more(patient: None, served: tuple[Server, int]) -> None:
+def test_from_a_client_that_does_not_read_responses_no_more_is_read(patient: None, served: tuple[Server, int]) -> None:
     server, port = served
     gateway = Gateway("127.0.0.1", port)
     put(gateway, b"key", b"x" * 500_000)
@@ -281,9 +279,9 @@ def test_connections_beyond_the_most_are_turned_away_with_a_line_and_let_in_late
         first.close()
 
         wait_for(let_in, "a free place")
-    said = capfd.readouterr().err
-    assert said.count("\n") == 1
-    assert "agents take all 2 places for connections, and further connections are refused; raise the limit" in said
+    output = capfd.readouterr().err
+    assert output.count("\n") == 1
+    assert "agents take all 2 places for connections, and further connections are refused; raise the limit" in output
 
 
 def test_a_process_without_descriptors_serves_on_and_accepts_again_when_it_has_some(secret: Secret) -> None:
