@@ -130,8 +130,8 @@ Next step: install opencv-python in the Python environment of every node (python
 ```
 
 A report without such a line is about a failure that elaunch does not know: wrong advice is worse than none. The
-tables below are made from the rules in the code (`agent/diagnosis/causes/`). *Italics* stand for what the report
-names. If several rules apply, the report uses the first.
+lists below are made from the rules in the code (`agent/diagnosis/causes/`), each cause with its next step. *Italics*
+stand for what the report names. If several rules apply, the report uses the first.
 
 For a crash (SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT) the report shows the Python stack of the worker, and its headline
 has the innermost line of your own code. [A worker and a fresh python](fidelity.md) explains how that works.
@@ -142,8 +142,12 @@ def markdown() -> str:
     """The page docs/failures.md."""
     lines = [_PAGE_HEAD]
     for title, rules in SECTIONS:
-        lines += [f"## {title}", "", "| cause | next step |", "|---|---|"]
-        lines += [f"| {rule.title} | {_shown(rule.shown or rule.advice)} |" for rule in rules]
+        lines += [f"## {title}", ""]
+        first: dict[str, str] = {}
+        for rule in rules:
+            step = _shown(rule.shown or rule.advice)
+            known = first.setdefault(step, rule.title)
+            lines.append(f"- **{rule.title}**: {step if known == rule.title else f'as for “{known}”'}")
         lines.append("")
     return "\n".join(lines)
 

@@ -1,6 +1,6 @@
 """agent.diagnosis.causes: which advice a failure gets, and which failures get none.
 
-Each row of docs/failures.md has a message, as programs write it, that it is the first to recognise.
+Each cause of docs/failures.md has a message, as programs write it, that it is the first to recognise.
 """
 
 # ruff: noqa: E501
