@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 import click
 from click.shell_completion import shell_complete
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from elaunch.agent.run import AgentRun
     from elaunch.rendezvous.types import Outcome
 
+OnOutcome: TypeAlias = "Callable[[Outcome, AgentConfig, AgentRun], None]"
 _NVIDIA = "/dev/nvidiactl"
 _TRAINER = "elaunch.trainer"
 _COMPLETE = "_ELAUNCH_COMPLETE"
@@ -130,11 +131,7 @@ def show_report(outcome: Outcome, config: AgentConfig, agent: AgentRun) -> None:
     agent.pump.write_report(text, record(outcome, logs))
 
 
-def run(
-    options: Options,
-    environ: Mapping[str, str],
-    on_outcome: Callable[[Outcome, AgentConfig, AgentRun], None] = show_report,
-) -> int:
+def run(options: Options, environ: Mapping[str, str], on_outcome: OnOutcome = show_report) -> int:
     """Run the job of `options`; its exit code. Raises UsageError where it cannot start as requested.
 
     `on_outcome` is called once, when the job has ended. Whatever is raised, no process and no folder of ours is left.
@@ -149,12 +146,7 @@ def run(
         return _run_agent(options, environ, cluster, on_outcome)
 
 
-def _run_agent(
-    options: Options,
-    environ: Mapping[str, str],
-    cluster: Cluster | None,
-    on_outcome: Callable[[Outcome, AgentConfig, AgentRun], None],
-) -> int:
+def _run_agent(options: Options, environ: Mapping[str, str], cluster: Cluster | None, on_outcome: OnOutcome) -> int:
     options, planned, config = _prepared(options, environ, cluster)
     # Imported here, as all that a job alone needs: other commands do without.
     from elaunch.agent.run import CannotRun, begin

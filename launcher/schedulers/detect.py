@@ -121,11 +121,10 @@ def _head_of_mpi(environ: Mapping[str, str], read: Callable[[str], str]) -> str 
     """The host of rank 0: MASTER_ADDR if the user set it, as scripts for torch do, else the allocation's first host."""
     if address := environ.get("MASTER_ADDR"):
         return address
-    if hosts := of_slurm(environ, "SLURM_JOB_NODELIST"):
-        return hosts[0]
-    if hosts := of_lsf(environ):
-        return hosts[0]
-    return next(iter(of_lines(read(environ["PBS_NODEFILE"]))), None) if environ.get("PBS_NODEFILE") else None
+    hosts = of_slurm(environ, "SLURM_JOB_NODELIST") or of_lsf(environ)
+    if not hosts and (path := environ.get("PBS_NODEFILE")):
+        hosts = of_lines(read(path))
+    return next(iter(hosts), None)
 
 
 def _run_id_of_mpi(environ: Mapping[str, str]) -> str | None:
