@@ -243,7 +243,7 @@ class Loop:
             if event and isinstance(self._agent.phase, Running):
                 # How workers are stopped depends on what they have reported.
                 self._workers.links.read_all()
-            for reported in self._workers.links.take_news():
+            for reported in self._workers.links.take_messages():
                 self._take(reported)
             if event:
                 self._take(event)

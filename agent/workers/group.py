@@ -1,4 +1,4 @@
-"""One generation's workers as their node's agent knows them, and where events of them go."""
+"""One generation's workers as their node's agent knows them, and where their events go."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class Link:
     `reached_store`: whether its program had made its process group; None until the program has ended. `has_had_group`:
     it has made one. `left_s` is when it has left its newest process group, `lost` the error by which it has lost a peer
     of that group, at `lost_s`, and `ended_s` when its program has ended (0 if that is not known). `refused` is why it
-    refused to run, if it has. `news` are events for the agent's core, notes for the log and marks for the timeline.
+    refused to run, if it has. `messages` are events for the agent's core, notes for the log and marks for the timeline.
     `recorder` polls the worker's collectives, while it has a process group.
     """
 
@@ -109,7 +109,7 @@ class Link:
     lost_s: float = 0.0
     ended_s: float = 0.0
     refused: str = ""
-    news: list[LinkEvent | Note | StartMark] = field(default_factory=list)
+    messages: list[LinkEvent | Note | StartMark] = field(default_factory=list)
     rest: bytes = b""
     recorder: FlightRecorder | None = None
 
@@ -158,9 +158,9 @@ class Link:
         with suppress(OSError):
             self.socket.send(line_of(message), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
-    def take_news(self) -> list[LinkEvent | Note | StartMark]:
-        news, self.news = self.news, []
-        return news
+    def take_messages(self) -> list[LinkEvent | Note | StartMark]:
+        messages, self.messages = self.messages, []
+        return messages
 
     def _take(self, message: object) -> None:
         where = (self.generation, self.local_rank)
@@ -178,13 +178,13 @@ class Link:
             case {"event": "mark", "name": str(name), "monotonic_s": float(at_s)}:
                 self._mark(_plain(name), at_s)
             case {"event": "listens", "stop": bool(stop), "peer_failed": bool(peer_failed)}:
-                self.news.append(WorkerListens(*where, to_stop=stop, to_failure=peer_failed))
+                self.messages.append(WorkerListens(*where, to_stop=stop, to_failure=peer_failed))
             case {"event": "saving", "step": int(step)}:
-                self.news.append(WorkerSaving(*where, step))
+                self.messages.append(WorkerSaving(*where, step))
             case {"event": "saved", "step": int(step)}:
-                self.news.append(WorkerSaved(*where, step))
+                self.messages.append(WorkerSaved(*where, step))
             case {"event": "stopped", "step": int(step)}:
-                self.news.append(WorkerStopped(*where, step))
+                self.messages.append(WorkerStopped(*where, step))
             case {"event": "error", "call": str(call), "exception": str(exception), "message": str(text)}:
                 if is_peer_lost(exception, text):
                     self.lost = Raised(exception, _plain(text), "", "", call=_plain(call)[:_NAME_MAX])
@@ -193,7 +193,7 @@ class Link:
             case {"event": "refused", "reason": str(reason)}:
                 self.refused = _plain(reason)
             case {"event": "note", "text": str(text)}:
-                self.news.append(Note(_plain(text)))
+                self.messages.append(Note(_plain(text)))
             case {"event": "left", "monotonic_s": float(at_s)}:
                 self.left_s = at_s
             case {"event": "ended", "raised": bool(raised), "reached_store": bool(reached_store)}:
@@ -201,7 +201,7 @@ class Link:
                     ended_s = message.get("monotonic_s")
                     self.ended_s = ended_s if isinstance(ended_s, float) else time.monotonic()
                     over_s = self.left_s or self.ended_s
-                    self.news.append(WorkerEnded(*where, over_s, raised))
+                    self.messages.append(WorkerEnded(*where, over_s, raised))
                 self.raised, self.reached_store = raised, reached_store
 
     def _take_fds(self, fds: list[int]) -> None:
@@ -220,7 +220,7 @@ class Link:
             self.recorder = None
 
     def _mark(self, name: str, at_s: float) -> None:
-        self.news.append(StartMark(name, min(at_s, time.monotonic())))
+        self.messages.append(StartMark(name, min(at_s, time.monotonic())))
 
 
 def _is_step(value: object) -> bool:

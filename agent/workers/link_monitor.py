@@ -34,7 +34,7 @@ _STAGES = {WorkerSaving: "saving", WorkerSaved: "saved", WorkerStopped: "at_boun
 class LinkMonitor:
     """Reads the links of one generation's workers. `fileno` is readable when `read_ready` has work to do.
 
-    Messages of workers are kept until `take_news` returns them. They must not queue in the inbox behind the events
+    Messages of workers are kept until `take_messages` returns them. They must not queue in the inbox behind the events
     that the agent decides with their help. `on_hang_up` is called when a link has ended. `steps_per_s` is how fast the
     workers were, over the last ten seconds or more.
     """
@@ -50,7 +50,7 @@ class LinkMonitor:
         for fd in self._open:
             self._epoll.register(fd, select.EPOLLRDHUP)
         self._sample_at_s = time.monotonic() + _SAMPLE_S
-        self._news: deque[LinkEvent] = deque()
+        self._messages: deque[LinkEvent] = deque()
         self._steps: list[int] = []
         self._stamped_s: float | None = None
         self.steps_per_s = 0.0
@@ -93,10 +93,10 @@ class LinkMonitor:
         for worker in [*self._open.values()]:
             self._read(worker)
 
-    def take_news(self) -> Iterator[LinkEvent]:
+    def take_messages(self) -> Iterator[LinkEvent]:
         """The messages of workers since the last call, in the order in which each worker sent them."""
-        while self._news:
-            yield self._news.popleft()
+        while self._messages:
+            yield self._messages.popleft()
 
     def seen(self, now_s: float, shares: Mapping[int, float]) -> WorkersSeen | None:
         """The state of the current generation's workers; None before the first one.
@@ -144,8 +144,8 @@ class LinkMonitor:
             self._drop(worker)
             self._on_hang_up()
         where = {"rank": rank, "local_rank": worker.local_rank}
-        for news in link.take_news():
-            match news:
+        for message in link.take_messages():
+            match message:
                 case Note(text):
                     self._reporter.warn_once(text, f"rank {rank}: {text}")
                     continue
@@ -153,10 +153,10 @@ class LinkMonitor:
                     self._timeline.stamp(link.generation, "marked", **where, name=name, said_s=at_s)
                     continue
                 case WorkerSaving() | WorkerSaved() | WorkerStopped():
-                    self._timeline.stamp(link.generation, _STAGES[type(news)], **where, step=news.step)
+                    self._timeline.stamp(link.generation, _STAGES[type(message)], **where, step=message.step)
                 case WorkerListens(to_failure=True) if trouble := self._run_dir.memory_trouble:
                     self._reporter.warn_once(trouble, trouble)
-            self._news.append(news)
+            self._messages.append(message)
 
     def _stamp_steps(self, now_s: float) -> None:
         """Stamp the newest steps, if there are any that the timeline has not."""

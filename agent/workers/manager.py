@@ -108,7 +108,7 @@ class Workers:
         # Until the first one there is a generation without workers.
         self._observe(WorkerGroup(RankTable(NO_GENERATION, (), "", 0, ""), 0))
         self._orphans: Orphans | None = None
-        selector.register(fork_server, selectors.EVENT_READ, self._read_news)
+        selector.register(fork_server, selectors.EVENT_READ, self._read_report)
 
     def _observe(self, group: WorkerGroup) -> None:
         """Make this the current generation, and sample its workers from now on."""
@@ -303,12 +303,12 @@ class Workers:
         self._fork_server.stop()
         self._restart(generation, how)
 
-    def _read_news(self) -> None:
+    def _read_report(self) -> None:
         try:
-            news = self._fork_server.receive()
+            report = self._fork_server.receive()
         except BlockingIOError:
             return
-        if news is None:
+        if report is None:
             self._selector.unregister(self._fork_server)
             how, pid = self._fork_server.lost(), self._fork_server.pid
             if not self._is_ready and self._fork_server.preload is not None:
@@ -320,23 +320,23 @@ class Workers:
             return
         group = self._group
         # Events of another generation change nothing.
-        is_current = news.get("generation") == group.generation
-        match news["event"]:
+        is_current = report.get("generation") == group.generation
+        match report["event"]:
             case "ready":
-                self._ready(news["reason"], news["left_out"])
+                self._ready(report["reason"], report["left_out"])
             case "forked" if is_current:
-                self._stamp_process(group, "forked", news)
-                if news["key"] != "store":
-                    group.workers[news["key"]].forked(news["pid"])
-            case "signal" if is_current and isinstance(news["key"], int):
-                name = signal.Signals(news["signum"]).name
-                by = f"{name} from rank {group.rank(news['key'])} to its parent process"
+                self._stamp_process(group, "forked", report)
+                if report["key"] != "store":
+                    group.workers[report["key"]].forked(report["pid"])
+            case "signal" if is_current and isinstance(report["key"], int):
+                name = signal.Signals(report["signum"]).name
+                by = f"{name} from rank {group.rank(report['key'])} to its parent process"
                 # As to a launcher, which ends the job then.
                 self._reporter.post(Signalled(signal.SIGINT, by, is_order=True))
             case "unstarted" if is_current:
-                self._unstarted(group, news["key"], news["why"])
+                self._unstarted(group, report["key"], report["why"])
             case "exited" if is_current:
-                self._exited(group, news)
+                self._exited(group, report)
 
     def _ready(self, reason: str, left_out: Sequence[str]) -> None:
         self._is_ready = True
@@ -348,20 +348,20 @@ class Workers:
             self._fork_server.preload_nothing()
             self._reporter.warn(f"each worker starts as a fresh interpreter, which is slower: {reason}")
 
-    def _stamp_process(self, group: WorkerGroup, event: str, news: dict[str, int | str]) -> None:
+    def _stamp_process(self, group: WorkerGroup, event: str, report: dict[str, int | str]) -> None:
         """Stamp a stage of one process: `event` with the ranks of a worker, or `store_<event>`."""
-        fields: dict[str, int | str] = {name: value for name, value in news.items() if name in ("pid", "code")}
-        if news["key"] == "store":
+        fields: dict[str, int | str] = {name: value for name, value in report.items() if name in ("pid", "code")}
+        if report["key"] == "store":
             self._timeline.stamp(group.generation, f"store_{event}", **fields)
         else:
-            local_rank = int(news["key"])
+            local_rank = int(report["key"])
             self._timeline.stamp(group.generation, event, rank=group.rank(local_rank), local_rank=local_rank, **fields)
 
-    def _exited(self, group: WorkerGroup, news: dict[str, int | str]) -> None:
-        self._stamp_process(group, "exited", news)
-        pid, code = int(news["pid"]), int(news["code"])
-        if news["key"] != "store":
-            self._reporter.post(self.exits.exited(group, group.workers[int(news["key"])], code))
+    def _exited(self, group: WorkerGroup, report: dict[str, int | str]) -> None:
+        self._stamp_process(group, "exited", report)
+        pid, code = int(report["pid"]), int(report["code"])
+        if report["key"] != "store":
+            self._reporter.post(self.exits.exited(group, group.workers[int(report["key"])], code))
         elif group.store:
             error, group.store = _error_of(group.store), None
             how = error or (f"was killed by {signal_name(code)}" if code < 0 else f"exited with code {code}")
@@ -383,7 +383,7 @@ class Workers:
         """Start another fork server for the next generation; the workers of this one died with theirs."""
         self._is_ready = False
         self._fork_server.restart()
-        self._selector.register(self._fork_server, selectors.EVENT_READ, self._read_news)
+        self._selector.register(self._fork_server, selectors.EVENT_READ, self._read_report)
         self._lost(generation, f"the fork server {how}", FailureKind.TEMPLATE_LOST, pid)
 
     def _lost(self, generation: int, message: str, kind: FailureKind, pid: int = -1) -> None:

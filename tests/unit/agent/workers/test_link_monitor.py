@@ -67,8 +67,8 @@ def test_a_message_wakes_no_agent_and_is_read_when_it_is_time(linked: LinkedGrou
     linked.monitor.read_all()
 
     assert (before, linked.link.step) == (-1, 7)
-    assert list(linked.monitor.take_news()) == [WorkerListens(GENERATION, 0, to_stop=True, to_failure=False)]
-    assert not list(linked.monitor.take_news())
+    assert list(linked.monitor.take_messages()) == [WorkerListens(GENERATION, 0, to_stop=True, to_failure=False)]
+    assert not list(linked.monitor.take_messages())
     assert not linked.posted
 
 
