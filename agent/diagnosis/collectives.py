@@ -20,8 +20,6 @@ WINDOW_SAMPLES = 240
 _PAUSE_SAMPLES = 12
 # torch's recorder of the collectives on a CPU is the first one, and each recorder's default group, too.
 _CPU, _DEFAULT_GROUP = 0, 0
-
-
 # A rank is slow if it waits for so much less of the time than any other rank of its node.
 _SLOW_MIN = 0.15
 

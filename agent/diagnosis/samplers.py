@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from elaunch.agent import linux
 from elaunch.agent.diagnosis.collectives import Counts, is_stalled, read_counts
-from elaunch.agent.diagnosis.hang import SAMPLE_EVERY_S, Window
+from elaunch.agent.diagnosis.hang import Window
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _NS = 1e9
@@ -33,7 +33,7 @@ class _Counters(NamedTuple):
 class ProcSampler:
     """The processes of one generation's workers, by local rank: CPU time, time on a run queue, page faults, I/O."""
 
-    def __init__(self, every_s: float = SAMPLE_EVERY_S) -> None:
+    def __init__(self, every_s: float) -> None:
         self._every_s = every_s
         self._known: Mapping[int, _Counters] = {}
         self._sampled_s = 0.0

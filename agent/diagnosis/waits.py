@@ -34,7 +34,6 @@ class Doing(Enum):
 
     @property
     def is_for_ranks(self) -> bool:
-        """Whether it waits for other ranks of the job, by its stack."""
         return self in (Doing.COLLECTIVE, Doing.RENDEZVOUS)
 
 
@@ -73,7 +72,6 @@ _TERMINALS = ("/dev/pts/", "/dev/tty", "/dev/console")
 
 
 def doing(stack: Stack) -> Doing:
-    """What this process's main thread does."""
     if stack.is_stopped:
         return Doing.STOPPED
     if stack.is_traced:
@@ -82,7 +80,6 @@ def doing(stack: Stack) -> Doing:
 
 
 def thread_doing(thread: ThreadStack) -> Doing:
-    """What this thread does."""
     if _is_at_prompt(thread):
         return Doing.PROMPT
     if any(frame.file.replace("\\", "/").endswith(_GPU_FILE) for frame in thread.frames):

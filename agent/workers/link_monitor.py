@@ -106,7 +106,7 @@ class LinkMonitor:
         if not self._group.workers:
             return None
         self.read_all()
-        # `now_s` was before these modules were imported and the links were read.
+        # `now_s` was before the links were read.
         read_s = time.monotonic()
         ranks: list[RankReport] = []
         for worker in self._group.workers:

@@ -217,7 +217,7 @@ def read_topology(
     system = root / "sys/devices/system"
     nodes: dict[int, frozenset[int]] = {}
     for folder in (system / "node").glob("node[0-9]*"):
-        ours = ranges(_text(folder / "cpulist")) & cpus
+        ours = _ranges(_text(folder / "cpulist")) & cpus
         if ours:
             nodes[int(folder.name.removeprefix("node"))] = ours
     # A kernel without NUMA has no such folder. All CPUs are one node then.
@@ -235,7 +235,7 @@ def read_topology(
     )
 
 
-def ranges(text: str) -> frozenset[int]:
+def _ranges(text: str) -> frozenset[int]:
     """The CPUs in a list in the kernel's form, like `0-2,4`."""
     pairs = (part.partition("-") for part in text.split(",") if part.strip())
     return frozenset(
