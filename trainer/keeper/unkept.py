@@ -134,10 +134,9 @@ class Unkept:
         before, self._noted = self._noted, dict(self._seen(likes))
         weights = [*self._weights, *(one for its in likes.values() for one in its)]
         for key, now in self._noted.items():
-            if key in before and not any(map(equal, now.values, before[key].values)):
-                is_copy = now.one is None and any(equal(now.values[0], each) for each in weights)
-                if not is_copy:
-                    self._warn(now.kind, now.sentence)
+            has_changed = key in before and not any(map(equal, now.values, before[key].values))
+            if has_changed and (now.one is not None or not any(equal(now.values[0], each) for each in weights)):
+                self._warn(now.kind, now.sentence)
 
     def _seen(self, likes: Mapping[torch.Size, list[Tensor]]) -> Iterator[tuple[tuple[object, ...], _Mover]]:
         things, memory = _kept_by_all()
@@ -182,7 +181,11 @@ class Unkept:
         for one in [one for one in objects if type(one) in kinds and id(one) not in things]:
             name = type(one).__name__
             if type(one) is DataLoader:
-                if self._kept["per_rank"] is None and not _has_order(one) and (has_one or _shuffles(one)):
+                its = one.sampler
+                shuffles = isinstance(its, RandomSampler) or (isinstance(its, DistributedSampler) and its.shuffle)
+                # One with `Order.batches` needs nothing.
+                has_order = isinstance(one.batch_sampler, BatchSampler)
+                if self._kept["per_rank"] is None and not has_order and (has_one or shuffles):
                     self._warn("loader", _LOADER)
             elif isinstance(one, _BaseDataLoaderIter):
                 # itertools.cycle(DataLoader(…)) holds no more than that.
@@ -259,16 +262,6 @@ def _sample(tensor: Tensor) -> Tensor:
 def _is_near(sample: Tensor, like: Tensor) -> bool:
     is_alike = sample.shape == like.shape and bool((sample - like).norm() <= _NEAR * like.norm())
     return is_alike and bool(like.any())
-
-
-def _shuffles(loader: Any) -> bool:
-    sampler = loader.sampler
-    return isinstance(sampler, RandomSampler) or (isinstance(sampler, DistributedSampler) and sampler.shuffle)
-
-
-def _has_order(loader: Any) -> bool:
-    """One with `Order.batches` needs nothing."""
-    return isinstance(loader.batch_sampler, BatchSampler)
 
 
 def is_a(value: object, *kinds: type) -> bool:

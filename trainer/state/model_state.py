@@ -244,17 +244,11 @@ def is_zero(optimizer: Any) -> bool:
 def _zero_state(model: nn.Module, zero: Any) -> State:
     """The hyperparameters, and the state of the parameters that this rank updates."""
     groups = [{key: value for key, value in group.items() if key != "params"} for group in zero.param_groups]
-    return {"param_groups": groups, "state": PerRank(_zero_moments(model, zero))}
-
-
-def _zero_moments(model: nn.Module, zero: Any) -> dict[str, dict[str, Tensor]]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     local = [parameter for group in zero.optim.param_groups for parameter in group["params"]]
-    held = zero.optim.state
-    return {
-        names[id(parameter)]: {key: v for key, v in held.get(parameter, {}).items() if v is not None}
-        for parameter in local
-    }
+    held = [(names[id(parameter)], zero.optim.state.get(parameter, {})) for parameter in local]
+    moments = {name: {key: value for key, value in its.items() if value is not None} for name, its in held}
+    return {"param_groups": groups, "state": PerRank(moments)}
 
 
 def _put_zero(model: nn.Module, zero: Any, moments: State) -> None:

@@ -127,14 +127,6 @@ def _is_plain(value: object) -> bool:
 
 def _is_programs(kind: type) -> bool:
     """Whether a class is the program's, and made from none of a library but torch's."""
-    return not _is_torchs(kind) and not any(
-        "site-packages" in _file(one) for one in kind.__mro__ if not _is_torchs(one)
-    )
-
-
-def _is_torchs(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] == "torch"
-
-
-def _file(kind: type) -> str:
-    return getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+    modules = [one.__module__ for one in kind.__mro__ if one.__module__.partition(".")[0] != "torch"]
+    files = [getattr(sys.modules.get(name), "__file__", None) or "" for name in modules]
+    return kind.__module__ in modules and not any("site-packages" in file for file in files)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -90,8 +90,7 @@ def _stateful(one: Any) -> Stateful:
             f"per_rank has a {type(one).__qualname__}, which has no state_dict and load_state_dict; a DataLoader gets "
             "them by elaunch.trainer.Batches(loader), or as torchdata's StatefulDataLoader"
         )
-    found: Stateful = one
-    return found
+    return cast(Stateful, one)
 
 
 def _world_size() -> int:

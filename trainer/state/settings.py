@@ -133,7 +133,7 @@ class Settings:
         return dict(zip(self._flags, map(_REQUIRES_GRAD, self._parameters), strict=True)) | self.values.now()
 
     def forget(self) -> None:
-        """A commit begins."""
+        """Forget what was noted: a commit begins."""
         self._noted, self._modes, self._unclear = None, None, {}
         if self._added:
             self._add_as_usual()
