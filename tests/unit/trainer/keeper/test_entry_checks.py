@@ -209,20 +209,6 @@ def test_only_a_generator_that_draws_on_is_named(how: str) -> None:
     )
 
 
-def test_another_optimizer_that_steps_is_named() -> None:
-    program = Program()
-    other = nn.Linear(2, 2)
-    its_optimizer = torch.optim.Adam(other.parameters())
-
-    def begins(step: int) -> None:
-        other(torch.ones(2)).sum().backward()
-        its_optimizer.step()
-
-    program.begins = begins
-
-    assert program.run().startswith("the program's Adam steps, and is not kept: a restart resets it and its parameters")
-
-
 def test_parameters_of_the_optimizer_that_the_keeper_lacks_are_refused() -> None:
     program = Program()
     head = nn.Linear(3, 3)
@@ -254,7 +240,7 @@ def test_a_restarted_job_does_not_repeat_it(monkeypatch: pytest.MonkeyPatch) -> 
     [
         ("average", "`average` follows the weights"),
         ("scheduler", "the program's StepLR is not kept"),
-        ("optimizer", "the program's Adam steps, and is not kept"),
+        ("optimizer", "the program's Adam steps, and is not kept: a restart resets it and its parameters"),
         ("generator", "the program draws from the generator `noise`"),
         ("loader", "the position of a DataLoader of this program is not kept"),
     ],

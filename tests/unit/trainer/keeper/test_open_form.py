@@ -46,6 +46,14 @@ class Loop:
         loss.backward()
         self.loss = loss.item()
 
+    def step(self) -> None:
+        """As a library that calls back."""
+        self.keeper.step_begin()
+        self.backward()
+        self.keeper.commit_begin()
+        self.update()
+        self.keeper.step_end()
+
     def update(self) -> None:
         for optimizer in self.optimizers:
             optimizer.step()
@@ -126,18 +134,12 @@ def test_a_signal_stops_it_at_the_boundary_and_the_keeper_is_left(monkeypatch: p
     loop, before = Loop(), signal.getsignal(signal.SIGTERM)
     loop.keeper.restore()
     loop.keeper.step_begin()
-    loop.backward()
     # A library puts its own handler in place meanwhile.
     signal.signal(signal.SIGTERM, before)
-    loop.keeper.commit_begin()
-    loop.update()
-    loop.keeper.step_end()
+    loop.step()
     loop.keeper.step_begin()
     os.kill(os.getpid(), signal.SIGTERM)
-    loop.backward()
-    loop.keeper.commit_begin()
-    loop.update()
-    loop.keeper.step_end()
+    loop.step()
 
     with pytest.raises(Stopped):
         loop.keeper.step_begin()
@@ -178,11 +180,7 @@ def test_at_the_end_of_a_program_that_has_not_closed_it_the_keeper_keeps_the_las
         loop = Loop(lose_at_most=1000)
         loop.keeper.restore()
     for _ in range(5):
-        loop.keeper.step_begin()
-        loop.backward()
-        loop.keeper.commit_begin()
-        loop.update()
-        loop.keeper.step_end()
+        loop.step()
 
     for function in at_exit:
         function()
