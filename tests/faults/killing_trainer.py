@@ -26,7 +26,7 @@ from elaunch.trainer import train
 from elaunch.trainer.__main__ import main
 from elaunch.trainer.gpt.recorder import Recorder
 from elaunch.trainer.keeper.keeper import Keeper
-from elaunch.trainer.parallel import auto
+from elaunch.trainer.parallel import build as plans
 
 MOMENTS = Moments(Path(sys.argv[1]))
 
@@ -53,7 +53,7 @@ def plant() -> None:
     train.Keeper = StruckKeeper  # type: ignore[misc]
     # A request to stop is obeyed after the step in which it comes: tests name that step.
     fix_steps(looks=True)
-    MOMENTS.before(auto, "try_plan", "measuring", lambda: 0)
+    MOMENTS.before(plans, "try_plan", "measuring", lambda: 0)
     MOMENTS.before(Recorder, "mean_loss", "loss", now)
     MOMENTS.record_stops()
     build = train.build
