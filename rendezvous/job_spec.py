@@ -87,12 +87,5 @@ class JobSpec:
         command = shlex.join([*module, program.target, *program.args])
         # A lone surrogate (a byte of another encoding in argv) has no JSON text.
         shown = command.encode(errors="backslashreplace").decode()
-        return Terms(
-            self.nodes_min,
-            self.nodes_max,
-            self.max_restarts,
-            self.restart_window_s,
-            shown,
-            digest,
-            self.exclude_after,
-        )
+        budget = self.max_restarts, self.restart_window_s
+        return Terms(self.nodes_min, self.nodes_max, *budget, shown, digest, self.exclude_after)

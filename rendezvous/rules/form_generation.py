@@ -21,7 +21,15 @@ from elaunch.rendezvous.rules.restart_policy import (
     judge,
 )
 from elaunch.rendezvous.rules.snapshot import Snapshot, seats_of
-from elaunch.rendezvous.rules.transactions import end_unformed, evict, hosts, loss_of, open_loss, seal_table
+from elaunch.rendezvous.rules.transactions import (
+    end_unformed,
+    evict,
+    first_names,
+    hosts,
+    loss_of,
+    open_loss,
+    seal_table,
+)
 from elaunch.rendezvous.store import Txn
 from elaunch.rendezvous.times import Times
 from elaunch.rendezvous.types import (
@@ -40,8 +48,8 @@ from elaunch.rendezvous.types import (
 
 # In a table's reason: what comes after it is the sentence of a failure.
 CAUSE = "; the cause: "
-# Hosts that are named for each kind of software, and kinds.
-_SOFTWARE_HOSTS_MAX, _SOFTWARE_KINDS_MAX = 3, 3
+# Kinds of software that are named.
+_SOFTWARE_KINDS_MAX = 3
 
 
 @dataclass(frozen=True)
@@ -326,11 +334,6 @@ def _mismatch(nodes: Sequence[Node], joined: Mapping[str, Joined]) -> str:
         return ""
     # The kind that most nodes have comes first.
     kinds = sorted(hosts_of, key=lambda kind: (-len(hosts_of[kind]), kind))
-    parts = [f"{kind} on {_shown(list(dict.fromkeys(hosts_of[kind])))}" for kind in kinds[:_SOFTWARE_KINDS_MAX]]
+    parts = [f"{kind} on {first_names([*dict.fromkeys(hosts_of[kind])])}" for kind in kinds[:_SOFTWARE_KINDS_MAX]]
     more = "; and others" if len(kinds) > _SOFTWARE_KINDS_MAX else ""
     return f"the nodes have different software: {'; '.join(parts)}{more}"
-
-
-def _shown(names: Sequence[str]) -> str:
-    left = len(names) - _SOFTWARE_HOSTS_MAX
-    return ", ".join(names[:_SOFTWARE_HOSTS_MAX]) + (f" and {left} more" if left > 0 else "")

@@ -140,7 +140,7 @@ def report_idle(snapshot: Snapshot, me: Node, generation: int, record: IdleNode 
     key = snapshot.keys.still(generation, me.node_id)
     if record is None:
         return Txn((), (Delete(key),))
-    return Txn((snapshot.gen_guard, snapshot.live_guard), (snapshot.put(key, encode(record)),))
+    return Txn(snapshot.node_guards, (snapshot.put(key, encode(record)),))
 
 
 def end_hang(snapshot: Snapshot, table: RankTable, done: frozenset[str]) -> Txn | None:

@@ -12,7 +12,7 @@ from elaunch.rendezvous.rules.snapshot import Snapshot
 from elaunch.rendezvous.rules.transactions import open_failed, open_join, open_loss, repair, succeed
 from elaunch.rendezvous.store import Delete, Txn
 from elaunch.rendezvous.times import Times
-from elaunch.rendezvous.types import RankTable, Terms
+from elaunch.rendezvous.types import RankTable
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def lead(
     hang = _watch_for_hang(snapshot, table, done, leader_state, times, now_s)
     if hang.txn:
         return hang
-    led = _admit(snapshot, snapshot.terms, table, done, hang.leader_state, times, now_s)
+    led = _admit(snapshot, table, done, hang.leader_state, times, now_s)
     if led.txn:
         return led
     wakes_s = (hang.wake_s, led.wake_s)
@@ -122,15 +122,11 @@ def _lost(snapshot: Snapshot, table: RankTable, done: frozenset[str]) -> list[st
 
 
 def _admit(
-    snapshot: Snapshot,
-    terms: Terms,
-    table: RankTable,
-    done: frozenset[str],
-    leader_state: LeaderState,
-    times: Times,
-    now_s: float,
+    snapshot: Snapshot, table: RankTable, done: frozenset[str], leader_state: LeaderState, times: Times, now_s: float
 ) -> Lead:
     """Open a generation for nodes that wait for a free seat, but not once a node is done."""
+    terms = snapshot.terms
+    assert terms
     seated = {seat.node_id for seat in table.seats}
     waiting = (n for n in snapshot.joined.get(table.generation, {}) if n in snapshot.members and n not in seated)
     ready = sorted(node_id for node_id in waiting if not is_excluded(node_id, table.excluded))

@@ -157,6 +157,11 @@ class Snapshot:
         return Unchanged(self.keys.leader, self.leader_revision)
 
     @property
+    def node_guards(self) -> tuple[TxnGuard, ...]:
+        """GEN and LIVE."""
+        return self.gen_guard, self.live_guard
+
+    @property
     def leader_guards(self) -> tuple[TxnGuard, ...]:
         """GEN, LIVE and LEADER."""
         return self.gen_guard, self.live_guard, self.leader_guard

@@ -6,6 +6,7 @@ docs/protocol.md has the table of transactions.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from hashlib import sha256
 
 from elaunch.rendezvous.codec import encode
@@ -81,13 +82,13 @@ def join(snapshot: Snapshot, me: Node, joined: Joined, lease: int, *, is_member:
     keys = snapshot.keys
     puts = (Put(keys.joined(snapshot.generation.number, me.node_id), encode(joined), lease),)
     if is_member:
-        return Txn((snapshot.gen_guard, snapshot.live_guard, Present(keys.member(me.node_id))), puts)
-    return Txn((snapshot.gen_guard, snapshot.live_guard), (*puts, Put(keys.member(me.node_id), encode(me), lease)))
+        return Txn((*snapshot.node_guards, Present(keys.member(me.node_id))), puts)
+    return Txn(snapshot.node_guards, (*puts, Put(keys.member(me.node_id), encode(me), lease)))
 
 
 def return_as_member(snapshot: Snapshot, me: Node, lease: int) -> Txn:
     """Restore the membership of a node whose lease ended, if no generation was opened meanwhile."""
-    return Txn((snapshot.gen_guard, snapshot.live_guard), (Put(snapshot.keys.member(me.node_id), encode(me), lease),))
+    return Txn(snapshot.node_guards, (Put(snapshot.keys.member(me.node_id), encode(me), lease),))
 
 
 def confirm_membership(snapshot: Snapshot, me: Node) -> Txn:
@@ -99,17 +100,12 @@ def become_leader(snapshot: Snapshot, me: Node, lease: int) -> Txn:
     """Take the lead if there is no leader, or its name cannot be read."""
     keys = snapshot.keys
     free = snapshot.leader_guard if snapshot.leader_revision and not snapshot.leader else Absent(keys.leader)
-    return Txn(
-        (free, snapshot.live_guard, Present(keys.member(me.node_id))),
-        (Put(keys.leader, me.node_id, lease),),
-    )
+    return Txn((free, snapshot.live_guard, Present(keys.member(me.node_id))), (Put(keys.leader, me.node_id, lease),))
 
 
 def report_done(snapshot: Snapshot, me: Node, generation: int) -> Txn:
     """Record that all workers of this node exited with 0."""
-    return Txn(
-        (snapshot.gen_guard, snapshot.live_guard), (snapshot.put(snapshot.keys.done(generation, me.node_id), ""),)
-    )
+    return Txn(snapshot.node_guards, (snapshot.put(snapshot.keys.done(generation, me.node_id), ""),))
 
 
 def fail(snapshot: Snapshot, me: Node, failure: Failure) -> Txn:
@@ -128,9 +124,7 @@ def fail(snapshot: Snapshot, me: Node, failure: Failure) -> Txn:
             return Txn((snapshot.live_guard,), () if _is_of_another_run(snapshot, failure) else (record,))
         number = newest.number + 1
     opened = _failed(number, failure, me.node_id)
-    return Txn(
-        (snapshot.gen_guard, snapshot.live_guard), (snapshot.put(keys.generation, encode(opened)), record), (record,)
-    )
+    return Txn(snapshot.node_guards, (snapshot.put(keys.generation, encode(opened)), record), (record,))
 
 
 def complete(snapshot: Snapshot, me: Node, failure: Failure) -> Txn:
@@ -169,8 +163,7 @@ def leave(snapshot: Snapshot, me: Node, *, opens: bool, why: str, signum: int = 
     if not opens or generation is None:
         return Txn((), own)
     opened = Generation(number + 1, OpenKind.LEAVE, f"{me.host} leaves ({why})", me.node_id, signum)
-    guards = (snapshot.gen_guard, snapshot.live_guard)
-    return Txn(guards, (snapshot.put(keys.generation, encode(opened)), *own), own)
+    return Txn(snapshot.node_guards, (snapshot.put(keys.generation, encode(opened)), *own), own)
 
 
 def resign(snapshot: Snapshot) -> Txn:
@@ -188,8 +181,7 @@ def open_restart(snapshot: Snapshot, cause: str) -> Txn:
     assert snapshot.generation
     keys, number = snapshot.keys, snapshot.generation.number
     opened = Generation(number + 1, OpenKind.RESTART, cause)
-    guards = (snapshot.gen_guard, snapshot.live_guard, Present(keys.table(number)))
-    return Txn(guards, (snapshot.put(keys.generation, encode(opened)),))
+    return Txn((*snapshot.node_guards, Present(keys.table(number))), (snapshot.put(keys.generation, encode(opened)),))
 
 
 # --- Only the leader writes what follows.
@@ -296,9 +288,13 @@ def loss_of(lost: list[str]) -> str:
 
 def hosts(node_ids: list[str]) -> str:
     """The names of these nodes' hosts, for people."""
-    names = sorted({host_of(node_id) for node_id in node_ids})
-    shown = ", ".join(names[:_NAMES_SHOWN])
-    return shown if len(names) <= _NAMES_SHOWN else f"{shown} and {len(names) - _NAMES_SHOWN} more"
+    return first_names(sorted({host_of(node_id) for node_id in node_ids}))
+
+
+def first_names(names: Sequence[str]) -> str:
+    """The first few of these names, and how many more there are."""
+    left = len(names) - _NAMES_SHOWN
+    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {left} more" if left > 0 else "")
 
 
 def _open(snapshot: Snapshot, opened: Generation, guards: tuple[TxnGuard, ...]) -> Txn:

@@ -132,11 +132,7 @@ class Connection:
     """
 
     def __init__(
-        self,
-        accepted: socket.socket,
-        tls: ssl.SSLContext,
-        reader: RequestReader,
-        dirty: dict[Connection, None],
+        self, accepted: socket.socket, tls: ssl.SSLContext, reader: RequestReader, dirty: dict[Connection, None]
     ) -> None:
         accepted.setblocking(False)
         _tune(accepted)

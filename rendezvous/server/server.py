@@ -100,8 +100,8 @@ class Server:
         """End `run` when the other end of `fd` (a pipe or socket) is closed."""
 
         def readable() -> None:
-            if not _read_some(fd):
-                self._stopping = True
+            with suppress(BlockingIOError):
+                self._stopping = not os.read(fd, 4096)
 
         self._selector.register(fd, selectors.EVENT_READ, readable)
 
@@ -321,10 +321,3 @@ def _is_over(client: Connection, now_s: float) -> bool:
         return True
     waits = client.watcher or (client.outgoing and not client.lingers)
     return client.deadline_s < now_s and not waits
-
-
-def _read_some(fd: int) -> bytes:
-    try:
-        return os.read(fd, 4096)
-    except BlockingIOError:
-        return b"\0"

@@ -171,8 +171,8 @@ def ready_not_awaited(patch: pytest.MonkeyPatch) -> None:
 
 
 def members_admitted(patch: pytest.MonkeyPatch) -> None:
-    def off(snapshot: Any, terms: Any, table: Any, *rest: Any) -> Any:
-        return admit(replace(snapshot, joined={table.generation: snapshot.members}), terms, table, *rest)
+    def off(snapshot: Any, table: Any, *rest: Any) -> Any:
+        return admit(replace(snapshot, joined={table.generation: snapshot.members}), table, *rest)
 
     admit = leader._admit
     patch.setattr(leader, "_admit", off)
