@@ -51,7 +51,7 @@ class Driver:
     """One agent on a memory store of its own, or on one that it shares with others.
 
     `acted` are the actions of the last event, `all_acted` those of all events; `entries` is its timeline. The store's
-    answers wait in `answers` until `settle` or `answer`. A `remote` agent looks as a session with a store on another
+    answers wait in `answers` until `settle` or `answer`. A `remote` agent reads as a session with a store on another
     host does: only at the control keys, until the agent leads.
     """
 
@@ -84,7 +84,7 @@ class Driver:
 
     @property
     def snapshot(self) -> Snapshot:
-        """Everything in the store, whatever the agent looks at."""
+        """Everything in the store, whatever the agent reads."""
         return SnapshotReader(KEYS).read(self.store.read(KEYS.root), whole=True)
 
     @property
@@ -126,12 +126,12 @@ class Driver:
         return [action.txn for action in self.acted if isinstance(action, Commit)]
 
     def begin(self) -> Driver:
-        """Get a lease; the agent has not looked yet."""
+        """Get a lease; the agent has no snapshot yet."""
         self._renew()
         return self
 
     def happen(self, event: Event) -> list[Action]:
-        """One event; what was done, without words and transactions."""
+        """One event; what was done, without log lines and transactions."""
         before = self.agent
         self.agent, actions = step(before, event, self.now_s)
         self.entries += entries(before, self.agent, event)
@@ -147,7 +147,7 @@ class Driver:
         return self.happen(self.answers.popleft())
 
     def settle(self) -> list[Action]:
-        """Answers arrive and the agent looks until nothing changes any more; all that was done."""
+        """Responses and snapshots arrive until nothing changes any more; all that was done."""
         done: list[Action] = []
         for _ in range(_ROUNDS_MAX):
             if self.answers:
@@ -160,7 +160,7 @@ class Driver:
         raise AssertionError(f"it never comes to rest: {self.acted}")
 
     def sync(self) -> list[Action]:
-        """Look at what is there now, new or not."""
+        """The agent takes the snapshot that is there now, new or not."""
         return self.happen(self.snapshot_changed)
 
     def exits(self, local_rank: int, code: int, kind: FailureKind = FailureKind.EXIT_CODE) -> list[Action]:
@@ -176,7 +176,7 @@ class Driver:
         return self.happen(Tick())
 
     def lose_lease(self) -> list[Action]:
-        """The lease ends, and the agent hears of it."""
+        """The lease expires, and the agent is notified."""
         lost, self.lease = self.lease, 0
         self.store.revoke(lost)
         return self.happen(LeaseLost(lost))
@@ -272,7 +272,7 @@ def cleared(generation: int, *, progressed: bool = True) -> Cleared:
 
 
 def settle(*drivers: Driver) -> None:
-    """Let all drivers look until nothing changes any more."""
+    """Settle all drivers until nothing changes any more."""
     revision = -1
     while revision != drivers[0].store.read(KEYS.root).revision:
         revision = drivers[0].store.read(KEYS.root).revision
@@ -281,7 +281,7 @@ def settle(*drivers: Driver) -> None:
 
 
 def started(spec: JobSpec = SPEC) -> Driver:
-    """A single node whose workers run. It has waited for more nodes as long as `spec` asks."""
+    """A single node whose workers run. It has waited for more nodes as long as `spec` has it."""
     driver = Driver(spec).begin()
     driver.settle()
     if driver.agent.lead_at_s is not None:
@@ -292,10 +292,10 @@ def started(spec: JobSpec = SPEC) -> Driver:
     return driver
 
 
-def pair(spec: JobSpec = TWO) -> tuple[Driver, Driver]:
+def pair(spec: JobSpec = TWO, *, slots: int = 3, times: Times = TIMES) -> tuple[Driver, Driver]:
     """Two nodes that run generation 0; the first leads."""
-    first = Driver(spec, host="node-a").begin()
-    second = Driver(spec, host="node-b", store=first.store, remote=True).begin()
+    first = Driver(spec, host="node-a", slots=slots, times=times).begin()
+    second = Driver(spec, host="node-b", store=first.store, slots=slots, times=times, remote=True).begin()
     settle(first, second)
     if first.agent.lead_at_s is not None:
         first.now_s = second.now_s = first.agent.lead_at_s

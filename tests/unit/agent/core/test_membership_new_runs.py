@@ -15,7 +15,7 @@ from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.job_spec import Program, ProgramKind
 from elaunch.rendezvous.store import Delete, Put
 from elaunch.rendezvous.types import Generation, Node, OpenKind, Outcome, OutcomeKind
-from tests.unit.agent.driver import KEYS, SPEC, TIMES, TWO, Driver, cleared, tags
+from tests.unit.agent.driver import KEYS, SPEC, TIMES, TWO, Driver, ends, pair, tags
 
 STRANGER = KEYS.member("node-x-1")
 
@@ -39,10 +39,8 @@ def at_next_deadline(driver: Driver) -> None:
 
 def test_a_run_on_an_old_id_does_not_end_with_the_last_one() -> None:
     """The answer may arrive before the watch reports that the key of the last run's end is gone."""
-    driver = Driver(remote=True)
-    driver.write(Put(KEYS.generation, encode(Generation(3, OpenKind.FAIL, "a worker failed"))))
-    driver.write(Put(KEYS.ended, encode(Outcome(OutcomeKind.SUCCEEDED, "every worker exited with 0", 3, 3, 3))))
-    driver.begin().answer()
+    driver, _ = another_run()
+    driver.answer()
     driver.sync()
 
     driver.answer()
@@ -75,7 +73,7 @@ def test_who_has_entered_a_run_by_any_way_outlasts_that_the_store_denies_it(
     enter: Callable[[], tuple[Driver, Tag]],
 ) -> None:
     driver, by = enter()
-    # First comes the answer about its own lease, then a look at the keys.
+    # First comes the answer about its own lease, then a snapshot.
     driver.answer()
     driver.sync()
     assert tags(driver) == [by]
@@ -170,26 +168,12 @@ def test_who_is_denied_before_it_has_entered_is_refused(enter: Callable[[], tupl
 # --- a store that was away, and comes back
 
 
-def leading_two() -> tuple[Driver, Driver]:
-    """Two nodes run generation 0; the first one leads."""
-    one = Driver(TWO, slots=1)
-    other = Driver(TWO, store=one.store, host="node-b", slots=1)
-    for driver in (one, other):
-        driver.begin().settle()
-    for driver in (one, other):
-        driver.settle()
-    assert one.snapshot.current_table
-    assert one.agent.leads
-    return one, other
-
-
 def test_a_leader_that_was_cut_off_gives_the_others_time_to_join_before_it_evicts_anybody() -> None:
-    one, other = leading_two()
-    one.exits(0, 3)
-    one.happen(cleared(0))
+    one, other = pair(slots=1)
+    ends(one, 3)
     one.settle()
 
-    one.happen(StoreFailed("nobody answers"))
+    one.happen(StoreFailed("no response"))
     one.now_s += TIMES.form_deadline_s + 1
     one.happen(Tick())
     one.happen(StoreBack())
@@ -201,18 +185,17 @@ def test_a_leader_that_was_cut_off_gives_the_others_time_to_join_before_it_evict
 def test_a_newcomer_that_waited_for_the_store_starts_no_run_over_one_whose_members_were_away_too() -> None:
     newcomer = Driver(remote=True)
     newcomer.write(Put(KEYS.generation, encode(Generation(3, OpenKind.JOIN, "node-b joins"))))
-    newcomer.happen(StoreFailed("nobody answers"))
+    newcomer.happen(StoreFailed("no response"))
     newcomer.begin().settle()
     newcomer.happen(StoreBack())
     newcomer.settle()
-    before = newcomer.snapshot.generation
+    before = newcomer.generation
 
     # A node that ran this generation is back: it writes its member key, and leads.
     member = KEYS.member("node-b-1")
     newcomer.write(Put(member, encode(Node("node-b-1", "node-b", "10.0.0.2", 1))), Put(KEYS.leader, "node-b-1"))
     newcomer.settle()
 
-    assert before
     assert before.number == 3
     assert newcomer.node_id in newcomer.snapshot.joined[3]
 
@@ -220,7 +203,7 @@ def test_a_newcomer_that_waited_for_the_store_starts_no_run_over_one_whose_membe
 def test_a_newcomer_starts_a_run_over_one_whose_members_do_not_come_back() -> None:
     newcomer = Driver(remote=True)
     newcomer.write(Put(KEYS.generation, encode(Generation(3, OpenKind.JOIN, "node-b joins"))), Delete(KEYS.leader))
-    newcomer.happen(StoreFailed("nobody answers"))
+    newcomer.happen(StoreFailed("no response"))
     newcomer.begin().settle()
     newcomer.happen(StoreBack())
     assert isinstance(newcomer.agent.phase, Joining)
@@ -231,5 +214,4 @@ def test_a_newcomer_starts_a_run_over_one_whose_members_do_not_come_back() -> No
     newcomer.happen(Tick())
     newcomer.settle()
 
-    assert newcomer.snapshot.generation
-    assert newcomer.snapshot.generation.kind is OpenKind.START
+    assert newcomer.generation.kind is OpenKind.START

@@ -60,8 +60,7 @@ def test_a_restart_opens_a_generation_that_is_not_counted_although_ranks_hang() 
     assert isinstance(phase, Running)
     assert (phase.table.generation, phase.table.restarts) == (1, 0)
     assert phase.table.reason == "elaunch restart was received by node-a"
-    assert driver.agent.snapshot.generation
-    assert driver.agent.snapshot.generation.kind is OpenKind.RESTART
+    assert driver.generation.kind is OpenKind.RESTART
     # It is no failure for --on-event.
     assert [each.event for each in driver.announcements] == ["restart"]
 

@@ -55,7 +55,7 @@ def test_a_failed_worker_stops_its_siblings_and_opens_the_next_generation() -> N
     assert [f.local_rank for f in snapshot.failures[0]] == [1]
     assert "stopping 2 others" in driver.logged
     assert [action.level for action in driver.acted if isinstance(action, Log)] == ["error"]
-    assert isinstance(driver.acted[0], Commit), "the others are told before anything is stopped"
+    assert isinstance(driver.acted[0], Commit), "the others are notified before anything is stopped"
 
 
 def test_a_worker_that_exited_with_0_before_its_peers_is_what_they_lost() -> None:
@@ -178,7 +178,7 @@ def test_a_rank_that_raised_before_its_peer_lost_it_is_awaited_and_named() -> No
     assert driver.logged.endswith("; stopping 1 other")
 
 
-@pytest.mark.parametrize("live", [0, 1, 3], ids=["finished", "one runs", "nobody has ended"])
+@pytest.mark.parametrize("live", [0, 1, 3], ids=["finished", "one runs", "none has ended"])
 def test_a_node_reports_which_of_its_workers_had_ended_when_a_rank_of_another_node_failed(live: int) -> None:
     driver = started()
     for rank in range(3 - live):
@@ -294,20 +294,6 @@ def test_a_failure_of_its_own_that_another_node_reported_first_is_recorded_and_o
     assert driver.logged == driver.snapshot.failures[0][0].sentence
 
 
-@pytest.mark.parametrize("kind", [OpenKind.JOIN, OpenKind.LEAVE])
-def test_a_failure_of_its_own_while_it_was_to_save_is_reported_to_the_peers_that_wait(kind: OpenKind) -> None:
-    driver = started()
-    driver.sees(1, kind, "node-b joins")
-    driver.now_s += 1
-
-    driver.exits(0, 1, FailureKind.EXCEPTION)
-
-    snapshot, generation = driver.snapshot, driver.generation
-    assert (generation.number, generation.kind) == (2, OpenKind.FAIL)
-    assert [f.local_rank for f in snapshot.failures[0]] == [0]
-    assert deadline_s(driver.agent) == START_S + 1 + FAILURE_GRACE_S
-
-
 # --- a newcomer to a job that is well
 
 
@@ -334,7 +320,7 @@ def test_a_newcomer_whose_workers_cannot_even_start_leaves_a_healthy_job_alone()
     done = driver.exits(1, 2, FailureKind.STARTUP)
     for rank in (0, 2):
         driver.exits(rank, -TERM)
-    last = driver.happen(Cleared(0, {0: "other", 1: "its last words"}))
+    last = driver.happen(Cleared(0, {0: "other", 1: "its last line"}))
 
     assert done == [SignalWorkers(0, frozenset({0, 2}), TERM)]
     snapshot, generation = driver.snapshot, driver.generation
@@ -343,7 +329,7 @@ def test_a_newcomer_whose_workers_cannot_even_start_leaves_a_healthy_job_alone()
     assert driver.node_id not in snapshot.members
     assert last == []
     assert (driver.outcome.kind, driver.outcome.exit_code) == (OutcomeKind.FAILED, 1)
-    assert (driver.failed.local_rank, driver.failed.tail) == (1, "its last words")
+    assert (driver.failed.local_rank, driver.failed.tail) == (1, "its last line")
     assert "they go on without it" in driver.outcome.reason
 
 

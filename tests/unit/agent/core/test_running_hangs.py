@@ -16,7 +16,7 @@ from elaunch.agent.diagnosis.stack_groups import Frame, Stack, ThreadStack
 from elaunch.rendezvous.rules.hang_verdict import IdleReason
 from elaunch.rendezvous.types import FailureKind
 from tests.unit.agent.diagnosis.test_stack_groups import ALL_REDUCE, GPU_WAIT, LIB, STEP, stack
-from tests.unit.agent.driver import ALL, TERM, TIMES, TWO, Driver, failure, settle, started
+from tests.unit.agent.driver import ALL, TERM, TIMES, Driver, failure, pair, settle, started
 
 IDLE = Window(5.0, 0.01, 0.0, 0.0, 0, "S")
 SPINS = Window(5.0, 4.9, 4.9, 0.1, 0, "R")
@@ -42,7 +42,7 @@ ONE_LOOPS = (WAITING[0], busy(1), WAITING[2])
 
 
 def samples(driver: Driver, for_s: float, windows: dict[int, Window], stacks: tuple[Stack, ...] = ()) -> list[Action]:
-    """Give the agent these windows for that long, and these stacks when it asks. Returns its other actions."""
+    """Give the agent these windows for that long, and these stacks when it takes them. Returns its other actions."""
     done: list[Action] = []
     for _ in range(int(for_s / 5)):
         driver.now_s += 5.0
@@ -307,7 +307,7 @@ def in_commit(rank: int, *, line: int = 81, active: bool = False, waits: bool = 
 
 def test_ranks_that_wait_in_a_commit_for_a_collective_of_their_gpu_are_not_somewhere_else() -> None:
     driver = watching()
-    # They sleep a moment or ask the GPU, by chance.
+    # They sleep a moment or poll the GPU, by chance.
     taken = (
         tuple(in_commit(rank, line=81 + number % 2, active=number % 2 == 1) for rank in (0, 2)) for number in range(99)
     )
@@ -375,18 +375,8 @@ def test_who_stands_still(window: Window, stands: bool) -> None:
 
 
 def two_nodes() -> tuple[Driver, Driver]:
-    """Two agents of a running job; the first leads."""
-    times = replace(TIMES, hang_after_s=60.0)
-    one = Driver(TWO, slots=2, times=times).begin()
-    one.settle()
-    other = Driver(TWO, store=one.store, host="node-b", slots=2, times=times, remote=True).begin()
-    for _ in range(8):
-        for driver in (one, other):
-            driver.happen(driver.snapshot_changed)
-            driver.settle()
-    assert isinstance(one.agent.phase, Running)
-    assert isinstance(other.agent.phase, Running)
-    return one, other
+    """Two agents of a running job, which watch for hangs; the first leads."""
+    return pair(slots=2, times=replace(TIMES, hang_after_s=60.0))
 
 
 def both(

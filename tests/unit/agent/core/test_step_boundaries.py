@@ -16,13 +16,12 @@ from elaunch.agent.diagnosis.waits import Doing, doing
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.rules.hang_verdict import Hang
 from elaunch.rendezvous.store import Put
-from elaunch.rendezvous.types import FailureKind
 from tests.unit.agent.core.test_running_hangs import IDLE, SPINS, WAITING, busy, logged, samples, watching
 from tests.unit.agent.core.test_timeline import kinds, named
 from tests.unit.agent.diagnosis.causes.test_table import OOM, advice
 from tests.unit.agent.diagnosis.causes.test_table import exited as exit_of
 from tests.unit.agent.diagnosis.test_stack_groups import LIB, STEP, main_thread, stack
-from tests.unit.agent.driver import ALL, INT, KEYS, SPEC, TERM, Driver, cleared, ends, started
+from tests.unit.agent.driver import ALL, INT, KEYS, SPEC, TERM, Driver, ends, started
 
 
 def test_a_hang_of_rank_0_is_blamed_on_it() -> None:
@@ -135,16 +134,3 @@ def test_a_restart_is_suggested_only_where_the_job_may_restart(max_restarts: int
 
     assert ("to restart the workers: elaunch restart " in logged(driver)) is bool(max_restarts)
     assert ("start the job with --on-hang restart" in logged(driver)) is bool(max_restarts)
-
-
-def test_one_worker_is_not_called_workers() -> None:
-    driver = Driver(SPEC, slots=1).begin()
-    driver.settle()
-
-    driver.exits(0, -9, FailureKind.SIGNAL)
-    driver.happen(cleared(0))
-    driver.settle()
-
-    assert (
-        driver.announcements[-1].fields["text"].startswith("job job goes on in generation 1: 1 worker (restart 1 of 3")
-    )

@@ -103,17 +103,6 @@ def test_a_signal_is_passed_on_and_ends_the_agent_with_128_and_its_number(signum
     assert driver.outcome.reason == f"{name} was received"
 
 
-def test_sigint_writes_the_end_of_the_job() -> None:
-    driver = started()
-
-    driver.happen(Signalled(INT, "SIGINT"))
-
-    ended = driver.snapshot.ended
-    assert ended
-    assert (ended.kind, ended.exit_code, ended.reason) == (OutcomeKind.INTERRUPTED, 130, "SIGINT was received")
-    assert driver.generation.number == 0
-
-
 def test_on_sigterm_the_nodes_keys_go_as_the_next_generation_is_opened() -> None:
     driver = started()
 
@@ -141,31 +130,24 @@ def test_a_finished_node_that_leaves_restarts_no_worker() -> None:
 
 
 @pytest.mark.parametrize(
-    ("signum", "nodes_max", "text"),
+    ("signum", "nodes_max", "live", "text"),
     [
-        (TERM, 1, "SIGX: stopping 3 workers, SIGKILL in 30 s"),
-        (INT, 1, "SIGX: stopping 3 workers, SIGKILL in 30 s; Ctrl-C again kills now"),
-        (TERM, 2, "SIGX: leaving the job, stopping 3 workers, SIGKILL in 30 s"),
-        (INT, 2, "SIGX: stopping 3 workers, SIGKILL in 30 s; Ctrl-C again kills now"),
+        (TERM, 1, 3, "SIGX: stopping 3 workers, SIGKILL in 30 s"),
+        (TERM, 1, 1, "SIGX: stopping 1 worker, SIGKILL in 30 s"),
+        (INT, 1, 3, "SIGX: stopping 3 workers, SIGKILL in 30 s; Ctrl-C again kills now"),
+        (TERM, 2, 3, "SIGX: leaving the job, stopping 3 workers, SIGKILL in 30 s"),
+        (INT, 2, 3, "SIGX: stopping 3 workers, SIGKILL in 30 s; Ctrl-C again kills now"),
     ],
 )
-def test_a_signal_is_answered_by_a_sentence(signum: int, nodes_max: int, text: str) -> None:
+def test_a_signal_is_logged(signum: int, nodes_max: int, live: int, text: str) -> None:
     driver = started()
     driver.agent = replace(driver.agent, spec=replace(SPEC, nodes_max=nodes_max))
+    for rank in range(live, 3):
+        driver.exits(rank, 0)
 
     driver.happen(Signalled(signum, "SIGX"))
 
     assert driver.logged == text
-
-
-def test_the_last_worker_is_one_worker() -> None:
-    driver = started()
-    for rank in (1, 2):
-        driver.exits(rank, 0)
-
-    driver.happen(Signalled(TERM, "SIGTERM"))
-
-    assert driver.logged == "SIGTERM: stopping 1 worker, SIGKILL in 30 s"
 
 
 def test_a_second_ctrl_c_kills_now() -> None:
@@ -204,8 +186,10 @@ def test_a_ctrl_c_on_a_node_that_leaves_ends_the_job_for_the_others_too() -> Non
 
     driver.happen(Signalled(INT, "SIGINT"))
 
-    assert driver.snapshot.ended is not None
-    assert driver.snapshot.ended.reason == "SIGINT was received by node-a"
+    ended = driver.snapshot.ended
+    assert ended
+    assert (ended.kind, ended.exit_code) == (OutcomeKind.INTERRUPTED, 130)
+    assert ended.reason == "SIGINT was received by node-a"
     assert driver.logged.startswith("SIGINT: the whole job ends; stopping already, SIGKILL in 30 s")
 
 

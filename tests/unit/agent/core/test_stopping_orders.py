@@ -1,4 +1,4 @@
-"""agent.core.stopping: workers that listen on their links are told there, and what they answer."""
+"""agent.core.stopping: workers that listen on their links are notified there, and what they report."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ JOIN, LEAVE, INTERRUPT = (StopAtStepBoundary(reason) for reason in StopReason)
 
 
 def listening(driver: Driver, *ranks: int, to_stop: bool = True, to_failure: bool = True) -> Driver:
-    """Workers (all, if none is named) say that they listen."""
+    """Workers (all, if none is named) report that they listen."""
     assert isinstance(driver.agent.phase, Running)
     for rank in ranks or sorted(driver.agent.phase.live):
         driver.happen(WorkerListens(driver.agent.phase.table.generation, rank, to_stop=to_stop, to_failure=to_failure))
@@ -226,10 +226,11 @@ def test_a_failure_of_its_own_while_they_come_to_the_boundary_is_reported_to_the
 
     assert done == [notify(PeerFailed(0), 1, 2)]
     assert deadline_s(driver.agent) == START_S + FAILURE_GRACE_S
-    assert driver.generation.kind is OpenKind.FAIL
+    assert (driver.generation.number, driver.generation.kind) == (2, OpenKind.FAIL)
+    assert [f.local_rank for f in driver.snapshot.failures[0]] == [0]
 
 
-# --- all ranks stop after the same step, also on a node whose agent has not heard why
+# --- all ranks stop after the same step, also on a node whose agent does not know why
 
 
 @pytest.mark.parametrize("code", [0, 128 + TERM, 128 + INT])

@@ -68,8 +68,7 @@ def test_a_leader_that_was_cut_off_declares_no_node_lost_before_the_others_could
     assert early == []
     assert due_s == START_S + 20 + TIMES.return_grace_s
     assert late == [SignalWorkers(0, ALL, TERM)]
-    assert first.snapshot.generation
-    assert first.snapshot.generation.kind is OpenKind.LOSS
+    assert first.generation.kind is OpenKind.LOSS
 
 
 def test_a_store_that_was_never_reached_is_given_up_after_the_join_timeout() -> None:
@@ -121,7 +120,7 @@ def test_an_agent_without_workers_gives_up_a_heads_store_sooner_than_any_other(
 
 
 SILENT = StoreFailed("no answer", is_heads=True, is_silent=True)
-REFUSED = StoreFailed("nobody listens there", is_heads=True)
+REFUSED = StoreFailed("connection refused", is_heads=True)
 
 
 def test_workers_are_stopped_when_the_heads_host_has_been_silent_for_the_store_timeout() -> None:
@@ -149,7 +148,7 @@ def test_workers_are_stopped_when_the_heads_host_has_been_silent_for_the_store_t
     assert second.outcome.exit_code == 3
 
 
-# --- the store answers, and does not do as asked
+# --- the store responds, and refuses
 
 FULL = StoreFailed("etcd-a:2379: etcd is full (alarm NOSPACE)", Trouble.REFUSES)
 

@@ -36,7 +36,7 @@ print(os.getpid(), flush=True)
 
 
 def processes_of(marker: str) -> JobProcesses:
-    """The kin of an agent that would run in this process."""
+    """The processes of an agent that would run in this process."""
     return JobProcesses.of_this_process(marker, os.environ)
 
 
@@ -144,13 +144,13 @@ def test_a_process_forked_after_the_listing_is_ended_by_the_next(
 ) -> None:
     first, born = spawned.pid(READY), []
 
-    def look(processes: JobProcesses, spare: Collection[int]) -> list[int]:
+    def listing(processes: JobProcesses, spare: Collection[int]) -> list[int]:
         found = living(processes, spare)
         if not born:
             born.append(spawned.pid(READY))
         return found
 
-    monkeypatch.setattr(guardian, "living", look)
+    monkeypatch.setattr(guardian, "living", listing)
 
     ended = sweep(spawned.processes)
 
@@ -188,7 +188,7 @@ def test_a_helper_that_cleans_up_has_a_little_time_once_its_job_is_gone(
     assert fifo.with_name("fifo.cleaned").exists() == is_quick
 
 
-# --- processes with the marker that belong to somebody else
+# --- processes with the marker of another job
 
 MARKER = "c0ffee00c0ffee00"
 NAMESPACE = "pid:[4026531836]"

@@ -1,4 +1,4 @@
-"""agent.serve.status_server: a query makes the node answer and decides nothing; nobody can hold or fill the socket."""
+"""agent.serve.status_server: a query makes the node respond and decides nothing; no client can hold or fill the socket."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ QUERY = Query("0123456789abcdef", Topic.STATUS, 4711)
 SEEN = WorkersSeen(0, 1.0, tuple(RankReport(local, local, -1, step=3) for local in range(3)))
 
 
-class Heard:
+class Received:
     """What stands in for a loop's `Request`: a query that came by the socket, and its answer."""
 
     def __init__(self, topic: str, waits: bool = True) -> None:
@@ -54,8 +54,8 @@ class Heard:
         return self.waits
 
 
-def asking(driver: Driver, query: Query = QUERY) -> None:
-    """Somebody asks in the driver's store, and its agent looks."""
+def ask(driver: Driver, query: Query = QUERY) -> None:
+    """Post a query in the driver's store, and sync its agent."""
     driver.store.grant(query.lease, 100)
     assert driver.store.commit(post_query(KEYS, query)).held
     driver.sync()
@@ -79,7 +79,7 @@ def when_due(answers: StatusServer) -> None:
 def test_a_question_gets_this_nodes_report_on_the_askers_lease_once() -> None:
     driver, offered = started(), list[Txn]()
     answers = answers_of(driver, offered)
-    asking(driver)
+    ask(driver)
 
     answers.note(driver.agent.snapshot.query)
     when_due(answers)
@@ -99,7 +99,7 @@ def test_a_question_gets_this_nodes_report_on_the_askers_lease_once() -> None:
 
 def test_the_locator_of_the_store_is_given_only_where_there_is_one() -> None:
     driver, way = started(), '{"token":"t"}'
-    with_store, alone, unknown = Heard("store"), Heard("store"), Heard("shutdown")
+    with_store, alone, unknown = Received("store"), Received("store"), Received("shutdown")
 
     answers_of(driver, [], way).handle(with_store)  # type: ignore[arg-type]
     answers_of(driver, []).handle(alone)  # type: ignore[arg-type]
@@ -115,7 +115,7 @@ def test_an_order_is_obeyed_by_the_leader_alone_and_answered_first() -> None:
     leader, other = pair()
     query = Query("e" * 16, Topic.STOP, 4713)
     offered: list[Txn] = []
-    asking(leader, query)
+    ask(leader, query)
     for driver in (other, leader):
         answers = answers_of(driver, offered)
         answers.note(query)
@@ -166,7 +166,7 @@ class Desk:
         self.topics: list[str] = []
         self.text = text
         folder.mkdir(mode=0o700)
-        self.socket = LocalSocket([folder], self.selector, self._asked)
+        self.socket = LocalSocket([folder], self.selector, self._received)
         self._end_r, self._end_w = os.pipe()
         self.selector.register(self._end_r, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run)
@@ -190,14 +190,14 @@ class Desk:
         made.connect(self.path)
         return made
 
-    def said(self, request: bytes) -> bytes:
+    def response(self, request: bytes) -> bytes:
         with self.connected() as connection:
             connection.sendall(request)
             return b"".join(iter(lambda: connection.recv(1 << 16), b""))
 
-    def _asked(self, asked: object) -> None:
-        self.topics.append(asked.topic)  # type: ignore[attr-defined]
-        asked.reply(self.text)  # type: ignore[attr-defined]
+    def _received(self, request: object) -> None:
+        self.topics.append(request.topic)  # type: ignore[attr-defined]
+        request.reply(self.text)  # type: ignore[attr-defined]
 
     def _run(self) -> None:
         while True:
@@ -219,7 +219,7 @@ def desk(folder: Path, text: str = "{}") -> Iterator[Desk]:
 def test_a_line_is_answered_by_a_line_and_nothing_stays(tmp_path: Path) -> None:
     with desk(tmp_path / "private", '{"version":1}') as open_desk:
         assert stat.S_IMODE(Path(open_desk.path).stat().st_mode) == 0o600
-        assert open_desk.said(b'{"ask":"status"}\n') == b'{"version":1}\n'
+        assert open_desk.response(b'{"ask":"status"}\n') == b'{"version":1}\n'
         assert open_desk.topics == ["status"]
 
     assert not (tmp_path / "private").exists()
@@ -238,7 +238,7 @@ def test_what_is_no_request_is_let_go_of_without_an_answer(tmp_path: Path, reque
                 assert connection.recv(100) == b""
 
         assert open_desk.topics == []
-        assert open_desk.said(b'{"ask":"status"}\n') == b"{}\n"
+        assert open_desk.response(b'{"ask":"status"}\n') == b"{}\n"
 
 
 def test_idle_connections_keep_no_client_out(tmp_path: Path) -> None:
@@ -249,7 +249,7 @@ def test_idle_connections_keep_no_client_out(tmp_path: Path) -> None:
             with suppress(BrokenPipeError):
                 connection.sendall(b"{" if number % 2 else b"\xf0")
 
-        assert open_desk.said(b'{"ask":"status"}\n') == b"{}\n"
+        assert open_desk.response(b'{"ask":"status"}\n') == b"{}\n"
         for connection in idle:
             connection.close()
 
@@ -277,15 +277,15 @@ def test_another_user_gets_nothing_even_if_somebody_opened_the_folder(tmp_path: 
                 "except OSError as error: print(type(error).__name__)\n"
             )
 
-            said = subprocess.run(
+            response = subprocess.run(
                 [sys.executable, "-c", ask], capture_output=True, text=True, check=True, timeout=RUN_LIMIT_S
             ).stdout
 
-            assert said.strip() in (
+            assert response.strip() in (
                 ("PermissionError",) if mode == 0o700 else ("b''", "ConnectionResetError", "BrokenPipeError")
             )
             assert open_desk.topics == []
-            assert open_desk.said(b'{"ask":"status"}\n') == b"{}\n"
+            assert open_desk.response(b'{"ask":"status"}\n') == b"{}\n"
     finally:
         if folder.exists():
             folder.rmdir()

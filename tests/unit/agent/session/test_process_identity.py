@@ -39,7 +39,7 @@ def test_a_zombie_is_dead() -> None:
     process, name = other_process()
     process.kill()
     try:
-        wait_for(lambda: is_dead_here(name), "the killed process to be dead, though nobody has waited for it")
+        wait_for(lambda: is_dead_here(name), "the killed process to be dead, though no process has waited for it")
         assert process.returncode is None
     finally:
         process.communicate(timeout=DEADLINE_S)

@@ -1,19 +1,42 @@
-"""agent.session.session: a thread of its own makes all requests in order, and repeats each until the store answers."""
+"""agent.session.session: a thread of its own makes all requests in order, and repeats each until the store responds."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 
-from elaunch.agent.core.events import Committed, Leased, SnapshotChanged, SnapshotPending, StoreBack, StoreEvent, Tag
-from elaunch.agent.session.session import Session
+from elaunch.agent.core.events import (
+    Committed,
+    Leased,
+    SnapshotChanged,
+    SnapshotPending,
+    StoreBack,
+    StoreEvent,
+    StoreFailed,
+    Tag,
+    Trouble,
+)
+from elaunch.agent.session.session import FIRST_BACKOFF_S, LAST_TRIES, SLOW_BACKOFF_MAX_S, RetryQueue, Session
 from elaunch.agent.session.store_view import JobStore, LocalHost
 from elaunch.rendezvous.rules.snapshot import Keys
-from elaunch.rendezvous.store import Absent, Delete, Put, Txn, TxnResponse, Unavailable
+from elaunch.rendezvous.store import (
+    Absent,
+    Delete,
+    Denied,
+    HeadAway,
+    OwnLimit,
+    Put,
+    Rejected,
+    StoreError,
+    TimedOut,
+    Txn,
+    TxnResponse,
+    Unavailable,
+)
 from elaunch.rendezvous.times import Times
 from tests.harness import DEADLINE_S, joined, wait_for
 from tests.unit.rendezvous.flaky_store import FlakyStore
@@ -26,12 +49,12 @@ AWAY = Unavailable("no route")
 
 
 class Bench:
-    """A session with a store that fails as it is told; `events` came by `post`."""
+    """A session with a store that fails as the test orders; `events` came by `post`."""
 
     def __init__(self, *, remote: bool, store: FlakyStore | None = None) -> None:
         self.store = store or FlakyStore()
         self.events: list[StoreEvent] = []
-        self.looks_due = 0
+        self.pending = 0
         self.session = Session(JobStore(self.store, KEYS, remote), LocalHost("node-a"), TIMES, self._post)
 
     @property
@@ -59,7 +82,7 @@ class Bench:
 
     def _post(self, event: StoreEvent | SnapshotPending) -> None:
         if isinstance(event, SnapshotPending):
-            self.looks_due += 1
+            self.pending += 1
         else:
             self.events.append(event)
 
@@ -81,11 +104,11 @@ def session(*, remote: bool = True, store: FlakyStore | None = None) -> Iterator
 def test_a_store_in_this_process_serves_requests_in_the_callers_thread() -> None:
     before = set(threading.enumerate())
     with session(remote=False) as bench:
-        assert bench.looks_due == 1
+        assert bench.pending == 1
         snapshot_changed = bench.session.snapshot()
         bench.session.commit(bench.put(1), Tag.JOIN)
 
-        assert bench.looks_due == 2
+        assert bench.pending == 2
         assert set(threading.enumerate()) <= before
         assert bench.store.threads == {threading.current_thread().name}
 
@@ -185,3 +208,204 @@ def test_a_store_that_ends_with_this_agent_stays_for_the_other_members_but_not_f
 
     assert closed.wait(FLUSH_S)
     joined(closing)
+
+
+# --- the queue: requests keep their order, and each is retried until the store responds
+
+BACKOFF_MAX_S = 0.5
+
+
+class QueueBench:
+    """A queue whose requests fail as the test says. `done` are the requests that succeeded."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+        self.tried: list[str] = []
+        self.events: list[StoreEvent] = []
+        self.failing: dict[str, list[StoreError]] = {}
+        self.drawn: list[tuple[float, float]] = []
+        self.requests = RetryQueue(self.request("renewal"), self.events.append, BACKOFF_MAX_S, self._uniform)
+
+    def request(self, name: str, *failing: StoreError) -> Callable[[], None]:
+        self.failing[name] = list(failing)
+
+        def run() -> None:
+            self.tried.append(name)
+            if self.failing[name]:
+                raise self.failing[name].pop(0)
+            self.done.append(name)
+
+        return run
+
+    def run(self) -> list[float]:
+        """Do all requests. Returns the pauses between tries."""
+        pauses_s = [0.0]
+        while self.requests.has_any:
+            pauses_s.append(self.requests.do_next(pauses_s[-1]))
+        return pauses_s[1:]
+
+    def _uniform(self, low: float, high: float) -> float:
+        self.drawn.append((low, high))
+        return high
+
+
+def test_requests_keep_their_order_though_the_first_must_be_tried_again() -> None:
+    bench = QueueBench()
+    bench.requests.add(bench.request("first", AWAY, AWAY))
+    bench.requests.add(bench.request("second", AWAY))
+    bench.requests.add(bench.request("third"))
+
+    bench.run()
+
+    assert bench.done == ["first", "second", "third"]
+    assert bench.tried == ["first", "first", "first", "second", "second", "third"]
+
+
+def test_that_the_store_is_away_is_reported_at_each_try_and_that_it_is_back_once() -> None:
+    bench = QueueBench()
+    bench.requests.add(bench.request("first", AWAY, Unavailable("timed out")))
+    bench.requests.add(bench.request("second"))
+
+    bench.run()
+
+    assert bench.events == [StoreFailed("no route"), StoreFailed("timed out"), StoreBack()]
+
+
+def test_pauses_grow_to_their_longest_and_begin_again_after_a_response() -> None:
+    bench = QueueBench()
+    bench.requests.add(bench.request("first", *[AWAY] * 8))
+    bench.requests.add(bench.request("second", AWAY))
+
+    pauses_s = bench.run()
+
+    assert pauses_s[0] == FIRST_BACKOFF_S
+    assert pauses_s[:8] == sorted(pauses_s[:8])
+    assert pauses_s[7:] == [BACKOFF_MAX_S, 0.0, FIRST_BACKOFF_S, 0.0]
+    assert all(low == high / 2 for low, high in bench.drawn), "many agents lose the same store at the same moment"
+
+
+def test_away_too_slow_and_refused_are_distinguished() -> None:
+    bench = QueueBench()
+    errors = AWAY, TimedOut("no answer"), Rejected("etcd is full"), Denied("no permission")
+    bench.requests.add(bench.request("first", *errors))
+
+    bench.run()
+
+    assert bench.events == [
+        StoreFailed("no route"),
+        StoreFailed("no answer", Trouble.SLOW),
+        StoreFailed("etcd is full", Trouble.REFUSES),
+        StoreFailed("no permission", Trouble.DENIED),
+        StoreBack(),
+    ]
+
+
+@pytest.mark.parametrize("is_heads", [True, False])
+def test_a_head_whose_host_sends_nothing_is_away_and_silent(is_heads: bool) -> None:
+    bench = QueueBench()
+    cause, error = TimedOut("no answer"), HeadAway("the job's store is silent: no answer")
+    cause.is_silent, error.is_silent = True, is_heads
+    error.__cause__ = cause
+    bench.requests.add(bench.request("first", error))
+
+    bench.run()
+
+    # Not slow: its host would at least accept a connection.
+    assert bench.events[0] == StoreFailed(str(error), is_heads=True, is_silent=is_heads)
+
+
+def test_what_this_agent_lacks_is_not_the_heads_silence() -> None:
+    bench = QueueBench()
+    bench.requests.add(bench.request("first", OwnLimit("no more files")))
+
+    bench.run()
+
+    assert bench.events == [StoreFailed("no more files", Trouble.OWN), StoreBack()]
+
+
+def test_renewals_that_succeed_do_not_hide_a_request_that_never_does() -> None:
+    """Otherwise the log would be silent: each renewal would restart the time after which the trouble gets a line."""
+    bench = QueueBench()
+    bench.requests.add(bench.request("first", *[Rejected("etcd is full")] * 3))
+    bench.requests.do_next(0.0)
+    for _ in range(2):
+        bench.requests.add_renewal()
+        bench.requests.do_next(0.0)
+    refused = list(bench.events)
+
+    bench.run()
+
+    assert refused == [StoreFailed("etcd is full", Trouble.REFUSES)] * 3
+    assert bench.events[3:] == [StoreBack()]
+    assert bench.tried == ["first", *["renewal", "first"] * 2, "first"]
+
+
+def test_a_renewal_that_is_refused_lets_what_waits_have_its_turn() -> None:
+    bench = QueueBench()
+    bench.failing["renewal"] = [Rejected("HTTP status 502")] * 2
+    bench.requests.add_renewal()
+    for name in ("first", "second"):
+        bench.requests.add(bench.request(name))
+
+    bench.run()
+
+    assert bench.tried == ["renewal", "first", "renewal", "second", "renewal"]
+    assert bench.events == [*[StoreFailed("HTTP status 502", Trouble.REFUSES)] * 2, StoreBack()]
+
+
+def test_whoever_wants_to_go_waits_for_what_is_left_unless_the_store_is_away() -> None:
+    bench = QueueBench()
+    over = [bench.requests.is_over]
+    bench.requests.add(bench.request("first", *[AWAY] * LAST_TRIES))
+    over.append(bench.requests.is_over)
+    for _ in range(LAST_TRIES):
+        bench.requests.do_next(0.0)
+        over.append(bench.requests.is_over)
+
+    assert over == [True, False, *[False] * (LAST_TRIES - 1), True]
+    assert bench.requests.is_away
+
+
+def test_pending_writes_are_flushed_where_only_renewals_are_refused() -> None:
+    bench = QueueBench()
+    bench.failing["renewal"] = [Rejected("HTTP status 502")] * 10
+    bench.requests.add_renewal()
+    for _ in range(2 * LAST_TRIES):
+        bench.requests.do_next(BACKOFF_MAX_S)
+
+    bench.requests.add(bench.request("goodbye"))
+    bench.requests.end()
+    over = bench.requests.is_over
+    bench.requests.do_next(BACKOFF_MAX_S)
+
+    assert not over
+    assert bench.done == ["goodbye"]
+    assert bench.requests.is_over
+
+
+@pytest.mark.parametrize(
+    ("error", "was_reached", "longest_s"),
+    [
+        (TimedOut("slow"), False, SLOW_BACKOFF_MAX_S),
+        (Unavailable("refused"), False, BACKOFF_MAX_S),
+        (TimedOut("slow"), True, BACKOFF_MAX_S),
+    ],
+)
+def test_only_who_has_nothing_to_lose_leaves_a_slow_store_alone_for_long(
+    error: Unavailable, was_reached: bool, longest_s: float
+) -> None:
+    requests = RetryQueue(lambda: None, lambda _: None, BACKOFF_MAX_S, lambda _, high: high)
+    if was_reached:
+        requests.add_renewal()
+        requests.do_next(0.0)
+
+    def fail() -> None:
+        raise error
+
+    requests.add(fail)
+    pauses_s = [0.0]
+    for _ in range(20):
+        pauses_s.append(requests.do_next(pauses_s[-1]))
+
+    assert pauses_s == sorted(pauses_s)
+    assert pauses_s[-1] == longest_s

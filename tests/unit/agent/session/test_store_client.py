@@ -53,7 +53,7 @@ class Bench:
     def __init__(self, *, remote: bool = True, times: Times = TIMES, seed: int = 1) -> None:
         self.store = FlakyStore()
         self.events: list[StoreEvent] = []
-        self.looks_due = 0
+        self.pending = 0
         self.now_s = 100.0
         self.dead: set[str] = set()
         self.client = StoreClient(
@@ -71,9 +71,9 @@ class Bench:
 
     @property
     def snapshot(self) -> Snapshot:
-        """What the agent sees at its next look, which the client must have asked for."""
-        assert self.looks_due, "nobody was told to look"
-        self.looks_due = 0
+        """The snapshot that the agent takes next, for which the client must have posted an event."""
+        assert self.pending, "no event was posted"
+        self.pending = 0
         snapshot_changed = self.client.view.snapshot()
         assert isinstance(snapshot_changed, SnapshotChanged), snapshot_changed
         return snapshot_changed.snapshot
@@ -95,7 +95,7 @@ class Bench:
 
     def _post(self, event: StoreEvent | SnapshotPending) -> None:
         if isinstance(event, SnapshotPending):
-            self.looks_due += 1
+            self.pending += 1
         else:
             self.events.append(event)
 
@@ -140,7 +140,7 @@ def test_a_beginning_that_broke_off_is_made_again_from_its_start(method: str) ->
 
     assert number(bench.snapshot) == 3
     bench.write(Put(KEYS.leader, "x"))
-    assert bench.looks_due == 1, "one watch tells of it"
+    assert bench.pending == 1, "one watch reports it"
     assert bench.store.memory.keep_alive(bench.leased[-1].lease)
 
 
@@ -220,10 +220,10 @@ def test_many_changes_make_one_event() -> None:
     for change in range(100):
         bench.open(change)
 
-    assert bench.looks_due == 1
+    assert bench.pending == 1
     assert number(bench.snapshot) == 99
     bench.open(100)
-    assert bench.looks_due == 1
+    assert bench.pending == 1
 
 
 def test_snapshots_never_go_back() -> None:
@@ -254,13 +254,13 @@ def test_a_watch_that_is_denied_ends_no_training_and_is_begun_again_with_the_nex
     watches = bench.store.calls["watch"]
 
     bench.view._updated(bench.view._epoch, Denied("permission denied"))
-    told = list(bench.events)
+    posted = list(bench.events)
     bench.store.fail("read", Denied("permission denied"))
     with pytest.raises(Denied):
         bench.view.repair(bench.now_s)
     bench.view.repair(bench.now_s)
 
-    assert not any(isinstance(event, StoreLost) for event in told)
+    assert not any(isinstance(event, StoreLost) for event in posted)
     assert bench.store.calls["watch"] == watches + 1
 
 
