@@ -1,4 +1,4 @@
-"""agent.serve.status_server: a query makes the node respond and decides nothing; no client can hold or fill the socket."""
+"""agent.serve.status_server: a query gets a response and decides nothing; no client can hold or fill the socket."""
 
 from __future__ import annotations
 
