@@ -52,20 +52,20 @@ class Terminal:
     def type(self, keys: str) -> None:
         os.write(self._main, keys.encode())
 
-    def read_until(self, words: str) -> None:
+    def read_until(self, text: str, times: int = 1) -> None:
         end_s = time.monotonic() + DEADLINE_S
-        while words not in self.text:
-            assert self._read(end_s), f"everybody has left this terminal without {words!r}\n{self.text}"
+        while self.text.count(text) < times:
+            assert self._read(end_s), f"every process has left this terminal without {text!r}\n{self.text}"
 
     def read_all(self) -> int:
-        """Read until everybody has left the terminal. Returns the command's exit code."""
+        """Read until every process has left the terminal. Returns the command's exit code."""
         end_s = time.monotonic() + DEADLINE_S
         while self._read(end_s):
             pass
         return self.process.wait(DEADLINE_S)
 
     def shown(self) -> list[str]:
-        """The lines that a person has seen there in the end, also those that have scrolled away."""
+        """The lines on the screen in the end, also those that have scrolled away."""
         columns, rows = self._size
         screen = pyte.HistoryScreen(columns, rows, history=10_000)
         pyte.ByteStream(screen).feed(self._raw)

@@ -1,17 +1,19 @@
-"""Facts that only the kernel knows: which process was killed for memory."""
+"""The kernel's limits: a worker that is killed for memory, and a host that allows no other process."""
 
 from __future__ import annotations
 
 import os
 import re
 import secrets
+import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from tests.harness import Job, script, wait_for
+from tests.faults.processes import Watched
+from tests.harness import LIGHT, Job, script, wait_for
 
 GREEDY = """
 import os, time
@@ -58,3 +60,26 @@ def test_a_worker_killed_for_memory_is_told_from_one_killed_by_hand(tmp_path: Pa
     )
     assert re.search(said, job.output), job.output
     assert re.search(r"^Next step: give the job more memory \(its limit is 500 MiB\)", job.output, re.MULTILINE)
+
+
+# Nobody's, and another one for each limit: the kernel counts the processes of a user.
+USER = 54_321
+# The files of this checkout may be closed to others. Not CAP_SYS_RESOURCE, to which the limit does not apply.
+RIGHTS = "+dac_override"
+_TOOLS = all(map(shutil.which, ("setpriv", "prlimit")))
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not _TOOLS, reason="another user's limit needs root, setpriv and prlimit")
+@pytest.mark.parametrize("most", [1, 3, 5])
+def test_a_limit_of_processes_is_a_sentence_wherever_it_strikes(most: int, tmp_path: Path) -> None:
+    user = ("setpriv", f"--reuid={USER + most}", "--clear-groups", f"--inh-caps={RIGHTS}", f"--ambient-caps={RIGHTS}")
+
+    with Watched(tmp_path, *LIGHT, "-m", "this", prefix=(*user, "prlimit", f"--nproc={most}")) as job:
+        code = job.wait()
+
+        assert "Traceback" not in job.output
+        job.assert_nothing_is_left()
+    if "Beautiful is better" not in job.stdout:
+        assert code in (1, 3)
+        said = (f"(ulimit -u is {most}, ", "raise the limit of processes and threads (ulimit -u, ")
+        assert any(words in job.stderr for words in said), job.stderr

@@ -1,7 +1,10 @@
-"""Nodes that come and go: late ones, spares, and a job that is left alone."""
+"""Nodes that come and go: late ones, spares, roles, nodes that are not healthy, and a job that is left alone."""
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.rendezvous.rules.snapshot import Keys
-from tests.faults.cluster import LightCluster
+from tests.faults.cluster import PATIENT, LightCluster
 from tests.nodes import needs_nodes
 
 pytestmark = needs_nodes
@@ -82,3 +85,90 @@ def test_a_spare_that_was_not_needed_ends_well_with_the_job(tmp_path: Path) -> N
         cluster.end()
 
         assert {r["host"] for r in cluster.records.of("started")} == set(meeting.hosts)
+
+
+def test_a_spare_of_another_role_leaves_a_lost_nodes_seat_to_a_node_of_its_role(tmp_path: Path) -> None:
+    with LightCluster(tmp_path, 4) as cluster:
+        cluster.start(0, nnodes="2", options=("--role", "ps"))
+        cluster.start(1, nnodes="2", options=("--role", "trainer"))
+        first = cluster.meeting(2)
+        cluster.start(2, nnodes="2", options=("--role", "ps"))
+        cluster.agents[2].wait_for_output("waiting as a spare")
+        cluster.nodes[1].power_off()
+
+        cluster.wait_for_leaders_output("waiting for a node with the role trainer")
+        cluster.start(3, nnodes="2", options=("--role", "trainer"))
+
+        second = cluster.meeting(2, after=first)
+        assert second.hosts == ["node0", "node3"]
+        cluster.agents[3].wait_for_output(r"2 workers on 2 nodes \(1 ps, 1 trainer; node1 was lost")
+        cluster.end(0, 2, 3)
+
+
+@pytest.mark.slow
+def test_an_elastic_job_waits_for_its_last_server_and_not_for_one_of_two_trainers(tmp_path: Path) -> None:
+    with LightCluster(tmp_path, 5) as cluster:
+        cluster.start(0, nnodes="1:3", options=("--role", "ps"))
+        cluster.start(1, 2, nnodes="1:3", options=("--role", "trainer"))
+        meeting = cluster.meeting(3)
+
+        cluster.nodes[1].power_off()
+        meeting = cluster.meeting(2, after=meeting)
+        assert sorted(meeting.hosts) == ["node0", "node2"]
+        cluster.start(3, nnodes="1:3", options=("--role", "ps"))
+        cluster.agents[3].wait_for_output("the free seats are for nodes with the role trainer; waiting as a spare")
+        cluster.goes_on(meeting)
+
+        # Its spare is of the same role.
+        cluster.nodes[0].power_off()
+        meeting = cluster.meeting(2, after=meeting)
+        assert sorted(meeting.hosts) == ["node2", "node3"]
+
+        cluster.nodes[3].power_off()
+        cluster.agents[2].wait_for_output("waiting for a node with the role ps")
+        cluster.start(4, nnodes="1:3", options=("--role", "ps"))
+        meeting = cluster.meeting(2, after=meeting)
+        assert sorted(meeting.hosts) == ["node2", "node4"]
+        assert not re.search(r"generation \d+: 1 worker", cluster.agents[2].stderr)
+        cluster.end(2, 4)
+
+
+def test_a_node_that_fails_three_times_is_kept_out_and_the_spare_takes_its_place(tmp_path: Path) -> None:
+    options = ("--max-restarts", "6", *PATIENT)
+    with LightCluster(tmp_path, 3) as cluster:
+        cluster.start(0, 1, nnodes="2", options=options)
+        meeting = cluster.meeting(2)
+        cluster.start(2, nnodes="2", options=options)
+        cluster.agents[2].wait_for_output("waiting as a spare")
+        well, sick = meeting.hosts
+        for _ in range(3):
+            assert meeting.hosts == [well, sick]
+            os.kill(meeting.pid(1), signal.SIGKILL)
+            meeting = cluster.meeting(2, after=meeting)
+
+        assert meeting.hosts == [well, "node2"]
+        agent = cluster.agents[cluster.node(sick).index]
+        agent.wait_for_output(
+            rf"generation {meeting.generation} runs without this node: it is excluded \(--exclude-after\),"
+            rf" since the last 3 failures were all on {sick}, and alike \(signal\)"
+        )
+        cluster.agents[2].wait_for_output(f"{sick} is excluded: the last 3 failures were all on {sick}")
+        # It stays out also after a failure of another node, and ends well with the job.
+        os.kill(meeting.pid(0), signal.SIGKILL)
+        again = cluster.meeting(2, after=meeting)
+        assert again.hosts == [well, "node2"]
+        cluster.end()
+
+
+def test_an_unhealthy_node_does_not_join_and_another_takes_its_place(tmp_path: Path) -> None:
+    with LightCluster(tmp_path, 3) as cluster:
+        cluster.nodes[1].run("mount", "-o", "remount,size=20M", "/dev/shm")
+        cluster.start(0, nnodes="2", options=PATIENT)
+        cluster.start(1, nnodes="2", options=("--health-check", "strict", *PATIENT))
+
+        assert cluster.agents[1].wait() == 3
+        cluster.start(2, nnodes="2", options=("--health-check", "strict", *PATIENT))
+
+        assert cluster.meeting(2).hosts == ["node0", "node2"]
+        assert "this node does not join the job, since it is not healthy: 20 MiB of 20 MiB" in cluster.agents[1].stderr
+        cluster.end(0, 2)

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import signal
-import subprocess
 import sys
-import termios
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.faults.processes import SAY, TAG, Light, Watched, is_alive
-from tests.harness import COMMAND, DEADLINE_S, FRESH, LIGHT, environment, script, slow, wait_for
+from tests.harness import FRESH, LIGHT, script, slow, wait_for
 from tests.standin import WITHOUT_TORCH
+from tests.terminal import Terminal
 
 # A program that prints the signal that came, "saves", and exits with 0.
 SAVES = f"""{SAY}
@@ -264,47 +261,18 @@ time.sleep(0.3)  # A second one would be seen.
 print("bye", flush=True)
 """,
     )
-    (tmp_path / "tmp").mkdir()
-    ours, theirs = os.openpty()
-    command = [*COMMAND, *LIGHT, "--nproc-per-node", str(workers), "--max-restarts", "3", "train.py"]
-    process = subprocess.Popen(
-        command,
-        cwd=tmp_path,
-        env=environment({TAG: "terminal", "TMPDIR": str(tmp_path / "tmp")}),
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-    )
-    os.close(theirs)
-    os.set_blocking(ours, False)
-    shown = ""
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    words = (*LIGHT, "--nproc-per-node", str(workers), "--max-restarts", "3", "train.py")
+    with Terminal(tmp_path, *words, env={TAG: "terminal", "TMPDIR": str(temporary)}) as terminal:
+        terminal.read_until("worker pid", times=workers)
+        pids = [int(pid) for pid in re.findall(r"worker pid (\d+)", terminal.text)]
 
-    def screen() -> str:
-        nonlocal shown
-        with suppress(OSError):  # nothing now, or the terminal's other side is closed
-            shown += os.read(ours, 65536).decode()
-        return shown
+        terminal.type("\x03")
 
-    try:
-        wait_for(lambda: screen().count("worker pid") == workers, "all workers")
-        pids = [int(pid) for pid in re.findall(r"worker pid (\d+)", shown)]
-
-        os.write(ours, b"\x03")
-
-        wait_for(lambda: screen() and process.poll() is not None, "the end")
-        screen()
-        assert process.returncode == 130, shown
-        assert shown.count(f"interrupted {workers == 1}") == workers, shown
-        assert shown.count("bye") == workers, shown
-        assert "Traceback" not in shown
+        assert terminal.read_all() == 130, terminal.text
+        assert terminal.text.count(f"interrupted {workers == 1}") == workers, terminal.text
+        assert terminal.text.count("bye") == workers, terminal.text
+        assert "Traceback" not in terminal.text
         assert not any(is_alive(pid) for pid in pids)
-        assert not list((tmp_path / "tmp").glob("elaunch*"))
-    finally:
-        if process.poll() is None:
-            for child in psutil.Process(process.pid).children(recursive=True):
-                child.kill()
-            process.kill()
-            process.wait(DEADLINE_S)
-        os.close(ours)
+        assert not list(temporary.glob("elaunch*"))
