@@ -190,7 +190,7 @@ def test_a_programs_error_about_its_own_arguments_is_one_line() -> None:
     )
 
 
-def test_another_end_with_few_words_has_the_whole_report() -> None:
+def test_another_end_with_little_output_has_the_whole_report() -> None:
     assert "Root Cause" in refused(replace(WRONG_ARGUMENTS, tail=""))
     assert "Root Cause" in refused(replace(WRONG_ARGUMENTS, kind=FailureKind.EXIT_CODE))
 

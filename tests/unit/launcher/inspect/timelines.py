@@ -38,23 +38,18 @@ class Timeline:
         self.rows.append({"generation": generation, "event": event, **times, **fields})
         return self
 
+    def _rank(self, local_rank: int) -> dict[str, int]:
+        return {"rank": self.first_rank + local_rank, "local_rank": local_rank}
+
     def opens(self, at: float, generation: int, kind: str = "start", world_size: int = 2) -> Timeline:
         """Opened at `at`, sealed 0.5 s later, workers forked 1 s later."""
         self.add(at, generation, "opened", kind=kind, cause="because")
         self.add(at, generation, "joined", **({"node_id": self.node_id} if self.node_id else {}))
         nodes = [{"host": self.host, "node_id": node_id} for node_id in self.seats]
-        self.add(
-            at + 0.5,
-            generation,
-            "sealed",
-            world_size=world_size,
-            reason=f"reason {generation}",
-            restarts=generation,
-            nodes=nodes,
-        )
+        table = {"world_size": world_size, "reason": f"reason {generation}", "restarts": generation, "nodes": nodes}
+        self.add(at + 0.5, generation, "sealed", **table)
         for local_rank in range(self.workers):
-            place = {"rank": self.first_rank + local_rank, "local_rank": local_rank}
-            self.add(at + 1, generation, "forked", pid=100 * generation + local_rank, **place)
+            self.add(at + 1, generation, "forked", pid=100 * generation + local_rank, **self._rank(local_rank))
         return self
 
     def restores(self, begin: float, end: float, generation: int) -> Timeline:
@@ -64,8 +59,7 @@ class Timeline:
     def says(self, name: str, at: float, generation: int, local_ranks: tuple[int, ...] = ()) -> Timeline:
         """The mark of a moment by each worker, or by these, which the agent reads a little later."""
         for local_rank in local_ranks or range(self.workers):
-            place = {"rank": self.first_rank + local_rank, "local_rank": local_rank}
-            self.add(at + 0.3, generation, "marked", name=name, said_s=BEGAN_MONOTONIC_S + at, **place)
+            self.add(at + 0.3, generation, "marked", name=name, said_s=BEGAN_MONOTONIC_S + at, **self._rank(local_rank))
         return self
 
     def steps(self, at: float, generation: int, step: int, first: int | None = None) -> Timeline:
@@ -77,7 +71,7 @@ class Timeline:
     def dies(self, at: float, generation: int, local_rank: int, code: int = -9, **failure: Any) -> Timeline:
         """A worker dies, and the agent knows of it 0.25 s later."""
         rank, pid = self.first_rank + local_rank, 100 * generation + local_rank
-        who = {"rank": rank, "local_rank": local_rank, "pid": pid}
+        who = {**self._rank(local_rank), "pid": pid}
         self.add(at + 0.25, generation, "exited", code=code, **who)
         known = {"kind": "signal", "sentence": f"rank {rank} died", "message": "died", "host": self.host, **who}
         return self.add(at + 0.25, generation, "failed", **known, failed_at=BEGAN_AT + self.ahead_s + at, **failure)
@@ -86,17 +80,14 @@ class Timeline:
         """The others are killed; all is cleared at `at`."""
         self.add(at - 0.1, generation, "killing", signal="SIGKILL", workers=len(local_ranks))
         for local_rank in local_ranks:
-            place = {"rank": self.first_rank + local_rank, "local_rank": local_rank}
-            self.add(at, generation, "exited", pid=100 * generation + local_rank, code=-9, **place)
+            self.add(at, generation, "exited", pid=100 * generation + local_rank, code=-9, **self._rank(local_rank))
         return self.add(at, generation, "cleared")
 
     def succeeds(self, at: float, generation: int, restarts: int = 1) -> Timeline:
         for local_rank in range(self.workers):
-            place = {"rank": self.first_rank + local_rank, "local_rank": local_rank}
-            self.add(at - 1, generation, "exited", pid=100 * generation + local_rank, code=0, **place)
-        return self.add(
-            at, generation, "ended", outcome="succeeded", code=0, reason="", restarts=restarts, max_restarts=3
-        )
+            self.add(at - 1, generation, "exited", pid=100 * generation + local_rank, code=0, **self._rank(local_rank))
+        end = {"outcome": "succeeded", "code": 0, "reason": "", "restarts": restarts, "max_restarts": 3}
+        return self.add(at, generation, "ended", **end)
 
     @property
     def text(self) -> bytes:

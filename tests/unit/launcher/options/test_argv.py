@@ -40,7 +40,7 @@ def test_short_and_joined_forms_are_read_as_argparse_reads_them(
     assert options_of(*argv, "t.py") == expected
 
 
-def test_what_follows_the_program_is_its_own_even_if_it_looks_like_ours() -> None:
+def test_what_follows_the_program_is_its_own_even_if_it_resembles_ours() -> None:
     options = parse(["-m", "pkg.mod", "--nproc-per-node", "4", "--", "-r3", "--help", "--no_such"], {})
 
     assert [*options.given] == ["module"]

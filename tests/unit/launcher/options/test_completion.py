@@ -37,7 +37,7 @@ def test_every_option_of_the_table_is_proposed() -> None:
     assert proposed("store", "--") == ["--listen", "--token-file", "--help"]
 
 
-def test_an_options_own_words_are_proposed_as_its_value() -> None:
+def test_an_options_choices_are_proposed_as_its_value() -> None:
     assert proposed("--rdzv-backend", "etc") == ["etcd", "etcd-v2"]
     # As bash takes --rdzv-backend= apart.
     assert proposed("--rdzv-backend", "=") == ["static", "c10d", "etcd", "etcd-v2"]

@@ -64,7 +64,7 @@ def called_with(script: str, shelf: Path) -> list[str]:
 
 @given(program=PROGRAMS, arguments=ARGUMENTS)
 @example(program="./a\nrm -rf ~.py", arguments=["a\nb"])
-def test_a_batch_script_calls_elaunch_with_the_very_words(shelf: Path, program: str, arguments: list[str]) -> None:
+def test_a_batch_script_calls_elaunch_with_the_very_arguments(shelf: Path, program: str, arguments: list[str]) -> None:
     command = (program, *arguments)
     try:
         text = batch_script(*command)
@@ -102,7 +102,7 @@ def expanded(text: str, variables: dict[str, str]) -> str:
 
 @given(arguments=ARGUMENTS, variable=NASTY | WORDS)
 @example(arguments=["$(ELAUNCH_TOKEN)", "$$(PET_NNODES)", "a\nb: c"], variable="$(ELAUNCH_TOKEN)")
-def test_a_pod_calls_elaunch_with_the_very_words(arguments: list[str], variable: str) -> None:
+def test_a_pod_calls_elaunch_with_the_very_arguments(arguments: list[str], variable: str) -> None:
     argv = ("--image", "i", f"--env=A={variable}", "--nodes=2", "t.py", *arguments)
     try:
         job = kubernetes.job_of(read(kubernetes.COMMAND, *argv), "123456")

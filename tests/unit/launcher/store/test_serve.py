@@ -109,12 +109,12 @@ def plan(endpoint: Endpoint, **changes: object) -> RendezvousPlan:
     )
 
 
-def no_words(line: str) -> None:
+def no_log(line: str) -> None:
     raise AssertionError(line)
 
 
 def test_the_host_of_the_endpoint_serves_the_store() -> None:
-    process = serve_if_head(plan(place()), no_words)
+    process = serve_if_head(plan(place()), no_log)
 
     assert process
     process.stop()
@@ -123,7 +123,7 @@ def test_the_host_of_the_endpoint_serves_the_store() -> None:
 def test_a_node_that_is_set_as_the_head_serves_at_a_name_that_is_a_balancers() -> None:
     endpoint = Endpoint("192.0.2.77", free_ports(1)[0])
 
-    process = serve_if_head(plan(endpoint, is_head=True), no_words)
+    process = serve_if_head(plan(endpoint, is_head=True), no_log)
 
     assert process
     client(Endpoint("127.0.0.1", endpoint.port), process.token).check()
