@@ -1,4 +1,4 @@
-"""Stacks of ranks as records; ranks with equal stacks as one group, as text and as a reply of limited size; pure."""
+"""Stacks of ranks as records; ranks with equal stacks as one group, as text and as a response of limited size; pure."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ _TOO_LONG = "its stacks are too long to show"
 
 
 @dataclass(frozen=True)
-class StackAnswer:
+class StackResponse:
     """The workers of one node in its newest generation: ranks with equal stacks once."""
 
     node_id: str
@@ -223,31 +223,31 @@ class StackAnswer:
     groups: tuple[StackGroup, ...]
 
 
-def stack_answer(node_id: str, generation: int, stacks: Iterable[Stack]) -> str:
-    """The answer as JSON. If it is too large, it has main threads only, then no stacks."""
+def stack_response(node_id: str, generation: int, stacks: Iterable[Stack]) -> str:
+    """The response as JSON. If it is too large, it has main threads only, then no stacks."""
     groups, text = grouped(stacks), ""
     for shorten in (lambda stack: stack, _of_main_thread, _without_threads):
         shorter = tuple(replace(group, stack=shorten(group.stack)) for group in groups)
-        text = encode(StackAnswer(node_id, generation, shorter))
+        text = encode(StackResponse(node_id, generation, shorter))
         if len(text) <= RESPONSE_BYTES_MAX:
             break
     return text
 
 
-def read_stack_answer(text: str, node_id: str) -> StackAnswer | None:
-    """That node's answer; None if the text is none."""
+def read_stack_response(text: str, node_id: str) -> StackResponse | None:
+    """That node's response; None if the text is none."""
     try:
-        answer = decode(StackAnswer, text)
+        response = decode(StackResponse, text)
     except ValueError:
         return None
-    is_whole = answer.node_id == node_id and sum(len(group.ranks) for group in answer.groups) <= RANKS_MAX
-    return answer if is_whole else None
+    is_whole = response.node_id == node_id and sum(len(group.ranks) for group in response.groups) <= RANKS_MAX
+    return response if is_whole else None
 
 
-def stacks_in(answers: Iterable[StackAnswer]) -> tuple[Stack, ...]:
+def stacks_in(responses: Iterable[StackResponse]) -> tuple[Stack, ...]:
     """The stack of each rank; ranks that were in one group have the same one."""
     return tuple(
-        replace(group.stack, rank=rank) for answer in answers for group in answer.groups for rank in group.ranks
+        replace(group.stack, rank=rank) for response in responses for group in response.groups for rank in group.ranks
     )
 
 

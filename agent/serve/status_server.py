@@ -24,7 +24,7 @@ from elaunch.agent.core.events import Event
 from elaunch.agent.core.membership import order
 from elaunch.agent.core.state import Agent
 from elaunch.agent.core.timeline import WorkersSeen, node_report
-from elaunch.agent.diagnosis.stack_groups import stack_answer
+from elaunch.agent.diagnosis.stack_groups import stack_response
 from elaunch.agent.diagnosis.stacks import take
 from elaunch.agent.linux import credentials, start_thread
 from elaunch.rendezvous.codec import encode
@@ -334,7 +334,7 @@ class StatusServer:
 
         def work() -> None:
             try:
-                use(stack_answer(report.node_id, report.generation, take(pids, within_s=STACKS_S)))
+                use(stack_response(report.node_id, report.generation, take(pids, within_s=STACKS_S)))
             finally:
                 self._is_idle.release()
 

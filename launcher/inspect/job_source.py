@@ -20,7 +20,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from elaunch.agent.core.membership import OrderResponse
-from elaunch.agent.diagnosis.stack_groups import Stack, StackAnswer, read_stack_answer, stacks_in
+from elaunch.agent.diagnosis.stack_groups import Stack, StackResponse, read_stack_response, stacks_in
 from elaunch.agent.guardian.guardian import SOCKET_FOLDERS
 from elaunch.agent.linux import credentials, in_threads, state
 from elaunch.agent.serve.status_server import SOCKET_NAME, STACKS_S
@@ -122,11 +122,11 @@ def store_locator(agent: LocalAgent) -> str:
     return _query(agent.path, "store", lambda fields, *_: json.dumps(fields["store"]))
 
 
-def stacks_of(agent: LocalAgent, wait_s: float) -> StackAnswer:
+def stacks_of(agent: LocalAgent, wait_s: float) -> StackResponse:
     """The stacks of that agent's workers. Raises NoResponse."""
 
-    def read(fields: dict[str, Any], *_: object) -> StackAnswer:
-        response = read_stack_answer(json.dumps(fields["stacks"]), agent.node.node_id)
+    def read(fields: dict[str, Any], *_: object) -> StackResponse:
+        response = read_stack_response(json.dumps(fields["stacks"]), agent.node.node_id)
         if response is None:
             raise ValueError("these are no stacks")
         return response
@@ -288,13 +288,13 @@ class StoreSource:
         nodes = {node_id: report for node_id, text in responses.items() if (report := read_node_report(text, node_id))}
         return Gathered(job_report(snapshot), {**nodes, **known}, silent, (*self.notes, *notes))
 
-    def stacks(self, known: Collection[StackAnswer] = ()) -> NodeStacks:
+    def stacks(self, known: Collection[StackResponse] = ()) -> NodeStacks:
         """The stacks of the nodes in `known`, and of all others, taken now. Raises SiteError."""
         snapshot = self._snapshot()
         responses = {response.node_id: response for response in known}
         texts, silent, notes = self._query(Topic.STACKS, snapshot, responses.keys(), STACKS_S)
         for node_id, text in texts.items():
-            if response := read_stack_answer(text, node_id):
+            if response := read_stack_response(text, node_id):
                 responses[node_id] = response
             else:
                 silent[node_id] = "sent stacks that cannot be read"
@@ -400,7 +400,7 @@ class LocalSource:
         """The stacks of all workers, taken now. Raises SiteError."""
         wait_s = RESPONSE_S + STACKS_S
         found = query_all([partial(stacks_of, agent, wait_s) for agent in self._agents], wait_s)
-        responses = [response for response in found if isinstance(response, StackAnswer)]
+        responses = [response for response in found if isinstance(response, StackResponse)]
         silent = [str(why) for why in found if isinstance(why, NoResponse)]
         notes: tuple[str, ...] = ()
         if not self._is_alone:

@@ -118,7 +118,7 @@ RULES = tuple(rule for _, rules in SECTIONS for rule in rules)
 _PAGE_HEAD = """\
 # Failures: causes and next steps
 
-When a job fails, the report names the rank that failed first. If the cause is a usual one, a line says what to do next:
+When a job fails, the report names the rank that failed first. If the cause is a usual one, a line has the next step:
 
 ```sh
 elaunch --nproc-per-node 2 train.py

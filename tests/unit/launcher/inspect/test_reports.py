@@ -1,11 +1,18 @@
-"""rendezvous.rules.reports, agent.core.node_report, agent.core.stack_answer: what nodes report, whoever wrote it."""
+"""rendezvous.rules.reports, agent.core.node_report, agent.core.stack_response: what nodes report, whoever wrote it."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from elaunch.agent.core.timeline import WorkersSeen, node_report
-from elaunch.agent.diagnosis.stack_groups import Frame, Stack, ThreadStack, read_stack_answer, stack_answer, stacks_in
+from elaunch.agent.diagnosis.stack_groups import (
+    Frame,
+    Stack,
+    ThreadStack,
+    read_stack_response,
+    stack_response,
+    stacks_in,
+)
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.rules.queries import RESPONSE_BYTES_MAX
 from elaunch.rendezvous.rules.reports import RankReport, read_node_report
@@ -36,9 +43,9 @@ def test_the_stacks_of_many_ranks_fit_into_an_answer() -> None:
         Stack(rank, 100 + rank, (ThreadStack("m", frames[rank:], is_main=True), *threads[1:])) for rank in range(8)
     ]
 
-    text = stack_answer("node-a-1", 3, stacks)
+    text = stack_response("node-a-1", 3, stacks)
 
-    answer = read_stack_answer(text, "node-a-1")
+    answer = read_stack_response(text, "node-a-1")
     assert len(text) <= RESPONSE_BYTES_MAX
     assert answer is not None
     shown = stacks_in([answer])

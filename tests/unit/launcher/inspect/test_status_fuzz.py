@@ -10,10 +10,10 @@ from elaunch.agent.core.timeline import WorkersSeen, node_report
 from elaunch.agent.diagnosis.stack_groups import (
     Frame,
     Stack,
-    StackAnswer,
+    StackResponse,
     ThreadStack,
-    read_stack_answer,
-    stack_answer,
+    read_stack_response,
+    stack_response,
     stacks_in,
 )
 from elaunch.launcher.inspect.commands import stacks_text
@@ -29,7 +29,7 @@ NODE = AGENT.me.node_id
 RANKS = (RankReport(0, 0, 100, "running", 5, "trains", 0.5, 0.1),)
 REPORT = encode(node_report(AGENT, 77, 12.5, WorkersSeen(0, 3.0, RANKS)))
 MAIN = ThreadStack("MainThread", (Frame("wait", "/a.py", 3),), is_main=True)
-STACKS = stack_answer(NODE, 0, [Stack(0, 100, (MAIN,), "S", children=(Stack(0, 101, (MAIN,)),))])
+STACKS = stack_response(NODE, 0, [Stack(0, 100, (MAIN,), "S", children=(Stack(0, 101, (MAIN,)),))])
 
 
 @given(json_texts(REPORT))
@@ -47,9 +47,9 @@ def test_a_node_report_is_shown_or_left_out(text: str) -> None:
 @given(json_texts(STACKS))
 def test_a_nodes_stacks_are_shown_or_left_out(text: str) -> None:
     with bounded():
-        answer = read_stack_answer(text, NODE)
+        answer = read_stack_response(text, NODE)
 
-        assert answer is None or isinstance(answer, StackAnswer)
+        assert answer is None or isinstance(answer, StackResponse)
         if answer:
             shown = stacks_text(NodeStacks("night", stacks_in([answer])))
             assert all(letter.isprintable() or letter == "\n" for letter in shown)
