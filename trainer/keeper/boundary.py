@@ -278,7 +278,7 @@ class SyncPoint:
         if self._schedule.steps:
             self._pace.step_took(self._schedule.step_s, self._schedule.steps)
         is_due = self._is_due(step)
-        snapshot = self._verification.wants_snapshot(self._state, wants=is_due) and self._state.may_be_copied()
+        snapshot = self._verification.due_snapshot(self._state, is_due=is_due) and self._state.may_be_copied()
         wanted = self._schedule.wanted(step, self._due(step, has_snapshot=snapshot, is_refused=is_due and not snapshot))
         agreed = self._agree(wanted, snapshot=snapshot)
         if agreed.wish:
@@ -303,7 +303,7 @@ class SyncPoint:
 
     def _agree(self, steps: int, *, snapshot: bool) -> SyncPlan:
         copies = self._copies.steps
-        copy = copies.wants(self._state.version.step + 1)
+        copy = copies.is_ready(self._state.version.step + 1)
         agreed = self._boundary.agreed(SyncPlan(steps, snapshot, copy, copies.every == 1, self._total))
         self._state.copies_next, self._state.copies_each = agreed.copy, agreed.copies
         self._state.has_failed_copy = False

@@ -114,7 +114,7 @@ class Copies:
     def snapshot_every(self) -> int | None:
         """Steps between two snapshots; None measures.
 
-        Training goes on while what a rank alone has is sent to another node: until then the snapshot before counts.
+        Training continues while what a rank alone has is sent to another node: until then the snapshot before counts.
         """
         is_sent = self._mirror is not None and (self._training.is_in_parts or self._training.has_large)
         return max(1, self._every // 2) if is_sent and self._every is not None else self._every

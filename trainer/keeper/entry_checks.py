@@ -306,17 +306,15 @@ class EntryChecks:
         for path, (old, new) in self._training.settings.find_changes().items():
             if self._training.has_names_of_its_own:
                 self._warn("value", _VALUE.format(path, old, new, step), by_all=True)
-        if self._compares_ranks() and (found := self._difference(f" after step {step}")):
+        # A restart has no time for it, and has made the ranks alike.
+        is_power_of_2 = not self._syncs & (self._syncs - 1)
+        is_due = self._is_first if self._syncs <= _SYNCS else is_power_of_2 or not self._syncs % _SYNCS_APART
+        if is_due and (found := self._difference(f" after step {step}")):
             self._warn("ranks", found)
         if self._peers.leads and self._commits > _COMPARED_AT and time.monotonic() >= self._again_s:
             self._is_again = not self.is_others
             if self._is_again:
                 self._unkept.note_weights()
-
-    def _compares_ranks(self) -> bool:
-        # A restart has no time for it, and has made the ranks alike.
-        is_power_of_2 = not self._syncs & (self._syncs - 1)
-        return self._is_first if self._syncs <= _SYNCS else is_power_of_2 or not self._syncs % _SYNCS_APART
 
     def _may_warn(self, kind: str, *, by_all: bool = False) -> bool:
         return kind not in self._warned and (by_all or self._peers.leads)

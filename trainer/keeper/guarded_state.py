@@ -169,7 +169,9 @@ class GuardedState:
         if self.is_changing:
             raise RuntimeError(f"the commit of step {self.version.step + 1} has begun already; one step has one commit")
         self._require_clean(f"step {self.next_version.step} is not committed, since its gradients may be incomplete")
-        self.is_checked = self._is_to_be_checked()
+        self._commits += 1
+        is_copied = self.copies_next or self._copies.copies_in_commit or self.is_sync_point()
+        self.is_checked = is_copied or self._commits <= _CHECKED or self._rehearsal is not None
         if self.is_checked:
             self.before_commit(self.next_version.step)
         if left := self._left.commit_begins(self.next_version.step):
@@ -195,11 +197,6 @@ class GuardedState:
         settings.forget()
         self.is_changing, self._is_whole = True, False
         self._begun_s = time.monotonic()
-
-    def _is_to_be_checked(self) -> bool:
-        self._commits += 1
-        is_copied = self.copies_next or self._copies.copies_in_commit or self.is_sync_point()
-        return is_copied or self._commits <= _CHECKED or self._rehearsal is not None
 
     def _require_clean(self, otherwise: str) -> None:
         """Wait until all that this rank has begun is done, and raise BrokenGroup if a collective has failed."""
@@ -288,7 +285,7 @@ class GuardedState:
             self._refuse(f"step {self.version.step} is not copied: {error}")
 
     def finalize(self, *, durably: bool) -> None:
-        """At a stop or the end: a snapshot, and a checkpoint. No rank goes on before the snapshot is complete."""
+        """At a stop or the end: a snapshot, and a checkpoint. No rank continues before the snapshot is complete."""
         self._training.settings.find_changes()
         self.snapshot()
         with self._lock:

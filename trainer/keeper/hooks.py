@@ -25,7 +25,7 @@ def hook_backward(
     That is when the pass reaches what the forward pass of `model` returned: the loss is computed, and no gradient of
     `model` has been reduced. If no gradient reaches that, `store` runs after the forward pass. If parts of `model` are
     called past the wrapper, it runs when the gradient of the first parameter is there, which is the last to be reduced.
-    Else `at_end` runs then: gradient checkpointing has run all forward passes once more, which may change buffers.
+    Else `at_end` runs then: gradient checkpointing has run all forward passes again, which may change buffers.
     Returns a function that takes the hooks back.
     """
     is_stored, inner = False, unwrap(model)
@@ -132,7 +132,7 @@ class LeftGradients:
         self._handles = []
 
     def _before_sum(self, parameter: Tensor, _: Tensor) -> None:
-        gradient, version = self._left.pop(id(parameter), (_nothing, 0))
+        gradient, version = self._left.pop(id(parameter), (lambda: None, 0))
         now = parameter.grad
         if now is not None and gradient() is now and (part := _part(now))._version == version:
             # Zeros may be left on purpose: zero_grad(set_to_none=False) in the commit.
@@ -147,10 +147,6 @@ def _part(gradient: Tensor) -> Tensor:
     """What FSDP2 adds to: this rank's part, which counts its own changes."""
     part: Tensor = getattr(gradient, "_local_tensor", gradient)
     return part
-
-
-def _nothing() -> None:
-    return None
 
 
 class Steps(Protocol):

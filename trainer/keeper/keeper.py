@@ -256,7 +256,7 @@ class Keeper:
     def epochs(self, total: int, steps: int) -> Iterator[tuple[int, Iterator[int]]]:
         """The epochs that are left up to `total`, from 0, each with its steps that are left; an epoch has `steps`.
 
-        The epoch whose last step was complete when the program failed comes once more without steps, for what the
+        The epoch whose last step was complete when the program failed is repeated without steps, for what the
         program does at an epoch's end: it may not have been done.
         """
         if steps < 1:
@@ -313,7 +313,7 @@ class Keeper:
             self._checks.sync_point(step)
             try:
                 if is_over:
-                    # No rank is gone before all have done the step.
+                    # No rank exits before all have done the step.
                     self._peers.largest([0])
                     self._has_stopped = True
                     raise Stopped(Wish.NONE)
@@ -336,7 +336,7 @@ class Keeper:
         """Set the random states back to those at the end of the last step: the next one draws from there.
 
         Call it after an evaluation that draws random numbers: a run that a failure cuts off there does not make it
-        again, and goes on with the same numbers. `steps` does so before each step. After a restore it does nothing
+        again, and continues with the same numbers. `steps` does so before each step. After a restore it does nothing
         until `restore_random` was called.
         """
         if not self._is_random_due or self._training.random.aside:
@@ -349,7 +349,7 @@ class Keeper:
             self.redraw()
 
     def keep_draws(self) -> None:
-        """Keep the present random states with the last step: a run that goes on from it does not draw those again."""
+        """Keep the present random states with the last step: a run that continues from it does not draw those again."""
         if self.step > self._restored_step:
             self._copies.redraw(self._state.version)
             self._random = self._copies.own.of(self._state.version)["random"]
@@ -400,7 +400,7 @@ class Keeper:
         return True
 
     def commit_by_hooks(self, module: nn.Module | None = None, *, draws_again: bool = False) -> None:
-        """From now on `optimizer.step` commits by itself, and each training forward pass begins a step if one is due.
+        """From now on `optimizer.step` commits automatically, and each training forward pass begins a step that is due.
 
         `module` is what the loop calls, if that is not `model`. With `draws_again` the loop draws an epoch's order
         again before its first step, and the random states are restored after that. Raises ValueError if hooks cannot
@@ -436,7 +436,7 @@ class Keeper:
             match error:
                 # NotDurable of another keeper: its training has ended, on all ranks at the same place.
                 case None | NotDurable():
-                    # The training is over, but the program goes on. If it fails later, no step is repeated.
+                    # The training is over, but the program continues. If it fails later, no step is repeated.
                     if self._rehearsal is not None and self._begun_step != self.step:
                         self._rehearsal.begin(self.step + 1)
                     self._verification.compare(self._state)

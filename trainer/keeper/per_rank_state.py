@@ -46,7 +46,7 @@ class PerRankState:
         if unless_same and is_again and training.random.aside and not (training.per_rank or training.has_buffers):
             return False
         if not is_again and self._put[0] is not None and training.per_rank is not None:
-            training.per_rank.go_on()
+            training.per_rank.forget_loaded()
         own, present = training.own(), training.buffers()
         has_buffers = present["buffers"] or present["transient"]
         buffers = versions(present) if has_buffers else {}
@@ -58,16 +58,13 @@ class PerRankState:
             return False
         self._put, self._is_begun = (version, buffers, own), is_begun
         if has_buffers or self._tensors:
-            self._note_buffers(present)
+            held = chain.from_iterable(its.values() for its in present.values())
+            self._tensors = [one for one in held if one is not None and not one.is_inference()]
+            self._counts = [*map(_VERSION, self._tensors)]
         return self._stage(version, present)
 
-    def _note_buffers(self, present: State) -> None:
-        held = chain.from_iterable(its.values() for its in present.values())
-        self._tensors = [one for one in held if one is not None and not one.is_inference()]
-        self._counts = [*map(_VERSION, self._tensors)]
-
     def store_changed(self, version: Version) -> None:
-        """A backward pass has come to its end: gradient checkpointing runs the forward pass once more within it."""
+        """A backward pass has come to its end: gradient checkpointing runs the forward pass again within it."""
         if self._counts != [*map(_VERSION, self._tensors)] and self._put[0] == version:
             self.store(version, is_begun=True)
 

@@ -56,7 +56,7 @@ class StepCopies:
             return 0
         return self.pace.every
 
-    def wants(self, step: int) -> bool:
+    def is_ready(self, step: int) -> bool:
         """Whether this rank is ready for a copy of `step`, and one is due."""
         if self.is_off:
             return False
@@ -88,7 +88,7 @@ class StepCopies:
             return False
         if not waits:
             # A survivor saves the parameters of a copied step in place of the older snapshot. If a node dies, its copy
-            # of that step is gone, and the newer snapshot counts.
+            # of that step is lost, and the newer snapshot counts.
             self._copies.before_snapshot()
         self._has_copied(version, took_s)
         return True

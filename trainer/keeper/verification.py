@@ -70,11 +70,11 @@ class Verification:
         if not self._is_off:
             copies.verified = version if version.step else None
 
-    def wants_snapshot(self, state: GuardedState, *, wants: bool) -> bool:
+    def due_snapshot(self, state: GuardedState, *, is_due: bool) -> bool:
         """Compare if that is due, and then take a snapshot, to which a later failure goes back. Collective."""
         step = state.version.step
         if self._is_off or not any(step // every > self._compared.step // every for every in self._every):
-            return wants and not self._is_strict
+            return is_due and not self._is_strict
         self.compare(state)
         return True
 

@@ -56,7 +56,7 @@ class RankObjects:
             return self._loaded
         return {"world_size": _world_size(), "states": [one.state_dict() for one in self._objects]}
 
-    def go_on(self) -> None:
+    def forget_loaded(self) -> None:
         """A step has begun, so the objects may have changed."""
         self._loaded = None
 

@@ -49,7 +49,7 @@ class RandomStates:
         return self._state
 
     def step_aside(self, state: State, step: int) -> None:
-        """Seed the generators with numbers that depend on `state`, the states to go on from, and on `step`."""
+        """Seed the generators with numbers that depend on `state`, the states to continue from, and on `step`."""
         self.aside = state
         random.seed(_seed(state["python"][1], step))
         torch.default_generator.manual_seed(_seed(state["torch"], step))

@@ -62,7 +62,7 @@ class Settings:
         self._given = self._start.requires_grad
         self._known_groups = _ids(self._start.groups)
         self._noted: _Noted | None = None
-        # Whether a restore's settings are set once more before the first step.
+        # Whether a restore's settings are set again before the first step.
         self._is_due = False
         # Whether all values of the last step are known, and whether one has changed since that may be of it.
         self._is_checked = self._has_reported = self._has_reported_modules = False
@@ -268,7 +268,7 @@ class Settings:
     def begin(self) -> None:
         """A step begins. Before the first one after a restore, what the program has set since is set back.
 
-        It has come to `model.train()`, or another phase of the training, once more.
+        It has come to `model.train()`, or another phase of the training, again.
         """
         if self._is_due and self._noted is not None:
             self._is_due = False

@@ -134,10 +134,10 @@ class Rank:
             disk=SimpleNamespace(report_failures=lambda: None, found=on_disk),
             checkpoint=lambda version: self.checkpoints.append(version.step),
             steps=SimpleNamespace(
-                is_off=is_strict, wants=lambda step: True, every=1, sync_after=lambda step: self.next_copy
+                is_off=is_strict, is_ready=lambda step: True, every=1, sync_after=lambda step: self.next_copy
             ),
         )
-        verification = SimpleNamespace(wants_snapshot=lambda state, wants: wants and not is_strict)
+        verification = SimpleNamespace(due_snapshot=lambda state, is_due: is_due and not is_strict)
         boundary = SimpleNamespace(agreed=self.agreed)
         self.sync = SyncPoint(
             *(boundary, self.state, copies, verification),  # type: ignore[arg-type]

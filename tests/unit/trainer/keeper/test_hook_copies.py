@@ -68,7 +68,7 @@ def test_a_step_without_copies_does_not_take_the_place_of_the_copied_one_before(
     monkeypatch: pytest.MonkeyPatch, memory: Path
 ) -> None:
     # From some step on, a copy takes too long, and there is a sync point after each step.
-    monkeypatch.setattr(StepCopies, "wants", lambda self, step: step < 9)
+    monkeypatch.setattr(StepCopies, "is_ready", lambda self, step: step < 9)
     monkeypatch.setattr(sync_schedule, "WITHIN_S", 0.0)
 
     def save_step_8(keeper: Keeper) -> None:

@@ -148,5 +148,5 @@ def test_no_state_is_taken_between_a_restore_and_the_first_step() -> None:
     per_rank.load_state_dict(state)
 
     assert (per_rank.state_dict(), loader.calls) == (state, 1)
-    per_rank.go_on()
+    per_rank.forget_loaded()
     assert per_rank.state_dict()["states"] == [{"calls": 2}]
