@@ -174,7 +174,7 @@ def test_a_skeleton_that_nests_for_ever_is_none_of_ours() -> None:
     assert unpack(region, Header(b"l" * 16, Piece(Version(1, 2), 1, 0), len(skeleton), PAGE, PAGE, 0, 0))
 
 
-@pytest.mark.parametrize("content", ["[" * 2000, "a: 2024-99-99\n", "a: " + "9" * 5000, "\x00", "7"])
+@pytest.mark.parametrize("content", ["[" * 2000, "a: 2024-99-99\n", "a: " + "9" * 5000, "\x00", "7", "just text"])
 def test_a_run_directory_with_a_broken_configuration_is_a_sentence(content: str) -> None:
     with pytest.raises(ConfigError, match=r"config\.yaml"):
         require_ours("--out", "out", content.encode(), {}, has_checkpoints=False)

@@ -7,7 +7,6 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from elaunch.trainer.checkpoint.checkpoints import Checkpoints, Mark
 from elaunch.trainer.checkpoint.filesystem import LocalFiles
 from elaunch.trainer.checkpoint.storage import storage_at
 from tests.fuzzing import bounded
+from tests.unit.trainer.checkpoint.test_checkpoints import save, seal_again
 
 NEST = 3_000_000
 Change = Callable[[Path], None]
@@ -46,24 +46,11 @@ def state_of(step: int) -> dict[str, Any]:
     return {"step": step, "model": {"w": torch.full((3, 2), float(step))}}
 
 
-def save(folder: Path, step: int) -> Path:
-    Checkpoints(folder, generation=0, say=pytest.fail).save(step, state_of(step))
-    return folder / storage_at(folder).found()[-1][1].name
-
-
 def newest_step(folder: Path, logged: list[str]) -> int:
     state = state_of(0)
     with in_time():
         Checkpoints(folder, generation=0, say=logged.append).load_newest(state)
     return int(state["step"])
-
-
-def seal_again(folder: Path) -> None:
-    """Write a manifest for the present contents of the folder, as an attacker would."""
-    held = storage_at(folder.parent).folder(folder.name)
-    manifest = storage.read_manifest(held)
-    files = {name: storage.sums(held, name) for name in manifest.files}
-    held.write(storage.MANIFEST, replace(manifest, files=files).to_bytes())
 
 
 @pytest.mark.parametrize(
@@ -87,8 +74,8 @@ def seal_again(folder: Path) -> None:
     ],
 )
 def test_a_layout_that_cannot_be_true_is_passed_over(tmp_path: Path, change: Callable[[Any], None]) -> None:
-    save(tmp_path, 1)
-    newest = save(tmp_path, 2)
+    save(tmp_path, 0, 1, state_of(1))
+    newest = save(tmp_path, 0, 2, state_of(2))
     (newest / "another").write_bytes((newest / "__0_0.distcp").read_bytes())
     tensors = json.loads((newest / "tensors.json").read_text())
     change(tensors["model.w"])
@@ -108,7 +95,7 @@ def test_a_layout_that_is_none_is_refused(content: bytes, tmp_path: Path) -> Non
 
 
 def test_what_was_verified_is_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = save(tmp_path, 1)
+    folder = save(tmp_path, 0, 1, state_of(1))
     read = LocalFiles.read
 
     def and_change(self: LocalFiles, name: str, *limit: int) -> bytes:
@@ -146,8 +133,8 @@ def of_40_gb(path: Path) -> None:
 @pytest.mark.parametrize("change", [a_pipe, a_device, a_folder])
 @pytest.mark.parametrize("name", ["manifest.json", "plain.pickle", "__0_0.distcp"])
 def test_what_is_no_regular_file_is_passed_over(tmp_path: Path, name: str, change: Change) -> None:
-    save(tmp_path, 1)
-    newest = save(tmp_path, 2)
+    save(tmp_path, 0, 1, state_of(1))
+    newest = save(tmp_path, 0, 2, state_of(2))
     (newest / name).unlink()
     change(newest / name)
     logged: list[str] = []
@@ -164,8 +151,8 @@ def test_what_is_no_regular_file_is_passed_over(tmp_path: Path, name: str, chang
     [("manifest.json", "67,108,864"), ("tensors.json", "1,073,741,824"), ("plain.pickle", "1,073,741,824")],
 )
 def test_a_file_that_is_too_large_is_passed_over_with_the_number(tmp_path: Path, name: str, limit: str) -> None:
-    save(tmp_path, 1)
-    newest = save(tmp_path, 2)
+    save(tmp_path, 0, 1, state_of(1))
+    newest = save(tmp_path, 0, 2, state_of(2))
     of_40_gb(newest / name)
     logged: list[str] = []
 
@@ -176,7 +163,7 @@ def test_a_file_that_is_too_large_is_passed_over_with_the_number(tmp_path: Path,
 
 
 def test_a_checkpoint_that_no_rank_would_read_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(tmp_path, 1)
+    save(tmp_path, 0, 1, state_of(1))
     monkeypatch.setattr(writing, "LAYOUT_BYTES_MAX", 100)
     logged: list[str] = []
 
@@ -188,8 +175,8 @@ def test_a_checkpoint_that_no_rank_would_read_is_not_published(tmp_path: Path, m
 
 @pytest.mark.parametrize("file", ["plain.pickle", "__0_0.distcp"])
 def test_a_file_that_nests_without_end_is_passed_over(tmp_path: Path, file: str) -> None:
-    save(tmp_path, 1)
-    newest = save(tmp_path, 2)
+    save(tmp_path, 0, 1, state_of(1))
+    newest = save(tmp_path, 0, 2, state_of(2))
     content = b"\x80\x02})" + b"\x85" * NEST + b"Ns."
     if file == "plain.pickle":
         (newest / file).write_bytes(content)

@@ -119,32 +119,6 @@ def test_two_writers_of_one_mark_do_not_touch_each_others_objects(url: Url) -> N
     assert loaded(url) == 5
 
 
-def test_an_outage_costs_a_checkpoint_and_a_sentence_and_the_next_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    url = Url("memory", f"memory://bucket/{secrets.token_hex(4)}")
-    logged: list[str] = []
-    checkpoints = opened(url, log=logged.append)
-    checkpoints.save(1, state_of(1))
-
-    def away(*_: object, **__: object) -> None:
-        raise ConnectionError("connection refused")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(MemoryFileSystem, "pipe_file", away)
-        for step in (2, 3):
-            checkpoints.save(step, state_of(step))
-    checkpoints.save(4, state_of(4))
-
-    assert logged == [
-        *(
-            f"the checkpoint of step {step} could not be written: connection refused; the newest one in {url} is of "
-            "step 1"
-            for step in (2, 3)
-        ),
-        "the checkpoint of step 4 is written",
-    ]
-    assert marks_at(url) == [Mark(0, 1), Mark(0, 4)]
-
-
 def test_an_outage_at_the_start_begins_nothing_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     url = Url("memory", f"memory://bucket/{secrets.token_hex(4)}")
     saved(url, 5, 1)

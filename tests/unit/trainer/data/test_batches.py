@@ -310,16 +310,6 @@ def test_an_order_that_cannot_be_drawn_again_is_refused_at_the_first_batch() -> 
         next(Batches(DataLoader(Numbers(), batch_size=4, sampler=ByTheClock())))
 
 
-def test_another_order_than_before_is_refused_after_a_restart() -> None:
-    first = Batches(shuffled())
-    taken(first, 3)
-    second = Batches(DataLoader(Numbers(), batch_size=4))
-    second.load_state_dict(first.state_dict())
-
-    with pytest.raises(RuntimeError, match="draws another order than the process before"):
-        next(second)
-
-
 def test_a_loader_that_is_dropped_is_gone_at_once() -> None:
     batches = Batches(loader := shuffled())
     next(batches)

@@ -25,11 +25,9 @@ TWO = RankInfo(rank=0, world_size=2, launched=True)
         (["--global-batch", "1"], "use at most 1 workers, or global_batch 2"),
         (["--micro-batch", "5"], "--micro-batch: global_batch (24) is not a multiple of micro_batch (5)"),
         (["--width", "30", "--heads", "4"], "--width (30) is not divisible by --heads (4); use --width 32"),
-        (["--steps", "many"], "'many'"),
         (["--stepz", "3"], "--stepz"),
         (["--parallel", "fsdp3"], "--parallel fsdp3: there is no plan 'fsdp3'; use one of ddp"),
         (["--parallel", "dp=4"], "--parallel dp=4 is for 4 workers, and there are 2; use numbers"),
-        (["--parallel", "pp=2", "--layers", "1"], "(1 on each worker), and the network --layers 1; use --layers 2"),
         (["--profile", "ten"], "--profile: 'ten' is neither a number of steps nor a range; give 3, or 10-12"),
         (["--profile", "10-12", "--steps", "11"], "--profile 10-12 ends with step 12, and --steps is 11; give fewer"),
         (["--bucket-mb", "5", "--parallel", "tp=2"], "--bucket-mb is DDP's, and --parallel tp=2 has no DDP"),
@@ -37,7 +35,6 @@ TWO = RankInfo(rank=0, world_size=2, launched=True)
         (["--comm-hook", "powersgd", "--bucket-mb", "1"], "and so does --bucket-mb; leave one out"),
         (["--tune-comm", "--bucket-mb", "1"], "--bucket-mb decides the size of DDP's buckets, and so does --tune-comm"),
         (["--checkpoints", "s33://bucket/run"], "s33://bucket/run cannot be used: Protocol not known: s33"),
-        (["--checkpoints", "gs://bucket/run"], "gs://bucket/run cannot be used: Please install gcsfs"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_meant_is_one_sentence_with_its_values(argv: list[str], sentence: str) -> None:
@@ -117,16 +114,6 @@ def test_a_directory_refuses_another_configuration(run: tuple[RunDirectory, Trai
     assert (directory.path / "config.yaml").read_text() == before
 
 
-@pytest.mark.parametrize("content", ["a: [", "just text", "\0"])
-def test_a_broken_config_yaml_is_one_sentence(run: tuple[RunDirectory, TrainConfig, Corpus], content: str) -> None:
-    directory, config, corpus = run
-    directory.claim(config, corpus.summary)
-    (directory.path / "config.yaml").write_text(content)
-
-    with pytest.raises(ConfigError, match=r"config\.yaml .*give another --out"):
-        directory.claim(config, corpus.summary)
-
-
 def test_checkpoints_of_an_unknown_run_are_not_taken_over(run: tuple[RunDirectory, TrainConfig, Corpus]) -> None:
     directory, config, corpus = run
     folder = directory.checkpoints / "generation-0000-step-00000001.0a0b0c0d"
@@ -138,7 +125,7 @@ def test_checkpoints_of_an_unknown_run_are_not_taken_over(run: tuple[RunDirector
 
 
 @pytest.mark.parametrize("place", ["memory://bucket/{}", "file://{}/there", "{}/there"])
-def test_checkpoints_elsewhere_are_one_runs_and_say_whose(
+def test_checkpoints_elsewhere_belong_to_one_run(
     run: tuple[RunDirectory, TrainConfig, Corpus], tmp_path: Path, place: str
 ) -> None:
     _, config, corpus = run

@@ -153,7 +153,7 @@ def swap_two_samples(files: Files) -> None:
     a[0], b[0] = b[0], a[0]
 
 
-def say_something_else_in_the_lost_step(files: Files) -> None:
+def change_a_sample_of_the_lost_step(files: Files) -> None:
     rows, place = at(files, 1, 9, 2)
     rows[place]["samples"] = [0, 1]
 
@@ -171,7 +171,7 @@ def change_the_order(files: Files) -> None:
         (compute_a_micro_batch_twice, "micro-batch 1 of step 12 was computed twice in generation 2, by ranks 1 and 3"),
         (compute_a_step_again_that_counts, "generation 2 began after step 9 and computed step 9 again"),
         (swap_two_samples, "micro-batch 2 of step 2 had samples"),
-        (say_something_else_in_the_lost_step, r"step 9 had samples \[0, 1\] in generation 1"),
+        (change_a_sample_of_the_lost_step, r"step 9 had samples \[0, 1\] in generation 1"),
         (change_the_order, "the ranks had different orders, Order.*seed=8"),
     ],
 )
@@ -194,7 +194,7 @@ class Wrong(Order):
         return position % 49 if self.size == 50 else super().sample(position)
 
 
-def test_an_order_that_repeats_samples_is_found_though_everybody_keeps_to_it(
+def test_an_order_that_repeats_samples_is_found_though_all_ranks_keep_to_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Order, "sample", Wrong.sample)
@@ -206,7 +206,7 @@ def test_an_order_that_repeats_samples_is_found_though_everybody_keeps_to_it(
     assert "sample 0 comes twice in epoch 0, the second time in step 5" in found.text
 
 
-def test_a_step_that_was_done_and_saved_counts_though_no_rank_lived_to_say_so(tmp_path: Path) -> None:
+def test_a_step_that_was_done_and_saved_counts_though_no_rank_lived_to_record_it(tmp_path: Path) -> None:
     for rank in range(2):
         with Ledger(tmp_path, ORDER, rank=rank, world_size=2, generation=0, after=0) as ledger:
             for micro in ORDER.parts(1, rank, 2):

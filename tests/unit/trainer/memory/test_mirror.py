@@ -106,7 +106,7 @@ def test_a_snapshot_is_on_both_nodes(ranks: list[Rank]) -> None:
     assert [rank.logged for rank in ranks] == [[], []]
 
 
-def test_a_failure_ends_second_copies_on_all_ranks_and_one_says_so(ranks: list[Rank]) -> None:
+def test_a_failure_ends_second_copies_on_all_ranks_and_one_logs_it(ranks: list[Rank]) -> None:
     ranks[1].of_other.fails = 1
 
     assert on_both(ranks, lambda rank: rank.snapshot(1)) == [False, False]
@@ -121,7 +121,7 @@ def test_a_failure_ends_second_copies_on_all_ranks_and_one_says_so(ranks: list[R
     ]
 
 
-def test_a_rank_that_cannot_speak_to_the_other_node_any_more_ends_second_copies_on_all_and_one_says_why(
+def test_a_rank_that_loses_its_connection_to_the_other_node_any_more_ends_second_copies_on_all_and_one_logs_why(
     ranks: list[Rank],
 ) -> None:
     assert on_both(ranks, lambda rank: rank.snapshot(1)) == [True, True]

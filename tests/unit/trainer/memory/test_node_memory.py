@@ -32,10 +32,6 @@ def saved(memory: NodeMemory, generation: int, step: int) -> Version:
     return memory.save(Version(generation, step), lambda: state_of(step))
 
 
-def versions(memory: NodeMemory) -> list[Version]:
-    return memory.versions()
-
-
 def contents(memory: NodeMemory) -> list[float]:
     return [slot.read(header)["w"][7].item() for header, slot in memory.pair.versions()]
 
@@ -67,9 +63,9 @@ def test_a_corrupt_copy_is_named_and_the_one_before_it_counts(tmp_path: Path) ->
     assert [holding.version for holding in found] == [Version(0, 1)]
     assert logged == [f"skipping the copy of step 2 in {slot.path}: its checksum is wrong"]
     # The damaged copy is not found again, and is overwritten next.
-    assert versions(memory) == [Version(0, 1)]
+    assert memory.versions() == [Version(0, 1)]
     saved(memory, 0, 3)
-    assert versions(memory) == [Version(0, 3), Version(0, 1)]
+    assert memory.versions() == [Version(0, 3), Version(0, 1)]
 
 
 def test_too_little_room_is_one_sentence_with_both_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,10 +147,10 @@ def test_a_writer_killed_in_the_middle_leaves_the_other_copy_and_no_lock(shm: Pa
 
     # If the dead writer still had the lock, this would wait for ever.
     assert memory.save(Version(0, 2), lambda: pytest.fail("not to be copied")) == Version(0, 2)
-    assert versions(memory) == [Version(0, 2)]
+    assert memory.versions() == [Version(0, 2)]
     assert contents(memory) == [2.0]
     assert memory.save(Version(0, 4), lambda: state_of(4, 100_000)) == Version(0, 4)
-    assert versions(memory) == [Version(0, 4), Version(0, 2)]
+    assert memory.versions() == [Version(0, 4), Version(0, 2)]
 
 
 def test_a_writer_waits_for_another_one_and_then_has_nothing_to_do(shm: Path) -> None:
@@ -175,7 +171,7 @@ def test_a_writer_waits_for_another_one_and_then_has_nothing_to_do(shm: Path) ->
             writer.go_on()
 
             assert child.end() == 0
-    assert versions(memory) == [Version(0, 3), Version(0, 2)]
+    assert memory.versions() == [Version(0, 3), Version(0, 2)]
 
 
 def opened_by(pid: int) -> list[str]:
@@ -206,7 +202,7 @@ def test_survivors_that_differ_by_a_step_leave_the_snapshot_that_is_to_stay(tmp_
     for step in (57, 58, 59):
         memory.save(Version(0, step), lambda step=step: state_of(step), spare=[Version(0, 50)])  # type: ignore[misc]
 
-    assert versions(memory) == [Version(0, 59), Version(0, 50)]
+    assert memory.versions() == [Version(0, 59), Version(0, 50)]
     assert contents(memory) == [59.0, 50.0]
 
 
@@ -221,11 +217,11 @@ def test_given_up_steps_are_not_found_again(tmp_path: Path) -> None:
 
     memory.drop_newer(Version(0, 50))
 
-    assert versions(memory) == [Version(0, 50)]
+    assert memory.versions() == [Version(0, 50)]
     assert [header.version for header, _, _ in records.versions()] == [Version(0, 50)]
     # The next failure overwrites the copy that was given up, not the one that all ranks have.
     saved(memory, 1, 53)
-    assert versions(memory) == [Version(1, 53), Version(0, 50)]
+    assert memory.versions() == [Version(1, 53), Version(0, 50)]
 
 
 def test_the_records_of_the_last_three_steps_stay(tmp_path: Path) -> None:

@@ -56,13 +56,6 @@ def own(*ranks: int, generation: int = 0, step: int, full: bool = False) -> tupl
     return tuple((rank, generation, step, full) for rank in ranks)
 
 
-def test_a_stale_generations_larger_step_loses() -> None:
-    decision = decided(node("a", 0, holds=((1, 90, 1),)), node("b", 1, holds=((2, 50, 2),)))
-
-    assert decision.version == Version(2, 50)
-    assert decision.receivers == (0,)
-
-
 def test_who_has_no_memory_or_no_room_gets_it_rank_by_rank() -> None:
     none = [Inventory(0, "", speaks=False), Inventory(1, "", speaks=False)]
     decision = decided(none, node("old", 2, holds=((0, 5, 1),)), node("small", 3, 4, free=99))

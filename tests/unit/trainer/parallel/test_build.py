@@ -104,13 +104,10 @@ RECORD = KeptPlan("dp=2,tp=2", 4)
     [
         b'{"plan": "auto", "world_size": 4}',
         b'{"plan": "no plan", "world_size": 4}',
-        b'{"plan": 5, "world_size": 4}',
         b'{"plan": "ddp", "world_size": 0}',
         b'{"plan": "ddp", "world_size": "4"}',
         b'{"plan": "ddp", "world_size": 4, "other": 1}',
         b"{",
-        b"[]",
-        b"\xff",
     ],
 )
 def test_a_record_is_read_as_it_was_written_or_refused(content: bytes) -> None:

@@ -112,7 +112,7 @@ def test_rank_0_has_the_times_of_the_ranks_of_all_nodes(tmp_path: Path) -> None:
         folder = tmp_path / f"node-{rank}"
         with Profiler("2-3", folder=folder, log=logged.append) as profiler:
             profiler._place = module.RankInfo(rank, rank, 2)
-            profiler._say = logged.append if rank == 0 else lambda _: None
+            profiler._log = logged.append if rank == 0 else lambda _: None
             for number in range(1, 7):
                 profiler.begin_step(number)
                 work()

@@ -186,15 +186,6 @@ def test_unauthenticated_peers_that_take_the_last_file_descriptors_end_no_traini
         assert list(rank_0._connected) == [1]
 
 
-def test_a_response_that_was_seen_on_the_way_is_of_no_use_a_second_time() -> None:
-    with rank_0_waits(2) as (book, _), dial(book) as other:
-        # It was for the challenge of another connection.
-        assert len(other.recv(CHALLENGE_BYTES, socket.MSG_WAITALL)) == CHALLENGE_BYTES
-        other.sendall(book.contact(0).response(1, CHALLENGE, NUMBER))
-
-        assert other.recv(1) == b""
-
-
 def test_a_rank_refuses_another_process_that_listens_at_a_dead_ranks_port() -> None:
     book = Book()
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
