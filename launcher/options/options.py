@@ -18,7 +18,7 @@ from click.shell_completion import CompletionItem
 from elaunch.agent.config import OnHang
 from elaunch.launcher.errors import UsageError as UsageError
 from elaunch.launcher.errors import nearest
-from elaunch.launcher.options import rdzv_conf, values
+from elaunch.launcher.options import rdzv_conf
 from elaunch.launcher.options.command_line import Command, Given, Option, ParseState
 from elaunch.launcher.options.command_line import Source as Source
 from elaunch.launcher.options.help import help_text
@@ -93,19 +93,14 @@ def _entries(text: str, name: str) -> dict[str, Any]:
         raise UsageError(f"{name} is not a mapping of options; write one `name: value` per line")
     entries: dict[str, Any] = {}
     for key, value in (root or {}).items():
-        _check_flat(value, f"{name}: {key}")
+        items = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else [value]
+        if not all(isinstance(item, str) for item in items):
+            raise UsageError(f"{name}: {key} holds a list or mapping inside another; write plain text there")
         if key.replace("_", "-") in entries:
             raise UsageError(f"{name}: {key} is given twice; keep one")
         if value not in _NULLS:
             entries[key.replace("_", "-")] = value
     return entries
-
-
-def _check_flat(value: values.Raw, where: str) -> None:
-    """Raises UsageError for what is nested."""
-    texts = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else [value]
-    if not all(isinstance(word, str) for word in texts):
-        raise UsageError(f"{where} holds a list or mapping inside another; write plain text there")
 
 
 class JobCommand(Command):

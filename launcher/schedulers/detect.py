@@ -111,8 +111,8 @@ def _detect_mpi(environ: Mapping[str, str], hostname: str, read: Callable[[str],
 def _nodes_of_mpi(name: str, size: int, tasks: int) -> int:
     if size % tasks:
         raise ValueError(
-            f"{name} has {size} processes, {tasks} of them here: the nodes are not alike, and how many there are is"
-            " not to be known; start one process on each (mpirun --map-by ppr:1:node)"
+            f"{name} has {size} processes, {tasks} of them here: the nodes are not alike, and their number is unknown;"
+            " start one process on each (mpirun --map-by ppr:1:node)"
         )
     return size // tasks
 

@@ -77,7 +77,7 @@ def line(cluster: Cluster) -> str:
     nodes = ":".join(str(number) for number in dict.fromkeys(cluster.nodes or ()))
     parts = [
         f"job {cluster.run_id}" if cluster.run_id else "",
-        f"in its life number {cluster.restarts + 1}" if cluster.restarts else "",
+        f"start number {cluster.restarts + 1}" if cluster.restarts else "",
         f"{nodes} {'node' if nodes == '1' else 'nodes'}" if nodes else "",
         f"this is node {cluster.node_index}" if cluster.node_index is not None else "",
         f"the head is {cluster.head}" if cluster.head else "",

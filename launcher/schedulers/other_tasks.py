@@ -89,7 +89,7 @@ def wait_for_agent(cluster: Cluster, log: Callable[[str], None], appear_s: float
                         pass
                 return 0
         time.sleep(_PAUSE_S)
-    log(f"task {cluster.task} of this node has met no agent here within {appear_s:g} s: has it ended?")
+    log(f"task {cluster.task} of this node has found no agent here within {appear_s:g} s: has it exited?")
     return 0
 
 

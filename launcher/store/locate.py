@@ -275,7 +275,8 @@ def given_addresses(
                 raise UsageError(f"{variable}={text} {error}") from None
             return _check_addresses(found, variable), (f"the store's address comes from {variable}: {text}",)
     if master:
-        return (Address("", master.host, _store_port(master)),), ()
+        port = master.port or MASTER_PORT
+        return (Address("", master.host, port + 1 if port < PORT_MAX else port - 1),), ()
     return (), ()
 
 
@@ -290,11 +291,6 @@ def _no_store(options: Options, backend: str) -> UsageError:
         f"--nnodes {nodes} needs the address of a store where the nodes meet; type on every node, with {host} as HOST:"
         f" {line}"
     )
-
-
-def _store_port(master: Address) -> int:
-    port = master.port or MASTER_PORT
-    return port + 1 if port < PORT_MAX else port - 1
 
 
 def _check_addresses(addresses: tuple[Address, ...], source: str) -> tuple[Address, ...]:

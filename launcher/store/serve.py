@@ -307,6 +307,6 @@ def _wait(server: StoreProcess, ends: Sequence[signal.Signals]) -> int:
     while server.exit_code() is None:
         signum = signal.sigwait((*ends, signal.SIGCHLD))
         if signum in ends:
-            print(f"elaunch: the store ends, because of {signal.Signals(signum).name}", file=sys.stderr)
+            print(f"elaunch: the store exits on {signal.Signals(signum).name}", file=sys.stderr)
             return 0
-    raise SiteError(f"the store's server ended by itself, with exit code {server.exit_code()}")
+    raise SiteError(f"the store's server exited unexpectedly, with exit code {server.exit_code()}")
