@@ -1,10 +1,10 @@
 """When all ranks of this node are idle or report nothing, and the record of it for the job's leader; pure.
 
-A rank is idle while it uses no CPU, or while it uses one whole CPU for nothing else: no memory is touched for the first
-time, nothing is read or written. It is also idle while by torch's flight recorder a collective has not ended, and the
-rank has entered no other: a rank that waits for its GPU spins. That alone proves nothing, so stacks are sampled
-repeatedly, and each rank must be at the same place in all of them, and in the same collective. Where programs report
-steps and the user gave a limit, ranks are idle while none of them reports, whatever they do.
+A rank is idle while it uses no CPU, or while it uses one whole CPU for nothing else: it touches no new memory, and
+reads and writes nothing. It is also idle while torch's flight recorder shows a collective that has not ended, and the
+rank enters no other: a rank that waits for its GPU spins. That alone proves nothing, so stacks are sampled repeatedly,
+and each rank must be at the same place in all of them, and in the same collective. Where programs report steps and the
+user gave a limit, ranks are idle while none of them reports, whatever they do.
 `rendezvous/rules/hang_verdict.py` has the rule for the whole job.
 """
 
@@ -147,8 +147,8 @@ def record_of(
 
     The processes of `live` run; other ranks may wait for those of `awaited`, as the programs of the rest have ended.
     """
-    gone = [seat.first_rank + rank for rank in range(seat.slots) if rank not in awaited]
-    exited, first, is_lingering = ranks_text(gone) if gone else "", gone[0] if gone else -1, awaited != live
+    ended = [seat.first_rank + rank for rank in range(seat.slots) if rank not in awaited]
+    exited, first, is_lingering = ranks_text(ended) if ended else "", ended[0] if ended else -1, awaited != live
     if is_lingering and not awaited:
         return IdleNode(seat.node_id, limit.still_s, True, (), exited, first, is_lingering)
     if state.samples < len(_STACKS_AT) or state.idle_s < _record_at_s(limit):

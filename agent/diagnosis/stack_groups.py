@@ -87,8 +87,8 @@ class Stack:
     """The stacks of one process of a rank: of its worker, or of a child of the worker (a data loader).
 
     `state` is the letter in /proc/PID/stat. `trouble` is why there are no threads, as the end of a sentence. `children`
-    are the worker's own child processes that run Python. By torch's flight recorder `entered` is the rank's last
-    collective, empty if that is not known, and `waits` whether a collective has not ended.
+    are the worker's own child processes that run Python. `entered` is the rank's last collective by torch's flight
+    recorder, empty if that is not known; `waits`: a collective has not ended.
     """
 
     rank: int

@@ -33,9 +33,9 @@ from elaunch.agent.linux import start_thread
 from elaunch.agent.output.pump import Pump
 from elaunch.agent.output.run_dir import RunDir
 from elaunch.agent.output.streams import LogFile, ShownTracebacks, TracebackFold, WorkerStream, is_pipe
-from elaunch.agent.workers import topology
 from elaunch.agent.workers.group import Worker, WorkerGroup
 from elaunch.agent.workers.link import Link
+from elaunch.agent.workers.topology import cpu_set, read_topology
 from elaunch.rendezvous.endpoint import is_loopback
 from elaunch.rendezvous.job_spec import Program, ProgramKind
 from elaunch.rendezvous.rules.assign_ranks import role_of
@@ -85,7 +85,9 @@ def reserve(config: AgentConfig) -> socket.socket:
         raise NoPort(f"the address {config.master_addr} is unknown ({error.strerror}); {_OWN_ADDRESS}") from error
     host = str(address[0])
     is_dual = False
-    if _is_known_to_itself_only(config, host):
+    is_name = config.master_addr not in (host, "localhost")
+    # No other node can mean a loopback address by which this host knows MASTER_ADDR (Debian's 127.0.1.1).
+    if config.spec.nodes_max > 1 and is_name and is_loopback(host):
         # Listen for IPv6 and IPv4, or only for IPv4 on a host without IPv6.
         is_dual = socket.has_dualstack_ipv6()
         family, host = (socket.AF_INET6, "::") if is_dual else (socket.AF_INET, "")
@@ -100,12 +102,6 @@ def reserve(config: AgentConfig) -> socket.socket:
     ports = config.master_ports
     wanted = f"port {ports[0]} is" if len(ports) == 1 else f"ports {ports[0]}–{ports[-1]} are all"
     raise NoPort(f"{wanted} in use on {config.master_addr}; choose others with --master-port FIRST:LAST")
-
-
-def _is_known_to_itself_only(config: AgentConfig, host: str) -> bool:
-    """Whether this host knows MASTER_ADDR by a loopback address (Debian's 127.0.1.1) that no other node can mean."""
-    is_name = config.master_addr not in (host, "localhost")
-    return config.spec.nodes_max > 1 and is_name and is_loopback(host)
 
 
 def warn_of_locks(environ: Mapping[str, str], warn: Callable[[str], None]) -> None:
@@ -140,7 +136,7 @@ class Spawner:
         self._pump = pump
         self._tracebacks = ShownTracebacks()
         self._server = fork_server
-        self._topology = topology.read_topology(config.slots, config.environment) if config.numa_binding else None
+        self._topology = read_topology(config.slots, config.environment) if config.numa_binding else None
         program = config.spec.program
         ours = program.kind is ProgramKind.COMMAND or program.interpreter == sys.executable
         # The store runs in this interpreter. Another interpreter's torch may use another version of its protocol.
@@ -186,8 +182,9 @@ class Spawner:
             theirs += [self._stdin(local_rank), *self._out_and_err(group, worker), link_end.detach()]
             # The worker owns what is in it: it may hold anything, and any amount.
             worker.crash_fd = os.memfd_create("elaunch-crash", os.MFD_CLOEXEC)
-            env, fds = self._environment(group, worker), (*theirs, worker.crash_fd)
-            self._server.spawn(group.generation, local_rank, env, self._cpus(local_rank), fds)
+            env, fds, binding = self._environment(group, worker), (*theirs, worker.crash_fd), self._config.numa_binding
+            cpus = sorted(cpu_set(binding, local_rank, self._topology)) if binding and self._topology else None
+            self._server.spawn(group.generation, local_rank, env, cpus, fds)
         finally:
             for fd in theirs:
                 os.close(fd)
@@ -209,11 +206,6 @@ class Spawner:
         if size := self._terminal_size(group, worker):
             env |= environment.terminal_variables(config.environment, *size)
         return {**config.worker_env, **env, "ELAUNCH_LINK": "3"}
-
-    def _cpus(self, local_rank: int) -> list[int] | None:
-        if not self._config.numa_binding or not self._topology:
-            return None
-        return sorted(topology.cpu_set(self._config.numa_binding, local_rank, self._topology))
 
     def _terminal_size(self, group: WorkerGroup, worker: Worker) -> tuple[int, int] | None:
         """The columns and rows of the terminal that shows all output of a worker, less its prefix.

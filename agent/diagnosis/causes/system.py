@@ -126,7 +126,7 @@ RULES = (
     ),
     CauseRule(
         "an address that cannot be reached",
-        "this node has no way to that host: check the address, the routes and the firewall",
+        "this node has no route to that host: check the address, the routes and the firewall",
         pattern=r"\[Errno 113\]|\[Errno 101\]|No route to host|Network is unreachable",
     ),
     CauseRule(
