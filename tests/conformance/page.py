@@ -12,7 +12,7 @@ from tests.conformance.behaviours import LIST
 
 def table() -> str:
     """The behaviours, a row for each."""
-    rows = [f"| {each.number} | {each.fact} | {each.differs or 'the same'} |" for each in LIST]
+    rows = [f"| {each.number} | {each.fact} | {each.differs} |" for each in LIST]
     return "\n".join(["| | torchrun | elaunch |", "|---|---|---|", *rows])
 
 
