@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench import machine, samples
-from bench.contenders import ALL
+from bench import samples
+from bench.job import ALL
 from bench.launches import first_line
 from bench.page import EMPTY, render, update
 from bench.plan import NODES_SECTIONS, SECTIONS, Settings, Task, plan
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _run(settings, out, options.page)
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     """A line of its own."""
     print(text, file=sys.stderr, flush=True)
 
@@ -84,13 +84,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(settings: Settings, out: Path, page: Path) -> int:
-    about, in_words = machine.describe(), _in_words(settings)
+    about, in_words = samples.describe(), _in_words(settings)
     tasks = plan(settings)
-    _say(f"seed {settings.seed}; samples go to {out}; Ctrl-C stops the run and keeps its samples")
+    _log(f"seed {settings.seed}; samples go to {out}; Ctrl-C stops the run and keeps its samples")
     taken: list[Sample] = []
     stopped: int | None = None
     try:
-        _say("warming up: one job of each contender, not counted")
+        _log("warming up: one job of each contender, not counted")
         for contender in settings.contenders:
             first_line(contender)
         _take(tasks, taken, lambda: samples.write(out, Run(about, in_words, tuple(taken))))
@@ -99,26 +99,26 @@ def _run(settings: Settings, out: Path, page: Path) -> int:
     except SystemExit:
         stopped = 143
     if not taken:
-        _say("there are no samples")
+        _log("there are no samples")
         return stopped or 0
     print(render(Run(about, in_words, tuple(taken))), end="", flush=True)
     if stopped is not None:
-        _say(f"stopped after {len(taken)} samples")
+        _log(f"stopped after {len(taken)} samples")
     # The interpreter is the one that was typed; the one on the PATH may be another.
     command = (sys.orig_argv[0], "-m", "bench", "--render", str(out), "--page", str(page))
-    _say(f"this makes the parts of {page} of which there are samples: {shlex.join(command)}")
+    _log(f"this makes the parts of {page} of which there are samples: {shlex.join(command)}")
     return stopped or 0
 
 
 def _take(tasks: list[Task], taken: list[Sample], keep: Callable[[], None]) -> None:
     for number, task in enumerate(tasks, 1):
-        _say(f"{number} of {len(tasks)}: {task.round}: {task.key}")
+        _log(f"{number} of {len(tasks)}: {task.round}: {task.key}")
         turn = iter(task.run())
         try:
             for sample in turn:
                 taken.append(sample)
                 if sample.why:
-                    _say(f"  {sample.why}")
+                    _log(f"  {sample.why}")
                 keep()
         finally:
             # An unfinished job ends here, not when the garbage collector finds it.

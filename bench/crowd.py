@@ -174,7 +174,7 @@ class Crowd:
             case Log():
                 pass
             case _:
-                tell({"trouble": f"{member.agent.me.host}: {action}"})
+                send({"trouble": f"{member.agent.me.host}: {action}"})
 
     def _reached(self, generation: int) -> Milestones:
         return self._milestones.setdefault(generation, Milestones(generation))
@@ -185,12 +185,12 @@ class Crowd:
         reached.last_s = now_s
         reached.seated += 1
         if reached.seated == len(self._members):
-            tell(asdict(reached))
+            send(asdict(reached))
 
 
-def tell(words: object) -> None:
+def send(message: object) -> None:
     """Send one message to the bench."""
-    print(json.dumps(words), flush=True)
+    print(json.dumps(message), flush=True)
 
 
 def main() -> None:
@@ -199,12 +199,12 @@ def main() -> None:
         parser.add_argument(name)
     for name in ("port", "nodes", "first", "count"):
         parser.add_argument(name, type=int)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     sys.setswitchinterval(_SWITCH_S)
     # In a real job each agent has a process of its own, with few objects. Here a garbage collection would go through
     # the objects of a hundred agents, and take long.
     gc.disable()
-    crowd = Crowd(Endpoint(asked.host, asked.port), asked.run_id, asked.nodes, asked.first, asked.count)
+    crowd = Crowd(Endpoint(options.host, options.port), options.run_id, options.nodes, options.first, options.count)
     orders: dict[str, Callable[[], None]] = {
         "open": crowd.open,
         "fail": crowd.fail,
@@ -216,7 +216,7 @@ def main() -> None:
         crowd.do(crowd.end)
 
     threading.Thread(target=listen, daemon=True).start()
-    tell({"ready": asked.count})
+    send({"ready": options.count})
     crowd.live()
 
 

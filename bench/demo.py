@@ -2,8 +2,8 @@
 
     python -m bench.demo [--steps N] [--out DIR]
 
-Everything is real and done here: the kills are this program's own (it says so), the times come from the job's timeline
-by `elaunch report`, and the result is compared with that of an undisturbed run, bit for bit.
+Everything is real and done here: the kills are this program's own (it logs them), the times come from the job's
+timeline by `elaunch report`, and the result is compared with that of an undisturbed run, bit for bit.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"demo: {failed}", file=sys.stderr)
         return 1
     except Interrupted as interrupted:
-        # The training that was stopped has said where its output is, and what goes on from it. So the folder stays.
+        # The training that was stopped has logged where its output is, and what continues from it. So the folder stays.
         name = signal.Signals(interrupted.signum).name
         rest = (
-            f"; {options.out} has what was done until then, and make demo begins anew" if options.out.exists() else ""
+            f"; {options.out} has what was done until then, and make demo begins again" if options.out.exists() else ""
         )
         print(f"demo: stopped by {name}; nothing of it runs any more{rest}", file=sys.stderr)
         return 128 + interrupted.signum
@@ -88,18 +88,18 @@ def run(out: Path, steps: int) -> int:
     if out.exists():
         raise DemoFailed(f"{out} is there already; remove it or give another --out")
     kills = [Kill(steps // 3, 1), Kill(2 * steps // 3, 0)]
-    _say(
+    _log(
         f"1. A small language model trains on {_WORKERS} workers. This demo kills rank 1 after step {kills[0].step} and"
         f" rank 0 after step {kills[1].step}, with kill -9."
     )
     logs = out / "logs"
     train(out / "killed", steps, ("--log-dir", str(logs)), kills)
-    _say("2. The same training, with nobody killed, to compare. Its output goes to a file.")
+    _log("2. The same training, with no kill, to compare. Its output goes to a file.")
     train(out / "calm", steps, log=out / "calm.log")
     page = (out / "report.html").absolute()
     summary = _report(logs, page)
     differences = list(differing(out / "killed", out / "calm"))
-    _say("3. What happened, as elaunch report says:")
+    _log("3. What happened, as elaunch report shows it:")
     for line in story(summary, differences, page):
         print(line, flush=True)
     is_as_promised = not differences and summary["steps_lost"] == 0 and len(_causes(summary)) == len(kills)
@@ -114,11 +114,11 @@ def train(
     Raises DemoFailed if it does not succeed.
     """
     program = ["-m", "elaunch.trainer", "--out", str(out), "--steps", str(steps)]
-    words = ["--nproc-per-node", str(_WORKERS), *options, *program]
-    print(f"$ {shlex.join(['elaunch', *words])}", flush=True)
+    arguments = ["--nproc-per-node", str(_WORKERS), *options, *program]
+    print(f"$ {shlex.join(['elaunch', *arguments])}", flush=True)
     with ExitStack() as stack:
         target = stack.enter_context(log.open("wb")) if log else None
-        command = [sys.executable, "-m", "elaunch", *words]
+        command = [sys.executable, "-m", "elaunch", *arguments]
         # In a session of its own: Ctrl-C at the terminal reaches it through this process alone, and so once.
         job = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=target, stderr=target, start_new_session=True)
         try:
@@ -222,7 +222,7 @@ def _causes(summary: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [failure for failure in summary["failures"] if failure["is_cause"]]
 
 
-def _say(sentence: str) -> None:
+def _log(sentence: str) -> None:
     print(f"\ndemo: {sentence}", flush=True)
 
 

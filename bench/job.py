@@ -1,4 +1,4 @@
-"""One run of a launcher: starts it, reads its stamps, and ends it so that nothing is left."""
+"""One run of a launcher: its command line and variables, its stamps, and its end, after which nothing is left."""
 
 from __future__ import annotations
 
@@ -13,23 +13,72 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TypeVar
 
 import psutil
 
-from bench.contenders import Contender, environment
 from bench.stamps import Stamp, parse
+
+# Each generation gets a new store. Otherwise torchrun's workers may read what the generation before had written.
+FRESH_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+FORK_MODE = ("--run-path", "--start-method", "fork")
+LIMIT_TORCH = "limit: import torch"
+LIMIT_PRELOAD = "limit: import of what is preloaded"
+
+
+@dataclass(frozen=True)
+class Contender:
+    """`program` is elaunch or torchrun; `options` come before the script; `variables` are set in its environment."""
+
+    name: str
+    program: str
+    options: tuple[str, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def ours(self) -> bool:
+        return self.program == "elaunch"
+
+    def with_fresh_store(self) -> Contender:
+        """The same contender, but each generation has a store of its own."""
+        name, value = FRESH_STORE.split("=")
+        return Contender(f"{self.name}, {FRESH_STORE}", self.program, self.options, {**self.variables, name: value})
+
+    def command(self, workers: int, max_restarts: int) -> tuple[str, ...]:
+        """The command line up to the script."""
+        counts = ("--nproc-per-node", str(workers), "--max-restarts", str(max_restarts))
+        return (self.program, *self.options, *counts)
+
+
+ELAUNCH = Contender("elaunch", "elaunch")
+FRESH = Contender("elaunch --no-preload", "elaunch", ("--no-preload",))
+TORCHRUN = Contender("torchrun", "torchrun")
+TORCHRUN_FORK = Contender("torchrun --run-path --start-method fork", "torchrun", FORK_MODE)
+# Keys are the names on the bench's command line.
+ALL = {"elaunch": ELAUNCH, "no-preload": FRESH, "torchrun": TORCHRUN, "torchrun-fork": TORCHRUN_FORK}
+
+
+def environment(inherited: Mapping[str, str], contender: Contender, extra: Mapping[str, str]) -> dict[str, str]:
+    """The launcher's environment: `inherited` without the variables of a launcher above it; one thread per worker.
+
+    Python may keep compiled code: pip compiles what it installs, but not the working tree that is measured.
+    """
+    left_out = ("ELAUNCH_", "PET_", "TORCHELASTIC_", "PYTHONDONTWRITEBYTECODE")
+    kept = {name: value for name, value in inherited.items() if not name.startswith(left_out)}
+    return {**kept, "OMP_NUM_THREADS": "1", **contender.variables, **extra}
+
 
 Fact = TypeVar("Fact")
 SCRIPTS = Path(__file__).parent / "scripts"
-_LOOK_S = 0.01
+_POLL_S = 0.01
 _GONE_S = 15.0
 _MARKER = "BENCH_JOB"
 
 
 class Trouble(Exception):
-    """A job did not do what it was asked to do. The message says what, in a few words."""
+    """A job did not do what it was to do. The message is short."""
 
 
 class Job:
@@ -119,7 +168,7 @@ class Job:
     def close(self) -> None:
         """Kill the processes that are left, wait until all are gone, and remove the folder."""
         try:
-            # The marker is not in the environment of elaunch's guardian. So the first look goes by parents too.
+            # The marker is not in the environment of elaunch's guardian. So the first search goes by parents too.
             left = {process.pid: process for process in (*self._family(), *self._marked())}
             guardians = {pid for pid, process in left.items() if _is_guardian(process)}
             end_s = time.monotonic() + _GONE_S
@@ -170,7 +219,7 @@ def wait_for(jobs: Sequence[Job], fact: Callable[[], Fact | None], what: str, li
             raise Trouble(f"the job ended with code {ended[0]} before {what}")
         if time.monotonic() > end_s:
             raise Trouble(f"{limit_s:g} s passed before {what}")
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
 
 
 def kill_rank(rank: int, pid: int) -> float:

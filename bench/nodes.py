@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from bench.contenders import Contender
-from bench.job import SCRIPTS, Job, Trouble, kill_rank, wait_for
+from bench.job import SCRIPTS, Contender, Job, Trouble, kill_rank, wait_for
 from bench.launches import ALL_REDUCE, STEP
 from bench.samples import Sample
 from bench.stamps import Stamp, again, last_s

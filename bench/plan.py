@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from bench import launches, nodes, restarts, scale, statecost, staterestart, steady
-from bench.contenders import ELAUNCH, LIMIT_PRELOAD, LIMIT_TORCH, TORCHRUN, TORCHRUN_FORK, Contender
+from bench import launches, nodes, scale, state, steady
+from bench.job import ELAUNCH, LIMIT_PRELOAD, LIMIT_TORCH, TORCHRUN, TORCHRUN_FORK, Contender
 from bench.samples import Sample
-from bench.staterestart import KEPT, SIDES, Side
+from bench.state import KEPT, SIDES, Side
 
 ONE_NODE_SECTIONS = ("start", "restart", "steady", "first-line")
 NODES_SECTIONS = ("nodes-restart", "nodes-loss", "scale")
@@ -30,7 +30,7 @@ _Restart = Callable[[Contender, int, int, float, random.Random], Iterator[Sample
 
 @dataclass(frozen=True)
 class Settings:
-    """What the command line asked for. `samples` is the number of samples of each kind."""
+    """The command line. `samples` is the number of samples of each kind."""
 
     samples: int
     workers: tuple[int, ...]
@@ -43,7 +43,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Task:
-    """One turn: `key` says whose."""
+    """One turn, of `key`."""
 
     round: str
     key: str
@@ -51,7 +51,7 @@ class Task:
 
 
 def plan(settings: Settings) -> list[Task]:
-    """All turns of the sections that were asked for."""
+    """All turns of the sections of the command line."""
     makers = {
         "start": _starts,
         "restart": _restarts,
@@ -86,7 +86,7 @@ def _starts(settings: Settings) -> Iterator[Task]:
 
 
 def _restarts(settings: Settings) -> Iterator[Task]:
-    return _killed("restart", settings, settings.contenders, settings.workers, restarts.restarts)
+    return _killed("restart", settings, settings.contenders, settings.workers, launches.restarts)
 
 
 def _nodes_restarts(settings: Settings) -> Iterator[Task]:
@@ -103,7 +103,7 @@ def _killed(
 
     def turn(contender: Contender, workers: int, count: int) -> Iterator[Sample]:
         """One job. A contender that failed too often takes no turn."""
-        if failed[contender.name, workers] < restarts.FAILURES_MAX:
+        if failed[contender.name, workers] < launches.FAILURES_MAX:
             for sample in restart(contender, workers, count, settings.limit_s, rng):
                 failed[contender.name, workers] += bool(sample.why)
                 yield sample
@@ -119,7 +119,7 @@ def _killed(
 
 def _losses(settings: Settings) -> Iterator[Task]:
     # A launcher that never notices a loss takes the whole time limit each time. A few samples show that.
-    rng, failed_most = random.Random(settings.seed), restarts.FAILURES_MAX
+    rng, failed_most = random.Random(settings.seed), launches.FAILURES_MAX
     for turn in range(settings.samples):
         for contender in _only(settings, ELAUNCH, TORCHRUN):
             if contender == ELAUNCH or turn < failed_most:
@@ -162,16 +162,16 @@ def _state_restarts(settings: Settings) -> Iterator[Task]:
     rng, parts = random.Random(settings.seed), chunks(settings.samples, RESTARTS_PER_JOB)
     for number, count in enumerate(parts, 1):
         for side in _sides(settings):
-            run = partial(staterestart.restarts, side, count, settings.limit_s, rng)
-            yield Task(f"{staterestart.SECTION}, round {number} of {len(parts)}", f"state: {side.name}", run)
+            run = partial(state.restarts, side, count, settings.limit_s, rng)
+            yield Task(f"{state.RESTART_SECTION}, round {number} of {len(parts)}", f"state: {side.name}", run)
 
 
 def _state_costs(settings: Settings) -> Iterator[Task]:
     if KEPT not in _sides(settings):
         return
-    for size_mb in statecost.SIZES_MB:
+    for size_mb in state.SIZES_MB:
         count = max(1, settings.samples // (SAMPLES_PER_WINDOW if size_mb >= 1000 else 1))
-        yield Task("state: steady cost", f"pairs of {size_mb} MB", partial(statecost.pairs, size_mb, count))
+        yield Task("state: steady cost", f"pairs of {size_mb} MB", partial(state.pairs, size_mb, count))
 
 
 def _only(settings: Settings, *wanted: Contender) -> tuple[Contender, ...]:

@@ -47,22 +47,22 @@ def rendezvous(agents: int, limit_s: float) -> Iterator[Sample]:
 def _seated(crew: Crew, agents: int, section: str, order: str, limit_s: float) -> Sample:
     """Measure from an order until all agents have their ranks."""
     ordered_s = crew.order(order, first_only=order == "fail")
-    answers = crew.answers(limit_s)
+    responses = crew.responses(limit_s)
     values = {
-        SEALED: min(answer["first_s"] for answer in answers) - ordered_s,
-        RANKS: max(answer["last_s"] for answer in answers) - ordered_s,
+        SEALED: min(response["first_s"] for response in responses) - ordered_s,
+        RANKS: max(response["last_s"] for response in responses) - ordered_s,
     }
     return Sample(section, NAME, agents, values)
 
 
 _START_LIMIT_S = 60.0
-Words = dict[str, Any]
+Message = dict[str, Any]
 
 
 class Crew:
     """One `bench.crowd` for each list of arguments; a context manager that waits until they are ready, and ends them.
 
-    One answer with "trouble" is a failure of the crew.
+    One response with "trouble" is a failure of the crew.
     """
 
     def __init__(self, arguments: Sequence[Sequence[str]]) -> None:
@@ -70,17 +70,17 @@ class Crew:
         self._processes = [
             subprocess.Popen([*command, *each], stdin=pipe, stdout=pipe, text=True) for each in arguments
         ]
-        self._answers: list[queue.SimpleQueue[Words]] = [queue.SimpleQueue() for _ in arguments]
+        self._responses: list[queue.SimpleQueue[Message]] = [queue.SimpleQueue() for _ in arguments]
         self._readers = [
             threading.Thread(target=self._read, args=each, daemon=True)
-            for each in zip(self._processes, self._answers, strict=True)
+            for each in zip(self._processes, self._responses, strict=True)
         ]
         for reader in self._readers:
             reader.start()
 
     def __enter__(self) -> Crew:
         try:
-            self.answers(_START_LIMIT_S)
+            self.responses(_START_LIMIT_S)
         except BaseException:
             self.__exit__()
             raise
@@ -93,32 +93,32 @@ class Crew:
             # It waits for the end, and closes the pipes.
             process.__exit__(None, None, None)
 
-    def order(self, word: str, *, first_only: bool = False) -> float:
+    def order(self, name: str, *, first_only: bool = False) -> float:
         """Send an order to all processes, or the first only. Returns the monotonic time just before."""
         now_s = time.monotonic()
         for process in self._processes[: 1 if first_only else None]:
             assert process.stdin
-            process.stdin.write(f"{word}\n")
+            process.stdin.write(f"{name}\n")
             process.stdin.flush()
         return now_s
 
-    def answers(self, limit_s: float) -> list[Words]:
-        """One answer of each process. Raises Trouble if one is later than `limit_s`, or answers with trouble."""
+    def responses(self, limit_s: float) -> list[Message]:
+        """One response of each process. Raises Trouble if one is later than `limit_s`, or responses with trouble."""
         end_s = time.monotonic() + limit_s
-        answers = []
-        for each in self._answers:
+        responses = []
+        for each in self._responses:
             try:
-                answer = each.get(timeout=max(0.0, end_s - time.monotonic()))
+                response = each.get(timeout=max(0.0, end_s - time.monotonic()))
             except queue.Empty:
-                raise Trouble(f"not all processes answered within {limit_s:g} s") from None
-            if "trouble" in answer:
-                raise Trouble(str(answer["trouble"]))
-            answers.append(answer)
-        return answers
+                raise Trouble(f"not all processes responded within {limit_s:g} s") from None
+            if "trouble" in response:
+                raise Trouble(str(response["trouble"]))
+            responses.append(response)
+        return responses
 
     @staticmethod
-    def _read(process: subprocess.Popen[str], answers: queue.SimpleQueue[Words]) -> None:
+    def _read(process: subprocess.Popen[str], responses: queue.SimpleQueue[Message]) -> None:
         assert process.stdout
         for line in process.stdout:
-            answers.put(json.loads(line))
-        answers.put({"trouble": "one of the processes ended"})
+            responses.put(json.loads(line))
+        responses.put({"trouble": "one of the processes ended"})

@@ -12,7 +12,7 @@ WORKER_STAGES = ("script", "torch", "context", "group", "all_reduce", "step")
 # (name in the tables, the event, which of several times counts)
 _RESTART = (
     ("detected", "exited", min),
-    ("others told to stop", "stopping", min),
+    ("others notified", "stopping", min),
     ("all stopped", "stopped", max),
     ("cleared", "cleared", max),
 )

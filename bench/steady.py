@@ -11,8 +11,7 @@ from statistics import fmean
 
 import psutil
 
-from bench.contenders import Contender
-from bench.job import SCRIPTS, Job, Trouble
+from bench.job import SCRIPTS, Contender, Job, Trouble
 from bench.samples import Sample
 from bench.stamps import all_at_s
 
@@ -67,7 +66,7 @@ def family_of(agent: int, ours: bool) -> dict[str, list[int]]:
         elif not ours or FORK_SERVER in found:
             found.setdefault(WORKER, []).append(child.pid)
     if len(found.get(WORKER, [])) != WORKERS:
-        raise Trouble(f"{len(found.get(WORKER, []))} processes below the agent look like workers, not {WORKERS}")
+        raise Trouble(f"{len(found.get(WORKER, []))} processes below the agent are like workers, not {WORKERS}")
     return found
 
 

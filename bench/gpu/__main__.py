@@ -15,9 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from bench import machine
-from bench.gpu.page import failed, render, update
-from bench.gpu.parts import ROOT, Part, parts
+from bench.gpu.parts import ROOT, Part, failed, parts, render, update
+from bench.samples import describe
 from tests.harness import environment
 
 PAGE = ROOT / "bench" / "results" / "gpu.md"
@@ -29,7 +28,7 @@ _GRACE_S = 8.0
 _LAST_LINES = 3
 _ERROR = re.compile(r"(?:[\w.]+\.)?\w*(?:Error|Exception)\b")
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,20 +47,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 2
         wanted = [part for part in wanted if part.name in names]
     out.mkdir(parents=True)
-    found = run_all(wanted, options.began_s + BUDGET_S, _say)
-    results: dict[str, Any] = {"machine": machine.describe(), "parts": found}
+    found = run_all(wanted, options.began_s + BUDGET_S, _log)
+    results: dict[str, Any] = {"machine": describe(), "parts": found}
     (out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     print(render(results))
     if not options.only:
         options.page.write_text(update(options.page.read_text(), results))
-        _say(f"{options.page} has the figures; {out} has all output")
+        _log(f"{options.page} has the figures; {out} has all output")
     wrong = failed(results["parts"])
     if wrong:
-        _say(f"went wrong: {', '.join(wrong)}; see {out}")
+        _log(f"went wrong: {', '.join(wrong)}; see {out}")
     return 1 if wrong else 0
 
 
-def run_all(wanted: Sequence[Part], end_s: float, say: Say) -> dict[str, dict[str, Any]]:
+def run_all(wanted: Sequence[Part], end_s: float, log: Log) -> dict[str, dict[str, Any]]:
     """Run the parts until `end_s` (monotonic). Each gives `figures`, or `why` not; `went_wrong` if it should have."""
     results: dict[str, dict[str, Any]] = {}
     for part in wanted:
@@ -69,10 +68,10 @@ def run_all(wanted: Sequence[Part], end_s: float, say: Say) -> dict[str, dict[st
         if left_s < _LEAST_S:
             results[part.name] = {"why": "the nine minutes were over"}
         else:
-            say(f"{part.name}: at most {min(part.limit_s, left_s):.0f} s")
+            log(f"{part.name}: at most {min(part.limit_s, left_s):.0f} s")
             results[part.name] = run(part, min(part.limit_s, left_s))
         if why := results[part.name].get("why"):
-            say(f"{part.name}: {why}")
+            log(f"{part.name}: {why}")
     return results
 
 
@@ -102,13 +101,13 @@ def run(part: Part, limit_s: float) -> dict[str, Any]:
     try:
         figures = part.read(output)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        return {"why": f"exit code {code}, no figures ({error}): {last_words(output)}", "went_wrong": True, **took}
-    # Failed tests are figures: they are told with the others.
+        return {"why": f"exit code {code}, no figures ({error}): {last_error(output)}", "went_wrong": True, **took}
+    # Failed tests are figures: they are reported with the others.
     wrong = {"why": f"exit code {code}", "went_wrong": True} if code and "failed" not in figures else {}
     return {"figures": figures, **wrong, **took}
 
 
-def last_words(output: str) -> str:
+def last_error(output: str) -> str:
     """The last line that names an error, or else the last lines: behind an error a launcher has its report."""
     lines = [line.strip()[:200] for line in output.strip().splitlines()]
     named = [line for line in lines if _ERROR.match(line)]
@@ -137,7 +136,7 @@ def _signal(process: subprocess.Popen[bytes], signum: signal.Signals) -> None:
         os.killpg(process.pid, signum)
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(f"make gpu: {text}", file=sys.stderr, flush=True)
 
 

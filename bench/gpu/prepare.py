@@ -1,4 +1,4 @@
-"""The first half of `make gpu`, by any Python that has torch: looks for a GPU, makes `.venv-gpu`, and goes on in it.
+"""The first half of `make gpu`, by any Python that has torch: finds a GPU, makes `.venv-gpu`, and goes on in it.
 
 Nothing but the standard library is there yet. The environment sees the torch that is installed: no second one comes.
 """
@@ -22,7 +22,7 @@ ENVIRONMENT = ROOT / ".venv-gpu"
 EXTRA = ("pytest>=9", "numpy", "nvidia-ml-py>=12")
 # Devices of NVIDIA's driver, of Windows' subsystem for Linux, and of AMD's driver.
 DEVICES = ("dev/nvidia[0-9]*", "dev/dxg", "dev/kfd")
-_ASK_TORCH = """
+_QUERY_TORCH = """
 import importlib.metadata, json, torch
 cuda = torch.cuda.is_available()
 print(json.dumps({"torch": torch.__version__, "built_for": torch.version.cuda or torch.version.hip or "",
@@ -42,7 +42,7 @@ def main() -> NoReturn:
     options, more = parser.parse_known_args()
     try:
         require_device(Path("/"))
-        found = ask_torch(sys.executable)
+        found = query_torch(sys.executable)
         require_torch(found)
         python = install(found, options.wheels)
     except NotHere as error:
@@ -58,9 +58,9 @@ def require_device(root: Path) -> None:
         raise NotHere("make gpu needs a GPU, and this machine shows none (there is no /dev/nvidia0); nothing was run")
 
 
-def ask_torch(python: str) -> Mapping[str, object]:
-    """What torch says in that interpreter; empty if it cannot be imported."""
-    done = subprocess.run([python, "-c", _ASK_TORCH], capture_output=True, text=True, check=False)
+def query_torch(python: str) -> Mapping[str, object]:
+    """What torch reports in that interpreter; empty if it cannot be imported."""
+    done = subprocess.run([python, "-c", _QUERY_TORCH], capture_output=True, text=True, check=False)
     try:
         found = json.loads(done.stdout.strip().splitlines()[-1])
     except (ValueError, IndexError):
@@ -83,8 +83,8 @@ def require_torch(found: Mapping[str, object]) -> None:
 def install(found: Mapping[str, object], wheels: Path | None) -> str:
     """Make the environment, or take the one that is there. Returns its interpreter. Raises NotHere.
 
-    `found` is what `ask_torch` said of this interpreter. pip knows the version of the wheel, which may lack the build's
-    suffix: torch 2.13.0+cu130 is 2.13.0 to pip.
+    `found` is what `query_torch` returned for this interpreter. pip knows the version of the wheel, which may lack the
+    build's suffix: torch 2.13.0+cu130 is 2.13.0 to pip.
     """
     torch = found["torch"]
     python = ENVIRONMENT / "bin" / "python"
@@ -108,11 +108,11 @@ def install(found: Mapping[str, object], wheels: Path | None) -> str:
     # The installed torch counts; the pin keeps pip from thinking about another torch.
     pip = (str(python), "-m", "pip", "install", "--quiet", "--constraint", str(pin), *offline)
     _run("pip", *pip, "--editable", str(ROOT), *EXTRA)
-    if ask_torch(str(python)).get("torch") != torch:
+    if query_torch(str(python)).get("torch") != torch:
         raise NotHere(f"{ENVIRONMENT} does not have torch {torch}; remove it, and try again")
     torchrun = python.with_name("torchrun")
     if not torchrun.exists():
-        # Its command is where torch is; the bench looks for it beside elaunch's.
+        # Its command is where torch is; the bench finds it beside elaunch's.
         torchrun.write_text(f"#!{python}\nfrom torch.distributed.run import main\n\nmain()\n")
         torchrun.chmod(0o755)
     mark.write_text(wanted)

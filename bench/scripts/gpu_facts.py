@@ -1,4 +1,4 @@
-"""What only a GPU can tell, in one rank: NCCL alone, its flight recorder, bfloat16, a compiled kernel, NVML.
+"""Facts that need a GPU, in one rank: NCCL alone, its flight recorder, bfloat16, a compiled kernel, NVML.
 
 Prints one line: `facts` and a JSON object.
 """
@@ -56,19 +56,19 @@ assert torch.allclose(eager, compiled, atol=0.02, rtol=0.02)
 eager.float().square().mean().backward()
 assert all(parameter.grad is not None for parameter in model.parameters())
 
-told = {}
+management = {}
 try:
     import pynvml
 
     pynvml.nvmlInit()
     handle = pynvml.nvmlDeviceGetHandleByIndex(device.index)
-    told["driver"] = pynvml.nvmlSystemGetDriverVersion()
-    told["sm_clock_mhz"] = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
-    told["power_w"] = pynvml.nvmlDeviceGetPowerUsage(handle) / 1000
-    told["processes"] = len(pynvml.nvmlDeviceGetComputeRunningProcesses(handle))
+    management["driver"] = pynvml.nvmlSystemGetDriverVersion()
+    management["sm_clock_mhz"] = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
+    management["power_w"] = pynvml.nvmlDeviceGetPowerUsage(handle) / 1000
+    management["processes"] = len(pynvml.nvmlDeviceGetComputeRunningProcesses(handle))
 except Exception as error:
     # A missing library, driver or right is a fact too.
-    told["nvml"] = f"{type(error).__name__}: {error}"
+    management["nvml"] = f"{type(error).__name__}: {error}"
 
 properties = torch.cuda.get_device_properties(device)
 record = {
@@ -82,7 +82,7 @@ record = {
     "first_all_reduce_s": round(first_all_reduce_s, 3),
     "compile_s": round(compile_s, 2),
     "flight_recorder": seen,
-    **told,
+    **management,
 }
 print("facts", json.dumps(record), flush=True)
 dist.destroy_process_group()

@@ -27,7 +27,7 @@ LAYERS, BATCH = 24, 64
 # A parameter and its two moments have four bytes each.
 BYTES_PER_PARAMETER = 12
 # The first steps of each turn are not counted: a Keeper begins with a snapshot, and with eight commits in which it
-# looks at the gradients of all parameters.
+# checks the gradients of all parameters.
 FRESH, COUNTED_MIN = 10, 40
 
 

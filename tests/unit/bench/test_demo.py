@@ -30,24 +30,24 @@ def test_a_signal_ends_it_with_one_sentence_and_leaves_nothing(tmp_path: Path, s
         start_new_session=True,
     ) as process:
         assert process.stdout
-        said = ""
-        while "elaunch: generation 0" not in said:
-            said += process.stdout.readline()
+        output = ""
+        while "elaunch: generation 0" not in output:
+            output += process.stdout.readline()
         below = psutil.Process(process.pid).children(recursive=True)
 
         # Ctrl-C reaches all of the terminal's processes.
         os.killpg(process.pid, signum) if signum == signal.SIGINT else process.send_signal(signum)
-        said += process.stdout.read()
+        output += process.stdout.read()
 
     assert process.returncode == 128 + signum
-    assert said.endswith(
+    assert output.endswith(
         f"\ndemo: stopped by {signum.name}; nothing of it runs any more; {out} has what was done until then, and"
-        " make demo begins anew\n"
+        " make demo begins again\n"
     )
-    assert "Traceback" not in said
-    assert re.findall(r"^elaunch: (SIG\w+): ", said, re.MULTILINE) == [signum.name], "the training gets it once"
-    # Whatever the training has said of its files is true afterwards.
-    folders = re.findall(r"^elaunch: .*; output in (\S+)$", said, re.MULTILINE)
+    assert "Traceback" not in output
+    assert re.findall(r"^elaunch: (SIG\w+): ", output, re.MULTILINE) == [signum.name], "the training gets it once"
+    # Whatever the training has logged of its files is true afterwards.
+    folders = re.findall(r"^elaunch: .*; output in (\S+)$", output, re.MULTILINE)
     assert folders
     assert all(Path(folder).is_dir() for folder in folders)
     assert [*filter(is_alive, below)] == []

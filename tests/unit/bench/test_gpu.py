@@ -16,16 +16,15 @@ import pytest
 
 from bench.gpu import parts as gpu_parts
 from bench.gpu import prepare
-from bench.gpu.__main__ import last_words, run, run_all
-from bench.gpu.page import BEGIN, END, NOT_RUN, failed, update
-from bench.gpu.parts import Part, parts
+from bench.gpu.__main__ import last_error, run, run_all
+from bench.gpu.parts import BEGIN, END, NOT_RUN, Part, failed, parts, update
 from tests.harness import REPOSITORY, RUN_LIMIT_S, wait_for
 
 HAS_DEVICE = any(True for pattern in prepare.DEVICES for _ in Path("/").glob(pattern))
 
 
 @pytest.mark.skipif(HAS_DEVICE, reason="this machine has a GPU")
-def test_make_gpu_without_a_gpu_says_so_in_one_sentence_and_runs_nothing() -> None:
+def test_make_gpu_without_a_gpu_is_one_sentence_and_runs_nothing() -> None:
     there = {path.name for path in REPOSITORY.iterdir()}
 
     # `make test` gives its jobs to a make below it.
@@ -61,17 +60,17 @@ def part(folder: Path, program: str, name: str = "one", limit_s: float = 60) -> 
 
 
 def test_a_part_that_fails_is_told_with_its_last_lines_and_the_others_run(tmp_path: Path) -> None:
-    said: list[str] = []
+    logged: list[str] = []
     broken = part(tmp_path, "raise SystemExit('CUDA error: out of memory')", "broken")
     whole = part(tmp_path, "print('facts {\"gpu\": 1}')", "whole")
 
-    found = run_all([broken, whole], time.monotonic() + 300, said.append)
+    found = run_all([broken, whole], time.monotonic() + 300, logged.append)
 
     assert "exit code 1, no figures (it printed no facts): CUDA error: out of memory" in found["broken"]["why"]
     assert found["whole"]["figures"] == {"gpu": 1}
     assert failed(found) == ["broken"]
     report = "Traceback\n  torch.AcceleratorError: CUDA error: no kernel image\n====\nelaunch: the run as a page: x\n"
-    assert last_words(report) == "torch.AcceleratorError: CUDA error: no kernel image"
+    assert last_error(report) == "torch.AcceleratorError: CUDA error: no kernel image"
     # Figures of a part that then failed are shown, and it counts as failed.
     both = run(part(tmp_path, "print('facts {}'); raise SystemExit(3)", "both"), 60)
     assert (both["why"], both["went_wrong"]) == ("exit code 3", True)
@@ -84,7 +83,7 @@ def test_a_part_that_does_not_end_is_ended_with_all_that_it_started(tmp_path: Pa
 
     assert found["why"] == "it did not end within 3 s"
     pid = int((tmp_path / "one" / "output.txt").read_text())
-    # Nobody may reap it here.
+    # It may not be reaped here.
     line = Path(f"/proc/{pid}/cmdline")
     wait_for(lambda: not line.exists() or not line.read_bytes(), "its end")
 
@@ -146,5 +145,5 @@ def test_the_trainers_parts_run_on_this_machine_with_a_small_shape(tmp_path: Pat
 
 
 def parameters(folder: Path) -> int:
-    words = (folder / "output.txt").read_text().split()
-    return int(words[words.index("parameters,") - 1].replace(",", ""))
+    fields = (folder / "output.txt").read_text().split()
+    return int(fields[fields.index("parameters,") - 1].replace(",", ""))

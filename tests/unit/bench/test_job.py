@@ -15,7 +15,7 @@ from tests.harness import DEADLINE_S, REPOSITORY, environment, script
 
 BENCH = """
 import signal, subprocess, sys
-from bench.contenders import FRESH
+from bench.job import FRESH
 from bench.job import Job
 with Job(FRESH, 1, (sys.argv[1],), stdout=subprocess.PIPE) as job:
     print(job.process.pid, int(job.stdout.readline()), job.folder, flush=True)

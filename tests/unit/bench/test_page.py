@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from bench import scale
-from bench.page import BEGIN, EMPTY, END, NODES_BEGIN, NODES_END, render, update
+from bench.page import BEGIN, EMPTY, END, NODES_BEGIN, NODES_END, render, stage_rows, update
 from bench.samples import Run, Sample
-from bench.tables import stage_rows
 
 REDUCE, STEP = "first all-reduce", "first optimizer step"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.contenders import ALL, ELAUNCH, FRESH_STORE, TORCHRUN, environment
+from bench.job import ALL, ELAUNCH, FRESH_STORE, TORCHRUN, environment
 from bench.plan import Settings, plan
 
 

@@ -1,4 +1,4 @@
-"""bench.__main__ and what a turn makes of trouble: what is said, printed, kept and answered. No job is started."""
+"""bench.__main__ and what a turn makes of trouble: what is logged, printed, stored and returned. No job is started."""
 
 from __future__ import annotations
 

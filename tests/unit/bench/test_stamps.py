@@ -44,7 +44,7 @@ def test_a_restart_is_detected_by_the_first_exit_after_the_kill() -> None:
     assert stages == pytest.approx(
         {
             "detected": 0.1,
-            "others told to stop": 0.2,
+            "others notified": 0.2,
             "all stopped": 0.3,
             "cleared": 0.4,
             "sealed": 0.5,

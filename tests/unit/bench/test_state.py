@@ -1,12 +1,12 @@
-"""bench.staterestart, bench.statecost and the promises about the training's state: pure parts."""
+"""bench.state and the promises about the training's state: pure parts."""
 
 from __future__ import annotations
 
 import pytest
 
-from bench import statecost
+from bench import state
 from bench.stamps import Stamp
-from bench.staterestart import Resumed, resumed
+from bench.state import Resumed, resumed
 
 RANKS = 2
 
@@ -48,12 +48,12 @@ def test_lost_is_what_any_rank_had_done_and_is_not_restored(restored: int, expec
 
 
 def test_what_the_keeper_costs_is_a_share_of_a_step_without_it() -> None:
-    notes = statecost.read(
+    notes = state.read(
         '{"way": "pair", "values": {"kept": 0.101, "plain": 0.1, "kept_p95": 0.12, "plain_p95": 0.11}}\n'
         '{"way": "end", "values": {}}\n{"way": "cut'
     )
 
-    (pair,) = statecost.pair_samples(10, notes)
+    (pair,) = state.pair_samples(10, notes)
 
     assert (pair.contender, pair.workers) == ("elaunch", 10)
-    assert pair.values[statecost.COST] == pytest.approx(1.0)
+    assert pair.values[state.COST] == pytest.approx(1.0)

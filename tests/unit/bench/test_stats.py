@@ -1,4 +1,4 @@
-"""bench.samples: what a list of samples says, and how it is kept."""
+"""bench.samples: the summary of a list of samples, and its file."""
 
 from __future__ import annotations
 
