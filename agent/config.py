@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Literal
 
 from elaunch.rendezvous.endpoint import PREFIX
-from elaunch.rendezvous.job_spec import JobSpec
 from elaunch.rendezvous.times import Times
+from elaunch.rendezvous.types import JobSpec
 
 # What a line of elaunch's own is: a detail, a step of the job, what may need a person, or a failure.
 Level = Literal["debug", "info", "warning", "error"]

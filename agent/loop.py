@@ -53,10 +53,9 @@ from elaunch.agent.workers.manager import Services, Workers
 from elaunch.agent.workers.spawn import software
 from elaunch.process_identity import this_process
 from elaunch.rendezvous.format import node_host
-from elaunch.rendezvous.job_spec import called
 from elaunch.rendezvous.rules.snapshot import Snapshot
 from elaunch.rendezvous.rules.transactions import end_job, join
-from elaunch.rendezvous.types import Failure, FailureKind, Joined, Node, Outcome, OutcomeKind
+from elaunch.rendezvous.types import Failure, FailureKind, Joined, Node, Outcome, OutcomeKind, called
 
 _GUARDIANS_MAX = 20
 # Pending writes are flushed for this long; the user, who waits for the prompt, waits no longer.

@@ -28,11 +28,10 @@ from elaunch.agent.session.store_view import JobStore, LocalHost
 from elaunch.rendezvous.endpoint import Endpoint
 from elaunch.rendezvous.etcd.store import EtcdStore
 from elaunch.rendezvous.etcd.transport import JsonTransport
-from elaunch.rendezvous.job_spec import JobSpec, Program, ProgramKind
 from elaunch.rendezvous.rules.snapshot import Keys, Snapshot
 from elaunch.rendezvous.rules.transactions import join
 from elaunch.rendezvous.times import Times
-from elaunch.rendezvous.types import Failure, FailureKind, Joined, Node, RankTable
+from elaunch.rendezvous.types import Failure, FailureKind, JobSpec, Joined, Node, Program, ProgramKind, RankTable
 
 SLOTS = 8
 _PORT = 29500

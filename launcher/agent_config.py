@@ -27,7 +27,7 @@ from elaunch.launcher.schedulers.detect import mark_of
 from elaunch.launcher.schedulers.facts import Cluster, line
 from elaunch.launcher.store.locate import Planned
 from elaunch.rendezvous.format import plural
-from elaunch.rendezvous.job_spec import JobSpec, Program, ProgramKind
+from elaunch.rendezvous.types import JobSpec, Program, ProgramKind
 
 # The job's secret is the agents'; a training script has no use for it and may print its environment.
 _SECRETS = ("ELAUNCH_TOKEN",)

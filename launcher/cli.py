@@ -41,7 +41,7 @@ from elaunch.launcher.schedulers.other_tasks import hold_other_tasks, wait_for_a
 from elaunch.launcher.store.locate import Planned, plan
 from elaunch.launcher.store.token import read_secret
 from elaunch.rendezvous.format import shortage
-from elaunch.rendezvous.job_spec import UNNAMED
+from elaunch.rendezvous.types import UNNAMED
 
 if TYPE_CHECKING:
     from elaunch.agent.run import AgentRun

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.options.options import Options
-from elaunch.rendezvous.job_spec import ProgramKind
+from elaunch.rendezvous.types import ProgramKind
 
 _SHELL_SUFFIXES = {".sh", ".bash", ".zsh"}
 _JOB_FILE_SUFFIXES = {".yaml", ".yml"}

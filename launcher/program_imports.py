@@ -15,7 +15,7 @@ from pathlib import Path
 from elaunch.agent.config import ProgramText
 from elaunch.agent.environment import DEFAULT_PRELOAD, PACKAGES
 from elaunch.launcher.preflight import is_python
-from elaunch.rendezvous.job_spec import ProgramKind
+from elaunch.rendezvous.types import ProgramKind
 
 # These import modules by names that a text need not show.
 _HIDING_MODULES = {"importlib", "pickle", "pkgutil", "runpy"}

@@ -17,8 +17,7 @@ from elaunch.agent.diagnosis.exit_status import CRASH_CODES, chain_start
 from elaunch.agent.linux import normal_path
 from elaunch.agent.workers.exits import read_error_file
 from elaunch.rendezvous.format import plain
-from elaunch.rendezvous.job_spec import JobSpec
-from elaunch.rendezvous.types import Failure, FailureKind, Outcome, OutcomeKind
+from elaunch.rendezvous.types import Failure, FailureKind, JobSpec, Outcome, OutcomeKind
 from elaunch.strict_json import parse_json
 
 _TAIL_LINES = 20

@@ -8,11 +8,10 @@ from elaunch.agent.core.actions import Log, Spawn
 from elaunch.agent.core.events import SnapshotChanged, StoreLost
 from elaunch.agent.core.membership import outcome_in_store
 from elaunch.agent.core.state import Agent, Finished, Joining, Running, Step, exit_with
-from elaunch.rendezvous.job_spec import UNNAMED
 from elaunch.rendezvous.rules.assign_ranks import newcomers_of, role_sizes
 from elaunch.rendezvous.rules.form_generation import CAUSE
 from elaunch.rendezvous.rules.restart_policy import exclusion_of
-from elaunch.rendezvous.types import OutcomeKind, RankTable
+from elaunch.rendezvous.types import UNNAMED, OutcomeKind, RankTable
 
 
 def snapshot_changed(agent: Agent, joining: Joining, _event: SnapshotChanged, _now_s: float) -> Step:

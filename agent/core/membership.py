@@ -19,12 +19,11 @@ from elaunch.agent.core.state import (
     Waiting,
     exit_with,
 )
-from elaunch.rendezvous.job_spec import job_name
 from elaunch.rendezvous.rules import transactions
 from elaunch.rendezvous.rules.leader import lead
 from elaunch.rendezvous.rules.queries import Topic
 from elaunch.rendezvous.rules.transactions import become_leader, confirm_membership, return_as_member, start_run
-from elaunch.rendezvous.types import Outcome, OutcomeKind, Terms, host_of
+from elaunch.rendezvous.types import Outcome, OutcomeKind, Terms, host_of, job_name
 
 
 def leased(agent: Agent, _phase: Phase, event: Leased, _now_s: float) -> Step:

@@ -9,11 +9,10 @@ from enum import Enum
 from elaunch.agent.core.actions import Action
 from elaunch.agent.core.events import StoreFailed, Tag
 from elaunch.agent.diagnosis.hang import HangState
-from elaunch.rendezvous.job_spec import JobSpec
 from elaunch.rendezvous.rules.leader import LeaderState
 from elaunch.rendezvous.rules.snapshot import Snapshot
 from elaunch.rendezvous.times import Times
-from elaunch.rendezvous.types import Failure, Node, Outcome, OutcomeKind, RankTable, Seat
+from elaunch.rendezvous.types import Failure, JobSpec, Node, Outcome, OutcomeKind, RankTable, Seat
 
 # A rank whose program is over closes its connections before it has an exit status. Its exit functions take a while.
 EXIT_S = 3.0

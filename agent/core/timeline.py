@@ -8,7 +8,6 @@ from typing import Any
 
 from elaunch.agent.core.events import Committed, Event, Signalled, Tag
 from elaunch.agent.core.state import Agent, Clearing, Exited, Finished, Joining, Phase, Running, Stopping
-from elaunch.rendezvous.job_spec import job_name
 from elaunch.rendezvous.rules.hang_verdict import hang_sentence
 from elaunch.rendezvous.rules.reports import RANKS_MAX, NodeReport, RankReport
 from elaunch.rendezvous.rules.restart_policy import decisive_failure
@@ -21,6 +20,7 @@ from elaunch.rendezvous.types import (
     OutcomeKind,
     RankTable,
     host_of,
+    job_name,
 )
 
 # The version of docs/events.schema.json. It changes when a field goes, or changes its meaning.

@@ -20,7 +20,7 @@ from elaunch.agent.forkserver import after_fork, collectives, reports, wire
 from elaunch.agent.forkserver.after_fork import HiddenModules
 from elaunch.agent.forkserver.preload import Preloaded, programs_place, restore_environment
 from elaunch.agent.linux import allow_tracer, die_with_parent, set_command_line
-from elaunch.rendezvous.job_spec import Program, ProgramKind
+from elaunch.rendezvous.types import Program, ProgramKind
 
 # The number of the crash file among the descriptors that came with the order.
 _CRASH_FD = 4

@@ -20,7 +20,7 @@ from elaunch.agent.forkserver import wire
 from elaunch.agent.forkserver.wire import PROCESS_NAME, SERVER_NAME, Boot
 from elaunch.agent.linux import credentials, name
 from elaunch.rendezvous.format import plain
-from elaunch.rendezvous.job_spec import Program
+from elaunch.rendezvous.types import Program
 
 _ORDER_WAIT_S = 60.0
 _STAYS_S = 5.0

@@ -20,7 +20,7 @@ from typing import Any
 
 from elaunch.agent.environment import PACKAGES, RANK_VARIABLES
 from elaunch.agent.forkserver.wire import Boot
-from elaunch.rendezvous.job_spec import Program, ProgramKind
+from elaunch.rendezvous.types import Program, ProgramKind
 
 # torch and numpy read these variables when they are imported. With other values BLAS would start its threads, and torch
 # would open CUDA to detect it; a process that forks must do neither. The children get the user's values.

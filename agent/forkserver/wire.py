@@ -13,7 +13,7 @@ from typing import Any
 
 from elaunch.agent.linux import memory_file
 from elaunch.rendezvous.codec import decode, encode
-from elaunch.rendezvous.job_spec import Program
+from elaunch.rendezvous.types import Program
 
 # By this variable and by this folder on PYTHONPATH an interpreter runs elaunch's sitecustomize.
 BOOT_VARIABLE = "ELAUNCH_BOOT"

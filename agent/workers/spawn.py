@@ -37,8 +37,8 @@ from elaunch.agent.workers.group import Worker, WorkerGroup
 from elaunch.agent.workers.link import Link
 from elaunch.agent.workers.topology import cpu_set, read_topology
 from elaunch.rendezvous.endpoint import is_loopback
-from elaunch.rendezvous.job_spec import Program, ProgramKind
 from elaunch.rendezvous.rules.assign_ranks import role_of
+from elaunch.rendezvous.types import Program, ProgramKind
 
 # torch.distributed puts the rank before each line.
 _INTERRUPTED = re.compile(r"^(?:\[rank\d+\]: )?KeyboardInterrupt\s*\Z", re.MULTILINE)

@@ -31,7 +31,7 @@ from elaunch.launcher.schedulers.facts import Cluster
 from elaunch.launcher.store.locate import Planned, RendezvousPlan, plan
 from elaunch.launcher.store.token import read_secret
 from elaunch.rendezvous.format import node_host
-from elaunch.rendezvous.job_spec import ProgramKind
+from elaunch.rendezvous.types import ProgramKind
 
 SCHEMA = 1
 # Stands for the program, if none is typed: options are complete without one here.

@@ -33,8 +33,7 @@ from elaunch.launcher.functions import worker
 from elaunch.launcher.host import environ_at_start
 from elaunch.launcher.options.options import parse
 from elaunch.launcher.report import record, report
-from elaunch.rendezvous.job_spec import ProgramKind
-from elaunch.rendezvous.types import Outcome
+from elaunch.rendezvous.types import Outcome, ProgramKind
 
 
 def main(parent: str, name: str, response: str, call: str, results: str, *argv: str) -> NoReturn:

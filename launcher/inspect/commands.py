@@ -30,8 +30,8 @@ from elaunch.launcher.options.table import TABLE
 from elaunch.launcher.store.locate import given_addresses, plan
 from elaunch.launcher.store.token import read_secret
 from elaunch.rendezvous.format import plain, plural
-from elaunch.rendezvous.job_spec import UNNAMED, job_name
 from elaunch.rendezvous.rules.queries import Topic
+from elaunch.rendezvous.types import UNNAMED, job_name
 
 # Grows when a field of `--json` changes its meaning or goes away. New fields may come without that.
 VERSION = 1

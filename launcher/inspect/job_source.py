@@ -29,12 +29,11 @@ from elaunch.launcher.store.connect import store_of
 from elaunch.launcher.store.locate import RendezvousPlan, plan_at
 from elaunch.rendezvous.codec import decode, decode_fields
 from elaunch.rendezvous.format import plain
-from elaunch.rendezvous.job_spec import job_name
 from elaunch.rendezvous.rules.queries import RESPONSE_BYTES_MAX, RESPONSES_PER_S, Query, Topic, post_query
 from elaunch.rendezvous.rules.reports import JobReport, JobState, NodeReport, job_report, read_node_report
 from elaunch.rendezvous.rules.snapshot import Keys, Snapshot, SnapshotReader
 from elaunch.rendezvous.store import Changes, Denied, OwnLimit, Store, StoreError, Unavailable, Update, View
-from elaunch.rendezvous.types import OpenKind, host_of
+from elaunch.rendezvous.types import OpenKind, host_of, job_name
 from elaunch.strict_json import parse_json
 
 # An agent that clears a generation away may be busy for a moment.

@@ -16,7 +16,7 @@ from elaunch.launcher.inspect.history import KILLED, Goodput, History, Incident,
 from elaunch.launcher.inspect.node_log import NodeLog, known_or, real, text
 from elaunch.launcher.inspect.text import cut, duration, moment, offset, percent, sentence
 from elaunch.rendezvous.format import plain, plural
-from elaunch.rendezvous.job_spec import UNNAMED
+from elaunch.rendezvous.types import UNNAMED
 
 # The timeline has lanes for so many ranks.
 LANES_MAX = 64

@@ -16,10 +16,9 @@ from elaunch.launcher.inspect.commands import JSON, RANKS, VERSION, job_command
 from elaunch.launcher.inspect.job_source import Gathered, JobSource, absence
 from elaunch.launcher.inspect.text import aligned, duration, span
 from elaunch.rendezvous.format import bytes_text, plain, plural
-from elaunch.rendezvous.job_spec import job_name
 from elaunch.rendezvous.rules.form_generation import counted_restarts
 from elaunch.rendezvous.rules.reports import JobReport, JobState
-from elaunch.rendezvous.types import RankTable, host_of
+from elaunch.rendezvous.types import RankTable, host_of, job_name
 
 # More ranks than this are shown by node, unless --ranks requests them.
 RANKS_SHOWN = 32

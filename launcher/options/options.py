@@ -24,8 +24,8 @@ from elaunch.launcher.options.command_line import Source as Source
 from elaunch.launcher.options.help import help_text
 from elaunch.launcher.options.table import TABLE
 from elaunch.launcher.options.table import Options as Options
-from elaunch.rendezvous.job_spec import ProgramKind
 from elaunch.rendezvous.rules.assign_ranks import counts_in
+from elaunch.rendezvous.types import ProgramKind
 
 _OPTIONS = {option.name: option for option in TABLE}
 _VALUED = tuple(name for name, option in _OPTIONS.items() if option.expose_value)

@@ -18,7 +18,7 @@ from elaunch.launcher.options.command_line import HELP, TEXT, Command, Group, Op
 from elaunch.launcher.options.values import Address
 from elaunch.launcher.schedulers.detect import SCHEDULERS
 from elaunch.rendezvous.codec import HOST_BYTES_MAX, ROLE_BYTES_MAX, RUN_ID_BYTES_MAX
-from elaunch.rendezvous.job_spec import ProgramKind
+from elaunch.rendezvous.types import ProgramKind
 
 
 def _option(*described: Any, **more: Any) -> Any:

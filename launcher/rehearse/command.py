@@ -25,7 +25,7 @@ from elaunch.launcher.options.table import TABLE
 from elaunch.launcher.options.values import Raw, whole
 from elaunch.launcher.preflight import check_program
 from elaunch.launcher.rehearse import compare
-from elaunch.rendezvous.job_spec import ProgramKind
+from elaunch.rendezvous.types import ProgramKind
 
 # Between polls of the output; the longest shutdown of a killed agent's ranks.
 _POLL_S, _END_S = 0.05, 30.0

@@ -22,8 +22,8 @@ from elaunch.launcher.options import values
 from elaunch.launcher.options.command_line import own
 from elaunch.launcher.options.options import JobCommand, JobFile, Options, argv_of, submitted
 from elaunch.launcher.options.values import Address, endpoints
-from elaunch.rendezvous.job_spec import ProgramKind
 from elaunch.rendezvous.secret import new_token
+from elaunch.rendezvous.types import ProgramKind
 
 Object = dict[str, Any]
 

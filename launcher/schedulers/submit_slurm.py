@@ -22,7 +22,7 @@ from elaunch.launcher.options import values
 from elaunch.launcher.options.command_line import own
 from elaunch.launcher.options.options import JobCommand, Options, argv_of, submitted
 from elaunch.launcher.preflight import check_script
-from elaunch.rendezvous.job_spec import ProgramKind
+from elaunch.rendezvous.types import ProgramKind
 
 _CALL_S = 60.0
 

@@ -49,11 +49,10 @@ from elaunch.agent.diagnosis.stack_groups import Frame, Stack, ThreadStack
 from elaunch.agent.session.session import Request, RetryQueue
 from elaunch.agent.session.store_client import StoreClient
 from elaunch.agent.session.store_view import JobStore, LocalHost
-from elaunch.rendezvous.job_spec import JobSpec
 from elaunch.rendezvous.rules.snapshot import Keys, Snapshot
 from elaunch.rendezvous.rules.transactions import join
 from elaunch.rendezvous.store import StoreError
-from elaunch.rendezvous.types import Failure, FailureKind, Joined, Node, Outcome, RankTable
+from elaunch.rendezvous.types import Failure, FailureKind, JobSpec, Joined, Node, Outcome, RankTable
 from tests.sim.groups import KILL, USR1, Worker
 from tests.sim.lines import Gone, Line
 from tests.sim.plans import HostPlan

@@ -17,10 +17,9 @@ from elaunch.agent.core.actions import Clear, Commit, Join, NotifyWorkers, Signa
 from elaunch.agent.core.events import Cleared, ServiceLost, SnapshotChanged, WorkerExited
 from elaunch.agent.core.membership import order
 from elaunch.rendezvous.engine import MemoryStore
-from elaunch.rendezvous.job_spec import JobSpec, Program, ProgramKind
 from elaunch.rendezvous.rules.queries import Topic
 from elaunch.rendezvous.store import Delete, Put, Txn, TxnResponse
-from elaunch.rendezvous.types import FailureKind, RankTable
+from elaunch.rendezvous.types import FailureKind, JobSpec, Program, ProgramKind, RankTable
 from tests.sim.agents import KEYS, AgentProcess, Host
 from tests.sim.checks import Checks, Violation, is_leaders
 from tests.sim.groups import INT, TERM, USR1, Group, Worker

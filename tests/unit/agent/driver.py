@@ -25,12 +25,22 @@ from elaunch.agent.core.step import step
 from elaunch.agent.core.timeline import Entry, announcements, entries
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.engine import MemoryStore
-from elaunch.rendezvous.job_spec import JobSpec, Program, ProgramKind
 from elaunch.rendezvous.rules.snapshot import Keys, Snapshot, SnapshotReader
 from elaunch.rendezvous.rules.transactions import join
 from elaunch.rendezvous.store import KeyEntry, LeaseGone, Op, Put, Txn
 from elaunch.rendezvous.times import Times
-from elaunch.rendezvous.types import Failure, FailureKind, Generation, Joined, Node, OpenKind, Outcome
+from elaunch.rendezvous.types import (
+    Failure,
+    FailureKind,
+    Generation,
+    JobSpec,
+    Joined,
+    Node,
+    OpenKind,
+    Outcome,
+    Program,
+    ProgramKind,
+)
 from tests.unit.agent.job_world import begin_run_lease
 
 KEYS = Keys("job")

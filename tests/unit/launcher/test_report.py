@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.launcher.report import record, report, write_error_file
-from elaunch.rendezvous.job_spec import JobSpec, Program, ProgramKind
-from elaunch.rendezvous.types import Failure, FailureKind, Outcome, OutcomeKind
+from elaunch.rendezvous.types import Failure, FailureKind, JobSpec, Outcome, OutcomeKind, Program, ProgramKind
 
 SPEC = JobSpec("job", Program(ProgramKind.SCRIPT, "train.py", ("--lr", "1")), max_restarts=3)
 TRACEBACK = (

@@ -9,17 +9,19 @@ from dataclasses import replace
 import pytest
 
 from elaunch.rendezvous.codec import Limit, decode, encode, json_bytes, keep_ends, keep_line, keep_tail
-from elaunch.rendezvous.job_spec import JobSpec, Program, ProgramKind
 from elaunch.rendezvous.rules.snapshot import encode_table, seats_of
 from elaunch.rendezvous.types import (
     Failure,
     FailureKind,
     Generation,
+    JobSpec,
     Joined,
     Node,
     OpenKind,
     Outcome,
     OutcomeKind,
+    Program,
+    ProgramKind,
     RankTable,
 )
 

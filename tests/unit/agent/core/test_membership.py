@@ -10,9 +10,8 @@ from elaunch.agent.core.actions import Action, Join, Renew, SignalWorkers, Widen
 from elaunch.agent.core.events import Committed, Event, Leased, LeaseLost, Signalled, Tag, Tick
 from elaunch.agent.core.state import Finished, Joining, Running
 from elaunch.agent.core.step import deadline_s, step
-from elaunch.rendezvous.job_spec import Program, ProgramKind
 from elaunch.rendezvous.store import Delete
-from elaunch.rendezvous.types import OpenKind, Outcome, OutcomeKind
+from elaunch.rendezvous.types import OpenKind, Outcome, OutcomeKind, Program, ProgramKind
 from tests.unit.agent.driver import ALL, INT, KEYS, SPEC, TERM, TIMES, TWO, Driver, ends, pair, settle, started, tags
 
 ENDED = Outcome(OutcomeKind.FAILED, "the budget is spent", 0, 0, 3)

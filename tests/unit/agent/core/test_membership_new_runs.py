@@ -12,9 +12,8 @@ from elaunch.agent.core.events import StoreBack, StoreFailed, Tag, Tick, Trouble
 from elaunch.agent.core.state import Joining
 from elaunch.agent.core.step import deadline_s
 from elaunch.rendezvous.codec import encode
-from elaunch.rendezvous.job_spec import Program, ProgramKind
 from elaunch.rendezvous.store import Delete, Put
-from elaunch.rendezvous.types import Generation, Node, OpenKind, Outcome, OutcomeKind
+from elaunch.rendezvous.types import Generation, Node, OpenKind, Outcome, OutcomeKind, Program, ProgramKind
 from tests.unit.agent.driver import KEYS, SPEC, TIMES, TWO, Driver, ends, pair, tags
 
 STRANGER = KEYS.member("node-x-1")

@@ -25,8 +25,7 @@ from elaunch.agent.workers.link import Link, Note
 from elaunch.agent.workers.observers import _last_report
 from elaunch.launcher.report import report, write_error_file
 from elaunch.rendezvous.codec import decode, encode
-from elaunch.rendezvous.job_spec import JobSpec, Program, ProgramKind
-from elaunch.rendezvous.types import Failure, FailureKind, Outcome, OutcomeKind
+from elaunch.rendezvous.types import Failure, FailureKind, JobSpec, Outcome, OutcomeKind, Program, ProgramKind
 from elaunch.trainer.link import _Link as WorkersLink
 from tests.fuzzing import EXAMPLES, NESTED, PLAIN, TEXTS, VALUES, bounded
 

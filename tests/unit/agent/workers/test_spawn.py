@@ -14,7 +14,7 @@ import pytest
 
 from elaunch.agent.config import AgentConfig
 from elaunch.agent.workers.spawn import MasterPort, NoPort, Spawner, reserve
-from elaunch.rendezvous.job_spec import JobSpec, Program, ProgramKind
+from elaunch.rendezvous.types import JobSpec, Program, ProgramKind
 from tests.harness import DEADLINE_S, free_ports
 
 SPEC = JobSpec("job", Program(ProgramKind.SCRIPT, "train.py"))

@@ -9,7 +9,7 @@ import pytest
 from elaunch.agent.config import StreamChoice, Streams
 from elaunch.launcher.options.options import Options, Source, UsageError, parse, parse_job_file
 from elaunch.launcher.options.table import TABLE
-from elaunch.rendezvous.job_spec import ProgramKind
+from elaunch.rendezvous.types import ProgramKind
 
 
 def options_with(text: str, tmp_path: Path, *argv: str, **environ: str) -> Options:

@@ -20,7 +20,7 @@ from elaunch.launcher.options.table import TABLE
 from elaunch.launcher.options.values import Address, endpoints
 from elaunch.launcher.store.locate import plan
 from elaunch.launcher.store.token import read_secret
-from elaunch.rendezvous.job_spec import ProgramKind
+from elaunch.rendezvous.types import ProgramKind
 from tests.harness import REPOSITORY
 
 GPU_HOST = HostResources(cpus=128, cores=64, gpus=8, python="/usr/bin/python3")

@@ -368,6 +368,8 @@ def test_an_exit_code_names_who_waited_and_is_the_same_without() -> None:
     both = decisive_failure([named, replace(PEER, rank=5, call="all_reduce")])
     assert both.message == "exited with code 7, while ranks 3 and 5 waited in all_reduce,"
     assert identical(named, replace(LEFT, generation=2))
+    temporary = replace(LEFT, code=75)
+    assert not identical(temporary, temporary), "EX_TEMPFAIL is to be retried"
 
 
 def test_ranks_of_which_nothing_is_known_may_have_waited_too() -> None:

@@ -15,7 +15,6 @@ from functools import cache
 import pytest
 
 from elaunch.rendezvous.codec import RUN_ID_BYTES_MAX
-from elaunch.rendezvous.job_spec import JobSpec, Program, ProgramKind
 from elaunch.rendezvous.rules import transactions
 from elaunch.rendezvous.rules.leader import LeaderState, lead
 from elaunch.rendezvous.rules.snapshot import Keys, Snapshot, seats_of
@@ -25,11 +24,14 @@ from elaunch.rendezvous.types import (
     Failure,
     FailureKind,
     Generation,
+    JobSpec,
     Joined,
     Node,
     OpenKind,
     Outcome,
     OutcomeKind,
+    Program,
+    ProgramKind,
     RankTable,
 )
 from tests.etcd import Etcd, client
