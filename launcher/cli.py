@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from elaunch.rendezvous.types import Outcome
 
 OnOutcome: TypeAlias = "Callable[[Outcome, AgentConfig, AgentRun], None]"
-_NVIDIA = "/dev/nvidiactl"
 _TRAINER = "elaunch.trainer"
 _COMPLETE = "_ELAUNCH_COMPLETE"
 # All other commands print their output and exit. Their reader may have read enough before (`| head`).
@@ -172,7 +171,7 @@ def _health(
 ) -> AbstractContextManager[None]:
     """The checks of this node, if it shall be checked. Raises SiteError."""
     is_default = "health_check" not in options.given
-    has_gpu = os.path.exists(_NVIDIA)  # noqa: PTH110
+    has_gpu = os.path.exists("/dev/nvidiactl")  # noqa: PTH110
     if options.health_check == "off" or (is_default and config.spec.nodes_max == 1 and not has_gpu):
         # A job of one node without a GPU fails immediately, with the reason, where the check would only warn.
         return nullcontext()

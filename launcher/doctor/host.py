@@ -27,9 +27,7 @@ _SHM_MIN, _SHM_WANTED, _SHM_NODE_WANTED = 32 * _MIB, 256 * _MIB, 1024 * _MIB
 FILES = ("open files (ulimit -n)", (6, 64), (128, 512))
 # Threads of one worker: OpenMP, NCCL, gloo, autograd, data loaders.
 THREADS = ("this user's threads (ulimit -u)", (32, 64), (256, 64))
-
 _GROW_SHM = "mount -o remount,size=16G /dev/shm; docker run --shm-size 16g; in a pod an emptyDir with medium Memory"
-
 TORCH_S = 60.0
 _SMI_S = 20.0
 _SLOW_IMPORT_S = 15.0

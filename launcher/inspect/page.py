@@ -164,7 +164,9 @@ def timeline(report: Report) -> Timeline:
     marks: dict[tuple[str, int], list[Incident]] = {}
     for each in (*history.faults, *history.warned):
         marks.setdefault((each.folder, each.local_rank), []).append(each)
-    places = [(node, rank) for node in history.nodes for rank in _local_ranks(node)]
+    # -1 stands for a node that never had a worker.
+    of_node = [(node, {rank for visit in node.visits for rank in visit.by_rank} or {-1}) for node in history.nodes]
+    places = [(node, rank) for node, ranks in of_node for rank in sorted(ranks)]
     order = sorted(range(len(places)), key=lambda at: (places[at][0].folder, places[at][1]) not in marks)
     newest = history.generations[-GENERATIONS_MAX:]
     begin_s = known_or(newest[0].opened_s, 0.0) if len(newest) < len(history.generations) else 0.0
@@ -177,11 +179,6 @@ def timeline(report: Report) -> Timeline:
         bars = tuple(_bars(node, rank, {past.generation: past for past in newest}, begin_s))
         lanes.append(Lane(node, name, bars, tuple(mark for mark in mine if mark.at_s >= begin_s)))
     return Timeline(tuple(lanes), begin_s, max(len(places) - LANES_MAX, 0))
-
-
-def _local_ranks(node: NodeLog) -> list[int]:
-    """The node's local ranks; -1 for one that never had a worker."""
-    return sorted({rank for visit in node.visits for rank in visit.by_rank}) or [-1]
 
 
 def _bars(node: NodeLog, local_rank: int, generations: Mapping[int, PastGeneration], begin_s: float) -> Iterator[Bar]:

@@ -64,7 +64,6 @@ def _prefix(raw: values.Raw) -> str:
 
 
 _PREFIX_BYTES_MAX = 255
-
 _OURS = "–"
 
 

@@ -88,7 +88,13 @@ def _detect_mpi(environ: Mapping[str, str], hostname: str, read: Callable[[str],
             continue
         rank, size, task, tasks = (value or 0 for value in found)
         tasks = max(tasks, 1)
-        nodes = number(environ, "OMPI_MCA_orte_num_nodes") or _nodes_of_mpi(name, size, tasks)
+        nodes = number(environ, "OMPI_MCA_orte_num_nodes")
+        if not nodes and size % tasks:
+            raise ValueError(
+                f"{name} has {size} processes, {tasks} of them here: the nodes are not alike, and their number is"
+                " unknown; start one process on each (mpirun --map-by ppr:1:node)"
+            )
+        nodes = nodes or size // tasks
         head, run_id = _head_of_mpi(environ, read) if nodes > 1 else None, _run_id_of_mpi(environ)
         is_lost = nodes > 1 and not head
         return Cluster(
@@ -106,15 +112,6 @@ def _detect_mpi(environ: Mapping[str, str], hostname: str, read: Callable[[str],
             note=f"{name} does not report where rank 0 runs: export MASTER_ADDR=HOST (mpirun -x)" if is_lost else "",
         )
     return None
-
-
-def _nodes_of_mpi(name: str, size: int, tasks: int) -> int:
-    if size % tasks:
-        raise ValueError(
-            f"{name} has {size} processes, {tasks} of them here: the nodes are not alike, and their number is unknown;"
-            " start one process on each (mpirun --map-by ppr:1:node)"
-        )
-    return size // tasks
 
 
 def _head_of_mpi(environ: Mapping[str, str], read: Callable[[str], str]) -> str | None:

@@ -158,7 +158,6 @@ def _pair(separator: str, metavar: str) -> values.Convert:
 
 
 _CLAIM, _VARIABLE = _pair(":", "NAME:/PATH"), _pair("=", "NAME=VALUE")
-_WRITABLE = "let the program write into the image's folders, not only /tmp, /dev/shm and claims"
 # The API server checks names and quantities.
 _OPTIONS = (
     own("image", "IMAGE", "holds elaunch and the program (deploy/docker/Dockerfile); required"),
@@ -176,7 +175,7 @@ _OPTIONS = (
     own("token-secret", "NAME", "a Secret with the token of the first pod's store [a new one]"),
     own("claim", "NAME:/PATH", "a PersistentVolumeClaim and its mount path; may be repeated", _CLAIM, multiple=True),
     own("env", "NAME=VALUE", "an environment variable; may be repeated", _VARIABLE, multiple=True),
-    own("writable-image", "", _WRITABLE),
+    own("writable-image", "", "let the program write into the image's folders, not only /tmp, /dev/shm and claims"),
     own("no-network-policy", "", "let pods of other jobs connect to this job's pods"),
     own("dry-run", "", "only print the manifests"),
 )

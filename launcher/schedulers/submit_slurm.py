@@ -58,14 +58,13 @@ def _one_line(raw: values.Raw) -> str:
 
 
 _ELASTIC = "number of nodes, or a range: the job continues while MIN nodes are left [1]"
-_LIMIT = "time limit in sbatch's formats: minutes, HH:MM:SS, DAYS-HH [the partition's]"
 _NOTICE = "this long before the time limit, workers save and the job is requeued [60]"
 _SBATCH = "another option of sbatch, like --sbatch=--constraint=h100; may be repeated"
 _OPTIONS = (
     own("nodes", "MIN:MAX", _ELASTIC, values.nodes, default=(1, 1)),
     own("gpus", "N", "GPUs per node, with one worker for each [all GPUs of the node]", values.count),
     own("cpus", "N", "CPUs per node [the whole node, exclusively]", values.count),
-    own("time", "LIMIT", _LIMIT, _one_line),
+    own("time", "LIMIT", "time limit in sbatch's formats: minutes, HH:MM:SS, DAYS-HH [the partition's]", _one_line),
     own("partition", "NAME", "partition of the job [the site's]", _one_line),
     own("account", "NAME", "account that is charged [the user's]", _one_line),
     own("qos", "NAME", "quality of service [the user's]", _one_line),
