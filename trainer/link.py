@@ -105,10 +105,10 @@ def listen(
     """Let the agent request a stop by a callback instead of SIGTERM. Callbacks run in one daemon thread.
 
     `on_stop(reason)` must make all ranks stop after the same step (`should_stop` does that), call `stopped` and exit
-    with code 143. `reason` is "join" (nodes come, training goes on at once), "leave" (this or another node leaves) or
-    "interrupt" (the job ends); a second reason may follow. `on_peer_failed(generation)` must save what only this
-    process holds, and call `saved`: the group is broken, and the main thread may be stuck in a collective for minutes.
-    Without `on_peer_failed` the process gets SIGTERM after a peer's failure.
+    with code 143. `reason` is "join" (nodes come, training continues immediately), "leave" (this or another node
+    leaves) or "interrupt" (the job ends); a second reason may follow. `on_peer_failed(generation)` must save what only
+    this process holds, and call `saved`: the group is broken, and the main thread may be stuck in a collective for
+    minutes. Without `on_peer_failed` the process gets SIGTERM after a peer's failure.
 
     `rescue(generation)` is for parts of a program that know nothing of each other: each saves its own state and returns
     the step. All of them run before any `on_peer_failed`. Without an `on_peer_failed`, the lowest step is sent; a

@@ -3,7 +3,7 @@
 `train` is the story: data, model, optimizer, loop, evaluation. The functions that it calls follow in the same order.
 What is not about training lies beside it: the options (gpt/config), the network (gpt/model), how the workers share it
 (parallel/), the text (gpt/corpus), and all that a run writes and prints (gpt/recorder). Two things make the run survive
-its workers, and are elaunch's: the Keeper has the state, and Order says which windows belong to which step.
+its workers, and are elaunch's: the Keeper has the state, and Order has the windows of each step.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def train_in_group(
 class Windows:
     """The text in disjoint windows of `context + 1` bytes: `context` inputs, and targets one byte further.
 
-    Inputs and targets are (windows, context) int64 on `device`, values 0..255. `order` says which windows come when:
+    Inputs and targets are (windows, context) int64 on `device`, values 0..255. `order` has the windows of each step:
     each once per epoch, the same for any number of workers.
     """
 

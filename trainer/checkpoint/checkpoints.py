@@ -1,4 +1,4 @@
-"""Durable checkpoints, written while training goes on; the newest whole one by (generation, step) wins.
+"""Durable checkpoints, written while training continues; the newest whole one by (generation, step) wins.
 
     checkpoints = Checkpoints("runs/x/checkpoints", generation=generation)
     mark = checkpoints.load_newest(state)       # in place; None where there is none

@@ -168,7 +168,7 @@ class StorageError(OSError):
 
 
 class ObjectFiles:
-    """The files in the folder `name` below a URL; `LocalFiles` says what each method does. The first one connects.
+    """The files in the folder `name` below a URL; `LocalFiles` describes each method. The first one connects.
 
     An object is there when it is whole.
     """

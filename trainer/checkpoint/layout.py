@@ -1,6 +1,6 @@
 """Where the tensors of a checkpoint lie: `tensors.json`. And the parts of a tensor that a rank has and needs.
 
-DCP's own account, `.metadata`, is a pickle: it is written for DCP's tools and never read here. What `tensors.json` says
+DCP's own account, `.metadata`, is a pickle: it is written for DCP's tools and never read here. What `tensors.json` has
 is checked: each chunk lies in its tensor, and in a file of the checkpoint.
 """
 

@@ -291,7 +291,7 @@ def _newest_first(storage: Storage, unread: list[str]) -> list[tuple[Mark, Folde
 
 @contextlib.contextmanager
 def _passing_over(storage: Storage, folder: Folder, log: Callable[[str], None], unread: list[str]) -> Iterator[None]:
-    """Go on where a checkpoint is of no use: renamed where its bytes prove to be wrong, else noted in `unread`."""
+    """Continue where a checkpoint is of no use: renamed where its bytes prove to be wrong, else noted in `unread`."""
     try:
         yield
     except MemoryError:
@@ -310,6 +310,6 @@ def _require_read(unread: list[str], ranks: Peers) -> None:
     """Raise Unreadable on all ranks where rank 0 has passed over what may be whole, and found nothing else."""
     if notes := ranks.from_rank_0(unread):
         raise Unreadable(
-            f"{notes[0]}, and there is no older checkpoint to go on from; training does not start over while there is "
-            "one that may be whole: start again when it can be read, or move it away"
+            f"{notes[0]}, and there is no older checkpoint to continue from; training does not start over while there "
+            "is one that may be whole: start again when it can be read, or move it away"
         )

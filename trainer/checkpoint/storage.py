@@ -251,7 +251,7 @@ def sums(folder: Folder, name: str) -> tuple[int, int]:
 
 
 def verify(folder: Folder, manifest: Manifest, names: Iterable[str]) -> None:
-    """Read these files of a checkpoint; raises Corrupt at the first that is not what the manifest says, OSError."""
+    """Read these files of a checkpoint; raises Corrupt at the first that differs from the manifest, OSError."""
     for name in names:
         try:
             found_sums = sums(folder, name)

@@ -1,8 +1,8 @@
-"""One checkpoint in the making: written, sealed and published by a thread while training goes on.
+"""One checkpoint in the making: written, sealed and published by a thread while training continues.
 
 Each rank sends rank 0 the account of what it has written, over connections that these threads have for themselves.
-Rank 0 waits for all of them and then writes the rest. If a rank dies, rank 0 gets an error at once, and the checkpoint
-stays unpublished.
+Rank 0 waits for all of them and then writes the rest. If a rank dies, rank 0 gets an error immediately, and the
+checkpoint stays unpublished.
 
 The files are those of `torch.distributed.checkpoint` (DCP), readable with its tools; `layout` reads them here. DCP's
 own `save` agrees between ranks by collectives in whatever thread it runs, which no other thread may disturb and in
@@ -51,7 +51,7 @@ _METADATA = ".metadata"
 
 @dataclass(frozen=True)
 class Plan:
-    """Which tensors this rank writes; `metadata` (rank 0's, None elsewhere) says where all of them are."""
+    """Which tensors this rank writes; `metadata` (rank 0's, None elsewhere) has the places of all."""
 
     items: SavePlan
     metadata: records.Metadata | None
@@ -181,7 +181,7 @@ class Writing:
     """One checkpoint to write, in the unpublished `folder`, by `thread`. `plain` is the packed rest of the state.
 
     `ranks` write it together, and use these connections in no other thread. With None this rank writes all of it.
-    `on_published` is called in the thread, on rank 0. `failure` says why there will be no checkpoint, empty as far as
+    `on_published` is called in the thread, on rank 0. `failure` is why there will be no checkpoint, empty as far as
     this rank knows.
     """
 

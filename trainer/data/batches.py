@@ -35,7 +35,7 @@ WAY_OUT = (
 class Batches:
     """The batches of `loader`, epoch after epoch without an end: `next(batches)` in the loop.
 
-    As `per_rank` of a Keeper it comes back at the right batch, at the same number of ranks, with any sampler that draws
+    As `per_rank` of a Keeper it continues at the right batch, at the same number of ranks, with any sampler that draws
     from global generators, or from generators, counters and short lists of its own. One whose order cannot be drawn
     again is refused. Each epoch calls the sampler's `set_epoch`, if it has one. After a restart the batches before are
     not loaded, only their indices are drawn; an iterable dataset is read again.
@@ -44,8 +44,8 @@ class Batches:
     def __init__(self, loader: DataLoader[Any]) -> None:
         if loader.num_workers > 1 and not getattr(loader, "in_order", True):
             raise ValueError(
-                "a DataLoader with in_order=False returns batches in no order that a restart could go on with; leave "
-                "in_order=False out"
+                "a DataLoader with in_order=False returns batches in no order with which a restart could continue; "
+                "leave in_order=False out"
             )
         self._loader, self._order = loader, EpochOrder(is_ahead=False)
         self._iterator: Iterator[Any] | None = None
@@ -59,7 +59,7 @@ class Batches:
         return {"epoch": self._epoch, "batch": self._batch, "order": self._order.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after that position."""
+        """Continue after that position."""
         self._epoch, self._batch, self._iterator = state["epoch"], state["batch"], None
         self._order.load_state_dict(state["order"])
 

@@ -45,7 +45,7 @@ class Order:
     Every sample is drawn once per epoch, mixed unless `shuffle` is False. If `global_batch` does not divide `size`, a
     step continues into the next epoch. `even` gives all ranks the same number of forward passes, the surplus ones with
     weight 0. Models with a collective forward pass (FSDP, SyncBatchNorm) need it if the world size does not divide M.
-    Any step is computed at once. Raises ValueError with one sentence for values that contradict each other.
+    Any step is computed directly. Raises ValueError with one sentence for values that contradict each other.
     """
 
     size: int

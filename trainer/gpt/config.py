@@ -39,7 +39,7 @@ _LOSE_AT_MOST = """Complete steps that a failure may take back while the nodes' 
   [default: as many copies as cost less than 1 % of the time]"""
 _EVAL_EVERY = """Compute the loss on held-out text before step 1, and again each so many steps.
   [default: only at the end]"""
-_OUT = """Run directory; the same command with the same DIR goes on where it was. On several nodes: a shared one.
+_OUT = """Run directory; the same command with the same DIR continues where it was. On several nodes: a shared one.
   [default: runs/<name made from the options>]"""
 _CHECKPOINTS = """Where the checkpoints go: a folder, or a URL that fsspec reaches, as s3://bucket/run.
   [default: checkpoints in --out]"""
@@ -256,7 +256,7 @@ _command = click.Command(
     \b
       elaunch --nproc-per-node 2 -m elaunch.trainer --out runs/first
 
-    With ddp no step is lost while a worker lives, and where all die at once only those since the last copy in memory;
+    With ddp no step is lost while a worker lives, and where all die together only those since the last copy in memory;
     the result is, bit for bit on CPUs, the one without the failure. DIR then holds config.yaml, metrics.jsonl,
     checkpoints/ and result.json.
     """,
@@ -317,7 +317,7 @@ class RunDirectory:
         return self._result.exists()
 
     def has_checkpoints(self) -> bool:
-        """Whether there is a checkpoint from which the run goes on. Raises OSError."""
+        """Whether there is a checkpoint from which the run continues. Raises OSError."""
         return bool(storage_at(self.checkpoints).found())
 
     def kept_plan(self) -> bytes | None:

@@ -39,7 +39,7 @@ _WHOLE_NUMBERS = ("step", "world_size", "generation")
 class Recorder:
     """Writes this rank's records, so that the loop needs no condition. Without a ledger only rank 0 writes.
 
-    Only one of the ranks that share one model has a ledger, as `share` says. `state` is part of the training's state:
+    Only one of the ranks that share one model has a ledger, by `share`. `state` is part of the training's state:
     the number of samples seen, and the newest steps' figures, so that no line is lost if rank 0 dies before it can
     write it. The figures stay on the device until the log reads them. Use the recorder as a context manager once the
     state is restored; call `begin` first. A full disk does not end the training: one sentence is printed for each

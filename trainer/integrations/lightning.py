@@ -32,8 +32,8 @@ _REFUSED = {
 class ElaunchCallback(Callback):  # type: ignore[misc]
     """Keeps model, optimizer, schedulers, loops and callbacks; `options` are the Keeper's (`checkpoints=…`).
 
-    After a restart the loops go on as from Lightning's own checkpoint, and the batches of the complete steps are passed
-    over without loading them.
+    After a restart the loops continue as from Lightning's own checkpoint, and the batches of the complete steps are
+    skipped without loading them.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -80,7 +80,7 @@ class ElaunchCallback(Callback):  # type: ignore[misc]
                     callback.load_state_dict(cloned(self._state["callbacks"][callback.state_key]))
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Go on within an epoch. The loop has made its iterators already, and makes new ones."""
+        """Continue within an epoch. The loop has made its iterators already, and makes new ones."""
         loop = trainer.fit_loop
         is_over = self._state["repeats"] and loop.epoch_loop._num_ready_batches_reached()
         trainer.should_stop = trainer.should_stop or self._state["stops"]
@@ -109,7 +109,7 @@ class ElaunchCallback(Callback):  # type: ignore[misc]
             trainer.accumulate_grad_batches = self._state["accumulates"]
 
     def begin_epoch(self, trainer: Any, done: int = 0) -> None:
-        """An epoch begins, whose order may be what other callbacks have set, or goes on after `done` batches."""
+        """An epoch begins, whose order may be what other callbacks have set, or continues after `done` batches."""
         loop, loaders = trainer.fit_loop, _loaders_of(trainer)
         epoch = loop.epoch_progress.current.processed
         for loader in loaders:
@@ -178,7 +178,7 @@ class ElaunchCallback(Callback):  # type: ignore[misc]
 
 
 class _Last(Callback):  # type: ignore[misc]
-    """Goes on within an epoch, begins one and ends a step after the other callbacks have acted there."""
+    """Continues within an epoch, begins one and ends a step after the other callbacks have acted there."""
 
     def __init__(self, kept: ElaunchCallback) -> None:
         self._kept = kept
@@ -274,7 +274,7 @@ def _monitored_means(trainer: Any) -> list[str]:
 
 
 def _load_loops(loop: Any, state: dict[str, Any], *, repeats_end: bool) -> None:
-    """Let the loops go on after that state, which is of the end of a batch."""
+    """Let the loops continue after that state, which is of the end of a batch."""
     state = cloned(state)
     batches, epochs = state["epoch_loop.batch_progress"], state["epoch_progress"]
     if repeats_end:
@@ -304,7 +304,7 @@ def _others(trainer: Any) -> list[Any]:
 
 
 def _loaders_of(trainer: Any) -> list[Any]:
-    """The loaders of an epoch. Raises ValueError if a restart could not go on within them."""
+    """The loaders of an epoch. Raises ValueError if a restart could not continue within them."""
     combined = trainer.fit_loop._combined_loader
     loaders: list[Any] = combined.flattened
     for loader in loaders:
@@ -362,7 +362,7 @@ def _require_possible(trainer: Any) -> None:
 
 def _warn_of_hooks(parts: list[Any]) -> None:
     """Name the program's own hooks that are not called after a restart."""
-    for name, when in (("on_train_epoch_start", " that goes on within an epoch"), ("on_load_checkpoint", "")):
+    for name, when in (("on_train_epoch_start", " that continues within an epoch"), ("on_load_checkpoint", "")):
         for one in parts:
             home = next((kind.__module__ for kind in type(one).__mro__ if name in vars(kind)), "lightning")
             if not home.startswith(("lightning", "pytorch_lightning")):

@@ -75,7 +75,7 @@ class Copies:
             # Another process on the node may keep a training of this name for itself too.
             name = f"{name}-{place.rank}" if peers.world_size == 1 < place.world_size else name
             whose = peers.rank, place.world_size
-            self._node_memory = NodeMemory(Path(folder), name, layout, *whose, speaks=self.paces, log=log)
+            self._node_memory = NodeMemory(Path(folder), name, layout, *whose, reports=self.paces, log=log)
         # For the loops that were left.
         self.loops_path = Path(folder, f"{name}.left") if folder else None
         self._parts: ShardedMemory | None = None
@@ -138,7 +138,7 @@ class Copies:
         if self._training.per_rank is not None:
             self._training.per_rank.expect_restore()
         large = self._training.has_large
-        mine = Inventory(self._peers.rank, "", speaks=False)
+        mine = Inventory(self._peers.rank, "", reports=False)
         if self._node_memory is not None:
             mine = self._node_memory.inventory(large=large)
         inventories = self._peers.from_all(mine)

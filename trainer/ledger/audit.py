@@ -61,7 +61,7 @@ class _Violation(Exception):
 
 
 class _Row(NamedTuple):
-    """One micro-batch of one step; `micro` is -1 if the line says that the step is done."""
+    """One micro-batch of one step; `micro` is -1 if the line is that of a completed step."""
 
     step: int
     micro: int

@@ -1,4 +1,4 @@
-"""Copies each rank's piece of a snapshot to a second node, in a thread, while training goes on."""
+"""Copies each rank's piece of a snapshot to a second node, in a thread, while training continues."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from elaunch.trainer.state import Piece, Version
 class _Exchange:
     """One exchange on this rank: what is wrong with its own piece, and why pieces could not be sent or kept, if so.
 
-    `is_by_other` says that `why` is no more than that another rank has left. `has_finished`: its own piece is whole.
+    `is_by_other`: `why` is no more than that another rank has left. `has_finished`: its own piece is whole.
     """
 
     damage: str = ""
@@ -96,7 +96,7 @@ class Mirror:
     def exchange(self, finish: Callable[[], Tensor | None], version: Version, spare: Collection[Version]) -> None:
         """Begin to send what `finish` returns, and to receive other ranks' pieces of `version`, after `settle`.
 
-        `finish` completes this rank's piece, in the thread; None says that there is none. The region must not change
+        `finish` completes this rank's piece, in the thread; None where there is none. The region must not change
         until the next call. A received piece does not overwrite one of a version in `spare`.
         """
         self._last = _Exchange()
@@ -108,8 +108,8 @@ class Mirror:
     def settle(self, *, is_kept: bool = True) -> bool:
         """Wait for the last exchange. Returns whether all ranks' pieces are whole, and on both nodes. Collective.
 
-        `is_kept` says that this rank has kept all that belongs to its piece. If a second copy fails, all ranks give
-        second copies up together, and one of them says why. For the next snapshots a piece on its own node is enough.
+        `is_kept`: this rank has kept all that belongs to its piece. If a second copy fails, all ranks give
+        second copies up together, and one of them logs why. For the next snapshots a piece on its own node is enough.
         """
         if self._thread is None:
             return True
@@ -117,7 +117,7 @@ class Mirror:
         last, self._thread = self._last, None
         if last.damage:
             self._log(f"rank {self._peers.rank}'s part of the snapshot is not whole: {last.damage}")
-        # The lowest rank says why, of those that know more than that another rank has left.
+        # The lowest rank logs why, of those that know more than that another rank has left.
         world_size = self._peers.world_size
         order = world_size - self._peers.rank + world_size * (not last.is_by_other) if last.why else 0
         is_torn, highest = self._peers.largest([not is_kept or bool(last.damage), order])

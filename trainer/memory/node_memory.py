@@ -67,7 +67,7 @@ class NodeMemory:
 
     It has copies of the replicated state and the records of ranks. One worker at a time writes a copy; if it dies, the
     kernel frees its lock. `layout` is the digest of the state's names and shapes: copies of another state are
-    overwritten, not read. `speaks` is True for one rank of each node, which lists and fills the memory for all. `log`
+    overwritten, not read. `reports` is True for one rank of each node, which lists and fills the memory for all. `log`
     gets a sentence for each torn copy.
     """
 
@@ -79,10 +79,10 @@ class NodeMemory:
         rank: int = 0,
         world_size: int = 1,
         *,
-        speaks: bool = True,
+        reports: bool = True,
         log: Callable[[str], None] = print,
     ) -> None:
-        self.folder, self.speaks = folder, speaks
+        self.folder, self.reports = folder, reports
         self._name, self._layout, self._rank, self._world_size, self._log = name, layout, rank, world_size, log
         self._lock_path = folder / f"{name}.lock"
         self.pair = Slots(folder / f"{name}.state", layout)
@@ -105,8 +105,8 @@ class NodeMemory:
     def inventory(self, *, large: bool) -> Inventory:
         """The verified content of this memory, as one rank of the node lists it."""
         node = node_of(self.folder)
-        if not self.speaks:
-            return Inventory(self._rank, node, speaks=False)
+        if not self.reports:
+            return Inventory(self._rank, node, reports=False)
         records = tuple(
             Record(records.rank, header.version, full)
             for records in self.all_records()
@@ -215,7 +215,7 @@ class NodeMemory:
             time.sleep(_LOCK_POLL_S)
 
     def _reserve(self, length: int) -> None:
-        """Allocate both copies at once, so that the second one cannot fail later."""
+        """Allocate both copies together, so that the second one cannot fail later."""
         needed = sum(max(0, length - slot.size) for slot in self.pair.slots)
         if not needed:
             return
@@ -316,7 +316,7 @@ def take_over(
 
 def drop_newer(version: Version, node_memory: NodeMemory | None, peers: Peers) -> None:
     """Tear the copies and records of all ranks that are newer than `version`: no later start may find them."""
-    if node_memory is not None and node_memory.speaks:
+    if node_memory is not None and node_memory.reports:
         node_memory.drop_newer(version)
     # Wait for all ranks before one of them stores a newer copy of this generation.
     peers.from_all(None)

@@ -55,7 +55,7 @@ class Holding:
 class Record:
     """The own state of one rank of an older group: its buffers and random states.
 
-    `full` says that it also has the large part, if there is one (the state of a communication hook).
+    `full`: it also has the large part, if there is one (the state of a communication hook).
     """
 
     rank: int
@@ -67,13 +67,13 @@ class Record:
 class Inventory:
     """The report of rank `rank` of the new group about its node's memory.
 
-    `node` identifies the memory; it is empty without one. Only one rank of each node `speaks`: it lists the whole,
+    `node` identifies the memory; it is empty without one. Only one rank of each node `reports`: it lists the whole,
     verified copies and the free bytes. `completed` is the newest step that any worker of the node has completed.
     """
 
     rank: int
     node: str
-    speaks: bool
+    reports: bool
     holdings: tuple[Holding, ...] = ()
     records: tuple[Record, ...] = ()
     completed: Version | None = None
@@ -89,7 +89,7 @@ class Decision:
     holds, for each new rank, the record that it continues, and the rank that sends or has it: the record of the same
     rank in the older group or, if that is lost, of the lowest rank (then only its buffers are used). `older` holds
     ranks whose own record exists only for an earlier step; its random state is used. `without_random_state` are the
-    ranks without either. `repeated` counts completed steps that are repeated. `reset` says that the large parts of
+    ranks without either. `repeated` counts completed steps that are repeated. `reset`: the large parts of
     records start over.
     """
 
@@ -118,7 +118,7 @@ def decide(inventories: Sequence[Inventory], *, large: bool = False) -> Decision
     """The newest state that can be continued, or None if no memory holds one.
 
     `inventories` has one entry for each rank of the new group.
-    `large` says that records have a large part, without which a rank cannot continue exactly. Then the newest step is
+    `large`: records have a large part, without which a rank cannot continue exactly. Then the newest step is
     taken for which every rank's full record exists. If no such step is left, or the group has another size, the newest
     state is taken and the large parts start over (`reset`).
     """
@@ -133,7 +133,7 @@ def decide(inventories: Sequence[Inventory], *, large: bool = False) -> Decision
     version = max(complete or held)
     source, copy = min(held[version], key=lambda pair: pair[0])
     equal = {rank for rank, other in held[version] if other.checksum == copy.checksum}
-    lacking = [inventory for inventory in inventories if inventory.speaks and inventory.rank not in equal]
+    lacking = [inventory for inventory in inventories if inventory.reports and inventory.rank not in equal]
     roomy = {inventory.node for inventory in lacking if inventory.free >= copy.length}
     cramped = {inventory.node for inventory in lacking} - roomy
     private = tuple(i.rank for i in inventories if not i.node or i.node in cramped)
@@ -153,7 +153,7 @@ def decide_in_parts(inventories: Sequence[Inventory], choice: Choice | None) -> 
 
 
 def _decision(inventories: Sequence[Inventory], version: Version, **state: Any) -> Decision:
-    """The decision for `version`, whose `state` is found as it says, with what each rank has for itself."""
+    """The decision for `version`, whose `state` is given, with what each rank has for itself."""
     there = _Records(inventories)
     records = there.sources(version)
     without_own = [i.rank for i in inventories if i.rank not in records or records[i.rank].of_rank != i.rank]
@@ -212,7 +212,7 @@ def _all_full(inventories: Sequence[Inventory], version: Version, ranks: Sequenc
 
 
 class _Records:
-    """The records of all ranks by version, and where they are. Made once, so that each rank's is found at once."""
+    """The records of all ranks by version, and where they are. Made once, so that each rank's is found directly."""
 
     def __init__(self, inventories: Sequence[Inventory]) -> None:
         self._node_of = {inventory.rank: inventory.node for inventory in inventories}

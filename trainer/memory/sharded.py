@@ -71,14 +71,14 @@ class ShardedMemory:
         self._nodes = self._peers.from_all(node_of(self.folder))
         self._node = self._nodes[self._peers.rank]
         self._mates = [rank for rank, node in enumerate(self._nodes) if node == self._node]
-        self._speaks = self._mates[0] == self._peers.rank
+        self._reports = self._mates[0] == self._peers.rank
         self._slots = self._slots_of(self._peers.rank)
         # With one node copies and snapshots share the slots.
         self._is_alone = len(set(self._nodes)) == 1
         self._copy_slots = self._slots if self._is_alone else self._slots_of(self._peers.rank, (2, 3))
         loss = "a lost node goes back to the last checkpoint"
         self._mirror = Mirror(self._peers, self._nodes, self._slots_of, say, loss=loss)
-        self._cutter = Cutter(has_common=self._speaks)
+        self._cutter = Cutter(has_common=self._reports)
         self._signature = ""
         # The parts in this rank's piece, and the digest of the parts of all ranks together.
         self._parts: Parts = frozenset()
@@ -267,7 +267,7 @@ class ShardedMemory:
 
     def drop_newer(self, version: Version) -> None:
         """Declare this node's pieces that are newer than `version` torn: those steps are given up."""
-        if self._speaks:
+        if self._reports:
             tear_newer(self.folder.glob("piece-*"), version)
 
     @property
@@ -349,7 +349,7 @@ class ShardedMemory:
 
     def _delete(self, is_of_no_use: Callable[[str], bool]) -> None:
         """Delete files of this node; one rank does. No rank makes new ones before its next collective."""
-        if self._speaks:
+        if self._reports:
             for path in self.folder.glob("piece-*"):
                 if is_of_no_use(path.name):
                     path.unlink(missing_ok=True)

@@ -54,7 +54,7 @@ _GIB = 1 << 30
 
 
 def build(config: TrainConfig, gpt: GPT, sizes: Sizes, rank: int, device: torch.device, groups: Groups) -> Parallel:
-    """Divide `gpt`, which is the same on every worker, as the plan says. Collective.
+    """Divide `gpt`, which is the same on every worker, by the plan. Collective.
 
     `groups` makes AdamW's groups of a module's parameters, with all their options. Raises ConfigError.
     """
@@ -226,7 +226,7 @@ def chosen(
 ) -> TrainConfig:
     """`config` with a plan in place of `auto`, the same on all ranks. Collective. Raises AgreedRefusal on all ranks.
 
-    A run that has a state goes on with its plan, and nothing is measured. `new_gpt` and `groups` are as for `build`.
+    A run that has a state continues with its plan, and nothing is measured. `new_gpt` and `groups` are as for `build`.
     Nothing of what was measured is left: parameters and random states are created again.
     """
     peers = Peers()
@@ -281,7 +281,7 @@ def chosen(
 
 
 def _recorded(place: RankInfo, run: RunDirectory) -> tuple[KeptPlan | None, str]:
-    """The run's choice if it has a state by now, and why it cannot go on if the choice is lost."""
+    """The run's choice if it has a state by now, and why it cannot continue if the choice is lost."""
     try:
         if not (place.generation or run.has_checkpoints()):
             # A restart of this job must not take what an earlier one has chosen here.
@@ -299,7 +299,7 @@ def _recorded(place: RankInfo, run: RunDirectory) -> tuple[KeptPlan | None, str]
 
 
 def _as_recorded(record: KeptPlan, config: TrainConfig, place: RankInfo, log: Callable[[str], None]) -> str:
-    """The recorded plan, or with another number of workers the one that goes on with its state. Raises PlanError."""
+    """The recorded plan, or with another number of workers the one that continues its state. Raises PlanError."""
     if record.world_size == place.world_size:
         log(f"parallel: {record.plan}, as this run has chosen")
         return record.plan

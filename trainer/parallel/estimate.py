@@ -83,7 +83,7 @@ def candidates(
 
 
 def resumed(kept: ParallelPlan, workers: int, shape: Shape) -> ParallelPlan:
-    """The plan that goes on with the state of the plan `kept`. Raises PlanError if there is none.
+    """The plan that continues the state of the plan `kept`. Raises PlanError if there is none.
 
     Only the numbers of the data axes and the order of the computation may differ.
     """

@@ -166,7 +166,7 @@ def fit(plan: ParallelPlan, workers: int, *, again: bool = False) -> Sizes:
     if workers % one:
         fewer, more = workers // one * one, (workers // one + 1) * one
         ways = f"start {more}" if not fewer else f"start {fewer} or {more}"
-        stays = "; a run that goes on keeps its tp and pp here" if again else ""
+        stays = "; a run that continues keeps its tp and pp here" if again else ""
         raise PlanError(
             f"--parallel {plan.text} divides one model among {one} workers, and {_workers(workers)} cannot be divided "
             f"so{stays}; {ways} workers, or give another plan"

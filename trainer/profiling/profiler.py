@@ -131,7 +131,7 @@ class Profiler:
         self._try(self._profile.start)
 
     def _try(self, call: Callable[[], object]) -> None:
-        """The training goes on without a trace."""
+        """The training continues without a trace."""
         if self._trouble:
             return
         try:
@@ -171,7 +171,7 @@ class Profiler:
 
 @dataclass(frozen=True)
 class _Collected:
-    """What one rank has recorded; `trouble` says what is missing."""
+    """What one rank has recorded; `trouble` is what is missing."""
 
     trouble: str
     times: tuple[StepTimes, ...] = ()

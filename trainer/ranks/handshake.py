@@ -112,7 +112,7 @@ def _received(source: socket.socket, size: int) -> bytes:
 
 
 def _tuned(made: socket.socket) -> socket.socket:
-    """The socket, which does not block from now on, sends at once, and notices that the other host is gone."""
+    """The socket, which does not block from now on, sends immediately, and notices that the other host is gone."""
     made.setblocking(False)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

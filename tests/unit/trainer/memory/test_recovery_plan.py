@@ -34,16 +34,16 @@ def node(
     free: int = ROOM,
 ) -> list[Inventory]:
     """The inventories of a node's ranks; `holds` has (generation, step, checksum), `records` (rank, …, full)."""
-    speaker = Inventory(
+    reporter = Inventory(
         rank=ranks[0],
         node=name,
-        speaks=True,
+        reports=True,
         holdings=tuple(Holding(Version(g, s), checksum, 100) for g, s, checksum in holds),
         records=tuple(Record(rank, Version(g, s), full) for rank, g, s, full in records),
         completed=None if completed is None else Version(*completed),
         free=free,
     )
-    return [speaker, *(Inventory(rank, name, speaks=False) for rank in ranks[1:])]
+    return [reporter, *(Inventory(rank, name, reports=False) for rank in ranks[1:])]
 
 
 def decided(*nodes: list[Inventory], large: bool = False) -> Decision:
@@ -57,7 +57,7 @@ def own(*ranks: int, generation: int = 0, step: int, full: bool = False) -> tupl
 
 
 def test_who_has_no_memory_or_no_room_gets_it_rank_by_rank() -> None:
-    none = [Inventory(0, "", speaks=False), Inventory(1, "", speaks=False)]
+    none = [Inventory(0, "", reports=False), Inventory(1, "", reports=False)]
     decision = decided(none, node("old", 2, holds=((0, 5, 1),)), node("small", 3, 4, free=99))
 
     assert decision.receivers == (0, 1, 3, 4)
@@ -237,8 +237,8 @@ def test_every_rank_decides_the_same_whatever_is_there() -> None:
         served = {inventories[rank].node for rank in decision.receivers}
         for inventory in inventories:
             has = any((h.version, h.checksum) == (decision.version, checksum) for h in inventory.holdings)
-            speaker = next(i for i in inventories if i.node == inventory.node and i.speaks)
-            node_has = any((h.version, h.checksum) == (decision.version, checksum) for h in speaker.holdings)
+            reporter = next(i for i in inventories if i.node == inventory.node and i.reports)
+            node_has = any((h.version, h.checksum) == (decision.version, checksum) for h in reporter.holdings)
             assert inventory.node in served or node_has
             assert not (has and inventory.rank in decision.receivers)
         assert decision.source not in decision.receivers

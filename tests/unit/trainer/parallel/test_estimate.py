@@ -65,7 +65,7 @@ def test_a_plan_that_is_no_candidate_for_these_workers_follows_their_number_or_i
 
     with pytest.raises(PlanError, match="9 workers are more than the 8 micro-batches of a step"):
         resumed(parse("ddp"), 9, replace(SHAPE, global_batch=8, micro_batch=1))
-    with pytest.raises(PlanError, match="a run that goes on keeps its tp and pp here; start 2 or 4 workers"):
+    with pytest.raises(PlanError, match="a run that continues keeps its tp and pp here; start 2 or 4 workers"):
         resumed(parse("dp=2,tp=2"), 3, SHAPE)
 
 

@@ -98,7 +98,7 @@ def test_at_a_restart_the_data_axes_follow_the_number_of_workers_and_the_models_
 
 
 def test_a_restart_that_would_break_a_model_apart_is_refused_with_the_reason() -> None:
-    with pytest.raises(PlanError, match="cannot be divided so; a run that goes on keeps its tp and pp here; start 4"):
+    with pytest.raises(PlanError, match="cannot be divided so; a run that continues keeps its tp and pp here; start 4"):
         fit(parse("tp=2,pp=2"), 2, again=True)
 
     assert fit(parse("hsdp"), 3, again=True) == Sizes(dp=1, fsdp=3)
