@@ -145,7 +145,7 @@ class NodeCollector(Collector):
         yield counter("elaunch_restarts", "Restarts of the job that count to --max-restarts.", restarts)
         yield gauge("elaunch_restarts_max", "The budget of restarts (--max-restarts).", agent.spec.max_restarts)
         yield gauge("elaunch_leader", "1 if this node leads the job.", agent.leads)
-        yield gauge("elaunch_store_reachable", "1 if the job's store answers this node's requests.", is_reachable)
+        yield gauge("elaunch_store_reachable", "1 if the job's store responds to this node's requests.", is_reachable)
         yield gauge("elaunch_node_up", "1 while workers of this node run.", live["running"] > 0)
         yield gauge("elaunch_workers", "Workers of this node, by state.", live, "state")
         yield gauge("elaunch_step", "The newest step that each rank of this node reported.", steps, "rank")

@@ -40,7 +40,7 @@ STACKS_S = 5.0
 # Answers to this host's processes: in a burst, and per second.
 LOCAL_BURST = 20
 LOCAL_PER_S = 10.0
-# A node answers the store's queries no more often than this, however small the job is.
+# A node responds to the store's queries no more often than this, however small the job is.
 STORE_PAUSE_S = 0.5
 _REQUEST_BYTES_MAX = 4096
 # Connections without a request so far. The oldest is closed when another one comes.
@@ -54,22 +54,22 @@ _LIVE = ("running", "stopped")
 
 @dataclass(frozen=True)
 class Allowance:
-    """A token bucket: `left` answers may be given now, as it was at `at_s`."""
+    """A token bucket: `left` responses may be sent now, as it was at `at_s`."""
 
     left: float = LOCAL_BURST
     at_s: float = 0.0
 
     def take(self, now_s: float) -> tuple[Allowance, bool]:
-        """The allowance after one more query, and whether that is answered."""
+        """The allowance after one more query, and whether that gets a response."""
         left = min(LOCAL_BURST, self.left + max(0.0, now_s - self.at_s) * LOCAL_PER_S)
         return Allowance(max(0.0, left - 1), now_s) if left >= 1 else Allowance(left, now_s), left >= 1
 
 
 @dataclass(frozen=True)
 class QueryQueue:
-    """The store's query that waits for this node's answer, until `due_s`; only the newest one waits.
+    """The store's query that waits for this node's response, until `due_s`; only the newest one waits.
 
-    `seen` identifies the last query, `answered_s` is when one was last answered.
+    `seen` identifies the last query, `answered_s` is when the last response was due.
     """
 
     waiting: Query | None = None
@@ -83,7 +83,7 @@ class QueryQueue:
             return self if self.waiting is None else replace(self, waiting=None, due_s=None)
         if query.identity == self.seen:
             return self
-        # All nodes receive it at the same time. They answer one after the other, and none of them too often.
+        # All nodes receive it at the same time. They respond one after the other, and none of them too often.
         round_s = max(seats, 1) / RESPONSES_PER_S
         due_s = max(now_s + share * round_s, self.answered_s + max(STORE_PAUSE_S, round_s))
         return replace(self, waiting=query, due_s=due_s, seen=query.identity)
@@ -93,7 +93,7 @@ class QueryQueue:
         return self if self.waiting else replace(self, waiting=query, due_s=now_s + STORE_PAUSE_S)
 
     def take_due(self, now_s: float) -> tuple[QueryQueue, Query | None]:
-        """The query to answer now, if its time has come."""
+        """The query that is due now, if any."""
         if self.waiting is None or self.due_s is None or now_s < self.due_s:
             return self, None
         return replace(self, waiting=None, due_s=None, answered_s=now_s), self.waiting
@@ -117,7 +117,7 @@ class LocalRequest:
         except OSError:
             self._connection.close()
             return False
-        if sent == len(data) or not start_thread(lambda: self._send(data[sent:]), "elaunch-answer"):
+        if sent == len(data) or not start_thread(lambda: self._send(data[sent:]), "elaunch-reply"):
             self._connection.close()
         return True
 
@@ -233,7 +233,7 @@ def _remove(folder: Path) -> None:
 
 
 class StatusServer:
-    """This node's answers. The agent's loop calls all methods.
+    """This node's responses. The agent's loop calls all methods.
 
     `agent` is the agent as it is now, `seen` its workers as they are now. `offer` writes to the store what nothing
     depends on, and calls back, in any thread, if the guards held. `locator` is how another process of this user
@@ -285,7 +285,7 @@ class StatusServer:
         if query.topic.is_order:
             if agent.leads:
                 event, response = order(agent, query.topic)
-                # The answer is written only while the client waits for it, and the store may go with the job.
+                # The response is written only while the client waits for it, and the store may go with the job.
                 text = encode(response)
                 self._offer(post_response(keys, query, node_id, text), lambda: event and self._post(event))
         elif query.topic is Topic.STATUS:

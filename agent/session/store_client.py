@@ -111,7 +111,7 @@ class StoreClient:
         when the job has ended or all its agents were killed.
         """
         lease = self._run_lease
-        # The agent that granted the lease may have another `keys_ttl` than this one: the store's answer counts.
+        # The agent that granted the lease may have another `keys_ttl` than this one: the store's response counts.
         left_s = self._store.keep_alive(lease) if lease else 0.0
         self._run_renewal_due_s = self._host.now() + (left_s or self._times.keys_ttl_s) / _RUN_RENEWALS
 
@@ -119,7 +119,7 @@ class StoreClient:
         if tag in _ENTERING:
             self._end_former_life()
         try:
-            answer = self._commit_with_run_lease(txn, tag)
+            response = self._commit_with_run_lease(txn, tag)
         except LeaseGone as error:
             leases = {op.lease for op in (*txn.then, *txn.otherwise) if isinstance(op, Put)}
             if self._lease not in leases and self._run_lease in leases - {0}:
@@ -134,11 +134,11 @@ class StoreClient:
             return
         if tag is None:
             return
-        self._is_alone |= answer.held and tag in _ENTERING
-        if not answer.held:
+        self._is_alone |= response.held and tag in _ENTERING
+        if not response.held:
             # The watch may never show why: it does not cover other nodes' keys.
             self.view.refresh()
-        self._post(Committed(tag, answer.held, answer.revision))
+        self._post(Committed(tag, response.held, response.revision))
 
     def offer(self, txn: Txn, held: Callable[[], object] | None) -> None:
         """Commit what nothing depends on, once: a store that is away or refuses it costs this node nothing more.
@@ -173,27 +173,27 @@ class StoreClient:
         """Commit. The agent whose transaction would start a run, its guards held, begins a lease for the run's keys."""
         lease = run_lease(self._keys, txn)
         try:
-            answer = self._commit_as(tag, txn)
+            response = self._commit_as(tag, txn)
         except LeaseGone:
             if not lease:
                 raise
-            # Noted first: the answer may be lost.
+            # Noted first: the response may be lost.
             self._begun_for_run = lease
             self._store.grant(lease, self._times.keys_ttl_s)
             try:
-                answer = self._commit_as(tag, txn)
+                response = self._commit_as(tag, txn)
             except LeaseGone:
                 # It is this node's own that has ended.
                 self._end_unless_used(lease, is_used=False)
                 raise
         if lease and lease == self._begun_for_run:
-            self._end_unless_used(lease, is_used=answer.held)
-        return answer
+            self._end_unless_used(lease, is_used=response.held)
+        return response
 
     def _end_unless_used(self, lease: int, *, is_used: bool) -> None:
         """End the lease that was begun for a run that another agent has started meanwhile.
 
-        A start of one's own may have been done, and its answer lost: then the run stands on it.
+        A start of one's own may have been done, and its response lost: then the run stands on it.
         """
         if not is_used:
             spec = self._store.read(self._keys.spec).entries.get(self._keys.spec)
@@ -211,16 +211,16 @@ class StoreClient:
         if tag not in _ENTERING or self._is_alone:
             return self._store.commit(txn)
         of_host = f"{self._keys.members}{self._host.name}-"
-        answer = self._store.commit(replace(txn, guards=(*txn.guards, Empty(of_host))))
-        if answer.held:
-            return answer
+        response = self._store.commit(replace(txn, guards=(*txn.guards, Empty(of_host))))
+        if response.held:
+            return response
         others = self._store.read(of_host).entries.values()
         dead = [entry.lease for entry in others if entry.lease and self._is_dead_member(entry.value)]
         for lease in dead:
             self._store.revoke(lease)
         # A start of a run can be decided again without the dead member; a join was decided with that member in sight.
         is_refused_for_good = bool(dead) and tag is not Tag.RUN
-        return self._store.commit(txn) if others and not is_refused_for_good else answer
+        return self._store.commit(txn) if others and not is_refused_for_good else response
 
     @property
     def _run_lease(self) -> int:

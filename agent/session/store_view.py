@@ -193,10 +193,10 @@ class StoreView:
             return False
         # No write to any key is newer, and none of them was deleted.
         there = tuple(Present(key) for key in view.entries)
-        answer = self._store.commit(Txn((NoneNewer(self._scope, view.revision), *there)))
-        if answer.held:
-            self._show(replace(view, revision=answer.revision))
-        return answer.held
+        response = self._store.commit(Txn((NoneNewer(self._scope, view.revision), *there)))
+        if response.held:
+            self._show(replace(view, revision=response.revision))
+        return response.held
 
     def _updated(self, epoch: int, update: Update) -> None:
         match update:
