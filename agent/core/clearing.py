@@ -98,7 +98,7 @@ def _complete(agent: Agent, clearing: Clearing, event: Cleared) -> tuple[Agent, 
         return explained(failure, event.facts, clearing.table.mismatch)
 
     if not failures:
-        # The outcome of a node that bows out alone.
+        # The outcome of a node that withdraws alone.
         if then and then.failure and then.failure.node_id == agent.me.node_id:
             then = replace(then, failure=with_cause(whole_of(then.failure)))
         return agent, report_ends(agent, clearing.table.generation, clearing.ends), then

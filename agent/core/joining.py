@@ -40,28 +40,20 @@ def _take_seat(agent: Agent, table: RankTable | None, joining: Joining) -> Step:
         logged = Log(f"generation {table.generation} runs without this node: {_why_seatless(agent, table)}")
         return replace(agent, phase=replace(joining, spare_of=table.generation)), (logged,)
     running = Running(table, frozenset(range(table.seats[group_rank].slots)), is_first=joining.ran < 0)
-    name = _name_of_job(agent) if running.is_first else ""
+    # What `elaunch status` takes on another host; on the host of a job it needs no name.
+    has_name = running.is_first and agent.spec.nodes_max > 1 and agent.spec.run_id != UNNAMED
+    name = f"; job {agent.spec.run_id}" if has_name else ""
     logs = f"; output in {agent.logs}" if running.is_first and agent.logs else ""
+    sizes = role_sizes(table.seats)
+    roles = f"{', '.join(f'{count} {name}' for name, count in sizes.items())}; " if len(sizes) > 1 else ""
     reason, _, cause = table.reason.partition(CAUSE)
     if agent.last_failure is None or cause.partition(")")[0] != agent.last_failure.sentence.partition(")")[0]:
         # Else the log has a line about the failure of that worker, which may since have been explained further.
         reason = table.reason
-    started = Log(f"generation {table.generation}: {table.size_text} ({_roles(table)}{reason}{name}){logs}")
+    started = Log(f"generation {table.generation}: {table.size_text} ({roles}{reason}{name}){logs}")
     differ = (Log(table.mismatch, "warning"),) if table.mismatch not in ("", agent.mismatch) else ()
     agent = replace(agent, phase=running, mismatch=table.mismatch)
     return agent, (started, *differ, Spawn(table, group_rank))
-
-
-def _roles(table: RankTable) -> str:
-    """The roles with their numbers of workers, if there are several."""
-    sizes = role_sizes(table.seats)
-    return f"{', '.join(f'{count} {name}' for name, count in sizes.items())}; " if len(sizes) > 1 else ""
-
-
-def _name_of_job(agent: Agent) -> str:
-    """What `elaunch status` takes on another host; on the host of a job it needs no name."""
-    has_name = agent.spec.nodes_max > 1 and agent.spec.run_id != UNNAMED
-    return f"; job {agent.spec.run_id}" if has_name else ""
 
 
 def _why_seatless(agent: Agent, table: RankTable) -> str:

@@ -39,7 +39,7 @@ def lease_lost(agent: Agent, _phase: Phase, event: LeaseLost, now_s: float) -> S
     agent = agent.as_member(lease=0, is_member=False, evicted=False)
     if isinstance(agent.phase, Joining):
         agent = replace(agent, phase=replace(agent.phase, joined=-1))
-    # A lease that ends again and again would hide each loss for ever.
+    # A lease that expires repeatedly would hide each loss for ever.
     if now_s >= agent.lossless_until_s + agent.times.return_grace_s:
         agent = replace(agent, lossless_until_s=now_s + agent.times.return_grace_s)
     if agent.ending:

@@ -226,7 +226,7 @@ def _yield_to(agent: Agent, running: Running, generation: Generation, now_s: flo
 
 
 def _grace_s(agent: Agent, running: Running, now_s: float) -> float:
-    """A failure's grace, and at least the time in which a rank on its way out exits by itself."""
+    """A failure's grace, and at least the time in which a rank on its way out exits without a signal."""
     exit_s = EXIT_S if running.live & running.status.exiting(now_s) else 0.0
     return max(grace_of_failure(agent, running), exit_s)
 

@@ -173,24 +173,23 @@ def worker_exited(agent: Agent, stopping: Stopping, event: events.WorkerExited, 
 
 def _note_failure(agent: Agent, stopping: Stopping, failure: Failure, now_s: float) -> Step:
     """Note a failure of a worker's own; report it to the other nodes if it may be the first."""
-    is_killing = stopping.mode is Mode.KILLING
     if stopping.failures:
         # Two that were killed at once, or that one lack of memory has hit, are two failures.
         logged = (Log(failure.sentence, "error"),) if failure.code and failure.code < 0 else ()
         return go_on_stopping(agent, replace(stopping, failures=(*stopping.failures, failure)), logged)
-    is_asked = stopping.mode is Mode.BOUNDARY
-    if stopping.then and is_asked and failure.local_rank not in stopping.status.stopped:
+    is_awaited = stopping.mode is Mode.BOUNDARY and failure.local_rank not in stopping.status.stopped
+    if stopping.then and is_awaited:
         # Those that are to stop after a step would wait for this one.
         return stop_broken(agent, stopping)
     generation = agent.snapshot.generation
-    # For a bare exit code it is unknown whether a peer's exit is the cause, but this program ended before its stop.
-    is_own = not failure.kind.is_secondary if failure.local_rank in stopping.status.returned else _is_own_doing(failure)
-    if stopping.then or generation is None or not is_own:
+    # For a bare exit code it is unknown whether a peer's exit is the cause, unless the program ended before its stop.
+    is_unknown = failure.kind is FailureKind.EXIT_CODE and failure.local_rank not in stopping.status.returned
+    if stopping.then or generation is None or failure.kind.is_secondary or is_unknown:
         return go_on_stopping(agent, stopping)
     stopping = replace(stopping, failures=(failure,))
     failed = Commit(transactions.fail(agent.snapshot, agent.me, failure))
     actions: tuple[Action, ...] = (failed, Log(failure.sentence, "error"))
-    if is_killing or generation.kind.is_urgent:
+    if stopping.mode is Mode.KILLING or generation.kind.is_urgent:
         # The others got SIGKILL; or another node reported first, and what it reported may be an effect of this exit.
         return go_on_stopping(agent, stopping, actions)
     # It was to stop for a join or a leave; now its peers would wait for it, so they are stopped as after a failure.
@@ -213,7 +212,7 @@ def worker_listens(agent: Agent, stopping: Stopping, event: events.WorkerListens
 
 
 def worker_saving(agent: Agent, phase: Running | Stopping, event: events.WorkerSaving, _: float) -> Step:
-    """Give it the stop's whole grace, also in a broken group: the next generation goes on from that.
+    """Give it the stop's whole grace, also in a broken group: the next generation continues from that.
 
     It may have seen a peer's failure before this agent knows of it.
     """
@@ -354,8 +353,3 @@ def _is_by_us(event: events.WorkerExited, failure: Failure, stopping: Stopping) 
     signum = stopping.notice or SIGTERM
     is_asked = event.code in (-SIGTERM, events.SHELL_BASE + SIGTERM, -signum, events.SHELL_BASE + signum)
     return has_stopped or is_asked or (event.code == -SIGKILL and is_killed)
-
-
-def _is_own_doing(failure: Failure) -> bool:
-    """Whether no peer's end can be the cause. For a bare exit code this is unknown."""
-    return not failure.kind.is_secondary and failure.kind is not FailureKind.EXIT_CODE

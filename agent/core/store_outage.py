@@ -20,7 +20,7 @@ _AGAIN = (
 
 
 def store_failed(agent: Agent, _phase: Phase, event: StoreFailed, now_s: float) -> Step:
-    """Note that the store fails; log it if it lasts. Exit if this node was denied before it was ever let in."""
+    """Note that the store fails; log it if it lasts. Exit if this node was denied before it had entered."""
     if event.trouble is Trouble.DENIED and not agent.membership.has_entered:
         # Rejected on first contact means misconfiguration, not a lost job.
         return exit_with(agent, agent.outcome(OutcomeKind.REFUSED, event.why))

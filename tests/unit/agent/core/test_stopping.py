@@ -384,6 +384,17 @@ def test_a_ctrl_c_after_sigterm_when_only_output_is_left_ends_the_job_and_waits_
     assert driver.snapshot.ended is not None
 
 
+def test_a_second_ctrl_c_when_only_output_is_left_exits_now() -> None:
+    driver = started()
+    driver.happen(Signalled(INT, "SIGINT"))
+    for rank in range(3):
+        driver.exits(rank, -INT)
+
+    driver.happen(Signalled(INT, "SIGINT"))
+
+    assert driver.outcome.exit_code == 128 + INT
+
+
 def test_a_second_sigterm_is_not_in_a_hurry() -> None:
     driver = started()
     driver.happen(Signalled(TERM, "SIGTERM"))

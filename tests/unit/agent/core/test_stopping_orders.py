@@ -230,6 +230,15 @@ def test_a_failure_of_its_own_while_they_come_to_the_boundary_is_reported_to_the
     assert [f.local_rank for f in driver.snapshot.failures[0]] == [0]
 
 
+def test_a_bare_exit_code_while_they_come_to_the_boundary_may_be_an_effect() -> None:
+    driver = listening(started())
+    driver.sees(1, OpenKind.JOIN, "node-b joins")
+
+    driver.exits(0, 7)
+
+    assert not driver.snapshot.failures
+
+
 # --- all ranks stop after the same step, also on a node whose agent does not know why
 
 
