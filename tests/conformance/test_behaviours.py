@@ -38,7 +38,7 @@ def trials() -> list[Any]:
 
 
 @pytest.mark.parametrize(("launcher", "trial"), trials())
-def test_the_launcher_behaves_as_the_list_says(launcher: str, trial: Trial, tmp_path: Path) -> None:
+def test_the_launcher_behaves_as_listed(launcher: str, trial: Trial, tmp_path: Path) -> None:
     if launcher == TORCHRUN:
         pytest.importorskip("torch.distributed.run", reason="torch is not installed")
 
@@ -52,7 +52,7 @@ def test_every_behaviour_of_the_list_is_here() -> None:
     assert [behaviour.number for behaviour in LIST if not behaviour.trials] == []
 
 
-def test_where_a_trial_expects_something_else_of_elaunch_the_list_says_what() -> None:
+def test_where_a_trial_expects_something_else_of_elaunch_the_list_has_the_difference() -> None:
     differ = {behaviour.number for behaviour in LIST for trial in behaviour.trials if trial.elaunch}
 
     assert sorted(number for number in differ if not LIST[number - 1].differs) == []

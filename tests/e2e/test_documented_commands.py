@@ -166,7 +166,7 @@ def test_the_options_of_a_command_are_read(command: str) -> None:
     [slow(part) if part in JOBS and part[0] not in QUICK else part for part in _parts(HERE)],
     ids=" && ".join,
 )
-def test_a_command_does_what_the_page_says(tmp_path: Path, commands: tuple[str, ...]) -> None:
+def test_a_command_of_a_page_has_the_documented_effect(tmp_path: Path, commands: tuple[str, ...]) -> None:
     output = shell(tmp_path, commands)
 
     for command in commands:
@@ -215,7 +215,7 @@ def test_the_first_training_of_the_documentation(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_picture_of_the_readme_is_recorded_anew(tmp_path: Path) -> None:
+def test_the_picture_of_the_readme_is_recorded_again(tmp_path: Path) -> None:
     """This test is slow: it runs a whole job with torch. The picture itself is made by hand now and then."""
     pytest.importorskip("pyte", reason="pyte is not installed: pip install '.[docs]'")
     picture = tmp_path / "lost-rank.svg"

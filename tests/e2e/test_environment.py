@@ -161,7 +161,7 @@ def test_what_the_user_exported_is_inherited_and_a_launcher_above_does_not_shine
     assert first["MASTER_PORT"] != "1"
 
 
-def test_nccls_error_handling_is_on_unless_the_user_says_otherwise(five: Job, virtual: Job) -> None:
+def test_nccls_error_handling_is_on_unless_the_user_sets_it(five: Job, virtual: Job) -> None:
     assert {worker["TORCH_NCCL_ASYNC_ERROR_HANDLING"] for worker in records(five, "found")} == {"3"}
     assert {worker["TORCH_NCCL_ASYNC_ERROR_HANDLING"] for worker in records(virtual, "found")} == {"1"}
 

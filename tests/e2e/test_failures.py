@@ -81,7 +81,7 @@ class TestReport:
             f"{last} RuntimeError: shard 29 is torn in generation 1.",
         ]
 
-    def test_it_has_the_words_that_scripts_look_for(self, failed: Job) -> None:
+    def test_it_has_the_lines_that_scripts_search_for(self, failed: Job) -> None:
         report, pid = _report(failed), failed.pids("worker")[-1]
 
         assert "train.py FAILED\n" in report

@@ -179,7 +179,7 @@ def test_several_nodes_meet_and_each_has_the_values_of_its_own_ranks(tmp_path: P
     assert sorted(printed) == [["found", "0", "0", "0", "2"], ["found", "1", "1", "1", "2"]]
 
 
-def test_the_program_of_the_page_prints_what_it_says(tmp_path: Path) -> None:
+def test_the_program_of_the_page_prints_its_documented_output(tmp_path: Path) -> None:
     page = (REPOSITORY / "docs" / "functions.md").read_text()
     program = page.partition("```python\n")[2].partition("```")[0]
 

@@ -160,7 +160,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run, dict[str, 
 
 
 @pytest.mark.parametrize("name", ["all of them", slow("MKL alone, by torch.nn")])
-def test_what_a_script_sets_before_import_torch_has_its_effect_or_is_told(
+def test_what_a_script_sets_before_import_torch_has_its_effect_or_a_warning(
     job: tuple[Path, Run, dict[str, Any]], name: str
 ) -> None:
     assert_as_alone(job, list(SETS).index(name), name)
@@ -183,7 +183,7 @@ def shell_job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run, dict
 
 
 @pytest.mark.slow
-def test_what_a_script_removes_before_import_torch_is_gone_or_told(
+def test_what_a_script_removes_before_import_torch_is_gone_or_has_a_warning(
     shell_job: tuple[Path, Run, dict[str, Any]],
 ) -> None:
     folder, run, found = shell_job

@@ -126,7 +126,7 @@ def test_a_rank_in_a_deadlock_is_named_its_stacks_are_kept_and_the_job_starts_ag
 
 
 @pytest.mark.slow
-def test_each_way_to_hang_is_told_from_the_others(tmp_path: Path, torch_start: SharedStart) -> None:
+def test_each_type_of_hang_is_distinguished(tmp_path: Path, torch_start: SharedStart) -> None:
     job = runs(tmp_path, torch_start, *VERDICTS, *OF_ALL)
 
     assert job.code == 0, job.output

@@ -178,7 +178,7 @@ class TestRestart:
 
         assert before[0]["MASTER_PORT"] != after[0]["MASTER_PORT"]
 
-    def test_workers_are_told_how_often_the_job_was_restarted(self, restarted: Job) -> None:
+    def test_workers_have_the_number_of_restarts(self, restarted: Job) -> None:
         said = records(restarted, "reduced")
 
         assert all(worker["TORCHELASTIC_RESTART_COUNT"] == worker["ELAUNCH_GENERATION"] for worker in said)
@@ -253,7 +253,7 @@ def deaths(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 
 @pytest.mark.parametrize("name", DEATHS)
-def test_it_is_said_in_words_how_a_worker_ended(deaths: Job, name: str) -> None:
+def test_a_workers_exit_status_is_logged_as_a_sentence(deaths: Job, name: str) -> None:
     generation = list(DEATHS).index(name)
     _, words, _, _ = DEATHS[name]
 
@@ -276,7 +276,7 @@ def argued(tmp_path_factory: pytest.TempPathFactory) -> Job:
 class TestProgram:
     """The forms of the program on the command line."""
 
-    def test_arguments_after_the_script_are_the_scripts_even_those_that_look_like_ours(self, argued: Job) -> None:
+    def test_arguments_after_the_script_are_the_scripts_even_those_like_ours(self, argued: Job) -> None:
         (said,) = records(argued, "argv")
         assert said == {
             "argv": ["train.py", "--nproc-per-node", "2", "-m", "--", "--version", "run"],

@@ -74,7 +74,7 @@ def test_a_failed_and_restarted_job_shows_both(training: tuple[Job, str]) -> Non
     assert values["elaunch_steps_repeated_total{}"] >= 2
 
 
-def test_the_dashboard_asks_only_for_metrics_that_a_real_run_has(training: tuple[Job, str]) -> None:
+def test_the_dashboard_queries_only_metrics_that_a_real_run_has(training: tuple[Job, str]) -> None:
     exposed = set(re.findall(r"^(elaunch_\w+)", get(training[1]), re.MULTILINE))
     asked = {name for expression in expressions() for name in re.findall(r"elaunch_\w+", expression)}
 

@@ -78,7 +78,7 @@ def test_a_right_script_comes_back_equal_and_its_checkpoints_are_left_alone(tmp_
 
 
 @pytest.mark.slow
-def test_a_generator_that_nobody_keeps_is_named_with_the_first_step(tmp_path: Path) -> None:
+def test_a_generator_outside_the_keepers_state_is_named_with_the_first_step(tmp_path: Path) -> None:
     script(tmp_path, _TRAINING)
 
     ended = rehearse(tmp_path, "--steps", "12", "--nproc-per-node", "2", "train.py", "unkept", "checkpoints")

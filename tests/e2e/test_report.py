@@ -44,7 +44,7 @@ def test_a_job_whose_agent_was_killed_ended_so(tmp_path: Path) -> None:
     assert re.match(rf"Job night ended after .*, since elaunch itself \(pid {pid}\) died", killed["headline"])
 
 
-def test_the_end_of_a_job_says_how_to_make_the_page_and_that_command_works(tmp_path: Path) -> None:
+def test_the_end_of_a_job_has_the_command_for_the_page_and_it_works(tmp_path: Path) -> None:
     script(tmp_path, "raise ValueError('the loss is NaN')")
     job = finished(tmp_path, "--no-preload", "--log-dir", "my logs", "train.py")
 

@@ -164,7 +164,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
 
 
 @pytest.mark.slow
-def test_a_process_that_nobody_launched_trains_alone_and_says_little(alone: Alone) -> None:
+def test_a_process_without_a_launcher_trains_alone_and_logs_little(alone: Alone) -> None:
     run = alone.folder / "run"
 
     assert "exit code: 0\n" in alone.out

@@ -151,7 +151,7 @@ def test_status_shows_ranks_steps_the_last_failure_and_what_is_left_of_the_budge
         assert words in text
 
 
-def test_two_nodes_are_asked_from_a_third_place_with_the_token(tmp_path: Path) -> None:
+def test_two_nodes_are_queried_from_a_third_host_with_the_token(tmp_path: Path) -> None:
     run_id, elsewhere = name_of(tmp_path), tmp_path / "elsewhere"
     elsewhere.mkdir()
     with two_nodes(tmp_path, run_id) as (one, two, place):
@@ -198,7 +198,7 @@ def test_two_nodes_are_asked_from_a_third_place_with_the_token(tmp_path: Path) -
 
 
 @as_root
-def test_without_arguments_a_user_finds_the_own_jobs_and_nobody_elses(tmp_path: Path) -> None:
+def test_without_arguments_a_user_finds_the_own_jobs_alone(tmp_path: Path) -> None:
     # pytest's folders are closed to other users.
     folder = Path(tempfile.mkdtemp(dir="/tmp"))
     folder.chmod(0o777)
@@ -288,7 +288,7 @@ class Screen:
         os.close(self._fd)
 
 
-def test_top_draws_the_job_anew_each_second_until_q_or_a_signal_and_leaves_the_terminal_as_it_was(
+def test_top_redraws_the_job_each_second_until_q_or_a_signal_and_restores_the_terminal(
     tmp_path: Path,
 ) -> None:
     run_id = name_of(tmp_path)

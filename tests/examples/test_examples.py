@@ -80,7 +80,7 @@ TRAINING = {
 
 # Two ranks of one take 0.1 s of CPU time, as they are forked.
 @pytest.mark.parametrize("name", [slow(name) if "timeouts" in name else name for name in SHOWN])
-def test_an_example_shows_what_it_says(forker: RankForker, name: str) -> None:
+def test_an_example_prints_its_documented_output(forker: RankForker, name: str) -> None:
     args, shown = SHOWN[name]
 
     assert re.search(shown, printed(forker, name, *args))

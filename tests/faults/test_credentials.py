@@ -106,7 +106,7 @@ def given_away(listener: Eavesdropper) -> list[str]:
         ("--rdzv-endpoint {} --rdzv-conf is_host=0", {**LOGIN, **SLURM, "SLURM_NODEID": "1"}),
     ],
 )
-def test_a_password_is_not_sent_without_tls_where_nobody_typed_http(
+def test_a_password_is_not_sent_without_tls_unless_http_was_typed(
     tmp_path: Path, listener: Eavesdropper, words: str, env: dict[str, str]
 ) -> None:
     job = told(tmp_path, listener, words, env)
@@ -119,7 +119,7 @@ def test_a_password_is_not_sent_without_tls_where_nobody_typed_http(
 
 
 @pytest.mark.parametrize("words", ["--rdzv-endpoint http://{}", "--rdzv-endpoint {} --rdzv-conf protocol=http"])
-def test_a_password_is_sent_where_http_was_typed_and_a_line_says_so_once(
+def test_a_password_is_sent_where_http_was_typed_and_that_is_logged_once(
     tmp_path: Path, listener: Eavesdropper, words: str
 ) -> None:
     job = told(tmp_path, listener, words, LOGIN)
@@ -130,7 +130,7 @@ def test_a_password_is_sent_where_http_was_typed_and_a_line_says_so_once(
 
 
 @pytest.mark.parametrize("transport", ["gateway", "grpc"])
-def test_no_client_of_an_etcd_sends_a_password_that_it_was_not_told_to_send_plainly(
+def test_no_client_of_an_etcd_sends_a_password_without_tls_unless_plainly_is_set(
     listener: Eavesdropper, transport: str
 ) -> None:
     access = Access(login=Login("me", PASSWORD))
@@ -166,7 +166,7 @@ def test_a_server_that_the_authority_does_not_know_gets_no_password(tmp_path: Pa
         ("--rdzv-endpoint {} --rdzv-backend c10d", {"ELAUNCH_TOKEN": TOKEN}, "does not know the job's token"),
     ],
 )
-def test_who_answers_plainly_where_a_token_was_given_is_refused(
+def test_a_plain_response_where_a_token_was_given_is_refused(
     tmp_path: Path, listener: Eavesdropper, words: str, env: dict[str, str], sentence: str
 ) -> None:
     job = told(tmp_path, listener, words, env)
@@ -184,7 +184,7 @@ def test_an_etcd_that_was_not_named_as_one_is_used_with_a_line(tmp_path: Path, l
         )
 
 
-def test_who_answers_plainly_where_this_users_own_store_is_known_to_be_is_refused(
+def test_a_plain_response_where_this_users_own_store_is_known_to_be_is_refused(
     tmp_path: Path, listener: Eavesdropper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -196,7 +196,7 @@ def test_who_answers_plainly_where_this_users_own_store_is_known_to_be_is_refuse
     assert f" shows that your elaunch serves a store with a token at {listener.place}, but what answers" in job.stderr
 
 
-def test_who_speaks_tls_without_the_token_gets_nothing_of_it(tmp_path: Path) -> None:
+def test_a_tls_server_without_the_token_gets_nothing_of_it(tmp_path: Path) -> None:
     with Eavesdropper(Certificates(tmp_path)) as listener:
         job = told(tmp_path, listener, "--rdzv-endpoint {}", {"ELAUNCH_TOKEN": TOKEN, **LOGIN})
 
@@ -206,7 +206,7 @@ def test_who_speaks_tls_without_the_token_gets_nothing_of_it(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("node", ["0", "1"])
-def test_under_a_scheduler_a_plain_answer_is_refused_by_the_head_and_said_by_the_others(
+def test_under_a_scheduler_a_plain_response_is_refused_by_the_head_and_logged_by_the_others(
     tmp_path: Path, listener: Eavesdropper, node: str
 ) -> None:
     (tmp_path / "train.py").write_text("")

@@ -70,7 +70,7 @@ def test_with_certificate_and_password_everything_works(secured: Etcd, certifica
         watch.close()
 
 
-def test_a_wrong_password_is_said(secured: Etcd, certificates: Certificates) -> None:
+def test_a_wrong_password_is_reported(secured: Etcd, certificates: Certificates) -> None:
     said = denial(secured, Access(files(certificates), Login("agent", "wrong")))
 
     assert "the password of user 'agent' is wrong" in said
@@ -94,19 +94,19 @@ def test_keys_that_a_user_may_not_use_are_denied_to_calls_and_watches(
         assert [type(update) for update in told] == [Denied]
 
 
-def test_an_authority_that_did_not_sign_the_certificate_is_said(secured: Etcd, tmp_path: Path) -> None:
+def test_an_authority_that_did_not_sign_the_certificate_is_reported(secured: Etcd, tmp_path: Path) -> None:
     other = Certificates(tmp_path)
 
     assert "not trusted" in denial(secured, Access(files(other)))
 
 
-def test_a_certificate_for_another_host_is_said(tmp_path: Path) -> None:
+def test_a_certificate_for_another_host_is_reported(tmp_path: Path) -> None:
     certificates = Certificates(tmp_path, hosts=["etcd.example"])
     with Etcd(tls=certificates) as etcd:
         assert "not valid for '127.0.0.1'" in denial(etcd, Access(Tls(str(certificates.ca))))
 
 
-def test_a_missing_client_certificate_is_said(secured: Etcd, certificates: Certificates) -> None:
+def test_a_missing_client_certificate_is_reported(secured: Etcd, certificates: Certificates) -> None:
     assert "asks for a client certificate" in denial(secured, Access(Tls(str(certificates.ca))))
 
 

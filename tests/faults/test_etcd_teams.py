@@ -118,7 +118,7 @@ def test_jobs_of_one_name_under_two_prefixes_do_not_meet_and_neither_team_reads_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("version", ["3.4", "3.5"])
-def test_a_role_for_the_prefix_is_enough_for_all_that_a_job_asks(tmp_path: Path, version: str) -> None:
+def test_a_role_for_the_prefix_is_enough_for_all_requests_of_a_job(tmp_path: Path, version: str) -> None:
     certificates = Certificates(tmp_path / "certificates")
     with Etcd(version, tls=certificates, client_certificates=True, users={"somebody": "x"}) as etcd:
         teams = Teams(etcd, certificates, tmp_path)

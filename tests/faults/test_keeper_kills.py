@@ -95,14 +95,14 @@ def test_a_worker_frozen_in_the_middle_of_a_copy_costs_no_step(storm: Run) -> No
     assert f"restored step 25 from memory (of generation {FROZEN}); 0 steps are repeated" in storm.job.output
 
 
-def test_all_workers_killed_at_once_repeat_the_steps_since_the_snapshot_and_it_is_said(storm: Run) -> None:
+def test_all_workers_killed_at_once_repeat_the_steps_since_the_snapshot_and_log_it(storm: Run) -> None:
     assert struck(storm, ALL) == {("together", 32, rank) for rank in range(3)}
     # The newest snapshot is that after step 29. The next one would have been after step 33.
     assert restored(storm, ALL) == (29, 2)
     assert storm.job.output.count(f"restored step 29 from memory (of generation {ALL}); 2 steps are repeated") == 1
 
 
-def test_a_corrupt_copy_is_skipped_and_said(storm: Run) -> None:
+def test_a_corrupt_copy_is_skipped_and_logged(storm: Run) -> None:
     assert struck(storm, CORRUPT) == {("together", 35, rank) for rank in range(3)}
     (corrupted,) = storm.of("corrupted", generation=CORRUPT)
     assert corrupted["copies"] == [29, 33]

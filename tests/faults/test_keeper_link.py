@@ -67,9 +67,7 @@ dist.destroy_process_group()
 """
 
 
-def test_who_waits_for_a_silent_node_saves_after_a_failure_all_the_same(
-    tmp_path: Path, torch_start: SharedStart
-) -> None:
+def test_a_rank_that_waits_for_a_silent_node_saves_after_a_failure(tmp_path: Path, torch_start: SharedStart) -> None:
     script(tmp_path, SILENT)
     options = (*torch_start.options, *GRACE, "--log-dir", "logs", "--nproc-per-node", "3")
     with Watched(tmp_path, *options, "train.py", env=torch_start.env) as job:

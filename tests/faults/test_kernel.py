@@ -43,7 +43,9 @@ def tight_memory() -> Iterator[Path]:
     pytest.skip("this user may make no memory cgroup")
 
 
-def test_a_worker_killed_for_memory_is_told_from_one_killed_by_hand(tmp_path: Path, tight_memory: Path) -> None:
+def test_a_worker_killed_for_memory_is_distinguished_from_one_killed_by_hand(
+    tmp_path: Path, tight_memory: Path
+) -> None:
     def enter() -> None:
         (tight_memory / "cgroup.procs").write_text(str(os.getpid()))
 

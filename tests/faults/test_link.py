@@ -91,7 +91,7 @@ def test_a_survivor_that_is_stuck_in_a_collective_saves_and_is_killed_at_once(
     assert "2 of 3 restarts used" in job.stderr
 
 
-def test_who_listens_for_stops_only_is_ended_by_sigterm_after_a_failure(
+def test_a_worker_that_listens_for_stops_only_gets_sigterm_after_a_failure(
     stuck: tuple[Watched, list[dict[str, Any]]],
 ) -> None:
     _, events = stuck

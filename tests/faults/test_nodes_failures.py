@@ -125,7 +125,7 @@ def test_a_killed_agents_node_is_given_up_and_the_others_go_on(tmp_path: Path, l
         cluster.end(*({0, 1, 2} - {index}))
 
 
-def test_sigterm_to_one_agent_is_said_and_the_others_go_on_at_once(tmp_path: Path) -> None:
+def test_sigterm_to_one_agent_is_published_and_the_others_resume_immediately(tmp_path: Path) -> None:
     with LightCluster(tmp_path, 3) as cluster:
         # No lease ends in this test, so the other nodes learn of an end only if the agent says it.
         cluster.start(0, 1, 2, nnodes="2:3", options=("--rdzv-conf", "lease_ttl=600"))

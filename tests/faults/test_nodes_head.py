@@ -98,7 +98,7 @@ def kill_store(head: Watched) -> None:
     head.child("elaunch: job store").kill()
 
 
-def test_a_killed_store_ends_no_training_and_is_waited_for_by_nobody_whose_workers_are_done(tmp_path: Path) -> None:
+def test_a_killed_store_ends_no_training_and_no_node_with_finished_workers_waits_for_it(tmp_path: Path) -> None:
     with LightCluster(tmp_path, 2, head=True) as cluster:
         cluster.start(0, 1, nnodes="2", options=SHORT, env=TOKEN)
         meeting = cluster.meeting(2)

@@ -69,7 +69,7 @@ def test_a_jobs_pods_meet_without_a_flag_and_a_deleted_one_comes_back_with_anoth
         pods.end(head, again)
 
 
-def test_under_the_network_policies_a_job_meets_over_the_etcd_and_a_stranger_reaches_nobody(tmp_path: Path) -> None:
+def test_under_the_network_policies_a_job_meets_over_the_etcd_and_another_pod_reaches_none(tmp_path: Path) -> None:
     members, job = the("StatefulSet", rendered("etcd")), the("Job", rendered("overlays/elastic"))
     policies = [the("NetworkPolicy", rendered(folder)) for folder in ("etcd", "overlays/elastic")]
     program = (*LIGHT, "--nproc-per-node", "1", str(script(tmp_path, MEET)), str(tmp_path / "end"))

@@ -30,7 +30,7 @@ SAYS = "import gc, os, ranked\nprint(gc.get_freeze_count() > 0, ranked.rank == o
         ("verbose", "importing verbose failed: ValueError: x{100,2000}"),
     ],
 )
-def test_one_line_says_why_workers_are_fresh_interpreters(tmp_path: Path, name: str, why: str) -> None:
+def test_one_line_has_the_reason_why_workers_are_fresh_interpreters(tmp_path: Path, name: str, why: str) -> None:
     for module, text in MODULES.items():
         env = library(tmp_path, module, text)
     (tmp_path / "mine").mkdir()

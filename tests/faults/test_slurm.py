@@ -177,7 +177,7 @@ def test_a_job_that_a_worker_hands_in_outlives_that_workers_restart(slurm: Slurm
         assert "TORCHELASTIC_RESTART_COUNT=0" in given
 
 
-def test_the_very_words_arrive_through_sbatch_and_srun_whatever_they_are(slurm: Slurm) -> None:
+def test_arguments_arrive_unchanged_through_sbatch_and_srun(slurm: Slurm) -> None:
     program = "./show\n#SBATCH --nodes=9\ntouch pwned\n'$(touch pwned)\".sh"
     (slurm.home / program).write_text("#!/bin/sh\nprintf '%s\\0' \"$@\" > shown\n")
     (slurm.home / program).chmod(0o755)
@@ -219,7 +219,7 @@ def test_the_very_words_arrive_through_sbatch_and_srun_whatever_they_are(slurm: 
     ("how", "signum"),
     [(("--signal=USR1",), signal.SIGUSR1), (("--signal=USR2",), signal.SIGUSR2), ((), signal.SIGTERM)],
 )
-def test_a_job_that_is_told_of_its_end_saves_and_leaves(slurm: Slurm, how: tuple[str, ...], signum: int) -> None:
+def test_a_job_that_is_notified_of_its_end_saves_and_leaves(slurm: Slurm, how: tuple[str, ...], signum: int) -> None:
     run = Training(slurm.home / f"told-{signum}", asks=["hold:forward-0-3-0"])
     job = batch_of(slurm, "--output=told.out", *COMMAND, *run.words())
     run.wait_for("held", step=3)

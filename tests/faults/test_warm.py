@@ -143,7 +143,7 @@ def test_a_job_whose_fork_server_is_killed_goes_on_with_another_which_stays(tmp_
     assert len(states()) == len(list(place.iterdir())) == 1
 
 
-def test_status_says_what_is_there_and_stop_ends_it(tmp_path: Path, place: Path) -> None:
+def test_status_shows_the_fork_server_and_stop_ends_it(tmp_path: Path, place: Path) -> None:
     pid = first(tmp_path)
 
     shown, ended, after = command(), command("--stop"), command()
@@ -159,7 +159,7 @@ def test_status_says_what_is_there_and_stop_ends_it(tmp_path: Path, place: Path)
 
 
 @pytest.mark.parametrize("how", ["idle", "SIGTERM"])
-def test_it_ends_after_its_time_and_when_it_is_asked_to(tmp_path: Path, place: Path, how: str) -> None:
+def test_it_exits_when_idle_and_at_sigterm(tmp_path: Path, place: Path, how: str) -> None:
     ended = run(tmp_path, *WARM[:-1], "train.py", env={**THREADS, "ELAUNCH_WARM": "0.02" if how == "idle" else "9"})
     assert "a fork server stays" in ended.stderr, ended.stderr
     if how == "SIGTERM":

@@ -112,7 +112,7 @@ def test_accelerates_notebook_launcher_runs_on_elaunch_with_the_lines_of_the_pag
     assert printed(tmp_path, NOTEBOOK).count("found 7 True") == 2
 
 
-def test_accelerates_configuration_reaches_the_workers_as_the_page_says(tmp_path: Path) -> None:
+def test_accelerates_configuration_reaches_the_workers_as_documented(tmp_path: Path) -> None:
     require("accelerate")
     page = (REPOSITORY / "docs" / "functions.md").read_text()
     printing, _, launching = page.partition("```sh\naccelerate")[2].partition("```")[0].partition("\n")

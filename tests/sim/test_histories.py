@@ -45,7 +45,7 @@ def test_a_job_runs_again_on_its_old_id_though_the_watch_is_slower_than_the_resp
 
 
 @pytest.mark.parametrize(("seed", "away_at_s"), [(155, 6.5), (355, 6.5), (393, 6.3)])
-def test_who_loses_its_lease_before_it_starts_a_new_run_does_not_end_with_the_old_one(
+def test_an_agent_that_loses_its_lease_before_it_starts_a_new_run_does_not_end_with_the_old_one(
     seed: int, away_at_s: float
 ) -> None:
     away = Fault(away_at_s, Strike.AWAY_ENDING, 0, 4.0)

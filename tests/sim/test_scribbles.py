@@ -91,7 +91,7 @@ def test_an_outcome_that_is_none_ends_the_job_at_once_with_its_key(text: str) ->
     ("seed", "at_s", "kind", "text"),
     [(21300, 17.494, "ctl/generation", "empty"), (20136, 6.187, "ctl/leader", "huge")],
 )
-def test_a_life_that_once_stood_still_after_a_scribble_ends(seed: int, at_s: float, kind: str, text: str) -> None:
+def test_a_life_that_once_hung_after_a_scribble_ends(seed: int, at_s: float, kind: str, text: str) -> None:
     world = Scribbled(draw(seed), kind, TEXTS[text], at_s)
 
     # Raises Violation if an agent waits for ever.

@@ -90,7 +90,7 @@ BEHAVIOURS = (
                 ),
             ),
         ),
-        proofs=(f"{_LIFE}::test_arguments_after_the_script_are_the_scripts_even_those_that_look_like_ours",),
+        proofs=(f"{_LIFE}::test_arguments_after_the_script_are_the_scripts_even_those_like_ours",),
     ),
     Behaviour(
         number=18,

@@ -74,7 +74,7 @@ BEHAVIOURS = (
                 ),
             ),
         ),
-        proofs=(f"{_FAILURES}::test_it_has_the_words_that_scripts_look_for",),
+        proofs=(f"{_FAILURES}::test_it_has_the_lines_that_scripts_search_for",),
     ),
     Behaviour(
         number=41,

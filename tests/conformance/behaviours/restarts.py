@@ -208,7 +208,7 @@ BEHAVIOURS = (
         fact="`TORCHELASTIC_RESTART_COUNT` counts the restarts, and `TORCHELASTIC_MAX_RESTARTS` stays",
         differs="the count is the same on all nodes; torchrun's is each agent's own",
         trials=(RESTARTS,),
-        proofs=(f"{_LIFE}::test_workers_are_told_how_often_the_job_was_restarted",),
+        proofs=(f"{_LIFE}::test_workers_have_the_number_of_restarts",),
     ),
     Behaviour(
         number=33,
@@ -259,7 +259,7 @@ BEHAVIOURS = (
                 elaunch=Expected(codes=(0, 143), says=("alone now",)),
             ),
         ),
-        proofs=(f"{_NODES}::test_sigterm_to_one_agent_is_said_and_the_others_go_on_at_once",),
+        proofs=(f"{_NODES}::test_sigterm_to_one_agent_is_published_and_the_others_resume_immediately",),
     ),
     Behaviour(
         number=36,

@@ -223,7 +223,7 @@ BEHAVIOURS = (
                 torchrun=Expected(says=("HANDLING=2$",)),
             ),
         ),
-        proofs=(f"{_ENVIRONMENT}::test_nccls_error_handling_is_on_unless_the_user_says_otherwise",),
+        proofs=(f"{_ENVIRONMENT}::test_nccls_error_handling_is_on_unless_the_user_sets_it",),
     ),
     Behaviour(
         number=11,
