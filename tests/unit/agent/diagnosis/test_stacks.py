@@ -126,16 +126,6 @@ def test_a_moment_in_which_another_thread_has_the_gil_does_not_count(
     assert stack.main.holds_gil
 
 
-def test_a_process_that_sigstop_holds_is_read_all_the_same(programs: Programs) -> None:
-    pid = programs.start("busy")
-    os.kill(pid, signal.SIGSTOP)
-
-    stack = settled(pid, Doing.STOPPED)
-
-    assert stack.main
-    assert stack.main.frames[0].function == "busy"
-
-
 def test_a_process_that_cannot_be_read_has_the_reason() -> None:
     gone = subprocess.Popen(["true"])
     gone.wait(DEADLINE_S)
