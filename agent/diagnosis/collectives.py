@@ -7,9 +7,8 @@ FlightRecorderDetail.hpp.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from elaunch.strict_json import parse_json
 
@@ -48,9 +47,13 @@ Counts = Mapping[tuple[int, int], Count]
 def read_counts(text: bytes) -> Counts:
     """The counts in dumps, one in each line. Nothing is read of what has another form."""
     found: dict[tuple[int, int], Count] = {}
-    for recorder, dump in enumerate(_dumps(text)):
-        groups = dump.get("pg_status")
-        for group, status in groups.items() if isinstance(groups, dict) else ():
+    # The position of a dump identifies its recorder.
+    for recorder, line in enumerate(text.splitlines()):
+        try:
+            groups = parse_json(line)["pg_status"].items()
+        except (AttributeError, KeyError, TypeError, ValueError):
+            continue
+        for group, status in groups:
             try:
                 numbers = (int(status[f"last_{which}_collective"]) for which in ("enqueued", "started", "completed"))
                 found[recorder, int(group)] = Count(*numbers)
@@ -72,16 +75,6 @@ def last_entered(counts: Counts) -> tuple[str, bool]:
     if newest:
         text = f"{'in' if newest.is_outstanding else 'after'} collective {newest.entered} of the default group"
     return text, any(count.is_outstanding for count in counts.values())
-
-
-def _dumps(text: bytes) -> Iterator[Mapping[str, Any]]:
-    for line in text.splitlines():
-        try:
-            dump = parse_json(line)
-        except ValueError:
-            dump = None
-        # The position of a dump identifies its recorder.
-        yield dump if isinstance(dump, dict) else {}
 
 
 @dataclass(frozen=True)

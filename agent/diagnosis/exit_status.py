@@ -322,7 +322,9 @@ def _kind_and_message(remains: Remains, raised: Raised | None, signal_name: str)
 
 def _lost(raised: Raised) -> str:
     where = f" in {raised.call}" if raised.call else ""
-    return f"lost a peer{where} ({raised.exception}: {_essence(raised.message)})"
+    # A C++ message without the place in torch's sources before it and the advice behind it.
+    message = re.sub(r"^\[[^]]*:\d+\] ", "", raised.message.partition("\n")[0]).partition(". ")[0].rstrip(".")
+    return f"lost a peer{where} ({raised.exception}: {message})"
 
 
 def _ending(message: str) -> str:
@@ -333,11 +335,6 @@ def _ending(message: str) -> str:
 
 def _is_lost_peer(raised: Raised) -> bool:
     return is_peer_lost(raised.exception, raised.message, in_torch=bool(raised.call))
-
-
-def _essence(message: str) -> str:
-    """A C++ message without the place in torch's sources before it and the advice behind it."""
-    return re.sub(r"^\[[^]]*:\d+\] ", "", message.partition("\n")[0]).partition(". ")[0].rstrip(".")
 
 
 # faulthandler's names of the signals that it handles (CPython, Modules/faulthandler.c).

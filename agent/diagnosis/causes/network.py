@@ -7,10 +7,6 @@ from elaunch.agent.diagnosis.causes.cause import CauseRule, Evidence, Values, re
 _SIGABRT = -6
 
 
-def _watchdog(_evidence: Evidence, values: Values) -> Values:
-    return {"seconds": f"{int(values['ms']) / 1000:g}"}
-
-
 def _too_few(_evidence: Evidence, values: Values) -> Values | None:
     joined, wanted = values["joined"], values["wanted"]
     if wanted and joined == wanted:
@@ -35,7 +31,7 @@ COLLECTIVES_RULES = (
             r"[^\n]*?Timeout\(ms\)=(?P<ms>\d{1,12})"
         ),
         detail="{operation}, number {number} on its process group, was not done after {seconds} s",
-        more=_watchdog,
+        more=lambda _, values: {"seconds": f"{int(values['ms']) / 1000:g}"},
     ),
     CauseRule(
         "two ranks on one GPU",
@@ -136,16 +132,12 @@ COLLECTIVES_RULES = (
 )
 
 
-def _differ(evidence: Evidence, _values: Values) -> Values | None:
-    return {"mismatch": evidence.facts.mismatch} if evidence.facts.mismatch else None
-
-
 NODES_RULES = (
     CauseRule(
         "a failure between ranks, where the nodes have different versions of torch or Python",
         "{mismatch}: install the same on every node",
         pattern=r"nccl|gloo|pickle|processgroup|process group|collective",
-        more=_differ,
+        more=lambda evidence, _: {"mismatch": evidence.facts.mismatch} if evidence.facts.mismatch else None,
         shown="install the same versions on every node; a warning names the versions and the nodes when the ranks"
         " start",
     ),

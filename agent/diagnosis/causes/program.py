@@ -84,14 +84,6 @@ def _usage(evidence: Evidence, values: Values) -> Values:
     return {"step": f"correct the arguments behind the script; {values['program']} --help lists them"}
 
 
-def _crashed(evidence: Evidence, _values: Values) -> Values | None:
-    return {} if evidence.crash else None
-
-
-def _variable(evidence: Evidence, values: Values) -> Values | None:
-    return {} if _ENVIRON.search(evidence.traceback) else None
-
-
 RULES = (
     CauseRule(
         "wrong arguments of the script",
@@ -137,7 +129,7 @@ RULES = (
         "{variable} is not set in the environment of this node's elaunch: set it there, or give the script a default",
         pattern=r"^'(?P<variable>[A-Z][A-Z0-9_]*)'$",
         exceptions=frozenset({"KeyError"}),
-        more=_variable,
+        more=lambda evidence, _: {} if _ENVIRON.search(evidence.traceback) else None,
     ),
     CauseRule(
         "a file or folder that exists already",
@@ -178,7 +170,7 @@ RULES = (
         "native code that is called there crashed: update or rebuild that package, and check the sizes and types that"
         " it is given",
         codes=frozenset({_SIGSEGV, _SIGFPE}),
-        more=_crashed,
+        more=lambda evidence, _: {} if evidence.crash else None,
     ),
     CauseRule(
         "an instruction that this CPU does not have",

@@ -19,20 +19,14 @@ SOCKET_PATH = "AF_UNIX path (?:too long|length)"
 _STARTS_PROCESS = regex(r"fork|spawn|subprocess|popen|clone|thread")
 
 
-def _path(evidence: Evidence) -> str:
-    found = _QUOTED.search(evidence.text)
-    return found["path"] if found else ""
-
-
 def _full(evidence: Evidence, _values: Values) -> Values | None:
     """Which file systems are full. The one of the path may have room again: another process may have removed files."""
-    path, spaces = _path(evidence), evidence.facts.full
-    if spaces:
+    if spaces := evidence.facts.full:
         named = spaces[:_NAMED_DISKS]
         where = ", or ".join(map(_lack, named)) + (", or another one" if spaces[_NAMED_DISKS:] else "")
         return {"where": where, "what": " or ".join(map(_remedy, named))}
     if "No space left" in evidence.text:
-        at = f" at {path}" if path else ""
+        at = f" at {found['path']}" if (found := _QUOTED.search(evidence.text)) and found["path"] else ""
         return {"where": "", "what": f"make room on the file system that the program writes to{at}"}
     return None
 
@@ -47,14 +41,9 @@ def _remedy(space: Space) -> str:
     return f"make room on {space.mount}" if space.is_full else f"remove files on {space.mount}"
 
 
-def _call(evidence: Evidence) -> str:
-    """The last lines of the traceback: what has raised it."""
-    return "\n".join(evidence.traceback.splitlines()[-4:])
-
-
 def _no_process(evidence: Evidence, _values: Values) -> Values | None:
     """EAGAIN is also the error of a lock that is taken and of a socket that is not ready."""
-    call = _call(evidence)
+    call = "\n".join(evidence.traceback.splitlines()[-4:])
     is_other = "[Errno 11]" in evidence.text and call and not _STARTS_PROCESS.search(call)
     return None if is_other else {}
 
