@@ -109,18 +109,9 @@ def renew(region: Tensor, header: Header, piece: Piece) -> None:
 
 def _fields(header: Header, piece: Piece) -> bytes:
     """A header with `piece` in it, and its checksum."""
-    fields = _FIELDS.pack(
-        header.layout,
-        piece.version.generation,
-        piece.version.step,
-        piece.world_size,
-        piece.rank,
-        header.skeleton_length,
-        header.skeleton_room,
-        header.data_length,
-        header.skeleton_crc,
-        header.checksum,
-    )
+    whose = piece.version.generation, piece.version.step, piece.world_size, piece.rank
+    lengths = header.skeleton_length, header.skeleton_room, header.data_length
+    fields = _FIELDS.pack(header.layout, *whose, *lengths, header.skeleton_crc, header.checksum)
     return fields + zlib.crc32(fields).to_bytes(_CRC_BYTES, "little")
 
 
