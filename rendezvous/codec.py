@@ -183,7 +183,6 @@ class Limit:
         return plain(text[: self.bytes_max + 1], keep="\t") if self.is_line else text
 
     def fits(self, text: str) -> bool:
-        """Whether the text is short enough."""
         # Nearly all texts are so short that they fit in any encoding, and need not be encoded to find that out.
         is_short = len(text) * _CHARACTER_BYTES_MAX <= self.bytes_max
         return is_short or (len(text) <= self.bytes_max and json_bytes(text) <= self.bytes_max)

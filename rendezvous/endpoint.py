@@ -88,7 +88,6 @@ def how_to_send(*endpoints: object) -> str:
 
 
 def is_address(host: str) -> bool:
-    """Whether `host` is an address and not a name."""
     try:
         ipaddress.ip_address(host.partition("%")[0])
     except ValueError:

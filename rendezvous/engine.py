@@ -80,7 +80,6 @@ class Engine:
         self._now_s = 0.0
 
     def read(self, prefix: str) -> View:
-        """All keys that start with `prefix`."""
         return View(self.revision, {key: self._entries[key] for key in self._keys_under(prefix)})
 
     def commit(self, txn: Txn) -> TxnResponse:
@@ -97,7 +96,6 @@ class Engine:
 
     @property
     def first_revision(self) -> int:
-        """The first revision that the history has."""
         return self.revision + 1 - len(self._history)
 
     def since(self, revision: int, count_max: int) -> Sequence[Changes] | None:

@@ -118,7 +118,6 @@ class Program:
 
     @property
     def is_on_stdin(self) -> bool:
-        """Whether the workers read the script from stdin."""
         return self.kind is ProgramKind.SCRIPT and self.target == "-"
 
     @property

@@ -126,7 +126,6 @@ _NO_USER = ("user name is empty", "permission denied")
 
 
 def kind_of(error: EtcdError) -> Kind:
-    """What to do about this error."""
     return _rule(error).kind
 
 

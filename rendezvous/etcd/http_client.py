@@ -82,7 +82,6 @@ class ClientConnection:
             return self._response.readline(bytes_max)
 
     def body(self, deadline: Deadline) -> bytes:
-        """The whole body."""
         assert self._response
         self._incoming.deadline = deadline
         with self._explained(deadline):

@@ -48,12 +48,10 @@ def read(prefix: str) -> Json:
 
 
 def view(response: Json) -> View:
-    """The `View` in the response to `read`."""
     return View(revision(response), {text(kv.get("key", "")): _entry(kv) for kv in response.get("kvs", ())})
 
 
 def commit(txn: Txn) -> Json:
-    """The request for a transaction."""
     then, otherwise = [_op(op) for op in txn.then], [_op(op) for op in txn.otherwise]
     if not then and not otherwise:
         # A member of etcd runs a transaction without operations alone, and this member may be behind.
@@ -74,7 +72,6 @@ def _count(txn: Txn) -> Json:
 
 
 def committed(response: Json) -> TxnResponse:
-    """The result of a transaction."""
     return TxnResponse(response.get("succeeded") is True, revision(response))
 
 

@@ -243,7 +243,6 @@ class EtcdWatch:
         self._thread = threading.Thread(target=self._run, name=f"watch {prefix}", daemon=True)
 
     def start(self) -> None:
-        """Start the thread that delivers updates."""
         self._thread.start()
 
     def begun(self) -> None:

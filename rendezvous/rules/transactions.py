@@ -141,7 +141,6 @@ def complete(snapshot: Snapshot, me: Node, failure: Failure) -> Txn:
 
 
 def _failed(number: int, failure: Failure, node_id: str) -> Generation:
-    """The generation that this failure opens."""
     is_secondary = failure.kind.is_secondary
     return Generation(number, OpenKind.FAIL, failure.sentence, node_id, is_secondary=is_secondary)
 
@@ -275,7 +274,6 @@ def end_unformed(snapshot: Snapshot, outcome: Outcome) -> Txn:
 
 
 def succeed(snapshot: Snapshot, terms: Terms, table: RankTable) -> Txn:
-    """End a job whose nodes are all done."""
     reason = "every worker exited with 0"
     outcome = Outcome(OutcomeKind.SUCCEEDED, reason, table.generation, table.restarts, terms.max_restarts)
     return Txn(snapshot.leader_guards, _ending(snapshot, outcome))
