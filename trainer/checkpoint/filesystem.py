@@ -188,7 +188,7 @@ class ObjectFiles:
         return ObjectFiles(self._url, name)
 
     def names(self) -> list[str]:
-        with self._errors():
+        with plain_errors(self._url):
             self._system.invalidate_cache()
             try:
                 paths = self._system.ls(self._path(""), detail=False)
@@ -209,19 +209,19 @@ class ObjectFiles:
         if not size:
             return b""
         # No more than that, were it another object by now.
-        with self._errors():
+        with plain_errors(self._url):
             return bytes(self._system.cat_file(self._path(name), start=0, end=size))
 
     @contextlib.contextmanager
     def open(self, name: str) -> Iterator[IO[bytes]]:
-        with self._errors():
+        with plain_errors(self._url):
             self._system.invalidate_cache()
             with self._system.open(self._path(name), "rb", block_size=_READ_AHEAD_BYTES) as file:
                 yield file
 
     @contextlib.contextmanager
     def create(self, name: str) -> Iterator[IO[bytes]]:
-        with self._errors():
+        with plain_errors(self._url):
             self._make_folder()
             file = self._system.open(self._path(name), "wb")
             try:
@@ -235,7 +235,7 @@ class ObjectFiles:
             file.close()
 
     def write(self, name: str, content: bytes) -> None:
-        with self._errors():
+        with plain_errors(self._url):
             self._make_folder()
             self._system.pipe_file(self._path(name), content)
 
@@ -243,12 +243,12 @@ class ObjectFiles:
         """An object is durable when it is there."""
 
     def remove(self, name: str) -> None:
-        with self._errors():
+        with plain_errors(self._url):
             self._system.rm_file(self._path(name))
 
     def remove_all(self) -> None:
         # Listed and deleted together where the store can.
-        with self._errors(), contextlib.suppress(FileNotFoundError):
+        with plain_errors(self._url), contextlib.suppress(FileNotFoundError):
             self._system.invalidate_cache()
             self._system.rm(self._path(""), recursive=True)
 
@@ -264,11 +264,8 @@ class ObjectFiles:
     def _connected(self) -> tuple[Any, str]:
         return connect(self._url)
 
-    def _errors(self) -> contextlib.AbstractContextManager[None]:
-        return plain_errors(self._url)
-
     def _size(self, name: str) -> int:
-        with self._errors():
+        with plain_errors(self._url):
             self._system.invalidate_cache()
             return int(self._system.info(self._path(name))["size"])
 

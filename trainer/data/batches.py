@@ -106,15 +106,15 @@ class EpochOrder:
         self._state: dict[str, Any] = {"epoch": 0, "seeds": {}, "own": {}, "taken": 0, "order": 0, "drawn": 0}
         # How many batches of the epoch an earlier process has done.
         self._done, self._is_tried = 0, False
-        self._apart: Apart | None = None
+        self._isolated: IsolatedCollate | None = None
 
     def begin(self, loader: Any, done: int = 0) -> None:
         """The next iterator of `loader` begins an epoch, or one that another process began after `done` batches."""
         self._roots = _watch(loader, self._draw)
         if self._is_ahead and not loader.num_workers:
-            if not isinstance(loader.collate_fn, Apart):
-                loader.collate_fn = Apart(loader.collate_fn)
-            self._apart = loader.collate_fn
+            if not isinstance(loader.collate_fn, IsolatedCollate):
+                loader.collate_fn = IsolatedCollate(loader.collate_fn)
+            self._isolated = loader.collate_fn
         if "dataset" in self._roots:
             # What is read again comes to the same states.
             self._state.pop("now", None)
@@ -182,8 +182,8 @@ class EpochOrder:
             state.update(taken=number + 1, order=checksum_of([batch], state["order"]))
             state["drawn"] = max(state["drawn"], number + 1)
             key = key_of(state["seeds"]["torch"], state["epoch"], number)
-            if self._apart is not None:
-                self._apart.begin(key)
+            if self._isolated is not None:
+                self._isolated.begin(key)
             is_bare = isinstance(batch, list) and not isinstance(batch, Samples)
             yield _Keyed(tuple(batch), 0, number, key) if is_bare else batch
         # A sampler may draw as it ends, as RandomSampler does. Loader processes come to that before the last batch.
@@ -256,7 +256,7 @@ def _received(ids: tuple[int, ...], number: int, key: int) -> Samples:
     return Samples(ids, 0, number, key)
 
 
-class Apart:
+class IsolatedCollate:
     """The collate function of a loader without workers.
 
     What it and the dataset draw for a batch comes from generators that are seeded for that batch, not from those of the

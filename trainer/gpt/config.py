@@ -151,7 +151,9 @@ class TrainConfig:
         self._check_profile()
         self._check_batch()
         if not self.plan.is_auto:
-            self._check_plan(self.sizes(place))
+            require_fitting(self.plan, self.sizes(place), self.shape)
+            if not self.plan.has_ddp and (options := self.ddp_options):
+                raise ConfigError(f"{options[0]} is DDP's, and --parallel {self.parallel} has no DDP; leave it out")
         sized = {
             "--comm-hook powersgd": self.comm_hook == "powersgd",
             "--bucket-mb": self.bucket_mb is not None,
@@ -164,12 +166,6 @@ class TrainConfig:
                 storage_at(self.checkpoints)
             except ValueError as error:
                 raise ConfigError(f"--checkpoints: {error}") from error
-
-    def _check_plan(self, sizes: Sizes) -> None:
-        """Raise ConfigError where the plan contradicts another option, or the number of workers."""
-        require_fitting(self.plan, sizes, self.shape)
-        if not self.plan.has_ddp and (given := self.ddp_options):
-            raise ConfigError(f"{given[0]} is DDP's, and --parallel {self.parallel} has no DDP; leave it out")
 
     def check_machine(self) -> None:
         """Raise ConfigError where this machine lacks what an option needs."""

@@ -17,12 +17,12 @@ _V2, _V1 = Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/memory")
 class Capacity:
     """`free` bytes, and which cgroup limits them; "" if the file system does.
 
-    `most` is a cgroup's limit, less what is to be left free; `used` counts what the kernel cannot drop.
+    `limit` is a cgroup's limit, less what is to be left free; `used` counts what the kernel cannot drop.
     """
 
     free: int
     where: str
-    most: int = 0
+    limit: int = 0
     used: int = 0
 
 

@@ -136,14 +136,14 @@ class NothingFits(ConfigError):
 class WorkerCapacity:
     """The bytes that a worker may take, those that are taken before any plan, and what limits it."""
 
-    most: int
-    taken: int
+    limit: int
+    used: int
     where: str
 
     def needed(self, candidate: Candidate, training: int | None = None) -> int:
         """What a worker needs for a plan whose steps take so much: as measured, or by the formulas and a margin."""
         step = int(candidate.memory.step * (1 + _MARGIN)) if training is None else training
-        return self.taken + step
+        return self.used + step
 
 
 def choose(
@@ -161,13 +161,13 @@ def choose(
     tried: set[tuple[str, int, int]] = set()
     fitting: list[tuple[Candidate, float]] = []
     for each in among:
-        if capacity.needed(each) > capacity.most or each.plan.form in tried:
+        if capacity.needed(each) > capacity.limit or each.plan.form in tried:
             continue
         if fitting and (len(tried) >= TRIALS_MAX or is_over()):
             break
         tried.add(each.plan.form)
         trial = measure(each)
-        if capacity.needed(each, trial.memory) <= capacity.most:
+        if capacity.needed(each, trial.memory) <= capacity.limit:
             fitting.append((each, trial.step_s))
     if not fitting:
         raise NothingFits(refusal(among, capacity))
@@ -180,7 +180,7 @@ def refusal(among: Sequence[Candidate], capacity: WorkerCapacity) -> str:
     least = min(among, key=capacity.needed)
     return (
         f"--parallel auto: no plan fits. The smallest is {least.plan.text}: it needs {gib(capacity.needed(least))} for "
-        f"each worker (of which {gib(capacity.taken)} the process itself), and a worker may take {gib(capacity.most)}: "
+        f"each worker (of which {gib(capacity.used)} the process itself), and a worker may take {gib(capacity.limit)}: "
         f"{capacity.where}; give the job more memory, or use fewer workers on a node, a smaller --micro-batch or a "
         "smaller network"
     )
@@ -256,7 +256,7 @@ def chosen(
             tried = replace(config, parallel=text, compile=config.compile and len(among) > 1, tune_comm=False)
             trial = try_plan(tried, candidate.sizes, place.rank, device, peers, new_gpt=new_gpt, groups=groups)
             needs = capacity.needed(candidate, trial.memory)
-            verdict = f"; it needs {gib(needs)} of {gib(capacity.most)}" if needs > capacity.most else ""
+            verdict = f"; it needs {gib(needs)} of {gib(capacity.limit)}" if needs > capacity.limit else ""
             measured = "" if trial.memory is None else f" and {gib(trial.memory)}"
             log(f"parallel: {text}: a step takes {1000 * trial.step_s:,.1f} ms{measured}{verdict}")
             return trial
@@ -266,7 +266,7 @@ def chosen(
             return spent
 
         log(
-            f"parallel: each worker may take {gib(capacity.most)}, of which {gib(capacity.taken)} are taken: "
+            f"parallel: each worker may take {gib(capacity.limit)}, of which {gib(capacity.used)} are taken: "
             f"{capacity.where}"
         )
         choice, tried = choose(among, capacity, measure, is_over)
@@ -325,8 +325,8 @@ def _capacity(device: torch.device, of_node: int, peers: Peers) -> WorkerCapacit
         own = WorkerCapacity(int(total * (1 - SPARE_SHARE)), total - free, where)
     else:
         node = tightest_capacity()
-        own = WorkerCapacity(node.most // of_node, node.used // of_node, shared_by(of_node, node))
-    return min(peers.from_all(own), key=lambda each: each.most - each.taken)
+        own = WorkerCapacity(node.limit // of_node, node.used // of_node, shared_by(of_node, node))
+    return min(peers.from_all(own), key=lambda each: each.limit - each.used)
 
 
 def _keep(record: KeptPlan, run: RunDirectory, peers: Peers) -> None:

@@ -23,7 +23,7 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import TypeAlias
 
 from elaunch.trainer.files import reason
-from elaunch.trainer.ranks.handshake import SECRET_BYTES, UNKNOWN_MAX, Contact, Guest, StoreContacts, dial, listen
+from elaunch.trainer.ranks.handshake import PENDING_MAX, SECRET_BYTES, Contact, PendingPeer, StoreContacts, dial, listen
 
 Bytes: TypeAlias = "bytes | bytearray | memoryview"
 # A read takes at most this much, so that what is passed on goes out while more comes in.
@@ -59,10 +59,10 @@ class Connections:
     ) -> None:
         self._channel, self._rank = channel, rank
         self._contacts, self._timeout_s = contacts, timeout_s
-        # The higher ranks that have not connected yet, and where this one listens for them. The oldest guest is first.
+        # The higher ranks that have not connected yet, and where this one listens for them. The oldest peer is first.
         self._missing = set(range(rank + 1, world_size))
         self._listening: tuple[socket.socket, Contact] | None = None
-        self._guests: list[Guest] = []
+        self._pending: list[PendingPeer] = []
         self._is_open = False
         self._connected: dict[int, socket.socket] = {}
         # What is waiting to be sent, by rank.
@@ -194,42 +194,42 @@ class Connections:
         if made.fileno() in events:
             self._accept(made)
         now_s, there = time.monotonic(), len(self._missing)
-        for guest in [*self._guests]:
+        for peer in [*self._pending]:
             try:
-                rank = guest.admitted(contact, self._missing)
+                rank = peer.admitted(contact, self._missing)
             except BlockingIOError:
-                if now_s >= guest.until_s:
-                    self._turn_away(guest)
+                if now_s >= peer.until_s:
+                    self._reject(peer)
             except OSError:
-                self._turn_away(guest)
+                self._reject(peer)
             else:
                 self._missing.discard(rank)
-                self._guests.remove(guest)
-                self._connected[rank] = guest.socket
+                self._pending.remove(peer)
+                self._connected[rank] = peer.socket
         if not self._missing:
             self._close_listening()
         return len(self._missing) < there
 
     def _accept(self, made: socket.socket) -> None:
         """Accept some connections. If there is no room for more, the oldest that has not responded goes."""
-        for _ in range(UNKNOWN_MAX // 4):
+        for _ in range(PENDING_MAX // 4):
             try:
                 taken, _ = made.accept()
             except OSError as error:
                 if error.errno in _NO_ROOM:
-                    if not self._guests:
+                    if not self._pending:
                         # The rank that connects would wait for its response, and this one would poll in a loop.
                         raise PeerLost(f"no other rank can connect to this one: {error.strerror}") from error
-                    self._turn_away(self._guests[0])
+                    self._reject(self._pending[0])
                 # Otherwise there is no more, or this one was given up.
                 return
-            self._guests.append(Guest(taken))
-            if len(self._guests) > UNKNOWN_MAX:
-                self._turn_away(self._guests[0])
+            self._pending.append(PendingPeer(taken))
+            if len(self._pending) > PENDING_MAX:
+                self._reject(self._pending[0])
 
-    def _turn_away(self, guest: Guest) -> None:
-        guest.socket.close()
-        self._guests.remove(guest)
+    def _reject(self, peer: PendingPeer) -> None:
+        peer.socket.close()
+        self._pending.remove(peer)
 
     # Waiting
 
@@ -284,8 +284,8 @@ class Connections:
         wanted: dict[int, int] = {}
         if self._listening is not None:
             wanted[self._listening[0].fileno()] = _IN
-            wanted.update((guest.socket.fileno(), _IN) for guest in self._guests)
-            until_s = min([until_s, *(guest.until_s for guest in self._guests)])
+            wanted.update((peer.socket.fileno(), _IN) for peer in self._pending)
+            until_s = min([until_s, *(peer.until_s for peer in self._pending)])
         wanted.update((self._connected[rank].fileno(), _LEFT) for rank in self._waiting & self._connected.keys())
         if source is not None:
             wanted[self._connected[source].fileno()] = _IN
@@ -330,8 +330,8 @@ class Connections:
         if self._listening is not None:
             self._listening[0].close()
         self._listening = None
-        for guest in [*self._guests]:
-            self._turn_away(guest)
+        for peer in [*self._pending]:
+            self._reject(peer)
 
     def _close_sockets(self) -> None:
         self._close_listening()

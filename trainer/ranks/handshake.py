@@ -33,7 +33,7 @@ RESPONSE_BYTES = _RESPONSE.size
 # connects waits as long for the challenge, then tries again: the other one may be busy, or listen elsewhere by now.
 RESPONSE_S = 5.0
 # Connections that have not responded yet; of more than these the oldest is closed.
-UNKNOWN_MAX = 64
+PENDING_MAX = 64
 # The kernel holds connections until this rank polls. All ranks that may connect have a place, and some others.
 _BACKLOG_MAX = 1024
 # A host that is gone responds to no probe, and is noticed after 30 s while nothing is on its way to it. That counts
@@ -128,7 +128,7 @@ def listen(address: str, ranks: int) -> socket.socket:
         made.setblocking(False)
         made.bind((address, 0))
         # For each the kernel keeps what an unauthenticated peer sends, 128 kB or so.
-        made.listen(min(ranks + UNKNOWN_MAX, _BACKLOG_MAX))
+        made.listen(min(ranks + PENDING_MAX, _BACKLOG_MAX))
     except OSError as error:
         made.close()
         why = f"this rank cannot listen at {address} ({error.strerror}), so the other ranks cannot reach it"
@@ -136,7 +136,7 @@ def listen(address: str, ranks: int) -> socket.socket:
     return made
 
 
-class Guest:
+class PendingPeer:
     """A connection that is not proved to be a rank's. It gets a challenge, and is to be closed at `until_s`."""
 
     def __init__(self, taken: socket.socket) -> None:

@@ -59,14 +59,14 @@ def test_whatever_is_measured_no_plan_is_tried_or_taken_that_needs_too_much(seed
 
     def measure(option: Candidate) -> PlanTrial:
         assert option.plan.text not in tried
-        assert capacity.needed(option) <= capacity.most
+        assert capacity.needed(option) <= capacity.limit
         trial = PlanTrial(int(option.memory.step * draw.uniform(0.7, 1.6)), draw.uniform(0.5, 5))
         tried[option.plan.text] = trial
         return trial
 
     def fitting() -> list[Candidate]:
         measured = [each for each in every if each.plan.text in tried]
-        return [each for each in measured if capacity.needed(each, tried[each.plan.text].memory) <= capacity.most]
+        return [each for each in measured if capacity.needed(each, tried[each.plan.text].memory) <= capacity.limit]
 
     try:
         option, _ = choose(every, capacity, measure)
@@ -74,7 +74,7 @@ def test_whatever_is_measured_no_plan_is_tried_or_taken_that_needs_too_much(seed
         # It does not give up before all that might fit was tried.
         assert not fitting()
         assert {parse(text).form for text in tried} == {
-            e.plan.form for e in every if capacity.needed(e) <= capacity.most
+            e.plan.form for e in every if capacity.needed(e) <= capacity.limit
         }
         return
 

@@ -147,7 +147,7 @@ def test_unauthenticated_peers_are_closed_and_hold_no_rank_up(monkeypatch: pytes
 
 
 def test_more_unauthenticated_peers_than_there_is_room_for_hold_no_rank_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "UNKNOWN_MAX", 4)
+    monkeypatch.setattr(connections, "PENDING_MAX", 4)
     with contextlib.ExitStack() as stack, rank_0_waits(2) as (book, _):
         for _ in range(20):
             stack.enter_context(dial(book))
