@@ -104,7 +104,7 @@ BEHAVIOURS = (
             Trial(
                 args="--shutdown-timeout -1 train.py",
                 torchrun=Expected(code=1, says=("ValueError",)),
-                elaunch=Expected(code=2, says=("is negative",)),
+                elaunch=Expected(code=2, says=("is not a number of seconds; give 0 or more",)),
             ),
             Trial(
                 program=_STUBBORN,
