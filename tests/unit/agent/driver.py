@@ -169,6 +169,16 @@ class Driver:
                 return done
         raise AssertionError(f"it never comes to rest: {self.acted}")
 
+    def after(self, seconds: float) -> list[Action]:
+        """That much time passes, and the agent's timer fires."""
+        self.now_s += seconds
+        return self.happen(Tick())
+
+    def clear(self) -> None:
+        """What is left of generation 0 is cleared away, and the store responds."""
+        self.happen(cleared(0))
+        self.settle()
+
     def sync(self) -> list[Action]:
         """The agent takes the snapshot that is there now, new or not."""
         return self.happen(self.snapshot_changed)

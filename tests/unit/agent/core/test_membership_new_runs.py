@@ -173,8 +173,7 @@ def test_a_leader_that_was_cut_off_gives_the_others_time_to_join_before_it_evict
     one.settle()
 
     one.happen(StoreFailed("no response"))
-    one.now_s += TIMES.form_deadline_s + 1
-    one.happen(Tick())
+    one.after(TIMES.form_deadline_s + 1)
     one.happen(StoreBack())
     one.sync()
 

@@ -40,8 +40,7 @@ def settle_with_exit_of_rank_1(driver: Driver) -> None:
     """Rank 1 exits with code 7, and rank 2 by our SIGTERM; the job ends."""
     driver.exits(1, 7)
     driver.exits(2, -TERM, FailureKind.SIGNAL)
-    driver.happen(cleared(0))
-    driver.settle()
+    driver.clear()
 
 
 def test_a_failed_worker_stops_its_siblings_and_opens_the_next_generation() -> None:
@@ -65,8 +64,7 @@ def test_a_worker_that_exited_with_0_before_its_peers_is_what_they_lost() -> Non
     driver.exits(0, 1, FailureKind.PEER_LOST)
     logged = driver.logged
     driver.exits(2, 1, FailureKind.PEER_LOST)
-    driver.happen(cleared(0))
-    driver.settle()
+    driver.clear()
 
     assert "rank 1 (local rank 1 on node-a, pid 101) ended with exit code 0" in logged
     assert "while rank 0 waited for it, in generation 0; stopping 1 other" in logged
@@ -92,8 +90,7 @@ def test_no_worker_is_stopped_before_the_rank_on_its_way_out_has_its_exit_status
     stopped = driver.exits(1, code)
     logged = driver.logged
     driver.exits(2, 1, FailureKind.PEER_LOST)
-    driver.happen(cleared(0))
-    driver.settle()
+    driver.clear()
 
     assert held == []
     assert SignalWorkers(0, frozenset({2}), TERM) in stopped
@@ -217,10 +214,8 @@ def test_a_worker_that_died_of_sigterm_alone_is_a_failure_after_a_moment() -> No
     driver = started()
     driver.exits(0, -TERM)
 
-    driver.now_s += HOLD_S / 2
-    early = driver.happen(Tick())
-    driver.now_s += HOLD_S / 2
-    done = driver.happen(Tick())
+    early = driver.after(HOLD_S / 2)
+    done = driver.after(HOLD_S / 2)
 
     assert early == []
     assert done == [SignalWorkers(0, frozenset({1, 2}), TERM)]
@@ -240,11 +235,9 @@ def test_the_held_death_stays_the_first_failure_when_another_worker_fails_too() 
 def test_a_worker_that_raised_and_does_not_end_is_killed_after_the_stop_grace() -> None:
     driver = started()
     driver.happen(WorkerEnded(0, 1, raised=True))
-    driver.now_s += STOP_GRACE_S - 0.001
-    early = driver.happen(Tick())
-    driver.now_s += 0.001
+    early = driver.after(STOP_GRACE_S - 0.001)
 
-    late = driver.happen(Tick())
+    late = driver.after(0.001)
 
     assert early == []
     assert late == [SignalWorkers(0, frozenset({1}), KILL)]
@@ -362,8 +355,7 @@ def test_an_exit_code_that_our_own_signal_made_is_no_cause() -> None:
     # A handler of SIGTERM ends it.
     driver.exits(1, 3)
     driver.exits(2, -TERM, FailureKind.SIGNAL)
-    driver.happen(cleared(0))
-    driver.settle()
+    driver.clear()
 
     assert (driver.failed.rank, driver.failed.kind) == (0, FailureKind.PEER_LOST)
 
@@ -374,15 +366,12 @@ def test_a_rank_whose_exit_takes_too_long_is_not_signalled_before_the_stop_ends(
     driver.happen(WorkerEnded(0, 1))
     driver.exits(0, 1, FailureKind.PEER_LOST)
 
-    driver.now_s += EXIT_S
-    signalled = driver.happen(Tick())
+    signalled = driver.after(EXIT_S)
     driver.exits(2, -TERM, FailureKind.SIGNAL)
-    driver.now_s += max(FAILURE_GRACE_S, EXIT_S)
-    killed = driver.happen(Tick())
+    killed = driver.after(max(FAILURE_GRACE_S, EXIT_S))
     record = failure(0, 1, code, FailureKind.EXIT_CODE if code > 0 else FailureKind.SIGNAL)
     driver.happen(WorkerExited(0, 1, code, record, None if code > 0 else RETURNED))
-    driver.happen(cleared(0))
-    driver.settle()
+    driver.clear()
 
     assert SignalWorkers(0, frozenset({2}), TERM) in signalled
     assert SignalWorkers(0, frozenset({1}), KILL) in killed
@@ -398,8 +387,7 @@ def test_an_exit_with_0_does_not_end_the_wait_for_a_rank_on_its_way_out() -> Non
 
     stopped = driver.exits(2, 0)
     driver.exits(1, 7)
-    driver.happen(cleared(0))
-    driver.settle()
+    driver.clear()
 
     assert stopped == []
     assert (driver.failed.rank, driver.failed.code) == (1, 7)
@@ -421,8 +409,7 @@ def test_a_held_death_is_not_forgotten_when_all_others_end_well() -> None:
     driver.exits(1, 0)
     driver.exits(2, 0)
 
-    driver.now_s += HOLD_S
-    done = driver.happen(Tick())
+    done = driver.after(HOLD_S)
 
     assert done == [Clear(0)]
     assert [f.code for f in driver.snapshot.failures[0]] == [-TERM]

@@ -68,12 +68,10 @@ def test_workers_that_do_not_end_are_killed_after_the_failure_grace() -> None:
 def test_a_fork_server_that_does_not_report_killed_workers_is_replaced() -> None:
     driver = started()
     driver.exits(1, 3)
-    driver.now_s += FAILURE_GRACE_S
-    driver.happen(Tick())
+    driver.after(FAILURE_GRACE_S)
 
     due_s = deadline_s(driver.agent)
-    driver.now_s += KILL_WAIT_S
-    replaced, logged, at_once_again = driver.happen(Tick()), driver.logged, driver.happen(Tick())
+    replaced, logged, at_once_again = driver.after(KILL_WAIT_S), driver.logged, driver.happen(Tick())
     after = driver.happen(lost(0, workers_too=True))
 
     assert due_s == driver.now_s
@@ -346,8 +344,7 @@ def test_who_joins_again_reports_whether_its_workers_made_progress(progressed: b
 def test_killed_workers_get_no_other_signal_when_the_node_is_to_leave() -> None:
     driver = started()
     driver.exits(1, 3)
-    driver.now_s += FAILURE_GRACE_S
-    driver.happen(Tick())
+    driver.after(FAILURE_GRACE_S)
 
     leaving = driver.happen(Signalled(TERM, "SIGTERM"))
 
@@ -419,8 +416,7 @@ def test_of_signals_close_after_each_other_the_first_one_is_named(signums: tuple
     if not live:
         for event in later:
             driver.happen(event)
-    driver.happen(cleared(0))
-    driver.settle()
+    driver.clear()
 
     assert driver.outcome.exit_code == 128 + signums[0]
     assert driver.outcome.reason == f"SIG{signums[0]} was received by node-a"
@@ -432,8 +428,7 @@ def test_a_signal_after_all_workers_ended_well_comes_too_late() -> None:
         driver.exits(rank, 0)
 
     assert driver.happen(Signalled(TERM, "SIGTERM")) == []
-    driver.happen(cleared(0))
-    driver.settle()
+    driver.clear()
 
     assert driver.outcome.kind is OutcomeKind.SUCCEEDED
 

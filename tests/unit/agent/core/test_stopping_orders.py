@@ -114,8 +114,7 @@ def test_who_saves_has_until_the_stop_grace_and_the_others_no_longer_than_before
     driver.exits(2, 3)
     driver.happen(WorkerSaving(0, 0, 7))
 
-    driver.now_s += FAILURE_GRACE_S
-    first, logged = driver.happen(Tick()), driver.logged
+    first, logged = driver.after(FAILURE_GRACE_S), driver.logged
     due_s = deadline_s(driver.agent)
     driver.exits(1, -KILL, FailureKind.SIGNAL)
     driver.now_s = START_S + STOP_GRACE_S - 0.01
@@ -135,8 +134,7 @@ def test_who_is_not_done_with_saving_then_is_killed_and_that_is_logged() -> None
     for rank in (0, 2):
         driver.happen(WorkerSaving(0, rank, 7))
 
-    driver.now_s += FAILURE_GRACE_S
-    spared = driver.happen(Tick())
+    spared = driver.after(FAILURE_GRACE_S)
     driver.now_s = START_S + STOP_GRACE_S
     killed = driver.happen(Tick())
 
@@ -193,8 +191,7 @@ def test_who_comes_to_no_step_boundary_in_time_gets_sigterm_and_then_the_stop_gr
     driver.now_s = START_S + BOUNDARY_WAIT_S
     late, logged = driver.happen(Tick()), driver.logged
     second_s = deadline_s(driver.agent)
-    driver.now_s += STOP_GRACE_S
-    last = driver.happen(Tick())
+    last = driver.after(STOP_GRACE_S)
 
     assert first_s == START_S + BOUNDARY_WAIT_S
     assert early == []
@@ -249,8 +246,7 @@ def test_a_worker_that_stopped_before_its_agent_knows_why_is_held(code: int) -> 
 
     ends = [driver.exits(rank, code) for rank in ALL]
     due_s = deadline_s(driver.agent)
-    driver.now_s += STOPPED_HOLD_S - 0.01
-    early = driver.happen(Tick())
+    early = driver.after(STOPPED_HOLD_S - 0.01)
     seen = driver.sees(1, OpenKind.JOIN, "node-b joins")
     driver.happen(cleared(0))
 
@@ -269,8 +265,7 @@ def test_where_no_order_follows_an_exit_with_0_is_what_it_is() -> None:
     for rank in ALL:
         driver.exits(rank, 0)
 
-    driver.now_s += STOPPED_HOLD_S
-    done = driver.happen(Tick())
+    done = driver.after(STOPPED_HOLD_S)
     driver.happen(cleared(0))
 
     assert done == [Clear(0, is_done=True)]
@@ -401,8 +396,7 @@ def test_who_saves_at_a_stop_keeps_the_time_for_it_when_a_peer_is_killed_meanwhi
         driver.happen(WorkerSaving(0, rank, 7))
 
     notified = driver.exits(1, -KILL, FailureKind.SIGNAL)
-    driver.now_s += FAILURE_GRACE_S
-    spared = driver.happen(Tick())
+    spared = driver.after(FAILURE_GRACE_S)
 
     assert (notified, spared) == ([], [])
     assert deadline_s(driver.agent) == START_S + STOP_GRACE_S
@@ -414,8 +408,7 @@ def test_where_no_order_follows_any_other_exit_is_a_failure() -> None:
     driver.exits(0, 0)
     driver.exits(1, 128 + TERM)
 
-    driver.now_s += STOPPED_HOLD_S
-    done = driver.happen(Tick())
+    done = driver.after(STOPPED_HOLD_S)
 
     assert done == [], "who has stopped is on its way out"
     assert [f.local_rank for f in driver.snapshot.failures[0]] == [1]

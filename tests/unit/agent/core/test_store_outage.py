@@ -24,11 +24,9 @@ def test_a_store_that_stays_away_is_named_once_with_the_newest_reason_and_its_re
     assert deadline_s(driver.agent) == START_S + LOG_AFTER_S
     driver.now_s += 1
     driver.happen(StoreFailed("10.0.0.8:2379 did not answer within 0.5 s"))
-    driver.now_s += 1
-    driver.happen(Tick())
+    driver.after(1)
     logged = driver.logged
-    driver.now_s += 1
-    driver.happen(Tick())
+    driver.after(1)
     again = driver.logged
     driver.now_s += 0.5
     driver.happen(StoreBack())
@@ -40,8 +38,7 @@ def test_a_store_that_stays_away_is_named_once_with_the_newest_reason_and_its_re
 def test_a_store_that_was_never_there_is_waited_for_with_a_hint_on_what_may_be_wrong() -> None:
     driver = Driver()
     driver.happen(StoreFailed("10.0.0.9:2379 refuses connections"))
-    driver.now_s += LOG_AFTER_S
-    driver.happen(Tick())
+    driver.after(LOG_AFTER_S)
     logged = driver.logged
     driver.now_s += 3
     driver.happen(StoreBack())
@@ -74,12 +71,10 @@ def test_a_leader_that_was_cut_off_declares_no_node_lost_before_the_others_could
 def test_a_store_that_was_never_reached_is_given_up_after_the_join_timeout() -> None:
     driver = Driver().begin()
     driver.happen(StoreFailed("10.0.0.9:2379 refuses connections"))
-    driver.now_s += TIMES.join_timeout_s - 1
-    early = driver.happen(Tick())
+    early = driver.after(TIMES.join_timeout_s - 1)
     assert deadline_s(driver.agent) == START_S + TIMES.join_timeout_s
-    driver.now_s += 1
 
-    done = driver.happen(Tick())
+    done = driver.after(1)
 
     assert early == []
     assert done == []
@@ -103,12 +98,10 @@ def test_an_agent_without_workers_gives_up_a_heads_store_sooner_than_any_other(
         second.settle()
         ends(second, -TERM)
     second.happen(StoreFailed("no route", is_heads=is_heads))
-    second.now_s += wait_s - 1
-    second.happen(Tick())
+    second.after(wait_s - 1)
     assert not second.agent.ending
-    second.now_s += 1
 
-    second.happen(Tick())
+    second.after(1)
 
     own = "; this node's workers had all exited with 0" if finished else ""
     assert second.outcome.exit_code == 3
@@ -127,16 +120,14 @@ def test_workers_are_stopped_when_the_heads_host_has_been_silent_for_the_store_t
     _, second = pair()
     second.happen(StoreBack())
     second.happen(SILENT)
-    second.now_s += LOG_AFTER_S
-    second.happen(Tick())
+    second.after(LOG_AFTER_S)
     logged = second.logged
     second.now_s = START_S + TIMES.store_timeout_s - 1
     second.happen(SILENT)
     early = second.happen(Tick())
     due_s = deadline_s(second.agent)
-    second.now_s += 1
 
-    done = second.happen(Tick())
+    done = second.after(1)
     ends(second, -TERM)
 
     assert (
@@ -165,9 +156,8 @@ def test_each_trouble_has_its_own_line_while_the_workers_run(event: StoreFailed,
     driver = started()
     driver.happen(StoreBack())
     driver.happen(event)
-    driver.now_s += LOG_AFTER_S
 
-    driver.happen(Tick())
+    driver.after(LOG_AFTER_S)
 
     assert driver.logged == f"the store {text}; trying again; the workers go on"
 
@@ -177,13 +167,11 @@ def test_the_time_to_give_up_is_counted_from_when_the_workers_are_gone() -> None
     driver = started()
     driver.happen(StoreBack())
     driver.happen(FULL)
-    driver.now_s += 10 * TIMES.join_timeout_s
-    driver.happen(Tick())
+    driver.after(10 * TIMES.join_timeout_s)
     ends(driver, -9)
     gone_s = driver.now_s
 
-    driver.now_s += TIMES.join_timeout_s - 1
-    driver.happen(Tick())
+    driver.after(TIMES.join_timeout_s - 1)
     early = driver.agent.phase
     driver.now_s = gone_s + TIMES.join_timeout_s
     driver.happen(Tick())
@@ -199,11 +187,9 @@ def test_what_a_leader_waits_for_is_logged_when_it_takes_long_and_once() -> None
     driver = Driver(TWO).begin()
     driver.settle()
     due_s = deadline_s(driver.agent)
-    driver.now_s += LOG_AFTER_S
-    driver.happen(Tick())
+    driver.after(LOG_AFTER_S)
     logged = driver.logged
-    driver.now_s += 60
-    driver.happen(Tick())
+    driver.after(60)
 
     assert due_s == START_S + LOG_AFTER_S
     assert (logged, driver.logged) == ("waiting for nodes: 1 of 2 is here (gives up after 600 s)", "")
@@ -214,9 +200,8 @@ def test_a_follower_logs_who_knows_what_is_waited_for() -> None:
     first = Driver(three).begin()
     second = Driver(three, store=first.store, host="node-b", remote=True).begin()
     settle(first, second)
-    second.now_s += LOG_AFTER_S
 
-    second.happen(Tick())
+    second.after(LOG_AFTER_S)
 
     assert second.logged == "waiting for generation 0; its leader, on node-a, logs for whom it waits"
 
@@ -225,8 +210,7 @@ def test_an_absent_store_is_named_again_when_the_workers_have_exited() -> None:
     driver = started()
     driver.happen(StoreBack())
     driver.happen(StoreFailed("no route"))
-    driver.now_s += LOG_AFTER_S
-    driver.happen(Tick())
+    driver.after(LOG_AFTER_S)
     ends(driver, -9)
     driver.happen(Tick())
 
@@ -238,8 +222,7 @@ def test_workers_go_on_while_the_heads_host_answers_though_its_store_does_not() 
     second.happen(StoreBack())
     for event in (REFUSED, SILENT, REFUSED, SILENT):
         second.happen(event)
-        second.now_s += TIMES.store_timeout_s - 1
-        second.happen(Tick())
+        second.after(TIMES.store_timeout_s - 1)
 
     assert isinstance(second.agent.phase, Running)
 
@@ -250,9 +233,8 @@ def test_a_failure_late_in_the_silence_of_the_heads_host_begins_no_new_wait() ->
     second.happen(SILENT)
     second.now_s += TIMES.store_timeout_s - 1
     ends(second, -9)
-    second.now_s += 1
 
-    second.happen(Tick())
+    second.after(1)
 
     assert second.outcome.exit_code == 3
 
@@ -263,8 +245,7 @@ def test_the_line_for_the_other_nodes_comes_again_after_a_minute_and_once() -> N
     driver.begin().settle()
     logged = []
     for second in range(200):
-        driver.now_s += 1
-        driver.happen(Tick())
+        driver.after(1)
         logged += [(second + 1, driver.logged)] if driver.logged else []
 
     assert [at_s for at_s, _ in logged] == [LOG_AFTER_S, LOG_AFTER_S + INVITE_AGAIN_S]
@@ -278,8 +259,7 @@ def test_an_endpoint_of_this_host_alone_is_logged_where_the_other_node_does_not_
     first.begin().settle()
     second.happen(StoreFailed("localhost:5 refuses connections"))
     for driver in (first, second):
-        driver.now_s += LOG_AFTER_S
-        driver.happen(Tick())
+        driver.after(LOG_AFTER_S)
 
     assert first.logged.endswith("1 of 2 is here (gives up after 600 s); localhost:5 is an address of this host alone")
     assert second.logged.endswith("localhost:5 refuses connections; localhost:5 is an address of this host alone")

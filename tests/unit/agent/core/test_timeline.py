@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from elaunch.agent.core.events import Signalled, StoreBack, StoreFailed, StoreLost, Tick, WorkersHung
+from elaunch.agent.core.events import Signalled, StoreBack, StoreFailed, StoreLost, WorkersHung
 from elaunch.agent.core.timeline import Entry
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.rules.hang_verdict import Hang
@@ -103,10 +103,8 @@ def test_a_store_that_fails_is_recorded_when_it_is_logged_and_once() -> None:
 
     driver.happen(StoreFailed("no route to host"))
     assert not named(driver, "store_away")
-    driver.now_s += 3
-    driver.happen(Tick())
-    driver.now_s += 100
-    driver.happen(Tick())
+    driver.after(3)
+    driver.after(100)
     driver.happen(StoreBack())
     driver.happen(StoreBack())
 
