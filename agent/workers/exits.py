@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from elaunch.agent.core.events import WorkerExited
 from elaunch.agent.diagnosis.exit_status import CRASH_CODES, Remains, end_of, failure_of
-from elaunch.agent.diagnosis.oom import KernelLog, limit_text
+from elaunch.agent.diagnosis.investigate import KernelLog, limit_text
 from elaunch.agent.forkserver.reports import EXIT_CODE
 from elaunch.agent.output.run_dir import RunDir
 from elaunch.agent.workers.group import Worker, WorkerGroup

@@ -32,8 +32,7 @@ from elaunch.agent.core.timeline import NO_GENERATION, WorkersSeen, of_seats
 from elaunch.agent.diagnosis.causes.hardware import MORE_MEMORY
 from elaunch.agent.diagnosis.causes.system import MORE_PROCESSES
 from elaunch.agent.diagnosis.exit_status import with_tail
-from elaunch.agent.diagnosis.investigate import gather_facts
-from elaunch.agent.diagnosis.oom import KernelLog, counter_files
+from elaunch.agent.diagnosis.investigate import KernelLog, counter_files, gather_facts
 from elaunch.agent.forkserver import wire
 from elaunch.agent.forkserver.client import ForkServer
 from elaunch.agent.guardian.client import GuardianClient

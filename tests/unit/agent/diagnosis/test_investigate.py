@@ -1,4 +1,4 @@
-"""agent.diagnosis.investigate: what is found out about this host, with a limit of time."""
+"""agent.diagnosis.investigate: facts of this host, with a limit of time, and kills that the kernel counts."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ import pytest
 
 from elaunch.agent.diagnosis import investigate
 from elaunch.agent.diagnosis.causes.cause import Facts
-from elaunch.agent.diagnosis.investigate import gather_facts
-from elaunch.agent.diagnosis.oom import KernelLog
+from elaunch.agent.diagnosis.investigate import KernelLog, gather_facts
 from elaunch.rendezvous.types import Failure, FailureKind
 from tests.harness import DEADLINE_S, wait_for
 
 NOW = Failure(FailureKind.EXCEPTION, 0, "a-1", "a", 0, 0, 17, 1, "raised ValueError: bad", exception="ValueError")
 NO_ROOM = replace(NOW, exception="OSError", message="raised OSError: [Errno 28] No space left on device")
+COUNTED = "its memory cgroup counted an out-of-memory kill at that time"
+# The pid of no process: the kernel log has nothing about it.
+PID = -1
 
 
 def facts_about(failure: Failure) -> Facts:
@@ -82,3 +84,34 @@ def test_a_probe_that_hangs_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> Non
 
     assert facts.shm is None
     assert took_s < 60
+
+
+@pytest.fixture
+def counter(tmp_path: Path) -> Path:
+    path = tmp_path / "memory.events"
+    count(path, 3)
+    return path
+
+
+def count(path: Path, kills: int) -> None:
+    path.write_text(f"low 0\nhigh 0\nmax 9\noom 9\noom_kill {kills}\noom_group_kill 0\n")
+
+
+def test_two_processes_that_are_killed_at_once_are_two_kills(counter: Path) -> None:
+    watch = KernelLog([counter])
+    before = watch.oom_text(PID, 10.0)
+    count(counter, 5)
+
+    texts = [watch.oom_text(PID, now_s) for now_s in (20.0, 20.1, 30.0)]
+
+    assert before == ""
+    assert texts == [COUNTED, COUNTED, ""]
+
+
+def test_a_counter_shows_that_there_was_no_kill_and_its_absence_shows_nothing(counter: Path, tmp_path: Path) -> None:
+    old = tmp_path / "memory.oom_control"
+    old.write_text("oom_kill_disable 0\nunder_oom 0\n")
+
+    assert KernelLog([counter]).counts_kills
+    assert not KernelLog([]).counts_kills
+    assert not KernelLog([old, tmp_path / "missing"]).counts_kills

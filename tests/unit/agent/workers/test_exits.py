@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from elaunch.agent.diagnosis.oom import KernelLog
+from elaunch.agent.diagnosis.investigate import KernelLog
 from elaunch.agent.workers.exits import ExitReader
 from elaunch.agent.workers.group import Worker, WorkerGroup
 from elaunch.agent.workers.link import Link
