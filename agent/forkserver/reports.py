@@ -15,7 +15,7 @@ import time
 # `typing` itself is not imported.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
     from typing import Any
 
 LINK_FD = 3
@@ -32,11 +32,11 @@ NEEDED = (
 )
 
 
-def prepare_fresh(loaded_at_start: Collection[str]) -> None:
+def prepare_fresh(loaded_at_start: Collection[str], prepare_collectives: Callable[[None], None]) -> None:
     """In a worker that is a fresh interpreter: undo what made it run this, have it report, and customise it.
 
     The program then finds what it would find without elaunch, but for a few modules of the standard library that are
-    imported already, and for what docs/fidelity.md lists.
+    imported already, and for what docs/fidelity.md lists. `prepare_collectives` is `collectives.prepare`.
     """
     _, crash_fd, pythonpath, reports_exit = os.environ.pop(_VARIABLE).split()
     hook_dir = sys.path.pop(0)
@@ -48,13 +48,11 @@ def prepare_fresh(loaded_at_start: Collection[str]) -> None:
     else:
         os.environ["PYTHONPATH"] = rest
 
-    from elaunch.agent.forkserver import collectives
-
     try:
         report_crash(int(crash_fd))
         if reports_exit == "1":
             report_exit(int(crash_fd))
-        collectives.prepare(None)
+        prepare_collectives(None)
     except Exception:
         # The program runs all the same; only the report of its exit has less in it.
         pass

@@ -11,9 +11,9 @@ import sys
 _loaded = frozenset(sys.modules)
 try:
     if os.environ.get("ELAUNCH_BOOT", "").startswith("fresh "):
-        from elaunch.agent.forkserver.reports import prepare_fresh
+        from elaunch.agent.forkserver import collectives, reports
 
-        prepare_fresh(_loaded)
+        reports.prepare_fresh(_loaded, collectives.prepare)
     else:
         import gc
 
