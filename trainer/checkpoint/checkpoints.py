@@ -57,7 +57,7 @@ class Checkpoints:
             raise ValueError(f"keep is {keep}; at least 1 checkpoint must be kept")
         self.storage = storage_at(directory)
         self.failure = ""
-        self._said = ""
+        self._last_logged = ""
         self._keep, self._log, self._require_ours = keep, say, require_ours
         self._ranks = group if isinstance(group, Peers) else Peers(group)
         # The generation to save under, and the marks that are taken.
@@ -119,7 +119,7 @@ class Checkpoints:
         plan = self._planned(parts)
         self._copies = writing.staged(plan.items, parts.tensors, self._copies)
 
-        writers = None
+        plain, writers = pack_plain(parts) if self._ranks.leads else b"", None
         if parts.is_sharded:
             # Each checkpoint has connections of its own, since those before may be broken. A disk may take any time.
             writers = self._ranks.apart("checkpoint")
@@ -127,8 +127,8 @@ class Checkpoints:
 
         def published() -> None:
             self._taken.add(mark)
-            if self._said:
-                self._said = ""
+            if self._last_logged:
+                self._last_logged = ""
                 self._log(f"the checkpoint of step {step} is written")
 
         self._writing = writing.Writing(
@@ -137,7 +137,7 @@ class Checkpoints:
             folder=folder,
             plan=plan,
             copies=self._copies,
-            plain=pack_plain(parts) if self._ranks.leads else b"",
+            plain=plain,
             ranks=writers,
             keep=self._keep,
             require_ours=self._require_ours,
@@ -183,8 +183,8 @@ class Checkpoints:
             newest = f"the newest one in {self.storage} is of step {self.newest_known.step}"
         self.failure = f"the checkpoint of step {step} could not be written: {reason}; {newest}"
         # One that is tried again fails for the same reason mostly.
-        if self.failure != self._said:
-            self._said = self.failure
+        if self.failure != self._last_logged:
+            self._last_logged = self.failure
             self._log(self.failure)
 
     def _begin(self, step: int, parts: Tree) -> tuple[Mark, Folder | None]:
