@@ -22,7 +22,7 @@ PYTEST = folder=$$(mktemp -d /tmp/t.XXXX) && timeout --foreground --signal=ABRT 
 	$(BIN)/python -X faulthandler -m pytest $(TEST_LIMIT_S:%=-o faulthandler_timeout=%) --max-worker-restart 0 \
 	--dist loadfile --no-loadscope-reorder --basetemp=$$folder/t $(1); code=$$?; rm -rf $$folder; exit $$code
 
-.PHONY: demo check test test-slow conformance integrations ecosystem mutants tools bench gpu docs release lint clean
+.PHONY: demo check test test-slow conformance integrations ecosystem mutants size tools bench gpu docs release lint clean
 
 demo: $(VENV)/.installed  ## A training on 2 workers whose ranks are killed twice, the same one left alone, and the report
 	rm -rf runs/demo
@@ -78,6 +78,9 @@ ecosystem: $(ECOSYSTEM)/.installed  ## Programs of other libraries as they are (
 
 mutants: $(VENV)/.installed-dev  ## Do the tests notice a wrong line of agent/core, the rules of agent/diagnosis or rendezvous/rules? ARGS="--seed 2 --only restart_policy"; half an hour
 	nice $(BIN)/python -m tests.mutants $(ARGS)
+
+size:  ## Files, lines and words beside their budgets, and the files of docs/architecture.md's walks
+	@$(PYTHON) -m tests.size
 
 tools:  ## The commands that tests on several nodes need: etcd, etcdctl, nft, ip, a Slurm (Debian packages; installed by root, else named)
 	@tests/tools.sh
