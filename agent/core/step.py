@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
-from elaunch.agent.core import clearing, events, joining, membership, running, stopping, store_outage
+from elaunch.agent.core import events, joining, membership, running, stopping, store_outage
 from elaunch.agent.core.actions import Log
 from elaunch.agent.core.membership import attend
 from elaunch.agent.core.state import Agent, Clearing, Exited, Finished, Joining, Phase, Running, Step, Stopping
@@ -66,7 +66,7 @@ def _alike(event: type[E], handler: Handler[Any, E]) -> Row[E]:
 ROWS: tuple[Row[Any], ...] = (
     Row(events.SnapshotChanged,
         joining.snapshot_changed, running.snapshot_changed, stopping.snapshot_changed, UNCLEARED,
-        clearing.finished_snapshot_changed),
+        stopping.finished_snapshot_changed),
     _alike(events.Committed, membership.committed),
     _alike(events.Leased, membership.leased),
     _alike(events.LeaseLost, membership.lease_lost),
@@ -84,11 +84,11 @@ ROWS: tuple[Row[Any], ...] = (
     Row(events.StacksTaken, NO_WORKERS, running.stacks_taken, NOT_AWAITED, NONE_LEFT, ALL_DONE),
     Row(events.WorkersHung, NO_WORKERS, running.group_failed, KILLED_IN_TIME, NONE_LEFT, ALL_DONE),
     Row(events.ServiceLost, NO_WORKERS, running.group_failed, stopping.service_lost, NONE_LEFT, ALL_DONE),
-    Row(events.Cleared, NOTHING_TO_CLEAR, STILL_LIVE, STILL_LIVE, clearing.cleared, NOTHING_TO_CLEAR),
+    Row(events.Cleared, NOTHING_TO_CLEAR, STILL_LIVE, STILL_LIVE, stopping.cleared, NOTHING_TO_CLEAR),
     Row(events.Signalled,
-        membership.leave, running.signalled, stopping.signalled, clearing.signalled, membership.leave),
+        membership.leave, running.signalled, stopping.signalled, stopping.clearing_signalled, membership.leave),
     Row(events.RestartOrdered, membership.restart, membership.restart, FORMING, FORMING, membership.restart),
-    Row(events.Tick, store_outage.tick, running.tick, stopping.tick, clearing.tick, store_outage.tick),
+    Row(events.Tick, store_outage.tick, running.tick, stopping.tick, stopping.clearing_tick, store_outage.tick),
 )
 # fmt: on
 TABLE: Mapping[type[Phase], Mapping[type[events.Event], Handler[Any, Any]]] = {

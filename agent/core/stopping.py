@@ -1,4 +1,4 @@
-"""Phase STOPPING: workers are to end, and some still run: by messages on their links, or by signals."""
+"""Phases STOPPING, CLEARING and FINISHED: how workers are stopped, and what follows after the last one."""
 
 from __future__ import annotations
 
@@ -20,15 +20,30 @@ from elaunch.agent.core.actions import (
     StopAtStepBoundary,
     StopReason,
 )
-from elaunch.agent.core.clearing import OUTPUT_WAIT_S
-from elaunch.agent.core.membership import end_of_own_run, take_signal, withdraw
-from elaunch.agent.core.state import Agent, Clearing, Mode, Running, Step, Stopping, WorkerStatus
-from elaunch.agent.core.store_outage import log_waits
+from elaunch.agent.core.membership import end_of_own_run, join_again, leave, outcome_in_store, take_signal, withdraw
+from elaunch.agent.core.state import (
+    Agent,
+    Clearing,
+    Exited,
+    Finished,
+    Mode,
+    Running,
+    Step,
+    Stopping,
+    WorkerStatus,
+    exit_with,
+)
+from elaunch.agent.core.store_outage import log_waits, note_idle
+from elaunch.agent.diagnosis.causes.table import explained
+from elaunch.agent.diagnosis.exit_status import with_tail
 from elaunch.rendezvous.rules import transactions
-from elaunch.rendezvous.types import Failure, FailureKind, OutcomeKind
+from elaunch.rendezvous.rules.restart_policy import decisive_failure, is_one_bug, killed_together
+from elaunch.rendezvous.types import Failure, FailureKind, OpenKind, Outcome, OutcomeKind
 
 # A worker that listens for failures has at least so long to report that it saves, or has saved.
 _LISTENER_S = 2.0
+# After the last worker of a stop has ended, the reader of its output has this time.
+OUTPUT_WAIT_S = 2.0
 
 
 def stop_at_boundary(
@@ -74,7 +89,7 @@ def grace_of_failure(agent: Agent, group: Running | Stopping) -> float:
     return max(agent.times.failure_grace_s, _LISTENER_S if group.live & group.status.to_failure else 0.0)
 
 
-def go_on_stopping(agent: Agent, stopping: Stopping, actions: tuple[Action, ...] = ()) -> Step:
+def continue_stop(agent: Agent, stopping: Stopping, actions: tuple[Action, ...] = ()) -> Step:
     """Wait for the workers that live, or clear up after the last one."""
     if stopping.live:
         return replace(agent, phase=stopping), actions
@@ -124,7 +139,7 @@ def _notify(
         actions = (*actions, NotifyWorkers(generation, notified, message))
     if stopping.live and ended:
         actions = (*actions, SignalWorkers(generation, ended, stopping.signum))
-    return go_on_stopping(agent, stopping, actions)
+    return continue_stop(agent, stopping, actions)
 
 
 # SIGKILL cannot be ignored: if a worker is still listed then, its fork server has not reported the exit.
@@ -167,7 +182,7 @@ def worker_exited(agent: Agent, stopping: Stopping, event: events.WorkerExited, 
         # It was on its way out when a peer noticed that it had gone.
         stopping = replace(stopping, ends=(*stopping.ends, event.end))
     if not failure or _is_by_us(event, failure, stopping):
-        return go_on_stopping(agent, stopping)
+        return continue_stop(agent, stopping)
     return _note_failure(agent, stopping, failure, now_s)
 
 
@@ -176,7 +191,7 @@ def _note_failure(agent: Agent, stopping: Stopping, failure: Failure, now_s: flo
     if stopping.failures:
         # Two that were killed at once, or that one lack of memory has hit, are two failures.
         logged = (Log(failure.sentence, "error"),) if failure.code and failure.code < 0 else ()
-        return go_on_stopping(agent, replace(stopping, failures=(*stopping.failures, failure)), logged)
+        return continue_stop(agent, replace(stopping, failures=(*stopping.failures, failure)), logged)
     is_awaited = stopping.mode is Mode.BOUNDARY and failure.local_rank not in stopping.status.stopped
     if stopping.then and is_awaited:
         # Those that are to stop after a step would wait for this one.
@@ -185,13 +200,13 @@ def _note_failure(agent: Agent, stopping: Stopping, failure: Failure, now_s: flo
     # For a bare exit code it is unknown whether a peer's exit is the cause, unless the program ended before its stop.
     is_unknown = failure.kind is FailureKind.EXIT_CODE and failure.local_rank not in stopping.status.returned
     if stopping.then or generation is None or failure.kind.is_secondary or is_unknown:
-        return go_on_stopping(agent, stopping)
+        return continue_stop(agent, stopping)
     stopping = replace(stopping, failures=(failure,))
     failed = Commit(transactions.fail(agent.snapshot, agent.me, failure))
     actions: tuple[Action, ...] = (failed, Log(failure.sentence, "error"))
     if stopping.mode is Mode.KILLING or generation.kind.is_urgent:
         # The others got SIGKILL; or another node reported first, and what it reported may be an effect of this exit.
-        return go_on_stopping(agent, stopping, actions)
+        return continue_stop(agent, stopping, actions)
     # It was to stop for a join or a leave; now its peers would wait for it, so they are stopped as after a failure.
     return stop_broken(agent, stopping.hurried(now_s, grace_of_failure(agent, stopping)), actions)
 
@@ -242,7 +257,7 @@ def worker_stopped(agent: Agent, stopping: Stopping, event: events.WorkerStopped
 
 def service_lost(agent: Agent, stopping: Stopping, event: events.ServiceLost, _: float) -> Step:
     """Clear up, if the workers went with it."""
-    return go_on_stopping(agent, replace(stopping, live=frozenset())) if event.workers_too else (agent, ())
+    return continue_stop(agent, replace(stopping, live=frozenset())) if event.workers_too else (agent, ())
 
 
 def signalled(agent: Agent, stopping: Stopping, event: events.Signalled, now_s: float) -> Step:
@@ -353,3 +368,121 @@ def _is_by_us(event: events.WorkerExited, failure: Failure, stopping: Stopping) 
     signum = stopping.notice or SIGTERM
     is_asked = event.code in (-SIGTERM, events.SHELL_BASE + SIGTERM, -signum, events.SHELL_BASE + signum)
     return has_stopped or is_asked or (event.code == -SIGKILL and is_killed)
+
+
+# Phases CLEARING and FINISHED: no worker runs; the output is collected, and the failure is explained.
+
+
+def _report_ends(agent: Agent, generation: int, ends: tuple[Failure, ...]) -> tuple[Action, ...]:
+    """If another rank's failure ended the generation, record which worker of this node had exited before.
+
+    The record decides only if all others have lost a peer: then this worker is the peer that they lost.
+    """
+    newest = agent.snapshot.generation
+    if not ends or newest is None or newest.kind is not OpenKind.FAIL or newest.number != generation + 1:
+        return ()
+    return (Commit(transactions.complete(agent.snapshot, agent.me, ends[0])),)
+
+
+def clearing_signalled(agent: Agent, clearing: Clearing, event: events.Signalled, now_s: float) -> Step:
+    """Leave the job, or end it for all nodes (SIGINT), when all is cleared, or soon; a second SIGINT exits now.
+
+    Where all workers exited with 0, that is reported first.
+    """
+    if event.is_order and agent.is_interrupted:
+        return agent, ()
+    if event.signum == SIGINT and agent.is_interrupted:
+        # Only output is left, and its reader does not read it.
+        return exit_with(agent, clearing.then) if clearing.then else (agent, ())
+    agent = take_signal(agent, event)
+    newest, actions = agent.snapshot.generation, tuple[Action, ...]()
+    match clearing:
+        case Clearing(then=None, is_done=True) if newest and newest.number == clearing.table.generation:
+            agent, actions = _finish_or_join(agent, clearing)
+            # The job of a single node has ended well then.
+            if agent.spec.nodes_max > 1:
+                agent, left = leave(agent, clearing, event, now_s)
+                actions = (*actions, *left)
+        case Clearing(then=None):
+            agent, actions, outcome = withdraw(agent, event)
+            agent = replace(agent, phase=replace(clearing, then=outcome, until_s=now_s + OUTPUT_WAIT_S))
+        case Clearing(then=Outcome() as then) if event.signum == SIGINT:
+            agent, actions = end_of_own_run(agent, clearing.table.generation, event)
+            agent = replace(agent, phase=Exited(then))
+    return agent, actions
+
+
+def clearing_tick(agent: Agent, clearing: Clearing, _: events.Tick, now_s: float) -> Step:
+    """Wait no longer for output, where the agent is to exit."""
+    agent, logged = log_waits(agent, now_s)
+    if clearing.then is None or now_s < clearing.until_s:
+        return agent, logged
+    # Only output is left, and its reader does not read it.
+    return replace(agent, phase=Exited(clearing.then)), logged
+
+
+def cleared(agent: Agent, clearing: Clearing, event: events.Cleared, now_s: float) -> Step:
+    """Complete the record of the failure; then exit, be finished, or join the newest generation."""
+    agent = replace(agent, progressed=event.progressed)
+    agent, actions, then = _complete(agent, clearing, event)
+    agent, more = exit_with(agent, then) if then else _finish_or_join(agent, clearing)
+    return note_idle(agent, now_s), (*actions, *more)
+
+
+def _finish_or_join(agent: Agent, clearing: Clearing) -> Step:
+    """Be finished, or join again."""
+    newest, number = agent.snapshot.generation, clearing.table.generation
+    if clearing.is_done and newest and newest.number == number:
+        done = Commit(transactions.report_done(agent.snapshot, agent.me, number))
+        finished = Finished(clearing.table, clearing.ends, agent.snapshot.generation_revision)
+        return replace(agent, phase=finished), (done,)
+    return join_again(agent, number), ()
+
+
+def _complete(
+    agent: Agent, clearing: Clearing, event: events.Cleared
+) -> tuple[Agent, tuple[Action, ...], Outcome | None]:
+    """Complete the failure's record: the output, which is here now, may show that an exit only reported a lost peer."""
+    then, failures = clearing.then, clearing.failures
+
+    def whole_of(failure: Failure) -> Failure:
+        return with_tail(failure, event.tails.get(failure.local_rank, ""))
+
+    def with_cause(failure: Failure) -> Failure:
+        return explained(failure, event.facts, clearing.table.mismatch)
+
+    if not failures:
+        # The outcome of a node that withdraws alone.
+        if then and then.failure and then.failure.node_id == agent.me.node_id:
+            then = replace(then, failure=with_cause(whole_of(then.failure)))
+        return agent, _report_ends(agent, clearing.table.generation, clearing.ends), then
+    first = failures[0]
+    # The others are known to have lost it, or came later: no report has what is known of their causes.
+    known = [*map(whole_of, failures), *map(whole_of, clearing.ends)]
+    # Of an exit code alone. Its output may show an exception, which our signal did not cause.
+    known = [f for f in known if f.kind is not FailureKind.EXIT_CODE or f.local_rank not in clearing.answered] or known
+    cause = killed_together(with_cause(decisive_failure(known)), known)
+    cause = replace(cause, ranks_alike=len({each.rank for each in known if is_one_bug(cause, each)}) or 1)
+    actions: tuple[Action, ...] = (Commit(transactions.complete(agent.snapshot, agent.me, cause)),)
+    if cause.local_rank != first.local_rank:
+        # A worker that dies while it writes to a disk is gone later than its peers notice and give up.
+        actions = (*actions, Log(f"the cause: {cause.sentence}", "error"))
+    agent = replace(agent, last_failure=cause)
+    return agent, actions, replace(then, failure=cause) if then and then.failure == first else then
+
+
+def finished_snapshot_changed(agent: Agent, finished: Finished, _event: events.SnapshotChanged, _now_s: float) -> Step:
+    """Join again where a newer generation was opened; exit if the job has ended."""
+    snapshot, generation = agent.snapshot, agent.snapshot.generation
+    if outcome := outcome_in_store(agent):
+        return exit_with(agent, outcome)
+    if generation is None:
+        return agent, ()
+    if generation.number <= finished.table.generation:
+        if snapshot.generation_revision == finished.reported:
+            return agent, ()
+        # The key was written over, and restored: the guard of the report may not have held.
+        done = Commit(transactions.report_done(snapshot, agent.me, finished.table.generation))
+        return replace(agent, phase=replace(finished, reported=snapshot.generation_revision)), (done,)
+    records = _report_ends(agent, finished.table.generation, finished.ends)
+    return join_again(agent, finished.table.generation), (*records, Log(f"running again: {generation.cause}"))

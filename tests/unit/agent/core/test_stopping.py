@@ -8,11 +8,10 @@ from signal import SIGPIPE as PIPE
 import pytest
 
 from elaunch.agent.core.actions import Clear, Commit, Join, Log, ReplaceForkServer, SignalWorkers, Spawn
-from elaunch.agent.core.clearing import OUTPUT_WAIT_S
 from elaunch.agent.core.events import Cleared, Signalled, Tick
 from elaunch.agent.core.state import Finished
 from elaunch.agent.core.step import deadline_s
-from elaunch.agent.core.stopping import KILL_WAIT_S
+from elaunch.agent.core.stopping import KILL_WAIT_S, OUTPUT_WAIT_S
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.store import Put
 from elaunch.rendezvous.types import FailureKind, OpenKind, Outcome, OutcomeKind
