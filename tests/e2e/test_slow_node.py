@@ -28,9 +28,9 @@ dist.destroy_process_group()
 QUICK = """
 import sys
 from elaunch.agent.diagnosis import collectives
-from elaunch.agent.workers import link_monitor, observers
+from elaunch.agent.workers import group, observers
 from elaunch.launcher.cli import main
-collectives.WINDOW_SAMPLES, link_monitor._SAMPLE_S, observers._COUNT_EVERY_S = 30, 0.05, 0.05
+collectives.WINDOW_SAMPLES, group._SAMPLE_S, observers._COUNT_EVERY_S = 30, 0.05, 0.05
 sys.argv = ["elaunch", *sys.argv[4:]]
 main()
 """
