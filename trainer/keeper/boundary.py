@@ -24,9 +24,8 @@ from elaunch.trainer.keeper.sync_schedule import Pace, SyncSchedule
 from elaunch.trainer.keeper.verification import Verification
 from elaunch.trainer.ranks.peers import Peers
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # A scheduler signals every process of a job, and the agent forwards its own signal: one request may arrive twice.
-_SAME_WISH_S = 1.0
+_SAME_REQUEST_S = 1.0
 
 
 class StopRequest:
@@ -47,10 +46,9 @@ class StopRequest:
         self,
         clock_s: Callable[[], float] = time.monotonic,
         end: Callable[[int], object] | None = None,
-        signals: Sequence[signal.Signals] = SIGNALS,
     ) -> None:
         self.signum, self.pid = 0, os.getpid()
-        self._signals, self._noted_s = signals, 0.0
+        self._signals, self._noted_s = _free_signals(), 0.0
         self._clock_s, self._end = clock_s, end or self.end_now
 
     def __enter__(self) -> StopRequest:
@@ -84,7 +82,7 @@ class StopRequest:
 
     def note(self, signum: int) -> None:
         now_s = self._clock_s()
-        if self.signum and now_s - self._noted_s > _SAME_WISH_S:
+        if self.signum and now_s - self._noted_s > _SAME_REQUEST_S:
             self._end(signum)
         elif not self.signum:
             self.signum, self._noted_s = signum, now_s
@@ -114,12 +112,13 @@ def _give_back(signum: int) -> None:
     signal.signal(signum, signal.SIG_DFL if handler is None else handler)
 
 
-def free_signals() -> list[signal.Signals]:
+def _free_signals() -> list[signal.Signals]:
     """The signals that request a stop. SIGUSR1 and SIGUSR2, which schedulers send before they kill, do if unhandled."""
     if threading.current_thread() is not threading.main_thread():
         return []
     notices = (signal.SIGUSR1, signal.SIGUSR2)
-    return [*SIGNALS, *(notice for notice in notices if signal.getsignal(notice) is signal.SIG_DFL)]
+    unhandled = [notice for notice in notices if signal.getsignal(notice) is signal.SIG_DFL]
+    return [signal.SIGTERM, signal.SIGINT, *unhandled]
 
 
 # The way out for ranks that have different numbers of batches.
@@ -129,7 +128,7 @@ EVEN = (
 )
 
 
-class Wish(IntEnum):
+class StopReason(IntEnum):
     """The reason for a stop. If several arrive, the greatest counts."""
 
     NONE = 0
@@ -140,24 +139,24 @@ class Wish(IntEnum):
     @property
     def exit_code(self) -> int:
         """The exit code of a script that stopped for this reason."""
-        return {Wish.NONE: 0, Wish.INTERRUPT: 130}.get(self, 143)
+        return {StopReason.NONE: 0, StopReason.INTERRUPT: 130}.get(self, 143)
 
     @property
-    def reason(self) -> str:
+    def text(self) -> str:
         """The reason as the end of a sentence."""
         return {
-            Wish.JOIN: "for nodes that join",
-            Wish.LEAVE: "on a request to leave",
-            Wish.INTERRUPT: "as it was interrupted",
+            StopReason.JOIN: "for nodes that join",
+            StopReason.LEAVE: "on a request to leave",
+            StopReason.INTERRUPT: "as it was interrupted",
         }[self]
 
 
 class Stopped(SystemExit):
-    """All ranks have stopped after the same step, because of `wish`. The exception ends the script."""
+    """All ranks have stopped after the same step, because of `reason`. The exception ends the script."""
 
-    def __init__(self, wish: Wish) -> None:
-        super().__init__(wish.exit_code)
-        self.wish = wish
+    def __init__(self, reason: StopReason) -> None:
+        super().__init__(reason.exit_code)
+        self.reason = reason
 
 
 @dataclass(frozen=True)
@@ -165,7 +164,7 @@ class SyncPlan:
     """What one rank proposes at a sync point, and then what all ranks have agreed on.
 
     That is the next sync point in `steps` steps at the latest, a snapshot now, a copy of the next step, and copies of
-    all steps until then if there are any. A rank's loop counts up to step `total`. `wish` is why they stop now.
+    all steps until then if there are any. A rank's loop counts up to step `total`. `reason` is why they stop now.
     """
 
     steps: int = 1
@@ -173,7 +172,7 @@ class SyncPlan:
     copy: bool = False
     copies: bool = False
     total: int = 0
-    wish: Wish = Wish.NONE
+    reason: StopReason = StopReason.NONE
 
     def numbers(self, reporter: int) -> list[int]:
         """The numbers that the ranks compare; `reporter` is 0 if this rank has nothing to report.
@@ -181,19 +180,19 @@ class SyncPlan:
         The greatest counts: one rank can make all stop or sync soon, and refuse a copy for all.
         """
         total = self.total
-        return [self.wish, not self.snapshot, not self.copy, not self.copies, -self.steps, total, -total, reporter]
+        return [self.reason, not self.snapshot, not self.copy, not self.copies, -self.steps, total, -total, reporter]
 
     @classmethod
     def agreed(cls, numbers: Sequence[int]) -> SyncPlan:
         """From the greatest of all ranks' `numbers`, one by one. Raises ValueError if their loops differ."""
-        wish, *refused, steps, most, least, _ = numbers
+        reason, *refused, steps, most, least, _ = numbers
         if most != -least:
             raise ValueError(
                 f"the ranks have different numbers of steps: {-least} on one and {most} on another, and each step of "
                 f"the Keeper needs all ranks; {EVEN}"
             )
         snapshot, copy, copies = (not each for each in refused)
-        return cls(-steps, snapshot, copy, copies, most, Wish(wish))
+        return cls(-steps, snapshot, copy, copies, most, StopReason(reason))
 
 
 class Boundary:
@@ -201,13 +200,13 @@ class Boundary:
 
     def __init__(self, peers: Peers, signals: StopRequest, log: Callable[[str], None]) -> None:
         self._peers, self._signals, self._log = peers, signals, log
-        self._requested = Wish.NONE
+        self._requested = StopReason.NONE
         self._deferred = ""
 
     def request(self, reason: str) -> None:
         """The agent requests a stop ("join", "leave", "interrupt"). Called from any thread."""
-        wish = {"join": Wish.JOIN, "interrupt": Wish.INTERRUPT}.get(reason, Wish.LEAVE)
-        self._requested = max(self._requested, wish)
+        requested = {"join": StopReason.JOIN, "interrupt": StopReason.INTERRUPT}.get(reason, StopReason.LEAVE)
+        self._requested = max(self._requested, requested)
 
     def report(self, warning: str) -> None:
         """Log this at the next sync point. If several ranks have a warning there, only the lowest one logs its own."""
@@ -222,15 +221,15 @@ class Boundary:
     def agreed(self, own: SyncPlan) -> SyncPlan:
         """Agree with all ranks on the plan; `own` is this rank's proposal. Collective: every rank gets the same."""
         order = self._peers.world_size - self._peers.rank
-        own = replace(own, wish=max(self._requested, self._noted()))
+        own = replace(own, reason=max(self._requested, self._noted()))
         numbers = self._peers.largest(own.numbers(order if self._deferred else 0))
         if numbers[-1] == order:
             self._log(self._deferred)
         self._deferred = ""
         return SyncPlan.agreed(numbers)
 
-    def _noted(self) -> Wish:
-        return {0: Wish.NONE, signal.SIGINT: Wish.INTERRUPT}.get(self._signals.signum, Wish.LEAVE)
+    def _noted(self) -> StopReason:
+        return {0: StopReason.NONE, signal.SIGINT: StopReason.INTERRUPT}.get(self._signals.signum, StopReason.LEAVE)
 
 
 class SyncPoint:
@@ -272,7 +271,7 @@ class SyncPoint:
         step = self._state.next_version.step
         return 0 < self._total <= step or step >= self._schedule.next
 
-    def run(self) -> Wish:
+    def run(self) -> StopReason:
         """Make what is due. Returns why all ranks stop now instead, if they do. Collective."""
         step = self._state.version.step
         if self._schedule.steps:
@@ -281,8 +280,8 @@ class SyncPoint:
         snapshot = self._verification.due_snapshot(self._state, is_due=is_due) and self._state.may_be_copied()
         wanted = self._schedule.wanted(step, self._due(step, has_snapshot=snapshot, is_refused=is_due and not snapshot))
         agreed = self._agree(wanted, snapshot=snapshot)
-        if agreed.wish:
-            return agreed.wish
+        if agreed.reason:
+            return agreed.reason
         if agreed.snapshot and step:
             begun_s = time.monotonic()
             self._state.snapshot()
@@ -295,11 +294,11 @@ class SyncPoint:
             self._copies.checkpoint(self._state.version)
         self._schedule.agreed(step, agreed.steps)
         self._schedule.leave(step, time.monotonic())
-        return Wish.NONE
+        return StopReason.NONE
 
-    def wish(self) -> Wish:
+    def stop_reason(self) -> StopReason:
         """Why all ranks stop now, between two sync points, after the same step on all of them. Collective."""
-        return self._agree(1, snapshot=False).wish
+        return self._agree(1, snapshot=False).reason
 
     def _agree(self, steps: int, *, snapshot: bool) -> SyncPlan:
         copies = self._copies.steps

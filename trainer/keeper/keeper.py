@@ -31,7 +31,7 @@ from elaunch.trainer import link
 from elaunch.trainer.checkpoint.checkpoints import KEPT
 from elaunch.trainer.checkpoint.claim import UNNAMED
 from elaunch.trainer.checkpoint.storage import storage_at
-from elaunch.trainer.keeper.boundary import EVEN, Boundary, Loops, Stopped, StopRequest, SyncPoint, Wish, free_signals
+from elaunch.trainer.keeper.boundary import EVEN, Boundary, Loops, Stopped, StopReason, StopRequest, SyncPoint
 from elaunch.trainer.keeper.copies import Copies
 from elaunch.trainer.keeper.disk_copies import NotDurable
 from elaunch.trainer.keeper.entry_checks import EntryChecks, entered, is_alone, replaced_options, require_group
@@ -136,7 +136,7 @@ class Keeper:
             require_group(self._place.world_size, self._name)
             stack.enter_context(entered(self._name, memory, "" if storage is None else str(storage)))
             self._peers = Peers()
-            self._signals = stack.enter_context(StopRequest(signals=free_signals()))
+            self._signals = stack.enter_context(StopRequest())
             self._boundary = Boundary(self._peers, self._signals, self._log)
             self._listener = link.listen(self._boundary.request, rescue=self._state.peer_failed)
             stack.push(self._close_listener)
@@ -251,7 +251,7 @@ class Keeper:
                         "to change nothing, commit nothing: with keeper.commit(): pass"
                     )
         # A stop may have been requested during the last step.
-        self._stop_for(self._sync.wish())
+        self._stop_for(self._sync.stop_reason())
 
     def epochs(self, total: int, steps: int) -> Iterator[tuple[int, Iterator[int]]]:
         """The epochs that are left up to `total`, from 0, each with its steps that are left; an epoch has `steps`.
@@ -316,7 +316,7 @@ class Keeper:
                     # No rank exits before all have done the step.
                     self._peers.largest([0])
                     self._has_stopped = True
-                    raise Stopped(Wish.NONE)
+                    raise Stopped(StopReason.NONE)
                 self._stop_for(self._sync.run())
             except Stopped as stopped:
                 if self._is_open:
@@ -444,12 +444,12 @@ class Keeper:
                     self._copies.disk.require_durable(
                         self._state.version,
                         lambda: self._copies.own.of(self._state.version),
-                        lambda: self._stop_for(self._sync.wish()),
+                        lambda: self._stop_for(self._sync.stop_reason()),
                     )
                 case Stopped():
                     if not self._has_stopped:
                         # Another keeper of this program has stopped, on all ranks at the same place.
-                        self._state.finalize(durably=error.wish is not Wish.JOIN)
+                        self._state.finalize(durably=error.reason is not StopReason.JOIN)
                 case _:
                     try:
                         self._state.rescue()
@@ -473,21 +473,21 @@ class Keeper:
         else:
             self._listener.drop()
 
-    def _stop_for(self, wish: Wish) -> None:
+    def _stop_for(self, reason: StopReason) -> None:
         """Stop if there is a reason. All ranks call this after the same step, with the same one."""
-        if not wish:
+        if not reason:
             return
         link.stopped(self.step)
         if not self._training.is_in_parts:
             # This gives time to save even if a peer fails meanwhile. Parts would be useless without that peer's.
             link.saving(self.step)
         self._verification.compare(self._state)
-        self._state.finalize(durably=wish is not Wish.JOIN)
+        self._state.finalize(durably=reason is not StopReason.JOIN)
         self._has_stopped = True
         if self._peers.leads:
-            again = self._copies.disk.where_to_continue(self.step) if wish is not Wish.JOIN else ""
-            self._log(f"stopped after step {self.step}, {wish.reason}{again}")
-        raise Stopped(wish)
+            again = self._copies.disk.where_to_continue(self.step) if reason is not StopReason.JOIN else ""
+            self._log(f"stopped after step {self.step}, {reason.text}{again}")
+        raise Stopped(reason)
 
 
 def _is_count(value: Any, least: int) -> bool:

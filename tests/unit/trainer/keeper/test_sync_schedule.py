@@ -13,7 +13,7 @@ from statistics import fmean as mean
 
 import pytest
 
-from elaunch.trainer.keeper.boundary import SyncPlan, Wish
+from elaunch.trainer.keeper.boundary import StopReason, SyncPlan
 from elaunch.trainer.keeper.sync_schedule import SHARE, WITHIN_S, Pace, SyncSchedule
 
 HISTORIES = 400
@@ -99,7 +99,7 @@ class Rank:
         snapshot = bool(self.number) or self.pace.is_due(self.step)
         due = [] if self.number else [self.pace.due_after(self.step, is_taken=snapshot)]
         steps = self.schedule.wanted(self.step, due) if where == "sync" else 1
-        return SyncPlan(steps, snapshot, wish=Wish.LEAVE if is_requested else Wish.NONE).numbers(0)
+        return SyncPlan(steps, snapshot, reason=StopReason.LEAVE if is_requested else StopReason.NONE).numbers(0)
 
     def take(self, agreed: SyncPlan, now_s: float) -> None:
         if agreed.snapshot and self.step:
@@ -151,7 +151,7 @@ def _generation(ranks: list[Rank], until_s: float, seen: Seen) -> str:
         agreed, now_s = SyncPlan.agreed(numbers), max(rank.at_s for rank in ranks)
         # The end is a sync point too.
         seen.syncs[-1].append((step, now_s))
-        if agreed.wish:
+        if agreed.reason:
             seen.stopped, seen.stopped_s = step, now_s
             return "stopped"
         if place == "end":
