@@ -277,6 +277,16 @@ def finished(folder: Path, *args: str, env: Mapping[str, str] | None = None, **p
     return job
 
 
+def with_limits(limits: Mapping[str, float]) -> type[Job]:
+    """A job of elaunch with these limits (s) by their full names, longer than its own: no wait for a CPU may decide.
+
+    A name that does not exist ends it.
+    """
+    settings = [f"import {name.rpartition('.')[0]}\n{name}\n{name} = {limit_s}" for name, limit_s in limits.items()]
+    text = "\n".join([*settings, "from elaunch.launcher.cli import main", "main()"])
+    return type("Patient", (Job,), {"command": (sys.executable, "-c", text)})
+
+
 def on_two_nodes(folder: Path, *words: str, kind: type[Job] = Job) -> tuple[Job, Job]:
     """Run a job with two nodes on this host, each with two workers. Fails if it does not end well."""
     (port,) = free_ports(1)

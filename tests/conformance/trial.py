@@ -8,14 +8,15 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
-from tests.harness import DEADLINE_S, Job, free_ports, wait_for
+from tests.faults.processes import described
+from tests.harness import DEADLINE_S, Job, free_ports, wait_for, with_environment
 from tests.standin import WITHOUT_TORCH
 
 TORCHRUN, ELAUNCH = "torchrun", "elaunch"
@@ -223,33 +224,14 @@ def _env(trial: Trial, launcher: str, folder: Path, tag: str) -> dict[str, str]:
 def _left(tag: str, within_s: float) -> tuple[str, ...]:
     """The command lines of the processes that are still there so long after the agents' end."""
     end_s = time.monotonic() + within_s
-    while (found := _tagged(tag)) and time.monotonic() < end_s:
+    while (found := with_environment(tag)) and time.monotonic() < end_s:
         time.sleep(0.05)
-    return tuple(_command_line(process) for process in found)
+    return tuple(described(process) for process in found)
 
 
 def _end_all(tag: str) -> None:
-    for process in _tagged(tag):
+    for process in with_environment(tag):
         try:
             process.kill()
         except psutil.NoSuchProcess:
             continue
-
-
-def _tagged(tag: str) -> Sequence[psutil.Process]:
-    """All living processes of one trial; no zombies."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(_TAG) == tag and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
-
-
-def _command_line(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:
-        return ""

@@ -14,8 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests import patience
-from tests.harness import REPOSITORY, joined, script, wait_for
+from tests.harness import REPOSITORY, joined, script, wait_for, with_limits
 
 pytestmark = pytest.mark.usefixtures("without_torch")
 
@@ -61,7 +60,8 @@ def test_the_script_of_the_page_posts_what_happened_and_the_job_does_not_wait_fo
     env = {"CHAT_WEBHOOK": f"http://127.0.0.1:{chat.server_port}/", "no_proxy": "127.0.0.1"}
 
     options = ("--on-event", "./notify.sh", "--run-id", "night", *LIGHT)
-    job = patience.finished(SLOWLY, tmp_path, *options, "train.py", env=env)
+    with with_limits(SLOWLY)(tmp_path, *options, "train.py", env={"TMPDIR": str(tmp_path), **env}) as job:
+        job.wait()
 
     assert job.code == 0, job.output
     texts = [posted["text"] for posted in chat.posted]  # type: ignore[attr-defined]
@@ -87,7 +87,7 @@ time.sleep(600)
     hook = f"{sys.executable} -S hook.py"
 
     options = ("--on-event", hook, "--no-preload")
-    with patience.patient(SLOWLY)(tmp_path, *options, "train.py", env={"ELAUNCH_TOKEN": "0" * 16}) as job:
+    with with_limits(SLOWLY)(tmp_path, *options, "train.py", env={"ELAUNCH_TOKEN": "0" * 16}) as job:
         wait_for((tmp_path / "facts").exists, "the command")
         pid, has = (tmp_path / "facts").read_text().split(" ", 1)
         job.wait_for_output("^train.py FAILED$")

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import patience
-from tests.harness import COMMAND, DEADLINE_S, LIGHT, RUN_LIMIT_S, Job, environment, finished, script, slow
+from tests.harness import COMMAND, DEADLINE_S, LIGHT, RUN_LIMIT_S, Job, environment, finished, script, slow, with_limits
 from tests.terminal import Terminal
 
 pytestmark = pytest.mark.usefixtures("without_torch")
@@ -128,7 +127,7 @@ class TestPrefix:
 
 
 # A line is never taken for a prompt because its writer has waited for a CPU.
-PATIENT = patience.command({"elaunch.agent.output.streams.PARTIAL_LINE_WAIT_S": 600.0})
+PATIENT = with_limits({"elaunch.agent.output.streams.PARTIAL_LINE_WAIT_S": 600.0}).command
 
 
 @pytest.fixture(scope="module")

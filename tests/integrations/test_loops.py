@@ -20,8 +20,12 @@ THREES: list[list[Any]] = [[1, 6, "forward"], [0, 10, "commit"], [1, 11, "forwar
 TWOS: list[list[Any]] = [[1, 6, "forward"], [0, 9, "commit"], [1, 12, "forward"]]
 
 
+each_library = pytest.mark.parametrize("library", ["lightning", "transformers", "accelerate", "fabric"])
+
+
 def ran(library: str, folder: Path, kills: list[list[Any]], options: dict[str, Any]) -> list[dict[str, Any]]:
     """What each rank ended with."""
+    require("lightning" if library == "fabric" else library)
     folder.mkdir()
     program = PROGRAMS / f"with_{library}.py"
     arguments = ["--nproc-per-node", str(RANKS), "--max-restarts", "9"]
@@ -47,10 +51,9 @@ def assert_kills_change_no_bit(library: str, folder: Path, kills: list[list[Any]
         assert other["digest"] == undisturbed["digest"]
 
 
-@pytest.mark.parametrize("library", ["lightning", "transformers", "accelerate", "fabric"])
+@each_library
 @pytest.mark.parametrize("accumulates", [False, True])
 def test_kills_change_no_bit(tmp_path: Path, library: str, accumulates: bool) -> None:
-    require("lightning" if library == "fabric" else library)
     options, kills = {}, PLAIN
     if accumulates:
         # transformers needs a number that divides the batches of an epoch.
@@ -63,28 +66,24 @@ def test_kills_change_no_bit(tmp_path: Path, library: str, accumulates: bool) ->
     assert_kills_change_no_bit(library, tmp_path, kills, options)
 
 
-@pytest.mark.parametrize("library", ["lightning", "transformers", "accelerate", "fabric"])
+@each_library
 def test_a_kill_in_an_evaluation_changes_no_bit(tmp_path: Path, library: str) -> None:
     """They are at the end of an epoch of 10 steps, in transformers after each 4 steps."""
-    require("lightning" if library == "fabric" else library)
     first = 4 if library == "transformers" else 10
 
     kills = [[1, first, "evaluation"], [0, 20, "evaluation"]]
     assert_kills_change_no_bit(library, tmp_path, kills, {"evaluates": True})
 
 
-@pytest.mark.parametrize("library", ["lightning", "transformers", "accelerate", "fabric"])
+@each_library
 def test_workers_that_stay_draw_as_they_would_have(tmp_path: Path, library: str) -> None:
-    require("lightning" if library == "fabric" else library)
-
     assert_kills_change_no_bit(library, tmp_path, PLAIN, {"workers": 1, "persistent": True})
 
 
-@pytest.mark.parametrize("library", ["lightning", "transformers", "accelerate", "fabric"])
+@each_library
 @pytest.mark.parametrize("workers", [0, 1])
 def test_samples_and_noise_do_not_depend_on_what_the_training_draws(tmp_path: Path, library: str, workers: int) -> None:
     """Two kills within one epoch; the libraries load batches ahead of the steps."""
-    require("lightning" if library == "fabric" else library)
     options = {"mixed": True, "workers": workers, "persistent": bool(workers)}
 
     kills = [[1, 1, "forward"], [1, 13, "forward"], [0, 17, "commit"], [1, 21, "forward"]]
@@ -94,14 +93,10 @@ def test_samples_and_noise_do_not_depend_on_what_the_training_draws(tmp_path: Pa
 @pytest.mark.parametrize("stateful", [True, False])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_loader_comes_back_at_the_right_sample(tmp_path: Path, stateful: bool, workers: int) -> None:
-    require("torchdata")
-
     assert_kills_change_no_bit("torchdata", tmp_path, PLAIN, {"stateful": stateful, "workers": workers})
 
 
 def test_lightning_accumulates_as_its_callback_has_set_it_at_the_beginning_of_the_epoch(tmp_path: Path) -> None:
-    require("lightning")
-
     # Steps of 1 batch in the first epoch, then of 2.
     kills = [[1, 13, "forward"], [0, 14, "commit"], [1, 17, "forward"]]
     assert_kills_change_no_bit("lightning", tmp_path, kills, {"callback": "accumulation"})
@@ -110,14 +105,10 @@ def test_lightning_accumulates_as_its_callback_has_set_it_at_the_beginning_of_th
 @pytest.mark.parametrize("kills", [[[1, 11, "forward"]], [[1, 10, "evaluation"], [0, 10, "validated"]]])
 def test_lightnings_early_stopping_counts_each_evaluation_once(tmp_path: Path, kills: list[list[Any]]) -> None:
     """One that was before the failure, one that was cut off, and one whose count was not kept yet."""
-    require("lightning")
-
     assert_kills_change_no_bit("lightning", tmp_path, kills, {"evaluates": True, "callback": "stopping"})
 
 
 def test_buffers_that_each_rank_has_for_itself_with_lightnings_manual_optimization_stay_its_own(tmp_path: Path) -> None:
-    require("lightning")
-
     # BatchNorm's.
     assert_kills_change_no_bit("lightning", tmp_path, PLAIN, {"manual": True})
 
@@ -138,7 +129,6 @@ def test_what_no_restart_of_lightning_restores_is_refused_by_name(
     tmp_path: Path, options: dict[str, Any], said: str
 ) -> None:
     require("lightning")
-
     program = str(PROGRAMS / "with_lightning.py")
     words = ["--nproc-per-node", "2", program, str(tmp_path), "[]", json.dumps(options)]
     with Job(tmp_path, *words, env={"OMP_NUM_THREADS": "1"}) as job:

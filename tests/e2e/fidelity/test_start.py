@@ -1,10 +1,13 @@
-"""At its first line a program finds the same as in a fresh interpreter, in whichever way it was named."""
+"""At its first line a program finds the same as in a fresh interpreter, however it was named, and at a warm start."""
 
 from __future__ import annotations
 
 import functools
+import json
+import os
 import shutil
 import zipfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import pytest
 from tests.e2e.fidelity import probe, probe_process
 from tests.e2e.fidelity.ways import HERE, differences, look, looks, without_launchers
 from tests.harness import FRESH, LIGHT, script
+from tests.warm import own_place, run
 
 ARGS = ("--lr", "0.1", "two words", "", "ü")
 FORMS = {
@@ -100,3 +104,68 @@ def test_the_launchers_variables_are_there(seen: Seen) -> None:
     found = seen.worker(TORCH, "script")[1]["environ"]
 
     assert found.keys() - without_launchers(found).keys() >= {"RANK", "WORLD_SIZE", "MASTER_ADDR", "ELAUNCH_LINK"}
+
+
+# A worker whose fork server was one that stayed.
+THREADS = {"OMP_NUM_THREADS": "2"}
+# In a C locale Python changes a variable, and the user has a sitecustomize.
+CUSTOM = "C locale and own customize"
+WARM_FORMS = ("script", CUSTOM)
+
+
+def warm_facts(folder: Path, form: tuple[str, ...], env: Mapping[str, str]) -> list[dict[str, Any]]:
+    """What two workers of a warm start wrote down. The run before had other arguments."""
+    words = ("-v", *LIGHT, "--warm", "--nproc-per-node", "2", "--max-restarts", "0", *form)
+    first = run(folder, *words, "--some", "other arguments, which are longer", env=env)
+    assert "a fork server stays" in first.stderr, first.stderr
+    ended = run(folder, *words, *ARGS, env=env)
+    assert ended.returncode == 0, ended.stderr
+    assert "warm start: from the fork server that stayed since" in ended.stderr, ended.stderr
+    return [json.loads((folder / f"facts{rank}.json").read_text()) for rank in range(2)]
+
+
+class WarmSeen:
+    """The records of workers of warm starts, and of fresh interpreters; each program is run once."""
+
+    def __init__(self, base: Path) -> None:
+        self._folder = _folder(base)
+        self.workers = functools.cache(self._workers)
+        self.fresh = functools.cache(self._fresh)
+
+    def _workers(self, form: str) -> list[dict[str, Any]]:
+        return warm_facts(self._folder, *self._how(form))
+
+    def _fresh(self, form: str) -> dict[str, Any]:
+        words, env = self._how(form)
+        return look(self._folder, *words, *ARGS, env=env)
+
+    def _how(self, form: str) -> tuple[tuple[str, ...], dict[str, str]]:
+        if form != CUSTOM:
+            return FORMS[form], THREADS
+        paths = {"PYTHONPATH": os.fspath(self._folder / "customized")}
+        return FORMS["script"], {**THREADS, "LANG": "C", "LC_ALL": "", "LC_CTYPE": "", **paths}
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmSeen]:
+    base = tmp_path_factory.mktemp("warm").resolve()
+    with own_place(base / "run"), pytest.MonkeyPatch.context() as patched:
+        patched.setenv("TMPDIR", os.fspath(base / "tmp"))
+        (base / "tmp").mkdir()
+        yield WarmSeen(base)
+
+
+@pytest.mark.parametrize("form", WARM_FORMS)
+def test_all_facts_of_a_warm_start_are_as_in_a_fresh_interpreter(warm: WarmSeen, form: str) -> None:
+    for worker in warm.workers(form):
+        ours, fresh = (
+            {**facts, "command_line": facts["command_line"].rstrip("\0")} for facts in (worker, warm.fresh(form))
+        )
+        assert differences(FACTS, ours, fresh) == {}
+
+
+@pytest.mark.parametrize("name", probe.UNLIKE)
+def test_what_is_drawn_after_a_warm_start_differs_between_ranks_and_jobs(warm: WarmSeen, name: str) -> None:
+    drawn = [worker[name] for form in WARM_FORMS for worker in warm.workers(form)]
+
+    assert len({str(value) for value in drawn}) == len(drawn) == 4, drawn

@@ -107,6 +107,16 @@ def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return (model(batch).squeeze(-1) - batch.sum(1)).pow(2).mean()
 
 
+def evaluate(model: nn.Module, batch: torch.Tensor, step: int) -> None:
+    """An evaluation, if the options have one. It may draw random numbers."""
+    if OPTIONS["evaluates"]:
+        model.eval()
+        with torch.no_grad():
+            loss_of(model, batch) + torch.rand(1)
+            strike("evaluation", step)
+        model.train()
+
+
 def finish(step: int, *states: object) -> None:
     """Write down how this rank has ended."""
     content = io.BytesIO()

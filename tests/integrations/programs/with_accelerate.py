@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from accelerate import Accelerator
-from common import EPOCHS, OPTIONS, RANK, finish, loader, loss_of, losses, network, strike
+from common import EPOCHS, OPTIONS, RANK, evaluate, finish, loader, loss_of, losses, network, strike
 
 from elaunch.trainer.integrations.accelerate import keep
 
@@ -31,11 +31,5 @@ with keep(accelerator, model, optimizer, batches, scheduler) as kept:
                 scheduler.step()
                 optimizer.zero_grad()
                 losses[step] = loss.item()
-        if OPTIONS["evaluates"]:
-            model.eval()
-            with torch.no_grad():
-                # Evaluations may draw random numbers.
-                loss_of(model, batch) + torch.rand(1)
-                strike("evaluation", kept.keeper.step)
-            model.train()
+        evaluate(model, batch, kept.keeper.step)
 finish(kept.keeper.step, model.state_dict(), optimizer.state_dict(), scheduler.state_dict())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from common import EPOCHS, OPTIONS, RANK, finish, loader, loss_of, losses, network, strike
+from common import EPOCHS, OPTIONS, RANK, evaluate, finish, loader, loss_of, losses, network, strike
 from lightning.fabric import Fabric
 
 from elaunch.trainer.integrations.fabric import keep
@@ -35,11 +35,5 @@ with keep(model, optimizer, batches, scheduler, accumulate=each) as kept:
                 strike("commit", step)
                 scheduler.step()
                 optimizer.zero_grad()
-        if OPTIONS["evaluates"]:
-            model.eval()
-            with torch.no_grad():
-                # Evaluations may draw random numbers.
-                loss_of(model, batch) + torch.rand(1)
-                strike("evaluation", kept.keeper.step)
-            model.train()
+        evaluate(model, batch, kept.keeper.step)
 finish(kept.keeper.step, model.state_dict(), optimizer.state_dict(), scheduler.state_dict())
