@@ -189,6 +189,13 @@ class Driver:
         assert isinstance(phase, (Running, Stopping, Clearing))
         return self.happen(exited(phase.table.generation, local_rank, code, kind))
 
+    def all_exit(self, code: int = 0, kind: FailureKind = FailureKind.EXIT_CODE) -> None:
+        """All workers of the current generation that run end."""
+        phase = self.agent.phase
+        assert isinstance(phase, (Running, Stopping))
+        for rank in sorted(phase.live):
+            self.exits(rank, code, kind)
+
     def loses_peer(self, local_rank: int) -> list[Action]:
         """A worker ends by a lost peer, and in the time in which that may be explained nothing happens."""
         self.exits(local_rank, 1, FailureKind.PEER_LOST)
@@ -330,8 +337,7 @@ def ends(driver: Driver, code: int = 0, kind: FailureKind = FailureKind.EXIT_COD
     """All workers exit, and are cleared away."""
     phase = driver.agent.phase
     assert isinstance(phase, (Running, Stopping))
-    for rank in sorted(phase.live):
-        driver.exits(rank, code, kind)
+    driver.all_exit(code, kind)
     driver.happen(cleared(phase.table.generation))
 
 

@@ -237,8 +237,7 @@ def test_a_signal_to_a_node_that_is_just_done_records_that_and_leaves() -> None:
     driver.now_s = driver.agent.lead_at_s or 0.0
     driver.happen(Tick())
     driver.settle()
-    for local_rank in ALL:
-        driver.exits(local_rank, 0)
+    driver.all_exit()
 
     done = driver.happen(Signalled(TERM, "SIGTERM"))
 
@@ -307,8 +306,7 @@ def test_a_peers_death_found_while_stopping_is_blamed_instead_of_the_one_that_re
 
 def test_who_ended_well_while_another_generation_was_opened_runs_again_and_is_not_done() -> None:
     driver = started()
-    for local_rank in ALL:
-        driver.exits(local_rank, 0)
+    driver.all_exit()
     driver.sees(1)
 
     driver.happen(cleared(0))
@@ -370,8 +368,7 @@ def test_a_signal_after_the_end_was_written_writes_nothing() -> None:
 def test_a_ctrl_c_after_sigterm_when_only_output_is_left_ends_the_job_and_waits_no_longer() -> None:
     driver = started()
     driver.happen(Signalled(TERM, "SIGTERM"))
-    for rank in range(3):
-        driver.exits(rank, -TERM)
+    driver.all_exit(-TERM)
 
     done = driver.happen(Signalled(INT, "SIGINT"))
 
@@ -383,8 +380,7 @@ def test_a_ctrl_c_after_sigterm_when_only_output_is_left_ends_the_job_and_waits_
 def test_a_second_ctrl_c_when_only_output_is_left_exits_now() -> None:
     driver = started()
     driver.happen(Signalled(INT, "SIGINT"))
-    for rank in range(3):
-        driver.exits(rank, -INT)
+    driver.all_exit(-INT)
 
     driver.happen(Signalled(INT, "SIGINT"))
 
@@ -410,8 +406,7 @@ def test_of_signals_close_after_each_other_the_first_one_is_named(signums: tuple
     if live:
         for event in later:
             driver.happen(event)
-    for rank in range(3):
-        driver.exits(rank, -signums[0])
+    driver.all_exit(-signums[0])
     if not live:
         for event in later:
             driver.happen(event)
@@ -423,8 +418,7 @@ def test_of_signals_close_after_each_other_the_first_one_is_named(signums: tuple
 
 def test_a_signal_after_all_workers_ended_well_comes_too_late() -> None:
     driver = started()
-    for rank in range(3):
-        driver.exits(rank, 0)
+    driver.all_exit()
 
     assert driver.happen(Signalled(TERM, "SIGTERM")) == []
     driver.clear()

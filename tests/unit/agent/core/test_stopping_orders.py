@@ -262,8 +262,7 @@ def test_a_worker_that_stopped_before_its_agent_knows_why_is_held(code: int) -> 
 def test_where_no_order_follows_an_exit_with_0_is_what_it_is() -> None:
     driver = listening(started())
     reports_stopped(driver, *ALL)
-    for rank in ALL:
-        driver.exits(rank, 0)
+    driver.all_exit()
 
     done = driver.after(STOPPED_HOLD_S)
     driver.happen(cleared(0))
