@@ -139,9 +139,9 @@ class AgentProcess:
             JobStore(self.line, KEYS, is_remote=True),
             LocalHost(host.name, self.rng.getrandbits, host.is_dead, host.now_s),
             times,
-            self.hear,
+            self.receive,
         )
-        self._requests = RetryQueue(self.client.renew, self.hear, times.backoff_max_s, self.rng.uniform)
+        self._requests = RetryQueue(self.client.renew, self.receive, times.backoff_max_s, self.rng.uniform)
         me = Node("", host.name, f"10.0.0.{number}", plan.slots, self.name, plan.role, plan.node_rank)
         self.agent = Agent(me, self.spec, times, Snapshot(KEYS), (USR1,))
         self.started_s = world.now_s
@@ -184,7 +184,7 @@ class AgentProcess:
 
     # Events that come to the agent.
 
-    def hear(self, event: Event | SnapshotPending) -> None:
+    def receive(self, event: Event | SnapshotPending) -> None:
         self._inbox.append(event)
         self._turn_soon()
 
@@ -192,11 +192,11 @@ class AgentProcess:
         """Bring the agent an event about its workers: in time or late, and sometimes a second time, much later."""
         world, rng = self.world, self.rng
         if not world.is_rough or rng.random() < 0.8:
-            self.hear(event)
+            self.receive(event)
         else:
-            world.later(rng.uniform(0, 0.5), lambda: self.hear(event))
+            world.later(rng.uniform(0, 0.5), lambda: self.receive(event))
         if world.is_rough and rng.random() < 0.05:
-            world.later(rng.uniform(0, 3), lambda: self.hear(event))
+            world.later(rng.uniform(0, 3), lambda: self.receive(event))
 
     def read(self, event: LinkEvent) -> None:
         """A worker sends a message on its link. The agent reads it before its next decision, and soon if it waits."""
@@ -208,7 +208,7 @@ class AgentProcess:
 
     def signal(self, signum: int) -> None:
         self.signals.append(signum)
-        self.hear(Signalled(signum, Signals(signum).name))
+        self.receive(Signalled(signum, Signals(signum).name))
 
     def kill(self) -> None:
         """SIGKILL the agent. Its workers die with it."""
@@ -338,7 +338,7 @@ class AgentProcess:
                 self.lose_service(generation, FailureKind.TEMPLATE_LOST)
             case TakeStacks(generation, local_ranks):
                 stacks = tuple(waiting(w.rank) for w in self._living_of(generation, local_ranks))
-                self.world.later(self.rng.uniform(0, 0.1), lambda: self.hear(StacksTaken(generation, stacks)))
+                self.world.later(self.rng.uniform(0, 0.1), lambda: self.receive(StacksTaken(generation, stacks)))
             case Blame(generation):
                 self.world.groups[generation].blame(self)
             case Log() | KeepStacks() | NameThreads():
@@ -365,7 +365,7 @@ class AgentProcess:
         self.world.later(LOOK_S, lambda: self._look_at_workers(generation))
         if not (self.is_stopped or self.is_wedged):
             group = self.world.groups[generation]
-            self.hear(Sampled(generation, {w.local_rank: WORKS if group.works(w) else IDLE for w in mine}))
+            self.receive(Sampled(generation, {w.local_rank: WORKS if group.works(w) else IDLE for w in mine}))
 
     def lose_service(self, generation: int, kind: FailureKind, *, is_own: bool = False) -> None:
         """The worker store, or the fork server with all workers, is gone."""

@@ -41,7 +41,7 @@ CALLS_A_SECOND_MAX = 60
 
 
 class Violation(AssertionError):
-    """A check failed. `rule` names the check in a word or two."""
+    """A check failed. `rule` names the check briefly."""
 
     def __init__(self, rule: str, text: str) -> None:
         super().__init__(f"{rule}: {text}")
@@ -429,7 +429,7 @@ class Checks:
     def called(self, process: AgentProcess) -> None:
         """The agent sends a request to the store."""
         calls = process.busy("calls")
-        self._require(calls <= CALLS_A_SECOND_MAX, "busy", f"{process.name} asks the store {calls} times a second")
+        self._require(calls <= CALLS_A_SECOND_MAX, "busy", f"{process.name} calls the store {calls} times a second")
 
     def stepped(self, process: AgentProcess, before: Agent, event: Event) -> None:
         """The agent has made a step and carried out its actions."""

@@ -275,7 +275,7 @@ class World:
                 event, _ = order(process.agent, Topic.RESTART)
                 if event is None:
                     return False
-                process.hear(event)
+                process.receive(event)
             case Strike.PREEMPT:
                 self._preempt(process)
             case Strike.HANG if living:

@@ -33,7 +33,7 @@ class Strike(Enum):
     KILL = "agent killed"
     KILL_AT = "agent killed at an action"
     KILL_LEADER = "leader killed at a write"
-    POWER = "host lost without a word"
+    POWER = "host lost without a message"
     STOP = "agent stopped and continued"
     WEDGE = "agent's loop wedged"
     CUT = "host cut from everything"
@@ -238,7 +238,7 @@ def _hosts(rng: random.Random, nodes: int) -> tuple[HostPlan, ...]:
     slots = rng.choice([1, 1, 2])
     mixed, late = rng.random() < 0.3, rng.choice([0.0, 0.0, 0.5, 4.0, 20.0])
     drift = rng.choice([0.0, 0.0, 0.02])
-    asked = rng.random() < 0.2
+    chosen = rng.random() < 0.2
     wrong = nodes > 1 and rng.random() < 0.05
     return tuple(
         HostPlan(
@@ -249,7 +249,7 @@ def _hosts(rng: random.Random, nodes: int) -> tuple[HostPlan, ...]:
             clock_s=rng.choice([0.0, rng.uniform(0, 1e5)]),
             again_s=rng.choice([None, rng.uniform(0.05, 1.0), rng.uniform(0, 8)]),
             wrong_terms=wrong and index == nodes - 1,
-            node_rank=nodes - 1 - index if asked else -1,
+            node_rank=nodes - 1 - index if chosen else -1,
             topology=rng.choice(["", "left", "right"]),
             behind_s=rng.choice([0.0, 0.0, 0.0, 0.3]),
         )
