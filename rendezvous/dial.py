@@ -15,7 +15,7 @@ HostAddress = tuple[socket.AddressFamily, tuple[Any, ...]]
 # The kernel repeats a lost SYN after a second, which may be longer than the deadline.
 _AGAIN_S = 0.2
 # A connection to a host that disappeared is given up after this long: sent data is not acknowledged, or keepalive
-# probes on an idle connection are not answered.
+# probes on an idle connection get no response.
 _GONE_MS = 5000
 _IDLE_S, _PROBE_EVERY_S = 2, 1
 # The errors of an unreachable host or network. EACCES is a firewall's "administratively prohibited" in IPv6.
@@ -132,7 +132,7 @@ _lock = threading.Lock()
 
 
 def resolve(host: str, port: int, wait_s: float) -> list[HostAddress]:
-    """The stream addresses of `host`. If the resolver does not answer in time: the result of an earlier call.
+    """The stream addresses of `host`. If the resolver does not respond in time: the result of an earlier call.
 
     Raises socket.gaierror if there is no such result either, another OSError if this process has no thread for it.
     """

@@ -63,7 +63,7 @@ class Times:
         """Times with the values that are given and not None; all others are chosen so that every inequality can hold.
 
         Renewals and call deadlines keep their share of the lease time. The backoff never grows beyond its default:
-        otherwise a store that comes back would be noticed late.
+        otherwise a store that is reachable again would be noticed late.
         """
         scale = lease_ttl_s / cls.lease_ttl_s
         fixed: dict[str, Any] = {name: value for name, value in given.items() if value is not None}

@@ -331,7 +331,7 @@ class EtcdWatch:
             with self._lock:
                 self._stream = endpoint, stream
             self._take(endpoint, stream.next(_BEGUN_S))
-            # etcd takes up to 0.1 s to start a watch in the past. A watch from now on starts at once, so the present
+            # etcd takes up to 0.1 s to start a watch in the past. A watch from now on starts directly, so the present
             # state is read after it has started.
             if self._after is None:
                 self._deliver_view()

@@ -78,7 +78,7 @@ class RpcTransport(Protocol):
         ...
 
     def stream(self, endpoint: Endpoint, rpc: Rpc, request: Json, token: str, deadline_s: float) -> ResponseStream:
-        """Send the request and return the stream of answers. It ends when the member loses its leader."""
+        """Send the request and return the stream of responses. It ends when the member loses its leader."""
         ...
 
     def close(self) -> None:

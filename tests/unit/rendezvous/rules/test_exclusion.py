@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from elaunch.rendezvous.rules import transactions
-from elaunch.rendezvous.rules.reports import job_report
 from elaunch.rendezvous.rules.restart_policy import STREAK_AGE_MAX_S, assess, is_excluded
 from elaunch.rendezvous.types import Exclusion, Failure, FailureKind, Node, Streak, Terms
 from tests.unit.agent.job_world import TERMS, TIMES, A, B, C, World, node, running
@@ -283,13 +282,3 @@ def test_an_excluded_node_that_runs_for_want_of_another_is_not_acquitted_by_its_
     found = assess(TWO, before, [failed], {B.node_id, C.node_id}, 1.0)
 
     assert found.excluded == (own,)
-
-
-def test_the_failure_that_is_shown_is_of_the_newest_generation_that_failed() -> None:
-    world = failing(three(), B)
-    world.fail(FailureKind.EXCEPTION, nodes=(A,))
-
-    assert sorted(world.snapshot.failures) == [0, 1]
-    found = job_report(world.snapshot).failure
-    assert found
-    assert (found.generation, found.kind) == (1, FailureKind.EXCEPTION)

@@ -12,7 +12,7 @@ from elaunch.rendezvous.rules.leader import Lead, LeaderState, lead
 from elaunch.rendezvous.rules.snapshot import Snapshot
 from elaunch.rendezvous.rules.transactions import repair
 from elaunch.rendezvous.store import Delete, Put, Txn, Unchanged
-from elaunch.rendezvous.types import OpenKind, Outcome, OutcomeKind, Terms
+from elaunch.rendezvous.types import Failure, FailureKind, Generation, OpenKind, Outcome, OutcomeKind, Terms
 from tests.unit.agent.job_world import KEYS, TERMS, TIMES, A, B, C, D, World, forming, running
 
 
@@ -122,6 +122,19 @@ def test_a_leader_that_was_cut_off_declares_no_node_lost_immediately() -> None:
     assert (early.txn, early.wake_s) == (None, world.lossless_until_s)
     assert world.lead()
     assert kind_of(world) is OpenKind.LOSS
+
+
+# --- a failure whose node could not open a generation
+
+
+def test_a_failure_that_opened_no_generation_is_opened_by_the_leader() -> None:
+    world = running(A, B)
+    failure = Failure(FailureKind.SIGNAL, 0, B.node_id, B.host, 1, 0, 17, -9, "was killed by SIGKILL")
+    world.write(Put(KEYS.failure(0, B.node_id), encode(failure)))
+
+    assert world.lead()
+
+    assert world.snapshot.generation == Generation(1, OpenKind.FAIL, failure.sentence, B.node_id)
 
 
 # --- join
