@@ -128,7 +128,7 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("form", "where"), [*((form, "memory") for form in FORMS), *((form, "checkpoint") for form in FORMS[::2])]
 )
-def test_a_buffer_of_any_form_goes_on_where_it_was(
+def test_a_buffer_of_any_form_continues_where_it_was(
     form: tuple[Any, Any, bool], where: str, monkeypatch: pytest.MonkeyPatch, memory: Path, tmp_path: Path
 ) -> None:
     folder = {"checkpoints": tmp_path / "c"} if where == "checkpoint" else {}

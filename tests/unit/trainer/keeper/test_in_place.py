@@ -42,7 +42,7 @@ FORMS: list[Callable[[Tensor], Any]] = [
     ("form", "where"),
     [*((form, "memory") for form in range(len(FORMS))), (0, "checkpoint"), (2, "checkpoint"), (7, "checkpoint")],
 )
-def test_a_tensor_that_the_program_updates_by_its_own_name_goes_on(
+def test_a_tensor_that_the_program_updates_by_its_own_name_continues(
     form: int, where: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def trained(steps: int) -> tuple[float, Tensor]:
@@ -137,7 +137,7 @@ class Wrapper(torch.optim.Optimizer):
         self.optimizer.step(closure)
 
 
-def test_a_wrapper_of_an_optimizer_goes_on_with_its_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrapper_of_an_optimizer_continues_with_its_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     def trained(steps: int) -> tuple[list[float], Any]:
         model = nn.Linear(2, 1).to(torch.bfloat16)
         inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

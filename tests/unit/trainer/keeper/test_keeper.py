@@ -116,7 +116,7 @@ def test_a_job_whose_workers_all_die_before_the_next_step_loses_no_more_than_it_
     monkeypatch: pytest.MonkeyPatch, lose_at_most: int, step: int
 ) -> None:
     job = Job(lose_at_most=lose_at_most)
-    # The worker dies at once, after its commit: nothing is rescued.
+    # The worker dies immediately, after its commit: nothing is rescued.
     monkeypatch.setattr(GuardedState, "rescue", lambda _: None)
     end = job.keeper.step_begin
 
@@ -464,7 +464,7 @@ def test_where_there_is_no_room_for_what_is_a_ranks_own_its_steps_are_counted_st
     job = Job(lose_at_most=4)
     with monkeypatch.context() as patch:
         patch.setattr(Records, "stage", no_room)
-        # The worker dies at once, so nothing is rescued.
+        # The worker dies immediately, so nothing is rescued.
         patch.setattr(GuardedState, "rescue", lambda _: None)
         with pytest.raises(RuntimeError):
             job.train(10, {8: fail})

@@ -78,7 +78,7 @@ def test_a_loop_whose_total_is_that_of_an_epoch_is_refused_when_it_has_nothing_t
 
 
 @pytest.mark.parametrize("fails_after", [3, 4, 6])
-def test_epochs_go_on_where_they_were_and_what_ends_an_epoch_is_done_again(
+def test_epochs_continue_where_they_were_and_what_ends_an_epoch_is_done_again(
     monkeypatch: pytest.MonkeyPatch, fails_after: int
 ) -> None:
     def run(generation: int) -> tuple[dict[int, float], dict[int, Any]]:
@@ -126,7 +126,7 @@ def test_a_loop_that_was_left_ends_at_the_same_step_after_a_failure(monkeypatch:
 
 
 @pytest.mark.parametrize("fails_at", [6, 8])
-def test_a_loop_that_is_left_and_entered_again_goes_on(monkeypatch: pytest.MonkeyPatch, fails_at: int) -> None:
+def test_a_loop_that_is_left_and_entered_again_continues(monkeypatch: pytest.MonkeyPatch, fails_at: int) -> None:
     """As for an evaluation every few steps, outside of the loop."""
     found: list[tuple[int, tuple[float, ...]]] = []
 

@@ -63,7 +63,7 @@ class Job:
 
 
 @pytest.mark.parametrize(("fails_in", "lose_at_most"), [(1, 1), (3, 1000), (7, 1), (8, 1000)])
-def test_after_a_failure_every_rank_goes_on_at_its_own_sample(
+def test_after_a_failure_every_rank_continues_at_its_own_sample(
     monkeypatch: pytest.MonkeyPatch, memory: Path, fails_in: int, lose_at_most: int
 ) -> None:
     monkeypatch.delenv("ELAUNCH_MEMORY")

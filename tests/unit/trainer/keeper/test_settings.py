@@ -274,7 +274,7 @@ def interrupted(
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_a_training_goes_on_with_the_settings_that_it_had(
+def test_a_training_continues_with_the_settings_that_it_had(
     program: type[Program], memory: Path, generations: Callable[[], None]
 ) -> None:
     alone = program().run()

@@ -148,7 +148,7 @@ def run(form: Callable[[nn.Module], nn.Module], steps: int, fails_in: int = 0) -
 
 @pytest.mark.filterwarnings("error:Dynamo does not know")
 @pytest.mark.parametrize("form", [compiled, compiled_layers, compiled_in_place])
-def test_a_compiled_model_goes_on_to_the_bit(
+def test_a_compiled_model_continues_to_the_bit(
     form: Callable[[nn.Module], nn.Module], monkeypatch: pytest.MonkeyPatch, memory: Path
 ) -> None:
     monkeypatch.delenv("ELAUNCH_MEMORY")
