@@ -3,14 +3,32 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch import Tensor
 
 from elaunch.trainer import link
 from elaunch.trainer.keeper import entry_checks
+from elaunch.trainer.keeper.keeper import Keeper
+from elaunch.trainer.state.tree import several
+
+
+def trained(model: Any, optimizer: Any, steps: int, loss: Callable[[], Tensor] | None = None, **options: Any) -> Keeper:
+    """A Keeper after a training of so many steps, each with a backward pass from `loss` if that is given."""
+    keeper = Keeper(model, optimizer, **{"lose_at_most": 1, "per_rank": (), "say": lambda _: None, **options})
+    with keeper:
+        for _ in keeper.steps(steps):
+            if loss is not None:
+                loss().backward()  # type: ignore[no-untyped-call]
+            with keeper.commit():
+                for one in several(optimizer):
+                    one.step()
+                    one.zero_grad()
+    return keeper
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from elaunch.trainer.memory.node_memory import Records
 from elaunch.trainer.state import Version
 from elaunch.trainer.state.training_state import Training
 from elaunch.trainer.state.tree import cloned
+from tests.unit.trainer.keeper.conftest import trained
 
 pytestmark = pytest.mark.usefixtures("memory")
 
@@ -98,7 +99,7 @@ class Centred(nn.Module):
         return found
 
 
-def trained(form: tuple[Any, Any, bool], steps: int, *, warm: bool = False, **options: Any) -> dict[str, Any]:
+def train(form: tuple[Any, Any, bool], steps: int, *, warm: bool = False, **options: Any) -> dict[str, Any]:
     torch.manual_seed(1)
     model = Centred(*form)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -106,13 +107,8 @@ def trained(form: tuple[Any, Any, bool], steps: int, *, warm: bool = False, **op
     def warm_up() -> None:
         model(torch.ones(2, 4)).sum().backward()
 
-    options = {"lose_at_most": 1, "say": lambda _: None, "per_rank": (), **options}
-    with Keeper(model, optimizer, warm_up=warm_up if warm else None, **options) as keeper:
-        for _ in keeper.steps(steps):
-            model(torch.randn(2, 4)).pow(2).sum().backward()
-            with keeper.commit():
-                optimizer.step()
-                optimizer.zero_grad()
+    loss = lambda: model(torch.randn(2, 4)).pow(2).sum()  # noqa: E731
+    trained(model, optimizer, steps, loss, warm_up=warm_up if warm else None, **options)
     center: Any = getattr(model, "center", None)
     return {"center": center, "table": model.table, **dict(model.named_parameters())}
 
@@ -134,22 +130,22 @@ def test_a_buffer_of_any_form_continues_where_it_was(
     folder = {"checkpoints": tmp_path / "c"} if where == "checkpoint" else {}
     with monkeypatch.context() as patch:
         patch.delenv("ELAUNCH_MEMORY")
-        calm = trained(form, 8, warm=True)
+        calm = train(form, 8, warm=True)
         if folder:
-            trained(form, 5, warm=True, **folder)
+            train(form, 5, warm=True, **folder)
     if not folder:
-        trained(form, 5, warm=True)
+        train(form, 5, warm=True)
     else:
         monkeypatch.delenv("ELAUNCH_MEMORY")
     monkeypatch.setenv("ELAUNCH_GENERATION", "1")
 
-    assert_same(trained(form, 8, warm=True, **folder), calm)
+    assert_same(train(form, 8, warm=True, **folder), calm)
 
 
 def test_a_checkpoint_with_a_buffer_of_another_model_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trained((is_replaced, lambda: torch.zeros(4), True), 2, checkpoints=tmp_path / "c")
+    train((is_replaced, lambda: torch.zeros(4), True), 2, checkpoints=tmp_path / "c")
     monkeypatch.setenv("ELAUNCH_GENERATION", "1")
 
     with pytest.raises(ValueError, match=r"holds center of shape \(4,\), and in the model it has shape \(5,\)"):
@@ -174,10 +170,10 @@ def test_a_checkpoint_is_better_than_a_newer_state_whose_buffers_are_lost(
     form, checkpoints = (changes_in_place, lambda: torch.zeros(4), True), {"checkpoints": tmp_path / "c"}
     with monkeypatch.context() as patch:
         patch.delenv("ELAUNCH_MEMORY")
-        trained(form, 3, **checkpoints)
-        calm = trained(form, 8)
+        train(form, 3, **checkpoints)
+        calm = train(form, 8)
     entry_checks._held.cache_clear()
-    trained(form, 5, **checkpoints)
+    train(form, 5, **checkpoints)
     entry_checks._held.cache_clear()
     for path in (tmp_path / "c").glob("*-00000005.*"):
         shutil.rmtree(path)
@@ -186,7 +182,7 @@ def test_a_checkpoint_is_better_than_a_newer_state_whose_buffers_are_lost(
     monkeypatch.setenv("ELAUNCH_GENERATION", "1")
     logged: list[str] = []
 
-    assert_same(trained(form, 8, **checkpoints, say=logged.append), calm)
+    assert_same(train(form, 8, **checkpoints, say=logged.append), calm)
     assert len(logged) == 1
     assert logged[0].startswith(f"restored step 3 from the checkpoint in {tmp_path / 'c'}; 2 steps are repeated")
 
@@ -248,7 +244,7 @@ def test_a_training_that_has_ended_leaves_the_same_random_numbers_after_each_res
     after = []
     for generation in range(3):
         monkeypatch.setenv("ELAUNCH_GENERATION", str(generation))
-        trained((changes_in_place, lambda: torch.zeros(4), False), 4)
+        train((changes_in_place, lambda: torch.zeros(4), False), 4)
         after.append(torch.rand(1).item())
 
     assert after[1:] == after[:1] * 2

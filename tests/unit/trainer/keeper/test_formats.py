@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.memory.device_copy import HostCopies
 from elaunch.trainer.ranks.group_status import BrokenGroup, GroupStatus
 from elaunch.trainer.state import model_state
+from tests.unit.trainer.keeper.conftest import trained
 
 # tests/e2e/test_accelerator.py runs these tests on a GPU, if there is one.
 DEVICE = os.environ.get("ELAUNCH_TEST_DEVICE", "cpu")
@@ -44,20 +44,6 @@ class Momentum(torch.optim.Optimizer):
                     state["mean"] = torch.rand_like(parameter, dtype=torch.float32).to(group["dtype"])
                     state["old"] = [state["mean"].float().sum()]
                 parameter.add_(state["mean"].to(parameter.dtype), alpha=0.5)
-
-
-def trained(
-    model: nn.Module, optimizer: Any, steps: int, loss: Callable[[], Tensor] | None = None, **options: Any
-) -> Keeper:
-    keeper = Keeper(model, optimizer, **{"lose_at_most": 1, "say": lambda _: None, **options})
-    with keeper:
-        for _ in keeper.steps(steps):
-            if loss is not None:
-                loss().backward()
-            with keeper.commit():
-                optimizer.step()
-                optimizer.zero_grad()
-    return keeper
 
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
@@ -131,7 +117,7 @@ def test_the_restored_optimizer_shares_no_memory_with_the_copy(monkeypatch: pyte
     kept = bits(optimizer.state[model.weight]["exp_avg"])
     monkeypatch.setenv("ELAUNCH_GENERATION", "1")
 
-    keeper = Keeper(model, torch.optim.AdamW(model.parameters()), lose_at_most=1, say=lambda _: None)
+    keeper = Keeper(model, torch.optim.AdamW(model.parameters()), per_rank=(), lose_at_most=1, say=lambda _: None)
     with keeper:
         restored = keeper._training.optimizers[0].state[model.weight]
         for path in memory.glob("training.state-*"):

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from elaunch.trainer import Keeper
+from tests.unit.trainer.keeper.conftest import trained
 
 pytestmark = pytest.mark.usefixtures("group", "memory")
 
@@ -43,7 +44,7 @@ class Master(torch.optim.Optimizer):
 def test_float32_moments_and_master_weights_of_bfloat16_parameters_come_back_as_they_were(
     plan: str, where: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def trained() -> dict[str, Any]:
+    def moments() -> dict[str, Any]:
         torch.manual_seed(3)
         model: Any = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 1)).to(torch.bfloat16)
         optimizers: list[Any]
@@ -53,13 +54,7 @@ def test_float32_moments_and_master_weights_of_bfloat16_parameters_come_back_as_
             model = fully_shard(model) if plan == "fsdp2" else model
             optimizers = [Master(one.parameters()) for one in model]
         folder: dict[str, Any] = {"checkpoints": tmp_path / "c"} if where == "checkpoint" else {}
-        with Keeper(model, optimizers, per_rank=(), lose_at_most=1, say=lambda _: None, **folder) as keeper:
-            for _ in keeper.steps(3):
-                model(torch.randn(4, 5).bfloat16()).pow(2).sum().backward()
-                with keeper.commit():
-                    for one in optimizers:
-                        one.step()
-                        one.zero_grad()
+        trained(model, optimizers, 3, lambda: model(torch.randn(4, 5).bfloat16()).pow(2).sum(), **folder)
         inner = [getattr(one, "optim", one) for one in optimizers]
         return {
             f"{number}.{key} {type(value).__name__}": getattr(value, "_local_tensor", value)
@@ -68,11 +63,11 @@ def test_float32_moments_and_master_weights_of_bfloat16_parameters_come_back_as_
             for key, value in state.items()
         }
 
-    kept = trained()
+    kept = moments()
     monkeypatch.setenv("ELAUNCH_GENERATION", "1")
     if where == "checkpoint":
         monkeypatch.delenv("ELAUNCH_MEMORY")
-    back = trained()
+    back = moments()
 
     assert {value.dtype for value in kept.values()} == {torch.float32}
     assert {name: value.dtype for name, value in back.items()} == dict.fromkeys(kept, torch.float32)
@@ -115,26 +110,21 @@ class Unwilling:
 def test_a_restore_that_fails_deletes_nothing_that_is_good(in_parts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     logged: list[str] = []
 
-    def trained(steps: int) -> None:
+    def train(steps: int) -> None:
         torch.manual_seed(3)
         layer: Any = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3))
         model = fully_shard(layer) if in_parts else layer
-        optimizer = torch.optim.AdamW(model.parameters())
-        with Keeper(model, optimizer, extra=Unwilling(), per_rank=(), lose_at_most=1, say=logged.append) as keeper:
-            for _ in keeper.steps(steps):
-                model(torch.randn(4, 5)).pow(2).sum().backward()
-                with keeper.commit():
-                    optimizer.step()
-                    optimizer.zero_grad()
+        loss = lambda: model(torch.randn(4, 5)).pow(2).sum()  # noqa: E731
+        trained(model, torch.optim.AdamW(model.parameters()), steps, loss, extra=Unwilling(), say=logged.append)
 
-    trained(3)
+    train(3)
     monkeypatch.setattr(Unwilling, "fails", True)
     for generation in ("1", "2"):
         monkeypatch.setenv("ELAUNCH_GENERATION", generation)
         with pytest.raises(RuntimeError, match="not today"):
-            trained(5)
+            train(5)
     monkeypatch.setattr(Unwilling, "fails", False)
     monkeypatch.setenv("ELAUNCH_GENERATION", "3")
-    trained(5)
+    train(5)
 
     assert logged[-1].startswith("restored step 3 from memory (of generation 0")

@@ -18,6 +18,7 @@ from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.keeper.step_copies import StepCopies
 from elaunch.trainer.memory.node_memory import Records
 from elaunch.trainer.state.region import Version, header_of
+from tests.unit.trainer.keeper.conftest import trained
 from tests.unit.trainer.keeper.test_keeper import Feedback
 
 pytestmark = pytest.mark.usefixtures("memory", "few_snapshots")
@@ -40,13 +41,7 @@ def test_after_a_copy_that_did_not_fit_none_is_tried_before_the_next_snapshot(mo
 
     monkeypatch.setattr(Records, "keep", keep_but_3)
     model = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters())
-
-    options: dict[str, Any] = {"lose_at_most": 1, "per_rank": (), "say": lambda text: None}
-    with Keeper(model, optimizer, hook_state=Feedback(), **options) as keeper:
-        for _ in keeper.steps(9):
-            with keeper.commit():
-                optimizer.step()
+    trained(model, torch.optim.SGD(model.parameters()), 9, hook_state=Feedback())
 
     # At the sync point after step 6 the ranks agree on a copy of step 7 before they take the snapshot.
     assert tried == {1, 2, 3, 6, 9}

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from elaunch.trainer.keeper import entry_checks
 from elaunch.trainer.keeper.keeper import Keeper
 from tests.harness import DEADLINE_S
+from tests.unit.trainer.keeper.conftest import trained
 
 pytestmark = pytest.mark.usefixtures("memory")
 
@@ -62,12 +63,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused_by_name(
         parameters = [*model.parameters()]
         optimizer = kind([{"params": parameters[n::groups]} for n in range(groups)], lr=0.1)
         entry_checks._held.cache_clear()
-        with keeper_of(model, optimizer, checkpoints=tmp_path / "c", **options) as keeper:
-            for _ in keeper.steps(1):
-                model(torch.ones(1, 2)).sum().backward()
-                with keeper.commit():
-                    optimizer.step()
-                    optimizer.zero_grad()
+        trained(model, optimizer, 1, lambda: model(torch.ones(1, 2)).sum(), checkpoints=tmp_path / "c", **options)
 
     adamw = torch.optim.AdamW
     train(adamw)
@@ -86,10 +82,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused_by_name(
 def test_groups_that_a_restarted_program_lacks_are_named() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD([model.weight], lr=0.1)
-    with keeper_of(model, optimizer) as keeper:
-        for _ in keeper.steps(1):
-            with keeper.commit():
-                pass
+    trained(model, optimizer, 1)
     entry_checks._held.cache_clear()
 
     with pytest.raises(ValueError, match=r"SGD has groups of 1 parameters, and this program has groups of 2;"):
