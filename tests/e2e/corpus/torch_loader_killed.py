@@ -1,6 +1,6 @@
 # options: --preload torch
 # headline: raised RuntimeError: DataLoader worker \(pid
-# next: most often the kernel for lack of memory
+# next: most often the kernel killed it
 # not: shm
 # slow
 
