@@ -1,4 +1,4 @@
-"""Print the table of events in docs/files.md, which is made from docs/events.schema.json.
+"""Print the list of events in docs/files.md, which is made from docs/events.schema.json.
 
     python docs/record/events.py
 
@@ -15,12 +15,11 @@ SCHEMA = json.loads((Path(__file__).parents[1] / "events.schema.json").read_text
 _SHARED = "failure"
 
 
-def table() -> str:
-    """One row for each event: its name, and what happened."""
+def listing() -> str:
+    """A line for each event: its name, and what happened."""
     events = {name: event for name, event in SCHEMA["$defs"].items() if name != _SHARED}
-    rows = [f"| `{name}` | {event['description']} |" for name, event in events.items()]
-    return "\n".join(["| `event` | what happened |", "|---|---|", *rows])
+    return "\n".join(f"- `{name}`: {event['description']}" for name, event in events.items())
 
 
 if __name__ == "__main__":
-    print(table())
+    print(listing())

@@ -55,11 +55,11 @@ def test_the_schema_has_each_event_that_the_agent_stamps_and_no_other() -> None:
     assert named == EVENTS
 
 
-def test_the_table_of_events_is_made_from_the_schema() -> None:
+def test_the_list_of_events_is_made_from_the_schema() -> None:
     made = runpy.run_path(str(DOCS / "record" / "events.py"))
     page = (DOCS / "files.md").read_text()
 
-    assert made["table"]() in page, "run: python docs/record/events.py"
+    assert made["listing"]() in page, "run: python docs/record/events.py"
 
 
 @pytest.mark.parametrize("script", ["diagrams.py", "plans.py"])
