@@ -20,9 +20,8 @@ from elaunch.agent.core.events import (
     WorkerSaving,
     WorkerStopped,
 )
-from elaunch.agent.diagnosis.exit_status import Raised
+from elaunch.agent.diagnosis.exit_status import Raised, is_peer_lost
 from elaunch.agent.diagnosis.samplers import FlightRecorder
-from elaunch.agent.peer_lost import is_peer_lost
 from elaunch.strict_json import parse_json
 
 # A step's time is a mean over this many samples at which the step had moved: ten seconds, or ten slow steps.

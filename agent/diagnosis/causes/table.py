@@ -10,8 +10,7 @@ from elaunch.agent.diagnosis.causes import hardware, network, program, system
 from elaunch.agent.diagnosis.causes.cause import NO_FACTS, CauseRule, Evidence, Facts
 from elaunch.agent.diagnosis.causes.program import NO_MAIN_GUARD
 from elaunch.agent.diagnosis.causes.system import SOCKET_PATH
-from elaunch.agent.diagnosis.exit_status import parse_traceback
-from elaunch.agent.peer_lost import ends
+from elaunch.agent.diagnosis.exit_status import ends, parse_traceback
 from elaunch.rendezvous.types import Failure, FailureKind
 
 _SIGABRT = -6

@@ -17,11 +17,11 @@ from elaunch.agent.diagnosis.exit_status import (
     Raised,
     Remains,
     failure_of,
+    is_peer_lost,
     parse_record,
     parse_traceback,
     with_tail,
 )
-from elaunch.agent.peer_lost import is_peer_lost
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.rules.restart_policy import identical
 from elaunch.rendezvous.types import Failure, FailureKind

@@ -22,8 +22,7 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg
 from torch import Tensor
 
-from elaunch.agent.diagnosis.exit_status import shows_only_lost_peer
-from elaunch.agent.peer_lost import TIMED_OUT
+from elaunch.agent.diagnosis.exit_status import TIMED_OUT, shows_only_lost_peer
 from elaunch.trainer.ranks.connections import PeerLost
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state.region import MARK
