@@ -339,7 +339,7 @@ class _Boundary:
             from elaunch.trainer.ranks.peers import Peers
 
             self._world, self._peers = dist.group.WORLD, Peers().apart("should_stop")
-        return bool(self._peers.largest([int(self._is_requested)])[0])
+        return bool(self._peers.all_reduce_max([int(self._is_requested)])[0])
 
 
 def _print_unless(reason: str, hook: Callable[..., object], kind: type, error: BaseException, where: Any) -> None:

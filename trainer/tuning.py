@@ -173,7 +173,7 @@ def tune(
             return wrap(module, bucket_cap_mb=None)
         file = Path(folder) / _key_of(module, group)
         # Rank 0's file alone counts: all ranks must do the same.
-        found, sentence = peers.from_rank_0(found_in(file, peers.world_size) if peers.leads else None)
+        found, sentence = peers.broadcast(found_in(file, peers.world_size) if peers.leads else None)
         if sentence:
             log(f"communication: {sentence}")
         if found is None:
@@ -211,7 +211,7 @@ def measure(
                     "DDP's mixed_precision leaves hooks on the module, so it cannot be made again; leave it out"
                 )
         # All begin together, or a rank's time would have another rank's lateness in it.
-        peers.largest([0])
+        peers.all_reduce_max([0])
         begun_s = time.perf_counter()
         warm_up(current[1])
         finish_device(device)
@@ -229,7 +229,7 @@ def measure(
 
 def slowest_s(took_s: float, peers: Peers) -> float:
     """The longest of all ranks' times: the same number on each of them. Collective."""
-    return peers.largest([round(took_s * _NS_PER_S)])[0] / _NS_PER_S
+    return peers.all_reduce_max([round(took_s * _NS_PER_S)])[0] / _NS_PER_S
 
 
 def finish_device(device: torch.device) -> None:

@@ -19,13 +19,13 @@ from elaunch.trainer.ranks.peers import Peers
 generation, rank = os.environ["ELAUNCH_GENERATION"], os.environ["RANK"]
 dist.init_process_group("gloo")
 peers = Peers()
-assert peers.from_all(rank) == ["0", "1"]
+assert peers.all_gather(rank) == ["0", "1"]
 with open("." + rank, "w") as file:
     file.write(os.environ["ELAUNCH_GENERATION_SECRET"])
 os.rename("." + rank, generation + rank)
 if generation == "0" and rank == "1":
     raise ValueError("again")
-while not peers.from_rank_0(pathlib.Path("end").exists()):
+while not peers.broadcast(pathlib.Path("end").exists()):
     time.sleep(0.02)
 """
 

@@ -104,7 +104,7 @@ def at(moment: str, rank: int) -> None:
     if rank != RANK:
         return
 
-    to_rank_0 = Peers.to_rank_0
+    gather = Peers.gather
 
     def die(*_: object, **__: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -123,13 +123,13 @@ def at(moment: str, rank: int) -> None:
     def told(self: Peers, value: Any) -> Any:
         if threading.current_thread().name == "checkpoint":
             die()
-        return to_rank_0(self, value)
+        return gather(self, value)
 
     match moment:
         case "write":
             writing._Summing.write = halfway  # type: ignore[method-assign]
         case "part":
-            Peers.to_rank_0 = told  # type: ignore[method-assign]
+            Peers.gather = told  # type: ignore[method-assign]
         case "publish":
             for files in (LocalFiles, ObjectFiles):
                 files.written, files.write = files.write, unmarked  # type: ignore[attr-defined]

@@ -164,7 +164,7 @@ class Checkpoints:
         writing.thread.join()
         failures = [writing.failure]
         if writing.ranks is not None:
-            failures = self._ranks.from_all(writing.failure)
+            failures = self._ranks.all_gather(writing.failure)
             writing.ranks.close()
         if any(failures) and self._ranks.leads:
             reason = "; ".join(f"rank {r}: {why}" if r else why for r, why in enumerate(failures) if why)
@@ -201,7 +201,7 @@ class Checkpoints:
                 failure = error.strerror or str(error)
         mark = Mark(self._fence, step)
         if parts.is_sharded:
-            mark, name, failure = self._ranks.from_rank_0((mark, name, failure))
+            mark, name, failure = self._ranks.broadcast((mark, name, failure))
         if failure and self._ranks.leads:
             self._failed(step, failure)
         return mark, None if failure else self.storage.folder(name)
@@ -212,7 +212,7 @@ class Checkpoints:
 
         layouts = [parts.signature()]
         if parts.is_sharded:
-            layouts = self._ranks.from_all(layouts[0])
+            layouts = self._ranks.all_gather(layouts[0])
         if self._plan is None or self._plan[0] != layouts:
             self._plan = layouts, writing.plan(parts.tensors, parts.paths, self._ranks if parts.is_sharded else None)
         return self._plan[1]

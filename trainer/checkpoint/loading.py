@@ -76,13 +76,13 @@ def find_newest(storage: Storage, ranks: Peers, newer_than: int = -1) -> tuple[M
     """
     # One rank of each node lists them. An object store is the same for all.
     lists = ranks.leads or (storage.is_local and os.environ.get("LOCAL_RANK", "0") == "0")
-    of_all = ranks.from_all(_newest(storage) if lists else (None, ""))
+    of_all = ranks.all_gather(_newest(storage) if lists else (None, ""))
     first, why = of_all[0]
     newest, place = max(((mark, -rank) for rank, (mark, _) in enumerate(of_all) if mark), default=(None, 0))
     if why or newest is None or not place or newest.step <= newer_than:
         return first, why
     # It may have been published meanwhile, or be visible by now.
-    first, why = ranks.from_rank_0(_newest(storage) if ranks.leads else None)
+    first, why = ranks.broadcast(_newest(storage) if ranks.leads else None)
     if not why and (first is None or first < newest):
         raise ValueError(
             f"{storage} on rank {-place}'s node has the checkpoint of step {newest.step}, and on rank 0's "
@@ -108,7 +108,7 @@ def load_newest(storage: Storage, state: State, ranks: Peers, log: Callable[[str
     unread: list[str] = []
     candidates = iter(_newest_first(storage, unread) if ranks.leads else ())
     # Only rank 0's list counts: another's view of a network's file system may be old.
-    while offer := ranks.from_rank_0(_offer(storage, candidates, log, unread) if ranks.leads else None):
+    while offer := ranks.broadcast(_offer(storage, candidates, log, unread) if ranks.leads else None):
         folder = storage.folder(offer.name)
         saved, there = offer.opened(folder)
         tensors = there.tensors if is_sharded else {name: there.tensors[name] for name in saved[1]}
@@ -116,7 +116,7 @@ def load_newest(storage: Storage, state: State, ranks: Peers, log: Callable[[str
         sent = {} if is_sharded else {name: _empty(its) for name, its in tensors.items()}
         reads = is_sharded or ranks.leads
         files = offer.tensor_files[ranks.rank :: ranks.world_size] if is_sharded else offer.tensor_files
-        problems = ranks.from_all(_problem(there, offer.manifest, files, sent) if reads else None)
+        problems = ranks.all_gather(_problem(there, offer.manifest, files, sent) if reads else None)
         if unseen := [rank for rank, problem in enumerate(problems) if isinstance(problem, _Unseen)]:
             raise ValueError(
                 f"rank {unseen[0]} does not see {folder}, which rank 0 found; the checkpoints of a sharded state need "
@@ -127,7 +127,7 @@ def load_newest(storage: Storage, state: State, ranks: Peers, log: Callable[[str
             share = Share(state, saved, tensors, str(folder), sent)
             if is_sharded:
                 there.read(share.tensors)
-            ranks.fill_from_rank_0([*sent.values()])
+            ranks.broadcast_tensors([*sent.values()])
             share.put()
             return offer.mark
         # One rank's proof is enough, whatever the others could not read.
@@ -308,7 +308,7 @@ def _passing_over(storage: Storage, folder: Folder, log: Callable[[str], None], 
 
 def _require_read(unread: list[str], ranks: Peers) -> None:
     """Raise Unreadable on all ranks where rank 0 has passed over what may be whole, and found nothing else."""
-    if notes := ranks.from_rank_0(unread):
+    if notes := ranks.broadcast(unread):
         raise Unreadable(
             f"{notes[0]}, and there is no older checkpoint to continue from; training does not start over while there "
             "is one that may be whole: start again when it can be read, or move it away"

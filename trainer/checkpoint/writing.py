@@ -68,13 +68,13 @@ def plan(tensors: Mapping[str, Tensor], paths: Mapping[str, tree.Path], ranks: P
     # DCP's converters make a nested dictionary of the tensors with this.
     planner.mappings = {name: tuple(map(str, path)) for name, path in paths.items()}
     local = planner.create_local_plan()
-    plans = [local] if ranks is None else ranks.to_rank_0(local)
+    plans = [local] if ranks is None else ranks.gather(local)
     metadata = None
     shares: list[SavePlan] | None = None
     if plans is not None:
         shares, metadata = planner.create_global_plan(plans)
     if ranks is not None:
-        shares = ranks.from_rank_0(shares)
+        shares = ranks.broadcast(shares)
     assert shares is not None
     return Plan(shares[0 if ranks is None else ranks.rank], metadata)
 
@@ -205,7 +205,7 @@ class Writing:
         is_published = False
         try:
             part = self._write_part()
-            parts = [part] if self.ranks is None else self.ranks.to_rank_0(part)
+            parts = [part] if self.ranks is None else self.ranks.gather(part)
             if parts is None:
                 return
             # By now no rank writes in the folder any more.

@@ -222,7 +222,7 @@ class Boundary:
         """Agree with all ranks on the plan; `own` is this rank's proposal. Collective: every rank gets the same."""
         order = self._peers.world_size - self._peers.rank
         own = replace(own, reason=max(self._requested, self._noted()))
-        numbers = self._peers.largest(own.numbers(order if self._deferred else 0))
+        numbers = self._peers.all_reduce_max(own.numbers(order if self._deferred else 0))
         if numbers[-1] == order:
             self._log(self._deferred)
         self._deferred = ""
@@ -340,7 +340,7 @@ class Loops:
     def __init__(self, path: Path | None, peers: Peers, log: Callable[[str], object], *, is_restart: bool) -> None:
         self._path, self._leads, self._log = path, peers.leads, log
         self._left: dict[int, int] = {}
-        for its in peers.from_all(self._read()) if is_restart else ():
+        for its in peers.all_gather(self._read()) if is_restart else ():
             self._left |= its
         self._to_leave = dict(self._left)
         # The step that the loops of this process have reached.

@@ -55,7 +55,7 @@ class Copies:
         kept: int = KEPT,
     ) -> None:
         try:
-            training.compare_names(peers.from_all)
+            training.compare_names(peers.all_gather)
             for one in training.optimizers:
                 require_uncaptured(one)
             training.require_plain(durably=storage is not None)
@@ -69,7 +69,7 @@ class Copies:
         # Whether this rank decides when the snapshots of its node are due.
         self.paces = False
         # Of the ranks of this group: the job may have others on the node, of another role.
-        self._nodes = peers.from_all(node_of(Path(folder)) if folder else "")
+        self._nodes = peers.all_gather(node_of(Path(folder)) if folder else "")
         if folder:
             layout, self.paces = training.layout(), self._nodes.index(self._nodes[peers.rank]) == peers.rank
             # Another process on the node may keep a training of this name for itself too.
@@ -141,7 +141,7 @@ class Copies:
         mine = Inventory(self._peers.rank, "", reports=False)
         if self._node_memory is not None:
             mine = self._node_memory.inventory(large=large)
-        inventories = self._peers.from_all(mine)
+        inventories = self._peers.all_gather(mine)
         if self._training.is_in_parts:
             decision = decide_in_parts(inventories, None if self._parts is None else self._parts.find())
         else:
@@ -149,7 +149,7 @@ class Copies:
         completed = max((i.completed for i in inventories if i.completed is not None), default=None)
         done = 0 if completed is None else completed.step
         newer_than = -1 if decision is None else decision.version.step
-        if decision is not None and not decision.records and any(self._peers.from_all(self._training.has_buffers)):
+        if decision is not None and not decision.records and any(self._peers.all_gather(self._training.has_buffers)):
             # A state with new buffers (BatchNorm's) is none of the training's: any whole checkpoint is better.
             newer_than = 0
         from_disk = self.disk.restore(newer_than=newer_than, done=done)
@@ -189,7 +189,7 @@ class Copies:
         else:
             self.own.restored(version)
         if (per_rank := self._training.per_rank) is not None and version.step:
-            self._log_on_rank_0(per_rank.missed_sentence(self._peers.from_all(per_rank.missed)))
+            self._log_on_rank_0(per_rank.missed_sentence(self._peers.all_gather(per_rank.missed)))
         return version
 
     def store(self, version: Version, *, unless_same: bool = False, is_begun: bool = False) -> bool:
@@ -244,7 +244,7 @@ class Copies:
             # A record is useless without its part.
             is_full = self._parts.wait()
         elif self._mirror is None:
-            is_full = self._peers.largest([not self._is_kept]) == [0]
+            is_full = self._peers.all_reduce_max([not self._is_kept]) == [0]
         if is_full:
             self._full = self._newest
         self._newest = None

@@ -78,7 +78,7 @@ class DiskCopies:
                 storage.require_writable()
             except OSError as error:
                 failed = error.strerror or str(error), error.errno in _LASTING
-        of_all = self._peers.from_all(failed)
+        of_all = self._peers.all_gather(failed)
         rank = next((rank for rank, (why, _) in enumerate(of_all) if why), None)
         if rank is None:
             return
@@ -97,10 +97,10 @@ class DiskCopies:
         if self._peers.leads:
             with contextlib.suppress(OSError):
                 storage.files.write(name, b"")
-        name = self._peers.from_rank_0(name)
+        name = self._peers.broadcast(name)
         with contextlib.suppress(OSError):
             is_seen = storage.read_note(name) is not None
-        unseen = [rank for rank, seen in enumerate(self._peers.from_all(is_seen)) if not seen]
+        unseen = [rank for rank, seen in enumerate(self._peers.all_gather(is_seen)) if not seen]
         if self._peers.leads:
             with contextlib.suppress(OSError):
                 storage.files.remove(name)
@@ -116,8 +116,8 @@ class DiskCopies:
     def _claimed(self, storage: Storage, name: str, path: Path | None) -> Claim:
         """The job's claim on the checkpoints. Raises NotOurs on all ranks. `path` keeps what identifies the job."""
         known = path.read_text() if path is not None and path.exists() else ""
-        jobs = [each for each in self._peers.from_all(known) if each]
-        job = jobs[0] if jobs else self._peers.from_rank_0(secrets.token_hex(8))
+        jobs = [each for each in self._peers.all_gather(known) if each]
+        job = jobs[0] if jobs else self._peers.broadcast(secrets.token_hex(8))
         if path is not None and not known:
             with contextlib.suppress(OSError):
                 path.write_text(job)
@@ -131,7 +131,7 @@ class DiskCopies:
         return claim
 
     def _require_ours(self, why: str) -> None:
-        if why := self._peers.from_rank_0(why):
+        if why := self._peers.broadcast(why):
             # A retry would fail in the same way.
             link.refuse(why)
             raise NotOurs(why)
@@ -185,9 +185,9 @@ class DiskCopies:
             self._require_ours(self._claim.lost)
         self._newest = version.step
         # Rank 0 alone writes a replicated state, and only it needs what the others have for themselves.
-        buffers = self._training.buffers_apart(self._peers.from_rank_0, leads=self._peers.leads)
+        buffers = self._training.buffers_apart(self._peers.broadcast, leads=self._peers.leads)
         mine = {**own(), "own_buffers": buffers}
-        of_all = self._peers.from_all(mine) if self._training.is_in_parts else self._peers.to_rank_0(mine) or []
+        of_all = self._peers.all_gather(mine) if self._training.is_in_parts else self._peers.gather(mine) or []
         names = ("random", "per_rank", "own_buffers")
         of_ranks = {name: [its[name] for its in of_all if name in its] for name in names}
         self._checkpoints.save_async(version.step, self._training.whole(of_ranks))
@@ -216,7 +216,7 @@ class DiskCopies:
         """Why the newest checkpoint failed, or "". After a failure the checkpoint may be written again."""
         if self._checkpoints is None:
             return ""
-        why = self._peers.from_rank_0(self._checkpoints.failure)
+        why = self._peers.broadcast(self._checkpoints.failure)
         if why:
             self._newest = -1
         return why

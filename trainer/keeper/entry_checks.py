@@ -335,9 +335,9 @@ class EntryChecks:
         if self._peers.world_size == 1:
             return ""
         own = dict(self._alike())
-        if len(set(self._peers.from_all(crc32(repr(sorted(own.items())).encode())))) == 1:
+        if len(set(self._peers.all_gather(crc32(repr(sorted(own.items())).encode())))) == 1:
             return ""
-        found = self._peers.from_all(own)
+        found = self._peers.all_gather(own)
         # With parameters of its own a rank may lack a name.
         all_names = {} if self._training.has_names_of_its_own else dict.fromkeys(name for its in found for name in its)
         first: dict[str, tuple[int, str | None]] = {}

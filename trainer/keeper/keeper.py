@@ -314,7 +314,7 @@ class Keeper:
             try:
                 if is_over:
                     # No rank exits before all have done the step.
-                    self._peers.largest([0])
+                    self._peers.all_reduce_max([0])
                     self._has_stopped = True
                     raise Stopped(StopReason.NONE)
                 self._stop_for(self._sync.run())

@@ -82,7 +82,7 @@ class StepCopies:
         begun_s = time.monotonic()
         is_kept = self._copies.keep(version) is not None
         took_s = time.monotonic() - begun_s
-        lacks, waits = self._peers.largest([int(not is_kept), int(not self._copies.has_arrived())])
+        lacks, waits = self._peers.all_reduce_max([int(not is_kept), int(not self._copies.has_arrived())])
         self.has_failed = bool(lacks)
         if self.has_failed:
             return False

@@ -93,12 +93,12 @@ class Verification:
         # All ranks have the same tensors of a replicated state, or something is wrong.
         held = hashlib.sha256(repr(holds).encode()).hexdigest() if self._training.is_in_parts else ""
         values = hashlib.sha256(repr([*found.items()]).encode()).hexdigest()
-        of_ranks = self._peers.from_all(RankDigest(socket.gethostname(), held, values))
+        of_ranks = self._peers.all_gather(RankDigest(socket.gethostname(), held, values))
         wrong = differing(of_ranks)
         if wrong:
             # First: a rescue must not keep this state.
             state.give_up()
-            all_found = self._peers.from_all(found)
+            all_found = self._peers.all_gather(found)
             self._copies.drop_unverified()
             if self._peers.rank not in wrong:
                 time.sleep(_FIRST_S)

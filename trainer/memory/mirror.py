@@ -120,7 +120,7 @@ class Mirror:
         # The lowest rank logs why, of those that know more than that another rank has left.
         world_size = self._peers.world_size
         order = world_size - self._peers.rank + world_size * (not last.is_by_other) if last.why else 0
-        is_torn, highest = self._peers.largest([not is_kept or bool(last.damage), order])
+        is_torn, highest = self._peers.all_reduce_max([not is_kept or bool(last.damage), order])
         if highest:
             self.give_up(last.why if order == highest else "")
         is_whole = not (is_torn or highest)

@@ -319,7 +319,7 @@ def drop_newer(version: Version, node_memory: NodeMemory | None, peers: Peers) -
     if node_memory is not None and node_memory.reports:
         node_memory.drop_newer(version)
     # Wait for all ranks before one of them stores a newer copy of this generation.
-    peers.from_all(None)
+    peers.all_gather(None)
 
 
 @dataclass(frozen=True)
@@ -342,7 +342,7 @@ class _Transfer:
             self._receive_into(self.memory, chain)
         if decision.receivers:
             # Other ranks of a receiver's node must not read before the state is there.
-            self.peers.from_all(None)
+            self.peers.all_gather(None)
         return self._read(image, self._copy)
 
     def own(self, records: Mapping[int, RecordSource]) -> Any:
@@ -363,7 +363,7 @@ class _Transfer:
         if chain[0] == self.peers.rank:
             header, slot = stored()
             region = slot.raw(header.length)
-        arrived = self.peers.along(chain, region)
+        arrived = self.peers.relay(chain, region)
         return arrived and (arrived[0], received(arrived[0], version, arrived[1]))
 
     def _read(self, image: tuple[Tensor, Header] | None, stored: Stored) -> Any:
@@ -404,6 +404,6 @@ class _Transfer:
                 slot.grow(length)
                 return slot.raw(length)
 
-            arrived = self.peers.along(chain, None, allocated)
+            arrived = self.peers.relay(chain, None, allocated)
             assert arrived is not None
             slot.accept(version, arrived[1])

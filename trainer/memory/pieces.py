@@ -149,7 +149,7 @@ def load(choice: Choice, mine: Mapping[int, StoredPiece], state: State, peers: P
 def _trees(choice: Choice, mine: Mapping[int, StoredPiece], peers: Peers) -> dict[int, Tree]:
     """The states in the chosen pieces, and of this node's other pieces of that snapshot, by rank."""
     mine_to_send = [rank for rank, holders in choice.holders.items() if holders[0] == peers.rank]
-    sent = peers.from_all({rank: (mine[rank].skeleton, mine[rank].header.data_length) for rank in mine_to_send})
+    sent = peers.all_gather({rank: (mine[rank].skeleton, mine[rank].header.data_length) for rank in mine_to_send})
     heads = {rank: head for each in sent for rank, head in each.items()}
     heads |= {rank: (piece.skeleton, piece.header.data_length) for rank, piece in mine.items() if rank not in heads}
     return {rank: contents(*head) for rank, head in heads.items()}
@@ -180,12 +180,12 @@ def _exchange(
     Raises Torn if a piece arrives changed. Then this start has failed, and the next one may succeed.
     """
     takers: dict[int, list[int]] = {}
-    for taker, lacking in enumerate(peers.from_all(sorted(rank for rank in wanted if rank not in mine))):
+    for taker, lacking in enumerate(peers.all_gather(sorted(rank for rank in wanted if rank not in mine))):
         for rank in lacking:
             takers.setdefault(rank, []).append(taker)
     for rank, holders in choice.holders.items():
         chain = (holders[0], *takers.get(rank, ()))
-        if (arrived := peers.along(chain, mine[rank].region if chain[0] == peers.rank else None)) is not None:
+        if (arrived := peers.relay(chain, mine[rank].region if chain[0] == peers.rank else None)) is not None:
             region, sender = arrived
             header = received(region, choice.piece(rank), sender)
             _fill(targets, wanted[rank], data_of(region, header))

@@ -68,7 +68,7 @@ class ShardedMemory:
         self.copy_s = 0.0
         self._log, self._generation = say, generation
         self._peers = group if isinstance(group, Peers) else Peers(group)
-        self._nodes = self._peers.from_all(node_of(self.folder))
+        self._nodes = self._peers.all_gather(node_of(self.folder))
         self._node = self._nodes[self._peers.rank]
         self._mates = [rank for rank, node in enumerate(self._nodes) if node == self._node]
         self._reports = self._mates[0] == self._peers.rank
@@ -110,7 +110,7 @@ class ShardedMemory:
         """
         self.wait()
         on_node: dict[str, dict[str, Held]] = {node: {} for node in self._nodes}
-        for node, held in zip(self._nodes, self._peers.from_all(self._share()), strict=True):
+        for node, held in zip(self._nodes, self._peers.all_gather(self._share()), strict=True):
             on_node[node] |= held
         self._choice = choose({node: held.values() for node, held in on_node.items()}, self._nodes)
         self._found, self._full = on_node[self._node], self._choice.version if self._choice else None
@@ -140,7 +140,7 @@ class ShardedMemory:
         if self._choice is not None:
             pieces.load(self._choice, self._opened(self._choice), state, self._peers)
         # Wait for all ranks: none may list files while they are being deleted.
-        self._peers.from_all(None)
+        self._peers.all_gather(None)
         chosen = {name for name, held in self._found.items() if self._is_chosen(held)}
         self._delete(lambda name: name not in chosen)
         self._has_stale = bool(chosen)
@@ -171,7 +171,7 @@ class ShardedMemory:
         self._has_searched = False
         slot = self._slots.older(self._spare)
         if self._any(is_other or packed.length > slot.size):
-            self._whole = digest_of(frozenset().union(*self._peers.from_all(self._parts)))
+            self._whole = digest_of(frozenset().union(*self._peers.all_gather(self._parts)))
             piece = self._cutter.pack(state, tree, self._parts, self._whole)
             packed = extended(piece, rest or {})
             if not self._allocate(slot, packed.length):
@@ -288,7 +288,7 @@ class ShardedMemory:
 
     def _any(self, fact: bool) -> bool:
         """Whether `fact` is True on any rank. Collective."""
-        return self._peers.largest([int(fact)]) == [1]
+        return self._peers.all_reduce_max([int(fact)]) == [1]
 
     def _allocate(self, slot: Slot, length: int) -> bool:
         """Allocate this rank's piece of a version. False, for good, if a rank has no room."""

@@ -231,12 +231,12 @@ def chosen(
     """
     peers = Peers()
     try:
-        recorded, trouble = peers.from_rank_0(_recorded(place, run) if peers.leads else None)
+        recorded, trouble = peers.broadcast(_recorded(place, run) if peers.leads else None)
         if trouble:
             raise NothingFits(trouble)
         if recorded is not None:
             return replace(config, parallel=_as_recorded(recorded, config, place, log))
-        of_node = min(peers.from_all(int(os.environ.get("LOCAL_WORLD_SIZE", place.world_size))))
+        of_node = min(peers.all_gather(int(os.environ.get("LOCAL_WORLD_SIZE", place.world_size))))
         among = candidates(
             place.world_size,
             of_node,
@@ -262,7 +262,7 @@ def chosen(
             return trial
 
         def is_over() -> bool:
-            spent: bool = peers.from_rank_0(time.monotonic() - begun_s > TRYING_ENOUGH_S)
+            spent: bool = peers.broadcast(time.monotonic() - begun_s > TRYING_ENOUGH_S)
             return spent
 
         log(
@@ -317,7 +317,7 @@ def _capacity(device: torch.device, of_node: int, peers: Peers) -> WorkerCapacit
     Page cache does not count.
     """
     # All have come as far as this.
-    peers.largest([0])
+    peers.all_reduce_max([0])
     if device.type == "cuda":
         collect(device)
         free, total = torch.cuda.mem_get_info(device)
@@ -326,7 +326,7 @@ def _capacity(device: torch.device, of_node: int, peers: Peers) -> WorkerCapacit
     else:
         node = tightest_capacity()
         own = WorkerCapacity(node.limit // of_node, node.used // of_node, shared_by(of_node, node))
-    return min(peers.from_all(own), key=lambda each: each.limit - each.used)
+    return min(peers.all_gather(own), key=lambda each: each.limit - each.used)
 
 
 def _keep(record: KeptPlan, run: RunDirectory, peers: Peers) -> None:
@@ -337,7 +337,7 @@ def _keep(record: KeptPlan, run: RunDirectory, peers: Peers) -> None:
             run.keep_plan(record.content)
         except OSError as error:
             trouble = f"--parallel auto: the choice cannot be kept in {run.plan} ({error.strerror or error})"
-    if trouble := peers.from_rank_0(trouble):
+    if trouble := peers.broadcast(trouble):
         raise NothingFits(f"{trouble}; make room there, or give {record.plan} in place of {AUTO}")
 
 
@@ -388,7 +388,7 @@ def try_plan(
     times_s: list[float] = []
     while len(times_s) < _MEASURED and sum(times_s) < _ENOUGH_S:
         # All begin together, or a rank's time would have another rank's lateness in it.
-        peers.largest([0])
+        peers.all_reduce_max([0])
         begun_s = time.perf_counter()
         _step(parallel, order, len(times_s) + 2, config, device)
         finish_device(device)
@@ -396,7 +396,7 @@ def try_plan(
         link.phase("measuring")
     memory: int | None = None
     if device.type == "cuda":
-        (memory,) = peers.largest([max(0, torch.cuda.max_memory_reserved(device) - before)])
+        (memory,) = peers.all_reduce_max([max(0, torch.cuda.max_memory_reserved(device) - before)])
     del parallel
     if config.compile:
         # What was compiled holds parameters.

@@ -147,7 +147,7 @@ class Profiler:
         link.phase("profiling")
         ranks = Peers().apart("profile")
         try:
-            found = ranks.to_rank_0(self._collected(window, folder))
+            found = ranks.gather(self._collected(window, folder))
         finally:
             ranks.close()
         if found is not None:

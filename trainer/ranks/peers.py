@@ -42,9 +42,9 @@ def empty_bytes(length: int) -> Tensor:
 class _Kind(IntEnum):
     """The kind of a message: ranks that call different methods get an error, not each other's bytes."""
 
-    COLLECTED = 1
-    SPREAD = 2
-    LARGEST = 3
+    GATHER = 1
+    BROADCAST = 2
+    MAX = 3
     REGION = 4
 
 
@@ -52,7 +52,7 @@ class Peers:
     """This process among the ranks of `group`, by default the job's. Without a process group it is the only rank.
 
     The ranks speak over TCP connections of their own, which they make when they first speak. The group is used for its
-    store alone. The methods from `from_rank_0` to `fill_from_rank_0` are collectives: all ranks call them, in the same
+    store alone. The methods from `broadcast` to `broadcast_tensors` are collectives: all ranks call them, in the same
     order, and if a rank dies they raise PeerLost on all others. Call them from one thread only, the first one from the
     training thread; for another thread there is `apart`. What a rank sends must be trusted: values are pickled.
 
@@ -101,29 +101,29 @@ class Peers:
         if self._opened is not None:
             self._opened.close()
 
-    def from_rank_0(self, value: Value | None) -> Value:
+    def broadcast(self, value: Value | None) -> Value:
         """Rank 0's value, on every rank; the values of other ranks are ignored."""
         found: Any = value
         if self.world_size > 1:
             with self._or_close():
-                content = self._spread(pickle.dumps(value) if self.leads else b"")
+                content = self._broadcast(pickle.dumps(value) if self.leads else b"")
                 found = value if self.leads else pickle.loads(content)
         return found  # type: ignore[no-any-return]
 
-    def from_all(self, value: Value) -> list[Value]:
+    def all_gather(self, value: Value) -> list[Value]:
         """The values of all ranks, by rank."""
-        return self._reduce(_Kind.COLLECTED, [value], _joined)
+        return self._reduce(_Kind.GATHER, [value], _joined)
 
-    def to_rank_0(self, value: Value) -> list[Value] | None:
+    def gather(self, value: Value) -> list[Value] | None:
         """The values of all ranks, by rank, on rank 0; None on the others."""
-        found = self._reduce(_Kind.COLLECTED, [value], _joined, is_spread=False)
+        found = self._reduce(_Kind.GATHER, [value], _joined, is_broadcast=False)
         return found if self.leads else None
 
-    def largest(self, values: Sequence[int]) -> list[int]:
+    def all_reduce_max(self, values: Sequence[int]) -> list[int]:
         """The element-wise maximum over all ranks, which give equally many numbers."""
-        return self._reduce(_Kind.LARGEST, [*map(int, values)], _largest)
+        return self._reduce(_Kind.MAX, [*map(int, values)], _largest)
 
-    def fill_from_rank_0(self, tensors: Sequence[Tensor]) -> None:
+    def broadcast_tensors(self, tensors: Sequence[Tensor]) -> None:
         """Fill these tensors with rank 0's values. They are contiguous, in host memory, and alike on all ranks."""
         before, after = _neighbours(range(self.world_size), self.rank)
         for content in (bytes_of(tensor.detach().view(-1).view(torch.uint8)) for tensor in tensors if tensor.numel()):
@@ -154,7 +154,7 @@ class Peers:
         """
         self._receive(_data_of(region), rank, pass_on)
 
-    def along(
+    def relay(
         self, chain: Sequence[int], region: Tensor | None, allocate: Callable[[int], Tensor] = empty_bytes
     ) -> tuple[Tensor, int] | None:
         """Send the first rank's `region` along a chain of ranks: each passes it on to the next while it arrives.
@@ -185,13 +185,13 @@ class Peers:
         if pass_on is not None:
             self.flush()
 
-    def _spread(self, content: Bytes) -> Bytes:
+    def _broadcast(self, content: Bytes) -> Bytes:
         """Rank 0's content; that of others is ignored."""
         self.meet()
         if not self.leads:
-            content = self._message(parent(self.rank), _Kind.SPREAD, self._children)
+            content = self._message(parent(self.rank), _Kind.BROADCAST, self._children)
         for child in self._children:
-            self._connections.send(child, _HEAD.pack(_Kind.SPREAD, len(content)), content)
+            self._connections.send(child, _HEAD.pack(_Kind.BROADCAST, len(content)), content)
         self._connections.flush()
         return content
 
@@ -201,7 +201,7 @@ class Peers:
         value: list[Value],
         merge: Callable[[list[list[Value]]], list[Value]],
         *,
-        is_spread: bool = True,
+        is_broadcast: bool = True,
     ) -> list[Value]:
         """Merge the values of all ranks on the way to rank 0, which sends the result to all, or nothing.
 
@@ -215,8 +215,8 @@ class Peers:
             content = pickle.dumps(merge([value, *of_children]))
             if not self.leads:
                 self._connections.send(parent(self.rank), _HEAD.pack(kind, len(content)), content)
-            found = self._spread(content if is_spread else b"")
-            merged: list[Value] = pickle.loads(found if is_spread else content)
+            found = self._broadcast(content if is_broadcast else b"")
+            merged: list[Value] = pickle.loads(found if is_broadcast else content)
             return merged
 
     def _message(self, rank: int, kind: _Kind, waiting: Sequence[int]) -> bytearray:

@@ -113,29 +113,29 @@ class Training:
         self._others = self.optimizers[1:] if self.is_in_parts else ()
         self._rest["optimizers"] = () if self.is_in_parts else self.optimizers[1:]
 
-    def compare_names(self, from_all: Callable[[Any], list[Any]]) -> None:
+    def compare_names(self, all_gather: Callable[[Any], list[Any]]) -> None:
         """Find out whether the ranks have different parameters, as the stages of a pipeline have. Collective.
 
-        Then the state is in parts, by the names of the parameters. `from_all` returns every rank's value. Raises
+        Then the state is in parts, by the names of the parameters. `all_gather` returns every rank's value. Raises
         ValueError if an optimizer is a ZeroRedundancyOptimizer, or its options differ between the ranks.
         """
         tensors = [*self.model.named_parameters(), *self.model.named_buffers()]
         own = [(name, str(value.dtype)) for name, value in tensors]
-        if len(set(from_all(hashlib.sha256(repr(own).encode()).hexdigest()))) == 1:
+        if len(set(all_gather(hashlib.sha256(repr(own).encode()).hexdigest()))) == 1:
             return
         if self.has_zero:
             raise ValueError(
                 "the ranks have different parameters, and a ZeroRedundancyOptimizer divides the same ones among all "
                 "ranks; use fully_shard in each stage"
             )
-        options = from_all(repr(self.settings.options()))
+        options = all_gather(repr(self.settings.options()))
         if other := [rank for rank, its in enumerate(options) if its != options[0]]:
             raise ValueError(
                 f"the ranks have different parameters, and rank {other[0]}'s optimizer has other options than rank 0's "
                 f"({options[other[0]]:.200} and {options[0]:.200}); of a pipeline one set of options is kept for all "
                 "stages: give each stage's optimizer the same groups with the same options"
             )
-        self._names_of_all = sorted({pair for names in from_all(own) for pair in names})
+        self._names_of_all = sorted({pair for names in all_gather(own) for pair in names})
         self.is_in_parts = self.has_names_of_its_own = True
         self._divide_optimizers()
 
@@ -276,7 +276,7 @@ class Training:
         for model in self.models:
             model.zero_grad(set_to_none=True)
 
-    def buffers_apart(self, from_rank_0: Callable[[Any], Any], *, leads: bool) -> State:
+    def buffers_apart(self, broadcast: Callable[[Any], Any], *, leads: bool) -> State:
         """This rank's buffers that are not in a checkpoint's model as they are here. Collective.
 
         Those that are not persistent, those that have become others since the start, and those of other ranks that
@@ -287,7 +287,7 @@ class Training:
             its = {"buffers": self._buffers.mismatched(), "transient": now["transient"]}
             return its if leads else {"buffers": {}, "transient": {}}
         sums = {name: value if value is None else tensors_sha256([value]) for name, value in now["buffers"].items()}
-        of_rank_0 = from_rank_0(sums)
+        of_rank_0 = broadcast(sums)
         others = {n: v for n, v in now["buffers"].items() if n not in of_rank_0 or sums[n] != of_rank_0[n]}
         return {"buffers": self._buffers.mismatched() if leads else others, "transient": now["transient"]}
 

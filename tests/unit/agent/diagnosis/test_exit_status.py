@@ -341,8 +341,8 @@ KEEPER_ERROR = "elaunch.trainer.ranks.connections.PeerLost: connection closed by
         ("torch/_tensor:backward torch/autograd/graph:_engine_run_backward", TORCH_ERROR, "backward"),
         ("torch/nn/modules/module:_call_impl", TORCH_ERROR, ""),
         # The public function of the exchange between ranks.
-        ("{0}ranks/peers:from_all {0}ranks/peers:_reduce {0}ranks/connections:receive", KEEPER_ERROR, "from_all"),
-        ("{0}link:should_stop {0}link:_any_due {0}ranks/peers:largest", KEEPER_ERROR, "should_stop"),
+        ("{0}ranks/peers:all_gather {0}ranks/peers:_reduce {0}ranks/connections:receive", KEEPER_ERROR, "all_gather"),
+        ("{0}link:should_stop {0}link:_any_due {0}ranks/peers:all_reduce_max", KEEPER_ERROR, "should_stop"),
     ],
 )
 def test_a_lost_peer_is_named_with_the_call_that_waited_for_it(frames: str, error: str, call: str) -> None:

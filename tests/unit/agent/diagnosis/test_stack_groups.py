@@ -113,7 +113,12 @@ def test_the_full_text_has_each_thread_and_child_with_the_main_thread_first() ->
 
 
 # Innermost first.
-KEPT = [("_poll", "connections.py"), ("receive", "connections.py"), ("_reduce", "peers.py"), ("largest", "peers.py")]
+KEPT = [
+    ("_poll", "connections.py"),
+    ("receive", "connections.py"),
+    ("_reduce", "peers.py"),
+    ("all_reduce_max", "peers.py"),
+]
 
 
 def library(function: str, path: str) -> Frame:
@@ -139,7 +144,11 @@ def library(function: str, path: str) -> Frame:
          Doing.RENDEZVOUS, ""),
         # The Keeper's ranks wait for each other, installed or in a checkout.
         *(
-            (stack(0, *(Frame(*each, 5) for each in kept), STEP, call="poll"), Doing.COLLECTIVE, "waits in largest")
+            (
+                stack(0, *(Frame(*each, 5) for each in kept), STEP, call="poll"),
+                Doing.COLLECTIVE,
+                "waits in all_reduce_max",
+            )
             for kept in (
                 [(name, f"{place}/elaunch/trainer/ranks/{file}") for name, file in KEPT]
                 for place in (f"{LIB}/site-packages", "/home/me/elaunch/src")

@@ -305,7 +305,7 @@ class Ranks:
     def __init__(self, its: Callable[[], Any]) -> None:
         self._its = its
 
-    def from_all(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         its = self._its()
         return [value, its if isinstance(value, dict) else crc32(repr(sorted(its.items())).encode())]
 

@@ -126,10 +126,10 @@ def rank_0_waits(world_size: int) -> Iterator[tuple[Book, list[ThreadPeers]]]:
     book = Book()
     ranks = thread_peers(world_size, book)
     with ThreadPoolExecutor(world_size) as pool:
-        found = [pool.submit(ranks[0].largest, [0])]
+        found = [pool.submit(ranks[0].all_reduce_max, [0])]
         yield book, ranks
         assert not found[0].done()
-        found += [pool.submit(peers.largest, [peers.rank]) for peers in ranks[1:]]
+        found += [pool.submit(peers.all_reduce_max, [peers.rank]) for peers in ranks[1:]]
         assert [each.result(DEADLINE_S) for each in found] == [[world_size - 1]] * world_size
 
 
@@ -142,7 +142,7 @@ def test_unauthenticated_peers_are_closed_and_hold_no_rank_up(monkeypatch: pytes
         challenge = others[-1].recv(CHALLENGE_BYTES, socket.MSG_WAITALL)
         others[-1].sendall(replace(book.contact(0), rank=1).response(2, challenge, NUMBER))
 
-    assert on_all(ranks, lambda peers: peers.largest([peers.rank])) == [[2]] * 3
+    assert on_all(ranks, lambda peers: peers.all_reduce_max([peers.rank])) == [[2]] * 3
     assert all(map(is_closed, others))
 
 
@@ -191,7 +191,7 @@ def test_a_rank_refuses_another_process_that_listens_at_a_dead_ranks_port() -> N
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
         book.publish(0, replace(CONTACT, address="127.0.0.1", port=server.getsockname()[1]).to_bytes())
         server.settimeout(DEADLINE_S)
-        joining = pool.submit(thread_peers(2, book, timeout_s=0.0)[1].from_rank_0, None)
+        joining = pool.submit(thread_peers(2, book, timeout_s=0.0)[1].broadcast, None)
         taken, _ = server.accept()
         with taken:
             taken.sendall(b"a pickle" * 20)
@@ -203,7 +203,7 @@ def test_a_rank_refuses_another_process_that_listens_at_a_dead_ranks_port() -> N
 def test_the_highest_rank_listens_nowhere_and_one_that_everybody_has_reached_no_more() -> None:
     book = Book()
     ranks = thread_peers(2, book)
-    on_all(ranks, lambda peers: peers.largest([peers.rank]))
+    on_all(ranks, lambda peers: peers.all_reduce_max([peers.rank]))
 
     assert list(book.published) == [0]
     with pytest.raises(ConnectionRefusedError):
@@ -229,7 +229,7 @@ def test_a_rank_listens_where_it_reaches_the_master_or_at_gloos_interface(
 def test_an_address_at_which_no_rank_can_listen_is_named_with_the_way_out() -> None:
     # It is for documentation, so no host has it.
     with pytest.raises(OSError, match=r"cannot listen at 2001:db8::1 .*; GLOO_SOCKET_IFNAME=… names"):
-        thread_peers(2, Book("2001:db8::1"))[0].largest([0])
+        thread_peers(2, Book("2001:db8::1"))[0].all_reduce_max([0])
 
 
 def test_a_port_that_a_firewall_closes_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +243,7 @@ def test_a_port_that_a_firewall_closes_is_named_with_the_way_out(monkeypatch: py
     monkeypatch.setattr(socket, "create_connection", bars)
 
     with pytest.raises(PeerLost, match=r"No route to host, at 127.0.0.1 port 4711; open that port to the"):
-        thread_peers(2, book)[1].largest([1])
+        thread_peers(2, book)[1].all_reduce_max([1])
 
 
 def resets(connection: socket.socket) -> None:
@@ -262,11 +262,11 @@ def called(*calls: Callable[[], object]) -> Iterator[list[Future[object]]]:
 def test_a_rank_that_is_turned_away_tries_again(refuses: Callable[[socket.socket], None]) -> None:
     book = Book()
     ranks = thread_peers(2, book)
-    with called(lambda: ranks[0].largest([0])) as (first,):
+    with called(lambda: ranks[0].all_reduce_max([0])) as (first,):
         true = book.contact(0)
         with Listener(refuses) as gate:
             book.publish(0, replace(true, port=gate.endpoint.port).to_bytes())
-            with called(lambda: ranks[1].largest([1])) as (second,):
+            with called(lambda: ranks[1].all_reduce_max([1])) as (second,):
                 wait_for(lambda: gate.accepted > 1, "a second try")
                 assert not second.done()
                 book.publish(0, true.to_bytes())
@@ -283,11 +283,11 @@ def test_the_address_of_a_rank_before_a_restart_is_forgotten_when_the_new_one_is
         book = Book()
         ranks = thread_peers(2, book)
         book.publish(0, Contact(NAME, 0, "127.0.0.1", other.endpoint.port, b"s" * 32).to_bytes())
-        with called(lambda: ranks[1].largest([1])) as (joining,):
+        with called(lambda: ranks[1].all_reduce_max([1])) as (joining,):
             wait_for(lambda: book.found > 1, "a second query of the store")
             assert not joining.done()
 
-            assert ranks[0].largest([0]) == [1]
+            assert ranks[0].all_reduce_max([0]) == [1]
             assert joining.result(DEADLINE_S) == [1]
 
 
@@ -300,7 +300,7 @@ def test_a_death_is_an_error_on_a_rank_that_still_waits_to_meet_another_one(
     ranks = thread_peers(10)
     if has_come:
         ranks[0].connections._listen()
-    with called(lambda: ranks[8].largest([8]), lambda: ranks[9].largest([9])) as (waits, dies):
+    with called(lambda: ranks[8].all_reduce_max([8]), lambda: ranks[9].all_reduce_max([9])) as (waits, dies):
         met = {8: 9, 9: 8}
         wait_for(lambda: all(its in ranks[one].connections._connected for one, its in met.items()), "rank 9 at rank 8")
         ranks[9].connections._connected[8].shutdown(socket.SHUT_RDWR)

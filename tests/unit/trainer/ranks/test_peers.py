@@ -55,13 +55,13 @@ def test_collectives_are_right_on_all_ranks(world_size: int) -> None:
     def all_of_them(peers: ThreadPeers) -> list[object]:
         rank, region = peers.rank, torch.zeros(999)
         found: list[object] = [
-            peers.largest([rank, -rank, 5]),
-            peers.from_all("x" * rank),
-            peers.from_rank_0("hello" if not rank else None),
-            peers.to_rank_0(rank),
-            peers.largest([]),
+            peers.all_reduce_max([rank, -rank, 5]),
+            peers.all_gather("x" * rank),
+            peers.broadcast("hello" if not rank else None),
+            peers.gather(rank),
+            peers.all_reduce_max([]),
         ]
-        peers.fill_from_rank_0([region + 7 if not rank else region])
+        peers.broadcast_tensors([region + 7 if not rank else region])
         return [*found, float(region.sum())]
 
     found = on_all(thread_peers(world_size), all_of_them)
@@ -78,7 +78,7 @@ def test_collectives_are_right_on_all_ranks(world_size: int) -> None:
 @pytest.mark.parametrize("chain", [[0, 1, 2, 3], [3, 1, 0, 2], [2, 3]])
 def test_a_region_goes_along_a_chain_bit_for_bit(chain: list[int]) -> None:
     def pass_on(peers: ThreadPeers) -> tuple[Tensor, int] | None:
-        found = peers.along(chain, pattern(1))
+        found = peers.relay(chain, pattern(1))
         if found:
             found[0][: len(MARK)] = 0
         return found
@@ -107,11 +107,11 @@ def test_ranks_in_a_ring_send_to_each_other_at_the_same_time(step: int) -> None:
 
 
 COLLECTIVES: dict[str, Callable[[Peers], object]] = {
-    "largest": lambda peers: peers.largest([peers.rank]),
-    "from_all": lambda peers: peers.from_all(peers.rank),
-    "to_rank_0": lambda peers: peers.to_rank_0(peers.rank),
-    "from_rank_0": lambda peers: peers.from_rank_0("word"),
-    "fill_from_rank_0": lambda peers: peers.fill_from_rank_0([torch.zeros(REGION_BYTES // 4)]),
+    "all_reduce_max": lambda peers: peers.all_reduce_max([peers.rank]),
+    "all_gather": lambda peers: peers.all_gather(peers.rank),
+    "gather": lambda peers: peers.gather(peers.rank),
+    "broadcast": lambda peers: peers.broadcast("word"),
+    "broadcast_tensors": lambda peers: peers.broadcast_tensors([torch.zeros(REGION_BYTES // 4)]),
 }
 
 
@@ -149,11 +149,11 @@ def test_a_rank_that_dies_is_an_error_on_all_ranks(collective: str, dead: int) -
 
 def test_a_rank_that_waits_is_notified_immediately_of_the_death_of_one_that_waits_for_it() -> None:
     ranks = thread_peers(3)
-    on_all(ranks, lambda peers: peers.largest([peers.rank]))
+    on_all(ranks, lambda peers: peers.all_reduce_max([peers.rank]))
 
     # Rank 1 has sent its number and dies. Rank 2 has not come yet, and rank 0 waits for it.
     with ThreadPoolExecutor(2) as pool:
-        root, child = begin(pool, ranks[:2], lambda peers: peers.largest([peers.rank]))
+        root, child = begin(pool, ranks[:2], lambda peers: peers.all_reduce_max([peers.rank]))
         assert not child.done()
         ranks[1].connections._connected[0].shutdown(2)
 
@@ -167,25 +167,28 @@ def test_a_rank_that_waits_is_notified_immediately_of_the_death_of_one_that_wait
 
 def test_a_rank_that_does_nothing_is_an_error_after_the_timeout() -> None:
     ranks = thread_peers(2)
-    on_all(ranks, lambda peers: peers.largest([peers.rank]))
+    on_all(ranks, lambda peers: peers.all_reduce_max([peers.rank]))
     # They have met by now, however long that took.
     ranks[0].connections._timeout_s = 0.05
 
     with pytest.raises(PeerLost, match=r"collective operation timeout: waited 0.05 s for rank 1") as raised:
-        ranks[0].largest([0])
+        ranks[0].all_reduce_max([0])
     # The text by which the agent finds the rank that did not come.
     assert re.search(TIMED_OUT, str(raised.value), re.IGNORECASE)
     with pytest.raises(PeerLost, match="is over: collective operation timeout"):
-        ranks[0].largest([0])
+        ranks[0].all_reduce_max([0])
 
 
 def test_ranks_that_call_different_collectives_get_an_error() -> None:
-    calls: list[Callable[[Peers], object]] = [lambda peers: peers.largest([0]), lambda peers: peers.from_all("long")]
+    calls: list[Callable[[Peers], object]] = [
+        lambda peers: peers.all_reduce_max([0]),
+        lambda peers: peers.all_gather("long"),
+    ]
 
     with ThreadPoolExecutor(2) as pool:
         found = begin(pool, thread_peers(2), lambda peers: calls[peers.rank](peers))
 
-        with pytest.raises(PeerLost, match=r"rank 1 has sent COLLECTED of \d+, and this rank waits for LARGEST;"):
+        with pytest.raises(PeerLost, match=r"rank 1 has sent GATHER of \d+, and this rank waits for MAX;"):
             found[0].result(DEADLINE_S)
         with pytest.raises(PeerLost):
             found[1].result(DEADLINE_S)
@@ -193,12 +196,12 @@ def test_ranks_that_call_different_collectives_get_an_error() -> None:
 
 def test_a_child_that_a_rank_has_forked_keeps_no_connection_open() -> None:
     ranks = thread_peers(2)
-    on_all(ranks, lambda peers: peers.largest([peers.rank]))
+    on_all(ranks, lambda peers: peers.all_reduce_max([peers.rank]))
     with Child(signal.pause) as child:
         ranks[1].close()
 
         with pytest.raises(PeerLost, match="rank 1 is gone"):
-            ranks[0].largest([0])
+            ranks[0].all_reduce_max([0])
         assert child.code is None
 
 
@@ -219,7 +222,7 @@ def test_ranks_meet_whose_nodes_have_restarted_their_workers_unequally_often(tmp
     def meets(rank: int) -> bool:
         # torchrun counts the restarts of each node by itself.
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(rank)
-        return Peers().largest([rank, -rank]) == [1, 0]
+        return Peers().all_reduce_max([rank, -rank]) == [1, 0]
 
     assert forked(tmp_path, meets) == [0, 0]
 
@@ -230,11 +233,11 @@ def test_no_socket_is_left_when_ranks_are_closed_with_those_apart(tmp_path: Path
         peers = Peers()
         apart = peers.apart("mirror")
         apart.meet()
-        assert peers.largest([rank]) == [1]
+        assert peers.all_reduce_max([rank]) == [1]
         assert opened() - open_before
 
         # The other one has its result too.
-        peers.from_all(None)
+        peers.all_gather(None)
         peers.close()
         return not opened() - open_before
 
