@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from elaunch.rendezvous.endpoint import PREFIX
 from elaunch.rendezvous.rules.assign_ranks import Seating, in_order_of_rank, seat
 from elaunch.rendezvous.rules.restart_policy import (
-    BARREN_MAX,
+    NO_PROGRESS_MAX,
     GiveUp,
     alike,
     assess,
@@ -174,7 +174,7 @@ class _Forming:
         failures = snapshot.failures.get(before.generation, ())
         now_progressed = any(f.progressed for f in failures) or any(j.progressed for j in self.joined.values())
         progressed = before.progressed or now_progressed
-        barren = 0 if now_progressed else before.barren + 1
+        no_progress = 0 if now_progressed else before.barren + 1
         # When a node is lost, its peers fail at once and its lease ends later: the loss caused their failures.
         gone = [s.node_id for s in before.seats if s.node_id not in snapshot.members]
         is_counted = self.generation.kind is OpenKind.FAIL and not gone
@@ -190,7 +190,7 @@ class _Forming:
                 snapshot.failures,
                 before.generation,
                 spent,
-                barren,
+                no_progress,
                 progressed,
                 is_elsewhere=has_others and bool(blame.fresh or blame.on_trial),
                 world_size=before.world_size,
@@ -201,8 +201,8 @@ class _Forming:
                 reason = decision.reason + _cause_suffix(self.generation, decisive_failure(failures))
         if terms.max_restarts == 0:
             return self._failed(before, f"{reason}, and max_restarts is 0, so that ends the job", None)
-        if barren >= BARREN_MAX:
-            return self._failed(before, f"{barren} generations in a row made no progress; {reason}", None)
+        if no_progress >= NO_PROGRESS_MAX:
+            return self._failed(before, f"{no_progress} generations in a row made no progress; {reason}", None)
         ages_s = tuple(age_s + table_age_s for age_s in before.restart_ages_s)
         if terms.restart_window_s is not None:
             ages_s = tuple(age_s for age_s in (*ages_s, *([0.0] * is_counted)) if age_s < terms.restart_window_s)
@@ -211,7 +211,7 @@ class _Forming:
             reason=reason,
             restarts=before.restarts + is_counted,
             restart_ages_s=ages_s,
-            barren=barren,
+            barren=no_progress,
             progressed=progressed,
             streak=blame.streak,
             excluded=blame.excluded,

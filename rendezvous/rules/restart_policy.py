@@ -13,7 +13,7 @@ _TRACEBACK = "Traceback (most recent call last)"
 # The exit code of a process that SIGKILL has ended.
 _KILLED = -9
 # Generations in a row without progress that end a job whatever their kind (protocol, rule 9).
-BARREN_MAX = 10
+NO_PROGRESS_MAX = 10
 
 # What an error in the program raises, or bad data. Whatever else is raised may come from its surroundings: a device, a
 # network, a file system, a service.
@@ -169,7 +169,7 @@ def judge(
     failures: Mapping[int, Sequence[Failure]],
     generation: int,
     spent: int | None,
-    barren: int,
+    no_progress: int,
     progressed: bool,
     *,
     is_elsewhere: bool = False,
@@ -177,7 +177,7 @@ def judge(
 ) -> Restart | GiveUp:
     """Whether the job continues after `generation`, whose records are in `failures`.
 
-    `spent` counts the restarts already charged to the budget; None if this one is not charged. `barren` counts the
+    `spent` counts the restarts already charged to the budget; None if this one is not charged. `no_progress` counts the
     generations in a row without progress. `progressed`: whether any generation of the job ever made progress.
     `is_elsewhere`: the next try is without the node that failed, or one of the next tries will be. `world_size` is that
     of the generation.
@@ -197,7 +197,7 @@ def judge(
         # Whenever a node is lost, its peers fail in the same way. That is no evidence about the next try.
         return Restart("")
     # If it is unknown whether the rank made progress, its generation's progress decides.
-    has_progressed = barren == 0 if failure.progressed is None else failure.progressed
+    has_progressed = no_progress == 0 if failure.progressed is None else failure.progressed
     # On another node the same error need not come again.
     earlier = decisive_failure(before) if before and not is_elsewhere else None
     if earlier and (again := _repeated(failure, earlier, has_progressed=has_progressed)):
@@ -209,8 +209,8 @@ def judge(
             f"all {world_size} ranks raised the same error at the same line soon after their start, so another try"
             " would end the same way"
         )
-    if barren >= BARREN_MAX:
-        return GiveUp(f"{barren} generations in a row made no progress")
+    if no_progress >= NO_PROGRESS_MAX:
+        return GiveUp(f"{no_progress} generations in a row made no progress")
     left = terms.max_restarts - spent - 1
     return Restart(f"restart {spent + 1} of {terms.max_restarts}" + ("" if left else ", the last one"))
 

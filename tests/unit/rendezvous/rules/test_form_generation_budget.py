@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from elaunch.rendezvous.rules.form_generation import counted_restarts
-from elaunch.rendezvous.rules.restart_policy import BARREN_MAX
+from elaunch.rendezvous.rules.restart_policy import NO_PROGRESS_MAX
 from elaunch.rendezvous.types import FailureKind, Node, OutcomeKind, RankTable, Terms
 from tests.unit.agent.job_world import TERMS, TIMES, A, B, C, forming, running
 
@@ -248,25 +248,25 @@ def test_the_window_holds_across_leaders_whose_clocks_have_nothing_in_common() -
 
 def test_generations_in_a_row_without_progress_are_counted_and_end_the_job() -> None:
     world = running(A, terms=Terms(max_restarts=100))
-    barren = [world.table.barren]
+    no_progress = [world.table.barren]
 
     while not world.ended:
         world.fail(SIGNAL, progressed=False)
         world.join(A)
         world.seal()
-        barren.append(world.table.barren)
+        no_progress.append(world.table.barren)
 
-    assert barren == [*range(BARREN_MAX), BARREN_MAX - 1]
+    assert no_progress == [*range(NO_PROGRESS_MAX), NO_PROGRESS_MAX - 1]
     assert world.ended == "10 generations in a row made no progress"
 
 
 def test_losses_without_progress_end_the_job_too_whatever_the_budget() -> None:
     world = running(A, B, terms=Terms(1, 2, max_restarts=100))
 
-    for turn in range(BARREN_MAX):
+    for turn in range(NO_PROGRESS_MAX):
         world.lose(B)
         world.lead()
-        if turn < BARREN_MAX - 1:
+        if turn < NO_PROGRESS_MAX - 1:
             world.run(A, B, progressed=False)
         else:
             world.join(A)
@@ -278,16 +278,16 @@ def test_losses_without_progress_end_the_job_too_whatever_the_budget() -> None:
 
 
 @pytest.mark.parametrize("who", ["the record of the failure", "a node that joins"])
-def test_progress_starts_the_count_of_barren_generations_again(who: str) -> None:
+def test_progress_starts_the_count_of_generations_without_it_again(who: str) -> None:
     world = running(A, terms=Terms(max_restarts=100))
-    barren = []
+    no_progress = []
 
     for progressed in (False, False, True, False):
         in_record = progressed and who == "the record of the failure"
         world.fail(SIGNAL, progressed=in_record)
         world.join(A, progressed=progressed and not in_record)
         world.seal()
-        barren.append(world.table.barren)
+        no_progress.append(world.table.barren)
 
-    assert barren == [1, 2, 0, 1]
+    assert no_progress == [1, 2, 0, 1]
     assert world.table.progressed

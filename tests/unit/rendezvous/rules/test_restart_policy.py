@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from elaunch.rendezvous.rules.restart_policy import (
-    BARREN_MAX,
+    NO_PROGRESS_MAX,
     GiveUp,
     Restart,
     alike,
@@ -56,10 +56,10 @@ def decide(
     *,
     terms: Terms = TERMS,
     spent: int | None = 0,
-    barren: int = 0,
+    no_progress: int = 0,
     progressed: bool = False,
 ) -> Restart | GiveUp:
-    return judge(terms, failures, max(failures), spent, barren, progressed)
+    return judge(terms, failures, max(failures), spent, no_progress, progressed)
 
 
 def test_a_lost_peer_never_wins_over_a_failure_of_ones_own() -> None:
@@ -111,7 +111,7 @@ def test_a_failure_is_worth_a_restart_while_the_budget_lasts() -> None:
 
 def test_what_the_budget_is_not_charged_for_is_worth_another_try_when_it_is_spent() -> None:
     assert isinstance(decide({1: [KILLED]}, spent=None), Restart)
-    assert isinstance(decide({1: [KILLED]}, spent=None, barren=BARREN_MAX), Restart)
+    assert isinstance(decide({1: [KILLED]}, spent=None, no_progress=NO_PROGRESS_MAX), Restart)
 
 
 @pytest.mark.parametrize("kind", [FailureKind.STARTUP, FailureKind.DEBUGGER])
@@ -261,13 +261,13 @@ def test_a_rank_that_ends_early_twice_is_not_waited_for_a_third_time() -> None:
     assert isinstance(decide({1: [PEER, EARLY], 2: [PEER, replace(EARLY, rank=2)]}), Restart), "another rank"
 
 
-@pytest.mark.parametrize(("barren", "kind"), [(0, Restart), (2, GiveUp)])
+@pytest.mark.parametrize(("no_progress", "kind"), [(0, Restart), (2, GiveUp)])
 def test_where_the_ranks_own_progress_is_unknown_its_generations_decides(
-    barren: int, kind: type[Restart] | type[GiveUp]
+    no_progress: int, kind: type[Restart] | type[GiveUp]
 ) -> None:
     again = replace(RAISED, generation=2, progressed=None, lived_s=60.0)
 
-    assert isinstance(decide({1: [RAISED], 2: [again]}, barren=barren), kind)
+    assert isinstance(decide({1: [RAISED], 2: [again]}, no_progress=no_progress), kind)
 
 
 @pytest.mark.parametrize(
@@ -341,8 +341,8 @@ def test_ten_generations_without_progress_end_a_job_whatever_its_budget() -> Non
     terms = replace(TERMS, max_restarts=1000)
 
     last, over = (
-        decide({9: [KILLED]}, terms=terms, barren=BARREN_MAX - 1),
-        decide({9: [KILLED]}, terms=terms, barren=10),
+        decide({9: [KILLED]}, terms=terms, no_progress=NO_PROGRESS_MAX - 1),
+        decide({9: [KILLED]}, terms=terms, no_progress=10),
     )
 
     assert isinstance(last, Restart)
