@@ -31,7 +31,7 @@ def _libc() -> Any:
 def die_with_parent(parent: int, signum: int) -> None:
     """Have the kernel send `signum` to this process when `parent` ends; exits at once if it already has.
 
-    Must be called by the main thread's process right after fork: the kernel forgets the wish at fork, not at exec.
+    Must be called by the main thread's process right after fork: the kernel clears the setting at fork, not at exec.
     """
     _libc().prctl(_PR_SET_PDEATHSIG, signum)
     if os.getppid() != parent:
@@ -39,7 +39,7 @@ def die_with_parent(parent: int, signum: int) -> None:
 
 
 def outlive_parent() -> None:
-    """Take back `die_with_parent`."""
+    """Undo `die_with_parent`."""
     _libc().prctl(_PR_SET_PDEATHSIG, 0)
 
 
@@ -59,7 +59,7 @@ def credentials(connection: socket) -> tuple[int, int]:
 
 
 def catches(pid: int, signum: int) -> bool:
-    """Whether that process has a handler for the signal; not, where it is gone."""
+    """Whether that process has a handler for the signal; not, if it has exited."""
     return bool(int(_status(pid, "SigCgt") or "0", 16) >> (signum - 1) & 1)
 
 
@@ -146,22 +146,22 @@ def memory_file(name: str, text: str, *, outlives_exec: bool = False) -> int:
 
 
 def state(pid: int) -> str:
-    """The letter of that process's state in /proc: R, S, D, T, t, Z; empty where the process is gone."""
+    """The letter of that process's state in /proc: R, S, D, T, t, Z; empty if the process has exited."""
     return _status(pid, "State")[:1]
 
 
 def name(pid: int) -> str:
-    """The name of that process's main thread, of 15 bytes at most; empty where the process is gone."""
+    """The name of that process's main thread, of 15 bytes at most; empty if the process has exited."""
     return _status(pid, "Name")
 
 
 def parent(pid: int) -> int:
-    """The pid of that process's parent; 0 where it is gone."""
+    """The pid of that process's parent; 0 if it has exited."""
     return int(_status(pid, "PPid") or "0")
 
 
 def children(pid: int) -> list[int]:
-    """The processes that this process's threads have begun and that still run; none where it is gone."""
+    """The processes that this process's threads have begun and that still run; none if it has exited."""
     found: list[int] = []
     # Without pathlib, which takes ten times as long: a process may have a hundred threads.
     with suppress(OSError):
@@ -183,7 +183,7 @@ def descendants(pid: int, most: int = 64) -> list[int]:
 
 
 def _status(pid: int, field: str) -> str:
-    """The value of that field of /proc/PID/status; empty where the process is gone."""
+    """The value of that field of /proc/PID/status; empty if the process has exited."""
     try:
         # Without pathlib, which takes longer than the kernel: a restart reads this of each worker.
         with open(f"/proc/{pid}/status", "rb", 0) as file:  # noqa: PTH123
@@ -203,23 +203,23 @@ def normal_path(path: str) -> str:
 
 
 def stat_fields(pid: int | str) -> list[bytes]:
-    """The fields of /proc/PID/stat from the state on. Raises OSError if that process is gone."""
+    """The fields of /proc/PID/stat from the state on. Raises OSError if that process has exited."""
     return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
 
 
 def set_command_line(argv: tuple[str, ...], comm: str) -> None:
-    """Have `ps` show `argv` for this process, cut to the room that its own arguments took, and `comm` as its name."""
+    """Have `ps` show `argv` for this process, cut to the size of its own arguments, and `comm` as its name."""
     from ctypes import memmove
 
     _libc().prctl(_PR_SET_NAME, os.fsencode(comm)[:15] + b"\0")
-    start, room = _room_for_arguments()
-    text = b"\0".join(os.fsencode(arg) for arg in argv)[: room - 1]
-    memmove(start, text.ljust(room, b"\0"), room)
+    start, size = _argument_area()
+    text = b"\0".join(os.fsencode(arg) for arg in argv)[: size - 1]
+    memmove(start, text.ljust(size, b"\0"), size)
 
 
 @cache
-def _room_for_arguments() -> tuple[int, int]:
-    """Where this process's own arguments are in its memory, and their bytes. A fork has them in the same place."""
+def _argument_area() -> tuple[int, int]:
+    """The address of this process's own arguments, and their bytes. A fork has them at the same address."""
     fields = stat_fields("self")
     start, end = int(fields[45]), int(fields[46])
     return start, end - start

@@ -179,7 +179,7 @@ class Loop:
         self._pump.log(f"metrics of this node: {url(listener)}", "info" if is_chosen else "debug")
 
     def run(self) -> Outcome:
-        """Live until the outcome is known; all workers are gone then."""
+        """Live until the outcome is known; all workers have exited then."""
         self._stamp_start()
         if (host := self._agent.me.host) != (name := socket.gethostname()):
             self._pump.log(

@@ -108,7 +108,7 @@ class AgentRun:
     def run(
         self, config: AgentConfig, store: Store, *, is_remote: bool, served_pid: int | None, locator: str = ""
     ) -> Outcome:
-        """Take part in the job until its outcome is known; all workers are gone then. Raises CannotRun.
+        """Take part in the job until its outcome is known; all workers have exited then. Raises CannotRun.
 
         `config` is that of `begin`, now with this node's address and network. `is_remote` says that `store` is in
         another process; `served_pid` is that process where this agent's launcher has started it. `locator` is JSON by

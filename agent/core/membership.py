@@ -129,7 +129,7 @@ def with_own_id(agent: Agent) -> Agent:
 
 
 def join_again(agent: Agent, ran: int) -> Agent:
-    """Back to joining, after the workers of generation `ran` are gone."""
+    """Back to joining, after the workers of generation `ran` have exited."""
     return with_own_id(replace(agent, phase=Joining(ran=ran)))
 
 
@@ -200,7 +200,7 @@ def _enter(agent: Agent, now_s: float) -> Step:
 
 
 def _start_run(agent: Agent, now_s: float) -> Step:
-    """Begin the job, unless it has members. Members without a generation are left over from a job that is gone."""
+    """Begin the job, unless it has members. Members without a generation are orphans of a job that has ended."""
     snapshot, member = agent.snapshot, agent.membership
     was_away = agent.reach.failing_since_s is not None or now_s < agent.lossless_until_s
     if snapshot.generation and not snapshot.ended and was_away:

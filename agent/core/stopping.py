@@ -337,7 +337,7 @@ def _leave_after(agent: Agent, stopping: Stopping, event: events.Signalled, now_
 
 
 def _end_too(agent: Agent, stopping: Stopping, event: events.Signalled, now_s: float) -> Step:
-    """SIGINT to a stop for something else, as the end that the same Ctrl-C has brought on another node a moment ago."""
+    """SIGINT to a stop for something else, after the same Ctrl-C has ended the job from another node."""
     agent, withdrawn = end_of_own_run(agent, stopping.table.generation, event)
     if stopping.mode is Mode.KILLING:
         return agent, withdrawn
@@ -465,7 +465,7 @@ def _complete(
     cause = replace(cause, ranks_alike=len({each.rank for each in known if is_one_bug(cause, each)}) or 1)
     actions: tuple[Action, ...] = (Commit(transactions.complete(agent.snapshot, agent.me, cause)),)
     if cause.local_rank != first.local_rank:
-        # A worker that dies while it writes to a disk is gone later than its peers notice and give up.
+        # A worker that dies while it writes to a disk exits later than its peers notice and give up.
         actions = (*actions, Log(f"the cause: {cause.sentence}", "error"))
     agent = replace(agent, last_failure=cause)
     return agent, actions, replace(then, failure=cause) if then and then.failure == first else then

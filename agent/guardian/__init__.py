@@ -1,1 +1,1 @@
-"""The process that ends what is left when an agent is gone."""
+"""The process that ends the workers and their orphans when the agent has died."""

@@ -362,7 +362,7 @@ def with_usage(report: NodeReport) -> NodeReport:
 
 
 def _memory_of(pid: int) -> int | None:
-    """The resident memory of that process; None where it is gone."""
+    """The resident memory of that process; None if it has exited."""
     with suppress(psutil.Error, ValueError):
         return int(psutil.Process(pid).memory_info().rss)
     return None

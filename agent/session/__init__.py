@@ -1,1 +1,1 @@
-"""This agent's talk with the job's store: reads, transactions, leases, watches."""
+"""This agent's requests to the job's store: reads, transactions, leases, watches."""

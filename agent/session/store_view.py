@@ -1,4 +1,4 @@
-"""Keeps an agent's view of its job's keys: a watch keeps it up to date, and a read repairs it.
+"""An agent's view of its job's keys: a watch keeps it up to date, and a read repairs it.
 
 Nothing is decided here. A change of the view posts `SnapshotPending`; `snapshot` then parses the newest view.
 """
