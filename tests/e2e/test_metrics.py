@@ -88,7 +88,7 @@ def test_the_page_lists_the_metrics_of_a_real_run(training: tuple[Job, str]) -> 
     exposed = set(re.findall(r"^(elaunch_\w+)", get(training[1]), re.MULTILINE))
     page = (REPOSITORY / "docs" / "observe.md").read_text()
 
-    assert exposed == set(re.findall(r"^\| `(elaunch_\w+)", page, re.MULTILINE))
+    assert exposed == set(re.findall(r"^- `(elaunch_\w+)", page, re.MULTILINE))
 
 
 def test_a_port_that_is_taken_ends_the_command_at_once(training: tuple[Job, str], tmp_path: Path) -> None:
