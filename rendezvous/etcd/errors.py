@@ -57,7 +57,7 @@ BY_TEXT: dict[str, Rule] = {
     _FULL: Rule(
         Kind.REPORT,
         "etcd is full (alarm NOSPACE) and takes no writes: compact its history (etcdctl compact REVISION, the newest of"
-        " etcdctl endpoint status -w json), delete keys that nobody needs, defragment every member (etcdctl defrag"
+        " etcdctl endpoint status -w json), delete keys that are not needed, defragment every member (etcdctl defrag"
         " --cluster), and disarm the alarm (etcdctl alarm disarm); or raise --quota-backend-bytes",
     ),
     "corrupt cluster": Rule(

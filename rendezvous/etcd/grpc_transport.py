@@ -234,5 +234,5 @@ def explained(error: Any, endpoint: Endpoint, deadline_s: float) -> StoreError |
     if "andshake failed" in text and "certificate" in text.lower():
         return Denied(f"{endpoint}: its certificate is not trusted; is the CA the right one?")
     if "Connection refused" in text:
-        return Unavailable(f"{endpoint} refuses connections: nobody listens there")
+        return Unavailable(f"{endpoint} refuses connections: nothing listens there")
     return Unavailable(f"{endpoint} cannot be reached: {text}")

@@ -236,7 +236,7 @@ def connection_error(error: Exception, endpoint: Endpoint, waited: str, hint: st
                 return _silent(Unavailable(f"{endpoint} is gone: its host does not acknowledge what was sent"))
             return TimedOut(f"no answer from {endpoint} within {waited}")
         case ConnectionRefusedError():
-            return Unavailable(f"{endpoint} refuses connections: nobody listens there")
+            return Unavailable(f"{endpoint} refuses connections: nothing listens there")
         case ConnectionError():
             return Unavailable(f"{endpoint} ended the connection")
         case http.client.BadStatusLine():

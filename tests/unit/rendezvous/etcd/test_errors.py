@@ -134,7 +134,7 @@ def refusal(*errors: Exception) -> tuple[StoreError, list[str]]:
 
 
 FULL = EtcdError(8, "etcdserver: mvcc: database space exceeded")
-AWAY = Unavailable("h2:2379 refuses connections: nobody listens there")
+AWAY = Unavailable("h2:2379 refuses connections: nothing listens there")
 DENIED = EtcdError(12, "unknown method")
 
 
@@ -154,7 +154,7 @@ def test_a_full_cluster_with_a_member_down_refuses_with_one_reason() -> None:
 
     assert type(error) is Rejected
     assert str(error).startswith("h0:2379, h1:2379: etcd is full (alarm NOSPACE)")
-    assert str(error).endswith("; h2:2379 refuses connections: nobody listens there")
+    assert str(error).endswith("; h2:2379 refuses connections: nothing listens there")
     assert requested == ["h0", "h1", "h2"]
 
 
