@@ -67,9 +67,9 @@ def answered(call: Callable[[], Answered]) -> Answered:
     return wait_for(asked, "an answer of etcd")[0]
 
 
-def writes(told: Sequence[Update]) -> int:
-    """The number of revisions of which a watch has told."""
-    return sum(isinstance(update, Changes) for update in told)
+def writes(received: Sequence[Update]) -> int:
+    """The number of revisions that a watch has received."""
+    return sum(isinstance(update, Changes) for update in received)
 
 
 class Member:

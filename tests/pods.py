@@ -202,7 +202,7 @@ class Pods:
         assert not [r for r in self.records.of("started") if r["generation"] > meeting.generation], self.story()
 
     def ask(self, what: str, *, generation: int, rank: int) -> None:
-        """Have a rank fail: see reducer.py. (Workers tell the pids that they have inside of their pods.)"""
+        """Have a rank fail: see reducer.py. (Workers print the pids that they have inside of their pods.)"""
         partial = self.folder / ".asked"
         partial.write_text(what)
         partial.rename(self.folder / f"step-{generation}-{rank}")
@@ -217,11 +217,11 @@ class Pods:
 
     def story(self) -> str:
         """The output of all containers, to find out why a test failed."""
-        said = [f"--- {job.process.args}:\n{job.stderr}" for job in self._jobs]
-        return "\n".join([*said, *(str(r) for r in self.records.of() if r["event"] != "step")])
+        logged = [f"--- {job.process.args}:\n{job.stderr}" for job in self._jobs]
+        return "\n".join([*logged, *(str(r) for r in self.records.of() if r["event"] != "step")])
 
     def _enter(self, pod: Pod) -> None:
-        """Give the pod's name to its own place only, and tell all other pods."""
+        """Give the pod's name to its own place only, and notify all other pods."""
         self._now[pod.name] = pod
         self._addresses[pod.name] = (pod.address, *pod.names)
         pod.node.run("sh", "-c", 'echo "$1" >/proc/sys/kernel/hostname', "_", pod.name)

@@ -1,8 +1,8 @@
 """Forks ranks from one process that has imported torch: a group starts in 0.1 s. tests/ranks.py runs this script.
 
 Its arguments are the path of its socket, and more modules to import. All test processes of a run share it. Each is a
-client with a connection, and each line from it asks for one group: `{"script", "args", "envs", "folder"}`, with an
-environment per rank. It answers with the ranks' pids, and later with `{"pid", "code"}` for each rank that ends. Output
+client with a connection, and each line from it requests one group: `{"script", "args", "envs", "folder"}`, with an
+environment per rank. It responds with the ranks' pids, and later with `{"pid", "code"}` for each rank that ends. Output
 goes to FOLDER/out.RANK and err.RANK. A client that leaves takes its ranks along. The last one takes the forker along.
 """
 
@@ -68,12 +68,12 @@ class Client:
     pending: bytes = b""
     alive: set[int] = field(default_factory=set)
 
-    def tell(self, record: object) -> None:
+    def send(self, record: object) -> None:
         with suppress(ConnectionError):
             self.connection.sendall(json.dumps(record).encode() + b"\n")
 
-    def hear(self) -> bool:
-        """Fork what it asks for. False if it has left."""
+    def receive(self) -> bool:
+        """Fork what it requests. False if it has left."""
         try:
             content = self.connection.recv(65536)
         except ConnectionError:
@@ -88,7 +88,7 @@ class Client:
                     become(order["script"], order["args"], env, order["folder"], rank)
                 pids.append(pid)
             self.alive |= set(pids)
-            self.tell({"pids": pids})
+            self.send({"pids": pids})
         return bool(content)
 
     def close(self) -> None:
@@ -120,10 +120,10 @@ def main() -> None:
                 client = Client(listener.accept()[0])
                 clients.add(client)
                 events.register(client.connection, selectors.EVENT_READ, client)
-                client.tell("ready")
+                client.send("ready")
             elif key.fileobj == wake:
                 os.read(wake, 65536)
-            elif not key.data.hear():
+            elif not key.data.receive():
                 events.unregister(key.fileobj)
                 clients.discard(key.data)
                 key.data.close()
@@ -142,7 +142,7 @@ def reap(clients: set[Client]) -> None:
             for client in clients:
                 if pid in client.alive:
                     client.alive.discard(pid)
-                    client.tell({"pid": pid, "code": os.waitstatus_to_exitcode(status)})
+                    client.send({"pid": pid, "code": os.waitstatus_to_exitcode(status)})
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ class RankForker:
     """
 
     def __init__(self, place: Path, *modules: str, env: Mapping[str, str] | None = None) -> None:
-        self._said: list[Any] = []
+        self._received: list[Any] = []
         with place.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not self._connect(place):
@@ -74,10 +74,10 @@ class RankForker:
 
     def code(self, pid: int) -> int | None:
         """The exit code, None while it runs."""
-        said = [each for each in list(self._said) if isinstance(each, dict)]
+        logged = [each for each in list(self._received) if isinstance(each, dict)]
         # An earlier rank may have had the same pid.
-        forked = max(number for number, each in enumerate(said) if pid in each.get("pids", ()))
-        ends = [each["code"] for each in said[forked:] if each.get("pid") == pid]
+        forked = max(number for number, each in enumerate(logged) if pid in each.get("pids", ()))
+        ends = [each["code"] for each in logged[forked:] if each.get("pid") == pid]
         return ends[0] if ends else None
 
     def close(self) -> None:
@@ -101,16 +101,16 @@ class RankForker:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         # It says that it is ready, or ends, since all others have left.
-        wait_for(lambda: self._said or not self._reader.is_alive(), "the forker's first word")
-        return bool(self._said)
+        wait_for(lambda: self._received or not self._reader.is_alive(), "the forker's first word")
+        return bool(self._received)
 
     def _groups(self) -> list[list[int]]:
-        return [each["pids"] for each in list(self._said) if isinstance(each, dict) and "pids" in each]
+        return [each["pids"] for each in list(self._received) if isinstance(each, dict) and "pids" in each]
 
     def _read(self) -> None:
         with contextlib.suppress(OSError), self._connection.makefile() as lines:
             for line in lines:
-                self._said.append(json.loads(line))
+                self._received.append(json.loads(line))
 
 
 @contextlib.contextmanager
@@ -160,7 +160,7 @@ class Ranks:
                     os.kill(self.pids[rank], signal.SIGKILL)
 
     def end_of(self, rank: int, deadline_s: float = DEADLINE_S) -> Ended:
-        """Wait for one rank's end, and tell how it ended. Fails if it does not end."""
+        """Wait for one rank's end, and return how it ended. Fails if it does not end."""
         pid = self.pids[rank]
         try:
             wait_for(lambda: self._forker.code(pid) is not None, f"the end of rank {rank}", deadline_s)

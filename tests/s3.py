@@ -27,10 +27,10 @@ class S3:
         self._process = subprocess.Popen(
             command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
         )
-        self._said: list[str] = []
+        self._received: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        found = wait_for(lambda: re.search(r"Running on (http://\S+)", "".join(self._said)), "moto's server")
+        found = wait_for(lambda: re.search(r"Running on (http://\S+)", "".join(self._received)), "moto's server")
         self.env = {
             "AWS_ENDPOINT_URL": found[1],
             "AWS_ACCESS_KEY_ID": "a-key",
@@ -63,7 +63,7 @@ class S3:
     def _read(self) -> None:
         assert self._process.stderr is not None
         for line in self._process.stderr:
-            self._said.append(line)
+            self._received.append(line)
 
 
 @contextlib.contextmanager

@@ -154,10 +154,12 @@ class WatchStream:
             result = self.next()
             if result.get("canceled") or not result:
                 return [*events, result]
-            told = result["events"]
+            batch = result["events"]
             # Whole revisions only, in order.
-            assert not events or events[-1]["kv"]["mod_revision"] != told[0]["kv"]["mod_revision"], "a revision was cut"
-            events += told
+            assert not events or events[-1]["kv"]["mod_revision"] != batch[0]["kv"]["mod_revision"], (
+                "a revision was cut"
+            )
+            events += batch
         return events
 
     def close(self) -> None:

@@ -225,9 +225,9 @@ class Batch:
         return self.output
 
     def _field(self, name: str) -> str:
-        told = self.slurm.call("scontrol", "-o", "show", "job", self.number)
-        found = re.search(rf"\b{name}=(\S+)", told)
-        assert found, f"no {name} in {told}"
+        shown = self.slurm.call("scontrol", "-o", "show", "job", self.number)
+        found = re.search(rf"\b{name}=(\S+)", shown)
+        assert found, f"no {name} in {shown}"
         return found[1]
 
 

@@ -182,26 +182,26 @@ def run(trial: Trial, launcher: str, folder: Path) -> Ended:
 
 def check(ended: Ended, expected: Expected, folder: Path) -> None:
     """Fails with the first thing that is not as expected, and with the whole output."""
-    said = f"\n{ended.output}"
+    logged = f"\n{ended.output}"
     codes = expected.codes or (expected.code,) * len(ended.codes)
-    assert ended.codes == codes, said
+    assert ended.codes == codes, logged
     for pattern in expected.says:
-        assert re.search(pattern, ended.output, re.MULTILINE), f"nothing like {pattern!r}:{said}"
+        assert re.search(pattern, ended.output, re.MULTILINE), f"nothing like {pattern!r}:{logged}"
     for pattern in expected.never:
-        assert not re.search(pattern, ended.output, re.MULTILINE), f"something like {pattern!r}:{said}"
+        assert not re.search(pattern, ended.output, re.MULTILINE), f"something like {pattern!r}:{logged}"
     if expected.same:
         found = re.findall(expected.same, ended.output)
-        assert len(found) > 1, said
-        assert len(set(found)) == 1, said
+        assert len(found) > 1, logged
+        assert len(set(found)) == 1, logged
     if expected.distinct:
         found = re.findall(expected.distinct, ended.output)
-        assert len(found) > 1, said
-        assert len(set(found)) == len(found), said
+        assert len(found) > 1, logged
+        assert len(set(found)) == len(found), logged
     for name, pattern in expected.leaves.items():
         texts = [path.read_text() for path in folder.glob(name) if path.is_file()]
-        assert any(re.search(pattern, text, re.MULTILINE) for text in texts), f"{name}: {texts}{said}"
-    assert bool(ended.left) is expected.leftovers, f"{ended.left}{said}"
-    assert expected.seconds_min <= ended.seconds <= expected.seconds_max, f"{ended.seconds:.1f} s{said}"
+        assert any(re.search(pattern, text, re.MULTILINE) for text in texts), f"{name}: {texts}{logged}"
+    assert bool(ended.left) is expected.leftovers, f"{ended.left}{logged}"
+    assert expected.seconds_min <= ended.seconds <= expected.seconds_max, f"{ended.seconds:.1f} s{logged}"
 
 
 def _prepare(trial: Trial, folder: Path) -> None:

@@ -18,17 +18,17 @@ TORCH = ("--preload", ",".join(DEFAULT_PRELOAD))
 
 @dataclass(frozen=True)
 class Run:
-    """How a program ended. `said` are the launcher's own lines, `err` is the rest of stderr."""
+    """How a program ended. `logged` are the launcher's own lines, `err` is the rest of stderr."""
 
     code: int
     out: bytes
     err: bytes
-    said: tuple[str, ...] = ()
+    logged: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        said = "\n".join(self.said)
+        logged = "\n".join(self.logged)
         return (
-            f"exit code {self.code}\n{self.out.decode(errors='replace')}\n{self.err.decode(errors='replace')}\n{said}"
+            f"exit code {self.code}\n{self.out.decode(errors='replace')}\n{self.err.decode(errors='replace')}\n{logged}"
         )
 
 
@@ -90,7 +90,7 @@ def same(
             assert run.err.startswith(expected.err), f"{how}: {run}\nfresh: {expected}"
             assert re.search(rf"exitcode +: {expected.code}\b", str(run)), f"{how}: {run}\nfresh: {expected}"
         if how == LIGHT:
-            assert not any("fresh interpreter" in line for line in run.said), str(run)
+            assert not any("fresh interpreter" in line for line in run.logged), str(run)
     return expected
 
 

@@ -281,8 +281,8 @@ class TestFirstCause:
         options = (*torch_start.options, "--nproc-per-node", "3", "--max-restarts", "0")
         job = finished(tmp_path, *options, "train.py", env=torch_start.env)
 
-        said = r"^rank 1 .* exited with code 7, while ranks 0 and 2 waited in all_reduce, in generation 0\.$"
-        assert re.search(said, _report(job), re.MULTILINE), job.output
+        logged = r"^rank 1 .* exited with code 7, while ranks 0 and 2 waited in all_reduce, in generation 0\.$"
+        assert re.search(logged, _report(job), re.MULTILINE), job.output
 
 
 class TestRecord:

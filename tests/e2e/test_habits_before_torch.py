@@ -118,7 +118,7 @@ def launched(
         env=env,
     )
     assert run.code == 0, str(run)
-    assert not any("fresh interpreter" in line for line in run.said), str(run)
+    assert not any("fresh interpreter" in line for line in run.logged), str(run)
     lines = re.findall(r"^\[(\d+)\] found (.*)$", run.out.decode(), re.MULTILINE)
     names = list(programs)
     return run, {names[int(rank)]: json.loads(text) for rank, text in lines}
@@ -141,15 +141,15 @@ def with_compiler(found: dict[str, Any], setting: bool) -> dict[str, Any]:
     return {**found, "TORCHDYNAMO_SUPPRESS_ERRORS": setting, "TORCHINDUCTOR_MAX_AUTOTUNE": setting}
 
 
-def told(run: Run, rank: int) -> str:
-    """The lines that tell the user of a variable that came too late, of one rank or of the whole job."""
-    lines = [*run.said, *run.err.decode(errors="replace").splitlines()]
+def warned(run: Run, rank: int) -> str:
+    """The lines about a variable that came too late, of one rank or of the whole job."""
+    lines = [*run.logged, *run.err.decode(errors="replace").splitlines()]
     mine = [line for line in lines if not re.match(rf"\[(?!{rank}\])\d+\]|elaunch: .*\brank (?!{rank}\b)\d", line)]
     return "\n".join(line for line in mine if "elaunch" in line and "--no-preload" in line)
 
 
-def assert_effect_or_word(mine: dict[str, Any], theirs: dict[str, Any], said: str) -> None:
-    wrong = [name for name in theirs if mine[name] != theirs[name] and name not in said]
+def assert_effect_or_word(mine: dict[str, Any], theirs: dict[str, Any], logged: str) -> None:
+    wrong = [name for name in theirs if mine[name] != theirs[name] and name not in logged]
     assert not wrong, {name: (mine[name], theirs[name]) for name in wrong}
 
 
@@ -173,7 +173,7 @@ def assert_as_alone(job: tuple[Path, Run, dict[str, Any]], rank: int, name: str)
     if name == "all of them":
         expected = with_compiler(expected, True)
 
-    assert_effect_or_word(found[name], expected, told(run, rank))
+    assert_effect_or_word(found[name], expected, warned(run, rank))
 
 
 @pytest.fixture(scope="module")
@@ -188,4 +188,4 @@ def test_what_a_script_removes_before_import_torch_is_gone_or_has_a_warning(
 ) -> None:
     folder, run, found = shell_job
 
-    assert_effect_or_word(found["gone again"], with_compiler(alone(folder, 0, SHELL), False), told(run, 0))
+    assert_effect_or_word(found["gone again"], with_compiler(alone(folder, 0, SHELL), False), warned(run, 0))

@@ -110,18 +110,18 @@ def test_the_interpreters_options_are_the_workers(tmp_path: Path, names: tuple[s
     # Python gets the words of a worker that is not forked in the same way whatever they are.
     twice = names == OPTIONS_AT_ONCE[0]
 
-    said = shown(tmp_path, *(word for name in names for word in OPTIONS[name]), no_preload=twice)
+    logged = shown(tmp_path, *(word for name in names for word in OPTIONS[name]), no_preload=twice)
 
-    assert [name for name in names if SHOWN[name] not in said] == []
+    assert [name for name in names if SHOWN[name] not in logged] == []
 
 
 @pytest.mark.parametrize("names", VARIABLES_AT_ONCE, ids=", ".join)
 def test_a_variable_for_python_has_its_effect(tmp_path: Path, names: tuple[str, ...]) -> None:
-    said = shown(tmp_path, env={name: VARIABLES[name] for name in names})
+    logged = shown(tmp_path, env={name: VARIABLES[name] for name in names})
 
-    assert [name for name in names if f"'{name}': '{VARIABLES[name]}'" not in said] == []
-    assert [name for name in names if SHOWN.get(name, "") not in said] == []
-    assert "startup ran" not in said
+    assert [name for name in names if f"'{name}': '{VARIABLES[name]}'" not in logged] == []
+    assert [name for name in names if SHOWN.get(name, "") not in logged] == []
+    assert "startup ran" not in logged
 
 
 # A .pth file or sitecustomize that leaves one line per run, and marks the interpreter.
@@ -172,7 +172,7 @@ class TestVirtualEnvironment:
 
         assert (run.code, run.out) == (0, expected.out), str(run)
         assert b"None None" in run.out
-        assert len([line for line in run.said if python in line]) == 1, str(run)
+        assert len([line for line in run.logged if python in line]) == 1, str(run)
 
 
 def _site(folder: Path, text: str) -> dict[str, str]:
@@ -183,7 +183,7 @@ def _site(folder: Path, text: str) -> dict[str, str]:
 
 
 SCRIPTS = {
-    "no newline at the end": "print('said')",
+    "no newline at the end": "print('logged')",
     "no text": "# w\xf6rds\nprint('w\xf6rds')\n",
     "nothing": "",
     "syntax error": "print('not this')\ndef f(:\n",

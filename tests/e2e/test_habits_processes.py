@@ -122,11 +122,11 @@ def daemonise(work):
     for _ in range(3): os.open(os.devnull, os.O_RDWR)
     work()
     os._exit(0)
-def tell(name):
+def report(name):
     with open(f"{HERE}/part {name}", "w") as file: file.write(str(os.getpid()))
     os.rename(f"{HERE}/part {name}", f"{HERE}/{name}")
 def work():
-    tell("beside")
+    report("beside")
     signal.pause()
 HERE = os.getcwd()
 if os.environ["RANK"] == "0":
@@ -205,7 +205,7 @@ def assert_same(turns: Turns, name: str) -> None:
     ours, theirs = turns.both(name)
     assert (ours.code, ours.out) == (theirs.code, theirs.out)
     assert ADDRESS.sub(b"", ours.err).decode() == ADDRESS.sub(b"", theirs.err).decode()
-    assert "fresh interpreter" not in turns.said
+    assert "fresh interpreter" not in turns.logged
 
 
 def _alive(pid: int) -> bool:

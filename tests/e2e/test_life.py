@@ -32,10 +32,10 @@ dist.init_process_group("gloo")
 total = torch.tensor([dist.get_rank() + 1])
 dist.all_reduce(total)
 names = ("ELAUNCH_GENERATION", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
-said = {name: os.environ[name] for name in names} | {"elastic": dist.is_torchelastic_launched()}
-print("reduced", json.dumps({"rank": dist.get_rank(), "total": int(total), "pid": os.getpid(), **said}))
+logged = {name: os.environ[name] for name in names} | {"elastic": dist.is_torchelastic_launched()}
+print("reduced", json.dumps({"rank": dist.get_rank(), "total": int(total), "pid": os.getpid(), **logged}))
 dist.barrier()
-if "kill" in sys.argv and said["ELAUNCH_GENERATION"] == "0":
+if "kill" in sys.argv and logged["ELAUNCH_GENERATION"] == "0":
     if dist.get_rank() == dist.get_world_size() - 1:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.all_reduce(total)
@@ -118,10 +118,10 @@ def plain(failing_world: int, tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 class TestAllReduce:
     def test_every_rank_gets_the_sum_over_all_ranks(self, reduced: Job, world: int) -> None:
-        said = records(reduced, "reduced")
+        logged = records(reduced, "reduced")
 
-        assert sorted(worker["rank"] for worker in said) == list(range(world)), reduced.output
-        assert {worker["total"] for worker in said} == {world * (world + 1) // 2}
+        assert sorted(worker["rank"] for worker in logged) == list(range(world)), reduced.output
+        assert {worker["total"] for worker in logged} == {world * (world + 1) // 2}
 
     def test_a_job_whose_workers_all_exit_with_0_exits_with_0(self, reduced: Job) -> None:
         assert reduced.code == 0, reduced.output
@@ -131,8 +131,8 @@ class TestAllReduce:
         self, reduced: Job, reduced_in: Path, world: int
     ) -> None:
         # Where an import takes long, a line says so.
-        said = re.sub(r"^elaunch: importing .*\n", "", reduced.stderr, flags=re.MULTILINE)
-        first, *report = [line for line in said.splitlines() if line.startswith("elaunch: ")]
+        logged = re.sub(r"^elaunch: importing .*\n", "", reduced.stderr, flags=re.MULTILINE)
+        first, *report = [line for line in logged.splitlines() if line.startswith("elaunch: ")]
         started = rf"elaunch: generation 0: {world} workers? \(the job starts\); output in ({reduced_in}/logs/\S+)"
 
         assert re.fullmatch(started, first)
@@ -149,11 +149,11 @@ def test_verbose_adds_what_was_chosen_and_quiet_leaves_warnings_errors_and_the_r
     script(tmp_path, "import os, sys; sys.exit(3 * (os.environ['ELAUNCH_GENERATION'] == '0'))")
     words = (*LIGHT, "--nproc-per-node", "1", "--max-restarts", "1", "train.py")
 
-    said = {way: finished(tmp_path, way, *words).stderr for way in ("-v", "-q")}
+    logged = {way: finished(tmp_path, way, *words).stderr for way in ("-v", "-q")}
 
-    assert re.search(r"^elaunch: OMP_NUM_THREADS=\d+$", said["-v"], re.MULTILINE)
-    assert "elaunch: generation 1: " in said["-v"]
-    failed, succeeded = said["-q"].splitlines()
+    assert re.search(r"^elaunch: OMP_NUM_THREADS=\d+$", logged["-v"], re.MULTILINE)
+    assert "elaunch: generation 1: " in logged["-v"]
+    failed, succeeded = logged["-q"].splitlines()
     assert re.match(r"elaunch: rank 0 .*exited with code 3", failed)
     assert succeeded == "elaunch: succeeded, 1 of 1 restarts used"
 
@@ -179,9 +179,9 @@ class TestRestart:
         assert before[0]["MASTER_PORT"] != after[0]["MASTER_PORT"]
 
     def test_workers_have_the_number_of_restarts(self, restarted: Job) -> None:
-        said = records(restarted, "reduced")
+        logged = records(restarted, "reduced")
 
-        assert all(worker["TORCHELASTIC_RESTART_COUNT"] == worker["ELAUNCH_GENERATION"] for worker in said)
+        assert all(worker["TORCHELASTIC_RESTART_COUNT"] == worker["ELAUNCH_GENERATION"] for worker in logged)
 
 
 class TestPlainLaunch:
@@ -221,7 +221,7 @@ else:
     assert "generation 1" not in job.stderr
 
 
-# By generation: how rank 1 ends, what is said of it, and its exit code in the report.
+# By generation: how rank 1 ends, what is logged of it, and its exit code in the report.
 DEATHS = {
     "exception": ("raise OSError('no such shard')", "raised OSError: no such shard", "1", ""),
     "exit code": ("sys.exit(41)", "exited with code 41", "41", ""),
@@ -258,10 +258,10 @@ def test_a_workers_exit_status_is_logged_as_a_sentence(deaths: Job, name: str) -
     _, words, _, _ = DEATHS[name]
 
     assert len(deaths.pids("dying")) == len(DEATHS), deaths.output
-    said = (
+    logged = (
         rf"rank 1 \(local rank 1 on \S+, pid {deaths.pids('dying')[generation]}\) {words} in generation {generation}\b"
     )
-    assert re.search(said, deaths.stderr), deaths.stderr
+    assert re.search(logged, deaths.stderr), deaths.stderr
 
 
 @pytest.fixture(scope="module")
@@ -277,8 +277,8 @@ class TestProgram:
     """The forms of the program on the command line."""
 
     def test_arguments_after_the_script_are_the_scripts_even_those_like_ours(self, argued: Job) -> None:
-        (said,) = records(argued, "argv")
-        assert said == {
+        (logged,) = records(argued, "argv")
+        assert logged == {
             "argv": ["train.py", "--nproc-per-node", "2", "-m", "--", "--version", "run"],
             "name": "__main__",
             "rank": "0",
@@ -294,9 +294,9 @@ class TestProgram:
 
         job = finished(tmp_path, *preload, "-m", "recipes.tune", "--lr", "3")
 
-        (said,) = records(job, "argv")
+        (logged,) = records(job, "argv")
         assert job.code == 0, job.output
-        assert said == {"argv": [str(package / "tune.py"), "--lr", "3"], "name": "__main__", "rank": "0"}
+        assert logged == {"argv": [str(package / "tune.py"), "--lr", "3"], "name": "__main__", "rank": "0"}
         assert "size 7" in job.stdout
 
     def test_a_command_runs_without_python(self, tmp_path: Path) -> None:

@@ -239,10 +239,10 @@ if generation != "2":
         )
 
         run = (tmp_path / "logs" / "latest").resolve()
-        said = set(re.findall(r"(?:out|err) \d+", job.output))
+        logged = set(re.findall(r"(?:out|err) \d+", job.output))
         everything = {f"{name} {rank}" for name in ("out", "err") for rank in range(12)}
         assert job.code == 0, job.output
-        assert said == everything - {"out 11", "out 2", "err 2"}
+        assert logged == everything - {"out 11", "out 2", "err 2"}
         shown = [f"[default{rank}]:out {rank}" for rank in range(12) if rank not in (2, 11)]
         assert sorted(job.stdout.splitlines()) == sorted(shown)
         assert "[default10]:err 10" in job.stderr.splitlines()
@@ -446,8 +446,8 @@ import os, sys, time
 print("out", os.environ["RANK"])
 print("err", os.environ["RANK"], file=sys.stderr)
 if os.environ["RANK"] == "0":
-    sys.exit(open("said", "w").close())
-while not os.path.exists("said"):
+    sys.exit(open("logged", "w").close())
+while not os.path.exists("logged"):
     time.sleep(0.01)
 sys.exit(5)
 """
@@ -462,8 +462,8 @@ def test_a_collector_gets_objects_only_and_the_files_stay_as_they_were(tmp_path:
     assert job.code == 1, job.output
     lines = [json.loads(line) for line in job.stderr.splitlines()]
     workers = [json.loads(line) for line in job.stdout.splitlines()] + [line for line in lines if "rank" in line]
-    said = sorted((line["rank"], line["stream"], line["text"]) for line in workers)
-    assert said == [(rank, f"std{way}", f"{way} {rank}") for rank in range(2) for way in ("err", "out")]
+    logged = sorted((line["rank"], line["stream"], line["text"]) for line in workers)
+    assert logged == [(rank, f"std{way}", f"{way} {rank}") for rank in range(2) for way in ("err", "out")]
     failed = [line for line in lines if line["text"].startswith("rank 1 (")]
     assert [line["level"] for line in failed] == ["error"]
     assert {line["level"] for line in lines if line["text"].startswith("generation 0")} == {"info"}

@@ -53,7 +53,7 @@ def test_a_reader_that_has_stopped_reading_does_not_keep_a_job_from_being_stoppe
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "logged"),
     [
         (["/dev/stdin"], "is not a regular file, so a restart could not read it again"),
         (
@@ -63,12 +63,12 @@ def test_a_reader_that_has_stopped_reading_does_not_keep_a_job_from_being_stoppe
         ),
     ],
 )
-def test_what_cannot_work_to_the_end_is_refused_at_the_start(tmp_path: Path, options: list[str], said: str) -> None:
+def test_what_cannot_work_to_the_end_is_refused_at_the_start(tmp_path: Path, options: list[str], logged: str) -> None:
     script(tmp_path, "print('ran')\n")
 
     job = finished(tmp_path, *LIGHT, *options, stdin=subprocess.PIPE)
 
     assert job.code == 2
-    assert said in job.stderr
+    assert logged in job.stderr
     assert job.stderr.count("\n") == 1
     assert job.stdout == ""

@@ -73,8 +73,8 @@ def train(asked, number):
         ledger.commit(step)
         dist.all_reduce(share_loss)
         numbers = [micro for micro in order.share(rank, world_size)]
-        said = {"step": step, "loss": share_loss.item() / world_size, "masks": dict(zip(numbers, masks))}
-        lines.write(json.dumps(said) + chr(10))
+        logged = {"step": step, "loss": share_loss.item() / world_size, "masks": dict(zip(numbers, masks))}
+        lines.write(json.dumps(logged) + chr(10))
     lines.close(), ledger.close()
     if rank == 0:
         torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, out / "state.pt")
@@ -122,8 +122,10 @@ def train(forker: RankForker, folder: Path, *plans: Plan) -> list[Curve]:
     parts = [{**part, "out": str(folder / plan.name)} for plan in plans for part in plan.parts]
     ended = ended_ranks(forker, max(part["world_size"] for part in parts), script(folder, SCRIPT), json.dumps(parts))
     assert not any(rank.code for rank in ended), "\n".join(rank.err for rank in ended)
-    said = said_by(ended)
-    return [curve(folder, plan, [one["apart"] for one in said if Path(one["out"]).name == plan.name]) for plan in plans]
+    logged = said_by(ended)
+    return [
+        curve(folder, plan, [one["apart"] for one in logged if Path(one["out"]).name == plan.name]) for plan in plans
+    ]
 
 
 def ended_ranks(forker: RankForker, world_size: int, program: Path, *args: str) -> list[Ended]:
@@ -142,9 +144,9 @@ def curve(folder: Path, plan: Plan, apart: list[list[float]]) -> Curve:
     found: Curve = {"losses": {}, "masks": {}, "apart": [distance for distances in apart for distance in distances]}
     for path in (folder / plan.name).glob("rank-*.jsonl"):
         for line in path.read_text().splitlines():
-            said = json.loads(line)
-            found["losses"][said["step"]] = said["loss"]
-            found["masks"] |= {(said["step"], int(micro)): mask for micro, mask in said["masks"].items()}
+            logged = json.loads(line)
+            found["losses"][logged["step"]] = logged["loss"]
+            found["masks"] |= {(logged["step"], int(micro)): mask for micro, mask in logged["masks"].items()}
     assert audit_folder(folder / plan.name / "ledger", steps=plan.ends[-1]).ok
     return found
 

@@ -169,12 +169,12 @@ def test_a_process_without_a_launcher_trains_alone_and_logs_little(alone: Alone)
 
     assert "exit code: 0\n" in alone.out
     assert "\r" not in alone.errors
-    said = alone.errors.splitlines()
-    assert said[0].startswith(f"training for {alone.steps} steps")
-    assert sum(line.startswith("step ") for line in said) == 11
-    assert "held-out loss" in said[-1]
+    logged = alone.errors.splitlines()
+    assert logged[0].startswith(f"training for {alone.steps} steps")
+    assert sum(line.startswith("step ") for line in logged) == 11
+    assert "held-out loss" in logged[-1]
     # A disk that is slow at that moment may cost one sentence more.
-    assert len([line for line in said if "checkpoint" not in line]) == 13, said
+    assert len([line for line in logged if "checkpoint" not in line]) == 13, logged
     answer = result(run)
     assert (answer["steps"], answer["restarts"], answer["world_size"]) == (alone.steps, 0, 1)
     assert answer["loss"] == lines(run)[-1]["loss"] < lines(run)[0]["loss"]
@@ -187,17 +187,17 @@ def test_a_process_without_a_launcher_trains_alone_and_logs_little(alone: Alone)
 
 @pytest.mark.slow
 def test_a_run_that_is_complete_is_not_trained_again(alone: Alone) -> None:
-    told = f"run is complete: {alone.steps} steps; remove it or give another --out to train again\n"
+    logged = f"run is complete: {alone.steps} steps; remove it or give another --out to train again\n"
 
-    assert alone.errors_again == told
+    assert alone.errors_again == logged
     assert alone.out.endswith("exit code: 0\ngloo's threads: []\nexit code: 0\n")
     assert (alone.folder / "result-0").read_text() == (alone.folder / "result-1").read_text()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("signum", "told"), [(signal.SIGTERM, 1), (signal.SIGINT, 0)])
+@pytest.mark.parametrize(("signum", "signalled"), [(signal.SIGTERM, 1), (signal.SIGINT, 0)])
 def test_a_signal_to_one_worker_stops_all_at_the_same_step_with_a_checkpoint(
-    start: Start, tmp_path: Path, signum: signal.Signals, told: int
+    start: Start, tmp_path: Path, signum: signal.Signals, signalled: int
 ) -> None:
     port = str(free_ports(1)[0])
     environ = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -205,7 +205,7 @@ def test_a_signal_to_one_worker_stops_all_at_the_same_step_with_a_checkpoint(
     ranks = [start(*TRAINER, "--out", "run", *endless, **environ, RANK=str(rank)) for rank in range(2)]
     wait_for(lambda: steps_done(tmp_path / "run") >= 3, "three steps")
 
-    ranks[told].send_signal(signum)
+    ranks[signalled].send_signal(signum)
     ended = [finish(process) for process in ranks]
 
     assert [code for code, _, _ in ended] == [128 + signum, 128 + signum]

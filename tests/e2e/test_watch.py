@@ -374,8 +374,8 @@ def test_a_job_is_restarted_and_stopped_from_its_host_and_from_elsewhere(tmp_pat
     needed = "elaunch: stop needs the job's name or the pid of its elaunch; these run here: "
     assert unnamed.returncode == 2
     assert re.search(rf"{needed}.*{run_id}", unnamed.stderr), unnamed.stderr
-    said = f"elaunch: job {run_id}: all workers stop, and start again as generation 1\n"
-    assert (here.returncode, here.stdout) == (0, said), here.stderr
+    logged = f"elaunch: job {run_id}: all workers stop, and start again as generation 1\n"
+    assert (here.returncode, here.stdout) == (0, logged), here.stderr
     assert (status["restarts"]["used"], status["generation"]["kind"]) == (0, "restart")
     assert stop.returncode == 0, stop.stderr
     assert f"job {run_id} stops on all nodes: workers have 30 s to save; the job's exit code is 130" in stop.stdout

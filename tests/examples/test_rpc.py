@@ -149,7 +149,7 @@ def test_a_lost_trainers_node_is_replaced_while_the_others_wait_for_its_answers(
         left = [cluster.agents[index] for index in (0, 1, 3)]
         assert [agent.wait(180) for agent in left] == [0, 0, 0], "".join(agent.output for agent in left)
 
-    said = "".join(agent.output for agent in left)
-    assert re.search(r"restored step (?!1?\d )\d+ from memory", said), said
-    found = re.findall(r"((?:parameters|table) [0-9a-f ]+)$", said, re.MULTILINE)
+    logged = "".join(agent.output for agent in left)
+    assert re.search(r"restored step (?!1?\d )\d+ from memory", logged), logged
+    found = re.findall(r"((?:parameters|table) [0-9a-f ]+)$", logged, re.MULTILINE)
     assert sorted(found) == sorted(expected)

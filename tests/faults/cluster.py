@@ -147,7 +147,7 @@ class Cluster:
             self.goes_on(meeting)
 
     def wait_for_leaders_output(self, text: str) -> None:
-        """Wait until an agent has said what only a leader says. Any agent may become the next leader."""
+        """Wait until an agent has logged what only a leader says. Any agent may become the next leader."""
 
         def is_said() -> bool:
             return any(text in agent.stderr for agent in self.agents.values())

@@ -4,7 +4,7 @@ Run as `forms.py FOLDER STEPS FORM…` by each rank. Forms: see `FORMS`. A file 
 with moment `forward-FORM` or `step-FORM` (within `optimizer.step`) makes that rank kill itself there; see moments.py.
 With moment `corrupt-FORM` it changes one bit of its first weight instead. The ranks compare their copies after each
 step, or after each VERIFY_EVERY. Each rank prints one line of JSON: for each form the step at which it began, a digest
-of its state, and all said sentences.
+of its state, and all logged sentences.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from elaunch.trainer.keeper.keeper import Keeper
 FOLDER, STEPS, NAMES = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
 WORLD_SIZE = int(os.environ["WORLD_SIZE"])
 MOMENTS = Moments(FOLDER)
-SAID: list[str] = []
+LOGGED: list[str] = []
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Form:
             # With three ranks and more DDP sums in another order before it has seen a backward pass.
             warm_up=(lambda: self.loss(torch.zeros(4, 8)).backward()) if name == "ddp" else None,
             name=name,
-            say=SAID.append,
+            say=LOGGED.append,
         )
 
 
@@ -214,7 +214,7 @@ def main() -> None:
             for run in runs.values():
                 next(run, None)
         found = {name: {"began": began[name], "digest": digest(form)} for name, form in forms.items()}
-    print(json.dumps({"forms": found, "said": SAID}), flush=True)
+    print(json.dumps({"forms": found, "logged": LOGGED}), flush=True)
     dist.barrier()
     os._exit(0)
 

@@ -4,25 +4,25 @@ Run as `paths.py FOLDER STEPS KIND [OPTION=VALUE …]` by each rank. KIND is `dd
 Keeper's. See moments.py for FOLDER. Moments:
 
     forward       before the forward pass
-    look          a leaf of the tree has said what it wants at a look after that step, and waits for what is agreed
+    look          a leaf of the tree has logged what it wants at a look after that step, and waits for what is agreed
     agreed        the root has not heard of all ranks what they want
-    digests       this rank has its digests for a comparison, and has told nobody
+    digests       this rank has its digests for a comparison, and has sent nothing
     forget        the ranks differ, and this one has not forgotten the steps that are given up
-    copied        this rank has copied its part of that step, and has told nobody
+    copied        this rank has copied its part of that step, and has sent nothing
     sending       the thread that sends snapshots has begun to
     received      a snapshot of another node is there, and does not count yet
 
 and with step 0, at a start:
 
     response      another rank's proof has come, and this one's has not been sent
-    inventory     all ranks have said what they have
+    inventory     all ranks have logged what they have
     chain         a part of the state that goes from rank to rank has been passed on
     part          this rank is about to load its part
 
 An empty file FOLDER/corrupt-<generation>-<step>-<rank> changes a bit of that rank's weights before that step.
 
 Each rank prints lines of JSON: `step` and a digest of the whole state, for each step that it completes; at last
-`began`, `repeated` and `said`. Nothing in the state is drawn, so all runs are alike.
+`began`, `repeated` and `logged`. Nothing in the state is drawn, so all runs are alike.
 """
 
 from __future__ import annotations
@@ -171,16 +171,16 @@ def main() -> None:
     else:
         model = DistributedDataParallel(network)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    said: list[str] = []
+    logged: list[str] = []
     warm_up = lambda: model(torch.zeros(4, WIDTH)).sum().backward()  # noqa: E731
-    keeper = Keeper(model, optimizer, per_rank=(), warm_up=warm_up, say=said.append, **OPTIONS)
+    keeper = Keeper(model, optimizer, per_rank=(), warm_up=warm_up, say=logged.append, **OPTIONS)
     plant_at_starts()
     plant_in_looks()
     plant_in_copies()
     with keeper:
         began = keeper.step
         train(model, optimizer)
-    print(json.dumps({"began": began, "repeated": keeper.repeated, "said": said}), flush=True)
+    print(json.dumps({"began": began, "repeated": keeper.repeated, "logged": logged}), flush=True)
     dist.barrier()
     os._exit(0)
 

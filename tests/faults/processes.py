@@ -113,7 +113,7 @@ class Watched(Job):
         while True:
             looked_at_s = time.monotonic()
             left = [f"{p.pid} {described(p)}" for p in self.processes()]
-            left += [f"{pid} (said by a worker)" for pid in pids if is_alive(pid)]
+            left += [f"{pid} (logged by a worker)" for pid in pids if is_alive(pid)]
             left += [str(path) for path in (*self.run_dirs(), *self.memory_dirs())]
             if not left:
                 return
@@ -121,7 +121,7 @@ class Watched(Job):
             assert looked_at_s < until_s, f"left after {DEADLINE_S:g} s: {left}\n{self.output}"
             time.sleep(0.005)
 
-    def said_by_agent(self) -> list[str]:
+    def logged_by_agent(self) -> list[str]:
         """The agent's own log lines, without the name in front."""
         return re.findall(r"^elaunch: (.*)$", self.stderr, re.MULTILINE)
 

@@ -1,8 +1,8 @@
-"""The training of the fault tests on nodes: all-reduces over gloo, until all ranks are told to end.
+"""The training of the fault tests on nodes: all-reduces over gloo, until all ranks are to end.
 
 Run as `reducer.py FOLDER`, a folder that all nodes see. Each event is written as one line of JSON to FOLDER/records and
 to stdout. A file FOLDER/end ends all ranks at the same step. A file called
-FOLDER/<moment>-<generation>-<rank> makes that rank do what it says: `exit N`, `kill`, `raise`, `hang` or `deaf`
+FOLDER/<moment>-<generation>-<rank> makes that rank do what is in it: `exit N`, `kill`, `raise`, `hang` or `deaf`
 (to SIGTERM as well). Moments are `start`, `joined`, `step`, and `last`, when all ranks have ended their loop.
 """
 

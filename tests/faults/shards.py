@@ -99,7 +99,7 @@ def whole(value: torch.Tensor) -> torch.Tensor:
 
 
 def at(moment: str, rank: int) -> None:
-    """Be killed by SIGKILL there: `write` (in the middle of the first file), `part` (written, before it is told),
+    """Be killed by SIGKILL there: `write` (in the middle of the first file), `part` (written, before it is reported),
     `publish` (before the manifest)."""
     if rank != RANK:
         return
@@ -120,7 +120,7 @@ def at(moment: str, rank: int) -> None:
             die()
         self.written(name, content)
 
-    def told(self: Peers, value: Any) -> Any:
+    def reported(self: Peers, value: Any) -> Any:
         if threading.current_thread().name == "checkpoint":
             die()
         return gather(self, value)
@@ -129,7 +129,7 @@ def at(moment: str, rank: int) -> None:
         case "write":
             writing._Summing.write = halfway  # type: ignore[method-assign]
         case "part":
-            Peers.gather = told  # type: ignore[method-assign]
+            Peers.gather = reported  # type: ignore[method-assign]
         case "publish":
             for files in (LocalFiles, ObjectFiles):
                 files.written, files.write = files.write, unmarked  # type: ignore[attr-defined]
@@ -138,17 +138,17 @@ def at(moment: str, rank: int) -> None:
 def main() -> None:
     dist.init_process_group("gloo")
     model, optimizer = build()
-    said: list[str] = []
+    logged: list[str] = []
     done = {"step": 0}
     notes: list[dict[str, Any]] = []
     loaded: Any = None
 
     def noted() -> dict[str, Any]:
-        new = said[sum(len(note["said"]) for note in notes) :]
-        return {"said": new, "loaded": loaded, **done, "digest": digest(model, optimizer)}
+        new = logged[sum(len(note["logged"]) for note in notes) :]
+        return {"logged": new, "loaded": loaded, **done, "digest": digest(model, optimizer)}
 
     place = os.environ.get("CHECKPOINTS", str(FOLDER / "checkpoints"))
-    store = Checkpoints(place, generation=GENERATION, say=said.append, keep=2)
+    store = Checkpoints(place, generation=GENERATION, say=logged.append, keep=2)
     actions = iter(ACTIONS)
     for action in actions:
         match action:
@@ -170,7 +170,7 @@ def main() -> None:
                 at(next(actions), int(next(actions)))
             case "in":
                 store.wait()
-                store = Checkpoints(f"{place}/{next(actions)}", generation=GENERATION, say=said.append, keep=2)
+                store = Checkpoints(f"{place}/{next(actions)}", generation=GENERATION, say=logged.append, keep=2)
             case "note":
                 notes.append(noted())
                 print(json.dumps(notes[-1]), flush=True)

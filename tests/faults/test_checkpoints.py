@@ -98,7 +98,7 @@ def assert_is_loaded(group: Group, kind: str, saved: Any, world_size: int) -> No
 
     assert (loaded["loaded"], loaded["step"]) == ([0, 3], 3)
     assert loaded["digest"] == saved["digest"]
-    assert loaded["said"] == []
+    assert loaded["logged"] == []
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "zero"])
@@ -192,7 +192,7 @@ def test_a_rank_killed_while_a_checkpoint_is_made_leaves_the_one_before(
     # If rank 0 lives, it hears of the death, and deletes what was written if it lives long enough.
     assert len(death.hidden) == 1 if victim == 0 else len(death.hidden) <= 1
     assert (death.found["loaded"], death.found["digest"]) == ([0, 2], death.whole)
-    assert ["removed " in each for each in death.found["said"]] == [True] * len(death.hidden)
+    assert ["removed " in each for each in death.found["logged"]] == [True] * len(death.hidden)
     assert death.left == []
 
 

@@ -42,7 +42,7 @@ class Eavesdropper(Listener):
     """
 
     def __init__(self, certificates: Certificates | None = None) -> None:
-        self.heard = b""
+        self.received = b""
         self._context: ssl.SSLContext | None = None
         if certificates:
             self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -50,14 +50,14 @@ class Eavesdropper(Listener):
         super().__init__(self._answer)
         self.place = str(self.endpoint)
 
-    def has_heard(self, secret: str) -> bool:
+    def has_received(self, secret: str) -> bool:
         forms = (secret.encode(), base64.b64encode(secret.encode()).rstrip(b"="))
-        return any(form in self.heard for form in forms)
+        return any(form in self.received for form in forms)
 
     def _answer(self, asking: socket.socket) -> None:
         stream = self._context.wrap_socket(asking, server_side=True) if self._context else asking
         while data := stream.recv(65536):
-            self.heard += data
+            self.received += data
             if data.startswith((b"GET", b"POST")):
                 stream.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(ANSWER) + ANSWER)
 
@@ -68,7 +68,7 @@ def listener() -> Iterator[Eavesdropper]:
         yield made
 
 
-def told(folder: Path, listener: Eavesdropper, words: str, env: Mapping[str, str]) -> Job:
+def attempted(folder: Path, listener: Eavesdropper, words: str, env: Mapping[str, str]) -> Job:
     """Run a job until it ends or has sent a secret. {} in `words` stands for the endpoint."""
     (folder / "pw").write_text(f"{PASSWORD.replace(' ', '-')}\n")
     (folder / "token").write_text(f"{TOKEN.replace(' ', '-')}\n")
@@ -86,7 +86,7 @@ def told(folder: Path, listener: Eavesdropper, words: str, env: Mapping[str, str
 def given_away(listener: Eavesdropper) -> list[str]:
     bearers = [Secret(each).bearer for each in (TOKEN, TOKEN.replace(" ", "-"))]
     secrets = (PASSWORD, PASSWORD.replace(" ", "-"), TOKEN, TOKEN.replace(" ", "-"), *bearers)
-    return [secret for secret in secrets if listener.has_heard(secret)]
+    return [secret for secret in secrets if listener.has_received(secret)]
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def given_away(listener: Eavesdropper) -> list[str]:
 def test_a_password_is_not_sent_without_tls_unless_http_was_typed(
     tmp_path: Path, listener: Eavesdropper, words: str, env: dict[str, str]
 ) -> None:
-    job = told(tmp_path, listener, words, env)
+    job = attempted(tmp_path, listener, words, env)
 
     assert given_away(listener) == []
     assert job.code == 2
@@ -122,7 +122,7 @@ def test_a_password_is_not_sent_without_tls_unless_http_was_typed(
 def test_a_password_is_sent_where_http_was_typed_and_that_is_logged_once(
     tmp_path: Path, listener: Eavesdropper, words: str
 ) -> None:
-    job = told(tmp_path, listener, words, LOGIN)
+    job = attempted(tmp_path, listener, words, LOGIN)
 
     assert given_away(listener) == [PASSWORD]
     assert job.stderr.count("the password of etcd's user me goes unencrypted to") == 1
@@ -140,7 +140,7 @@ def test_no_client_of_an_etcd_sends_a_password_without_tls_unless_plainly_is_set
             with pytest.raises(Denied, match="the password of etcd's user me is not sent; type https://"):
                 call()
 
-    assert listener.heard == b""
+    assert listener.received == b""
 
 
 def test_a_server_that_the_authority_does_not_know_gets_no_password(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_a_server_that_the_authority_does_not_know_gets_no_password(tmp_path: Pa
         with pytest.raises(Denied, match="not trusted"):
             store.check()
 
-        assert listener.heard == b""
+        assert listener.received == b""
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_a_server_that_the_authority_does_not_know_gets_no_password(tmp_path: Pa
 def test_a_plain_response_where_a_token_was_given_is_refused(
     tmp_path: Path, listener: Eavesdropper, words: str, env: dict[str, str], sentence: str
 ) -> None:
-    job = told(tmp_path, listener, words, env)
+    job = attempted(tmp_path, listener, words, env)
 
     assert (job.code, given_away(listener)) == (2, [])
     assert sentence in job.stderr
@@ -190,7 +190,7 @@ def test_a_plain_response_where_this_users_own_store_is_known_to_be_is_refused(
     monkeypatch.setenv("HOME", str(tmp_path))
     store_token(TOKEN, listener.endpoint)
 
-    job = told(tmp_path, listener, "--rdzv-endpoint {}", {})
+    job = attempted(tmp_path, listener, "--rdzv-endpoint {}", {})
 
     assert (job.code, given_away(listener)) == (2, [])
     assert f" shows that your elaunch serves a store with a token at {listener.place}, but what answers" in job.stderr
@@ -198,9 +198,9 @@ def test_a_plain_response_where_this_users_own_store_is_known_to_be_is_refused(
 
 def test_a_tls_server_without_the_token_gets_nothing_of_it(tmp_path: Path) -> None:
     with Eavesdropper(Certificates(tmp_path)) as listener:
-        job = told(tmp_path, listener, "--rdzv-endpoint {}", {"ELAUNCH_TOKEN": TOKEN, **LOGIN})
+        job = attempted(tmp_path, listener, "--rdzv-endpoint {}", {"ELAUNCH_TOKEN": TOKEN, **LOGIN})
 
-        assert listener.heard == b""
+        assert listener.received == b""
     assert job.code == 2
     assert f"the token here is not that of the store at {listener.place}" in job.stderr
 

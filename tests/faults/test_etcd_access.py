@@ -55,32 +55,32 @@ def denial(etcd: Etcd, access: Access) -> str:
 
 
 def test_with_certificate_and_password_everything_works(secured: Etcd, certificates: Certificates) -> None:
-    told: list[Update] = []
+    received: list[Update] = []
     with closing(EtcdStore(secured.addresses, Access(files(certificates), LOGIN), DEADLINE_S)) as store:
         assert store.check().startswith(secured.version)
         store.grant(1, 60)
-        watch = store.watch(KEY, store.read(KEY).revision, told.append)
+        watch = store.watch(KEY, store.read(KEY).revision, received.append)
 
         answer = store.commit(Txn((), (Put(KEY, "1", 1),)))
 
-        wait_for(lambda: told, "word of the write")
-        assert [update.revision for update in told if not isinstance(update, Exception)] == [answer.revision]
+        wait_for(lambda: received, "the update of the write")
+        assert [update.revision for update in received if not isinstance(update, Exception)] == [answer.revision]
         assert store.keep_alive(1) > 0
         store.revoke(1)
         watch.close()
 
 
 def test_a_wrong_password_is_reported(secured: Etcd, certificates: Certificates) -> None:
-    said = denial(secured, Access(files(certificates), Login("agent", "wrong")))
+    logged = denial(secured, Access(files(certificates), Login("agent", "wrong")))
 
-    assert "the password of user 'agent' is wrong" in said
-    assert f"'{'wrong'}'" not in said
+    assert "the password of user 'agent' is wrong" in logged
+    assert f"'{'wrong'}'" not in logged
 
 
 def test_keys_that_a_user_may_not_use_are_denied_to_calls_and_watches(
     secured: Etcd, certificates: Certificates
 ) -> None:
-    told: list[Update] = []
+    received: list[Update] = []
     with closing(EtcdStore(secured.addresses, Access(files(certificates), LOGIN), DEADLINE_S)) as store:
         with pytest.raises(Denied, match="user 'agent' may not use these keys"):
             store.commit(Txn((), (Put("/elsewhere", ""),)))
@@ -88,10 +88,10 @@ def test_keys_that_a_user_may_not_use_are_denied_to_calls_and_watches(
         with pytest.raises(Denied, match="user 'agent' may not use these keys"):
             store.watch("/elsewhere", None, lambda _: None).begun()
 
-        store.watch("/elsewhere", 0, told.append)
+        store.watch("/elsewhere", 0, received.append)
 
-        wait_for(lambda: told, "the denial")
-        assert [type(update) for update in told] == [Denied]
+        wait_for(lambda: received, "the denial")
+        assert [type(update) for update in received] == [Denied]
 
 
 def test_an_authority_that_did_not_sign_the_certificate_is_reported(secured: Etcd, tmp_path: Path) -> None:
@@ -122,16 +122,16 @@ class CountingTransport(JsonTransport):
 
 @pytest.mark.parametrize("version", [slow("3.4"), "3.5"])
 def test_a_token_that_has_run_out_is_renewed_for_calls_and_for_a_watch_that_is_opened_again(version: str) -> None:
-    told: list[Update] = []
+    received: list[Update] = []
     transport = CountingTransport()
     with (
         Etcd(version, users={WORD.user: WORD.password}) as etcd,
         relay(etcd.addresses[0]) as way,
         closing(EtcdStore([way.endpoint], Access(login=WORD, plainly=True), DEADLINE_S, transport)) as store,
     ):
-        store.watch(KEY, store.read(KEY).revision, told.append)
+        store.watch(KEY, store.read(KEY).revision, received.append)
         store.commit(Txn((), (Put(KEY, "1"),)))
-        wait_for(lambda: writes(told) == 1, "word of the first write")
+        wait_for(lambda: writes(received) == 1, "the update of the first write")
         assert transport.logins == 1
 
         etcd.forget_tokens(WORD.user)
@@ -139,7 +139,7 @@ def test_a_token_that_has_run_out_is_renewed_for_calls_and_for_a_watch_that_is_o
         way.restore()
         wait_for(lambda: transport.logins > 1, "the watch's new token")
         etcd.ctl("put", KEY, "2")
-        wait_for(lambda: writes(told) == 2, "word of the second write")
+        wait_for(lambda: writes(received) == 2, "the update of the second write")
 
         logins = transport.logins
         etcd.forget_tokens(WORD.user)
@@ -151,9 +151,9 @@ def test_a_token_that_has_run_out_is_renewed_for_calls_and_for_a_watch_that_is_o
         assert transport.logins == logins + 1
 
         etcd.forget_tokens(WORD.user)
-        anew: list[Update] = []
-        store.watch(KEY, None, anew.append).begun()
-        assert anew[-1] == store.read(KEY)
+        again: list[Update] = []
+        store.watch(KEY, None, again.append).begun()
+        assert again[-1] == store.read(KEY)
         assert transport.logins == logins + 2
 
 
@@ -176,10 +176,10 @@ def test_a_server_that_answers_byte_by_byte_is_left_after_the_deadline_too() -> 
             if stop.wait(0.01):
                 return
 
-    said = refusal(Listener(trickle), 0.15)
+    logged = refusal(Listener(trickle), 0.15)
     stop.set()
 
-    assert "no answer from HOST within 0.3 s" in said
+    assert "no answer from HOST within 0.3 s" in logged
 
 
 def test_an_older_etcd_is_refused_with_its_version() -> None:
@@ -201,7 +201,7 @@ def test_an_older_etcd_is_refused_with_its_version() -> None:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_common_name_beside_users_works(version: str, tmp_path: Path) -> None:
-    told: list[Update] = []
+    received: list[Update] = []
     certificates = Certificates(tmp_path, client_name="somebody")
     with (
         Etcd(version, tls=certificates, client_certificates=True, users={LOGIN.user: LOGIN.password}) as etcd,
@@ -209,9 +209,9 @@ def test_a_common_name_beside_users_works(version: str, tmp_path: Path) -> None:
     ):
         assert store.check().startswith(version)
         store.grant(1, 60)
-        store.watch(KEY, store.read(KEY).revision, told.append)
+        store.watch(KEY, store.read(KEY).revision, received.append)
         store.commit(Txn((), (Put(KEY, "1", 1),)))
 
-        wait_for(lambda: told, "word of the write")
+        wait_for(lambda: received, "the update of the write")
         assert store.keep_alive(1) > 0
         store.revoke(1)

@@ -62,7 +62,7 @@ def watching(way: Listener, transport: str) -> Iterator[EtcdStore]:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No watch begins anew because etcd is slow to say that it has begun."""
+    """No watch begins again because etcd is slow to confirm that it has begun."""
     monkeypatch.setattr(store_module, "_BEGUN_S", DEADLINE_S)
 
 
@@ -77,7 +77,7 @@ def put(store: EtcdStore, key: str, value: str = "") -> int:
     return store.commit(Txn((), (Put(key, value),))).revision
 
 
-class Told:
+class Received:
     """The events of a watch, and the state that a reader derives from them."""
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class Told:
         self.revision = update.revision
 
     def wait_for(self, revision: int) -> None:
-        wait_for(lambda: self.revision >= revision, f"word of revision {revision}; told {self.updates[-3:]}")
+        wait_for(lambda: self.revision >= revision, f"revision {revision}; received {self.updates[-3:]}")
 
 
 @pytest.mark.parametrize("seed", [0, slow(1), slow(2)])
@@ -107,8 +107,8 @@ def test_cuts_and_compactions_at_random_leave_a_reader_with_the_truth(
     etcd: Etcd, watching: EtcdStore, direct: EtcdStore, way: Listener, seed: int
 ) -> None:
     rng = random.Random(seed)
-    told = Told()
-    watching.watch(PREFIX, direct.read(PREFIX).revision, told)
+    received = Received()
+    watching.watch(PREFIX, direct.read(PREFIX).revision, received)
 
     revision = compacted = 0
     for turn in range(60):
@@ -127,22 +127,22 @@ def test_cuts_and_compactions_at_random_leave_a_reader_with_the_truth(
                 etcd.compact(compacted)
             case 6:
                 way.restore()
-                told.wait_for(revision)
+                received.wait_for(revision)
     way.restore()
-    told.wait_for(revision)
+    received.wait_for(revision)
 
-    assert told.entries == direct.read(PREFIX).entries, f"seed {seed}"
+    assert received.entries == direct.read(PREFIX).entries, f"seed {seed}"
 
 
 @pytest.mark.parametrize("begins_now", [False, True])
 def test_a_watch_goes_on_from_a_member_that_never_answers_to_one_that_does(
     etcd: Etcd, direct: EtcdStore, transport: str, begins_now: bool
 ) -> None:
-    told, before = Told(), direct.read(PREFIX).revision
+    received, before = Received(), direct.read(PREFIX).revision
     with silent() as mute, closing(client([mute.endpoint, *etcd.addresses], transport, deadline_s=0.7)) as store:
-        store.watch(PREFIX, None if begins_now else before, told)
+        store.watch(PREFIX, None if begins_now else before, received)
 
-        told.wait_for(put(direct, A))
+        received.wait_for(put(direct, A))
         assert mute.accepted
 
 
@@ -167,24 +167,24 @@ def test_a_watch_from_now_misses_nothing_that_is_written_while_it_begins(
 
     setattr(Interrupted, moment, interrupted)
     written: list[int] = []
-    told = Told()
+    received = Received()
     with closing(Interrupted(etcd.addresses, deadline_s=DEADLINE_S)) as store:
-        store.watch(PREFIX, None, told).begun()
+        store.watch(PREFIX, None, received).begun()
 
-        told.wait_for(written[-1])
-        assert told.entries == direct.read(PREFIX).entries
-        assert [A in update.entries for update in told.updates].count(True) == 1, "told once"
+        received.wait_for(written[-1])
+        assert received.entries == direct.read(PREFIX).entries
+        assert [A in update.entries for update in received.updates].count(True) == 1, "received once"
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_store_whose_revision_went_back_has_lost_its_history(version: str) -> None:
-    told: list[Update] = []
+    received: list[Update] = []
     with Etcd(version) as etcd:
         store = EtcdStore(etcd.addresses)
         port = etcd.addresses[0].port
         for _ in range(5):
             store.commit(Txn((), (Put(f"{PREFIX}n", ""),)))
-        store.watch(PREFIX, store.read(PREFIX).revision, told.append)
+        store.watch(PREFIX, store.read(PREFIX).revision, received.append)
         peer_port = int(etcd.peers[0].rpartition(":")[2])
     with pytest.raises(Unavailable, match="nothing listens"):
         store.read(PREFIX)
@@ -192,8 +192,8 @@ def test_a_store_whose_revision_went_back_has_lost_its_history(version: str) -> 
     with Etcd(version, ports=[port, peer_port]), pytest.raises(HistoryLost, match="revision 6 before, revision 1 now"):
         store.read(PREFIX)
 
-    wait_for(lambda: told, "the watch's end")
-    assert [type(update) for update in told] == [HistoryLost]
+    wait_for(lambda: received, "the watch's end")
+    assert [type(update) for update in received] == [HistoryLost]
     with pytest.raises(HistoryLost):
         store.commit(Txn(()))
     store.close()
@@ -232,6 +232,6 @@ def test_an_idle_watch_notices_that_its_servers_host_was_switched_off(tmp_path: 
         etcd.members[0].wait_ready()
         etcd.ctl("put", "/elaunch/after", "")
 
-        told, _, _ = select.select([watching.stdout], [], [], DEADLINE_S)
-        assert told, "the watch waits for ever"
+        ready, _, _ = select.select([watching.stdout], [], [], DEADLINE_S)
+        assert ready, "the watch waits for ever"
         assert watching.stdout.readline() == "/elaunch/after\n"

@@ -63,7 +63,7 @@ def test_each_form_goes_on_after_a_kill_as_if_there_had_been_none(
         for form in IN_PARTS & set(forms):
             expected[form] = 2 if forms.index(form) <= forms.index(struck) else 1
         assert began == expected
-        assert not [said for said in (*calm[rank]["said"], *resumed[rank]["said"]) if "outside" in said]
+        assert not [logged for logged in (*calm[rank]["logged"], *resumed[rank]["logged"]) if "outside" in logged]
 
 
 def test_a_rank_that_dies_in_a_collective_of_the_optimizer_costs_the_steps_since_the_snapshot(
@@ -103,5 +103,5 @@ def test_a_damaged_copy_is_found_and_no_state_since_the_last_comparison_is_used(
     assert [answer["forms"] for answer in resumed] == [
         {"ddp": {"began": 2, "digest": answer["forms"]["ddp"]["digest"]}} for answer in calm
     ]
-    (said,) = resumed[0]["said"]
-    assert said.startswith("restored step 2 from memory (of generation 0); 2 steps are repeated, since ")
+    (logged,) = resumed[0]["logged"]
+    assert logged.startswith("restored step 2 from memory (of generation 0); 2 steps are repeated, since ")

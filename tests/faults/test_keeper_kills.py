@@ -85,8 +85,8 @@ def test_a_kill_at_any_moment_loses_no_step(storm: Run, generation: int) -> None
 def test_survivors_killed_while_they_save_leave_the_snapshot_before(storm: Run) -> None:
     assert {moment for moment, _, _ in struck(storm, TWO_SURVIVORS)} == {"forward", "copy"}
     assert restored(storm, TWO_SURVIVORS) == (19, 1)
-    said = f"restored step 19 from memory (of generation {TWO_SURVIVORS}); 1 step is repeated"
-    assert said in storm.job.output
+    logged = f"restored step 19 from memory (of generation {TWO_SURVIVORS}); 1 step is repeated"
+    assert logged in storm.job.output
 
 
 def test_a_worker_frozen_in_the_middle_of_a_copy_costs_no_step(storm: Run) -> None:
@@ -153,15 +153,15 @@ def test_a_kill_at_any_moment_costs_no_step(
     options = ("lose_at_most=0", option)
     with Forked(tmp_path / "run", forker, *options, asks=asks) as run:
         ended = [run.generation(number, workers) for number in range(len(kills) + 1)]
-    said = "".join(rank.err for ranks in ended for rank in ranks)
+    logged = "".join(rank.err for ranks in ended for rank in ranks)
 
-    assert [rank.code for rank in ended[-1]] == [0] * workers, said
+    assert [rank.code for rank in ended[-1]] == [0] * workers, logged
     struck = [(r["moment"], r["step"], r["rank"]) for r in run.of("killed")]
     assert struck == [(moment, step, rank) for moment, step, rank, _ in kills]
     for generation, (_, step, _, completed) in enumerate(kills, 1):
         assert completed <= run.began(generation) <= (step if "hsdp" in option else completed)
-    assert {steps for *_, steps in re.findall(RESTORED, said)} == {"0"}
-    assert "random state" not in said
+    assert {steps for *_, steps in re.findall(RESTORED, logged)} == {"0"}
+    assert "random state" not in logged
     # If a replica has completed a step that no rank's loop has seen complete, its loss is not recorded.
     assert run.ends == calm(workers, option).ends
     assert calm(workers, option).losses.items() >= run.losses.items()

@@ -27,7 +27,7 @@ class Still:
 
 
 # Ranks 0 and 2 are on one node, rank 1 is on another. No packet gets between the two nodes. Rank 2 dies when both
-# others wait: a rank that is still in the collective before would fail there, before it is told of the death.
+# others wait: a rank that is still in the collective before would fail there, before it is notified of the death.
 SILENT = f"""{SAY}{STILL}
 memory = os.environ["ELAUNCH_MEMORY"] + f"/{{RANK % 2}}"
 os.makedirs(memory, exist_ok=True)

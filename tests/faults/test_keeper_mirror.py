@@ -46,7 +46,7 @@ class Nodes(Kept):
 
     def ends_of(self, ranks: Ranks) -> list[int]:
         ended = ranks.end()
-        self.said = "".join(rank.err for rank in ended)
+        self.logged = "".join(rank.err for rank in ended)
         return [rank.code for rank in ended]
 
     def lose(self, node: int) -> None:
@@ -64,7 +64,7 @@ def calm(forker: RankForker, tmp_path_factory: pytest.TempPathFactory) -> Callab
         with tempfile.TemporaryDirectory(dir="/dev/shm") as one, tempfile.TemporaryDirectory(dir="/dev/shm") as other:
             folder = tmp_path_factory.mktemp("calm") / "run"
             calm = Nodes(folder, forker, [Path(one), Path(other)], "lose_at_most=10", option)
-            assert calm.generation(0) == [0, 0], calm.said
+            assert calm.generation(0) == [0, 0], calm.logged
             return calm
 
     return run
@@ -94,16 +94,16 @@ def test_a_lost_nodes_own_state_is_that_of_the_last_snapshot_to_the_bit(
     stormy.lose(lost)
     # The other node is lost before the next snapshot is due.
     assert stormy.generation(1, all_die(1, 19)) == [-9, -9]
-    assert "restored step 16 from memory (of generation 0" in stormy.said
-    assert "3 steps are repeated" in stormy.said
+    assert "restored step 16 from memory (of generation 0" in stormy.logged
+    assert "3 steps are repeated" in stormy.logged
     stormy.lose(1 - lost)
 
-    assert stormy.generation(2) == [0, 0], stormy.said
+    assert stormy.generation(2) == [0, 0], stormy.logged
 
     assert [stormy.began(1), stormy.began(2)] == [16, 16]
-    assert "2 steps are repeated" in stormy.said
-    assert "lost" not in stormy.said
-    assert "starts over" not in stormy.said
+    assert "2 steps are repeated" in stormy.logged
+    assert "lost" not in stormy.logged
+    assert "starts over" not in stormy.logged
     assert stormy.ends == calm(option).ends
 
 
@@ -117,9 +117,9 @@ def test_a_node_lost_before_its_snapshot_has_arrived_goes_back_to_the_one_before
     assert stormy.of("deaf")
     stormy.lose(1)
 
-    assert stormy.generation(1) == [0, 0], stormy.said
+    assert stormy.generation(1) == [0, 0], stormy.logged
 
     assert stormy.began(1) == 6
-    assert "lost" not in stormy.said
-    assert "starts over" not in stormy.said
+    assert "lost" not in stormy.logged
+    assert "starts over" not in stormy.logged
     assert stormy.ends == calm("hook=powersgd").ends

@@ -56,11 +56,11 @@ def test_a_worker_killed_for_memory_is_distinguished_from_one_killed_by_hand(
         assert job.wait() == 1
 
     assert "survived" not in job.output
-    said = (
+    logged = (
         r"rank 1 .* was killed by SIGKILL \(out of memory, per the kernel log; it held \d+(\.\d)? MiB; its cgroup may"
         r" hold 500 MiB, of which (4\d\d|500) MiB were used\)"
     )
-    assert re.search(said, job.output), job.output
+    assert re.search(logged, job.output), job.output
     assert re.search(r"^Next step: give the job more memory \(its limit is 500 MiB\)", job.output, re.MULTILINE)
 
 
@@ -83,5 +83,5 @@ def test_a_limit_of_processes_is_a_sentence_wherever_it_strikes(most: int, tmp_p
         job.assert_nothing_is_left()
     if "Beautiful is better" not in job.stdout:
         assert code in (1, 3)
-        said = (f"(ulimit -u is {most}, ", "raise the limit of processes and threads (ulimit -u, ")
-        assert any(words in job.stderr for words in said), job.stderr
+        logged = (f"(ulimit -u is {most}, ", "raise the limit of processes and threads (ulimit -u, ")
+        assert any(words in job.stderr for words in logged), job.stderr

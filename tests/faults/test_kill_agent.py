@@ -26,8 +26,8 @@ while True:
 NAMES = ("worker", "sleep", "setsid", "daemon")
 
 
-def said_pids(job: Watched, *names: str, each: int) -> list[int]:
-    """The pids that the workers said, once all are there and alive."""
+def logged_pids(job: Watched, *names: str, each: int) -> list[int]:
+    """The pids that the workers logged, once all are there and alive."""
     wait_for(lambda: all(len(job.pids(name)) == each for name in names), f"{each} of each of {names}")
     pids = [pid for name in names for pid in job.pids(name)]
     assert all(is_alive(pid) for pid in pids)
@@ -38,7 +38,7 @@ def said_pids(job: Watched, *names: str, each: int) -> list[int]:
 def test_children_of_workers_die_with_the_agent(tmp_path: Path, how: tuple[str, ...]) -> None:
     script(tmp_path, WITH_CHILDREN)
     with Watched(tmp_path, *how, "--nproc-per-node", "2", "train.py", env=WITHOUT_TORCH) as job:
-        pids = said_pids(job, *NAMES, each=2)
+        pids = logged_pids(job, *NAMES, each=2)
         assert job.run_dirs(), "there is no run directory to remove"
 
         job.kill_agent()
@@ -49,7 +49,7 @@ def test_children_of_workers_die_with_the_agent(tmp_path: Path, how: tuple[str, 
 def test_the_guardian_reports_a_killed_agent_on_stderr_and_in_the_timeline(tmp_path: Path) -> None:
     script(tmp_path, WITH_CHILDREN)
     with Light(tmp_path, "--log-dir", "logs", "--nproc-per-node", "2", "train.py") as job:
-        said_pids(job, *NAMES, each=2)
+        logged_pids(job, *NAMES, each=2)
 
         job.kill_agent()
 
@@ -57,7 +57,7 @@ def test_the_guardian_reports_a_killed_agent_on_stderr_and_in_the_timeline(tmp_p
         died = f"{who}, by a signal such as kill -9, or a crash of its own; its 2 workers there were ended"
         job.assert_nothing_is_left()
         # The line may still be in the pipe.
-        wait_for(lambda: job.said_by_agent()[-1] == died, "the guardian's line")
+        wait_for(lambda: job.logged_by_agent()[-1] == died, "the guardian's line")
     event = json.loads(next((tmp_path / "logs").glob("*_*/timeline.jsonl")).read_text().splitlines()[-1])
     assert (event["event"], event["generation"], event["workers"], event["reason"]) == ("agent_died", 0, 2, died)
 
@@ -68,7 +68,7 @@ def test_what_a_killed_agent_had_is_gone_within_a_second(tmp_path: Path) -> None
     took_s: list[float] = []
     while not took_s or (min(took_s) > 1 and len(took_s) < 10):
         with Light(tmp_path, "--nproc-per-node", "2", "train.py") as job, ExitStack() as stack:
-            pids = said_pids(job, *NAMES, each=2)
+            pids = logged_pids(job, *NAMES, each=2)
             ends = [os.pidfd_open(pid) for pid in pids]
             for end in ends:
                 stack.callback(os.close, end)
@@ -86,10 +86,10 @@ def test_what_an_agent_killed_together_with_its_guardian_has_left_is_removed_by_
     script(tmp_path, f"{SAY}\nsay('worker', os.getpid())\nwhile True: signal.pause()")
     options = ("--nproc-per-node", "1", "train.py")
     with Light(tmp_path, *options) as living:
-        said_pids(living, "worker", each=1)
+        logged_pids(living, "worker", each=1)
         kept = [*living.run_dirs(), *living.memory_dirs()]
         with Light(tmp_path, *options) as killed:
-            said_pids(killed, "worker", each=1)
+            logged_pids(killed, "worker", each=1)
             left = [path for path in (*killed.run_dirs(), *killed.memory_dirs()) if path not in kept]
             guardian = killed.guardian()
             # Stop the agent first: it would start another guardian.
@@ -101,7 +101,7 @@ def test_what_an_agent_killed_together_with_its_guardian_has_left_is_removed_by_
             assert all(path.exists() for path in left if path.parent == killed.tmp), "nobody was to remove it yet"
 
             with Light(tmp_path, *options) as following:
-                said_pids(following, "worker", each=1)
+                logged_pids(following, "worker", each=1)
                 wait_for(lambda: not any(path.exists() for path in left), "the removal")
 
         assert all(path.exists() for path in kept), "its agent lives"

@@ -36,9 +36,9 @@ def test_a_killed_fork_server_takes_its_workers_along_and_the_next_generation_ha
         assert not any(is_alive(pid) for pid in first)
         assert job.wait() == 0
         assert len(job.pids("worker")) == 4
-        told = [line for line in job.said_by_agent() if "fork server" in line]
-        assert len(told) == 1
-        assert told[0].startswith("the fork server was killed by SIGKILL")
+        logged = [line for line in job.logged_by_agent() if "fork server" in line]
+        assert len(logged) == 1
+        assert logged[0].startswith("the fork server was killed by SIGKILL")
         assert re.search("succeeded.* 1 of 3 restarts used", job.stderr)
         job.assert_nothing_is_left(pids=job.pids("sleep") + job.pids("setsid") + job.pids("daemon"))
 
@@ -68,8 +68,8 @@ def test_a_fork_server_killed_while_it_imports_is_replaced_by_fresh_interpreters
         assert job.wait() == 0
         assert begun.read_text() == "x", "it was imported again"
         assert job.stdout.count("the script ran") == 2
-        told = "the fork server ended while it imported; each worker starts as a fresh interpreter"
-        assert job.said_by_agent().count(told) == 1
+        logged = "the fork server ended while it imported; each worker starts as a fresh interpreter"
+        assert job.logged_by_agent().count(logged) == 1
 
 
 def test_a_killed_worker_store_restarts_the_group_with_a_new_one(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ print("reduced", int(total), "in generation", GENERATION)
         assert job.wait() == 0
         assert not is_alive(store)
         assert not any(is_alive(pid) for pid in first)
-        assert len([line for line in job.said_by_agent() if line.startswith("the worker store was killed")]) == 1
+        assert len([line for line in job.logged_by_agent() if line.startswith("the worker store was killed")]) == 1
         assert job.stdout.count("reduced 2 in generation 1") == 2
         assert re.search("succeeded.* 1 of 3 restarts used", job.stderr)
 

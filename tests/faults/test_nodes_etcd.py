@@ -76,17 +76,17 @@ def test_training_goes_on_while_all_of_etcd_is_away_and_no_generation_opens_when
     on_three_members: Shared,
 ) -> None:
     cluster, meeting = on_three_members.job()
-    said = LogsFromNow(cluster)
+    logged = LogsFromNow(cluster)
 
     for member in cluster.etcd.members:
         member.kill()
 
     # Train for twice the lease time, so that a lease that is not renewed would have ended.
     cluster.trains_for(meeting, 7)
-    said.wait_for("the store is away")
+    logged.wait_for("the store is away")
     for member in cluster.etcd.members:
         member.start()
-    said.wait_for("the store is back")
+    logged.wait_for("the store is back")
     # A node that is wrongly taken for lost would be declared lost within this time.
     cluster.trains_for(meeting, 7)
     cluster.end()

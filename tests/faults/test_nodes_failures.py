@@ -35,12 +35,12 @@ def test_a_worker_killed_on_one_node_restarts_the_workers_of_all(tmp_path: Path,
         assert second.restarts == 1
         assert second.hosts == first.hosts
         assert not any(is_alive(first.pid(rank)) for rank in range(4))
-        said = (
+        logged = (
             rf"rank {victim} \(local rank 1 on node0, pid {first.pid(victim)}\) was killed by SIGKILL in generation 0"
         )
         # The other node says the cause, too.
         for agent in cluster.agents.values():
-            agent.wait_for_output(said)
+            agent.wait_for_output(logged)
         cluster.end()
 
 
@@ -64,9 +64,9 @@ def test_a_node_with_another_command_is_refused_and_the_job_is_untouched(pair: S
 
     assert cluster.agents[2].wait() == 2
     cluster.assert_nothing_is_left(cluster.nodes[2])
-    said = cluster.agents.pop(2).stderr
-    assert "reducer.py" in said
-    assert "other.py" in said
+    logged = cluster.agents.pop(2).stderr
+    assert "reducer.py" in logged
+    assert "other.py" in logged
     cluster.goes_on(meeting)
 
 

@@ -28,11 +28,11 @@ def test_a_new_user_types_one_line_here_and_the_line_that_it_prints_there(
     home = {"HOME": str(tmp_path)}
     with LightCluster(tmp_path, 2, head=True, own_name_is_loopback=own_name_is_loopback) as cluster:
         cluster.start(0, nnodes="2", env=home)
-        said = cluster.agents[0].wait_for_output(r"^elaunch: on the other node type: elaunch (.*)$")
+        logged = cluster.agents[0].wait_for_output(r"^elaunch: on the other node type: elaunch (.*)$")
 
         # As typed: stderr is no terminal here, so the line names the token's file, also for another home.
         (tmp_path / "home1").mkdir()
-        cluster.type(1, *shlex.split(said[1]), env={"HOME": str(tmp_path / "home1")})
+        cluster.type(1, *shlex.split(logged[1]), env={"HOME": str(tmp_path / "home1")})
 
         meeting = cluster.meeting(2)
         assert meeting.hosts == ["node0", "node1"]

@@ -79,8 +79,10 @@ def test_a_closed_port_between_nodes_is_named_by_the_node_that_cannot_connect(tm
         head.run("nft", f"table ip firewall {{ {chain} {CLOSED[why]}; }}; }}")
         cluster.start(0, 1, nnodes="2", options=PATIENT, env=TOKEN)
 
-        said = rf"^elaunch: this node cannot connect to 10\.77\.0\.1:\d+ \({why}\), MASTER_PORT on the node of rank 0: "
-        cluster.agents[1].wait_for_output(said + r"a firewall\? Ports to open")
+        logged = (
+            rf"^elaunch: this node cannot connect to 10\.77\.0\.1:\d+ \({why}\), MASTER_PORT on the node of rank 0: "
+        )
+        cluster.agents[1].wait_for_output(logged + r"a firewall\? Ports to open")
         command = (*COMMAND, "doctor", "--nnodes", "2", "--rdzv-endpoint", cluster.endpoints, "--no-python", "true")
         seen = other.run("env", f"ELAUNCH_TOKEN={TOKEN['ELAUNCH_TOKEN']}", *command)
 

@@ -300,7 +300,7 @@ def _ended_without_store(cluster: Cluster, storm: Storm) -> None:
     assert len(set(codes.values()) - {128 + signal.SIGTERM}) <= 1, codes
     assert all(code > 0 for code in codes.values()), codes
     for i in codes:
-        assert others[i].said_by_agent(), f"node {i} ended without a line"
+        assert others[i].logged_by_agent(), f"node {i} ended without a line"
         cluster.assert_nothing_is_left(cluster.nodes[i])
 
 

@@ -77,8 +77,8 @@ class Two:
 
     def join(self, head: Watched, index: int = 1) -> Watched:
         """Follow the head's instructions on another node: copy the token and type the line."""
-        said = head.wait_for_output(r"^elaunch: the store's token is in (/.*), which only you can read: ")[1]
-        copied = Path(shutil.copy(said, self.folder / "copied"))
+        logged = head.wait_for_output(r"^elaunch: the store's token is in (/.*), which only you can read: ")[1]
+        copied = Path(shutil.copy(logged, self.folder / "copied"))
         return self.type_line(index, line_of(head), token_file=copied)
 
     def files_at_home(self) -> list[Path]:

@@ -137,7 +137,7 @@ def test_a_kill_inside_the_keepers_work_costs_no_step(
 
     assert done >= step - 1
     # Each rank may have copied a step that none has seen complete.
-    assert done <= last["began"] <= done + (words[0] == "fsdp2"), last["said"]
+    assert done <= last["began"] <= done + (words[0] == "fsdp2"), last["logged"]
     assert last["repeated"] == 0
 
 

@@ -40,6 +40,6 @@ def test_one_line_has_the_reason_why_workers_are_fresh_interpreters(tmp_path: Pa
     job = finished(tmp_path, "--preload", f"{LIGHT[1]},{name}", "mine/train.py", env=env)
 
     assert job.stdout == "False True\n", job.output
-    said = re.findall("fresh interpreter, which is slower: (.*)", job.stderr)
-    assert len(said) == 1, job.output
-    assert re.fullmatch(why, said[0])
+    logged = re.findall("fresh interpreter, which is slower: (.*)", job.stderr)
+    assert len(logged) == 1, job.output
+    assert re.fullmatch(why, logged[0])

@@ -22,7 +22,7 @@ from tests.standin import WITHOUT_TORCH
 
 LIVELY = Path(__file__).with_name("lively.py")
 # An agent says a trouble within seconds, and on a busy machine within this time.
-SAID_S = 60.0
+LOGGED_S = 60.0
 OPTIONS = ("--nproc-per-node", "1", "--no-preload", "--max-restarts", "1000", "--rdzv-backend", "etcd")
 
 
@@ -93,7 +93,7 @@ class Fleet:
         """Wait until that node's agent has printed a line like `pattern`, after its first `after` characters."""
         agent = self.agents[node]
         self.wait_for(
-            lambda: re.search(pattern, agent.stderr[after:], re.MULTILINE), f"node {node} says {pattern!r}", SAID_S
+            lambda: re.search(pattern, agent.stderr[after:], re.MULTILINE), f"node {node} says {pattern!r}", LOGGED_S
         )
 
     def wait_for(self, fact: Callable[[], object], what: str, deadline_s: float = DEADLINE_S) -> None:

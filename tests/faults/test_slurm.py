@@ -28,7 +28,7 @@ import os, signal, sys, time
 def noticed(signum, frame):
     print("noticed by", signal.Signals(signum).name, flush=True)
     open(f"noticed.{os.environ['RANK']}", "w").close()
-    # The first to end would have the other one stopped, perhaps before Slurm has told its node.
+    # The first to end would have the other one stopped, perhaps before Slurm has notified its node.
     while not all(os.path.exists(f"noticed.{rank}") for rank in "01"):
         time.sleep(0.01)
     sys.exit(7)
@@ -137,9 +137,9 @@ def test_submit_writes_and_submits_what_runs(slurm: Slurm) -> None:
     submit = (*COMMAND, "submit", "slurm")
 
     shown = slurm.call(*submit, "--dry-run", *words)
-    told = slurm.call(*submit, *words)
+    printed = slurm.call(*submit, *words)
 
-    number = re.findall(r"^submitted as job (\d+)", told, re.MULTILINE)[0]
+    number = re.findall(r"^submitted as job (\d+)", printed, re.MULTILINE)[0]
     output = Batch(slurm, number).wait()
     assert shown.startswith("#!/bin/bash\n#SBATCH --job-name=sh\n#SBATCH --nodes=2-3\n")
     assert [rank for rank, *_ in places(output)] in ([0, 1], [0, 1, 2])
@@ -198,8 +198,8 @@ def test_arguments_arrive_unchanged_through_sbatch_and_srun(slurm: Slurm) -> Non
     ]
     options = ("--name", 'a "b" $(touch pwned) #c \\d \'e', '--sbatch=--comment=`touch pwned` "x"', "--no-python")
 
-    told = slurm.call(*COMMAND, "submit", "slurm", *options, program, *words)
-    number = re.findall(r"^submitted as job (\d+)", told, re.MULTILINE)[0]
+    printed = slurm.call(*COMMAND, "submit", "slurm", *options, program, *words)
+    number = re.findall(r"^submitted as job (\d+)", printed, re.MULTILINE)[0]
     job = Batch(slurm, number)
     output = job.wait()
 
@@ -220,24 +220,24 @@ def test_arguments_arrive_unchanged_through_sbatch_and_srun(slurm: Slurm) -> Non
     [(("--signal=USR1",), signal.SIGUSR1), (("--signal=USR2",), signal.SIGUSR2), ((), signal.SIGTERM)],
 )
 def test_a_job_that_is_notified_of_its_end_saves_and_leaves(slurm: Slurm, how: tuple[str, ...], signum: int) -> None:
-    run = Training(slurm.home / f"told-{signum}", asks=["hold:forward-0-3-0"])
-    job = batch_of(slurm, "--output=told.out", *COMMAND, *run.words())
+    run = Training(slurm.home / f"notified-{signum}", asks=["hold:forward-0-3-0"])
+    job = batch_of(slurm, "--output=notified.out", *COMMAND, *run.words())
     run.wait_for("held", step=3)
 
     slurm.call("scancel", *how, job.number)
     run.wait_for("requested", rank=1, reason="leave")
-    # A rank is told of the first node's leave. Slurm may signal the other node seconds later, and the head's store
+    # A rank is notified of the first node's leave. Slurm may signal the other node seconds later, and the head's store
     # would end with the head before.
     heard = f"{signal.Signals(signum).name}: leaving the job, stopping"
-    output = slurm.home / "told.out"
+    output = slurm.home / "notified.out"
     wait_for(lambda: output.read_text().count(heard) == 2, "both nodes have the signal")
     run.release("forward-0-3-0")
 
     job.wait("FAILED" if how else "CANCELLED")
-    said = output.read_text()
-    assert "stopped after step 3, on a request to leave; the same command goes on from there" in said
-    assert said.count(f"{signal.Signals(signum).name} was received by ") >= 2, said
-    assert said.count(f"exit code {128 + signum}") == 2, said
+    logged = output.read_text()
+    assert "stopped after step 3, on a request to leave; the same command goes on from there" in logged
+    assert logged.count(f"{signal.Signals(signum).name} was received by ") >= 2, logged
+    assert logged.count(f"exit code {128 + signum}") == 2, logged
 
 
 @pytest.mark.parametrize(
@@ -260,8 +260,8 @@ def test_a_program_that_knows_no_elaunch_gets_the_notice_that_it_has_a_handler_f
     assert output.count(f"noticed by {name}") == 2, output
     codes = dict(re.findall(r"task (\d): Exited with exit code (\d+)", output))
     # The head's store ends with the head, sometimes before Slurm has signalled the other node.
-    told = str(128 + notice)
-    assert codes in ({"0": told, "1": told}, {"0": told, "1": "3"}), output
+    notified = str(128 + notice)
+    assert codes in ({"0": notified, "1": notified}, {"0": notified, "1": "3"}), output
 
 
 @pytest.mark.slow

@@ -133,13 +133,13 @@ def test_a_worker_that_dies_while_plans_are_measured_and_one_that_dies_in_a_step
     assert_goes_on_with_its_plan(run, calm, "".join(rank.err for ranks in ended for rank in ranks))
 
 
-def assert_goes_on_with_its_plan(run: Forked | OneNode, calm: Trained, said: str) -> None:
+def assert_goes_on_with_its_plan(run: Forked | OneNode, calm: Trained, logged: str) -> None:
     assert run.struck() == DEATHS
     plan = plan_of(run)
     # Generation 1 measures, since nothing was chosen; generation 2 has a state, and its plan.
-    assert len(re.findall(r"parallel: \S+ is chosen", said, re.MULTILINE)) == 1
-    assert said.count(f"parallel: {plan}, as this run has chosen") == 1
-    assert said.count(f" workers with {plan}") == 2
+    assert len(re.findall(r"parallel: \S+ is chosen", logged, re.MULTILINE)) == 1
+    assert logged.count(f"parallel: {plan}, as this run has chosen") == 1
+    assert logged.count(f" workers with {plan}") == 2
     assert run.began(2) == 8
     run.assert_complete(steps=STEPS)
     assert run.difference(calm) <= TOLERANCE
@@ -174,9 +174,10 @@ def test_a_network_for_which_no_plan_has_memory_is_refused_with_the_values_by_ra
         ended = run.generation(0, 2, *SHAPE, *AUTO, *huge)
 
     assert [rank.code for rank in ended] == [2, 2]
-    said = ended[0].err.splitlines()[-1]
+    logged = ended[0].err.splitlines()[-1]
     assert re.search(
-        r"no plan fits. The smallest is \S+: it needs \d+\.\d\d GiB .*, and a worker may take \d+\.\d\d GiB: the ", said
+        r"no plan fits. The smallest is \S+: it needs \d+\.\d\d GiB .*, and a worker may take \d+\.\d\d GiB: the ",
+        logged,
     )
-    assert said.endswith("a smaller --micro-batch or a smaller network")
+    assert logged.endswith("a smaller --micro-batch or a smaller network")
     assert not any(rank.err for rank in ended[1:])

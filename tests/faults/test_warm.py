@@ -22,12 +22,12 @@ from tests.warm import command, own_place, run, states
 
 WARM = ("-v", "--preload", "json,heavy", "--warm")
 THREADS = {"OMP_NUM_THREADS": "1"}
-# A job of one worker that says what its fork server is, and what it finds; or that waits.
-TELL = """
+# A job of one worker that prints what its fork server is, and what it finds; or that waits.
+PROGRAM = """
 import heavy, os, signal, sys
 first = dict(entry.split("=", 1) for entry in open("/proc/self/environ").read().split("\\0") if entry)
 debug, marker = os.environ.get("NCCL_DEBUG"), first["ELAUNCH_MARKER"]
-print("told", heavy.WORD, os.getppid(), sys.argv[1:], debug, len(marker), flush=True)
+print("printed", heavy.WORD, os.getppid(), sys.argv[1:], debug, len(marker), flush=True)
 if "wait" in sys.argv:
     print("worker pid", os.getpid(), flush=True)
     signal.pause()
@@ -45,7 +45,7 @@ def place(tmp_path: Path) -> Iterator[Path]:
     (packages / "heavy.py").write_text("WORD = 'one'\n")
     with own_place(tmp_path / "run") as where, pytest.MonkeyPatch.context() as patched:
         patched.setenv("PYTHONPATH", os.fspath(packages))
-        script(tmp_path, TELL)
+        script(tmp_path, PROGRAM)
         yield where
 
 
@@ -67,22 +67,22 @@ def first(folder: Path) -> int:
     return pid
 
 
-def told(ended: subprocess.CompletedProcess[str]) -> list[str]:
-    """What the worker said after `told`."""
+def printed(ended: subprocess.CompletedProcess[str]) -> list[str]:
+    """What the worker logged after `printed`."""
     assert ended.returncode == 0, ended.stderr
     return ended.stdout.split()[1:]
 
 
-def cold(said: str) -> str:
+def cold(logged: str) -> str:
     """Why the job started cold."""
-    found = re.search(r"cold start: (.*)", said)
-    assert found, said
+    found = re.search(r"cold start: (.*)", logged)
+    assert found, logged
     return found[1]
 
 
 def test_the_next_job_starts_from_it_with_an_environment_of_its_own(tmp_path: Path, place: Path) -> None:
     pid = first(tmp_path)
-    script(tmp_path, TELL.replace("told", "edited"))
+    script(tmp_path, PROGRAM.replace("printed", "edited"))
 
     ended = again(tmp_path, "--lr", "1", NCCL_DEBUG="INFO")
 
@@ -105,7 +105,7 @@ def test_each_thing_that_differs_makes_the_start_cold_and_the_one_after_it_warm(
         nonlocal pid
         ended = again(tmp_path, **env)
         assert re.search(why, cold(ended.stderr)), ended.stderr
-        assert told(ended)[0] == word
+        assert printed(ended)[0] == word
         before, (server,) = pid, states()
         pid = server["pid"]
         assert pid != before
@@ -120,7 +120,7 @@ def test_each_thing_that_differs_makes_the_start_cold_and_the_one_after_it_warm(
     script(tmp_path, "WORD = 'mine'", "heavy.py")
     ended = again(tmp_path, MINE="yes")
     assert cold(ended.stderr) == f"{tmp_path}/heavy.py has the name of a module that is loaded"
-    assert told(ended)[0] == "mine"
+    assert printed(ended)[0] == "mine"
 
 
 def test_a_job_whose_fork_server_is_killed_goes_on_with_another_which_stays(tmp_path: Path, place: Path) -> None:
@@ -181,16 +181,16 @@ def test_another_user_who_reaches_the_socket_is_refused(tmp_path: Path, place: P
     path.chmod(0o666)
     place.chmod(0o711)
 
-    said = subprocess.run(
+    logged = subprocess.run(
         [sys.executable, "-c", ask], stdout=subprocess.PIPE, text=True, check=True, timeout=RUN_LIMIT_S
     ).stdout
     open_folder = again(tmp_path)
     place.chmod(0o700)
 
-    assert "another user" in said
-    assert said.endswith("b''\n")
+    assert "another user" in logged
+    assert logged.endswith("b''\n")
     assert cold(open_folder.stderr) == f"{place} is no folder that only you can enter; remove it, or chmod 700 {place}"
-    assert told(again(tmp_path))[1] == str(pid)
+    assert printed(again(tmp_path))[1] == str(pid)
 
 
 @needs_root
@@ -213,4 +213,4 @@ def test_a_folder_or_a_socket_of_another_user_is_refused(tmp_path: Path, place: 
     assert cold(of_socket.stderr) == f"{path} is a socket of the user with id {OTHER}; remove it"
     assert "no fork server stays" in of_socket.stderr
     assert cold(of_folder.stderr).startswith(f"{place} belongs to the user with id {OTHER}; ")
-    assert told(of_socket)[0] == told(of_folder)[0] == "one"
+    assert printed(of_socket)[0] == printed(of_folder)[0] == "one"

@@ -114,7 +114,7 @@ def test_buffers_that_each_rank_has_for_itself_with_lightnings_manual_optimizati
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "logged"),
     [
         ({"callback": "swa"}, "StochasticWeightAveraging keeps averaged weights"),
         ({"callback": "average"}, "WeightAveraging has a state in on_load_checkpoint"),
@@ -126,7 +126,7 @@ def test_buffers_that_each_rank_has_for_itself_with_lightnings_manual_optimizati
     ],
 )
 def test_what_no_restart_of_lightning_restores_is_refused_by_name(
-    tmp_path: Path, options: dict[str, Any], said: str
+    tmp_path: Path, options: dict[str, Any], logged: str
 ) -> None:
     require("lightning")
     program = str(PROGRAMS / "with_lightning.py")
@@ -134,4 +134,4 @@ def test_what_no_restart_of_lightning_restores_is_refused_by_name(
     with Job(tmp_path, *words, env={"OMP_NUM_THREADS": "1"}) as job:
         assert job.wait(600) == 1, job.output
 
-    assert f"ValueError: {said}" in job.output
+    assert f"ValueError: {logged}" in job.output

@@ -134,7 +134,7 @@ class AgentProcess:
         self.spec: JobSpec = world.spec(wrong=plan.wrong_terms)
         self.line = Line(world, self)
         self._inbox: deque[Event | SnapshotPending] = deque()
-        self._said: deque[LinkEvent] = deque()
+        self._received: deque[LinkEvent] = deque()
         self.client = StoreClient(
             JobStore(self.line, KEYS, is_remote=True),
             LocalHost(host.name, self.rng.getrandbits, host.is_dead, host.now_s),
@@ -200,7 +200,7 @@ class AgentProcess:
 
     def read(self, event: LinkEvent) -> None:
         """A worker sends a message on its link. The agent reads it before its next decision, and soon if it waits."""
-        self._said.append(event)
+        self._received.append(event)
         if isinstance(self.agent.phase, Running):
             self.world.later(LINK_LOOK_S, self._turn_soon)
         else:
@@ -256,14 +256,14 @@ class AgentProcess:
         if self.holds(self._turn, is_loop=True):
             return
         self._is_turning = False
-        while self._said and self.is_alive and not isinstance(self.agent.phase, Exited):
-            self._happen(self._said.popleft())
+        while self._received and self.is_alive and not isinstance(self.agent.phase, Exited):
+            self._happen(self._received.popleft())
         if isinstance(self.agent.phase, Exited):
             return
         if self._inbox:
             event = self._inbox.popleft()
             self._happen(self.client.view.snapshot() if isinstance(event, SnapshotPending) else event)
-        if self._inbox or self._said:
+        if self._inbox or self._received:
             self._turn_soon()
         else:
             self._set_timer()

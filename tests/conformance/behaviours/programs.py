@@ -47,7 +47,7 @@ BEHAVIOURS = (
         differs="the error has exit code 2, torchrun's has 1. A shell script or a binary without `--no-python` is"
         " refused with a hint; torchrun gives it to Python",
         trials=(
-            Trial(args="--no-python echo said a b", torchrun=Expected(says=(r"said a b$",))),
+            Trial(args="--no-python echo logged a b", torchrun=Expected(says=(r"logged a b$",))),
             Trial(
                 args="--no-python -m echo",
                 torchrun=Expected(code=1, says=("ValueError",)),

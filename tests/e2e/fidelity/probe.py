@@ -119,8 +119,8 @@ def environ_of_a_child():
     """The environment as C code sees it, which a child process gets."""
     import subprocess
 
-    said = subprocess.run(["env", "-0"], stdout=subprocess.PIPE, check=True).stdout.decode(errors="surrogateescape")
-    return dict(line.split("=", 1) for line in said.split("\0") if line)
+    printed = subprocess.run(["env", "-0"], stdout=subprocess.PIPE, check=True).stdout.decode(errors="surrogateescape")
+    return dict(line.split("=", 1) for line in printed.split("\0") if line)
 
 
 @fact
@@ -341,7 +341,7 @@ def multiprocessing_key():
     return bytes(multiprocessing.current_process().authkey).hex()
 
 
-def tell(facts, name="facts"):
+def write_record(facts, name="facts"):
     """Write the record of this process: <name><rank>.json in the current folder."""
     import json
 
@@ -354,4 +354,4 @@ if __name__ == "__main__":
     look_inside = [*FACTS.values(), *UNLIKE.values()]
     import probe_process
 
-    tell([*probe_process.FACTS.values(), *look_inside])
+    write_record([*probe_process.FACTS.values(), *look_inside])

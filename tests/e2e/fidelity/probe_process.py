@@ -27,10 +27,10 @@ def process_name():
 def signal_handlers():
     import signal
 
-    def said(handler):
+    def described(handler):
         return handler.name if isinstance(handler, signal.Handlers) else getattr(handler, "__qualname__", repr(handler))
 
-    return {str(int(s)): said(signal.getsignal(s)) for s in sorted(signal.valid_signals())}
+    return {str(int(s)): described(signal.getsignal(s)) for s in sorted(signal.valid_signals())}
 
 
 @fact

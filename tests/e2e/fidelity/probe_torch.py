@@ -217,4 +217,6 @@ def dropout():
 if __name__ == "__main__":
     assert "torch" in sys.modules
     # Draw random numbers before any fact sets a seed.
-    probe.tell([*UNLIKE.values(), *probe_process.FACTS.values(), *probe.FACTS.values(), *FACTS.values(), differences])
+    probe.write_record(
+        [*UNLIKE.values(), *probe_process.FACTS.values(), *probe.FACTS.values(), *FACTS.values(), differences]
+    )

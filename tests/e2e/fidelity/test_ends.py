@@ -163,4 +163,4 @@ def test_a_death_by_sigint_is_named_so(tmp_path: Path) -> None:
     end = worker(tmp_path, LIGHT, "train.py")
 
     assert end.code == -2
-    assert "SIGINT" in end.said_by_agent
+    assert "SIGINT" in end.logged_by_agent

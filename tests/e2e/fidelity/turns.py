@@ -31,16 +31,16 @@ TURN = int(os.environ["TURN"])
 
 @dataclass(frozen=True)
 class Turns:
-    """The ends of each program. `said` is the output of the two jobs."""
+    """The ends of each program. `logged` is the output of the two jobs."""
 
     fresh: Mapping[str, End]
     worker: Mapping[str, End]
-    said: str
+    logged: str
 
     def both(self, name: str) -> tuple[End, End]:
         """The worker's end and the fresh interpreter's."""
         assert name in self.worker, (
-            f"{name!r} was never a worker's: one of those before it ended otherwise\n{self.said}"
+            f"{name!r} was never a worker's: one of those before it ended otherwise\n{self.logged}"
         )
         return self.worker[name], self.fresh[name]
 
@@ -68,7 +68,7 @@ def taken(folder: Path, how: tuple[str, ...], programs: Mapping[str, str], *args
     well = [name for name in names if alone[name].code == 0]
     ill = [name for name in names if alone[name].code != 0]
     workers: dict[str, End] = {}
-    said = ""
+    logged = ""
     for group, options in (
         (well, ("--nproc-per-node", str(len(well)), "--max-restarts", "0")),
         (ill, ("--nproc-per-node", "1", "--max-restarts", str(len(ill) - 1))),
@@ -81,9 +81,9 @@ def taken(folder: Path, how: tuple[str, ...], programs: Mapping[str, str], *args
         with Path(os.devnull).open("rb") as typed, Job(folder, *words, env=_own(folder, order), stdin=typed) as job:
             # Those that fail run one after the other.
             job.wait(DEADLINE_S + 10.0 * len(group))
-        said += job.output
+        logged += job.output
         workers.update(_ends(logs, group))
-    return Turns(alone, workers, said)
+    return Turns(alone, workers, logged)
 
 
 def _ends(logs: Path, group: list[str]) -> dict[str, End]:

@@ -42,7 +42,7 @@ class End:
     code: int
     out: bytes
     err: bytes
-    said_by_agent: str = ""
+    logged_by_agent: str = ""
 
 
 def share(workers: int) -> str:
@@ -73,12 +73,14 @@ def worker(folder: Path, how: tuple[str, ...], *args: str, env: Mapping[str, str
     options = ("--nproc-per-node", "1", "--max-restarts", "0", "--log-dir", "logs", "-r", "3")
     with Job(folder, *how, *options, *args, env=_environment(folder, env)) as job:
         code = job.wait(_LONG_S)
-        said = job.output
+        logged = job.output
     (logs,) = (folder / "logs").glob("*_*/attempt_0/0")
     # The exit code is in the report, or in the one sentence about a module that is not there.
-    own = re.search(r"(?:exitcode +:|; exit code) (-?\d+)", said)
-    assert (code == 0) is (own is None), said
-    return End(int(own[1]) if own else 0, (logs / "stdout.log").read_bytes(), (logs / "stderr.log").read_bytes(), said)
+    own = re.search(r"(?:exitcode +:|; exit code) (-?\d+)", logged)
+    assert (code == 0) is (own is None), logged
+    return End(
+        int(own[1]) if own else 0, (logs / "stdout.log").read_bytes(), (logs / "stderr.log").read_bytes(), logged
+    )
 
 
 def looks(
