@@ -311,7 +311,7 @@ def script(folder: Path, text: str, name: str = "train.py") -> Path:
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Ports that nobody had a moment ago, below those that the kernel gives to connections.
+    """Ports that were free a moment ago, below those that the kernel gives to connections.
 
     A client that tries such a port before its server listens could otherwise be connected to itself: the kernel may
     choose that very port for the client's end.

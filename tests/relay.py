@@ -50,7 +50,7 @@ class Listener:
                 each.shutdown(socket.SHUT_RDWR)
 
     def cut(self) -> None:
-        """End all connections, and let nobody in until `restore`."""
+        """End all connections, and let no client in until `restore`."""
         self.shut = True
         self.hang_up()
 

@@ -14,7 +14,7 @@ from tests.standin import WITHOUT_TORCH
 
 @pytest.fixture(scope="module")
 def without_torch() -> Iterator[None]:
-    """Jobs of this module find a stand-in for torch. A worker store imports torch after a second, also for nobody.
+    """Jobs of this module find a stand-in for torch. A worker store imports torch after a second, even unused.
 
     A job that needs torch itself gets `WITH_TORCH` as its environment.
     """

@@ -292,7 +292,7 @@ def _difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports in a row that nobody listens on."""
+    """Ports in a row without a listener."""
     for first in range(23000, 32000, count):
         held: list[socket.socket] = []
         try:

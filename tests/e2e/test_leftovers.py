@@ -65,7 +65,7 @@ def test_a_child_that_does_nothing_is_named_and_ended_after_the_grace(tmp_path: 
 
 
 def _commands(pid: int) -> list[str]:
-    """The arguments of a process; none if it has ended, also where nobody has reaped it yet."""
+    """The arguments of a process; none if it has ended, also as a zombie."""
     try:
         return psutil.Process(pid).cmdline()
     except psutil.Error:

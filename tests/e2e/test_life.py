@@ -23,7 +23,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-# Rank 0 is a client of the store too: where the agent did not host it, nobody would.
+# Rank 0 is a client of the store too: where the agent did not host it, no process would.
 address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=150))
 store.set(f"rank {os.environ['RANK']}", "here")

@@ -50,7 +50,7 @@ class Program:
 _SPAWN = ("pytorch-errorfile-*",)
 # Python ends the processes of a DataLoader that are left at its own end, and not their folders.
 _LOADERS = ("pymp-*",)
-# Of what is compiled in C++ at the first step, anew in each test's cache.
+# Of what is compiled in C++ at the first step, again in each test's cache.
 _COMPILED_S = 900.0
 _TORCH = "torch"
 

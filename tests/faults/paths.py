@@ -5,7 +5,7 @@ Keeper's. See moments.py for FOLDER. Moments:
 
     forward       before the forward pass
     look          a leaf of the tree has logged what it wants at a look after that step, and waits for what is agreed
-    agreed        the root has not heard of all ranks what they want
+    agreed        the root has not received every rank's state
     digests       this rank has its digests for a comparison, and has sent nothing
     forget        the ranks differ, and this one has not forgotten the steps that are given up
     copied        this rank has copied its part of that step, and has sent nothing

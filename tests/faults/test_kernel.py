@@ -64,7 +64,7 @@ def test_a_worker_killed_for_memory_is_distinguished_from_one_killed_by_hand(
     assert re.search(r"^Next step: give the job more memory \(its limit is 500 MiB\)", job.output, re.MULTILINE)
 
 
-# Nobody's, and another one for each limit: the kernel counts the processes of a user.
+# No other user's, and another one for each limit: the kernel counts the processes of a user.
 USER = 54_321
 # The files of this checkout may be closed to others. Not CAP_SYS_RESOURCE, to which the limit does not apply.
 RIGHTS = "+dac_override"

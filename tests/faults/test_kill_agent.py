@@ -98,7 +98,7 @@ def test_what_an_agent_killed_together_with_its_guardian_has_left_is_removed_by_
             killed.kill_agent()
             assert len(left) == len(kept) == 2
             # The agent of another test may have removed what is in the memory of the host.
-            assert all(path.exists() for path in left if path.parent == killed.tmp), "nobody was to remove it yet"
+            assert all(path.exists() for path in left if path.parent == killed.tmp), "it was not to be removed yet"
 
             with Light(tmp_path, *options) as following:
                 logged_pids(following, "worker", each=1)

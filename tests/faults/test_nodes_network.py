@@ -35,7 +35,7 @@ def test_a_node_whose_link_was_off_stops_its_old_workers_and_joins_as_new(trio: 
     second = cluster.meeting(2, after=first)
     assert second.hosts == [first.hosts[0], first.hosts[2]]
     assert second.restarts == 0
-    assert is_alive(old_worker), "nobody tells a cut-off node to stop"
+    assert is_alive(old_worker), "no process can stop a cut-off node"
     getattr(victim, on)()
     third = cluster.meeting(3, after=second)
     assert third.hosts == [*second.hosts, victim.name], "survivors keep their order, newcomers are last"

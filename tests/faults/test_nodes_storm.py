@@ -35,11 +35,11 @@ STORES = {"etcd": {"count": 6, "members_on": [3, 4, 5]}, "served": {"count": 3, 
 # A budget that no storm uses up. The test checks that lost nodes are not charged to it.
 OPTIONS = ("--max-restarts", "1000")
 # In a job that restarts all the time, newcomers wait longer and longer for a seat, up to a minute.
-MENDED_S = 180.0
+RECOVERED_S = 180.0
 # The limit for a line about a stall, and that for the next one while the stall lasts.
 SILENCE_S, REMINDER_S = 15.0, 75.0
 
-Mend = Callable[[], None]
+Restore = Callable[[], None]
 
 
 class Silence(threading.Thread):
@@ -81,7 +81,7 @@ class Silence(threading.Thread):
 
 
 class Storm:
-    """Faults on one cluster. Each lasts for a random while and is mended before the next begins."""
+    """Faults on one cluster. Each lasts for a random while and is undone before the next begins."""
 
     def __init__(self, cluster: Cluster, dice: random.Random, store: str) -> None:
         self._cluster = cluster
@@ -98,30 +98,30 @@ class Storm:
         of_nodes = (*of_processes, self.agent, self.stopped_agent, self.leave, self.power, self.link, self.cable)
         of_all = (self.packets, self.cut, *((self.etcd, self.stopped_etcd) if self._store == "etcd" else ()))
         where = self._dice.sample(range(AGENTS), k=2)
-        strikes: list[Callable[[], Mend]] = [
+        strikes: list[Callable[[], Restore]] = [
             *(partial(self._dice.choice(of_nodes), index, meeting) for index in where),
             self._dice.choice(of_all),
         ]
         chosen = self._dice.sample(strikes, k=self._dice.choice([1, 1, 1, 2]))
-        for mend in [strike() for strike in chosen]:
-            mend()
+        for restore in [strike() for strike in chosen]:
+            restore()
 
-    def worker(self, index: int, meeting: Meeting) -> Mend:
+    def worker(self, index: int, meeting: Meeting) -> Restore:
         """A worker is killed."""
         return self._kill_ranks("worker", meeting, meeting.ranks_on(self._cluster.nodes[index]))
 
-    def workers(self, _: int, meeting: Meeting) -> Mend:
+    def workers(self, _: int, meeting: Meeting) -> Restore:
         """All workers are killed at the same time."""
         return self._kill_ranks("workers", meeting, sorted(meeting.records))
 
-    def exit(self, index: int, meeting: Meeting) -> Mend:
+    def exit(self, index: int, meeting: Meeting) -> Restore:
         """A worker exits with code 7 after its next step."""
         self._note("exit", index)
         for rank in meeting.ranks_on(self._cluster.nodes[index]):
             self._cluster.ask("exit 7", generation=meeting.generation, rank=rank)
         return lambda: None
 
-    def stopped_worker(self, index: int, meeting: Meeting) -> Mend:
+    def stopped_worker(self, index: int, meeting: Meeting) -> Restore:
         """A worker does nothing for a while."""
         pids = [meeting.pid(rank) for rank in meeting.ranks_on(self._cluster.nodes[index])]
 
@@ -132,79 +132,79 @@ class Storm:
 
         return self._for_a_while("stopped worker", index, partial(send, signal.SIGSTOP), partial(send, signal.SIGCONT))
 
-    def fork_server(self, index: int, _: Meeting) -> Mend:
+    def fork_server(self, index: int, _: Meeting) -> Restore:
         """The fork server is killed."""
         self._note("fork server", index)
         with suppress(psutil.Error):
             self._cluster.agents[index].fork_server().kill()
         return lambda: None
 
-    def guardian(self, index: int, _: Meeting) -> Mend:
+    def guardian(self, index: int, _: Meeting) -> Restore:
         """The guardian is killed."""
         self._note("guardian", index)
         with suppress(psutil.Error):
             self._cluster.agents[index].guardian().kill()
         return lambda: None
 
-    def agent(self, index: int, _: Meeting) -> Mend:
+    def agent(self, index: int, _: Meeting) -> Restore:
         """An agent is killed, and typed again."""
         self._note("agent", index)
         self._cluster.agents[index].process.kill()
         return lambda: self._again(index)
 
-    def leave(self, index: int, _: Meeting) -> Mend:
+    def leave(self, index: int, _: Meeting) -> Restore:
         """A node leaves after SIGTERM, and joins again."""
         self._note("leave", index)
         self._cluster.agents[index].signal(signal.SIGTERM)
         return lambda: self._again(index)
 
-    def power(self, index: int, _: Meeting) -> Mend:
+    def power(self, index: int, _: Meeting) -> Restore:
         """A node is lost, and comes back."""
         self._note("power", index)
         node = self._cluster.nodes[index]
         node.power_off()
 
-        def mend() -> None:
+        def restore() -> None:
             self._pause()
             node.power_on()
             self._again(index)
 
-        return mend
+        return restore
 
-    def stopped_agent(self, index: int, _: Meeting) -> Mend:
+    def stopped_agent(self, index: int, _: Meeting) -> Restore:
         """An agent does nothing for a while."""
         agent = self._cluster.agents[index]
         stop, go_on = partial(agent.signal, signal.SIGSTOP), partial(agent.signal, signal.SIGCONT)
         return self._for_a_while("stopped agent", index, stop, go_on)
 
-    def link(self, index: int, _: Meeting) -> Mend:
+    def link(self, index: int, _: Meeting) -> Restore:
         """A node's interface is down for a while."""
         node = self._cluster.nodes[index]
         return self._for_a_while("link", index, node.link_down, node.link_up)
 
-    def cable(self, index: int, _: Meeting) -> Mend:
+    def cable(self, index: int, _: Meeting) -> Restore:
         """A node is cut off for a while."""
         node = self._cluster.nodes[index]
         return self._for_a_while("cable", index, node.unplug, node.plug_in)
 
-    def etcd(self) -> Mend:
+    def etcd(self) -> Restore:
         """Members of etcd are killed, and started again."""
         members = self._members()
         return self._for_a_while(f"{len(members)} etcd", -1, *(_each(members, name) for name in ("kill", "start")))
 
-    def stopped_etcd(self) -> Mend:
+    def stopped_etcd(self) -> Restore:
         """Members of etcd do not answer for a while."""
         members = self._members()
         stopped = f"{len(members)} stopped etcd"
         return self._for_a_while(stopped, -1, *(_each(members, name) for name in ("stop", "go_on")))
 
-    def cut(self) -> Mend:
+    def cut(self) -> Restore:
         """Two nodes do not reach each other for a while; both reach the others."""
         nodes = self._cluster.nodes
         one, other = self._dice.sample(range(AGENTS), k=2)
         return self._for_a_while("cut", one * 10 + other, partial(nodes.cut, nodes[one], nodes[other]), nodes.heal)
 
-    def packets(self) -> Mend:
+    def packets(self) -> Restore:
         """Packets are lost for a while."""
         nodes = self._cluster.nodes
         return self._for_a_while("packets", -1, partial(nodes.lose, self._dice.choice([5, 10, 20])), nodes.heal)
@@ -212,22 +212,22 @@ class Storm:
     def _members(self) -> list[Member]:
         return self._dice.sample(self._cluster.etcd.members, k=self._dice.choice([1, 1, 2]))
 
-    def _kill_ranks(self, name: str, meeting: Meeting, ranks: Sequence[int]) -> Mend:
+    def _kill_ranks(self, name: str, meeting: Meeting, ranks: Sequence[int]) -> Restore:
         self._note(name, *ranks)
         for rank in ranks:
             with suppress(ProcessLookupError):
                 os.kill(meeting.pid(rank), signal.SIGKILL)
         return lambda: None
 
-    def _for_a_while(self, name: str, index: int, begin: Callable[[], object], end: Callable[[], object]) -> Mend:
+    def _for_a_while(self, name: str, index: int, begin: Callable[[], object], end: Callable[[], object]) -> Restore:
         self._note(name, index)
         begin()
 
-        def mend() -> None:
+        def restore() -> None:
             self._pause()
             end()
 
-        return mend
+        return restore
 
     def _note(self, name: str, *where: int) -> None:
         self.struck[name] += 1
@@ -312,7 +312,7 @@ def _met_again(cluster: Cluster) -> Meeting:
         met = cluster.records.meeting(AGENTS)
         return met if met and len(cluster.records.of("step", met.generation, since=since)) > AGENTS else None
 
-    found = wait_for(trains, "all nodes meet again", MENDED_S)
+    found = wait_for(trains, "all nodes meet again", RECOVERED_S)
     assert found
     return found
 

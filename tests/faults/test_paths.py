@@ -1,4 +1,4 @@
-"""A rank is killed inside the Keeper's own work: nobody waits for it for ever, no step is lost, and all bits are right.
+"""A rank is killed inside the Keeper's own work: no rank waits for ever, no step is lost, and all bits are right.
 
 Kills in the program's steps, and in copies of the whole state, are in test_keeper_kills.py.
 """

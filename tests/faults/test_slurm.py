@@ -228,9 +228,9 @@ def test_a_job_that_is_notified_of_its_end_saves_and_leaves(slurm: Slurm, how: t
     run.wait_for("requested", rank=1, reason="leave")
     # A rank is notified of the first node's leave. Slurm may signal the other node seconds later, and the head's store
     # would end with the head before.
-    heard = f"{signal.Signals(signum).name}: leaving the job, stopping"
+    logged_line = f"{signal.Signals(signum).name}: leaving the job, stopping"
     output = slurm.home / "notified.out"
-    wait_for(lambda: output.read_text().count(heard) == 2, "both nodes have the signal")
+    wait_for(lambda: output.read_text().count(logged_line) == 2, "both nodes have the signal")
     run.release("forward-0-3-0")
 
     job.wait("FAILED" if how else "CANCELLED")

@@ -27,7 +27,7 @@ PLANS += ["pp=2,schedule=gpipe", "pp=2,schedule=interleaved"]
 
 
 def assert_trained(run: Trained, calm: Trained, lost: int) -> None:
-    """The run is complete, and its losses are those of the DDP run that nobody disturbed."""
+    """The run is complete, and its losses are those of the undisturbed DDP run."""
     run.assert_complete(lost=lost, steps=STEPS)
     worst = run.difference(calm)
     print(f"largest relative difference of a loss: {worst:.2g}")

@@ -8,7 +8,7 @@ from tests.conformance.trial import MEET, SAY, Expected, Trial
 _ENVIRONMENT = "tests/e2e/test_environment.py"
 _MEMBERSHIP = "tests/faults/test_nodes_membership.py"
 
-# Two agents on one host, as in torchrun's own tests. Nobody types a token.
+# Two agents on one host, as in torchrun's own tests. No token is typed.
 MEETING = "--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint localhost:{{port}} --rdzv-id trial"
 TWO = MEETING.format(nodes="2")
 _PLACES = "LOCAL_RANK LOCAL_WORLD_SIZE WORLD_SIZE ROLE_NAME ROLE_RANK ROLE_WORLD_SIZE GROUP_WORLD_SIZE MASTER_PORT"
@@ -56,7 +56,7 @@ JOIN = Trial(
     args=_RANGE,
     also=(_RANGE,),
     after="all ready",
-    # The joiner waits for an address that nobody writes, or takes its own, and the healthy job dies with it.
+    # The joiner waits for an address that is never written, or takes its own, and the healthy job dies with it.
     torchrun=Expected(code=1, never=("together",)),
     elaunch=_TOGETHER,
 )
