@@ -153,6 +153,13 @@ def test_the_leader_names_the_role_that_it_waits_for() -> None:
     assert world.seal() == "ac"
 
 
+def test_a_job_with_too_few_nodes_names_the_vacant_role_of_which_others_are_there() -> None:
+    world = losing(C, A, B, spare=D, nodes_min=3)
+
+    waiting = world.poll().waiting
+    assert waiting == f"a node with the role trainer; nodes: 2 of 3 are here (gives up after 600 s); {lost('c')}"
+
+
 def test_a_job_for_which_no_node_of_the_role_comes_ends_with_a_sentence() -> None:
     world = losing(A, B, C, spare=node("e"), nodes_min=1)
     world.poll()
