@@ -175,7 +175,7 @@ def render(results: Mapping[str, Any]) -> str:
         *_first(facts),
         *_trainings(found),
         *found.get("launches", {}).get("tables", ()),
-        *_tests(found.get("tests", {})),
+        *_test_counts(found.get("tests", {})),
         *_missing(parts),
     ]
     return "\n\n".join(sections) + "\n"
@@ -214,7 +214,7 @@ def _trainings(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return [f"### A GPT of 12 layers, width 768, context 1024\n\nMedians of the settled steps.\n\n{table(heads, rows)}"]
 
 
-def _tests(figures: Mapping[str, Any]) -> list[str]:
+def _test_counts(figures: Mapping[str, Any]) -> list[str]:
     if not figures:
         return []
     counts = ", ".join(f"{figures[w]} {w}" for w in ("passed", "failed", "error", "errors", "skipped") if w in figures)
