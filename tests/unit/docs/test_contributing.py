@@ -19,7 +19,7 @@ def section(title: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[1:]]
 
 
-CHANGES = [row for row in section("Ten changes") if not row[0].startswith("**")]
+CHANGES = [row for row in section("Where a change begins") if not row[0].startswith("**")]
 
 
 def paths(text: str) -> list[str]:
