@@ -175,7 +175,7 @@ def _health(
     if options.health_check == "off" or (is_default and config.spec.nodes_max == 1 and not has_gpu):
         # A job of one node without a GPU fails immediately, with the reason, where the check would only warn.
         return nullcontext()
-    from elaunch.launcher.doctor.command import health_check
+    from elaunch.launcher.doctor.host import health_check
 
     return health_check(config.slots, environ, agent.warn, is_strict=options.health_check == "strict")
 

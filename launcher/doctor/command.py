@@ -1,14 +1,13 @@
-"""`elaunch doctor` and `--health-check`: can this node train, with the options of a job?"""
+"""`elaunch doctor`: can this node train, with the options of a job?"""
 
 from __future__ import annotations
 
 import json
 import socket
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from itertools import chain
@@ -21,7 +20,7 @@ from elaunch.agent.linux import in_threads
 from elaunch.launcher.agent_config import count_workers, master_ports
 from elaunch.launcher.doctor import host, network
 from elaunch.launcher.doctor.host import Finding, Grade, Needs, bad, worst
-from elaunch.launcher.errors import SiteError, UsageError
+from elaunch.launcher.errors import UsageError
 from elaunch.launcher.host import detect, environ_at_start
 from elaunch.launcher.options.command_line import own
 from elaunch.launcher.options.options import JobCommand, Options, options_of
@@ -38,8 +37,6 @@ SCHEMA = 1
 _NO_PROGRAM = "doctor"
 # Each check has its own deadlines: the import of torch the longest, then the store's 20 requests.
 _LIMIT_S = host.TORCH_S + 30.0
-# A healthy node answers in a moment, one whose GPUs have no persistence mode in seconds.
-_HEALTH_S = 20.0
 
 Check: TypeAlias = Callable[[], Iterable[Finding]]
 # Each check with its findings, of which there is at least one.
@@ -154,39 +151,3 @@ def as_json(checked: Checked, hostname: str, took_s: float) -> Iterator[str]:
     ]
     known = {"schema": SCHEMA, "elaunch": __version__, "host": hostname, "grade": worst(chain(*checked.values()))}
     yield json.dumps({**known, "seconds": round(took_s, 3), "checks": checks})
-
-
-@contextmanager
-def health_check(
-    workers: int, environ: Mapping[str, str], log: Callable[[str], None], *, is_strict: bool
-) -> Iterator[None]:
-    """Run the checks in a thread: a driver may hang. What is wrong is logged when it is known, until the context ends.
-
-    A strict check is waited for, and raises SiteError for an unhealthy node, which keeps it out of the job.
-    """
-    needs, findings, is_over = Needs(workers=workers), list[Finding](), threading.Event()
-
-    def complaints() -> list[str]:
-        return [f"{each.found} ({each.advice})" for each in findings if each.grade is Grade.BAD]
-
-    def check() -> None:
-        # A check that fails itself is no complaint: that is not the node's fault.
-        with suppress(Exception):
-            findings.extend([*host.check_shm(needs), *host.check_limits(needs)])
-            findings.extend(host.check_gpus(environ, needs))
-        for complaint in () if is_strict or is_over.is_set() else complaints():
-            log(f"this node is not healthy: {complaint} (--health-check strict would keep it out of the job)")
-
-    thread = threading.Thread(target=check, name="elaunch-health", daemon=True)
-    thread.start()
-    if is_strict:
-        thread.join(_HEALTH_S)
-        if bad := ["its GPUs do not answer"] if thread.is_alive() else complaints():
-            raise SiteError(
-                f"this node does not join the job, since it is not healthy: {'; '.join(bad)}."
-                " elaunch doctor shows more; --health-check warn joins all the same"
-            )
-    try:
-        yield
-    finally:
-        is_over.set()

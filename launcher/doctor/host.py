@@ -1,4 +1,4 @@
-"""What a check finds: a grade, a sentence, and the way out. Checks of this host: torch, GPUs, shared memory, limits."""
+"""What a check finds: a grade, a sentence, and the way out. Checks of this host; and `--health-check`, from them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
 from elaunch.agent.workers.topology import Vendor, read_gpus, visible
+from elaunch.launcher.errors import SiteError
 from elaunch.launcher.inspect.text import duration
 from elaunch.rendezvous.format import bytes_text
 from elaunch.strict_json import parse_json
@@ -29,6 +32,8 @@ FILES = ("open files (ulimit -n)", (6, 64), (128, 512))
 THREADS = ("this user's threads (ulimit -u)", (32, 64), (256, 64))
 _GROW_SHM = "mount -o remount,size=16G /dev/shm; docker run --shm-size 16g; in a pod an emptyDir with medium Memory"
 TORCH_S = 60.0
+# A healthy node answers in a moment, one whose GPUs have no persistence mode in seconds.
+_HEALTH_S = 20.0
 _SMI_S = 20.0
 _SLOW_IMPORT_S = 15.0
 _SHOWN_MAX = 4
@@ -263,3 +268,39 @@ def judge_gpus(rows: list[list[str]], used: list[list[str]], devices: int) -> It
         if processes := [row for row in used if row[0] == uuid and row[1].isdecimal()]:
             names = ", ".join(f"{row[2].rpartition('/')[2]} (pid {row[1]})" for row in processes[:_SHOWN_MAX])
             yield warn(f"{who} is in use by {names}", "end them, or choose other GPUs with CUDA_VISIBLE_DEVICES")
+
+
+@contextmanager
+def health_check(
+    workers: int, environ: Mapping[str, str], log: Callable[[str], None], *, is_strict: bool
+) -> Iterator[None]:
+    """Run the checks in a thread: a driver may hang. What is wrong is logged when it is known, until the context ends.
+
+    A strict check is waited for, and raises SiteError for an unhealthy node, which keeps it out of the job.
+    """
+    needs, findings, is_over = Needs(workers=workers), list[Finding](), threading.Event()
+
+    def complaints() -> list[str]:
+        return [f"{each.found} ({each.advice})" for each in findings if each.grade is Grade.BAD]
+
+    def check() -> None:
+        # A check that fails itself is no complaint: that is not the node's fault.
+        with suppress(Exception):
+            findings.extend([*check_shm(needs), *check_limits(needs)])
+            findings.extend(check_gpus(environ, needs))
+        for complaint in () if is_strict or is_over.is_set() else complaints():
+            log(f"this node is not healthy: {complaint} (--health-check strict would keep it out of the job)")
+
+    thread = threading.Thread(target=check, name="elaunch-health", daemon=True)
+    thread.start()
+    if is_strict:
+        thread.join(_HEALTH_S)
+        if complained := ["its GPUs do not answer"] if thread.is_alive() else complaints():
+            raise SiteError(
+                f"this node does not join the job, since it is not healthy: {'; '.join(complained)}."
+                " elaunch doctor shows more; --health-check warn joins all the same"
+            )
+    try:
+        yield
+    finally:
+        is_over.set()

@@ -14,8 +14,8 @@ import pytest
 
 from elaunch.agent.workers.topology import Gpu, Vendor
 from elaunch.launcher.doctor import host, network
-from elaunch.launcher.doctor.command import examine, health_check
-from elaunch.launcher.doctor.host import Finding, Grade, Needs, bad, ok, worst
+from elaunch.launcher.doctor.command import examine
+from elaunch.launcher.doctor.host import Finding, Grade, Needs, bad, health_check, ok, worst
 from tests.harness import DEADLINE_S, wait_for
 
 MIB = 1 << 20
