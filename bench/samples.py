@@ -133,6 +133,10 @@ def _commit() -> str:
         def git(*args: str) -> str:
             return subprocess.run(["git", *args], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
 
-        changed = " with changes" if git("status", "--porcelain", "--untracked-files=no", "--", ":!docs") else ""
+        changed = (
+            " with changes"
+            if git("status", "--porcelain", "--untracked-files=no", "--", ":!docs", ":!bench/results")
+            else ""
+        )
         return f" ({git('rev-parse', '--short', 'HEAD')}{changed})"
     return ""

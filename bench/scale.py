@@ -103,7 +103,7 @@ class Crew:
         return now_s
 
     def responses(self, limit_s: float) -> list[Message]:
-        """One response of each process. Raises Trouble if one is later than `limit_s`, or responses with trouble."""
+        """One response of each process. Raises Trouble if one is later than `limit_s`, or responds with trouble."""
         end_s = time.monotonic() + limit_s
         responses = []
         for each in self._responses:

@@ -66,7 +66,7 @@ def family_of(agent: int, ours: bool) -> dict[str, list[int]]:
         elif not ours or FORK_SERVER in found:
             found.setdefault(WORKER, []).append(child.pid)
     if len(found.get(WORKER, [])) != WORKERS:
-        raise Trouble(f"{len(found.get(WORKER, []))} processes below the agent are like workers, not {WORKERS}")
+        raise Trouble(f"{len(found.get(WORKER, []))} processes below the agent seem to be workers, not {WORKERS}")
     return found
 
 

@@ -92,7 +92,7 @@ def _check_command(name: str, what: str) -> None:
     if not Path(name).is_file():
         where = f"in {Path.cwd()}" if os.sep in name else "on PATH"
         raise UsageError(f"{what}{name} is not an executable file {where}; give its path")
-    # A name without a slash is not searched in the current folder.
+    # A name without a slash is not searched for in the current folder.
     path = shlex.quote(name if os.sep in name else f"./{name}")
     raise UsageError(f"{what}{name} is not an executable file; chmod +x {path}, and write {path}")
 

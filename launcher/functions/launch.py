@@ -80,7 +80,7 @@ class launch:
             return dict(each for each in found if each)
 
     def _run(self, argv: list[str], fds: list[int], response: IO[bytes], name: str) -> dict[str, Any]:
-        """Run the job to its end, and return its outcome. Raises as the class does."""
+        """Run the job to its end, and return its outcome. Raises what the class names."""
         command = [sys.executable, *interpreter_options(), "-m", "elaunch.launcher.functions.job"]
         environ = dict(os.environ)
         if self._config.log_line_prefix_template is not None:

@@ -56,7 +56,8 @@ elaunch --help
 
 A long option can be written with `_` for `-`, and shortened while it stays unambiguous. Each has a variable, `PET_` and
 its name (`PET_MAX_RESTARTS`), and its own name in the job file of `--config`. The command line wins over variables,
-variables over the file, and the file over the default. In the last column – means that torchrun does not have it.
+variables over the file, and the file over the default. In the last column – means that torchrun does not have it,
+and an empty cell that it does the same.
 
 A script called `-` is read once from stdin, for every worker of every generation. Workers inherit the interpreter's
 options `-W`, `-X`, `-O`, `-B` and `-b` (`python -X dev -m elaunch …`).

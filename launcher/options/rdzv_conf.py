@@ -1,6 +1,6 @@
 """The keys of --rdzv-conf: those of torchrun's backends, and elaunch's own."""
 
-# ruff: noqa: RUF009  # What seems a default is a field.
+# ruff: noqa: RUF009  # What seems to be a default is a field.
 
 from __future__ import annotations
 

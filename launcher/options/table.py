@@ -1,6 +1,6 @@
 """Every option, once: the parser, the job file's keys, `--help` and docs/options.md are derived from these fields."""
 
-# ruff: noqa: RUF009  # What seems a default is a field.
+# ruff: noqa: RUF009  # What seems to be a default is a field.
 
 from __future__ import annotations
 

@@ -330,7 +330,6 @@ def _decoded(parts: list[str], text: str) -> Any:
             if record.node_id != node_id:
                 raise ValueError(f"not that of {node_id[:40]!r}: it names {record.node_id[:40]!r}")
             return record
-
         case ["ctl", "table", generation]:
             table = decode_table(text)
             if table.generation != int(generation):
