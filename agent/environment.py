@@ -1,4 +1,4 @@
-"""The environment of a worker: torchrun's variables, unchanged in name and meaning, ours, and what is preloaded."""
+"""The environment of a worker: torchrun's variables, unchanged in name and meaning, and elaunch's; its preloads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PACKAGES = frozenset(
     )
 )
 
-# The agent sets these for each worker; an outer launcher's must not shine through.
+# The agent sets these for each worker; those of an outer launcher must not be inherited.
 RANK_VARIABLES = frozenset(
     (
         *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
@@ -39,7 +39,7 @@ _OF_ONE_JOB = frozenset((VARIABLE, "TORCHELASTIC_SIGNALS_TO_HANDLE"))
 
 
 def outside(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment for a new job that is submitted with `environ`: inside a worker, without the worker's own job.
+    """The environment for a new job that is submitted with `environ`: in a worker, without the variables of its job.
 
     The user's own variables stay: also ELAUNCH_ENDPOINT, and an ELAUNCH_TOKEN and PET_ variables that the worker set.
     """
@@ -96,9 +96,9 @@ def extensions_root(environ: Mapping[str, str]) -> str:
 
 
 def terminal_variables(inherited: Mapping[str, str], columns: int, rows: int) -> dict[str, str]:
-    """For a worker whose pipes end at a terminal of that size: rich and tqdm draw as they do on a terminal.
+    """Variables by which rich and tqdm draw as on a terminal, for a worker whose pipes end at one of that size.
 
-    tqdm reads both sizes. TTY_COMPATIBLE is rich's (since 14). The user's own come first.
+    tqdm reads both sizes. TTY_COMPATIBLE is rich's (since 14). The user's own values have precedence.
     """
     ours = {"COLUMNS": str(columns), "LINES": str(rows), "TTY_COMPATIBLE": "1"}
     return {name: value for name, value in ours.items() if name not in inherited}

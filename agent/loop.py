@@ -1,4 +1,4 @@
-"""The agent's loop: every event goes from the inbox through `core.step`, and what is decided there is carried out.
+"""The agent's event loop: every event goes from the inbox through `core.step`, whose actions are carried out.
 
 source (posts only)                             event
 `Inbox.catch`: the agent's signals              Signalled
@@ -62,7 +62,7 @@ _GUARDIANS_MAX = 20
 _FLUSH_S = 2.0
 # A store that ends with this agent stays this long, so that the other agents read how the job ended.
 _OUTLAST_S = 3.0
-_IDLE = "no work for the time of --children-grace, or work for 60 times as long"
+_IDLE = "they were idle for the time of --children-grace, or ran for 60 times as long"
 # epoll refuses a wait of more than 24 days.
 _WAIT_MAX_S = 86_400.0
 
@@ -84,7 +84,7 @@ class Inbox:
 
     def post(self, event: Event | SnapshotPending) -> None:
         self._events.append(event)
-        # Whoever takes the first event takes those behind it too. So the pipe has always capacity for a signal.
+        # Whoever takes the first event takes those behind it too. So the pipe always has room for a signal.
         if len(self._events) == 1:
             os.write(self._wake_w, b"\0")
 
@@ -111,7 +111,7 @@ class Inbox:
 
 
 class Loop:
-    """One agent's life, from joining to its outcome.
+    """One agent's event loop, from joining the job to its outcome.
 
     `served_pid` is the process by which this agent serves the job's store, if it does. `locator` as in `StatusServer`.
     `hook` runs the user's command for events. Scrapers of the metrics may connect to `metrics`.
@@ -174,16 +174,18 @@ class Loop:
             return NodeState(self._agent, counters, workers.steps(), workers.links.steps_per_s, started_at)
 
         serve(listener, read)
-        # A port that the user gave is known.
-        is_chosen = self._config.metrics is not None and self._config.metrics[1] == 0
-        self._pump.log(f"metrics of this node: {url(listener)}", "info" if is_chosen else "debug")
+        # The user knows a port that was given.
+        is_ephemeral = self._config.metrics is not None and self._config.metrics[1] == 0
+        self._pump.log(f"metrics of this node: {url(listener)}", "info" if is_ephemeral else "debug")
 
     def run(self) -> Outcome:
-        """Live until the outcome is known; all workers have exited then."""
+        """Run until the outcome is known and all workers have exited."""
         self._stamp_start()
         if (host := self._agent.me.host) != (name := socket.gethostname()):
             self._pump.log(
-                f"this host's name, {name!r}, cannot be in keys and lines: this job calls it {host}", "warning"
+                f"this host's name, {name!r}, has characters that store keys and log lines cannot have: this job uses"
+                f" {host} instead",
+                "warning",
             )
         self._inbox.catch(self._config.signals)
         self._selector.register(self._inbox, selectors.EVENT_READ)
@@ -193,7 +195,7 @@ class Loop:
         self._session.open()
         listening = LocalSocket(self._run_dir.socket_folders(), self._selector, self._status.handle)
         try:
-            outcome = self._live()
+            outcome = self._run_to_outcome()
             self._end_served_job(outcome)
             self._await_orphans(outcome)
             if line := self._fork_server.stay():
@@ -215,11 +217,11 @@ class Loop:
         self._session.commit(end_job(snapshot, ended), None)
 
     def _await_orphans(self, outcome: Outcome) -> None:
-        """Let the workers' orphans run, if the job has succeeded; each signal ends them.
+        """Let the workers' orphans run, if the job has succeeded; any signal ends them.
 
         All nodes know the outcome already.
         """
-        why = "" if outcome.kind is OutcomeKind.SUCCEEDED else "the job has not ended well"
+        why = "" if outcome.kind is OutcomeKind.SUCCEEDED else "the job has not succeeded"
         while not why and self._workers.orphans_may_run(time.monotonic()):
             event = self._inbox.take()
             if isinstance(event, Signalled):
@@ -229,10 +231,10 @@ class Loop:
         self._workers.end_orphans(why or _IDLE)
 
     def _keep_session(self) -> None:
-        """What takes seconds calls this repeatedly: the lease must be renewed meanwhile."""
+        """Renew the lease during an operation that takes seconds, which calls this repeatedly."""
         self._session.tick(time.monotonic())
 
-    def _live(self) -> Outcome:
+    def _run_to_outcome(self) -> Outcome:
         while not isinstance(self._agent.phase, Exited):
             event = self._inbox.take()
             if event is None:
@@ -344,7 +346,7 @@ class Loop:
         return Failure(kind, generation, me.node_id, me.host, -1, -1, -1, None, message, failed_at=time.time())
 
     def _watch_store_process(self, pid: int) -> None:
-        """Log why the store has exited: no other agent can see it."""
+        """Log why the store's process has exited, which no other agent can find out."""
         try:
             fd = os.pidfd_open(pid)
         except OSError:
@@ -358,14 +360,14 @@ class Loop:
             how = _how_it_ended(pid)
             if how.endswith(signal.SIGKILL.name) and (oom := self._workers.exits.oom_text(pid)):
                 how = f"{how} ({oom})"
-            text = f"the job's store, which this host served (pid {pid}), {how}; the workers go on, without restarts"
+            text = f"the job's store, which this host served (pid {pid}), {how}; the workers continue, without restarts"
             self._pump.log(text, "error")
 
         self._selector.register(fd, selectors.EVENT_READ, ended)
 
     def _replace_guardian(self) -> None:
         self._selector.unregister(self._guardian)
-        why = "it keeps ending"
+        why = "it keeps exiting"
         if self._guardian.restarts < _GUARDIANS_MAX:
             self._pump.log("the guardian was killed; starting another", "warning")
             try:

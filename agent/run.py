@@ -1,7 +1,7 @@
 """The agent's entry point: the launcher begins an agent early, and runs it when it has the job's store.
 
-Importing this module is cheap, and the order in `begin` is for speed: what the user waits for is the fork server's
-import of torch, so that starts first, and the agent's own modules are imported beside it.
+Importing this module is cheap, and the order in `begin` is for speed: the user waits for the fork server's import of
+torch, so that starts first, and the agent's own modules are imported meanwhile.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from elaunch.rendezvous.types import Outcome
 
 _OUTPUT_WAIT_S = 2.0
-_UNREAD = "stopped; not all output was taken by the console or its reader"
+_UNREAD = "stopped; some output is lost, since the console or the reader of the pipe did not read it"
 
 
 class CannotRun(Exception):
@@ -57,7 +57,7 @@ def begin(config: AgentConfig) -> Iterator[AgentRun]:
         guardian.note(pid=os.getpid(), host=node_host(socket.gethostname()), form=form)
         environment = guardian.environment(config.environment)
         fork_server = _fork_server(config, environment)
-        # Also after the loop, which stops it: that makes no difference then.
+        # The loop stops it too; a second stop does nothing.
         cleanup.callback(fork_server.stop)
 
         # From here on the fork server imports torch on another core.
@@ -110,9 +110,9 @@ class AgentRun:
     ) -> Outcome:
         """Take part in the job until its outcome is known; all workers have exited then. Raises CannotRun.
 
-        `config` is that of `begin`, now with this node's address and network. `is_remote` says that `store` is in
-        another process; `served_pid` is that process where this agent's launcher has started it. `locator` is JSON by
-        which another process of this user reaches that store, for `elaunch status`.
+        `config` is that of `begin`, now with this node's address and network. `is_remote`: `store` is in another
+        process; `served_pid` is that process where this agent's launcher has started it. `locator` is JSON by which
+        another process of this user reaches that store, for `elaunch status`.
         """
         from elaunch.agent.loop import Loop
         from elaunch.agent.session.store_view import JobStore
@@ -124,7 +124,7 @@ class AgentRun:
             loop = Loop(
                 replace(self._services, config=config), job_store, served_pid, locator, self._hook, self._metrics
             )
-            # The objects that are there now stay: the agent may run for weeks from here on.
+            # The objects that exist now are never freed, so the collector need not visit them for weeks.
             gc.freeze()
             gc.enable()
             return loop.run()
@@ -132,7 +132,7 @@ class AgentRun:
             raise CannotRun(str(error)) from error
 
     def finish_output(self, outcome: Outcome) -> None:
-        """Wait until all is written and the hook has run; after an interruption not for long, for the user's sake."""
+        """Wait until all is written and the hook has run; after an interruption for 2 s only, since the user waits."""
         from elaunch.rendezvous.types import OutcomeKind
 
         if self._hook:
@@ -152,7 +152,7 @@ def _metrics_listener(config: AgentConfig) -> socket.socket | None:
     try:
         return listen(host, port)
     except OSError as error:
-        # A name that is not known has a number of its own, below 0.
+        # The error of a name that cannot be resolved has a number below 0, for which strerror has no text.
         why = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
         raise CannotRun(
             f"--metrics-port {port}: {host}:{port} cannot be served ({why}); choose another address, or port 0 for"
@@ -161,7 +161,7 @@ def _metrics_listener(config: AgentConfig) -> socket.socket | None:
 
 
 def _run_dir(config: AgentConfig, warn: Callable[[str], None], places: Places) -> RunDir:
-    # Nodes may share a disk: whose folder it is shows in its name.
+    # Nodes may share a disk, so the folder's name has the node.
     node = f"_{node_host(socket.gethostname())}" if config.spec.nodes_max > 1 else ""
     log_dir = config.output.log_dir
     try:

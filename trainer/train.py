@@ -1,9 +1,9 @@
 """Train a small GPT on bytes of text: read it from top to bottom.
 
-`train` is the story: data, model, optimizer, loop, evaluation. The functions that it calls follow in the same order.
-What is not about training lies beside it: the options (gpt/config), the network (gpt/model), how the workers share it
-(parallel/), the text (gpt/corpus), and all that a run writes and prints (gpt/recorder). Two things make the run survive
-its workers, and are elaunch's: the Keeper has the state, and Order has the windows of each step.
+`train_in_group` is the training: data, model, optimizer, loop, evaluation. The functions that it calls follow in the
+same order. What is not about training is elsewhere: the options (gpt/config), the network (gpt/model), how the workers
+share it (parallel/), the text (gpt/corpus), and all that a run writes and prints (gpt/recorder). Two classes of elaunch
+make the run survive its workers: Keeper, which keeps the state, and Order, which has the windows of each step.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def train(config: TrainConfig, corpus: Corpus, place: RankInfo, run: RunDirector
 
 
 def join(place: RankInfo) -> torch.device:
-    """Meet the other ranks. Returns this rank's device.
+    """Join the process group. Returns this rank's device.
 
     With GPUs it is `cuda:<local_rank>` with NCCL, without GPUs the CPU with gloo. A process without a launcher is a
     group of one, which needs no address.
@@ -122,7 +122,7 @@ def train_in_group(
     recorder = Recorder(config, place, run, log, device, share=share)
 
     def warm_up() -> None:
-        """DDP settles in which order it sums gradients before a state is restored; the compiler does its work."""
+        """Before a state is restored, let DDP fix the order of its buckets, and the compiler compile."""
         parallel.warm_up(*windows.dummy())
 
     if config.tune_comm and isinstance(parallel, Whole):
@@ -159,8 +159,8 @@ def train_in_group(
             rate = learning_rate(config, step)
 
             loss = torch.zeros((), device=device)
-            # One micro-batch at a time; of a pipeline all. Seeds all that is random in them: neither a restart nor
-            # another world size shifts it.
+            # One micro-batch at a time; in a pipeline all. This seeds their random numbers, which neither a restart
+            # nor another world size may change.
             for micros in parallel.micro_batches(windows.order, step):
                 recorder.computes(step, micros)
                 loss += parallel.backward(*windows.of(step, micros), micros)
@@ -212,7 +212,7 @@ class Windows:
         return self._read([0] * self._config.micro_batch)
 
     def held_out(self) -> Iterator[tuple[Tensor, Tensor, float]]:
-        """This replica's part of the held-out windows, which are the same for every run: inputs, targets, and a weight.
+        """This replica's part of the held-out windows, the same in every run: inputs, targets, and a weight.
 
         The weights of all replicas add up to 1. All get the same number of batches; a surplus one has weight 0.
         """

@@ -13,8 +13,8 @@ from elaunch.agent.diagnosis.stack_groups import Stack
 from elaunch.rendezvous.rules.snapshot import Snapshot
 from elaunch.rendezvous.types import Failure
 
-# Those that end the job on all nodes, not only this node's part in it: they are a person's. No process sends SIGPIPE:
-# the reader of the agent's stdout has closed it (agent/output/streams.py).
+# By these signals a person ends the job on all nodes, not only this node's part in it. No process sends SIGPIPE: the
+# reader of the agent's stdout has closed it (agent/output/streams.py).
 ENDS_JOB = frozenset((SIGINT, SIGPIPE))
 # Exit code of a program that a signal ended, as a shell reports it: this and the signal.
 SHELL_BASE = 128
@@ -68,11 +68,11 @@ class Committed:
 class Trouble(Enum):
     """Why requests to the store fail; the value is the end of a sentence."""
 
-    AWAY = "is away"
+    AWAY = "is unreachable"
     SLOW = "is too slow"
-    OWN = "cannot be asked"
-    REFUSES = "refuses what this node asks"
-    DENIED = "denies what this node asks"
+    OWN = "cannot be connected to"
+    REFUSES = "refuses this node's requests"
+    DENIED = "denies this node's requests"
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,8 @@ class StoreFailed:
     """A request to the store failed, and is retried. `why` is a sentence without a full stop.
 
     The trouble is OWN where this agent cannot open a connection, so nothing is known of the store; DENIED where waiting
-    alone does not help. `is_heads` says that a node of the job serves the store. `is_silent`: nothing came from the
-    head's host, not even a refusal: it may be off, and its ranks are lost with it.
+    alone does not help. `is_heads`: a node of the job serves the store. `is_silent`: nothing came from the head's host,
+    not even a refusal: it may be off, and its ranks are lost with it.
     """
 
     why: str
@@ -97,7 +97,7 @@ class StoreBack:
 
 @dataclass(frozen=True)
 class StoreLost:
-    """The store is another one than before, or holds data that cannot be read. `why` as in `StoreFailed`."""
+    """The store has been replaced by another, or has data that cannot be read. `why` as in `StoreFailed`."""
 
     why: str
 
@@ -119,7 +119,7 @@ class WorkerExited:
 
 @dataclass(frozen=True)
 class WorkerEnded:
-    """A worker's program ended, by an exception if it `raised`; the process is on its way out, and may never arrive.
+    """A worker's program ended, by an exception if it `raised`; the process is exiting, and may never finish that.
 
     `over_s` is when it left its process group, or else ended, on this host's monotonic clock.
     """
@@ -142,7 +142,7 @@ class WorkerListens:
 
 @dataclass(frozen=True)
 class WorkerSaving:
-    """After a peer's failure: this worker is saving `step`, and there is time for that."""
+    """After a peer's failure: this worker is saving `step`, and gets the time for it."""
 
     generation: int
     local_rank: int
@@ -185,7 +185,7 @@ class StacksTaken:
 
 @dataclass(frozen=True)
 class WorkersHung:
-    """The workers hang; `failure` says which of them is to be named."""
+    """The workers hang; `failure` is that of the rank to report."""
 
     generation: int
     failure: Failure
@@ -229,7 +229,7 @@ class Cleared:
     """After `Clear`: no process of the generation is left, and all of its output has arrived.
 
     `tails` are the ends of the local ranks' stderr; `progressed`: a worker of this node had made progress. `facts` are
-    what was found out on this host after a failure.
+    what was collected on this host after a failure.
     """
 
     generation: int

@@ -387,14 +387,14 @@ def order(agent: Agent, topic: Topic) -> tuple[Signalled | RestartOrdered | None
     is_away = has_others and agent.reach.failing_since_s is not None
     if topic is Topic.STOP:
         where = " on all nodes" if has_others else ""
-        where = " on this node; the store is away, so stop the other nodes there" if is_away else where
+        where = " on this node; the store is unreachable, so stop the other nodes there" if is_away else where
         grace = f"workers have {agent.times.stop_grace_s:g} s to save; the job's exit code is {SHELL_BASE + SIGINT}"
         return Signalled(SIGINT, "elaunch stop", is_order=True), OrderResponse(True, f"{job} stops{where}: {grace}")
     if agent.spec.max_restarts == 0:
         why = "it has one generation, since it was started with --max-restarts 0; stop it and start it again"
         return None, OrderResponse(False, why)
     if is_away:
-        return None, OrderResponse(False, "the job's store is away, and without it no generation can be opened")
+        return None, OrderResponse(False, "the job's store is unreachable, and without it no generation can be opened")
     opened, table = snapshot.generation, snapshot.current_table
     # What joins has no workers, and those of other nodes run: it is a spare, or waits for its seat.
     if not isinstance(phase, (Joining, Running, Finished)) or opened is None or table is None:

@@ -40,17 +40,17 @@ from elaunch.rendezvous.rules.hang_verdict import Hang, confirm_s, hang_sentence
 from elaunch.rendezvous.rules.restart_policy import decisive_failure
 from elaunch.rendezvous.types import Failure, FailureKind, Generation, OpenKind, Outcome, OutcomeKind, host_of
 
-# Schedulers signal the agent and its workers together; a worker that died so is no failure if our signal comes too.
+# Schedulers signal the agent and its workers together: a worker killed by it is no failure if our signal comes too.
 HOLD_S = 0.1
-# Those that are sent on purpose.
+# Signals that are sent to request an exit.
 REQUESTS = (SIGHUP, SIGINT, SIGQUIT, SIGUSR1, SIGUSR2, SIGTERM)
 # A lost peer whose exit is not known yet: its program may still clean up.
 UNEXPLAINED_S = 1.0
-# How a rank exits that lost a peer, as far as is known before its output is read.
+# The kinds of exit that a lost peer may have caused, as far as is known before the rank's output is read.
 EFFECTS = (FailureKind.PEER_LOST, FailureKind.EXIT_CODE)
-# All ranks of a job stop after the same step, also those whose agent does not know yet why.
+# All ranks of a job stop after the same step, also those whose agent has not received the reason yet.
 STOPPED_HOLD_S = 2.0
-# A rank that others wait for is named by the verdict on the hang, and that once.
+# The verdict on a hang comes first, and reports a rank that others wait for: no second line about it.
 AFTER_HANG_S = 10.0
 
 
@@ -123,7 +123,7 @@ def worker_ended(agent: Agent, running: Running, event: events.WorkerEnded, now_
 
 
 def worker_listens(agent: Agent, running: Running, event: events.WorkerListens, _now_s: float) -> Step:
-    """Note which notices it takes."""
+    """Note which notices the worker takes on its link."""
     return replace(agent, phase=replace(running, status=with_subscription(running.status, event))), ()
 
 
@@ -134,7 +134,7 @@ def worker_stopped(agent: Agent, running: Running, event: events.WorkerStopped, 
 
 
 def group_failed(agent: Agent, running: Running, event: events.WorkersHung | events.ServiceLost, now_s: float) -> Step:
-    """Count it as a failure: stop the workers, if they did not exit with the service."""
+    """Count a hang or a lost service as a failure: stop the workers, if they did not exit with the service."""
     has_none = isinstance(event, events.ServiceLost) and event.workers_too
     rest = replace(running, live=frozenset()) if has_none else running
     return _fail(agent, rest, _cause(running, event.failure), now_s)
@@ -152,7 +152,7 @@ def signalled(agent: Agent, running: Running, event: events.Signalled, now_s: fl
 
 
 def tick(agent: Agent, running: Running, _event: events.Tick, now_s: float) -> Step:
-    """Count a held exit as what it is; kill workers that raised and did not exit; give up a head that is lost."""
+    """Judge a held exit; kill workers that raised and did not exit; give up on a head that is lost."""
     if lost := given_up(agent, now_s):
         stopping = Stopping.of(running, now_s, agent.times.stop_grace_s, lost)
         text = "stopping: the head, which serves the job's store, and its ranks are lost"
@@ -169,14 +169,14 @@ def tick(agent: Agent, running: Running, _event: events.Tick, now_s: float) -> S
 
 
 def due_s(running: Running) -> float | None:
-    """When an exit is held no longer, or a worker whose program has ended has had its time."""
+    """When a held exit is due, or the time limit of a worker whose program has ended."""
     limits_s = [end.limit_s for end in running.status.ended if end.local_rank in running.live]
     held_s = [running.held.until_s] if running.held else []
     return min((at_s for at_s in (*held_s, *limits_s) if at_s < math.inf), default=None)
 
 
 def _past_limits(agent: Agent, running: Running, now_s: float) -> Step:
-    """Kill workers that raised an exception and did not exit; name those that linger after their programs' end."""
+    """Kill workers that raised an exception and did not exit; log those that linger after their programs' end."""
     times, known = agent.times, running.status.ended
     late = frozenset(e.local_rank for e in known if now_s >= e.limit_s) & running.live
     if not late:
@@ -187,13 +187,13 @@ def _past_limits(agent: Agent, running: Running, now_s: float) -> Step:
     if lingering := late & running.status.returned:
         text = (
             f"the program of local rank {ranks(lingering)} ended {times.hang_after_s + AFTER_HANG_S:.0f} s ago, but its"
-            f" process has not exited: elaunch stacks {agent.called} shows what keeps it, elaunch stop {agent.called}"
-            " ends the job"
+            f" process has not exited: elaunch stacks {agent.called} shows what keeps it alive, elaunch stop"
+            f" {agent.called} ends the job"
         )
         actions = (Log(text, "warning"), NameThreads(lingering))
     # Seen with torch: the last reference to a process group waits for a thread that waits for the GIL.
     if killed := late - lingering:
-        text = f"local rank {ranks(killed)} raised an exception and did not end within {times.stop_grace_s:g} s"
+        text = f"local rank {ranks(killed)} raised an exception and did not exit within {times.stop_grace_s:g} s"
         signal = SignalWorkers(running.table.generation, killed, SIGKILL)
         actions = (*actions, Log(f"{text}; SIGKILL", "warning"), signal)
     return agent, actions
@@ -216,7 +216,7 @@ def _yield_to(agent: Agent, running: Running, generation: Generation, now_s: flo
         # The exit status of a rank of this node may be the cause.
         return stop_broken(agent, Stopping.of(running, now_s, _grace_s(agent, running, now_s)), logged)
     if running.held and running.held.failure and running.held.effects:
-        # No step ends any more, and a node that joins waits for these workers.
+        # No step completes any more, and a node that joins waits for these workers.
         return _fail(agent, running, running.held.failure, now_s)
     reason = StopReason.JOIN if is_join else StopReason.LEAVE
     is_awaited = bool((running.live & running.status.to_stop) - running.status.stopped)
@@ -252,7 +252,7 @@ def _cause(running: Running, failure: Failure) -> Failure:
 
 
 def _awaits_exit(running: Running, rest: Running, failure: Failure, now_s: float) -> float | None:
-    """Until when the exit of another rank is awaited, which may explain `failure`; None where it is not."""
+    """Until when another rank's exit is awaited, which may explain `failure`; None if none is awaited."""
     # NCCL's watchdog ends a survivor by SIGABRT; only its output, which is read later, shows why.
     is_effect = failure.kind in EFFECTS or failure.code == -SIGABRT
     if not is_effect or (rest.held and not rest.held.effects):
@@ -263,7 +263,7 @@ def _awaits_exit(running: Running, rest: Running, failure: Failure, now_s: float
     if rest.on_way_out(now_s) & {*before}:
         return now_s + EXIT_S
     is_unexplained = failure.kind is FailureKind.PEER_LOST and rest.live and not running.ends
-    # On several nodes it is rather a rank of another one, whose agent waits for this report.
+    # On several nodes the cause is rather on another one, whose agent waits for this report.
     return now_s + UNEXPLAINED_S if is_unexplained and len(running.table.seats) == 1 else None
 
 
@@ -292,7 +292,7 @@ def _in_order(running: Running, failure: Failure) -> tuple[Failure, ...]:
 
 def _withdraw_newcomer(agent: Agent, running: Running, failure: Failure, now_s: float) -> Step:
     """Leave the job if a newly joined node cannot start its workers: the cause is on this node."""
-    reason = "it never got past its start on this node, while the job ran on others; they go on without it"
+    reason = "it never got past its start on this node, while the job ran on others; they continue without it"
     outcome = agent.outcome(OutcomeKind.FAILED, reason, failure=failure)
     withdrawn = withdrawal(agent, opens=True, why="its workers could not start")
     stopping = Stopping.of(running, now_s, agent.times.stop_grace_s, outcome)
@@ -312,7 +312,7 @@ def sampled(agent: Agent, running: Running, event: events.Sampled, _now_s: float
         return agent, ()
     state = hang.after_windows(state, live, event.windows)
     actions: tuple[Action, ...] = ()
-    if hang.wants_stacks(state, _limit(agent, running)):
+    if hang.stacks_are_due(state, _limit(agent, running)):
         state = replace(state, is_sampling=True)
         actions = (TakeStacks(running.table.generation, live),)
     return _report(agent, replace(running, hang_state=state), actions)
@@ -342,7 +342,7 @@ def _follow_verdict(agent: Agent, running: Running) -> tuple[Running, tuple[Acti
 
 
 def _awaited(running: Running) -> frozenset[int]:
-    """The workers that others may wait for: a process whose program has ended comes to no collective any more."""
+    """The workers that others may wait for: a process whose program has ended enters no more collectives."""
     return running.live - running.status.returned
 
 

@@ -37,7 +37,7 @@ class ProgramEnd:
     """A worker's program has ended, and its process is on its way out.
 
     It left its process group at `over_s` on this host's clock, and the agent knew at `known_s`. A process that is still
-    there at `limit_s` is killed if the program `raised` an exception, else named.
+    there at `limit_s` is killed if the program `raised` an exception, else reported.
     """
 
     local_rank: int
@@ -74,7 +74,7 @@ class WorkerStatus:
         return frozenset(end.local_rank for end in self.ended if not end.raised)
 
     def exiting(self, now_s: float) -> frozenset[int]:
-        """Those whose programs have returned just now: their exit status is about to come. Others linger."""
+        """Those whose programs have returned just now: their exit status is about to arrive. Others linger."""
         return frozenset(e.local_rank for e in self.ended if not e.raised and now_s < e.known_s + 2 * EXIT_S)
 
 
@@ -82,9 +82,9 @@ class WorkerStatus:
 class HeldEnd:
     """An exit that may turn out to be ordered: the order may reach this agent until `until_s`.
 
-    `failure` is what it is otherwise, None where the last worker exited with 0. `is_stop`: the worker had stopped at a
+    Without an order it is `failure`, None where the last worker exited with 0. `is_stop`: the worker had stopped at a
     step boundary, as all ranks of the job did; else the scheduler may have signalled it. `effects` are failures that
-    another rank may have caused, and its exit is awaited.
+    another rank may have caused; the exit of that rank is awaited.
     """
 
     failure: Failure | None
@@ -97,9 +97,9 @@ class HeldEnd:
 class Running:
     """This node's workers run.
 
-    Those of `live` do; `held` is the exit of one that is not explained yet. `is_first`: this agent ran no generation
-    before. `hang_state` is what samples of their processes show. `ends` are the records of workers that exited with 0,
-    in order.
+    `live` are those that have not exited; `held` is an exit that is not explained yet. `is_first`: this agent ran no
+    generation before. `hang_state` is what samples of their processes show. `ends` are the records of workers that
+    exited with 0, in order.
     """
 
     table: RankTable
@@ -116,7 +116,7 @@ class Running:
         return self.live & frozenset(e.local_rank for e in self.status.ended if e.raised and e.limit_s < math.inf)
 
     def on_way_out(self, now_s: float) -> frozenset[int]:
-        """Workers whose programs have ended, and whose exit status is about to come. Those that stopped are none."""
+        """Workers whose programs have ended, and whose exit status is about to arrive; not those in `stopped`."""
         return self.live & ((self.status.exiting(now_s) | self.leaving) - self.status.stopped)
 
     def seat_of(self, node_id: str) -> Seat:
@@ -136,16 +136,16 @@ class Mode(Enum):
 
 @dataclass(frozen=True)
 class Stopping:
-    """Workers are to end, and some still run.
+    """This node's workers are being stopped, and at least one still runs.
 
-    Those of `live` do, of which there is at least one. They have until `due_s`, `grace_s` after they were notified:
-    SIGKILL follows then, and later another fork server. Those in `signalled` got `signum`; those in `spent` were killed
-    alone, as soon as they had saved, or while others save. A worker that has not come to its step's end by `until_s`
-    gets SIGTERM, where that is set. `notice` is a scheduler's signal that another node had first and that is passed on
-    here, 0 if there is none.
+    `live` are those that have not exited. They have until `due_s`, `grace_s` after they were notified: SIGKILL follows
+    then, and later another fork server. Those in `signalled` got `signum`; those in `spent` were killed one by one, as
+    soon as they had saved, or while others save. A worker that has not come to its step's end by `until_s` gets
+    SIGTERM, where that is set. `notice` is a scheduler's signal that another node had first and that is passed on here,
+    0 if there is none.
 
-    `failures` are this node's of the generation: the first one, then those that came while it was stopping and were not
-    its doing. Those in `answered` may have exited with a code that our signal caused. `ends` as in `Running`. `then` is
+    `failures` are this node's failures in the generation: the first one, then those that followed and that the stop did
+    not cause. Those in `answered` may have exited with a code that our signal caused. `ends` as in `Running`. `then` is
     the outcome that the agent exits with afterwards, None where it continues.
     """
 
@@ -169,7 +169,7 @@ class Stopping:
     def of(cls, running: Running, now_s: float, grace_s: float, then: Outcome | None = None) -> Stopping:
         """The stop of running workers, before any of them is notified.
 
-        A lost peer stays a failure; other exits that are held were caused by what the stop is for.
+        Of the held exit only the failures that a lost peer caused are kept: this stop explains the exit itself.
         """
         failures = running.held.effects if running.held else ()
         # A process that lingers is signalled like any other.
@@ -196,13 +196,13 @@ class Stopping:
         return self.due_s if self.until_s is None else min(self.due_s, self.until_s)
 
     def hurried(self, now_s: float, grace_s: float) -> Stopping:
-        """With that time at most from now on."""
+        """With at most `grace_s` left from now on."""
         return self if self.due_s <= now_s + grace_s else replace(self, due_s=now_s + grace_s, grace_s=grace_s)
 
 
 @dataclass(frozen=True)
 class Clearing:
-    """The last worker has exited; what is left of the generation is ended, and its output collected.
+    """The last worker has exited; the generation's remaining processes are ended, and its output is collected.
 
     `is_done`: all workers exited with 0. `failures`, `ends`, `answered` and `then` as in `Stopping`. An agent that is
     about to exit waits for the output until `until_s`.
@@ -221,7 +221,7 @@ class Clearing:
 class Finished:
     """All workers of this node exited with 0; the agent stays until the job has ended. `ends` as in `Running`.
 
-    It has reported that under the guard that the generation's key is as at revision `reported`.
+    It has reported that in a transaction, guarded by the revision `reported` of the generation's key.
     """
 
     table: RankTable
@@ -245,15 +245,15 @@ LOG_AFTER_S = 2.0
 
 @dataclass(frozen=True)
 class Membership:
-    """What this node is to the job's other nodes.
+    """This node's membership in the job.
 
     `lease` is 0 while there is none. `next_id` names the incarnation that the node takes up when it returns as a new
     one. `belongs`: the run in the store is the one that this agent takes part in, or tries to join. `in_flight` is the
     transaction whose response is awaited, and nothing is decided from a snapshot older than `answered`, the revision of
-    the last response. `refused`: the last join was; `outvoted`: the last try to lead was; `evicted`: this node's member
-    key is gone; `widened`: all keys are watched. `runs_refused` counts the runs that it could not start, since the job
-    had members. The next try is at `run_again_s`, when their leases may have expired. `is_misfit`: the job in the store
-    is another one, over which this node has tried to start its own. `has_entered`: this node was a member once, so the
+    the last response. `refused`: the last join was; `outvoted`: so was the last try to lead; `evicted`: this node's
+    member key is gone; `widened`: all keys are watched. `runs_refused` counts the runs that it could not start, since
+    the job had members. The next try is at `run_again_s`, when their leases may have expired. `is_misfit`: the store
+    has another job, over which this node has tried to start its own. `has_entered`: this node was a member once, so the
     store's address and login are right. The last lease was requested at `renewed_s`. A node without one requests
     another at `renew_at_s`, if that is not None.
     """
@@ -278,7 +278,7 @@ class Membership:
 
 @dataclass(frozen=True)
 class Reach:
-    """How the store responds: failing since `failing_since_s`, None while it serves; `ever`: it has served once.
+    """Whether the store responds: it fails since `failing_since_s`, None while it serves; `ever`: it has served once.
 
     `last` is the last failed request. The log has a line about it at `log_at_s`, or has one if it `is_logged`. A node
     whose workers ended meanwhile has waited for the store since `idle_since_s`. The head's host has sent nothing at all

@@ -1,4 +1,4 @@
-"""A store that is away, too slow, or refuses."""
+"""What the agent does while the store is unreachable, too slow, or refuses its requests."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def store_failed(agent: Agent, _phase: Phase, event: StoreFailed, now_s: float) 
 def store_back(agent: Agent, _phase: Phase, _event: StoreBack, now_s: float) -> Step:
     """Log for how long the store failed; after a long time no node is declared lost for a while.
 
-    Leases of others may have expired for the reason for which this agent was cut off: it waits for their return.
-    Not after moments in which no lease can have expired: they may recur, and would hide a loss for ever.
+    Other nodes may have lost their leases by the same outage, and get time to return. There is no such pause after an
+    outage too short for a lease to expire: it may recur, and would hide a loss for ever.
     """
     reach = agent.reach
     if reach.failing_since_s is None:
         return replace(agent, reach=replace(reach, ever=True)), ()
-    away_s, how = now_s - reach.failing_since_s, "is back" if reach.ever else "answers,"
+    away_s, how = now_s - reach.failing_since_s, "is back" if reach.ever else "responds,"
     logged: tuple[Action, ...] = (Log(f"the store {how} after {away_s:.1f} s"),) if reach.is_logged else ()
     agent = replace(agent, reach=Reach(ever=True), lead_at_s=now_s)
     if away_s < agent.times.shortest_loss_s:
@@ -88,7 +88,7 @@ def log_waits(agent: Agent, now_s: float) -> Step:
 
 
 def note_idle(agent: Agent, now_s: float) -> Agent:
-    """Note that this node has no workers any more, and log the outage again: the last line is about running workers.
+    """Note that this node's workers have exited, and log the outage again: its last line is about running workers.
 
     The time to give up is counted from here, since nothing waited for the store before.
     """
@@ -113,17 +113,17 @@ def _outage_text(agent: Agent, now_s: float) -> str:
             meanwhile = f"this node's workers are done, and it waits {left} to read there how the job ends"
         case Running() if give_up_s is not None:
             meanwhile = (
-                f"the workers go on, and are stopped in {give_up_s - now_s:.0f} s if it stays so (store_timeout)"
+                f"the workers continue, and are stopped in {give_up_s - now_s:.0f} s if that lasts (store_timeout)"
             )
         case _:
-            meanwhile = "trying again; the workers go on"
+            meanwhile = "trying again; the workers continue"
     return f"the store {reach.last.trouble.value}: {reach.last.why}; {meanwhile}"
 
 
 def _unknown(agent: Agent, away_s: float) -> str:
     reach = agent.reach
     how = "did not answer" if reach.ever else "was never reached"
-    past = {Trouble.REFUSES: "refused", Trouble.DENIED: "refused", Trouble.OWN: "could not be asked"}
+    past = {Trouble.REFUSES: "refused", Trouble.DENIED: "refused", Trouble.OWN: "could not be connected to"}
     how = past.get(reach.last.trouble, how)
     own = "; this node's workers had all exited with 0" if isinstance(agent.phase, Finished) else ""
     again = f"; {_AGAIN}" if reach.ever and reach.last.is_heads else ""

@@ -64,7 +64,7 @@ def entries(before: Agent, after: Agent, event: Event) -> Iterator[Entry]:
 
 
 def of_failure(failure: Failure) -> dict[str, object]:
-    """A failure's fields. What it has not is left out."""
+    """A failure's fields, but for those without a value."""
     fields: dict[str, object] = {
         "kind": failure.kind.value,
         "sentence": failure.sentence,
@@ -201,7 +201,7 @@ def _of_snapshot(before: Agent, after: Agent) -> Iterator[Entry]:
     old, new = before.snapshot.table, after.snapshot.table
     if old and new and old.generation < new.generation == opened.number:
         fields = {**_of_restart(after, opened, new), "world_size": new.world_size, "nodes": len(new.seats)}
-        text = f" goes on in generation {new.generation}: {new.size_text} ({new.reason})"
+        text = f" continues in generation {new.generation}: {new.size_text} ({new.reason})"
         yield _announced("restart", after, new.generation, text, fields)
 
 

@@ -1,4 +1,4 @@
-"""What torch's flight recorder has of the collectives of ranks: who is behind, who waits for how long; pure.
+"""Reads torch's flight recorder: which rank is behind in its collectives, and which one waits for how long; pure.
 
 The recorder counts the collectives that a rank has entered in each process group. All ranks of a group enter the same
 ones in the same order: the numbers show who is behind. The format is that of `dump_json` in torch's
@@ -45,7 +45,7 @@ Counts = Mapping[tuple[int, int], Count]
 
 
 def read_counts(text: bytes) -> Counts:
-    """The counts in dumps, one in each line. Nothing is read of what has another form."""
+    """The counts in dumps, one in each line. What has another format is skipped."""
     found: dict[tuple[int, int], Count] = {}
     # The position of a dump identifies its recorder.
     for recorder, line in enumerate(text.splitlines()):
@@ -79,11 +79,11 @@ def last_entered(counts: Counts) -> tuple[str, bool]:
 
 @dataclass(frozen=True)
 class WaitShares:
-    """For which share of the time each rank waits, by samples once a second.
+    """The share of the time that each rank spends waiting, sampled once a second.
 
-    A share needs no clock that other hosts have too, so ranks of different nodes can be compared by it: a rank that
-    waits less than all others is the one that they wait for. This window has had `samples`; each rank waited at
-    `waited` of them. `counts` are those of the last one. At the last `paused` no rank had entered another collective.
+    A share needs no clock common to the hosts, so ranks of different nodes can be compared by it: a rank that waits
+    less than all others is the straggler. This window has had `samples`; each rank waited at `waited` of them. `counts`
+    are those of the last one. At the last `paused` no rank had entered another collective.
     """
 
     samples: int = 0
@@ -110,7 +110,7 @@ class WaitShares:
 def _default_group(counts: Counts) -> Count | None:
     """The count of the default group; None where it does not show when the rank waits.
 
-    A GPU's collectives are entered long before the GPU comes to them: only their begin shows when it waits.
+    A GPU's collectives are entered long before the GPU comes to them: only their start shows when it waits.
     """
     for (recorder, group), count in counts.items():
         if group == _DEFAULT_GROUP and count.entered > 0 and count.ended >= 0:
@@ -123,7 +123,7 @@ def _waits(count: Count) -> bool:
 
 
 def slow_rank(shares: Mapping[int, float]) -> int:
-    """The rank that the others wait for: it waits less than all of them, by far; -1 if there is none."""
+    """The straggler: the rank that waits far less than all others, which wait for it; -1 if there is none."""
     ordered = sorted(shares, key=lambda rank: shares[rank])
     is_alone = len(ordered) > 1 and shares[ordered[1]] - shares[ordered[0]] >= _SLOW_MIN
     return ordered[0] if is_alone else -1
@@ -133,7 +133,7 @@ def slow_text(rank: int, local_rank: int, shares: Mapping[int, float]) -> tuple[
     """The sentence about a rank that was slow in two windows, and the least share for which the others wait."""
     wait = min(share for other, share in shares.items() if other != local_rank)
     return (
-        f"rank {rank} is slower than the other ranks of this node: they wait in collectives for {wait:.0%} of the time"
-        f" and more, and it for {shares[local_rank]:.0%}, for the last {2 * WINDOW_SAMPLES} s",
+        f"rank {rank} is slower than the other ranks of this node: they waited in collectives for at least {wait:.0%}"
+        f" of the last {2 * WINDOW_SAMPLES} s, and it for {shares[local_rank]:.0%}",
         wait,
     )

@@ -1,4 +1,4 @@
-"""Makes a `Failure` of what a worker leaves: status, error file, output, faulthandler's stack, a lost peer; pure."""
+"""Makes a `Failure` from what a worker leaves: status, error file, output, faulthandler's stack, a lost peer; pure."""
 
 from __future__ import annotations
 
@@ -151,11 +151,11 @@ def end_of(worker: Failure, clock: str, *, is_gone: bool) -> Failure:
 
 def with_tail(failure: Failure, tail: str) -> Failure:
     """The same failure, now that all of the worker's output has arrived."""
-    # Whether a program did that reports nothing, such as a command, shows in its time alone.
+    # A program that reports nothing, such as a command, has made progress if it ran long enough.
     progressed = failure.progressed if failure.progressed is not None else failure.lived_s >= SILENT_S or None
     failure = replace(failure, tail=_kept(tail, failure.traceback), progressed=progressed)
     if failure.code == -_SIGABRT and PEER_LOST.search(tail):
-        # NCCL's watchdog ends a survivor so.
+        # NCCL's watchdog aborts survivors.
         return replace(failure, kind=FailureKind.PEER_LOST)
     if failure.code is not None and failure.code < 0:
         return _crashed(failure, tail)
@@ -273,7 +273,7 @@ def _user_place(frames: Sequence[re.Match[str]], index: int) -> str:
 
 
 def _kept(tail: str, traceback: str) -> str:
-    """The end of the output for the failure record. A long one goes without its traceback, which is there already."""
+    """The end of the output for the failure record, which has the traceback already: a long one goes without it."""
     if not traceback or TAIL.fits(tail):
         return tail
     start = chain_start(tail)
@@ -287,8 +287,8 @@ def _kind_and_message(remains: Remains, raised: Raised | None, signal_name: str)
         if remains.kernel:
             return FailureKind.OUT_OF_MEMORY, f"{killed} ({remains.kernel})"
         if remains.raised and code == -_SIGKILL:
-            # By its agent, which had waited for the end of it.
-            return FailureKind.SIGNAL, f"raised an exception, did not end, and {killed}"
+            # By its agent, which had waited for its exit.
+            return FailureKind.SIGNAL, f"raised an exception, did not exit, and {killed}"
         if remains.returned:
             ended = "" if remains.own_code is None else f" with exit code {remains.own_code}"
             killed = f"{killed} after its program had ended{ended}"
@@ -415,8 +415,8 @@ _NETWORK = (
 _GLOO = r"\[(?:enforce fail at )?(?:[^\s\]]{0,200}\bgloo/[^\s\]]{0,100}|(?:unbound_)?(?:buffer|pair))\.cc:\d{1,6}\] "
 # How NCCL names the other end, gloo an address, and torch's TCPStore a socket.
 _OTHER_END = r"(?:\S<\d{1,5}>|\bSO_ERROR:|\b(?:recv|send)\w{0,30} failed\b|\bCall to (?:connect|recv|send) failed ?:)"
-# The errors of survivors when another rank is gone: gloo's, TCPStore's, NCCL's, RPC's TensorPipe's. One of the network
-# alone may be the program's own: it counts behind what only a library that connects ranks writes.
+# The errors of survivors when another rank is gone: gloo's, TCPStore's, NCCL's, RPC's TensorPipe's. A network error
+# alone may be the program's own: it counts only after text that a library that connects ranks writes.
 PEER_LOST = re.compile(
     rf"(?:{_GLOO}|connectFullMesh failed with )[^\n]{{0,300}}?(?:connection closed|socket (?:unexpectedly )?closed"
     rf"|(?:read|write|connect) timeout|timed out|no error|SSL_(?:read|write) |short (?:read|write)|pair is not"

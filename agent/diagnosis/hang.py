@@ -1,4 +1,4 @@
-"""When all ranks of this node are idle or report nothing, and the record of it for the job's leader; pure.
+"""Detects that all ranks of this node are idle or report nothing, and makes the leader's record of it; pure.
 
 A rank is idle while it uses no CPU, or while it uses one whole CPU for nothing else: it touches no new memory, and
 reads and writes nothing. It is also idle while torch's flight recorder shows a collective that has not ended, and the
@@ -24,10 +24,10 @@ from elaunch.rendezvous.types import Seat
 class HangState:
     """This generation's workers as their agent observes them from outside.
 
-    Those of `live` ran at the last sample. `idle` has how each rank is idle and for how many seconds; `idle_s` is for
-    how long all of them are. `samples` is how often stacks were taken since then; `stacks` are the last ones, and ranks
-    in `held_gil` held the GIL in all of them. `reported` is what each rank reported last, where reports count.
-    `recorded` is this node's record in the store. `logged` is the last verdict that was logged.
+    Those of `live` ran at the last sample. `idle` has how each idle rank is idle, and for how many seconds; `idle_s` is
+    the time for which all of them are. `samples` counts how often stacks were taken since then; `stacks` are the last
+    ones, and ranks in `held_gil` held the GIL in all of them. `reported` has each rank's last report, where reports
+    count. `recorded` is this node's record in the store. `logged` is the last verdict that was logged.
     """
 
     live: frozenset[int] = frozenset()
@@ -56,7 +56,7 @@ _FAULTS_BUSY = 1
 _SWITCHES_BUSY = 20
 # Stacks are taken when this part of the limit is over, and then once in each limit's time.
 _STACKS_AT = (0.5, 0.75, 1.0)
-# What may end without the other ranks gets this many times the limit: a slow disk, a download, a long C function.
+# A wait that may end without the other ranks (a slow disk, a download, a long C function) gets this many limits.
 PATIENCE = 5
 
 
@@ -66,7 +66,7 @@ class IdleKind(Enum):
     IDLE = "it uses no CPU"
     SPINS = "it uses one CPU, for nothing that is seen from outside"
     OUTSTANDING = "it uses a CPU, and a collective of it does not end"
-    STOPPED = "a signal or a debugger holds it"
+    STOPPED = "it is stopped, by a signal or a debugger"
     SILENT = "it reports nothing, and neither does any other rank of its node"
 
 
@@ -99,7 +99,7 @@ class Window:
 
 @dataclass(frozen=True)
 class HangLimit:
-    """For how long all ranks of the job must be idle to hang, and for how long of that the leader must know it."""
+    """For how long all ranks must be idle to count as hung, and for how long of that the leader must know it."""
 
     still_s: float
     confirm_s: float
@@ -108,7 +108,7 @@ class HangLimit:
 def after_windows(before: HangState, live: frozenset[int], windows: Mapping[int, Window]) -> HangState:
     """The state after another sample."""
     if before.live - live:
-        # One has exited: what the others do now begins now.
+        # One has exited: the idle time of the others starts again.
         before = _without_stacks(replace(before, idle={}, idle_s=0.0))
     before = replace(before, live=live, reported={rank: windows[rank].reported for rank in live if rank in windows})
     known = ((rank, _after_window(before.idle.get(rank), windows[rank])) for rank in live if rank in windows)
@@ -118,7 +118,7 @@ def after_windows(before: HangState, live: frozenset[int], windows: Mapping[int,
     return after if idle_s >= before.idle_s > 0.0 else _without_stacks(after)
 
 
-def wants_stacks(state: HangState, limit: HangLimit) -> bool:
+def stacks_are_due(state: HangState, limit: HangLimit) -> bool:
     """Whether stacks are to be taken now."""
     due = _STACKS_AT[state.samples] if state.samples < len(_STACKS_AT) else state.samples - len(_STACKS_AT) + 2.0
     return not state.is_sampling and bool(state.idle) and state.idle_s >= due * _record_at_s(limit)
@@ -143,7 +143,7 @@ def after_stacks(before: HangState, stacks: tuple[Stack, ...], first_rank: int) 
 def record_of(
     state: HangState, seat: Seat, live: frozenset[int], awaited: frozenset[int], limit: HangLimit
 ) -> IdleNode | None:
-    """This node's record for the leader; None while its ranks work, or a person is at work in one of them.
+    """This node's record for the leader; None while its ranks work, or a person debugs one of them.
 
     The processes of `live` run; other ranks may wait for those of `awaited`, as the programs of the rest have ended.
     """
@@ -250,7 +250,7 @@ def _kind(state: HangState, stack: Stack, how: IdleKind) -> IdleReason | None:
     if waits_for_ranks(stack):
         return IdleReason.WAITS
     if how is IdleKind.OUTSTANDING and what is Doing.RUNS:
-        # What lets no other thread run Python does something itself: a rank that waits for its GPU does not.
+        # A thread that keeps the GIL does something itself: a rank that waits for its GPU does not keep it.
         return None if stack.rank in state.held_gil or not stack.waits else IdleReason.WAITS
     if how is IdleKind.SPINS:
         return IdleReason.RUNS if stack.rank in state.held_gil else IdleReason.ELSEWHERE

@@ -1,8 +1,8 @@
 """Probes of this host that explain a failure or a wait.
 
 The kernel log (kills for lack of memory, errors of the NVIDIA driver), the memory limit, full disks, folders of missing
-modules, blocked ports. A file system whose server is gone may hang: threads read it, and are not waited for longer
-than the limit.
+modules, blocked ports. A file system whose server is gone may hang, so threads read it, and the wait for them has a
+limit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import psutil
 
 from elaunch.agent.diagnosis.causes.cause import SHARED_MEMORY, Facts, Space
 from elaunch.agent.diagnosis.causes.program import MISSING
-from elaunch.agent.diagnosis.causes.table import wants_disks
+from elaunch.agent.diagnosis.causes.table import needs_disks
 from elaunch.agent.linux import in_threads, start_thread
 from elaunch.rendezvous.dial import Deadline, dial, is_silence, resolve
 from elaunch.rendezvous.endpoint import Endpoint
@@ -42,10 +42,10 @@ _XID = "NVRM: Xid"
 # Of a driver that repeats itself the first lines are enough.
 _XIDS_MAX = 32
 _KILLS_MAX = 1024
-# Of kills that the kernel counted at once, the exits come within this time.
+# The exits of processes that the kernel killed together are observed within this time.
 _CLAIM_S = 5.0
 _V1_NAMES = ("memory.limit_in_bytes", "memory.max_usage_in_bytes")
-# A limit above this is none: v1 of cgroups writes the largest number of pages.
+# A larger limit is none: cgroup v1 shows the largest number of pages then.
 _NO_LIMIT = 1 << 60
 
 
@@ -122,7 +122,7 @@ def _count(path: Path) -> int | None:
 
 
 def limit_text() -> str:
-    """The limit of this process's memory cgroup, and how much of it was used at most. Empty without a limit."""
+    """The limit of this process's memory cgroup and its peak usage, as text. Empty without a limit."""
     for path in counter_files():
         names = ("memory.max", "memory.peak") if path.name == "memory.events" else _V1_NAMES
         limit, peak = (_number(path.with_name(name)) for name in names)
@@ -151,14 +151,14 @@ def counter_files() -> list[Path]:
 
 
 def gather_facts(failures: Iterable[Failure], log: KernelLog, found: Callable[[Facts], None]) -> None:
-    """Call `found` with what explains failures on this host: now, or soon, in another thread.
+    """Call `found` with the facts that may explain `failures`: now, or soon, from another thread.
 
-    `log` is the kernel's since before any worker started.
+    `log` has been read since before any worker started.
     """
     limit = limit_text().partition(",")[0]
     facts = Facts(gpu_errors=log.xids(), memory_limit=limit, kills_are_counted=log.counts_kills)
     # A restart after a kill does not wait for threads.
-    of_disks = [failure for failure in failures if wants_disks(failure)]
+    of_disks = [failure for failure in failures if needs_disks(failure)]
     if not of_disks or not start_thread(lambda: found(_with_disks(facts, of_disks)), "elaunch-facts"):
         found(facts)
 
@@ -198,14 +198,14 @@ def _is_safe(path: Path) -> bool:
 
 
 def _full_disks() -> tuple[Space, ...]:
-    """The file systems that can be written to, and that have no room for bytes or files; each once."""
+    """The writable file systems that are out of space or inodes; each once."""
     mounts = [
         each.mountpoint
         for each in psutil.disk_partitions(all=True)
         if not each.opts.startswith("ro")
         and (each.device.startswith("/") or each.fstype in _WRITTEN_KINDS or ":" in each.device)
     ]
-    full = (space for space in _spaces(mounts) if space.is_full or space.is_without_files)
+    full = (space for space in _spaces(mounts) if space.is_full or space.is_out_of_inodes)
     found: dict[int, Space] = {}
     for space in full:
         with suppress(OSError):
@@ -214,7 +214,7 @@ def _full_disks() -> tuple[Space, ...]:
 
 
 def _spaces(mounts: Iterable[str]) -> tuple[Space, ...]:
-    """The file systems that are mounted there, and can be queried."""
+    """The file systems that are mounted there, without those that fail to respond."""
     found = []
     for mount in mounts:
         with suppress(OSError):
@@ -225,7 +225,7 @@ def _spaces(mounts: Iterable[str]) -> tuple[Space, ...]:
     return tuple(found)
 
 
-def why_not(master: Endpoint) -> str:
+def connect_error(master: Endpoint) -> str:
     """Why no connection to that port is possible now; empty if one is, or if nothing is known. Waits for 2 s.
 
     A firewall may close the port, and ranks would wait for minutes.
@@ -244,8 +244,8 @@ def why_not(master: Endpoint) -> str:
     return ""
 
 
-def kernels_ports() -> tuple[int, int]:
-    """The first and the last of the ports that the kernel gives to gloo and NCCL."""
+def ephemeral_ports() -> tuple[int, int]:
+    """The first and the last ephemeral port, which the kernel gives to gloo and NCCL."""
     with suppress(OSError, ValueError):
         first, last = map(int, _PORTS.read_text().split())
         return first, last
@@ -253,8 +253,8 @@ def kernels_ports() -> tuple[int, int]:
 
 
 def unreachable_text(master: Endpoint, why: str) -> str:
-    """The warning, with the ports that must be open."""
-    first, last = kernels_ports()
+    """The warning that MASTER_PORT is unreachable, with the ports that must be open."""
+    first, last = ephemeral_ports()
     return (
         f"this node cannot connect to {master} ({why}), MASTER_PORT on the node of rank 0: a firewall? Ports to open"
         f" between all nodes: MASTER_PORT (--master-port FIRST:LAST limits it), and {first}-{last}, from which the"

@@ -23,7 +23,7 @@ _PACKETS_MAX = 16
 
 
 class _Counters(NamedTuple):
-    """A process's counters at one sample, in the order of `Window`'s; by `identity` it differs from all others."""
+    """A process's counters at one sample, in the order of `Window`'s; `identity` is unique, unlike the pid alone."""
 
     identity: tuple[int, int]
     state: str
@@ -41,7 +41,7 @@ class ProcSampler:
         self.due_s = 0.0
 
     def sample(self, pids: Mapping[int, int], now_s: float) -> dict[int, Window]:
-        """What each worker did since the last sample. No window for one that is gone, or at its first sample."""
+        """What each worker did since the last sample. No window for one that has exited, or at its first sample."""
         seconds = now_s - self._sampled_s
         found = {rank: counters for rank, pid in pids.items() if pid > 0 and (counters := _counters(pid))}
         before, self._known = self._known, found
@@ -54,14 +54,14 @@ class ProcSampler:
 
 
 def _window(before: _Counters, now: _Counters, seconds: float) -> Window:
-    # A child that ended unseen took its time with it.
+    # The time of a child that exited between two samples may be lost, so a sum may shrink.
     gained = (abs(new - old) for old, new in zip(before.sums, now.sums, strict=True))
     cpu_s, main_s, delay_s, faults, io_bytes, switches, children_s = gained
     return Window(seconds, cpu_s, main_s, delay_s, faults, now.state, io_bytes, switches, children_s)
 
 
 def _counters(pid: int) -> _Counters | None:
-    """None where the process is gone."""
+    """None where the process has exited."""
     try:
         fields = linux.stat_fields(pid)
         cpu_s, reaped_s = ((int(fields[i]) + int(fields[i + 1])) / _TICKS for i in (11, 13))
@@ -143,7 +143,7 @@ class FlightRecorder:
         return bool(self.fresh_counts(now_s)) and is_stalled(before, self.counts)
 
     def fresh_counts(self, now_s: float) -> Counts:
-        """What the worker has just reported; nothing where its thread does not come to run."""
+        """The counts that the worker has just reported; none where its thread does not get to run."""
         return self.counts if now_s - self._replied_s < _FRESH_S else {}
 
     def _newest(self) -> bytes | None:

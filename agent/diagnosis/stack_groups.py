@@ -12,7 +12,7 @@ from elaunch.rendezvous.rules.queries import RESPONSE_BYTES_MAX
 from elaunch.rendezvous.rules.reports import RANKS_MAX
 from elaunch.threads import OWN
 
-# States in /proc/PID/stat: held by a signal, or by a debugger.
+# States in /proc/PID/stat: stopped by a signal, or by a debugger.
 _STOPPED, _TRACED = "T", "t"
 _RANKS_SHOWN = 12
 # A frame's path is shown from the package on: torch/distributed/distributed_c10d.py.
@@ -38,7 +38,7 @@ class Frame:
 
     @property
     def short_file(self) -> str:
-        """The file as people name it: from the package on for a library, else only its name."""
+        """The file for messages: from the package on for a library, else only its name."""
         if shown := _LIBRARY.match(self.file):
             return self.file[shown.end() :]
         return self.file.replace("\\", "/").rpartition("/")[2]
@@ -114,8 +114,8 @@ class Stack:
 
     @property
     def held(self) -> str:
-        """What holds it, if anything does."""
-        return "stopped by a signal" if self.is_stopped else "held by a debugger" if self.is_traced else ""
+        """What has stopped the process, if anything has."""
+        return "stopped by a signal" if self.is_stopped else "stopped by a debugger" if self.is_traced else ""
 
 
 @dataclass(frozen=True)
@@ -260,8 +260,8 @@ def _without_threads(stack: Stack) -> Stack:
 
 
 def what_keeps(stacks: Iterable[Stack]) -> Iterator[str]:
-    """Sentences about the threads that keep processes whose programs have ended."""
+    """Sentences about the threads that keep processes alive whose programs have ended."""
     for stack in stacks:
         for thread in stack.threads:
             if (frame := thread.innermost_user_frame) and not thread.is_own:
-                yield f"rank {stack.rank} is kept by thread {thread.name or '?'}, in {frame.text}"
+                yield f"rank {stack.rank} is kept alive by thread {thread.name or '?'}, in {frame.text}"

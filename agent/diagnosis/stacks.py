@@ -33,9 +33,9 @@ _DENIED = (
 )
 TOOL = "py-spy"
 NO_TOOL = f"{TOOL} is not installed; `pip install {TOOL}` has it"
-_LATE = f"{TOOL} did not come to an end in time"
+_LATE = f"{TOOL} did not finish in time"
 _TAKE_S = 10.0
-# A py-spy that is killed at the end of that time has this long to go.
+# A py-spy that is killed at the end of that time has this long to exit.
 _KILL_S = 0.5
 # A process that is just changing its stack may be read wrongly; the next try is right.
 _TRIES = 3
@@ -130,7 +130,7 @@ def _dump(tool: str, pid: int, until_s: float, *more: str) -> tuple[list[ThreadS
     try:
         return [_parsed(pid, item) for item in parse_json(ended.stdout)[:_THREADS_MAX]], ""
     except (ValueError, KeyError, TypeError, AttributeError):
-        return [], f"{TOOL} wrote something that cannot be read"
+        return [], f"{TOOL} printed something that cannot be parsed"
 
 
 def _trouble(printed: str) -> str:
@@ -138,7 +138,7 @@ def _trouble(printed: str) -> str:
     if "Permission" in printed or "Operation not permitted" in printed:
         return _DENIED
     if "Failed to find python version" in printed or "Failed to find a python interpreter" in printed:
-        return "it runs no Python, or Python is only just starting"
+        return "it is not a Python process, or its interpreter is still starting"
     if "Check that the process is running" in printed or "No such process" in printed:
         return "the process is gone"
     causes = [line.strip().removeprefix("Error: ") for line in printed.splitlines() if line.strip()]

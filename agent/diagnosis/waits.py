@@ -13,7 +13,7 @@ from elaunch.agent.diagnosis.stack_groups import Stack, ThreadStack, called_fram
 
 
 class Doing(Enum):
-    """What a rank's main thread does; the value is the middle of a sentence."""
+    """What a rank's main thread does; the value is a verb phrase for a sentence about the rank."""
 
     COLLECTIVE = "waits in a collective"
     RENDEZVOUS = "waits for the other ranks to make the process group"
@@ -29,7 +29,7 @@ class Doing(Enum):
     OTHER = "waits"
     RUNS = "runs"
     STOPPED = "is stopped by a signal (SIGSTOP)"
-    TRACED = "is held by a debugger"
+    TRACED = "is stopped by a debugger"
     UNKNOWN = "shows no stack"
 
     @property
@@ -54,9 +54,9 @@ _COLLECTIVE_FILES = (
 # Where the Keeper polls the GPU, asleep between two polls: for the gradients of a step, and so for their all-reduce.
 _GPU_FILE = "elaunch/trainer/memory/device_copy.py"
 _LOADER_FILES = ("torch/utils/data/dataloader.py",)
-# The lock of torch.utils.cpp_extension: whoever does not build sleeps until the file is gone.
+# The lock of torch.utils.cpp_extension: a process that does not build sleeps until the file is removed.
 _BATON_FILE = "torch/utils/file_baton.py"
-# Python joins all threads that are no daemons in it, after the program and before exit functions.
+# In it Python joins all non-daemon threads, after the program and before exit functions.
 _END = ("_shutdown", "threading.py")
 _PROMPT_FILES = ("pdb.py", "bdb.py", "cmd.py", "code.py", "IPython/", "prompt_toolkit/")
 _CHILD_FILES = ("subprocess.py", "multiprocessing/popen_")
@@ -109,7 +109,7 @@ def waits_for_ranks(stack: Stack) -> bool | None:
 
 
 def doing_text(stack: Stack) -> str:
-    """The same as text, with the name of the collective, or of the file."""
+    """`doing` as text, with the name of the collective, or of the file."""
     what, main = doing(stack), stack.main
     if main and what is Doing.COLLECTIVE:
         return f"waits in {'the all-reduce of a backward pass' if _is_backward(main) else called_frame(main).function}"

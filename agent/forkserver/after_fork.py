@@ -1,8 +1,8 @@
-"""What a worker renews that it has from the fork server: right after the fork, and when the program imports modules.
+"""Renews what a worker has inherited from the fork server: right after the fork, and when the program imports modules.
 
 Preloaded modules are hidden until the program imports one of them. Variables that torch and OpenMP read when they are
-loaded were read in the fork server: a fixed table applies what the program has set since then. Lightning and
-torchmetrics keep the rank, and Lightning a log handler, from their import.
+loaded were read in the fork server: a fixed table applies what the program has set since then. At their import,
+Lightning and torchmetrics store the rank, and Lightning adds a log handler.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _READ_AGAIN = {
     *("PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR", "CUDA_VISIBLE_DEVICES"),
     *("TMPDIR", "TEMP", "TMP", "LOGNAME", "USER", "LNAME", "USERNAME"),
 }
-# Scripts import it first, and set variables for torch afterwards. So it comes back alone.
+# Scripts import it first, and set variables for torch afterwards. So it is unmasked alone.
 _ALONE = "numpy"
 _OTHERS = "others"
 
@@ -91,8 +91,8 @@ def renew_streams() -> None:
 class HiddenModules:
     """A finder that gives the program the preloaded modules: the first import of any of them puts all back.
 
-    It is made once, before any fork. Importing threads do not run a module again that another thread has put back: it
-    stays a finder until there is one thread. Its base class is not importlib.abc's, which would bring thirty modules.
+    It is made once, before any fork. It stays a finder until there is one thread, so that no importing thread runs a
+    module again that another one has put back. Its base class is not importlib.abc's, which would import 30 modules.
     """
 
     def __init__(self, preloaded: Preloaded) -> None:
@@ -180,7 +180,7 @@ class HiddenModules:
         if self._back == self._groups and self in sys.meta_path and len(sys._current_frames()) == 1:
             for name, spec in self._specs.items():
                 self._modules[name].__spec__ = spec
-            # A new list: whoever goes through the old one misses no finder.
+            # A new list: a thread that iterates over the old one misses no finder.
             sys.meta_path = [each for each in sys.meta_path if each is not self]
 
 
@@ -199,7 +199,7 @@ class _Handover:
         try:
             self._hidden.open(module.__name__)
         finally:
-            # Not before: as long as the module has the import's own spec, other threads wait for the end of the import.
+            # Not earlier: while the module has the import's own spec, other threads wait for the end of the import.
             module.__spec__ = self._spec
 
     def __getattr__(self, name: str) -> Any:
@@ -311,7 +311,7 @@ _LOGGERS = ("lightning.fabric", "lightning.pytorch", "lightning_fabric", "pytorc
 
 
 def forget_ranks(modules: Mapping[str, ModuleType]) -> None:
-    """In the fork server: no rank is known, as before the import."""
+    """In the fork server: delete the rank that these modules stored, as before their import."""
     for name in _RANKS.keys() & modules.keys():
         # A version that keeps the rank elsewhere has no such attribute.
         with suppress(AttributeError):
@@ -319,7 +319,7 @@ def forget_ranks(modules: Mapping[str, ModuleType]) -> None:
 
 
 def find_ranks(modules: Mapping[str, ModuleType]) -> None:
-    """In a worker that imports these modules: do what their texts do at an import."""
+    """In a worker that imports these modules: store the rank, and set up logging, as their import would."""
     for name in [name for name in _RANKS if name in modules]:
         function = vars(modules[name]).get("rank_zero_only")
         if function is not None and not hasattr(function, "rank"):

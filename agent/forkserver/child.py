@@ -24,7 +24,7 @@ from elaunch.rendezvous.types import Program, ProgramKind
 
 # The number of the crash file among the descriptors that came with the order.
 _CRASH_FD = 4
-# A program that takes descriptors by number, or closes them in a loop, takes low ones.
+# A program that uses descriptors by number, or closes them in a loop, means low ones.
 _HIGH_FD = 1023
 # In a worker store: the socket at which it listens, and the one to the agent.
 LISTEN_FD, CONTROL_FD = 3, 4

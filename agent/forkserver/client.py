@@ -1,4 +1,4 @@
-"""The agent's client of fork servers: of its own one (server.py), and of those that stay between runs (warm.py)."""
+"""The agent's client of a fork server: its own one (server.py), or a warm one that an earlier run left (warm.py)."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ Fds = tuple[int, ...]
 class ForkServer:
     """The fork server of one agent: a process and the socket to it. `restart` replaces both.
 
-    `packages` as in `Boot`. With `warm_s` it is one that an earlier run has left behind, if that fits, and may be left
-    behind again (`stay`), idle for so long. `is_warm` is whether an earlier run had it, `how` is a sentence on that.
-    Make it as early as possible: it imports while the agent does its own work. Orders that come before it is ready wait
-    in the socket. `fileno` is readable when `receive` has an event.
+    `packages` as in `Boot`. With `warm_s` a warm one that fits is used, and may be left behind again (`stay`), idle for
+    at most that long. `is_warm`: an earlier run has started it; `how` is the log line about that, if any.
+    Create it as early as possible: it imports while the agent does its own work. Orders that come before it is ready
+    wait in the socket. `fileno` is readable when `receive` has an event.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class ForkServer:
         self.is_warm, self.how = False, ""
         self._warm_s = warm_s if preload is not None else 0.0
         self._has_imported = self._is_left = False
-        # One that stayed has another parent.
+        # None for a warm one: that has another parent.
         self._process: subprocess.Popen[bytes] | None = None
         if not (self._warm_s and self._borrow()):
             self._start()
@@ -84,7 +84,7 @@ class ForkServer:
         self.preload, self.packages = None, ()
 
     def _borrow(self) -> bool:
-        """Have the fork server that stayed take this job. Returns whether there is one that fits."""
+        """Hand this job to a warm fork server. Returns whether there is one that fits."""
         self._socket, theirs = wire.pair()
         with theirs:
             boot, path = self._boot(theirs), socket_path(self._program)
@@ -96,7 +96,7 @@ class ForkServer:
                     try:
                         wire.send(connection, {"op": "take"}, (boot_fd, 2, theirs.fileno()))
                     except OSError as error:
-                        raise Cold("the fork server that stayed has ended") from error
+                        raise Cold("the warm fork server has exited") from error
                     finally:
                         os.close(boot_fd)
                     _receive(connection, _CHECKS_S)
@@ -106,7 +106,7 @@ class ForkServer:
                 self._socket.close()
                 return False
         clock = time.strftime("%H:%M", time.localtime(since))
-        self.how = f"warm start: from the fork server that stayed since {clock} (pid {self.pid})"
+        self.how = f"warm start: from the warm fork server left at {clock} (pid {self.pid})"
         self.is_warm = True
         self._socket.setblocking(False)
         return True
@@ -124,17 +124,17 @@ class ForkServer:
             self._send({"op": "stay", "path": os.fspath(path), "idle_s": self._warm_s})
             while (event := self.receive()) and event["event"] != "left":
                 pass
-            why = event["why"] if event else "it has ended"
+            why = event["why"] if event else "it has exited"
         except (Cold, OSError) as error:
             why = str(error)
         if why:
-            return f"no fork server stays: {why}"
+            return f"no warm fork server stays: {why}"
         self._is_left = True
         self._socket.close()
         if self.is_warm:
             return ""
-        minutes = f"{self._warm_s / 60:g} min"
-        return f"a fork server stays for {minutes}, so that the next start needs no import; elaunch warm --stop ends it"
+        stays = f"a warm fork server stays for {self._warm_s / 60:g} min"
+        return f"{stays}, so that the next start needs no import; elaunch warm --stop ends it"
 
     def _boot(self, control: socket.socket) -> Boot:
         own = facts(self._program, self._ignored) if self._warm_s else {}
@@ -211,7 +211,7 @@ class ForkServer:
         return event
 
     def stop(self) -> None:
-        """End the fork server and, by the kernel, all its children. One that stays goes on."""
+        """End the fork server; the kernel then kills all its children. One that was left behind continues."""
         if self._is_left:
             return
         # It reaps its zombies first: in a container no other process may do that.
@@ -230,7 +230,7 @@ class ForkServer:
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
     def _kill(self) -> int:
-        """Kill it if it does not exit now. Returns its exit code, SIGKILL's for one that had stayed."""
+        """Kill it if it does not exit by itself. Returns its exit code, SIGKILL's for a warm one."""
         if self._process:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(_EXIT_S)
@@ -243,11 +243,11 @@ class ForkServer:
 
 
 class Cold(Exception):
-    """None can be had; the text is the reason, empty where no fork server is there."""
+    """No warm fork server can be used; the text is the reason, empty where there is none."""
 
 
 def facts(program: Program, ignored: tuple[int, ...]) -> dict[str, str]:
-    """What this process's children have from it and cannot take over from another one, by its name."""
+    """What children inherit from this process and a warm fork server could not give them, by name."""
     fields = dict(line.partition(":")[::2] for line in _text("status").splitlines())
     limits = {line[:26].strip(): " ".join(line[26:].split()) for line in _text("limits").splitlines()[1:]}
     here, root = os.stat("."), os.stat("/")  # noqa: PTH116
@@ -276,7 +276,7 @@ def _text(file: str) -> str:
 def folder(environ: Mapping[str, str]) -> Path:
     """The user's folder for the sockets, which need not exist."""
     runtime = Path(environ.get("XDG_RUNTIME_DIR", ""))
-    # sudo and su may keep the variable: a folder of root's would stand in the user's way there.
+    # sudo and su may keep the variable, and a folder that root makes there would be closed to the user.
     with suppress(OSError):
         if runtime.is_absolute() and runtime.stat().st_uid == os.geteuid():
             return runtime / "elaunch_warm"
@@ -284,7 +284,7 @@ def folder(environ: Mapping[str, str]) -> Path:
 
 
 def checked(place: Path) -> Path:
-    """`place`, if no other user can enter it. Raises Cold, with a reason unless it is not there."""
+    """Return `place` if no other user can enter it. Raises Cold, without a reason if it does not exist."""
     try:
         found = place.lstat()
     except OSError:
@@ -316,7 +316,7 @@ def connected(path: Path) -> Iterator[tuple[socket.socket, dict[str, Any]]]:
         except FileNotFoundError:
             raise Cold("") from None
         except ConnectionRefusedError:
-            raise Cold(f"the fork server that stayed at {path} was killed") from None
+            raise Cold(f"the warm fork server at {path} was killed") from None
         except OSError as error:
             raise Cold(f"{path} cannot be reached ({error.strerror or error})") from error
         if (uid := credentials(connection)[1]) != os.geteuid():
@@ -331,16 +331,16 @@ def _receive(connection: socket.socket, timeout_s: float) -> dict[str, Any]:
         packet = wire.receive(connection)
     except OSError as error:
         pid = credentials(connection)[0]
-        raise Cold(f"the fork server that stayed (pid {pid}) does not answer; elaunch warm --stop ends it") from error
+        raise Cold(f"the warm fork server (pid {pid}) does not respond; elaunch warm --stop ends it") from error
     if packet is None:
-        raise Cold("the fork server that stayed has ended")
+        raise Cold("the warm fork server has exited")
     if packet[0].get("event") == "cold":
         raise Cold(plain(str(packet[0].get("why"))))
     return packet[0]
 
 
 def servers() -> list[Path]:
-    """The sockets of this user's fork servers that stayed. Raises Cold."""
+    """The sockets of this user's warm fork servers. Raises Cold."""
     return sorted(checked(folder(os.environ)).iterdir())
 
 

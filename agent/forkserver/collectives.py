@@ -1,4 +1,4 @@
-"""Responds to the agent's queries about a worker's collectives in a thread (torch's flight recorder).
+"""A thread in a worker that responds to the agent's queries about its collectives (torch's flight recorder).
 
 The thread runs while the program has a default process group, and sleeps until the agent's query. It also responds
 while the main thread waits in a collective. A fresh worker imports this before its program, so it imports as little as
@@ -82,7 +82,7 @@ def _separate_file_stores_of(generation: str, c10d: ModuleType) -> None:
 
 
 class _Finder:
-    """Calls `found` with torch's module at the first import after that module's, and leaves. It finds nothing."""
+    """Calls `found` with torch's module at the first import after that module's, and removes itself. Finds nothing."""
 
     def __init__(self, found: Callable[[ModuleType], None]) -> None:
         self._found = found
@@ -93,7 +93,7 @@ class _Finder:
         # One thread at a time is here: Python calls a finder under its lock of imports.
         if c10d is not None and hasattr(c10d, "_update_default_pg") and not self._has_found:
             self._has_found = True
-            # A new list: whoever goes through the old one misses no finder.
+            # A new list: a thread that iterates over the old one misses no finder.
             sys.meta_path = [each for each in sys.meta_path if each is not self]
             self._found(c10d)
 
@@ -121,7 +121,7 @@ class _RecorderThread:
             try:
                 self._change(pg)
             except Exception:
-                # The program runs all the same; only the agent knows less.
+                # The program must run on; only the agent knows less.
                 return
 
         vars(c10d)["_update_default_pg"] = _update_default_pg
@@ -178,9 +178,9 @@ class _RecorderThread:
 
 
 def _respond(end: Any, dumps: list[Any]) -> None:
-    """Respond until the agent, or the process group, is gone.
+    """Respond until the agent exits, or the process group is destroyed.
 
-    The query `n` is for the numbers of each group's last collectives.
+    The query `n` requests the numbers of each group's last collectives.
     """
     import _signal  # type: ignore[import-not-found]
 

@@ -69,7 +69,7 @@ def preload(boot: Boot, loaded_at_start: Collection[str], cpus: Collection[int])
     `loaded_at_start` are the modules of a bare interpreter, `cpus` those that this process could use before.
     """
     names = list(_names(boot))
-    # Those of the list also where another package has imported them: each worker finds its rank in them.
+    # Packages of the short list also if another one imported them: each worker sets its rank in them.
     packages = {_top(name) for name in names} - sys.stdlib_module_names | {"torch", "numpy"} | PACKAGES
     looked_up, at_exit = set[str](), list[AtExit]()
     with _recorded(looked_up, at_exit, ()):
@@ -85,7 +85,7 @@ def preload(boot: Boot, loaded_at_start: Collection[str], cpus: Collection[int])
             _import(name)
         if _top(name) not in _DEFAULT:
             sets |= _changes(then, os.environ)
-        # What a listed package keeps of the rank, each worker finds out again (after_fork.py).
+        # Each worker sets again what a package of the short list stores of the rank (after_fork.py).
         looked_up |= found - RANK_VARIABLES if _top(name) in PACKAGES else found
     _check(boot, loaded_at_start, looked_up, cpus)
     return Preloaded(
@@ -99,7 +99,7 @@ def preload(boot: Boot, loaded_at_start: Collection[str], cpus: Collection[int])
 
 
 def default_of(boot: Boot) -> tuple[str, ...] | None:
-    """What of `boot` the user did not name, if it names more: torch, and what of elaunch the program is."""
+    """The preloads that the user did not name, torch and elaunch's program, if there are others; else None."""
     first = tuple(name for name in boot.preload or () if _top(name) in _DEFAULT)
     return first if first and (boot.packages or first != boot.preload) else None
 
@@ -108,7 +108,7 @@ def _names(boot: Boot) -> Iterator[str]:
     """The modules to import, MODULE or MODULE:NAME, in order."""
     names = boot.preload or ()
     first = default_of(boot) or ()
-    # Where there is no torch, it is not what the user named.
+    # torch may not be installed: the user did not name it.
     yield from (name for name in first if _top(name) != "torch" or find_spec("torch"))
     yield from (name for name in names if name not in first)
     yield from (name for name in boot.packages if find_spec(_top(name)))
@@ -132,7 +132,7 @@ def _import(name: str) -> None:
     try:
         importlib.import_module(module)
         if wanted:
-            # The name may be another version's. Of a lazy package it is what brings the modules.
+            # The name may be of another version. In a package with lazy imports the lookup imports the modules.
             with suppress(AttributeError):
                 getattr(sys.modules[module], wanted)
     except (Exception, SystemExit) as error:
@@ -155,7 +155,7 @@ def _recorded(looked_up: set[str], at_exit: list[AtExit], packages: Collection[s
     is_on = True
 
     def recorded_lookup(self: Any, name: str) -> str:
-        # What iterates over all variables, as tqdm does when it is imported, searches for names of its own.
+        # Code that iterates over all variables, as tqdm does when it is imported, searches for names of its own.
         if sys._getframe(1).f_code.co_name not in ("__iter__", "copy"):
             looked_up.add(name)
         return lookup(self, name)  # type: ignore[no-any-return]
@@ -185,13 +185,13 @@ def restore_environment(variables: Mapping[str, str | None]) -> None:
 
 
 def _check(boot: Boot, loaded_at_start: Collection[str], looked_up: Collection[str], cpus: Collection[int]) -> None:
-    """One thread, no CUDA, no open file, and nothing that depends on the rank. Raises Unfaithful."""
+    """Check that this process has one thread, no CUDA, no open file, and nothing of a rank. Raises Unfaithful."""
     if shadow := next(shadows(boot.program, loaded_at_start), None):
         raise Unfaithful(f"{shadow} has the name of a module that was preloaded")
     custom = [name for name in ("sitecustomize", "usercustomize") if name in sys.modules]
     what = " or ".join([*custom, "a preloaded module"])
     if own := sorted(RANK_VARIABLES & set(looked_up)):
-        raise Unfaithful(f"{what} looks up {own[0]}, which is another one in each worker")
+        raise Unfaithful(f"{what} looks up {own[0]}, which has another value in each worker")
     if len(os.listdir("/proc/self/task")) > 1:  # noqa: PTH208
         raise Unfaithful(f"{what} started a thread")
     # A worker closes all descriptors from 4 on, so a preloaded module would lose its open file or GPU.

@@ -1,7 +1,7 @@
 """The fork server: a single-threaded process that has imported what workers need and forks them from itself.
 
 It is the workers' own interpreter, paused just before it would run the program (`hook/sitecustomize.py`). So Python
-itself makes what a worker is (command line, options, flags, `sys.path`) and what its program sees when it starts
+itself sets up a worker (command line, options, flags, `sys.path`) and what its program finds when it starts
 (`__main__`, its stack, tracebacks, exit codes).
 
 `client.ForkServer` starts it with the environment that the workers will have. It imports, checks itself once, and then
@@ -29,7 +29,7 @@ from elaunch.agent.forkserver.preload import Unfaithful, default_of, open_files,
 from elaunch.agent.forkserver.wire import BOOT_VARIABLE, HOOK_DIR, SERVER_NAME, Boot
 from elaunch.agent.linux import catches, die_with_parent, parent, set_command_line, signal_fd
 
-# What a program sends to its parent, as to a launcher that is to exit. SIGKILL ends this process.
+# Signals that a program may send to its parent, to end the launcher. SIGKILL ends this process.
 _FROM_PROGRAMS = frozenset(
     (
         *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGABRT),
@@ -37,7 +37,7 @@ _FROM_PROGRAMS = frozenset(
     )
 )
 _GROUP_POLL_S = 0.02
-# A scheduler signals the processes of a step one after the other, and each node by itself.
+# A scheduler signals the processes of a step one after the other, and each node on its own.
 _NOTICE_S = 1.0
 # One that waits for a disk exits later.
 _KILLED_S = 1.0
@@ -48,7 +48,7 @@ Order = tuple[dict[str, Any], tuple[int, ...]]
 
 
 def main(loaded_at_start: Collection[str]) -> None:
-    """Be the fork server until the agent is gone. Returns only in a forked worker, so that Python runs its program.
+    """Run the fork server until the agent exits. Returns only in a forked worker, so that Python runs its program.
 
     `loaded_at_start` are the modules of a bare interpreter.
     """
@@ -67,7 +67,7 @@ def main(loaded_at_start: Collection[str]) -> None:
         preloaded = preload(boot, loaded_at_start, cpus)
     except Unfaithful as error:
         _start_again(boot, str(error), environment, mask, cpus)
-    # Before any fork: otherwise each worker would have to find the same.
+    # Before any fork: otherwise each worker would have to repeat the search.
     if preloaded.module("numpy"):
         after_fork.openblas()
     if imports:
@@ -171,7 +171,7 @@ class Server:
         if self._wake_r in ready:
             os.read(self._wake_r, 4096)
         if self._signals in ready:
-            # Its sender may have exited since then, and has a name until it is reaped.
+            # Before `reap`: its sender may have exited since, and has a name until it is reaped.
             self._report_signal()
         if self._wake_r in ready or self._children.waits_for_groups:
             for exited in self._children.reap():
@@ -326,7 +326,7 @@ class Children:
             time.sleep(0.001)
 
     def whose(self, pid: int) -> Name | None:
-        """The name of the child which that process is or descends from; None if there is none, or it is gone."""
+        """The name of the child which that process is or descends from; None if there is none, or it was reaped."""
         while pid and pid not in self._names:
             pid = parent(pid)
         return self._names.get(pid)

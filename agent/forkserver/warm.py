@@ -1,7 +1,7 @@
-"""A fork server that stays when its job has ended, to be the fork server of the next run of the same program.
+"""The warm fork server: it stays after its job, to be the fork server of the next run of the same program.
 
-It is used for nothing else meanwhile, and only by a run that would have the same from its start: see `_unfit`. At the
-first run that does not fit it exits, and the fork server of that run may stay in its place.
+Only a run whose own fork server would be the same from its start may use it: see `_unfit`. At the first run that does
+not fit it exits, and the fork server of that run may stay in its place.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from elaunch.agent.forkserver.wire import PROCESS_NAME, SERVER_NAME, Boot
 from elaunch.agent.guardian.guardian import VARIABLE
 from elaunch.agent.linux import credentials, outlive_parent, set_command_line, signal_fd, stat_fields
 
-# A client that connects and does not send its request holds the server no longer than this.
+# A client that connects and does not send its request blocks the server no longer than this.
 _REQUEST_S = 2.0
 _BACKLOG = 64
 _POLL_S = 30.0
-# The kernel's stamps of files lag behind its clock by a tick, and a few modules come before.
+# The kernel's stamps of files lag behind its clock by a tick, and a few modules were imported earlier.
 _MARGIN_NS = 100_000_000
 # What installers add to a folder of packages.
 _RECORDS = (".dist-info", ".egg-info", ".egg-link", ".pth")
@@ -41,7 +41,7 @@ _FREE_PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_")
 
 
 class Imports:
-    """The files that the imports of this process depend on. Make it before the imports, call `finish` after them.
+    """The files that the imports of this process depend on. Create it before the imports, call `finish` after them.
 
     Python reads the program's own file, `target`, only in a worker.
     """
@@ -52,7 +52,7 @@ class Imports:
         self.modules: Mapping[str, ModuleType] = {}
 
     def finish(self) -> None:
-        """Take the state of all files of modules and libraries."""
+        """Record the state of all files of modules and libraries."""
         self.modules = dict(sys.modules)
         self._names = {name.partition(".")[0] for name in self.modules}
         # A lazy module may import more at the lookup of an attribute that it lacks.
@@ -65,7 +65,7 @@ class Imports:
     def change(self) -> str:
         """A sentence on a file that has changed since the imports began, or was added or removed; empty without one."""
         for path, known in self._known.items():
-            # Their ctimes alone differ when another environment links to the same files, as uv makes it.
+            # The ctime alone changes too when another environment gets a hard link to the file, as uv makes them.
             if isinstance(known, tuple) and known[-1] >= self._began_ns:
                 return f"{path} was written while it was imported"
             state = self._state(path)
@@ -95,7 +95,7 @@ class WarmServer:
         self._since = time.time()
 
     def stay(self, order: Mapping[str, Any], control: socket.socket) -> None:
-        """Release the job, listen at the order's path, and respond to the agent. Exits if that cannot be."""
+        """Release the job, listen at the order's path, and respond to the agent. Exits if that fails."""
         try:
             if why := self._imports.change():
                 raise OSError(0, why)
@@ -107,7 +107,7 @@ class WarmServer:
             # The job's guardian kills what has the marker.
             _mark("-" * len(dict(self._boot.environment)[VARIABLE]))
             set_command_line(("elaunch: warm fork server",), PROCESS_NAME)
-            # The first to go where memory is short.
+            # The OOM killer's first choice.
             Path("/proc/self/oom_score_adj").write_text("1000")
             self._listen(Path(order["path"]), order["idle_s"])
         except OSError as error:
@@ -149,7 +149,7 @@ class WarmServer:
             connection, _ = self._listener.accept()
             with connection:
                 if credentials(connection)[1] != os.geteuid():
-                    wire.send(connection, {"event": "cold", "why": "it is another user's"})
+                    wire.send(connection, {"event": "cold", "why": "it belongs to another user"})
                     return None
                 connection.settimeout(_REQUEST_S)
                 wire.send(connection, self._handshake())
@@ -157,7 +157,7 @@ class WarmServer:
                 if len(fds) == 3:
                     job = Boot.read(fds[0])
                     if why := self._unfit(job):
-                        # The next run is like that one.
+                        # The next run will be like that one, and fit as little.
                         wire.send(connection, {"event": "cold", "why": why})
                         self._exit()
                     try:
@@ -181,7 +181,7 @@ class WarmServer:
         }
 
     def _unfit(self, job: Boot) -> str:
-        """Why that job must not have this fork server; empty if it may."""
+        """Why that job must not use this fork server; empty if it may."""
         then, now = dict(self._boot.facts), dict(job.facts)
         for what in [what for what in now if now[what] != then.get(what)]:
             return f"{what} is {now[what]!r:.60}, and was {then.get(what)!r:.60}"
@@ -189,7 +189,7 @@ class WarmServer:
         for name in sorted({*then, *now} - _FREE):
             if then.get(name) != now.get(name) and not name.startswith(_FREE_PREFIXES):
                 # Its value may be a secret.
-                return f"the variable {name} {'is another one' if name in now else 'is not set any more'}"
+                return f"the variable {name} {'has another value' if name in now else 'is no longer set'}"
         if why := self._imports.change():
             return why
         if shadow := next(shadows(job.program, self._loaded_at_start, self._imports.modules), None):
@@ -202,7 +202,7 @@ class WarmServer:
         return ""
 
     def _take(self, job: Boot, stderr: int, control: int) -> socket.socket:
-        """Take over what the job has of its own. Returns the socket to its agent."""
+        """Apply the job's own settings to this process. Returns the socket to its agent."""
         # Other runs start cold from here on.
         self._path.unlink(missing_ok=True)
         self._listener.close()

@@ -1,8 +1,8 @@
-"""Ends every process of a job on this host, whoever its parent is now, and leaves nothing of it behind.
+"""Kills every process of a job on this host, orphans too, and removes the job's run directories.
 
 A process belongs to the job if its initial environment holds the agent's marker. Workers inherit it, so do their
-children, through setsid and double forks, and so do nested agents'. A process that a worker lets a service start may
-hold the marker too: `sbatch`, `at` and `systemd-run` copy the environment. Such a process is spared. It is in another
+children, through setsid and double forks, and so do nested agents'. A process that a service starts for a worker may
+hold the marker too: `sbatch`, `at` and `systemd-run` copy the environment. Such a process is spared: it is in another
 job of the scheduler, or in another cgroup.
 
 Run as `python -I -S -B guardian.py PROCESSES` this file is the guardian, a process that outlives the agent for a
@@ -43,7 +43,7 @@ _UNIFIED, _SYSTEMD = "", "name=systemd"
 # A process in an uninterruptible sleep cannot be ended. The sweep waits for it no longer than this.
 SWEEP_S_MAX = 5.0
 # Helper processes of Python's multiprocessing and of torch. They remove what dead processes have left in /dev/shm, and
-# have so long for that when all others are gone.
+# have this long for that when all others have exited.
 CLEANERS = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
 CLEANERS_S = 1.0
 # A run directory, and the file in it that its agent keeps locked as long as it lives. The file holds the host's boot
@@ -52,7 +52,7 @@ RUN_DIR = re.compile(r"elaunch_[0-9a-f]{16}(_memory|_socket)?")
 CLAIM = ".agent"
 # Where agents' sockets are: all processes of a host find these folders, whatever their TMPDIR is.
 SOCKET_FOLDERS = ("/tmp", "/dev/shm", "/var/tmp")
-# A stderr that takes nothing gets no last line after this long.
+# The last line waits no longer than this for a stderr that is full.
 _LAST_LINE_S = 1.0
 
 
@@ -122,7 +122,7 @@ class JobProcesses:
 
 
 def _id(value: bytes) -> str:
-    """A scheduler's id as two processes compare it, whatever their locales are."""
+    """A scheduler's id in a form that does not depend on the locale of the process that compares it."""
     return value[:_ID_BYTES_MAX].decode(errors="surrogateescape")
 
 
@@ -204,7 +204,7 @@ def sweep(processes: JobProcesses, spare: Collection[int] = (), meanwhile: Calla
 
 
 def living(processes: JobProcesses, spare: Collection[int] = ()) -> list[int]:
-    """The pids of `processes` that live (no zombies), without this process and those in `spare`."""
+    """The pids of `processes` that are alive (no zombies), without this process and those in `spare`."""
     mine = {os.getpid(), *spare}
     pids = (int(name) for name in os.listdir("/proc") if name.isdigit())  # noqa: PTH208
     return [pid for pid in pids if pid not in mine and processes.has(pid)]
@@ -330,7 +330,7 @@ def main() -> None:
         signal.signal(signum, signal.SIG_IGN)
     processes, run_dirs = JobProcesses.read(sys.argv[1]), json.loads(os.environ[RUN_DIRS])
     # In a thread, since removing gigabytes takes seconds, and the agent may die meanwhile.
-    # Where the system gives no thread, or the job ends before, the next agent's guardian removes them.
+    # If no thread can start, or the job ends first, the next agent's guardian removes them.
     with suppress(RuntimeError):
         threading.Thread(target=remove_abandoned, args=(run_dirs,), daemon=True).start()
     notes: dict[str, Any] = {}

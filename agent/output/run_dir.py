@@ -29,7 +29,7 @@ LOGS_MODE = 0o750
 class Places(NamedTuple):
     """Where a run's folders may be made, in this order: `private` files, the workers' `memory`, the agent's `socket`.
 
-    The names of each kind are its own. Who sees one folder cannot make the others before the run does.
+    Each kind has a random name of its own: who sees one folder cannot create the others before the run does.
     """
 
     private: tuple[str, ...]
@@ -42,10 +42,10 @@ class Places(NamedTuple):
 
 
 def new_places() -> Places:
-    """Places with new names; nothing is made yet.
+    """Places with new names; nothing is created yet.
 
     The private folder is in the user's folder for temporary files. The memory is in /dev/shm, else on a disk. The
-    socket is where `elaunch status` finds it, whose TMPDIR may be another.
+    socket is where `elaunch status` finds it, which may have another TMPDIR.
     """
     chosen = [folder for variable in ("TMPDIR", "TEMP", "TMP") if (folder := os.environ.get(variable))]
     disks = [folder for folder in (*chosen, "/tmp", "/var/tmp") if SHARED_MEMORY not in folder]
@@ -65,9 +65,10 @@ def _named(ending: str, folders: Iterable[str]) -> tuple[str, ...]:
 class RunDir:
     """Folders of one run, one per generation and rank: `attempt_<generation>/<rank>/` (torchrun's tree).
 
-    No generation reuses another's folder, so no restart deletes or overwrites a file. The run goes on without a folder
-    that cannot be made, except the log folder itself. `memory` is the folder for what workers keep beyond their own
-    lives, in shared memory unless `memory_trouble` is the reason against it; both as of the workers' last start.
+    No generation reuses another's folder, so no restart deletes or overwrites a file. The run continues without a
+    folder that cannot be created, except the log folder itself. `memory` is the folder for what workers keep beyond
+    their own lives, in shared memory unless `memory_trouble` is the reason against it; both as of the workers' last
+    start.
     """
 
     def __init__(
@@ -150,7 +151,7 @@ class RunDir:
                 _make_private(str(self.private))
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            self.warn(f"{path} cannot be made ({error.strerror}); going on without it")
+            self.warn(f"{path} cannot be created ({error.strerror}); the run continues without it")
             return None
         return path.absolute()
 
@@ -165,7 +166,7 @@ class RunDir:
 def _point_to(logs: Path) -> None:
     """Let the link `latest` beside a run's folder point to it. Of several starts at once one wins.
 
-    A disk without links goes without. What is called `latest` and is no link is the user's.
+    A file system without symbolic links gets none. A `latest` that is no link is the user's, and is left alone.
     """
     link, making = logs.with_name(LATEST), logs.with_name(f".{LATEST}_{os.urandom(4).hex()}")
     with suppress(OSError):
@@ -220,7 +221,7 @@ def _make_memory(places: tuple[str, ...]) -> tuple[Path | None, str]:
         try:
             folder = _make_private(place)
         except OSError as error:
-            trouble = trouble or f"there is no shared memory to be had ({place}: {error.strerror})"
+            trouble = trouble or f"shared memory is not available ({place}: {error.strerror})"
             continue
         return folder, trouble and f"{trouble}; what workers keep for the next generation goes to {folder}"
     return None, f"{trouble}, nor a temporary folder; workers keep nothing for the next generation"

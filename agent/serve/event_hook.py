@@ -16,17 +16,17 @@ from typing import Any
 from elaunch.agent.linux import memory_file, start_thread
 
 RUN_S_MAX = 10.0
-# At the job's end all runs that are left have this time together.
+# At the job's end all pending runs together have this time.
 FLUSH_S = 10.0
 QUEUED_MAX = 32
-# Of a run's output, so much goes to the log.
+# The log gets this much of a run's output.
 OUTPUT_BYTES_MAX = 8 << 10
 
 
 class EventHook:
     """Gives each event to `command` (without a shell) as one JSON object on stdin.
 
-    `notify` never waits. A run that takes longer than RUN_S_MAX is killed with its process group. Its output, and how
+    Events run in order. A run that takes longer than RUN_S_MAX is killed with its process group. Its output, and how
     it failed, go to `log`. `environment` is what the command inherits. The thread starts with the first event.
     """
 
@@ -39,7 +39,7 @@ class EventHook:
         self._thread: threading.Thread | None = None
 
     def notify(self, event: Mapping[str, Any]) -> None:
-        """Have the command run for `event`, after the runs for earlier events."""
+        """Queue a run of the command for `event`. Never waits."""
         if self._thread is None:
             self._thread = start_thread(self._work, "elaunch-hook")
         if self._thread is None:
@@ -51,12 +51,12 @@ class EventHook:
             self._warn(f"{QUEUED_MAX} events wait for the command already; {event['event']} is not delivered")
 
     def close(self, wait_s: float | None = None) -> None:
-        """Wait for the runs that are left, `wait_s` (else FLUSH_S) at the longest."""
+        """Wait for the pending runs, `wait_s` (else FLUSH_S) at the longest."""
         if self._thread is None:
             return
         wait_s = FLUSH_S if wait_s is None else wait_s
         self._until_s = time.monotonic() + wait_s
-        # If the queue is full, the thread finds out by the time.
+        # If the queue is full, the thread stops at `_until_s`.
         with suppress(queue.Full):
             self._events.put_nowait(None)
         self._thread.join(wait_s + 1.0)
@@ -78,7 +78,7 @@ class EventHook:
         self._log(f"--on-event: {text}", "warning")
 
     def _run(self, event: Mapping[str, Any], limit_s: float) -> str:
-        """Run the command to its end; what went wrong. Raises OSError if it cannot be started."""
+        """Run the command. Returns what went wrong, if anything. Raises OSError if it cannot be started."""
         # Files, not pipes: this thread must not wait for a command that does not read, nor for what it leaves behind.
         stdin, output = memory_file("event", f"{json.dumps(event)}\n"), os.memfd_create("output", os.MFD_CLOEXEC)
         try:
@@ -109,4 +109,4 @@ class EventHook:
         for line in os.pread(output, OUTPUT_BYTES_MAX, 0).decode(errors="replace").splitlines():
             self._log(f"[on-event] {line}")
         if (more := os.fstat(output).st_size - OUTPUT_BYTES_MAX) > 0:
-            self._log(f"[on-event] … {more} bytes more …")
+            self._log(f"[on-event] … {more} more bytes …")

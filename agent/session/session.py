@@ -46,8 +46,7 @@ class Session:
     """One agent's session with its store.
 
     `post` takes events, from any thread; at each `SnapshotPending`, `snapshot()` has something new. A thread of the
-    session makes the requests to a remote store, kept in touch with by `tick`; the caller makes those to one in this
-    process.
+    session makes the requests to a remote store; the caller makes those to a store in this process.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class Session:
         self._do(lambda: self._client.commit(txn, tag))
 
     def offer(self, txn: Txn, held: Callable[[], object] | None = None) -> None:
-        """Commit what nothing depends on, once; any thread may call it. `held` is called, in any thread, if it held."""
+        """Commit what nothing depends on, without a retry; thread-safe. If its guards held, a thread calls `held`."""
         self._do(lambda: self._client.offer(txn, held))
 
     def renew(self) -> None:
@@ -169,9 +168,9 @@ class _Lane(Enum):
 
 
 class RetryQueue:
-    """A queue that keeps its order, and a renewal that goes before all that waits.
+    """A FIFO queue of requests, and a lease renewal that goes before them all.
 
-    Orders may come from any thread, `do_next` is called by one. `uniform` draws a number between two. Each failed try
+    Requests may come from any thread, `do_next` is called by one. `uniform` draws a number between two. Each failed try
     is posted as an event. `StoreBack` is posted when the last try of neither lane has failed.
     """
 
@@ -187,7 +186,7 @@ class RetryQueue:
         self._backoff_max_s = backoff_max_s
         self._uniform = uniform
         self._queue: deque[Request] = deque()
-        self._renewal_wanted = False
+        self._renewal_pending = False
         self._was_reached = False
         # The error of each lane whose last try failed.
         self._failing: dict[_Lane, Unavailable | Rejected] = {}
@@ -197,13 +196,13 @@ class RetryQueue:
 
     @property
     def has_any(self) -> bool:
-        return bool(self._queue) or self._renewal_wanted
+        return bool(self._queue) or self._renewal_pending
 
     def add(self, request: Request) -> None:
         self._queue.append(request)
 
     def add_renewal(self) -> None:
-        self._renewal_wanted = True
+        self._renewal_pending = True
 
     def end(self) -> None:
         """From now on the queue goes first: a lease that is about to be revoked needs no renewal."""
@@ -221,11 +220,11 @@ class RetryQueue:
         return self._failed_tries >= LAST_TRIES or is_denied or not self._queue
 
     def do_next(self, backoff_s: float) -> float:
-        """Do a renewal that is wanted, and the first request; the pause after it. `backoff_s` was the last pause."""
+        """Do a pending renewal and the first request. Returns the pause after them; `backoff_s` was the last one."""
         pause_s = 0.0
         for lane in self._lanes():
-            # A renewal that is ordered while this one runs is wanted once more.
-            self._renewal_wanted &= lane is not _Lane.RENEWAL
+            # A renewal that is ordered while this one runs is done after it.
+            self._renewal_pending &= lane is not _Lane.RENEWAL
             try:
                 (self._renew if lane is _Lane.RENEWAL else self._queue[0])()
             except (Unavailable, Rejected) as error:
@@ -240,8 +239,8 @@ class RetryQueue:
         return pause_s
 
     def _lanes(self) -> list[_Lane]:
-        wants_renewal = self._renewal_wanted and not (self._is_ending and self._queue)
-        return [_Lane.RENEWAL] * wants_renewal + [_Lane.QUEUE] * bool(self._queue)
+        renews = self._renewal_pending and not (self._is_ending and self._queue)
+        return [_Lane.RENEWAL] * renews + [_Lane.QUEUE] * bool(self._queue)
 
     def _failed(self, lane: _Lane, error: Unavailable | Rejected, backoff_s: float) -> float:
         self._failing[lane] = error
@@ -259,7 +258,7 @@ class RetryQueue:
             least_s = FIRST_BACKOFF_S
             is_late = isinstance(cause, TimedOut) and not self._was_reached
             most_s = SLOW_BACKOFF_MAX_S if is_late else self._backoff_max_s
-        self._renewal_wanted |= lane is _Lane.RENEWAL
+        self._renewal_pending |= lane is _Lane.RENEWAL
         longest_s = min(most_s, max(2 * backoff_s, least_s))
         # Many agents lose the same store at the same moment.
         return self._uniform(longest_s / 2, longest_s)

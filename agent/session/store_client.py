@@ -141,7 +141,7 @@ class StoreClient:
         self._post(Committed(tag, response.held, response.revision))
 
     def offer(self, txn: Txn, held: Callable[[], object] | None) -> None:
-        """Commit what nothing depends on, once: a store that is away or refuses it costs this node nothing more.
+        """Commit what nothing depends on, without a retry if the store is unreachable or refuses it.
 
         `held` is called if the guards held.
         """

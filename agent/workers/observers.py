@@ -12,7 +12,7 @@ from elaunch.agent.core.events import Sampled, StacksTaken, WorkersHung
 from elaunch.agent.diagnosis import stacks
 from elaunch.agent.diagnosis.collectives import WINDOW_SAMPLES, WaitShares, last_entered, slow_rank, slow_text
 from elaunch.agent.diagnosis.hang import SAMPLE_EVERY_S
-from elaunch.agent.diagnosis.investigate import unreachable_text, why_not
+from elaunch.agent.diagnosis.investigate import connect_error, unreachable_text
 from elaunch.agent.diagnosis.samplers import ProcSampler
 from elaunch.agent.diagnosis.stack_groups import Stack, what_keeps
 from elaunch.agent.linux import start_thread
@@ -182,7 +182,7 @@ class Observers:
     def _try_master(self) -> None:
         master = Endpoint(self._group.table.master_addr, self._group.table.master_port)
         for pause_s in (_MASTER_AFTER_S, 0.0):
-            if not (why := why_not(master)):
+            if not (why := connect_error(master)):
                 return
             time.sleep(pause_s)
         if not self._is_over:

@@ -121,7 +121,7 @@ def needed(options: Options, environ: Mapping[str, str], cluster: Cluster | None
             ports=master_ports(options, planned),
             interpreter=environ.get("PYTHON_EXEC") or resources.python,
             uses_python=options.kind is not ProgramKind.COMMAND,
-            wants_gpus=options.nproc_per_node == "gpu",
+            needs_gpus=options.nproc_per_node == "gpu",
         ),
         planned,
     )

@@ -83,7 +83,7 @@ class Needs:
     """What the job with these options needs of this node.
 
     `workers` is their number here. `ports` are those that MASTER_PORT may be; empty for any. `uses_python` is false for
-    a program that is a command. `wants_gpus`: the user requested one worker per GPU.
+    a program that is a command. `needs_gpus`: the user requested one worker per GPU.
     """
 
     workers: int = 1
@@ -91,7 +91,7 @@ class Needs:
     ports: tuple[int, ...] = ()
     interpreter: str = ""
     uses_python: bool = True
-    wants_gpus: bool = False
+    needs_gpus: bool = False
 
     def need(self, what: str) -> str:
         return f"{self.workers} worker{' needs' if self.workers == 1 else 's need'} {what}"
@@ -214,7 +214,7 @@ def check_gpus(environ: Mapping[str, str], needs: Needs) -> Iterator[Finding]:
     elif not devices and not Path("/proc/driver/nvidia/version").exists():
         way_out = "ask the scheduler for GPUs; in a container use the NVIDIA runtime (docker run --gpus all)"
         missing = bad("--nproc-per-node gpu needs an NVIDIA driver, and there is none here", way_out)
-        yield missing if needs.wants_gpus else ok("no NVIDIA driver here")
+        yield missing if needs.needs_gpus else ok("no NVIDIA driver here")
     elif not shutil.which("nvidia-smi"):
         yield warn(
             f"{len(devices)} NVIDIA GPU(s), whose health cannot be read: nvidia-smi is not on the PATH",

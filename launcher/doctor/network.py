@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from statistics import median
 
-from elaunch.agent.diagnosis.investigate import REFUSED, kernels_ports, why_not
+from elaunch.agent.diagnosis.investigate import REFUSED, connect_error, ephemeral_ports
 from elaunch.launcher.doctor.host import Finding, Needs, bad, ok, warn
 from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.host import (
@@ -71,10 +71,10 @@ def check_ports(plan: RendezvousPlan, needs: Needs) -> Iterator[Finding]:
 
 def _try_ports(host: str, wanted: Sequence[int]) -> Finding:
     """The first and the last port for MASTER_PORT, and two as the kernel gives them to gloo and NCCL."""
-    low, high = kernels_ports()
+    low, high = ephemeral_ports()
     tried = tuple(dict.fromkeys([*wanted[:1], *wanted[-1:], *random.sample(range(low, high), 2)]))
     # A refusal is an answer.
-    silent = {port: why for port in tried if (why := why_not(Endpoint(host, port))) not in ("", REFUSED)}
+    silent = {port: why for port in tried if (why := connect_error(Endpoint(host, port))) not in ("", REFUSED)}
     if not silent:
         return ok(f"{host} answers at ports {', '.join(map(str, tried))}, as MASTER_PORT, gloo and NCCL need it")
     return warn(

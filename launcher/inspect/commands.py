@@ -53,7 +53,7 @@ From another host, name the store as the job's nodes do; variables count too:
 
 Exit codes: 0 it was done, 2 the command line is wrong, 3 no such job runs, its store cannot
 be reached, or the order was refused."""
-_NO_SERVER = "no fork server stays; elaunch --warm script.py leaves one"
+_NO_SERVER = "no warm fork server runs; elaunch --warm script.py leaves one"
 
 Work = Callable[[click.Context, JobSource], int]
 
@@ -181,7 +181,7 @@ STACKS = job_command(
     "stacks",
     [JSON],
     """Show where every rank of a running job is: the stacks of all workers on all nodes, equal ones together.
-py-spy reads them from outside; the workers go on.""",
+py-spy reads them from outside; the workers continue.""",
     _stacks,
 )
 

@@ -63,8 +63,8 @@ A script called `-` is read once from stdin, for every worker of every generatio
 options `-W`, `-X`, `-O`, `-B` and `-b` (`python -X dev -m elaunch …`).
 
 Commands: [`elaunch store`](operations.md#the-heads-own-store), `submit` ([Slurm](slurm.md),
-[Kubernetes](kubernetes.md)), [`status`, `top`, `stacks`, `stop`, `restart`](observe.md#how-is-it-going),
-[`report`](observe.md#what-happened-the-report), [`doctor`](operations.md#before-a-run-elaunch-doctor),
+[Kubernetes](kubernetes.md)), [`status`, `top`, `stacks`, `stop`, `restart`](observe.md#status-of-a-running-job),
+[`report`](observe.md#the-report), [`doctor`](operations.md#before-a-run-elaunch-doctor),
 [`warm`](warm.md), [`rehearse`](keeper.md#a-rehearsal). Start a script with one of these names by its path:
 `elaunch ./store`. [A shell completes](shell.md) all of them.
 

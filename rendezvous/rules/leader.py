@@ -51,7 +51,7 @@ def lead(
     table_age_s: float,
     lossless_until_s: float,
 ) -> Lead:
-    """What the leader does next. The caller must be the leader, and its snapshot whole.
+    """Decide what the leader does next. The caller must be the leader, and its snapshot complete.
 
     `table_age_s` is the time since it first saw the newest table. Before `lossless_until_s` it declares no node lost: a
     leader that was cut off itself does not know which nodes were cut off too.

@@ -157,7 +157,7 @@ def test_ranks_whose_programs_have_ended_while_their_processes_live_on_are_named
     script(tmp_path, ENDS)
     with Job(tmp_path, "--preload", "json", *OPTIONS[:4], "--run-id", "night", "train.py") as job:
         job.wait_for_output(r"elaunch stop night ends the job")
-        job.wait_for_output(r"rank 1 is kept by thread .*, in watch_forever \(train\.py:4\)")
+        job.wait_for_output(r"rank 1 is kept alive by thread .*, in watch_forever \(train\.py:4\)")
         job.process.send_signal(signal.SIGTERM)
         job.wait()
 

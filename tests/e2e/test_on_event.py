@@ -68,7 +68,7 @@ def test_the_script_of_the_page_posts_what_happened_and_the_job_does_not_wait_fo
     assert [posted.keys() for posted in chat.posted] == [{"text"}] * 3  # type: ignore[attr-defined]
     assert re.fullmatch(r"job night: rank [01] .* exited with code 3 in generation 0", texts[0])
     assert texts[1:] == [
-        "job night goes on in generation 1: 2 workers (restart 1 of 3)",
+        "job night continues in generation 1: 2 workers (restart 1 of 3)",
         "job night succeeded, 1 of 3 restarts used",
     ]
 

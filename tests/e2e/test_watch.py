@@ -230,7 +230,7 @@ def test_without_arguments_a_user_finds_the_own_jobs_alone(tmp_path: Path) -> No
     assert nothing.returncode == others.returncode == 3
     assert "no job of yours runs on this host" in nothing.stderr
     assert "no job of yours runs on this host" in others.stderr
-    assert "cannot be asked" not in others.stderr, "it looks at its own only"
+    assert "cannot be queried" not in others.stderr, "it looks at its own only"
     assert roots.returncode == 0
     assert f"{run_id} (pid {job.process.pid})" in both
     assert "second (pid " in both

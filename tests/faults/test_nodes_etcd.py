@@ -83,7 +83,7 @@ def test_training_goes_on_while_all_of_etcd_is_away_and_no_generation_opens_when
 
     # Train for twice the lease time, so that a lease that is not renewed would have ended.
     cluster.trains_for(meeting, 7)
-    logged.wait_for("the store is away")
+    logged.wait_for("the store is unreachable")
     for member in cluster.etcd.members:
         member.start()
     logged.wait_for("the store is back")

@@ -89,7 +89,7 @@ def test_a_program_that_notices_nothing_ends_when_the_heads_host_has_lost_its_po
         assert time.monotonic() - since_s < 40, other.stderr
         lines = [line for line in other.stderr.splitlines() if "the store is" in line]
         assert len(lines) == 1, other.stderr
-        assert "the workers go on, and are stopped in" in lines[0]
+        assert "the workers continue, and are stopped in" in lines[0]
         assert "type its command on all nodes; if the host that served the store stays away" in other.stderr
 
 
@@ -105,8 +105,8 @@ def test_a_killed_store_ends_no_training_and_no_node_with_finished_workers_waits
         head, other = cluster.agents[0], cluster.agents[1]
 
         kill_store(head)
-        head.wait_for_output(r"the job's store, .* was killed by SIGKILL; the workers go on")
-        other.wait_for_output(r"the store is away: .*; trying again; the workers go on")
+        head.wait_for_output(r"the job's store, .* was killed by SIGKILL; the workers continue")
+        other.wait_for_output(r"the store is unreachable: .*; trying again; the workers continue")
         cluster.goes_on(meeting)
         (tmp_path / "end").touch()
         since_s = time.monotonic()

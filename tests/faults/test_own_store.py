@@ -199,7 +199,7 @@ def test_static_lines_of_torchrun_give_ranks_by_node_and_the_master_as_it_was_gi
     token = "a token known beforehand"
     # Start the later rank first: ranks do not follow the order of arrival.
     other = two.type(1, *static, "--node-rank", "1", *two.program, token=token)
-    other.wait_for_output("the store is away|waiting for")
+    other.wait_for_output("the store is unreachable|waiting for")
     head = two.type(0, *static, "--node-rank", "0", *two.program, token=token)
 
     head.wait_for_output(r"met 0 node0 2$")

@@ -23,7 +23,7 @@ SAYS = "import gc, os, ranked\nprint(gc.get_freeze_count() > 0, ranked.rank == o
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("ranked", "a preloaded module looks up LOCAL_RANK, which is another one in each worker"),
+        ("ranked", "a preloaded module looks up LOCAL_RANK, which has another value in each worker"),
         ("threaded", "a preloaded module started a thread"),
         ("profile", ".*/mine/profile.py has the name of a module that was preloaded"),
         ("failing", "importing failing failed: ZeroDivisionError: division by zero"),

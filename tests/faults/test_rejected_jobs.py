@@ -192,7 +192,7 @@ def _next_request(stream: BinaryIO) -> bytes:
     return head + line + stream.read(length)
 
 
-AWAY = r"the store (is away|is too slow|(refuses|denies) what this node asks): .*the workers go on"
+AWAY = r"the store (is unreachable|is too slow|(refuses|denies) this node's requests): .*the workers continue"
 BACK = r"the store is back after"
 REFUSALS = (PERMISSION_DENIED, BAD_GATEWAY, CORRUPT, NO_LEADER, HANG)
 

@@ -61,7 +61,7 @@ def waiting(folder: Path) -> Job:
 def first(folder: Path) -> int:
     """The pid of the fork server that a first run leaves."""
     ended = again(folder)
-    assert "a fork server stays" in ended.stderr, ended.stderr
+    assert "a warm fork server stays" in ended.stderr, ended.stderr
     (server,) = states()
     pid: int = server["pid"]
     return pid
@@ -87,7 +87,7 @@ def test_the_next_job_starts_from_it_with_an_environment_of_its_own(tmp_path: Pa
     ended = again(tmp_path, "--lr", "1", NCCL_DEBUG="INFO")
 
     assert ended.stdout == f"edited one {pid} ['--lr', '1'] INFO 16\n", ended.stderr
-    assert f"warm start: from the fork server that stayed since {time.strftime('%H:')}" in ended.stderr
+    assert f"warm start: from the warm fork server left at {time.strftime('%H:')}" in ended.stderr
     assert "stays" not in ended.stderr
     assert place.stat().st_mode & 0o777 == 0o700
     assert [each["seconds_left"] > 0 for each in states()] == [True]
@@ -112,7 +112,7 @@ def test_each_thing_that_differs_makes_the_start_cold_and_the_one_after_it_warm(
         assert not is_alive(before)
 
     changed("the limit Max core file size is '.*', and was '4096 ", "one")
-    changed("the variable MINE is another one", "one", MINE="yes")
+    changed("the variable MINE has another value", "one", MINE="yes")
     (packages / "heavy.py").write_text("WORD = 'two'\n")
     changed(rf"{packages}/heavy.py has changed", "two", MINE="yes")
     (packages / "new-1.0.dist-info").mkdir()
@@ -154,14 +154,14 @@ def test_status_shows_the_fork_server_and_stop_ends_it(tmp_path: Path, place: Pa
         shown.stdout,
     )
     assert ended.stdout == "ended: 1 fork server\n"
-    assert "no fork server stays" in after.stdout
+    assert "no warm fork server runs" in after.stdout
     wait_for(lambda: not is_alive(pid), "it is gone")
 
 
 @pytest.mark.parametrize("how", ["idle", "SIGTERM"])
 def test_it_exits_when_idle_and_at_sigterm(tmp_path: Path, place: Path, how: str) -> None:
     ended = run(tmp_path, *WARM[:-1], "train.py", env={**THREADS, "ELAUNCH_WARM": "0.02" if how == "idle" else "9"})
-    assert "a fork server stays" in ended.stderr, ended.stderr
+    assert "a warm fork server stays" in ended.stderr, ended.stderr
     if how == "SIGTERM":
         os.kill(states()[0]["pid"], signal.SIGTERM)
 
@@ -211,6 +211,6 @@ def test_a_folder_or_a_socket_of_another_user_is_refused(tmp_path: Path, place: 
 
     os.chown(place, 0, -1)
     assert cold(of_socket.stderr) == f"{path} is a socket of the user with id {OTHER}; remove it"
-    assert "no fork server stays" in of_socket.stderr
+    assert "no warm fork server stays" in of_socket.stderr
     assert cold(of_folder.stderr).startswith(f"{place} belongs to the user with id {OTHER}; ")
     assert printed(of_socket)[0] == printed(of_folder)[0] == "one"

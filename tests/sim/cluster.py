@@ -173,7 +173,7 @@ class World:
     # The store.
 
     def advance_store(self) -> None:
-        """Advance the store's own clock, on which leases end. It stands still while the store is away."""
+        """Advance the store's own clock, on which leases end. It stands still while the store is unreachable."""
         if self._store_away_since_s is None:
             self.store.advance(max(0.0, self.now_s - self._store_frozen_s - self.plan.lease_slack_s))
 

@@ -1,4 +1,4 @@
-"""A rule about causes, and the evidence and the facts that it reads."""
+"""A rule that recognises the cause of a failure, and the evidence that it checks."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 from elaunch.rendezvous.types import FailureKind
 
 SHARED_MEMORY = "/dev/shm"
-# With less than this free, a checkpoint does not fit.
+# A file system with less free than both, a number of bytes and a part of its size, is full: no checkpoint fits.
 _FULL_BYTES = 16 << 20
 _FULL_PART = 50
 
 
 @dataclass(frozen=True)
 class Space:
-    """One file system: bytes in all, bytes and files that are free for a user, and where it is mounted."""
+    """One file system: its mount point, its size and its free space in bytes, and the inodes that are free."""
 
     mount: str
     total: int
@@ -25,7 +25,7 @@ class Space:
     files_free: int = 1
 
     @property
-    def is_without_files(self) -> bool:
+    def is_out_of_inodes(self) -> bool:
         return self.total > 0 and self.files_free == 0
 
     @property
@@ -35,12 +35,12 @@ class Space:
 
 @dataclass(frozen=True)
 class Facts:
-    """What was found out on this host after a failure. What could not be found out is missing.
+    """What was collected on this host after a failure. A fact that could not be determined has its default.
 
-    `shm` is the shared memory, `full` are the file systems that have no room, and `folder` is the one of the job that
-    has the missing module: all three only where a rule `wants_disks`.
+    `shm` is /dev/shm, `full` are the full file systems, and `folder` is the user's folder in which the missing module
+    was found: all three only where a rule `needs_disks`.
     `gpu_errors` are those that the NVIDIA driver logged. `kills_are_counted`: the kernel counts the processes of this
-    cgroup that it kills for lack of memory. `mismatch` is that of the rank table.
+    cgroup that it kills for lack of memory. `mismatch` as in `RankTable`.
     """
 
     shm: Space | None = None
@@ -61,7 +61,7 @@ class Evidence:
 
     `code` is as in `Failure`. `exception` is the uncaught exception's type without its module. `text` is its whole
     message; without an exception it is the end of what the worker wrote to stderr. `crash` is the innermost frame of
-    the user's code at a crash, and `killed` the kind of failure where a signal ended the worker.
+    the user's code at a crash. `killed` is the failure's kind if a signal killed the worker.
     """
 
     code: int | None
@@ -81,10 +81,10 @@ class CauseRule:
     """One recognised cause.
 
     It applies if the exit code is in `codes`, the exception in `exceptions`, and `pattern` is found in the text; one
-    that is empty is not checked. `more` adds values for the templates, or is None if the rule does not apply. `detail`
-    and `advice` are templates: `{name}` is a group of the pattern or a value of `more`, which reads file systems where
-    it `wants_disks`. The documentation shows `shown`, or else the template of the advice. With `is_enough` a traceback
-    and the worker's output add nothing but the place in the user's code.
+    that is empty is not checked. `more` returns further values for the templates, or None if the rule does not
+    apply. `detail` and `advice` are templates: `{name}` is a group of the pattern or a value of `more`. A rule that
+    `needs_disks` uses facts about file systems. The documentation shows `shown`, or else the template of the advice.
+    With `is_enough` the report shows the line of the user's code, without the traceback and the worker's output.
     """
 
     title: str
@@ -94,7 +94,7 @@ class CauseRule:
     codes: frozenset[int] = frozenset()
     detail: str = ""
     more: Callable[[Evidence, Values], Values | None] | None = None
-    wants_disks: bool = False
+    needs_disks: bool = False
     shown: str = ""
     is_enough: bool = False
 
@@ -123,5 +123,5 @@ class CauseRule:
 
 
 def regex(text: str) -> re.Pattern[str]:
-    """A pattern that ignores case."""
+    """Compile a pattern that ignores case."""
     return re.compile(text, re.IGNORECASE)

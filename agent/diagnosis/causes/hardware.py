@@ -11,7 +11,7 @@ _SIGBUS, _SIGKILL = -7, -9
 _SMALL_SHM = 256 << 20
 
 _NO_MEMORY = (
-    "the program asked for more memory than this host or its ulimit -v gives: use smaller batches or arrays, or give"
+    "the program requested more memory than this host or its ulimit -v gives: use smaller batches or arrays, or give"
     " the job more memory"
 )
 # Also the advice for the processes of elaunch.
@@ -23,7 +23,7 @@ _SENDERS = (
     "the scheduler (a limit of memory or time: sacct -j JOB, kubectl describe pod POD), a watchdog of the host"
     " (journalctl -u systemd-oomd), or a person (kill -9)"
 )
-# Only what a list of numbers has: with any character, a hostile text would take a second.
+# Only the characters of a list of numbers: with any character, a search in a hostile text would take a second.
 _LOADER = r"DataLoader worker \(pid(?P<pids>(?:\(s\))?[\d, ]*)\)"
 _SHM_ADVICE = (
     "give the container more shared memory (docker run --shm-size=8g, or --ipc=host; in Kubernetes an emptyDir with"
@@ -37,7 +37,7 @@ _IN_SHM = regex(
 
 
 def _small_shm(evidence: Evidence, _values: Values) -> Values | None:
-    """Only a shared memory that is full, or so small that it must have been."""
+    """Applies only to a /dev/shm that is full, or so small that it must have been."""
     space = evidence.facts.shm
     if space is None or (space.total > _SMALL_SHM and not space.is_full):
         return None
@@ -60,7 +60,7 @@ def _killed(evidence: Evidence, _values: Values) -> Values | None:
 
 
 def _sender(evidence: Evidence, _values: Values) -> Values | None:
-    """Who may have sent it. Its own cgroup's counter would have shown that it was the kernel."""
+    """Who may have sent the SIGKILL. The counter of the worker's cgroup shows whether it was the kernel."""
     if evidence.killed is not FailureKind.SIGNAL:
         return None
     if evidence.facts.kills_are_counted:
@@ -92,7 +92,7 @@ MEMORY_RULES = (
         more=_killed,
     ),
     CauseRule(
-        "killed by a SIGKILL of an unknown sender",
+        "killed by SIGKILL from an unknown sender",
         "{who}",
         codes=frozenset({_SIGKILL}),
         more=_sender,
@@ -116,7 +116,7 @@ MEMORY_RULES = (
         ),
     ),
     CauseRule(
-        "memory error of Python",
+        "MemoryError in Python",
         _NO_MEMORY,
         exceptions=frozenset({"MemoryError"}),
     ),
@@ -130,16 +130,16 @@ MEMORY_RULES = (
         ),
         detail="/dev/shm has {size} in all, {free} free",
         more=_small_shm,
-        wants_disks=True,
+        needs_disks=True,
     ),
     CauseRule(
-        "no room in /dev/shm",
+        "/dev/shm is full",
         "make room on /dev/shm, which semaphores and shared memory need: remove what ended programs have left there"
         " (ls -l /dev/shm), or " + _SHM_ADVICE,
         pattern=r"No space left on device",
         detail="{size}",
         more=_full_shm,
-        wants_disks=True,
+        needs_disks=True,
     ),
     CauseRule(
         "a DataLoader worker was killed",
@@ -158,7 +158,7 @@ MEMORY_RULES = (
         codes=frozenset({_SIGBUS}),
         detail="/dev/shm has {size} in all, {free} free",
         more=_small_shm,
-        wants_disks=True,
+        needs_disks=True,
     ),
 )
 
@@ -184,7 +184,7 @@ _XID = regex(r"Xid \((?P<where>[^)]*)\): (?P<xid>\d+)")
 
 
 def _hardware(evidence: Evidence, _values: Values) -> Values | None:
-    """The first error of the hardware among the driver's. Xids that a faulty program makes too prove nothing."""
+    """The first hardware error that the driver logged. Xids that a faulty program can cause too prove nothing."""
     for line in evidence.facts.gpu_errors:
         if (found := _XID.search(line)) and found["xid"] in _HARDWARE_XIDS:
             return {"error": f"Xid {found['xid']} on {found['where']}: {_HARDWARE_XIDS[found['xid']]}"}
@@ -227,7 +227,7 @@ GPU_RULES = (
         pattern=r"NVIDIA driver on your system is too old|CUDA driver version is insufficient for CUDA runtime version",
     ),
     CauseRule(
-        "no GPU to be seen",
+        "no GPU is visible",
         "this process sees no GPU: check nvidia-smi on this node, CUDA_VISIBLE_DEVICES, and that the container or the"
         " scheduler gives it GPUs (docker --gpus all, --gres=gpu:N)",
         pattern=r"No CUDA GPUs are available|no CUDA-capable device is detected|Found no NVIDIA driver",

@@ -15,7 +15,7 @@ def _too_few(_evidence: Evidence, values: Values) -> Values | None:
 
 
 def _no_store(evidence: Evidence, values: Values) -> Values | None:
-    """A connection that is refused between workers is a lost peer; this is about where they meet."""
+    """Applies to the process group's store only: a connection refused between workers is a lost peer."""
     if regex(r"connectFullMesh").search(evidence.text):
         return None
     return {"where": f"{values['host']}:{values['port']}" if values["port"] else "its address"}

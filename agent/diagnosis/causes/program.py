@@ -107,7 +107,7 @@ RULES = (
         pattern=MISSING,
         exceptions=frozenset({"ModuleNotFoundError"}),
         more=_missing,
-        wants_disks=True,
+        needs_disks=True,
         shown="install the package that has it on every node, or put its folder on PYTHONPATH; a package is named only"
         " where that is known, and a folder where the module is in the current one or in one above the script",
     ),

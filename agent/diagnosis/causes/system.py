@@ -14,13 +14,13 @@ MORE_PROCESSES = (
 )
 _WRITER = regex(r"(?:PytorchStreamWriter failed writing file|inline_container\.cc|iostream error)")
 _NO_ADDRESS = r"\[Errno 99\]|EADDRNOTAVAIL|Cannot assign requested address"
-# Of a socket that cannot be bound, which may be of a thread that exits unnoticed.
+# The error of a socket that cannot be bound, perhaps in a thread whose exit goes unnoticed.
 SOCKET_PATH = "AF_UNIX path (?:too long|length)"
 _STARTS_PROCESS = regex(r"fork|spawn|subprocess|popen|clone|thread")
 
 
 def _full(evidence: Evidence, _values: Values) -> Values | None:
-    """Which file systems are full. The one of the path may have room again: another process may have removed files."""
+    """Which file systems are full. That of the path may no longer be: another process may have removed files."""
     if spaces := evidence.facts.full:
         named = spaces[:_NAMED_DISKS]
         where = ", or ".join(map(_lack, named)) + (", or another one" if spaces[_NAMED_DISKS:] else "")
@@ -67,12 +67,12 @@ RULES = (
         pattern=rf"No space left on device|{_WRITER.pattern}",
         detail="{where}",
         more=_full,
-        wants_disks=True,
+        needs_disks=True,
         shown="make room on the file system that is named, or write somewhere else",
     ),
     CauseRule(
-        "a disk quota is spent",
-        "remove files, or request more: the user's or the project's quota is spent (quota -s, lfs quota)",
+        "a disk quota is exceeded",
+        "remove files, or request more: the user's or the project's quota is used up (quota -s, lfs quota)",
         pattern=r"Disk quota exceeded",
     ),
     CauseRule(
@@ -125,7 +125,7 @@ RULES = (
         exceptions=frozenset({"ConnectionRefusedError", "URLError", "OSError"}),
     ),
     CauseRule(
-        "a file is not there",
+        "a file does not exist",
         "{step}",
         pattern=r"\[Errno 2\] No such file or directory: (?P<quote>['\"])(?P<path>.*?)(?P=quote)",
         exceptions=frozenset({"FileNotFoundError"}),
@@ -140,8 +140,8 @@ RULES = (
         exceptions=frozenset({"PermissionError"}),
     ),
     CauseRule(
-        "the storage fails",
-        "the file system does not answer as it should: check its mount and its server on this node",
+        "an I/O error of the storage",
+        "the file system fails: check its mount and its server on this node",
         pattern=r"\[Errno (?:5|116|107|121)\] (?:Input/output|Stale file handle|Transport endpoint|Remote I/O)",
     ),
     CauseRule(

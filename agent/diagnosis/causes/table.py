@@ -14,7 +14,7 @@ from elaunch.agent.diagnosis.exit_status import ends, parse_traceback
 from elaunch.rendezvous.types import Failure, FailureKind
 
 _SIGABRT = -6
-# Behind an exit code, only the very last lines are about it. An abort writes more: stacks of C++.
+# Only the very last lines before an exit explain its code. An abort writes more: stacks of C++.
 _LAST_LINES, _ABORT_LINES = 3, 40
 # "raise X from error": the first error has the cause, and X the place where it came up.
 _DIRECT_CAUSE = "\nThe above exception was the direct cause of the following exception:\n"
@@ -23,14 +23,14 @@ _RAISED = re.compile(r"^raised (?P<type>[\w.]+)(?:: (?P<message>.*))?$", re.DOTA
 _CHILD_ENDED = re.compile(r"ProcessExitedException|BrokenProcessPool|DataLoader worker")
 # Of a wait for a data loader or a manager that did not respond.
 _NO_RESPONSE = re.compile(r"DataLoader|EOFError|Broken|Connection|timed? ?out|Empty", re.IGNORECASE)
-# Nothing about the user's program is to be found out: its debugger was left, or it hangs, or it has named the cause.
+# The user's program needs no search for a cause: its debugger was left, or it hangs, or it has named the cause.
 _NOT_RECOGNISED = (FailureKind.DEBUGGER, FailureKind.HANG, FailureKind.REFUSED)
 
 
-def wants_disks(failure: Failure) -> bool:
+def needs_disks(failure: Failure) -> bool:
     """Whether the file systems of this host must be read before the failure can be explained."""
     evidences = _evidences(failure, NO_FACTS)
-    return any(rule.wants_disks and rule.values(evidence) is not None for evidence in evidences for rule in RULES)
+    return any(rule.needs_disks and rule.values(evidence) is not None for evidence in evidences for rule in RULES)
 
 
 def explained(failure: Failure, facts: Facts = NO_FACTS, mismatch: str = "") -> Failure:

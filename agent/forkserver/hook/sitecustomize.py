@@ -1,4 +1,4 @@
-"""Pauses the workers' interpreter while it starts: it becomes the fork server here, and its children continue.
+"""Pauses a starting interpreter, which becomes the fork server here; in its forked children the start continues.
 
 Python imports sitecustomize when all but the program itself is set up. This one is found only in a process that was
 started with this folder first on PYTHONPATH: the fork server (`elaunch.agent.forkserver.client`), or a worker that is

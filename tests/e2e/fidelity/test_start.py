@@ -117,10 +117,10 @@ def warm_facts(folder: Path, form: tuple[str, ...], env: Mapping[str, str]) -> l
     """What two workers of a warm start wrote down. The run before had other arguments."""
     words = ("-v", *LIGHT, "--warm", "--nproc-per-node", "2", "--max-restarts", "0", *form)
     first = run(folder, *words, "--some", "other arguments, which are longer", env=env)
-    assert "a fork server stays" in first.stderr, first.stderr
+    assert "a warm fork server stays" in first.stderr, first.stderr
     ended = run(folder, *words, *ARGS, env=env)
     assert ended.returncode == 0, ended.stderr
-    assert "warm start: from the fork server that stayed since" in ended.stderr, ended.stderr
+    assert "warm start: from the warm fork server left at" in ended.stderr, ended.stderr
     return [json.loads((folder / f"facts{rank}.json").read_text()) for rank in range(2)]
 
 

@@ -103,8 +103,8 @@ def test_without_the_store_a_stop_is_of_this_node_and_a_restart_is_refused() -> 
 
     restart, stop = ordered(other, Topic.RESTART), ordered(other, Topic.STOP)
 
-    assert restart == OrderResponse(False, "the job's store is away, and without it no generation can be opened")
-    assert stop.text.startswith("job job stops on this node; the store is away, so stop the other nodes there: ")
+    assert restart == OrderResponse(False, "the job's store is unreachable, and without it no generation can be opened")
+    assert stop.text.startswith("job job stops on this node; the store is unreachable, so stop the other nodes there: ")
 
 
 def test_a_second_stop_is_answered_and_kills_no_worker() -> None:

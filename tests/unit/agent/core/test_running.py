@@ -241,7 +241,7 @@ def test_a_worker_that_raised_and_does_not_end_is_killed_after_the_stop_grace() 
 
     assert early == []
     assert late == [SignalWorkers(0, frozenset({1}), KILL)]
-    assert driver.logged == "local rank 1 raised an exception and did not end within 30 s; SIGKILL"
+    assert driver.logged == "local rank 1 raised an exception and did not exit within 30 s; SIGKILL"
     assert driver.happen(Tick()) == []
 
 
@@ -323,7 +323,7 @@ def test_a_newcomer_whose_workers_cannot_even_start_leaves_a_healthy_job_alone()
     assert last == []
     assert (driver.outcome.kind, driver.outcome.exit_code) == (OutcomeKind.FAILED, 1)
     assert (driver.failed.local_rank, driver.failed.tail) == (1, "its last line")
-    assert "they go on without it" in driver.outcome.reason
+    assert "they continue without it" in driver.outcome.reason
 
 
 @pytest.mark.parametrize(("progressed", "kind"), [(True, FailureKind.EXIT_CODE), (False, FailureKind.STARTUP)])

@@ -1,4 +1,4 @@
-"""agent.core.store_outage: log lines about a store that is away and about long waits, and when the agent gives up."""
+"""agent.core.store_outage: log lines about an unreachable store and about long waits, and when the agent gives up."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from elaunch.agent.core.step import deadline_s
 from elaunch.rendezvous.types import OpenKind, OutcomeKind
 from tests.unit.agent.driver import ALL, SPEC, START_S, TERM, TIMES, TWO, Driver, ends, pair, settle, started
 
-# --- the store is away
+# --- the store is unreachable
 
 
 def test_a_store_that_stays_away_is_named_once_with_the_newest_reason_and_its_return_is_too() -> None:
@@ -31,7 +31,9 @@ def test_a_store_that_stays_away_is_named_once_with_the_newest_reason_and_its_re
     driver.now_s += 0.5
     driver.happen(StoreBack())
 
-    assert logged == "the store is away: 10.0.0.8:2379 did not answer within 0.5 s; trying again; the workers go on"
+    assert logged == (
+        "the store is unreachable: 10.0.0.8:2379 did not answer within 0.5 s; trying again; the workers continue"
+    )
     assert (again, driver.logged) == ("", "the store is back after 3.5 s")
 
 
@@ -131,8 +133,8 @@ def test_workers_are_stopped_when_the_heads_host_has_been_silent_for_the_store_t
     ends(second, -TERM)
 
     assert (
-        logged
-        == "the store is away: no answer; the workers go on, and are stopped in 58 s if it stays so (store_timeout)"
+        logged == "the store is unreachable: no answer; the workers continue, and are stopped in 58 s if that lasts"
+        " (store_timeout)"
     )
     assert (early, due_s) == ([], START_S + TIMES.store_timeout_s)
     assert done == [SignalWorkers(0, ALL, TERM)]
@@ -147,9 +149,9 @@ FULL = StoreFailed("etcd-a:2379: etcd is full (alarm NOSPACE)", Trouble.REFUSES)
 @pytest.mark.parametrize(
     ("event", "text"),
     [
-        (FULL, "refuses what this node asks: etcd-a:2379: etcd is full (alarm NOSPACE)"),
+        (FULL, "refuses this node's requests: etcd-a:2379: etcd is full (alarm NOSPACE)"),
         (StoreFailed("no answer within 1 s", Trouble.SLOW), "is too slow: no answer within 1 s"),
-        (StoreFailed("too many open files", Trouble.OWN), "cannot be asked: too many open files"),
+        (StoreFailed("too many open files", Trouble.OWN), "cannot be connected to: too many open files"),
     ],
 )
 def test_each_trouble_has_its_own_line_while_the_workers_run(event: StoreFailed, text: str) -> None:
@@ -159,7 +161,7 @@ def test_each_trouble_has_its_own_line_while_the_workers_run(event: StoreFailed,
 
     driver.after(LOG_AFTER_S)
 
-    assert driver.logged == f"the store {text}; trying again; the workers go on"
+    assert driver.logged == f"the store {text}; trying again; the workers continue"
 
 
 def test_the_time_to_give_up_is_counted_from_when_the_workers_are_gone() -> None:
@@ -214,7 +216,7 @@ def test_an_absent_store_is_named_again_when_the_workers_have_exited() -> None:
     ends(driver, -9)
     driver.happen(Tick())
 
-    assert driver.logged.startswith("the store is away: no route; no worker can start before it is back")
+    assert driver.logged.startswith("the store is unreachable: no route; no worker can start before it is back")
 
 
 def test_workers_go_on_while_the_heads_host_answers_though_its_store_does_not() -> None:

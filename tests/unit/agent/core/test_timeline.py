@@ -183,7 +183,7 @@ def test_a_failure_on_any_node_is_announced_once_by_the_leader_with_the_restart_
         "node-a",
     )
     assert notified.fields["text"].startswith("job job: rank 1 ")
-    assert restart.fields["text"].startswith("job job goes on in generation 1: 6 workers on 2 nodes (restart 1 of 3")
+    assert restart.fields["text"].startswith("job job continues in generation 1: 6 workers on 2 nodes (restart 1 of 3")
     assert (restart.fields["restarts"], restart.fields["failure"]["code"]) == (1, -9)
 
 

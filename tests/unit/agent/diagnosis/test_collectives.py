@@ -146,7 +146,7 @@ def test_a_rank_that_waits_for_less_of_the_time_than_all_others_is_slow() -> Non
     assert slow_rank({**shares, 2: 0.19}) == -1
     assert slow_rank({0: 0.1}) == -1
     assert slow_text(11, 1, shares) == (
-        "rank 11 is slower than the other ranks of this node: they wait in collectives for 62% of the time and more,"
-        " and it for 5%, for the last 480 s",
+        "rank 11 is slower than the other ranks of this node: they waited in collectives for at least 62% of"
+        " the last 480 s, and it for 5%",
         0.62,
     )

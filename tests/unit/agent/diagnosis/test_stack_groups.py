@@ -70,7 +70,7 @@ def test_a_stopped_process_is_a_group_of_its_own() -> None:
     assert group_text(groups[1]).startswith("rank 1: stopped by a signal, in all_reduce (")
     troubled = [location_text(Stack(1, 7, (), state, "py-spy is not installed")) for state in "TtS"]
     assert troubled == [
-        f"{held}py-spy is not installed" for held in ("stopped by a signal: ", "held by a debugger: ", "")
+        f"{held}py-spy is not installed" for held in ("stopped by a signal: ", "stopped by a debugger: ", "")
     ]
 
 

@@ -134,7 +134,7 @@ def test_a_process_that_cannot_be_read_has_the_reason() -> None:
         troubles = [stack.trouble for stack in take({0: gone.pid, 1: other.pid}, within_s=DEADLINE_S)]
         other.kill()
 
-    assert troubles == ["the process is gone", "it runs no Python, or Python is only just starting"]
+    assert troubles == ["the process is gone", "it is not a Python process, or its interpreter is still starting"]
 
 
 def test_without_py_spy_that_is_the_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +154,7 @@ def test_output_that_is_none_of_py_spys_is_a_trouble(
 
     (stack,) = take({0: os.getpid()})
 
-    assert stack.trouble == "py-spy wrote something that cannot be read"
+    assert stack.trouble == "py-spy printed something that cannot be parsed"
 
 
 def test_a_py_spy_that_does_not_even_end_when_it_is_killed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,4 +173,4 @@ def test_a_py_spy_that_does_not_even_end_when_it_is_killed_is_not_waited_for(mon
     never.set()
     assert time.monotonic() - begun_s < 60
     assert (stack.rank, stack.pid, stack.threads) == (3, os.getpid(), ())
-    assert stack.trouble == "py-spy did not come to an end in time"
+    assert stack.trouble == "py-spy did not finish in time"

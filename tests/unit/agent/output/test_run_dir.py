@@ -137,7 +137,7 @@ def test_without_shared_memory_it_lies_with_the_temporary_files(
     assert folder
     assert folder.parent == temporary
     assert str(folder) in places.memory
-    assert trouble.startswith("there is no shared memory to be had (/proc/nowhere/elaunch_")
+    assert trouble.startswith("shared memory is not available (/proc/nowhere/elaunch_")
     assert trouble.endswith(f"No such file or directory); what workers keep for the next generation goes to {folder}")
 
 

@@ -95,4 +95,4 @@ def test_much_output_is_cut_and_costs_no_memory(logged: Logged) -> None:
     runs.close(DEADLINE_S)
 
     assert len(logged[0]) == event_hook.OUTPUT_BYTES_MAX + len("[on-event] ")
-    assert logged[1] == f"[on-event] … {50000000 - event_hook.OUTPUT_BYTES_MAX} bytes more …"
+    assert logged[1] == f"[on-event] … {50000000 - event_hook.OUTPUT_BYTES_MAX} more bytes …"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from elaunch.agent.diagnosis import exit_status
 from elaunch.agent.diagnosis.causes.cause import Facts, Space
-from elaunch.agent.diagnosis.causes.table import explained, wants_disks
+from elaunch.agent.diagnosis.causes.table import explained, needs_disks
 from elaunch.agent.diagnosis.exit_status import (
     Remains,
     chain_start,
@@ -134,7 +134,7 @@ def failure_by(record: str, tail: str, code: int) -> Failure:
     raised = code < 0 and code not in exit_status.CRASH_CODES
     failure = failure_of(WORKER, Remains(code, record, tail, crash=record, raised=raised), "SIGKILL")
     failure = explained(with_tail(failure, tail), FACTS)
-    assert wants_disks(failure) is not None
+    assert needs_disks(failure) is not None
     outcome = Outcome(OutcomeKind.FAILED, "it failed", 1, 0, 0, failure)
     assert report(outcome, SPEC, None).encode(errors="backslashreplace")
     return failure

@@ -56,7 +56,7 @@ def test_a_node_that_cannot_reach_rank_0_in_two_tries_warns_once(
     tmp_path: Path, results: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left = [*results]
-    monkeypatch.setattr(observers, "why_not", lambda _: left.pop(0))
+    monkeypatch.setattr(observers, "connect_error", lambda _: left.pop(0))
     monkeypatch.setattr(observers, "_MASTER_AFTER_S", 0.0)
     node = Node(tmp_path, Times(), has_store=True)
 

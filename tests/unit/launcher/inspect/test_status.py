@@ -88,10 +88,10 @@ def test_a_large_job_is_shown_by_node_unless_each_rank_is_requested() -> None:
     assert by_node.endswith("--ranks shows each rank\n")
     assert len(re.findall(r"^\d+ +n\d ", by_rank, re.MULTILINE)) == 64
     # A screen has as many lines as fit, and counts the others.
-    lines = screen(record, "the store is away", 24, every_rank=True).splitlines()
+    lines = screen(record, "the store is unreachable", 24, every_rank=True).splitlines()
     assert len(lines) == 24
     assert re.match(r"… \d+ more lines$", lines[-4])
-    assert lines[-2] == "no answer: the store is away"
+    assert lines[-2] == "no answer: the store is unreachable"
 
 
 def test_a_job_that_ended_or_forms_is_shown_so() -> None:

@@ -180,7 +180,7 @@ def test_why_a_watch_was_ended_is_judged_alike(reason: str, kind: Kind) -> None:
 
 def test_the_operators_page_shows_every_code() -> None:
     page = (REPOSITORY / "docs" / "operations.md").read_text()
-    section = page.partition("## What the store may answer")[2].partition("\n## ")[0]
+    section = page.partition("## Errors of the store")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (wait|act|end) \| (.+) \|$", section, re.MULTILINE)
     lists = [(action, re.match(r"\d+(, \d+)*", item)) for action, row in rows for item in row.split("; ")]
     shown = {int(code): action for action, codes in lists if codes for code in codes[0].split(", ")}

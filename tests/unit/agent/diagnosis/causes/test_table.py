@@ -17,7 +17,7 @@ import pytest
 from elaunch.agent.core.actions import Log
 from elaunch.agent.core.events import WorkerExited
 from elaunch.agent.diagnosis.causes.cause import NO_FACTS, Evidence, Facts, Space
-from elaunch.agent.diagnosis.causes.table import RULES, _evidences, explained, markdown, wants_disks
+from elaunch.agent.diagnosis.causes.table import RULES, _evidences, explained, markdown, needs_disks
 from elaunch.agent.diagnosis.exit_status import Remains, failure_of, with_tail
 from elaunch.rendezvous.types import Failure, FailureKind
 from tests.harness import REPOSITORY
@@ -146,8 +146,8 @@ WATCHDOG = "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5, OpT
 # What `EXCEPTIONS` does not have: facts of the host, exit codes, signals, and the rarer messages.
 EXAMPLES = {
     "killed by the kernel's out-of-memory killer": Evidence(-9, killed=FailureKind.OUT_OF_MEMORY),
-    "killed by a SIGKILL of an unknown sender": Evidence(-9, killed=FailureKind.SIGNAL),
-    "memory error of Python": Evidence(1, "MemoryError"),
+    "killed by SIGKILL from an unknown sender": Evidence(-9, killed=FailureKind.SIGNAL),
+    "MemoryError in Python": Evidence(1, "MemoryError"),
     "a DataLoader worker has too little shared memory": Evidence(
         1, "RuntimeError", "DataLoader worker (pid 9) is killed by signal: Bus error. ", facts=NO_SHM
     ),
@@ -323,8 +323,8 @@ def test_a_bus_error_is_put_down_to_shared_memory_only_where_that_is_small_or_fu
     bus, loader = exited(-7), raised("RuntimeError", "DataLoader worker (pid 9) is killed by signal: Bus error. ")
     facts = Facts(shm=space)
 
-    assert wants_disks(bus)
-    assert wants_disks(loader)
+    assert needs_disks(bus)
+    assert needs_disks(loader)
     assert ("--shm-size" in advice(bus, facts)) is is_named
     assert ("--shm-size" in advice(loader, facts)) is is_named
     assert ("/dev/shm has 64 MiB in all, 0 B free" in explained(bus, facts).message) is is_named
@@ -334,7 +334,7 @@ def test_a_bus_error_is_put_down_to_shared_memory_only_where_that_is_small_or_fu
 def test_a_kill_for_memory_names_the_limit() -> None:
     killed = exited(-9, kernel="out of memory, per the kernel log")
 
-    assert not wants_disks(killed)
+    assert not needs_disks(killed)
     assert advice(killed, Facts(memory_limit="16 GiB")).startswith("give the job more memory (its limit is 16 GiB), or")
 
 
@@ -350,7 +350,7 @@ def test_a_kill_of_an_unknown_sender_names_those_that_are_possible() -> None:
 def test_a_kill_by_the_agent_itself_has_no_unknown_sender() -> None:
     killed = exited(-9, raised=True)
 
-    assert killed.message == "raised an exception, did not end, and was killed by SIGKILL"
+    assert killed.message == "raised an exception, did not exit, and was killed by SIGKILL"
     assert advice(killed, Facts(kills_are_counted=True)) == ""
 
 
@@ -359,7 +359,7 @@ def test_each_file_system_that_is_full_is_named_with_its_numbers() -> None:
     spaces = [Space(mount, 1 << 40, 0) for mount in ("/", "/data", "/scratch", "/more")]
     no_files = Facts(full=(Space("/data", 2 << 40, 1 << 40, files_free=0),))
 
-    assert wants_disks(full)
+    assert needs_disks(full)
     assert explained(full, Facts(full=tuple(spaces[:2]))).message.endswith(
         "(/ has 0 B free of 1 TiB, or /data has 0 B free of 1 TiB)"
     )
