@@ -55,7 +55,7 @@ class LeaseLost:
 
 @dataclass(frozen=True)
 class Committed:
-    """The store's response to a `Commit` with a tag; `held` as in `store.Answer`.
+    """The store's response to a `Commit` with a tag; `held` as in `store.TxnResponse`.
 
     `revision` is 0 where nothing was written, since the lease of a put had expired.
     """

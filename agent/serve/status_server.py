@@ -69,7 +69,7 @@ class Allowance:
 class QueryQueue:
     """The store's query that waits for this node's response, until `due_s`; only the newest one waits.
 
-    `seen` identifies the last query, `answered_s` is when the last response was due.
+    `seen` identifies the last query, `answered_s` is when the last one was taken up.
     """
 
     waiting: Query | None = None

@@ -102,7 +102,7 @@ class StoreClient:
         if self.view.is_of_all_keys and self._host.now() >= self._run_renewal_due_s:
             self.renew_run()
         if lease:
-            self.view.repair(self._host.now())
+            self.view.repair(self._host.now)
 
     def renew_run(self) -> None:
         """Renew the run's lease, on which stand all keys of the job that belong to no node.

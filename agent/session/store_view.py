@@ -137,9 +137,9 @@ class StoreView:
         """The view is new: the next repairing read is due in `reread_s`."""
         self._reread_due_s = now_s + self._reread_s
 
-    def repair(self, now_s: float) -> None:
+    def repair(self, now: Callable[[], float]) -> None:
         """If it is time, find what the watch has missed; a watch that has ended, or missed something, is replaced."""
-        if now_s < self._reread_due_s and not self._has_watch_ended:
+        if now() < self._reread_due_s and not self._has_watch_ended:
             return
         has_watch = self._watch is not None and not self._has_watch_ended
         if not has_watch or not self._is_as_seen():
@@ -149,7 +149,8 @@ class StoreView:
             self._show(view)
             if not has_watch or not is_known:
                 self._follow(self._scope, view.revision)
-        self.put_off_read(now_s)
+        # Counted from here: a store that is slow to respond gets the same pause.
+        self.put_off_read(now())
 
     def close(self) -> None:
         """Stop watching, also where another thread begins to."""

@@ -257,11 +257,30 @@ def test_a_watch_that_is_denied_ends_no_training_and_is_begun_again_with_the_nex
     posted = list(bench.events)
     bench.store.fail("read", Denied("permission denied"))
     with pytest.raises(Denied):
-        bench.view.repair(bench.now_s)
-    bench.view.repair(bench.now_s)
+        bench.view.repair(lambda: bench.now_s)
+    bench.view.repair(lambda: bench.now_s)
 
     assert not any(isinstance(event, StoreLost) for event in posted)
     assert bench.store.calls["watch"] == watches + 1
+
+
+def test_after_a_slow_read_the_next_one_is_as_far_away_as_after_a_fast_one() -> None:
+    bench = Bench().begun()
+    bench.store.deaf = True
+    bench.open(1)
+    bench.now_s += TIMES.lease_ttl_s
+    reads = bench.store.calls["read"]
+
+    def take_long() -> None:
+        bench.now_s += TIMES.lease_ttl_s
+
+    bench.store.between = take_long
+    for _ in range(2):
+        bench.view.repair(lambda: bench.now_s)
+
+    assert number(bench.snapshot) == 1
+    assert bench.store.calls["read"] == reads + 1
+    assert bench.now_s < bench.view._reread_due_s
 
 
 def test_the_runs_lease_is_renewed_by_its_leader_though_the_store_takes_no_writes() -> None:
