@@ -263,7 +263,7 @@ class Spawner:
         in_file_only = redirected and not teed
         if in_file_only and self._run_dir.logs is None:
             console = None
-        needles = (plan.duplicate_stdout_filters if out else plan.duplicate_stderr_filters) if teed else ()
+        needles = plan.duplicate_stdout_filters if out else plan.duplicate_stderr_filters
         file = needle_file = None
         has_file = (redirected or teed) and self._run_dir.logs
         if has_file and (folder := self._run_dir.rank(group.generation, worker.rank)):
@@ -271,7 +271,7 @@ class Spawner:
             if not out:
                 worker.log_path = str(folder / f"{name}.log")
             if needles:
-                # The generation's file for lines that match a filter.
+                # The generation's file for lines that match a filter. Without --tee it stays empty, as torchrun's.
                 needle_file = LogFile(str(folder.parent / f"filtered_{name}.log"), self._run_dir.warn)
         frame = self._pump.lines.frame(group.generation, worker.rank, name)
         # A worker that is alone has no peer that prints the same.
@@ -289,7 +289,7 @@ class Spawner:
             whole_lines=group.slots > 1,
             file=file,
             file_first=in_file_only,
-            needles=tuple(needle.encode() for needle in needles) if needle_file else (),
+            needles=tuple(needle.encode() for needle in needles) if needle_file and teed else (),
             needle_file=needle_file,
             frame=frame,
             fold=TracebackFold(partial(_is_secondary, group), once) if folds else None,

@@ -295,6 +295,14 @@ print("loss of words", file=sys.stderr)
             "warning: slow rank 1",
         ]
 
+    def test_a_filter_of_a_stream_that_is_not_teed_leaves_an_empty_file(self, tmp_path: Path) -> None:
+        script(tmp_path, 'print("loss 3.5")\n')
+
+        finished(tmp_path, *(*LIGHT, "-r", "3", "--log-dir", "logs", "--duplicate-stdout-filters", "loss", "train.py"))
+
+        files = _tree((tmp_path / "logs" / "latest").resolve())
+        assert (files["attempt_0/filtered_stdout.log"], files["attempt_0/0/stdout.log"]) == ("", "loss 3.5\n")
+
 
 class TestNothingIsLeft:
     # How each generation ends.
