@@ -70,7 +70,7 @@ _WATCHED = 2
 
 
 class LeftGradients:
-    """SyncSchedule at the gradients of all parameters of `optimizers` at the first commits, later at those of a few.
+    """Checks the gradients of all parameters of `optimizers` at the first commits, later at those of a few.
 
     One that a commit leaves may be zeroed before it is used again, as at the beginning of the next step. So it counts
     when the next one is about to be added to it. FSDP1's gradients are not seen.

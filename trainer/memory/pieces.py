@@ -64,7 +64,7 @@ class Cutter:
             return local_boxes(tensor) if is_own or self._has_common else []
         if not hasattr(tensor, "placements"):
             return [(part, at) for part, at in local_boxes(tensor) if part.numel()]
-        # DTensor computes for 0.1 ms, so it is kept for each distribution.
+        # DTensor takes 0.1 ms for this, so it is kept for each distribution.
         kind = (tensor.shape, tensor.device_mesh, tensor.placements)
         if kind not in self._offsets:
             self._offsets[kind] = [at for _, at in local_boxes(tensor)]

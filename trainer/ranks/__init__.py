@@ -1,4 +1,4 @@
-"""The ranks of a job to each other; here this process's own rank, from the variables that its launcher sets."""
+"""How the ranks of a job reach each other. Here is this process's own rank, from the variables of its launcher."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class RankObjects:
     """The objects of this rank, whose states are kept together with the number of ranks.
 
     At another number of ranks a rank's share of the data is another one. Then the states do not fit, and all of them
-    start over. `missed` has after a restore why this rank's objects were not restored; it is empty if they were.
+    start over. After a restore `missed` is why this rank's objects were not restored, and empty if they were.
     """
 
     def __init__(self, objects: Sequence[Any]) -> None:

@@ -221,7 +221,7 @@ def _filled(there: Any, saved: Tensor, spare: Collection[int]) -> Tensor:
         else:
             there.data = saved.detach().to(there.device, copy=True)
     except RuntimeError:
-        # It cannot be written, as an expanded or an inference tensor, so no code does by another name.
+        # It cannot be written, as an expanded or an inference tensor, so no alias of it is written either.
         return saved.detach().to(there.device, copy=True)
     return there
 
