@@ -160,6 +160,13 @@ def test_a_job_with_too_few_nodes_names_the_vacant_role_of_which_others_are_ther
     assert waiting == f"a node with the role trainer; nodes: 2 of 3 are here (gives up after 600 s); {lost('c')}"
 
 
+def test_a_table_with_a_vacant_seat_has_its_role() -> None:
+    world = losing(C, A, B, spare=D, nodes_min=2)
+
+    assert world.seal() == "ab"
+    assert world.table.vacant == ("trainer",)
+
+
 def test_a_job_for_which_no_node_of_the_role_comes_ends_with_a_sentence() -> None:
     world = losing(A, B, C, spare=node("e"), nodes_min=1)
     world.poll()

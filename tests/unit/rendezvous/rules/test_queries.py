@@ -47,6 +47,7 @@ def test_what_is_no_query_is_none_and_the_job_is_read_all_the_same(text: str) ->
 
     assert read_query(text) is None
     assert snapshot.query is None
+    assert [op for _, op in snapshot.repairs] == [Delete(KEYS.query)], "on no lease it would block all queries"
     assert snapshot.unreadable == ()
     assert snapshot.generation == Generation(0, OpenKind.START, "the job starts")
 
