@@ -28,7 +28,7 @@ def node_host(hostname: str) -> str:
 
 
 def plain(text: str, keep: str = "") -> str:
-    """The text for a terminal: control characters, and what turns a line around, as escapes, but those in `keep`."""
+    """The text for a terminal: control characters, bidirectional ones too, as escapes, but those in `keep`."""
     if text.isprintable():
         return text
     return "".join(letter if letter.isprintable() or letter in keep else _escaped(letter) for letter in text)

@@ -1,4 +1,4 @@
-"""Starts the guardian, and ends the workers' processes for the agent."""
+"""The agent's client of the guardian, which also kills the workers' processes after each generation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from elaunch.agent.guardian.guardian import RUN_DIRS, VARIABLE, JobProcesses, cl
 
 
 class GuardianClient:
-    """Starts the guardian. From then on this process may die at any moment, and nothing of the job stays.
+    """Starts the guardian. From then on this process may die at any moment, without leaving any of the job behind.
 
     Those of `run_dirs` that exist at the end are removed. The job's processes have `marker` in their environment;
     `inherited` is the rest of that environment. `fileno` is readable when the guardian has been killed.
@@ -42,7 +42,7 @@ class GuardianClient:
 
     def _start(self) -> tuple[socket.socket, subprocess.Popen[bytes]]:
         ours, theirs = socket.socketpair()
-        # A guardian that is stopped reads nothing, and must not hold the agent.
+        # A guardian that is stopped (SIGSTOP) reads nothing, and must not block the agent.
         ours.setblocking(False)
         with theirs:
             # Without the user's environment: the guardian must have neither its PYTHON* variables nor its markers.
@@ -69,19 +69,19 @@ class GuardianClient:
         down in order.
         """
         self._notes |= facts
-        # Whether there is a guardian to read it is found out elsewhere.
+        # The agent's loop notices a killed guardian by `fileno`.
         with suppress(OSError):
             self._socket.send(json.dumps(self._notes).encode() + b"\n")
 
     def left(self, spare: Collection[int]) -> list[int]:
-        """The job's processes that live, except fork servers (`spare`) and helpers that end by themselves.
+        """The job's live processes, except fork servers (`spare`) and helpers that exit by themselves.
 
         The store of a generation, a child of the fork server, is one of them.
         """
         return [pid for pid in sorted(living(self._job, spare)) if not is_cleaner(pid)]
 
     def end_generation(self, spare: Collection[int], meanwhile: Callable[[], None]) -> None:
-        """End every process of the workers, whoever its parent is now, except the fork servers (their pids).
+        """Kill every process of the workers, orphans too, except the fork servers (`spare`, their pids).
 
         A process that waits for a disk exits only seconds after its signal. `meanwhile` is called repeatedly then.
         """

@@ -39,8 +39,8 @@ _COMPARED_MAX = 100
 class JobStore:
     """The store, and the names of the job's keys in it.
 
-    `is_remote` says that it is in another process. Such a store keeps a lease only for an agent that renews it, and
-    an agent watches no more of it than it needs.
+    `is_remote`: it is in another process. Such a store keeps a lease only for an agent that renews it, and an agent
+    watches no more of it than it needs.
     """
 
     store: Store
@@ -53,7 +53,7 @@ class LocalHost:
     """This host's `name`, and the parts of it that a test replaces.
 
     `draw(n)` gives n random bits, `now()` is the monotonic time. `is_dead(process)` says whether an agent's process (as
-    `this_process` names it) was on this host and is gone.
+    `this_process` names it) ran on this host and has exited.
     """
 
     name: str
@@ -102,7 +102,7 @@ class StoreView:
 
     @property
     def is_of_all_keys(self) -> bool:
-        """Whether all of the job's keys are watched, as a leader has it, or are about to be."""
+        """Whether all of the job's keys are watched, as by a leader, or are about to be."""
         return self._scope == self._keys.root
 
     def lease_of(self, key: str) -> int:
@@ -134,7 +134,7 @@ class StoreView:
         self._show(self._store.read(self._scope))
 
     def put_off_read(self, now_s: float) -> None:
-        """The view is new: the next repairing read is due in `reread_s`."""
+        """The view is up to date: the next read that repairs it is due in `reread_s`."""
         self._reread_due_s = now_s + self._reread_s
 
     def repair(self, now: Callable[[], float]) -> None:

@@ -32,7 +32,7 @@ LASTING_S = 600.0
 # The mean time between two samples, each of which is up to a quarter earlier or later. Samples in step with the program
 # would always find it in the same call.
 _SAMPLE_S = 1.0
-# A week of training is a few megabytes then.
+# The period of the timeline's `progress` events: a week of training is a few megabytes.
 EVERY_S = 10.0
 _STAGES = {WorkerSaving: "saving", WorkerSaved: "saved", WorkerStopped: "at_boundary"}
 
@@ -53,7 +53,7 @@ class Reporter:
     _warned: set[str] = field(default_factory=set)
 
     def warn_once(self, key: str, text: str) -> bool:
-        """Warn once per `key` in the agent's life, even if many workers and generations cause it. Returns whether."""
+        """Warn once per `key` in the agent's life, even if many workers and generations cause it. Returns if it did."""
         is_first = key not in self._warned
         if is_first:
             self._warned.add(key)
@@ -65,7 +65,7 @@ class Reporter:
 class Worker:
     """One worker. It is ordered first, and forked when the fork server has imported: `pid` is -1 until then.
 
-    At a crash it leaves its stacks in `crash_fd`. `is_mixed`: its stdout and stderr are one pipe.
+    At a crash faulthandler writes its stacks to `crash_fd`. `is_mixed`: its stdout and stderr are one pipe.
     """
 
     rank: int

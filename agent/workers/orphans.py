@@ -54,7 +54,7 @@ class Orphans:
         if not is_soon and not self._has_logged:
             self._has_logged = True
             self._reporter.log(
-                f"the job has ended well; still running: {named(pids)}; waiting until they end, or have done"
+                f"the job has succeeded; still running: {named(pids)}; waiting until they end, or have done"
                 f" nothing for {self._grace_s:g} s (--children-grace); Ctrl-C ends them now"
             )
         return True

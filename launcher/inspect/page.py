@@ -18,9 +18,9 @@ from elaunch.launcher.inspect.text import cut, duration, moment, offset, percent
 from elaunch.rendezvous.format import plain, plural
 from elaunch.rendezvous.types import UNNAMED
 
-# The timeline has lanes for so many ranks.
+# The timeline has lanes for at most this many ranks.
 LANES_MAX = 64
-# Of causes and warnings, and of the newest generations, the page shows so many.
+# The page shows at most this many causes, warnings, and (newest) generations.
 CARDS_MAX, GENERATIONS_MAX = 60, 50
 _LANE_LABELS = {
     "starts": "starts and restores",
@@ -88,7 +88,7 @@ class Report:
             "interrupted": f"was stopped after {length}",
             "refused": f"was refused after {length}",
             KILLED: f"ended after {length}, since {end.reason.partition(',')[0]}",
-            "": f"has no end in its log, which stops {length} after the start",
+            "": f"has a log without an end, which stops {length} after the start",
         }.get(end.outcome, f"ended in an unknown way after {length}")
         restarts = plural(end.restarts, "restart") if end.restarts else "no restart"
         if end.outcome == "failed" and end.max_restarts >= 0:
@@ -248,7 +248,7 @@ def _compiled(template: str) -> jinja2.Template:
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     filters: dict[str, Any] = {each.__name__: each for each in (cut, duration, offset, percent, plural)}
-    # A log may hold anything, also what turns a line around.
+    # A log may hold anything, also bidirectional control characters.
     environment.filters |= {**filters, "printable": lambda value: plain(value, keep="\n\t")}
     return environment.from_string(template)
 

@@ -48,7 +48,7 @@ def status_record(known: Gathered, now: float) -> dict[str, Any]:
     generation, state = table_generation(known), _state(known)
     ages_s = [report.workers_age_s for report in known.nodes.values() if report.generation == generation]
     age_s = max((age for age in ages_s if age is not None), default=None)
-    # While the next generation forms, the workers that were started last are gone, or still of another one.
+    # While the next generation forms, the workers that were started last have exited, or belong to the one before.
     since_s = age_s if state == "running" else None
     ranks = _ranks(known, generation)
     steps = [rank["step"] for rank in ranks if rank["step"] is not None]
@@ -101,7 +101,7 @@ def _time(seconds: float) -> str | None:
     try:
         return datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="seconds")
     except (OverflowError, ValueError, OSError):
-        # No calendar has it: some other host's clock, or a record that somebody made up.
+        # Out of the calendar's range: another host's clock, or a forged record.
         return None
 
 
@@ -199,7 +199,7 @@ def headline(record: dict[str, Any]) -> str:
     if outcome:
         state = f"ended: {outcome['kind']}"
     elif state == "gone":
-        state = "no node of it lives"
+        state = "no live node"
     elif state == "stopping":
         # The generation that comes next may never run.
         return plain(f"{name}: stopping generation {record['workers_generation']}")
@@ -239,13 +239,13 @@ def facts_of(record: dict[str, Any]) -> list[tuple[str, str]]:
 def _size(record: dict[str, Any]) -> str:
     seated = [node for node in record["nodes"] if node["first_rank"] is not None]
     if not seated:
-        # Whoever does not know of spares knows of no other member either.
+        # A view without the spares has no other members either.
         known = "" if record["spares"] is not None else "at least "
         return f"{known}{len(record['nodes'])} of {plural(record['nodes_min'] or 1, 'node')}"
     size = f"{plural(len(seated), 'node')}, {plural(record['world_size'], 'rank')}"
     size += f", {plural(record['spares'], 'spare')}" if record["spares"] else ""
     gone = sum(node["state"] in ("lost", "left") for node in seated)
-    return size + (f"; {plural(gone, 'node')} of it gone" if gone else "")
+    return size + (f"; {plural(gone, 'node')} lost or left" if gone else "")
 
 
 def _rows(record: dict[str, Any], *, by_rank: bool) -> list[tuple[str, ...]]:

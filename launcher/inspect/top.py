@@ -66,7 +66,7 @@ def screen(record: dict[str, Any], trouble: str, height: int, *, every_rank: boo
     """The status in `height` lines; what does not fit is counted."""
     lines = text_of(record, every_rank=every_rank).splitlines()
     last = [f"no answer: {plain(trouble)}"] if trouble else []
-    last.append(time.strftime("%H:%M:%S") + "  q ends this")
+    last.append(time.strftime("%H:%M:%S") + "  q quits")
     room = max(height - len(last) - 1, 1)
     if len(lines) > room:
         lines = [*lines[: room - 1], f"… {len(lines) - room + 1} more lines"]

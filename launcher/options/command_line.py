@@ -1,4 +1,4 @@
-"""Options and commands of elaunch for click, with the habits of torchrun that click does not have.
+"""Options and commands of elaunch for click, with torchrun's conventions that click lacks.
 
 A long option may have `_` for `-`, and may be shortened while that is unambiguous. Its value may come from given
 variables and a job file. What is wrong is one sentence. Pure.
@@ -304,7 +304,7 @@ def _variable(option: Option, environ: Mapping[str, str]) -> Given | None:
 
 # Each command: its module, and a short text about it.
 COMMANDS = {
-    "doctor": ("doctor.command:COMMAND", "can this node train, with the options of a job?"),
+    "doctor": ("doctor.command:COMMAND", "check whether this node can train, with the options of a job"),
     "run": ("options.options:RUN", "start a job; may be left out"),
     "store": ("store.serve:COMMAND", "serve a store for jobs of several nodes"),
     "submit": ("options.command_line:SUBMIT", "hand a job to a scheduler"),
@@ -313,8 +313,8 @@ COMMANDS = {
     "stacks": ("inspect.commands:STACKS", "show where every rank of a running job is"),
     "stop": ("inspect.commands:STOP", "end a running job on all nodes, as Ctrl-C does"),
     "restart": ("inspect.commands:RESTART", "start the workers of a running job again"),
-    "warm": ("inspect.commands:WARM", "show or end what stays for the next start"),
-    "rehearse": ("rehearse.command:COMMAND", "what does a failure cost a script, and does it change the result?"),
+    "warm": ("inspect.commands:WARM", "show or end the warm fork servers"),
+    "rehearse": ("rehearse.command:COMMAND", "measure what failures cost a script, and whether they change its result"),
     "report": ("inspect.report:COMMAND", "make a page that shows what happened in a run"),
 }
 _SCHEDULERS = {

@@ -41,8 +41,8 @@ _FOOT = """\
 An option can be written with _ for -, shortened while it stays unambiguous, given as a variable
 (PET_MAX_RESTARTS=1) or in a job file; the command line wins over variables, these over the file.
 A script called - is read from stdin. Options of Python, as in `python -X dev -m elaunch`, are kept.
-Exit codes: 0 all workers ended well, 1 the job failed, 2 the command line is wrong, 3 the store or
-an address was not there, or this node does not know how the job ended, 128 + N ended by signal N.
+Exit codes: 0 all workers succeeded, 1 the job failed, 2 the command line is wrong, 3 the store or
+an address was unavailable, or this node does not know how the job ended, 128 + N ended by signal N.
 """
 
 _PAGE_HEAD = """\

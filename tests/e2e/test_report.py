@@ -39,7 +39,7 @@ def test_a_job_whose_agent_was_killed_ended_so(tmp_path: Path) -> None:
         killed = json.loads(run(tmp_path, "report", "logs", "--json").stdout)
 
     assert runs["state"] == "unknown"
-    assert runs["headline"].startswith("Job night has no end in its log, which stops ")
+    assert runs["headline"].startswith("Job night has a log without an end, which stops ")
     assert killed["state"] == "ended"
     assert re.match(rf"Job night ended after .*, since elaunch itself \(pid {pid}\) died", killed["headline"])
 

@@ -312,7 +312,7 @@ def test_top_redraws_the_job_each_second_until_q_or_a_signal_and_restores_the_te
             screen.close()
         screen = Screen("top", run_id)
         try:
-            wait_for(lambda: "q ends this" in screen.text(), "a screen")
+            wait_for(lambda: "q quits" in screen.text(), "a screen")
             assert not screen.is_as_before()
             screen.process.send_signal(signal.SIGTERM)
             assert screen.process.wait(DEADLINE_S) == 128 + signal.SIGTERM
@@ -325,7 +325,7 @@ def test_top_redraws_the_job_each_second_until_q_or_a_signal_and_restores_the_te
     assert "3 of 3 restarts left" in text
     assert re.search(r"^ ?rank +host +pid +state +step +step time +last report", text, re.MULTILINE)
     assert len(re.findall(r"^ ?[01] .* running ", text, re.MULTILINE)) == 2
-    assert "q ends this" in text
+    assert "q quits" in text
 
 
 def test_stacks_groups_ranks_by_where_they_are(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ BEHAVIOURS = (
         number=19,
         fact="`PET_<OPTION>` is an option's default, and the command line wins; a switch is `PET_X=1` or `0`",
         differs="`true` and `false` are read too, and every option has a variable. A misspelt variable is named;"
-        " torchrun ignores it without a word",
+        " torchrun ignores it silently",
         trials=(
             Trial(
                 args="--max-restarts 1 train.py WORLD_SIZE TORCHELASTIC_MAX_RESTARTS",

@@ -215,7 +215,7 @@ BEHAVIOURS = (
         fact="A handled signal goes to the group of each worker, SIGKILL follows after the grace, and the exit code"
         " is not 0",
         differs="the exit code is 128 and the signal's number, without a traceback; torchrun's is 1. At first the"
-        " worker alone gets the signal: its data loaders go on while it saves",
+        " worker alone gets the signal: its data loaders continue while it saves",
         trials=(_signalled(signal.SIGTERM), GRACE),
         proofs=(
             f"{_SIGNALS}::test_workers_get_the_signal_and_their_exit_0_does_not_hide_it",
@@ -226,7 +226,7 @@ BEHAVIOURS = (
         number=34,
         fact="`--signals-to-handle` lists the signals that stop the job",
         differs="SIGUSR1 and SIGUSR2 are on the list unless you name others; torchrun ends at them and leaves its"
-        " workers behind. An unknown name is a usage error; torchrun warns and goes on without it",
+        " workers behind. An unknown name is a usage error; torchrun warns and continues without it",
         trials=(
             _signalled(signal.SIGUSR1, "--signals-to-handle SIGTERM,SIGUSR1"),
             _unnamed(signal.SIGUSR1),
@@ -246,7 +246,7 @@ BEHAVIOURS = (
     Behaviour(
         number=35,
         fact="A signal to one agent does not end the job of the others",
-        differs="they go on at once; those of torchrun only when their workers fail",
+        differs="they continue immediately; those of torchrun only when their workers fail",
         trials=(
             Trial(
                 program=_GOES_ON,

@@ -149,8 +149,8 @@ BEHAVIOURS = (
     Behaviour(
         number=4,
         fact="`ROLE_RANK` and `ROLE_WORLD_SIZE` are counted in each role; `ROLE_NAME` is `--role`",
-        differs="a lost node's seat is for a node of its role, and a job waits for a role that nobody has any more;"
-        " torchrun takes any node, and goes on without the role",
+        differs="a lost node's seat is for a node of its role, and a job waits for a role that no node has any more;"
+        " torchrun takes any node, and continues without the role",
         trials=(TWO_AGENTS,),
     ),
     Behaviour(

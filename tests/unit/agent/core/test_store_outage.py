@@ -49,7 +49,7 @@ def test_a_store_that_was_never_there_is_waited_for_with_a_hint_on_what_may_be_w
         "waiting for the store for up to 598 s more: 10.0.0.9:2379 refuses connections; is it running there,"
         " and is --rdzv-endpoint right?"
     )
-    assert driver.logged == "the store answers, after 5.0 s"
+    assert driver.logged == "the store responds, after 5.0 s"
 
 
 def test_a_leader_that_was_cut_off_declares_no_node_lost_before_the_others_could_come_back() -> None:

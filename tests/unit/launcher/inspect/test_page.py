@@ -76,7 +76,7 @@ def test_the_headline_is_one_sentence_with_the_end_the_time_the_restarts_and_the
         "Job night succeeded after 60 s: 1 restart, 3 steps lost.",
         "Job night succeeded after 9 s: no restart.",
         "Job night failed after 2 h 0 min: 3 of 3 restarts used.",
-        "Job night has no end in its log, which stops 1 s after the start: no restart.",
+        "Job night has a log without an end, which stops 1 s after the start: no restart.",
     ]
 
 

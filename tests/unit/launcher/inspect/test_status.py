@@ -138,7 +138,7 @@ def test_a_lost_node_is_lost_and_one_that_left_has_left() -> None:
         record = status_record(known(job=job, silent={}), NOW)
 
         assert [entry["state"] for entry in record["nodes"]] == ["running", state, "waiting"]
-        assert "  size      2 nodes, 4 ranks, 1 spare; 1 node of it gone\n" in text_of(record)
+        assert "  size      2 nodes, 4 ranks, 1 spare; 1 node lost or left\n" in text_of(record)
         assert re.search(rf"^2–3    node-b       {state}$", text_of(record), re.MULTILINE)
 
 
