@@ -59,7 +59,7 @@ def test_a_child_that_does_nothing_is_named_and_ended_after_the_grace(tmp_path: 
 
     assert job.process.returncode == 0, job.stderr
     assert time.monotonic() - begun_s >= 1.5
-    ended = re.search(r"ending pid (\d+) of rank 1 \(sleep 600\): no work for the time", job.stderr)
+    ended = re.search(r"ending pid (\d+) of rank 1 \(sleep 600\): they were idle for the time", job.stderr)
     assert ended, job.stderr
     assert "sleep" not in _commands(int(ended[1]))
 
