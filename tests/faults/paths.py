@@ -114,24 +114,25 @@ def plant_in_copies() -> None:
         return done
 
     sharded.ShardedMemory._write_copy = copied  # type: ignore[method-assign]
-    exchange, received = mirror.Mirror._exchange, slots.received
+    run, received = mirror.Mirror._run, slots.received
 
-    def exchanged(self: Any, channel: Any, image: Any, version: Any, spare: Any) -> None:
-        begin_send = channel.begin_send
+    def exchanged(self: Any, exchange: Any, finish: Any, version: Any, spare: Any) -> None:
+        begin_send = self._channel and self._channel.begin_send
 
         def begun(image: Tensor, target: int) -> None:
             begin_send(image, target)
             MOMENTS.strike("sending", version.step)
 
-        channel.begin_send = begun
-        exchange(self, channel, image, version, spare)
+        if begin_send:
+            self._channel.begin_send = begun
+        run(self, exchange, finish, version, spare)
 
     def arrived(region: Tensor, expected: Any, sender: int) -> Any:
         if threading.current_thread().name == IN_THREAD:
             MOMENTS.strike("received", getattr(expected, "version", expected).step)
         return received(region, expected, sender)
 
-    mirror.Mirror._exchange = exchanged  # type: ignore[method-assign]
+    mirror.Mirror._run = exchanged  # type: ignore[method-assign]
     slots.received = arrived
 
 

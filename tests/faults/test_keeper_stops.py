@@ -69,7 +69,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory, forker: RankForker, keeper
 
 
 def assert_goes_on(stopped: Stopped, calm: Calm) -> None:
-    assert "stopped after step 31, as it was" in stopped.output
+    assert "stopped after step 31, on a request to leave" in stopped.output
     assert stopped.marks == [24, 30, 31]
     assert stopped.done == {0: 31, 1: 31}
     assert "restored step 31 from the checkpoint in" in stopped.output_again

@@ -250,8 +250,10 @@ class Checks:
         world, terms, g = self._world, self.run.terms, table.generation
         out = [seat.node_id for seat in table.seats if is_excluded(seat.node_id, table.excluded)]
         others = [n for n in self.joined.get(g, {}) if n in self.members and not is_excluded(n, table.excluded)]
-        # With several roles the others may be enough, and of the wrong ones.
-        is_needed = len(others) < terms.nodes_min or len(self.run.seats) > 1
+        plans = [self._owners[n].host.plan for n in others]
+        # A spare of another role replaces nobody. With several roles the others may be enough, and of the wrong ones.
+        fit = [plan for plan in plans if role_of_node(plan.role, plan.slots) in self.run.seats]
+        is_needed = len(fit) < terms.nodes_min or len(self.run.seats) > 1
         self._require(not out or is_needed, "excluded", f"{out} have seats, {others} are there")
         failed = [failure for failures in self.failures.values() for failure in failures.values()]
         for each in set(before.excluded) - set(table.excluded):

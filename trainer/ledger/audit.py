@@ -207,7 +207,7 @@ def _open(lines: Iterable[str]) -> _Session | None:
     with _reading("the first line of a file", first):
         header = parse_json(first)
         if header["ledger"] != FORMAT:
-            raise _Violation(f"it has format {header['ledger']}, and only format {FORMAT} is known here")
+            raise _Violation(f"it has format {header['ledger']!s:.80}, and only format {FORMAT} is known here")
         order = Order(**header["order"])
         generation, rank, after = int(header["generation"]), int(header["rank"]), int(header["after"])
     return _Session(generation, rank, after, order, _rows(reading, generation, rank))
