@@ -17,7 +17,7 @@ from tests.standin import WITHOUT_TORCH
 # Limits from docs/operations.md. First the keys of a job with one small failure, after its end.
 KEYS_AFTER_END, BYTES_AFTER_END = 5, 1600
 # The keys of a job of one node while its agent lives, after the first failure.
-KEYS_OF_A_JOB, BYTES_OF_A_JOB = 7, 1700
+KEYS_OF_A_JOB, BYTES_OF_A_JOB = 7, 1800
 # The keys of a job whose agents were killed.
 KEYS_OF_THE_DEAD = 4
 

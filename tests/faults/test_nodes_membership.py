@@ -51,7 +51,7 @@ def test_a_node_with_any_hostname_joins_and_no_broken_record_costs_the_job(tmp_p
         cluster.end()
         logged = "".join(agent.output for agent in cluster.agents.values())
         assert [key for key in scribbled if f"{key} in the store is" not in logged] == []
-        assert "this job calls it my-host-]0;x--" in logged
+        assert "this job uses my-host-]0;x-- instead" in logged
         own = [line for line in logged.splitlines() if line.startswith("elaunch: ")]
         assert [line for line in own if not line.isprintable()] == []
 

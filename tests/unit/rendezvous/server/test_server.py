@@ -357,7 +357,7 @@ def test_a_thousand_agents_with_two_connections_each_are_served(process: ServerP
     for number, agent in enumerate(agents, 1):
         agent.call("/v3/lease/grant", {"ID": number, "TTL": 600})
         revision = put(agent, b"members/%d" % number, b"x" * 100, lease=number)
-    watches = [agent.watch({"key": text(b"ctl"), "start_revision": str(revision)}) for agent in agents]
+    watches = [agent.watch({**EVERYTHING, "start_revision": str(revision + 1)}) for agent in agents]
     memory = psutil.Process(process.process.pid).memory_info().rss
 
     sealed = put(agents[0], b"ctl", b"x" * 12_000)
