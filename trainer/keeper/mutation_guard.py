@@ -35,7 +35,6 @@ class MutationGuard:
         self._versions: list[int] = []
         self._memory: list[int] = []
         self._states: list[tuple[int, int]] = []
-        self._kinds: set[type] = set()
         self._is_reported = False
         self._sentence = ""
         self._refusals = 0
@@ -46,7 +45,7 @@ class MutationGuard:
         self._exchanged = ""
 
     def note(self, *, is_brief: bool = False) -> None:
-        """A commit has ended, or a state was restored. Raises TypeError if a tensor cannot be kept.
+        """A commit has ended, or a state was restored. All its tensors can be kept.
 
         If `is_brief` only changes of weights and `extra` show, and other memory by its values alone.
         """
@@ -56,20 +55,9 @@ class MutationGuard:
         self._sampled = self._sampled or self._chosen()
         self._few_versions, self._samples = self._versions_of_few(), list(map(_sample, self._sampled))
         self._sentence = self._exchanged = ""
-        self._memory = [] if is_brief else self._memory_of(seen)
+        self._memory = [] if is_brief else list(map(_MEMORY, seen))
         # Last: nothing is compared after a commit that was refused.
         self._noted = seen
-
-    def _memory_of(self, seen: list[Tensor]) -> list[int]:
-        if not self._kinds.issuperset(kinds := set(map(type, seen))):
-            self._live.require_dense()
-            self._kinds |= kinds
-        try:
-            return list(map(_MEMORY, seen))
-        except RuntimeError:
-            # A sparse tensor has no memory of its own.
-            self._live.require_dense()
-            raise
 
     def _chosen(self) -> list[tuple[Tensor, int, int]]:
         weights = [each for each in self._live.parameters if each.requires_grad and each.is_contiguous()]

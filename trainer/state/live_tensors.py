@@ -39,6 +39,8 @@ class LiveTensors:
         # Other optimizers need only a `state_dict`.
         self._optimizers = [one for one in inner if isinstance(getattr(one, "state", None), dict)]
         self._nests = [one for one in extra if isinstance(one, dict | list | tuple | Tensor)]
+        # The types of tensors that `require_dense` has accepted.
+        self._kinds: set[type] = set()
 
     def seen(self, *, optimizers: bool) -> list[Tensor]:
         """All of them in the same order each time, those of `optimizers` if that is wanted: they are most of them."""
@@ -53,8 +55,10 @@ class LiveTensors:
         return found
 
     def require_dense(self, *, quickly: bool = False) -> None:
-        """Raise NotPlain with the name of the first tensor that cannot be kept; `quickly` checks only their layouts."""
-        if quickly and all(each.layout is strided for each in self.seen(optimizers=True)):
+        """Raise NotPlain with the name of the first tensor that cannot be kept; `quickly` trusts types seen before."""
+        seen = self.seen(optimizers=True)
+        kinds = set(map(type, seen))
+        if quickly and kinds <= self._kinds and all(each.layout is strided for each in seen):
             return
         for name, tensor in self.named():
             try:
@@ -72,6 +76,7 @@ class LiveTensors:
                             f"parameter, {tuple(value.shape)}, and is no DTensor, so a restart would give all ranks "
                             "rank 0's; make it with torch.zeros_like(parameter), or by DTensor.from_local"
                         )
+        self._kinds |= kinds
 
     def states(self) -> list[tuple[int, int]]:
         """The identities and lengths of the optimizers' states: loading one replaces it."""

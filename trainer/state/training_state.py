@@ -208,20 +208,20 @@ class Training:
         return state
 
     def require_plain(self, *, durably: bool) -> None:
-        """Raise TypeError with the name of the part if some value of the state cannot be kept.
+        """Raise NotPlain with the name of the part if some value of the state cannot be kept.
 
-        With `durably` it must also fit into checkpoints.
+        With `durably` it must also fit into checkpoints: TypeError, or ValueError for two tensors of one name.
         """
         try:
             self.live_tensors.require_dense()
             parts, own = self.rest() if self.is_in_parts else self.replicated(), self.own(large=True)
             for name, part in {**parts, **self.buffers(), **own}.items():
                 if why := not_plain(part, name, deeply=True):
-                    raise TypeError(why)
+                    raise NotPlain(why)
             if durably:
                 flatten({**self.rest(), "per_rank": own.get("per_rank")})
         except RecursionError:
-            raise TypeError("a dictionary or a list of the state contains itself, and cannot be kept") from None
+            raise NotPlain("a dictionary or a list of the state contains itself, and cannot be kept") from None
 
     def unkept_value(self, *, durably: bool) -> str:
         """A sentence about a value of the optimizers, the scheduler or `extra` that cannot be kept; "" if all can.

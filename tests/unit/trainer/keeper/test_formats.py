@@ -180,6 +180,26 @@ def test_the_commit_that_puts_an_object_into_an_optimizers_state_is_refused_by_n
     assert refused == [str(caught.value)]
 
 
+class OwnState(torch.optim.SGD):
+    """Has a state_dict of its own, which a snapshot calls and no commit."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), **({"path": Path("x")} if self.state else {})}
+
+
+def test_the_snapshot_that_finds_what_cannot_be_kept_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, memory: Path
+) -> None:
+    refused: list[str] = []
+    monkeypatch.setattr("elaunch.trainer.link.refuse", refused.append)
+    model = nn.Linear(2, 1)
+
+    with pytest.raises(TypeError, match=r"^step \d is not \w+: `optimizer\.0\.path` cannot be kept: .*Path") as caught:
+        trained(model, OwnState(model.parameters(), lr=0.1, momentum=0.9), 9, lambda: model(torch.ones(1, 2)).sum())
+
+    assert refused == [str(caught.value)]
+
+
 def test_a_dictionary_that_contains_itself_is_refused_at_entry() -> None:
     model, extra = nn.Linear(1, 1), dict[str, Any]()
     extra["parent"] = extra
