@@ -32,6 +32,7 @@ from elaunch.launcher.preflight import (
     check_metrics,
     check_open_files,
     check_program,
+    read_secret,
     take_program_from_stdin,
     temporary_folder_warning,
 )
@@ -39,7 +40,6 @@ from elaunch.launcher.schedulers.defaults import cluster_of, facts_of_job, settl
 from elaunch.launcher.schedulers.facts import Cluster
 from elaunch.launcher.schedulers.other_tasks import hold_other_tasks, wait_for_agent
 from elaunch.launcher.store.locate import Planned, plan
-from elaunch.launcher.store.token import read_secret
 from elaunch.rendezvous.format import shortage
 from elaunch.rendezvous.types import UNNAMED
 

@@ -1,4 +1,4 @@
-"""Checks on this host, before the job starts: the program can start, and its output can be written."""
+"""On this host, before the job starts: the program can start, its output be written, and the user's secret be read."""
 
 from __future__ import annotations
 
@@ -197,3 +197,21 @@ def is_python(text: bytes) -> bool:
             # An application of `zipapp` begins with any interpreter's name.
             return b"PK\x03\x04" in text
     return True
+
+
+def read_secret(path: str) -> str:
+    """The first line of `path`, without spaces around it. `~` means the user's home. Raises UsageError.
+
+    All further lines must be comments, which begin with `#`.
+    """
+    try:
+        secret, _, rest = Path(path).expanduser().read_text("utf-8").strip().partition("\n")
+    except (OSError, UnicodeDecodeError, RuntimeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise UsageError(f"the secret in {path} cannot be read ({why}); give a file that you may read") from None
+    if not secret:
+        raise UsageError(f"{path} is empty and should hold a secret; write one into it, and let only yourself read it")
+    others = [line for line in rest.splitlines() if line.strip() and not line.startswith("#")]
+    if len(secret.split()) > 1 or others:
+        raise UsageError(f"{path} should hold one secret and holds several; name another file")
+    return secret.strip()

@@ -24,11 +24,10 @@ from elaunch.launcher.errors import UsageError
 from elaunch.launcher.host import detect, environ_at_start
 from elaunch.launcher.options.command_line import own
 from elaunch.launcher.options.options import JobCommand, Options, options_of
-from elaunch.launcher.preflight import check_folder
+from elaunch.launcher.preflight import check_folder, read_secret
 from elaunch.launcher.schedulers.defaults import cluster_of, facts_of_job, settle
 from elaunch.launcher.schedulers.facts import Cluster
 from elaunch.launcher.store.locate import Planned, RendezvousPlan, plan
-from elaunch.launcher.store.token import read_secret
 from elaunch.rendezvous.format import node_host
 from elaunch.rendezvous.types import ProgramKind
 

@@ -27,8 +27,8 @@ from elaunch.launcher.inspect.job_source import (
 from elaunch.launcher.options.command_line import Command, Option, Source, own
 from elaunch.launcher.options.options import Options, parse
 from elaunch.launcher.options.table import TABLE
+from elaunch.launcher.preflight import read_secret
 from elaunch.launcher.store.locate import given_addresses, plan
-from elaunch.launcher.store.token import read_secret
 from elaunch.rendezvous.format import plain, plural
 from elaunch.rendezvous.rules.queries import Topic
 from elaunch.rendezvous.types import UNNAMED, job_name

@@ -23,8 +23,9 @@ from elaunch.launcher.errors import SiteError, UsageError
 from elaunch.launcher.host import NoAddress, Owner, addresses, owner_of, routable_addresses, socket_address
 from elaunch.launcher.options.command_line import Command, own
 from elaunch.launcher.options.values import listen_address
+from elaunch.launcher.preflight import read_secret
 from elaunch.launcher.store.locate import ETCD_PORT, RendezvousPlan
-from elaunch.launcher.store.token import STORES, TOKEN_LINE, read_secret, store_token
+from elaunch.launcher.store.token import STORES, TOKEN_LINE, store_token
 from elaunch.rendezvous.endpoint import Endpoint, is_address, is_loopback, is_meant_locally
 from elaunch.rendezvous.secret import Secret, new_token
 

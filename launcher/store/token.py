@@ -1,4 +1,4 @@
-"""Secrets in files: those that the user names, and the tokens of served stores in this user's home.
+"""The tokens of served stores, in files of this user's home.
 
 A token that elaunch made is in a file of `~/.elaunch/stores`, for this user's other agents, as long as its store lives.
 The nodes that a scheduler started derive the token of their job from its name and the key in `~/.elaunch/key`, which
@@ -18,7 +18,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from elaunch.agent.guardian.guardian import boot_id
-from elaunch.launcher.errors import UsageError
 from elaunch.rendezvous.endpoint import Endpoint, is_meant_locally
 from elaunch.rendezvous.secret import Secret, fingerprint
 
@@ -29,24 +28,6 @@ STORES = f"{FOLDER}/stores"
 _NAME = re.compile(r"[0-9a-f]{32}")
 _FILE_BYTES_MAX = 4096
 _KEY_BYTES = 32
-
-
-def read_secret(path: str) -> str:
-    """The first line of `path`, without spaces around it. `~` means the user's home. Raises UsageError.
-
-    All further lines must be comments, which begin with `#`.
-    """
-    try:
-        secret, _, rest = Path(path).expanduser().read_text("utf-8").strip().partition("\n")
-    except (OSError, UnicodeDecodeError, RuntimeError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise UsageError(f"the secret in {path} cannot be read ({why}); give a file that you may read") from None
-    if not secret:
-        raise UsageError(f"{path} is empty and should hold a secret; write one into it, and let only yourself read it")
-    others = [line for line in rest.splitlines() if line.strip() and not line.startswith("#")]
-    if len(secret.split()) > 1 or others:
-        raise UsageError(f"{path} should hold one secret and holds several; name another file")
-    return secret.strip()
 
 
 def store_token(token: str, endpoint: Endpoint) -> str:

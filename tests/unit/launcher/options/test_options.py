@@ -18,8 +18,8 @@ from elaunch.launcher.options.options import Options, UsageError, parse
 from elaunch.launcher.options.rdzv_conf import SETTINGS
 from elaunch.launcher.options.table import TABLE
 from elaunch.launcher.options.values import Address, endpoints
+from elaunch.launcher.preflight import read_secret
 from elaunch.launcher.store.locate import plan
-from elaunch.launcher.store.token import read_secret
 from elaunch.rendezvous.types import ProgramKind
 from tests.harness import REPOSITORY
 

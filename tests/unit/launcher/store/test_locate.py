@@ -9,8 +9,8 @@ import pytest
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.options.options import parse
 from elaunch.launcher.options.rdzv_conf import SETTINGS
+from elaunch.launcher.preflight import read_secret
 from elaunch.launcher.store.locate import Planned, RendezvousPlan, plan
-from elaunch.launcher.store.token import read_secret
 from elaunch.rendezvous.endpoint import Endpoint, Login, Tls
 from elaunch.rendezvous.times import Times
 

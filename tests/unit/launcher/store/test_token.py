@@ -11,7 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elaunch.launcher.store.token import StoredTokens, derived_token, read_secret, store_token
+from elaunch.launcher.preflight import read_secret
+from elaunch.launcher.store.token import StoredTokens, derived_token, store_token
 from elaunch.rendezvous.endpoint import Endpoint
 from elaunch.rendezvous.secret import Secret, fingerprint
 from tests.harness import environment, free_ports, wait_for
