@@ -226,6 +226,8 @@ def _rows(lines: Iterator[str], generation: int, rank: int) -> Iterator[_Row]:
                 if "done" in record
                 else _Row(int(record["step"]), int(record["micro"]), list(record["samples"]), rank)
             )
+            if row.step < 1:
+                raise ValueError("steps count from 1")
         if row.step < newest:
             raise _Violation(f"rank {rank} went back from step {newest} to step {row.step} in generation {generation}")
         newest = row.step

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,22 @@ class Wrong(Order):
 
     def sample(self, position: int) -> int:
         return position % 49 if self.size == 50 else super().sample(position)
+
+
+RULE = {"size": 8, "global_batch": 4, "micro_batch": 2, "seed": 0, "shuffle": True, "even": False}
+HEADER = {"ledger": 1, "generation": 0, "rank": 0, "world_size": 1, "after": 0, "order": RULE}
+
+
+@pytest.mark.parametrize(
+    ("rows", "sentence"),
+    [
+        ([{**HEADER, "ledger": "x" * 10_000}], "it has format x{80}, and only format 1 is known here"),
+        ([HEADER, {"step": 0, "micro": 0, "samples": [0]}], "a line of rank 0 in generation 0 is no ledger's: .*"),
+    ],
+    ids=["another format", "a step before the first"],
+)
+def test_what_is_no_ledger_is_named_in_a_line(rows: list[Record], sentence: str) -> None:
+    assert re.fullmatch(f"not exactly once: {sentence}", judged({(0, 0): rows}).text)
 
 
 def test_an_order_that_repeats_samples_is_found_though_all_ranks_keep_to_it(
