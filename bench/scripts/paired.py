@@ -26,9 +26,10 @@ from elaunch.trainer import Keeper
 LAYERS, BATCH = 24, 64
 # A parameter and its two moments have four bytes each.
 BYTES_PER_PARAMETER = 12
-# The first steps of each turn are not counted: a Keeper begins with a snapshot, and with eight commits in which it
-# checks the gradients of all parameters.
-FRESH, COUNTED_MIN = 10, 40
+# The first steps of each turn are not counted: a Keeper begins with a snapshot, with sixteen commits that it checks
+# whole, and with a search for state that it does not have. A turn is so long that a busy moment of the machine is a
+# small part of it.
+FRESH, COUNTED_MIN = 24, 100
 
 
 def turn(steps: Iterator[int], commit: Any, counted: int) -> tuple[float, float]:
