@@ -263,7 +263,7 @@ class _Forming:
             seats=seats_of([(node.node_id, node.slots, node.role) for node in seating.nodes]),
             master_addr=first.address,
             master_port=joined.port,
-            mismatch=_mismatch(seating.nodes, self.joined),
+            mismatch=_other_software(seating.nodes, self.joined),
             vacant=seating.vacant,
             secret=joined.secret,
         )
@@ -323,7 +323,7 @@ def _cause_suffix(generation: Generation, cause: Failure) -> str:
     return "" if cause.node_id == generation.node_id and is_of_opener else f"{CAUSE}{cause.sentence}"
 
 
-def _mismatch(nodes: Sequence[Node], joined: Mapping[str, Joined]) -> str:
+def _other_software(nodes: Sequence[Node], joined: Mapping[str, Joined]) -> str:
     """A sentence about nodes with different software: their ranks may not understand each other. Else empty."""
     hosts_of: dict[str, list[str]] = {}
     for node in nodes:

@@ -27,7 +27,7 @@ from elaunch.trainer.checkpoint.storage import Storage
 NOTE = "elaunch-training.json"
 # A Keeper's, if the program gives it none.
 UNNAMED = "training"
-_FORMAT = 1
+_CLAIM_FORMAT = 1
 _RENEW_S = 10.0
 # A lock that is not renewed for so long is stale. On the job's own host its process is checked instead.
 _SILENT_S = 3 * _RENEW_S
@@ -55,7 +55,7 @@ class Claim:
     def __init__(self, storage: Storage, name: str, generation: int, log: Callable[[str], None], job: str = "") -> None:
         self._storage, self._log = storage, log
         self._note: dict[str, Any] = {
-            "format": _FORMAT,
+            "format": _CLAIM_FORMAT,
             "name": name,
             "script": script_name(sys.argv[0]),
             "arguments": shlex.join(sys.argv[1:])[:_TEXT_MAX],
@@ -135,7 +135,7 @@ class Claim:
             is_whole = types == _TYPES and all(
                 len(note[name]) <= _TEXT_MAX for name, kind in _TYPES.items() if kind is str
             )
-            return note if is_whole and note["format"] == _FORMAT and note["process"].count(":") > 1 else None
+            return note if is_whole and note["format"] == _CLAIM_FORMAT and note["process"].count(":") > 1 else None
         except (KeyError, TypeError, ValueError):
             return None
 

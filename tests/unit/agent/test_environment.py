@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from elaunch.agent.environment import RANK_VARIABLES, arguments, one_gpu, outside, rank_variables
@@ -106,3 +108,9 @@ def test_a_job_that_a_worker_hands_in_inherits_nothing_of_the_workers_job() -> N
 
     assert inherited == {**users, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
     assert worker.keys() >= RANK_VARIABLES
+
+
+def test_the_page_of_variables_has_all_that_a_worker_gets() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "variables.md").read_text()
+
+    assert [name for name in sorted(RANK_VARIABLES) if f"`{name}" not in page] == []

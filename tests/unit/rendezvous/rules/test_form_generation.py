@@ -10,7 +10,7 @@ import pytest
 
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.rules import transactions
-from elaunch.rendezvous.rules.form_generation import _mismatch
+from elaunch.rendezvous.rules.form_generation import _other_software
 from elaunch.rendezvous.rules.restart_policy import decisive_failure
 from elaunch.rendezvous.rules.snapshot import SnapshotReader, decode_table, encode_table, seats_of
 from elaunch.rendezvous.store import Put
@@ -282,7 +282,7 @@ def test_the_kinds_are_named_with_their_hosts_the_most_common_first() -> None:
     def mismatch(*software: str) -> str:
         nodes = [Node(f"h{index}-0000000{index}", f"h{index}", "", 1) for index in range(len(software))]
         joined = {n.node_id: Joined(n.node_id, 1, software=text) for n, text in zip(nodes, software, strict=True)}
-        return _mismatch(nodes, joined)
+        return _other_software(nodes, joined)
 
     kinds = f"{NEW} on h1, h2, h3 and 2 more; {OLD} on h0"
     assert mismatch(OLD, *[NEW] * 5, "") == f"the nodes have different software: {kinds}"
