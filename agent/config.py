@@ -1,4 +1,4 @@
-"""What one agent needs to know besides the job's spec: this node's own choices."""
+"""One agent's settings beyond the job's spec: this node's own choices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from elaunch.rendezvous.endpoint import PREFIX
 from elaunch.rendezvous.times import Times
 from elaunch.rendezvous.types import JobSpec
 
-# What a line of elaunch's own is: a detail, a step of the job, what may need a person, or a failure.
+# Levels of elaunch's own log lines: a detail, a step of the job, what may need a person, a failure.
 Level = Literal["debug", "info", "warning", "error"]
 
 
@@ -54,7 +54,7 @@ class LogFormat(Enum):
 
 
 class OnHang(Enum):
-    """What follows when the whole job hangs: nothing, sentences in the log, or a failure like any other."""
+    """The reaction to a hang of the whole job: none, log lines, or a failure like any other."""
 
     OFF = "off"
     WARN = "warn"
@@ -66,10 +66,10 @@ class OutputPlan:
     """Where the workers' output goes.
 
     Without `log_dir` nothing stays on disk, unless `makes_log_dir`: the agent makes a private one then. A redirected
-    stream goes to its file only, and to the console where that takes no more; a teed one to file and console.
+    stream goes to its file, or to the console if that fails; a teed one to both.
     `console_ranks` (global) and `console_local_ranks` limit the console, never the files; None is all.
     With `show_all_tracebacks` the console gets survivors' tracebacks too.
-    Of elaunch's own lines those below `least` are left out.
+    Elaunch's own lines below `least` are left out.
     `duplicate_*_filters`: lines of teed streams that contain one of the texts are copied to one file per generation.
     """
 
@@ -92,10 +92,10 @@ _TIMES = Times()
 
 @dataclass(frozen=True)
 class ProgramText:
-    """What the program's text shows of its imports, before it runs.
+    """The program's imports as its text shows them, before it runs.
 
-    `unused` are the modules of DEFAULT_PRELOAD that it cannot use. `packages` are what it imports of packages that are
-    known to suit: MODULE, or MODULE:NAME for a name that it imports from there. `is_refused`: Python refuses the text.
+    `unused` are the modules of DEFAULT_PRELOAD that it cannot use. `packages` are its imports of preloadable packages:
+    MODULE, or MODULE:NAME for a name that it imports from there. `is_refused`: the text is no valid Python.
     """
 
     unused: tuple[str, ...] = ()
@@ -108,7 +108,7 @@ class AgentConfig:
     """One agent's settings. `environment` is what workers inherit, without the rank variables.
 
     `worker_env` are variables that each worker gets over these, whatever its rank: from options and the network.
-    `store_prefix` is what all keys of the job in the store begin with.
+    `store_prefix` is the prefix of all the job's keys in the store.
     `master_ports` is empty for a fresh port per generation; else the ports that may be used, in order of preference.
     `preload` are the modules that the fork server imports; None execs every worker as a fresh interpreter. It does not
     import those that the program does not use by its `text`, and imports the packages that this names.
@@ -117,11 +117,11 @@ class AgentConfig:
     `notices` are those of `signals` by which a scheduler announces that a job's end is near: workers with a handler for
     them get them, others get SIGTERM. With `has_named_signals` the user has named them, and all workers get them.
     `ignored` are signals that the scheduler may send to workers too; workers ignore them from their start.
-    `children_grace_s` is how long processes that workers leave behind at the end of a successful job may be idle.
-    `invitation` is the line about what to type on the other nodes, if this node serves their store. `only_here` says
-    that no other host can reach the store, and what to give instead.
+    `children_grace_s` is how long the workers' orphans may be idle after a successful job.
+    `invitation` is the line with the command for the other nodes, if this node serves their store. `only_here` is the
+    hint that no other host can reach the store, and what to give instead.
     `on_event` is the command that is notified of the job's events. `metrics` is the host and the port of the metrics.
-    `notes` are warnings about the command line, `details` are what was chosen for it (--verbose).
+    `notes` are warnings about the command line, `details` its debug lines (--verbose).
     """
 
     spec: JobSpec

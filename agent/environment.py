@@ -12,9 +12,9 @@ from elaunch.rendezvous.rules.assign_ranks import role_place
 if TYPE_CHECKING:
     from elaunch.rendezvous.types import RankTable
 
-# What a training script and its optimizers import; torch._dynamo alone is most of a first optimizer step's delay.
+# The imports of a training script and its optimizers; torch._dynamo alone is most of a first optimizer step's delay.
 DEFAULT_PRELOAD = ("torch", "torch.distributed", "torch._dynamo")
-# Packages that a program's text may add: `make ecosystem` runs programs of them.
+# Packages that are preloaded too if the program imports them; `make ecosystem` runs programs that use them.
 PACKAGES = frozenset(
     (
         *("accelerate", "datasets", "hydra", "ignite", "lightning", "peft", "pytorch_lightning", "timm"),
@@ -41,7 +41,7 @@ _OF_ONE_JOB = frozenset((VARIABLE, "TORCHELASTIC_SIGNALS_TO_HANDLE"))
 def outside(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment for a new job that is submitted with `environ`: in a worker, without the variables of its job.
 
-    The user's own variables stay: also ELAUNCH_ENDPOINT, and an ELAUNCH_TOKEN and PET_ variables that the worker set.
+    The user's own variables stay, such as ELAUNCH_ENDPOINT, and an ELAUNCH_TOKEN or PET_ variable that the worker set.
     """
     if VARIABLE not in environ:
         return dict(environ)

@@ -29,9 +29,9 @@ def _libc() -> Any:
 
 
 def die_with_parent(parent: int, signum: int) -> None:
-    """Have the kernel send `signum` to this process when `parent` ends; exits at once if it already has.
+    """Have the kernel send `signum` to this process when `parent` exits; exit at once if it already has.
 
-    Must be called by the main thread's process right after fork: the kernel clears the setting at fork, not at exec.
+    Fork clears the setting, exec keeps it. To the kernel the parent is the thread that forked.
     """
     _libc().prctl(_PR_SET_PDEATHSIG, signum)
     if os.getppid() != parent:
@@ -44,27 +44,27 @@ def outlive_parent() -> None:
 
 
 def allow_tracer(pid: int) -> None:
-    """Let that process and its children trace this one, where the kernel lets only ancestors (Yama).
+    """Let that process and its children trace this one, where the kernel allows only ancestors (Yama).
 
-    A program that this process begins with exec keeps it, its children do not. Without Yama nothing happens.
+    The setting survives exec, but children do not inherit it. Without Yama it has no effect.
     """
     _libc().prctl(_PR_SET_PTRACER, pid)
 
 
 def credentials(connection: socket) -> tuple[int, int]:
-    """The pid and the user id at the other end of a Unix socket, as the kernel has them."""
+    """The pid and user id of a Unix socket's peer, from the kernel."""
     form = struct.Struct("3i")
     pid, uid, _ = form.unpack(connection.getsockopt(SOL_SOCKET, SO_PEERCRED, form.size))
     return pid, uid
 
 
 def catches(pid: int, signum: int) -> bool:
-    """Whether that process has a handler for the signal; not, if it has exited."""
+    """Whether that process has a handler for the signal; False if it has exited."""
     return bool(int(_status(pid, "SigCgt") or "0", 16) >> (signum - 1) & 1)
 
 
 def start_thread(work: Callable[[], object], name: str) -> threading.Thread | None:
-    """Run `work` in a daemon thread. None if the system gives no other thread (`pids.max`, `ulimit -u`)."""
+    """Run `work` in a daemon thread. None at the thread limit (`pids.max`, `ulimit -u`)."""
     thread = threading.Thread(target=work, name=name, daemon=True)
     try:
         thread.start()
@@ -74,7 +74,7 @@ def start_thread(work: Callable[[], object], name: str) -> threading.Thread | No
 
 
 def in_threads(works: Mapping[Key, Callable[[], Found]], within_s: float, name: str) -> dict[Key, Found]:
-    """What the works return, each in a daemon thread; those that end `within_s` seconds. A work must not raise.
+    """Run each work in a daemon thread; return the results that come within `within_s`. A work must not raise.
 
     The threads of `concurrent.futures` are joined when the process exits. One of them that waits for a process in an
     uninterruptible sleep would hold that exit up.
@@ -92,7 +92,7 @@ def in_threads(works: Mapping[Key, Callable[[], Found]], within_s: float, name: 
 
 
 def signal_fd(signums: Iterable[int]) -> int:
-    """A new descriptor that is readable when one of these signals waits, which this process blocks. Raises OSError."""
+    """A signalfd that is readable while one of these signals, which the caller blocks, is pending. Raises OSError."""
     from ctypes import c_ulong, get_errno
 
     # A sigset_t has 128 bytes.
@@ -121,7 +121,7 @@ _CALLS = {
 
 
 def thread_call(pid: int, tid: int) -> tuple[str, str]:
-    """The name of the system call in which a thread sleeps, and its arguments, stack and place as the kernel has them.
+    """The name of the system call in which a thread sleeps, and its arguments, stack pointer and PC in hex.
 
     Both are empty where the thread runs, has exited, or may not be traced. The name alone is empty for a call in
     which threads seldom sleep.
@@ -132,12 +132,12 @@ def thread_call(pid: int, tid: int) -> tuple[str, str]:
             number, _, rest = file.read(_LINE_BYTES_MAX).decode().strip().partition(" ")
     except OSError:
         return "", ""
-    # Of a thread that runs the file has nothing but "running".
+    # If the thread runs, the file has only "running".
     return (_CALLS.get(int(number), ""), rest) if rest else ("", "")
 
 
 def memory_file(name: str, text: str, *, outlives_exec: bool = False) -> int:
-    """A new descriptor of a file in memory, from whose beginning `text` can be read."""
+    """A new memfd that holds `text`, positioned at its start."""
     fd = os.memfd_create(name, 0 if outlives_exec else os.MFD_CLOEXEC)
     with open(fd, "w", closefd=False) as file:
         file.write(text)
@@ -161,7 +161,7 @@ def parent(pid: int) -> int:
 
 
 def children(pid: int) -> list[int]:
-    """The processes that this process's threads have begun and that still run; none if it has exited."""
+    """The pids of this process's children, of all its threads; none if it has exited."""
     found: list[int] = []
     # Without pathlib, which takes ten times as long: a process may have a hundred threads.
     with suppress(OSError):
@@ -195,7 +195,7 @@ def _status(pid: int, field: str) -> str:
 
 
 def normal_path(path: str) -> str:
-    """The path without `.` and `..`, if it means the same file then: its folder may be a link, or another host's."""
+    """The path without `.` and `..`, if that names the same file: its folder may be a link, or another host's."""
     normal = os.path.normpath(path)
     with suppress(OSError, ValueError):
         return normal if Path(path).samefile(normal) else path
@@ -219,7 +219,7 @@ def set_command_line(argv: tuple[str, ...], comm: str) -> None:
 
 @cache
 def _argument_area() -> tuple[int, int]:
-    """The address of this process's own arguments, and their bytes. A fork has them at the same address."""
+    """The address of this process's own arguments, and their size. A fork has them at the same address."""
     fields = stat_fields("self")
     start, end = int(fields[45]), int(fields[46])
     return start, end - start

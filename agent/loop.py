@@ -8,7 +8,7 @@ source (posts only)                             event
                                                 Committed, StoreFailed, StoreBack, StoreLost
 `Workers`: the fork server's socket             WorkerExited, ServiceLost; Signalled, from a rank to its parent
 `Workers.links`: the workers' links             WorkerEnded, WorkerListens, WorkerSaving, WorkerSaved, WorkerStopped
-`Workers`, its observers: each 5 s              Sampled
+`Workers`, its observers: every 5 s             Sampled
 `Loop._wait`: `core.step.deadline_s`            Tick
 
 action (`Loop._act`)                            executor, and the event that follows
@@ -58,9 +58,9 @@ from elaunch.rendezvous.rules.transactions import end_job, join
 from elaunch.rendezvous.types import Failure, FailureKind, Joined, Node, Outcome, OutcomeKind, called
 
 _GUARDIANS_MAX = 20
-# Pending writes are flushed for this long; the user, who waits for the prompt, waits no longer.
+# Pending writes are flushed for at most this long: the user waits for the prompt.
 _FLUSH_S = 2.0
-# A store that ends with this agent stays this long, so that the other agents read how the job ended.
+# A store that exits with this agent runs for this much longer, so that the other agents read how the job ended.
 _OUTLAST_S = 3.0
 _IDLE = "they were idle for the time of --children-grace, or ran for 60 times as long"
 # epoll refuses a wait of more than 24 days.
@@ -68,7 +68,7 @@ _WAIT_MAX_S = 86_400.0
 
 
 class Inbox:
-    """A queue of events. Its `fileno` is readable when something waits.
+    """A queue of events. Its `fileno` is readable when an event is queued.
 
     `post` may be called from any thread. `catch` turns signals into events; the handlers do nothing else.
     """
@@ -114,7 +114,7 @@ class Loop:
     """One agent's event loop, from joining the job to its outcome.
 
     `served_pid` is the process by which this agent serves the job's store, if it does. `locator` as in `StatusServer`.
-    `hook` runs the user's command for events. Scrapers of the metrics may connect to `metrics`.
+    `hook` runs the user's command for events. Prometheus connects to the listening socket `metrics`.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class Loop:
             return NodeState(self._agent, counters, workers.steps(), workers.links.steps_per_s, started_at)
 
         serve(listener, read)
-        # The user knows a port that was given.
+        # A fixed port is known to the user.
         is_ephemeral = self._config.metrics is not None and self._config.metrics[1] == 0
         self._pump.log(f"metrics of this node: {url(listener)}", "info" if is_ephemeral else "debug")
 
@@ -219,7 +219,7 @@ class Loop:
     def _await_orphans(self, outcome: Outcome) -> None:
         """Let the workers' orphans run, if the job has succeeded; any signal ends them.
 
-        All nodes know the outcome already.
+        All nodes have the outcome already.
         """
         why = "" if outcome.kind is OutcomeKind.SUCCEEDED else "the job has not succeeded"
         while not why and self._workers.orphans_may_run(time.monotonic()):

@@ -1,4 +1,4 @@
-"""The form of what elaunch writes to the console: its own lines, the report, and in JSON the workers' lines too."""
+"""Formats elaunch's console output: its own lines, the report, and in JSON the workers' lines too."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from elaunch.rendezvous.format import node_host, plain
 
 
 class OwnLines:
-    """Makes lines in one form. `generation` is the newest that this node knows of; the agent's loop sets it.
+    """Formats lines. `generation` is the newest that this node has seen; the agent's loop sets it.
 
-    A person at a terminal sees when a line comes, a file's reader does not.
+    A terminal shows lines as they come, so they need no timestamp there.
     """
 
     def __init__(self, form: LogFormat, *, has_terminal: bool) -> None:
@@ -32,7 +32,7 @@ class OwnLines:
         return self._form is LogFormat.JSON
 
     def line(self, text: str, level: str = "info") -> bytes:
-        """Elaunch's own line, or lines. Texts of other nodes and of programs are in them."""
+        """Elaunch's own line or lines, escaped: they quote other nodes and programs."""
         if self.is_json:
             return self._object(time.time(), level, text=text)
         head = f"{self._time()}elaunch: "
@@ -47,12 +47,12 @@ class OwnLines:
         return re.sub(r"^elaunch: ", f"{self._time()}elaunch: ", text, flags=re.M).encode()
 
     def frame(self, generation: int, rank: int, stream: str) -> Callable[[bytes], bytes] | None:
-        """What makes objects of a worker's lines; None where they stay as they are."""
+        """The formatter of a worker's lines as JSON; None if they stay as they are."""
         return partial(self._objects, generation, rank, stream) if self.is_json else None
 
     def _objects(self, generation: int, rank: int, stream: str, lines: bytes) -> bytes:
         head = {"time": iso(time.time()), "node": self._host, "generation": generation, "rank": rank, "stream": stream}
-        # At a `\r` too, so that a progress bar is a line each time it moves.
+        # Split at `\r` too: a progress bar is a line each time it moves.
         texts = (line.decode(errors="replace") for line in lines.splitlines())
         return b"".join(json.dumps({**head, "text": text}, ensure_ascii=False).encode() + b"\n" for text in texts)
 

@@ -33,7 +33,7 @@ _UNREAD = "stopped; some output is lost, since the console or the reader of the 
 
 
 class CannotRun(Exception):
-    """The agent cannot run with this configuration; the message is why, and the way out."""
+    """The agent cannot run as configured. The message has the reason and the way out."""
 
 
 @contextmanager
@@ -50,7 +50,7 @@ def begin(config: AgentConfig) -> Iterator[AgentRun]:
         metrics = _metrics_listener(config)
         troubles: list[str] = []
         warn = troubles.append
-        # Folders are made until the end; from the pump's start on it logs the warnings.
+        # Folders are created until the exit; once the pump runs, it logs the warnings.
         run_dir = _run_dir(config, lambda trouble: warn(trouble), places)
         form = config.output.log_format.value
         form = "timed" if form == "text" and not os.isatty(2) else form
@@ -102,7 +102,7 @@ class AgentRun:
         self.pump, self.run_dir = services.pump, services.run_dir
 
     def warn(self, line: str) -> None:
-        """Write one line of elaunch's own to stderr, about what may need a person."""
+        """Log one line of elaunch's own at level warning."""
         self.pump.log(line, "warning")
 
     def run(
@@ -124,7 +124,7 @@ class AgentRun:
             loop = Loop(
                 replace(self._services, config=config), job_store, served_pid, locator, self._hook, self._metrics
             )
-            # The objects that exist now are never freed, so the collector need not visit them for weeks.
+            # The objects that exist now are never freed, so the collector need not scan them.
             gc.freeze()
             gc.enable()
             return loop.run()

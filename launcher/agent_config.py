@@ -1,4 +1,4 @@
-"""Options and the host's resources to the agent's configuration, with the few sentences worth logging about it."""
+"""Builds the agent's configuration from the options and the host's resources, with notes to log about it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from elaunch.launcher.store.locate import Planned
 from elaunch.rendezvous.format import plural
 from elaunch.rendezvous.types import JobSpec, Program, ProgramKind
 
-# The job's secret is the agents'; a training script has no use for it and may print its environment.
+# Only agents need the job's secret; a training script may print its environment.
 _SECRETS = ("ELAUNCH_TOKEN",)
 
 # The signals by which schedulers announce the end of a job.
@@ -47,7 +47,7 @@ def agent_config(options: Options, planned: Planned, environ: Mapping[str, str],
     If there are several nodes and no `master_addr` was given, each node finds its own (`host.own_address`).
     """
     if options.run_id is None:
-        raise ValueError("options.run_id is None: draw a fresh one first")
+        raise ValueError("options.run_id is None: generate one first")
     cluster = planned.cluster
     index = cluster.node_index if cluster else None
     slots, counted = count_workers(options.nproc_per_node, host, cluster)
@@ -57,9 +57,8 @@ def agent_config(options: Options, planned: Planned, environ: Mapping[str, str],
     output = output_plan(options, environ)
     shown = _for_terminal(options, output, slots, host.columns, environ)
     environment |= shown
-    # SIGUSR1 and SIGUSR2 are notices by default: schedulers announce the end of a job by one of them (`sbatch
-    # --signal=USR1@60`), some to all processes. So do schedulers that elaunch does not know. Unhandled, it would end
-    # the agent.
+    # SIGUSR1 and SIGUSR2 are notices by default: schedulers, also ones that elaunch does not support, announce the end
+    # of a job by one of them (`sbatch --signal=USR1@60`), some to all processes. The default action ends the agent.
     signals = tuple(dict.fromkeys(int(signal.Signals[name]) for name in options.signals_to_handle))
     notices = tuple(number for number in signals if number in _NOTICES)
     has_named = "signals_to_handle" in options.given
@@ -85,7 +84,7 @@ def agent_config(options: Options, planned: Planned, environ: Mapping[str, str],
         ),
         slots=slots,
         environment=environment,
-        # Python's own tracebacks stay plain (3.13): their text is searched. The fork server need not know that.
+        # Tracebacks stay without colours (Python 3.13): their text is searched. The fork server does not need this.
         worker_env={
             **({"PYTHON_COLORS": "0"} if "FORCE_COLOR" in shown else {}),
             **worker_env(options, signals),
@@ -95,12 +94,12 @@ def agent_config(options: Options, planned: Planned, environ: Mapping[str, str],
         output=output,
         times=planned.plan.times,
         store_prefix=planned.plan.prefix,
-        # Of a static job its rank, else the scheduler's own order, in which neighbours are near.
+        # The rank in a static rendezvous, else the scheduler's order, in which neighbours are near.
         node_rank=next((each for each in (planned.plan.node_rank, index) if each is not None), -1),
         signals=signals,
         notices=notices,
         has_named_signals=has_named,
-        # Not by a command: a shell, and what it starts, could not undo that.
+        # Not by a command: a shell cannot trap a signal that was ignored at its start.
         ignored=notices if may_reach_workers and not has_named and options.kind is not ProgramKind.COMMAND else (),
         preload=preload,
         text=text,
@@ -121,16 +120,16 @@ def agent_config(options: Options, planned: Planned, environ: Mapping[str, str],
             *_misspelt_variables(environ),
         ),
         details=(
-            *_chosen_for_you(options, cluster, counted, threads),
+            *_chosen_defaults(options, cluster, counted, threads),
             *_without_effect((*planned.ignored, *accepted)),
         ),
     )
 
 
 def count_workers(requested: int | str | None, host: HostResources, cluster: Cluster | None = None) -> tuple[int, str]:
-    """The number of workers and what was counted, as "8 workers, one per GPU"; empty for a given number.
+    """The number of workers and its source, as "8 workers, one per GPU"; empty for a given number.
 
-    GPUs that are seen come before the scheduler's number: its user may have hidden some.
+    Visible GPUs take precedence over the scheduler's number: the user may have hidden some.
     """
     if isinstance(requested, int):
         return requested, ""
@@ -155,7 +154,7 @@ def _check_gpus(options: Options, environ: Mapping[str, str], slots: int) -> Non
 
 
 def _check_own_gpus(options: Options, host: HostResources, cluster: Cluster | None) -> None:
-    """Raises UsageError for an agent that sees one task's GPUs only: the node's others would do nothing."""
+    """Raises UsageError if this agent sees only one task's GPUs: the node's others would be idle."""
     if cluster is None or cluster.tasks == 1 or not cluster.gpus:
         return
     own = host.gpus or cluster.own_gpus or cluster.gpus
@@ -173,7 +172,7 @@ def _of_the_scheduler(options: Options, cluster: Cluster | None, slots: int, hos
     notes = [cluster.note] if cluster.note else []
     if cluster.node_index is not None and cluster.nodes is None and "nnodes" not in options.given:
         notes.append(
-            f"a {cluster.scheduler} does not give its pods their number, so that each is a job of its own; for one"
+            f"a {cluster.scheduler} does not give its pods their number, so each is a job of its own; for one"
             " job of all of them set PET_NNODES to their number"
         )
     if slots > host.cores:
@@ -183,11 +182,11 @@ def _of_the_scheduler(options: Options, cluster: Cluster | None, slots: int, hos
 
 
 def worker_environment(environ: Mapping[str, str], slots: int, cores: int) -> tuple[dict[str, str], int | None]:
-    """What workers inherit, and the number of threads if it was chosen here.
+    """The environment of the workers, and their OMP_NUM_THREADS if it was chosen here.
 
     torchrun gives each of several workers one thread; here they share the cores that this process may use.
     """
-    # What configured this job is not for a launcher that a worker starts.
+    # Variables that configured this job must not configure a launcher in a worker.
     own = {name for spec in TABLE for name in spec.variables if name.startswith("PET_")}.union(RANK_VARIABLES, _SECRETS)
     environment = {name: value for name, value in environ.items() if name not in own}
     # torch's own default. With torchrun's 1 a failed collective is aborted, and seems finished to the GPU's stream.
@@ -204,7 +203,7 @@ def _for_terminal(
 ) -> dict[str, str]:
     """The terminal's width and colours, for workers with a prefix, whose output is a pipe; {} without a terminal.
 
-    tqdm reads its width when it is imported, and so in the fork server. What the user has set stays.
+    tqdm reads its width when it is imported, and so in the fork server. The user's own variables are kept.
     """
     ranks = slots * options.nnodes[1]
     prefix = output.prefix_template or f"[{ranks - 1}] "
@@ -219,19 +218,19 @@ def _for_terminal(
 
 
 def worker_env(options: Options, signals: tuple[int, ...]) -> dict[str, str]:
-    """The variables that options set for every worker; an option for the workers is a row of the table and one here."""
-    reports_end = "hang_timeout" in options.given and options.on_hang is not OnHang.OFF
+    """The variables that options set for every worker; such an option has a row in the table and one here."""
+    has_limit = "hang_timeout" in options.given and options.on_hang is not OnHang.OFF
     return {
         "TORCHELASTIC_RUN_ID": options.run_id or "",
         "TORCHELASTIC_MAX_RESTARTS": str(options.max_restarts),
         "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(signal.Signals(number).name for number in signals),
         # The Keeper compares it with the process groups' timeouts.
-        **({"ELAUNCH_HANG_TIMEOUT": f"{options.hang_timeout:g}"} if reports_end else {}),
+        **({"ELAUNCH_HANG_TIMEOUT": f"{options.hang_timeout:g}"} if has_limit else {}),
     }
 
 
 def with_network(config: AgentConfig, network: Mapping[str, str]) -> AgentConfig:
-    """`config` with variables that select the workers' network; the user's own come first."""
+    """`config` with variables that select the workers' network; the user's own take precedence."""
     missing = {name: value for name, value in network.items() if name not in config.environment}
     return replace(config, worker_env={**missing, **config.worker_env})
 
@@ -243,7 +242,7 @@ def output_plan(options: Options, environ: Mapping[str, str]) -> OutputPlan:
         tee = StreamChoice(Streams.BOTH)
     return OutputPlan(
         log_dir=options.log_dir and options.log_dir.absolute(),
-        # Not with --log-dir /dev/null.
+        # `--log-dir /dev/null` gives no directory, and none is made then.
         makes_log_dir="log_dir" not in options.given and (_any_stream(options.redirects) or _any_stream(tee)),
         redirects=options.redirects,
         tee=tee,
@@ -272,7 +271,7 @@ def master_ports(options: Options, planned: Planned) -> tuple[int, ...]:
 
 
 def _preload(options: Options, interpreter: str, host: HostResources) -> tuple[tuple[str, ...] | None, ProgramText]:
-    """`AgentConfig.preload` and `AgentConfig.text`. What the user names is preloaded whatever the text shows."""
+    """`AgentConfig.preload` and `AgentConfig.text`. The text is not read if the user names modules."""
     if options.no_preload or options.kind is ProgramKind.COMMAND or interpreter != host.python:
         return None, ProgramText()
     if options.preload is not None:
@@ -283,7 +282,7 @@ def _preload(options: Options, interpreter: str, host: HostResources) -> tuple[t
 def warm_seconds(
     options: Options, preload: tuple[str, ...] | None, cluster: Cluster | None, environment: Mapping[str, str]
 ) -> tuple[float, tuple[tuple[str, str], ...]]:
-    """How long a fork server may stay for the next job, and, if none stays although one was requested, why."""
+    """How long a fork server stays for the next job, and why none stays although one was requested."""
     if not options.warm:
         return 0.0, ()
     reasons = {
@@ -296,12 +295,12 @@ def warm_seconds(
     why = next((why for why, is_so in reasons.items() if is_so), "")
     if not why:
         return 60 * options.warm, ()
-    # A variable is set for all jobs of a shell, and most of them may be of another kind.
+    # A variable applies to all jobs of a shell, and most of them may be of another kind.
     return 0.0, () if options.given["warm"] is Source.ENVIRONMENT else (("--warm", why),)
 
 
-def _chosen_for_you(options: Options, cluster: Cluster | None, counted: str, threads: int | None) -> tuple[str, ...]:
-    """What a scheduler has filled in, and one sentence for all defaults that differ from torchrun's."""
+def _chosen_defaults(options: Options, cluster: Cluster | None, counted: str, threads: int | None) -> tuple[str, ...]:
+    """The scheduler's facts, and one sentence for all defaults that differ from torchrun's."""
     facts = [line(cluster)] if cluster else []
     parts = [counted] if counted else []
     if threads is not None:
@@ -312,7 +311,7 @@ def _chosen_for_you(options: Options, cluster: Cluster | None, counted: str, thr
 
 
 def _without_effect(ignored: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
-    """One sentence for all options that change nothing, each with the reason."""
+    """One sentence for all options without effect, each with the reason."""
     names_by_reason: dict[str, list[str]] = {}
     for name, why in ignored:
         names_by_reason.setdefault(why, []).append(name)
@@ -321,13 +320,13 @@ def _without_effect(ignored: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
 
 
 def _misspelt_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """A note for each PET_ variable that no option reads, if its name is nearly that of one that is read.
+    """A note for each PET_ variable that no option reads, if its name resembles one that is read.
 
     The value is not shown: it may be a secret (`PET_TOKEN`).
     """
     known = {name for spec in TABLE for name in spec.variables}
     unknown = sorted(name for name in environ if name.startswith("PET_") and name not in known)
-    # Without the prefix, which would make all of them similar.
+    # Compared without the prefix, which would make all of them similar.
     meant = {name: nearest(name[4:], (other[4:] for other in known if other.startswith("PET_"))) for name in unknown}
     return tuple(
         f"{name} is set, and no option reads it; did you mean PET_{near}?" for name, near in meant.items() if near

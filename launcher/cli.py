@@ -1,7 +1,7 @@
 """The command `elaunch`: parse, begin the agent, connect the store, run the agent, report, exit.
 
-The agent begins as soon as the options are known, since its fork server's import of torch is what the user waits for.
-What is needed after that is imported meanwhile.
+The agent starts as soon as the options are known: its fork server's import of torch takes the longest. Modules that
+are needed later are imported meanwhile.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 OnOutcome: TypeAlias = "Callable[[Outcome, AgentConfig, AgentRun], None]"
 _TRAINER = "elaunch.trainer"
 _COMPLETE = "_ELAUNCH_COMPLETE"
-# All other commands print their output and exit. Their reader may have read enough before (`| head`).
+# All other commands print their output and exit. Their reader may close the pipe before (`| head`).
 _NOT_PRINTERS = ("run", "store")
 
 
@@ -63,7 +63,7 @@ def main() -> NoReturn:
 
 
 def as_command(work: Callable[[], int]) -> NoReturn:
-    """Do `work` as the whole of this process, which ends with the exit code that `work` returns."""
+    """Run `work` as the whole of this process, which exits with the code that `work` returns."""
     for fd in (0, 1, 2):
         try:
             os.fstat(fd)
@@ -76,7 +76,7 @@ def as_command(work: Callable[[], int]) -> NoReturn:
         raise_at_ctrl_c()
         code = work()
     except KeyboardInterrupt:
-        # Before the agent takes signals over there is nothing to stop but this process and what dies with it.
+        # Until the agent handles signals, only this process, and children that die with it, have to stop.
         end_at_ctrl_c()
         code = 130
     except BrokenPipeError:
@@ -84,11 +84,11 @@ def as_command(work: Callable[[], int]) -> NoReturn:
             raise
         code = 0
     try:
-        # None where the command was started with stdout closed.
+        # stdout is None if the command was started with it closed.
         if sys.stdout:
             sys.stdout.flush()
     except BrokenPipeError:
-        # Python writes what waits once more when it ends.
+        # Python flushes the buffer again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.exit(code)
 
@@ -104,7 +104,7 @@ def _main() -> int:
         if isinstance(found, int):
             return found
         if found.module and found.target == _TRAINER and not {"-h", "--help"}.isdisjoint(found.args):
-            # A job would import torch first, on behalf of workers that print a text.
+            # A job would first import torch, for workers that only print a text.
             os.execv(sys.executable, (sys.executable, "-m", _TRAINER, "--help"))
         return run(found, environ_at_start(os.environ))
     except click.exceptions.Exit as done:
@@ -119,7 +119,7 @@ def _main() -> int:
 
 
 def show_report(outcome: Outcome, config: AgentConfig, agent: AgentRun) -> None:
-    """Write the report about the job's end to stderr."""
+    """Write the report about the ended job to stderr."""
     from elaunch.launcher.report import record, report
 
     logs = agent.run_dir.logs
@@ -131,7 +131,7 @@ def show_report(outcome: Outcome, config: AgentConfig, agent: AgentRun) -> None:
 
 
 def run(options: Options, environ: Mapping[str, str], on_outcome: OnOutcome = show_report) -> int:
-    """Run the job of `options`; its exit code. Raises UsageError where it cannot start as requested.
+    """Run the job of `options`. Returns its exit code. Raises UsageError if it cannot start as requested.
 
     `on_outcome` is called once, when the job has ended. Whatever is raised, no process and no folder of ours is left.
     """
@@ -147,7 +147,7 @@ def run(options: Options, environ: Mapping[str, str], on_outcome: OnOutcome = sh
 
 def _run_agent(options: Options, environ: Mapping[str, str], cluster: Cluster | None, on_outcome: OnOutcome) -> int:
     options, planned, config = _prepared(options, environ, cluster)
-    # Imported here, as all that a job alone needs: other commands do without.
+    # Imported here, as everything that only a job needs: other commands start faster.
     from elaunch.agent.run import CannotRun, begin
 
     try:
@@ -169,7 +169,7 @@ def _run_agent(options: Options, environ: Mapping[str, str], cluster: Cluster | 
 def _health(
     options: Options, environ: Mapping[str, str], config: AgentConfig, agent: AgentRun
 ) -> AbstractContextManager[None]:
-    """The checks of this node, if it shall be checked. Raises SiteError."""
+    """This node's health checks, if they are enabled. Raises SiteError."""
     is_default = "health_check" not in options.given
     has_gpu = os.path.exists("/dev/nvidiactl")  # noqa: PTH110
     if options.health_check == "off" or (is_default and config.spec.nodes_max == 1 and not has_gpu):
@@ -183,7 +183,7 @@ def _health(
 def _prepared(
     options: Options, environ: Mapping[str, str], cluster: Cluster | None
 ) -> tuple[Options, Planned, AgentConfig]:
-    """All that is decided before anything is started; the job has a name then. Raises UsageError."""
+    """Decide everything before anything is started, the job's name included. Raises UsageError."""
     check_program(options, environ)
     check_hook(options)
     check_metrics(options)
@@ -213,7 +213,7 @@ def _outcome(options: Options, planned: Planned, config: AgentConfig, agent: Age
 
     with ExitStack() as opened:
         try:
-            # What is left with --quiet are warnings, and the line without which no other node could join.
+            # With --quiet only warnings are logged, and the line that other nodes need to join.
             log = agent.warn if options.quiet else agent.pump.log
             connected = opened.enter_context(connect_store(options, planned, log))
         except KeyboardInterrupt:

@@ -1,6 +1,6 @@
 """This host: its CPUs, cores and GPUs, its addresses, and the interface that gloo and RPC must be given.
 
-Nothing is read with torch. The host's own name is not used as its address: other hosts may not know it, and this host
+torch is not imported. The host's own name is not used as its address: other hosts may not know it, and this host
 may resolve it to 127.0.1.1.
 """
 
@@ -113,7 +113,7 @@ def _text(path: Path) -> str:
 
 
 class NoAddress(Exception):
-    """No address was found. The message has the reason. A later try may succeed."""
+    """No address was found. The message has the reason. A retry may succeed."""
 
 
 class AmbiguousAddress(Exception):
@@ -121,7 +121,7 @@ class AmbiguousAddress(Exception):
 
 
 class Owner(Enum):
-    """The host that a name means."""
+    """The host that a name refers to."""
 
     THIS_HOST = "this host"
     OTHER_HOST = "another host"
@@ -140,7 +140,7 @@ def owner_of(host: str, wait_s: float = _RESOLVE_S) -> Owner:
 def addresses(host: str, wait_s: float = _RESOLVE_S) -> list[str]:
     """The addresses of `host`, the preferred one first. Raises NoAddress.
 
-    Without those that no connection from here can use: /etc/hosts has `::1 localhost` also where IPv6 is switched off.
+    Unusable ones are left out, unless all are: /etc/hosts has `::1 localhost` also where IPv6 is disabled.
     """
     try:
         found = resolve(host, 0, wait_s)
@@ -197,14 +197,14 @@ def own_address(endpoints: Sequence[Endpoint], wait_s: float = _RESOLVE_S) -> st
 
 
 def routable_addresses() -> list[str]:
-    """This host's addresses that other nodes may know: the default route's, else one of each interface that is up."""
+    """This host's addresses that other nodes may reach: the default route's, else one of each interface."""
     found = [source for unrouted in _UNROUTED if (source := _source(unrouted)) and not is_loopback(source)]
-    # IPv4 comes first: every network understands it.
+    # IPv4 comes first: every network supports it.
     return found[:1] or _of_interfaces()
 
 
 def _routable(host: str) -> str | None:
-    """The address that other nodes may know; None if this host has no network. Raises AmbiguousAddress."""
+    """The address that other nodes may reach; None if this host has no network. Raises AmbiguousAddress."""
     found = routable_addresses()
     if len(found) > 1:
         raise AmbiguousAddress(
@@ -235,7 +235,7 @@ def _host_of(sockaddr: tuple[object, ...]) -> str:
 
 
 def _of_interfaces() -> list[str]:
-    """The first address of each interface that other nodes may know: IPv4 addresses, else IPv6 ones."""
+    """The first address of each interface that other nodes may reach: IPv4 addresses, else IPv6 ones."""
     of_version: dict[int, dict[str, str]] = {4: {}, 6: {}}
     for name, address in by_interface():
         if not (address.is_loopback or address.is_link_local):
@@ -260,10 +260,10 @@ def socket_variables(
 ) -> dict[str, str]:
     """The variables that name the interface of `address` to gloo and RPC, if they would not find it or wait for long.
 
-    And one by which the resolver gives up sooner, if it does not answer c10d's query in time: c10d resolves the name
-    of each address that it connects to (socket.cpp). The user's own in `environ` stay.
+    And a shorter timeout of the resolver, if it does not answer c10d's query in time: c10d looks up the name of each
+    address that it connects to (socket.cpp). Variables in `environ` are kept.
     """
-    # Both lookups at the same time.
+    # Both lookups run in parallel.
     begun_s = time.monotonic()
     c10d = threading.Thread(target=_name_of, args=(address,), daemon=True)
     c10d.start()

@@ -1,8 +1,8 @@
-"""The first process of a container: it reaps orphans, passes signals on, and ends with the agent's exit code.
+"""The init process of a container: it reaps orphans, forwards signals, and exits with the agent's exit code.
 
 The kernel drops signals for which process 1 has no handler, and kills all other processes when process 1 ends. So an
 agent as process 1 would miss a SIGTERM that comes while it starts, and its guardian could not outlive it. Therefore the
-agent is a child of process 1, as under tini. Nothing has to be installed for that.
+agent is a child of process 1, as under tini, which need not be installed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def become_init() -> None:
 
 
 def _forward_signals(agent: int, waited: Set[int]) -> int:
-    """Reap children and pass signals on until the agent ends. Returns its exit code, 128 + n if signal n ended it."""
+    """Reap children and forward signals until the agent exits. Returns its exit code, 128 + n if signal n ended it."""
     while True:
         received = signal.sigwaitinfo(waited)
         if received.si_signo != signal.SIGCHLD:
@@ -69,7 +69,7 @@ def _reap() -> list[tuple[int, int]]:
 
 
 def _wait_for_guardian() -> None:
-    """Wait for the guardian, which is a child of this process since the agent ended."""
+    """Wait for the guardian and other orphans, which this process adopted when the agent exited."""
     end_s = time.monotonic() + _GUARDIAN_S
     with suppress(ChildProcessError):
         while (left_s := end_s - time.monotonic()) > 0:

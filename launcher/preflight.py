@@ -1,4 +1,4 @@
-"""On this host, before the job starts: the program can start, its output be written, and the user's secret be read."""
+"""Checks this host before the job starts: program, hook, output folder, limits. Also reads the user's secret."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def check_folder() -> None:
 
 
 def temporary_folder_warning(environ: Mapping[str, str]) -> str:
-    """About a TMPDIR whose path is too long for the sockets that multiprocessing makes there; "" for another one."""
+    """A warning about a TMPDIR that is too long for the Unix sockets of multiprocessing; else ""."""
     folder = environ.get("TMPDIR", "")
     if (length := len(os.fsencode(folder))) <= _TEMPORARY_MAX:
         return ""
@@ -80,7 +80,7 @@ def check_metrics(options: Options) -> None:
 
 
 def check_hook(options: Options) -> None:
-    """Raises UsageError if the command of --on-event cannot be run: a failure at night is too late to learn it."""
+    """Raises UsageError if the command of --on-event cannot be run: the first event is too late to notice."""
     if options.on_event:
         _check_command(options.on_event[0], "--on-event ")
 
@@ -100,7 +100,7 @@ def _check_command(name: str, what: str) -> None:
 def _check_preload(names: tuple[str, ...]) -> None:
     """Raises UsageError if the fork server would not find the top package of one of `names`. Nothing is imported.
 
-    The fork server has this process's path: elaunch's `__main__` takes the current folder from it.
+    The fork server has this process's `sys.path`, from which elaunch's `__main__` removes the current folder.
     """
     for name in names:
         if find_spec(name.partition(".")[0]) is None:
@@ -108,7 +108,7 @@ def _check_preload(names: tuple[str, ...]) -> None:
 
 
 def take_program_from_stdin() -> None:
-    """Read all of stdin, and replace it by a file with the same text, which every worker can read."""
+    """Read all of stdin, and replace it by a memory file with the same text, which every worker can read."""
     fd = os.memfd_create("stdin")
     with open(fd, "wb", closefd=False) as text, open(0, "rb", closefd=False) as stdin:
         shutil.copyfileobj(stdin, text)
@@ -170,9 +170,9 @@ def check_script(target: str) -> None:
 
 
 def _check_is_python(script: Path) -> None:
-    """Raises UsageError for a shell script or a compiled program. What Python can read is never refused.
+    """Raises UsageError for a shell script or a compiled program. What Python can parse is never refused.
 
-    Only files that seem to be a command are read: a script with a syntax error fails with Python's own message.
+    Only what seems to be a shell script is parsed: a Python script with a syntax error fails with Python's own message.
     """
     if not script.is_file():
         return
@@ -187,14 +187,14 @@ def _check_is_python(script: Path) -> None:
 
 
 def is_python(text: bytes) -> bool:
-    """Whether Python reads that text, or it is an application of `zipapp`."""
+    """Whether Python can parse `text`, or it is an archive of `zipapp`."""
     with warnings.catch_warnings():
         # Python reports these when it runs the program.
         warnings.simplefilter("ignore")
         try:
             ast.parse(text)
         except (SyntaxError, ValueError, RecursionError, MemoryError):
-            # An application of `zipapp` begins with any interpreter's name.
+            # An archive of `zipapp` may begin with a shebang line.
             return b"PK\x03\x04" in text
     return True
 

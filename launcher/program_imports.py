@@ -1,7 +1,7 @@
-"""What a program imports, by its text: packages that are preloaded too, and what of the default preload it cannot use.
+"""Scans a program's source for imports: packages to preload too, and modules of the default preload it cannot use.
 
-Nothing is imported or run. A program that cannot be read, or that imports in a way that its text does not show, may
-use all of the default. A wrong answer costs time, and nothing else: a worker imports what is not preloaded.
+Nothing is imported or run. A program that cannot be read, or whose source does not show all imports, may use all of
+the default. A wrong result costs only time: a worker imports what is not preloaded.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from elaunch.agent.environment import DEFAULT_PRELOAD, PACKAGES
 from elaunch.launcher.preflight import is_python
 from elaunch.rendezvous.types import ProgramKind
 
-# These import modules by names that a text need not show.
+# These import modules whose names the source need not show.
 _HIDING_MODULES = {"importlib", "pickle", "pkgutil", "runpy"}
 _HIDING = re.compile(rb"(?<![.\w])(?:__import__|exec|eval)\(")
-# Packages that do not import torch or torch._dynamo by themselves. What torch imports, `_USES_DYNAMO` finds.
+# numpy does not import torch, and of torch only what `_USES_DYNAMO` finds imports torch._dynamo.
 _KNOWN = {"torch", "numpy"}
 _WITHOUT_DYNAMO = ("torch._dynamo",)
 # The parts of torch that import torch._dynamo, at their own import or when they are called.
@@ -40,16 +40,16 @@ _IMPORT = re.compile(
     re.MULTILINE,
 )
 _COMMENT = re.compile(rb"#[^\n]*")
-# These read such variables when they are imported. A program that names one may set it before.
+# Some packages read such variables when they are imported. A program that names one may set it before.
 _SETS = re.compile(rb"\b(?:ACCELERATE|DATASETS|HF|HUGGING_?FACE|HYDRA|LIGHTNING|PL|TRANSFORMERS|USE)_[A-Z]|dotenv")
 
 
 def program_text(kind: ProgramKind, target: str) -> ProgramText:
-    """What the texts of the program and of the modules beside it show."""
+    """What the source of the program, and of the modules beside it that it imports, shows."""
     try:
         files, root = _program_files(kind, target)
         if not files or os.environ.get("PYTHONSAFEPATH"):
-            # An installed module, or modules beside the program that are not found there, but elsewhere.
+            # An installed module, or a program whose folder is not in `sys.path`.
             return ProgramText()
         text = files[0].read_bytes() if kind is ProgramKind.SCRIPT and files[0].is_file() else b""
         if text and b"\0" not in text and not is_python(text):

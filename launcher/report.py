@@ -21,7 +21,7 @@ from elaunch.rendezvous.types import Failure, FailureKind, JobSpec, Outcome, Out
 from elaunch.strict_json import parse_json
 
 _TAIL_LINES = 20
-# The exit code of a wrong command line, and how many lines a program writes about it that does not name its usage.
+# The exit code of a wrong command line, and the most lines of such an error without a usage text.
 _USAGE_CODE, _USAGE_LINES = 2, 3
 # Lines that are shown from each end of a traceback. A longer one comes from a recursion, or has a long message.
 _TRACEBACK_LINES = 60
@@ -32,9 +32,9 @@ _HEAVY, _LIGHT = "=" * 72, "-" * 72
 
 
 def report(outcome: Outcome, spec: JobSpec, logs: Path | None, is_incomplete: bool = False) -> str:
-    """The text at the end of a run; empty after a success without restarts. The log's first line has named `logs`.
+    """The text at the end of a run; empty after a success without restarts and with all its output.
 
-    `is_incomplete`: part of the output is missing in `logs`.
+    The log's first line has named `logs`. `is_incomplete`: part of the output is missing there.
     """
     lacks = ", incomplete: some of it could not be written" if is_incomplete else ""
     where = f"elaunch: the workers' output is in {logs}{lacks}\n" if logs and lacks else ""
@@ -79,8 +79,8 @@ def write_error_file(
 ) -> None:
     """Write the failure that ended the job to `path` for the program that started elaunch: its record with `errorCode`.
 
-    The format is that of torch's `@record`. `own` finds where a rank of this host wrote its record in a generation,
-    if that file is not recorded and so is not in the failure's.
+    The format is that of torch's `@record`. `own` finds the error file of a rank of this host in a generation, if the
+    failure does not name it.
     """
     failure = outcome.failure
     if not path or failure is None:
@@ -113,7 +113,7 @@ def _record_with_code(recorded: dict[str, object], failure: Failure) -> str:
 
 
 def _failed(outcome: Outcome, spec: JobSpec, logs: Path | None, lacks: str) -> str:
-    """torchrun's box, whose text scripts search for, with the reason of the end above it."""
+    """torchrun's box, whose text scripts grep for, with the reason for the exit above it."""
     failure = outcome.failure
     if failure and outcome.restarts == 0 and (usage := _wrong_arguments(failure)):
         head = f"elaunch: {spec.program.target} FAILED on {failure.host}: rank {failure.rank} {usage}"
@@ -163,7 +163,7 @@ def _details(failure: Failure, logs: Path | None, lacks: str) -> list[str]:
 def _wrong_arguments(failure: Failure) -> str:
     """The program's error about its own arguments, in one line; empty if it ended for another reason.
 
-    The console has the same, and nothing else of the failure is of use: not the rank, the time nor the process.
+    The console shows the same, and no other detail of the failure is useful: rank, time or process.
     """
     if failure.kind is FailureKind.REFUSED:
         return failure.message

@@ -36,7 +36,7 @@ RUN_ID_BYTES_MAX = 255
 # DNS has no longer host names, and Linux takes 64 bytes.
 HOST_BYTES_MAX = 255
 _CUT = "…"
-# Bytes of one character in JSON: an escaped pair of surrogates.
+# At most this many bytes per character in JSON: an escaped pair of surrogates.
 _CHARACTER_BYTES_MAX = 12
 # A record's whole numbers are generations, ranks, ports, pids and exit codes.
 _INT_END = 1 << 63
@@ -78,10 +78,10 @@ def decode_fields(hints: Mapping[str, Any], fields: Any) -> dict[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object's fields. Raises ValueError if a name stands twice: two readers could see two values."""
+    """The object's fields. Raises ValueError for a duplicate name: two readers could see two values."""
     fields = dict(pairs)
     if len(fields) < len(pairs):
-        raise ValueError("a name is there twice")
+        raise ValueError("a name is duplicated")
     return fields
 
 
@@ -159,7 +159,7 @@ class Name:
     """A node's id or a host's name: a part of keys, without spaces."""
 
     def check(self, name: str) -> None:
-        """Raises ValueError for what cannot be such a name."""
+        """Raises ValueError if `name` cannot be such a name."""
         # A slash would name another key, and UTF-8 has no lone surrogates.
         if not name or not name.isprintable() or "/" in name or " " in name:
             raise ValueError(f"no name of a node: {name[:40]!r}")
@@ -174,12 +174,12 @@ class Limit:
     is_line: bool = False
 
     def of(self, text: str) -> str:
-        """The text itself if it fits, else the shortened text."""
+        """`clean(text)` if it fits, else shortened."""
         text = self.clean(text)
         return text if self.fits(text) else self.cut(text, self.bytes_max)
 
     def clean(self, text: str) -> str:
-        """The text, or if it is a line as much of it as could fit, without control characters."""
+        """The text; of a line, only as much as could fit, without control characters."""
         return plain(text[: self.bytes_max + 1], keep="\t") if self.is_line else text
 
     def fits(self, text: str) -> bool:

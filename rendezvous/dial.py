@@ -12,7 +12,7 @@ from typing import Any
 
 HostAddress = tuple[socket.AddressFamily, tuple[Any, ...]]
 
-# The kernel repeats a lost SYN after a second, which may be longer than the deadline.
+# The kernel retransmits a lost SYN after a second, which may be longer than the deadline.
 _AGAIN_S = 0.2
 # A connection to a host that disappeared is given up after this long: sent data is not acknowledged, or keepalive
 # probes on an idle connection get no response.
@@ -44,7 +44,7 @@ class Deadline:
     def left_to_read(self) -> float:
         """The remaining seconds, and after the deadline a moment to read what has arrived already.
 
-        The response may be here while this thread waited for a CPU. Raises TimeoutError once twice the time has passed.
+        The response may have arrived while this thread waited for a CPU. Raises TimeoutError after twice the time.
         """
         left_s = self._end_s - time.monotonic()
         if left_s <= -self._seconds:
@@ -56,7 +56,7 @@ class Deadline:
 
 
 def is_silence(error: OSError) -> bool:
-    """Whether the other host was silent. Else it has refused, or this host has opened no connection at all."""
+    """Whether the other host did not respond. Else it refused, or this host could not open a connection."""
     return isinstance(error, NoResponse) or error.errno in _SILENT
 
 
@@ -64,8 +64,8 @@ def dial(addresses: Sequence[HostAddress], left: Callable[[], float]) -> socket.
     """A connection to the first of these addresses that accepts one. `left` returns the remaining seconds, or raises.
 
     An address that is silent for a moment is tried again after the others, so a lost packet costs only that moment.
-    Raises an OSError if all have failed. A refusal goes before all others: it proves that the host is up. Silence goes
-    last: after an error of this host, as too many open files, the state of the other is unknown.
+    Raises an OSError if all failed. A refusal comes first: it proves that the host is up. Silence comes last, after
+    errors of this host, such as too many open files, which leave the state of the other unknown.
     """
     errors: list[OSError] = []
     untried, wait_s = list(addresses), _AGAIN_S
@@ -83,7 +83,7 @@ def dial(addresses: Sequence[HostAddress], left: Callable[[], float]) -> socket.
                 # A host without IPv6 refuses its addresses immediately, whatever their port.
                 is_no_ipv6 = family == socket.AF_INET6 and error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
                 errors.append(OSError(errno.ENETUNREACH, error.strerror) if is_no_ipv6 else error)
-        # Longer each time: the round trip may be long.
+        # Backoff: the round trip may be long.
         untried, wait_s = silent, 2 * wait_s
     raise min(
         errors or [OSError("it has no address")],
@@ -132,9 +132,9 @@ _lock = threading.Lock()
 
 
 def resolve(host: str, port: int, wait_s: float) -> list[HostAddress]:
-    """The stream addresses of `host`. If the resolver does not respond in time: the result of an earlier call.
+    """The stream addresses of `host`. If the resolver fails or is too slow: the result of an earlier call.
 
-    Raises socket.gaierror if there is no such result either, another OSError if this process has no thread for it.
+    Raises socket.gaierror if there is no such result either, another OSError if no thread can be started.
     """
     if numeric := _numeric(host, port):
         return numeric

@@ -18,7 +18,7 @@ PREFIX = "/elaunch/"
 
 
 class Transport(Enum):
-    """The wire protocol toward the store."""
+    """The wire protocol to the store."""
 
     GATEWAY = "gateway"  # etcd's JSON over HTTP, the only one of elaunch's own server
     GRPC = "grpc"  # needs elaunch[etcd3]
@@ -54,7 +54,7 @@ class Login:
 
 @dataclass(frozen=True)
 class Access:
-    """What a client shows to a store.
+    """The credentials of a client, and how they are sent.
 
     Without `tls` the connection is not encrypted. An SSLContext is the one made from the job's token, for elaunch's own
     served store. `login` is a user of etcd; the served store requires `bearer`. `plainly`: http:// was typed, so the

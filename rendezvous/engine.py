@@ -1,4 +1,4 @@
-"""The part of etcd v3 that a rendezvous uses: keys, revisions, leases, transactions; and a store in this process."""
+"""The part of etcd v3 that a rendezvous uses: keys, revisions, leases, transactions; and an in-memory store."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _LEASE_NOT_FOUND = (errors.NOT_FOUND, "etcdserver: requested lease not found")
 
 
 class _Lease:
-    """One lease. `ends_s` is on the caller's clock; `keys` are deleted when the lease ends."""
+    """One lease. `ends_s` is on the caller's clock; `keys` are deleted when the lease expires or is revoked."""
 
     def __init__(self, ttl_s: int, ends_s: float) -> None:
         self.ttl_s = ttl_s
@@ -56,7 +56,7 @@ class _Lease:
 class Engine:
     """One store's keys and leases.
 
-    Every method that writes may raise EtcdError, with etcd's text; nothing was changed then. Leases end only in
+    Every method that writes may raise EtcdError, with etcd's text; nothing was changed then. Leases expire only in
     `end_leases`. About the last `history_revisions` revisions can be watched, fewer if they would fill the store. A
     write that would take more than `quota_bytes` of memory is refused. Deleting a key frees its memory immediately; a
     real etcd must be compacted first, and its alarm disarmed.
@@ -64,7 +64,7 @@ class Engine:
 
     def __init__(self, *, history_revisions: int = HISTORY_REVISIONS, quota_bytes: int = QUOTA_BYTES) -> None:
         self.revision = 1
-        # No lease ends before this time.
+        # No lease expires before this time.
         self.idle_until_s = math.inf
         # Called with each new revision, before the response to the write that made it.
         self.listener: Callable[[Changes], None] = lambda changes: None
@@ -73,9 +73,9 @@ class Engine:
         self._entries: dict[str, KeyEntry] = {}
         self._index: list[str] = []
         self._entries_bytes = 0
-        # What the last revisions wrote, one after the other.
+        # The changes of the last revisions, in order.
         self._history: list[Changes] = []
-        self._history_held = 0
+        self._history_bytes = 0
         self._leases: dict[int, _Lease] = {}
         self._now_s = 0.0
 
@@ -106,9 +106,9 @@ class Engine:
         return self._history[start : start + count_max]
 
     def compact(self, revision: int) -> None:
-        """Forget the history before `revision`."""
+        """Drop the history before `revision`."""
         count = max(revision - self.first_revision, 0)
-        self._history_held -= sum(map(_changes_bytes, self._history[:count]))
+        self._history_bytes -= sum(map(_changes_bytes, self._history[:count]))
         del self._history[:count]
 
     def grant(self, lease: int, ttl_s: int) -> int:
@@ -124,25 +124,25 @@ class Engine:
         return ttl_s
 
     def keep_alive(self, lease: int) -> int:
-        """Renew the lease. Returns the seconds that it now has, 0 if it has ended."""
+        """Renew the lease. Returns its time to live in seconds, 0 if there is no such lease."""
         if (found := self._leases.get(lease)) is None:
             return 0
         found.ends_s = self._now_s + found.ttl_s
         return found.ttl_s
 
     def revoke(self, lease: int) -> None:
-        """End a lease and delete its keys, at one revision."""
+        """Revoke a lease and delete its keys, at one revision."""
         if lease not in self._leases:
             raise EtcdError(*_LEASE_NOT_FOUND)
         keys = self._leases.pop(lease).keys
         self._write([Delete(key) for key in sorted(keys)])
 
     def set_time(self, now_s: float) -> None:
-        """Set the time, on a clock of the caller that never goes back. No lease ends yet."""
+        """Set the time, on a monotonic clock of the caller. No lease expires yet."""
         self._now_s = now_s
 
     def end_leases(self) -> None:
-        """End the leases whose time is over, each at its own revision, in the order in which it ran out."""
+        """Revoke the expired leases, each at its own revision, in the order of their expiry."""
         if self._now_s < self.idle_until_s:
             return
         for _, lease in sorted((it.ends_s, lease) for lease, it in self._leases.items() if it.ends_s <= self._now_s):
@@ -205,7 +205,7 @@ class Engine:
 
     def _remember(self, changes: Changes) -> None:
         self._history.append(changes)
-        self._history_held += _changes_bytes(changes)
+        self._history_bytes += _changes_bytes(changes)
         self.listener(changes)
         # With ten percent of slack, so that not every write compacts.
         if len(self._history) > self._history_revisions + self._history_revisions // 10:
@@ -219,7 +219,7 @@ class Engine:
             raise EtcdError(errors.EXHAUSTED, "etcdserver: mvcc: database space exceeded")
 
     def _is_full(self, size: int) -> bool:
-        held = self._entries_bytes + self._history_held + _LEASE_BYTES * len(self._leases)
+        held = self._entries_bytes + self._history_bytes + _LEASE_BYTES * len(self._leases)
         return held + size > self.quota_bytes
 
 
@@ -232,7 +232,7 @@ def _changes_bytes(changes: Changes) -> int:
 
 
 def _checked_size(txn: Txn) -> int:
-    """Bytes of the keys and values. Raises EtcdError for a transaction that etcd does not take."""
+    """Bytes of the keys and values. Raises EtcdError for a transaction that etcd would reject."""
     size = sum(len(getattr(guard, "key", getattr(guard, "prefix", "")).encode(*_RAW)) for guard in txn.guards)
     for branch in (txn.then, txn.otherwise):
         puts = [op for op in branch if isinstance(op, Put)]
@@ -249,7 +249,7 @@ def _checked_size(txn: Txn) -> int:
     return size
 
 
-# Keys and values may be bytes that are no UTF-8.
+# Keys and values may be bytes that are not UTF-8.
 _RAW = ("utf-8", "surrogateescape")
 
 
@@ -312,7 +312,7 @@ class MemoryStore:
             watch.close()
 
     def advance(self, now_s: float) -> None:
-        """Set the time to `now_s`, on the caller's clock, and end the leases whose time is over."""
+        """Set the time to `now_s`, on the caller's clock, and revoke the expired leases."""
         self.engine.set_time(now_s)
         self.engine.end_leases()
         self._notify()
@@ -340,7 +340,7 @@ class MemoryStore:
 
 @contextmanager
 def _explained(passing: errors.Kind | None = None) -> Iterator[None]:
-    """Raise the StoreError that a client of etcd would raise; an error of the kind `passing` is none."""
+    """Raise the StoreError that a client of etcd would raise; an error of the kind `passing` is ignored."""
     try:
         yield
     except EtcdError as error:

@@ -1,4 +1,4 @@
-"""Pieces of sentences, and sentences about limits of the host."""
+"""Text of messages: lists, plurals, sizes, escapes; and errors that come from limits of the host."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import resource
 from collections.abc import Sequence
 
-# What Linux takes as a host name. As JSON it is shorter than `HOST_BYTES_MAX`.
+# Linux's HOST_NAME_MAX. As JSON such a name is shorter than `HOST_BYTES_MAX`.
 _HOST_BYTES_MAX = 64
 
 
@@ -22,13 +22,13 @@ def plural(count: int, noun: str) -> str:
 
 
 def node_host(hostname: str) -> str:
-    """A host's name as keys, records and lines have it: Linux takes any bytes, and these need printable characters."""
+    """The host's name for keys, records and log lines: Linux allows any bytes, and these need printable characters."""
     name = "".join(letter if letter.isprintable() and letter not in " /" else "-" for letter in hostname)
     return name.encode()[:_HOST_BYTES_MAX].decode(errors="ignore") or "unnamed"
 
 
 def plain(text: str, keep: str = "") -> str:
-    """The text for a terminal: control characters, bidirectional ones too, as escapes, but those in `keep`."""
+    """The text for a terminal: control characters, bidirectional ones too, are escaped, except those in `keep`."""
     if text.isprintable():
         return text
     return "".join(letter if letter.isprintable() or letter in keep else _escaped(letter) for letter in text)
@@ -40,7 +40,7 @@ def _escaped(letter: str) -> str:
 
 
 def bytes_text(count: float) -> str:
-    """The number of bytes as people read it: "512 B", "1.5 GiB", "64 MiB"."""
+    """The number of bytes in human-readable form: "512 B", "1.5 GiB", "64 MiB"."""
     size, unit = float(count), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if size < 1024:
@@ -61,7 +61,7 @@ def shortage(error: BaseException) -> str | None:
     if isinstance(error, RuntimeError) and "start new thread" in str(error):
         number = errno.EAGAIN
     match number:
-        # BlockingIOError of a non-blocking stream has the same number, and has characters_written.
+        # BlockingIOError of a non-blocking stream has the same errno, and has characters_written.
         case errno.EAGAIN if not hasattr(error, "characters_written"):
             return (
                 f"user {os.geteuid()} may start no more processes or threads here (ulimit -u is"

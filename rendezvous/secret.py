@@ -1,8 +1,8 @@
 """Authentication and encryption between a client and the served store, both derived from the job's token.
 
-Both sides derive one Ed25519 key from the token, and from that key the same self-signed certificate. The server shows
-the certificate, and the client trusts no other. The client then sends a second value derived from the token. So every
-holder of the token is trusted completely, and could also pose as the server.
+Both sides derive one Ed25519 key from the token, and from that key the same self-signed certificate. The server
+presents the certificate, and the client trusts no other. The client then sends a second value derived from the token.
+So every holder of the token is trusted completely, and could also impersonate the server.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 TOKEN_CHARACTERS_MIN = 16
-# Any client that can connect sees the certificate, and can try tokens against it offline. Scrypt (RFC 7914) makes a try
-# cost 60 ms and 32 MB. A token that elaunch generates is strong enough without that.
+# Any client that can connect sees the certificate, and can brute-force the token offline. With scrypt (RFC 7914) each
+# guess costs 60 ms and 32 MB. A token that elaunch generates is strong enough without that.
 _SCRYPT_N, _SCRYPT_R, _SCRYPT_P = 2**15, 8, 1
 _SALT = b"elaunch: the store's certificate and bearer, 1"
 # Constants, so that both sides make the same certificate. Its validity must not depend on any clock.
@@ -75,7 +75,7 @@ class Secret:
 
     @property
     def der(self) -> bytes:
-        """The certificate as a client sees it."""
+        """The certificate in DER."""
         return ssl.PEM_cert_to_DER_cert(self.certificate)
 
     @cached_property
@@ -86,7 +86,7 @@ class Secret:
         return self._key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode()
 
     def server_context(self) -> ssl.SSLContext:
-        """TLS for the side that listens."""
+        """The server's TLS context."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         # No client resumes sessions: they keep their connections.
@@ -101,7 +101,7 @@ class Secret:
         return context
 
     def client_context(self) -> ssl.SSLContext:
-        """TLS for the side that connects. It accepts a server with the same token only, whatever its host name."""
+        """The client's TLS context. It accepts only a server with the same token, whatever its host name."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname = False

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-# The end of the version of a store that `elaunch store` serves: its host need not be a node of the job.
+# The version suffix of a store that `elaunch store` serves: its host need not be a node of the job.
 SHARED = "+shared"
 
 
@@ -29,7 +29,7 @@ class KeyEntry:
 
 @dataclass(frozen=True)
 class View:
-    """What a prefix held at one revision; keys are whole (with the prefix) and in order."""
+    """All keys under a prefix at one revision; they are whole (with the prefix) and sorted."""
 
     revision: int
     entries: Mapping[str, KeyEntry]
@@ -99,7 +99,7 @@ class Put:
 
 @dataclass(frozen=True)
 class Delete:
-    """Delete one key, or all keys from `key` up to but without `end`. A missing key is no error."""
+    """Delete one key, or all keys in [`key`, `end`). A missing key is no error."""
 
     key: str
     end: str = ""
@@ -149,7 +149,7 @@ class OwnLimit(Unavailable):
 class HeadAway(Unavailable):
     """A node of the job serves the store, and it does not respond: the store has probably ended with that node.
 
-    `is_silent` is set for a head only, whose ranks are lost too then; a host of `elaunch store` has none.
+    `is_silent` is set for a head only, whose ranks are then lost too; a host of `elaunch store` has none.
     """
 
 
@@ -164,7 +164,7 @@ class TimedOut(Unavailable):
 class Denied(Rejected):
     """Waiting does not help: a wrong secret, a missing permission, an old version, or no gateway.
 
-    An agent that has not joined the job yet ends. An agent of the job keeps its workers, as after any rejection.
+    An agent that has not joined the job yet exits. An agent of the job keeps its workers, as after any rejection.
     """
 
 
@@ -173,7 +173,7 @@ class LeaseGone(StoreError):
 
 
 class HistoryLost(StoreError):
-    """This is not the store that it was: its revision went back, or it is another cluster."""
+    """This is not the same store: its revision went back, or it is another cluster."""
 
 
 Update = Changes | View | StoreError
@@ -214,7 +214,7 @@ class Store(Protocol):
         ...
 
     def keep_alive(self, lease: int) -> float:
-        """Renew the lease. Returns the seconds that it now has, 0 if it has ended."""
+        """Renew the lease. Returns its TTL in seconds, 0 if it has ended."""
         ...
 
     def revoke(self, lease: int) -> None:

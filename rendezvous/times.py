@@ -1,6 +1,6 @@
 """The protocol's times, and the inequalities that must hold between them.
 
-All times are durations on one host's monotonic clock. docs/protocol.md has the reason of each inequality.
+All times are durations on one host's monotonic clock. docs/protocol.md has the reason for each inequality.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Times:
     failure_grace_s       from a failure of the group to SIGKILL
     stop_grace_s          from a signal to the job to SIGKILL, and from a failure for workers that are saving
     boundary_wait_s       the longest time that workers have to stop at a step boundary
-    hang_timeout_s        workers hang that reported once and then were silent for this long, and ranks that are idle,
-                          also if none waits for another; 0 where the user gave no limit
+    hang_timeout_s        workers that reported once hang if they are silent for this long, and so do ranks that are
+                          idle, even if none waits for another; 0 if the user gave no limit
     hang_after_s          all ranks must be idle for at least this long to hang; 0 switches this off
     keys_ttl_s            a job's keys stay in the store this long after its end, or after its last agent was killed
     """
@@ -90,7 +90,7 @@ class Times:
 
     @property
     def store_wait_s(self) -> float:
-        """An agent without workers gives up a store that it cannot use for this long; a head's that is gone, sooner.
+        """An agent without workers gives up on a store unusable for this long; on a head's that has exited, sooner.
 
         A join_timeout may be shorter than a restart of etcd, or than the time between the starts of two nodes.
         """
@@ -103,7 +103,7 @@ class Times:
 
     @property
     def shortest_loss_s(self) -> float:
-        """If the store is unreachable for less than this, no lease ends that was renewed in time before."""
+        """If the store is unreachable for less than this, no lease ends that had been renewed in time."""
         return self.lease_ttl_s - 2 * (self.keepalive_s + self.call_deadline_s)
 
     @property
@@ -112,7 +112,7 @@ class Times:
         return self.lease_ttl_s + LEASE_SLACK_S
 
     def check(self) -> None:
-        """Raises ValueError with a sentence for each time of the user that violates an inequality."""
+        """Raises ValueError with a sentence for each violated inequality."""
         ttl = self.lease_ttl_s
         rules = (
             (

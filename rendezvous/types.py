@@ -51,10 +51,10 @@ _Time = Annotated[float, Between(0, 253_402_300_799)]
 _Reason = Annotated[str, keep_line(4 << 10)]
 _Cause = Annotated[str, keep_line(1 << 10)]
 _MESSAGE = keep_line(2 << 10)
-# Linux takes no longer paths.
+# Linux's PATH_MAX.
 _Path = Annotated[str, keep_line(4 << 10)]
 TRACEBACK, TAIL = keep_ends(32 << 10), keep_tail(8 << 10)
-# Tracebacks and output of all nodes that fail in one generation: the leader reads all of it. Each has this at least.
+# Tracebacks and output of all nodes that fail in one generation, since the leader reads all; and each node's minimum.
 _TEXTS_BYTES_MAX, _TEXTS_BYTES_MIN = 4 << 20, 3 << 10
 
 
@@ -65,7 +65,7 @@ def host_of(node_id: str) -> str:
 
 @dataclass(frozen=True)
 class Terms(Bounded):
-    """What all nodes of a job must agree on. The store holds the terms of the first node.
+    """The settings on which all nodes of a job must agree. The store holds the terms of the first node.
 
     `max_restarts` 0 is a plain launch. The budget belongs to the job, not to a node: `max_restarts` over the job's
     whole life or, with `restart_window_s`, within any window of that length (Erlang/OTP's intensity and period).
@@ -84,12 +84,12 @@ class Terms(Bounded):
 
 
 def job_name(run_id: str) -> str:
-    """What sentences call the job."""
+    """The job's name in messages."""
     return "unnamed job" if run_id == UNNAMED else f"job {run_id}"
 
 
 def called(run_id: str, pid: int) -> str:
-    """What a user of its host types for a job, whose elaunch is `pid`."""
+    """The job's name in commands on its host: the pid of its elaunch if it is unnamed."""
     return str(pid) if run_id == UNNAMED else shlex.quote(plain(run_id))
 
 
@@ -103,7 +103,7 @@ class ProgramKind(Enum):
 
 @dataclass(frozen=True)
 class Program:
-    """What every worker runs.
+    """The program that every worker runs.
 
     `target` is a path, a module name or a command, as typed. `interpreter` runs scripts and modules: the interpreter of
     this process, unless `PYTHON_EXEC` names another one. `${local_rank}` in `args` is replaced for each worker. The
@@ -135,7 +135,7 @@ class Program:
 
 @dataclass(frozen=True)
 class JobSpec:
-    """The job as one agent's command line has it: its name, the program, and what all nodes must agree on."""
+    """The job as given on one agent's command line: its name, the program, and what all nodes must agree on."""
 
     run_id: str
     program: Program
@@ -147,13 +147,13 @@ class JobSpec:
 
     @property
     def terms(self) -> Terms:
-        """What nodes compare. Interpreters may differ: each host has its own."""
+        """The terms that nodes compare. Interpreters may differ: each host has its own."""
         program = self.program
         parts = [program.kind.value, program.target, *program.args]
         digest = sha256("\0".join(parts).encode(errors="surrogateescape")).hexdigest()[:16]
         module = ["-m"] if program.kind is ProgramKind.MODULE else []
         command = shlex.join([*module, program.target, *program.args])
-        # A lone surrogate (a byte of another encoding in argv) has no JSON text.
+        # A lone surrogate (a byte of another encoding in argv) cannot be encoded in UTF-8.
         shown = command.encode(errors="backslashreplace").decode()
         budget = self.max_restarts, self.restart_window_s
         return Terms(self.nodes_min, self.nodes_max, *budget, shown, digest, self.exclude_after)
@@ -180,10 +180,10 @@ class Node(Bounded):
 
 @dataclass(frozen=True)
 class Joined(Bounded):
-    """A node states that its old workers are stopped and that it can run the generation.
+    """The record that a node's old workers are stopped and that it can run the generation.
 
-    `port` is a port that the node has reserved on its `address`: the worker store listens there if the node becomes the
-    first in the table, and `secret` is its ranks' then. `progressed`: a worker of this node made progress in the
+    `port` is a port that the node has reserved on its `address`: if the node becomes the first in the table, the worker
+    store listens there, and workers get its `secret`. `progressed`: a worker of this node made progress in the
     generation that ran before. `software` names the versions that must be equal on all nodes, empty if unknown.
     """
 
@@ -194,7 +194,7 @@ class Joined(Bounded):
     secret: _Secret = field(default="", repr=False)
 
 
-# A named tuple: every agent makes one for each node, and a data class takes three times as long.
+# A named tuple: every agent makes one for each node, and a dataclass takes three times as long.
 class Seat(NamedTuple):
     """One node's place in a rank table; its ranks are `first_rank … first_rank + slots - 1`."""
 
@@ -236,9 +236,8 @@ class RankTable(Bounded):
     `restarts` counts the restarts charged to the budget so far. If the budget has a window, `restart_ages_s` holds, for
     each restart still in the window, how long before the seal it was. `barren` counts the generations in a row, this
     one included, that began after one without progress. `progressed`: whether any earlier generation made progress.
-    `streak` and `excluded` are those after the last failure. `mismatch` is a sentence about nodes with other software.
-    `vacant` are the roles of seats that are free, and stay free for a node of that role. Workers get `secret` in their
-    environment.
+    `streak` and `excluded` are those after the last failure. `mismatch` is a sentence about nodes with different
+    software. `vacant` are the roles for which free seats are reserved. Workers get `secret` in their environment.
     """
 
     generation: _Number
@@ -304,7 +303,7 @@ class Generation(Bounded):
 
 
 class FailureKind(Enum):
-    """What ended a worker, as far as its agent knows."""
+    """The cause of a worker's failure, as far as its agent knows."""
 
     EXCEPTION = "exception"
     EXIT_CODE = "exit code"
@@ -389,7 +388,7 @@ class Failure(Bounded):
         return replace(self, traceback="", tail="")
 
     def one_of(self, nodes: int) -> Failure:
-        """The record for the store, where so many nodes may have one: of at most 100 nodes it is whole."""
+        """The record for the store, where so many nodes may have one: whole for up to 100 nodes."""
         bytes_max = max(_TEXTS_BYTES_MAX // max(nodes, 1), _TEXTS_BYTES_MIN)
         if bytes_max >= TRACEBACK.bytes_max + TAIL.bytes_max:
             return self
@@ -412,7 +411,7 @@ class Failure(Bounded):
 
     @property
     def sentence_of_first(self) -> str:
-        """The sentence, where another failure ended the job in a later generation."""
+        """The sentence, if another failure ended the job in a later generation."""
         where = f" in generation {self.generation}"
         return f"failed first{where}: {self.sentence.removesuffix(where)}"
 

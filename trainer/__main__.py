@@ -17,7 +17,7 @@ REFUSAL_GRACE_S = 3.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse `argv` (default: the process's own), train, and return the exit code."""
-    # Until there is a step to finish, Ctrl-C ends the process at once and without a traceback.
+    # Until there is a step to finish, Ctrl-C ends the process immediately and without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     place = RankInfo.from_environ(os.environ)
     try:
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         return _refuse(error, place)
 
-    # The trainer does without numpy; torch alone would mention that it is missing.
+    # The trainer does without numpy; only torch would warn that it is missing.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     # Imported late: a wrong option is reported within 0.1 s, while importing torch takes seconds.
     from elaunch.trainer import link

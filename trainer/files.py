@@ -1,4 +1,4 @@
-"""Files: durable ones, complete or absent even after a power cut; ones that others may have put there."""
+"""Durable writes, complete or absent even after a power loss; reads of files that others may have put there."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def write_durably(path: Path, content: bytes) -> None:
 def open_regular(path: Path, *, follow: bool = False) -> IO[bytes]:
     """Open a file that others may have put there; a symbolic link only with `follow`.
 
-    Raises OSError with a sentence where it is no regular file: a pipe would wait for its writer, a device has no end.
+    Raises OSError with a sentence if it is not a regular file: a pipe would wait for its writer, a device has no end.
     """
     if not follow and path.is_symlink():
         raise OSError(f"{path.name} is a symbolic link; put the file itself there")
@@ -44,7 +44,7 @@ def open_regular(path: Path, *, follow: bool = False) -> IO[bytes]:
     descriptor = os.open(path, flags)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(f"{path.name} is no regular file")
+            raise OSError(f"{path.name} is not a regular file")
         return open(descriptor, "rb")  # noqa: PTH123
     except BaseException:
         os.close(descriptor)
@@ -52,7 +52,7 @@ def open_regular(path: Path, *, follow: bool = False) -> IO[bytes]:
 
 
 def read_regular(path: Path, bytes_max: int, *, follow: bool = False) -> bytes:
-    """All of such a file. Raises OSError with a sentence where it has more than `bytes_max` bytes."""
+    """The content of such a file. Raises OSError with a sentence if it has more than `bytes_max` bytes."""
     with open_regular(path, follow=follow) as file:
         require_size(path.name, os.fstat(file.fileno()).st_size, bytes_max)
         # Another process may still write to it.
@@ -62,9 +62,9 @@ def read_regular(path: Path, bytes_max: int, *, follow: bool = False) -> bytes:
 
 
 def require_size(name: str, size: int, bytes_max: int) -> None:
-    """Raise OSError with a sentence where a file has more bytes than one of its kind may have."""
+    """Raise OSError with a sentence if a file has more than `bytes_max` bytes."""
     if size > bytes_max:
-        raise OSError(f"{name} has {size:,} bytes, more than the {bytes_max:,} that one may have")
+        raise OSError(f"{name} has {size:,} bytes, more than the limit of {bytes_max:,}")
 
 
 def reason(error: BaseException) -> str:

@@ -105,14 +105,14 @@ def listen(
     """Let the agent request a stop by a callback instead of SIGTERM. Callbacks run in one daemon thread.
 
     `on_stop(reason)` must make all ranks stop after the same step (`should_stop` does that), call `stopped` and exit
-    with code 143. `reason` is "join" (nodes come, training continues immediately), "leave" (this or another node
+    with code 143. `reason` is "join" (nodes join, training continues immediately), "leave" (this or another node
     leaves) or "interrupt" (the job ends); a second reason may follow. `on_peer_failed(generation)` must save what only
     this process holds, and call `saved`: the group is broken, and the main thread may be stuck in a collective for
     minutes. Without `on_peer_failed` the process gets SIGTERM after a peer's failure.
 
-    `rescue(generation)` is for parts of a program that know nothing of each other: each saves its own state and returns
-    the step. All of them run before any `on_peer_failed`. Without an `on_peer_failed`, the lowest step is sent; a
-    `rescue` that raises counts as step 0. Close the returned listener to take its callbacks back.
+    `rescue(generation)` is for independent parts of a program: each saves its own state and returns the step. All of
+    them run before any `on_peer_failed`. Without an `on_peer_failed`, the lowest step is sent; a `rescue` that raises
+    counts as step 0. Close the returned listener to unregister its callbacks.
     """
     return _open_link().listen(Listener(_open_link(), on_stop, on_peer_failed, rescue))
 
@@ -180,7 +180,7 @@ class _Link:
         self.step = step
         if now_s >= self._next_s:
             self._next_s = now_s + _PAUSE_S
-            # The agent reads steps once a second. When the first one was complete, only the worker knows.
+            # The agent reads steps once a second, so the first one carries the time at which it was complete.
             when = {"monotonic_s": round(now_s, 6)} if self._sent_step < 0 else {}
             self._sent_step = step
             self.send(_line(event="progress", step=step, **when))
@@ -192,7 +192,7 @@ class _Link:
             self.send(_line(event="progress", step=self.step))
 
     def send(self, line: bytes, wait_s: float = 0.0) -> None:
-        """Send the line, and wait so long if the agent must make room first. Without that time it may be dropped."""
+        """Send the line; wait up to `wait_s` while the agent does not read. With 0 the line may be dropped."""
         end_s = time.monotonic() + wait_s
         # With a limit: this may be a signal handler in the thread that holds the lock.
         if not self._lock.acquire(timeout=wait_s):
@@ -219,7 +219,7 @@ class _Link:
         return listener
 
     def forget(self, listener: Listener, *, notifies: bool = True) -> None:
-        """Remove a listener. The thread continues: it still responds to what the agent sent before it knew."""
+        """Remove a listener. The thread continues: it still responds to what the agent sent before this."""
         if listener not in self._listeners:
             return
         self._listeners.remove(listener)
@@ -232,7 +232,7 @@ class _Link:
             self.send(_line(event="saved", step=step), _SURELY_S)
 
     def refuse(self, reason: str) -> bool:
-        """Whether there is an agent for it."""
+        """Send the reason. Returns whether there is an agent."""
         self.send(_line(event="refused", reason=reason), _SURELY_S)
         return self._end is not None
 

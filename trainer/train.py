@@ -3,7 +3,7 @@
 `train_in_group` is the training: data, model, optimizer, loop, evaluation. The functions that it calls follow in the
 same order. What is not about training is elsewhere: the options (gpt/config), the network (gpt/model), how the workers
 share it (parallel/), the text (gpt/corpus), and all that a run writes and prints (gpt/recorder). Two classes of elaunch
-make the run survive its workers: Keeper, which keeps the state, and Order, which has the windows of each step.
+make the run survive failures: Keeper, which keeps the state, and Order, which has the windows of each step.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ HELD_OUT_WINDOWS_MAX = 96
 
 
 def train(config: TrainConfig, corpus: Corpus, place: RankInfo, run: RunDirectory) -> int:
-    """Run or resume the training that `run` holds; the exit code: 0, or 128 + n where signal n stopped it early.
+    """Run or resume the training in `run`. Returns the exit code: 0, or 128 + n if signal n stopped it early.
 
-    Called by every rank with the same arguments but `place`. Raises ConfigError where the ranks see different texts.
+    Called by every rank with the same arguments but `place`. Raises ConfigError if the ranks read different texts.
     """
     device = join(place)
     exit_code = 0
     try:
         train_in_group(config, corpus, place, run, device)
     except SystemExit as stop:
-        # The keeper's, on all ranks after the same step: nodes come or go, or the job is to end.
+        # Raised by the Keeper on all ranks after the same step: nodes join or leave, or the job is to stop.
         exit_code = int(stop.code or 0)
     except AgreedRefusal:
         leave(device)
@@ -79,9 +79,9 @@ def join(place: RankInfo) -> torch.device:
 
 
 def leave(device: torch.device) -> None:
-    """Wait until every rank is here, then destroy the group. Call it when nothing refers to the group's models.
+    """Wait for all ranks, then destroy the group. Call it when nothing refers to the group's models.
 
-    Only then are the group's threads gone. A thread that releases a tensor while Python ends aborts the process
+    Only then do the group's threads exit. A thread that releases a tensor while Python shuts down aborts the process
     (pytorch #190489): with three workers on two cores, one run in seven.
     """
     together = torch.zeros((), device=device)
@@ -122,7 +122,7 @@ def train_in_group(
     recorder = Recorder(config, place, run, log, device, share=share)
 
     def warm_up() -> None:
-        """Before a state is restored, let DDP fix the order of its buckets, and the compiler compile."""
+        """Before a restore, let DDP rebuild its buckets and the compiler compile."""
         parallel.warm_up(*windows.dummy())
 
     if config.tune_comm and isinstance(parallel, Whole):
@@ -134,7 +134,7 @@ def train_in_group(
             say=log,
         )
 
-    # Restores the newest state that is anywhere, and keeps it from now on.
+    # Restores the newest state from any source, and keeps it from now on.
     with (
         Keeper(
             parallel.model,
@@ -153,13 +153,13 @@ def train_in_group(
     ):
         log(opening(config, corpus, place, run, parameters, keeper.step))
         for step in profiled(keeper.steps(config.steps), config.profile, folder=run.profile, say=log):
-            # At the beginning of the step: a restart, which does the step again, evaluates again.
+            # At the beginning of the step: a restart, which repeats the step, evaluates again.
             is_due = config.eval_every is not None and (step - 1) % config.eval_every == 0
             held_out = held_out_loss(parallel, windows) if is_due else None
             rate = learning_rate(config, step)
 
             loss = torch.zeros((), device=device)
-            # One micro-batch at a time; in a pipeline all. This seeds their random numbers, which neither a restart
+            # One micro-batch at a time, or all in a pipeline. This seeds their random numbers, which neither a restart
             # nor another world size may change.
             for micros in parallel.micro_batches(windows.order, step):
                 recorder.computes(step, micros)
@@ -177,14 +177,14 @@ def train_in_group(
             recorder.step_done(step)
 
     last_held_out = held_out_loss(parallel, windows)
-    # All ranks take part, and none has more than one whole parameter at a time.
+    # Collective: no rank has more than one whole parameter at a time.
     digest = tensors_sha256(weight for _, weight in parallel.weights())
     if place.leads:
         recorder.finish(last_held_out.item(), digest)
 
 
 class Windows:
-    """The text in disjoint windows of `context + 1` bytes: `context` inputs, and targets one byte further.
+    """The text in disjoint windows of `context + 1` bytes: `context` inputs, and targets shifted by one byte.
 
     Inputs and targets are (windows, context) int64 on `device`, values 0..255. `order` has the windows of each step:
     each once per epoch, the same for any number of workers.
@@ -229,7 +229,7 @@ class Windows:
         text = bytearray().join(self._corpus.read(start, self._length) for start in starts)
         rows = torch.frombuffer(text, dtype=torch.uint8).view(len(starts), self._length)
         if self._device.type == "cuda":
-            # From pinned memory the copy waits for nothing.
+            # Copies from pinned memory are asynchronous.
             rows = rows.pin_memory()
         rows = rows.to(self._device, non_blocking=True).long()
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
@@ -243,7 +243,7 @@ def new_gpt(config: TrainConfig, device: torch.device) -> GPT:
 
 
 def decay_groups(model: nn.Module) -> list[dict[str, object]]:
-    """Weight decay for matrices, and none for parameters of less than two dimensions: biases and the norms' weights."""
+    """Weight decay for matrices, none for parameters of fewer than two dimensions: biases and the norms' weights."""
     parameters = list(model.parameters())
     return [
         {"params": [each for each in parameters if each.ndim >= 2], "weight_decay": WEIGHT_DECAY, "betas": BETAS},
@@ -252,7 +252,7 @@ def decay_groups(model: nn.Module) -> list[dict[str, object]]:
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
-    """The rate of step 1…steps: linear up over the first tenth (200 steps at most), then a cosine to a tenth."""
+    """The rate of a step: linear warm-up over the first tenth (200 steps at most), then cosine decay to a tenth."""
     warm_up_steps = max(1, min(200, config.steps // 10))
     if step <= warm_up_steps:
         return config.learning_rate * step / warm_up_steps

@@ -34,7 +34,7 @@ from elaunch.trainer.ranks import RankInfo
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state import rng_state
 
-# Another size than the default must save this share of a pass.
+# A size other than the default must save this share of a pass.
 GAIN_MIN = 0.03
 # DDP sums all gradients in one bucket in a first pass, and allocates the real buckets in a second; with `static_graph`
 # one pass later.
@@ -50,13 +50,13 @@ Size: TypeAlias = float | None
 
 
 def described(size: Size) -> str:
-    """For a sentence."""
+    """The size as text for a sentence."""
     return "DDP's default buckets" if size is None else f"buckets of {size:g} MiB"
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What was chosen, and why.
+    """The chosen size, and why.
 
     `default_s` and `chosen_s` are medians of a pass, `spent_s` is the time of all `passes`.
     """
@@ -119,12 +119,12 @@ def sizes(gradient_mb: float) -> list[float]:
 
 
 def _saves(samples: Sequence[float], beside: Sequence[float]) -> bool:
-    """Whether they are shorter by the share that is worth a change."""
+    """Whether `samples` are shorter by the share that is worth a change."""
     return statistics.median(samples) <= (1 - GAIN_MIN) * statistics.median(beside)
 
 
 def _is_clear(samples: Sequence[float], beside: Sequence[float]) -> bool:
-    """Whether they are shorter by more than the noise of both."""
+    """Whether `samples` are shorter by more than the noise of both."""
     return statistics.median(beside) - statistics.median(samples) > _noise_s(samples) + _noise_s(beside)
 
 
@@ -161,7 +161,7 @@ def tune(
     called for each size, on the ranks of `group` (all). A choice that is stored in `folder`, on rank 0's node, is used
     without measuring. Tuning never chooses what is slower than DDP's default.
 
-    `say` takes sentences on rank 0. Raises ValueError where a pass trains, or DDP changes the module.
+    `say` is called with log lines on rank 0. Raises ValueError where a pass trains, or DDP changes the module.
     """
     if any(hasattr(parameter, "_in_backward_optimizers") for parameter in module.parameters()):
         raise ValueError("optimizers run in the backward pass of this model, so measured passes would train it")
@@ -191,7 +191,7 @@ def measure(
 ) -> SearchResult:
     """Run the search with `warm_up`, which does one forward and backward pass. Collective.
 
-    Parameters are not changed; buffers and random states are afterwards what they were, and no wrapper is left.
+    Parameters are not changed, buffers and random states are restored, and no wrapper is left.
     """
     gradients = [each for each in module.parameters() if each.requires_grad]
     device = gradients[0].device
@@ -210,7 +210,7 @@ def measure(
                 raise ValueError(
                     "DDP's mixed_precision leaves hooks on the module, so it cannot be made again; leave it out"
                 )
-        # All begin together, or a rank's time would have another rank's lateness in it.
+        # All begin together, or a rank's time would include another rank's delay.
         peers.all_reduce_max([0])
         begun_s = time.perf_counter()
         warm_up(current[1])
@@ -233,14 +233,14 @@ def slowest_s(took_s: float, peers: Peers) -> float:
 
 
 def finish_device(device: torch.device) -> None:
-    """Wait until the device has done what it was given. A CPU has."""
+    """Wait until the device has finished its queued work; a CPU has none."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 @contextlib.contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Put the buffers and the random states back when the body has ended, and drop the gradients."""
+    """Restore the buffers and the random states after the body, and drop the gradients."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     device = next(model.parameters()).device
     random = rng_state.RandomStates(device).capture()
@@ -255,7 +255,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 
 def found_in(file: Path, world_size: int) -> tuple[tuple[Size] | None, str]:
-    """The size to use, None to measure, and what is logged of it.
+    """The size to use, None to measure, and what is logged about it.
 
     A restart does not wait for a measurement: it uses the run's choice also with another number of workers. A damaged
     file is no error: the choice is then measured again.
@@ -277,7 +277,7 @@ def found_in(file: Path, world_size: int) -> tuple[tuple[Size] | None, str]:
 
 
 def keep(file: Path, result: SearchResult, world_size: int) -> str:
-    """Store the choice. Returns where it is, or why it is nowhere."""
+    """Store the choice. Returns where it is stored, or why it is not."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_durably(file, json.dumps({**asdict(result), "world_size": world_size}, indent=1).encode() + b"\n")
@@ -287,7 +287,7 @@ def keep(file: Path, result: SearchResult, world_size: int) -> str:
 
 
 def sentence_of(result: SearchResult, stored: str) -> str:
-    """What was measured, what it gained and what it cost, in one sentence."""
+    """The measurement, its gain and its cost, in one sentence."""
     spent = f"communication tuned in {result.passes} passes ({result.spent_s:.1f} s)"
     if result.bucket_mb is None:
         return f"{spent}: DDP's default buckets, {result.reason}; {stored}"

@@ -1,4 +1,4 @@
-"""What an agent can do (its loop does it), and what it sends to its workers on their links."""
+"""The actions of an agent, which its loop carries out, and its messages to its workers on their links."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from elaunch.rendezvous.types import RankTable
 
 
 class StopReason(Enum):
-    """Why workers are to stop: nodes join, and training continues at once; a node leaves; the job ends."""
+    """Why workers are to stop: nodes join, and training continues immediately; a node leaves; the job ends."""
 
     JOIN = "join"
     LEAVE = "leave"
@@ -35,7 +35,7 @@ class PeerFailed:
 
 @dataclass(frozen=True)
 class ShowStacks:
-    """Write to stderr what all threads are doing."""
+    """Write the stacks of all threads to stderr."""
 
 
 Message = StopAtStepBoundary | PeerFailed | ShowStacks
@@ -110,7 +110,7 @@ class TakeStacks:
 
 @dataclass(frozen=True)
 class NameThreads:
-    """Log which threads keep the processes of these local ranks, whose programs have ended."""
+    """Log which threads keep the processes of these local ranks alive after their programs ended."""
 
     local_ranks: frozenset[int]
 
@@ -125,7 +125,7 @@ class KeepStacks:
 
 @dataclass(frozen=True)
 class Blame:
-    """Make a failure of this local rank's hang, or of this node's with -1; `WorkersHung` follows.
+    """Report the hang as a failure of this local rank, or of this node with -1; `WorkersHung` follows.
 
     This node's ranks have been idle for `idle_s`. `is_blameless` as in `Failure`.
     """
@@ -157,7 +157,7 @@ class ReplaceForkServer:
 
 @dataclass(frozen=True)
 class Log:
-    """One sentence for the log: a failure is an `error`; a `warning` is what may need a person and ends nothing."""
+    """One sentence for the log: a failure is an `error`; a `warning` may need a person's attention and ends nothing."""
 
     text: str
     level: Level = "info"

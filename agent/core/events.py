@@ -13,10 +13,10 @@ from elaunch.agent.diagnosis.stack_groups import Stack
 from elaunch.rendezvous.rules.snapshot import Snapshot
 from elaunch.rendezvous.types import Failure
 
-# By these signals a person ends the job on all nodes, not only this node's part in it. No process sends SIGPIPE: the
+# Signals by which a user ends the job on all nodes, not only this node's part in it. No process sends SIGPIPE: the
 # reader of the agent's stdout has closed it (agent/output/streams.py).
 ENDS_JOB = frozenset((SIGINT, SIGPIPE))
-# Exit code of a program that a signal ended, as a shell reports it: this and the signal.
+# A shell reports a program that a signal killed with this exit code plus the signal's number.
 SHELL_BASE = 128
 
 
@@ -106,7 +106,7 @@ class StoreLost:
 class WorkerExited:
     """A worker has exited; `failure` is None where it exited with 0. `code` is as in `Failure`.
 
-    `end` is the record of a program that came to its end without an exception, of the kind ENDED_EARLY. It counts if
+    `end` is the record of a program that ended without an exception, of the kind ENDED_EARLY. It counts if
     other ranks still wait for this one. A signal may have ended the process on its way out.
     """
 
@@ -119,7 +119,7 @@ class WorkerExited:
 
 @dataclass(frozen=True)
 class WorkerEnded:
-    """A worker's program ended, by an exception if it `raised`; the process is exiting, and may never finish that.
+    """A worker's program ended, by an exception if it `raised`; the process is exiting, which may hang.
 
     `over_s` is when it left its process group, or else ended, on this host's monotonic clock.
     """
@@ -132,7 +132,7 @@ class WorkerEnded:
 
 @dataclass(frozen=True)
 class WorkerListens:
-    """A worker listens on its link: which notices it takes there from now on, instead of a signal."""
+    """A worker listens on its link: the notices that it receives there from now on, instead of a signal."""
 
     generation: int
     local_rank: int
@@ -142,7 +142,7 @@ class WorkerListens:
 
 @dataclass(frozen=True)
 class WorkerSaving:
-    """After a peer's failure: this worker is saving `step`, and gets the time for it."""
+    """After a peer's failure: this worker is saving `step`, and gets time for it."""
 
     generation: int
     local_rank: int
@@ -151,7 +151,7 @@ class WorkerSaving:
 
 @dataclass(frozen=True)
 class WorkerSaved:
-    """After a peer's failure: all of this worker up to `step` is stored elsewhere, and it may be killed."""
+    """After a peer's failure: this worker's state up to `step` is stored elsewhere, and it may be killed."""
 
     generation: int
     local_rank: int
@@ -193,7 +193,7 @@ class WorkersHung:
 
 @dataclass(frozen=True)
 class ServiceLost:
-    """What serves all workers of this node has exited: the worker store, or the fork server and all workers with it."""
+    """A service of this node's workers has exited: the worker store, or the fork server and all workers with it."""
 
     generation: int
     failure: Failure
@@ -202,7 +202,7 @@ class ServiceLost:
 
 @dataclass(frozen=True)
 class Signalled:
-    """The agent got a signal that it handles; with `is_order`, a person's `elaunch stop` instead, in SIGINT's place."""
+    """The agent received a signal that it handles; with `is_order`, `elaunch stop` in SIGINT's place."""
 
     signum: int
     name: str
@@ -239,7 +239,7 @@ class Cleared:
 
 
 class SnapshotPending:
-    """Stands for a `SnapshotChanged` that is made when the loop takes it: many changes make one event."""
+    """Placeholder for a `SnapshotChanged` that is built when the loop takes it: changes coalesce into one event."""
 
 
 @dataclass(frozen=True)

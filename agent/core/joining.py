@@ -25,7 +25,7 @@ def snapshot_changed(agent: Agent, joining: Joining, _event: SnapshotChanged, _n
 
 
 def store_lost(agent: Agent, _: Joining | Finished, event: StoreLost, _now_s: float) -> Step:
-    """Exit: how the job ends is not known here."""
+    """Exit: this node cannot learn how the job ends."""
     return exit_with(agent, agent.outcome(OutcomeKind.UNKNOWN, event.why))
 
 
@@ -40,7 +40,7 @@ def _take_seat(agent: Agent, table: RankTable | None, joining: Joining) -> Step:
         logged = Log(f"generation {table.generation} runs without this node: {_why_seatless(agent, table)}")
         return replace(agent, phase=replace(joining, spare_of=table.generation)), (logged,)
     running = Running(table, frozenset(range(table.seats[group_rank].slots)), is_first=joining.ran < 0)
-    # What `elaunch status` takes on another host; on the host of a job it needs no name.
+    # `elaunch status` needs the name on other hosts only.
     has_name = running.is_first and agent.spec.nodes_max > 1 and agent.spec.run_id != UNNAMED
     name = f"; job {agent.spec.run_id}" if has_name else ""
     logs = f"; output in {agent.logs}" if running.is_first and agent.logs else ""
@@ -48,7 +48,7 @@ def _take_seat(agent: Agent, table: RankTable | None, joining: Joining) -> Step:
     roles = f"{', '.join(f'{count} {name}' for name, count in sizes.items())}; " if len(sizes) > 1 else ""
     reason, _, cause = table.reason.partition(CAUSE)
     if agent.last_failure is None or cause.partition(")")[0] != agent.last_failure.sentence.partition(")")[0]:
-        # Else the log has a line about the failure of that worker, which may since have been explained further.
+        # Otherwise the failure is logged already, perhaps with a cause that was found later.
         reason = table.reason
     started = Log(f"generation {table.generation}: {table.size_text} ({roles}{reason}{name}){logs}")
     differ = (Log(table.mismatch, "warning"),) if table.mismatch not in ("", agent.mismatch) else ()
@@ -63,7 +63,7 @@ def _why_seatless(agent: Agent, table: RankTable) -> str:
         roles = " or ".join(dict.fromkeys(table.vacant))
         return f"the free seats are for nodes with the role {roles}; waiting as a spare"
     if len(table.seats) < agent.spec.nodes_max:
-        # It came while that one was formed, or it was cut off: those that run make room at their next step boundary.
+        # It came while that one was formed, or was partitioned: the running nodes admit it at their next step boundary.
         again = agent.spec.max_restarts > 0
         return "it came too late; " + ("waiting for the next" if again else "with max_restarts 0 there is no other")
     seats = "1 seat is" if len(table.seats) == 1 else f"{len(table.seats)} seats are"

@@ -27,19 +27,19 @@ from elaunch.rendezvous.types import Outcome, OutcomeKind, Terms, host_of, job_n
 
 
 def leased(agent: Agent, _phase: Phase, event: Leased, _now_s: float) -> Step:
-    """Take the new lease; a node with workers returns by it as the same node, any other as a new one."""
+    """Take the new lease; a node with workers rejoins with it as the same node, any other as a new one."""
     agent = agent.as_member(lease=event.lease, next_id=event.node_id)
     return with_own_id(agent) if isinstance(agent.phase, Joining) else agent, ()
 
 
 def lease_lost(agent: Agent, _phase: Phase, event: LeaseLost, now_s: float) -> Step:
-    """Request another lease; no node is declared lost for a while, as others may have been cut off, too."""
+    """Request another lease; no node is declared lost for a while, as others may be partitioned too."""
     if event.lease != agent.membership.lease:
         return agent, ()
     agent = agent.as_member(lease=0, is_member=False, evicted=False)
     if isinstance(agent.phase, Joining):
         agent = replace(agent, phase=replace(agent.phase, joined=-1))
-    # A lease that expires repeatedly would hide each loss for ever.
+    # Else repeated expiries would hide each loss for ever.
     if now_s >= agent.lossless_until_s + agent.times.return_grace_s:
         agent = replace(agent, lossless_until_s=now_s + agent.times.return_grace_s)
     if agent.ending:
@@ -47,12 +47,12 @@ def lease_lost(agent: Agent, _phase: Phase, event: LeaseLost, now_s: float) -> S
     due_s = agent.membership.renewed_s + agent.times.keepalive_s
     if now_s >= due_s:
         return agent.as_member(renewed_s=now_s), (Renew(),)
-    # Leases that another client of the store revokes immediately would be as many requests as the store can serve.
+    # Else a client that revokes each new lease would make this node saturate the store with requests.
     return replace(agent.as_member(renew_at_s=due_s, renewed_s=due_s), lead_at_s=due_s), ()
 
 
 def renew_when_due(agent: Agent, now_s: float) -> Step:
-    """Request another lease, if this node has waited for that long enough."""
+    """Request another lease, if the pause before it is over."""
     due_s = agent.membership.renew_at_s
     if due_s is None:
         return agent, ()
@@ -61,15 +61,15 @@ def renew_when_due(agent: Agent, now_s: float) -> Step:
     return agent.as_member(renew_at_s=None), (Renew(),)
 
 
-# What a node waits for is logged at most once in this time.
+# A node logs what it waits for at most once in this time.
 LOG_AGAIN_S = 5.0
-# A person who waits for the other nodes for this long needs the line for them again: it has scrolled away.
+# The invitation of other nodes is logged again after this wait: it has scrolled away by then.
 INVITE_AGAIN_S = 60.0
-# There is one try per lease time. After these tries any lease has ended, even if the store was away at the first try.
+# One try per lease time: after these, any lease has expired, even if the store was unreachable at the first.
 RUNS_REFUSED_MAX = 4
-# If one of these transactions holds, it writes keys that a follower watches, so the follower sees its revision at once.
-# The other transactions write no such keys, so the follower may see their revision a lease time later.
-_IN_SIGHT = (Tag.RUN, Tag.ELECT, Tag.LEAD)
+# If one of these transactions holds, it writes keys that followers watch, so they see its revision immediately.
+# The other transactions write no such keys, so followers may see their revision a lease time later.
+_WATCHED = (Tag.RUN, Tag.ELECT, Tag.LEAD)
 
 
 def attend(agent: Agent, now_s: float) -> Step:
@@ -95,19 +95,19 @@ def attend(agent: Agent, now_s: float) -> Step:
 
 
 def committed(agent: Agent, _phase: Phase, event: Committed, _now_s: float) -> Step:
-    """Take the store's response to what this node wrote."""
+    """Take the store's response to this node's transaction."""
     member = agent.membership
     if event.tag is not member.in_flight:
         return agent, ()
     agent = agent.as_member(in_flight=None)
-    # After a refusal all is read again.
-    if event.tag in _IN_SIGHT or not event.held:
+    # After a refusal the keys are read again.
+    if event.tag in _WATCHED or not event.held:
         agent = agent.as_member(answered=max(member.answered, event.revision))
     match event.tag:
         case Tag.RUN | Tag.JOIN if event.held:
             agent = agent.as_member(belongs=True, is_member=member.lease != 0, has_entered=True)
         case Tag.RUN if event.revision:
-            # The run that stands is the one to join, unless this node does not fit it.
+            # The existing run is the one to join, unless this node does not fit it.
             agent = agent.as_member(belongs=not member.is_misfit, runs_refused=member.runs_refused + 1)
         case Tag.JOIN:
             agent = agent.as_member(refused=True)
@@ -121,7 +121,7 @@ def committed(agent: Agent, _phase: Phase, event: Committed, _now_s: float) -> S
 
 
 def with_own_id(agent: Agent) -> Agent:
-    """Without workers and keys the node returns as a new one."""
+    """Take up the next id, unless the node's keys still exist."""
     member = agent.membership
     if member.is_member or not member.next_id:
         return agent
@@ -129,7 +129,7 @@ def with_own_id(agent: Agent) -> Agent:
 
 
 def join_again(agent: Agent, ran: int) -> Agent:
-    """Back to joining, after the workers of generation `ran` have exited."""
+    """Return to Joining after the workers of generation `ran` have exited."""
     return with_own_id(replace(agent, phase=Joining(ran=ran)))
 
 
@@ -144,7 +144,7 @@ def belongs_to_run(agent: Agent) -> bool:
 
 
 def loss_of_keys(agent: Agent) -> Outcome | None:
-    """How it ends if the job's keys were there and are gone."""
+    """The outcome if the job's keys existed and are gone."""
     if agent.snapshot.generation is not None or agent.table_seen[0] < 0:
         return None
     why = f"the keys of the {job_name(agent.spec.run_id)} are gone from the store"
@@ -152,13 +152,13 @@ def loss_of_keys(agent: Agent) -> Outcome | None:
 
 
 def outcome_in_store(agent: Agent) -> Outcome | None:
-    """How it ends for a node without workers: the job's keys are gone, or the job has ended."""
+    """The outcome for a node without workers: the job's keys are gone, or the job has ended."""
     generation, ended = agent.snapshot.generation, agent.snapshot.ended
     return loss_of_keys(agent) or (ended if generation and belongs_to_run(agent) else None)
 
 
 def log_wait(agent: Agent, now_s: float) -> Step:
-    """Log what is waited for, where that takes long."""
+    """Log what a long wait is for."""
     waiting = agent.waiting
     if waiting.due_s is None or now_s < waiting.due_s:
         return agent, ()
@@ -204,10 +204,10 @@ def _start_run(agent: Agent, now_s: float) -> Step:
     snapshot, member = agent.snapshot, agent.membership
     was_away = agent.reach.failing_since_s is not None or now_s < agent.lossless_until_s
     if snapshot.generation and not snapshot.ended and was_away:
-        # Nodes that run the job may have been cut off like this one. Their leases ended, and they may be back soon.
+        # The job's nodes may have been partitioned too: their leases have expired, and they may return soon.
         return replace(agent, lead_at_s=now_s + agent.times.return_grace_s), ()
     if snapshot.generation is None:
-        # The leases of members that are left end; or they have none.
+        # Remaining members have leases that expire, or none at all.
         if member.runs_refused and now_s < member.run_again_s:
             left = f"members that an earlier {job_name(agent.spec.run_id)} left in the store; their leases have to end"
             return replace(_wait(agent, left, now_s), lead_at_s=member.run_again_s), ()
@@ -303,7 +303,7 @@ def _wait(agent: Agent, text: str, now_s: float) -> Agent:
 
 
 def _mismatch(agent: Agent, theirs: Terms | None) -> Outcome | None:
-    """Why this node does not fit the job that stands in the store: both values, and the way out."""
+    """Why this node does not fit the job in the store: both values, and the way out."""
     ours = agent.spec.terms
     if theirs is None or theirs == ours:
         return None
@@ -326,18 +326,18 @@ def _mismatch(agent: Agent, theirs: Terms | None) -> Outcome | None:
 
 
 def take_signal(agent: Agent, event: Signalled) -> Agent:
-    """Note a person's SIGINT."""
+    """Record a SIGINT."""
     return replace(agent, is_interrupted=True) if event.signum == SIGINT else agent
 
 
 def leave(agent: Agent, _: Phase, event: Signalled, _now_s: float) -> Step:
-    """Leave the job, or end it for all nodes (SIGINT), and exit, where no worker runs."""
+    """Without workers: leave the job, or end it for all nodes (SIGINT), and exit."""
     agent, withdrawn, outcome = withdraw(take_signal(agent, event), event)
     return replace(agent, phase=Exited(outcome)), withdrawn
 
 
 def withdraw(agent: Agent, event: Signalled) -> tuple[Agent, tuple[Action, ...], Outcome]:
-    """Notify the others before a worker is stopped: what is a person's ends the job; else only this node leaves."""
+    """Notify the others before workers stop: a person's signal ends the job; at any other only this node leaves."""
     where = f" by {agent.me.host}" if agent.spec.nodes_max > 1 else ""
     reason = "no process reads its stdout any more" if event.signum == SIGPIPE else f"{event.name} was received"
     outcome = agent.outcome(OutcomeKind.INTERRUPTED, f"{reason}{where}", signum=event.signum)
@@ -353,7 +353,7 @@ def withdraw(agent: Agent, event: Signalled) -> tuple[Agent, tuple[Action, ...],
 
 
 def end_of_own_run(agent: Agent, generation: int, event: Signalled) -> Step:
-    """End the job for all, unless those that this node leaves have ended it, and others begun another."""
+    """End the job for all nodes, unless the store may hold another job by now."""
     newest = agent.snapshot.generation
     if newest and newest.number > generation + 1:
         return agent, ()
@@ -362,7 +362,7 @@ def end_of_own_run(agent: Agent, generation: int, event: Signalled) -> Step:
 
 
 def withdrawal(agent: Agent, *, opens: bool, why: str, signum: int = 0) -> tuple[Action, ...]:
-    """Leave the job in the store; a leader also resigns, so that others may lead at once."""
+    """Leave the job in the store; a leader also resigns, so that another can lead immediately."""
     snapshot = agent.snapshot
     left: tuple[Action, ...] = (Commit(transactions.leave(snapshot, agent.me, opens=opens, why=why, signum=signum)),)
     return (*left, Commit(transactions.resign(snapshot))) if snapshot.leader == agent.me.node_id else left
@@ -381,7 +381,7 @@ def order(agent: Agent, topic: Topic) -> tuple[Signalled | RestartOrdered | None
     snapshot, phase = agent.snapshot, agent.phase
     if ended := agent.ending or snapshot.ended:
         # A second SIGINT would kill workers that save.
-        return None, OrderResponse(topic is Topic.STOP, f"the job ends already: {ended.reason}")
+        return None, OrderResponse(topic is Topic.STOP, f"the job is already ending: {ended.reason}")
     job = job_name(snapshot.keys.run_id)
     has_others = agent.spec.nodes_max > 1
     is_away = has_others and agent.reach.failing_since_s is not None
@@ -396,7 +396,7 @@ def order(agent: Agent, topic: Topic) -> tuple[Signalled | RestartOrdered | None
     if is_away:
         return None, OrderResponse(False, "the job's store is unreachable, and without it no generation can be opened")
     opened, table = snapshot.generation, snapshot.current_table
-    # What joins has no workers, and those of other nodes run: it is a spare, or waits for its seat.
+    # A joining node is a spare or waits for its seat, while workers of other nodes run.
     if not isinstance(phase, (Joining, Running, Finished)) or opened is None or table is None:
         generation = f"generation {opened.number + bool(table)}" if opened else "the first generation"
         return None, OrderResponse(False, f"no workers run now: {generation} is about to start")

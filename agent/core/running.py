@@ -1,4 +1,4 @@
-"""Phase RUNNING: this node's workers run: their exits, their hangs, and what stops them."""
+"""Phase RUNNING: the exits and hangs of this node's workers, and what stops them."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ from elaunch.rendezvous.types import Failure, FailureKind, Generation, OpenKind,
 HOLD_S = 0.1
 # Signals that are sent to request an exit.
 REQUESTS = (SIGHUP, SIGINT, SIGQUIT, SIGUSR1, SIGUSR2, SIGTERM)
-# A lost peer whose exit is not known yet: its program may still clean up.
+# How long the exit of a lost peer is awaited: its program may still clean up.
 UNEXPLAINED_S = 1.0
 # The kinds of exit that a lost peer may have caused, as far as is known before the rank's output is read.
 EFFECTS = (FailureKind.PEER_LOST, FailureKind.EXIT_CODE)
-# All ranks of a job stop after the same step, also those whose agent has not received the reason yet.
+# All ranks of a job stop after the same step, even those whose agent receives the reason this much later.
 STOPPED_HOLD_S = 2.0
-# The verdict on a hang comes first, and reports a rank that others wait for: no second line about it.
+# The verdict on a hang comes first, and names a rank that others wait for: it is not logged twice.
 AFTER_HANG_S = 10.0
 
 
@@ -111,7 +111,7 @@ def worker_exited(agent: Agent, running: Running, event: events.WorkerExited, no
 
 
 def worker_ended(agent: Agent, running: Running, event: events.WorkerEnded, now_s: float) -> Step:
-    """Give it time to exit: its peers may notice the end before its process has exited, which a thread may delay."""
+    """Give the worker time to exit: peers may notice the end before the process has exited, which a thread delays."""
     times, held = agent.times, running.held
     lingers_s = times.hang_after_s + AFTER_HANG_S if times.hang_after_s else math.inf
     limit_s = now_s + (times.stop_grace_s if event.raised else lingers_s)
@@ -128,7 +128,7 @@ def worker_listens(agent: Agent, running: Running, event: events.WorkerListens, 
 
 
 def worker_stopped(agent: Agent, running: Running, event: events.WorkerStopped, _now_s: float) -> Step:
-    """Note that it has come to the step boundary: its agent may learn later why all ranks stop there."""
+    """Note that the worker has reached the step boundary: the reason for the stop may reach its agent later."""
     status = replace(running.status, stopped=running.status.stopped | {event.local_rank})
     return replace(agent, phase=replace(running, status=status)), ()
 
@@ -209,7 +209,7 @@ def _end_with_store(agent: Agent, running: Running, outcome: Outcome, now_s: flo
 
 
 def _yield_to(agent: Agent, running: Running, generation: Generation, now_s: float) -> Step:
-    """Stop this node's workers for a newer generation: at once where the group is broken, else after a step."""
+    """Stop this node's workers for a newer generation: immediately where the group is broken, else after a step."""
     times, is_join = agent.times, generation.kind is OpenKind.JOIN
     logged = (Log(f"stopping: {generation.cause}", "info" if is_join else "warning"),)
     if generation.kind.is_urgent:
@@ -232,9 +232,9 @@ def _grace_s(agent: Agent, running: Running, now_s: float) -> float:
 
 
 def _signal_for(agent: Agent, running: Running) -> int:
-    """What ends workers that do not listen: SIGTERM, or a scheduler's notice by which another node leaves.
+    """The signal for workers that do not listen: SIGTERM, or a scheduler's notice by which another node leaves.
 
-    Where the program has a handler for the notice, SIGTERM would end it unsaved.
+    Where the program has a handler for the notice, SIGTERM would kill it before it saves.
     """
     generation = agent.snapshot.generation
     is_notice = generation and generation.number > running.table.generation and generation.signum in agent.notices
@@ -252,7 +252,7 @@ def _cause(running: Running, failure: Failure) -> Failure:
 
 
 def _awaits_exit(running: Running, rest: Running, failure: Failure, now_s: float) -> float | None:
-    """Until when another rank's exit is awaited, which may explain `failure`; None if none is awaited."""
+    """How long to wait for another rank's exit that may explain `failure`, as a deadline; None without a wait."""
     # NCCL's watchdog ends a survivor by SIGABRT; only its output, which is read later, shows why.
     is_effect = failure.kind in EFFECTS or failure.code == -SIGABRT
     if not is_effect or (rest.held and not rest.held.effects):
@@ -263,12 +263,12 @@ def _awaits_exit(running: Running, rest: Running, failure: Failure, now_s: float
     if rest.on_way_out(now_s) & {*before}:
         return now_s + EXIT_S
     is_unexplained = failure.kind is FailureKind.PEER_LOST and rest.live and not running.ends
-    # On several nodes the cause is rather on another one, whose agent waits for this report.
+    # On several nodes the cause is probably on another one, whose agent waits for this report.
     return now_s + UNEXPLAINED_S if is_unexplained and len(running.table.seats) == 1 else None
 
 
 def _fail(agent: Agent, running: Running, failure: Failure, now_s: float) -> Step:
-    """Open the next generation together with the failure that is its cause, then stop the workers that live."""
+    """Open the next generation together with the failure that is its cause, then stop the workers that still run."""
     live = running.live
     if failure.kind is FailureKind.STARTUP and running.is_first and running.table.progressed:
         return _withdraw_newcomer(agent, running, failure, now_s)
@@ -305,7 +305,7 @@ _GROUPS_SHOWN = 8
 
 
 def sampled(agent: Agent, running: Running, event: events.Sampled, _now_s: float) -> Step:
-    """Count for how long all workers have been idle; take their stacks now and then; report a change to the leader."""
+    """Count how long all workers have been idle, take their stacks at intervals, and report a change to the leader."""
     state, live = running.hang_state, _awaited(running)
     # An exit that is not explained yet is no hang.
     if not agent.times.hang_after_s or running.held or running.leaving:
@@ -334,7 +334,7 @@ def _follow_verdict(agent: Agent, running: Running) -> tuple[Running, tuple[Acti
         logged = replace(running, hang_state=replace(state, logged=hang.message))
         return logged, _verdict(agent, running, hang)
     is_still_here = agent.snapshot.generation is not None and agent.snapshot.generation.number == generation
-    # The end of the job wipes the verdict too.
+    # The end of the job clears the verdict too.
     if not state.logged or not is_still_here or agent.snapshot.ended:
         return running, ()
     resumed = replace(running, hang_state=replace(state, logged=""))
@@ -365,7 +365,7 @@ def _verdict(agent: Agent, running: Running, hang: Hang) -> tuple[Action, ...]:
     lines = [f"  {group_text(group)}" for group in grouped(state.stacks)[:_GROUPS_SHOWN]]
     is_failure = agent.restarts_hung and not hang.is_unawaited
     if not is_failure:
-        lines += _ways_out(agent, running, hang)
+        lines += _hints(agent, running, hang)
     host = next((each.host for each in running.table.seats if each.node_id == hang.node_id), host_of(hang.node_id))
     headline = f"the job seems to hang: {hang_sentence(hang, host)}"
     actions: list[Action] = [Log("\n".join([headline, *lines]), "warning")]
@@ -381,8 +381,8 @@ def _verdict(agent: Agent, running: Running, hang: Hang) -> tuple[Action, ...]:
     return tuple(actions)
 
 
-def _ways_out(agent: Agent, running: Running, hang: Hang) -> list[str]:
-    """What a person can type now, on this host."""
+def _hints(agent: Agent, running: Running, hang: Hang) -> list[str]:
+    """Commands for a person on this host."""
     stopped = [each for each in running.hang_state.stacks if each.is_stopped]
     lines = [f"to let rank {each.rank} continue: kill -CONT {each.pid}" for each in stopped]
     lines.append(f"to see all threads: elaunch stacks {agent.called}; to end the job: elaunch stop {agent.called}")

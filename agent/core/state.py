@@ -1,4 +1,4 @@
-"""One agent's whole state, as `core.step` hands it on: its phase, its membership, its view of the store."""
+"""One agent's complete state, which `core.step` takes and returns: phase, membership, view of the store."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from elaunch.rendezvous.rules.snapshot import Snapshot
 from elaunch.rendezvous.times import Times
 from elaunch.rendezvous.types import Failure, JobSpec, Node, Outcome, OutcomeKind, RankTable, Seat
 
-# A rank whose program is over closes its connections before it has an exit status. Its exit functions take a while.
+# A worker whose program has ended closes its connections before it exits: its atexit functions may take this long.
 EXIT_S = 3.0
 
 
 @dataclass(frozen=True)
 class Joining:
-    """No worker of this node runs; it enters the job, joins its generations, and waits for a seat.
+    """No worker of this node runs; the node enters the job, joins its generations, and waits for a seat.
 
     `joined` is the newest generation that it has joined, `ran` the newest that it has run: a snapshot may not show yet
     that another was opened, and the old table must not start workers again. `spare_of` is the newest generation that
@@ -34,10 +34,10 @@ class Joining:
 
 @dataclass(frozen=True)
 class ProgramEnd:
-    """A worker's program has ended, and its process is on its way out.
+    """A worker's program has ended, and its process is exiting.
 
-    It left its process group at `over_s` on this host's clock, and the agent knew at `known_s`. A process that is still
-    there at `limit_s` is killed if the program `raised` an exception, else reported.
+    It left its process group at `over_s` on this host's clock, and the agent learned of it at `known_s`. A process that
+    still runs at `limit_s` is killed if the program `raised` an exception, else logged.
     """
 
     local_rank: int
@@ -51,8 +51,8 @@ class ProgramEnd:
 class WorkerStatus:
     """What a generation's workers have reported on their links, by local rank.
 
-    Those in `to_stop` listen for `StopAtStepBoundary`, those in `to_failure` for `PeerFailed`; in `listening` are those
-    that have listened for either, so that a thread of theirs reads the link. Those in `stopped` have come to the step
+    Those in `to_stop` listen for `StopAtStepBoundary`, those in `to_failure` for `PeerFailed`; `listening` are those
+    that have listened for either, so that one of their threads reads the link. Those in `stopped` have reached the step
     boundary at which all ranks stop, those in `saving` save after a failure. `ended` are the programs that ended before
     they were to stop.
     """
@@ -66,7 +66,7 @@ class WorkerStatus:
 
     @property
     def over(self) -> list[int]:
-        """Those whose programs have ended, in the order in which they left their group."""
+        """Those whose programs have ended, in the order in which they left their process group."""
         return [end.local_rank for end in sorted(self.ended, key=lambda end: end.over_s)]
 
     @property
@@ -74,15 +74,15 @@ class WorkerStatus:
         return frozenset(end.local_rank for end in self.ended if not end.raised)
 
     def exiting(self, now_s: float) -> frozenset[int]:
-        """Those whose programs have returned just now: their exit status is about to arrive. Others linger."""
+        """Those whose programs returned recently, and whose exit status is expected soon. Others linger."""
         return frozenset(e.local_rank for e in self.ended if not e.raised and now_s < e.known_s + 2 * EXIT_S)
 
 
 @dataclass(frozen=True)
 class HeldEnd:
-    """An exit that may turn out to be ordered: the order may reach this agent until `until_s`.
+    """An exit that may have been requested: the request may reach this agent until `until_s`.
 
-    Without an order it is `failure`, None where the last worker exited with 0. `is_stop`: the worker had stopped at a
+    Without one it is `failure`, None where the last worker exited with 0. `is_stop`: the worker had stopped at a
     step boundary, as all ranks of the job did; else the scheduler may have signalled it. `effects` are failures that
     another rank may have caused; the exit of that rank is awaited.
     """
@@ -112,15 +112,15 @@ class Running:
 
     @property
     def leaving(self) -> frozenset[int]:
-        """Workers whose programs raised an exception, and that have their time to end by themselves."""
+        """Workers whose programs raised an exception, and that still have time to exit."""
         return self.live & frozenset(e.local_rank for e in self.status.ended if e.raised and e.limit_s < math.inf)
 
     def on_way_out(self, now_s: float) -> frozenset[int]:
-        """Workers whose programs have ended, and whose exit status is about to arrive; not those in `stopped`."""
+        """Workers whose programs have ended, and whose exit status is expected soon; not those in `stopped`."""
         return self.live & ((self.status.exiting(now_s) | self.leaving) - self.status.stopped)
 
     def seat_of(self, node_id: str) -> Seat:
-        """This node's seat. A node that returns under another name has stopped its workers before."""
+        """This node's seat. A node that returns with a new id has stopped its workers first."""
         group_rank = self.table.group_rank(node_id)
         assert group_rank is not None
         return self.table.seats[group_rank]
@@ -140,9 +140,9 @@ class Stopping:
 
     `live` are those that have not exited. They have until `due_s`, `grace_s` after they were notified: SIGKILL follows
     then, and later another fork server. Those in `signalled` got `signum`; those in `spent` were killed one by one, as
-    soon as they had saved, or while others save. A worker that has not come to its step's end by `until_s` gets
-    SIGTERM, where that is set. `notice` is a scheduler's signal that another node had first and that is passed on here,
-    0 if there is none.
+    soon as they had saved, or while others save. A worker that has not reached the boundary by `until_s` gets
+    SIGTERM, where that is set. `notice` is a scheduler's signal that another node received first and that is forwarded
+    here, 0 if there is none.
 
     `failures` are this node's failures in the generation: the first one, then those that followed and that the stop did
     not cause. Those in `answered` may have exited with a code that our signal caused. `ends` as in `Running`. `then` is
@@ -169,7 +169,7 @@ class Stopping:
     def of(cls, running: Running, now_s: float, grace_s: float, then: Outcome | None = None) -> Stopping:
         """The stop of running workers, before any of them is notified.
 
-        Of the held exit only the failures that a lost peer caused are kept: this stop explains the exit itself.
+        Only the failures of the held exit that a lost peer caused are kept: this stop explains the exit itself.
         """
         failures = running.held.effects if running.held else ()
         # A process that lingers is signalled like any other.
@@ -180,7 +180,7 @@ class Stopping:
 
     @property
     def on_the_way(self) -> frozenset[int]:
-        """Those that are to stop at a step boundary, and have not come to it yet."""
+        """Those that are to stop at a step boundary, and have not reached it yet."""
         waits = self.live - self.signalled - self.status.stopped
         return waits if self.mode is Mode.BOUNDARY else frozenset()
 
@@ -192,11 +192,11 @@ class Stopping:
 
     @property
     def next_s(self) -> float:
-        """When something is to be done to the workers, if they do not end before."""
+        """The next deadline of workers that have not exited."""
         return self.due_s if self.until_s is None else min(self.due_s, self.until_s)
 
     def hurried(self, now_s: float, grace_s: float) -> Stopping:
-        """With at most `grace_s` left from now on."""
+        """This stop with at most `grace_s` left."""
         return self if self.due_s <= now_s + grace_s else replace(self, due_s=now_s + grace_s, grace_s=grace_s)
 
 
@@ -239,7 +239,7 @@ class Exited:
 Phase = Joining | Running | Stopping | Clearing | Finished | Exited
 
 
-# The log has no line about a shorter wait.
+# A shorter wait is not logged.
 LOG_AFTER_S = 2.0
 
 
@@ -250,7 +250,7 @@ class Membership:
     `lease` is 0 while there is none. `next_id` names the incarnation that the node takes up when it returns as a new
     one. `belongs`: the run in the store is the one that this agent takes part in, or tries to join. `in_flight` is the
     transaction whose response is awaited, and nothing is decided from a snapshot older than `answered`, the revision of
-    the last response. `refused`: the last join was; `outvoted`: so was the last try to lead; `evicted`: this node's
+    the last response. `refused`: the last join was; `outvoted`: the last election was lost; `evicted`: this node's
     member key is gone; `widened`: all keys are watched. `runs_refused` counts the runs that it could not start, since
     the job had members. The next try is at `run_again_s`, when their leases may have expired. `is_misfit`: the store
     has another job, over which this node has tried to start its own. `has_entered`: this node was a member once, so the
@@ -278,9 +278,9 @@ class Membership:
 
 @dataclass(frozen=True)
 class Reach:
-    """Whether the store responds: it fails since `failing_since_s`, None while it serves; `ever`: it has served once.
+    """Whether the store responds: it has failed since `failing_since_s`, None while it serves; `ever`: it once served.
 
-    `last` is the last failed request. The log has a line about it at `log_at_s`, or has one if it `is_logged`. A node
+    `last` is the last failed request. The outage is logged at `log_at_s`, or again if it `is_logged`. A node
     whose workers ended meanwhile has waited for the store since `idle_since_s`. The head's host has sent nothing at all
     since `silent_since_s`, None while it responds.
     """
@@ -296,7 +296,7 @@ class Reach:
 
 @dataclass(frozen=True)
 class Waiting:
-    """What the nodes wait for, logged at `due_s`; if it `is_logged`, the line for the other nodes is due then."""
+    """What the nodes wait for, logged at `due_s`; once it `is_logged`, the invitation of other nodes is due then."""
 
     text: str = ""
     due_s: float | None = None
@@ -309,11 +309,11 @@ class Agent:
     """One agent's whole state.
 
     `notices` are a scheduler's signals before the job's end, as in `AgentConfig`. `table_seen` is the newest generation
-    with a table, and when this agent saw that first; `progressed`: a worker of the last generation that ran here made
+    with a table, and when this agent first saw it; `progressed`: a worker of the last generation that ran here made
     progress; before `lossless_until_s` it declares no node lost. At `lead_at_s` it decides again without an event.
     `is_interrupted`: a person's SIGINT has arrived here. `restarts_hung`: a hang is a failure, as in `--on-hang
-    restart`. `called` is what a user of this host types for the job. By `last_failure` this node's last failed
-    generation is judged; it has all of its output. `logs` is the run's folder in the user's log folder, if there is
+    restart`. `called` names the job in commands on this host. `last_failure` decided this node's last failed
+    generation, and has all of its output. `logs` is the run's folder in the user's log folder, if there is
     one. `mismatch` is the last table's, which is logged. `invitation` and `only_here` are as in `AgentConfig`. All
     times are of this host's monotonic clock.
     """
@@ -343,7 +343,7 @@ class Agent:
 
     @property
     def ending(self) -> Outcome | None:
-        """The outcome that it exits with, None until that is known: it takes part in nothing more then."""
+        """The outcome to exit with, None until it is known; the agent then takes no further part in the job."""
         match self.phase:
             case Exited(outcome=outcome) | Stopping(then=outcome) | Clearing(then=outcome):
                 return outcome
@@ -354,11 +354,11 @@ class Agent:
         return self.membership.is_member and self.snapshot.leader == self.me.node_id
 
     def as_member(self, **changes: object) -> Agent:
-        """With these changes to its membership."""
+        """This agent with these changes to its membership."""
         return replace(self, membership=replace(self.membership, **changes))  # type: ignore[arg-type]
 
     def outcome(self, kind: OutcomeKind, reason: str, *, signum: int = 0, failure: Failure | None = None) -> Outcome:
-        """How this agent's part ends, with what the job has used up so far."""
+        """This agent's outcome, with the restarts that the job has used."""
         table = self.snapshot.table
         generation, restarts = (table.generation, table.restarts) if table else (0, 0)
         return Outcome(kind, reason, generation, restarts, self.spec.max_restarts, failure, signum)

@@ -1,4 +1,4 @@
-"""The agent's decisions: `step(agent, event, now_s) -> (agent, actions)`, without I/O, by one row for each event."""
+"""The agent's decisions: `step(agent, event, now_s) -> (agent, actions)`, without I/O, one table row per event."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ STILL_LIVE = Ignored("not possible: it follows `Clear`, which comes after the la
 
 @dataclass(frozen=True)
 class Row(Generic[E]):
-    """What one kind of event means in each phase."""
+    """The handlers of one kind of event, by phase."""
 
     event: type[E]
     joining: Handler[Joining, E]
@@ -56,7 +56,7 @@ class Row(Generic[E]):
 
 
 def _alike(event: type[E], handler: Handler[Any, E]) -> Row[E]:
-    """An event that means the same in every phase."""
+    """The row of an event that every phase handles alike."""
     return Row(event, handler, handler, handler, handler, handler)
 
 
@@ -102,13 +102,13 @@ TABLE: Mapping[type[Phase], Mapping[type[events.Event], Handler[Any, Any]]] = {
 
 
 def step(agent: Agent, event: events.Event, now_s: float) -> Step:
-    """What the agent becomes and does when `event` happens at `now_s` (monotonic)."""
+    """The agent's next state, and its actions, when `event` happens at `now_s` (monotonic)."""
     phase = agent.phase
     if isinstance(phase, Exited) or _is_of_another_generation(phase, event):
         return agent, ()
     if isinstance(event, events.SnapshotChanged):
         agent, actions = _follow_store(replace(agent, snapshot=event.snapshot), now_s)
-        unreadable = (Log(f"{sentence}; going on without it", "warning") for sentence in event.snapshot.unreadable)
+        unreadable = (Log(f"{sentence}; continuing without it", "warning") for sentence in event.snapshot.unreadable)
         return agent, (*unreadable, *actions)
     agent, actions = TABLE[type(phase)][type(event)](agent, phase, event, now_s)
     if not _is_sync_point(agent, phase, event, now_s):
@@ -155,7 +155,7 @@ def _is_sync_point(agent: Agent, before: Phase, event: events.Event, now_s: floa
 
 
 def _follow_store(agent: Agent, now_s: float) -> Step:
-    """Do what the snapshot demands, then write to the store what is this node's to write."""
+    """Apply the snapshot to the phase, then choose this node's next transaction."""
     table = agent.snapshot.table
     if table and table.generation != agent.table_seen[0]:
         agent = replace(agent, table_seen=(table.generation, now_s))

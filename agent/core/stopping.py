@@ -40,9 +40,9 @@ from elaunch.rendezvous.rules import transactions
 from elaunch.rendezvous.rules.restart_policy import decisive_failure, is_one_bug, killed_together
 from elaunch.rendezvous.types import Failure, FailureKind, OpenKind, Outcome, OutcomeKind
 
-# A worker that listens for failures has at least so long to report that it saves, or has saved.
+# A worker that listens for failures has at least this long to report that it saves, or has saved.
 _LISTENER_S = 2.0
-# After the last worker of a stop has ended, the reader of its output has this time.
+# After the last worker of a stop has exited, the reader of its output has this time.
 OUTPUT_WAIT_S = 2.0
 
 
@@ -57,7 +57,7 @@ def stop_at_boundary(
 ) -> Step:
     """Have workers that listen stop after the same step as all ranks; the others get the signal.
 
-    A worker that has not come to its step's end by `until_s` gets SIGTERM then. None was notified before. In a group
+    A worker that has not reached the boundary by `until_s` gets SIGTERM then. None was notified before. In a group
     that has lost a peer no step ends: its workers are stopped as after a failure.
     """
     if stopping.failures:
@@ -71,7 +71,7 @@ def stop_at_boundary(
 
 
 def stop_broken(agent: Agent, stopping: Stopping, actions: tuple[Action, ...] = ()) -> Step:
-    """After a failure notify those that listen for that, which save; the others get SIGTERM, if they had no signal.
+    """Notify the workers that listen for failures, which save; the others get SIGTERM, if they had no signal.
 
     A worker that has stopped at a step boundary has saved, or is about to, and exits without a signal. So does one
     whose program has returned: a signal would take the place of its exit status.
@@ -85,12 +85,12 @@ def stop_broken(agent: Agent, stopping: Stopping, actions: tuple[Action, ...] = 
 
 
 def grace_of_failure(agent: Agent, group: Running | Stopping) -> float:
-    """How long this group's workers have after a failure."""
+    """The grace of this group's workers after a failure."""
     return max(agent.times.failure_grace_s, _LISTENER_S if group.live & group.status.to_failure else 0.0)
 
 
 def continue_stop(agent: Agent, stopping: Stopping, actions: tuple[Action, ...] = ()) -> Step:
-    """Wait for the workers that live, or clear up after the last one."""
+    """Wait for live workers, or clear up after the last one."""
     if stopping.live:
         return replace(agent, phase=stopping), actions
     known = stopping.failures, stopping.ends, stopping.answered
@@ -102,7 +102,7 @@ def clear_up(agent: Agent, clearing: Clearing, actions: tuple[Action, ...] = ())
 
 
 def with_subscription(status: WorkerStatus, event: events.WorkerListens) -> WorkerStatus:
-    """The status, with the notices that this worker takes from now on."""
+    """The status with the worker's new subscription to notices."""
     rank = frozenset({event.local_rank})
     return replace(
         status,
@@ -114,7 +114,7 @@ def with_subscription(status: WorkerStatus, event: events.WorkerListens) -> Work
 
 
 def ranks(local_ranks: frozenset[int]) -> str:
-    """As in `0, 2, 5`."""
+    """As text: `0, 2, 5`."""
     return ", ".join(str(rank) for rank in sorted(local_ranks))
 
 
@@ -149,7 +149,7 @@ STOPPED_CODES = (0, events.SHELL_BASE + SIGTERM, events.SHELL_BASE + SIGINT)
 
 
 def snapshot_changed(agent: Agent, stopping: Stopping, _: events.SnapshotChanged, now_s: float) -> Step:
-    """Hurry where a newer generation was opened for a failure or a loss: no step will end any more."""
+    """Hurry if a newer generation was opened for a failure or a loss: no step will end any more."""
     generation = agent.snapshot.generation
     if generation is None or generation.number <= stopping.table.generation:
         return agent, ()
@@ -169,7 +169,7 @@ def store_lost(agent: Agent, phase: Stopping | Clearing, event: events.StoreLost
 
 
 def worker_exited(agent: Agent, stopping: Stopping, event: events.WorkerExited, now_s: float) -> Step:
-    """Count it; judge whether the stop ended it or a failure of its own; clear up after the last one."""
+    """Record an exit: did the stop cause it, or a failure of its own? After the last one, clear up."""
     if event.local_rank not in stopping.live:
         return agent, ()
     failure = event.failure
@@ -179,9 +179,9 @@ def worker_exited(agent: Agent, stopping: Stopping, event: events.WorkerExited, 
     if stopping.then and not stopping.live:
         stopping = replace(stopping, due_s=min(stopping.due_s, now_s + OUTPUT_WAIT_S))
     if event.end and event.local_rank in stopping.status.returned - stopping.status.stopped:
-        # It was on its way out when a peer noticed that it had gone.
+        # It was exiting when a peer noticed that it had gone.
         stopping = replace(stopping, ends=(*stopping.ends, event.end))
-    if not failure or _is_by_us(event, failure, stopping):
+    if not failure or _caused_by_stop(event, failure, stopping):
         return continue_stop(agent, stopping)
     return _note_failure(agent, stopping, failure, now_s)
 
@@ -189,7 +189,7 @@ def worker_exited(agent: Agent, stopping: Stopping, event: events.WorkerExited, 
 def _note_failure(agent: Agent, stopping: Stopping, failure: Failure, now_s: float) -> Step:
     """Note a failure of a worker's own; report it to the other nodes if it may be the first."""
     if stopping.failures:
-        # Two that were killed at once, or that one lack of memory has hit, are two failures.
+        # Two workers killed at the same time, or by one lack of memory, are two failures.
         logged = (Log(failure.sentence, "error"),) if failure.code and failure.code < 0 else ()
         return continue_stop(agent, replace(stopping, failures=(*stopping.failures, failure)), logged)
     is_awaited = stopping.mode is Mode.BOUNDARY and failure.local_rank not in stopping.status.stopped
@@ -205,14 +205,14 @@ def _note_failure(agent: Agent, stopping: Stopping, failure: Failure, now_s: flo
     failed = Commit(transactions.fail(agent.snapshot, agent.me, failure))
     actions: tuple[Action, ...] = (failed, Log(failure.sentence, "error"))
     if stopping.mode is Mode.KILLING or generation.kind.is_urgent:
-        # The others got SIGKILL; or another node reported first, and what it reported may be an effect of this exit.
+        # The others got SIGKILL; or another node reported first, and its failure may be an effect of this exit.
         return continue_stop(agent, stopping, actions)
     # It was to stop for a join or a leave; now its peers would wait for it, so they are stopped as after a failure.
     return stop_broken(agent, stopping.hurried(now_s, grace_of_failure(agent, stopping)), actions)
 
 
 def worker_listens(agent: Agent, stopping: Stopping, event: events.WorkerListens, _: float) -> Step:
-    """Note which notices it takes; if it was notified of what it takes no more, it gets the signal after all."""
+    """Note the worker's subscription; if it drops a notice that was sent, it gets the signal after all."""
     status = with_subscription(stopping.status, event)
     now = (stopping.live & {event.local_rank}) - status.stopped - stopping.signalled
     match stopping.mode:
@@ -227,16 +227,16 @@ def worker_listens(agent: Agent, stopping: Stopping, event: events.WorkerListens
 
 
 def worker_saving(agent: Agent, phase: Running | Stopping, event: events.WorkerSaving, _: float) -> Step:
-    """Give it the stop's whole grace, also in a broken group: the next generation continues from that.
+    """Give it the full stop grace, even in a broken group: the next generation resumes from its save.
 
-    It may have seen a peer's failure before this agent knows of it.
+    It may notice a peer's failure before this agent does.
     """
     status = replace(phase.status, saving=phase.status.saving | {event.local_rank})
     return replace(agent, phase=replace(phase, status=status)), ()
 
 
 def worker_saved(agent: Agent, stopping: Stopping, event: events.WorkerSaved, _: float) -> Step:
-    """Kill it if the group is broken: nothing of it is needed any more."""
+    """Kill it if the group is broken: it is not needed any more."""
     notified = (stopping.live & stopping.status.to_failure) - stopping.status.stopped - stopping.spent
     if stopping.mode is not Mode.BROKEN or event.local_rank not in notified:
         return agent, ()
@@ -246,7 +246,7 @@ def worker_saved(agent: Agent, stopping: Stopping, event: events.WorkerSaved, _:
 
 
 def worker_stopped(agent: Agent, stopping: Stopping, event: events.WorkerStopped, now_s: float) -> Step:
-    """Note that it has come to the step boundary; after the last one the time to save begins."""
+    """Note that it has reached the step boundary; after the last one the time to save begins."""
     status = stopping.status
     stopping = replace(stopping, status=replace(status, stopped=status.stopped | {event.local_rank}))
     if stopping.until_s is not None and not stopping.on_the_way:
@@ -256,7 +256,7 @@ def worker_stopped(agent: Agent, stopping: Stopping, event: events.WorkerStopped
 
 
 def service_lost(agent: Agent, stopping: Stopping, event: events.ServiceLost, _: float) -> Step:
-    """Clear up, if the workers went with it."""
+    """Clear up, if the workers died with it."""
     return continue_stop(agent, replace(stopping, live=frozenset())) if event.workers_too else (agent, ())
 
 
@@ -274,19 +274,19 @@ def signalled(agent: Agent, stopping: Stopping, event: events.Signalled, now_s: 
 
 
 def tick(agent: Agent, stopping: Stopping, _: events.Tick, now_s: float) -> Step:
-    """Act where a time is over: a step boundary's, the grace; SIGKILL, then another fork server."""
+    """Act at a deadline: the step boundary's, the grace's; SIGKILL, then another fork server."""
     agent, logged = log_waits(agent, now_s)
-    agent, actions = _hasten(agent, stopping, now_s)
+    agent, actions = _escalate(agent, stopping, now_s)
     return agent, (*logged, *actions)
 
 
-def _hasten(agent: Agent, stopping: Stopping, now_s: float) -> Step:
+def _escalate(agent: Agent, stopping: Stopping, now_s: float) -> Step:
     grace_s = agent.times.stop_grace_s
     if stopping.until_s is not None and now_s >= stopping.until_s:
         late = stopping.on_the_way
         stopping = replace(stopping, signalled=stopping.signalled | late, until_s=None)
         stopping = replace(stopping, due_s=now_s + grace_s, grace_s=grace_s)
-        text = f"came to no step boundary within {agent.times.boundary_wait_s:g} s; SIGTERM"
+        text = f"reached no step boundary within {agent.times.boundary_wait_s:g} s; SIGTERM"
         return _signal_late(agent, stopping, late, text, SIGTERM)
     if now_s < stopping.due_s:
         return agent, ()
@@ -330,14 +330,14 @@ def _leave_after(agent: Agent, stopping: Stopping, event: events.Signalled, now_
     notified = frozenset[int]() if is_broken else (live & status.to_stop) - reached
     ended = live - notified - (status.to_failure if is_broken else frozenset())
     if signum == stopping.signum and signum in agent.notices:
-        # Passed on before from another node, which had it first.
+        # It was forwarded before: another node received it first.
         ended -= reached
     stopping = replace(stopping, signalled=reached | ended, signum=signum, notice=0, until_s=None)
     return _notify(agent, stopping, notified, StopAtStepBoundary(reason), ended, (*withdrawn, *logged))
 
 
 def _end_too(agent: Agent, stopping: Stopping, event: events.Signalled, now_s: float) -> Step:
-    """SIGINT to a stop for something else, after the same Ctrl-C has ended the job from another node."""
+    """SIGINT while this node is leaving: end the whole job, unless it has ended already."""
     agent, withdrawn = end_of_own_run(agent, stopping.table.generation, event)
     if stopping.mode is Mode.KILLING:
         return agent, withdrawn
@@ -355,19 +355,19 @@ def _kill(agent: Agent, stopping: Stopping, now_s: float, logged: Log) -> Step:
     return replace(agent, phase=stopping), (logged, SignalWorkers(stopping.table.generation, stopping.live, SIGKILL))
 
 
-def _is_by_us(event: events.WorkerExited, failure: Failure, stopping: Stopping) -> bool:
-    """Whether a worker that ended while we were stopping ended of the signal that it got.
+def _caused_by_stop(event: events.WorkerExited, failure: Failure, stopping: Stopping) -> bool:
+    """Whether the stop caused a worker's exit.
 
-    One whose program had raised was on its way out: the signal found it there.
+    A program that raised an exception was exiting before the signal.
     """
     if failure.kind not in (FailureKind.SIGNAL, FailureKind.EXIT_CODE):
         return False
     is_killed = stopping.mode is Mode.KILLING or event.local_rank in stopping.spent
     has_stopped = event.local_rank in stopping.status.stopped and event.code in STOPPED_CODES
-    # By another node's notice, if not by SIGTERM.
+    # Another node's notice, or SIGTERM.
     signum = stopping.notice or SIGTERM
-    is_asked = event.code in (-SIGTERM, events.SHELL_BASE + SIGTERM, -signum, events.SHELL_BASE + signum)
-    return has_stopped or is_asked or (event.code == -SIGKILL and is_killed)
+    is_signalled = event.code in (-SIGTERM, events.SHELL_BASE + SIGTERM, -signum, events.SHELL_BASE + signum)
+    return has_stopped or is_signalled or (event.code == -SIGKILL and is_killed)
 
 
 # Phases CLEARING and FINISHED: no worker runs; the output is collected, and the failure is explained.
@@ -399,7 +399,7 @@ def clearing_signalled(agent: Agent, clearing: Clearing, event: events.Signalled
     match clearing:
         case Clearing(then=None, is_done=True) if newest and newest.number == clearing.table.generation:
             agent, actions = _finish_or_join(agent, clearing)
-            # The job of a single node has ended well then.
+            # A single node's job has succeeded then.
             if agent.spec.nodes_max > 1:
                 agent, left = leave(agent, clearing, event, now_s)
                 actions = (*actions, *left)
@@ -413,7 +413,7 @@ def clearing_signalled(agent: Agent, clearing: Clearing, event: events.Signalled
 
 
 def clearing_tick(agent: Agent, clearing: Clearing, _: events.Tick, now_s: float) -> Step:
-    """Wait no longer for output, where the agent is to exit."""
+    """Stop waiting for output if the agent is to exit."""
     agent, logged = log_waits(agent, now_s)
     if clearing.then is None or now_s < clearing.until_s:
         return agent, logged
@@ -430,7 +430,7 @@ def cleared(agent: Agent, clearing: Clearing, event: events.Cleared, now_s: floa
 
 
 def _finish_or_join(agent: Agent, clearing: Clearing) -> Step:
-    """Be finished, or join again."""
+    """Enter FINISHED, or join again."""
     newest, number = agent.snapshot.generation, clearing.table.generation
     if clearing.is_done and newest and newest.number == number:
         done = Commit(transactions.report_done(agent.snapshot, agent.me, number))
@@ -457,9 +457,9 @@ def _complete(
             then = replace(then, failure=with_cause(whole_of(then.failure)))
         return agent, _report_ends(agent, clearing.table.generation, clearing.ends), then
     first = failures[0]
-    # The others are known to have lost it, or came later: no report has what is known of their causes.
+    # The others lost a peer, or failed later: no report includes their causes.
     known = [*map(whole_of, failures), *map(whole_of, clearing.ends)]
-    # Of an exit code alone. Its output may show an exception, which our signal did not cause.
+    # Our signal may have caused a bare exit code, but not an exception that the output shows.
     known = [f for f in known if f.kind is not FailureKind.EXIT_CODE or f.local_rank not in clearing.answered] or known
     cause = killed_together(with_cause(decisive_failure(known)), known)
     cause = replace(cause, ranks_alike=len({each.rank for each in known if is_one_bug(cause, each)}) or 1)
@@ -481,7 +481,7 @@ def finished_snapshot_changed(agent: Agent, finished: Finished, _event: events.S
     if generation.number <= finished.table.generation:
         if snapshot.generation_revision == finished.reported:
             return agent, ()
-        # The key was written over, and restored: the guard of the report may not have held.
+        # The key was overwritten and restored: the guard of the report may not have held.
         done = Commit(transactions.report_done(snapshot, agent.me, finished.table.generation))
         return replace(agent, phase=replace(finished, reported=snapshot.generation_revision)), (done,)
     records = _report_ends(agent, finished.table.generation, finished.ends)

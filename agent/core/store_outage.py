@@ -10,9 +10,9 @@ from elaunch.agent.core.membership import log_wait
 from elaunch.agent.core.state import LOG_AFTER_S, Agent, Finished, Joining, Phase, Reach, Running, Step, exit_with
 from elaunch.rendezvous.types import Outcome, OutcomeKind
 
-# While the store stays away the log repeats its line this often, so that a user sees that the agent is not stuck.
+# While the store is unreachable, its log line is repeated this often, so that the agent does not seem stuck.
 STILL_AWAY_S = 60.0
-# What to type when the head's store is given up.
+# The hint when the head's store is given up.
 _AGAIN = (
     "to start the job again, type its command on all nodes; if the host that served the store stays away, type it on"
     " the others, with one of them in --rdzv-endpoint and as many nodes in --nnodes as are left"
@@ -32,9 +32,9 @@ def store_failed(agent: Agent, _phase: Phase, event: StoreFailed, now_s: float) 
 
 
 def store_back(agent: Agent, _phase: Phase, _event: StoreBack, now_s: float) -> Step:
-    """Log for how long the store failed; after a long time no node is declared lost for a while.
+    """Log for how long the store failed; after a long outage no node is declared lost for `return_grace_s`.
 
-    Other nodes may have lost their leases by the same outage, and get time to return. There is no such pause after an
+    Other nodes may have lost their leases in the same outage, and get time to return. There is no such pause after an
     outage too short for a lease to expire: it may recur, and would hide a loss for ever.
     """
     reach = agent.reach
@@ -64,7 +64,7 @@ def gives_up_at_s(agent: Agent) -> float | None:
 
 
 def given_up(agent: Agent, now_s: float) -> Outcome | None:
-    """How it ends if the store has failed for too long."""
+    """The agent's outcome if the store has failed for too long, else None."""
     give_up_s = gives_up_at_s(agent)
     if give_up_s is None or agent.reach.failing_since_s is None or now_s < give_up_s:
         return None
@@ -72,14 +72,14 @@ def given_up(agent: Agent, now_s: float) -> Outcome | None:
 
 
 def tick(agent: Agent, _phase: Joining | Finished, _event: Tick, now_s: float) -> Step:
-    """Log what is waited for; give up on a store that fails for too long."""
+    """Log what this node waits for; give up on a store that fails for too long."""
     if outcome := given_up(agent, now_s):
         return exit_with(agent, outcome)
     return log_waits(agent, now_s)
 
 
 def log_waits(agent: Agent, now_s: float) -> Step:
-    """Log what is waited for where that takes long, and what is wrong with the store."""
+    """Log what this node has long waited for, and what is wrong with the store."""
     agent, actions = log_wait(agent, now_s)
     if agent.reach.log_at_s is not None and now_s >= agent.reach.log_at_s:
         actions = (*actions, Log(_outage_text(agent, now_s), "warning"))
@@ -100,7 +100,7 @@ def note_idle(agent: Agent, now_s: float) -> Agent:
 
 
 def _outage_text(agent: Agent, now_s: float) -> str:
-    """What a failing store means for this node now, and when the agent gives up."""
+    """The log line about a failing store: its effect on this node, and when the agent gives up."""
     reach, give_up_s = agent.reach, gives_up_at_s(agent)
     left = f"for up to {give_up_s - now_s:.0f} s more" if give_up_s is not None else ""
     match agent.phase:

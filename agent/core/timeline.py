@@ -1,4 +1,4 @@
-"""What a step of the agent adds to the run's timeline, what the job announces (`--on-event`), and a node's report."""
+"""The entries that a step adds to the run's timeline, the job's announcements (`--on-event`), and a node's report."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from elaunch.rendezvous.types import (
     job_name,
 )
 
-# The version of docs/events.schema.json. It changes when a field goes, or changes its meaning.
+# The version of docs/events.schema.json. It changes when a field is removed or changes its meaning.
 SCHEMA_VERSION = 1
 # The generation of events before the first rank table.
 NO_GENERATION = -1
@@ -39,7 +39,7 @@ class Entry:
 
 
 def entries(before: Agent, after: Agent, event: Event) -> Iterator[Entry]:
-    """What happened in a step, in the order in which a reader expects it."""
+    """The entries for one step, in the order that a reader expects."""
     opened, known = after.snapshot.generation, before.snapshot.generation
     number = opened.number if opened else NO_GENERATION
     if isinstance(event, Signalled):
@@ -64,7 +64,7 @@ def entries(before: Agent, after: Agent, event: Event) -> Iterator[Entry]:
 
 
 def of_failure(failure: Failure) -> dict[str, object]:
-    """A failure's fields, but for those without a value."""
+    """A failure's fields, except those without a value."""
     fields: dict[str, object] = {
         "kind": failure.kind.value,
         "sentence": failure.sentence,
@@ -98,7 +98,7 @@ def of_seats(table: RankTable) -> list[dict[str, object]]:
 
 
 def _of_the_store(before: Agent, after: Agent, number: int) -> Iterator[Entry]:
-    """A store that fails for so long that it is logged, and its return."""
+    """A store outage that is long enough to be logged, and its end."""
     was, now = before.reach, after.reach
     if now.is_logged and not was.is_logged:
         yield Entry(number, "store_away", {"trouble": now.last.trouble.value, "why": now.last.why})
@@ -170,7 +170,7 @@ def _spare_of(phase: Phase) -> int:
 
 
 def announcements(before: Agent, after: Agent) -> Iterator[Entry]:
-    """What this node has to announce after a step; each has its sentence in the field `text`.
+    """The announcements of this node after a step; each has its sentence in the field `text`.
 
     The leader announces failures, hangs, restarts and the end of the job.
     """
@@ -238,7 +238,7 @@ def _end(agent: Agent, outcome: Outcome) -> Entry:
 
 
 def _announces_end(agent: Agent, outcome: Outcome) -> bool:
-    """Whether this node's end is the job's, and this node announces it."""
+    """Whether this node's outcome is the job's, and this node is the one that announces it."""
     if outcome.kind is OutcomeKind.REFUSED:
         return False
     leader, table = agent.snapshot.leader, agent.snapshot.table
@@ -261,7 +261,7 @@ class WorkersSeen:
 
 
 def node_report(agent: Agent, pid: int, age_s: float, seen: WorkersSeen | None) -> NodeReport:
-    """The report of the node. `pid` is the agent's process, which began `age_s` ago. `seen` is None before a start."""
+    """The report of the node. `pid` is the agent's process, started `age_s` ago. `seen` is None before any spawn."""
     (state, live), reach = _state(agent), agent.reach
     report = NodeReport(
         agent.me.node_id,

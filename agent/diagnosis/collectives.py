@@ -1,7 +1,7 @@
-"""Reads torch's flight recorder: which rank is behind in its collectives, and which one waits for how long; pure.
+"""Reads torch's flight recorder: which rank is behind in its collectives, and how long each rank waits; pure.
 
 The recorder counts the collectives that a rank has entered in each process group. All ranks of a group enter the same
-ones in the same order: the numbers show who is behind. The format is that of `dump_json` in torch's
+ones in the same order: the numbers show which rank is behind. The format is that of `dump_json` in torch's
 FlightRecorderDetail.hpp.
 """
 
@@ -12,14 +12,14 @@ from dataclasses import dataclass, field, replace
 
 from elaunch.strict_json import parse_json
 
-# Four minutes. With so few samples as in one minute, two healthy ranks that wait for half of the time would often
+# Four minutes. With only the samples of one minute, two healthy ranks that wait for half of the time would often
 # differ by a tenth.
 WINDOW_SAMPLES = 240
-# Ranks that enter nothing for so many samples do something else: an evaluation, a checkpoint, a compilation.
+# Ranks that enter no collective for this many samples do something else: an evaluation, a checkpoint, a compilation.
 _PAUSE_SAMPLES = 12
-# torch's recorder of the collectives on a CPU is the first one, and each recorder's default group, too.
+# torch's recorder of CPU collectives is the first one, and the default group is the first one in each recorder.
 _CPU, _DEFAULT_GROUP = 0, 0
-# A rank is slow if it waits for so much less of the time than any other rank of its node.
+# A rank is slow if its share of waiting is smaller by this much than that of any other rank of its node.
 _SLOW_MIN = 0.15
 
 
@@ -45,7 +45,7 @@ Counts = Mapping[tuple[int, int], Count]
 
 
 def read_counts(text: bytes) -> Counts:
-    """The counts in dumps, one in each line. What has another format is skipped."""
+    """The counts in dumps, one in each line. Entries of another format are skipped."""
     found: dict[tuple[int, int], Count] = {}
     # The position of a dump identifies its recorder.
     for recorder, line in enumerate(text.splitlines()):
@@ -110,7 +110,7 @@ class WaitShares:
 def _default_group(counts: Counts) -> Count | None:
     """The count of the default group; None where it does not show when the rank waits.
 
-    A GPU's collectives are entered long before the GPU comes to them: only their start shows when it waits.
+    A GPU's collectives are entered long before the GPU reaches them: only their start shows when it waits.
     """
     for (recorder, group), count in counts.items():
         if group == _DEFAULT_GROUP and count.entered > 0 and count.ended >= 0:
@@ -130,7 +130,7 @@ def slow_rank(shares: Mapping[int, float]) -> int:
 
 
 def slow_text(rank: int, local_rank: int, shares: Mapping[int, float]) -> tuple[str, float]:
-    """The sentence about a rank that was slow in two windows, and the least share for which the others wait."""
+    """The sentence about a rank that was slow in two windows, and the smallest share of waiting of the others."""
     wait = min(share for other, share in shares.items() if other != local_rank)
     return (
         f"rank {rank} is slower than the other ranks of this node: they waited in collectives for at least {wait:.0%}"

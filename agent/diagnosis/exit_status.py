@@ -1,4 +1,4 @@
-"""Makes a `Failure` from what a worker leaves: status, error file, output, faulthandler's stack, a lost peer; pure."""
+"""Makes a `Failure` from what a worker left: status, error file, output, faulthandler's stack, a lost peer; pure."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _SYNTAX_ERROR = re.compile(
     re.MULTILINE,
 )
 
-# The last line of `python -m` about a module that is not there; it comes without a traceback.
+# The last line of `python -m` about a module that does not exist; it comes without a traceback.
 _NO_MODULE = re.compile(
     r"\S+: (?P<message>(?:No module named|Error while finding module specification for"
     r"|No code object available for) .*)"
@@ -55,19 +55,19 @@ _EVEN_STEPS = (
     "give every rank the same number of steps and collective calls: find a `return`, `break` or `sys.exit` that"
     " only this rank reaches, or for a data loader that is shorter on this rank (drop_last=True, or DDP's join())"
 )
-# A program that reports nothing has made progress when it ran this long.
+# A program that reports nothing counts as having made progress after this time.
 SILENT_S = 60.0
-_NO_EXIT = "find what keeps the process from its exit: an exit function (atexit), or a thread that is no daemon"
-# What pdb ends a program by: q, or the end of its input.
+_NO_EXIT = "find what keeps the process from exiting: an exit function (atexit), or a thread that is not a daemon"
+# The exception by which pdb ends a program, after q or at the end of its input.
 _DEBUGGER_LEFT = "BdbQuit"
 # This much of a message is searched.
 _MESSAGE_CHARACTERS_MAX = 64 << 10
 _STARTUP_TYPES = {"ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "TabError"}
 _SIGABRT, _SIGKILL, _SIGTERM = 6, 9, 15
-# The signals by which an agent may end a process before Python has returned its exit code for an exception, and that of
-# C++ for a thread that still runs then.
+# The signals by which an agent may end a process before Python has returned its exit code for an exception, and the one
+# by which C++ aborts if a thread still runs then.
 _ON_THE_WAY_OUT, _EXCEPTION_CODE = (-_SIGKILL, -_SIGTERM, -_SIGABRT), 1
-# 126 and 127 are of the shell.
+# 126 and 127 are the shell's.
 _STARTUP_CODES = {2: "the exit code of a wrong command line", 126: "cannot be executed", 127: "not found"}
 
 
@@ -92,8 +92,8 @@ class Remains:
     """What a worker left behind.
 
     `code` is the exit code or minus the signal. `error_record` is the text of its TORCHELASTIC_ERROR_FILE, `tail` the
-    end of its stderr; both may be empty or torn. `kernel` is what the kernel logged of it. `raised`: its program was
-    over, by an exception, before a signal ended the process; `returned`: it was over without one, with `own_code`, if
+    end of its stderr; both may be empty or torn. `kernel` is what the kernel logged about it. `raised`: its program
+    had ended by an exception before a signal ended the process; `returned`: it had without one, with `own_code`, if
     that is known. `crash` is what faulthandler wrote. `lost` is the error by which it has lost a peer, `refused` why it
     refused to run, if that is known.
     """
@@ -112,19 +112,19 @@ class Remains:
 
 
 def failure_of(worker: Failure, remains: Remains, signal_name: str) -> Failure:
-    """How the worker failed; `worker` has all but that. `signal_name` is that of signal `-remains.code`, if any."""
+    """`worker` completed with how it failed. `signal_name` is that of signal `-remains.code`, if any."""
     return replace(worker, **_judged(remains, signal_name))
 
 
 def _judged(remains: Remains, signal_name: str) -> dict[str, Any]:
-    """The fields of a failure that show in what the worker left."""
+    """The fields of a failure that follow from what the worker left."""
     raised = parse_record(remains.error_record) or parse_traceback(remains.tail)
     if remains.code < 0 and not remains.raised and (crashed := parse_crash(remains.crash, remains.code)):
         stack = crashed.traceback
         raised = replace(crashed, traceback=TRACEBACK.of(stack), is_cut=not TRACEBACK.fits(stack))
     has_crashed = remains.code in CRASH_CODES
     if raised and remains.raised and remains.code in _ON_THE_WAY_OUT:
-        # The exit of a process may take a second. Its peers have reported a lost one meanwhile.
+        # The exit of a process may take a second. Its peers may report a lost peer meanwhile.
         remains = replace(remains, code=_EXCEPTION_CODE)
     kind, message = _kind_and_message(remains, raised, signal_name)
     if raised and remains.raised and has_crashed:
@@ -140,7 +140,7 @@ def end_of(worker: Failure, clock: str, *, is_gone: bool) -> Failure:
     """The record of a program that ended without an exception, which is a failure only if other ranks still waited.
 
     `worker` as in `failure_of`, `clock` is the time of day. A process that has not exited has no code, nor has one that
-    a signal ended on its way out.
+    a signal ended while it exited.
     """
     if is_gone:
         how = f"ended with exit code 0 at {clock}"
@@ -166,7 +166,7 @@ def with_tail(failure: Failure, tail: str) -> Failure:
 
 
 def _crashed(failure: Failure, tail: str) -> Failure:
-    """The death by a signal with what the output has of it: a program's own faulthandler, or C++."""
+    """A death by a signal, with what the output adds: the program's own faulthandler's stack, or C++'s message."""
     assert failure.code is not None
     if not failure.traceback and (found := parse_crash(tail, failure.code)):
         failure = replace(failure, frame=found.frame, traceback=found.traceback)
@@ -273,7 +273,7 @@ def _user_place(frames: Sequence[re.Match[str]], index: int) -> str:
 
 
 def _kept(tail: str, traceback: str) -> str:
-    """The end of the output for the failure record, which has the traceback already: a long one goes without it."""
+    """The end of the output for the failure record; a long one without the traceback, which the record has already."""
     if not traceback or TAIL.fits(tail):
         return tail
     start = chain_start(tail)
@@ -287,7 +287,7 @@ def _kind_and_message(remains: Remains, raised: Raised | None, signal_name: str)
         if remains.kernel:
             return FailureKind.OUT_OF_MEMORY, f"{killed} ({remains.kernel})"
         if remains.raised and code == -_SIGKILL:
-            # By its agent, which had waited for its exit.
+            # Killed by its agent, which had waited for its exit.
             return FailureKind.SIGNAL, f"raised an exception, did not exit, and {killed}"
         if remains.returned:
             ended = "" if remains.own_code is None else f" with exit code {remains.own_code}"
@@ -393,19 +393,19 @@ def _abort_text(tail: str) -> str:
 
 
 def _crash_text(frame: str, thrown: str = "") -> str:
-    """What follows "was killed by SIGSEGV", in brackets."""
+    """The text after "was killed by SIGSEGV", in brackets."""
     parts = [text for text in (frame and f"crashed in {frame}", thrown) if text]
     return f" ({'; '.join(parts)})" if parts else ""
 
 
 # --- the errors of a survivor
 
-# The errors of gloo and the Keeper's connections after a collective's timeout, with how long they waited. Without case.
+# The errors of gloo and the Keeper's connections after a collective's timeout, with the time waited; case-insensitive.
 TIMED_OUT = (
     r"timed out waiting (?P<ms>\d{1,20})ms for (?:recv|send) operation"
     r"|collective operation timeout: waited (?P<s>\d[\d.e+]{0,12}) s for"
 )
-# The errors of a connection whose other end is gone, as in glibc.
+# The errors of a connection whose peer is gone, as glibc words them.
 _NETWORK = (
     r"connection (?:reset by peer|refused|timed out)|software caused connection abort|broken pipe|no route to host"
     r"|(?:network|machine) is (?:unreachable|down|not on the network)|host is down|network dropped connection on reset"
@@ -413,7 +413,7 @@ _NETWORK = (
 )
 # Where gloo's transport names its source: "[…/gloo/transport/tcp/pair.cc:553] ". Its other errors are the rank's own.
 _GLOO = r"\[(?:enforce fail at )?(?:[^\s\]]{0,200}\bgloo/[^\s\]]{0,100}|(?:unbound_)?(?:buffer|pair))\.cc:\d{1,6}\] "
-# How NCCL names the other end, gloo an address, and torch's TCPStore a socket.
+# How NCCL names the peer, gloo an address, and torch's TCPStore a socket.
 _OTHER_END = r"(?:\S<\d{1,5}>|\bSO_ERROR:|\b(?:recv|send)\w{0,30} failed\b|\bCall to (?:connect|recv|send) failed ?:)"
 # The errors of survivors when another rank is gone: gloo's, TCPStore's, NCCL's, RPC's TensorPipe's. A network error
 # alone may be the program's own: it counts only after text that a library that connects ranks writes.
@@ -426,7 +426,7 @@ PEER_LOST = re.compile(
     r"|ncclRemoteError|remote process exited|connection closed by (?:remote peer|peer \[)|got completion from peer"
     r"|socket recv failed while polling for opId|NCCL timeout (?:in|when)"
     r"|collective operation timeout|collective timeout from"
-    # The reason may be one of this rank.
+    # The reason may be one of this rank itself.
     r"|NCCL communicator was aborted on rank \d{1,9}\.(?! {0,2}Original reason)"
     r"|0 bytes\. connection was likely closed|(?-i:Socket Timeout)"
     r"|client socket has (?:failed to connect|timed out)|seconds waiting for clients"
@@ -436,8 +436,8 @@ PEER_LOST = re.compile(
     rf"|{TIMED_OUT}",
     re.IGNORECASE,
 )
-# torch's own exceptions. Of an older torch, they are a RuntimeError with the kernel's message.
-_TORCHS = {"DistNetworkError", "DistBackendError", "DistStoreError", "DistError"}
+# torch's own exceptions. In an older torch, they are a RuntimeError with the kernel's message.
+_TORCH_TYPES = {"DistNetworkError", "DistBackendError", "DistStoreError", "DistError"}
 # A search takes 60 ns for each character, so only this much of each end of a longer message is searched.
 _END_CHARACTERS = 8 << 10
 # Raised by Python's own sockets and pipes: an upload, a closed terminal. torch has types of its own for its peers.
@@ -448,7 +448,7 @@ _PYTHON_SOCKET_TYPES = {
 
 
 def is_peer_lost(exception: str, message: str, *, in_torch: bool = True) -> bool:
-    """Whether an exception with that name of its type only reports that another rank is gone.
+    """Whether an exception of type `exception` only reports that another rank is gone.
 
     `in_torch`: it was raised while the rank waited for others in torch, or that is not known.
     """
@@ -458,8 +458,8 @@ def is_peer_lost(exception: str, message: str, *, in_torch: bool = True) -> bool
     text = ends(message)
     if name == "PeerLost" or PEER_LOST.search(text):
         return True
-    # Not compiled at the import: few errors get here.
-    if name in _TORCHS or (name == "RuntimeError" and in_torch):
+    # Not compiled at import: few errors get here.
+    if name in _TORCH_TYPES or (name == "RuntimeError" and in_torch):
         return bool(re.search(_NETWORK, text, re.IGNORECASE))
     return name == "RuntimeError" and bool(re.fullmatch(_NETWORK, text.strip(), re.IGNORECASE))
 

@@ -1,6 +1,6 @@
-"""Detects that all ranks of this node are idle or report nothing, and makes the leader's record of it; pure.
+"""Detects that all ranks of this node are idle or report nothing, and makes the record of it for the leader; pure.
 
-A rank is idle while it uses no CPU, or while it uses one whole CPU for nothing else: it touches no new memory, and
+A rank is idle while it uses no CPU, or while it uses one whole CPU but touches no new memory, and
 reads and writes nothing. It is also idle while torch's flight recorder shows a collective that has not ended, and the
 rank enters no other: a rank that waits for its GPU spins. That alone proves nothing, so stacks are sampled repeatedly,
 and each rank must be at the same place in all of them, and in the same collective. Where programs report steps and the
@@ -42,19 +42,19 @@ class HangState:
     logged: str = ""
 
 
-# The sampler's period. A much longer time between two samples has passed without this agent: it was stopped, and so
-# were its workers, perhaps.
+# The sampler's period. A much longer gap between two samples means that this agent was stopped, and perhaps its
+# workers too.
 SAMPLE_EVERY_S = 5.0
 SAMPLE_GAP_S_MAX = 15.0
-# Per second, of a rank that is idle: threads that only wake up to read a clock stay far below.
+# Limits per second for an idle rank: threads that only wake up to read a clock stay far below.
 _IDLE_CPU = 0.05
 _BUSY_CPU = 0.9
 _IO_BYTES = 4096
 _FAULTS_IDLE = 20
 _FAULTS_BUSY = 1
-# While another thread of the process has the GIL, as elaunch's own that replies, the main thread wakes up each 5 ms.
+# While another thread of the process has the GIL, as elaunch's own that replies, the main thread wakes up every 5 ms.
 _SWITCHES_BUSY = 20
-# Stacks are taken when this part of the limit is over, and then once in each limit's time.
+# Stacks are taken after these fractions of the limit, and then once per limit.
 _STACKS_AT = (0.5, 0.75, 1.0)
 # A wait that may end without the other ranks (a slow disk, a download, a long C function) gets this many limits.
 PATIENCE = 5
@@ -65,14 +65,14 @@ class IdleKind(Enum):
 
     IDLE = "it uses no CPU"
     SPINS = "it uses one CPU, for nothing that is seen from outside"
-    OUTSTANDING = "it uses a CPU, and a collective of it does not end"
+    OUTSTANDING = "it uses a CPU, and one of its collectives does not end"
     STOPPED = "it is stopped, by a signal or a debugger"
     SILENT = "it reports nothing, and neither does any other rank of its node"
 
 
 @dataclass(frozen=True)
 class Window:
-    """What a worker's process did between two samples, `seconds` apart.
+    """The activity of a worker's process between two samples, `seconds` apart.
 
     `cpu_s` is the CPU time of all its threads, `main_cpu_s` its main thread's, and `main_delay_s` how long that one
     waited for a CPU. `faults` are page faults. `state` is the letter in /proc/PID/stat. `io_bytes` were read and
@@ -99,7 +99,7 @@ class Window:
 
 @dataclass(frozen=True)
 class HangLimit:
-    """For how long all ranks must be idle to count as hung, and for how long of that the leader must know it."""
+    """How long all ranks must be idle to count as hung, and how much of that the leader must have observed."""
 
     still_s: float
     confirm_s: float
@@ -125,7 +125,7 @@ def stacks_are_due(state: HangState, limit: HangLimit) -> bool:
 
 
 def after_stacks(before: HangState, stacks: tuple[Stack, ...], first_rank: int) -> HangState:
-    """The state with the stacks of another sample. A rank that is at another place now is not idle."""
+    """The state with the stacks of another sample. A rank whose stack has changed is not idle."""
     before = replace(before, is_sampling=False)
     if not before.idle_s:
         return before
@@ -227,9 +227,9 @@ def _has_moved(before: Stack, now: Stack) -> bool:
 
 
 def _place(stack: Stack) -> object:
-    """What must be equal in two samples. A thread that only polls may be anywhere inside of the call that polls.
+    """The part that must be equal in two samples. A thread that only polls may be anywhere inside the polling call.
 
-    A loop whose variables change comes to an end some day: an index, a sum.
+    A loop whose variables change (an index, a sum) will end.
     """
     main = stack.main
     if main is None:
@@ -260,7 +260,7 @@ def _kind(state: HangState, stack: Stack, how: IdleKind) -> IdleReason | None:
 
 
 def _may_compute(stack: Stack, how: IdleKind) -> bool:
-    """Whether its GPU may still do what the program gave it before the collective that it waits for."""
+    """Whether its GPU may still run kernels that were queued before the collective that it waits for."""
     what = doing(stack)
     return what is Doing.GPU or (how is IdleKind.OUTSTANDING and not what.is_for_ranks)
 
@@ -273,6 +273,6 @@ def _does(kind: IdleReason, stack: Stack, reported: str) -> str:
     if kind is IdleReason.WAITS and doing(stack) in (Doing.RUNS, Doing.UNKNOWN):
         where = stack.main.innermost_user_frame if stack.main else None
         return f"waits{f' in {where.text}' if where else ''}{entered}"
-    # Without a number: each sample would change the record, and the store would be written.
+    # No number: each sample would then change the record, which is written to the store.
     line = ", at the same line in every sample" if doing(stack) is Doing.RUNS and not reported else ""
     return f"{does_where(stack)}{line}{entered}"

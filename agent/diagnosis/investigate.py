@@ -33,19 +33,19 @@ _LIMIT_S = 2.0
 _DIAL_S = 2.0
 REFUSED = "refused"
 _PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
-# File systems that are on no device of their own, and that programs fill. Network ones have a colon: host:/path.
+# Types of file systems that programs fill and that have no block device. Network ones have a colon: host:/path.
 _WRITTEN_KINDS = ("tmpfs", "overlay", "lustre", "gpfs", "beegfs", "zfs", "btrfs", "ceph")
 _ANONYMOUS = re.compile(r"anon-rss:(\d+)kB")
 _SHARED = re.compile(r"shmem-rss:(\d+)kB")
 _KILLED = re.compile(r"[Kk]illed process (\d+)")
 _XID = "NVRM: Xid"
-# Of a driver that repeats itself the first lines are enough.
+# A driver may repeat itself: the first lines are enough.
 _XIDS_MAX = 32
 _KILLS_MAX = 1024
 # The exits of processes that the kernel killed together are observed within this time.
 _CLAIM_S = 5.0
 _V1_NAMES = ("memory.limit_in_bytes", "memory.max_usage_in_bytes")
-# A larger limit is none: cgroup v1 shows the largest number of pages then.
+# A larger limit means none: cgroup v1 then shows the largest number of pages.
 _NO_LIMIT = 1 << 60
 
 
@@ -153,7 +153,7 @@ def counter_files() -> list[Path]:
 def gather_facts(failures: Iterable[Failure], log: KernelLog, found: Callable[[Facts], None]) -> None:
     """Call `found` with the facts that may explain `failures`: now, or soon, from another thread.
 
-    `log` has been read since before any worker started.
+    `log` was opened before any worker started.
     """
     limit = limit_text().partition(",")[0]
     facts = Facts(gpu_errors=log.xids(), memory_limit=limit, kills_are_counted=log.counts_kills)
@@ -239,7 +239,7 @@ def connect_error(master: Endpoint) -> str:
     except TimeoutError:
         return "no answer"
     except OSError as error:
-        # Not this agent's own trouble, as too many open files: the worker may have none.
+        # An error of this agent itself, as too many open files, is left out: the worker may not have it.
         return (error.strerror or str(error)).lower() if is_silence(error) else ""
     return ""
 

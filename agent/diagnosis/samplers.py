@@ -15,7 +15,7 @@ from elaunch.agent.diagnosis.hang import Window
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _NS = 1e9
-# The counts of a worker that has not replied for this long are out of date. It is queried once a second.
+# The counts of a worker that has not replied for this long are stale. It is queried once a second.
 _FRESH_S = 2.5
 _PACKET_BYTES_MAX = 64 << 10
 # A worker that replies to queries has sent one packet at most. More wait for the next poll.
@@ -41,7 +41,7 @@ class ProcSampler:
         self.due_s = 0.0
 
     def sample(self, pids: Mapping[int, int], now_s: float) -> dict[int, Window]:
-        """What each worker did since the last sample. No window for one that has exited, or at its first sample."""
+        """Each worker's activity since the last sample; none for a worker that has exited, or at its first sample."""
         seconds = now_s - self._sampled_s
         found = {rank: counters for rank, pid in pids.items() if pid > 0 and (counters := _counters(pid))}
         before, self._known = self._known, found
@@ -61,12 +61,12 @@ def _window(before: _Counters, now: _Counters, seconds: float) -> Window:
 
 
 def _counters(pid: int) -> _Counters | None:
-    """None where the process has exited."""
+    """The process's counters, or None if it has exited."""
     try:
         fields = linux.stat_fields(pid)
         cpu_s, reaped_s = ((int(fields[i]) + int(fields[i + 1])) / _TICKS for i in (11, 13))
         main_s, delay_s = cpu_s, 0.0
-        # Not every kernel has it.
+        # Not every kernel has schedstat.
         with suppress(FileNotFoundError):
             main_ns, delay_ns, _ = Path(f"/proc/{pid}/schedstat").read_text().split()
             main_s, delay_s = int(main_ns) / _NS, int(delay_ns) / _NS
@@ -79,7 +79,7 @@ def _counters(pid: int) -> _Counters | None:
 
 
 def _io_bytes(pid: int) -> int:
-    """Bytes read and written; 0 where this user may not know."""
+    """Bytes read and written; 0 where this user may not read them."""
     with suppress(PermissionError):
         lines = Path(f"/proc/{pid}/io").read_text().splitlines()
         return sum(int(line.partition(":")[2]) for line in lines if line.startswith(("rchar", "wchar")))
@@ -98,9 +98,9 @@ def _cpu_s(pid: int) -> float:
 
 
 class FlightRecorder:
-    """The agent's end of the thread in one worker that reports its collectives (`agent/forkserver/collectives.py`).
+    """The agent's socket to the thread of one worker that reports its collectives (`agent/forkserver/collectives.py`).
 
-    The worker owns what it replies: it may be anything, and any amount.
+    Replies are not trusted: they may have any content and any size.
     """
 
     def __init__(self, fd: int) -> None:
@@ -118,7 +118,7 @@ class FlightRecorder:
         self.counts: Counts = {}
 
     def close(self) -> None:
-        """The worker's thread ends."""
+        """Close the socket, which ends the worker's thread."""
         self._end.close()
 
     def poll(self, now_s: float) -> Counts | None:
@@ -138,12 +138,12 @@ class FlightRecorder:
         return None if newest is None else self.counts
 
     def is_stalled(self, now_s: float) -> bool:
-        """Whether since the last call a collective has not ended, and the worker has entered and ended none."""
+        """Whether a collective has not ended, and the worker has entered and ended none since the last call."""
         before, self._sampled = self._sampled, self.counts
         return bool(self.fresh_counts(now_s)) and is_stalled(before, self.counts)
 
     def fresh_counts(self, now_s: float) -> Counts:
-        """The counts that the worker has just reported; none where its thread does not get to run."""
+        """The counts that the worker has just reported; none where its thread is starved."""
         return self.counts if now_s - self._replied_s < _FRESH_S else {}
 
     def _newest(self) -> bytes | None:

@@ -25,7 +25,7 @@ _COLLECTIVES = ("torch/distributed/", "elaunch/trainer/ranks/peers.py")
 
 @dataclass(frozen=True)
 class Frame:
-    """One call: the function, its file, and the line that it has come to."""
+    """One call: the function, its file, and its current line."""
 
     function: str
     file: str
@@ -52,7 +52,7 @@ class Frame:
 class ThreadStack:
     """One thread of a process; `frames` are innermost first.
 
-    `is_active`: the thread was on a core, or wanted one. `syscall` is the system call that it sleeps in, empty if it
+    `is_active`: the thread was running or runnable. `syscall` is the system call that it sleeps in, empty if it
     runs or if that cannot be read; `target` is the file, pipe, terminal or socket of that call, if it has one.
     `is_own`: elaunch has started it, in the worker. `values` is a hash of its local variables, if they were read.
     """
@@ -87,7 +87,7 @@ class Stack:
     """The stacks of one process of a rank: of its worker, or of a child of the worker (a data loader).
 
     `state` is the letter in /proc/PID/stat. `trouble` is why there are no threads, as the end of a sentence. `children`
-    are the worker's own child processes that run Python. `entered` is the rank's last collective by torch's flight
+    are the worker's own child processes that run Python. `entered` is the rank's last collective in torch's flight
     recorder, empty if that is not known; `waits`: a collective has not ended.
     """
 
@@ -114,7 +114,7 @@ class Stack:
 
     @property
     def held(self) -> str:
-        """What has stopped the process, if anything has."""
+        """How the process was stopped; empty if it was not."""
         return "stopped by a signal" if self.is_stopped else "stopped by a debugger" if self.is_traced else ""
 
 
@@ -235,7 +235,7 @@ def stack_response(node_id: str, generation: int, stacks: Iterable[Stack]) -> st
 
 
 def read_stack_response(text: str, node_id: str) -> StackResponse | None:
-    """That node's response; None if the text is none."""
+    """That node's response; None if the text is invalid or another node's."""
     try:
         response = decode(StackResponse, text)
     except ValueError:

@@ -1,7 +1,7 @@
 """Takes the stacks of processes with py-spy, at any time and from outside: they need not be prepared for it.
 
-py-spy reads the memory of a process without pausing it (`--nonblocking`), so a healthy training is not disturbed, and
-a process that a SIGSTOP holds can be read too. It takes 10 to 30 ms for each process.
+py-spy reads the memory of a process without pausing it (`--nonblocking`), so healthy training is not disturbed, and
+a process that was stopped by SIGSTOP can be read too. It takes 10 to 30 ms for each process.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _DENIED = (
     " it the capability SYS_PTRACE (docker run --cap-add SYS_PTRACE; in a pod: securityContext.capabilities)"
 )
 TOOL = "py-spy"
-NO_TOOL = f"{TOOL} is not installed; `pip install {TOOL}` has it"
+NO_TOOL = f"{TOOL} is not installed; `pip install {TOOL}` installs it"
 _LATE = f"{TOOL} did not finish in time"
 _TAKE_S = 10.0
 # A py-spy that is killed at the end of that time has this long to exit.
 _KILL_S = 0.5
-# A process that is just changing its stack may be read wrongly; the next try is right.
+# A stack that is just changing may be read wrongly; a retry reads it right.
 _TRIES = 3
 _CHILDREN_MAX = 16
 _THREADS_MAX = 256
@@ -62,7 +62,7 @@ def take(pids: Mapping[int, int], *, within_s: float = _TAKE_S) -> tuple[Stack, 
         return ()
     tool, until_s = find_tool(), time.monotonic() + within_s
     works = {rank: partial(_take_tree, tool, rank, pid, until_s) for rank, pid in sorted(pids.items())}
-    # A py-spy that waits for a process in an uninterruptible sleep does not even end by SIGKILL.
+    # A py-spy that waits for a process in an uninterruptible sleep does not exit even on SIGKILL.
     found = in_threads(works, within_s + _KILL_S, "elaunch-stacks")
     return tuple(
         found.get(rank) or Stack(rank, pids[rank], state=linux.state(pids[rank]), trouble=_LATE) for rank in works
@@ -134,7 +134,7 @@ def _dump(tool: str, pid: int, until_s: float, *more: str) -> tuple[list[ThreadS
 
 
 def _trouble(printed: str) -> str:
-    """What py-spy printed as the end of a sentence."""
+    """py-spy's error message as the end of a sentence."""
     if "Permission" in printed or "Operation not permitted" in printed:
         return _DENIED
     if "Failed to find python version" in printed or "Failed to find a python interpreter" in printed:

@@ -1,4 +1,4 @@
-"""What a stack waits for: a collective, a store, a lock, its data loader, a file, the network, a person; pure.
+"""Classifies a stack's wait: collective, store, lock, data loader, file, network, person; pure.
 
 Two things show it: the frames between the user's code and the end of the stack, and the system call that the thread
 sleeps in. A C function has no frame of its own (py-spy shows Python's), so `lock.acquire()` in the user's code is known
@@ -13,7 +13,7 @@ from elaunch.agent.diagnosis.stack_groups import Stack, ThreadStack, called_fram
 
 
 class Doing(Enum):
-    """What a rank's main thread does; the value is a verb phrase for a sentence about the rank."""
+    """The activity of a rank's main thread; the value is a verb phrase about the rank."""
 
     COLLECTIVE = "waits in a collective"
     RENDEZVOUS = "waits for the other ranks to make the process group"
@@ -56,7 +56,7 @@ _GPU_FILE = "elaunch/trainer/memory/device_copy.py"
 _LOADER_FILES = ("torch/utils/data/dataloader.py",)
 # The lock of torch.utils.cpp_extension: a process that does not build sleeps until the file is removed.
 _BATON_FILE = "torch/utils/file_baton.py"
-# In it Python joins all non-daemon threads, after the program and before exit functions.
+# There Python joins all non-daemon threads, after the program and before exit functions.
 _END = ("_shutdown", "threading.py")
 _PROMPT_FILES = ("pdb.py", "bdb.py", "cmd.py", "code.py", "IPython/", "prompt_toolkit/")
 _CHILD_FILES = ("subprocess.py", "multiprocessing/popen_")
@@ -100,7 +100,7 @@ def thread_doing(thread: ThreadStack) -> Doing:
 def waits_for_ranks(stack: Stack) -> bool | None:
     """Whether it waits for other ranks; None if that is unknown.
 
-    A commit of the Keeper waits for the GPU. Torch's flight recorder shows whether that one is in a collective.
+    A commit of the Keeper waits for the GPU. Torch's flight recorder shows whether the GPU is in a collective.
     """
     what = doing(stack)
     if what is Doing.UNKNOWN or (what is Doing.GPU and not stack.entered):
@@ -121,7 +121,7 @@ def doing_text(stack: Stack) -> str:
 
 
 def does_where(stack: Stack) -> str:
-    """What it does and where in the user's code, as the middle of a sentence."""
+    """Activity and location in the user's code, as the middle of a sentence."""
     main = stack.main
     if main is None or not main.frames:
         return f"{doing_text(stack)} ({stack.trouble or 'no Python frame'})"
@@ -134,9 +134,9 @@ def does_where(stack: Stack) -> str:
 
 
 def helpers_work(stack: Stack) -> bool:
-    """Whether another thread of the process, or a child, may be on the way to what its main thread waits for.
+    """Whether another thread of the process, or a child, may be working on what its main thread waits for.
 
-    A thread that waits for a lock or a queue is not. A thread whose system call is not known may be.
+    One that waits for a lock, a queue or other ranks is not. One whose system call is unknown may be.
     """
     threads = [thread for thread in stack.threads if not thread.is_main]
     threads += [thread for child in stack.children for thread in child.threads]
@@ -145,7 +145,7 @@ def helpers_work(stack: Stack) -> bool:
 
 
 def _loader_text(stack: Stack) -> str:
-    """What the data loader's processes do, where a rank waits for them."""
+    """The data loader processes' activity, if the rank waits for them."""
     if doing(stack) is not Doing.LOADER:
         return ""
     mains = [child for child in stack.children if child.main and child.main.innermost_user_frame]
@@ -178,7 +178,7 @@ def _by_frames(thread: ThreadStack) -> Doing | None:
     def calls(*begins: str) -> bool:
         return any(file.startswith(begins) for file in files)
 
-    # A GPU's collective may wait on a core: then only its innermost frame shows what it does.
+    # A GPU's collective may busy-wait: then only its innermost frame shows what it does.
     if not thread.is_active or files[:1] == [COLLECTIVES_FILE]:
         if calls(_RENDEZVOUS_FILE) or (names & _RENDEZVOUS_FUNCTIONS and calls(*_COLLECTIVE_FILES)):
             return Doing.RENDEZVOUS

@@ -35,7 +35,7 @@ _READ_AGAIN = {
     *("PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR", "CUDA_VISIBLE_DEVICES"),
     *("TMPDIR", "TEMP", "TMP", "LOGNAME", "USER", "LNAME", "USERNAME"),
 }
-# Scripts import it first, and set variables for torch afterwards. So it is unmasked alone.
+# Scripts import it first, and set variables for torch afterwards. So it is put back alone.
 _ALONE = "numpy"
 _OTHERS = "others"
 
@@ -89,7 +89,7 @@ def renew_streams() -> None:
 
 
 class HiddenModules:
-    """A finder that gives the program the preloaded modules: the first import of any of them puts all back.
+    """A finder that gives the program the preloaded modules: the first import of one puts all of its group back.
 
     It is made once, before any fork. It stays a finder until there is one thread, so that no importing thread runs a
     module again that another one has put back. Its base class is not importlib.abc's, which would import 30 modules.
@@ -98,7 +98,7 @@ class HiddenModules:
     def __init__(self, preloaded: Preloaded) -> None:
         self._preloaded = preloaded
         self._modules = preloaded.hidden
-        # Not back yet, by group. A group is taken by one `pop`, so by one thread.
+        # Modules that are still hidden, by group. A group is taken by one `pop`, so by one thread.
         self._hidden: dict[str, dict[str, ModuleType]] = {}
         for name, module in self._modules.items():
             self._hidden.setdefault(_group(name), {})[name] = module
@@ -117,7 +117,7 @@ class HiddenModules:
         sys.meta_path.insert(0, self)
 
     def begin(self, link: int) -> None:
-        """Begin in a worker that has this link. Only later changes of its environment are applied."""
+        """Start in a worker that has this link. Only later changes of its environment are applied."""
         self._environment = dict(os.environ)
         self._link = link
 
@@ -229,7 +229,7 @@ def apply(changed: Collection[str], modules: Mapping[str, Any], looked_up: Colle
 
 
 def _reads_again(torch: Any, name: str) -> bool:
-    """Have torch read the variable again. Returns whether it has."""
+    """Make torch read the variable again. Returns whether it has."""
     if name in _ALLOCATOR:
         return torch.version.cuda is None or "backend" not in os.environ.get(name, "")
     read = next((read for prefix, read in _READ_BY_TORCH.items() if name.startswith(prefix)), None)
@@ -282,14 +282,14 @@ def _set_threads(changed: Collection[str], modules: Mapping[str, Any]) -> None:
 
 
 def _number(variable: str) -> int:
-    """The positive number in `variable`, else 0. OMP_NUM_THREADS may be a list, with one for each level of nesting."""
+    """The positive number in `variable`, else 0. OMP_NUM_THREADS may be a list, one number per nesting level."""
     text = os.environ.get(variable, "").partition(",")[0].strip()
     return int(text) if text.isdecimal() else 0
 
 
 @cache
 def openblas() -> list[Any]:
-    """The function of each OpenBLAS in this process that sets the number of its threads. Workers inherit the list."""
+    """The functions that set the thread count of each OpenBLAS in this process. Workers inherit the list."""
     found = []
     for library in [path for path in libraries() if "openblas" in path]:
         try:

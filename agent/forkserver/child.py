@@ -1,4 +1,4 @@
-"""What a process that the fork server has forked becomes: a worker, or the generation's worker store."""
+"""Turns a process that the fork server has forked into a worker, or into the generation's worker store."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from elaunch.rendezvous.types import Program, ProgramKind
 
 # The number of the crash file among the descriptors that came with the order.
 _CRASH_FD = 4
-# A program that uses descriptors by number, or closes them in a loop, means low ones.
+# A program that uses descriptors by number, or closes them in a loop, uses low ones.
 _HIGH_FD = 1023
-# In a worker store: the socket at which it listens, and the one to the agent.
+# In a worker store: the listening socket, and the one to the agent.
 LISTEN_FD, CONTROL_FD = 3, 4
-# Of characters: it goes into one packet, and into a failure's message.
+# In characters: the error goes into one packet, and into a failure's message.
 _ERROR_MAX = 2000
 
 
 @dataclass(frozen=True)
 class Template:
-    """What a fork server makes of its children. If `preloaded` is None, a worker execs its program.
+    """What all children of a fork server have in common. If `preloaded` is None, a worker execs its program.
 
     `mask` are the signals that a worker blocks from its start.
     """
@@ -50,7 +50,7 @@ class Template:
 def become(template: Template, order: dict[str, Any], fds: tuple[int, ...]) -> None:
     """Become what is ordered, right after the fork. Returns only if Python itself is to start the program now."""
     die_with_parent(template.pid, signal.SIGKILL)
-    # The agent's py-spy is this process's cousin.
+    # Yama denies the agent's py-spy otherwise: it is no ancestor of this process.
     allow_tracer(template.agent_pid)
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -95,7 +95,7 @@ def take_fds(fds: tuple[int, ...]) -> None:
 
 
 def _move_high(fd: int) -> int:
-    """Move the descriptor to a high number. Returns that; -1 if there is none."""
+    """Move the descriptor to a high number. Returns it; -1 if none is free."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     high = _HIGH_FD if limit == resource.RLIM_INFINITY else min(_HIGH_FD, limit - 1)
     moved = -1

@@ -1,4 +1,4 @@
-"""The agent's client of a fork server: its own one (server.py), or a warm one that an earlier run left (warm.py)."""
+"""The agent's client of a fork server: its own (server.py), or a warm one that an earlier run left (warm.py)."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _ORDER_WAIT_S = 60.0
 _STAYS_S = 5.0
 # A server responds in milliseconds, unless it is stopped or the host has no CPU for it.
 _HANDSHAKE_S = 2.0
-# It checks each file that is loaded, which may be on a slow network file system.
+# A server checks each file that is loaded, which may be on a slow network file system.
 _CHECKS_S = 10.0
 _REAPS_S = 1.0
-# Its socket is closed, or it was ordered to exit.
+# A server whose socket was closed, or that has exited, gets this long before SIGKILL.
 _EXIT_S = 0.2
-# In /proc/self/status.
+# Fields of /proc/self/status.
 _STATUS = (
     "Uid", "Gid", "Groups", "NoNewPrivs", "Seccomp", "Seccomp_filters", "CapInh", "CapPrm", "CapEff", "CapBnd",
     "CapAmb", "Cpus_allowed_list", "Mems_allowed_list", "THP_enabled", "Umask", "SigBlk", "SigIgn",
@@ -69,7 +69,7 @@ class ForkServer:
         self.is_warm, self.how = False, ""
         self._warm_s = warm_s if preload is not None else 0.0
         self._has_imported = self._is_left = False
-        # None for a warm one: that has another parent.
+        # None for a warm server, which has another parent.
         self._process: subprocess.Popen[bytes] | None = None
         if not (self._warm_s and self._borrow()):
             self._start()
@@ -112,7 +112,7 @@ class ForkServer:
         return True
 
     def stay(self) -> str:
-        """After the job: leave it behind for later runs, if that is wanted. Returns a sentence for the log, if any."""
+        """After the job: leave the server running for later runs if `warm_s` is set. Returns a log line, if any."""
         if not self._warm_s or not self.preload or not self._has_imported:
             return ""
         try:
@@ -175,7 +175,7 @@ class ForkServer:
         return self._socket.fileno()
 
     def spawn(self, generation: int, local_rank: int, env: dict[str, str], cpus: list[int] | None, fds: Fds) -> None:
-        """Order a worker. `fds` become its fds 0 to 3. Raises OSError if the fork server is gone."""
+        """Order a worker. `fds`: fds 0 to 2, its link (3), a crash file. Raises OSError if the fork server is gone."""
         self._send({"op": "worker", "generation": generation, "key": local_rank, "env": env, "cpus": cpus}, fds)
 
     def spawn_store(self, generation: int, host: str, port: int, fds: Fds) -> None:
@@ -214,7 +214,7 @@ class ForkServer:
         """End the fork server; the kernel then kills all its children. One that was left behind continues."""
         if self._is_left:
             return
-        # It reaps its zombies first: in a container no other process may do that.
+        # It reaps its zombies first: in a container there may be no other process to do so.
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
             self._socket.settimeout(_REAPS_S)
@@ -230,7 +230,7 @@ class ForkServer:
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
     def _kill(self) -> int:
-        """Kill it if it does not exit by itself. Returns its exit code, SIGKILL's for a warm one."""
+        """Kill it if it does not exit on its own. Returns its exit code, SIGKILL's for a warm one."""
         if self._process:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(_EXIT_S)

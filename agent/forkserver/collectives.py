@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 C10D = "torch.distributed.distributed_c10d"
 _NATIVE = "torch._C._distributed_c10d"
-# Of characters.
+# In characters.
 _ERROR_MAX = 1000
 # Collectives on a GPU have a recorder of their own.
 _DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
@@ -30,7 +30,7 @@ _PACKET_BYTES_MAX = 64 << 10
 
 
 def prepare(c10d: ModuleType | None) -> None:
-    """Have the thread run while this process has a default process group. `c10d` is torch's module if it is loaded."""
+    """Run the thread while this process has a default process group. `c10d` is torch's module, if it is loaded."""
     thread, own_port = _RecorderThread(), os.environ.get("MASTER_PORT", "")
     generation = os.environ.get("ELAUNCH_GENERATION", "0")
 
@@ -48,7 +48,7 @@ def prepare(c10d: ModuleType | None) -> None:
 
 
 def _use_agents_store_at(own_port: str, c10d: ModuleType) -> None:
-    """Have torch take only the store at that port for the agent's, and host the program's own stores.
+    """Make torch treat only the store at that port as the agent's, and host the program's own stores.
 
     torch would try to connect to a server at every address (torch/distributed/rendezvous.py, pytorch/pytorch#192113).
     """
@@ -90,7 +90,7 @@ class _Finder:
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> None:
         c10d = sys.modules.get(C10D)
-        # One thread at a time is here: Python calls a finder under its lock of imports.
+        # Only one thread at a time is here: Python holds its import lock while it calls a finder.
         if c10d is not None and hasattr(c10d, "_update_default_pg") and not self._has_found:
             self._has_found = True
             # A new list: a thread that iterates over the old one misses no finder.
@@ -121,7 +121,7 @@ class _RecorderThread:
             try:
                 self._change(pg)
             except Exception:
-                # The program must run on; only the agent knows less.
+                # The program must continue, although the agent then has no report of its collectives.
                 return
 
         vars(c10d)["_update_default_pg"] = _update_default_pg
@@ -132,7 +132,7 @@ class _RecorderThread:
             logger.addFilter(self._report_error)
 
     def _change(self, pg: object) -> None:
-        # A process that the program forked has another one's link.
+        # A process that the program forked has its parent's link.
         if os.getpid() != self._pid:
             return
         if self._end is not None:
@@ -185,7 +185,7 @@ def _respond(end: Any, dumps: list[Any]) -> None:
     import _signal  # type: ignore[import-not-found]
 
     try:
-        # Signals are the program's.
+        # The program's own threads handle signals.
         _signal.pthread_sigmask(_signal.SIG_BLOCK, _signal.valid_signals())
         while query := end.recv(_QUERY_BYTES_MAX):
             if query == b"n":

@@ -31,7 +31,7 @@ _DEFAULT = ("torch", "elaunch")
 # By these variables an OpenMP runtime binds the process that loads it (GNU's) or that first uses it (Intel's).
 _BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "KMP_HW_SUBSET")
 
-# Of characters: it goes into one packet, and into one line of the log.
+# In characters: the reason goes into one packet, and into one line of the log.
 _REASON_MAX = 2000
 
 AtExit = tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]
@@ -39,7 +39,7 @@ AtExit = tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Preloaded:
-    """What the imports changed.
+    """The changes that the imports made.
 
     `hidden` are the modules that a program is not to see before it imports one of them. With them come `filters` of
     warnings, calls at exit (`at_exit`), and the variables that the imports of packages set or removed (`sets`).
@@ -69,7 +69,7 @@ def preload(boot: Boot, loaded_at_start: Collection[str], cpus: Collection[int])
     `loaded_at_start` are the modules of a bare interpreter, `cpus` those that this process could use before.
     """
     names = list(_names(boot))
-    # Packages of the short list also if another one imported them: each worker sets its rank in them.
+    # Packages of the short list count even if another one imported them: each worker sets its rank in them.
     packages = {_top(name) for name in names} - sys.stdlib_module_names | {"torch", "numpy"} | PACKAGES
     looked_up, at_exit = set[str](), list[AtExit]()
     with _recorded(looked_up, at_exit, ()):
@@ -132,7 +132,7 @@ def _import(name: str) -> None:
     try:
         importlib.import_module(module)
         if wanted:
-            # The name may be of another version. In a package with lazy imports the lookup imports the modules.
+            # This version may lack the name. In a package with lazy imports the lookup imports the modules.
             with suppress(AttributeError):
                 getattr(sys.modules[module], wanted)
     except (Exception, SystemExit) as error:
@@ -148,7 +148,7 @@ def _changes(first: Mapping[str, str], second: Mapping[str, str]) -> dict[str, s
 def _recorded(looked_up: set[str], at_exit: list[AtExit], packages: Collection[str]) -> Iterator[None]:
     """Record which variables are looked up by name in os.environ, and what `packages` register for Python's exit.
 
-    That is not registered yet: the program may never import them.
+    Those calls are not registered yet: the program may never import the packages.
     """
     environ: Any = type(os.environ)
     lookup, register = environ.__getitem__, atexit.register
@@ -212,7 +212,7 @@ def open_files() -> dict[int, str]:
     """This process's open descriptors and what they refer to."""
     files: dict[int, str] = {}
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
-        # The descriptor that listed the folder is closed by now.
+        # The descriptor that listed the folder has been closed.
         with suppress(OSError):
             files[int(name)] = os.readlink(f"/proc/self/fd/{name}")  # noqa: PTH115
     return files

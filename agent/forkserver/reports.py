@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 LINK_FD = 3
-# What stands in the file for crashes before the byte that is the program's exit code.
+# The marker in the crash file before the byte that is the program's exit code.
 EXIT_CODE = b"\nexit code: "
 # glibc's _IONBF.
 _UNBUFFERED = 2
@@ -33,7 +33,7 @@ NEEDED = (
 
 
 def prepare_fresh(loaded_at_start: Collection[str], prepare_collectives: Callable[[None], None]) -> None:
-    """In a worker that is a fresh interpreter: undo what made it run this, have it report, and customise it.
+    """In a worker that is a fresh interpreter: undo the hook, start its reports, and run the user's sitecustomize.
 
     The program then finds what it would find without elaunch, but for a few modules of the standard library that are
     imported already, and for what docs/fidelity.md lists. `prepare_collectives` is `collectives.prepare`.
@@ -54,7 +54,7 @@ def prepare_fresh(loaded_at_start: Collection[str], prepare_collectives: Callabl
             report_exit(int(crash_fd))
         prepare_collectives(None)
     except Exception:
-        # The program runs all the same; only the report of its exit has less in it.
+        # The program runs all the same; only the report of its exit is incomplete.
         pass
     for name in [name for name in sys.modules if name not in loaded_at_start and name.startswith("elaunch")]:
         del sys.modules[name]
@@ -63,10 +63,10 @@ def prepare_fresh(loaded_at_start: Collection[str], prepare_collectives: Callabl
 
 
 def report_crash(fd: int) -> None:
-    """Have the stack written to `fd` at SIGSEGV, SIGBUS, SIGFPE, SIGILL and SIGABRT; the signal then has its effect.
+    """Write the stack to `fd` at SIGSEGV, SIGBUS, SIGFPE, SIGILL and SIGABRT; the signal then has its effect.
 
-    If the user has enabled faulthandler (PYTHONFAULTHANDLER, -X), it goes on writing to stderr. Nothing is done if `fd`
-    is negative.
+    If the user has enabled faulthandler (PYTHONFAULTHANDLER, -X), it continues to write to stderr. With a negative
+    `fd` it does nothing.
     """
     if fd < 0:
         return
@@ -78,7 +78,7 @@ def report_crash(fd: int) -> None:
 def report_exit(crash_fd: int) -> int:
     """Send a report when the program has ended, before Python joins its threads. Returns the link, for `send`.
 
-    The exit code goes to `crash_fd` (-1: nowhere), the file for crashes.
+    The exit code goes to `crash_fd` (-1: nowhere), the crash file.
     """
     # Imported here: a fresh worker beside whose program is a module of such a name does not call this.
     import threading
@@ -110,7 +110,7 @@ def report_exit(crash_fd: int) -> int:
 
 def _report(link: int) -> None:
     error = fatal()
-    # An import may run code by eval, after which Python has forgotten that it is to die of SIGINT (exit_sigint).
+    # An import may run code by eval, which clears Python's flag to exit by SIGINT (exit_sigint).
     if error is not None and ("traceback" in sys.modules or not isinstance(error, KeyboardInterrupt)):
         _record(error)
     message = {"event": "ended", "raised": error is not None, "reached_store": _reached_store()}
@@ -118,9 +118,9 @@ def _report(link: int) -> None:
 
 
 def _record_exit_code(crash_fd: int) -> None:
-    """Have C write the exit code there, as a byte, when Python is done: a library's destructor may abort after that.
+    """Make C write the exit code there, as a byte, when Python is done: a library's destructor may abort after that.
 
-    With torch, ctypes is there; a program without it has few libraries.
+    torch imports ctypes; a program without ctypes has few libraries.
     """
     if ctypes := sys.modules.get("ctypes"):
         libc: Any = ctypes.CDLL(None)

@@ -5,8 +5,8 @@ itself sets up a worker (command line, options, flags, `sys.path`) and what its 
 (`__main__`, its stack, tracebacks, exit codes).
 
 `client.ForkServer` starts it with the environment that the workers will have. It imports, checks itself once, and then
-forks. If workers forked from it would differ from fresh interpreters, it starts again without imports, and forks a
-small process for each worker, which execs a fresh interpreter. It is the workers' parent, which reaps them.
+forks. If workers forked from it would differ from fresh interpreters, it starts again with torch alone, or without any
+import: then a small process for each worker execs a fresh interpreter. As the workers' parent it reaps them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _FROM_PROGRAMS = frozenset(
 _GROUP_POLL_S = 0.02
 # A scheduler signals the processes of a step one after the other, and each node on its own.
 _NOTICE_S = 1.0
-# One that waits for a disk exits later.
+# A killed process that waits for a disk exits later.
 _KILLED_S = 1.0
 
 # A generation, and a local rank or "store".
@@ -128,7 +128,7 @@ def _start_again(
         left_out=(*boot.left_out, *left_out),
         mask=tuple(mask),
     )
-    # What a module has left open would be blamed on the modules that the next process imports.
+    # Otherwise a file that a module left open would be blamed on the modules that the next process imports.
     for fd in open_files().keys() - {0, 1, 2}:
         os.set_inheritable(fd, fd == boot.control_fd)
     command, environment = boot.command(environment, boot.memfd())
@@ -151,9 +151,9 @@ class Server:
         self._selector = selectors.DefaultSelector()
 
     def serve(self) -> Order:
-        """Carry out the agent's orders until it exits, then exit. Returns only in a child, with the order that made it.
+        """Carry out the agent's orders until it exits, then exit. Returns in a child, with the order that made it.
 
-        In this process it returns with the order "stay", which comes when the job is over.
+        In this process it returns only with the order "stay", which comes after the job.
         """
         self._report({"event": "ready", "reason": self._boot.fallback, "left_out": self._boot.left_out})
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -166,7 +166,7 @@ class Server:
                 return order
 
     def _turn(self) -> Order | None:
-        """Wait for something to do, and do it. Returns an order in a forked process only."""
+        """Wait for something to do, and do it. Returns the order in a forked process, and "stay" in this one."""
         ready = {key.fd for key, _ in self._selector.select(_GROUP_POLL_S if self._children.waits_for_groups else None)}
         if self._wake_r in ready:
             os.read(self._wake_r, 4096)
@@ -218,7 +218,7 @@ class Server:
             self._notices.add(found.si_signo)
 
     def _reaches_all(self, signum: int) -> bool:
-        """Whether a scheduler signals all processes, so that the workers have its notice or get it at once.
+        """Whether a scheduler signals all processes, so that the workers have its notice or get it soon.
 
         The agent may be signalled first, or get the notice from another node: wait for the signal to this process.
         """
@@ -304,7 +304,7 @@ class Children:
         elif group:
             self._signalled.update(living)
         for pid in living:
-            # A child that has not come to its setsid has no group yet.
+            # A child that has not called setsid has no group yet.
             if not group or not _signal_group(pid, signum):
                 with suppress(PermissionError):
                     os.kill(pid, signum)
@@ -339,6 +339,6 @@ def _signal_group(leader: int, signum: int) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        # It is all another user's (sudo).
+        # All of its processes are another user's (sudo).
         return True
     return True

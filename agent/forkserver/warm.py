@@ -1,7 +1,7 @@
-"""The warm fork server: it stays after its job, to be the fork server of the next run of the same program.
+"""The warm fork server: it outlives its job, and serves the next run of the same program.
 
-Only a run whose own fork server would be the same from its start may use it: see `_unfit`. At the first run that does
-not fit it exits, and the fork server of that run may stay in its place.
+Only a run whose own fork server would be identical may use it: see `_unfit`. It exits at the first run that does not
+fit, whose fork server may stay in its place.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from elaunch.agent.linux import credentials, outlive_parent, set_command_line, s
 _REQUEST_S = 2.0
 _BACKLOG = 64
 _POLL_S = 30.0
-# The kernel's stamps of files lag behind its clock by a tick, and a few modules were imported earlier.
+# File timestamps lag behind the kernel's clock by a tick, and a few modules were imported earlier.
 _MARGIN_NS = 100_000_000
-# What installers add to a folder of packages.
+# Entries by which installers record packages.
 _RECORDS = (".dist-info", ".egg-info", ".egg-link", ".pth")
 # Variables that may differ: the shell's own, those that each worker gets, and those that are read when they are used.
 _FREE = RANK_VARIABLES | {VARIABLE, "_", "OLDPWD", "PWD", "SHLVL", "CUDA_VISIBLE_DEVICES"}
@@ -74,10 +74,10 @@ class Imports:
         return ""
 
     def _state(self, path: str) -> tuple[int, ...] | list[str] | None:
-        """Of a folder, the entries that count for the imports; of a file, its stamps, the last of them its ctime."""
+        """Of a folder, the entries that affect imports; of a file, its mtime, size, inode and ctime."""
         with suppress(OSError, ValueError):
             if os.path.isdir(path):  # noqa: PTH112
-                # Not its time: editors and Python's caches change that.
+                # Not its mtime: editors and Python's caches change that.
                 entries = os.listdir(path)  # noqa: PTH208
                 return sorted(e for e in entries if e.endswith(_RECORDS) or e.partition(".")[0] in self._names)
             status = os.stat(path)  # noqa: PTH116
@@ -104,7 +104,7 @@ class WarmServer:
             for fd in (0, 1, 2):
                 os.dup2(null, fd)
             os.close(null)
-            # The job's guardian kills what has the marker.
+            # Else the job's guardian kills this process.
             _mark("-" * len(dict(self._boot.environment)[VARIABLE]))
             set_command_line(("elaunch: warm fork server",), PROCESS_NAME)
             # The OOM killer's first choice.
@@ -157,7 +157,7 @@ class WarmServer:
                 if len(fds) == 3:
                     job = Boot.read(fds[0])
                     if why := self._unfit(job):
-                        # The next run will be like that one, and fit as little.
+                        # The next run will be the same, and not fit either.
                         wire.send(connection, {"event": "cold", "why": why})
                         self._exit()
                     try:

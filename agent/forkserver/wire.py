@@ -1,4 +1,4 @@
-"""What passes between the agent and its fork server: the first message, and packets with file descriptors."""
+"""The agent's protocol with its fork server: the first message, and packets with file descriptors."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from elaunch.agent.linux import memory_file
 from elaunch.rendezvous.codec import decode, encode
 from elaunch.rendezvous.types import Program
 
-# By this variable and by this folder on PYTHONPATH an interpreter runs elaunch's sitecustomize.
+# This variable, and this folder on PYTHONPATH, make an interpreter run elaunch's sitecustomize.
 BOOT_VARIABLE = "ELAUNCH_BOOT"
 HOOK_DIR = str(Path(__file__).with_name("hook"))
-# The name of a fork server that stays, as `ps -o comm` shows it.
+# The name of a warm fork server, as `ps -o comm` shows it.
 PROCESS_NAME = "elaunch-warm"
-# The name of one that a job has.
+# The name of a job's fork server.
 SERVER_NAME = "elaunch-fork"
 _PACKET_BYTES_MAX = 128 << 10
 _FDS_MAX = 8
@@ -31,11 +31,11 @@ class Boot:
     """The agent's first message to its fork server.
 
     `preload` names the modules to import. None means that each worker execs a fresh interpreter; `fallback` is then the
-    reason, unless the user asked for it. `left_out` has sentences on what of `preload` workers import themselves, for
-    the log. `packages` are what else the program's text imports (`ProgramText.packages`). `pythonpath` is the user's
+    reason, unless the user asked for it. `left_out` has log lines about modules of `preload` that workers import
+    themselves. `packages` are other imports of the program's text (`ProgramText.packages`). `pythonpath` is the user's
     PYTHONPATH. `ignored` are signals that workers ignore from their start. `mask` is set in a fork server that has
     started again: the signals that were blocked when the agent started it. `facts` and `environment` are set if the
-    fork server may stay for later runs (see warm.py): what must be equal in these, as names and values.
+    fork server may stay for later runs (see warm.py): the names and values that must be equal in these.
     """
 
     agent_pid: int
@@ -96,7 +96,7 @@ def _bare_command(boot_fd: int) -> list[str]:
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
-    """Two connected sockets that keep packets whole."""
+    """Two connected sockets with packet boundaries."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 

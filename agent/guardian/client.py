@@ -48,7 +48,7 @@ class GuardianClient:
             # Without the user's environment: the guardian must have neither its PYTHON* variables nor its markers.
             process = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-B", guardian.__file__, self._job.text()],
-                # Every user sees the arguments of a process, and could make these folders first.
+                # Every user can read the arguments of a process, and could create these folders first.
                 env={"PATH": os.environ.get("PATH", os.defpath), RUN_DIRS: json.dumps(self._run_dirs)},
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
@@ -65,8 +65,8 @@ class GuardianClient:
     def note(self, **facts: object) -> None:
         """Note facts for the guardian's report of a killed agent.
 
-        `pid`, `host`, `form` of lines, `timeline`, `generation` and its `workers`. An agent that notes `is_over` shuts
-        down in order.
+        `pid`, `host`, `form` of lines, `timeline`, `generation` and its `workers`. An agent that notes `is_over` exits
+        normally.
         """
         self._notes |= facts
         # The agent's loop notices a killed guardian by `fileno`.

@@ -6,9 +6,9 @@ hold the marker too: `sbatch`, `at` and `systemd-run` copy the environment. Such
 job of the scheduler, or in another cgroup.
 
 Run as `python -I -S -B guardian.py PROCESSES` this file is the guardian, a process that outlives the agent for a
-moment: when its stdin ends, because the agent closed it or died, it ends all these processes and removes the run
+moment: when its stdin ends, because the agent closed it or died, it kills all these processes and removes the run
 directories. Before that, it removes the run directories of agents that were killed together with their guardians. An
-agent that ends in order reports so; after any other end the guardian writes a line to stderr, and an event to the
+agent that exits normally reports it; after any other exit the guardian writes a line to stderr, and an event to the
 timeline. This file imports only the standard library, so that the guardian is small and starts without the package.
 """
 
@@ -40,7 +40,7 @@ JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "COBAL
 _ID_BYTES_MAX = 256
 # The names of the two cgroup hierarchies in /proc/PID/cgroup.
 _UNIFIED, _SYSTEMD = "", "name=systemd"
-# A process in an uninterruptible sleep cannot be ended. The sweep waits for it no longer than this.
+# A process in an uninterruptible sleep cannot be killed. The sweep waits for it no longer than this.
 SWEEP_S_MAX = 5.0
 # Helper processes of Python's multiprocessing and of torch. They remove what dead processes have left in /dev/shm, and
 # have this long for that when all others have exited.
@@ -50,7 +50,7 @@ CLEANERS_S = 1.0
 # id, since on a disk that hosts share one host may not see another host's locks.
 RUN_DIR = re.compile(r"elaunch_[0-9a-f]{16}(_memory|_socket)?")
 CLAIM = ".agent"
-# Where agents' sockets are: all processes of a host find these folders, whatever their TMPDIR is.
+# The folders of agents' sockets: all processes of a host find them, whatever their TMPDIR is.
 SOCKET_FOLDERS = ("/tmp", "/dev/shm", "/var/tmp")
 # The last line waits no longer than this for a stderr that is full.
 _LAST_LINE_S = 1.0
@@ -77,7 +77,7 @@ class JobProcesses:
 
     @classmethod
     def read(cls, text: str) -> JobProcesses:
-        """Parse what `text()` has written."""
+        """Parse the result of `text()`."""
         return cls(*json.loads(text))
 
     def text(self) -> str:
@@ -94,7 +94,7 @@ class JobProcesses:
         marker = self.marker.encode()
         if marker not in environment:
             return False
-        # If a name is there twice, the first one counts.
+        # If a name occurs twice, the first one counts.
         variables = dict(entry.partition(b"=")[::2] for entry in reversed(environment.split(b"\0")))
         if marker not in variables.get(VARIABLE.encode(), b""):
             return False
@@ -170,10 +170,10 @@ def _namespace_of(pid: int | str) -> str:
 
 
 def clean_up(processes: JobProcesses, run_dirs: Iterable[str]) -> None:
-    """End a job's processes, and remove those of its run directories that exist."""
+    """Kill a job's processes, and remove those of its run directories that exist."""
     sweep(processes)
     for run_dir in run_dirs:
-        # In a place that others can write to. A link is not followed.
+        # Others may write to its parent folder. A link is not followed.
         with suppress(OSError):
             if os.lstat(run_dir).st_uid == os.geteuid():
                 rmtree(run_dir, ignore_errors=True)
@@ -182,7 +182,7 @@ def clean_up(processes: JobProcesses, run_dirs: Iterable[str]) -> None:
 def sweep(processes: JobProcesses, spare: Collection[int] = (), meanwhile: Callable[[], None] = lambda: None) -> int:
     """SIGKILL all of `processes` but those in `spare`, until none is left. Returns how many were ended.
 
-    Helpers that clean up after other processes (`CLEANERS`) are killed only if they are there CLEANERS_S after the
+    Helpers that clean up after other processes (`CLEANERS`) are killed only if they still run CLEANERS_S after the
     others. `meanwhile` is called repeatedly while there is something to wait for.
     """
     ended: set[int] = set()
@@ -224,7 +224,7 @@ def _kill(pid: int, processes: JobProcesses) -> bool:
     with suppress(OSError, AttributeError):
         pidfd = os.pidfd_open(pid)
     try:
-        # The pid may be another process's since it was listed. The pidfd stands for one process: check that one.
+        # The pid may have been reused since it was listed. The pidfd refers to one process: check that one.
         if not processes.has(pid):
             return False
         try:
@@ -243,7 +243,7 @@ def _kill(pid: int, processes: JobProcesses) -> bool:
 
 
 def boot_id() -> bytes:
-    """The host's boot id, which is the same in all its containers until the host starts again."""
+    """The host's boot id, which is the same in all its containers until the host reboots."""
     return Path("/proc/sys/kernel/random/boot_id").read_bytes()
 
 
@@ -293,7 +293,7 @@ def _empty(folder: Path) -> None:
 
 
 def _report_death(notes: Mapping[str, Any]) -> None:
-    """Report the end of an agent that did not end in order. `notes` are its facts: see `GuardianClient.note`."""
+    """Report an agent that did not exit normally. `notes` are its facts: see `GuardianClient.note`."""
     pid, host, generation, count = notes["pid"], notes["host"], notes.get("generation", -1), notes.get("workers", 0)
     when = f"in generation {generation}" if generation >= 0 else "before its workers ran"
     ended = f"; its {count} workers there were ended" if count > 1 else "; its worker there was ended" * count
@@ -325,7 +325,7 @@ def _append(path: str, _: int) -> int:
 
 def main() -> None:
     """Wait for the agent's end, then clean up."""
-    # A scheduler signals all of a job's processes. The guardian ends only when its work is done.
+    # A scheduler signals all of a job's processes. The guardian exits only when its work is done.
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_IGN)
     processes, run_dirs = JobProcesses.read(sys.argv[1]), json.loads(os.environ[RUN_DIRS])

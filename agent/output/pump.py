@@ -23,14 +23,14 @@ from elaunch.agent.own_lines import OwnLines, is_one_terminal
 _READ_BYTES = 256 << 10
 _LEVELS = get_args(Level)
 
-# Gets the end of each stderr by local rank.
+# Called with the stderr tails by local rank.
 Drained = Callable[[dict[int, str]], None]
 
 
 class Pump:
     """Moves all streams of one agent, and the agent's own log lines, so that their order is kept.
 
-    `lines` is the form of the latter; those below `least` are left out. `stdout` and `stderr` are shared with the
+    `lines` formats the latter; those below `least` are left out. `stdout` and `stderr` are shared with the
     streams. Call `start` once; `close` waits until everything is written.
     """
 
@@ -59,7 +59,7 @@ class Pump:
         self._thread.start()
 
     def when_stdout_closed(self, do: Callable[[], None]) -> None:
-        """Call `do` if stdout is a pipe and its reader is gone; at once, if that is so already. In any thread."""
+        """Call `do`, in any thread, when stdout is a pipe and its reader is gone; immediately if it already is."""
         self._when_closed = do
         if self._is_closed.is_set():
             do()
@@ -70,7 +70,7 @@ class Pump:
             self._is_closed.set()
             self._when_closed()
         else:
-            self.log(f"stdout cannot be written ({error.strerror}); training goes on without it", "warning")
+            self.log(f"stdout cannot be written ({error.strerror}); training continues without it", "warning")
 
     def log(self, line: str, level: Level = "info") -> None:
         """Write one line of the agent's own to stderr."""
@@ -86,7 +86,7 @@ class Pump:
         self.do(lambda: self.stderr.write(data, None))
 
     def add(self, stream: WorkerStream) -> None:
-        """Move what comes through `stream` from now on."""
+        """Route the output of `stream` from now on."""
         self.do(lambda: self._add(stream))
 
     def drain(self, generation: int, drained: Drained) -> None:

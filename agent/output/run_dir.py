@@ -29,7 +29,7 @@ LOGS_MODE = 0o750
 class Places(NamedTuple):
     """Where a run's folders may be made, in this order: `private` files, the workers' `memory`, the agent's `socket`.
 
-    Each kind has a random name of its own: who sees one folder cannot create the others before the run does.
+    Each kind has a random name of its own: a user who sees one folder cannot create the others before the run does.
     """
 
     private: tuple[str, ...]
@@ -74,13 +74,13 @@ class RunDir:
     def __init__(
         self, log_dir: Path | None, run_id: str, warn: Callable[[str], None], places: Places | None = None
     ) -> None:
-        """Of each kind of `places` (else of new ones) the first that works is used.
+        """Use the first of each kind of `places` (else of new ones) that works.
 
         Raises OSError if `log_dir` cannot be written: the user must not learn at the end that there are no log files.
         """
         self._warn = warn
         self._places = places or new_places()
-        # Whether something that belongs into these folders could not be written.
+        # Whether something that belongs in these folders could not be written.
         self.is_incomplete = False
         self.memory: Path | None = None
         self.memory_trouble = ""
@@ -105,15 +105,15 @@ class RunDir:
     def make_memory(self) -> None:
         """Before workers start: make `memory` if there is none yet, or if it was removed.
 
-        systemd-logind does that when its user's last session ends (RemoveIPC). Not while workers run: those that keep
-        nothing since the removal would save a state there that lacks a part.
+        systemd-logind does that when its user's last session ends (RemoveIPC). Call it only before workers start: those
+        that run would save a state there that lacks what was removed.
         """
         removed = ""
         if self.memory:
             if _is_own(self.memory):
                 return
             removed = (
-                f"{self.memory} was removed while workers ran; it is made again and empty, so training goes on from a"
+                f"{self.memory} was removed while workers ran; it is made again and empty, so training continues from a"
                 " copy on another node, else from the last checkpoint (if it was systemd-logind, at a logout: loginctl"
                 " enable-linger keeps it)"
             )
@@ -164,7 +164,7 @@ class RunDir:
 
 
 def _point_to(logs: Path) -> None:
-    """Let the link `latest` beside a run's folder point to it. Of several starts at once one wins.
+    """Point the link `latest` beside a run's folder to it. If several runs start at once, one wins.
 
     A file system without symbolic links gets none. A `latest` that is no link is the user's, and is left alone.
     """
@@ -187,7 +187,7 @@ def _make_private(place: str) -> Path:
 
 
 def _is_own(folder: Path) -> bool:
-    """Whether the private folder is there. Where one was removed, another user could put his own."""
+    """Whether the private folder is there. Where one was removed, another user could create their own."""
     try:
         found = folder.lstat()
     except OSError:
@@ -230,8 +230,8 @@ def _make_memory(places: tuple[str, ...]) -> tuple[Path | None, str]:
 class Timeline:
     """`timeline.jsonl` in `folder`; without a folder nothing is written.
 
-    `later` runs the writing in another thread: a slow disk must not hold the agent's loop. `warn` is called for a disk
-    error, after which no more is written. `count`, if set, gets each event too, with its fields and its time on the
+    `later` runs the writing in another thread: a slow disk must not block the agent's loop. `warn` is called for a disk
+    error, after which no more is written. `count`, if set, is called with each event, its fields and its time on the
     monotonic clock.
     """
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from elaunch.agent.own_lines import can_move_cursor
 
 TAIL_BYTES_MAX = 64 << 10
-# A person waits for a prompt, but a line is to stay whole, also where its writer has to wait for a CPU: `print(a, b)`
+# A person waits for a prompt, but a line is kept whole, even where its writer has to wait for a CPU: `print(a, b)`
 # of an unbuffered worker is four writes, and the line of another rank between two of them ends it.
 PARTIAL_LINE_WAIT_S = 0.5
 _HIDE_CURSOR, _SHOW_CURSOR = b"\x1b[?25l", b"\x1b[?25h"
@@ -32,11 +32,11 @@ LINE_BYTES_MAX = 1 << 20
 MODE = 0o640
 
 _TRACEBACK = b"Traceback (most recent call last):"
-# A traceback comes in one go. If its exception is no lost peer, it is shown after this time.
+# A traceback comes in one go. If its exception is not of a lost peer, it is shown after this time.
 _JUDGE_S = 0.1
 # On a busy host the lines of one traceback may come this far apart.
 _WHOLE_S = 1.0
-# A rank that lost its peer ends within this time. If it does not, its program goes on, and so does its output.
+# A rank that lost its peer exits within this time. If it does not, its program continues, and so does its output.
 _EXIT_S = 5.0
 _HELD_BYTES_MAX = 256 << 10
 # torch.distributed puts the rank before each line.
@@ -61,7 +61,7 @@ class Console:
     def write(self, data: bytes, writer: WorkerStream | None, prefix: bytes = b"") -> None:
         """Write `data`, each line with `prefix` (see `prefixed`).
 
-        An open line of `writer` goes on, one of another writer is ended.
+        An open line of `writer` continues; one of another writer is ended.
         """
         if not data or self._fd < 0:
             return
@@ -114,7 +114,7 @@ class LogFile:
         self._fd = -1
 
     def _give_up(self, error: OSError) -> None:
-        self._warn(f"{self._path} cannot be written ({error.strerror}); training goes on without this log file")
+        self._warn(f"{self._path} cannot be written ({error.strerror}); training continues without this log file")
 
 
 class LineSplitter:
@@ -150,13 +150,13 @@ class LineSplitter:
 
 
 class ShownTracebacks:
-    """The tracebacks that the console has got. One that is equal, of another rank or generation, becomes a line."""
+    """The tracebacks that the console has shown. An equal one of another rank or generation becomes one line."""
 
     def __init__(self) -> None:
         self._shown: dict[bytes, tuple[int, int]] = {}
 
     def once(self, traceback: bytes, generation: int, rank: int) -> bytes:
-        """The form of this rank's traceback that the console gets."""
+        """What the console shows of this rank's traceback."""
         while len(self._shown) >= _SHOWN_MAX:
             del self._shown[next(iter(self._shown))]
         before, other = self._shown.setdefault(_RANK_PREFIX.sub(b"", traceback), (generation, rank))
@@ -170,7 +170,7 @@ class TracebackFold:
     """One worker's stderr on its way to the console.
 
     `judge(text)` is whether the tracebacks in `text` add nothing; None while the last is not complete. `once(text)` is
-    the form in which the console gets what was held. `due_s` is when `flush` is due, on the clock of `now_s`; None if
+    the held text in the form that the console shows. `due_s` is when `flush` is due, on the clock of `now_s`; None if
     nothing is held.
     """
 
@@ -182,7 +182,7 @@ class TracebackFold:
         self._since_s = 0.0
 
     def take(self, data: bytes, now_s: float) -> bytes:
-        """What of `data` can be shown now."""
+        """The part of `data` to show now."""
         shown = b""
         if not self._held:
             begin = data.find(_TRACEBACK)
@@ -195,7 +195,7 @@ class TracebackFold:
         return shown + self._release() if len(self._held) > _HELD_BYTES_MAX else shown
 
     def flush(self, now_s: float) -> bytes:
-        """What is shown now that `due_s` has passed."""
+        """The part to show now that `due_s` has passed."""
         adds_nothing = self._judge(self._held.decode(errors="replace"))
         wait_s = {None: _WHOLE_S, True: _EXIT_S, False: 0.0}[adds_nothing]
         if now_s >= self._since_s + wait_s:
@@ -204,7 +204,7 @@ class TracebackFold:
         return b""
 
     def end(self) -> bytes:
-        """What is shown of the rest: the worker has ended."""
+        """The part of the rest to show, since the worker has exited."""
         if self._held and self._judge(self._held.decode(errors="replace")):
             self._held = b""
         return self._release()
@@ -221,7 +221,7 @@ class WorkerStream:
     `fd` is the pipe's reading end, which does not block. This object closes it and the files. With `keep_tail` the end
     of what was written is kept. With `file_first` the console gets only what the file does not take. Lines with one of
     `needles` are also copied to `needle_file`. With `whole_lines` partial lines are held back, since other workers
-    write to the console too. `fold` holds back tracebacks on the console, `frame` makes the console's form of lines.
+    write to the console too. `fold` holds back tracebacks on the console, `frame` formats lines for the console.
     """
 
     fd: int
@@ -268,7 +268,7 @@ class WorkerStream:
         self._partial_at_s = (due_s or now_s + PARTIAL_LINE_WAIT_S) if self._splitter.pending else None
 
     def flush(self, now_s: float) -> None:
-        """Give out what has been held back long enough: a partial line, a traceback."""
+        """Write what has been held back long enough: a partial line, a traceback."""
         if self._partial_at_s is not None and now_s >= self._partial_at_s:
             self._partial_at_s = None
             self._pass(self._splitter.rest(), now_s)
@@ -289,7 +289,7 @@ class WorkerStream:
                 file.close()
 
     def _pass(self, data: bytes, now_s: float) -> None:
-        """Copy `data` to its places; the console gets it later if it is held back."""
+        """Copy `data` to its destinations; the console gets it later if it is held back."""
         self._copy_needles(data)
         self._show_on_console(self.fold.take(data, now_s) if self.fold else data)
 

@@ -79,7 +79,7 @@ class EventHook:
 
     def _run(self, event: Mapping[str, Any], limit_s: float) -> str:
         """Run the command. Returns what went wrong, if anything. Raises OSError if it cannot be started."""
-        # Files, not pipes: this thread must not wait for a command that does not read, nor for what it leaves behind.
+        # Files, not pipes: this thread must not wait for a command that does not read, nor for its orphans.
         stdin, output = memory_file("event", f"{json.dumps(event)}\n"), os.memfd_create("output", os.MFD_CLOEXEC)
         try:
             process = subprocess.Popen(

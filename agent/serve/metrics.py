@@ -26,7 +26,7 @@ Family = CounterMetricFamily | GaugeMetricFamily
 # is closed when another one comes.
 _REQUESTS_MAX = 8
 _REQUEST_S_MAX = 10.0
-# What a second of this node's life was used for.
+# The uses of this node's time.
 TIME_USES = ("productive", "starting", "stopping", "waiting")
 
 
@@ -36,7 +36,7 @@ class RunCounters:
     `last_failure` is the last one's wall clock (s) and kind, None without one.
 
     Time is productive while workers run. Once a program has reported a step, the time before the first step of each
-    later generation is that of a start.
+    later generation counts as starting.
     """
 
     def __init__(self, now_s: float) -> None:
@@ -50,7 +50,7 @@ class RunCounters:
         self._newest_step = -1
 
     def count(self, event: str, fields: Mapping[str, Any], now_s: float) -> None:
-        """An event with its own fields, as on the timeline."""
+        """Count an event; fields as on the timeline."""
         with self._lock:
             match event:
                 case "sealed":
@@ -90,7 +90,7 @@ class RunCounters:
 
 @dataclass(frozen=True)
 class NodeState:
-    """What one scrape reads. `steps` are the newest steps by rank; `started_at` is the wall clock (s)."""
+    """The data of one scrape. `steps` are the newest steps by rank; `started_at` is the wall clock (s)."""
 
     agent: Agent
     counters: RunCounters
@@ -113,7 +113,7 @@ class NodeCollector(Collector):
         def made(
             kind: type[Family], name: str, help: str, values: float | Mapping[str, float], label: str = ""
         ) -> Family:
-            """One metric; with a `label`, `values` are by its value."""
+            """One metric; with a `label`, `values` is keyed by it."""
             by_label = values if isinstance(values, Mapping) else {"": values}
             family = kind(name, help, labels=["run_id", "node", label] if label else ["run_id", "node"])
             for of, value in by_label.items():
@@ -167,7 +167,7 @@ class _Handler(WSGIRequestHandler):
     timeout = _REQUEST_S_MAX
 
     def log_message(self, *_: Any) -> None:
-        """The log is the job's."""
+        """Do not log scrapes."""
 
 
 class _MetricsServer(ThreadingWSGIServer):
@@ -187,7 +187,7 @@ class _MetricsServer(ThreadingWSGIServer):
             if len(self._open) >= _REQUESTS_MAX:
                 oldest = next(iter(self._open))
                 del self._open[oldest]
-                # Its thread, which waits for it, ends.
+                # Its thread, which waits for it, exits.
                 with suppress(OSError):
                     oldest.shutdown(socket.SHUT_RDWR)
             self._open[request] = None
@@ -201,7 +201,7 @@ class _MetricsServer(ThreadingWSGIServer):
                 self._open.pop(request, None)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A scraper that disconnects is no event."""
+        """Ignore scrapers that disconnect."""
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -211,13 +211,13 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def url(listener: socket.socket) -> str:
-    """Where the metrics are."""
+    """The metrics' URL."""
     host, port = listener.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/metrics"
 
 
 def serve(listener: socket.socket, read: Callable[[], NodeState]) -> None:
-    """Answer scrapes until this process exits, in a thread that only wakes for a request."""
+    """Serve scrapes until this process exits, in a thread that only wakes for a request."""
     registry = CollectorRegistry()
     registry.register(NodeCollector(read))
     server = _MetricsServer(listener)

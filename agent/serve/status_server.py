@@ -1,7 +1,7 @@
 """Answers queries about this node and orders to the job: on a socket for this host, and over the job's store.
 
-On the socket it is one line of JSON each way, then it closes. The agent's loop reads it, so nothing wakes up while
-no client connects. It lies in a folder that only its user can enter, and the guardian removes that folder.
+A connection carries one line of JSON each way, then it closes. The agent's loop reads it, so nothing wakes up while
+no client connects. The socket is in a folder that only its user can enter, and that the guardian removes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ VERSION = 1
 SOCKET_NAME = "agent"
 # py-spy has this long for all workers of the node.
 STACKS_S = 5.0
-# Answers to this host's processes: in a burst, and per second.
+# Responses to this host's processes: in a burst, and per second.
 LOCAL_BURST = 20
 LOCAL_PER_S = 10.0
 # A node responds to the store's queries no more often than this, however small the job is.
@@ -54,7 +54,7 @@ _LIVE = ("running", "stopped")
 
 @dataclass(frozen=True)
 class Allowance:
-    """A token bucket: `left` responses may be sent now, as it was at `at_s`."""
+    """A token bucket: at `at_s`, `left` responses could be sent."""
 
     left: float = LOCAL_BURST
     at_s: float = 0.0
@@ -78,7 +78,7 @@ class QueryQueue:
     answered_s: float = float("-inf")
 
     def after(self, query: Query | None, now_s: float, seats: int, share: float) -> QueryQueue:
-        """With what the store's key has now. `share`, between 0 and 1, is this node's place among the job's `seats`."""
+        """The queue with the store's `query`. `share` (0 to 1) is this node's place among the job's `seats`."""
         if query is None:
             return self if self.waiting is None else replace(self, waiting=None, due_s=None)
         if query.identity == self.seen:
@@ -100,16 +100,16 @@ class QueryQueue:
 
 
 class LocalRequest:
-    """One request on the socket, and the way back; `topic` is its query. Any thread may call `reply`, once."""
+    """One request on the socket, and its reply; `topic` is its query. Any thread may call `reply`, once."""
 
     def __init__(self, topic: str, connection: socket.socket) -> None:
         self.topic = topic
         self._connection = connection
 
     def reply(self, text: str) -> bool:
-        """Send one line and close; return whether the client still waits.
+        """Send one line and close; return whether the client is connected.
 
-        What the socket does not take immediately, a thread sends.
+        A thread sends what the socket does not take immediately.
         """
         data = text.encode() + b"\n"
         try:
@@ -147,7 +147,7 @@ class LocalSocket:
             _remove(folder)
 
     def close(self) -> None:
-        """Close all connections, and leave nothing behind."""
+        """Close all connections, and remove the folder."""
         for connection in [*self._waiting]:
             self._forget(connection).close()
         if self._listener:
@@ -178,7 +178,7 @@ class LocalSocket:
         except BlockingIOError:
             return
         except OSError:
-            # No descriptor is left for it. The socket would wake the loop for ever.
+            # No descriptor is left. An open socket would wake the loop for ever.
             self.close()
             return
         if credentials(connection)[1] not in (os.geteuid(), 0):
@@ -200,7 +200,7 @@ class LocalSocket:
         except OSError:
             data = b""
         self._forget(connection)
-        # A client sends its line at once.
+        # Clients send a line in one write.
         topic = _topic(data) if data.endswith(b"\n") else None
         if topic is None:
             connection.close()
@@ -235,10 +235,10 @@ def _remove(folder: Path) -> None:
 class StatusServer:
     """This node's responses. The agent's loop calls all methods.
 
-    `agent` is the agent as it is now, `seen` its workers as they are now. `offer` writes to the store what nothing
-    depends on, and calls back, in any thread, if the guards held. `locator` is how another process of this user
-    reaches the store (JSON), empty where the store is this process. `begun_s` is when the agent began, on the monotonic
-    clock. `post` takes the event of a person's order.
+    `agent` returns the agent's state, `seen` that of its workers. `offer` makes a best-effort write to the store, and
+    calls back, in any thread, if the guards held. `locator` is JSON by which another process of this user reaches the
+    store, empty where the store is in this process. `begun_s` is when the agent began, on the monotonic clock. `post`
+    takes the event of a person's order.
     """
 
     def __init__(
@@ -313,20 +313,20 @@ class StatusServer:
                     request.reply(_refusal("it takes the stacks for another query; try again in a second"))
             case Topic.STOP.value | Topic.RESTART.value:
                 event, response = order(self._agent(), Topic(request.topic))
-                # A client that waits no longer has no response, and may have done something else.
+                # A client that has disconnected got no response, and may have acted otherwise.
                 if request.reply(f'{{"version":{VERSION},"order":{encode(response)}}}') and event:
                     self._post(event)
             case "store" if self._locator:
                 request.reply(f'{{"version":{VERSION},"store":{self._locator}}}')
             case _:
-                request.reply(_refusal(f"it does not know the query {request.topic[:40]!r}"))
+                request.reply(_refusal(f"it has no query {request.topic[:40]!r}"))
 
     def _status(self, now_s: float) -> str:
         report = node_report(self._agent(), os.getpid(), now_s - self._begun_s, self._seen(now_s))
         return encode(with_usage(report))
 
     def _take_stacks(self, use: Callable[[str], object]) -> bool:
-        """Have a thread take the workers' stacks and `use` them as JSON. Returns False if another one does so now."""
+        """Have a thread take the workers' stacks and `use` them as JSON. Returns False if that cannot start now."""
         if not self._is_idle.acquire(blocking=False):
             return False
         report = node_report(self._agent(), os.getpid(), 0.0, self._seen(time.monotonic()))

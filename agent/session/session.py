@@ -1,4 +1,4 @@
-"""The agent's session with its store: a thread makes the requests, and repeats each until the store has done it.
+"""The agent's session with its store: a thread makes the requests, and retries each until it succeeds.
 
 Nothing is decided here. The store's responses become events; a request without one is retried.
 """
@@ -73,7 +73,7 @@ class Session:
         self._do(lambda: self._client.commit(txn, tag))
 
     def offer(self, txn: Txn, held: Callable[[], object] | None = None) -> None:
-        """Commit what nothing depends on, without a retry; thread-safe. If its guards held, a thread calls `held`."""
+        """Commit a best-effort write, without a retry; thread-safe. If its guards held, a thread calls `held`."""
         self._do(lambda: self._client.offer(txn, held))
 
     def renew(self) -> None:
@@ -103,7 +103,7 @@ class Session:
     def close(self, flush_s: float, outlast_s: float = 0.0) -> None:
         """Flush pending writes, for `flush_s` at the longest, revoke the lease, and close the client.
 
-        A store that ends with this agent stays for the other members, up to `outlast_s`: they have to read the outcome.
+        A store that exits with this agent stays for the other members, up to `outlast_s`: they must read the outcome.
         """
         with self._wake:
             self._is_closing = True
@@ -153,10 +153,10 @@ class Session:
 
 
 FIRST_BACKOFF_S = 0.02
-# A store that runs and does not respond in time is overloaded: all nodes of a large job come at once. An agent without
-# a lease can wait; one with a lease must be back before the lease ends.
+# A store that runs but does not respond in time is overloaded: all nodes of a large job connect at the same time.
+# An agent without a lease can wait; one with a lease must reconnect before it expires.
 SLOW_BACKOFF_MAX_S = 3.0
-# An agent that is leaving retries its last requests this often: one lost packet must not cost its peers a lease time.
+# A leaving agent retries its last requests this many times: a lost packet must not cost its peers a lease time.
 LAST_TRIES = 3
 
 
@@ -190,7 +190,7 @@ class RetryQueue:
         self._was_reached = False
         # The error of each lane whose last try failed.
         self._failing: dict[_Lane, Unavailable | Rejected] = {}
-        # Tries in a row that failed, of the queue's first request.
+        # Consecutive failed tries of the queue's first request.
         self._failed_tries = 0
         self._is_ending = False
 
@@ -260,7 +260,7 @@ class RetryQueue:
             most_s = SLOW_BACKOFF_MAX_S if is_late else self._backoff_max_s
         self._renewal_pending |= lane is _Lane.RENEWAL
         longest_s = min(most_s, max(2 * backoff_s, least_s))
-        # Many agents lose the same store at the same moment.
+        # Jitter: all agents lose the store at the same time.
         return self._uniform(longest_s / 2, longest_s)
 
     def _succeeded(self, lane: _Lane) -> None:

@@ -1,6 +1,6 @@
 """Makes an agent's requests to its store (lease, the run's lease, writes) and turns the responses into events.
 
-Nothing is decided here, and nothing waits: the session has the thread that does, and repeats what fails.
+Nothing is decided here, and nothing waits: the session's thread does, and retries failed requests.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class StoreClient:
         self._post = post
         self.view = StoreView(job_store, post, times.lease_ttl_s)
         self._lease = 0
-        # When the last request was sent to which the store responded that the lease holds.
+        # When the last successful grant or renewal was sent.
         self._renewed_s = 0.0
         # A lease of this node that the store reported as expired too soon; 0 for none.
         self._ended_early = 0
@@ -56,7 +56,7 @@ class StoreClient:
         self._is_alone = False
         self._renewal_due_s: float | None = None
         self._run_renewal_due_s = 0.0
-        # A lease for a run's keys on which the run may not stand.
+        # A lease for a run's keys that they may not be attached to.
         self._begun_for_run = 0
 
     @property
@@ -65,7 +65,7 @@ class StoreClient:
         return self._renewal_due_s
 
     def tick(self, now_s: float) -> bool:
-        """Whether it is time for a renewal of the lease: only a loop that lives keeps it."""
+        """Whether the lease is due for renewal: only a live loop keeps it."""
         # Read once: the session's thread may set it meanwhile.
         due_s = self._renewal_due_s
         if due_s is None or now_s < due_s:
@@ -91,7 +91,7 @@ class StoreClient:
     def renew(self) -> None:
         """Renew the lease; a leader now and then renews the run's lease too.
 
-        A store that takes no writes any more still does both. Once a lease time, the keys are read too: a watch can
+        A store that rejects all writes still does both. Once per lease time, the keys are read too: a watch can
         miss changes.
         """
         lease, sent_s = self._lease, self._host.now()
@@ -105,10 +105,10 @@ class StoreClient:
             self.view.repair(self._host.now)
 
     def renew_run(self) -> None:
-        """Renew the run's lease, on which stand all keys of the job that belong to no node.
+        """Renew the run's lease, the lease of the job's keys that belong to no node.
 
-        The leader does so several times in the lease's time to live, and before it goes. So the keys go by themselves
-        when the job has ended or all its agents were killed.
+        The leader does so several times per TTL, and before it exits. So the keys expire after the job has ended or
+        all its agents were killed.
         """
         lease = self._run_lease
         # The agent that granted the lease may have another `keys_ttl` than this one: the store's response counts.
@@ -126,7 +126,7 @@ class StoreClient:
                 # If the opening of a generation were dropped, no node would notice, and this node would wait for ever.
                 # If the lease has really expired, or the store has lost its history, a read shows that.
                 self.view.refresh()
-                raise Rejected(f"{error}, and the job's keys stand on it") from error
+                raise Rejected(f"{error}, and the job's keys are attached to it") from error
             if tag:
                 self._post(Committed(tag, False, 0))
             if self._lease in leases:
@@ -141,7 +141,7 @@ class StoreClient:
         self._post(Committed(tag, response.held, response.revision))
 
     def offer(self, txn: Txn, held: Callable[[], object] | None) -> None:
-        """Commit what nothing depends on, without a retry if the store is unreachable or refuses it.
+        """Commit a best-effort write, without a retry if the store is unreachable or refuses it.
 
         `held` is called if the guards held.
         """
@@ -150,7 +150,7 @@ class StoreClient:
                 held()
 
     def give_back(self) -> None:
-        """End this node's lease, and with it its keys. The leader renews the run's lease for the last time."""
+        """Revoke this node's lease, which deletes its keys. The leader renews the run's lease for the last time."""
         self._end_former_life()
         if self._lease:
             self._store.revoke(self._lease)
@@ -160,17 +160,17 @@ class StoreClient:
             self.renew_run()
 
     def has_others(self) -> bool:
-        """Whether the job has a member still."""
+        """Whether the job still has members."""
         return bool(self._store.read(self._keys.members).entries)
 
     def _end_former_life(self) -> None:
-        """Revoke the lease that expired too soon, as the store reported: it may hold, with the key of an old name."""
+        """Revoke a lease that the store reported as expired too soon: it may still hold the key of an old name."""
         if self._ended_early:
             self._store.revoke(self._ended_early)
             self._ended_early = 0
 
     def _commit_with_run_lease(self, txn: Txn, tag: Tag | None) -> TxnResponse:
-        """Commit. The agent whose transaction would start a run, its guards held, begins a lease for the run's keys."""
+        """Commit; if that would start a run (its guards hold), grant the lease for the run's keys and try again."""
         lease = run_lease(self._keys, txn)
         try:
             response = self._commit_as(tag, txn)
@@ -183,7 +183,7 @@ class StoreClient:
             try:
                 response = self._commit_as(tag, txn)
             except LeaseGone:
-                # It is this node's own that has ended.
+                # This node's own lease has expired.
                 self._end_unless_used(lease, is_used=False)
                 raise
         if lease and lease == self._begun_for_run:
@@ -191,9 +191,9 @@ class StoreClient:
         return response
 
     def _end_unless_used(self, lease: int, *, is_used: bool) -> None:
-        """End the lease that was begun for a run that another agent has started meanwhile.
+        """Revoke the lease granted for a run that another agent has started meanwhile.
 
-        A start of one's own may have been done, and its response lost: then the run stands on it.
+        This agent's start may have succeeded, its response lost: then the run uses the lease.
         """
         if not is_used:
             spec = self._store.read(self._keys.spec).entries.get(self._keys.spec)
@@ -202,10 +202,10 @@ class StoreClient:
         self._begun_for_run = 0
 
     def _commit_as(self, tag: Tag | None, txn: Txn) -> TxnResponse:
-        """Commit; where that enters the job, only after ending the lease of this agent's last life, if that is there.
+        """Commit; where that enters the job, only after revoking the lease of this agent's former incarnation, if any.
 
-        An agent that was started again within a lease time ends that lease first, and decides again: a run whose only
-        member was itself is no run. Most agents have no such lease, and many come at once. So "this host has no
+        An agent that was restarted within a lease time revokes that lease first, and decides again: a run whose only
+        member was itself is no run. Most agents have no such lease, and many start at once. So "this host has no
         member" is a guard of the transaction, and the members are read only if that guard may have refused it.
         """
         if tag not in _ENTERING or self._is_alone:
@@ -218,13 +218,13 @@ class StoreClient:
         dead = [entry.lease for entry in others if entry.lease and self._is_dead_member(entry.value)]
         for lease in dead:
             self._store.revoke(lease)
-        # A start of a run can be decided again without the dead member; a join was decided with that member in sight.
+        # A start of a run can be retried without the dead member; a join was decided from a view that has it.
         is_refused_for_good = bool(dead) and tag is not Tag.RUN
         return self._store.commit(txn) if others and not is_refused_for_good else response
 
     @property
     def _run_lease(self) -> int:
-        """The lease on which the run's keys stand; 0 where there is no run, or one of an older elaunch."""
+        """The lease of the run's keys; 0 without a run, or with one of an older elaunch."""
         return self.view.lease_of(self._keys.spec)
 
     def _grant(self) -> None:

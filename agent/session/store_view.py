@@ -52,7 +52,7 @@ class JobStore:
 class LocalHost:
     """This host's `name`, and the parts of it that a test replaces.
 
-    `draw(n)` gives n random bits, `now()` is the monotonic time. `is_dead(process)` says whether an agent's process (as
+    `draw(n)` gives n random bits, `now()` is the monotonic time. `is_dead(process)` is whether an agent's process (as
     `this_process` names it) ran on this host and has exited.
     """
 
@@ -115,7 +115,7 @@ class StoreView:
         """Begin the watch, and with it a first view, unless it has begun."""
         if self._watch is not None:
             return
-        # Many agents come at once, so a store that allows the watch gets no other request. Else `check` raises why.
+        # Many agents start at once: a store that allows the watch gets no other request. Else `check` raises the cause.
         try:
             self._begin_watch()
         except TimedOut:
@@ -142,7 +142,7 @@ class StoreView:
         if now() < self._reread_due_s and not self._has_watch_ended:
             return
         has_watch = self._watch is not None and not self._has_watch_ended
-        if not has_watch or not self._is_as_seen():
+        if not has_watch or not self._is_current():
             view = self._store.read(self._scope)
             with self._view_lock:
                 is_known = self._view is not None and self._view.entries == view.entries
@@ -153,7 +153,7 @@ class StoreView:
         self.put_off_read(now())
 
     def close(self) -> None:
-        """Stop watching, also where another thread begins to."""
+        """Stop watching, and let no other thread begin to."""
         self._is_closed = True
         if watch := self._watch:
             watch.close()
@@ -168,7 +168,7 @@ class StoreView:
             raise
 
     def _follow(self, scope: str, after: int | None) -> None:
-        """Watch `scope` from now on, or beside what was read of it at revision `after`."""
+        """Watch `scope` from now on, or from revision `after`, at which it was read."""
         with self._view_lock:
             self._scope = scope
             # Updates that the old watch still has to deliver may be of a narrower scope.
@@ -182,8 +182,8 @@ class StoreView:
             raise Unavailable("the store's client is closed")
         self._watch = self._store.watch(scope, after, notify)
 
-    def _is_as_seen(self) -> bool:
-        """Whether all keys are as the view has them, which is shown as the newest then.
+    def _is_current(self) -> bool:
+        """Whether all keys are still as in the view, which then gets the newest revision.
 
         This costs a few bytes. A read would bring each node the rank table, which grows with the number of nodes.
         """

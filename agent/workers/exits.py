@@ -49,7 +49,7 @@ def read_error_file(path: str | os.PathLike[str]) -> str | None:
 
 
 def _left_at_crash(fd: int) -> bytes:
-    """The end of what a worker has left in its crash file."""
+    """The tail of a worker's crash file."""
     with suppress(OSError):
         size = os.fstat(fd).st_size
         return os.pread(fd, _CRASH_BYTES_MAX, max(size - _CRASH_BYTES_MAX, 0))
@@ -68,7 +68,7 @@ class ExitReader:
         """The event of a worker's exit; `code` is as in `Failure`."""
         link = worker.link
         link.read()
-        # A signal is no end of a program that had ended before. An exit code is a failure, as without a link.
+        # A signal did not end a program that had returned. An exit code is a failure, as without a link.
         has_end = code == 0 or (code < 0 and link.has_returned)
         clock = time.strftime("%H:%M:%S")
         end = end_of(self._record(group, worker), clock, is_gone=code == 0) if has_end else None

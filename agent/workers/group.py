@@ -1,4 +1,4 @@
-"""One generation's workers as their node's agent knows them, and the monitor of their links.
+"""One generation's workers on this node, and the monitor of their links.
 
 The monitor turns the workers' messages into events, and sends the agent's messages to workers. A worker that reports
 every step would wake the agent at every step. So messages wake the agent only on a link on which it has sent one
@@ -149,8 +149,8 @@ class LinkMonitor:
     """Reads the links of one generation's workers. `fileno` is readable when `read_ready` has work to do.
 
     Messages of workers are kept until `take_messages` returns them. They must not queue in the inbox behind the events
-    that the agent decides with their help. `on_hang_up` is called when a link has ended. `steps_per_s` is how fast the
-    workers were, over the last ten seconds or more.
+    that the agent decides with their help. `on_hang_up` is called when a link has ended. `steps_per_s` is the
+    workers' speed over the last ten seconds or more.
     """
 
     def __init__(self, group: WorkerGroup, reporter: Reporter, run_dir: RunDir, on_hang_up: Callable[[], None]) -> None:
@@ -215,7 +215,7 @@ class LinkMonitor:
     def seen(self, now_s: float, shares: Mapping[int, float]) -> WorkersSeen | None:
         """The state of the current generation's workers; None before the first one.
 
-        `shares` has for which share of the last minutes each of them waited in collectives, by local rank.
+        `shares` is the share of the last minutes that each of them waited in collectives, by local rank.
         """
         if not self._group.workers:
             return None
@@ -273,7 +273,7 @@ class LinkMonitor:
             self._messages.append(message)
 
     def _stamp_steps(self, now_s: float) -> None:
-        """Stamp the newest steps, if there are any that the timeline has not."""
+        """Stamp the newest steps, unless the timeline has them."""
         links = [worker.link for worker in self._group.workers]
         steps = [link.step for link in links]
         if steps == self._steps or max(steps, default=-1) < 0:
@@ -281,7 +281,7 @@ class LinkMonitor:
             return
         fields: dict[str, object] = {"first_rank": self._group.rank(0), "steps": steps}
         if self._stamped_s is None:
-            # What was restored, or lost, shows only in the first step of each rank, not in its newest.
+            # Only the first step of each rank shows what was restored or lost, not its newest.
             fields["first_steps"] = [link.first_step for link in links]
         elif (gained := max(steps) - max(self._steps)) > 0:
             self.steps_per_s = gained / (now_s - self._stamped_s)

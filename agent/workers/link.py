@@ -61,13 +61,13 @@ _LINK_BYTES_MAX = 1 << 16
 # The most characters of a note, which goes to the log, and of a phase's name, which goes into a failure's message.
 _TEXT_MAX, _NAME_MAX = 2000, 100
 _STEP_END = 1 << 63
-# A program that catches the error of a lost peer and runs on for longer does not end by it.
+# A program that runs on for longer after losing a peer does not exit because of it.
 _LOST_S = 10.0
 _FDS_MAX = 4
 
 
 class StartMark(NamedTuple):
-    """A point that a worker's start has come to, and when, on the host's monotonic clock."""
+    """A point that a worker's start has reached, and when, on the host's monotonic clock."""
 
     name: str
     at_s: float
@@ -131,7 +131,7 @@ class Link:
         return self.lost if (self.ended_s or time.monotonic()) - self.lost_s <= _LOST_S else None
 
     def read(self) -> bool:
-        """Read what has come, and drop lines that are no messages. Returns whether the worker is still there."""
+        """Read what has come, and drop lines that are no messages. Returns whether the link is still open."""
         left = _LINK_BYTES_MAX
         while left > 0:
             try:
@@ -204,7 +204,7 @@ class Link:
                 self.raised, self.reached_store = raised, reached_store
 
     def _take_fds(self, fds: list[int]) -> None:
-        """Only elaunch's own code in the worker sends descriptors: the newest one is the other end of its recorder."""
+        """Take the newest descriptor as the recorder's socket: only elaunch's own code in the worker sends any."""
         for fd in fds:
             self.forget_recorder()
             self.left_s, self.lost, self.has_had_group = 0.0, None, True

@@ -58,7 +58,7 @@ _KILLED_PARENT = (
 
 @dataclass(frozen=True)
 class Services:
-    """What an agent's loop works with: the processes, the thread and the folder that `run.begin` starts and ends."""
+    """The services of an agent's loop: the processes, the thread and the folder that `run.begin` starts and ends."""
 
     config: AgentConfig
     guardian: GuardianClient
@@ -71,12 +71,11 @@ WorkerAction = Spawn | ToWorkers | Clear | ReplaceForkServer
 
 
 class Workers:
-    """Carries out what the agent decides about its workers.
+    """Carries out the agent's decisions about its workers.
 
-    `links` keeps the workers' messages, and `port` is of the next generation's store. All other events go to
+    `links` queues the workers' messages, `port` is that of the next generation's store. All other events go to
     `reporter`, also what the fork server reports of the current generation; a fork server that is lost or silent is
-    replaced. The agent's loop calls all methods, and waits for `selector`. What takes seconds calls `meanwhile` again
-    and again.
+    replaced. The agent's loop calls all methods, and waits for `selector`. Slow methods call `meanwhile` repeatedly.
     """
 
     def __init__(
@@ -141,7 +140,7 @@ class Workers:
         return {worker.rank: worker.link.step for worker in [*self._group.workers] if worker.link.step >= 0}
 
     def act(self, order: WorkerAction, *, is_ending: bool) -> None:
-        """Carry out what was decided. With `is_ending` the agent exits after this generation."""
+        """Carry out an action. With `is_ending` the agent exits after this generation."""
         match order:
             case Spawn(table, group_rank):
                 self.end_orphans("the workers start again")
@@ -181,7 +180,7 @@ class Workers:
         try:
             self._spawner.start(group, self.port.listener)
         except (BrokenPipeError, ConnectionResetError):
-            # The fork server has exited. Its socket reads the same, which is handled there.
+            # The fork server has exited. `_read_report` handles that.
             return
         except OSError as error:
             self._replace_fork_server(generation, f"could not be given the workers: {error.strerror}")
@@ -207,7 +206,7 @@ class Workers:
             return
         if order.signum == signal.SIGINT:
             self._group.is_interrupted = True
-        # The end of the first would free the others from a collective: a handler would begin to run, and be cut short.
+        # The first exit would release the others from a collective: their handlers would start, and be cut short.
         signals = (signal.SIGSTOP, order.signum) if order.signum == signal.SIGKILL and count > 1 else (order.signum,)
         with suppress(OSError):
             for signum in signals:
@@ -231,7 +230,7 @@ class Workers:
         self._timeline.stamp(generation, "stopped")
         group = self._group
         if group.store:
-            # The store ends by that.
+            # This makes the store exit.
             group.store.close()
             group.store = None
         self._selector.unregister(self.links)
@@ -265,7 +264,7 @@ class Workers:
                     lambda facts: self._reporter.post(Cleared(generation, tails, progressed, facts)),
                 )
             except Exception:
-                # Without this event the agent would wait for ever. A program's odd output must not do that.
+                # Without this event the agent would wait for ever. A program's odd output must not cause that.
                 self._reporter.post(Cleared(generation, tails, progressed))
                 raise
 
@@ -281,7 +280,7 @@ class Workers:
         return self._orphans is not None and self._orphans.may_run(now_s)
 
     def end_orphans(self, why: str) -> None:
-        """End what workers of a generation that has ended well have left behind, and collect its output."""
+        """Kill the orphans of a successful generation, and collect its output."""
         if not self._orphans:
             return
         if left := self._find_orphans():
@@ -291,7 +290,7 @@ class Workers:
         self._pump.drain(self._group.generation, lambda _: None)
 
     def _check_fork_server(self) -> None:
-        """A link has ended, as at a worker's death, which a fork server that was stopped (SIGSTOP) does not report."""
+        """A link has ended: replace a fork server that was stopped (SIGSTOP), since it reports no worker's death."""
         if self._fork_server.fileno() >= 0 and linux.state(self._fork_server.pid) == "T":
             self._replace_fork_server(self._group.generation, "was stopped by a signal when a worker was gone")
 
@@ -329,7 +328,7 @@ class Workers:
             case "signal" if is_current and isinstance(report["key"], int):
                 name = signal.Signals(report["signum"]).name
                 by = f"{name} from rank {group.rank(report['key'])} to its parent process"
-                # As to a launcher, which ends the job then.
+                # A signal to a launcher ends the job.
                 self._reporter.post(Signalled(signal.SIGINT, by, is_order=True))
             case "unstarted" if is_current:
                 self._unstarted(group, report["key"], report["why"])

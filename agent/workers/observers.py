@@ -24,13 +24,13 @@ from elaunch.rendezvous.endpoint import Endpoint
 from elaunch.rendezvous.times import Times
 from elaunch.rendezvous.types import FailureKind
 
-# A short job ends before.
+# Short jobs get no sample.
 _FIRST_SAMPLE_S = 1.0
 # Less than the shortest time after which the links wake the loop.
 _COUNT_EVERY_S = 0.7
-# The period is a part of the time after which idle ranks hang.
+# The minimum of samples before idle ranks count as hung.
 _SAMPLES_PER_LIMIT = 6
-# The node of rank 0 may start its workers later than this one, or just be losing them: a second try decides.
+# The node of rank 0 may start its workers later than this one, or have just lost them: a second try decides.
 _MASTER_AFTER_S = 5.0
 STACKS_FILE = "stacks.txt"
 _STOPPED_ADVICE = (
@@ -44,8 +44,8 @@ _ADVICE = "see where each rank is: the log has it above"
 class Observers:
     """Samples one generation's workers if hangs are to be detected, and takes their stacks on request.
 
-    Only the agent's loop calls it. `later` runs the writing of files in another thread: the disk may be why the workers
-    hang. With `has_store` a process of its own serves MASTER_PORT, which listens from the start.
+    Only the agent's loop calls it. `later` runs file writes in another thread: the disk may be why the workers hang.
+    With `has_store` a process of its own serves MASTER_PORT, which listens from the start.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Observers:
         self._is_over = False
         self._count_at_s = 0.0
         self._waits = WaitShares()
-        # For which share of the last minutes each worker waited in collectives, by local rank.
+        # The share of the last minutes that each worker waited in collectives, by local rank.
         self.wait_shares: Mapping[int, float] = {}
         # The local rank that was slow in the last window.
         self._suspect = -1
@@ -97,7 +97,7 @@ class Observers:
                 start_thread(self._try_master, "elaunch-reach")
 
     def act(self, order: TakeStacks | NameThreads | KeepStacks | Blame) -> None:
-        """Carry out what was decided about stacks or a hang."""
+        """Carry out an action about stacks or a hang."""
         match order:
             case TakeStacks(generation, local_ranks):
                 self._take(local_ranks, lambda found: self._reporter.post(StacksTaken(generation, found)))
@@ -115,7 +115,7 @@ class Observers:
             self._reporter.warn(text)
 
     def _blame(self, order: Blame) -> None:
-        """Make a failure of a hang; posts `WorkersHung`."""
+        """Report a hang as a failure; posts `WorkersHung`."""
         generation, local_rank = order.generation, order.local_rank
         self._reporter.timeline.stamp(generation, "hung", quiet_s=order.idle_s)
         worker = self._group.workers[local_rank] if local_rank >= 0 else None
@@ -137,7 +137,7 @@ class Observers:
         self._reporter.post(WorkersHung(generation, failure))
 
     def _sample(self, now_s: float) -> None:
-        """Sample what the workers did since the last sample, if another is due."""
+        """Sample the workers' activity since the last sample, if due."""
         group = self._group
         if now_s < self._sampler.due_s:
             return
@@ -158,7 +158,7 @@ class Observers:
             self._reporter.post(Sampled(group.generation, windows))
 
     def _count_collectives(self, now_s: float) -> None:
-        """Once a second, poll how many collectives the workers have entered. They are not waited for."""
+        """Once a second, poll without waiting how many collectives the workers have entered."""
         if now_s < self._count_at_s:
             return
         self._count_at_s, group = now_s + _COUNT_EVERY_S, self._group
@@ -193,7 +193,7 @@ class Observers:
         if folder is None:
             return
         path = folder / STACKS_FILE
-        # Another hang of this generation comes behind.
+        # Another hang of this generation is appended.
         file = LogFile(str(path), self._run_dir.warn, mode=0o600)
         if not file.write(order.text.encode(errors="backslashreplace")):
             self._reporter.warn(f"all stacks are in {path}")

@@ -15,7 +15,7 @@ _CPU_SHARE = 0.05
 _BYTES_PER_S = 10_000
 # Uses are compared over this long, so that a short wait for a server is not idleness.
 _WINDOW_S = 5.0
-# Processes that always work would keep the job's nodes for ever: all end after so many times the grace.
+# Processes that always work would keep the job's nodes for ever: all are killed after this many graces.
 _GRACES_MAX = 60
 # Many end with their workers within the first second, and are not worth a line.
 _SOON_S, _POLL_SOON_S, _POLL_S = 1.0, 0.1, 1.0
@@ -38,7 +38,7 @@ class Orphans:
         self.due_s: float | None = None
 
     def may_run(self, now_s: float) -> bool:
-        """Check, if that is due, whether they have ended, or do nothing. Returns whether they may still run."""
+        """If due, check whether they have exited or are idle. Returns whether they may still run."""
         if self._begun_s is None:
             self._begun_s = self._compared_s = self._worked_s = now_s
             self._cpu_s, self._moved_bytes = _use(self._find())
@@ -71,7 +71,7 @@ class Orphans:
 
 
 def named(pids: list[int]) -> str:
-    """The processes as text: whose they are, and what they run."""
+    """The processes as text: pid, rank and command."""
     more = [f"{len(pids) - _SHOWN_MAX} more"] if len(pids) > _SHOWN_MAX else []
     return ", ".join([*map(_named, pids[:_SHOWN_MAX]), *more])
 

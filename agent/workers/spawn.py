@@ -86,7 +86,7 @@ def reserve(config: AgentConfig) -> socket.socket:
     host = str(address[0])
     is_dual = False
     is_name = config.master_addr not in (host, "localhost")
-    # No other node can mean a loopback address by which this host knows MASTER_ADDR (Debian's 127.0.1.1).
+    # This host may resolve MASTER_ADDR to a loopback address (Debian's 127.0.1.1), but no other node does.
     if config.spec.nodes_max > 1 and is_name and is_loopback(host):
         # Listen for IPv6 and IPv4, or only for IPv4 on a host without IPv6.
         is_dual = socket.has_dualstack_ipv6()
@@ -105,7 +105,7 @@ def reserve(config: AgentConfig) -> socket.socket:
 
 
 def warn_of_locks(environ: Mapping[str, str], warn: Callable[[str], None]) -> None:
-    """Name the locks in the folder of extensions that workers with these variables use.
+    """Warn of locks in the extensions folder of workers with these variables.
 
     In a thread, since the folder may be on a disk that hangs.
     """
@@ -115,7 +115,7 @@ def warn_of_locks(environ: Mapping[str, str], warn: Callable[[str], None]) -> No
 
 def _warn_of_each_lock(root: Path, warn: Callable[[str], None]) -> None:
     with suppress(OSError):
-        # An extension's folder may be below one for each kind of torch.
+        # An extension's folder may be below one for each torch build.
         for lock in sorted(lock for pattern in ("*/lock", "*/*/lock") for lock in root.glob(pattern)):
             status = lock.lstat()
             if status.st_uid == os.geteuid() and not status.st_size and stat.S_ISREG(status.st_mode):
@@ -180,7 +180,7 @@ class Spawner:
         group.workers.append(worker)
         try:
             theirs += [self._stdin(local_rank), *self._out_and_err(group, worker), link_end.detach()]
-            # The worker owns what is in it: it may hold anything, and any amount.
+            # The worker controls its content, which may be anything of any size.
             worker.crash_fd = os.memfd_create("elaunch-crash", os.MFD_CLOEXEC)
             env, fds, binding = self._environment(group, worker), (*theirs, worker.crash_fd), self._config.numa_binding
             cpus = sorted(cpu_set(binding, local_rank, self._topology)) if binding and self._topology else None
@@ -223,7 +223,7 @@ class Spawner:
         return (columns - prefix, rows) if columns > prefix else None
 
     def _stdin(self, local_rank: int) -> int:
-        """The worker's stdin. Every worker gets a terminal, so that a debugger works in any.
+        """The worker's stdin. A terminal goes to every worker: a debugger works in any.
 
         Data goes only to local rank 0. If the program itself is on stdin, every worker reads it from its beginning.
         """
@@ -310,12 +310,12 @@ class Spawner:
 
 
 def _is_secondary(group: WorkerGroup, text: str) -> bool | None:
-    """Whether the tracebacks in `text` come of the exit of others; None while the last is incomplete."""
+    """Whether the tracebacks in `text` come from the exit of others; None while the last is incomplete."""
     return (group.is_interrupted and bool(_INTERRUPTED.search(text))) or shows_only_lost_peer(text)
 
 
 def software(program: Program) -> str:
-    """The versions as text: elaunch's own alone if the workers run another interpreter, or one that is not known."""
+    """The software versions as text; only elaunch's if the workers' interpreter is another one, or unknown."""
     own = f"elaunch {__version__}"
     if program.interpreter != sys.executable:
         return own

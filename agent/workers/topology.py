@@ -1,6 +1,6 @@
 """The GPUs and CPUs that this node's workers may use: which GPUs are visible, and which CPUs are near them.
 
-GPUs are found without opening CUDA: by device nodes, and by the variables that hide some. The modes of CPU binding are
+GPUs are found without initializing CUDA: by device nodes and variables that hide some. The modes of CPU binding are
 torchrun's (torch/numa/binding.py), without numactl.
 """
 
@@ -28,7 +28,7 @@ class Vendor(Enum):
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU. `uuid` is empty and `numa_node` is -1 if the driver does not have them."""
+    """One GPU. `uuid` is empty and `numa_node` is -1 if not known."""
 
     vendor: Vendor
     uuid: str = ""
@@ -72,12 +72,12 @@ def _index(name: str, gpus: Sequence[Gpu]) -> int | None:
     matches = [i for i, gpu in enumerate(gpus) if gpu.uuid.startswith(name)]
     if len(matches) == 1:
         return matches[0]
-    # This driver has no UUIDs, so the entry cannot be checked.
+    # This driver reports no UUIDs, so the entry cannot be checked.
     return 0 if gpus and not any(gpu.uuid for gpu in gpus) else None
 
 
 def read_gpus(root: Path = Path("/")) -> tuple[Gpu, ...]:
-    """The GPUs of this host (or container) in the order of their PCI addresses."""
+    """The GPUs of this host (or container): NVIDIA's by PCI address, else AMD's by KFD node."""
     return _read_nvidia(root) or _read_amd(root)
 
 
@@ -211,7 +211,7 @@ def read_topology(
 ) -> Topology:
     """Read the host. `slots` workers share a host without GPUs; `environ` holds the variables that hide GPUs.
 
-    `allowed` is this process's affinity unless given.
+    `allowed` defaults to this process's affinity.
     """
     cpus = frozenset(os.sched_getaffinity(0) if allowed is None else allowed)
     system = root / "sys/devices/system"
@@ -229,7 +229,7 @@ def read_topology(
         packages={cpu: _text(path / "topology/physical_package_id") for cpu, path in folders.items()},
         cores={cpu: _text(path / "topology/thread_siblings_list") for cpu, path in folders.items()},
         caches={cpu: _largest_cache(path / "cache") for cpu, path in folders.items()},
-        # The driver has -1 on a host with one node.
+        # The kernel reports -1 on a host with one node.
         gpu_nodes=tuple(gpu.numa_node if gpu.numa_node >= 0 else first for gpu in visible(read_gpus(root), environ)),
         slots=slots,
     )

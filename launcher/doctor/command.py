@@ -32,7 +32,7 @@ from elaunch.rendezvous.format import node_host
 from elaunch.rendezvous.types import ProgramKind
 
 SCHEMA = 1
-# Stands for the program, if none is typed: options are complete without one here.
+# A placeholder if no program is given: here options are complete without one.
 _NO_PROGRAM = "doctor"
 # Each check has its own deadlines: the import of torch the longest, then the store's 20 requests.
 _LIMIT_S = host.TORCH_S + 30.0
@@ -56,8 +56,8 @@ def checks_for(needs: Needs, plan: RendezvousPlan, environ: Mapping[str, str]) -
 
 
 def examine(checks: Mapping[str, Check], limit_s: float = _LIMIT_S) -> Checked:
-    """Run the checks side by side. One that fails or hangs gets a finding about that."""
-    late = bad(f"no answer within {limit_s:g} s", "something hangs: see to that device, disk or server")
+    """Run the checks in parallel. One that fails or hangs gets a finding about that."""
+    late = bad(f"no answer within {limit_s:g} s", "it hangs: check that device, disk or server")
 
     def done(check: Check) -> tuple[Finding, ...]:
         try:
@@ -77,7 +77,7 @@ def _main(ctx: click.Context) -> int:
     options = options_of(ctx, (_NO_PROGRAM,))
     cluster = cluster_of(options, environ)
     if cluster and cluster.task > 0:
-        # Of several tasks on a node, one is enough.
+        # One task of each node checks it.
         return 0
     check_folder()
     start_s = time.monotonic()
@@ -94,7 +94,7 @@ COMMAND = JobCommand(
     [own("json", "", "one JSON object in one line, for machines")],
     usage=["[--json] [options of a job] [script.py args…]"],
     about="""Check this node: can it train? torch and CUDA, GPUs, addresses, ports, the job's store,
-/dev/shm, limits. Every line that is not ok has the way out.
+/dev/shm, limits. Every line that is not ok has the fix.
 
 With the options of a job (--nnodes, --rdzv-endpoint, --token-file, --nproc-per-node, …) it checks
 what that job needs; nothing is started, and nothing is written to the store.""",
@@ -136,7 +136,7 @@ def lines(checked: Checked, hostname: str, took_s: float) -> Iterator[str]:
     parts = [f"{counts[grade]} {grade.value}" for grade in Grade if counts[grade]]
     conclusion = {
         Grade.OK: "this node can train",
-        Grade.WARN: "this node can train; see to what is marked warn",
+        Grade.WARN: "this node can train; check what is marked warn",
         Grade.BAD: "this node cannot train as asked",
     }[worst(chain(*checked.values()))]
     yield f"{hostname}: {conclusion} ({', '.join(parts)}; {took_s:.1f} s)"

@@ -1,4 +1,4 @@
-"""What a check finds: a grade, a sentence, and the way out. Checks of this host; and `--health-check`, from them."""
+"""Findings (a grade, a sentence, the way out), the checks of this host, and `--health-check`, which runs some."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _MIB = 1 << 20
 # pass two batches each through it. Docker's default is 64 MiB for the whole container.
 _SHM_MIN, _SHM_WANTED, _SHM_NODE_WANTED = 32 * _MIB, 256 * _MIB, 1024 * _MIB
 # A limit, what each worker and the agent need at least, and what they may need.
-# The agent's own open files: pipes, a link and log files each; and what a data loader's tensors take beside them.
+# The agent's open files: pipes, a link and log files for each worker; and those of a data loader's tensors.
 FILES = ("open files (ulimit -n)", (6, 64), (128, 512))
 # Threads of one worker: OpenMP, NCCL, gloo, autograd, data loaders.
 THREADS = ("this user's threads (ulimit -u)", (32, 64), (256, 64))
 _GROW_SHM = "mount -o remount,size=16G /dev/shm; docker run --shm-size 16g; in a pod an emptyDir with medium Memory"
 TORCH_S = 60.0
-# A healthy node answers in a moment, one whose GPUs have no persistence mode in seconds.
+# A healthy node responds immediately, one without GPU persistence mode after seconds.
 _HEALTH_S = 20.0
 _SMI_S = 20.0
 _SLOW_IMPORT_S = 15.0
@@ -42,7 +42,7 @@ _QUERY = (
 )
 _RESET = "drain the node and reset the GPU (nvidia-smi --gpu-reset -i {}), or reboot"
 
-# Run by the workers' interpreter. CUDA starts as in a worker: that finds a driver that is too old.
+# Run by the workers' interpreter. CUDA is initialized as in a worker, which fails if the driver is too old.
 PROBE = """
 import json, sys, time
 start = time.monotonic()
@@ -62,7 +62,7 @@ print("\\n" + json.dumps(found))
 
 
 class Grade(str, Enum):
-    """How a check ended. Only `BAD` means that training fails, or cannot start."""
+    """The result of a check. Only `BAD` means that training fails, or cannot start."""
 
     OK = "ok"
     WARN = "warn"
@@ -115,7 +115,7 @@ def worst(findings: Iterable[Finding]) -> Grade:
 
 
 def check_shm(needs: Needs, path: str = "/dev/shm") -> Iterator[Finding]:
-    """Whether NCCL and data loaders find room; without it a bus error ends the job."""
+    """Whether NCCL and data loaders have enough shared memory; too little ends the job with SIGBUS."""
     if not os.access(path, os.W_OK | os.X_OK):
         yield bad(f"{path} cannot be used by user {os.geteuid()}", _GROW_SHM)
         return
@@ -138,7 +138,7 @@ def check_limits(needs: Needs) -> Iterator[Finding]:
 
 
 def judge_limit(rule: tuple[str, tuple[int, int], tuple[int, int]], limit: int, needs: Needs) -> Finding:
-    """The finding about a limit, `sys.maxsize` if there is none."""
+    """The finding about a limit; `limit` is `sys.maxsize` if there is none."""
     what, *numbers = rule
     least, wanted = (each * needs.workers + own for each, own in numbers)
     text = f"the limit of {what} is {'none' if limit == sys.maxsize else limit}"
@@ -175,7 +175,7 @@ def check_torch(environ: Mapping[str, str], needs: Needs) -> Iterator[Finding]:
 
 
 def _run(argv: list[str], limit_s: float, environ: Mapping[str, str] | None = None) -> str:
-    """What a command has printed. A driver may hang in the kernel, so this is called in a thread of its own."""
+    """The stdout of a command. A driver may hang in the kernel, so call this in a thread of its own."""
     return subprocess.run(
         argv,
         stdin=subprocess.DEVNULL,
@@ -189,7 +189,7 @@ def _run(argv: list[str], limit_s: float, environ: Mapping[str, str] | None = No
 
 
 def judge_torch(output: str, gpus: int) -> Iterator[Finding]:
-    """The findings about what `PROBE` has printed, on a node with that many GPUs for a process. Raises ValueError."""
+    """The findings about the output of `PROBE`, on a node with `gpus` visible GPUs. Raises ValueError."""
     found = parse_json(output.rstrip().rpartition("\n")[2])
     version, cuda, seconds = str(found["version"]), str(found["cuda"]), float(found["seconds"])
     build = f"CUDA {cuda}" if cuda else "CPU build"
@@ -230,7 +230,7 @@ def check_gpus(environ: Mapping[str, str], needs: Needs) -> Iterator[Finding]:
             why = (output or str(error)).splitlines()[0]
             yield bad(
                 f"{len(devices)} NVIDIA GPU(s), but the driver does not answer: {why}",
-                "reboot, or reload the driver; after an update of the driver both parts must be of one version",
+                "reboot, or reload the driver: its kernel module and libraries must have the same version",
             )
             return
         if needs.workers > seen > 0:
@@ -240,7 +240,7 @@ def check_gpus(environ: Mapping[str, str], needs: Needs) -> Iterator[Finding]:
 
 def _smi(query: str) -> list[list[str]]:
     printed = _run(["nvidia-smi", query, "--format=csv,noheader,nounits"], _SMI_S)
-    return [[word.strip() for word in row] for row in csv.reader(printed.splitlines()) if row]
+    return [[cell.strip() for cell in row] for row in csv.reader(printed.splitlines()) if row]
 
 
 def judge_gpus(rows: list[list[str]], used: list[list[str]], devices: int) -> Iterator[Finding]:
@@ -260,11 +260,11 @@ def judge_gpus(rows: list[list[str]], used: list[list[str]], devices: int) -> It
     for index, uuid, _, _, uncorrected, remapping, failed in rows:
         who, reset = f"GPU {index}", _RESET.format(index)
         if failed == "Yes":
-            yield bad(f"{who} could not take a bad row of memory out of use", "have the vendor replace it (RMA)")
+            yield bad(f"{who} failed to remap a bad row of memory", "have the vendor replace it (RMA)")
         if uncorrected.isdecimal() and int(uncorrected):
             yield bad(f"{who} had {uncorrected} uncorrectable memory errors since the driver was loaded", reset)
         if remapping == "Yes":
-            yield bad(f"{who} waits for a reset to take bad memory out of use", reset)
+            yield bad(f"{who} needs a reset to remap bad memory", reset)
         if processes := [row for row in used if row[0] == uuid and row[1].isdecimal()]:
             names = ", ".join(f"{row[2].rpartition('/')[2]} (pid {row[1]})" for row in processes[:_SHOWN_MAX])
             yield warn(f"{who} is in use by {names}", "end them, or choose other GPUs with CUDA_VISIBLE_DEVICES")
@@ -274,7 +274,7 @@ def judge_gpus(rows: list[list[str]], used: list[list[str]], devices: int) -> It
 def health_check(
     workers: int, environ: Mapping[str, str], log: Callable[[str], None], *, is_strict: bool
 ) -> Iterator[None]:
-    """Run the checks in a thread: a driver may hang. What is wrong is logged when it is known, until the context ends.
+    """Run the checks in a thread: a driver may hang. Faults are logged after the checks, until the context ends.
 
     A strict check is waited for, and raises SiteError for an unhealthy node, which keeps it out of the job.
     """
@@ -284,7 +284,7 @@ def health_check(
         return [f"{each.found} ({each.advice})" for each in findings if each.grade is Grade.BAD]
 
     def check() -> None:
-        # A check that fails itself is no complaint: that is not the node's fault.
+        # A check that raises is no complaint: that is not the node's fault.
         with suppress(Exception):
             findings.extend([*check_shm(needs), *check_limits(needs)])
             findings.extend(check_gpus(environ, needs))
@@ -298,7 +298,7 @@ def health_check(
         if complained := ["its GPUs do not answer"] if thread.is_alive() else complaints():
             raise SiteError(
                 f"this node does not join the job, since it is not healthy: {'; '.join(complained)}."
-                " elaunch doctor shows more; --health-check warn joins all the same"
+                " elaunch doctor shows more; --health-check warn joins anyway"
             )
     try:
         yield

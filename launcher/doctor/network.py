@@ -31,14 +31,14 @@ from elaunch.rendezvous.store import Denied, StoreError
 
 _RESOLVE_S = 2.0
 _SLOW_RESOLVER_S = 1.0
-# An agent sends 1.6 requests a second, and a request has 0.5 s.
+# An agent sends 1.6 requests a second, each with a deadline of 0.5 s.
 _REQUESTS, _SLOW_STORE_S, _TOO_SLOW_STORE_S = 20, 0.1, 0.5
 # A prefix that no job uses.
 _NOTHING = "/elaunch-nothing/"
 
 
 def check_address(plan: RendezvousPlan, needs: Needs) -> Iterator[Finding]:
-    """How the other nodes reach this one, and which interface gloo and NCCL find."""
+    """How the other nodes reach this one, and which interface gloo must be given."""
     start_s = time.monotonic()
     try:
         address = plan.own_addr or ("127.0.0.1" if plan.is_alone else own_address(plan.endpoints, _RESOLVE_S))
@@ -60,7 +60,7 @@ def check_address(plan: RendezvousPlan, needs: Needs) -> Iterator[Finding]:
 
 
 def check_ports(plan: RendezvousPlan, needs: Needs) -> Iterator[Finding]:
-    """Whether a firewall closes ports of the endpoint's host."""
+    """Whether a firewall blocks ports of the endpoint's host."""
     host = plan.endpoints[0].host if plan.endpoints and plan.serves else ""
     with suppress(NoAddress):
         if host and owner_of(host, _RESOLVE_S) is Owner.OTHER_HOST:
@@ -70,10 +70,10 @@ def check_ports(plan: RendezvousPlan, needs: Needs) -> Iterator[Finding]:
 
 
 def _try_ports(host: str, wanted: Sequence[int]) -> Finding:
-    """The first and the last port for MASTER_PORT, and two as the kernel gives them to gloo and NCCL."""
+    """Try the first and the last port for MASTER_PORT, and two ephemeral ports, as gloo and NCCL get them."""
     low, high = ephemeral_ports()
     tried = tuple(dict.fromkeys([*wanted[:1], *wanted[-1:], *random.sample(range(low, high), 2)]))
-    # A refusal is an answer.
+    # A refused connection has passed the firewall.
     silent = {port: why for port in tried if (why := connect_error(Endpoint(host, port))) not in ("", REFUSED)}
     if not silent:
         return ok(f"{host} answers at ports {', '.join(map(str, tried))}, as MASTER_PORT, gloo and NCCL need it")
@@ -85,7 +85,7 @@ def _try_ports(host: str, wanted: Sequence[int]) -> Finding:
 
 
 def check_store(plan: RendezvousPlan) -> Iterator[Finding]:
-    """Whether the job's store is reached, lets this node in, and answers in time."""
+    """Whether the job's store is reachable, accepts this node, and responds in time."""
     if plan.is_alone:
         yield ok("one node needs no store")
         return
@@ -106,7 +106,7 @@ def check_store(plan: RendezvousPlan) -> Iterator[Finding]:
 
 
 def judge_latencies(text: str, latencies_s: Sequence[float]) -> Finding:
-    """The finding about a store that has answered some requests."""
+    """The finding about the latencies of a store's responses."""
     middle_s = median(latencies_s)
     text = (
         f"{text}: median {duration(middle_s)} of {len(latencies_s)} requests, the longest {duration(max(latencies_s))}"
@@ -119,7 +119,7 @@ def judge_latencies(text: str, latencies_s: Sequence[float]) -> Finding:
 
 
 def _unreached(plan: RendezvousPlan, where: str, why: str) -> Finding:
-    """Why no store is there; if this node would serve it, whether it can listen."""
+    """Why no store was reached; if this node would serve it, whether it can listen."""
     if not plan.serves:
         return bad(
             f"{where} cannot be reached: {why}", "start the etcd; check the firewall, the route, --rdzv-endpoint"

@@ -1,6 +1,6 @@
-"""The process that runs a function's job: the command `elaunch`, with its outcome for the process that called.
+"""The process that runs a function's job: the command `elaunch`, which reports its outcome to its caller.
 
-It has a process of its own because the agent takes over signals, forks, and ends when the job does.
+It has a process of its own because the agent handles signals, forks, and exits when the job does.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ if __name__ == "__main__":
     # The caller raises KeyboardInterrupt.
     end_at_ctrl_c()
     if sys.path and not getattr(sys.flags, "safe_path", False):
-        # Python put the current folder first; a json.py of the user's there is not ours to import.
+        # Python put the current folder first; a json.py of the user's there must not be imported.
         del sys.path[0]
 
 import json
@@ -54,12 +54,12 @@ def main(parent: str, name: str, response: str, call: str, results: str, *argv: 
 
 
 def _run(argv: tuple[str, ...], files: str, response: int, name: str) -> int:
-    # A failure is the caller's to report to a launcher above it, if it does not handle it.
+    # The caller reports a failure that it does not handle to a launcher above it.
     environ = {key: value for key, value in environ_at_start(os.environ).items() if key != "TORCHELASTIC_ERROR_FILE"}
     if files:
         environ[worker.VARIABLE] = files
     try:
-        # The configuration is whole: the command's variables (PET_…) do not change it, as in torch.
+        # The configuration is complete: the command's variables (PET_…) do not change it, as in torch.
         return run(parse(argv, {}), environ, partial(_report, response, name))
     except (UsageError, SiteError) as error:
         code = 2 if isinstance(error, UsageError) else 3
@@ -68,7 +68,7 @@ def _run(argv: tuple[str, ...], files: str, response: int, name: str) -> int:
 
 
 def _report(response: int, name: str, outcome: Outcome, config: AgentConfig, agent: AgentRun) -> None:
-    # The report is about the function. The program's real module is elaunch's own, which does not concern the user.
+    # The report names the function: the program's real module is elaunch's own.
     program = replace(config.spec.program, kind=ProgramKind.SCRIPT, target=name)
     spec = replace(config.spec, program=program)
     text = report(outcome, spec, agent.run_dir.logs, agent.run_dir.is_incomplete)

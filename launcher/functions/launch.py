@@ -1,7 +1,7 @@
-"""`launch(config, entrypoint)(*args, **named)`: run a function on all ranks, and return what this node's returned.
+"""`launch(config, entrypoint)(*args, **named)`: run a function on all ranks, and return this node's results.
 
-The job is a child process, so it works from any thread, and in a notebook. What the two exchange, and what
-workers return, is in files without a name in any folder: nothing is left behind when either is killed.
+The job is a child process, so it works from any thread, and in a notebook. Calls, responses and results are in memfds
+(memfd_create(2)): nothing is left behind when a process is killed.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class launch:
     the same call.
 
     Raises UsageError for a wrong configuration, SiteError if the other nodes cannot be reached, PicklingError for what
-    cannot be sent, ChildFailedError if a worker failed, JobFailed if the job ended without success in another way, and
-    KeyboardInterrupt after Ctrl-C, when the workers have ended.
+    cannot be sent, EOFError if a rank exited with 0 before the function returned, ChildFailedError if a worker failed,
+    JobFailed for any other outcome than success, and KeyboardInterrupt after Ctrl-C, when the workers have exited.
     """
 
     def __init__(self, config: LaunchConfig, entrypoint: Callable[..., Any] | str) -> None:
@@ -80,7 +80,7 @@ class launch:
             return dict(each for each in found if each)
 
     def _run(self, argv: list[str], fds: list[int], response: IO[bytes], name: str) -> dict[str, Any]:
-        """Run the job to its end, and return its outcome. Raises what the class names."""
+        """Run the job to its end, and return its outcome. Raises as the class does."""
         command = [sys.executable, *interpreter_options(), "-m", "elaunch.launcher.functions.job"]
         environ = dict(os.environ)
         if self._config.log_line_prefix_template is not None:
@@ -100,7 +100,7 @@ class launch:
                 code = process.wait()
         finally:
             if process.returncode is None:
-                # A handler of the program's has raised.
+                # A signal handler of the program has raised.
                 process.terminate()
                 process.wait()
         if signal.SIGINT in seen:
@@ -113,7 +113,7 @@ class launch:
             outcome = {}
         check(outcome, code, name)
         for signum in seen:
-            # It came too late for the job, so it is this process's after all.
+            # The signal came too late for the job, so this process gets it.
             signal.raise_signal(signum)
         return dict(outcome)
 
@@ -126,7 +126,7 @@ elastic_launch = launch
 def _forwarded(process: subprocess.Popen[bytes], names: Iterable[str], seen: list[int]) -> Iterator[None]:
     """Send signals that would end or interrupt this process to the job instead, and note them in `seen`.
 
-    A signal that the program handles itself stays the program's.
+    A signal that the program handles itself is not forwarded.
     """
 
     def forward(signum: int, _frame: FrameType | None) -> None:
@@ -136,7 +136,7 @@ def _forwarded(process: subprocess.Popen[bytes], names: Iterable[str], seen: lis
     before: dict[int, Any] = {}
     for signum in [signal.Signals[name.strip()] for name in names if name.strip() in signal.Signals.__members__]:
         handler = signal.getsignal(signum)
-        # As the command does, and torch: a script's `&` ignores these.
+        # Forwarded too, as in the command and in torch: a shell ignores these for `&`.
         is_in_background = handler is signal.SIG_IGN and signum in (signal.SIGINT, signal.SIGQUIT)
         if is_in_background or handler in (signal.SIG_DFL, signal.default_int_handler):
             before[signum] = signal.signal(signum, forward)
@@ -198,20 +198,20 @@ class LaunchConfig:
 
 
 def as_ours(config: Any) -> LaunchConfig:
-    """A configuration of torch's own as one of these. An older torch's lacks fields, which have their defaults then."""
+    """torch's own LaunchConfig as this class. Fields that an older torch lacks have their defaults."""
     return LaunchConfig(
         **{each.name: getattr(config, each.name) for each in fields(LaunchConfig) if hasattr(config, each.name)}
     )
 
 
 def option_argv(config: LaunchConfig) -> list[str]:
-    """The options of the command `elaunch` that `config` means."""
+    """The options of the command `elaunch` that are equivalent to `config`."""
     argv = [
         f"--nnodes={config.min_nodes}:{config.max_nodes}",
         f"--nproc-per-node={config.nproc_per_node}",
         f"--max-restarts={config.max_restarts}",
         f"--stop-grace={config.shutdown_timeout}",
-        # Each call starts the workers of its own node, also where a scheduler would have it otherwise.
+        # Each call starts the workers of its own node, also in a scheduler's job.
         "--scheduler=none",
     ]
     given = {
@@ -232,11 +232,11 @@ def option_argv(config: LaunchConfig) -> list[str]:
 def _rendezvous(config: LaunchConfig) -> Iterator[str]:
     is_static = config.rdzv_backend == "static"
     if config.max_nodes == 1 and not is_static:
-        # One node has no other to meet. Of a static job the endpoint is also MASTER_ADDR and MASTER_PORT.
+        # One node needs no rendezvous. A static job's endpoint is also MASTER_ADDR and MASTER_PORT.
         return
     settings = dict(config.rdzv_configs)
     if "join_timeout" in settings:
-        # torch's c10d reads this one; the other is always there.
+        # torch's c10d reads this one; the other is always set.
         settings.pop("timeout", None)
     node_rank = settings.pop("rank", None)
     yield f"--rdzv-backend={config.rdzv_backend}"
@@ -249,7 +249,7 @@ def _rendezvous(config: LaunchConfig) -> Iterator[str]:
 
 
 def _logs(specs: Any) -> Iterator[str]:
-    """The options that torch's `LogsSpecs` means. It has no public names for what it was given."""
+    """The options that are equivalent to torch's `LogsSpecs`, whose arguments have no public names."""
     redirects, tee = (getattr(specs, name, None) for name in ("_redirects", "_tee"))
     if redirects or tee:
         if specs.root_log_dir and specs.root_log_dir != os.devnull:
@@ -267,10 +267,10 @@ def _streams(choice: int | Mapping[int, int]) -> str:
 
 
 class JobFailed(Exception):
-    """The job did not succeed. `exit_code` is what the command `elaunch` would have ended with."""
+    """The job did not succeed. `exit_code` is that of the command `elaunch`."""
 
     def __init__(self, text: str, exit_code: int) -> None:
-        # Not `super()`: that may be torch's class, which makes a text of its own.
+        # Not `super()`: that may be torch's class, which builds its own message.
         Exception.__init__(self, text, exit_code)
         self.text, self.exit_code = text, exit_code
 
@@ -301,8 +301,8 @@ class ProcessFailure:
 class ChildFailedError(JobFailed):
     """A worker failed, and no restart was left or could help. The text is elaunch's report, with the traceback.
 
-    `failures` has the first failure, by its global rank. Where torch's module of errors is loaded, what is raised is
-    also a ChildFailedError of torch's, so that an `except` written for that finds it.
+    `failures` has the first failure, by its global rank. If torch's module of errors is loaded, the exception is
+    also torch's ChildFailedError, so that an `except` clause for that catches it.
     """
 
     def __init__(self, name: str, failures: Mapping[int, ProcessFailure], text: str, exit_code: int) -> None:
@@ -325,7 +325,7 @@ def child_failed(name: str, failures: Mapping[int, ProcessFailure], text: str, e
 
 
 def check(outcome: Mapping[str, Any], code: int, name: str) -> None:
-    """Raises what fits, unless the job succeeded. `outcome` is the job's response, and empty if it was killed before.
+    """Raise the job's failure, unless it succeeded. `outcome` is the job's response, and empty if it was killed before.
 
     Raises UsageError, SiteError, ChildFailedError and JobFailed.
     """

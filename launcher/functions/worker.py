@@ -1,4 +1,4 @@
-"""The program of a function's workers: make the call, and leave its value for the caller.
+"""The program of a function's workers: make the call, and store its value for the caller.
 
 The call and each worker's value are pickles in files. What can be imported by name is sent as a name, as
 multiprocessing does. All else needs cloudpickle.
@@ -16,10 +16,10 @@ from typing import IO, Any
 # Where the call and the values are on this node. The arguments are the same on all nodes.
 VARIABLE = "ELAUNCH_CALL"
 
-# Of what multiprocessing passes to a child about its parent: where modules are found, and what `__main__` is.
+# The part of multiprocessing's preparation data that sets where modules are found, and what `__main__` is.
 _MAIN = ("init_main_from_name", "init_main_from_path")
 _PREPARED = ("sys_path", "sys_argv", "orig_dir", "dir", *_MAIN)
-# `__main__`, and `__mp_main__`, as the caller's is called in a worker.
+# Matches `__main__`, and `__mp_main__`, its name in a worker.
 _MAIN_NAME = b"_main__"
 
 
@@ -59,7 +59,7 @@ def write_call(file: IO[bytes], function: Callable[..., Any], args: tuple[Any, .
 
 
 def read_call(file: IO[bytes]) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """Make this process like the one that called, and read the call: a function and its two kinds of arguments."""
+    """Prepare this process as the caller's child, and read the call: a function, its positional and named arguments."""
     current: Any = process.current_process()
     current._inheriting = True
     try:
@@ -71,17 +71,17 @@ def read_call(file: IO[bytes]) -> tuple[Callable[..., Any], tuple[Any, ...], dic
 
 
 def write_start(file: IO[bytes], rank: int, generation: int) -> None:
-    """Write that this rank of this generation has begun."""
+    """Record that this rank of this generation has started."""
     pickle.dump((rank, generation), file)
 
 
 def write_value(file: IO[bytes], value: object) -> None:
-    """Write what the call returned, behind the start; or why that cannot be pickled."""
+    """Append what the call returned, or why that cannot be pickled."""
     file.seek(0, os.SEEK_END)
     try:
         data, problem = _dumps(value)[0], None
     except Exception as error:
-        # Not raised: the job would run again, to the same end.
+        # Not raised: a restart would fail in the same way.
         data, problem = b"", f"a {type(value).__name__}, which cannot be pickled ({_text(error)})"
     pickle.dump(problem, file)
     file.write(data)
@@ -156,7 +156,7 @@ def name_of(entrypoint: Callable[..., Any] | str) -> str:
 
 
 def _can_import_main() -> bool:
-    """Whether `spawn.prepare` would make `__main__` in a worker: from a module's name, or from a script."""
+    """Whether `spawn.prepare` can recreate `__main__` in a worker: from a module's name, or from a script."""
     main = sys.modules["__main__"]
     if main.__spec__:
         return main.__spec__.name.rpartition(".")[2] != "__main__"

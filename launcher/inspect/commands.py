@@ -1,4 +1,4 @@
-"""The commands about what runs: `stop`, `restart` and `stacks` for one job, by the command line; `warm`."""
+"""The commands `stop`, `restart` and `stacks` for one running job, and `warm`."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from elaunch.rendezvous.format import plain, plural
 from elaunch.rendezvous.rules.queries import Topic
 from elaunch.rendezvous.types import UNNAMED, job_name
 
-# Grows when a field of `--json` changes its meaning or goes away. New fields may come without that.
+# Incremented when a field of `--json` changes its meaning or is removed, not when one is added.
 VERSION = 1
 JSON = own("json", "", "one JSON object, for scripts")
 RANKS = own("ranks", "", "a line for each rank, however many there are")
-# Of elaunch's options those that name a job's store, and the job.
+# The options that name a job's store, and the job.
 _STORE_OPTIONS = ("rdzv_endpoint", "rdzv_backend", "rdzv_conf", "run_id", "token_file", "config", "master_addr")
 _WHERE = """\
 Without options it finds the jobs of this user on this host (as root: of all users).
@@ -59,7 +59,7 @@ Work = Callable[[click.Context, JobSource], int]
 
 
 def job_command(name: str, options: Sequence[Option], about: str, work: Work, *, is_order: bool = False) -> Command:
-    """A command about one job, that `work` carries out with the job's source. Orders need the job's name."""
+    """A command about one job: `work` gets the job's source. Orders need the job's name."""
     usage = " ".join(["JOB" if is_order else "[JOB]", *(f"[--{option.long}]" for option in options)])
     of_store = [option for option in TABLE if option.name in _STORE_OPTIONS]
     job = click.Argument(["jobs"], nargs=-1)
@@ -79,7 +79,7 @@ def _run(work: Work, is_order: bool, ctx: click.Context) -> int:
 
 
 def _find(ctx: click.Context, *, is_order: bool) -> JobSource:
-    """The job that a command line means. Options about the store mean what they mean for a job.
+    """The job that a command line names. Options about the store have the same meaning as for a job.
 
     Raises UsageError and SiteError.
     """
@@ -91,7 +91,7 @@ def _find(ctx: click.Context, *, is_order: bool) -> JobSource:
         )
     given = ctx.obj.given.items()
     typed = {each: g.raw for each, g in given if g.source is Source.COMMAND_LINE and each in _STORE_OPTIONS}
-    # As a node of several: the job on one node has no store. The program is never run.
+    # Parsed for several nodes: a job on one node has no store. The program is never run.
     argv = [f"--{each.replace('_', '-')}={raw}" for each, raw in typed.items()]
     options = parse([*argv, "--nnodes=2", "--", command], environ)
     run_id = options.run_id or "" if "run_id" in typed else ""
@@ -104,7 +104,7 @@ def _find(ctx: click.Context, *, is_order: bool) -> JobSource:
     here = _jobs(agents)
     listed = ", ".join(f"{plain(job.job.run_id)} (pid {job.pid})" for job, *_ in here)
     if is_order and not name:
-        # The only job here may be another one than is meant.
+        # The only job here may not be the intended one.
         raise UsageError(
             f"{command} needs the job's name or the pid of its elaunch; these run here: {listed or 'none'}"
         )
@@ -115,7 +115,7 @@ def _find(ctx: click.Context, *, is_order: bool) -> JobSource:
         elsewhere = "for a job of other hosts name its store: --rdzv-endpoint HOST:PORT"
         parts = [f"these run: {listed}" if listed else elsewhere, *map(plain, problems)]
         raise SiteError(f"{which} runs on this host; {'; '.join(parts)}")
-    # Agents that gave no response may be of this job, too.
+    # Agents that gave no response may belong to this job too.
     for problem in problems:
         print(f"elaunch: {plain(problem)}", file=sys.stderr)
     if len(chosen) > 1:
@@ -165,7 +165,7 @@ RESTART = job_command(
     "restart",
     [],
     """Stop the workers of a running job on all nodes, and start them again, as after a failure: for a job that
-hangs. It is not counted to --max-restarts.""",
+hangs. It does not count towards --max-restarts.""",
     partial(_order, Topic.RESTART),
     is_order=True,
 )
@@ -187,7 +187,7 @@ py-spy reads them from outside; the workers continue.""",
 
 
 def stacks_text(taken: NodeStacks) -> str:
-    """What `elaunch stacks` prints: a line for each group, then the groups' stacks in full."""
+    """The text of `elaunch stacks`: a line for each group, then the groups' stacks in full."""
     groups = grouped(taken.stacks)
     what = f"{plural(len(taken.stacks), 'rank')} at {'the same place' if len(groups) == 1 else f'{len(groups)} places'}"
     lines = [f"{job_name(taken.run_id)}: {what if groups else 'no worker runs now'}"]
@@ -248,7 +248,7 @@ WARM = Command(
 
 
 def _warm_text(path: Path, record: dict[str, Any]) -> str:
-    """Some lines about a fork server, by its handshake."""
+    """A few lines about a fork server, from its handshake."""
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record["since"]))
     return (
         f"pid {record['pid']}, since {since}, {max(record['seconds_left'], 0) / 60:.1f} min left\n"

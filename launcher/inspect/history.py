@@ -25,14 +25,14 @@ from elaunch.launcher.inspect.node_log import (
     latest,
 )
 
-# A failure that is recorded later than this after it struck has another host's or a wrong clock.
+# A failure that is recorded later than this after it happened has another host's clock, or a wrong one.
 _LATE_S = 3600.0
 # Kinds of failures that another failure explains.
 _SECONDARY = ("peer lost", "ended early")
-# Of several nodes the first of these counts. Two are of the whole job, the others may be of a node that left.
+# If nodes differ, the first of these counts. Two are of the whole job, the others may be of a node that left.
 _OUTCOMES = ("failed", "succeeded", "interrupted", "refused")
 _OF_THE_JOB = _OUTCOMES[:2]
-# The outcome of a job whose last agent was killed, as that one's guardian recorded.
+# The outcome of a job whose last agent was killed, as its guardian recorded.
 KILLED = "killed"
 
 
@@ -50,7 +50,7 @@ class End:
 
 @dataclass(frozen=True)
 class Incident:
-    """A failure, or a warning: a hang that became no failure, or a slow rank. `rank` is -1 if none is named.
+    """A failure, or a warning: a hang that did not become a failure, or a slow rank. `rank` is -1 if none is named.
 
     `folder` is the log folder of the rank's node. `is_cause`: the generation ended because of this failure. A hang that
     was warned of ended at `until_s`, NaN without such an event.
@@ -79,9 +79,9 @@ class PastGeneration:
     """One generation of the job. Times are NaN if not known.
 
     `opened_s` … `ready_s` are the stages of its start, up to where its workers restore the state; `trains_s` is when
-    its first step began, `ends_s` when the training stopped, `noted_s` when an agent knew why, `cleared_s` when all its
-    processes were gone. Of its steps `first_step` … `last_step` (-1: none) all up to `kept_step` count; later
-    generations did the others again.
+    its first step began, `ends_s` when the training stopped, `noted_s` when an agent detected it, `cleared_s` when all
+    its processes had exited. Of its steps `first_step` … `last_step` (-1: none) all up to `kept_step` count; later
+    generations repeated the others.
     """
 
     generation: int
@@ -103,7 +103,7 @@ class PastGeneration:
 
     @property
     def has_run(self) -> bool:
-        """Whether it had workers. The end of a job may open a generation that comes to nothing."""
+        """Whether it had workers. The end of a job may open a generation that never runs."""
         return self.world_size > 0
 
     @property
@@ -113,7 +113,7 @@ class PastGeneration:
 
 @dataclass(frozen=True)
 class History:
-    """The whole job. `began_at` is second 0 on the wall clock; `remarks` are what the reader must know of the data."""
+    """The whole job. `began_at` is second 0 on the wall clock; `remarks` are caveats about the data."""
 
     run_id: str
     command: str
@@ -206,7 +206,7 @@ def _events(nodes: Sequence[NodeLog], *names: str) -> list[tuple[NodeLog, PastEv
 
 
 def _faults(nodes: Sequence[NodeLog], origin: float) -> tuple[Incident, ...]:
-    """All failures by generation: its cause first, then the others by time. Newer records of one failure know more."""
+    """All failures by generation: its cause first, then the others by time. Newer records complete older ones."""
     numbers = sorted({visit.generation for node in nodes for visit in node.visits if visit.workers})
     found: dict[tuple[int, str, int, int], Incident] = {}
     for node, event in _events(nodes, "failed", "cause", "restarting", "gave_up"):
@@ -254,7 +254,7 @@ def _ordered(faults: list[Incident]) -> list[Incident]:
 
 
 def _hangs(nodes: Sequence[NodeLog], faults: Sequence[Incident]) -> Iterator[Incident]:
-    """The hangs that became no failure, each once, although each node reports it."""
+    """The hangs that did not become failures, each once, although each node reports it."""
     failed = {fault.generation for fault in faults if fault.kind == "hang"}
     open_: dict[int, Incident] = {}
     for _, event in _events(nodes, "seems_hung", "goes_on"):
@@ -282,7 +282,7 @@ def _slow_ranks(nodes: Sequence[NodeLog]) -> Iterator[Incident]:
 
 
 def _end(nodes: Sequence[NodeLog]) -> End:
-    """The end that the nodes recorded; of a node that left only if no other one continued."""
+    """The end that the nodes recorded; that of a node that left counts only if no other one continued."""
     last_s = max(node.end_s for node in nodes)
     recorded = [event for _, event in _events(nodes, "ended")]
     ended = min(recorded, key=_outcome_rank, default=NO_EVENT)
@@ -315,7 +315,7 @@ def _generations(nodes: Sequence[NodeLog], faults: Sequence[Incident]) -> tuple[
     causes = {fault.generation: fault for fault in faults if fault.is_cause}
     found: list[PastGeneration] = []
     next_opened_s, next_first = math.nan, 1 << 62
-    # From the last to the first: where a later one began, all later steps were done again.
+    # From the last to the first: steps from a later one's first step on were repeated.
     for number in sorted(visits, reverse=True):
         generation = _generation(number, visits[number], causes.get(number), next_opened_s)
         kept = max(min(generation.last_step, next_first - 1), generation.first_step - 1)
@@ -370,13 +370,13 @@ def _remarks(nodes: Sequence[NodeLog], end: End) -> Iterator[str]:
 
 
 class Stage(Enum):
-    """What the job did at a moment: its name in `--json`, and what it is."""
+    """What the job did at a moment: the key in `--json`, a label, and the meaning."""
 
     START_UP = "start_up", "start-up", "from the command to the first step: imports, rendezvous, restoring"
     TRAINING = "training", "training", "steps that count in the end"
     LOST = "lost_steps", "lost work", "steps that a failure undid"
     RUNNING = "running", "workers ran", "the program reports no steps, so how much of this was training is unknown"
-    DETECTION = "detection", "detection", "from the failure until an agent knew of it"
+    DETECTION = "detection", "detection", "from the failure until an agent detected it"
     STOP = "stop", "stop", "saving the state and ending the other workers"
     RENDEZVOUS = "rendezvous", "rendezvous", "until all nodes agreed on the new ranks"
     SPAWN = "spawn", "spawn", "starting the workers: fork, imports, process group"
@@ -391,8 +391,7 @@ class Stage(Enum):
 class Goodput:
     """The time in each stage; together they are the job's. `ettr` is NaN if no step is known.
 
-    `recoveries_s` has the time from a generation's end to the next step (or until workers ran), by generation; without
-    those after which nothing worked.
+    `recoveries_s` has the time from a generation's end to the next step (or run of workers), if any, by generation.
     """
 
     seconds: Mapping[Stage, float]
@@ -430,7 +429,7 @@ def goodput(history: History) -> Goodput:
 
 
 class _Walk:
-    """Goes through the job's time once; each step of it takes a stage up to a moment, never back."""
+    """Assigns the job's time to stages, from its start to its end."""
 
     def __init__(self, wall_s: float) -> None:
         self._wall_s = wall_s
@@ -438,7 +437,7 @@ class _Walk:
         self.seconds = dict.fromkeys(Stage, 0.0)
 
     def to(self, stage: Stage, until_s: float) -> None:
-        """Up to `until_s` the job was in `stage`; nothing if that is over or not known."""
+        """Assign the time up to `until_s` to `stage`; nothing if that is past or not known."""
         until_s = min(until_s, self._wall_s)
         if until_s > self._now_s:
             self.seconds[stage] += until_s - self._now_s
@@ -454,7 +453,7 @@ class _Walk:
 
 
 def _recoveries_s(history: History, *, knows_steps: bool) -> dict[int, float]:
-    """By generation, the time from its end until the job was at work again."""
+    """By generation, the time from its end until the job resumed."""
     found: dict[int, float] = {}
     resumes_s = math.nan
     for each in reversed(history.generations):

@@ -1,4 +1,4 @@
-"""What is known of one job, and orders to it: through the agents of this host, the job's store, or both."""
+"""The status and stacks of one job, and orders to it: through the agents of this host, the job's store, or both."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from elaunch.rendezvous.store import Changes, Denied, OwnLimit, Store, StoreErro
 from elaunch.rendezvous.types import OpenKind, host_of, job_name
 from elaunch.strict_json import parse_json
 
-# An agent that clears a generation away may be busy for a moment.
+# An agent that tears down a generation may be busy for a moment.
 RESPONSE_S = 3.0
 _RESPONSE_BYTES_MAX = 4 << 20
 _FOLDER = re.compile(r"elaunch_[0-9a-f]{16}_socket")
 _ROOT = 0
-# Sockets of one other user that root queries, who may have made any number. Each takes a thread.
+# The limit of sockets of another user that root queries: each takes a thread.
 _OF_ANOTHER_MAX = 64
-# A query that is late has its own message, which names the agent.
+# Added, so that a query's own timeout comes first: its message names the agent.
 _SPARE_S = 0.5
 
 Response = TypeVar("Response")
@@ -76,7 +76,7 @@ class LocalAgent:
 
 
 def local_agents() -> tuple[list[LocalAgent], list[str]]:
-    """The agents of this user (root's: of all users) that answer, and a sentence for each one that does not."""
+    """The agents of this user (for root: of all users) that answer, and a sentence for each one that does not."""
     problems: list[str] = []
     paths: list[Path] = []
     for uid, found in _sockets().items():
@@ -89,7 +89,7 @@ def local_agents() -> tuple[list[LocalAgent], list[str]]:
         if isinstance(response, LocalAgent):
             agents.append(response)
         elif path.exists():
-            # One that has exited since it was listed is of no interest.
+            # An agent that has exited since it was listed is not reported.
             problems.append(str(response))
     agents.sort(key=lambda agent: (agent.job.run_id, agent.pid))
     return agents, list(dict.fromkeys(problems))
@@ -117,7 +117,7 @@ def status_of(path: Path) -> LocalAgent:
 
 
 def store_locator(agent: LocalAgent) -> str:
-    """How its agent reaches the job's store, as JSON (`locate.locator_of`). Raises NoResponse."""
+    """How that agent reaches the job's store, as JSON (`locate.locator_of`). Raises NoResponse."""
     return _query(agent.path, "store", lambda fields, *_: json.dumps(fields["store"]))
 
 
@@ -156,7 +156,7 @@ def _sockets() -> dict[int, list[Path]]:
 def _query(
     path: Path, topic: str, read: Callable[[dict[str, Any], int, bool], Response], wait_s: float = RESPONSE_S
 ) -> Response:
-    """What `read` makes of an agent's response, its pid, and whether it runs as this user. Raises NoResponse."""
+    """Returns `read(response, pid, is_own)` for the agent at `path`. Raises NoResponse."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(wait_s)
         try:
@@ -165,11 +165,11 @@ def _query(
         except (FileNotFoundError, ConnectionRefusedError):
             raise AgentGone(f"the elaunch of {path.parent} has ended") from None
         except OSError as error:
-            # The kernel's backlog may be full: many others query it, or it hangs.
+            # The listen backlog may be full: many others query the agent, or it hangs.
             raise NoResponse(f"the socket {path} cannot be queried: {error.strerror or error}") from None
         pid, uid = credentials(connection)
-        # The folder is its owner's alone, so this is the owner too. A link in it may lead to another user's socket,
-        # even to one that root has opened, and that others answer.
+        # The folder is private, so this must be its owner too. A symlink in it may lead to another user's socket, even
+        # to one that root has opened, and that others serve.
         if uid != owner:
             raise NoResponse(f"the socket {path} is served by another user; it is not trusted")
         try:
@@ -189,7 +189,7 @@ def _query(
 
 @dataclass(frozen=True)
 class Gathered:
-    """All that was learned of a job: its keys, its nodes' reports, and why a node did not report, both by node id."""
+    """The status of a job: its keys, its nodes' reports, and why a node did not report, both by node id."""
 
     job: JobReport
     nodes: Mapping[str, NodeReport]
@@ -217,7 +217,7 @@ def patience_s(nodes: int, base_s: float = PATIENCE_S) -> float:
 
 
 def absence(job: JobReport, node_id: str) -> str:
-    """Whether a seated node without a lease left or was lost: one word."""
+    """Whether a seated node without a lease has `left` or was `lost`."""
     has_left = job.generation and job.generation.kind is OpenKind.LEAVE and job.generation.node_id == node_id
     return "left" if has_left else "lost"
 
@@ -232,7 +232,7 @@ def query_nodes(store: Store, keys: Keys, topic: Topic, node_ids: Set[str], wait
     end_s = time.monotonic() + wait_s
     store.grant(query.lease, math.ceil(wait_s + _LEASE_SPARE_S))
     try:
-        # Watched, not read again and again: the responses of a large job are long.
+        # Watched, not polled: the responses of a large job are long.
         updates = SimpleQueue[Update]()
         with closing(store.watch(prefix, None, updates.put)) as watch:
             watch.begun()
@@ -280,7 +280,7 @@ class StoreSource:
             raise SiteError(f"{away}{error}") from None
 
     def take(self, known: Mapping[str, NodeReport] | None = None) -> Gathered:
-        """What is known of the job now, with the reports in `known`. Raises SiteError."""
+        """The job's current status, with the reports in `known`. Raises SiteError."""
         known = known or {}
         snapshot = self._snapshot()
         responses, silent, notes = self._query(Topic.STATUS, snapshot, known.keys())
@@ -312,7 +312,7 @@ class StoreSource:
             return OrderResponse(topic is Topic.STOP, f"the job has ended: {snapshot.ended.reason}")
         leader = snapshot.leader
         if leader is None or leader not in snapshot.members:
-            raise SiteError("no node leads the job now; wait for a moment, and type it again")
+            raise SiteError("no node leads the job now; wait a moment, and retry")
         try:
             text = query_nodes(self._store, self._keys, topic, {leader}, patience_s(len(snapshot.members))).get(leader)
             if text:
@@ -342,9 +342,9 @@ class StoreSource:
     def _query(
         self, topic: Topic, snapshot: Snapshot, known: Collection[str], seconds: float = 0.0
     ) -> tuple[dict[str, str], dict[str, str], list[str]]:
-        """The members' responses, why others gave none, both by node id, and notes; but for the members in `known`.
+        """The members' responses, why others gave none, both by node id, and notes, without the members in `known`.
 
-        A response takes `seconds` of work.
+        `seconds` is how long a node works on its response.
         """
         job = job_report(snapshot)
         if job.state in _OF_NO_JOB:
@@ -365,7 +365,7 @@ class StoreSource:
 
 
 class LocalSource:
-    """A job of this host: by its agents here, and the store that they name where there are more nodes."""
+    """A job of this host: by its agents here, and the store that they name if there are more nodes."""
 
     def __init__(self, agents: Collection[LocalAgent]) -> None:
         """`agents` are of one job, and at least one."""
@@ -374,7 +374,7 @@ class LocalSource:
         self._is_alone = not any(agent.is_remote for agent in agents)
 
     def take(self) -> Gathered:
-        """What is known of the job now. Raises SiteError, and JobOver."""
+        """The job's current status. Raises SiteError, and JobOver."""
         responses = query_all([partial(status_of, agent.path) for agent in self._agents])
         now = [response for response in responses if isinstance(response, LocalAgent)]
         problems = [
@@ -386,13 +386,13 @@ class LocalSource:
             over = f"{job_name(self._agents[0].job.run_id)}: its elaunch on this host has ended"
             raise SiteError("; ".join(problems)) if problems else JobOver(over)
         reports = {agent.node.node_id: agent.node for agent in now}
-        # Where the store is silent for one of them, another one may know more.
+        # An agent without contact to the store may have an older state than another one.
         known = Gathered(max((agent.job for agent in now), key=_how_new), reports, {})
         if not self._is_alone:
             try:
                 known = self._remote().take(reports)
             except SiteError as error:
-                known = replace(known, notes=(f"only what the agents on this host know: {error}",))
+                known = replace(known, notes=(f"only the agents on this host: {error}",))
         return replace(known, notes=(*known.notes, *problems))
 
     def stacks(self) -> NodeStacks:
@@ -430,7 +430,7 @@ class LocalSource:
         if self._store is None:
             agent = next((agent for agent in self._agents if agent.is_own and agent.is_remote), None)
             if agent is None:
-                # Another user's agent could name any place and any file for root to use.
+                # Another user's agent could make root open any address and any file.
                 raise SiteError("it is another user's job; its own user sees the other nodes too")
             try:
                 plan = plan_at(store_locator(agent))

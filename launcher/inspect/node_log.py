@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 
 from elaunch.strict_json import parse_json
 
-# A text of an event is cut here: a traceback has at most 32 kB.
+# An event's text is truncated here: a traceback has at most 32 kB.
 _TEXT_MAX = 64 << 10
 # The year 5138: a broken clock, whose sums would overflow.
 _CLOCK_END_S = 1e11
-# A year of seconds: times further than this from the first event are of a broken clock.
+# A year of seconds: times further than this from the first event come from a broken clock.
 _LONGEST_S = 366 * 86400.0
 # A worker's mark is read later than this only by mistake.
 _LATE_S = 5.0
@@ -25,7 +25,7 @@ _LATE_S = 5.0
 class PastEvent:
     """One event. `at_s` is the time on the wall clock (s since 1970), in a History the seconds of the job.
 
-    Between the events of a node its monotonic clock counts, which is never set: `monotonic_s`. The getters return a
+    Intervals between a node's events are of `monotonic_s`, a clock that is never set. The getters return a
     default for a field that is missing or has another type.
     """
 
@@ -73,7 +73,7 @@ class Worker:
 class Visit:
     """One generation on one node. `times` has the first time of each event, `workers` are by local rank.
 
-    `restoring_s` and `restored_s` are when the last worker came there, `stepped_s` when the first one had completed a
+    `restoring_s` and `restored_s` are when the last worker got there, `stepped_s` when the first one had completed a
     step. Of the steps `first_step` … `last_step` (-1: none) the newest was seen at `seen_s`.
     """
 
@@ -108,7 +108,7 @@ class Visit:
         return self.times.get(event, math.nan)
 
     def add(self, event: PastEvent) -> None:
-        """Take the next event into account."""
+        """Apply the next event."""
         at_s = event.at_s
         self.times.setdefault(event.event, at_s)
         local_rank = event.number("local_rank")
@@ -146,7 +146,7 @@ class Visit:
 
 @dataclass(frozen=True)
 class NodeLog:
-    """One agent's log, in its `folder`. `unreadable` lines are no events.
+    """One agent's log, in its `folder`. `unreadable` counts lines that are no events.
 
     `name` is the host's, with a number if it had several agents. A log that was read alone has no `visits`.
     """
@@ -159,7 +159,7 @@ class NodeLog:
 
     @property
     def started(self) -> PastEvent:
-        """The event with the run's data; an empty one if the timeline has lost it."""
+        """The event with the run's data; an empty one if the timeline lacks it."""
         return next((each for each in self.events if each.event == "started"), NO_EVENT)
 
     @property
@@ -201,7 +201,7 @@ def real(value: object, default: float = math.nan) -> float:
 
 
 def text(value: object) -> str:
-    """A text without lone surrogates, which UTF-8 cannot encode, cut to a bounded length; empty for anything else."""
+    """A text without lone surrogates, which UTF-8 cannot encode, truncated; empty for anything else."""
     return value[:_TEXT_MAX].encode(errors="backslashreplace").decode() if isinstance(value, str) else ""
 
 
@@ -221,7 +221,7 @@ def known_or(value: float, default: float) -> float:
 
 
 def node_log(folder: str, lines: Iterable[bytes]) -> NodeLog:
-    """The events in a timeline's lines. A writer that was killed leaves half a line at the end."""
+    """The events in a timeline's lines. A writer that was killed leaves a torn last line."""
     events: list[PastEvent] = []
     unreadable = 0
     for line in lines:

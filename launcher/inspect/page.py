@@ -1,4 +1,4 @@
-"""The report of a run as one HTML page without scripts: the timeline's lanes, and what the template shows (pure)."""
+"""The report of a run as one HTML page without scripts: lanes, plots, and what the template shows (pure)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LANE_LABELS = {
     "ends": "saves and exits",
 }
 _TICK_STEPS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 21600, 43200)
-# A curve shows at most so many neighbourhoods of steps, each from its lowest to its highest value.
+# A curve shows at most this many groups of steps, each from its lowest to its highest value.
 POINTS = 500
 # The plot's size in the template's units, with room for labels on the left.
 WIDTH, HEIGHT, LEFT = 720, 180, 62
@@ -37,7 +37,7 @@ WIDTH, HEIGHT, LEFT = 720, 180, 62
 _FAR = 4.0
 
 Series = list[tuple[int, float]]
-# Log files: names, and addresses relative to the page.
+# Log files: names, and URLs relative to the page.
 Links = tuple[tuple[str, str], ...]
 
 
@@ -67,7 +67,7 @@ class StepMetrics:
 
 @dataclass(frozen=True)
 class Report:
-    """All that is known of a run. `links` are the logs of failed ranks, `stacks` are by generation."""
+    """The data of a run's report. `links` are the logs of failed ranks, `stacks` are by generation."""
 
     history: History
     goodput: Goodput
@@ -98,7 +98,7 @@ class Report:
 
     @property
     def reason(self) -> str:
-        """Why the job did not succeed: its first failure, if of another kind, the one that decided it, the verdict."""
+        """Why the job did not succeed: its first failure if of another kind, the decisive one, and the verdict."""
         end = self.history.end
         cause = next((fault for fault in reversed(self.history.faults) if fault.is_cause), None)
         if end.outcome != "failed" or cause is None:
@@ -131,7 +131,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Bar:
-    """A stretch of a lane; `doing` is the name of its colour."""
+    """A segment of a lane; `doing` is the name of its colour."""
 
     doing: str
     begin_s: float
@@ -159,7 +159,7 @@ class Timeline:
 
 
 def timeline(report: Report) -> Timeline:
-    """The lanes that a page has room for: of very many ranks those with a failure or a warning first."""
+    """At most `LANES_MAX` lanes, preferably those with a failure or a warning."""
     history = report.history
     marks: dict[tuple[str, int], list[Incident]] = {}
     for each in (*history.faults, *history.warned):
@@ -172,7 +172,7 @@ def timeline(report: Report) -> Timeline:
     begin_s = known_or(newest[0].opened_s, 0.0) if len(newest) < len(history.generations) else 0.0
     lanes = []
     for node, rank in (places[at] for at in sorted(order[:LANES_MAX])):
-        # What no worker caused is shown with the node's first lane.
+        # Incidents without a rank are shown with the node's first lane.
         mine = marks.pop((node.folder, -1), []) + marks.get((node.folder, rank), [])
         ranks = dict.fromkeys(w.rank for visit in node.visits for w in visit.workers if w.local_rank == rank)
         name = f"rank {', '.join(map(str, [*ranks][:3]))}" if ranks else "no worker"
@@ -182,7 +182,7 @@ def timeline(report: Report) -> Timeline:
 
 
 def _bars(node: NodeLog, local_rank: int, generations: Mapping[int, PastGeneration], begin_s: float) -> Iterator[Bar]:
-    """What a worker of a lane did, from one moment to the next, without overlaps."""
+    """The bars of a lane, in order and without overlaps."""
     free_s = begin_s
     for visit in node.visits:
         worker, generation = visit.by_rank.get(local_rank), generations.get(visit.generation)
@@ -262,7 +262,7 @@ def _time_ticks(begin_s: float, length_s: float) -> list[tuple[float, str]]:
 
 @dataclass(frozen=True)
 class Chart:
-    """One plot: `path` goes around the lowest and highest values; the axes' ends have labels."""
+    """One plot: `path` outlines the lowest and highest values; the axes' ends have labels."""
 
     title: str
     path: str

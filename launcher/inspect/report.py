@@ -27,9 +27,9 @@ from elaunch.launcher.options.command_line import Command, own
 from elaunch.rendezvous.format import plain
 
 PAGE = "report.html"
-# Links to the stacks of one generation.
+# The limit of links to stacks, for each generation.
 _STACKS_MAX = 8
-# The newest failures and warnings are printed.
+# At most this many failures and warnings are printed, the newest ones.
 PRINTED_MAX = 10
 # Unlike `Path.is_file`, it is false where the folder cannot be read.
 _is_file = os.path.isfile
@@ -39,7 +39,7 @@ STACKS = "stacks.txt"
 _BYTES_MAX = 256 << 20
 # A line with a traceback has 64 kB.
 _LINE_BYTES_MAX = 1 << 20
-# Folders of one log folder that are searched.
+# Entries of a log folder that are searched, the last ones by name.
 _FOLDERS_MAX = 2000
 
 
@@ -58,7 +58,7 @@ def _main(ctx: click.Context) -> int:
     if is_json:
         click.echo(json.dumps(summary(report), indent=1))
     else:
-        # Each is one line: a timeline that somebody has changed adds none.
+        # Each is one line: a forged timeline adds none.
         click.echo("\n".join([*(plain(line) for line in printed(report)), str(target)]))
     return 0
 
@@ -83,7 +83,7 @@ where the time went (ETTR), and curves of loss and step time.""",
 
 
 def read_report(job: Sequence[NodeLog], metrics_path: Path | None, beside: Path) -> Report:
-    """The report of a job, with links that are right for a page in the folder `beside`. Raises UsageError."""
+    """The report of a job, with links relative to the folder `beside`. Raises UsageError."""
     found = metrics_path or next((path for each in job if (path := metrics_file(each.started))), None)
     metrics = StepMetrics(lines_of(found)) if found else None
     if metrics_path and not (metrics and metrics.steps):
@@ -96,7 +96,7 @@ def read_report(job: Sequence[NodeLog], metrics_path: Path | None, beside: Path)
             folder = Path(shown.folder, f"attempt_{shown.generation}", str(shown.rank))
             files = [(name, folder / name) for name in ("stderr.log", "stdout.log", "error.json")]
             links[shown] = _links(files, beside)
-        # The named rank's node first.
+        # The named rank's node comes first.
         nodes = sorted(past.nodes, key=lambda node: node.folder != shown.folder)
         files = [(f"{STACKS} of {n.name}", Path(n.folder, f"attempt_{shown.generation}", STACKS)) for n in nodes]
         stacks[shown.generation] = _links(files, beside)[:_STACKS_MAX]
@@ -104,7 +104,7 @@ def read_report(job: Sequence[NodeLog], metrics_path: Path | None, beside: Path)
 
 
 def _links(files: Sequence[tuple[str, Path]], beside: Path) -> Links:
-    """Names of files with content, and their addresses. Each byte of a path that has a meaning in one is quoted."""
+    """Names of files with content, and their percent-encoded URLs, relative to the folder `beside`."""
     return tuple(
         (name, quote(os.path.relpath(path, beside), errors="surrogateescape"))
         for name, path in files
@@ -126,7 +126,7 @@ def printed(report: Report) -> list[str]:
 
 
 def summary(report: Report) -> dict[str, object]:
-    """The numbers for programs (`--json`). What is not known is null."""
+    """The numbers for programs (`--json`). Unknown values are null."""
     past, found = report.history, report.goodput
     end = past.end
     return {
@@ -156,7 +156,7 @@ def summary(report: Report) -> dict[str, object]:
 
 
 def _record(item: PastGeneration | Incident) -> dict[str, object]:
-    """Its fields; times are seconds from the start of the job."""
+    """The item's fields; times are seconds from the start of the job."""
     return {name: _known(value) for name, value in asdict(item).items()}
 
 
@@ -168,11 +168,11 @@ def _known(value: object) -> object:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file as a whole, or not at all. Raises UsageError."""
+    """Write a file atomically. Raises UsageError."""
     partial = path.parent / f".{path.name}.{secrets.token_hex(4)}"
     try:
-        # As log files, whose content it has: open to the user and the group at most. In a folder of another user
-        # nothing that is there already is written to.
+        # The mode of log files, whose content the page has. With O_EXCL no file that exists already in another user's
+        # folder is written to.
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o640)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
@@ -194,7 +194,7 @@ def find_run(path: Path) -> Path:
 
 
 def read_job(folders: Sequence[Path]) -> list[NodeLog]:
-    """The given folders, and those beside them of the same job's other nodes. Raises UsageError without any event."""
+    """The logs of the given folders, and of the job's other nodes beside them. Raises UsageError without any event."""
     given = [read_folder(folder) for folder in folders]
     job = [folder for folder in given if folder.events]
     if not job:
@@ -202,7 +202,7 @@ def read_job(folders: Sequence[Path]) -> list[NodeLog]:
             f"report: {folders[0] / TIMELINE} holds no event: the job's agent ended before its first, or the file is"
             " another program's"
         )
-    # Whoever may write into a shared --log-dir can name a folder as a job's.
+    # Another user of a shared --log-dir could name a folder like a job's.
     beside = {
         path.resolve()
         for folder in folders
@@ -212,7 +212,7 @@ def read_job(folders: Sequence[Path]) -> list[NodeLog]:
     # Each folder has the job's name in its own, and other jobs' files are not read.
     names = {log.started.text("run_id").replace("/", "_") for log in job} - {""}
     named = sorted(path for path in beside - set(folders) if any(name in path.name for name in names))
-    # A name may be used again: a later run has other nodes.
+    # A name may be reused: a later run has other nodes.
     known = {node for log in job for node in _nodes(log)}
     return job + [log for log in map(read_folder, named) if not known.isdisjoint(_nodes(log))]
 
@@ -224,7 +224,7 @@ def read_folder(folder: Path) -> NodeLog:
 
 def lines_of(path: Path) -> Iterator[bytes]:
     """The lines of a regular file; nothing if it cannot be read. A line that is too long comes in pieces."""
-    # A pipe would wait for its writer, and a device has no end.
+    # Opening a pipe would block, and a device has no end.
     if not _is_file(path):
         return
     with suppress(OSError), path.open("rb") as file:
@@ -240,7 +240,7 @@ def metrics_file(started: PastEvent) -> Path | None:
 
 
 def has_content(path: Path) -> bool:
-    """Whether it is a regular file, no link, that is not empty."""
+    """Whether it is a regular file, not a symlink, and not empty."""
     return _is_file(path) and not path.is_symlink() and path.stat().st_size > 0
 
 
@@ -253,7 +253,7 @@ def _runs(folder: Path) -> list[Path]:
 
 
 def _nodes(log: NodeLog) -> Iterator[tuple[str, str]]:
-    """The job's name with the name of each of its nodes, as the folder's agent has joined or seen in tables."""
+    """Pairs of the job's name and a node id, from this log's tables and its agent's own joins."""
     run_id = log.started.text("run_id")
     tables = [event.items("nodes") for event in log.events if event.event in ("sealed", "spare")]
     names = [text(seat.get("node_id")) for table in tables for seat in table if isinstance(seat, dict)]

@@ -1,4 +1,4 @@
-"""`elaunch status`: what is known of a job, as the object of `--json` (docs/status.schema.json) and as text."""
+"""`elaunch status`: the status of a job, as the object of `--json` (docs/status.schema.json) and as text."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ STATUS = job_command(
 
 
 def status_record(known: Gathered, now: float) -> dict[str, Any]:
-    """The object. `now` is the wall clock, for times that people read."""
+    """The object of `--json`. `now` is the wall clock, for absolute times."""
     job, seats = known.job, known.job.seats
     generation, state = table_generation(known), _state(known)
     ages_s = [report.workers_age_s for report in known.nodes.values() if report.generation == generation]
@@ -72,7 +72,7 @@ def status_record(known: Gathered, now: float) -> dict[str, Any]:
         "last_failure": _failure(job, now),
         "hang": job.hang or None,
         "outcome": ended and {"kind": ended.kind.value, "reason": ended.reason, "exit_code": ended.exit_code},
-        # Only the whole of the job's keys has the members without a seat.
+        # A partial view of the job's keys lacks members without a seat.
         "spares": (len(job.others) if seats else 0) if job.is_whole else None,
         "nodes": _nodes(known),
         "ranks": ranks,
@@ -81,18 +81,18 @@ def status_record(known: Gathered, now: float) -> dict[str, Any]:
 
 
 def table_generation(known: Gathered) -> int:
-    """The generation of the newest table: the newest one any of the nodes runs. -1 before the first."""
+    """The generation of the newest table, else the newest that any node runs; -1 before the first."""
     if known.job.state is JobState.RUNNING and known.job.generation:
         return known.job.generation.number
     return max((report.generation for report in known.nodes.values()), default=-1)
 
 
 def _state(known: Gathered) -> str:
-    """The job's state; `stopping` as long as a node ends the workers of a generation that is over."""
+    """The job's state; `stopping` while a node stops the workers of an ended generation."""
     state = known.job.state
     is_live = state in (JobState.FORMING, JobState.RUNNING)
     reported = [report.state for report in known.nodes.values()]
-    # One node may stop its workers a moment before the others learn that the generation is over.
+    # One node may stop its workers a moment before the others observe the generation's end.
     is_over = state is JobState.FORMING or all(each in ("stopping", "ended") for each in reported)
     return "stopping" if is_live and is_over and "stopping" in reported else state.value
 
@@ -201,7 +201,7 @@ def headline(record: dict[str, Any]) -> str:
     elif state == "gone":
         state = "no live node"
     elif state == "stopping":
-        # The generation that comes next may never run.
+        # The next generation may never run.
         return plain(f"{name}: stopping generation {record['workers_generation']}")
     number = f", generation {generation['number']}" if generation else ""
     since = f" for {span(record['since_s'])}" if record["since_s"] is not None and not outcome else ""

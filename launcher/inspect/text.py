@@ -43,12 +43,12 @@ def moment(at: float, utc_offset_s: int) -> str:
 
 
 def percent(share: float) -> str:
-    """`97.3 %`; 100 % is only all of it."""
+    """`97.3 %`; `100.0 %` only from a share of 1 on."""
     return "–" if math.isnan(share) else f"{min(round(100 * share, 1), 99.9 if share < 1 else 100.0):.1f} %"
 
 
 def cut(text: str, length: int) -> str:
-    """The text with its middle left out if it is longer; a sentence's end names its generation."""
+    """The text, its middle elided beyond `length`; a sentence's end names its generation."""
     return text if len(text) <= length else f"{text[: length - 60]} … {text[-50:]}"
 
 

@@ -38,7 +38,7 @@ def _main(ctx: click.Context, source: JobSource) -> int:
         while True:
             text = screen(record, trouble, live.console.size.height, every_rank=ctx.params["ranks"])
             live.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=True)
-            # The nodes of a large job answer in turns, so it is queried less often.
+            # The nodes of a large job take turns, so it is queried less often.
             if record["state"] in _OVER or is_over(max(REFRESH_S, 2 * len(record["nodes"]) / RESPONSES_PER_S)):
                 break
             try:
@@ -47,7 +47,7 @@ def _main(ctx: click.Context, source: JobSource) -> int:
                 over = str(error)
                 break
             except SiteError as error:
-                # The store may be back in a moment. The last answer stays on the screen.
+                # The store may be available again soon. The last status stays on the screen.
                 trouble = str(error)
     if record["state"] in _OVER or over:
         print(plain(over) or headline(record))
@@ -67,17 +67,17 @@ def screen(record: dict[str, Any], trouble: str, height: int, *, every_rank: boo
     lines = text_of(record, every_rank=every_rank).splitlines()
     last = [f"no answer: {plain(trouble)}"] if trouble else []
     last.append(time.strftime("%H:%M:%S") + "  q quits")
-    room = max(height - len(last) - 1, 1)
-    if len(lines) > room:
-        lines = [*lines[: room - 1], f"… {len(lines) - room + 1} more lines"]
+    limit = max(height - len(last) - 1, 1)
+    if len(lines) > limit:
+        lines = [*lines[: limit - 1], f"… {len(lines) - limit + 1} more lines"]
     return "\n".join([*lines, "", *last])
 
 
 @contextmanager
 def _terminal() -> Iterator[Callable[[float], bool]]:
-    """A function that waits so many seconds for a key, and returns whether it is q.
+    """Yields a function that waits so many seconds for a key, and returns whether it is q.
 
-    SIGTERM and SIGHUP end the command as Ctrl-C does, with the terminal as it was before.
+    SIGTERM and SIGHUP end the command as Ctrl-C does, with the terminal restored.
     """
     fd = sys.stdin.fileno()
     before = termios.tcgetattr(fd)
@@ -94,7 +94,7 @@ def _terminal() -> Iterator[Callable[[float], bool]]:
         tty.setcbreak(fd)
         yield typed_q
     finally:
-        # After a SIGHUP the terminal may be gone.
+        # After a SIGHUP the terminal may be closed.
         with suppress(termios.error):
             termios.tcsetattr(fd, termios.TCSADRAIN, before)
         for signum, handler in handlers.items():

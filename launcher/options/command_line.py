@@ -1,7 +1,7 @@
 """Options and commands of elaunch for click, with torchrun's conventions that click lacks.
 
 A long option may have `_` for `-`, and may be shortened while that is unambiguous. Its value may come from given
-variables and a job file. What is wrong is one sentence. Pure.
+variables and a job file. An error is one sentence. Pure.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from click.shell_completion import CompletionItem
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.options import values
 
-# Characters of an option and its value in a message.
+# The limit of characters of an option and its value in a message.
 _SHOWN_MAX = 200
-# Not short for --token-file: what follows would be a secret, which every user of the host can read in /proc.
+# Not an abbreviation of --token-file: its value would be a secret, which every user of the host can read in /proc.
 _SECRET = "--token"
 # Where click's context has the arguments of the command line.
 _ARGV = "elaunch.argv"
@@ -61,7 +61,7 @@ class Given:
 
 @dataclass
 class ParseState:
-    """click's `obj`: what a command line is read with, and which options were given, in their order."""
+    """click's `obj`: the inputs of parsing a command line, and the options that were given, in order."""
 
     environ: Mapping[str, str] = field(default_factory=dict)
     read_job_file: Callable[[str], Any] = lambda _: None
@@ -143,7 +143,7 @@ class Option(click.Option):
 
     @property
     def usage(self) -> str:
-        """As --help shows it."""
+        """The option as --help shows it."""
         short = f"-{self.short}, " if self.short else ""
         return f"{short}--{self.long} {self.metavar or ''}".rstrip()
 
@@ -163,7 +163,7 @@ def own(name: str, metavar: str, help: str, convert: values.Convert | None = Non
 
 
 def show(ctx: click.Context, text: str) -> None:
-    # Longer than the buffer, so its reader may be gone already (`| head`).
+    # The text is longer than the buffer, so its reader may have exited (`| head`).
     with suppress(BrokenPipeError):
         click.echo(text)
     ctx.exit()
@@ -174,7 +174,7 @@ def _help(ctx: click.Context, _: click.Parameter, is_given: bool) -> None:
         show(ctx, ctx.get_help())
 
 
-# A text is shown before anything else is checked.
+# Settings of an option that shows a text before anything else is checked.
 TEXT: dict[str, Any] = {"is_eager": True, "expose_value": False}
 HELP = Option("help", Group.OTHER, "", "show this text", short="h", peer=True, callback=_help, **TEXT)
 
@@ -200,7 +200,7 @@ class Command(click.Command):
     """A command whose `work` gets its context and returns the exit code, or, for a job, its options.
 
     `usage` are the lines after its name. Its --help shows its options of no group, between `about` and `ending`. With
-    `is_elsewhere` the job is for other hosts: neither variables nor the job file of this one are for it.
+    `is_elsewhere` the job runs on other hosts: this host's variables and job file do not apply.
     """
 
     def __init__(
@@ -247,16 +247,16 @@ class Command(click.Command):
                 ) from None
             if name == "--use-env":
                 raise UsageError(
-                    f"{name} is no option of elaunch, which always does that: leave it out, and read LOCAL_RANK from"
-                    " the environment, or give the script '--local-rank=${local_rank}'"
+                    f"{name} is not an option of elaunch, which always does that: leave it out, and read LOCAL_RANK"
+                    " from the environment, or give the script '--local-rank=${local_rank}'"
                 ) from None
             if name in _ELSEWHERE:
-                raise UsageError(f"{name} is no option of elaunch; did you mean {_ELSEWHERE[name]}?") from None
+                raise UsageError(f"{name} is not an option of elaunch; did you mean {_ELSEWHERE[name]}?") from None
             command = ctx.command_path.removesuffix(" run")
             raise UsageError(f"{error.format_message().rstrip('.')}; see {command} --help") from None
 
     def make_parser(self, ctx: click.Context) -> Any:
-        """click's parser, which also knows the abbreviations that were typed."""
+        """click's parser, which also accepts the abbreviations that were typed."""
         parser = super().make_parser(ctx)
         typed = {_dashed(word.partition("=")[0]) for word in ctx.meta[_ARGV] if word.startswith("--")}
         for word in typed - {"--", _SECRET}.union(*(option.opts for option in self.options)):
@@ -267,7 +267,7 @@ class Command(click.Command):
         return parser
 
     def meant(self, word: str) -> list[Option]:
-        """The options whose names begin like `word`.
+        """The options whose names begin with `word`.
 
         The command's own come first, then torchrun's, so that its abbreviations stay unambiguous beside elaunch's.
         """
@@ -290,7 +290,7 @@ class Command(click.Command):
         formatter.write("\n" + "\n".join([*ending, ""]) if ending else "")
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        # What follows the program is the program's own.
+        # Arguments after the program are the program's own.
         if ctx.params.get("program"):
             return [CompletionItem(incomplete, type="file")]
         return super().shell_complete(ctx, incomplete)

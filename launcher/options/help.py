@@ -48,7 +48,7 @@ an address was unavailable, or this node does not know how the job ended, 128 + 
 _PAGE_HEAD = """\
 # Options
 
-Every option, its default in brackets, and what torchrun does otherwise. A terminal shows the same list:
+Every option, its default in brackets, and what torchrun does differently. A terminal shows the same list:
 
 ```sh
 elaunch --help
@@ -139,7 +139,7 @@ _PAGES = (
 
 
 def manual() -> str:
-    """The page as roff source, in ASCII."""
+    """The manual page as roff source, in ASCII."""
     parts = [_MAN_HEAD]
     for command in _PAGES:
         heading = "SYNOPSIS AND OPTIONS" if command == ("run",) else f"ELAUNCH {' '.join(command).upper()}"

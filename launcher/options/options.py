@@ -74,7 +74,7 @@ def parse_job_file(text: str, name: str) -> JobFile:
         if option is None:
             near = nearest(key, (*_FILE_OPTIONS, *_PROGRAM_KEYS))
             hint = f"did you mean {near}?" if near else "elaunch --help lists the options"
-            raise UsageError(f"{name}: {key} is no option of elaunch; {hint}")
+            raise UsageError(f"{name}: {key} is not an option of elaunch; {hint}")
         if option.name in given:
             raise UsageError(f"{name}: {key} is given twice; keep one")
         given[option.name] = Given(raw, Source.FILE, f"{name}: {key}: {raw}")
@@ -112,7 +112,7 @@ class JobCommand(Command):
 
 
 def _complete_program(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """A script; or one of the commands, where no file begins so."""
+    """Files; also the commands, if no file begins with `incomplete`."""
     found = [CompletionItem(incomplete, type="file")]
     if not ctx.meta["elaunch.argv"] and ctx.command is RUN and ctx.parent and not any(Path().glob(f"{incomplete}*")):
         found += ctx.parent.command.shell_complete(ctx.parent, incomplete)
@@ -159,14 +159,14 @@ def options_of(ctx: click.Context, program: tuple[str, ...] = ()) -> Options:
     )
 
 
-# Its work is the options: `launcher.cli` runs the job.
+# Its `work` returns the options: `launcher.cli` runs the job.
 RUN = _Run("run", options_of, (), usage=(), about="")
 
 
 def submitted(
     ctx: click.Context, environ: Mapping[str, str], read_job_file: Callable[[str], JobFile] = load_job_file
 ) -> Options:
-    """The job in the context of a command that submits it. Raises UsageError, also where its nodes would refuse it."""
+    """The job in the context of a command that submits it. Raises UsageError, also if its nodes would refuse it."""
     typed = {name: given.raw for name, given in ctx.obj.given.items() if name in _OPTIONS}
     options = parse(argv_of(typed, ctx.params["program"]), environ, read_job_file)
     rdzv_conf.parse_rdzv_conf(options.rdzv_conf)
@@ -187,7 +187,7 @@ def argv_of(typed: Mapping[str, str], program: Sequence[str]) -> list[str]:
     return [*argv, *end, *program]
 
 
-# Pairs of which only one can be meant.
+# Pairs of mutually exclusive options.
 _EXCLUSIVE = (
     ("verbose", "quiet", "drop one of them"),
     ("standalone", "nnodes", "a standalone job has one node; drop one of them"),
@@ -197,7 +197,7 @@ _EXCLUSIVE = (
 
 
 def _settle_hangs(fields: dict[str, Any], items: Mapping[str, Given]) -> None:
-    """A limit that is given means that a hang is ended, unless the user gives the action; 0 is no limit."""
+    """A given limit means that a hang restarts the job, unless the user gives the action; 0 is no limit."""
     if not fields["hang_timeout"] or fields["on_hang"] is OnHang.OFF:
         fields["hang_timeout"], fields["on_hang"] = 0.0, OnHang.OFF
     elif "hang_timeout" in items and "on_hang" not in items:
@@ -212,7 +212,7 @@ def _settle(fields: dict[str, Any], items: Mapping[str, Given]) -> set[str]:
     defaults = {name: option.default for name, option in _OPTIONS.items()}
     lost: set[str] = set()
     if fields["standalone"] and fields["nnodes"][0] == 1:
-        # The range allows one node, and no other can come.
+        # The range allows one node, and no other can join.
         fields["nnodes"] = (1, 1)
     for first, second, way_out in _EXCLUSIVE:
         if fields[first] == defaults[first] or fields[second] == defaults[second]:
@@ -242,7 +242,7 @@ def _program(
         raise UsageError(f"-m or --no-python contradicts {fields['config']}, whose program is {in_file}; drop it")
     target, *args = program or (str(in_file), *job_file.args)
     is_module = fields["module"] or (not program and job_file.module is not None)
-    # In torchrun too --run-path comes before the others.
+    # As in torchrun, --run-path takes precedence.
     if fields["run_path"]:
         return ProgramKind.SCRIPT, target, tuple(args)
     if fields["no_python"]:

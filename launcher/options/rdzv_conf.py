@@ -47,7 +47,7 @@ def _lease(raw: values.Raw) -> int:
 
 
 def _switch(raw: values.Raw) -> bool:
-    """As torch reads it: also t, y, f and n."""
+    """Accepts t, y, f and n too, as torch does."""
     word = values.text(raw).lower()
     return values.switch({"t": "1", "y": "1", "f": "0", "n": "0"}.get(word, word))
 
@@ -59,7 +59,7 @@ def _prefix(raw: values.Raw) -> str:
     prefix = f"/{'/'.join(names)}/"
     is_long = len(prefix.encode(errors="replace")) > _PREFIX_BYTES_MAX
     if not names or {".", ".."} & set(names) or not word.isprintable() or is_long:
-        raise ValueError(f"is no prefix of keys; give one like /teams/vision/, of at most {_PREFIX_BYTES_MAX} bytes")
+        raise ValueError(f"is not a key prefix; give one like /teams/vision/, of at most {_PREFIX_BYTES_MAX} bytes")
     return prefix
 
 
@@ -71,7 +71,7 @@ _OURS = "–"
 class Conf:
     """The settings in --rdzv-conf, times in seconds; None if not given.
 
-    `ignored` are keys without effect, with reasons. `notes` name two keys that are one setting, with other values.
+    `ignored` are keys without effect, with reasons. `notes` name two keys of one setting with different values.
     """
 
     # fmt: off
@@ -167,8 +167,8 @@ def _known(key: str) -> Setting:
     if way_out := _SECRETS.get(key):
         raise UsageError(f"--rdzv-conf {key} would show a secret to every user of this host; {way_out}")
     near = nearest(key, _KNOWN)
-    hint = f"did you mean {near}?" if near else f"known are {', '.join(_KNOWN)}"
-    raise UsageError(f"--rdzv-conf {key} is no setting of the rendezvous; {hint}")
+    hint = f"did you mean {near}?" if near else f"known keys: {', '.join(_KNOWN)}"
+    raise UsageError(f"--rdzv-conf {key} is not a setting of the rendezvous; {hint}")
 
 
 def _lease_ttl(found: Mapping[str, Any]) -> int | None:

@@ -22,7 +22,7 @@ from elaunch.rendezvous.types import ProgramKind
 
 
 def _option(*described: Any, **more: Any) -> Any:
-    """A field that is the option of its name; the rest is for `Option`."""
+    """A field for the option of the same name; the arguments are those of `Option`."""
     return field(metadata={"option": lambda name: Option(name, *described, **more)})
 
 
@@ -98,7 +98,7 @@ class Options:
         values.seconds, default=0.5, default_text="0.5",
     )
     children_grace: float = _option(
-        Group.RESTARTS, "SECONDS", "after success, end children that are idle so long",
+        Group.RESTARTS, "SECONDS", "after success, end children idle this long",
         values.seconds, default=60.0, default_text="60",
     )
     hang_timeout: float = _option(
@@ -145,7 +145,7 @@ class Options:
         default_text="all",
     )
     verbose: bool = _switch(Group.OUTPUT, "also what elaunch chose at the start, and all tracebacks", short="v")
-    quiet: bool = _switch(Group.OUTPUT, "of elaunch's own lines only warnings, errors and the report", short="q")
+    quiet: bool = _switch(Group.OUTPUT, "elaunch logs only warnings, errors and the report", short="q")
     log_format: LogFormat = _option(
         Group.OUTPUT, "FORM", "form of lines: text (files: with time), plain, json", values.log_format,
         default=LogFormat.TEXT, default_text="text",
@@ -196,7 +196,7 @@ class Options:
     rdzv_endpoint: tuple[Address, ...] = _option(
         Group.RENDEZVOUS, "HOST:PORT", "where the nodes meet: one of them, or an etcd",
         values.endpoints, default=(), default_text="none", peer=True,
-        differs="one only; with static it is MASTER_ADDR:MASTER_PORT, here too, and the store is one port on",
+        differs="one only; with static it is MASTER_ADDR:MASTER_PORT, here too, and the store is one port higher",
     )
     rdzv_backend: str = _option(
         Group.RENDEZVOUS, "NAME", "backend: c10d, etcd, etcd-v2, static",

@@ -58,7 +58,7 @@ def name(bytes_max: int) -> Convert:
 
 
 def role(bytes_max: int) -> Convert:
-    """A converter for `NAME`, the role of all workers of a node, or `NAME=N,NAME=N` for several; stays text."""
+    """A converter for `NAME`, the role of all workers of a node, or `NAME=N,NAME=N` for several, as text."""
     named = name(bytes_max)
 
     def convert(raw: Raw) -> str:
@@ -82,12 +82,12 @@ def switch(raw: Raw) -> bool:
 
 
 def whole(raw: Raw, *, low: int = 0, high: int | None = None) -> int:
-    reach = f"{low} or more" if high is None else f"a number from {low} to {high}"
+    allowed = f"{low} or more" if high is None else f"a number from {low} to {high}"
     word = text(raw)
     if not re.fullmatch(r"[+-]?[0-9]+", word):
-        raise ValueError(f"is not a whole number; give {reach}")
+        raise ValueError(f"is not a whole number; give {allowed}")
     if (number := int(word)) < low or (high is not None and number > high):
-        raise ValueError(f"is out of range; give {reach}")
+        raise ValueError(f"is out of range; give {allowed}")
     return number
 
 
@@ -111,7 +111,7 @@ def ports(raw: Raw) -> tuple[int, int]:
 
 
 def listen_address(default: str) -> Convert:
-    """A converter for `[HOST:]PORT`: where to listen, at the host `default` if none is given; any free port for 0."""
+    """A converter for `[HOST:]PORT`, an address to listen on: HOST is `default` if left out, port 0 any free one."""
 
     def convert(raw: Raw) -> tuple[str, int]:
         host, _, port = text(raw).rpartition(":")
@@ -142,7 +142,7 @@ def positive_seconds(raw: Raw) -> float:
 
 
 def minutes(raw: Raw) -> float:
-    """Minutes, or a word for on or off; on is a quarter of an hour."""
+    """Minutes, or a word for on (`WARM_MIN`) or off."""
     word = text(raw).lower()
     if word in ("true", "yes", "on"):
         return WARM_MIN
@@ -165,7 +165,7 @@ def nodes(raw: Raw) -> tuple[int, int]:
     if nodes_min < 1:
         raise ValueError("means no node; a job needs at least 1")
     if nodes_max > NODES_MAX:
-        raise ValueError(f"is more nodes than {NODES_MAX}; ask for fewer")
+        raise ValueError(f"is more nodes than {NODES_MAX}; give fewer")
     return nodes_min, nodes_max
 
 
@@ -183,7 +183,7 @@ def workers(raw: Raw) -> int | str:
 
 
 class OneOf:
-    """Converts one of a few choices, which a shell may complete, by `made`."""
+    """Converts one of a few choices by `made`; a shell may complete them."""
 
     def __init__(self, *choices: str, made: Callable[[str], object] = str) -> None:
         self.choices, self._made = choices, made
@@ -201,7 +201,7 @@ log_format = OneOf(*(each.value for each in LogFormat), made=LogFormat)
 
 
 def command(raw: Raw) -> tuple[str, ...]:
-    """A command with its arguments, split as a shell does; nothing of it is run by a shell."""
+    """A command with its arguments, split as a shell does; no shell runs it."""
     try:
         argv = raw if isinstance(raw, list) else shlex.split(text(raw))
     except ValueError as error:
@@ -231,13 +231,13 @@ def streams(raw: Raw) -> StreamChoice:
 
 
 def names(raw: Raw) -> tuple[str, ...]:
-    """A comma list without empty items."""
+    """A comma-separated list without empty items."""
     items = raw if isinstance(raw, list) else text(raw).split(",")
     return tuple(item.strip() for item in items if item.strip())
 
 
 def phrases(raw: Raw) -> tuple[str, ...]:
-    """A comma list whose items may hold commas, written `,,`, and spaces."""
+    """A comma-separated list whose items may hold spaces, and commas written `,,`."""
     if isinstance(raw, list):
         return tuple(item for item in raw if item)
     if not isinstance(raw, str):
@@ -247,7 +247,7 @@ def phrases(raw: Raw) -> tuple[str, ...]:
 
 
 def ranks(raw: Raw) -> frozenset[int] | None:
-    """A comma list of ranks. None, from an empty list, means all ranks."""
+    """Comma-separated ranks. None, from an empty list, means all ranks."""
     items = names(raw)
     if not all(re.fullmatch("[0-9]{1,9}", item) for item in items):
         raise ValueError("is not a list of ranks; use 0,1,2")
@@ -269,9 +269,9 @@ def key_values(raw: Raw) -> Mapping[str, str]:
 
 
 def signal_names(raw: Raw) -> tuple[str, ...]:
-    """A comma list of names of signals that a process can handle."""
+    """Comma-separated names of signals that a process can handle."""
     listed = names(raw)
-    # `__members__` also has the second names of signals, for example SIGCLD.
+    # `__members__` also has the aliases of signals, for example SIGCLD.
     if unknown := [each for each in listed if each not in signal.Signals.__members__ or each in _NOT_HANDLED]:
         raise ValueError(f"names {unknown[0]}, which is no signal that a process can handle; {_USUAL}")
     return listed
@@ -295,14 +295,14 @@ class Address:
 
 
 def endpoints(raw: Raw) -> tuple[Address, ...]:
-    """A comma list of endpoints; an empty list has none."""
+    """Comma-separated endpoints, possibly none."""
     return tuple(map(_address, names(raw)))
 
 
 def _address(word: str) -> Address:
     scheme, _, rest = word.rpartition("://")
     if scheme not in ("", "http", "https"):
-        raise ValueError(f"has the scheme {scheme}, and elaunch knows only http and https; {_ENDPOINT_HOW}")
+        raise ValueError(f"has the scheme {scheme}, and elaunch supports only http and https; {_ENDPOINT_HOW}")
     rest = rest.removesuffix("/")
     # An IPv6 address without brackets has no port. It has "::" in it, or seven colons.
     if re.fullmatch(r"(?=.*::|(?:[^:]*:){7})[0-9A-Fa-f:.]+(%[\w.-]+)?", rest):

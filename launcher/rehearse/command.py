@@ -1,4 +1,4 @@
-"""`elaunch rehearse`: runs a script without a failure, then with one in each run, and compares the results."""
+"""`elaunch rehearse`: runs a script without a failure, then with one failure per run, and compares the results."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from elaunch.launcher.preflight import check_program
 from elaunch.launcher.rehearse import compare
 from elaunch.rendezvous.types import ProgramKind
 
-# Between polls of the output; the longest shutdown of a killed agent's ranks.
+# The poll interval of the output; the longest shutdown of a killed agent's ranks.
 _POLL_S, _END_S = 0.05, 30.0
-# A line without one, as "done", shows no result.
+# A line without a digit, such as "done", shows no result.
 _NUMBER = re.compile("[0-9]")
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A failure: these ranks, or the agent, are killed, at the first such place in `step` or later.
+    """A fault to inject: these ranks, or the agent, are killed, at the first `at` in `step` or later.
 
-    Without a Keeper it comes after `lines` of output. By default there is none.
+    Without a Keeper they are killed after `lines` lines of output. By default there is no fault.
     """
 
     text: str
@@ -50,7 +50,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Run:
-    """What a run has left; `tail` is the end of its output."""
+    """The results of a run; `tail` is the end of its output."""
 
     code: int
     seconds: float
@@ -80,7 +80,7 @@ def _main(ctx: click.Context) -> int:
 
 
 def _command(options: Options) -> list[str]:
-    """The job's options and program, for another folder."""
+    """The job's options and program, for a run in another folder."""
     files = {option.name for option in TABLE if option.metavar == "FILE"}
     typed = {name: _absolute(value) if name in files else value for name, value in options.typed.items()}
     # The job file may name the type of the program.
@@ -90,7 +90,7 @@ def _command(options: Options) -> list[str]:
 
 
 def _absolute(path: Raw) -> str:
-    """The path of a file for another folder; of what is none, as it is."""
+    """The absolute path of what exists; other text unchanged."""
     return str(Path(str(path)).absolute()) if Path(str(path)).exists() else str(path)
 
 
@@ -105,7 +105,7 @@ COMMAND = JobCommand(
     _main,
     [
         own("steps", "N", "end each run after this step of a Keeper [40]", partial(whole, low=4), default=40),
-        own("link", "PATH", "a link to this file or folder is in the run's folder", _link, multiple=True),
+        own("link", "PATH", "link this file or folder into each run's folder", _link, multiple=True),
     ],
     usage=["[--steps N] [--link PATH] [options of a job] script.py args…"],
     about="""\
@@ -128,7 +128,7 @@ def _rehearse(run: Callable[[Fault], Run]) -> int:
     if refusal := _refusal(alone, again, right, lines):
         print(refusal)
         return 1
-    # What comes several times is shown once.
+    # The dictionary's keys show each reason once.
     table, bad, reasons = [("failure", "result", "repeated", "lost")], list[str](), dict[str, None]()
     for fault in _faults(alone):
         its = run(fault)
@@ -140,7 +140,9 @@ def _rehearse(run: Callable[[Fault], Run]) -> int:
         table.append((fault.text, result, f"{count} {'steps' if right else 'lines'}", f"{lost_s:.1f} s"))
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     print("\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in table))
-    compared = f"{len(lines)} of {len(alone.lines)} lines of output, alike in two quiet runs. No Keeper was entered"
+    compared = (
+        f"{len(lines)} of {len(alone.lines)} lines of output, alike in two fault-free runs. No Keeper was entered"
+    )
     if right:
         compared = (
             f"bit for bit, {compare.steps_done(alone.records)} steps of {alone.world_size} ranks,"
@@ -152,7 +154,7 @@ def _rehearse(run: Callable[[Fault], Run]) -> int:
 
 
 def _refusal(alone: Run, again: Run, right: compare.Values, lines: Sequence[str]) -> str:
-    """Why there is nothing that a failure could change, or ""."""
+    """Why nothing can be compared, or ""."""
     if again.code:
         why = f"the script fails although nothing was killed (exit code {again.code})"
         return f"{again.tail}\n{why}. If it lacks a file of the folder where you start it, give --link PATH"
@@ -167,7 +169,7 @@ def _refusal(alone: Run, again: Run, right: compare.Values, lines: Sequence[str]
 
 
 def _result(right: compare.Values, lines: Sequence[str], its: Run) -> tuple[str, str, str]:
-    """A word, in what a run differs from those without a failure, and the likely reason; empty if in nothing."""
+    """The result in a word, how the run differs from those without a failure, and the likely reason ("" if equal)."""
     if its.code:
         return "FAILED", f"exit code {its.code}\n{its.tail}", ""
     if not its.has_restarted:
@@ -180,7 +182,7 @@ def _result(right: compare.Values, lines: Sequence[str], its: Run) -> tuple[str,
 
 
 def _faults(alone: Run) -> list[Fault]:
-    """The failures to come, each at another place of the run."""
+    """The faults to inject, each at a different point of the run."""
     records, last, half = alone.records, alone.world_size - 1, max(1, len(alone.lines) // 2)
     if not records:
         where = f"after line {half} of the output"
@@ -203,15 +205,15 @@ def _faults(alone: Run) -> list[Fault]:
 
 
 def _run(argv: list[str], environ: Mapping[str, str], links: Sequence[str], steps: int, fault: Fault) -> Run:
-    """One run to its end, in a folder that is removed. If its agent is killed, the same command is typed again."""
+    """One complete run, in a temporary folder. If its agent is killed, the same command is started again."""
     click.echo(f"elaunch: rehearse: {fault.text}", err=True)
     with tempfile.TemporaryDirectory(prefix="elaunch_rehearse_", ignore_cleanup_errors=True) as name:
         folder, begin_s = Path(name), time.monotonic()
         (folder / "work").mkdir()
         for link in links:
             (folder / "work" / Path(link).name).symlink_to(link)
-        # What a killed rank leaves in the temporary folder, as multiprocessing's, is removed too. A warm fork server
-        # would stay with this folder.
+        # What a killed rank leaves in TMPDIR, such as multiprocessing's sockets, is removed too. A warm fork server
+        # would outlive this folder.
         environ = {**environ, "TMPDIR": name, "ELAUNCH_WARM": "0"}
         code = _job(argv, environ, folder, steps, fault)
         if fault.agent and code == -signal.SIGKILL:
@@ -229,7 +231,7 @@ def _run(argv: list[str], environ: Mapping[str, str], links: Sequence[str], step
 
 
 def _job(argv: list[str], environ: Mapping[str, str], folder: Path, steps: int, fault: Fault) -> int:
-    """Start the job, and without a Keeper kill what is to be killed. Returns the exit code."""
+    """Run the job, and without a Keeper inject the fault. Returns the exit code."""
     rehearsal = json.dumps({**asdict(fault), "folder": str(folder), "steps": steps})
     with (folder / "output").open("ab") as output:
         job = subprocess.Popen(
@@ -246,7 +248,7 @@ def _job(argv: list[str], environ: Mapping[str, str], folder: Path, steps: int, 
         while job.poll() is None:
             time.sleep(_POLL_S)
             if fault.lines and len(_lines(folder)) >= fault.lines and {*fault.ranks} <= _pids(folder).keys():
-                # It may have ended just now.
+                # It may have just exited.
                 with suppress(ProcessLookupError):
                     os.kill(job.pid if fault.agent else _pids(folder)[fault.ranks[0]], signal.SIGKILL)
                 fault = replace(fault, lines=0)
@@ -262,17 +264,17 @@ def _job(argv: list[str], environ: Mapping[str, str], folder: Path, steps: int, 
 
 
 def _pids(folder: Path) -> dict[int, int]:
-    """The processes of the ranks that were started last."""
+    """The pid of each rank's newest process."""
     events = [each for path in sorted(folder.glob("logs/2*/timeline.jsonl")) for each in _json(path)]
     return {each["rank"]: each["pid"] for each in events if each["event"] == "forked"}
 
 
 def _lines(folder: Path) -> list[str]:
-    """What all ranks have printed."""
+    """The non-blank lines of all ranks' output."""
     texts = [path.read_text(errors="replace") for path in sorted(folder.glob("logs/2*/attempt_*/*/std*.log"))]
     return [line for text in texts for line in text.replace("\r", "\n").splitlines() if line.strip()]
 
 
 def _json(path: Path) -> list[compare.Record]:
-    """The lines that are whole: a process may have been killed while it wrote."""
+    """The records of complete lines: a process may have been killed while it wrote."""
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]

@@ -8,13 +8,13 @@ from itertools import pairwise
 from typing import Any
 
 Record = Mapping[str, Any]
-# By the Keeper's name and the rank: the records of the steps' beginnings, in the order in which they were written.
+# The records of the starts of steps, in the order in which they were written, by the Keeper's name and the rank.
 Records = Mapping[tuple[str, int], Sequence[Record]]
 # The same as values, by step and name.
 Values = Mapping[tuple[str, int], Mapping[tuple[int, str], str]]
 EVALUATIONS = {"the evaluation", "the evaluation after it"}
 _COMPUTED = {"the loss", "the samples", *EVALUATIONS}
-# The names of the script's own variables begin with it.
+# The prefix of the names of the script's own variables.
 _OWN = "~"
 # The digest of a tensor begins with its type and shape.
 _TENSOR = re.compile(r"[a-z]\w*\[")
@@ -22,7 +22,7 @@ _SHOWN = 4
 
 
 def alike(alone: Records, again: Records) -> Values:
-    """What two runs without a failure have alike. The rest varies, as what has no seed."""
+    """The values that are equal in two runs without a failure. The rest varies, for example for lack of a seed."""
     others = {key: _values(again.get(key, ())) for key in alone}
     return {key: {at: it for at, it in _values(its).items() if others[key].get(at) == it} for key, its in alone.items()}
 
@@ -33,18 +33,18 @@ def computed(alone: Records) -> Values:
 
 
 def steps_done(records: Records) -> int:
-    """The last step of any Keeper."""
+    """The last step that any Keeper has completed."""
     return max((its[-1]["step"] - 1 for its in records.values()), default=0)
 
 
 def repeated(records: Records) -> int:
-    """How many steps a rank has done more than once."""
+    """The largest number of steps that a rank has repeated."""
     lost = [sum(max(0, int(end["step"] - now["step"])) for end, now in _restarts(its)) for its in records.values()]
     return max(lost, default=0)
 
 
 def difference(right: Values, killed: Records) -> tuple[str, str]:
-    """Where the run `killed` leaves `right`, in what, and the likely reason; empty if it never does."""
+    """Where and how the run `killed` diverges from `right`, and the likely reason; empty if it does not."""
     found: list[tuple[int, int, str, str]] = []
     lost: dict[str, None] = {}
     for (keeper, rank), values in right.items():
@@ -74,7 +74,7 @@ def difference(right: Values, killed: Records) -> tuple[str, str]:
 
 
 def _values(records: Sequence[Record]) -> dict[tuple[int, str], str]:
-    """What was done before a failure, as an evaluation, need not be done again: later records add to earlier ones."""
+    """By step and name. Later records add to earlier ones: an evaluation, for example, need not be repeated."""
     return {(each["step"], name): value for each in records for name, value in each["facts"].items()}
 
 
@@ -84,9 +84,9 @@ def _restarts(records: Sequence[Record]) -> list[tuple[Record, Record]]:
 
 
 def _decides(name: str, value: str, other: str, *, is_last: bool) -> bool:
-    """Whether it is a difference of the results."""
+    """Whether the difference is one of the results."""
     if name[0] == _OWN:
-        # Many begin again and change nothing, but a tensor that differs at the end, as an average, is a result.
+        # Many start over without an effect, but a tensor that differs at the end, such as an average, is a result.
         return is_last and bool(_TENSOR.match(value) and _TENSOR.match(other))
     # What a dead rank has computed for a step that others have completed is not computed again.
     return other != "absent" or name not in _COMPUTED - {"the evaluation after it"}
@@ -94,7 +94,7 @@ def _decides(name: str, value: str, other: str, *, is_last: bool) -> bool:
 
 def _reason(lost: Sequence[str], *, are_samples: bool) -> str:
     """The likely reason: what was not restored, since all else follows from it."""
-    # One within an object, as a sampler, comes back with that object.
+    # A generator within an object, such as a sampler, is restored with that object.
     if generators := [each for each in lost if each.startswith("generator") and "." not in each]:
         return f"the Keeper does not keep {_some(generators)}: pass it as per_rank=[…]"
     reasons = ["the data begin again: pass per_rank=Batches(loader)"] if are_samples else []

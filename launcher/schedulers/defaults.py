@@ -1,4 +1,4 @@
-"""The scheduler's facts about this process, and the options that they fill in where the command line leaves them."""
+"""The scheduler's facts about this process, as defaults of options that the command line leaves unset."""
 
 from __future__ import annotations
 

@@ -24,8 +24,8 @@ from elaunch.launcher.schedulers.facts import (
 )
 from elaunch.strict_json import parse_json
 
-# A worker has it from its agent. A launcher that the worker starts knows by it that the scheduler's variables are those
-# that the agent was started with. `srun`, `mpirun` and `sbatch` inside the worker set others.
+# A worker inherits it from its agent. It shows a launcher inside the worker that the scheduler's variables are those
+# that the agent was started with: `srun`, `mpirun` and `sbatch` inside the worker set others.
 _MARK = "ELAUNCH_SCHEDULER"
 _FLUX_FAILED = (
     "flux job info does not report the hosts of this job, and the nodes need an endpoint: flux must be on the"
@@ -47,7 +47,7 @@ HOSTS = "/etc/hosts"
 
 
 def mark_of(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variable that marks the schedulers' variables in `environ`; empty without any."""
+    """The variable with a checksum of the schedulers' variables in `environ`; empty without any."""
     prefixes = tuple(prefix for each, _ in SCHEDULERS.values() for prefix in each)
     found = sorted(item for item in environ.items() if item[0].startswith(prefixes))
     return {_MARK: f"{zlib.crc32(repr(found).encode()):08x}"} if found else {}
@@ -78,7 +78,7 @@ def detect(choice: str, environ: Mapping[str, str], hostname: str, read: Callabl
 
 
 def _detect_mpi(environ: Mapping[str, str], hostname: str, read: Callable[[str], str]) -> Cluster | None:
-    """The facts of a process that mpirun, mpiexec or prterun starts, of Open MPI, MPICH, Intel MPI or PALS (Cray).
+    """The facts of a process started by mpirun, mpiexec or prterun of Open MPI, MPICH, Intel MPI or PALS (Cray).
 
     On each node one process is the agent, and the others wait for it.
     """
@@ -148,7 +148,7 @@ def _detect_flux(environ: Mapping[str, str], hostname: str, read: Callable[[str]
             " a task their number on its node; start one task on each node (flux run -N NODES --tasks-per-node=1), or"
             " the same number"
         )
-    # Without the ƒ in front of each number. If Flux itself runs in a job, the numbers of the outer jobs come first.
+    # The id without the ƒ before each number. If Flux itself runs in a job, the numbers of the outer jobs come first.
     run_id = f"flux-{re.sub('[^0-9A-Za-z]+', '-', environ.get('FLUX_JOB_ID_PATH') or job).strip('-')}"
     return Cluster(
         "Flux",
@@ -188,7 +188,7 @@ def _detect_slurm(environ: Mapping[str, str], hostname: str, read: Callable[[str
         return _slurm_shell(environ, job, name)
     if (components := number(environ, "SLURM_HET_SIZE") or 1) > 1:
         raise ValueError(
-            f"SLURM_HET_SIZE={components}: a heterogeneous job, whose components know nothing of each other here; give"
+            f"SLURM_HET_SIZE={components}: a heterogeneous job, whose components cannot find each other here; give"
             " --scheduler none, --nnodes and --rdzv-endpoint HOST:PORT"
         )
     nodes = number(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES") or 1
@@ -246,7 +246,7 @@ def _slurm_shell(environ: Mapping[str, str], job: int, name: str) -> Cluster:
 def _is_of_another_job(environ: Mapping[str, str]) -> bool:
     """Whether the step's variables belong to another job.
 
-    A script that was submitted from within a step inherits the variables of that step, except those of its job.
+    A script that was submitted from within a step inherits that step's variables; only those of the job are its own.
     """
     step, job = of_slurm(environ, "SLURM_STEP_NODELIST"), of_slurm(environ, "SLURM_JOB_NODELIST")
     return bool(job) and not set(step) <= set(job)
@@ -267,7 +267,7 @@ def _slurm_tasks(environ: Mapping[str, str], index: int) -> int:
 
 
 def _detect_lsf(environ: Mapping[str, str], hostname: str, read: Callable[[str], str]) -> Cluster | None:
-    """The facts that LSF gives a process. `blaunch` sets no node index, so the host's name in the list gives it.
+    """The facts that LSF gives a process. `blaunch` sets no node index: it is this host's position in the list.
 
     Raises ValueError if this host is not in the list.
     """
@@ -288,14 +288,14 @@ def _detect_lsf(environ: Mapping[str, str], hostname: str, read: Callable[[str],
         head_port=port_of_name(run_id),
         run_id=run_id,
         sources=used(environ, "LSB_JOBID", "LSB_JOBINDEX", "LSB_MCPU_HOSTS"),
-        note=f'every host is to start it once: blaunch -z "{" ".join(hosts)}" elaunch …' if len(hosts) > 1 else "",
+        note=f'start it once on every host: blaunch -z "{" ".join(hosts)}" elaunch …' if len(hosts) > 1 else "",
     )
 
 
 def _detect_pbs(environ: Mapping[str, str], hostname: str, read: Callable[[str], str]) -> Cluster | None:
     """The nodes are those of PBS_NODEFILE, in its order. The job's script is task 1 and gets no nodes.
 
-    Raises ValueError if PBS_NODEFILE is missing in another task, or does not have this host.
+    Raises ValueError if PBS_NODEFILE is missing in another task, or does not list this host.
     """
     job = environ.get("PBS_JOBID")
     if not job:
@@ -329,10 +329,10 @@ def _detect_pbs(environ: Mapping[str, str], hostname: str, read: Callable[[str],
 
 
 def _detect_kubernetes(environ: Mapping[str, str], hostname: str, read: Callable[[str], str]) -> Cluster | None:
-    """The facts in the variables and the name of a pod. None outside of these kinds of pods.
+    """The facts in the variables and the name of a pod; None for a pod of another kind.
 
-    They are those of an indexed Job (also of a JobSet or Kubeflow), of a LeaderWorkerSet, and of a StatefulSet. Only a
-    LeaderWorkerSet gives its pods their number. For the others the number comes from --nnodes, or from PET_NNODES,
+    The kinds are an indexed Job (also of a JobSet or Kubeflow), a LeaderWorkerSet, and a StatefulSet. Only a
+    LeaderWorkerSet's pods can read its size. For the others it comes from --nnodes, or from PET_NNODES,
     which Kubeflow also sets. If an operator names the head itself, as PyTorchJob's does, its choice is used.
     """
     if environ.get("LWS_LEADER_ADDRESS"):
@@ -408,7 +408,7 @@ def _full_name(hostname: str, read: Callable[[str], str]) -> str:
     return hostname
 
 
-# What the names of each scheduler's variables begin with, and what reads them.
+# The prefixes of each scheduler's variables, and the function that reads them.
 # The innermost scheduler comes first: mpirun and Flux run inside of an allocation, and Slurm's nodes may be pods.
 SCHEDULERS: Mapping[str, tuple[tuple[str, ...], Detect]] = {
     "mpi": (("OMPI_COMM_WORLD_", "PMI_"), _detect_mpi),

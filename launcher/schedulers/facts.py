@@ -1,4 +1,4 @@
-"""The facts that a scheduler gives about a job and this node of it, and how schedulers write lists of hosts."""
+"""A scheduler's facts about a job and this node of it, and the parsers of schedulers' host lists."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-# Below the ports that Linux gives to outgoing connections (32768 and up), above those of well-known services.
+# Below Linux's ephemeral ports (32768 and up), above those of well-known services.
 _PORT_FIRST, _PORT_PAIRS = 20_000, 5_000
 _HOSTS = re.compile(r"([^][,]|\[[^][]+\])+(,([^][,]|\[[^][]+\])+)*")
 
@@ -28,7 +28,7 @@ class HeadQuery:
 
 @dataclass(frozen=True)
 class Cluster:
-    """One scheduler's facts. None means that the scheduler leaves it open: the command line or the host decides.
+    """One scheduler's facts. None means that the scheduler does not set it: the command line or the host decides.
 
     `scheduler` is its name for the log. `nodes` is the smallest and the largest number of nodes. `node_index` is this
     node's index, from 0. Node 0 is the head, and `head` is its name or address for the other nodes. `head_port` is the
@@ -103,7 +103,7 @@ def used(environ: Mapping[str, str], *names: str) -> tuple[str, ...]:
 
 
 def port_of(job: int) -> int:
-    """A port for the store of the job with that number. Jobs with near numbers get others; the next port stays free."""
+    """A port for the store of job number `job`. Jobs with nearby numbers get other ports; the next port stays free."""
     return _PORT_FIRST + 2 * (job % _PORT_PAIRS)
 
 

@@ -1,8 +1,8 @@
 """The other tasks on an agent's node, if the scheduler starts several there: they wait until the agent has ended.
 
-The agent listens on an abstract Unix socket, and the other tasks connect to it. The end of the stream is the end of the
-agent: the kernel closes the socket if the agent does not. No data is ever sent. Any user of the host may connect to
-such a name, or take it first. So each side gets from the kernel the user at the other end.
+The agent listens on an abstract Unix socket, and the other tasks connect to it. EOF means that the agent has exited:
+the kernel closes the socket if the agent does not. No data is ever sent. Any user of the host may connect to such a
+name, or bind it first. So each side checks the peer's user (SO_PEERCRED).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from elaunch.launcher.schedulers.facts import Cluster
 # The tasks start together, but one of them may take longer to read its modules from a slow disk.
 _APPEAR_S = 60.0
 _PAUSE_S = 0.1
-# An agent that ends at once, for example for a wrong option, waits until this long after its start for the others.
+# An agent that exits immediately, for example on a wrong option, waits for the others until this long after its start.
 _SEEN_S = 5.0
-# Connections that the kernel holds until the agent ends. They need no thread that accepts them.
+# Connections that the kernel queues until the agent exits, without a thread that accepts them.
 _BACKLOG = 1024
 # The scheduler signals all processes of a step. A waiting task has nothing to stop. It must not end before the agent:
 # the scheduler might take that for the end of the node (srun --kill-on-bad-exit, --wait).
@@ -32,7 +32,7 @@ _NOT_FOR_US = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, sig
 
 @contextmanager
 def hold_other_tasks(cluster: Cluster, log: Callable[[str], None]) -> Iterator[None]:
-    """In the agent, around all its work: the other tasks of its node wait until this context ends."""
+    """For the agent, around all its work: the other tasks of its node wait until this context exits."""
     end_s = time.monotonic() + _SEEN_S
     with socket.socket(socket.AF_UNIX) as listener:
         try:
@@ -52,7 +52,7 @@ def hold_other_tasks(cluster: Cluster, log: Callable[[str], None]) -> Iterator[N
 
 
 def _await_tasks(listener: socket.socket, others: int, end_s: float) -> None:
-    """Return when so many tasks of this user have connected, or at `end_s`."""
+    """Return when `others` tasks of this user have connected, or at `end_s`."""
     streams: list[socket.socket] = []
     with suppress(OSError):
         while len(streams) < others:
@@ -67,13 +67,13 @@ def _await_tasks(listener: socket.socket, others: int, end_s: float) -> None:
 
 
 def wait_for_agent(cluster: Cluster, log: Callable[[str], None], appear_s: float = _APPEAR_S) -> int:
-    """In the other tasks: wait until this node's agent has ended. Returns 0, as only the agent reports the result."""
+    """For the other tasks: wait until this node's agent has ended. Returns 0, as only the agent reports the result."""
     for signum in _NOT_FOR_US:
         signal.signal(signum, signal.SIG_IGN)
     end_s = time.monotonic() + appear_s
     while time.monotonic() < end_s:
         with socket.socket(socket.AF_UNIX) as stream:
-            # Another user's listener that never accepts would make connect() wait: do not wait, but try again.
+            # Another user's listener that never accepts would block connect(): retry instead.
             stream.setblocking(False)
             try:
                 stream.connect(_address(cluster))

@@ -1,4 +1,4 @@
-"""`elaunch submit k8s`: makes an indexed Job of elaunch nodes, and the objects that it needs."""
+"""`elaunch submit k8s`: creates an indexed Job of elaunch nodes, and the objects that it needs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _FOLDER = "/etc/elaunch/etcd"
 # A host name has at most 63 characters. The rest is for the submission's suffix: `name-1f2e3d`.
 _NAME_MAX = 52
 
-# Options of elaunch whose values the pods get otherwise.
+# Options of elaunch that cannot be given here, and why.
 _NOT_HERE = {
     "nnodes": "follows from the number of pods; use --nodes instead",
     "node_rank": "is the pod's index; leave it out",
@@ -96,21 +96,21 @@ def _main(ctx: click.Context) -> int:
     selector = f"app.kubernetes.io/name=elaunch,app.kubernetes.io/instance={job.instance}"
     print(
         f"elaunch: job {job.name} is submitted; its output: {kubectl} logs --follow --prefix --selector {selector};"
-        f" its end: {kubectl} delete job {job.name}",
+        f" to delete it: {kubectl} delete job {job.name}",
         file=sys.stderr,
     )
     return 0
 
 
 def job_of(ctx: click.Context, suffix: str = "") -> PodJob:
-    """The job to submit. `suffix` is unique to this submission. Raises UsageError, also if elaunch would."""
+    """The job to submit. `suffix` is unique to this submission. Raises UsageError, also for what elaunch refuses."""
     given = ctx.params
     if not given["image"]:
         raise UsageError("--image is missing: the image holds elaunch and the program; see deploy/docker/Dockerfile")
     options = _checked_job(ctx, given["nodes"], dict(given["env"]))
     command = argv_of(options.typed, options.program)
     for word in (*command, *(value for _, value in (*given["env"], *given["claim"]))):
-        # Python keeps other bytes as lone surrogates.
+        # Python keeps bytes that are not UTF-8 as lone surrogates.
         if re.search(r"[\ud800-\udfff]", word):
             raise UsageError(f"{word!r} is not UTF-8, and a manifest must be; put it into a file of the image")
     name = given["name"] or _name(options)
@@ -204,7 +204,7 @@ def as_yaml(made: Sequence[Object]) -> str:
 
 
 def _create(job: PodJob, token: str, where: Sequence[str]) -> None:
-    """Create the Job, suspended, then the objects that it owns, then its pods. Existing objects are not changed."""
+    """Create the Job suspended, then the objects that it owns; then resume it. Existing objects are not changed."""
     *companions, made = objects(job, token)
     suspended = {**made, "spec": {"suspend": True, **made["spec"]}}
     uid = _kubectl("create", [suspended], *where, "--output=jsonpath={.metadata.uid}")
@@ -245,5 +245,5 @@ def objects(job: PodJob, token: str = "") -> list[Object]:
 
 
 def _scalar(word: str) -> str:
-    """Any text as a scalar of YAML on one line."""
+    """Any text as a YAML scalar on one line."""
     return yaml.safe_dump(word, default_style='"', width=sys.maxsize).strip()

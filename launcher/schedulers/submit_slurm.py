@@ -105,7 +105,7 @@ def _name(options: Options) -> str:
 
 
 def script(options: Options, given: Mapping[str, Any], elaunch: str = "elaunch") -> str:
-    """The batch script. `given` are the options of this command, `elaunch` is what starts elaunch on the nodes."""
+    """The batch script. `given` are the options of this command, `elaunch` is the command of elaunch on the nodes."""
     environment = jinja2.Environment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
@@ -157,9 +157,9 @@ def _submit(text: str, environ: Mapping[str, str]) -> str:
         done = subprocess.run(command, env=environ, input=os.fsencode(text), capture_output=True, timeout=_CALL_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise SiteError(f"sbatch: {error}") from None
-    number, complaint = (stream.decode(errors="replace").strip() for stream in (done.stdout, done.stderr))
+    number, errors = (stream.decode(errors="replace").strip() for stream in (done.stdout, done.stderr))
     if done.returncode:
-        reason = re.sub(r"^sbatch: (error: )?", "", complaint, flags=re.MULTILINE).replace("\n", "; ")
+        reason = re.sub(r"^sbatch: (error: )?", "", errors, flags=re.MULTILINE).replace("\n", "; ")
         raise SiteError(f"sbatch refused the job: {reason}")
     # With several clusters the output is NUMBER;CLUSTER.
     return number.partition(";")[0]

@@ -43,7 +43,7 @@ from elaunch.rendezvous.etcd.discovery import FoundStore
 from elaunch.rendezvous.etcd.store import EtcdStore
 from elaunch.rendezvous.store import Denied, Store
 
-# A cluster's resolver may learn a host's name some time after the host is up.
+# A cluster's DNS may have a host's name only some time after the host is up.
 _ADDRESS_WAIT_S = 60.0
 _ADDRESS_PAUSE_S = 0.5
 
@@ -56,7 +56,7 @@ _SWITCHES = {option.name for option in TABLE if option.is_flag}
 
 @dataclass(frozen=True)
 class ConnectedStore:
-    """The store, and this node's place in the network.
+    """The store, and this node's address in the network.
 
     `is_remote` is true if the store is in another process, and `served_pid` is that process if this agent started it.
     `address` is this node's address for the other nodes, and `network` holds the workers' variables for it. `locator`
@@ -132,7 +132,7 @@ def _with_derived_token(
 ) -> tuple[RendezvousPlan, StoredTokens]:
     """The plan and the keyring of a scheduler's node, with the token that all nodes with this home derive.
 
-    If the user typed the endpoint, it may be an etcd, which knows no token: only the head insists on it.
+    If the user typed the endpoint, it may be an etcd, which has no token: then only the head requires one.
     The token's name has the scheduler's job id: several jobs may have the same --run-id. Raises UsageError.
     """
     cluster, plan = planned.cluster, planned.plan
@@ -203,7 +203,7 @@ def _check_head_host(options: Options, planned: Planned) -> None:
     """Raises UsageError if this node is the head, by its rank or its scheduler, and the head's name is another host's.
 
     The other nodes connect to that name. Two hosts with node rank 0 (the same command on each) would be two jobs. With
-    is_host=1 the name may be a balancer's.
+    is_host=1 the name may be a load balancer's.
     """
     plan, cluster = planned.plan, planned.cluster
     # Pods may know their head by the name of a service, which is no host's address.
@@ -230,7 +230,7 @@ def _check_head_host(options: Options, planned: Planned) -> None:
 
 
 def _numeric_address(address: str, planned: Planned, log: Callable[[str], None]) -> str:
-    """This node's address as a number. The command line may have given a name."""
+    """This node's numeric address. The command line may have given a name."""
     if is_address(address):
         return address
     with suppress(NoAddress):
@@ -241,7 +241,7 @@ def _numeric_address(address: str, planned: Planned, log: Callable[[str], None])
 
 def _own_address(planned: Planned, log: Callable[[str], None]) -> str:
     plan = planned.plan
-    # The name may belong to a node that the scheduler has not started yet, as a pod.
+    # The name may belong to a node that the scheduler has not started yet, such as a pod.
     patience_s = plan.times.store_wait_s if planned.cluster else _ADDRESS_WAIT_S
     end_s = time.monotonic() + min(patience_s, plan.times.store_wait_s)
     is_logged = False
@@ -255,7 +255,7 @@ def _own_address(planned: Planned, log: Callable[[str], None]) -> str:
                 raise SiteError(f"{error}; is --rdzv-endpoint right?") from None
             if not is_logged:
                 right = "" if planned.cluster else "is --rdzv-endpoint right? "
-                log(f"{error}; {right}trying again for {patience_s:g} s")
+                log(f"{error}; {right}retrying for {patience_s:g} s")
                 is_logged = True
         time.sleep(_ADDRESS_PAUSE_S)
 

@@ -36,7 +36,7 @@ class RendezvousPlan:
     With `plainly`, http:// was typed: the user means an etcd without TLS, and a login may be sent to it. With `serves`,
     the head serves the job's store if nothing listens at the endpoint. `is_head`: this node is the head; None means
     that the endpoint's address decides.
-    With `node_rank` (static rendezvous) it decides the ranks, and which node is the head. `master_addr` is the job's
+    `node_rank` (static rendezvous) decides the ranks, and which node is the head. `master_addr` is the job's
     MASTER_ADDR as given; None means the first node's own address. `local_addr` is this node's address; None means the
     address that this node uses toward the endpoint. The job's keys begin with `prefix`, which starts and ends with a
     slash.
@@ -67,7 +67,7 @@ class RendezvousPlan:
 
     @property
     def is_alone(self) -> bool:
-        """One node with its store in its own memory."""
+        """Whether the job has one node, with its store in this process's memory."""
         return not self.endpoints
 
 
@@ -91,18 +91,18 @@ class Planned:
 
 
 def locator_of(plan: RendezvousPlan) -> str:
-    """The plan as JSON. Another process has another working directory, so files get their whole paths."""
+    """The plan as JSON, with absolute paths: another process may have another working directory."""
     tls = plan.tls
-    whole = Tls(_whole(tls.ca), _whole(tls.certificate), _whole(tls.key)) if tls else None
-    return encode(replace(plan, tls=whole))
+    absolute = Tls(_absolute(tls.ca), _absolute(tls.certificate), _absolute(tls.key)) if tls else None
+    return encode(replace(plan, tls=absolute))
 
 
 def plan_at(locator: str) -> RendezvousPlan:
-    """The plan in the JSON. Raises ValueError."""
+    """The plan in `locator`. Raises ValueError."""
     return decode(RendezvousPlan, locator)
 
 
-def _whole(path: str | None) -> str | None:
+def _absolute(path: str | None) -> str | None:
     return str(Path(path).absolute()) if path else path
 
 
@@ -125,7 +125,7 @@ def plan(
         head = Address("", cluster.head, cluster.head_port)
         addresses = (head,)
     scheme = _choose_scheme(conf, addresses)
-    # An etcd that runs already: a job's own store is at one endpoint, and speaks with certificates of its own.
+    # An existing etcd: a job's own store has one endpoint, and makes its own certificate.
     is_etcd = len(addresses) > 1 or bool(scheme) or backend in _ETCD or conf.transport is Transport.GRPC
     if head and is_etcd:
         raise _no_store(options, backend)
@@ -252,7 +252,7 @@ def _static_master(options: Options) -> Address | None:
 
 
 def _bare_host(typed: str | None) -> str | None:
-    """The host without the brackets of IPv6; None for an empty word."""
+    """The host without the brackets of IPv6; None for an empty text."""
     return (typed or "").strip("[]") or None
 
 
@@ -281,7 +281,7 @@ def given_addresses(
 
 
 def _no_store(options: Options, backend: str) -> UsageError:
-    """The error of a job whose nodes have nowhere to meet."""
+    """The error for a job of several nodes without the address of a store."""
     nodes = ":".join(str(number) for number in dict.fromkeys(options.nnodes))
     option, value, host = "--rdzv-endpoint", f"HOST:{ETCD_PORT}", "the name of one node, or of an etcd"
     if backend == "static":
@@ -356,9 +356,9 @@ def _make_times(options: Options, conf: Conf, cluster: Cluster | None) -> Times:
 
 
 def _with_hang_times(options: Options, times: Times) -> Times:
-    """With the options about hangs."""
+    """`times` with the options about hangs."""
     limit_s = 0.0 if options.on_hang is OnHang.OFF else options.hang_timeout
-    # How long a step may take, only the user knows.
+    # Only the user knows how long a step may take.
     reports_s = limit_s if "hang_timeout" in options.given else 0.0
     return replace(times, hang_timeout_s=reports_s, hang_after_s=limit_s)
 

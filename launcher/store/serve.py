@@ -36,7 +36,7 @@ _BACKLOG = 1024
 _LISTEN = "its address; without HOST all addresses of this host [port 2379]"
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-# The folder of elaunch comes last in the path. The job's folder is not in it: a user's `ssl.py` must not be imported.
+# The folder of elaunch comes last in `sys.path`. The job's folder is not in it: a user's `ssl.py` must not be imported.
 _START = (
     "import runpy, sys; root, title = sys.argv[1:3]; del sys.argv[1:3]; "
     "sys.path = [*(p for p in sys.path if p), root]; "
@@ -70,7 +70,7 @@ class StoreProcess:
         )
         assert self._process.stdin
         if save_for:
-            # The server starts meanwhile. It answers no client before it has the token.
+            # The server starts meanwhile, and serves no client before it has the token.
             try:
                 self.token_file = store_token(token, save_for)
             except (OSError, RuntimeError) as error:
@@ -88,7 +88,7 @@ class StoreProcess:
         """True when the server serves; False if it has ended, or is not ready within `deadline_s` seconds."""
         assert self._process.stdout
         ready, _, _ = select.select([self._process.stdout], [], [], deadline_s)
-        # The server writes its line at once, or nothing.
+        # The server writes its line in one write, or nothing.
         return bool(ready and os.read(self._process.stdout.fileno(), 64))
 
     def exit_code(self) -> int | None:
@@ -146,7 +146,7 @@ def listen(endpoint: Endpoint, *, exactly: bool = False) -> socket.socket | None
 
     It listens on one address if the host is an address, or a name with one address that other nodes can reach. For any
     other name the other nodes may know other addresses than this host does, so it listens on all addresses. With
-    `exactly`, a host that is not this one is a UsageError. Without it the host may be that of a balancer, and the
+    `exactly`, a host that is not this one is a UsageError. Without it the host may be a load balancer's, and the
     socket listens on all addresses.
     """
     try:
@@ -242,7 +242,7 @@ def how_to_join(
 
 
 def _main(ctx: click.Context) -> int:
-    """Serve until a signal comes. Returns the exit code. Raises UsageError and SiteError."""
+    """Serve until a signal arrives. Returns the exit code. Raises UsageError and SiteError."""
     file = ctx.params["token_file"]
     token = read_secret(file) if file else ctx.obj.environ.get("ELAUNCH_TOKEN", "").strip()
     host, port = ctx.params["listen"]

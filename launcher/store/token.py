@@ -1,6 +1,6 @@
 """The tokens of served stores, in files of this user's home.
 
-A token that elaunch made is in a file of `~/.elaunch/stores`, for this user's other agents, as long as its store lives.
+A token that elaunch made is in a file of `~/.elaunch/stores`, for this user's other agents, while its store runs.
 The nodes that a scheduler started derive the token of their job from its name and the key in `~/.elaunch/key`, which
 all of them share.
 """
@@ -33,7 +33,7 @@ _KEY_BYTES = 32
 def store_token(token: str, endpoint: Endpoint) -> str:
     """Write the file of one token, and return its path. Its name is the fingerprint of the store's certificate.
 
-    So a client finds the file however the endpoint is spelled, and a file that was left behind cannot affect another
+    So a client finds the file however the endpoint is spelled, and a stale file cannot affect another
     store. The store's process removes it. Raises OSError if nothing can be written there, RuntimeError without a home.
     """
     path = Path(STORES).expanduser() / fingerprint(Secret(token).der)
@@ -47,7 +47,7 @@ def store_token(token: str, endpoint: Endpoint) -> str:
 class StoredTokens:
     """The tokens that this user's agents find. Files that another user could have written are ignored.
 
-    `derived` is the job's token by the key of the home, empty if there is none.
+    `derived` is the job's token from the key in the home, empty if there is none.
     """
 
     def __init__(self, derived: str = "") -> None:
@@ -104,7 +104,7 @@ def _here() -> str:
 
 
 def derived_token(name: str) -> str:
-    """The token of the job of that name by this user's key, which is made if it is missing; empty without a home.
+    """The token that this user's key, made if it is missing, gives the job `name`; empty without a usable key.
 
     The key stays. No job leaves a token of its own in the home, which another job could find.
     """
@@ -132,7 +132,7 @@ def read_own(path: Path, bytes_max: int) -> bytes:
 
 
 def write_own(path: Path, content: bytes) -> None:
-    """Write a file that only this user can read, whole or not at all. One that is there stays. Raises OSError."""
+    """Write a file that only this user can read, whole or not at all. An existing file stays. Raises OSError."""
     with suppress(FileExistsError), tempfile.NamedTemporaryFile(dir=path.parent) as draft:
         draft.write(content)
         draft.flush()

@@ -1,4 +1,4 @@
-"""Finds out which store listens at an endpoint: somebody's etcd, or the job's own served store."""
+"""Detects which store listens at an endpoint: an etcd of the site, or the job's own served store."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class FoundStore(EtcdStore):
     """The store at `endpoint`: the job's own over TLS with its token, or else an etcd without TLS.
 
     The first `check` that reaches the store finds out which one it is. `token` is empty if none was given; `keyring`
-    may know one then. `expects_ours`: the user has not named an etcd, so a server that does not know the given token is
+    may have one then. `expects_ours`: the user has not named an etcd, so a server that does not know the given token is
     refused. `log` gets a line that names an etcd without TLS which the user may not expect.
     """
 
@@ -67,7 +67,7 @@ class FoundStore(EtcdStore):
             self._is_found = True
         version = super().check()
         if self._warning:
-            # Not before: what listens there could be no store at all.
+            # Only now: before, what listens there might not be a store.
             self._log(self._warning)
             self._warning = ""
         return version
@@ -79,7 +79,7 @@ class FoundStore(EtcdStore):
         if certificate is not None and secret is None:
             if not (token := self._keyring.token_for(certificate) if self._keyring else ""):
                 raise Denied(
-                    f"the store at {self._endpoint} is a job's own and wants its token; type the line that elaunch"
+                    f"the store at {self._endpoint} is a job's own and requires its token; type the line that elaunch"
                     " printed there (ELAUNCH_TOKEN=… elaunch …), or add --token-file with a copy of the file that it"
                     " named; for an etcd that speaks TLS, type --rdzv-endpoint https://…"
                 )

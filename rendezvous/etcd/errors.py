@@ -37,7 +37,7 @@ class Rule(NamedTuple):
 
 _GRPC = "pip install 'elaunch[etcd3]' and use --rdzv-conf transport=grpc"
 _OWN_SERVER = (
-    "etcd's JSON gateway cannot reach its own server, which asks for client certificates: put clientAuth beside "
+    "etcd's JSON gateway cannot reach its own server, which requires client certificates: put clientAuth beside "
     f"serverAuth into the extended key usage of the server's certificate, or {_GRPC}"
 )
 _FULL = "database space exceeded"
@@ -92,11 +92,11 @@ BY_TEXT: dict[str, Rule] = {
     ),
     "user name is empty": Rule(Kind.DENY, "etcd does not know this client"),
     "invalid auth token": Rule(
-        Kind.LOGIN, "the store wants another token; is ELAUNCH_TOKEN that of the elaunch that runs there?"
+        Kind.LOGIN, "the store requires another token; is ELAUNCH_TOKEN that of the elaunch that runs there?"
     ),
     "revision of auth store is old": Rule(Kind.LOGIN, "etcd's users have changed"),
     "not leader": Rule(Kind.WAIT),
-    # An etcd without a leader responds so to a request for a lease, with the code for "unknown".
+    # The text, with the code UNKNOWN, of an etcd without a leader for a lease request.
     "context deadline exceeded": Rule(Kind.WAIT),
     "context canceled": Rule(Kind.WAIT),
     "downgrade job in progress": Rule(Kind.WAIT),
@@ -104,10 +104,10 @@ BY_TEXT: dict[str, Rule] = {
 # For errors whose text is in no row of BY_TEXT.
 BY_CODE: dict[int, Rule] = {
     CANCELLED: Rule(Kind.WAIT),
-    UNKNOWN: Rule(Kind.REPORT, "etcd answers with an error of its own"),
-    INVALID: Rule(Kind.DENY, "etcd says that the request is not valid"),
+    UNKNOWN: Rule(Kind.REPORT, "etcd reports an error of its own"),
+    INVALID: Rule(Kind.DENY, "etcd rejects the request as invalid"),
     DEADLINE: Rule(Kind.WAIT),
-    NOT_FOUND: Rule(Kind.REPORT, "etcd does not find what was asked for"),
+    NOT_FOUND: Rule(Kind.REPORT, "etcd does not find what was requested"),
     EXISTS: Rule(Kind.REPORT, "etcd has that already"),
     PERMISSION: Rule(Kind.DENY, "this user may not do that"),
     EXHAUSTED: Rule(Kind.REPORT, "etcd has run out of a resource"),
@@ -145,15 +145,15 @@ def explain(error: EtcdError, endpoint: Endpoint, access: Access) -> StoreError:
             # A text that is not etcd's own is about the gateway's connection to its server. etcd 3.5 has "bad
             # certificate", 3.4 other texts.
             is_gateways = access.tls and not error.text.startswith("etcdserver:")
-            hint = f"; if it goes on: {_OWN_SERVER}" if is_gateways else ""
+            hint = f"; if this persists: {_OWN_SERVER}" if is_gateways else ""
             return Unavailable(f"{endpoint} answers: {error.text}{hint}")
     if not user and any(text in error.text for text in _NO_USER):
-        return Denied(f"{endpoint}: the store asks for a user and a password, and none is given")
+        return Denied(f"{endpoint}: the store requires a user and a password, and none is given")
     return Denied(f"{endpoint}: {sentence.replace('{user}', repr(user)).replace('{prefix}', access.prefix)}")
 
 
 def cancelled(reason: str) -> EtcdError:
-    """The error for which the server ended a watch. etcd 3.4 and 3.5 write the name of gRPC's code into `reason`."""
+    """The error for which the server cancelled a watch. etcd 3.4 and 3.5 write a gRPC code's name into `reason`."""
     text = reason.rpartition(" desc = ")[2]
     codes = {"Unauthenticated": UNAUTHENTICATED, "permission denied": PERMISSION, "InvalidArgument": INVALID}
     code = next((code for name, code in codes.items() if name in reason), UNAVAILABLE)

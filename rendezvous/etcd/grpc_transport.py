@@ -37,11 +37,11 @@ _CALLS = {
     Rpc.STATUS: ("Maintenance", "Status"),
 }
 _OPTIONS = (
-    # By default gRPC tries again after 1 to 120 s.
+    # By default gRPC reconnects after 1 to 120 s.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 500),
     ("grpc.max_reconnect_backoff_ms", 500),
-    # A host that disappeared is noticed after 7 s. etcd treats pings faster than every 5 s as an attack.
+    # A host that disappeared is detected after 7 s. etcd treats pings faster than every 5 s as an attack.
     ("grpc.keepalive_time_ms", 5000),
     ("grpc.keepalive_timeout_ms", 2000),
     ("grpc.http2.ping_timeout_ms", 3000),
@@ -74,7 +74,7 @@ def load() -> tuple[Any, Any, dict[str, Any]]:
 
 
 def _import_grpc_quietly() -> Any:
-    """Keep gRPC from printing errors to stderr that its callers get anyway; it reads the variable when it is loaded."""
+    """Import gRPC without its log of errors, which callers get anyway. It reads the variable when it is imported."""
     before = os.environ.get(_VERBOSITY)
     os.environ[_VERBOSITY] = before or "NONE"
     try:
@@ -92,7 +92,7 @@ def _messages(folder: Path) -> dict[str, Any]:
     descriptors: Any = importlib.import_module("google.protobuf.descriptor_pb2")
     pool = pool_module.DescriptorPool()
     found = {}
-    # In the order of their imports.
+    # In dependency order.
     for name in ("kv", "auth", "rpc"):
         source = (folder / f"{name}_pb2.py").read_text()
         literal = re.search(r"serialized_pb=_b\(('(?:[^'\\]|\\.)*')\)", source)
@@ -112,7 +112,7 @@ class GrpcTransport:
 
     def __init__(self, access: Access) -> None:
         if access.bearer or isinstance(access.tls, ssl.SSLContext):
-            raise Denied("the store that elaunch serves knows no gRPC; leave --rdzv-conf transport=grpc out")
+            raise Denied("the store that elaunch serves does not support gRPC; leave --rdzv-conf transport=grpc out")
         self._grpc, self._json, self._messages = load()
         self._tls = access.tls
         self._lock = threading.Lock()
@@ -190,7 +190,7 @@ class GrpcStream:
         self._rpc_error = rpc_error
 
     def next(self, deadline_s: float | None) -> Json:
-        # A timer ends the wait: gRPC only knows a deadline for a whole stream.
+        # A timer ends the wait: gRPC has a deadline only for a whole stream.
         timer = threading.Timer(deadline_s or 0, self._call.cancel)
         timer.daemon = True
         if deadline_s is not None:

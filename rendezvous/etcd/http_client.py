@@ -19,7 +19,7 @@ from elaunch.rendezvous.endpoint import Endpoint, Tls
 from elaunch.rendezvous.format import shortage
 from elaunch.rendezvous.store import Denied, OwnLimit, StoreError, TimedOut, Unavailable
 
-# The keys of a job with 4096 failed nodes are 24 MB. To parse a hostile response takes 25 times its bytes of memory.
+# The keys of a job with 4096 failed nodes are 24 MB. Parsing a hostile response takes 25 times its size in memory.
 RESPONSE_BYTES_MAX = 1 << 25
 _RECEIVE_BYTES = 1 << 16
 _IDLE_CONNECTIONS_MAX = 4
@@ -48,7 +48,7 @@ class _Incoming(io.RawIOBase):
 class ClientConnection:
     """One connection to a server, for one request at a time. Every method may raise Unavailable or Denied.
 
-    Without `context` there is no TLS. `hint` is what the user is to check if a server's certificate is not trusted.
+    Without `context` there is no TLS. `hint` is what the user should check if a server's certificate is not trusted.
     """
 
     def __init__(
@@ -221,8 +221,8 @@ def request_bytes(method: str, host: str, path: str, headers: dict[str, str], bo
 def connection_error(error: Exception, endpoint: Endpoint, waited: str, hint: str) -> StoreError:
     """The store's error for `error`, as a sentence.
 
-    `waited` is the deadline that passed ("0.5 s"; "" is without one). `hint` is what the user is to check if the server
-    is not trusted.
+    `waited` is the deadline that passed ("0.5 s"; "" is without one). `hint` is what the user should check if the
+    server is not trusted.
     """
     match error:
         case ssl.SSLError():

@@ -41,8 +41,8 @@ def range_end(prefix: str) -> bytes:
 def read(prefix: str) -> Json:
     """A linearizable read of all keys under a prefix.
 
-    Never put it into a transaction: an etcd before 3.5.5 panics on a read-only transaction whose client has left (etcd
-    14110), so clients that give up on a slow server would crash it.
+    Never put it into a transaction: an etcd before 3.5.5 panics on a read-only transaction whose client disconnected
+    (etcd issue 14110), so clients that give up on a slow server would crash it.
     """
     return _range(prefix)
 
@@ -54,7 +54,7 @@ def view(response: Json) -> View:
 def commit(txn: Txn) -> Json:
     then, otherwise = [_op(op) for op in txn.then], [_op(op) for op in txn.otherwise]
     if not then and not otherwise:
-        # A member of etcd runs a transaction without operations alone, and this member may be behind.
+        # Without operations etcd runs a transaction as a serializable read, on this member, which may be behind.
         then = otherwise = [{"request_range": _count(txn)}]
     return {"compare": [_compare(guard) for guard in txn.guards], "success": then, "failure": otherwise}
 
@@ -91,7 +91,7 @@ def seconds_left(response: Json) -> float:
 
 
 def watch(prefix: str, after: int | None) -> Json:
-    """The request for a watch that repeats revision `after` and then reports all later ones; None begins now.
+    """The request for a watch that repeats revision `after` and then reports all later ones; with None, from now on.
 
     It begins at `after` itself, not at the next revision: etcd lets a watch begin exactly at the compacted revision,
     but never reports what that revision deleted. A request from one revision earlier gets "compacted" instead.
@@ -102,7 +102,7 @@ def watch(prefix: str, after: int | None) -> Json:
 
 
 def changes(response: Json, after: int) -> list[Changes]:
-    """The changes after revision `after` in a watch's response, which holds whole revisions; one for each revision.
+    """The changes after revision `after` in a watch's response, one for each revision; a response has whole revisions.
 
     Every function here that reads a response may raise AttributeError, KeyError, TypeError or ValueError: the response
     is then not etcd's.
@@ -193,7 +193,7 @@ def base64(text: str) -> str:
 
 
 def text(base64: str) -> str:
-    """What `base64` was made of. Raises TypeError and ValueError."""
+    """The text that `base64` encodes. Raises TypeError and ValueError."""
     return b64decode(base64).decode("utf-8", "surrogateescape")
 
 

@@ -33,7 +33,7 @@ from elaunch.rendezvous.store import (
 )
 
 VERSION_MIN = (3, 4)
-# Checking a password takes a server 60 ms of a core, and after a restart of the server every client sends one.
+# A password check takes 60 ms of a server's CPU, and after a restart of the server every client sends one.
 _LOGIN_S = 5.0
 # Between two attempts of a watch.
 _BACKOFF_MIN_S, _BACKOFF_MAX_S = 0.02, 0.5
@@ -69,7 +69,7 @@ class EtcdStore:
         self._watches: set[EtcdWatch] = set()
 
     def use(self, access: Access, transport: RpcTransport | None = None) -> None:
-        """Send all further requests so."""
+        """Set the access and transport of all further requests."""
         self._access = access
         self._transport = transport or JsonTransport(access.tls, access.bearer)
         self._token = _Token(self._transport, access, max(_LOGIN_S, self._deadline_s))
@@ -225,12 +225,12 @@ class EtcdStore:
 
 
 class EtcdWatch:
-    """A `Watch`. After any interruption it continues behind the last revision that it delivered."""
+    """A `Watch`. After any interruption it resumes after the last revision that it delivered."""
 
     def __init__(self, store: EtcdStore, prefix: str, after: int | None, notify: Callable[[Update], None]) -> None:
         self._store = store
         self._prefix = prefix
-        # None until something was delivered: the watch then begins now.
+        # None until the first delivery: a watch without a revision begins now.
         self._after = after
         self._notify = notify
         self._lock = threading.Lock()
@@ -246,7 +246,7 @@ class EtcdWatch:
         self._thread.start()
 
     def begun(self) -> None:
-        """Wait until the watch has begun. Raises the reason if it could begin on no member, each tried once."""
+        """Wait until the watch has begun. Raises StoreError if no member could begin it, each tried once."""
         self._tried.wait()
         if self._why_not:
             self.close()
@@ -271,7 +271,7 @@ class EtcdWatch:
         self.leave()
 
     def leave(self, endpoint: Endpoint | None = None) -> None:
-        """End the stream, if it is on `endpoint`; an idle watch cannot notice that its member hangs."""
+        """Close the stream if it is on `endpoint` (None: any); an idle watch cannot notice that its member hangs."""
         with self._lock:
             if self._stream and endpoint in (None, self._stream[0]):
                 self._stream[1].hang_up()
@@ -317,8 +317,8 @@ class EtcdWatch:
         try:
             self._follow(failures)
         except Denied as error:
-            # Perhaps only this member is wrong, or the token is too old, for which a watch gets "permission denied". A
-            # read tries all members: it raises Denied if none of them allows it.
+            # Perhaps only this member is wrong, or the token too old: a watch then gets "permission denied". A read
+            # tries all members: it raises Denied if none of them allows it.
             self._store.read(self._prefix)
             raise _TokenOld(str(error)) from error
         except _Compacted:
@@ -331,8 +331,8 @@ class EtcdWatch:
             with self._lock:
                 self._stream = endpoint, stream
             self._take(endpoint, stream.next(_BEGUN_S))
-            # etcd takes up to 0.1 s to start a watch in the past. A watch from now on starts directly, so the present
-            # state is read after it has started.
+            # etcd takes up to 0.1 s to start a watch in the past. A watch from now on starts immediately, so the
+            # current state is read after it has started.
             if self._after is None:
                 self._deliver_view()
             self._set_tried(None)
@@ -371,9 +371,9 @@ class EtcdWatch:
 
 
 class _TokenOld(Unavailable):
-    """A member denied the watch but allowed a read: the watch tries again with the token that the read brought.
+    """A member denied the watch but allowed a read: the watch retries with the token that the read obtained.
 
-    If the watch is denied again, the member allows reads but no watches. The first watch reports that.
+    If the watch is denied again, the member allows reads but no watches, and `begun` raises Denied.
     """
 
 
@@ -394,7 +394,7 @@ def _of_all(errors: Sequence[tuple[Endpoint, StoreError]]) -> StoreError:
     kinds = [error for _, error in errors]
     if all(isinstance(error, Denied) for error in kinds):
         return Denied(reasons)
-    # If one member denies and another is away, the denial may be that one member's fault.
+    # If one member denies and another is unavailable, the denial may be that one member's fault.
     if any(isinstance(error, Rejected) for error in kinds):
         return Rejected(reasons)
     same = (kind for kind in (TimedOut, OwnLimit) if all(isinstance(error, kind) for error in kinds))
@@ -404,7 +404,7 @@ def _of_all(errors: Sequence[tuple[Endpoint, StoreError]]) -> StoreError:
 
 
 class _Token:
-    """The token that etcd gives for a user and password: requested when needed first, and when the last was refused."""
+    """The token that etcd gives for a user and password: requested at first use, and again when it was refused."""
 
     def __init__(self, transport: RpcTransport, access: Access, deadline_s: float) -> None:
         self._transport = transport
@@ -421,7 +421,7 @@ class _Token:
     def renew(self, endpoint: Endpoint, old: str) -> str:
         """A new token in place of `old`, which was refused. Raises EtcdError and Denied."""
         with self._lock:
-            # Another thread may have been faster.
+            # Another thread may have renewed it.
             if self._token == old and self._login:
                 self._access.check_login(endpoint)
                 request = {"name": self._login.user, "password": self._login.password}

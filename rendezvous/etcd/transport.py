@@ -74,7 +74,7 @@ class RpcTransport(Protocol):
         ...
 
     def call(self, endpoint: Endpoint, rpc: Rpc, request: Json, token: str, deadline_s: float) -> Json:
-        """One request; of a stream, the first response. The deadline covers name, connection, TLS and response."""
+        """One request; of a stream, the first response. The deadline covers DNS, connect, TLS and response."""
         ...
 
     def stream(self, endpoint: Endpoint, rpc: Rpc, request: Json, token: str, deadline_s: float) -> ResponseStream:
@@ -117,15 +117,15 @@ class JsonTransport:
             status, body = self._client.request(endpoint, "POST", f"/v3/{Rpc.STATUS.value}", headers, b"{}", deadline_s)
         except Unavailable:
             if scheme := self._client.other_scheme(endpoint, deadline_s):
-                raise Denied(f"{endpoint} answers to {scheme} alone; use {scheme}://{endpoint}") from None
+                raise Denied(f"{endpoint} accepts {scheme} only; use {scheme}://{endpoint}") from None
             raise
-        # A server without this page or without POST, or with a page for people here, may be an old etcd, an etcd
-        # without its gateway, or no etcd.
+        # A server that lacks this path or POST, or succeeds without JSON, may be an old etcd, an etcd without its
+        # gateway, or no etcd.
         is_page = status < 400 and _object(body) is None
         found = {} if is_page or status in (*_NO_SUCH_PAGE, 501) else _parsed(endpoint, status, body)
         if "version" in found:
             return str(found["version"])
-        # Every etcd has this page, even without the gateway.
+        # Every etcd has /version, even without the gateway.
         status, body = self._client.request(endpoint, "GET", "/version", headers, b"", deadline_s)
         return _version_without_gateway(endpoint, status, body)
 

@@ -1,8 +1,8 @@
-"""Which nodes get the seats of a table, in which order, and the roles of their workers. Pure.
+"""Assigns a table's seats to nodes, orders the nodes by rank, and counts the roles of their workers. Pure.
 
 A node's record and its seat have the roles in one text: a name, or `ps=1,trainer=3` in the order of local ranks. The
-seat of a lost node is for a node of its role. A node with several roles is replaced by a node with the same ones; their
-numbers may differ.
+seat of a lost node is reserved for its role. A node with several roles is replaced by a node with the same ones; their
+worker counts may differ.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Seating:
 
 
 def seat(before: RankTable | None, nodes: Iterable[Node], nodes_max: int) -> Seating:
-    """Give the seats of the table after `before` to `nodes`, first come, first served; the survivors come first."""
+    """Give the seats of the table after `before` to `nodes` in the given order, in which survivors should be first."""
     seats: Counter[str] = Counter()
     if before:
         seats.update(role_of_node(seat.role, seat.slots) for seat in before.seats)
@@ -60,7 +60,7 @@ def newcomers_of(table: RankTable, nodes: Iterable[Node], nodes_max: int) -> tup
 
 @cache
 def role_of_node(role: str, slots: int) -> str:
-    """What a node must have in common with another to take its seat: its roles' names, without their numbers."""
+    """The names of a node's roles, without their numbers: only a node with the same names can take its seat."""
     return ",".join(sorted(name for name, _, _ in _runs(role, slots)))
 
 
@@ -68,11 +68,11 @@ def in_order_of_rank(nodes: Iterable[Node], before: RankTable | None) -> list[No
     """Survivors of `before` keep their order. Newcomers follow by requested rank, then topology, then host name."""
     here = {node.node_id: node for node in nodes}
     survivors = [here.pop(seat.node_id) for seat in before.seats if seat.node_id in here] if before else []
-    return [*survivors, *sorted(here.values(), key=_place)]
+    return [*survivors, *sorted(here.values(), key=_sort_key)]
 
 
 def _give(nodes: Iterable[Node], seats: Counter[str], free: int) -> Seating:
-    """`seats` are the numbers of seats by role, and `free` further seats for any."""
+    """`seats` counts the reserved seats by role; `free` is the number of further seats, for any role."""
     left, taken, seated = Counter(seats), [], set()
     roles = {*seats}
     for node in nodes:
@@ -90,7 +90,7 @@ def _give(nodes: Iterable[Node], seats: Counter[str], free: int) -> Seating:
     return Seating(tuple(taken), vacant, free, tuple(sorted({*vacant} - seated)), is_plain=len(roles) <= 1)
 
 
-def _place(node: Node) -> tuple[int, int, str, list[str | int], str]:
+def _sort_key(node: Node) -> tuple[int, int, str, list[str | int], str]:
     """The sort key of newcomers: host-2 comes before host-10."""
     parts = re.split(r"(\d+)", node.host)
     natural: list[str | int] = [int(part) if part.isdecimal() else part for part in parts]
@@ -98,7 +98,7 @@ def _place(node: Node) -> tuple[int, int, str, list[str | int], str]:
 
 
 class RolePlace(NamedTuple):
-    """A worker's role, and its place among the workers of that role on all nodes."""
+    """A worker's role, its rank among the workers of that role on all nodes, and their number."""
 
     name: str
     rank: int
@@ -141,7 +141,7 @@ def role_sizes(seats: Sequence[Seat]) -> Counter[str]:
 def _runs(role: str, slots: int) -> tuple[tuple[str, int, int], ...]:
     """Each role of a node with its first local rank and its number of workers.
 
-    If the numbers do not make `slots`, the text is one name: a record may come from another program.
+    If the numbers do not add up to `slots`, the text is one name: a record may come from another program.
     """
     counts = counts_in(role)
     if sum(counts.values()) != slots:

@@ -46,9 +46,9 @@ from elaunch.rendezvous.types import (
     Terms,
 )
 
-# In a table's reason: what comes after it is the sentence of a failure.
+# In a table's reason, the sentence of a failure follows it.
 CAUSE = "; the cause: "
-# Kinds of software that are named.
+# The most software versions that a mismatch names.
 _SOFTWARE_KINDS_MAX = 3
 
 
@@ -56,8 +56,8 @@ _SOFTWARE_KINDS_MAX = 3
 class Formation:
     """The progress of one forming generation, on the leader's own clock.
 
-    `since_s`: it saw the generation first. `gathered_s`: all survivors had joined. `enough_s`: there were enough nodes.
-    None means not yet. No node is evicted before `patient_until_s`.
+    `since_s`: when it first saw the generation. `gathered_s`: when all survivors had joined. `enough_s`: when there
+    were enough nodes. None means not yet. No node is evicted before `patient_until_s`.
     """
 
     generation: int = -1
@@ -67,7 +67,7 @@ class Formation:
     patient_until_s: float = 0.0
 
     def after_absence(self, away_s: float, patient_until_s: float) -> Formation:
-        """The leader was cut off from the store for `away_s`. The other nodes may have been too, so none could join."""
+        """Extend the deadlines: the leader was cut off from the store for `away_s`, perhaps as other nodes were."""
         return replace(self, since_s=self.since_s + away_s, patient_until_s=patient_until_s)
 
 
@@ -87,10 +87,10 @@ class Formed:
 def form(
     snapshot: Snapshot, formation: Formation, times: Times, now_s: float, table_age_s: float, lossless_until_s: float
 ) -> Formed:
-    """What the leader of a forming generation does next.
+    """The leader's next step for a forming generation.
 
     `table_age_s` is the time since it first saw the newest table; it matters if the budget has a window. Before
-    `lossless_until_s` it waits for every node that may come back, as in `lead`.
+    `lossless_until_s` it waits for every node that may return, as in `lead`.
     """
     terms, generation = snapshot.terms, snapshot.generation
     assert terms
@@ -116,7 +116,7 @@ def form(
 
 
 def counted_restarts(terms: Terms, table: RankTable, age_s: float) -> int:
-    """How many restarts count against the budget `age_s` seconds after `table` was sealed."""
+    """The number of restarts that count against the budget `age_s` seconds after `table` was sealed."""
     if terms.restart_window_s is None:
         return table.restarts
     return sum(restart_age_s + age_s < terms.restart_window_s for restart_age_s in table.restart_ages_s)
@@ -124,7 +124,7 @@ def counted_restarts(terms: Terms, table: RankTable, age_s: float) -> int:
 
 @dataclass(frozen=True)
 class _Forming:
-    """One generation that forms, as the leader sees it now: the last table `before`, and the members in `joined`."""
+    """A forming generation as the leader sees it now: the last table `before`, and the members in `joined`."""
 
     snapshot: Snapshot
     terms: Terms
@@ -139,13 +139,13 @@ class _Forming:
         return [s.node_id for s in self.before.seats if s.node_id in self.snapshot.members] if self.before else []
 
     def lost(self) -> list[str]:
-        """Nodes of the last table whose lease has ended, without those that left or were done."""
+        """Nodes of the last table whose leases have ended, except those that left or are done."""
         if self.before is None:
             return []
-        away = {*self.snapshot.members, *self.snapshot.done.get(self.before.generation, frozenset())}
+        accounted = {*self.snapshot.members, *self.snapshot.done.get(self.before.generation, frozenset())}
         if self.generation.kind is OpenKind.LEAVE:
-            away.add(self.generation.node_id)
-        return [s.node_id for s in self.before.seats if s.node_id not in away]
+            accounted.add(self.generation.node_id)
+        return [s.node_id for s in self.before.seats if s.node_id not in accounted]
 
     def missing(self) -> list[str]:
         return [node_id for node_id in self.survivors if node_id not in self.joined]
@@ -155,7 +155,7 @@ class _Forming:
         missing = self.missing()
         due_s = max(formation.since_s + self.times.form_deadline_s, formation.patient_until_s)
         if self.now_s < due_s or not self.joined:
-            # If no other node waits, there is no deadline: its workers may block on output that is not read yet.
+            # No deadline while no node has joined: the workers may block on output that is not read yet.
             their = "its" if len(missing) == 1 else "their"
             wake_s = due_s if self.joined else None
             return Formed(formation, wake_s=wake_s, waiting=f"{hosts(missing)} to stop {their} workers")
@@ -182,7 +182,7 @@ class _Forming:
         reason = loss_of(gone) if gone and self.generation.kind is OpenKind.FAIL else self.generation.cause
         blame = assess(terms, before, failures if is_counted else (), snapshot.members, table_age_s)
         if failures:
-            # Spares that are late by a moment are members, too. Without enough of them the same node would run again.
+            # Members, since spares may join a moment late. Without enough others the same node would run again.
             others = [snapshot.members[node_id] for node_id in blame.seatable(snapshot.members)]
             has_others = seat(before, others, terms.nodes_max).is_enough(terms.nodes_min)
             decision = judge(
@@ -220,7 +220,7 @@ class _Forming:
 
     def _failed(self, before: RankTable, reason: str, failure: Failure | None) -> Outcome:
         first = first_failure(self.snapshot.failures)
-        # A lost node ends the job without a failure. Its peers have lost it, which is no cause.
+        # A lost node ends the job without a failure record. Its peers record that they lost it, which is no cause.
         if first and (alike(first, failure) if failure else first.kind is FailureKind.PEER_LOST):
             first = None
         max_restarts = self.terms.max_restarts
@@ -255,7 +255,7 @@ class _Forming:
         if self.before is None and here < most and self.now_s < due_s:
             waiting_for = f"more nodes, {self.times.last_call_s:g} s: {here} of at most {most} are here"
             return Formed(formation, wake_s=due_s, waiting=waiting_for)
-        # Newcomers are put in order once, since that takes long for thousands.
+        # Newcomers are sorted only once, since that takes long for thousands.
         seating = seat(self.before, in_order_of_rank(welcome, self.before), nodes_max)
         first, joined = seating.nodes[0], self.joined[seating.nodes[0].node_id]
         table = replace(
@@ -288,7 +288,7 @@ class _Forming:
 
     def _await_nodes(self, formation: Formation, seating: Seating) -> Formed:
         terms, timeout_s, here = self.terms, self.times.join_timeout_s, len(seating.nodes)
-        # Not from the opening: survivors may need longer to stop their workers than a new node has to come.
+        # From `gathered_s`, since survivors may need longer to stop their workers than a new node needs to join.
         due_s = max(formation.since_s, formation.gathered_s or 0.0) + timeout_s
         # Nodes of this job with different prefixes cannot see each other, so the line names the prefix.
         prefix = self.snapshot.keys.prefix
@@ -317,22 +317,22 @@ class _Forming:
 
 
 def _cause_suffix(generation: Generation, cause: Failure) -> str:
-    """The cause if it is not the failure that opened the generation, which every node has logged already."""
-    # The same node may have found after a lost peer which other of its ranks was the cause.
+    """The suffix for the cause; empty if that failure opened the generation, since every node has logged it already."""
+    # After it reported a lost peer, that node may have found that another of its ranks was the cause.
     is_of_opener = not generation.is_secondary or generation.cause.startswith(cause.sentence.partition(")")[0])
     return "" if cause.node_id == generation.node_id and is_of_opener else f"{CAUSE}{cause.sentence}"
 
 
 def _other_software(nodes: Sequence[Node], joined: Mapping[str, Joined]) -> str:
-    """A sentence about nodes with different software: their ranks may not understand each other. Else empty."""
+    """A sentence if the nodes have different software, so that their ranks may be incompatible; else empty."""
     hosts_of: dict[str, list[str]] = {}
     for node in nodes:
-        # What is unknown differs from nothing.
+        # Unknown software counts as no difference.
         if software := joined[node.node_id].software:
             hosts_of.setdefault(software, []).append(node.host)
     if len(hosts_of) < 2:
         return ""
-    # The kind that most nodes have comes first.
+    # The most common software comes first.
     kinds = sorted(hosts_of, key=lambda kind: (-len(hosts_of[kind]), kind))
     parts = [f"{kind} on {first_names([*dict.fromkeys(hosts_of[kind])])}" for kind in kinds[:_SOFTWARE_KINDS_MAX]]
     more = "; and others" if len(kinds) > _SOFTWARE_KINDS_MAX else ""

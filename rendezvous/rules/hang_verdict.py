@@ -1,7 +1,7 @@
-"""When a whole job hangs, and which rank to name: the records of the nodes, the leader's rule, and its transactions.
+"""Hang detection for a whole job: the nodes' records, the leader's verdict with the rank to name, its transactions.
 
 Each node writes a record while all of its ranks are idle. One node's records prove nothing: a rank of another node may
-work, and the others wait for it. So the job hangs when every seated node has a record that is ready.
+be working while the others wait for it. So the job hangs when every seated node has a record that is ready.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class IdleReason(Enum):
 
     WAITS = "waits"  # In a call that only other ranks can end.
     STOPPED = "stopped"  # By a signal.
-    RUNS = "runs"  # In a loop, or a C function, that does nothing else and lets no other thread run.
+    RUNS = "runs"  # In a loop or a C function that does nothing else and holds the GIL.
     STUCK = "stuck"  # It waits for a lock or for a data loader, and no thread or child of it does anything.
     ELSEWHERE = "elsewhere"  # It may continue without others: a file, the network, a sleep.
     UNKNOWN = "unknown"  # It uses no CPU, and its stack cannot be read.
@@ -61,7 +61,7 @@ class IdleGroup(Bounded):
 
 @dataclass(frozen=True)
 class IdleNode(Bounded):
-    """All ranks of a node are idle, for `still_s` when it wrote this.
+    """All ranks of a node are idle, for `still_s` when the record was written.
 
     `is_ready`: this is long enough for what they do. `exited` names ranks of this node that have exited with 0 before;
     empty if there are none, and then `exited_rank` is -1. `is_lingering`: the processes of some of these still exist,
@@ -81,10 +81,10 @@ class IdleNode(Bounded):
 class Hang(Bounded):
     """The leader's verdict: the job hangs in `generation`.
 
-    `rank` is the rank to name, -1 where none differs from the others; `node_id` is its node, else rank 0's. `message`
-    is the sentence about it, as in `Failure`. `is_blameless` as in `Failure`, too: a rank is named by order alone.
-    `is_unawaited`: no rank waits for it, since all others have ended: that is no failure. `pid` is the named
-    rank's process, -1 if that is not known.
+    `rank` is the rank to name, -1 where none differs from the others; `node_id` is its node, else the first node that
+    is not done. `message` is the sentence about it, as in `Failure`. `is_blameless` as in `Failure`, too: a rank is
+    named by order alone. `is_unawaited`: no rank waits for it, since all others have ended: that is no failure. `pid`
+    is the named rank's process, -1 if that is not known.
     """
 
     generation: Annotated[int, Between(0, GENERATION_MAX)]
@@ -109,14 +109,14 @@ def hang_sentence(hang: Hang, host: str) -> str:
     return f"rank {hang.rank} {where} {hang.summary.removeprefix('it ')}"
 
 
-# A rank that waits for a lock may wait for another rank, so those are named late; last those that cannot be inspected.
+# In this order: a rank that waits for a lock may wait for another rank. Those that cannot be inspected come last.
 _SUSPECT = (IdleReason.STOPPED, IdleReason.RUNS, IdleReason.ELSEWHERE, IdleReason.STUCK, IdleReason.UNKNOWN)
 _NAMED_MAX = 4
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Ranks of any nodes at the same place; `seat` is the first one's, `nodes` are all of them."""
+    """Ranks of any nodes at the same place; `seat` is that of the first, `nodes` are the ids of all their nodes."""
 
     group: IdleGroup
     seat: Seat
@@ -131,12 +131,12 @@ class _Place:
 
 
 def confirm_s(times: Times, table: RankTable) -> float:
-    """For how long the records must hold. Another node may notice late that it continues; a node alone does not."""
+    """The time for which the records must hold: another node may report late that it continues; one alone does not."""
     return min(HANG_CONFIRM_S, times.hang_after_s / 3 or HANG_CONFIRM_S) if len(table.seats) > 1 else 0.0
 
 
 def report_idle(snapshot: Snapshot, me: Node, generation: int, record: IdleNode | None) -> Txn:
-    """Write that all ranks of this node are idle; or, with None, that one continues."""
+    """Write the record that all ranks of this node are idle; with None, delete it, since one continues."""
     key = snapshot.keys.still(generation, me.node_id)
     if record is None:
         return Txn((), (Delete(key),))
@@ -175,7 +175,7 @@ def verdict_on(
 ) -> Hang | None:
     """The verdict, or None while a rank works or may continue without others.
 
-    Ranks none of which waits for another hang only if the user gave a limit: `has_limit`.
+    Idle ranks that do not depend on each other hang only with `has_limit`: the user gave a limit.
     """
     seats = [seat for seat in table.seats if seat.node_id not in done]
     if not seats or any(seat.node_id not in records or not records[seat.node_id].is_ready for seat in seats):
@@ -185,7 +185,7 @@ def verdict_on(
     others = [place for kind in _SUSPECT for place in places if place.group.kind is kind]
     exited = _exited(table, seats, records, done)
     are_unreadable = all(place.group.kind is IdleReason.UNKNOWN for place in places)
-    # Programs that are independent of each other, such as servers, are idle at one place each: no hang.
+    # Programs that are independent of each other, such as servers, are all idle at the same place: no hang.
     is_stuck = any(place.group.kind is IdleReason.STUCK for place in places) and len(places) > 1
     is_hang = has_limit or waiting or exited or is_stuck or (are_unreadable and table.world_size > 1)
     if not places or not is_hang:
@@ -205,7 +205,7 @@ def verdict_on(
         message = f"{exited.message}, while {_listed(waiting)}, for {still_s:.0f} s,"
         return Hang(table.generation, exited.seat.node_id, exited.rank, message, is_blameless=True)
     if len(waiting) > 1:
-        # The fewest are named. Of two alike, neither is right by number: the message has both.
+        # The smallest group is named. Of two equal ones either may be the cause: the message has both.
         is_tie = waiting[-1].count == waiting[-2].count
         is_blameless = is_tie or len(waiting[-1].nodes) > 1
         return _hang(table, waiting[-1], waiting[:-1], still_s, is_blameless=is_blameless)
@@ -227,7 +227,7 @@ def _points_at_node(others: Sequence[_Place], waiting: Sequence[_Place]) -> bool
 
 
 def _places(seats: Sequence[Seat], records: Mapping[str, IdleNode]) -> list[_Place]:
-    """All groups of all nodes, those at the same place as one."""
+    """The groups of all nodes, merged by place."""
     found: dict[object, _Place] = {}
     for seat in seats:
         for group in records[seat.node_id].groups:
@@ -270,7 +270,7 @@ def _exited(
 
 
 def _hang(table: RankTable, suspect: _Place, rest: Sequence[_Place], still_s: float, *, is_blameless: bool) -> Hang:
-    """The sentence begins with the suspect's first rank."""
+    """The verdict that names the suspect's first rank."""
     also = f" (as {'does' if suspect.count == 2 else 'do'} {suspect.count - 1} more)" if suspect.count > 1 else ""
     others = f", while {_listed(rest)}" if rest else ""
     message = f"hung: it {suspect.group.does}{also}{others}, for {still_s:.0f} s,"

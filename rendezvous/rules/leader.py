@@ -17,7 +17,7 @@ from elaunch.rendezvous.types import RankTable
 
 @dataclass(frozen=True)
 class LeaderState:
-    """What a leader remembers between two calls of `lead`, on its own monotonic clock.
+    """A leader's state between two calls of `lead`, on its own monotonic clock.
 
     `formation` belongs to the generation that forms. Nodes without a seat have been ready since `ready_since_s`. The
     last generation for such nodes was opened at `joined_at_s`; the next one may be opened `join_interval_s` later.
@@ -35,7 +35,7 @@ class LeaderState:
 
 @dataclass(frozen=True)
 class Lead:
-    """What a leader writes now, when it checks again even if nothing changes, and what it waits for."""
+    """A leader's next transaction, when it checks again even if nothing changes, and what it waits for."""
 
     leader_state: LeaderState
     txn: Txn | None = None
@@ -54,7 +54,7 @@ def lead(
     """Decide what the leader does next. The caller must be the leader, and its snapshot complete.
 
     `table_age_s` is the time since it first saw the newest table. Before `lossless_until_s` it declares no node lost: a
-    leader that was cut off itself does not know which nodes were cut off too.
+    leader that was partitioned itself cannot determine which nodes were partitioned too.
     """
     if snapshot.ended or snapshot.generation is None or snapshot.terms is None:
         return Lead(leader_state)
@@ -90,7 +90,7 @@ def _repair(snapshot: Snapshot, leader_state: LeaderState) -> Lead | None:
     for broken, restored in snapshot.repairs:
         txn = repair(snapshot, broken, restored)
         if txn == leader_state.repaired and not broken.key.startswith(snapshot.keys.control):
-            # The lease of its node has ended.
+            # It had no effect, since the lease of its node has expired.
             txn = repair(snapshot, broken, Delete(broken.key))
         if txn != leader_state.repaired:
             return Lead(replace(leader_state, repaired=txn), txn)
@@ -100,7 +100,7 @@ def _repair(snapshot: Snapshot, leader_state: LeaderState) -> Lead | None:
 def _watch_for_hang(
     snapshot: Snapshot, table: RankTable, done: frozenset[str], leader_state: LeaderState, times: Times, now_s: float
 ) -> Lead:
-    """Declare that the job hangs, when that has held for a while; withdraw it when a node continues."""
+    """Declare a hang when the verdict has held for `confirm_s`; withdraw it when a node makes progress."""
     if not snapshot.hang and not snapshot.still.get(table.generation):
         return Lead(replace(leader_state, hang_since_s=None))
     if over := end_hang(snapshot, table, done):

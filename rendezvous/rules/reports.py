@@ -16,7 +16,7 @@ from elaunch.rendezvous.rules.restart_policy import decisive_failure
 from elaunch.rendezvous.rules.snapshot import Snapshot
 from elaunch.rendezvous.types import Failure, Generation, Outcome, Terms, host_of
 
-# More workers than any host has; a report of so many is smaller than a response may be.
+# More workers than any host has; a report of so many fits into a response.
 RANKS_MAX = 1024
 # More than thirty years; no host runs so long.
 _Time = Annotated[float, Between(0, 1e9)]
@@ -33,7 +33,7 @@ class JobState(Enum):
     FORMING = "forming"
     RUNNING = "running"
     ENDED = "ended"
-    GONE = "gone"  # Its keys are there, and no node of it lives.
+    GONE = "gone"  # Its keys exist, but it has no members.
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class RankReport(Bounded):
     `state` is starting (it has no process yet), running, stopped (by SIGSTOP or a debugger), exited or done.
     `step` is -1 and `phase` empty where none was reported.
 
-    `step_s` is the time of a step over the last ones, `reported_ago_s` the time since the last report. `memory_bytes`
+    `step_s` is the mean time of its last steps, `reported_ago_s` the time since the last report. `memory_bytes`
     is the resident memory of its process, without the processes that it has started. `wait_share` is the share of the
     last minutes in which it waited in collectives.
     """
@@ -90,7 +90,7 @@ class NodeReport(Bounded):
 
 @dataclass(frozen=True)
 class SeatReport:
-    """One node's place in the newest table. `is_member`: its lease holds; None where that is not known."""
+    """One node's seat in the newest table. `is_member`: its lease holds; None where that is not known."""
 
     node_id: str
     host: str
@@ -101,7 +101,7 @@ class SeatReport:
 
 @dataclass(frozen=True)
 class JobReport:
-    """A job as its keys in the store have it.
+    """A job according to its keys in the store.
 
     `generation` is the newest one, and `seats` are those of its table, or of the last one while it forms. `others` are
     members without a seat. Without `is_whole` only the keys that all nodes watch were read: no members, no failures.
@@ -150,7 +150,7 @@ def job_report(snapshot: Snapshot) -> JobReport:
 
 
 def read_node_report(text: str, node_id: str) -> NodeReport | None:
-    """That node's report; None if the text is none, or another node's."""
+    """That node's report; None if the text is not a report, or is another node's."""
     try:
         report = decode(NodeReport, text)
     except ValueError:

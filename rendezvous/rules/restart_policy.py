@@ -1,4 +1,4 @@
-"""Decides why a generation failed, whether another one is worth starting, and which node is kept out of it."""
+"""Decides why a generation failed, whether another one is worth starting, and which node is excluded from it."""
 
 from __future__ import annotations
 
@@ -10,46 +10,46 @@ from elaunch.rendezvous.format import listed
 from elaunch.rendezvous.types import Exclusion, Failure, FailureKind, RankTable, Streak, Terms, host_of
 
 _TRACEBACK = "Traceback (most recent call last)"
-# The exit code of a process that SIGKILL has ended.
+# The exit code of a process killed by SIGKILL.
 _KILLED = -9
 # Generations in a row without progress that end a job whatever their kind (protocol, rule 9).
 NO_PROGRESS_MAX = 10
 
-# What an error in the program raises, or bad data. Whatever else is raised may come from its surroundings: a device, a
-# network, a file system, a service.
+# Exceptions that come from a bug in the program, or from bad data. Any other may come from its surroundings: a device,
+# a network, a file system, a service.
 _BUGS = {
     *("AssertionError", "AttributeError", "FileExistsError", "FloatingPointError", "ImportError", "IndexError"),
     *("KeyError", "LookupError"),
     *("ModuleNotFoundError", "NameError", "NotImplementedError", "OverflowError", "RecursionError", "RuntimeError"),
     *("TypeError", "UnboundLocalError", "UnicodeDecodeError", "UnicodeEncodeError", "ValueError", "ZeroDivisionError"),
 }
-# What torch raises as a RuntimeError although it is not the program's bug.
+# RuntimeErrors of torch that are not the program's bug.
 _OF_SURROUNDINGS = re.compile(
     r"cuda|cudnn|cublas|nccl|hip error|gloo|dataloader worker|timed? ?out|connect|unavailable|temporar|reset"
     r"|\b50[0234]\b",
     re.IGNORECASE,
 )
-# Errors of a service, a network or a lock that may be gone a few seconds later, also before the first progress.
+# Errors of a service, a network or a lock that may be gone a few seconds later, even before the first progress.
 _MAY_PASS = re.compile(
     r"\b429\b|\b50[0234]\b|too many requests|rate.?limit|throttl|slow ?down|overloaded|\bbusy\b|temporar|try again"
     r"|unavailable|max retries|connection (?:reset|aborted)|remote end closed|incomplete ?read|stale file"
     r"|\block(?:ed)?\b|(?:read|request|operation|connection) timed out|\bssl",
     re.IGNORECASE,
 )
-# A store that the program makes itself, which no peer's end explains: the agent serves that of the job.
+# The program's own store is unreachable, which no peer's exit explains: the agent serves the job's store.
 _NO_STORE = re.compile(r"client socket has (?:failed to connect|timed out)", re.IGNORECASE)
-# Two workers that report no step have failed in the same step, for all that is known, if they ran equally long: within
-# so many seconds, or within this share of the longer one.
+# Two workers that report no step are taken to have failed in the same step if they ran equally long: within so many
+# seconds, or within this share of the longer one.
 _AS_LONG_S = 2.0
 _AS_LONG_SHARE = 0.1
 _AWAITED, _TOO = ", while ", ", and so "
-# Signals by which native code ends a process: SIGILL, SIGBUS, SIGFPE, SIGSEGV. NCCL aborts where a network fails.
+# Signals of crashes in native code: SIGILL, SIGBUS, SIGFPE, SIGSEGV. Not SIGABRT: NCCL aborts if a network fails.
 _CRASHES = (-4, -7, -8, -11)
 # EX_TEMPFAIL of <sysexits.h>: a temporary failure, to be retried.
 _TRY_AGAIN = 75
 # A line that torch's own code logs, as "[rank0]:[W1128 19:05:18.1 ProcessGroup.cpp:1] …".
 _TORCHS_LINE = re.compile(r"(?:\[rank\d+\]:)?\[[IWEF]\d")
-# A worker that fails within this time without reporting a step has not reached its first one, for all that is known.
+# A worker that fails within this time without reporting a step is taken not to have reached its first one.
 _START_S = 60.0
 
 
@@ -68,7 +68,7 @@ class GiveUp:
 
 
 def decisive_failure(failures: Sequence[Failure]) -> Failure:
-    """The failure by which a generation is judged: the first in the record that no peer's end explains.
+    """The failure by which a generation is judged: the first in the record that no peer's exit explains.
 
     If all others only lost a peer, a rank that ended with exit code 0 before them is the peer that they lost.
     """
@@ -85,30 +85,30 @@ def decisive_failure(failures: Sequence[Failure]) -> Failure:
 
 
 def first_failure(failures: Mapping[int, Sequence[Failure]]) -> Failure | None:
-    """The job's first failure, None without one. A lost peer is not, if anything else failed: a node may have gone."""
+    """The job's first failure, None without one. A lost peer counts only if nothing else failed: a node may be lost."""
     decided = [decisive_failure(failures[generation]) for generation in sorted(failures)]
     return next((f for f in decided if f.kind is not FailureKind.PEER_LOST), decided[0] if decided else None)
 
 
 def awaited(early: Failure, failures: Sequence[Failure]) -> Failure:
-    """The record of a rank that ended by itself, with the ranks in `failures` that waited for it."""
+    """The record of a rank that exited on its own, with the ranks in `failures` that waited for it."""
     lost = [f for f in failures if f.kind is FailureKind.PEER_LOST and f.rank != early.rank]
     if not lost:
         return early
     message, _, known = early.message.partition(_AWAITED)
-    # A node's record names those of the node.
+    # The record may already name ranks of its own node.
     named = {f.rank for f in lost}.union(map(int, re.findall(r"\d+", known.partition(" waited")[0])))
     shown = listed([str(rank) for rank in sorted(named)])
     calls = {f.call for f in lost if f.call}
     where = f" in {calls.pop()}" if len(calls) == 1 else " for it"
     which = f"rank{'s' if len(named) > 1 else ''} {shown}"
-    # A record names those that had an error when it was written; our signal may end the others before they have one.
+    # A record names those with an error when it was written; elaunch's signal may end the others before they have one.
     more = " (perhaps others too)" if len(named) + 1 < early.world_size else ""
     return replace(early, message=f"{message}{_AWAITED}{which} waited{where}{more},")
 
 
 def killed_together(killed: Failure, failures: Sequence[Failure]) -> Failure:
-    """The failure; if it is the end of a rank by a signal, with the other ranks that the same signal ended."""
+    """The failure; if a signal killed its rank, with the other ranks that the same signal killed."""
     same = {f.rank for f in failures if (f.kind, f.code) == (killed.kind, killed.code)} - {killed.rank}
     if killed.kind not in (FailureKind.SIGNAL, FailureKind.OUT_OF_MEMORY) or not same:
         return killed
@@ -122,13 +122,13 @@ def identical(one: Failure, other: Failure) -> bool:
         return other.kind is one.kind and other.rank == one.rank
     if (one.kind, one.code) == (FailureKind.EXIT_CODE, _TRY_AGAIN):
         return False
-    # A rank that printed an exception may have been killed then.
+    # Whatever its code: a rank may be killed after it has printed an exception.
     has_ended = one.kind is FailureKind.EXCEPTION or (one.code or 0) > 0
     return one.kind.counts_as_identical and has_ended and alike(one, other)
 
 
 def alike(one: Failure, other: Failure) -> bool:
-    """Whether two failures are the same but for numbers, whatever their kind is."""
+    """Whether two failures are the same except for numbers, whatever their kind is."""
     kinds = [(each.kind, each.code, each.exception, each.frame) for each in (one, other)]
     return kinds[0] == kinds[1] and _without_numbers(_own_message(one)) == _without_numbers(_own_message(other))
 
@@ -139,7 +139,7 @@ def _last_line(tail: str) -> str:
 
 
 def _may_pass(failure: Failure, earlier: Failure) -> bool:
-    """Whether a failure before any progress, like the earlier one, may not come again."""
+    """Whether a failure before any progress, like the earlier one, may be transient."""
     if failure.kind is FailureKind.EXIT_CODE:
         line = _last_line(earlier.tail)
         return _without_numbers(_last_line(failure.tail)) != _without_numbers(line) or bool(_MAY_PASS.search(line))
@@ -147,7 +147,7 @@ def _may_pass(failure: Failure, earlier: Failure) -> bool:
 
 
 def all_failed_alike(failures: Sequence[Failure], world_size: int) -> bool:
-    """Whether all ranks, of which there are several, had the same bug of the program before their first step."""
+    """Whether there are several ranks, and all had the same bug of the program before their first step."""
     alike = [f for f in failures if is_one_bug(failures[0], f) and f.step < 0 and f.lived_s <= _START_S]
     return world_size > 1 and sum(f.ranks_alike for f in alike) == world_size
 
@@ -198,7 +198,7 @@ def judge(
         return Restart("")
     # If it is unknown whether the rank made progress, its generation's progress decides.
     has_progressed = no_progress == 0 if failure.progressed is None else failure.progressed
-    # On another node the same error need not come again.
+    # On another node the same error need not recur.
     earlier = decisive_failure(before) if before and not is_elsewhere else None
     if earlier and (again := _repeated(failure, earlier, has_progressed=has_progressed)):
         return GiveUp(f"{again}, so another try would end the same way")
@@ -216,7 +216,7 @@ def judge(
 
 
 def _repeated(failure: Failure, earlier: Failure, *, has_progressed: bool) -> str:
-    """The failure that was repeated, for which a retry is pointless; "" if there is none.
+    """How the failure was repeated, if that makes a retry pointless; else "".
 
     The rank may be another one: if all ranks have a bug, chance decides which of them is recorded first.
     """
@@ -239,9 +239,9 @@ def _repeated(failure: Failure, earlier: Failure, *, has_progressed: bool) -> st
 
 
 def _is_crash(failure: Failure) -> bool:
-    """Whether native code crashed in a known line, or the ranks' parent process was killed."""
-    is_killed_parent = failure.kind is FailureKind.TEMPLATE_LOST and failure.code == _KILLED
-    return is_killed_parent or (failure.code in _CRASHES and failure.frame != "")
+    """Whether native code crashed at a known line, or the fork server was killed."""
+    is_server_killed = failure.kind is FailureKind.TEMPLATE_LOST and failure.code == _KILLED
+    return is_server_killed or (failure.code in _CRASHES and failure.frame != "")
 
 
 def _budget(terms: Terms) -> str:
@@ -253,7 +253,7 @@ def _budget(terms: Terms) -> str:
 
 
 def _own_message(failure: Failure) -> str:
-    """The message without the other ranks, which chance decides."""
+    """The message without the other ranks that it names, which vary by chance."""
     is_exit = failure.kind in (FailureKind.EXIT_CODE, FailureKind.ENDED_EARLY)
     is_kill = failure.kind in (FailureKind.SIGNAL, FailureKind.OUT_OF_MEMORY)
     end = _AWAITED if is_exit else _TOO if is_kill else ""
@@ -268,7 +268,7 @@ def _without_addresses(message: str) -> str:
     return re.sub(r"0x[0-9a-fA-F]+", "#", message)
 
 
-# After a generation that ran for so long, the streak begins again: rare failures fall on one node by chance.
+# After a generation that ran for this long, the streak begins again: rare failures fall on one node by chance.
 STREAK_AGE_MAX_S = 3600.0
 # These are no evidence against the node on which they happened.
 _BLAMELESS = (FailureKind.PEER_LOST, FailureKind.ENDED_EARLY, FailureKind.DEBUGGER, FailureKind.REFUSED)
@@ -278,7 +278,7 @@ _BLAMELESS = (FailureKind.PEER_LOST, FailureKind.ENDED_EARLY, FailureKind.DEBUGG
 class Suspicion:
     """Which node is to blame after a failure. `fresh` is the exclusion that this failure caused, if it did.
 
-    `on_trial` is the node that will be excluded if it fails so again and again; empty if no node has failed so twice.
+    `on_trial` is a node with two or more such failures in a row, but too few to exclude it; else empty.
     """
 
     streak: Streak | None
@@ -311,7 +311,7 @@ def assess(
     if any(other.node_id != failure.node_id and is_one_bug(failure, other) for other in failures):
         return Suspicion(None, before.excluded)
     who, way = _identity(failure.node_id, members), failure_mode(failure)
-    # The same failure on another node acquits those that are excluded for it: then it is the program's.
+    # The same failure on another node acquits the nodes excluded for it: the cause is the program.
     excluded = tuple(each for each in before.excluded if each.way != way or each.who == who)
     has_acquitted = excluded != before.excluded
     streak = before.streak
@@ -340,7 +340,7 @@ def exclusion_of(node_id: str, excluded: Iterable[Exclusion]) -> Exclusion | Non
 
 
 def _identity(node_id: str, members: Iterable[str]) -> str:
-    """The host, so that an agent that is started again there is known; the node if its host's name is not its own."""
+    """The host, so that a restarted agent there is recognized; the node's id if other members share the host."""
     host = host_of(node_id)
     is_alone = not any(other != node_id and host_of(other) == host for other in members)
     return host if is_alone else node_id

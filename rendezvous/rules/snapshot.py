@@ -47,7 +47,7 @@ _RECORDS: dict[str, Any] = {
 }
 _LEADER, _SPEC, _QUERY = ["ctl", "leader"], ["ctl", "spec"], ["ctl", "question"]
 _OF_NODES = ("joined", "failures", "done", "still")
-# Sentences about unreadable records that one snapshot has: there may be thousands.
+# The most sentences about unreadable records in one snapshot: there may be thousands.
 _SENTENCES_MAX = 8
 # Characters of a key in such a sentence.
 _SHOWN = 200
@@ -56,8 +56,7 @@ _SHOWN = 200
 class Keys:
     """The names of one job's keys. `prefix` starts and ends with a slash.
 
-    Every node watches `control`, the leader watches `root`. `query` is a query to all nodes, `hang` is
-    the leader's verdict.
+    Every node watches `control`, the leader `root`. `query` is a query to all nodes, `hang` the leader's verdict.
     """
 
     def __init__(self, run_id: str, prefix: str = PREFIX) -> None:
@@ -75,7 +74,7 @@ class Keys:
         self.hang = f"{self.control}hang"
 
     def responses(self, identity: str, node_id: str = "") -> str:
-        """A node's response to that query. It is no key of any job: a quoted run id has no question mark."""
+        """The key of a node's response. It belongs to no job's root: a quoted run id has no question mark."""
         return f"{self.prefix}?answers/{quote(self.run_id, safe='')}/{identity}/{node_id}"
 
     def member(self, node_id: str) -> str:
@@ -105,7 +104,7 @@ class Snapshot:
     A follower's snapshot holds what is under `ctl/`. Only a `whole` snapshot has members, joined, failures (in the
     order in which they were recorded), done and still. `query` is a query to all nodes; nothing is decided from it.
     `unreadable` holds sentences about records that could not be read, each once. `repairs` is how the leader replaces
-    these: the guard that one is still there, and the operation that restores the last readable record, or deletes it.
+    these: the guard that one is unchanged, and the operation that restores the last readable record, or deletes it.
     """
 
     keys: Keys
@@ -190,9 +189,9 @@ class SnapshotReader:
     def read(self, view: View, *, whole: bool) -> Snapshot:
         """The snapshot for `view`.
 
-        If a record was overwritten with something unreadable, the last readable record counts. Without one it is left
-        out: it costs the node that wrote it, not the job. Raises ValueError with the name of the key only for a record
-        of the whole job, without which no node knows what to do.
+        If a record was overwritten with something unreadable, the last readable record counts; without one, the key is
+        ignored: that affects the node that wrote it, not the job. Raises ValueError, with the name of the key, only for
+        a record that the whole job needs.
         """
         known: dict[str, _Known] = {}
         broken: dict[str, ValueError] = {}
@@ -210,14 +209,14 @@ class SnapshotReader:
                 before = self._read(key, entry, before, broken, unreadable)
             known[key] = before
             last, parts, record, good = before
-            # Something on no lease in the place of a query would stay there and block all queries.
+            # A query's key on no lease would never be deleted, and would block all queries.
             is_broken = good is not last or (record is None and not last.lease)
             if is_broken and parts != _LEADER:
                 restored = Put(key, good.value, good.lease) if good is not last and good else Delete(key)
                 repairs.append((Unchanged(key, last.mod_revision), restored))
             match parts:
                 case ["ctl", "leader"]:
-                    # Over a leader's name that cannot be read any node may take the lead.
+                    # If the leader's name cannot be read, any node may take the lead.
                     fields |= {"leader": record or "", "leader_revision": entry.mod_revision}
                 case _ if record is None:
                     pass
@@ -279,10 +278,10 @@ class SnapshotReader:
             return _Known(entry, parts, record, entry)
         except ValueError as error:
             broken[key] = error
-            # Such a record may be written again and again.
+            # Reported once, since such a record may be written again and again.
             if before is None or before.good is before.entry:
                 unreadable.append(_unreadable_text(key, error))
-            # A leader that has lost its key does not lead any more, and no client waits for a response.
+            # No earlier record counts: a leader without its key no longer leads, and no client waits for a response.
             if before is None or parts in (_LEADER, _QUERY):
                 return _Known(entry, parts, None, None)
             return _Known(entry, parts, before.record, before.good)
@@ -293,20 +292,20 @@ def _unreadable_text(key: str, error: ValueError) -> str:
 
 
 def _is_needed(parts: list[str], generation: Generation | None, tables: Mapping[int, RankTable]) -> bool:
-    """Whether a record of the job cannot be done without."""
+    """Whether the job cannot continue without this record."""
     match parts:
         case ["ctl", "spec" | "generation" | "ended"]:
             return True
         case ["ctl", "table", digits] if generation and _is_generation(digits):
-            # The ranks that run, or that have to be gone before others run.
+            # The ranks that run, or must have exited before others run.
             return max(tables, default=-1) < int(digits) <= generation.number
     return False
 
 
 def _check_successor(parts: list[str], last: KeyEntry, record: Any, entry: KeyEntry, newer: Any) -> None:
-    """Raises ValueError for a record that no agent writes over the last one, however readable it is."""
+    """Raises ValueError for a readable record that no agent would write over the last one."""
     if parts == _SPEC and last.lease and not entry.lease:
-        # Each object is terms: all of those have defaults.
+        # Any JSON object is read as terms: all of their fields have defaults.
         raise ValueError(f"on no lease, so no elaunch wrote it: {shown_text(entry.value)!r}")
     is_over = last.create_revision == entry.create_revision
     if parts == ["ctl", "generation"] and is_over and newer.number < record.number:
@@ -319,7 +318,7 @@ def _is_generation(digits: str) -> bool:
 
 
 def _decoded(parts: list[str], text: str) -> Any:
-    """The record in a key's value. Raises ValueError if it is none, or that of another key."""
+    """The record in a key's value. Raises ValueError if it is invalid, or belongs to another key."""
     match parts:
         case ["joined" | "failures" | "done" | "still", number, _] | ["ctl", "table", number] if not _is_generation(
             number
@@ -376,7 +375,7 @@ def decode_table(text: str) -> RankTable:
         record = parse_json(_unpacked(text) if text.startswith(_PACKED) else text)
         nodes = [*zip(*(record.pop(name) for name in ("nodes", "slots", "roles")), strict=True)]
         if not all(map(_is_seat, nodes)):
-            raise TypeError("a seat is no name with a number of slots and a role")
+            raise TypeError("a seat is not a name, a number of slots and a role")
         node_ids = [node_id for node_id, _, _ in nodes]
         if len(set(node_ids)) < len(node_ids):
             raise ValueError("a node has two seats")
@@ -389,7 +388,7 @@ def decode_table(text: str) -> RankTable:
 
 
 def seats_of(nodes: list[tuple[str, int, str]]) -> tuple[Seat, ...]:
-    """Seats for (node id, slots, role) in rank order: ranks 0 … n - 1 without holes."""
+    """Seats for (node id, slots, role) in rank order: ranks 0 … n - 1 without gaps."""
     # `first_ranks` has one item more than nodes: the sum of all slots.
     first_ranks = accumulate((slots for _, slots, _ in nodes), initial=0)
     return tuple(

@@ -37,7 +37,7 @@ def start_run(snapshot: Snapshot, terms: Terms, me: Node, lease: int) -> Txn:
     """Start this job's first run, or a new run on an id whose members are all gone.
 
     Generation numbers continue where the last run's ended: a record with one of those numbers is older than every
-    record of the new run. The run's keys stand on a lease of their own, `run_lease`. The agent that commits this
+    record of the new run. The run's keys are attached to a lease of their own, `run_lease`. The agent that commits this
     transaction grants that lease.
     """
     keys = snapshot.keys
@@ -59,18 +59,18 @@ def start_run(snapshot: Snapshot, terms: Terms, me: Node, lease: int) -> Txn:
 
 
 def run_lease(keys: Keys, txn: Txn) -> int:
-    """The lease that a `start_run` needs beside the node's own; 0 for any other transaction."""
+    """The run's lease, which `start_run` needs besides the node's own; 0 for any other transaction."""
     return next((op.lease for op in txn.then if isinstance(op, Put) and op.key == keys.spec), 0)
 
 
 def _new_run_lease(keys: Keys, number: int, node_id: str, lease: int) -> int:
     """The run's lease id. It is the same each time this node tries to start this run, even after a lost response.
 
-    No other client can guess the id before the run exists. If one could create that lease first, it might end while the
-    job runs.
+    No other client can guess the id before the run exists. If one could create that lease first, the lease might expire
+    while the job runs.
     """
-    drawn = sha256(f"{keys.root}{number}/{node_id}/{lease}".encode()).digest()
-    return int.from_bytes(drawn[:8], "big") >> 1 or 1
+    digest = sha256(f"{keys.root}{number}/{node_id}/{lease}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1 or 1
 
 
 def join(snapshot: Snapshot, me: Node, joined: Joined, lease: int, *, is_member: bool) -> Txn:
@@ -117,7 +117,7 @@ def fail(snapshot: Snapshot, me: Node, failure: Failure) -> Txn:
     record = snapshot.put(keys.failure(failed_in, me.node_id), encode(failure.opening))
     number = failed_in + 1
     if newest and newest.number > failed_in:
-        # After JOIN and LEAVE the other nodes wait until this node's workers end well, so a failure must be announced.
+        # After JOIN and LEAVE the other nodes wait for the workers to finish a step, so a failure must be announced.
         # If the newest generation is not the next one, other nodes have sealed a table since, perhaps in another run.
         is_hurried = newest.kind in (OpenKind.JOIN, OpenKind.LEAVE) and newest.number == failed_in + 1
         if not is_hurried:
@@ -130,7 +130,7 @@ def fail(snapshot: Snapshot, me: Node, failure: Failure) -> Txn:
 def complete(snapshot: Snapshot, me: Node, failure: Failure) -> Txn:
     """Rewrite a failure's record once its log tail, its traceback and its final kind are known.
 
-    A thousand nodes may fail at once, so the texts are the shorter the more nodes the job has. Nothing is written if
+    A thousand nodes may fail at once, so the more nodes the job has, the shorter the texts. Nothing is written if
     another run has begun: that run is not judged by this failure.
     """
     if _is_of_another_run(snapshot, failure):
@@ -187,7 +187,7 @@ def open_restart(snapshot: Snapshot, cause: str) -> Txn:
 
 
 def open_failed(snapshot: Snapshot, failure: Failure) -> Txn:
-    """Open a generation after a failure whose node could not: its guard did not hold, as the key was written over."""
+    """Open a generation after a failure whose node could not: its guard failed, as the key was overwritten."""
     assert snapshot.generation
     return _open(snapshot, _failed(snapshot.generation.number + 1, failure, failure.node_id), ())
 
@@ -196,7 +196,7 @@ def open_loss(snapshot: Snapshot, lost: list[str]) -> Txn:
     """Open a generation without these seated nodes, whose leases have ended.
 
     Two absences are guarded for each node: a member key that exists again belongs to a live node, and a node that is
-    done is not missed. If very many nodes are lost, only some of them are guarded: one lost node is enough to open a
+    done is not lost. If very many nodes are lost, only some of them are guarded: one lost node is enough to open a
     generation, and the leader that forms it checks all nodes.
     """
     keys, table, generation = snapshot.keys, snapshot.table, snapshot.generation
@@ -228,8 +228,8 @@ def open_join(snapshot: Snapshot, ready: list[str]) -> Txn:
 def repair(snapshot: Snapshot, broken: Unchanged, restored: Op) -> Txn:
     """Restore or delete an unreadable record, since guards of other transactions would fail because of it.
 
-    A node with a seat that has joined the forming generation does not check its record before the next one. So that one
-    is opened if its record is deleted: it joins again, or returns as a new node.
+    A node with a seat that has joined the forming generation does not check its record before the next one. So if its
+    record is deleted, that one is opened: the node joins again, or returns as a new node.
     """
     keys, table, generation = snapshot.keys, snapshot.table, snapshot.generation
     node_id, ops = broken.key.rpartition("/")[2], [restored]
@@ -262,7 +262,7 @@ def seal_table(snapshot: Snapshot, table: RankTable) -> Txn:
 
 
 def end_unformed(snapshot: Snapshot, outcome: Outcome) -> Txn:
-    """End the job instead of forming its newest generation. It fails if any node has come since the snapshot."""
+    """End the job instead of forming its newest generation. It fails if a node became a member since the snapshot."""
     assert snapshot.generation
     keys = snapshot.keys
     guards = (
@@ -303,7 +303,7 @@ def _open(snapshot: Snapshot, opened: Generation, guards: tuple[TxnGuard, ...]) 
 
 
 def _outdated(snapshot: Snapshot, sealed: int) -> tuple[Op, ...]:
-    """Deletes what is obsolete once generation `sealed` has its table, as ranges, however many nodes.
+    """Deletes, as ranges, what is obsolete once generation `sealed` has its table, whatever the number of nodes.
 
     The decisive failure stays for the first failed generation, which shows how the trouble began, and for the last one,
     with which the next is compared.

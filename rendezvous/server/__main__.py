@@ -1,4 +1,4 @@
-"""The process of the served store. It inherits a bound socket and the job's token, and ends with its parent."""
+"""The process of the served store. It inherits a bound socket and the job's token, and exits with its parent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from elaunch.rendezvous.server.server import Server
 def main(argv: Sequence[str]) -> int:
     """Serve until stdin ends. `--fd N` names the bound socket; the first line of stdin is the token.
 
-    `--agents N` is the largest number of agents that will come, 0 for `elaunch store`. Prints "ready" when it accepts
+    `--agents N` is the largest number of agents that connect, 0 for `elaunch store`. Prints "ready" when it accepts
     clients.
     """
     # A terminal's Ctrl-C and a scheduler's signals reach all processes of the job, but only the agent must react: it
@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     token = sys.stdin.buffer.readline().decode().removesuffix("\n")
     if not token:
-        # The agent was ended before it could name one.
+        # The agent exited before it could send one.
         return 0
     # As many open files as the host allows.
     _, files = resource.getrlimit(resource.RLIMIT_NOFILE)

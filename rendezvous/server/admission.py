@@ -1,7 +1,7 @@
-"""Connections to a served store that have not shown the token yet: how many, for how long, and whose turn it is.
+"""Admission of unauthenticated connections to a served store: how many, for how long, and whose turn it is.
 
 The first data of a connection costs a TLS handshake: a quarter of a millisecond of the server's only thread, ten times
-what it costs to accept. An address that opens many connections delays only its own: the addresses take turns.
+what it costs to accept. An address that opens many connections delays only its own: addresses are served round-robin.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Unauthenticated(Generic[Client]):
     """All unauthenticated connections, by address. Times are on the caller's clock."""
 
     def __init__(self) -> None:
-        self._came: dict[Client, tuple[str, float]] = {}
+        self._accepted: dict[Client, tuple[str, float]] = {}
         # The connections of each address, the oldest first.
         self._from: dict[str, dict[Client, None]] = {}
         # Those whose first data waits to be read, and since when. The addresses are in the order of their turns.
@@ -46,26 +46,26 @@ class Unauthenticated(Generic[Client]):
         self._counts: Counter[str] = Counter()
 
     def __len__(self) -> int:
-        return len(self._came)
+        return len(self._accepted)
 
     def add(self, who: Client, address: str, now_s: float) -> None:
-        self._came[who] = address, now_s
+        self._accepted[who] = address, now_s
         self._from.setdefault(address, {})[who] = None
 
     def discard(self, who: Client) -> None:
         """Forget a connection. An unknown one is no error."""
-        if who not in self._came:
+        if who not in self._accepted:
             return
         self._forget_arrival(who)
-        address, _ = self._came.pop(who)
+        address, _ = self._accepted.pop(who)
         del self._from[address][who]
         if not self._from[address]:
             del self._from[address]
 
     def shown(self, who: Client) -> None:
-        """This connection has shown the token."""
-        if who in self._came:
-            self._counts[self._came[who][0]] -= 1
+        """Forget a connection that has shown the token, and do not count it."""
+        if who in self._accepted:
+            self._counts[self._accepted[who][0]] -= 1
             self.discard(who)
 
     def first_to_go(self) -> Client | None:
@@ -83,7 +83,7 @@ class Unauthenticated(Generic[Client]):
             who
             for its in self._from.values()
             for place, who in enumerate(its)
-            if now_s - self._came[who][1] >= (CROWD_S if place < len(its) - PER_ADDRESS else FIRST_REQUEST_S)
+            if now_s - self._accepted[who][1] >= (CROWD_S if place < len(its) - PER_ADDRESS else FIRST_REQUEST_S)
         ]
 
     @property
@@ -91,8 +91,8 @@ class Unauthenticated(Generic[Client]):
         return bool(self._arrived)
 
     def arrive(self, who: Client, now_s: float) -> None:
-        """The first data of this connection waits to be read."""
-        address, _ = self._came[who]
+        """Queue a connection whose first data waits to be read."""
+        address, _ = self._accepted[who]
         self._arrived.setdefault(address, OrderedDict())[who] = now_s
         self._counts[address] += 1
 
@@ -120,7 +120,7 @@ class Unauthenticated(Generic[Client]):
         )
 
     def _forget_arrival(self, who: Client) -> None:
-        address, _ = self._came[who]
+        address, _ = self._accepted[who]
         if its := self._arrived.get(address):
             its.pop(who, None)
             if not its:

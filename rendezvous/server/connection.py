@@ -111,12 +111,12 @@ def chunk(data: bytes) -> bytes:
 
 
 _READ_BYTES = 64 << 10
-# To read more from one connection at a time would starve the others. Without authentication, one TLS record is read.
+# Reading more from one connection at a time would starve the others. Without authentication, one TLS record is read.
 _READ_BYTES_MAX = 8 * _READ_BYTES
 _UNAUTHENTICATED_READ_BYTES_MAX = 16 << 10
 # While this much data waits to be sent on a connection, its watch gets no further changes.
 OUTGOING_BYTES_MAX = 1 << 20
-# The connection to a host that disappeared is closed after about this long, also while nothing is sent.
+# The connection to a host that disappeared is closed after about this long, even while nothing is sent.
 _DEAD_AFTER_S = 20
 
 
@@ -141,7 +141,7 @@ class Connection:
         self.reader = reader
         # This client has sent a complete request with the secret.
         self.is_known = False
-        # When to close it, unless another request is complete before. The deadline before the first authenticated
+        # When to close it, unless another request is complete first. The deadline before the first authenticated
         # request is in `Unauthenticated`.
         self.deadline_s = math.inf
         # When data was last sent to the client, or began to wait.
@@ -151,13 +151,13 @@ class Connection:
         # would reset the connection, and the client might never read the response.
         self.lingers = False
         self._tls = tls
-        self._shaken_hands = False
+        self._handshake_done = False
         self._wants = selectors.EVENT_READ
         self._dirty = dirty
         self.registered = self.events
 
     def begin(self) -> None:
-        """Make ready to read, with a new `socket` for the same descriptor. Raises Closed."""
+        """Wrap the socket in TLS: a new `socket` for the same descriptor. Raises Closed."""
         try:
             self.socket = self._tls.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
         except (OSError, ValueError) as error:
@@ -184,9 +184,9 @@ class Connection:
         size = 0
         assert isinstance(self.socket, ssl.SSLSocket)
         try:
-            if not self._shaken_hands:
+            if not self._handshake_done:
                 self.socket.do_handshake()
-                self._shaken_hands = True
+                self._handshake_done = True
             # No selector sees the data that TLS holds decrypted, so all of it is read here.
             while size < bytes_max or self.socket.pending() > 0:
                 piece = self.socket.recv(min(_READ_BYTES, bytes_max))

@@ -149,7 +149,7 @@ def _watch_request(request: Json) -> WatchRequest:
 
 
 def _guard(compare: Json) -> TxnGuard:
-    """The guard whose comparison the client sends so. Raises ValueError for any other comparison."""
+    """The guard that a comparison encodes. Raises ValueError for one that elaunch's client does not send."""
     is_range = "range_end" in compare
     match compare["target"], compare["result"]:
         case "CREATE", "EQUAL" if _number(compare, "create_revision") == 0:
@@ -164,7 +164,7 @@ def _guard(compare: Json) -> TxnGuard:
 
 
 def _writes(ops: list[Json]) -> list[Json]:
-    """The operations that write. One that reads is there where a transaction writes nothing: its result is unused."""
+    """The writes. A read is a placeholder in a transaction that writes nothing: its result is unused."""
     return [op for op in ops if "request_range" not in op]
 
 
@@ -177,7 +177,7 @@ def _op(op: Json) -> Op:
 
 
 def _prefix(fields: Json) -> str:
-    """The prefix of all keys of a range. Raises ValueError for a range that is none."""
+    """The prefix of all keys of a range. Raises ValueError for any other range."""
     start, end = text(fields.get("key", "")), text(fields.get("range_end", ""))
     if (start, end) == ("\0", "\0"):
         return ""

@@ -45,14 +45,14 @@ STALLED_S = 20.0
 LINGER_S = 3.0
 # While this process does not run (its machine is suspended), no lease can be renewed, so no lease's time runs.
 STALL_S = 1.5
-# Between two lines about the same thing.
+# Between two log lines about the same thing.
 QUIET_S = 60.0
 _TICK_S = 1.0
-# Limits of one turn of the loop: many clients may not delay the others. More are accepted than shake hands: they must
-# not wait in the kernel's queue, where one address can be before all others.
+# Limits of one turn of the loop: many clients may not delay the others. More are accepted than handshaken: in the
+# kernel's accept queue one address can be before all others.
 _ACCEPTED_AT_ONCE = 256
 _HANDSHAKES_S = 0.02
-_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_NO_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Server:
@@ -86,7 +86,7 @@ class Server:
         listener.listen(BACKLOG)
 
     def run(self) -> None:
-        """Serve until the end of `stop_at_end_of`. Closes the listener and all connections at the end."""
+        """Serve until the fd of `stop_at_end_of` is closed. Closes the listener and all connections at the end."""
         self._accept_again()
         try:
             self._loop()
@@ -138,10 +138,10 @@ class Server:
             except ConnectionError:
                 continue
             except OSError as error:
-                if error.errno in _NO_ROOM and not _is_awaited(self._listener):
+                if error.errno in _NO_RESOURCES and not _is_awaited(self._listener):
                     return
                 self._log("descriptors", f"no connection can be accepted until another one ends: {error.strerror}")
-                if error.errno in _NO_ROOM and (first := self._unauthenticated.first_to_go()):
+                if error.errno in _NO_RESOURCES and (first := self._unauthenticated.first_to_go()):
                     self._close(first)
                     continue
                 # Waiting connections are accepted at the next sweep: other connections may have ended by then.
@@ -155,7 +155,7 @@ class Server:
             except (OSError, ValueError):
                 accepted.close()
                 continue
-            # A listener for both families shows an IPv4 address with this prefix.
+            # A dual-stack listener shows an IPv4 address with this prefix.
             self._begin(client, str(place[0]).removeprefix("::ffff:"))
 
     def _free_slot(self) -> bool:
@@ -183,7 +183,7 @@ class Server:
         self._selector.register(client.socket, client.registered, partial(self._arrive, client))
 
     def _arrive(self, client: Connection) -> None:
-        """The first data of a client is here. It is read when the turn of the client's address comes."""
+        """Queue a client whose first data has arrived. It is read when it is the turn of the client's address."""
         if client in self._clients:
             self._selector.unregister(client.socket)
             client.registered = 0
@@ -275,7 +275,7 @@ class Server:
             self._selector.modify(client.socket, client.events, partial(self._serve, client))
 
     def _sweep(self, interval_s: float) -> None:
-        """Close clients whose time is over, and accept connections again. The last sweep was `interval_s` ago."""
+        """Close clients that timed out, and accept connections again. The last sweep was `interval_s` ago."""
         now_s = self._now_s
         if sentence := self._unauthenticated.lag_report(now_s, interval_s):
             self._log("lag", sentence)

@@ -18,7 +18,7 @@ _FUNCTIONS = ("LaunchConfig", "ChildFailedError", "JobFailed", "elastic_launch",
 
 
 def __getattr__(name: str) -> object:
-    """Import what a function's job needs when it is requested: the command and the workers do without."""
+    """Import the launcher of functions on first use: the command and the workers do without it."""
     if name not in _FUNCTIONS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib

@@ -10,8 +10,8 @@ import os
 def end_at_ctrl_c() -> None:
     """End this process at Ctrl-C with exit code 130, without a traceback.
 
-    Also where a script has started it with `&`, for which the shell ignores SIGINT and SIGQUIT: torchrun, and so its
-    workers, do not ignore them. What only SIGHUP or a scheduler's notice may not end (nohup, trap '' USR1) stays so.
+    This includes a process that a script has started with `&`, for which the shell ignores SIGINT and SIGQUIT: torchrun
+    and its workers ignore neither them nor SIGTERM. Other ignored signals (nohup, trap '' USR1) stay ignored.
     """
     for signum in (_signal.SIGQUIT, _signal.SIGTERM):
         if _signal.getsignal(signum) == _signal.SIG_IGN:

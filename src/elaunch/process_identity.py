@@ -1,4 +1,4 @@
-"""An identity of a process on its host, by which a successor knows whether it is dead."""
+"""A process's identity on its host, by which a successor can check whether it is dead."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _PID = re.compile("[0-9]{1,10}")
 
 
 def this_process() -> str:
-    """This process's name: boot, pid namespace, pid and start time; no other process ever has the same."""
+    """This process's identity: boot, pid namespace, pid and start time; no other process ever has the same."""
     return f"{_place()}:{os.getpid()}:{_started(os.getpid())}"
 
 
@@ -21,7 +21,7 @@ def is_here(process: str) -> bool:
 
 
 def is_dead_here(process: str) -> bool:
-    """Whether `process` `is_here`, and is gone. For a process elsewhere the answer is no: this host cannot know."""
+    """Whether `process` `is_here`, and has exited. False for a process elsewhere: this host cannot check it."""
     _, pid, started = [*["", ""], *process.rsplit(":", 2)][-3:]
     return is_here(process) and bool(_PID.fullmatch(pid)) and _started(int(pid)) != started
 
@@ -36,11 +36,11 @@ def _place() -> str:
 
 
 def _started(pid: int) -> str:
-    """Clock ticks from boot to the process's start; empty where there is none of that pid, or a zombie."""
+    """Clock ticks from boot to the process's start; empty if the pid does not exist, or is a zombie."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return ""
-    # The name, in parentheses, may hold anything.
+    # The command name, in parentheses, may contain any character.
     fields = text[text.rindex(")") + 2 :].split()
     return "" if fields[0] in ("Z", "X") else fields[_START_TIME_FIELD - 3]

@@ -1,4 +1,4 @@
-"""JSON texts that need not come from elaunch."""
+"""Strict parsing of JSON that may not come from elaunch."""
 
 from __future__ import annotations
 

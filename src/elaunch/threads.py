@@ -15,19 +15,19 @@ from types import FrameType
 OWN = "elaunch's own"
 # Where elaunch's threads begin in a worker. Its folder may be a link to a folder of another name.
 _BEGINS = re.compile(r"/elaunch/(?:agent/forkserver/collectives\.py|trainer/(?:\w+/)*\w+\.py)$")
-# What a thread does there is to wait for the agent, or to write these stacks.
+# A thread there waits for the agent, or writes these stacks.
 _LISTENS = re.compile(r"/elaunch/(?:agent/forkserver/collectives|trainer/link|threads)\.py$")
 _PYTHONS = ("/threading.py", "/concurrent/futures/thread.py")
 _FRAMES_MAX = 100
 
 
 def is_own(files: Sequence[str]) -> bool:
-    """Whether elaunch has started a thread with frames in these files, innermost first. Not to ask of a main thread."""
+    """Whether elaunch has started a thread with frames in these files, innermost first. Not for a main thread."""
     return bool(_BEGINS.search(next((file for file in reversed(files) if not file.endswith(_PYTHONS)), "")))
 
 
 def only_listens(files: Sequence[str]) -> bool:
-    """Whether it is one that does nothing but wait for the agent. Not to ask of a main thread."""
+    """Whether elaunch has started the thread, and it only waits for the agent. Not for a main thread."""
     return is_own(files) and bool(_LISTENS.search(files[0]))
 
 

@@ -211,8 +211,8 @@ def test_a_signal_to_one_worker_stops_all_at_the_same_step_with_a_checkpoint(
     assert [code for code, _, _ in ended] == [128 + signum, 128 + signum]
     stopped_at = lines(tmp_path / "run")[-1]["step"]
     assert marks(tmp_path / "run" / "checkpoints")[-1].step == stopped_at >= 3
-    why = "as it was interrupted" if signum == signal.SIGINT else "on a request to leave"
-    assert f"stopped after step {stopped_at}, {why}; the same command goes on from there" in ended[0][2]
+    why = "because it was interrupted" if signum == signal.SIGINT else "on a request to leave"
+    assert f"stopped after step {stopped_at}, {why}; the same command continues from there" in ended[0][2]
     assert "Traceback" not in ended[0][2] + ended[1][2]
     assert ended[1][2] == ""
     assert not (tmp_path / "run" / "result.json").exists()

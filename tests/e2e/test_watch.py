@@ -180,7 +180,7 @@ def test_two_nodes_are_queried_from_a_third_host_with_the_token(tmp_path: Path) 
             assert {node["pid"] for node in status["nodes"]} == {one.process.pid, two.process.pid}
             assert status["notes"] == []
         assert (refused.returncode, unknown.returncode) == (3, 3)
-        assert "wants its token" in refused.stderr
+        assert "requires its token" in refused.stderr
         assert "has no job another" in unknown.stderr
         assert TOKEN not in near.__repr__() + far.__repr__() + refused.stderr
         # A rank may look just now whether it goes on.

@@ -102,4 +102,4 @@ def test_nodes_that_come_and_go_cost_no_step_and_repeat_none(job: Job) -> None:
     steps = [r["step"] for r in job.cluster.records.of("step") if r["rank"] == 0]
 
     assert steps == list(range(1, len(steps) + 1))
-    assert not [a.stderr for a in job.cluster.agents.values() if "came to no step boundary" in a.stderr]
+    assert not [a.stderr for a in job.cluster.agents.values() if "reached no step boundary" in a.stderr]

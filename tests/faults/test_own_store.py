@@ -151,7 +151,7 @@ def test_two_lines_start_a_job_on_two_nodes_and_nothing_is_left_of_it(met: Met) 
 
 def test_a_node_without_the_token_or_with_a_wrong_one_is_refused_with_the_reason(met: Met) -> None:
     assert met.without_token.code == 2
-    assert f"the store at {ENDPOINT} is a job's own and wants its token; type the line" in met.without_token.stderr
+    assert f"the store at {ENDPOINT} is a job's own and requires its token; type the line" in met.without_token.stderr
     assert met.with_a_wrong_one.code == 2
     assert f"the token here is not that of the store at {ENDPOINT}" in met.with_a_wrong_one.stderr
 

@@ -228,6 +228,6 @@ def test_a_job_that_is_denied_before_it_began_ends_at_once_with_the_reason(tmp_p
             codes = [agent.wait() for agent in fleet.agents]
 
             assert codes == [2, 2], fleet.story()
-            words = "asks for a user and a password, and none is given"
+            words = "requires a user and a password, and none is given"
             assert all(words in agent.stderr for agent in fleet.agents), fleet.story()
             assert (Rpc.TXN, PERMISSION_DENIED) in proxy.struck

@@ -235,7 +235,7 @@ def test_a_job_that_is_notified_of_its_end_saves_and_leaves(slurm: Slurm, how: t
 
     job.wait("FAILED" if how else "CANCELLED")
     logged = output.read_text()
-    assert "stopped after step 3, on a request to leave; the same command goes on from there" in logged
+    assert "stopped after step 3, on a request to leave; the same command continues from there" in logged
     assert logged.count(f"{signal.Signals(signum).name} was received by ") >= 2, logged
     assert logged.count(f"exit code {128 + signum}") == 2, logged
 

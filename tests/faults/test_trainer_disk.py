@@ -61,7 +61,7 @@ def full_twice(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OneNode]:
         run.wait_for("held", step=STEPS)
         filler = fill(disk)
         run.release(last.partition(":")[2])
-        wait_for(lambda: "it is the last one, and is tried again for 60 s" in run.job.output, "the failure")
+        wait_for(lambda: "it is the last one, and is retried for 60 s" in run.job.output, "the failure")
         filler.unlink()
         run.ended()
         yield run
@@ -77,7 +77,7 @@ def test_a_full_disk_costs_lines_and_checkpoints_but_no_step_even_when_a_worker_
     assert run.began(1) == 22
     failed = "the checkpoint of step 30 could not be written: No space left on device; the newest one"
     assert failed in run.job.output
-    assert re.search(r"metrics\.jsonl misses steps from \d+ on: No space left on device", run.job.output)
+    assert re.search(r"metrics\.jsonl lacks steps from \d+ on: No space left on device", run.job.output)
     assert [mark.step for mark, _ in storage_at(run.out / "checkpoints").found()] == [10, STEPS]
     assert run.result["steps_lost"] == 0
     assert run.result["samples_seen"] == calm.result["samples_seen"]

@@ -121,8 +121,8 @@ def test_buffers_that_each_rank_has_for_itself_with_lightnings_manual_optimizati
         ({"callback": "finetuning"}, "BackboneFinetuning adds parameter groups"),
         ({"callback": "rate"}, "LearningRateFinder trains for a trial"),
         ({"reload": 1}, "Trainer(reload_dataloaders_every_n_epochs=1) makes loaders at other epochs"),
-        ({"cycle": True}, "of the training's loaders one has 5 batches, and an epoch 10"),
-        ({"clock": True}, "DistributedSamplerWrapper draws its order from something that no restart can know"),
+        ({"cycle": True}, "one of the training's loaders has 5 batches, and an epoch 10"),
+        ({"clock": True}, "DistributedSamplerWrapper draws its order from something that no restart can restore"),
     ],
 )
 def test_what_no_restart_of_lightning_restores_is_refused_by_name(

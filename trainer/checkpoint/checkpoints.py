@@ -26,7 +26,7 @@ from elaunch.trainer.state.packing import pack_plain
 from elaunch.trainer.state.tree import State, Tree, flatten, some, tensors_sha256
 
 if TYPE_CHECKING:
-    # torch.distributed.checkpoint takes a while to import; a start does without.
+    # torch.distributed.checkpoint is slow to import; a start does without it.
     from elaunch.trainer.checkpoint.writing import Copies, Plan, Writing
 
 __all__ = ["KEPT", "Checkpoints", "Mark", "marks", "tensors_sha256"]
@@ -37,10 +37,10 @@ KEPT = 3
 class Checkpoints:
     """The checkpoints of one job in `directory`, which rank 0 makes, or below a URL (`s3://bucket/run`).
 
-    `generation` is the job's (`ELAUNCH_GENERATION`, else the restart count). `say` is given sentences, on rank 0.
-    `group` are the ranks that have the state, by default all of the job. `failure` is what was logged on rank 0 if the
-    newest one failed. At most one is in the making: `save_async` waits for the one before. `require_ours` is called
-    before each is published, and raises OSError if the place is another job's by now.
+    `generation` is the job's (`ELAUNCH_GENERATION`, else the restart count). `say` logs a sentence, on rank 0. `group`
+    are the ranks that have the state, by default all of the job. `failure` is what was logged on rank 0 if the newest
+    one failed. At most one is being written: `save_async` waits for the one before. `require_ours` is called before
+    each is published, and raises OSError if the directory belongs to another job by now.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Checkpoints:
                 self._prepare()
 
     def _prepare(self) -> None:
-        """List what is there before the first save, on rank 0; raises OSError.
+        """List the checkpoints and remove incomplete ones before the first save, on rank 0; raises OSError.
 
         A job that is started again on an old directory counts generations from the beginning again; its checkpoints
         must still be the newest.
@@ -91,11 +91,11 @@ class Checkpoints:
         return max(self._taken, default=None)
 
     def load_newest(self, state: State) -> Mark | None:
-        """Put the newest whole checkpoint into `state`: its mark, or None where there is none, and nothing is changed.
+        """Load the newest whole checkpoint into `state` and return its mark; None, and no change, if there is none.
 
         Tensors of `state` are filled in place, DTensors with this rank's part of them, at whatever world size they were
         saved; what the checkpoint has and `state` lacks is added, tensors in host memory. A corrupt checkpoint is
-        named, set aside and passed over. No code of a file is run. Raises ValueError where `state` has a tensor that
+        logged, set aside and skipped. No code in a file is executed. Raises ValueError if `state` has a tensor that
         the checkpoint lacks, or of another shape.
         """
         return load_newest(self.storage, state, self._ranks, self._log)
@@ -151,13 +151,13 @@ class Checkpoints:
         self.wait()
 
     def poll(self) -> None:
-        """Log what has failed as soon as that is known; not collective, so of a replicated state alone."""
+        """Log a failed save as soon as that is known; not collective, so only for a replicated state."""
         writing = self._writing
         if writing is not None and writing.ranks is None and not writing.thread.is_alive():
             self.wait()
 
     def wait(self) -> None:
-        """Until nothing is in the making any more; all ranks call it before they end."""
+        """Wait until no checkpoint is being written; all ranks call it before they exit."""
         writing, self._writing = self._writing, None
         if writing is None:
             return
@@ -170,7 +170,7 @@ class Checkpoints:
             reason = "; ".join(f"rank {r}: {why}" if r else why for r, why in enumerate(failures) if why)
             self._failed(writing.mark.step, reason)
         elif any(failures):
-            # Where the directory is not shared, only this rank sees what it has written.
+            # If the directory is not shared, only this rank sees what it has written.
             with contextlib.suppress(OSError):
                 discard(writing.folder)
 
@@ -182,13 +182,13 @@ class Checkpoints:
         else:
             newest = f"the newest one in {self.storage} is of step {self.newest_known.step}"
         self.failure = f"the checkpoint of step {step} could not be written: {reason}; {newest}"
-        # One that is tried again fails for the same reason mostly.
+        # A retry mostly fails for the same reason.
         if self.failure != self._last_logged:
             self._last_logged = self.failure
             self._log(self.failure)
 
     def _begin(self, step: int, parts: Tree) -> tuple[Mark, Folder | None]:
-        """Name the checkpoint's folder on rank 0, for all ranks; None where that failed."""
+        """Name the checkpoint's folder on rank 0, for all ranks; None if that failed."""
         name = failure = ""
         if self._ranks.leads:
             try:
@@ -207,7 +207,7 @@ class Checkpoints:
         return mark, None if failure else self.storage.folder(name)
 
     def _planned(self, parts: Tree) -> Plan:
-        """Who writes what; made again only when the layout of the state has changed on some rank."""
+        """The plan of which rank writes what; made again only if the state's layout has changed on some rank."""
         from elaunch.trainer.checkpoint import writing
 
         layouts = [parts.signature()]

@@ -1,8 +1,8 @@
-"""The lock of a checkpoint directory: it belongs to one training, of which one job at a time writes.
+"""The lock of a checkpoint directory, which belongs to one training and is written by one job at a time.
 
-The lock is a file beside the checkpoints that the running job renews. A job that finds another one's publishes nothing
-more. A job that exits marks the file as ended. After a kill it is stale: on the same host if the process is gone,
-elsewhere once it is not renewed.
+The lock is a file beside the checkpoints, which the running job renews. A job that finds another job's lock publishes
+nothing more. A job that exits marks the file as ended. After a kill it is stale: on the same host if the process is
+gone, elsewhere once it is not renewed.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from elaunch.strict_json import parse_json
 from elaunch.trainer.checkpoint.storage import Storage
 
 NOTE = "elaunch-training.json"
-# A Keeper's, if the program gives it none.
+# The name of a Keeper that was given none.
 UNNAMED = "training"
 _CLAIM_FORMAT = 1
 _RENEW_S = 10.0
-# A lock that is not renewed for so long is stale. On the job's own host its process is checked instead.
+# A lock that was not renewed for this long is stale. On its job's host the process is checked instead.
 _SILENT_S = 3 * _RENEW_S
-# A job that is stopped saves first, and its successor may be there already.
+# A stopped job saves first, and its successor may have started already.
 _PATIENCE_S = 60.0
 _POLL_S = 0.5
 _TEXT_MAX, _SHOWN_MAX = 4096, 300
@@ -72,7 +72,7 @@ class Claim:
         self._left, self._writing = threading.Event(), threading.Lock()
         # The token of the lock that this job may replace, once it has read one.
         self._old: str | None = None
-        # Which job has taken it over.
+        # Which job has taken over the lock.
         self.lost = ""
 
     def take(self, waiting: Callable[[], object]) -> None:
@@ -91,7 +91,7 @@ class Claim:
         threading.Thread(target=self._renew, name="checkpoints' claim", daemon=True).start()
 
     def require(self) -> None:
-        """Raise OSError if another job has taken the lock, or it cannot be read. For each checkpoint."""
+        """Raise OSError if another job has taken the lock, or it cannot be read. Called for each checkpoint."""
         held = self._held() or self._note
         if self._old is None and (held["ended"] or is_dead_here(held["process"]) or self._is_mine(held)):
             # It could not be read when the job began.
@@ -101,7 +101,7 @@ class Claim:
             raise OSError(self.lost)
 
     def leave(self) -> None:
-        """Renew the lock no more, also after an error that the program catches."""
+        """Stop renewing the lock, also after an error that the program catches."""
         self._left.set()
 
     def release(self) -> None:
@@ -119,7 +119,7 @@ class Claim:
 
     def _write(self, *, ended: bool = False) -> None:
         with self._writing:
-            # The thread may be late.
+            # The renewing thread may be late.
             if self._left.is_set() and not ended:
                 return
             self._note |= {"renewals": self._note["renewals"] + 1, "ended": ended}
@@ -127,7 +127,7 @@ class Claim:
             self._old = self._note["token"]
 
     def _held(self) -> dict[str, Any] | None:
-        """The note that is there; None without one that this release can read. Raises OSError."""
+        """The present note; None if there is none that this release can read. Raises OSError."""
         content = self._storage.read_note(NOTE)
         try:
             note = {} if content is None else parse_json(content)
@@ -162,7 +162,7 @@ class Claim:
             )
 
     def _others(self, held: dict[str, Any]) -> str:
-        """The arguments of that job, if they were others: it may have been another training of the same script."""
+        """The arguments of that job, if they differ: it may have been another training of the same script."""
         its = held["arguments"]
         if its == self._note["arguments"] or not self._is_by_script(held):
             return ""
@@ -197,7 +197,7 @@ class Claim:
 
 
 def script_name(path: str) -> str:
-    """The name of a script, wherever it lies, to compare trainings; of `python -m package` also the package."""
+    """The name of a script, whatever its directory, to compare trainings; of `python -m package` also the package."""
     script = PurePath(path)
     return "/".join(script.parts[-2:]) if script.name == "__main__.py" else script.name
 

@@ -1,7 +1,7 @@
-"""Files of checkpoints: in a folder of a file system, or in an object store and whatever else fsspec reaches.
+"""Files of checkpoints: in a folder of a file system, or in an object store or anything else that fsspec reaches.
 
 The store must find an object by its name as soon as it has been written (S3, GCS, Azure and MinIO do). A listing may
-lag. fsspec, which is optional, and a file system's own package are imported for a URL alone.
+lag. fsspec, which is optional, and a file system's own package are imported only for a URL.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from elaunch.trainer.files import open_regular, read_regular, reason, require_si
 
 
 class LocalFiles:
-    """The files in `root`, which is made when something is written. Its methods raise OSError."""
+    """The files in `root`, which is created by the first write. Its methods raise OSError."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
 
     def __str__(self) -> str:
-        """For people, without secrets."""
+        """Human-readable, without secrets."""
         return str(self._root)
 
     @property
     def name(self) -> str:
-        """By which another rank finds it `below` the same place."""
+        """The name by which another rank finds it with `below`."""
         return self._root.name
 
     @property
@@ -44,34 +44,34 @@ class LocalFiles:
         return self._root.is_symlink()
 
     def below(self, name: str) -> LocalFiles:
-        """A folder in it."""
+        """The folder `name` in the root."""
         return LocalFiles(self._root / name)
 
     def names(self) -> list[str]:
-        """The names in the root; none if there is no such place."""
+        """The names in the root; none if it does not exist."""
         try:
             return [path.name for path in self._root.iterdir()]
         except (FileNotFoundError, NotADirectoryError):
             return []
 
     def size(self, name: str) -> int | None:
-        """In bytes; None if it is not there."""
+        """The size in bytes; None if there is no such file."""
         try:
             return (self._root / name).lstat().st_size
         except (FileNotFoundError, NotADirectoryError):
             return None
 
     def read(self, name: str, bytes_max: int) -> bytes:
-        """All of a file. Raises FileNotFoundError, and OSError with a sentence if it is larger."""
+        """The content of a file. Raises FileNotFoundError, and OSError with a sentence if it is larger."""
         return read_regular(self._root / name, bytes_max)
 
     def open(self, name: str) -> contextlib.AbstractContextManager[IO[bytes]]:
-        """A file to be read, with `seek`."""
+        """Open a file for reading, with `seek`."""
         return open_regular(self._root / name)
 
     @contextlib.contextmanager
     def create(self, name: str) -> Iterator[IO[bytes]]:
-        """A file to be written from beginning to end; durable when the context is left."""
+        """Open a file for sequential writing; it is durable when the context exits."""
         self._root.mkdir(parents=True, exist_ok=True)
         with (self._root / name).open("wb") as file:
             yield file
@@ -84,7 +84,7 @@ class LocalFiles:
         write_durably(self._root / name, content)
 
     def sync(self) -> None:
-        """Make the names of the files durable, and that of the folder itself."""
+        """Fsync the folder and its parent: the names of the files and its own."""
         sync_directory(self._root)
         sync_directory(self._root.parent)
 
@@ -96,7 +96,7 @@ class LocalFiles:
         shutil.rmtree(self._root)
 
 
-# In these a folder is a part of a name; making one may even make a bucket.
+# In these a folder is only a prefix of names; creating one may even create a bucket.
 _FLAT = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "memory"}
 _READ_AHEAD_BYTES = 8 << 20
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
@@ -106,7 +106,7 @@ _ONE_SLASH = re.compile(rf"({'|'.join(_FLAT)}|file):/[^/].*", re.DOTALL)
 
 @dataclass(frozen=True)
 class Url:
-    """`text` is what fsspec gets, with the secrets that may be in it; `str()` is for people."""
+    """`text` is what fsspec gets, and may contain secrets; `str()` masks them."""
 
     scheme: str
     text: str = field(repr=False)
@@ -120,20 +120,20 @@ class Url:
         return shown.rstrip("/") + ("?***" if mark else "")
 
     def scrubbed(self, text: str) -> str:
-        """Another's message, without this URL's secrets."""
+        """A library's message, without this URL's secrets."""
         text = text.replace(self.text, str(self))
         rest = self.text.partition("://")[2]
         user, _, _ = rest.partition("/")[0].rpartition("@")
-        # A user without a password is often a token. A library may name a secret as it is written or as it is meant.
+        # A user without a password is often a token. A library may print a secret percent-encoded or decoded.
         for secret in filter(None, (user, user.partition(":")[2], rest.partition("?")[2])):
             text = text.replace(secret, "***").replace(unquote(secret), "***")
         return text
 
 
 def parse(text: str) -> Path | Url:
-    """A path of this machine (`file:///…` too), or a URL that fsspec knows and whose package is there.
+    """A local path (`file:///…` too), or a URL that fsspec knows and whose package is installed.
 
-    Raises ValueError with one sentence for one that cannot be meant.
+    Raises ValueError with one sentence for an invalid one.
     """
     match = _URL.fullmatch(text)
     if match is None:
@@ -146,7 +146,7 @@ def parse(text: str) -> Path | Url:
     scheme, rest = match[1].lower(), match[2]
     if scheme in ("file", "local"):
         if not rest.startswith("/"):
-            raise ValueError(f"{text} is no absolute path; write {scheme}:///folder, or the path alone")
+            raise ValueError(f"{text} is not an absolute path; write {scheme}:///folder, or the path alone")
         return Path(rest)
     url = Url(scheme, text)
     if not rest.strip("/"):
@@ -161,16 +161,16 @@ def parse(text: str) -> Path | Url:
 
 
 class StorageError(OSError):
-    """The storage does not do what was requested; `strerror` is the reason alone, `str()` names the URL too."""
+    """An operation of the storage failed; `strerror` is the reason alone, `str()` names the URL too."""
 
     def __str__(self) -> str:
         return f"{self.filename}: {self.strerror}"
 
 
 class ObjectFiles:
-    """The files in the folder `name` below a URL; `LocalFiles` describes each method. The first one connects.
+    """The files in the folder `name` below a URL; `LocalFiles` describes each method. The first call connects.
 
-    An object is there when it is whole.
+    An object exists only once it is complete.
     """
 
     def __init__(self, url: Url, name: str = "") -> None:
@@ -197,7 +197,7 @@ class ObjectFiles:
         return [PurePath(path).name for path in paths]
 
     def size(self, name: str) -> int | None:
-        # By its name, which no listing's lag concerns. Only the store's own response proves that it is not there.
+        # Queried by name, since listings may lag. Only the store's own response proves that it does not exist.
         try:
             return self._size(name)
         except FileNotFoundError:
@@ -208,7 +208,7 @@ class ObjectFiles:
         require_size(PurePath(name).name, size, bytes_max)
         if not size:
             return b""
-        # No more than that, were it another object by now.
+        # At most that size, in case the object was replaced.
         with plain_errors(self._url):
             return bytes(self._system.cat_file(self._path(name), start=0, end=size))
 
@@ -227,7 +227,7 @@ class ObjectFiles:
             try:
                 yield file
             except BaseException:
-                # Closing it would make an object of what there is.
+                # Closing it would create an incomplete object.
                 with contextlib.suppress(Exception):
                     file.discard()
                     file.closed = True
@@ -240,14 +240,14 @@ class ObjectFiles:
             self._system.pipe_file(self._path(name), content)
 
     def sync(self) -> None:
-        """An object is durable when it is there."""
+        """An object is durable once it exists."""
 
     def remove(self, name: str) -> None:
         with plain_errors(self._url):
             self._system.rm_file(self._path(name))
 
     def remove_all(self) -> None:
-        # Listed and deleted together where the store can.
+        # One listing, and bulk deletes where the store has them.
         with plain_errors(self._url), contextlib.suppress(FileNotFoundError):
             self._system.invalidate_cache()
             self._system.rm(self._path(""), recursive=True)
@@ -270,7 +270,7 @@ class ObjectFiles:
             return int(self._system.info(self._path(name))["size"])
 
     def _make_folder(self) -> None:
-        """Where files need one."""
+        """Create the folder where files need one."""
         protocol = self._system.protocol
         if not _FLAT & set([protocol] if isinstance(protocol, str) else protocol):
             self._system.makedirs(self._path(""), exist_ok=True)
@@ -290,7 +290,7 @@ def connect(url: Url) -> tuple[Any, str]:
 
 @contextlib.contextmanager
 def plain_errors(url: Url) -> Iterator[None]:
-    """Whatever a file system raises becomes StorageError, or FileNotFoundError where it is that."""
+    """Convert the exceptions of a file system to StorageError, except FileNotFoundError."""
     try:
         yield
     except (StorageError, MemoryError):

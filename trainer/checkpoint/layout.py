@@ -1,7 +1,7 @@
-"""Where the tensors of a checkpoint lie: `tensors.json`. And the parts of a tensor that a rank has and needs.
+"""The layout of a checkpoint's tensors (`tensors.json`), and the parts of a tensor that a rank has and needs.
 
-DCP's own account, `.metadata`, is a pickle: it is written for DCP's tools and never read here. What `tensors.json` has
-is checked: each chunk lies in its tensor, and in a file of the checkpoint.
+DCP's own metadata file, `.metadata`, is a pickle: it is written for DCP's tools and never read here. `tensors.json` is
+validated: each chunk lies in its tensor, and in a file of the checkpoint.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Chunk = tuple[Shape, Shape, str, int, int]
 
 @dataclass(frozen=True)
 class Saved:
-    """A tensor of a checkpoint, or without chunks of a snapshot. All keys of a checkpoint's path are strings."""
+    """A tensor of a checkpoint, or, without chunks, of a snapshot. A checkpoint's `path` has strings only."""
 
     dtype: torch.dtype
     size: torch.Size
@@ -44,7 +44,7 @@ class Contents:
     tensors: dict[str, Saved]
 
     def read(self, tensors: Mapping[str, Tensor]) -> None:
-        """Fill `tensors`, DTensors too, however many ranks have written the checkpoint."""
+        """Fill `tensors`, DTensors too, whatever world size wrote the checkpoint."""
         targets = Targets(tensors)
         reads = sorted(
             (file, at, length, name, offsets, sizes)
@@ -60,16 +60,16 @@ class Contents:
 
 
 def contents(folder: Folder, layout: bytes, lengths: Mapping[str, int]) -> Contents:
-    """The content of `tensors.json`; `lengths` are those of all files in the folder by name.
+    """Parse and validate `tensors.json`; `lengths`: of all files in the folder, by name.
 
-    Raises ValueError for what no release has written.
+    Raises ValueError if it is invalid.
     """
     found = {}
     try:
         for name, entry in parse_json(layout).items():
             dtype, size = getattr(torch, entry["dtype"]), torch.Size(entry["size"])
             if not isinstance(dtype, torch.dtype):
-                raise TypeError(f"torch.{entry['dtype']:.80} is no type of tensors")
+                raise TypeError(f"torch.{entry['dtype']:.80} is not a dtype")
             chunks = [(torch.Size(at), torch.Size(sizes), *place) for at, sizes, *place in entry["chunks"]]
             for offsets, sizes, file, at, length in chunks:
                 _require_inside(name, offsets, sizes, size)
@@ -90,27 +90,27 @@ def _require_inside(name: str, offsets: Shape, sizes: Shape, whole: Shape) -> No
 
 
 def _tensor(name: str, sizes: Shape, content: bytes) -> Tensor:
-    """Raises pickle.UnpicklingError for what is none of that shape."""
+    """Raises pickle.UnpicklingError if it is not a tensor of that shape."""
     file = io.BytesIO(content)
     require_shallow(file)
     found = torch.load(file, map_location="cpu", weights_only=True)
     if not isinstance(found, Tensor) or found.shape != sizes:
-        raise pickle.UnpicklingError(f"{name} is no tensor of shape {tuple(sizes)}")
+        raise pickle.UnpicklingError(f"{name} is not a tensor of shape {tuple(sizes)}")
     return found
 
 
 class Targets:
-    """Tensors to be filled, by name; of a distributed one this rank's part."""
+    """Tensors to fill, by name; only this rank's part of a distributed one."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._boxes = {name: local_boxes(tensor) for name, tensor in tensors.items()}
 
     def need(self, name: str, offsets: Shape, sizes: Shape) -> bool:
-        """Whether something of that box of a tensor belongs into a target."""
+        """Whether that box of a tensor overlaps a target."""
         return any(_overlap(at, part.shape, offsets, sizes) for part, at in self._boxes.get(name, ()))
 
     def fill(self, name: str, offsets: Shape, source: Tensor) -> None:
-        """Copy what belongs into a target. `source` lies at these offsets of the tensor."""
+        """Copy what overlaps a target. `source` lies at these offsets of the tensor."""
         for part, at in self._boxes[name]:
             if found := _overlap(at, part.shape, offsets, source.shape):
                 into, of = found
@@ -121,7 +121,7 @@ Slices = tuple[slice, ...]
 
 
 def _overlap(at: Shape, sizes: Shape, other_at: Shape, other_sizes: Shape) -> tuple[Slices, Slices] | None:
-    """The indices of what two boxes of a tensor have in common, in each of them."""
+    """The intersection of two boxes of a tensor as indices into each, None if empty."""
     bounds = zip(at, sizes, other_at, other_sizes, strict=True)
     spans = [(max(a, b), min(a + size, b + other)) for a, size, b, other in bounds]
     if any(begin >= end for begin, end in spans):
@@ -134,7 +134,7 @@ def _overlap(at: Shape, sizes: Shape, other_at: Shape, other_sizes: Shape) -> tu
 
 
 def local_boxes(tensor: Any) -> list[tuple[Tensor, Shape]]:
-    """This rank's parts of a tensor, and where each begins in it. What is not distributed is one part."""
+    """This rank's parts of a tensor, and the offsets of each. One that is not distributed is one part."""
     if not is_shard(tensor):
         places = [(0,) * tensor.ndim]
     elif hasattr(tensor, "placements"):

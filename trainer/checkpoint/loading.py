@@ -42,7 +42,7 @@ Unpacked = tuple[Any, dict[str, Place], list[Place]]
 
 
 class Unreadable(RuntimeError):
-    """There are checkpoints, none could be read, and none of those has proved to be corrupt."""
+    """No checkpoint could be loaded, and at least one may be whole."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class _Offer:
         return sorted(name for name in self.manifest.files if name not in (PLAIN, LAYOUT))
 
     def opened(self, folder: Folder) -> tuple[Unpacked, Contents]:
-        """The content of both files. Raises ValueError or UnpicklingError for what this release does not write."""
+        """Parse both files. Raises ValueError or UnpicklingError for what this release does not write."""
         lengths = {name: length for name, (length, _) in self.manifest.files.items()}
         saved, found = unpack_plain(self.plain), contents(folder, self.layout, lengths)
         if missing := [name for name in saved[1] if name not in found.tensors]:
@@ -71,8 +71,8 @@ class _Offer:
 def find_newest(storage: Storage, ranks: Peers, newer_than: int = -1) -> tuple[Mark | None, str]:
     """The mark of rank 0's newest checkpoint; or None, and why rank 0 cannot know. Collective.
 
-    Raises ValueError if another rank's directory has a newer one, of a step after `newer_than`: each node has a disk of
-    its own there, and rank 0 was on another node.
+    Raises ValueError if another rank's directory has a newer one, of a step after `newer_than`: the nodes do not share
+    the directory, and rank 0 was on another node.
     """
     # One rank of each node lists them. An object store is the same for all.
     lists = ranks.leads or (storage.is_local and os.environ.get("LOCAL_RANK", "0") == "0")
@@ -102,17 +102,17 @@ def _newest(storage: Storage) -> tuple[Mark | None, str]:
 
 
 def load_newest(storage: Storage, state: State, ranks: Peers, log: Callable[[str], None]) -> Mark | None:
-    """See `Checkpoints.load_newest`. Of a sharded state each rank reads its part, others rank 0 reads and sends."""
+    """See `Checkpoints.load_newest`. Each rank reads its part of a sharded state; rank 0 broadcasts any other."""
     is_sharded = flatten(state).is_sharded
     find_newest(storage, ranks)
     unread: list[str] = []
     candidates = iter(_newest_first(storage, unread) if ranks.leads else ())
-    # Only rank 0's list counts: another's view of a network's file system may be old.
+    # Only rank 0's list counts: another rank's view of a network file system may be stale.
     while offer := ranks.broadcast(_offer(storage, candidates, log, unread) if ranks.leads else None):
         folder = storage.folder(offer.name)
         saved, there = offer.opened(folder)
         tensors = there.tensors if is_sharded else {name: there.tensors[name] for name in saved[1]}
-        # What is sent is in host memory. The state changes when all ranks agree that the checkpoint is whole.
+        # What is sent is in host memory. The state changes once all ranks agree that the checkpoint is whole.
         sent = {} if is_sharded else {name: _empty(its) for name, its in tensors.items()}
         reads = is_sharded or ranks.leads
         files = offer.tensor_files[ranks.rank :: ranks.world_size] if is_sharded else offer.tensor_files
@@ -155,7 +155,7 @@ def _offer(
 
 
 class _Unseen(Exception):
-    """There is no such folder for this rank."""
+    """This rank does not see the folder."""
 
 
 def _problem(
@@ -170,13 +170,13 @@ def _problem(
     except (Corrupt, OSError, MemoryError) as error:
         return error
     except Exception as error:
-        # Another's exception may not survive the way to the other ranks.
+        # A library's exception may not survive pickling.
         return pickle.UnpicklingError(reason(error))
     return None
 
 
 class Share:
-    """What this rank needs of a saved state: `tensors` are to be filled, by name, and then `put` changes the state.
+    """What this rank needs of a saved state: fill `tensors`, by name, then `put` changes the state.
 
     `saved` is what `unpack_plain` returns, `there` has the saved tensors by name, and `source` is named in errors.
     Tensors in `sent` are filled already. Raises ValueError as `Checkpoints.load_newest` does.
@@ -225,7 +225,7 @@ def _empty(saved: Saved) -> Tensor:
 
 
 def _own(there: Tensor | None, name: str, saved: Saved, source: str) -> Tensor:
-    """The part of a PerRank's tensor that is filled: of a distributed one only this rank's."""
+    """The part of a PerRank's tensor to fill: only this rank's of a distributed one."""
     if there is None or not is_shard(there):
         return _empty(saved)
     _require_shape(source, name, saved.size, there)
@@ -233,7 +233,7 @@ def _own(there: Tensor | None, name: str, saved: Saved, source: str) -> Tensor:
 
 
 def _nest(owned: PerRank, tensors: dict[Place, Tensor]) -> PerRank:
-    """A PerRank of these tensors; a name that was held and has nothing in the checkpoint has nothing."""
+    """A PerRank of these tensors; names of `owned` that the checkpoint lacks are empty."""
     nest = PerRank({name: {} for name in owned})
     for place, tensor in tensors.items():
         level: Any = nest
@@ -291,23 +291,23 @@ def _newest_first(storage: Storage, unread: list[str]) -> list[tuple[Mark, Folde
 
 @contextlib.contextmanager
 def _passing_over(storage: Storage, folder: Folder, log: Callable[[str], None], unread: list[str]) -> Iterator[None]:
-    """Continue where a checkpoint is of no use: renamed where its bytes prove to be wrong, else noted in `unread`."""
+    """Skip an unusable checkpoint: it is set aside if its bytes prove to be corrupt, else noted in `unread`."""
     try:
         yield
     except MemoryError:
-        # Nothing is wrong with the checkpoint, and there is no more room for the one before.
+        # Nothing is wrong with the checkpoint, and the one before needs as much memory.
         raise
     except Corrupt as error:
         log(f"skipping {folder}: it is torn or corrupt ({reason(error)}); trying the one before it")
         set_aside(folder)
-    # The disk's, the network's, the device's or this release's trouble: the bytes may be right.
+    # A failure of the disk, the network, the device or this release: the bytes may be right.
     except Exception as error:
         unread.append(f"{folder} cannot be read ({reason(error)})")
         log(f"skipping {folder}: it cannot be read ({reason(error)}); trying the one before it")
 
 
 def _require_read(unread: list[str], ranks: Peers) -> None:
-    """Raise Unreadable on all ranks where rank 0 has passed over what may be whole, and found nothing else."""
+    """Raise Unreadable on all ranks if rank 0 has skipped a checkpoint that may be whole, and found no other."""
     if notes := ranks.broadcast(unread):
         raise Unreadable(
             f"{notes[0]}, and there is no older checkpoint to continue from; training does not start over while there "

@@ -1,11 +1,11 @@
 """The checkpoints of a run, in a folder or an object store: published by their manifest, without a rename.
 
 A checkpoint is all files below `generation-GGGG-step-SSSSSSSS.NNNNNNNN/`. N is random: no two writers ever write the
-same file. `manifest.json` is written last, when all that it lists has been seen to be there, and it is deleted first.
-Files without it are no checkpoint.
+same file. `manifest.json` is written last, once all files that it lists are there, and deleted first. Files without it
+are not a checkpoint.
 
-The order of checkpoints, generation before step, fences: what a group that should be gone still writes is older than
-anything of the group that replaced it, however far it got.
+The order of checkpoints, generation before step, is a fence: what a replaced group still writes is older than anything
+of its successor, whatever its step.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from elaunch.trainer.checkpoint.filesystem import LocalFiles, ObjectFiles, Stora
 from elaunch.trainer.state import Version
 
 MANIFEST = "manifest.json"
-# Takes the manifest's place in what has proved to be corrupt.
+# Replaces the manifest of a corrupt checkpoint.
 _SET_ASIDE = "manifest.corrupt.json"
-# The file that holds all of a state that is no tensor.
+# The file that holds all of a state that is not a tensor.
 PLAIN = "plain.pickle"
-# Where each tensor lies: DCP's account, for its tools, and the same as JSON, which is read here.
+# Where each tensor lies, as JSON; DCP's tools have `.metadata`.
 LAYOUT = "tensors.json"
 _FORMAT = 1
 _NAME = re.compile(r"generation-(\d+)-step-(\d+)\.[0-9a-f]{8}")
@@ -43,11 +43,11 @@ _BLOCK_BYTES = 4 << 20
 
 
 class Corrupt(ValueError):
-    """The bytes of a checkpoint are not those that were written; nothing else proves that."""
+    """The bytes of a checkpoint are not those that were written; no other error proves that."""
 
 
 class Mark(Version):
-    """What names a checkpoint, and orders them."""
+    """The name of a checkpoint, and its order."""
 
     @property
     def folder_name(self) -> str:
@@ -55,7 +55,7 @@ class Mark(Version):
 
     @classmethod
     def of(cls, name: str) -> Mark | None:
-        """The mark in a folder's name; None where it is no checkpoint."""
+        """The mark in a folder's name; None if it is not a checkpoint's."""
         match = _NAME.fullmatch(name)
         return cls(int(match[1]), int(match[2])) if match else None
 
@@ -80,7 +80,7 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Manifest:
-        """Raises Corrupt where it is torn, ValueError where it is a newer release's."""
+        """Raises Corrupt if it is torn, ValueError if it is a newer release's."""
         try:
             record = parse_json(content)
             form = record["format"]
@@ -98,19 +98,19 @@ def _manifest_of(record: dict[str, Any]) -> Manifest:
     files = {}
     for name, (length, crc) in record["files"].items():
         if type(length) is not int or type(crc) is not int or name in ("", ".", "..") or set(name) & {"/", "\0"}:
-            raise ValueError(f"{name!r} is no file with its length and CRC")
+            raise ValueError(f"{name!r} is not a file with its length and CRC")
         files[name] = (length, crc)
     if any(type(number) is not int for number in (mark.generation, mark.step, record["world_size"])):
-        raise TypeError("the generation, the step or the world size is no number")
+        raise TypeError("the generation, the step or the world size is not an integer")
     return Manifest(mark, record["world_size"], files)
 
 
-# The files of one attempt to write a checkpoint. Their `name` is that of the folder.
+# The folder of one attempt to write a checkpoint.
 Folder: TypeAlias = LocalFiles | ObjectFiles
 
 
 def is_published(folder: Folder) -> bool:
-    """Whether it is a checkpoint. One in a folder that cannot be listed counts: who reads it gets the reason."""
+    """Whether it is a checkpoint. One in a folder that cannot be listed counts: reading it raises the reason."""
     try:
         return folder.size(MANIFEST) is not None
     except StorageError:
@@ -120,7 +120,7 @@ def is_published(folder: Folder) -> bool:
 
 
 def discard(folder: Folder) -> None:
-    """Delete it; killed in between, it leaves none that appears whole. What a link leads to stays. Raises OSError."""
+    """Delete it; a kill in between leaves none that appears whole. A link's target stays. Raises OSError."""
     if folder.is_link:
         return
     if folder.size(MANIFEST) is not None:
@@ -129,14 +129,14 @@ def discard(folder: Folder) -> None:
 
 
 def set_aside(folder: Folder) -> None:
-    """Keep what is torn or corrupt for people, but count it no more; nothing is raised."""
+    """Unpublish a corrupt checkpoint, but keep its files for inspection; nothing is raised."""
     with contextlib.suppress(OSError):
         folder.write(_SET_ASIDE, folder.read(MANIFEST, MANIFEST_BYTES_MAX))
         folder.remove(MANIFEST)
 
 
 class Storage:
-    """Where the checkpoints of one run lie. All methods raise OSError. `str()` is for people, without secrets."""
+    """Where the checkpoints of one run lie. All methods raise OSError. `str()` has no secrets."""
 
     def __init__(self, files: Folder) -> None:
         self.files = files
@@ -146,28 +146,28 @@ class Storage:
 
     @property
     def is_local(self) -> bool:
-        """Whether it is a directory, which may be another one on each node."""
+        """Whether it is a directory, which may be a different one on each node."""
         return isinstance(self.files, LocalFiles)
 
     def found(self) -> list[tuple[Mark, Folder]]:
-        """All published checkpoints, whole or not, oldest first; none where there is no such place."""
+        """All published checkpoints, whole or not, oldest first; none if the place does not exist."""
         return [(mark, folder) for mark, folder in self._attempts() if is_published(folder)]
 
     def folder(self, name: str) -> Folder:
         return self.files.below(name)
 
     def begin(self, mark: Mark) -> Folder:
-        """A place for the files of `mark` that no other writer has, not published."""
+        """A new, unpublished folder for the files of `mark`, which no other writer has."""
         return self.folder(f"{mark.folder_name}.{secrets.token_hex(4)}")
 
     def publish(self, folder: Folder, manifest: Manifest) -> None:
-        """Make it one of the checkpoints in one moment."""
+        """Check its files' sizes, then publish it atomically."""
         for name, (length, _) in manifest.files.items():
             if (size := folder.size(name)) != length:
                 there = "is not there" if size is None else f"has {size} bytes there"
                 raise StorageError(
                     None,
-                    f"{name} {there} after {length} were written; either another start has cleaned it up, or that rank "
+                    f"{name} {there} after {length} bytes were written; another start has cleaned it up, or that rank "
                     "has another directory of that name (the checkpoints of a sharded state need one that all share)",
                     str(self),
                 )
@@ -175,7 +175,7 @@ class Storage:
         folder.write(MANIFEST, manifest.to_bytes())
 
     def sweep(self, generation: int) -> list[str]:
-        """Delete what killed writers of this and earlier generations left; a newer group's may be in the making.
+        """Delete what killed writers of this and earlier generations left; a newer group may still be writing its own.
 
         Returns the names of the deleted folders.
         """
@@ -195,14 +195,14 @@ class Storage:
         self.files.remove(name)
 
     def read_note(self, name: str) -> bytes | None:
-        """A small file beside the checkpoints; None where it is not there."""
+        """A small file beside the checkpoints; None if there is none."""
         try:
             return self.files.read(name, NOTE_BYTES_MAX)
         except FileNotFoundError:
             return None
 
     def _attempts(self) -> list[tuple[Mark, Folder]]:
-        """All that was begun and is still there, the oldest first."""
+        """All existing folders of checkpoints, published or not, oldest first."""
         begun = [(mark, self.folder(name)) for name in self.files.names() if (mark := Mark.of(name))]
         return sorted(begun, key=lambda each: (each[0], each[1].name))
 
@@ -213,7 +213,7 @@ Where: TypeAlias = str | os.PathLike[str] | Storage
 def storage_at(where: Where) -> Storage:
     """The storage that a path, a URL (`s3://bucket/run`) or a storage itself names.
 
-    Nothing is touched yet. Raises ValueError with a sentence for a URL that cannot be meant.
+    The storage is not accessed. Raises ValueError with a sentence for an invalid URL.
     """
     if isinstance(where, Storage):
         return where
@@ -229,7 +229,7 @@ def marks(where: Where) -> list[Mark]:
 def read_manifest(folder: Folder) -> Manifest:
     """The manifest in `folder`.
 
-    Raises Corrupt where it is missing, torn or another checkpoint's, ValueError where it is a newer release's, OSError.
+    Raises Corrupt if it is missing, torn or another checkpoint's, ValueError if it is a newer release's, OSError.
     """
     try:
         manifest = Manifest.from_bytes(folder.read(MANIFEST, MANIFEST_BYTES_MAX))
@@ -281,9 +281,9 @@ def _require_sums(manifest: Manifest, name: str, sums: tuple[int, int]) -> None:
 
 
 def keep_newest(storage: Storage, count: int, published: Mark) -> None:
-    """Delete all but the `count` newest checkpoints and the one just published, as far as the storage lets us."""
+    """Delete all but the `count` newest checkpoints and the one just published, as far as the storage allows."""
     for mark, folder in storage.found()[:-count]:
-        # Newer ones that could not be read may be in the way of the only one that can.
+        # All newer ones may be unreadable, and the one just published the only readable one.
         if mark != published:
             with contextlib.suppress(OSError):
                 discard(folder)

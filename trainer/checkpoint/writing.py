@@ -1,12 +1,12 @@
 """One checkpoint in the making: written, sealed and published by a thread while training continues.
 
-Each rank sends rank 0 the account of what it has written, over connections that these threads have for themselves.
+Each rank sends rank 0 a summary of what it has written, over connections that only these threads use.
 Rank 0 waits for all of them and then writes the rest. If a rank dies, rank 0 gets an error immediately, and the
 checkpoint stays unpublished.
 
 The files are those of `torch.distributed.checkpoint` (DCP), readable with its tools; `layout` reads them here. DCP's
-own `save` agrees between ranks by collectives in whatever thread it runs, which no other thread may disturb and in
-which a survivor of a failure waits for minutes. Here its planner is called, and the ranks agree by their connections.
+own `save` coordinates the ranks by collectives in its thread, with which no other thread's may interleave, and in which
+a survivor of a failure waits for minutes. Here its planner is called, and the ranks coordinate over their connections.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from elaunch.trainer.state import tree
 
 # What is to be written, in host memory.
 Copies = dict[records.MetadataIndex, Tensor]
-# What DCP's tools read, and no trainer.
+# For DCP's tools; elaunch does not read it.
 _METADATA = ".metadata"
 
 
@@ -58,7 +58,7 @@ class Plan:
 
 
 def plan(tensors: Mapping[str, Tensor], paths: Mapping[str, tree.Path], ranks: Peers | None) -> Plan:
-    """Share the writing among these ranks, which all call this. With None this process writes everything.
+    """Divide the writing among these ranks. Collective. With None this process writes everything.
 
     If several ranks have the same data, one of them writes it.
     """
@@ -88,9 +88,9 @@ class Part:
 
 
 def staged(items: SavePlan, tensors: Mapping[str, Tensor], before: Copies) -> Copies:
-    """Copies in host memory of what `items` lists, in the memory of those `before` where they fit.
+    """Copies in host memory of what `items` lists, reusing the memory of `before` where it fits.
 
-    On return the originals may change. Tensors of a GPU are copied by its queue.
+    On return the originals may change. GPU tensors are copied on the current stream.
     """
     planner = DefaultSavePlanner(flatten_state_dict=False)
     planner.set_up_planner(dict(tensors))
@@ -111,7 +111,7 @@ def staged(items: SavePlan, tensors: Mapping[str, Tensor], before: Copies) -> Co
 def write(folder: Folder, rank: int, items: SavePlan, copies: Copies) -> Part:
     """Write this rank's tensors durably to a file in `folder`.
 
-    Raises OSError, also where torch has made something else of the one that a full disk raises.
+    Raises OSError, also if torch has converted that of a full disk to another exception.
     """
     if not items.items:
         return Part({}, {})
@@ -155,7 +155,7 @@ def _described(metadata: records.Metadata) -> bytes:
 
 
 class _Summing:
-    """A file that is written from beginning to end, and sums what it is given. The first OSError is kept."""
+    """A sequentially written file that computes its length and CRC-32. It keeps the first OSError."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -173,7 +173,7 @@ class _Summing:
         return written
 
     def flush(self) -> None:
-        """The folder flushes it."""
+        """`create` flushes it."""
 
 
 @dataclass
@@ -181,8 +181,8 @@ class Writing:
     """One checkpoint to write, in the unpublished `folder`, by `thread`. `plain` is the packed rest of the state.
 
     `ranks` write it together, and use these connections in no other thread. With None this rank writes all of it.
-    `on_published` is called in the thread, on rank 0. `failure` is why there will be no checkpoint, empty as far as
-    this rank knows.
+    `on_published` is called in the thread, on rank 0. `failure` is the reason of this rank's first error, empty without
+    one.
     """
 
     mark: Mark
@@ -198,7 +198,7 @@ class Writing:
     failure: str = ""
 
     def __post_init__(self) -> None:
-        # A daemon: a process that is on its way out with an exception does not wait for the disk.
+        # A daemon: a process that exits with an exception does not wait for the disk.
         self.thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
 
     def _run(self) -> None:
@@ -208,18 +208,18 @@ class Writing:
             parts = [part] if self.ranks is None else self.ranks.gather(part)
             if parts is None:
                 return
-            # By now no rank writes in the folder any more.
+            # By now no rank writes to the folder.
             whole = [each for each in parts if each is not None]
             if len(whole) == len(parts):
                 self._seal_and_publish(self.plan.metadata, whole)
                 is_published = True
-        # The edge of the thread; torch makes a RuntimeError of many things that a disk can do.
+        # The edge of the thread; torch raises RuntimeError for many disk errors.
         except Exception as error:
             self.failure = self.failure or reason(error)
             if self.ranks is not None and not self.ranks.leads:
                 return
-        # Other ranks may still write: what they add is swept by the next start. Old checkpoints that stay cost room,
-        # and are tried again after the next.
+        # Other ranks may still write: what they add is swept by the next start. Old checkpoints that stay cost space,
+        # and deleting them is retried after the next.
         with contextlib.suppress(OSError):
             if is_published:
                 keep_newest(self.storage, self.keep, self.mark)
@@ -241,7 +241,7 @@ class Writing:
         self.folder.write(PLAIN, self.plain)
         for part in (*parts, finish(self.folder, metadata, parts)):
             files.update(part.files)
-        # Nothing is published that no rank would read.
+        # Nothing is published that readers would refuse for its size.
         require_size(LAYOUT, files[LAYOUT][0], LAYOUT_BYTES_MAX)
         require_size(PLAIN, files[PLAIN][0], PLAIN_BYTES_MAX)
         self.require_ours()

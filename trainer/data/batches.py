@@ -23,7 +23,7 @@ from elaunch.trainer.data.sampling import (
 )
 
 _Draw: TypeAlias = "Callable[[Any], Iterator[Any]]"
-# So many batches are drawn twice, to see whether an order can be drawn again.
+# This many batches are drawn twice, to check that an order can be drawn again.
 _TRIED = 8
 # What a sampler may do.
 WAY_OUT = (
@@ -33,7 +33,7 @@ WAY_OUT = (
 
 
 class Batches:
-    """The batches of `loader`, epoch after epoch without an end: `next(batches)` in the loop.
+    """The batches of `loader`, epoch after epoch, endlessly: `next(batches)` in the loop.
 
     As `per_rank` of a Keeper it continues at the right batch, at the same number of ranks, with any sampler that draws
     from global generators, or from generators, counters and short lists of its own. One whose order cannot be drawn
@@ -51,7 +51,7 @@ class Batches:
         self._iterator: Iterator[Any] | None = None
         self._epoch = self._batch = 0
         if isinstance(loader.dataset, IterableDataset) and loader.persistent_workers:
-            # The random states of workers that stay are not known after a restart; new ones begin with a seed.
+            # The random states of persistent workers are not known after a restart; new ones begin with a seed.
             object.__setattr__(loader, "persistent_workers", False)
 
     def state_dict(self) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class Batches:
 
 
 class EpochOrder:
-    """From what the samplers of a loader draw an epoch's order, and how far they have. Stateful, for `per_rank`.
+    """The states from which a loader's samplers draw an epoch's order, and their position. Stateful, for `per_rank`.
 
     They draw from global generators of their own, so what the training draws meanwhile does not count. With `is_ahead`
     the loop may load batches ahead of its steps.
@@ -100,29 +100,29 @@ class EpochOrder:
     def __init__(self, *, is_ahead: bool = True) -> None:
         self._is_ahead = is_ahead
         self._roots: dict[str, Any] = {}
-        # How many epochs have begun; from which seeds and states of its own the sampler has drawn this one; how many
-        # indices the loader has taken, and their checksum; how many were drawn, and the end. "now" is of another
-        # process.
+        # How many epochs have begun; the seeds and the own states from which the samplers draw this one; how many
+        # batches the loader has taken, and the checksum of their indices; how many were drawn, the end included. "now":
+        # the own states when another process saved this.
         self._state: dict[str, Any] = {"epoch": 0, "seeds": {}, "own": {}, "taken": 0, "order": 0, "drawn": 0}
         # How many batches of the epoch an earlier process has done.
         self._done, self._is_tried = 0, False
         self._isolated: IsolatedCollate | None = None
 
     def begin(self, loader: Any, done: int = 0) -> None:
-        """The next iterator of `loader` begins an epoch, or one that another process began after `done` batches."""
+        """The next iterator of `loader` begins an epoch, or resumes another process's after `done` batches."""
         self._roots = _watch(loader, self._draw)
         if self._is_ahead and not loader.num_workers:
             if not isinstance(loader.collate_fn, IsolatedCollate):
                 loader.collate_fn = IsolatedCollate(loader.collate_fn)
             self._isolated = loader.collate_fn
         if "dataset" in self._roots:
-            # What is read again comes to the same states.
+            # The dataset reaches these states as it is read again.
             self._state.pop("now", None)
         if not done or not self._state["seeds"]:
             self.over(loader)
             fresh = {"epoch": self._state["epoch"] + 1, "seeds": Streams.seeds()}
             self._state = {**fresh, "own": None, "taken": 0, "order": 0, "drawn": 0}
-        # From it an iterator draws a seed for its workers, seldom if workers stay.
+        # An iterator draws its workers' seed from it, rarely with persistent workers.
         loader.generator = torch.Generator().manual_seed(self._state["seeds"]["torch"])
         self._done = done
 
@@ -131,13 +131,13 @@ class EpochOrder:
         _watch(loader, lambda _: iter(()))
 
     def over(self, loader: Any) -> None:
-        """Of the epoch that another process began no batch is left: the next one begins where it ended."""
+        """The epoch of another process has no batch left: the next one begins where it ended."""
         self._roots = _watch(loader)
         if "now" in self._state:
             set_own_states(self._roots, self._state.pop("now"))
 
     def streams(self) -> Streams:
-        """What the epoch is drawn from, with the samplers as they were when it began."""
+        """The generators of the epoch's order, with the samplers as when it began."""
         if self._state["own"] is None:
             self._state["own"] = own_states(self._roots)
         else:
@@ -151,13 +151,13 @@ class EpochOrder:
         return {**self._state, "now": own_states(self._roots)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over another process's."""
+        """Continue another process's order."""
         self._state, self._roots = dict(state), {}
 
     def _draw(self, sampler: Any) -> Iterator[Any]:
-        """The indices of `sampler` that are not done. Called as the loader takes the first one.
+        """The indices of `sampler` that are not done. Runs when the loader takes the first one.
 
-        Raises ValueError if its order cannot be drawn again, RuntimeError if it is another one than before.
+        Raises ValueError if its order cannot be drawn again, RuntimeError if it differs from the one before.
         """
         state, done = self._state, self._done
         streams = self.streams()
@@ -166,15 +166,15 @@ class EpochOrder:
             self._require_drawable_again(sampler)
         indices = streams.drawing(lambda: iter(sampler), at_once=is_torchs(sampler))
         order = checksum_of(itertools.islice(indices, done))
-        # The loader may have been ahead of the batches.
+        # The loader may have prefetched.
         ahead = [*itertools.islice(indices, max(0, state["drawn"] - done))]
         now = state.pop("now", None)
-        # Where another rank draws for all, this one has drawn nothing.
+        # If another rank draws for all, this one has drawn nothing.
         if now is not None and state["taken"] >= done:
             if checksum_of(ahead[: state["taken"] - done], order) != state["order"]:
                 raise RuntimeError(
-                    f"{_names(sampler)} draws another order than the process before: samples would come twice or "
-                    f"never. {WAY_OUT}"
+                    f"{_names(sampler)} draws another order than the process before: samples would be repeated or "
+                    f"skipped. {WAY_OUT}"
                 )
             set_own_states(self._roots, now)
         state.update(taken=done, order=order)
@@ -199,23 +199,23 @@ class EpochOrder:
         self.streams()
         if len(orders) > 1:
             raise ValueError(
-                f"{_names(sampler)} draws its order from something that no restart can know: two draws from the same "
-                f"random states and attributes differ. {WAY_OUT}"
+                f"{_names(sampler)} draws its order from something that no restart can restore: two draws from the "
+                f"same random states and attributes differ. {WAY_OUT}"
             )
 
 
 def _watch(loader: Any, draw: _Draw | None = None) -> dict[str, Any]:
-    """Let `draw` give the indices of the loader's next iterator. Returns what gives the order, by name."""
+    """Let `draw` supply the indices of the loader's next iterator. Returns what defines the order, by name."""
     if isinstance(loader.dataset, IterableDataset):
         return {"dataset": loader.dataset}
-    # A loader without a batch sampler has a sample for a batch.
+    # A loader without a batch sampler has one sample per batch.
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     sampler = getattr(loader, name)
     if not isinstance(sampler, _Watched):
         sampler = _Watched(sampler)
         # DataLoader refuses another sampler, since its own length would be wrong. This one has the same length.
         object.__setattr__(loader, name, sampler)
-        # Workers that stay have an iterator with the other sampler.
+        # The iterator of persistent workers has the old sampler.
         loader._iterator = None
     if draw is not None:
         sampler.draw = draw
@@ -224,7 +224,7 @@ def _watch(loader: Any, draw: _Draw | None = None) -> dict[str, Any]:
 
 
 class _Watched:
-    """A sampler of which `draw`, if there is one, gives the next iterator. Others are the sampler's own."""
+    """A sampler whose next iterator is `draw`'s, if there is one. Others are the sampler's own."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -243,14 +243,14 @@ class _Watched:
 
 
 class _Keyed(Samples):
-    """The indices of a batch. A worker process that receives them seeds its generators: which it had does not count."""
+    """The indices of a batch. A worker process that unpickles them seeds its generators with `key`."""
 
     def __reduce__(self) -> Any:
         return _received, (tuple(self), self.micro, self.key)
 
 
 def _received(ids: tuple[int, ...], number: int, key: int) -> Samples:
-    # DataLoader's workers load the indices of a batch when they are about to read it.
+    # DataLoader's workers unpickle the indices of a batch when they are about to read it.
     if get_worker_info() is not None:
         seed(key)
     return Samples(ids, 0, number, key)
@@ -268,7 +268,7 @@ class IsolatedCollate:
         self._outer: dict[str, Any] | None = None
 
     def begin(self, key: int) -> None:
-        """A batch is loaded now."""
+        """Seed the generators for the next batch."""
         if self._outer is None:
             self._outer = global_states()
         seed(key)
@@ -283,12 +283,12 @@ class IsolatedCollate:
 
 
 def require_skippable(loader: DataLoader[Any]) -> None:
-    """Raise ValueError if batches of this loader cannot be passed over."""
+    """Raise ValueError if batches of this loader cannot be skipped."""
     if isinstance(loader.dataset, IterableDataset):
         raise ValueError(
             f"{type(loader.dataset).__name__} is an IterableDataset, and after a restart it would begin at its first "
             "sample again; use a dataset with __getitem__ and __len__, or a loop of your own with Keeper and "
-            "Batches(loader), which passes over what was done"
+            "Batches(loader), which skips what was done"
         )
 
 
@@ -307,7 +307,7 @@ def _names(sampler: Any) -> str:
 
 
 def checksum_of(batches: Iterable[Any], before: int = 0) -> int:
-    """Of the batches' indices, after others; that of the last one is 0 if its indices are no numbers."""
+    """The CRC-32 of the batches' indices, continuing `before`; from 0 after indices that are not integers."""
     for indices in batches:
         try:
             numbers = array("q", indices if isinstance(indices, list | tuple) else [indices])

@@ -4,8 +4,8 @@ The unit is the micro-batch. A step consists of the same M micro-batches at any 
 So neither a restart nor another world size moves, loses or repeats a sample.
 
 An epoch's order is a pseudo-random permutation that is computed per index, in constant memory: a Feistel network over
-the next even number of bits, walked until it lands inside (Black and Rogaway, "Ciphers with Arbitrary Finite Domains",
-CT-RSA 2002).
+the next even number of bits with cycle walking (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA
+2002).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Order:
     """The order of a job's data: `size` samples per epoch.
 
     Steps count from 1, and each trains on `global_batch` samples in M = `global_batch / micro_batch` micro-batches.
-    Every sample is drawn once per epoch, mixed unless `shuffle` is False. If `global_batch` does not divide `size`, a
+    Every sample is drawn once per epoch, shuffled unless `shuffle=False`. If `global_batch` does not divide `size`, a
     step continues into the next epoch. `even` gives all ranks the same number of forward passes, the surplus ones with
     weight 0. Models with a collective forward pass (FSDP, SyncBatchNorm) need it if the world size does not divide M.
     Any step is computed directly. Raises ValueError with one sentence for values that contradict each other.
@@ -102,7 +102,7 @@ class Order:
     def share(self, rank: int, world_size: int) -> range:
         """The numbers of the micro-batches that `rank` computes in every step.
 
-        They are contiguous, and the numbers of two ranks differ by at most one. Raises ValueError if there are more
+        They are contiguous, and the counts of two ranks differ by at most one. Raises ValueError if there are more
         ranks than micro-batches.
         """
         many = self.micro_batches
@@ -152,12 +152,12 @@ class Order:
     def loaded(self, step: int, micro: int) -> range:
         """The positions that are loaded for a micro-batch: its own, or one of the step's last for a filler.
 
-        Every rank must compute something to meet the others in their collectives; the weight 0 removes its effect.
+        Every rank must run the forward pass to join its collectives; the weight 0 removes its effect.
         """
         return self.span(step, micro) if micro >= 0 else self.span(step, self.micro_batches - 1)[:1]
 
     def steps(self, epochs: int) -> int:
-        """The step that completes so many epochs."""
+        """The step that completes this many epochs."""
         return -(-epochs * self.size // self.global_batch)
 
     def epoch(self, step: int) -> int:
@@ -183,7 +183,7 @@ class Samples(list[int]):
 
 
 class BatchSampler:
-    """The micro-batches with the numbers `micros` of every step after `after`, up to `until` (None: without end).
+    """The micro-batches with the numbers `micros` of every step after `after`, up to `until` (None: endless).
 
     What DataLoader's workers have prefetched need not be saved: the next process begins after the last complete step,
     however far this process had prefetched. Every new iterator begins there again, so use one iterator for the whole

@@ -1,4 +1,4 @@
-"""Everything from which a sampler draws an epoch's order, and an `Order` in use: seeded datasets, micro-batches.
+"""The state from which a sampler draws an epoch's order, and the use of `Order`: seeded datasets, micro-batches.
 
 A sampler draws from global generators, or from generators, counters and lists of its own.
 """
@@ -32,13 +32,13 @@ from elaunch.trainer.data.order import Micro, Order, Samples
 from elaunch.trainer.state import rng_state
 from elaunch.trainer.state.rng_state import RandomStates
 
-# They have no other state than a generator, and draw from it as an epoch begins. A program may change these attributes.
+# Their only state is a generator, from which they draw as an epoch begins. A program may change these attributes.
 _ATTRIBUTES = {WeightedRandomSampler: ("weights",), SubsetRandomSampler: ("indices",)}
 _TORCHS = (BatchSampler, DistributedSampler, RandomSampler, SequentialSampler, *_ATTRIBUTES)
-# A list of a sampler is kept up to so many numbers, a tensor or an array up to so many more: written with each step.
+# A list of a sampler is kept up to _LIST_MAX numbers, a tensor or an array up to _NUMBERS_MAX: written with each step.
 _LIST_MAX, _NUMBERS_MAX = 8192, 1 << 18
 _ITEMS_MAX = 64
-# The keys of a list or an array among stored values: its bytes, and the type of a number.
+# The keys of a list or an array among stored values: its bytes, their type, and the shape.
 _BYTES, _TYPE, _SHAPE = "bytes of numbers", "type", "shape"
 _CPU = torch.device("cpu")
 _END = object()
@@ -47,7 +47,7 @@ Item = TypeVar("Item")
 
 
 def is_torchs(sampler: Any, *, alone: bool = False) -> bool:
-    """Whether it is a sampler of torch, or none at all; with `alone` what is in a BatchSampler does not count."""
+    """Whether it is torch's sampler, or None; with `alone` the sampler in a BatchSampler does not count."""
     if type(sampler) is BatchSampler and not alone:
         return is_torchs(sampler.sampler)
     return sampler is None or type(sampler) in _TORCHS
@@ -82,7 +82,7 @@ class Streams:
         return seeds | ({"numpy": int(numpy.random.randint(2**31))} if numpy else {})
 
     def drawing(self, begin: Callable[[], Iterator[Item]], *, at_once: bool = False) -> Iterator[Item]:
-        """The items of the iterator that `begin` returns, drawn from these generators; `at_once`: with the first."""
+        """The items of the iterator that `begin` returns, drawn from these generators; `at_once`: only the first."""
         with self._entered():
             items = begin()
             if at_once:
@@ -116,19 +116,19 @@ class Streams:
 
 
 def own_states(roots: dict[str, Any]) -> dict[str, Any]:
-    """The states of the generators, counters and short lists in reach of `roots` (samplers), by their places."""
+    """The states of the generators, counters and short lists reachable from `roots` (samplers), by path."""
     return {place: _state_of(_value(owner, name)) for place, owner, name in _places(roots)}
 
 
 def set_own_states(roots: dict[str, Any], states: dict[str, Any]) -> None:
-    """Set them to what `own_states` returned, of these objects or of others that were made alike."""
+    """Set them to what `own_states` returned, of these objects or of others with the same structure."""
     for place, owner, name in [*_places(roots)]:
         if place in states:
             _set(owner, name, states[place])
 
 
 def _places(roots: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """The path of each generator and plain value, what has it, and its name there: an attribute, key or number."""
+    """The path of each generator and plain value, its owner, and its name there: an attribute, key or index."""
     seen: set[int] = set()
 
     def in_reach(place: str, owner: Any, name: Any, *, is_kept: bool) -> Iterator[tuple[str, Any, Any]]:
@@ -153,11 +153,11 @@ def _places(roots: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _is_sampler(value: Any) -> bool:
-    """Whether it may be a sampler, or a part of one. A dataset is none, unless it is what gives the order."""
+    """Whether it may be a sampler, or a part of one. A dataset is not, except an IterableDataset."""
     if not hasattr(value, "__dict__") or isinstance(value, Tensor | nn.Module | DataLoader | type):
         return False
     is_indexed = isinstance(value, Dataset) or hasattr(value, "__getitem__")
-    # For a DistributedSampler Lightning makes a dataset of a sampler.
+    # Lightning wraps a sampler in a dataset for DistributedSampler.
     is_wrapped = isinstance(getattr(value, "_sampler", None), Iterable)
     return is_wrapped or isinstance(value, IterableDataset) or (hasattr(type(value), "__iter__") and not is_indexed)
 
@@ -231,7 +231,7 @@ def _generator_for(state: Any) -> Any:
 
 
 def _put(owner: Any, name: Any, value: Any, kept: Any) -> None:
-    """Set an attribute, or an item; in place where that can be, since others may have the same list."""
+    """Set an attribute, or an item; in place if possible, since others may share the list."""
     if isinstance(value, list) and isinstance(kept, list):
         value[:] = kept
     elif isinstance(value, Tensor) and isinstance(kept, Tensor) and value.shape == kept.shape:
@@ -254,7 +254,7 @@ def _array_of(value: Any) -> array[Any] | None:
 
 
 def _stored(value: Any) -> Any:
-    """A copy with bytes for lists and arrays, since each number would take time in each step."""
+    """A copy with bytes for lists and arrays, since single numbers would cost time in each step."""
     if isinstance(value, dict):
         return {name: _stored(item) for name, item in value.items()}
     if isinstance(value, list | tuple) and (numbers := _array_of(value)) is not None:
@@ -265,7 +265,7 @@ def _stored(value: Any) -> Any:
 
 
 def _loaded(value: Any) -> Any:
-    """What `_stored` was given; a tuple as a list."""
+    """The inverse of `_stored`; a tuple becomes a list."""
     if not isinstance(value, dict):
         return value
     if _BYTES not in value:
@@ -310,7 +310,7 @@ def seed(key: int) -> None:
     random.seed(key)
     torch.default_generator.manual_seed(key)
     if numpy := sys.modules.get("numpy"):
-        # numpy takes seeds as numbers of 32 bits.
+        # numpy takes 32-bit seeds.
         numpy.random.seed([key & 0xFFFFFFFF, key >> 32])
 
 

@@ -37,7 +37,7 @@ _MICRO_BATCH = """Windows per forward pass; a step has global batch / micro-batc
   [default: the largest up to 3 that makes at least 8 of them, else 1]"""
 _LOSE_AT_MOST = """Complete steps that a failure may take back while the nodes' memory lives; 0 copies each step.
   [default: as many copies as cost less than 1 % of the time]"""
-_EVAL_EVERY = """Compute the loss on held-out text before step 1, and again each so many steps.
+_EVAL_EVERY = """Compute the loss on held-out text before step 1, and again every STEPS steps.
   [default: only at the end]"""
 _OUT = """Run directory; the same command with the same DIR continues where it was. On several nodes: a shared one.
   [default: runs/<name made from the options>]"""
@@ -51,7 +51,7 @@ _PARALLEL = """How the workers share the training: ddp, zero1, zero2, fsdp2 or h
 _COMM_HOOK = "How DDP compresses gradients.  [default: not at all]"
 _BUCKET_MB = "Size of DDP's buckets in MiB.  [default: 25, and the first 1]"
 _PROFILE = "Profile these steps on all ranks: 10-12, or 3 for three steps once the run is warm."
-_LEDGER = "Keep in DIR/ledger which worker trained on what, and prove that nothing came twice."
+_LEDGER = "Keep in DIR/ledger which worker trained on what, and prove that no sample was repeated."
 _TUNE_COMM = "Measure at the first start which size of DDP's buckets is fastest on this network, and remember it."
 # They may differ between two starts of one run.
 _FREE = {"out", "checkpoints", "checkpoint_every", "lose_at_most", "eval_every", "compile"}
@@ -60,7 +60,7 @@ _FREE |= {"ledger", "profile", "tune_comm", "bucket_mb"}
 
 _COMPILERS = ("cc", "gcc", "clang", "c++", "g++", "clang++")
 
-# Another number where weights of before would mean something else (2: the rows of attention are ordered by head).
+# Incremented when earlier weights would mean something else (2: the rows of attention are ordered by head).
 _LAYOUT = 2
 
 
@@ -69,13 +69,13 @@ class AgreedRefusal(ConfigError):
 
 
 def _option(default: Any, kind: Any, metavar: str | None, text: str, **more: Any) -> Any:
-    """A field of TrainConfig and its option. `given` is click's default, and `name` the option's, if they differ."""
+    """A field of TrainConfig and its option; `given`: click's default, `name`: the option's name, if they differ."""
     return field(default=default, metadata={"type": kind, "metavar": metavar, "help": text, **more})
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """What a run is made of.
+    """The options of a run.
 
     `lose_at_most` is None where the measured cost decides, `out` and `data` where the user left the choice to us (see
     `out_path` and `Corpus.open`). `checkpoints` is None for the run directory's own folder.
@@ -197,7 +197,7 @@ class TrainConfig:
 def parse(argv: Sequence[str], place: RankInfo) -> TrainConfig | None:
     """The configuration that the command line requests; None where it is `--help`, which rank 0 has then printed.
 
-    Raises ConfigError with one sentence for anything that cannot be meant.
+    Raises ConfigError with one sentence for invalid options.
     """
     # One help text is enough.
     printing = contextlib.nullcontext() if place.leads else contextlib.redirect_stdout(io.StringIO())

@@ -64,7 +64,7 @@ class Corpus:
 
     @property
     def size(self) -> int:
-        """Bytes in all."""
+        """The total in bytes."""
         return self._ends[-1] if self._ends else 0
 
     @property
@@ -102,7 +102,7 @@ class Corpus:
             )
 
     def _read_file(self, index: int, offset: int, length: int) -> bytes:
-        # Not by pathlib and Python's files: a step reads many windows, and the GPU may wait for the first one.
+        # pathlib and file objects are slower: a step reads many windows, and the GPU may wait for the first one.
         name = self.files[index].name
         path = f"{self._folder}/{name}" if name else self._folder
         try:
@@ -123,7 +123,7 @@ def _own_sources(root: Path) -> Iterator[File]:
 
 
 def _walk(root: Path, wanted: Callable[[str], bool]) -> Iterator[File]:
-    """The regular files below `root` by name. Links to files count; links to directories could lead in circles."""
+    """The regular files below `root` by name, also links to files. Links to directories could form cycles."""
     if root.is_file():
         yield File("", root.stat().st_size)
         return

@@ -31,7 +31,7 @@ class Attention(nn.Module):
 
     def forward(self, x_BTW: Tensor) -> Tensor:
         batch, time, _ = x_BTW.shape
-        # H are this worker's heads: with tensor parallel some of them.
+        # H counts this worker's heads: with tensor parallel some of them.
         qkv = self.queries_keys_values(x_BTW).view(batch, time, -1, 3, self.head_width)
         q_BHTD, k_BHTD, v_BHTD = qkv.permute(3, 0, 2, 1, 4).unbind(0)
         dropout = self.dropout if self.training else 0.0
@@ -83,18 +83,17 @@ class GPT(nn.Module):
     def compile_in(self, *, parts: bool) -> None:
         """Compile the network: in one graph, or in `parts`, a graph for each block and one for the loss.
 
-        DDP and FSDP exchange gradients while the backward pass runs only where they see them, between two graphs. One
-        graph costs the host less.
+        DDP and FSDP overlap communication with the backward pass only between graphs. One graph costs the host less.
         """
-        # Below DDP, torch cuts a graph where a bucket ends. A block is small enough as it is, and each cut costs time.
+        # Under DDP, torch breaks a graph where a bucket ends. Blocks are small enough, and each graph break costs time.
         torch._dynamo.config.optimize_ddp = False
         if not parts:
             self.compile()
             return
         for block in self.blocks:
-            # One after the other: alike blocks share one compilation.
+            # Block by block: equal blocks share one compilation.
             block.compile()
-        # Without it the scores in float32, the largest tensor of all, are written and read several times.
+        # Without it the float32 logits, the largest tensor of all, are written and read several times.
         self._mean_nats = torch.compile(mean_nats)
 
     def _features(self, inputs_BT: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Writes the records of a run during training: rank 0's line per step, every rank's ledger, and what people read."""
+"""Writes the records of a run during training: rank 0's line per step, every rank's ledger, and progress lines."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Line: TypeAlias = dict[str, float]
 _LINES = 10
 # The figures of a step as they are kept on the device, one row per step. NaN stands for what is not known.
 FIGURES = ("step", "loss", "grad_norm", "learning_rate", "held_out_loss", "seconds", "world_size", "generation")
-# Steps between two readings of the figures: to read a GPU's, the host waits for it.
+# Steps between two readings of the figures: reading a GPU's synchronizes the host with it.
 LOG_EVERY = {"cpu": 1, "cuda": 10}
 _WHOLE_NUMBERS = ("step", "world_size", "generation")
 
@@ -61,7 +61,7 @@ class Recorder:
         self._device, self._log_every = device, LOG_EVERY[device.type]
         self._metrics: Metrics | None = None
         self._ledger: Ledger | None = None
-        # The next step whose line is for people: ten of them over the whole run.
+        # The next step whose line is logged: ten of them over the whole run.
         self._lines_lost, self._shown_next = False, 0
         self._marked_s, self._seconds = 0.0, torch.zeros(())
         # Rank 0's clock at the end of the steps that are not written yet.
@@ -130,7 +130,7 @@ class Recorder:
         self.state["samples_seen"] += self._config.global_batch
 
     def step_done(self, step: int) -> None:
-        """Write to all files that `step` is done. The lines wait until the log is due."""
+        """Record `step` as done in all files. Lines are buffered until the log is due."""
         self._write_ledger(step, lambda ledger: ledger.commit(step))
         if self._metrics is None:
             return
@@ -166,7 +166,7 @@ class Recorder:
         )
 
     def _stacked(self, *values: Tensor | float) -> Tensor:
-        """The values as one tensor on the device. It waits for none of them: a number is not copied but filled in."""
+        """The values as one tensor on the device. It does not wait for them: a number is filled in, not copied."""
         device, kind = self._device, torch.float64
         filled = (v if isinstance(v, Tensor) else torch.full((), v, dtype=kind, device=device) for v in values)
         return torch.stack([value.to(kind) for value in filled])
@@ -186,7 +186,7 @@ class Recorder:
             yield line
 
     def _write_lines(self, *, durably: bool = False) -> None:
-        """Write the lines of all steps that the file lacks. Called before the log is due too: the end, a checkpoint."""
+        """Write the lines of all steps that the file lacks. Also called at the end and at checkpoints."""
         assert self._metrics is not None
         step = 1
         try:
@@ -204,12 +204,12 @@ class Recorder:
                 self._metrics.sync()
         except OSError as error:
             if not self._lines_lost:
-                self._log(f"{self._run.metrics} misses steps from {step} on: {error.strerror}")
+                self._log(f"{self._run.metrics} lacks steps from {step} on: {error.strerror}")
             self._lines_lost = True
             self._at.clear()
 
     def _show(self, line: Line) -> None:
-        """Show a step to people, if its turn has come, and a held-out loss."""
+        """Log a step if its line is due, and a held-out loss."""
         step, steps = int(line["step"]), self._config.steps
         if "held_out_loss" in line:
             self._log(f"held-out loss {line['held_out_loss']:.3f} after step {step - 1}")
@@ -277,7 +277,7 @@ class Metrics:
     def append(self, line: Line) -> None:
         """Add one line. Raises OSError; the next line then replaces what a full disk has taken of this one."""
         content = json.dumps({**line, "steps_lost": self.steps_lost}).encode() + b"\n"
-        # Away go lost lines, and half a line of a killed writer or of a full disk.
+        # Drop lost lines, and half a line of a killed writer or of a full disk.
         os.ftruncate(self._descriptor, self._end)
         if os.pwrite(self._descriptor, content, self._end) < len(content):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -292,7 +292,7 @@ class Metrics:
 
 
 def _record(row: bytes) -> dict[str, Any] | None:
-    """The row's values; None for half a row, or for a line that is not from here."""
+    """The row's values; None for half a row, or one not from `append`."""
     try:
         # Not `parse_json`: a loss may be NaN.
         record = json.loads(row)
@@ -312,7 +312,7 @@ def progress_line(line: Line, steps: int) -> str:
 
 
 def opening(config: TrainConfig, corpus: Corpus, place: RankInfo, run: RunDirectory, parameters: int, step: int) -> str:
-    """What is about to happen, in one sentence."""
+    """The log line at the start of a run."""
     many = config.global_batch // config.micro_batch
     workers = f"{place.world_size} worker{'s' * (place.world_size != 1)}"
     sizes = str(config.sizes(place))

@@ -1,6 +1,6 @@
 """The Keeper in loops of other libraries: one line each. A module imports its library, and nothing else imports it.
 
-Here what they share: epochs over a prepared DataLoader, each begun where an earlier process was.
+This module has what they share: epochs over a prepared DataLoader, resumed where an earlier process was.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from elaunch.trainer.state.tree import several
 
 
 class KeptEpochs:
-    """A Keeper around a loop over epochs and batches that stays as it is, with commits by hooks on the optimizers.
+    """A Keeper around an unchanged loop over epochs and batches; hooks on the optimizers commit.
 
     `loader` is what the loop iterates, `base` the DataLoader in it, and `outermost` the module that the loop calls.
-    A step has `accumulate` batches, the last of an epoch may have fewer. `set_epoch` sets the epoch of the loader's
+    A step has `accumulate` batches; the last of an epoch may have fewer. `set_epoch` sets the epoch of the loader's
     next iterator.
     """
 
@@ -59,7 +59,7 @@ class KeptEpochs:
         self.keeper.__exit__(kind, error, where)
 
     def step_end(self) -> None:
-        """The step's changes are complete: before a collective between the scheduler's step and the next pass."""
+        """End the step. Call it before a collective between the scheduler's step and the next pass."""
         self.keeper.step_end()
 
     @property
@@ -68,7 +68,7 @@ class KeptEpochs:
         return self._done
 
     def epochs(self, total: int) -> Iterator[int]:
-        """The numbers of the remaining epochs up to `total`, from 0. The first one begins in its middle, if need be."""
+        """The numbers of the remaining epochs up to `total`, from 0. The first one may be resumed in its middle."""
         with self.keeper.loop(total * -(-len(self._loader) // self._accumulate)) as has_steps:
             yield from self._epochs(total if has_steps else 0)
 

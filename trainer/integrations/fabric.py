@@ -18,7 +18,7 @@ def keep(
     """
 
     def set_epoch(epoch: int) -> None:
-        # Fabric counts its iterators, and gives the sampler that number.
+        # Fabric passes the number of its iterators to the sampler's set_epoch.
         loader._num_iter_calls = epoch
 
     return KeptEpochs(

@@ -46,11 +46,11 @@ class ElaunchCallback(Callback):  # type: ignore[misc]
         self._is_within = False
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Refuse what no restart can restore, before others have begun."""
+        """Refuse what no restart can restore, before other callbacks run."""
         if stage == "fit":
             others = _others(trainer)
             _require_others_possible(others)
-            # A step begins before they act for it, and ends when they have. A checkpoint takes its time after that.
+            # A step begins before their hooks, and ends after them. Slow checkpoint callbacks run after that.
             saving = [one for one in others if isinstance(one, Checkpoint)]
             trainer.callbacks = [self, *(one for one in others if one not in saving), _Last(self), *saving]
             if trainer.is_global_zero and os.environ.get("ELAUNCH_GENERATION", "0") == "0":
@@ -61,8 +61,8 @@ class ElaunchCallback(Callback):  # type: ignore[misc]
         _require_possible(trainer)
         model = trainer.strategy.model
         if not pl_module.automatic_optimization and isinstance(model, DistributedDataParallel):
-            # There Lightning lets DDP share buffers before the first of all passes only. A restart must not do it
-            # again, and each rank's own ones are kept.
+            # Here Lightning lets DDP broadcast buffers before the very first pass only. A restart must not do it again:
+            # each rank's own ones are kept.
             model.broadcast_buffers = model.forward_sync_buffers = False
         self._state.update(_state_of(trainer), repeats=False)
         self._keeper = Keeper(
@@ -80,7 +80,7 @@ class ElaunchCallback(Callback):  # type: ignore[misc]
                     callback.load_state_dict(cloned(self._state["callbacks"][callback.state_key]))
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Continue within an epoch. The loop has made its iterators already, and makes new ones."""
+        """Resume within an epoch. The loop has made its iterators already, and makes new ones."""
         loop = trainer.fit_loop
         is_over = self._state["repeats"] and loop.epoch_loop._num_ready_batches_reached()
         trainer.should_stop = trainer.should_stop or self._state["stops"]
@@ -96,20 +96,20 @@ class ElaunchCallback(Callback):  # type: ignore[misc]
             loop.epoch_loop.val_loop._has_run = not _validates_next(trainer)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """What was drawn at the end of an epoch does not count: it is not drawn again after a restart."""
+        """Undo what the end of an epoch drew: a restart does not repeat that."""
         self._note(trainer)
         self._kept.redraw()
         self._kept.restore_random()
-        # Where an epoch had nothing but its end, its loop has not noticed.
+        # A resumed epoch without batches left has not reset this.
         trainer.fit_loop.epoch_loop.restarting = False
 
     def accumulate_again(self, trainer: Any) -> None:
-        """A callback may have set the number when the epoch began, which Lightning does not repeat."""
+        """Restore what a callback may have set when the epoch began, which Lightning does not repeat."""
         if self._is_resumed:
             trainer.accumulate_grad_batches = self._state["accumulates"]
 
     def begin_epoch(self, trainer: Any, done: int = 0) -> None:
-        """An epoch begins, whose order may be what other callbacks have set, or continues after `done` batches."""
+        """Begin an epoch, whose order other callbacks may have set, or resume one after `done` batches."""
         loop, loaders = trainer.fit_loop, _loaders_of(trainer)
         epoch = loop.epoch_progress.current.processed
         for loader in loaders:
@@ -117,7 +117,7 @@ class ElaunchCallback(Callback):  # type: ignore[misc]
             set_epoch(loader, epoch)
         self._orders.begin(loaders, done)
         if done or loop.is_resuming or not epoch:
-            # Lightning takes the iterators that it made before.
+            # Lightning would use the iterators that it made before.
             iter(loop._data_fetcher)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -126,33 +126,33 @@ class ElaunchCallback(Callback):  # type: ignore[misc]
         self._kept.step_begin()
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """From here on optimizer, schedulers, scaler and loops change."""
+        """Begin the commit: optimizer, schedulers, scaler and loops change."""
         self._kept.commit_begin()
 
     def end_step(self, trainer: Any) -> None:
-        """All of them have changed, and the callbacks, if gradients were not only accumulated."""
+        """End the commit, with the callbacks' changes; none if gradients were only accumulated."""
         if self._kept.is_committing:
             self._state.update(_state_of(trainer), repeats=_can_repeat_end(trainer))
             self._kept.step_end()
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """A validation that is made again draws the same, whatever its loaders have drawn."""
+        """Make a repeated validation draw the same, whatever its loaders have drawn."""
         self.on_validation_end(trainer, pl_module)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """What a validation draws changes no step."""
+        """Undo what a validation drew: it must change no step."""
         if self._keeper is not None:
             self._keeper.redraw()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """A mean that a callback compares may be one over a part of the epoch."""
+        """Log which monitored means are over a part of the epoch only."""
         if self._is_within and trainer.is_global_zero:
             for one in _monitored_means(trainer):
                 _log(f"{one}: in epoch {trainer.current_epoch} that is the mean over the steps since the restart")
         self._is_within = False
 
     def _note(self, trainer: Any) -> None:
-        """Once after each step: keep what callbacks have done since, unless a restart lets them do it again."""
+        """Once after each step: record what callbacks have done since, unless a restart repeats it."""
         if self._noted != self._kept.step and not self._state["repeats"]:
             self._noted = self._kept.step
             self._state.update(_outside_of_steps(trainer))
@@ -163,7 +163,7 @@ class ElaunchCallback(Callback):  # type: ignore[misc]
         self._kept.close()
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """The same, if the restored training was over, and no loop has run."""
+        """Close the Keeper if the restored training was over, and no loop has run."""
         self._kept.close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
@@ -205,7 +205,7 @@ class _Orders:
             order.over(loader)
 
     def begin(self, loaders: list[Any], done: int) -> None:
-        """The epoch begins, or after `done` batches the one that another process began."""
+        """Begin an epoch, or resume another process's after `done` batches."""
         self._orders = self._orders or [EpochOrder() for _ in loaders]
         for order, loader in zip(self._orders, loaders, strict=True):
             order.begin(loader, done)
@@ -220,7 +220,7 @@ class _Orders:
 
 
 class _CallbackRecord:
-    """A state as an object: it may change between two steps."""
+    """A state as an object, which may change between two steps."""
 
     def __init__(self, state: dict[str, Any]) -> None:
         self._state = state
@@ -233,10 +233,10 @@ class _CallbackRecord:
 
 
 def _state_of(trainer: Any) -> dict[str, Any]:
-    """Where the loops are, and the states of the other callbacks."""
+    """The loops' progress, and the states of the other callbacks."""
     loop = trainer.fit_loop
     loops = loop.state_dict()
-    # Each rank has another position there.
+    # It differs between ranks.
     loops["state_dict"].pop("combined_loader", None)
     return {
         "loops": loops,
@@ -259,7 +259,7 @@ def _validates_next(trainer: Any) -> bool:
 def _can_repeat_end(trainer: Any) -> bool:
     """Whether a validation or the end of the epoch follows this step, and a restart can make it again.
 
-    It cannot if a callback compares a mean over the epoch's steps, which is not there after a restart.
+    It cannot if a callback compares a mean over the epoch's steps, which a restart loses.
     """
     is_end = trainer.fit_loop.epoch_loop._num_ready_batches_reached()
     return (is_end or _validates_next(trainer)) and not _monitored_means(trainer)
@@ -274,7 +274,7 @@ def _monitored_means(trainer: Any) -> list[str]:
 
 
 def _load_loops(loop: Any, state: dict[str, Any], *, repeats_end: bool) -> None:
-    """Let the loops continue after that state, which is of the end of a batch."""
+    """Resume the loops after that state, which is of the end of a batch."""
     state = cloned(state)
     batches, epochs = state["epoch_loop.batch_progress"], state["epoch_progress"]
     if repeats_end:
@@ -316,7 +316,7 @@ def _loaders_of(trainer: Any) -> list[Any]:
         require_skippable(loader)
         if combined._mode == "max_size_cycle" and len(loader) < len(combined):
             raise ValueError(
-                f"of the training's loaders one has {len(loader)} batches, and an epoch {len(combined)}: Lightning "
+                f"one of the training's loaders has {len(loader)} batches, and an epoch {len(combined)}: Lightning "
                 "begins it again within the epoch, which a restart could not repeat; use loaders of the same length, "
                 'or CombinedLoader(…, mode="min_size") or "max_size"'
             )

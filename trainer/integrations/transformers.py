@@ -28,7 +28,7 @@ _RECORDED = (
 class ElaunchTrainerCallback(TrainerCallback):  # type: ignore[misc]
     """Keeps model, optimizer, scheduler and the Trainer's record; `options` are the Keeper's (`checkpoints=…`).
 
-    After a restart the Trainer passes over the batches of the complete steps without loading them. The first loss that
+    After a restart the Trainer skips the batches of the complete steps without loading them. The first loss that
     it logs then is the mean since the restored step.
     """
 
@@ -65,7 +65,7 @@ class ElaunchTrainerCallback(TrainerCallback):  # type: ignore[misc]
         self._resumed_epoch, self._done = divmod(self._restored, steps)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, *, train_dataloader: Any, **_: Any) -> None:
-        """Pass over what is done."""
+        """Skip what is done."""
         self._epoch += 1
         base = getattr(train_dataloader, "base_dataloader", train_dataloader)
         if self._epoch < self._resumed_epoch:
@@ -83,11 +83,11 @@ class ElaunchTrainerCallback(TrainerCallback):  # type: ignore[misc]
         self._kept.step_begin()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """From here on optimizer, scheduler, scaler and record change."""
+        """Begin the commit: optimizer, scheduler, scaler and record change."""
         self._kept.commit_begin()
 
     def on_step_end(self, args: Any, state: Any, control: Any, *, train_dataloader: Any, **_: Any) -> None:
-        """All of them have changed."""
+        """Correct the epoch, and end the commit."""
         batches, steps = _epoch_of(train_dataloader, args)
         in_epoch = state.global_step - self._epoch * steps
         # The Trainer counts from the first batch that it gets.
@@ -95,17 +95,17 @@ class ElaunchTrainerCallback(TrainerCallback):  # type: ignore[misc]
         self._kept.step_end()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """What an evaluation draws does not count: it is not made again after a restart."""
+        """Undo what an evaluation drew: a restart does not repeat it."""
         self._kept.redraw()
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """An epoch without a batch, since it was done before, is not the end of the training."""
+        """Continue after an epoch without a batch, which was done before."""
         if self._epoch < self._resumed_epoch:
             control.should_training_stop = state.global_step >= state.max_steps
             control.should_log = control.should_evaluate = control.should_save = False
 
     def on_log(self, args: Any, state: Any, control: Any, *, logs: dict[str, Any], **_: Any) -> None:
-        """The Trainer divides its first loss by all steps, and has summed those since the restart."""
+        """Correct the first loss: a sum since the restart, which the Trainer divides by all steps."""
         if self._restored and state.global_step > self._restored and ("loss" in logs or "train_loss" in logs):
             name = "loss" if "loss" in logs else "train_loss"
             logs[name] *= state.global_step / (state.global_step - self._restored)
@@ -147,7 +147,7 @@ def _require_possible(args: Any, state: Any, scheduler: Any, batches: int) -> No
     if batches % each:
         raise ValueError(
             f"an epoch has {batches} batches, and gradient_accumulation_steps is {each}: the Trainer would leave out "
-            f"the last {batches % each} after a restart; choose dataset and batch size such that it divides"
+            f"the last {batches % each} after a restart; choose dataset and batch size so that it divides"
         )
     if state.global_step:
         raise ValueError(

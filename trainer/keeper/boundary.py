@@ -29,7 +29,7 @@ _SAME_REQUEST_S = 1.0
 
 
 class StopRequest:
-    """Within the `with` block the first signal is only noted, in `signum` (0 until then).
+    """Within the `with` block the first signal is only recorded, in `signum` (0 until then).
 
     Each rank may get the signal in another step, so no rank acts alone: the ranks combine their notes and stop
     together, by SystemExit. If the block ends in another way, the signal is raised again for the handler that is active
@@ -38,7 +38,7 @@ class StopRequest:
     that runs. `clock_s` is the time (monotonic); `end` is how a later signal ends the process.
     """
 
-    # Those of this process that have signals, and whose blocks are not left; the handlers before the first of them.
+    # Those of this process that have signals and are inside their blocks; the handlers before the first of them.
     entered: ClassVar[list[StopRequest]] = []
     before: ClassVar[dict[int, Any]] = {}
 
@@ -58,7 +58,7 @@ class StopRequest:
         return self
 
     def install(self) -> None:
-        """Take the signals, also if a library has put its own handlers in place since the block was entered."""
+        """Install the handlers, also over those that a library has installed since the block was entered."""
         for number in self._signals:
             handler = signal.signal(number, _note)
             if handler is not _note and self not in self.entered:
@@ -70,7 +70,7 @@ class StopRequest:
         if self._signals:
             self.entered.remove(self)
         if self.entered:
-            # It has noted the signal too, and restores its handler.
+            # Another block has recorded the signal too, and restores its handler.
             return
         for number in [*self.before]:
             if number in self._signals or signal.getsignal(number) is _note:
@@ -101,7 +101,7 @@ def _note(signum: int, frame: FrameType | None) -> None:
         signal.raise_signal(signum)
     for request in entered:
         if os.getpid() != request.pid:
-            # A forked child has inherited this handler, and the signal is meant to end the child.
+            # A forked child has inherited this handler, and the signal should end the child.
             request.end_now(signum)
         request.note(signum)
 
@@ -121,7 +121,7 @@ def _free_signals() -> list[signal.Signals]:
     return [signal.SIGTERM, signal.SIGINT, *unhandled]
 
 
-# The way out for ranks that have different numbers of batches.
+# The advice to ranks that have different numbers of batches.
 EVEN = (
     "give all ranks the same number of batches: next(batches) of Batches(loader) continues with the next epoch, and "
     "DistributedSampler repeats samples, or leaves out the last ones (drop_last=True)"
@@ -147,7 +147,7 @@ class StopReason(IntEnum):
         return {
             StopReason.JOIN: "for nodes that join",
             StopReason.LEAVE: "on a request to leave",
-            StopReason.INTERRUPT: "as it was interrupted",
+            StopReason.INTERRUPT: "because it was interrupted",
         }[self]
 
 
@@ -235,8 +235,8 @@ class Boundary:
 class SyncPoint:
     """The sync points of one training, from the restored step on. A pace decides when snapshots are due.
 
-    A checkpoint is written every `checkpoint_every` steps; if one is overdue, at the first sync point. There is one
-    after each multiple of these and of `verify_every`.
+    A checkpoint is written every `checkpoint_every` steps; if one is overdue, at the first sync point. A sync point
+    follows each multiple of these and of `verify_every`.
     """
 
     def __init__(
@@ -257,12 +257,12 @@ class SyncPoint:
         self._schedule = SyncSchedule(state.version.step, multiples)
 
     def begin(self, total: int) -> None:
-        """A loop up to step `total` begins: the time between it and the loop before is not that of a step."""
+        """A loop up to step `total` begins: the time since the loop before is not that of a step."""
         self._total = total
         self._schedule.leave(self._state.version.step, time.monotonic())
 
     def is_now(self) -> bool:
-        """Whether this boundary is a sync point. To be called once at each; the same on all ranks."""
+        """Whether this boundary is a sync point. Call it once at each; the same on all ranks."""
         is_agreed = self._schedule.reached(self._state.version.step, time.monotonic())
         return is_agreed or self._state.has_failed_copy
 
@@ -272,7 +272,7 @@ class SyncPoint:
         return 0 < self._total <= step or step >= self._schedule.next
 
     def run(self) -> StopReason:
-        """Make what is due. Returns why all ranks stop now instead, if they do. Collective."""
+        """Make the copies that are due. Returns why all ranks stop now instead, if they do. Collective."""
         step = self._state.version.step
         if self._schedule.steps:
             self._pace.step_took(self._schedule.step_s, self._schedule.steps)
@@ -309,7 +309,7 @@ class SyncPoint:
         return agreed
 
     def _is_due(self, step: int) -> bool:
-        """Whether this rank proposes a snapshot. A given distance holds between copies too; else copies are enough."""
+        """Whether this rank proposes a snapshot. A given interval holds between copies too; else copies are enough."""
         copied = self._copies.copied_step
         if self._pace.is_fixed:
             if copied:
@@ -320,7 +320,7 @@ class SyncPoint:
     def _due(self, step: int, *, has_snapshot: bool, is_refused: bool) -> Iterator[int]:
         """The steps after which this rank has something to do that must not wait for a later sync point."""
         if self._copies.steps.is_off:
-            # There are snapshots at comparisons only, which are after multiples.
+            # Snapshots are made at verifications only, which follow multiples.
             return
         if is_refused:
             yield step + 1
@@ -333,7 +333,7 @@ class SyncPoint:
 class Loops:
     """The loops of this process, each named by the step that it counts up to.
 
-    `path` lists the loops that were left, each with the step after which that was, in the node's memory; None without
+    `path`, in the node's memory, lists the loops that were left, with the step after which each was left; None without
     such a memory. After a restart all ranks create it together.
     """
 
@@ -348,14 +348,14 @@ class Loops:
         self._is_leaving = False
 
     def begin(self, total: int, step: int) -> bool:
-        """A loop up to `total` begins after `step`. Returns whether it has steps to give.
+        """A loop up to `total` begins after `step`. Returns whether it has steps left.
 
         The first one that an earlier process left has none. Raises ValueError if an earlier loop of this process has
         reached `total`.
         """
         if total <= self._reached:
             raise ValueError(
-                f"steps({total}) has nothing to do: an earlier loop of this program has come to step {self._reached}, "
+                f"steps({total}) has nothing to do: an earlier loop of this program has reached step {self._reached}, "
                 "and `total` counts the steps of the whole training. Epochs are `for epoch, steps in "
                 f"keeper.epochs(how_many, {total}):`, and in it `for step in steps:`"
             )
@@ -378,14 +378,14 @@ class Loops:
             self._reached = max(self._reached, total)
 
     def left(self, total: int, step: int) -> None:
-        """The loop up to `total` was left after `step`, by `break`, `return` or an exception: `settle` knows which.
+        """The loop up to `total` was left after `step`, by `break`, `return` or an exception: `settle` decides which.
 
         An exception closes a generator as `break` does, so nothing is written before.
         """
         self._left[total], self._is_leaving = step, True
 
     def settle(self, *, has_left: bool) -> None:
-        """The program is past the loop that was left last, or without `has_left` an exception has come from it."""
+        """Record the loop that was left last, once the program is past it; without `has_left` an exception left it."""
         if self._is_leaving and has_left:
             self._write()
         self._is_leaving = False

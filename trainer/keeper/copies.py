@@ -1,4 +1,4 @@
-"""Makes and restores all copies of a training's state: in this node's memory, on other nodes, on the disk."""
+"""Makes and restores all copies of a training's state: in this node's memory, on other nodes, on disk."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Copies:
         self._node_memory = None
         # Whether this rank decides when the snapshots of its node are due.
         self.paces = False
-        # Of the ranks of this group: the job may have others on the node, of another role.
+        # The nodes of this group's ranks: the job may have others on the node, of another role.
         self._nodes = peers.all_gather(node_of(Path(folder)) if folder else "")
         if folder:
             layout, self.paces = training.layout(), self._nodes.index(self._nodes[peers.rank]) == peers.rank
@@ -76,7 +76,7 @@ class Copies:
             name = f"{name}-{place.rank}" if peers.world_size == 1 < place.world_size else name
             whose = peers.rank, place.world_size
             self._node_memory = NodeMemory(Path(folder), name, layout, *whose, reports=self.paces, log=log)
-        # For the loops that were left.
+        # The file of `boundary.Loops`.
         self.loops_path = Path(folder, f"{name}.left") if folder else None
         self._parts: ShardedMemory | None = None
         if training.is_in_parts and all(self._nodes):
@@ -84,7 +84,7 @@ class Copies:
             parts.mkdir(mode=0o700, exist_ok=True)
             self._parts = ShardedMemory(parts, peers, log, generation=place.generation)
         self._records = None if self._node_memory is None else self._node_memory.records(peers.rank)
-        # If there was no room once, it is not tried again.
+        # Once memory was full, storing is not retried.
         self._has_room = True
         self._mirror = self._mirrored()
         # If a state needs the records of all ranks: `_newest` is the newest snapshot, which some ranks may still lack,
@@ -98,7 +98,7 @@ class Copies:
         self.steps = StepCopies(
             self, training, peers, self._parts, self._every, self._records is not None, self._log_once
         )
-        # Whether the state was checked again when an optimizer had one.
+        # Whether the state was checked again once the optimizers had theirs.
         self._is_checked = False
         self._logged: set[str] = set()
         self.disk = DiskCopies(training, peers, storage, place.generation, log, kept, training_name, folder)
@@ -112,7 +112,7 @@ class Copies:
 
     @property
     def snapshot_every(self) -> int | None:
-        """Steps between two snapshots; None measures.
+        """Steps between two snapshots; None if the measured cost decides.
 
         Training continues while what a rank alone has is sent to another node: until then the snapshot before counts.
         """
@@ -150,7 +150,7 @@ class Copies:
         done = 0 if completed is None else completed.step
         newer_than = -1 if decision is None else decision.version.step
         if decision is not None and not decision.records and any(self._peers.all_gather(self._training.has_buffers)):
-            # A state with new buffers (BatchNorm's) is none of the training's: any whole checkpoint is better.
+            # A state with new buffers (BatchNorm's) is not one of the training: any whole checkpoint is better.
             newer_than = 0
         from_disk = self.disk.restore(newer_than=newer_than, done=done)
         if from_disk is not None:
@@ -181,7 +181,7 @@ class Copies:
             # A state that was restored from elsewhere lacks one copy until then.
             self.snapshot(now)
             version = now
-        # First, since it takes little room, and lost steps are counted by it.
+        # First, since it takes little memory, and lost steps are counted by it.
         self.done(now)
         if self._records is None or self._records.find(version) is None:
             # The copy that was just restored is not overwritten: it may be the only one.
@@ -213,7 +213,7 @@ class Copies:
         return max(found).step, cloned({name: own[name] for name in ("random", "per_rank") if name in own})
 
     def redraw(self, version: Version) -> None:
-        """Store the generators' present states with what `store(version)` has stored."""
+        """Store the generators' current states with what `store(version)` has stored."""
         if self.own.redraw(version) and version in self.steps.versions:
             self.keep(version)
 
@@ -228,7 +228,7 @@ class Copies:
         return None if self._node_memory is None else self._node_memory.completed()
 
     def has_arrived(self) -> bool:
-        """Whether this rank need not wait in `before_snapshot`, and knows of nothing that the last snapshot lacks."""
+        """Whether this rank need not wait in `before_snapshot`, and has stored its part of the last snapshot."""
         is_there = self._mirror is None or self._mirror.has_arrived
         return self._newest is None or (self._is_kept and is_there)
 
@@ -252,7 +252,7 @@ class Copies:
     def snapshot(self, version: Version) -> None:
         """Copy the state to this node's memory: each rank its own part, the node's first rank the replicated part.
 
-        Raises TypeError if the training has made something since that cannot be kept: the copy before stays.
+        Raises TypeError if the training now has something that cannot be kept: the copy before stays.
         """
         if not self._is_checked:
             self._training.require_plain(durably=self.is_durable)
@@ -309,7 +309,7 @@ class Copies:
             self._log_once(f"rank {self._peers.rank} keeps no snapshots of its own state: {error.strerror or error}")
             return None
         except NotPlain:
-            # This names the part.
+            # This error names the part.
             self._training.require_plain(durably=self.is_durable)
             raise
 
@@ -335,7 +335,7 @@ class Copies:
             self._has_room = False
             self._log(str(error))
         except NotPlain:
-            # This names the part.
+            # This error names the part.
             self._training.require_plain(durably=self.is_durable)
             raise
         except OSError as error:
@@ -353,7 +353,7 @@ class Copies:
     def wait_for_part(self, step: int) -> None:
         """If a thread is writing this rank's part of the state, report that to the agent, and wait until it is written.
 
-        Only for as long as writing takes: on a GPU it may wait for a peer that has failed.
+        The wait is bounded: on a GPU the thread may wait for a peer that has failed.
         """
         for slot in () if self._parts is None else self._parts.being_written:
             link.saving(step)
@@ -370,12 +370,12 @@ class Copies:
         # This rank has stored what it alone has of these.
         own = [self._full, self._newest if self._is_kept else None, *self.steps.versions]
         kept = self._node_memory.versions()
-        # As `decide` does: without a copy of which the large part is there too, the large part is lost.
+        # As `decide` does: without a copy whose large part exists too, the large part is lost.
         kept = [each for each in kept if self._training.has_large and each in own] or kept
         return max(kept).step if kept else 0
 
     def discard_replicated(self, version: Version) -> None:
-        """Declare this node's copy of that version torn."""
+        """Mark this node's copy of that version as torn."""
         if self._node_memory is not None:
             self._node_memory.discard(version)
 

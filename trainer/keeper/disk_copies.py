@@ -1,4 +1,4 @@
-"""Writes and restores the durable copies of a training's state: its checkpoints, and the last of all."""
+"""Writes and restores the durable copies of a training's state: its checkpoints, also the final one."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from elaunch.trainer.state.training_state import Training
 # The errors for which nothing can be written until somebody repairs them.
 _LASTING = {getattr(errno, f"E{name}") for name in ("ACCES", "PERM", "ROFS", "NOTDIR", "EXIST", "NAMETOOLONG", "NOENT")}
 
-# Seconds before each new try of the last checkpoint.
+# The backoff before each retry of the last checkpoint, in seconds.
 _AGAIN_S = (1, 2, 4, 8, *(5,) * 9)
 
 
 class NotDurable(OSError):
-    """All steps are done, but every try to write the last checkpoint failed. Raised on all ranks."""
+    """All steps are done, but every attempt to write the last checkpoint failed. Raised on all ranks."""
 
 
 class DiskCopies:
@@ -70,7 +70,7 @@ class DiskCopies:
     def _require_writable(self, storage: Storage) -> None:
         """Log why no checkpoint can be written. Raises ValueError on all ranks, at the job's start, if that stays so.
 
-        Later there may be a state in memory. Of a state in parts each rank writes its own.
+        Later there may be a state in memory. Each rank writes its part of a state in parts.
         """
         failed: tuple[str, bool] = ("", False)
         if self._peers.leads or self._training.is_in_parts:
@@ -114,7 +114,7 @@ class DiskCopies:
             raise ValueError(text)
 
     def _claimed(self, storage: Storage, name: str, path: Path | None) -> Claim:
-        """The job's claim on the checkpoints. Raises NotOurs on all ranks. `path` keeps what identifies the job."""
+        """The job's claim on the checkpoints. Raises NotOurs on all ranks. `path` holds the job's identity."""
         known = path.read_text() if path is not None and path.exists() else ""
         jobs = [each for each in self._peers.all_gather(known) if each]
         job = jobs[0] if jobs else self._peers.broadcast(secrets.token_hex(8))
@@ -139,8 +139,8 @@ class DiskCopies:
     def restore(self, *, newer_than: int, done: int) -> tuple[Version, int] | None:
         """Load the newest checkpoint if its step is newer. Returns its version and the number of repeated steps.
 
-        `done` is the newest step that was completed, as memory says. Raises Unreadable if there may be a checkpoint,
-        and nothing else to continue from.
+        `done` is the newest completed step, from memory. Raises Unreadable if there may be a checkpoint, and nothing
+        else to continue from.
         """
         if self._checkpoints is None or self._storage is None:
             return None
@@ -154,7 +154,7 @@ class DiskCopies:
         if unreached and newer_than < 0:
             raise Unreadable(f"{unreached}; training does not start over while there may be some")
         if unreached:
-            self._log_on_rank_0(f"{unreached}; there is a state in memory, which is taken")
+            self._log_on_rank_0(f"{unreached}; the state in memory is restored")
         if newest <= newer_than:
             self.found = max(0, newest)
             return None
@@ -163,7 +163,7 @@ class DiskCopies:
         except Unreadable as error:
             if newer_than < 0:
                 raise
-            self._log_on_rank_0(f"{error}; there is an older state in memory, which is taken")
+            self._log_on_rank_0(f"{error}; the older state in memory is restored")
             return None
         # It may be an older checkpoint, if the newest was torn.
         self.found = 0 if mark is None else mark.step
@@ -203,7 +203,7 @@ class DiskCopies:
             self._checkpoints.wait()
 
     def leave(self) -> None:
-        """Nothing more will be written, also after an error."""
+        """Stop renewing the claim, also after an error: nothing more will be written."""
         if self._claim is not None:
             self._claim.leave()
 
@@ -233,7 +233,7 @@ class DiskCopies:
                 return
             left_s = sum(_AGAIN_S[number:])
             self._log_on_rank_0(
-                f"{why}; it is the last one, and is tried again for {left_s} s: repair that, or the program fails"
+                f"{why}; it is the last one, and is retried for {left_s} s: repair that, or the program fails"
             )
             for _ in range(again_s):
                 time.sleep(1)
@@ -252,7 +252,7 @@ class DiskCopies:
         if newest is None:
             return "; there is no checkpoint, so the same command starts over"
         where = "there" if newest.step == step else f"the checkpoint of step {newest.step}"
-        return f"; the same command goes on from {where}"
+        return f"; the same command continues from {where}"
 
     def _log_on_rank_0(self, text: str) -> None:
         if self._peers.leads:

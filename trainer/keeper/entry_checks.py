@@ -33,16 +33,16 @@ def entered(name: str, memory: str, checkpoints: str) -> Iterator[None]:
     The copies of a name are in `memory`; without one it is free after the block. Raises ValueError if this process
     holds one of them.
     """
-    # With the process: a forked child does not hold what its parent does. And a restart is another program.
+    # The key has the process: a forked child does not hold what its parent does. A restart is another program.
     program = os.getpid(), os.environ.get("ELAUNCH_GENERATION", "")
     keys = [(*program, f"named {name!r}", memory)]
     keys += [(*program, f"with checkpoints={checkpoints!r}", "")] if checkpoints else []
     for key in keys:
         if _held().get(key) == "left":
             raise ValueError(
-                f"a Keeper {key[2]} has ended in this program, and this one would go on from its last state: give each "
-                "training (a phase, a fold) its own name= and checkpoints=. Two loops of one training belong into one "
-                "`with` block"
+                f"a Keeper {key[2]} has ended in this program, and this one would continue from its last state: give "
+                "each training (a phase, a fold) its own name= and checkpoints=. Two loops of one training belong in "
+                "one `with` block"
             )
         if key in _held():
             raise ValueError(
@@ -65,13 +65,13 @@ def entered(name: str, memory: str, checkpoints: str) -> Iterator[None]:
 
 
 def replaced_options(old: Mapping[str, int | None], lose_at_most: int | None) -> int | None:
-    """What options mean that `lose_at_most` has replaced. Raises TypeError for others."""
+    """`lose_at_most` from the options that it has replaced. Raises TypeError for others."""
     for option, value in old.items():
         if option not in ("snapshot_every", "copy_every", "stop_every"):
             raise TypeError(f"Keeper has no option {option!r}")
         if option != "stop_every" and lose_at_most is None and value is not None:
             lose_at_most = value if value != 1 else 0
-        text = f"lose_at_most={lose_at_most} has the place of {option}={value}: the steps that a failure may take back"
+        text = f"lose_at_most={lose_at_most} replaces {option}={value}: the steps that a failure may take back"
         warnings.warn(text, FutureWarning, stacklevel=3)
     return lose_at_most
 
@@ -90,7 +90,7 @@ def require_group(world_size: int, name: str) -> None:
 
 
 def is_alone() -> bool:
-    """Whether one Keeper is entered, and no other."""
+    """Whether exactly one Keeper is entered."""
     names = [key for key, how in _held().items() if how == "entered" and key[2].startswith("named")]
     return len(names) == 1
 
@@ -103,9 +103,9 @@ def _held() -> dict[tuple[int, str, str, str], str]:
 
 # After the first of these commits the program's objects are noted, and after the other one compared.
 _NOTED_AT, _COMPARED_AT = 1, 4
-# At the first sync points of a job the ranks compare again what they must have alike, and later after so many at least.
+# At a job's first _SYNCS sync points the ranks compare again what must be equal, later at 2^n and n * _SYNCS_APART.
 _SYNCS, _SYNCS_APART = 3, 1024
-# What comes later is searched for repeatedly, in so great a share of the time, and after this at the earliest.
+# Later objects are searched for repeatedly, in at most this share of the time, and at least this far apart.
 _SHARE, _APART_S = 0.001, 1.0
 # The options that a schedule changes.
 _NUMBERS = ("lr", "momentum", "betas", "weight_decay")
@@ -161,7 +161,7 @@ class EntryChecks:
         self._has_begun = False
         # The number of commits at the last evaluation.
         self._evaluated = -1
-        # What this rank drew for a step before a failure, until it has drawn the same for it.
+        # What this rank drew for a step before a failure, until it has drawn the same again.
         self._expected: tuple[int, State] = (0, {})
 
     def enter(self, step: int, before: tuple[int, State]) -> None:
@@ -181,7 +181,7 @@ class EntryChecks:
                 self._unkept.scan()
 
     def commit_begins(self, step: int) -> None:
-        """Name a scheduler that was stepped since the last commit, and a program without `step_begin`."""
+        """Warn of a scheduler that was stepped since the last commit, and of a loop without `step_begin`."""
         if not self._has_begun and not self.is_others:
             self._warn("loop", _NO_LOOP)
         self._compare(step - 1, self._counts)
@@ -217,12 +217,12 @@ class EntryChecks:
             self._again_s = begun_s + max(_APART_S, took_s / _SHARE)
 
     def step_begins(self, step: int) -> None:
-        """Name options that have changed since the commit of `step`. What the next step sets is set again."""
+        """Warn of options that have changed since the commit of `step`. What the next step sets is set again."""
         self._has_begun = True
         if self._evaluated == self._commits:
             self._check_weights()
         if self._commits and (self._evaluated != self._commits or not self._training.shares_buffers):
-            # DDP gives all ranks those of rank 0 before any pass.
+            # DDP broadcasts those of rank 0 before any pass.
             self._check_buffers()
         self._compare(step, lambda: self._counts() | self._settings())
 
@@ -265,7 +265,7 @@ class EntryChecks:
             self._expected = (0, {})
 
     def _are_alike(self, one: State, other: State) -> bool:
-        """Whether a rank has drawn and fetched the same, as far as nothing else counts there."""
+        """Whether a rank has drawn and fetched the same; of `per_rank` only batches and generators count."""
         if not equal(one["random"], other["random"]):
             return False
         if self._training.per_rank is None or "per_rank" not in one:
@@ -276,9 +276,9 @@ class EntryChecks:
     def watch(
         self, stack: contextlib.ExitStack, check_weights: Callable[[], None], check_buffers: Callable[[], None]
     ) -> None:
-        """Until `stack` is left, `check_weights` when an evaluation begins, and when the next step does.
+        """Until `stack` closes, call `check_weights` when an evaluation begins, and when the next step does.
 
-        Each step begins with `check_buffers`. Another optimizer's steps are seen immediately.
+        Each step begins with `check_buffers`. Steps of another optimizer are detected immediately.
         """
         self._check_weights, self._check_buffers = check_weights, check_buffers
         if self._peers.leads:
@@ -296,7 +296,7 @@ class EntryChecks:
                 stack.callback(inner.register_forward_pre_hook(before_forward).remove)
 
     def sync_point(self, step: int) -> None:
-        """Search again for state that is not kept, and compare what all ranks must have alike. Collective.
+        """Search again for state that is not kept, and compare what must be equal on all ranks. Collective.
 
         A program may begin an average, or make another optimizer, in mid-training.
         """
@@ -370,12 +370,12 @@ class EntryChecks:
             options = ({key: value for key, value in its.items() if key[:5] != "param"} for its in one.param_groups)
             parts[f"{name}.param_groups"] = [*options]
             if not (is_later or training.is_in_parts):
-                # A state has its parameters by their numbers.
+                # An optimizer's state has parameters by number.
                 order = [[numbers.get(id(weight)) for weight in group["params"]] for group in one.param_groups]
                 parts[f"{name}.order of parameters"] = repr(order)
             is_own = has_parts or training.has_names_of_its_own
             if not (is_own or training.has_zero or (is_later and not training.is_in_parts)):
-                # With FSDP what is no DTensor.
+                # With FSDP what is not a DTensor.
                 parts[f"{name}.state"] = [*getattr(one, "state", {}).values()]
         for name in ("scheduler", "scaler") if self.is_others else ("scheduler", "scaler", "extra"):
             of_name = several(self._kept[name])

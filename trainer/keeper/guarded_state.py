@@ -28,8 +28,8 @@ _WATCH_S = 1.0
 class GroupWatch:
     """Within the `with` block a thread polls `status` once a second, and calls `save` when a collective has failed.
 
-    There is no thread if no group has a status. With `warns` it first logs which settings contradict each other. Raises
-    ValueError for settings under which steps could be wrong.
+    There is no thread if no group has a status. With `warns` it first logs the warning of `require_reported_aborts`,
+    which may raise ValueError.
     """
 
     def __init__(
@@ -69,22 +69,22 @@ class GroupWatch:
                 return
 
 
-# The agent kills a worker as soon as all of it is saved, and that takes up to `--stop-grace`.
+# The agent kills a worker once its state is saved, which takes up to `--stop-grace`.
 _END_S = 30.0
 _LEFT = 143
 # If another worker has completed a step, this worker completes it within milliseconds or never.
 _ARRIVAL_S = 0.3
 _POLL_S = 0.001
-# How long a rescue waits for a commit: so long, and so many times as long as the longest commit took. A commit that
-# takes longer waits for the failed peer, in a collective within `optimizer.step`.
+# A rescue waits for a commit this long, plus this many times the longest commit so far. One that takes longer waits for
+# the failed peer, in a collective within `optimizer.step`.
 _COMMIT_S = 1.0
-# So many first commits of a process are checked, then those of steps that may be copied: one in a second at least.
-_CHECKED = 16
 _COMMITS = 3
+# The first commits of a process are checked, then those of steps that may be copied: at least one a second.
+_CHECKED = 16
 
 
 class GuardedState:
-    """The state of `training`, which the training's thread changes and two threads copy: that one and the link's."""
+    """The state of `training`. The training's thread changes it; that one, the link's and `GroupWatch`'s copy it."""
 
     def __init__(self, training: Training, generation: int, rehearsal: Rehearsal | None = None) -> None:
         self._training, self._generation, self._rehearsal = training, generation, rehearsal
@@ -99,7 +99,7 @@ class GuardedState:
         self.is_changing = False
         self._is_stored = self._has_reported_draws = False
         self._commits = 0
-        # Whether what the last commit has made was checked: whether a restart can bring it back.
+        # Whether it was checked that a restart can restore what the last commit has made.
         self.is_checked = True
         self._guard = MutationGuard(training.live_tensors)
         # Called with the step that a checked commit begins to complete.
@@ -114,7 +114,7 @@ class GuardedState:
         self.has_failed_copy = False
 
     def _be_at(self, version: Version) -> None:
-        # And the version that the next commit makes.
+        # `next_version` is the one that the next commit makes.
         self.version, self.next_version = version, Version(self._generation, version.step + 1)
 
     def restored(
@@ -135,7 +135,7 @@ class GuardedState:
     def may_be_copied(self) -> bool:
         """Whether a snapshot may be taken at this boundary: nothing has changed the state since the commit.
 
-        The ranks of a node whose replicated state is not copied need not know.
+        Ranks that copy no replicated state skip the check.
         """
         if not (self._copies.paces or self._training.is_in_parts):
             return True
@@ -149,7 +149,7 @@ class GuardedState:
         self._report_changes()
 
     def check_buffers(self) -> None:
-        """The next step begins: its passes alone change buffers."""
+        """The next step begins: report buffers that have changed since the commit."""
         if warning := self._copies.own.changed_buffers(self.version.step):
             self._report(warning)
 
@@ -177,7 +177,7 @@ class GuardedState:
         if left := self._left.commit_begins(self.next_version.step):
             link.refuse(left)
             raise RuntimeError(left)
-        # Where no gradient has come to the first parameter.
+        # If no gradient has reached the first parameter, no hook has done this.
         self._copies.own.store_changed(self.next_version)
         if self.copies_next:
             # Outside the lock: this waits for all ranks, and one of them may be dead.
@@ -253,7 +253,7 @@ class GuardedState:
             self._lock.release()
 
     def _require_kept(self, otherwise: str) -> None:
-        """Raise TypeError if a restart could not bring back what the commit has made, or the program has set."""
+        """Raise TypeError if a restart could not restore what the commit has made, or the program has set."""
         if why := self._training.unkept_value(durably=self._copies.is_durable) or self._training.refusal():
             self._refuse(f"{otherwise}: {why}")
         self.is_checked = True
@@ -310,7 +310,7 @@ class GuardedState:
         """
         if not self._is_restored:
             return
-        # The agent ends this process as soon as it learns that all is saved.
+        # The agent ends this process once all is reported as saved.
         self._copies.wait_for_part(self.version.step)
         if not self._copies.can_rescue:
             return

@@ -20,13 +20,13 @@ from elaunch.trainer.state.tree import is_shard, some, tensors_in
 def hook_backward(
     model: nn.Module, store: Callable[[], object], at_end: Callable[[], object] = tuple
 ) -> Callable[[], None]:
-    """Let `store` run in each training backward pass, before any other rank can complete the step without this one.
+    """Run `store` in each training backward pass, before any other rank can complete the step without this one.
 
     That is when the pass reaches what the forward pass of `model` returned: the loss is computed, and no gradient of
-    `model` has been reduced. If no gradient reaches that, `store` runs after the forward pass. If parts of `model` are
-    called past the wrapper, it runs when the gradient of the first parameter is there, which is the last to be reduced.
+    `model` has been reduced. If the outputs have no graph, `store` runs after the forward pass. If parts of `model` are
+    called directly, it runs once the gradient of the first parameter, the last to be reduced, is computed.
     Else `at_end` runs then: gradient checkpointing has run all forward passes again, which may change buffers.
-    Returns a function that takes the hooks back.
+    Returns a function that removes the hooks.
     """
     is_stored, inner = False, unwrap(model)
 
@@ -40,7 +40,7 @@ def hook_backward(
             return
         if found := [tensor for _, tensor in tensors_in(outputs) if tensor.grad_fn is not None]:
             if len(found) == 1:
-                # A hook for several takes several times as long.
+                # A hook on several tensors takes several times as long.
                 found[0].register_hook(reached)  # type: ignore[no-untyped-call]
             else:
                 register_multi_grad_hook(found, reached, mode="any")
@@ -64,16 +64,16 @@ def hook_backward(
     return remove
 
 
-# A hook for each parameter costs time. After these commits a few are enough to see that accumulation begins later.
+# A hook for each parameter costs time. After these commits a few are enough to detect accumulation that begins later.
 _COMMITS = 8
 _WATCHED = 2
 
 
 class LeftGradients:
-    """Checks the gradients of all parameters of `optimizers` at the first commits, later at those of a few.
+    """Checks the gradients of all parameters of `optimizers` at the first commits, later those of a few.
 
-    One that a commit leaves may be zeroed before it is used again, as at the beginning of the next step. So it counts
-    when the next one is about to be added to it. FSDP1's gradients are not seen.
+    A gradient that a commit leaves may be zeroed before it is used again, as at the beginning of the next step. So it
+    counts when the next one is about to be added to it. FSDP1's gradients are not checked.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Any], called: Sequence[nn.Module] = ()) -> None:
@@ -103,7 +103,7 @@ class LeftGradients:
         )
 
     def commit_ended(self) -> None:
-        """Remember the gradients that are left."""
+        """Record the gradients that are left."""
         self._commits += 1
         if self._commits == _COMMITS:
             apart = max(1, len(self._parameters) // _WATCHED)
@@ -118,14 +118,14 @@ class LeftGradients:
     def backward_begins(self, called: nn.Module) -> None:
         """FSDP2 calls no hooks of its parameters, and adds to their gradients later in the backward pass."""
         own = self._sharded[id(called)]
-        # After a forward pass that made no graph it is no backward pass that begins.
+        # Also called after a forward pass that made no graph, where no backward pass begins.
         begins = own and self._left and torch._C._current_graph_task_id() != -1
         for parameter in self._parameters if begins else ():
             if id(parameter) in own:
                 self._before_sum(parameter, parameter)
 
     def remove(self) -> None:
-        """Take all hooks back."""
+        """Remove all hooks."""
         self._left = {}
         for handle in self._handles:
             handle.remove()
@@ -144,13 +144,13 @@ class LeftGradients:
 
 
 def _part(gradient: Tensor) -> Tensor:
-    """What FSDP2 adds to: this rank's part, which counts its own changes."""
+    """This rank's part, to which FSDP2 adds, and which has its own version counter."""
     part: Tensor = getattr(gradient, "_local_tensor", gradient)
     return part
 
 
 class Steps(Protocol):
-    """What the hooks call of a Keeper, which imports them."""
+    """The methods of a Keeper that the hooks call; its module imports this one."""
 
     @property
     def step(self) -> int: ...
@@ -180,7 +180,7 @@ class OptimizerHooks:
                 "commit_by_hooks cannot see the steps that a GradScaler skips: put scaler.step() and scaler.update() "
                 "into `with keeper.commit():`, or train in bfloat16, which needs no scaler"
             )
-        # Without them the state is complete with the optimizers' steps.
+        # Without a scheduler and `extra` the state is complete after the optimizers' steps.
         self._has_more = training.has_scheduler_or_extra
         self._stepped: list[int] = []
         self._evaluated_step = -1
@@ -189,7 +189,7 @@ class OptimizerHooks:
             self._handles += [one.register_step_pre_hook(self._before), one.register_step_post_hook(self._after)]
 
     def remove(self) -> None:
-        """Take all hooks back."""
+        """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -224,7 +224,7 @@ class OptimizerHooks:
             self._evaluated_step = self._keeper.step
             return
         if self._redraws and self._evaluated_step == self._keeper.step:
-            # It is not made again after a restart.
+            # The evaluation is not repeated after a restart.
             self._keeper.redraw_once()
         self._keeper.step_begin()
 

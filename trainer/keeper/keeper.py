@@ -159,7 +159,7 @@ class Keeper:
             version = self._copies.begin(self._copies.restore())
             self._random, self._is_random_due = self._training.random.capture(), True
             self._restored_step = version.step
-            # Once for the job: a restart has no time for it.
+            # Logged once per job, by one rank.
             is_first = self._peers.leads and not is_restart
             self._checks = EntryChecks(
                 *(self._training, self._kept, self._peers, Path(memory, f"{self._name}.said") if memory else None),
@@ -189,7 +189,7 @@ class Keeper:
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         if error is None and self._total is not None:
-            # Whatever holds the generator, its loop was left.
+            # The loop was left, whatever still refers to its generator.
             self._loops.left(self._total, self.step)
         self._loops.settle(has_left=error is None)
         self._is_entered, self._total = False, None
@@ -203,10 +203,10 @@ class Keeper:
         self._stack.__exit__(kind, error, where)
 
     def restore(self) -> int:
-        """Enter the keeper without a `with` block, for loops that belong to others. Returns the last complete step.
+        """Enter the keeper without a `with` block, for loops of other libraries. Returns the last complete step.
 
-        `close` leaves it. If the program ends without `close`, as by an exception that was not caught, the last
-        complete step is kept in memory then.
+        `close` leaves it. If the program ends without `close`, as by an uncaught exception, the last complete step is
+        kept in memory then.
         """
         self._is_open = True
         self.__enter__()
@@ -228,8 +228,8 @@ class Keeper:
 
         A step begins with the random states at the end of the step before. What the program draws between a commit and
         the next step (in an evaluation, for a DataLoader's seed) comes from states that only depend on these. A loop
-        that was left by `break` has no steps after a restart either. Raises ValueError if an earlier loop has come to
-        `total` already, or `total` is no whole number.
+        that was left by `break` has no steps after a restart either. Raises ValueError if an earlier loop has reached
+        `total`, or `total` is no whole number.
         """
         if not _is_count(total, 0):
             raise ValueError(f"steps({total!r}): the total is a whole number, 0 or more")
@@ -268,7 +268,7 @@ class Keeper:
 
     @contextlib.contextmanager
     def loop(self, total: int) -> Iterator[bool]:
-        """A loop up to step `total`; whether it has steps is in the context."""
+        """A loop up to step `total`; yields whether it has steps."""
         has_steps = self._loops.begin(total, self.step)
         self._begun_step = -1
         self._sync.begin(total)
@@ -287,11 +287,11 @@ class Keeper:
             if self._is_entered and not self._state.is_changing:
                 self._training.settings.note(is_whole=False)
                 if is_alone():
-                    # What comes after the loop is done again if that is where a failure comes.
+                    # A failure after the loop repeats what follows the loop.
                     self._training.random.step_aside(self._random, self.step)
 
     def step_begin(self) -> None:
-        """The boundary between two steps: at a sync point, obeys a request to stop, and makes what is due.
+        """The boundary between two steps: at a sync point, stops if requested, and makes what is due.
 
         All ranks call it between two commits, as `steps` does; further calls before the next commit do nothing. The
         first call after a restore also calls `restore_random`, unless that was called before. Raises Stopped.
@@ -388,7 +388,7 @@ class Keeper:
         return self._state.is_changing
 
     def commit_begin(self) -> None:
-        """`commit` for loops that call back: all gradients are there, and the state changes until `step_end`."""
+        """`commit` for loops with callbacks: all gradients are complete, and the state changes until `step_end`."""
         self._state.begin()
 
     def step_end(self) -> bool:
@@ -403,8 +403,8 @@ class Keeper:
         """From now on `optimizer.step` commits automatically, and each training forward pass begins a step that is due.
 
         `module` is what the loop calls, if that is not `model`. With `draws_again` the loop draws an epoch's order
-        again before its first step, and the random states are restored after that. Raises ValueError if hooks cannot
-        be right.
+        again before its first step, and the random states are restored after that. Raises ValueError with a scaler, and
+        for several models without `module`.
         """
         if module is None:
             if len(self._training.models) > 1:
@@ -460,7 +460,7 @@ class Keeper:
             self._boundary.flush()
             self._state.give_up()
             self._copies.disk.leave()
-        # After an error the end of the process closes them. Then the agent learns first which rank has failed.
+        # After an error only the exit of the process closes them, so that its failure is reported first.
         if error is None or isinstance(error, Stopped):
             self._copies.close()
             self._peers.close()

@@ -11,25 +11,25 @@ from torch.cuda import is_current_stream_capturing
 from elaunch.trainer.state.live_tensors import LiveTensors
 from elaunch.trainer.state.tree import equal, some
 
-# torch counts the changes of a tensor. `tensor.data = other` counts nothing, and gives the tensor other memory. A
-# change through `tensor.data` (`tensor.data.copy_(average)`) does neither: so some values of some weights are compared.
+# torch counts the changes of a tensor. `tensor.data = other` is not counted, but changes its address. A write through
+# `tensor.data` (`tensor.data.copy_(average)`) changes neither: so some values of some weights are compared.
 _VERSION = attrgetter("_version")
 _MEMORY = Tensor.data_ptr
 _SAMPLED, _SAMPLE = 2, 32
 
-# At so many boundaries in a row a copy is due and the state has changed outside: then there will never be one.
+# This many refusals in a row of a copy that is due raise an error: there would never be a copy.
 _REFUSALS_MAX = 3
 
 
 class MutationGuard:
     """Compares the tensors of `live` with what they were at the end of the last commit, which `note` takes.
 
-    Until then nothing counts as changed.
+    Until `note` nothing counts as changed.
     """
 
     def __init__(self, live: LiveTensors) -> None:
         self._live = live
-        # What was noted, without the optimizers' states if that was brief.
+        # The noted tensors; a brief note leaves out those of the optimizers' states.
         self._is_brief = False
         self._noted: list[Tensor] | None = None
         self._versions: list[int] = []
@@ -38,7 +38,7 @@ class MutationGuard:
         self._is_reported = False
         self._sentence = ""
         self._refusals = 0
-        # Weights, each with where in it a few values begin, and how many.
+        # Weights, each with the offset and the number of its sampled values.
         self._sampled: list[tuple[Tensor, int, int]] = []
         self._samples: list[bytes | Tensor] = []
         self._few_versions: list[int] = []
@@ -47,7 +47,7 @@ class MutationGuard:
     def note(self, *, is_brief: bool = False) -> None:
         """A commit has ended, or a state was restored. All its tensors can be kept.
 
-        If `is_brief` only changes of weights and `extra` show, and other memory by its values alone.
+        If `is_brief`, only changes of weights and `extra` are detected, and replaced memory by its values alone.
         """
         self._is_brief, seen = is_brief, self._live.seen(optimizers=not is_brief)
         self._versions = list(map(_VERSION, seen))
@@ -69,7 +69,7 @@ class MutationGuard:
         return [weight._version for weight, _, _ in self._sampled]
 
     def compare_values(self, step: int) -> None:
-        """Compare the values too. On a GPU this waits for the device, and only this does it."""
+        """Compare the sampled values too. On a GPU `found` does not: this waits for the device."""
         self._exchanged = ""
         if self._noted is None or (self._sampled[:1] and self._sampled[0][0].is_cuda and is_current_stream_capturing()):
             return
@@ -81,7 +81,7 @@ class MutationGuard:
             )
 
     def has_stirred(self) -> bool:
-        """Whether a few of the weights have changed since the commit: quicker than `found`, for each step."""
+        """Whether one of the sampled weights has changed since the commit: faster than `found`, for each step."""
         return self._noted is not None and self._few_versions != self._versions_of_few()
 
     def forget(self) -> None:
@@ -104,7 +104,7 @@ class MutationGuard:
         return self._sentence or self._exchanged
 
     def warning(self, step: int) -> str:
-        """The same, but only once in the life of this object."""
+        """`found`, but only once in the life of this object."""
         found = "" if self._is_reported else self.found(step)
         self._is_reported |= bool(found)
         return found
@@ -129,7 +129,7 @@ class MutationGuard:
         """The first tensor that differs, and the number of the others."""
         memory = self._memory or map(_MEMORY, before)
         known = {id(tensor): facts for tensor, *facts in zip(before, self._versions, memory, strict=False)}
-        # A new one may have no memory of its own.
+        # A new tensor may have no memory of its own.
         changed = [t for t in now if id(t) not in known or known[id(t)] != [t._version, t.data_ptr()]]
         if not changed:
             return "the state of an optimizer, or the number of tensors in `extra`,"
@@ -137,10 +137,10 @@ class MutationGuard:
 
 
 def _sample(place: tuple[Tensor, int, int]) -> bytes | Tensor:
-    """A few values of a weight. From a GPU they are copied there, without waiting."""
+    """A few values of a weight; on a GPU a copy there, without synchronization."""
     weight, begin, count = place
     if weight.is_cpu:
         address, size = weight.data_ptr(), weight.itemsize
-        # Quicker than ctypes.string_at.
+        # Faster than ctypes.string_at.
         return (ctypes.c_char * (count * size)).from_address(address + begin * size).raw if address else b""
     return weight.detach().as_strided((count,), (1,), weight.storage_offset() + begin).clone()

@@ -1,4 +1,4 @@
-"""What each rank alone has of a training's state and what changes outside of commits: it is stored at each step."""
+"""What each rank alone has of a training's state, and what changes outside of commits: stored at each step."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ _VERSION = attrgetter("_version")
 class PerRankState:
     """This rank's buffers, random states and `per_rank`, in memory with a step before the step is complete.
 
-    Without `records` nothing is stored. If there was no room once, it is not tried again, and `log` reports it.
+    Without `records` nothing is stored. After an OSError nothing more is stored, and `log` reports it.
     """
 
     def __init__(self, training: Training, records: Records | None, log: Callable[[str], object]) -> None:
         self._training, self._records, self._log = training, records, log
-        # The version that `store` took last, which buffers that were, and the rest.
+        # The last stored version, what `versions` returned for its buffers, and the other state.
         self._put: tuple[Version | None, dict[str, Any], dict[str, Any]] = (None, {}, {})
         self._staged: State = {}
-        # The buffers of it, and the counts of their changes.
+        # The buffers of that version, and their version counters.
         self._tensors: list[Tensor] = []
         self._counts: list[int] = []
         self._has_reported = False
-        # Whether that was before the end of the commit, which may change buffers (an average of the weights).
+        # Whether `_put` is from before the end of the commit, which may change buffers (an average of the weights).
         self._is_begun = False
         # Whether the last `store` has replaced another state of the same version.
         self.is_replaced = False
 
     def store(self, version: Version, *, unless_same: bool = False, is_begun: bool = False) -> bool:
-        """Store the present state as that of `version`, `is_begun` before its commit. Returns whether that was done."""
+        """Store the present state as that of `version`, with `is_begun` before its commit. Returns whether it did."""
         training, is_again = self._training, version is self._put[0] or version == self._put[0]
         self.is_replaced = False
         if unless_same and is_again and training.random.aside and not (training.per_rank or training.has_buffers):
@@ -64,7 +64,7 @@ class PerRankState:
         return self._stage(version, present)
 
     def store_changed(self, version: Version) -> None:
-        """A backward pass has come to its end: gradient checkpointing runs the forward pass again within it."""
+        """Store buffers that a backward pass has changed: gradient checkpointing runs the forward pass again in it."""
         if self._counts != [*map(_VERSION, self._tensors)] and self._put[0] == version:
             self.store(version, is_begun=True)
 
@@ -113,7 +113,7 @@ class PerRankState:
         if self._records is None:
             return False
         state = {**buffers, **self._put[2], "is_begun": self._is_begun}
-        # Often there is nothing else, and no random numbers are drawn: then the object is the same.
+        # Unchanged random states alone are staged as the same object, so that only a header is written.
         has_objects = bool(state.get("per_rank", {}).get("states"))
         if any(buffers.values()) or has_objects or state["random"] is not self._staged.get("random"):
             self._staged = state

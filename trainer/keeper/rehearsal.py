@@ -46,7 +46,7 @@ class Rehearsal:
         """The state is restored: watch the passes until `stack` is left. `completed` is the last complete step."""
         self._training, self._completed = training, completed
         for model in training.models:
-            # A program may evaluate what is in the wrapper.
+            # A program may evaluate the wrapped module.
             inner = getattr(model, "module", model)
             stack.callback(inner.register_forward_pre_hook(self._before_forward, with_kwargs=True).remove)
             stack.callback(hook_after_forward(inner, self._after_forward).remove)
@@ -68,7 +68,7 @@ class Rehearsal:
         """
         self._step, training = step, self._training
         own = training.own(large=True)
-        # DDP overwrites those of the other ranks.
+        # DDP overwrites the buffers of all ranks but 0.
         is_overwritten = training.shares_buffers and self._rank
         buffers: State = {"transient": {}, "buffers": {}} if is_overwritten else training.buffers()
         rest = {**training.small(), "random": own["random"], "hook": own.get("hook")}
@@ -86,7 +86,7 @@ class Rehearsal:
         return step > int(self._plan["steps"])
 
     def _beside(self, own: Mapping[str, Any]) -> dict[str, str]:
-        """What the program has beside its state, which may be the reason of a difference."""
+        """Digests of `per_rank` and of the program's variables, which may explain a difference."""
         kept = frozenset(id(each) for one in self._kept for each in (one, *several(one)))
         kept |= {id(module) for one in self._training.models for module in one.modules()}
         frames = variables(sys._getframe(1))

@@ -1,4 +1,4 @@
-"""Copies that each rank makes of each step, of what it alone has: so a dead worker's part of the state outlives it."""
+"""Copies of what each rank alone has, made between snapshots: so a dead worker's part of the state outlives it."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class StepCopies:
         # Whether there is a state of which each step is copied.
         self._has_any = has_records and (parts is not None or training.has_large)
         self.pace, self._measures = Pace(every, 0, _FRESH, COPY_SHARE), every is None
-        # The newest two. All ranks have these copies of a communication hook's state.
+        # The newest two versions. All ranks have these copies of a communication hook's state.
         self.versions: list[Version] = []
-        # If all copies must be compared ones, there are snapshots only.
+        # Set by `Verification`: then only compared snapshots are taken.
         self.is_off = False
         # Whether a rank could not make the last copy of a hook's state: then no rank tries before the next snapshot.
         self.has_failed = False

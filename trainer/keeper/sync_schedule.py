@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-# The steps between two sync points take so many seconds at most, if they are no slower than those before.
+# The longest time between two sync points, if steps are no slower than those before.
 WITHIN_S = 1.0
 # If steps become slower, no rank can sync earlier than agreed. So a rank relies on no more than twice the steps that it
 # has measured recently.
@@ -19,9 +19,9 @@ _GROWTH = 2
 class SyncSchedule:
     """The sync points as one rank sees them, after `step` was restored. The first is after that step.
 
-    Each rank measures its steps, and proposes the next sync point so soon that one step as slow as its slowest recent
-    one, and else steps like the recent ones, take no more than WITHIN_S together; there is also one after each multiple
-    of `multiples`.
+    Each rank measures its steps, and proposes the next sync point so that the steps until then, one like its slowest
+    recent step and the others like its recent ones, take at most WITHIN_S; there is also one after each multiple of
+    `multiples`.
     """
 
     def __init__(self, step: int, multiples: Sequence[int] = ()) -> None:
@@ -36,7 +36,7 @@ class SyncSchedule:
 
     @property
     def step_s(self) -> float:
-        """Their mean duration; 0 if there were none."""
+        """The mean step duration since the last sync point; 0 without steps."""
         return self._took_s / self.steps if self.steps else 0.0
 
     def reached(self, step: int, now_s: float) -> bool:
@@ -60,7 +60,7 @@ class SyncSchedule:
         before, before_s, slowest_before_s = self._before
         slowest_s, mean_s = max(self._slowest_s, slowest_before_s), max(self.step_s, before_s)
         measured = _GROWTH * max(self.steps, before)
-        # Without the small addition, steps that took no time at all would divide by 0.
+        # 1e-9 avoids a division by zero.
         allowed = min(measured, 1 + math.floor((WITHIN_S - slowest_s) / (mean_s + 1e-9)))
         multiples = ((step // every + 1) * every for every in self._multiples)
         return max(1, min([allowed, *(each - step for each in (*multiples, *due))]))
@@ -73,7 +73,7 @@ class SyncSchedule:
             self.steps, self._took_s, self._slowest_s = 0, 0.0, 0.0
 
 
-# Survivors of a failure save what they have; only a snapshot saves the rest.
+# Snapshots take this share of the time: survivors save what they have. Copies of what one rank alone has take more.
 SHARE, COPY_SHARE = 0.0025, 0.01
 # The weight of the newest measurement in an average.
 _NEWEST = 0.2
@@ -85,7 +85,7 @@ class Pace:
     def __init__(self, every: int | None, step: int, fresh: int = 0, share: float = SHARE) -> None:
         """Begin after `step`. If it is not 0, a copy of it exists already. Copies take `share` of the time.
 
-        The first `fresh` copies are not measured, since they take the memory from the kernel.
+        The first `fresh` copies are not measured, since they allocate the memory.
         """
         self._share = share
         self.is_fixed = every is not None
@@ -115,7 +115,7 @@ class Pace:
         return (self._none_yet and step > 0) or step - self._last >= self.every
 
     def due_after(self, step: int, *, is_taken: bool) -> int:
-        """After which step the next snapshot is due, where one of `step` is taken or not."""
+        """After which step the next snapshot is due; `is_taken`: one of `step` is taken."""
         if is_taken:
             return step + self.every
         return self._last + (1 if self._none_yet else self.every)

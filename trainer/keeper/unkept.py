@@ -1,4 +1,4 @@
-"""Finds objects of the program that change with its training, and that no Keeper has; digests of what it has."""
+"""Finds objects of the program that change with its training and that no Keeper has; digests values."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from elaunch.trainer.data.order import BatchSampler
 from elaunch.trainer.state.training_state import Training
 from elaunch.trainer.state.tree import digests, equal, local_parts, tensors_sha256
 
-# How far the program's objects and variables are followed. What is larger is data.
+# Limits of the search through the program's objects and variables. Larger ones are data.
 NODES_MAX, _ITEMS_MAX, _PATH_MAX, _AVERAGED_MAX = 20_000, 1_000, 1_000, 64
 _DEPTH, _BYTES_MAX = 6, 1 << 26
 _SHOWN_CHARS, _HASHED_BYTES_MAX = 40, 1 << 20
-# An average of weights is so near to them, as a part of their norm; so many values are compared.
+# The largest distance of an average from the weights, relative to their norm, and the number of compared values.
 _NEAR, _SAMPLE = 0.3, 64
 _LEAVES = (str, bytes, int, float, type(None), type, ModuleType, FunctionType)
 _SEARCHED = (DataLoader, _BaseDataLoaderIter, LRScheduler, torch.amp.GradScaler)
@@ -60,15 +60,15 @@ _GENERATOR = (
     "the program draws from the generator `{}`, which is not kept: a restart resets it, and the run differs from one "
     "without a failure. Pass it to the Keeper (per_rank={}), or draw from the global generators, which are kept"
 )
-# Those of this process's Keepers.
+# The instances of this process's Keepers.
 _all: weakref.WeakSet[Unkept] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
-class _Mover:
-    """A generator, a schedule or a tensor that is like the weights, which a warning of `kind` would name.
+class _Candidate:
+    """A generator, a schedule or a tensor near the weights, which a warning of `kind` would name.
 
-    It counts as state if all `values` are others when it is seen again. `one` is None for a tensor.
+    It counts as state if all `values` have changed when it is seen again. `one` is None for a tensor.
     """
 
     kind: str
@@ -78,7 +78,7 @@ class _Mover:
 
 
 class Unkept:
-    """What one training has beside `kept`, the Keeper's arguments by name.
+    """What one training has outside `kept`, the Keeper's arguments by name.
 
     `warn(kind, sentence)` warns once of each kind; `options` returns the present options of the optimizers.
     """
@@ -91,8 +91,8 @@ class Unkept:
         options: Callable[[], dict[str, Any]],
     ) -> None:
         self._training, self._kept, self._warn, self._options = training, kept, warn, options
-        # By path and identity, and a few values of the weights before the commit that is under way.
-        self._noted: dict[tuple[object, ...], _Mover] = {}
+        # By path and identity; and a few values of the weights before the current commit.
+        self._noted: dict[tuple[object, ...], _Candidate] = {}
         self._weights: list[Tensor] = []
         _all.add(self)
 
@@ -103,7 +103,7 @@ class Unkept:
         def stepped(one: Optimizer, args: object, kwargs: object) -> None:
             now = step()
             if 0 <= first.setdefault(one, now) < now:
-                # Judged once.
+                # Checked once per optimizer.
                 first[one] = -1
                 if not self._is_kept(one):
                     name = type(one).__name__
@@ -113,11 +113,11 @@ class Unkept:
 
     def _is_kept(self, one: Optimizer) -> bool:
         ours = {id(each) for its in self._training.optimizers for each in (its, getattr(its, "param_groups", its))}
-        # Another one may be a library's, around ours.
+        # A library's optimizer may wrap ours.
         return bool(ours & {id(one.param_groups), *map(id, vars(one).values())}) or id(one) in _kept_by_all()[0]
 
     def note_weights(self) -> None:
-        """For `compare` after the next commit: a copy of the weights that it makes for itself is no average of them."""
+        """Sample the weights for `compare` after the next commit: a plain copy of them is no average."""
         self._weights = [one for its in self._samples().values() for one in its]
 
     def _samples(self) -> dict[torch.Size, list[Tensor]]:
@@ -129,7 +129,7 @@ class Unkept:
         return found
 
     def compare(self) -> None:
-        """Warn of what the program's variables lead to, and the steps since the last call have changed."""
+        """Warn of objects reachable from the program's variables that have changed since the last call."""
         likes = self._samples()
         before, self._noted = self._noted, dict(self._seen(likes))
         weights = [*self._weights, *(one for its in likes.values() for one in its)]
@@ -138,7 +138,7 @@ class Unkept:
             if has_changed and (now.one is not None or not any(equal(now.values[0], each) for each in weights)):
                 self._warn(now.kind, now.sentence)
 
-    def _seen(self, likes: Mapping[torch.Size, list[Tensor]]) -> Iterator[tuple[tuple[object, ...], _Mover]]:
+    def _seen(self, likes: Mapping[torch.Size, list[Tensor]]) -> Iterator[tuple[tuple[object, ...], _Candidate]]:
         things, memory = _kept_by_all()
         averages = 0
         for path, one in _of_program(things):
@@ -148,19 +148,19 @@ class Unkept:
                 if sample is not None and any(_is_near(sample, like) for like in likes.get(one.shape, ())):
                     averages += 1
                     memory.add(memory_of(one))
-                    yield (path,), _Mover(f"average {root}", _FOLLOWS.format(root), (sample,))
+                    yield (path,), _Candidate(f"average {root}", _FOLLOWS.format(root), (sample,))
             elif (state := _drawn(one)) is not None:
                 its = f"[…, {path}]" if is_a(one, torch.Generator) else "an object with its state_dict"
                 # One that each step seeds needs no state.
                 key = path, id(one), one.initial_seed() if is_a(one, torch.Generator) else 0
-                yield key, _Mover(f"generator {path}", _GENERATOR.format(path, its), (state,), one)
+                yield key, _Candidate(f"generator {path}", _GENERATOR.format(path, its), (state,), one)
             elif self._kept["scheduler"] is None and (held := self._schedule(one)) is not None:
                 counters = [value for value in held.values() if is_a(value, int, float)]
-                seen = _Mover(f"scheduler {name}", _SCHEDULE.format(name), (counters, self._options()), one)
+                seen = _Candidate(f"scheduler {name}", _SCHEDULE.format(name), (counters, self._options()), one)
                 yield (path, id(one)), seen
 
     def _schedule(self, one: Any) -> dict[str, Any] | None:
-        """The attributes of an object that has an optimizer of the Keeper; None if it also has a model, or others."""
+        """The attributes of an object that has an optimizer of the Keeper and no model; None for others."""
         try:
             its = object.__getattribute__(one, "__dict__")
         except AttributeError:
@@ -171,7 +171,7 @@ class Unkept:
         return its if has_ours and not any(is_a(value, nn.Module) for value in its.values()) else None
 
     def scan(self) -> None:
-        """Name the loaders, schedulers and scalers of this training that no Keeper has."""
+        """Warn of the loaders, schedulers and scalers of this training that no Keeper has."""
         objects = gc.get_objects()
         # By type: isinstance would load lazy objects.
         kinds = {each for each in set(map(type, objects)) if issubclass(each, _SEARCHED)}
@@ -183,12 +183,12 @@ class Unkept:
             if type(one) is DataLoader:
                 its = one.sampler
                 shuffles = isinstance(its, RandomSampler) or (isinstance(its, DistributedSampler) and its.shuffle)
-                # One with `Order.batches` needs nothing.
+                # A loader with `Order.batches` needs nothing.
                 has_order = isinstance(one.batch_sampler, BatchSampler)
                 if self._kept["per_rank"] is None and not has_order and (has_one or shuffles):
                     self._warn("loader", _LOADER)
             elif isinstance(one, _BaseDataLoaderIter):
-                # itertools.cycle(DataLoader(…)) holds no more than that.
+                # itertools.cycle(DataLoader(…)) holds only the iterator.
                 if self._kept["per_rank"] is None and not isinstance(one._index_sampler, BatchSampler):
                     self._warn("loader", _LOADER)
             elif isinstance(one, torch.amp.GradScaler):
@@ -199,7 +199,7 @@ class Unkept:
 
 
 def _of_program(without: Collection[int]) -> Iterator[tuple[str, Any]]:
-    """What the variables of the program lead to. A tensor that is one comes last: it may be a loop's, of an average."""
+    """Objects reachable from the program's variables, tensor variables last: one may be a loop's, of an average."""
     held = dict(variables(sys._getframe(1)))
     alone = {name: one for name, one in held.items() if is_a(one, Tensor)}
     inside = {name: one for name, one in held.items() if name not in alone}
@@ -250,7 +250,7 @@ def _drawn(one: Any) -> Any:
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """A few values from its middle; none where they are not floating-point numbers side by side."""
+    """A few values from its middle; none unless it is floating-point and contiguous."""
     part = local_parts(tensor)[0]
     is_plain = part.is_floating_point() and part.layout == torch.strided and part.device.type != "meta"
     if not (is_plain and part.is_contiguous() and part.untyped_storage().nbytes()):
@@ -265,7 +265,7 @@ def _is_near(sample: Tensor, like: Tensor) -> bool:
 
 
 def is_a(value: object, *kinds: type) -> bool:
-    """`isinstance`, without getting the class of a lazy object from itself."""
+    """`isinstance`, without `__class__`, which would load a lazy object."""
     return issubclass(type(value), kinds)
 
 
@@ -275,7 +275,7 @@ def memory_of(tensor: Tensor) -> int:
 
 
 def variables(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
-    """The variables of the program's own functions that call, by names that are in its source."""
+    """The variables of the program's functions on the call stack, by name."""
     while frame is not None:
         module, path = str(frame.f_globals.get("__name__")), frame.f_code.co_filename
         if (
@@ -300,7 +300,7 @@ def _has_tensors(value: object) -> bool:
 
 
 def named(path: str, value: Any, kept: frozenset[int] | None = None, depth: int = _DEPTH) -> Iterator[tuple[str, Any]]:
-    """Tensors, generators and plain values in `value` by their paths. With `kept` those in objects too, less these."""
+    """Tensors, generators and plain values in `value` by their paths; with `kept` also those in objects but these."""
     if isinstance(value, Tensor):
         if kept is None or value.nbytes < _BYTES_MAX:
             yield path, value
@@ -324,7 +324,7 @@ def named(path: str, value: Any, kept: frozenset[int] | None = None, depth: int 
 
 
 def generator_state(value: Any) -> Tensor | str | None:
-    """The present state of a generator of torch, numpy or Python; None of another object."""
+    """The present state of a generator of torch, numpy or Python; None for another object."""
     if type(value).__module__.partition(".")[0] not in ("torch", "numpy", "random"):
         return None
     get = getattr(value, "get_state", None) or getattr(value, "getstate", None)
@@ -333,7 +333,7 @@ def generator_state(value: Any) -> Tensor | str | None:
     try:
         state = get() if get else value.bit_generator.state
     except NotImplementedError:
-        # The system's generator has none.
+        # random.SystemRandom has none.
         return None
     return state if isinstance(state, Tensor) else repr(state)
 

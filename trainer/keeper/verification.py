@@ -1,4 +1,4 @@
-"""Compares what several ranks have alike, now and then: a copy that differs from the others is damaged."""
+"""Periodically compares the tensors that ranks have alike: a copy that differs from the others is damaged."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FIRST_S = 5.0
 
 
 class Differs(RuntimeError):
-    """A rank's copy of a tensor is not that of the others. Raised on all ranks.
+    """A rank's copy of a tensor differs from the others'. Raised on all ranks.
 
     No state since the last comparison is kept in memory.
     """
@@ -64,14 +64,14 @@ class Verification:
                 "has; leave verify_every out, or use fully_shard"
             )
         self._every = (every or 1, checkpoint_every)
-        # Such a state has two slots, so both have compared snapshots, and no copies of other steps.
+        # A state in parts, or a large one, has two slots: both hold compared snapshots only.
         self._is_strict = copies.steps.is_off = not self._is_off and (training.has_large or training.is_in_parts)
         self._compared = version
         if not self._is_off:
             copies.verified = version if version.step else None
 
     def due_snapshot(self, state: GuardedState, *, is_due: bool) -> bool:
-        """Compare if that is due, and then take a snapshot, to which a later failure goes back. Collective."""
+        """Compare if that is due. Returns whether a snapshot is due, as after each comparison. Collective."""
         step = state.version.step
         if self._is_off or not any(step // every > self._compared.step // every for every in self._every):
             return is_due and not self._is_strict

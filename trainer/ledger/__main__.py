@@ -24,7 +24,7 @@ def main(folder: Path, steps: int | None) -> None:
     except OSError as error:
         raise click.UsageError(f"{error.filename} cannot be read: {error.strerror}") from error
     click.echo(found.text)
-    # 2 is a wrong request.
+    # 2 is for usage errors.
     sys.exit(0 if found.ok else 1)
 
 

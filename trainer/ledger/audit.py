@@ -57,7 +57,7 @@ def verdict(files: Iterable[Iterable[str]], *, steps: int | None = None) -> Verd
 
 
 class _Violation(Exception):
-    """The ledger shows something that must not be."""
+    """The ledger does not prove exactly-once training."""
 
 
 class _Row(NamedTuple):
@@ -90,7 +90,7 @@ class _Tally:
     generations: int = 0
     lost: list[int] = field(default_factory=list)
     repeated: int = 0
-    # Which samples of the epoch have come.
+    # Which samples of `epoch` were counted.
     epoch: int = -1
     seen: bytearray = field(default_factory=bytearray)
 
@@ -134,7 +134,7 @@ def _judge(sessions: list[_Session], order: Order, tally: _Tally) -> None:
         # If a later generation went back to before this one's beginning, nothing of this one counts.
         if (kept_until is None or afters[place] <= kept_until) and afters[place] > tally.last:
             raise _Violation(
-                f"generation {number} began after step {afters[place]}, but steps from {tally.last + 1} on are nowhere"
+                f"generation {number} began after step {afters[place]}, but steps from {tally.last + 1} on are missing"
             )
         _judge_generation(number, group, order, tally, afters[place], kept_until)
 
@@ -153,7 +153,7 @@ def _judge_generation(
                 tally.lost.append(step)
             continue
         if undone is not None:
-            raise _Violation(f"step {step} was computed in generation {number}, but step {undone} never done")
+            raise _Violation(f"step {step} was computed in generation {number}, but step {undone} was never done")
         if kept_until is None and not done:
             undone = step
             continue
@@ -239,4 +239,4 @@ def _reading(what: str, line: str) -> Iterator[None]:
     try:
         yield
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise _Violation(f"{what} is no ledger's: {line.strip()[:80]!r}") from error
+        raise _Violation(f"{what} is invalid: {line.strip()[:80]!r}") from error

@@ -19,9 +19,9 @@ _NAME = re.compile(r"generation-(\d+)-rank-(\d+)\.jsonl")
 class Ledger:
     """One rank's file of one generation in `folder`, which all ranks share.
 
-    The generation continues after step `after` (`Keeper.step`). Each micro-batch and each step writes a line of some
-    hundred bytes. Nothing is synced: the lines of a killed process are kept, but a power cut may lose lines. Raises
-    OSError if the file cannot be created or exists, on rank 0 also if another run has written under a later generation.
+    The generation continues after step `after` (`Keeper.step`). Each micro-batch and each step writes a short line.
+    Nothing is synced: the lines of a killed process are kept, but a power cut may lose lines. Raises OSError if the
+    file cannot be created or exists, on rank 0 also if another run has written under a later generation.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Ledger:
         self._append(header)
 
     def record(self, step: int, micro: Micro) -> None:
-        """Note that this rank computes `micro` of `step`. Call it before backward, which gives others the gradients.
+        """Record that this rank computes `micro` of `step`. Call it before backward, which all-reduces the gradients.
 
         If it raises OSError, the file is as before (a full disk leaves no half line), and the verdict misses the step.
         """
@@ -51,7 +51,7 @@ class Ledger:
         self._append({"step": step, "micro": micro.number, "samples": micro.samples})
 
     def commit(self, step: int) -> None:
-        """Note that `step` is done. Call it after the optimizer's step. Raises OSError as `record` does."""
+        """Record that `step` is done. Call it after the optimizer's step. Raises OSError as `record` does."""
         self._append({"done": step})
 
     def close(self) -> None:

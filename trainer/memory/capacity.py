@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-# A training needs more memory later (a batch, a library's buffer), and the kernel kills whoever passes the limit.
+# Training needs more memory later (a batch, a library's buffer), and the kernel OOM-kills beyond the limit.
 SPARE_SHARE = 0.05
 _PART_BYTES = 16 << 20
 _V2, _V1 = Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/memory")
@@ -17,7 +17,7 @@ _V2, _V1 = Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/memory")
 class Capacity:
     """`free` bytes, and which cgroup limits them; "" if the file system does.
 
-    `limit` is a cgroup's limit, less what is to be left free; `used` counts what the kernel cannot drop.
+    `limit` is a cgroup's limit, less what is to be left free; `used` counts what the kernel cannot reclaim.
     """
 
     free: int
@@ -40,7 +40,7 @@ def capacity_in(folder: Path) -> Capacity:
 def allocate(descriptor: int, begin: int, end: int) -> None:
     """Allocate these bytes of a file in shared memory. Raises OSError without room, naming the cgroup that limits it.
 
-    In parts, with a check before each: the ranks of a node allocate at the same time, and together must not pass it.
+    In parts, with a check before each: the ranks of a node allocate at the same time, within one limit.
     """
     for at in range(begin, end, _PART_BYTES):
         length = min(_PART_BYTES, end - at)
@@ -83,7 +83,7 @@ def tightest_capacity() -> Capacity:
 
 
 def shared_by(workers: int, capacity: Capacity) -> str:
-    """What limits each of so many workers."""
+    """What limits each of `workers` workers."""
     return f"{capacity.where}, for {workers} workers" if workers > 1 else capacity.where
 
 
@@ -99,9 +99,9 @@ def _capacities(root: Path, path: str, limit: str, usage: str, prefix: str) -> l
         except (OSError, ValueError):
             continue
         if most.isdigit():
-            # The kernel drops these pages of files before it kills. Shared memory is not among them.
+            # The kernel reclaims this page cache before it kills. Shared memory is not part of it.
             cache = sum(int(held.get(f"{prefix}{kind}", 0)) for kind in ("inactive_file", "active_file"))
-            limited, held_fast = int(int(most) * (1 - SPARE_SHARE)), max(0, used - cache)
+            limited, unreclaimable = int(int(most) * (1 - SPARE_SHARE)), max(0, used - cache)
             where = f"the cgroup {folder} ({limit} {int(most) / 1e6:,.1f} MB)"
-            found.append(Capacity(max(0, limited - held_fast), where, limited, held_fast))
+            found.append(Capacity(max(0, limited - unreclaimable), where, limited, unreclaimable))
     return found

@@ -1,4 +1,4 @@
-"""Copies from the GPU, even while the training's own stream is stuck in a collective. Run on one GPU (docs/gpu.md).
+"""Copies from the GPU, even while the training's own stream is stuck in a collective. Tested on one GPU (docs/gpu.md).
 
 While a collective is stuck, nothing may wait for the training's stream, and nothing may allocate: the driver can make
 an allocation wait for all kernels. So everything runs on a stream of its own, through memory that was pinned before.
@@ -26,7 +26,7 @@ _POLL_S, _CHECK_S = 0.0001, 0.2
 
 
 def copy_from_devices(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy each source into its target in host memory, in the order of the present streams."""
+    """Copy each source into its target in host memory, on the current streams."""
     with torch.no_grad():
         if targets:
             torch._foreach_copy_(targets, sources, non_blocking=True)
@@ -94,7 +94,7 @@ class GpuCopies:
     def reading(self) -> Iterator[None]:
         """In this block the state is read on a separate stream, which waits for the last commit but for no collective.
 
-        Reading a number (`GradScaler.state_dict` does) waits for the present stream.
+        Reading a number (`GradScaler.state_dict` does) waits for the current stream.
         """
         with self._cuda.stream(self._stream):
             if self._committed is not None:
@@ -116,7 +116,7 @@ def pinned(size: int) -> Tensor:
 
 
 def begin_copy(target: Tensor, source: Tensor) -> None:
-    """Add a copy to the present stream."""
+    """Add a copy to the current stream."""
     target.copy_(source, non_blocking=True)
 
 
@@ -133,29 +133,29 @@ class PinnedBuffers:
         self._begin = begin
 
     def copy(self, pairs: Pairs, stream: Any) -> None:
-        """Copy the second of each pair into the first, which is in host memory. `stream` is the present stream."""
-        # The parts on their way: an event after each, its place in a buffer, and where it goes then.
-        on_the_way: deque[tuple[Any, Tensor, Tensor]] = deque()
+        """Copy the second of each pair into the first, which is in host memory. `stream` is the current stream."""
+        # The parts in flight: the event after each, its staging buffer, and its target.
+        in_flight: deque[tuple[Any, Tensor, Tensor]] = deque()
         size, number = self._buffers[0].numel(), 0
         for target, source in pairs:
             flat_target, flat_source = bytes_of(target), bytes_of(source)
             if flat_target is None or flat_source is None:
-                # Its bytes are in another order there.
+                # The bytes of one are not in the order of its indices.
                 target.copy_(source)
                 continue
             for begin in range(0, flat_source.numel(), size):
                 part, into = flat_source[begin : begin + size], flat_target[begin : begin + size]
-                if len(on_the_way) == len(self._buffers):
-                    _land(*on_the_way.popleft())
+                if len(in_flight) == len(self._buffers):
+                    _land(*in_flight.popleft())
                 staged = self._buffers[number % 2][: part.numel()]
                 self._begin(staged, part)
-                on_the_way.append((stream.record_event(), staged, into))
+                in_flight.append((stream.record_event(), staged, into))
                 number += 1
-        while on_the_way:
-            _land(*on_the_way.popleft())
+        while in_flight:
+            _land(*in_flight.popleft())
 
 
-def _land(has_arrived: Any, staged: Tensor, target: Tensor) -> None:
+def _land(arrival: Any, staged: Tensor, target: Tensor) -> None:
     """Empty a buffer, once its part has arrived."""
-    has_arrived.synchronize()
+    arrival.synchronize()
     target.copy_(staged)

@@ -21,7 +21,7 @@ from elaunch.trainer.state import Piece, Version
 class _Exchange:
     """One exchange on this rank: what is wrong with its own piece, and why pieces could not be sent or kept, if so.
 
-    `is_by_other`: `why` is no more than that another rank has left. `has_finished`: its own piece is whole.
+    `is_by_other`: `why` states only that another rank has left. `has_finished`: its own piece is whole.
     """
 
     damage: str = ""
@@ -35,7 +35,7 @@ class Mirror:
 
     `nodes` names each rank's node; with one node there is no other to send to. All ranks create it together, and then
     call `exchange` and `settle` in the same order. `pair` returns the slots in this node's memory for a rank's pieces.
-    `log` gets a sentence when all ranks give second copies up. `loss` is its end: what happens to a lost node then.
+    `log` gets a sentence when all ranks give up second copies; `loss` ends it: what happens to a lost node then.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Mirror:
         return self._thread is None or not (self._thread.is_alive() or self._last.damage or self._last.why)
 
     def delete(self) -> None:
-        """Delete the slots for other ranks' pieces. A file that cannot be deleted goes with the job."""
+        """Delete the slots for other ranks' pieces. A file that cannot be deleted stays until the job ends."""
         with contextlib.suppress(OSError):
             for pair in self._pairs.values():
                 pair.delete()
@@ -108,8 +108,8 @@ class Mirror:
     def settle(self, *, is_kept: bool = True) -> bool:
         """Wait for the last exchange. Returns whether all ranks' pieces are whole, and on both nodes. Collective.
 
-        `is_kept`: this rank has kept all that belongs to its piece. If a second copy fails, all ranks give
-        second copies up together, and one of them logs why. For the next snapshots a piece on its own node is enough.
+        `is_kept`: this rank has kept all that belongs to its piece. If a second copy fails, all ranks give up second
+        copies together, and one of them logs why. For the next snapshots a piece on its own node is enough.
         """
         if self._thread is None:
             return True
@@ -117,7 +117,7 @@ class Mirror:
         last, self._thread = self._last, None
         if last.damage:
             self._log(f"rank {self._peers.rank}'s part of the snapshot is not whole: {last.damage}")
-        # The lowest rank logs why, of those that know more than that another rank has left.
+        # Logged by the lowest rank, if possible by one whose reason is not that another rank has left.
         world_size = self._peers.world_size
         order = world_size - self._peers.rank + world_size * (not last.is_by_other) if last.why else 0
         is_torn, highest = self._peers.all_reduce_max([not is_kept or bool(last.damage), order])

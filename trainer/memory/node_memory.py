@@ -5,7 +5,7 @@
     NAME.rank-R-2 … -5             the same and R's large part, of the newest snapshots and copies
     NAME.done-R-0, NAME.done-R-1   the newest two steps that rank R completed
     NAME.lock                      who may write a copy
-    NAME.said                      the sentences about the program that the job has had (`keeper/entry_checks`)
+    NAME.said                      the kinds of the warnings that the job has printed (`keeper/entry_checks`)
     NAME.left                      the loops that the program left by `break`, as JSON (`keeper/boundary`)
 
 All but the last three lines have one format (`region`). A NAME contains no dot, so that the files of one training are
@@ -250,7 +250,7 @@ class Records:
     def stage(self, version: Version, state: object) -> None:
         """Store the own state that belongs to `version` once its step completes. The two before stay.
 
-        If the same object comes again nothing in it has changed since.
+        An object that is passed again must not have changed.
         """
         if self._packed is None or state is not self._state:
             self._state, self._packed = state, pack(state)
@@ -300,7 +300,7 @@ def take_over(
 ) -> None:
     """Load the decided state into the training's objects, each rank what it needs, wherever it is. Collective.
 
-    A sharded state is loaded already: here only what each rank has for itself.
+    A sharded state was loaded before: this adds what each rank has for itself.
     """
     transfer = _Transfer(decision, inventories, node_memory, peers)
     if decision.choice is None:
@@ -324,7 +324,7 @@ def drop_newer(version: Version, node_memory: NodeMemory | None, peers: Peers) -
 
 @dataclass(frozen=True)
 class _Transfer:
-    """How the state of `decision` comes to this rank, whose node has `memory`. All ranks call its methods."""
+    """Transfers the state of `decision` to this rank, whose node has `memory`. All ranks call its methods."""
 
     decision: Decision
     inventories: list[Inventory]
@@ -332,7 +332,7 @@ class _Transfer:
     peers: Peers
 
     def replicated(self) -> Any:
-        """The replicated state, as views of memory. It is sent to the ranks that lack it, from each to the next."""
+        """The replicated state, as views of memory. It is sent along a chain of the ranks that lack it."""
         decision, rank = self.decision, self.peers.rank
         chain = (decision.source, *decision.receivers)
         if self.memory is None or rank in decision.private or rank not in decision.receivers:

@@ -94,12 +94,12 @@ def contents(skeleton: bytes, data_length: int) -> Tree:
 
 
 def boxed(tree: Tree) -> dict[str, Boxed]:
-    """The tensors of such a state by name."""
+    """The tensors of a tree that `contents` returned, by name."""
     return cast(dict[str, Boxed], tree.tensors)
 
 
 def held_by(piece: Piece, skeleton: bytes) -> Held:
-    """The account of itself in a piece with that skeleton. Raises Torn if it is not one."""
+    """What a piece with that skeleton records of itself. Raises Torn if it is not one."""
     try:
         held = values(skeleton)
         return Held(piece, frozenset(map(str, held["parts"])), str(held["whole"]))

@@ -14,7 +14,7 @@ from typing import Any
 
 from elaunch.trainer.state import Piece, Version
 
-# A sentence names so many ranks.
+# Ranks named in a sentence.
 _NAMED_MAX = 16
 
 Parts = frozenset[str]
@@ -22,7 +22,7 @@ Parts = frozenset[str]
 
 @dataclass(frozen=True)
 class Held:
-    """A whole, verified piece in a node's memory: the parts in it, by their digests, and `digest_of` the state's."""
+    """A verified piece in a node's memory: its `parts` by their digests, and `whole`, the digest of all the state's."""
 
     piece: Piece
     parts: Parts
@@ -212,7 +212,7 @@ def _all_full(inventories: Sequence[Inventory], version: Version, ranks: Sequenc
 
 
 class _Records:
-    """The records of all ranks by version, and where they are. Made once, so that each rank's is found directly."""
+    """An index of the records of all ranks by version, and of where they are."""
 
     def __init__(self, inventories: Sequence[Inventory]) -> None:
         self._node_of = {inventory.rank: inventory.node for inventory in inventories}

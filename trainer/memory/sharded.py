@@ -12,8 +12,8 @@ number of lost workers loses a snapshot. At the next start the ranks assemble wh
 a node lacks, and cut it to the new world size.
 
 With `copy` each rank keeps its piece of a step on its own node only. This takes so little time that it can be done at
-each step. Then a dead worker's piece of the last step is still there. With one node
-copies and snapshots share the two slots; with several nodes copies have two of their own, since snapshots are sent.
+each step. Then a dead worker's piece of the last step is still there. With one node copies and snapshots share the two
+slots; with several nodes copies have two of their own, since snapshots are sent.
 
 A node holds twice the pieces of its own ranks, with several nodes twice more for copies, and twice the pieces of the
 node before it:
@@ -45,15 +45,15 @@ from elaunch.trainer.state.packing import NotPlain, extended
 from elaunch.trainer.state.region import Packed, Piece, Version, skeleton_of
 from elaunch.trainer.state.tree import State, flatten
 
-# Which state the pieces are of is checked by name and shape when they are loaded.
+# Not used: names and shapes are checked when pieces are loaded.
 _LAYOUT = bytes(16)
 
 
 class ShardedMemory:
     """The snapshots of one job in `folder`, a directory in shared memory that all ranks of a node use.
 
-    `generation` is the job's. `group` are the ranks that have the state, by default all of the job. `say` gets
-    sentences for people. `copy_s` is how long the last `copy` stopped the training.
+    `generation` is the job's. `group` are the ranks that have the state, by default all of the job. `say` gets log
+    messages. `copy_s` is how long the last `copy` stopped the training.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class ShardedMemory:
     def copy(self, step: int, rest: State, live: Sequence[Tensor] | None) -> bool:
         """Copy the pieces of the state after `step`, as `save` with these arguments does, but to their own node alone.
 
-        Returns whether all ranks have copied. If a rank cannot (its tensors are other ones than at the last `save`, or
+        Returns whether all ranks have copied. If a rank cannot (its tensors were replaced since the last `save`, or
         `live` is None, or there is no room), it makes no copy before the next `save`. `copy_s` is how long it took.
         """
         begun_s = time.monotonic()
@@ -291,7 +291,7 @@ class ShardedMemory:
         return self._peers.all_reduce_max([int(fact)]) == [1]
 
     def _allocate(self, slot: Slot, length: int) -> bool:
-        """Allocate this rank's piece of a version. False, for good, if a rank has no room."""
+        """Allocate this rank's piece of a version. Returns False, for good, if a rank has no room."""
         problem = self._unfit(slot, length)
         if self._any(bool(problem)) and not self._is_alone and self.has_room_for_copies:
             # Copies go first. Every rank tries again, since this may have freed the room on another rank's node.
@@ -347,11 +347,11 @@ class ShardedMemory:
     def _is_chosen(self, held: Held) -> bool:
         return self._choice is not None and held.piece == self._choice.piece(held.piece.rank)
 
-    def _delete(self, is_of_no_use: Callable[[str], bool]) -> None:
+    def _delete(self, is_stale: Callable[[str], bool]) -> None:
         """Delete files of this node; one rank does. No rank makes new ones before its next collective."""
         if self._reports:
             for path in self.folder.glob("piece-*"):
-                if is_of_no_use(path.name):
+                if is_stale(path.name):
                     path.unlink(missing_ok=True)
 
 
@@ -359,7 +359,7 @@ class ShardedMemory:
 class LivePiece:
     """`packed` refers to the tensors that training changes in place, and `addresses` are those of all such tensors.
 
-    Taking a state apart takes longer than copying a small one, since FSDP2 finds each name again. So it is done once.
+    Flattening a state takes longer than copying a small one, since FSDP2 looks up each name. So it is done once.
     """
 
     packed: Packed

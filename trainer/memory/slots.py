@@ -89,14 +89,14 @@ class Slot:
         """Make the file at least `size` bytes long. Raises OSError without room, instead of a SIGBUS later."""
         there = self.size
         if not there:
-            # Nothing of an older file of this name.
+            # Views of an older file of this name are stale.
             self._forget()
         if there < size:
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 allocate(descriptor, there, size)
             except OSError:
-                # The part that there was room for is of no use, and the training may need the memory.
+                # A partial allocation is useless, and the training may need the memory.
                 os.ftruncate(descriptor, there)
                 raise
             finally:
@@ -118,7 +118,7 @@ class Slot:
         self.path.unlink(missing_ok=True)
 
     def _forget(self) -> None:
-        """Nothing of the file is known any more."""
+        """Drop all that is cached of the file."""
         self._region, self._views, self._shape = torch.empty(0, dtype=torch.uint8), [], ()
         self._written = None
 
@@ -129,7 +129,7 @@ class Slot:
         return self.finish(piece, packed)
 
     def write_again(self, piece: Piece, packed: Packed) -> None:
-        """The same, but only the header is written if `packed` was the last here: each step does this.
+        """Like `write`, but only the header is written if `packed` was the last here: each step does this.
 
         Its tensors must not have changed, and no other process may write to the file.
         """

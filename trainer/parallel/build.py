@@ -1,4 +1,4 @@
-"""Carries out a plan: divides the network among the workers, and makes the optimizer of what each has.
+"""Carries out a plan: divides the network among the workers, and makes each worker's optimizer.
 
 With `--parallel auto` plans that fit the memory are tried, the fastest is chosen, and a restart keeps it.
 """
@@ -38,17 +38,17 @@ Groups: TypeAlias = Callable[[nn.Module], list[dict[str, object]]]
 # What the loop uses. The two other classes are imported when they are needed: a restart waits for imports.
 Parallel: TypeAlias = "Whole | TensorParallel | Pipeline"
 
-# So many plans are measured at most, and none after so many seconds, if one fits.
+# At most this many plans are measured, and no further one after this many seconds, if one fits.
 TRIALS_MAX = 8
 TRYING_ENOUGH_S = 120.0
 # Steps of a trial.
 _MEASURED = 3
-# After so many seconds a plan is measured no further.
+# No further step of a trial is measured after this many seconds.
 _ENOUGH_S = 20.0
 _NORM_MAX = 1.0
 # The formulas may be too low by this share.
 _MARGIN = 0.25
-# A plainer plan is chosen if it takes at most so many times as long: two measurements differ by more.
+# A plainer plan is chosen up to this ratio of step times: two measurements differ by more.
 _AS_FAST = 1.03
 _GIB = 1 << 30
 
@@ -61,7 +61,7 @@ def build(config: TrainConfig, gpt: GPT, sizes: Sizes, rank: int, device: torch.
     if config.bf16 and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise ConfigError(f"{torch.cuda.get_device_name(device)} has no bfloat16; leave --bf16 out")
     if config.compile:
-        # Alone, a worker exchanges nothing.
+        # A single worker has no collectives.
         gpt.compile_in(parts=not config.plan.has_ddp or sizes.share(rank).world_size > 1)
     plan = config.plan
     if plan.divides_model:
@@ -75,7 +75,7 @@ def _whole(config: TrainConfig, gpt: GPT, sizes: Sizes, device: torch.device, gr
     """The module whose backward sums gradients over the workers, and the optimizer."""
     plan = config.plan
     if plan.has_ddp:
-        # `tune` makes its own.
+        # `tune` wraps the model later.
         model = gpt if config.tune_comm else in_ddp(gpt, device, hook=config.comm_hook, bucket_cap_mb=config.bucket_mb)
         if plan.kind == "zero1":
             from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -141,7 +141,7 @@ class WorkerCapacity:
     where: str
 
     def needed(self, candidate: Candidate, training: int | None = None) -> int:
-        """What a worker needs for a plan whose steps take so much: as measured, or by the formulas and a margin."""
+        """The bytes a worker needs for a plan: `used`, and `training` or else the formulas' bytes with a margin."""
         step = int(candidate.memory.step * (1 + _MARGIN)) if training is None else training
         return self.used + step
 
@@ -227,7 +227,7 @@ def chosen(
     """`config` with a plan in place of `auto`, the same on all ranks. Collective. Raises AgreedRefusal on all ranks.
 
     A run that has a state continues with its plan, and nothing is measured. `new_gpt` and `groups` are as for `build`.
-    Nothing of what was measured is left: parameters and random states are created again.
+    Trials leave nothing behind: parameters and random states are created again.
     """
     peers = Peers()
     try:
@@ -245,14 +245,14 @@ def chosen(
             bf16=config.bf16,
         )
         if not among:
-            # DDP needs least of the batch; so its own refusal names what is wrong.
+            # DDP requires the least of the batch, so its error names the cause.
             replace(config, parallel="ddp").check(place)
         capacity = _capacity(device, of_node, peers)
         begun_s = time.monotonic()
 
         def measure(candidate: Candidate) -> PlanTrial:
             text = candidate.plan.text
-            # If nothing is compared, nothing is compiled: that takes no less memory.
+            # A single candidate is not compiled: that takes no less memory.
             tried = replace(config, parallel=text, compile=config.compile and len(among) > 1, tune_comm=False)
             trial = try_plan(tried, candidate.sizes, place.rank, device, peers, new_gpt=new_gpt, groups=groups)
             needs = capacity.needed(candidate, trial.memory)
@@ -289,7 +289,7 @@ def _recorded(place: RankInfo, run: RunDirectory) -> tuple[KeptPlan | None, str]
                 run.keep_plan(b"")
             return None, ""
         content = run.kept_plan()
-        # Without one it is a restart before anything was chosen; no rank has a state.
+        # Without a plan it is a restart before one was chosen; no rank has a state.
         return (KeptPlan.read(content) if content else None), ""
     except (OSError, ValueError) as error:
         return None, (
@@ -316,7 +316,7 @@ def _capacity(device: torch.device, of_node: int, peers: Peers) -> WorkerCapacit
 
     Page cache does not count.
     """
-    # All have come as far as this.
+    # A barrier: all workers measure at the same point.
     peers.all_reduce_max([0])
     if device.type == "cuda":
         collect(device)
@@ -343,7 +343,7 @@ def _keep(record: KeptPlan, run: RunDirectory, peers: Peers) -> None:
 
 @dataclass(frozen=True)
 class PlanTrial:
-    """What a plan took in a few steps: a GPU's most bytes, and of the fastest step the slowest worker's seconds."""
+    """What a plan took in a few steps: peak GPU memory, and the slowest worker's seconds in the fastest step."""
 
     memory: int | None
     step_s: float
@@ -359,9 +359,9 @@ def try_plan(
     new_gpt: Callable[[], GPT],
     groups: Groups,
 ) -> PlanTrial:
-    """Build the plan of `config`, do a few steps on random text, and throw all of it away. Collective.
+    """Build the plan of `config`, do a few steps on random text, and discard all of it. Collective.
 
-    The process groups of its axes stay: DTensor remembers meshes, and takes those of an equal mesh again.
+    The process groups of its axes stay: DTensor caches meshes, and reuses those of an equal mesh.
     """
     link.phase("measuring")
     collect(device)
@@ -377,17 +377,17 @@ def try_plan(
         micro_batch=config.micro_batch,
         even=config.plan.is_even,
     )
-    # As the Keeper does it.
+    # As the Keeper warms up.
     for _ in range(passes_to_final_sums([parallel.model], peers.world_size)):
         parallel.warm_up(*_random(config, 1, device))
         parallel.optimizer.zero_grad(set_to_none=True)
-    # The optimizer makes its moments, DDP its buckets, and the compiler does its work.
+    # This allocates the optimizer's moments and DDP's buckets, and compiles.
     _step(parallel, order, 1, config, device)
     finish_device(device)
     link.phase("measuring")
     times_s: list[float] = []
     while len(times_s) < _MEASURED and sum(times_s) < _ENOUGH_S:
-        # All begin together, or a rank's time would have another rank's lateness in it.
+        # A barrier: a rank's time must not include another rank's delay.
         peers.all_reduce_max([0])
         begun_s = time.perf_counter()
         _step(parallel, order, len(times_s) + 2, config, device)
@@ -414,13 +414,13 @@ def _step(parallel: Parallel, order: Order, step: int, config: TrainConfig, devi
 
 
 def _random(config: TrainConfig, many: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of so many micro-batches."""
+    """Inputs and targets of `many` micro-batches."""
     rows = torch.randint(VOCABULARY, (many * config.micro_batch, config.context + 1), device=device)
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 
 def collect(device: torch.device) -> None:
-    """Free what nothing refers to. The caching allocator of a GPU keeps it otherwise."""
+    """Free what nothing refers to, also in the caching allocator of a GPU."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

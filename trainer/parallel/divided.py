@@ -41,7 +41,7 @@ from elaunch.trainer.gpt.model import GPT, VOCABULARY, Block
 from elaunch.trainer.parallel.plan import DataShare, ParallelPlan, Shape, layers_of, microbatches, stages
 from elaunch.trainer.parallel.whole import clip_gradients, full
 
-# What cross_entropy leaves out: the targets of windows that do not count.
+# The ignore_index of cross_entropy: targets of windows that do not count.
 IGNORED = -100
 
 
@@ -74,7 +74,7 @@ def divide(part: ModelPart, tp: DeviceMesh) -> None:
     if hasattr(part, "norm"):
         parallelize_module(part.norm, tp, SequenceParallel())
     for embedding in (module for module in part.children() if isinstance(module, nn.Embedding)):
-        # The same seed has made them alike on all workers.
+        # The same seed has initialized them on all workers.
         whole = DTensor.from_local(embedding.weight.detach(), tp, [Replicate()], run_check=False)
         embedding.weight = nn.Parameter(whole)
 
@@ -111,7 +111,7 @@ class GptStage(nn.Module):
         device: torch.device,
         bf16: bool,
     ) -> None:
-        """`number` is the stage's in the pipeline; the network has so many `layers`."""
+        """`number` is that of the stage in the pipeline, `layers` that of the network's layers."""
         super().__init__()
         self.number, self.is_first, self.is_last = number, number == 0, number == stages(plan) - 1
         self._tp, self._device_type, self._bf16 = tp, device.type, bf16
@@ -186,7 +186,7 @@ class Divided:
 
     @property
     def gpt(self) -> ModelPart:
-        """What has the parameters."""
+        """The module with the parameters."""
         return self.model
 
     @property
@@ -232,7 +232,7 @@ class Divided:
 
 
 class TensorParallel(Divided):
-    """All layers on each worker, and of each matrix a part."""
+    """Each worker has all layers, and a part of each matrix."""
 
     def micro_batches(self, order: Order, step: int) -> Iterator[list[Micro]]:
         """This replica's micro-batches of a step, each to be given to `backward` by itself."""
@@ -280,7 +280,7 @@ class Pipeline(Divided):
                 stage.number,
                 stages(plan),
                 self.device,
-                # With both torch need not compute a first micro-batch to find the shapes out.
+                # With both, torch skips shape inference on a first micro-batch.
                 input_args=given if stage.is_first else between,
                 output_args=scores if stage.is_last else between,
                 group=self._group,
@@ -356,9 +356,9 @@ def _known(call: Callable[..., Any], **arguments: object) -> dict[str, Any]:
 
 
 def _without_fillers(inputs: Tensor, targets: Tensor, micros: Sequence[Micro], size: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets in micro-batches of one size, of which the last may not count.
+    """Inputs and targets in micro-batches of `size`; fillers are not counted.
 
-    A micro-batch that gives all replicas the same number has one window, and comes after the others.
+    A filler, which gives all replicas the same number of micro-batches, has one window, and comes after the others.
     """
     counted = sum(micro.weight > 0 for micro in micros) * size
     missing = len(micros) * size - len(inputs)

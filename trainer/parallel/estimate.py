@@ -1,6 +1,6 @@
-"""The plans among which `--parallel auto` chooses, and the memory that each takes, as formulas. Pure.
+"""The candidate plans of `--parallel auto`, and formulas for the memory of each. Pure.
 
-Plans are of the bundled network in float32 with AdamW. docs/parallelism.md has the formulas.
+The formulas (docs/parallelism.md) are for the bundled network in float32 with AdamW.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from elaunch.trainer.parallel.plan import (
 
 _BYTES = 4
 _VOCABULARY = 256
-# The floats that a block keeps for its backward pass, for each position and unit of width. The input of both norms:
+# Floats saved for a block's backward pass, per position and unit of width. The inputs of both norms:
 _KEPT_OF_NORMS = 2
-# Queries, keys and values, attention's output (twice, since it is transposed) and the feed-forward layer's two fours:
+# Queries, keys, values, attention's output (twice: transposed), and the 4-wide hidden layer before and after GELU:
 _KEPT_DIVIDED = 13
-# The inputs of the two matrices that are divided by their outputs: with tensor parallel each worker has all positions.
+# The inputs of the two column-parallel matrices: with tensor parallelism each worker has all positions.
 _KEPT_GATHERED = 2
-# Scores, their logarithms and the gradient of these.
-_KEPT_OF_SCORES = 3
+# Logits, their log-softmax, and its gradient.
+_KEPT_OF_LOGITS = 3
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one worker, by what they are for: `activations` of all micro-batches that are under way."""
+    """Bytes of one worker by purpose; `activations` are those of all micro-batches in flight."""
 
     parameters: int
     gradients: int
@@ -47,13 +47,13 @@ class Memory:
 
     @property
     def step(self) -> int:
-        """What a step takes: at the end of a forward pass all of this is there."""
+        """A step's peak: all of this is allocated at the end of a forward pass."""
         return self.parameters + self.gradients + self.moments + self.gathered + self.activations
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan, how many workers each axis gets, and a worker's memory by the formulas."""
+    """A plan, the size of each axis, and a worker's estimated memory."""
 
     plan: ParallelPlan
     sizes: Sizes
@@ -68,7 +68,7 @@ def candidates(
     needs_ddp: bool = False,
     bf16: bool = False,
 ) -> list[Candidate]:
-    """All plans that fit the workers, of which each node has `of_node`, the network and the batch. Plainest first.
+    """All plans that fit the workers (`of_node` per node), the network and the batch. Simplest first.
 
     `needs_ddp`: an option of DDP is given. `bf16` is as for `memory`.
     """
@@ -83,14 +83,14 @@ def candidates(
 
 
 def resumed(kept: ParallelPlan, workers: int, shape: Shape) -> ParallelPlan:
-    """The plan that continues the state of the plan `kept`. Raises PlanError if there is none.
+    """The plan that resumes the state of the plan `kept`. Raises PlanError if there is none.
 
-    Only the numbers of the data axes and the order of the computation may differ.
+    Only the sizes of the data axes and the schedule may differ.
     """
     sizes = fit(kept, workers, again=True)
     axes = kept.text.partition(",schedule=")[0]
     if kept.dp or kept.fsdp:
-        # A new job uses typed numbers as they are.
+        # In a new job the given numbers are binding.
         axes = str(sizes) if sizes != Sizes() else "fsdp2"
     if kept.pp == 1:
         able = [parse(axes)]
@@ -110,9 +110,9 @@ def _hybrid(workers: int, of_node: int) -> Iterator[str]:
 
 
 def _divided(workers: int, of_node: int) -> Iterator[str]:
-    """Plans with `tp` and `pp`: those that divide the model among few workers first.
+    """Plans with `tp` and `pp`, fewest workers per model first.
 
-    The workers that `tp` joins are on one node: they wait for each other in each block.
+    A `tp` group is within one node, since it communicates in each block.
     """
     pairs = itertools.product(_divisors(of_node), _divisors(workers))
     for tp, pp in sorted(pairs, key=lambda pair: pair[0] * pair[1]):
@@ -141,19 +141,19 @@ def _divisors(number: int) -> list[int]:
 
 
 def memory(plan: ParallelPlan, sizes: Sizes, shape: Shape, *, bf16: bool = False) -> Memory:
-    """The memory of a worker that has as many blocks as any, and both ends. `bf16`: it computes in bfloat16."""
+    """The memory of a worker with the most blocks, and both ends of the network. `bf16`: it computes in bfloat16."""
     block, blocks, own = parameters_of(plan, shape)
     ends = own - block * blocks
     held, moments, gradients, gathered = own, 2 * own, own, 0
     if not plan.has_ddp:
         held = -(-own // sizes.fsdp)
         moments = 2 * held
-        # A pipeline keeps what it has gathered, as ZeRO-2 does. Gradients are whole until the last micro-batch.
+        # A pipeline keeps gathered parameters, as ZeRO-2 does. Gradients are unsharded until the last micro-batch.
         keeps = plan.pp > 1 or (plan.kind == "zero2" and not plan.divides_model)
         gathered = own if keeps else min(own, 2 * block + ends)
         gradients = held + own
     elif plan.kind == "zero1":
-        # Whole parameters are dealt out: one worker has at least the largest.
+        # Whole parameters are assigned: one worker has at least the largest.
         moments = 2 * max(-(-own // sizes.dp), _VOCABULARY * shape.width)
     return Memory(
         _BYTES * held,
@@ -165,28 +165,28 @@ def memory(plan: ParallelPlan, sizes: Sizes, shape: Shape, *, bf16: bool = False
 
 
 def parameters_of(plan: ParallelPlan, shape: Shape) -> tuple[int, int, int]:
-    """The parameters of a block, the blocks of a worker, and all parameters with which it computes."""
+    """A worker's parameters per block, its blocks, and its parameters in all."""
     width = shape.width
-    # Matrices and the biases of their outputs are divided. Norms, and the biases that are added to a sum, are not.
+    # Matrices and column-parallel biases are divided. Norms, and the biases of row-parallel matrices, are not.
     block = (12 * width**2 + 7 * width) // plan.tp + 6 * width
     blocks = plan.stages_per_worker * -(-shape.layers // stages(plan))
     return block, blocks, block * blocks + (_VOCABULARY + shape.context + 2) * width
 
 
 def _activations(plan: ParallelPlan, sizes: Sizes, shape: Shape, *, bf16: bool) -> int:
-    """Floats that the backward passes of all micro-batches under way need."""
+    """Floats saved for the backward passes of all micro-batches in flight."""
     _, blocks, own = parameters_of(plan, shape)
     many = microbatches(sizes.data, shape) if plan.pp > 1 else 1
-    # Interleaved computes so many of half-sized stages ahead (Narayanan et al., 2021, section 2.2).
+    # Interleaved has 3 pp - 1 half-sized stages in flight (Narayanan et al., 2021, section 2.2).
     ahead = {"gpipe": many, "1f1b": plan.pp, "interleaved": -(-(3 * plan.pp - 1) // 2)}[plan.schedule]
     under_way = min(many, ahead)
     positions = shape.micro_batch * shape.context
-    # Autocast keeps the residual in float32, so the inputs of the norms too.
+    # Autocast keeps the residual, and so the norms' inputs, in float32.
     size = 0.5 if bf16 else 1.0
     kept = (_KEPT_OF_NORMS + size * _KEPT_DIVIDED) / plan.tp + size * _KEPT_GATHERED
-    scores = positions // plan.tp * _VOCABULARY
-    # Each micro-batch has its own copy of the matrices in bfloat16 until its backward pass, and its scores' logarithms.
+    logits = positions // plan.tp * _VOCABULARY
+    # Until its backward pass each micro-batch has its own copy of the matrices in bfloat16, and its log-softmax.
     casts = int(size * own) if bf16 else 0
-    # One block more for the gradients of its activations.
+    # One more block, for the gradients of its activations.
     of_blocks = int(positions * shape.width * kept) * (blocks * under_way + 1)
-    return of_blocks + scores * (_KEPT_OF_SCORES - 1) + under_way * (scores + casts)
+    return of_blocks + logits * (_KEPT_OF_LOGITS - 1) + under_way * (logits + casts)

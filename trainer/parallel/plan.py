@@ -1,8 +1,8 @@
-"""The plan of `--parallel`, how many workers each axis gets, and whether that fits the network and the batch. Pure.
+"""The plan of `--parallel`, the size of each axis, and whether they fit the network and the batch. Pure.
 
-A plan divides the workers along four axes. `dp` and `fsdp` divide the data: each of their workers computes other
-windows. With `dp` a worker has a copy of the parameters, with `fsdp` a shard of them. `tp` and `pp` divide the model:
-`tp` each matrix, `pp` the layers. The workers that `tp` and `pp` join are one *replica*, and read the same windows.
+A plan divides the workers along four axes. `dp` and `fsdp` divide the data: their workers compute different windows.
+With `dp` a worker has a copy of the parameters, with `fsdp` a shard of them. `tp` and `pp` divide the model: `tp` each
+matrix, `pp` the layers. The workers that `tp` and `pp` join are one *replica*, and read the same windows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _INTERLEAVED_STAGES = 2
 
 
 class ConfigError(ValueError):
-    """The user's request cannot be done: one sentence with the values and the way out, exit code 2."""
+    """The user's request is invalid: one sentence with the values and the way out, exit code 2."""
 
 
 class PlanError(ConfigError):
@@ -50,7 +50,7 @@ class ParallelPlan:
 
     @property
     def is_auto(self) -> bool:
-        """Whether the plan is still to be chosen: then nothing else is known of it."""
+        """Whether the plan is not chosen yet: no other field counts then."""
         return self.kind == AUTO
 
     @property
@@ -65,32 +65,32 @@ class ParallelPlan:
 
     @property
     def is_even(self) -> bool:
-        """Whether all workers must compute the same number of micro-batches: each needs collectives of all."""
+        """Whether all workers must compute the same number of micro-batches, each of which has collectives."""
         return not self.has_ddp
 
     @property
     def stages_per_worker(self) -> int:
-        """How many parts of the pipeline a worker has."""
+        """The number of pipeline stages per worker."""
         return _INTERLEAVED_STAGES if self.pp > 1 and self.schedule == "interleaved" else 1
 
     @property
     def identity(self) -> str:
-        """What makes two runs the same run: how the state is cut. The numbers of workers along the axes may change."""
+        """How the state is partitioned, which cannot change within a run. The sizes of the axes may change."""
         if self.is_auto:
             return self.kind
         divided = [axis for axis, number in (("tp", self.tp), ("pp", self.pp)) if number > 1]
-        # A model that is divided has its data axes by FSDP2, whatever was typed.
+        # A divided model uses FSDP2 for its data axes, whichever was given.
         return ",".join(divided) or ("fsdp2" if KINDS[self.kind] != ("dp",) else self.kind)
 
     @property
     def form(self) -> tuple[str, int, int]:
-        """The plan without the numbers of the data axes, and without the order of the computation."""
+        """The plan without the sizes of the data axes and the schedule."""
         return self.kind, self.tp, self.pp
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What of the network and of the batch a plan divides."""
+    """The sizes of the network and the batch that a plan divides."""
 
     layers: int
     heads: int
@@ -111,7 +111,7 @@ class DataShare:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The number of workers along each axis. Neighbouring ranks differ in `tp`, then in `fsdp`, `dp` and `pp`."""
+    """The number of workers along each axis. Over the ranks `tp` varies fastest, then `fsdp`, `dp`, `pp`."""
 
     dp: int = 1
     fsdp: int = 1
@@ -146,7 +146,7 @@ def parse(text: str) -> ParallelPlan:
                 f"schedule={'|'.join(SCHEDULES)}"
             )
         if match[1] in given:
-            raise PlanError(f"--parallel {text}: {match[1]} is there twice; leave one out")
+            raise PlanError(f"--parallel {text}: {match[1]} is given twice; leave one out")
         given[match[1]] = match[2]
     schedule = given.pop("schedule", "")
     numbers = {axis: int(number) for axis, number in given.items()}
@@ -157,10 +157,10 @@ def parse(text: str) -> ParallelPlan:
 
 
 def fit(plan: ParallelPlan, workers: int, *, again: bool = False) -> Sizes:
-    """How many of the workers each axis gets. Raises PlanError if the plan is not for that number of workers.
+    """The size of each axis. Raises PlanError if the plan does not fit the number of workers.
 
-    `again` is for a restart, where the number may have changed. Then `dp` and `fsdp` follow it, however many the user
-    gave. `tp` and `pp` stay: they decide which part of the model a worker has room for.
+    `again` is for a restart, where `dp` and `fsdp` follow the number of workers, whatever the user gave. `tp` and `pp`
+    stay: they decide how large a part of the model a worker holds.
     """
     one = plan.tp * plan.pp
     if workers % one:
@@ -176,7 +176,7 @@ def fit(plan: ParallelPlan, workers: int, *, again: bool = False) -> Sizes:
 
 
 def _data_axes(plan: ParallelPlan, data: int, workers: int, again: bool) -> tuple[int, int]:
-    """`dp` and `fsdp` for so many replicas. At a restart `fsdp` stays if it can."""
+    """`dp` and `fsdp` for `data` replicas. At a restart `fsdp` stays if it can."""
     match KINDS[plan.kind]:
         case ("dp",):
             wanted, follows = (plan.dp or data, 1), (data, 1)
@@ -221,30 +221,30 @@ def require_fitting(plan: ParallelPlan, sizes: Sizes, shape: Shape) -> None:
         )
     if plan.schedule != "gpipe" and many < plan.pp:
         raise PlanError(
-            f"{where} {plan.schedule} needs at least as many micro-batches per replica and step as pp ({plan.pp}); of "
-            f"{many} there are too few: use a smaller --micro-batch, a larger --global-batch, or schedule=gpipe"
+            f"{where} {plan.schedule} needs at least as many micro-batches per replica and step as pp ({plan.pp}), and "
+            f"has {many}; use a smaller --micro-batch, a larger --global-batch, or schedule=gpipe"
         )
-    # torch computes as many micro-batches of one stage after the other as there are stages, in rounds of one length.
+    # torch divides the micro-batches into `many // pp` rounds, which must be of equal length.
     if plan.schedule == "interleaved" and many % (many // plan.pp):
         raise PlanError(
-            f"{where} interleaved divides {many} micro-batches into {many // plan.pp} rounds of equal length, and "
-            f"cannot; use a number of micro-batches that pp ({plan.pp}) divides, or schedule=1f1b"
+            f"{where} interleaved cannot divide {many} micro-batches into {many // plan.pp} rounds of equal length; "
+            f"use a number of micro-batches that pp ({plan.pp}) divides, or schedule=1f1b"
         )
 
 
 def stages(plan: ParallelPlan) -> int:
-    """The number of parts into which the pipeline divides the layers."""
+    """The number of pipeline stages."""
     return plan.pp * plan.stages_per_worker
 
 
 def layers_of(stage: int, plan: ParallelPlan, layers: int) -> range:
-    """The layers of that stage. They are contiguous, and the numbers of two stages' layers differ by at most one."""
+    """The contiguous layers of that stage; the counts of two stages differ by at most one."""
     many = stages(plan)
     return range(layers * stage // many, layers * (stage + 1) // many)
 
 
 def microbatches(replicas: int, shape: Shape) -> int:
-    """How many micro-batches each of the replicas computes in a step; one of them may not count."""
+    """How many micro-batches each replica computes in a step; one of them may be a filler."""
     return -(-shape.global_batch // shape.micro_batch // replicas)
 
 

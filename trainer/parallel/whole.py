@@ -1,4 +1,4 @@
-"""Ways to train in which each worker computes the whole network: DDP, ZeRO-1, ZeRO-2, FSDP2 and HSDP."""
+"""Data parallelism, where each worker computes the whole network: DDP, ZeRO-1, ZeRO-2, FSDP2 and HSDP."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ class Whole:
     autocast: torch.autocast
 
     def micro_batches(self, order: Order, step: int) -> Iterator[list[Micro]]:
-        """This worker's micro-batches of a step, each to be given to `backward` by itself."""
+        """This worker's micro-batches of a step, each for one call of `backward`."""
         model: Any = self.model
         for micro in accumulate(model, order, step, self.share.rank, self.share.world_size):
             if self.plan.kind == "zero2":
-                # The parameters are gathered for the first micro-batch, and dropped after the last one.
+                # Parameters are gathered for the first micro-batch, and resharded after the last one.
                 model.set_reshard_after_backward(micro.is_last)
             yield [micro]
 
     def backward(self, inputs: Tensor, targets: Tensor, micros: Sequence[Micro]) -> Tensor:
-        """Add to the gradients; the last call of a step sums them over the workers.
+        """Accumulate gradients; the last call of a step reduces them over the workers.
 
         Returns this worker's part of the step's loss: the mean over all workers is the loss.
         """
@@ -59,13 +59,13 @@ class Whole:
         return found
 
     def warm_up(self, inputs: Tensor, targets: Tensor, model: nn.Module | None = None) -> None:
-        """A pass whose gradients do not count: DDP settles in which order it sums, and the compiler does its work."""
+        """A pass whose gradients do not count: DDP rebuilds its buckets, and the compiler compiles."""
         with self.autocast:
             loss = (model or self.model)(inputs, targets)
         loss.backward()
 
     def clip(self, norm_max: float) -> Tensor:
-        """Scale the gradients so that the norm of all is at most `norm_max`. Returns the norm before. Collective."""
+        """Clip the gradients to a total norm of at most `norm_max`. Returns the norm before. Collective."""
         return clip_gradients(self.gpt.parameters(), norm_max)
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -92,13 +92,13 @@ def in_ddp(
     `hook` is fp16, bf16 or powersgd: how gradients are compressed.
     """
     if hook == "powersgd":
-        # With several buckets torch's hook starts collectives in another order on each rank, and hangs with gloo.
+        # With several buckets torch's hook starts collectives in a different order on each rank, and hangs with gloo.
         bucket_cap_mb = sum(each.numel() * each.element_size() for each in module.parameters()) / (1 << 20) + 1
     model = DistributedDataParallel(
         module,
         device_ids=[device.index] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,
-        # None lets the first bucket have a size of its own.
+        # None gives the first bucket its own size.
         bucket_cap_mb=bucket_cap_mb,
     )
     group = model.process_group
@@ -118,18 +118,18 @@ def in_ddp(
 
 
 def hook_state(model: nn.Module) -> PowerSGDState | None:
-    """What PowerSGD keeps from step to step, for the Keeper."""
+    """PowerSGD's state across steps, for the Keeper."""
     states = (state for _, state in getattr(model, "_comm_hooks", ()))
     return next((state for state in states if isinstance(state, PowerSGDState)), None)
 
 
 def _bf16_hook(group: dist.ProcessGroup, bucket):  # type: ignore[no-untyped-def]
-    """torch's hook. DDP refuses it by its name in a torch without CUDA, although gloo can add bfloat16."""
+    """torch's hook. DDP rejects it by name in a torch without CUDA, although gloo supports bfloat16."""
     return bf16_compress_hook(group, bucket)
 
 
 def full(tensor: Tensor) -> Tensor:
-    """The tensor, put together from all workers' shards where each has only one. Collective."""
+    """The full tensor, gathered from all workers' shards if it is sharded. Collective."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
@@ -142,8 +142,8 @@ def clip_gradients(
 ) -> Tensor:
     """Scale the gradients so that their norm, over all workers' parts of all parameters, is at most `norm_max`.
 
-    Returns the norm before. The workers of `pipeline` have other parameters, but for those of `twice`, which the first
-    and the last one have. Each worker gets the same bits, so copies of a parameter stay alike. Collective.
+    Returns the norm before. The workers of `pipeline` have different parameters, except those in `twice`, which the
+    first and the last one share. All get the same bits, so copies of a parameter stay identical. Collective.
     """
     own = list(parameters)
     norm = _norm(own)
@@ -156,5 +156,5 @@ def clip_gradients(
 
 
 def _norm(parameters: Iterable[Tensor]) -> Tensor:
-    """The norm of all gradients. Where they are sharded, all workers of their mesh take part."""
+    """The total norm of the gradients. If they are sharded, it is collective over their mesh."""
     return full(nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None]))

@@ -44,17 +44,16 @@ _TROUBLES_MAX = 8
 def profiled(
     steps: Iterable[Item], which: str | None, *, folder: str | os.PathLike[str] = "profile", say: Log | None = None
 ) -> Iterator[Item]:
-    """The items of `steps`, one for each step of a training; the steps in `which` are profiled on the way.
+    """The items of `steps`, one for each step of a training; those in `which` are profiled.
 
-    An item that is a whole number is its step's number, as the Keeper's are; others are counted from 1. `which` is
-    `"3"` for three steps as soon as it is warm, `"10-12"` for these; without it this costs nothing. All ranks do the
-    same. Each rank's trace goes to the generation's folder in --log-dir, or below `folder`. Rank 0
-    gives their table to `say` (by default stderr). No error of it ends a training. Raises ValueError for a `which` that
-    makes no sense.
+    An int item is its step's number, as the Keeper's are; others are counted from 1. `which` is `"3"` for three steps
+    after the warm-up, `"10-12"` for these; without it this costs nothing. All ranks must profile the same steps. Each
+    rank's trace goes to the generation's folder in --log-dir, or below `folder`. Rank 0 passes their table to `say` (by
+    default to stderr). No error of it ends a training. Raises ValueError for an invalid `which`.
     """
     if which is None:
         return iter(steps)
-    # A wrong `which` is refused here, not at the first step.
+    # An invalid `which` is rejected here, not at the first step.
     return _profiled(steps, Profiler(which, folder=folder, log=say))
 
 
@@ -90,19 +89,19 @@ class Profiler:
         if self._profile is not None and error is None and self._current >= self._window.first:
             self._finish(self._current)
             return
-        # After another error the other ranks may be gone: the profiler waits for the GPU, and that may wait for them.
+        # After any other error ranks may be gone: stopping waits for the GPU, which may wait for their collectives.
         if self._profile is not None and isinstance(error, SystemExit | GeneratorExit | None):
             self._try(self._profile.stop)
         self._log(f"profile: no trace, since the training ended before {self._window} were profiled")
 
     def begin_step(self, number: int) -> None:
-        """Step `number` begins, and the one before has ended."""
+        """Begin step `number`, and end the previous one."""
         if not self._is_planned:
             self._is_planned = True
             self._window = window_of(self._choice, number)
             if isinstance(self._choice, StepWindow) and self._window != self._choice:
                 left = self._window or "nothing"
-                self._log(f"profile: this start begins with step {number}; left of {self._choice}: {left}")
+                self._log(f"profile: this start begins with step {number}; it profiles {left} of {self._choice}")
         window, ended, self._current = self._window, self._current, number
         if window is None:
             return
@@ -117,10 +116,10 @@ class Profiler:
     def _begin(self, window: StepWindow) -> None:
         has_gpu = torch.cuda.is_available()
         if not has_gpu:
-            # Else kineto reports each stage on stderr. On a GPU it may report that CUPTI lacks rights.
+            # Else kineto logs each stage to stderr. On a GPU it may log that CUPTI lacks permissions.
             os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         if getattr(torch.autograd.profiler, "_is_profiler_enabled", False):
-            # Only one can be active: ours would end the program's own.
+            # Only one can be active: ours would stop the program's own.
             self._trouble = "the program uses torch.profiler itself in these steps"
         self._profile = profile(
             activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * has_gpu],
@@ -131,7 +130,7 @@ class Profiler:
         self._try(self._profile.start)
 
     def _try(self, call: Callable[[], object]) -> None:
-        """The training continues without a trace."""
+        """Run `call`, unless one has failed."""
         if self._trouble:
             return
         try:
@@ -140,7 +139,7 @@ class Profiler:
             self._trouble = f"torch.profiler failed: {reason(error)}"
 
     def _finish(self, last: int) -> None:
-        """The profiled steps have ended. Collective."""
+        """Stop profiling and log the table. Collective."""
         assert self._window is not None
         window, self._window = StepWindow(self._window.first, last), None
         folder = profile_folder(os.environ, self._place.generation, self._folder)
@@ -155,7 +154,7 @@ class Profiler:
                 self._log(f"profile: {line}")
 
     def _collected(self, window: StepWindow, folder: Path) -> _Collected:
-        """End the recording, write this rank's file, and read its times."""
+        """Stop the recording, write this rank's trace, read its times."""
         self._try(self._profile.stop)
         rank = self._place.rank
         try:
@@ -171,7 +170,7 @@ class Profiler:
 
 @dataclass(frozen=True)
 class _Collected:
-    """What one rank has recorded; `trouble` is what is missing."""
+    """One rank's recording; `trouble` is why a part is missing."""
 
     trouble: str
     times: tuple[StepTimes, ...] = ()
@@ -179,7 +178,7 @@ class _Collected:
 
 
 def _exported(profile: Any) -> bytes:
-    """The trace, as kineto writes it: in the job's shared memory, so that a full disk costs the file, not the table."""
+    """kineto's trace, by way of the job's shared memory: a full disk costs the file, not the table."""
     with tempfile.TemporaryDirectory(prefix="profile-", dir=os.environ.get("ELAUNCH_MEMORY")) as folder:
         path = Path(folder) / "trace.json"
         profile.export_chrome_trace(str(path))
@@ -187,7 +186,7 @@ def _exported(profile: Any) -> bytes:
 
 
 def _written(found: Sequence[_Collected], folder: Path, generation: int) -> list[str]:
-    """Write the record on rank 0. Returns the table, and what could not be written."""
+    """Write profile.json on rank 0. Returns the table and the errors."""
     times = [each for one in found for each in one.times]
     lines, troubles = table(times), [each.trouble for each in found if each.trouble]
     made = record(times, lines, generation=generation, on_gpu=any(one.on_gpu for one in found))
@@ -199,7 +198,7 @@ def _written(found: Sequence[_Collected], folder: Path, generation: int) -> list
 
 
 def _write(path: Path, content: bytes) -> str:
-    """Write a file that appears when it is whole. Returns why it is not there."""
+    """Write a file atomically. Returns the error, or "" without one."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_durably(path, content)

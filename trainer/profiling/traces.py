@@ -1,10 +1,10 @@
 """torch.profiler's traces: what a rank computed and communicated in each step, and all ranks' traces in one file.
 
-Also which steps are profiled, and the table of what they show.
+Also the choice of steps, and the table of the results.
 
 A trace is Chrome's JSON as kineto writes it. On a CPU, operators are computation and the events of the backend
 (`gloo:all_reduce`) are communication. On a GPU its kernels are computation, and NCCL's are communication. A *span* is
-(begin, end) in whole nanoseconds of the host's wall clock, the end excluded.
+a half-open (begin, end) in integer nanoseconds of the host's wall clock.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _STEP = re.compile(r"ProfilerStep#(\d+)")
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 # Events of a backend that runs on CPUs: the time from its thread's first byte to its last.
 _BACKENDS = ("gloo:", "mpi:", "ucc:")
-# Operators that hand something to a backend or wait for it.
+# Operators that start a collective or wait for one.
 _WAITS = ("c10d::", "_c10d_functional::", "c10d_functional::", "record_param_comms", *_BACKENDS, "nccl:")
-# torch.compile's code on CPUs has no operators; these annotations are around it.
+# torch.compile's code on CPUs has no operators; these annotations enclose it.
 _COMPILED = ("## Call CompiledFxGraph", "Torch-Compiled Region")
-# Processes of rank r have the numbers from r × this on: the rank's own, then those of its devices.
+# Process ids of rank r begin at r × this: the rank's own, then those of its devices.
 _PER_RANK = 1000
-# Ids of arrows between events are numbers of one process.
-_ARROWS = 1 << 40
+# Ids of flow events are unique only within a process.
+_FLOWS = 1 << 40
 
 Span = tuple[int, int]
 
@@ -51,20 +51,20 @@ class StepTimes:
 
 
 def parsed(content: bytes) -> Mapping[str, Any]:
-    """The trace as a value. Raises ValueError: with a full disk kineto leaves a part of a file."""
+    """The trace as a value. Raises ValueError: with a full disk kineto leaves a truncated file."""
     # A name in it may be any bytes.
     trace: Mapping[str, Any] = json.loads(content.decode(errors="replace"), strict=False)
     return trace
 
 
 def step_times(trace: Mapping[str, Any], rank: int, first_step: int) -> tuple[list[StepTimes], bool]:
-    """The rank's steps in order, the first of which is `first_step`, and whether the trace has kernels of a GPU.
+    """The rank's steps in order, the first of which is `first_step`, and whether the trace has GPU kernels.
 
     Raises ValueError if the trace has no whole step.
     """
     slices = _slices(trace)
     on_gpu = any(event.get("cat") in _ON_DEVICE for event in slices)
-    # The profiler counts from the start of its warm-up; the first that it recorded is ours.
+    # The profiler counts from the start of its warm-up; its first recorded step is ours.
     steps = sorted(
         (int(match[1]), *_span(event))
         for event in slices
@@ -101,7 +101,7 @@ def _on_cpu(slices: Iterable[Mapping[str, Any]]) -> tuple[list[Span], list[Span]
             waits[thread].append(span)
         elif event.get("cat") == "cpu_op" or name.startswith(_COMPILED):
             operators[thread].append(span)
-    # An operator around one that waits for other ranks computes only before and after it.
+    # An operator that encloses a wait computes only before and after it.
     computes = (minus(union(spans), union(waits[thread])) for thread, spans in operators.items())
     return union(span for spans in computes for span in spans), union(communicates)
 
@@ -110,7 +110,7 @@ def write_joined(path: Path, traces: Iterable[tuple[int, bytes]]) -> None:
     """Write the gzipped traces of all ranks, by rank, into one file. Raises OSError, EOFError or ValueError.
 
     Each rank is a process there, and so is each of its GPUs. Only one trace is in memory at a time. Times are those of
-    the hosts' wall clocks; the first trace's begin is time 0. The file appears when it is whole.
+    the hosts' wall clocks; the first trace begins at 0. The file is written atomically.
     """
     partial = path.with_name(f".{path.name}.tmp")
     begin_ns: int | None = None
@@ -151,14 +151,14 @@ def _joined_events(
         else:
             moved = {**event, "pid": number, "ts": (shift_ns + round(event["ts"] * 1000)) / 1000}
             if isinstance(event.get("id"), int):
-                moved["id"] = rank * _ARROWS + event["id"]
+                moved["id"] = rank * _FLOWS + event["id"]
             yield moved
 
 
 def _processes(rank: int, slices: Sequence[Mapping[str, Any]]) -> dict[Any, tuple[int, str]]:
     """The processes of a trace: each one's number in the joined file, and its name. The rank's own comes first.
 
-    kineto calls a GPU a process too, with its number as the id; what is not a number is of its own making.
+    kineto lists a GPU as a process too, with its number as the id; ids that are not integers are kineto's own.
     """
     on_device: dict[int, bool] = {}
     for event in slices:
@@ -173,18 +173,18 @@ def _processes(rank: int, slices: Sequence[Mapping[str, Any]]) -> dict[Any, tupl
 
 
 def _slices(trace: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The events with a begin and an end."""
+    """The complete events, which have a duration."""
     return [event for event in trace.get("traceEvents", ()) if event.get("ph") == "X"]
 
 
 def _span(event: Mapping[str, Any]) -> Span:
-    # In the file: microseconds with three digits.
+    # Microseconds with three decimals.
     begin_ns = round(event["ts"] * 1000)
     return begin_ns, begin_ns + round(event["dur"] * 1000)
 
 
 def union(spans: Iterable[Span]) -> list[Span]:
-    """The spans without overlap, in order; those that touch are one."""
+    """The spans in order, merged where they overlap or touch."""
     merged: list[Span] = []
     for begin, end in sorted(span for span in spans if span[1] > span[0]):
         if merged and begin <= merged[-1][1]:
@@ -196,7 +196,7 @@ def union(spans: Iterable[Span]) -> list[Span]:
 
 def clip(spans: Sequence[Span], begin: int, end: int) -> list[Span]:
     """The parts of a union between `begin` and `end`."""
-    # The span before the first that begins later may reach into the window.
+    # The last span that begins before the window may reach into it.
     first = max(bisect_right(spans, (begin, begin)) - 1, 0)
     found = []
     for span_begin, span_end in spans[first:]:
@@ -225,12 +225,12 @@ def length(spans: Iterable[Span]) -> int:
     return sum(end - begin for begin, end in spans)
 
 
-# The version of profile.json. It grows when a field goes or changes its meaning.
+# The version of profile.json. It grows when a field is removed or redefined.
 SCHEMA = 3
-# Steps at the beginning of each start that a count leaves out: memory is allocated, DDP settles the order of its sums,
-# the compiler works. The profiler itself warms up in the last of them.
+# Steps that a count skips after each start: memory is allocated, DDP rebuilds its buckets, the compiler compiles. The
+# profiler itself warms up in the last of them.
 WARM_UP_STEPS = 2
-# Rows of the table: the slowest ranks, and those that the others waited for.
+# Rows of the table: the ranks that communicate least, for which the others wait.
 _ROWS_MAX = 16
 # A rank is named if the others waited for it for this share of a step.
 _WAITED = 0.02
@@ -252,7 +252,7 @@ class StepWindow:
 
 
 def parse_steps(text: str) -> StepWindow | int:
-    """`10-12` are steps, `3` is a number of them in each start. Raises ValueError with what is wrong."""
+    """`10-12` is a range of steps, `3` their number in each start. Raises ValueError with the reason."""
     found = re.fullmatch(r"\s*([0-9]{1,12})\s*(?:-\s*([0-9]{1,12})\s*)?", text)
     if not found:
         raise ValueError(f"{text!r} is neither a number of steps nor a range; give 3, or 10-12")
@@ -268,12 +268,12 @@ def parse_steps(text: str) -> StepWindow | int:
 
 
 def last_step_needed(choice: StepWindow | int) -> int:
-    """The number of steps that a training from its beginning must have for the choice."""
+    """The number of steps that a new training needs for the choice."""
     return choice.last if isinstance(choice, StepWindow) else WARM_UP_STEPS + choice
 
 
 def window_of(choice: StepWindow | int, next_step: int) -> StepWindow | None:
-    """The steps to profile in a start whose first step is `next_step`: of a range what is left of it, None if nothing.
+    """The steps to profile in a start that begins with `next_step`: the rest of a range, None without any.
 
     The profiler warms up in the step before the first.
     """
@@ -284,7 +284,7 @@ def window_of(choice: StepWindow | int, next_step: int) -> StepWindow | None:
 
 
 def table(times: Sequence[StepTimes]) -> list[str]:
-    """A step's mean on each rank, as lines: a sentence about all, the rows, and the rank that the others waited for."""
+    """The table: a summary, each rank's mean step, and the rank that the others waited for."""
     if not times:
         return []
     window = StepWindow(min(each.step for each in times), max(each.step for each in times))

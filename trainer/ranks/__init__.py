@@ -1,4 +1,4 @@
-"""How the ranks of a job reach each other. Here is this process's own rank, from the variables of its launcher."""
+"""Communication between the ranks of a job. Here is this process's own rank, from its launcher's variables."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 class RankInfo:
     """This worker's rank among `world_size` workers, and how often the group was restarted.
 
-    `launched` is False if no launcher set `RANK`: a single process, which needs no address to meet others.
+    `launched` is False if no launcher set `RANK`: a single process, which needs no rendezvous.
     """
 
     rank: int = 0

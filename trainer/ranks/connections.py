@@ -1,10 +1,9 @@
 """TCP connections from this rank to others of its channel, each made when it is first needed.
 
-Of two ranks the higher one connects, and the lower one listens. One thread uses them: no thread runs behind its back.
-Whatever it waits for, it meanwhile admits ranks that connect, and sends what is waiting to be sent. So two ranks that
-send to each other do not wait for each other, and neither does a ring of them.
+Of two ranks the higher one connects, and the lower one listens. One thread uses them, and they start none. Every wait
+also admits ranks that connect, and sends queued data: ranks that send to each other, or in a ring, do not deadlock.
 
-After an error all connections are closed. So the neighbours get an error too, then theirs, and at last all ranks.
+After an error all connections are closed, so that it propagates to the neighbours, and at last to all ranks.
 """
 
 from __future__ import annotations
@@ -26,32 +25,32 @@ from elaunch.trainer.files import reason
 from elaunch.trainer.ranks.handshake import PENDING_MAX, SECRET_BYTES, Contact, PendingPeer, StoreContacts, dial, listen
 
 Bytes: TypeAlias = "bytes | bytearray | memoryview"
-# A read takes at most this much, so that what is passed on goes out while more comes in.
+# A read takes at most this much, so that relayed data is sent while more arrives.
 _READ_BYTES = 1 << 20
-# A rank that is turned away tries again, with pauses between: a flood of connections may be over by then, or the
-# address was that of a process before a restart. Where there is no route it gives up after two minutes.
+# A rejected rank retries, with pauses between: a flood of connections may be over by then, or the address was that of a
+# process before a restart. Without a route it gives up after two minutes.
 _PAUSE_S, _NO_ROUTE_S = 0.2, 120.0
 _NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _NO_ROUTE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH}
-# How often the store is read for a rank that has not come: after an eighth of the time that it was waited for.
+# How often the store is polled for a missing rank: after an eighth of the time waited so far.
 _READ_SHARE, _READ_S, _READ_S_MAX = 8, 0.001, 1.0
 _IN, _OUT, _LEFT = select.POLLIN, select.POLLOUT, select.POLLRDHUP
 _GONE = select.POLLHUP | select.POLLERR | select.POLLNVAL
 
 
 class PeerLost(RuntimeError):
-    """A rank that is waited for has closed its connection, or does not respond. The connections are of no use any more.
+    """A rank has closed its connection, or does not respond. The connections cannot be used any more.
 
     The message has the text by which the agent recognises that another rank has failed first.
     """
 
 
 class Connections:
-    """Those of rank `rank` in `channel`, whose name is the same on all ranks.
+    """The connections of `rank` in `channel`, whose name is the same on all ranks.
 
-    `timeout_s` is how long it waits for a rank that does nothing; None waits as long as the rank lives. All methods
-    raise PeerLost. Use them from one thread at a time. The ranks in an argument `waiting` can do nothing before this
-    rank is done with the call: if one of them closes its connection, it is lost.
+    `timeout_s` is how long it waits for an idle rank; None waits as long as the rank lives. All methods raise PeerLost.
+    Use them from one thread at a time. The ranks in an argument `waiting` are blocked until this rank is done with the
+    call: one that closes its connection is lost.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class Connections:
         self._pending: list[PendingPeer] = []
         self._is_open = False
         self._connected: dict[int, socket.socket] = {}
-        # What is waiting to be sent, by rank.
+        # Queued data, by rank.
         self._outgoing: dict[int, deque[memoryview]] = {}
         # The ranks in `waiting` of the present call.
         self._waiting: set[int] = set()
@@ -81,19 +80,19 @@ class Connections:
         self._close_sockets()
 
     def meet(self, ranks: Collection[int], *, waiting: Collection[int] = (), patient: bool = False) -> None:
-        """Connect to all of these ranks, which do the same. Later nothing reads the store for them.
+        """Connect to all of these ranks, which do the same. Later calls do not read the store for them.
 
-        With `patient` a rank is waited for as long as it lives from then on.
+        With `patient` later waits have no timeout: they last while the rank lives.
         """
         with self._or_close(waiting):
-            # Downwards first: the lower rank waits for the higher one, so one of them has to begin.
+            # Lower ranks first: they wait for this one to connect.
             for rank in sorted(ranks):
                 self._meet(rank)
         if patient:
             self._timeout_s = None
 
     def send(self, rank: int, *parts: Bytes) -> None:
-        """Begin to send. The parts must not change until `flush` returns, or anything that was sent after them has."""
+        """Begin to send. The parts must not change until `flush` returns, or a later part is sent."""
         with self._or_close():
             self._meet(rank)
             self._queue(rank, parts)
@@ -107,7 +106,7 @@ class Connections:
     def receive(
         self, rank: int, into: memoryview, *, waiting: Collection[int] = (), pass_on: int | None = None
     ) -> None:
-        """Fill `into` with what that rank sends, and begin to send it to `pass_on` while it arrives."""
+        """Fill `into` from that rank, and relay it to `pass_on` while it arrives."""
         with self._or_close(waiting):
             for each in (rank, *(() if pass_on is None else (pass_on,))):
                 self._meet(each)
@@ -123,7 +122,7 @@ class Connections:
         try:
             yield
         except BaseException as error:
-            # Also after an interrupt: a message that was sent in part cannot be taken back.
+            # Even after an interrupt: a partly sent message cannot be taken back.
             self.close(str(error) or type(error).__name__)
             raise
 
@@ -132,7 +131,7 @@ class Connections:
         return PeerLost(f"rank {rank} is gone or has failed: connection closed by peer{why}, channel {self._channel}")
 
     def _timed_out(self, who: str) -> PeerLost:
-        # "Collective operation timeout" is what the agent knows.
+        # The agent's PEER_LOST matches "collective operation timeout".
         return PeerLost(
             f"collective operation timeout: waited {self._timeout_s:g} s for {who}, channel {self._channel}"
         )
@@ -140,7 +139,7 @@ class Connections:
     # Connecting
 
     def _meet(self, rank: int) -> None:
-        """Connect to that rank, if that has not been done."""
+        """Connect to that rank, unless it is connected."""
         if rank not in self._connected:
             self._listen()
             if rank < self._rank:
@@ -149,7 +148,7 @@ class Connections:
             self._wait()
 
     def _listen(self) -> None:
-        """Listen for higher ranks, and publish where."""
+        """Listen for higher ranks, and publish the address."""
         if not self._is_open and self._missing:
             address = self._contacts.own_address()
             made = listen(address, len(self._missing))
@@ -159,7 +158,7 @@ class Connections:
         self._is_open = True
 
     def _connect(self, rank: int) -> socket.socket:
-        """Connect to a lower rank, again if this rank is turned away, or gets no response."""
+        """Connect to a lower rank; retry after a rejection, or without a response."""
         begun_s, end_s = time.monotonic(), self._end_s()
         while True:
             contact = self._contact_of(rank, end_s)
@@ -173,11 +172,11 @@ class Connections:
                         why += "; open that port to the other nodes, or name another interface of that node in "
                         why += "GLOO_SOCKET_IFNAME"
                     raise self._lost(rank, why) from None
-            # Not in step with the rank there, which admits this one only while it pauses itself.
+            # Jitter by rank: the other rank may admit this one only while it pauses itself.
             self._pause(_PAUSE_S * (1 + self._rank % 7 / 7))
 
     def _contact_of(self, rank: int, end_s: float) -> Contact:
-        """Wait until that rank has published where it listens."""
+        """Wait until that rank has published its address."""
         begun_s = time.monotonic()
         while (content := self._contacts.find(rank)) is None:
             now_s = time.monotonic()
@@ -187,7 +186,7 @@ class Connections:
         return Contact.from_bytes(self._channel, rank, content)
 
     def _admit(self, events: Collection[int]) -> bool:
-        """Take connections of higher ranks, and close unauthenticated ones. Returns whether a rank has connected."""
+        """Accept connections of higher ranks, and close unauthenticated ones. Returns whether a rank has connected."""
         if self._listening is None:
             return False
         made, contact = self._listening
@@ -211,17 +210,17 @@ class Connections:
         return len(self._missing) < there
 
     def _accept(self, made: socket.socket) -> None:
-        """Accept some connections. If there is no room for more, the oldest that has not responded goes."""
+        """Accept some connections. At capacity, the oldest that has not responded is closed."""
         for _ in range(PENDING_MAX // 4):
             try:
                 taken, _ = made.accept()
             except OSError as error:
                 if error.errno in _NO_ROOM:
                     if not self._pending:
-                        # The rank that connects would wait for its response, and this one would poll in a loop.
+                        # The other rank would wait for its response, and this one would busy-wait.
                         raise PeerLost(f"no other rank can connect to this one: {error.strerror}") from error
                     self._reject(self._pending[0])
-                # Otherwise there is no more, or this one was given up.
+                # Otherwise none is left, or the peer has aborted this one.
                 return
             self._pending.append(PendingPeer(taken))
             if len(self._pending) > PENDING_MAX:
@@ -280,7 +279,7 @@ class Connections:
         return events.get(self._connected[rank].fileno(), 0)
 
     def _poll(self, source: int | None, until_s: float) -> dict[int, int]:
-        """The events of each socket by file descriptor, as soon as there is one; empty when the time is over."""
+        """The sockets' events by file descriptor, as soon as there is one; empty at `until_s`."""
         wanted: dict[int, int] = {}
         if self._listening is not None:
             wanted[self._listening[0].fileno()] = _IN
@@ -305,7 +304,7 @@ class Connections:
         self._write(rank)
 
     def _write(self, rank: int) -> None:
-        """Send what the kernel takes now."""
+        """Send what the socket's buffer takes."""
         parts = self._outgoing[rank]
         with self._errors(rank):
             while parts:
@@ -323,7 +322,7 @@ class Connections:
         except BlockingIOError:
             pass
         except OSError as error:
-            # Its text is in the message. By a chain of two the agent would take it for the program's own error.
+            # Its text is in the message. The agent would take a chained exception for the program's own error.
             raise self._lost(rank, reason(error)) from None
 
     def _close_listening(self) -> None:
@@ -344,7 +343,7 @@ _all: weakref.WeakSet[Connections] = weakref.WeakSet()
 
 
 def _abandon() -> None:
-    """In a forked child: a connection lives until all its copies are closed, and its peers must see this rank's end."""
+    """In a forked child: a connection lives until all its copies are closed, and its peers must see this rank exit."""
     for each in list(_all):
         each.close("it belongs to the process that was forked")
 

@@ -1,7 +1,7 @@
 """Whether the collectives of this process have succeeded, by the status of its process groups.
 
-A collective of NCCL that was aborted appears finished to the GPU's stream. Only its group knows that it has failed. So
-after the wait for the gradients a commit queries the groups. See docs/decisions/038-commit-queries-the-group.md.
+To the GPU's stream an aborted NCCL collective appears finished: only its process group records the failure. So a commit
+queries the groups after it has waited for the gradients. See docs/decisions/038-commit-queries-the-group.md.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class BrokenGroup(RuntimeError):
 
 
 class GroupStatus:
-    """The status of all process groups of this process. `groups` lists them; the default are those of torch.
+    """The status of all process groups of this process. `groups` lists them; the default lists torch's.
 
     Gloo has no status: its collectives raise. torch before 2.7 has none for NCCL either.
     """
 
     def __init__(self, groups: Callable[[], Iterable[Any]] | None = None) -> None:
         self._groups = groups or _all_groups
-        # The names of all groups, and those with a status. A reference to another would keep gloo's threads alive.
+        # The names of all groups, and the backends with a status: a reference to gloo's would keep its threads alive.
         self._names: tuple[str, ...] = ()
         self._queried: list[tuple[str, Any]] = []
         self._world = _world()
@@ -42,7 +42,7 @@ class GroupStatus:
         return any(True for _ in self._errors())
 
     def error(self) -> str:
-        """Why a collective of this process has failed, as a part of a sentence; empty if none is known to have."""
+        """Why a collective of this process has failed, as a clause; "" if none is known to have."""
         if self._world is not None and _world() is not self._world:
             return "the default process group was destroyed or aborted"
         for group, error in self._errors():
@@ -65,9 +65,9 @@ class GroupStatus:
 
 
 def require_reported_aborts(environ: Mapping[str, str], *, has_nccl: bool, is_known: bool) -> str:
-    """A warning if steps with incomplete gradients could be committed; empty if not. `is_known`: groups have a status.
+    """A warning if steps with incomplete gradients could be committed, else "". `is_known`: groups have a status.
 
-    Raises ValueError if they would be.
+    Raises ValueError with TORCH_NCCL_ASYNC_ERROR_HANDLING=2.
     """
     handling = environ.get(_HANDLING, "3")
     if not has_nccl or is_known or handling not in ("1", "2"):

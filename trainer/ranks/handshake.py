@@ -1,8 +1,8 @@
-"""How the ranks of a channel find each other by the process group's store, and prove that they belong to the channel.
+"""Discovery and mutual authentication of the ranks of a channel, by the process group's store.
 
-Each rank listens with a secret of its own, and puts it with its address into that store. To a connection it sends a
-random challenge. The rank that has connected responds with a number of its own and a proof that it knows the secret,
-and gets a proof in turn. Both proofs have both numbers in them, so a recorded message is of no use a second time.
+Each rank listens, and puts its address and a secret of its own into that store. It sends each connection a random
+challenge. The connecting rank responds with a nonce and an HMAC that proves the secret, and gets such a proof in turn.
+Both proofs cover the challenge and the nonce, so neither can be replayed.
 """
 
 from __future__ import annotations
@@ -30,17 +30,16 @@ _RESPONSE = struct.Struct(f"<I{CHALLENGE_BYTES}s{PROOF_BYTES}s")
 RESPONSE_BYTES = _RESPONSE.size
 
 # A rank responds immediately. A connection without a response by then is no rank's, or its host hangs. A rank that
-# connects waits as long for the challenge, then tries again: the other one may be busy, or listen elsewhere by now.
+# connects waits as long for the challenge, then retries: the other one may be busy, or listen elsewhere by now.
 RESPONSE_S = 5.0
-# Connections that have not responded yet; of more than these the oldest is closed.
+# The most connections that have not responded yet; beyond these the oldest is closed.
 PENDING_MAX = 64
-# The kernel holds connections until this rank polls. All ranks that may connect have a place, and some others.
+# The kernel queues connections until this rank polls: those of all ranks that may connect, and some others.
 _BACKLOG_MAX = 1024
-# A host that is gone responds to no probe, and is noticed after 30 s while nothing is on its way to it. That counts
-# without an agent; an agent's lease ends long before.
+# Keepalive detects a lost host after 30 s on an idle connection; an agent's lease expires long before.
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 _INTERFACE = "GLOO_SOCKET_IFNAME"
-# Addresses for documentation (RFC 5737, RFC 3849): the route to them is the one to everywhere. Nothing is sent.
+# Addresses for documentation (RFC 5737, RFC 3849): the route to them is the default route. Nothing is sent.
 _ANYWHERE = ("192.0.2.1", "2001:db8::1")
 
 
@@ -55,7 +54,7 @@ class Contact:
     secret: bytes = field(repr=False)
 
     def to_bytes(self) -> bytes:
-        """Without channel and rank, which are in the key."""
+        """Secret, port and address; the key has the rest."""
         return self.secret + f"{self.port} {self.address}".encode()
 
     @classmethod
@@ -65,11 +64,11 @@ class Contact:
         return cls(channel, rank, address, int(port), secret)
 
     def response(self, sender: int, challenge: bytes, number: bytes) -> bytes:
-        """What rank `sender` sends to this rank after its challenge; `number` is random."""
+        """The response of rank `sender` to this rank's challenge; `number` is a nonce."""
         return _RESPONSE.pack(sender, number, self._proof("response", sender, challenge + number))
 
     def confirmation(self, challenge: bytes, response: bytes) -> tuple[int, bytes] | None:
-        """The rank that has sent this response, and this rank's proof for it; None if it is no rank's."""
+        """The rank that sent this response, and this rank's proof for it; None if it is not authentic."""
         sender, number, proof = _RESPONSE.unpack(response)
         if not hmac.compare_digest(proof, self._proof("response", sender, challenge + number)):
             return None
@@ -81,9 +80,9 @@ class Contact:
 
 
 def dial(contact: Contact, sender: int) -> socket.socket:
-    """Connect as rank `sender`. Raises OSError, also without a response for 5 s: that rank may be busy.
+    """Connect as rank `sender`. Raises OSError, also if that rank is too busy to respond.
 
-    This waits for so long at most, in which deaths of other ranks go unnoticed.
+    Each wait takes 5 s at most, during which deaths of other ranks go unnoticed.
     """
     try:
         made = socket.create_connection((contact.address, contact.port), RESPONSE_S)
@@ -112,7 +111,7 @@ def _received(source: socket.socket, size: int) -> bytes:
 
 
 def _tuned(made: socket.socket) -> socket.socket:
-    """The socket, which does not block from now on, sends immediately, and notices that the other host is gone."""
+    """The socket, made non-blocking, with TCP_NODELAY and keepalive."""
     made.setblocking(False)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -122,12 +121,12 @@ def _tuned(made: socket.socket) -> socket.socket:
 
 
 def listen(address: str, ranks: int) -> socket.socket:
-    """A socket at which so many ranks may connect. Raises OSError with the way out."""
+    """A listening socket for so many ranks. Raises OSError with the way out."""
     made = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     try:
         made.setblocking(False)
         made.bind((address, 0))
-        # For each the kernel keeps what an unauthenticated peer sends, 128 kB or so.
+        # The kernel buffers what each unauthenticated peer sends, about 128 kB.
         made.listen(min(ranks + PENDING_MAX, _BACKLOG_MAX))
     except OSError as error:
         made.close()
@@ -137,12 +136,12 @@ def listen(address: str, ranks: int) -> socket.socket:
 
 
 class PendingPeer:
-    """A connection that is not proved to be a rank's. It gets a challenge, and is to be closed at `until_s`."""
+    """A connection that is not authenticated yet. It gets a challenge, and is to be closed at `until_s`."""
 
     def __init__(self, taken: socket.socket) -> None:
         self.socket, self.until_s = _tuned(taken), time.monotonic() + RESPONSE_S
         self._challenge, self._received = secrets.token_bytes(CHALLENGE_BYTES), b""
-        # If that fails, so does what follows.
+        # If that fails, so does the next read.
         with contextlib.suppress(OSError):
             taken.send(self._challenge)
 
@@ -163,13 +162,13 @@ class PendingPeer:
 
 @dataclass(frozen=True)
 class StoreContacts:
-    """Where the ranks of a channel listen, in the store by which the job's process group was made.
+    """The contacts of a channel's ranks, in the store of the job's process group.
 
-    torchrun's agent keeps all keys at a restart, and nothing that it gives its workers names one. So a contact may be
-    that of the process that was this rank before.
+    torchrun's agent keeps all keys at a restart, and gives its workers nothing that identifies it. So a contact may be
+    that of this rank's previous process.
 
-    Every process that reaches MASTER_PORT can read that store. So under elaunch it holds no secret as it is: the agents
-    have given one to all ranks of the generation.
+    Every process that reaches MASTER_PORT can read that store. So under elaunch the secrets in it are masked with one
+    that the agents have given to all ranks of the generation.
     """
 
     channel: str
@@ -179,19 +178,19 @@ class StoreContacts:
         return own_address(os.environ)
 
     def publish(self, rank: int, content: bytes) -> None:
-        """Write the contact of this rank, in place of an older one."""
+        """Write the contact of this rank, replacing an older one."""
         key = f"{self.channel}/{rank}"
         _store().set(key, _masked(key, content))
 
     def find(self, rank: int) -> bytes | None:
         """The newest contact of this rank; None if there is none yet. Does not wait; may raise RuntimeError."""
-        # Not `wait` with a limit: torch prints two warnings whenever its time is over.
+        # Not `wait` with a timeout: torch prints two warnings whenever it expires.
         key = f"{self.channel}/{rank}"
         return _masked(key, bytes(_store().get(key))) if _store().check([key]) else None
 
 
 def _masked(key: str, contact: bytes) -> bytes:
-    """The contact with its secret, which comes first, masked by a pad for this key; masking it again reveals it."""
+    """The contact with its secret, which comes first, XORed with a pad for this key; a second call unmasks it."""
     given = os.environ.get("ELAUNCH_GENERATION_SECRET", "")
     pad = hmac.digest(given.encode(), key.encode(), "sha256") if given else b""
     return bytes(map(operator.xor, contact, pad)) + contact[len(pad) :]
@@ -203,12 +202,12 @@ def _store() -> Any:
 
 
 def own_address(environ: Mapping[str, str]) -> str:
-    """The address of the interface that GLOO_SOCKET_IFNAME names, else the one by which it reaches MASTER_ADDR.
+    """The address of the interface that GLOO_SOCKET_IFNAME names, else this host's on the route to MASTER_ADDR.
 
-    On the first node a name in MASTER_ADDR may mean a loopback address (127.0.1.1 in Debian's /etc/hosts). Ranks on
-    other nodes cannot use that, so it is the address by which this host reaches other networks. Without MASTER_ADDR
-    the host's own name is taken in its place. Raises OSError for an interface without an address, and for a
-    MASTER_ADDR that is unknown.
+    On the first node MASTER_ADDR may resolve to a loopback address (127.0.1.1 in Debian's /etc/hosts), which other
+    nodes cannot reach. Then it is this host's address on the default route. Without MASTER_ADDR the host's own name
+    takes its place. Raises OSError for an interface without an address, and for a MASTER_ADDR that this host cannot
+    reach.
     """
     if names := environ.get(_INTERFACE, ""):
         # gloo takes several, separated by commas.
@@ -219,7 +218,7 @@ def own_address(environ: Mapping[str, str]) -> str:
     except OSError as error:
         if master:
             raise OSError(
-                f"this host finds no way to {master} ({error.strerror}), so the other ranks cannot reach this one; "
+                f"this host cannot reach {master} ({error.strerror}), so the other ranks cannot reach this one; "
                 f"{_INTERFACE}=… names the interface to use"
             ) from error
         found = "127.0.0.1"
@@ -233,7 +232,7 @@ def own_address(environ: Mapping[str, str]) -> str:
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether this means the loopback on every host; another name may mean it on its own host alone."""
+    """Whether this is the loopback on every host; another name may be so on its own host alone."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -241,7 +240,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _towards(host: str) -> str:
-    """The address that packets to `host` come from. None is sent."""
+    """The source address of packets to `host`. None is sent."""
     family, kind, protocol, _, place = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(place)
@@ -249,7 +248,7 @@ def _towards(host: str) -> str:
 
 
 def _of_interface(name: str) -> str:
-    # Few jobs name one.
+    # Few jobs name an interface.
     import psutil
 
     found = psutil.net_if_addrs().get(name, ())

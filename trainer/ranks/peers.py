@@ -1,8 +1,8 @@
-"""The ranks of a group to each other: values, agreements and copies of tensors, whatever the group's backend.
+"""Communication between the ranks of a group, on any backend: values, agreements and copies of tensors.
 
-Small values go along a tree, so a rank has few connections: a leaf of the tree has one. Rank 0 is the root. A rank's
-parent has the same number in base 8 with its last digit that is not 0 set to 0. So the ranks below a rank are the ones
-that follow it, and with 8 ranks per node 7 of 8 connections stay within a node.
+Small values travel along a tree with rank 0 as its root, so a rank has few connections, and a leaf one. A rank's parent
+has the same number in base 8 with the last nonzero digit set to 0. So the descendants of a rank are the ones that
+follow it, and with 8 ranks per node 7 of 8 connections stay within a node.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ class _Kind(IntEnum):
 class Peers:
     """This process among the ranks of `group`, by default the job's. Without a process group it is the only rank.
 
-    The ranks speak over TCP connections of their own, which they make when they first speak. The group is used for its
-    store alone. The methods from `broadcast` to `broadcast_tensors` are collectives: all ranks call them, in the same
-    order, and if a rank dies they raise PeerLost on all others. Call them from one thread only, the first one from the
-    training thread; for another thread there is `apart`. What a rank sends must be trusted: values are pickled.
+    The ranks communicate over their own TCP connections, made at the first use. The group is used only for its store.
+    The methods from `broadcast` to `broadcast_tensors` are collectives: all ranks call them, in the same order, and if
+    a rank dies they raise PeerLost on all others. Call them from one thread only, the first one from the training
+    thread; for another thread use `apart`. What a rank sends must be trusted: values are pickled.
 
     For each `begin_send` of a region the receiver calls `length_from` and `receive`.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        # This does not have the group itself: who holds it keeps its threads alive.
+        # Not the group itself: a reference to it would keep its threads alive.
         self.rank, self.world_size, self._group_name, self._timeout_s = 0, 1, "", 0.0
         if dist.is_available() and dist.is_initialized():
             group = group or dist.group.WORLD
@@ -83,16 +83,16 @@ class Peers:
         return other
 
     def meet(self, ranks: Sequence[int] = (), *, patient: bool = False) -> None:
-        """Connect to these ranks, which do the same, or without any to the neighbours in the tree.
+        """Connect to these ranks, by default the neighbours in the tree, which do the same.
 
-        Then another thread can use this: it will not query the store, where a thread that waits holds up others. With
-        `patient` a rank is waited for as long as it lives from then on.
+        Then another thread can use this: it does not query the store, where a waiting thread blocks others. With
+        `patient` later waits have no timeout: they last while the rank lives.
         """
         # A parent may have sent its last message, and left.
         self._connections.meet(ranks or self._around, waiting=ranks or self._children, patient=patient)
 
     def close(self) -> None:
-        """Close the connections, and those of `apart`: the threads that use them are done.
+        """Close the connections, and those of `apart`, whose threads must be done.
 
         The others get an error if they still wait for this rank.
         """
@@ -120,7 +120,7 @@ class Peers:
         return found if self.leads else None
 
     def all_reduce_max(self, values: Sequence[int]) -> list[int]:
-        """The element-wise maximum over all ranks, which give equally many numbers."""
+        """The element-wise maximum over all ranks, which pass equally many numbers."""
         return self._reduce(_Kind.MAX, [*map(int, values)], _largest)
 
     def broadcast_tensors(self, tensors: Sequence[Tensor]) -> None:
@@ -143,7 +143,7 @@ class Peers:
         self._connections.flush()
 
     def length_from(self, rank: int) -> int:
-        """The number of bytes that `receive` will get."""
+        """The length of the region for `receive`, with its mark."""
         length = self._head(rank, _Kind.REGION)
         return length + len(MARK) if length else 0
 
@@ -203,9 +203,9 @@ class Peers:
         *,
         is_broadcast: bool = True,
     ) -> list[Value]:
-        """Merge the values of all ranks on the way to rank 0, which sends the result to all, or nothing.
+        """Merge the values of all ranks up the tree; rank 0 broadcasts the result, or an empty message.
 
-        So no rank leaves before all have come, and while this waits each neighbour that closes its connection is lost.
+        So no rank returns before all have called it, and a neighbour that closes its connection meanwhile is lost.
         """
         if self.world_size == 1:
             return value
@@ -225,7 +225,7 @@ class Peers:
         return content
 
     def _head(self, rank: int, kind: _Kind, waiting: Sequence[int] = ()) -> int:
-        """The length of the next message. Raises PeerLost if it is another one: what follows is unknown."""
+        """The length of the next message. Raises PeerLost if its kind is another: what follows is unknown."""
         head = bytearray(_HEAD.size)
         self._connections.receive(rank, memoryview(head), waiting=waiting)
         found, size = _HEAD.unpack(head)
@@ -240,7 +240,7 @@ class Peers:
 
     @contextlib.contextmanager
     def _or_close(self) -> Iterator[None]:
-        """Close the connections after an error, as of a value that cannot be pickled: the others wait for this rank."""
+        """Close the connections after an error, such as in pickling: the others wait for this rank."""
         try:
             yield
         except BaseException:
@@ -274,11 +274,11 @@ def _count(name: str) -> Iterator[int]:
 
 
 def _timeout_s(group: Any) -> float:
-    """How long a rank of the group is waited for: as long as gloo would wait, in this group or in a new one."""
+    """The timeout for a rank of the group: that of gloo, in this group or in a new one."""
     options: list[Any] = [getattr(group._get_backend(device), "options", None) for device in group._device_types]
     limits = [each._timeout for each in options if hasattr(each, "_timeout")]
     if not limits or "gloo" not in dist.get_backend_config(group):
-        # A GPU's collectives are short. What is agreed here may take a checkpoint's time.
+        # NCCL's timeout may be short. An agreement here may take as long as a checkpoint.
         limits.append(dist.distributed_c10d.default_pg_timeout)
     return float(max(limits).total_seconds())
 
@@ -289,7 +289,7 @@ def parent(rank: int) -> int:
 
 
 def children(rank: int, world_size: int) -> list[int]:
-    """In ascending order. The ranks below a child are it and those that follow it, up to the next child."""
+    """The children in ascending order. A child's subtree is it and the ranks up to the next child."""
     unit = 1
     found: list[int] = []
     while rank + unit < world_size and (not rank or unit < _unit(rank)):
@@ -299,7 +299,7 @@ def children(rank: int, world_size: int) -> list[int]:
 
 
 def _unit(rank: int) -> int:
-    """The power of FAN_OUT of the last digit that is not 0."""
+    """The place value of the last nonzero digit in base FAN_OUT."""
     unit = 1
     while not rank // unit % FAN_OUT:
         unit *= FAN_OUT
@@ -313,7 +313,7 @@ def _neighbours(chain: Sequence[int], rank: int) -> tuple[int | None, int | None
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """They are valid as long as the tensor is. It is contiguous. No NumPy is needed, which torch can do without."""
+    """The bytes of a contiguous CPU tensor, valid as long as it is. Works without NumPy, as torch does."""
     assert tensor.is_contiguous()
     assert tensor.device.type == "cpu"
     if not tensor.nbytes:

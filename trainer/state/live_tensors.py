@@ -1,6 +1,6 @@
-"""The tensors of a training's state as they are now, quickly or by name: parameters, optimizer states and buffers.
+"""The live tensors of a training's state: parameters, optimizer states and buffers.
 
-Each rank has buffers for itself, and some are made, replaced or resized in mid-training.
+Buffers differ between ranks, and some are made, replaced or resized during training.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from torch import Tensor, nn, strided
 from elaunch.trainer.state.packing import NotPlain, require_dense
 from elaunch.trainer.state.tree import State, cloned, is_shard, local_parts, put_into, some, tensors_in
 
-# These wrappers have their module under such a name, which not every state_dict has in its keys.
+# The wrappers' names for their module, which not every state_dict has in its keys.
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 # A buffer's type and shape; None if there is none.
 _Kind = tuple[torch.dtype, torch.Size] | None
 
 
 class LiveTensors:
-    """Parameters, and the tensors in the optimizers' states and in `extra`. Buffers are no part of it.
+    """Parameters, and the tensors in the optimizers' states and in `extra`. Buffers are not included.
 
-    A distributed tensor counts itself, which torch's count of changes is of, and with its part on this rank, which has
-    the storage. Of a module in `extra` the parameters count, of an object with another `state_dict` nothing. Of
-    inference tensors torch counts no changes: they are not seen.
+    A distributed tensor is listed itself, since it has torch's version counter, and with its local part, which has the
+    storage. A module in `extra` is listed by its parameters, another object with a `state_dict` not at all. Inference
+    tensors have no version counter: `seen` omits them.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Any], extra: Sequence[Any]) -> None:
@@ -43,7 +43,7 @@ class LiveTensors:
         self._kinds: set[type] = set()
 
     def seen(self, *, optimizers: bool) -> list[Tensor]:
-        """All of them in the same order each time, those of `optimizers` if that is wanted: they are most of them."""
+        """All in a fixed order, those of the optimizers, which are most, only with `optimizers`."""
         found: list[Tensor] = (
             [*self.parameters] if self._are_plain else [part for one in self.parameters for part in _parts(one)]
         )
@@ -83,7 +83,7 @@ class LiveTensors:
         return [(id(one.state), len(one.state)) for one in self._optimizers]
 
     def named(self, *, optimizers: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """All of them with a name for people, which is the same on every rank. Distributed ones are not replaced."""
+        """All with a readable name, the same on every rank; of distributed ones not the parts."""
         names: dict[int, str] = {}
         for prefix, module in self._modules.items():
             for name, parameter in module.named_parameters(prefix.rstrip(".")):
@@ -99,12 +99,12 @@ class LiveTensors:
             yield from tensors_in(nest, f"extra.{number}")
 
     def name_of(self, tensor: Tensor) -> str:
-        """The name of one of them; "" for a tensor that is not there any more."""
+        """The name of such a tensor; "" for one that no longer exists."""
         return next((name for name, value in self.named() if any(part is tensor for part in _parts(value))), "")
 
 
 def _parts(tensor: Any) -> list[Tensor]:
-    """The tensor, and of a distributed one its part on this rank."""
+    """The tensor, and the local part of a distributed one."""
     local = getattr(tensor, "_local_tensor", None)
     return [tensor] if local is None else [tensor, local]
 
@@ -112,7 +112,7 @@ def _parts(tensor: Any) -> list[Tensor]:
 class Buffers:
     """The buffers of `model`: the persistent ones, and the others from their first change on.
 
-    What does not change in training (a mask, a table of positions) is made again by the program.
+    A constant one (a mask, a table of positions) is made again by the program.
     """
 
     def __init__(self, model: nn.Module, device: torch.device | None = None) -> None:
@@ -131,7 +131,7 @@ class Buffers:
         self.note()
 
     def note(self) -> None:
-        """From now on a change of a buffer that is not persistent counts."""
+        """Count changes of non-persistent buffers from now on."""
         self._noted = {
             name: (value, _version(value))
             for name, value, persists in self._named()
@@ -139,13 +139,13 @@ class Buffers:
         }
 
     def now(self, *, all_of_them: bool = False) -> State:
-        """The live tensors by name: `buffers`, and as `transient` those that are not persistent and have changed.
+        """The live tensors by name: `buffers`, and as `transient` the non-persistent ones that have changed.
 
-        None stands for one that was there at the start, or that changes, and is not there now.
+        None stands for one that existed at the start or has changed, and does not exist now.
         """
         kept: dict[str, Tensor | None] = {}
         transient: dict[str, Tensor | None] = {}
-        # Without a generator, since this happens in each step.
+        # Without a generator, since this runs in each step.
         for prefix, owner in self._with_buffers():
             loose = owner._non_persistent_buffers_set
             for short, value in owner._buffers.items():
@@ -158,7 +158,7 @@ class Buffers:
         return {"buffers": kept, "transient": transient}
 
     def put(self, state: State, *, all_of_them: bool = False) -> None:
-        """Copy what `now` returned into the model. With `all_of_them` what it lacks is removed.
+        """Copy what `now` returned into the model. With `all_of_them` remove other buffers.
 
         Raises ValueError for a buffer of a module that the model does not have.
         """
@@ -184,7 +184,7 @@ class Buffers:
                 del self._by_prefix[_prefix(name)]._buffers[name.rpartition(".")[2]]
 
     def names(self) -> set[str]:
-        """The names of all persistent buffers, as `plain_name` makes them; of a shared module under all its names."""
+        """The names of all persistent buffers, as `plain_name` makes them; a shared module's under all its names."""
         owners = [(prefix, self._by_prefix[first]) for prefix, first in self._first_prefix.items()]
         return {
             prefix + short
@@ -194,7 +194,7 @@ class Buffers:
         }
 
     def mismatched(self) -> dict[str, Tensor | None]:
-        """The persistent buffers that had another type or shape at the start, or were not there, or are not now."""
+        """The persistent buffers whose type or shape has changed since the start, or that were added or removed."""
         now = self.now()
         held, kept = {**now["buffers"], **now["transient"]}, now["buffers"]
         gone = {name: None for name, kind in self._given.items() if kind and name not in held}
@@ -226,7 +226,7 @@ class Buffers:
                 yield prefix + short, value, short not in owner._non_persistent_buffers_set
 
     def _with_buffers(self) -> list[tuple[str, nn.Module]]:
-        """The modules that have buffers. Most have none and never get one, so this checks all others together."""
+        """The modules that have buffers. Most never have any, so the others are checked together."""
         if any(self._without):
             self._with = [pair for pair in self._owners if pair[1]._buffers]
             self._without = [owner._buffers for _, owner in self._owners if not owner._buffers]
@@ -242,7 +242,7 @@ class Buffers:
 
 
 def load_module(module: nn.Module, state: State) -> None:
-    """Load a module's state_dict, in which buffers may have another shape than here, or may not be here."""
+    """Load a module's state_dict, whose buffers may have another shape here, or not exist here."""
     there = module.state_dict()
     others = {
         name: value
@@ -256,13 +256,13 @@ def load_module(module: nn.Module, state: State) -> None:
 
 
 def versions(state: State) -> dict[str, Any]:
-    """What is another when a buffer of `Buffers.now` has changed or was replaced, by name."""
+    """A value for each buffer of `Buffers.now`, by name, that differs once it was changed or replaced."""
     held = {**state["buffers"], **state["transient"]}
     return {name: None if value is None else (_place(value), _version(value)) for name, value in held.items()}
 
 
 def changed_since(before: Mapping[str, Any], state: State) -> State:
-    """The buffers of `Buffers.now` that are others than when `versions` was `before`, copied."""
+    """Copies of the buffers of `Buffers.now` that have changed since `versions` was `before`."""
     now = versions(state)
     names = {name for name in now if name not in before or now[name] != before[name]}
     changed: State = cloned({part: {n: v for n, v in its.items() if n in names} for part, its in state.items()})
@@ -270,7 +270,7 @@ def changed_since(before: Mapping[str, Any], state: State) -> State:
 
 
 def plain_name(name: str) -> str:
-    """A name in a state_dict, or of a module, without what compiling, FSDP1 and checkpointing put into it."""
+    """A name in a state_dict, or of a module, without the wrappers of compiling, FSDP1 and checkpointing."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 

@@ -23,7 +23,7 @@ from elaunch.trainer.state.live_tensors import Buffers, plain_name
 from elaunch.trainer.state.tree import OPTIMIZERS, PerRank, State, cloned, is_shard, put_into, some
 
 Found = TypeVar("Found")
-# What DDP needs at most until it sums gradients in its final order.
+# The most passes until DDP sums gradients in its final order.
 _PASSES_MAX = 2
 
 
@@ -35,7 +35,7 @@ def state_of(model: nn.Module, optimizer: Optimizer, *others: Optimizer, by_name
     """`{"model": …, "optimizer": …, "types": …}` after at least one step; the tensors are the live ones, not copies.
 
     `others` are further optimizers of a model with FSDP. Their states are in `optimizer` too. `by_name` is for ranks
-    that have parameters of different names, as the stages of a pipeline have. It is the same on all ranks.
+    that have parameters of different names, as pipeline stages have. It is the same on all ranks.
     """
     _reshard(model)
     types = {"types": types_of(model), OPTIMIZERS: kinds_of(model, [optimizer, *others], by_name=by_name)}
@@ -52,7 +52,7 @@ def state_of(model: nn.Module, optimizer: Optimizer, *others: Optimizer, by_name
 
 
 def kinds_of(model: nn.Module, optimizers: Sequence[Any], *, by_name: bool) -> list[list[Any]]:
-    """The class of each optimizer, and the sizes of its groups if its state has its parameters by their numbers."""
+    """The class of each optimizer, and the sizes of its groups if its state refers to parameters by index."""
     by_number = not (by_name or is_sharded(model))
     return [
         [
@@ -64,7 +64,7 @@ def kinds_of(model: nn.Module, optimizers: Sequence[Any], *, by_name: bool) -> l
 
 
 def types_of(model: nn.Module) -> list[str]:
-    """The types of the parameters. If a checkpoint has others, the optimizer's values follow the parameters'."""
+    """The parameters' types. If a checkpoint has others, the optimizer's values are cast to the parameters'."""
     return sorted({str(parameter.dtype) for parameter in model.parameters()})
 
 
@@ -85,14 +85,14 @@ def restore(
     those that `own_buffers` in it names; without `has_buffers` it has none. Raises ValueError if it does not fit.
     """
     fresh = [one for one in (optimizer, *others) if not one.state]
-    # For a sharded model `state_of` creates an optimizer state to fill, by a step of length 0.
+    # For a sharded model `state_of` creates an optimizer state to fill, by a step with lr=0.
     state = {**state_of(model, optimizer, *others, by_name=by_name), **(rest or {})}
-    # A buffer may have got another shape, or may not be there yet.
+    # A buffer may have another shape, or not exist yet.
     buffers, weights = Buffers(unwrap(model)), state["model"]
     apart = without_buffers(weights, buffers)
     owned = set(weights)
     if isinstance(weights, PerRank):
-        # This requests them.
+        # Empty entries request them.
         weights |= {name: {} for name in apart}
     found = load(state)
     if found is None:
@@ -101,7 +101,7 @@ def restore(
         return None
     weights = state.pop("model")
     arrived = {plain_name(name): v for name, v in weights.items() if name not in owned and isinstance(v, Tensor)}
-    # Rank 0's are those that had become others; of a pipeline each rank knows only its own.
+    # Rank 0's are those that had changed; a rank of a pipeline has only its own.
     own_buffers = state.get("own_buffers", ())
     may_differ = {name for its in (own_buffers if by_name else own_buffers[:1]) for name in its["buffers"]}
     lost = [name for name in apart if plain_name(name) not in {*arrived, *may_differ}] if has_buffers else ()
@@ -145,7 +145,7 @@ def is_fsdp1(model: nn.Module) -> bool:
 
 
 def _reshard(model: nn.Module) -> None:
-    """Give FSDP2's modules their parts: an evaluation leaves the root's parameters whole, which no optimizer has."""
+    """Reshard FSDP2's modules: an evaluation leaves the root's parameters unsharded, which no optimizer has."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     for module in () if fsdp is None else model.modules():
         if isinstance(module, fsdp.FSDPModule):
@@ -166,23 +166,23 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def hook_after_forward(model: nn.Module, hook: Callable[[nn.Module, object, object], None]) -> Any:
-    """Let `hook` run after each forward pass of `model`. Returns a handle with `remove`."""
+    """Run `hook` after each forward pass of `model`. Returns a handle with `remove`."""
     if getattr(model, "_compiled_call_impl", None) is not None:
-        # `model.compile()` traces hooks too. This ends its graph before the hook.
+        # `model.compile()` traces hooks too. This breaks the graph before the hook.
         hook = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
     return model.register_forward_hook(hook)
 
 
 def passes_to_final_sums(models: Sequence[nn.Module], world_size: int) -> int:
-    """How many forward and backward passes DDP needs until it sums gradients in the order of all later steps.
+    """How many forward and backward passes DDP needs until it sums gradients in its final order.
 
-    The order is that of its buckets, which it regroups once: before the second forward pass, under `static_graph`
+    The order is that of its buckets, which it rebuilds once: before the second forward pass, under `static_graph`
     before the third (torch/nn/parallel/distributed.py, `_rebuild_buckets`), with `find_unused_parameters` alone never.
-    Two summands have one order. But a communication hook may make something of a bucket as a whole. With
-    `static_graph` the passes are needed for another reason too: gradients may be accumulated in the first of all.
+    With two ranks the order does not matter, but a communication hook may use a bucket as a whole. With `static_graph`
+    the passes are needed for another reason too: the very first pass may be under `no_sync`.
 
-    In a job of `world_size` ranks, models without DDP may be what a wrapper has inside that is not among them. So the
-    most passes are assumed then, except for FSDP, which has no such buckets.
+    With more than two ranks, models without DDP may be inside a wrapper that was not passed. So the most passes are
+    assumed then, except for FSDP, which has no such buckets.
     """
     wrappers = [m for model in models for m in model.modules() if isinstance(m, DistributedDataParallel)]
     if wrappers:
@@ -192,7 +192,7 @@ def passes_to_final_sums(models: Sequence[nn.Module], world_size: int) -> int:
 
 def _passes_of(wrapper: DistributedDataParallel) -> int:
     if wrapper.static_graph:
-        # Always, since torch fails with an internal error if the first of all passes is one of `no_sync`.
+        # Always, since torch fails with an internal error if the very first pass is under `no_sync`.
         return _PASSES_MAX
     if wrapper.process_group.size() <= 2 and not wrapper._comm_hooks:
         return 0
@@ -221,7 +221,7 @@ def _put(model: nn.Module, optimizers: Sequence[Optimizer], weights: Any, moment
 
 
 def _divide(model: nn.Module, moments: dict[str, Any]) -> None:
-    """Replace by this rank's part what came whole: a value that the optimizer makes after its first step."""
+    """Shard values that were loaded whole: those that the optimizer makes after its first step."""
     parameters = {plain_name(name): one for name, one in model.named_parameters()}
     for name, its in moments.items():
         parameter: Any = parameters.get(plain_name(name))
@@ -298,28 +298,28 @@ def load_optimizer(optimizer: Any, saved: State) -> None:
     if theirs and ours and theirs != ours:
         raise ValueError(
             f"the kept state of {type(optimizer).__name__} has groups of {some(map(str, theirs), 9)} parameters, and "
-            f"this program has groups of {some(map(str, ours), 9)}; make all groups before the Keeper, and train one "
-            "from a later step on by its learning rate"
+            f"this program has groups of {some(map(str, ours), 9)}; make all groups before the Keeper, and keep one "
+            "at lr=0 until it is trained"
         )
     own = type(optimizer).load_state_dict is not Optimizer.load_state_dict
     with exactly([optimizer], copies=True):
-        # A `load_state_dict` of its own may do anything with the tensors.
+        # An overridden `load_state_dict` may do anything with the tensors.
         optimizer.load_state_dict(cloned(saved) if own else saved)
 
 
 @contextlib.contextmanager
 def exactly(optimizers: Iterable[Any], *, copies: bool = False) -> Iterator[None]:
-    """While this lasts, `load_state_dict` of these optimizers keeps every value's type, and its groups' own objects.
+    """In this context `load_state_dict` of these optimizers keeps every value's type, and its groups' own objects.
 
-    torch changes a value's type to its parameter's, and puts new dictionaries and new tensors (of a learning rate) into
+    torch casts a value to its parameter's type, and puts new dictionaries and new tensors (of a learning rate) into
     `param_groups`, where a program may have the old ones. With `copies` the optimizers keep none of the given tensors:
     torch keeps a value that is on its parameter's device already.
     """
     with contextlib.ExitStack() as stack:
         for one in optimizers:
-            # Wrappers have the optimizer by these names: ZeroRedundancyOptimizer, Accelerate's.
+            # Wrappers have the optimizer under these names: ZeroRedundancyOptimizer, Accelerate's.
             for each in (one, getattr(one, "optim", None), getattr(one, "optimizer", None)):
-                # Some are Optimizers that never called its `__init__`, and take no hooks.
+                # Some subclasses never call `Optimizer.__init__`, and take no hooks.
                 if isinstance(each, Optimizer) and "_optimizer_load_state_dict_pre_hooks" in vars(each):
                     load = _Load(copies)
                     stack.callback(each.register_load_state_dict_pre_hook(load.begin).remove)
@@ -352,7 +352,7 @@ class _Load:
         vars(optimizer)["param_groups"] = self._groups
 
     def _own(self, loaded: Any, saved: Any) -> Any:
-        """`loaded` with the types of `saved`, and if that is wanted without its memory."""
+        """`loaded` with the types of `saved`, and with `copies` without its memory."""
         if isinstance(loaded, Tensor) and isinstance(saved, Tensor):
             is_shared = self._copies and loaded.device == saved.device and loaded.data_ptr() == saved.data_ptr()
             if is_shared or loaded.dtype != saved.dtype:
@@ -366,19 +366,19 @@ class _Load:
 
 
 def put_options(group: dict[str, Any], saved: State) -> None:
-    """Give a group of parameters the options of `saved`. A tensor among them, as a learning rate, stays the object."""
+    """Set the options of a parameter group to `saved`. A tensor among them (a learning rate) stays the object."""
     for key, value in saved.items():
         if key != "params":
             group[key] = put_into(group.get(key), value)
 
 
 def require_uncaptured(optimizer: Any) -> None:
-    """Raise ValueError if a CUDA graph may hold the optimizer's state: a restore puts other tensors in its place."""
+    """Raise ValueError if a CUDA graph may hold the optimizer's state: a restore replaces its tensors."""
     groups, state = getattr(optimizer, "param_groups", ()), getattr(optimizer, "state", None)
     if state and any(group.get("capturable") for group in groups) and has_cuda_graphs():
         raise ValueError(
             f"{type(optimizer).__name__} has capturable=True and a state, and this process has CUDA graphs: a graph "
-            "that holds that state would go on with it after a restore, and not with the restored one; enter the "
+            "that holds that state would still use it after a restore, and not the restored one; enter the "
             "Keeper first, then warm up and capture, and put graph.replay() into `with keeper.commit():`"
         )
 

@@ -1,7 +1,7 @@
-"""Plain values that a program changes on its modules in mid-training: `dropout.p`, `bn.momentum`, a stage, a counter.
+"""Plain values that a program changes on its modules during training: `dropout.p`, `bn.momentum`, a stage, a counter.
 
-A value that stays as the program has made it is the program's, also when a later job makes it otherwise. One that has
-changed since the first step is state: it is restored like a buffer.
+A value that has not changed since the first step is the program's, also when a later job sets another one. One that has
+changed is state: it is restored like a buffer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Seen:
     size: int
 
     def is_same(self) -> bool:
-        """Whether they are the same objects still. Nothing of a tensor in such a place is read."""
+        """Whether they are still the same objects. A tensor in their place is not read."""
         its = vars(self.module)
         return len(its) == self.size and all(map(is_, map(its.get, self.names), self.values))
 
@@ -42,24 +42,23 @@ class _Seen:
 
 
 class ModuleValues:
-    """The values of modules, which `follow` names. All names of values are paths: `blocks.0.drop.p`."""
+    """The values of the modules that `follow` gets. They are named by path: `blocks.0.drop.p`."""
 
     def __init__(self) -> None:
         self._modules: list[tuple[str, nn.Module, bool]] = []
-        # Those that have changed, by path. They are read each time, and from the first step on `find_changes` reads the
-        # others.
+        # Those that have changed, by path, read each time. `find_changes` reads the others from the first step on.
         self._changed: dict[str, tuple[nn.Module, str]] = {}
         self._seen: list[_Seen] | None = None
 
     def follow(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
-        """These are the modules. A value that a new one comes with has not changed."""
+        """Set the modules. The initial values of a new one are not changes."""
         own: dict[type, bool] = {}
         self._modules = [(name, one, own.setdefault(type(one), _is_programs(type(one)))) for name, one in modules]
         if self._seen is not None:
             self._seen = self._read()
 
     def begin(self) -> None:
-        """The first step begins: what is changed from now on is state."""
+        """Begin the first step: what changes from now on is state."""
         if self._seen is None:
             self._seen = self._read()
 
@@ -76,7 +75,7 @@ class ModuleValues:
         return found
 
     def find_changes(self) -> dict[str, tuple[Any, Any]]:
-        """Find values that have changed: the old and the new one by path, of each the first time."""
+        """Find values that have changed for the first time: the old and the new one by path."""
         if self._seen is None or all(one.is_same() for one in self._seen):
             return {}
         before = {path: value for one in self._seen for path, _, value in one.by_path()}
@@ -90,14 +89,14 @@ class ModuleValues:
         return found
 
     def now(self) -> State:
-        """The present values of those that have changed, by path."""
+        """The current values of those that have changed, by path."""
         if not self._changed:
             return {}
         values = [(path, vars(module).get(name)) for path, (module, name) in [*self._changed.items()]]
         return {path: value for path, value in values if _is_plain(value)}
 
     def load(self, values: State) -> list[str]:
-        """Set these values. Returns the paths of those that were others."""
+        """Set these values. Returns the paths of those that differed."""
         places = {place: module for place, module, _ in self._modules}
         others = []
         for path, value in values.items():
@@ -115,7 +114,7 @@ def _joined(path: str, name: str) -> str:
 
 
 def _counts(name: str, value: object, *, is_own: bool) -> bool:
-    """Whether it is a value that a program sets. Private ones of libraries are their own business."""
+    """Whether it is a value that a program sets. Private ones of libraries do not count."""
     if name in _OF_MODULES or not _is_plain(value):
         return False
     return name[:1] != "_" or (is_own and type(value) in (int, float))
@@ -126,7 +125,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _is_programs(kind: type) -> bool:
-    """Whether a class is the program's, and made from none of a library but torch's."""
+    """Whether a class is the program's, without a base class from a library other than torch."""
     modules = [one.__module__ for one in kind.__mro__ if one.__module__.partition(".")[0] != "torch"]
     files = [getattr(sys.modules.get(name), "__file__", None) or "" for name in modules]
     return kind.__module__ in modules and not any("site-packages" in file for file in files)

@@ -1,8 +1,8 @@
 """Nested training state as a skeleton of plain values and boxes of tensors, for a region of memory or a checkpoint.
 
-The skeleton is a pickle in which a tensor is a reference: its type, its shape, and for each box of it that this rank
-has, where the box lies in the tensor and where its bytes are. A tensor that is not distributed is one box, which covers
-everything. Reading a skeleton runs no code.
+The skeleton is a pickle in which a tensor is a reference: its type, its shape, and for each box that this rank has, its
+offsets in the tensor and where its bytes are. A tensor that is not distributed is one box, which covers everything.
+Reading a skeleton runs no code.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ _KEYS = frozenset({str, int})
 _DICTIONARIES = frozenset({dict, OrderedDict, Counter, PerRank})
 _SEQUENCES = frozenset({list, tuple, set})
 
-# Errors that pickle raises for wrong bytes besides its own, and errors of torch for impossible shapes.
+# Errors that pickle raises for invalid bytes besides its own, and torch for impossible shapes.
 _NOT_OURS = (AttributeError, EOFError, LookupError, MemoryError, OverflowError, RuntimeError, TypeError)
 
 Shape = tuple[int, ...]
 # A tensor in a skeleton: its type, its shape, and for each box its offsets, its sizes and where its bytes begin.
 # If its bytes are in another order than its indices (channels_last), its strides follow. It has one box then.
 Reference = tuple[Any, ...]
-# What stands for a tensor of that type and shape, whose boxes are there.
+# Makes the stand-in for a tensor from its type, shape and boxes.
 Place = Callable[..., object]
 
 
@@ -70,7 +70,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Boxed:
-    """A tensor as a region has it: its type, its whole shape, and the boxes of it that are there."""
+    """A tensor in a region: its type, its whole shape, and the boxes that the region has."""
 
     dtype: torch.dtype
     size: Shape
@@ -84,7 +84,7 @@ class Boxed:
 def pack(state: object, places: Placer | None = None) -> Packed:
     """Disassemble `state`: dictionaries, lists and tuples of dense tensors and plain values. Raises NotPlain.
 
-    `places` decides what of each tensor goes into the region: by default all.
+    `places` decides which part of each tensor goes into the region: by default all.
     """
     content = io.BytesIO()
     places = places or Placer()
@@ -94,7 +94,7 @@ def pack(state: object, places: Placer | None = None) -> Packed:
 
 
 def extended(packed: Packed, nest: object) -> Packed:
-    """`packed` with another nest behind it, which `describe` reads too. Raises NotPlain."""
+    """`packed` with another nest appended, which `describe` reads too. Raises NotPlain."""
     content = io.BytesIO()
     places = Placer(begin=packed.data_length)
     _Pickler(content, places).dump(nest)
@@ -152,11 +152,11 @@ def pack_plain(tree: Tree) -> bytes:
 def unpack_plain(content: bytes | bytearray) -> tuple[Any, dict[str, Path], list[Path]]:
     """What `pack_plain` was given: plain values, paths of tensors by name, paths of PerRanks.
 
-    Anybody may have written it: raises UnpicklingError or ValueError for what is nothing of the kind.
+    `content` is untrusted: raises UnpicklingError or ValueError if it is not valid.
     """
     scan(content)
     held = values(bytes(content))
-    # Each value takes a byte at least where it is not one that was there before.
+    # A value takes at least a byte, unless it refers to an earlier one.
     require_shallow_value(held, 4 * len(content))
     return held["plain"], held["tensors"], held["per_rank"]
 
@@ -173,10 +173,7 @@ def _load(skeleton: bytes, place: Place) -> list[Any]:
 
 
 class Placer:
-    """Places the tensors of a state in a region's data, one after the other.
-
-    The first byte is at `begin`.
-    """
+    """Places the tensors of a state in a region's data, one after the other from `begin` on."""
 
     def __init__(self, begin: int = 0) -> None:
         self.tensors: list[Tensor] = []
@@ -186,7 +183,7 @@ class Placer:
         self._same: dict[object, object] = {}
 
     def reference(self, tensor: Tensor) -> Reference:
-        """What the skeleton has for that tensor, all of which goes into the region. Raises NotPlain."""
+        """The skeleton's reference to a tensor, all of which goes into the region. Raises NotPlain."""
         require_dense(tensor)
         size, strides = self.once(tuple(tensor.shape)), self.once(tuple(tensor.stride()))
         is_reordered = strides != _in_order(size) and _is_dense(size, strides)
@@ -217,7 +214,7 @@ class Placer:
 
 
 def require_dense(tensor: Any) -> None:
-    """Raise NotPlain for a tensor whose bytes are not all there is to it."""
+    """Raise NotPlain for a tensor that its bytes do not fully describe."""
     kind = type(tensor)
     if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
         raise NotPlain("a lazy tensor cannot be kept, since it has no shape yet; run one forward pass first")
@@ -271,7 +268,7 @@ def not_plain(value: object, path: str, *, durably: bool = False, deeply: bool =
 
 
 def is_quickly_plain(value: Any) -> bool:
-    """Whether this finds quickly that `not_plain` would find nothing: 1 µs, and 0.02 µs for each number or tensor."""
+    """Whether a quick check shows that `not_plain` finds nothing: 1 µs, and 0.02 µs for each number or tensor."""
     kind = type(value)
     if kind in _VALUES:
         return True
@@ -294,7 +291,7 @@ def _in_order(size: Shape) -> Shape:
 
 
 def _is_dense(size: Shape, strides: Shape) -> bool:
-    """Whether each of the tensor's bytes belongs to one index, and there are no others between them."""
+    """Whether the elements neither overlap in memory nor leave gaps. An empty tensor is not dense."""
     expected = 1
     for stride, length in sorted((stride, length) for stride, length in zip(strides, size, strict=True) if length > 1):
         if stride != expected:
@@ -351,7 +348,7 @@ class _StateUnpickler(pickle.Unpickler):
 
 
 class _Maker:
-    """Stands for a type while a skeleton is read: it makes values, and nothing can be set on it or on the type."""
+    """Stands for a type while a skeleton is loaded: it makes values, and nothing can be set on it or on the type."""
 
     __slots__ = ("_kind",)
 

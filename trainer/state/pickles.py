@@ -1,8 +1,8 @@
-"""Pickles that nest without end, as in files of torch.save, are refused before anything reads them.
+"""Rejects pickles that nest too deeply, as in files of torch.save, before anything loads them.
 
-`torch.load(weights_only=True)` runs no code, but it takes the hash of a tuple that is a key. Python computes that with
-a call for each tuple in the tuple and no limit: some 100,000 of them overflow the stack, and a few, each of which holds
-another one twice, take for ever. So the instructions of a pickle are read here first, without making anything of them.
+`torch.load(weights_only=True)` runs no code, but it hashes a tuple that is a key. Python does that recursively without
+a limit: some 100,000 nested tuples overflow the stack, and a few, each of which holds the next one twice, take forever.
+So the opcodes of a pickle are scanned here first, without executing them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ZIP = b"PK\x03\x04"
 # With fewer tuples than this of more than one item, nothing can take long.
 _FEW_TUPLES, _SHORT_BYTES = 20, 2000
 _PAIRS = (pickle.TUPLE2, pickle.TUPLE3, pickle.TUPLE)
-# What torch.save, DCP and `packing` write.
+# The opcodes that torch.save, DCP and `packing` write.
 _KNOWN = """
     ADDITEMS APPEND APPENDS BINBYTES BINFLOAT BINGET BININT BININT1 BININT2 BINPERSID BINPUT BINUNICODE BINUNICODE8
     BUILD EMPTY_DICT EMPTY_LIST EMPTY_SET EMPTY_TUPLE FRAME GLOBAL LONG1 LONG_BINGET LONG_BINPUT MARK MEMOIZE NEWFALSE
@@ -31,15 +31,15 @@ _Nested = tuple[int, int]
 
 
 def require_shallow(file: IO[bytes]) -> None:
-    """Raise pickle.UnpicklingError if `file` is none of torch.save (1.6 or later), or nests too deeply.
+    """Raise pickle.UnpicklingError if `file` is not one of torch.save (1.6 or later), or nests too deeply.
 
-    The file is read from its present place, which it has again after that. Raises RuntimeError as torch does.
+    The file is read from its current position, which is restored. Raises RuntimeError as torch does.
     """
     start = file.tell()
     is_zip = file.read(len(_ZIP)) == _ZIP
     file.seek(start)
     if is_zip:
-        # By torch's own reader: another one could find another file in the same archive.
+        # With torch's own reader: another one could find another file in the same archive.
         reader: Any = torch._C.PyTorchFileReader(file)
         content: bytes = reader.get_record("data.pkl")
         if len(content) > _SHORT_BYTES or sum(map(content.count, _PAIRS)) > _FEW_TUPLES:
@@ -84,13 +84,13 @@ def _scan(content: bytes | bytearray) -> None:
     for op, argument, _ in pickletools.genops(file):
         name = op.name
         if name not in known:
-            raise pickle.UnpicklingError(f"it has the instruction {name}, which has no place in a checkpoint")
+            raise pickle.UnpicklingError(f"it has the opcode {name}, which no checkpoint has")
         if name == "MARK":
             marks.append(len(stack))
         elif name == "MEMOIZE":
             memo[len(memo)] = stack[-1]
         elif name.endswith("BINPUT"):
-            # pickle has a list that is as long as the largest number.
+            # pickle's memo is an array as long as the largest index.
             if argument > size_max:
                 raise KeyError(argument)
             memo[argument] = stack[-1]

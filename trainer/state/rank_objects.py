@@ -1,4 +1,4 @@
-"""State that each rank has for itself: its loader's position, its generators, its communication hook."""
+"""Per-rank state: the loader's position, the generators, the communication hook."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ class GeneratorState:
 class RankObjects:
     """The objects of this rank, whose states are kept together with the number of ranks.
 
-    At another number of ranks a rank's share of the data is another one. Then the states do not fit, and all of them
-    start over. After a restore `missed` is why this rank's objects were not restored, and empty if they were.
+    At another world size a rank's share of the data differs. Then the states do not fit, and all of them start over.
+    After a restore `missed` is why this rank's objects were not restored, and empty if they were.
     """
 
     def __init__(self, objects: Sequence[Any]) -> None:
         self._objects: list[Stateful] = [_stateful(one) for one in objects]
         self.kinds = [type(one).__qualname__ for one in self._objects]
         self.missed = ""
-        # What was loaded, until the first step after that: torchdata's loader makes an iterator for its state, and
+        # What was loaded, until the first step after that: `state_dict` of torchdata's loader makes an iterator, and
         # the program may still set its sampler's epoch.
         self._loaded: State | None = None
 
@@ -57,11 +57,11 @@ class RankObjects:
         return {"world_size": _world_size(), "states": [one.state_dict() for one in self._objects]}
 
     def forget_loaded(self) -> None:
-        """A step has begun, so the objects may have changed."""
+        """Read the objects again, since a step has begun."""
         self._loaded = None
 
     def load_state_dict(self, state: State, *, is_older: bool = False) -> None:
-        """Load them, if they were kept by as many ranks. The objects may keep the values: pass a copy."""
+        """Load them, if the world size is the same. The objects may keep the values: pass a copy."""
         if state["world_size"] != _world_size():
             self.missed = f"is that of {state['world_size']} ranks, and does not fit {_world_size()} ranks"
             return

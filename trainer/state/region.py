@@ -4,8 +4,8 @@
     mark  header      skeleton (`packing`)        tensors, each at a multiple of 64
 
 The mark is written last and erased first: a region without it is torn. It also names the format: a region of another
-release counts as torn. The header says whose state of which step this is. It has a checksum of its own, and contains
-the checksums of the rest. A reader checks everything.
+release counts as torn. The header has the rank and the step of the state, its own checksum, and those of the rest. A
+reader verifies everything.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Packed:
 
 
 def views(region: Tensor, packed: Packed) -> list[Tensor]:
-    """The places of the packed tensors in `region`."""
+    """Views of the packed tensors' places in `region`."""
     data = region[PAGE + packed.skeleton_room :]
     return [
         view(data, tensor.dtype, tensor.shape, offset)
@@ -85,7 +85,7 @@ def views(region: Tensor, packed: Packed) -> list[Tensor]:
 
 
 def finish(region: Tensor, layout: bytes, piece: Piece, packed: Packed) -> Header:
-    """Write skeleton, header and at last the mark around the tensors' bytes, which are in the region already."""
+    """Write the skeleton, the header and at last the mark; the tensors' bytes are in the region already."""
     start = PAGE + packed.skeleton_room
     header = Header(
         layout=layout,
@@ -103,7 +103,7 @@ def finish(region: Tensor, layout: bytes, piece: Piece, packed: Packed) -> Heade
 
 
 def renew(region: Tensor, header: Header, piece: Piece) -> None:
-    """Declare the whole content that `header` describes to be that of `piece`."""
+    """Relabel the whole content that `header` describes as that of `piece`."""
     put(region, 0, MARK + _fields(header, piece))
 
 
@@ -116,7 +116,7 @@ def _fields(header: Header, piece: Piece) -> bytes:
 
 
 def mark(region: Tensor) -> None:
-    """Declare the region whole."""
+    """Mark the region as whole."""
     put(region, 0, MARK)
 
 
@@ -163,7 +163,7 @@ def checksum(data: Tensor) -> int:
     """A checksum of uint8 `data`, whose length is a multiple of 4096: CRC-32 over the sums of its pages.
 
     It runs at about the speed of memory. It detects every page that is stale, missing or in another place, and every
-    changed integer of 8 bytes, but not two of them that changed places in one page.
+    changed integer of 8 bytes, but not two of them that were swapped in one page.
     """
     if not data.numel():
         return 0
@@ -191,12 +191,12 @@ def bytes_of(tensor: Tensor) -> Tensor | None:
 
 
 def up(number: int, of: int) -> int:
-    """The next multiple of `of`."""
+    """`number` rounded up to a multiple of `of`."""
     return -(-number // of) * of
 
 
 def put(region: Tensor, offset: int, content: bytes) -> None:
-    """Write bytes into a region in host memory. It happens several times in each step, so not by calls of torch."""
+    """Write bytes into a region in host memory. Not by torch, since it runs several times per step."""
     ctypes.memmove(_address(region, offset, len(content)), content, len(content))
 
 

@@ -20,7 +20,7 @@ _COMPARED = 5
 
 
 class RandomStates:
-    """The generators' states, compared several times in each step: mostly nothing has been drawn since."""
+    """The generators' states, compared several times per step, mostly without a draw between."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._is_cuda = device, device.type == "cuda"
@@ -33,7 +33,7 @@ class RandomStates:
     def capture(self) -> State:
         """The present states, as plain values and tensors; numpy's only if numpy is imported.
 
-        The same object as before if they are the same as before. Do not change it. After `step_aside` those before it.
+        The same object as before if nothing has changed; do not modify it. After `step_aside`, those before it.
         """
         if self.aside is not None:
             return self.aside
@@ -62,7 +62,7 @@ class RandomStates:
     def apply(self, state: State) -> None:
         """Set the generators to `state`, which `capture` returned or a restore has loaded."""
         self.aside = None
-        if self._numpy.goes_back_to(state.get("numpy")):
+        if self._numpy.reset_to(state.get("numpy")):
             state = {name: its for name, its in state.items() if name != "numpy"}
         apply(state, self._device)
 
@@ -74,9 +74,9 @@ class _Python:
     _state: Any = None
 
     def capture(self) -> Any:
-        """Its state, the same object as before if it is the same as before."""
+        """Its state, the same object as before if it has not changed."""
         version, numbers, gauss = random.getstate()
-        # The position, which is the last number, is another after each draw, or all numbers are: a few show it.
+        # Each draw changes the position, which is the last number, or all numbers: a few show it.
         mark = numbers[-_COMPARED:], gauss
         if mark != self._mark:
             self._mark = mark
@@ -95,31 +95,31 @@ class _Numpy:
         self._state: Any = None
         self._generator: Any = None
         self._seeded = b""
-        # Where its bytes are, 0 if that is not known; what is there, and what was there when the state was taken.
+        # The address of its bytes, or 0; the memory there, and its content when the state was taken.
         self._address, self._memory, self._raw = 0, ctypes.create_string_buffer(0), b""
 
     def capture(self) -> Any:
-        """Its state, the same object as before if it is the same as before; None if numpy is not imported."""
+        """Its state, the same object as before if it has not changed; None if numpy is not imported."""
         module: Any = sys.modules.get("numpy.random")
         if module is None:
             return None
         if self._address and _generator_of(module) is self._generator and self._memory.raw == self._raw:
             return self._state
-        # Kept, so that no other one is ever there in memory.
+        # A reference, so that no other generator gets this address.
         self._generator = _generator_of(module)
         address = self._generator.ctypes.state_address if type(self._generator) is module.MT19937 else 0
         if not address:
-            # Plain values, of which each kind of generator has others.
+            # Plain values, which differ by the type of the generator.
             return self._note(_plain(module.get_state(legacy=False)), b"", 0)
         name, keys, position, has_gauss, gauss = module.get_state()
         state = (name, keys.tobytes(), position, has_gauss, gauss)
-        # A normal number that numpy has in store is the only part of its state that is not in these bytes. It gets one
-        # only by drawing others, so the bytes are all of it while it has none.
+        # A cached normal number (`gauss`) is the only part of numpy's state that is not in these bytes. Only a draw
+        # caches one, so the bytes are the whole state while there is none.
         raw = state[1] + position.to_bytes(_INT_BYTES, sys.byteorder)
         return self._note(state, raw, 0 if has_gauss else address)
 
     def _note(self, state: Any, raw: bytes, address: int) -> Any:
-        """`raw` stands for all of the state, and is at `address` unless that is another generator's."""
+        """`raw` represents the whole state, and is at `address` unless that is another generator's."""
         self._state = self._state if state == self._state else state
         self._address, self._raw = address, raw
         self._memory = (ctypes.c_char * len(raw)).from_address(address) if address else ctypes.create_string_buffer(0)
@@ -128,12 +128,12 @@ class _Numpy:
         return self._state
 
     def seed(self, number: int) -> None:
-        """Seed it, for `goes_back_to`."""
+        """Seed it, for `reset_to`."""
         sys.modules["numpy.random"].seed(number)
         self._seeded = self._memory.raw
 
-    def goes_back_to(self, state: Any) -> bool:
-        """Set it back to `state`, the last one here, if all since was `seed`: numpy's `set_state` takes 35 µs."""
+    def reset_to(self, state: Any) -> bool:
+        """Reset it to `state`, the last one here, if only `seed` followed: numpy's `set_state` takes 35 µs."""
         is_last = (
             self._address and state is self._state and _generator_of(sys.modules["numpy.random"]) is self._generator
         )
@@ -157,7 +157,7 @@ def apply(state: State, device: torch.device) -> None:
     """Set the generators to the states that `RandomStates.capture` returned."""
     version, numbers, gauss = state["python"]
     random.setstate((version, _words(numbers), gauss))
-    # Of a view torch would read what is at the beginning of the storage.
+    # torch would read a view from the beginning of its storage.
     numbers = state["torch"]
     torch.default_generator.set_state(numbers.clone() if numbers.storage_offset() else numbers)
     if "cuda" in state and device.type == "cuda":

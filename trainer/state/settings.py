@@ -1,4 +1,4 @@
-"""What a program sets beside tensors: `requires_grad`, `training`, values of modules, and the groups of its optimizers.
+"""Program settings besides tensors: `requires_grad`, `training`, values of modules, and the groups of its optimizers.
 
 A program changes them once (`if step == 50:`), and would not do so again after a restart from a later step.
 """
@@ -22,7 +22,7 @@ from elaunch.trainer.state.packing import NotPlain
 from elaunch.trainer.state.tree import State, cloned, some
 
 _REQUIRES_GRAD, _TRAINING = attrgetter("requires_grad"), attrgetter("training")
-# Of an optimizer: of each group the options and the parameters.
+# An optimizer's groups: the options and the parameters of each.
 _Groups = list[tuple[State, list[Tensor]]]
 _FINAL = "make its groups and freeze its parameters before the Keeper (a group with lr=0 waits), or use DDP"
 
@@ -39,8 +39,8 @@ class _Noted(NamedTuple):
 class Settings:
     """The settings of `model`, which is inside the wrappers of `models`, and of `optimizers`.
 
-    After a restart a program does the body of the next step again, but not what came after the last commit. So the
-    settings of a step are those at the end of its body, which `note` takes. Until then they are the present ones, but
+    After a restart a program repeats the body of the next step, but not what came after the last commit. So the
+    settings of a step are those at the end of its body, which `note` records. Until then they are the current ones, but
     `training` is that at the end of the commit.
     """
 
@@ -54,7 +54,7 @@ class Settings:
             for module in one.modules()
             if id(module) not in inner
         ]
-        # FSDP puts other parameters into the modules for a pass, and back.
+        # FSDP swaps other parameters into the modules during a pass.
         self._is_sharded = is_sharded(model)
         self.values = ModuleValues()
         self._read_model()
@@ -64,11 +64,11 @@ class Settings:
         self._noted: _Noted | None = None
         # Whether a restore's settings are set again before the first step.
         self._is_due = False
-        # Whether all values of the last step are known, and whether one has changed since that may be of it.
+        # Whether all values of the last step are known; whether `unreduced` and `replaced` have reported.
         self._is_checked = self._has_reported = self._has_reported_modules = False
-        # Modules without parameters and buffers that are others than at the start, or gone.
+        # Modules without parameters and buffers that were replaced or removed since the start.
         self._replaced: list[str] = []
-        # Values of which it is unknown whether the commit or the body of the next step was the first to change them.
+        # Values that either the commit or the body of the next step was the first to change.
         self._unclear: dict[str, object] = {}
         self._restored: list[str] = []
         # The parameters in groups that a restore has added, by optimizer.
@@ -84,7 +84,7 @@ class Settings:
         self.values.follow(modules)
         self._held = [module._parameters for _, module in inner], [module._modules for _, module in inner]
         self._seen = self._objects()
-        # `training` at the end of the last commit, until a note.
+        # `training` at the end of the last commit, until `note`.
         self._modes: list[bool] | None = None
 
     def _inner(self) -> list[tuple[str, nn.Module]]:
@@ -110,9 +110,9 @@ class Settings:
         return now if self._modes is None else now._replace(training=self._modes)
 
     def note(self, *, is_whole: bool = True) -> None:
-        """The body of a step has ended, unless no commit came since the last time: what comes belongs to the next.
+        """Record the settings at the end of a step's body, unless no commit came since the last call.
 
-        Without `is_whole` it may have been cut off in an evaluation.
+        Without `is_whole` the body may have been cut off in an evaluation.
         """
         self.values.begin()
         if self._noted is None:
@@ -121,14 +121,14 @@ class Settings:
             self._noted, self._unclear = self._now() if is_whole else self._cut_off(), {}
 
     def find_changes(self) -> dict[str, tuple[Any, Any]]:
-        """Between two steps, or at the end: all values that have changed belong to the step, and are returned once."""
+        """Between steps or at the end: return each changed value once. The changes belong to the step."""
         found = self.values.find_changes()
         if self._noted is not None:
             self._noted, self._is_checked = self._noted._replace(values=self.values.now()), True
         return found
 
     def changing(self) -> State:
-        """What a program may set in mid-training beside options: `requires_grad`, and values that have changed."""
+        """What a program may set during training besides options: `requires_grad`, and values that have changed."""
         self.values.find_changes()
         return dict(zip(self._flags, map(_REQUIRES_GRAD, self._parameters), strict=True)) | self.values.now()
 
@@ -139,7 +139,7 @@ class Settings:
             self._add_as_usual()
 
     def stepped(self, *, is_checked: bool) -> None:
-        """The commit has changed everything. An evaluation may follow, which a restart does not make again.
+        """The commit has ended. An evaluation may follow, which a restart does not repeat.
 
         If it `is_checked`, the next note finds values that were changed after it.
         """
@@ -156,7 +156,7 @@ class Settings:
         return [[len(parameters) for _, parameters in groups] for groups in self._start.groups]
 
     def state(self) -> State:
-        """Plain values, for `load`: the names of what is off, and the groups of each optimizer that has got others.
+        """Plain values, for `load`: the names of what is off, changed values, and changed groups of optimizers.
 
         Raises NotPlain if it is unknown whether the commit or the body of the next step has changed a value.
         """
@@ -175,7 +175,7 @@ class Settings:
         }
 
     def _named(self, number: int, groups: _Groups) -> list[list[int | str | None]]:
-        """The groups' parameters: their names in the model, else their places in the optimizer at the start."""
+        """The groups' parameters: their names in the model, else their indices in the optimizer at the start."""
         known: dict[int, int | str] = {id(one): n for n, one in enumerate(_all_of(self._start.groups[number]))}
         known |= {id(one): name for one, name in zip(self._parameters, self._names, strict=True)}
         return [[known.get(id(one)) for one in parameters] for _, parameters in groups]
@@ -195,7 +195,7 @@ class Settings:
         return {**state, "param_groups": groups}
 
     def load_groups(self, state: State) -> None:
-        """Give the optimizers the groups of a state. Raises ValueError if a parameter is not there."""
+        """Set the optimizers' groups to those of a state. Raises ValueError if a parameter is missing."""
         for number, groups in enumerate(state.get("settings", {}).get("groups", ())):
             if groups is not None:
                 self._regroup(number, groups, state["param_groups"][number])
@@ -217,7 +217,7 @@ class Settings:
             named = zip(its["param_names"], parameters, strict=True) if "param_names" in its else parameters
             optimizer.add_param_group({**cloned(its), "params": [*named]})
         self._restored.append(f"the {len(wanted)} groups of the optimizer" if len(wanted) > 1 else "its one group")
-        # A program that adds a group between two loops, or before its steps, comes to that again.
+        # A program that adds a group between two loops, or before its steps, does so again.
         self._added[number] = {id(one) for group in wanted[same:] for one in group}
         vars(optimizer)["add_param_group"] = partial(self._add_again, number)
 
@@ -235,7 +235,7 @@ class Settings:
         self._added = {}
 
     def load(self, state: State) -> None:
-        """Set `requires_grad` and `training` as in a state; one of ranks with different models has none."""
+        """Set `requires_grad`, `training` and values from a state; that of ranks with different models has none."""
         if "frozen" not in (saved := state.get("settings", {})):
             return
         frozen, evaluating = set(saved["frozen"]), set(saved["evaluating"])
@@ -256,19 +256,19 @@ class Settings:
                 module.training = is_on
 
     def restored(self, step: int) -> str:
-        """A state was restored, of `step`: a sentence about what the program has set otherwise at its start, or ""."""
+        """Record a restored state of `step`. Returns a sentence about what the program had set otherwise, or ""."""
         self._noted, self._is_due, self._is_checked = self._now(), step > 0, True
         self._given = self._noted.requires_grad
         return f"restored with step {step}: {' and '.join(self._restored)}" if self._restored else ""
 
     def are_the_programs(self) -> None:
-        """The program has come to the end of a loop after the restored step: what it sets from there on counts."""
+        """The program has ended a loop after the restored step: what it sets from then on counts."""
         self._is_due = False
 
     def begin(self) -> None:
-        """A step begins. Before the first one after a restore, what the program has set since is set back.
+        """Begin a step. Before the first one after a restore, reset what the program has set since.
 
-        It has come to `model.train()`, or another phase of the training, again.
+        It has repeated `model.train()`, or another phase of the training.
         """
         if self._is_due and self._noted is not None:
             self._is_due = False
@@ -282,10 +282,10 @@ class Settings:
         self.values.begin()
 
     def refusal(self, *, is_in_parts: bool, has_zero: bool, is_by_name: bool) -> str:
-        """Why a restart could not bring the present settings back; "" if it can.
+        """Why a restart could not restore the current settings; "" if it can.
 
-        `is_in_parts` says that each rank has a part of the state, `has_zero` that it is ZeRO-1's, and `is_by_name` that
-        the ranks have different parameters.
+        `is_in_parts`: each rank has a part of the state. `has_zero`: by ZeRO-1. `is_by_name`: the ranks have different
+        parameters.
         """
         if not self._is_sharded and self._objects() != self._seen:
             before = dict(zip(self._names, self._parameters, strict=True))
@@ -343,13 +343,13 @@ class Settings:
         return ""
 
     def replaced(self) -> str:
-        """A sentence, once, about modules that are others than at the start, or gone; "" without any."""
+        """A sentence, once, about modules that were replaced or removed since the start; "" without any."""
         if not self._replaced or self._has_reported_modules:
             return ""
         self._has_reported_modules = True
         return (
             f"modules were replaced or removed since the Keeper was entered ({some(self._replaced)}): a restart would "
-            "go on with those before. Make them before the Keeper, and change their values instead (p = 0)"
+            "continue with the old ones. Make them before the Keeper, and change their values instead (p = 0)"
         )
 
     def unreduced(self) -> str:

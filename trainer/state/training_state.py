@@ -103,18 +103,18 @@ class Training:
         self._buffers = Buffers(self.model, self.device)
         # The buffers that the last commit has changed, copied, since the next forward pass may change them again.
         self.of_commit: State = {}
-        # Whether all ranks have rank 0's in each forward pass.
+        # Whether DDP broadcasts rank 0's buffers in each forward pass.
         self.shares_buffers = all(map(_shares_buffers, self.models))
         parts = [*self._wrapped.modules(), *self.optimizers]
         self._joinable: list[Any] = [one for one in parts if hasattr(one, "_join_config")]
 
     def _divide_optimizers(self) -> None:
-        # FSDP's optimizers have one state together, by the names of the parameters.
+        # FSDP's optimizers share one state, by the names of the parameters.
         self._others = self.optimizers[1:] if self.is_in_parts else ()
         self._rest["optimizers"] = () if self.is_in_parts else self.optimizers[1:]
 
     def compare_names(self, all_gather: Callable[[Any], list[Any]]) -> None:
-        """Find out whether the ranks have different parameters, as the stages of a pipeline have. Collective.
+        """Check whether the ranks have different parameters, as the stages of a pipeline have. Collective.
 
         Then the state is in parts, by the names of the parameters. `all_gather` returns every rank's value. Raises
         ValueError if an optimizer is a ZeroRedundancyOptimizer, or its options differ between the ranks.
@@ -132,7 +132,7 @@ class Training:
         if other := [rank for rank, its in enumerate(options) if its != options[0]]:
             raise ValueError(
                 f"the ranks have different parameters, and rank {other[0]}'s optimizer has other options than rank 0's "
-                f"({options[other[0]]:.200} and {options[0]:.200}); of a pipeline one set of options is kept for all "
+                f"({options[other[0]]:.200} and {options[0]:.200}); a pipeline keeps one set of options for all "
                 "stages: give each stage's optimizer the same groups with the same options"
             )
         self._names_of_all = sorted({pair for names in all_gather(own) for pair in names})
@@ -178,7 +178,7 @@ class Training:
         return {**state, "param_groups": self.settings.options()}
 
     def small(self) -> State:
-        """The part of a state in parts that is small, and the same on all ranks: what changes other than in place."""
+        """The small part of a state in parts, the same on all ranks: what does not change in place."""
         return {name: its for name, its in self.rest().items() if name != "optimizers"}
 
     def large(self) -> State:
@@ -199,7 +199,7 @@ class Training:
         return [*self.model.parameters(), *moments]
 
     def own(self, *, large: bool = False) -> State:
-        """This rank's own present state but its buffers. Its tensors are the live ones, except the random states."""
+        """This rank's own current state except its buffers. Its tensors are the live ones, except the random states."""
         state: State = {"random": self.random.capture()}
         if self.per_rank is not None:
             state["per_rank"] = cloned(self.per_rank.state_dict())
@@ -226,7 +226,7 @@ class Training:
     def unkept_value(self, *, durably: bool) -> str:
         """A sentence about a value of the optimizers, the scheduler or `extra` that cannot be kept; "" if all can.
 
-        What a `state_dict` of an object in `extra`, or an optimizer's own one, gives is checked with each snapshot.
+        The result of an `extra` object's `state_dict`, or an optimizer's overridden one, is checked at each snapshot.
         """
         try:
             self.live_tensors.require_dense(quickly=True)
@@ -239,7 +239,7 @@ class Training:
             # Hooks of state_dict may leave values out.
             if type(one).state_dict is Optimizer.state_dict and not vars(one).get("_optimizer_state_dict_post_hooks"):
                 found = found or not_plain([*one.state.values()], "optimizer.state", durably=durably)
-        # Not the scaler: its state_dict waits for the device.
+        # Not the scaler: its state_dict synchronizes the device.
         for name in ("scheduler", "extra"):
             for number, part in enumerate(several(self._rest[name])):
                 if not found and (name != "extra" or not hasattr(part, "state_dict")):
@@ -247,23 +247,23 @@ class Training:
         return found
 
     def refusal(self) -> str:
-        """Why a restart could not bring back what the program has set on its models and optimizers; "" if it can."""
+        """Why a restart could not restore what the program has set on its models and optimizers; "" if it can."""
         how = {"is_in_parts": self.is_in_parts, "has_zero": self.has_zero, "is_by_name": self.has_names_of_its_own}
         return self.settings.refusal(**how)
 
     def buffers(self) -> State:
-        """This rank's buffers, as `Buffers.now` has them: the live tensors."""
+        """This rank's buffers, as `Buffers.now` returns them: the live tensors."""
         return self._buffers.now()
 
     @property
     def has_buffers(self) -> bool:
-        """Whether there are buffers that are kept."""
+        """Whether any buffers are kept."""
         return any(self.buffers().values())
 
     def warm_up(self, one_pass: Callable[[], object] | None, world_size: int) -> None:
         """Make DDP sum gradients in its final order. Everything else is restored; changes of buffers count from now on.
 
-        `one_pass` does one forward and backward pass, and is called as often as DDP needs.
+        `one_pass` runs one forward and backward pass, and is called as often as DDP needs.
         """
         passes = passes_to_final_sums(self.models, world_size) if one_pass else 0
         if one_pass is not None and passes:
@@ -277,10 +277,10 @@ class Training:
             model.zero_grad(set_to_none=True)
 
     def buffers_apart(self, broadcast: Callable[[Any], Any], *, leads: bool) -> State:
-        """This rank's buffers that are not in a checkpoint's model as they are here. Collective.
+        """This rank's buffers that a checkpoint's model lacks or has with other values. Collective.
 
-        Those that are not persistent, those that have become others since the start, and those of other ranks that
-        differ from rank 0's.
+        Those that are not persistent and have changed, on rank 0 those that are `mismatched`, and on other ranks those
+        that differ from rank 0's.
         """
         now = self.buffers()
         if self.shares_buffers:
@@ -304,13 +304,13 @@ class Training:
         """Load a rank's own state; it is copied. Pass `only_buffers` if it was another rank's."""
         self._buffers.put(state)
         if state.get("is_begun") and self.of_commit:
-            # That rank has died before it came to the end of the commit. Others have what the commit has changed.
+            # That rank died before the end of the commit. Others have what the commit has changed.
             self._buffers.put({"buffers": {}, **self.of_commit})
         if not only_buffers:
             self.load_random(state)
 
     def load_random(self, state: State, *, is_older: bool = False) -> None:
-        """Load a rank's own state but its buffers; it is copied. `is_older` if it is that of an earlier step."""
+        """Load a rank's own state except its buffers; it is copied. `is_older` if it is that of an earlier step."""
         rng_state.apply(state["random"], self.device)
         if self._hook is not None and "hook" in state:
             self._hook.load_state_dict(cloned(state["hook"], self.device))
@@ -331,7 +331,7 @@ class Training:
         return {**state, **rest, **self._kinds(), **{name: list(its) for name, its in own.items()}}
 
     def _kinds(self) -> State:
-        """The optimizers with the groups that they began with; `settings` adds those that came later."""
+        """The optimizers with their initial groups; `settings` adds those that came later."""
         kinds = kinds_of(self._wrapped, self.optimizers, by_name=self.has_names_of_its_own)
         starts = zip(kinds, self.settings.start_sizes(), strict=True)
         return {OPTIMIZERS: [[name, sizes and start] for (name, sizes), start in starts]}
@@ -355,7 +355,7 @@ class Training:
         found = restore(load_with_groups, self._wrapped, self.optimizers[0], rest, self._others, **how)
         if found is not None:
             self._load_rest(rest)
-            # At another number of ranks all get rank 0's.
+            # At another world size all ranks get rank 0's.
             buffers = rest.get("own_buffers", ())
             if buffers:
                 self._buffers.put(buffers[rank if len(buffers) == world_size else 0])
@@ -364,13 +364,13 @@ class Training:
                 rng_state.apply(random[rank], self.device)
             per_rank = rest.get("per_rank", ())
             if self.per_rank is not None and per_rank:
-                # The number of ranks is in each of them.
+                # Each of them has its world size.
                 self.per_rank.load_state_dict(per_rank[rank % len(per_rank)])
         return found
 
     def _load_rest(self, state: State) -> None:
         """Load the parts that are there; they are copied."""
-        # A program's first `extra` may be the live `model.state_dict()`, for which it puts copies later.
+        # The first `extra` may be the live `model.state_dict()`, which a program replaces by copies later.
         tensors = [part for each in (*self.model.parameters(), *self.model.buffers()) for part in local_parts(each)]
         spare = {each.untyped_storage().data_ptr() for each in tensors if each.numel()}
         for name, part in self._rest.items():
@@ -430,7 +430,7 @@ def _is_object(one: Any) -> bool:
 
 
 def _load(part: Any, state: Any, spare: Collection[int]) -> None:
-    """Load a part's state, which is copied; tensors in the storages in `spare` are left alone."""
+    """Load a part's state, which is copied; tensors in the storages in `spare` are not changed."""
     if isinstance(part, Optimizer):
         load_optimizer(part, state)
     elif isinstance(part, nn.Module):

@@ -1,4 +1,4 @@
-"""A nested state as named tensors beside plain values, and back; digests of tensors."""
+"""A nested state as named tensors and plain values, and back; digests of tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ State = dict[str, Any]
 OPTIMIZERS = "optimizers_are"
 Path = tuple[str | int, ...]
 
-# Exact types: numpy's float64 is a float, but not one of them.
+# Exact types: numpy's float64 is a float, but not plain.
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, Counter)
 
 
@@ -87,7 +87,7 @@ def local_parts(tensor: Tensor) -> list[Tensor]:
 def flatten(state: Mapping[str, Any], leaf: type = Tensor) -> Tree:
     """Disassemble `state`. The tensors are the same objects; `leaf` is the type of what stands for them.
 
-    A key that is a number of numpy becomes Python's, which is equal. Raises TypeError for a value that is neither a
+    A numpy number as a key becomes the equal Python number. Raises TypeError for a value that is neither a
     tensor nor plain, and for a value in a PerRank that is no tensor; ValueError for two tensors of one name.
     """
     tree = Tree({}, {}, None, {})
@@ -146,7 +146,7 @@ def is_numpy_scalar(value: object) -> bool:
 
 
 def numpy_scalar(kind: str, content: bytes) -> Any:
-    """The scalar of numpy with that `dtype.str` and those bytes. Raises ValueError for what is none."""
+    """The numpy scalar with that `dtype.str` and those bytes. Raises ValueError if there is none."""
     import numpy
 
     dtype = numpy.dtype(str(kind))
@@ -173,11 +173,11 @@ def cloned(value: Any, device: torch.device | None = None) -> Any:
 def put_into(
     there: Any, saved: Any, known: dict[int, tuple[Any, Any]] | None = None, spare: Collection[int] = ()
 ) -> Any:
-    """Copy `saved` into the tensors, dictionaries, lists and sets of `there`, which a program may have by other names.
+    """Copy `saved` into the tensors, dictionaries, lists and sets of `there`, which a program may hold elsewhere.
 
     Returns `there` with the content of `saved`, or a copy of `saved` if `there` is no such object. What is in several
     places of `there`, with different contents in `saved`, stays in the first of them. Tensors in the storages at the
-    addresses in `spare` are never changed. `known` has what was met before.
+    addresses in `spare` are never changed. `known` has the objects visited before.
     """
     if not isinstance(saved, Tensor | dict | list | tuple | set):
         return saved
@@ -221,13 +221,13 @@ def _filled(there: Any, saved: Tensor, spare: Collection[int]) -> Tensor:
         else:
             there.data = saved.detach().to(there.device, copy=True)
     except RuntimeError:
-        # It cannot be written, as an expanded or an inference tensor, so no alias of it is written either.
+        # It cannot be written, such as an expanded or an inference tensor, so no alias of it is written either.
         return saved.detach().to(there.device, copy=True)
     return there
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Whether two nests of dictionaries, lists and tuples hold the same tensors and values, NaN among them."""
+    """Whether two nests of dictionaries, lists and tuples hold the same tensors and values; NaN equals NaN."""
     if one is other:
         return True
     if isinstance(one, Tensor) or isinstance(other, Tensor):
@@ -244,13 +244,13 @@ def equal(one: Any, other: Any) -> bool:
 def _are_equal(one: Tensor, other: Tensor) -> bool:
     if torch.equal(one, other):
         return True
-    # A NaN is the same as itself here.
+    # Here NaN equals NaN with the same bits.
     is_alike = (one.dtype, one.shape) == (other.dtype, other.shape) and one.is_floating_point()
     return is_alike and bool(one.isnan().any()) and tensors_sha256([one]) == tensors_sha256([other])
 
 
 def several(part: Any) -> Sequence[Any]:
-    """A part may be one object, several, or none."""
+    """The objects of a part: one, several or none."""
     if part is None:
         return ()
     return part if isinstance(part, list | tuple) else (part,)
@@ -298,10 +298,10 @@ _WORD = 8
 
 
 def digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """For each tensor the sum of its bytes, as integers of 8 bytes: any single changed bit shows.
+    """The sum of each tensor's bytes as 8-byte integers: any single changed bit shows.
 
-    It runs at about the speed of memory, on the device that has the tensor, and one number for each tensor comes from
-    there. The checksum of a `region` would need all tensors in one piece of host memory.
+    It runs at about the speed of memory, on the tensor's device, which returns one number for each tensor. The
+    checksum of a `region` would need all tensors in one piece of host memory.
     """
     found = dict.fromkeys(tensors, 0)
     sums: dict[torch.device, dict[str, Tensor]] = {}

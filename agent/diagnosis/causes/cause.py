@@ -10,7 +10,7 @@ from typing import Any
 from elaunch.rendezvous.types import FailureKind
 
 SHARED_MEMORY = "/dev/shm"
-# A file system with less free than both, a number of bytes and a part of its size, is full: no checkpoint fits.
+# A file system with less free space than both this many bytes and this part of its size is full: no checkpoint fits.
 _FULL_BYTES = 16 << 20
 _FULL_PART = 50
 
@@ -35,7 +35,7 @@ class Space:
 
 @dataclass(frozen=True)
 class Facts:
-    """What was collected on this host after a failure. A fact that could not be determined has its default.
+    """Facts that were collected on this host after a failure. A fact that could not be determined has its default.
 
     `shm` is /dev/shm, `full` are the full file systems, and `folder` is the user's folder in which the missing module
     was found: all three only where a rule `needs_disks`.
@@ -110,7 +110,7 @@ class CauseRule:
         return {name: text or "" for name, text in found.groupdict().items()} if found else None
 
     def cause(self, evidence: Evidence) -> tuple[str, str] | None:
-        """What the failure's own message lacks, and the next step; None if the rule does not apply."""
+        """The detail that the failure's own message lacks, and the next step; None if the rule does not apply."""
         values = self.values(evidence)
         if values is None:
             return None

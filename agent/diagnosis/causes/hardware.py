@@ -7,7 +7,7 @@ from elaunch.rendezvous.format import bytes_text
 from elaunch.rendezvous.types import FailureKind
 
 _SIGBUS, _SIGKILL = -7, -9
-# Docker's default is 64 MiB. Such a small one is the cause of a bus error, even if its files are gone by now.
+# Docker's default is 64 MiB. One this small is the cause of a bus error, even if its files have been removed since.
 _SMALL_SHM = 256 << 20
 
 _NO_MEMORY = (
@@ -29,7 +29,7 @@ _SHM_ADVICE = (
     "give the container more shared memory (docker run --shm-size=8g, or --ipc=host; in Kubernetes an emptyDir with"
     " medium: Memory at /dev/shm), or use fewer DataLoader workers"
 )
-# Semaphores and shared memory of Python and torch: their paths, if they have one, do not begin with /dev/shm.
+# Semaphores and shared memory of Python and torch: their paths, if they have any, do not begin with /dev/shm.
 _IN_SHM = regex(
     r"/dev/shm\b|shared memory|</?torch_|semaphore"
     r"|(?:multiprocess(?:ing)?|loky/backend)/(?:synchronize|shared_memory|heap)\.py"
@@ -70,7 +70,7 @@ def _sender(evidence: Evidence, _values: Values) -> Values | None:
 
 
 def _gpu(evidence: Evidence, values: Values) -> Values:
-    """Whose fault a full GPU is: another process's, or the program's own."""
+    """Which process has filled the GPU: another one, or the program itself."""
     if other := regex(r"Process (\d+) has ([\d.]+ \wiB) memory in use").search(evidence.text):
         advice = (
             f"another process (pid {other[1]}) holds {other[2]} on that GPU: give each rank its own GPU"
@@ -166,7 +166,7 @@ MEMORY_RULES = (
 _CUDA = r"CUDA error: "
 _BLOCKING = "run once with CUDA_LAUNCH_BLOCKING=1, which shows the Python line of the failing kernel"
 
-# What NVIDIA's list of Xid errors calls a fault of the hardware, and its text (docs.nvidia.com/deploy/xid-errors).
+# The hardware faults in NVIDIA's list of Xid errors, and their texts (docs.nvidia.com/deploy/xid-errors).
 _HARDWARE_XIDS = {
     "48": "double bit ECC error",
     "62": "internal micro-controller halt",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from elaunch.agent.diagnosis.causes.cause import CauseRule, Evidence, Values, regex
 
-_SIGABRT = -6
-
 
 def _too_few(_evidence: Evidence, values: Values) -> Values | None:
     joined, wanted = values["joined"], values["wanted"]
@@ -24,7 +22,7 @@ def _no_store(evidence: Evidence, values: Values) -> Values | None:
 COLLECTIVES_RULES = (
     CauseRule(
         "NCCL watchdog: a collective timed out",
-        "one rank did not come to this collective: compare the operation and its number between the ranks' output,"
+        "one rank did not enter this collective: compare the operation and its number between the ranks' output,"
         " check the rank that reports none, and start with --hang-timeout, which shows the stacks",
         pattern=(
             r"Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(?P<number>\d+), OpType=(?P<operation>\w+)"
@@ -55,7 +53,7 @@ COLLECTIVES_RULES = (
         pattern=r"ncclInvalidUsage|ncclInvalidArgument",
     ),
     CauseRule(
-        "NCCL: a call of the system or of CUDA failed",
+        "NCCL: a system or CUDA call failed",
         "NCCL_DEBUG=INFO names the call that failed: most often the network between the nodes (NCCL_SOCKET_IFNAME,"
         " firewall), locked memory (ulimit -l) or /dev/shm",
         pattern=r"ncclSystemError|unhandled system error|ncclUnhandledCudaError|unhandled cuda error",
@@ -74,7 +72,7 @@ COLLECTIVES_RULES = (
     ),
     CauseRule(
         "a collective timed out",
-        "one rank did not come to this collective: check the rank whose output does not show it, and start with"
+        "one rank did not enter this collective: check the rank whose output does not show it, and start with"
         " --hang-timeout, which shows the stacks",
         # Gloo's text, and that of the Keeper's own connections.
         pattern=(
@@ -83,16 +81,16 @@ COLLECTIVES_RULES = (
         ),
     ),
     CauseRule(
-        "not all ranks came to the process group",
-        "{who} came to init_process_group: leave rank= and world_size= out of it, since elaunch sets RANK and"
-        " WORLD_SIZE; or find the rank that did not come",
+        "not all ranks joined the process group",
+        "{who} called init_process_group: leave rank= and world_size= out of it, since elaunch sets RANK and"
+        " WORLD_SIZE; or find the rank that did not call it",
         pattern=(
             r"waiting for clients\. (?P<joined>\d+)/(?P<wanted>\d+) clients joined"
             r"|wait timeout after \d+ms, keys: \S*default_pg\S*"
         ),
         more=_too_few,
         shown="leave rank= and world_size= out of init_process_group, since elaunch sets RANK and WORLD_SIZE; or find"
-        " the rank that did not come",
+        " the rank that did not call it",
     ),
     CauseRule(
         "a name that cannot be resolved",

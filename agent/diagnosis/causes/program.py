@@ -42,11 +42,11 @@ _PACKAGES = {
     **{name: name.replace("_", "-") for name in _SAME_NAMES.split()},
 }
 MISSING = r"No module named '?(?P<missing>\w[\w.]*)'?(?:\. Did you mean: .*)?$"
-# Of multiprocessing's spawn, in a child process.
+# The error of multiprocessing's spawn in a child process.
 NO_MAIN_GUARD = "current process has finished its bootstrapping phase"
 _ENVIRON = regex(r'File "(?:<frozen os>|[^"]*/os\.py)", line \d+, in __getitem__')
-# The end of a library's name. As Linux does, patterns limit names, and they begin where a name does: without that a
-# search takes the square of the time, and an exception may have a name of megabytes.
+# The end of a library's name. Patterns limit the length of names, as Linux does, and begin where a name does:
+# otherwise a search takes quadratic time, and an exception may have a name of megabytes.
 _SO = r"\.so[\w.]{0,64}"
 
 
@@ -62,7 +62,7 @@ def _missing(evidence: Evidence, values: Values) -> Values:
             f" folder that has {name} on PYTHONPATH"
         )
     elif name in sys.stdlib_module_names:
-        step = f"{name} is of Python's standard library, and this Python is built without it: use one that has it"
+        step = f"{name} is part of Python's standard library, and this Python is built without it: use one that has it"
     elif parent:
         # Python has found what is before the last dot.
         step = (
@@ -92,7 +92,7 @@ RULES = (
         codes=frozenset({2}),
         detail="{error}",
         more=_usage,
-        shown="correct the arguments; a script that wants --local-rank reads LOCAL_RANK instead",
+        shown="correct the arguments; a script that takes --local-rank must read LOCAL_RANK instead",
     ),
     CauseRule(
         "circular import",

@@ -6,7 +6,7 @@ from elaunch.agent.diagnosis.causes.cause import CauseRule, Evidence, Space, Val
 from elaunch.rendezvous.format import bytes_text
 
 _QUOTED = regex(r"\[Errno \d+\][^\n]*?: (?P<quote>['\"])(?P<path>.*?)(?P=quote)")
-# At most so many full file systems are named.
+# At most this many full file systems are named.
 _NAMED_DISKS = 3
 MORE_PROCESSES = (
     "raise the limit of processes and threads (ulimit -u, pids.max of the container), or use fewer DataLoader workers"
@@ -34,7 +34,7 @@ def _full(evidence: Evidence, _values: Values) -> Values | None:
 def _lack(space: Space) -> str:
     if space.is_full:
         return f"{space.mount} has {bytes_text(space.free)} free of {bytes_text(space.total)}"
-    return f"no more files can be made on {space.mount}"
+    return f"no more files can be created on {space.mount}"
 
 
 def _remedy(space: Space) -> str:
@@ -48,7 +48,7 @@ def _no_process(evidence: Evidence, _values: Values) -> Values | None:
     return None if is_other else {}
 
 
-def _not_there(_evidence: Evidence, values: Values) -> Values | None:
+def _missing_file(_evidence: Evidence, values: Values) -> Values | None:
     path = values["path"]
     if path.startswith("/"):
         step = "check the spelling of the path, and that its file system is mounted on this node"
@@ -129,7 +129,7 @@ RULES = (
         "{step}",
         pattern=r"\[Errno 2\] No such file or directory: (?P<quote>['\"])(?P<path>.*?)(?P=quote)",
         exceptions=frozenset({"FileNotFoundError"}),
-        more=_not_there,
+        more=_missing_file,
         shown="check the spelling of an absolute path, and that its file system is mounted on this node; a relative"
         " path starts at the folder where elaunch was started",
     ),

@@ -14,16 +14,16 @@ from elaunch.agent.diagnosis.exit_status import ends, parse_traceback
 from elaunch.rendezvous.types import Failure, FailureKind
 
 _SIGABRT = -6
-# Only the very last lines before an exit explain its code. An abort writes more: stacks of C++.
+# Only the last lines before an exit explain its code. An abort writes more: C++ stacks.
 _LAST_LINES, _ABORT_LINES = 3, 40
-# "raise X from error": the first error has the cause, and X the place where it came up.
+# "raise X from error": the first error is the cause, and X shows where it surfaced.
 _DIRECT_CAUSE = "\nThe above exception was the direct cause of the following exception:\n"
 _RAISED = re.compile(r"^raised (?P<type>[\w.]+)(?:: (?P<message>.*))?$", re.DOTALL)
-# An exception of the parent of a child process.
+# The exception that a child process's exit raises in its parent.
 _CHILD_ENDED = re.compile(r"ProcessExitedException|BrokenProcessPool|DataLoader worker")
-# Of a wait for a data loader or a manager that did not respond.
+# The exception of a wait for a data loader or a manager that did not respond.
 _NO_RESPONSE = re.compile(r"DataLoader|EOFError|Broken|Connection|timed? ?out|Empty", re.IGNORECASE)
-# The user's program needs no search for a cause: its debugger was left, or it hangs, or it has named the cause.
+# These need no search for a cause: the user left the debugger, the program hangs, or it has named the cause.
 _NOT_RECOGNISED = (FailureKind.DEBUGGER, FailureKind.HANG, FailureKind.REFUSED)
 
 
@@ -56,7 +56,7 @@ def explained(failure: Failure, facts: Facts = NO_FACTS, mismatch: str = "") -> 
 
 
 def _evidences(failure: Failure, facts: Facts) -> list[Evidence]:
-    """What rules check. An exception and its direct causes are one each, the first cause first."""
+    """The evidence for the rules: each direct cause of an exception, the first one first, then the exception."""
     if failure.kind in _NOT_RECOGNISED or failure.rank < 0 or failure.code is None:
         return []
     was_killed = failure.code < 0 and failure.message.startswith("was killed")
@@ -79,10 +79,10 @@ def _evidences(failure: Failure, facts: Facts) -> list[Evidence]:
 def _of_exceptions(failure: Failure, facts: Facts) -> list[Evidence]:
     found: list[Evidence] = []
     if _NO_RESPONSE.search(f"{failure.exception} {failure.message}") and re.search(SOCKET_PATH, failure.tail):
-        # A thread or process that could not make its socket has printed that. This one only waited for it.
+        # A thread or process that could not create its socket has printed that. This one only waited for it.
         found.append(Evidence(failure.code, "OSError", "AF_UNIX path too long", facts=facts))
     if NO_MAIN_GUARD in failure.tail and _CHILD_ENDED.search(failure.message):
-        # The child process has printed why it ended, to the same stderr. Its parent does not know.
+        # The child process has printed why it exited, to the same stderr. Its parent's exception lacks that.
         found.append(Evidence(failure.code, "RuntimeError", NO_MAIN_GUARD, facts=facts))
     for text in failure.traceback.split(_DIRECT_CAUSE):
         raised = parse_traceback(text)
@@ -103,7 +103,7 @@ def _last(tail: str, count: int) -> str:
     return "\n".join(lines[-count:])
 
 
-# The first rule that applies wins: a special cause stands before a general one.
+# The first rule that applies wins: a specific cause stands before a general one.
 SECTIONS: tuple[tuple[str, tuple[CauseRule, ...]], ...] = (
     ("Memory", hardware.MEMORY_RULES),
     ("GPUs", hardware.GPU_RULES),
@@ -117,7 +117,7 @@ RULES = tuple(rule for _, rules in SECTIONS for rule in rules)
 _PAGE_HEAD = """\
 # Failures: causes and next steps
 
-When a job fails, the report names the rank that failed first. If the cause is a usual one, a line has the next step:
+When a job fails, the report names the rank that failed first. If the cause is a common one, a line has the next step:
 
 ```sh
 elaunch --nproc-per-node 2 train.py
@@ -128,7 +128,7 @@ Why it stopped: it never got past its start, so another try would end the same w
 Next step: install opencv-python in the Python environment of every node (python -m pip install opencv-python), …
 ```
 
-A report without such a line is about a failure that elaunch does not know: wrong advice is worse than none. The
+A report without such a line is about a failure that no rule matches: wrong advice is worse than none. The
 lists below are made from the rules in the code (`agent/diagnosis/causes/`), each cause with its next step. *Italics*
 stand for what the report names. If several rules apply, the report uses the first.
 
@@ -152,7 +152,7 @@ def markdown() -> str:
 
 
 def _shown(template: str) -> str:
-    """A template for people: its values in italics, and nothing in it is Markdown or HTML."""
+    """A template as Markdown: its values are in italics, all other special characters are escaped."""
     escaped = re.sub(r"([<>|*_])", r"\\\1", template.replace("{limit}", ""))
     return re.sub(r"\{(\w+)\}", lambda m: f"*{m[1]}*", escaped)
 

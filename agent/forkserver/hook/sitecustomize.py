@@ -17,7 +17,7 @@ try:
     else:
         import gc
 
-        # Until all is imported. There is no garbage yet, and a collection takes time.
+        # Off until all is imported: there is no garbage yet, and a collection takes time.
         gc.disable()
 
         from elaunch.agent.forkserver.server import main

@@ -1,7 +1,7 @@
 # The rank that does not come is still there, and is not to be called failed.
 # workers: 2
 # headline: rank 0 .* was killed by SIGABRT .*ALLREDUCE, number 5 on its process group, was not done after 600 s
-# next: one rank did not come to this collective
+# next: one rank did not enter this collective
 # not: rank 1 \(.* (?:raised|was killed|exited)
 
 import os

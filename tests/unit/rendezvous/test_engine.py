@@ -134,7 +134,7 @@ def test_nothing_is_held_once_all_is_deleted_and_forgotten(small: Engine) -> Non
     delete(small, "0", "a")
     small.compact(small.revision + 1)
 
-    assert (small._entries_bytes, small._history_held, small._entries, small._index) == (0, 0, {}, [])
+    assert (small._entries_bytes, small._history_bytes, small._entries, small._index) == (0, 0, {}, [])
 
 
 def test_leases_take_room_and_empty_transactions_do_not() -> None:

@@ -14,7 +14,7 @@ from elaunch.trainer.files import read_regular, reason
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "record.json")
 
-    with pytest.raises(OSError, match="no regular file"):
+    with pytest.raises(OSError, match="not a regular file"):
         read_regular(tmp_path / "record.json", 100)
 
 

@@ -140,7 +140,7 @@ def test_a_manifest_is_one_or_corrupt(folders: pytest.TempPathFactory, text: str
 
 
 def test_a_ledger_of_60_kb_of_brackets_cannot_be_read() -> None:
-    assert "no ledger's" in verdict([[f"{HEADER}\n", f"{NESTED}\n"]]).text
+    assert "is invalid" in verdict([[f"{HEADER}\n", f"{NESTED}\n"]]).text
 
 
 @pytest.mark.parametrize(

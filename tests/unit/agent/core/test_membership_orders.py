@@ -91,7 +91,7 @@ def test_a_restart_is_refused_where_there_is_nothing_to_restart() -> None:
         OrderResponse(
             False, "it has one generation, since it was started with --max-restarts 0; stop it and start it again"
         ),
-        OrderResponse(False, "the job ends already: elaunch stop was received"),
+        OrderResponse(False, "the job is already ending: elaunch stop was received"),
         OrderResponse(False, "no workers run now: generation 1 is about to start"),
     ]
     assert isinstance(once.agent.phase, Running)
@@ -114,7 +114,7 @@ def test_a_second_stop_is_answered_and_kills_no_worker() -> None:
     event, answer = order(driver.agent, Topic.STOP)
 
     assert event is None
-    assert answer == OrderResponse(True, "the job ends already: elaunch stop was received")
+    assert answer == OrderResponse(True, "the job is already ending: elaunch stop was received")
 
 
 def test_a_restart_at_a_spare_is_the_jobs() -> None:

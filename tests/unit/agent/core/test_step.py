@@ -255,7 +255,7 @@ def test_a_record_that_was_overwritten_stops_no_worker_and_is_logged_once() -> N
     assert driver.logged == ""
     assert driver.store.read(KEYS.generation).entries[KEYS.generation].value == before
     assert logged.startswith(f"{KEYS.generation} in the store is not a Generation: 'scribbled'")
-    assert logged.endswith("; going on without it")
+    assert logged.endswith("; continuing without it")
     assert driver.exits(1, 3) == [SignalWorkers(0, frozenset({0, 2}), TERM)]
     assert driver.generation.number == 1
 

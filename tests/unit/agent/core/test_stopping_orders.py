@@ -196,7 +196,7 @@ def test_who_comes_to_no_step_boundary_in_time_gets_sigterm_and_then_the_stop_gr
     assert first_s == START_S + BOUNDARY_WAIT_S
     assert early == []
     assert late == [signal(TERM, 0, 2)]
-    assert logged == "local rank 0, 2 came to no step boundary within 10 s; SIGTERM"
+    assert logged == "local rank 0, 2 reached no step boundary within 10 s; SIGTERM"
     assert second_s == START_S + BOUNDARY_WAIT_S + STOP_GRACE_S
     assert last == [signal(KILL, 0, 1, 2)]
 

@@ -320,7 +320,7 @@ def test_an_opening_whose_lease_the_store_denies_is_reported_and_retried() -> No
     opening = Txn((), (bench.snapshot.put(KEYS.generation, encode(Generation(1, OpenKind.FAIL, "x"))),))
     bench.store.fail("commit", LeaseGone("the lease has ended"))
 
-    with pytest.raises(Rejected, match="the lease has ended, and the job's keys stand on it"):
+    with pytest.raises(Rejected, match="the lease has ended, and the job's keys are attached to it"):
         bench.client.commit(opening, None)
     bench.client.commit(opening, None)
 

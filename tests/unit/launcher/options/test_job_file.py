@@ -81,13 +81,13 @@ def test_every_option_but_the_few_that_make_no_sense_can_stand_in_a_file() -> No
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("nproc_per_nod: 2\n", "nproc-per-nod is no option of elaunch; did you mean nproc-per-node?"),
+        ("nproc_per_nod: 2\n", "nproc-per-nod is not an option of elaunch; did you mean nproc-per-node?"),
         ("script: t.py\nmax_restarts: many\n", "max-restarts: many is not a whole number; give 0 or more"),
         ("script: t.py\nrole: [a, b]\n", "role: ['a', 'b'] is not a single value; give one word"),
-        ("role: a\nr_ole: b\n", "r-ole is no option of elaunch; did you mean role?"),
+        ("role: a\nr_ole: b\n", "r-ole is not an option of elaunch; did you mean role?"),
         ("stop-grace: 1\nshutdown_timeout: 2\n", "shutdown-timeout is given twice; keep one"),
         ("run-id: 1\nrun_id: 2\n", "run_id is given twice; keep one"),
-        ("token: hush\n", "token is no option of elaunch; did you mean token-file?"),
+        ("token: hush\n", "token is not an option of elaunch; did you mean token-file?"),
         ("module: true\n", "module is true; give one name"),
         ("script: a.py\nargs: --lr 1\n", "args is '--lr 1'; give a list, as in [--lr, 0.1]"),
         ("script: a.py\nargs: [[a]]\n", "args holds a list or mapping inside another; write plain text there"),

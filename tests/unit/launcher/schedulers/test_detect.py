@@ -226,7 +226,7 @@ def test_lsf_knows_a_node_by_its_name() -> None:
     found = detect(LSB_JOBID="5", LSB_JOBINDEX="3", LSB_MCPU_HOSTS="h1 4 h2 4", hostname="h2.site")
 
     assert (found.scheduler, found.nodes, found.node_index, found.head) == ("LSF", (2, 2), 1, "h1")
-    assert (found.run_id, found.note) == ("lsf-5_3", 'every host is to start it once: blaunch -z "h1 h2" elaunch …')
+    assert (found.run_id, found.note) == ("lsf-5_3", 'start it once on every host: blaunch -z "h1 h2" elaunch …')
 
 
 def test_pbsdsh_takes_the_nodes_of_the_file() -> None:

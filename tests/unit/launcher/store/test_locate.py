@@ -219,8 +219,8 @@ def test_an_etcd_is_not_served_and_does_not_use_the_token_with_a_note(argv: tupl
         ("is_host=maybe", "--rdzv-conf is_host=maybe is neither on nor off"),
         ("transport=http3", "--rdzv-conf transport=http3 is not one of gateway, grpc"),
         ("store_type=disk", "--rdzv-conf store_type=disk is not one of tcp, file"),
-        ("join_timout=5", "--rdzv-conf join_timout is no setting of the rendezvous; did you mean join_timeout?"),
-        ("xyzzy=5", "known are join_timeout, timeout, last_call_timeout"),
+        ("join_timout=5", "--rdzv-conf join_timout is not a setting of the rendezvous; did you mean join_timeout?"),
+        ("xyzzy=5", "known keys: join_timeout, timeout, last_call_timeout"),
     ],
 )
 def test_a_wrong_setting_is_one_sentence(conf: str, sentence: str) -> None:
@@ -261,5 +261,5 @@ def test_settings_whose_quotes_no_shell_has_taken_off_are_read(quote: str) -> No
     times = plan_of(*TWO, "--rdzv-endpoint", "a", "--rdzv-conf", settings).times
 
     assert (times.lease_ttl_s, times.join_timeout_s) == (4, 100)
-    with pytest.raises(UsageError, match=r"^--rdzv-conf 'lease_ttl is no setting"):
+    with pytest.raises(UsageError, match=r"^--rdzv-conf 'lease_ttl is not a setting"):
         plan_of(*TWO, "--rdzv-endpoint", "a", "--rdzv-conf", "'lease_ttl=4")

@@ -84,7 +84,7 @@ def test_the_token_that_was_made_opens_the_store_that_was_started() -> None:
 def test_without_the_jobs_token_no_one_is_admitted(running: tuple[StoreProcess, Endpoint]) -> None:
     _, endpoint = running
 
-    with pytest.raises(Denied, match="wants its token"):
+    with pytest.raises(Denied, match="requires its token"):
         client(endpoint, "").check()
     with pytest.raises(Denied, match="is not that of the store"):
         client(endpoint, "the token of another").check()

@@ -202,7 +202,7 @@ def test_a_node_that_cannot_be_is_not_a_node(changed: dict[str, object]) -> None
 
 
 def test_a_name_that_is_there_twice_is_not_a_record() -> None:
-    with pytest.raises(ValueError, match=r"not a Joined: .*there twice"):
+    with pytest.raises(ValueError, match=r"not a Joined: .*a name is duplicated"):
         decode(Joined, '{"node_id":"a","port":1,"port":2}')
 
 

@@ -158,7 +158,7 @@ def test_a_file_that_is_too_large_is_passed_over_with_the_number(tmp_path: Path,
 
     assert newest_step(tmp_path, logged) == 1
 
-    why = f"{name} has 42,949,672,960 bytes, more than the {limit} that one may have"
+    why = f"{name} has 42,949,672,960 bytes, more than the limit of {limit}"
     assert logged == [f"skipping {newest}: it cannot be read ({why}); trying the one before it"]
 
 
@@ -228,5 +228,5 @@ def test_an_object_that_is_too_large_is_not_fetched(monkeypatch: pytest.MonkeyPa
     Checkpoints(url, generation=0, say=logged.append).load_newest(state)
 
     assert state["step"] == 1
-    assert "more than the 9,000 that one may have" in logged[0]
+    assert "more than the limit of 9,000" in logged[0]
     assert not [path for path in fetched if newest.name in path]

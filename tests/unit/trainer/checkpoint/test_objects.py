@@ -145,7 +145,7 @@ def test_an_outage_at_the_start_begins_nothing_anew(monkeypatch: pytest.MonkeyPa
         ("s33://bucket/run", "s33://bucket/run cannot be used: Protocol not known: s33"),
         ("s3://", "names no bucket; write s3://bucket/folder"),
         ("s3:/bucket/run", "has one slash .*; give the text s3://bucket/run"),
-        ("file://run", "no absolute path; write file:///folder"),
+        ("file://run", "not an absolute path; write file:///folder"),
         ("gs://bucket/run", "gs://bucket/run cannot be used: .*install gcsfs"),
     ],
 )

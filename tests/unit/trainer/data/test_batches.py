@@ -306,7 +306,7 @@ def test_what_is_done_is_not_loaded_again() -> None:
 
 
 def test_an_order_that_cannot_be_drawn_again_is_refused_at_the_first_batch() -> None:
-    with pytest.raises(ValueError, match="ByTheClock draws its order from something that no restart can know"):
+    with pytest.raises(ValueError, match="ByTheClock draws its order from something that no restart can restore"):
         next(Batches(DataLoader(Numbers(), batch_size=4, sampler=ByTheClock())))
 
 

@@ -285,7 +285,7 @@ def test_an_unreadable_checkpoint_does_not_cost_what_is_in_memory(
     again = Job(checkpoints=tmp_path / "c")
 
     assert len(again.train(5)) == 5
-    assert any("there is an older state in memory, which is taken" in text for text in again.logged)
+    assert any("the older state in memory is restored" in text for text in again.logged)
     assert "restored step 3 from memory (of generation 0); 0 steps are repeated" in again.logged
 
 
@@ -362,7 +362,7 @@ def test_an_end_that_is_not_on_the_disk_is_no_success_and_the_next_start_tries_a
         f"checkpoints cannot be written to {directory}: Not a directory; until they can, there are none",
         "there is no state to restore: training begins at step 1",
         failed,
-        f"{failed}; it is the last one, and is tried again for 1 s: repair that, or the program fails",
+        f"{failed}; it is the last one, and is retried for 1 s: repair that, or the program fails",
     ]
     (tmp_path / "file").unlink()
     monkeypatch.setenv("ELAUNCH_GENERATION", "2")
@@ -384,7 +384,7 @@ def test_a_last_checkpoint_that_fails_is_tried_again(tmp_path: Path, monkeypatch
 
     job.train(6)
 
-    assert sum("it is the last one, and is tried again for 60 s: " in text for text in job.logged) == 1
+    assert sum("it is the last one, and is retried for 60 s: " in text for text in job.logged) == 1
     assert [mark.step for mark in storage.marks(blocking / "c")] == [6]
 
 
@@ -511,7 +511,7 @@ def test_too_little_memory_is_one_warning_and_no_failure() -> None:
 def test_a_former_option_is_read_as_the_one_that_replaced_it(option: str, value: int, lose_at_most: int | None) -> None:
     model = nn.Linear(1, 1)
 
-    with pytest.warns(FutureWarning, match=f"lose_at_most={lose_at_most} has the place of {option}={value}"):
+    with pytest.warns(FutureWarning, match=f"lose_at_most={lose_at_most} replaces {option}={value}"):
         keeper = Keeper(model, torch.optim.SGD(model.parameters()), **{option: value})
 
     assert keeper._lose_at_most == lose_at_most

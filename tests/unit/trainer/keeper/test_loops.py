@@ -71,7 +71,7 @@ def test_a_loop_whose_total_is_that_of_an_epoch_is_refused_when_it_has_nothing_t
                 for step in job.keeper.steps(3):
                     job.train(step)
 
-    with pytest.raises(ValueError, match=r"steps\(3\) has nothing to do.* come to step 3.*keeper\.epochs"):
+    with pytest.raises(ValueError, match=r"steps\(3\) has nothing to do.* reached step 3.*keeper\.epochs"):
         run()
 
     assert list(job.losses) == [1, 2, 3]

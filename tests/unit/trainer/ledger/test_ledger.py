@@ -168,7 +168,7 @@ def change_the_order(files: Files) -> None:
     [
         (lose_a_line, "micro-batch 3 of step 7 was computed by no rank"),
         (lose_a_step, "step 7 is missing; generation 1 went on with step 8"),
-        (lose_the_last_step_before_a_restart, "generation 1 began after step 5, but steps from 5 on are nowhere"),
+        (lose_the_last_step_before_a_restart, "generation 1 began after step 5, but steps from 5 on are missing"),
         (compute_a_micro_batch_twice, "micro-batch 1 of step 12 was computed twice in generation 2, by ranks 1 and 3"),
         (compute_a_step_again_that_counts, "generation 2 began after step 9 and computed step 9 again"),
         (swap_two_samples, "micro-batch 2 of step 2 had samples"),
@@ -203,7 +203,7 @@ HEADER = {"ledger": 1, "generation": 0, "rank": 0, "world_size": 1, "after": 0, 
     ("rows", "sentence"),
     [
         ([{**HEADER, "ledger": "x" * 10_000}], "it has format x{80}, and only format 1 is known here"),
-        ([HEADER, {"step": 0, "micro": 0, "samples": [0]}], "a line of rank 0 in generation 0 is no ledger's: .*"),
+        ([HEADER, {"step": 0, "micro": 0, "samples": [0]}], "a line of rank 0 in generation 0 is invalid: .*"),
     ],
     ids=["another format", "a step before the first"],
 )

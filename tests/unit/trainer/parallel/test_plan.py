@@ -45,7 +45,7 @@ def test_a_plan_is_a_name_or_the_numbers_of_workers_along_axes(text: str, plan: 
         ("fsdp3", "there is no plan 'fsdp3'; use one of ddp, zero1, zero2, fsdp2, hsdp, auto, or the number"),
         ("tp=2,shedule=gpipe", "there is no plan 'shedule=gpipe'; use"),
         ("dp=2,,tp=2", "there is no plan ''; use"),
-        ("tp=2,tp=4", "tp is there twice; leave one out"),
+        ("tp=2,tp=4", "tp is given twice; leave one out"),
         ("tp=²", "there is no plan 'tp=²'; use"),
         ("pp=2,schedule=1fb1", "with pp a schedule=gpipe|1f1b|interleaved"),
         ("tp=2,schedule=gpipe", "schedule belongs to a pipeline; add pp=2 or more, or leave schedule out"),
@@ -148,12 +148,12 @@ def test_runs_are_the_same_if_their_state_is_cut_in_the_same_way() -> None:
             {},
             "the pipeline has 8 stages (2 on each worker), and the network --layers 4; use --layers 8",
         ),
-        ("dp=8,pp=2", 16, {}, "1f1b needs at least as many micro-batches per replica and step as pp (2); of 1 there"),
+        ("dp=8,pp=2", 16, {}, "1f1b needs at least as many micro-batches per replica and step as pp (2), and has 1;"),
         (
             "pp=2,schedule=interleaved",
             2,
             {"global_batch": 15},
-            "interleaved divides 5 micro-batches into 2 rounds of equal length, and cannot",
+            "interleaved cannot divide 5 micro-batches into 2 rounds of equal length; use",
         ),
     ],
 )  # fmt: skip

@@ -63,10 +63,10 @@ def test_a_loop_that_ends_early_gives_the_steps_that_it_made_and_a_restart_those
     assert not (tmp_path / "none").exists()
 
     _, logged = run(range(8, 12), "6-9", tmp_path)
-    assert logged[0] == "profile: this start begins with step 8; left of steps 6 to 9: step 9"
+    assert logged[0] == "profile: this start begins with step 8; it profiles step 9 of steps 6 to 9"
     assert [each["step"] for each in record(tmp_path)["steps"]] == [9]
     _, logged = run(range(10, 12), "6-9", tmp_path)
-    assert logged == ["profile: this start begins with step 10; left of steps 6 to 9: nothing"]
+    assert logged == ["profile: this start begins with step 10; it profiles nothing of steps 6 to 9"]
 
 
 def test_a_training_that_stops_in_a_profiled_step_has_no_trace_and_the_next_profiler_works(tmp_path: Path) -> None:

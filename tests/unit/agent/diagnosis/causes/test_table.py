@@ -82,9 +82,9 @@ EXCEPTIONS = [
     ("torch.distributed.DistBackendError", "NCCL error in: x.cpp:94, internal error\nLast error:\nBootstrap : no socket"
      " interface found", "NCCL_SOCKET_IFNAME"),
     ("RuntimeError", "[../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv"
-     " operation to complete", "did not come to this collective"),
+     " operation to complete", "did not enter this collective"),
     ("elaunch.trainer.ranks.connections.PeerLost", "collective operation timeout: waited 1800 s for rank 1, channel"
-     " elaunch/0/0/ranks/0", "did not come to this collective"),
+     " elaunch/0/0/ranks/0", "did not enter this collective"),
     ("elaunch.trainer.ranks.connections.PeerLost", "rank 0 is gone or has failed: connection closed by peer (Connection"
      " timed out, at 10.0.0.1 port 4711, 2 times), channel elaunch/0/0/ranks/0", "open the ports between the nodes"),
     ("RuntimeError", "[enforce fail at ../third_party/gloo/gloo/transport/tcp/device.cc:84] ifa != nullptr. Unable to find"
@@ -313,7 +313,7 @@ def test_nccls_watchdog_names_the_collective_and_its_number() -> None:
     failed = explained(exited(-6, tail))
 
     assert "ALLREDUCE, number 5 on its process group, was not done after 600 s" in failed.message
-    assert "did not come to this collective" in failed.advice
+    assert "did not enter this collective" in failed.advice
 
 
 @pytest.mark.parametrize(("space", "is_named"), [(FULL, True), (ROOMY, False)])
@@ -369,7 +369,7 @@ def test_each_file_system_that_is_full_is_named_with_its_numbers() -> None:
     assert explained(full, Facts(full=tuple(spaces))).message.endswith(
         "/scratch has 0 B free of 1 TiB, or another one)"
     )
-    assert "no more files can be made on /data" in explained(full, no_files).message
+    assert "no more files can be created on /data" in explained(full, no_files).message
 
 
 @pytest.mark.parametrize(
