@@ -55,7 +55,7 @@ def test_readme_names_the_versions_and_the_packages_of_pyproject() -> None:
     needs = [line for line in requires("elaunch") or () if "extra ==" not in line]
     packages = dict(re.findall(r"^([\w-]+)(?:>=([\d.]+))?", line)[0] for line in needs)
     sentence = _plain((REPOSITORY / "README.md").read_text()).partition("elaunch needs ")[2]
-    names = re.split(", | and ", sentence.partition("installs ")[2].partition(", as far")[0].lower())
+    names = re.split(", | and ", sentence.partition("installs ")[2].partition(", if ")[0].lower())
 
     assert f"Python {metadata('elaunch')['Requires-Python'].removeprefix('>=')} " in sentence
     assert f"torch {packages.pop('torch')}, or newer" in sentence
