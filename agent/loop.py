@@ -212,7 +212,7 @@ class Loop:
         snapshot = self._agent.snapshot
         if self._served_pid is None or snapshot.ended or snapshot.generation is None:
             return
-        why = f"{self._agent.me.host}, which served the job's store, has ended its part: {outcome.reason}"
+        why = f"{self._agent.me.host}, which served the job's store, has exited: {outcome.reason}"
         ended = replace(outcome, kind=OutcomeKind.UNKNOWN, reason=why, failure=None)
         self._session.commit(end_job(snapshot, ended), None)
 

@@ -106,7 +106,7 @@ def search(gradient_mb: float, run: Callable[[Size], float]) -> SearchResult:
     wins_each = all(min(turn[best]) < min(turn[default]) for turn in turns)
     if wins_each and _saves(pooled[best], pooled[default]) and _is_clear(pooled[best], pooled[default]):
         return result(best, pooled, "it won each turn")
-    return result(default, pooled, "what was faster at first did not stay so in turns")
+    return result(default, pooled, "what was faster at first was not when alternated")
 
 
 def sizes(gradient_mb: float) -> list[float]:

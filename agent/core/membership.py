@@ -209,11 +209,11 @@ def _start_run(agent: Agent, now_s: float) -> Step:
     if snapshot.generation is None:
         # Remaining members have leases that expire, or none at all.
         if member.runs_refused and now_s < member.run_again_s:
-            left = f"members that an earlier {job_name(agent.spec.run_id)} left in the store; their leases have to end"
+            left = f"members that an earlier {job_name(agent.spec.run_id)} left in the store; their leases must expire"
             return replace(_wait(agent, left, now_s), lead_at_s=member.run_again_s), ()
         if member.runs_refused >= RUNS_REFUSED_MAX:
             reason = (
-                f"the store holds members of the {job_name(agent.spec.run_id)} but no generation, which is no job;"
+                f"the store holds members of the {job_name(agent.spec.run_id)} but no generation, which is not a job;"
                 f" delete its keys, all that begin with {snapshot.keys.root}, or choose another --run-id"
             )
             return exit_with(agent, agent.outcome(OutcomeKind.UNKNOWN, reason))
@@ -243,9 +243,7 @@ def _refused(agent: Agent, now_s: float) -> Step:
 
 
 def _evicted(agent: Agent) -> Step:
-    logged = Log(
-        "the others waited too long for this node, and it lost its seat; it comes back as a new one", "warning"
-    )
+    logged = Log("the others waited too long for this node, and it lost its seat; it rejoins as a new node", "warning")
     return agent.as_member(lease=0, is_member=False, evicted=False), (logged, Renew())
 
 

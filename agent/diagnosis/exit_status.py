@@ -12,7 +12,7 @@ from elaunch.rendezvous.types import TAIL, TRACEBACK, Failure, FailureKind
 from elaunch.strict_json import parse_json
 from elaunch.threads import only_listens
 
-# Files that are not the user's: an error's place is a frame outside of them.
+# Files that are not the user's: an error's location is a frame outside of them.
 NOT_USER_CODE = re.compile(
     r"[/\\](site-packages|dist-packages)[/\\]|[/\\]lib[/\\]python3\.\d+[/\\]|^<frozen "
     # Where the trainer's ranks wait for each other, and what calls a job's function; also in a checkout.
@@ -93,7 +93,7 @@ class Remains:
 
     `code` is the exit code or minus the signal. `error_record` is the text of its TORCHELASTIC_ERROR_FILE, `tail` the
     end of its stderr; both may be empty or torn. `kernel` is what the kernel logged about it. `raised`: its program
-    had ended by an exception before a signal ended the process; `returned`: it had without one, with `own_code`, if
+    had ended with an exception before a signal ended the process; `returned`: it had without one, with `own_code`, if
     that is known. `crash` is what faulthandler wrote. `lost` is the error by which it has lost a peer, `refused` why it
     refused to run, if that is known.
     """
@@ -247,7 +247,7 @@ def parse_traceback(text: str) -> Raised | None:
     whole = text[chain_start(text) :].rstrip()
     # Python 3.10 writes __main__.MyError, later ones MyError.
     exception = printed["type"].removeprefix("__main__.")
-    return Raised(exception, (printed["message"] or "").strip(), _user_place(frames, -1), whole, call=_call(frames))
+    return Raised(exception, (printed["message"] or "").strip(), _user_location(frames, -1), whole, call=_call(frames))
 
 
 def _call(frames: Sequence[re.Match[str]]) -> str:
@@ -263,8 +263,8 @@ def _call(frames: Sequence[re.Match[str]]) -> str:
     return next((call for call in named if not call.startswith("_")), named[0] if named else "")
 
 
-def _user_place(frames: Sequence[re.Match[str]], index: int) -> str:
-    """The place of the first or last frame of the user's code, or else of any; empty without frames."""
+def _user_location(frames: Sequence[re.Match[str]], index: int) -> str:
+    """The location of the first or last frame of the user's code, or else of any; empty without frames."""
     mine = [frame for frame in frames if not NOT_USER_CODE.search(frame["file"])] or frames
     if not mine:
         return ""
@@ -369,7 +369,7 @@ def parse_crash(text: str, code: int) -> Raised | None:
     if current is None:
         return Raised(traceback=text)
     own = stack[current.end() :].partition("\n\n")[0]
-    return Raised(frame=_user_place(list(_FRAME.finditer(own)), 0), traceback=text)
+    return Raised(frame=_user_location(list(_FRAME.finditer(own)), 0), traceback=text)
 
 
 def _only_listens(block: str) -> bool:

@@ -181,7 +181,7 @@ def _folder_of_missing(failure: Failure) -> str:
     files = [file for file in re.findall(r'File "([^"<]+)"', failure.traceback) if "/lib/python3" not in file]
     with suppress(OSError, RuntimeError):
         for folder in dict.fromkeys((here, *(above for file in files for above in (here / file).resolve().parents))):
-            # The root's folders are the system's, as /lib. A folder without Python code is data, as wandb's.
+            # The root's folders are the system's, like /lib. A folder without Python code is data, like wandb's.
             found = (path for end in (".py", "/*.py", "/*/*.py") for path in folder.glob(name + end))
             if folder.parent != folder and _is_safe(folder) and any(map(_is_safe, found)):
                 return str(folder)
@@ -239,7 +239,7 @@ def connect_error(master: Endpoint) -> str:
     except TimeoutError:
         return "no answer"
     except OSError as error:
-        # An error of this agent itself, as too many open files, is left out: the worker may not have it.
+        # An error of this agent, such as too many open files, is left out: the worker may not have it.
         return (error.strerror or str(error)).lower() if is_silence(error) else ""
     return ""
 
@@ -258,5 +258,5 @@ def unreachable_text(master: Endpoint, why: str) -> str:
     return (
         f"this node cannot connect to {master} ({why}), MASTER_PORT on the node of rank 0: a firewall? Ports to open"
         f" between all nodes: MASTER_PORT (--master-port FIRST:LAST limits it), and {first}-{last}, from which the"
-        " kernel gives gloo and NCCL theirs; `elaunch doctor` with the options of this job tries them"
+        " kernel gives gloo and NCCL theirs; `elaunch doctor` with the options of this job tests them"
     )

@@ -104,11 +104,11 @@ class FlightRecorder:
     """
 
     def __init__(self, fd: int) -> None:
-        """Take over the descriptor. Raises OSError, and leaves it open, if it is no socket of this kind."""
+        """Take over the descriptor. Raises OSError, and leaves it open, if it is not such a socket."""
         end = socket.socket(fileno=fd)
         if (end.family, end.type) != (socket.AF_UNIX, socket.SOCK_SEQPACKET):
             end.detach()
-            raise OSError("no socket that keeps packets whole")
+            raise OSError("not a SOCK_SEQPACKET socket")
         end.setblocking(False)
         self._end = end
         self._is_waiting = False

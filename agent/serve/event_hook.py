@@ -48,7 +48,7 @@ class EventHook:
         try:
             self._events.put_nowait(event)
         except queue.Full:
-            self._warn(f"{QUEUED_MAX} events wait for the command already; {event['event']} is not delivered")
+            self._warn(f"{QUEUED_MAX} events already wait for the command; {event['event']} is not delivered")
 
     def close(self, wait_s: float | None = None) -> None:
         """Wait for the pending runs, `wait_s` (else FLUSH_S) at the longest."""

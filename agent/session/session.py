@@ -146,7 +146,7 @@ class Session:
                 return
         if not requests.is_away:
             with suppress(StoreError):
-                self._client.give_back()
+                self._client.revoke()
                 end_s = time.monotonic() + self._outlast_s
                 while time.monotonic() < end_s and self._client.has_others():
                     time.sleep(_OTHERS_POLL_S)

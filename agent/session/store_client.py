@@ -52,7 +52,7 @@ class StoreClient:
         self._renewed_s = 0.0
         # A lease of this node that the store reported as expired too soon; 0 for none.
         self._ended_early = 0
-        # Whether no other life of this agent has a lease.
+        # Whether no other incarnation of this agent has a lease.
         self._is_alone = False
         self._renewal_due_s: float | None = None
         self._run_renewal_due_s = 0.0
@@ -117,7 +117,7 @@ class StoreClient:
 
     def commit(self, txn: Txn, tag: Tag | None) -> None:
         if tag in _ENTERING:
-            self._end_former_life()
+            self._revoke_former_lease()
         try:
             response = self._commit_with_run_lease(txn, tag)
         except LeaseGone as error:
@@ -149,13 +149,13 @@ class StoreClient:
             if self._store.commit(txn).held and held:
                 held()
 
-    def give_back(self) -> None:
+    def revoke(self) -> None:
         """Revoke this node's lease, which deletes its keys. The leader renews the run's lease for the last time."""
-        self._end_former_life()
+        self._revoke_former_lease()
         if self._lease:
             self._store.revoke(self._lease)
         if self._begun_for_run:
-            self._end_unless_used(self._begun_for_run, is_used=False)
+            self._revoke_unless_used(self._begun_for_run, is_used=False)
         if self.view.is_of_all_keys:
             self.renew_run()
 
@@ -163,7 +163,7 @@ class StoreClient:
         """Whether the job still has members."""
         return bool(self._store.read(self._keys.members).entries)
 
-    def _end_former_life(self) -> None:
+    def _revoke_former_lease(self) -> None:
         """Revoke a lease that the store reported as expired too soon: it may still hold the key of an old name."""
         if self._ended_early:
             self._store.revoke(self._ended_early)
@@ -184,13 +184,13 @@ class StoreClient:
                 response = self._commit_as(tag, txn)
             except LeaseGone:
                 # This node's own lease has expired.
-                self._end_unless_used(lease, is_used=False)
+                self._revoke_unless_used(lease, is_used=False)
                 raise
         if lease and lease == self._begun_for_run:
-            self._end_unless_used(lease, is_used=response.held)
+            self._revoke_unless_used(lease, is_used=response.held)
         return response
 
-    def _end_unless_used(self, lease: int, *, is_used: bool) -> None:
+    def _revoke_unless_used(self, lease: int, *, is_used: bool) -> None:
         """Revoke the lease granted for a run that another agent has started meanwhile.
 
         This agent's start may have succeeded, its response lost: then the run uses the lease.

@@ -92,7 +92,7 @@ class WorkerGroup:
     """This node's workers of one generation; `workers` has those that were ordered, by local rank.
 
     `store` is the socket of the generation's worker store, if that is on this node and has not ended.
-    `is_interrupted`: workers have got SIGINT. `parent_killed` is the failure of their parent process.
+    `is_interrupted`: workers have received SIGINT. `parent_killed` is the failure of their parent process.
     """
 
     table: RankTable

@@ -84,11 +84,11 @@ class Link:
     """The agent's end of one worker's link.
 
     `step` is the newest step that the worker reported, `first_step` the first, and `phase` the newest phase. `reports`
-    counts the reports of both; `step_times` is sampled from them. `raised`: its program ended by an exception.
+    counts the reports of both; `step_times` is sampled from them. `raised`: its program ended with an exception.
     `reached_store`: whether its program had made its process group; None until the program has ended. `has_had_group`:
-    it has made one. `left_s` is when it has left its newest process group, `lost` the error by which it has lost a peer
-    of that group, at `lost_s`, and `ended_s` when its program has ended (0 if that is not known). `refused` is why it
-    refused to run, if it has. `messages` are events for the agent's core, notes for the log and marks for the timeline.
+    it has made one. `left_s` is when it left its newest process group, `lost` the error by which it lost a peer of that
+    group, at `lost_s`, and `ended_s` when its program ended (0 if that is not known). `refused` is why it refused to
+    run, if it did. `messages` are events for the agent's core, notes for the log and marks for the timeline.
     `recorder` polls the worker's collectives, while it has a process group.
     """
 
@@ -131,7 +131,7 @@ class Link:
         return self.lost if (self.ended_s or time.monotonic()) - self.lost_s <= _LOST_S else None
 
     def read(self) -> bool:
-        """Read what has come, and drop lines that are no messages. Returns whether the link is still open."""
+        """Read what has arrived, and drop lines that are not messages. Returns whether the link is still open."""
         left = _LINK_BYTES_MAX
         while left > 0:
             try:

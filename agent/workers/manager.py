@@ -292,7 +292,7 @@ class Workers:
     def _check_fork_server(self) -> None:
         """A link has ended: replace a fork server that was stopped (SIGSTOP), since it reports no worker's death."""
         if self._fork_server.fileno() >= 0 and linux.state(self._fork_server.pid) == "T":
-            self._replace_fork_server(self._group.generation, "was stopped by a signal when a worker was gone")
+            self._replace_fork_server(self._group.generation, "was stopped by a signal when a worker exited")
 
     def _replace_fork_server(self, generation: int, how: str) -> None:
         """End the fork server and its workers, and start another."""

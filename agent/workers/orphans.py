@@ -13,7 +13,7 @@ from elaunch.agent.workers.group import Reporter
 # monitor that polls now and then (tensorboard, `nvidia-smi -l`) does not.
 _CPU_SHARE = 0.05
 _BYTES_PER_S = 10_000
-# Uses are compared over this long, so that a short wait for a server is not idleness.
+# Usage is compared over this long, so that a short wait for a server is not idleness.
 _WINDOW_S = 5.0
 # Processes that always work would keep the job's nodes for ever: all are killed after this many graces.
 _GRACES_MAX = 60

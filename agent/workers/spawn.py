@@ -98,7 +98,7 @@ def reserve(config: AgentConfig) -> socket.socket:
         except OSError as error:
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                 why = os.strerror(error.errno) if error.errno else str(error)
-                raise NoPort(f"{config.master_addr} is no address of this host ({why}); {_OWN_ADDRESS}") from error
+                raise NoPort(f"{config.master_addr} is not an address of this host ({why}); {_OWN_ADDRESS}") from error
     ports = config.master_ports
     wanted = f"port {ports[0]} is" if len(ports) == 1 else f"ports {ports[0]}–{ports[-1]} are all"
     raise NoPort(f"{wanted} in use on {config.master_addr}; choose others with --master-port FIRST:LAST")
@@ -238,7 +238,7 @@ class Spawner:
         if self._may_share_console(group, worker):
             is_one = os.path.samestat(os.fstat(1), os.fstat(2))
             if os.isatty(2) or not is_one:
-                # A pipe goes through the pump: if its reader goes (`| head`), the worker must not see an error.
+                # A pipe goes through the pump: if its reader exits (`| head`), the worker must not see an error.
                 out = self._pipe(group, worker, Streams.OUT) if is_pipe(1) else os.dup(1)
                 # The only worker of a job keeps its terminal: progress bars and debuggers work as without elaunch.
                 return out, os.dup(2) if os.isatty(2) else self._pipe(group, worker, Streams.ERR)

@@ -218,12 +218,12 @@ def _check_head_host(options: Options, planned: Planned) -> None:
         if plan.node_rank == 0:
             others = {2: "1", 3: "1 or 2"}.get(options.nnodes[1], f"1 to {options.nnodes[1] - 1}")
             raise UsageError(
-                f"node rank 0 belongs to the master's host, and {head} is no address of this host; on this node use"
+                f"node rank 0 belongs to the master's host, and {head} is not an address of this host; on this node use"
                 f" --node-rank {others}, or, if {head} leads here through a balancer, --rdzv-conf is_host=1"
             )
         here = socket.gethostname()
         raise UsageError(
-            f"the head of this job is {head}, which is no address of this host, {here}, but"
+            f"the head of this job is {head}, which is not an address of this host, {here}, but"
             f" {cluster and cluster.scheduler} runs node 0 here; give all nodes: --rdzv-endpoint {here}:PORT, or, for"
             f" mpirun, -x MASTER_ADDR={here}"
         )

@@ -450,6 +450,6 @@ class AgentProcess:
     def _say_farewell(self) -> None:
         if not self._requests.is_away:
             with suppress(StoreError):
-                self.client.give_back()
+                self.client.revoke()
                 self.has_given_back = True
         self._die()

@@ -235,7 +235,7 @@ def run_not_renewed(patch: pytest.MonkeyPatch) -> None:
 
 
 def begun_leases_left(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(StoreClient, "_end_unless_used", lambda *_, **__: None)
+    patch.setattr(StoreClient, "_revoke_unless_used", lambda *_, **__: None)
 
 
 @dataclass(frozen=True)

@@ -244,7 +244,7 @@ def _nest(owned: PerRank, tensors: dict[Place, Tensor]) -> PerRank:
 
 
 def _require(target: Tree, plain: Any, there: Mapping[str, Saved], source: str) -> None:
-    """Raise ValueError where the checkpoint is of other optimizers, or cannot fill the state's tensors."""
+    """Raise ValueError where the checkpoint has other optimizers, or cannot fill the state's tensors."""
     ours, theirs = target.plain.get(OPTIMIZERS), plain.get(OPTIMIZERS)
     if ours and theirs and not _agree(ours, theirs):
         raise ValueError(
@@ -254,7 +254,7 @@ def _require(target: Tree, plain: Any, there: Mapping[str, Saved], source: str) 
         )
     common = target.common()
     if missing := [name for name in common if name not in there]:
-        raise ValueError(f"{source} lacks {some(missing)}; it is of another model or optimizer")
+        raise ValueError(f"{source} lacks {some(missing)}; it belongs to another model or optimizer")
     for name in common:
         _require_shape(source, name, there[name].size, target.tensors[name])
 
@@ -276,8 +276,8 @@ def _named(optimizers: list[Any]) -> str:
 def _require_shape(source: str, name: str, held: torch.Size, target: Tensor) -> None:
     if held != target.shape:
         raise ValueError(
-            f"{source} holds {name} of shape {tuple(held)}, not {tuple(target.shape)}; it is of another model or "
-            "optimizer"
+            f"{source} holds {name} of shape {tuple(held)}, not {tuple(target.shape)}; it belongs to another model "
+            "or optimizer"
         )
 
 

@@ -106,7 +106,7 @@ def restore(
     may_differ = {name for its in (own_buffers if by_name else own_buffers[:1]) for name in its["buffers"]}
     lost = [name for name in apart if plain_name(name) not in {*arrived, *may_differ}] if has_buffers else ()
     if lost:
-        raise ValueError(f"the state lacks {some(lost)}; it is of another model")
+        raise ValueError(f"the state lacks {some(lost)}; it belongs to another model")
     put = _put_by_name if by_name else _put
     types, _ = state.pop("types", None), state.pop(OPTIMIZERS, None)
     optimizers = [optimizer, *others]
@@ -280,7 +280,7 @@ def _put_by_name(model: nn.Module, optimizers: Sequence[Optimizer], weights: Any
     kept = moments["state"]
     missing += [f"the optimizer's {name}" for name, its in own_moments["state"].items() if its and not kept.get(name)]
     if missing:
-        raise ValueError(f"the state lacks {some(missing)}; it is of another model, or of another division of it")
+        raise ValueError(f"the state lacks {some(missing)}; it belongs to another model, or to another division of it")
     groups = [
         {**options, "params": own["params"]}
         for own, options in zip(own_moments["param_groups"], moments["param_groups"], strict=True)

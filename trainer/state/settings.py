@@ -207,7 +207,7 @@ class Settings:
         if lost := [name for group in groups for name in group if name not in known]:
             raise ValueError(
                 f"the saved parameter groups refer to {some(map(str, lost))}, which this program does not have (a "
-                "number is an index in the optimizer as it was made); the state is of another model or optimizer"
+                "number is an index in the optimizer as it was made); the state belongs to another model or optimizer"
             )
         wanted = [[known[name] for name in group] for group in groups]
         pairs = zip(wanted, optimizer.param_groups, strict=False)

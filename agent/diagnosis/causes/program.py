@@ -81,7 +81,7 @@ def _usage(evidence: Evidence, values: Values) -> Values:
             " the variable LOCAL_RANK, as torchrun does: read os.environ['LOCAL_RANK'], or give the script"
             " '--local-rank=${local_rank}'"
         }
-    return {"step": f"correct the arguments behind the script; {values['program']} --help lists them"}
+    return {"step": f"correct the arguments after the script; {values['program']} --help lists them"}
 
 
 RULES = (
@@ -140,7 +140,7 @@ RULES = (
     ),
     CauseRule(
         "processes started without a main guard",
-        'put the code that starts processes behind if __name__ == "__main__":, since spawn imports the script again',
+        'put the code that starts processes under if __name__ == "__main__":, since spawn imports the script again',
         pattern=NO_MAIN_GUARD,
         exceptions=frozenset({"RuntimeError"}),
         # The exception's own text is a page about this.
@@ -148,8 +148,8 @@ RULES = (
     ),
     CauseRule(
         "an object that cannot be sent to a child process",
-        "processes that are spawned get pickled objects: use a function or class at the top level of a module, no"
-        " lambda and no local function",
+        "processes that are spawned get pickled objects: use a function or class at the top level of a module, not a"
+        " lambda or local function",
         pattern=r"Can't (?:pickle|get) local object|Can't pickle <function|cannot pickle '",
     ),
     CauseRule(

@@ -107,7 +107,7 @@ def test_an_evicted_node_returns_as_a_new_one_and_logs_it() -> None:
         text.append(second.logged)
 
     assert [type(action) for action in done] == [Renew, Join]
-    assert "the others waited too long for this node, and it lost its seat; it comes back as a new one" in text
+    assert "the others waited too long for this node, and it lost its seat; it rejoins as a new node" in text
     assert second.node_id != evicted
     assert set(second.snapshot.members) == {first.node_id, second.node_id}
     settle(first, second)

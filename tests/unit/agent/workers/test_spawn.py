@@ -62,7 +62,7 @@ def test_a_taken_port_is_named_with_its_number_and_the_way_out(taken: list[int])
 
 def test_an_address_of_another_host_or_of_none_is_an_error_with_the_way_out() -> None:
     # TEST-NET-1 (RFC 5737) and the .invalid domain (RFC 2606) have no hosts.
-    with pytest.raises(NoPort, match=r"192\.0\.2\.1 is no address of this host .* --master-addr"):
+    with pytest.raises(NoPort, match=r"192\.0\.2\.1 is not an address of this host .* --master-addr"):
         reserve(config(addr="192.0.2.1"))
     with pytest.raises(NoPort, match=r"the address nowhere\.invalid is unknown .* --master-addr"):
         reserve(config(addr="nowhere.invalid"))

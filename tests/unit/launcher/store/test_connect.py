@@ -29,7 +29,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("nodes", "ranks"), [("2", "1"), ("4:8", "1 to 7")])
 def test_node_rank_0_on_a_host_that_is_not_the_masters_is_a_sentence(nodes: str, ranks: str) -> None:
-    sentence = f"{ANOTHERS} is no address of this host; on this node use --node-rank {ranks}, or"
+    sentence = f"{ANOTHERS} is not an address of this host; on this node use --node-rank {ranks}, or"
 
     options = parse(["--nnodes", nodes, "--master-addr", ANOTHERS, "t.py"], {})
 

@@ -233,7 +233,7 @@ def test_nothing_begins_anew_while_a_checkpoint_may_be_whole(tmp_path: Path, mon
     ("state", "reason"),
     [
         ({"w": torch.zeros(2, 3)}, r"holds w of shape \(3,\), not \(2, 3\)"),
-        ({"w": torch.zeros(3), "v": torch.zeros(1)}, "lacks v; it is of another model or optimizer"),
+        ({"w": torch.zeros(3), "v": torch.zeros(1)}, "lacks v; it belongs to another model or optimizer"),
     ],
 )
 def test_another_models_checkpoint_is_refused_and_left_where_it_is(

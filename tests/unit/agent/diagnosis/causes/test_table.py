@@ -293,7 +293,7 @@ def test_a_wrong_command_line_has_the_message_of_argparse() -> None:
     assert failed.message == (
         "exited with code 2 (the exit code of a wrong command line; unrecognized arguments: --lr0 0.1)"
     )
-    assert failed.advice == "correct the arguments behind the script; train.py --help lists them"
+    assert failed.advice == "correct the arguments after the script; train.py --help lists them"
 
 
 def test_an_abort_by_an_exception_of_cpp_has_the_next_step_of_its_text() -> None:
