@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
@@ -121,14 +120,7 @@ def test_sizes_are_those_that_make_other_buckets() -> None:
 RESULT = SearchResult(5.0, 0.472, 0.291, passes=43, spent_s=18.24, reason="it won")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    yield
-    dist.destroy_process_group()
-
-
-def test_with_one_worker_nothing_is_tuned() -> None:
+def test_with_one_worker_nothing_is_tuned(group: None) -> None:
     logged: list[str] = []
 
     assert isinstance(tune(nn.Linear(1, 1), lambda _: None, say=logged.append), DistributedDataParallel)
@@ -136,7 +128,7 @@ def test_with_one_worker_nothing_is_tuned() -> None:
     assert logged == ["nothing to tune: there is one worker"]
 
 
-def test_a_model_that_measuring_would_change_is_refused() -> None:
+def test_a_model_that_measuring_would_change_is_refused(group: None) -> None:
     trains = nn.Linear(1, 1)
     _apply_optimizer_in_backward(torch.optim.SGD, trains.parameters(), {"lr": 1.0})
     with pytest.raises(ValueError, match="optimizers run in the backward pass"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import numpy
@@ -34,10 +33,6 @@ class Numbers(Dataset[int]):
 
     def __getitem__(self, index: int) -> int:
         return index
-
-
-def of_steps(order: Order, steps: range, rank: int = 0, world_size: int = 1) -> list[list[int]]:
-    return [order.microbatches(step)[micro] for step in steps for micro in order.share(rank, world_size)]
 
 
 def taken(loader: DataLoader[Any], count: int) -> list[list[int]]:
@@ -93,14 +88,7 @@ def test_augmentation_is_the_same_at_any_world_size_and_after_a_restart(workers:
 INPUTS = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    yield
-    dist.destroy_process_group()
-
-
-def test_ddp_exchanges_in_the_last_of_a_steps_micro_batches_alone() -> None:
+def test_ddp_exchanges_in_the_last_of_a_steps_micro_batches_alone(group: None) -> None:
     module, order = nn.Linear(4, 1), Order(12, global_batch=6, micro_batch=2)
     model = DistributedDataParallel(module)
     rows: list[Tensor] = []

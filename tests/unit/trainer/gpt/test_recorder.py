@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from elaunch.trainer.data.order import Order
 from elaunch.trainer.gpt.config import RunDirectory, TrainConfig
 from elaunch.trainer.gpt.recorder import LOG_EVERY, Line, Metrics, Recorder
 from elaunch.trainer.ranks import RankInfo
+
+pytestmark = pytest.mark.usefixtures("group")
 
 ORDER = Order(100, global_batch=4, micro_batch=2)
 
@@ -26,14 +27,6 @@ class At:
 
     def __init__(self, step: int, repeated: int = 0) -> None:
         self.step, self.repeated = step, repeated
-
-
-@pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
-    """A process group of this process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def recorder(
@@ -105,45 +98,37 @@ def line(step: int) -> Line:
     return {"step": step, "loss": 0.1 + step, "tokens": 96, "seconds": 0.5, "world_size": 2, "generation": 1}
 
 
-def write(path: Path, steps: range, restored_step: int = 0) -> None:
-    metrics = Metrics(path, restored_step)
+def write(folder: Path, steps: range, restored_step: int = 0) -> None:
+    metrics = Metrics(folder / "metrics.jsonl", restored_step)
     for step in steps:
         metrics.append(line(step))
     metrics.close()
 
 
-def steps_of(path: Path) -> list[int]:
-    return [row["step"] for row in rows_of(path)]
-
-
-def rows_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(row) for row in path.read_text().splitlines()]
-
-
 @pytest.mark.parametrize("torn", [b"{", b'{"step": 4, "lo', b'{"step": 4}', b"[4]\n", b"\0\0\0\n", b'"text"\n'])
 def test_a_torn_last_line_goes(tmp_path: Path, torn: bytes) -> None:
-    write(tmp_path / "m", range(1, 4))
-    with (tmp_path / "m").open("ab") as file:
+    write(tmp_path, range(1, 4))
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(torn)
 
-    write(tmp_path / "m", range(4, 5), restored_step=9)
+    write(tmp_path, range(4, 5), restored_step=9)
 
-    assert steps_of(tmp_path / "m") == [1, 2, 3, 4]
+    assert steps_in(tmp_path) == [1, 2, 3, 4]
 
 
 def test_lost_steps_are_counted_from_the_lines_once_and_again_if_they_are_lost_again(tmp_path: Path) -> None:
-    write(tmp_path / "m", range(1, 9))
+    write(tmp_path, range(1, 9))
 
     # This one is killed before its first line.
-    assert Metrics(tmp_path / "m", 5).steps_lost == 3
-    write(tmp_path / "m", range(6, 8), restored_step=5)
-    write(tmp_path / "m", range(7, 10), restored_step=6)
+    assert Metrics(tmp_path / "metrics.jsonl", 5).steps_lost == 3
+    write(tmp_path, range(6, 8), restored_step=5)
+    write(tmp_path, range(7, 10), restored_step=6)
 
-    assert [row["steps_lost"] for row in rows_of(tmp_path / "m")] == [0, 0, 0, 0, 0, 3, 4, 4, 4]
+    assert [row["steps_lost"] for row in rows(tmp_path)] == [0, 0, 0, 0, 0, 3, 4, 4, 4]
 
 
 def test_a_full_disk_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    metrics = Metrics(tmp_path / "m", 0)
+    metrics = Metrics(tmp_path / "metrics.jsonl", 0)
     metrics.append(line(1))
     real = os.pwrite
     with monkeypatch.context() as full:
@@ -154,7 +139,7 @@ def test_a_full_disk_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.Mon
     metrics.append(line(3))
     metrics.close()
 
-    assert steps_of(tmp_path / "m") == [1, 3]
+    assert steps_in(tmp_path) == [1, 3]
 
 
 def test_people_get_about_ten_lines_and_the_held_out_losses(tmp_path: Path) -> None:

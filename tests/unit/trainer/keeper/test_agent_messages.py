@@ -166,17 +166,14 @@ def trained(model: nn.Module, optimizer: Any, fails_in: int, **options: Any) -> 
     return steps
 
 
-def plain(fails_in: int, **options: Any) -> list[int]:
-    model = nn.Linear(2, 2)
-    return trained(model, torch.optim.SGD(model.parameters(), lr=0.1), fails_in, **options)
-
-
 def test_without_room_nothing_is_saved_and_no_message_is_sent(
     agent: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(node_memory, "capacity_in", lambda folder: capacity.Capacity(0, "the file system"))
 
-    assert plain(7) == [0]
+    model = nn.Linear(2, 2)
+
+    assert trained(model, torch.optim.SGD(model.parameters(), lr=0.1), 7) == [0]
     assert all(row["event"] != "saving" for row in messages(agent))
 
 
@@ -207,7 +204,7 @@ def named_and_resumed(monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
     """The step that a rank of a state in parts names after a failure in step 11, and the one of the next start."""
     # Its optimizer lets it have snapshots only: of steps 1, 5 and 9.
     job = Job(Counting, lose_at_most=4)
-    with pytest.raises(RuntimeError, match="failed by the test"):
+    with pytest.raises(RuntimeError, match="reset by peer"):
         job.train(11, fails_in=11)
     named = job.keeper._state.peer_failed(0)
 

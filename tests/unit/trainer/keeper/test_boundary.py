@@ -19,23 +19,19 @@ from tests.harness import RUN_LIMIT_S
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.usefixtures("handled")
 def test_the_first_signal_is_noted_its_echo_too_and_a_later_one_ends_the_process(signum: signal.Signals) -> None:
     ended: list[int] = []
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     now_s = 100.0
-    try:
-        with contextlib.suppress(SystemExit), StopRequest(clock_s=lambda: now_s, end=ended.append) as request:
-            os.kill(os.getpid(), signum)
-            noted = request.signum
-            now_s += 0.9
-            os.kill(os.getpid(), signal.SIGTERM)
-            echoed = list(ended)
-            now_s += 0.2
-            os.kill(os.getpid(), signum)
-            raise SystemExit
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with contextlib.suppress(SystemExit), StopRequest(clock_s=lambda: now_s, end=ended.append) as request:
+        os.kill(os.getpid(), signum)
+        noted = request.signum
+        now_s += 0.9
+        os.kill(os.getpid(), signal.SIGTERM)
+        echoed = list(ended)
+        now_s += 0.2
+        os.kill(os.getpid(), signum)
+        raise SystemExit
 
     assert noted == signum
     assert request.signum == signum
@@ -60,59 +56,44 @@ def test_a_signal_without_a_handler_does_not_hide_an_exception() -> None:
 
 
 @pytest.mark.parametrize("error", [None, ValueError])
-def test_a_signal_that_was_noted_and_not_obeyed_is_the_programs_afterwards(error: type[Exception] | None) -> None:
-    handled: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda signum, _: handled.append(signum))
-    try:
-        with contextlib.suppress(ValueError), StopRequest():
-            signal.raise_signal(signal.SIGTERM)
-            assert handled == []
-            if error:
-                raise error
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def test_a_signal_that_was_noted_and_not_obeyed_is_the_programs_afterwards(
+    error: type[Exception] | None, handled: list[int]
+) -> None:
+    with contextlib.suppress(ValueError), StopRequest():
+        signal.raise_signal(signal.SIGTERM)
+        assert handled == []
+        if error:
+            raise error
 
     assert handled == [signal.SIGTERM]
 
 
-def test_a_request_that_is_left_before_a_later_one_does_not_take_its_signals_away() -> None:
-    handled: list[int] = []
-
-    def handle(signum: int, _: object) -> None:
-        handled.append(signum)
-
-    before = signal.signal(signal.SIGTERM, handle)
-    try:
-        first, second = StopRequest(), StopRequest()
-        first.__enter__()
-        second.__enter__()
-        first.__exit__(None, None, None)
-        signal.raise_signal(signal.SIGTERM)
-        noted = second.signum
-        second.__exit__(SystemExit, SystemExit(), None)
-        after = signal.getsignal(signal.SIGTERM)
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def test_a_request_that_is_left_before_a_later_one_does_not_take_its_signals_away(handled: list[int]) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    first, second = StopRequest(), StopRequest()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    signal.raise_signal(signal.SIGTERM)
+    noted = second.signum
+    second.__exit__(SystemExit, SystemExit(), None)
 
     assert (noted, handled) == (signal.SIGTERM, [])
-    assert after is handle
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 class Rank:
-    """One rank's sync points. `proposed` has its plans; the others let the next one be `far` steps later."""
+    """One rank's sync points. The others let the next one be 50 steps later."""
 
     def __init__(
         self,
         *,
         step: int = 0,
         on_disk: int = 0,
-        far: int = 50,
         snapshot_every: int | None = None,
-        is_strict: bool = False,
         **options: Any,
     ) -> None:
-        self.proposed: list[SyncPlan] = []
-        self.far, self.may_be_copied, self.next_copy = far, True, None
+        self.may_be_copied, self.next_copy = True, None
         # Steps between two copies that are as good as a snapshot; None without any.
         self.copied_every = 1 if snapshot_every is None else None
         self.snapshots: list[int] = []
@@ -134,19 +115,15 @@ class Rank:
             disk=SimpleNamespace(report_failures=lambda: None, found=on_disk),
             checkpoint=lambda version: self.checkpoints.append(version.step),
             steps=SimpleNamespace(
-                is_off=is_strict, is_ready=lambda step: True, every=1, sync_after=lambda step: self.next_copy
+                is_off=False, is_ready=lambda step: True, every=1, sync_after=lambda step: self.next_copy
             ),
         )
-        verification = SimpleNamespace(due_snapshot=lambda state, is_due: is_due and not is_strict)
-        boundary = SimpleNamespace(agreed=self.agreed)
+        verification = SimpleNamespace(due_snapshot=lambda state, is_due: is_due)
+        boundary = SimpleNamespace(agreed=lambda own: replace(own, steps=min(50, own.steps)))
         self.sync = SyncPoint(
             *(boundary, self.state, copies, verification),  # type: ignore[arg-type]
             **{"checkpoint_every": 1000, "verify_every": None, **options},
         )
-
-    def agreed(self, own: SyncPlan) -> SyncPlan:
-        self.proposed.append(own)
-        return replace(own, steps=min(self.far, own.steps))
 
     def snapshot(self) -> None:
         self.snapshots.append(self.state.version.step)

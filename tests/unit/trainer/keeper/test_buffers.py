@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from elaunch.trainer.memory.node_memory import Records
 from elaunch.trainer.state import Version
 from elaunch.trainer.state.training_state import Training
 from elaunch.trainer.state.tree import cloned
-from tests.unit.trainer.keeper.conftest import trained
+from tests.unit.trainer.conftest import trained
 
 pytestmark = pytest.mark.usefixtures("memory")
 
@@ -29,15 +30,9 @@ def is_none(model: Any, mean: Tensor) -> None:
     model.center = mean if model.center is None else model.center * 0.9 + mean
 
 
-def comes_late(model: Any, mean: Tensor) -> None:
+def comes_late(model: Any, mean: Tensor, persistent: bool = True) -> None:
     if not hasattr(model, "center"):
-        model.register_buffer("center", mean.clone())
-    model.center.mul_(0.9).add_(mean)
-
-
-def comes_late_and_is_not_persistent(model: Any, mean: Tensor) -> None:
-    if not hasattr(model, "center"):
-        model.register_buffer("center", mean.clone(), persistent=False)
+        model.register_buffer("center", mean.clone(), persistent=persistent)
     model.center.mul_(0.9).add_(mean)
 
 
@@ -71,7 +66,7 @@ FORMS = [
     (is_none, _NONE, True),
     (is_none, _NONE, False),
     (comes_late, ..., True),
-    (comes_late_and_is_not_persistent, ..., True),
+    (partial(comes_late, persistent=False), ..., True),
     (grows, lambda: torch.zeros(0, 4), True),
     (changes_its_type, lambda: torch.zeros(4), True),
     (is_replaced, lambda: torch.zeros(4), False),
@@ -148,20 +143,14 @@ def test_a_checkpoint_with_a_buffer_of_another_model_is_refused(
     train((is_replaced, lambda: torch.zeros(4), True), 2, checkpoints=tmp_path / "c")
     monkeypatch.setenv("ELAUNCH_GENERATION", "1")
 
+    def restore(name: str, made: Any) -> None:
+        model = Centred(is_replaced, made, True)
+        Keeper(model, torch.optim.SGD(model.parameters()), checkpoints=tmp_path / "c", name=name).restore()
+
     with pytest.raises(ValueError, match=r"holds center of shape \(4,\), and in the model it has shape \(5,\)"):
-        Keeper(
-            model := Centred(is_replaced, lambda: torch.zeros(5), True),
-            torch.optim.SGD(model.parameters()),
-            checkpoints=tmp_path / "c",
-            name="another",
-        ).restore()
+        restore("another", lambda: torch.zeros(5))
     with pytest.raises(ValueError, match=r"the checkpoint holds center .* there is no such buffer"):
-        Keeper(
-            model := Centred(is_replaced, ..., True),
-            torch.optim.SGD(model.parameters()),
-            checkpoints=tmp_path / "c",
-            name="a-third",
-        ).restore()
+        restore("a-third", ...)
 
 
 def test_a_checkpoint_is_better_than_a_newer_state_whose_buffers_are_lost(

@@ -15,7 +15,7 @@ from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.memory.device_copy import HostCopies
 from elaunch.trainer.ranks.group_status import BrokenGroup, GroupStatus
 from elaunch.trainer.state import model_state
-from tests.unit.trainer.keeper.conftest import trained
+from tests.unit.trainer.conftest import trained
 
 # tests/e2e/test_accelerator.py runs these tests on a GPU, if there is one.
 DEVICE = os.environ.get("ELAUNCH_TEST_DEVICE", "cpu")
@@ -127,13 +127,6 @@ def test_the_restored_optimizer_shares_no_memory_with_the_copy(monkeypatch: pyte
         assert restored["step"].item() == 1
 
 
-class Torchao(nn.Module):
-    def __init__(self, **tensors: Tensor) -> None:
-        super().__init__()
-        for name, tensor in tensors.items():
-            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
-
-
 @pytest.mark.parametrize(
     ("tensor", "why"),
     [
@@ -145,7 +138,7 @@ class Torchao(nn.Module):
     ids=["subclass", "meta", "sparse", "csr"],
 )
 def test_what_cannot_be_kept_is_refused_by_name_at_entry(tensor: Tensor, why: str) -> None:
-    model = Torchao(plain=torch.ones(2), odd=tensor)
+    model = nn.ParameterDict({"plain": torch.ones(2), "odd": nn.Parameter(tensor, requires_grad=False)})
     keeper = Keeper(model, torch.optim.SGD([nn.Parameter(torch.ones(1))]))
 
     with pytest.raises(TypeError, match=rf"^`odd` cannot be kept: .*{why}"), keeper:
@@ -166,20 +159,6 @@ class Recording(torch.optim.SGD):
             self.state[weight]["path"] = Path("x")
 
 
-def test_the_commit_that_puts_an_object_into_an_optimizers_state_is_refused_by_name(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    refused: list[str] = []
-    monkeypatch.setattr("elaunch.trainer.link.refuse", refused.append)
-    model = nn.Linear(2, 1)
-    optimizer = Recording(model.parameters(), lr=0.1)
-
-    with pytest.raises(TypeError, match=rf"^step 3 {NOT} `optimizer\.state\.0\.path` cannot be kept: .*Path") as caught:
-        trained(model, optimizer, 9, lambda: model(torch.ones(1, 2)).sum(), lose_at_most=100)
-
-    assert refused == [str(caught.value)]
-
-
 class OwnState(torch.optim.SGD):
     """Has a state_dict of its own, which a snapshot calls and no commit."""
 
@@ -187,15 +166,24 @@ class OwnState(torch.optim.SGD):
         return {**super().state_dict(), **({"path": Path("x")} if self.state else {})}
 
 
-def test_the_snapshot_that_finds_what_cannot_be_kept_is_refused_by_name(
-    monkeypatch: pytest.MonkeyPatch, memory: Path
+@pytest.mark.parametrize(
+    ("kind", "lose_at_most", "what"),
+    [
+        (Recording, 100, rf"step 3 {NOT} `optimizer\.state\.0\.path`"),
+        (OwnState, 1, r"step \d is not \w+: `optimizer\.0\.path`"),
+    ],
+    ids=["commit", "snapshot"],
+)
+def test_the_commit_or_snapshot_that_finds_an_object_in_an_optimizers_state_is_refused_by_name(
+    kind: type[torch.optim.SGD], lose_at_most: int, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused: list[str] = []
     monkeypatch.setattr("elaunch.trainer.link.refuse", refused.append)
     model = nn.Linear(2, 1)
+    optimizer = kind(model.parameters(), lr=0.1, momentum=0.9)
 
-    with pytest.raises(TypeError, match=r"^step \d is not \w+: `optimizer\.0\.path` cannot be kept: .*Path") as caught:
-        trained(model, OwnState(model.parameters(), lr=0.1, momentum=0.9), 9, lambda: model(torch.ones(1, 2)).sum())
+    with pytest.raises(TypeError, match=rf"^{what} cannot be kept: .*Path") as caught:
+        trained(model, optimizer, 9, lambda: model(torch.ones(1, 2)).sum(), lose_at_most=lose_at_most)
 
     assert refused == [str(caught.value)]
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from elaunch.trainer import Keeper
-from tests.unit.trainer.keeper.conftest import trained
+from tests.unit.trainer.conftest import trained
 
 pytestmark = pytest.mark.usefixtures("group", "memory")
 

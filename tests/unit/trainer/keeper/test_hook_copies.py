@@ -18,10 +18,22 @@ from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.keeper.step_copies import StepCopies
 from elaunch.trainer.memory.node_memory import Records
 from elaunch.trainer.state.region import Version, header_of
-from tests.unit.trainer.keeper.conftest import trained
-from tests.unit.trainer.keeper.test_keeper import Feedback
+from tests.unit.trainer.conftest import trained
 
 pytestmark = pytest.mark.usefixtures("memory", "few_snapshots")
+
+
+class Feedback:
+    """The state of a hook."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.seen = state["seen"]
 
 
 @pytest.fixture

@@ -33,6 +33,7 @@ from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.memory.node_memory import Records
 from elaunch.trainer.state import Version
 from tests.harness import RUN_LIMIT_S
+from tests.unit.trainer.conftest import Fails, fail
 
 pytestmark = pytest.mark.usefixtures("memory")
 
@@ -79,18 +80,14 @@ class Job:
         return content.getvalue()
 
 
-def fail() -> None:
-    raise RuntimeError("Connection reset by peer")
-
-
-def seeded() -> None:
-    random.seed(5)
-    np.random.seed(5)
+def seeded(seed: int = 5) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
 
 
 @pytest.mark.parametrize("lose_at_most", [1, 1000])
 def test_a_failure_in_the_middle_of_a_step_repeats_only_that(
-    monkeypatch: pytest.MonkeyPatch, memory: Path, lose_at_most: int
+    monkeypatch: pytest.MonkeyPatch, memory: Path, fails: Fails, lose_at_most: int
 ) -> None:
     monkeypatch.delenv("ELAUNCH_MEMORY")
     seeded()
@@ -99,11 +96,8 @@ def test_a_failure_in_the_middle_of_a_step_repeats_only_that(
     monkeypatch.setenv("ELAUNCH_MEMORY", str(memory))
 
     seeded()
-    with pytest.raises(RuntimeError, match="reset by peer"):
-        Job(lose_at_most=lose_at_most).train(10, {5: fail})
-    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
-    random.seed(77)
-    np.random.seed(77)
+    fails(lambda: Job(lose_at_most=lose_at_most).train(10, {5: fail}))
+    seeded(77)
     resumed = Job(lose_at_most=lose_at_most)
 
     assert resumed.train(10) == losses
@@ -113,7 +107,7 @@ def test_a_failure_in_the_middle_of_a_step_repeats_only_that(
 
 @pytest.mark.parametrize(("lose_at_most", "step"), [(0, 6), (1, 5), (4, 5), (6, 1)])
 def test_a_job_whose_workers_all_die_before_the_next_step_loses_no_more_than_it_may(
-    monkeypatch: pytest.MonkeyPatch, lose_at_most: int, step: int
+    monkeypatch: pytest.MonkeyPatch, fails: Fails, lose_at_most: int, step: int
 ) -> None:
     job = Job(lose_at_most=lose_at_most)
     # The worker dies immediately, after its commit: nothing is rescued.
@@ -125,15 +119,13 @@ def test_a_job_whose_workers_all_die_before_the_next_step_loses_no_more_than_it_
         end() if job.keeper.step != 6 else fail()
 
     job.keeper.step_begin = begin  # type: ignore[method-assign]
-    with pytest.raises(RuntimeError, match="reset by peer"):
-        job.train(10)
-    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
+    fails(lambda: job.train(10))
 
     with Job().keeper as resumed:
         assert (resumed.step, resumed.repeated) == (step, 6 - step)
 
 
-def test_an_optimizer_step_that_fails_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_optimizer_step_that_fails_is_not_kept(fails: Fails) -> None:
     job = Job(lose_at_most=1000)
     real = job.optimizer.step
     calls: list[int] = []
@@ -147,10 +139,8 @@ def test_an_optimizer_step_that_fails_is_not_kept(monkeypatch: pytest.MonkeyPatc
         real()
 
     job.optimizer.step = step  # type: ignore[method-assign, assignment]
-    with pytest.raises(RuntimeError):
-        job.train(10)
+    fails(lambda: job.train(10))
 
-    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
     resumed = Job()
     with resumed.keeper:
         # The copy before is restored: the worker's own state was neither that of step 3 nor that of step 4.
@@ -158,30 +148,13 @@ def test_an_optimizer_step_that_fails_is_not_kept(monkeypatch: pytest.MonkeyPatc
         assert not torch.equal(resumed.model[0].weight, job.model[0].weight)
 
 
-class Feedback:
-    """The state of a hook."""
-
-    def __init__(self) -> None:
-        self.seen = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"seen": self.seen}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.seen = state["seen"]
-
-
-def test_what_other_nodes_ranks_had_of_given_up_steps_is_not_found_again(
-    memory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_other_nodes_ranks_had_of_given_up_steps_is_not_found_again(memory: Path, fails: Fails) -> None:
     job = Job()
-    with pytest.raises(RuntimeError, match="reset by peer"):
-        job.train(10, {5: fail})
+    fails(lambda: job.train(10, {5: fail}))
     mirrored = Records(memory, "training", job.keeper._training.layout(), 3)
     for step in (3, 6):
         mirrored.keep(Version(0, step), {})
 
-    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
     Job().train(5)
 
     assert [header.version for header, *_ in mirrored.versions()] == [Version(0, 3)]
@@ -269,12 +242,9 @@ def test_numbers_of_numpy_are_kept_with_their_types(
 
 
 def test_an_unreadable_checkpoint_does_not_cost_what_is_in_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, fails: Fails, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = Job(checkpoints=tmp_path / "c")
-    with pytest.raises(RuntimeError, match="reset by peer"):
-        job.train(5, {4: fail})
-    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
+    fails(lambda: Job(checkpoints=tmp_path / "c").train(5, {4: fail}))
     newer = Checkpoints(tmp_path / "c", generation=0, say=pytest.fail)
     newer.save(9, {"model": {}})
 
@@ -338,12 +308,6 @@ def test_the_newest_checkpoints_stay(tmp_path: Path, keep: dict[str, int], steps
     assert [mark.step for mark in storage.marks(tmp_path / "c")] == steps
 
 
-@pytest.fixture
-def restarted(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job's first start refuses checkpoints that cannot be written."""
-    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
-
-
 def test_an_end_that_is_not_on_the_disk_is_no_success_and_the_next_start_tries_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -374,8 +338,9 @@ def test_an_end_that_is_not_on_the_disk_is_no_success_and_the_next_start_tries_a
     assert [mark.step for mark in storage.marks(tmp_path / "file" / "c")] == [5]
 
 
-@pytest.mark.usefixtures("restarted")
 def test_a_last_checkpoint_that_fails_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A job's first start refuses checkpoints that cannot be written.
+    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
     blocking = tmp_path / "file"
     blocking.write_text("")
     # A checkpoint that is not the last fails as well, but is not tried again.
@@ -388,10 +353,10 @@ def test_a_last_checkpoint_that_fails_is_tried_again(tmp_path: Path, monkeypatch
     assert [mark.step for mark in storage.marks(blocking / "c")] == [6]
 
 
-@pytest.mark.usefixtures("restarted")
 def test_a_stop_while_the_last_checkpoint_is_tried_again_is_a_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
     (tmp_path / "file").write_text("")
     job = Job(checkpoints=tmp_path / "file" / "c")
     monkeypatch.setattr(link, "phase", lambda _: signal.raise_signal(signal.SIGTERM))
@@ -456,7 +421,7 @@ def test_a_stop_for_one_of_two_keepers_makes_the_state_of_the_other_durable_too(
 
 
 def test_where_there_is_no_room_for_what_is_a_ranks_own_its_steps_are_counted_still(
-    monkeypatch: pytest.MonkeyPatch,
+    fails: Fails, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_room(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -466,10 +431,8 @@ def test_where_there_is_no_room_for_what_is_a_ranks_own_its_steps_are_counted_st
         patch.setattr(Records, "stage", no_room)
         # The worker dies immediately, so nothing is rescued.
         patch.setattr(GuardedState, "rescue", lambda _: None)
-        with pytest.raises(RuntimeError):
-            job.train(10, {8: fail})
+        fails(lambda: job.train(10, {8: fail}))
 
-    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
     resumed = Job()
     with resumed.keeper:
         assert (resumed.keeper.step, resumed.keeper.repeated) == (5, 2)

@@ -16,6 +16,7 @@ from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.keeper.mutation_guard import MutationGuard
 from elaunch.trainer.state import Version
 from elaunch.trainer.state.live_tensors import LiveTensors
+from tests.unit.trainer.conftest import Fails
 
 pytestmark = pytest.mark.usefixtures("memory")
 
@@ -41,31 +42,6 @@ class Parts:
         self.average.update_parameters(self.model)
 
 
-@torch.no_grad()
-def weight(parts: Parts) -> None:
-    parts.model[0].weight.mul_(2)
-
-
-def exchanged(parts: Parts) -> None:
-    parts.model[2].bias.data = torch.zeros(1)
-
-
-def replaced(parts: Parts) -> None:
-    parts.optimizer.state[parts.model[0].bias]["exp_avg_sq"] = torch.zeros(8)
-
-
-def averaged(parts: Parts) -> None:
-    parts.average.update_parameters(parts.model)
-
-
-def deep(parts: Parts) -> None:
-    parts.extra["deep"][1][0].add_(1)
-
-
-def cleared(parts: Parts) -> None:
-    parts.optimizer.state.clear()
-
-
 def loaded(parts: Parts) -> None:
     parts.model.load_state_dict({name: value + 1 for name, value in parts.model.state_dict().items()})
 
@@ -73,14 +49,24 @@ def loaded(parts: Parts) -> None:
 @pytest.mark.parametrize(
     ("change", "name"),
     [
-        (weight, "`0.weight` changed"),
-        (exchanged, "`2.bias` changed"),
-        (replaced, "`0.bias: exp_avg_sq of the optimizer` changed"),
-        (averaged, "`extra.0.module.0.weight` and 5 more changed"),
-        (deep, "`extra.0.deep.1.0` changed"),
-        (cleared, "the state of an optimizer, or the number of tensors in `extra`, changed"),
+        (lambda parts: nn.init.ones_(parts.model[0].weight), "`0.weight` changed"),
+        (lambda parts: setattr(parts.model[2].bias, "data", torch.zeros(1)), "`2.bias` changed"),
+        (
+            lambda parts: parts.optimizer.state[parts.model[0].bias].update(exp_avg_sq=torch.zeros(8)),
+            "`0.bias: exp_avg_sq of the optimizer` changed",
+        ),
+        (
+            lambda parts: parts.average.update_parameters(parts.model),
+            "`extra.0.module.0.weight` and 5 more changed",
+        ),
+        (lambda parts: parts.extra["deep"][1][0].add_(1), "`extra.0.deep.1.0` changed"),
+        (
+            lambda parts: parts.optimizer.state.clear(),
+            "the state of an optimizer, or the number of tensors in `extra`, changed",
+        ),
         (loaded, "`0.weight` and 5 more changed"),
     ],
+    ids=["weight", "exchanged", "replaced", "averaged", "deep", "cleared", "loaded"],
 )
 def test_a_change_is_found_and_named(change: Callable[[Parts], object], name: str) -> None:
     parts = Parts()
@@ -93,16 +79,6 @@ def test_a_change_is_found_and_named(change: Callable[[Parts], object], name: st
     parts.step()
     parts.changes.note()
     assert not parts.changes.found(13)
-
-
-def evaluated(parts: Parts) -> None:
-    parts.model.eval()
-    parts.model(torch.randn(8, 4))
-
-
-def saved(parts: Parts) -> None:
-    parts.model.state_dict()
-    parts.optimizer.state_dict()
 
 
 def clipped(parts: Parts) -> None:
@@ -119,15 +95,17 @@ def scaled(parts: Parts) -> None:
     scaler.unscale_(parts.optimizer)
 
 
-def frozen(parts: Parts) -> None:
-    parts.model[0].requires_grad_(False)
-
-
-def compiled(parts: Parts) -> None:
-    torch.compile(parts.model, backend="eager")(torch.randn(8, 4)).sum().backward()
-
-
-@pytest.mark.parametrize("act", [Parts.backward, evaluated, saved, clipped, scaled, frozen, compiled])
+@pytest.mark.parametrize(
+    "act",
+    [
+        *(Parts.backward, clipped, scaled),
+        lambda parts: parts.model.eval()(torch.randn(8, 4)),
+        lambda parts: (parts.model.state_dict(), parts.optimizer.state_dict()),
+        lambda parts: parts.model[0].requires_grad_(False),
+        lambda parts: torch.compile(parts.model, backend="eager")(torch.randn(8, 4)).sum().backward(),
+    ],
+    ids=["backward", "clipped", "scaled", "evaluated", "saved", "frozen", "compiled"],
+)
 def test_what_a_loop_does_between_two_commits_is_no_change(act: Callable[[Parts], object]) -> None:
     parts = Parts()
 
@@ -180,13 +158,9 @@ SENTENCE = (
 )
 
 
-def test_a_state_that_changed_outside_is_not_kept_after_a_failure_and_it_is_logged_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_state_that_changed_outside_is_not_kept_after_a_failure_and_it_is_logged_once(fails: Fails) -> None:
     job = Job()
-    with pytest.raises(RuntimeError, match="reset by peer"):
-        job.train(9, changes_after=(4,), fails_in=5)
-    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
+    fails(lambda: job.train(9, changes_after=(4,), fails_in=5))
 
     resumed = Job()
     with resumed.keeper:
@@ -202,7 +176,9 @@ def test_a_program_that_changes_the_state_after_each_commit_is_stopped_before_it
         Job().train(9, changes_after=tuple(range(9)))
 
 
-def test_what_a_survivor_saves_does_not_count_if_the_state_changes_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_survivor_saves_does_not_count_if_the_state_changes_meanwhile(
+    fails: Fails, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job, save = Job(lose_at_most=100), Copies.save_replicated
 
     def changed_meanwhile(copies: Copies, version: Version) -> bool:
@@ -213,9 +189,7 @@ def test_what_a_survivor_saves_does_not_count_if_the_state_changes_meanwhile(mon
         return is_kept
 
     monkeypatch.setattr(Copies, "save_replicated", changed_meanwhile)
-    with pytest.raises(RuntimeError, match="reset by peer"):
-        job.train(9, fails_in=5)
-    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
+    fails(lambda: job.train(9, fails_in=5))
 
     resumed = Job()
     with resumed.keeper:

@@ -15,6 +15,7 @@ from torch import nn
 
 from elaunch.trainer.keeper.boundary import Stopped
 from elaunch.trainer.keeper.keeper import Keeper
+from tests.unit.trainer.conftest import Fails, fail
 
 pytestmark = pytest.mark.usefixtures("memory")
 
@@ -29,16 +30,10 @@ class Loop:
         given = halves if optimizers == 2 else [self.model.parameters()]
         self.optimizers = [torch.optim.AdamW(its, lr=0.1) for its in given]
         self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizers[0], [3, 6])
-        logged: list[str] = []
-        self.logged = logged
+        self.logged: list[str] = []
         # The loaders of other tests may still be there.
-        defaults: dict[str, Any] = {
-            "scheduler": self.scheduler,
-            "lose_at_most": 1,
-            "per_rank": (),
-            "say": logged.append,
-        }
-        self.keeper = Keeper(self.model, self.optimizers, **{**defaults, **options})
+        options = {"scheduler": self.scheduler, "lose_at_most": 1, "per_rank": (), "say": self.logged.append, **options}
+        self.keeper = Keeper(self.model, self.optimizers, **options)
         self.losses: dict[int, float] = {}
 
     def backward(self) -> None:
@@ -60,10 +55,6 @@ class Loop:
         self.scheduler.step()
         for optimizer in self.optimizers:
             optimizer.zero_grad()
-
-
-def fail() -> None:
-    raise RuntimeError("Connection reset by peer")
 
 
 def called_back(loop: Loop, steps: int, fails_in: int = 0, accumulate: int = 1) -> dict[int, float]:
@@ -107,6 +98,7 @@ def hooked(loop: Loop, steps: int, fails_in: int = 0, accumulate: int = 1) -> di
 def test_a_failure_repeats_no_step_of_a_loop_that_belongs_to_others(
     monkeypatch: pytest.MonkeyPatch,
     memory: Path,
+    fails: Fails,
     run: Callable[..., dict[int, float]],
     accumulate: int,
     optimizers: int,
@@ -117,9 +109,7 @@ def test_a_failure_repeats_no_step_of_a_loop_that_belongs_to_others(
     monkeypatch.setenv("ELAUNCH_MEMORY", str(memory))
 
     before = Loop(optimizers, lose_at_most=4)
-    with pytest.raises(RuntimeError, match="reset by peer"):
-        run(before, 10, 7, accumulate=accumulate)
-    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
+    fails(lambda: run(before, 10, 7, accumulate=accumulate))
     torch.manual_seed(99)
     resumed = Loop(optimizers)
     after = run(resumed, 10, accumulate=accumulate)
@@ -154,21 +144,16 @@ def test_a_signal_stops_it_at_the_boundary_and_the_keeper_is_left(monkeypatch: p
     resumed.keeper.close()
 
 
-def test_a_handler_of_a_left_keeper_that_a_library_puts_back_passes_the_signal_on() -> None:
-    received: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
-    try:
-        loop = Loop()
-        loop.keeper.restore()
-        ours = signal.getsignal(signal.SIGTERM)
-        loop.keeper.close()
-        signal.signal(signal.SIGTERM, ours)
+def test_a_handler_of_a_left_keeper_that_a_library_puts_back_passes_the_signal_on(handled: list[int]) -> None:
+    loop = Loop()
+    loop.keeper.restore()
+    ours = signal.getsignal(signal.SIGTERM)
+    loop.keeper.close()
+    signal.signal(signal.SIGTERM, ours)
 
-        os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
 
-        assert received == [signal.SIGTERM]
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    assert handled == [signal.SIGTERM]
 
 
 def test_at_the_end_of_a_program_that_has_not_closed_it_the_keeper_keeps_the_last_step(
@@ -197,9 +182,7 @@ def entered_with_hooks(loop: Loop, work: Callable[[Loop], object]) -> None:
         work(loop)
 
 
-def test_a_failure_between_optimizer_and_scheduler_is_not_taken_for_a_whole_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_failure_between_optimizer_and_scheduler_is_not_taken_for_a_whole_step(fails: Fails) -> None:
     def work(loop: Loop) -> None:
         for _ in range(3):
             loop.backward()
@@ -208,9 +191,7 @@ def test_a_failure_between_optimizer_and_scheduler_is_not_taken_for_a_whole_step
         loop.optimizers[0].step()
         fail()
 
-    with pytest.raises(RuntimeError, match="reset by peer"):
-        entered_with_hooks(Loop(), work)
-    monkeypatch.setenv("ELAUNCH_GENERATION", "1")
+    fails(lambda: entered_with_hooks(Loop(), work))
     resumed = Loop()
 
     # Only the snapshot is whole, and it is of the step before.

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
@@ -14,14 +11,7 @@ from elaunch.trainer.parallel import whole
 from elaunch.trainer.parallel.whole import hook_state, in_ddp
 
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    yield
-    dist.destroy_process_group()
+pytestmark = [pytest.mark.usefixtures("group"), pytest.mark.filterwarnings("ignore::UserWarning")]
 
 
 def network() -> nn.Module:

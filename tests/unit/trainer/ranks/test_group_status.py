@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from enum import Enum
-from typing import Any
 
 import pytest
 import torch
@@ -45,14 +43,6 @@ class Nccl:
         return self.status
 
 
-@pytest.fixture
-def gloo() -> Any:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    yield dist.group.WORLD
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 def test_a_failed_collective_is_reported_by_its_group_and_stops_a_commit() -> None:
     first, second = Nccl(), Nccl()
     second.group_name = "mesh_tp"
@@ -66,14 +56,14 @@ def test_a_failed_collective_is_reported_by_its_group_and_stops_a_commit() -> No
         status.require_clean("step 7 is not committed")
 
 
-def test_gloo_has_no_status_and_is_taken_for_clean(gloo: Any) -> None:
+def test_gloo_has_no_status_and_is_taken_for_clean(group: None) -> None:
     status = GroupStatus()
 
     assert not status.is_known
     assert status.error() == ""
 
 
-def test_a_group_that_was_destroyed_is_not_clean(gloo: Any) -> None:
+def test_a_group_that_was_destroyed_is_not_clean(group: None) -> None:
     status = GroupStatus()
 
     dist.destroy_process_group()
@@ -95,14 +85,10 @@ def test_a_setting_under_which_half_reduced_gradients_could_be_committed_is_repo
         require_reported_aborts({HANDLING: "2"}, has_nccl=True, is_known=False)
 
 
-def _watch(group: Any, save: Callable[[], object], logged: list[str]) -> GroupWatch:
-    return GroupWatch(GroupStatus(lambda: [group]), save, logged.append, warns=False, poll_s=0.01)
-
-
 def test_the_state_is_saved_when_a_group_fails_while_the_training_is_stuck() -> None:
     group, saved, logged = Nccl(), threading.Event(), list[str]()
 
-    with _watch(group, saved.set, logged):
+    with GroupWatch(GroupStatus(lambda: [group]), saved.set, logged.append, warns=False, poll_s=0.01):
         assert not saved.wait(0.05)
         group.status = ErrorType.COMM_ERROR
         wait_for(saved.is_set, "the state to be saved")

@@ -38,24 +38,16 @@ CHALLENGE, NUMBER = b"c" * CHALLENGE_BYTES, b"n" * CHALLENGE_BYTES
 CONTACT = Contact("job/peers", 0, "10.0.0.1", 4711, b"s" * 32)
 
 
-@pytest.fixture
-def group_store() -> Iterator[Any]:
-    """The store of a process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.distributed_c10d._get_default_store()
-    dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("given", ["", "5" * 32])
 def test_under_elaunch_the_process_groups_store_does_not_have_the_secret(
-    given: str, group_store: Any, monkeypatch: pytest.MonkeyPatch
+    given: str, group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ELAUNCH_GENERATION_SECRET", given)
     contacts, content = StoreContacts("job/peers"), CONTACT.to_bytes()
 
     contacts.publish(0, content)
 
-    stored = group_store.get("job/peers/0")
+    stored: Any = dist.distributed_c10d._get_default_store().get("job/peers/0")
     assert (stored == content) == (given == "")
     assert (CONTACT.secret in stored) == (given == "")
     assert contacts.find(0) == content

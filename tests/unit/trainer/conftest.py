@@ -1,8 +1,9 @@
-"""What tests of the Keeper in one process share."""
+"""What tests of the trainer in one process share."""
 
 from __future__ import annotations
 
 import gc
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,12 @@ from elaunch.trainer import link
 from elaunch.trainer.keeper import entry_checks
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.state.tree import several
+
+Fails = Callable[[Callable[[], object]], None]
+
+
+def fail() -> None:
+    raise RuntimeError("Connection reset by peer")
 
 
 def trained(model: Any, optimizer: Any, steps: int, loss: Callable[[], Tensor] | None = None, **options: Any) -> Keeper:
@@ -48,8 +55,32 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
+def fails(monkeypatch: pytest.MonkeyPatch) -> Fails:
+    """Run a training that ends as when a peer dies, and begin the next generation."""
+
+    def run(training: Callable[[], object]) -> None:
+        with pytest.raises(RuntimeError, match="reset by peer"):
+            training()
+        monkeypatch.setenv("ELAUNCH_GENERATION", "1")
+
+    return run
+
+
+@pytest.fixture
+def handled() -> Iterator[list[int]]:
+    """The signals that the program's own handler of SIGTERM has got. All handlers are put back at the end."""
+    found: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    signal.signal(signal.SIGTERM, lambda number, _: found.append(number))
+    yield found
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
 def group() -> Iterator[None]:
     """A process group of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     yield
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
