@@ -60,18 +60,9 @@ def distributed() -> DataLoader[Any]:
     return DataLoader(dataset, batch_size=4, sampler=sampler)
 
 
-def with_generator() -> DataLoader[Any]:
-    return shuffled(generator=torch.Generator().manual_seed(8))
-
-
 def with_the_samplers_generator() -> DataLoader[Any]:
     dataset = Numbers()
     return DataLoader(dataset, batch_size=4, sampler=RandomSampler(dataset, generator=torch.Generator().manual_seed(8)))
-
-
-def single_samples() -> DataLoader[Any]:
-    dataset = Numbers()
-    return DataLoader(dataset, batch_size=None, sampler=RandomSampler(dataset))
 
 
 class Augmented(Numbers):
@@ -125,9 +116,9 @@ class Buffered(IterableDataset[float]):
 LOADERS: list[Callable[[], DataLoader[Any]]] = [
     shuffled,
     distributed,
-    with_generator,
+    lambda: shuffled(generator=torch.Generator().manual_seed(8)),
     with_the_samplers_generator,
-    single_samples,
+    lambda: DataLoader(Numbers(), batch_size=None, sampler=RandomSampler(range(SIZE))),
     lambda: DataLoader(Endless(), batch_size=4),
     lambda: DataLoader(Augmented(), batch_size=4, sampler=Ours()),
     lambda: DataLoader(Buffered(), batch_size=4),
@@ -138,6 +129,12 @@ WITH_WORKERS: list[Callable[[], DataLoader[Any]]] = [
     lambda: DataLoader(Augmented(), batch_size=4, sampler=Ours(), num_workers=2, persistent_workers=True),
     lambda: DataLoader(Buffered(), batch_size=4, num_workers=2, persistent_workers=True),
 ]
+
+
+def draws_as_it_ends() -> DataLoader[Any]:
+    """After 2 batches a loader process has made the loader take the epoch's end, and the sampler its next draw."""
+    generator = torch.Generator().manual_seed(8)
+    return DataLoader(Numbers(), batch_size=11, shuffle=True, num_workers=1, generator=generator)
 
 
 class ByLoss(Sampler[int]):
@@ -223,25 +220,22 @@ def test_a_change_that_counts_in_the_same_epoch_is_refused_after_a_restart(make:
 
 
 def test_torchs_subset_may_change_after_an_epochs_last_batch() -> None:
+    def make() -> DataLoader[Any]:
+        return DataLoader(Numbers(), batch_size=4, sampler=SubsetRandomSampler([*range(8)]))
+
     seed(5)
-    sampler = SubsetRandomSampler([*range(8)])
-    batches = Batches(DataLoader(Numbers(), batch_size=4, sampler=sampler))
+    batches = Batches(loader := make())
     taken(batches, 2)
-    sampler.indices[:] = [*range(8, 16)]  # type: ignore[index]
-    state, states = copy.deepcopy(batches.state_dict()), global_states()
-    expected = taken(batches, 4)
+    sampler: Any = loader.sampler
+    sampler.indices[:] = [*range(8, 16)]
 
-    batches = Batches(DataLoader(Numbers(), batch_size=4, sampler=SubsetRandomSampler([*range(8)])))
-    batches.load_state_dict(state)
-    set_global_states(states)
-
-    assert taken(batches, 4) == expected
+    assert_goes_on(batches, make)
 
 
 # At the start, within the first epoch, at the end of one (of 3, 6 or 22 batches), and in a later one.
 BEFORE = [0, 3, 5, 6, 22, 23]
 # Each loader's worker is a process.
-QUICK = [*zip(WITH_WORKERS, (6, 3, 6, 3), strict=True), (WITH_WORKERS[2], 11)]
+QUICK = [*zip(WITH_WORKERS, (6, 3, 6, 3), strict=True), (WITH_WORKERS[2], 11), (draws_as_it_ends, 2)]
 
 
 def taken(batches: Batches, count: int) -> list[list[float]]:
@@ -250,6 +244,19 @@ def taken(batches: Batches, count: int) -> list[list[float]]:
     for batch in itertools.islice(batches, count):
         drawn.append([*batch.reshape(-1).tolist(), torch.rand(()).item(), random.random(), np.random.rand()])
     return drawn
+
+
+def assert_goes_on(first: Batches, make: Callable[[], DataLoader[Any]]) -> None:
+    """A new process takes the batches that this one takes from now on."""
+    state, states = copy.deepcopy(first.state_dict()), global_states()
+    expected = taken(first, 9)
+
+    seed(77)
+    second = Batches(make())
+    second.load_state_dict(state)
+    set_global_states(states)
+
+    assert taken(second, 9) == expected
 
 
 @pytest.mark.parametrize(
@@ -264,32 +271,8 @@ def test_a_new_process_goes_on_with_the_next_batch(make: Callable[[], DataLoader
     seed(5)
     first = Batches(make())
     taken(first, before)
-    state, states = copy.deepcopy(first.state_dict()), global_states()
-    expected = taken(first, 9)
 
-    seed(77)
-    second = Batches(make())
-    second.load_state_dict(state)
-    set_global_states(states)
-
-    assert taken(second, 9) == expected
-
-
-def test_a_sampler_that_draws_as_it_ends_does_so_once() -> None:
-    # A loader process has made the loader take the epoch's end before its last batch, and the sampler its next draw.
-    def make() -> Batches:
-        generator = torch.Generator().manual_seed(8)
-        return Batches(DataLoader(Numbers(), batch_size=11, shuffle=True, num_workers=1, generator=generator))
-
-    first = make()
-    taken(first, 2)
-    state, states = copy.deepcopy(first.state_dict()), global_states()
-    expected = taken(first, 3)
-    second = make()
-    second.load_state_dict(state)
-    set_global_states(states)
-
-    assert taken(second, 3) == expected
+    assert_goes_on(first, make)
 
 
 def test_what_is_done_is_not_loaded_again() -> None:
