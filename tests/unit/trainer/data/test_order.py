@@ -122,7 +122,10 @@ def test_batches_begin_behind_the_step_that_is_complete_and_end_with_until() -> 
     assert list(order.batches(1, 3, after=6, until=6)) == []
 
 
-def test_order_and_ledger_cost_no_import_of_torch() -> None:
-    code = "import sys; from elaunch.trainer import Ledger, Order, link; sys.exit('torch' in sys.modules)"
+@pytest.mark.parametrize(
+    "imported", ["from elaunch.trainer import Ledger, Order, link", "import elaunch.trainer.__main__"]
+)
+def test_order_ledger_and_the_check_of_the_request_cost_no_import_of_torch(imported: str) -> None:
+    code = f"import sys; {imported}; sys.exit('torch' in sys.modules)"
 
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=RUN_LIMIT_S).returncode == 0
