@@ -63,6 +63,30 @@ def test_held_out_text_is_never_trained_on(tmp_path: Path, monkeypatch: pytest.M
     assert max(evaluated) < corpus.size
 
 
+@pytest.mark.parametrize("windows_held_out", [1, 7, 500])
+def test_the_held_out_text_is_the_same_for_any_number_of_ranks_and_each_rank_computes_as_often(
+    tmp_path: Path, windows_held_out: int
+) -> None:
+    # A twentieth is held out, in windows of 9 bytes.
+    (tmp_path / "text").write_bytes(bytes(i * i % 251 for i in range(20 * 9 * windows_held_out + 19)))
+    config = TrainConfig(data=tmp_path / "text", context=8, micro_batch=2)
+    corpus = Corpus.open(config)
+
+    def held_out(world_size: int) -> dict[bytes, float]:
+        ranks = [
+            list(Windows(config, corpus, DataShare(r, world_size, leads=True), CPU).held_out())
+            for r in range(world_size)
+        ]
+        assert len({len(batches) for batches in ranks}) == 1
+        assert all(inputs.shape[1] == 8 for batches in ranks for inputs, _, _ in batches)
+        return {bytes(inputs.flatten().tolist()): weight for b in ranks for inputs, _, weight in b if weight}
+
+    alone = held_out(1)
+
+    assert sum(alone.values()) == pytest.approx(1)
+    assert all(held_out(world_size) == alone for world_size in (2, 3, 5))
+
+
 def test_the_order_of_files_does_not_depend_on_the_file_system(tmp_path: Path) -> None:
     names = {f"f{number}": 100 for number in range(20)}
     write_files(tmp_path / "one", names)

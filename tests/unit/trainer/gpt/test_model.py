@@ -1,4 +1,4 @@
-"""The model and the schedule."""
+"""The model, and which of its parameters decay."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from elaunch.trainer.gpt.model import GPT
+from elaunch.trainer.train import decay_groups
 from tests.harness import RUN_LIMIT_S
 
 
@@ -27,6 +28,21 @@ def test_a_position_sees_no_later_byte() -> None:
 
     assert difference_T[:5].max() == 0
     assert difference_T[5:].min() > 0
+
+
+def test_matrices_decay_and_biases_and_norms_do_not() -> None:
+    gpt = GPT(layers=1, heads=2, width=8, context=4, dropout=0.0)
+    names = {id(parameter): name for name, parameter in gpt.named_parameters()}
+
+    decayed, others = decay_groups(gpt)
+
+    assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
+    of_decayed, of_others = ([names[id(each)] for each in group["params"]] for group in (decayed, others))
+    assert sorted([*of_decayed, *of_others]) == sorted(names.values())
+    assert "embed_byte.weight" in of_decayed
+    assert "blocks.0.expand.weight" in of_decayed
+    assert "norm.weight" in of_others
+    assert all("bias" in name or "norm" in name for name in of_others)
 
 
 COUNT = """
