@@ -273,17 +273,24 @@ def interrupted(
     return program(0, "", *args).run()
 
 
+def assert_continues(
+    program: type[Program], failures: list[tuple[int, str]], memory: Path, generations: Callable[[], None]
+) -> None:
+    """With these failures, it ends as it does without any."""
+    alone = program().run()
+    shutil.rmtree(memory)
+    memory.mkdir()
+    generations()
+
+    assert equal(interrupted(program, failures, generations), alone)
+
+
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_training_continues_with_the_settings_that_it_had(
     program: type[Program], memory: Path, generations: Callable[[], None]
 ) -> None:
-    alone = program().run()
-    for path in memory.iterdir():
-        path.unlink()
-    generations()
-
     failures = [(5, "tail"), (6, "body"), (6, "tail"), (7, "body"), (8, "evaluation"), (9, "body")]
-    assert equal(interrupted(program, failures, generations), alone)
+    assert_continues(program, failures, memory, generations)
 
 
 class ChangesLate(ChangesValues):
@@ -307,12 +314,8 @@ def test_a_value_that_the_failed_step_has_changed_first_is_changed_once(
     monkeypatch.setattr(sys.modules[__name__], "TOTAL", total)
     # No sync point comes in between.
     monkeypatch.setattr(sync_schedule, "WITHIN_S", 1000.0)
-    alone = ChangesLate().run()
-    for path in memory.iterdir():
-        path.unlink()
-    generations()
 
-    assert equal(interrupted(ChangesLate, [(late, "body")], generations), alone)
+    assert_continues(ChangesLate, [(late, "body")], memory, generations)
 
 
 @pytest.mark.parametrize("program", [AddsAGroup, FreezesBatchNorm, TwoPhases, TwoModels, ChangesValues])
@@ -377,32 +380,28 @@ def test_after_the_first_commits_what_is_not_kept_is_refused_before_a_copy_or_a_
         train()
 
 
-class AddsAStranger(AddsAGroup):
-    def add(self) -> None:
-        self.optimizers[0].add_param_group({"params": [nn.Parameter(torch.ones(2, 5))]})
-
-
-class AddsAModule(AddsAGroup):
-    def add(self) -> None:
-        self.model.add_module("late", nn.Linear(1, 1))
-
-
-class AddsAModuleOfBuffers(AddsAGroup):
-    def add(self) -> None:
-        self.model.add_module("late", nn.BatchNorm1d(1, affine=False))
-
-
 @pytest.mark.parametrize(
-    ("program", "why"),
+    ("added", "why"),
     [
-        (AddsAStranger, r"group 1 of AdamW has a parameter of shape \(2, 5\) that belongs to no model of the Keeper"),
-        (AddsAModule, r"parameters, .* were added, removed or replaced .*\(late\.bias, late\.weight\)"),
-        (AddsAModuleOfBuffers, r"parameters, or modules with buffers, were added, removed or replaced .*\(late\)"),
+        (
+            nn.Parameter(torch.ones(2, 5)),
+            r"group 1 of AdamW has a parameter of shape \(2, 5\) that belongs to no model of",
+        ),
+        (nn.Linear(1, 1), r"parameters, .* were added, removed or replaced .*\(late\.bias, late\.weight\)"),
+        (nn.BatchNorm1d(1, affine=False), r"parameters, or modules with buffers, were added, .* replaced .*\(late\)"),
     ],
+    ids=["AddsAStranger", "AddsAModule", "AddsAModuleOfBuffers"],
 )
-def test_what_no_restart_could_find_is_refused_immediately(program: type[Program], why: str) -> None:
+def test_what_no_restart_could_find_is_refused_immediately(added: Any, why: str) -> None:
+    class Adds(AddsAGroup):
+        def add(self) -> None:
+            if isinstance(added, nn.Module):
+                self.model.add_module("late", added)
+            else:
+                self.optimizers[0].add_param_group({"params": [added]})
+
     with pytest.raises(TypeError, match=f"step 6 is not committed: {why}"):
-        program().run()
+        Adds().run()
 
 
 class Zero(Gradually):
@@ -439,13 +438,7 @@ class ShardedUnfreezes(Sharded, Gradually):
 def test_where_each_rank_has_a_part_of_the_state_flags_come_back(
     program: type[Program], memory: Path, generations: Callable[[], None]
 ) -> None:
-    alone = program().run()
-    shutil.rmtree(memory)
-    memory.mkdir()
-    generations()
-
-    failures = [(7, "body"), (8, "evaluation"), (9, "body")]
-    assert equal(interrupted(program, failures, generations), alone)
+    assert_continues(program, [(7, "body"), (8, "evaluation"), (9, "body")], memory, generations)
 
 
 @pytest.mark.usefixtures("group")
@@ -461,15 +454,10 @@ def test_where_each_rank_has_a_part_of_the_state_other_changes_are_refused(progr
         program().run()
 
 
-class WrappedThenUnfreezes(Gradually):
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.models: list[Any] = [nn.parallel.DistributedDataParallel(self.model)]
-
-
 @pytest.mark.usefixtures("group")
 def test_parameters_that_ddp_does_not_reduce_are_named_once() -> None:
-    program = WrappedThenUnfreezes()
+    program: Any = Gradually()
+    program.models = [nn.parallel.DistributedDataParallel(program.model)]
     program.run()
 
     logged = [each for each in program.logged if "require a gradient" in each]
