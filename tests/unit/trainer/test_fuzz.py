@@ -23,9 +23,10 @@ from elaunch.trainer.ledger.audit import Verdict, verdict
 from elaunch.trainer.ledger.ledger import FORMAT
 from elaunch.trainer.memory.pieces import contents
 from elaunch.trainer.memory.slots import Slot, Torn
-from elaunch.trainer.state.packing import describe, pack, unpack
-from elaunch.trainer.state.region import PAGE, Header, Piece, Version, finish, header_of, is_intact, skeleton_of, views
+from elaunch.trainer.state.packing import describe, unpack
+from elaunch.trainer.state.region import PAGE, Header, Piece, Version, header_of, is_intact, skeleton_of
 from tests.fuzzing import NESTED, NUMBERS, TEXTS, bounded, json_texts
+from tests.unit.trainer.state.test_packing import region_with
 
 ORDER = Order(8, global_batch=4, micro_batch=2)
 HEADER = json.dumps(
@@ -60,11 +61,6 @@ LINE = json.dumps(
 )
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> pytest.TempPathFactory:
-    return tmp_path_factory
-
-
 @given(rows=st.lists(json_texts(LINE), max_size=3))
 def test_metrics_go_on_behind_the_last_line_that_is_one(
     tmp_path_factory: pytest.TempPathFactory, rows: list[str]
@@ -78,19 +74,9 @@ def test_metrics_go_on_behind_the_last_line_that_is_one(
 STATE = {"w": torch.arange(6.0).view(2, 3), "step": 3, "more": [1, ("a", None), {"b": 2.5}]}
 
 
-def sealed() -> torch.Tensor:
-    """A region that holds STATE."""
-    packed = pack(STATE)
-    region = torch.zeros(packed.length, dtype=torch.uint8)
-    for view, tensor in zip(views(region, packed), packed.tensors, strict=True):
-        view.copy_(tensor)
-    finish(region, b"l" * 16, Piece(Version(1, 2), 1, 0), packed)
-    return region
-
-
 @given(st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), min_size=1, max_size=4), st.booleans())
 def test_a_scribbled_skeleton_is_a_state_or_none_of_ours(changes: list[tuple[int, int]], in_header: bool) -> None:
-    region = sealed()
+    region = region_with(STATE)
     whole = header_of(region)
     assert whole
     for at, byte in changes:
@@ -123,8 +109,8 @@ MANIFEST_TEXT = json.dumps(
 
 
 @given(text=json_texts(MANIFEST_TEXT))
-def test_a_manifest_is_one_or_corrupt(folders: pytest.TempPathFactory, text: str) -> None:
-    folder = folders.mktemp("manifest") / "generation-0001-step-00000002"
+def test_a_manifest_is_one_or_corrupt(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+    folder = tmp_path_factory.mktemp("manifest") / "generation-0001-step-00000002"
     folder.mkdir()
     (folder / MANIFEST).write_bytes(text.encode(errors="surrogatepass"))
     with bounded():

@@ -44,10 +44,6 @@ def claimed(place: Path, name: str = UNNAMED, generation: int = 0, job: str = ""
     return CLAIMS[-1]
 
 
-def nothing() -> None:
-    pass
-
-
 @contextmanager
 def other_job(place: Path) -> Iterator[subprocess.Popen[str]]:
     """A job in a process of its own, which has taken the place."""
@@ -72,17 +68,17 @@ def test_a_place_that_another_job_writes_to_is_refused_until_that_job_is_killed_
     monkeypatch.setattr(claim, "_PATIENCE_S", 0.0)
     with other_job(tmp_path) as job:
         with pytest.raises(NotOurs, match=rf"is being written by a job \(on .*, pid {job.pid}, since 2.*end that job"):
-            claimed(tmp_path).take(nothing)
+            claimed(tmp_path).take(lambda: None)
         job.kill()
         job.wait(DEADLINE_S)
 
-        claimed(tmp_path).take(nothing)
+        claimed(tmp_path).take(lambda: None)
 
     (tmp_path / NOTE).unlink()
     with other_job(tmp_path) as job:
         job.communicate("end\n", timeout=DEADLINE_S)
 
-        claimed(tmp_path).take(nothing)
+        claimed(tmp_path).take(lambda: None)
 
 
 def test_a_later_generation_of_the_same_job_takes_the_place_at_once(
@@ -104,7 +100,7 @@ def test_a_later_generation_of_the_same_job_takes_the_place_at_once(
 def test_a_job_on_another_host_lives_as_long_as_it_renews_its_note(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lives: bool
 ) -> None:
-    claimed(tmp_path).take(nothing)
+    claimed(tmp_path).take(lambda: None)
     rewrite(tmp_path, process="boot:namespace:1:1", token="its")
     numbers = iter(range(7, 1000))
     monkeypatch.setattr(claim, "_PATIENCE_S", 4 * claim._POLL_S)
@@ -113,12 +109,12 @@ def test_a_job_on_another_host_lives_as_long_as_it_renews_its_note(
         with pytest.raises(NotOurs, match="is being written by"):
             claimed(tmp_path).take(lambda: rewrite(tmp_path, renewals=next(numbers)))
     else:
-        claimed(tmp_path).take(nothing)
+        claimed(tmp_path).take(lambda: None)
 
 
 def test_a_job_whose_place_was_taken_publishes_nothing_more_and_leaves_the_note(tmp_path: Path) -> None:
     mine = claimed(tmp_path)
-    mine.take(nothing)
+    mine.take(lambda: None)
     mine.require()
     rewrite(tmp_path, token="its", host="elsewhere")
 

@@ -18,10 +18,9 @@ from elaunch.trainer.checkpoint.checkpoints import Checkpoints, Mark
 from elaunch.trainer.checkpoint.filesystem import LocalFiles
 from elaunch.trainer.checkpoint.storage import storage_at
 from tests.fuzzing import bounded
-from tests.unit.trainer.checkpoint.test_checkpoints import save, seal_again
+from tests.unit.trainer.checkpoint.test_checkpoints import save, seal_again, state_of
 
 NEST = 3_000_000
-Change = Callable[[Path], None]
 
 
 @contextmanager
@@ -40,10 +39,6 @@ def in_time() -> Iterator[None]:
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
-
-
-def state_of(step: int) -> dict[str, Any]:
-    return {"step": step, "model": {"w": torch.full((3, 2), float(step))}}
 
 
 def newest_step(folder: Path, logged: list[str]) -> int:
@@ -113,26 +108,13 @@ def test_what_was_verified_is_what_is_read(tmp_path: Path, monkeypatch: pytest.M
 # Files that are none, too large, or nested without end.
 
 
-def a_pipe(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def a_device(path: Path) -> None:
-    path.symlink_to("/dev/zero")
-
-
-def a_folder(path: Path) -> None:
-    path.mkdir()
-
-
-def of_40_gb(path: Path) -> None:
-    with path.open("wb") as file:
-        file.truncate(40 << 30)
-
-
-@pytest.mark.parametrize("change", [a_pipe, a_device, a_folder])
+@pytest.mark.parametrize(
+    "change",
+    [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), Path.mkdir],
+    ids=["a_pipe", "a_device", "a_folder"],
+)
 @pytest.mark.parametrize("name", ["manifest.json", "plain.pickle", "__0_0.distcp"])
-def test_what_is_no_regular_file_is_passed_over(tmp_path: Path, name: str, change: Change) -> None:
+def test_what_is_no_regular_file_is_passed_over(tmp_path: Path, name: str, change: Callable[[Path], None]) -> None:
     save(tmp_path, 0, 1, state_of(1))
     newest = save(tmp_path, 0, 2, state_of(2))
     (newest / name).unlink()
@@ -153,7 +135,7 @@ def test_what_is_no_regular_file_is_passed_over(tmp_path: Path, name: str, chang
 def test_a_file_that_is_too_large_is_passed_over_with_the_number(tmp_path: Path, name: str, limit: str) -> None:
     save(tmp_path, 0, 1, state_of(1))
     newest = save(tmp_path, 0, 2, state_of(2))
-    of_40_gb(newest / name)
+    os.truncate(newest / name, 40 << 30)
     logged: list[str] = []
 
     assert newest_step(tmp_path, logged) == 1

@@ -26,10 +26,6 @@ from elaunch.trainer.state.training_state import Training
 pytestmark = pytest.mark.usefixtures("memory")
 
 
-def nothing(step: int) -> None:
-    pass
-
-
 class Program:
     """A training whose commit calls `commits`, whose step begins with `begins`, and ends with `ends` after it."""
 
@@ -37,9 +33,9 @@ class Program:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-        self.begins: Callable[[int], object] = nothing
-        self.commits: Callable[[int], object] = nothing
-        self.ends: Callable[[int], object] = nothing
+        self.begins: Callable[[int], object] = lambda step: None
+        self.commits: Callable[[int], object] = lambda step: None
+        self.ends: Callable[[int], object] = lambda step: None
         self.logged: list[str] = []
 
     def run(self, steps: int = 6, **kept: Any) -> str:
@@ -325,7 +321,7 @@ def checks_of(
     optimizer = torch.optim.SGD([*model.parameters()][::order], lr=lr)
     optimizer.state[model.bias] = {"momentum_buffer": torch.full((2,), moment)}
     kept = {"scheduler": None, "scaler": None, "extra": extra, "hook_state": None, "per_rank": ()}
-    options: Any = {"log": nothing, "is_first": False, "is_others": False}
+    options: Any = {"log": lambda logged: None, "is_first": False, "is_others": False}
     peers: Any = Ranks(its)
     return EntryChecks(Training(model, optimizer, extra=extra), {"model": model, **kept}, peers, None, **options)
 

@@ -21,16 +21,8 @@ def one() -> Tensor:
     return torch.zeros(3)
 
 
-def a_list(ema: Tensor) -> Any:
-    return {"ema": [ema, 1]}
-
-
-def deep(ema: Tensor) -> Any:
-    return {"a": OrderedDict(b=[{"c": (ema,)}])}
-
-
 FORMS: list[Callable[[Tensor], Any]] = [
-    *(lambda ema: {"ema": ema}, a_list, deep),
+    *(lambda ema: {"ema": ema}, lambda ema: {"ema": [ema, 1]}, lambda ema: {"a": OrderedDict(b=[{"c": (ema,)}])}),
     # Not in a dictionary.
     *(lambda ema: ema, lambda ema: [ema, torch.ones(2)], lambda ema: (ema, {"n": 0}), lambda ema: [{"ema": ema}]),
     # In two places.

@@ -188,13 +188,6 @@ def test_a_planted_lie_is_found(tmp_path: Path, lie: Callable[[Files], None], se
         raise ValueError(found.text)
 
 
-class Wrong(Order):
-    """An order that is not a permutation, but claims to be the one in the ledger's header."""
-
-    def sample(self, position: int) -> int:
-        return position % 49 if self.size == 50 else super().sample(position)
-
-
 RULE = {"size": 8, "global_batch": 4, "micro_batch": 2, "seed": 0, "shuffle": True, "even": False}
 HEADER = {"ledger": 1, "generation": 0, "rank": 0, "world_size": 1, "after": 0, "order": RULE}
 
@@ -214,7 +207,8 @@ def test_what_is_no_ledger_is_named_in_a_line(rows: list[Record], sentence: str)
 def test_an_order_that_repeats_samples_is_found_though_all_ranks_keep_to_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Order, "sample", Wrong.sample)
+    # No permutation, but it claims to be the order in the ledger's header.
+    monkeypatch.setattr(Order, "sample", lambda _, position: position % 49)
     work(tmp_path, 0, 2, 0, 5)
 
     found = audit_folder(tmp_path)

@@ -18,12 +18,10 @@ from tests.harness import RUN_LIMIT_S
 MB = 1_000_000
 
 
-def cgroup(folder: Path, limit: str, used: int, stat: str, *, v1: bool = False) -> None:
+def cgroup(folder: Path, limit: str, used: int, stat: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if v1 else ("memory.max", "memory.current")
-    for name, value in zip(names, (limit, used), strict=True):
-        (folder / name).write_text(f"{value}\n")
-    (folder / "memory.stat").write_text(stat)
+    for name, content in (("max", f"{limit}\n"), ("current", f"{used}\n"), ("stat", stat)):
+        (folder / f"memory.{name}").write_text(content)
 
 
 def free(capacities: list[Capacity]) -> list[int]:

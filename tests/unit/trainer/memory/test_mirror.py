@@ -5,8 +5,7 @@ The ranks are threads of the test, each on a node of its own; the connections be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -17,8 +16,7 @@ from elaunch.trainer.memory.mirror import Mirror, mirrors
 from elaunch.trainer.memory.slots import Slot, Slots
 from elaunch.trainer.state import Piece, Version
 from elaunch.trainer.state.packing import pack
-from tests.harness import DEADLINE_S
-from tests.unit.trainer.ranks.thread_peers import Book, ThreadPeers
+from tests.unit.trainer.ranks.thread_peers import Book, ThreadPeers, on_all
 
 
 @pytest.mark.parametrize(
@@ -64,13 +62,11 @@ class Rank:
         self.of_other = FailingSlots(self.folder / f"mirrored-{rank}", bytes(16))
         return self.of_other
 
-    def snapshot(self, step: int, *, fails: bool = False) -> bool:
+    def snapshot(self, step: int) -> bool:
         """Whether it is whole, for all ranks."""
         version = Version(0, step)
 
         def finish() -> Tensor:
-            if fails:
-                raise OSError("raised by the test")
             slot = self.own.older()
             return slot.raw(slot.write(Piece(version, 2, self.rank), pack({"x": torch.ones(500_000)})).length)
 
@@ -84,14 +80,7 @@ def ranks(tmp_path: Path) -> list[Rank]:
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
         folder.mkdir()
-    with ThreadPoolExecutor(2) as pool:
-        made = [pool.submit(Rank, rank, books, folder) for rank, folder in enumerate(folders)]
-        return [each.result(DEADLINE_S) for each in made]
-
-
-def on_both(ranks: list[Rank], act: Callable[[Rank], bool]) -> list[bool]:
-    with ThreadPoolExecutor(2) as pool:
-        return [each.result(DEADLINE_S) for each in [pool.submit(act, rank) for rank in ranks]]
+    return on_all([0, 1], lambda rank: Rank(rank, books, folders[rank]))
 
 
 def newest_of_other(rank: Rank) -> Version:
@@ -100,7 +89,7 @@ def newest_of_other(rank: Rank) -> Version:
 
 
 def test_a_snapshot_is_on_both_nodes(ranks: list[Rank]) -> None:
-    assert on_both(ranks, lambda rank: rank.snapshot(1)) == [True, True]
+    assert on_all(ranks, lambda rank: rank.snapshot(1)) == [True, True]
 
     assert [newest_of_other(rank) for rank in ranks] == [Version(0, 1)] * 2
     assert [rank.logged for rank in ranks] == [[], []]
@@ -109,9 +98,9 @@ def test_a_snapshot_is_on_both_nodes(ranks: list[Rank]) -> None:
 def test_a_failure_ends_second_copies_on_all_ranks_and_one_logs_it(ranks: list[Rank]) -> None:
     ranks[1].of_other.fails = 1
 
-    assert on_both(ranks, lambda rank: rank.snapshot(1)) == [False, False]
+    assert on_all(ranks, lambda rank: rank.snapshot(1)) == [False, False]
     # From now on a piece on its own node is enough.
-    assert on_both(ranks, lambda rank: rank.snapshot(2)) == [True, True]
+    assert on_all(ranks, lambda rank: rank.snapshot(2)) == [True, True]
 
     assert [rank.mirror.is_on for rank in ranks] == [False, False]
     assert ranks[0].logged == []
@@ -124,13 +113,13 @@ def test_a_failure_ends_second_copies_on_all_ranks_and_one_logs_it(ranks: list[R
 def test_a_rank_that_loses_its_connection_to_the_other_node_any_more_ends_second_copies_on_all_and_one_logs_why(
     ranks: list[Rank],
 ) -> None:
-    assert on_both(ranks, lambda rank: rank.snapshot(1)) == [True, True]
+    assert on_all(ranks, lambda rank: rank.snapshot(1)) == [True, True]
     ranks[0].mirror.close()
 
-    assert on_both(ranks, lambda rank: rank.snapshot(2)) == [False, False]
+    assert on_all(ranks, lambda rank: rank.snapshot(2)) == [False, False]
     # What had arrived stays until another snapshot is whole, and then takes no memory any more.
     assert newest_of_other(ranks[0]) == Version(0, 1)
-    assert on_both(ranks, lambda rank: rank.snapshot(3)) == [True, True]
+    assert on_all(ranks, lambda rank: rank.snapshot(3)) == [True, True]
 
     assert [rank.mirror.is_on for rank in ranks] == [False, False]
     assert [list(rank.folder.glob("mirrored-*")) for rank in ranks] == [[], []]

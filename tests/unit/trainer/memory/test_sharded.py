@@ -120,15 +120,12 @@ def test_a_copy_has_the_present_tensors_and_the_small_values_and_takes_turns_wit
         weights.fill_(step)
         assert memory.copy(step, {"rate": 0.1 * step}, [weights])
 
-    assert {header.version.step for header in map(header_of_file, tmp_path.glob("piece-*")) if header} == {3, 4}
+    headers = [Slot(path, bytes(16)).header() for path in tmp_path.glob("piece-*")]
+    assert {header.version.step for header in headers if header} == {3, 4}
     back = {"w": torch.zeros(8)}
     assert ShardedMemory(tmp_path, generation=1).load(back) == Version(0, 4)
     assert back["w"].tolist() == [4] * 8
     assert back["rate"] == 0.4
-
-
-def header_of_file(path: Path) -> region.Header | None:
-    return Slot(path, bytes(16)).header()
 
 
 def test_whoever_is_killed_in_a_copy_leaves_the_copy_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

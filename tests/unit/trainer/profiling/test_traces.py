@@ -59,10 +59,6 @@ def trace(*events: Event) -> dict[str, Any]:
     return {"baseTimeNanoseconds": BASE_NS, "traceEvents": list(events)}
 
 
-def packed(of: dict[str, Any]) -> bytes:
-    return gzip.compress(json.dumps(of).encode())
-
-
 def times_ms(*events: Event) -> tuple[float, float, float]:
     """Computation, communication and what is exposed of it, in the one step of these events."""
     (found,), _ = step_times(trace(*events), 0, 10)
@@ -129,7 +125,7 @@ def test_each_rank_is_a_process_of_the_joined_file_and_so_is_each_of_its_gpus(tm
     second = {**trace(step(1, 105, 109), gloo(106, 108), ARROW), "baseTimeNanoseconds": BASE_NS - 100_000_000}
     for rank, content in enumerate((first, second)):
         (tmp_path / f"node-{rank}").mkdir()
-        (tmp_path / f"node-{rank}" / f"rank_{rank}.json.gz").write_bytes(packed(content))
+        (tmp_path / f"node-{rank}" / f"rank_{rank}.json.gz").write_bytes(gzip.compress(json.dumps(content).encode()))
     arguments = [str(tmp_path / "node-0"), str(tmp_path / "node-1"), "-o", str(tmp_path / "t.gz")]
 
     done = CliRunner().invoke(main, arguments)

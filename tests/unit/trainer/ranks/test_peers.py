@@ -42,12 +42,6 @@ def pattern(seed: int, length: int = REGION_BYTES) -> Tensor:
     return content
 
 
-def received(peers: Peers, source: int) -> Tensor:
-    region = torch.zeros(peers.length_from(source), dtype=torch.uint8)
-    peers.receive(region, source)
-    return region
-
-
 @pytest.mark.parametrize("world_size", [2, 64])
 def test_collectives_are_right_on_all_ranks(world_size: int) -> None:
     ranks = range(world_size)
@@ -99,7 +93,8 @@ def test_ranks_in_a_ring_send_to_each_other_at_the_same_time(step: int) -> None:
         mine = pattern(peers.rank)
         peers.meet([before, after])
         peers.begin_send(mine, after)
-        region = received(peers, before)
+        region = torch.zeros(peers.length_from(before), dtype=torch.uint8)
+        peers.receive(region, before)
         peers.flush()
         return torch.equal(region, pattern(before))
 

@@ -13,6 +13,7 @@ from elaunch.trainer.ranks.handshake import Contact
 from elaunch.trainer.ranks.peers import Peers
 from tests.harness import DEADLINE_S
 
+Rank = TypeVar("Rank")
 Result = TypeVar("Result")
 NAME = "ranks"
 
@@ -68,14 +69,12 @@ def thread_peers(world_size: int, book: Book | None = None, timeout_s: float = D
     return [ThreadPeers(rank, world_size, books, timeout_s) for rank in range(world_size)]
 
 
-def begin(
-    pool: ThreadPoolExecutor, ranks: Sequence[ThreadPeers], call: Callable[[ThreadPeers], Result]
-) -> list[Future[Result]]:
+def begin(pool: ThreadPoolExecutor, ranks: Sequence[Rank], call: Callable[[Rank], Result]) -> list[Future[Result]]:
     """Call it on all ranks at the same time."""
-    return [pool.submit(call, peers) for peers in ranks]
+    return [pool.submit(call, rank) for rank in ranks]
 
 
-def on_all(ranks: Sequence[ThreadPeers], call: Callable[[ThreadPeers], Result]) -> list[Result]:
+def on_all(ranks: Sequence[Rank], call: Callable[[Rank], Result]) -> list[Result]:
     """Call it on all ranks at the same time; the results, by rank."""
     with ThreadPoolExecutor(len(ranks)) as pool:
         return [each.result(DEADLINE_S) for each in begin(pool, ranks, call)]

@@ -25,6 +25,7 @@ from elaunch.trainer.state.region import (
     tear,
     views,
 )
+from tests.unit.trainer.checkpoint.test_checkpoints import Bomb
 
 LAYOUT = b"sixteen bytes ok"
 PIECE = Piece(Version(2, 7), world_size=4, rank=3)
@@ -147,11 +148,8 @@ def test_the_checksum_sees_stale_missing_and_exchanged_pages() -> None:
 
 
 def test_reading_a_skeleton_runs_no_code(tmp_path: Path) -> None:
-    class Bomb:
-        def __reduce__(self) -> tuple[object, ...]:
-            return (Path.touch, (tmp_path / "ran",))
-
-    for evil in (pickle.dumps(Bomb()), pickle.dumps(Bomb(), protocol=0)):
+    bomb = Bomb(tmp_path / "ran")
+    for evil in (pickle.dumps(bomb), pickle.dumps(bomb, protocol=0)):
         packed = Packed(evil, [], [], 0)
         region = torch.zeros(packed.length, dtype=torch.uint8)
         header = finish(region, LAYOUT, PIECE, packed)

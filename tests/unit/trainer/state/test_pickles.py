@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -49,25 +50,14 @@ def test_what_torch_saves_is_scanned_to_its_end(value: object) -> None:
     scan(content)
 
 
-def pair_of_pairs(depth: int) -> tuple[Any, ...]:
-    value: tuple[Any, ...] = ()
+def nested(depth: int, around: Callable[[Any], Any]) -> Any:
+    value: Any = ()
     for _ in range(depth):
-        value = (value, value)
+        value = around(value)
     return value
 
 
-def in_tuples(depth: int) -> tuple[Any, ...]:
-    value: tuple[Any, ...] = ()
-    for _ in range(depth):
-        value = (value,)
-    return value
-
-
-def in_lists(depth: int) -> list[Any]:
-    value: list[Any] = []
-    for _ in range(depth):
-        value = [value]
-    return value
+PAIR_OF_PAIRS = nested(60, lambda value: (value, value))
 
 
 @pytest.mark.parametrize(
@@ -91,7 +81,7 @@ def test_a_pickle_that_nests_too_deeply_or_is_none_is_refused(content: bytes) ->
         scan(content)
 
 
-@pytest.mark.parametrize("value", [pair_of_pairs(60), {"a": pair_of_pairs(60)}])
+@pytest.mark.parametrize("value", [PAIR_OF_PAIRS, {"a": PAIR_OF_PAIRS}], ids=["pairs", "in a dictionary"])
 def test_plain_values_that_are_in_too_many_places_are_refused(value: Any) -> None:
     packed = pack_plain(Tree({}, {}, value, {}))
 
@@ -101,7 +91,11 @@ def test_plain_values_that_are_in_too_many_places_are_refused(value: Any) -> Non
 
 @pytest.mark.parametrize(
     ("value", "why"),
-    [(in_lists(DEPTH_MAX + 10), "nests"), (in_tuples(20_000), "nests"), ([[0] * 50] * 300, "too many places")],
+    [
+        (nested(DEPTH_MAX + 10, lambda value: [value]), "nests"),
+        (nested(20_000, lambda value: (value,)), "nests"),
+        ([[0] * 50] * 300, "too many places"),
+    ],
     ids=["lists", "tuples", "many"],
 )
 def test_values_that_nest_too_deeply_are_refused(value: Any, why: str) -> None:
