@@ -75,11 +75,10 @@ class Driver:
         times: Times = TIMES,
         remote: bool = False,
         software: str = "",
-        address: str = "",
     ) -> None:
         self.store = store or MemoryStore()
         self.software = software
-        self.agent = Agent(Node("", host, address or f"10.0.0.{slots}", slots), spec, times, Snapshot(KEYS), NOTICES)
+        self.agent = Agent(Node("", host, f"10.0.0.{slots}", slots), spec, times, Snapshot(KEYS), NOTICES)
         self.now_s = START_S
         self.acted: list[Action] = []
         self.all_acted: list[Action] = []

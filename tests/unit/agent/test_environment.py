@@ -21,22 +21,9 @@ TABLE = RankTable(
 )
 
 
-def variables(
-    group_rank: int = 1,
-    local_rank: int = 1,
-    *,
-    agent_store: bool = True,
-    table: RankTable = TABLE,
-    memory: str = "/dev/shm/mine",
-) -> dict[str, str]:
-    return rank_variables(
-        table,
-        group_rank,
-        local_rank,
-        agent_store=agent_store,
-        error_file="/run/error.json",
-        memory=memory,
-    )
+def variables(group_rank: int = 1, local_rank: int = 1) -> dict[str, str]:
+    files = {"error_file": "/run/error.json", "memory": "/dev/shm/mine"}
+    return rank_variables(TABLE, group_rank, local_rank, agent_store=True, **files)
 
 
 def test_a_worker_gets_torchruns_variables_and_its_generation() -> None:

@@ -11,11 +11,23 @@ from elaunch.agent.core.events import Committed, Event, Leased, LeaseLost, Signa
 from elaunch.agent.core.state import Finished, Joining, Running
 from elaunch.agent.core.step import deadline_s, step
 from elaunch.rendezvous.store import Delete
-from elaunch.rendezvous.types import OpenKind, Outcome, OutcomeKind, Program, ProgramKind
-from tests.unit.agent.driver import ALL, INT, KEYS, SPEC, TERM, TIMES, TWO, Driver, ends, pair, settle, started, tags
-
-ENDED = Outcome(OutcomeKind.FAILED, "the budget is spent", 0, 0, 3)
-
+from elaunch.rendezvous.types import OpenKind, OutcomeKind, Program, ProgramKind
+from tests.unit.agent.driver import (
+    ALL,
+    INT,
+    KEYS,
+    SPEC,
+    START_S,
+    TERM,
+    TIMES,
+    TWO,
+    Driver,
+    ends,
+    pair,
+    settle,
+    started,
+    tags,
+)
 
 # --- entering
 
@@ -192,11 +204,14 @@ def test_a_follower_that_becomes_leader_reads_all_keys_before_it_acts() -> None:
 # --- going
 
 
-def test_answers_to_what_is_not_awaited_change_nothing() -> None:
+@pytest.mark.parametrize(
+    "event", [Committed(Tag.JOIN, False, 99), LeaseLost(1)], ids=["an answer that is not awaited", "of an older lease"]
+)
+def test_what_is_no_news_changes_nothing(event: Event) -> None:
     driver = started()
     before = driver.agent
 
-    assert driver.happen(Committed(Tag.JOIN, False, 99)) == []
+    assert driver.happen(event) == []
     assert driver.agent == before
 
 
@@ -303,32 +318,19 @@ def test_a_stopping_node_whose_lease_ended_comes_back_as_a_new_one_once_its_work
     assert isinstance(second.agent.phase, Running)
 
 
-def end_leases_early(driver: Driver, seconds: float, held_s: float = 1.6) -> tuple[list[Action], int]:
-    """For `seconds` the store ends each lease after `held_s`. Returns the agent's actions and its number of leases."""
-    actions: list[Action] = []
-    end_s, leases, lease = driver.now_s + seconds, 0, 1000
-    happened: Event | None = Leased(lease, f"a-{lease}")
-    while happened and driver.now_s < end_s:
-        driver.agent, more = step(driver.agent, happened, driver.now_s)
-        actions += more
-        match happened:
-            case Leased():
-                leases += 1
-                driver.now_s += held_s
-                happened = LeaseLost(lease)
-            case _ if any(isinstance(action, Renew) for action in more):
-                lease += 1
-                happened = Leased(lease, f"a-{lease}")
-            case _:
-                due_s = deadline_s(driver.agent)
-                driver.now_s, happened = due_s or 0.0, Tick() if due_s else None
-    return actions, leases
-
-
 def test_leases_that_end_at_once_are_not_begun_at_once() -> None:
-    driver = Driver()
-
-    _, leases = end_leases_early(driver, 60, 0.0)
+    driver, leases = Driver(), 1
+    happened: Event | None = Leased(leases, "a-1")
+    while happened and driver.now_s < START_S + 60:
+        driver.agent, actions = step(driver.agent, happened, driver.now_s)
+        if isinstance(happened, Leased):
+            happened = LeaseLost(leases)
+        elif any(isinstance(action, Renew) for action in actions):
+            leases += 1
+            happened = Leased(leases, f"a-{leases}")
+        else:
+            due_s = deadline_s(driver.agent)
+            driver.now_s, happened = due_s or 0.0, Tick() if due_s else None
 
     assert leases <= 60 / TIMES.keepalive_s + 2
 
@@ -368,11 +370,3 @@ def test_a_node_on_its_way_out_begins_no_other_lease(signum: int) -> None:
     driver.happen(Signalled(signum, "SIGX"))
 
     assert driver.lose_lease() == []
-
-
-def test_that_an_older_lease_ended_is_no_news() -> None:
-    driver = started()
-    before = driver.agent
-
-    assert driver.happen(LeaseLost(driver.lease + 1)) == []
-    assert driver.agent == before

@@ -260,18 +260,6 @@ def test_a_worker_that_raised_and_ends_by_itself_is_left_alone() -> None:
 # --- while the workers stop for another's failure, or for nodes that come and go
 
 
-def test_a_sibling_that_had_raised_when_our_sigterm_ended_it_is_the_cause() -> None:
-    driver = started()
-    driver.loses_peer(0)
-    driver.exits(1, -TERM, FailureKind.EXCEPTION)
-    driver.exits(2, -TERM, FailureKind.SIGNAL)
-
-    driver.happen(cleared(0))
-
-    (record,) = driver.snapshot.failures[0]
-    assert (record.rank, record.kind) == (1, FailureKind.EXCEPTION)
-
-
 @pytest.mark.parametrize("kind", [OpenKind.FAIL, OpenKind.LOSS])
 def test_a_failure_of_its_own_that_another_node_reported_first_is_recorded_and_opens_nothing(kind: OpenKind) -> None:
     driver = started()

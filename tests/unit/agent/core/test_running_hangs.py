@@ -37,6 +37,18 @@ def busy(rank: int, values: str = "", *, gil: bool = True) -> Stack:
     return Stack(rank, 4000 + rank, (main,), "R")
 
 
+# Ranks of a job on GPUs: the main thread spins in C, without the GIL, and its process does other things too.
+OUTSTANDS = replace(WORKS, is_outstanding=True)
+FIRST, OTHER = (
+    "in collective 38 of the default group (all_reduce)",
+    "after collective 37 of the default group (all_reduce)",
+)
+
+
+def on_gpu(rank: int, *, waits: bool = True, gil: bool = False) -> Stack:
+    return replace(busy(rank, gil=gil), entered=FIRST if waits else OTHER, waits=waits)
+
+
 WAITING = tuple(stack(rank, *ALL_REDUCE) for rank in ALL)
 ONE_LOOPS = (WAITING[0], busy(1), WAITING[2])
 
@@ -113,6 +125,10 @@ def test_another_sample_at_the_same_lines_writes_nothing() -> None:
         (ALL_IDLE, (*WAITING[:2], replace(stack(2, STEP), state="t"))),
         (ALL_IDLE, tuple(stack(rank, STEP, call="accept4", target="socket:[1]") for rank in ALL)),
         (ALL_IDLE, tuple(stack(rank, STEP) for rank in ALL)),
+        # Beside ranks that spin in a collective one evaluates, or compiles: it has none that has not ended.
+        ({**dict.fromkeys(ALL, OUTSTANDS), 1: WORKS}, (on_gpu(0), on_gpu(1, waits=False), on_gpu(2))),
+        # It has begun one, and does something that holds the GIL before it waits.
+        (dict.fromkeys(ALL, OUTSTANDS), (on_gpu(0), on_gpu(1, gil=True), on_gpu(2))),
     ],
 )
 def test_what_is_no_hang_is_none_for_ever(windows: dict[int, Window], stacks: tuple[Stack, ...]) -> None:
@@ -122,10 +138,19 @@ def test_what_is_no_hang_is_none_for_ever(windows: dict[int, Window], stacks: tu
     assert "hang" not in logged(driver)
 
 
-def test_a_loop_whose_variables_change_works() -> None:
+LOOPS = [(WAITING[0], busy(1, str(number)), WAITING[2]) for number in range(20)]
+REDUCES = [tuple(replace(each, entered=f"in collective {number}") for each in WAITING) for number in range(20)]
+
+
+@pytest.mark.parametrize(
+    ("windows", "each"), [(IDLE_AND_LOOP, LOOPS), (ALL_IDLE, REDUCES)], ids=["variables change", "other collectives"]
+)
+def test_ranks_at_the_same_line_with_other_values_go_on(
+    windows: dict[int, Window], each: list[tuple[Stack, ...]]
+) -> None:
     driver = watching()
-    for number in range(20):
-        samples(driver, 30, IDLE_AND_LOOP, (WAITING[0], busy(1, str(number)), WAITING[2]))
+    for stacks in each:
+        samples(driver, 30, windows, stacks)
 
     assert "hang" not in logged(driver)
 
@@ -274,18 +299,6 @@ def test_a_hang_is_a_failure_of_the_group_and_a_worker_that_failed_before_is_its
     assert [f.kind for f in late.snapshot.failures[0]] == [FailureKind.EXIT_CODE]
 
 
-# Ranks of a job on GPUs: the main thread spins in C, without the GIL, and its process does other things too.
-OUTSTANDS = replace(WORKS, is_outstanding=True)
-FIRST, OTHER = (
-    "in collective 38 of the default group (all_reduce)",
-    "after collective 37 of the default group (all_reduce)",
-)
-
-
-def on_gpu(rank: int, *, waits: bool = True, gil: bool = False) -> Stack:
-    return replace(busy(rank, gil=gil), entered=FIRST if waits else OTHER, waits=waits)
-
-
 def test_ranks_that_spin_in_a_collective_that_does_not_end_hang_after_five_times_the_limit() -> None:
     """Their GPUs may still compute before the collective."""
     driver = watching()
@@ -298,11 +311,11 @@ def test_ranks_that_spin_in_a_collective_that_does_not_end_hang_after_five_times
     assert f"all 3 ranks wait in spin (train.py:12), {FIRST} for 300 s" in logged(driver)
 
 
-def in_commit(rank: int, *, line: int = 81, active: bool = False, waits: bool = True) -> Stack:
+def in_commit(rank: int, *, line: int, active: bool) -> Stack:
     """A rank whose Keeper polls the GPU in a commit; `line` is where in that loop it is."""
     poll = replace(GPU_WAIT[0], line=line)
     found = stack(rank, poll, *GPU_WAIT[1:], call="clock_nanosleep", active=active)
-    return replace(found, entered=FIRST if waits else OTHER, waits=waits)
+    return replace(found, entered=FIRST, waits=True)
 
 
 def test_ranks_that_wait_in_a_commit_for_a_collective_of_their_gpu_are_not_somewhere_else() -> None:
@@ -320,24 +333,6 @@ def test_ranks_that_wait_in_a_commit_for_a_collective_of_their_gpu_are_not_somew
         ", at the same line in every sample, while ranks 0, 2"
         f" wait for the GPU (train_step, train.py:41), {FIRST}, for 300 s" in logged(driver)
     )
-
-
-@pytest.mark.parametrize(
-    ("windows", "stacks"),
-    [
-        # One rank evaluates, or compiles: it has no collective that has not ended.
-        ({**dict.fromkeys(ALL, OUTSTANDS), 1: WORKS}, (on_gpu(0), on_gpu(1, waits=False), on_gpu(2))),
-        # It has begun one, and does something that holds the GIL before it waits.
-        (dict.fromkeys(ALL, OUTSTANDS), (on_gpu(0), on_gpu(1, gil=True), on_gpu(2))),
-    ],
-)
-def test_a_rank_that_works_beside_ranks_that_spin_is_waited_for(
-    windows: dict[int, Window], stacks: tuple[Stack, ...]
-) -> None:
-    driver = watching()
-    samples(driver, 900, windows, stacks)
-
-    assert "hang" not in logged(driver)
 
 
 def test_the_time_in_which_the_agent_was_stopped_is_not_counted() -> None:
@@ -476,11 +471,3 @@ def test_a_job_that_is_stopped_while_it_hangs_does_not_go_on_after_all() -> None
 
     assert isinstance(other.agent.phase, Stopping)
     assert "no longer idle" not in logged(one) + logged(other)
-
-
-def test_ranks_that_enter_collectives_at_the_same_line_again_and_again_go_on() -> None:
-    driver = watching()
-    for number in range(20):
-        samples(driver, 30, ALL_IDLE, tuple(replace(each, entered=f"in collective {number}") for each in WAITING))
-
-    assert "hang" not in logged(driver)

@@ -134,25 +134,25 @@ def test_a_generation_whose_workers_ran_is_not_run_again_while_the_snapshot_is_o
     assert later[-1].table.generation == 1
 
 
-@pytest.mark.parametrize("kind", [OpenKind.FAIL, OpenKind.LOSS])
-def test_a_generation_that_another_opened_over_a_broken_group_stops_the_workers_soon(kind: OpenKind) -> None:
+@pytest.mark.parametrize(
+    ("kind", "level", "grace_s"),
+    [
+        (OpenKind.FAIL, "warning", FAILURE_GRACE_S),
+        (OpenKind.LOSS, "warning", FAILURE_GRACE_S),
+        (OpenKind.JOIN, "info", STOP_GRACE_S),
+        (OpenKind.LEAVE, "warning", STOP_GRACE_S),
+    ],
+)
+def test_a_generation_that_another_opened_stops_the_workers_soon_or_for_who_comes_or_goes_with_time_to_save(
+    kind: OpenKind, level: str, grace_s: float
+) -> None:
     driver = started()
     done = driver.sees(1, kind, "rank 9 failed elsewhere")
 
     assert done == [SignalWorkers(0, ALL, TERM)]
-    assert driver.logged == "stopping: rank 9 failed elsewhere"
-    assert deadline_s(driver.agent) == START_S + FAILURE_GRACE_S
-
-
-@pytest.mark.parametrize("kind", [OpenKind.JOIN, OpenKind.LEAVE])
-def test_a_generation_for_who_comes_or_goes_leaves_the_workers_time_to_save(kind: OpenKind) -> None:
-    driver = started()
-    done = driver.sees(1, kind, "node-b joins")
-
-    assert done == [SignalWorkers(0, ALL, TERM)]
-    levels = [action.level for action in driver.acted if isinstance(action, Log)]
-    assert levels == ["info" if kind is OpenKind.JOIN else "warning"]
-    assert deadline_s(driver.agent) == START_S + STOP_GRACE_S
+    (logged,) = (action for action in driver.acted if isinstance(action, Log))
+    assert logged == Log("stopping: rank 9 failed elsewhere", level)
+    assert deadline_s(driver.agent) == START_S + grace_s
 
 
 def other_table(generation: int, seats: int = 1) -> RankTable:

@@ -11,8 +11,7 @@ from elaunch.agent.core.events import Signalled, StoreFailed
 from elaunch.agent.core.state import Clearing, Joining, Reach, Stopping
 from elaunch.agent.core.store_outage import gives_up_at_s
 from elaunch.agent.diagnosis.hang import HangLimit, HangState, stacks_are_due
-from elaunch.agent.diagnosis.stack_groups import Frame, Stack, location_text
-from elaunch.agent.diagnosis.waits import Doing, doing
+from elaunch.agent.diagnosis.stack_groups import Stack, location_text
 from elaunch.rendezvous.codec import encode
 from elaunch.rendezvous.rules.hang_verdict import Hang
 from elaunch.rendezvous.store import Put
@@ -20,7 +19,7 @@ from tests.unit.agent.core.test_running_hangs import IDLE, SPINS, WAITING, busy,
 from tests.unit.agent.core.test_timeline import kinds, named
 from tests.unit.agent.diagnosis.causes.test_table import OOM, advice
 from tests.unit.agent.diagnosis.causes.test_table import exited as exit_of
-from tests.unit.agent.diagnosis.test_stack_groups import LIB, STEP, main_thread, stack
+from tests.unit.agent.diagnosis.test_stack_groups import STEP, main_thread, stack
 from tests.unit.agent.driver import ALL, INT, KEYS, SPEC, TERM, Driver, ends, started
 
 
@@ -96,21 +95,6 @@ def test_of_an_exit_code_the_last_three_lines_are_about_it(lines: int, has_step:
 
 def test_a_main_thread_without_a_frame_has_no_place() -> None:
     assert location_text(Stack(0, 7, (main_thread(),), "S")) == "no Python frame"
-
-
-@pytest.mark.parametrize(
-    ("call", "target", "what"),
-    [
-        ("read", "/mnt/x", Doing.FILE),
-        ("wait4", "", Doing.CHILD),
-        ("clock_nanosleep", "", Doing.SLEEP),
-        ("futex", "", Doing.LOCK),
-    ],
-)
-def test_a_file_a_child_and_a_sleep_are_recognised_by_the_call_whatever_the_frames_are(
-    call: str, target: str, what: Doing
-) -> None:
-    assert doing(stack(0, Frame("Condition.wait", f"{LIB}/threading.py", 327), STEP, call=call, target=target)) is what
 
 
 def test_the_timeline_and_on_event_name_rank_0_and_no_rank_where_none_is_named() -> None:

@@ -291,16 +291,23 @@ def test_the_output_that_arrived_last_completes_the_failures_record() -> None:
     assert (record.exception, record.tail) == ("ValueError", tail)
 
 
-def test_a_peers_death_found_while_stopping_is_blamed_instead_of_the_one_that_reported_it() -> None:
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [(-KILL, FailureKind.SIGNAL), (-TERM, FailureKind.EXCEPTION)],
+    ids=["killed", "had raised when our SIGTERM ended it"],
+)
+def test_a_peers_death_found_while_stopping_is_blamed_instead_of_the_one_that_reported_it(
+    code: int, kind: FailureKind
+) -> None:
     driver = started()
     driver.loses_peer(0)
-    driver.exits(1, -KILL, FailureKind.SIGNAL)
+    driver.exits(1, code, kind)
     driver.exits(2, -TERM, FailureKind.SIGNAL)
 
     driver.happen(cleared(0))
 
     (record,) = driver.snapshot.failures[0]
-    assert (record.rank, record.code) == (1, -KILL)
+    assert (record.rank, record.code, record.kind) == (1, code, kind)
     assert driver.logged == f"the cause: {record.sentence}"
 
 
@@ -365,26 +372,17 @@ def test_a_signal_after_the_end_was_written_writes_nothing() -> None:
     assert driver.snapshot.ended == ended
 
 
-def test_a_ctrl_c_after_sigterm_when_only_output_is_left_ends_the_job_and_waits_no_longer() -> None:
+@pytest.mark.parametrize(("signum", "name"), [(TERM, "SIGTERM"), (INT, "SIGINT")])
+def test_a_ctrl_c_when_only_output_is_left_ends_the_job_and_waits_no_longer(signum: int, name: str) -> None:
     driver = started()
-    driver.happen(Signalled(TERM, "SIGTERM"))
-    driver.all_exit(-TERM)
+    driver.happen(Signalled(signum, name))
+    driver.all_exit(-signum)
 
     done = driver.happen(Signalled(INT, "SIGINT"))
 
     assert done == []
-    assert driver.outcome.exit_code == 128 + TERM
+    assert driver.outcome.exit_code == 128 + signum
     assert driver.snapshot.ended is not None
-
-
-def test_a_second_ctrl_c_when_only_output_is_left_exits_now() -> None:
-    driver = started()
-    driver.happen(Signalled(INT, "SIGINT"))
-    driver.all_exit(-INT)
-
-    driver.happen(Signalled(INT, "SIGINT"))
-
-    assert driver.outcome.exit_code == 128 + INT
 
 
 def test_a_second_sigterm_is_not_in_a_hurry() -> None:

@@ -38,28 +38,28 @@ BOUNDARY_WAIT_S = TIMES.boundary_wait_s
 JOIN, LEAVE, INTERRUPT = (StopAtStepBoundary(reason) for reason in StopReason)
 
 
-def listening(driver: Driver, *ranks: int, to_stop: bool = True, to_failure: bool = True) -> Driver:
+def listening(driver: Driver, *ranks: int, to_failure: bool = True) -> Driver:
     """Workers (all, if none is named) report that they listen."""
     assert isinstance(driver.agent.phase, Running)
     for rank in ranks or sorted(driver.agent.phase.live):
-        driver.happen(WorkerListens(driver.agent.phase.table.generation, rank, to_stop=to_stop, to_failure=to_failure))
+        driver.happen(WorkerListens(driver.agent.phase.table.generation, rank, to_stop=True, to_failure=to_failure))
     return driver
 
 
-def notify(message: object, *ranks: int, generation: int = 0) -> NotifyWorkers:
-    return NotifyWorkers(generation, frozenset(ranks), message)  # type: ignore[arg-type]
+def notify(message: object, *ranks: int) -> NotifyWorkers:
+    return NotifyWorkers(0, frozenset(ranks), message)  # type: ignore[arg-type]
 
 
-def signal(signum: int, *ranks: int, generation: int = 0) -> SignalWorkers:
-    return SignalWorkers(generation, frozenset(ranks), signum)
+def signal(signum: int, *ranks: int) -> SignalWorkers:
+    return SignalWorkers(0, frozenset(ranks), signum)
 
 
 def reports_stopped(driver: Driver, *ranks: int, step: int = 7) -> list[Action]:
     return [action for rank in ranks for action in driver.happen(WorkerStopped(0, rank, step))]
 
 
-def reports_saved(driver: Driver, rank: int, step: int = 7) -> list[Action]:
-    return driver.happen(WorkerSaved(0, rank, step))
+def reports_saved(driver: Driver, rank: int) -> list[Action]:
+    return driver.happen(WorkerSaved(0, rank, 7))
 
 
 # --- a failure of the group

@@ -125,6 +125,9 @@ def library(function: str, path: str) -> Frame:
     return Frame(function, f"{LIB}/{path}", 7)
 
 
+CONDITION = library("Condition.wait", "threading.py")
+
+
 @pytest.mark.parametrize(
     ("taken", "what", "text"),
     [
@@ -169,6 +172,11 @@ def library(function: str, path: str) -> Frame:
         ),
         (stack(0, STEP, TOP), Doing.LOCK, "waits for a lock or for another thread"),
         (stack(0, library("join", "threading.py"), STEP), Doing.LOCK, ""),
+        # By the call, whatever the frames are.
+        (stack(0, CONDITION, STEP), Doing.LOCK, "waits for a lock or for another thread"),
+        (stack(0, CONDITION, STEP, call="read", target="/mnt/x"), Doing.FILE, "waits for /mnt/x"),
+        (stack(0, CONDITION, STEP, call="wait4"), Doing.CHILD, ""),
+        (stack(0, CONDITION, STEP, call="clock_nanosleep"), Doing.SLEEP, "sleeps"),
         (stack(0, STEP, call="clock_nanosleep"), Doing.SLEEP, "sleeps"),
         (stack(0, library("wait", "site-packages/torch/utils/file_baton.py"), STEP, call="clock_nanosleep"),
          Doing.SLEEP,
@@ -196,7 +204,7 @@ def test_what_a_rank_waits_for_is_in_its_frames_and_its_system_call(taken: Stack
 
 
 def test_a_thread_or_a_child_that_reads_or_runs_may_be_on_the_way() -> None:
-    idle = ThreadStack("feeder", (library("Condition.wait", "threading.py"),), syscall="futex")
+    idle = ThreadStack("feeder", (CONDITION,), syscall="futex")
     reader = ThreadStack("reader", (Frame("load", "/home/me/data.py", 5),), syscall="read", target="/mnt/x")
     mine = stack(0, STEP).threads
 

@@ -62,13 +62,12 @@ def stream(
     prefix: bytes = b"",
     *,
     local_rank: int = 0,
-    keep_tail: bool = True,
     file: LogFile | None = None,
     file_first: bool = False,
 ) -> WorkerStream:
     read_fd, write_fd = os.pipe()
     os.close(write_fd)
-    return WorkerStream(read_fd, 0, local_rank, console, prefix, keep_tail, file=file, file_first=file_first)
+    return WorkerStream(read_fd, 0, local_rank, console, prefix, True, file=file, file_first=file_first)
 
 
 def test_no_ranks_line_is_cut_by_anothers(screen: Screen) -> None:

@@ -44,14 +44,13 @@ SEEN = WorkersSeen(0, 1.0, tuple(RankReport(local, local, -1, step=3) for local 
 class Received:
     """What stands in for a loop's `Request`: a query that came by the socket, and its answer."""
 
-    def __init__(self, topic: str, waits: bool = True) -> None:
+    def __init__(self, topic: str) -> None:
         self.topic = topic
         self.answer = ""
-        self.waits = waits
 
     def reply(self, text: str) -> bool:
         self.answer = text
-        return self.waits
+        return True
 
 
 def ask(driver: Driver, query: Query = QUERY) -> None:

@@ -50,7 +50,7 @@ AWAY = Unavailable("10.0.0.9:2379 refuses connections")
 class Bench:
     """A client with a store that fails as the test says, and the client's events."""
 
-    def __init__(self, *, remote: bool = True, times: Times = TIMES, seed: int = 1) -> None:
+    def __init__(self, *, remote: bool = True, times: Times = TIMES) -> None:
         self.store = FlakyStore()
         self.events: list[StoreEvent] = []
         self.pending = 0
@@ -58,7 +58,7 @@ class Bench:
         self.dead: set[str] = set()
         self.client = StoreClient(
             JobStore(self.store, KEYS, remote),
-            LocalHost("node-a", random.Random(seed).getrandbits, lambda name: name in self.dead, lambda: self.now_s),
+            LocalHost("node-a", random.Random(1).getrandbits, lambda name: name in self.dead, lambda: self.now_s),
             times,
             self._post,
         )

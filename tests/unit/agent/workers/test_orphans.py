@@ -21,15 +21,15 @@ class Log(list[str]):
         self.append(text)
 
 
-def ends_at_s(use: Use, monkeypatch: pytest.MonkeyPatch, grace_s: float = GRACE_S) -> float:
+def ends_at_s(use: Use, monkeypatch: pytest.MonkeyPatch) -> float:
     """When the wait for a process is over that has used so much CPU time and moved so many bytes by then."""
     now_s, lines = 0.0, Log()
     monkeypatch.setattr(orphans, "_use", lambda _: use(now_s))
     reporter: Any = lines
-    left = Orphans(lambda: [1], grace_s, reporter)
+    left = Orphans(lambda: [1], GRACE_S, reporter)
     while left.may_run(now_s):
         now_s = left.due_s or now_s
-    assert len(lines) == (grace_s > 1)
+    assert len(lines) == 1
     return now_s
 
 

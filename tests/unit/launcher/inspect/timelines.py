@@ -12,7 +12,7 @@ BEGAN_AT, BEGAN_MONOTONIC_S = 1_800_000_000.0, 500.0
 
 
 class Timeline:
-    """One node's timeline. `at` are seconds of the job; `ahead_s` is how far the host's wall clock is ahead."""
+    """One node's timeline. `at` are seconds of the job."""
 
     def __init__(
         self,
@@ -21,12 +21,10 @@ class Timeline:
         workers: int = 2,
         *,
         started_s: float = 0.0,
-        ahead_s: float = 0.0,
         node_id: str = "",
         seats: tuple[str, ...] = (),
     ) -> None:
         self.host, self.first_rank, self.workers = host, first_rank, workers
-        self.ahead_s = ahead_s
         # Its own name in the job, and those in the tables.
         self.node_id, self.seats = node_id, seats
         self.rows: list[dict[str, Any]] = []
@@ -34,7 +32,7 @@ class Timeline:
         self.add(started_s, -1, "started", schema=1, version="0.1.0", **run)
 
     def add(self, at: float, generation: int, event: str, **fields: Any) -> Timeline:
-        times = {"at": BEGAN_AT + at + self.ahead_s, "monotonic_s": BEGAN_MONOTONIC_S + at}
+        times = {"at": BEGAN_AT + at, "monotonic_s": BEGAN_MONOTONIC_S + at}
         self.rows.append({"generation": generation, "event": event, **times, **fields})
         return self
 
@@ -56,9 +54,9 @@ class Timeline:
         """The Keeper's marks, which the agent reads a little later."""
         return self.says("restoring", begin, generation).says("restored", end, generation)
 
-    def says(self, name: str, at: float, generation: int, local_ranks: tuple[int, ...] = ()) -> Timeline:
-        """The mark of a moment by each worker, or by these, which the agent reads a little later."""
-        for local_rank in local_ranks or range(self.workers):
+    def says(self, name: str, at: float, generation: int) -> Timeline:
+        """The mark of a moment by each worker, which the agent reads a little later."""
+        for local_rank in range(self.workers):
             self.add(at + 0.3, generation, "marked", name=name, said_s=BEGAN_MONOTONIC_S + at, **self._rank(local_rank))
         return self
 
@@ -74,7 +72,7 @@ class Timeline:
         who = {**self._rank(local_rank), "pid": pid}
         self.add(at + 0.25, generation, "exited", code=code, **who)
         known = {"kind": "signal", "sentence": f"rank {rank} died", "message": "died", "host": self.host, **who}
-        return self.add(at + 0.25, generation, "failed", **known, failed_at=BEGAN_AT + self.ahead_s + at, **failure)
+        return self.add(at + 0.25, generation, "failed", **known, failed_at=BEGAN_AT + at, **failure)
 
     def stops(self, at: float, generation: int, local_ranks: tuple[int, ...]) -> Timeline:
         """The others are killed; all is cleared at `at`."""

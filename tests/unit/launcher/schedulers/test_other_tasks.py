@@ -42,8 +42,8 @@ def busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(other_tasks, "_SEEN_S", DEADLINE_S)
 
 
-def companion(run_id: str, appear_s: float = DEADLINE_S) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", WAIT, run_id, str(appear_s)]
+def companion(run_id: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", WAIT, run_id, str(DEADLINE_S)]
     return subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True)
 
 

@@ -12,7 +12,6 @@ from elaunch.launcher.options.rdzv_conf import SETTINGS
 from elaunch.launcher.preflight import read_secret
 from elaunch.launcher.store.locate import Planned, RendezvousPlan, plan
 from elaunch.rendezvous.endpoint import Endpoint, Login, Tls
-from elaunch.rendezvous.times import Times
 
 TWO = ("--nnodes", "2")
 
@@ -185,10 +184,6 @@ def test_an_empty_certificate_in_a_job_file_leaves_etcdctls_variables(tmp_path: 
 
 
 # --- settings and times
-
-
-def times_of(conf: str, *argv: str) -> Times:
-    return plan_of(*TWO, "--rdzv-endpoint", "a", "--rdzv-conf", conf, *argv).times
 
 
 @pytest.mark.parametrize(
