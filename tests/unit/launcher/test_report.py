@@ -10,6 +10,7 @@ import pytest
 
 from elaunch.launcher.report import record, report, write_error_file
 from elaunch.rendezvous.types import Failure, FailureKind, JobSpec, Outcome, OutcomeKind, Program, ProgramKind
+from tests.fuzzing import NESTED
 
 SPEC = JobSpec("job", Program(ProgramKind.SCRIPT, "train.py", ("--lr", "1")), max_restarts=3)
 TRACEBACK = (
@@ -44,6 +45,8 @@ def failed(failure: Failure, logs: Path | None = None) -> str:
     return report(replace(FAILED, failure=failure), SPEC, logs)
 
 
+# JSON that can be read, and is nested too deeply to be written.
+TOO_DEEP = '{"message":{"a":' + "[" * 950 + "]" * 950 + "}}"
 HOSTILE = "x\nelaunch: succeeded\relaunch: succeeded\x1b]0;x\x07"
 
 
@@ -128,11 +131,13 @@ def test_the_first_failures_record_is_handed_on_with_its_exit_code(tmp_path: Pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ours.json", "theirs.json"]
 
 
-@pytest.mark.parametrize("text", [None, "", '{"mess', '{"message": "short"}', "{}", "[1]"])
+@pytest.mark.parametrize(
+    "text", [None, "", '{"mess', '{"message": "short"}', "{}", "[1]", "[[[], 1]]", "\xff", NESTED, TOO_DEEP]
+)
 def test_where_there_is_no_whole_record_ours_is_handed_on(tmp_path: Path, text: str | None) -> None:
     theirs, ours = tmp_path / "theirs.json", tmp_path / "ours.json"
     if text is not None:
-        theirs.write_text(text)
+        theirs.write_text(text, "latin-1")
 
     write_error_file(replace(FAILED, failure=replace(RAISED, error_file=str(theirs))), str(ours))
 

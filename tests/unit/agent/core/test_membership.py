@@ -207,8 +207,7 @@ def test_a_follower_that_becomes_leader_reads_all_keys_before_it_acts() -> None:
 @pytest.mark.parametrize(
     "event", [Committed(Tag.JOIN, False, 99), LeaseLost(1)], ids=["an answer that is not awaited", "of an older lease"]
 )
-def test_what_is_no_news_changes_nothing(event: Event) -> None:
-    driver = started()
+def test_what_is_no_news_changes_nothing(driver: Driver, event: Event) -> None:
     before = driver.agent
 
     assert driver.happen(event) == []
@@ -365,8 +364,7 @@ def test_a_finished_node_whose_lease_ended_stays_the_same_member_if_nothing_was_
 
 
 @pytest.mark.parametrize("signum", [INT, TERM])
-def test_a_node_on_its_way_out_begins_no_other_lease(signum: int) -> None:
-    driver = started()
+def test_a_node_on_its_way_out_begins_no_other_lease(driver: Driver, signum: int) -> None:
     driver.happen(Signalled(signum, "SIGX"))
 
     assert driver.lose_lease() == []

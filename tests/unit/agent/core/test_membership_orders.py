@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elaunch.agent.core.actions import SignalWorkers
-from elaunch.agent.core.events import RestartOrdered, StoreFailed, WorkerExited
+from elaunch.agent.core.events import RestartOrdered, StoreFailed
 from elaunch.agent.core.membership import OrderResponse, order
 from elaunch.agent.core.state import Joining, Running, Stopping
 from elaunch.rendezvous.rules.queries import Topic
 from elaunch.rendezvous.types import OpenKind, OutcomeKind
-from tests.unit.agent.driver import ALL, SPEC, TERM, TWO, Driver, cleared, ends, pair, settle, started
+from tests.unit.agent.driver import ALL, SPEC, TERM, TWO, Driver, ends, pair, settle, started
 
 
 def ordered(driver: Driver, topic: Topic) -> OrderResponse:
@@ -46,9 +46,7 @@ def driver_ranks(driver: Driver) -> frozenset[int]:
     return frozenset(range(driver.agent.me.slots))
 
 
-def test_a_restart_opens_a_generation_that_is_not_counted_although_ranks_hang() -> None:
-    driver = started()
-
+def test_a_restart_opens_a_generation_that_is_not_counted_although_ranks_hang(driver: Driver) -> None:
     answer = ordered(driver, Topic.RESTART)
     driver.settle()
     ends(driver, -TERM)
@@ -67,9 +65,7 @@ def test_a_restart_opens_a_generation_that_is_not_counted_although_ranks_hang() 
 
 def test_a_restart_runs_a_finished_node_again() -> None:
     leader, other = pair()
-    for rank in driver_ranks(other):
-        other.happen(WorkerExited(0, rank, 0))
-    other.happen(cleared(0))
+    ends(other)
     settle(leader, other)
 
     assert ordered(other, Topic.RESTART).is_done
@@ -107,8 +103,7 @@ def test_without_the_store_a_stop_is_of_this_node_and_a_restart_is_refused() -> 
     assert stop.text.startswith("job job stops on this node; the store is unreachable, so stop the other nodes there: ")
 
 
-def test_a_second_stop_is_answered_and_kills_no_worker() -> None:
-    driver = started()
+def test_a_second_stop_is_answered_and_kills_no_worker(driver: Driver) -> None:
     ordered(driver, Topic.STOP)
 
     event, answer = order(driver.agent, Topic.STOP)

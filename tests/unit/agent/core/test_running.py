@@ -43,9 +43,7 @@ def settle_with_exit_of_rank_1(driver: Driver) -> None:
     driver.clear()
 
 
-def test_a_failed_worker_stops_its_siblings_and_opens_the_next_generation() -> None:
-    driver = started()
-
+def test_a_failed_worker_stops_its_siblings_and_opens_the_next_generation(driver: Driver) -> None:
     done = driver.exits(1, 3)
 
     assert done == [SignalWorkers(0, frozenset({0, 2}), TERM)]
@@ -113,8 +111,7 @@ def test_the_rank_that_left_its_group_first_is_the_cause_however_late_that_is_re
     assert (driver.failed.rank, driver.failed.code) == (1, 7)
 
 
-def test_a_process_that_lingers_after_its_program_delays_no_restart() -> None:
-    driver = started()
+def test_a_process_that_lingers_after_its_program_delays_no_restart(driver: Driver) -> None:
     driver.happen(WorkerEnded(0, 1))
     driver.now_s += 60.0
 
@@ -123,8 +120,7 @@ def test_a_process_that_lingers_after_its_program_delays_no_restart() -> None:
     assert SignalWorkers(0, frozenset({1, 2}), TERM) in stopped
 
 
-def test_a_rank_of_another_node_lost_a_peer_that_is_on_its_way_out_here() -> None:
-    driver = started()
+def test_a_rank_of_another_node_lost_a_peer_that_is_on_its_way_out_here(driver: Driver) -> None:
     driver.happen(WorkerEnded(0, 1))
 
     stopped = driver.sees(1, OpenKind.FAIL, "rank 9 lost a peer")
@@ -202,16 +198,13 @@ def test_a_node_reports_which_of_its_workers_had_ended_when_a_rank_of_another_no
     ],
 )
 def test_the_loss_of_the_worker_store_or_of_the_fork_server_is_a_failure(
-    workers_too: bool, done: Action, kind: FailureKind
+    driver: Driver, workers_too: bool, done: Action, kind: FailureKind
 ) -> None:
-    driver = started()
-
     assert driver.happen(lost(0, workers_too=workers_too)) == [done]
     assert [f.kind for f in driver.snapshot.failures[0]] == [kind]
 
 
-def test_a_worker_that_died_of_sigterm_alone_is_a_failure_after_a_moment() -> None:
-    driver = started()
+def test_a_worker_that_died_of_sigterm_alone_is_a_failure_after_a_moment(driver: Driver) -> None:
     driver.exits(0, -TERM)
 
     early = driver.after(HOLD_S / 2)
@@ -222,8 +215,7 @@ def test_a_worker_that_died_of_sigterm_alone_is_a_failure_after_a_moment() -> No
     assert [f.code for f in driver.snapshot.failures[0]] == [-TERM]
 
 
-def test_the_held_death_stays_the_first_failure_when_another_worker_fails_too() -> None:
-    driver = started()
+def test_the_held_death_stays_the_first_failure_when_another_worker_fails_too(driver: Driver) -> None:
     driver.exits(0, -TERM)
 
     done = driver.exits(1, 7)
@@ -232,8 +224,7 @@ def test_the_held_death_stays_the_first_failure_when_another_worker_fails_too() 
     assert [f.code for f in driver.snapshot.failures[0]] == [-TERM]
 
 
-def test_a_worker_that_raised_and_does_not_end_is_killed_after_the_stop_grace() -> None:
-    driver = started()
+def test_a_worker_that_raised_and_does_not_end_is_killed_after_the_stop_grace(driver: Driver) -> None:
     driver.happen(WorkerEnded(0, 1, raised=True))
     early = driver.after(STOP_GRACE_S - 0.001)
 
@@ -245,8 +236,7 @@ def test_a_worker_that_raised_and_does_not_end_is_killed_after_the_stop_grace() 
     assert driver.happen(Tick()) == []
 
 
-def test_a_worker_that_raised_and_ends_by_itself_is_left_alone() -> None:
-    driver = started()
+def test_a_worker_that_raised_and_ends_by_itself_is_left_alone(driver: Driver) -> None:
     driver.happen(WorkerEnded(0, 1, raised=True))
     assert deadline_s(driver.agent) == driver.now_s + STOP_GRACE_S
 
@@ -299,8 +289,7 @@ def test_a_newcomer_whose_workers_cannot_even_start_leaves_a_healthy_job_alone()
     driver = newcomer()
 
     done = driver.exits(1, 2, FailureKind.STARTUP)
-    for rank in (0, 2):
-        driver.exits(rank, -TERM)
+    driver.all_exit(-TERM)
     last = driver.happen(Cleared(0, {0: "other", 1: "its last line"}))
 
     assert done == [SignalWorkers(0, frozenset({0, 2}), TERM)]
@@ -324,8 +313,7 @@ def test_any_other_failure_of_a_newcomer_is_one_like_any_other(progressed: bool,
     assert driver.node_id in driver.snapshot.members
 
 
-def test_a_start_up_failure_of_a_node_that_ran_before_is_one_like_any_other() -> None:
-    driver = started()
+def test_a_start_up_failure_of_a_node_that_ran_before_is_one_like_any_other(driver: Driver) -> None:
     driver.exits(0, 3)
     ends(driver, -TERM)
     driver.settle()
@@ -381,8 +369,7 @@ def test_an_exit_with_0_does_not_end_the_wait_for_a_rank_on_its_way_out() -> Non
     assert (driver.failed.rank, driver.failed.code) == (1, 7)
 
 
-def test_other_workers_deaths_do_not_put_off_the_moment() -> None:
-    driver = started()
+def test_other_workers_deaths_do_not_put_off_the_moment(driver: Driver) -> None:
     driver.exits(0, -TERM)
 
     driver.now_s += HOLD_S / 2
@@ -391,8 +378,7 @@ def test_other_workers_deaths_do_not_put_off_the_moment() -> None:
     assert deadline_s(driver.agent) == START_S + HOLD_S
 
 
-def test_a_held_death_is_not_forgotten_when_all_others_end_well() -> None:
-    driver = started()
+def test_a_held_death_is_not_forgotten_when_all_others_end_well(driver: Driver) -> None:
     driver.exits(0, -TERM)
     driver.exits(1, 0)
     driver.exits(2, 0)

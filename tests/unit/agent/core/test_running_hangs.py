@@ -32,6 +32,12 @@ def watching(*, restarts: bool = False) -> Driver:
     return driver
 
 
+@pytest.fixture
+def driver() -> Driver:
+    """A single node that watches for hangs."""
+    return watching()
+
+
 def busy(rank: int, values: str = "", *, gil: bool = True) -> Stack:
     main = ThreadStack("MainThread", LOOP, is_main=True, is_active=True, holds_gil=gil, values=values)
     return Stack(rank, 4000 + rank, (main,), "R")
@@ -77,9 +83,7 @@ IDLE_AND_LOOP = {0: IDLE, 1: SPINS, 2: IDLE}
 ALL_IDLE = dict.fromkeys(ALL, IDLE)
 
 
-def test_a_rank_in_a_loop_is_named_when_all_have_stood_still_for_the_limit_and_not_before() -> None:
-    driver = watching()
-
+def test_a_rank_in_a_loop_is_named_when_all_have_stood_still_for_the_limit_and_not_before(driver: Driver) -> None:
     samples(driver, 55, IDLE_AND_LOOP, ONE_LOOPS)
     early = logged(driver)
     samples(driver, 5, IDLE_AND_LOOP, ONE_LOOPS)
@@ -106,8 +110,7 @@ def test_a_verdict_is_logged_once_and_is_a_failure_only_on_request() -> None:
     assert not blamed.is_blameless
 
 
-def test_another_sample_at_the_same_lines_writes_nothing() -> None:
-    driver = watching()
+def test_another_sample_at_the_same_lines_writes_nothing(driver: Driver) -> None:
     samples(driver, 90, IDLE_AND_LOOP, ONE_LOOPS)
     before = driver.store.read("").revision
 
@@ -146,9 +149,8 @@ REDUCES = [tuple(replace(each, entered=f"in collective {number}") for each in WA
     ("windows", "each"), [(IDLE_AND_LOOP, LOOPS), (ALL_IDLE, REDUCES)], ids=["variables change", "other collectives"]
 )
 def test_ranks_at_the_same_line_with_other_values_go_on(
-    windows: dict[int, Window], each: list[tuple[Stack, ...]]
+    driver: Driver, windows: dict[int, Window], each: list[tuple[Stack, ...]]
 ) -> None:
-    driver = watching()
     for stacks in each:
         samples(driver, 30, windows, stacks)
 
@@ -164,8 +166,7 @@ def test_ranks_at_the_same_line_with_other_values_go_on(
         Stack(1, 4001, trouble="py-spy is not installed"),
     ],
 )
-def test_what_may_end_by_itself_gets_five_times_as_long(slow: Stack) -> None:
-    driver = watching()
+def test_what_may_end_by_itself_gets_five_times_as_long(driver: Driver, slow: Stack) -> None:
     windows = {**ALL_IDLE, 1: SPINS} if slow.main and slow.main.is_active else ALL_IDLE
     stacks = (WAITING[0], slow, WAITING[2])
 
@@ -177,8 +178,7 @@ def test_what_may_end_by_itself_gets_five_times_as_long(slow: Stack) -> None:
     assert "the job seems to hang: rank 1 " in logged(driver)
 
 
-def test_that_a_job_has_resumed_is_logged_and_its_record_removed() -> None:
-    driver = watching()
+def test_that_a_job_has_resumed_is_logged_and_its_record_removed(driver: Driver) -> None:
     samples(driver, 80, ALL_IDLE, WAITING)
     assert driver.snapshot.hang
     assert driver.snapshot.still[0]
@@ -189,8 +189,7 @@ def test_that_a_job_has_resumed_is_logged_and_its_record_removed() -> None:
     assert (driver.snapshot.hang, driver.snapshot.still) == (None, {})
 
 
-def test_a_rank_that_sigstop_holds_is_named() -> None:
-    driver = watching()
+def test_a_rank_that_sigstop_holds_is_named(driver: Driver) -> None:
     held = replace(stack(1, *ALL_REDUCE), state="T")
     samples(driver, 80, {**ALL_IDLE, 1: HELD}, (WAITING[0], held, WAITING[2]))
 
@@ -201,8 +200,7 @@ def test_a_rank_that_sigstop_holds_is_named() -> None:
     assert "\nto let rank 1 continue: kill -CONT 4001\nto see all threads: elaunch stacks" in logged(driver)
 
 
-def test_while_an_exit_is_not_explained_no_rank_hangs() -> None:
-    driver = watching()
+def test_while_an_exit_is_not_explained_no_rank_hangs(driver: Driver) -> None:
     driver.happen(WorkerEnded(0, 1))
     driver.exits(0, 1, FailureKind.PEER_LOST)
 
@@ -212,8 +210,7 @@ def test_while_an_exit_is_not_explained_no_rank_hangs() -> None:
     assert driver.agent.phase.hang_state == HangState()
 
 
-def test_a_rank_that_exited_while_the_others_wait_is_named() -> None:
-    driver = watching()
+def test_a_rank_that_exited_while_the_others_wait_is_named(driver: Driver) -> None:
     samples(driver, 600, {**ALL_IDLE, 1: WORKS})
     driver.exits(1, 0)
     # It was the one that worked: how long the others waited for it says nothing.
@@ -225,8 +222,7 @@ def test_a_rank_that_exited_while_the_others_wait_is_named() -> None:
     assert "rank 1 on node-a exited with code 0, while ranks 0, 2 wait in all_reduce" in logged(driver)
 
 
-def test_where_stacks_cannot_be_read_workers_that_listen_show_theirs() -> None:
-    driver = watching()
+def test_where_stacks_cannot_be_read_workers_that_listen_show_theirs(driver: Driver) -> None:
     driver.happen(WorkerListens(0, 2, to_stop=True, to_failure=True))
     samples(driver, 320, ALL_IDLE, tuple(Stack(rank, 1, trouble="py-spy is not installed") for rank in ALL))
 
@@ -235,9 +231,7 @@ def test_where_stacks_cannot_be_read_workers_that_listen_show_theirs() -> None:
     assert notified == [frozenset({2})]
 
 
-def test_a_sample_without_stacks_is_followed_by_another() -> None:
-    driver = watching()
-
+def test_a_sample_without_stacks_is_followed_by_another(driver: Driver) -> None:
     samples(driver, 120, ALL_IDLE)
 
     taken = [action for action in driver.all_acted if isinstance(action, TakeStacks)]
@@ -250,8 +244,7 @@ def reporting(window: Window, last: str = "without a report since step 7", *, is
 
 
 @pytest.mark.parametrize("other", [WORKS, IDLE, SPINS])
-def test_ranks_that_report_nothing_for_the_limit_hang_whatever_they_do(other: Window) -> None:
-    driver = watching()
+def test_ranks_that_report_nothing_for_the_limit_hang_whatever_they_do(driver: Driver, other: Window) -> None:
     silent = {0: reporting(IDLE), 1: reporting(other, "without a report since step 6"), 2: reporting(IDLE)}
     stacks = (WAITING[0], stack(1, STEP, call="clock_nanosleep"), WAITING[2])
 
@@ -266,16 +259,13 @@ def test_ranks_that_report_nothing_for_the_limit_hang_whatever_they_do(other: Wi
     ) in logged(driver)
 
 
-def test_ranks_that_report_do_not_hang_however_idle_they_are() -> None:
-    driver = watching()
-
+def test_ranks_that_report_do_not_hang_however_idle_they_are(driver: Driver) -> None:
     samples(driver, 600, dict.fromkeys(ALL, reporting(IDLE, is_silent=False)), WAITING)
 
     assert not any(isinstance(action, TakeStacks) for action in driver.all_acted)
 
 
-def test_silent_ranks_whose_stacks_cannot_be_read_are_not_called_idle() -> None:
-    driver = watching()
+def test_silent_ranks_whose_stacks_cannot_be_read_are_not_called_idle(driver: Driver) -> None:
     unread = tuple(Stack(rank, 1, trouble="py-spy is not installed") for rank in ALL)
 
     samples(driver, 60, dict.fromkeys(ALL, reporting(WORKS)), unread)
@@ -299,10 +289,8 @@ def test_a_hang_is_a_failure_of_the_group_and_a_worker_that_failed_before_is_its
     assert [f.kind for f in late.snapshot.failures[0]] == [FailureKind.EXIT_CODE]
 
 
-def test_ranks_that_spin_in_a_collective_that_does_not_end_hang_after_five_times_the_limit() -> None:
+def test_ranks_that_spin_in_a_collective_that_does_not_end_hang_after_five_times_the_limit(driver: Driver) -> None:
     """Their GPUs may still compute before the collective."""
-    driver = watching()
-
     samples(driver, 295, dict.fromkeys(ALL, OUTSTANDS), tuple(on_gpu(rank) for rank in ALL))
     early = logged(driver)
     samples(driver, 5, dict.fromkeys(ALL, OUTSTANDS), tuple(on_gpu(rank) for rank in ALL))
@@ -318,8 +306,7 @@ def in_commit(rank: int, *, line: int, active: bool) -> Stack:
     return replace(found, entered=FIRST, waits=True)
 
 
-def test_ranks_that_wait_in_a_commit_for_a_collective_of_their_gpu_are_not_somewhere_else() -> None:
-    driver = watching()
+def test_ranks_that_wait_in_a_commit_for_a_collective_of_their_gpu_are_not_somewhere_else(driver: Driver) -> None:
     # They sleep a moment or poll the GPU, by chance.
     taken = (
         tuple(in_commit(rank, line=81 + number % 2, active=number % 2 == 1) for rank in (0, 2)) for number in range(99)

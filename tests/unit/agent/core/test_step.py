@@ -120,8 +120,7 @@ def test_an_agent_that_has_exited_does_nothing_more() -> None:
     assert driver.agent == before
 
 
-def test_a_generation_whose_workers_ran_is_not_run_again_while_the_snapshot_is_old() -> None:
-    driver = started()
+def test_a_generation_whose_workers_ran_is_not_run_again_while_the_snapshot_is_old(driver: Driver) -> None:
     old = driver.snapshot
     driver.happen(lost(0, workers_too=True))
 
@@ -144,9 +143,8 @@ def test_a_generation_whose_workers_ran_is_not_run_again_while_the_snapshot_is_o
     ],
 )
 def test_a_generation_that_another_opened_stops_the_workers_soon_or_for_who_comes_or_goes_with_time_to_save(
-    kind: OpenKind, level: str, grace_s: float
+    driver: Driver, kind: OpenKind, level: str, grace_s: float
 ) -> None:
-    driver = started()
     done = driver.sees(1, kind, "rank 9 failed elsewhere")
 
     assert done == [SignalWorkers(0, ALL, TERM)]
@@ -208,8 +206,7 @@ def test_an_end_that_was_written_stops_the_workers_and_then_the_agent(kind: Outc
     assert (last, driver.outcome) == ([], ended)
 
 
-def test_keys_that_are_gone_stop_the_workers_and_the_outcome_is_unknown() -> None:
-    driver = started()
+def test_keys_that_are_gone_stop_the_workers_and_the_outcome_is_unknown(driver: Driver) -> None:
     driver.write(Delete(KEYS.root, f"{KEYS.root}~"))
 
     stopped = driver.sync()
@@ -220,9 +217,7 @@ def test_keys_that_are_gone_stop_the_workers_and_the_outcome_is_unknown() -> Non
     assert driver.outcome.reason == "the keys of the job job are gone from the store"
 
 
-def test_a_store_that_is_lost_while_workers_run_stops_them_with_time_to_save() -> None:
-    driver = started()
-
+def test_a_store_that_is_lost_while_workers_run_stops_them_with_time_to_save(driver: Driver) -> None:
     stopped = driver.happen(StoreLost("the store's history is lost"))
     logged, due_s = driver.logged, deadline_s(driver.agent)
     ends(driver)
@@ -233,8 +228,7 @@ def test_a_store_that_is_lost_while_workers_run_stops_them_with_time_to_save() -
     assert (driver.outcome.kind, driver.outcome.exit_code) == (OutcomeKind.UNKNOWN, 3)
 
 
-def test_a_store_that_is_lost_while_workers_stop_after_a_failure_leaves_the_outcome_unknown() -> None:
-    driver = started()
+def test_a_store_that_is_lost_while_workers_stop_after_a_failure_leaves_the_outcome_unknown(driver: Driver) -> None:
     driver.exits(1, 3)
 
     driver.happen(StoreLost("the store's history is lost"))
@@ -243,8 +237,7 @@ def test_a_store_that_is_lost_while_workers_stop_after_a_failure_leaves_the_outc
     assert driver.outcome.kind is OutcomeKind.UNKNOWN
 
 
-def test_a_record_that_was_overwritten_stops_no_worker_and_is_logged_once() -> None:
-    driver = started()
+def test_a_record_that_was_overwritten_stops_no_worker_and_is_logged_once(driver: Driver) -> None:
     before = driver.store.read(KEYS.generation).entries[KEYS.generation].value
     driver.write(Put(KEYS.generation, "scribbled"))
 
@@ -260,8 +253,7 @@ def test_a_record_that_was_overwritten_stops_no_worker_and_is_logged_once() -> N
     assert driver.generation.number == 1
 
 
-def test_a_node_that_was_finished_already_runs_again_too() -> None:
-    driver = started()
+def test_a_node_that_was_finished_already_runs_again_too(driver: Driver) -> None:
     ends(driver)
     assert isinstance(driver.agent.phase, Finished)
     driver.open(1, OpenKind.FAIL)
@@ -291,8 +283,7 @@ def test_an_end_that_was_written_ends_an_agent_without_workers(finished: bool) -
     assert driver.outcome == ended
 
 
-def test_the_first_snapshot_with_a_table_begins_its_age() -> None:
-    driver = started()
+def test_the_first_snapshot_with_a_table_begins_its_age(driver: Driver) -> None:
     driver.now_s += 7
 
     driver.sync()
@@ -344,10 +335,7 @@ def second_of_two(phase: type[Phase]) -> Driver:
         driver.happen(lost(0, workers_too=True))
         driver.happen(cleared(0))
     if phase is Finished:
-        driver.exits(0, 0)
-        driver.exits(1, 0)
-        driver.exits(2, 0)
-        driver.happen(cleared(0))
+        ends(driver)
     if phase is Stopping:
         driver.exits(1, 1)
     if phase is Clearing:

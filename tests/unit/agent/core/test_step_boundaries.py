@@ -51,8 +51,7 @@ def test_after_the_verdict_stacks_are_taken_once_more_in_each_further_limit() ->
 
 
 @pytest.mark.parametrize(("exited", "phase"), [(frozenset(), Stopping), (ALL, Clearing)])
-def test_an_order_that_comes_twice_changes_nothing(exited: frozenset[int], phase: type) -> None:
-    driver = started()
+def test_an_order_that_comes_twice_changes_nothing(driver: Driver, exited: frozenset[int], phase: type) -> None:
     driver.happen(Signalled(INT, "elaunch stop", is_order=True))
     for rank in exited:
         driver.exits(rank, -TERM)

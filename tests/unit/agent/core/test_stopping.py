@@ -34,8 +34,7 @@ from tests.unit.agent.driver import (
 )
 
 
-def test_the_next_generation_starts_only_when_all_workers_are_gone_and_cleared_away() -> None:
-    driver = started()
+def test_the_next_generation_starts_only_when_all_workers_are_gone_and_cleared_away(driver: Driver) -> None:
     driver.exits(1, 3)
 
     spawned = [driver.settle(), driver.exits(0, -TERM), driver.settle(), driver.exits(2, -TERM), driver.settle()]
@@ -48,8 +47,7 @@ def test_the_next_generation_starts_only_when_all_workers_are_gone_and_cleared_a
     assert (driver.snapshot.table.generation, driver.snapshot.table.restarts) == (1, 1)
 
 
-def test_workers_that_do_not_end_are_killed_after_the_failure_grace() -> None:
-    driver = started()
+def test_workers_that_do_not_end_are_killed_after_the_failure_grace(driver: Driver) -> None:
     driver.exits(1, 3)
 
     due_s = deadline_s(driver.agent)
@@ -64,8 +62,7 @@ def test_workers_that_do_not_end_are_killed_after_the_failure_grace() -> None:
     assert "local rank 0, 2 still ran after 2 s" in driver.logged
 
 
-def test_a_fork_server_that_does_not_report_killed_workers_is_replaced() -> None:
-    driver = started()
+def test_a_fork_server_that_does_not_report_killed_workers_is_replaced(driver: Driver) -> None:
     driver.exits(1, 3)
     driver.after(FAILURE_GRACE_S)
 
@@ -100,9 +97,7 @@ def test_a_signal_is_passed_on_and_ends_the_agent_with_128_and_its_number(signum
     assert driver.outcome.reason == f"{name} was received"
 
 
-def test_on_sigterm_the_nodes_keys_go_as_the_next_generation_is_opened() -> None:
-    driver = started()
-
+def test_on_sigterm_the_nodes_keys_go_as_the_next_generation_is_opened(driver: Driver) -> None:
     driver.happen(Signalled(TERM, "SIGTERM"))
 
     left = {KEYS.generation, KEYS.member(driver.node_id), KEYS.joined(0, driver.node_id)}
@@ -114,8 +109,7 @@ def test_on_sigterm_the_nodes_keys_go_as_the_next_generation_is_opened() -> None
     assert generation.node_id == driver.node_id
 
 
-def test_a_finished_node_that_leaves_restarts_no_worker() -> None:
-    driver = started()
+def test_a_finished_node_that_leaves_restarts_no_worker(driver: Driver) -> None:
     ends(driver)
     assert isinstance(driver.agent.phase, Finished)
 
@@ -136,8 +130,7 @@ def test_a_finished_node_that_leaves_restarts_no_worker() -> None:
         (INT, 2, 3, "SIGX: stopping 3 workers, SIGKILL in 30 s; Ctrl-C again kills now"),
     ],
 )
-def test_a_signal_is_logged(signum: int, nodes_max: int, live: int, text: str) -> None:
-    driver = started()
+def test_a_signal_is_logged(driver: Driver, signum: int, nodes_max: int, live: int, text: str) -> None:
     driver.agent = replace(driver.agent, spec=replace(SPEC, nodes_max=nodes_max))
     for rank in range(live, 3):
         driver.exits(rank, 0)
@@ -147,8 +140,7 @@ def test_a_signal_is_logged(signum: int, nodes_max: int, live: int, text: str) -
     assert driver.logged == text
 
 
-def test_a_second_ctrl_c_kills_now() -> None:
-    driver = started()
+def test_a_second_ctrl_c_kills_now(driver: Driver) -> None:
     driver.happen(Signalled(INT, "SIGINT"))
     driver.exits(0, -INT)
 
@@ -159,9 +151,8 @@ def test_a_second_ctrl_c_kills_now() -> None:
     assert third == []
 
 
-def test_the_first_ctrl_c_kills_no_worker_while_the_job_stops_for_that_of_another_node() -> None:
+def test_the_first_ctrl_c_kills_no_worker_while_the_job_stops_for_that_of_another_node(driver: Driver) -> None:
     """srun, mpirun and a terminal send Ctrl-C to all nodes, and the store's news may come first."""
-    driver = started()
     ended = Outcome(OutcomeKind.INTERRUPTED, "SIGINT was received by node-b", 0, 0, 3, signum=INT)
     driver.write(Put(KEYS.ended, encode(ended)))
     driver.sync()
@@ -175,8 +166,7 @@ def test_the_first_ctrl_c_kills_no_worker_while_the_job_stops_for_that_of_anothe
     assert second == [SignalWorkers(0, ALL, KILL)]
 
 
-def test_a_ctrl_c_on_a_node_that_leaves_ends_the_job_for_the_others_too() -> None:
-    driver = started()
+def test_a_ctrl_c_on_a_node_that_leaves_ends_the_job_for_the_others_too(driver: Driver) -> None:
     driver.agent = replace(driver.agent, spec=replace(SPEC, nodes_max=2))
     driver.happen(Signalled(TERM, "SIGTERM"))
     assert driver.snapshot.ended is None
@@ -190,8 +180,7 @@ def test_a_ctrl_c_on_a_node_that_leaves_ends_the_job_for_the_others_too() -> Non
     assert driver.logged.startswith("SIGINT: the whole job ends; stopping already, SIGKILL in 30 s")
 
 
-def test_a_ctrl_c_on_a_node_that_left_does_not_end_the_run_that_others_began_since() -> None:
-    driver = started()
+def test_a_ctrl_c_on_a_node_that_left_does_not_end_the_run_that_others_began_since(driver: Driver) -> None:
     driver.happen(Signalled(TERM, "SIGTERM"))
     for number in (1, 2):
         driver.sees(number, OpenKind.START, "the job starts")
@@ -209,8 +198,7 @@ def test_a_signal_while_stopping_after_a_failure_ends_the_agent_instead_of_a_res
 
     passed_on = driver.happen(Signalled(signum, "SIGX"))
     driver.settle()
-    for rank in (0, 2):
-        driver.exits(rank, -signum)
+    driver.all_exit(-signum)
     last = driver.happen(cleared(0))
 
     assert passed_on == [SignalWorkers(0, frozenset({0, 2}), signum)]
@@ -218,8 +206,7 @@ def test_a_signal_while_stopping_after_a_failure_ends_the_agent_instead_of_a_res
     assert driver.outcome.exit_code == 128 + signum
 
 
-def test_a_signal_before_the_workers_are_cleared_away_is_not_lost() -> None:
-    driver = started()
+def test_a_signal_before_the_workers_are_cleared_away_is_not_lost(driver: Driver) -> None:
     driver.happen(lost(0, workers_too=True))
 
     notified = driver.happen(Signalled(TERM, "SIGTERM"))
@@ -232,11 +219,7 @@ def test_a_signal_before_the_workers_are_cleared_away_is_not_lost() -> None:
 
 
 def test_a_signal_to_a_node_that_is_just_done_records_that_and_leaves() -> None:
-    driver = Driver(replace(SPEC, nodes_max=2)).begin()
-    driver.settle()
-    driver.now_s = driver.agent.lead_at_s or 0.0
-    driver.happen(Tick())
-    driver.settle()
+    driver = started(replace(SPEC, nodes_max=2))
     driver.all_exit()
 
     done = driver.happen(Signalled(TERM, "SIGTERM"))
@@ -259,8 +242,7 @@ def test_ctrl_c_before_the_node_is_part_of_the_job_leaves_the_job_alone() -> Non
     assert driver.snapshot.ended is None
 
 
-def test_a_stop_does_not_wait_for_ever_for_output_without_a_reader() -> None:
-    driver = started()
+def test_a_stop_does_not_wait_for_ever_for_output_without_a_reader(driver: Driver) -> None:
     driver.happen(Signalled(TERM, "SIGTERM"))
     for rank in range(2):
         driver.exits(rank, 0)
@@ -278,11 +260,9 @@ def test_a_stop_does_not_wait_for_ever_for_output_without_a_reader() -> None:
 # --- the record of a failure, completed
 
 
-def test_the_output_that_arrived_last_completes_the_failures_record() -> None:
-    driver = started()
+def test_the_output_that_arrived_last_completes_the_failures_record(driver: Driver) -> None:
     driver.happen(exited(0, 1, 3))
-    for rank in (0, 2):
-        driver.exits(rank, -TERM)
+    driver.all_exit(-TERM)
     tail = 'Traceback (most recent call last):\n  File "/t.py", line 3, in f\nValueError: late\n'
 
     driver.happen(Cleared(0, {1: tail, 0: "other"}))
@@ -297,9 +277,8 @@ def test_the_output_that_arrived_last_completes_the_failures_record() -> None:
     ids=["killed", "had raised when our SIGTERM ended it"],
 )
 def test_a_peers_death_found_while_stopping_is_blamed_instead_of_the_one_that_reported_it(
-    code: int, kind: FailureKind
+    driver: Driver, code: int, kind: FailureKind
 ) -> None:
-    driver = started()
     driver.loses_peer(0)
     driver.exits(1, code, kind)
     driver.exits(2, -TERM, FailureKind.SIGNAL)
@@ -311,8 +290,7 @@ def test_a_peers_death_found_while_stopping_is_blamed_instead_of_the_one_that_re
     assert driver.logged == f"the cause: {record.sentence}"
 
 
-def test_who_ended_well_while_another_generation_was_opened_runs_again_and_is_not_done() -> None:
-    driver = started()
+def test_who_ended_well_while_another_generation_was_opened_runs_again_and_is_not_done(driver: Driver) -> None:
     driver.all_exit()
     driver.sees(1)
 
@@ -322,9 +300,7 @@ def test_who_ended_well_while_another_generation_was_opened_runs_again_and_is_no
     assert driver.node_id in driver.snapshot.joined[1]
 
 
-def test_a_pipe_without_a_reader_ends_the_job_by_sigterm_without_a_line_and_with_141() -> None:
-    driver = started()
-
+def test_a_pipe_without_a_reader_ends_the_job_by_sigterm_without_a_line_and_with_141(driver: Driver) -> None:
     done = driver.happen(Signalled(PIPE, "SIGPIPE"))
     ends(driver, -TERM)
 
@@ -335,8 +311,7 @@ def test_a_pipe_without_a_reader_ends_the_job_by_sigterm_without_a_line_and_with
 
 
 @pytest.mark.parametrize("progressed", [False, True])
-def test_who_joins_again_reports_whether_its_workers_made_progress(progressed: bool) -> None:
-    driver = started()
+def test_who_joins_again_reports_whether_its_workers_made_progress(driver: Driver, progressed: bool) -> None:
     driver.happen(lost(0, workers_too=True))
 
     done = driver.happen(cleared(0, progressed=progressed)) + driver.settle()
@@ -345,8 +320,7 @@ def test_who_joins_again_reports_whether_its_workers_made_progress(progressed: b
     assert done[0].progressed is progressed
 
 
-def test_killed_workers_get_no_other_signal_when_the_node_is_to_leave() -> None:
-    driver = started()
+def test_killed_workers_get_no_other_signal_when_the_node_is_to_leave(driver: Driver) -> None:
     driver.exits(1, 3)
     driver.after(FAILURE_GRACE_S)
 
@@ -354,14 +328,11 @@ def test_killed_workers_get_no_other_signal_when_the_node_is_to_leave() -> None:
 
     assert leaving == []
     assert {type(action) for action in driver.acted} == {Commit}
-    driver.exits(0, -KILL, FailureKind.SIGNAL)
-    driver.exits(2, -KILL, FailureKind.SIGNAL)
-    driver.happen(cleared(0))
+    ends(driver, -KILL, FailureKind.SIGNAL)
     assert driver.outcome.exit_code == 128 + TERM
 
 
-def test_a_signal_after_the_end_was_written_writes_nothing() -> None:
-    driver = started()
+def test_a_signal_after_the_end_was_written_writes_nothing(driver: Driver) -> None:
     ended = Outcome(OutcomeKind.FAILED, "a person cancelled it", 0, 0, 3)
     driver.write(Put(KEYS.ended, encode(ended)))
     driver.sync()
@@ -385,8 +356,7 @@ def test_a_ctrl_c_when_only_output_is_left_ends_the_job_and_waits_no_longer(sign
     assert driver.snapshot.ended is not None
 
 
-def test_a_second_sigterm_is_not_in_a_hurry() -> None:
-    driver = started()
+def test_a_second_sigterm_is_not_in_a_hurry(driver: Driver) -> None:
     driver.happen(Signalled(TERM, "SIGTERM"))
 
     assert driver.happen(Signalled(TERM, "SIGTERM")) == []
@@ -414,8 +384,7 @@ def test_of_signals_close_after_each_other_the_first_one_is_named(signums: tuple
     assert driver.outcome.reason == f"SIG{signums[0]} was received by node-a"
 
 
-def test_a_signal_after_all_workers_ended_well_comes_too_late() -> None:
-    driver = started()
+def test_a_signal_after_all_workers_ended_well_comes_too_late(driver: Driver) -> None:
     driver.all_exit()
 
     assert driver.happen(Signalled(TERM, "SIGTERM")) == []
@@ -424,8 +393,7 @@ def test_a_signal_after_all_workers_ended_well_comes_too_late() -> None:
     assert driver.outcome.kind is OutcomeKind.SUCCEEDED
 
 
-def test_where_the_job_continues_output_is_waited_for_however_long_it_takes() -> None:
-    driver = started()
+def test_where_the_job_continues_output_is_waited_for_however_long_it_takes(driver: Driver) -> None:
     driver.happen(lost(0, workers_too=True))
 
     driver.now_s += 1000
@@ -434,8 +402,7 @@ def test_where_the_job_continues_output_is_waited_for_however_long_it_takes() ->
     assert driver.happen(Tick()) == []
 
 
-def test_a_cause_that_was_named_already_is_not_named_again() -> None:
-    driver = started()
+def test_a_cause_that_was_named_already_is_not_named_again(driver: Driver) -> None:
     driver.exits(1, -KILL, FailureKind.SIGNAL)
     driver.exits(0, 1, FailureKind.PEER_LOST)
     driver.exits(2, -TERM, FailureKind.SIGNAL)

@@ -46,6 +46,12 @@ def listening(driver: Driver, *ranks: int, to_failure: bool = True) -> Driver:
     return driver
 
 
+@pytest.fixture
+def driver() -> Driver:
+    """A single node whose workers run, and all listen."""
+    return listening(started())
+
+
 def notify(message: object, *ranks: int) -> NotifyWorkers:
     return NotifyWorkers(0, frozenset(ranks), message)  # type: ignore[arg-type]
 
@@ -73,8 +79,7 @@ def test_who_saves_is_notified_of_a_failure_and_gets_no_signal() -> None:
     assert done == [notify(PeerFailed(0), 0), signal(TERM, 2)]
 
 
-def test_it_is_killed_as_soon_as_it_has_saved_and_that_is_no_failure() -> None:
-    driver = listening(started())
+def test_it_is_killed_as_soon_as_it_has_saved_and_that_is_no_failure(driver: Driver) -> None:
     driver.exits(1, 3)
 
     killed = [reports_saved(driver, 2), reports_saved(driver, 2), reports_saved(driver, 0)]
@@ -96,9 +101,7 @@ def test_who_listens_for_stops_only_gets_sigterm_after_a_failure() -> None:
     assert reports_saved(driver, 0) == []
 
 
-def test_that_a_worker_saved_kills_no_worker_while_nothing_has_failed() -> None:
-    driver = listening(started())
-
+def test_that_a_worker_saved_kills_no_worker_while_nothing_has_failed(driver: Driver) -> None:
     before = reports_saved(driver, 0)
     driver.happen(Signalled(TERM, "SIGTERM"))
     leaving = reports_saved(driver, 0)
@@ -128,8 +131,7 @@ def test_who_saves_has_until_the_stop_grace_and_the_others_no_longer_than_before
     assert [f.local_rank for f in driver.snapshot.failures[0]] == [2]
 
 
-def test_who_is_not_done_with_saving_then_is_killed_and_that_is_logged() -> None:
-    driver = listening(started())
+def test_who_is_not_done_with_saving_then_is_killed_and_that_is_logged(driver: Driver) -> None:
     driver.exits(1, 3)
     for rank in (0, 2):
         driver.happen(WorkerSaving(0, rank, 7))
@@ -146,8 +148,7 @@ def test_who_is_not_done_with_saving_then_is_killed_and_that_is_logged() -> None
 # --- who listens no more
 
 
-def test_who_listens_no_more_after_a_notice_to_stop_gets_sigterm() -> None:
-    driver = listening(started())
+def test_who_listens_no_more_after_a_notice_to_stop_gets_sigterm(driver: Driver) -> None:
     driver.happen(Signalled(TERM, "SIGTERM"))
     reports_stopped(driver, 2)
 
@@ -156,8 +157,7 @@ def test_who_listens_no_more_after_a_notice_to_stop_gets_sigterm() -> None:
     assert text == [[signal(TERM, 1)], [], []], "once, and none to who has stopped"
 
 
-def test_who_listens_no_more_after_a_notice_of_a_failure_gets_sigterm() -> None:
-    driver = listening(started())
+def test_who_listens_no_more_after_a_notice_of_a_failure_gets_sigterm(driver: Driver) -> None:
     driver.exits(1, 3)
 
     done = driver.happen(WorkerListens(0, 0, to_stop=True, to_failure=False))
@@ -180,8 +180,7 @@ def test_for_nodes_that_come_and_go_who_listens_is_notified_to_stop_after_a_step
     assert driver.sync() == []
 
 
-def test_who_comes_to_no_step_boundary_in_time_gets_sigterm_and_then_the_stop_grace() -> None:
-    driver = listening(started())
+def test_who_comes_to_no_step_boundary_in_time_gets_sigterm_and_then_the_stop_grace(driver: Driver) -> None:
     driver.sees(1, OpenKind.JOIN, "node-b joins")
     reports_stopped(driver, 1)
 
@@ -215,8 +214,7 @@ def test_a_failure_elsewhere_while_they_come_to_the_boundary_is_reported_to_thos
     assert reports_saved(driver, 1) == [], "it is on its way out"
 
 
-def test_a_failure_of_its_own_while_they_come_to_the_boundary_is_reported_to_the_others() -> None:
-    driver = listening(started())
+def test_a_failure_of_its_own_while_they_come_to_the_boundary_is_reported_to_the_others(driver: Driver) -> None:
     driver.sees(1, OpenKind.JOIN, "node-b joins")
 
     done = driver.exits(0, 1, FailureKind.EXCEPTION)
@@ -227,8 +225,7 @@ def test_a_failure_of_its_own_while_they_come_to_the_boundary_is_reported_to_the
     assert [f.local_rank for f in driver.snapshot.failures[0]] == [0]
 
 
-def test_a_bare_exit_code_while_they_come_to_the_boundary_may_be_an_effect() -> None:
-    driver = listening(started())
+def test_a_bare_exit_code_while_they_come_to_the_boundary_may_be_an_effect(driver: Driver) -> None:
     driver.sees(1, OpenKind.JOIN, "node-b joins")
 
     driver.exits(0, 7)
@@ -240,8 +237,7 @@ def test_a_bare_exit_code_while_they_come_to_the_boundary_may_be_an_effect() -> 
 
 
 @pytest.mark.parametrize("code", [0, 128 + TERM, 128 + INT])
-def test_a_worker_that_stopped_before_its_agent_knows_why_is_held(code: int) -> None:
-    driver = listening(started())
+def test_a_worker_that_stopped_before_its_agent_knows_why_is_held(driver: Driver, code: int) -> None:
     reports_stopped(driver, *ALL)
 
     ends = [driver.exits(rank, code) for rank in ALL]
@@ -259,8 +255,7 @@ def test_a_worker_that_stopped_before_its_agent_knows_why_is_held(code: int) -> 
     assert isinstance(driver.agent.phase, Joining)
 
 
-def test_where_no_order_follows_an_exit_with_0_is_what_it_is() -> None:
-    driver = listening(started())
+def test_where_no_order_follows_an_exit_with_0_is_what_it_is(driver: Driver) -> None:
     reports_stopped(driver, *ALL)
     driver.all_exit()
 
@@ -272,8 +267,7 @@ def test_where_no_order_follows_an_exit_with_0_is_what_it_is() -> None:
 
 
 @pytest.mark.parametrize("code", [1, -KILL])
-def test_a_worker_that_fails_after_it_had_stopped_is_a_failure_at_once(code: int) -> None:
-    driver = listening(started())
+def test_a_worker_that_fails_after_it_had_stopped_is_a_failure_at_once(driver: Driver, code: int) -> None:
     reports_stopped(driver, 0, 1)
     driver.exits(1, 128 + TERM)
 
@@ -339,8 +333,7 @@ def test_a_signal_while_they_stop_for_a_join_is_passed_on_too_and_leaves_no_more
     assert deadline_s(driver.agent) == START_S + 1 + STOP_GRACE_S
 
 
-def test_a_worker_that_fails_after_a_signal_lets_no_worker_wait_for_the_end_of_its_step() -> None:
-    driver = listening(started())
+def test_a_worker_that_fails_after_a_signal_lets_no_worker_wait_for_the_end_of_its_step(driver: Driver) -> None:
     driver.happen(Signalled(TERM, "SIGTERM"))
 
     done = driver.exits(0, -KILL, FailureKind.SIGNAL)
@@ -360,8 +353,7 @@ def test_workers_that_listen_have_two_seconds_after_a_failure_also_where_handler
     assert [deadline_s(driver.agent) for driver in (deaf, listener)] == [START_S + 0.5, START_S + 2.0]
 
 
-def test_who_saves_before_its_agent_knows_of_the_failure_has_the_time_too() -> None:
-    driver = listening(started())
+def test_who_saves_before_its_agent_knows_of_the_failure_has_the_time_too(driver: Driver) -> None:
     driver.happen(WorkerSaving(0, 0, 7))
     driver.exits(1, 3)
 
@@ -370,15 +362,13 @@ def test_who_saves_before_its_agent_knows_of_the_failure_has_the_time_too() -> N
     assert driver.happen(Tick()) == [signal(KILL, 2)]
 
 
-def test_who_was_to_stop_for_another_signal_gets_that_one() -> None:
-    driver = listening(started())
+def test_who_was_to_stop_for_another_signal_gets_that_one(driver: Driver) -> None:
     driver.happen(Signalled(INT, "SIGINT"))
 
     assert driver.happen(WorkerListens(0, 1, to_stop=False, to_failure=False)) == [signal(INT, 1)]
 
 
-def test_from_the_boundary_on_they_have_the_stop_grace_to_save() -> None:
-    driver = listening(started())
+def test_from_the_boundary_on_they_have_the_stop_grace_to_save(driver: Driver) -> None:
     driver.sees(1, OpenKind.LEAVE, "node-b leaves")
 
     driver.now_s += 3
@@ -387,8 +377,7 @@ def test_from_the_boundary_on_they_have_the_stop_grace_to_save() -> None:
     assert deadline_s(driver.agent) == START_S + 3 + STOP_GRACE_S
 
 
-def test_who_saves_at_a_stop_keeps_the_time_for_it_when_a_peer_is_killed_meanwhile() -> None:
-    driver = listening(started())
+def test_who_saves_at_a_stop_keeps_the_time_for_it_when_a_peer_is_killed_meanwhile(driver: Driver) -> None:
     driver.sees(1, OpenKind.JOIN, "node-b joins")
     reports_stopped(driver, *ALL)
     for rank in (0, 2):
@@ -401,8 +390,7 @@ def test_who_saves_at_a_stop_keeps_the_time_for_it_when_a_peer_is_killed_meanwhi
     assert deadline_s(driver.agent) == START_S + STOP_GRACE_S
 
 
-def test_where_no_order_follows_any_other_exit_is_a_failure() -> None:
-    driver = listening(started())
+def test_where_no_order_follows_any_other_exit_is_a_failure(driver: Driver) -> None:
     reports_stopped(driver, *ALL)
     driver.exits(0, 0)
     driver.exits(1, 128 + TERM)
@@ -435,8 +423,7 @@ def test_a_signal_after_a_failure_disturbs_no_worker_that_saves() -> None:
     assert reports_saved(driver, 0) == [signal(KILL, 0)]
 
 
-def test_who_stopped_and_exits_with_any_code_after_a_signal_disturbs_no_worker_that_saves() -> None:
-    driver = listening(started())
+def test_who_stopped_and_exits_with_any_code_after_a_signal_disturbs_no_worker_that_saves(driver: Driver) -> None:
     driver.happen(Signalled(TERM, "SIGTERM"))
     reports_stopped(driver, *ALL)
 

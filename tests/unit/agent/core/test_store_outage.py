@@ -12,13 +12,12 @@ from elaunch.agent.core.membership import INVITE_AGAIN_S
 from elaunch.agent.core.state import LOG_AFTER_S, Joining, Running
 from elaunch.agent.core.step import deadline_s
 from elaunch.rendezvous.types import OpenKind, OutcomeKind
-from tests.unit.agent.driver import ALL, SPEC, START_S, TERM, TIMES, TWO, Driver, ends, pair, settle, started
+from tests.unit.agent.driver import ALL, SPEC, START_S, TERM, TIMES, TWO, Driver, ends, pair, settle
 
 # --- the store is unreachable
 
 
-def test_a_store_that_stays_away_is_named_once_with_the_newest_reason_and_its_return_is_too() -> None:
-    driver = started()
+def test_a_store_that_stays_away_is_named_once_with_the_newest_reason_and_its_return_is_too(driver: Driver) -> None:
     driver.happen(StoreBack())
     driver.happen(StoreFailed("10.0.0.9:2379 refuses connections"))
     assert deadline_s(driver.agent) == START_S + LOG_AFTER_S
@@ -154,8 +153,7 @@ FULL = StoreFailed("etcd-a:2379: etcd is full (alarm NOSPACE)", Trouble.REFUSES)
         (StoreFailed("too many open files", Trouble.OWN), "cannot be connected to: too many open files"),
     ],
 )
-def test_each_trouble_has_its_own_line_while_the_workers_run(event: StoreFailed, text: str) -> None:
-    driver = started()
+def test_each_trouble_has_its_own_line_while_the_workers_run(driver: Driver, event: StoreFailed, text: str) -> None:
     driver.happen(StoreBack())
     driver.happen(event)
 
@@ -164,9 +162,8 @@ def test_each_trouble_has_its_own_line_while_the_workers_run(event: StoreFailed,
     assert driver.logged == f"the store {text}; trying again; the workers continue"
 
 
-def test_the_time_to_give_up_is_counted_from_when_the_workers_are_gone() -> None:
+def test_the_time_to_give_up_is_counted_from_when_the_workers_are_gone(driver: Driver) -> None:
     """The time counts from the workers' end. Otherwise a failure late in a long outage would end the job at once."""
-    driver = started()
     driver.happen(StoreBack())
     driver.happen(FULL)
     driver.after(10 * TIMES.join_timeout_s)
@@ -208,8 +205,7 @@ def test_a_follower_logs_who_knows_what_is_waited_for() -> None:
     assert second.logged == "waiting for generation 0; its leader, on node-a, logs for whom it waits"
 
 
-def test_an_absent_store_is_named_again_when_the_workers_have_exited() -> None:
-    driver = started()
+def test_an_absent_store_is_named_again_when_the_workers_have_exited(driver: Driver) -> None:
     driver.happen(StoreBack())
     driver.happen(StoreFailed("no route"))
     driver.after(LOG_AFTER_S)

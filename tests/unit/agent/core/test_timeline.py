@@ -13,7 +13,7 @@ from elaunch.rendezvous.rules.hang_verdict import Hang
 from elaunch.rendezvous.store import Delete, Put
 from elaunch.rendezvous.types import FailureKind
 from tests.event_schema import check_event
-from tests.unit.agent.driver import KEYS, TERM, TWO, Driver, ends, failure, pair, settle, started
+from tests.unit.agent.driver import KEYS, TERM, TWO, Driver, ends, failure, pair, settle
 
 
 def check(driver: Driver) -> None:
@@ -27,9 +27,7 @@ def named(driver: Driver, *events: str) -> list[Entry]:
     return [entry for entry in driver.entries if entry.event in events]
 
 
-def test_a_failure_is_recorded_at_once_again_with_its_output_and_as_the_reason_of_the_restart() -> None:
-    driver = started()
-
+def test_a_failure_is_recorded_at_once_again_with_its_output_and_as_the_reason_of_the_restart(driver: Driver) -> None:
     driver.exits(1, -9, FailureKind.SIGNAL)
     driver.settle()
     ends(driver, -15)
@@ -98,9 +96,7 @@ def test_a_lost_node_and_the_one_that_takes_its_place_are_named_on_each_node() -
     assert len(named(spare, "spare")) == 1
 
 
-def test_a_store_that_fails_is_recorded_when_it_is_logged_and_once() -> None:
-    driver = started()
-
+def test_a_store_that_fails_is_recorded_when_it_is_logged_and_once(driver: Driver) -> None:
     driver.happen(StoreFailed("no route to host"))
     assert not named(driver, "store_away")
     driver.after(3)
@@ -113,8 +109,7 @@ def test_a_store_that_fails_is_recorded_when_it_is_logged_and_once() -> None:
     assert (away.event, away.fields["why"], back.event) == ("store_away", "no route to host", "store_back")
 
 
-def test_a_job_that_seems_to_hang_and_resumes_is_recorded_once_each() -> None:
-    driver = started()
+def test_a_job_that_seems_to_hang_and_resumes_is_recorded_once_each(driver: Driver) -> None:
     driver.agent = replace(driver.agent, restarts_hung=False)
 
     driver.write(Put(KEYS.hang, encode(Hang(0, driver.node_id, 1, "hung: it sleeps, and the others wait,"))))
@@ -187,9 +182,7 @@ def test_a_failure_on_any_node_is_announced_once_by_the_leader_with_the_restart_
     assert (restart.fields["restarts"], restart.fields["failure"]["code"]) == (1, -9)
 
 
-def test_a_hang_is_called_so() -> None:
-    driver = started()
-
+def test_a_hang_is_called_so(driver: Driver) -> None:
     driver.happen(WorkersHung(0, failure(0, 2, None, FailureKind.HANG)))
     driver.settle()
 

@@ -375,22 +375,28 @@ def test_a_survivor_that_nccls_watchdog_aborts_lost_a_peer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("exception", "message"),
+    ("exception", "message", "kind"),
     [
-        ("torch.OutOfMemoryError", "CUDA out of memory. Tried to allocate 20.00 MiB"),
-        ("torch.cuda.OutOfMemoryError", "HIP out of memory"),
-        ("RuntimeError", "CUDA out of memory. Tried to allocate"),
-        ("RuntimeError", "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes."),
+        ("torch.OutOfMemoryError", "CUDA out of memory. Tried to allocate 20.00 MiB", FailureKind.OUT_OF_MEMORY),
+        ("torch.cuda.OutOfMemoryError", "HIP out of memory", FailureKind.OUT_OF_MEMORY),
+        ("RuntimeError", "CUDA out of memory. Tried to allocate", FailureKind.OUT_OF_MEMORY),
+        (
+            "RuntimeError",
+            "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes.",
+            FailureKind.OUT_OF_MEMORY,
+        ),
+        # The kernel's errors alone are those of torch's sockets.
+        *(
+            (exception, message, FailureKind.PEER_LOST)
+            for exception in ("RuntimeError", "torch.distributed.DistNetworkError")
+            for message in ("Connection reset by peer", "Broken pipe", "Connection timed out")
+        ),
     ],
 )
-def test_an_allocation_that_fails_is_out_of_memory(exception: str, message: str) -> None:
-    assert failure(1, record_of(exception, message)).kind is FailureKind.OUT_OF_MEMORY
-
-
-@pytest.mark.parametrize("message", ["Connection reset by peer", "Broken pipe", "Connection timed out"])
-@pytest.mark.parametrize("exception", ["RuntimeError", "torch.distributed.DistNetworkError"])
-def test_the_kernels_errors_alone_are_those_of_torchs_sockets(exception: str, message: str) -> None:
-    assert failure(1, record_of(exception, message)).kind is FailureKind.PEER_LOST
+def test_an_allocation_that_fails_and_an_error_of_torchs_sockets_are_known(
+    exception: str, message: str, kind: FailureKind
+) -> None:
+    assert failure(1, record_of(exception, message)).kind is kind
 
 
 REQUESTS = "HTTPSConnectionPool(host='hub', port=443): Max retries exceeded with url: /m (Caused by "

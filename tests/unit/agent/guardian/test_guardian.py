@@ -17,6 +17,7 @@ import pytest
 from elaunch.agent.guardian import guardian
 from elaunch.agent.guardian.client import GuardianClient
 from elaunch.agent.guardian.guardian import JOB_VARIABLES, VARIABLE, JobProcesses, living, sweep
+from elaunch.agent.linux import state
 from tests.harness import DEADLINE_S, wait_for
 
 SLEEP = "import time; time.sleep(600)"
@@ -48,16 +49,11 @@ class Spawned:
         self._processes: list[subprocess.Popen[str]] = []
         self._pids: list[int] = []
 
-    def start(self, source: str, markers: str | None = None, **more: str) -> subprocess.Popen[str]:
-        """Start Python code that prints a line when it is ready. `more` are further variables."""
+    def pid(self, source: str, markers: str | None = None, **more: str) -> int:
+        """Start Python code that prints its pid when it is ready. `more` are further variables."""
         environ = {**os.environ, **more, VARIABLE: self.processes.marker if markers is None else markers}
         process = subprocess.Popen([sys.executable, "-S", "-c", source], env=environ, stdout=subprocess.PIPE, text=True)
         self._processes.append(process)
-        return process
-
-    def pid(self, source: str, markers: str | None = None, **more: str) -> int:
-        """Start such code and read the pid that it prints."""
-        process = self.start(source, markers, **more)
         assert process.stdout
         pid = int(process.stdout.readline())
         self._pids.append(pid)
@@ -80,11 +76,7 @@ def spawned() -> Iterator[Spawned]:
 
 
 def is_running(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as stat:  # noqa: PTH123
-            return stat.read().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except OSError:
-        return False
+    return state(pid) not in ("", "Z", "X")
 
 
 def wait_until_gone(*pids: int) -> None:

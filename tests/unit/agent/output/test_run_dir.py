@@ -21,14 +21,9 @@ from elaunch.agent.output.streams import LogFile
 from tests.harness import RUN_LIMIT_S
 
 
-class Warnings(list[str]):
-    def __call__(self, text: str) -> None:
-        self.append(text)
-
-
 @pytest.fixture
-def warnings() -> Warnings:
-    return Warnings()
+def warnings() -> list[str]:
+    return []
 
 
 @pytest.fixture
@@ -46,8 +41,8 @@ def of_dead_agent() -> Path:
     return Path(subprocess.check_output([sys.executable, "-c", code], text=True, timeout=RUN_LIMIT_S).strip())
 
 
-def test_latest_is_a_link_to_the_newest_run_that_moves_with_its_folder(tmp_path: Path, warnings: Warnings) -> None:
-    first, second = (RunDir(tmp_path / "logs", "job", warnings).logs for _ in range(2))
+def test_latest_is_a_link_to_the_newest_run_that_moves_with_its_folder(tmp_path: Path, warnings: list[str]) -> None:
+    first, second = (RunDir(tmp_path / "logs", "job", warnings.append).logs for _ in range(2))
     assert first
     assert second
 
@@ -57,9 +52,9 @@ def test_latest_is_a_link_to_the_newest_run_that_moves_with_its_folder(tmp_path:
     assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == sorted([first.name, second.name, LATEST])
 
 
-def test_what_workers_keep_lies_in_shared_memory_in_a_folder_that_is_private(warnings: Warnings) -> None:
+def test_what_workers_keep_lies_in_shared_memory_in_a_folder_that_is_private(warnings: list[str]) -> None:
     places = new_places()
-    run_dir = RunDir(None, "job", warnings, places)
+    run_dir = RunDir(None, "job", warnings.append, places)
 
     run_dir.make_memory()
 
@@ -75,10 +70,10 @@ def test_what_workers_keep_lies_in_shared_memory_in_a_folder_that_is_private(war
 
 
 def test_private_folders_that_were_removed_are_made_again_and_no_other_users_is_taken(
-    temporary: Path, warnings: Warnings
+    temporary: Path, warnings: list[str]
 ) -> None:
     places = Places(*((str(temporary / f"{name}-1"), str(temporary / f"{name}-2")) for name in "abc"))
-    run_dir = RunDir(None, "job", warnings, places)
+    run_dir = RunDir(None, "job", warnings.append, places)
     run_dir.make_memory()
     first, no_trouble = run_dir.memory, run_dir.memory_trouble
     for place in (places.private[0], places.memory[0]):
@@ -110,11 +105,13 @@ def test_who_sees_one_folder_of_a_run_cannot_infer_the_names_of_the_others() -> 
 
 
 def test_a_folder_that_somebody_has_made_before_is_not_taken(
-    temporary: Path, warnings: Warnings, tmp_path: Path
+    temporary: Path, warnings: list[str], tmp_path: Path
 ) -> None:
     taken, free = str(temporary / "elaunch_taken"), str(temporary / "elaunch_free")
     Path(taken).mkdir()
-    run_dir = RunDir(None, "job", warnings, Places((taken, free), (taken, f"{free}_memory"), (taken, f"{free}_socket")))
+    run_dir = RunDir(
+        None, "job", warnings.append, Places((taken, free), (taken, f"{free}_memory"), (taken, f"{free}_socket"))
+    )
 
     run_dir.make_memory()
 
@@ -125,11 +122,11 @@ def test_a_folder_that_somebody_has_made_before_is_not_taken(
 
 
 def test_without_shared_memory_it_lies_with_the_temporary_files(
-    temporary: Path, warnings: Warnings, monkeypatch: pytest.MonkeyPatch
+    temporary: Path, warnings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("elaunch.agent.output.run_dir.SHARED_MEMORY", "/proc/nowhere")
     places = new_places()
-    run_dir = RunDir(None, "job", warnings, places)
+    run_dir = RunDir(None, "job", warnings.append, places)
 
     run_dir.make_memory()
 
@@ -143,10 +140,10 @@ def test_without_shared_memory_it_lies_with_the_temporary_files(
 
 @pytest.mark.parametrize("whose", ["living", "dead", "another boot's", "another user's", "unclaimed"])
 def test_only_what_a_dead_agent_of_this_user_and_boot_has_left_is_removed(
-    temporary: Path, warnings: Warnings, whose: str, monkeypatch: pytest.MonkeyPatch
+    temporary: Path, warnings: list[str], whose: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if whose == "living":
-        folder = RunDir(None, "job", warnings).private
+        folder = RunDir(None, "job", warnings.append).private
         assert folder
     else:
         folder = of_dead_agent()
@@ -168,7 +165,7 @@ def test_only_what_a_dead_agent_of_this_user_and_boot_has_left_is_removed(
 
 
 def test_a_folder_that_is_swapped_while_it_is_removed_costs_no_other_file(
-    temporary: Path, warnings: Warnings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    temporary: Path, warnings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = of_dead_agent()
     (folder / "Documents").mkdir()
@@ -193,12 +190,14 @@ def test_a_folder_that_is_swapped_while_it_is_removed_costs_no_other_file(
     assert not (temporary / "away" / "Documents").exists()
 
 
-def test_the_path_of_the_logs_has_no_dots_unless_they_lead_elsewhere(tmp_path: Path, warnings: Warnings) -> None:
+def test_the_path_of_the_logs_has_no_dots_unless_they_lead_elsewhere(tmp_path: Path, warnings: list[str]) -> None:
     (tmp_path / "far" / "away").mkdir(parents=True)
     (tmp_path / "runs").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "far" / "away")
 
-    plain, behind_link = (RunDir(tmp_path / each / ".." / "logs", "job", warnings).logs for each in ("runs", "link"))
+    plain, behind_link = (
+        RunDir(tmp_path / each / ".." / "logs", "job", warnings.append).logs for each in ("runs", "link")
+    )
 
     assert plain
     assert plain.parent == tmp_path / "logs"
@@ -208,15 +207,15 @@ def test_the_path_of_the_logs_has_no_dots_unless_they_lead_elsewhere(tmp_path: P
 
 @pytest.mark.parametrize(("umask", "file_mode", "folder_mode"), [(0o022, 0o640, 0o750), (0o077, 0o600, 0o700)])
 def test_logs_are_for_the_user_and_the_group_at_most(
-    tmp_path: Path, warnings: Warnings, umask: int, file_mode: int, folder_mode: int
+    tmp_path: Path, warnings: list[str], umask: int, file_mode: int, folder_mode: int
 ) -> None:
     before = os.umask(umask)
     try:
-        run_dir = RunDir(tmp_path / "new" / "logs", "job", warnings)
+        run_dir = RunDir(tmp_path / "new" / "logs", "job", warnings.append)
         folder = run_dir.rank(0, 0)
         assert folder
         assert run_dir.logs
-        LogFile(str(folder / "stdout.log"), warnings).close()
+        LogFile(str(folder / "stdout.log"), warnings.append).close()
         (folder / "error.json").touch()
     finally:
         os.umask(before)
@@ -228,8 +227,8 @@ def test_logs_are_for_the_user_and_the_group_at_most(
     assert stat.S_IMODE((folder / "error.json").stat().st_mode) == 0o666 & ~umask
 
 
-def test_a_stage_is_a_line_with_both_clocks_and_its_fields(tmp_path: Path, warnings: Warnings) -> None:
-    timeline = Timeline(tmp_path, warnings, lambda work: work())
+def test_a_stage_is_a_line_with_both_clocks_and_its_fields(tmp_path: Path, warnings: list[str]) -> None:
+    timeline = Timeline(tmp_path, warnings.append, lambda work: work())
     before = time.monotonic()
 
     timeline.stamp(2, "forked", rank=3, pid=4711)
@@ -242,9 +241,9 @@ def test_a_stage_is_a_line_with_both_clocks_and_its_fields(tmp_path: Path, warni
     assert warnings == []
 
 
-def test_a_disk_error_costs_one_warning(tmp_path: Path, warnings: Warnings) -> None:
+def test_a_disk_error_costs_one_warning(tmp_path: Path, warnings: list[str]) -> None:
     (tmp_path / TIMELINE).symlink_to("/dev/full")
-    timeline = Timeline(tmp_path, warnings, lambda work: work())
+    timeline = Timeline(tmp_path, warnings.append, lambda work: work())
 
     timeline.stamp(0, "sealed")
     timeline.stamp(0, "forked")

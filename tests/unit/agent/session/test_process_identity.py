@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
+
+import pytest
 
 from elaunch.process_identity import is_dead_here, this_process
 from tests.harness import DEADLINE_S, wait_for
@@ -11,38 +14,33 @@ from tests.harness import DEADLINE_S, wait_for
 WORD = "from elaunch.process_identity import this_process; print(this_process(), flush=True); input()"
 
 
-def other_process() -> tuple[subprocess.Popen[str], str]:
-    """One that lives until its stdin is closed, and its name."""
+@pytest.fixture
+def other() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A process that lives until its stdin is closed, and its name."""
+    pipe = subprocess.PIPE
     process = subprocess.Popen(
-        [sys.executable, "-c", WORD],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
+        [sys.executable, "-c", WORD], stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True
     )
     assert process.stdout
-    return process, process.stdout.readline().strip()
-
-
-def test_a_process_that_lives_is_not_dead() -> None:
-    process, name = other_process()
-    try:
-        assert name != this_process()
-        assert not is_dead_here(name)
-        assert not is_dead_here(this_process())
-    finally:
-        process.kill()
-        process.communicate(timeout=DEADLINE_S)
-
-
-def test_a_zombie_is_dead() -> None:
-    process, name = other_process()
+    yield process, process.stdout.readline().strip()
     process.kill()
-    try:
-        wait_for(lambda: is_dead_here(name), "the killed process to be dead, though no process has waited for it")
-        assert process.returncode is None
-    finally:
-        process.communicate(timeout=DEADLINE_S)
+    process.communicate(timeout=DEADLINE_S)
+
+
+def test_a_process_that_lives_is_not_dead(other: tuple[subprocess.Popen[str], str]) -> None:
+    _, name = other
+
+    assert name != this_process()
+    assert not is_dead_here(name)
+    assert not is_dead_here(this_process())
+
+
+def test_a_zombie_is_dead(other: tuple[subprocess.Popen[str], str]) -> None:
+    process, name = other
+    process.kill()
+
+    wait_for(lambda: is_dead_here(name), "the killed process to be dead, though no process has waited for it")
+    assert process.returncode is None
 
 
 def test_another_process_that_got_the_same_pid_is_not_taken_for_it() -> None:

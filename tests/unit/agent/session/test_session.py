@@ -249,8 +249,12 @@ class QueueBench:
         return high
 
 
-def test_requests_keep_their_order_though_the_first_must_be_tried_again() -> None:
-    bench = QueueBench()
+@pytest.fixture
+def bench() -> QueueBench:
+    return QueueBench()
+
+
+def test_requests_keep_their_order_though_the_first_must_be_tried_again(bench: QueueBench) -> None:
     bench.requests.add(bench.request("first", AWAY, AWAY))
     bench.requests.add(bench.request("second", AWAY))
     bench.requests.add(bench.request("third"))
@@ -261,8 +265,7 @@ def test_requests_keep_their_order_though_the_first_must_be_tried_again() -> Non
     assert bench.tried == ["first", "first", "first", "second", "second", "third"]
 
 
-def test_that_the_store_is_away_is_reported_at_each_try_and_that_it_is_back_once() -> None:
-    bench = QueueBench()
+def test_that_the_store_is_away_is_reported_at_each_try_and_that_it_is_back_once(bench: QueueBench) -> None:
     bench.requests.add(bench.request("first", AWAY, Unavailable("timed out")))
     bench.requests.add(bench.request("second"))
 
@@ -271,8 +274,7 @@ def test_that_the_store_is_away_is_reported_at_each_try_and_that_it_is_back_once
     assert bench.events == [StoreFailed("no route"), StoreFailed("timed out"), StoreBack()]
 
 
-def test_pauses_grow_to_their_longest_and_begin_again_after_a_response() -> None:
-    bench = QueueBench()
+def test_pauses_grow_to_their_longest_and_begin_again_after_a_response(bench: QueueBench) -> None:
     bench.requests.add(bench.request("first", *[AWAY] * 8))
     bench.requests.add(bench.request("second", AWAY))
 
@@ -284,9 +286,8 @@ def test_pauses_grow_to_their_longest_and_begin_again_after_a_response() -> None
     assert all(low == high / 2 for low, high in bench.drawn), "many agents lose the same store at the same moment"
 
 
-def test_away_too_slow_and_refused_are_distinguished() -> None:
-    bench = QueueBench()
-    errors = AWAY, TimedOut("no answer"), Rejected("etcd is full"), Denied("no permission")
+def test_away_too_slow_refused_and_what_this_agent_lacks_are_distinguished(bench: QueueBench) -> None:
+    errors = AWAY, TimedOut("no answer"), Rejected("etcd is full"), Denied("no permission"), OwnLimit("no more files")
     bench.requests.add(bench.request("first", *errors))
 
     bench.run()
@@ -296,13 +297,13 @@ def test_away_too_slow_and_refused_are_distinguished() -> None:
         StoreFailed("no answer", Trouble.SLOW),
         StoreFailed("etcd is full", Trouble.REFUSES),
         StoreFailed("no permission", Trouble.DENIED),
+        StoreFailed("no more files", Trouble.OWN),
         StoreBack(),
     ]
 
 
 @pytest.mark.parametrize("is_heads", [True, False])
-def test_a_head_whose_host_sends_nothing_is_away_and_silent(is_heads: bool) -> None:
-    bench = QueueBench()
+def test_a_head_whose_host_sends_nothing_is_away_and_silent(bench: QueueBench, is_heads: bool) -> None:
     cause, error = TimedOut("no answer"), HeadAway("the job's store is silent: no answer")
     cause.is_silent, error.is_silent = True, is_heads
     error.__cause__ = cause
@@ -314,18 +315,8 @@ def test_a_head_whose_host_sends_nothing_is_away_and_silent(is_heads: bool) -> N
     assert bench.events[0] == StoreFailed(str(error), is_heads=True, is_silent=is_heads)
 
 
-def test_what_this_agent_lacks_is_not_the_heads_silence() -> None:
-    bench = QueueBench()
-    bench.requests.add(bench.request("first", OwnLimit("no more files")))
-
-    bench.run()
-
-    assert bench.events == [StoreFailed("no more files", Trouble.OWN), StoreBack()]
-
-
-def test_renewals_that_succeed_do_not_hide_a_request_that_never_does() -> None:
+def test_renewals_that_succeed_do_not_hide_a_request_that_never_does(bench: QueueBench) -> None:
     """Otherwise the log would be silent: each renewal would restart the time after which the trouble gets a line."""
-    bench = QueueBench()
     bench.requests.add(bench.request("first", *[Rejected("etcd is full")] * 3))
     bench.requests.do_next(0.0)
     for _ in range(2):
@@ -340,8 +331,7 @@ def test_renewals_that_succeed_do_not_hide_a_request_that_never_does() -> None:
     assert bench.tried == ["first", *["renewal", "first"] * 2, "first"]
 
 
-def test_a_renewal_that_is_refused_lets_what_waits_have_its_turn() -> None:
-    bench = QueueBench()
+def test_a_renewal_that_is_refused_lets_what_waits_have_its_turn(bench: QueueBench) -> None:
     bench.failing["renewal"] = [Rejected("HTTP status 502")] * 2
     bench.requests.add_renewal()
     for name in ("first", "second"):
@@ -353,8 +343,7 @@ def test_a_renewal_that_is_refused_lets_what_waits_have_its_turn() -> None:
     assert bench.events == [*[StoreFailed("HTTP status 502", Trouble.REFUSES)] * 2, StoreBack()]
 
 
-def test_whoever_wants_to_go_waits_for_what_is_left_unless_the_store_is_away() -> None:
-    bench = QueueBench()
+def test_whoever_wants_to_go_waits_for_what_is_left_unless_the_store_is_away(bench: QueueBench) -> None:
     over = [bench.requests.is_over]
     bench.requests.add(bench.request("first", *[AWAY] * LAST_TRIES))
     over.append(bench.requests.is_over)
@@ -366,8 +355,7 @@ def test_whoever_wants_to_go_waits_for_what_is_left_unless_the_store_is_away() -
     assert bench.requests.is_away
 
 
-def test_pending_writes_are_flushed_where_only_renewals_are_refused() -> None:
-    bench = QueueBench()
+def test_pending_writes_are_flushed_where_only_renewals_are_refused(bench: QueueBench) -> None:
     bench.failing["renewal"] = [Rejected("HTTP status 502")] * 10
     bench.requests.add_renewal()
     for _ in range(2 * LAST_TRIES):

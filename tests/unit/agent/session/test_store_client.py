@@ -100,6 +100,12 @@ class Bench:
             self.events.append(event)
 
 
+@pytest.fixture
+def bench() -> Bench:
+    """A client that has begun."""
+    return Bench().begun()
+
+
 def number(snapshot: Snapshot) -> int | None:
     return snapshot.generation.number if snapshot.generation else None
 
@@ -182,8 +188,7 @@ def test_a_join_that_was_decided_with_the_agents_last_life_in_sight_is_decided_a
     assert bench.store.memory.keep_alive(5) == 0
 
 
-def test_the_lease_of_an_agent_that_lives_or_of_another_host_is_left_alone() -> None:
-    bench = Bench().begun()
+def test_the_lease_of_an_agent_that_lives_or_of_another_host_is_left_alone(bench: Bench) -> None:
     for lease, other in enumerate((member("node-a", "alive"), member("node-ab", "dead"), NODE), start=5):
         bench.store.memory.grant(lease, 3)
         bench.write(Put(KEYS.member(other.node_id), encode(other), lease))
@@ -213,8 +218,7 @@ def test_an_entry_that_broke_off_is_made_again(breaks_at: str) -> None:
 # --- what is seen
 
 
-def test_many_changes_make_one_event() -> None:
-    bench = Bench().begun()
+def test_many_changes_make_one_event(bench: Bench) -> None:
     assert number(bench.snapshot) is None
 
     for change in range(100):
@@ -226,8 +230,7 @@ def test_many_changes_make_one_event() -> None:
     assert bench.pending == 1
 
 
-def test_snapshots_never_go_back() -> None:
-    bench = Bench().begun()
+def test_snapshots_never_go_back(bench: Bench) -> None:
     bench.open(1)
     revision = bench.open(2)
     epoch = bench.view._epoch
@@ -239,8 +242,7 @@ def test_snapshots_never_go_back() -> None:
     assert number(bench.snapshot) == 2
 
 
-def test_a_record_that_is_none_ends_the_session_with_its_key() -> None:
-    bench = Bench().begun()
+def test_a_record_that_is_none_ends_the_session_with_its_key(bench: Bench) -> None:
     bench.write(Put(KEYS.generation, "garbage"))
 
     lost = bench.client.view.snapshot()
@@ -249,8 +251,7 @@ def test_a_record_that_is_none_ends_the_session_with_its_key() -> None:
     assert lost.why.startswith(f"{KEYS.generation} in the store is not a Generation: 'garbage'")
 
 
-def test_a_watch_that_is_denied_ends_no_training_and_is_begun_again_with_the_next_read() -> None:
-    bench = Bench().begun()
+def test_a_watch_that_is_denied_ends_no_training_and_is_begun_again_with_the_next_read(bench: Bench) -> None:
     watches = bench.store.calls["watch"]
 
     bench.view._updated(bench.view._epoch, Denied("permission denied"))
@@ -264,8 +265,7 @@ def test_a_watch_that_is_denied_ends_no_training_and_is_begun_again_with_the_nex
     assert bench.store.calls["watch"] == watches + 1
 
 
-def test_after_a_slow_read_the_next_one_is_as_far_away_as_after_a_fast_one() -> None:
-    bench = Bench().begun()
+def test_after_a_slow_read_the_next_one_is_as_far_away_as_after_a_fast_one(bench: Bench) -> None:
     bench.store.deaf = True
     bench.open(1)
     bench.now_s += TIMES.lease_ttl_s
@@ -311,9 +311,8 @@ def test_the_runs_lease_is_renewed_by_its_leader_though_the_store_takes_no_write
 # --- transactions
 
 
-def test_an_opening_whose_lease_the_store_denies_is_reported_and_retried() -> None:
+def test_an_opening_whose_lease_the_store_denies_is_reported_and_retried(bench: Bench) -> None:
     """An opening has no tag. If it were dropped, its node would wait for a generation that no node opens."""
-    bench = Bench().begun()
     own = bench.leased[-1]
     run = start_run(bench.snapshot, Terms(), replace(NODE, node_id=own.node_id), own.lease)
     bench.client.commit(run, Tag.RUN)
@@ -329,8 +328,7 @@ def test_an_opening_whose_lease_the_store_denies_is_reported_and_retried() -> No
     assert decode(Generation, written).number == 1
 
 
-def test_before_a_refusal_is_posted_its_reason_can_be_seen() -> None:
-    bench = Bench().begun()
+def test_before_a_refusal_is_posted_its_reason_can_be_seen(bench: Bench) -> None:
     bench.store.deaf = True
     bench.write(Put(KEYS.leader, "x"))
     seen: list[int] = []
@@ -344,8 +342,7 @@ def test_before_a_refusal_is_posted_its_reason_can_be_seen() -> None:
 
 
 @pytest.mark.parametrize("tag", [None, Tag.JOIN])
-def test_a_write_with_a_lease_that_has_ended_is_refused_and_the_lease_lost(tag: Tag | None) -> None:
-    bench = Bench().begun()
+def test_a_write_with_a_lease_that_has_ended_is_refused_and_the_lease_lost(bench: Bench, tag: Tag | None) -> None:
     lease = bench.leased[0].lease
     bench.store.memory.revoke(lease)
 
@@ -359,8 +356,7 @@ def test_a_write_with_a_lease_that_has_ended_is_refused_and_the_lease_lost(tag: 
 # --- the lease
 
 
-def test_a_lease_is_renewed_each_keepalive_and_once_a_lease_time_what_is_seen_is_compared() -> None:
-    bench = Bench().begun()
+def test_a_lease_is_renewed_each_keepalive_and_once_a_lease_time_what_is_seen_is_compared(bench: Bench) -> None:
     compared = bench.store.calls["commit"]
 
     for _ in range(12):
@@ -398,8 +394,7 @@ def test_who_starts_a_run_begins_the_lease_on_which_its_keys_stand(remote: bool)
     assert lease not in [leased.lease for leased in bench.leased]
 
 
-def test_who_starts_a_run_after_its_own_lease_has_ended_is_notified_and_leaves_no_lease() -> None:
-    bench = Bench().begun()
+def test_who_starts_a_run_after_its_own_lease_has_ended_is_notified_and_leaves_no_lease(bench: Bench) -> None:
     own = bench.leased[-1]
     bench.store.memory.revoke(own.lease)
     txn = start_run(bench.snapshot, Terms(), replace(NODE, node_id=own.node_id), own.lease)
@@ -411,8 +406,7 @@ def test_who_starts_a_run_after_its_own_lease_has_ended_is_notified_and_leaves_n
     assert bench.store.memory.keep_alive(run_lease(KEYS, txn)) == 0
 
 
-def test_a_start_that_was_done_and_whose_answer_was_lost_keeps_its_lease() -> None:
-    bench = Bench().begun()
+def test_a_start_that_was_done_and_whose_answer_was_lost_keeps_its_lease(bench: Bench) -> None:
     own = bench.leased[-1]
     txn = start_run(bench.snapshot, Terms(), replace(NODE, node_id=own.node_id), own.lease)
     bench.store.lose("commit", AWAY)
@@ -427,10 +421,9 @@ def test_a_start_that_was_done_and_whose_answer_was_lost_keeps_its_lease() -> No
 
 @pytest.mark.parametrize(("renewed_s", "later_s"), [(0.0, 1.6), (0.8, 0.8)])
 def test_a_lease_that_the_store_wrongly_calls_ended_is_ended_before_this_node_enters_again(
-    renewed_s: float, later_s: float
+    bench: Bench, renewed_s: float, later_s: float
 ) -> None:
     """History (a proxy that says "lease not found"): the node was seated twice, once under its former name."""
-    bench = Bench().begun()
     first = bench.leased[-1]
     bench.client.commit(bench.put(KEYS.member("node-a-00000001")), Tag.RETURN)
     if renewed_s:

@@ -36,17 +36,13 @@ def taken() -> Iterator[list[int]]:
         yield [port_of(s) for s in sockets]
 
 
-def free_port() -> int:
-    return free_ports(1)[0]
-
-
 def test_without_a_wish_a_free_port_is_taken_a_fresh_one_each_time() -> None:
     with reserve(config()) as one, reserve(config()) as other:
         assert 0 < port_of(one) != port_of(other)
 
 
 def test_the_first_free_port_of_a_range_is_taken(taken: list[int]) -> None:
-    port = free_port()
+    (port,) = free_ports(1)
 
     with reserve(config(*taken, port)) as listener:
         assert port_of(listener) == port
@@ -92,7 +88,7 @@ def is_taken(port: int) -> bool:
 
 
 def test_the_one_port_that_was_requested_stays_reserved_between_two_generations() -> None:
-    wanted = free_port()
+    (wanted,) = free_ports(1)
     port = MasterPort(config(wanted))
     port.reserve()
 

@@ -47,8 +47,6 @@ def test_what_is_no_run_is_refused_with_the_way_out(tmp_path: Path) -> None:
     (tmp_path / "timeline.jsonl").touch()
     with pytest.raises(UsageError, match="holds no event"):
         report(tmp_path)
-    with pytest.raises(UsageError, match="no folder is given"):
-        report()
 
 
 def test_the_page_goes_beside_the_timeline_or_where_the_user_wants_it(

@@ -98,10 +98,7 @@ def test_a_job_that_ended_or_forms_is_shown_so() -> None:
     outcome = Outcome(OutcomeKind.FAILED, "the budget is spent", 1, 3, 3)
     ended = status_record(Gathered(replace(JOB, state=JobState.ENDED, ended=outcome), {}, {}), NOW)
     waits = NodeReport("node-a-00000001", "node-a", 9, "waiting", 4.0, waiting="nodes: 1 of 2 is here")
-    forms = replace(
-        JOB, state=JobState.FORMING, generation=Generation(0, OpenKind.START, "the job starts"), seats=(), failure=None,
-        others=("node-a-00000001",),
-    )  # fmt: skip
+    forms = replace(JOB, state=JobState.FORMING, generation=FIRST, seats=(), failure=None, others=("node-a-00000001",))
     forming = status_record(Gathered(forms, {"node-a-00000001": waits}, {}), NOW)
 
     assert text_of(ended).startswith("job night: ended: failed, generation 1\n")

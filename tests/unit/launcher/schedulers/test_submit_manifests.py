@@ -144,19 +144,20 @@ def test_the_etcd_is_open_to_jobs_and_its_members_alone() -> None:
     assert peers["from"] == [{"podSelector": spec["podSelector"]}]
 
 
-def test_a_submission_is_the_base() -> None:
-    made = submitted(*IMAGE, "--nodes", "2", "--token-secret", "elaunch-token")
-
-    assert sorted(made, key=lambda each: each["kind"]) == sorted(rendered("base"), key=lambda each: each["kind"])
+MEMBERS = ",".join(f"https://elaunch-etcd-{i}.elaunch-etcd:2379" for i in range(3))
 
 
-def test_an_elastic_submission_over_etcd_is_the_overlay() -> None:
-    members = ",".join(f"https://elaunch-etcd-{i}.elaunch-etcd:2379" for i in range(3))
-    made = submitted(*IMAGE, "--nodes", "2:4", "--etcd", members, "--etcd-secret", "elaunch-etcd-client")
+@pytest.mark.parametrize(
+    ("folder", "argv"),
+    [
+        ("base", ("--nodes", "2", "--token-secret", "elaunch-token")),
+        ("overlays/elastic", ("--nodes", "2:4", "--etcd", MEMBERS, "--etcd-secret", "elaunch-etcd-client")),
+    ],
+)
+def test_a_submission_is_the_base_and_an_elastic_one_over_etcd_the_overlay(folder: str, argv: tuple[str, ...]) -> None:
+    made = submitted(*IMAGE, *argv)
 
-    assert sorted(made, key=lambda each: each["kind"]) == sorted(
-        rendered("overlays/elastic"), key=lambda each: each["kind"]
-    )
+    assert sorted(made, key=lambda each: each["kind"]) == sorted(rendered(folder), key=lambda each: each["kind"])
 
 
 def test_a_submission_with_everything_is_valid() -> None:

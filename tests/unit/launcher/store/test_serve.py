@@ -30,7 +30,6 @@ from tests.harness import COMMAND, DEADLINE_S, environment, finished, free_ports
 CALL_S = DEADLINE_S
 
 
-# A process that does what another agent on this host would do, and then waits to be killed.
 def place(host: str = "127.0.0.1") -> Endpoint:
     return Endpoint(host, free_ports(1)[0])
 
