@@ -26,6 +26,7 @@ def init(threads):
         _thread.start_new_thread(lock.acquire, ())
     _update_default_pg("a group")
 """
+NATIVE = "import torch._C._distributed_c10d\n"
 DUMP = "def _dump_fr_trace_json(with_entries, only_active): return b'{}'\n"
 PROGRAM = """
 import json, os, sys, warnings
@@ -73,15 +74,11 @@ def run(
 ) -> list[int]:
     """How many threads the process has after its process group has started `threads`, and the warnings of a fork."""
     files = {"__init__": "", "_C/__init__": "", "_C/_distributed_c10d": native}
-    files |= {"distributed/__init__": "", "distributed/distributed_c10d": c10d, "distributed/later": ""}
+    files |= {"distributed/__init__": "", "distributed/distributed_c10d": f"{NATIVE}{c10d}", "distributed/later": ""}
     for name, text in files.items():
         path = folder / "torch" / f"{name}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(
-            "import torch._C._distributed_c10d\n" * name.endswith("distributed_c10d") + text
-            if "C/" not in name
-            else text
-        )
+        path.write_text(text)
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ended = subprocess.run(

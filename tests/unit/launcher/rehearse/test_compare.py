@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any
 
+import pytest
+
+from elaunch.launcher.rehearse.command import Fault, Run, _rehearse
 from elaunch.launcher.rehearse.compare import Records, alike, computed, difference, repeated, steps_done
 
 EVALUATED = {"the evaluation after it": "done 12"}
@@ -101,3 +104,34 @@ def test_two_quiet_runs_with_other_losses_differ_and_with_another_generator_do_n
 def test_a_run_that_ends_too_soon_differs() -> None:
     assert "2 steps were done, not 3" in found_in(run(begin(1), begin(2, 5), begin(3, 5, EVALUATED)))[0]
     assert "0 steps were done, not 3" in found_in({})[0]
+
+
+# --- the verdict on a script without a Keeper
+
+
+def rehearsed(*lines: str) -> int:
+    """Each run prints these lines, with a number of its own for %."""
+    runs = count()
+
+    def run(fault: Fault) -> Run:
+        number = str(next(runs))
+        return Run(0, 1.0, bool(fault.lines), {}, [line.replace("%", number) for line in lines], 1, "")
+
+    return _rehearse(run)
+
+
+def test_how_much_was_compared_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert rehearsed("begin at %", "loss 0.5", "took % s", "done") == 0
+
+    assert "compared: 2 of 4 lines of output" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("lines", [("loss 0.5 at %", "done"), ("begin", "done"), ("% s",), ()])
+def test_nothing_is_called_equal_where_no_result_can_be_compared(
+    lines: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert rehearsed(*lines) == 1
+
+    shown = capsys.readouterr().out
+    assert "nothing can be compared: of " in shown
+    assert "equal:" not in shown
