@@ -132,6 +132,12 @@ def refusal_of(*argv: str) -> str:
         ("stacks x --run-id y", "stacks x contradicts --run-id y; "),
         ("status --nproc-per-node 2", "No such option"),
         ("submit slurm --nods 2", "No such option"),
+        ("store train.py", "Got unexpected extra argument (train.py)"),
+        (
+            "store --token x",
+            "--token would show the job's token to everybody; set ELAUNCH_TOKEN, or give --token-file",
+        ),
+        ("store --listen a:b", "--listen a:b is not a whole number; give a number from 0 to 65535"),
     ],
 )
 def test_a_command_without_its_arguments_or_with_wrong_ones_is_a_usage_error(line: str, sentence: str) -> None:

@@ -159,20 +159,6 @@ def test_a_secret_is_read_from_its_file_without_the_line_end(tmp_path: Path) -> 
 # --- certificates
 
 
-@pytest.mark.parametrize(
-    ("endpoint", "conf", "message"),
-    [
-        ("http://a", "protocol=https", "--rdzv-conf protocol=https contradicts the endpoint http://a"),
-        ("http://a", "cacert=f", "--rdzv-conf cacert needs https, and the endpoint is http://a; use https://"),
-        ("a", "key=k", "--rdzv-conf key=k has no certificate beside it; add cert=FILE"),
-        ("http://a,https://b", "protocol=http", "--rdzv-endpoint mixes http and https"),
-        ("a:0", "protocol=http", "--rdzv-endpoint a:0: with port 0 the system chooses the port"),
-    ],
-)
-def test_an_endpoint_and_settings_that_do_not_fit_are_refused(endpoint: str, conf: str, message: str) -> None:
-    assert message in sentence_of(*TWO, "--rdzv-endpoint", endpoint, "--rdzv-conf", conf)
-
-
 def test_an_empty_certificate_in_a_job_file_leaves_etcdctls_variables(tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     file.write_text("rdzv-conf: {cert: '', cacert: ''}\n")
@@ -206,20 +192,30 @@ def test_an_etcd_is_not_served_and_does_not_use_the_token_with_a_note(argv: tupl
 
 
 @pytest.mark.parametrize(
-    ("conf", "sentence"),
+    ("endpoint", "conf", "sentence"),
     [
-        ("keep_alive_interval=0.2", "etcd's shortest"),
-        ("lease_ttl=1", "--rdzv-conf lease_ttl=1 is out of range; give 2 or more"),
-        ("join_timeout=soon", "--rdzv-conf join_timeout=soon is not a number of seconds"),
-        ("is_host=maybe", "--rdzv-conf is_host=maybe is neither on nor off"),
-        ("transport=http3", "--rdzv-conf transport=http3 is not one of gateway, grpc"),
-        ("store_type=disk", "--rdzv-conf store_type=disk is not one of tcp, file"),
-        ("join_timout=5", "--rdzv-conf join_timout is not a setting of the rendezvous; did you mean join_timeout?"),
-        ("xyzzy=5", "known keys: join_timeout, timeout, last_call_timeout"),
+        ("a", "keep_alive_interval=0.2", "etcd's shortest"),
+        ("a", "lease_ttl=1", "--rdzv-conf lease_ttl=1 is out of range; give 2 or more"),
+        ("a", "join_timeout=soon", "--rdzv-conf join_timeout=soon is not a number of seconds"),
+        ("a", "is_host=maybe", "--rdzv-conf is_host=maybe is neither on nor off"),
+        ("a", "transport=http3", "--rdzv-conf transport=http3 is not one of gateway, grpc"),
+        ("a", "store_type=disk", "--rdzv-conf store_type=disk is not one of tcp, file"),
+        (
+            "a",
+            "join_timout=5",
+            "--rdzv-conf join_timout is not a setting of the rendezvous; did you mean join_timeout?",
+        ),
+        ("a", "xyzzy=5", "known keys: join_timeout, timeout, last_call_timeout"),
+        # An endpoint and settings that do not fit.
+        ("http://a", "protocol=https", "--rdzv-conf protocol=https contradicts the endpoint http://a"),
+        ("http://a", "cacert=f", "--rdzv-conf cacert needs https, and the endpoint is http://a; use https://"),
+        ("a", "key=k", "--rdzv-conf key=k has no certificate beside it; add cert=FILE"),
+        ("http://a,https://b", "protocol=http", "--rdzv-endpoint mixes http and https"),
+        ("a:0", "protocol=http", "--rdzv-endpoint a:0: with port 0 the system chooses the port"),
     ],
 )
-def test_a_wrong_setting_is_one_sentence(conf: str, sentence: str) -> None:
-    assert sentence in sentence_of(*TWO, "--rdzv-endpoint", "a", "--rdzv-conf", conf)
+def test_a_wrong_setting_is_one_sentence(endpoint: str, conf: str, sentence: str) -> None:
+    assert sentence in sentence_of(*TWO, "--rdzv-endpoint", endpoint, "--rdzv-conf", conf)
 
 
 def test_of_two_names_of_one_setting_the_later_counts_and_a_note_names_them_where_they_differ() -> None:

@@ -15,7 +15,6 @@ import psutil
 import pytest
 
 from elaunch.launcher import host as reach
-from elaunch.launcher.errors import UsageError
 from elaunch.launcher.store.locate import RendezvousPlan
 from elaunch.launcher.store.serve import COMMAND as STORE
 from elaunch.launcher.store.serve import StoreProcess, listen, serve, serve_if_head
@@ -187,21 +186,6 @@ def test_where_it_listens_is_a_host_with_a_port_or_a_port_of_all_addresses(
     argv: list[str], listens: tuple[str, int]
 ) -> None:
     assert read(STORE, *argv).params["listen"] == listens
-
-
-@pytest.mark.parametrize(
-    ("argv", "sentence"),
-    [
-        (["train.py"], "unexpected extra argument (train.py)"),
-        (["--token", "x"], "--token would show the job's token to everybody; set ELAUNCH_TOKEN, or give --token-file"),
-        (["--listen", "a:b"], "--listen a:b is not a whole number; give a number from 0 to 65535"),
-    ],
-)
-def test_a_wrong_request_is_one_sentence(argv: list[str], sentence: str) -> None:
-    with pytest.raises(UsageError) as raised:
-        read(STORE, *argv)
-
-    assert sentence in str(raised.value)
 
 
 def test_a_store_whose_token_no_one_could_learn_is_not_served(tmp_path: Path) -> None:

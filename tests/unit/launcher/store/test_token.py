@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -74,37 +73,23 @@ def test_a_kept_token_is_found_by_the_stores_certificate() -> None:
     assert read_secret(kept) == TOKEN
 
 
-def as_others_could_read_it(path: Path) -> None:
-    path.chmod(0o640)
-
-
-def as_a_link(path: Path) -> None:
-    path.rename(path.parent / "real")
-    path.symlink_to("real")
-
-
-def as_a_pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path, 0o600)
-
-
-def as_another_users(path: Path) -> None:
-    os.chown(path, OTHER_USER, OTHER_USER)
-
-
 @pytest.mark.parametrize(
-    "spoilt",
-    [
-        as_others_could_read_it,
-        as_a_link,
-        as_a_pipe,
-        pytest.param(as_another_users, marks=needs_root),
-    ],
+    "spoilt", ["others could read it", "a link", "a pipe", pytest.param("another user's", marks=needs_root)]
 )
-def test_what_others_could_have_put_there_is_not_believed(spoilt: Callable[[Path], None]) -> None:
-    kept = store_token(TOKEN, PLACE)
+def test_what_others_could_have_put_there_is_not_believed(spoilt: str) -> None:
+    kept = Path(store_token(TOKEN, PLACE))
 
-    spoilt(Path(kept))
+    match spoilt:
+        case "others could read it":
+            kept.chmod(0o640)
+        case "a link":
+            kept.rename(kept.parent / "real")
+            kept.symlink_to("real")
+        case "a pipe":
+            kept.unlink()
+            os.mkfifo(kept, 0o600)
+        case _:
+            os.chown(kept, OTHER_USER, OTHER_USER)
 
     assert StoredTokens().token_for(DER) == StoredTokens().path_of(PLACE) == ""
 
