@@ -11,7 +11,6 @@ from elaunch.launcher.program_imports import program_text
 from elaunch.rendezvous.types import ProgramKind
 
 USES_ALL, USES_TORCH, USES_NOTHING = (), ("torch._dynamo",), DEFAULT_PRELOAD
-PACKAGE = {"app/__init__.py": "", "app/__main__.py": "from . import model\nfrom .data import load", "app/data.py": ""}
 
 
 def tree(folder: Path, files: dict[str, str]) -> None:

@@ -143,8 +143,8 @@ def test_an_evicted_node_that_is_the_last_one_does_not_try_to_lead_for_ever() ->
     assert set(second.snapshot.members) == {second.node_id}
 
 
-def lost_election() -> tuple[Driver, Driver]:
-    """A node that tries to lead after another did, and that one."""
+@pytest.mark.parametrize("has_left", [False, True], ids=["that leads", "that has left since"])
+def test_who_lost_an_election_to_another_stays_who_it_is_and_is_not_evicted(has_left: bool) -> None:
     first, second = pair()
     third = Driver(TWO, store=first.store, host="node-c", remote=True).begin()
     third.settle()
@@ -152,17 +152,14 @@ def lost_election() -> tuple[Driver, Driver]:
     late = second.snapshot_changed
     third.settle()
     second.happen(late)
-    return second, third
-
-
-def test_who_lost_an_election_to_one_that_has_left_since_is_not_evicted() -> None:
-    second, third = lost_election()
-    second.write(Delete(KEYS.member(third.node_id)), Delete(KEYS.leader))
+    if has_left:
+        second.write(Delete(KEYS.member(third.node_id)), Delete(KEYS.leader))
 
     second.settle()
 
-    assert second.snapshot.leader == second.node_id
+    assert second.snapshot.leader == (second if has_left else third).node_id
     assert second.incarnations == 1
+    assert not second.agent.membership.outvoted
     assert "lost its seat" not in second.logged
 
 
@@ -224,16 +221,6 @@ def test_the_terms_of_an_old_run_bind_no_node() -> None:
     assert isinstance(new.agent.phase, Running)
     assert new.snapshot.terms
     assert new.snapshot.terms.max_restarts == 9
-
-
-def test_who_lost_an_election_to_another_stays_who_it_is() -> None:
-    second, third = lost_election()
-
-    second.settle()
-
-    assert second.snapshot.leader == third.node_id
-    assert second.incarnations == 1
-    assert not second.agent.membership.outvoted
 
 
 def test_followers_never_write_what_is_the_leaders() -> None:

@@ -16,12 +16,10 @@ from elaunch.rendezvous.store import Delete, Put
 from elaunch.rendezvous.types import Generation, Node, OpenKind, Outcome, OutcomeKind, Program, ProgramKind
 from tests.unit.agent.driver import KEYS, SPEC, TIMES, TWO, Driver, ends, pair, tags
 
-STRANGER = KEYS.member("node-x-1")
-
 
 def vacant() -> Driver:
     driver = Driver(remote=True)
-    driver.write(Put(STRANGER, "{}"))
+    driver.write(Put(KEYS.member("node-x-1"), "{}"))
     driver.begin().settle()
     return driver
 

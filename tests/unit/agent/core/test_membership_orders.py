@@ -39,11 +39,7 @@ def test_a_stop_ends_the_job_on_all_nodes_with_sigterm_and_time_to_save() -> Non
         assert phase.then.reason == "elaunch stop was received by node-a"
         assert phase.grace_s == driver.agent.times.stop_grace_s
         # A shell's background job ignores SIGINT.
-        assert signals(driver) == [(TERM, driver_ranks(driver))]
-
-
-def driver_ranks(driver: Driver) -> frozenset[int]:
-    return frozenset(range(driver.agent.me.slots))
+        assert signals(driver) == [(TERM, ALL)]
 
 
 def test_a_restart_opens_a_generation_that_is_not_counted_although_ranks_hang(driver: Driver) -> None:

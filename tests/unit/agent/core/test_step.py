@@ -153,12 +153,6 @@ def test_a_generation_that_another_opened_stops_the_workers_soon_or_for_who_come
     assert deadline_s(driver.agent) == START_S + grace_s
 
 
-def other_table(generation: int, seats: int = 1) -> RankTable:
-    """A table without this node."""
-    nodes = seats_of([(f"node-z-{n:08}", 1, "default") for n in range(seats)])
-    return RankTable(generation, nodes, "10.0.0.9", 1, "the job starts")
-
-
 @pytest.mark.parametrize(
     ("seats", "nodes_max", "max_restarts", "text"),
     [
@@ -175,7 +169,9 @@ def test_a_node_without_a_seat_waits_and_logs_it_once(seats: int, nodes_max: int
     driver.answer()
     driver.sync()
     driver.store.grant(9, 60.0)
-    driver.write(Put(KEYS.table(0), encode_table(other_table(0, seats))), Put(KEYS.leader, "node-z-00000000", 9))
+    others = seats_of([(f"node-z-{n:08}", 1, "default") for n in range(seats)])
+    table = RankTable(0, others, "10.0.0.9", 1, "the job starts")
+    driver.write(Put(KEYS.table(0), encode_table(table)), Put(KEYS.leader, "node-z-00000000", 9))
     driver.answer()
 
     first = driver.sync()

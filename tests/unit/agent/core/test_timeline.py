@@ -153,8 +153,6 @@ def test_a_verdict_of_a_hang_that_is_written_again_is_not_recorded_again() -> No
 
 # --- what the job announces
 
-ELASTIC = replace(TWO, nodes_min=1)
-
 
 def kinds(*drivers: Driver) -> list[str]:
     return [notified.event for driver in drivers for notified in driver.announcements]
@@ -209,7 +207,7 @@ def test_the_end_of_a_job_is_announced_once(code: int, outcome: str) -> None:
 
 
 def test_after_a_leader_that_leaves_the_next_one_announces_the_rest() -> None:
-    first, second = pair(ELASTIC)
+    first, second = pair(replace(TWO, nodes_min=1))
 
     first.happen(Signalled(TERM, "SIGTERM"))
     settle(second)

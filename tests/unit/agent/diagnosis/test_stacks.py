@@ -42,32 +42,23 @@ globals()[sys.argv[1]]()
 """
 
 
-class Programs:
-    """Processes of the program above, which end with the test."""
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[[str], int]]:
+    """Starts processes of the program above, which end with the test; the pid."""
+    path, running = script(tmp_path, PROGRAM), list[subprocess.Popen[str]]()
 
-    def __init__(self, folder: Path) -> None:
-        self._path = script(folder, PROGRAM)
-        self._running: list[subprocess.Popen[str]] = []
-
-    def start(self, what: str) -> int:
-        command = [sys.executable, str(self._path), what]
+    def begin(what: str) -> int:
+        command = [sys.executable, str(path), what]
         program = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0)
-        self._running.append(program)
+        running.append(program)
         assert program.stdout
         assert program.stdout.readline() == "ready\n"
         return program.pid
 
-    def end(self) -> None:
-        for program in self._running:
-            os.killpg(program.pid, signal.SIGKILL)
-            program.communicate(timeout=DEADLINE_S)
-
-
-@pytest.fixture
-def programs(tmp_path: Path) -> Iterator[Programs]:
-    programs = Programs(tmp_path)
-    yield programs
-    programs.end()
+    yield begin
+    for program in running:
+        os.killpg(program.pid, signal.SIGKILL)
+        program.communicate(timeout=DEADLINE_S)
 
 
 @pytest.fixture
@@ -93,8 +84,8 @@ def settled(pid: int, expected: Doing) -> Stack:
     return wait_for(found, f"pid {pid} does {expected}")
 
 
-def test_the_stack_shows_where_a_process_is_and_what_it_waits_for(programs: Programs) -> None:
-    pids = {rank: programs.start(what) for rank, what in enumerate(("locked", "busy", "asleep", "reads_a_pipe"))}
+def test_the_stack_shows_where_a_process_is_and_what_it_waits_for(start: Callable[[str], int]) -> None:
+    pids = {rank: start(what) for rank, what in enumerate(("locked", "busy", "asleep", "reads_a_pipe"))}
     for rank, what in enumerate((Doing.LOCK, Doing.RUNS, Doing.SLEEP, Doing.OTHER)):
         settled(pids[rank], what)
 

@@ -104,9 +104,7 @@ def test_who_sees_one_folder_of_a_run_cannot_infer_the_names_of_the_others() -> 
     assert set.union(*names).isdisjoint(re.findall(r"[0-9a-f]{16}", " ".join(new_places().all)))
 
 
-def test_a_folder_that_somebody_has_made_before_is_not_taken(
-    temporary: Path, warnings: list[str], tmp_path: Path
-) -> None:
+def test_a_folder_that_somebody_has_made_before_is_not_taken(temporary: Path, warnings: list[str]) -> None:
     taken, free = str(temporary / "elaunch_taken"), str(temporary / "elaunch_free")
     Path(taken).mkdir()
     run_dir = RunDir(
@@ -165,7 +163,7 @@ def test_only_what_a_dead_agent_of_this_user_and_boot_has_left_is_removed(
 
 
 def test_a_folder_that_is_swapped_while_it_is_removed_costs_no_other_file(
-    temporary: Path, warnings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    temporary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = of_dead_agent()
     (folder / "Documents").mkdir()

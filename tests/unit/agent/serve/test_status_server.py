@@ -260,7 +260,7 @@ def test_each_end_knows_the_other_by_the_kernels_credentials(tmp_path: Path) -> 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 @pytest.mark.parametrize("mode", [0o700, 0o777])
-def test_another_user_gets_nothing_even_if_somebody_opened_the_folder(tmp_path: Path, mode: int) -> None:
+def test_another_user_gets_nothing_even_if_somebody_opened_the_folder(mode: int) -> None:
     # What pytest makes is closed to others.
     folder = Path(f"/tmp/elaunch-test-{os.getpid()}")
     try:

@@ -17,8 +17,6 @@ from elaunch.rendezvous.types import RankTable, Seat
 from tests.harness import Job
 from tests.standin import WITHOUT_TORCH
 
-NODE = "node-a-00000001"
-
 
 @pytest.mark.parametrize("keeps_files", [True, False])
 def test_an_error_file_is_read_and_named_only_if_it_outlives_the_job(tmp_path: Path, keeps_files: bool) -> None:
@@ -27,7 +25,7 @@ def test_an_error_file_is_read_and_named_only_if_it_outlives_the_job(tmp_path: P
     ours, theirs = socket.socketpair()
     theirs.close()
     worker = Worker(4, 0, Link(3, 0, ours), 17)
-    group = WorkerGroup(RankTable(3, (Seat(NODE, 1, 4),), "", 0, ""), 0, [worker])
+    group = WorkerGroup(RankTable(3, (Seat("node-a-00000001", 1, 4),), "", 0, ""), 0, [worker])
     run_dir: Any = SimpleNamespace(error_file=lambda *_: path, logs=tmp_path if keeps_files else None)
     reader = ExitReader("node-a", KernelLog([]), run_dir)
 

@@ -105,12 +105,9 @@ def test_messages_of_a_worker_that_got_one_wake_the_agent(linked: LinkedGroup) -
 
 def group(*links: tuple[int, bool | None], age_s: float = 1.0) -> WorkerGroup:
     """One with links that reported this of their newest step and of their process group."""
-    made = [
-        Worker(n, n, Link(0, n, socket.socket(), step, reached_store=reached))
-        for n, (step, reached) in enumerate(links)
-    ]
-    for worker in made:
-        worker.link.socket.close()
+    with socket.socket() as closed:
+        pass
+    made = [Worker(n, n, Link(0, n, closed, step, reached_store=at)) for n, (step, at) in enumerate(links)]
     return WorkerGroup(
         RankTable(4, (Seat("node-a-00000001", 2, 0),), "", 0, ""), 0, made, started_s=time.monotonic() - age_s
     )

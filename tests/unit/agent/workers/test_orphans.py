@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,18 +15,11 @@ GRACE_S = 60.0
 Use = Callable[[float], tuple[float, float]]
 
 
-class Log(list[str]):
-    """In place of a reporter."""
-
-    def log(self, text: str) -> None:
-        self.append(text)
-
-
 def ends_at_s(use: Use, monkeypatch: pytest.MonkeyPatch) -> float:
     """When the wait for a process is over that has used so much CPU time and moved so many bytes by then."""
-    now_s, lines = 0.0, Log()
+    now_s, lines = 0.0, list[str]()
     monkeypatch.setattr(orphans, "_use", lambda _: use(now_s))
-    reporter: Any = lines
+    reporter: Any = SimpleNamespace(log=lines.append)
     left = Orphans(lambda: [1], GRACE_S, reporter)
     while left.may_run(now_s):
         now_s = left.due_s or now_s

@@ -84,19 +84,10 @@ def test_the_configuration_of_an_older_torch_has_the_defaults_of_the_fields_that
     assert call._config == with_all
 
 
-class Job:
-    """Takes signals in place of a process."""
-
-    def __init__(self) -> None:
-        self.got: list[int] = []
-
-    def send_signal(self, signum: int) -> None:
-        self.got.append(signum)
-
-
 def test_a_job_gets_the_signals_that_would_end_the_program_and_no_others() -> None:
     """In the background of a script SIGINT is ignored, and under nohup SIGHUP."""
-    job: Any = Job()
+    got: list[int] = []
+    job: Any = SimpleNamespace(send_signal=got.append)
     numbers = (signal.SIGINT, signal.SIGHUP)
     before = [signal.signal(number, signal.SIG_IGN) for number in numbers]
     seen: list[int] = []
@@ -109,7 +100,7 @@ def test_a_job_gets_the_signals_that_would_end_the_program_and_no_others() -> No
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
 
-    assert seen == job.got == [signal.SIGTERM, signal.SIGINT]
+    assert seen == got == [signal.SIGTERM, signal.SIGINT]
     assert handlers == [signal.SIG_DFL, signal.SIG_IGN, signal.SIG_IGN]
 
 

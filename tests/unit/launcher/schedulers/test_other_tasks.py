@@ -16,11 +16,6 @@ from elaunch.launcher.schedulers.facts import Cluster
 from elaunch.launcher.schedulers.other_tasks import _address, hold_other_tasks
 from tests.harness import DEADLINE_S, environment, wait_for
 
-
-def log(line: str) -> None:
-    print(line)
-
-
 WAIT = """
 import sys
 from elaunch.launcher.schedulers.other_tasks import wait_for_agent
@@ -54,7 +49,7 @@ def test_a_task_beside_the_agent_stays_until_that_has_ended_whatever_signal_come
     waiting.stdout.readline()
     # Of MPI's processes on a node, only the agent may know the node's index.
     agent = Cluster("Open MPI", node_index=0, run_id=run_id, tasks=2)
-    with hold_other_tasks(agent, log):
+    with hold_other_tasks(agent, print):
         wait_for(lambda: "@" + _address(agent)[1:] in connected(), "the task is connected")
 
         waiting.terminate()
@@ -93,13 +88,10 @@ def stranger(name: str) -> Iterator[None]:
         other.communicate(timeout=DEADLINE_S)
 
 
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user too")
-
-
-@needs_root
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user too")
 def test_a_stranger_who_knows_the_name_is_taken_for_none_of_the_other_tasks() -> None:
     cluster = Cluster("Slurm", run_id=f"known-{os.getpid()}", tasks=2)
-    with hold_other_tasks(cluster, log), stranger(_address(cluster)[1:]):
+    with hold_other_tasks(cluster, print), stranger(_address(cluster)[1:]):
         waiting = companion(str(cluster.run_id))
         assert waiting.stdout
         waiting.stdout.readline()

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from elaunch.launcher.errors import UsageError
 from elaunch.launcher.schedulers import submit_kubernetes as kubernetes
-from elaunch.launcher.schedulers import submit_slurm as slurm
 from tests.commands import read
 from tests.fuzzing import WORDS
 from tests.harness import RUN_LIMIT_S
+from tests.unit.launcher.schedulers.test_submit_slurm import written
 
 NASTY = st.sampled_from(
     [
@@ -46,11 +46,6 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def batch_script(*argv: str) -> str:
-    ctx = read(slurm.COMMAND, *argv)
-    return slurm.script(slurm.job_of(ctx), ctx.params)
-
-
 def called_with(script: str, shelf: Path) -> list[str]:
     """The arguments with which a real bash calls the script's elaunch."""
     shown = shelf / "shown"
@@ -67,21 +62,15 @@ def called_with(script: str, shelf: Path) -> list[str]:
 def test_a_batch_script_calls_elaunch_with_the_very_arguments(shelf: Path, program: str, arguments: list[str]) -> None:
     command = (program, *arguments)
     try:
-        text = batch_script(*command)
+        text = written(*command)
     except UsageError:
         return
 
     assert called_with(text, shelf) == list(command)
     # sbatch reads its options up to the first line that is no comment.
     head = text[: text.index("\nsrun ")]
-    assert head.count("#SBATCH ") == slurm_head().count("#SBATCH ")
+    assert head.count("#SBATCH ") == written("t.py").count("#SBATCH ")
     assert all(line.isprintable() for line in head.split("\n"))
-
-
-def slurm_head() -> str:
-    """The comments of a script with a plain name."""
-    plain = batch_script("t.py")
-    return plain[: plain.index("\nsrun ")]
 
 
 def expanded(text: str, variables: dict[str, str]) -> str:

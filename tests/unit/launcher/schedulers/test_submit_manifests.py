@@ -33,8 +33,7 @@ def pods(objects: list[Object]) -> Iterator[tuple[Object, Object]]:
 
 
 def submitted(*argv: str) -> list[Object]:
-    job = job_of(read(COMMAND, *argv, "train.py"))
-    return objects(job)
+    return objects(job_of(read(COMMAND, *argv, "train.py")))
 
 
 @pytest.mark.parametrize("version", VERSIONS)
