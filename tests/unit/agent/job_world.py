@@ -8,7 +8,7 @@ from elaunch.rendezvous.rules.leader import Lead, LeaderState, lead
 from elaunch.rendezvous.rules.snapshot import Keys, Snapshot, SnapshotReader
 from elaunch.rendezvous.store import Delete, LeaseGone, Op, Txn
 from elaunch.rendezvous.times import Times
-from elaunch.rendezvous.types import Failure, FailureKind, Joined, Node, RankTable, Terms
+from elaunch.rendezvous.types import Failure, FailureKind, Generation, Joined, Node, RankTable, Terms
 
 KEYS = Keys("job")
 TERMS = Terms(nodes_min=1, nodes_max=3, max_restarts=3)
@@ -62,11 +62,16 @@ class World:
         return "".join(chr(int(seat.node_id[-8:], 16)) for seat in self.table.seats)
 
     @property
-    def number(self) -> int:
-        """The number of the newest generation."""
+    def generation(self) -> Generation:
+        """The newest generation."""
         generation = self.snapshot.generation
         assert generation
-        return generation.number
+        return generation
+
+    @property
+    def number(self) -> int:
+        """The number of the newest generation."""
+        return self.generation.number
 
     @property
     def ended(self) -> str:

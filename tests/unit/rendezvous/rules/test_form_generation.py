@@ -26,7 +26,7 @@ from elaunch.rendezvous.types import (
     Seat,
     Terms,
 )
-from tests.unit.agent.job_world import KEYS, PORT, TERMS, TIMES, A, B, C, D, World, forming, node, running
+from tests.unit.agent.job_world import KEYS, PORT, TERMS, TIMES, A, B, C, World, forming, node, running
 
 SIGNAL = FailureKind.SIGNAL
 
@@ -217,14 +217,6 @@ def test_survivors_keep_their_order_and_newcomers_come_last() -> None:
     assert (world.table.master_addr, world.table.master_port) == (B.address, PORT + B.slots)
 
 
-def test_more_nodes_than_seats_stay_without_one() -> None:
-    world = World()
-    world.join(D, C, B, A)
-
-    assert world.seal() == "abc"
-    assert world.table.group_rank(D.node_id) is None
-
-
 NEWCOMERS = {
     "as their users requested": (node("a", node_rank=2), node("b", node_rank=0), node("c", node_rank=1)),
     "those with a request first": (node("a"), node("b"), node("c", node_rank=5)),
@@ -257,25 +249,27 @@ def test_a_wished_rank_does_not_unseat_a_survivor() -> None:
 OLD, NEW = "torch 2.12.1+cpu, Python 3.11", "torch 2.13.0+cpu, Python 3.11"
 
 
-def formed(*software: str) -> str:
-    """The mismatch in the table of a job whose nodes joined with this software."""
+def formed(*details: dict[str, str]) -> RankTable:
+    """The table of a job whose nodes joined with these details."""
     world = World(TERMS)
-    for who, text in zip((A, B), software, strict=True):
-        joined = Joined(who.node_id, 1, software=text)
+    for who, each in zip((A, B), details, strict=True):
+        joined = Joined(who.node_id, 1, **each)
         is_member = who.node_id in world.snapshot.members
         world.commit(transactions.join(world.snapshot, who, joined, world.lease(who), is_member=is_member))
     world.run()
     assert world.seated == "ab"
-    return world.table.mismatch
+    return world.table
 
 
 @pytest.mark.parametrize("software", [(NEW, NEW), (NEW, ""), ("", "")])
 def test_nodes_that_are_alike_or_unknown_are_not_mentioned(software: tuple[str, str]) -> None:
-    assert formed(*software) == ""
+    assert formed(*({"software": text} for text in software)).mismatch == ""
 
 
 def test_seated_nodes_that_differ_are_in_the_table() -> None:
-    assert formed(NEW, OLD) == f"the nodes have different software: {OLD} on host-b; {NEW} on host-a"
+    mismatch = formed({"software": NEW}, {"software": OLD}).mismatch
+
+    assert mismatch == f"the nodes have different software: {OLD} on host-b; {NEW} on host-a"
 
 
 def test_the_kinds_are_named_with_their_hosts_the_most_common_first() -> None:
@@ -301,11 +295,6 @@ def test_a_table_keeps_it_as_text_and_is_no_longer_without_it() -> None:
 
 
 def test_a_table_has_the_first_nodes_secret() -> None:
-    world = World(TERMS)
-    for who, secret in ((A, "s1"), (B, "s2")):
-        joined = Joined(who.node_id, 1, secret=secret)
-        is_member = who.node_id in world.snapshot.members
-        world.commit(transactions.join(world.snapshot, who, joined, world.lease(who), is_member=is_member))
-    world.run()
+    table = formed({"secret": "s1"}, {"secret": "s2"})
 
-    assert (world.table.secret, decode_table(encode_table(world.table)).secret) == ("s1", "s1")
+    assert (table.secret, decode_table(encode_table(table)).secret) == ("s1", "s1")

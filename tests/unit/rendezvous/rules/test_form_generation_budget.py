@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -9,19 +10,12 @@ import pytest
 from elaunch.rendezvous.rules.form_generation import counted_restarts
 from elaunch.rendezvous.rules.restart_policy import NO_PROGRESS_MAX
 from elaunch.rendezvous.types import FailureKind, Node, OutcomeKind, RankTable, Terms
-from tests.unit.agent.job_world import TERMS, TIMES, A, B, C, forming, running
+from tests.unit.agent.job_world import TERMS, TIMES, A, B, C, World, forming, running
 
 SIGNAL = FailureKind.SIGNAL
 
 
 # --- 3: what is charged to the budget
-
-
-def test_a_failure_counts_and_the_table_has_the_number_of_the_restart() -> None:
-    world = forming(A)
-    world.run(A)
-
-    assert (world.table.generation, world.table.restarts, world.table.reason) == (1, 1, "restart 1 of 3")
 
 
 @pytest.mark.parametrize("nodes", [(A, B), (A, A)], ids=["on another node", "on the same node"])
@@ -36,19 +30,9 @@ def test_a_cause_beside_the_first_failure_is_reported_with_the_restart(nodes: tu
     assert (cause.startswith("rank 1 "), world.table.reason) == (True, f"restart 1 of 3; the cause: {cause}")
 
 
-def test_a_failure_beside_a_lost_node_is_not_charged_and_the_lost_node_is_named() -> None:
-    world = forming(A, B)
-    world.lose(B)
-    world.join(A)
-
-    world.seal()
-
-    assert world.table.restarts == 0
-    assert world.table.reason == "host-b was lost: no sign of life from the elaunch that ran there"
-
-
-def test_a_loss_is_not_charged() -> None:
-    world = running(A, B, terms=replace(TERMS, max_restarts=1))
+@pytest.mark.parametrize("made", [running, forming], ids=["alone", "beside a failure"])
+def test_a_loss_is_not_charged_and_the_lost_node_is_named(made: Callable[..., World]) -> None:
+    world = made(A, B, terms=replace(TERMS, max_restarts=1))
     world.lose(B)
     world.lead()
     world.join(A)

@@ -54,10 +54,8 @@ def test_where_members_of_the_table_are_gone_while_the_others_stop_to_save_the_s
 
     assert world.lead()
 
-    generation = world.snapshot.generation
-    assert generation
-    assert (generation.number, generation.kind) == (2, OpenKind.LOSS)
-    assert generation.cause == "host-b leaves (SIGTERM was received); host-c left too, or was lost"
+    assert (world.number, world.generation.kind) == (2, OpenKind.LOSS)
+    assert world.generation.cause == "host-b leaves (SIGTERM was received); host-c left too, or was lost"
 
 
 def test_who_was_cut_off_itself_seals_no_table_before_the_others_could_come_back() -> None:

@@ -16,18 +16,6 @@ from elaunch.rendezvous.types import Failure, FailureKind, Generation, OpenKind,
 from tests.unit.agent.job_world import KEYS, TERMS, TIMES, A, B, C, D, World, forming, running
 
 
-def kind_of(world: World) -> OpenKind:
-    generation = world.snapshot.generation
-    assert generation
-    return generation.kind
-
-
-def cause_of(world: World) -> str:
-    generation = world.snapshot.generation
-    assert generation
-    return generation.cause
-
-
 def admit(world: World) -> None:
     """Nodes wait for a seat; let the leader gather them."""
     assert world.poll().wake_s == world.now_s + TIMES.join_gather_s
@@ -88,8 +76,8 @@ def test_a_seated_node_whose_lease_ended_is_lost() -> None:
 
     assert world.lead()
 
-    assert (world.number, kind_of(world)) == (1, OpenKind.LOSS)
-    assert cause_of(world) == "host-b, host-c were lost: no sign of life from the elaunch that ran there"
+    assert (world.number, world.generation.kind) == (1, OpenKind.LOSS)
+    assert world.generation.cause == "host-b, host-c were lost: no sign of life from the elaunch that ran there"
 
 
 def test_a_spare_that_is_lost_is_no_loss() -> None:
@@ -121,7 +109,7 @@ def test_a_leader_that_was_cut_off_declares_no_node_lost_immediately() -> None:
 
     assert (early.txn, early.wake_s) == (None, world.lossless_until_s)
     assert world.lead()
-    assert kind_of(world) is OpenKind.LOSS
+    assert world.generation.kind is OpenKind.LOSS
 
 
 # --- a failure whose node could not open a generation
@@ -152,7 +140,7 @@ def test_nodes_that_come_together_join_in_one_generation() -> None:
     assert world.lead()
 
     assert (first.txn, second.txn, second.wake_s) == (None, None, first.wake_s)
-    assert (kind_of(world), cause_of(world)) == (OpenKind.JOIN, "host-b, host-c join")
+    assert (world.generation.kind, world.generation.cause) == (OpenKind.JOIN, "host-b, host-c join")
 
 
 def full() -> World:
@@ -200,7 +188,7 @@ def test_a_loss_goes_before_a_join() -> None:
     world.lose(B)
 
     assert world.lead()
-    assert kind_of(world) is OpenKind.LOSS
+    assert world.generation.kind is OpenKind.LOSS
 
 
 def test_nodes_that_come_and_go_cost_the_others_less_and_less_often() -> None:

@@ -62,10 +62,6 @@ def decide(
     return judge(terms, failures, max(failures), spent, no_progress, progressed)
 
 
-def test_a_lost_peer_never_wins_over_a_failure_of_ones_own() -> None:
-    assert decisive_failure([PEER, KILLED, RAISED]) is KILLED
-
-
 def test_ranks_that_one_signal_ended_are_named_with_the_first() -> None:
     also = [replace(KILLED, rank=rank) for rank in (3, 2)]
 
@@ -117,16 +113,6 @@ def test_what_the_budget_is_not_charged_for_is_worth_another_try_when_it_is_spen
 @pytest.mark.parametrize("kind", [FailureKind.STARTUP, FailureKind.DEBUGGER])
 def test_what_would_end_the_same_way_is_not_tried_again_though_it_is_not_charged(kind: FailureKind) -> None:
     assert isinstance(decide({1: [replace(RAISED, kind=kind)]}, spent=None), GiveUp)
-
-
-def test_a_start_up_failure_is_not_tried_again_unless_the_job_ever_got_further() -> None:
-    startup = replace(RAISED, kind=FailureKind.STARTUP)
-
-    never, once = decide({0: [startup]}), decide({0: [startup]}, progressed=True)
-
-    assert isinstance(never, GiveUp)
-    assert "never got past its start" in never.reason
-    assert isinstance(once, Restart)
 
 
 def test_the_same_error_twice_without_progress_is_not_tried_a_third_time() -> None:
@@ -335,19 +321,6 @@ def test_verdicts_are_compared_not_the_lost_peers_that_were_recorded_first() -> 
     decision = decide({1: [PEER, RAISED], 2: [replace(PEER, message="broken pipe"), RAISED]})
 
     assert isinstance(decision, GiveUp)
-
-
-def test_ten_generations_without_progress_end_a_job_whatever_its_budget() -> None:
-    terms = replace(TERMS, max_restarts=1000)
-
-    last, over = (
-        decide({9: [KILLED]}, terms=terms, no_progress=NO_PROGRESS_MAX - 1),
-        decide({9: [KILLED]}, terms=terms, no_progress=10),
-    )
-
-    assert isinstance(last, Restart)
-    assert isinstance(over, GiveUp)
-    assert "10 generations" in over.reason
 
 
 def test_the_jobs_first_failure_is_no_lost_peer_if_anything_else_failed() -> None:

@@ -23,7 +23,6 @@ from elaunch.rendezvous.types import (
     Outcome,
     OutcomeKind,
     RankTable,
-    Seat,
     Terms,
 )
 
@@ -53,10 +52,6 @@ def store_with(puts: dict[str, str]) -> MemoryStore:
     store.grant(9, 3600.0)
     write(store, *(Put(key, value, 9 if key.endswith("ctl/leader") else 0) for key, value in puts.items()))
     return store
-
-
-def test_no_keys_are_an_empty_snapshot() -> None:
-    assert read(MemoryStore()) == Snapshot(KEYS, revision=1, whole=True)
 
 
 def test_every_key_of_the_protocol_is_read() -> None:
@@ -332,14 +327,6 @@ TABLE = RankTable(
     barren=1,
     progressed=True,
 )
-
-
-def test_seats_have_ranks_without_holes() -> None:
-    assert seats_of([("a-1", 2, "x"), ("b-1", 3, "y"), ("c-1", 1, "x")]) == (
-        Seat("a-1", 2, 0, "x"),
-        Seat("b-1", 3, 2, "y"),
-        Seat("c-1", 1, 5, "x"),
-    )
 
 
 def of_nodes(count: int) -> RankTable:

@@ -98,16 +98,6 @@ def test_a_node_whose_lease_ended_comes_back_while_its_generation_is_the_newest(
     assert not world.commit(transactions.return_as_member(snapshot, B, world.lease(B)))
 
 
-def test_a_node_is_done_with_the_generation_that_it_ran() -> None:
-    world = running(A, B)
-    late = transactions.report_done(world.snapshot, B, 0)
-    world.finish(A)
-
-    assert world.snapshot.done == {0: frozenset({A.node_id})}
-    world.fail(FailureKind.SIGNAL)
-    assert not world.commit(late)
-
-
 # --- leading
 
 
@@ -132,17 +122,12 @@ def test_who_is_no_member_does_not_lead() -> None:
 # --- failures
 
 
-def generation_of(world: World) -> Generation:
-    assert world.snapshot.generation
-    return world.snapshot.generation
-
-
 def test_a_failure_opens_the_next_generation_and_is_its_cause() -> None:
     world = running(A, B)
 
     assert world.commit(transactions.fail(world.snapshot, B, FAILED))
 
-    assert generation_of(world) == Generation(1, OpenKind.FAIL, FAILED.sentence, B.node_id)
+    assert world.generation == Generation(1, OpenKind.FAIL, FAILED.sentence, B.node_id)
     assert world.snapshot.failures == {0: (FAILED,)}
 
 
@@ -154,7 +139,7 @@ def test_the_later_of_two_failures_is_recorded_and_opens_nothing() -> None:
     held = [world.commit(transactions.fail(snapshot, who, f)) for who, f in ((B, FAILED), (A, mine))]
 
     assert held == [True, False]
-    assert generation_of(world).number == 1
+    assert world.generation.number == 1
     assert world.snapshot.failures == {0: (FAILED, mine)}
 
 
@@ -165,31 +150,28 @@ def test_a_failure_over_a_generation_that_was_to_let_workers_save_opens_another(
 
     world.commit(transactions.fail(world.snapshot, B, FAILED))
 
-    assert generation_of(world) == Generation(2, OpenKind.FAIL, FAILED.sentence, B.node_id)
+    assert world.generation == Generation(2, OpenKind.FAIL, FAILED.sentence, B.node_id)
     assert set(world.snapshot.failures) == {0}
 
 
-@pytest.mark.parametrize("kind", [OpenKind.FAIL, OpenKind.LOSS])
-def test_a_failure_over_a_generation_that_is_urgent_already_is_recorded_only(kind: OpenKind) -> None:
-    world = running(A, B)
-    opened = Generation(1, kind, "rank 9 failed")
-    world.write(Put(KEYS.generation, encode(opened)))
-
-    world.commit(transactions.fail(world.snapshot, B, FAILED))
-
-    assert generation_of(world) == opened
-    assert world.snapshot.failures == {0: (FAILED,)}
-
-
-@pytest.mark.parametrize("opened", [Generation(1, OpenKind.START, ""), Generation(2, OpenKind.JOIN, "host-c joins")])
-def test_a_failure_in_a_group_that_others_have_followed_is_recorded_only(opened: Generation) -> None:
-    """As that of an agent which hung, or was cut off, while others restarted without it."""
+@pytest.mark.parametrize(
+    "opened",
+    [
+        *(Generation(1, kind, "rank 9 failed") for kind in (OpenKind.FAIL, OpenKind.LOSS)),
+        # As that of an agent which hung, or was cut off, while others restarted without it.
+        Generation(1, OpenKind.START, ""),
+        Generation(2, OpenKind.JOIN, "host-c joins"),
+    ],
+)
+def test_a_failure_over_a_generation_that_is_urgent_or_that_others_have_followed_is_recorded_only(
+    opened: Generation,
+) -> None:
     world = running(A, B)
     world.write(Put(KEYS.generation, encode(opened)))
 
     world.commit(transactions.fail(world.snapshot, B, FAILED))
 
-    assert generation_of(world) == opened
+    assert world.generation == opened
     assert world.snapshot.failures == ({} if opened.kind is OpenKind.START else {0: (FAILED,)}), "nor in another run's"
 
 
@@ -199,7 +181,7 @@ def test_a_failure_after_the_end_opens_nothing() -> None:
     world.write(Put(KEYS.ended, encode(INTERRUPTED)))
 
     assert not world.commit(transactions.fail(snapshot, B, FAILED))
-    assert generation_of(world).number == 0
+    assert world.generation.number == 0
 
 
 def test_a_completed_record_keeps_its_place_in_the_order() -> None:
@@ -229,7 +211,7 @@ def test_a_generation_records_whether_another_failure_may_explain_its_cause() ->
     for kind in (FailureKind.PEER_LOST, FailureKind.SIGNAL):
         world = running(A, B)
         world.commit(transactions.fail(world.snapshot, A, replace(FAILED, kind=kind)))
-        assert generation_of(world).is_secondary is (kind is FailureKind.PEER_LOST)
+        assert world.generation.is_secondary is (kind is FailureKind.PEER_LOST)
 
 
 # --- leaving, ending
@@ -242,9 +224,7 @@ def test_a_seated_node_that_leaves_opens_a_generation(who: Node) -> None:
     world.leave(who)
 
     snapshot = world.snapshot
-    assert generation_of(world) == Generation(
-        1, OpenKind.LEAVE, f"{who.host} leaves (SIGTERM was received)", who.node_id
-    )
+    assert world.generation == Generation(1, OpenKind.LEAVE, f"{who.host} leaves (SIGTERM was received)", who.node_id)
     assert who.node_id not in snapshot.members
     assert who.node_id not in snapshot.joined[0]
     assert snapshot.leader == A.node_id
@@ -268,7 +248,7 @@ def test_who_leaves_as_another_opens_is_gone_all_the_same() -> None:
 
     world.commit(transactions.leave(snapshot, B, opens=True, why="SIGTERM was received"))
 
-    assert generation_of(world).kind is OpenKind.FAIL
+    assert world.generation.kind is OpenKind.FAIL
     assert B.node_id not in world.snapshot.members
 
 
@@ -287,7 +267,7 @@ def test_a_spare_that_leaves_opens_nothing() -> None:
 
     world.leave(B)
 
-    assert generation_of(world).number == 0
+    assert world.generation.number == 0
     assert B.node_id not in world.snapshot.members
 
 
@@ -307,13 +287,12 @@ OF_B: dict[str, Callable[[Snapshot, int], Txn]] = {
     "return": lambda seen, lease: transactions.return_as_member(seen, B, lease),
     "lead": lambda seen, lease: transactions.become_leader(seen, B, lease),
     "done": lambda seen, lease: transactions.report_done(seen, B, 0),
-    "fail": lambda seen, lease: transactions.fail(seen, B, FAILED),
     "complete": lambda seen, lease: transactions.complete(seen, B, replace(FAILED, tail="last lines")),
     "end": lambda seen, lease: transactions.end_job(seen, INTERRUPTED),
 }
 
 
-@pytest.mark.parametrize("what", [what for what in OF_B if what != "fail"])
+@pytest.mark.parametrize("what", OF_B)
 def test_once_the_job_has_ended_a_node_writes_nothing_more(what: str) -> None:
     world = running(A, B)
     world.lose(A)
@@ -343,7 +322,7 @@ def test_once_the_job_has_ended_who_leaves_opens_nothing() -> None:
 
     world.commit(leave)
 
-    assert generation_of(world).number == 0
+    assert world.generation.number == 0
     assert B.node_id not in world.snapshot.members
 
 
@@ -388,7 +367,7 @@ def test_a_member_key_that_was_made_again_meanwhile_is_a_node_that_lives() -> No
     world.join(C)
 
     assert not world.commit(loss)
-    assert generation_of(world).number == 0
+    assert world.generation.number == 0
 
 
 def test_a_node_that_is_done_is_not_lost() -> None:
@@ -421,7 +400,7 @@ def test_a_join_needs_the_table_that_it_is_to_grow() -> None:
     join = open_join(world.snapshot, [B.node_id])
 
     assert world.commit(join)
-    assert generation_of(world) == Generation(1, OpenKind.JOIN, "host-b joins")
+    assert world.generation == Generation(1, OpenKind.JOIN, "host-b joins")
     assert not world.commit(open_join(world.snapshot, [B.node_id])), "while that forms, no other joins"
 
 
@@ -456,7 +435,7 @@ def test_who_is_gone_while_a_generation_forms_since_one_left_may_have_left_too(
     world.lose(C)
 
     assert world.commit(open_loss(world.snapshot, [C.node_id]))
-    assert generation_of(world) == Generation(number + 1, OpenKind.LOSS, cause)
+    assert world.generation == Generation(number + 1, OpenKind.LOSS, cause)
 
 
 @pytest.mark.parametrize(
