@@ -3,60 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import socket
-import ssl
-import threading
 from pathlib import Path
 
 import pytest
 
 from elaunch.rendezvous.secret import TOKEN_CHARACTERS_MIN, Secret
 from tests.descriptors import opened
-from tests.harness import joined
 
 TOKEN = "0123456789abcdef"
-OTHER = "0123456789abcdeg"
-
-
-def shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> list[object]:
-    """A TLS handshake over a socket pair and a message from each side; the messages, or the error."""
-    ours, theirs = socket.socketpair()
-    received: list[object] = []
-
-    def serve() -> None:
-        try:
-            with server.wrap_socket(theirs, server_side=True) as channel:
-                channel.sendall(b"from the server")
-                received.append(channel.recv(100))
-        except (ssl.SSLError, OSError) as error:
-            received.append(error)
-
-    ours.settimeout(30)
-    theirs.settimeout(30)
-    thread = threading.Thread(target=serve)
-    thread.start()
-    try:
-        with client.wrap_socket(ours) as channel:
-            message = channel.recv(100)
-            channel.sendall(b"from the client")
-    except (ssl.SSLError, OSError) as error:
-        ours.close()
-        joined(thread)
-        return [error]
-    joined(thread)
-    return [message, *received]
-
-
-def test_both_sides_of_one_token_understand_each_other() -> None:
-    messages = shake_hands(Secret(TOKEN).server_context(), Secret(TOKEN).client_context())
-
-    assert messages == [b"from the server", b"from the client"]
-
-
-def test_a_server_with_another_token_is_refused() -> None:
-    (error,) = shake_hands(Secret(OTHER).server_context(), Secret(TOKEN).client_context())
-
-    assert isinstance(error, ssl.SSLCertVerificationError)
 
 
 def test_what_a_token_stands_for_never_changes() -> None:
