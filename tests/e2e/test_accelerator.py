@@ -131,30 +131,6 @@ def test_types_and_memory_formats_are_kept_on_the_gpu() -> None:
     print(output_of("-m", "pytest", "-q", "-p", "no:cacheprovider", tests, ELAUNCH_TEST_DEVICE="cuda"))
 
 
-CONTEXT = """
-import threading, torch
-from elaunch.trainer.memory.device_copy import GpuCopies
-
-device = torch.device("cuda", 1)
-torch.cuda.set_device(device)
-state = torch.ones(1000, device=device)
-gpu = GpuCopies(device)
-gpu.after_commit()
-
-def rescue():
-    gpu.bind_thread()
-    with gpu.reading():
-        assert state.sum().item() == 1000
-    gpu.copy([torch.zeros(1000)], [state])
-
-thread = threading.Thread(target=rescue)
-thread.start()
-thread.join()
-assert torch._C._cuda_hasPrimaryContext(1)
-assert not torch._C._cuda_hasPrimaryContext(0), "the thread has started CUDA on GPU 0"
-"""
-
-
 KEPT = """
 import os, signal, sys, time
 from datetime import timedelta

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.usefixtures("without_torch")
 
 # For survivors that say something when they get SIGTERM, and may have to wait for a CPU.
 PATIENT = ("--failure-grace", "300")
+BOTH = pytest.mark.parametrize("start", [LIGHT, slow(FRESH)], ids=["forked", "exec'd"])
 
 # Rank 1 fails in each generation with a different error. Rank 0 dies of the agent's SIGTERM, and rank 2 raises at it.
 THREE_RANKS = """
@@ -215,7 +216,7 @@ class TestStartUp:
         assert "generation 1" not in job.stderr
         assert "0 of 3 restarts used" in job.stderr
 
-    @pytest.mark.parametrize("start", [LIGHT, slow(FRESH)], ids=["forked", "exec'd"])
+    @BOTH
     def test_a_module_that_does_not_exist_is_not_restarted(self, start: tuple[str, ...], tmp_path: Path) -> None:
         nowhere = finished(tmp_path, *start, "--max-restarts", "3", "-m", "no_such_recipe")
         (tmp_path / "recipes").mkdir()
@@ -238,16 +239,6 @@ if os.environ["ELAUNCH_GENERATION"] == "0":
     os.kill(os.getpid(), 9)
 raise ValueError(f"worker {os.getpid()} after the torn record at {id(os):#x}")
 """
-
-
-@pytest.fixture(scope="module", params=[LIGHT, slow(FRESH)], ids=["forked", "exec'd"])
-def torn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, Path]:
-    """A job whose worker is killed once and then fails until the job gives up; and its folder."""
-    folder = tmp_path_factory.mktemp("torn")
-    script(folder, TEARS)
-    env = {"TORCHELASTIC_ERROR_FILE": str(folder / "e.json")}
-
-    return finished(folder, *request.param, "--max-restarts", "5", "train.py", env=env), folder
 
 
 # The peers catch the error of their collective and print nothing; they are gone before the rank that left.
@@ -286,13 +277,17 @@ class TestFirstCause:
 
 
 class TestRecord:
-    def test_a_torn_record_costs_nothing(self, torn: tuple[Job, Path]) -> None:
-        job, folder = torn
+    @BOTH
+    def test_a_torn_record_costs_nothing(self, start: tuple[str, ...], tmp_path: Path) -> None:
+        script(tmp_path, TEARS)
+        file = tmp_path / "e.json"
+
+        job = finished(tmp_path, *start, "--max-restarts", "5", "train.py", env={"TORCHELASTIC_ERROR_FILE": str(file)})
 
         assert re.search(r"was killed by SIGKILL in generation 0\b", job.stderr)
         assert "generation 1:" in job.stderr
         assert re.search(r"raised ValueError: worker \d+ after the torn record", _report(job))
-        assert "ValueError" in json.loads((folder / "e.json").read_text())["message"]["message"]
+        assert "ValueError" in json.loads(file.read_text())["message"]["message"]
 
 
 class TestUsage:
@@ -329,11 +324,9 @@ def _report(job: Job) -> str:
     return found[0]
 
 
-BOTH = pytest.mark.parametrize("start", [LIGHT, slow(FRESH)], ids=["forked", "exec'd"])
-
 CRASHES = """
 import ctypes, os, sys
-BEFORE
+
 
 def forward():
     print("before the crash", file=sys.stderr)
@@ -343,19 +336,14 @@ forward()
 """
 
 
-def crashed(folder: Path, start: tuple[str, ...], text: str, env: dict[str, str] | None = None) -> tuple[Job, str, str]:
-    """The job, what it wrote before the report, and the report."""
-    script(folder, text)
-    job = finished(folder, *start, "--max-restarts", "0", "train.py", env=env)
-    before, line, report = job.stderr.partition("=" * 72)
-    assert line, job.output
-    return job, before, report
-
-
 @BOTH
 def test_the_report_has_the_stack_and_the_users_innermost_line(start: tuple[str, ...], tmp_path: Path) -> None:
-    job, before, report = crashed(tmp_path, start, CRASHES.replace("BEFORE", ""))
+    script(tmp_path, CRASHES)
 
+    job = finished(tmp_path, *start, "--max-restarts", "0", "train.py")
+
+    before, line, report = job.stderr.partition("=" * 72)
+    assert line, job.output
     assert re.search(r"was killed by SIGSEGV \(crashed in \S+/train\.py:7 in forward\) in generation 0\.", report), (
         job.output
     )

@@ -163,11 +163,8 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run, dict[str, 
 def test_what_a_script_sets_before_import_torch_has_its_effect_or_a_warning(
     job: tuple[Path, Run, dict[str, Any]], name: str
 ) -> None:
-    assert_as_alone(job, list(SETS).index(name), name)
-
-
-def assert_as_alone(job: tuple[Path, Run, dict[str, Any]], rank: int, name: str) -> None:
     folder, run, found = job
+    rank = list(SETS).index(name)
 
     expected = alone(folder, rank, {})
     if name == "all of them":

@@ -7,13 +7,14 @@ import json
 import re
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.harness import COMMAND, DEADLINE_S, LIGHT, RUN_LIMIT_S, Job, environment, finished, script, slow, with_limits
+from tests.faults.processes import small_disk
+from tests.harness import COMMAND, DEADLINE_S, LIGHT, Job, environment, finished, script, slow, with_limits
 from tests.terminal import Terminal
 
 pytestmark = pytest.mark.usefixtures("without_torch")
@@ -330,31 +331,8 @@ class TestNothingIsLeft:
 
 
 class TestFullDisk:
-    @pytest.fixture
-    def small_disk(self, tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-        """A disk of the given size, in the form that mount takes."""
-        mounted: list[Path] = []
-
-        def mount(size: str) -> Path:
-            place = tmp_path / "disk"
-            place.mkdir()
-            command = ["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(place)]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_LIMIT_S)
-            if done.returncode:
-                pytest.skip(f"no file system can be mounted here: {done.stderr}")
-            mounted.append(place)
-            return place
-
-        yield mount
-
-        for place in mounted:
-            subprocess.run(["umount", str(place)], check=True, timeout=RUN_LIMIT_S)
-
     @pytest.mark.parametrize("size", ["size=64k", slow("nr_inodes=4")], ids=["no space", "no inode"])
-    def test_training_goes_on_with_one_warning(
-        self, size: str, small_disk: Callable[[str], Path], tmp_path: Path
-    ) -> None:
-        disk = small_disk(size)
+    def test_training_goes_on_with_one_warning(self, size: str, tmp_path: Path) -> None:
         script(
             tmp_path,
             WAIT
@@ -366,7 +344,8 @@ write(f"the end of {rank}\\n")
 """,
         )
 
-        job = finished(tmp_path, *LIGHT, "--nproc-per-node", "2", "--log-dir", str(disk / "logs"), "train.py")
+        with small_disk(tmp_path / "disk", size) as disk:
+            job = finished(tmp_path, *LIGHT, "--nproc-per-node", "2", "--log-dir", str(disk / "logs"), "train.py")
 
         assert job.code == 0, job.output
         assert job.stdout.count("line 1999 ") == job.stderr.count("line 1999 ") == 2

@@ -10,7 +10,7 @@ import pytest
 
 from elaunch.trainer.ledger.ledger import audit_folder
 from tests.harness import script
-from tests.ranks import Ended, RankForker, Ranks
+from tests.ranks import RankForker, Ranks
 
 # Each part trains steps after+1…until of a small network on the first `world_size` workers, in a group of their own. It
 # leaves in its folder the state, a loss per step and a mask per micro-batch. It prints how far the last four gradients
@@ -120,24 +120,16 @@ class Plan:
 def train(forker: RankForker, folder: Path, *plans: Plan) -> list[Curve]:
     """Run all plans one after the other, in the same ranks. Returns their results."""
     parts = [{**part, "out": str(folder / plan.name)} for plan in plans for part in plan.parts]
-    ended = ended_ranks(forker, max(part["world_size"] for part in parts), script(folder, SCRIPT), json.dumps(parts))
+    # No agent is needed for a gradient.
+    size = max(part["world_size"] for part in parts)
+    with Ranks(forker, size, script(folder, SCRIPT), json.dumps(parts)) as ranks:
+        ended = ranks.end()
     assert not any(rank.code for rank in ended), "\n".join(rank.err for rank in ended)
-    logged = said_by(ended)
+    lines = [line for rank in ended for line in rank.out.splitlines()]
+    logged = [json.loads(line.removeprefix("apart ")) for line in lines if line.startswith("apart ")]
     return [
         curve(folder, plan, [one["apart"] for one in logged if Path(one["out"]).name == plan.name]) for plan in plans
     ]
-
-
-def ended_ranks(forker: RankForker, world_size: int, program: Path, *args: str) -> list[Ended]:
-    """The ranks of a program after their end. No agent is needed for a gradient."""
-    with Ranks(forker, world_size, program, *args) as ranks:
-        return ranks.end()
-
-
-def said_by(ended: list[Ended]) -> list[dict[str, Any]]:
-    """The records that the ranks printed as `apart {json}`."""
-    lines = [line for rank in ended for line in rank.out.splitlines()]
-    return [json.loads(line.removeprefix("apart ")) for line in lines if line.startswith("apart ")]
 
 
 def curve(folder: Path, plan: Plan, apart: list[list[float]]) -> Curve:

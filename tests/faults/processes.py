@@ -8,15 +8,17 @@ import re
 import secrets
 import shutil
 import signal
+import subprocess
 import time
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
+import pytest
 
 from elaunch.agent.guardian.guardian import RUN_DIRS
-from tests.harness import DEADLINE_S, LIGHT, Job, wait_for, with_environment
+from tests.harness import DEADLINE_S, LIGHT, RUN_LIMIT_S, Job, wait_for, with_environment
 from tests.standin import WITHOUT_TORCH
 
 TAG = "FAULT_TEST_JOB"
@@ -168,3 +170,17 @@ def library(folder: Path, name: str, text: str) -> dict[str, str]:
     place.mkdir(exist_ok=True)
     (place / f"{name}.py").write_text(text)
     return {"PYTHONPATH": os.pathsep.join((os.fspath(place), *WITHOUT_TORCH.values()))}
+
+
+@contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[Path]:
+    """A file system of that size, in the form that mount takes."""
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", size, "tmpfs", folder]
+    mounted = subprocess.run(command, capture_output=True, text=True, timeout=RUN_LIMIT_S)
+    if mounted.returncode:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", folder], check=True, timeout=RUN_LIMIT_S)

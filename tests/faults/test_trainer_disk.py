@@ -4,31 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from elaunch.trainer.checkpoint.storage import storage_at
+from tests.faults.processes import small_disk
 from tests.faults.trainings import GENTLE, STEPS, CalmTrainings, OneNode
-from tests.harness import RUN_LIMIT_S, wait_for
-
-
-@contextmanager
-def small_disk(folder: Path) -> Iterator[Path]:
-    """A file system with room for a few checkpoints."""
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], capture_output=True, timeout=RUN_LIMIT_S
-    )
-    if mounted.returncode:
-        pytest.skip("mounting takes root")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", folder], check=True, timeout=RUN_LIMIT_S)
+from tests.harness import wait_for
 
 
 def fill(folder: Path) -> Path:
@@ -49,7 +33,8 @@ def full_twice(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OneNode]:
     asks = ["hold:forward-0-15-0", "forward-0-23-1", "hold:forward-1-36-0", last]
 
     with (
-        small_disk(folder / "disk") as disk,
+        # Room for a few checkpoints.
+        small_disk(folder / "disk", "size=4m") as disk,
         OneNode(folder / "run", 2, *GENTLE, "--lose-at-most", "5", asks=asks, disk=disk) as run,
     ):
         run.wait_for("held", step=15)
