@@ -157,11 +157,11 @@ class Cluster:
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.story()}") from None
 
-    def ask(self, what: str, *, moment: str = "step", generation: int, rank: int) -> None:
-        """Make a rank fail at a moment: see reducer.py."""
-        partial = self.folder / f".{moment}-{generation}-{rank}"
+    def ask(self, what: str, *, generation: int, rank: int) -> None:
+        """Make a rank fail after its next step: see reducer.py."""
+        partial = self.folder / f".step-{generation}-{rank}"
         partial.write_text(what)
-        partial.rename(self.folder / f"{moment}-{generation}-{rank}")
+        partial.rename(self.folder / f"step-{generation}-{rank}")
 
     def end(self, *indices: int) -> None:
         """Let the training end. These agents (else all that run) must end with exit code 0, and leave nothing."""

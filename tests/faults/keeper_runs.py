@@ -76,11 +76,6 @@ class Kept(Recorded):
         """Each rank's state at the end: model, optimizer, scheduler, extra, its own random state and error feedback."""
         return {r["rank"]: (r["state"], r["own"]) for r in self.of("end")}
 
-    @property
-    def halfway(self) -> dict[int, tuple[str, str]]:
-        """Each rank's state after step 30."""
-        return {r["rank"]: (r["state"], r["own"]) for r in self.of("halfway")}
-
     def newest_done(self, generation: int) -> int:
         """The newest step that a worker of that generation has recorded as done."""
         done = [*self.of("done", generation=generation), *self.of("began", generation=generation)]

@@ -20,8 +20,8 @@ FOLDER/<moment>-<generation>-<step>-<rank> makes that rank kill itself with SIGK
     mirror        not a kill: the threads that exchange snapshots do not receive what other nodes send
 
 Each rank appends JSON lines to FOLDER/records: `began`, `done` (with the bits of its own loss of the step), `requested`
-(to stop), `killed`, `held`, `frozen`, `corrupted`, `deaf`, with digests of its state `halfway` (after step 30) and
-`end`, and `left` (with the number of sockets that the Keeper has left open).
+(to stop), `killed`, `held`, `frozen`, `corrupted`, `deaf`, with digests of its state `end`, and `left` (with the number
+of sockets that the Keeper has left open).
 """
 
 from __future__ import annotations
@@ -52,7 +52,6 @@ from elaunch.trainer.memory.slots import copy_on_host
 from elaunch.trainer.ranks.peers import Peers
 
 FOLDER, STEPS = Path(sys.argv[1]), int(sys.argv[2])
-HALFWAY = 30
 OPTIONS = dict(word.split("=", 1) for word in sys.argv[3:])
 WORLD_SIZE = int(os.environ["WORLD_SIZE"])
 MOMENTS = Moments(FOLDER)
@@ -167,12 +166,6 @@ def main() -> None:
         plant(keeper, optimizer)
     moment("start", 0)
 
-    def digests() -> dict[str, str]:
-        moments = getattr(optimizer, "optim", optimizer).state_dict()
-        replicated = digest(list(model.parameters()), moments, scheduler.state_dict(), extra)
-        own = digest(torch.get_rng_state(), hook_state.error_dict if hook_state else {})
-        return {"replicated": replicated, "state": digest(model.state_dict(), replicated), "own": own}
-
     with keeper:
         record("began", step=keeper.step, repeated=keeper.repeated, memory=os.environ.get("ELAUNCH_MEMORY"))
         # A DataLoader also draws from the global generator at every start.
@@ -180,11 +173,12 @@ def main() -> None:
         for step in keeper.steps(STEPS):
             loss = train(step, keeper, model, optimizer, scheduler, extra)
             record("done", step=step, loss=bits(loss))
-            if step == HALFWAY:
-                record("halfway", **digests())
             moment("committed", step)
-        found = digests()
-    record("end", step=keeper.step, **found)
+        moments = getattr(optimizer, "optim", optimizer).state_dict()
+        replicated = digest(list(model.parameters()), moments, scheduler.state_dict(), extra)
+        own = digest(torch.get_rng_state(), hook_state.error_dict if hook_state else {})
+        state = digest(model.state_dict(), replicated)
+    record("end", step=keeper.step, replicated=replicated, state=state, own=own)
     record("left", sockets=len(open_sockets()) - sockets)
 
 

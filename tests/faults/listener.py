@@ -1,6 +1,6 @@
 """The training in tests of the link: counted steps over gloo. The ranks stop together and lose no step.
 
-Run as `listener.py FOLDER`, with the records and moments of reducer.py. A step is an all-reduce. At a stop and at a
+Run as `listener.py FOLDER`, with the records and failures of reducer.py. A step is an all-reduce. At a stop and at a
 failure the node's memory keeps the step's number. The next generation goes on from the newest number that any node has.
 The file FOLDER/end ends all ranks at the same step.
 """
@@ -53,7 +53,6 @@ def main() -> None:
     link.listen(on_stop=on_stop, on_peer_failed=on_peer_failed)
     dist.init_process_group("gloo")
     done = newest()
-    moment("joined")
     while True:
         here = torch.tensor([1, int((FOLDER / "end").exists())])
         dist.all_reduce(here)
@@ -63,7 +62,7 @@ def main() -> None:
         link.report(done)
         if here[1]:
             break
-        moment("step")
+        moment()
         if link.should_stop():
             keep(done)
             record("stopped", step=done)

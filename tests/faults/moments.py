@@ -1,14 +1,13 @@
-"""Named moments in a worker's life at which a test has it killed, held or frozen; for scripts that workers run.
+"""Named moments in a worker's life at which a test has it killed or held; for scripts that workers run.
 
 A file FOLDER/<moment>-<generation>-<step>-<rank> makes that rank do what is in it:
 
     (empty)    kill itself with SIGKILL
     hold       wait until the file is gone
-    freeze     stop itself with SIGSTOP
 
 An empty file FOLDER/together-<generation>-<step>-<rank> is a kill at once with all others that have such a file.
 
-Each moment that strikes is appended to FOLDER/records as a JSON line: `killed`, `held` or `frozen`.
+Each moment that strikes is appended to FOLDER/records as a JSON line: `killed` or `held`.
 """
 
 from __future__ import annotations
@@ -64,11 +63,6 @@ class Moments:
             self.record("held", moment=name, step=step)
             while path.exists():
                 time.sleep(WAIT_S)
-        elif what == "freeze":
-            self.record("frozen", moment=name, step=step)
-            # Once: the agent lets it go on when it is to end, so that it can save.
-            path.unlink()
-            os.kill(os.getpid(), signal.SIGSTOP)
         else:
             self.record("killed", moment=name, step=step)
             os.kill(os.getpid(), signal.SIGKILL)

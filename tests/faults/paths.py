@@ -16,7 +16,6 @@ and with step 0, at a start:
 
     response      another rank's proof has come, and this one's has not been sent
     inventory     all ranks have logged what they have
-    chain         a part of the state that goes from rank to rank has been passed on
     part          this rank is about to load its part
 
 An empty file FOLDER/corrupt-<generation>-<step>-<rank> changes a bit of that rank's weights before that step.
@@ -32,13 +31,12 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from moments import GENERATION, RANK, Moments, fix_steps
+from moments import RANK, Moments, fix_steps
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -47,7 +45,6 @@ from elaunch.trainer.keeper import copies, verification
 from elaunch.trainer.keeper.boundary import Boundary
 from elaunch.trainer.keeper.keeper import Keeper
 from elaunch.trainer.memory import mirror, sharded, slots
-from elaunch.trainer.ranks.connections import Connections
 from elaunch.trainer.ranks.handshake import Contact
 from elaunch.trainer.ranks.peers import Peers
 from elaunch.trainer.state.training_state import Training
@@ -72,15 +69,6 @@ def plant_at_starts() -> None:
     MOMENTS.before(copies, "decide", "inventory", now)
     MOMENTS.before(copies, "decide_in_parts", "inventory", now)
     MOMENTS.before(Training, "load_whole", "part", now)
-    arriving = Connections._arriving
-
-    def in_a_chain(self: Connections, source: int, into: memoryview) -> Iterator[memoryview]:
-        for part in arriving(self, source, into):
-            yield part
-            if len(into) > 1 << 20 and GENERATION:
-                MOMENTS.strike("chain", now())
-
-    Connections._arriving = in_a_chain  # type: ignore[method-assign]
 
 
 def plant_in_looks() -> None:

@@ -2,8 +2,7 @@
 
 Run as `reducer.py FOLDER`, a folder that all nodes see. Each event is written as one line of JSON to FOLDER/records and
 to stdout. A file FOLDER/end ends all ranks at the same step. A file called
-FOLDER/<moment>-<generation>-<rank> makes that rank do what is in it: `exit N`, `kill`, `raise`, `hang` or `deaf`
-(to SIGTERM as well). Moments are `start`, `joined`, `step`, and `last`, when all ranks have ended their loop.
+FOLDER/step-<generation>-<rank> makes that rank do what is in it after its next step: `exit N`, `kill` or `raise`.
 """
 
 from __future__ import annotations
@@ -52,14 +51,14 @@ def record(event: str, **fields: object) -> None:
         file.write(line + "\n")
 
 
-def moment(name: str) -> None:
+def moment() -> None:
     """Fail here, if the test asks for it."""
-    path = FOLDER / f"{name}-{GENERATION}-{RANK}"
+    path = FOLDER / f"step-{GENERATION}-{RANK}"
     if not path.exists():
         return
     words = path.read_text().split()
     path.unlink()
-    record(words[0], moment=name)
+    record(words[0])
     match words:
         case ["exit", code]:
             sys.exit(int(code))
@@ -67,24 +66,11 @@ def moment(name: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         case ["raise"]:
             raise RuntimeError(f"asked for by the test, in generation {GENERATION}")
-        case ["hang"]:
-            # SIGUSR1 lets it go on.
-            let_go: list[int] = []
-            signal.signal(signal.SIGUSR1, lambda signum, _: let_go.append(signum))
-            while not let_go:
-                # Not pause(): it would miss a signal that comes just before it.
-                signal.sigtimedwait([], 0.1)
-        case ["deaf"]:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            while True:
-                signal.pause()
 
 
 def main() -> None:
     record("started")
-    moment("start")
     dist.init_process_group("gloo")
-    moment("joined")
     step = 0
     while True:
         # The number of ranks, and the number of ranks that have seen the end.
@@ -95,10 +81,9 @@ def main() -> None:
             record("step", step=step)
         if here[1]:
             break
-        moment("step")
+        moment()
         step += 1
         time.sleep(STEP_S)
-    moment("last")
     record("ended", step=step)
     dist.destroy_process_group()
 

@@ -47,6 +47,22 @@ def checked_and_read(store: EtcdStore) -> None:
     store.read(KEY)
 
 
+def assert_works(store: EtcdStore, version: str) -> None:
+    """All that an agent does."""
+    received: list[Update] = []
+    assert store.check().startswith(version)
+    store.grant(1, 60)
+    watch = store.watch(KEY, store.read(KEY).revision, received.append)
+
+    answer = store.commit(Txn((), (Put(KEY, "1", 1),)))
+
+    wait_for(lambda: received, "the update of the write")
+    assert [update.revision for update in received if not isinstance(update, Exception)] == [answer.revision]
+    assert store.keep_alive(1) > 0
+    store.revoke(1)
+    watch.close()
+
+
 def denial(etcd: Etcd, access: Access) -> str:
     with closing(EtcdStore(etcd.addresses, access, DEADLINE_S)) as store, pytest.raises(Denied) as denied:
         checked_and_read(store)
@@ -55,19 +71,8 @@ def denial(etcd: Etcd, access: Access) -> str:
 
 
 def test_with_certificate_and_password_everything_works(secured: Etcd, certificates: Certificates) -> None:
-    received: list[Update] = []
     with closing(EtcdStore(secured.addresses, Access(files(certificates), LOGIN), DEADLINE_S)) as store:
-        assert store.check().startswith(secured.version)
-        store.grant(1, 60)
-        watch = store.watch(KEY, store.read(KEY).revision, received.append)
-
-        answer = store.commit(Txn((), (Put(KEY, "1", 1),)))
-
-        wait_for(lambda: received, "the update of the write")
-        assert [update.revision for update in received if not isinstance(update, Exception)] == [answer.revision]
-        assert store.keep_alive(1) > 0
-        store.revoke(1)
-        watch.close()
+        assert_works(store, secured.version)
 
 
 def test_a_wrong_password_is_reported(secured: Etcd, certificates: Certificates) -> None:
@@ -201,17 +206,9 @@ def test_an_older_etcd_is_refused_with_its_version() -> None:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_common_name_beside_users_works(version: str, tmp_path: Path) -> None:
-    received: list[Update] = []
     certificates = Certificates(tmp_path, client_name="somebody")
     with (
         Etcd(version, tls=certificates, client_certificates=True, users={LOGIN.user: LOGIN.password}) as etcd,
         closing(client(etcd.addresses, "grpc", Access(files(certificates), LOGIN), DEADLINE_S)) as store,
     ):
-        assert store.check().startswith(version)
-        store.grant(1, 60)
-        store.watch(KEY, store.read(KEY).revision, received.append)
-        store.commit(Txn((), (Put(KEY, "1", 1),)))
-
-        wait_for(lambda: received, "the update of the write")
-        assert store.keep_alive(1) > 0
-        store.revoke(1)
+        assert_works(store, version)

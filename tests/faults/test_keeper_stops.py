@@ -34,53 +34,39 @@ class Stopped:
     marks_again: list[int]
 
 
-def stopped_by(
-    signum: signal.Signals, folder: Path, forker: RankForker | None = None, shared: SharedStart | None = None
-) -> Stopped:
-    """With `forker` the second time is without an agent: forked ranks import nothing."""
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory, forker: RankForker, keeper_start: SharedStart) -> Stopped:
+    """The second time is without an agent: forked ranks import nothing."""
+    folder = tmp_path_factory.mktemp("stopped")
     # The only copy in memory is that of step 1.
     checkpoints = folder / "checkpoints"
     options = ("lose_at_most=100", "looks=1", f"checkpoints={checkpoints}", "checkpoint_every=6")
     asks = ["together-0-20-0", "together-0-20-1", "hold-1-31-1"]
-    with Run(folder / "run", 2, *options, asks=asks, shared=shared) as run:
+    with Run(folder / "run", 2, *options, asks=asks, shared=keeper_start) as run:
         wait_for(lambda: run.of("held"), "step 31")
-        run.job.signal(signum)
+        run.job.signal(signal.SIGTERM)
         wait_for(lambda: len(run.of("requested")) == 2, "all are requested to stop")
         (run.folder / "hold-1-31-1").unlink()
         code, output = run.job.wait(), run.job.output
     done, there = {r["rank"]: r["step"] for r in run.of("done")}, [mark.step for mark in marks(checkpoints)]
 
-    if forker:
-        with Ranks(forker, 2, KEPT, str(run.folder), str(STEPS), *options, env={"ELAUNCH_GENERATION": "0"}) as ranks:
-            ended = ranks.end()
-        again = "".join(rank.err for rank in ended)
-        assert [rank.code for rank in ended] == [0, 0], again
-    else:
-        run.start(2, *options)
-        with run:
-            again = run.ended().job.output
+    with Ranks(forker, 2, KEPT, str(run.folder), str(STEPS), *options, env={"ELAUNCH_GENERATION": "0"}) as ranks:
+        ended = ranks.end()
+    again = "".join(rank.err for rank in ended)
+    assert [rank.code for rank in ended] == [0, 0], again
 
     return Stopped(run, code, output, done, there, again, [mark.step for mark in marks(checkpoints)])
 
 
-@pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory, forker: RankForker, keeper_start: SharedStart) -> Stopped:
-    return stopped_by(signal.SIGTERM, tmp_path_factory.mktemp("stopped"), forker, keeper_start)
-
-
-def assert_goes_on(stopped: Stopped, calm: Calm) -> None:
+@pytest.mark.slow
+def test_a_stopped_job_goes_on_from_its_checkpoint_bit_for_bit(stopped: Stopped, calm: Calm) -> None:
+    assert stopped.code == 143, stopped.output
     assert "stopped after step 31, on a request to leave" in stopped.output
     assert stopped.marks == [24, 30, 31]
     assert stopped.done == {0: 31, 1: 31}
     assert "restored step 31 from the checkpoint in" in stopped.output_again
     assert stopped.marks_again == [31, 36, 40]
     assert_same(stopped.run, calm(2))
-
-
-@pytest.mark.slow
-def test_a_stopped_job_goes_on_from_its_checkpoint_bit_for_bit(stopped: Stopped, calm: Calm) -> None:
-    assert stopped.code == 143, stopped.output
-    assert_goes_on(stopped, calm)
 
 
 @pytest.mark.slow

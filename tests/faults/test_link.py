@@ -165,12 +165,6 @@ def test_a_worker_that_comes_to_no_end_of_its_step_is_killed_after_the_stop_grac
     assert "local rank 0 still ran after 1 s; SIGKILL" in job.stderr
 
 
-# --- hang
-
-
-# --- what outlives workers
-
-
 KEEPS = f"""{SAY}
 memory = os.environ["ELAUNCH_MEMORY"]
 print("memory", memory, flush=True)

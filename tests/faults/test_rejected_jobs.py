@@ -108,7 +108,6 @@ class Fleet:
 
 
 _RPCS = {f"/v3/{rpc.value}": rpc for rpc in Rpc}
-_RECEIVE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,6 @@ while True:
 # Rank 1 has no handler.
 ONE_SAVES = SAVES.replace("for signum in (", "for signum in () if RANK == 1 else (")
 
-PAUSES = f"{SAY}\nsay('worker', os.getpid())\nwhile True: signal.pause()"
-
 STUBBORN = f"""{SAY}
 signal.signal(signal.SIGTERM, lambda *_: say("asked", os.getpid()))
 signal.signal(signal.SIGINT, lambda *_: say("asked", os.getpid()))

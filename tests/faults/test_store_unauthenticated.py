@@ -51,20 +51,6 @@ def crowd(port: int, count: int) -> Iterator[list[socket.socket]]:
         yield them
 
 
-def gets_in(port: int, secret: Secret) -> float:
-    """Send an agent's first request. Returns how long it took. Fails without a response."""
-    began_s = time.monotonic()
-    gateway = Gateway("127.0.0.1", port, secret)
-    assert gateway.call("/v3/maintenance/status")[0] == 200
-    gateway.close()
-    return time.monotonic() - began_s
-
-
-def health(secret: Secret) -> bytes:
-    """A request that carries the secret."""
-    return f"POST /v3/maintenance/status HTTP/1.1\r\nAuthorization: Bearer {secret.bearer}\r\n\r\n".encode()
-
-
 def is_open(connection: socket.socket) -> bool:
     """Whether the server has not closed the connection."""
     connection.setblocking(False)
@@ -83,7 +69,9 @@ def test_connections_of_one_byte_each_do_not_shut_an_agent_out_and_a_line_names_
     with logged.open("wb") as stderr, ServerProcess(open_files=OPEN_FILES, stderr=stderr) as process:
         own = psutil.Process(process.process.pid).num_fds()
         with crowd(process.port, OPEN_FILES) as them:
-            gets_in(process.port, secret)
+            gateway = Gateway("127.0.0.1", process.port, secret)
+            assert gateway.call("/v3/maintenance/status")[0] == 200
+            gateway.close()
             still = sum(map(is_open, them))
             descriptors = psutil.Process(process.process.pid).num_fds() - own
 
@@ -194,12 +182,9 @@ def test_a_watch_that_is_never_read_is_closed(monkeypatch: pytest.MonkeyPatch) -
 
         monkeypatch.setattr(server_module, "STALLED_S", 0.5)
         wait_for(lambda: sum(bool(client.watcher) for client in server._clients) == 1, "the unread one to be closed")
-        assert len(read.events_until(revision + 1) if put_again(gateway) else []) == 1
+        assert gateway.put(b"a")[0] == 200
+        assert len(read.events_until(revision + 1)) == 1
         unread.close()
-
-
-def put_again(gateway: Gateway) -> bool:
-    return gateway.put(b"a")[0] == 200
 
 
 PEERS = 200

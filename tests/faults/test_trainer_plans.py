@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.trainings import GENTLE, CalmTrainings, Forked, OneNode, Trained
+from tests.faults.trainings import GENTLE, CalmTrainings, Forked, Trained
 from tests.harness import slow
 from tests.ranks import RankForker
 
@@ -112,7 +112,7 @@ AUTO = ("--parallel", "auto", "--lose-at-most", "0")
 ANY_NUMBER = (*AUTO, "--bucket-mb", "1")
 
 
-def plan_of(run: Forked | OneNode) -> str:
+def plan_of(run: Forked) -> str:
     found: str = json.loads((run.out / "plan.json").read_text())["plan"]
     return found
 
@@ -130,10 +130,7 @@ def test_a_worker_that_dies_while_plans_are_measured_and_one_that_dies_in_a_step
         ended = [run.generation(number, 2, *SHAPE, *ANY_NUMBER) for number in range(3)]
 
     assert [rank.code for rank in ended[2]] == [0, 0], ended[2][0].err
-    assert_goes_on_with_its_plan(run, calm, "".join(rank.err for ranks in ended for rank in ranks))
-
-
-def assert_goes_on_with_its_plan(run: Forked | OneNode, calm: Trained, logged: str) -> None:
+    logged = "".join(rank.err for ranks in ended for rank in ranks)
     assert run.struck() == DEATHS
     plan = plan_of(run)
     # Generation 1 measures, since nothing was chosen; generation 2 has a state, and its plan.

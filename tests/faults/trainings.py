@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -72,13 +71,6 @@ class Trained(Recorded):
         assert self.result["params_sha256"] == calm.result["params_sha256"]
         assert self.result["held_out_loss"] == calm.result["held_out_loss"]
 
-    def assert_close(self, calm: Trained) -> None:
-        """Compare the losses with those of a run of another size, in which only the order of float sums differs."""
-        worst = max(abs(loss - calm.losses[step]) / calm.losses[step] for step, loss in self.losses.items())
-        print(f"largest relative difference of a loss: {worst:.2g}")
-        assert self.losses.keys() == calm.losses.keys()
-        assert worst < 1e-5
-
     def difference(self, calm: Trained) -> float:
         """The largest relative difference between a loss of this run and that of the same step in the other one."""
         return max(abs(loss - calm.losses[step]) / loss for step, loss in self.losses.items())
@@ -94,7 +86,7 @@ class Training(Trained):
     """One run with the moments that the test asks for, and its results."""
 
     def __init__(self, folder: Path, asks: Iterable[str] = (), disk: Path | None = None) -> None:
-        """`asks` are names of moments' files (moments.py); `hold:` or `freeze:` before one says what it does."""
+        """`asks` are names of moments' files (moments.py); `hold:` before one says what it does."""
         super().__init__(folder, disk)
         folder.mkdir()
         (folder / "text.txt").write_text("".join(chr(97 + i * i % 26) for i in range(40_000)))
@@ -168,11 +160,6 @@ class Forked(Training):
 
     def __exit__(self, *_: object) -> None:
         self._memory.cleanup()
-
-    def forget(self) -> None:
-        """Remove what the ranks have kept in memory: what follows is another job."""
-        for path in Path(self._memory.name).iterdir():
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def generation(self, number: int, workers: int, *options: str) -> list[Ended]:
         """Run that generation. Returns how each of its ranks ended."""
