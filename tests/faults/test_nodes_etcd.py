@@ -11,7 +11,7 @@ import pytest
 
 from tests.faults.cluster import Cluster, LightCluster, Shared
 from tests.faults.processes import is_alive
-from tests.harness import wait_for
+from tests.harness import script, wait_for
 from tests.nodes import needs_nodes
 
 pytestmark = needs_nodes
@@ -115,8 +115,7 @@ time.sleep(600)
 
 
 def test_an_etcd_that_has_lost_its_history_ends_the_job_with_a_sentence(tmp_path: Path) -> None:
-    program = tmp_path / "sleeper.py"
-    program.write_text(SLEEPER)
+    program = script(tmp_path, SLEEPER, "sleeper.py")
     with LightCluster(tmp_path, 2) as cluster:
         cluster.start(0, 1, nnodes="2", program=program)
         pids = wait_for(lambda: len(found := pids_in(tmp_path)) == 2 and found, "both workers")

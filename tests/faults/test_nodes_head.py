@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.faults.cluster import LightCluster
-from tests.faults.processes import Watched, is_alive
+from tests.faults.processes import is_alive
+from tests.harness import script
 from tests.nodes import needs_nodes
 
 pytestmark = needs_nodes
@@ -68,9 +69,7 @@ def test_the_others_end_when_the_heads_agent_is_killed_and_name_it(tmp_path: Pat
 
 def asleep(folder: Path) -> Path:
     """A program without collectives: its workers do not notice that another rank is lost."""
-    program = folder / "asleep.py"
-    program.write_text("import time\nprint('asleep', flush=True)\ntime.sleep(600)\n")
-    return program
+    return script(folder, "import time\nprint('asleep', flush=True)\ntime.sleep(600)\n", "asleep.py")
 
 
 @pytest.mark.slow
@@ -93,18 +92,13 @@ def test_a_program_that_notices_nothing_ends_when_the_heads_host_has_lost_its_po
         assert "type its command on all nodes; if the host that served the store stays away" in other.stderr
 
 
-def kill_store(head: Watched) -> None:
-    """SIGKILL the process that serves the store."""
-    head.child("elaunch: job store").kill()
-
-
 def test_a_killed_store_ends_no_training_and_no_node_with_finished_workers_waits_for_it(tmp_path: Path) -> None:
     with LightCluster(tmp_path, 2, head=True) as cluster:
         cluster.start(0, 1, nnodes="2", options=SHORT, env=TOKEN)
         meeting = cluster.meeting(2)
         head, other = cluster.agents[0], cluster.agents[1]
 
-        kill_store(head)
+        head.child("elaunch: job store").kill()
         head.wait_for_output(r"the job's store, .* was killed by SIGKILL; the workers continue")
         other.wait_for_output(r"the store is unreachable: .*; trying again; the workers continue")
         cluster.goes_on(meeting)

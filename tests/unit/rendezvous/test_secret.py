@@ -1,4 +1,4 @@
-"""rendezvous.secret: a peer with the token is accepted, both ways, and no other."""
+"""rendezvous.secret: what a token stands for. server/test_server.py has the handshakes, and the refusals."""
 
 from __future__ import annotations
 
