@@ -1,7 +1,7 @@
-"""What `mkdocs build` does beyond mkdocs.yml: pages that other files make, and links into the repository.
+"""What `mkdocs build` does beyond mkdocs.yml: generated pages, and links into the repository.
 
 The site has the decisions with an index of their titles, and CONTRIBUTING.md and CHANGELOG.md as pages. A link from a
-page to a file of the repository becomes the file's name, since the site does not have it; a link to nothing ends the
+page to a file of the repository becomes the file's name, since the site does not have it; a broken link fails the
 build.
 """
 
@@ -24,8 +24,8 @@ COPIES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 INDEX_HEAD = """\
 # Decisions
 
-These pages say why elaunch is as it is, one decision on each: what was at stake, what was chosen, and what follows. A
-change that undoes one of them begins by reading it.
+These pages explain why elaunch is as it is, one decision on each: what was at stake, what was chosen, and what follows.
+A change that undoes one of them begins by reading it.
 
 """
 _LINK = re.compile(r"\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")

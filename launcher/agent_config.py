@@ -172,8 +172,8 @@ def _of_the_scheduler(options: Options, cluster: Cluster | None, slots: int, hos
     notes = [cluster.note] if cluster.note else []
     if cluster.node_index is not None and cluster.nodes is None and "nnodes" not in options.given:
         notes.append(
-            f"a {cluster.scheduler} does not give its pods their number, so each is a job of its own; for one"
-            " job of all of them set PET_NNODES to their number"
+            f"a {cluster.scheduler} does not give its pods their count, so each is a job of its own; for one"
+            " job of all of them set PET_NNODES to their count"
         )
     if slots > host.cores:
         more = f"; request more with {cluster.cores_option}" if cluster.cores_option else ""

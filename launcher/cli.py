@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 OnOutcome: TypeAlias = "Callable[[Outcome, AgentConfig, AgentRun], None]"
 _TRAINER = "elaunch.trainer"
 _COMPLETE = "_ELAUNCH_COMPLETE"
-# All other commands print their output and exit. Their reader may close the pipe before (`| head`).
+# All other commands print their output and exit. Their reader may close the pipe early (`| head`).
 _NOT_PRINTERS = ("run", "store")
 
 
@@ -147,7 +147,7 @@ def run(options: Options, environ: Mapping[str, str], on_outcome: OnOutcome = sh
 
 def _run_agent(options: Options, environ: Mapping[str, str], cluster: Cluster | None, on_outcome: OnOutcome) -> int:
     options, planned, config = _prepared(options, environ, cluster)
-    # Imported here, as everything that only a job needs: other commands start faster.
+    # Imported here, like all that only a job needs: other commands start faster.
     from elaunch.agent.run import CannotRun, begin
 
     try:

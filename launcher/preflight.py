@@ -108,7 +108,7 @@ def _check_preload(names: tuple[str, ...]) -> None:
 
 
 def take_program_from_stdin() -> None:
-    """Read all of stdin, and replace it by a memory file with the same text, which every worker can read."""
+    """Read all of stdin, and replace it with a memory file with the same text, which every worker can read."""
     fd = os.memfd_create("stdin")
     with open(fd, "wb", closefd=False) as text, open(0, "rb", closefd=False) as stdin:
         shutil.copyfileobj(stdin, text)
@@ -143,11 +143,11 @@ def check_open_files(workers: int) -> None:
 
 def _check_no_job_file(target: str) -> None:
     if Path(target).suffix.lower() in _JOB_FILE_SUFFIXES:
-        raise UsageError(f"{target} is no program; start a job file with --config {shlex.quote(target)}")
+        raise UsageError(f"{target} is not a program; start a job file with --config {shlex.quote(target)}")
 
 
 def check_script(target: str) -> None:
-    """Raises UsageError if `target` is no script that every worker can read; OSError if its folder cannot be read."""
+    """Raises UsageError unless `target` is a script that every worker can read; OSError if its folder is unreadable."""
     if target == "-":
         if os.isatty(0):
             raise UsageError("- reads the script from stdin, which is the terminal; give its path, or pipe it in")
@@ -183,7 +183,7 @@ def _check_is_python(script: Path) -> None:
     if first.startswith(_ELF) or (is_shell and not is_python(text)):
         path = str(script) if os.sep in str(script) else f"./{script}"
         command = path if os.access(script, os.X_OK) else f"sh {path}" if is_shell else f"{path}, after chmod +x"
-        raise UsageError(f"{path} is a command and no Python script; start it with --no-python {command}")
+        raise UsageError(f"{path} is a command, not a Python script; start it with --no-python {command}")
 
 
 def is_python(text: bytes) -> bool:

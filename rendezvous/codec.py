@@ -33,7 +33,7 @@ _SHOWN_MAX = 200
 # Names that the command line gives. It refuses longer ones: a cut name could be the name of another job.
 ROLE_BYTES_MAX = 64
 RUN_ID_BYTES_MAX = 255
-# DNS has no longer host names, and Linux takes 64 bytes.
+# The limit of host names in DNS; Linux takes 64 bytes.
 HOST_BYTES_MAX = 255
 _CUT = "…"
 # At most this many bytes per character in JSON: an escaped pair of surrogates.
@@ -111,7 +111,7 @@ def build(kind: Any, value: Any) -> Any:
         return None if value is None else build(inner, value)
     if get_origin(kind) is tuple:
         if not isinstance(value, list):
-            raise TypeError(f"{shown(value)} is no list")
+            raise TypeError(f"{shown(value)} is not a list")
         return tuple(build(get_args(kind)[0], item) for item in value)
     if is_dataclass(kind) and isinstance(kind, type):
         if not isinstance(value, dict):
@@ -138,7 +138,7 @@ def _checked(value: Any) -> Any:
     if type(value) is int and not -_INT_END <= value < _INT_END:
         raise ValueError("a number has more than 64 bits")
     if type(value) is float and not math.isfinite(value):
-        raise ValueError(f"{value} is no number of JSON")
+        raise ValueError(f"{value} is not a JSON number")
     return value
 
 
@@ -162,7 +162,7 @@ class Name:
         """Raises ValueError if `name` cannot be such a name."""
         # A slash would name another key, and UTF-8 has no lone surrogates.
         if not name or not name.isprintable() or "/" in name or " " in name:
-            raise ValueError(f"no name of a node: {name[:40]!r}")
+            raise ValueError(f"not a node name: {name[:40]!r}")
 
 
 @dataclass(frozen=True)

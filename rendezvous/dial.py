@@ -13,7 +13,7 @@ from typing import Any
 HostAddress = tuple[socket.AddressFamily, tuple[Any, ...]]
 
 # The kernel retransmits a lost SYN after a second, which may be longer than the deadline.
-_AGAIN_S = 0.2
+_RETRY_S = 0.2
 # A connection to a host that disappeared is given up after this long: sent data is not acknowledged, or keepalive
 # probes on an idle connection get no response.
 _GONE_MS = 5000
@@ -68,7 +68,7 @@ def dial(addresses: Sequence[HostAddress], left: Callable[[], float]) -> socket.
     errors of this host, such as too many open files, which leave the state of the other unknown.
     """
     errors: list[OSError] = []
-    untried, wait_s = list(addresses), _AGAIN_S
+    untried, wait_s = list(addresses), _RETRY_S
     while untried:
         silent: list[HostAddress] = []
         for number, (family, address) in enumerate(untried):
@@ -167,5 +167,5 @@ def _lookup(host: str, port: int, flags: int = 0) -> list[HostAddress]:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
     except ValueError:
         # IDNA cannot encode some names (an empty label, a lone surrogate); others contain a NUL.
-        raise socket.gaierror(socket.EAI_NONAME, f"{host!r} is no name of a host") from None
+        raise socket.gaierror(socket.EAI_NONAME, f"{host!r} is not a host name") from None
     return [(family, address) for family, _, _, _, address in found]

@@ -287,7 +287,7 @@ class MemoryStore:
         return response
 
     def grant(self, lease: int, ttl_s: float) -> None:
-        with _explained(errors.Kind.LEASE_THERE):
+        with _explained(errors.Kind.LEASE_EXISTS):
             self.engine.grant(lease, math.ceil(ttl_s))
 
     def keep_alive(self, lease: int) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 
 # etcd's shortest lease. A change of etcd's leader takes a little longer than this.
 LEASE_TTL_MIN_S = 2
-# A lease may end this much late: etcd checks its leases twice a second.
+# A lease may expire this late: etcd checks its leases twice a second.
 LEASE_SLACK_S = 0.5
 
 
@@ -103,7 +103,7 @@ class Times:
 
     @property
     def shortest_loss_s(self) -> float:
-        """If the store is unreachable for less than this, no lease ends that had been renewed in time."""
+        """If the store is unreachable for less than this, leases renewed in time do not expire."""
         return self.lease_ttl_s - 2 * (self.keepalive_s + self.call_deadline_s)
 
     @property

@@ -388,7 +388,7 @@ class Failure(Bounded):
         return replace(self, traceback="", tail="")
 
     def one_of(self, nodes: int) -> Failure:
-        """The record for the store, where so many nodes may have one: whole for up to 100 nodes."""
+        """The record for the store, where this many nodes may have one: whole for up to 100 nodes."""
         bytes_max = max(_TEXTS_BYTES_MAX // max(nodes, 1), _TEXTS_BYTES_MIN)
         if bytes_max >= TRACEBACK.bytes_max + TAIL.bytes_max:
             return self
@@ -445,6 +445,6 @@ class Outcome(Bounded):
 
     @property
     def exit_code(self) -> int:
-        """0, 1 for a failed job, 2 for a wrong request, 3 for an unavailable site, 128 + n ended by signal n."""
+        """0, 1 for a failed job, 2 for a wrong request, 3 for an unavailable site, 128 + n after signal n."""
         signalled = 128 + self.signum
         return {"succeeded": 0, "failed": 1, "interrupted": signalled, "refused": 2, "unknown": 3}[self.kind.value]

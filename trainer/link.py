@@ -51,9 +51,9 @@ def phase(name: str) -> None:
 
 
 def mark(name: str) -> None:
-    """Report that the start of this process has come to a point ("restoring", "restored"), for the run's timeline.
+    """Report that the start of this process has reached a point ("restoring", "restored"), for the run's timeline.
 
-    It is no sign of life: what comes next, as a compilation, may take long. Never waits and never raises.
+    It is not a sign of life: what comes next, like a compilation, may take long. Never waits and never raises.
     """
     _open_link().send(_line(event="mark", name=name[:_PHASE_CHARS_MAX], monotonic_s=round(time.monotonic(), 6)))
 
@@ -362,7 +362,7 @@ def _open_link() -> _Link:
     # The variable is removed: in a program that this process starts, the number would mean nothing.
     link = _Link(_inherited(os.environ.pop("ELAUNCH_LINK", "")))
     os.register_at_fork(after_in_child=link.close)
-    # Before atexit's calls, as then the agent has been notified that the program is over, and reads no more.
+    # Before atexit's calls, since by then the agent has been notified that the program is over, and reads no more.
     register: Any = getattr(threading, "_register_atexit", atexit.register)
     with contextlib.suppress(RuntimeError):
         register(link.send_last_step)

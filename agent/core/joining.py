@@ -63,7 +63,7 @@ def _why_seatless(agent: Agent, table: RankTable) -> str:
         roles = " or ".join(dict.fromkeys(table.vacant))
         return f"the free seats are for nodes with the role {roles}; waiting as a spare"
     if len(table.seats) < agent.spec.nodes_max:
-        # It came while that one was formed, or was partitioned: the running nodes admit it at their next step boundary.
+        # It came while that table formed, or was partitioned: the running nodes admit it at their next step boundary.
         again = agent.spec.max_restarts > 0
         return "it came too late; " + ("waiting for the next" if again else "with max_restarts 0 there is no other")
     seats = "1 seat is" if len(table.seats) == 1 else f"{len(table.seats)} seats are"

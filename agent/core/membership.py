@@ -52,7 +52,7 @@ def lease_lost(agent: Agent, _phase: Phase, event: LeaseLost, now_s: float) -> S
 
 
 def renew_when_due(agent: Agent, now_s: float) -> Step:
-    """Request another lease, if the pause before it is over."""
+    """Request another lease, if the backoff has passed."""
     due_s = agent.membership.renew_at_s
     if due_s is None:
         return agent, ()
@@ -262,7 +262,7 @@ def _lead(agent: Agent, now_s: float) -> Step:
         agent = agent.as_member(outvoted=False)
     if not agent.leads:
         forming = snapshot.current_table is None
-        leader = f"its leader, on {host_of(snapshot.leader)}, logs for whom it waits"
+        leader = f"its leader, on {host_of(snapshot.leader)}, logs what it waits for"
         text = f"generation {snapshot.generation.number}; {leader}" if forming else ""
         return _wait(agent, _waiting_for(agent.phase, text), now_s), ()
     if agent.reach.failing_since_s is not None:
@@ -317,7 +317,7 @@ def _mismatch(agent: Agent, theirs: Terms | None) -> Outcome | None:
     if not differences:
         return None
     reason = (
-        f"this node does not fit the {job_name(agent.spec.run_id)} that runs: {'; '.join(differences)};"
+        f"this node does not fit the running {job_name(agent.spec.run_id)}: {'; '.join(differences)};"
         " type the same on all nodes, or choose another --run-id"
     )
     return agent.outcome(OutcomeKind.REFUSED, reason)
@@ -335,7 +335,7 @@ def leave(agent: Agent, _: Phase, event: Signalled, _now_s: float) -> Step:
 
 
 def withdraw(agent: Agent, event: Signalled) -> tuple[Agent, tuple[Action, ...], Outcome]:
-    """Notify the others before workers stop: a person's signal ends the job; at any other only this node leaves."""
+    """Notify the others before workers stop: a person's signal ends the job; on any other only this node leaves."""
     where = f" by {agent.me.host}" if agent.spec.nodes_max > 1 else ""
     reason = "no process reads its stdout any more" if event.signum == SIGPIPE else f"{event.name} was received"
     outcome = agent.outcome(OutcomeKind.INTERRUPTED, f"{reason}{where}", signum=event.signum)

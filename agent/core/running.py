@@ -40,7 +40,7 @@ from elaunch.rendezvous.rules.hang_verdict import Hang, confirm_s, hang_sentence
 from elaunch.rendezvous.rules.restart_policy import decisive_failure
 from elaunch.rendezvous.types import Failure, FailureKind, Generation, OpenKind, Outcome, OutcomeKind, host_of
 
-# Schedulers signal the agent and its workers together: a worker killed by it is no failure if our signal comes too.
+# Schedulers signal the agent and its workers together: a worker killed that way is no failure if we get it too.
 HOLD_S = 0.1
 # Signals that are sent to request an exit.
 REQUESTS = (SIGHUP, SIGINT, SIGQUIT, SIGUSR1, SIGUSR2, SIGTERM)

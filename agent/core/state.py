@@ -315,7 +315,7 @@ class Agent:
     restart`. `called` names the job in commands on this host. `last_failure` decided this node's last failed
     generation, and has all of its output. `logs` is the run's folder in the user's log folder, if there is
     one. `mismatch` is the last table's, which is logged. `invitation` and `only_here` are as in `AgentConfig`. All
-    times are of this host's monotonic clock.
+    times are on this host's monotonic clock.
     """
 
     me: Node

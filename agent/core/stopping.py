@@ -189,7 +189,7 @@ def worker_exited(agent: Agent, stopping: Stopping, event: events.WorkerExited, 
 def _note_failure(agent: Agent, stopping: Stopping, failure: Failure, now_s: float) -> Step:
     """Note a failure of a worker's own; report it to the other nodes if it may be the first."""
     if stopping.failures:
-        # Two workers killed at the same time, or by one lack of memory, are two failures.
+        # Two workers killed at the same time, or by one OOM kill, are two failures.
         logged = (Log(failure.sentence, "error"),) if failure.code and failure.code < 0 else ()
         return continue_stop(agent, replace(stopping, failures=(*stopping.failures, failure)), logged)
     is_awaited = stopping.mode is Mode.BOUNDARY and failure.local_rank not in stopping.status.stopped
@@ -291,7 +291,7 @@ def _escalate(agent: Agent, stopping: Stopping, now_s: float) -> Step:
     if now_s < stopping.due_s:
         return agent, ()
     if stopping.mode is Mode.KILLING:
-        text = f"local rank {ranks(stopping.live)} did not end {KILL_WAIT_S:g} s after SIGKILL"
+        text = f"local rank {ranks(stopping.live)} did not exit within {KILL_WAIT_S:g} s of SIGKILL"
         agent = replace(agent, phase=replace(stopping, due_s=now_s + KILL_WAIT_S))
         replaced = ReplaceForkServer(stopping.table.generation)
         return agent, (Log(f"{text}; replacing the fork server", "warning"), replaced)

@@ -14,7 +14,7 @@ from elaunch.rendezvous.types import Outcome, OutcomeKind
 STILL_AWAY_S = 60.0
 # The hint when the head's store is given up.
 _AGAIN = (
-    "to start the job again, type its command on all nodes; if the host that served the store stays away, type it on"
+    "to start the job again, type its command on all nodes; if the host that served the store stays down, type it on"
     " the others, with one of them in --rdzv-endpoint and as many nodes in --nnodes as are left"
 )
 
@@ -110,7 +110,7 @@ def _outage_text(agent: Agent, now_s: float) -> str:
         case Joining():
             meanwhile = f"no worker can start before it is back; trying {left}"
         case Finished():
-            meanwhile = f"this node's workers are done, and it waits {left} to read there how the job ends"
+            meanwhile = f"this node's workers are done, and it waits {left} to read the job's outcome there"
         case Running() if give_up_s is not None:
             meanwhile = (
                 f"the workers continue, and are stopped in {give_up_s - now_s:.0f} s if that lasts (store_timeout)"

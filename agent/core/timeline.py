@@ -192,7 +192,7 @@ def _of_snapshot(before: Agent, after: Agent) -> Iterator[Entry]:
         return
     was, hang = before.snapshot.hang, after.snapshot.hang
     if hang and (was is None or was.generation != hang.generation) and (hang.is_unawaited or not after.restarts_hung):
-        # Else it is announced as the failure that is made of it.
+        # Else it is reported as a failure, which is announced.
         text = f" seems to hang: {hang_sentence(hang, host_of(hang.node_id))}"
         fields = {"reason": hang.summary, **({"rank": hang.rank} if hang.rank >= 0 else {})}
         yield _announced("hang", after, hang.generation, text, fields)

@@ -1,7 +1,7 @@
 """Kills every process of a job on this host, orphans too, and removes the job's run directories.
 
-A process belongs to the job if its initial environment holds the agent's marker. Workers inherit it, so do their
-children, through setsid and double forks, and so do nested agents'. A process that a service starts for a worker may
+A process belongs to the job if its initial environment holds the agent's marker. Workers inherit it; so do their
+children, through setsid and double forks, and those of nested agents. A process that a service starts for a worker may
 hold the marker too: `sbatch`, `at` and `systemd-run` copy the environment. Such a process is spared: it is in another
 job of the scheduler, or in another cgroup.
 

@@ -65,7 +65,7 @@ class Pump:
             do()
 
     def _stdout_gone(self, error: OSError) -> None:
-        """A pipe that was closed on purpose (`| head`) ends the job. Another loss, as of a terminal, does not."""
+        """A pipe that was closed on purpose (`| head`) ends the job. Another loss, such as a terminal's, does not."""
         if isinstance(error, BrokenPipeError) and is_pipe(1):
             self._is_closed.set()
             self._when_closed()

@@ -113,7 +113,7 @@ class RunDir:
             if _is_own(self.memory):
                 return
             removed = (
-                f"{self.memory} was removed while workers ran; it is made again and empty, so training continues from a"
+                f"{self.memory} was removed while workers ran; it was recreated empty, so training continues from a"
                 " copy on another node, else from the last checkpoint (if it was systemd-logind, at a logout: loginctl"
                 " enable-linger keeps it)"
             )
@@ -166,7 +166,7 @@ class RunDir:
 def _point_to(logs: Path) -> None:
     """Point the link `latest` beside a run's folder to it. If several runs start at once, one wins.
 
-    A file system without symbolic links gets none. A `latest` that is no link is the user's, and is left alone.
+    A file system without symbolic links gets none. A `latest` that is not a link is the user's, and is left alone.
     """
     link, making = logs.with_name(LATEST), logs.with_name(f".{LATEST}_{os.urandom(4).hex()}")
     with suppress(OSError):

@@ -1,7 +1,7 @@
 """One worker's output stream on its way to the console, in whole lines with its rank's prefix, and to its file.
 
 The console does not get tracebacks that add nothing. When one rank of 64 fails, 63 others print a traceback each about
-a lost peer. After Ctrl-C, 64 ranks print one each about the KeyboardInterrupt. A bug that all ranks have comes 64
+a lost peer. After Ctrl-C, 64 ranks print one each about the KeyboardInterrupt. A bug of all ranks is printed 64
 times. The log files and the failure records keep all.
 """
 
@@ -251,7 +251,7 @@ class WorkerStream:
         return min((at_s for at_s in due_s if at_s is not None), default=None)
 
     def feed(self, data: bytes, now_s: float) -> None:
-        """Pass `data` on: whole lines at once, a partial line when its end comes or `flush_at_s` has passed."""
+        """Pass `data` on: whole lines immediately, a partial line when its end comes or `flush_at_s` has passed."""
         if self.keep_tail:
             self._tail = (self._tail + data)[-TAIL_BYTES_MAX:]
         left = self.file.write(data) if self.file else data
@@ -331,7 +331,7 @@ def _moves(line: bytes) -> int:
 
 
 def is_pipe(fd: int) -> bool:
-    """Whether the descriptor is a pipe, and no terminal, file or socket."""
+    """Whether the descriptor is a pipe, not a terminal, file or socket."""
     return stat.S_ISFIFO(os.fstat(fd).st_mode)
 
 

@@ -142,7 +142,7 @@ class NodeCollector(Collector):
         yield gauge("elaunch_generation", "The newest generation that this node knows of, -1 before.", newest)
         yield gauge("elaunch_world_size", "Workers of all nodes in the newest generation; 0 while it forms.", size)
         yield gauge("elaunch_nodes", "Nodes in the newest generation; 0 while it forms.", nodes)
-        yield counter("elaunch_restarts", "Restarts of the job that count to --max-restarts.", restarts)
+        yield counter("elaunch_restarts", "Restarts of the job that count towards --max-restarts.", restarts)
         yield gauge("elaunch_restarts_max", "The budget of restarts (--max-restarts).", agent.spec.max_restarts)
         yield gauge("elaunch_leader", "1 if this node leads the job.", agent.leads)
         yield gauge("elaunch_store_reachable", "1 if the job's store responds to this node's requests.", is_reachable)
@@ -151,7 +151,7 @@ class NodeCollector(Collector):
         yield gauge("elaunch_step", "The newest step that each rank of this node reported.", steps, "rank")
         yield gauge("elaunch_steps_per_second", speed, state.steps_per_s)
         yield counter(
-            "elaunch_failures", "Generations that failed by this node's workers.", counts.failures.copy(), "kind"
+            "elaunch_failures", "Generations that failed due to this node's workers.", counts.failures.copy(), "kind"
         )
         if counts.last_failure:
             at, kind = counts.last_failure

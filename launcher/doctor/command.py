@@ -91,7 +91,7 @@ def _main(ctx: click.Context) -> int:
 COMMAND = JobCommand(
     "doctor",
     _main,
-    [own("json", "", "one JSON object in one line, for machines")],
+    [own("json", "", "one JSON object on one line, for machines")],
     usage=["[--json] [options of a job] [script.py args…]"],
     about="""Check this node: can it train? torch and CUDA, GPUs, addresses, ports, the job's store,
 /dev/shm, limits. Every line that is not ok has the fix.
@@ -143,7 +143,7 @@ def lines(checked: Checked, hostname: str, took_s: float) -> Iterator[str]:
 
 
 def as_json(checked: Checked, hostname: str, took_s: float) -> Iterator[str]:
-    """One object in one line; docs/operations.md has its schema."""
+    """One object on one line; docs/operations.md has its schema."""
     checks = [
         {"check": name, "grade": worst(findings), "findings": [*map(asdict, findings)]}
         for name, findings in checked.items()

@@ -196,14 +196,14 @@ def judge_torch(output: str, gpus: int) -> Iterator[Finding]:
     nccl = f", NCCL {found['nccl']}" if found["nccl"] else ""
     text = f"torch {version} ({build}{nccl}), imported in {duration(seconds)}"
     if seconds > _SLOW_IMPORT_S:
-        yield warn(f"{text}; each start of a job takes so long", "put the environment on a local disk")
+        yield warn(f"{text}; each start of a job takes that long", "put the environment on a local disk")
     else:
         yield ok(text)
     if gpus and not cuda:
         way_out = "install the build for CUDA: https://pytorch.org/get-started/locally"
         yield bad(f"{gpus} GPU(s), and torch {version} is a build for CPUs", way_out)
     if error := found.get("cuda_error"):
-        yield bad(f"CUDA does not start: {error}", "run nvidia-smi; the driver may be too old for this torch")
+        yield bad(f"CUDA initialization failed: {error}", "run nvidia-smi; the driver may be too old for this torch")
 
 
 def check_gpus(environ: Mapping[str, str], needs: Needs) -> Iterator[Finding]:
@@ -284,7 +284,7 @@ def health_check(
         return [f"{each.found} ({each.advice})" for each in findings if each.grade is Grade.BAD]
 
     def check() -> None:
-        # A check that raises is no complaint: that is not the node's fault.
+        # A check that raises does not make the node unhealthy.
         with suppress(Exception):
             findings.extend([*check_shm(needs), *check_limits(needs)])
             findings.extend(check_gpus(environ, needs))

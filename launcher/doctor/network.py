@@ -76,9 +76,9 @@ def _try_ports(host: str, wanted: Sequence[int]) -> Finding:
     # A refused connection has passed the firewall.
     silent = {port: why for port in tried if (why := connect_error(Endpoint(host, port))) not in ("", REFUSED)}
     if not silent:
-        return ok(f"{host} answers at ports {', '.join(map(str, tried))}, as MASTER_PORT, gloo and NCCL need it")
+        return ok(f"{host} answers on ports {', '.join(map(str, tried))}, as MASTER_PORT, gloo and NCCL need it")
     return warn(
-        f"{host} does not answer at ports {', '.join(map(str, silent))} ({next(iter(silent.values()))})",
+        f"{host} does not answer on ports {', '.join(map(str, silent))} ({next(iter(silent.values()))})",
         "if it is a node of the job, its firewall must let all nodes through to MASTER_PORT (--master-port"
         f" FIRST:LAST limits it), and to {low}-{high}, from which the kernel gives gloo and NCCL theirs",
     )
@@ -121,9 +121,7 @@ def judge_latencies(text: str, latencies_s: Sequence[float]) -> Finding:
 def _unreached(plan: RendezvousPlan, where: str, why: str) -> Finding:
     """Why no store was reached; if this node would serve it, whether it can listen."""
     if not plan.serves:
-        return bad(
-            f"{where} cannot be reached: {why}", "start the etcd; check the firewall, the route, --rdzv-endpoint"
-        )
+        return bad(f"{where} cannot be reached: {why}", "start etcd; check the firewall, the route, --rdzv-endpoint")
     if not decide_head(plan, lambda _: None):
         way_out = "this is fine if the head has not started yet; else check the firewall, the route, --rdzv-endpoint"
         return warn(f"no store answers at {where} yet: {why}", way_out)
@@ -131,7 +129,7 @@ def _unreached(plan: RendezvousPlan, where: str, why: str) -> Finding:
         if listener := listen(plan.endpoints[0]):
             listener.close()
             return ok(f"nothing listens at {where} yet; this node would serve the job's store there")
-        trouble = "another program listens there, which is no store"
+        trouble = "another program listens there, which is not a store"
     except (UsageError, SiteError) as error:
         trouble = str(error)
     return bad(f"this node cannot serve the store at {where}: {trouble}", "choose another port")

@@ -37,7 +37,7 @@ from elaunch.rendezvous.types import Outcome, ProgramKind
 
 
 def main(parent: str, name: str, response: str, call: str, results: str, *argv: str) -> NoReturn:
-    """Run the job of `argv`, which end with the program unless `call` is given.
+    """Run the job of `argv`, which ends with the program unless `call` is given.
 
     `response`, `call` and `results` are descriptors that `parent` opened: see `launch`. `name` is the entrypoint's.
     """

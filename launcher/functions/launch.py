@@ -194,7 +194,7 @@ class LaunchConfig:
         if self.shutdown_timeout is None:
             self.shutdown_timeout = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
         elif self.shutdown_timeout < 0:
-            raise ValueError(f"shutdown_timeout is {self.shutdown_timeout} and is a number of seconds; give 0 or more")
+            raise ValueError(f"shutdown_timeout is {self.shutdown_timeout}, not a number of seconds; give 0 or more")
 
 
 def as_ours(config: Any) -> LaunchConfig:

@@ -103,7 +103,7 @@ def read_value(file: IO[bytes], generation: int, name: str) -> tuple[int, Any] |
         problem = pickle.load(file)
     except EOFError:
         raise EOFError(
-            f"rank {rank} ended with exit code 0 before {name} returned; let it return, and do not end it by os._exit"
+            f"rank {rank} ended with exit code 0 before {name} returned; let it return, and do not end it with os._exit"
         ) from None
     if problem:
         raise pickle.PicklingError(

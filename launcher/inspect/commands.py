@@ -112,7 +112,7 @@ def _find(ctx: click.Context, *, is_order: bool) -> JobSource:
     backend = options.rdzv_backend if "rdzv_backend" in options.given else ""
     if not chosen and not given_addresses(options, environ, backend)[0]:
         which = f"no job {plain(name)}" if name else "no job of yours"
-        elsewhere = "for a job of other hosts name its store: --rdzv-endpoint HOST:PORT"
+        elsewhere = "for a job on other hosts name its store: --rdzv-endpoint HOST:PORT"
         parts = [f"these run: {listed}" if listed else elsewhere, *map(plain, problems)]
         raise SiteError(f"{which} runs on this host; {'; '.join(parts)}")
     # Agents that gave no response may belong to this job too.

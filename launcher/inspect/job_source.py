@@ -127,7 +127,7 @@ def stacks_of(agent: LocalAgent, wait_s: float) -> StackResponse:
     def read(fields: dict[str, Any], *_: object) -> StackResponse:
         response = read_stack_response(json.dumps(fields["stacks"]), agent.node.node_id)
         if response is None:
-            raise ValueError("these are no stacks")
+            raise ValueError("these are not stacks")
         return response
 
     return _query(agent.path, "stacks", read, wait_s)
@@ -238,7 +238,7 @@ def query_nodes(store: Store, keys: Keys, topic: Topic, node_ids: Set[str], wait
             watch.begun()
             while not store.commit(post_query(keys, query)).held:
                 if time.monotonic() > end_s:
-                    raise Unavailable(f"another query of its nodes is pending, for more than {wait_s:g} s by now")
+                    raise Unavailable(f"another query of its nodes has been pending for more than {wait_s:g} s")
                 time.sleep(_RETRY_S)
             return _collected(updates, prefix, node_ids, wait_s)
     finally:
@@ -349,7 +349,7 @@ class StoreSource:
         job = job_report(snapshot)
         if job.state in _OF_NO_JOB:
             return {}, {}, []
-        reasons = {"left": "left the job", "lost": "was lost: its lease has ended"}
+        reasons = {"left": "left the job", "lost": "was lost: its lease has expired"}
         missing = {seat.node_id: reasons[absence(job, seat.node_id)] for seat in job.seats if not seat.is_member}
         wanted = snapshot.members.keys() - set(known)
         if not wanted:
@@ -358,7 +358,7 @@ class StoreSource:
         try:
             responses = query_nodes(self._store, self._keys, topic, wanted, wait_s)
         except StoreError as error:
-            may = "the store allows reading only, so " if isinstance(error, Denied) else ""
+            may = "the store allows only reads, so " if isinstance(error, Denied) else ""
             return {}, missing, [f"{may}the nodes were not queried: {error}"]
         late = f"did not answer within {wait_s:.2g} s; its lease still holds"
         return responses, {**missing, **dict.fromkeys(wanted - responses.keys(), late)}, []

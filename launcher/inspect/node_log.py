@@ -1,6 +1,6 @@
 """One node's `timeline.jsonl`: its checked events, and what they mean for each generation there (pure).
 
-docs/files.md has the events. A file may be torn, of another release, or anybody's: what does not fit is left out.
+docs/files.md has the events. A file may be torn, from another release, or anybody's: what does not fit is left out.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class Visit:
 
 @dataclass(frozen=True)
 class NodeLog:
-    """One agent's log, in its `folder`. `unreadable` counts lines that are no events.
+    """One agent's log, in its `folder`. `unreadable` counts lines that are not events.
 
     `name` is the host's, with a number if it had several agents. A log that was read alone has no `visits`.
     """

@@ -119,7 +119,7 @@ class Report:
         history = self.history
         if shown.is_warning:
             is_over = not math.isnan(shown.until_s)
-            return f"The job resumed by itself {duration(shown.until_s - shown.at_s)} later." if is_over else ""
+            return f"The job resumed {duration(shown.until_s - shown.at_s)} later." if is_over else ""
         recovery_s = self.goodput.recoveries_s.get(shown.generation, math.nan)
         if math.isnan(recovery_s):
             is_later = shown.generation < history.last_that_ran

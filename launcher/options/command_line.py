@@ -307,7 +307,7 @@ COMMANDS = {
     "doctor": ("doctor.command:COMMAND", "check whether this node can train, with the options of a job"),
     "run": ("options.options:RUN", "start a job; may be left out"),
     "store": ("store.serve:COMMAND", "serve a store for jobs of several nodes"),
-    "submit": ("options.command_line:SUBMIT", "hand a job to a scheduler"),
+    "submit": ("options.command_line:SUBMIT", "submit a job to a scheduler"),
     "status": ("inspect.status:STATUS", "show how a running job is doing"),
     "top": ("inspect.top:TOP", "show a running job, refreshed each second"),
     "stacks": ("inspect.commands:STACKS", "show where every rank of a running job is"),

@@ -171,7 +171,7 @@ def submitted(
     options = parse(argv_of(typed, ctx.params["program"]), environ, read_job_file)
     rdzv_conf.parse_rdzv_conf(options.rdzv_conf)
     if options.kind is ProgramKind.SCRIPT and options.target == "-":
-        raise UsageError("- means a program on stdin, and a submitted job has no stdin; name a file of its nodes")
+        raise UsageError("- means a program on stdin, and a submitted job has no stdin; name a file on its nodes")
     return options
 
 

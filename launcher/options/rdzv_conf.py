@@ -113,7 +113,7 @@ class Conf:
         differs="default /torchelastic/p2p",
     )
     store_type: str | None = _ignored(
-        "elaunch finds out which store listens at the endpoint", values.OneOf("tcp", "file")
+        "elaunch detects which store listens at the endpoint", values.OneOf("tcp", "file")
     )
     close_timeout: float | None = _ignored("one write closes a rendezvous", values.seconds)
     heartbeat_timeout: float | None = _ignored("lease_ttl decides when a node is lost", values.seconds)

@@ -202,7 +202,7 @@ class Options:
         Group.RENDEZVOUS, "NAME", "backend: c10d, etcd, etcd-v2, static",
         values.OneOf("static", "c10d", "etcd", "etcd-v2"),
         default="static", default_text="what listens", peer=True,
-        differs="default static; its c10d is no etcd, its etcd speaks v2 only",
+        differs="default static; its c10d is not etcd, its etcd speaks v2 only",
     )
     rdzv_conf: Mapping[str, str] = _option(
         Group.RENDEZVOUS, "K=V,K=V", "settings of the rendezvous", values.key_values,

@@ -159,7 +159,7 @@ def nodes(raw: Raw) -> tuple[int, int]:
     nodes_min, nodes_max = int(found[1]), int(found[2] or found[1])
     if nodes_min > nodes_max:
         raise ValueError(
-            f"is no range: nodes_min ({nodes_min}) is larger than nodes_max ({nodes_max});"
+            f"is not a range: nodes_min ({nodes_min}) is larger than nodes_max ({nodes_max});"
             " use --nnodes MIN:MAX with MIN <= MAX"
         )
     if nodes_min < 1:
@@ -273,7 +273,7 @@ def signal_names(raw: Raw) -> tuple[str, ...]:
     listed = names(raw)
     # `__members__` also has the aliases of signals, for example SIGCLD.
     if unknown := [each for each in listed if each not in signal.Signals.__members__ or each in _NOT_HANDLED]:
-        raise ValueError(f"names {unknown[0]}, which is no signal that a process can handle; {_USUAL}")
+        raise ValueError(f"names {unknown[0]}, not a signal that a process can handle; {_USUAL}")
     return listed
 
 
@@ -309,7 +309,7 @@ def _address(word: str) -> Address:
         return Address(scheme, rest, None)
     found = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+(?:%[\w.-]+)?)\]|([\w.-]+))(?::([0-9]{1,5}))?", rest)
     if not found:
-        raise ValueError(f"is no endpoint; {_ENDPOINT_HOW}")
+        raise ValueError(f"is not an endpoint; {_ENDPOINT_HOW}")
     port = int(found[3]) if found[3] else None
     if port is not None and port > PORT_MAX:
         raise ValueError(f"has the port {port}, and the last port is {PORT_MAX}")

@@ -109,8 +109,8 @@ COMMAND = JobCommand(
     ],
     usage=["[--steps N] [--link PATH] [options of a job] script.py args…"],
     about="""\
-What does a failure cost this script, and does it change the result? The script runs twice alone, and then with one
-failure in each run: a rank dies after its backward pass, within the commit, in an evaluation; all ranks; the agent.
+What does a failure cost this script, and does it change the result? The script runs twice undisturbed, and then with
+one failure in each run: a rank dies after its backward pass, within the commit, in an evaluation; all ranks; the agent.
 
 With a Keeper each run ends after N steps, and losses, inputs, the state of each step and the script's own tensors are
 compared bit for bit. Without a Keeper each run goes to the script's own end, and its lines are compared.""",

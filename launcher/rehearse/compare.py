@@ -86,7 +86,7 @@ def _restarts(records: Sequence[Record]) -> list[tuple[Record, Record]]:
 def _decides(name: str, value: str, other: str, *, is_last: bool) -> bool:
     """Whether the difference is one of the results."""
     if name[0] == _OWN:
-        # Many start over without an effect, but a tensor that differs at the end, such as an average, is a result.
+        # Many variables start over without effect, but a tensor that differs at the end, like an average, is a result.
         return is_last and bool(_TENSOR.match(value) and _TENSOR.match(other))
     # What a dead rank has computed for a step that others have completed is not computed again.
     return other != "absent" or name not in _COMPUTED - {"the evaluation after it"}

@@ -73,7 +73,7 @@ def detect(choice: str, environ: Mapping[str, str], hostname: str, read: Callabl
         except (ValueError, OSError) as error:
             raise UsageError(f"{error}; correct the variable of {name}, or ignore it: --scheduler none") from None
     if choice != "auto":
-        raise UsageError(f"--scheduler {choice} finds none of its variables; start elaunch by it, or leave that out")
+        raise UsageError(f"--scheduler {choice} finds none of its variables; start elaunch under it, or drop that")
     return None
 
 
@@ -145,7 +145,7 @@ def _detect_flux(environ: Mapping[str, str], hostname: str, read: Callable[[str]
     if size % nodes or task >= tasks:
         raise ValueError(
             f"FLUX_JOB_SIZE={size} tasks are not shared evenly by FLUX_JOB_NNODES={nodes} nodes, and Flux does not give"
-            " a task their number on its node; start one task on each node (flux run -N NODES --tasks-per-node=1), or"
+            " a task its node's task count; start one task on each node (flux run -N NODES --tasks-per-node=1), or"
             " the same number"
         )
     # The id without the ƒ before each number. If Flux itself runs in a job, the numbers of the outer jobs come first.
@@ -259,7 +259,7 @@ def _slurm_tasks(environ: Mapping[str, str], index: int) -> int:
     for word in text.split(",") if text else ():
         found = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", word)
         if not found:
-            raise ValueError(f"{variable}={text[:200]} is no list of numbers of tasks")
+            raise ValueError(f"{variable}={text[:200]} is not a list of task counts")
         index -= int(found[2] or 1)
         if index < 0:
             return int(found[1])
@@ -277,7 +277,7 @@ def _detect_lsf(environ: Mapping[str, str], hostname: str, read: Callable[[str],
     hosts = of_lsf(environ)
     index = index_of(hostname, hosts) if len(hosts) > 1 else 0
     if index is None:
-        raise ValueError(f"this host, {hostname}, is none of those in LSB_MCPU_HOSTS: {' '.join(hosts)}")
+        raise ValueError(f"this host, {hostname}, is not in LSB_MCPU_HOSTS: {' '.join(hosts)}")
     array = number(environ, "LSB_JOBINDEX") or 0
     run_id = f"lsf-{job}_{array}" if array else f"lsf-{job}"
     return Cluster(
@@ -316,7 +316,7 @@ def _detect_pbs(environ: Mapping[str, str], hostname: str, read: Callable[[str],
         return Cluster("PBS", run_id=run_id, sources=used(environ, "PBS_JOBID", "PBS_NODEFILE"), note=note)
     index = index_of(hostname, hosts)
     if index is None:
-        raise ValueError(f"this host, {hostname}, is none of those in PBS_NODEFILE={path}: {' '.join(hosts)}")
+        raise ValueError(f"this host, {hostname}, is not in PBS_NODEFILE={path}: {' '.join(hosts)}")
     return Cluster(
         "PBS",
         nodes=(len(hosts), len(hosts)),

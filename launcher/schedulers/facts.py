@@ -118,7 +118,7 @@ def expand(text: str) -> list[str]:
     Raises ValueError for a text that is not such a list.
     """
     if not _HOSTS.fullmatch(text):
-        raise ValueError("is no list of hosts")
+        raise ValueError("is not a list of hosts")
     hosts: list[str] = []
     for name in re.findall(r"(?:[^][,]|\[[^][]+\])+", text):
         parts = re.findall(r"\[([^]]*)\]|([^][]+)", name)

@@ -93,7 +93,7 @@ def connect_store(options: Options, planned: Planned, log: Callable[[str], None]
     served = serve_if_head(plan, log, options.nnodes[1])
     invitation: Sequence[str] = ()
     if planned.has_derived_token and planned.at_its_head and plan.is_head and not served:
-        # A scheduler names one head, and this is it: a program that has the port already is no store of this job.
+        # A scheduler names one head, and this is it: a program that has the port already is not this job's store.
         endpoint = plan.endpoints[0]
         raise SiteError(
             f"another program has port {endpoint.port}, at which this node was to serve the job's store;"
@@ -219,7 +219,7 @@ def _check_head_host(options: Options, planned: Planned) -> None:
             others = {2: "1", 3: "1 or 2"}.get(options.nnodes[1], f"1 to {options.nnodes[1] - 1}")
             raise UsageError(
                 f"node rank 0 belongs to the master's host, and {head} is not an address of this host; on this node use"
-                f" --node-rank {others}, or, if {head} leads here through a balancer, --rdzv-conf is_host=1"
+                f" --node-rank {others}, or, if {head} leads here through a load balancer, --rdzv-conf is_host=1"
             )
         here = socket.gethostname()
         raise UsageError(

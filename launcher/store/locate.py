@@ -194,7 +194,7 @@ def _plan_for_one_node(options: Options) -> Planned:
 
 
 def _backend(options: Options) -> str:
-    """torchrun's name of the backend; empty if the agent finds out at the endpoint which store listens there.
+    """torchrun's name of the backend; empty if the agent detects which store listens at the endpoint.
 
     torchrun's default is static. Here it is static only with --node-rank or --master-addr.
     """

@@ -170,7 +170,7 @@ def listen(endpoint: Endpoint, *, exactly: bool = False) -> socket.socket | None
 
 
 def listen_everywhere(port: int) -> socket.socket | None:
-    """A socket that listens at `port` on all addresses; None if another program listens there already."""
+    """A socket that listens on `port` on all addresses; None if another program listens there already."""
     try:
         if socket.has_dualstack_ipv6():
             return socket.create_server(("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
@@ -178,7 +178,7 @@ def listen_everywhere(port: int) -> socket.socket | None:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             return None
-        raise UsageError(f"nothing can be served at port {port}: {_why(error)}; choose another port") from None
+        raise UsageError(f"nothing can be served on port {port}: {_why(error)}; choose another port") from None
 
 
 def _listener(address: str, port: int) -> socket.socket:
@@ -225,8 +225,8 @@ def how_to_join(
         is_found = bool(served.token_file) and is_meant_locally(endpoint.host)
         if not (is_terminal or served.token_file):
             raise UsageError(
-                "no one could learn the token of the store that this host was to serve: stderr is no terminal, and no"
-                f" file can be written in {STORES} ({served.problem}); give all nodes the same token: {TOKEN_LINE}"
+                "no one could learn the token of the store that this host was to serve: stderr is not a terminal, and"
+                f" no file can be written in {STORES} ({served.problem}); give all nodes the same token: {TOKEN_LINE}"
             )
         token = served.token if is_terminal and not is_found else ""
         file = "" if is_terminal or is_found else served.token_file

@@ -104,7 +104,7 @@ def _here() -> str:
 
 
 def derived_token(name: str) -> str:
-    """The token that this user's key, made if it is missing, gives the job `name`; empty without a usable key.
+    """The token for the job `name`, derived from this user's key (made if missing); empty without a usable key.
 
     The key stays. No job leaves a token of its own in the home, which another job could find.
     """

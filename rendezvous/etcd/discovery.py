@@ -95,7 +95,7 @@ class FoundStore(EtcdStore):
             except GatewayOff:
                 pass
             except (EtcdError, StoreError) as error:
-                # Another response than a denial may come from a proxy in front of an etcd.
+                # A response other than a denial may come from a proxy in front of an etcd.
                 if isinstance(error, Denied):
                     raise
             raise Denied(
@@ -105,7 +105,7 @@ class FoundStore(EtcdStore):
         if path := self._keyring.path_of(self._endpoint) if self._keyring else "":
             raise Denied(
                 f"{path} shows that your elaunch serves a store with a token at {self._endpoint}, but what answers"
-                " there speaks without TLS: somebody may intercept the connection; if an etcd is there now, type"
+                " there does not speak TLS: somebody may intercept the connection; if an etcd is there now, type"
                 f" http://{self._endpoint}"
             )
         self._access.check_login(self._endpoint)

@@ -25,7 +25,7 @@ class Kind(Enum):
     DENY = auto()  # Waiting does not help. An agent that has not joined the job yet ends; others treat it as REPORT.
     LOGIN = auto()  # The token has expired: request another one.
     LEASE_GONE = auto()
-    LEASE_THERE = auto()
+    LEASE_EXISTS = auto()
 
 
 class Rule(NamedTuple):
@@ -47,13 +47,13 @@ _OURS_IS_FULL = (
 )
 _TOO_LARGE = Rule(
     Kind.DENY,
-    "this etcd, or a proxy before it, takes smaller requests than elaunch needs: start etcd with"
+    "this etcd, or its proxy, takes smaller requests than elaunch needs: start etcd with"
     " --max-request-bytes=1572864 or more",
 )
 # By etcd's own text, which is more specific than the code. The first row whose key is in the text decides.
 BY_TEXT: dict[str, Rule] = {
     "requested lease not found": Rule(Kind.LEASE_GONE),
-    "lease already exists": Rule(Kind.LEASE_THERE, "the lease is there already"),
+    "lease already exists": Rule(Kind.LEASE_EXISTS, "the lease already exists"),
     _FULL: Rule(
         Kind.REPORT,
         "etcd is full (alarm NOSPACE) and takes no writes: compact its history (etcdctl compact REVISION, the newest of"
@@ -77,8 +77,8 @@ BY_TEXT: dict[str, Rule] = {
     "mvcc: required revision": Rule(Kind.WAIT),
     "CommonName": Rule(
         Kind.DENY,
-        "users are on and the client's certificate carries a common name, which etcd's JSON gateway refuses; use a "
-        f"certificate without one, or {_GRPC}",
+        "authentication is on and the client's certificate carries a common name, which etcd's JSON gateway refuses;"
+        f" use a certificate without one, or {_GRPC}",
     ),
     "bad certificate": Rule(Kind.DENY, _OWN_SERVER),
     "authentication failed": Rule(Kind.DENY, "the password of user {user} is wrong, or there is no such user"),
@@ -136,7 +136,7 @@ def explain(error: EtcdError, endpoint: Endpoint, access: Access) -> StoreError:
     match kind:
         case Kind.LEASE_GONE:
             return LeaseGone(f"{endpoint}: the lease has ended")
-        case Kind.REPORT | Kind.LEASE_THERE:
+        case Kind.REPORT | Kind.LEASE_EXISTS:
             # Only the store that elaunch serves gets a bearer, and that store has no alarm.
             is_ours = bool(access.bearer) and sentence == BY_TEXT[_FULL].sentence
             return Rejected(f"{endpoint}: {_OURS_IS_FULL if is_ours else sentence}")

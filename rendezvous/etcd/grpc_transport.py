@@ -41,7 +41,7 @@ _OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 500),
     ("grpc.max_reconnect_backoff_ms", 500),
-    # A host that disappeared is detected after 7 s. etcd treats pings faster than every 5 s as an attack.
+    # A host that disappeared is detected after 7 s. etcd treats pings less than 5 s apart as an attack.
     ("grpc.keepalive_time_ms", 5000),
     ("grpc.keepalive_timeout_ms", 2000),
     ("grpc.http2.ping_timeout_ms", 3000),

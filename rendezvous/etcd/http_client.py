@@ -1,4 +1,4 @@
-"""HTTP/1.1 by the standard library's parser, with one deadline for a whole call."""
+"""HTTP/1.1 with the standard library's parser, with one deadline for a whole call."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class ClientConnection:
                 pieces.append(piece)
                 size += len(piece)
         if size > RESPONSE_BYTES_MAX:
-            raise Unavailable(f"{self._endpoint} sent an answer of more than {RESPONSE_BYTES_MAX} bytes")
+            raise Unavailable(f"{self._endpoint} sent a response of more than {RESPONSE_BYTES_MAX} bytes")
         return b"".join(pieces)
 
     def usable(self) -> bool:
@@ -233,7 +233,7 @@ def connection_error(error: Exception, endpoint: Endpoint, waited: str, hint: st
             return _silent(TimedOut(f"no answer from {endpoint} within {waited}"))
         case TimeoutError():
             if not waited or error.errno:
-                return _silent(Unavailable(f"{endpoint} is gone: its host does not acknowledge what was sent"))
+                return _silent(Unavailable(f"{endpoint} is unreachable: its host does not acknowledge what was sent"))
             return TimedOut(f"no answer from {endpoint} within {waited}")
         case ConnectionRefusedError():
             return Unavailable(f"{endpoint} refuses connections: nothing listens there")
@@ -254,7 +254,7 @@ def connection_error(error: Exception, endpoint: Endpoint, waited: str, hint: st
             advice = ports if error.errno == errno.EADDRNOTAVAIL else ""
             return OwnLimit(f"this host opens no connection to {endpoint}: {error.strerror or error}{advice}")
         case _:
-            return Unavailable(f"{endpoint} sent a garbled answer ({type(error).__name__}: {error})")
+            return Unavailable(f"{endpoint} sent a malformed response ({type(error).__name__}: {error})")
 
 
 def _silent(error: Unavailable) -> Unavailable:
@@ -269,7 +269,7 @@ def _tls_error(error: ssl.SSLError, endpoint: Endpoint, hint: str) -> StoreError
     if "WRONG_VERSION_NUMBER" in reason or "HTTP_REQUEST" in reason or "RECORD_LAYER_FAILURE" in reason:
         return Denied(f"{endpoint} does not speak TLS; use http://{endpoint}")
     if any(alert in reason for alert in _CLIENT_ALERTS):
-        return Denied(f"{endpoint} asks for a client certificate that it trusts ({reason.lower().replace('_', ' ')})")
+        return Denied(f"{endpoint} requires a client certificate that it trusts ({reason.lower().replace('_', ' ')})")
     if "EOF" in reason or isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
         return Unavailable(f"{endpoint} ended the connection")
     return Unavailable(f"{endpoint}: TLS failed: {reason or error}")

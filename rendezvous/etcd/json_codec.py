@@ -183,7 +183,7 @@ def number(value: Any) -> int:
         found = int(value)
         if -(2**63) <= found < 2**63:
             return found
-    raise ValueError(f"{shown(value)} is no 64-bit number")
+    raise ValueError(f"{shown(value)} is not a 64-bit number")
 
 
 # Values of other writers may not be UTF-8. They are kept as they are, so that the record's reader can refuse them.

@@ -91,7 +91,7 @@ class EtcdStore:
         return self._call(Rpc.TXN, json_codec.commit(txn), json_codec.committed)
 
     def grant(self, lease: int, ttl_s: float) -> None:
-        self._call(Rpc.GRANT, json_codec.grant(lease, ttl_s), lambda _: None, passing=Kind.LEASE_THERE)
+        self._call(Rpc.GRANT, json_codec.grant(lease, ttl_s), lambda _: None, passing=Kind.LEASE_EXISTS)
 
     def keep_alive(self, lease: int) -> float:
         return self._call(
@@ -178,7 +178,7 @@ class EtcdStore:
                 self._history.check(endpoint, response, floor)
                 return parse(response)
             except (AttributeError, KeyError, TypeError, ValueError) as error:
-                raise Rejected(f"{endpoint} sent an answer that cannot be understood: {shown(response)}") from error
+                raise Rejected(f"{endpoint} sent a malformed response: {shown(response)}") from error
 
         try:
             return self._try_each(call, timed_out)[1]
@@ -355,7 +355,7 @@ class EtcdWatch:
                 raise _Compacted if compacted else cancelled(str(response.get("cancel_reason", "")))
             received = json_codec.changes(response, self._after or 0)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise Unavailable(f"{endpoint} sent an event that cannot be understood: {shown(response)}") from error
+            raise Unavailable(f"{endpoint} sent a malformed event: {shown(response)}") from error
         for changes in received:
             self._after = changes.revision
             self._deliver(changes)
@@ -428,7 +428,7 @@ class _Token:
                 token = self._transport.call(endpoint, Rpc.AUTHENTICATE, request, "", self._deadline_s).get("token", "")
                 # The token goes into a header of every request.
                 if not isinstance(token, str) or not re.fullmatch(r"[!-~]*", token):
-                    raise Unavailable(f"{endpoint} answered a login with something that is no token: {shown(token)}")
+                    raise Unavailable(f"{endpoint} answered a login with something that is not a token: {shown(token)}")
                 self._token = token
             return self._token
 

@@ -1,7 +1,7 @@
 """The interface of a transport, which sends requests to one member of the store; and etcd's JSON gateway, `POST /v3/…`.
 
 Requests and responses have etcd's JSON form: the JSON mapping of protocol buffers (int64 as text, bytes in base64). So
-this transport and the one over gRPC share one writer and one reader.
+this transport and the one over gRPC share one codec.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class JsonStream:
         while True:
             line = self._connection.line(deadline, _LINE_BYTES_MAX)
             if len(line) >= _LINE_BYTES_MAX:
-                raise Unavailable(f"{self._endpoint} sent an answer of more than {_LINE_BYTES_MAX} bytes")
+                raise Unavailable(f"{self._endpoint} sent a response of more than {_LINE_BYTES_MAX} bytes")
             if not line.endswith(b"\n"):
                 raise Unavailable(f"{self._endpoint} ended the stream")
             if line.strip():
@@ -207,7 +207,7 @@ def _version_without_gateway(endpoint: Endpoint, status: int, body: bytes) -> st
         raise _by_status(endpoint, status, body, "to /version")
     text = body[:80].decode(errors="replace").strip()
     raise Denied(
-        f"what listens at {endpoint} is no etcd: it answers /version with HTTP status {status} and {text!r};"
+        f"what listens at {endpoint} is not an etcd: it answers /version with HTTP status {status} and {text!r};"
         " name an etcd, or a free port of one of the nodes"
     )
 

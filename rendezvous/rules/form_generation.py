@@ -101,7 +101,7 @@ def form(
     forming = _Forming(snapshot, terms, generation, times, now_s, snapshot.table, joined)
     if lost := forming.lost():
         if now_s < lossless_until_s and len(joined) < terms.nodes_max:
-            return Formed(formation, wake_s=lossless_until_s, waiting=f"{hosts(lost)} to come back")
+            return Formed(formation, wake_s=lossless_until_s, waiting=f"{hosts(lost)} to reconnect")
         if not generation.kind.is_urgent:
             # Other workers may be on their way to a step boundary; they would wait in a collective for the lost node.
             return Formed(formation, open_loss(snapshot, lost))
@@ -175,7 +175,7 @@ class _Forming:
         now_progressed = any(f.progressed for f in failures) or any(j.progressed for j in self.joined.values())
         progressed = before.progressed or now_progressed
         no_progress = 0 if now_progressed else before.barren + 1
-        # When a node is lost, its peers fail at once and its lease ends later: the loss caused their failures.
+        # When a node is lost, its peers fail immediately and its lease ends later: the loss caused their failures.
         gone = [s.node_id for s in before.seats if s.node_id not in snapshot.members]
         is_counted = self.generation.kind is OpenKind.FAIL and not gone
         spent = counted_restarts(terms, before, table_age_s) if is_counted else None

@@ -169,7 +169,7 @@ def verdict_on(
     records: Mapping[str, IdleNode],
     table: RankTable,
     done: frozenset[str],
-    stood_s: float = 0.0,
+    held_s: float = 0.0,
     *,
     has_limit: bool = False,
 ) -> Hang | None:
@@ -190,7 +190,7 @@ def verdict_on(
     is_hang = has_limit or waiting or exited or is_stuck or (are_unreadable and table.world_size > 1)
     if not places or not is_hang:
         return None
-    still_s = min(records[seat.node_id].still_s for seat in seats) + stood_s
+    still_s = min(records[seat.node_id].still_s for seat in seats) + held_s
     left = sum(place.count for place in places)
     if are_unreadable and left > 1:
         all_ = f"hung: all {left} ranks {_plural(places[-1].group.does)}, for {still_s:.0f} s,"

@@ -38,7 +38,7 @@ _MAY_PASS = re.compile(
 )
 # The program's own store is unreachable, which no peer's exit explains: the agent serves the job's store.
 _NO_STORE = re.compile(r"client socket has (?:failed to connect|timed out)", re.IGNORECASE)
-# Two workers that report no step are taken to have failed in the same step if they ran equally long: within so many
+# Two workers that report no step are taken to have failed in the same step if they ran equally long: within this many
 # seconds, or within this share of the longer one.
 _AS_LONG_S = 2.0
 _AS_LONG_SHARE = 0.1
@@ -186,11 +186,11 @@ def judge(
     before = failures.get(generation - 1)
     if failure.kind is FailureKind.DEBUGGER:
         return GiveUp(
-            "its debugger was quit, or its stdin was at an end, and another try would only stop there again;"
+            "its debugger was quit, or its stdin was at EOF, and another try would only stop there again;"
             " to debug any rank, start elaunch at a terminal with its stdin not redirected"
         )
     if failure.kind is FailureKind.REFUSED:
-        return GiveUp("the program said that another try would end the same way")
+        return GiveUp("the program reported that another try would end the same way")
     if failure.kind is FailureKind.STARTUP and not progressed and not is_elsewhere:
         return GiveUp("it never got past its start, so another try would end the same way")
     if spent is None:
@@ -298,7 +298,7 @@ class Suspicion:
 def assess(
     terms: Terms, before: RankTable, failures: Sequence[Failure], members: Collection[str], table_age_s: float
 ) -> Suspicion:
-    """Which node is to blame for the end of `before`, which failed by `failures` and not because a node was lost.
+    """Which node is to blame for the end of `before`, which failed with `failures` and not because a node was lost.
 
     `members` are the ids of all members, `table_age_s` is the time since the table was sealed.
     """

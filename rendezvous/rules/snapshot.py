@@ -216,7 +216,7 @@ class SnapshotReader:
                 repairs.append((Unchanged(key, last.mod_revision), restored))
             match parts:
                 case ["ctl", "leader"]:
-                    # If the leader's name cannot be read, any node may take the lead.
+                    # If the leader's name cannot be read, any node may become leader.
                     fields |= {"leader": record or "", "leader_revision": entry.mod_revision}
                 case _ if record is None:
                     pass
@@ -238,7 +238,7 @@ class SnapshotReader:
         self._known = known
         for key, error in broken.items():
             if known[key].record is None and _is_needed(known[key].parts, fields.get("generation"), tables):
-                lost = "so it is not known what this job does; if no elaunch of it runs any more, delete that key"
+                lost = "so the job's state is unknown; if no elaunch of it is running, delete that key"
                 raise ValueError(f"{_unreadable_text(key, error)}, {lost}") from error
 
         def created(generation: int, node_id: str) -> int:
@@ -323,7 +323,7 @@ def _decoded(parts: list[str], text: str) -> Any:
         case ["joined" | "failures" | "done" | "still", number, _] | ["ctl", "table", number] if not _is_generation(
             number
         ):
-            raise ValueError(f"not a generation's: {number[:40]!r} is no number of {GENERATION_DIGITS} digits")
+            raise ValueError(f"not a generation's: {number[:40]!r} is not a number of {GENERATION_DIGITS} digits")
         case ["members", node_id] | ["joined" | "still", _, node_id]:
             record = decode(_RECORDS[parts[0]], text)
             if record.node_id != node_id:

@@ -97,7 +97,7 @@ def confirm_membership(snapshot: Snapshot, me: Node) -> Txn:
 
 
 def become_leader(snapshot: Snapshot, me: Node, lease: int) -> Txn:
-    """Take the lead if there is no leader, or its name cannot be read."""
+    """Become the leader if there is none, or its name cannot be read."""
     keys = snapshot.keys
     free = snapshot.leader_guard if snapshot.leader_revision and not snapshot.leader else Absent(keys.leader)
     return Txn((free, snapshot.live_guard, Present(keys.member(me.node_id))), (Put(keys.leader, me.node_id, lease),))
@@ -166,7 +166,7 @@ def leave(snapshot: Snapshot, me: Node, *, opens: bool, why: str, signum: int = 
 
 
 def resign(snapshot: Snapshot) -> Txn:
-    """Give up the lead, so that another node can take it. Nothing happens if another node leads already."""
+    """Resign as the leader, so that another node can lead. Nothing happens if another node leads already."""
     return Txn((snapshot.leader_guard,), (Delete(snapshot.keys.leader),))
 
 
@@ -281,7 +281,7 @@ def succeed(snapshot: Snapshot, terms: Terms, table: RankTable) -> Txn:
 
 def loss_of(lost: list[str]) -> str:
     """The cause of a generation that is opened because these nodes' leases ended."""
-    return f"{hosts(lost)} {'was' if len(lost) == 1 else 'were'} lost: no sign of life from the elaunch that ran there"
+    return f"{hosts(lost)} {'was' if len(lost) == 1 else 'were'} lost: no heartbeat from the elaunch that ran there"
 
 
 def hosts(node_ids: list[str]) -> str:

@@ -78,7 +78,7 @@ class Unauthenticated(Generic[Client]):
         return Counter({address: len(its) for address, its in self._from.items()}).most_common(count_max)
 
     def overdue(self, now_s: float) -> list[Client]:
-        """The connections whose time is over: `CROWD_S` for those beyond `PER_ADDRESS`, `FIRST_REQUEST_S` for all."""
+        """The connections past their deadline: `CROWD_S` for those beyond `PER_ADDRESS`, `FIRST_REQUEST_S` for all."""
         return [
             who
             for its in self._from.values()
@@ -128,7 +128,7 @@ class Unauthenticated(Generic[Client]):
 
 
 def slots_for(agents: int) -> int:
-    """The slots that so many agents need: three for each agent, and one more for an unauthenticated connection."""
+    """The slots that this many agents need: three for each agent, and one more for an unauthenticated connection."""
     return (CONNECTIONS_PER_AGENT + 1) * agents
 
 

@@ -82,7 +82,7 @@ class RequestReader:
         except ValueError:
             raise BadRequest(400, "not HTTP") from None
         if version != "HTTP/1.1" or len(headers) < len(fields):
-            raise BadRequest(400, "not HTTP/1.1, or a header twice")
+            raise BadRequest(400, "not HTTP/1.1, or a duplicate header")
         self._body_length = _body_length(headers)
         self._admit(headers, self._body_length)
         self._head = method, target.partition("?")[0]
@@ -94,7 +94,7 @@ def _body_length(headers: Mapping[str, str]) -> int:
         raise BadRequest(411, "a request's body must have a Content-Length")
     text = headers.get("content-length", "0")
     if not (text.isascii() and text.isdigit()):
-        raise BadRequest(400, "Content-Length is no number")
+        raise BadRequest(400, "Content-Length is not a number")
     return int(text[:19])
 
 

@@ -182,7 +182,7 @@ def _prefix(fields: Json) -> str:
     if (start, end) == ("\0", "\0"):
         return ""
     if not start or end.encode("utf-8", "surrogateescape") != range_end(start):
-        raise ValueError("a range that is no prefix")
+        raise ValueError("a range that is not a prefix")
     return start
 
 

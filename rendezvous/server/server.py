@@ -132,13 +132,13 @@ class Server:
     def _accept(self) -> None:
         for _ in range(_ACCEPTED_AT_ONCE):
             try:
-                accepted, place = self._listener.accept()
+                accepted, peer = self._listener.accept()
             except BlockingIOError:
                 return
             except ConnectionError:
                 continue
             except OSError as error:
-                if error.errno in _NO_RESOURCES and not _is_awaited(self._listener):
+                if error.errno in _NO_RESOURCES and not _has_pending(self._listener):
                     return
                 self._log("descriptors", f"no connection can be accepted until another one ends: {error.strerror}")
                 if error.errno in _NO_RESOURCES and (first := self._unauthenticated.first_to_go()):
@@ -156,7 +156,7 @@ class Server:
                 accepted.close()
                 continue
             # A dual-stack listener shows an IPv4 address with this prefix.
-            self._begin(client, str(place[0]).removeprefix("::ffff:"))
+            self._begin(client, str(peer[0]).removeprefix("::ffff:"))
 
     def _free_slot(self) -> bool:
         """Close unauthenticated connections if there are too many. Returns whether one more connection fits."""
@@ -165,14 +165,14 @@ class Server:
             who = ", ".join(f"{address} has {count}" for address, count in self._unauthenticated.crowds())
             self._log(
                 "unauthenticated",
-                f"all {most} places for connections that have not shown the job's token are taken ({who}); each new one"
+                f"all {most} slots for connections that have not shown the job's token are taken ({who}); each new one"
                 f" closes the oldest one of the address that has the most; {WAY_OUT}",
             )
             self._close(first)
         if most <= 0:
             self._log(
                 "slots",
-                f"agents take all {self._slots} places for connections, and further connections are refused; raise the"
+                f"agents take all {self._slots} slots for connections, and further connections are refused; raise the"
                 " limit of open files on this host (ulimit -n), or let fewer jobs share the store",
             )
         return most > 0
@@ -309,7 +309,7 @@ class Server:
                 print(f"elaunch's store: {sentence}", file=sys.stderr, flush=True)
 
 
-def _is_awaited(listener: socket.socket) -> bool:
+def _has_pending(listener: socket.socket) -> bool:
     """Whether a connection waits. Without a free descriptor accept() fails even if none does."""
     poll = select.poll()
     poll.register(listener, select.POLLIN)

@@ -28,7 +28,7 @@ def parse_with(decoder: json.JSONDecoder, text: str | bytes) -> Any:
 
 def no_constant(word: str) -> Any:
     """Raise ValueError for NaN and Infinity."""
-    raise ValueError(f"{word} is no number of JSON")
+    raise ValueError(f"{word} is not a JSON number")
 
 
 def _whole_number(digits: str) -> int:

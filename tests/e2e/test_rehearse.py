@@ -104,7 +104,7 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     script(tmp_path, "import time\nprint('here', flush=True)\ntime.sleep(600)\n")
 
     with Job(tmp_path, "rehearse", "train.py", env={"TMPDIR": str(tmp_path)}) as job:
-        job.wait_for_output("rehearse: left alone")
+        job.wait_for_output("rehearse: no failure")
         job.signal(signal.SIGINT)
         assert job.wait() == 130, job.output
 

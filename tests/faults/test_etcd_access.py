@@ -112,7 +112,7 @@ def test_a_certificate_for_another_host_is_reported(tmp_path: Path) -> None:
 
 
 def test_a_missing_client_certificate_is_reported(secured: Etcd, certificates: Certificates) -> None:
-    assert "asks for a client certificate" in denial(secured, Access(Tls(str(certificates.ca))))
+    assert "requires a client certificate" in denial(secured, Access(Tls(str(certificates.ca))))
 
 
 class CountingTransport(JsonTransport):

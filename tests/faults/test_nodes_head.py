@@ -89,7 +89,7 @@ def test_a_program_that_notices_nothing_ends_when_the_heads_host_has_lost_its_po
         lines = [line for line in other.stderr.splitlines() if "the store is" in line]
         assert len(lines) == 1, other.stderr
         assert "the workers continue, and are stopped in" in lines[0]
-        assert "type its command on all nodes; if the host that served the store stays away" in other.stderr
+        assert "type its command on all nodes; if the host that served the store stays down" in other.stderr
 
 
 def test_a_killed_store_ends_no_training_and_no_node_with_finished_workers_waits_for_it(tmp_path: Path) -> None:

@@ -86,4 +86,4 @@ def test_a_closed_port_between_nodes_is_named_by_the_node_that_cannot_connect(tm
         command = (*COMMAND, "doctor", "--nnodes", "2", "--rdzv-endpoint", cluster.endpoints, "--no-python", "true")
         seen = other.run("env", f"ELAUNCH_TOKEN={TOKEN['ELAUNCH_TOKEN']}", *command)
 
-        assert ("10.77.0.1 does not answer at ports" in seen) == (why != "refused"), seen
+        assert ("10.77.0.1 does not answer on ports" in seen) == (why != "refused"), seen

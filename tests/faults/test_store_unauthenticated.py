@@ -81,7 +81,7 @@ def test_connections_of_one_byte_each_do_not_shut_an_agent_out_and_a_line_names_
     lines = logged.read_text().splitlines()
     assert len(lines) == 1
     assert lines[0].startswith(
-        f"elaunch's store: all {UNAUTHENTICATED} places for connections that have not shown the job's"
+        f"elaunch's store: all {UNAUTHENTICATED} slots for connections that have not shown the job's"
     )
     assert f"(127.0.0.1 has {UNAUTHENTICATED})" in lines[0]
 

@@ -2,7 +2,7 @@
 
     checkpoints = Checkpoints("runs/x/checkpoints", generation=generation)
     mark = checkpoints.load_newest(state)       # in place; None where there is none
-    checkpoints.save_async(step, state)         # every now and then
+    checkpoints.save_async(step, state)         # periodically
     checkpoints.wait()                          # before the process ends
 
 All ranks call all of these, in the same order. A *replicated* state (DDP: the same on every rank) is written by rank 0
@@ -121,7 +121,7 @@ class Checkpoints:
 
         plain, writers = pack_plain(parts) if self._ranks.leads else b"", None
         if parts.is_sharded:
-            # Each checkpoint has connections of its own, since those before may be broken. A disk may take any time.
+            # Each checkpoint has connections of its own, since those before may be broken. A disk may be slow.
             writers = self._ranks.apart("checkpoint")
             writers.meet(patient=True)
 
@@ -146,7 +146,7 @@ class Checkpoints:
         self._writing.thread.start()
 
     def save(self, step: int, state: State) -> None:
-        """As `save_async`, and wait until it is durable, or has failed, which is logged."""
+        """Like `save_async`, but wait until it is durable, or has failed, which is logged."""
         self.save_async(step, state)
         self.wait()
 
@@ -182,7 +182,7 @@ class Checkpoints:
         else:
             newest = f"the newest one in {self.storage} is of step {self.newest_known.step}"
         self.failure = f"the checkpoint of step {step} could not be written: {reason}; {newest}"
-        # A retry mostly fails for the same reason.
+        # A retry usually fails for the same reason.
         if self.failure != self._last_logged:
             self._last_logged = self.failure
             self._log(self.failure)

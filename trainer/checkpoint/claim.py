@@ -127,7 +127,7 @@ class Claim:
             self._old = self._note["token"]
 
     def _held(self) -> dict[str, Any] | None:
-        """The present note; None if there is none that this release can read. Raises OSError."""
+        """The content of the lock; None if there is none that this release can read. Raises OSError."""
         content = self._storage.read_note(NOTE)
         try:
             note = {} if content is None else parse_json(content)

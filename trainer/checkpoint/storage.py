@@ -150,7 +150,7 @@ class Storage:
         return isinstance(self.files, LocalFiles)
 
     def found(self) -> list[tuple[Mark, Folder]]:
-        """All published checkpoints, whole or not, oldest first; none if the place does not exist."""
+        """All published checkpoints, whole or not, oldest first; none if the location does not exist."""
         return [(mark, folder) for mark, folder in self._attempts() if is_published(folder)]
 
     def folder(self, name: str) -> Folder:

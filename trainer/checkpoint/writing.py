@@ -51,7 +51,7 @@ _METADATA = ".metadata"
 
 @dataclass(frozen=True)
 class Plan:
-    """Which tensors this rank writes; `metadata` (rank 0's, None elsewhere) has the places of all."""
+    """Which tensors this rank writes; `metadata` (rank 0's, None elsewhere) has the locations of all."""
 
     items: SavePlan
     metadata: records.Metadata | None
@@ -131,7 +131,7 @@ def write(folder: Folder, rank: int, items: SavePlan, copies: Copies) -> Part:
 
 
 def finish(folder: Folder, metadata: records.Metadata, parts: Sequence[Part]) -> Part:
-    """Write `.metadata` and `tensors.json`, the places of all tensors; on rank 0, when all `parts` are there."""
+    """Write `.metadata` and `tensors.json`, the locations of all tensors; on rank 0, when all `parts` are there."""
     metadata.storage_data = {index: place for part in parts for index, place in part.places.items()}
     contents = {_METADATA: pickle.dumps(metadata), LAYOUT: _described(metadata)}
     for name, content in contents.items():

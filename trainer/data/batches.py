@@ -44,7 +44,7 @@ class Batches:
     def __init__(self, loader: DataLoader[Any]) -> None:
         if loader.num_workers > 1 and not getattr(loader, "in_order", True):
             raise ValueError(
-                "a DataLoader with in_order=False returns batches in no order with which a restart could continue; "
+                "a DataLoader with in_order=False returns batches in an order that no restart can reproduce; "
                 "leave in_order=False out"
             )
         self._loader, self._order = loader, EpochOrder(is_ahead=False)
@@ -173,7 +173,7 @@ class EpochOrder:
         if now is not None and state["taken"] >= done:
             if checksum_of(ahead[: state["taken"] - done], order) != state["order"]:
                 raise RuntimeError(
-                    f"{_names(sampler)} draws another order than the process before: samples would be repeated or "
+                    f"{_names(sampler)} draws a different order than the process before: samples would be repeated or "
                     f"skipped. {WAY_OUT}"
                 )
             set_own_states(self._roots, now)

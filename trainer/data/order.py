@@ -133,21 +133,21 @@ class Order:
 
     def parts(self, step: int, rank: int, world_size: int) -> list[Micro]:
         """The micro-batches of `step` that `rank` computes, in order."""
-        places = self._places(rank, world_size)
+        numbers = self._numbers(rank, world_size)
         return [
             Micro(
                 number=micro,
                 samples=() if micro < 0 else self.samples(step, micro),
                 weight=0.0 if micro < 0 else self.weight(world_size),
                 key=self.key(step, micro),
-                is_last=index == len(places) - 1,
+                is_last=index == len(numbers) - 1,
             )
-            for index, micro in enumerate(places)
+            for index, micro in enumerate(numbers)
         ]
 
     def batches(self, rank: int, world_size: int, *, after: int = 0, until: int | None = None) -> BatchSampler:
         """This rank's micro-batches of the steps after `after`, as DataLoader's `batch_sampler`."""
-        return BatchSampler(self, self._places(rank, world_size), after, until)
+        return BatchSampler(self, self._numbers(rank, world_size), after, until)
 
     def loaded(self, step: int, micro: int) -> range:
         """The positions that are loaded for a micro-batch: its own, or one of the step's last for a filler.
@@ -164,7 +164,7 @@ class Order:
         """The epoch, from 0, of the first sample of `step`."""
         return self.span(step).start // self.size
 
-    def _places(self, rank: int, world_size: int) -> tuple[int, ...]:
+    def _numbers(self, rank: int, world_size: int) -> tuple[int, ...]:
         """The numbers of the micro-batches that `rank` computes, with -1 for each filler."""
         share = self.share(rank, world_size)
         most = -(-self.micro_batches // world_size) if self.even else 0
@@ -192,7 +192,7 @@ class BatchSampler:
 
     def __init__(self, order: Order, micros: tuple[int, ...], after: int, until: int | None) -> None:
         if after < 0:
-            raise ValueError(f"step {after} cannot be complete; steps count from 1, and 0 is none")
+            raise ValueError(f"step {after} cannot be complete; steps count from 1, and 0 means none")
         self.order, self.micros, self.after, self.until = order, micros, after, until
 
     def __iter__(self) -> Iterator[Samples]:

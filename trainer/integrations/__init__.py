@@ -88,8 +88,8 @@ class KeptEpochs:
             self.keeper.step_end()
             if self.keeper.step != (epoch + 1) * steps:
                 raise RuntimeError(
-                    f"after epoch {epoch} the optimizer has made {self.keeper.step} steps, and not "
-                    f"{(epoch + 1) * steps}: {batches} batches, {self._accumulate} for a step; a restart would not "
+                    f"after epoch {epoch} the optimizer has made {self.keeper.step} steps, not "
+                    f"{(epoch + 1) * steps}: {batches} batches, {self._accumulate} per step; a restart would not "
                     "find the right batch"
                 )
 

@@ -274,7 +274,7 @@ def _monitored_means(trainer: Any) -> list[str]:
 
 
 def _load_loops(loop: Any, state: dict[str, Any], *, repeats_end: bool) -> None:
-    """Resume the loops after that state, which is of the end of a batch."""
+    """Resume the loops after that state, taken at the end of a batch."""
     state = cloned(state)
     batches, epochs = state["epoch_loop.batch_progress"], state["epoch_progress"]
     if repeats_end:

@@ -147,7 +147,7 @@ def _require_possible(args: Any, state: Any, scheduler: Any, batches: int) -> No
     if batches % each:
         raise ValueError(
             f"an epoch has {batches} batches, and gradient_accumulation_steps is {each}: the Trainer would leave out "
-            f"the last {batches % each} after a restart; choose dataset and batch size so that it divides"
+            f"the last {batches % each} after a restart; choose dataset and batch size so that none is left"
         )
     if state.global_step:
         raise ValueError(

@@ -74,7 +74,7 @@ class StopRequest:
             return
         for number in [*self.before]:
             if number in self._signals or signal.getsignal(number) is _note:
-                _give_back(number)
+                _restore_handler(number)
         if not self.signum or isinstance(error, SystemExit):
             return
         if error is None or callable(signal.getsignal(self.signum)):
@@ -97,7 +97,7 @@ def _note(signum: int, frame: FrameType | None) -> None:
     entered = [*StopRequest.entered]
     if not entered:
         # A library has restored the handler that it found when it began.
-        _give_back(signum)
+        _restore_handler(signum)
         signal.raise_signal(signum)
     for request in entered:
         if os.getpid() != request.pid:
@@ -106,7 +106,7 @@ def _note(signum: int, frame: FrameType | None) -> None:
         request.note(signum)
 
 
-def _give_back(signum: int) -> None:
+def _restore_handler(signum: int) -> None:
     handler = StopRequest.before.get(signum)
     # None: the handler was not installed by Python.
     signal.signal(signum, signal.SIG_DFL if handler is None else handler)

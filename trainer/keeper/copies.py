@@ -103,7 +103,7 @@ class Copies:
         self._logged: set[str] = set()
         self.disk = DiskCopies(training, peers, storage, place.generation, log, kept, training_name, folder)
         self.is_durable = storage is not None
-        self.own = PerRankState(training, self._records, lambda text: log(f"rank {peers.rank} {text}"))
+        self.own = PerRankState(training, self._records, lambda text: log(f"rank {peers.rank}'s {text}"))
         # How many completed steps `restore` has lost.
         self.repeated = 0
         # The state that all ranks have compared, and the newest snapshot of such a state.
@@ -252,7 +252,7 @@ class Copies:
     def snapshot(self, version: Version) -> None:
         """Copy the state to this node's memory: each rank its own part, the node's first rank the replicated part.
 
-        Raises TypeError if the training now has something that cannot be kept: the copy before stays.
+        Raises TypeError if the training now has something that cannot be kept: the previous copy stays.
         """
         if not self._is_checked:
             self._training.require_plain(durably=self.is_durable)
@@ -267,7 +267,7 @@ class Copies:
             self._newest = version
         self._is_kept = record is not None
         if self._parts is not None:
-            # First, since it puts FSDP2's parts in place, which `live` is about.
+            # First, since it puts FSDP2's parts in place, to which `live` refers.
             large = self._training.large()
             live = self._training.live() if record is not None else None
             self._parts.save(version.step, large, self._training.small(), live)
@@ -278,7 +278,7 @@ class Copies:
                 )
             elif record is not None and (live is None or self._parts.is_refused):
                 self._log_once(
-                    "the state can be copied at snapshots only: its tensors are made again for each, or other values "
+                    "the state can be copied at snapshots only: its tensors are recreated each time, or other values "
                     "change with them; a failure goes back to the last snapshot"
                 )
         elif self.paces:
@@ -316,14 +316,14 @@ class Copies:
     def save_replicated(self, version: Version) -> bool:
         """Store the replicated state in this node's memory unless another worker has. Returns whether it is there.
 
-        Raises TypeError for a state that cannot be kept: the copy before stays.
+        Raises TypeError for a state that cannot be kept: the previous copy stays.
         If records have a large part, this copy alone is useless, so it never overwrites a snapshot that may be needed.
         """
         if self._node_memory is None or self._training.is_in_parts or not self._has_room:
             return False
         try:
             # If all ranks have their own state of this step, this copy is worth more than the last snapshot. Otherwise
-            # it is worth less than one that a rank has saved which is a step behind. Copies older than a snapshot that
+            # it is worth less than one that a rank a step behind has saved. Copies older than a snapshot that
             # counts are worth nothing.
             copied = self.steps.versions
             newer = [each for each in copied if all(each > other for other in self._spare)]

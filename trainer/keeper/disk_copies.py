@@ -68,7 +68,7 @@ class DiskCopies:
                 self._require_shared(storage)
 
     def _require_writable(self, storage: Storage) -> None:
-        """Log why no checkpoint can be written. Raises ValueError on all ranks, at the job's start, if that stays so.
+        """Log why no checkpoint can be written. Raises ValueError on all ranks, at the job's start, if it is permanent.
 
         Later there may be a state in memory. Each rank writes its part of a state in parts.
         """
@@ -92,7 +92,7 @@ class DiskCopies:
             self._log(f"{text}; until they can, there are none")
 
     def _require_shared(self, storage: Storage) -> None:
-        """Raise ValueError on all ranks if a rank, which writes its part of a state, has another directory there."""
+        """Raise ValueError on all ranks if one, which writes its part of a state, has a different directory there."""
         name, is_seen = f".shared-{secrets.token_hex(4)}", True
         if self._peers.leads:
             with contextlib.suppress(OSError):
@@ -107,8 +107,8 @@ class DiskCopies:
         # If rank 0 does not see it either, it could not be written.
         if unseen and unseen[0]:
             text = (
-                f"rank {unseen[0]} has another directory at {storage} than rank 0; the checkpoints of a sharded state "
-                "need one that all ranks share: give another checkpoints="
+                f"rank {unseen[0]} has a different directory at {storage} than rank 0; the checkpoints of a sharded "
+                "state need one that all ranks share: give another checkpoints="
             )
             link.refuse(text)
             raise ValueError(text)
@@ -233,7 +233,7 @@ class DiskCopies:
                 return
             left_s = sum(_AGAIN_S[number:])
             self._log_on_rank_0(
-                f"{why}; it is the last one, and is retried for {left_s} s: repair that, or the program fails"
+                f"{why}; it is the last one, and is retried for {left_s} s: fix the cause, or the program fails"
             )
             for _ in range(again_s):
                 time.sleep(1)
@@ -242,7 +242,7 @@ class DiskCopies:
             self.write(version, own)
             self.wait()
         if why := self.failure():
-            raise NotDurable(f"the end of the training is not on the disk: {why}")
+            raise NotDurable(f"the final state is not durable: {why}")
 
     def where_to_continue(self, step: int) -> str:
         """From where the same command continues after a stop at `step`, as the rest of a sentence. Only on rank 0."""

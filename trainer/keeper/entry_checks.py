@@ -112,7 +112,7 @@ _NUMBERS = ("lr", "momentum", "betas", "weight_decay")
 
 _NO_LOOP = (
     "keeper.commit() without keeper.steps: after a failure the program's loop begins at its first step again, with the "
-    "restored state, and until the end no checkpoint is written. Loop by `for step in keeper.steps(total):` or "
+    "restored state, and until the end no checkpoint is written. Loop with `for step in keeper.steps(total):` or "
     "keeper.epochs, or call keeper.step_begin() before each step"
 )
 _VALUE = (
@@ -135,7 +135,7 @@ class EntryChecks:
     """The checks of one training. `kept` are the Keeper's arguments by name.
 
     `path` lists the warnings that the job has printed, in the node's memory; None without one. `is_first` is for a
-    job's first generation. With `is_others` the loop is a library's, and `extra` and where it sets options are its own.
+    job's first generation. With `is_others` the loop is a library's, which owns `extra` and sets options.
     """
 
     def __init__(

@@ -188,7 +188,7 @@ class GuardedState:
             self._lock.release()
             time.sleep(_END_S)
             raise SystemExit(_LEFT)
-        if self.is_checked or self._guard.has_stirred():
+        if self.is_checked or self._guard.has_changed():
             self._report_changes()
         self._guard.forget()
         settings = self._training.settings
@@ -203,15 +203,16 @@ class GuardedState:
         self._copies.gpu.before_commit(lambda: self._copies.groups.require_clean(otherwise))
 
     def store(self) -> None:
-        """Store this rank's own state as it will be at the end of this commit, of which the rest may take long."""
+        """Store this rank's own state as it will be at the end of this commit, the rest of which may take long."""
         self._training.settings.stepped(is_checked=self.is_checked)
         # The backward pass has stored this already, unless random numbers were drawn since.
         if self._copies.store(self.next_version, unless_same=True) and not self._has_reported_draws:
             self._has_reported_draws = True
             self._report(
                 "random numbers were drawn, or an object of per_rank has changed, after the backward pass of step "
-                f"{self.next_version.step} had begun: a rank that dies in that step, while others complete it, goes on "
-                "without that, unless all ranks draw the same. Draw, fetch and change these before loss.backward()"
+                f"{self.next_version.step} had begun: a rank that dies in that step, while others complete it, "
+                "continues without that, unless all ranks draw the same. Draw, fetch and change these before "
+                "loss.backward()"
             )
         self._is_stored = True
 
@@ -328,7 +329,7 @@ class GuardedState:
                     # The training's thread has changed it meanwhile, without a lock.
                     self._copies.discard_replicated(self.version)
         except TypeError as error:
-            self._log(f"step {self.version.step} is not copied to memory, and the copy before it counts: {error}")
+            self._log(f"step {self.version.step} is not copied to memory, and the previous copy counts: {error}")
         finally:
             self._lock.release()
         for warning in (self._guard.warning(self.version.step), self._training.settings.replaced()):

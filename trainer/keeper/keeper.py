@@ -205,8 +205,8 @@ class Keeper:
     def restore(self) -> int:
         """Enter the keeper without a `with` block, for loops of other libraries. Returns the last complete step.
 
-        `close` leaves it. If the program ends without `close`, as by an uncaught exception, the last complete step is
-        kept in memory then.
+        `close` leaves it. If the program ends without it, for example after an uncaught exception, the last complete
+        step is kept in memory then.
         """
         self._is_open = True
         self.__enter__()
@@ -229,7 +229,7 @@ class Keeper:
         A step begins with the random states at the end of the step before. What the program draws between a commit and
         the next step (in an evaluation, for a DataLoader's seed) comes from states that only depend on these. A loop
         that was left by `break` has no steps after a restart either. Raises ValueError if an earlier loop has reached
-        `total`, or `total` is no whole number.
+        `total`, or `total` is not a whole number.
         """
         if not _is_count(total, 0):
             raise ValueError(f"steps({total!r}): the total is a whole number, 0 or more")
@@ -260,7 +260,7 @@ class Keeper:
         program does at an epoch's end: it may not have been done.
         """
         if steps < 1:
-            raise ValueError(f"an epoch has {steps} steps; it needs one at least: is the loader's dataset empty?")
+            raise ValueError(f"an epoch has {steps} steps; it needs at least one: is the loader's dataset empty?")
         with self.loop(total * steps) as has_steps:
             first = max(0, self.step - 1) // steps
             for epoch in range(first, total if has_steps or self.step >= total * steps else first):
@@ -408,7 +408,9 @@ class Keeper:
         """
         if module is None:
             if len(self._training.models) > 1:
-                raise ValueError("of several models call commit_by_hooks(module) with the one whose pass begins a step")
+                raise ValueError(
+                    "for several models call commit_by_hooks(module) with the one whose pass begins a step"
+                )
             module = self._training.models[0]
         hooks = OptimizerHooks(self, self._state.store, self._training, module, redraws=draws_again)
         self._stack.callback(hooks.remove)
@@ -434,7 +436,7 @@ class Keeper:
     ) -> None:
         try:
             match error:
-                # NotDurable of another keeper: its training has ended, on all ranks at the same place.
+                # NotDurable of another keeper: its training has ended, on all ranks at the same point.
                 case None | NotDurable():
                     # The training is over, but the program continues. If it fails later, no step is repeated.
                     if self._rehearsal is not None and self._begun_step != self.step:
@@ -448,7 +450,7 @@ class Keeper:
                     )
                 case Stopped():
                     if not self._has_stopped:
-                        # Another keeper of this program has stopped, on all ranks at the same place.
+                        # Another keeper of this program has stopped, on all ranks at the same point.
                         self._state.finalize(durably=error.reason is not StopReason.JOIN)
                 case _:
                     try:

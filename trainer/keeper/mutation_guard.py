@@ -76,11 +76,11 @@ class MutationGuard:
         if not all(map(equal, self._samples, map(_sample, self._sampled))):
             self._exchanged = (
                 f"the weights were replaced through `.data` after step {step}. Until they are put back, a failure goes "
-                "back to the copy before, and a commit would update the replacement. Evaluate averaged weights in a "
+                "back to the previous copy, and a commit would update the replacement. Evaluate averaged weights in a "
                 "separate model, or with torch.func.functional_call"
             )
 
-    def has_stirred(self) -> bool:
+    def has_changed(self) -> bool:
         """Whether one of the sampled weights has changed since the commit: faster than `found`, for each step."""
         return self._noted is not None and self._few_versions != self._versions_of_few()
 
@@ -98,8 +98,8 @@ class MutationGuard:
         if not self._is_same(self._noted, now):
             self._sentence = (
                 f"{self._changed(self._noted, now)} changed outside keeper.commit() after step {step}. A failure "
-                "before the next commit ends goes back to the copy before; a checkpoint, a stop and the end keep this "
-                "state as it is. Move that change into the commit"
+                "before the next commit ends goes back to the previous copy; a checkpoint, a stop and the end keep "
+                "this state as it is. Move that change into the commit"
             )
         return self._sentence or self._exchanged
 
@@ -113,7 +113,7 @@ class MutationGuard:
         """Whether a copy that is due may be made of this state. Raises RuntimeError if none ever may."""
         self._refusals = self._refusals + 1 if (found := self.found(step)) else 0
         if self._refusals == _REFUSALS_MAX:
-            raise RuntimeError(f"{found}: it comes after each step, so there would never be a copy")
+            raise RuntimeError(f"{found}: it happens after each step, so there would never be a copy")
         return not self._refusals
 
     def _is_same(self, before: list[Tensor], now: list[Tensor]) -> bool:
@@ -136,9 +136,9 @@ class MutationGuard:
         return some((f"`{name}`" for name in dict.fromkeys(map(self._live.name_of, changed))), 1)
 
 
-def _sample(place: tuple[Tensor, int, int]) -> bytes | Tensor:
+def _sample(sampled: tuple[Tensor, int, int]) -> bytes | Tensor:
     """A few values of a weight; on a GPU a copy there, without synchronization."""
-    weight, begin, count = place
+    weight, begin, count = sampled
     if weight.is_cpu:
         address, size = weight.data_ptr(), weight.itemsize
         # Faster than ctypes.string_at.

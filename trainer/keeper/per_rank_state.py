@@ -124,6 +124,6 @@ class PerRankState:
             raise TypeError(f"the state that each rank has for itself: {found}") from None
         except OSError as error:
             self._records = None
-            self._log(f"keeps no buffers and random states in memory: {error.strerror or error}")
+            self._log(f"buffers and random states are not kept in memory: {error.strerror or error}")
             return False
         return True

@@ -75,7 +75,7 @@ class StepCopies:
         """Copy the state of a communication hook. The backward pass of that step was the last to change it. Collective.
 
         Returns False if a rank could not. No rank changes the parameters before all ranks have this copy. So a survivor
-        has the parameters that belong to it, or to the copy before.
+        has the parameters that belong to it, or to the previous copy.
         """
         if not self._has_any or self._parts is not None:
             return True

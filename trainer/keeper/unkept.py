@@ -117,7 +117,7 @@ class Unkept:
         return bool(ours & {id(one.param_groups), *map(id, vars(one).values())}) or id(one) in _kept_by_all()[0]
 
     def note_weights(self) -> None:
-        """Sample the weights for `compare` after the next commit: a plain copy of them is no average."""
+        """Sample the weights for `compare` after the next commit: a plain copy of them is not an average."""
         self._weights = [one for its in self._samples().values() for one in its]
 
     def _samples(self) -> dict[torch.Size, list[Tensor]]:

@@ -29,8 +29,8 @@ class Capacity:
 def capacity_in(folder: Path) -> Capacity:
     """The capacity for more bytes in `folder`, which is in shared memory.
 
-    Shared memory counts to the cgroup of the process that writes it first. A file system without a limit of its own may
-    have more than that cgroup may take.
+    Shared memory is charged to the cgroup of the process that writes it first. A file system without a limit of its own
+    may have more than that cgroup may take.
     """
     found = os.statvfs(folder)
     capacities = [Capacity(found.f_bavail * found.f_frsize, ""), *cgroup_capacities()]

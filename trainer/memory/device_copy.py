@@ -41,7 +41,7 @@ class HostCopies:
         """Nothing to choose."""
 
     def before_commit(self, check: Callable[[], object]) -> None:
-        """There is nothing to wait for, and gloo's collectives raise by themselves."""
+        """There is nothing to wait for, and gloo's collectives raise errors."""
 
     def after_commit(self) -> None:
         """Nothing to remember."""
@@ -63,7 +63,7 @@ class GpuCopies:
         self._committed: Any = None
 
     def bind_thread(self) -> None:
-        """Choose the device for the calling thread. Without it, the thread's first call would start CUDA on GPU 0."""
+        """Choose the device for the calling thread. Without it, its first call would initialize CUDA on GPU 0."""
         self._cuda.set_device(self._device)
 
     def before_commit(self, check: Callable[[], object]) -> None:

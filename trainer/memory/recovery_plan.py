@@ -176,12 +176,12 @@ def sentence(decision: Decision) -> str:
         origin += f"; sent to {_ranks(decision.receivers)} from rank {decision.source}"
     text = f"restored step {version.step} from memory ({origin}); {repeated(decision.repeated)}"
     if not decision.records:
-        text += "; buffers are lost and new"
+        text += "; buffers are lost and reinitialized"
     if decision.older:
         steps = sorted({source.version.step for source in decision.older.values()})
         text += f"; the random state of {_ranks(tuple(decision.older))} is that of step {', '.join(map(str, steps))}"
     if decision.without_random_state:
-        text += f"; the random state of {_ranks(decision.without_random_state)} is lost and new"
+        text += f"; the random state of {_ranks(decision.without_random_state)} is lost and reinitialized"
     if decision.reset:
         text += "; the communication hook starts with a new state"
     return text

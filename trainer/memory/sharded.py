@@ -294,7 +294,7 @@ class ShardedMemory:
         """Allocate this rank's piece of a version. Returns False, for good, if a rank has no room."""
         problem = self._unfit(slot, length)
         if self._any(bool(problem)) and not self._is_alone and self.has_room_for_copies:
-            # Copies go first. Every rank tries again, since this may have freed the room on another rank's node.
+            # Copies are deleted first. Every rank tries again, since this may have freed room on another rank's node.
             self.has_room_for_copies = False
             for slot_of_copy in self._copy_slots.slots:
                 # The restored state may be in it.
@@ -302,7 +302,7 @@ class ShardedMemory:
                     slot_of_copy.delete()
             problem = self._unfit(slot, length)
         if self._any(bool(problem)) and self._mirror.is_on:
-            # Then second copies go.
+            # Then second copies.
             self._mirror.delete()
             self._mirror.give_up(problem)
             problem = self._unfit(slot, length)

@@ -234,7 +234,7 @@ BEHAVIOURS = (
             Trial(
                 args="--signals-to-handle SIGTERM,SIGNOPE train.py",
                 torchrun=Expected(says=("rank 0:", "SIGNOPE")),
-                elaunch=Expected(code=2, says=("names SIGNOPE, which is no signal",)),
+                elaunch=Expected(code=2, says=("names SIGNOPE, not a signal",)),
             ),
         ),
         proofs=(

@@ -34,7 +34,7 @@ BEHAVIOURS = (
         trials=(
             _refused("--nnodes 2:3:4", "RuntimeError", "--nnodes 2:3:4 is neither a number of nodes nor a range"),
             _refused("--nnodes 0", "AssertionError", "--nnodes 0 means no node"),
-            _refused("--nnodes 4:2", "AssertionError", r"--nnodes 4:2 is no range"),
+            _refused("--nnodes 4:2", "AssertionError", r"--nnodes 4:2 is not a range"),
             Trial(
                 args=f"{MEETING.format(nodes='1:2')} --rdzv-conf last_call_timeout=1 train.py GROUP_WORLD_SIZE",
                 torchrun=Expected(says=("GROUP_WORLD_SIZE=1",)),

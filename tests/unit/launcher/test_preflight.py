@@ -46,8 +46,8 @@ def test_a_folder_that_was_removed_is_reported(tmp_path: Path, monkeypatch: pyte
         (["train.py"], "train.py does not exist in {}; give the path of the script"),
         (["link.py"], "link.py does not exist in {}; give the path of the script"),
         (["jobs"], "jobs is a directory without __main__.py; name the script in it"),
-        (["a.yml"], "a.yml is no program; start a job file with --config a.yml"),
-        (["--no-python", "./a.yml"], "./a.yml is no program; start a job file with --config ./a.yml"),
+        (["a.yml"], "a.yml is not a program; start a job file with --config a.yml"),
+        (["--no-python", "./a.yml"], "./a.yml is not a program; start a job file with --config ./a.yml"),
         (["-m", "plain.txt"], "-m takes the name of a module, and plain.txt is a file; leave -m out"),
         ([""], "the name of the script is empty (perhaps a shell variable is not set); give its name"),
         (["--no-python", "no-such"], "the command no-such is not an executable file on PATH; give its path"),
@@ -80,7 +80,7 @@ def test_a_command_that_is_given_as_a_script_gets_the_line_that_starts_it(
     Path(name).write_bytes(text)
     Path(name).chmod(mode)
 
-    assert refused(name) == f"./{name} is a command and no Python script; start it with {way_out}"
+    assert refused(name) == f"./{name} is a command, not a Python script; start it with {way_out}"
     # Another interpreter may be the shell.
     check(name, PYTHON_EXEC="sh")
 

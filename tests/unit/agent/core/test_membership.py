@@ -76,7 +76,7 @@ def test_a_node_that_does_not_fit_the_job_refuses_with_both_values_and_the_job_i
     assert done == []
     assert (second.outcome.kind, second.outcome.exit_code) == (OutcomeKind.REFUSED, 2)
     assert second.outcome.reason == (
-        f"this node does not fit the job job that runs: {text}; type the same on all nodes, or choose another --run-id"
+        f"this node does not fit the running job job: {text}; type the same on all nodes, or choose another --run-id"
     )
     assert first.store.read(KEYS.root).entries == before.entries
 

@@ -72,7 +72,7 @@ def test_a_fork_server_that_does_not_report_killed_workers_is_replaced(driver: D
 
     assert due_s == driver.now_s
     assert (replaced, at_once_again) == ([ReplaceForkServer(0)], [])
-    assert logged == "local rank 0, 2 did not end 5 s after SIGKILL; replacing the fork server"
+    assert logged == "local rank 0, 2 did not exit within 5 s of SIGKILL; replacing the fork server"
     assert after == [Clear(0)]
     assert [f.kind for f in driver.snapshot.failures[0]] == [FailureKind.EXIT_CODE]
 

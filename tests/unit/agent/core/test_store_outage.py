@@ -202,7 +202,7 @@ def test_a_follower_logs_who_knows_what_is_waited_for() -> None:
 
     second.after(LOG_AFTER_S)
 
-    assert second.logged == "waiting for generation 0; its leader, on node-a, logs for whom it waits"
+    assert second.logged == "waiting for generation 0; its leader, on node-a, logs what it waits for"
 
 
 def test_an_absent_store_is_named_again_when_the_workers_have_exited(driver: Driver) -> None:

@@ -86,7 +86,7 @@ def test_private_folders_that_were_removed_are_made_again_and_no_other_users_is_
     run_dir.make_memory()
 
     assert (no_trouble, again) == ("", first)
-    assert removed.startswith(f"{first} was removed while workers ran; it is made again and empty")
+    assert removed.startswith(f"{first} was removed while workers ran; it was recreated empty")
     assert folder == Path(places.private[0], "attempt_1", "0")
     assert stat.S_IMODE(Path(places.private[0]).stat().st_mode) == 0o700
     assert run_dir.memory == Path(places.memory[1])

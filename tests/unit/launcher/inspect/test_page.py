@@ -100,7 +100,7 @@ def test_the_text_and_the_json_have_what_failed_and_what_was_warned_of() -> None
 
     assert printed(report_of(restarted()))[1:] == ["  +0:20.0  Rank 1 died. Training resumed 5 s later; 3 steps lost."]
     assert lines[1].startswith("  +1:10  The job seemed to hang: rank 3 on node-b runs in wait")
-    assert lines[1].endswith("for 61 s. The job resumed by itself 20 s later.")
+    assert lines[1].endswith("for 61 s. The job resumed 20 s later.")
     assert lines[2] == ("  +3:20  Rank 1 is slow.")
     anchors = {attrs.get("id") for _, attrs in shown.tags}
     assert {"#card-0", "#card-1"} <= {attrs.get("href") for tag, attrs in shown.tags if tag == "a"}

@@ -192,7 +192,7 @@ def test_a_store_whose_token_no_one_could_learn_is_not_served(tmp_path: Path) ->
     job = finished(tmp_path, "store", "--listen", "127.0.0.1:0", env={"HOME": "/proc"})
 
     assert job.code == 2
-    assert "stderr is no terminal, and no file can be written in ~/.elaunch/stores (" in job.stderr
+    assert "stderr is not a terminal, and no file can be written in ~/.elaunch/stores (" in job.stderr
     assert "give all nodes the same token: export ELAUNCH_TOKEN=$(openssl rand -hex 16)" in job.stderr
 
 

@@ -195,7 +195,7 @@ def test_a_header_cannot_smuggle_in_another() -> None:
 def test_a_lease_of_no_number_is_not_kept(changed: Json) -> None:
     store = EtcdStore([ENDPOINT], transport=Answering({**ANSWER, **changed}))
 
-    with pytest.raises(Rejected, match="cannot be understood"):
+    with pytest.raises(Rejected, match="malformed response"):
         store.keep_alive(1)
 
 
@@ -204,11 +204,11 @@ def test_a_token_that_is_no_header_is_not_taken(token: object) -> None:
     access = Access(login=Login("user", "password"), plainly=True)
     store = EtcdStore([ENDPOINT], access, transport=Answering({**ANSWER, "token": token}))
 
-    with pytest.raises(Unavailable, match="no token"):
+    with pytest.raises(Unavailable, match="not a token"):
         store.read("/elaunch/")
 
 
 @pytest.mark.parametrize("host", ["a..b", "x" * 300, "\ud800", "a\0b", "\u65e5" * 80])
 def test_a_name_that_no_host_has_is_not_found(host: str) -> None:
-    with pytest.raises(OSError, match=r"no name of a host|not known|resolver"):
+    with pytest.raises(OSError, match=r"not a host name|not known|resolver"):
         resolve(host, 2379, 5.0)

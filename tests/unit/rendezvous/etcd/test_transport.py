@@ -22,7 +22,7 @@ from elaunch.rendezvous.store import Absent, Denied, OwnLimit, Rejected, StoreEr
 from tests.harness import DEADLINE_S
 from tests.relay import web_server
 
-NO_ETCD = r"^what listens at .* is no etcd: it answers /version with HTTP status "
+NO_ETCD = r"^what listens at .* is not an etcd: it answers /version with HTTP status "
 
 
 def check(endpoint: Endpoint) -> None:

@@ -140,7 +140,7 @@ def losing(lost: Node, *others: Node, spare: Node, nodes_min: int) -> World:
 
 
 def lost(name: str) -> str:
-    return f"host-{name} was lost: no sign of life from the elaunch that ran there"
+    return f"host-{name} was lost: no heartbeat from the elaunch that ran there"
 
 
 def test_the_leader_names_the_role_that_it_waits_for() -> None:

@@ -40,7 +40,7 @@ def test_a_loss_is_not_charged_and_the_lost_node_is_named(made: Callable[..., Wo
     world.seal()
 
     assert (world.table.generation, world.table.restarts) == (1, 0)
-    assert world.table.reason == "host-b was lost: no sign of life from the elaunch that ran there"
+    assert world.table.reason == "host-b was lost: no heartbeat from the elaunch that ran there"
 
 
 def test_who_joins_is_not_charged() -> None:
@@ -150,7 +150,7 @@ def test_with_max_restarts_0_whatever_breaks_the_group_ends_the_job(what: str) -
 
     reasons = {
         "fail": "max_restarts is 0, so any failure ends the job",
-        "loss": "host-b was lost: no sign of life from the elaunch that ran there,"
+        "loss": "host-b was lost: no heartbeat from the elaunch that ran there,"
         " and max_restarts is 0, so that ends the job",
         "leave": "host-b leaves (SIGTERM was received), and max_restarts is 0, so that ends the job",
     }
@@ -257,7 +257,7 @@ def test_losses_without_progress_end_the_job_too_whatever_the_budget() -> None:
             world.seal()
 
     assert world.ended == (
-        "10 generations in a row made no progress; host-b was lost: no sign of life from the elaunch that ran there"
+        "10 generations in a row made no progress; host-b was lost: no heartbeat from the elaunch that ran there"
     )
 
 

@@ -72,7 +72,7 @@ def test_who_was_cut_off_itself_seals_no_table_before_the_others_could_come_back
     world.now_s = world.lossless_until_s
 
     assert (early.txn, early.wake_s) == (None, world.lossless_until_s)
-    assert early.waiting == "host-a, host-b to come back"
+    assert early.waiting == "host-a, host-b to reconnect"
     assert world.seal() == "yz"
 
 
@@ -188,7 +188,7 @@ def test_who_was_ready_for_a_generation_that_was_never_sealed_is_waited_for_too(
 # --- 6: too few nodes
 
 
-LOST = "; host-b was lost: no sign of life from the elaunch that ran there"
+LOST = "; host-b was lost: no heartbeat from the elaunch that ran there"
 
 
 def test_below_the_smallest_number_of_nodes_nothing_is_sealed() -> None:

@@ -77,7 +77,7 @@ def test_a_seated_node_whose_lease_ended_is_lost() -> None:
     assert world.lead()
 
     assert (world.number, world.generation.kind) == (1, OpenKind.LOSS)
-    assert world.generation.cause == "host-b, host-c were lost: no sign of life from the elaunch that ran there"
+    assert world.generation.cause == "host-b, host-c were lost: no heartbeat from the elaunch that ran there"
 
 
 def test_a_spare_that_is_lost_is_no_loss() -> None:

@@ -293,7 +293,7 @@ def test_a_program_that_refuses_is_not_started_again_however_far_the_job_was() -
 
     decision = decide({1: [PEER, refused]}, progressed=True)
 
-    assert decision == GiveUp("the program said that another try would end the same way")
+    assert decision == GiveUp("the program reported that another try would end the same way")
 
 
 _ENDS = (FailureKind.DEBUGGER, FailureKind.REFUSED)

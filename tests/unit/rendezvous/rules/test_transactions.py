@@ -421,8 +421,8 @@ def test_no_generation_is_opened_for_newcomers_once_a_node_is_done_or_they_have_
     ("kind", "forms", "cause"),
     [
         (OpenKind.LEAVE, True, "host-b leaves; host-c left too, or was lost"),
-        (OpenKind.JOIN, True, "host-c was lost: no sign of life from the elaunch that ran there"),
-        (OpenKind.LEAVE, False, "host-c was lost: no sign of life from the elaunch that ran there"),
+        (OpenKind.JOIN, True, "host-c was lost: no heartbeat from the elaunch that ran there"),
+        (OpenKind.LEAVE, False, "host-c was lost: no heartbeat from the elaunch that ran there"),
     ],
     ids=["while it forms", "another kind", "after it was sealed"],
 )

@@ -281,7 +281,7 @@ def test_connections_beyond_the_most_are_turned_away_with_a_line_and_let_in_late
         wait_for(let_in, "a free place")
     output = capfd.readouterr().err
     assert output.count("\n") == 1
-    assert "agents take all 2 places for connections, and further connections are refused; raise the limit" in output
+    assert "agents take all 2 slots for connections, and further connections are refused; raise the limit" in output
 
 
 def test_a_process_without_descriptors_serves_on_and_accepts_again_when_it_has_some(secret: Secret) -> None:

@@ -109,6 +109,6 @@ def test_the_keeper_refuses_disks_that_a_sharded_state_cannot_share(tmp_path: Pa
     if is_shared:
         assert found == [None, None]
     else:
-        sentence = f"rank 1 has another directory at {disks[0]} than rank 0; the checkpoints of a sharded state need"
+        sentence = f"rank 1 has a different directory at {disks[0]} than rank 0; the checkpoints of a sharded state"
         assert sentence in str(found[0])
         assert isinstance(found[1], ValueError)

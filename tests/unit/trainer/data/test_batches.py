@@ -215,7 +215,7 @@ def test_a_change_that_counts_in_the_same_epoch_is_refused_after_a_restart(make:
     again = Batches(DataLoader(Numbers(), batch_size=2, sampler=make()))
     again.load_state_dict(batches.state_dict())
 
-    with pytest.raises(RuntimeError, match="draws another order"):
+    with pytest.raises(RuntimeError, match="draws a different order"):
         next(again)
 
 

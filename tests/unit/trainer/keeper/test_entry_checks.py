@@ -170,7 +170,7 @@ def test_weights_that_are_put_in_for_an_evaluation_are_named() -> None:
 
     assert program.run(extra={"means": means}).startswith(
         "the weights were replaced through `.data` after step 3. Until they are put back, a failure goes back to the "
-        "copy before"
+        "previous copy"
     )
 
 

@@ -319,14 +319,14 @@ def test_an_end_that_is_not_on_the_disk_is_no_success_and_the_next_start_tries_a
     # A restart may have a state in memory.
     monkeypatch.setenv("ELAUNCH_GENERATION", "1")
     job = Job(checkpoints=directory)
-    with pytest.raises(NotDurable, match="the end of the training is not on the disk: the checkpoint of step 5 could "):
+    with pytest.raises(NotDurable, match="the final state is not durable: the checkpoint of step 5 could "):
         job.train(5)
     failed = f"the checkpoint of step 5 could not be written: Not a directory; there is none in {directory}"
     assert job.logged == [
         f"checkpoints cannot be written to {directory}: Not a directory; until they can, there are none",
         "there is no state to restore: training begins at step 1",
         failed,
-        f"{failed}; it is the last one, and is retried for 1 s: repair that, or the program fails",
+        f"{failed}; it is the last one, and is retried for 1 s: fix the cause, or the program fails",
     ]
     (tmp_path / "file").unlink()
     monkeypatch.setenv("ELAUNCH_GENERATION", "2")
@@ -436,7 +436,7 @@ def test_where_there_is_no_room_for_what_is_a_ranks_own_its_steps_are_counted_st
     resumed = Job()
     with resumed.keeper:
         assert (resumed.keeper.step, resumed.keeper.repeated) == (5, 2)
-    assert job.logged == ["rank 0 keeps no buffers and random states in memory: No space left on device"]
+    assert job.logged == ["rank 0's buffers and random states are not kept in memory: No space left on device"]
 
 
 @pytest.fixture

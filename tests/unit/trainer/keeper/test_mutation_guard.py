@@ -154,7 +154,7 @@ class Job:
 
 SENTENCE = (
     "`weight` changed outside keeper.commit() after step 4. A failure before the next commit ends goes back to the "
-    "copy before; a checkpoint, a stop and the end keep this state as it is. Move that change into the commit"
+    "previous copy; a checkpoint, a stop and the end keep this state as it is. Move that change into the commit"
 )
 
 

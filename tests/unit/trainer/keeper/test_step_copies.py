@@ -101,7 +101,7 @@ def test_a_state_with_numbers_that_change_with_its_tensors_has_snapshots_only_an
     resumed = Job(Counting)
 
     assert job.logged == [
-        "the state can be copied at snapshots only: its tensors are made again for each, or other values change with "
+        "the state can be copied at snapshots only: its tensors are recreated each time, or other values change with "
         "them; a failure goes back to the last snapshot"
     ]
     with resumed.keeper:

@@ -86,7 +86,7 @@ def test_a_lost_record_is_replaced_by_the_lowest_ranks_buffers_and_logged() -> N
     decision = decided(node("new", 0), node("old", 1, holds=((0, 5, 1),), records=own(1, 2, step=5)))
 
     assert decision.records == {0: RecordSource(1, 1, Version(0, 5)), 1: RecordSource(1, 1, Version(0, 5))}
-    assert sentence(decision).endswith("; the random state of rank 0 is lost and new")
+    assert sentence(decision).endswith("; the random state of rank 0 is lost and reinitialized")
 
 
 def test_a_lost_nodes_random_states_are_those_that_its_neighbour_has_of_the_last_snapshot() -> None:
