@@ -287,16 +287,6 @@ def with_limits(limits: Mapping[str, float]) -> type[Job]:
     return type("Patient", (Job,), {"command": (sys.executable, "-c", text)})
 
 
-def on_two_nodes(folder: Path, *words: str, kind: type[Job] = Job) -> tuple[Job, Job]:
-    """Run a job with two nodes on this host, each with two workers. Fails if it does not end well."""
-    (port,) = free_ports(1)
-    words = ("--nnodes", "2", "--nproc-per-node", "2", "--rdzv-endpoint", f"127.0.0.1:{port}", *words)
-    env = {"HOME": str(folder), "ELAUNCH_TOKEN": "0123456789abcdef0123456789abcdef"}
-    with kind(folder, *words, env=env) as one, kind(folder, *words, env=env) as other:
-        assert [job.wait() for job in (one, other)] == [0, 0], one.output + other.output
-    return one, other
-
-
 def records(job: Job, word: str) -> list[dict[str, Any]]:
     """The objects that workers printed to stdout as `word {json}`, in the order of arrival."""
     found = re.findall(rf"^(?:\[\d+\] )?{word} (\{{.*\}})$", job.stdout, re.MULTILINE)

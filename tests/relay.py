@@ -98,16 +98,6 @@ def silent() -> Listener:
     return Listener(serve)
 
 
-def saying(answer: bytes) -> Listener:
-    """A listener that waits for a request, says `answer` and hangs up."""
-
-    def serve(client: socket.socket) -> None:
-        client.recv(65536)
-        client.sendall(answer)
-
-    return Listener(serve)
-
-
 @contextmanager
 def web_server(status: int, version: bytes, *, posts: bool = False) -> Iterator[Endpoint]:
     """Answers GET with `version`, and knows no other request; or answers all so."""
