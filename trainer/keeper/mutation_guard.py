@@ -38,8 +38,7 @@ class MutationGuard:
         self._is_reported = False
         self._sentence = ""
         self._refusals = 0
-        # Weights, each with the offset and the number of its sampled values.
-        self._sampled: list[tuple[Tensor, int, int]] = []
+        self._sampled: list[_Sampled] = []
         self._samples: list[bytes | Tensor] = []
         self._few_versions: list[int] = []
         self._exchanged = ""
@@ -53,27 +52,28 @@ class MutationGuard:
         self._versions = list(map(_VERSION, seen))
         self._states = [] if is_brief else self._live.states()
         self._sampled = self._sampled or self._chosen()
-        self._few_versions, self._samples = self._versions_of_few(), list(map(_sample, self._sampled))
+        self._few_versions, self._samples = self._versions_of_few(), list(map(_Sampled.values, self._sampled))
         self._sentence = self._exchanged = ""
         self._memory = [] if is_brief else list(map(_MEMORY, seen))
         # Last: nothing is compared after a commit that was refused.
         self._noted = seen
 
-    def _chosen(self) -> list[tuple[Tensor, int, int]]:
+    def _chosen(self) -> list[_Sampled]:
         weights = [each for each in self._live.parameters if each.requires_grad and each.is_contiguous()]
-        weights = [getattr(each, "_local_tensor", each) for each in weights[:: max(1, len(weights) // _SAMPLED)]]
-        counts = [min(_SAMPLE, each.numel()) for each in weights]
-        return [(w, (w.numel() - count) // 2, count) for w, count in zip(weights, counts, strict=True)]
+        few = weights[:: max(1, len(weights) // _SAMPLED)]
+        return [_Sampled(getattr(each, "_local_tensor", each)) for each in few]
 
     def _versions_of_few(self) -> list[int]:
-        return [weight._version for weight, _, _ in self._sampled]
+        return [each.weight._version for each in self._sampled]
 
     def compare_values(self, step: int) -> None:
         """Compare the sampled values too. On a GPU `found` does not: this waits for the device."""
         self._exchanged = ""
-        if self._noted is None or (self._sampled[:1] and self._sampled[0][0].is_cuda and is_current_stream_capturing()):
+        if self._noted is None or (
+            self._sampled[:1] and self._sampled[0].weight.is_cuda and is_current_stream_capturing()
+        ):
             return
-        if not all(map(equal, self._samples, map(_sample, self._sampled))):
+        if not all(map(equal, self._samples, map(_Sampled.values, self._sampled))):
             self._exchanged = (
                 f"the weights were replaced through `.data` after step {step}. Until they are put back, a failure goes "
                 "back to the previous copy, and a commit would update the replacement. Evaluate averaged weights in a "
@@ -136,11 +136,21 @@ class MutationGuard:
         return some((f"`{name}`" for name in dict.fromkeys(map(self._live.name_of, changed))), 1)
 
 
-def _sample(sampled: tuple[Tensor, int, int]) -> bytes | Tensor:
-    """A few values of a weight; on a GPU a copy there, without synchronization."""
-    weight, begin, count = sampled
-    if weight.is_cpu:
-        address, size = weight.data_ptr(), weight.itemsize
-        # Faster than ctypes.string_at.
-        return (ctypes.c_char * (count * size)).from_address(address + begin * size).raw if address else b""
-    return weight.detach().as_strided((count,), (1,), weight.storage_offset() + begin).clone()
+class _Sampled:
+    """A weight, of which `values` returns a few values; on a GPU a copy there, without synchronization."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+        self._count = min(_SAMPLE, weight.numel())
+        self._begin = (weight.numel() - self._count) // 2
+        # Where the weight is on a CPU, and the memory of those values.
+        self._address, self._memory = 0, (ctypes.c_char * 0)()
+
+    def values(self) -> bytes | Tensor:
+        weight = self.weight
+        if not weight.is_cpu:
+            return weight.detach().as_strided((self._count,), (1,), weight.storage_offset() + self._begin).clone()
+        if (address := weight.data_ptr()) != self._address:
+            kind = ctypes.c_char * (self._count * weight.itemsize if address else 0)
+            self._address, self._memory = address, kind.from_address(address + self._begin * weight.itemsize)
+        return self._memory.raw

@@ -19,6 +19,7 @@ from elaunch.trainer.memory.capacity import allocate
 from elaunch.trainer.state.packing import unpack
 from elaunch.trainer.state.region import (
     Header,
+    Label,
     Packed,
     Piece,
     Version,
@@ -26,7 +27,6 @@ from elaunch.trainer.state.region import (
     header_of,
     is_intact,
     mark,
-    renew,
     tear,
     views,
 )
@@ -60,8 +60,8 @@ class Slot:
         self._region = torch.empty(0, dtype=torch.uint8)
         self._shape: tuple[object, ...] = ()
         self._views: list[Tensor] = []
-        # What this object has written last, if it is still there; and its first header.
-        self._written: tuple[Packed, Header] | None = None
+        # What `write_again` has written last, if it is still there.
+        self._written: tuple[Packed, Label] | None = None
         self._is_settled = threading.Event()
         self._is_settled.set()
 
@@ -131,12 +131,13 @@ class Slot:
     def write_again(self, piece: Piece, packed: Packed) -> None:
         """Like `write`, but only the header is written if `packed` was the last here: each step does this.
 
-        Its tensors must not have changed, and no other process may write to the file.
+        Its tensors and the writer must be the same, and no other process may write to the file.
         """
         if self._written is None or self._written[0] is not packed:
-            self._written = packed, self.write(piece, packed)
+            header = self.write(piece, packed)
+            self._written = packed, Label(self._region, header)
         else:
-            renew(self._region, self._written[1], piece)
+            self._written[1].write(piece.version)
 
     def begin(self, packed: Packed, copy: Copy = copy_on_host) -> None:
         """Tear the slot and copy the tensors into it. They may change after this returns."""

@@ -5,19 +5,17 @@ The command line is checked before torch is imported, and that needs the names o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, order=True)
-class Version:
+class Version(NamedTuple):
     """The state after `step`, computed in `generation`. A newer generation wins over any step."""
 
     generation: int
     step: int
 
 
-@dataclass(frozen=True, order=True)
-class Piece:
+class Piece(NamedTuple):
     """What rank `rank` of a group of `world_size` ranks wrote of the state of `version`: its part, or all of it."""
 
     version: Version

@@ -26,6 +26,8 @@ from elaunch.trainer.state import Version as Version
 MARK = b"elaunch3"
 PAGE = 4096
 _FIELDS = struct.Struct("<16sqqIIQQQIQ")
+# The version alone, which follows the 16 bytes of the layout.
+_LAYOUT_BYTES, _VERSION = 16, struct.Struct("<qq")
 _CRC_BYTES = 4
 
 
@@ -97,22 +99,37 @@ def finish(region: Tensor, layout: bytes, piece: Piece, packed: Packed) -> Heade
         checksum=checksum(region[start : start + packed.data_length]),
     )
     put(region, PAGE, packed.skeleton)
-    put(region, len(MARK), _fields(header, piece))
+    fields = _fields(header)
+    put(region, len(MARK), fields + _crc(fields))
     mark(region)
     return header
 
 
-def renew(region: Tensor, header: Header, piece: Piece) -> None:
-    """Relabel the whole content that `header` describes as that of `piece`."""
-    put(region, 0, MARK + _fields(header, piece))
+class Label:
+    """The header of a whole region, which `write` replaces by that of another version with the same content."""
+
+    def __init__(self, region: Tensor, header: Header) -> None:
+        fields = _fields(header)
+        self._layout, self._rest = fields[:_LAYOUT_BYTES], fields[_LAYOUT_BYTES + _VERSION.size :]
+        # A reference, so that the memory stays mapped.
+        self._region = region
+        self._memory = (ctypes.c_char * (len(MARK) + len(fields) + _CRC_BYTES)).from_address(region.data_ptr())
+
+    def write(self, version: Version) -> None:
+        """Declare the content that of `version`. Each step does this, so it makes few calls."""
+        fields = self._layout + _VERSION.pack(*version) + self._rest
+        self._memory.raw = MARK + fields + _crc(fields)
 
 
-def _fields(header: Header, piece: Piece) -> bytes:
-    """A header with `piece` in it, and its checksum."""
-    whose = piece.version.generation, piece.version.step, piece.world_size, piece.rank
+def _fields(header: Header) -> bytes:
     lengths = header.skeleton_length, header.skeleton_room, header.data_length
-    fields = _FIELDS.pack(header.layout, *whose, *lengths, header.skeleton_crc, header.checksum)
-    return fields + zlib.crc32(fields).to_bytes(_CRC_BYTES, "little")
+    (generation, step), world_size, rank = header.piece
+    whose = generation, step, world_size, rank
+    return _FIELDS.pack(header.layout, *whose, *lengths, header.skeleton_crc, header.checksum)
+
+
+def _crc(fields: bytes) -> bytes:
+    return zlib.crc32(fields).to_bytes(_CRC_BYTES, "little")
 
 
 def mark(region: Tensor) -> None:
@@ -134,7 +151,7 @@ def header_of(region: Tensor, *, marked: bool = True) -> Header | None:
         return None
     content = get(region, 0, len(MARK) + _FIELDS.size + _CRC_BYTES)
     fields, crc = content[len(MARK) : -_CRC_BYTES], content[-_CRC_BYTES:]
-    if (marked and content[: len(MARK)] != MARK) or zlib.crc32(fields).to_bytes(_CRC_BYTES, "little") != crc:
+    if (marked and content[: len(MARK)] != MARK) or _crc(fields) != crc:
         return None
     layout, generation, step, world_size, rank, *numbers = _FIELDS.unpack(fields)
     header = Header(layout, Piece(Version(generation, step), world_size, rank), *numbers)
