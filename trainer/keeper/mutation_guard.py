@@ -69,9 +69,8 @@ class MutationGuard:
     def compare_values(self, step: int) -> None:
         """Compare the sampled values too. On a GPU `found` does not: this waits for the device."""
         self._exchanged = ""
-        if self._noted is None or (
-            self._sampled[:1] and self._sampled[0].weight.is_cuda and is_current_stream_capturing()
-        ):
+        is_cuda = any(each.weight.is_cuda for each in self._sampled)
+        if self._noted is None or (is_cuda and is_current_stream_capturing()):
             return
         if not all(map(equal, self._samples, map(_Sampled.values, self._sampled))):
             self._exchanged = (

@@ -197,9 +197,6 @@ class NodeMemory:
         finally:
             os.close(descriptor)
 
-    def _limit_s(self) -> float:
-        return _LOCK_S + _LOCK_S_PER_BYTE * max(slot.size for slot in self.pair.slots)
-
     def _lock(self, descriptor: int) -> None:
         begun_s = time.monotonic()
         while True:
@@ -208,7 +205,7 @@ class NodeMemory:
                 return
             except (BlockingIOError, PermissionError):
                 # Computed each time: the writer of the first copy may not have set the size yet.
-                limit_s = self._limit_s()
+                limit_s = _LOCK_S + _LOCK_S_PER_BYTE * max(slot.size for slot in self.pair.slots)
                 if time.monotonic() - begun_s > limit_s:
                     reason = f"another worker of this node has held the lock for {limit_s:.1f} s; is it stopped?"
                     raise TimeoutError(errno.ETIMEDOUT, reason, self._lock_path) from None

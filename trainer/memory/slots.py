@@ -134,8 +134,7 @@ class Slot:
         Its tensors and the writer must be the same, and no other process may write to the file.
         """
         if self._written is None or self._written[0] is not packed:
-            header = self.write(piece, packed)
-            self._written = packed, Label(self._region, header)
+            self._written = packed, Label(self.write(piece, packed), self._region)
         else:
             self._written[1].write(piece.version)
 

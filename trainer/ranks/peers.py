@@ -121,7 +121,7 @@ class Peers:
 
     def all_reduce_max(self, values: Sequence[int]) -> list[int]:
         """The element-wise maximum over all ranks, which pass equally many numbers."""
-        return self._reduce(_Kind.MAX, [*map(int, values)], _largest)
+        return self._reduce(_Kind.MAX, [*map(int, values)], lambda rows: [*map(max, zip(*rows, strict=True))])
 
     def broadcast_tensors(self, tensors: Sequence[Tensor]) -> None:
         """Fill these tensors with rank 0's values. They are contiguous, in host memory, and alike on all ranks."""
@@ -327,7 +327,3 @@ def _data_of(region: Tensor) -> memoryview:
 
 def _joined(lists: list[list[Value]]) -> list[Value]:
     return list(itertools.chain.from_iterable(lists))
-
-
-def _largest(rows: list[list[int]]) -> list[int]:
-    return [max(column) for column in zip(*rows, strict=True)]

@@ -108,7 +108,7 @@ def finish(region: Tensor, layout: bytes, piece: Piece, packed: Packed) -> Heade
 class Label:
     """The header of a whole region, which `write` replaces by that of another version with the same content."""
 
-    def __init__(self, region: Tensor, header: Header) -> None:
+    def __init__(self, header: Header, region: Tensor) -> None:
         fields = _fields(header)
         self._layout, self._rest = fields[:_LAYOUT_BYTES], fields[_LAYOUT_BYTES + _VERSION.size :]
         # A reference, so that the memory stays mapped.

@@ -51,7 +51,7 @@ class RandomStates:
     def step_aside(self, state: State, step: int) -> None:
         """Seed the generators with numbers that depend on `state`, the states to continue from, and on `step`."""
         self.aside = state
-        raw = self._raw if state is self._state else _raw(state)
+        raw = self._raw if state is self._state else [_bytes(state[n]) for n in ("torch", "cuda") if n in state]
         random.seed(crc32(state["python"][1], step))
         torch.default_generator.manual_seed(crc32(raw[0], step))
         if "cuda" in state:
@@ -171,10 +171,6 @@ def apply(state: State, device: torch.device) -> None:
             return
         name, keys, *rest = state["numpy"]
         numpy.random.set_state((name, numpy.frombuffer(keys, dtype=numpy.uint32), *rest))
-
-
-def _raw(state: State) -> list[bytes]:
-    return [_bytes(state[name]) for name in ("torch", "cuda") if name in state]
 
 
 def _bytes(numbers: torch.Tensor) -> bytes:
