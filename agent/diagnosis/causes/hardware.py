@@ -96,14 +96,14 @@ MEMORY_RULES = (
         "{who}",
         codes=frozenset({_SIGKILL}),
         more=_sender,
-        shown=f"by what the kernel counts: find the sender, which may be the kernel for lack of memory, {_SENDERS}",
+        shown=f"depending on the kernel's counters: find the sender, which may be the kernel for lack of memory, {_SENDERS}",
     ),
     CauseRule(
         "a GPU is out of memory",
         "{who}",
         pattern=r"(?:CUDA|HIP) out of memory",
         more=_gpu,
-        shown="by the message: give each rank its own GPU, or set"
+        shown="depending on the message: give each rank its own GPU, or set"
         " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or use a smaller micro-batch, activation checkpointing or"
         " FSDP",
     ),

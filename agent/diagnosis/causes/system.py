@@ -88,8 +88,8 @@ RULES = (
     ),
     CauseRule(
         "a socket's path is too long",
-        "a socket's path may have 107 characters: set TMPDIR to a folder of at most 75, as TMPDIR=/tmp, since"
-        " multiprocessing (as DataLoader workers) makes its sockets below it",
+        "a socket's path may have 107 characters: set TMPDIR to a folder of at most 75, like /tmp, since"
+        " multiprocessing (like DataLoader workers) makes its sockets below it",
         pattern=rf"{SOCKET_PATH}|torch_shm_manager at [^\n]{{1,4096}}: (?:Invalid argument|File name too long)",
     ),
     CauseRule(
