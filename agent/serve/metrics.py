@@ -139,7 +139,7 @@ class NodeCollector(Collector):
 
         yield gauge("elaunch_build_info", "Always 1; the version of elaunch is a label.", {__version__: 1}, "version")
         yield gauge("elaunch_start_time_seconds", "When elaunch began on this node (Unix time).", state.started_at)
-        yield gauge("elaunch_generation", "The newest generation that this node knows of, -1 before.", newest)
+        yield gauge("elaunch_generation", "The newest generation that this node has read, -1 before.", newest)
         yield gauge("elaunch_world_size", "Workers of all nodes in the newest generation; 0 while it forms.", size)
         yield gauge("elaunch_nodes", "Nodes in the newest generation; 0 while it forms.", nodes)
         yield counter("elaunch_restarts", "Restarts of the job that count towards --max-restarts.", restarts)

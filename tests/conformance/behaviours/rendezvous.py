@@ -34,8 +34,8 @@ _LATE = f"{TWO} train.py"
 BEHAVIOURS = (
     Behaviour(
         number=47,
-        fact="`--rdzv-conf` knows the settings of torchrun's backends",
-        differs="quotes that no shell has taken off are removed, where torchrun loses the setting; an unknown setting"
+        fact="`--rdzv-conf` takes the settings of torchrun's backends",
+        differs="quotes that no shell has stripped are removed, where torchrun loses the setting; an unknown setting"
         " is refused, where torchrun ignores it ([settings](options.md#settings-of-the-rendezvous))",
         trials=(
             Trial(

@@ -149,7 +149,7 @@ BEHAVIOURS = (
         number=27,
         fact="If a worker fails, all workers on all nodes start again, `--max-restarts` times; then the exit code is 1",
         differs="the budget is the job's, where each agent of torchrun has its own; a failure that is certain to repeat"
-        " ends the job at once",
+        " ends the job immediately",
         trials=(
             RESTARTS,
             Trial(
@@ -179,7 +179,7 @@ BEHAVIOURS = (
     ),
     Behaviour(
         number=29,
-        fact="A worker that a signal killed stands in the summary as `exitcode  : -9 (pid: …)`, and the exit code is 1",
+        fact="A worker that a signal killed appears in the summary as `exitcode  : -9 (pid: …)`, and the exit code is 1",
         trials=(
             Trial(
                 program="import os\nos.kill(os.getpid(), 9)\n",
@@ -225,7 +225,7 @@ BEHAVIOURS = (
     Behaviour(
         number=34,
         fact="`--signals-to-handle` lists the signals that stop the job",
-        differs="SIGUSR1 and SIGUSR2 are on the list unless you name others; torchrun ends at them and leaves its"
+        differs="SIGUSR1 and SIGUSR2 are on the list unless you name others; torchrun exits on them and leaves its"
         " workers behind. An unknown name is a usage error; torchrun warns and continues without it",
         trials=(
             _signalled(signal.SIGUSR1, "--signals-to-handle SIGTERM,SIGUSR1"),
@@ -264,7 +264,7 @@ BEHAVIOURS = (
     Behaviour(
         number=36,
         fact="An agent whose job has failed closes the rendezvous",
-        differs="the others learn the first failure and report it; torchrun's learn nothing until they meet again",
+        differs="the others get the first failure and report it; torchrun's get nothing until the next rendezvous",
         trials=(CLOSED,),
         proofs=(f"{_NODES}::test_a_failure_with_no_restart_left_ends_all_agents_with_the_same_first_failure",),
     ),

@@ -45,7 +45,7 @@ BEHAVIOURS = (
     Behaviour(
         number=22,
         fact="`--nproc-per-node` is a number, `cpu`, `gpu` or `auto`",
-        differs=f"the default is one worker per GPU, and 1 without a GPU; torchrun's is 1. {_USAGE}. `xpu` and other"
+        differs=f"the default is one worker per GPU, and 1 without a GPU; torchrun's is 1; {_USAGE}. `xpu` and other"
         " accelerators of torch are not counted",
         trials=(
             Trial(args="--nproc-per-node cpu train.py WORLD_SIZE", torchrun=Expected(says=(r"WORLD_SIZE=\d+$",))),
@@ -57,7 +57,7 @@ BEHAVIOURS = (
     Behaviour(
         number=23,
         fact="`--standalone` ignores `--rdzv-*`, takes a free port and a new id; two on one host do not meet",
-        differs="`--standalone --nnodes 2` is a usage error at once; torchrun waits 600 s for the second node",
+        differs="`--standalone --nnodes 2` is a usage error immediately; torchrun waits 600 s for the second node",
         trials=(
             Trial(
                 args="--standalone --rdzv-backend c10d --rdzv-endpoint nowhere:1 --rdzv-id x train.py MASTER_PORT"
