@@ -84,7 +84,7 @@ class Options:
         values.positive_seconds, default_text="all",
     )
     exclude_after: int = _option(
-        Group.RESTARTS, "N", "exclude a node after N similar failures in a row; 0: never", values.whole,
+        Group.RESTARTS, "N", "exclude a node after N similar failures in a row; 0: off", values.whole,
         default=3, default_text="3",
     )
     stop_grace: float = _option(
