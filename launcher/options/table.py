@@ -194,7 +194,7 @@ class Options:
         differs="with --nnodes 2 it waits for another node, which cannot come",
     )
     rdzv_endpoint: tuple[Address, ...] = _option(
-        Group.RENDEZVOUS, "HOST:PORT", "where the nodes meet: one of them, or an etcd",
+        Group.RENDEZVOUS, "HOST:PORT", "address of the rendezvous: a node's, or etcd's",
         values.endpoints, default=(), default_text="none", peer=True,
         differs="one only; with static it is MASTER_ADDR:MASTER_PORT, here too, and the store is one port higher",
     )
@@ -202,7 +202,7 @@ class Options:
         Group.RENDEZVOUS, "NAME", "backend: c10d, etcd, etcd-v2, static",
         values.OneOf("static", "c10d", "etcd", "etcd-v2"),
         default="static", default_text="what listens", peer=True,
-        differs="default static; its c10d is not etcd, its etcd speaks v2 only",
+        differs="default static; its c10d is not etcd, its etcd uses v2 only",
     )
     rdzv_conf: Mapping[str, str] = _option(
         Group.RENDEZVOUS, "K=V,K=V", "settings of the rendezvous", values.key_values,
