@@ -109,7 +109,7 @@ BEHAVIOURS = (
     Behaviour(
         number=19,
         fact="`PET_<OPTION>` is an option's default, and the command line wins; a switch is `PET_X=1` or `0`",
-        differs="`true` and `false` are read too, and every option has a variable. A misspelt variable is named;"
+        differs="`true` and `false` are read too, and every option has a variable. A misspelt variable is reported;"
         " torchrun ignores it silently",
         trials=(
             Trial(

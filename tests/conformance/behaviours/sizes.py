@@ -8,7 +8,7 @@ from tests.conformance.trial import SAY, Expected, Trial
 
 _OPTIONS = "tests/unit/launcher/options/test_options.py"
 _SENTENCES = f"{_OPTIONS}::test_a_wrong_request_is_one_sentence_with_its_values_and_the_way_out"
-_USAGE = "a usage error has exit code 2 and one sentence, torchrun's has 1 and a traceback"
+_USAGE = "a usage error has exit code 2 and one message, torchrun's has 1 and a traceback"
 
 
 def _refused(args: str, theirs: str, ours: str) -> Trial:
