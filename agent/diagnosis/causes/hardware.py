@@ -96,7 +96,8 @@ MEMORY_RULES = (
         "{who}",
         codes=frozenset({_SIGKILL}),
         more=_sender,
-        shown=f"depending on the kernel's counters: find the sender, which may be the kernel for lack of memory, {_SENDERS}",
+        shown="depending on the kernel's counters: find the sender, which may be the kernel for lack of memory,"
+        f" {_SENDERS}",
     ),
     CauseRule(
         "a GPU is out of memory",

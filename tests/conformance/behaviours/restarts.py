@@ -179,7 +179,7 @@ BEHAVIOURS = (
     ),
     Behaviour(
         number=29,
-        fact="A worker that a signal killed appears in the summary as `exitcode  : -9 (pid: …)`, and the exit code is 1",
+        fact="A worker killed by a signal appears in the summary as `exitcode  : -9 (pid: …)`, and the exit code is 1",
         trials=(
             Trial(
                 program="import os\nos.kill(os.getpid(), 9)\n",
