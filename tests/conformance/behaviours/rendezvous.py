@@ -119,7 +119,7 @@ BEHAVIOURS = (
         number=52,
         fact="Plug-ins add rendezvous backends (`torchrun.handlers`) and log specs (`torchrun.logs_specs`)",
         differs="not supported: a backend's class would bring torch's agent with it. `--logs-specs` is accepted without"
-        " effect, and -v logs that; an unknown backend is a usage error",
+        " effect, and `-v` logs that; an unknown backend is a usage error",
         trials=(
             Trial(
                 args="--logs-specs nothing-of-this-name train.py",
