@@ -111,7 +111,7 @@ class Options:
         default_text="warn",
     )
     on_hang: OnHang = _option(
-        Group.RESTARTS, "ACTION", "at a hang: warn, restart, off", values.on_hang,
+        Group.RESTARTS, "ACTION", "on a hang: warn, restart, off", values.on_hang,
         default=OnHang.WARN, default_text="warn; with a limit restart",
     )
     signals_to_handle: tuple[str, ...] = _option(
@@ -236,7 +236,7 @@ class Options:
     )
 
     on_event: tuple[str, ...] | None = _option(
-        Group.OTHER, "COMMAND", "run at failure, hang, restart, end; JSON on stdin", values.command,
+        Group.OTHER, "COMMAND", "run on failure, hang, restart, end; JSON on stdin", values.command,
         default_text="none",
     )
     metrics_port: tuple[str, int] | None = _option(
