@@ -118,7 +118,7 @@ class Conf:
     close_timeout: float | None = _ignored("one write closes a rendezvous", values.seconds)
     heartbeat_timeout: float | None = _ignored("lease_ttl decides when a node is lost", values.seconds)
     read_timeout: float | None = _ignored(
-        "each request has its own deadline and is repeated", values.seconds, "a single read of the store"
+        "each request has its own deadline and is retried", values.seconds, "a single read of the store"
     )
     # fmt: on
     ignored: tuple[tuple[str, str], ...] = ()

@@ -118,7 +118,7 @@ class Options:
         Group.RESTARTS, "NAMES", "signals that stop the job", values.signal_names,
         default=("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"),
         default_text="TERM, INT, HUP, QUIT, USR1, USR2",
-        peer=True, differs="ends at USR1 and USR2 without ending the workers; ignores unknown names",
+        peer=True, differs="exits on USR1 and USR2 without ending the workers; ignores unknown names",
     )
 
     log_dir: Path | None = _option(
@@ -137,11 +137,11 @@ class Options:
         differs="default 0; ranks up to 9 only",
     )
     local_ranks_filter: frozenset[int] | None = _option(
-        Group.OUTPUT, "RANKS", "local ranks to show on the console, as 0,1", values.ranks,
+        Group.OUTPUT, "RANKS", "local ranks to show on the console, like 0,1", values.ranks,
         default_text="all", peer=True,
     )
     ranks_filter: frozenset[int] | None = _option(
-        Group.OUTPUT, "RANKS", "global ranks to show on the console, as 0,8", values.ranks,
+        Group.OUTPUT, "RANKS", "global ranks to show on the console, like 0,8", values.ranks,
         default_text="all",
     )
     verbose: bool = _switch(Group.OUTPUT, "also what elaunch chose at the start, and all tracebacks", short="v")

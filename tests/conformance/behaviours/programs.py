@@ -44,7 +44,7 @@ BEHAVIOURS = (
     Behaviour(
         number=15,
         fact="`--no-python prog a b` runs a command; together with `-m` it is an error",
-        differs="the error has exit code 2, torchrun's has 1. A shell script or a binary without `--no-python` is"
+        differs="the error has exit code 2, torchrun's 1. A shell script or a binary without `--no-python` is"
         " refused with a hint; torchrun gives it to Python",
         trials=(
             Trial(args="--no-python echo logged a b", torchrun=Expected(says=(r"logged a b$",))),

@@ -91,7 +91,7 @@ BEHAVIOURS = (
     Behaviour(
         number=42,
         fact="`-r` and `-t` take 0, 1, 2, 3, or a map of local ranks",
-        differs="ranks from 10 on may be in the map; a wrong value has exit code 2, torchrun's has 1",
+        differs="ranks from 10 on may be in the map; a wrong value has exit code 2, torchrun's 1",
         trials=(
             _two(
                 "-r 1:1,0:0 --log-dir logs",

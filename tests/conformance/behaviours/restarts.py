@@ -147,7 +147,7 @@ _GOES_ON_ARGS = (
 BEHAVIOURS = (
     Behaviour(
         number=27,
-        fact="If a worker fails, all workers on all nodes start again, `--max-restarts` times; then the exit code is 1",
+        fact="If a worker fails, all workers on all nodes restart, `--max-restarts` times; then the exit code is 1",
         differs="the budget is the job's, where each agent of torchrun has its own; a failure that is certain to repeat"
         " ends the job immediately",
         trials=(
@@ -212,7 +212,7 @@ BEHAVIOURS = (
     ),
     Behaviour(
         number=33,
-        fact="A handled signal goes to the group of each worker, SIGKILL follows after the grace, and the exit code"
+        fact="A handled signal goes to each worker's process group, SIGKILL follows after the grace, and the exit code"
         " is not 0",
         differs="the exit code is 128 and the signal's number, without a traceback; torchrun's is 1. At first the"
         " worker alone gets the signal: its data loaders continue while it saves",

@@ -8,7 +8,7 @@ from tests.conformance.trial import SAY, Expected, Trial
 
 _OPTIONS = "tests/unit/launcher/options/test_options.py"
 _SENTENCES = f"{_OPTIONS}::test_a_wrong_request_is_one_sentence_with_its_values_and_the_way_out"
-_USAGE = "a usage error has exit code 2 and one message, torchrun's has 1 and a traceback"
+_USAGE = "a usage error has exit code 2 and one message, torchrun's 1 and a traceback"
 
 
 def _refused(args: str, theirs: str, ours: str) -> Trial:
@@ -56,8 +56,8 @@ BEHAVIOURS = (
     ),
     Behaviour(
         number=23,
-        fact="`--standalone` ignores `--rdzv-*`, takes a free port and a new id; two on one host do not meet",
-        differs="`--standalone --nnodes 2` is a usage error immediately; torchrun waits 600 s for the second node",
+        fact="`--standalone` ignores `--rdzv-*`, takes a free port and a new id; two on one host stay separate jobs",
+        differs="`--standalone --nnodes 2` is an immediate usage error; torchrun waits 600 s for the second node",
         trials=(
             Trial(
                 args="--standalone --rdzv-backend c10d --rdzv-endpoint nowhere:1 --rdzv-id x train.py MASTER_PORT"
@@ -122,7 +122,7 @@ BEHAVIOURS = (
     Behaviour(
         number=26,
         fact="`--max-restarts` is 0 unless it is given",
-        differs="3, as the log says with `-v`; `--max-restarts 0` is torchrun's plain launch",
+        differs="3, as `-v` logs; `--max-restarts 0` is torchrun's plain launch",
         trials=(
             Trial(
                 args="train.py TORCHELASTIC_MAX_RESTARTS",

@@ -129,7 +129,7 @@ BEHAVIOURS = (
     Behaviour(
         number=2,
         fact="A worker inherits the launcher's environment, and the launcher's own values win",
-        differs="but for the `PET_` variables: they configured this job, not one that the worker starts",
+        differs="except the `PET_` variables: they configured this job, not one that the worker starts",
         trials=(
             Trial(
                 args="train.py COLOUR RANK",
@@ -162,7 +162,7 @@ BEHAVIOURS = (
     Behaviour(
         number=6,
         fact="All workers of a round have one `MASTER_ADDR` and `MASTER_PORT`",
-        differs="also after a node has joined or was replaced. torchrun 2.13 ends both jobs then, unless"
+        differs="also after a node has joined or was replaced. torchrun 2.13 then ends the whole job, unless"
         " `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` is set",
         trials=(TWO_AGENTS, JOIN, JOIN_WITH_SWITCH),
         proofs=(
