@@ -11,7 +11,7 @@ _SIGBUS, _SIGKILL = -7, -9
 _SMALL_SHM = 256 << 20
 
 _NO_MEMORY = (
-    "the program requested more memory than this host or its ulimit -v gives: use smaller batches or arrays, or give"
+    "the program requested more memory than this host or its ulimit -v allows: use smaller batches or arrays, or give"
     " the job more memory"
 )
 # Also the advice for the processes of elaunch.
