@@ -206,12 +206,13 @@ def _start_run(agent: Agent, now_s: float) -> Step:
     if snapshot.generation and not snapshot.ended and was_away:
         # The job's nodes may have been partitioned too: their leases have expired, and they may return soon.
         return replace(agent, lead_at_s=now_s + agent.times.return_grace_s), ()
-    if snapshot.generation is None:
-        # Remaining members have leases that expire, or none at all.
-        if member.runs_refused and now_s < member.run_again_s:
+    if snapshot.generation is None or snapshot.ended:
+        # Remaining members have leases that expire, or none at all. A run that has ended may have been the reason of
+        # one refusal, not of two.
+        if member.runs_refused > bool(snapshot.ended) and now_s < member.run_again_s:
             left = f"members that an earlier {job_name(agent.spec.run_id)} left in the store; their leases must expire"
             return replace(_wait(agent, left, now_s), lead_at_s=member.run_again_s), ()
-        if member.runs_refused >= RUNS_REFUSED_MAX:
+        if snapshot.generation is None and member.runs_refused >= RUNS_REFUSED_MAX:
             reason = (
                 f"the store holds members of the {job_name(agent.spec.run_id)} but no generation, which is not a job;"
                 f" delete its keys, all that begin with {snapshot.keys.root}, or choose another --run-id"

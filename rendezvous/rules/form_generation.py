@@ -177,7 +177,10 @@ class _Forming:
         no_progress = 0 if now_progressed else before.barren + 1
         # When a node is lost, its peers fail immediately and its lease ends later: the loss caused their failures.
         gone = [s.node_id for s in before.seats if s.node_id not in snapshot.members]
-        is_counted = self.generation.kind is OpenKind.FAIL and not gone
+        # A join or a leave, which opens a generation too, ends the ranks of some nodes first: their peers fail.
+        was_stopping = self.generation.number > before.generation + 1
+        lost_only = was_stopping and bool(failures) and all(f.kind is FailureKind.PEER_LOST for f in failures)
+        is_counted = self.generation.kind is OpenKind.FAIL and not gone and not lost_only
         spent = counted_restarts(terms, before, table_age_s) if is_counted else None
         reason = loss_of(gone) if gone and self.generation.kind is OpenKind.FAIL else self.generation.cause
         blame = assess(terms, before, failures if is_counted else (), snapshot.members, table_age_s)

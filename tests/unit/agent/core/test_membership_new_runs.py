@@ -124,8 +124,22 @@ def test_a_run_that_was_first_and_is_of_another_command_is_not_taken_for_this_no
     assert driver.snapshot.generation == Generation(1, OpenKind.START, "the job starts")
 
 
-def test_who_may_not_start_a_run_tries_again_only_after_a_lease_time() -> None:
-    driver = vacant()
+def of_another_command_that_has_ended() -> Driver:
+    driver = Driver(remote=True)
+    other = replace(SPEC, program=Program(ProgramKind.SCRIPT, "other.py")).terms
+    driver.write(
+        Put(KEYS.member("node-x-1"), "{}"),
+        Put(KEYS.spec, encode(other)),
+        Put(KEYS.generation, encode(Generation(0, OpenKind.START, "the job starts"))),
+        Put(KEYS.ended, encode(Outcome(OutcomeKind.SUCCEEDED, "every worker exited with 0", 0, 0, 3))),
+    )
+    driver.begin().settle()
+    return driver
+
+
+@pytest.mark.parametrize("make", [vacant, of_another_command_that_has_ended])
+def test_who_may_not_start_a_run_tries_again_only_after_a_lease_time(make: Callable[[], Driver]) -> None:
+    driver = make()
 
     tried = bool(driver.commits)
     for _ in range(3):

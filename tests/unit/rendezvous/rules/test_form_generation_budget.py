@@ -56,6 +56,23 @@ def test_who_joins_is_not_charged() -> None:
     assert (world.seated, world.table.restarts, world.table.reason) == ("ab", 0, "host-b joins")
 
 
+@pytest.mark.parametrize(("kind", "charged"), [(FailureKind.PEER_LOST, 0), (FailureKind.SIGNAL, 1)])
+def test_a_rank_that_only_lost_a_peer_while_a_join_stopped_the_ranks_is_not_charged(
+    kind: FailureKind, charged: int
+) -> None:
+    world = running(A)
+    world.join(B)
+    world.poll()
+    world.now_s += TIMES.join_gather_s
+    world.lead()
+    world.fail(kind)
+    world.join(A, B)
+
+    world.seal()
+
+    assert (world.table.generation, world.table.restarts) == (2, charged)
+
+
 # --- 4: whether the job goes on
 
 
