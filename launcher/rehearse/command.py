@@ -122,8 +122,8 @@ Each run has an empty folder of its own, also for the Keeper's checkpoints, whic
 
 def _rehearse(run: Callable[[Fault], Run]) -> int:
     """Do all runs and print the comparison. Returns the exit code."""
-    alone = run(Fault("left alone"))
-    again = alone if alone.code else run(Fault("left alone, once more"))
+    alone = run(Fault("no failure"))
+    again = alone if alone.code else run(Fault("no failure, once more"))
     right, lines = compare.alike(alone.records, again.records), [line for line in alone.lines if line in again.lines]
     if refusal := _refusal(alone, again, right, lines):
         print(refusal)

@@ -31,5 +31,5 @@ with keep(accelerator, model, optimizer, batches, scheduler) as kept:
                 scheduler.step()
                 optimizer.zero_grad()
                 losses[step] = loss.item()
-        evaluate(model, batch, kept.keeper.step)
+        evaluate(model, batch, kept.keeper)
 finish(kept.keeper.step, model.state_dict(), optimizer.state_dict(), scheduler.state_dict())

@@ -35,5 +35,5 @@ with keep(model, optimizer, batches, scheduler, accumulate=each) as kept:
                 strike("commit", step)
                 scheduler.step()
                 optimizer.zero_grad()
-        evaluate(model, batch, kept.keeper.step)
+        evaluate(model, batch, kept.keeper)
 finish(kept.keeper.step, model.state_dict(), optimizer.state_dict(), scheduler.state_dict())
