@@ -85,7 +85,7 @@ class Conf:
     )
     lease_ttl: int | None = _setting("whole seconds without contact until a node is lost [3]", _lease, differs=_OURS)
     keep_alive_interval: float | None = _setting(
-        "seconds; lease_ttl is this times keep_alive_max_attempt [5]", values.positive_seconds,
+        "if given, lease_ttl is this times keep_alive_max_attempt [5]", values.positive_seconds,
         differs="a silent node is dropped without a message",
     )
     keep_alive_max_attempt: int | None = _setting("a number; see keep_alive_interval [3]", values.count)
