@@ -185,7 +185,7 @@ BEHAVIOURS = (
     Behaviour(
         number=51,
         fact="Without `-r` and `-t` the workers' output has no prefix, and stdin is theirs",
-        differs="lines of several workers have `[rank]` in front, and stay whole. If stdin is no terminal, only the"
+        differs="lines of several workers have `[rank]` in front, and stay whole. If stdin is not a terminal, only the"
         " first worker reads it",
         trials=(
             _two(
