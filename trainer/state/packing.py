@@ -44,12 +44,12 @@ _KEYS = frozenset({str, int})
 _DICTIONARIES = frozenset({dict, OrderedDict, Counter, PerRank})
 _SEQUENCES = frozenset({list, tuple, set})
 
-# Errors that pickle raises for invalid bytes besides its own, and torch for impossible shapes.
-_NOT_OURS = (AttributeError, EOFError, LookupError, MemoryError, OverflowError, RuntimeError, TypeError)
+# Errors that pickle raises for malformed bytes besides its own, and torch for impossible shapes.
+_MALFORMED = (AttributeError, EOFError, LookupError, MemoryError, OverflowError, RuntimeError, TypeError)
 
 Shape = tuple[int, ...]
 # A tensor in a skeleton: its type, its shape, and for each box its offsets, its sizes and where its bytes begin.
-# If its bytes are in another order than its indices (channels_last), its strides follow. It has one box then.
+# If it is dense but not contiguous (channels_last), its strides follow. It has one box then.
 Reference = tuple[Any, ...]
 # Makes the stand-in for a tensor from its type, shape and boxes.
 Place = Callable[..., object]
@@ -122,7 +122,7 @@ def unpack(region: Tensor, header: Header) -> Any:
 
 
 def describe(skeleton: bytes, data_length: int) -> list[Any]:
-    """Each nest with a Boxed in the place of each tensor. Raises UnpicklingError or ValueError if it is not valid."""
+    """Each nest with a Boxed in place of each tensor. Raises UnpicklingError or ValueError if it is not valid."""
 
     def boxed(dtype: torch.dtype, size: Shape, boxes: Any) -> Boxed:
         # Without strides: these are pieces of a sharded state.
@@ -130,7 +130,7 @@ def describe(skeleton: bytes, data_length: int) -> list[Any]:
         tensor = Boxed(dtype, _shape(size, dimensions), tuple(_box(box, dimensions) for box in boxes))
         for box in tensor.boxes:
             if any(at + size > whole for at, size, whole in zip(box.offsets, box.sizes, tensor.size, strict=True)):
-                raise ValueError(f"a box at {box.offsets} with {box.sizes} is no part of {tensor.size}")
+                raise ValueError(f"a box at {box.offsets} with {box.sizes} is not part of {tensor.size}")
             if box.begin % dtype.itemsize or box.begin + math.prod(box.sizes) * dtype.itemsize > data_length:
                 raise ValueError(f"a box of {box.sizes} at {box.begin} is not in {data_length} bytes")
         return tensor
@@ -139,12 +139,12 @@ def describe(skeleton: bytes, data_length: int) -> list[Any]:
 
 
 def values(skeleton: bytes) -> Any:
-    """The first nest with None in the place of each tensor. Raises UnpicklingError or ValueError if it is not valid."""
+    """The first nest with None in place of each tensor. Raises UnpicklingError or ValueError if it is not valid."""
     return _load(skeleton, lambda *_: None)[0]
 
 
 def pack_plain(tree: Tree) -> bytes:
-    """The plain values of a state and the places of its tensors, for `unpack_plain`."""
+    """The plain values of a state and the paths of its tensors, for `unpack_plain`."""
     held = {"plain": tree.plain, "tensors": tree.common(), "per_rank": list(tree.per_rank)}
     return pack(held).skeleton
 
@@ -167,7 +167,7 @@ def _load(skeleton: bytes, place: Place) -> list[Any]:
         while not nests or file.tell() < len(skeleton):
             nests.append(_StateUnpickler(file, place).load())
         return nests
-    except _NOT_OURS as error:
+    except _MALFORMED as error:
         why = f"{type(error).__name__}: {str(error)[:200]}"
         raise pickle.UnpicklingError(f"the skeleton cannot be read ({why})") from error
 
@@ -186,7 +186,7 @@ class Placer:
         """The skeleton's reference to a tensor, all of which goes into the region. Raises NotPlain."""
         require_dense(tensor)
         size, strides = self.once(tuple(tensor.shape)), self.once(tuple(tensor.stride()))
-        is_reordered = strides != _in_order(size) and _is_dense(size, strides)
+        is_reordered = strides != _contiguous_strides(size) and _is_dense(size, strides)
         # Tied weights are one tensor under two names.
         key = (tensor.device, tensor.data_ptr(), tensor.dtype, size, strides)
         begin = self._known.get(key)
@@ -285,8 +285,8 @@ def is_quickly_plain(value: Any) -> bool:
     )
 
 
-def _in_order(size: Shape) -> Shape:
-    """The strides of a tensor whose bytes are in the order of its indices."""
+def _contiguous_strides(size: Shape) -> Shape:
+    """The strides of a contiguous tensor."""
     return tuple(accumulate(reversed(size[1:]), operator.mul, initial=1))[::-1] if size else ()
 
 
@@ -363,16 +363,16 @@ class _Maker:
 
 
 def _strided(data: Tensor, dtype: torch.dtype, size: Shape, begin: int, strides: Any) -> Tensor:
-    """A tensor whose bytes are in another order than its indices. Raises ValueError for one that is not there."""
+    """A tensor that is dense but not contiguous. Raises ValueError for one that is not in `data`."""
     if not _is_dense(size, _shape(strides, len(size))):
-        raise ValueError(f"{strides!r:.80} are no strides of a tensor of shape {size!r:.80}")
+        raise ValueError(f"{strides!r:.80} are not the strides of a tensor of shape {size!r:.80}")
     return view(data, dtype, (math.prod(size),), begin).as_strided(size, strides)
 
 
 def _dtype(name: Any) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise pickle.UnpicklingError(f"torch.{name!s:.80} is no type of tensors and not a plain value")
+        raise pickle.UnpicklingError(f"torch.{name!s:.80} is neither a dtype nor a plain value")
     return dtype
 
 
@@ -383,5 +383,5 @@ def _box(box: Any, dimensions: int) -> Box:
 
 def _shape(numbers: Any, dimensions: int) -> Shape:
     if len(numbers) != dimensions or any(type(each) is not int or not 0 <= each < 1 << 63 for each in numbers):
-        raise ValueError(f"{numbers!r:.80} is no shape of {dimensions} dimensions")
+        raise ValueError(f"{numbers!r:.80} is not a shape of {dimensions} dimensions")
     return tuple(numbers)
