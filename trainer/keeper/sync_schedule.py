@@ -80,7 +80,7 @@ _NEWEST = 0.2
 
 
 class Pace:
-    """Decides after which steps this node takes a snapshot; `every` fixes their distance, None measures it."""
+    """Decides after which steps this node takes a snapshot; `every` fixes the interval, else it is measured."""
 
     def __init__(self, every: int | None, step: int, fresh: int = 0, share: float = SHARE) -> None:
         """Begin after `step`. If it is not 0, a copy of it exists already. Copies take `share` of the time.
