@@ -135,8 +135,8 @@ MEMORY_RULES = (
     ),
     CauseRule(
         "/dev/shm is full",
-        "make room on /dev/shm, which semaphores and shared memory need: remove what ended programs have left there"
-        " (ls -l /dev/shm), or " + _SHM_ADVICE,
+        "make room on /dev/shm, which semaphores and shared memory need: remove what programs left there when they"
+        " exited (ls -l /dev/shm), or " + _SHM_ADVICE,
         pattern=r"No space left on device",
         detail="{size}",
         more=_full_shm,

@@ -102,8 +102,8 @@ COLLECTIVES_RULES = (
     ),
     CauseRule(
         "the process group's store cannot be reached",
-        "no store answers at {where}. The workers meet at MASTER_ADDR:MASTER_PORT, which elaunch sets: let no firewall"
-        " close that port between the nodes. At another port a rank has to serve a store (is_master=True), and to live"
+        "no store answers at {where}. The workers meet at MASTER_ADDR:MASTER_PORT, which elaunch sets: no firewall may"
+        " block that port between the nodes. At another port a rank has to serve a store (is_master=True), and to live"
         " until the others have connected; a process that a rank starts can do so only while"
         " TORCHELASTIC_USE_AGENT_STORE is False in its environment",
         pattern=(
