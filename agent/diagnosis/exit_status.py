@@ -94,7 +94,7 @@ class Remains:
     `code` is the exit code or minus the signal. `error_record` is the text of its TORCHELASTIC_ERROR_FILE, `tail` the
     end of its stderr; both may be empty or torn. `kernel` is what the kernel logged about it. `raised`: its program
     had ended with an exception before a signal ended the process; `returned`: it had without one, with `own_code`, if
-    that is known. `crash` is what faulthandler wrote. `lost` is the error by which it has lost a peer, `refused` why it
+    that is known. `crash` is what faulthandler wrote. `lost` is the error that reported a lost peer, `refused` why it
     refused to run, if that is known.
     """
 
@@ -178,7 +178,7 @@ def _crashed(failure: Failure, tail: str) -> Failure:
 
 
 def parse_record(text: str) -> Raised | None:
-    """The exception in an error file as torch's `@record` and our workers write it; None for a torn or other one.
+    """The exception in an error file as torch's `@record` and our workers write it; None if it is torn or malformed.
 
     Its message and traceback may have any length. They are cut to what fits into a failure record.
     """
@@ -228,7 +228,7 @@ def parse_traceback(text: str) -> Raised | None:
     if start < 0:
         if module := _NO_MODULE.fullmatch(text.rstrip().rpartition("\n")[2]):
             return Raised("ModuleNotFoundError", module["message"], "", module[0])
-        # An error in the program's own text has no frames, and so no such line.
+        # A syntax error in the program itself has no frames, and so no such line.
         syntax = [*_SYNTAX_ERROR.finditer(text)]
         if not syntax:
             return None
@@ -321,7 +321,7 @@ def _kind_and_message(remains: Remains, raised: Raised | None, signal_name: str)
 
 def _lost(raised: Raised) -> str:
     where = f" in {raised.call}" if raised.call else ""
-    # A C++ message without the place in torch's sources before it and the advice behind it.
+    # A C++ message without the location in torch's sources before it and the advice after it.
     message = re.sub(r"^\[[^]]*:\d+\] ", "", raised.message.partition("\n")[0]).partition(". ")[0].rstrip(".")
     return f"lost a peer{where} ({raised.exception}: {message})"
 

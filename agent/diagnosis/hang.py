@@ -52,7 +52,7 @@ _BUSY_CPU = 0.9
 _IO_BYTES = 4096
 _FAULTS_IDLE = 20
 _FAULTS_BUSY = 1
-# While another thread of the process has the GIL, as elaunch's own that replies, the main thread wakes up every 5 ms.
+# While another thread, such as elaunch's own that replies to queries, has the GIL, the main one wakes up every 5 ms.
 _SWITCHES_BUSY = 20
 # Stacks are taken after these fractions of the limit, and then once per limit.
 _STACKS_AT = (0.5, 0.75, 1.0)

@@ -50,7 +50,7 @@ _NO_LIMIT = 1 << 60
 
 
 class KernelLog:
-    """The kernel's messages and its counts of kills since this object was made. For any thread.
+    """The kernel's messages and its counts of kills since this object was made. Thread-safe.
 
     There are no messages if this user may not read them. `counters` are the event files of this process's memory cgroup
     (v2 `memory.events`, v1 `memory.oom_control`).
@@ -189,7 +189,7 @@ def _folder_of_missing(failure: Failure) -> str:
 
 
 def _is_safe(path: Path) -> bool:
-    """Whether only this user or root can have put it there: the code of other users is not advised for import."""
+    """Whether only this user or root can have put it there: never advise importing other users' code."""
     with suppress(OSError):
         found = path.stat()
         is_shared = stat.S_ISDIR(found.st_mode) and found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
@@ -226,9 +226,9 @@ def _spaces(mounts: Iterable[str]) -> tuple[Space, ...]:
 
 
 def connect_error(master: Endpoint) -> str:
-    """Why no connection to that port is possible now; empty if one is, or if nothing is known. Waits for 2 s.
+    """Why no connection to that port is possible now; empty if one is, or if nothing is known. Takes up to 4 s.
 
-    A firewall may close the port, and ranks would wait for minutes.
+    A firewall may block the port, and ranks would wait for minutes.
     """
     try:
         dial(resolve(master.host, master.port, _DIAL_S), Deadline(_DIAL_S).left).close()

@@ -147,7 +147,7 @@ class FlightRecorder:
         return self.counts if now_s - self._replied_s < _FRESH_S else {}
 
     def _newest(self) -> bytes | None:
-        """The newest reply that has come. Raises OSError at the end."""
+        """The newest reply that has come. Raises OSError at end of file."""
         newest = None
         for _ in range(_PACKETS_MAX):
             try:

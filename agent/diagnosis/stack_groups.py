@@ -260,7 +260,7 @@ def _without_threads(stack: Stack) -> Stack:
 
 
 def what_keeps(stacks: Iterable[Stack]) -> Iterator[str]:
-    """Sentences about the threads that keep processes alive whose programs have ended."""
+    """Sentences about the threads that keep a process alive after its program has ended."""
     for stack in stacks:
         for thread in stack.threads:
             if (frame := thread.innermost_user_frame) and not thread.is_own:

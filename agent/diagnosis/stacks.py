@@ -61,11 +61,11 @@ def take(pids: Mapping[int, int], *, within_s: float = _TAKE_S) -> tuple[Stack, 
     if not pids:
         return ()
     tool, until_s = find_tool(), time.monotonic() + within_s
-    works = {rank: partial(_take_tree, tool, rank, pid, until_s) for rank, pid in sorted(pids.items())}
+    tasks = {rank: partial(_take_tree, tool, rank, pid, until_s) for rank, pid in sorted(pids.items())}
     # A py-spy that waits for a process in an uninterruptible sleep does not exit even on SIGKILL.
-    found = in_threads(works, within_s + _KILL_S, "elaunch-stacks")
+    found = in_threads(tasks, within_s + _KILL_S, "elaunch-stacks")
     return tuple(
-        found.get(rank) or Stack(rank, pids[rank], state=linux.state(pids[rank]), trouble=_LATE) for rank in works
+        found.get(rank) or Stack(rank, pids[rank], state=linux.state(pids[rank]), trouble=_LATE) for rank in tasks
     )
 
 
@@ -100,8 +100,8 @@ def _take_one(tool: str | None, rank: int, pid: int, until_s: float) -> Stack:
     if any(thread.is_main and thread.is_active for thread in threads):
         again, _ = _dump(tool, pid, until_s, "--locals")
         main = next((each for each in again if each.is_main), None)
-        # What could not be read may have changed. elaunch's own thread takes the GIL to reply: a sample in that moment
-        # does not show what the main thread does.
+        # What could not be read may have changed. elaunch's own thread takes the GIL to reply: a sample at that moment
+        # does not show what the main thread is doing.
         values, held = (main.values, main.holds_gil) if main else (f"unread at {time.monotonic()}", False)
         threads = tuple(
             replace(each, values=values, holds_gil=each.holds_gil or held) if each.is_main else each for each in threads

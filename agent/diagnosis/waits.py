@@ -175,8 +175,8 @@ def _by_frames(thread: ThreadStack) -> Doing | None:
     files = [frame.short_file for frame in inner]
     names = {frame.function for frame in inner}
 
-    def calls(*begins: str) -> bool:
-        return any(file.startswith(begins) for file in files)
+    def calls(*prefixes: str) -> bool:
+        return any(file.startswith(prefixes) for file in files)
 
     # A GPU's collective may busy-wait: then only its innermost frame shows what it does.
     if not thread.is_active or files[:1] == [COLLECTIVES_FILE]:
@@ -186,13 +186,13 @@ def _by_frames(thread: ThreadStack) -> Doing | None:
             return Doing.COLLECTIVE
     if thread.is_active:
         return None
-    for what, begins in (
+    for what, prefixes in (
         (Doing.LOADER, _LOADER_FILES),
         (Doing.CHILD, _CHILD_FILES),
         (Doing.LOCK, _LOCK_FILES),
         (Doing.NETWORK, _NETWORK_FILES),
     ):
-        if calls(*begins):
+        if calls(*prefixes):
             return what
     return None
 
