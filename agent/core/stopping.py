@@ -40,7 +40,7 @@ from elaunch.rendezvous.rules import transactions
 from elaunch.rendezvous.rules.restart_policy import decisive_failure, is_one_bug, killed_together
 from elaunch.rendezvous.types import Failure, FailureKind, OpenKind, Outcome, OutcomeKind
 
-# A worker that listens for failures has at least this long to report that it saves, or has saved.
+# A worker that listens for failures has at least this long to report that it is saving, or has saved.
 _LISTENER_S = 2.0
 # After the last worker of a stop has exited, the reader of its output has this time.
 OUTPUT_WAIT_S = 2.0
@@ -299,11 +299,11 @@ def _escalate(agent: Agent, stopping: Stopping, now_s: float) -> Step:
     if stopping.saving:
         until_s = stopping.due_s - stopping.grace_s + grace_s
         if now_s < until_s:
-            # All but those that save are killed.
+            # All but those that are saving are killed.
             late -= stopping.saving | stopping.spent
             stopping = replace(stopping, spent=stopping.spent | late, due_s=until_s, grace_s=grace_s)
             return _signal_late(agent, stopping, late, text, SIGKILL)
-        late, text = stopping.saving, f"was still saving {stopping.grace_s:g} s after the failure; SIGKILL"
+        late, text = stopping.saving, f"had not finished saving {stopping.grace_s:g} s after the failure; SIGKILL"
     return _kill(agent, stopping, now_s, Log(f"local rank {ranks(late)} {text}", "warning"))
 
 
@@ -325,7 +325,7 @@ def _leave_after(agent: Agent, stopping: Stopping, event: events.Signalled, now_
     stopping = stopping.hurried(now_s, agent.times.stop_grace_s)
     logged = signal_line(agent, event, "stopping already", _left_s(stopping, now_s))
     live, status, reached, signum = stopping.live, stopping.status, stopping.signalled, event.to_workers
-    # In a broken group there is no step to end, and those that save are left alone.
+    # In a broken group there is no step to end, and those that are saving are left alone.
     is_broken = stopping.mode is Mode.BROKEN
     notified = frozenset[int]() if is_broken else (live & status.to_stop) - reached
     ended = live - notified - (status.to_failure if is_broken else frozenset())

@@ -142,7 +142,7 @@ def test_who_is_not_done_with_saving_then_is_killed_and_that_is_logged(driver: D
 
     assert spared == []
     assert killed == [signal(KILL, 0, 2)]
-    assert driver.logged == "local rank 0, 2 was still saving 30 s after the failure; SIGKILL"
+    assert driver.logged == "local rank 0, 2 had not finished saving 30 s after the failure; SIGKILL"
 
 
 # --- who listens no more
