@@ -63,11 +63,11 @@ def renew_when_due(agent: Agent, now_s: float) -> Step:
 
 # A node logs what it waits for at most once in this time.
 LOG_AGAIN_S = 5.0
-# The invitation of other nodes is logged again after this wait: it has scrolled away by then.
+# The invitation to other nodes is logged again after this wait: it has scrolled away by then.
 INVITE_AGAIN_S = 60.0
 # One try per lease time: after these, any lease has expired, even if the store was unreachable at the first.
 RUNS_REFUSED_MAX = 4
-# If one of these transactions holds, it writes keys that followers watch, so they see its revision immediately.
+# If one of these transactions succeeds, it writes keys that followers watch, so they see its revision immediately.
 # The other transactions write no such keys, so followers may see their revision a lease time later.
 _WATCHED = (Tag.RUN, Tag.ELECT, Tag.LEAD)
 
@@ -280,14 +280,14 @@ def _lead(agent: Agent, now_s: float) -> Step:
     return agent.as_member(in_flight=Tag.LEAD), (Commit(led.txn, Tag.LEAD),)
 
 
-def _waiting_for(phase: Phase, formed: str) -> str:
-    """The wait to log; `formed` is what the generation that forms waits for.
+def _waiting_for(phase: Phase, forming: str) -> str:
+    """The wait to log; `forming` is what a generation that is being formed waits for.
 
     While the workers of this node stop, the others wait for this node, and `stopping` logs that.
     """
     match phase:
         case Joining():
-            return formed
+            return forming
         case Finished(table=table) if len(table.seats) > 1:
             return "the workers of the other nodes; those of this node have all exited with 0"
     return ""
@@ -369,7 +369,7 @@ def withdrawal(agent: Agent, *, opens: bool, why: str, signum: int = 0) -> tuple
 
 @dataclass(frozen=True)
 class OrderResponse:
-    """Whether the order is carried out, and a sentence about it for the person."""
+    """Whether the order is carried out, and a sentence about it for the user who gave it."""
 
     is_done: bool
     text: str
@@ -379,7 +379,7 @@ def order(agent: Agent, topic: Topic) -> tuple[Signalled | RestartOrdered | None
     """The event to take, if any, and the response."""
     snapshot, phase = agent.snapshot, agent.phase
     if ended := agent.ending or snapshot.ended:
-        # A second SIGINT would kill workers that save.
+        # A second SIGINT would kill workers that are saving.
         return None, OrderResponse(topic is Topic.STOP, f"the job is already ending: {ended.reason}")
     job = job_name(snapshot.keys.run_id)
     has_others = agent.spec.nodes_max > 1

@@ -66,10 +66,10 @@ def snapshot_changed(agent: Agent, running: Running, _event: events.SnapshotChan
         agent = replace(agent, phase=running)
     actions: tuple[Action, ...] = ()
     if ended:
-        is_person = ended.kind is OutcomeKind.INTERRUPTED
-        reason = StopReason.INTERRUPT if is_person else StopReason.LEAVE
+        is_interrupt = ended.kind is OutcomeKind.INTERRUPTED
+        reason = StopReason.INTERRUPT if is_interrupt else StopReason.LEAVE
         logged = Log(f"stopping: the job has ended: {ended.reason}")
-        grace_s = agent.times.stop_grace_s if is_person else grace_of_failure(agent, running)
+        grace_s = agent.times.stop_grace_s if is_interrupt else grace_of_failure(agent, running)
         stopping = Stopping.of(running, now_s, grace_s, ended)
         agent, actions = stop_at_boundary(agent, stopping, reason, _signal_for(agent, running), (logged,))
     elif generation.number > running.table.generation:

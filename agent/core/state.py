@@ -53,8 +53,8 @@ class WorkerStatus:
 
     Those in `to_stop` listen for `StopAtStepBoundary`, those in `to_failure` for `PeerFailed`; `listening` are those
     that have listened for either, so that one of their threads reads the link. Those in `stopped` have reached the step
-    boundary at which all ranks stop, those in `saving` save after a failure. `ended` are the programs that ended before
-    they were to stop.
+    boundary at which all ranks stop, those in `saving` are saving after a failure. `ended` are the programs that
+    ended before they were to stop.
     """
 
     listening: frozenset[int] = frozenset()
@@ -186,7 +186,7 @@ class Stopping:
 
     @property
     def saving(self) -> frozenset[int]:
-        """Those that save after a failure."""
+        """Those that are saving after a failure."""
         saving = (self.live & self.status.saving) - self.signalled - self.spent
         return saving if self.mode is Mode.BROKEN else frozenset()
 
@@ -296,7 +296,7 @@ class Reach:
 
 @dataclass(frozen=True)
 class Waiting:
-    """What the nodes wait for, logged at `due_s`; once it `is_logged`, the invitation of other nodes is due then."""
+    """What the nodes wait for, logged at `due_s`; once it `is_logged`, the invitation to other nodes is due then."""
 
     text: str = ""
     due_s: float | None = None
