@@ -91,8 +91,8 @@ def renew_streams() -> None:
 class HiddenModules:
     """A finder that gives the program the preloaded modules: the first import of one puts all of its group back.
 
-    It is made once, before any fork. It stays a finder until there is one thread, so that no importing thread runs a
-    module again that another one has put back. Its base class is not importlib.abc's, which would import 30 modules.
+    It is made once, before any fork. It stays a finder until there is one thread, so that no importing thread re-runs
+    a module that another one has put back. Its base class is not importlib.abc's, which would import 30 modules.
     """
 
     def __init__(self, preloaded: Preloaded) -> None:
@@ -219,7 +219,7 @@ def _set_filters(filters: list[Any]) -> None:
 def apply(changed: Collection[str], modules: Mapping[str, Any], looked_up: Collection[str]) -> set[str]:
     """Apply variables to `modules`, which the program imports now. Returns those that were set too late.
 
-    `changed` have another value than at the modules' imports, `looked_up` are those that Python code read then.
+    The values of `changed` differ from those at the modules' imports; `looked_up` are those that Python code read then.
     """
     _set_threads(changed, modules)
     torch = modules.get("torch")

@@ -146,8 +146,8 @@ def serve_store(host: str, port: int, *, store_class: Any = None) -> NoReturn:
         if sys.flags.no_site:
             # A bare fork server has no installed packages on sys.path.
             site.main()
-        made = store_class or importlib.import_module("torch.distributed").TCPStore
-        _store = made(host, port, is_master=True, wait_for_workers=False, master_listen_fd=LISTEN_FD)
+        tcp_store = store_class or importlib.import_module("torch.distributed").TCPStore
+        _store = tcp_store(host, port, is_master=True, wait_for_workers=False, master_listen_fd=LISTEN_FD)
     except Exception as error:
         wire.send(control, {"error": f"{type(error).__name__}: {error}"[:_ERROR_MAX]})
         os._exit(1)

@@ -175,11 +175,11 @@ class ForkServer:
         return self._socket.fileno()
 
     def spawn(self, generation: int, local_rank: int, env: dict[str, str], cpus: list[int] | None, fds: Fds) -> None:
-        """Order a worker. `fds`: fds 0 to 2, its link (3), a crash file. Raises OSError if the fork server is gone."""
+        """Request a worker. `fds`: fds 0 to 2, its link (3), a crash file. Raises OSError if the server is gone."""
         self._send({"op": "worker", "generation": generation, "key": local_rank, "env": env, "cpus": cpus}, fds)
 
     def spawn_store(self, generation: int, host: str, port: int, fds: Fds) -> None:
-        """Order a worker store. `fds` become its fds 0 to 4: 3 is the listening socket, 4 its control socket."""
+        """Request a worker store. `fds` become its fds 0 to 4: 3 is the listening socket, 4 its control socket."""
         self._send({"op": "store", "generation": generation, "key": "store", "host": host, "port": port}, fds)
 
     def signal(
@@ -292,7 +292,7 @@ def checked(place: Path) -> Path:
     if found.st_uid != os.geteuid():
         raise Cold(f"{place} belongs to the user with id {found.st_uid}; have it removed, or set XDG_RUNTIME_DIR")
     if not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077:
-        raise Cold(f"{place} is no folder that only you can enter; remove it, or chmod 700 {place}")
+        raise Cold(f"{place} is not a folder only you can enter; remove it, or chmod 700 {place}")
     return place
 
 

@@ -25,7 +25,7 @@ EXIT_CODE = b"\nexit code: "
 _UNBUFFERED = 2
 _VARIABLE = "ELAUNCH_BOOT"
 # The modules of the standard library that these reports need, and that a bare Python has not loaded. A program that is
-# a fresh interpreter and has a module of such a name beside it must get its own: it reports no exit.
+# a fresh interpreter and has a module of the same name beside it must get its own: it reports no exit.
 NEEDED = (
     *("collections", "contextlib", "copyreg", "enum", "faulthandler", "functools", "json", "keyword", "linecache"),
     *("operator", "re", "reprlib", "textwrap", "threading", "token", "tokenize", "traceback", "types", "_weakrefset"),
@@ -80,7 +80,7 @@ def report_exit(crash_fd: int) -> int:
 
     The exit code goes to `crash_fd` (-1: nowhere), the crash file.
     """
-    # Imported here: a fresh worker beside whose program is a module of such a name does not call this.
+    # Imported here: a fresh worker with a module of a name in NEEDED beside its program does not call this.
     import threading
 
     pid = os.getpid()

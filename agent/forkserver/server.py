@@ -144,7 +144,7 @@ class Server:
         self._children = Children()
         self._notices: set[int] = set()
         self._signals = -1
-        # Where the system has none (a sandbox), a signal to this process is ignored.
+        # Where the system has no signalfd (a sandbox), a signal to this process is ignored.
         with suppress(OSError):
             self._signals = signal_fd(_FROM_PROGRAMS)
         self._wake_r, self._wake_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -189,7 +189,7 @@ class Server:
             case "signal":
                 names, signum = {(order["generation"], key) for key in order["keys"]}, order["signum"]
                 if order["is_notice"]:
-                    # Only this process knows all children: the agent may not have read yet that they were forked.
+                    # Only this process lists all children: the agent may not have read yet that they were forked.
                     catching = self._children.catching(names, signum)
                     if catching and not self._reaches_all(signum):
                         self._children.signal(catching, signum, group=False)
@@ -296,7 +296,7 @@ class Children:
                 yield self._held.pop(pid)
 
     def signal(self, names: Collection[Name], signum: int, group: bool) -> None:
-        """Signal the children of these names, or their process groups. After SIGKILL nothing waits for a group."""
+        """Signal the children with these names, or their process groups. After SIGKILL nothing waits for a group."""
         living = [pid for pid, name in self._names.items() if name in names]
         held = [pid for pid, exited in self._held.items() if (exited["generation"], exited["key"]) in names]
         if signum == signal.SIGKILL:

@@ -189,7 +189,7 @@ def test_another_user_who_reaches_the_socket_is_refused(tmp_path: Path, place: P
 
     assert "another user" in logged
     assert logged.endswith("b''\n")
-    assert cold(open_folder.stderr) == f"{place} is no folder that only you can enter; remove it, or chmod 700 {place}"
+    assert cold(open_folder.stderr) == f"{place} is not a folder only you can enter; remove it, or chmod 700 {place}"
     assert printed(again(tmp_path))[1] == str(pid)
 
 
