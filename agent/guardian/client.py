@@ -83,7 +83,7 @@ class GuardianClient:
     def end_generation(self, spare: Collection[int], meanwhile: Callable[[], None]) -> None:
         """Kill every process of the workers, orphans too, except the fork servers (`spare`, their pids).
 
-        A process that waits for a disk exits only seconds after its signal. `meanwhile` is called repeatedly then.
+        A process that waits for a disk may exit seconds after its signal. `meanwhile` is called repeatedly then.
         """
         sweep(self._job, spare, meanwhile)
 

@@ -5,8 +5,8 @@ children, through setsid and double forks, and those of nested agents. A process
 hold the marker too: `sbatch`, `at` and `systemd-run` copy the environment. Such a process is spared: it is in another
 job of the scheduler, or in another cgroup.
 
-Run as `python -I -S -B guardian.py PROCESSES` this file is the guardian, a process that outlives the agent for a
-moment: when its stdin ends, because the agent closed it or died, it kills all these processes and removes the run
+Run as `python -I -S -B guardian.py PROCESSES` this file is the guardian, a process that briefly outlives the
+agent: when its stdin ends, because the agent closed it or died, it kills all these processes and removes the run
 directories. Before that, it removes the run directories of agents that were killed together with their guardians. An
 agent that exits normally reports it; after any other exit the guardian writes a line to stderr, and an event to the
 timeline. This file imports only the standard library, so that the guardian is small and starts without the package.

@@ -224,7 +224,7 @@ def _make_memory(places: tuple[str, ...]) -> tuple[Path | None, str]:
             trouble = trouble or f"shared memory is not available ({place}: {error.strerror})"
             continue
         return folder, trouble and f"{trouble}; what workers keep for the next generation goes to {folder}"
-    return None, f"{trouble}, nor a temporary folder; workers keep nothing for the next generation"
+    return None, f"{trouble}, nor is a temporary folder; workers keep nothing for the next generation"
 
 
 class Timeline:

@@ -73,7 +73,7 @@ class Console:
         self._send(data)
 
     def show_cursor(self) -> None:
-        """Show the cursor, which a rank that was killed in its progress bar has left hidden."""
+        """Show the cursor again, if a rank was killed while it drew a progress bar and left it hidden."""
         if self._hides_cursor:
             self._send(_SHOW_CURSOR)
 

@@ -24,7 +24,7 @@ _CRASH_BYTES_MAX = 256 << 10
 
 
 def read_error_file(path: str | os.PathLike[str]) -> str | None:
-    """The record in the file. "" if the file is too large to be a record, None if it is no regular file.
+    """The record in the file. "" if the file is too large to be a record, None if it is not a regular file.
 
     A pipe would wait for its writer, and a device has no end: neither is read.
     """

@@ -86,9 +86,9 @@ class Link:
     `step` is the newest step that the worker reported, `first_step` the first, and `phase` the newest phase. `reports`
     counts the reports of both; `step_times` is sampled from them. `raised`: its program ended with an exception.
     `reached_store`: whether its program had made its process group; None until the program has ended. `has_had_group`:
-    it has made one. `left_s` is when it left its newest process group, `lost` the error by which it lost a peer of that
-    group, at `lost_s`, and `ended_s` when its program ended (0 if that is not known). `refused` is why it refused to
-    run, if it did. `messages` are events for the agent's core, notes for the log and marks for the timeline.
+    it has made one. `left_s` is when it left its newest process group, `lost` the error that reported a lost peer of
+    that group, at `lost_s`, and `ended_s` when its program ended (0 if that is not known). `refused` is why it refused
+    to run, if it did. `messages` are events for the agent's core, notes for the log and marks for the timeline.
     `recorder` polls the worker's collectives, while it has a process group.
     """
 
@@ -127,7 +127,7 @@ class Link:
 
     @property
     def lost_at_end(self) -> Raised | None:
-        """The error by which the program, which has ended, has just lost a peer."""
+        """The error that reported a lost peer, if the program ended soon after it."""
         return self.lost if (self.ended_s or time.monotonic()) - self.lost_s <= _LOST_S else None
 
     def read(self) -> bool:

@@ -1,4 +1,4 @@
-"""Starts, reads, signals and clears away this node's workers, one generation at a time."""
+"""Starts, reads, signals and tears down this node's workers, one generation at a time."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ class Workers:
     """Carries out the agent's decisions about its workers.
 
     `links` queues the workers' messages, `port` is that of the next generation's store. All other events go to
-    `reporter`, also what the fork server reports of the current generation; a fork server that is lost or silent is
-    replaced. The agent's loop calls all methods, and waits for `selector`. Slow methods call `meanwhile` repeatedly.
+    `reporter`, including what the fork server reports of the current generation; a fork server that is lost or silent
+    is replaced. The agent's loop calls all methods, and waits for `selector`. Slow methods call `meanwhile` repeatedly.
     """
 
     def __init__(
@@ -215,14 +215,14 @@ class Workers:
             self._continue(order.local_ranks)
 
     def _continue(self, local_ranks: Collection[int]) -> None:
-        """Continue workers that a SIGSTOP holds: they are to end, and can neither save nor handle a signal before."""
+        """Continue workers that a SIGSTOP holds: they are to end, but cannot save or handle a signal while stopped."""
         ordered = [worker for worker in self._group.workers if worker.local_rank in local_ranks]
         stopped = [worker.local_rank for worker in ordered if linux.state(worker.pid) == "T"]
         if stopped:
             with suppress(OSError):
                 self._spawner.signal(self._group, stopped, signal.SIGCONT)
             numbers = ", ".join(map(str, stopped))
-            self._reporter.warn(f"local rank {numbers} was stopped by a signal (SIGSTOP) and is to exit; sent SIGCONT")
+            self._reporter.warn(f"sent SIGCONT to local rank {numbers}: stopped by a signal (SIGSTOP), but must exit")
 
     def _clear(self, order: Clear) -> None:
         """End what is left of the generation and collect its output; posts `Cleared`."""

@@ -28,7 +28,7 @@ from elaunch.rendezvous.types import FailureKind
 _FIRST_SAMPLE_S = 1.0
 # Less than the shortest time after which the links wake the loop.
 _COUNT_EVERY_S = 0.7
-# The minimum of samples before idle ranks count as hung.
+# The minimum number of samples before idle ranks count as hung.
 _SAMPLES_PER_LIMIT = 6
 # The node of rank 0 may start its workers later than this one, or have just lost them: a second try decides.
 _MASTER_AFTER_S = 5.0
@@ -45,7 +45,7 @@ class Observers:
     """Samples one generation's workers if hangs are to be detected, and takes their stacks on request.
 
     Only the agent's loop calls it. `later` runs file writes in another thread: the disk may be why the workers hang.
-    With `has_store` a process of its own serves MASTER_PORT, which listens from the start.
+    With `has_store` a separate process serves MASTER_PORT, and listens from the start.
     """
 
     def __init__(
