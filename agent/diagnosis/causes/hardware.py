@@ -17,7 +17,7 @@ _NO_MEMORY = (
 # Also the advice for the processes of elaunch.
 MORE_MEMORY = (
     "give the job more memory{limit}, or hold less in each rank: a smaller batch, fewer DataLoader workers, no copy of"
-    " the data set in each rank"
+    " the dataset in each rank"
 )
 _SENDERS = (
     "the scheduler (a limit of memory or time: sacct -j JOB, kubectl describe pod POD), a watchdog of the host"
@@ -150,7 +150,7 @@ MEMORY_RULES = (
     ),
     CauseRule(
         "a DataLoader worker crashed",
-        "set num_workers=0 once: the data set's own code then runs in the rank, and shows where it crashes",
+        "set num_workers=0 once: the dataset's own code then runs in the rank, and shows where it crashes",
         pattern=rf"{_LOADER} (?:is killed by signal: (?!Killed)|exited unexpectedly)",
     ),
     CauseRule(
@@ -241,7 +241,7 @@ GPU_RULES = (
     CauseRule(
         "CUDA in a forked process",
         'CUDA cannot be used in a forked child: use multiprocessing_context="spawn" for the DataLoader, or keep CUDA'
-        " out of the data set",
+        " out of the dataset",
         pattern=r"Cannot re-initialize CUDA in forked subprocess",
     ),
     CauseRule(
