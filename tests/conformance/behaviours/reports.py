@@ -116,8 +116,8 @@ BEHAVIOURS = (
         fact="Output is kept in `LOG_DIR/<run>/attempt_<n>/<local rank>/stdout.log` and `stderr.log`; `/dev/null` keeps"
         " none",
         differs="`--log-dir` alone keeps files and shows the output too. Without it only `-r` and `-t` leave a"
-        " folder in /tmp; torchrun always does. `attempt_<n>` is the generation, and no restart removes an older one."
-        " A file in the folder's place is a usage error",
+        " folder in /tmp; torchrun always does. `attempt_<n>` is the generation, its folders have global ranks, and no"
+        " restart removes an older one. A file in the folder's place is a usage error",
         trials=(
             _two(
                 "-r 3 --log-dir logs/new",
