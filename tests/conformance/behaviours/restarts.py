@@ -214,7 +214,7 @@ BEHAVIOURS = (
         number=33,
         fact="A handled signal goes to each worker's process group, SIGKILL follows after the grace, and the exit code"
         " is not 0",
-        differs="the exit code is 128 and the signal's number, without a traceback; torchrun's is 1. At first the"
+        differs="the exit code is 128 plus the signal's number, without a traceback; torchrun's is 1. At first the"
         " worker alone gets the signal: its data loaders continue while it saves",
         trials=(_signalled(signal.SIGTERM), GRACE),
         proofs=(
