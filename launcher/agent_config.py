@@ -57,8 +57,8 @@ def agent_config(options: Options, planned: Planned, environ: Mapping[str, str],
     output = output_plan(options, environ)
     shown = _for_terminal(options, output, slots, host.columns, environ)
     environment |= shown
-    # SIGUSR1 and SIGUSR2 are notices by default: schedulers, also ones that elaunch does not support, announce the end
-    # of a job by one of them (`sbatch --signal=USR1@60`), some to all processes. The default action ends the agent.
+    # SIGUSR1 and SIGUSR2 are notices by default: schedulers, even those that elaunch does not support, announce the
+    # end of a job by one of them (`sbatch --signal=USR1@60`), some to all processes. The default action ends the agent.
     signals = tuple(dict.fromkeys(int(signal.Signals[name]) for name in options.signals_to_handle))
     notices = tuple(number for number in signals if number in _NOTICES)
     has_named = "signals_to_handle" in options.given
@@ -67,7 +67,7 @@ def agent_config(options: Options, planned: Planned, environ: Mapping[str, str],
     other_python: tuple[str, ...] = ()
     if interpreter != host.python and options.kind is not ProgramKind.COMMAND:
         other_python = (
-            f"workers run PYTHON_EXEC={interpreter}, each starts a new interpreter: nothing is preloaded for it",
+            f"workers run PYTHON_EXEC={interpreter}, and each starts a new interpreter: nothing is preloaded for it",
         )
     preload, text = _preload(options, interpreter, host)
     warm_s, cannot = warm_seconds(options, preload, cluster, environment)
@@ -290,7 +290,7 @@ def warm_seconds(
         "the script is read from stdin": options.kind is ProgramKind.SCRIPT and options.target == "-",
         "a scheduler's job leaves no process behind": cluster is not None,
         "a job inside a worker leaves no process behind": VARIABLE in environment,
-        "it is the container's first process, which ends with the job": os.getpid() == 1 or os.getppid() == 0,
+        "elaunch is the container's first process, which ends with the job": os.getpid() == 1 or os.getppid() == 0,
     }
     why = next((why for why, is_so in reasons.items() if is_so), "")
     if not why:

@@ -1,4 +1,4 @@
-"""The command `elaunch`: parse, begin the agent, connect the store, run the agent, report, exit.
+"""The command `elaunch`: parse, start the agent, connect to the store, run the agent, report, exit.
 
 The agent starts as soon as the options are known: its fork server's import of torch takes the longest. Modules that
 are needed later are imported meanwhile.
@@ -104,7 +104,7 @@ def _main() -> int:
         if isinstance(found, int):
             return found
         if found.module and found.target == _TRAINER and not {"-h", "--help"}.isdisjoint(found.args):
-            # A job would first import torch, for workers that only print a text.
+            # A job would first import torch, for workers that only print the help.
             os.execv(sys.executable, (sys.executable, "-m", _TRAINER, "--help"))
         return run(found, environ_at_start(os.environ))
     except click.exceptions.Exit as done:

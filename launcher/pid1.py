@@ -15,7 +15,7 @@ from contextlib import suppress
 
 from elaunch.agent.linux import set_command_line
 
-# After the agent's end, its guardian has this long to end what is left. Then the kernel kills the rest.
+# After the agent exits, its guardian has this long to kill what is left. Then the kernel kills the rest.
 _GUARDIAN_S = 10.0
 
 # Faults of this process itself, and signals that no process can wait for.

@@ -22,8 +22,8 @@ from elaunch.rendezvous.format import bytes_text
 from elaunch.strict_json import parse_json
 
 _MIB = 1 << 20
-# A worker's share of /dev/shm: NCCL's segments take up to 10 MB for each channel and peer, a data loader's processes
-# pass two batches each through it. Docker's default is 64 MiB for the whole container.
+# A worker's share of /dev/shm: NCCL's segments take up to 10 MB for each channel and peer, and a data loader's
+# processes pass two batches each through it. Docker's default is 64 MiB for the whole container.
 _SHM_MIN, _SHM_WANTED, _SHM_NODE_WANTED = 32 * _MIB, 256 * _MIB, 1024 * _MIB
 # A limit, what each worker and the agent need at least, and what they may need.
 # The agent's open files: pipes, a link and log files for each worker; and those of a data loader's tensors.
@@ -32,7 +32,7 @@ FILES = ("open files (ulimit -n)", (6, 64), (128, 512))
 THREADS = ("this user's threads (ulimit -u)", (32, 64), (256, 64))
 _GROW_SHM = "mount -o remount,size=16G /dev/shm; docker run --shm-size 16g; in a pod an emptyDir with medium Memory"
 TORCH_S = 60.0
-# A healthy node responds immediately, one without GPU persistence mode after seconds.
+# A healthy node responds immediately, or after a few seconds without GPU persistence mode.
 _HEALTH_S = 20.0
 _SMI_S = 20.0
 _SLOW_IMPORT_S = 15.0

@@ -23,7 +23,7 @@ from elaunch.rendezvous.types import RankTable, host_of, job_name
 # More ranks than this are shown by node, unless --ranks requests them.
 RANKS_SHOWN = 32
 _OF_RANKS = ("rank", "host", "pid", "state", "step", "step time", "waits", "last report", "memory", "phase")
-_HEAD = (*_OF_RANKS, "host's free", "load")
+_HEAD = (*_OF_RANKS, "host free", "load")
 _HINT = "elaunch status --ranks shows each rank"
 
 
@@ -249,7 +249,7 @@ def _size(record: dict[str, Any]) -> str:
 
 
 def _rows(record: dict[str, Any], *, by_rank: bool) -> list[tuple[str, ...]]:
-    """A row for each rank, or for each node with its ranks taken together; without columns that nothing fills."""
+    """A row for each rank, or for each node with its ranks taken together; without empty columns."""
     rows: list[tuple[str, ...]] = []
     for node in record["nodes"]:
         its = [rank for rank in record["ranks"] if rank["node_id"] == node["node_id"]]

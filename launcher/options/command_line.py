@@ -174,7 +174,7 @@ def _help(ctx: click.Context, _: click.Parameter, is_given: bool) -> None:
         show(ctx, ctx.get_help())
 
 
-# Settings of an option that shows a text before anything else is checked.
+# Settings of an option that prints something and exits before anything else is checked.
 TEXT: dict[str, Any] = {"is_eager": True, "expose_value": False}
 HELP = Option("help", Group.OTHER, "", "show this text", short="h", peer=True, callback=_help, **TEXT)
 
@@ -199,8 +199,8 @@ def _dashed(word: str) -> str:
 class Command(click.Command):
     """A command whose `work` gets its context and returns the exit code, or, for a job, its options.
 
-    `usage` are the lines after its name. Its --help shows its options of no group, between `about` and `ending`. With
-    `is_elsewhere` the job runs on other hosts: this host's variables and job file do not apply.
+    `usage` are the lines after its name. Its --help shows its options without a group, between `about` and `ending`.
+    With `is_elsewhere` the job runs on other hosts: this host's variables and job file do not apply.
     """
 
     def __init__(
@@ -226,7 +226,7 @@ class Command(click.Command):
         self.options = [param for param in self.params if isinstance(param, Option)]
 
     def read(self, argv: Sequence[str], state: ParseState) -> click.Context:
-        """The context of a command line. Raises UsageError, and click's Exit after a text."""
+        """The context of a command line. Raises UsageError, and click's Exit after printing help."""
         return self.make_context(f"elaunch {self.name}", list(argv), obj=state)
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -310,7 +310,7 @@ COMMANDS = {
     "submit": ("options.command_line:SUBMIT", "submit a job to a scheduler"),
     "status": ("inspect.status:STATUS", "show how a running job is doing"),
     "top": ("inspect.top:TOP", "show a running job, refreshed each second"),
-    "stacks": ("inspect.commands:STACKS", "show where every rank of a running job is"),
+    "stacks": ("inspect.commands:STACKS", "show the stacks of all ranks of a running job"),
     "stop": ("inspect.commands:STOP", "end a running job on all nodes, as Ctrl-C does"),
     "restart": ("inspect.commands:RESTART", "start the workers of a running job again"),
     "warm": ("inspect.commands:WARM", "show or end the warm fork servers"),

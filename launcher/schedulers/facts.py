@@ -42,7 +42,7 @@ class Cluster:
 
     The last fields describe the scheduler. `is_of_pods`: pods share no home, only Kubernetes can give all of them a
     secret, and the head's name may be a service's. `signals_workers`: a notice of the job's end may go to
-    all processes, also to workers. `head_query` finds the head if the name in `head` cannot be resolved.
+    all processes, including workers. `head_query` finds the head if the name in `head` cannot be resolved.
     `cores_option` requests more cores for an agent. `gpus_way_out` is how to give one agent all GPUs of its node.
     """
 
@@ -103,7 +103,7 @@ def used(environ: Mapping[str, str], *names: str) -> tuple[str, ...]:
 
 
 def port_of(job: int) -> int:
-    """A port for the store of job number `job`. Jobs with nearby numbers get other ports; the next port stays free."""
+    """A port for the store of job number `job`. Nearby numbers get different ports; the next port stays free."""
     return _PORT_FIRST + 2 * (job % _PORT_PAIRS)
 
 
