@@ -115,7 +115,7 @@ def build(kind: Any, value: Any) -> Any:
         return tuple(build(get_args(kind)[0], item) for item in value)
     if is_dataclass(kind) and isinstance(kind, type):
         if not isinstance(value, dict):
-            raise TypeError(f"{shown(value)} is no {kind.__name__}")
+            raise TypeError(f"{shown(value)} is not a {kind.__name__}")
         hints = _hints(kind)
         return kind(**{name: _field(name, hint, value[name]) for name, hint in hints.items() if name in value})
     # In Python true == 1, so an enum of numbers would accept true.
@@ -123,7 +123,7 @@ def build(kind: Any, value: Any) -> Any:
         return kind(value)
     if kind is float and type(value) is int:
         return float(_checked(value))
-    raise TypeError(f"{shown(value)} is no {kind.__name__}")
+    raise TypeError(f"{shown(value)} is not a {kind.__name__}")
 
 
 def _field(name: str, hint: Any, value: Any) -> Any:

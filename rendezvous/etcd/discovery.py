@@ -119,7 +119,7 @@ class FoundStore(EtcdStore):
     def _with_token(self, endpoint: Endpoint, call: Callable[[str], Result]) -> Result:
         # Nothing is sent in the clear to a store that may be the job's own.
         if not self._is_found:
-            raise Unavailable(f"the store at {endpoint} was not reached yet")
+            raise Unavailable(f"the store at {endpoint} has not been reached yet")
         return super()._with_token(endpoint, call)
 
 

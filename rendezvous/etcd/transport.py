@@ -64,7 +64,7 @@ class ResponseStream(Protocol):
 
 
 class RpcTransport(Protocol):
-    """Sends requests to members; safe for several threads. `token` goes into the Authorization header, unless "".
+    """Sends requests to members; thread-safe. `token` goes into the Authorization header, unless "".
 
     Every method may raise Unavailable (TimedOut if the deadline passed), Denied and EtcdError.
     """

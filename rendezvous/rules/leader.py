@@ -19,8 +19,8 @@ from elaunch.rendezvous.types import RankTable
 class LeaderState:
     """A leader's state between two calls of `lead`, on its own monotonic clock.
 
-    `formation` belongs to the generation that forms. Nodes without a seat have been ready since `ready_since_s`. The
-    last generation for such nodes was opened at `joined_at_s`; the next one may be opened `join_interval_s` later.
+    `formation` belongs to the generation that is forming. Nodes without a seat have been ready since `ready_since_s`.
+    The last generation for such nodes was opened at `joined_at_s`; the next may be opened `join_interval_s` later.
     All nodes have reported since `hang_since_s` that their ranks are idle. `repaired` is the last transaction that was
     to replace an unreadable record.
     """

@@ -176,7 +176,7 @@ def end_job(snapshot: Snapshot, outcome: Outcome) -> Txn:
 
 
 def open_restart(snapshot: Snapshot, cause: str) -> Txn:
-    """Open a generation because a person requested it; never over one that still forms."""
+    """Open a generation because a person requested it; never while one is still forming."""
     assert snapshot.generation
     keys, number = snapshot.keys, snapshot.generation.number
     opened = Generation(number + 1, OpenKind.RESTART, cause)
@@ -262,7 +262,7 @@ def seal_table(snapshot: Snapshot, table: RankTable) -> Txn:
 
 
 def end_unformed(snapshot: Snapshot, outcome: Outcome) -> Txn:
-    """End the job instead of forming its newest generation. It fails if a node became a member since the snapshot."""
+    """End the job instead of forming its newest generation. Fails if a node has become a member since the snapshot."""
     assert snapshot.generation
     keys = snapshot.keys
     guards = (
