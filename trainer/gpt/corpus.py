@@ -46,7 +46,7 @@ class Corpus:
         root = config.data if config.data is not None else Path(sysconfig.get_path("stdlib"))
         if not root.exists():
             raise ConfigError(f"--data {root} does not exist; give a directory with text files")
-        found = _own_sources(root) if config.data is None else _walk(root, lambda name: not name.startswith("."))
+        found = _stdlib_sources(root) if config.data is None else _walk(root, lambda name: not name.startswith("."))
         try:
             corpus = cls(root, [file for file in found if file.size])
         except OSError as error:
@@ -84,7 +84,7 @@ class Corpus:
         return f"{len(self.files)} files, {self.size} bytes, {self.digest}"
 
     def read(self, start: int, length: int) -> bytes:
-        """The `length` bytes from offset `start`, across file borders. Raises ConfigError if a file has changed."""
+        """The `length` bytes from offset `start`, across file boundaries. Raises ConfigError if a file has changed."""
         parts = []
         index = bisect_right(self._ends, start)
         while length > 0:
@@ -118,12 +118,12 @@ class Corpus:
         return part
 
 
-def _own_sources(root: Path) -> Iterator[File]:
+def _stdlib_sources(root: Path) -> Iterator[File]:
     return (file for file in _walk(root, lambda name: name not in _NOT_LIBRARY) if file.name.endswith(".py"))
 
 
 def _walk(root: Path, wanted: Callable[[str], bool]) -> Iterator[File]:
-    """The regular files below `root` by name, also links to files. Links to directories could form cycles."""
+    """The regular files below `root` by name, including links to files. Links to directories could form cycles."""
     if root.is_file():
         yield File("", root.stat().st_size)
         return

@@ -76,7 +76,7 @@ class Recorder:
 
     @property
     def steps_lost(self) -> int:
-        """The number of completed steps that were lost since the run began; only on rank 0."""
+        """The number of completed steps lost since the run began; only on rank 0."""
         return self._metrics.steps_lost if self._metrics is not None else 0
 
     def begin(self, keeper: Keeper, order: Order) -> Recorder:
@@ -104,7 +104,7 @@ class Recorder:
             self._ledger.close()
 
     def computes(self, step: int, micros: Sequence[Micro]) -> None:
-        """Note that this rank computes the gradients of `micros`. Call it before the gradients are summed."""
+        """Record that this rank computes the gradients of `micros`. Call it before the gradients are summed."""
         for micro in micros:
             self._write_ledger(step, lambda ledger, micro=micro: ledger.record(step, micro))  # type: ignore[misc]
 
@@ -121,9 +121,9 @@ class Recorder:
         self, step: int, *, loss: Tensor, grad_norm: Tensor, learning_rate: float, held_out: Tensor | None
     ) -> None:
         """Store the step's figures and the samples seen in `state`. Call it within the step's commit."""
-        place, unknown = self._place, math.nan if held_out is None else held_out
+        place, held_out_or_nan = self._place, math.nan if held_out is None else held_out
         row = self._stacked(
-            step, loss, grad_norm, learning_rate, unknown, self._seconds, place.world_size, place.generation
+            step, loss, grad_norm, learning_rate, held_out_or_nan, self._seconds, place.world_size, place.generation
         )
         rows = torch.cat([self.state["figures"].to(self._device), row[None]])
         self.state["figures"] = rows[-self._log_every :]

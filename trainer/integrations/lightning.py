@@ -42,7 +42,7 @@ class ElaunchCallback(Callback):  # type: ignore[misc]
         self._state: dict[str, Any] = {}
         # The step after which the callbacks' states were noted.
         self._noted = -1
-        # Whether another process has begun this epoch.
+        # Whether an earlier process began this epoch.
         self._is_within = False
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -62,7 +62,7 @@ class ElaunchCallback(Callback):  # type: ignore[misc]
         model = trainer.strategy.model
         if not pl_module.automatic_optimization and isinstance(model, DistributedDataParallel):
             # Here Lightning lets DDP broadcast buffers before the very first pass only. A restart must not do it again:
-            # each rank's own ones are kept.
+            # each rank keeps its own.
             model.broadcast_buffers = model.forward_sync_buffers = False
         self._state.update(_state_of(trainer), repeats=False)
         self._keeper = Keeper(
@@ -91,15 +91,15 @@ class ElaunchCallback(Callback):  # type: ignore[misc]
         elif done:
             self.begin_epoch(trainer, done)
         if self._state["repeats"]:
-            self._kept.restore_random()
+            self._live_keeper.restore_random()
             # Then Lightning goes to the epoch's end.
             loop.epoch_loop.val_loop._has_run = not _validates_next(trainer)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Undo what the end of an epoch drew: a restart does not repeat that."""
         self._note(trainer)
-        self._kept.redraw()
-        self._kept.restore_random()
+        self._live_keeper.redraw()
+        self._live_keeper.restore_random()
         # A resumed epoch without batches left has not reset this.
         trainer.fit_loop.epoch_loop.restarting = False
 
@@ -123,20 +123,20 @@ class ElaunchCallback(Callback):  # type: ignore[misc]
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Stop here if a stop is requested, and make the copies that are due."""
         self._note(trainer)
-        self._kept.step_begin()
+        self._live_keeper.step_begin()
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Begin the commit: optimizer, schedulers, scaler and loops change."""
-        self._kept.commit_begin()
+        self._live_keeper.commit_begin()
 
     def end_step(self, trainer: Any) -> None:
         """End the commit, with the callbacks' changes; none if gradients were only accumulated."""
-        if self._kept.is_committing:
+        if self._live_keeper.is_committing:
             self._state.update(_state_of(trainer), repeats=_can_repeat_end(trainer))
-            self._kept.step_end()
+            self._live_keeper.step_end()
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Make a repeated validation draw the same, whatever its loaders have drawn."""
+        """Make a repeated validation draw the same numbers, whatever its loaders have drawn."""
         self.on_validation_end(trainer, pl_module)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
@@ -153,18 +153,18 @@ class ElaunchCallback(Callback):  # type: ignore[misc]
 
     def _note(self, trainer: Any) -> None:
         """Once after each step: record what callbacks have done since, unless a restart repeats it."""
-        if self._noted != self._kept.step and not self._state["repeats"]:
-            self._noted = self._kept.step
+        if self._noted != self._live_keeper.step and not self._state["repeats"]:
+            self._noted = self._live_keeper.step
             self._state.update(_outside_of_steps(trainer))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Keep the last state, also on the disk if there are checkpoints."""
+        """Keep the last state, and on disk too if there are checkpoints."""
         self._state.update(_outside_of_steps(trainer), repeats=False)
-        self._kept.close()
+        self._live_keeper.close()
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Close the Keeper if the restored training was over, and no loop has run."""
-        self._kept.close()
+        self._live_keeper.close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Keep the last complete step."""
@@ -172,7 +172,7 @@ class ElaunchCallback(Callback):  # type: ignore[misc]
             self._keeper.close(exception)
 
     @property
-    def _kept(self) -> Keeper:
+    def _live_keeper(self) -> Keeper:
         assert self._keeper is not None
         return self._keeper
 
@@ -180,17 +180,17 @@ class ElaunchCallback(Callback):  # type: ignore[misc]
 class _Last(Callback):  # type: ignore[misc]
     """Continues within an epoch, begins one and ends a step after the other callbacks have acted there."""
 
-    def __init__(self, kept: ElaunchCallback) -> None:
-        self._kept = kept
+    def __init__(self, callback: ElaunchCallback) -> None:
+        self._callback = callback
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self._kept.accumulate_again(trainer)
+        self._callback.accumulate_again(trainer)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        self._kept.begin_epoch(trainer)
+        self._callback.begin_epoch(trainer)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self._kept.end_step(trainer)
+        self._callback.end_step(trainer)
 
 
 class _Orders:
@@ -200,12 +200,12 @@ class _Orders:
         self._orders: list[EpochOrder] = []
 
     def over(self, loaders: list[Any]) -> None:
-        """The epoch that another process began has no batch left."""
+        """The epoch that an earlier process began has no batch left."""
         for order, loader in zip(self._orders, loaders, strict=True):
             order.over(loader)
 
     def begin(self, loaders: list[Any], done: int) -> None:
-        """Begin an epoch, or resume another process's after `done` batches."""
+        """Begin an epoch, or resume an earlier process's after `done` batches."""
         self._orders = self._orders or [EpochOrder() for _ in loaders]
         for order, loader in zip(self._orders, loaders, strict=True):
             order.begin(loader, done)
@@ -257,7 +257,7 @@ def _validates_next(trainer: Any) -> bool:
 
 
 def _can_repeat_end(trainer: Any) -> bool:
-    """Whether a validation or the end of the epoch follows this step, and a restart can make it again.
+    """Whether a validation or the end of the epoch follows this step, and a restart can repeat it.
 
     It cannot if a callback compares a mean over the epoch's steps, which a restart loses.
     """
@@ -339,7 +339,7 @@ def _require_others_possible(others: list[Any]) -> None:
 def _require_possible(trainer: Any) -> None:
     if len(trainer.optimizers) != 1:
         raise ValueError(
-            f"the module has {len(trainer.optimizers)} optimizers, and ElaunchCallback does not know where their "
+            f"the module has {len(trainer.optimizers)} optimizers, and ElaunchCallback cannot determine where their "
             "common step ends; use one optimizer, or a loop of your own with elaunch.trainer.Keeper"
         )
     if any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs):

@@ -73,18 +73,18 @@ class ElaunchTrainerCallback(TrainerCallback):  # type: ignore[misc]
             return
         done = self._done * args.gradient_accumulation_steps if self._epoch == self._resumed_epoch else 0
         if not done:
-            self._kept.redraw()
-            self._kept.restore_random()
+            self._live_keeper.redraw()
+            self._live_keeper.restore_random()
         # Else the generators of the training are restored when the first step begins.
         self._order.begin(base, done)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Stop here if a stop is requested, and make the copies that are due."""
-        self._kept.step_begin()
+        self._live_keeper.step_begin()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Begin the commit: optimizer, scheduler, scaler and record change."""
-        self._kept.commit_begin()
+        self._live_keeper.commit_begin()
 
     def on_step_end(self, args: Any, state: Any, control: Any, *, train_dataloader: Any, **_: Any) -> None:
         """Correct the epoch, and end the commit."""
@@ -92,11 +92,11 @@ class ElaunchTrainerCallback(TrainerCallback):  # type: ignore[misc]
         in_epoch = state.global_step - self._epoch * steps
         # The Trainer counts from the first batch that it gets.
         state.epoch = self._epoch + min(in_epoch * args.gradient_accumulation_steps, batches) / batches
-        self._kept.step_end()
+        self._live_keeper.step_end()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Undo what an evaluation drew: a restart does not repeat it."""
-        self._kept.redraw()
+        self._live_keeper.redraw()
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Continue after an epoch without a batch, which was done before."""
@@ -113,11 +113,11 @@ class ElaunchTrainerCallback(TrainerCallback):  # type: ignore[misc]
             self._restored = 0
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Keep the last state, also on the disk if there are checkpoints."""
-        self._kept.close()
+        """Keep the last state, and on disk too if there are checkpoints."""
+        self._live_keeper.close()
 
     @property
-    def _kept(self) -> Keeper:
+    def _live_keeper(self) -> Keeper:
         assert self._keeper is not None
         return self._keeper
 
@@ -151,7 +151,7 @@ def _require_possible(args: Any, state: Any, scheduler: Any, batches: int) -> No
         )
     if state.global_step:
         raise ValueError(
-            f"the Trainer begins after step {state.global_step}, by resume_from_checkpoint; leave that out: "
+            f"the Trainer begins after step {state.global_step}, because of resume_from_checkpoint; leave that out: "
             "ElaunchTrainerCallback(checkpoints=…) restores from memory and from its own checkpoints"
         )
     if isinstance(scheduler, ReduceLROnPlateau):
