@@ -38,7 +38,7 @@ def capacity_in(folder: Path) -> Capacity:
 
 
 def allocate(descriptor: int, begin: int, end: int) -> None:
-    """Allocate these bytes of a file in shared memory. Raises OSError without room, naming the cgroup that limits it.
+    """Allocate these bytes of a file in shared memory. Raises OSError if there is no space, naming the cgroup.
 
     In parts, with a check before each: the ranks of a node allocate at the same time, within one limit.
     """

@@ -74,8 +74,8 @@ class GpuCopies:
         """
         if self._cuda.is_current_stream_capturing():
             raise RuntimeError(
-                "a commit was begun while a CUDA graph is captured: the steps that the graph makes later would not be "
-                "kept; capture first, and put graph.replay() into `with keeper.commit():`"
+                "a commit was begun while a CUDA graph was being captured: the steps that the graph makes later would "
+                "not be kept; capture first, and put graph.replay() into `with keeper.commit():`"
             )
         complete = self._cuda.current_stream(self._device).record_event()
         check_s = time.monotonic() + _CHECK_S
@@ -140,7 +140,7 @@ class PinnedBuffers:
         for target, source in pairs:
             flat_target, flat_source = bytes_of(target), bytes_of(source)
             if flat_target is None or flat_source is None:
-                # The bytes of one are not in the order of its indices.
+                # One of them is not contiguous, or is a conjugate or negative view.
                 target.copy_(source)
                 continue
             for begin in range(0, flat_source.numel(), size):

@@ -60,7 +60,7 @@ class Slot:
         self._region = torch.empty(0, dtype=torch.uint8)
         self._shape: tuple[object, ...] = ()
         self._views: list[Tensor] = []
-        # What `write_again` has written last, if it is still there.
+        # What `write_again` wrote last, if it is still there.
         self._written: tuple[Packed, Label] | None = None
         self._is_settled = threading.Event()
         self._is_settled.set()
@@ -86,7 +86,7 @@ class Slot:
         return self._region
 
     def grow(self, size: int) -> None:
-        """Make the file at least `size` bytes long. Raises OSError without room, instead of a SIGBUS later."""
+        """Make the file at least `size` bytes long. Raises OSError if there is no space, instead of a SIGBUS later."""
         there = self.size
         if not there:
             # Views of an older file of this name are stale.
@@ -239,7 +239,7 @@ def received(region: Tensor, expected: Piece | Version, sender: int) -> Header:
 
 
 def tear_newer(paths: Iterable[Path], version: Version) -> None:
-    """Declare the states in these files torn that are newer than `version`: those steps are given up."""
+    """Declare torn the states in these files that are newer than `version`: those steps are given up."""
     for path in paths:
         region = _mapped(path)
         header = header_of(region)

@@ -3,7 +3,7 @@
 Of two ranks the higher one connects, and the lower one listens. One thread uses them, and they start none. Every wait
 also admits ranks that connect, and sends queued data: ranks that send to each other, or in a ring, do not deadlock.
 
-After an error all connections are closed, so that it propagates to the neighbours, and at last to all ranks.
+After an error all connections are closed, so that it propagates to the neighbours, and eventually to all ranks.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Connections:
     @contextlib.contextmanager
     def _or_close(self, waiting: Collection[int] = ()) -> Iterator[None]:
         if self._why_closed:
-            raise PeerLost(f"the ranks' channel {self._channel} is over: {self._why_closed}")
+            raise PeerLost(f"the ranks' channel {self._channel} is closed: {self._why_closed}")
         self._waiting = set(waiting)
         try:
             yield
@@ -345,7 +345,7 @@ _all: weakref.WeakSet[Connections] = weakref.WeakSet()
 def _abandon() -> None:
     """In a forked child: a connection lives until all its copies are closed, and its peers must see this rank exit."""
     for each in list(_all):
-        each.close("it belongs to the process that was forked")
+        each.close("it belongs to the parent process")
 
 
 os.register_at_fork(after_in_child=_abandon)

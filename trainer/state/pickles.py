@@ -1,4 +1,4 @@
-"""Rejects pickles that nest too deeply, as in files of torch.save, before anything loads them.
+"""Rejects pickles that nest too deeply, as in files written by torch.save, before anything loads them.
 
 `torch.load(weights_only=True)` runs no code, but it hashes a tuple that is a key. Python does that recursively without
 a limit: some 100,000 nested tuples overflow the stack, and a few, each of which holds the next one twice, take forever.
@@ -16,7 +16,7 @@ import torch
 
 DEPTH_MAX = 500
 _ZIP = b"PK\x03\x04"
-# With fewer tuples than this of more than one item, nothing can take long.
+# With so few tuples of two or more items, and so few bytes, nothing can take long.
 _FEW_TUPLES, _SHORT_BYTES = 20, 2000
 _PAIRS = (pickle.TUPLE2, pickle.TUPLE3, pickle.TUPLE)
 # The opcodes that torch.save, DCP and `packing` write.
@@ -31,7 +31,7 @@ _Nested = tuple[int, int]
 
 
 def require_shallow(file: IO[bytes]) -> None:
-    """Raise pickle.UnpicklingError if `file` is not one of torch.save (1.6 or later), or nests too deeply.
+    """Raise pickle.UnpicklingError if torch.save (1.6 or later) did not write `file`, or it nests too deeply.
 
     The file is read from its current position, which is restored. Raises RuntimeError as torch does.
     """
@@ -45,7 +45,7 @@ def require_shallow(file: IO[bytes]) -> None:
         if len(content) > _SHORT_BYTES or sum(map(content.count, _PAIRS)) > _FEW_TUPLES:
             scan(content)
     else:
-        raise pickle.UnpicklingError("it is no file of torch.save")
+        raise pickle.UnpicklingError("it is not a file that torch.save wrote")
     file.seek(start)
 
 
@@ -71,7 +71,7 @@ def scan(content: bytes | bytearray) -> None:
     try:
         _scan(content)
     except (IndexError, KeyError, ValueError) as error:
-        raise pickle.UnpicklingError("it is no pickle, or a torn one") from error
+        raise pickle.UnpicklingError("it is not a pickle, or is truncated") from error
 
 
 def _scan(content: bytes | bytearray) -> None:
@@ -111,7 +111,7 @@ def _scan(content: bytes | bytearray) -> None:
             del stack[len(stack) - len(taken) :]
             stack += [(0, 0)] * len(op.stack_after)
     if file.read(1):
-        raise ValueError("something follows it")
+        raise ValueError("trailing data")
 
 
 def _tuple_of(items: list[_Nested], size_max: int) -> _Nested:

@@ -77,7 +77,7 @@ class RankObjects:
         for why in reasons:
             ranks = [str(rank) for rank, its in enumerate(missed) if its == why]
             whose = "all ranks" if len(ranks) == len(missed) else f"rank {', '.join(ranks)}"
-            then = "some samples come twice" if "earlier" in why else "it starts over, and samples come twice or never"
+            then = "samples are repeated" if "earlier" in why else "it starts over, and samples are repeated or skipped"
             sentences.append(f"the state per rank (per_rank: {', '.join(self.kinds)}) of {whose} {why}: {then}")
         return "; ".join(sentences)
 
@@ -87,8 +87,8 @@ def _stateful(one: Any) -> Stateful:
         return GeneratorState(one)
     if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
         raise TypeError(
-            f"per_rank has a {type(one).__qualname__}, which has no state_dict and load_state_dict; a DataLoader gets "
-            "them by elaunch.trainer.Batches(loader), or as torchdata's StatefulDataLoader"
+            f"per_rank has a {type(one).__qualname__}, which has no state_dict and load_state_dict; for a DataLoader "
+            "pass elaunch.trainer.Batches(loader), or use torchdata's StatefulDataLoader"
         )
     return cast(Stateful, one)
 

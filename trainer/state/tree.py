@@ -117,7 +117,7 @@ def flatten(state: Mapping[str, Any], leaf: type = Tensor) -> Tree:
             return type(value)(visit(item, (*path, index), inside) for index, item in enumerate(value))
         if inside or not (type(value) in _PLAIN or is_numpy_scalar(value)):
             kinds = "tensors" if inside else "tensors and plain Python values"
-            raise TypeError(f"{_where(path)} is a {type(value).__name__}; what is kept of a state is {kinds}")
+            raise TypeError(f"{_where(path)} is a {type(value).__name__}; only {kinds} of a state are kept")
         return value
 
     return Tree(tree.tensors, tree.paths, visit(dict(state), (), False), tree.per_rank)
@@ -151,7 +151,7 @@ def numpy_scalar(kind: str, content: bytes) -> Any:
 
     dtype = numpy.dtype(str(kind))
     if dtype.kind in "OV":
-        raise ValueError(f"{kind!r:.80} is no type of a scalar")
+        raise ValueError(f"{kind!r:.80} is not the dtype of a scalar")
     # A copy: an empty string has no bytes to read.
     return numpy.frombuffer(content, dtype)[0] if content else dtype.type()
 
@@ -221,7 +221,7 @@ def _filled(there: Any, saved: Tensor, spare: Collection[int]) -> Tensor:
         else:
             there.data = saved.detach().to(there.device, copy=True)
     except RuntimeError:
-        # It cannot be written, such as an expanded or an inference tensor, so no alias of it is written either.
+        # It cannot be written, like an expanded or an inference tensor, so no alias of it is written either.
         return saved.detach().to(there.device, copy=True)
     return there
 
@@ -300,7 +300,7 @@ _WORD = 8
 def digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """The sum of each tensor's bytes as 8-byte integers: any single changed bit shows.
 
-    It runs at about the speed of memory, on the tensor's device, which returns one number for each tensor. The
+    It runs at about memory bandwidth, on the tensor's device, which returns one number for each tensor. The
     checksum of a `region` would need all tensors in one piece of host memory.
     """
     found = dict.fromkeys(tensors, 0)

@@ -240,9 +240,9 @@ def test_another_models_checkpoint_is_refused_and_left_where_it_is(
 @pytest.mark.parametrize(
     ("state", "reason"),
     [
-        ({"extra": {"when": Bomb(Path())}}, "extra.when is a Bomb; what is kept of a state is tensors and plain"),
+        ({"extra": {"when": Bomb(Path())}}, "extra.when is a Bomb; only tensors and plain"),
         ({"a": {(1, 2): 3}}, r"a has the key \(1, 2\); keys are strings or integers"),
-        ({"a": PerRank(x={"n": 1})}, "a.x.n is a int; what is kept of a state is tensors"),
+        ({"a": PerRank(x={"n": 1})}, "a.x.n is a int; only tensors of a state are kept"),
     ],
 )
 def test_what_could_not_be_read_back_is_refused_at_once(tmp_path: Path, state: dict[str, Any], reason: str) -> None:

@@ -89,7 +89,7 @@ def test_at_another_world_size_it_starts_over_and_the_keeper_reports_it(
 
     assert resumed.logged[1] == (
         "the state per rank (per_rank: Batches, GeneratorState, Packer) of all ranks is that of 1 ranks, and does not "
-        "fit 2 ranks: it starts over, and samples come twice or never"
+        "fit 2 ranks: it starts over, and samples are repeated or skipped"
     )
     assert resumed.seen[0][-1] == 1
 

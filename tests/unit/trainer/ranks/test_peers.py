@@ -170,7 +170,7 @@ def test_a_rank_that_does_nothing_is_an_error_after_the_timeout() -> None:
         ranks[0].all_reduce_max([0])
     # The text by which the agent finds the rank that did not come.
     assert re.search(TIMED_OUT, str(raised.value), re.IGNORECASE)
-    with pytest.raises(PeerLost, match="is over: collective operation timeout"):
+    with pytest.raises(PeerLost, match="is closed: collective operation timeout"):
         ranks[0].all_reduce_max([0])
 
 
