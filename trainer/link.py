@@ -43,9 +43,9 @@ def report(step: int) -> None:
 
 
 def phase(name: str) -> None:
-    """Report what the work is now ("evaluating"): a sign of life while no step ends (`--hang-timeout`).
+    """Report the current activity ("evaluating"): a heartbeat while no step completes (`--hang-timeout`).
 
-    Never waits and never raises. Call it when the work changes, not in an inner loop.
+    Never waits and never raises. Call it when that changes, not in an inner loop.
     """
     _open_link().send(_line(event="phase", name=name[:_PHASE_CHARS_MAX]))
 
@@ -53,7 +53,7 @@ def phase(name: str) -> None:
 def mark(name: str) -> None:
     """Report that the start of this process has reached a point ("restoring", "restored"), for the run's timeline.
 
-    It is not a sign of life: what comes next, like a compilation, may take long. Never waits and never raises.
+    It is not a heartbeat: what comes next, like a compilation, may take a long time. Never waits and never raises.
     """
     _open_link().send(_line(event="mark", name=name[:_PHASE_CHARS_MAX], monotonic_s=round(time.monotonic(), 6)))
 
@@ -61,7 +61,7 @@ def mark(name: str) -> None:
 def saving(step: int) -> None:
     """Report that `step` is being saved. After a peer's failure this process then has `--stop-grace` to finish.
 
-    Without this call it has only `--failure-grace`, also if a peer fails during a stop. Call it from any thread; it
+    Without this call it has only `--failure-grace`, even if a peer fails during a stop. Call it from any thread; it
     waits for a busy agent, a second at most.
     """
     _open_link().send(_line(event="saving", step=step), _SURELY_S)

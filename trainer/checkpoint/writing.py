@@ -111,7 +111,7 @@ def staged(items: SavePlan, tensors: Mapping[str, Tensor], before: Copies) -> Co
 def write(folder: Folder, rank: int, items: SavePlan, copies: Copies) -> Part:
     """Write this rank's tensors durably to a file in `folder`.
 
-    Raises OSError, also if torch has converted that of a full disk to another exception.
+    Raises OSError, even if torch has converted that of a full disk to another exception.
     """
     if not items.items:
         return Part({}, {})
@@ -181,8 +181,8 @@ class Writing:
     """One checkpoint to write, in the unpublished `folder`, by `thread`. `plain` is the packed rest of the state.
 
     `ranks` write it together, and use these connections in no other thread. With None this rank writes all of it.
-    `on_published` is called in the thread, on rank 0. `failure` is the reason of this rank's first error, empty without
-    one.
+    `on_published` is called in the thread, on rank 0. `failure` is the reason for this rank's first error, empty
+    without one.
     """
 
     mark: Mark
@@ -219,7 +219,7 @@ class Writing:
             if self.ranks is not None and not self.ranks.leads:
                 return
         # Other ranks may still write: what they add is swept by the next start. Old checkpoints that stay cost space,
-        # and deleting them is retried after the next.
+        # and deleting them is retried after the next checkpoint.
         with contextlib.suppress(OSError):
             if is_published:
                 keep_newest(self.storage, self.keep, self.mark)

@@ -31,14 +31,14 @@ _SAME_REQUEST_S = 1.0
 class StopRequest:
     """Within the `with` block the first signal is only recorded, in `signum` (0 until then).
 
-    Each rank may get the signal in another step, so no rank acts alone: the ranks combine their notes and stop
-    together, by SystemExit. If the block ends in another way, the signal is raised again for the handler that is active
-    then. After an exception it is raised only if a Python handler gets it: otherwise it would end the process before
-    the exception is reported. With several blocks in one program each notes the signal: any of them may have the loop
-    that runs. `clock_s` is the time (monotonic); `end` is how a later signal ends the process.
+    Each rank may get the signal in a different step, so no rank acts alone: the ranks agree, and stop together, by
+    SystemExit. If the block ends in any other way, the signal is raised again for the handler that is active then.
+    After an exception it is raised only if a Python handler gets it: otherwise it would end the process before the
+    exception is reported. With several blocks in one program each records the signal: any of them may contain the
+    running loop. `clock_s` is the time (monotonic); `end` is how a later signal ends the process.
     """
 
-    # Those of this process that have signals and are inside their blocks; the handlers before the first of them.
+    # The requests of this process that are inside their blocks and handle signals; the handlers before the first one.
     entered: ClassVar[list[StopRequest]] = []
     before: ClassVar[dict[int, Any]] = {}
 
@@ -113,7 +113,7 @@ def _restore_handler(signum: int) -> None:
 
 
 def _free_signals() -> list[signal.Signals]:
-    """The signals that request a stop. SIGUSR1 and SIGUSR2, which schedulers send before they kill, do if unhandled."""
+    """The signals that request a stop; if unhandled, also SIGUSR1 and SIGUSR2, which schedulers send before SIGKILL."""
     if threading.current_thread() is not threading.main_thread():
         return []
     notices = (signal.SIGUSR1, signal.SIGUSR2)
@@ -129,7 +129,7 @@ EVEN = (
 
 
 class StopReason(IntEnum):
-    """The reason for a stop. If several arrive, the greatest counts."""
+    """The reason for a stop. If several arrive, the greatest takes precedence."""
 
     NONE = 0
     JOIN = 1
@@ -163,8 +163,8 @@ class Stopped(SystemExit):
 class SyncPlan:
     """What one rank proposes at a sync point, and then what all ranks have agreed on.
 
-    That is the next sync point in `steps` steps at the latest, a snapshot now, a copy of the next step, and copies of
-    all steps until then if there are any. A rank's loop counts up to step `total`. `reason` is why they stop now.
+    `steps` is the number of steps until the next sync point, at most. `snapshot`: take one now. `copy`: copy the next
+    step. `copies`: copy each step until then. A rank's loop counts up to step `total`. `reason` is why all stop now.
     """
 
     steps: int = 1
@@ -177,14 +177,14 @@ class SyncPlan:
     def numbers(self, reporter: int) -> list[int]:
         """The numbers that the ranks compare; `reporter` is 0 if this rank has nothing to report.
 
-        The greatest counts: one rank can make all stop or sync soon, and refuse a copy for all.
+        The greatest takes precedence: one rank can make all stop or sync soon, and refuse a copy for all.
         """
         total = self.total
         return [self.reason, not self.snapshot, not self.copy, not self.copies, -self.steps, total, -total, reporter]
 
     @classmethod
     def agreed(cls, numbers: Sequence[int]) -> SyncPlan:
-        """From the greatest of all ranks' `numbers`, one by one. Raises ValueError if their loops differ."""
+        """From the element-wise maximum of all ranks' `numbers`. Raises ValueError if their loops differ."""
         reason, *refused, steps, most, least, _ = numbers
         if most != -least:
             raise ValueError(
@@ -385,7 +385,7 @@ class Loops:
         self._left[total], self._is_leaving = step, True
 
     def settle(self, *, has_left: bool) -> None:
-        """Record the loop that was left last, once the program is past it; without `has_left` an exception left it."""
+        """Record the loop that was left last, once the program is past it; without `has_left` an exception ended it."""
         if self._is_leaving and has_left:
             self._write()
         self._is_leaving = False

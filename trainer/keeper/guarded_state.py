@@ -1,4 +1,4 @@
-"""The state between two commits: which step it is of, who may change it now, and who may copy it."""
+"""The state between two commits: which step it belongs to, who may change it now, and who may copy it."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class GuardedState:
         return may
 
     def check_weights(self) -> None:
-        """The weights may have been exchanged for an evaluation, or been put back: compare their values."""
+        """An evaluation may have swapped the weights for others, or restored them: compare their values."""
         self._guard.compare_values(self.version.step)
         self._report_changes()
 
@@ -203,7 +203,7 @@ class GuardedState:
         self._copies.gpu.before_commit(lambda: self._copies.groups.require_clean(otherwise))
 
     def store(self) -> None:
-        """Store this rank's own state as it will be at the end of this commit, the rest of which may take long."""
+        """Store this rank's own state as it will be at the end of this commit, whose rest may take a long time."""
         self._training.settings.stepped(is_checked=self.is_checked)
         # The backward pass has stored this already, unless random numbers were drawn since.
         if self._copies.store(self.next_version, unless_same=True) and not self._has_reported_draws:
@@ -217,7 +217,7 @@ class GuardedState:
         self._is_stored = True
 
     def end(self, *, is_whole: bool = True) -> None:
-        """The step is complete; without `is_whole` its changes have failed, and the state is of no step."""
+        """The step is complete; without `is_whole` its changes have failed, and the state belongs to no step."""
         try:
             if is_whole:
                 if self.is_checked:
@@ -306,8 +306,8 @@ class GuardedState:
         """The group has failed: save the last complete step unless another worker of this node has, and seal the state.
 
         If the state is in parts, this rank's part of the last copy is in memory already, or is being written: then this
-        waits for it, since all parts of a copy count or none. Nothing is saved without a memory or room in it, if the
-        state has changed outside of a commit, or if a commit does not end: it waits for a peer that has failed.
+        waits for it, since all parts of a copy count or none. Nothing is saved if there is no memory or no space in it,
+        if the state has changed outside of a commit, or if a commit does not end: it waits for a peer that has failed.
         """
         if not self._is_restored:
             return
@@ -315,7 +315,7 @@ class GuardedState:
         self._copies.wait_for_part(self.version.step)
         if not self._copies.can_rescue:
             return
-        # Before the lock is taken: copying a large state takes long, and a step that is being completed is still kept.
+        # Before the lock is taken: copying a large state takes time, and a step that is being completed is still kept.
         link.saving(self.version.step)
         has_lock = self._acquired()
         self._is_sealed = True

@@ -48,22 +48,22 @@ from elaunch.trainer.state.training_state import Training
 class Keeper:
     """The state of one training: restored on entry, kept while `steps` runs, saved by the survivors of a failure.
 
-    `model` may be wrapped in DDP, and compiled. Several models or optimizers are a list. `scheduler`, `scaler` and
-    `extra` are kept too: objects with `state_dict` and `load_state_dict`, lists of them, or for `extra` a dictionary or
-    list of tensors and plain values, which a restore fills in place. They must be the same on every rank, and change
-    only within `commit`. `hook_state` is the state of a communication hook (PowerSGD's), which each rank has for
-    itself. `per_rank` is one object, or a list of them, with a state that each rank has for itself: `Batches`, a
-    StatefulDataLoader, a `torch.Generator`, anything with `state_dict` and `load_state_dict`. `()` declares that there
-    is none, and that the data's order needs nothing. Of FSDP's and ZeRO-1's state each rank keeps its part.
+    `model` may be wrapped in DDP, and compiled. Pass several models or optimizers as a list. `scheduler`, `scaler`
+    and `extra` are kept too: objects with `state_dict` and `load_state_dict`, lists of them, or for `extra` a dict
+    or list of tensors and plain values, which a restore fills in place. They must be the same on every rank, and change
+    only within `commit`. `hook_state` is the state of a communication hook (PowerSGD's), which differs between ranks.
+    `per_rank` is one object, or a list of them, whose state differs between ranks: `Batches`, a StatefulDataLoader, a
+    `torch.Generator`, anything with `state_dict` and `load_state_dict`. `()` declares that there is none, and that the
+    data's order needs nothing. Of FSDP's and ZeRO-1's state each rank keeps its part.
 
     `checkpoints` is the directory, or URL, of durable checkpoints: one is written every `checkpoint_every` steps, at a
     stop and at the end, and the newest `keep` stay. `lose_at_most` is the number of complete steps that a failure may
-    take back while the nodes' memory lives: 0 copies each step within its commit, N copies one in N, and None as many
-    as take 0.25 % of the time (1 % where a rank alone has a part). Every `verify_every` steps the ranks compare what
-    they have alike, and raise Differs if a copy is damaged. `warm_up` does one forward and backward pass on any data of
-    the right shape, and is called as often as DDP needs; without it, a resumed run of three or more workers is not bit
-    for bit equal to a run without failures.
-    `name` distinguishes several trainings of one program. `say` takes log messages.
+    undo while the nodes' memory survives: 0 copies each step within its commit, N copies one in N, and None as many
+    as take 0.25 % of the time (1 % where a rank alone has a part). Every `verify_every` steps the ranks compare their
+    replicated tensors, and raise Differs if a copy is damaged. `warm_up` does one forward and backward pass on any data
+    of the right shape, and is called as often as DDP needs; without it, a resumed run of three or more workers is not
+    bit for bit equal to a run without failures.
+    `name` distinguishes several training runs of one program. `say` takes log messages.
 
     All ranks create and enter it, after `init_process_group`; without a process group it keeps a single process.
     Leaving it raises NotDurable if the last checkpoint cannot be written for a minute.
@@ -95,7 +95,7 @@ class Keeper:
             if count is None and option in ("verify_every", "lose_at_most"):
                 continue
             if not _is_count(count, least):
-                raise ValueError(f"{option} is {count!r}; it is a whole number, at least {least}")
+                raise ValueError(f"{option} is {count!r}; it must be a whole number, at least {least}")
         if not re.fullmatch(r"[\w-]+", name):
             raise ValueError(f"name is {name!r}; it is part of a file's name: letters, digits, _ and -")
         self._training = Training(model, optimizer, scheduler, scaler, extra, hook_state, per_rank)
@@ -232,7 +232,7 @@ class Keeper:
         `total`, or `total` is not a whole number.
         """
         if not _is_count(total, 0):
-            raise ValueError(f"steps({total!r}): the total is a whole number, 0 or more")
+            raise ValueError(f"steps({total!r}): the total must be a whole number, 0 or more")
         with self.loop(total) as has_steps:
             settings = self._training.settings
             while has_steps and (step := self.step + 1) <= total:
@@ -335,16 +335,16 @@ class Keeper:
     def redraw(self) -> None:
         """Set the random states back to those at the end of the last step: the next one draws from there.
 
-        Call it after an evaluation that draws random numbers: a run that a failure cuts off there does not make it
-        again, and continues with the same numbers. `steps` does so before each step. After a restore it does nothing
-        until `restore_random` was called.
+        Call it after an evaluation that draws random numbers: a run that a failure cuts off there does not repeat
+        it, and continues with the same numbers. `steps` does so before each step. After a restore it does nothing
+        until `restore_random` has been called.
         """
         if not self._is_random_due or self._training.random.aside:
             self._training.random.apply(self._random)
             self._redrawn_step = self.step
 
     def redraw_once(self) -> None:
-        """The same, unless it was done since the last step."""
+        """Like `redraw`, unless that has been done since the last step."""
         if self._redrawn_step != self.step:
             self.redraw()
 

@@ -199,7 +199,7 @@ class Unkept:
 
 
 def _of_program(without: Collection[int]) -> Iterator[tuple[str, Any]]:
-    """Objects reachable from the program's variables, tensor variables last: one may be a loop's, of an average."""
+    """Objects reachable from the program's variables; tensors last: a loop variable may be a part of an average."""
     held = dict(variables(sys._getframe(1)))
     alone = {name: one for name, one in held.items() if is_a(one, Tensor)}
     inside = {name: one for name, one in held.items() if name not in alone}
@@ -300,7 +300,7 @@ def _has_tensors(value: object) -> bool:
 
 
 def named(path: str, value: Any, kept: frozenset[int] | None = None, depth: int = _DEPTH) -> Iterator[tuple[str, Any]]:
-    """Tensors, generators and plain values in `value` by their paths; with `kept` also those in objects but these."""
+    """Tensors, generators and plain values in `value` by their paths; with `kept` also in objects not in `kept`."""
     if isinstance(value, Tensor):
         if kept is None or value.nbytes < _BYTES_MAX:
             yield path, value

@@ -1,4 +1,4 @@
-"""Periodically compares the tensors that ranks have alike: a copy that differs from the others is damaged."""
+"""Periodically compares the tensors that ranks replicate: a copy that differs from the others is damaged."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Verification:
         return True
 
     def compare(self, state: GuardedState) -> None:
-        """Compare now, unless this state was compared. Collective: all ranks call it after the same step.
+        """Compare now, unless this state has been compared. Collective: all ranks call it after the same step.
 
         Raises Differs on all ranks if a copy differs, and forgets all states since the last comparison: the wrong
         copy's gradients have changed the others too.

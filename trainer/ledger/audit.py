@@ -1,9 +1,8 @@
 """Decides whether a ledger proves that every sample was trained on exactly once. A pure function of its lines.
 
 A file of the ledger records one rank in one generation: a header with the step after which it began, a line for each
-micro-batch before the optimizer's step, and a line when that step is done. Of each generation only those steps count on
-which later generations were built: the steps up to the one after which they began. Of the last generation the steps
-that are done count.
+micro-batch before the optimizer's step, and a line when that step is done. A step of a generation counts only if all
+later generations continued from it or from a later step. A step of the last generation counts if it is done.
 """
 
 from __future__ import annotations
@@ -101,7 +100,7 @@ class _Tally:
             if epoch != self.epoch:
                 self.epoch, self.seen = epoch, bytearray(order.size)
             if self.seen[sample]:
-                raise _Violation(f"sample {sample} comes twice in epoch {epoch}, the second time in step {step}")
+                raise _Violation(f"sample {sample} occurs twice in epoch {epoch}, the second time in step {step}")
             self.seen[sample] = True
         self.samples += len(samples)
         self.repeated += self.lost.count(step)
@@ -158,7 +157,7 @@ def _judge_generation(
             undone = step
             continue
         if step != tally.last + 1:
-            raise _Violation(f"step {tally.last + 1} is missing; generation {number} went on with step {step}")
+            raise _Violation(f"step {tally.last + 1} is missing; generation {number} continued with step {step}")
         missing = [micro for micro in range(order.micro_batches) if micro not in micros]
         if missing:
             raise _Violation(f"micro-batch {missing[0]} of step {step} was computed by no rank")

@@ -287,5 +287,5 @@ def test_a_commit_outside_of_steps_is_named_once() -> None:
 def test_a_total_that_is_no_number_of_steps_is_refused(total: Any) -> None:
     job = Job()
 
-    with job.keeper as keeper, pytest.raises(ValueError, match=r"the total is a whole number, 0 or more"):
+    with job.keeper as keeper, pytest.raises(ValueError, match=r"the total must be a whole number, 0 or more"):
         next(keeper.steps(total))

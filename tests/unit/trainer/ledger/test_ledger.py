@@ -167,7 +167,7 @@ def change_the_order(files: Files) -> None:
     ("lie", "sentence"),
     [
         (lose_a_line, "micro-batch 3 of step 7 was computed by no rank"),
-        (lose_a_step, "step 7 is missing; generation 1 went on with step 8"),
+        (lose_a_step, "step 7 is missing; generation 1 continued with step 8"),
         (lose_the_last_step_before_a_restart, "generation 1 began after step 5, but steps from 5 on are missing"),
         (compute_a_micro_batch_twice, "micro-batch 1 of step 12 was computed twice in generation 2, by ranks 1 and 3"),
         (compute_a_step_again_that_counts, "generation 2 began after step 9 and computed step 9 again"),
@@ -214,7 +214,7 @@ def test_an_order_that_repeats_samples_is_found_though_all_ranks_keep_to_it(
     found = audit_folder(tmp_path)
 
     assert not found.ok
-    assert "sample 0 comes twice in epoch 0, the second time in step 5" in found.text
+    assert "sample 0 occurs twice in epoch 0, the second time in step 5" in found.text
 
 
 def test_a_step_that_was_done_and_saved_counts_though_no_rank_lived_to_record_it(tmp_path: Path) -> None:
