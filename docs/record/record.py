@@ -3,9 +3,9 @@
     python docs/record/record.py docs/images/lost-rank.svg
 
 A pseudo-terminal runs elaunch, pyte shows what a person would see, and each line gets the second in which it
-appeared. Once rank 0 has printed `step 20`, rank 1 is killed as from another terminal. Nothing is edited but the width of
-long lines. The picture is an SVG without fonts or scripts of others; where animations are shown, lines come in at the
-recorded times.
+appeared. Once rank 0 has printed `step 20`, rank 1 is killed as from another terminal. Nothing is edited but the width
+of long lines. The picture is an SVG without fonts or scripts of others; where animations are shown, lines come in at
+the recorded times.
 """
 
 from __future__ import annotations
