@@ -26,6 +26,7 @@ FRESH_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
 FORK_MODE = ("--run-path", "--start-method", "fork")
 LIMIT_TORCH = "limit: import torch"
 LIMIT_PRELOAD = "limit: import of what is preloaded"
+SCRIPTS = Path(__file__).parent / "scripts"
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,8 @@ class Contender:
 ELAUNCH = Contender("elaunch", "elaunch")
 FRESH = Contender("elaunch --no-preload", "elaunch", ("--no-preload",))
 TORCHRUN = Contender("torchrun", "torchrun")
-TORCHRUN_FORK = Contender("torchrun --run-path --start-method fork", "torchrun", FORK_MODE)
+# With --run-path a script does not find the modules beside it.
+TORCHRUN_FORK = Contender(f"torchrun {' '.join(FORK_MODE)}", "torchrun", FORK_MODE, {"PYTHONPATH": str(SCRIPTS)})
 # Keys are the names on the bench's command line.
 ALL = {"elaunch": ELAUNCH, "no-preload": FRESH, "torchrun": TORCHRUN, "torchrun-fork": TORCHRUN_FORK}
 
@@ -71,7 +73,6 @@ def environment(inherited: Mapping[str, str], contender: Contender, extra: Mappi
 
 
 Fact = TypeVar("Fact")
-SCRIPTS = Path(__file__).parent / "scripts"
 _POLL_S = 0.01
 _GONE_S = 15.0
 _MARKER = "BENCH_JOB"

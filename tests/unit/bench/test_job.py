@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import subprocess
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import psutil
 
+from bench.job import TORCHRUN_FORK
+from bench.job import environment as environment_of
 from tests.faults.processes import is_alive
 from tests.harness import DEADLINE_S, REPOSITORY, environment, script
 
@@ -45,3 +48,12 @@ def test_sigterm_to_a_bench_that_handles_no_signal_ends_its_job_and_removes_its_
         each.kill()
     shutil.rmtree(folder, ignore_errors=True)
     assert (code, left, is_there) == (143, [], False)
+
+
+def test_a_contender_that_runs_a_script_by_its_path_finds_the_modules_beside_it() -> None:
+    find = "import importlib.util; assert importlib.util.find_spec('first_line')"
+    env = environment_of(dict(os.environ), TORCHRUN_FORK, {})
+
+    done = subprocess.run([sys.executable, "-P", "-c", find], env=env, timeout=DEADLINE_S, check=False)
+
+    assert done.returncode == 0
