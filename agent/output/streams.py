@@ -159,11 +159,15 @@ class ShownTracebacks:
         """What the console shows of this rank's traceback."""
         while len(self._shown) >= _SHOWN_MAX:
             del self._shown[next(iter(self._shown))]
-        before, other = self._shown.setdefault(_RANK_PREFIX.sub(b"", traceback), (generation, rank))
+        text = _RANK_PREFIX.sub(b"", traceback)
+        # A rank that is killed while it prints shows only the beginning.
+        whole = next((shown for shown in self._shown if shown.startswith(text)), text)
+        before, other = self._shown.setdefault(whole, (generation, rank))
         if (before, other) == (generation, rank):
             return traceback
         where = [f"rank {other}"] * (other != rank) + [f"in generation {before}"] * (before != generation)
-        return f"elaunch: rank {rank}: the same traceback as {' '.join(where)}\n".encode()
+        part = "the same" if whole == text else "the beginning of the same"
+        return f"elaunch: rank {rank}: {part} traceback as {' '.join(where)}\n".encode()
 
 
 class TracebackFold:

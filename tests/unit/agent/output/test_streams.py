@@ -20,6 +20,7 @@ from elaunch.agent.output.streams import (
     Console,
     LineSplitter,
     LogFile,
+    ShownTracebacks,
     TracebackFold,
     WorkerStream,
     prefixed,
@@ -264,6 +265,17 @@ ALL = HEAD + FRAME + LOST
 @pytest.fixture
 def fold() -> TracebackFold:
     return TracebackFold(shows_only_lost_peer)
+
+
+def test_of_a_rank_that_is_killed_while_it_prints_the_known_traceback_one_line_is_shown() -> None:
+    shown = ShownTracebacks()
+    whole = b'Traceback (most recent call last):\n  File "t.py", line 1\nValueError: bad\n'
+
+    assert shown.once(whole, 0, 0) == whole
+    assert shown.once(whole[:35], 1, 1) == (
+        b"elaunch: rank 1: the beginning of the same traceback as rank 0 in generation 0\n"
+    )
+    assert shown.once(b"Traceback: another\n", 1, 2) == b"Traceback: another\n"
 
 
 def test_a_traceback_of_a_lost_peer_is_not_shown_if_the_worker_ends(fold: TracebackFold) -> None:
