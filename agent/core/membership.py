@@ -207,9 +207,10 @@ def _start_run(agent: Agent, now_s: float) -> Step:
         # The job's nodes may have been partitioned too: their leases have expired, and they may return soon.
         return replace(agent, lead_at_s=now_s + agent.times.return_grace_s), ()
     if snapshot.generation is None or snapshot.ended:
-        # Remaining members have leases that expire, or none at all. A run that has ended may have been the reason of
-        # one refusal, not of two.
-        if member.runs_refused > bool(snapshot.ended) and now_s < member.run_again_s:
+        # Remaining members have leases that expire, or none at all. The first refusal may be due to a start of another
+        # node, whose run has ended since.
+        tolerated = 1 if snapshot.ended else 0
+        if member.runs_refused > tolerated and now_s < member.run_again_s:
             left = f"members that an earlier {job_name(agent.spec.run_id)} left in the store; their leases must expire"
             return replace(_wait(agent, left, now_s), lead_at_s=member.run_again_s), ()
         if snapshot.generation is None and member.runs_refused >= RUNS_REFUSED_MAX:

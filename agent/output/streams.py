@@ -161,7 +161,8 @@ class ShownTracebacks:
             del self._shown[next(iter(self._shown))]
         text = _RANK_PREFIX.sub(b"", traceback)
         # A rank that is killed while it prints shows only the beginning.
-        whole = next((shown for shown in self._shown if shown.startswith(text)), text)
+        known = text in self._shown
+        whole = text if known else next((shown for shown in self._shown if shown.startswith(text)), text)
         before, other = self._shown.setdefault(whole, (generation, rank))
         if (before, other) == (generation, rank):
             return traceback

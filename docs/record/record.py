@@ -147,7 +147,7 @@ def _kind(text: str, line: Shown) -> str:
         return "bad"
     if "goes on after" in text:
         return "good"
-    return "ours" if text.startswith("elaunch:") else "said"
+    return "ours" if text.startswith("elaunch:") else "worker"
 
 
 def _wrapped(line: Shown) -> Iterator[tuple[int, str]]:

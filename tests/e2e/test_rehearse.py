@@ -27,6 +27,8 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 noise = torch.Generator().manual_seed(dist.get_rank())
 per_rank = [batches, noise] if sys.argv[1] == "kept" else [batches]
 with Keeper(model, optimizer, per_rank=per_rank, checkpoints=sys.argv[2]) as keeper:
+    if sys.argv[3:] and dist.get_rank() == 0:
+        print(keeper.step, file=open(sys.argv[3], "a"))
     for step in keeper.steps(1000):
         x, y = next(batches)
         loss = (model(x + torch.randn(x.shape, generator=noise)) - y).square().mean()
@@ -80,14 +82,17 @@ def test_a_right_script_comes_back_equal_and_its_checkpoints_are_left_alone(tmp_
 @pytest.mark.slow
 def test_a_generator_outside_the_keepers_state_is_named_with_the_first_step(tmp_path: Path) -> None:
     script(tmp_path, _TRAINING)
+    restored = tmp_path / "restored"
 
-    ended = rehearse(tmp_path, "--steps", "12", "--nproc-per-node", "2", "train.py", "unkept", "checkpoints")
+    words = ("train.py", "unkept", "checkpoints", str(restored))
+    ended = rehearse(tmp_path, "--steps", "12", "--nproc-per-node", "2", *words)
 
     assert ended.returncode == 1, ended.stdout + ended.stderr
-    repeated = re.search(r"after a backward pass of step 6 +DIFFERS +([01]) steps", ended.stdout)
-    assert repeated, ended.stdout
-    # If rank 0 had not got rank 1's gradients, step 6 is repeated, and differs itself.
-    first = f"rank 1, after a backward pass of step 6: first after step {7 - int(repeated[1])} (rank 0, 1): the loss"
+    # After two runs without a failure comes this one. It is restored after step 5 instead of 6 if rank 0 gets the
+    # agent's message of the failure before it has committed step 6.
+    before, again = map(int, restored.read_text().split()[2:4])
+    assert (before, again) in ((0, 5), (0, 6))
+    first = f"rank 1, after a backward pass of step 6: first after step {again + 1} (rank 0, 1): the loss"
     assert first in ended.stdout, ended.stdout
     assert "likely reason: the Keeper does not keep generator `noise`: pass it as per_rank=[…]" in ended.stdout
 

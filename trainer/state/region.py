@@ -123,8 +123,7 @@ class Label:
 
 def _fields(header: Header) -> bytes:
     lengths = header.skeleton_length, header.skeleton_room, header.data_length
-    (generation, step), world_size, rank = header.piece
-    whose = generation, step, world_size, rank
+    whose = *header.piece.version, header.piece.world_size, header.piece.rank
     return _FIELDS.pack(header.layout, *whose, *lengths, header.skeleton_crc, header.checksum)
 
 
