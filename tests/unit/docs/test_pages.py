@@ -62,6 +62,12 @@ def test_the_list_of_events_is_made_from_the_schema() -> None:
     assert made["listing"]() in page, "run: python docs/record/events.py"
 
 
+def test_the_page_of_failures_is_made_from_the_rules() -> None:
+    made = runpy.run_path(str(DOCS / "record" / "failures.py"))
+
+    assert (DOCS / "failures.md").read_text() == made["page"](), "run: python docs/record/failures.py"
+
+
 @pytest.mark.parametrize("script", ["diagrams.py", "plans.py"])
 def test_the_diagrams_are_what_the_script_draws(script: str) -> None:
     drawn = runpy.run_path(str(DOCS / "record" / script))["PICTURES"]

@@ -17,10 +17,9 @@ import pytest
 from elaunch.agent.core.actions import Log
 from elaunch.agent.core.events import WorkerExited
 from elaunch.agent.diagnosis.causes.cause import NO_FACTS, Evidence, Facts, Space
-from elaunch.agent.diagnosis.causes.table import RULES, _evidences, explained, markdown, needs_disks
+from elaunch.agent.diagnosis.causes.table import RULES, _evidences, explained, needs_disks
 from elaunch.agent.diagnosis.exit_status import Remains, failure_of, with_tail
 from elaunch.rendezvous.types import Failure, FailureKind
-from tests.harness import REPOSITORY
 from tests.unit.agent.driver import TWO, Driver, cleared, failure, settle
 
 WORKER = Failure(FailureKind.EXIT_CODE, 0, "node-a-1", "node-a", 1, 1, 4711, None, "", failed_at=1.5)
@@ -457,9 +456,3 @@ def test_other_software_is_the_next_step_of_a_failure_between_ranks_and_of_no_ot
 
     assert one.agent.last_failure
     assert one.agent.last_failure.advice.startswith(MISMATCH) is is_named
-
-
-def test_the_page_is_what_the_table_makes() -> None:
-    page = (REPOSITORY / "docs" / "failures.md").read_text()
-
-    assert page == markdown(), "run: python -m elaunch.agent.diagnosis.causes.table > docs/failures.md"
