@@ -1,12 +1,16 @@
-"""The agent's part in the job's rendezvous: its lease, entering, joining generations, leading, and leaving the job."""
+"""The agent's part in the job's rendezvous: its lease, entering, joining generations, leading, and leaving the job.
+
+With phase JOINING, in which no worker of the node runs: it enters the job, joins its generations, waits for a seat.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from signal import SIGINT, SIGPIPE
 
-from elaunch.agent.core.actions import Action, Commit, Join, Log, Renew, Widen
-from elaunch.agent.core.events import ENDS_JOB, SHELL_BASE, Committed, Leased, LeaseLost, RestartOrdered, Signalled, Tag
+from elaunch.agent.core import events
+from elaunch.agent.core.actions import Action, Commit, Join, Log, Renew, Spawn, Widen
+from elaunch.agent.core.events import ENDS_JOB, SHELL_BASE, RestartOrdered, Signalled, Tag
 from elaunch.agent.core.state import (
     LOG_AFTER_S,
     Agent,
@@ -20,19 +24,22 @@ from elaunch.agent.core.state import (
     exit_with,
 )
 from elaunch.rendezvous.rules import transactions
+from elaunch.rendezvous.rules.assign_ranks import newcomers_of, role_sizes
+from elaunch.rendezvous.rules.form_generation import CAUSE
 from elaunch.rendezvous.rules.leader import lead
 from elaunch.rendezvous.rules.queries import Topic
+from elaunch.rendezvous.rules.restart_policy import exclusion_of
 from elaunch.rendezvous.rules.transactions import become_leader, confirm_membership, return_as_member, start_run
-from elaunch.rendezvous.types import Outcome, OutcomeKind, Terms, host_of, job_name
+from elaunch.rendezvous.types import UNNAMED, Outcome, OutcomeKind, RankTable, Terms, host_of, job_name
 
 
-def leased(agent: Agent, _phase: Phase, event: Leased, _now_s: float) -> Step:
+def leased(agent: Agent, _phase: Phase, event: events.Leased, _now_s: float) -> Step:
     """Take the new lease; a node with workers rejoins with it as the same node, any other as a new one."""
     agent = agent.as_member(lease=event.lease, next_id=event.node_id)
     return with_own_id(agent) if isinstance(agent.phase, Joining) else agent, ()
 
 
-def lease_lost(agent: Agent, _phase: Phase, event: LeaseLost, now_s: float) -> Step:
+def lease_lost(agent: Agent, _phase: Phase, event: events.LeaseLost, now_s: float) -> Step:
     """Request another lease; no node is declared lost for a while, as others may be partitioned too."""
     if event.lease != agent.membership.lease:
         return agent, ()
@@ -51,16 +58,6 @@ def lease_lost(agent: Agent, _phase: Phase, event: LeaseLost, now_s: float) -> S
     return replace(agent.as_member(renew_at_s=due_s, renewed_s=due_s), lead_at_s=due_s), ()
 
 
-def renew_when_due(agent: Agent, now_s: float) -> Step:
-    """Request another lease, if the backoff has passed."""
-    due_s = agent.membership.renew_at_s
-    if due_s is None:
-        return agent, ()
-    if now_s < due_s:
-        return replace(agent, lead_at_s=due_s), ()
-    return agent.as_member(renew_at_s=None), (Renew(),)
-
-
 # A node logs what it waits for at most once in this time.
 LOG_AGAIN_S = 5.0
 # The invitation to other nodes is logged again after this wait: it has scrolled away by then.
@@ -75,11 +72,15 @@ _WATCHED = (Tag.RUN, Tag.ELECT, Tag.LEAD)
 def attend(agent: Agent, now_s: float) -> Step:
     """The next transaction of the node, for itself or as the leader: one at a time, decided from a fresh snapshot."""
     member, snapshot = agent.membership, agent.snapshot
-    if not agent.ending and not member.lease:
-        return renew_when_due(agent, now_s)
-    if agent.ending or member.in_flight or not snapshot.revision:
+    if agent.ending:
         return agent, ()
-    if snapshot.revision < member.answered:
+    if not member.lease:
+        if member.renew_at_s is None:
+            return agent, ()
+        if now_s < member.renew_at_s:
+            return replace(agent, lead_at_s=member.renew_at_s), ()
+        return agent.as_member(renew_at_s=None), (Renew(),)
+    if member.in_flight or not snapshot.revision or snapshot.revision < member.answered:
         return agent, ()
     if member.refused:
         return _refused(agent, now_s)
@@ -94,7 +95,7 @@ def attend(agent: Agent, now_s: float) -> Step:
     return _lead(agent, now_s)
 
 
-def committed(agent: Agent, _phase: Phase, event: Committed, _now_s: float) -> Step:
+def committed(agent: Agent, _phase: Phase, event: events.Committed, _now_s: float) -> Step:
     """Take the store's response to this node's transaction."""
     member = agent.membership
     if event.tag is not member.in_flight:
@@ -323,6 +324,62 @@ def _mismatch(agent: Agent, theirs: Terms | None) -> Outcome | None:
         " type the same on all nodes, or choose another --run-id"
     )
     return agent.outcome(OutcomeKind.REFUSED, reason)
+
+
+def snapshot_changed(agent: Agent, joining: Joining, _event: events.SnapshotChanged, _now_s: float) -> Step:
+    """Start workers if the newest table seats this node, else wait as a spare; exit if the job has ended."""
+    if outcome := outcome_in_store(agent):
+        return exit_with(agent, outcome)
+    generation = agent.snapshot.generation
+    if generation and joining.joined == generation.number > joining.ran and agent.membership.is_member:
+        return _take_seat(agent, agent.snapshot.current_table, joining)
+    return agent, ()
+
+
+def store_lost(agent: Agent, _: Joining | Finished, event: events.StoreLost, _now_s: float) -> Step:
+    """Exit: this node cannot learn how the job ends."""
+    return exit_with(agent, agent.outcome(OutcomeKind.UNKNOWN, event.why))
+
+
+def _take_seat(agent: Agent, table: RankTable | None, joining: Joining) -> Step:
+    """Start this node's workers, if the newest generation has a table that seats it."""
+    if table is None:
+        return agent, ()
+    group_rank = table.group_rank(agent.me.node_id)
+    if group_rank is None:
+        if joining.spare_of == table.generation:
+            return agent, ()
+        logged = Log(f"generation {table.generation} runs without this node: {_why_seatless(agent, table)}")
+        return replace(agent, phase=replace(joining, spare_of=table.generation)), (logged,)
+    running = Running(table, frozenset(range(table.seats[group_rank].slots)), is_first=joining.ran < 0)
+    # `elaunch status` needs the name on other hosts only.
+    has_name = running.is_first and agent.spec.nodes_max > 1 and agent.spec.run_id != UNNAMED
+    name = f"; job {agent.spec.run_id}" if has_name else ""
+    logs = f"; output in {agent.logs}" if running.is_first and agent.logs else ""
+    sizes = role_sizes(table.seats)
+    roles = f"{', '.join(f'{count} {name}' for name, count in sizes.items())}; " if len(sizes) > 1 else ""
+    reason, _, cause = table.reason.partition(CAUSE)
+    if agent.last_failure is None or cause.partition(")")[0] != agent.last_failure.sentence.partition(")")[0]:
+        # Otherwise the failure is logged already, perhaps with a cause that was found later.
+        reason = table.reason
+    started = Log(f"generation {table.generation}: {table.size_text} ({roles}{reason}{name}){logs}")
+    differ = (Log(table.mismatch, "warning"),) if table.mismatch not in ("", agent.mismatch) else ()
+    agent = replace(agent, phase=running, mismatch=table.mismatch)
+    return agent, (started, *differ, Spawn(table, group_rank))
+
+
+def _why_seatless(agent: Agent, table: RankTable) -> str:
+    if exclusion := exclusion_of(agent.me.node_id, table.excluded):
+        return f"it is excluded (--exclude-after), since {exclusion.why}; waiting in case too few others are left"
+    if table.vacant and not newcomers_of(table, [agent.me], agent.spec.nodes_max):
+        roles = " or ".join(dict.fromkeys(table.vacant))
+        return f"the free seats are for nodes with the role {roles}; waiting as a spare"
+    if len(table.seats) < agent.spec.nodes_max:
+        # It came while that table formed, or was partitioned: the running nodes admit it at their next step boundary.
+        again = agent.spec.max_restarts > 0
+        return "it came too late; " + ("waiting for the next" if again else "with max_restarts 0 there is no other")
+    seats = "1 seat is" if len(table.seats) == 1 else f"{len(table.seats)} seats are"
+    return f"its {seats} taken; waiting as a spare"
 
 
 def take_signal(agent: Agent, event: Signalled) -> Agent:

@@ -190,11 +190,6 @@ class Stopping:
         saving = (self.live & self.status.saving) - self.signalled - self.spent
         return saving if self.mode is Mode.BROKEN else frozenset()
 
-    @property
-    def next_s(self) -> float:
-        """The next deadline of workers that have not exited."""
-        return self.due_s if self.until_s is None else min(self.due_s, self.until_s)
-
     def hurried(self, now_s: float, grace_s: float) -> Stopping:
         """This stop with at most `grace_s` left."""
         return self if self.due_s <= now_s + grace_s else replace(self, due_s=now_s + grace_s, grace_s=grace_s)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
-from elaunch.agent.core import events, joining, membership, running, stopping, store_outage
+from elaunch.agent.core import events, membership, running, stopping, store_outage
 from elaunch.agent.core.actions import Log
 from elaunch.agent.core.membership import attend
 from elaunch.agent.core.state import Agent, Clearing, Exited, Finished, Joining, Phase, Running, Step, Stopping
@@ -65,7 +65,7 @@ def _alike(event: type[E], handler: Handler[Any, E]) -> Row[E]:
 # generation, and changes nothing in another one.
 ROWS: tuple[Row[Any], ...] = (
     Row(events.SnapshotChanged,
-        joining.snapshot_changed, running.snapshot_changed, stopping.snapshot_changed, UNCLEARED,
+        membership.snapshot_changed, running.snapshot_changed, stopping.snapshot_changed, UNCLEARED,
         stopping.finished_snapshot_changed),
     _alike(events.Committed, membership.committed),
     _alike(events.Leased, membership.leased),
@@ -73,7 +73,7 @@ ROWS: tuple[Row[Any], ...] = (
     _alike(events.StoreFailed, store_outage.store_failed),
     _alike(events.StoreBack, store_outage.store_back),
     Row(events.StoreLost,
-        joining.store_lost, running.store_lost, stopping.store_lost, stopping.store_lost, joining.store_lost),
+        membership.store_lost, running.store_lost, stopping.store_lost, stopping.store_lost, membership.store_lost),
     Row(events.WorkerExited, NO_WORKERS, running.worker_exited, stopping.worker_exited, NONE_LEFT, ALL_DONE),
     Row(events.WorkerEnded, NO_WORKERS, running.worker_ended, HAS_GRACE, NONE_LEFT, ALL_DONE),
     Row(events.WorkerListens, NO_WORKERS, running.worker_listens, stopping.worker_listens, NONE_LEFT, ALL_DONE),
@@ -125,8 +125,8 @@ def deadline_s(agent: Agent) -> float | None:
             return None
         case Running() as phase:
             phase_s = running.due_s(phase)
-        case Stopping() as phase:
-            phase_s = phase.next_s
+        case Stopping(due_s=due_s, until_s=until_s):
+            phase_s = due_s if until_s is None else min(due_s, until_s)
         case Clearing(then=Outcome(), until_s=until_s):
             phase_s = until_s
     timers_s = (phase_s, agent.lead_at_s, agent.waiting.due_s, agent.reach.log_at_s, gives_up_at_s(agent))

@@ -34,8 +34,7 @@ from elaunch.agent.core.events import (
     WorkersHung,
     WorkerStopped,
 )
-from elaunch.agent.core.joining import _why_seatless
-from elaunch.agent.core.membership import _mismatch
+from elaunch.agent.core.membership import _mismatch, _why_seatless
 from elaunch.agent.core.state import Agent, Clearing, Exited, Finished, Joining, Phase, Running, Stopping
 from elaunch.agent.core.step import ROWS, TABLE, Ignored, deadline_s, step
 from elaunch.agent.diagnosis.hang import Window
