@@ -141,30 +141,22 @@ class WorkerListens:
 
 
 @dataclass(frozen=True)
-class WorkerSaving:
+class _AtStep:
+    generation: int
+    local_rank: int
+    step: int
+
+
+class WorkerSaving(_AtStep):
     """After a peer's failure: this worker is saving `step`, and gets time for it."""
 
-    generation: int
-    local_rank: int
-    step: int
 
-
-@dataclass(frozen=True)
-class WorkerSaved:
+class WorkerSaved(_AtStep):
     """After a peer's failure: this worker's state up to `step` is stored elsewhere, and it may be killed."""
 
-    generation: int
-    local_rank: int
-    step: int
 
-
-@dataclass(frozen=True)
-class WorkerStopped:
+class WorkerStopped(_AtStep):
     """A worker has stopped after `step`, as all ranks of the job do, and is about to save and to exit."""
-
-    generation: int
-    local_rank: int
-    step: int
 
 
 @dataclass(frozen=True)
@@ -212,11 +204,6 @@ class Signalled:
     def to_workers(self) -> int:
         """The signal that workers get. Python ignores SIGPIPE, and the background job of a shell ignores SIGINT."""
         return SIGTERM if self.is_order or self.signum == SIGPIPE else self.signum
-
-    @property
-    def how_to_kill(self) -> str:
-        """What a person at the terminal types if the workers do not stop soon enough; the end of a sentence."""
-        return f"; Ctrl-C {'' if self.is_order else 'again '}kills now" if self.signum == SIGINT else ""
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,8 @@ def signal_line(agent: Agent, event: events.Signalled, what: str, left_s: float)
     if event.signum == SIGPIPE:
         return ()
     part = "leaving the job, " if agent.spec.nodes_max > 1 and event.signum != SIGINT else ""
-    return (Log(f"{event.name}: {part}{what}, SIGKILL in {left_s:g} s{event.how_to_kill}"),)
+    how_to_kill = f"; Ctrl-C {'' if event.is_order else 'again '}kills now" if event.signum == SIGINT else ""
+    return (Log(f"{event.name}: {part}{what}, SIGKILL in {left_s:g} s{how_to_kill}"),)
 
 
 def _notify(
