@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from elaunch.agent.core.timeline import of_failure
+from elaunch.agent.core.timeline import of_outcome
 from elaunch.agent.diagnosis.exit_status import CRASH_CODES, chain_start
 from elaunch.agent.linux import normal_path
 from elaunch.agent.workers.exits import read_error_file
@@ -56,22 +56,7 @@ def report(outcome: Outcome, spec: JobSpec, logs: Path | None, is_incomplete: bo
 def record(outcome: Outcome, logs: Path | None) -> dict[str, object]:
     """The report as one object, for `--log-format json`."""
     known = {"logs": str(logs)} if logs else {}
-    # The newest generation may be a later one, which was opened to restart and did not run.
-    failures = {
-        name: {"generation": found.generation, **of_failure(found)}
-        for name, found in (("first_failure", outcome.first), ("failure", outcome.failure))
-        if found
-    }
-    return {
-        "outcome": outcome.kind.value,
-        "exit_code": outcome.exit_code,
-        "reason": outcome.reason,
-        "generation": outcome.generation,
-        "restarts": outcome.restarts,
-        "max_restarts": outcome.max_restarts,
-        **known,
-        **failures,
-    }
+    return {"generation": outcome.generation, **known, **of_outcome(outcome)}
 
 
 def write_error_file(

@@ -60,7 +60,11 @@ def entries(before: Agent, after: Agent, event: Event) -> Iterator[Entry]:
         table = after.snapshot.table
         yield Entry(spare, "spare", {"nodes": of_seats(table)} if table else {})
     if isinstance(after.phase, Exited) and not isinstance(before.phase, Exited):
-        yield from _of_end(after.phase.outcome)
+        outcome = after.phase.outcome
+        used = _budget(outcome)
+        if outcome.kind is OutcomeKind.FAILED:
+            yield Entry(outcome.generation, "gave_up", {**used, **_failures_of(outcome)})
+        yield Entry(outcome.generation, "ended", {"outcome": outcome.kind.value, "code": outcome.exit_code, **used})
 
 
 def of_failure(failure: Failure) -> dict[str, object]:
@@ -80,13 +84,10 @@ def of_failure(failure: Failure) -> dict[str, object]:
     return fields | {name: value for name in optional if (value := getattr(failure, name)) not in (None, "")}
 
 
-def of_failures(outcome: Outcome) -> dict[str, object]:
-    """The job's first failure, if that is of another kind, and the one that ended the job."""
-    first, failure = outcome.first, outcome.failure
-    return {
-        **({"first_failure": {"generation": first.generation, **of_failure(first)}} if first else {}),
-        **({"failure": of_failure(failure)} if failure else {}),
-    }
+def of_outcome(outcome: Outcome) -> dict[str, object]:
+    """The fields of a job's outcome."""
+    code = {"outcome": outcome.kind.value, "exit_code": outcome.exit_code}
+    return {**code, **_budget(outcome), **_failures_of(outcome)}
 
 
 def of_seats(table: RankTable) -> list[dict[str, object]]:
@@ -143,15 +144,15 @@ def _of_restart(agent: Agent, opened: Generation, table: RankTable) -> dict[str,
     }
 
 
-def _of_end(outcome: Outcome) -> Iterator[Entry]:
-    used = _budget(outcome)
-    if outcome.kind is OutcomeKind.FAILED:
-        yield Entry(outcome.generation, "gave_up", {**used, **of_failures(outcome)})
-    yield Entry(outcome.generation, "ended", {"outcome": outcome.kind.value, "code": outcome.exit_code, **used})
-
-
 def _budget(outcome: Outcome) -> dict[str, object]:
     return {"reason": outcome.reason, "restarts": outcome.restarts, "max_restarts": outcome.max_restarts}
+
+
+def _failures_of(outcome: Outcome) -> dict[str, object]:
+    """The job's first failure, if that is of another kind, and the one that ended the job."""
+    found = {"first_failure": outcome.first, "failure": outcome.failure}
+    # The newest generation may be a later one, which was opened to restart and did not run.
+    return {name: {"generation": each.generation, **of_failure(each)} for name, each in found.items() if each}
 
 
 def _failures(agent: Agent) -> tuple[Failure, ...]:
@@ -228,13 +229,7 @@ def _end(agent: Agent, outcome: Outcome) -> Entry:
             text = f" was stopped, since {outcome.reason}"
         case _:
             text = f" has ended on {agent.me.host}: {outcome.reason}"
-    fields = {
-        "outcome": outcome.kind.value,
-        "exit_code": outcome.exit_code,
-        **_budget(outcome),
-        **of_failures(outcome),
-    }
-    return _announced("end", agent, outcome.generation, text, fields)
+    return _announced("end", agent, outcome.generation, text, of_outcome(outcome))
 
 
 def _announces_end(agent: Agent, outcome: Outcome) -> bool:
