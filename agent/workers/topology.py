@@ -10,7 +10,6 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
 
 from elaunch.agent.config import NumaBinding
@@ -19,27 +18,22 @@ from elaunch.agent.config import NumaBinding
 _CPU_MAX = (1 << 16) - 1
 
 
-class Vendor(Enum):
-    """Each vendor has its own variables that hide GPUs."""
-
-    NVIDIA = "nvidia"
-    AMD = "amd"
-
-
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU. `uuid` is empty and `numa_node` is -1 if not known."""
+    """One GPU, NVIDIA's or AMD's: each has variables of its own that hide GPUs.
 
-    vendor: Vendor
+    `uuid` is empty and `numa_node` is -1 if not known.
+    """
+
     uuid: str = ""
     numa_node: int = -1
+    is_amd: bool = False
 
 
 def visible(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> tuple[Gpu, ...]:
     """The GPUs that the runtime will number 0, 1, …: all of them, or those that the variables choose, in that order."""
-    nvidia = [gpu for gpu in gpus if gpu.vendor is Vendor.NVIDIA]
-    if nvidia:
-        return _chosen(nvidia, environ.get("CUDA_VISIBLE_DEVICES"))
+    if not any(gpu.is_amd for gpu in gpus):
+        return _chosen(gpus, environ.get("CUDA_VISIBLE_DEVICES"))
     # ROCm's runtime selects first, and HIP then selects from the rest. HIP reads CUDA's variable if its own is missing.
     amd = _chosen(gpus, environ.get("ROCR_VISIBLE_DEVICES"))
     return _chosen(amd, environ.get("HIP_VISIBLE_DEVICES", environ.get("CUDA_VISIBLE_DEVICES")))
@@ -100,8 +94,8 @@ def _read_nvidia(root: Path) -> tuple[Gpu, ...]:
             minors.remove(int(minor))
             uuid = facts.get("GPU UUID", "")
             node = _number(root / "sys/bus/pci/devices" / folder.name.lower() / "numa_node")
-            gpus.append(Gpu(Vendor.NVIDIA, uuid if re.fullmatch(r"GPU-[0-9a-f-]+", uuid) else "", node))
-    return (*gpus, *(Gpu(Vendor.NVIDIA) for _ in minors))
+            gpus.append(Gpu(uuid if re.fullmatch(r"GPU-[0-9a-f-]+", uuid) else "", node))
+    return (*gpus, *(Gpu() for _ in minors))
 
 
 def _read_amd(root: Path) -> tuple[Gpu, ...]:
@@ -115,7 +109,7 @@ def _read_amd(root: Path) -> tuple[Gpu, ...]:
             continue
         unique_id = int(facts.get("unique_id", "0") or 0)
         uuid = f"GPU-{unique_id:016x}" if unique_id else ""
-        gpus.append(Gpu(Vendor.AMD, uuid, _number(root / "sys/class/drm" / render / "device/numa_node")))
+        gpus.append(Gpu(uuid, _number(root / "sys/class/drm" / render / "device/numa_node"), is_amd=True))
     return tuple(gpus)
 
 
@@ -123,17 +117,16 @@ def _read_amd(root: Path) -> tuple[Gpu, ...]:
 class Topology:
     """The host as this process may use it.
 
-    `nodes` are the allowed CPUs of each NUMA node that has any. `packages`, `cores` and `caches` name each CPU's
-    socket, physical core and largest shared cache, if it is known; CPUs with the same name share it. `gpu_nodes` is the
-    NUMA node of each visible GPU. Without GPUs, `slots` workers are assigned to the nodes in turn.
+    `nodes` are the allowed CPUs of each NUMA node that has any. `homes` is the NUMA node of each visible GPU; without
+    GPUs that of each worker. `packages`, `cores` and `caches` name each CPU's socket, physical core and largest shared
+    cache, if it is known; CPUs with the same name share it.
     """
 
     nodes: Mapping[int, frozenset[int]]
+    homes: tuple[int, ...]
     packages: Mapping[int, str] = field(default_factory=dict)
     cores: Mapping[int, str] = field(default_factory=dict)
     caches: Mapping[int, str] = field(default_factory=dict)
-    gpu_nodes: tuple[int, ...] = ()
-    slots: int = 0
 
     @property
     def cpus(self) -> frozenset[int]:
@@ -141,18 +134,15 @@ class Topology:
 
 
 def cpu_set(binding: NumaBinding, index: int, topology: Topology) -> frozenset[int]:
-    """The CPUs for the worker with local rank (and so GPU) `index`. Never empty: all CPUs if nothing is known.
+    """The CPUs for the worker with local rank (and so GPU) `index`. Never empty.
 
     If there are more workers than GPUs, workers share the GPUs in turn, and the CPUs with them.
     """
-    if not topology.nodes:
-        return topology.cpus
-    homes = _homes(topology, index)
-    index %= len(homes)
-    node = homes[index]
+    index %= len(topology.homes)
+    node = topology.homes[index]
     cpus = topology.nodes.get(node, topology.cpus)
     # The worker's position among the workers of the same node.
-    peers = [i for i, home in enumerate(homes) if home == node]
+    peers = [i for i, home in enumerate(topology.homes) if home == node]
     turn = peers.index(index)
     match binding:
         case NumaBinding.NODE:
@@ -165,14 +155,6 @@ def cpu_set(binding: NumaBinding, index: int, topology: Topology) -> frozenset[i
             # The largest complex first: this process may be allowed only some CPUs of a complex.
             complexes = sorted(_groups(cpus, topology.caches), key=lambda group: (-len(group), min(group)))
             return complexes[turn % len(complexes)]
-
-
-def _homes(topology: Topology, index: int) -> tuple[int, ...]:
-    """The NUMA node of each worker."""
-    if topology.gpu_nodes:
-        return topology.gpu_nodes
-    nodes = sorted(topology.nodes)
-    return tuple(nodes[rank % len(nodes)] for rank in range(max(topology.slots, index + 1)))
 
 
 def _socket(cpus: frozenset[int], topology: Topology) -> frozenset[int]:
@@ -203,17 +185,13 @@ def _share(cores: list[frozenset[int]], turn: int, peers: int) -> frozenset[int]
     return frozenset().union(*cores[start : start + size + (turn < larger)])
 
 
-def read_topology(
-    slots: int = 0,
-    environ: Mapping[str, str] = os.environ,
-    root: Path = Path("/"),
-    allowed: Iterable[int] | None = None,
-) -> Topology:
-    """Read the host. `slots` workers share a host without GPUs; `environ` holds the variables that hide GPUs.
+def read_topology(slots: int, environ: Mapping[str, str], root: Path = Path("/")) -> Topology:
+    """Read the host, with the CPUs of this process's affinity.
 
-    `allowed` defaults to this process's affinity.
+    `slots` workers share a host without GPUs, and are assigned to its nodes in turn; `environ` holds the variables that
+    hide GPUs.
     """
-    cpus = frozenset(os.sched_getaffinity(0) if allowed is None else allowed)
+    cpus = frozenset(os.sched_getaffinity(0))
     system = root / "sys/devices/system"
     nodes: dict[int, frozenset[int]] = {}
     for folder in (system / "node").glob("node[0-9]*"):
@@ -223,15 +201,15 @@ def read_topology(
     # A kernel without NUMA has no such folder. All CPUs are one node then.
     nodes = nodes or {0: cpus}
     folders = {cpu: system / f"cpu/cpu{cpu}" for cpu in cpus}
-    first = min(nodes)
+    gpu_nodes = [gpu.numa_node for gpu in visible(read_gpus(root), environ)]
+    turns = [sorted(nodes)[rank % len(nodes)] for rank in range(slots)]
     return Topology(
-        nodes=nodes,
+        nodes,
+        # The kernel reports -1 on a host with one node.
+        homes=tuple(node if node >= 0 else min(nodes) for node in gpu_nodes or turns),
         packages={cpu: _text(path / "topology/physical_package_id") for cpu, path in folders.items()},
         cores={cpu: _text(path / "topology/thread_siblings_list") for cpu, path in folders.items()},
         caches={cpu: _largest_cache(path / "cache") for cpu, path in folders.items()},
-        # The kernel reports -1 on a host with one node.
-        gpu_nodes=tuple(gpu.numa_node if gpu.numa_node >= 0 else first for gpu in visible(read_gpus(root), environ)),
-        slots=slots,
     )
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from elaunch.agent.workers.topology import Vendor, read_gpus, visible
+from elaunch.agent.workers.topology import read_gpus, visible
 from elaunch.launcher.errors import SiteError
 from elaunch.launcher.inspect.text import duration
 from elaunch.rendezvous.format import bytes_text
@@ -209,7 +209,7 @@ def judge_torch(output: str, gpus: int) -> Iterator[Finding]:
 def check_gpus(environ: Mapping[str, str], needs: Needs) -> Iterator[Finding]:
     devices = read_gpus()
     seen = len(visible(devices, environ))
-    if devices and devices[0].vendor is not Vendor.NVIDIA:
+    if devices and devices[0].is_amd:
         yield ok(f"{len(devices)} AMD GPU(s), {seen} visible; elaunch does not read their health")
     elif not devices and not Path("/proc/driver/nvidia/version").exists():
         way_out = "ask the scheduler for GPUs; in a container use the NVIDIA runtime (docker run --gpus all)"

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from elaunch.agent.workers.topology import Gpu, Vendor, read_gpus, visible
+from elaunch.agent.workers.topology import Gpu, read_gpus, visible
 from elaunch.launcher import host
 from elaunch.launcher.host import (
     AmbiguousAddress,
@@ -27,8 +27,8 @@ from elaunch.rendezvous.dial import HostAddress
 from elaunch.rendezvous.endpoint import Endpoint
 
 UUIDS = ("GPU-aaaa1111-0", "GPU-aaaa2222-0", "GPU-bbbb3333-0", "GPU-cccc4444-0")
-NVIDIA = tuple(Gpu(Vendor.NVIDIA, uuid) for uuid in UUIDS)
-AMD = tuple(Gpu(Vendor.AMD, uuid) for uuid in UUIDS)
+NVIDIA = tuple(Gpu(uuid) for uuid in UUIDS)
+AMD = tuple(Gpu(uuid, is_amd=True) for uuid in UUIDS)
 
 
 def write(root: Path, path: str, text: str = "") -> None:
@@ -78,7 +78,7 @@ def test_nvidia_gpus_are_counted_by_usable_device_nodes_and_described_by_the_dri
     monkeypatch.setattr("elaunch.agent.workers.topology._is_usable", lambda node: node.name != "nvidia0")
     gpus = read_gpus(tmp_path)
 
-    assert gpus == (Gpu(Vendor.NVIDIA, "GPU-2-abc", 0), Gpu(Vendor.NVIDIA, "GPU-1-abc", 1))
+    assert gpus == (Gpu("GPU-2-abc", 0), Gpu("GPU-1-abc", 1))
 
 
 def test_amd_gpus_are_topology_nodes_with_simd_units_and_a_usable_render_node(
@@ -94,7 +94,7 @@ def test_amd_gpus_are_topology_nodes_with_simd_units_and_a_usable_render_node(
     monkeypatch.setattr("elaunch.agent.workers.topology._is_usable", lambda node: node.name != "renderD130")
     gpus = read_gpus(tmp_path)
 
-    assert gpus == (Gpu(Vendor.AMD, "GPU-00000000000000ff", 1), Gpu(Vendor.AMD, "", -1))
+    assert gpus == (Gpu("GPU-00000000000000ff", 1, is_amd=True), Gpu("", -1, is_amd=True))
 
 
 def test_the_tightest_quota_of_a_v2_group_and_those_above_it_counts(tmp_path: Path) -> None:

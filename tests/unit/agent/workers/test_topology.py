@@ -13,17 +13,16 @@ from elaunch.agent.workers.topology import Topology, cpu_set, read_topology
 ALL_MODES = list(NumaBinding)
 
 
-def host(gpu_nodes: tuple[int, ...] = (0, 0, 1, 1), slots: int = 0) -> Topology:
+def host(homes: tuple[int, ...] = (0, 0, 1, 1)) -> Topology:
     """Two sockets of two nodes each; a node is 4 cores with 2 threads (c, c + 16) and caches of 2 cores."""
     nodes = {n: frozenset(range(4 * n, 4 * n + 4)) | frozenset(range(16 + 4 * n, 20 + 4 * n)) for n in range(4)}
     cpus = range(32)
     return Topology(
-        nodes=nodes,
+        nodes,
+        homes,
         packages={cpu: str(cpu % 16 // 8) for cpu in cpus},
         cores={cpu: f"{cpu % 16},{cpu % 16 + 16}" for cpu in cpus},
         caches={cpu: f"cache {cpu % 16 // 2}" for cpu in cpus},
-        gpu_nodes=gpu_nodes,
-        slots=slots,
     )
 
 
@@ -47,10 +46,9 @@ def test_core_complex_is_one_cache_each_while_there_are_enough() -> None:
     assert sets == [{4, 5, 20, 21}, {6, 7, 22, 23}, {4, 5, 20, 21}]
 
 
-def test_workers_without_gpus_are_dealt_out_to_the_nodes() -> None:
-    topology = host((), slots=6)
+def test_workers_that_share_a_node_get_parts_of_it() -> None:
+    topology = host((0, 1, 2, 3, 0, 1))
 
-    assert [cpu_set(NumaBinding.NODE, rank, topology) == topology.nodes[rank % 4] for rank in range(6)] == [True] * 6
     assert cpu_set(NumaBinding.EXCLUSIVE, 0, topology) == {0, 16, 1, 17}
     assert cpu_set(NumaBinding.EXCLUSIVE, 4, topology) == {2, 18, 3, 19}
     assert cpu_set(NumaBinding.EXCLUSIVE, 3, topology) == topology.nodes[3]
@@ -58,9 +56,9 @@ def test_workers_without_gpus_are_dealt_out_to_the_nodes() -> None:
 
 @pytest.mark.parametrize("mode", ALL_MODES)
 def test_a_set_is_never_empty_and_never_leaves_the_affinity(mode: NumaBinding) -> None:
-    narrow = Topology({1: frozenset({5})}, gpu_nodes=(0, 1, -1, 7))
+    narrow = Topology({1: frozenset({5})}, homes=(0, 1, -1, 7))
 
-    for topology in (narrow, host(), host(()), Topology({0: frozenset({3})})):
+    for topology in (narrow, host(), Topology({0: frozenset({3})}, homes=(0,))):
         for index in range(9):
             found = cpu_set(mode, index, topology)
             assert found
@@ -68,13 +66,15 @@ def test_a_set_is_never_empty_and_never_leaves_the_affinity(mode: NumaBinding) -
 
 
 def test_this_host_can_be_read_and_bound_to() -> None:
-    topology = read_topology(slots=2)
+    topology = read_topology(2, os.environ)
 
     assert topology.cpus <= os.sched_getaffinity(0)
     assert all(cpu_set(mode, 0, topology) for mode in ALL_MODES)
 
 
-def test_the_topology_is_read_from_sysfs_within_the_affinity_and_the_visible_gpus(tmp_path: Path) -> None:
+def test_the_topology_is_read_from_sysfs_within_the_affinity_and_the_visible_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def write(path: str, text: str) -> None:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text + "\n")
@@ -96,9 +96,12 @@ def test_the_topology_is_read_from_sysfs_within_the_affinity_and_the_visible_gpu
         write(f"proc/driver/nvidia/gpus/{address}/information", f"Device Minor: {minor}")
         write(f"sys/bus/pci/devices/{address}/numa_node", str(node))
 
-    topology = read_topology(environ={"CUDA_VISIBLE_DEVICES": "1,0"}, root=tmp_path, allowed={1, 2, 3})
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {1, 2, 3})
+    topology = read_topology(3, {"CUDA_VISIBLE_DEVICES": "1,0"}, tmp_path)
+    without_gpus = read_topology(3, {"CUDA_VISIBLE_DEVICES": ""}, tmp_path)
 
     assert topology.nodes == {0: {1}, 1: {2, 3}}
     assert topology.caches == {1: "0-1", 2: "2-3", 3: "2-3"}
     assert topology.packages == {1: "0", 2: "0", 3: "0"}
-    assert topology.gpu_nodes == (1, 0)
+    assert topology.homes == (1, 0)
+    assert without_gpus.homes == (0, 1, 0)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.agent.workers.topology import Gpu, Vendor
+from elaunch.agent.workers.topology import Gpu
 from elaunch.launcher.doctor import host, network
 from elaunch.launcher.doctor.command import examine
 from elaunch.launcher.doctor.host import Finding, Grade, Needs, bad, health_check, ok, worst
@@ -88,7 +88,7 @@ def test_gpus_are_read_by_nvidia_smi_and_a_driver_that_does_not_answer_is_a_find
     (tmp_path / "nvidia-smi").write_text(tool)
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(host, "read_gpus", lambda: (Gpu(Vendor.NVIDIA),))
+    monkeypatch.setattr(host, "read_gpus", lambda: (Gpu(),))
 
     found = host.check_gpus({}, ONE)
 
