@@ -12,7 +12,7 @@ import re
 import select
 import stat
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from elaunch.agent.own_lines import can_move_cursor
 
@@ -117,36 +117,13 @@ class LogFile:
         self._warn(f"{self._path} cannot be written ({error.strerror}); training continues without this log file")
 
 
-class LineSplitter:
-    """Collects bytes and gives back whole lines; `\\r` ends a line too, so that progress bars move.
-
-    No byte is lost or changed: the results of `whole` and `rest`, joined, are the input.
-    """
-
-    def __init__(self) -> None:
-        self._rest = b""
-
-    @property
-    def pending(self) -> bool:
-        """Whether a partial line waits."""
-        return bool(self._rest)
-
-    def whole(self, data: bytes) -> bytes:
-        """All lines that `data` completes, as one run of bytes that ends at a line's end (or is empty)."""
-        data = self._rest + data
-        end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
-        if data.endswith(b"\r"):
-            # The \n of a \r\n may follow. If it does not, rest() returns the \r later.
-            end = max(data.rfind(b"\n", 0, -1), data.rfind(b"\r", 0, -1)) + 1
-        if not end and len(data) > LINE_BYTES_MAX:
-            end = len(data)
-        self._rest = data[end:]
-        return data[:end]
-
-    def rest(self) -> bytes:
-        """The partial line, for a caller that no longer waits for the end of the line."""
-        rest, self._rest = self._rest, b""
-        return rest
+def split_lines(data: bytes) -> tuple[bytes, bytes]:
+    """`data` up to the end of its last whole line, and the rest; `\\r` ends a line too, so that progress bars move."""
+    # The \n of a \r\n may follow a \r at the end.
+    end = max(data.rfind(b"\n"), data.rfind(b"\r", 0, -1)) + 1
+    if not end and len(data) > LINE_BYTES_MAX:
+        end = len(data)
+    return data[:end], data[end:]
 
 
 class ShownTracebacks:
@@ -243,7 +220,7 @@ class WorkerStream:
     fold: TracebackFold | None = None
     frame: Callable[[bytes], bytes] | None = None
     _partial_at_s: float | None = None
-    _splitter: LineSplitter = field(default_factory=LineSplitter)
+    _rest: bytes = b""
     _tail: bytes = b""
 
     def fileno(self) -> int:
@@ -267,16 +244,15 @@ class WorkerStream:
         if not (self.whole_lines or self.prefix or self.needles or self.frame):
             self._pass(data, now_s)
             return
-        whole = self._splitter.whole(data)
+        whole, self._rest = split_lines(self._rest + data)
         self._pass(whole, now_s)
         due_s = None if whole else self._partial_at_s
-        self._partial_at_s = (due_s or now_s + PARTIAL_LINE_WAIT_S) if self._splitter.pending else None
+        self._partial_at_s = (due_s or now_s + PARTIAL_LINE_WAIT_S) if self._rest else None
 
     def flush(self, now_s: float) -> None:
         """Write what has been held back long enough: a partial line, a traceback."""
         if self._partial_at_s is not None and now_s >= self._partial_at_s:
-            self._partial_at_s = None
-            self._pass(self._splitter.rest(), now_s)
+            self._pass_rest(now_s)
         if self.fold and self.fold.due_s is not None and now_s >= self.fold.due_s:
             self._show_on_console(self.fold.flush(now_s))
 
@@ -285,13 +261,17 @@ class WorkerStream:
         return self._tail.decode(errors="replace")
 
     def close(self) -> None:
-        self._pass(self._splitter.rest(), 0.0)
+        self._pass_rest(0.0)
         if self.fold:
             self._show_on_console(self.fold.end())
         os.close(self.fd)
         for file in (self.file, self.needle_file):
             if file:
                 file.close()
+
+    def _pass_rest(self, now_s: float) -> None:
+        rest, self._rest, self._partial_at_s = self._rest, b"", None
+        self._pass(rest, now_s)
 
     def _pass(self, data: bytes, now_s: float) -> None:
         """Copy `data` to its destinations; the console gets it later if it is held back."""

@@ -18,12 +18,12 @@ from elaunch.agent.output.streams import (
     PARTIAL_LINE_WAIT_S,
     TAIL_BYTES_MAX,
     Console,
-    LineSplitter,
     LogFile,
     ShownTracebacks,
     TracebackFold,
     WorkerStream,
     prefixed,
+    split_lines,
     write_all,
 )
 from tests.forked import Child
@@ -193,31 +193,27 @@ def test_what_comes_out_is_joined_what_went_in() -> None:
     for seed in range(300):
         rng = random.Random(seed)
         data = random_bytes(rng)
-        splitter = LineSplitter()
+        out, rest = [], b""
 
-        out = [splitter.whole(piece) for piece in random_pieces(rng, data)]
-        rest = splitter.rest()
+        for piece in random_pieces(rng, data):
+            whole, rest = split_lines(rest + piece)
+            out.append(whole)
 
         assert b"".join(out) + rest == data, f"seed {seed}"
         assert all(not run or run.endswith((b"\n", b"\r")) for run in out), f"seed {seed}: {out}"
         assert not LINE_END.search(rest[:-1]), f"seed {seed}: a whole line was left waiting: {rest!r}"
-        assert not splitter.pending
 
 
 def test_a_carriage_return_and_newline_are_never_torn_apart() -> None:
-    splitter = LineSplitter()
-
-    assert splitter.whole(b"one\r") == b""
-    assert splitter.pending
-    assert splitter.whole(b"\ntwo") == b"one\r\n"
+    assert split_lines(b"one\r") == (b"", b"one\r")
+    assert split_lines(b"one\r\ntwo") == (b"one\r\n", b"two")
 
 
 def test_a_line_that_never_ends_is_passed_on_in_pieces() -> None:
-    splitter = LineSplitter()
+    line = b"x" * LINE_BYTES_MAX
 
-    out = splitter.whole(b"x" * LINE_BYTES_MAX) + splitter.whole(b"y")
-
-    assert out == b"x" * LINE_BYTES_MAX + b"y"
+    assert split_lines(line) == (b"", line)
+    assert split_lines(line + b"y") == (line + b"y", b"")
 
 
 @pytest.mark.parametrize(
