@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from elaunch.rendezvous.codec import shown
 from elaunch.rendezvous.types import TAIL, TRACEBACK, Failure, FailureKind
@@ -113,11 +112,6 @@ class Remains:
 
 def failure_of(worker: Failure, remains: Remains, signal_name: str) -> Failure:
     """`worker` completed with how it failed. `signal_name` is that of signal `-remains.code`, if any."""
-    return replace(worker, **_judged(remains, signal_name))
-
-
-def _judged(remains: Remains, signal_name: str) -> dict[str, Any]:
-    """The fields of a failure that follow from what the worker left."""
     raised = parse_record(remains.error_record) or parse_traceback(remains.tail)
     if remains.code < 0 and not remains.raised and (crashed := parse_crash(remains.crash, remains.code)):
         stack = crashed.traceback
@@ -129,11 +123,20 @@ def _judged(remains: Remains, signal_name: str) -> dict[str, Any]:
     kind, message = _kind_and_message(remains, raised, signal_name)
     if raised and remains.raised and has_crashed:
         message = f"{message}, and was then killed by {signal_name}"
-    calls = [each.call for each in (raised, remains.lost) if each and each.call]
-    found = {"kind": kind, "code": remains.code, "message": message, "call": calls[0] if calls else ""}
+    call = next((each.call for each in (raised, remains.lost) if each and each.call), "")
     raised = raised or Raised()
-    found |= {name: getattr(raised, name) for name in ("exception", "frame", "traceback", "is_cut")}
-    return found | {"tail": _kept(remains.tail, raised.traceback)}
+    return replace(
+        worker,
+        kind=kind,
+        code=remains.code,
+        message=message,
+        call=call,
+        exception=raised.exception,
+        frame=raised.frame,
+        traceback=raised.traceback,
+        is_cut=raised.is_cut,
+        tail=_kept(remains.tail, raised.traceback),
+    )
 
 
 def end_of(worker: Failure, clock: str, *, is_gone: bool) -> Failure:
@@ -162,7 +165,7 @@ def with_tail(failure: Failure, tail: str) -> Failure:
     if failure.code is None or not failure.message.startswith("exited with"):
         # Nothing can be added to what an error file has.
         return failure
-    return replace(failure, **_judged(Remains(failure.code, tail=tail, progressed=progressed), ""))
+    return failure_of(failure, Remains(failure.code, tail=tail, progressed=progressed), "")
 
 
 def _crashed(failure: Failure, tail: str) -> Failure:

@@ -12,8 +12,8 @@ from elaunch.rendezvous.rules.queries import RESPONSE_BYTES_MAX
 from elaunch.rendezvous.rules.reports import RANKS_MAX
 from elaunch.threads import OWN
 
-# States in /proc/PID/stat: stopped by a signal, or by a debugger.
-_STOPPED, _TRACED = "T", "t"
+# By the states in /proc/PID/stat of a process that does not run.
+_HELD = {"T": "stopped by a signal", "t": "stopped by a debugger"}
 _RANKS_SHOWN = 12
 # A frame's path is shown from the package on: torch/distributed/distributed_c10d.py.
 _LIBRARY = re.compile(
@@ -106,16 +106,13 @@ class Stack:
 
     @property
     def is_stopped(self) -> bool:
-        return self.state == _STOPPED
-
-    @property
-    def is_traced(self) -> bool:
-        return self.state == _TRACED
+        """Whether a signal has stopped the process."""
+        return self.state == "T"
 
     @property
     def held(self) -> str:
         """How the process was stopped; empty if it was not."""
-        return "stopped by a signal" if self.is_stopped else "stopped by a debugger" if self.is_traced else ""
+        return _HELD.get(self.state, "")
 
 
 @dataclass(frozen=True)
@@ -132,7 +129,7 @@ def grouped(stacks: Iterable[Stack]) -> tuple[StackGroup, ...]:
     for stack in sorted(stacks, key=lambda stack: stack.rank):
         main = stack.main
         where = main.frames if main else stack.trouble
-        found.setdefault((where, stack.is_stopped, stack.is_traced), []).append(stack)
+        found.setdefault((where, stack.held), []).append(stack)
     groups = [StackGroup(tuple(stack.rank for stack in alike), alike[0]) for alike in found.values()]
     return tuple(sorted(groups, key=lambda group: (-len(group.ranks), group.ranks)))
 

@@ -53,29 +53,31 @@ _COLLECTIVE_FILES = (
 )
 # Where the Keeper polls the GPU, asleep between two polls: for the gradients of a step, and so for their all-reduce.
 _GPU_FILE = "elaunch/trainer/memory/device_copy.py"
-_LOADER_FILES = ("torch/utils/data/dataloader.py",)
 # The lock of torch.utils.cpp_extension: a process that does not build sleeps until the file is removed.
 _BATON_FILE = "torch/utils/file_baton.py"
 # There Python joins all non-daemon threads, after the program and before exit functions.
 _END = ("_shutdown", "threading.py")
 _PROMPT_FILES = ("pdb.py", "bdb.py", "cmd.py", "code.py", "IPython/", "prompt_toolkit/")
-_CHILD_FILES = ("subprocess.py", "multiprocessing/popen_")
-_LOCK_FILES = ("threading.py", "queue.py", "concurrent/futures/", "multiprocessing/queues.py", "multiprocessing/synch")
-_NETWORK_FILES = ("socket.py", "ssl.py", "http/client.py", "urllib3/", "asyncio/", "selectors.py")
-
-_SLEEP_CALLS = {"nanosleep", "clock_nanosleep"}
-_CHILD_CALLS = {"wait4", "waitid"}
-_NETWORK_CALLS = {"recvfrom", "recvmsg", "sendto", "sendmsg", "connect", "accept", "accept4"}
+# The first that was called counts.
+_FILES = {
+    Doing.LOADER: ("torch/utils/data/dataloader.py",),
+    Doing.CHILD: ("subprocess.py", "multiprocessing/popen_"),
+    Doing.LOCK: ("threading.py", "queue.py", "concurrent/futures/", "multiprocessing/queues", "multiprocessing/synch"),
+    Doing.NETWORK: ("socket.py", "ssl.py", "http/client.py", "urllib3/", "asyncio/", "selectors.py"),
+}
+_CALLS = {
+    **dict.fromkeys(("nanosleep", "clock_nanosleep"), Doing.SLEEP),
+    **dict.fromkeys(("wait4", "waitid"), Doing.CHILD),
+    "futex": Doing.LOCK,
+    **dict.fromkeys(("recvfrom", "recvmsg", "sendto", "sendmsg", "connect", "accept", "accept4"), Doing.NETWORK),
+}
 _POLL_CALLS = {"poll", "ppoll", "select", "pselect6", "epoll_wait", "epoll_pwait"}
-_LOCK_CALLS = {"futex"}
 _TERMINALS = ("/dev/pts/", "/dev/tty", "/dev/console")
 
 
 def doing(stack: Stack) -> Doing:
-    if stack.is_stopped:
-        return Doing.STOPPED
-    if stack.is_traced:
-        return Doing.TRACED
+    if stack.held:
+        return Doing.STOPPED if stack.is_stopped else Doing.TRACED
     return thread_doing(stack.main) if stack.main else Doing.UNKNOWN
 
 
@@ -157,13 +159,9 @@ def _loader_text(stack: Stack) -> str:
 
 def _by_call(thread: ThreadStack) -> Doing | None:
     call, target = thread.syscall, thread.target
-    if call in _SLEEP_CALLS:
-        return Doing.SLEEP
-    if call in _CHILD_CALLS:
-        return Doing.CHILD
-    if call in _LOCK_CALLS:
-        return Doing.LOCK
-    if call in _NETWORK_CALLS or target.startswith("socket:"):
+    if call in _CALLS:
+        return _CALLS[call]
+    if target.startswith("socket:"):
         return Doing.NETWORK
     if target.startswith("/") and not target.startswith("/dev/"):
         return Doing.FILE
@@ -186,15 +184,7 @@ def _by_frames(thread: ThreadStack) -> Doing | None:
             return Doing.COLLECTIVE
     if thread.is_active:
         return None
-    for what, prefixes in (
-        (Doing.LOADER, _LOADER_FILES),
-        (Doing.CHILD, _CHILD_FILES),
-        (Doing.LOCK, _LOCK_FILES),
-        (Doing.NETWORK, _NETWORK_FILES),
-    ):
-        if calls(*prefixes):
-            return what
-    return None
+    return next((what for what, prefixes in _FILES.items() if calls(*prefixes)), None)
 
 
 def _is_backward(thread: ThreadStack) -> bool:
