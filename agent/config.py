@@ -87,9 +87,6 @@ class OutputPlan:
     least: Level = "info"
 
 
-_TIMES = Times()
-
-
 @dataclass(frozen=True)
 class ProgramText:
     """The program's imports as its text shows them, before it runs.
@@ -130,7 +127,7 @@ class AgentConfig:
     worker_env: Mapping[str, str] = field(default_factory=dict)
     role: str = "default"
     output: OutputPlan = OutputPlan()
-    times: Times = _TIMES
+    times: Times = field(default_factory=Times)
     store_prefix: str = PREFIX
     node_rank: int = -1
     topology: str = ""

@@ -33,7 +33,7 @@ from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 
 from elaunch import __version__
 from elaunch.agent.config import OnHang
@@ -155,7 +155,8 @@ class Loop:
         self._selector = selectors.DefaultSelector()
         warn = partial(pump.log, level="warning")
         reporter = Reporter(self._inbox.post, pump.log, warn, self._timeline, self._node_failure)
-        self._workers = Workers(services, reporter, self._selector, self._keep_session)
+        # During an operation that takes seconds the lease is renewed.
+        self._workers = Workers(services, reporter, self._selector, lambda: self._session.tick(time.monotonic()))
         post, offer = self._inbox.post, self._session.offer
         self._status = StatusServer(lambda: self._agent, self._workers.seen, offer, locator, time.monotonic(), post)
         self._run_dir = run_dir
@@ -229,10 +230,6 @@ class Loop:
             elif event is None:
                 self._wait()
         self._workers.end_orphans(why or _IDLE)
-
-    def _keep_session(self) -> None:
-        """Renew the lease during an operation that takes seconds, which calls this repeatedly."""
-        self._session.tick(time.monotonic())
 
     def _run_to_outcome(self) -> Outcome:
         while not isinstance(self._agent.phase, Exited):
@@ -331,15 +328,10 @@ class Loop:
     def _join(self, order: Join) -> None:
         me = self._agent.me
         port, secret = self._workers.port.reserve(), os.urandom(16).hex()
-        joined = Joined(me.node_id, port, order.progressed, self._software, secret)
+        versions = software(self._config.spec.program) if self._config.spec.nodes_max > 1 else ""
+        joined = Joined(me.node_id, port, order.progressed, versions, secret)
         txn = join(self._agent.snapshot, me, joined, order.lease, is_member=order.is_member)
         self._session.commit(txn, Tag.JOIN)
-
-    @cached_property
-    def _software(self) -> str:
-        if self._config.spec.nodes_max == 1:
-            return ""
-        return software(self._config.spec.program)
 
     def _node_failure(self, kind: FailureKind, generation: int, message: str) -> Failure:
         me = self._agent.me

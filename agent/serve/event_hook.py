@@ -50,16 +50,15 @@ class EventHook:
         except queue.Full:
             self._warn(f"{QUEUED_MAX} events already wait for the command; {event['event']} is not delivered")
 
-    def close(self, wait_s: float | None = None) -> None:
-        """Wait for the pending runs, `wait_s` (else FLUSH_S) at the longest."""
+    def close(self) -> None:
+        """Wait for the pending runs, FLUSH_S at the longest."""
         if self._thread is None:
             return
-        wait_s = FLUSH_S if wait_s is None else wait_s
-        self._until_s = time.monotonic() + wait_s
+        self._until_s = time.monotonic() + FLUSH_S
         # If the queue is full, the thread stops at `_until_s`.
         with suppress(queue.Full):
             self._events.put_nowait(None)
-        self._thread.join(wait_s + 1.0)
+        self._thread.join(FLUSH_S + 1.0)
 
     def _work(self) -> None:
         while (event := self._events.get()) is not None:

@@ -214,13 +214,10 @@ class LocalSocket:
 
 
 def _topic(line: bytes) -> str | None:
-    try:
-        request = parse_json(line)
-    except ValueError:
-        return None
-    match request:
-        case {"ask": str(topic)}:
-            return topic
+    with suppress(ValueError):
+        match parse_json(line):
+            case {"ask": str(topic)}:
+                return topic
     return None
 
 

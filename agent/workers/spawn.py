@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -314,6 +314,7 @@ def _is_secondary(group: WorkerGroup, text: str) -> bool | None:
     return (group.is_interrupted and bool(_INTERRUPTED.search(text))) or shows_only_lost_peer(text)
 
 
+@cache
 def software(program: Program) -> str:
     """The software versions as text; only elaunch's if the workers' interpreter is another one, or unknown."""
     own = f"elaunch {__version__}"

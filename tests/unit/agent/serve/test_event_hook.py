@@ -24,6 +24,7 @@ class Logged(list[str]):
 def logged(monkeypatch: pytest.MonkeyPatch) -> Iterator[Logged]:
     """What goes to the log. A run has the time that a busy host needs, unless a test sets another."""
     monkeypatch.setattr(event_hook, "RUN_S_MAX", DEADLINE_S)
+    monkeypatch.setattr(event_hook, "FLUSH_S", DEADLINE_S)
     yield Logged()
     assert not [child for child in psutil.Process().children() if "sh" in child.name()]
 
@@ -38,7 +39,7 @@ def test_each_event_comes_on_stdin_in_order_and_the_output_goes_to_the_log(tmp_p
 
     for number in range(3):
         runs.notify({"event": "failure", "number": number, "long": "x" * 200_000})
-    runs.close(DEADLINE_S)
+    runs.close()
 
     assert [json.loads(line)["number"] for line in events.read_text().splitlines()] == [0, 1, 2]
     assert logged == ["[on-event] mark 1", "[on-event] home"] * 3
@@ -51,7 +52,7 @@ def test_a_failure_of_the_command_is_one_line(logged: Logged, text: str, how: st
     runs = hook(logged, text)
 
     runs.notify({"event": "restart"})
-    runs.close(DEADLINE_S)
+    runs.close()
 
     assert logged == ([f"--on-event: sh {how}; restart may not have been delivered"] if how else [])
 
@@ -60,7 +61,7 @@ def test_a_command_that_is_gone_is_one_line_each_time(logged: Logged) -> None:
     runs = EventHook(("/nowhere/notify",), {}, logged)
 
     runs.notify({"event": "end"})
-    runs.close(DEADLINE_S)
+    runs.close()
 
     assert logged == [
         "--on-event: /nowhere/notify cannot be started (No such file or directory); end may not have been delivered"
@@ -78,7 +79,7 @@ def test_a_command_that_does_not_end_is_killed_with_its_children_and_the_next_on
 
     runs.notify({"event": "failure"})
     runs.notify({"event": "restart"})
-    runs.close(DEADLINE_S)
+    runs.close()
 
     assert logged[-1] == "[on-event] second"
     assert "did not end within 3 s and was killed; failure may not have been delivered" in logged[0]
@@ -92,7 +93,7 @@ def test_much_output_is_cut_and_costs_no_memory(logged: Logged) -> None:
     runs = hook(logged, "head -c 50000000 /dev/zero | tr '\\0' x")
 
     runs.notify({"event": "failure"})
-    runs.close(DEADLINE_S)
+    runs.close()
 
     assert len(logged[0]) == event_hook.OUTPUT_BYTES_MAX + len("[on-event] ")
     assert logged[1] == f"[on-event] … {50000000 - event_hook.OUTPUT_BYTES_MAX} more bytes …"
